@@ -16,8 +16,8 @@
 //! ORIGIN_COUNTS array counter    -> u64            how many of them each workload has: `origins.rs`
 //! OWN        sk      socket      -> u32            the proxy's sockets that connect from a client's address
 //! ACCEPTED   sk      socket      -> Origin         connections that a proxy has accepted
-//! LISTENERS  sockhash ListenerKey-> socket         where a workload's inbound connections go, and the
-//!                                                 outbound ones of one that is captured by packets
+//! LISTENERS  sockhash ListenerKey-> socket         where a workload's inbound connections go, the outbound ones of
+//!                                                 one that is captured by packets, and those of virtual interfaces
 //! METERS     array   SocketSet   -> MeterSets      connections that go direct, and are measured
 //! MORE_METERS sk     socket      -> Meter          the same, for sockets whose set is full
 //! TRAFFIC    hash    TrafficKey  -> Traffic        what they came to
@@ -151,8 +151,8 @@ layout! {
         pub counter: u16,
     }
 
-    /// A proxy's listener for inbound connections of a network namespace, or for outbound ones of a
-    /// workload that is captured by its packets.
+    /// A proxy's listener for inbound connections of a network namespace, for connections that come into it by virtual
+    /// interfaces, or for outbound ones of a workload that is captured by its packets.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct ListenerKey {
@@ -160,7 +160,7 @@ layout! {
         pub netns: u64,
         /// 4 or 6: the family of connections that it can accept.
         pub family: u32,
-        /// [`Enrolled::workload`]; 0 if it is for a network namespace.
+        /// [`Enrolled::workload`]; 0 if it is for inbound connections of a network namespace.
         pub workload: u32,
     }
 
@@ -274,6 +274,10 @@ impl Enrolled {
     pub const PACKETS_BEFORE: u32 = 1 << 11;
     /// Only users and groups with a rule that says so are captured. Needs [`Enrolled::HAS_USERS`].
     pub const ONLY_USERS: u32 = 1 << 12;
+    /// Connections that come into its network namespace by some of its interfaces are captured as outbound ones.
+    pub const VIRTUAL: u32 = 1 << 13;
+    /// Some range of loopback is captured. Needs [`Enrolled::HAS_RANGES`].
+    pub const LOOPBACK: u32 = 1 << 14;
     /// The entry is a workload's. Without this flag, an entry with resolvers is of a workload of which the agent captures
     /// only the DNS queries, and any other entry is of a namespace without a captured workload.
     pub const CAPTURED: u32 = 1 << 31;
@@ -346,6 +350,15 @@ impl ListenerKey {
         }
     }
 
+    /// For connections that come into a network namespace by virtual interfaces. `workload`: the one that is there.
+    pub const fn of_interfaces(netns: u64, workload: u32, v4: bool) -> Self {
+        Self {
+            netns,
+            family: if v4 { 4 } else { 6 },
+            workload,
+        }
+    }
+
     /// For outbound connections of a workload that is captured by its packets.
     pub const fn of_packets(workload: u32, v4: bool) -> Self {
         Self {
@@ -365,7 +378,8 @@ impl RuleKey {
     pub const USER: u32 = 3;
     /// A group.
     pub const GROUP: u32 = 4;
-    /// An interface of the workload.
+    /// An interface of the workload: [`EXCLUDED`] if no inbound connection is captured there, [`CAPTURED`] if connections that
+    /// come in there are captured as outbound ones, or both.
     pub const INTERFACE: u32 = 5;
 }
 
@@ -545,7 +559,7 @@ const _: () = assert!(CAPTURED & EXCLUDED == 0);
 
 /// Whether an outbound connection of a workload is captured ([`Reason::Captured`]), or by which kind
 /// of rule not; and whether the egress policy is about it. Users first ([`excludes_user`]), since a proxy is told by its
-/// user; then loopback; ports before ranges, since a port is captured or not wherever it is.
+/// user; then loopback, unless the policy names a range of it; ports before ranges, since a port is captured or not wherever it is.
 #[inline(always)]
 pub fn outbound<T: Rules>(
     tables: &T,
@@ -564,7 +578,8 @@ pub fn outbound<T: Rules>(
     if excludes_user {
         return (Reason::ExcludedUser, false);
     }
-    if addr.is_loopback() || addr.is_unspecified() {
+    if addr.is_unspecified() || addr.is_loopback() && !is_captured_loopback(tables, enrolled, addr)
+    {
         return (Reason::ExcludedLoopback, false);
     }
     if enrolled.flags & Enrolled::HAS_OUTBOUND_PORTS != 0 {
@@ -583,6 +598,13 @@ pub fn outbound<T: Rules>(
         }
     }
     (Reason::Captured, true)
+}
+
+/// Whether a workload's policy names a range of loopback that has this address. The policy's ranges exclude all other
+/// addresses of loopback if it does.
+#[inline(always)]
+fn is_captured_loopback<T: Rules>(tables: &T, enrolled: &Enrolled, addr: Addr) -> bool {
+    enrolled.flags & Enrolled::LOOPBACK != 0 && tables.range(enrolled.policy, addr) == CAPTURED
 }
 
 /// What a decision asks besides rules, if it gets so far.
@@ -672,6 +694,45 @@ pub fn is_query<T: Rules>(
     tables.range(enrolled.resolvers, addr) == CAPTURED
 }
 
+/// What becomes of a connection that comes into a workload's network namespace by an interface, and is for no address of the
+/// workload: [`Reason::Captured`] if it goes to the proxy, [`Reason::NotService`] if the workload's rules say nothing of the
+/// interface. The routing rules that bring it here have decided by its destination. The agent's proxy judges by the egress
+/// policy; another one cannot.
+#[inline(always)]
+pub fn by_interface<T: Rules>(
+    tables: &T,
+    config: &CaptureConfig,
+    enrolled: &Enrolled,
+    port: Port,
+    interface: u32,
+) -> Reason {
+    if enrolled.flags & Enrolled::VIRTUAL == 0 {
+        return Reason::NotService;
+    }
+    let of = enrolled.workload;
+    let key = RuleKey {
+        of,
+        kind: RuleKey::INTERFACE,
+        id: interface,
+    };
+    if tables.rule(&key) & CAPTURED == 0 {
+        return Reason::NotService;
+    }
+    let is_foreign = config.flags & CaptureConfig::FOREIGN != 0;
+    if port == config.outbound || port == config.inbound {
+        // A sidecar's: as long as rules redirect connections to it, they arrive so.
+        return if is_foreign {
+            Reason::NotService
+        } else {
+            Reason::Recursive
+        };
+    }
+    if is_foreign && enrolled.flags & Enrolled::EGRESS_DENY != 0 {
+        return Reason::EgressDenied;
+    }
+    Reason::Captured
+}
+
 /// What becomes of a connection that is to go to a proxy which does not listen; `flags`: as
 /// [`Enrolled::flags`].
 #[inline(always)]
@@ -693,7 +754,7 @@ pub fn inbound<T: Rules>(tables: &T, local: &Local, port: u32, interface: u32) -
             kind: RuleKey::INTERFACE,
             id: interface,
         };
-        if tables.rule(&key) == EXCLUDED {
+        if tables.rule(&key) & EXCLUDED != 0 {
             return Reason::ExcludedInterface;
         }
     }

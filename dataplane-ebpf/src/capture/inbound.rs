@@ -15,7 +15,7 @@ use super::{Live, config};
 use crate::{
     select::count,
     socket::read_words,
-    tables::{LISTENERS, LOCALS, ORIGINS},
+    tables::{LISTENERS, LOCALS, NAMESPACES, ORIGINS},
 };
 
 /// Go on, with the socket that was assigned if one was.
@@ -46,16 +46,19 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         return PASS;
     }
     let addr = local_addr(ctx);
+    // SAFETY: a constant of the object. Read as it is loaded, not as it is compiled.
+    let here = unsafe { read_volatile(&raw const NETNS) };
     let Some(found) = LOCALS.get_ptr(addr) else {
-        return PASS;
+        return elsewhere(ctx, here, interface, port);
     };
     // SAFETY: a hash's element, freed after a grace period.
     let local: Local = unsafe { *found };
-    // SAFETY: a constant of the object. Read as it is loaded, not as it is compiled.
-    let here = unsafe { read_volatile(&raw const NETNS) };
-    // Another workload's address, which somebody has given to an interface here: no socket of that workload's is for
-    // connections that arrive here.
-    if local.netns != here || local.flags & Enrolled::INBOUND == 0 {
+    // Another workload's address: a virtual interface's packets may be for it, or somebody has given it to an interface
+    // here. No socket of that workload's is for connections that arrive here.
+    if local.netns != here {
+        return elsewhere(ctx, here, interface, port);
+    }
+    if local.flags & Enrolled::INBOUND == 0 {
         return PASS;
     }
     // The proxy's own connections to the application, and its own to itself. They come by loopback,
@@ -102,25 +105,62 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         return PASS;
     }
     let key = ListenerKey::of_namespace(local.netns, addr.is_v4());
-    // SAFETY: a sockhash and a key of it; a socket that was found is released.
-    let assigned = unsafe {
-        let table = from_ref(&LISTENERS).cast_mut().cast();
-        let sk = bpf_map_lookup_elem(table, (&raw const key).cast());
-        if sk.is_null() {
-            -1
-        } else {
-            let result = bpf_sk_assign(ctx.cast(), sk, 0);
-            bpf_sk_release(sk);
-            result
-        }
-    };
-    if assigned == 0 {
+    if assign(ctx, &key) {
         count(Reason::CapturedInbound);
         return PASS;
     }
     let reason = capture::without_proxy(local.flags);
     count(reason);
     if reason.is_refusal() { DROP } else { PASS }
+}
+
+/// A connection that is for no address of the workload that is here. It is captured if it comes by a virtual interface: the
+/// agent's routing rules bring such connections to the sockets here, whatever their destination.
+#[inline(always)]
+fn elsewhere(ctx: *mut bpf_sk_lookup, here: u64, interface: u32, port: u32) -> u32 {
+    let Some(found) = NAMESPACES.get_ptr(here) else {
+        return PASS;
+    };
+    // SAFETY: a hash's element, freed after a grace period.
+    let enrolled: Enrolled = unsafe { *found };
+    if enrolled.flags & Enrolled::VIRTUAL == 0 {
+        return PASS;
+    }
+    let Some(config) = config() else { return PASS };
+    let port = Port::new(port as u16);
+    let mut reason = capture::by_interface(&Live, config, &enrolled, port, interface);
+    if reason == Reason::NotService {
+        return PASS;
+    }
+    if reason == Reason::Captured {
+        // SAFETY: a field of the context.
+        let is_v4 = unsafe { read_volatile(&raw const (*ctx).family) } == AF_INET;
+        let key = ListenerKey::of_interfaces(here, enrolled.workload, is_v4);
+        if assign(ctx, &key) {
+            count(reason);
+            return PASS;
+        }
+        // It cannot go on without the proxy: its packets come here, and nowhere else.
+        reason = Reason::ProxyDown;
+    }
+    count(reason);
+    DROP
+}
+
+/// Gives the connection to a listening socket of the proxy. Answers whether there is one.
+#[inline(always)]
+fn assign(ctx: *mut bpf_sk_lookup, key: &ListenerKey) -> bool {
+    // SAFETY: a sockhash and a key of it; a socket that was found is released.
+    unsafe {
+        let table = from_ref(&LISTENERS).cast_mut().cast();
+        let sk = bpf_map_lookup_elem(table, from_ref(key).cast());
+        if sk.is_null() {
+            return false;
+        }
+        let result = bpf_sk_assign(ctx.cast(), sk, 0);
+        bpf_sk_release(sk);
+        result == 0
+    }
 }
 
 /// All fields are read, whatever the family: see `read_words`.

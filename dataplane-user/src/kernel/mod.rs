@@ -50,6 +50,7 @@ mod tc;
 pub mod trial;
 #[cfg(feature = "testing")]
 pub mod verifier;
+mod ways_out;
 mod xfrm;
 
 use std::{
@@ -68,10 +69,10 @@ use tracing::info;
 
 pub use accelerate::Accelerator;
 pub use capture::{
-    Capture, CaptureOptions, CaptureTables, Listeners, Namespace, OUR_TABLE, Pairs, QueryLease,
-    QuerySockets, addresses, index_of, is_the_nodes, open_listeners, open_query_sockets,
-    open_resolver_sockets, open_transparent_listeners, route_answers, route_answers_no_more,
-    route_to_sockets, this_namespace,
+    Capture, CaptureOptions, CaptureTables, InterfaceRule, Listeners, Namespace, OUR_TABLE, Pairs,
+    QueryLease, QuerySockets, addresses, index_of, is_the_nodes, open_listeners,
+    open_query_sockets, open_resolver_sockets, open_transparent_listeners, route_answers,
+    route_answers_no_more, route_interfaces, route_to_sockets, this_namespace,
 };
 pub use cgroup::cgroup2_root;
 pub use children::ends_with_us;
@@ -94,6 +95,7 @@ pub use reverse_path::{reverse_path, reverse_paths, shows_reverse_paths};
 pub use services::ServiceTables;
 pub use tables::{Growth, Limits, Tables, Usage};
 pub use tc::{Direction, Hook, InterfaceAttachment, Order, name as interface_name};
+pub use ways_out::{Way, ways_out};
 pub use xfrm::{PolicyNews, policies as ipsec_policies};
 
 use self::{
@@ -364,7 +366,7 @@ impl Kernel {
         }
         self.capture.detach_others(&self.pins, |cookie| {
             let entry = wanted.namespaces.get(&cookie);
-            entry.is_some_and(|entry| entry.flags & Enrolled::INBOUND != 0)
+            entry.is_some_and(|entry| entry.flags & (Enrolled::INBOUND | Enrolled::VIRTUAL) != 0)
         })?;
         Ok(failed)
     }

@@ -41,7 +41,8 @@ pub use topology::{Hints, Reach};
 pub use weights::{Weights, lcm, most_places, narrowed};
 pub use workload::{
     Acceleration, CapturedBy, DNS, Egress, Exempt, Inbound, Layers, Mode, Place, Policy, RESERVED,
-    Rules, Telemetry, Uid, WithoutProxy, Workload, is_reserved,
+    Rules, Telemetry, Uid, VIRTUAL_INTERFACES, WithoutProxy, Workload, is_reserved,
+    is_virtual_interface,
 };
 
 use std::{net::IpAddr, sync::Arc};

@@ -29,6 +29,16 @@ pub fn is_reserved(port: u16) -> bool {
     RESERVED.contains(&port)
 }
 
+/// The most virtual interfaces that the rules of a workload may name.
+pub const VIRTUAL_INTERFACES: usize = 16;
+
+/// Whether an interface may be a virtual one: `lo` has the workload's own connections. Longer names, and such characters, the
+/// kernel does not take (`dev_valid_name`, `net/core/dev.c`).
+pub fn is_virtual_interface(name: &str) -> bool {
+    let is_wrong = |c: char| c == '/' || c == ':' || c.is_whitespace();
+    (1..16).contains(&name.len()) && !name.contains(is_wrong) && !matches!(name, "lo" | "." | "..")
+}
+
 /// Somebody who makes and takes connections: a pod, or processes of a plain Linux node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Workload {
@@ -472,12 +482,14 @@ pub struct Rules {
     pub excluded_gids: BTreeSet<u32>,
     /// Interfaces by which nothing is captured that comes in.
     pub excluded_interfaces: BTreeSet<Box<str>>,
+    /// Interfaces by which connections come in that are captured as outbound ones.
+    pub virtual_interfaces: BTreeSet<Box<str>>,
 }
 
 impl Rules {
     /// These, and where they say nothing, what is said by less specific ones. Of two that say
     /// something of the same range, port or setting, these win; users, groups and interfaces are
-    /// excluded, and users and groups included, if either says so.
+    /// excluded, users and groups included, and interfaces virtual, if either says so.
     #[must_use]
     pub fn over(&self, general: &Self) -> Self {
         fn maps<K: Ord + Clone>(
@@ -510,6 +522,7 @@ impl Rules {
             excluded_uids: sets(&self.excluded_uids, &general.excluded_uids),
             excluded_gids: sets(&self.excluded_gids, &general.excluded_gids),
             excluded_interfaces: sets(&self.excluded_interfaces, &general.excluded_interfaces),
+            virtual_interfaces: sets(&self.virtual_interfaces, &general.virtual_interfaces),
         }
     }
 
@@ -538,6 +551,7 @@ impl Rules {
             excluded_uids: self.excluded_uids.clone(),
             excluded_gids: self.excluded_gids.clone(),
             excluded_interfaces: self.excluded_interfaces.clone(),
+            virtual_interfaces: self.virtual_interfaces.clone(),
         })
     }
 
@@ -628,9 +642,28 @@ pub struct Policy {
     pub excluded_gids: BTreeSet<u32>,
     /// Interfaces of the workload by which nothing is captured that comes in.
     pub excluded_interfaces: BTreeSet<Box<str>>,
+    /// Interfaces of the workload by which connections come in that are captured as outbound ones: those of virtual machines
+    /// and of containers in the workload's network namespace. Of ranges, those count that are included.
+    pub virtual_interfaces: BTreeSet<Box<str>>,
 }
 
 impl Policy {
+    /// Returns the destinations of a family at which connections are captured that come in by virtual interfaces: the included
+    /// ranges, or the range of all addresses.
+    pub fn ranges_of_interfaces(&self, v4: bool) -> Vec<IpNet> {
+        let all = if v4 {
+            IpNet::V4(ipnet::Ipv4Net::default())
+        } else {
+            IpNet::V6(ipnet::Ipv6Net::default())
+        };
+        if self.outbound_ranges.get(&all) != Some(&false) {
+            return vec![all];
+        }
+        let ranges = self.outbound_ranges.iter();
+        let included = ranges.filter(|(range, is)| **is && range.addr().is_ipv4() == v4);
+        included.map(|(range, _)| *range).collect()
+    }
+
     /// Whether queries to a resolver are captured. Users decide when a query is sent.
     pub fn captures_dns(&self, resolver: IpAddr) -> bool {
         let port = self.outbound_ports.get(&DNS);

@@ -1,13 +1,16 @@
 //! From policies of capture to the tables that hold them.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::{Ipv4Addr, Ipv6Addr},
+};
 
 use dataplane_common::{
     Addr,
     capture::{self, CAPTURED, EXCLUDED, Enrolled, JUDGED, Local, RangeKey, RuleKey},
     tables::FrontendKey,
 };
-use ipnet::{IpNet, Ipv4Net};
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 use crate::model::{Egress, Inbound, Policy, WithoutProxy};
 
@@ -185,10 +188,25 @@ impl Policies {
             let all = IpNet::V4(Ipv4Net::default());
             tables.ranges.insert(range_key(number, &all), CAPTURED);
         }
+        let captures_loopback = captures_loopback(policy);
+        if captures_loopback {
+            // Wider ranges say nothing of it.
+            tables
+                .ranges
+                .insert(range_key(number, &LOOPBACK.into()), EXCLUDED);
+        }
         for (range, captured) in &policy.outbound_ranges {
             let key = range_key(number, range);
             let is_judged = policy.judged_ranges.contains(range);
             tables.ranges.insert(key, verdict(*captured, is_judged));
+        }
+        if captures_loopback {
+            for never in [
+                IpNet::from(PROXYS),
+                Ipv6Net::from(Ipv6Addr::LOCALHOST).into(),
+            ] {
+                tables.ranges.insert(range_key(number, &never), EXCLUDED);
+            }
         }
         (number, flags(policy, foreign))
     }
@@ -237,6 +255,20 @@ fn range(key: &RangeKey) -> Option<IpNet> {
     IpNet::new(addr, u8::try_from(bits).ok()?).ok()
 }
 
+/// Loopback of IPv4.
+const LOOPBACK: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8);
+/// The address at which proxies listen, and the application for its proxy: never captured.
+const PROXYS: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::LOCALHOST, 32);
+
+/// Whether a policy names a range of loopback as captured.
+pub fn captures_loopback(policy: &Policy) -> bool {
+    let mut ranges = policy.outbound_ranges.iter();
+    ranges.any(|(range, is_captured)| match range {
+        IpNet::V4(range) => *is_captured && LOOPBACK.contains(range) && *range != PROXYS,
+        IpNet::V6(_) => false,
+    })
+}
+
 fn flags(policy: &Policy, foreign: bool) -> u32 {
     let proxied = policy.mode.is_proxied(foreign);
     let only = !policy.included_uids.is_empty() || !policy.included_gids.is_empty();
@@ -250,6 +282,10 @@ fn flags(policy: &Policy, foreign: bool) -> u32 {
         (Enrolled::CAPTURED, true),
         (Enrolled::PROXY, proxied),
         (Enrolled::INBOUND, proxied && inbound),
+        (
+            Enrolled::VIRTUAL,
+            proxied && !policy.virtual_interfaces.is_empty(),
+        ),
         (Enrolled::EGRESS_DENY, policy.egress == Egress::Deny),
         (
             Enrolled::FAIL_OPEN,
@@ -257,6 +293,7 @@ fn flags(policy: &Policy, foreign: bool) -> u32 {
         ),
         (Enrolled::INBOUND_OTHERS, policy.inbound == Inbound::All),
         (Enrolled::HAS_RANGES, !policy.outbound_ranges.is_empty()),
+        (Enrolled::LOOPBACK, captures_loopback(policy)),
         (
             Enrolled::HAS_OUTBOUND_PORTS,
             !policy.outbound_ports.is_empty(),
@@ -402,6 +439,35 @@ mod tests {
         assert_eq!(said(&all, "::1", 80, 0), Reason::ExcludedLoopback);
         assert_eq!(said(&all, "192.0.2.1", 22, 0), Reason::ExcludedPort);
         assert_eq!(said(&all, "192.0.2.1", 80, 0), Reason::Captured);
+    }
+
+    #[test]
+    fn loopback_is_captured_by_its_own_ranges_only() {
+        let wide = rules(|r| {
+            r.include_ranges(["0.0.0.0/0".parse().unwrap(), "64.0.0.0/2".parse().unwrap()]);
+        });
+        assert_eq!(said(&wide, "127.1.2.3", 80, 0), Reason::ExcludedLoopback);
+        let one = rules(|r| {
+            r.outbound_ranges
+                .insert("127.1.2.0/24".parse().unwrap(), true);
+            r.outbound_ranges
+                .insert("127.1.2.9/32".parse().unwrap(), false);
+            r.outbound_ranges.insert("::/0".parse().unwrap(), true);
+            r.outbound_ports.insert(443, true);
+            r.outbound_ports.insert(22, false);
+            r.excluded_uids.insert(1500);
+        });
+        assert_eq!(said(&one, "127.1.2.3", 80, 0), Reason::Captured);
+        assert_eq!(said(&one, "127.1.2.3", 22, 0), Reason::ExcludedPort);
+        assert_eq!(said(&one, "127.1.2.3", 80, 1500), Reason::ExcludedUser);
+        for addr in ["127.1.2.9", "127.1.3.1", "127.0.0.1", "::1", "0.0.0.0"] {
+            assert_eq!(said(&one, addr, 443, 0), Reason::ExcludedLoopback, "{addr}");
+        }
+        assert_eq!(said(&one, "192.0.2.1", 80, 0), Reason::Captured);
+        let all = rules(|r| r.include_ranges(["127.0.0.0/8".parse().unwrap()]));
+        assert_eq!(said(&all, "127.0.0.2", 80, 0), Reason::Captured);
+        assert_eq!(said(&all, "127.0.0.1", 80, 0), Reason::ExcludedLoopback);
+        assert_eq!(said(&all, "192.0.2.1", 80, 0), Reason::ExcludedRange);
     }
 
     #[test]

@@ -46,6 +46,7 @@ pub mod vips;
 mod wanted;
 
 pub use adopt::AdoptError;
+use capture::captures_loopback;
 pub use capture::{Captured, Policies, Resolvers, range_key};
 pub use departures::{Departed, Departures};
 pub use diff::{Answer, Change, Empty, changes};

@@ -9,7 +9,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{Range, is_default};
 use crate::{
-    model::{Acceleration, CapturedBy, Egress, Mode, Reachable, Rules, WithoutProxy, is_reserved},
+    model::{
+        Acceleration, CapturedBy, Egress, Mode, Reachable, Rules, VIRTUAL_INTERFACES, WithoutProxy,
+        is_reserved, is_virtual_interface,
+    },
     relay::AccessLog,
 };
 
@@ -161,6 +164,10 @@ pub struct MeshRules {
     /// Do not capture inbound connections at these interfaces of the workload.
     #[serde(skip_serializing_if = "is_default")]
     pub exclude_interfaces: Vec<String>,
+    /// Capture connections that come into the workload by these interfaces as outbound ones: those of virtual machines and
+    /// containers inside the workload.
+    #[serde(skip_serializing_if = "is_default")]
+    pub virtual_interfaces: Vec<String>,
 }
 
 /// Rules for the pods of a namespace.
@@ -198,6 +205,7 @@ pub struct MeshWorkload {
 impl MeshRules {
     /// Returns the rules in the model's terms.
     pub fn rules(&self) -> Rules {
+        let names = |names: &[String]| names.iter().map(|name| name.as_str().into()).collect();
         let mut rules = Rules {
             captured: self.captured,
             captured_by: self.captured_by,
@@ -212,11 +220,8 @@ impl MeshRules {
             included_gids: self.include_gids.iter().copied().collect(),
             excluded_uids: self.exclude_uids.iter().copied().collect(),
             excluded_gids: self.exclude_gids.iter().copied().collect(),
-            excluded_interfaces: self
-                .exclude_interfaces
-                .iter()
-                .map(|name| name.as_str().into())
-                .collect(),
+            excluded_interfaces: names(&self.exclude_interfaces),
+            virtual_interfaces: names(&self.virtual_interfaces),
             ..Rules::default()
         };
         let ranges = |ranges: &[Range]| -> Vec<IpNet> {
@@ -287,6 +292,17 @@ impl MeshRules {
                 faults.push((format!("{at}.{key}"), text));
             }
         }
+        if self.virtual_interfaces.len() > VIRTUAL_INTERFACES {
+            let text = format!("too many interfaces; expected at most {VIRTUAL_INTERFACES}");
+            faults.push((format!("{at}.virtualInterfaces"), text));
+        }
+        let wrong = self.virtual_interfaces.iter();
+        for name in wrong.filter(|name| !is_virtual_interface(name)) {
+            let text = format!(
+                "{name:?} cannot be a virtual interface; expected the name of an interface other than lo"
+            );
+            faults.push((format!("{at}.virtualInterfaces"), text));
+        }
     }
 }
 
@@ -345,6 +361,13 @@ impl Mesh {
                 ));
             }
             if workload.cgroup.is_some() {
+                if !workload.rules.virtual_interfaces.is_empty() {
+                    faults.push((
+                        format!("{at}.rules.virtualInterfaces"),
+                        "has no effect: processes in a cgroup have no interfaces of their own"
+                            .into(),
+                    ));
+                }
                 for key in workload.rules.inbound_keys() {
                     faults.push((
                         format!("{at}.rules.{key}"),

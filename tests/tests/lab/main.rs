@@ -169,6 +169,7 @@ fn main() -> ExitCode {
         capture::EVASIONS,
         capture::EXPLAIN,
         capture::IDENTITY,
+        capture::INTERFACES,
         capture::MANY,
         capture::METRICS,
         capture::ORIGINS,

@@ -40,6 +40,15 @@ pub(super) struct Attached {
     sockets: Named,
 }
 
+impl Attached {
+    /// Its listening sockets for outbound connections.
+    pub fn outbound(&self) -> impl Iterator<Item = &OwnedFd> {
+        let sockets = self.sockets.iter();
+        let outbound = sockets.filter(|(name, _)| name.starts_with(OUTBOUND));
+        outbound.map(|(_, socket)| socket)
+    }
+}
+
 /// Whether the proxy takes inbound connections of a workload that has one.
 fn takes_inbound(member: &Member) -> bool {
     member.policy.inbound != Inbound::None

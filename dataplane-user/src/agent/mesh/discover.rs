@@ -65,7 +65,7 @@ impl Mesh {
         let before = by_address.iter();
         let before = before.flat_map(|workload| self.before(workload, held));
         Wanted {
-            before: before.collect(),
+            before: before.chain(self.routed.keys().copied()).collect(),
             workloads: by_address
                 .into_iter()
                 .chain(others.iter().copied())
@@ -194,7 +194,9 @@ impl Mesh {
             }
             owners.insert(home.cookie, &member.workload.name);
             let mut interfaces = BTreeMap::new();
-            for interface in &member.policy.excluded_interfaces {
+            let policy = &member.policy;
+            let named = policy.excluded_interfaces.union(&policy.virtual_interfaces);
+            for interface in named {
                 match kernel::index_of(home, interface) {
                     Ok(Some(index)) => {
                         interfaces.insert(interface.to_string(), index);
@@ -203,7 +205,8 @@ impl Mesh {
                     Err(error) => problems.add(
                         name,
                         Problem::of_node(format!(
-                            "cannot look for its interface {interface}: {error}; it is captured there, too"
+                            "cannot look for its interface {interface}: {error}; inbound connections are captured there, and \
+                             those of virtual machines refused"
                         )),
                     ),
                 }

@@ -136,6 +136,12 @@ impl Found {
         Ok(numbers.into_iter().map(|number| &self.homes[number]))
     }
 
+    /// A network namespace that is or was a workload's, by its cookie.
+    pub fn at(&self, cookie: u64) -> Option<&Namespace> {
+        let number = self.by_cookie.get(&cookie)?;
+        self.homes.get(*number)
+    }
+
     /// Of which network namespaces it is known whose they are: all that could be read, if it is known of all workloads
     /// where they are.
     pub fn told(&self) -> BTreeSet<u64> {

@@ -13,9 +13,10 @@ mod places;
 mod problems;
 mod publish;
 mod said;
+mod virtual_interfaces;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     os::fd::{AsFd, OwnedFd},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
@@ -125,6 +126,8 @@ pub struct Mesh {
     attached: BTreeMap<u64, Attached>,
     /// Those that are captured by the packets that they send.
     packets: Packets,
+    /// Where connections are routed to the proxy by their interfaces.
+    routed: virtual_interfaces::Routed,
     /// An earlier agent's listening sockets, until they were looked through.
     given: HashMap<String, OwnedFd>,
     /// And itself, which accepts from them until this one does.
@@ -208,6 +211,7 @@ impl Mesh {
             enroller: Enroller::after(held, options.foreign),
             attached: BTreeMap::new(),
             packets: Packets::after(held),
+            routed: virtual_interfaces::after(held),
             given: given.into_iter().collect(),
             before,
             problems: Problems::default(),
@@ -349,6 +353,7 @@ impl Mesh {
         let waits = kernel.waits();
         if !waits {
             self.listen(kernel, &enrolled, &mut problems);
+            self.listen_for_interfaces(kernel, &enrolled, &mut problems);
             if let Some(dns) = &mut self.dns {
                 let given = &mut self.given;
                 for (cookie, to) in dns.settle(snapshot, &enrolled, given, &mut problems) {
@@ -390,11 +395,16 @@ impl Mesh {
         }
         let inbound: Vec<&Namespace> = enrolled
             .iter()
-            .filter(|(_, _, flags)| flags & Enrolled::INBOUND != 0)
+            .filter(|(_, _, flags)| flags & (Enrolled::INBOUND | Enrolled::VIRTUAL) != 0)
             .map(|(_, namespace, _)| *namespace)
             .collect();
+        self.unroute_interfaces(&found, &wanted);
         let failed = kernel.set_captured(&wanted, levels, &inbound, guard)?;
         self.guarded = guard;
+        if !waits {
+            let failed = |cookie| failed.contains_key(&cookie);
+            self.route_interfaces(&enrolled, failed, &mut problems);
+        }
         for (member, namespace, _) in &enrolled {
             if let Some(error) = failed.get(&namespace.cookie) {
                 problems.add(&member.workload.name, Problem::of_node(error));
@@ -467,6 +477,7 @@ impl Mesh {
         let Self {
             proxy,
             attached,
+            routed,
             options,
             config,
             dns,
@@ -481,7 +492,18 @@ impl Mesh {
         if let Some(proxy) = proxy {
             proxy.drain(deadline);
         }
-        if !detach || !config.proxy.keep_source.unwrap_or(true) {
+        if !detach {
+            return;
+        }
+        for namespace in routed.into_values().flatten() {
+            let unrouted = namespaces::within(namespace.as_fd(), || {
+                kernel::route_interfaces(&BTreeSet::new())
+            });
+            if let Err(error) = unrouted {
+                debug!("cannot remove the routing rules for virtual interfaces: {error}");
+            }
+        }
+        if !config.proxy.keep_source.unwrap_or(true) {
             return;
         }
         let mark = options.mark | FROM_CLIENT;

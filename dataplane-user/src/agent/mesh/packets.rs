@@ -34,6 +34,7 @@ const NOT_THERE: u32 = Enrolled::INBOUND
     | Enrolled::INBOUND_OTHERS
     | Enrolled::HAS_INBOUND_PORTS
     | Enrolled::HAS_INTERFACES
+    | Enrolled::VIRTUAL
     | Enrolled::HAS_USERS
     | Enrolled::ONLY_USERS;
 

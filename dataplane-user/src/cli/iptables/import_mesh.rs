@@ -14,7 +14,7 @@ use super::WhereArgs;
 use crate::{
     cli::output,
     config,
-    kernel::netfilter,
+    kernel::{self, netfilter},
     settings::{Dns, DnsCapture, DnsDestinations, Mesh, MeshProxy, MeshRules, Range, Settings},
     takeover::{
         binaries,
@@ -38,8 +38,9 @@ pub struct ImportMeshArgs {
     #[command(flatten)]
     place: WhereArgs,
 
-    /// Read rules from this file in place of the kernel's: output of iptables-save and ip6tables-save
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["netns", "host_root"])]
+    /// Read rules from this file in place of the kernel's: output of iptables-save and ip6tables-save. With --netns, the
+    /// network namespace's routes are read as well
+    #[arg(long, value_name = "FILE", conflicts_with = "host_root")]
     file: Option<PathBuf>,
 }
 
@@ -59,6 +60,16 @@ impl ImportMeshArgs {
             let texts = collected.texts.iter().map(collect::Printed::as_text);
             capture::read(&texts.collect::<Vec<_>>())
         };
+        let capture = capture.map_err(|fault| anyhow!("{fault}"))?;
+        let has_namespace = self.file.is_none() || self.place.netns.is_some();
+        let ways = if capture.at_interfaces.is_empty() || !has_namespace {
+            None
+        } else {
+            let namespace = self.place.namespace()?;
+            let ways = namespace.inside(|| kernel::ways_out().map_err(io::Error::other));
+            ways.with_context(|| format!("cannot look into {namespace}"))?
+        };
+        let capture = capture.by_routes(ways.as_deref());
         let capture = capture.map_err(|fault| anyhow!("{fault}"))?;
         let settings = settings(&capture);
         let faults = settings.mesh.as_ref().map(Mesh::faults);
@@ -126,6 +137,7 @@ pub(in crate::cli) fn settings(capture: &Capture) -> Settings {
             exclude_uids: capture.uids.iter().copied().collect(),
             exclude_gids: capture.gids.iter().copied().collect(),
             exclude_interfaces: capture.exclude_interfaces.iter().cloned().collect(),
+            virtual_interfaces: capture.virtual_interfaces.iter().cloned().collect(),
             ..MeshRules::default()
         },
         ..Mesh::default()
@@ -185,6 +197,13 @@ fn notes(capture: &Capture) -> Vec<String> {
             ports.join(", ")
         ));
     }
+    if !capture.reached_by.is_empty() {
+        let names: Vec<&str> = capture.reached_by.iter().map(String::as_str).collect();
+        notes.push(format!(
+            "The excluded ranges have what is reached by {} now: the rules leave these connections alone.",
+            names.join(", ")
+        ));
+    }
     if !capture.resolvers.is_empty() {
         let servers: Vec<String> = capture.resolvers.iter().map(ToString::to_string).collect();
         notes.push(format!(
@@ -192,7 +211,12 @@ fn notes(capture: &Capture) -> Vec<String> {
             servers.join(", ")
         ));
     }
-    notes.push("Connections of the pod to itself and to loopback are not captured.".to_owned());
+    let loops = |net: &ipnet::IpNet| net.addr().is_loopback();
+    notes.push(if capture.include_ranges.iter().any(loops) {
+        "Connections of the pod to itself are not captured, and of loopback only the ranges that are named.".to_owned()
+    } else {
+        "Connections of the pod to itself and to loopback are not captured.".to_owned()
+    });
     if let Some(family) = capture.missing {
         notes.push(format!(
             "{family} has no rules. Rules for ports apply to both families."

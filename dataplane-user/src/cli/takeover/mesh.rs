@@ -14,7 +14,8 @@ use super::{
 use crate::{
     kernel::{self, guard},
     takeover::{
-        capture, cleanup,
+        capture::{self, Capture},
+        cleanup,
         journal::{Journal, State},
         may_die,
         rails::{self, Rails},
@@ -170,7 +171,7 @@ fn is_same(
     tell: &mut Tell<'_>,
 ) -> anyhow::Result<bool> {
     let captured = captured::find(place)?;
-    let of_rules = capture::read(&saved.as_texts()).map_err(|fault| anyhow::anyhow!("{fault}"))?;
+    let of_rules = of_rules(saved)?;
     let differences = captured.differences(&of_rules)?;
     if !differences.is_empty() {
         tell.differs_in_capture(&differences);
@@ -181,6 +182,18 @@ fn is_same(
         format!("the dataplane captures {} as the rules do", captured.name),
     );
     Ok(true)
+}
+
+/// Reads what the saved rules capture, in this network namespace.
+fn of_rules(saved: &Saved) -> anyhow::Result<Capture> {
+    let read = capture::read(&saved.as_texts()).map_err(|fault| anyhow::anyhow!("{fault}"))?;
+    let ways = if read.at_interfaces.is_empty() {
+        None
+    } else {
+        kernel::ways_out()?
+    };
+    let read = read.by_routes(ways.as_deref());
+    read.map_err(|fault| anyhow::anyhow!("{fault}"))
 }
 
 /// Removes the rules. If a step fails, brings the rules back.
@@ -349,7 +362,7 @@ pub fn revert(
 
 /// Fails if nobody listens where the rules lead: with them, the pod's connections would fail.
 fn has_a_proxy(saved: &Saved) -> anyhow::Result<()> {
-    let of_rules = capture::read(&saved.as_texts()).map_err(|fault| anyhow::anyhow!("{fault}"))?;
+    let of_rules = of_rules(saved)?;
     let inbound = of_rules.takes_inbound.then_some(of_rules.inbound);
     for port in inbound.into_iter().chain([of_rules.outbound]) {
         ensure!(

@@ -1,6 +1,7 @@
 //! Mesh capture: its one writer, and its programs in workloads' network namespaces and on their interfaces.
 
 mod inbound;
+pub(super) mod interface_rules;
 pub(super) mod lease;
 mod listeners;
 mod namespace;
@@ -27,6 +28,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use self::inbound::Inbound;
 pub use self::{
+    interface_rules::{InterfaceRule, route_interfaces},
     lease::QueryLease,
     listeners::{
         Listeners, QuerySockets, open_listeners, open_query_sockets, open_resolver_sockets,

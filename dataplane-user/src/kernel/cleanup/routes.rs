@@ -9,7 +9,9 @@ use netlink_packet_route::{AddressFamily, RouteNetlinkMessage, route::RouteMessa
 use super::item::CleanupItem;
 use crate::kernel::{
     capture::{
-        Namespace, is_linked,
+        Namespace,
+        interface_rules::{self, InterfaceRule},
+        is_linked,
         routing::{self, Mark, TABLE},
         this_namespace,
     },
@@ -28,15 +30,17 @@ struct Left {
     what: Vec<(AddressFamily, What)>,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 enum What {
     /// Of packets with this mark.
     Rule(Mark),
+    /// Of packets that come by an interface.
+    Interface(InterfaceRule),
     Route,
 }
 
 impl What {
-    fn text(self, family: AddressFamily) -> String {
+    fn text(&self, family: AddressFamily) -> String {
         let family = match family {
             AddressFamily::Inet6 => "IPv6",
             _ => "IPv4",
@@ -44,6 +48,9 @@ impl What {
         match self {
             Self::Rule(Mark { value, mask }) => {
                 format!("{family} rule: fwmark {value:#x}/{mask:#x} lookup {TABLE}")
+            }
+            Self::Interface(InterfaceRule { interface, to }) => {
+                format!("{family} rule: to {to} iif {interface} ipproto tcp lookup {TABLE}")
             }
             Self::Route => format!("{family} route: local default dev lo table {TABLE}"),
         }
@@ -114,6 +121,9 @@ fn list() -> io::Result<Vec<(AddressFamily, What)>> {
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
         let marks = routing::rules(&mut netlink, family)?;
         found.extend(marks.into_iter().map(|mark| (family, What::Rule(mark))));
+        let interfaces = interface_rules::interface_rules(&mut netlink, family)?;
+        let interfaces = interfaces.into_iter().map(What::Interface);
+        found.extend(interfaces.map(|what| (family, what)));
         let mut question = RouteMessage::default();
         question.header.address_family = family;
         let answers = netlink.list(&RouteNetlinkMessage::GetRoute(question))?;
@@ -132,6 +142,9 @@ fn remove_here(what: &[(AddressFamily, What)]) -> io::Result<()> {
     for (family, what) in what {
         let request = match what {
             What::Rule(mark) => RouteNetlinkMessage::DelRule(routing::answers_rule(*family, *mark)),
+            What::Interface(rule) => {
+                RouteNetlinkMessage::DelRule(interface_rules::message(*family, rule))
+            }
             What::Route => RouteNetlinkMessage::DelRoute(routing::answers_route(*family)),
         };
         match netlink.request(&request, 0) {

@@ -20,7 +20,7 @@ use ipnet::{IpNet, Ipv4Net};
 
 use super::{
     super::{
-        Captured, range_key,
+        Captured, captures_loopback, range_key,
         shares::{self, Shares},
         wanted::protocol,
     },
@@ -47,7 +47,9 @@ fn cost(policy: &Policy) -> [u64; 2] {
         + policy.excluded_gids.len()
         + policy.excluded_interfaces.len();
     let ranges = policy.outbound_ranges.len();
-    [rules as u64, ranges as u64 + u64::from(ranges > 0)]
+    // With all of IPv4, and what wider ranges do not say of loopback.
+    let more = u64::from(ranges > 0) + 3 * u64::from(captures_loopback(policy));
+    [rules as u64, ranges as u64 + more]
 }
 
 /// Which of the members have more rules than there is room for in their namespaces' budgets: by their index. Of a
@@ -92,7 +94,8 @@ pub(super) fn over_budget(members: &[Member], room: [u64; 2]) -> BTreeSet<usize>
     over
 }
 
-/// What is left of rules whose lists do not fit: whether, by what and how connections are captured.
+/// What is left of rules whose lists do not fit: whether, by what and how connections are captured. There are few virtual
+/// interfaces, and without them fewer connections would be captured.
 pub(super) fn without_lists(rules: &Rules) -> Rules {
     Rules {
         captured: rules.captured,
@@ -103,6 +106,7 @@ pub(super) fn without_lists(rules: &Rules) -> Rules {
         without_proxy: rules.without_proxy,
         acceleration: rules.acceleration,
         dns: rules.dns,
+        virtual_interfaces: rules.virtual_interfaces.clone(),
         ..Rules::default()
     }
 }

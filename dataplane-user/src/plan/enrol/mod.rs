@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-use dataplane_common::capture::{EXCLUDED, Enrolled, Local, RuleKey};
+use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, Local, RuleKey};
 
 use super::{Captured, Policies, Resolvers};
 use crate::model::{Acceleration, Workload, WorkloadName};
@@ -74,7 +74,7 @@ impl Problem {
 pub struct Home<'a> {
     /// Its number for programs (`SO_NETNS_COOKIE`).
     pub cookie: u64,
-    /// The interfaces that are excluded there, by name.
+    /// The interfaces there that its policy names, by name.
     pub interfaces: &'a BTreeMap<String, u32>,
 }
 
@@ -155,7 +155,14 @@ impl Enroller {
         wanted: &mut Captured,
     ) -> Enrolled {
         let mut entry = self.enrol(member, wanted);
-        for name in &member.policy.excluded_interfaces {
+        let policy = &member.policy;
+        let is_virtual = entry.flags & Enrolled::VIRTUAL != 0;
+        let excluded = policy
+            .excluded_interfaces
+            .iter()
+            .map(|name| (name, EXCLUDED));
+        let of_machines = policy.virtual_interfaces.iter().filter(|_| is_virtual);
+        for (name, said) in excluded.chain(of_machines.map(|name| (name, CAPTURED))) {
             let Some(index) = namespace.interfaces.get(&**name) else {
                 continue;
             };
@@ -165,7 +172,7 @@ impl Enroller {
                 kind: RuleKey::INTERFACE,
                 id: *index,
             };
-            wanted.rules.insert(key, EXCLUDED);
+            *wanted.rules.entry(key).or_default() |= said;
         }
         wanted.namespaces.insert(namespace.cookie, entry);
         if member.policy.only_queries {

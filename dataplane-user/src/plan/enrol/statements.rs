@@ -73,6 +73,8 @@ fn said(rules: &Rules) -> Vec<(&'static str, String, &'static str)> {
     }
     let interfaces = rules.excluded_interfaces.iter();
     said.extend(interfaces.map(|name| ("interface", name.to_string(), EXCLUDED)));
+    let interfaces = rules.virtual_interfaces.iter();
+    said.extend(interfaces.map(|name| ("virtual-interface", name.to_string(), word(true))));
     let settings = [
         ("inbound", rules.inbound.map(word)),
         ("inbound-others", rules.inbound_others.map(word)),

@@ -14,7 +14,8 @@ use super::{
 };
 use crate::model::{
     Acceleration, CapturedBy, Egress, Exempt, Layers, Mode, Node, Place, Protocol, Rules,
-    Telemetry, Uid, WithoutProxy, Workload, WorkloadName, is_reserved,
+    Telemetry, Uid, VIRTUAL_INTERFACES, WithoutProxy, Workload, WorkloadName, is_reserved,
+    is_virtual_interface,
 };
 
 /// A label: `ambient` captures, `none` does not. Of a namespace for all its pods, or of a pod.
@@ -251,6 +252,20 @@ impl Asked<'_> {
         rules
             .excluded_interfaces
             .extend(interfaces.into_iter().flatten().map(Into::into));
+        for name in [
+            "istio.io/reroute-virtual-interfaces".to_owned(),
+            format!("{ISTIO}kubevirtInterfaces"),
+        ] {
+            for interface in self.parsed_list(&name, virtual_interface) {
+                if rules.virtual_interfaces.len() == VIRTUAL_INTERFACES {
+                    let text =
+                        format!("too many interfaces; expected at most {VIRTUAL_INTERFACES}");
+                    self.fault(&name, text);
+                    break;
+                }
+                rules.virtual_interfaces.insert(interface);
+            }
+        }
         rules.mode = self.word(
             "mode",
             &[
@@ -356,6 +371,15 @@ fn range(text: &str) -> Result<IpNet, String> {
         .or_else(|_| text.parse::<IpAddr>().map(IpNet::from))
         .map(|range: IpNet| range.trunc())
         .map_err(|_| format!("{text:?} is not a range of addresses; expected one like 10.0.0.0/8"))
+}
+
+fn virtual_interface(name: &str) -> Result<Box<str>, String> {
+    if is_virtual_interface(name) {
+        return Ok(name.into());
+    }
+    Err(format!(
+        "{name:?} cannot be a virtual interface; expected the name of an interface other than lo"
+    ))
 }
 
 fn port(text: &str) -> Result<u16, String> {

@@ -1,7 +1,6 @@
 //! Rules of Istio's ambient mode in a pod: ztunnel has sockets in the pod, which its mark tells from those of the pod.
 
 use super::{
-    chains::VIRTUAL,
     family::{Family, Wrong, is_loopback},
     options::{Mark, Options, options},
 };
@@ -52,6 +51,13 @@ pub fn nat(rows: &[Rule<'_>]) -> Result<Family, Wrong> {
     if !hooked || !found.outbound.all {
         return wrong("no outbound connection is captured");
     }
+    let virtuals_to = found.outbound.virtuals_to;
+    if virtuals_to.is_some_and(|to| to != found.capture.outbound) {
+        return wrong("connections that come in by an interface are redirected to another port");
+    }
+    if virtuals_to.is_some() && !found.inbound.hooked {
+        return wrong("PREROUTING does not lead to chain ISTIO_PRERT");
+    }
     if found.inbound.all && !found.inbound.hooked {
         return wrong("PREROUTING does not lead to chain ISTIO_PRERT");
     }
@@ -95,7 +101,14 @@ fn row(
     match (chain, shape, target) {
         ("PREROUTING", "", PREROUTING) => found.inbound.hooked = true,
         ("OUTPUT", "", OUTPUT) => *hooked = true,
-        (PREROUTING, "i p", _) if tcp => return Err(VIRTUAL.to_owned()),
+        (PREROUTING, "i p", "REDIRECT") if tcp => {
+            let to = options.to_port.ok_or("the rule names no port")?;
+            if *found.outbound.virtuals_to.get_or_insert(to) != to {
+                return Err("interfaces lead to several ports".to_owned());
+            }
+            found.virtual_interface(options)?;
+        }
+        (PREROUTING, "i p", "RETURN") if tcp => found.inbound.leave_alone(&options.interface)?,
         // The node gives the kubelet's probes this source.
         (PREROUTING, "p s", "ACCEPT") if tcp => {
             found

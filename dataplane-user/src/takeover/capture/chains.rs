@@ -48,7 +48,3 @@ impl Chains {
         is(row.chain) || values.any(|word| is(word.raw))
     }
 }
-
-/// What a rule about an interface with virtual machines cannot become.
-pub const VIRTUAL: &str = "connections that come in at this interface are captured as outbound ones; no rule of a workload \
-                           says so, and capturedBy: packets captures all that leaves the pod and nothing that comes in";

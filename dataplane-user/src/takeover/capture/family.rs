@@ -2,13 +2,13 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
 use ipnet::IpNet;
 
 use super::{
-    chains::{Chains, OWN_PORTS, VIRTUAL},
+    chains::{Chains, OWN_PORTS},
     inbound::Inbound,
     options::{Options, options},
     said::Capture,
@@ -26,10 +26,19 @@ pub struct Outbound {
     pub included: BTreeMap<IpNet, (usize, String)>,
     pub excluded: BTreeSet<IpNet>,
     pub ports: BTreeMap<u16, (usize, String)>,
-    /// Where connections leave by an interface at which none is captured.
-    pub at_interface: Option<(usize, String)>,
+    /// The interfaces at which no connection is captured that leaves, with the places of the rules.
+    pub at_interfaces: BTreeMap<String, (usize, String)>,
+    /// The interfaces by which connections come in that are captured.
+    pub virtuals: BTreeMap<String, Virtual>,
+    /// The port to which they go, where rules say it for each.
+    pub virtuals_to: Option<u16>,
+    /// Connections to loopback are left alone before ranges are captured: to this range of it.
+    pub loopback: Option<IpNet>,
     pub excluded_ports: BTreeSet<u16>,
 }
+
+/// The ranges to which connections that come in by an interface are captured (`None`: all), and the place of a rule.
+pub type Virtual = (BTreeSet<Option<IpNet>>, (usize, String));
 
 /// The rules of one family.
 #[derive(Debug, Default)]
@@ -38,6 +47,8 @@ pub struct Family {
     pub outbound: Outbound,
     /// Users and groups of which a rule tells their loopback apart.
     pub at_loopback: (BTreeSet<u32>, BTreeSet<u32>),
+    /// Such a rule leaves the loopback of all others alone.
+    loopback_is_left: bool,
     pub capture: Capture,
     pub inbound: Inbound,
     /// `OUTPUT` leads to the mesh's chain.
@@ -115,6 +126,26 @@ pub fn is_loopback(net: IpNet) -> bool {
 }
 
 impl Family {
+    /// Reads a rule by which connections that come in by an interface are captured as outbound ones.
+    pub fn virtual_interface(&mut self, options: &Options) -> Result<(), String> {
+        let interface = &options.interface;
+        if matches!(&**interface, "" | "lo") || interface.ends_with('+') {
+            return Err(
+                "mesh.rules.virtualInterfaces takes whole names of interfaces other than lo"
+                    .to_owned(),
+            );
+        }
+        if self.inbound.interfaces.contains(interface) {
+            return Err("a rule before leaves connections at this interface alone".to_owned());
+        }
+        if self.inbound.hooked {
+            return Err("a rule before captures connections at this interface".to_owned());
+        }
+        let (ranges, _) = self.outbound.virtuals.entry(interface.clone()).or_default();
+        ranges.insert(options.destination.map(|net| net.trunc()));
+        Ok(())
+    }
+
     fn row(&mut self, mesh: &Chains, row: &Rule<'_>, options: &Options) -> Result<(), String> {
         let shape = &*options.shape;
         let (chain, target) = (row.chain, &*options.target);
@@ -132,13 +163,25 @@ impl Family {
                 return self.inbound.leave_alone(&options.interface);
             }
             ("PREROUTING", "i" | "d i") if target == mesh.to_outbound => {
-                return Err(VIRTUAL.to_owned());
+                self.virtual_interface(options)?;
+                let (_, at) = self
+                    .outbound
+                    .virtuals
+                    .entry(options.interface.clone())
+                    .or_default();
+                *at = (row.line, row.to_string());
+                return Ok(());
             }
             ("OUTPUT", "o") if target == "RETURN" => {
                 if self.hooked {
                     return Err("a rule before captures connections at this interface".to_owned());
                 }
-                self.outbound.at_interface = Some((row.line, row.to_string()));
+                if options.interface.ends_with('+') {
+                    return Err("the rule is for several interfaces".to_owned());
+                }
+                let interface = options.interface.clone();
+                let at = (row.line, row.to_string());
+                self.outbound.at_interfaces.insert(interface, at);
                 return Ok(());
             }
             _ => {}
@@ -206,8 +249,20 @@ impl Family {
             ("", to) if to == mesh.to_outbound => outbound.all = true,
             ("d", to) if to == mesh.to_outbound => {
                 let net = options.destination.ok_or("a rule without a range")?;
-                if is_loopback(net) || matches!(net, IpNet::V4(net) if net.addr().is_loopback()) {
-                    return Err("connections to loopback are never captured".to_owned());
+                let mut loopback = outbound.loopback.iter();
+                if loopback.any(|left| left.contains(&net.trunc()))
+                    || self.loopback_is_left && net.addr().is_loopback()
+                {
+                    return Err("a rule before leaves connections to this range alone".to_owned());
+                }
+                if net.prefix_len() == net.max_prefix_len()
+                    && [
+                        IpAddr::from(Ipv4Addr::LOCALHOST),
+                        Ipv6Addr::LOCALHOST.into(),
+                    ]
+                    .contains(&net.addr())
+                {
+                    return Err("connections to 127.0.0.1 and ::1 are never captured".to_owned());
                 }
                 outbound
                     .included
@@ -221,7 +276,9 @@ impl Family {
             ("d", "RETURN") => {
                 let net = options.destination.ok_or("a rule without a range")?;
                 self.v4 = self.v4.or(is_loopback(net).then_some(net.addr().is_ipv4()));
-                if !is_loopback(net) {
+                if is_loopback(net) {
+                    outbound.loopback = Some(net.trunc());
+                } else {
                     outbound.excluded.insert(net.trunc());
                 }
             }
@@ -243,12 +300,20 @@ impl Family {
                     return Err("the rule is for a source of its own".to_owned());
                 }
             }
-            ("!uid o", "RETURN") if lo => self.at_loopback.0.extend(ids),
-            ("!gid o", "RETURN") if lo => self.at_loopback.1.extend(ids),
+            ("!uid o", "RETURN") if lo => {
+                self.loopback_is_left = true;
+                self.at_loopback.0.extend(ids);
+            }
+            ("!gid o", "RETURN") if lo => {
+                self.loopback_is_left = true;
+                self.at_loopback.1.extend(ids);
+            }
             ("!port !uid o p", "RETURN") if lo && options.ports == [53] => {
+                self.loopback_is_left = true;
                 self.at_loopback.0.extend(ids);
             }
             ("!gid !port o p", "RETURN") if lo && options.ports == [53] => {
+                self.loopback_is_left = true;
                 self.at_loopback.1.extend(ids);
             }
             ("!d !port o p uid" | "!d o p uid" | "!d o uid", to) if lo && to == mesh.to_inbound => {

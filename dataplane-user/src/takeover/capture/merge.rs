@@ -1,6 +1,6 @@
 //! The tables of both families in one.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
@@ -84,6 +84,8 @@ pub fn merge(Tables { families, mangles }: Tables<'_>) -> Result<Capture, Placed
     let mut merged: Option<(Capture, BTreeSet<u16>)> = None;
     let (mut include, mut exclude, mut dns) = (BTreeSet::new(), BTreeSet::new(), None);
     let (mut resolvers, mut probes) = (BTreeSet::new(), BTreeSet::new());
+    let mut at_interfaces = BTreeMap::new();
+    let mut virtuals: Option<BTreeSet<String>> = None;
     for (family, all) in [v4, v6].into_iter().zip(alls) {
         let Some((origin, mut family)) = family else {
             if !lists {
@@ -96,22 +98,47 @@ pub fn merge(Tables { families, mangles }: Tables<'_>) -> Result<Capture, Placed
             (format!("{origin}:{line}"), what.to_owned(), text.clone())
         };
         let any = outbound.all || !outbound.included.is_empty() || !outbound.ports.is_empty();
-        if let Some(at) = outbound
-            .at_interface
-            .as_ref()
-            .filter(|_| any || !family.dns.is_empty())
-        {
-            let what = "outbound connections by this interface are left alone, and a socket does not know its interface when it \
-                        connects; replace the rule by the ranges that are reached by the interface";
-            return Err(wrong(at, what));
+        if any || !family.dns.is_empty() {
+            for (name, (line, text)) in &outbound.at_interfaces {
+                let at = (format!("{origin}:{line}"), text.clone());
+                at_interfaces.insert((name.clone(), matches!(all, IpNet::V4(_))), at);
+            }
         }
+        let own: BTreeSet<IpNet> = if outbound.all {
+            [all].into()
+        } else {
+            outbound.included.keys().copied().collect()
+        };
+        for (ranges, at) in outbound.virtuals.values() {
+            let ranges: BTreeSet<IpNet> = ranges.iter().map(|net| net.unwrap_or(all)).collect();
+            if ranges != own {
+                let what = "at this interface, connections to other ranges are captured than those of the pod's own connections";
+                return Err(wrong(at, what));
+            }
+        }
+        if !own.is_empty() {
+            let names: BTreeSet<String> = outbound.virtuals.keys().cloned().collect();
+            if *virtuals.get_or_insert_with(|| names.clone()) != names {
+                return Err(whole("IPv4 and IPv6 differ in virtual interfaces"));
+            }
+        }
+        let mut included = Vec::new();
         for (net, at) in &outbound.included {
-            if outbound
-                .excluded
-                .iter()
-                .any(|excluded| excluded.contains(net))
-            {
-                return Err(wrong(at, "a rule before leaves the whole range alone"));
+            let mut before = outbound.excluded.iter();
+            if !before.any(|excluded| excluded.contains(net)) {
+                included.push(*net);
+            } else if !outbound.virtuals.is_empty() {
+                // A rule before leaves the range alone, but not for virtual interfaces, at which excluded ranges do not count.
+                let mut halves = net
+                    .subnets(net.prefix_len() + 1)
+                    .into_iter()
+                    .flatten()
+                    .peekable();
+                if halves.peek().is_none() {
+                    return Err(wrong(at, "a rule before leaves the address alone"));
+                }
+                included.push(*net);
+                exclude.extend(halves);
             }
         }
         for (port, at) in &outbound.ports {
@@ -135,9 +162,11 @@ pub fn merge(Tables { families, mangles }: Tables<'_>) -> Result<Capture, Placed
             (false, _) if outbound.included.is_empty() && !lists => {
                 exclude.insert(all);
             }
-            (false, _) => include.extend(outbound.included.keys()),
+            (false, _) => include.extend(included),
         }
-        exclude.extend(&outbound.excluded);
+        let in_halves =
+            |net: &&IpNet| !outbound.virtuals.is_empty() && outbound.included.contains_key(net);
+        exclude.extend(outbound.excluded.iter().filter(|net| !in_halves(net)));
         let of_family = of_queries(&family.dns).map_err(|what| whole(&what))?;
         match (dns, of_family) {
             (Some(known), Some(other)) if known != other => {
@@ -172,6 +201,10 @@ pub fn merge(Tables { families, mangles }: Tables<'_>) -> Result<Capture, Placed
             }
         }
     }
+    if lists && include.is_empty() {
+        // Each was left alone by a rule before.
+        exclude.extend(alls);
+    }
     let (capture, own_ports) = merged.unwrap_or_default();
     Ok(Capture {
         include_ranges: include,
@@ -180,6 +213,8 @@ pub fn merge(Tables { families, mangles }: Tables<'_>) -> Result<Capture, Placed
         resolvers,
         own_ports,
         probes,
+        at_interfaces,
+        virtual_interfaces: virtuals.unwrap_or_default(),
         drops_invalid,
         missing,
         ..capture

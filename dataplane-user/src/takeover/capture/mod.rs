@@ -9,6 +9,7 @@ mod inbound;
 mod mangle;
 mod merge;
 mod options;
+mod routes;
 mod said;
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,10 @@
 //! What rules capture, and why they do not become a configuration.
 
-use std::{collections::BTreeSet, fmt, net::IpAddr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    net::IpAddr,
+};
 
 use ipnet::IpNet;
 
@@ -31,6 +35,12 @@ pub struct Capture {
     pub exclude_inbound: BTreeSet<u16>,
     /// Interfaces at which no inbound connection is captured.
     pub exclude_interfaces: BTreeSet<String>,
+    /// Interfaces by which connections come in that are captured as outbound ones.
+    pub virtual_interfaces: BTreeSet<String>,
+    /// Interfaces at which no outbound connection is captured, and whether of IPv4, with the place and the text of the rule.
+    pub at_interfaces: BTreeMap<(String, bool), (String, String)>,
+    /// Interfaces of which the excluded ranges say it.
+    pub reached_by: BTreeSet<String>,
     /// The only users whose connections are captured, besides the groups; of neither any: all.
     pub include_uids: BTreeSet<u32>,
     /// The only groups.

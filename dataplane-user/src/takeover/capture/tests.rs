@@ -6,7 +6,10 @@ use ipnet::IpNet;
 use proptest::prelude::*;
 
 use super::*;
-use crate::iptables::chance::{self, changed};
+use crate::{
+    iptables::chance::{self, changed},
+    kernel::Way,
+};
 
 /// As `iptables-save` prints what Istio's injector asks for by default; the ranges, ports and DNS vary.
 const ISTIO: &str = "\
@@ -191,13 +194,33 @@ fn a_rule_without_a_counterpart_is_an_error_with_its_line() {
             "-A PREROUTING -i eth1 -j RETURN",
         ),
         (":OUTPUT ACCEPT [0:0]", "-A PREROUTING -i eth+ -j RETURN"),
-        (":OUTPUT ACCEPT [0:0]", "-A OUTPUT -o eth1 -j RETURN"),
+        (":OUTPUT ACCEPT [0:0]", "-A OUTPUT -o eth+ -j RETURN"),
+        (
+            "-A ISTIO_INBOUND -p tcp -m tcp --dport 15008 -j RETURN",
+            "-A OUTPUT -o eth1 -j RETURN",
+        ),
         (
             ":OUTPUT ACCEPT [0:0]",
             "-A OUTPUT -d 192.0.2.1/32 -j ACCEPT",
         ),
         (
             ":OUTPUT ACCEPT [0:0]",
+            "-A PREROUTING -i eth1 -d 10.2.0.0/16 -j ISTIO_REDIRECT",
+        ),
+        (
+            ":OUTPUT ACCEPT [0:0]",
+            "-A PREROUTING -i eth1 -j ISTIO_REDIRECT",
+        ),
+        (
+            ":OUTPUT ACCEPT [0:0]",
+            "-A PREROUTING -i eth+ -d 10.0.0.0/8 -j ISTIO_REDIRECT",
+        ),
+        (
+            ":OUTPUT ACCEPT [0:0]",
+            "-A PREROUTING -i lo -d 10.0.0.0/8 -j ISTIO_REDIRECT",
+        ),
+        (
+            "-A ISTIO_INBOUND -p tcp -m tcp --dport 15008 -j RETURN",
             "-A PREROUTING -i eth1 -d 10.0.0.0/8 -j ISTIO_REDIRECT",
         ),
         (":OUTPUT ACCEPT [0:0]", "-A ISTIO_WHAT -j RETURN"),
@@ -224,10 +247,6 @@ fn a_rule_without_a_counterpart_is_an_error_with_its_line() {
         (
             ":OUTPUT ACCEPT [0:0]",
             "-A ISTIO_OUTPUT -s 127.0.0.7/32 -o lo -j RETURN",
-        ),
-        (
-            "-A ISTIO_OUTPUT -d 10.1.0.0/16 -j RETURN",
-            "-A ISTIO_OUTPUT -d 10.1.2.0/24 -j ISTIO_REDIRECT",
         ),
         (
             "-A ISTIO_OUTPUT -d 10.1.0.0/16 -j RETURN",
@@ -343,13 +362,21 @@ fn an_interface_that_the_rules_leave_alone_is_excluded() {
     };
     let found = of(&first("-A PREROUTING -i eth1 -j RETURN\n")).unwrap();
     assert_eq!(found.exclude_interfaces, ["eth1".to_owned()].into());
-    // Of outbound connections, only where none is captured anyway.
+    // Of outbound connections, routes say it.
     let both = first("-A PREROUTING -i eth1 -j RETURN\n-A OUTPUT -o eth1 -j RETURN\n");
-    let fault = of(&both).unwrap_err();
+    let found = of(&both).unwrap();
+    let fault = found.clone().by_routes(None).unwrap_err();
     assert!(
         fault.place == "saved:11" && fault.what.contains("does not know its interface"),
         "{fault}"
     );
+    let way = Way {
+        to: "10.7.0.0/16".parse().unwrap(),
+        metric: 0,
+        by: vec!["eth1".to_owned()],
+    };
+    let ranges = found.by_routes(Some(&[way])).unwrap().exclude_ranges;
+    assert_eq!(ranges, nets(&["10.1.0.0/16", "10.7.0.0/16"]));
     let without = both
         .replace("-A ISTIO_OUTPUT -d 10.0.0.0/8 -j ISTIO_REDIRECT\n", "")
         .replace("-A ISTIO_OUTPUT -j ISTIO_OUTPUT_DNS\n", "");
@@ -362,6 +389,95 @@ fn an_interface_that_the_rules_leave_alone_is_excluded() {
     assert_eq!(
         found.exclude_ranges,
         nets(&["0.0.0.0/0", "10.1.0.0/16", "::/0"])
+    );
+}
+
+#[test]
+fn connections_that_come_in_by_an_interface_are_captured_as_outbound_ones() {
+    let first = |text: &str, rules: &str| {
+        let after = ":OUTPUT ACCEPT [0:0]\n";
+        text.replacen(after, &format!("{after}{rules}"), 1)
+    };
+    let redirect = "-A PREROUTING -i eth1 -d 10.0.0.0/8 -j ISTIO_REDIRECT\n";
+    let wanted = Capture {
+        virtual_interfaces: ["eth1".to_owned()].into(),
+        ..of(ISTIO).unwrap()
+    };
+    assert_eq!(of(&first(ISTIO, redirect)), Ok(wanted.clone()));
+    // Inbound connections from there are left alone.
+    let left = "-A PREROUTING -i eth1 -j RETURN\n";
+    let found = of(&first(ISTIO, &format!("{redirect}{left}")));
+    let both = Capture {
+        exclude_interfaces: ["eth1".to_owned()].into(),
+        ..wanted
+    };
+    assert_eq!(found, Ok(both));
+    let fault = of(&first(ISTIO, &format!("{left}{redirect}"))).unwrap_err();
+    assert!(
+        fault
+            .what
+            .contains("leaves connections at this interface alone"),
+        "{fault}"
+    );
+    // In both families, or in none.
+    let ours = first(ISTIO, redirect);
+    let other = of(&format!("{ours}{}", v6(ISTIO))).unwrap_err();
+    assert!(other.what.contains("IPv4 and IPv6 differ"), "{other}");
+    assert!(of(&format!("{ours}{}", v6(&ours))).is_ok());
+}
+
+/// Excluded ranges do not count at virtual interfaces.
+#[test]
+fn a_range_that_a_rule_before_leaves_alone_is_captured_at_virtual_interfaces_only() {
+    let left = "-A ISTIO_OUTPUT -d 10.1.0.0/16 -j RETURN";
+    let none = ISTIO.replace(left, "-A ISTIO_OUTPUT -d 10.0.0.0/8 -j RETURN");
+    let found = of(&none).unwrap();
+    assert!(found.include_ranges.is_empty(), "{found:?}");
+    let excluded = ["0.0.0.0/0", "10.0.0.0/8", "::/0"];
+    assert_eq!(found.exclude_ranges, nets(&excluded));
+    let after = ":OUTPUT ACCEPT [0:0]\n";
+    let redirect = "-A PREROUTING -i eth1 -d 10.0.0.0/8 -j ISTIO_REDIRECT\n";
+    let found = of(&none.replacen(after, &format!("{after}{redirect}"), 1)).unwrap();
+    assert_eq!(found.include_ranges, nets(&["10.0.0.0/8"]));
+    let excluded = ["10.0.0.0/9", "10.128.0.0/9"];
+    assert_eq!(found.exclude_ranges, nets(&excluded));
+    // One address has no halves.
+    let one = none.replace("10.0.0.0/8", "10.0.0.1/32");
+    let redirect = redirect.replace("10.0.0.0/8", "10.0.0.1/32");
+    let fault = of(&one.replacen(after, &format!("{after}{redirect}"), 1)).unwrap_err();
+    assert!(fault.what.contains("leaves the address alone"), "{fault}");
+}
+
+#[test]
+fn ranges_of_loopback_are_captured_unless_a_rule_before_leaves_them_alone() {
+    let own = "-A ISTIO_OUTPUT -d 10.0.0.0/8 -j ISTIO_REDIRECT\n";
+    let text = ISTIO.replacen(
+        own,
+        &format!("{own}-A ISTIO_OUTPUT -d 127.1.2.3/32 -j ISTIO_REDIRECT\n"),
+        1,
+    );
+    // The rules that leave the pod's own connections to itself alone.
+    let text: String = text
+        .split_inclusive('\n')
+        .filter(|line| !(line.contains("-o lo -p tcp") && line.ends_with("-j RETURN\n")))
+        .collect();
+    let found = of(&text).unwrap();
+    assert_eq!(found.include_ranges, nets(&["10.0.0.0/8", "127.1.2.3/32"]));
+    let left = |range: &str| {
+        let before = "-d 127.0.0.1/32 -j RETURN";
+        of(&text.replace(
+            before,
+            &format!("{before}\n-A ISTIO_OUTPUT -d {range} -j RETURN"),
+        ))
+    };
+    let fault = left("127.0.0.0/8").unwrap_err();
+    assert!(fault.text.contains("127.1.2.3"), "{fault}");
+    let ranges = left("127.1.0.0/16").unwrap().include_ranges;
+    assert_eq!(ranges, nets(&["10.0.0.0/8"]));
+    let proxys = of(&text.replace("127.1.2.3", "127.0.0.1")).unwrap_err();
+    assert!(
+        proxys.text.contains("127.0.0.1/32 -j ISTIO_REDIRECT"),
+        "{proxys}"
     );
 }
 
@@ -515,11 +631,14 @@ fn the_rules_of_ambient_mode_become_a_capture() {
     };
     let tap = "-A ISTIO_PRERT -i tap0 -p tcp -j REDIRECT --to-ports 15001";
     let text = AMBIENT_RULES.replacen("-A ISTIO_PRERT -s", &format!("{tap}\n-A ISTIO_PRERT -s"), 1);
-    let fault = of(&text).unwrap_err();
-    assert!(
-        fault.text == tap && fault.what.contains("capturedBy"),
-        "{fault}"
-    );
+    let found = of(&text).unwrap();
+    assert_eq!(found.virtual_interfaces, ["tap0".to_owned()].into());
+    assert!(found.exclude_interfaces.is_empty(), "{found:?}");
+    let left = format!("{tap}\n-A ISTIO_PRERT -i tap0 -p tcp -j RETURN");
+    let found = of(&text.replacen(tap, &left, 1)).unwrap();
+    assert_eq!(found.exclude_interfaces, ["tap0".to_owned()].into());
+    let elsewhere = of(&text.replacen(tap, &tap.replace("15001", "15002"), 1));
+    assert!(elsewhere.unwrap_err().what.contains("another port"));
     let of_other = "-p tcp -m mark --mark 0x112/0xfff -j ACCEPT";
     assert!(line("-p tcp -m mark --mark 0x111/0xfff -j ACCEPT", of_other).contains("ztunnel"));
     line("-d 169.254.7.127/32", "-d 169.254.7.128/32");

@@ -6,6 +6,7 @@ mod escapes;
 mod evasions;
 mod explain;
 mod identity;
+mod interfaces;
 mod many;
 mod metrics;
 mod origins;
@@ -21,6 +22,7 @@ pub use escapes::SCENARIOS as ESCAPES;
 pub use evasions::SCENARIOS as EVASIONS;
 pub use explain::SCENARIOS as EXPLAIN;
 pub use identity::SCENARIOS as IDENTITY;
+pub use interfaces::SCENARIOS as INTERFACES;
 pub use many::SCENARIOS as MANY;
 pub use metrics::SCENARIOS as METRICS;
 pub use origins::SCENARIOS as ORIGINS;
@@ -65,6 +67,7 @@ scenarios! {
     cleanup_leaves_other_nodes_namespaces_alone,
     processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace,
     what_stays_in_a_workload_is_left_alone,
+    ranges_of_loopback_that_are_named_are_captured,
     pods_that_have_a_proxy_or_the_nodes_network_are_named,
 }
 
@@ -612,6 +615,27 @@ fn processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace() -> Result<()>
 
 /// To its own address, of either family, or to a service that only it answers, and back: neither direction is captured, also
 /// where the port is to be captured wherever it is, and where unknown destinations are denied.
+fn ranges_of_loopback_that_are_named_are_captured() -> Result<()> {
+    let mut world = World::new()?;
+    let app = world.app().clone();
+    let _local = app.serve_as("local", &["--tcp", "127.1.2.3:7", "--tcp", "127.0.0.1:7"])?;
+    let rules =
+        json!({ "mode": "proxy", "includeOutboundIPRanges": ["127.1.2.0/24", "0.0.0.0/0"] });
+    world.capture(json!({}), rules)?;
+    for (to, name, wanted) in [
+        ("127.1.2.3:7", "local", 5),
+        ("127.0.0.1:7", "local", 0),
+        ("10.244.1.5:7", "one", 5),
+    ] {
+        let (report, counted) = world.counted(Reason::Captured, || {
+            reaches(&app, to, "connect --count 5", &[name])
+        })?;
+        ensure!(counted == wanted, "{to}: {counted} of 5 were captured");
+        peer_is(&report, to)?;
+    }
+    Ok(())
+}
+
 fn what_stays_in_a_workload_is_left_alone() -> Result<()> {
     for (mode, others) in [("proxy", "captured"), ("kernel", "direct")] {
         let mut world = World::new()?;

@@ -1,0 +1,336 @@
+//! A machine inside a pod, whose packets come into the pod's network namespace by an interface there: its connections are
+//! captured as outbound ones of the pod.
+
+use anyhow::{Result, ensure};
+use dataplane_common::Reason;
+use dataplane_tests::{
+    Host, LabBuilder,
+    report::{LoadReport, Report},
+};
+use serde_json::{Value, json};
+
+use super::{World, foreign, mesh, pod, relay::Relay};
+use crate::{
+    cluster::{ask, eventually, peer_is, reaches, sources_are},
+    outcome::run_args,
+};
+
+scenarios! {
+    Dataplane:
+    a_machine_inside_a_pod_is_captured_by_its_interface,
+    pods_name_interfaces_by_annotation,
+    only_included_ranges_are_captured,
+    somebody_elses_sidecar_takes_its_connections,
+    without_a_proxy_a_machine_inside_does_not_connect,
+    agents_take_each_others_place,
+    egress_is_judged_by_the_agents_proxy_only,
+    nothing_is_left_behind,
+}
+
+/// The interface in the pod.
+const INTERFACE: &str = "virt0";
+/// The machine's addresses.
+const MACHINE: [&str; 2] = ["10.9.0.2", "fd09::2"];
+
+/// A world with a machine that reaches others by `app` only, which translates its addresses.
+fn world() -> Result<World> {
+    let app = |lab: LabBuilder| lab.pod("node1", "app", "10.244.1.8").external("inner");
+    let world = World::with(app)?;
+    connect(&world)?;
+    Ok(world)
+}
+
+fn machine(world: &World) -> &Host {
+    world.lab.external("inner")
+}
+
+/// Connects the machine with the pod.
+fn connect(world: &World) -> Result<()> {
+    let (app, machine) = (world.app(), machine(world));
+    machine.ip("link set eth0 down")?;
+    let netns = machine.netns();
+    app.ip(&format!(
+        "link add {INTERFACE} type veth peer name up0 netns {netns}"
+    ))?;
+    for (host, interface, addresses) in [
+        (app, INTERFACE, ["10.9.0.1", "fd09::1"]),
+        (machine, "up0", MACHINE),
+    ] {
+        host.ip(&format!("addr add {}/24 dev {interface}", addresses[0]))?;
+        host.ip(&format!(
+            "addr add {}/64 dev {interface} nodad",
+            addresses[1]
+        ))?;
+        host.ip(&format!("link set {interface} up"))?;
+    }
+    machine.ip("route replace default via 10.9.0.1 dev up0")?;
+    machine.ip("-6 route replace default via fd09::1 dev up0")?;
+    app.sysctl("ipv4/ip_forward", "1")?;
+    app.sysctl("ipv6/conf/all/forwarding", "1")?;
+    // As many nodes have it.
+    for interface in ["all", INTERFACE] {
+        app.sysctl(&format!("ipv4/conf/{interface}/rp_filter"), "1")?;
+    }
+    for (program, range) in [
+        ("iptables-nft", "10.9.0.0/24"),
+        ("ip6tables-nft", "fd09::/64"),
+    ] {
+        let rule = [
+            "-t",
+            "nat",
+            "-A",
+            "POSTROUTING",
+            "-s",
+            range,
+            "-o",
+            "eth0",
+            "-j",
+            "MASQUERADE",
+        ];
+        app.command(program).args(rule).run()?;
+    }
+    Ok(())
+}
+
+fn rules() -> Value {
+    json!({ "mode": "proxy", "virtualInterfaces": [INTERFACE] })
+}
+
+/// The machine asks, and so many connections of it are captured: all or none. Servers see the pod.
+fn asks(world: &World, to: &str, by: &str, is_captured: bool) -> Result<()> {
+    let (report, counted) = world.counted(Reason::Captured, || {
+        reaches(machine(world), to, "connect --count 10", &[by])
+    })?;
+    let wanted = if is_captured { 10 } else { 0 };
+    ensure!(counted == wanted, "{to}: {counted} of 10 were captured");
+    peer_is(&report, to)?;
+    sources_are(&report, &world.app().addresses())
+}
+
+/// The pod's routing rules for interfaces.
+fn routed(world: &World) -> Result<Vec<String>> {
+    let mut found = Vec::new();
+    for family in ["-4", "-6"] {
+        let listed = world.app().command("ip").args([family, "rule"]).run()?;
+        let lines = listed.lines().filter(|line| line.contains("iif"));
+        found.extend(lines.map(str::to_owned));
+    }
+    Ok(found)
+}
+
+/// The machine does not get through.
+fn is_cut_off(world: &World, to: &str) -> Result<()> {
+    let report = ask(machine(world), to, "connect --timeout-ms 700")?;
+    ensure!(report.answered == 0, "{report:?}");
+    Ok(())
+}
+
+fn a_machine_inside_a_pod_is_captured_by_its_interface() -> Result<()> {
+    let mut world = world()?;
+    reaches(machine(&world), "10.244.1.5:7", "connect", &["one"])?;
+    world.capture(json!({}), rules())?;
+    // Endpoints here and elsewhere, and a service, whose endpoint the proxy chooses.
+    for (to, by) in [
+        ("10.244.1.5:7", "one"),
+        ("10.244.2.5:7", "far"),
+        ("[fd00:10:244:1::6]:7", "two"),
+        ("[fd00:10:244:2::5]:7", "far"),
+        ("10.96.0.10:80", "far"),
+    ] {
+        asks(&world, to, by, true)?;
+    }
+    eventually(|| {
+        let log = world.agent()?.log();
+        for line in ["dst=10.244.1.5:7 ", "dst=10.96.0.10:80 service=default/web"] {
+            let its = |said: &&str| said.contains(line) && said.contains("src=10.9.0.2:");
+            ensure!(log.lines().any(|said| its(&said)), "{log}");
+        }
+        Ok(())
+    })?;
+    // To the pod itself, nothing is captured as outbound.
+    let (_, counted) = world.counted(Reason::Captured, || {
+        reaches(machine(&world), "10.244.1.8:7", "connect", &["app"])
+    })?;
+    ensure!(counted == 0, "{counted} connections to the pod itself");
+    // The pod's own connections, and those to it.
+    let app = world.app().clone();
+    let (_, counted) = world.counted(Reason::Captured, || {
+        reaches(&app, "10.244.1.5:7", "connect --count 3", &["one"])
+    })?;
+    ensure!(counted == 3, "{counted} of the pod's own");
+    let one = world.lab.pod("one").clone();
+    let (report, counted) = world.counted(Reason::CapturedInbound, || {
+        reaches(&one, "10.244.1.8:7", "connect --count 3", &["app"])
+    })?;
+    ensure!(counted == 3, "{counted} of those to the pod");
+    sources_are(&report, &one.addresses())?;
+    // Nothing of other traffic goes another way.
+    let report = reaches(machine(&world), "10.244.1.5:53", "udp", &["one"])?;
+    sources_are(&report, &app.addresses())?;
+    // An interface that is made again has another number.
+    app.ip(&format!("link del {INTERFACE}"))?;
+    connect(&world)?;
+    eventually(|| asks(&world, "10.244.1.5:7", "one", true))?;
+    let said = run_args(world.agent()?, ["status", "--workload", "default/app"])?;
+    println!("{}", said.stdout);
+    Ok(())
+}
+
+fn pods_name_interfaces_by_annotation() -> Result<()> {
+    let mut world = world()?;
+    let path = world.state.path().join("pods.yaml");
+    let config = json!({ "rules": { "mode": "proxy" } });
+    let write = |annotations: Value| std::fs::write(&path, pod("ambient", annotations).to_string());
+    write(json!({ "istio.io/reroute-virtual-interfaces": INTERFACE }))?;
+    world.agent_with(&config, std::slice::from_ref(&path))?;
+    eventually(|| asks(&world, "10.244.1.5:7", "one", true))?;
+    // Nonsense has no effect, and is said.
+    write(json!({ "traffic.sidecar.istio.io/kubevirtInterfaces": format!("lo,{INTERFACE}") }))?;
+    eventually(|| {
+        let log = world.agent()?.log();
+        ensure!(
+            log.contains("\"lo\" cannot be a virtual interface"),
+            "{log}"
+        );
+        Ok(())
+    })?;
+    asks(&world, "10.244.1.5:7", "one", true)?;
+    ensure!(routed(&world)?.len() == 2, "{:?}", routed(&world)?);
+    // Not named any more.
+    write(json!({}))?;
+    eventually(|| {
+        let rules = routed(&world)?;
+        ensure!(rules.is_empty(), "{rules:?}");
+        Ok(())
+    })?;
+    asks(&world, "10.244.1.5:7", "one", false)?;
+    let report = reaches(world.app(), "10.244.1.5:7", "connect", &["one"])?;
+    peer_is(&report, "10.244.1.5:7")
+}
+
+fn only_included_ranges_are_captured() -> Result<()> {
+    let mut world = world()?;
+    let mut some = rules();
+    some["includeOutboundIPRanges"] = json!(["10.244.1.0/24", "fd00:10:244:2::/64"]);
+    world.capture(json!({}), some)?;
+    asks(&world, "10.244.1.5:7", "one", true)?;
+    asks(&world, "[fd00:10:244:2::5]:7", "far", true)?;
+    asks(&world, "10.244.2.5:7", "far", false)?;
+    asks(&world, "[fd00:10:244:1::6]:7", "two", false)
+}
+
+fn somebody_elses_sidecar_takes_its_connections() -> Result<()> {
+    let mut world = world()?;
+    let sidecar = Relay::haproxy(&world)?;
+    let rules = json!({ "virtualInterfaces": [INTERFACE] });
+    world.capture(foreign(), rules)?;
+    asks(&world, "10.244.1.5:7", "one", true)?;
+    asks(&world, "[fd00:10:244:2::5]:7", "far", true)?;
+    let mut seen = sidecar.saw("outbound", 20)?;
+    seen.sort();
+    seen.dedup();
+    ensure!(seen == ["10.244.1.5:7", "fd00:10:244:2::5:7"], "{seen:?}");
+    Ok(())
+}
+
+/// Whatever is configured: its packets have no other way.
+fn without_a_proxy_a_machine_inside_does_not_connect() -> Result<()> {
+    let mut world = world()?;
+    let mut rules = rules();
+    rules["withoutProxy"] = json!("pass");
+    world.capture(json!({}), rules)?;
+    asks(&world, "10.244.1.5:7", "one", true)?;
+    let Some(agent) = &mut world.agent else {
+        anyhow::bail!("no agent");
+    };
+    agent.kill();
+    is_cut_off(&world, "10.244.1.5:7")?;
+    is_cut_off(&world, "[fd00:10:244:1::5]:7")?;
+    let Some(agent) = &mut world.agent else {
+        anyhow::bail!("no agent");
+    };
+    agent.start()?;
+    eventually(|| asks(&world, "10.244.1.5:7", "one", true))?;
+    // An agent that finds the interface named no more, and rules of an earlier one.
+    let Some(agent) = &mut world.agent else {
+        anyhow::bail!("no agent");
+    };
+    agent.kill();
+    world.capture(json!({}), json!({ "mode": "proxy" }))?;
+    eventually(|| asks(&world, "10.244.1.5:7", "one", false))?;
+    ensure!(routed(&world)?.is_empty(), "{:?}", routed(&world)?);
+    Ok(())
+}
+
+fn agents_take_each_others_place() -> Result<()> {
+    let mut world = world()?;
+    world.capture(json!({}), rules())?;
+    asks(&world, "10.244.1.5:7", "one", true)?;
+    let load = machine(&world).load(&[
+        "--to",
+        "10.244.1.5:7",
+        "--threads",
+        "2",
+        "--pause-us",
+        "300",
+    ])?;
+    let mut held = machine(&world).hold("10.244.1.6:7")?;
+    let Some(agent) = &mut world.agent else {
+        anyhow::bail!("no agent");
+    };
+    let mut before = Vec::new();
+    for _ in 0..2 {
+        before.push(agent.replace()?);
+    }
+    let report: LoadReport = load.wait_json()?;
+    ensure!(
+        report.errors.is_empty() && report.answered > 100,
+        "{report:?}"
+    );
+    held.close_stdin();
+    let report: Report = held.wait_json()?;
+    ensure!(
+        report.errors.is_empty() && report.answered > 0,
+        "{report:?}"
+    );
+    asks(&world, "10.244.1.5:7", "one", true)
+}
+
+fn egress_is_judged_by_the_agents_proxy_only() -> Result<()> {
+    let mut world = world()?;
+    let mut rules = rules();
+    rules["egress"] = json!("deny");
+    world.capture(json!({}), rules.clone())?;
+    asks(&world, "10.96.0.10:80", "far", true)?;
+    asks(&world, "10.244.2.5:7", "far", true)?;
+    // No endpoint of a service, and no port that a Pod declares.
+    is_cut_off(&world, "10.244.1.5:7")?;
+    // The agent's proxy has the sidecar's ports.
+    world.agent = None;
+    let _sidecar = Relay::haproxy(&world)?;
+    rules["mode"] = json!("auto");
+    world.agent_with(&mesh(foreign(), rules), &[])?;
+    let ((), counted) =
+        world.counted(Reason::EgressDenied, || is_cut_off(&world, "10.244.1.5:7"))?;
+    ensure!(counted > 0, "it was not refused");
+    let said = run_args(world.agent()?, ["status"])?;
+    said.says(&["only the agent's own proxy can judge them"])?;
+    Ok(())
+}
+
+fn nothing_is_left_behind() -> Result<()> {
+    let mut world = world()?;
+    world.capture(json!({}), rules())?;
+    asks(&world, "10.244.1.5:7", "one", true)?;
+    ensure!(routed(&world)?.len() == 2, "{:?}", routed(&world)?);
+    let Some(agent) = &mut world.agent else {
+        anyhow::bail!("no agent");
+    };
+    agent.kill();
+    let shown = run_args(agent, ["cleanup", "--dry-run"])?.exits(0)?;
+    shown.says(&["iif virt0 ipproto tcp"])?;
+    run_args(agent, ["cleanup"])?.exits(0)?;
+    ensure!(routed(&world)?.is_empty(), "{:?}", routed(&world)?);
+    reaches(machine(&world), "10.244.1.5:7", "connect", &["one"])?;
+    Ok(())
+}
