@@ -23,6 +23,9 @@ use crate::{
     },
 };
 
+/// The port at which ztunnel takes encrypted connections.
+const HBONE: u16 = 15008;
+
 /// Takes the rules over, or says what it would do.
 pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<Outcome> {
     let directory = &place.directory;
@@ -92,8 +95,27 @@ fn current(place: &Place, dry_run: bool) -> anyhow::Result<Option<Journal>> {
     Ok(journal)
 }
 
+/// Fails if the rules do more than capture, so that the pod's connections would break without them.
+fn only_capture(saved: &Saved) -> anyhow::Result<()> {
+    let of_rules = of_rules(saved)?;
+    ensure!(
+        of_rules.owner != capture::AMBIENT,
+        "the rules are those of Istio's ambient mode, in which ztunnel encrypts the pod's connections and takes encrypted ones (HBONE, \
+         port {HBONE}). The dataplane does neither. To capture the pod without encryption, take it out of ambient mode, so that Istio's CNI agent \
+         removes the rules; then have the dataplane capture it"
+    );
+    ensure!(
+        !of_rules.by_tproxy,
+        "the rules capture inbound connections by TPROXY: the sidecar connects to the application from its clients' addresses, and only \
+         these rules bring the application's answers back to the sidecar. Have the sidecar capture by REDIRECT \
+         (sidecar.istio.io/interceptionMode), or restart the pod without it"
+    );
+    Ok(())
+}
+
 /// Does the steps before the first rule goes. `false`: something differs; the command has printed it.
 fn check(place: &Place, saved: &Saved, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<bool> {
+    only_capture(saved)?;
     if !is_same(place, saved, "compare", tell)? {
         tell.step("compare", "nothing was changed".to_owned());
         return Ok(false);

@@ -22,6 +22,7 @@ scenarios! {
     Dataplane:
     a_sidecars_capture_is_taken_over_and_given_back,
     a_takeover_of_capture_that_is_killed_is_finished_or_undone,
+    rules_that_do_more_than_capture_stay,
 }
 
 const TO: &str = "10.244.1.5:7";
@@ -297,3 +298,113 @@ fn a_takeover_of_capture_that_is_killed_is_finished_or_undone() -> Result<()> {
     }
     Ok(())
 }
+
+/// Ambient mode encrypts, and by TPROXY the sidecar needs rules of its own: both stay, whatever the agent captures.
+fn rules_that_do_more_than_capture_stay() -> Result<()> {
+    let mut world = World::new()?;
+    let _sidecar = Relay::haproxy(&world)?;
+    world.capture(foreign(), json!({}))?;
+    for (rules, words) in [
+        (AMBIENT, ["ambient mode", "ztunnel encrypts"]),
+        (TPROXY, ["by TPROXY", "interceptionMode"]),
+    ] {
+        let path = world.state.path().join("rules");
+        fs::write(&path, rules)?;
+        let restore = format!("iptables-nft-restore < {}", path.display());
+        world.app().command("sh").args(["-c", &restore]).run()?;
+        let print = || world.app().command("iptables-nft-save").run();
+        let lines = |text: &str| -> Vec<String> {
+            let lines = text.lines().filter(|line| line.starts_with("-A"));
+            lines.map(str::to_owned).collect()
+        };
+        let before = lines(&print()?);
+        ensure!(!before.is_empty(), "no rule was loaded");
+        let directory = world.state.path().join("takeover");
+        let netns = world.app().netns().to_owned();
+        for more in [&["--dry-run"][..], &[]] {
+            let all = [
+                "takeover",
+                "--owner",
+                "istio",
+                "--netns",
+                &netns,
+                "--takeover-dir",
+            ];
+            let command = world.agent()?.dataplane(all);
+            let output = command.arg(&directory).args(more).output()?;
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            ensure!(
+                output.status.code() == Some(1) && words.iter().all(|word| said.contains(word)),
+                "{more:?}: {output:?}"
+            );
+            ensure!(said.contains("nothing was changed"), "{said}");
+        }
+        ensure!(lines(&print()?) == before, "rules were changed");
+        let saved = fs::read_dir(&directory).into_iter().flatten().flatten();
+        let saved = saved
+            .flat_map(|entry| fs::read_dir(entry.path()))
+            .flatten()
+            .flatten();
+        let left: Vec<_> = saved
+            .map(|entry| entry.file_name())
+            .filter(|name| name != "lock")
+            .collect();
+        ensure!(left.is_empty(), "files were left: {left:?}");
+    }
+    Ok(())
+}
+
+/// As Istio's CNI agent writes them.
+const AMBIENT: &str = "\
+*mangle
+:ISTIO_OUTPUT - [0:0]
+:ISTIO_PRERT - [0:0]
+-A PREROUTING -j ISTIO_PRERT
+-A OUTPUT -j ISTIO_OUTPUT
+-A ISTIO_OUTPUT -m connmark --mark 0x111/0xfff -j CONNMARK --restore-mark
+-A ISTIO_PRERT -m mark --mark 0x539/0xfff -j CONNMARK --set-xmark 0x111/0xfff
+COMMIT
+*nat
+:ISTIO_OUTPUT - [0:0]
+:ISTIO_PRERT - [0:0]
+-A PREROUTING -j ISTIO_PRERT
+-A OUTPUT -j ISTIO_OUTPUT
+-A ISTIO_OUTPUT -d 169.254.7.127/32 -p tcp -m tcp -j ACCEPT
+-A ISTIO_OUTPUT -p tcp -m mark --mark 0x111/0xfff -j ACCEPT
+-A ISTIO_OUTPUT ! -d 127.0.0.1/32 -o lo -j ACCEPT
+-A ISTIO_OUTPUT ! -d 127.0.0.1/32 -p tcp -m mark ! --mark 0x539/0xfff -j REDIRECT --to-ports 15001
+-A ISTIO_PRERT -s 169.254.7.127/32 -p tcp -m tcp -j ACCEPT
+-A ISTIO_PRERT ! -d 127.0.0.1/32 -p tcp -m tcp ! --dport 15008 -m mark ! --mark 0x539/0xfff -j REDIRECT --to-ports 15006
+COMMIT
+";
+
+/// As `istio-iptables` writes them, for the proxy here.
+const TPROXY: &str = "\
+*mangle
+:ISTIO_DIVERT - [0:0]
+:ISTIO_INBOUND - [0:0]
+:ISTIO_TPROXY - [0:0]
+-A PREROUTING -p tcp -j ISTIO_INBOUND
+-A PREROUTING -p tcp -m mark --mark 0x539 -j CONNMARK --save-mark
+-A OUTPUT -o lo -p tcp -m mark --mark 0x539 -j RETURN
+-A OUTPUT -p tcp -m connmark --mark 0x539 -j CONNMARK --restore-mark
+-A ISTIO_DIVERT -j MARK --set-xmark 0x539/0xffffffff
+-A ISTIO_DIVERT -j ACCEPT
+-A ISTIO_INBOUND -p tcp -m mark --mark 0x539 -j RETURN
+-A ISTIO_INBOUND -p tcp -m conntrack --ctstate RELATED,ESTABLISHED -j ISTIO_DIVERT
+-A ISTIO_INBOUND -p tcp -j ISTIO_TPROXY
+-A ISTIO_TPROXY ! -d 127.0.0.1/32 -p tcp -j TPROXY --on-port 15003 --on-ip 0.0.0.0 --tproxy-mark 0x539/0xffffffff
+COMMIT
+*nat
+:ISTIO_INBOUND - [0:0]
+:ISTIO_IN_REDIRECT - [0:0]
+:ISTIO_OUTPUT - [0:0]
+:ISTIO_REDIRECT - [0:0]
+-A OUTPUT -j ISTIO_OUTPUT
+-A ISTIO_IN_REDIRECT -p tcp -j REDIRECT --to-ports 15003
+-A ISTIO_OUTPUT -m owner --uid-owner 1500 -j RETURN
+-A ISTIO_OUTPUT -d 127.0.0.1/32 -j RETURN
+-A ISTIO_OUTPUT -j ISTIO_REDIRECT
+-A ISTIO_REDIRECT -p tcp -j REDIRECT --to-ports 15001
+COMMIT
+";
