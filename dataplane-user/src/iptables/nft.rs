@@ -73,6 +73,7 @@ pub fn entries(text: &str) -> impl Iterator<Item = Result<Entry<'_>, Error<'_>>>
         at: 0,
         number: 0,
         in_table: false,
+        dormant: false,
         block: None,
     };
     std::iter::from_fn(move || reader.next())
@@ -84,6 +85,8 @@ struct Reader<'a> {
     at: usize,
     number: usize,
     in_table: bool,
+    /// Whether the rules of the table are switched off (`flags dormant`): the kernel has none of its chains hooked in.
+    dormant: bool,
     block: Option<Block<'a>>,
 }
 
@@ -112,14 +115,16 @@ impl<'a> Reader<'a> {
             match (self.in_table, self.block) {
                 (false, _) => match header(line) {
                     Some(["table", family, name]) => {
-                        self.in_table = true;
+                        (self.in_table, self.dormant) = (true, false);
                         return Some(Ok(Entry::Table { family, name }));
                     }
                     _ => return Some(self.error(line, "the line is outside of a table")),
                 },
                 (true, None) if line == "}" => self.in_table = false,
                 (true, None) => {
+                    self.dormant |= line.starts_with("flags ") && line.contains("dormant");
                     let (block, entry) = match header(line) {
+                        Some(_) if self.dormant => (Block::Other, None),
                         Some(["chain", name, ""]) => {
                             (Block::Chain(name), Some(Entry::Chain { name }))
                         }
@@ -293,6 +298,26 @@ mod tests {
                 "drop"
             ]
         );
+    }
+
+    /// The kernel has none of its chains hooked in.
+    #[test]
+    fn a_dormant_table_has_no_rules() {
+        let text = "table ip one {\n\tflags dormant\n\tchain x {\n\t\ttype filter hook input priority filter; policy drop;\n\
+                    \t\ttcp dport 1 drop\n\t}\n}\ntable ip two {\n\tchain y {\n\t\tdrop\n\t}\n}\n";
+        let all: Vec<_> = entries(text).collect::<Result<_, _>>().unwrap();
+        let table = |name| Entry::Table { family: "ip", name };
+        let wanted = [
+            table("one"),
+            table("two"),
+            Entry::Chain { name: "y" },
+            Entry::Rule {
+                line: 10,
+                chain: "y",
+                text: "drop",
+            },
+        ];
+        assert_eq!(all, wanted);
     }
 
     #[test]

@@ -461,21 +461,26 @@ fn of_nft<'a>(line: usize, chain: &'a str, text: &'a str, words: &[&'a str]) -> 
             }
             "mark" => {
                 // `mark and 0xfff != 0x539`, `mark set mark | 0x4000`
-                let (mut excluded, mut sets, mut numbers) = (false, false, Vec::new());
+                let (mut excluded, mut sets, mut alters) = (false, false, false);
+                let mut numbers = Vec::new();
                 while let Some(word) = words.next_if(|word| {
-                    let joins = [
-                        "set", "and", "or", "xor", "&", "|", "^", "==", "!=", "meta", "ct", "mark",
-                    ];
-                    joins.contains(word) || number(word).is_some()
+                    let joins = ["set", "and", "or", "xor", "&", "|", "^", "==", "!="];
+                    // Behind a comparison, the next statement begins.
+                    let is_mark = matches!(**word, "meta" | "ct" | "mark");
+                    let is_next = is_mark && !sets && !numbers.is_empty();
+                    (joins.contains(word) || is_mark || number(word).is_some()) && !is_next
                 }) {
                     excluded |= *word == "!=";
                     sets |= *word == "set";
+                    alters |= matches!(*word, "|" | "^" | "or" | "xor");
                     numbers.extend(number(word));
                 }
-                if !sets && !excluded {
-                    rule.asks.extend(match numbers[..] {
-                        [value] => Some((value, u32::MAX)),
-                        [mask, value] => Some((value, mask)),
+                if !sets && !alters {
+                    rule.asks.extend(match (&numbers[..], excluded) {
+                        (&[value], false) => Some((value, u32::MAX)),
+                        (&[mask, value], false) => Some((value, mask)),
+                        // The bit is there.
+                        (&[mask, 0], true) if mask.is_power_of_two() => Some((mask, mask)),
                         _ => None,
                     });
                 }
@@ -491,4 +496,41 @@ fn of_nft<'a>(line: usize, chain: &'a str, text: &'a str, words: &[&'a str]) -> 
         }
     }
     rule
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_of_nf_tables_asks_for_the_marks_that_it_compares() {
+        let asks = |text: &str| {
+            let words: Vec<&str> = text.split(' ').collect();
+            of_nft(1, "c", text, &words).asks
+        };
+        let all = u32::MAX;
+        for (text, wanted) in [
+            ("meta mark 0x539 accept", vec![(0x539, all)]),
+            ("meta mark & 0xfff == 0x539 accept", vec![(0x539, 0xfff)]),
+            // The next statement begins behind a comparison.
+            (
+                "meta mark & 0xfff == 0x539 ct mark set ct mark & 0xfffff000 | 0x111",
+                vec![(0x539, 0xfff)],
+            ),
+            ("meta mark 0x539 ct mark != 0x1 accept", vec![(0x539, all)]),
+            ("ct mark 0x1 meta mark 0x2 accept", vec![(1, all), (2, all)]),
+            // A bit that is there.
+            (
+                "meta mark & 0x4000 != 0x0 masquerade",
+                vec![(0x4000, 0x4000)],
+            ),
+            ("meta mark & 0xfff != 0x111 masquerade", vec![]),
+            ("meta mark != 0x1 accept", vec![]),
+            // What is compared is no mark that the packet has.
+            ("meta mark | 0x4000 == 0x5000 accept", vec![]),
+            ("meta mark set meta mark ^ 0x4000", vec![]),
+        ] {
+            assert_eq!(asks(text), wanted, "{text}");
+        }
+    }
 }

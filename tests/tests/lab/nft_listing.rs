@@ -133,6 +133,7 @@ table ip four {
 	set seen { type ipv4_addr; size 100; flags dynamic,timeout; timeout 3h2m; }
 	set temporary { type ipv4_addr; flags timeout; timeout 1d; }
 	map verdicts { type inet_proto . inet_service : verdict; elements = { tcp . 80 : jump web, udp . 53 comment "dns" : drop, tcp . 81 : accept }; }
+	map open { type ipv4_addr : verdict; flags interval; elements = { 10.0.0.0/8 : accept, 224.0.0.0/3 : drop, * : accept }; }
 	map addresses { type inet_service : ipv4_addr; elements = { 80 : 10.9.9.9, 81 : 10.9.9.8 }; }
 	chain web { counter return; }
 	chain pre {
@@ -196,7 +197,25 @@ table ip four {
 		tcp sport < 1024 drop
 		meta mark 0x1 accept
 	}
-	chain raw { type filter hook prerouting priority raw; policy accept; udp dport 53 notrack; }
+	chain raw {
+		type filter hook prerouting priority raw; policy accept;
+		udp dport 53 notrack
+		ct zone set 1
+		ct original zone set 2
+		ct zone set iifname map { "eth0" : 5 }
+	}
+	chain numbers {
+		type filter hook prerouting priority 10; policy accept;
+		ct zone 5 accept
+		ct zone { 1, 2 } accept
+		meta length 100 accept
+		meta length != 1500 accept
+		iifgroup 5 accept
+		iifgroup { 1, 2 } accept
+		meta cpu 1 accept
+		iifname { "br-*", "eth*", "lo" } accept
+		ip saddr vmap @open
+	}
 	chain proxied {
 		type filter hook prerouting priority mangle + 1; policy accept;
 		meta l4proto tcp tproxy to :15001
@@ -229,6 +248,9 @@ table inet both {
 		tcp dport 22 accept
 		meta l4proto tcp accept
 		meta l4proto udp th dport 53 accept
+		ip6 saddr fd00::/8 reject with icmpv6 no-route
+		ip6 saddr fd00::/8 reject with icmpv6 addr-unreachable
+		ip saddr 10.0.0.0/8 reject with icmp host-unreachable
 		reject with icmpx admin-prohibited
 		reject
 	}
@@ -239,15 +261,38 @@ table inet both {
 		oifname != "lo" meta l4proto tcp ip6 daddr != ::1 redirect to :15001
 	}
 }
+table ip asleep {
+	flags dormant
+	chain filter {
+		type filter hook input priority filter; policy drop;
+		tcp dport 80 accept
+	}
+}
+table bridge frames {
+	chain names { type filter hook prerouting priority dstnat; policy accept; }
+	chain numbers { type filter hook forward priority 0; policy accept; }
+}
 "#;
 
 fn many_forms_of_rules_are_read_as_nft_lists_them() -> Result<()> {
     let lab = lab()?;
     let node = lab.node("node1");
     load(node, "nft -f -", FORMS)?;
-    for (family, table) in [("ip", "four"), ("ip6", "six"), ("inet", "both")] {
+    for (family, table) in [
+        ("ip", "four"),
+        ("ip6", "six"),
+        ("inet", "both"),
+        ("ip", "asleep"),
+    ] {
         same(node, family, table)?;
     }
+    // The names of inet's priorities mean others there.
+    let frames = ours(node, "bridge", "frames")?;
+    ensure!(
+        frames.contains("hook prerouting priority -300;")
+            && frames.contains("hook forward priority 0;"),
+        "{frames}"
+    );
     Ok(())
 }
 
@@ -275,6 +320,26 @@ fn a_rule_that_cannot_be_said_is_never_left_out() -> Result<()> {
                 "tcp option @2 exists drop",
                 "meta l4proto icmp @th,0,8 0x08 ct count over 5 drop",
                 "meta l4proto tcp @th,104,8 & 0x12 == 0x02 drop",
+                "}",
+                "}"
+            ],
+        "{listing}"
+    );
+    // The family and the protocol that a field is of.
+    let rules = "table inet fields {\n\tchain c {\n\t\ttype filter hook input priority filter; policy accept;\n\
+        \t\tip saddr 10.0.0.0/8 ip ttl 64 drop\n\t\ticmp type echo-request icmp code 0 drop\n\
+        \t\tip6 saddr fd00::/8 ip6 hoplimit 5 drop\n\t\tip6 nexthdr tcp tcp dport 80 drop\n\t\tmeta priority set 1:10\n\t}\n}\n";
+    load(node, "nft -f -", rules)?;
+    let listing = ours(node, "inet", "fields")?;
+    let rules: Vec<&str> = listing.lines().map(str::trim).skip(3).collect();
+    ensure!(
+        rules
+            == [
+                "ip saddr 10.0.0.0/8 @nh,64,8 0x40 drop",
+                "meta nfproto ipv4 meta l4proto icmp @th,0,16 0x0800 drop",
+                "ip6 saddr fd00::/8 @nh,56,8 0x05 drop",
+                "meta nfproto ipv6 ip6 nexthdr tcp th dport 80 drop",
+                "# [meta]",
                 "}",
                 "}"
             ],

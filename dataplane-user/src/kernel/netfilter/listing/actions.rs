@@ -93,6 +93,13 @@ impl Reader<'_> {
                 self.say(format!("ct count {over}{}", word(1)?))
             }
             "queue" => {
+                // Several queues, flags, or a number from a register decide where packets go.
+                let more =
+                    |kind| content(data, kind).is_some_and(|n| n.iter().any(|byte| *byte != 0));
+                let queues = content(data, 2).and_then(|n| n.first_chunk());
+                if queues.is_some_and(|n| u16::from_be_bytes(*n) > 1) || more(3) || more(4) {
+                    return None;
+                }
                 let number = content(data, 1).and_then(|number| number.first_chunk());
                 let number = number.map(|number| format!(" to {}", u16::from_be_bytes(*number)));
                 self.say(format!("queue{}", number.unwrap_or_default()))

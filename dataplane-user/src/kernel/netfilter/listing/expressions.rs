@@ -26,6 +26,9 @@ const AT_MOST: usize = 3;
 pub(super) const IP: u8 = 2;
 pub(super) const IP6: u8 = 10;
 
+/// Transports whose headers begin with the source's and the destination's port: TCP, UDP, DCCP, SCTP, UDP-Lite.
+const WITH_PORTS: [u8; 5] = [6, 17, 33, 132, 136];
+
 /// Words of four bytes in the registers.
 const WORDS: u32 = 16;
 
@@ -35,6 +38,8 @@ pub(super) struct Value {
     pub(super) text: String,
     kind: Kind,
     pub(super) form: Form,
+    /// How many words of the registers it has.
+    words: usize,
 }
 
 #[derive(Clone, Debug)]
@@ -58,10 +63,10 @@ pub struct Reader<'s> {
     pub(super) sets: &'s BTreeMap<String, Set>,
     registers: [Option<Value>; WORDS as usize],
     statements: Vec<String>,
-    /// The word for the transport that a statement before asked for, and the number of this statement.
-    transport: Option<(String, usize)>,
-    /// The statement that asked for the family, in a table of both.
-    network: Option<usize>,
+    /// The transport that a statement before asked for, the word for it, and the number of this statement.
+    transport: Option<(u8, String, usize)>,
+    /// The family that a statement asked for in a table of both (`NFPROTO_…`), and the number of this statement.
+    network: Option<(u8, usize)>,
     /// The statements before this one stay: what stands behind them does something with what they let through.
     settled: usize,
 }
@@ -128,7 +133,7 @@ impl<'s> Reader<'s> {
                     self.load(word(1)?, &text, kind)
                 }
                 Some(from) => {
-                    let (text, kind) = ct(word(2)?, None)?;
+                    let (text, kind) = ct(word(2)?, content(data, 3))?;
                     self.assign(&text, kind, from)
                 }
             },
@@ -183,9 +188,11 @@ impl<'s> Reader<'s> {
                 // `NFT_EXTHDR_F_PRESENT`
                 match word(5).unwrap_or(0) {
                     0 => {
-                        let [offset, length] = [word(3)?, word(4)?].map(|n| u64::from(n) * 8);
-                        let _ = write!(text, ",{offset},{length}");
-                        self.load(to, &text, types::BYTES)
+                        let (offset, length) = (word(3)?, word(4)?);
+                        let [from, bits] = [offset, length].map(|n| u64::from(n) * 8);
+                        let _ = write!(text, ",{from},{bits}");
+                        let length = usize::try_from(length).ok()?;
+                        self.set(to, text, types::BYTES, Form::Whole, length)
                     }
                     1 => self.load(to, &text, types::ROUTE),
                     _ => None,
@@ -197,8 +204,8 @@ impl<'s> Reader<'s> {
                     return self.say(verdict(data)?);
                 }
                 let bytes = content(data, VALUE)?.to_vec();
-                let form = Form::Constant(bytes);
-                self.set(to, String::new(), 0, form)
+                let length = bytes.len();
+                self.set(to, String::new(), 0, Form::Constant(bytes), length)
             }
             "bitwise" => self.bitwise(data),
             "cmp" => {
@@ -236,14 +243,39 @@ impl<'s> Reader<'s> {
         Some(word as usize)
     }
 
-    fn set(&mut self, register: u32, text: String, kind: Kind, form: Form) -> Option<()> {
-        let place = self.registers.get_mut(Self::word(register)?)?;
-        *place = Some(Value { text, kind, form });
+    /// Puts a value of so many bytes into a register.
+    fn set(
+        &mut self,
+        register: u32,
+        text: String,
+        kind: Kind,
+        form: Form,
+        bytes: usize,
+    ) -> Option<()> {
+        let word = Self::word(register)?;
+        let end = word + bytes.div_ceil(4).max(1);
+        // Of a longer value that was there before, the rest is no value any more.
+        let end = end.min(self.registers.len());
+        self.registers.get_mut(word..end)?.fill(None);
+        for before in word.saturating_sub(3)..word {
+            let is_long = |value: &mut Value| before + value.words > word;
+            self.registers[before].take_if(is_long);
+        }
+        let place = self.registers.get_mut(word)?;
+        let words = end - word;
+        *place = Some(Value {
+            text,
+            kind,
+            form,
+            words,
+        });
         Some(())
     }
 
     fn load(&mut self, register: u32, text: &str, kind: Kind) -> Option<()> {
-        self.set(register, text.to_owned(), kind, Form::Whole)
+        // Numbers without a known length have a word.
+        let bytes = types::length(kind).unwrap_or(4);
+        self.set(register, text.to_owned(), kind, Form::Whole, bytes)
     }
 
     pub(super) fn get(&self, register: u32) -> Option<Value> {
@@ -282,11 +314,10 @@ impl<'s> Reader<'s> {
             }
         };
         match (base, offset, length) {
-            // Transport.
-            (2, 0 | 2, 2) => {
-                let transport = match &self.transport {
-                    Some((word, at)) => {
-                        let (word, at) = (word.clone(), *at);
+            // Transport. With others than these, the bytes are no ports.
+            (2, 0 | 2, 2) if self.has_ports() => {
+                let transport = match self.transport.clone() {
+                    Some((_, word, at)) => {
                         self.imply(at);
                         word
                     }
@@ -299,7 +330,7 @@ impl<'s> Reader<'s> {
             (1, 12 | 16, 1..=4) if self.is_family(IP) => {
                 let field = if offset == 12 { "ip saddr" } else { "ip daddr" };
                 self.drop_family();
-                self.set(to, field.to_owned(), types::IPV4, form(length == 4))
+                self.set(to, field.to_owned(), types::IPV4, form(length == 4), 4)
             }
             (1, 8 | 24, 1..=16) if self.is_family(IP6) => {
                 let field = if offset == 8 {
@@ -308,38 +339,40 @@ impl<'s> Reader<'s> {
                     "ip6 daddr"
                 };
                 self.drop_family();
-                self.set(to, field.to_owned(), types::IPV6, form(length == 16))
+                self.set(to, field.to_owned(), types::IPV6, form(length == 16), 16)
             }
             (1, 9, 1) if self.is_family(IP) => self.load(to, "ip protocol", types::PROTOCOL),
             (1, 6, 1) if self.is_family(IP6) => self.load(to, "ip6 nexthdr", types::PROTOCOL),
             // Any other field by its place, in bits.
             (0..=2, ..) => {
                 let base = ["ll", "nh", "th"].get(base as usize)?;
-                let [offset, length] = [offset, length].map(|bytes| u64::from(bytes) * 8);
-                self.load(to, &format!("@{base},{offset},{length}"), types::BYTES)
+                let text = format!(
+                    "@{base},{},{}",
+                    u64::from(offset) * 8,
+                    u64::from(length) * 8
+                );
+                let length = usize::try_from(length).ok()?;
+                self.set(to, text, types::BYTES, Form::Whole, length)
             }
             _ => None,
         }
     }
 
+    /// Whether the transport may have ports.
+    fn has_ports(&self) -> bool {
+        let transport = self.transport.as_ref();
+        transport.is_none_or(|(number, ..)| WITH_PORTS.contains(number))
+    }
+
     /// Whether the packet is known to be of a family.
     pub(super) fn is_family(&self, family: u8) -> bool {
-        let asked = |at: usize| {
-            let word = if family == IP {
-                "meta nfproto ipv4"
-            } else {
-                "meta nfproto ipv6"
-            };
-            self.statements
-                .get(at)
-                .is_some_and(|said| said.is_empty() || said == word)
-        };
-        self.family == family || self.family == 1 && self.network.is_some_and(asked)
+        let is_asked = self.network.is_some_and(|(asked, _)| asked == family);
+        self.family == family || self.family == 1 && is_asked
     }
 
     /// Lets the statement that asked for the family go without saying.
     fn drop_family(&mut self) {
-        if let Some(at) = self.network {
+        if let Some((_, at)) = self.network {
             self.imply(at);
         }
     }
@@ -367,7 +400,13 @@ impl<'s> Reader<'s> {
         let show = |bytes: &[u8]| types::show(value.kind, bytes);
         let text = &value.text;
         if xor.iter().all(|byte| *byte == 0) {
-            self.set(to, text.clone(), value.kind, Form::Masked(mask.to_vec()))
+            self.set(
+                to,
+                text.clone(),
+                value.kind,
+                Form::Masked(mask.to_vec()),
+                mask.len(),
+            )
         } else if mask.iter().all(|byte| *byte == 0xff) {
             let text = format!("{text} ^ {}", show(xor));
             self.load(to, &text, value.kind)
@@ -430,10 +469,12 @@ impl<'s> Reader<'s> {
         let at = self.statements.len();
         if operator == EQUAL {
             match &**text {
-                "meta l4proto" | "ip protocol" | "ip6 nexthdr" => {
-                    self.transport = Some((types::show(kind, bytes), at));
+                // `ip6 nexthdr` need not be the transport.
+                "meta l4proto" | "ip protocol" => {
+                    let number = bytes.first().copied();
+                    self.transport = number.map(|number| (number, types::show(kind, bytes), at));
                 }
-                "meta nfproto" => self.network = Some(at),
+                "meta nfproto" => self.network = bytes.first().map(|family| (*family, at)),
                 _ => {}
             }
         }
@@ -475,10 +516,25 @@ impl<'s> Reader<'s> {
         };
         match word(3) {
             None => self.say(format!("{key} {not}{of}")),
-            Some(0) => self.say(format!("{key} vmap {of}")),
+            Some(0) => {
+                // The jumps are for those only that the statements before let through.
+                self.settled = self.statements.len();
+                self.say(format!("{key} vmap {of}"))
+            }
             Some(to) => {
                 let (kind, parts) = (*set.data().first()?, set.data().len());
-                self.set(to, format!("{key} map {of}"), kind, Form::Mapped(parts))
+                let length = set
+                    .data()
+                    .iter()
+                    .map(|kind| types::length(*kind).unwrap_or(4));
+                let length = length.map(|length| length.next_multiple_of(4)).sum();
+                self.set(
+                    to,
+                    format!("{key} map {of}"),
+                    kind,
+                    Form::Mapped(parts),
+                    length,
+                )
             }
         }
     }

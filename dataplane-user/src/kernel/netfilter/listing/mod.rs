@@ -37,6 +37,12 @@ const PRIORITIES: [(i32, &str, Option<&str>); 6] = [
     (100, "srcnat", Some("postrouting")),
 ];
 
+/// The most bytes of a table's messages that are read: whoever has CAP_NET_ADMIN in a pod may fill its sets.
+const LIMIT: usize = 256 * 1024 * 1024;
+
+/// `NFPROTO_BRIDGE`.
+const BRIDGE: u8 = 7;
+
 /// What a name must not have, so that a text with it is read as it was meant.
 const ODD: [char; 5] = ['"', '{', '}', ';', ','];
 
@@ -75,8 +81,8 @@ pub fn listed(family: &str, name: &str) -> io::Result<String> {
 ///
 /// # Errors
 ///
-/// [`io::ErrorKind::Interrupted`] if rules changed meanwhile, `NotFound` if there is no such table, `InvalidData` if a name in it
-/// cannot be written.
+/// [`io::ErrorKind::Interrupted`] if rules changed meanwhile, `NotFound` if there is no such table, `FileTooLarge` if it is larger
+/// than [`LIMIT`], `InvalidData` if a name in it cannot be written.
 fn list(netlink: &mut Netlink, family: u8, name: &str) -> io::Result<String> {
     let before = generation(netlink)?;
     let table = (family, name.to_owned());
@@ -119,6 +125,9 @@ fn list(netlink: &mut Netlink, family: u8, name: &str) -> io::Result<String> {
     if generation(netlink)? != before {
         return Err(io::ErrorKind::Interrupted.into());
     }
+    if listing.size > LIMIT {
+        return Err(io::ErrorKind::FileTooLarge.into());
+    }
     Ok(listing.finish())
 }
 
@@ -134,6 +143,10 @@ struct Listing {
     family: u8,
     name: String,
     comment: Option<String>,
+    /// Whether its chains are not hooked in.
+    is_dormant: bool,
+    /// Bytes of the kernel's messages so far.
+    size: usize,
     sets: BTreeMap<String, Set>,
     /// The sets' names in the kernel's order.
     order: Vec<String>,
@@ -147,6 +160,8 @@ impl Listing {
             family,
             name: checked(name)?.to_owned(),
             comment: None,
+            is_dormant: false,
+            size: 0,
             sets: BTreeMap::new(),
             order: Vec::new(),
             chains: Vec::new(),
@@ -168,10 +183,22 @@ impl Listing {
             return false;
         };
         self.comment = comment(content(rest, 6).unwrap_or_default(), 0);
+        // `NFT_TABLE_F_DORMANT`
+        let flags = content(rest, 2).and_then(number);
+        self.is_dormant = flags.is_some_and(|flags| flags & 1 != 0);
         true
     }
 
+    /// Counts a message; whether there is room for it.
+    fn takes(&mut self, message: &[u8]) -> bool {
+        self.size = self.size.saturating_add(message.len());
+        self.size <= LIMIT
+    }
+
     fn set(&mut self, message: &[u8]) {
+        if !self.takes(message) {
+            return;
+        }
         if let Some(set) = self.ours(message, 1).and_then(Set::of) {
             self.order.push(set.name.clone());
             self.sets.insert(set.name.clone(), set);
@@ -179,6 +206,9 @@ impl Listing {
     }
 
     fn elements(&mut self, set: &str, message: &[u8]) {
+        if !self.takes(message) {
+            return;
+        }
         let Some(set) = self.sets.get_mut(set) else {
             return;
         };
@@ -189,6 +219,9 @@ impl Listing {
     }
 
     fn chain(&mut self, message: &[u8]) {
+        if !self.takes(message) {
+            return;
+        }
         let Some(rest) = self.ours(message, 1) else {
             return;
         };
@@ -206,6 +239,9 @@ impl Listing {
     fn begin(&mut self) -> io::Result<()> {
         let family = super::nf_tables::family(self.family);
         let _ = writeln!(self.text, "table {family} {} {{", self.name);
+        if self.is_dormant {
+            self.text.push_str("\tflags dormant\n");
+        }
         if let Some(comment) = &self.comment {
             let _ = writeln!(self.text, "\tcomment \"{comment}\"");
         }
@@ -231,6 +267,9 @@ impl Listing {
 
     /// Writes a rule.
     fn rule(&mut self, message: &[u8]) {
+        if !self.takes(message) {
+            return;
+        }
         let rest = message.get(HEADER..).unwrap_or_default();
         let read = Reader::new(self.family, &self.sets).read(content(rest, 4).unwrap_or_default());
         let comment = comment(content(rest, 7).unwrap_or_default(), 0);
@@ -260,9 +299,10 @@ fn base(family: u8, chain: &[u8]) -> Option<String> {
     let hook = content(chain, 4)?;
     let name = super::nf_tables::hook(family, chain)?;
     let priority = content(hook, 2).and_then(number)?.cast_signed();
-    let near = PRIORITIES
-        .iter()
-        .find(|(of, _, at)| at.is_none_or(|at| at == name) && priority.abs_diff(*of) <= 10);
+    // The names of bridges' priorities are others.
+    let mut named = PRIORITIES.iter().filter(|_| family != BRIDGE);
+    let near =
+        named.find(|(of, _, at)| at.is_none_or(|at| at == name) && priority.abs_diff(*of) <= 10);
     let priority = match near {
         Some((of, word, _)) if *of == priority => (*word).to_owned(),
         Some((of, word, _)) if priority > *of => format!("{word} + {}", priority - of),

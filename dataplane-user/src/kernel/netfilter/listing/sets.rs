@@ -42,6 +42,8 @@ const CATCH_ALL: u32 = 2;
 const VALUE: u16 = 1;
 /// `NFTNL_UDATA_SET_KEYBYTEORDER` and `_COMMENT` of libnftnl.
 const BYTE_ORDER: u8 = 0;
+/// Likewise, of what keys lead to.
+const DATA_BYTE_ORDER: u8 = 1;
 const SET_COMMENT: u8 = 7;
 /// `BYTEORDER_BIG_ENDIAN` of nft.
 const BIG_ENDIAN: u32 = 2;
@@ -59,6 +61,8 @@ pub struct Set {
     timeout: u64,
     comment: Option<String>,
     big_endian: bool,
+    /// Likewise, of what keys lead to.
+    big_endian_data: bool,
     elements: Vec<Element>,
 }
 
@@ -83,7 +87,10 @@ impl Set {
         };
         let data = word(DATA_TYPE);
         let userdata = content(attributes, USERDATA).unwrap_or_default();
-        let order = super::user(userdata, BYTE_ORDER).and_then(|order| order.first_chunk());
+        let is_big_endian = |of| {
+            let order = super::user(userdata, of).and_then(|order| order.first_chunk());
+            order.is_some_and(|order| u32::from_ne_bytes(*order) == BIG_ENDIAN)
+        };
         let timeout = content(attributes, TIMEOUT).and_then(|t| t.first_chunk());
         Some(Self {
             name: text(content(attributes, NAME)?),
@@ -101,7 +108,8 @@ impl Set {
                 .unwrap_or_default(),
             timeout: timeout.map_or(0, |ms| u64::from_be_bytes(*ms)),
             comment: comment(userdata, SET_COMMENT),
-            big_endian: order.is_some_and(|order| u32::from_ne_bytes(*order) == BIG_ENDIAN),
+            big_endian: is_big_endian(BYTE_ORDER),
+            big_endian_data: is_big_endian(DATA_BYTE_ORDER),
             elements: Vec::new(),
         })
     }
@@ -169,7 +177,10 @@ impl Set {
         if let Some(data) = content(element, ELEMENT_DATA) {
             let data = match verdict(data) {
                 Some(verdict) => verdict,
-                None => self.parts_text(&self.data, content(data, VALUE).unwrap_or_default()),
+                None => {
+                    let bytes = content(data, VALUE).unwrap_or_default();
+                    Self::parts_text(&self.data, bytes, self.big_endian_data)
+                }
             };
             let _ = write!(rest, " : {data}");
         }
@@ -217,11 +228,15 @@ impl Set {
                 push("*", &element.rest);
             } else if let Some(last) = &element.last {
                 push(&self.ranges_text(&element.key, last), &element.rest);
-            } else if self.flags & INTERVAL == 0 {
-                push(&self.parts_text(&self.keys, &element.key), &element.rest);
+            } else if self.flags & INTERVAL == 0 || self.keys.len() != 1 {
+                push(
+                    &Self::parts_text(&self.keys, &element.key, self.big_endian),
+                    &element.rest,
+                );
             } else if !element.is_end {
                 let end = elements.next_if(|next| next.is_end);
-                let end = end.or_else(|| elements.peek().copied());
+                let next = elements.peek().copied();
+                let end = end.or_else(|| next.filter(|next| !next.catch_all));
                 let (kind, first) = (self.keys.first().copied(), types::number(&element.key));
                 let most = u128::MAX
                     .checked_shr(128 - 8 * width(&element.key))
@@ -235,9 +250,9 @@ impl Set {
     }
 
     /// Values of several types, of which each but the last fills whole words.
-    fn parts_text(&self, kinds: &[Kind], bytes: &[u8]) -> String {
+    fn parts_text(kinds: &[Kind], bytes: &[u8], big_endian: bool) -> String {
         if let [kind] = kinds {
-            return if *kind == types::INTEGER && self.big_endian {
+            return if *kind == types::INTEGER && big_endian {
                 types::number(bytes).to_string()
             } else {
                 types::show(*kind, bytes)
@@ -257,6 +272,10 @@ impl Set {
     }
 
     fn ranges_text(&self, first: &[u8], last: &[u8]) -> String {
+        let known = |kind: &Kind| *kind != types::INTEGER && types::length(*kind).is_some();
+        if !self.keys.iter().all(known) {
+            return format!("{}-{}", types::hex(first), types::hex(last));
+        }
         let ([mut first, mut last], mut all) = ([first, last], Vec::new());
         for (kind, length) in self.keys() {
             let ((a, rest_a), (b, rest_b)) = (cut(first, length), cut(last, length));
@@ -367,6 +386,18 @@ fn range(kind: Kind, first: u128, last: u128, length: usize) -> String {
             128
         };
         format!("{}/{}", show(first), all.saturating_sub(bits))
+    } else if kind == types::IFNAME {
+        // All names with a beginning.
+        let (first, last) = (bytes(first), bytes(last));
+        let end = first.iter().position(|byte| *byte == 0);
+        let end = end.unwrap_or(first.len());
+        let is_beginning = first.iter().skip(end).all(|byte| *byte == 0)
+            && last.iter().skip(end).all(|byte| *byte == 0xff)
+            && first.iter().zip(&last).take(end).all(|(a, b)| a == b);
+        if is_beginning {
+            return types::show(kind, first.get(..end).unwrap_or(&first));
+        }
+        format!("{}-{}", types::hex(&first), types::hex(&last))
     } else {
         format!("{}-{}", show(first), show(last))
     }

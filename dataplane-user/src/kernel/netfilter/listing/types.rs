@@ -24,10 +24,14 @@ pub const UID: Kind = 24;
 pub const GID: Kind = 25;
 pub const CT_STATE: Kind = 26;
 pub const CT_STATUS: Kind = 28;
+/// Of interfaces' groups.
+pub const GROUP: Kind = 35;
 pub const FIB_TYPE: Kind = 38;
 pub const IFNAME: Kind = 41;
 /// Whether there is a route: no type of nft's.
 pub const ROUTE: Kind = Kind::MAX;
+/// A number in this machine's order, of any length: no type of nft's.
+pub const HOST: Kind = Kind::MAX - 1;
 
 /// Bits of a number in one of several types (`TYPE_BITS`).
 const BITS: u32 = 6;
@@ -104,6 +108,7 @@ pub fn name(kind: Kind) -> Option<&'static str> {
         CT_STATE => "ct_state",
         CT_STATUS => "ct_status",
         FIB_TYPE => "fib_addrtype",
+        GROUP => "devgroup",
         IFNAME => "ifname",
         9 => "ether_addr",
         10 => "ether_type",
@@ -123,7 +128,7 @@ pub fn length(kind: Kind) -> Option<usize> {
         PORT | 10 => 2,
         // A MAC address.
         9 => 6,
-        IPV4 | MARK | IFINDEX | UID | GID | CT_STATE | CT_STATUS | FIB_TYPE | INTEGER => 4,
+        IPV4 | MARK | IFINDEX | UID | GID | CT_STATE | CT_STATUS | GROUP | FIB_TYPE | INTEGER => 4,
         IPV6 | IFNAME => 16,
         _ => return None,
     })
@@ -133,7 +138,7 @@ pub fn length(kind: Kind) -> Option<usize> {
 pub fn is_host_order(kind: Kind) -> bool {
     matches!(
         kind,
-        MARK | IFINDEX | UID | GID | CT_STATE | CT_STATUS | FIB_TYPE | INTEGER
+        MARK | IFINDEX | UID | GID | CT_STATE | CT_STATUS | GROUP | FIB_TYPE | INTEGER
     )
 }
 
@@ -145,6 +150,11 @@ pub fn number(bytes: &[u8]) -> u128 {
 
 /// A value in the words of nft.
 pub fn show(kind: Kind, bytes: &[u8]) -> String {
+    // Names of interfaces may be beginnings, and numbers have several lengths.
+    let is_odd = |length: usize| length != bytes.len() && !matches!(kind, IFNAME | INTEGER);
+    if length(kind).is_some_and(is_odd) {
+        return hex(bytes);
+    }
     let host = || bytes.first_chunk().map(|word| u32::from_ne_bytes(*word));
     let shown = match kind {
         IPV4 => bytes
@@ -164,7 +174,8 @@ pub fn show(kind: Kind, bytes: &[u8]) -> String {
         }),
         MARK => host().map(|mark| format!("0x{mark:08x}")),
         IFINDEX => host().map(interface_of),
-        UID | GID | INTEGER => host().map(|number| number.to_string()),
+        UID | GID | INTEGER if bytes.len() == 4 => host().map(|number| number.to_string()),
+        HOST | GROUP | INTEGER => host_number(bytes),
         CT_STATE => host().and_then(|bits| flags(bits, &STATES)),
         CT_STATUS => host().and_then(|bits| flags(bits, &STATUSES)),
         FIB_TYPE => host().and_then(|n| ROUTES.get(n as usize).map(|name| (*name).to_owned())),
@@ -175,6 +186,17 @@ pub fn show(kind: Kind, bytes: &[u8]) -> String {
         _ => None,
     };
     shown.unwrap_or_else(|| hex(bytes))
+}
+
+/// A number in this machine's order.
+fn host_number(bytes: &[u8]) -> Option<String> {
+    Some(match bytes.len() {
+        1 => bytes.first()?.to_string(),
+        2 => u16::from_ne_bytes(*bytes.first_chunk()?).to_string(),
+        4 => u32::from_ne_bytes(*bytes.first_chunk()?).to_string(),
+        8 => u64::from_ne_bytes(*bytes.first_chunk()?).to_string(),
+        _ => return None,
+    })
 }
 
 /// A value that no type says how to write.
