@@ -175,13 +175,11 @@ impl Set {
             rest.push_str(" : [object]");
         }
         if let Some(data) = content(element, ELEMENT_DATA) {
-            let data = match verdict(data) {
-                Some(verdict) => verdict,
-                None => {
-                    let bytes = content(data, VALUE).unwrap_or_default();
-                    Self::parts_text(&self.data, bytes, self.big_endian_data)
-                }
+            let shown = || {
+                let bytes = content(data, VALUE).unwrap_or_default();
+                Self::parts_text(&self.data, bytes, self.big_endian_data)
             };
+            let data = verdict(data).unwrap_or_else(shown);
             let _ = write!(rest, " : {data}");
         }
         self.elements.push(Element {
