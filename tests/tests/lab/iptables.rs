@@ -9,6 +9,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
+use dataplane::kernel::make_ip_sets;
 use dataplane_peers::{Cluster as Peers, Mode};
 use dataplane_tests::{Command, Host, Lab};
 use serde_json::{Value, json};
@@ -892,6 +893,17 @@ fn cleanup_waits_for_what_is_translated() -> Result<()> {
     Ok(())
 }
 
+/// Makes the sets that rules of Istio's agent ask on a node.
+pub fn make_istios_sets(host: &Host) -> Result<()> {
+    on(host, |_| {
+        for v4 in [true, false] {
+            let name = format!("istio-inpod-probes-v{}", if v4 { 4 } else { 6 });
+            make_ip_sets(&[name].into(), v4)?;
+        }
+        Ok(())
+    })
+}
+
 /// `DATAPLANE_ISTIO_RULES` names a directory with Istio's source, or its test data: files `*.golden` that have what its programs
 /// write for many configurations. Each that the kernel takes is loaded, and removed.
 fn cleanup_removes_istios_own_examples() -> Result<()> {
@@ -906,6 +918,7 @@ fn cleanup_removes_istios_own_examples() -> Result<()> {
     files.sort();
     let lab = lab()?;
     let pod = lab.pod("near");
+    make_istios_sets(pod)?;
     let (mut removed, mut refused) = (0, Vec::new());
     for path in &files {
         let text = fs::read_to_string(path)?;

@@ -17,7 +17,7 @@ use super::{
     listeners::is_v6_off,
     routing::{self, TABLE},
 };
-use crate::kernel::rtnetlink::Netlink;
+use crate::kernel::{namespaces, rtnetlink::Netlink, sys};
 
 /// Connections by TCP that come in by an interface and go to a range.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,6 +46,22 @@ pub fn route_interfaces(wanted: &BTreeSet<InterfaceRule>) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Removes ours from the network namespaces with these cookies. Namespaces that cannot be entered are left out.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn unroute(cookies: &BTreeSet<u64>) -> io::Result<()> {
+    if cookies.is_empty() {
+        return Ok(());
+    }
+    let visited = namespaces::visit(|_| {
+        Ok(cookies
+            .contains(&sys::netns_cookie()?)
+            .then(|| route_interfaces(&BTreeSet::new())))
+    });
+    visited.found.into_iter().flatten().collect()
 }
 
 fn route_family(

@@ -132,6 +132,11 @@ impl Capture {
             }
         } else {
             tables.set_mesh(0);
+            // Without the programs, packets that these rules bring to sockets here would find none.
+            let entries = capture.held.namespaces.iter();
+            let routed = entries.filter(|(_, entry)| entry.flags & Enrolled::VIRTUAL != 0);
+            interface_rules::unroute(&routed.map(|(cookie, _)| *cookie).collect())
+                .doing(|| "cannot remove the routing rules for virtual interfaces".to_owned())?;
             capture.write(&Captured::default())?;
             // What cannot be detached is listed by `cleanup`; without tables it does nothing.
             let _ = tc::keep_no_capture(pins)?;

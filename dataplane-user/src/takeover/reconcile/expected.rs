@@ -105,6 +105,25 @@ pub struct Wanted {
     pub in_front: BTreeMap<String, usize>,
 }
 
+impl Wanted {
+    /// The sets of addresses that the rules ask or change.
+    pub fn sets(&self) -> BTreeSet<String> {
+        let rules = iptables::entries(&self.text).filter_map(|entry| match entry {
+            Ok(Entry::Rule(rule)) => Some(rule),
+            _ => None,
+        });
+        let mut sets = BTreeSet::new();
+        for rule in rules {
+            for option in rule.options() {
+                if let Some("--match-set" | "--add-set" | "--del-set" | "--map-set") = option.name {
+                    sets.extend(option.values.first().map(|name| name.text().into_owned()));
+                }
+            }
+        }
+        sets
+    }
+}
+
 /// A table, of which perhaps only the tables around it tell the family.
 struct Block {
     heading: Option<Family>,

@@ -24,11 +24,11 @@ use super::{
         rails::Rails,
         ruleset::{Form, Table},
     },
-    expected::Expected,
+    expected::{Expected, Wanted},
     plan::{self, Change, How},
 };
 use crate::kernel::{
-    guard,
+    guard, make_ip_sets,
     netfilter::{self, Kind},
 };
 
@@ -238,6 +238,14 @@ fn print(root: Option<&Path>, decision: &Decision, expected: &Expected) -> io::R
         .filter(|table| table.family == family);
     let there = || {
         let mut text = String::new();
+        // Rules that ask a set are taken only if the set is there.
+        let sets = wanted.clone().flat_map(Wanted::sets).collect();
+        make_ip_sets(&sets, family == Family::V4).map_err(|error| {
+            let why = format!(
+                "cannot make the sets that the expected rules ask, to try the rules: {error}"
+            );
+            io::Error::new(error.kind(), why)
+        })?;
         for table in wanted {
             let refused = |why: &str| {
                 let program = restore.display();

@@ -1,10 +1,10 @@
 //! A machine inside a pod, whose packets come into the pod's network namespace by an interface there: its connections are
 //! captured as outbound ones of the pod.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{
-    Host, LabBuilder,
+    Agent, Host, LabBuilder,
     report::{LoadReport, Report},
 };
 use serde_json::{Value, json};
@@ -251,15 +251,29 @@ fn without_a_proxy_a_machine_inside_does_not_connect() -> Result<()> {
     };
     agent.start()?;
     eventually(|| asks(&world, "10.244.1.5:7", "one", true))?;
-    // An agent that finds the interface named no more, and rules of an earlier one.
-    let Some(agent) = &mut world.agent else {
-        anyhow::bail!("no agent");
-    };
-    agent.kill();
+    // Agents that find the interface named no more, or that have no mesh, and rules of an earlier one.
+    let first = killed(&mut world)?;
     world.capture(json!({}), json!({ "mode": "proxy" }))?;
     eventually(|| asks(&world, "10.244.1.5:7", "one", false))?;
     ensure!(routed(&world)?.is_empty(), "{:?}", routed(&world)?);
+    world.capture(json!({}), self::rules())?;
+    eventually(|| asks(&world, "10.244.1.5:7", "one", true))?;
+    let second = killed(&mut world)?;
+    let agent = world.lab.agent("node1").in_the_nodes_cgroup();
+    let agent = agent.manifests(world.manifests.path()).start()?;
+    ensure!(routed(&world)?.is_empty(), "{:?}", routed(&world)?);
+    reaches(machine(&world), "10.244.1.5:7", "connect", &["one"])?;
+    // Each removes what is there when it goes, and the others' last.
+    drop(agent);
+    drop([first, second]);
     Ok(())
+}
+
+/// Kills the agent. What it has made stays as long as the answer lives.
+fn killed(world: &mut World) -> Result<Agent> {
+    let mut agent = world.agent.take().context("an agent")?;
+    agent.kill();
+    Ok(agent)
 }
 
 fn agents_take_each_others_place() -> Result<()> {
