@@ -211,7 +211,7 @@ impl MeshWorkload {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeshRule {
     /// The subject: `outbound-range`, `outbound-port`, `inbound-port`, `inbound`, `inbound-others`, `user`,
-    /// `group`, `interface`, `captured-by`, `mode`, `egress`, `without-proxy`, `acceleration` or
+    /// `group`, `interface`, `virtual-interface`, `captured-by`, `mode`, `egress`, `without-proxy`, `acceleration` or
     /// `dns`.
     pub about: String,
     /// Which range, port, user, group or interface; empty for a setting.

@@ -201,7 +201,17 @@ impl Captured {
             .map(|dns| if dns.any { ALL } else { RESOLVERS });
         whole("dns", String::new(), dns, self.held.queries);
         if of_rules.takes_inbound {
-            for addr in kernel::addresses()? {
+            // What comes to the addresses of an interface comes by that interface.
+            let mut left_alone = BTreeSet::new();
+            if !of_rules.exclude_interfaces.is_empty() {
+                let interfaces = kernel::interfaces()?.into_iter();
+                let excluded =
+                    interfaces.filter(|of| of_rules.exclude_interfaces.contains(&of.name));
+                let addresses = excluded.flat_map(|of| of.addresses);
+                left_alone.extend(addresses.map(|net| net.addr()));
+            }
+            let all = kernel::addresses()?.into_iter();
+            for addr in all.filter(|addr| !left_alone.contains(addr)) {
                 let family = if addr.is_ipv4() { "IPv4" } else { "IPv6" };
                 if of_rules.missing != Some(family) {
                     let ours = captures(self.held.inbound.contains(&addr.into()));

@@ -28,19 +28,19 @@ scenarios! {
 }
 
 /// The interface in the pod.
-const INTERFACE: &str = "virt0";
+pub const INTERFACE: &str = "virt0";
 /// The machine's addresses.
 const MACHINE: [&str; 2] = ["10.9.0.2", "fd09::2"];
 
 /// A world with a machine that reaches others by `app` only, which translates its addresses.
-fn world() -> Result<World> {
+pub fn world() -> Result<World> {
     let app = |lab: LabBuilder| lab.pod("node1", "app", "10.244.1.8").external("inner");
     let world = World::with(app)?;
     connect(&world)?;
     Ok(world)
 }
 
-fn machine(world: &World) -> &Host {
+pub fn machine(world: &World) -> &Host {
     world.lab.external("inner")
 }
 

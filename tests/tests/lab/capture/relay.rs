@@ -25,10 +25,21 @@ impl Relay {
         Self::haproxy_on(world, world.app())
     }
 
+    /// Likewise, and at every address of the pod, as rules lead connections of an interface to it.
+    pub fn haproxy_everywhere(world: &World) -> Result<Self> {
+        let config = HAPROXY.replace("bind 127.0.0.1:15001", "bind 0.0.0.0:15001");
+        let config = config.replace("bind ::1:15001", "bind :::15001 v6only");
+        Self::haproxy_with(world, world.app(), &config)
+    }
+
     /// Likewise, elsewhere.
     pub fn haproxy_on(world: &World, host: &Host) -> Result<Self> {
+        Self::haproxy_with(world, host, HAPROXY)
+    }
+
+    fn haproxy_with(world: &World, host: &Host, text: &str) -> Result<Self> {
         let config = world.state.path().join("haproxy.cfg");
-        fs::write(&config, HAPROXY)?;
+        fs::write(&config, text)?;
         let command = host.command("haproxy").args(["-db", "-f"]);
         Self::start(world, host, "haproxy.log", command.arg(&config))
     }

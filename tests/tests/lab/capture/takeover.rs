@@ -10,7 +10,7 @@ use dataplane_tests::{
 };
 use serde_json::{Value, json};
 
-use super::{World, foreign, mesh, proxies, relay::Relay};
+use super::{World, foreign, interfaces, mesh, proxies, relay::Relay};
 use crate::{
     cluster::{ask, reaches},
     imported,
@@ -23,6 +23,7 @@ scenarios! {
     a_sidecars_capture_is_taken_over_and_given_back,
     a_takeover_of_capture_that_is_killed_is_finished_or_undone,
     rules_that_do_more_than_capture_stay,
+    the_capture_of_a_machine_inside_is_taken_over_and_given_back,
 }
 
 const TO: &str = "10.244.1.5:7";
@@ -95,14 +96,23 @@ impl Pod {
     fn start(mesh: Mesh) -> Result<Self> {
         let world = World::new()?;
         let proxy = Relay::haproxy(&world)?;
+        Self::with(mesh, world, proxy, &|rules| rules)
+    }
+
+    fn with(
+        mesh: Mesh,
+        world: World,
+        proxy: Relay,
+        change: &dyn Fn(String) -> String,
+    ) -> Result<Self> {
         let path = world.state.path().join("rules");
         let shell = |script: &str| world.app().command("sh").args(["-c", script]).run();
         for (program, rules) in ["iptables-nft", "ip6tables-nft"]
             .iter()
             .zip(mesh.iptables())
         {
-            fs::write(&path, rules)?;
-            shell(&format!("{program}-restore < {}", path.display()))?;
+            fs::write(&path, change(rules))?;
+            shell(&format!("{program}-restore --noflush < {}", path.display()))?;
         }
         shell("iptables-nft -t nat -A POSTROUTING -p tcp --dport 4711 -j ACCEPT")?;
         Ok(Self {
@@ -296,6 +306,73 @@ fn a_takeover_of_capture_that_is_killed_is_finished_or_undone() -> Result<()> {
             pod.takeover(&["--revert"], None)?.exits(3)?;
         }
     }
+    Ok(())
+}
+
+/// Connections that come into the pod by an interface go on as those of the pod do.
+fn the_capture_of_a_machine_inside_is_taken_over_and_given_back() -> Result<()> {
+    let world = interfaces::world()?;
+    let proxy = Relay::haproxy_everywhere(&world)?;
+    let interface = interfaces::INTERFACE;
+    let redirect = |rules: String| {
+        let first = "-A PREROUTING -p tcp -j ISTIO_INBOUND";
+        let own = format!(
+            "-A PREROUTING -i {interface} -j ISTIO_REDIRECT\n-A PREROUTING -i {interface} -j RETURN"
+        );
+        rules.replacen(first, &format!("{own}\n{first}"), 1)
+    };
+    let mut pod = Pod::with(Mesh::Istio, world, proxy, &redirect)?;
+    let before = pod.rules()?;
+    let by_rules = interfaces::machine(&pod.world).hold(TO)?;
+    let mut rules = pod.mesh.rules();
+    rules["excludeInterfaces"] = json!([interface]);
+    pod.world.capture(foreign(), rules.clone())?;
+    pod.takeover(&[], None)?
+        .exits(2)?
+        .says(&["virtual-interface", interface])?;
+    rules["virtualInterfaces"] = json!([interface]);
+    pod.world.capture(foreign(), rules)?;
+    let load = |pod: &Pod| {
+        interfaces::machine(&pod.world).load(&["--to", TO, "--threads", "2", "--pause-us", "2000"])
+    };
+    let there = load(&pod)?;
+    pod.takeover(&[], None)?.exits(0)?;
+    let left = pod.rules()?;
+    ensure!(
+        !left.iter().any(|line| line.contains("ISTIO_")),
+        "{left:#?}"
+    );
+    let (_, captured) = pod.world.counted(Reason::Captured, || {
+        reaches(interfaces::machine(&pod.world), TO, CONNECT, &["one"])
+    })?;
+    ensure!(captured >= 3, "{captured} of 3 were captured");
+    let_traffic_go_on();
+    let by_programs = interfaces::machine(&pod.world).hold(TO)?;
+    let none_failed = |load: Process| -> Result<()> {
+        let report: LoadReport = load.wait_json()?;
+        ensure!(
+            report.errors.is_empty() && report.answered > 10,
+            "{report:?}"
+        );
+        Ok(())
+    };
+    none_failed(there)?;
+    let back = load(&pod)?;
+    pod.takeover(&["--revert"], None)?.exits(3)?;
+    ensure!(pod.rules()? == before, "{:#?}", pod.rules()?);
+    let_traffic_go_on();
+    none_failed(back)?;
+    for mut held in [by_rules, by_programs] {
+        held.close_stdin();
+        let report: Report = held.wait_json()?;
+        ensure!(
+            report.errors.is_empty() && report.answered > 0,
+            "a connection broke: {report:?}"
+        );
+    }
+    pod.world.agent_with(&json!({}), &[])?;
+    pod.takeover(&["--revert"], None)?.exits(0)?;
+    reaches(interfaces::machine(&pod.world), TO, CONNECT, &["one"])?;
     Ok(())
 }
 
