@@ -696,8 +696,9 @@ pub fn is_query<T: Rules>(
 
 /// What becomes of a connection that comes into a workload's network namespace by an interface, and is for no address of the
 /// workload: [`Reason::Captured`] if it goes to the proxy, [`Reason::NotService`] if the workload's rules say nothing of the
-/// interface. The routing rules that bring it here have decided by its destination. The agent's proxy judges by the egress
-/// policy; another one cannot.
+/// interface. The routing rules that bring it here have decided by its destination, unless that is another address of the
+/// namespace itself: no routing rule comes before those of local addresses. The agent's proxy judges by the egress policy;
+/// without it nobody can.
 #[inline(always)]
 pub fn by_interface<T: Rules>(
     tables: &T,
@@ -719,6 +720,11 @@ pub fn by_interface<T: Rules>(
         return Reason::NotService;
     }
     let is_foreign = config.flags & CaptureConfig::FOREIGN != 0;
+    let is_judged = !is_foreign && enrolled.flags & Enrolled::PROXY != 0;
+    // Before anything else, since the ports of a sidecar are everybody's who reaches them.
+    if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !is_judged {
+        return Reason::EgressDenied;
+    }
     if port == config.outbound || port == config.inbound {
         // A sidecar's: as long as rules redirect connections to it, they arrive so.
         return if is_foreign {
@@ -726,9 +732,6 @@ pub fn by_interface<T: Rules>(
         } else {
             Reason::Recursive
         };
-    }
-    if is_foreign && enrolled.flags & Enrolled::EGRESS_DENY != 0 {
-        return Reason::EgressDenied;
     }
     Reason::Captured
 }

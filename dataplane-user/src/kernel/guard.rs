@@ -15,8 +15,8 @@ use netlink_sys::protocols::NETLINK_NETFILTER;
 use super::{
     netlink::{Netlink, attribute},
     nft_requests::{
-        CREATE, INET, NOT_EQUAL, REGISTER, Request, SUBSYSTEM, delete_table, exists, expression,
-        nested, new_chain, new_rule, new_table, number, string,
+        self, CREATE, INET, NOT_EQUAL, REGISTER, Request, SUBSYSTEM, compare, decide, delete_table,
+        exists, expression, meta, nested, new_chain, new_rule, new_table, number, string,
     },
 };
 
@@ -75,20 +75,7 @@ pub fn down() -> io::Result<bool> {
 /// # Errors
 /// If the kernel does not answer.
 pub fn is_there() -> io::Result<bool> {
-    // The answers of a kernel without nf_tables.
-    const UNKNOWN: [i32; 3] = [libc::EPROTONOSUPPORT, libc::EOPNOTSUPP, libc::EINVAL];
-    let asked =
-        Netlink::open(NETLINK_NETFILTER).and_then(|mut netlink| exists(&mut netlink, TABLE));
-    match asked {
-        Err(error)
-            if error
-                .raw_os_error()
-                .is_some_and(|why| UNKNOWN.contains(&why)) =>
-        {
-            Ok(false)
-        }
-        asked => asked,
-    }
+    nft_requests::is_there(TABLE)
 }
 
 /// Replaces the set's elements, in one step. Kernels before 6.13 give an element that is there no other time.
@@ -112,9 +99,10 @@ fn table() -> Vec<Request> {
     const OUTGOING: u32 = 5; // NFT_META_OIF
     // Before conntrack, `raw` and what others have.
     const FIRST: i32 = i32::MIN; // NF_IP_PRI_FIRST
+    const DROP: u32 = 0; // NF_DROP
     let chain = |name, hook| new_chain(TABLE, name, "filter", hook, FIRST);
     let rule = |chain, interface| {
-        let expressions = [guarded(interface), drop()].concat();
+        let expressions = [guarded(interface), decide(DROP)].concat();
         new_rule(TABLE, chain, &expressions, COMMENT)
     };
     vec![
@@ -172,31 +160,9 @@ fn guarded(interface: u32) -> Vec<u8> {
     let lookup = [string(1, SET), number(2, REGISTER)].concat();
     [
         meta(interface),
-        not_equal(&LOOPBACK.to_ne_bytes()),
+        compare(NOT_EQUAL, &LOOPBACK.to_ne_bytes()),
         meta(FAMILY),
         expression("lookup", &lookup),
     ]
     .concat()
-}
-
-fn meta(key: u32) -> Vec<u8> {
-    // NFTA_META_DREG, NFTA_META_KEY
-    expression("meta", &[number(1, REGISTER), number(2, key)].concat())
-}
-
-fn not_equal(value: &[u8]) -> Vec<u8> {
-    // NFTA_CMP_SREG, _OP, _DATA
-    let value = nested(3, &attribute(1, value));
-    let compare = [number(1, REGISTER), number(2, NOT_EQUAL), value].concat();
-    expression("cmp", &compare)
-}
-
-fn drop() -> Vec<u8> {
-    const DROP: u32 = 0; // NF_DROP
-    const VERDICT: u32 = 0; // NFT_REG_VERDICT
-    // NFTA_DATA_VERDICT, NFTA_VERDICT_CODE
-    let verdict = nested(2, &number(1, DROP));
-    // NFTA_IMMEDIATE_DREG, NFTA_IMMEDIATE_DATA
-    let data = [number(1, VERDICT), nested(2, &verdict)].concat();
-    expression("immediate", &data)
 }

@@ -12,11 +12,10 @@ use std::io;
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use super::{
-    netlink::{Netlink, attribute},
-    nf_conntrack,
+    netlink::Netlink,
     nft_requests::{
-        NOT_EQUAL, REGISTER, SUBSYSTEM, delete_table, exists, expression, nested, new_chain,
-        new_rule, new_table, number,
+        self, NOT_EQUAL, SUBSYSTEM, bitwise, compare, conntrack, delete_table, exists, expression,
+        new_chain, new_rule, new_table,
     },
 };
 
@@ -61,12 +60,7 @@ pub fn remove() -> io::Result<bool> {
 /// # Errors
 /// If the kernel does not answer.
 pub fn is_there() -> io::Result<bool> {
-    // The table's rule has conntrack loaded. To ask would load nf_tables, which some machines have
-    // left out on purpose.
-    if !nf_conntrack::is_loaded() {
-        return Ok(false);
-    }
-    exists(&mut Netlink::open(NETLINK_NETFILTER)?, TABLE)
+    nft_requests::is_there_with_conntrack(TABLE)
 }
 
 /// `ct state new counter`: any question to conntrack has the kernel track connections.
@@ -74,23 +68,10 @@ fn asks_conntrack() -> Vec<u8> {
     const STATE: u32 = 0; // NFT_CT_STATE
     /// `NF_CT_STATE_BIT(IP_CT_NEW)`, which nf_tables compares as the machine's number.
     const NEW: u32 = 1 << 3;
-    let value = |kind, value: u32| nested(kind, &attribute(1, &value.to_ne_bytes()));
-    // NFTA_CT_DREG, NFTA_CT_KEY
-    let load = [number(1, REGISTER), number(2, STATE)].concat();
-    // NFTA_BITWISE_SREG, _DREG, _LEN, _MASK, _XOR
-    let mask = [
-        number(1, REGISTER),
-        number(2, REGISTER),
-        number(3, 4),
-        value(4, NEW),
-        value(5, 0),
-    ];
-    // NFTA_CMP_SREG, _OP, _DATA
-    let compare = [number(1, REGISTER), number(2, NOT_EQUAL), value(3, 0)];
     let expressions = [
-        expression("ct", &load),
-        expression("bitwise", &mask.concat()),
-        expression("cmp", &compare.concat()),
+        conntrack(STATE),
+        bitwise(NEW, 0),
+        compare(NOT_EQUAL, &0u32.to_ne_bytes()),
         expression("counter", &[]),
     ];
     expressions.concat()

@@ -3,7 +3,12 @@
 
 use std::io;
 
-use super::netlink::{Netlink, attribute};
+use netlink_sys::protocols::NETLINK_NETFILTER;
+
+use super::{
+    netlink::{Netlink, attribute},
+    nf_conntrack,
+};
 
 /// `NFNL_SUBSYS_NFTABLES`.
 pub const SUBSYSTEM: u16 = 10;
@@ -13,8 +18,12 @@ pub const INET: [u8; 4] = [1, 0, 0, 0];
 pub const CREATE: u16 = 0x400;
 /// `NLM_F_APPEND`.
 pub const APPEND: u16 = 0x800;
+/// `NF_ACCEPT`.
+pub const ACCEPT: u32 = 1;
 /// `NFT_REG_1`.
 pub const REGISTER: u32 = 1;
+/// `NFT_CMP_EQ`.
+pub const EQUAL: u32 = 0;
 /// `NFT_CMP_NEQ`.
 pub const NOT_EQUAL: u32 = 1;
 
@@ -33,7 +42,6 @@ pub fn delete_table(table: &str) -> Request {
 
 /// Adds a chain at a hook, with the policy accept.
 pub fn new_chain(table: &str, name: &str, kind: &str, hook: u32, priority: i32) -> Request {
-    const ACCEPT: u32 = 1; // NF_ACCEPT
     // NFTA_HOOK_HOOKNUM, NFTA_HOOK_PRIORITY
     let hook = [number(1, hook), number(2, priority.cast_unsigned())].concat();
     let chain = [
@@ -72,6 +80,29 @@ pub fn exists(netlink: &mut Netlink, table: &str) -> io::Result<bool> {
     }
 }
 
+/// Whether there is a table, in the network namespace that this thread is in. A kernel without nf_tables has none.
+pub fn is_there(table: &str) -> io::Result<bool> {
+    const UNKNOWN: [i32; 3] = [libc::EPROTONOSUPPORT, libc::EOPNOTSUPP, libc::EINVAL];
+    let asked =
+        Netlink::open(NETLINK_NETFILTER).and_then(|mut netlink| exists(&mut netlink, table));
+    match asked {
+        Err(error)
+            if error
+                .raw_os_error()
+                .is_some_and(|why| UNKNOWN.contains(&why)) =>
+        {
+            Ok(false)
+        }
+        asked => asked,
+    }
+}
+
+/// The same of a table whose rules ask conntrack, and so have it loaded. Without that, the kernel is not asked: this would load
+/// nf_tables, which some machines have left out on purpose.
+pub fn is_there_with_conntrack(table: &str) -> io::Result<bool> {
+    Ok(nf_conntrack::is_loaded() && is_there(table)?)
+}
+
 fn about(table: &str) -> Vec<u8> {
     [&INET[..], &string(1, table)].concat()
 }
@@ -79,6 +110,50 @@ fn about(table: &str) -> Vec<u8> {
 pub fn expression(name: &str, content: &[u8]) -> Vec<u8> {
     // NFTA_LIST_ELEM of NFTA_EXPR_NAME, NFTA_EXPR_DATA
     nested(1, &[string(1, name), nested(2, content)].concat())
+}
+
+/// Loads something of a packet's circumstances (`enum nft_meta_keys`).
+pub fn meta(key: u32) -> Vec<u8> {
+    // NFTA_META_DREG, NFTA_META_KEY
+    expression("meta", &[number(1, REGISTER), number(2, key)].concat())
+}
+
+/// Loads something that conntrack says of a packet (`enum nft_ct_keys`).
+pub fn conntrack(key: u32) -> Vec<u8> {
+    // NFTA_CT_DREG, NFTA_CT_KEY
+    expression("ct", &[number(1, REGISTER), number(2, key)].concat())
+}
+
+/// Goes on with the rule if what was loaded is ([`EQUAL`]), or is not ([`NOT_EQUAL`]), this.
+pub fn compare(how: u32, value: &[u8]) -> Vec<u8> {
+    // NFTA_CMP_SREG, _OP, _DATA
+    let value = nested(3, &attribute(1, value));
+    let compare = [number(1, REGISTER), number(2, how), value].concat();
+    expression("cmp", &compare)
+}
+
+/// Has of the 32 bits that were loaded those of `mask` stay, then turns those of `flip`. Both are the machine's numbers.
+pub fn bitwise(mask: u32, flip: u32) -> Vec<u8> {
+    let value = |kind, value: u32| nested(kind, &attribute(1, &value.to_ne_bytes()));
+    // NFTA_BITWISE_SREG, _DREG, _LEN, _MASK, _XOR
+    let parts = [
+        number(1, REGISTER),
+        number(2, REGISTER),
+        number(3, 4),
+        value(4, mask),
+        value(5, flip),
+    ];
+    expression("bitwise", &parts.concat())
+}
+
+/// Ends with a verdict: `NF_DROP` or `NF_ACCEPT`.
+pub fn decide(verdict: u32) -> Vec<u8> {
+    const VERDICT: u32 = 0; // NFT_REG_VERDICT
+    // NFTA_DATA_VERDICT, NFTA_VERDICT_CODE
+    let verdict = nested(2, &number(1, verdict));
+    // NFTA_IMMEDIATE_DREG, NFTA_IMMEDIATE_DATA
+    let data = [number(1, VERDICT), nested(2, &verdict)].concat();
+    expression("immediate", &data)
 }
 
 pub fn nested(kind: u16, content: &[u8]) -> Vec<u8> {

@@ -6,7 +6,7 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use netlink_packet_route::{
     AddressFamily, RouteNetlinkMessage,
     route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteType},
-    rule::{RuleAction, RuleAttribute, RuleMessage},
+    rule::{RuleAction, RuleAttribute, RuleFlags, RuleMessage},
 };
 
 use super::{
@@ -77,22 +77,38 @@ fn goes_by_main(netlink: &mut Netlink, family: AddressFamily) -> io::Result<bool
     }))
 }
 
+/// Anything that is not known here may tell sockets' packets apart, or send them elsewhere.
 fn is_usual(rule: &RuleMessage) -> bool {
+    // "not" turns around what a rule asks.
+    if rule.header.flags.contains(RuleFlags::Invert) {
+        return false;
+    }
     let mut table = u32::from(rule.header.table);
+    let (mut value, mut mask) = (0, u32::MAX);
+    let mut by_interface = false;
+    let mut asks_more = rule.header.src_len != 0 || rule.header.dst_len != 0;
     for attribute in &rule.attributes {
         match attribute {
-            RuleAttribute::FwMark(mark) if *mark != 0 => return true,
-            RuleAttribute::Iifname(_) => return true,
+            RuleAttribute::FwMark(found) => value = *found,
+            RuleAttribute::FwMask(found) => mask = *found,
+            // A socket's own packets come by loopback (`flowi_iif`).
+            RuleAttribute::Iifname(name) if name != "lo" => by_interface = true,
             RuleAttribute::Table(found) => table = *found,
-            _ => {}
+            // The numbers are what the kernel answers where nobody has said one.
+            RuleAttribute::Priority(_)
+            | RuleAttribute::Protocol(_)
+            | RuleAttribute::SuppressPrefixLen(u32::MAX)
+            | RuleAttribute::SuppressIfGroup(u32::MAX) => {}
+            _ => asks_more = true,
         }
     }
+    if value & mask != 0 || by_interface {
+        return true;
+    }
     // `RT_TABLE_LOCAL` and `RT_TABLE_DEFAULT`.
-    let usual = [255, RouteHeader::RT_TABLE_MAIN, 253];
-    let has_no_source = rule.header.src_len == 0 && rule.header.dst_len == 0;
-    rule.header.action == RuleAction::ToTable
-        && has_no_source
-        && (usual.map(u32::from).contains(&table) || table == OUR_TABLE)
+    let usual = [255, RouteHeader::RT_TABLE_MAIN, 253].map(u32::from);
+    let is_known = usual.contains(&table) || table == OUR_TABLE;
+    rule.header.action == RuleAction::ToTable && !asks_more && is_known
 }
 
 /// A route of table `main`.
@@ -131,4 +147,58 @@ fn way(route: &RouteMessage, name: impl Fn(u32) -> String) -> Option<Way> {
         }
     }
     (table == u32::from(RouteHeader::RT_TABLE_MAIN)).then_some(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(attributes: &[RuleAttribute]) -> RuleMessage {
+        let mut rule = RuleMessage::default();
+        rule.header.action = RuleAction::ToTable;
+        rule.header.table = RouteHeader::RT_TABLE_MAIN;
+        rule.attributes = attributes.to_vec();
+        rule
+    }
+
+    #[test]
+    fn rules_that_may_be_about_a_sockets_first_packet_are_not_usual() {
+        use RuleAttribute::{
+            FwMark, FwMask, Iifname, IpProtocol, SuppressIfGroup, SuppressPrefixLen, Table,
+        };
+        let tcp = IpProtocol(netlink_packet_route::IpProtocol::Tcp);
+        let from = |name: &str| Iifname(name.to_owned());
+        for usual in [
+            &[][..],
+            &[Table(255)],
+            &[
+                SuppressPrefixLen(u32::MAX),
+                SuppressIfGroup(u32::MAX),
+                Table(253),
+            ],
+            &[Table(77), FwMark(1)],
+            &[Table(77), FwMark(3), FwMask(2)],
+            &[Table(77), from("virt0"), tcp.clone()],
+        ] {
+            assert!(is_usual(&rule(usual)), "{usual:?}");
+        }
+        for other in [
+            &[Table(77)][..],
+            &[SuppressPrefixLen(0)],
+            &[SuppressIfGroup(1)],
+            &[Table(77), FwMark(0)],
+            &[Table(77), FwMark(1), FwMask(2)],
+            &[Table(77), from("lo")],
+            &[tcp],
+        ] {
+            assert!(!is_usual(&rule(other)), "{other:?}");
+        }
+        for mut inverted in [rule(&[Table(77), FwMark(1)]), rule(&[from("virt0")])] {
+            inverted.header.flags = RuleFlags::Invert;
+            assert!(!is_usual(&inverted), "{inverted:?}");
+        }
+        let mut from_somebody = rule(&[]);
+        from_somebody.header.src_len = 8;
+        assert!(!is_usual(&from_somebody));
+    }
 }

@@ -649,19 +649,26 @@ pub struct Policy {
 
 impl Policy {
     /// Returns the destinations of a family at which connections are captured that come in by virtual interfaces: the included
-    /// ranges, or the range of all addresses.
+    /// ranges and those that the egress policy is about all the same, or the range of all addresses.
     pub fn ranges_of_interfaces(&self, v4: bool) -> Vec<IpNet> {
         let all = if v4 {
             IpNet::V4(ipnet::Ipv4Net::default())
         } else {
             IpNet::V6(ipnet::Ipv6Net::default())
         };
-        if self.outbound_ranges.get(&all) != Some(&false) {
+        let comes_here = |range| {
+            let is_captured = self.outbound_ranges.get(range);
+            is_captured != Some(&false) || self.judged_ranges.contains(range)
+        };
+        if comes_here(&all) {
             return vec![all];
         }
-        let ranges = self.outbound_ranges.iter();
-        let included = ranges.filter(|(range, is)| **is && range.addr().is_ipv4() == v4);
-        included.map(|(range, _)| *range).collect()
+        let ranges = self.outbound_ranges.keys();
+        let of_family = ranges.filter(|range| range.addr().is_ipv4() == v4);
+        of_family
+            .filter(|range| comes_here(range))
+            .copied()
+            .collect()
     }
 
     /// Whether queries to a resolver are captured. Users decide when a query is sent.

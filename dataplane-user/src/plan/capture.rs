@@ -278,13 +278,16 @@ fn flags(policy: &Policy, foreign: bool) -> u32 {
         return flags_of(of_users);
     }
     let inbound = policy.inbound != Inbound::None;
+    // A workload without a proxy has nobody who relays its machines' connections, and nobody who judges them: the programs
+    // refuse them.
+    let is_virtual = proxied || policy.egress == Egress::Deny;
     let of_connections = [
         (Enrolled::CAPTURED, true),
         (Enrolled::PROXY, proxied),
         (Enrolled::INBOUND, proxied && inbound),
         (
             Enrolled::VIRTUAL,
-            proxied && !policy.virtual_interfaces.is_empty(),
+            is_virtual && !policy.virtual_interfaces.is_empty(),
         ),
         (Enrolled::EGRESS_DENY, policy.egress == Egress::Deny),
         (

@@ -172,6 +172,7 @@ const SIGNS: &[(Sign, &Owner)] = &[
     (Chain("ts-"), TAILSCALE),
     (Table("dataplane-keep-nat"), OURS),
     (Table("dataplane-guard"), OURS),
+    (Table("dataplane-machines"), OURS),
 ];
 
 /// Returns the owner of a chain, by the chain's name.

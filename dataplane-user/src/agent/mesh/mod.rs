@@ -335,6 +335,7 @@ impl Mesh {
                 problems.add(&member.workload.name, Problem::of_workload(text));
             }
         }
+        self.without_effect(&members, &mut problems);
         let mut left_out = Vec::new();
         let mut trouble = found.trouble();
         let everybody = self.config.guard || sought.by_operator;
@@ -495,9 +496,9 @@ impl Mesh {
         if !detach {
             return;
         }
-        for namespace in routed.into_values().flatten() {
+        for (namespace, _) in routed.into_values().flatten() {
             let unrouted = namespaces::within(namespace.as_fd(), || {
-                kernel::route_interfaces(&BTreeSet::new())
+                kernel::route_interfaces(&BTreeSet::new(), true)
             });
             if let Err(error) = unrouted {
                 debug!("cannot remove the routing rules for virtual interfaces: {error}");

@@ -14,15 +14,20 @@ use super::{Mesh, attach, found::Found, problems::Problems};
 use crate::{
     agent::foreign,
     kernel::{self, InterfaceRule, Kernel, Namespace, namespaces},
-    model::{Egress, Policy},
+    model::{Egress, Place, Policy},
     plan::{
         Captured,
         enrol::{Member, Problem},
     },
 };
 
-/// The network namespaces that have routing rules for interfaces, by their cookies. `None`: of an earlier agent.
-pub type Routed = BTreeMap<u64, Option<OwnedFd>>;
+/// The network namespaces that have routing rules for interfaces, by their cookies: with the rules. `None`: of an earlier agent.
+pub type Routed = BTreeMap<u64, Option<(OwnedFd, BTreeSet<InterfaceRule>)>>;
+
+const NOBODY_JUDGES: &str = "connections that come by its virtual interfaces are refused: only the agent's own proxy can judge \
+                             them by egress: deny. Set its mode to proxy and unset mesh.proxy.uid, or unset its virtualInterfaces";
+const NO_EFFECT: &str = "its virtualInterfaces have no effect: without a proxy, or if it is captured by packets or a cgroup, \
+                         connections that come by them are not captured. Set its mode to proxy and its capturedBy to sockets";
 
 /// Those of an earlier agent, of which the tables hold this.
 pub fn after(held: &Captured) -> Routed {
@@ -47,6 +52,12 @@ impl Mesh {
             let Some(number) = self.enroller.numbers().find(|(of, _)| *of == name) else {
                 continue;
             };
+            if member.policy.egress == Egress::Deny
+                && (self.options.foreign || flags & Enrolled::PROXY == 0)
+            {
+                problems.add(name, Problem::of_workload(NOBODY_JUDGES));
+                continue;
+            }
             let given = if self.options.foreign {
                 self.adopt_for_interfaces(kernel, namespace, number.1)
             } else {
@@ -55,14 +66,22 @@ impl Mesh {
             if let Err(problem) = given {
                 problems.add(name, problem);
             }
-            if self.options.foreign && member.policy.egress == Egress::Deny {
-                problems.add(
-                    name,
-                    Problem::of_workload(
-                        "connections that come by its virtual interfaces are refused: only the agent's own proxy can judge them by \
-                         egress: deny. Unset mesh.proxy.uid, or its virtualInterfaces",
-                    ),
-                );
+        }
+    }
+
+    /// Says of whom virtual interfaces are named without effect.
+    pub(super) fn without_effect(&self, members: &[Member], problems: &mut Problems) {
+        for member in members {
+            let Member {
+                workload, policy, ..
+            } = member;
+            let proxied = policy.mode.is_proxied(self.options.foreign);
+            let is_used = workload.place == Place::Address
+                && !member.is_by_packets()
+                && (proxied || policy.egress == Egress::Deny);
+            let is_here = workload.place != Place::Elsewhere;
+            if is_here && !is_used && !policy.virtual_interfaces.is_empty() {
+                problems.add(&workload.name, Problem::of_workload(NO_EFFECT));
             }
         }
     }
@@ -112,13 +131,14 @@ impl Mesh {
             if is_wanted(cookie) {
                 return true;
             }
-            let file = file.as_ref().map(AsFd::as_fd);
+            let file = file.as_ref().map(|(file, _)| file.as_fd());
             let there = file.or_else(|| found.at(*cookie).map(|namespace| namespace.file.as_fd()));
             let Some(there) = there else {
                 // It has gone, unless it may be among those that could not be read.
                 return unread;
             };
-            let removed = namespaces::within(there, || kernel::route_interfaces(&BTreeSet::new()));
+            let removed =
+                namespaces::within(there, || kernel::route_interfaces(&BTreeSet::new(), true));
             if let Err(error) = &removed {
                 tracing::warn!(
                     "mesh: cannot remove the routing rules for virtual interfaces: {error}"
@@ -137,30 +157,45 @@ impl Mesh {
         problems: &mut Problems,
     ) {
         for (member, namespace, flags) in enrolled {
-            if flags & Enrolled::VIRTUAL == 0 || failed(namespace.cookie) {
+            let denies = flags & Enrolled::EGRESS_DENY != 0;
+            // Without the program, packets that come to the sockets are refused: what the egress policy wants.
+            if flags & Enrolled::VIRTUAL == 0 || failed(namespace.cookie) && !denies {
                 continue;
             }
-            let rules = rules(&member.policy);
-            let mut route = || -> io::Result<()> {
+            let mut route = |mark| -> io::Result<()> {
+                let rules = rules(&member.policy, mark);
+                let known = self.routed.get(&namespace.cookie);
+                let is_new = !matches!(known, Some(Some((_, known))) if *known == rules);
                 let file = namespace.file.try_clone()?;
                 // Again each time: somebody else may have removed them.
-                namespaces::within(file.as_fd(), || kernel::route_interfaces(&rules))?;
-                self.routed.insert(namespace.cookie, Some(file));
+                namespaces::within(file.as_fd(), || kernel::route_interfaces(&rules, is_new))?;
+                self.routed.insert(namespace.cookie, Some((file, rules)));
                 Ok(())
             };
-            if let Err(error) = route() {
-                let text = format!(
-                    "connections that come by its virtual interfaces are not captured: cannot write routing rules in its network \
+            let name = &member.workload.name;
+            let Err(error) = route(self.options.mark) else {
+                continue;
+            };
+            // Without marks, answers are taken for connections, and are refused. For the egress policy this is better than none.
+            let text = match denies.then(|| route(0)) {
+                Some(Ok(())) => {
+                    format!(
+                        "connections to the machines at its virtual interfaces fail, because conntrack cannot be asked which \
+                         packets are answers: {error}"
+                    )
+                }
+                _ => format!(
+                    "connections that come by its virtual interfaces are not captured: cannot write rules in its network \
                      namespace: {error}"
-                );
-                problems.add(&member.workload.name, Problem::of_node(text));
-            }
+                ),
+            };
+            problems.add(name, Problem::of_node(text));
         }
     }
 }
 
-/// The routing rules of a policy.
-fn rules(policy: &Policy) -> BTreeSet<InterfaceRule> {
+/// The routing rules of a policy, for packets with these bits in their mark.
+fn rules(policy: &Policy, mark: u32) -> BTreeSet<InterfaceRule> {
     let ranges = [true, false]
         .map(|v4| policy.ranges_of_interfaces(v4))
         .concat();
@@ -169,6 +204,7 @@ fn rules(policy: &Policy) -> BTreeSet<InterfaceRule> {
         ranges.iter().map(|to| InterfaceRule {
             interface: interface.to_string(),
             to: *to,
+            mark,
         })
     });
     rules.collect()

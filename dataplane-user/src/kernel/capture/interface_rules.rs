@@ -1,5 +1,6 @@
 //! Routing rules in a workload's network namespace by which connections that come in by an interface go to sockets there,
-//! whatever their destination. `sk_lookup` then gives them to the proxy.
+//! whatever their destination. `sk_lookup` then gives them to the proxy. Which packets are of such connections, and not answers,
+//! [`machine_marks`] tells.
 //!
 //! The kernel gives a rule without a priority the place behind the table of local addresses and before all other rules
 //! (`fib_default_rule_pref`, `net/core/fib_rules.c`): packets to the workload itself do not meet these rules.
@@ -15,6 +16,7 @@ use netlink_packet_route::{
 
 use super::{
     listeners::is_v6_off,
+    machine_marks,
     routing::{self, TABLE},
 };
 use crate::kernel::{namespaces, rtnetlink::Netlink, sys};
@@ -26,13 +28,32 @@ pub struct InterfaceRule {
     pub interface: String,
     /// The range. A range of all addresses tells the family.
     pub to: IpNet,
+    /// The bits that the packets' marks have, which they get here if they are no answers. 0: all packets, also answers.
+    pub mark: u32,
 }
 
 /// In the network namespace that this thread is in: has these connections go to sockets here, and no others by interface.
+/// `is_new`: other ones did until now.
 ///
 /// # Errors
 /// The kernel's refusal.
-pub fn route_interfaces(wanted: &BTreeSet<InterfaceRule>) -> io::Result<()> {
+pub fn route_interfaces(wanted: &BTreeSet<InterfaceRule>, is_new: bool) -> io::Result<()> {
+    let marked: BTreeSet<&str> = (wanted.iter().filter(|rule| rule.mark != 0))
+        .map(|rule| &*rule.interface)
+        .collect();
+    let bits = wanted.iter().fold(0, |bits, rule| bits | rule.mark);
+    // Before the rules that ask for the marks.
+    if !marked.is_empty() && (is_new || !machine_marks::is_there()?) {
+        machine_marks::mark(&marked, bits)?;
+    }
+    route(wanted)?;
+    if marked.is_empty() {
+        machine_marks::remove()?;
+    }
+    Ok(())
+}
+
+fn route(wanted: &BTreeSet<InterfaceRule>) -> io::Result<()> {
     let mut netlink = Netlink::open()?;
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
         let v4 = family == AddressFamily::Inet;
@@ -59,7 +80,7 @@ pub fn unroute(cookies: &BTreeSet<u64>) -> io::Result<()> {
     let visited = namespaces::visit(|_| {
         Ok(cookies
             .contains(&sys::netns_cookie()?)
-            .then(|| route_interfaces(&BTreeSet::new())))
+            .then(|| route_interfaces(&BTreeSet::new(), true)))
     });
     visited.found.into_iter().flatten().collect()
 }
@@ -122,19 +143,21 @@ fn ours(rule: &RuleMessage) -> Option<InterfaceRule> {
     if !has(RuleAttribute::Table(TABLE)) || !has(RuleAttribute::IpProtocol(IpProtocol::Tcp)) {
         return None;
     }
-    let (mut interface, mut to) = (None, all(rule.header.family));
+    let (mut interface, mut to, mut mark) = (None, all(rule.header.family), 0);
     for attribute in &rule.attributes {
         match attribute {
             RuleAttribute::Iifname(name) => interface = Some(name.clone()),
             RuleAttribute::Destination(addr) => {
                 to = IpNet::new(*addr, rule.header.dst_len).ok()?;
             }
+            RuleAttribute::FwMark(bits) => mark = *bits,
             _ => {}
         }
     }
     Some(InterfaceRule {
         interface: interface?,
         to,
+        mark,
     })
 }
 
@@ -156,6 +179,13 @@ pub fn message(family: AddressFamily, rule: &InterfaceRule) -> RuleMessage {
         RuleAttribute::IpProtocol(IpProtocol::Tcp),
         RuleAttribute::Table(TABLE),
     ];
+    if rule.mark != 0 {
+        let mark = [
+            RuleAttribute::FwMark(rule.mark),
+            RuleAttribute::FwMask(rule.mark),
+        ];
+        message.attributes.extend(mark);
+    }
     if rule.to.prefix_len() != 0 {
         message.header.dst_len = rule.to.prefix_len();
         let to = RuleAttribute::Destination(rule.to.network());
@@ -170,15 +200,16 @@ mod tests {
 
     #[test]
     fn a_rule_is_read_as_it_was_written() {
-        for (family, to) in [
-            (AddressFamily::Inet, "0.0.0.0/0"),
-            (AddressFamily::Inet, "10.0.0.0/8"),
-            (AddressFamily::Inet6, "::/0"),
-            (AddressFamily::Inet6, "fd00::/8"),
+        for (family, to, mark) in [
+            (AddressFamily::Inet, "0.0.0.0/0", 15006),
+            (AddressFamily::Inet, "10.0.0.0/8", 0),
+            (AddressFamily::Inet6, "::/0", 0),
+            (AddressFamily::Inet6, "fd00::/8", 15006),
         ] {
             let rule = InterfaceRule {
                 interface: "eth1".to_owned(),
                 to: to.parse().unwrap(),
+                mark,
             };
             assert_eq!(ours(&message(family, &rule)), Some(rule));
         }
@@ -189,6 +220,7 @@ mod tests {
         let rule = InterfaceRule {
             interface: "eth1".to_owned(),
             to: "10.0.0.0/8".parse().unwrap(),
+            mark: 15006,
         };
         let of = |at: usize| {
             let mut message = message(AddressFamily::Inet, &rule);

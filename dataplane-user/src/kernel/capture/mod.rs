@@ -4,6 +4,7 @@ mod inbound;
 pub(super) mod interface_rules;
 pub(super) mod lease;
 mod listeners;
+pub(super) mod machine_marks;
 mod namespace;
 mod pairs;
 pub(super) mod routing;

@@ -11,7 +11,7 @@ use crate::kernel::{
     capture::{
         Namespace,
         interface_rules::{self, InterfaceRule},
-        is_linked,
+        is_linked, machine_marks,
         routing::{self, Mark, TABLE},
         this_namespace,
     },
@@ -36,6 +36,8 @@ enum What {
     Rule(Mark),
     /// Of packets that come by an interface.
     Interface(InterfaceRule),
+    /// The table of nf_tables that gives these their mark, of both families.
+    Marks,
     Route,
 }
 
@@ -49,9 +51,10 @@ impl What {
             Self::Rule(Mark { value, mask }) => {
                 format!("{family} rule: fwmark {value:#x}/{mask:#x} lookup {TABLE}")
             }
-            Self::Interface(InterfaceRule { interface, to }) => {
+            Self::Interface(InterfaceRule { interface, to, .. }) => {
                 format!("{family} rule: to {to} iif {interface} ipproto tcp lookup {TABLE}")
             }
+            Self::Marks => format!("nf_tables: table inet {}", machine_marks::TABLE),
             Self::Route => format!("{family} route: local default dev lo table {TABLE}"),
         }
     }
@@ -134,6 +137,9 @@ fn list() -> io::Result<Vec<(AddressFamily, What)>> {
             found.push((family, What::Route));
         }
     }
+    if machine_marks::is_there()? {
+        found.push((AddressFamily::Unspec, What::Marks));
+    }
     Ok(found)
 }
 
@@ -144,6 +150,10 @@ fn remove_here(what: &[(AddressFamily, What)]) -> io::Result<()> {
             What::Rule(mark) => RouteNetlinkMessage::DelRule(routing::answers_rule(*family, *mark)),
             What::Interface(rule) => {
                 RouteNetlinkMessage::DelRule(interface_rules::message(*family, rule))
+            }
+            What::Marks => {
+                machine_marks::remove()?;
+                continue;
             }
             What::Route => RouteNetlinkMessage::DelRoute(routing::answers_route(*family)),
         };

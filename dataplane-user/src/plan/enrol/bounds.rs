@@ -107,11 +107,12 @@ mod tests {
 
     use crate::{
         model::{
-            CapturedBy, Egress, Exempt, Layers, Place, Rules, Snapshot, Workload, WorkloadName,
+            CapturedBy, Egress, Exempt, Layers, Mode, Place, Rules, Snapshot, Workload,
+            WorkloadName,
         },
         plan::{
             Captured,
-            enrol::{Enroller, Member, Said, members},
+            enrol::{Enroller, Home, Member, Said, members},
         },
     };
 
@@ -283,8 +284,76 @@ mod tests {
         assert_eq!(reason(&itself, [10, 1, 1, 1], 80), Reason::ExcludedRange);
     }
 
+    /// A port of the proxy's.
+    const PROXYS: u16 = 15001;
+    /// The interface of machines inside the workload, in its rules and in its network namespace.
+    const INTERFACE: (&str, u32) = ("virt0", 7);
+
+    /// What becomes of a connection that comes by [`INTERFACE`]. `None`: the workload captures nothing of it, or not at this
+    /// destination.
+    fn by_interface(member: &Member, addr: [u8; 4], port: u16, foreign: bool) -> Option<Reason> {
+        let mut tables = Captured::default();
+        let mut enroller = Enroller::after(&Captured::default(), foreign);
+        let interfaces = [(INTERFACE.0.to_owned(), INTERFACE.1)].into();
+        let home = Home {
+            cookie: 1,
+            interfaces: &interfaces,
+        };
+        let entry = enroller.enrol_namespace(member, home, &mut tables);
+        let mut ranges = member.policy.ranges_of_interfaces(true).into_iter();
+        if !ranges.any(|range| range.contains(&std::net::IpAddr::from(addr))) {
+            return None;
+        }
+        let config = CaptureConfig {
+            flags: if foreign { CaptureConfig::FOREIGN } else { 0 },
+            outbound: Port::new(PROXYS),
+            inbound: Port::new(PROXYS),
+            ..CaptureConfig::default()
+        };
+        let asked = Unknown(&tables);
+        let port = Port::new(port);
+        let reason = capture::by_interface(&asked, &config, &entry, port, INTERFACE.1);
+        (reason != Reason::NotService).then_some(reason)
+    }
+
+    /// Whether nothing is relayed that comes by [`INTERFACE`], unless the agent's proxy has judged it.
+    fn is_judged(reason: Option<Reason>, foreign: bool) -> bool {
+        match reason {
+            Some(Reason::EgressDenied | Reason::Recursive) => true,
+            Some(Reason::Captured) => !foreign,
+            _ => false,
+        }
+    }
+
+    #[test]
+    fn without_the_agents_proxy_nobody_judges_what_comes_by_an_interface() {
+        let all = || Rules {
+            virtual_interfaces: [INTERFACE.0.into()].into(),
+            mode: Some(Mode::Proxy),
+            ..denying()
+        };
+        let said = |own: Rules, port, foreign| {
+            let member = member(all(), Rules::default(), own, Place::Address).unwrap();
+            by_interface(&member, [10, 1, 1, 1], port, foreign)
+        };
+        let kernel = || Rules {
+            mode: Some(Mode::Kernel),
+            ..captured(true)
+        };
+        assert_eq!(said(captured(true), 80, false), Some(Reason::Captured));
+        assert_eq!(said(captured(true), PROXYS, false), Some(Reason::Recursive));
+        for port in [80, PROXYS] {
+            assert_eq!(said(captured(true), port, true), Some(Reason::EgressDenied));
+            for own in [kernel(), captured(false)] {
+                assert_eq!(said(own, port, false), Some(Reason::EgressDenied));
+            }
+        }
+    }
+
     fn rules() -> impl Strategy<Value = Rules> {
-        let range = (0u8..4, 6u8..=32).prop_map(|(net, bits)| {
+        // All addresses, as lists of what is included exclude them, often.
+        let bits = prop_oneof![1 => Just(0), 3 => 6u8..=32];
+        let range = (0u8..4, bits).prop_map(|(net, bits)| {
             let addr = std::net::Ipv4Addr::new(10 + net, 1, 1, 1);
             ipnet::IpNet::new(addr.into(), bits).unwrap().trunc()
         });
@@ -293,13 +362,24 @@ mod tests {
             prop::option::of(prop_oneof![Just(Egress::Allow), Just(Egress::Deny)]),
             prop::collection::btree_map(prop_oneof![Just(22u16), Just(80)], any::<bool>(), 0..2),
             prop::collection::btree_map(range, any::<bool>(), 0..4),
+            prop::option::of(prop_oneof![
+                Just(Mode::Auto),
+                Just(Mode::Kernel),
+                Just(Mode::Proxy)
+            ]),
+            any::<bool>(),
         )
             .prop_map(
-                |(captured, egress, outbound_ports, outbound_ranges)| Rules {
+                |(captured, egress, outbound_ports, outbound_ranges, mode, has_machines)| Rules {
                     captured,
                     egress,
                     outbound_ranges,
                     outbound_ports,
+                    mode,
+                    virtual_interfaces: has_machines
+                        .then(|| INTERFACE.0.into())
+                        .into_iter()
+                        .collect(),
                     ..Rules::default()
                 },
             )
@@ -311,7 +391,8 @@ mod tests {
         /// Whatever a pod says: what the configuration by itself denies is denied.
         #[test]
         fn nothing_that_a_pod_says_opens_what_the_configuration_denies(
-            all in rules(), own in rules(), net in 0u8..4, port in prop_oneof![Just(22u16), Just(80)],
+            all in rules(), own in rules(), net in 0u8..4,
+            port in prop_oneof![Just(22u16), Just(80), Just(PROXYS)], foreign: bool,
         ) {
             let place = || Place::Address;
             let to = [10 + net, 1, 1, 1];
@@ -321,7 +402,15 @@ mod tests {
             if reason(&alone, to, port) == Reason::EgressDenied {
                 let with = member(all, Rules::default(), own, place());
                 prop_assert!(with.is_some());
-                prop_assert_eq!(reason(&with.unwrap(), to, port), Reason::EgressDenied);
+                let with = with.unwrap();
+                prop_assert_eq!(reason(&with, to, port), Reason::EgressDenied);
+                // Nor to a machine inside, whatever the configuration says of its destination.
+                let comes = by_interface(&alone, to, port, foreign);
+                if comes.is_some() {
+                    prop_assert!(is_judged(comes, foreign), "{comes:?}");
+                    let comes = by_interface(&with, to, port, foreign);
+                    prop_assert!(is_judged(comes, foreign), "{comes:?}");
+                }
             }
         }
     }

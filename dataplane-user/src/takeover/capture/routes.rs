@@ -32,7 +32,7 @@ impl Capture {
             ));
         };
         let is_meant = |name: &str, v4| self.at_interfaces.contains_key(&(name.to_owned(), v4));
-        let Some(left) = left_alone(ways, is_meant) else {
+        let Some(mut left) = left_alone(ways, is_meant) else {
             return Err(fault(
                 "outbound connections by this interface are left alone, and a route has several interfaces, of which this is one",
             ));
@@ -42,23 +42,55 @@ impl Capture {
                 "by this interface, ports that are captured are not; mesh.rules.includeOutboundPorts captures them at every address",
             ));
         }
-        if !self.include_ranges.is_empty() {
-            let before = std::mem::take(&mut self.include_ranges);
-            for net in &before {
-                self.include_ranges.extend(without(*net, &left));
-            }
-            if self.include_ranges.is_empty() {
-                let all = before.iter().map(|net| match net {
-                    IpNet::V4(_) => IpNet::V4(ipnet::Ipv4Net::default()),
-                    IpNet::V6(_) => IpNet::V6(ipnet::Ipv6Net::default()),
-                });
-                self.exclude_ranges.extend(all);
+        if self.virtual_interfaces.is_empty() {
+            self.include_without(&left);
+        } else {
+            // Connections by virtual interfaces are captured in all ranges that are included, and know no excluded ones. So what is
+            // left alone is excluded by longer prefixes, and never takes the place of an included range.
+            let halved = left.iter().flat_map(|net| self.longer(*net)).collect();
+            left = halved;
+            if !left.is_disjoint(&self.include_ranges) {
+                return Err(fault(
+                    "by this interface, an address is left alone that virtual interfaces include; mesh.rules cannot say both",
+                ));
             }
         }
         self.exclude_ranges.extend(&left);
         let interfaces = std::mem::take(&mut self.at_interfaces).into_keys();
         self.reached_by = interfaces.map(|(name, _)| name).collect();
         Ok(self)
+    }
+
+    /// Takes what is left alone out of the included ranges.
+    fn include_without(&mut self, left: &BTreeSet<IpNet>) {
+        if self.include_ranges.is_empty() {
+            return;
+        }
+        let before = std::mem::take(&mut self.include_ranges);
+        for net in &before {
+            self.include_ranges.extend(without(*net, left));
+        }
+        if self.include_ranges.is_empty() {
+            let all = before.iter().map(|net| match net {
+                IpNet::V4(_) => IpNet::V4(ipnet::Ipv4Net::default()),
+                IpNet::V6(_) => IpNet::V6(ipnet::Ipv6Net::default()),
+            });
+            self.exclude_ranges.extend(all);
+        }
+    }
+
+    /// A range that is left alone, as ranges of which none is an included one, or contains one, or is that of all addresses:
+    /// the longest prefix decides.
+    fn longer(&self, net: IpNet) -> Vec<IpNet> {
+        let contains_one = self.include_ranges.iter().any(|one| net.contains(one));
+        let halves = net.subnets(net.prefix_len() + 1);
+        match halves {
+            Ok(halves) if contains_one || net.prefix_len() == 0 => {
+                halves.flat_map(|half| self.longer(half)).collect()
+            }
+            // A single address cannot be halved.
+            _ => vec![net],
+        }
     }
 }
 
@@ -203,6 +235,22 @@ mod tests {
             found.exclude_ranges,
             nets(&["10.128.0.0/9", "192.0.2.0/24"])
         );
+        // Virtual interfaces have no routes of that kind: what they include stays.
+        let machines = Capture {
+            virtual_interfaces: ["virt0".to_owned()].into(),
+            ..capture.clone()
+        };
+        let found = machines.clone().by_routes(Some(&ways)).unwrap();
+        assert_eq!(found.include_ranges, capture.include_ranges);
+        assert_eq!(
+            found.exclude_ranges,
+            nets(&["10.128.0.0/9", "192.0.2.0/25", "192.0.2.128/25"])
+        );
+        let one = Capture {
+            include_ranges: nets(&["192.0.2.1/32"]),
+            ..machines
+        };
+        assert!(one.by_routes(Some(&ways)).is_err());
         let fault = capture.clone().by_routes(None).unwrap_err();
         assert_eq!(fault.place, "saved:3");
         let ports = Capture {

@@ -1,6 +1,8 @@
 //! A machine inside a pod, whose packets come into the pod's network namespace by an interface there: its connections are
 //! captured as outbound ones of the pod.
 
+use std::net::SocketAddr;
+
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{
@@ -24,6 +26,9 @@ scenarios! {
     without_a_proxy_a_machine_inside_does_not_connect,
     agents_take_each_others_place,
     egress_is_judged_by_the_agents_proxy_only,
+    what_a_pod_says_does_not_free_its_machine,
+    a_machine_answers_connections_that_are_forwarded_to_it,
+    interfaces_without_effect_are_named,
     nothing_is_left_behind,
 }
 
@@ -332,19 +337,149 @@ fn egress_is_judged_by_the_agents_proxy_only() -> Result<()> {
     Ok(())
 }
 
+fn what_a_pod_says_does_not_free_its_machine() -> Result<()> {
+    let mut world = world()?;
+    let pods = world.state.path().join("pods.yaml");
+    let write = |mode: &str, annotations: &Value| -> Result<()> {
+        Ok(std::fs::write(
+            &pods,
+            pod(mode, annotations.clone()).to_string(),
+        )?)
+    };
+    write("ambient", &json!({}))?;
+    let mut rules = rules();
+    rules["captured"] = json!(true);
+    rules["egress"] = json!("deny");
+    world.agent_with(&json!({ "rules": rules }), std::slice::from_ref(&pods))?;
+    eventually(|| asks(&world, "10.244.2.5:7", "far", true))?;
+    is_cut_off(&world, "10.244.1.5:7")?;
+    let exclude = json!({ "traffic.sidecar.istio.io/excludeOutboundIPRanges": "0.0.0.0/0" });
+    let include = json!({ "traffic.sidecar.istio.io/includeOutboundIPRanges": "192.0.2.0/24" });
+    let refused = "by its virtual interfaces are refused";
+    for (mode, annotations, said, is_relayed) in [
+        ("ambient", exclude, "", true),
+        ("ambient", include, "", true),
+        (
+            "ambient",
+            json!({ "sidecar.istio.io/status": "{}" }),
+            refused,
+            false,
+        ),
+        (
+            "ambient",
+            json!({ "dataplane.io/mode": "kernel" }),
+            refused,
+            false,
+        ),
+        ("none", json!({}), refused, false),
+    ] {
+        write(mode, &annotations)?;
+        let what = || format!("{mode}, {annotations}");
+        // What is known goes by the proxy, or not at all.
+        eventually(|| {
+            run_args(world.agent()?, ["status"])?.says(&[said])?;
+            if is_relayed {
+                return asks(&world, "10.244.2.5:7", "far", true);
+            }
+            let ((), counted) =
+                world.counted(Reason::EgressDenied, || is_cut_off(&world, "10.244.2.5:7"))?;
+            ensure!(counted > 0, "it was not refused");
+            Ok(())
+        })
+        .with_context(what)?;
+        for to in ["10.244.1.5:7", "[fd00:10:244:1::6]:7"] {
+            is_cut_off(&world, to).with_context(what)?;
+        }
+    }
+    Ok(())
+}
+
+/// Their answers come by the interface as well.
+fn a_machine_answers_connections_that_are_forwarded_to_it() -> Result<()> {
+    let mut world = world()?;
+    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+    let own = app.addresses();
+    for (program, addr, to) in [
+        ("iptables-nft", own[0], "10.9.0.2:7"),
+        ("ip6tables-nft", own[1], "[fd09::2]:7"),
+    ] {
+        let rule =
+            format!("-t nat -A PREROUTING -i eth0 -d {addr} -p tcp --dport 8007 -j DNAT --to {to}");
+        app.command(program).args(rule.split(' ')).run()?;
+    }
+    let _server = machine(&world).serve(&["--tcp", "10.9.0.2:7", "--tcp", "[fd09::2]:7"])?;
+    let to = own
+        .iter()
+        .map(|addr| SocketAddr::new(*addr, 8007).to_string());
+    let to: Vec<String> = to.collect();
+    let works = || -> Result<()> {
+        for to in &to {
+            let report = reaches(&one, to, "connect --count 5", &["inner"])?;
+            sources_are(&report, &one.addresses())?;
+        }
+        Ok(())
+    };
+    works()?;
+    let mut held = one.hold(&to[0])?;
+    for deny in [false, true] {
+        let mut rules = rules();
+        if deny {
+            rules["egress"] = json!("deny");
+        }
+        world.capture(json!({}), rules)?;
+        asks(&world, "10.244.2.5:7", "far", true)?;
+        works()?;
+    }
+    held.close_stdin();
+    let report: Report = held.wait_json()?;
+    ensure!(
+        report.errors.is_empty() && report.answered > 0,
+        "{report:?}"
+    );
+    Ok(())
+}
+
+fn interfaces_without_effect_are_named() -> Result<()> {
+    let mut world = world()?;
+    world.capture(json!({}), json!({ "virtualInterfaces": [INTERFACE] }))?;
+    asks(&world, "10.244.1.5:7", "one", false)?;
+    run_args(world.agent()?, ["status"])?.says(&["its virtualInterfaces have no effect"])?;
+    world.capture(json!({}), rules())?;
+    asks(&world, "10.244.1.5:7", "one", true)?;
+    let said = run_args(world.agent()?, ["status"])?;
+    ensure!(!said.stdout.contains("no effect"), "{}", said.stdout);
+    Ok(())
+}
+
+/// The rules that mark the machine's packets.
+fn marks(world: &World) -> Result<String> {
+    let listed = world.app().command("nft").args(["list", "ruleset"]).run()?;
+    Ok(listed)
+}
+
 fn nothing_is_left_behind() -> Result<()> {
     let mut world = world()?;
     world.capture(json!({}), rules())?;
     asks(&world, "10.244.1.5:7", "one", true)?;
     ensure!(routed(&world)?.len() == 2, "{:?}", routed(&world)?);
+    let there = marks(&world)?;
+    for line in [
+        "type filter hook prerouting priority mangle + 10; policy accept;",
+        "ct direction reply accept",
+        "iifname \"virt0\" meta l4proto tcp meta mark set meta mark",
+    ] {
+        ensure!(there.contains(line), "{line}: {there}");
+    }
+    let table = "inet dataplane-machines";
     let Some(agent) = &mut world.agent else {
         anyhow::bail!("no agent");
     };
     agent.kill();
     let shown = run_args(agent, ["cleanup", "--dry-run"])?.exits(0)?;
-    shown.says(&["iif virt0 ipproto tcp"])?;
+    shown.says(&["iif virt0 ipproto tcp", table])?;
     run_args(agent, ["cleanup"])?.exits(0)?;
     ensure!(routed(&world)?.is_empty(), "{:?}", routed(&world)?);
+    ensure!(!marks(&world)?.contains(table), "{}", marks(&world)?);
     reaches(machine(&world), "10.244.1.5:7", "connect", &["one"])?;
     Ok(())
 }
