@@ -15,6 +15,7 @@ mod reachable;
 mod records;
 mod resolution;
 mod route;
+mod rules;
 mod service;
 mod topology;
 mod weights;
@@ -34,14 +35,16 @@ pub use reachable::Reachable;
 pub use records::{Published, PublishedPort, Records};
 pub use resolution::{DnsPolicy, Resolution};
 pub use route::{BackendRef, BackendTo, Grant, Parent, Route, RouteKind, RouteName};
+pub use rules::{
+    Acceleration, CapturedBy, Egress, Inbound, Layers, Mode, Policy, Rules, WithoutProxy,
+};
 pub use service::{
     Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy,
 };
 pub use topology::{Hints, Reach};
 pub use weights::{Weights, lcm, most_places, narrowed};
 pub use workload::{
-    Acceleration, CapturedBy, DNS, Egress, Exempt, Inbound, Layers, Mode, Place, Policy, RESERVED,
-    Rules, Telemetry, Uid, VIRTUAL_INTERFACES, WithoutProxy, Workload, is_reserved,
+    DNS, Exempt, Place, RESERVED, Telemetry, Uid, VIRTUAL_INTERFACES, Workload, is_reserved,
     is_virtual_interface,
 };
 

@@ -182,6 +182,15 @@ pub fn serve(host: &Host) -> Result<Process> {
     Ok(host.serve(&arguments)?)
 }
 
+/// Ends a connection that [`Host::hold`] made, which has to be alive.
+pub fn lived(mut held: Process) -> Result<()> {
+    held.close_stdin();
+    let report: Report = held.wait_json()?;
+    let lives = report.errors.is_empty() && report.answered > 0;
+    ensure!(lives, "a connection that was there before: {report:?}");
+    Ok(())
+}
+
 /// Runs `probe` on a host: `ask(sleep, "10.96.0.1:80", "udp --unconnected --count 3")`.
 pub fn ask(from: &Host, to: &str, how: &str) -> Result<Report> {
     let mut words = how.split_whitespace();

@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use serde_json::Value;
 
 use crate::{
-    cluster::{Cluster, TCP, UDP, counted, eventually, peer_is, reaches, refused, serve},
+    cluster::{Cluster, TCP, UDP, counted, eventually, lived, peer_is, reaches, refused, serve},
     differential::world::load_rules,
     iptables::walk,
     manifest::{Manifests, Service},
@@ -404,17 +404,7 @@ fn a_node_is_moved_by_hand_and_given_back() -> Result<()> {
         reaches(client, TO, "connect --count 16", &["far", "near"])
     })?;
     ensure!(translated == 16, "{translated} of 16 connections");
-    let is_alive = |held: dataplane_tests::Process, by: &str| -> Result<()> {
-        let mut held = held;
-        held.close_stdin();
-        let report: dataplane_tests::report::Report = held.wait_json()?;
-        ensure!(
-            report.errors.is_empty() && report.answered > 0,
-            "the connection that {by} translated: {report:?}"
-        );
-        Ok(())
-    };
-    is_alive(by_rules, "kube-proxy's rules")?;
+    lived(by_rules).context("translated by kube-proxy's rules")?;
 
     node.command("nft").args(["-f", &rules]).run()?;
     ensure!(save()? == saved, "the rules are others than before");
@@ -422,7 +412,7 @@ fn a_node_is_moved_by_hand_and_given_back() -> Result<()> {
     agent.stop()?;
     run(&agent, "cleanup")?.exits(0)?;
     reaches(client, TO, "connect --count 16", &["far", "near"])?;
-    is_alive(by_programs, "the agent's programs")?;
+    lived(by_programs).context("translated by the agent's programs")?;
     Ok(())
 }
 

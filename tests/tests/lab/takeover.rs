@@ -13,10 +13,7 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_common::Reason;
 use dataplane_peers::{Cluster as Peers, LocalDetector, Mode};
-use dataplane_tests::{
-    Agent, Host, Lab, Process,
-    report::{LoadReport, Report},
-};
+use dataplane_tests::{Agent, Host, Lab, Process, report::LoadReport};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -24,7 +21,7 @@ use nix::{
 use tempfile::TempDir;
 
 use crate::{
-    cluster::{Cluster, TCP, UDP, ask, counted, eventually, reaches, serve},
+    cluster::{Cluster, TCP, UDP, ask, counted, eventually, lived, reaches, serve},
     differential::world::load_rules,
     manifest::{Manifests, Service},
     outcome::Outcome,
@@ -297,15 +294,6 @@ pub fn let_traffic_go_on() {
     }
 }
 
-/// Ends a connection that is held, which has to be alive.
-fn is_alive(mut held: Process, by: &str) -> Result<()> {
-    held.close_stdin();
-    let report: Report = held.wait_json()?;
-    let lives = report.errors.is_empty() && report.answered > 0;
-    ensure!(lives, "the connection that {by} translated: {report:?}");
-    Ok(())
-}
-
 fn there_and_back(mode: Mode) -> Result<()> {
     let mut node = Node::start(mode)?;
     let by_rules = std::mem::take(&mut node.by_rules);
@@ -357,10 +345,10 @@ fn there_and_back(mode: Mode) -> Result<()> {
         let back = node.rules()?;
         ensure!(back == before, "{back}\nbefore:\n{before}");
         for held in by_programs {
-            is_alive(held, "the agent's programs")?;
+            lived(held).context("translated by the agent's programs")?;
         }
         for held in by_rules {
-            is_alive(held, "kube-proxy's rules")?;
+            lived(held).context("translated by kube-proxy's rules")?;
         }
         Ok(())
     })?;
@@ -385,8 +373,8 @@ fn there_and_back(mode: Mode) -> Result<()> {
         "kube-proxy's new rules are gone: {after}\nbefore:\n{fresh}"
     );
     reaches(node.client(), TO, "connect --count 16", &["near", "near2"])?;
-    is_alive(held, "the agent's programs")?;
-    is_alive(from_outside, "the packet path")?;
+    lived(held).context("translated by the agent's programs")?;
+    lived(from_outside).context("translated by the packet path")?;
     node.takeover(&["--revert"], &[])?
         .exits(1)?
         .says(&["nothing was taken over"])?;

@@ -201,7 +201,7 @@ impl Captured {
             .map(|dns| if dns.any { ALL } else { RESOLVERS });
         whole("dns", String::new(), dns, self.held.queries);
         if of_rules.takes_inbound {
-            // What comes to the addresses of an interface comes by that interface.
+            // Connections to an interface's addresses come by that interface.
             let mut left_alone = BTreeSet::new();
             if !of_rules.exclude_interfaces.is_empty() {
                 let interfaces = kernel::interfaces()?.into_iter();

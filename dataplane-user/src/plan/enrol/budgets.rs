@@ -94,8 +94,8 @@ pub(super) fn over_budget(members: &[Member], room: [u64; 2]) -> BTreeSet<usize>
     over
 }
 
-/// What is left of rules whose lists do not fit: whether, by what and how connections are captured. There are few virtual
-/// interfaces, and without them fewer connections would be captured.
+/// Rules without their lists, which do not fit: whether, by what and how connections are captured. Virtual interfaces stay,
+/// since there are few of them, and without them fewer connections would be captured.
 pub(super) fn without_lists(rules: &Rules) -> Rules {
     Rules {
         captured: rules.captured,

@@ -5,15 +5,12 @@ use std::net::SocketAddr;
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::{
-    Agent, Host, LabBuilder,
-    report::{LoadReport, Report},
-};
+use dataplane_tests::{Agent, Host, LabBuilder, report::LoadReport};
 use serde_json::{Value, json};
 
 use super::{World, foreign, mesh, pod, relay::Relay};
 use crate::{
-    cluster::{ask, eventually, peer_is, reaches, sources_are},
+    cluster::{ask, eventually, lived, peer_is, reaches, sources_are},
     outcome::run_args,
 };
 
@@ -293,7 +290,7 @@ fn agents_take_each_others_place() -> Result<()> {
         "--pause-us",
         "300",
     ])?;
-    let mut held = machine(&world).hold("10.244.1.6:7")?;
+    let held = machine(&world).hold("10.244.1.6:7")?;
     let Some(agent) = &mut world.agent else {
         anyhow::bail!("no agent");
     };
@@ -306,12 +303,7 @@ fn agents_take_each_others_place() -> Result<()> {
         report.errors.is_empty() && report.answered > 100,
         "{report:?}"
     );
-    held.close_stdin();
-    let report: Report = held.wait_json()?;
-    ensure!(
-        report.errors.is_empty() && report.answered > 0,
-        "{report:?}"
-    );
+    lived(held)?;
     asks(&world, "10.244.1.5:7", "one", true)
 }
 
@@ -420,7 +412,7 @@ fn a_machine_answers_connections_that_are_forwarded_to_it() -> Result<()> {
         Ok(())
     };
     works()?;
-    let mut held = one.hold(&to[0])?;
+    let held = one.hold(&to[0])?;
     for deny in [false, true] {
         let mut rules = rules();
         if deny {
@@ -430,13 +422,7 @@ fn a_machine_answers_connections_that_are_forwarded_to_it() -> Result<()> {
         asks(&world, "10.244.2.5:7", "far", true)?;
         works()?;
     }
-    held.close_stdin();
-    let report: Report = held.wait_json()?;
-    ensure!(
-        report.errors.is_empty() && report.answered > 0,
-        "{report:?}"
-    );
-    Ok(())
+    lived(held)
 }
 
 fn interfaces_without_effect_are_named() -> Result<()> {

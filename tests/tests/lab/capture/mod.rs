@@ -1,6 +1,7 @@
 //! Mesh capture: outbound and inbound connections of a pod go to a proxy in its network namespace,
 //! which learns where they were to go.
 
+mod cleanup;
 mod deny;
 mod escapes;
 mod evasions;
@@ -8,6 +9,7 @@ mod explain;
 mod identity;
 mod interfaces;
 mod many;
+mod members;
 mod metrics;
 mod origins;
 mod packets;
@@ -17,6 +19,7 @@ mod restart;
 mod takeover;
 mod trouble;
 
+pub use cleanup::SCENARIOS as CLEANUP;
 pub use deny::SCENARIOS as DENY;
 pub use escapes::SCENARIOS as ESCAPES;
 pub use evasions::SCENARIOS as EVASIONS;
@@ -24,6 +27,7 @@ pub use explain::SCENARIOS as EXPLAIN;
 pub use identity::SCENARIOS as IDENTITY;
 pub use interfaces::SCENARIOS as INTERFACES;
 pub use many::SCENARIOS as MANY;
+pub use members::SCENARIOS as MEMBERS;
 pub use metrics::SCENARIOS as METRICS;
 pub use origins::SCENARIOS as ORIGINS;
 pub use packets::SCENARIOS as PACKETS;
@@ -34,20 +38,15 @@ pub use trouble::SCENARIOS as TROUBLE;
 
 use std::{fs, path::PathBuf};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{Agent, Host, Lab, LabBuilder, Process, report::Report};
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::{
     cluster::{self, eventually, peer_is, reaches, refused, serve},
     manifest::{Manifests, Service},
-    outcome::{cannot_run, run_args},
 };
 use relay::Relay;
 
@@ -58,17 +57,11 @@ scenarios! {
     our_proxy_keeps_the_clients_address_with_strict_reverse_paths,
     a_workloads_connections_beyond_its_limit_wait,
     rules_change_while_connections_live,
-    pods_ask_by_label_and_annotation,
     without_a_proxy_it_is_refused_or_passes,
     unknown_destinations_are_refused_at_once,
-    a_guarded_namespace_waits_for_the_agent,
     what_goes_direct_is_decided_in_the_kernel,
-    cleanup_leaves_nothing_of_a_mesh,
-    cleanup_leaves_other_nodes_namespaces_alone,
-    processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace,
     what_stays_in_a_workload_is_left_alone,
     ranges_of_loopback_that_are_named_are_captured,
-    pods_that_have_a_proxy_or_the_nodes_network_are_named,
 }
 
 /// Open Service Mesh's user.
@@ -413,37 +406,6 @@ fn pod(mode: &str, annotations: Value) -> Value {
     })
 }
 
-fn pods_ask_by_label_and_annotation() -> Result<()> {
-    let mut world = World::new()?;
-    let pods = world.state.path().join("pods.yaml");
-    let mut unlabelled = pod("ambient", json!({}));
-    unlabelled["metadata"]["labels"] = json!({});
-    let namespace = json!({
-        "apiVersion": "v1",
-        "kind": "Namespace",
-        "metadata": {
-            "name": "default",
-            "labels": { "istio.io/dataplane-mode": "ambient" },
-            "annotations": { "traffic.sidecar.istio.io/includeOutboundPorts": "7",
-                "traffic.sidecar.istio.io/includeOutboundIPRanges": "192.0.2.0/24" },
-        },
-    });
-    let all = json!({ "apiVersion": "v1", "kind": "List", "items": [namespace, unlabelled] });
-    fs::write(&pods, all.to_string())?;
-    let config = json!({ "rules": { "mode": "proxy" } });
-    world.agent_with(&config, &[pods])?;
-    let app = world.app();
-    let (_, counted) = world.counted(Reason::Captured, || {
-        reaches(app, "10.244.1.5:7", "connect --count 3", &["one"])
-    })?;
-    ensure!(counted == 3, "captured {counted} of 3");
-    let (_, counted) = world.counted(Reason::ExcludedRange, || {
-        reaches(app, "10.244.1.5:80", "http --count 3", &["one"])
-    })?;
-    ensure!(counted == 3, "excluded {counted} of 3");
-    Ok(())
-}
-
 fn without_a_proxy_it_is_refused_or_passes() -> Result<()> {
     let mut world = World::new()?;
     let app = world.app().clone();
@@ -481,32 +443,6 @@ fn unknown_destinations_are_refused_at_once() -> Result<()> {
     Ok(())
 }
 
-fn a_guarded_namespace_waits_for_the_agent() -> Result<()> {
-    let mut world = World::new()?;
-    let mut config = mesh(foreign(), json!({}));
-    config["guard"] = json!(true);
-    world.agent_with(&config, &[])?;
-    // Known, and no workload.
-    let one = world.lab.pod("one");
-    reaches(one, "10.244.2.5:7", "connect", &["far"])?;
-    // Not looked at: its cookie is new.
-    let script = "exec unshare --net \"$0\" connect --to 127.0.0.1:1";
-    let probe = world.lab.programs().probe()?;
-    let agent = Pid::from_raw(world.agent()?.id().cast_signed());
-    let (said, counted) = world.counted(Reason::Guarded, || {
-        // It waits for the agent's next look, which may come at any time: not before the namespace has connected.
-        kill(agent, Signal::SIGSTOP)?;
-        let output = one.command("sh").args(["-c", script]).arg(&probe).output();
-        kill(agent, Signal::SIGCONT)?;
-        Ok(String::from_utf8_lossy(&output?.stdout).into_owned())
-    })?;
-    ensure!(
-        counted == 1 && said.contains("ECONNREFUSED"),
-        "{counted}: {said}"
-    );
-    Ok(())
-}
-
 fn what_goes_direct_is_decided_in_the_kernel() -> Result<()> {
     let mut world = World::new()?;
     let app = world.app().clone();
@@ -517,99 +453,6 @@ fn what_goes_direct_is_decided_in_the_kernel() -> Result<()> {
     ensure!(counted == 20, "{counted} of 20");
     peer_is(&report, "10.96.0.10:80")?;
     ensure!(world.verdicts(Reason::Captured)? == 0, "some were captured");
-    Ok(())
-}
-
-fn cleanup_leaves_nothing_of_a_mesh() -> Result<()> {
-    let mut world = World::new()?;
-    let app = world.app().clone();
-    let one = world.lab.pod("one").clone();
-    world.capture(foreign(), json!({}))?;
-    refused(&app, "10.244.1.5:7", "connect")?;
-    let agent = world.agent.as_mut().context("an agent")?;
-    agent.kill();
-    // Its programs stay, and are as strict.
-    refused(&app, "10.244.1.5:7", "connect")?;
-    refused(&one, "10.244.1.8:7", "connect")?;
-    let said = agent.dataplane(["cleanup", "-v"]).run()?;
-    ensure!(said.contains("inbound_lookup"), "{said}");
-    reaches(&app, "10.244.1.5:7", "connect", &["one"])?;
-    reaches(&one, "10.244.1.8:7", "connect", &["app"])?;
-    if fs::read_dir(agent.bpffs()).is_ok_and(|mut left| left.next().is_some()) {
-        bail!("something is left in {}", agent.bpffs().display());
-    }
-    Ok(())
-}
-
-/// The guard knows every network namespace of the machine, those of another node's pods among them.
-fn cleanup_leaves_other_nodes_namespaces_alone() -> Result<()> {
-    let elsewhere = World::new()?;
-    let others = elsewhere.app();
-    let rule = "rule add fwmark 0x80003a9e lookup 15006";
-    others.ip(rule)?;
-    others.ip("route add local default dev lo table 15006")?;
-    let mut world = World::new()?;
-    let mut config = mesh(json!({}), json!({ "mode": "proxy" }));
-    config["guard"] = json!(true);
-    world.agent_with(&config, &[])?;
-    let rules = |of: &Host| of.command("ip").args(["rule"]).run();
-    let ours = rules(world.app())?;
-    ensure!(ours.contains("lookup 15006"), "{ours}");
-    let agent = world.agent.as_mut().context("an agent")?;
-    agent.kill();
-    let said = agent.dataplane(["cleanup", "-v"]).run()?;
-    ensure!(said.contains("lookup 15006"), "{said}");
-    let (ours, theirs) = (rules(world.app())?, rules(others)?);
-    ensure!(!ours.contains("lookup 15006"), "{ours}");
-    ensure!(theirs.contains("lookup 15006"), "{theirs}\n{said}");
-    Ok(())
-}
-
-fn processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace() -> Result<()> {
-    let mut world = World::new()?;
-    let node = world.lab.node("node1").clone();
-    // Relative to the agent's, which is neither the hierarchy's root nor where that is mounted as a rule.
-    let cgroup = node.cgroup().strip_prefix(world.lab.node_cgroup("node1"))?;
-    let cgroup = cgroup.to_owned();
-    let config = |proxy: Value, rules: Value| {
-        json!({ "proxy": proxy, "workloads": [
-            { "name": "node/daemon", "cgroup": cgroup, "rules": rules },
-        ]})
-    };
-    world.agent_with(&config(json!({}), json!({ "mode": "proxy" })), &[])?;
-    for (to, name) in [("10.244.1.5:7", "one"), ("10.244.2.5:7", "far")] {
-        let (report, counted) = world.counted(Reason::Captured, || {
-            reaches(&node, to, "connect --count 5", &[name])
-        })?;
-        ensure!(counted == 5, "{counted} of 5 were captured");
-        peer_is(&report, to)?;
-    }
-    // Somebody else's, in the same place.
-    let (_, counted) = world.counted(Reason::Captured, || {
-        reaches(world.app(), "10.244.1.5:7", "connect", &["one"])
-    })?;
-    ensure!(counted == 0, "a pod was captured");
-    let told = run_args(
-        world.agent()?,
-        ["explain", "node/daemon", "10.244.1.5:7", "-o", "json"],
-    )?;
-    let told = told.exits(0)?.json()?;
-    ensure!(told["verdict"] == "captured", "{told:#}");
-    // What cannot be is said before anything is changed.
-    let wrong = config(json!({}), json!({ "excludeInboundPorts": [80] }));
-    let said = cannot_run(
-        world.agent()?,
-        [
-            "--manifests",
-            &world.manifests.path().to_string_lossy(),
-            "--mesh",
-            &wrong.to_string(),
-        ],
-    )?;
-    said.exits(64)?.says(&[
-        "mesh.workloads[0].rules.excludeInboundPorts",
-        "only outbound connections are captured",
-    ])?;
     Ok(())
 }
 
@@ -683,35 +526,5 @@ fn what_stays_in_a_workload_is_left_alone() -> Result<()> {
         })?;
         ensure!(counted == 40, "{mode}: {counted} of 3 to a service");
     }
-    Ok(())
-}
-
-/// One has a proxy of its own, by the annotation that whoever put it there leaves; the other has no
-/// network namespace of its own.
-fn pods_that_have_a_proxy_or_the_nodes_network_are_named() -> Result<()> {
-    let mut world = World::new()?;
-    let pods = world.state.path().join("pods.yaml");
-    let sidecar = pod("ambient", json!({ "sidecar.istio.io/status": "{}" }));
-    let mut of_host = pod("ambient", json!({}));
-    of_host["metadata"]["name"] = "daemon".into();
-    of_host["spec"]["hostNetwork"] = true.into();
-    let list = json!({ "apiVersion": "v1", "kind": "List", "items": [sidecar, of_host] });
-    fs::write(&pods, list.to_string())?;
-    let config = json!({ "rules": { "mode": "proxy" } });
-    world.agent_with(&config, &[pods])?;
-    let app = world.app().clone();
-    let (_, counted) = world.counted(Reason::Captured, || {
-        reaches(&app, "10.244.1.5:7", "connect --count 3", &["one"])
-    })?;
-    ensure!(
-        counted == 0,
-        "{counted} of a pod with a proxy were captured"
-    );
-    run_args(world.agent()?, ["status"])?.exits(0)?.says(&[
-        "default/app",
-        "sidecar.istio.io/status",
-        "default/daemon",
-        "hostNetwork",
-    ])?;
     Ok(())
 }

@@ -10,14 +10,14 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::{Hook, trial};
 use dataplane_common::{LAYOUT, Reason};
 use dataplane_tests::{
-    Agent, Process, emulated,
+    Agent, emulated,
     report::{LoadReport, Report},
 };
 use serde_json::{Value, json};
 
 use super::{World, foreign, mesh, pod, relay::Relay, restart::PAUSE};
 use crate::{
-    cluster::{ask, eventually, reaches, refused, sources_are},
+    cluster::{ask, eventually, lived, reaches, refused, sources_are},
     features::on,
     outcome::run_args,
     proxy::{connect, each_end},
@@ -79,16 +79,6 @@ fn left_alone(world: &World, reason: Reason, to: &str, how: &str, by: &str) -> R
         reason.word()
     );
     sources_are(&report, &world.app().addresses())
-}
-
-fn lived(mut held: Process) -> Result<()> {
-    held.close_stdin();
-    let report: Report = held.wait_json()?;
-    ensure!(
-        report.errors.is_empty() && report.answered > 0,
-        "a connection that was there before: {report:?}"
-    );
-    Ok(())
 }
 
 fn our_proxy_learns_where_a_machines_packets_were_to_go() -> Result<()> {

@@ -4,15 +4,12 @@ use std::fs;
 
 use anyhow::{Result, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::{
-    Host, Process,
-    report::{LoadReport, Report},
-};
+use dataplane_tests::{Host, Process, report::LoadReport};
 use serde_json::{Value, json};
 
 use super::{World, foreign, interfaces, mesh, proxies, relay::Relay};
 use crate::{
-    cluster::{ask, reaches},
+    cluster::{ask, lived, reaches},
     imported,
     outcome::{self, Outcome},
     takeover::{is_long, let_traffic_go_on},
@@ -248,14 +245,8 @@ fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
     ensure!(pod.rules()? == before, "{:#?}", pod.rules()?);
     let_traffic_go_on();
     none_failed(back)?;
-    for mut held in [by_rules, by_programs] {
-        held.close_stdin();
-        let report: Report = held.wait_json()?;
-        ensure!(
-            report.errors.is_empty() && report.answered > 0,
-            "a connection broke: {report:?}"
-        );
-    }
+    lived(by_rules)?;
+    lived(by_programs)?;
     pod.world.agent_with(&json!({}), &[])?;
     pod.takeover(&["--revert"], None)?.exits(0)?;
     pod.works()?;
@@ -362,14 +353,8 @@ fn the_capture_of_a_machine_inside_is_taken_over_and_given_back() -> Result<()> 
     ensure!(pod.rules()? == before, "{:#?}", pod.rules()?);
     let_traffic_go_on();
     none_failed(back)?;
-    for mut held in [by_rules, by_programs] {
-        held.close_stdin();
-        let report: Report = held.wait_json()?;
-        ensure!(
-            report.errors.is_empty() && report.answered > 0,
-            "a connection broke: {report:?}"
-        );
-    }
+    lived(by_rules)?;
+    lived(by_programs)?;
     pod.world.agent_with(&json!({}), &[])?;
     pod.takeover(&["--revert"], None)?.exits(0)?;
     reaches(interfaces::machine(&pod.world), TO, CONNECT, &["one"])?;

@@ -6,12 +6,12 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{LAYOUT, Reason};
-use dataplane_tests::{Agent, report::Report};
+use dataplane_tests::Agent;
 use serde_json::{Value, json};
 
 use super::{World, mesh, pod};
 use crate::{
-    cluster::{ask, eventually, reaches, refused},
+    cluster::{ask, eventually, lived, reaches, refused},
     deaths,
     metrics::Metrics,
     outcome::{http, run},
@@ -106,7 +106,7 @@ fn what_cannot_be_read_stays_captured() -> Result<()> {
         };
         denied(&world)?;
         let app = world.app().clone();
-        let mut held = app.hold("10.244.2.5:7")?;
+        let held = app.hold("10.244.2.5:7")?;
         // Two files: enough to list processes and to look at the first of the pods. None: not even that.
         for (number, free) in [(1, 2), (2, 1), (3, 0)] {
             free_files(world.agent()?, Some(free))?;
@@ -127,12 +127,7 @@ fn what_cannot_be_read_stays_captured() -> Result<()> {
             log.contains("ERROR mesh: ") && log.contains("Too many open files"),
             "{captured_by}: {log}"
         );
-        held.close_stdin();
-        let report: Report = held.wait_json()?;
-        ensure!(
-            report.errors.is_empty() && report.answered > 0,
-            "{captured_by}: {report:?}"
-        );
+        lived(held).context(captured_by)?;
         reaches(&app, "10.244.2.5:7", "connect --count 3", &["far"])?;
         denied(&world)?;
     }

@@ -37,7 +37,7 @@ const PRIORITIES: [(i32, &str, Option<&str>); 6] = [
     (100, "srcnat", Some("postrouting")),
 ];
 
-/// The most bytes of a table's messages that are read: whoever has CAP_NET_ADMIN in a pod may fill its sets.
+/// The most bytes that are read of a table's messages: a pod with CAP_NET_ADMIN may have made sets of any size.
 const LIMIT: usize = 256 * 1024 * 1024;
 
 /// `NFPROTO_BRIDGE`.

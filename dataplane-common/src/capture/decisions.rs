@@ -1,0 +1,256 @@
+//! What becomes of a workload's connections and datagrams, by its rules: one text for the programs, and for those who explain
+//! or test what these do.
+
+use super::{CAPTURED, CaptureConfig, DNS, EXCLUDED, Enrolled, JUDGED, Local, RuleKey};
+use crate::{Addr, Port, Reason};
+
+/// Where the rules are: the kernel's own tables, or those read from user space.
+pub trait Rules {
+    /// [`CAPTURED`], [`EXCLUDED`] or 0 if there is no such rule.
+    fn rule(&self, key: &RuleKey) -> u32;
+    /// The same, by the longest prefix that contains the address.
+    fn range(&self, policy: u32, addr: Addr) -> u32;
+}
+
+/// Whether the rules leave the connections and queries of a process alone, by its user and group. A user or group that is
+/// excluded is, whatever says that the other is captured.
+#[inline(always)]
+pub fn excludes_user<T: Rules>(tables: &T, enrolled: &Enrolled, (user, group): (u32, u32)) -> bool {
+    if enrolled.flags & Enrolled::HAS_USERS == 0 {
+        return false;
+    }
+    let rule = |kind, id| {
+        let of = enrolled.policy;
+        tables.rule(&RuleKey { of, kind, id })
+    };
+    let others = if enrolled.flags & Enrolled::ONLY_USERS == 0 {
+        CAPTURED
+    } else {
+        0
+    };
+    (rule(RuleKey::USER, user) | rule(RuleKey::GROUP, group) | others) != CAPTURED
+}
+
+const _: () = assert!(CAPTURED & EXCLUDED == 0);
+
+/// Whether an outbound connection of a workload is captured ([`Reason::Captured`]), or by which kind
+/// of rule not; and whether the egress policy is about it. Users first ([`excludes_user`]), since a proxy is told by its
+/// user; then loopback, unless the policy names a range of it; ports before ranges, since a port is captured or not wherever it is.
+#[inline(always)]
+pub fn outbound<T: Rules>(
+    tables: &T,
+    enrolled: &Enrolled,
+    addr: Addr,
+    port: Port,
+    excludes_user: bool,
+) -> (Reason, bool) {
+    let rule = |kind, id| {
+        tables.rule(&RuleKey {
+            of: enrolled.policy,
+            kind,
+            id,
+        })
+    };
+    if excludes_user {
+        return (Reason::ExcludedUser, false);
+    }
+    if addr.is_unspecified() || addr.is_loopback() && !is_captured_loopback(tables, enrolled, addr)
+    {
+        return (Reason::ExcludedLoopback, false);
+    }
+    if enrolled.flags & Enrolled::HAS_OUTBOUND_PORTS != 0 {
+        let said = rule(RuleKey::OUTBOUND_PORT, u32::from(port.host()));
+        if said == EXCLUDED || said == JUDGED {
+            return (Reason::ExcludedPort, said == JUDGED);
+        }
+        if said == CAPTURED {
+            return (Reason::Captured, true);
+        }
+    }
+    if enrolled.flags & Enrolled::HAS_RANGES != 0 {
+        let said = tables.range(enrolled.policy, addr);
+        if said == EXCLUDED || said == JUDGED {
+            return (Reason::ExcludedRange, said == JUDGED);
+        }
+    }
+    (Reason::Captured, true)
+}
+
+/// Whether a workload's policy names a range of loopback that has this address. The policy's ranges exclude all other
+/// addresses of loopback if it does.
+#[inline(always)]
+fn is_captured_loopback<T: Rules>(tables: &T, enrolled: &Enrolled, addr: Addr) -> bool {
+    enrolled.flags & Enrolled::LOOPBACK != 0 && tables.range(enrolled.policy, addr) == CAPTURED
+}
+
+/// What a decision asks besides rules, if it gets so far.
+pub trait Circumstances: Rules {
+    /// Whether the destination is an address that the proxy has: with capture by sockets, one of the
+    /// workload itself.
+    fn is_own(&self) -> bool;
+    /// Whether the destination is an address of the workload itself, or a service's that only the workload itself answers.
+    fn is_itself(&self) -> bool;
+    /// Whether the destination is a service's of Pods, an endpoint's of one, or stated by the operator.
+    fn is_known(&self) -> bool;
+    /// Whether somebody listens at the proxy's outbound port, at loopback in the workload's network
+    /// namespace.
+    fn listens(&self) -> bool;
+}
+
+/// What becomes of an outbound connection of a workload, but for one of its proxy's own.
+#[inline(always)]
+pub fn decide_outbound<T: Circumstances>(
+    asked: &T,
+    config: &CaptureConfig,
+    enrolled: &Enrolled,
+    (addr, port): (Addr, Port),
+    excludes_user: bool,
+) -> Reason {
+    let (reason, is_judged) = outbound(asked, enrolled, addr, port, excludes_user);
+    let proxy = enrolled.flags & Enrolled::PROXY != 0;
+    if reason != Reason::ExcludedUser
+        && proxy
+        && (port == config.outbound || port == config.inbound)
+        && (addr.is_loopback() || asked.is_own())
+    {
+        return Reason::Recursive;
+    }
+    if !is_judged {
+        return reason;
+    }
+    // What stays in the workload is no proxy's business: `inbound` leaves it alone, too.
+    if asked.is_itself() {
+        return Reason::ExcludedLoopback;
+    }
+    if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !asked.is_known() {
+        return Reason::EgressDenied;
+    }
+    if reason != Reason::Captured {
+        return reason;
+    }
+    if !proxy {
+        return Reason::Direct;
+    }
+    if asked.listens() {
+        return Reason::Captured;
+    }
+    without_proxy(enrolled.flags)
+}
+
+/// What becomes of a datagram of a workload, or of a UDP socket that it connects: [`Reason::EgressDenied`], or nothing.
+#[inline(always)]
+pub fn decide_datagram<T: Circumstances>(
+    asked: &T,
+    enrolled: &Enrolled,
+    (addr, port): (Addr, Port),
+    excludes_user: bool,
+) -> Reason {
+    if enrolled.flags & Enrolled::EGRESS_DENY == 0 {
+        return Reason::NotService;
+    }
+    let (_, is_judged) = outbound(asked, enrolled, addr, port, excludes_user);
+    if !is_judged || asked.is_itself() || asked.is_known() {
+        return Reason::NotService;
+    }
+    Reason::EgressDenied
+}
+
+/// Whether a datagram or connection of a workload goes to one of its resolvers, and so to the agent's DNS server if that
+/// listens.
+#[inline(always)]
+pub fn is_query<T: Rules>(
+    tables: &T,
+    enrolled: &Enrolled,
+    (addr, port): (Addr, Port),
+    excludes_user: bool,
+) -> bool {
+    if enrolled.resolvers == 0 || port != DNS || excludes_user {
+        return false;
+    }
+    tables.range(enrolled.resolvers, addr) == CAPTURED
+}
+
+/// What becomes of a connection that comes into a workload's network namespace by an interface, and is for no address of the
+/// workload: [`Reason::Captured`] if it goes to the proxy, [`Reason::NotService`] if the workload's rules say nothing of the
+/// interface. The routing rules that bring it here have decided by its destination, unless that is another address of the
+/// namespace itself: no routing rule comes before those of local addresses. The agent's proxy judges by the egress policy;
+/// without it nobody can.
+#[inline(always)]
+pub fn by_interface<T: Rules>(
+    tables: &T,
+    config: &CaptureConfig,
+    enrolled: &Enrolled,
+    port: Port,
+    interface: u32,
+) -> Reason {
+    if enrolled.flags & Enrolled::VIRTUAL == 0 {
+        return Reason::NotService;
+    }
+    let of = enrolled.workload;
+    let key = RuleKey {
+        of,
+        kind: RuleKey::INTERFACE,
+        id: interface,
+    };
+    if tables.rule(&key) & CAPTURED == 0 {
+        return Reason::NotService;
+    }
+    let is_foreign = config.flags & CaptureConfig::FOREIGN != 0;
+    let is_judged = !is_foreign && enrolled.flags & Enrolled::PROXY != 0;
+    // Before anything else, since the ports of a sidecar are everybody's who reaches them.
+    if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !is_judged {
+        return Reason::EgressDenied;
+    }
+    if port == config.outbound || port == config.inbound {
+        // A sidecar's: as long as rules redirect connections to it, they arrive so.
+        return if is_foreign {
+            Reason::NotService
+        } else {
+            Reason::Recursive
+        };
+    }
+    Reason::Captured
+}
+
+/// What becomes of a connection that is to go to a proxy which does not listen; `flags`: as
+/// [`Enrolled::flags`].
+#[inline(always)]
+pub const fn without_proxy(flags: u32) -> Reason {
+    if flags & Enrolled::FAIL_OPEN != 0 {
+        Reason::ProxyBypassed
+    } else {
+        Reason::ProxyDown
+    }
+}
+
+/// Whether an inbound connection of a workload is captured ([`Reason::CapturedInbound`]), or by
+/// which kind of rule not.
+#[inline(always)]
+pub fn inbound<T: Rules>(tables: &T, local: &Local, port: u32, interface: u32) -> Reason {
+    if local.flags & Enrolled::HAS_INTERFACES != 0 {
+        let key = RuleKey {
+            of: local.workload,
+            kind: RuleKey::INTERFACE,
+            id: interface,
+        };
+        if tables.rule(&key) & EXCLUDED != 0 {
+            return Reason::ExcludedInterface;
+        }
+    }
+    let mut said = 0;
+    if local.flags & Enrolled::HAS_INBOUND_PORTS != 0 {
+        said = tables.rule(&RuleKey {
+            of: local.policy,
+            kind: RuleKey::INBOUND_PORT,
+            id: port,
+        });
+    }
+    if said == 0 && local.flags & Enrolled::INBOUND_OTHERS != 0 {
+        said = CAPTURED;
+    }
+    if said == CAPTURED {
+        Reason::CapturedInbound
+    } else {
+        Reason::ExcludedPort
+    }
+}
