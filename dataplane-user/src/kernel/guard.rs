@@ -15,7 +15,7 @@ use netlink_sys::protocols::NETLINK_NETFILTER;
 use super::{
     netlink::{Netlink, attribute},
     nft_requests::{
-        self, CREATE, INET, NOT_EQUAL, REGISTER, Request, SUBSYSTEM, compare, decide, delete_table,
+        self, CREATE, INET, NOT_EQUAL, REGISTER, Request, SUBSYSTEM, compare, delete_table, drop,
         exists, expression, meta, nested, new_chain, new_rule, new_table, number, string,
     },
 };
@@ -99,10 +99,9 @@ fn table() -> Vec<Request> {
     const OUTGOING: u32 = 5; // NFT_META_OIF
     // Before conntrack, `raw` and what others have.
     const FIRST: i32 = i32::MIN; // NF_IP_PRI_FIRST
-    const DROP: u32 = 0; // NF_DROP
     let chain = |name, hook| new_chain(TABLE, name, "filter", hook, FIRST);
     let rule = |chain, interface| {
-        let expressions = [guarded(interface), decide(DROP)].concat();
+        let expressions = [guarded(interface), drop()].concat();
         new_rule(TABLE, chain, &expressions, COMMENT)
     };
     vec![

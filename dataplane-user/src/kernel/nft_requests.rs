@@ -19,7 +19,9 @@ pub const CREATE: u16 = 0x400;
 /// `NLM_F_APPEND`.
 pub const APPEND: u16 = 0x800;
 /// `NF_ACCEPT`.
-pub const ACCEPT: u32 = 1;
+const ACCEPT: u32 = 1;
+/// `NFT_MSG_NEWRULE`.
+pub const NEW_RULE: u16 = SUBSYSTEM << 8 | 6;
 /// `NFT_REG_1`.
 pub const REGISTER: u32 = 1;
 /// `NFT_CMP_EQ`.
@@ -55,6 +57,13 @@ pub fn new_chain(table: &str, name: &str, kind: &str, hook: u32, priority: i32) 
     (SUBSYSTEM << 8 | 3, CREATE, chain.concat())
 }
 
+/// Adds a chain to which rules go.
+pub fn new_inner_chain(table: &str, name: &str) -> Request {
+    // NFTA_CHAIN_TABLE, NFTA_CHAIN_NAME
+    let chain = [INET.to_vec(), string(1, table), string(3, name)];
+    (SUBSYSTEM << 8 | 3, CREATE, chain.concat())
+}
+
 /// Adds a rule behind those that the chain has.
 pub fn new_rule(table: &str, chain: &str, expressions: &[u8], comment: &str) -> Request {
     // As nft keeps a comment: type, length, text.
@@ -67,7 +76,16 @@ pub fn new_rule(table: &str, chain: &str, expressions: &[u8], comment: &str) -> 
         nested(4, expressions), // NFTA_RULE_EXPRESSIONS
         attribute(7, &comment), // NFTA_RULE_USERDATA
     ];
-    (SUBSYSTEM << 8 | 6, CREATE | APPEND, rule.concat())
+    (NEW_RULE, CREATE | APPEND, rule.concat())
+}
+
+/// The number of a table's rules.
+pub fn rules(netlink: &mut Netlink, table: &str) -> io::Result<usize> {
+    const GET_RULE: u16 = SUBSYSTEM << 8 | 7;
+    let mut count = 0;
+    // NFTA_RULE_TABLE is in the place of NFTA_TABLE_NAME.
+    netlink.dump(GET_RULE, &about(table), |_| count += 1)?;
+    Ok(count)
 }
 
 /// Whether there is a table.
@@ -124,6 +142,18 @@ pub fn conntrack(key: u32) -> Vec<u8> {
     expression("ct", &[number(1, REGISTER), number(2, key)].concat())
 }
 
+/// Gives a packet's circumstances what was loaded.
+pub fn set_meta(key: u32) -> Vec<u8> {
+    // NFTA_META_KEY, NFTA_META_SREG
+    expression("meta", &[number(2, key), number(3, REGISTER)].concat())
+}
+
+/// Has conntrack keep what was loaded.
+pub fn set_conntrack(key: u32) -> Vec<u8> {
+    // NFTA_CT_KEY, NFTA_CT_SREG
+    expression("ct", &[number(2, key), number(4, REGISTER)].concat())
+}
+
 /// Goes on with the rule if what was loaded is ([`EQUAL`]), or is not ([`NOT_EQUAL`]), this.
 pub fn compare(how: u32, value: &[u8]) -> Vec<u8> {
     // NFTA_CMP_SREG, _OP, _DATA
@@ -146,11 +176,28 @@ pub fn bitwise(mask: u32, flip: u32) -> Vec<u8> {
     expression("bitwise", &parts.concat())
 }
 
-/// Ends with a verdict: `NF_DROP` or `NF_ACCEPT`.
-pub fn decide(verdict: u32) -> Vec<u8> {
+/// Drops the packet.
+pub fn drop() -> Vec<u8> {
+    const DROP: u32 = 0; // NF_DROP
+    decide(&number(1, DROP))
+}
+
+/// Lets the packet pass, as far as the table is concerned.
+pub fn accept() -> Vec<u8> {
+    decide(&number(1, ACCEPT))
+}
+
+/// Goes on in another chain, and does not come back.
+pub fn go_to(chain: &str) -> Vec<u8> {
+    const GOTO: i32 = -4; // NFT_GOTO
+    decide(&[number(1, GOTO.cast_unsigned()), string(2, chain)].concat())
+}
+
+/// A verdict: NFTA_VERDICT_CODE, and NFTA_VERDICT_CHAIN where the code is about one.
+fn decide(verdict: &[u8]) -> Vec<u8> {
     const VERDICT: u32 = 0; // NFT_REG_VERDICT
-    // NFTA_DATA_VERDICT, NFTA_VERDICT_CODE
-    let verdict = nested(2, &number(1, verdict));
+    // NFTA_DATA_VERDICT
+    let verdict = nested(2, verdict);
     // NFTA_IMMEDIATE_DREG, NFTA_IMMEDIATE_DATA
     let data = [number(1, VERDICT), nested(2, &verdict)].concat();
     expression("immediate", &data)

@@ -171,6 +171,7 @@ fn main() -> ExitCode {
         capture::EXPLAIN,
         capture::IDENTITY,
         capture::INTERFACES,
+        capture::MACHINES,
         capture::MANY,
         capture::MEMBERS,
         capture::METRICS,

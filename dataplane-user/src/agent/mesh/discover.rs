@@ -31,6 +31,8 @@ const LEVELS: usize = 15;
 pub struct Placed<'a> {
     /// Those with a network namespace of their own, and the flags of their entries.
     pub enrolled: Vec<(&'a Member, &'a Namespace, u32)>,
+    /// The virtual interfaces of these that are there, by the cookie of the network namespace: by name, their numbers.
+    pub machines: HashMap<u64, BTreeMap<String, u32>>,
     /// At which levels of the hierarchy there are cgroups.
     pub levels: u32,
     /// Of which nobody can tell whether they are here: by their numbers.
@@ -217,6 +219,13 @@ impl Mesh {
             };
             let entry = self.enroller.enrol_namespace(member, its, wanted);
             placed.enrolled.push((member, home, entry.flags));
+            interfaces.retain(|name, _| policy.virtual_interfaces.contains(&**name));
+            if !interfaces.is_empty() {
+                if let Some(problem) = self.trouble_of_interfaces(entry.flags) {
+                    problems.add(name, problem);
+                }
+                placed.machines.insert(home.cookie, interfaces);
+            }
             left.extend(earlier.iter().map(|namespace| (namespace.cookie, entry)));
         }
         for (cookie, entry) in left {

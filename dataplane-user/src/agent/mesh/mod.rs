@@ -16,7 +16,7 @@ mod said;
 mod virtual_interfaces;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, HashMap},
     os::fd::{AsFd, OwnedFd},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
@@ -311,6 +311,7 @@ impl Mesh {
         let mut wanted = Captured::default();
         let Placed {
             mut enrolled,
+            machines,
             mut levels,
             mut unknown,
             sought,
@@ -335,7 +336,6 @@ impl Mesh {
                 problems.add(&member.workload.name, Problem::of_workload(text));
             }
         }
-        self.without_effect(&members, &mut problems);
         let mut left_out = Vec::new();
         let mut trouble = found.trouble();
         let everybody = self.config.guard || sought.by_operator;
@@ -404,7 +404,7 @@ impl Mesh {
         self.guarded = guard;
         if !waits {
             let failed = |cookie| failed.contains_key(&cookie);
-            self.route_interfaces(&enrolled, failed, &mut problems);
+            self.route_interfaces(&enrolled, &machines, failed, &mut problems);
         }
         for (member, namespace, _) in &enrolled {
             if let Some(error) = failed.get(&namespace.cookie) {
@@ -497,9 +497,7 @@ impl Mesh {
             return;
         }
         for (namespace, _) in routed.into_values().flatten() {
-            let unrouted = namespaces::within(namespace.as_fd(), || {
-                kernel::route_interfaces(&BTreeSet::new(), true)
-            });
+            let unrouted = namespaces::within(namespace.as_fd(), kernel::unroute_interfaces);
             if let Err(error) = unrouted {
                 debug!("cannot remove the routing rules for virtual interfaces: {error}");
             }

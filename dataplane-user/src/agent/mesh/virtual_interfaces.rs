@@ -2,7 +2,7 @@
 //! connections to the proxy's listening socket for outbound ones.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, HashMap},
     io,
     os::fd::{AsFd, OwnedFd},
 };
@@ -13,21 +13,22 @@ use socket2::{Domain, SockRef};
 use super::{Mesh, attach, found::Found, problems::Problems};
 use crate::{
     agent::foreign,
-    kernel::{self, InterfaceRule, Kernel, Namespace, namespaces},
-    model::{Egress, Place, Policy},
+    kernel::{self, InterfaceRule, Kernel, Machines, Namespace, namespaces},
+    model::Policy,
     plan::{
         Captured,
         enrol::{Member, Problem},
     },
 };
 
-/// The network namespaces that have routing rules for interfaces, by their cookies: with the rules. `None`: of an earlier agent.
-pub type Routed = BTreeMap<u64, Option<(OwnedFd, BTreeSet<InterfaceRule>)>>;
+/// The network namespaces that have routing rules for interfaces, by their cookies. `None`: of an earlier agent. The second:
+/// what was last written there as a whole.
+pub type Routed = BTreeMap<u64, Option<(OwnedFd, Option<Machines>)>>;
 
 const NOBODY_JUDGES: &str = "connections that come by its virtual interfaces are refused: only the agent's own proxy can judge \
-                             them by egress: deny. Set its mode to proxy and unset mesh.proxy.uid, or unset its virtualInterfaces";
-const NO_EFFECT: &str = "its virtualInterfaces have no effect: without a proxy, or if it is captured by packets or a cgroup, \
-                         connections that come by them are not captured. Set its mode to proxy and its capturedBy to sockets";
+                             them by egress: deny. Set its mode to proxy, and unset mesh.proxy.uid";
+const NO_EFFECT: &str = "connections that come by its virtual interfaces are not captured, because it has no proxy. With the \
+                         agent's proxy, set its mode to proxy";
 
 /// Those of an earlier agent, of which the tables hold this.
 pub fn after(held: &Captured) -> Routed {
@@ -52,10 +53,7 @@ impl Mesh {
             let Some(number) = self.enroller.numbers().find(|(of, _)| *of == name) else {
                 continue;
             };
-            if member.policy.egress == Egress::Deny
-                && (self.options.foreign || flags & Enrolled::PROXY == 0)
-            {
-                problems.add(name, Problem::of_workload(NOBODY_JUDGES));
+            if self.nobody_judges(*flags) {
                 continue;
             }
             let given = if self.options.foreign {
@@ -69,21 +67,22 @@ impl Mesh {
         }
     }
 
-    /// Says of whom virtual interfaces are named without effect.
-    pub(super) fn without_effect(&self, members: &[Member], problems: &mut Problems) {
-        for member in members {
-            let Member {
-                workload, policy, ..
-            } = member;
-            let proxied = policy.mode.is_proxied(self.options.foreign);
-            let is_used = workload.place == Place::Address
-                && !member.is_by_packets()
-                && (proxied || policy.egress == Egress::Deny);
-            let is_here = workload.place != Place::Elsewhere;
-            if is_here && !is_used && !policy.virtual_interfaces.is_empty() {
-                problems.add(&workload.name, Problem::of_workload(NO_EFFECT));
-            }
-        }
+    /// Whether the programs refuse what comes by virtual interfaces of an entry with these flags.
+    fn nobody_judges(&self, flags: u32) -> bool {
+        let is_judged = !self.options.foreign && flags & Enrolled::PROXY != 0;
+        flags & Enrolled::EGRESS_DENY != 0 && !is_judged
+    }
+
+    /// Why what comes by virtual interfaces that are there is not captured, by the flags of the workload's entry.
+    pub(super) fn trouble_of_interfaces(&self, flags: u32) -> Option<Problem> {
+        let text = if flags & Enrolled::VIRTUAL == 0 {
+            NO_EFFECT
+        } else if self.nobody_judges(flags) {
+            NOBODY_JUDGES
+        } else {
+            return None;
+        };
+        Some(Problem::of_workload(text))
     }
 
     fn give_for_interfaces(
@@ -137,8 +136,7 @@ impl Mesh {
                 // It has gone, unless it may be among those that could not be read.
                 return unread;
             };
-            let removed =
-                namespaces::within(there, || kernel::route_interfaces(&BTreeSet::new(), true));
+            let removed = namespaces::within(there, kernel::unroute_interfaces);
             if let Err(error) = &removed {
                 tracing::warn!(
                     "mesh: cannot remove the routing rules for virtual interfaces: {error}"
@@ -149,65 +147,80 @@ impl Mesh {
     }
 
     /// Has the connections of virtual interfaces come to the sockets of their network namespace, once the tables and programs
-    /// are there.
+    /// are there. `indices`: the interfaces that the tables have, by network namespace.
     pub(super) fn route_interfaces(
         &mut self,
         enrolled: &[(&Member, &Namespace, u32)],
+        indices: &HashMap<u64, BTreeMap<String, u32>>,
         failed: impl Fn(u64) -> bool,
         problems: &mut Problems,
     ) {
+        let none = BTreeMap::new();
         for (member, namespace, flags) in enrolled {
-            let denies = flags & Enrolled::EGRESS_DENY != 0;
-            // Without the program, packets that come to the sockets are refused: what the egress policy wants.
-            if flags & Enrolled::VIRTUAL == 0 || failed(namespace.cookie) && !denies {
+            if flags & Enrolled::VIRTUAL == 0 {
                 continue;
             }
-            let mut route = |mark| -> io::Result<()> {
-                let rules = rules(&member.policy, mark);
-                let known = self.routed.get(&namespace.cookie);
-                let is_new = !matches!(known, Some(Some((_, known))) if *known == rules);
-                let file = namespace.file.try_clone()?;
-                // Again each time: somebody else may have removed them.
-                namespaces::within(file.as_fd(), || kernel::route_interfaces(&rules, is_new))?;
-                self.routed.insert(namespace.cookie, Some((file, rules)));
-                Ok(())
+            let closed = flags & Enrolled::EGRESS_DENY != 0;
+            let indices = match (failed(namespace.cookie), closed) {
+                (false, _) => indices.get(&namespace.cookie).unwrap_or(&none),
+                // Without the program, sockets of the workload's processes would get the connections, so these are dropped.
+                (true, true) => &none,
+                (true, false) => continue,
             };
-            let name = &member.workload.name;
-            let Err(error) = route(self.options.mark) else {
-                continue;
-            };
-            // Without marks, answers are taken for connections, and are refused. For the egress policy this is better than none.
-            let text = match denies.then(|| route(0)) {
-                Some(Ok(())) => {
-                    format!(
-                        "connections to the machines at its virtual interfaces fail, because conntrack cannot be asked which \
-                         packets are answers: {error}"
-                    )
-                }
-                _ => format!(
-                    "connections that come by its virtual interfaces are not captured: cannot write rules in its network \
-                     namespace: {error}"
-                ),
-            };
-            problems.add(name, Problem::of_node(text));
+            let machines = machines(&member.policy, self.options.mark, indices);
+            if let Err(error) = self.write_machines(namespace, machines, closed) {
+                let what = if closed {
+                    "the machines at its virtual interfaces are cut off, because nothing tells their connections apart"
+                } else {
+                    "connections that come by its virtual interfaces are not captured"
+                };
+                let text = format!("{what}: cannot write rules in its network namespace: {error}");
+                problems.add(&member.workload.name, Problem::of_node(text));
+            }
         }
+    }
+
+    /// Writes what is not there. Again each time: somebody else may have removed something.
+    fn write_machines(
+        &mut self,
+        namespace: &Namespace,
+        wanted: Machines,
+        closed: bool,
+    ) -> io::Result<()> {
+        let file = namespace.file.try_clone()?;
+        let known = self.routed.remove(&namespace.cookie).flatten();
+        let is_new = known.is_none_or(|(_, known)| known.as_ref() != Some(&wanted));
+        let routed = namespaces::within(file.as_fd(), || {
+            kernel::route_interfaces(&wanted, is_new, closed)
+        });
+        // Also if only a part was written, so that it is removed some time.
+        let whole = routed.is_ok().then_some(wanted);
+        self.routed.insert(namespace.cookie, Some((file, whole)));
+        routed
     }
 }
 
-/// The routing rules of a policy, for packets with these bits in their mark.
-fn rules(policy: &Policy, mark: u32) -> BTreeSet<InterfaceRule> {
+/// What is to come to the sockets by a policy's virtual interfaces, of which these have numbers.
+fn machines(policy: &Policy, mark: u32, indices: &BTreeMap<String, u32>) -> Machines {
     let ranges = [true, false]
         .map(|v4| policy.ranges_of_interfaces(v4))
         .concat();
-    let interfaces = policy.virtual_interfaces.iter();
-    let rules = interfaces.flat_map(|interface| {
-        ranges.iter().map(|to| InterfaceRule {
-            interface: interface.to_string(),
+    // Of the bits that belong to the dataplane, the one that is farthest from others' in the field: Istio's are below 0x1000.
+    let bit = 1 << mark.ilog2();
+    let names = policy.virtual_interfaces.iter();
+    let rules = names.clone().flat_map(|name| {
+        ranges.iter().map(move |to| InterfaceRule {
+            interface: name.to_string(),
             to: *to,
-            mark,
+            bit,
         })
     });
-    rules.collect()
+    Machines {
+        rules: rules.collect(),
+        interfaces: names
+            .map(|name| (name.to_string(), indices.get(&**name).copied()))
+            .collect(),
+    }
 }
 
 /// Gives the programs a listening socket of the agent's proxy.

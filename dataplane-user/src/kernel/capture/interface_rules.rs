@@ -10,47 +10,71 @@ use std::{collections::BTreeSet, io};
 use ipnet::IpNet;
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
 use netlink_packet_route::{
-    AddressFamily, IpProtocol, RouteNetlinkMessage,
+    AddressFamily, RouteNetlinkMessage,
     rule::{RuleAction, RuleAttribute, RuleMessage},
 };
 
 use super::{
     listeners::is_v6_off,
-    machine_marks,
+    machine_marks::{self, Interfaces},
     routing::{self, TABLE},
 };
 use crate::kernel::{namespaces, rtnetlink::Netlink, sys};
 
-/// Connections by TCP that come in by an interface and go to a range.
+/// Packets that come in by an interface and go to a range.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct InterfaceRule {
     /// The interface's name. A rule may name an interface that is not there yet.
     pub interface: String,
     /// The range. A range of all addresses tells the family.
     pub to: IpNet,
-    /// The bits that the packets' marks have, which they get here if they are no answers. 0: all packets, also answers.
-    pub mark: u32,
+    /// The bit that their mark has, which [`machine_marks`] gives them. 0: all packets.
+    pub bit: u32,
 }
 
-/// In the network namespace that this thread is in: has these connections go to sockets here, and no others by interface.
-/// `is_new`: other ones did until now.
+/// What is to come by interfaces to the sockets of a network namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Machines {
+    /// The rules, all with the same bit.
+    pub rules: BTreeSet<InterfaceRule>,
+    /// Their interfaces.
+    pub interfaces: Interfaces,
+}
+
+/// In the network namespace that this thread is in: has these packets go to sockets here, and no others by interface. `is_new`:
+/// others did until now. `closed`: what to do if the packets cannot be marked. If so, all packets go to sockets here, so that
+/// none goes on; if not, none does.
 ///
 /// # Errors
 /// The kernel's refusal.
-pub fn route_interfaces(wanted: &BTreeSet<InterfaceRule>, is_new: bool) -> io::Result<()> {
-    let marked: BTreeSet<&str> = (wanted.iter().filter(|rule| rule.mark != 0))
-        .map(|rule| &*rule.interface)
-        .collect();
-    let bits = wanted.iter().fold(0, |bits, rule| bits | rule.mark);
-    // Before the rules that ask for the marks.
-    if !marked.is_empty() && (is_new || !machine_marks::is_there()?) {
-        machine_marks::mark(&marked, bits)?;
+pub fn route_interfaces(wanted: &Machines, is_new: bool, closed: bool) -> io::Result<()> {
+    let bit = wanted.rules.first().map(|rule| rule.bit);
+    // Before the rules that ask for the mark.
+    let marked = bit.map_or(Ok(()), |bit| {
+        machine_marks::write(&wanted.interfaces, bit, is_new)
+    });
+    if marked.is_err() {
+        let rules = wanted.rules.iter().filter(|_| closed);
+        let all = rules.map(|rule| InterfaceRule {
+            bit: 0,
+            ..rule.clone()
+        });
+        route(&all.collect())?;
+        return marked;
     }
-    route(wanted)?;
-    if marked.is_empty() {
+    route(&wanted.rules)?;
+    if bit.is_none() {
         machine_marks::remove()?;
     }
     Ok(())
+}
+
+/// In the network namespace that this thread is in: removes the rules, and the table of marks.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn unroute_interfaces() -> io::Result<()> {
+    route_interfaces(&Machines::default(), true, false)
 }
 
 fn route(wanted: &BTreeSet<InterfaceRule>) -> io::Result<()> {
@@ -80,7 +104,7 @@ pub fn unroute(cookies: &BTreeSet<u64>) -> io::Result<()> {
     let visited = namespaces::visit(|_| {
         Ok(cookies
             .contains(&sys::netns_cookie()?)
-            .then(|| route_interfaces(&BTreeSet::new(), true)))
+            .then(unroute_interfaces))
     });
     visited.found.into_iter().flatten().collect()
 }
@@ -95,15 +119,14 @@ fn route_family(
         let route = RouteNetlinkMessage::NewRoute(routing::answers_route(family));
         netlink.request(&route, NLM_F_CREATE | NLM_F_REPLACE)?;
     }
-    for rule in wanted.iter().filter(|rule| !there.contains(**rule)) {
-        let message = RouteNetlinkMessage::NewRule(message(family, rule));
+    let is_there = |rule: &InterfaceRule| there.iter().any(|(known, _)| known == rule);
+    for rule in wanted.iter().filter(|rule| !is_there(rule)) {
+        let message = RouteNetlinkMessage::NewRule(message(family, rule, None));
         netlink.request(&message, NLM_F_CREATE | NLM_F_EXCL)?;
     }
-    for rule in there.iter().filter(|rule| !wanted.contains(rule)) {
-        remove(
-            netlink,
-            &RouteNetlinkMessage::DelRule(message(family, rule)),
-        )?;
+    for (rule, place) in there.iter().filter(|(rule, _)| !wanted.contains(rule)) {
+        let message = message(family, rule, Some(*place));
+        remove(netlink, &RouteNetlinkMessage::DelRule(message))?;
     }
     if wanted.is_empty() && !there.is_empty() && routing::rules(netlink, family)?.is_empty() {
         remove(
@@ -122,11 +145,11 @@ fn remove(netlink: &mut Netlink, what: &RouteNetlinkMessage) -> io::Result<()> {
     }
 }
 
-/// Ours of a family, in the network namespace of this socket.
+/// Ours of a family, in the network namespace of this socket, each with its priority.
 pub fn interface_rules(
     netlink: &mut Netlink,
     family: AddressFamily,
-) -> io::Result<BTreeSet<InterfaceRule>> {
+) -> io::Result<Vec<(InterfaceRule, u32)>> {
     let mut question = RuleMessage::default();
     question.header.family = family;
     let answers = netlink.list(&RouteNetlinkMessage::GetRule(question))?;
@@ -137,28 +160,29 @@ pub fn interface_rules(
     Ok(ours.collect())
 }
 
-/// Nobody else's rule has this table, an interface and this protocol.
-fn ours(rule: &RuleMessage) -> Option<InterfaceRule> {
-    let has = |wanted: RuleAttribute| rule.attributes.contains(&wanted);
-    if !has(RuleAttribute::Table(TABLE)) || !has(RuleAttribute::IpProtocol(IpProtocol::Tcp)) {
+/// Nobody else's rule has this table and an interface.
+fn ours(rule: &RuleMessage) -> Option<(InterfaceRule, u32)> {
+    if !rule.attributes.contains(&RuleAttribute::Table(TABLE)) {
         return None;
     }
-    let (mut interface, mut to, mut mark) = (None, all(rule.header.family), 0);
+    let mut found = InterfaceRule {
+        interface: String::new(),
+        to: all(rule.header.family),
+        bit: 0,
+    };
+    let mut place = 0;
     for attribute in &rule.attributes {
         match attribute {
-            RuleAttribute::Iifname(name) => interface = Some(name.clone()),
+            RuleAttribute::Iifname(name) => found.interface.clone_from(name),
             RuleAttribute::Destination(addr) => {
-                to = IpNet::new(*addr, rule.header.dst_len).ok()?;
+                found.to = IpNet::new(*addr, rule.header.dst_len).ok()?;
             }
-            RuleAttribute::FwMark(bits) => mark = *bits,
+            RuleAttribute::FwMark(mark) => found.bit = *mark,
+            RuleAttribute::Priority(priority) => place = *priority,
             _ => {}
         }
     }
-    Some(InterfaceRule {
-        interface: interface?,
-        to,
-        mark,
-    })
+    (!found.interface.is_empty()).then_some((found, place))
 }
 
 fn all(family: AddressFamily) -> IpNet {
@@ -169,20 +193,20 @@ fn all(family: AddressFamily) -> IpNet {
     }
 }
 
-/// A rule as the kernel takes it.
-pub fn message(family: AddressFamily, rule: &InterfaceRule) -> RuleMessage {
+/// A rule as the kernel takes it. To remove one, the kernel wants its place: it removes the first rule with everything that the
+/// request has, and a rule may have more (`rule_find`, `net/core/fib_rules.c`).
+pub fn message(family: AddressFamily, rule: &InterfaceRule, place: Option<u32>) -> RuleMessage {
     let mut message = RuleMessage::default();
     message.header.family = family;
     message.header.action = RuleAction::ToTable;
     message.attributes = vec![
         RuleAttribute::Iifname(rule.interface.clone()),
-        RuleAttribute::IpProtocol(IpProtocol::Tcp),
         RuleAttribute::Table(TABLE),
     ];
-    if rule.mark != 0 {
+    if rule.bit != 0 {
         let mark = [
-            RuleAttribute::FwMark(rule.mark),
-            RuleAttribute::FwMask(rule.mark),
+            RuleAttribute::FwMark(rule.bit),
+            RuleAttribute::FwMask(rule.bit),
         ];
         message.attributes.extend(mark);
     }
@@ -191,6 +215,8 @@ pub fn message(family: AddressFamily, rule: &InterfaceRule) -> RuleMessage {
         let to = RuleAttribute::Destination(rule.to.network());
         message.attributes.push(to);
     }
+    let place = place.map(RuleAttribute::Priority);
+    message.attributes.extend(place);
     message
 }
 
@@ -200,18 +226,19 @@ mod tests {
 
     #[test]
     fn a_rule_is_read_as_it_was_written() {
-        for (family, to, mark) in [
-            (AddressFamily::Inet, "0.0.0.0/0", 15006),
+        for (family, to, bit) in [
+            (AddressFamily::Inet, "0.0.0.0/0", 0x2000),
             (AddressFamily::Inet, "10.0.0.0/8", 0),
             (AddressFamily::Inet6, "::/0", 0),
-            (AddressFamily::Inet6, "fd00::/8", 15006),
+            (AddressFamily::Inet6, "fd00::/8", 0x2000),
         ] {
             let rule = InterfaceRule {
                 interface: "eth1".to_owned(),
                 to: to.parse().unwrap(),
-                mark,
+                bit,
             };
-            assert_eq!(ours(&message(family, &rule)), Some(rule));
+            let message = message(family, &rule, Some(7));
+            assert_eq!(ours(&message), Some((rule, 7)));
         }
     }
 
@@ -220,13 +247,13 @@ mod tests {
         let rule = InterfaceRule {
             interface: "eth1".to_owned(),
             to: "10.0.0.0/8".parse().unwrap(),
-            mark: 15006,
+            bit: 0x2000,
         };
         let of = |at: usize| {
-            let mut message = message(AddressFamily::Inet, &rule);
+            let mut message = message(AddressFamily::Inet, &rule, None);
             message.attributes.remove(at);
             ours(&message)
         };
-        assert_eq!([of(0), of(1), of(2)], [None, None, None]);
+        assert_eq!([of(0), of(1)], [None, None]);
     }
 }

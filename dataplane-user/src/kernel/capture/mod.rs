@@ -29,7 +29,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use self::inbound::Inbound;
 pub use self::{
-    interface_rules::{InterfaceRule, route_interfaces},
+    interface_rules::{InterfaceRule, Machines, route_interfaces, unroute_interfaces},
     lease::QueryLease,
     listeners::{
         Listeners, QuerySockets, open_listeners, open_query_sockets, open_resolver_sockets,

@@ -34,9 +34,9 @@ struct Left {
 enum What {
     /// Of packets with this mark.
     Rule(Mark),
-    /// Of packets that come by an interface.
-    Interface(InterfaceRule),
-    /// The table of nf_tables that gives these their mark, of both families.
+    /// Of packets that come by an interface, at this priority.
+    Interface(InterfaceRule, u32),
+    /// The table of nf_tables that marks these, of both families.
     Marks,
     Route,
 }
@@ -51,8 +51,8 @@ impl What {
             Self::Rule(Mark { value, mask }) => {
                 format!("{family} rule: fwmark {value:#x}/{mask:#x} lookup {TABLE}")
             }
-            Self::Interface(InterfaceRule { interface, to, .. }) => {
-                format!("{family} rule: to {to} iif {interface} ipproto tcp lookup {TABLE}")
+            Self::Interface(InterfaceRule { interface, to, .. }, _) => {
+                format!("{family} rule: to {to} iif {interface} lookup {TABLE}")
             }
             Self::Marks => format!("nf_tables: table inet {}", machine_marks::TABLE),
             Self::Route => format!("{family} route: local default dev lo table {TABLE}"),
@@ -125,8 +125,8 @@ fn list() -> io::Result<Vec<(AddressFamily, What)>> {
         let marks = routing::rules(&mut netlink, family)?;
         found.extend(marks.into_iter().map(|mark| (family, What::Rule(mark))));
         let interfaces = interface_rules::interface_rules(&mut netlink, family)?;
-        let interfaces = interfaces.into_iter().map(What::Interface);
-        found.extend(interfaces.map(|what| (family, what)));
+        let interfaces = interfaces.into_iter();
+        found.extend(interfaces.map(|(rule, place)| (family, What::Interface(rule, place))));
         let mut question = RouteMessage::default();
         question.header.address_family = family;
         let answers = netlink.list(&RouteNetlinkMessage::GetRoute(question))?;
@@ -148,8 +148,9 @@ fn remove_here(what: &[(AddressFamily, What)]) -> io::Result<()> {
     for (family, what) in what {
         let request = match what {
             What::Rule(mark) => RouteNetlinkMessage::DelRule(routing::answers_rule(*family, *mark)),
-            What::Interface(rule) => {
-                RouteNetlinkMessage::DelRule(interface_rules::message(*family, rule))
+            What::Interface(rule, place) => {
+                let rule = interface_rules::message(*family, rule, Some(*place));
+                RouteNetlinkMessage::DelRule(rule)
             }
             What::Marks => {
                 machine_marks::remove()?;

@@ -32,7 +32,7 @@ scenarios! {
 /// The interface in the pod.
 pub const INTERFACE: &str = "virt0";
 /// The machine's addresses.
-const MACHINE: [&str; 2] = ["10.9.0.2", "fd09::2"];
+pub const MACHINE: [&str; 2] = ["10.9.0.2", "fd09::2"];
 
 /// A world with a machine that reaches others by `app` only, which translates its addresses.
 pub fn world() -> Result<World> {
@@ -47,7 +47,7 @@ pub fn machine(world: &World) -> &Host {
 }
 
 /// Connects the machine with the pod.
-fn connect(world: &World) -> Result<()> {
+pub fn connect(world: &World) -> Result<()> {
     let (app, machine) = (world.app(), machine(world));
     machine.ip("link set eth0 down")?;
     let netns = machine.netns();
@@ -94,12 +94,12 @@ fn connect(world: &World) -> Result<()> {
     Ok(())
 }
 
-fn rules() -> Value {
+pub fn rules() -> Value {
     json!({ "mode": "proxy", "virtualInterfaces": [INTERFACE] })
 }
 
 /// The machine asks, and so many connections of it are captured: all or none. Servers see the pod.
-fn asks(world: &World, to: &str, by: &str, is_captured: bool) -> Result<()> {
+pub fn asks(world: &World, to: &str, by: &str, is_captured: bool) -> Result<()> {
     let (report, counted) = world.counted(Reason::Captured, || {
         reaches(machine(world), to, "connect --count 10", &[by])
     })?;
@@ -110,7 +110,7 @@ fn asks(world: &World, to: &str, by: &str, is_captured: bool) -> Result<()> {
 }
 
 /// The pod's routing rules for interfaces.
-fn routed(world: &World) -> Result<Vec<String>> {
+pub fn routed(world: &World) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for family in ["-4", "-6"] {
         let listed = world.app().command("ip").args([family, "rule"]).run()?;
@@ -121,7 +121,7 @@ fn routed(world: &World) -> Result<Vec<String>> {
 }
 
 /// The machine does not get through.
-fn is_cut_off(world: &World, to: &str) -> Result<()> {
+pub fn is_cut_off(world: &World, to: &str) -> Result<()> {
     let report = ask(machine(world), to, "connect --timeout-ms 700")?;
     ensure!(report.answered == 0, "{report:?}");
     Ok(())
@@ -246,8 +246,13 @@ fn without_a_proxy_a_machine_inside_does_not_connect() -> Result<()> {
         anyhow::bail!("no agent");
     };
     agent.kill();
-    is_cut_off(&world, "10.244.1.5:7")?;
-    is_cut_off(&world, "[fd00:10:244:1::5]:7")?;
+    for (to, error) in [
+        ("10.244.1.5:7", "TIMEOUT"),
+        ("[fd00:10:244:1::5]:7", "ECONNREFUSED"),
+    ] {
+        let report = ask(machine(&world), to, "connect --timeout-ms 700")?;
+        ensure!(report.errors.contains_key(error), "{to}: {report:?}");
+    }
     let Some(agent) = &mut world.agent else {
         anyhow::bail!("no agent");
     };
@@ -347,32 +352,27 @@ fn what_a_pod_says_does_not_free_its_machine() -> Result<()> {
     is_cut_off(&world, "10.244.1.5:7")?;
     let exclude = json!({ "traffic.sidecar.istio.io/excludeOutboundIPRanges": "0.0.0.0/0" });
     let include = json!({ "traffic.sidecar.istio.io/includeOutboundIPRanges": "192.0.2.0/24" });
-    let refused = "by its virtual interfaces are refused";
-    for (mode, annotations, said, is_relayed) in [
-        ("ambient", exclude, "", true),
-        ("ambient", include, "", true),
-        (
-            "ambient",
-            json!({ "sidecar.istio.io/status": "{}" }),
-            refused,
-            false,
-        ),
-        (
-            "ambient",
-            json!({ "dataplane.io/mode": "kernel" }),
-            refused,
-            false,
-        ),
-        ("none", json!({}), refused, false),
+    for (mode, annotations, is_relayed) in [
+        ("ambient", exclude, true),
+        ("ambient", include, true),
+        ("ambient", json!({ "sidecar.istio.io/status": "{}" }), false),
+        ("ambient", json!({ "dataplane.io/mode": "kernel" }), false),
+        ("none", json!({}), false),
     ] {
         write(mode, &annotations)?;
         let what = || format!("{mode}, {annotations}");
         // What is known goes by the proxy, or not at all.
         eventually(|| {
-            run_args(world.agent()?, ["status"])?.says(&[said])?;
             if is_relayed {
+                // The pod's own connection tells whether the annotation is in force.
+                let (_, counted) = world.counted(Reason::ExcludedRange, || {
+                    reaches(world.app(), "10.244.2.5:7", "connect", &["far"])
+                })?;
+                ensure!(counted > 0, "the pod's own connection is not excluded");
                 return asks(&world, "10.244.2.5:7", "far", true);
             }
+            run_args(world.agent()?, ["status"])?
+                .says(&["by its virtual interfaces are refused"])?;
             let ((), counted) =
                 world.counted(Reason::EgressDenied, || is_cut_off(&world, "10.244.2.5:7"))?;
             ensure!(counted > 0, "it was not refused");
@@ -429,11 +429,15 @@ fn interfaces_without_effect_are_named() -> Result<()> {
     let mut world = world()?;
     world.capture(json!({}), json!({ "virtualInterfaces": [INTERFACE] }))?;
     asks(&world, "10.244.1.5:7", "one", false)?;
-    run_args(world.agent()?, ["status"])?.says(&["its virtualInterfaces have no effect"])?;
+    run_args(world.agent()?, ["status"])?.says(&["by its virtual interfaces are not captured"])?;
     world.capture(json!({}), rules())?;
     asks(&world, "10.244.1.5:7", "one", true)?;
     let said = run_args(world.agent()?, ["status"])?;
-    ensure!(!said.stdout.contains("no effect"), "{}", said.stdout);
+    ensure!(
+        !said.stdout.contains("virtual interfaces"),
+        "{}",
+        said.stdout
+    );
     Ok(())
 }
 
@@ -451,8 +455,11 @@ fn nothing_is_left_behind() -> Result<()> {
     let there = marks(&world)?;
     for line in [
         "type filter hook prerouting priority mangle + 10; policy accept;",
-        "ct direction reply accept",
-        "iifname \"virt0\" meta l4proto tcp meta mark set meta mark",
+        "iifname \"virt0\" iif != \"virt0\" meta l4proto tcp drop",
+        "iifname \"virt0\" meta l4proto tcp goto machines",
+        "ct direction original ct mark set ct mark",
+        "ct direction reply ct mark & 0x00002000 == 0x00000000 accept",
+        "meta mark set meta mark | 0x00002000",
     ] {
         ensure!(there.contains(line), "{line}: {there}");
     }
@@ -462,7 +469,7 @@ fn nothing_is_left_behind() -> Result<()> {
     };
     agent.kill();
     let shown = run_args(agent, ["cleanup", "--dry-run"])?.exits(0)?;
-    shown.says(&["iif virt0 ipproto tcp", table])?;
+    shown.says(&["iif virt0 lookup", table])?;
     run_args(agent, ["cleanup"])?.exits(0)?;
     ensure!(routed(&world)?.is_empty(), "{:?}", routed(&world)?);
     ensure!(!marks(&world)?.contains(table), "{}", marks(&world)?);
