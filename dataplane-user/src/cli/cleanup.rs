@@ -1,29 +1,43 @@
 //! `dataplane cleanup`.
 
-use std::{io::Write as _, process::ExitCode};
+use std::{io::Write as _, path::PathBuf, process::ExitCode};
 
+use anyhow::bail;
 use clap::Args;
 use serde::Serialize;
 
 use super::{
     PathArgs, SocketArgs, exit,
     output::{self, Cell, Format, Table},
+    takeover::{GIVE_BACK, pods_that_need_it},
 };
-use crate::{
-    admin,
-    kernel::{self},
-};
+use crate::{admin, kernel, takeover::journal::DIRECTORY};
 
 /// Remove all programs, tables and rules of the dataplane from the kernel.
 ///
 /// Detaches the programs and removes the tables, of every layout: services are no longer served.
 /// Removes the filters and qdiscs on interfaces, and a mesh's rules and routes in workloads'
-/// network namespaces. Does not touch programs and rules of others. Refuses while an agent runs.
+/// network namespaces. Does not touch programs and rules of others. Refuses while an agent runs, and
+/// while it captures in pods what a mesh's rules captured before `dataplane takeover`.
 #[derive(Debug, Args)]
 pub struct CleanupArgs {
     /// List the programs, tables and rules that would be removed, and remove nothing
     #[arg(long)]
     dry_run: bool,
+
+    /// Also if nothing captures connections of pods then whose rules of a mesh were taken over
+    #[arg(long)]
+    force: bool,
+
+    /// Where `dataplane takeover` has noted whose rules it took over
+    #[arg(
+        long,
+        value_name = "DIR",
+        default_value = DIRECTORY,
+        env = "DATAPLANE_TAKEOVER_DIR",
+        hide_env_values = true
+    )]
+    takeover_dir: PathBuf,
 
     /// List each removed item, not only their number
     #[arg(short, long)]
@@ -55,6 +69,22 @@ impl CleanupArgs {
         {
             eprintln!("dataplane: {agent} runs on this node: end it first");
             return Ok(ExitCode::from(exit::BUSY));
+        }
+        let pods = pods_that_need_it(&self.takeover_dir);
+        match pods {
+            _ if self.force || self.dry_run => {}
+            Ok(pods) if pods.is_empty() => {}
+            Ok(pods) => bail!(
+                "nothing was removed: the dataplane captures what rules of a mesh captured in {} before `dataplane takeover`, and \
+                 without it connections there go past the proxy. Bring the rules back first ({GIVE_BACK}), or use --force",
+                pods.join(", ")
+            ),
+            Err(error) => {
+                return Err(error.context(
+                    "nothing was removed: cannot tell whether a pod's rules of a mesh were taken over, whose connections would go \
+                     past the proxy then; --force removes everything",
+                ));
+            }
         }
         let bpffs = self.paths.bpffs();
         let items = match kernel::cleanup(&bpffs, self.dry_run) {

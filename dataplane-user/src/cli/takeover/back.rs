@@ -95,17 +95,29 @@ pub fn revert(
 
 /// Fails if a pod whose rules were taken over is here: its connections would not be captured any more.
 fn no_pod_needs_it(directory: &Path) -> anyhow::Result<()> {
+    let found = pods_that_need_it(directory)?;
+    ensure!(
+        found.is_empty(),
+        "the rules are back, and the dataplane stays: it captures what rules of a mesh captured in {}; give these back first \
+         ({GIVE_BACK})",
+        found.join(", ")
+    );
+    Ok(())
+}
+
+/// How the rules of a mesh come back.
+pub const GIVE_BACK: &str = "`dataplane takeover --revert --owner istio --netns …`";
+
+/// The network namespaces here whose rules of a mesh were taken over: without the dataplane, nothing captures their connections.
+///
+/// # Errors
+/// A journal cannot be read, or the network namespaces cannot be listed.
+pub fn pods_that_need_it(directory: &Path) -> anyhow::Result<Vec<String>> {
     let mut found = Vec::new();
     for cookie in Journal::of_namespaces(directory)? {
         found.extend(netns::with_cookie(cookie)?.map(|namespace| namespace.place));
     }
-    ensure!(
-        found.is_empty(),
-        "the rules are back, and the dataplane stays: it captures what rules of a mesh captured in {}; give these back first \
-         (`dataplane takeover --revert --owner istio --netns …`)",
-        found.join(", ")
-    );
-    Ok(())
+    Ok(found)
 }
 
 /// The rules that are to come back, and what is known of them.

@@ -10,6 +10,8 @@ mod told;
 mod waits;
 mod watch;
 
+pub use back::{GIVE_BACK, pods_that_need_it};
+
 use std::{
     path::{Path, PathBuf},
     process::ExitCode,

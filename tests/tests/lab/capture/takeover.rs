@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{Host, Process, report::LoadReport};
 use serde_json::{Value, json};
@@ -153,6 +153,24 @@ impl Pod {
         Ok(lines)
     }
 
+    /// Nobody would capture its connections.
+    fn is_not_cleaned_up(&mut self) -> Result<()> {
+        let directory = self.world.state.path().join("takeover");
+        let directory = directory.to_string_lossy().into_owned();
+        let agent = self.world.agent.as_mut().context("an agent")?;
+        agent.kill();
+        let cleanup = ["cleanup", "--takeover-dir", &directory];
+        outcome::run_args(agent, cleanup)?.exits(1)?.says(&[
+            "nothing was removed",
+            "--revert",
+            "--force",
+        ])?;
+        let shown = outcome::run_args(agent, [&cleanup[..], &["--dry-run"]].concat())?;
+        shown.exits(0)?.says(&["would be removed"])?;
+        agent.start()?;
+        Ok(())
+    }
+
     /// Whether connections get where they are to go.
     fn works(&self) -> Result<()> {
         reaches(self.world.app(), TO, CONNECT, &["one"])?;
@@ -195,7 +213,7 @@ fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
         .says(&["captures default/app as the rules do", "-X ISTIO_OUTPUT"])?;
     ensure!(pod.rules()? == before, "--dry-run changed rules");
     let pause = if is_long() { "200" } else { "2000" };
-    let load = || -> Result<_> {
+    let load = |pod: &Pod| -> Result<_> {
         let start =
             |host: &Host, to: &str| host.load(&["--to", to, "--threads", "2", "--pause-us", pause]);
         let world = &pod.world;
@@ -204,7 +222,7 @@ fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
             start(world.lab.pod("one"), "10.244.1.8:7")?,
         ])
     };
-    let there = load()?;
+    let there = load(&pod)?;
     let_traffic_go_on();
     let told = pod.takeover(&["-o", "json"], None)?.exits(0)?.json()?;
     ensure!(told["outcome"] == "taken-over", "{told:#}");
@@ -236,8 +254,9 @@ fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
     };
     let_traffic_go_on();
     none_failed(there)?;
+    pod.is_not_cleaned_up()?;
     let by_programs = pod.world.app().hold(TO)?;
-    let back = load()?;
+    let back = load(&pod)?;
     let_traffic_go_on();
     pod.takeover(&["--revert"], None)?
         .exits(3)?
