@@ -382,6 +382,15 @@ fn detect_runs_the_programs_of_another_root() -> Result<()> {
         "iptables-legacy nat -A OUTPUT -p udp -j mine",
     ];
     ensure!(left == wanted, "{left:?}");
+    let osm = ["apply", "--mesh", "osm", "--host-root", path];
+    for outcome in ["applied", "same"] {
+        let answer: Value = dataplane(&lab, node, &osm)?.json()?;
+        ensure!(answer["outcome"] == outcome, "{answer:#}");
+    }
+    let removed: Value =
+        dataplane(&lab, node, &[&osm[..], &["--cleanup-only"]].concat())?.json()?;
+    ensure!(removed["outcome"] == "removed", "{removed:#}");
+    ensure!(everything(node)? == wanted, "{:?}", everything(node)?);
     let gone = at("gone");
     let failed = dataplane(
         &lab,
