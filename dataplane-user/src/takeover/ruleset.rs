@@ -26,6 +26,20 @@ pub enum Form {
     Nft,
 }
 
+impl Form {
+    /// The form of a text, by its first line that says something.
+    pub fn of(text: &str) -> Self {
+        let first = text
+            .lines()
+            .map(str::trim)
+            .find(|line| !line.is_empty() && !line.starts_with('#'));
+        match first {
+            Some(line) if line.starts_with("table ") => Self::Nft,
+            _ => Self::Saved,
+        }
+    }
+}
+
 /// A line of a text.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Line<'a> {

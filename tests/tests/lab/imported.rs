@@ -1,6 +1,6 @@
 //! `--from-iptables`: kube-proxy's rules as the source, in each of its modes, live and from a file.
 
-use std::{fs, os::unix::fs::symlink, path::Path};
+use std::{collections::BTreeMap, fs, os::unix::fs::symlink, path::Path};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
@@ -24,6 +24,7 @@ scenarios! {
     a_file_with_rules_is_followed_and_faults_change_nothing,
     a_node_is_moved_by_hand_and_given_back,
     a_sidecars_rules_become_a_configuration,
+    native_rules_become_the_same_configuration,
     istios_own_examples_become_configurations,
 }
 
@@ -544,6 +545,109 @@ fn a_sidecars_rules_become_a_configuration() -> Result<()> {
     Ok(())
 }
 
+/// The same rules, as Istio writes them into tables of its own.
+pub const NATIVE: &str = "\
+table inet istio-proxy-nat {
+ chain prerouting { type nat hook prerouting priority -100; }
+ chain output { type nat hook output priority -100; }
+ chain istio-inbound { }
+ chain istio-redirect { }
+ chain istio-in-redirect { }
+ chain istio-output { }
+}
+add rule inet istio-proxy-nat prerouting meta l4proto tcp counter jump istio-inbound
+add rule inet istio-proxy-nat output counter jump istio-output
+add rule inet istio-proxy-nat istio-inbound meta l4proto tcp tcp dport 15008 counter return
+add rule inet istio-proxy-nat istio-inbound meta l4proto tcp tcp dport 15021 counter return
+add rule inet istio-proxy-nat istio-inbound meta l4proto tcp tcp dport 9090 counter return
+add rule inet istio-proxy-nat istio-inbound meta l4proto tcp counter jump istio-in-redirect
+add rule inet istio-proxy-nat istio-in-redirect meta l4proto tcp counter redirect to :15006
+add rule inet istio-proxy-nat istio-redirect meta l4proto tcp counter redirect to :15001
+add rule inet istio-proxy-nat istio-output tcp dport 3306 counter return
+add rule inet istio-proxy-nat istio-output udp dport 3306 counter return
+add rule inet istio-proxy-nat istio-output oifname lo ip saddr 127.0.0.6/32 counter return
+add rule inet istio-proxy-nat istio-output oifname lo ip6 saddr ::6/128 counter return
+add rule inet istio-proxy-nat istio-output oifname lo meta l4proto tcp ip daddr != 127.0.0.1/32 tcp dport != { 53, 15008 } skuid 1337 \
+counter jump istio-in-redirect
+add rule inet istio-proxy-nat istio-output oifname lo meta l4proto tcp ip6 daddr != ::1/128 tcp dport != 15008 skuid 1337 \
+counter jump istio-in-redirect
+add rule inet istio-proxy-nat istio-output oifname lo skuid != 1337 counter return
+add rule inet istio-proxy-nat istio-output skuid 1337 counter return
+add rule inet istio-proxy-nat istio-output skgid 888 counter return
+add rule inet istio-proxy-nat istio-output ip daddr 127.0.0.1/32 counter return
+add rule inet istio-proxy-nat istio-output ip6 daddr ::1/128 counter return
+add rule inet istio-proxy-nat istio-output ip daddr 10.96.0.0/12 counter return
+add rule inet istio-proxy-nat istio-output ip6 daddr fd00:96::/64 counter return
+add rule inet istio-proxy-nat istio-output counter jump istio-redirect
+";
+
+/// What `import-mesh` prints for the rules of a host, without remarks.
+fn imports(host: &Host, program: &Path, more: &[&str]) -> Result<String> {
+    let command = host.command(program).args(["iptables", "import-mesh"]);
+    let output = command.args(more).output()?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(output.status.success(), "{said}");
+    Ok(said_by(&output.stdout))
+}
+
+/// A configuration without remarks.
+fn said_by(output: &[u8]) -> String {
+    let said = String::from_utf8_lossy(output);
+    let lines = said.lines().filter(|line| !line.starts_with('#'));
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+fn native_rules_become_the_same_configuration() -> Result<()> {
+    let lab = Lab::builder()
+        .node("node1")
+        .pod("node1", "native", "10.244.1.5")
+        .pod("node1", "usual", "10.244.1.6")
+        .build()?;
+    let (native, usual) = (lab.pod("native"), lab.pod("usual"));
+    let program = lab.programs().dataplane()?;
+    let load = |host: &Host, program: &str, rules: &str| -> Result<()> {
+        let script = format!("{program} <<'end'\n{rules}\nend");
+        host.command("sh").args(["-c", &script]).run()?;
+        Ok(())
+    };
+    load(
+        usual,
+        "iptables-nft-restore",
+        &sidecar("127.0.0.1/32", "127.0.0.6/32", "10.96.0.0/12"),
+    )?;
+    load(
+        usual,
+        "ip6tables-nft-restore",
+        &sidecar("::1/128", "::6/128", "fd00:96::/64"),
+    )?;
+    load(native, "nft -f -", NATIVE)?;
+    let wanted = imports(usual, &program, &[])?;
+    // From the kernel, and as nft prints it.
+    let found = imports(native, &program, &[])?;
+    ensure!(found == wanted, "{found}\n{wanted}");
+    let directory = tempfile::tempdir()?;
+    let file = directory.path().join("rules");
+    let path = file.to_string_lossy().into_owned();
+    fs::write(
+        &file,
+        native.command("nft").args(["list", "ruleset"]).run()?,
+    )?;
+    let found = imports(native, &program, &["--file", &path])?;
+    ensure!(found == wanted, "{found}\n{wanted}");
+    // What has no counterpart is named with its line.
+    load(
+        native,
+        "nft -f -",
+        "add rule inet istio-proxy-nat prerouting tcp flags syn counter drop",
+    )?;
+    let failed = imports(native, &program, &[]).unwrap_err().to_string();
+    ensure!(
+        failed.starts_with("dataplane: nft:5: ") && failed.contains("not understood"),
+        "{failed}"
+    );
+    Ok(())
+}
+
 /// `DATAPLANE_ISTIO_RULES` names a directory with Istio's source, or its test data: files `*.golden` that have what its programs
 /// write for many configurations. Each that captures connections becomes a configuration.
 fn istios_own_examples_become_configurations() -> Result<()> {
@@ -558,7 +662,8 @@ fn istios_own_examples_become_configurations() -> Result<()> {
     let directory = tempfile::tempdir()?;
     let file = directory.path().join("rules");
     let path = file.to_string_lossy().into_owned();
-    let (mut imported, mut refused) = (0, 0);
+    let (mut imported, mut refused, mut twice) = (0, 0, 0);
+    let mut configurations = BTreeMap::new();
     let mut examples = walk(root.as_ref())?;
     examples.sort();
     for example in examples {
@@ -570,20 +675,51 @@ fn istios_own_examples_become_configurations() -> Result<()> {
         let blocks = text.split("COMMIT");
         let blocks = blocks.filter_map(|block| Some(&block[block.find('*')?..]));
         let blocks: Vec<String> = blocks.map(|block| format!("{block}COMMIT\n")).collect();
+        // Groups by names that not every machine has.
+        let named = |rules: &str| rules.replace("java", "201").replace("ftp", "202");
+        let native = text.contains("add table inet istio-");
         let rules = blocks.concat();
-        if rules.is_empty() {
+        if rules.is_empty() && !native {
             continue;
         }
-        // Groups by names that not every machine has.
-        fs::write(&file, rules.replace("java", "201").replace("ftp", "202"))?;
+        fs::write(&file, named(if native { &text } else { &rules }))?;
         let command = node.command(&program).args(["iptables", "import-mesh"]);
-        // Its routes say what is reached by an interface.
-        let netns = ["--netns", "/proc/self/ns/net"];
-        let output = command.args(["--file", &path]).args(netns).output()?;
+        let output = if native {
+            node.command("nft").args(["flush", "ruleset"]).run()?;
+            // The sets that some rules ask.
+            if text.contains("@istio-inpod-probes") {
+                let table = "inet istio-ambient-nat";
+                let set = |v| {
+                    format!("add set {table} istio-inpod-probes-v{v} {{ type ipv{v}_addr; }}\n")
+                };
+                let sets = format!("add table {table}\n{}{}", set(4), set(6));
+                fs::write(&file, sets + &text)?;
+            }
+            node.command("nft").args(["-f", &path]).run()?;
+            command.output()?
+        } else {
+            // Its routes say what is reached by an interface.
+            let netns = ["--netns", "/proc/self/ns/net"];
+            command.args(["--file", &path]).args(netns).output()?
+        };
         let said = String::from_utf8_lossy(&output.stderr);
         if output.status.success() {
             imported += 1;
             println!("{name}: a configuration");
+            // Istio writes the same for either kind of rules.
+            let its = said_by(&output.stdout);
+            let group = if example.iter().any(|part| part == "cni") {
+                "cni"
+            } else {
+                "tools"
+            };
+            let kind = (group, example.file_name().map(ToOwned::to_owned));
+            if let Some((other, known)) =
+                configurations.insert(kind, (name.to_string(), its.clone()))
+            {
+                ensure!(known == its, "{name} and {other}: {its}\n{known}");
+                twice += 1;
+            }
         } else {
             let captures_nothing = ["no rule of Istio", "the rules are the node's"];
             ensure!(
@@ -599,7 +735,8 @@ fn istios_own_examples_become_configurations() -> Result<()> {
         "no example of {refused} became a configuration"
     );
     println!(
-        "{imported} examples became configurations, {refused} have rules that capture nothing"
+        "{imported} examples became configurations, {twice} of them the same as another's of the same name; {refused} have rules that \
+         capture nothing"
     );
     Ok(())
 }

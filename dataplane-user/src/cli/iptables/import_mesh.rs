@@ -38,8 +38,8 @@ pub struct ImportMeshArgs {
     #[command(flatten)]
     place: WhereArgs,
 
-    /// Read rules from this file in place of the kernel's: output of iptables-save and ip6tables-save. With --netns, the
-    /// network namespace's routes are read as well
+    /// Read rules from this file in place of the kernel's: output of iptables-save and ip6tables-save, or of nft list ruleset.
+    /// With --netns, the network namespace's routes are read as well
     #[arg(long, value_name = "FILE", conflicts_with = "host_root")]
     file: Option<PathBuf>,
 }
@@ -52,7 +52,7 @@ impl ImportMeshArgs {
             let origin = path.display().to_string();
             capture::read(&[Text {
                 origin: &origin,
-                form: Form::Saved,
+                form: Form::of(&text),
                 text: &text,
             }])
         } else {

@@ -164,7 +164,7 @@ impl ReportArgs {
                     fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
                 let text = String::from_utf8_lossy(&text);
                 let origin = path.file_name().unwrap_or_default().to_string_lossy();
-                let (form, origin) = (form_of(&text), &*origin);
+                let (form, origin) = (Form::of(&text), &*origin);
                 let report = report::report(
                     &[Text {
                         origin,
@@ -345,18 +345,6 @@ impl ReportArgs {
             0 => Ok(()),
             more => writeln!(out, "  and {more} more (--lines)"),
         }
-    }
-}
-
-/// The form of a text, by its first line that says something.
-fn form_of(text: &str) -> Form {
-    let first = text
-        .lines()
-        .map(str::trim)
-        .find(|line| !line.is_empty() && !line.starts_with('#'));
-    match first {
-        Some(line) if line.starts_with("table ") => Form::Nft,
-        _ => Form::Saved,
     }
 }
 

@@ -43,7 +43,7 @@ impl Mangle {
         match (row.chain, shape, target) {
             ("PREROUTING", "p", to) if tcp && to == mesh.inbound => self.inbound.hooked = true,
             ("PREROUTING", "i", "RETURN") => self.inbound.leave_alone(&options.interface)?,
-            ("PREROUTING", "state", "ISTIO_DROP") if options.state == "INVALID" => {
+            ("PREROUTING", "state" | "p state", "ISTIO_DROP") if options.state == "INVALID" => {
                 self.drops_invalid = true;
             }
             // Of `OUTPUT`, only marks are set behind this rule.

@@ -8,6 +8,7 @@ mod family;
 mod inbound;
 mod mangle;
 mod merge;
+mod native;
 mod options;
 mod routes;
 mod said;
@@ -26,6 +27,9 @@ use self::{
 use super::ruleset::{Form, Text};
 use crate::iptables::{self, Entry, Rule};
 
+/// What is wrong with Istio's rules on a node.
+const NODES: &str = "the rules are the node's, for probes of the kubelet, and capture no connection; read those in a pod";
+
 /// Reads what the rules of a mesh capture in a pod.
 ///
 /// # Errors
@@ -33,28 +37,57 @@ use crate::iptables::{self, Entry, Rule};
 /// There are no such rules, or a rule captures connections in another way than a configuration can say.
 pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
     let mut tables = Tables::default();
+    let fault_in = |text: &Text<'_>, (line, what, rule): Wrong| Fault {
+        place: format!("{}:{line}", text.origin),
+        what,
+        text: rule,
+    };
+    let mut natives = Vec::new();
     for text in texts {
-        let fault = |line: usize, what: String, rule: String| Fault {
-            place: format!("{}:{line}", text.origin),
-            what,
-            text: rule,
-        };
-        if text.form == Form::Nft {
-            let mut lines = text.text.lines().zip(1..);
-            let of_mesh = |line: &str| {
-                line.trim_start().starts_with("table ") && line.contains("istio")
-                    || MESHES.iter().any(|mesh| line.contains(mesh.prefix))
-            };
-            if let Some((line, number)) = lines.find(|(line, _)| of_mesh(line)) {
-                let what = "rules of nf_tables are not understood; only those of iptables are";
-                return Err(fault(number, what.to_owned(), line.trim().to_owned()));
+        let fault = |wrong| fault_in(text, wrong);
+        match text.form {
+            Form::Saved => tables.read(text.origin, text.text, None).map_err(fault)?,
+            Form::Nft => {
+                let native = native::in_iptables_words(text.text).map_err(fault)?;
+                natives.extend(native.map(|native| (text, native)));
             }
-            continue;
         }
+    }
+    // Tables of nf_tables are of both families. Istio was told to capture those of which it names addresses.
+    let are_named = [0, 1].map(|of| natives.iter().any(|(_, native)| native.are_named[of]));
+    for (text, native) in &natives {
+        if let Some((line, rule)) = native.first.clone().filter(|_| are_named == [false; 2]) {
+            let what = "no rule names an address, so none says of which family the rules are";
+            return Err(fault_in(text, (line, what.to_owned(), rule)));
+        }
+        let both = native.texts.iter().zip(are_named);
+        for ((rules, is_named), v4) in both.zip([true, false]) {
+            if !is_named {
+                continue;
+            }
+            let read = tables.read(text.origin, rules, Some(v4));
+            read.map_err(|(line, what, _)| {
+                let rule = text.text.lines().nth(line - 1).unwrap_or_default();
+                fault_in(text, (line, what, rule.trim().to_owned()))
+            })?;
+        }
+    }
+    merge(tables).map_err(|(place, what, text)| Fault { place, what, text })
+}
+
+/// Whether there are rules of Istio's in tables of nf_tables that are not iptables', read or not.
+pub fn are_native(texts: &[Text<'_>]) -> bool {
+    let mut native = texts.iter().filter(|text| text.form == Form::Nft);
+    native.any(|text| !matches!(native::in_iptables_words(text.text), Ok(None)))
+}
+
+impl<'a> Tables<'a> {
+    /// Reads what `iptables-save` prints. `v4`: the family, if it is known.
+    fn read(&mut self, origin: &'a str, text: &str, v4: Option<bool>) -> Result<(), Wrong> {
         let mut table = "";
         let mut rows: Vec<Rule<'_>> = Vec::new();
-        for entry in iptables::entries(text.text) {
-            match entry.map_err(|error| fault(error.line, error.what.to_owned(), String::new()))? {
+        for entry in iptables::entries(text) {
+            match entry.map_err(|error| (error.line, error.what.to_owned(), String::new()))? {
                 Entry::Table(name) => (table, rows) = (name, Vec::new()),
                 Entry::Rule(rule) => match rule.before {
                     // `-I` puts it at a place before others.
@@ -72,18 +105,18 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
                         .iter()
                         .find(|mesh| rows.iter().any(|row| mesh.has(row)));
                     let Some(mesh) = mesh else { continue };
-                    let read = tables.read(text.origin, mesh, table, &rows);
-                    read.map_err(|(line, what, rule)| fault(line, what, rule))?;
+                    self.table(origin, mesh, table, &rows)?;
+                    if let Some((_, family)) = self.families.last_mut() {
+                        family.v4 = family.v4.or(v4);
+                    }
                 }
             }
         }
+        Ok(())
     }
-    merge(tables).map_err(|(place, what, text)| Fault { place, what, text })
-}
 
-impl<'a> Tables<'a> {
     /// Reads a table of one family.
-    fn read(
+    fn table(
         &mut self,
         origin: &'a str,
         mesh: &'static Chains,
@@ -98,9 +131,7 @@ impl<'a> Tables<'a> {
                 let is_of_node =
                     |row: &&Rule<'_>| mesh.has(row) && row.text.contains("ISTIO_POSTRT");
                 if let Some(row) = rows.iter().find(is_of_node) {
-                    let what = "the rules are the node's, for probes of the kubelet, and capture no connection; read those in a \
-                                pod";
-                    return Err((row.line, what.to_owned(), row.to_string()));
+                    return Err((row.line, NODES.to_owned(), row.to_string()));
                 }
                 self.families.push((origin, family(mesh, rows)?));
             }

@@ -311,12 +311,29 @@ fn a_rule_without_a_counterpart_is_an_error_with_its_line() {
     for none in ["", "*nat\n-A OUTPUT -j PROXY_INIT_OUTPUT\nCOMMIT\n"] {
         assert!(of(none).unwrap_err().what.contains("no rule of Istio"));
     }
-    let native = read(&[Text {
-        origin: "nft",
-        form: Form::Nft,
-        text: "table inet istio-proxy-nat {\n}\n",
-    }]);
-    assert!(native.unwrap_err().what.contains("nf_tables"));
+    let native = |rule: &str| {
+        let text = format!(
+            "table inet istio-proxy-nat {{\n\tchain istio-output {{\n\t\t{rule}\n\t}}\n}}\n"
+        );
+        let read = read(&[Text {
+            origin: "nft",
+            form: Form::Nft,
+            text: &text,
+        }]);
+        read.unwrap_err().to_string()
+    };
+    assert!(native("").contains("no rule of Istio"));
+    for (rule, what) in [
+        ("tcp flags syn return", "\"flags\" is not understood"),
+        ("meta skuid 1337 return", "no rule names an address"),
+        ("ip daddr 192.0.2.1 accept", "no counterpart"),
+    ] {
+        let said = native(rule);
+        assert!(
+            said.starts_with("nft:3: ") && said.contains(what) && said.ends_with(rule),
+            "{said}"
+        );
+    }
 }
 
 #[test]

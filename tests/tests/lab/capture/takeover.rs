@@ -11,6 +11,7 @@ use super::{World, foreign, interfaces, mesh, proxies, relay::Relay};
 use crate::{
     cluster::{ask, lived, reaches},
     imported,
+    imported::NATIVE,
     outcome::{self, Outcome},
     takeover::{is_long, let_traffic_go_on},
 };
@@ -385,21 +386,33 @@ fn rules_that_do_more_than_capture_stay() -> Result<()> {
     let mut world = World::new()?;
     let _sidecar = Relay::haproxy(&world)?;
     world.capture(foreign(), json!({}))?;
-    for (rules, words) in [
-        (AMBIENT, ["ambient mode", "ztunnel encrypts"]),
-        (TPROXY, ["by TPROXY", "interceptionMode"]),
+    for (program, rules, words) in [
+        (
+            "iptables-nft-restore",
+            AMBIENT,
+            ["ambient mode", "ztunnel encrypts"],
+        ),
+        (
+            "iptables-nft-restore",
+            TPROXY,
+            ["by TPROXY", "interceptionMode"],
+        ),
+        (
+            "nft flush ruleset; nft -f -",
+            NATIVE,
+            ["own in nf_tables", "import-mesh"],
+        ),
     ] {
         let path = world.state.path().join("rules");
         fs::write(&path, rules)?;
-        let restore = format!("iptables-nft-restore < {}", path.display());
+        let restore = format!("{program} < {}", path.display());
         world.app().command("sh").args(["-c", &restore]).run()?;
-        let print = || world.app().command("iptables-nft-save").run();
-        let lines = |text: &str| -> Vec<String> {
-            let lines = text.lines().filter(|line| line.starts_with("-A"));
-            lines.map(str::to_owned).collect()
+        let print = || {
+            let list = ["-s", "list", "ruleset"];
+            world.app().command("nft").args(list).run()
         };
-        let before = lines(&print()?);
-        ensure!(!before.is_empty(), "no rule was loaded");
+        let before = print()?;
+        ensure!(before.contains("15001"), "no rule was loaded: {before}");
         let directory = world.state.path().join("takeover");
         let netns = world.app().netns().to_owned();
         for more in [&["--dry-run"][..], &[]] {
@@ -420,7 +433,7 @@ fn rules_that_do_more_than_capture_stay() -> Result<()> {
             );
             ensure!(said.contains("nothing was changed"), "{said}");
         }
-        ensure!(lines(&print()?) == before, "rules were changed");
+        ensure!(print()? == before, "rules were changed");
         let saved = fs::read_dir(&directory).into_iter().flatten().flatten();
         let saved = saved
             .flat_map(|entry| fs::read_dir(entry.path()))
