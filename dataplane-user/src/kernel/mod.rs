@@ -70,10 +70,11 @@ use tracing::info;
 
 pub use accelerate::Accelerator;
 pub use capture::{
-    Capture, CaptureOptions, CaptureTables, InterfaceRule, Listeners, Machines, Namespace,
-    OUR_TABLE, Pairs, QueryLease, QuerySockets, addresses, index_of, is_the_nodes, open_listeners,
-    open_query_sockets, open_resolver_sockets, open_transparent_listeners, route_answers,
-    route_answers_no_more, route_interfaces, route_to_sockets, this_namespace, unroute_interfaces,
+    Capture, CaptureOptions, CaptureTables, InterfaceRule, Listeners, Machines, Marks, Namespace,
+    OUR_TABLE, Pairs, QueryLease, QuerySockets, Unrouted, addresses, indices, is_the_nodes,
+    open_listeners, open_query_sockets, open_resolver_sockets, open_transparent_listeners,
+    route_answers, route_answers_no_more, route_interfaces, route_to_sockets, this_namespace,
+    unroute_interfaces,
 };
 pub use cgroup::cgroup2_root;
 pub use children::ends_with_us;

@@ -176,6 +176,20 @@ pub fn bitwise(mask: u32, flip: u32) -> Vec<u8> {
     expression("bitwise", &parts.concat())
 }
 
+/// Loads 1 if an IPv6 packet has a header of this kind, and 0 if it has none. A rule does not go on with another packet.
+pub fn has_header(kind: u8) -> Vec<u8> {
+    const PRESENT: u32 = 1; // NFT_EXTHDR_F_PRESENT
+    // NFTA_EXTHDR_DREG, _TYPE, _OFFSET, _LEN, _FLAGS
+    let parts = [
+        number(1, REGISTER),
+        attribute(2, &[kind]),
+        number(3, 0),
+        number(4, 1),
+        number(5, PRESENT),
+    ];
+    expression("exthdr", &parts.concat())
+}
+
 /// Drops the packet.
 pub fn drop() -> Vec<u8> {
     const DROP: u32 = 0; // NF_DROP

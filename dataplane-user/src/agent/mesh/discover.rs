@@ -195,24 +195,23 @@ impl Mesh {
                 continue;
             }
             owners.insert(home.cookie, &member.workload.name);
-            let mut interfaces = BTreeMap::new();
             let policy = &member.policy;
             let named = policy.excluded_interfaces.union(&policy.virtual_interfaces);
-            for interface in named {
-                match kernel::index_of(home, interface) {
-                    Ok(Some(index)) => {
-                        interfaces.insert(interface.to_string(), index);
-                    }
-                    Ok(None) => {}
-                    Err(error) => problems.add(
-                        name,
-                        Problem::of_node(format!(
-                            "cannot look for its interface {interface}: {error}; inbound connections are captured there, and \
-                             those of virtual machines refused"
-                        )),
-                    ),
-                }
-            }
+            let named: BTreeSet<&str> = named.map(|name| &**name).collect();
+            let all = if named.is_empty() {
+                Ok(BTreeMap::new())
+            } else {
+                kernel::indices(home)
+            };
+            let mut interfaces = all.unwrap_or_else(|error| {
+                let text = format!(
+                    "cannot look for its interfaces: {error}; inbound connections are captured at all of them, and those of virtual \
+                     machines refused"
+                );
+                problems.add(name, Problem::of_node(text));
+                BTreeMap::new()
+            });
+            interfaces.retain(|name, _| named.contains(&**name));
             let its = Home {
                 cookie: home.cookie,
                 interfaces: &interfaces,

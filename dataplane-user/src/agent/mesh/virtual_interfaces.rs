@@ -13,7 +13,7 @@ use socket2::{Domain, SockRef};
 use super::{Mesh, attach, found::Found, problems::Problems};
 use crate::{
     agent::foreign,
-    kernel::{self, InterfaceRule, Kernel, Machines, Namespace, namespaces},
+    kernel::{self, InterfaceRule, Kernel, Machines, Marks, Namespace, Unrouted, namespaces},
     model::Policy,
     plan::{
         Captured,
@@ -167,12 +167,16 @@ impl Mesh {
                 (true, true) => &none,
                 (true, false) => continue,
             };
-            let machines = machines(&member.policy, self.options.mark, indices);
-            if let Err(error) = self.write_machines(namespace, machines, closed) {
-                let what = if closed {
-                    "the machines at its virtual interfaces are cut off, because nothing tells their connections apart"
-                } else {
-                    "connections that come by its virtual interfaces are not captured"
+            let machines = machines(&member.policy, self.options.mark, closed, indices);
+            if let Err(Unrouted { error, are_held }) = self.write_machines(namespace, machines) {
+                let what = match (closed, are_held) {
+                    (_, true) => "the machines at its virtual interfaces are cut off",
+                    (true, false) => {
+                        "connections that come by its virtual interfaces are not captured, so its egress: deny does not hold for them"
+                    }
+                    (false, false) => {
+                        "connections that come by its virtual interfaces are not captured"
+                    }
                 };
                 let text = format!("{what}: cannot write rules in its network namespace: {error}");
                 problems.add(&member.workload.name, Problem::of_node(text));
@@ -181,18 +185,18 @@ impl Mesh {
     }
 
     /// Writes what is not there. Again each time: somebody else may have removed something.
-    fn write_machines(
-        &mut self,
-        namespace: &Namespace,
-        wanted: Machines,
-        closed: bool,
-    ) -> io::Result<()> {
-        let file = namespace.file.try_clone()?;
+    fn write_machines(&mut self, namespace: &Namespace, wanted: Machines) -> Result<(), Unrouted> {
+        let unheld = |error| Unrouted {
+            error,
+            are_held: false,
+        };
+        let file = namespace.file.try_clone().map_err(unheld)?;
         let known = self.routed.remove(&namespace.cookie).flatten();
         let is_new = known.is_none_or(|(_, known)| known.as_ref() != Some(&wanted));
         let routed = namespaces::within(file.as_fd(), || {
-            kernel::route_interfaces(&wanted, is_new, closed)
+            Ok(kernel::route_interfaces(&wanted, is_new))
         });
+        let routed = routed.map_err(unheld).and_then(|routed| routed);
         // Also if only a part was written, so that it is removed some time.
         let whole = routed.is_ok().then_some(wanted);
         self.routed.insert(namespace.cookie, Some((file, whole)));
@@ -200,8 +204,8 @@ impl Mesh {
     }
 }
 
-/// What is to come to the sockets by a policy's virtual interfaces, of which these have numbers.
-fn machines(policy: &Policy, mark: u32, indices: &BTreeMap<String, u32>) -> Machines {
+/// What is to come to the sockets by a policy's virtual interfaces, of which these have numbers. `closed`: nothing may escape.
+fn machines(policy: &Policy, mark: u32, closed: bool, indices: &BTreeMap<String, u32>) -> Machines {
     let ranges = [true, false]
         .map(|v4| policy.ranges_of_interfaces(v4))
         .concat();
@@ -215,11 +219,14 @@ fn machines(policy: &Policy, mark: u32, indices: &BTreeMap<String, u32>) -> Mach
             bit,
         })
     });
+    let interfaces = names.map(|name| (name.to_string(), indices.get(&**name).copied()));
     Machines {
         rules: rules.collect(),
-        interfaces: names
-            .map(|name| (name.to_string(), indices.get(&**name).copied()))
-            .collect(),
+        marks: Marks {
+            interfaces: interfaces.collect(),
+            bit,
+            closed,
+        },
     }
 }
 

@@ -16,7 +16,7 @@ use netlink_packet_route::{
 
 use super::{
     listeners::is_v6_off,
-    machine_marks::{self, Interfaces},
+    machine_marks::{self, Marks},
     routing::{self, TABLE},
 };
 use crate::kernel::{namespaces, rtnetlink::Netlink, sys};
@@ -35,36 +35,49 @@ pub struct InterfaceRule {
 /// What is to come by interfaces to the sockets of a network namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Machines {
-    /// The rules, all with the same bit.
+    /// The rules.
     pub rules: BTreeSet<InterfaceRule>,
-    /// Their interfaces.
-    pub interfaces: Interfaces,
+    /// Their interfaces, and their bit.
+    pub marks: Marks,
+}
+
+/// Why connections are not captured.
+#[derive(Debug)]
+pub struct Unrouted {
+    /// What the kernel refused.
+    pub error: io::Error,
+    /// Whether they go nowhere. Else they go on.
+    pub are_held: bool,
 }
 
 /// In the network namespace that this thread is in: has these packets go to sockets here, and no others by interface. `is_new`:
-/// others did until now. `closed`: what to do if the packets cannot be marked. If so, all packets go to sockets here, so that
-/// none goes on; if not, none does.
+/// others did until now.
 ///
 /// # Errors
-/// The kernel's refusal.
-pub fn route_interfaces(wanted: &Machines, is_new: bool, closed: bool) -> io::Result<()> {
-    let bit = wanted.rules.first().map(|rule| rule.bit);
+/// The kernel's refusal. Then no connection is captured; where nothing may escape, they are held, if the kernel lets that be done.
+pub fn route_interfaces(wanted: &Machines, is_new: bool) -> Result<(), Unrouted> {
+    let Machines { rules, marks } = wanted;
     // Before the rules that ask for the mark.
-    let marked = bit.map_or(Ok(()), |bit| {
-        machine_marks::write(&wanted.interfaces, bit, is_new)
-    });
-    if marked.is_err() {
-        let rules = wanted.rules.iter().filter(|_| closed);
-        let all = rules.map(|rule| InterfaceRule {
+    if let Err(error) = machine_marks::write(marks, is_new) {
+        let all = rules.iter().filter(|_| marks.closed);
+        let all = all.map(|rule| InterfaceRule {
             bit: 0,
             ..rule.clone()
         });
-        route(&all.collect())?;
-        return marked;
+        let are_held = route(&all.collect()).is_ok() && marks.closed;
+        return Err(Unrouted { error, are_held });
     }
-    route(&wanted.rules)?;
-    if bit.is_none() {
-        machine_marks::remove()?;
+    if let Err(error) = route(rules) {
+        let names = marks.interfaces.keys().filter(|_| marks.closed);
+        let unknown = Marks {
+            interfaces: names.map(|name| (name.clone(), None)).collect(),
+            ..marks.clone()
+        };
+        let are_held = machine_marks::write(&unknown, true).is_ok() && marks.closed;
+        if !marks.closed {
+            let _ = route(&BTreeSet::new());
+        }
+        return Err(Unrouted { error, are_held });
     }
     Ok(())
 }
@@ -74,7 +87,8 @@ pub fn route_interfaces(wanted: &Machines, is_new: bool, closed: bool) -> io::Re
 /// # Errors
 /// The kernel's refusal.
 pub fn unroute_interfaces() -> io::Result<()> {
-    route_interfaces(&Machines::default(), true, false)
+    route(&BTreeSet::new())?;
+    machine_marks::remove().map(drop)
 }
 
 fn route(wanted: &BTreeSet<InterfaceRule>) -> io::Result<()> {

@@ -2,11 +2,11 @@
 //! interfaces ask for the mark: answers on connections that were forwarded to the machine go on as they do without these rules.
 //!
 //! Only conntrack can tell an answer, and it believes a packet's addresses: a machine that sends a packet in the name of somebody
-//! else can make its own connection look like the answer to that packet. So conntrack keeps a mark, too, of every connection of
-//! which a packet came by such an interface in the direction of a question. The answers to those are marked like questions.
+//! else can make its own connection look like the answer to that packet. Where nothing may escape, an answer is therefore only
+//! what belongs to a connection of which a question was forwarded that came by another interface. Conntrack's mark keeps that.
 //!
 //! Rules that ask for the absence of a mark would be closed without the table. But IPv4 looks up the way back of each packet that
-//! is forwarded to the machine, without a mark and as if it came by the machine's interface (`fib_validate_source`,
+//! is forwarded to the machine as if it came by the machine's interface, and most often without its mark (`fib_validate_source`,
 //! `net/ipv4/fib_frontend.c`). Such a rule makes that way a local one, so the kernel drops the packet.
 
 use std::{collections::BTreeMap, io};
@@ -17,16 +17,17 @@ use crate::kernel::{
     netlink::Netlink,
     nft_requests::{
         self, EQUAL, NOT_EQUAL, Request, SUBSYSTEM, accept, bitwise, compare, conntrack,
-        delete_table, drop, exists, go_to, meta, new_chain, new_inner_chain, new_rule, new_table,
-        rules, set_conntrack, set_meta,
+        delete_table, drop, exists, go_to, has_header, meta, new_chain, new_inner_chain, new_rule,
+        new_table, rules, set_conntrack, set_meta,
     },
 };
 
 /// The table's name, in the family `inet`.
 pub const TABLE: &str = "dataplane-machines";
 
-/// The chain at the hook.
+/// The chains at hooks: where packets come, and where they go on.
 const FIRST: &str = "prerouting";
+const FORWARD: &str = "forward";
 /// The chain of the interfaces' packets.
 const MACHINES: &str = "machines";
 /// What `nft list table` shows beside the rules.
@@ -47,18 +48,26 @@ const ORIGINAL: u8 = 0;
 const REPLY: u8 = 1;
 const TCP: u8 = 6;
 
-/// Interfaces by name, with the number by which the programs know each. `None`: they know none by this name, so TCP from it is
-/// dropped.
-pub type Interfaces = BTreeMap<String, Option<u32>>;
+/// What the table says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Marks {
+    /// The interfaces by name, with the number by which the programs know each. `None`: they know none by this name, so
+    /// connections that begin there are dropped.
+    pub interfaces: BTreeMap<String, Option<u32>>,
+    /// The bit of marks that the routing rules ask for.
+    pub bit: u32,
+    /// Whether nothing may escape: else conntrack's word for an answer is enough.
+    pub closed: bool,
+}
 
-/// In the network namespace that this thread is in: makes the table for these interfaces, with this bit. `is_new`: it had
-/// others until now. A table that is there and as large as it should be stays otherwise.
+/// In the network namespace that this thread is in: makes the table. `is_new`: it said something else until now. A table that is
+/// there and as large as it should be stays otherwise.
 ///
 /// # Errors
 /// If the kernel refuses, or has no nf_tables or conntrack.
-pub fn write(interfaces: &Interfaces, bit: u32, is_new: bool) -> io::Result<()> {
+pub fn write(marks: &Marks, is_new: bool) -> io::Result<()> {
     let mut netlink = Netlink::open(NETLINK_NETFILTER)?;
-    let wanted = table(interfaces, bit);
+    let wanted = table(marks);
     let is_there = exists(&mut netlink, TABLE)?;
     let ours = wanted
         .iter()
@@ -92,10 +101,17 @@ pub fn is_there() -> io::Result<bool> {
     nft_requests::is_there_with_conntrack(TABLE)
 }
 
-fn table(interfaces: &Interfaces, bit: u32) -> Vec<Request> {
+fn table(marks: &Marks) -> Vec<Request> {
     const PREROUTING: u32 = 0; // NF_INET_PRE_ROUTING
+    const ROUTED: u32 = 2; // NF_INET_FORWARD
     // Behind conntrack and `mangle`, before `nat` (`enum nf_ip_hook_priorities`).
     const PRIORITY: i32 = -140;
+    const FRAGMENT: u8 = 44; // IPPROTO_FRAGMENT
+    let Marks {
+        interfaces,
+        bit,
+        closed,
+    } = marks;
     let mut all = vec![
         new_table(TABLE),
         new_chain(TABLE, FIRST, "filter", PREROUTING, PRIORITY),
@@ -104,32 +120,51 @@ fn table(interfaces: &Interfaces, bit: u32) -> Vec<Request> {
     let mut rule = |chain, parts: &[Vec<u8>]| {
         all.push(new_rule(TABLE, chain, &parts.concat(), COMMENT));
     };
-    // Behind whatever number of extension headers: a routing rule looks no further than behind fifteen.
-    let is_tcp = [meta(PROTOCOL), compare(EQUAL, &[TCP])].concat();
+    let is_tcp = |how| [meta(PROTOCOL), compare(how, &[TCP])].concat();
+    let direction = |which: u8| [conntrack(DIRECTION), compare(EQUAL, &[which])].concat();
+    let by = |name: &str| [meta(NAME), compare(EQUAL, &padded(name))].concat();
+    for name in interfaces.keys() {
+        // Conntrack puts fragments together: what is left is a fragment inside another one, of which nobody knows the protocol.
+        let is_fragment = [has_header(FRAGMENT), compare(EQUAL, &[1])].concat();
+        rule(FIRST, &[by(name), is_fragment, drop()]);
+        // A packet of which the protocol cannot be told goes on, since the rule ends there.
+        rule(FIRST, &[by(name), is_tcp(NOT_EQUAL), accept()]);
+        rule(FIRST, &[by(name), go_to(MACHINES)]);
+    }
+    let is_known = if *closed {
+        [
+            conntrack(CONNECTIONS_MARK),
+            bitwise(*bit, 0),
+            compare(NOT_EQUAL, &0u32.to_ne_bytes()),
+        ]
+        .concat()
+    } else {
+        Vec::new()
+    };
+    rule(MACHINES, &[direction(REPLY), is_known, accept()]);
     for (name, index) in interfaces {
-        let by_name = [meta(NAME), compare(EQUAL, &padded(name))].concat();
         // Another interface with the name: the programs would take what comes by it for the workload's own.
         let is_other =
             index.map(|index| [meta(INDEX), compare(NOT_EQUAL, &index.to_ne_bytes())].concat());
-        let is_other = is_other.unwrap_or_default();
-        rule(FIRST, &[by_name.clone(), is_other, is_tcp.clone(), drop()]);
-        rule(FIRST, &[by_name, is_tcp.clone(), go_to(MACHINES)]);
+        rule(MACHINES, &[by(name), is_other.unwrap_or_default(), drop()]);
     }
-    let direction = |which: u8| [conntrack(DIRECTION), compare(EQUAL, &[which])].concat();
-    let with_bit = bitwise(!bit, bit);
-    let is_the_machines = [
-        conntrack(CONNECTIONS_MARK),
-        with_bit.clone(),
-        set_conntrack(CONNECTIONS_MARK),
-    ];
-    rule(MACHINES, &[direction(ORIGINAL), is_the_machines.concat()]);
-    let is_another = [
-        conntrack(CONNECTIONS_MARK),
-        bitwise(bit, 0),
-        compare(EQUAL, &0u32.to_ne_bytes()),
-    ];
-    rule(MACHINES, &[direction(REPLY), is_another.concat(), accept()]);
-    rule(MACHINES, &[meta(MARK), with_bit, set_meta(MARK)]);
+    rule(MACHINES, &[meta(MARK), bitwise(!bit, *bit), set_meta(MARK)]);
+    if *closed {
+        let chain = new_chain(TABLE, FORWARD, "filter", ROUTED, PRIORITY);
+        all.push(chain);
+        let mut rule = |parts: &[Vec<u8>]| {
+            all.push(new_rule(TABLE, FORWARD, &parts.concat(), COMMENT));
+        };
+        for name in interfaces.keys() {
+            rule(&[by(name), accept()]);
+        }
+        let keep = [
+            conntrack(CONNECTIONS_MARK),
+            bitwise(!bit, *bit),
+            set_conntrack(CONNECTIONS_MARK),
+        ];
+        rule(&[is_tcp(EQUAL), direction(ORIGINAL), keep.concat()]);
+    }
     all
 }
 

@@ -29,13 +29,14 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use self::inbound::Inbound;
 pub use self::{
-    interface_rules::{InterfaceRule, Machines, route_interfaces, unroute_interfaces},
+    interface_rules::{InterfaceRule, Machines, Unrouted, route_interfaces, unroute_interfaces},
     lease::QueryLease,
     listeners::{
         Listeners, QuerySockets, open_listeners, open_query_sockets, open_resolver_sockets,
         open_transparent_listeners,
     },
-    namespace::{Namespace, addresses, index_of, is_linked, is_the_nodes, this_namespace},
+    machine_marks::Marks,
+    namespace::{Namespace, addresses, indices, is_linked, is_the_nodes, this_namespace},
     pairs::Pairs,
     routing::{route_answers, route_answers_no_more, route_to_sockets},
     tables::CaptureTables,

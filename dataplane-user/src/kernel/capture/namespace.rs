@@ -1,6 +1,7 @@
 //! What is known of a network namespace.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     net::IpAddr,
     os::{
@@ -72,20 +73,25 @@ pub fn addresses() -> io::Result<Vec<IpAddr>> {
     Ok(addresses)
 }
 
-/// The number of an interface in a network namespace; none if there is no such interface.
+/// The numbers of the interfaces in a network namespace, by name.
 ///
 /// # Errors
 /// If the namespace cannot be entered.
-pub fn index_of(namespace: &Namespace, interface: &str) -> io::Result<Option<u32>> {
+pub fn indices(namespace: &Namespace) -> io::Result<BTreeMap<String, u32>> {
     let all = RouteNetlinkMessage::GetLink(LinkMessage::default());
     let links = namespaces::within(namespace.file.as_fd(), || Netlink::open()?.list(&all))?;
-    Ok(links.into_iter().find_map(|answer| match answer {
-        RouteNetlinkMessage::NewLink(link) => {
-            let is_its = |what: &LinkAttribute| matches!(what, LinkAttribute::IfName(name) if name == interface);
-            link.attributes.iter().any(is_its).then_some(link.header.index)
-        }
-        _ => None,
-    }))
+    let found = links.into_iter().filter_map(|answer| {
+        let RouteNetlinkMessage::NewLink(link) = answer else {
+            return None;
+        };
+        let mut names = link.attributes.into_iter();
+        let name = names.find_map(|what| match what {
+            LinkAttribute::IfName(name) => Some(name),
+            _ => None,
+        });
+        Some((name?, link.header.index))
+    });
+    Ok(found.collect())
 }
 
 /// Whether a network namespace belongs to this process's user namespace, which is the node's: so somebody made it who may

@@ -455,10 +455,11 @@ fn nothing_is_left_behind() -> Result<()> {
     let there = marks(&world)?;
     for line in [
         "type filter hook prerouting priority mangle + 10; policy accept;",
-        "iifname \"virt0\" iif != \"virt0\" meta l4proto tcp drop",
-        "iifname \"virt0\" meta l4proto tcp goto machines",
-        "ct direction original ct mark set ct mark",
-        "ct direction reply ct mark & 0x00002000 == 0x00000000 accept",
+        "iifname \"virt0\" exthdr frag exists drop",
+        "iifname \"virt0\" meta l4proto != tcp accept",
+        "iifname \"virt0\" goto machines",
+        "ct direction reply accept",
+        "iifname \"virt0\" iif != \"virt0\" drop",
         "meta mark set meta mark | 0x00002000",
     ] {
         ensure!(there.contains(line), "{line}: {there}");

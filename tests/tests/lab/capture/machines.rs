@@ -2,8 +2,9 @@
 //! time.
 
 use std::{
+    fs,
     net::{IpAddr, SocketAddr},
-    os::fd::OwnedFd,
+    path::{Path, PathBuf},
     time::Duration,
 };
 
@@ -22,7 +23,8 @@ use super::{
     pod,
 };
 use crate::{
-    cluster::eventually,
+    cluster::{eventually, reaches},
+    outcome::run_args,
     sockets::{address, arrived, inject, link, tap},
 };
 
@@ -32,6 +34,8 @@ scenarios! {
     no_number_of_headers_escapes,
     the_table_comes_back,
     an_interface_that_is_made_again_waits_for_the_agent,
+    without_the_table_a_denied_machine_is_cut_off,
+    machines_answer_each_other,
     rules_of_other_ranges_and_of_an_earlier_agent_go,
 }
 
@@ -49,8 +53,8 @@ fn segment(world: &World, [from, to]: [SocketAddr; 2], flags: u8) -> Result<Pack
     })
 }
 
-/// Whether the pod sends on what the machine sends to a port: one that nothing else is sent to.
-fn leaves(world: &World, packets: &[Packet], port: u16) -> Result<bool> {
+/// Whether the pod sends on a packet that would begin a connection from a port to a port.
+fn leaves(world: &World, packets: &[Packet], ports: [u16; 2]) -> Result<bool> {
     /// Packets that nobody waits for may be in a queue of the kernel's for so long.
     const QUEUED: Duration = Duration::from_millis(200);
     let seen = tap(world.app())?;
@@ -58,15 +62,15 @@ fn leaves(world: &World, packets: &[Packet], port: u16) -> Result<bool> {
     inject(machine(world), "up0", &frames)?;
     std::thread::sleep(patience(QUEUED));
     let out = link(world.app(), "eth0")?;
-    Ok(has_left(&seen, out, port))
-}
-
-fn has_left(seen: &OwnedFd, from: [u8; 6], port: u16) -> bool {
-    let port = port.to_be_bytes();
-    let frames = arrived(seen).into_iter();
-    // The ports are where the headers end, wherever that is.
-    let mut out = frames.filter(|frame| frame.get(6..12) == Some(&from));
-    out.any(|frame| frame.windows(2).any(|bytes| bytes == port))
+    let begins = |frame: &[u8]| {
+        // The ports are where the headers end, wherever that is.
+        let ports = ports.map(u16::to_be_bytes).concat();
+        let at = frame.windows(4).position(|bytes| bytes == ports);
+        let flags = at.and_then(|at| frame.get(at + 13));
+        flags.is_some_and(|found| found & (flags::SYN | flags::ACK) == flags::SYN)
+    };
+    let mut frames = arrived(&seen).into_iter();
+    Ok(frames.any(|frame| frame.get(6..12) == Some(&out) && begins(&frame)))
 }
 
 fn denied() -> Value {
@@ -82,40 +86,44 @@ fn ends(world: &World, v4: bool, ports: [u16; 2]) -> Result<[SocketAddr; 2]> {
     Ok([(own, ports[0]).into(), (other, ports[1]).into()])
 }
 
-/// By a packet in the name of somebody else, the machine has conntrack take its connection for the answer.
+/// By a packet in the name of somebody else, the machine has conntrack take its connection for the answer: now, or before it was
+/// captured.
 fn no_forged_answer_escapes() -> Result<()> {
     let mut world = world()?;
     for interface in ["all", INTERFACE] {
         let setting = format!("ipv4/conf/{interface}/rp_filter");
         world.app().sysctl(&setting, "0")?;
     }
-    let mut port = 47_000;
-    let mut forges = |world: &World| -> Result<Vec<bool>> {
+    let ways = [(true, true), (false, true), (true, false), (false, false)];
+    let tries = |world: &World, first: u16, is_forged: bool| -> Result<Vec<bool>> {
         let mut all = Vec::new();
-        for (v4, is_silent) in [(true, true), (false, true), (true, false), (false, false)] {
-            port += 1;
-            let [own, other] = ends(world, v4, [port, port + 500])?;
+        for ((v4, is_silent), port) in ways.into_iter().zip(first..) {
+            let ports = [port, port + 500];
+            let [own, other] = ends(world, v4, ports)?;
             let mut forged = segment(world, [other, own], flags::SYN)?;
             if is_silent {
                 // TCP says nothing to what was not for this host alone.
                 forged.link[0] = [0xff; 6];
             }
             let own = segment(world, [own, other], flags::SYN)?;
-            all.push(leaves(world, &[forged, own], port + 500)?);
+            let all_of = [forged, own];
+            all.push(leaves(world, &all_of[usize::from(!is_forged)..], ports)?);
         }
         Ok(all)
     };
-    let before = forges(&world)?;
+    let before = tries(&world, 47_000, true)?;
     ensure!(before == [true; 4], "the packets are not seen: {before:?}");
     world.capture(json!({}), denied())?;
     asks(&world, "10.244.2.5:7", "far", true)?;
-    let after = forges(&world)?;
-    // A forged packet that TCP answers makes the pod itself speak to that address.
-    ensure!(after[..2] == [false; 2], "{after:?}");
+    let prepared = tries(&world, 47_000, false)?;
+    ensure!(prepared == [false; 4], "{prepared:?}");
+    let after = tries(&world, 47_100, true)?;
+    ensure!(after == [false; 4], "{after:?}");
     Ok(())
 }
 
-/// The kernel's routing rules look behind fifteen extension headers for the protocol, and no further.
+/// The kernel's routing rules look behind fifteen extension headers for the protocol, and no further. Of a fragment inside another
+/// one, nobody knows the protocol, and the pod sends on an ordinary fragment.
 fn no_number_of_headers_escapes() -> Result<()> {
     let mut world = world()?;
     let mut port = 48_000;
@@ -123,22 +131,46 @@ fn no_number_of_headers_escapes() -> Result<()> {
         let mut all = Vec::new();
         for count in [0, 1, 14, 15, 16, 17, 30] {
             port += 1;
+            let ports = [port, port + 500];
             let packet = Packet {
                 // One option that pads.
                 extensions: vec![(protocol::DESTINATION, vec![0, 1, 4, 0, 0, 0, 0]); count],
-                ..segment(world, ends(world, false, [port, port + 500])?, flags::SYN)?
+                ..segment(world, ends(world, false, ports)?, flags::SYN)?
             };
-            all.push(leaves(world, &[packet], port + 500)?);
+            all.push(leaves(world, &[packet], ports)?);
         }
+        port += 1;
+        let ports = [port, port + 500];
+        all.push(leaves(world, &nested(world, ports)?, ports)?);
         Ok(all)
     };
     let before = tries(&world)?;
-    ensure!(before == [true; 7], "the packets are not seen: {before:?}");
+    ensure!(before == [true; 8], "the packets are not seen: {before:?}");
     world.capture(json!({}), denied())?;
     asks(&world, "10.244.2.5:7", "far", true)?;
     let after = tries(&world)?;
-    ensure!(after == [false; 7], "{after:?}");
+    ensure!(after == [false; 8], "{after:?}");
     Ok(())
+}
+
+/// Two fragments, each in a fragment that is whole, and the protocol in the second.
+fn nested(world: &World, ports: [u16; 2]) -> Result<[Packet; 2]> {
+    let whole = segment(world, ends(world, false, ports)?, flags::SYN)?;
+    let pads = |next: u8| [next, 0, 1, 4, 0, 0, 0, 0];
+    let header = |place: u8, id: u8| (protocol::FRAGMENT, vec![0, 0, place, 0, 0, 0, id]);
+    // More follow; and from the eighth byte on.
+    let first = Packet {
+        extensions: vec![header(0, 1), header(1, 3)],
+        payload: Payload::Raw(protocol::DESTINATION, pads(protocol::DESTINATION).to_vec()),
+        ..whole.clone()
+    };
+    let rest = [&pads(protocol::TCP)[..], &whole.payload()].concat();
+    let second = Packet {
+        extensions: vec![header(0, 2), header(8, 3)],
+        payload: Payload::Raw(protocol::DESTINATION, rest),
+        ..whole
+    };
+    Ok([first, second])
 }
 
 /// Has the agent do nothing meanwhile.
@@ -150,42 +182,147 @@ fn without_the_agent<T>(world: &World, work: impl FnOnce() -> Result<T>) -> Resu
     done
 }
 
-fn the_table_comes_back() -> Result<()> {
+/// A world in which everybody is captured by these rules, and a file by whose change the agent looks at everything.
+fn told_by_a_pod(rules: &Value) -> Result<(World, PathBuf)> {
     let mut world = world()?;
     let path = world.state.path().join("pods.yaml");
-    let write = |annotations: Value| std::fs::write(&path, pod("ambient", annotations).to_string());
-    write(json!({}))?;
-    let config = json!({ "rules": rules() });
+    changes(&path, "")?;
+    let config = json!({ "rules": rules });
     world.agent_with(&config, std::slice::from_ref(&path))?;
-    eventually(|| asks(&world, "10.244.1.5:7", "one", true))?;
+    eventually(|| asks(&world, "10.244.2.5:7", "far", true))?;
+    Ok((world, path))
+}
+
+fn changes(path: &Path, what: &str) -> Result<()> {
+    let pod = pod("ambient", json!({ "example.com/changed": what }));
+    Ok(fs::write(path, pod.to_string())?)
+}
+
+fn the_table_comes_back() -> Result<()> {
+    let (world, path) = told_by_a_pod(&rules())?;
     for how in ["delete", "flush"] {
         without_the_agent(&world, || {
             let table = [how, "table", "inet", "dataplane-machines"];
             world.app().command("nft").args(table).run()?;
-            asks(&world, "10.244.1.5:7", "one", false)
+            asks(&world, "10.244.2.5:7", "far", false)
         })?;
-        // Any change has the agent look.
-        write(json!({ "example.com/changed": how }))?;
-        eventually(|| asks(&world, "10.244.1.5:7", "one", true)).context(how)?;
+        changes(&path, how)?;
+        eventually(|| asks(&world, "10.244.2.5:7", "far", true)).context(how)?;
     }
     Ok(())
 }
 
-/// Otherwise it would reach those who listen at all addresses in the pod.
+/// Otherwise it would reach those who listen at all addresses in the pod. What is forwarded to it is answered meanwhile.
 fn an_interface_that_is_made_again_waits_for_the_agent() -> Result<()> {
-    let mut world = world()?;
-    world.capture(json!({}), denied())?;
-    asks(&world, "10.244.2.5:7", "far", true)?;
-    let _server = world.app().serve_as("wildcard", &["--tcp", "[::]:9"])?;
+    let (world, path) = told_by_a_pod(&denied())?;
+    let app = world.app().clone();
+    let inward = format!(
+        "-t nat -A PREROUTING -i eth0 -d {} -p tcp --dport 8007 -j DNAT --to 10.9.0.2:7",
+        app.ipv4()
+    );
+    app.command("iptables-nft").args(inward.split(' ')).run()?;
+    let _server = app.serve_as("wildcard", &["--tcp", "[::]:9"])?;
     without_the_agent(&world, || {
-        world.app().ip(&format!("link del {INTERFACE}"))?;
+        app.ip(&format!("link del {INTERFACE}"))?;
         connect(&world)?;
-        for to in ["10.244.2.5:9", "[fd00:10:244:2::5]:9", "10.244.2.5:7"] {
+        // As soon as there is a way at all.
+        for to in ["10.244.1.5:53", "[fd00:10:244:1::5]:53"] {
+            eventually(|| reaches(machine(&world), to, "udp", &["one"]).map(drop))?;
+        }
+        for to in ["10.244.2.5:9", "[fd00:10:244:2::5]:9"] {
             is_cut_off(&world, to)?;
         }
+        let ports = [49_000, 49_500];
+        let packet = segment(&world, ends(&world, true, ports)?, flags::SYN)?;
+        ensure!(!leaves(&world, &[packet], ports)?, "it goes on");
+        let _server = machine(&world).serve(&["--tcp", "10.9.0.2:7"])?;
+        let to = format!("{}:8007", app.ipv4());
+        reaches(world.lab.pod("one"), &to, "connect --count 3", &["inner"])?;
         Ok(())
     })?;
+    changes(&path, "again")?;
     eventually(|| asks(&world, "10.244.2.5:7", "far", true))
+}
+
+/// Somebody else has the table for themselves.
+fn without_the_table_a_denied_machine_is_cut_off() -> Result<()> {
+    for (rules, said) in [
+        (
+            rules(),
+            "by its virtual interfaces are not captured: cannot write",
+        ),
+        (
+            denied(),
+            "at its virtual interfaces are cut off: cannot write",
+        ),
+    ] {
+        let is_denied = rules["egress"] == "deny";
+        let (world, path) = told_by_a_pod(&rules)?;
+        let nft = || world.app().command("nft");
+        let mut owner = nft().arg("-i").stdin_piped().stdout_piped().spawn()?;
+        without_the_agent(&world, || {
+            nft()
+                .args(["delete", "table", "inet", "dataplane-machines"])
+                .run()?;
+            owner.send_line("add table inet dataplane-machines { flags owner; }")?;
+            eventually(|| {
+                let tables = nft().args(["list", "tables"]).run()?;
+                ensure!(tables.contains("dataplane-machines"), "{tables}");
+                Ok(())
+            })
+        })?;
+        changes(&path, "owner")?;
+        eventually(|| {
+            run_args(world.agent()?, ["status"])?.says(&[said])?;
+            Ok(())
+        })?;
+        if is_denied {
+            let ports = [49_001, 49_501];
+            let packet = segment(&world, ends(&world, false, ports)?, flags::SYN)?;
+            ensure!(!leaves(&world, &[packet], ports)?, "it goes on");
+        } else {
+            asks(&world, "10.244.2.5:7", "far", false)?;
+        }
+        // The table goes with its owner.
+        owner.kill();
+        eventually(|| asks(&world, "10.244.2.5:7", "far", true))?;
+    }
+    Ok(())
+}
+
+/// Without ranges that have both, they reach each other without the proxy, and each has its own.
+fn machines_answer_each_other() -> Result<()> {
+    let mut world = World::with(|lab| {
+        lab.pod("node1", "app", "10.244.1.8")
+            .external("inner")
+            .external("second")
+    })?;
+    connect(&world)?;
+    let (app, second) = (world.app(), world.lab.external("second"));
+    second.ip("link set eth0 down")?;
+    let netns = second.netns();
+    app.ip(&format!(
+        "link add virt1 type veth peer name up0 netns {netns}"
+    ))?;
+    for (host, interface, address) in [(app, "virt1", "172.20.0.1"), (second, "up0", "172.20.0.2")]
+    {
+        host.ip(&format!("addr add {address}/24 dev {interface}"))?;
+        host.ip(&format!("link set {interface} up"))?;
+    }
+    second.ip("route replace default via 172.20.0.1 dev up0")?;
+    let _server = second.serve(&["--tcp", "172.20.0.2:7"])?;
+    let mut rules = rules();
+    rules["virtualInterfaces"] = json!([INTERFACE, "virt1"]);
+    rules["includeOutboundIPRanges"] = json!(["10.0.0.0/8"]);
+    world.capture(json!({}), rules)?;
+    eventually(|| asks(&world, "10.244.1.5:7", "one", true))?;
+    reaches(
+        machine(&world),
+        "172.20.0.2:7",
+        "connect --count 3",
+        &["second"],
+    )?;
+    Ok(())
 }
 
 fn rules_of_other_ranges_and_of_an_earlier_agent_go() -> Result<()> {
@@ -213,7 +350,7 @@ fn rules_of_other_ranges_and_of_an_earlier_agent_go() -> Result<()> {
         } else {
             json!({ "traffic.sidecar.istio.io/includeOutboundIPRanges": ranges })
         };
-        std::fs::write(&path, pod("ambient", annotations).to_string())
+        fs::write(&path, pod("ambient", annotations).to_string())
     };
     write("")?;
     let config = json!({ "rules": rules() });
