@@ -133,6 +133,13 @@ impl<'a> Reader<'a> {
                         }
                         // `ct helper NAME {`, `flowtable NAME {`, `counter NAME {`
                         Some(_) => (Block::Other, None),
+                        // As nft takes it, and does not print it.
+                        None if ["chain ", "set ", "map "]
+                            .iter()
+                            .any(|kind| line.starts_with(kind)) =>
+                        {
+                            return Some(self.error(line, "the block is not in lines of its own"));
+                        }
                         // `comment "…"`, `flags dormant`
                         None => continue,
                     };
@@ -327,6 +334,10 @@ mod tests {
             ("table ip a {\n}\n}\n", 3),
             ("table ip a {\n\tchain b {\n", 2),
             ("table ip a {\n\tset b {\n\t\telements = { 1,\n", 3),
+            (
+                "table ip a {\n\tchain b { type nat hook output priority 0; }\n}\n",
+                2,
+            ),
         ] {
             let errors: Vec<_> = entries(text).filter_map(Result::err).collect();
             assert_eq!(errors.len(), 1, "{text}: {errors:?}");

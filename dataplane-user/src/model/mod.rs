@@ -36,7 +36,7 @@ pub use records::{Published, PublishedPort, Records};
 pub use resolution::{DnsPolicy, Resolution};
 pub use route::{BackendRef, BackendTo, Grant, Parent, Route, RouteKind, RouteName};
 pub use rules::{
-    Acceleration, CapturedBy, Egress, Inbound, Layers, Mode, Policy, Rules, WithoutProxy,
+    Acceleration, CapturedBy, DNS, Egress, Inbound, Layers, Mode, Policy, Rules, WithoutProxy,
 };
 pub use service::{
     Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy,
@@ -44,7 +44,7 @@ pub use service::{
 pub use topology::{Hints, Reach};
 pub use weights::{Weights, lcm, most_places, narrowed};
 pub use workload::{
-    DNS, Exempt, Place, RESERVED, Telemetry, Uid, VIRTUAL_INTERFACES, Workload, is_reserved,
+    Exempt, Place, RESERVED, Telemetry, Uid, VIRTUAL_INTERFACES, Workload, is_reserved,
     is_virtual_interface,
 };
 

@@ -10,7 +10,8 @@ use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::workload::DNS;
+/// The port of resolvers.
+pub const DNS: u16 = 53;
 
 /// Policy for connections to destinations that the sources do not know.
 #[derive(

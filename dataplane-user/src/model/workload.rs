@@ -11,9 +11,6 @@ pub const RESERVED: [u16; 12] = [
     15000, 15001, 15003, 15006, 15008, 15010, 15020, 15021, 15053, 15901, 15902, 15903,
 ];
 
-/// The port of resolvers.
-pub const DNS: u16 = 53;
-
 /// Whether a port is one that a mesh's proxies have.
 pub fn is_reserved(port: u16) -> bool {
     RESERVED.contains(&port)
