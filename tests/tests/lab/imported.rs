@@ -634,6 +634,15 @@ fn native_rules_become_the_same_configuration() -> Result<()> {
     )?;
     let found = imports(native, &program, &["--file", &path])?;
     ensure!(found == wanted, "{found}\n{wanted}");
+    // Somebody else's rule may come first.
+    let other = "*nat\n-A OUTPUT -d 192.0.2.1/32 -j ACCEPT\nCOMMIT";
+    load(native, "iptables-nft-restore", other)?;
+    let failed = imports(native, &program, &[]).unwrap_err().to_string();
+    ensure!(
+        failed.contains("may keep connections") && failed.contains("192.0.2.1"),
+        "{failed}"
+    );
+    load(native, "iptables-nft-restore", "*nat\nCOMMIT")?;
     // What has no counterpart is named with its line.
     load(
         native,

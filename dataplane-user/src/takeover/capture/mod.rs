@@ -25,7 +25,7 @@ use self::{
     merge::{Tables, merge},
 };
 use super::ruleset::{Form, Text};
-use crate::iptables::{self, Entry, Rule};
+use crate::iptables::{self, Entry, Rule, nft};
 
 /// What is wrong with Istio's rules on a node.
 const NODES: &str = "the rules are the node's, for probes of the kubelet, and capture no connection; read those in a pod";
@@ -49,8 +49,25 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
             Form::Saved => tables.read(text.origin, text.text, None).map_err(fault)?,
             Form::Nft => {
                 let native = native::in_iptables_words(text.text).map_err(fault)?;
+                if native.is_none()
+                    && let Some(name) = of_iptables(text.text)
+                {
+                    let what = format!(
+                        "chain {name} is one of iptables, as nft prints it: print its rules with iptables-save and ip6tables-save"
+                    );
+                    return Err(Fault {
+                        place: text.origin.to_owned(),
+                        what,
+                        text: String::new(),
+                    });
+                }
                 natives.extend(native.map(|native| (text, native)));
             }
+        }
+    }
+    if !natives.is_empty() {
+        for text in texts.iter().filter(|text| text.form == Form::Saved) {
+            no_others(text.text).map_err(|wrong| fault_in(text, wrong))?;
         }
     }
     // Tables of nf_tables are of both families. Istio was told to capture those of which it names addresses.
@@ -73,6 +90,37 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
         }
     }
     merge(tables).map_err(|(place, what, text)| Fault { place, what, text })
+}
+
+/// A chain of a mesh in a listing of nf_tables that is one of iptables' tables.
+fn of_iptables(text: &str) -> Option<&str> {
+    nft::entries(text).find_map(|entry| match entry {
+        Ok(nft::Entry::Chain { name }) => {
+            let mut meshes = MESHES.iter();
+            meshes
+                .any(|mesh| name.starts_with(mesh.prefix))
+                .then_some(name)
+        }
+        _ => None,
+    })
+}
+
+/// Fails if somebody else's rules in iptables' table `nat` may keep connections from those of Istio in its own tables.
+fn no_others(text: &str) -> Result<(), Wrong> {
+    let mut table = "";
+    for entry in iptables::entries(text) {
+        match entry {
+            Ok(Entry::Table(name)) => table = name,
+            Ok(Entry::Rule(rule))
+                if table == "nat" && matches!(rule.chain, "PREROUTING" | "OUTPUT") =>
+            {
+                let what = "the rule may keep connections from Istio's rules in nf_tables";
+                return Err((rule.line, what.to_owned(), rule.to_string()));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// Whether there are rules of Istio's in tables of nf_tables that are not iptables', read or not.
@@ -104,7 +152,15 @@ impl<'a> Tables<'a> {
                     let mesh = MESHES
                         .iter()
                         .find(|mesh| rows.iter().any(|row| mesh.has(row)));
-                    let Some(mesh) = mesh else { continue };
+                    let Some(mesh) = mesh else {
+                        match (v4, rows.first()) {
+                            (Some(_), Some(row)) => {
+                                let what = "the table has no chain of Istio's";
+                                return Err((row.line, what.to_owned(), row.to_string()));
+                            }
+                            _ => continue,
+                        }
+                    };
                     self.table(origin, mesh, table, &rows)?;
                     if let Some((_, family)) = self.families.last_mut() {
                         family.v4 = family.v4.or(v4);

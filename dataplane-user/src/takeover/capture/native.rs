@@ -4,7 +4,7 @@
 //! Each rule stays in its line, and most are of both families, as everything in a table `inet` that names no address. What is not
 //! one of the statements that Istio writes is an error.
 
-use std::iter::Peekable;
+use std::{collections::BTreeSet, iter::Peekable};
 
 use super::NODES;
 use crate::iptables::nft::{self, Entry};
@@ -36,6 +36,7 @@ pub fn in_iptables_words(text: &str) -> Result<Option<Families>, Wrong> {
     let mut are_named = [false; 2];
     let mut table: Option<&str> = None;
     let mut first = None;
+    let mut hooked = BTreeSet::new();
     let (mut is_there, mut last, mut begins) = (false, 0, false);
     for entry in nft::entries(text) {
         let entry = entry.map_err(|error| {
@@ -47,6 +48,7 @@ pub fn in_iptables_words(text: &str) -> Result<Option<Families>, Wrong> {
                 let its = PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix));
                 commit(&mut lines, table, last);
                 (table, last, begins) = (its, 0, true);
+                hooked.clear();
                 is_there |= its.is_some();
                 continue;
             }
@@ -65,16 +67,23 @@ pub fn in_iptables_words(text: &str) -> Result<Option<Families>, Wrong> {
         last = line;
         match rule {
             Err(base) => {
-                let hook = format!(" hook {chain} ");
-                if !base.contains(&hook) {
-                    let what = format!("chain {chain} is not at the hook of this name");
+                let is_usual = matches!(chain, "prerouting" | "output" | "postrouting")
+                    && base.contains(&format!(" hook {chain} "))
+                    && !base.contains("policy drop");
+                if !is_usual {
+                    let what = format!("chain {chain} is not as Istio makes it");
                     return Err((line, what, base.to_owned()));
                 }
+                hooked.insert(chain);
             }
             Ok(rule) => {
                 first.get_or_insert((line, rule));
                 if chain == "postrouting" {
                     return Err((line, NODES.to_owned(), rule.to_owned()));
+                }
+                if !hooked.contains(chain) && !chain.starts_with("istio-") {
+                    let what = format!("chain {chain} is not as Istio makes it");
+                    return Err((line, what, rule.to_owned()));
                 }
                 let wrong = |what: String| {
                     let words: Vec<_> = rule.split_whitespace().collect();
@@ -119,6 +128,8 @@ fn name(chain: &str) -> String {
 /// A rule's options for iptables, and whether it is for IPv4 or IPv6 only.
 fn options(rule: &str) -> Result<(String, Option<bool>), String> {
     let mut found = Options::default();
+    // As `nft -a` prints it.
+    let rule = rule.split(" # handle ").next().unwrap_or_default();
     let mut words = nft::words(rule).peekable();
     while let Some(word) = words.next() {
         found.statement(word, &mut words)?;
@@ -178,6 +189,9 @@ impl Options {
                 let (not, name) = value(words)?;
                 let option = if word == "iifname" { "-i" } else { "-o" };
                 let name = name.trim_matches('"').replace('*', "+");
+                if name.contains([',', '"']) {
+                    return Err("it is for several interfaces".to_owned());
+                }
                 self.parts.push(format!("{not}{option} {name}"));
             }
             "ip" | "ip6" => {
@@ -416,7 +430,7 @@ mod tests {
                 Some(true),
             ),
             (
-                "skgid != 201 skgid != 202 return",
+                "skgid != 201 skgid != 202 return # handle 7",
                 "-m owner ! --gid-owner 201 -m owner ! --gid-owner 202 -j RETURN",
                 None,
             ),
@@ -472,6 +486,7 @@ mod tests {
             "meta mark set meta mark ^ 1",
             "return return",
             "snat to 169.254.7.127",
+            "iifname { \"eth1\", \"eth2\" } return",
         ] {
             assert!(options(rule).is_err(), "{rule}: {:?}", options(rule));
         }
@@ -496,8 +511,19 @@ mod tests {
                 .unwrap()
                 .is_none()
         );
-        let (line, ..) = in_iptables_words(&text.replace("hook output", "hook input")).unwrap_err();
-        assert_eq!(line, 8);
+        for (from, to, wrong) in [
+            ("hook output", "hook input", 8),
+            ("policy accept", "policy drop", 8),
+            (
+                "type nat hook output priority dstnat; policy accept;",
+                "counter jump istio-output",
+                8,
+            ),
+            ("chain istio-output-dns", "chain other", 18),
+        ] {
+            let (line, ..) = in_iptables_words(&text.replace(from, to)).unwrap_err();
+            assert_eq!(line, wrong, "{to}");
+        }
         let (line, _, rule) =
             in_iptables_words(&text.replace("counter jump", "foo  jump")).unwrap_err();
         assert_eq!((line, &*rule), (9, "foo jump istio-output"));

@@ -323,6 +323,12 @@ fn a_rule_without_a_counterpart_is_an_error_with_its_line() {
         read.unwrap_err().to_string()
     };
     assert!(native("").contains("no rule of Istio"));
+    let by_nft = read(&[Text {
+        origin: "nft",
+        form: Form::Nft,
+        text: "table ip nat {\n\tchain ISTIO_OUTPUT {\n\t\treturn\n\t}\n}\n",
+    }]);
+    assert!(by_nft.unwrap_err().what.contains("iptables-save"));
     for (rule, what) in [
         ("tcp flags syn return", "\"flags\" is not understood"),
         ("meta skuid 1337 return", "no rule names an address"),
