@@ -70,7 +70,7 @@ fn asks_conntrack() -> Vec<u8> {
     const NEW: u32 = 1 << 3;
     let expressions = [
         conntrack(STATE),
-        bitwise(NEW, 0),
+        bitwise(&NEW.to_ne_bytes(), &[0; 4]),
         compare(NOT_EQUAL, &0u32.to_ne_bytes()),
         expression("counter", &[]),
     ];

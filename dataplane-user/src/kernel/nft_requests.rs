@@ -162,18 +162,32 @@ pub fn compare(how: u32, value: &[u8]) -> Vec<u8> {
     expression("cmp", &compare)
 }
 
-/// Has of the 32 bits that were loaded those of `mask` stay, then turns those of `flip`. Both are the machine's numbers.
-pub fn bitwise(mask: u32, flip: u32) -> Vec<u8> {
-    let value = |kind, value: u32| nested(kind, &attribute(1, &value.to_ne_bytes()));
+/// Has of the bits that were loaded those of `mask` stay, then turns those of `flip`. Numbers of 32 bits are the machine's.
+pub fn bitwise(mask: &[u8], flip: &[u8]) -> Vec<u8> {
+    let value = |kind, value: &[u8]| nested(kind, &attribute(1, value));
+    let length = u32::try_from(mask.len()).expect("a few bytes");
     // NFTA_BITWISE_SREG, _DREG, _LEN, _MASK, _XOR
     let parts = [
         number(1, REGISTER),
         number(2, REGISTER),
-        number(3, 4),
+        number(3, length),
         value(4, mask),
         value(5, flip),
     ];
     expression("bitwise", &parts.concat())
+}
+
+/// Loads a byte of the transport's header.
+pub fn transport_byte(place: u32) -> Vec<u8> {
+    const TRANSPORT: u32 = 2; // NFT_PAYLOAD_TRANSPORT_HEADER
+    // NFTA_PAYLOAD_DREG, _BASE, _OFFSET, _LEN
+    let parts = [
+        number(1, REGISTER),
+        number(2, TRANSPORT),
+        number(3, place),
+        number(4, 1),
+    ];
+    expression("payload", &parts.concat())
 }
 
 /// Loads 1 if an IPv6 packet has a header of this kind, and 0 if it has none. A rule does not go on with another packet.

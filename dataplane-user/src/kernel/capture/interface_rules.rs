@@ -28,7 +28,7 @@ pub struct InterfaceRule {
     pub interface: String,
     /// The range. A range of all addresses tells the family.
     pub to: IpNet,
-    /// The bit that their mark has, which [`machine_marks`] gives them. 0: all packets.
+    /// The bit that their mark has ([`Marks::bit`]). 0: all packets.
     pub bit: u32,
 }
 
@@ -57,29 +57,35 @@ pub struct Unrouted {
 /// The kernel's refusal. Then no connection is captured; where nothing may escape, they are held, if the kernel lets that be done.
 pub fn route_interfaces(wanted: &Machines, is_new: bool) -> Result<(), Unrouted> {
     let Machines { rules, marks } = wanted;
-    // Before the rules that ask for the mark.
-    if let Err(error) = machine_marks::write(marks, is_new) {
-        let all = rules.iter().filter(|_| marks.closed);
-        let all = all.map(|rule| InterfaceRule {
-            bit: 0,
-            ..rule.clone()
-        });
-        let are_held = route(&all.collect()).is_ok() && marks.closed;
-        return Err(Unrouted { error, are_held });
-    }
-    if let Err(error) = route(rules) {
-        let names = marks.interfaces.keys().filter(|_| marks.closed);
-        let unknown = Marks {
-            interfaces: names.map(|name| (name.clone(), None)).collect(),
-            ..marks.clone()
-        };
-        let are_held = machine_marks::write(&unknown, true).is_ok() && marks.closed;
-        if !marks.closed {
-            let _ = route(&BTreeSet::new());
+    // Rules for another bit stay until packets have this one.
+    let mut routed = route(rules, Others::Stay);
+    if routed.is_ok() {
+        if let Err(error) = machine_marks::write(marks, is_new) {
+            let all = rules.iter().filter(|_| marks.closed);
+            let all = all.map(|rule| InterfaceRule {
+                bit: 0,
+                ..rule.clone()
+            });
+            let are_held = route(&all.collect(), Others::Go).is_ok() && marks.closed;
+            return Err(Unrouted { error, are_held });
         }
-        return Err(Unrouted { error, are_held });
+        routed = route(rules, Others::Go);
     }
-    Ok(())
+    let Err(error) = routed else { return Ok(()) };
+    if !marks.closed {
+        let _ = route(&BTreeSet::new(), Others::Go);
+        return Err(Unrouted {
+            error,
+            are_held: false,
+        });
+    }
+    let names = marks.interfaces.keys();
+    let unknown = Marks {
+        interfaces: names.map(|name| (name.clone(), None)).collect(),
+        ..marks.clone()
+    };
+    let are_held = machine_marks::write(&unknown, true).is_ok();
+    Err(Unrouted { error, are_held })
 }
 
 /// In the network namespace that this thread is in: removes the rules, and the table of marks.
@@ -87,11 +93,18 @@ pub fn route_interfaces(wanted: &Machines, is_new: bool) -> Result<(), Unrouted>
 /// # Errors
 /// The kernel's refusal.
 pub fn unroute_interfaces() -> io::Result<()> {
-    route(&BTreeSet::new())?;
+    route(&BTreeSet::new(), Others::Go)?;
     machine_marks::remove().map(drop)
 }
 
-fn route(wanted: &BTreeSet<InterfaceRule>) -> io::Result<()> {
+/// What becomes of our rules that are not wanted.
+#[derive(Clone, Copy, PartialEq)]
+enum Others {
+    Stay,
+    Go,
+}
+
+fn route(wanted: &BTreeSet<InterfaceRule>, others: Others) -> io::Result<()> {
     let mut netlink = Netlink::open()?;
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
         let v4 = family == AddressFamily::Inet;
@@ -99,7 +112,7 @@ fn route(wanted: &BTreeSet<InterfaceRule>) -> io::Result<()> {
             .iter()
             .filter(|rule| rule.to.addr().is_ipv4() == v4)
             .collect();
-        match route_family(&mut netlink, family, &its) {
+        match route_family(&mut netlink, family, &its, others) {
             Err(_) if !v4 && is_v6_off() => {}
             done => done?,
         }
@@ -127,6 +140,7 @@ fn route_family(
     netlink: &mut Netlink,
     family: AddressFamily,
     wanted: &BTreeSet<&InterfaceRule>,
+    others: Others,
 ) -> io::Result<()> {
     let there = interface_rules(netlink, family)?;
     if !wanted.is_empty() {
@@ -137,6 +151,9 @@ fn route_family(
     for rule in wanted.iter().filter(|rule| !is_there(rule)) {
         let message = RouteNetlinkMessage::NewRule(message(family, rule, None));
         netlink.request(&message, NLM_F_CREATE | NLM_F_EXCL)?;
+    }
+    if others == Others::Stay {
+        return Ok(());
     }
     for (rule, place) in there.iter().filter(|(rule, _)| !wanted.contains(rule)) {
         let message = message(family, rule, Some(*place));

@@ -2,8 +2,9 @@
 //! interfaces ask for the mark: answers on connections that were forwarded to the machine go on as they do without these rules.
 //!
 //! Only conntrack can tell an answer, and it believes a packet's addresses: a machine that sends a packet in the name of somebody
-//! else can make its own connection look like the answer to that packet. Where nothing may escape, an answer is therefore only
-//! what belongs to a connection of which a question was forwarded that came by another interface. Conntrack's mark keeps that.
+//! else can make its own connection look like the answer to that packet. It also takes a packet of a connection that it has
+//! forgotten for a question. Where nothing may escape, an answer is therefore only what belongs to a connection of which the first
+//! packet was forwarded, and came by another interface. Conntrack's mark keeps that.
 //!
 //! Rules that ask for the absence of a mark would be closed without the table. But IPv4 looks up the way back of each packet that
 //! is forwarded to the machine as if it came by the machine's interface, and most often without its mark (`fib_validate_source`,
@@ -18,7 +19,7 @@ use crate::kernel::{
     nft_requests::{
         self, EQUAL, NOT_EQUAL, Request, SUBSYSTEM, accept, bitwise, compare, conntrack,
         delete_table, drop, exists, go_to, has_header, meta, new_chain, new_inner_chain, new_rule,
-        new_table, rules, set_conntrack, set_meta,
+        new_table, rules, set_conntrack, set_meta, transport_byte,
     },
 };
 
@@ -40,13 +41,23 @@ const MARK: u32 = 3;
 const INDEX: u32 = 4;
 const NAME: u32 = 6;
 const PROTOCOL: u32 = 16;
-/// `NFT_CT_DIRECTION`, `NFT_CT_MARK`.
+/// `NFT_CT_STATE`, `NFT_CT_DIRECTION`, `NFT_CT_MARK`, `NFT_CT_PROTOCOL`.
+const STATE: u32 = 0;
 const DIRECTION: u32 = 1;
 const CONNECTIONS_MARK: u32 = 3;
+const OF_PROTOCOL: u32 = 10;
+/// `NF_CT_STATE_BIT(IP_CT_RELATED)`.
+const RELATED: u32 = 1 << 2;
 /// `IP_CT_DIR_ORIGINAL`, `IP_CT_DIR_REPLY`.
 const ORIGINAL: u8 = 0;
 const REPLY: u8 = 1;
 const TCP: u8 = 6;
+/// Where the flags are in TCP's header, and some of them.
+const FLAGS: u32 = 13;
+const FIN: u8 = 1;
+const SYN: u8 = 2;
+const RST: u8 = 4;
+const ACK: u8 = 16;
 
 /// What the table says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -123,10 +134,26 @@ fn table(marks: &Marks) -> Vec<Request> {
     let is_tcp = |how| [meta(PROTOCOL), compare(how, &[TCP])].concat();
     let direction = |which: u8| [conntrack(DIRECTION), compare(EQUAL, &[which])].concat();
     let by = |name: &str| [meta(NAME), compare(EQUAL, &padded(name))].concat();
+    let (bits, others) = (bit.to_ne_bytes(), (!bit).to_ne_bytes());
+    let marks = || [meta(MARK), bitwise(&others, &bits), set_meta(MARK)].concat();
     for name in interfaces.keys() {
         // Conntrack puts fragments together: what is left is a fragment inside another one, of which nobody knows the protocol.
         let is_fragment = [has_header(FRAGMENT), compare(EQUAL, &[1])].concat();
         rule(FIRST, &[by(name), is_fragment, drop()]);
+        // Errors about what the proxy has sent to the machine, such as a smaller MTU on the way, are for the proxy.
+        let is_about_its_connection = [
+            is_tcp(NOT_EQUAL),
+            conntrack(STATE),
+            bitwise(&RELATED.to_ne_bytes(), &[0; 4]),
+            compare(NOT_EQUAL, &[0; 4]),
+            conntrack(OF_PROTOCOL),
+            compare(EQUAL, &[TCP]),
+            direction(ORIGINAL),
+        ];
+        rule(
+            FIRST,
+            &[by(name), is_about_its_connection.concat(), marks()],
+        );
         // A packet of which the protocol cannot be told goes on, since the rule ends there.
         rule(FIRST, &[by(name), is_tcp(NOT_EQUAL), accept()]);
         rule(FIRST, &[by(name), go_to(MACHINES)]);
@@ -134,8 +161,8 @@ fn table(marks: &Marks) -> Vec<Request> {
     let is_known = if *closed {
         [
             conntrack(CONNECTIONS_MARK),
-            bitwise(*bit, 0),
-            compare(NOT_EQUAL, &0u32.to_ne_bytes()),
+            bitwise(&bits, &[0; 4]),
+            compare(NOT_EQUAL, &[0; 4]),
         ]
         .concat()
     } else {
@@ -148,7 +175,7 @@ fn table(marks: &Marks) -> Vec<Request> {
             index.map(|index| [meta(INDEX), compare(NOT_EQUAL, &index.to_ne_bytes())].concat());
         rule(MACHINES, &[by(name), is_other.unwrap_or_default(), drop()]);
     }
-    rule(MACHINES, &[meta(MARK), bitwise(!bit, *bit), set_meta(MARK)]);
+    rule(MACHINES, &[marks()]);
     if *closed {
         let chain = new_chain(TABLE, FORWARD, "filter", ROUTED, PRIORITY);
         all.push(chain);
@@ -158,12 +185,19 @@ fn table(marks: &Marks) -> Vec<Request> {
         for name in interfaces.keys() {
             rule(&[by(name), accept()]);
         }
+        let begins = [
+            is_tcp(EQUAL),
+            transport_byte(FLAGS),
+            bitwise(&[FIN | SYN | RST | ACK], &[0]),
+            compare(EQUAL, &[SYN]),
+            direction(ORIGINAL),
+        ];
         let keep = [
             conntrack(CONNECTIONS_MARK),
-            bitwise(!bit, *bit),
+            bitwise(&others, &bits),
             set_conntrack(CONNECTIONS_MARK),
         ];
-        rule(&[is_tcp(EQUAL), direction(ORIGINAL), keep.concat()]);
+        rule(&[begins.concat(), keep.concat()]);
     }
     all
 }

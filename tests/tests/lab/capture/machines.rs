@@ -25,19 +25,24 @@ use super::{
 use crate::{
     cluster::{eventually, reaches},
     outcome::run_args,
-    sockets::{address, arrived, inject, link, tap},
+    sockets::{address, arrived, bytes, inject, link, tap, tcp, transfer},
 };
 
 scenarios! {
     Dataplane:
     no_forged_answer_escapes,
+    no_forgotten_connection_escapes,
     no_number_of_headers_escapes,
     the_table_comes_back,
     an_interface_that_is_made_again_waits_for_the_agent,
     without_the_table_a_denied_machine_is_cut_off,
     machines_answer_each_other,
+    smaller_mtus_on_the_way_are_found,
     rules_of_other_ranges_and_of_an_earlier_agent_go,
 }
+
+/// Packets that nobody waits for may be in a queue of the kernel's for so long.
+const QUEUED: Duration = Duration::from_millis(200);
 
 /// A segment of the machine's, without data.
 fn segment(world: &World, [from, to]: [SocketAddr; 2], flags: u8) -> Result<Packet> {
@@ -53,24 +58,33 @@ fn segment(world: &World, [from, to]: [SocketAddr; 2], flags: u8) -> Result<Pack
     })
 }
 
-/// Whether the pod sends on a packet that would begin a connection from a port to a port.
+/// Whether the pod sends on a packet that would begin a connection from a port to a port, if the machine sends these.
 fn leaves(world: &World, packets: &[Packet], ports: [u16; 2]) -> Result<bool> {
-    /// Packets that nobody waits for may be in a queue of the kernel's for so long.
-    const QUEUED: Duration = Duration::from_millis(200);
-    let seen = tap(world.app())?;
     let frames: Vec<_> = packets.iter().map(Packet::frame).collect();
-    inject(machine(world), "up0", &frames)?;
+    let sends = || inject(machine(world), "up0", &frames);
+    leaves_after(world, ports, flags::SYN, sends)
+}
+
+/// Whether the pod sends on a packet from a port to a port that has this flag alone, of those that say what a packet is for.
+fn leaves_after(
+    world: &World,
+    ports: [u16; 2],
+    flag: u8,
+    sends: impl FnOnce() -> Result<()>,
+) -> Result<bool> {
+    let seen = tap(world.app())?;
+    sends()?;
     std::thread::sleep(patience(QUEUED));
     let out = link(world.app(), "eth0")?;
-    let begins = |frame: &[u8]| {
+    let is_it = |frame: &[u8]| {
         // The ports are where the headers end, wherever that is.
         let ports = ports.map(u16::to_be_bytes).concat();
         let at = frame.windows(4).position(|bytes| bytes == ports);
-        let flags = at.and_then(|at| frame.get(at + 13));
-        flags.is_some_and(|found| found & (flags::SYN | flags::ACK) == flags::SYN)
+        let found = at.and_then(|at| frame.get(at + 13));
+        found.is_some_and(|found| found & (flags::SYN | flags::ACK | flags::RST) == flag)
     };
     let mut frames = arrived(&seen).into_iter();
-    Ok(frames.any(|frame| frame.get(6..12) == Some(&out) && begins(&frame)))
+    Ok(frames.any(|frame| frame.get(6..12) == Some(&out) && is_it(&frame)))
 }
 
 fn denied() -> Value {
@@ -119,6 +133,34 @@ fn no_forged_answer_escapes() -> Result<()> {
     ensure!(prepared == [false; 4], "{prepared:?}");
     let after = tries(&world, 47_100, true)?;
     ensure!(after == [false; 4], "{after:?}");
+    Ok(())
+}
+
+/// Conntrack has forgotten a connection, and takes the next packet for a question, whoever has begun it.
+fn no_forgotten_connection_escapes() -> Result<()> {
+    let mut world = world()?;
+    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+    let node = world.lab.node("node1").clone();
+    let inward = format!(
+        "-t nat -A PREROUTING -i eth0 -d {} -p tcp -j DNAT --to 10.9.0.2",
+        app.ipv4()
+    );
+    app.command("iptables-nft").args(inward.split(' ')).run()?;
+    // The machine knows nothing of it, either, and says so.
+    let answers = |world: &World, port: u16| -> Result<bool> {
+        let [_, other] = ends(world, true, [port, port + 500])?;
+        let pod = SocketAddr::new(app.ipv4().into(), port);
+        let packet = Packet {
+            link: [link(&node, "veth-one")?, link(&one, "eth0")?],
+            ..segment(world, [other, pod], flags::ACK)?
+        };
+        let sends = || inject(&one, "eth0", &[packet.frame()]);
+        leaves_after(world, [port, port + 500], flags::RST, sends)
+    };
+    ensure!(answers(&world, 46_000)?, "the answer is not seen");
+    world.capture(json!({}), denied())?;
+    asks(&world, "10.244.2.5:7", "far", true)?;
+    ensure!(!answers(&world, 46_001)?, "it goes on");
     Ok(())
 }
 
@@ -286,6 +328,53 @@ fn without_the_table_a_denied_machine_is_cut_off() -> Result<()> {
         // The table goes with its owner.
         owner.kill();
         eventually(|| asks(&world, "10.244.2.5:7", "far", true))?;
+    }
+    Ok(())
+}
+
+/// What is behind a machine, on a way with a smaller MTU of which it does not know: the proxy has to be told.
+fn smaller_mtus_on_the_way_are_found() -> Result<()> {
+    let mut world = World::with(|lab| {
+        lab.pod("node1", "app", "10.244.1.8")
+            .external("inner")
+            .external("second")
+    })?;
+    connect(&world)?;
+    let (app, inner) = (world.app().clone(), machine(&world).clone());
+    let second = world.lab.external("second").clone();
+    second.ip("link set eth0 down")?;
+    let netns = second.netns();
+    inner.ip(&format!(
+        "link add down0 type veth peer name up0 netns {netns}"
+    ))?;
+    for (host, interface, addresses) in [
+        (&inner, "down0", ["10.9.1.1", "fd09:1::1"]),
+        (&second, "up0", ["10.9.1.2", "fd09:1::2"]),
+    ] {
+        host.ip(&format!("addr add {}/24 dev {interface}", addresses[0]))?;
+        host.ip(&format!(
+            "addr add {}/64 dev {interface} nodad",
+            addresses[1]
+        ))?;
+        host.ip(&format!("link set {interface} up"))?;
+    }
+    inner.ip("link set down0 mtu 1300")?;
+    inner.sysctl("ipv4/ip_forward", "1")?;
+    inner.sysctl("ipv6/conf/all/forwarding", "1")?;
+    second.ip("route replace default via 10.9.1.1 dev up0")?;
+    second.ip("-6 route replace default via fd09:1::1 dev up0")?;
+    app.ip("route add 10.9.1.0/24 via 10.9.0.2")?;
+    app.ip("-6 route add fd09:1::/64 via fd09::2")?;
+    let data = bytes(200_000, 3);
+    for rules in [rules(), denied()] {
+        world.capture(json!({}), rules)?;
+        for to in ["10.244.2.5:7", "[fd00:10:244:2::5]:7"] {
+            let to: SocketAddr = to.parse()?;
+            eventually(|| tcp(&second, to).map(drop))?;
+            let stream = tcp(&second, to)?;
+            let who = transfer(&stream, &data).with_context(|| to.to_string())?;
+            ensure!(who == "far", "{to}: {who}");
+        }
     }
     Ok(())
 }
