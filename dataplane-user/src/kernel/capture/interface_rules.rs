@@ -143,7 +143,8 @@ fn route_family(
     others: Others,
 ) -> io::Result<()> {
     let there = interface_rules(netlink, family)?;
-    if !wanted.is_empty() {
+    // One that is there stays: to replace it would have sockets forget the way by which their packets come.
+    if !wanted.is_empty() && !routing::has_our_route(netlink, family)? {
         let route = RouteNetlinkMessage::NewRoute(routing::answers_route(family));
         netlink.request(&route, NLM_F_CREATE | NLM_F_REPLACE)?;
     }

@@ -175,8 +175,16 @@ fn our_mark(rule: &RuleMessage) -> Option<Mark> {
     (value & FROM_CLIENT != 0).then_some(Mark { mask, value })
 }
 
+/// Whether our route is there.
+pub fn has_our_route(netlink: &mut Netlink, family: AddressFamily) -> io::Result<bool> {
+    let mut question = RouteMessage::default();
+    question.header.address_family = family;
+    let answers = netlink.list(&RouteNetlinkMessage::GetRoute(question))?;
+    Ok(answers.iter().any(|answer| is_our_route(answer, family)))
+}
+
 /// Whether a route is ours.
-pub fn is_our_route(answer: &RouteNetlinkMessage, family: AddressFamily) -> bool {
+fn is_our_route(answer: &RouteNetlinkMessage, family: AddressFamily) -> bool {
     let RouteNetlinkMessage::NewRoute(route) = answer else {
         return false;
     };

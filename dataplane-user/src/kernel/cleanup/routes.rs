@@ -4,7 +4,7 @@
 use std::{io, os::fd::AsFd, path::PathBuf};
 
 use dataplane_common::capture::Enrolled;
-use netlink_packet_route::{AddressFamily, RouteNetlinkMessage, route::RouteMessage};
+use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 
 use super::item::CleanupItem;
 use crate::kernel::{
@@ -127,13 +127,7 @@ fn list() -> io::Result<Vec<(AddressFamily, What)>> {
         let interfaces = interface_rules::interface_rules(&mut netlink, family)?;
         let interfaces = interfaces.into_iter();
         found.extend(interfaces.map(|(rule, place)| (family, What::Interface(rule, place))));
-        let mut question = RouteMessage::default();
-        question.header.address_family = family;
-        let answers = netlink.list(&RouteNetlinkMessage::GetRoute(question))?;
-        if answers
-            .iter()
-            .any(|answer| routing::is_our_route(answer, family))
-        {
+        if routing::has_our_route(&mut netlink, family)? {
             found.push((family, What::Route));
         }
     }
