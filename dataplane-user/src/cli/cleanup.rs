@@ -18,18 +18,18 @@ use crate::{admin, kernel, takeover::journal::DIRECTORY};
 /// Detaches the programs and removes the tables, of every layout: services are no longer served.
 /// Removes the filters and qdiscs on interfaces, and a mesh's rules and routes in workloads'
 /// network namespaces. Does not touch programs and rules of others. Refuses while an agent runs, and
-/// while it captures in pods what a mesh's rules captured before `dataplane takeover`.
+/// while pods depend on it whose mesh rules `dataplane takeover` has removed.
 #[derive(Debug, Args)]
 pub struct CleanupArgs {
     /// List the programs, tables and rules that would be removed, and remove nothing
     #[arg(long)]
     dry_run: bool,
 
-    /// Also if nothing captures connections of pods then whose rules of a mesh were taken over
+    /// Remove everything, even if connections of pods then bypass the proxy, because their mesh rules were taken over
     #[arg(long)]
     force: bool,
 
-    /// Where `dataplane takeover` has noted whose rules it took over
+    /// Directory with the journals of `dataplane takeover`
     #[arg(
         long,
         value_name = "DIR",
@@ -75,14 +75,14 @@ impl CleanupArgs {
             _ if self.force || self.dry_run => {}
             Ok(pods) if pods.is_empty() => {}
             Ok(pods) => bail!(
-                "nothing was removed: the dataplane captures what rules of a mesh captured in {} before `dataplane takeover`, and \
-                 without it connections there go past the proxy. Bring the rules back first ({GIVE_BACK}), or use --force",
+                "nothing was removed: `dataplane takeover` removed the mesh's rules in {}, and without the dataplane's programs connections \
+                 there bypass the proxy. Restore the rules first ({GIVE_BACK}), or use --force",
                 pods.join(", ")
             ),
             Err(error) => {
                 return Err(error.context(
-                    "nothing was removed: cannot tell whether a pod's rules of a mesh were taken over, whose connections would go \
-                     past the proxy then; --force removes everything",
+                    "nothing was removed: cannot read which pods' mesh rules were taken over, so their connections might bypass the proxy; to \
+                     remove everything anyway, use --force",
                 ));
             }
         }

@@ -21,13 +21,13 @@ use crate::{
     },
 };
 
-/// The network namespaces that have routing rules for interfaces, by their cookies. `None`: of an earlier agent. The second:
-/// what was last written there as a whole.
+/// The network namespaces that have routing rules for interfaces, by their cookies. `None`: an earlier agent wrote the rules.
+/// Inside: the content that this agent wrote last without an error.
 pub type Routed = BTreeMap<u64, Option<(OwnedFd, Option<Machines>)>>;
 
-const NOBODY_JUDGES: &str = "connections that come by its virtual interfaces are refused: only the agent's own proxy can judge \
+const NOBODY_JUDGES: &str = "connections from its virtual interfaces are refused: only the agent's own proxy can judge \
                              them by egress: deny. Set its mode to proxy, and unset mesh.proxy.uid";
-const NO_EFFECT: &str = "connections that come by its virtual interfaces are not captured, because it has no proxy. With the \
+const NO_EFFECT: &str = "connections from its virtual interfaces are not captured, because it has no proxy. With the \
                          agent's proxy, set its mode to proxy";
 
 /// Those of an earlier agent, of which the tables hold this.
@@ -67,13 +67,14 @@ impl Mesh {
         }
     }
 
-    /// Whether the programs refuse what comes by virtual interfaces of an entry with these flags.
+    /// Whether the programs refuse connections from virtual interfaces for an entry with these flags.
     fn nobody_judges(&self, flags: u32) -> bool {
         let is_judged = !self.options.foreign && flags & Enrolled::PROXY != 0;
         flags & Enrolled::EGRESS_DENY != 0 && !is_judged
     }
 
-    /// Why what comes by virtual interfaces that are there is not captured, by the flags of the workload's entry.
+    /// Returns the problem of a workload whose virtual interfaces exist and whose connections are not captured. `flags`: those of
+    /// its entry.
     pub(super) fn trouble_of_interfaces(&self, flags: u32) -> Option<Problem> {
         let text = if flags & Enrolled::VIRTUAL == 0 {
             NO_EFFECT
@@ -163,7 +164,7 @@ impl Mesh {
             let closed = flags & Enrolled::EGRESS_DENY != 0;
             let indices = match (failed(namespace.cookie), closed) {
                 (false, _) => indices.get(&namespace.cookie).unwrap_or(&none),
-                // Without the program, sockets of the workload's processes would get the connections, so these are dropped.
+                // Without the program, the workload's own sockets would get the connections. Without indices, the table drops them.
                 (true, true) => &none,
                 (true, false) => continue,
             };
@@ -172,11 +173,9 @@ impl Mesh {
                 let what = match (closed, are_held) {
                     (_, true) => "the machines at its virtual interfaces are cut off",
                     (true, false) => {
-                        "connections that come by its virtual interfaces are not captured, so its egress: deny does not hold for them"
+                        "connections from its virtual interfaces are not captured, so its egress: deny does not apply to them"
                     }
-                    (false, false) => {
-                        "connections that come by its virtual interfaces are not captured"
-                    }
+                    (false, false) => "connections from its virtual interfaces are not captured",
                 };
                 let text = format!("{what}: cannot write rules in its network namespace: {error}");
                 problems.add(&member.workload.name, Problem::of_node(text));
@@ -184,7 +183,8 @@ impl Mesh {
         }
     }
 
-    /// Writes what is not there. Again each time: somebody else may have removed something.
+    /// Writes the rules and the table if they are missing. This happens on every settle, because somebody else may have removed
+    /// them.
     fn write_machines(&mut self, namespace: &Namespace, wanted: Machines) -> Result<(), Unrouted> {
         let unheld = |error| Unrouted {
             error,
@@ -197,19 +197,19 @@ impl Mesh {
             Ok(kernel::route_interfaces(&wanted, is_new))
         });
         let routed = routed.map_err(unheld).and_then(|routed| routed);
-        // Also if only a part was written, so that it is removed some time.
+        // Also after an error, so that a release removes the part that was written.
         let whole = routed.is_ok().then_some(wanted);
         self.routed.insert(namespace.cookie, Some((file, whole)));
         routed
     }
 }
 
-/// What is to come to the sockets by a policy's virtual interfaces, of which these have numbers. `closed`: nothing may escape.
+/// The rules and the table of a policy. `indices`: the interfaces that the programs' tables have. `closed`: see [`Marks::closed`].
 fn machines(policy: &Policy, mark: u32, closed: bool, indices: &BTreeMap<String, u32>) -> Machines {
     let ranges = [true, false]
         .map(|v4| policy.ranges_of_interfaces(v4))
         .concat();
-    // Of the bits that belong to the dataplane, the one that is farthest from others' in the field: Istio's are below 0x1000.
+    // The highest bit of the dataplane's mark: Istio's bits are below 0x1000.
     let bit = 1 << mark.ilog2();
     let names = policy.virtual_interfaces.iter();
     let rules = names.clone().flat_map(|name| {

@@ -32,7 +32,7 @@ pub struct InterfaceRule {
     pub bit: u32,
 }
 
-/// What is to come by interfaces to the sockets of a network namespace.
+/// The packets of virtual interfaces that a network namespace delivers to its sockets.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Machines {
     /// The rules.
@@ -41,23 +41,23 @@ pub struct Machines {
     pub marks: Marks,
 }
 
-/// Why connections are not captured.
+/// The error of [`route_interfaces`].
 #[derive(Debug)]
 pub struct Unrouted {
-    /// What the kernel refused.
+    /// The kernel's error.
     pub error: io::Error,
-    /// Whether they go nowhere. Else they go on.
+    /// Whether the kernel drops the connections. If false, they bypass the proxy.
     pub are_held: bool,
 }
 
-/// In the network namespace that this thread is in: has these packets go to sockets here, and no others by interface. `is_new`:
-/// others did until now.
+/// Delivers these packets to sockets of the calling thread's network namespace, and removes our other rules by interface.
+/// `is_new`: `wanted` differs from what this agent wrote here last.
 ///
 /// # Errors
-/// The kernel's refusal. Then no connection is captured; where nothing may escape, they are held, if the kernel lets that be done.
+/// The kernel's error. Then no connection is captured. With [`Marks::closed`], the kernel drops them if possible.
 pub fn route_interfaces(wanted: &Machines, is_new: bool) -> Result<(), Unrouted> {
     let Machines { rules, marks } = wanted;
-    // Rules for another bit stay until packets have this one.
+    // Rules for another bit stay until the table sets this bit.
     let mut routed = route(rules, Others::Stay);
     if routed.is_ok() {
         if let Err(error) = machine_marks::write(marks, is_new) {
@@ -88,7 +88,7 @@ pub fn route_interfaces(wanted: &Machines, is_new: bool) -> Result<(), Unrouted>
     Err(Unrouted { error, are_held })
 }
 
-/// In the network namespace that this thread is in: removes the rules, and the table of marks.
+/// Removes the rules and the table of marks from the calling thread's network namespace.
 ///
 /// # Errors
 /// The kernel's refusal.
@@ -97,7 +97,7 @@ pub fn unroute_interfaces() -> io::Result<()> {
     machine_marks::remove().map(drop)
 }
 
-/// What becomes of our rules that are not wanted.
+/// Whether our rules that are not wanted stay.
 #[derive(Clone, Copy, PartialEq)]
 enum Others {
     Stay,
@@ -143,7 +143,7 @@ fn route_family(
     others: Others,
 ) -> io::Result<()> {
     let there = interface_rules(netlink, family)?;
-    // One that is there stays: to replace it would have sockets forget the way by which their packets come.
+    // An existing route stays, because replacing it invalidates the routes that sockets have cached.
     if !wanted.is_empty() && !routing::has_our_route(netlink, family)? {
         let route = RouteNetlinkMessage::NewRoute(routing::answers_route(family));
         netlink.request(&route, NLM_F_CREATE | NLM_F_REPLACE)?;

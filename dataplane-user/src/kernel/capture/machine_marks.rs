@@ -1,14 +1,15 @@
-//! A table of nf_tables that marks what a machine inside a workload sends on connections of its own. The routing rules of its
-//! interfaces ask for the mark: answers on connections that were forwarded to the machine go on as they do without these rules.
+//! An nf_tables table that marks the TCP packets that a machine inside a workload sends on its own connections. The routing
+//! rules of the machine's interface match the mark. Answers on connections that the pod forwarded to the machine get no mark, so
+//! the pod routes them as before.
 //!
-//! Only conntrack can tell an answer, and it believes a packet's addresses: a machine that sends a packet in the name of somebody
-//! else can make its own connection look like the answer to that packet. It also takes a packet of a connection that it has
-//! forgotten for a question. Where nothing may escape, an answer is therefore only what belongs to a connection of which the first
-//! packet was forwarded, and came by another interface. Conntrack's mark keeps that.
+//! Only conntrack can tell an answer, and conntrack trusts the addresses of a packet. A machine can send a packet with another
+//! host's source address, and conntrack then takes the machine's own connection for the answer. Conntrack also takes a packet of a
+//! forgotten connection for the first packet of a new one. With `closed`, a packet is therefore an answer only if the SYN of its
+//! connection came by another interface and was forwarded. The table records this in conntrack's mark.
 //!
-//! Rules that ask for the absence of a mark would be closed without the table. But IPv4 looks up the way back of each packet that
-//! is forwarded to the machine as if it came by the machine's interface, and most often without its mark (`fib_validate_source`,
-//! `net/ipv4/fib_frontend.c`). Such a rule makes that way a local one, so the kernel drops the packet.
+//! A rule that matches the absence of the mark would fail closed without the table. But for each packet that goes to the machine,
+//! IPv4 looks up the reverse path: a packet by the machine's interface, usually without a mark (`fib_validate_source`,
+//! `net/ipv4/fib_frontend.c`). Such a rule would make this path local, and the kernel would drop the packet.
 
 use std::{collections::BTreeMap, io};
 
@@ -26,7 +27,7 @@ use crate::kernel::{
 /// The table's name, in the family `inet`.
 pub const TABLE: &str = "dataplane-machines";
 
-/// The chains at hooks: where packets come, and where they go on.
+/// The chains at the hooks prerouting and forward.
 const FIRST: &str = "prerouting";
 const FORWARD: &str = "forward";
 /// The chain of the interfaces' packets.
@@ -59,20 +60,21 @@ const SYN: u8 = 2;
 const RST: u8 = 4;
 const ACK: u8 = 16;
 
-/// What the table says.
+/// The content of the table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Marks {
-    /// The interfaces by name, with the number by which the programs know each. `None`: they know none by this name, so
-    /// connections that begin there are dropped.
+    /// The interfaces by name, with the index in the programs' tables. `None`: the tables have no interface of this name, so the
+    /// kernel drops connections that begin there.
     pub interfaces: BTreeMap<String, Option<u32>>,
-    /// The bit of marks that the routing rules ask for.
+    /// The bit of the mark that the routing rules match.
     pub bit: u32,
-    /// Whether nothing may escape: else conntrack's word for an answer is enough.
+    /// Whether the machine's connections must not bypass the proxy, whatever packets the machine sends. If false, every packet
+    /// that conntrack calls a reply is an answer.
     pub closed: bool,
 }
 
-/// In the network namespace that this thread is in: makes the table. `is_new`: it said something else until now. A table that is
-/// there and as large as it should be stays otherwise.
+/// Writes the table in the calling thread's network namespace. `is_new`: the content differs from what this agent wrote last.
+/// If not, a table with the right number of rules stays as it is.
 ///
 /// # Errors
 /// If the kernel refuses, or has no nf_tables or conntrack.
@@ -137,10 +139,10 @@ fn table(marks: &Marks) -> Vec<Request> {
     let (bits, others) = (bit.to_ne_bytes(), (!bit).to_ne_bytes());
     let marks = || [meta(MARK), bitwise(&others, &bits), set_meta(MARK)].concat();
     for name in interfaces.keys() {
-        // Conntrack puts fragments together: what is left is a fragment inside another one, of which nobody knows the protocol.
+        // Conntrack reassembles fragments. A fragment header that is left is nested in another one and hides the protocol.
         let is_fragment = [has_header(FRAGMENT), compare(EQUAL, &[1])].concat();
         rule(FIRST, &[by(name), is_fragment, drop()]);
-        // Errors about what the proxy has sent to the machine, such as a smaller MTU on the way, are for the proxy.
+        // ICMP errors about the proxy's packets to the machine, such as a smaller MTU on the path, are for the proxy.
         let is_about_its_connection = [
             is_tcp(NOT_EQUAL),
             conntrack(STATE),
@@ -154,7 +156,7 @@ fn table(marks: &Marks) -> Vec<Request> {
             FIRST,
             &[by(name), is_about_its_connection.concat(), marks()],
         );
-        // A packet of which the protocol cannot be told goes on, since the rule ends there.
+        // If the protocol is unknown, this rule does not match, and the packet goes to the next one.
         rule(FIRST, &[by(name), is_tcp(NOT_EQUAL), accept()]);
         rule(FIRST, &[by(name), go_to(MACHINES)]);
     }
@@ -170,7 +172,7 @@ fn table(marks: &Marks) -> Vec<Request> {
     };
     rule(MACHINES, &[direction(REPLY), is_known, accept()]);
     for (name, index) in interfaces {
-        // Another interface with the name: the programs would take what comes by it for the workload's own.
+        // An interface with this name and another index is not in the programs' tables yet.
         let is_other =
             index.map(|index| [meta(INDEX), compare(NOT_EQUAL, &index.to_ne_bytes())].concat());
         rule(MACHINES, &[by(name), is_other.unwrap_or_default(), drop()]);

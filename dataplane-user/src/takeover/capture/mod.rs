@@ -27,7 +27,7 @@ use self::{
 use super::ruleset::{Form, Text};
 use crate::iptables::{self, Entry, Rule, nft};
 
-/// What is wrong with Istio's rules on a node.
+/// The fault of Istio's rules on a node.
 const NODES: &str = "the rules are the node's, for probes of the kubelet, and capture no connection; read those in a pod";
 
 /// Reads what the rules of a mesh capture in a pod.

@@ -1,8 +1,8 @@
 //! Istio's rules in its own tables of nf_tables, in the words of iptables: Istio makes the same rules in both, so one reader is
 //! enough. Pure: from the text of `nft list ruleset` to that of `iptables-save`.
 //!
-//! Each rule stays in its line, and most are of both families, as everything in a table `inet` that names no address. What is not
-//! one of the statements that Istio writes is an error.
+//! Each rule stays in its line. A rule of a table `inet` that names no address applies to both families. A statement that Istio does
+//! not write is an error.
 
 use std::{collections::BTreeSet, iter::Peekable};
 
@@ -17,7 +17,7 @@ const PREFIXES: [&str; 2] = ["istio-proxy-", "istio-ambient-"];
 pub struct Families {
     /// As `iptables-save` and `ip6tables-save` would print them, with the rules in the lines that they have in the listing.
     pub texts: [String; 2],
-    /// Whether a rule names an address of the family. A family without one is none that Istio has been told to capture.
+    /// Whether a rule names an address of the family. If none does, Istio does not capture this family.
     pub are_named: [bool; 2],
     /// The first rule, with its line.
     pub first: Option<(usize, String)>,

@@ -372,7 +372,7 @@ fn what_a_pod_says_does_not_free_its_machine() -> Result<()> {
                 return asks(&world, "10.244.2.5:7", "far", true);
             }
             run_args(world.agent()?, ["status"])?
-                .says(&["by its virtual interfaces are refused"])?;
+                .says(&["from its virtual interfaces are refused"])?;
             let ((), counted) =
                 world.counted(Reason::EgressDenied, || is_cut_off(&world, "10.244.2.5:7"))?;
             ensure!(counted > 0, "it was not refused");
@@ -435,7 +435,8 @@ fn interfaces_without_effect_are_named() -> Result<()> {
     let mut world = world()?;
     world.capture(json!({}), json!({ "virtualInterfaces": [INTERFACE] }))?;
     asks(&world, "10.244.1.5:7", "one", false)?;
-    run_args(world.agent()?, ["status"])?.says(&["by its virtual interfaces are not captured"])?;
+    run_args(world.agent()?, ["status"])?
+        .says(&["from its virtual interfaces are not captured"])?;
     world.capture(json!({}), rules())?;
     asks(&world, "10.244.1.5:7", "one", true)?;
     let said = run_args(world.agent()?, ["status"])?;

@@ -291,7 +291,7 @@ fn without_the_table_a_denied_machine_is_cut_off() -> Result<()> {
     for (rules, said) in [
         (
             rules(),
-            "by its virtual interfaces are not captured: cannot write",
+            "from its virtual interfaces are not captured: cannot write",
         ),
         (
             denied(),
