@@ -1,10 +1,9 @@
-//! What becomes of a workload's connections and datagrams, by its rules: one text for the programs, and for those who explain
-//! or test what these do.
+//! The verdicts on a workload's connections and datagrams, by its rules: the programs, `explain` and the tests share this code.
 
 use super::{CAPTURED, CaptureConfig, DNS, EXCLUDED, Enrolled, JUDGED, Local, RuleKey};
 use crate::{Addr, Port, Reason};
 
-/// Where the rules are: the kernel's own tables, or those read from user space.
+/// The source of the rules: the kernel's own tables, or a copy in user space.
 pub trait Rules {
     /// [`CAPTURED`], [`EXCLUDED`] or 0 if there is no such rule.
     fn rule(&self, key: &RuleKey) -> u32;
@@ -83,7 +82,7 @@ fn is_captured_loopback<T: Rules>(tables: &T, enrolled: &Enrolled, addr: Addr) -
     enrolled.flags & Enrolled::LOOPBACK != 0 && tables.range(enrolled.policy, addr) == CAPTURED
 }
 
-/// What a decision asks besides rules, if it gets so far.
+/// The facts that a decision needs besides the rules.
 pub trait Circumstances: Rules {
     /// Whether the destination is an address that the proxy has: with capture by sockets, one of the
     /// workload itself.
@@ -97,7 +96,7 @@ pub trait Circumstances: Rules {
     fn listens(&self) -> bool;
 }
 
-/// What becomes of an outbound connection of a workload, but for one of its proxy's own.
+/// Returns the verdict on an outbound connection of a workload. The connections of its proxy are not included.
 #[inline(always)]
 pub fn decide_outbound<T: Circumstances>(
     asked: &T,
@@ -118,7 +117,7 @@ pub fn decide_outbound<T: Circumstances>(
     if !is_judged {
         return reason;
     }
-    // What stays in the workload is no proxy's business: `inbound` leaves it alone, too.
+    // The workload's connections to itself bypass the proxy, as in `inbound`.
     if asked.is_itself() {
         return Reason::ExcludedLoopback;
     }
@@ -137,7 +136,8 @@ pub fn decide_outbound<T: Circumstances>(
     without_proxy(enrolled.flags)
 }
 
-/// What becomes of a datagram of a workload, or of a UDP socket that it connects: [`Reason::EgressDenied`], or nothing.
+/// Returns the verdict on a datagram of a workload, or on a UDP socket that it connects: [`Reason::EgressDenied`] or
+/// [`Reason::NotService`].
 #[inline(always)]
 pub fn decide_datagram<T: Circumstances>(
     asked: &T,
@@ -170,8 +170,8 @@ pub fn is_query<T: Rules>(
     tables.range(enrolled.resolvers, addr) == CAPTURED
 }
 
-/// What becomes of a connection that comes into a workload's network namespace by an interface, and is for no address of the
-/// workload: [`Reason::Captured`] if it goes to the proxy, [`Reason::NotService`] if the workload's rules say nothing of the
+/// Returns the verdict on a connection that comes into a workload's network namespace by an interface, to an address that is not
+/// the workload's: [`Reason::Captured`] if it goes to the proxy, [`Reason::NotService`] if the workload's rules say nothing of the
 /// interface. The routing rules that bring it here have decided by its destination, unless that is another address of the
 /// namespace itself: no routing rule comes before those of local addresses. The agent's proxy judges by the egress policy;
 /// without it nobody can.
@@ -212,7 +212,7 @@ pub fn by_interface<T: Rules>(
     Reason::Captured
 }
 
-/// What becomes of a connection that is to go to a proxy which does not listen; `flags`: as
+/// Returns the verdict on a connection to a proxy that does not listen; `flags`: as
 /// [`Enrolled::flags`].
 #[inline(always)]
 pub const fn without_proxy(flags: u32) -> Reason {

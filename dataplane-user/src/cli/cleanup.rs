@@ -1,6 +1,6 @@
 //! `dataplane cleanup`.
 
-use std::{io::Write as _, path::PathBuf, process::ExitCode};
+use std::{io::Write as _, process::ExitCode};
 
 use anyhow::bail;
 use clap::Args;
@@ -9,9 +9,9 @@ use serde::Serialize;
 use super::{
     PathArgs, SocketArgs, exit,
     output::{self, Cell, Format, Table},
-    takeover::{GIVE_BACK, pods_that_need_it},
+    takeover::{GIVE_BACK, KeptArgs, pods_that_need_it},
 };
-use crate::{admin, kernel, takeover::journal::DIRECTORY};
+use crate::{admin, kernel};
 
 /// Remove all programs, tables and rules of the dataplane from the kernel.
 ///
@@ -29,15 +29,8 @@ pub struct CleanupArgs {
     #[arg(long)]
     force: bool,
 
-    /// Directory with the journals of `dataplane takeover`
-    #[arg(
-        long,
-        value_name = "DIR",
-        default_value = DIRECTORY,
-        env = "DATAPLANE_TAKEOVER_DIR",
-        hide_env_values = true
-    )]
-    takeover_dir: PathBuf,
+    #[command(flatten)]
+    kept: KeptArgs,
 
     /// List each removed item, not only their number
     #[arg(short, long)]
@@ -70,7 +63,7 @@ impl CleanupArgs {
             eprintln!("dataplane: {agent} runs on this node: end it first");
             return Ok(ExitCode::from(exit::BUSY));
         }
-        let pods = pods_that_need_it(&self.takeover_dir);
+        let pods = pods_that_need_it(&self.kept.takeover_dir);
         match pods {
             _ if self.force || self.dry_run => {}
             Ok(pods) if pods.is_empty() => {}

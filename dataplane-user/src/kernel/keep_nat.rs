@@ -14,8 +14,8 @@ use netlink_sys::protocols::NETLINK_NETFILTER;
 use super::{
     netlink::Netlink,
     nft_requests::{
-        self, NOT_EQUAL, SUBSYSTEM, bitwise, compare, conntrack, delete_table, exists, expression,
-        new_chain, new_rule, new_table,
+        self, NOT_EQUAL, SUBSYSTEM, bitwise, compare, conntrack, exists, expression, new_chain,
+        new_rule, new_table,
     },
 };
 
@@ -48,11 +48,7 @@ pub fn add() -> io::Result<bool> {
 /// # Errors
 /// If the kernel refuses.
 pub fn remove() -> io::Result<bool> {
-    if !is_there()? {
-        return Ok(false);
-    }
-    Netlink::open(NETLINK_NETFILTER)?.batch(SUBSYSTEM, &[delete_table(TABLE)])?;
-    Ok(true)
+    nft_requests::remove_with_conntrack(TABLE)
 }
 
 /// Whether the table is there.

@@ -121,6 +121,15 @@ pub fn is_there_with_conntrack(table: &str) -> io::Result<bool> {
     Ok(nf_conntrack::is_loaded() && is_there(table)?)
 }
 
+/// Removes a table whose rules ask conntrack. `false`: there is none.
+pub fn remove_with_conntrack(table: &str) -> io::Result<bool> {
+    if !is_there_with_conntrack(table)? {
+        return Ok(false);
+    }
+    Netlink::open(NETLINK_NETFILTER)?.batch(SUBSYSTEM, &[delete_table(table)])?;
+    Ok(true)
+}
+
 fn about(table: &str) -> Vec<u8> {
     [&INET[..], &string(1, table)].concat()
 }

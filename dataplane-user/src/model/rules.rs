@@ -1,4 +1,4 @@
-//! What is said of capture, and the policy that this comes to.
+//! Rules of capture, and the policy that results from them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -209,8 +209,8 @@ pub enum Inbound {
     None,
 }
 
-/// What the configuration, a namespace or a workload says of capture: what it does not say is said
-/// by whoever is less specific.
+/// The capture rules of one level: the configuration, a Namespace or a workload. A less specific level supplies each setting that
+/// these rules leave out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rules {
     /// Whether connections are captured at all.
@@ -294,7 +294,7 @@ impl Rules {
         }
     }
 
-    /// What they come to; `None` if nothing is captured.
+    /// Returns the resulting policy; `None` if nothing is captured.
     pub fn policy(&self) -> Option<Policy> {
         self.captured.unwrap_or_default().then(|| Policy {
             captured_by: self.captured_by.unwrap_or_default(),
@@ -351,7 +351,7 @@ impl Rules {
     }
 }
 
-/// What labels and annotations ask for.
+/// The rules of labels and annotations.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layers {
     /// Those of the workload.

@@ -55,6 +55,7 @@ mod gone_vips;
 mod growth;
 mod host_ports;
 mod imported;
+mod imported_mesh;
 mod interfaces;
 mod ipsec;
 mod iptables;
@@ -247,6 +248,7 @@ fn main() -> ExitCode {
         nodeport::SCENARIOS,
         host_ports::SCENARIOS,
         imported::SCENARIOS,
+        imported_mesh::SCENARIOS,
         takeover::SCENARIOS,
         routes::SCENARIOS,
         ways::SCENARIOS,

@@ -94,15 +94,8 @@ pub struct TakeoverArgs {
     )]
     revert: Option<PathBuf>,
 
-    /// Directory for the files with saved rules, and for the journal of what is not finished
-    #[arg(
-        long,
-        value_name = "DIR",
-        default_value = DIRECTORY,
-        env = "DATAPLANE_TAKEOVER_DIR",
-        hide_env_values = true
-    )]
-    takeover_dir: PathBuf,
+    #[command(flatten)]
+    kept: KeptArgs,
 
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
@@ -113,6 +106,20 @@ pub struct TakeoverArgs {
 
     #[command(flatten)]
     pub(super) socket: SocketArgs,
+}
+
+/// Where a take-over keeps files.
+#[derive(Debug, Args)]
+pub struct KeptArgs {
+    /// Directory for the files with saved rules, and for the journals of take-overs
+    #[arg(
+        long,
+        value_name = "DIR",
+        default_value = DIRECTORY,
+        env = "DATAPLANE_TAKEOVER_DIR",
+        hide_env_values = true
+    )]
+    pub takeover_dir: PathBuf,
 }
 
 impl TakeoverArgs {
@@ -149,7 +156,7 @@ impl TakeoverArgs {
             self.netns.is_none(),
             "--netns is for rules of a mesh: --owner istio or osm"
         );
-        let place = self.place(self.takeover_dir.clone(), OWNERS);
+        let place = self.place(self.kept.takeover_dir.clone(), OWNERS);
         let mut out = output::stdout();
         let mut tell = Tell::new(self.output, &mut out);
         let mut outcome = match &self.revert {
@@ -172,7 +179,7 @@ impl TakeoverArgs {
         let namespace = netns::of_option(self.netns.as_deref())?;
         // Each network namespace has a journal of its own, for each owner.
         let directory = format!("{OF_NETNS}{}-{name}", namespace.cookie);
-        let directory = self.takeover_dir.join(directory);
+        let directory = self.kept.takeover_dir.join(directory);
         let place = self.place(directory, owners);
         let work = || {
             // A process may have ended meanwhile, and its number be another's.

@@ -32,7 +32,7 @@ const FIRST: &str = "prerouting";
 const FORWARD: &str = "forward";
 /// The chain of the interfaces' packets.
 const MACHINES: &str = "machines";
-/// What `nft list table` shows beside the rules.
+/// The comment of the rules in `nft list table`.
 const COMMENT: &str = "captured by virtualInterfaces: dataplane";
 /// `IFNAMSIZ`.
 const NAME_SIZE: usize = 16;
@@ -53,7 +53,7 @@ const RELATED: u32 = 1 << 2;
 const ORIGINAL: u8 = 0;
 const REPLY: u8 = 1;
 const TCP: u8 = 6;
-/// Where the flags are in TCP's header, and some of them.
+/// The offset of the flags in TCP's header, and four flags.
 const FLAGS: u32 = 13;
 const FIN: u8 = 1;
 const SYN: u8 = 2;
@@ -84,8 +84,10 @@ pub fn write(marks: &Marks, is_new: bool) -> io::Result<()> {
     let is_there = exists(&mut netlink, TABLE)?;
     let ours = wanted
         .iter()
-        .filter(|(kind, ..)| *kind == nft_requests::NEW_RULE);
-    if is_there && !is_new && rules(&mut netlink, TABLE)? == ours.count() {
+        .filter(|(kind, ..)| *kind == nft_requests::NEW_RULE)
+        .count();
+    // A list that the kernel could not give whole, because somebody changed a table meanwhile, is no reason to keep this one.
+    if is_there && !is_new && rules(&mut netlink, TABLE).is_ok_and(|there| there == ours) {
         return Ok(());
     }
     // In one step.
@@ -99,11 +101,7 @@ pub fn write(marks: &Marks, is_new: bool) -> io::Result<()> {
 /// # Errors
 /// If the kernel refuses.
 pub fn remove() -> io::Result<bool> {
-    if !is_there()? {
-        return Ok(false);
-    }
-    Netlink::open(NETLINK_NETFILTER)?.batch(SUBSYSTEM, &[delete_table(TABLE)])?;
-    Ok(true)
+    nft_requests::remove_with_conntrack(TABLE)
 }
 
 /// Whether the table is there.

@@ -1,4 +1,4 @@
-//! What `dataplane cleanup` removes of a mesh.
+//! `dataplane cleanup` of a mesh.
 
 use std::fs;
 

@@ -46,27 +46,35 @@ pub fn machine(world: &World) -> &Host {
     world.lab.external("inner")
 }
 
+/// Puts a host behind another one, by an interface there. Each has an address of both families.
+pub fn join(
+    (host, own): (&Host, [&str; 2]),
+    interface: &str,
+    (behind, its): (&Host, [&str; 2]),
+) -> Result<()> {
+    behind.ip("link set eth0 down")?;
+    let netns = behind.netns();
+    host.ip(&format!(
+        "link add {interface} type veth peer name up0 netns {netns}"
+    ))?;
+    for (host, interface, [v4, v6]) in [(host, interface, own), (behind, "up0", its)] {
+        host.ip(&format!("addr add {v4}/24 dev {interface}"))?;
+        host.ip(&format!("addr add {v6}/64 dev {interface} nodad"))?;
+        host.ip(&format!("link set {interface} up"))?;
+    }
+    behind.ip(&format!("route replace default via {} dev up0", own[0]))?;
+    behind.ip(&format!("-6 route replace default via {} dev up0", own[1]))?;
+    Ok(())
+}
+
 /// Connects the machine with the pod.
 pub fn connect(world: &World) -> Result<()> {
     let (app, machine) = (world.app(), machine(world));
-    machine.ip("link set eth0 down")?;
-    let netns = machine.netns();
-    app.ip(&format!(
-        "link add {INTERFACE} type veth peer name up0 netns {netns}"
-    ))?;
-    for (host, interface, addresses) in [
-        (app, INTERFACE, ["10.9.0.1", "fd09::1"]),
-        (machine, "up0", MACHINE),
-    ] {
-        host.ip(&format!("addr add {}/24 dev {interface}", addresses[0]))?;
-        host.ip(&format!(
-            "addr add {}/64 dev {interface} nodad",
-            addresses[1]
-        ))?;
-        host.ip(&format!("link set {interface} up"))?;
-    }
-    machine.ip("route replace default via 10.9.0.1 dev up0")?;
-    machine.ip("-6 route replace default via fd09::1 dev up0")?;
+    join(
+        (app, ["10.9.0.1", "fd09::1"]),
+        INTERFACE,
+        (machine, MACHINE),
+    )?;
     app.sysctl("ipv4/ip_forward", "1")?;
     app.sysctl("ipv6/conf/all/forwarding", "1")?;
     // As many nodes have it.
@@ -361,7 +369,7 @@ fn what_a_pod_says_does_not_free_its_machine() -> Result<()> {
     ] {
         write(mode, &annotations)?;
         let what = || format!("{mode}, {annotations}");
-        // What is known goes by the proxy, or not at all.
+        // A connection to a known destination goes through the proxy, or fails.
         eventually(|| {
             if is_relayed {
                 // The pod's own connection tells whether the annotation is in force.

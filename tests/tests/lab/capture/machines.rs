@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 
 use super::{
     World,
-    interfaces::{INTERFACE, asks, connect, is_cut_off, machine, routed, rules, world},
+    interfaces::{INTERFACE, asks, connect, is_cut_off, join, machine, routed, rules, world},
     pod,
 };
 use crate::{
@@ -136,7 +136,7 @@ fn no_forged_answer_escapes() -> Result<()> {
     Ok(())
 }
 
-/// Conntrack has forgotten a connection, and takes the next packet for a question, whoever has begun it.
+/// Conntrack has forgotten a connection, and takes its next packet for the first one of a new connection.
 fn no_forgotten_connection_escapes() -> Result<()> {
     let mut world = world()?;
     let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
@@ -254,7 +254,8 @@ fn the_table_comes_back() -> Result<()> {
     Ok(())
 }
 
-/// Otherwise it would reach those who listen at all addresses in the pod. What is forwarded to it is answered meanwhile.
+/// Otherwise its connections would reach sockets of the pod that listen at all addresses. The machine still answers forwarded
+/// connections.
 fn an_interface_that_is_made_again_waits_for_the_agent() -> Result<()> {
     let (world, path) = told_by_a_pod(&denied())?;
     let app = world.app().clone();
@@ -286,7 +287,7 @@ fn an_interface_that_is_made_again_waits_for_the_agent() -> Result<()> {
     eventually(|| asks(&world, "10.244.2.5:7", "far", true))
 }
 
-/// Somebody else has the table for themselves.
+/// Another process owns a table of this name, so the agent cannot write its own.
 fn without_the_table_a_denied_machine_is_cut_off() -> Result<()> {
     for (rules, said) in [
         (
@@ -332,37 +333,27 @@ fn without_the_table_a_denied_machine_is_cut_off() -> Result<()> {
     Ok(())
 }
 
-/// What is behind a machine, on a way with a smaller MTU of which it does not know: the proxy has to be told.
-fn smaller_mtus_on_the_way_are_found() -> Result<()> {
-    let mut world = World::with(|lab| {
+/// A world with a second host besides the machine.
+fn world_of_two() -> Result<World> {
+    let world = World::with(|lab| {
         lab.pod("node1", "app", "10.244.1.8")
             .external("inner")
             .external("second")
     })?;
     connect(&world)?;
+    Ok(world)
+}
+
+/// A path behind the machine has a smaller MTU, of which only the machine knows. It has to tell the proxy.
+fn smaller_mtus_on_the_way_are_found() -> Result<()> {
+    let mut world = world_of_two()?;
     let (app, inner) = (world.app().clone(), machine(&world).clone());
     let second = world.lab.external("second").clone();
-    second.ip("link set eth0 down")?;
-    let netns = second.netns();
-    inner.ip(&format!(
-        "link add down0 type veth peer name up0 netns {netns}"
-    ))?;
-    for (host, interface, addresses) in [
-        (&inner, "down0", ["10.9.1.1", "fd09:1::1"]),
-        (&second, "up0", ["10.9.1.2", "fd09:1::2"]),
-    ] {
-        host.ip(&format!("addr add {}/24 dev {interface}", addresses[0]))?;
-        host.ip(&format!(
-            "addr add {}/64 dev {interface} nodad",
-            addresses[1]
-        ))?;
-        host.ip(&format!("link set {interface} up"))?;
-    }
+    let own = ["10.9.1.1", "fd09:1::1"];
+    join((&inner, own), "down0", (&second, ["10.9.1.2", "fd09:1::2"]))?;
     inner.ip("link set down0 mtu 1300")?;
     inner.sysctl("ipv4/ip_forward", "1")?;
     inner.sysctl("ipv6/conf/all/forwarding", "1")?;
-    second.ip("route replace default via 10.9.1.1 dev up0")?;
-    second.ip("-6 route replace default via fd09:1::1 dev up0")?;
     app.ip("route add 10.9.1.0/24 via 10.9.0.2")?;
     app.ip("-6 route add fd09:1::/64 via fd09::2")?;
     let data = bytes(200_000, 3);
@@ -379,26 +370,16 @@ fn smaller_mtus_on_the_way_are_found() -> Result<()> {
     Ok(())
 }
 
-/// Without ranges that have both, they reach each other without the proxy, and each has its own.
+/// Two machines reach each other without the proxy, because the address of the second one is in no captured range.
 fn machines_answer_each_other() -> Result<()> {
-    let mut world = World::with(|lab| {
-        lab.pod("node1", "app", "10.244.1.8")
-            .external("inner")
-            .external("second")
-    })?;
-    connect(&world)?;
-    let (app, second) = (world.app(), world.lab.external("second"));
-    second.ip("link set eth0 down")?;
-    let netns = second.netns();
-    app.ip(&format!(
-        "link add virt1 type veth peer name up0 netns {netns}"
-    ))?;
-    for (host, interface, address) in [(app, "virt1", "172.20.0.1"), (second, "up0", "172.20.0.2")]
-    {
-        host.ip(&format!("addr add {address}/24 dev {interface}"))?;
-        host.ip(&format!("link set {interface} up"))?;
-    }
-    second.ip("route replace default via 172.20.0.1 dev up0")?;
+    let mut world = world_of_two()?;
+    let second = world.lab.external("second").clone();
+    let own = ["172.20.0.1", "fd20::1"];
+    join(
+        (world.app(), own),
+        "virt1",
+        (&second, ["172.20.0.2", "fd20::2"]),
+    )?;
     let _server = second.serve(&["--tcp", "172.20.0.2:7"])?;
     let mut rules = rules();
     rules["virtualInterfaces"] = json!([INTERFACE, "virt1"]);

@@ -1,4 +1,4 @@
-//! Who is captured: by labels, annotations and cgroups, and what a namespace does that waits for the agent.
+//! Captured workloads: labels, annotations, cgroups, and namespaces that wait for the agent.
 
 use std::fs;
 

@@ -10,8 +10,7 @@ use serde_json::{Value, json};
 use super::{World, foreign, interfaces, mesh, proxies, relay::Relay};
 use crate::{
     cluster::{ask, lived, reaches},
-    imported,
-    imported::NATIVE,
+    imported_mesh::{self, NATIVE},
     outcome::{self, Outcome},
     takeover::{is_long, let_traffic_go_on},
 };
@@ -47,7 +46,7 @@ impl Mesh {
     fn iptables(self) -> [String; 2] {
         // The proxy here has another user and port.
         let istio = |lo: &str, six: &str, range: &str| {
-            let rules = imported::sidecar(lo, six, range);
+            let rules = imported_mesh::sidecar(lo, six, range);
             let rules = rules.replace("1337", "1500").replace("15006", "15003");
             // With it, the proxy here would get its own connections to the application.
             let of_itself = |line: &&str| line.starts_with("-A ISTIO_OUTPUT -o lo ! -d");
