@@ -7,10 +7,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::{
-    Agent, Host, Lab, LabBuilder, Process,
-    report::{LookupReport, Quantiles},
-};
+use dataplane_tests::{Agent, Host, Lab, LabBuilder, Process, report::LookupReport};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -195,10 +192,12 @@ impl World {
         Ok(process)
     }
 
-    /// How long 200 queries to a resolver take, of which none fails.
-    pub fn all_answered(&self, resolver: &str, sockets: &str) -> Result<Quantiles> {
+    /// Checks that 200 queries to a resolver are answered, each within the time that glibc waits: a busy machine has
+    /// answers take 2 s.
+    pub fn all_answered(&self, resolver: &str, sockets: &str) -> Result<()> {
         let probe = self.app().probe("dns").args(["--to", resolver]);
         let probe = probe.args(["--name", OUTSIDE, "--count", "200", "--sockets", sockets]);
+        let probe = probe.args(["--timeout-ms", "5000"]);
         let mut process = probe.stdout_piped().spawn()?;
         process.wait_for_line()?;
         let report: LookupReport = process.wait_json()?;
@@ -206,7 +205,7 @@ impl World {
             report.answered == 200,
             "{sockets} to {resolver}: {report:?}"
         );
-        Ok(report.took_ns)
+        Ok(())
     }
 
     /// What the C library finds, with the pod's `resolv.conf`.
