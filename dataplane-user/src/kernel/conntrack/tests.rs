@@ -181,7 +181,6 @@ fn states_tell_what_was_seen() {
 
 #[test]
 fn what_is_over_is_removed_and_nothing_else() {
-    let Some(conntrack) = conntrack() else { return };
     let both = seen::PACKET;
     // Every second port, as clients take them: each has a cell of its own, and none gives way to another.
     let kept = [
@@ -216,9 +215,16 @@ fn what_is_over_is_removed_and_nothing_else() {
         ),
         masqueraded(34, Protocol::UDP, ago(130)),
     ];
-    for flow in kept.iter().chain(&over) {
-        assert!(conntrack.add(flow));
-    }
+    // The secret, which is random, may give two flows one slot for their replies: then one of them gives way, or is not added.
+    let conntrack = loop {
+        let Some(conntrack) = conntrack() else { return };
+        for flow in kept.iter().chain(&over) {
+            conntrack.add(flow);
+        }
+        if conntrack.count() == (kept.len() + over.len()) as u64 {
+            break conntrack;
+        }
+    };
     let census = collect(&conntrack, &[]);
     assert_eq!(census.removed, over.len() as u64);
     assert_eq!(census.total(), kept.len() as u64);
