@@ -105,11 +105,6 @@ fn only_capture(saved: &Saved) -> anyhow::Result<()> {
          removes the rules; then have the dataplane capture it"
     );
     ensure!(
-        !capture::are_native(&saved.as_texts()),
-        "the rules are Istio's own in nf_tables, and only those of iptables are taken over. `dataplane iptables import-mesh` prints a \
-         configuration that captures the same connections: have the dataplane capture by it, then restart the pod without the rules"
-    );
-    ensure!(
         !of_rules.by_tproxy,
         "the rules capture inbound connections by TPROXY: the sidecar connects to the application from its clients' addresses, and only \
          these rules bring the application's answers back to the sidecar. Have the sidecar capture by REDIRECT \

@@ -123,12 +123,6 @@ fn no_others(text: &str) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// Whether there are rules of Istio's in tables of nf_tables that are not iptables', read or not.
-pub fn are_native(texts: &[Text<'_>]) -> bool {
-    let mut native = texts.iter().filter(|text| text.form == Form::Nft);
-    native.any(|text| !matches!(native::in_iptables_words(text.text), Ok(None)))
-}
-
 impl<'a> Tables<'a> {
     /// Reads what `iptables-save` prints. `v4`: the family, if it is known.
     fn read(&mut self, origin: &'a str, text: &str, v4: Option<bool>) -> Result<(), Wrong> {

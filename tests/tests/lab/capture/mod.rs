@@ -17,6 +17,7 @@ mod packets;
 mod proxies;
 mod relay;
 mod restart;
+mod sidecar;
 mod takeover;
 mod trouble;
 

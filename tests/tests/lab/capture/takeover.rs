@@ -2,185 +2,39 @@
 
 use std::fs;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{Host, Process, report::LoadReport};
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::{World, foreign, interfaces, mesh, proxies, relay::Relay};
+use super::{
+    World, foreign, interfaces, mesh,
+    relay::Relay,
+    sidecar::{CONNECT, Mesh, Pod, TO},
+};
 use crate::{
     cluster::{ask, lived, reaches},
-    imported_mesh::{self, NATIVE},
-    outcome::{self, Outcome},
     takeover::{is_long, let_traffic_go_on},
 };
 
 scenarios! {
     Dataplane:
     a_sidecars_capture_is_taken_over_and_given_back,
+    istios_tables_in_nf_tables_are_taken_over_and_given_back,
     a_takeover_of_capture_that_is_killed_is_finished_or_undone,
     rules_that_do_more_than_capture_stay,
     the_capture_of_a_machine_inside_is_taken_over_and_given_back,
 }
 
-const TO: &str = "10.244.1.5:7";
-/// The connections that each scenario is about.
-const CONNECT: &str = "connect --count 3";
-
-/// A mesh with sidecars.
-#[derive(Clone, Copy)]
-enum Mesh {
-    Istio,
-    Osm,
-}
-
-impl Mesh {
-    fn owner(self) -> &'static str {
-        match self {
-            Self::Istio => "istio",
-            Self::Osm => "osm",
-        }
-    }
-
-    /// The sidecar's rules: of IPv4, and of IPv6 if it has such.
-    fn iptables(self) -> [String; 2] {
-        // The proxy here has another user and port.
-        let istio = |lo: &str, six: &str, range: &str| {
-            let rules = imported_mesh::sidecar(lo, six, range);
-            let rules = rules.replace("1337", "1500").replace("15006", "15003");
-            // With it, the proxy here would get its own connections to the application.
-            let of_itself = |line: &&str| line.starts_with("-A ISTIO_OUTPUT -o lo ! -d");
-            let lines = rules.split_inclusive('\n');
-            lines.filter(|line| !of_itself(line)).collect()
-        };
-        match self {
-            Self::Istio => [
-                istio("127.0.0.1/32", "127.0.0.6/32", "10.96.0.0/12"),
-                istio("::1/128", "::6/128", "fd00:96::/64"),
-            ],
-            Self::Osm => [proxies::OSM.to_owned(), String::new()],
-        }
-    }
-
-    /// The same as `mesh.rules`.
-    fn rules(self) -> Value {
-        match self {
-            Self::Istio => json!({
-                "excludeOutboundIPRanges": ["10.96.0.0/12", "fd00:96::/64"],
-                "excludeOutboundPorts": [3306],
-                "excludeInboundPorts": [9090],
-                "excludeUIDs": [1500],
-                "excludeGIDs": [888],
-            }),
-            Self::Osm => json!({
-                "excludeOutboundIPRanges": ["10.244.1.6/32", "::/0"],
-                "excludeOutboundPorts": [80],
-                "excludeInboundPorts": [80],
-                "excludeUIDs": [1500],
-            }),
-        }
-    }
-}
-
-/// A pod with a sidecar and its rules, and with a rule of somebody else.
-struct Pod {
-    mesh: Mesh,
-    world: World,
-    _proxy: Relay,
-}
-
-impl Pod {
-    fn start(mesh: Mesh) -> Result<Self> {
-        let world = World::new()?;
-        let proxy = Relay::haproxy(&world)?;
-        Self::with(mesh, world, proxy, &|rules| rules)
-    }
-
-    fn with(
-        mesh: Mesh,
-        world: World,
-        proxy: Relay,
-        change: &dyn Fn(String) -> String,
-    ) -> Result<Self> {
-        let path = world.state.path().join("rules");
-        let shell = |script: &str| world.app().command("sh").args(["-c", script]).run();
-        for (program, rules) in ["iptables-nft", "ip6tables-nft"]
-            .iter()
-            .zip(mesh.iptables())
-        {
-            fs::write(&path, change(rules))?;
-            shell(&format!("{program}-restore --noflush < {}", path.display()))?;
-        }
-        shell("iptables-nft -t nat -A POSTROUTING -p tcp --dport 4711 -j ACCEPT")?;
-        Ok(Self {
-            mesh,
-            world,
-            _proxy: proxy,
-        })
-    }
-
-    fn takeover(&self, arguments: &[&str], dies: Option<u32>) -> Result<Outcome> {
-        let directory = self.world.state.path().join("takeover");
-        let directory = directory.to_string_lossy().into_owned();
-        let netns = self.world.app().netns().to_owned();
-        let all = ["takeover", "--owner", self.mesh.owner(), "--netns", &netns];
-        let all = [&all, &["--takeover-dir", &directory][..], arguments].concat();
-        let agent = self.world.agent()?;
-        let Some(point) = dies else {
-            return outcome::run_args(agent, all);
-        };
-        let command = agent.dataplane(all);
-        let output = command
-            .env("DATAPLANE_TAKEOVER_DIES", point.to_string())
-            .output()?;
-        Ok(Outcome {
-            code: output.status.code(),
-            stdout: String::from_utf8(output.stdout)?,
-            stderr: String::from_utf8(output.stderr)?,
-        })
-    }
-
-    /// The rules of the pod, without counters.
-    fn rules(&self) -> Result<Vec<String>> {
-        let print = "iptables-nft-save; ip6tables-nft-save";
-        let all = self.world.app().command("sh").args(["-c", print]).run()?;
-        let lines = all.lines().filter(|line| !line.starts_with('#'));
-        let mut lines: Vec<String> = lines
-            .map(|line| line.split(" [").next().unwrap_or_default().to_owned())
-            .collect();
-        // The kernel lists chains in an order of its own; rules of a chain stay in theirs.
-        lines.sort_by_key(|line| line.split(' ').nth(1).map(str::to_owned));
-        Ok(lines)
-    }
-
-    /// Nobody would capture its connections.
-    fn is_not_cleaned_up(&mut self) -> Result<()> {
-        let directory = self.world.state.path().join("takeover");
-        let directory = directory.to_string_lossy().into_owned();
-        let agent = self.world.agent.as_mut().context("an agent")?;
-        agent.kill();
-        let cleanup = ["cleanup", "--takeover-dir", &directory];
-        outcome::run_args(agent, cleanup)?.exits(1)?.says(&[
-            "nothing was removed",
-            "--revert",
-            "--force",
-        ])?;
-        let shown = outcome::run_args(agent, [&cleanup[..], &["--dry-run"]].concat())?;
-        shown.exits(0)?.says(&["would be removed"])?;
-        agent.start()?;
-        Ok(())
-    }
-
-    /// Whether connections get where they are to go.
-    fn works(&self) -> Result<()> {
-        reaches(self.world.app(), TO, CONNECT, &["one"])?;
-        reaches(self.world.lab.pod("one"), "10.244.1.8:7", CONNECT, &["app"])?;
-        Ok(())
-    }
-}
-
 fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
-    let mut pod = Pod::start(Mesh::Istio)?;
+    there_and_back(Pod::start(Mesh::Istio)?)
+}
+
+fn istios_tables_in_nf_tables_are_taken_over_and_given_back() -> Result<()> {
+    there_and_back(Pod::start(Mesh::IstioNative)?)
+}
+
+fn there_and_back(mut pod: Pod) -> Result<()> {
     let by_rules = pod.world.app().hold(TO)?;
     let before = pod.rules()?;
     // Nobody is captured.
@@ -210,7 +64,7 @@ fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
     pod.works()?;
     pod.takeover(&["--dry-run"], None)?
         .exits(0)?
-        .says(&["captures default/app as the rules do", "-X ISTIO_OUTPUT"])?;
+        .says(&["captures default/app as the rules do", pod.mesh.removal()])?;
     ensure!(pod.rules()? == before, "--dry-run changed rules");
     let pause = if is_long() { "200" } else { "2000" };
     let load = |pod: &Pod| -> Result<_> {
@@ -228,7 +82,7 @@ fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
     ensure!(told["outcome"] == "taken-over", "{told:#}");
     let left = pod.rules()?;
     ensure!(
-        !left.iter().any(|line| line.contains("ISTIO_"))
+        !left.iter().any(|line| pod.mesh.has(line))
             && left.iter().any(|line| line.contains("4711")),
         "{left:#?}"
     );
@@ -276,12 +130,18 @@ fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
 
 /// Killed at any point, packets pass as before or none does, for a time; the next command finishes or undoes it.
 fn a_takeover_of_capture_that_is_killed_is_finished_or_undone() -> Result<()> {
-    let mut pod = Pod::start(Mesh::Osm)?;
+    for mesh in [Mesh::Osm, Mesh::IstioNative] {
+        is_finished_or_undone(Pod::start(mesh)?)?;
+    }
+    Ok(())
+}
+
+fn is_finished_or_undone(mut pod: Pod) -> Result<()> {
     pod.world.capture(foreign(), pod.mesh.rules())?;
     let before = pod.rules()?;
     for (way, arguments) in [&[][..], &["--revert"]].into_iter().enumerate() {
         let mut killed = 0;
-        for point in (1..).step_by(if is_long() { 1 } else { 5 }) {
+        for point in (1..).step_by(if is_long() { 1 } else { 7 }) {
             if way == 1 {
                 pod.takeover(&[], None)?.exits(0)?;
             }
@@ -295,7 +155,7 @@ fn a_takeover_of_capture_that_is_killed_is_finished_or_undone() -> Result<()> {
                 pod.takeover(&[], None)?.exits(0)?;
                 let left = pod.rules()?;
                 ensure!(
-                    !left.iter().any(|line| line.contains("PROXY_")),
+                    !left.iter().any(|line| pod.mesh.has(line)),
                     "point {point}: {left:#?}"
                 );
                 pod.works()?;
@@ -310,7 +170,7 @@ fn a_takeover_of_capture_that_is_killed_is_finished_or_undone() -> Result<()> {
             let report = ask(pod.world.app(), TO, CONNECT)?;
             ensure!(report.answered == 3, "point {point}: {report:?}");
         }
-        println!("way {way}: killed at {killed} points");
+        println!("{:?}, way {way}: killed at {killed} points", pod.mesh);
         ensure!(killed > 1, "{killed}");
         if way == 0 {
             pod.takeover(&["--revert"], None)?.exits(3)?;
@@ -348,10 +208,7 @@ fn the_capture_of_a_machine_inside_is_taken_over_and_given_back() -> Result<()> 
     let there = load(&pod)?;
     pod.takeover(&[], None)?.exits(0)?;
     let left = pod.rules()?;
-    ensure!(
-        !left.iter().any(|line| line.contains("ISTIO_")),
-        "{left:#?}"
-    );
+    ensure!(!left.iter().any(|line| pod.mesh.has(line)), "{left:#?}");
     let (_, captured) = pod.world.counted(Reason::Captured, || {
         reaches(interfaces::machine(&pod.world), TO, CONNECT, &["one"])
     })?;
@@ -398,8 +255,8 @@ fn rules_that_do_more_than_capture_stay() -> Result<()> {
         ),
         (
             "nft flush ruleset; nft -f -",
-            NATIVE,
-            ["own in nf_tables", "import-mesh"],
+            NATIVE_TPROXY,
+            ["by TPROXY", "interceptionMode"],
         ),
     ] {
         let path = world.state.path().join("rules");
@@ -500,4 +357,78 @@ COMMIT
 -A ISTIO_OUTPUT -j ISTIO_REDIRECT
 -A ISTIO_REDIRECT -p tcp -j REDIRECT --to-ports 15001
 COMMIT
+";
+
+/// As Istio writes them in nf_tables.
+const NATIVE_TPROXY: &str = "\
+add table inet istio-proxy-nat
+add chain inet istio-proxy-nat prerouting { type nat hook prerouting priority -100 ; }
+add chain inet istio-proxy-nat output { type nat hook output priority -100 ; }
+add chain inet istio-proxy-nat istio-inbound
+add chain inet istio-proxy-nat istio-redirect
+add chain inet istio-proxy-nat istio-in-redirect
+add chain inet istio-proxy-nat istio-output
+add chain inet istio-proxy-nat istio-output-dns
+add rule inet istio-proxy-nat prerouting iifname not-istio-nic counter return
+add rule inet istio-proxy-nat output oifname not-istio-nic counter return
+add rule inet istio-proxy-nat istio-inbound meta l4proto tcp tcp dport 15008 counter return
+add rule inet istio-proxy-nat istio-redirect meta l4proto tcp counter redirect to :15001
+add rule inet istio-proxy-nat istio-in-redirect meta l4proto tcp counter redirect to :15006
+add rule inet istio-proxy-nat output counter jump istio-output
+add rule inet istio-proxy-nat istio-output oifname lo ip saddr 127.0.0.6/32 counter return
+add rule inet istio-proxy-nat istio-output oifname lo ip6 saddr ::6/128 counter return
+add rule inet istio-proxy-nat istio-output oifname lo meta l4proto tcp ip daddr != 127.0.0.1/32 tcp dport != { 53, 15008 } skuid 1337 counter jump istio-in-redirect
+add rule inet istio-proxy-nat istio-output oifname lo meta l4proto tcp ip6 daddr != ::1/128 tcp dport != { 53, 15008 } skuid 1337 counter jump istio-in-redirect
+add rule inet istio-proxy-nat istio-output oifname lo meta l4proto tcp tcp dport != 53 skuid != 1337 counter return
+add rule inet istio-proxy-nat istio-output skuid 1337 counter return
+add rule inet istio-proxy-nat istio-output oifname lo meta l4proto tcp ip daddr != 127.0.0.1/32 tcp dport != 15008 skgid 1337 counter jump istio-in-redirect
+add rule inet istio-proxy-nat istio-output oifname lo meta l4proto tcp ip6 daddr != ::1/128 tcp dport != 15008 skgid 1337 counter jump istio-in-redirect
+add rule inet istio-proxy-nat istio-output oifname lo meta l4proto tcp tcp dport != 53 skgid != 1337 counter return
+add rule inet istio-proxy-nat istio-output skgid 1337 counter return
+add rule inet istio-proxy-nat istio-output counter jump istio-output-dns
+add rule inet istio-proxy-nat istio-output-dns ip daddr 127.0.0.53/32 tcp dport 53 counter redirect to :15053
+add rule inet istio-proxy-nat istio-output-dns ip daddr 127.0.0.53/32 udp dport 53 counter redirect to :15053
+add rule inet istio-proxy-nat istio-output ip daddr 127.0.0.1/32 counter return
+add rule inet istio-proxy-nat istio-output ip6 daddr ::1/128 counter return
+add rule inet istio-proxy-nat istio-output ip daddr 1.1.0.0/16 counter return
+add rule inet istio-proxy-nat istio-output ip daddr 9.9.0.0/16 counter jump istio-redirect
+add table inet istio-proxy-mangle
+add chain inet istio-proxy-mangle prerouting { type filter hook prerouting priority -150 ; }
+add chain inet istio-proxy-mangle output { type route hook output priority -150 ; }
+add chain inet istio-proxy-mangle istio-divert
+add chain inet istio-proxy-mangle istio-tproxy
+add chain inet istio-proxy-mangle istio-inbound
+add rule inet istio-proxy-mangle prerouting iifname not-istio-nic counter return
+add rule inet istio-proxy-mangle output oifname not-istio-nic counter return
+add rule inet istio-proxy-mangle istio-divert counter meta mark set 1337
+add rule inet istio-proxy-mangle istio-divert counter accept
+add rule inet istio-proxy-mangle istio-tproxy meta l4proto tcp ip daddr != 127.0.0.1/32 tproxy ip to :15006 meta mark set 1337 counter accept
+add rule inet istio-proxy-mangle istio-tproxy meta l4proto tcp ip6 daddr != ::1/128 tproxy ip6 to :15006 meta mark set 1337 counter accept
+add rule inet istio-proxy-mangle prerouting meta l4proto tcp counter jump istio-inbound
+add rule inet istio-proxy-mangle istio-inbound meta l4proto tcp ct state related,established counter jump istio-divert
+add rule inet istio-proxy-mangle istio-inbound meta l4proto tcp counter jump istio-tproxy
+add rule inet istio-proxy-mangle prerouting meta l4proto tcp mark 1337 counter ct mark set mark
+add rule inet istio-proxy-mangle output oifname lo meta l4proto tcp mark 1337 counter return
+add rule inet istio-proxy-mangle output oifname lo meta l4proto tcp ip daddr != 127.0.0.1/32 skuid 1337 counter meta mark set 1338
+add rule inet istio-proxy-mangle output oifname lo meta l4proto tcp ip6 daddr != ::1/128 skuid 1337 counter meta mark set 1338
+add rule inet istio-proxy-mangle output oifname lo meta l4proto tcp ip daddr != 127.0.0.1/32 skgid 1337 counter meta mark set 1338
+add rule inet istio-proxy-mangle output oifname lo meta l4proto tcp ip6 daddr != ::1/128 skgid 1337 counter meta mark set 1338
+add rule inet istio-proxy-mangle output meta l4proto tcp ct mark 1337 counter meta mark set ct mark
+insert rule inet istio-proxy-mangle istio-inbound index 0 meta l4proto tcp mark 1337 counter return
+insert rule inet istio-proxy-mangle istio-inbound index 1 iifname lo meta l4proto tcp ip saddr 127.0.0.6/32 counter return
+insert rule inet istio-proxy-mangle istio-inbound index 1 iifname lo meta l4proto tcp ip6 saddr ::6/128 counter return
+insert rule inet istio-proxy-mangle istio-inbound index 2 iifname lo meta l4proto tcp mark != 1338 counter return
+add table inet istio-proxy-raw
+add chain inet istio-proxy-raw prerouting { type filter hook prerouting priority -300 ; }
+add chain inet istio-proxy-raw output { type filter hook output priority -300 ; }
+add chain inet istio-proxy-raw istio-inbound
+add chain inet istio-proxy-raw istio-output-dns
+add rule inet istio-proxy-raw output counter jump istio-output-dns
+add rule inet istio-proxy-raw istio-output-dns udp dport 53 meta skuid 1337 counter ct zone set 1
+add rule inet istio-proxy-raw istio-output-dns udp sport 15053 meta skuid 1337 counter ct zone set 2
+add rule inet istio-proxy-raw istio-output-dns udp dport 53 meta skgid 1337 counter ct zone set 1
+add rule inet istio-proxy-raw istio-output-dns udp sport 15053 meta skgid 1337 counter ct zone set 2
+add rule inet istio-proxy-raw prerouting counter jump istio-inbound
+add rule inet istio-proxy-raw istio-output-dns udp dport 53 ip daddr 127.0.0.53/32 counter ct zone set 2
+add rule inet istio-proxy-raw istio-inbound udp sport 53 ip saddr 127.0.0.53/32 counter ct zone set 1
 ";
