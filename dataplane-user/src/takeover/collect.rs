@@ -99,6 +99,16 @@ pub fn collect(
     })
 }
 
+/// Reads all rules of the network namespace that this thread is in, from the kernel where no program is needed.
+///
+/// # Errors
+/// The tables cannot be listed, or `root` cannot be made the root of a thread.
+pub fn all(root: Option<&Path>) -> io::Result<Collected> {
+    let tables = netfilter::tables().map_err(io::Error::other)?;
+    let found = binaries::find(root)?;
+    collect(root, &found, &tables, Native::Read)
+}
+
 impl Collected {
     fn miss(&mut self, table: &Table, why: &str) {
         let kind = match table.kind {

@@ -239,6 +239,16 @@ fn native_rules_become_the_same_configuration() -> Result<()> {
         "{failed}"
     );
     load(native, "iptables-nft-restore", "*nat\nCOMMIT")?;
+    let other = "table ip other { chain out { type nat hook output priority -110; ip daddr 192.0.2.1 dnat to 192.0.2.2; }; }";
+    for host in [native, usual] {
+        load(host, "nft -f -", other)?;
+        let failed = imports(host, &program, &[]).unwrap_err().to_string();
+        ensure!(
+            failed.contains("may keep connections") && failed.contains("dnat to 192.0.2.2"),
+            "{failed}"
+        );
+        load(host, "nft -f -", "delete table ip other")?;
+    }
     // What has no counterpart is named with its line.
     load(
         native,

@@ -3,7 +3,7 @@
 use std::{
     fs,
     io::{self, Write as _},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
 };
 
@@ -13,11 +13,9 @@ use clap::Args;
 use super::WhereArgs;
 use crate::{
     cli::output,
-    config,
-    kernel::{self, netfilter},
+    config, kernel,
     settings::{Dns, DnsCapture, DnsDestinations, Mesh, MeshProxy, MeshRules, Range, Settings},
     takeover::{
-        binaries,
         capture::{self, AMBIENT, Capture},
         collect,
         ruleset::{Form, Text},
@@ -50,17 +48,18 @@ impl ImportMeshArgs {
             let text = fs::read_to_string(path)
                 .with_context(|| format!("cannot read {}", path.display()))?;
             let origin = path.display().to_string();
-            capture::read(&[Text {
+            let capture = capture::read(&[Text {
                 origin: &origin,
                 form: Form::of(&text),
                 text: &text,
-            }])
+            }]);
+            capture.map_err(|fault| anyhow!("{fault}"))?
         } else {
-            let collected = self.collected()?;
-            let texts = collected.texts.iter().map(collect::Printed::as_text);
-            capture::read(&texts.collect::<Vec<_>>())
+            let namespace = self.place.namespace()?;
+            let root = self.place.host_root.as_deref();
+            let capture = namespace.inside(|| Ok(of_namespace(root)));
+            capture.with_context(|| format!("cannot look into {namespace}"))??
         };
-        let capture = capture.map_err(|fault| anyhow!("{fault}"))?;
         let has_namespace = self.file.is_none() || self.place.netns.is_some();
         let ways = if capture.at_interfaces.is_empty() || !has_namespace {
             None
@@ -83,22 +82,20 @@ impl ImportMeshArgs {
         write!(out, "{}", config::to_yaml(&settings))?;
         Ok(ExitCode::SUCCESS)
     }
+}
 
-    fn collected(&self) -> anyhow::Result<collect::Collected> {
-        let namespace = self.place.namespace()?;
-        let root = self.place.host_root.as_deref();
-        let read = || {
-            let tables = netfilter::tables().map_err(io::Error::other)?;
-            let found = binaries::find(root)?;
-            collect::collect(root, &found, &tables, collect::Native::Read)
-        };
-        let collected = namespace.inside(read);
-        let collected = collected.with_context(|| format!("cannot look into {namespace}"))?;
-        if !collected.missing.is_empty() {
-            bail!("{}", collected.missing.join("\n"));
-        }
-        Ok(collected)
+/// Reads what all rules of the network namespace that this thread is in capture.
+///
+/// # Errors
+/// Some cannot be read, or [`capture::read`] fails.
+pub(in crate::cli) fn of_namespace(root: Option<&Path>) -> anyhow::Result<Capture> {
+    let collected = collect::all(root)?;
+    if !collected.missing.is_empty() {
+        bail!("{}", collected.missing.join("\n"));
     }
+    let texts = collected.texts.iter().map(collect::Printed::as_text);
+    let capture = capture::read(&texts.collect::<Vec<_>>());
+    capture.map_err(|fault| anyhow!("{fault}"))
 }
 
 /// The configuration.

@@ -17,7 +17,7 @@ use crate::{
     kernel::{self, MarkRule, netfilter},
     settings::{Mesh, Settings},
     takeover::{
-        binaries, collect,
+        collect,
         owners::{self, Plan},
         report::{self, Conflict, Own, Report},
         ruleset::{Form, Line, Text},
@@ -190,10 +190,8 @@ impl ReportArgs {
         let namespace = self.place.namespace()?;
         let root = self.place.host_root.as_deref();
         let read = || {
-            let tables = netfilter::tables().map_err(io::Error::other)?;
+            let collected = collect::all(root)?;
             let ipvs = netfilter::ipvs_services().map_err(io::Error::other)?;
-            let found = binaries::find(root)?;
-            let collected = collect::collect(root, &found, &tables, collect::Native::Read)?;
             let rules = kernel::mark_rules().map_err(io::Error::other)?;
             Ok((collected, ipvs, rules, kernel::reverse_paths()?))
         };

@@ -12,6 +12,7 @@ use super::{
     told::{Outcome, Tell},
 };
 use crate::{
+    cli::iptables::import_mesh,
     kernel::{self, guard},
     takeover::{
         capture::{self, Capture},
@@ -96,8 +97,9 @@ fn current(place: &Place, dry_run: bool) -> anyhow::Result<Option<Journal>> {
 }
 
 /// Fails if the rules do more than capture, so that the pod's connections would break without them.
-fn only_capture(saved: &Saved) -> anyhow::Result<()> {
-    let of_rules = of_rules(saved)?;
+fn only_capture() -> anyhow::Result<()> {
+    // All rules: those of others, which are not saved, may come before the mesh's.
+    let of_rules = import_mesh::of_namespace(None)?;
     ensure!(
         of_rules.owner != capture::AMBIENT,
         "the rules are those of Istio's ambient mode, in which ztunnel encrypts the pod's connections and takes encrypted ones (HBONE, \
@@ -115,7 +117,7 @@ fn only_capture(saved: &Saved) -> anyhow::Result<()> {
 
 /// Does the steps before the first rule goes. `false`: something differs; the command has printed it.
 fn check(place: &Place, saved: &Saved, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<bool> {
-    only_capture(saved)?;
+    only_capture()?;
     if !is_same(place, saved, "compare", tell)? {
         tell.step("compare", "nothing was changed".to_owned());
         return Ok(false);

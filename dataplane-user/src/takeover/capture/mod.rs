@@ -10,6 +10,7 @@ mod mangle;
 mod merge;
 mod native;
 mod options;
+mod others;
 mod routes;
 mod said;
 #[cfg(test)]
@@ -67,7 +68,7 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
     }
     if !natives.is_empty() {
         for text in texts.iter().filter(|text| text.form == Form::Saved) {
-            no_others(text.text).map_err(|wrong| fault_in(text, wrong))?;
+            others::in_iptables(text.text).map_err(|wrong| fault_in(text, wrong))?;
         }
     }
     // Tables of nf_tables are of both families. Istio was told to capture those of which it names addresses.
@@ -89,6 +90,11 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
             })?;
         }
     }
+    if !tables.families.is_empty() {
+        for text in texts.iter().filter(|text| text.form == Form::Nft) {
+            others::in_nftables(text.text).map_err(|wrong| fault_in(text, wrong))?;
+        }
+    }
     merge(tables).map_err(|(place, what, text)| Fault { place, what, text })
 }
 
@@ -103,24 +109,6 @@ fn of_iptables(text: &str) -> Option<&str> {
         }
         _ => None,
     })
-}
-
-/// Fails if somebody else's rules in iptables' table `nat` may keep connections from those of Istio in its own tables.
-fn no_others(text: &str) -> Result<(), Wrong> {
-    let mut table = "";
-    for entry in iptables::entries(text) {
-        match entry {
-            Ok(Entry::Table(name)) => table = name,
-            Ok(Entry::Rule(rule))
-                if table == "nat" && matches!(rule.chain, "PREROUTING" | "OUTPUT") =>
-            {
-                let what = "the rule may keep connections from Istio's rules in nf_tables";
-                return Err((rule.line, what.to_owned(), rule.to_string()));
-            }
-            _ => {}
-        }
-    }
-    Ok(())
 }
 
 impl<'a> Tables<'a> {

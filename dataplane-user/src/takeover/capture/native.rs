@@ -15,6 +15,11 @@ use crate::iptables::nft::{self, Entry};
 /// How the names of Istio's tables begin.
 const PREFIXES: [&str; 2] = ["istio-proxy-", "istio-ambient-"];
 
+/// Whether a table is Istio's.
+pub fn is_istios(name: &str) -> bool {
+    PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+}
+
 /// The rules of both families.
 #[derive(Debug, Default)]
 pub struct Families {

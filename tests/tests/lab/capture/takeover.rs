@@ -14,6 +14,7 @@ use super::{
 };
 use crate::{
     cluster::{ask, lived, reaches},
+    imported_mesh::NATIVE,
     takeover::{is_long, let_traffic_go_on},
 };
 
@@ -257,6 +258,12 @@ fn rules_that_do_more_than_capture_stay() -> Result<()> {
             "nft flush ruleset; nft -f -",
             NATIVE_TPROXY,
             ["by TPROXY", "interceptionMode"],
+        ),
+        // Somebody else's rule comes first.
+        (
+            "nft flush ruleset; iptables-nft -t nat -A OUTPUT -d 192.0.2.1 -j ACCEPT; nft -f -",
+            NATIVE,
+            ["may keep connections", "192.0.2.1"],
         ),
     ] {
         let path = world.state.path().join("rules");
