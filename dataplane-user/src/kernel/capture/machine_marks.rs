@@ -210,3 +210,71 @@ fn padded(name: &str) -> [u8; NAME_SIZE] {
     padded[..length].copy_from_slice(&name.as_bytes()[..length]);
     padded
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::ErrorKind,
+        sync::atomic::{AtomicBool, Ordering},
+        thread,
+        time::{Duration, Instant},
+    };
+
+    use nix::sched::{CloneFlags, unshare};
+
+    use super::*;
+
+    /// In a network namespace of its own, in which somebody else changes tables all the time: lists that the kernel cannot give whole
+    /// are no errors.
+    #[test]
+    fn changes_of_others_do_not_keep_it_from_being_written() {
+        let in_a_namespace = || {
+            match unshare(CloneFlags::CLONE_NEWNET) {
+                Err(error) if std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_none() => {
+                    println!("skipped, for want of privileges: {error}");
+                    return;
+                }
+                done => done.unwrap(),
+            }
+            let done = AtomicBool::new(false);
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    let mut netlink = Netlink::open(NETLINK_NETFILTER).unwrap();
+                    let batch = [new_table("others"), delete_table("others")];
+                    while !done.load(Ordering::Relaxed) {
+                        netlink.batch(SUBSYSTEM, &batch).unwrap();
+                    }
+                });
+                let result = std::panic::catch_unwind(|| {
+                    let marks = Marks {
+                        interfaces: BTreeMap::from([("vm0".to_owned(), Some(7))]),
+                        bit: 1,
+                        closed: true,
+                    };
+                    write(&marks, true).unwrap();
+                    let mut netlink = Netlink::open(NETLINK_NETFILTER).unwrap();
+                    let ours = table(&marks);
+                    let ours = ours
+                        .iter()
+                        .filter(|(kind, ..)| *kind == nft_requests::NEW_RULE);
+                    let ours = ours.count();
+                    let (start, mut interrupted) = (Instant::now(), 0);
+                    while interrupted < 5 && start.elapsed() < Duration::from_mins(1) {
+                        write(&marks, false).unwrap();
+                        match rules(&mut netlink, TABLE) {
+                            Ok(there) => assert_eq!(there, ours),
+                            Err(error) => {
+                                assert_eq!(error.kind(), ErrorKind::Interrupted);
+                                interrupted += 1;
+                            }
+                        }
+                    }
+                    assert!(interrupted > 0, "no list was interrupted");
+                });
+                done.store(true, Ordering::Relaxed);
+                result.unwrap();
+            });
+        };
+        thread::spawn(in_a_namespace).join().unwrap();
+    }
+}
