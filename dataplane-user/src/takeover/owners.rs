@@ -50,7 +50,7 @@ macro_rules! owners {
 owners! {
     KUBE_PROXY: TakeOver, "kube-proxy", "translates connections to services";
     ISTIO_SIDECAR: TakeOver, "Istio sidecar", "captures the pod's connections for the proxy beside the application";
-    ISTIO_AMBIENT: TakeOver, "Istio ambient", "captures pods' connections for ztunnel";
+    ISTIO_AMBIENT: Leave, "Istio ambient", "captures pods' connections for ztunnel, which encrypts them: do not capture such pods with mesh.rules";
     OSM: TakeOver, "Open Service Mesh", "captures the pod's connections for the proxy beside the application";
     OURS: Ours, "dataplane", "keeps NAT on for connections that kube-proxy translated (`dataplane keep-nat`), drops packets while a mesh's rules are changed, or routes a mesh's packets";
     LINKERD: Leave, "Linkerd", "captures the pod's connections for Linkerd's proxy: do not capture this pod with mesh.rules";
