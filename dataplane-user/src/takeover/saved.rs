@@ -378,15 +378,16 @@ fn rules(text: &str) -> String {
             line
         };
         let is_nft = !line.starts_with('-');
-        let mut words = line.split(' ');
+        let (mut words, mut last) = (line.split(' '), "");
         while let Some(word) = words.next() {
             // nft: `counter packets 7 bytes 420`
-            if is_nft && matches!(word, "packets" | "bytes") {
+            if is_nft && last == "counter" && matches!(word, "packets" | "bytes") {
                 words.next();
                 continue;
             }
             all += word;
             all.push(' ');
+            last = word;
         }
         all.push('\n');
     }
@@ -501,6 +502,7 @@ mod tests {
         ));
         assert_eq!(first, rules(&table(2, "10.0.0.3 expires 1s", "web")));
         assert_ne!(first, rules(&table(1, "10.0.0.1 expires 2h59m", "other")));
+        assert_ne!(rules("quota 5 bytes return"), rules("quota 5 bytes drop"));
         let saved = |counters: &str, rule: &str| {
             rules(&format!(
                 "# at 7\n*nat\n:OUTPUT ACCEPT {counters}\n{rule}\nCOMMIT\n"

@@ -239,6 +239,17 @@ fn native_rules_become_the_same_configuration() -> Result<()> {
         "{failed}"
     );
     load(native, "iptables-nft-restore", "*nat\nCOMMIT")?;
+    // So may one in the other variant of iptables.
+    let other = "*nat\n-A OUTPUT -d 192.0.2.1/32 -p tcp -j DNAT --to-destination 192.0.2.2\nCOMMIT";
+    for host in [native, usual] {
+        load(host, "iptables-legacy-restore", other)?;
+        let failed = imports(host, &program, &[]).unwrap_err().to_string();
+        ensure!(
+            failed.contains("iptables-legacy:") && failed.contains("may keep connections"),
+            "{failed}"
+        );
+        load(host, "iptables-legacy-restore", "*nat\nCOMMIT")?;
+    }
     let other = "table ip other { chain out { type nat hook output priority -110; ip daddr 192.0.2.1 dnat to 192.0.2.2; }; }";
     for host in [native, usual] {
         load(host, "nft -f -", other)?;

@@ -52,10 +52,12 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
         if !saved.were_written_since(place.owners)? {
             return finish(place, journal, &saved, dry_run, tell);
         }
+        let file = journal.file.display();
         tell.step(
             "save",
-            "a take-over was interrupted, and kube-proxy has written rules since: beginning anew"
-                .to_owned(),
+            format!(
+                "a take-over was interrupted, and kube-proxy has written rules since: beginning anew. {file} keeps those of before"
+            ),
         );
     }
     let saved = Saved::of_kernel(place.owners)?;

@@ -6,7 +6,7 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 use super::{
     chains::OWN_PORTS,
-    family::Family,
+    family::{Family, Wrong},
     mangle::Mangle,
     said::{Capture, Dns},
 };
@@ -19,10 +19,16 @@ type Placed = (String, String, String);
 pub struct Tables<'a> {
     pub families: Vec<(&'a str, Family)>,
     pub mangles: Vec<(&'a str, Mangle)>,
+    /// The first rule in each of iptables' other tables that may keep connections from the mesh's rules.
+    pub others: Vec<(&'a str, Wrong)>,
 }
 
 /// Both families in one.
-pub fn merge(Tables { families, mangles }: Tables<'_>) -> Result<Capture, Placed> {
+pub fn merge(
+    Tables {
+        families, mangles, ..
+    }: Tables<'_>,
+) -> Result<Capture, Placed> {
     let origin = families
         .first()
         .map_or("", |(origin, _)| *origin)

@@ -66,11 +66,6 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
             }
         }
     }
-    if !natives.is_empty() {
-        for text in texts.iter().filter(|text| text.form == Form::Saved) {
-            others::in_iptables(text.text).map_err(|wrong| fault_in(text, wrong))?;
-        }
-    }
     // Tables of nf_tables are of both families. Istio was told to capture those of which it names addresses.
     let are_named = [0, 1].map(|of| natives.iter().any(|(_, native)| native.are_named[of]));
     for (text, native) in &natives {
@@ -90,10 +85,21 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
             })?;
         }
     }
-    if !tables.families.is_empty() {
-        for text in texts.iter().filter(|text| text.form == Form::Nft) {
-            others::in_nftables(text.text).map_err(|wrong| fault_in(text, wrong))?;
+    let captured = [true, false].map(|v4| {
+        let mut families = tables.families.iter();
+        families.any(|(_, family)| family.v4.is_none_or(|its| its == v4))
+    });
+    for (origin, (line, what, rule)) in &tables.others {
+        if others::is_captured(origin, captured) {
+            return Err(Fault {
+                place: format!("{origin}:{line}"),
+                what: what.clone(),
+                text: rule.clone(),
+            });
         }
+    }
+    for text in texts.iter().filter(|text| text.form == Form::Nft) {
+        others::in_nftables(text.text, captured).map_err(|wrong| fault_in(text, wrong))?;
     }
     merge(tables).map_err(|(place, what, text)| Fault { place, what, text })
 }
@@ -140,8 +146,13 @@ impl<'a> Tables<'a> {
                                 let what = "the table has no chain of Istio's";
                                 return Err((row.line, what.to_owned(), row.to_string()));
                             }
-                            _ => continue,
+                            _ if table == "nat" => {
+                                let other = others::in_iptables(&rows);
+                                self.others.extend(other.map(|other| (origin, other)));
+                            }
+                            _ => {}
                         }
+                        continue;
                     };
                     self.table(origin, mesh, table, &rows)?;
                     if let Some((_, family)) = self.families.last_mut() {
