@@ -250,16 +250,32 @@ fn native_rules_become_the_same_configuration() -> Result<()> {
         );
         load(host, "iptables-legacy-restore", "*nat\nCOMMIT")?;
     }
-    let other = "table ip other { chain out { type nat hook output priority -110; ip daddr 192.0.2.1 dnat to 192.0.2.2; }; }";
-    for host in [native, usual] {
-        load(host, "nft -f -", other)?;
+    // So may one in a table of nf_tables, also with iptables' names: its programs do not print it.
+    let rules = "chain OUTPUT { type nat hook output priority -110; ip daddr 192.0.2.1 dnat to 192.0.2.2; };";
+    load(native, "nft -f -", "add table ip nat; delete table ip nat")?;
+    for (host, table) in [
+        (native, "table ip nat"),
+        (native, "table ip other"),
+        (usual, "table ip other"),
+    ] {
+        load(host, "nft -f -", &format!("{table} {{ {rules} }}"))?;
         let failed = imports(host, &program, &[]).unwrap_err().to_string();
         ensure!(
             failed.contains("may keep connections") && failed.contains("dnat to 192.0.2.2"),
             "{failed}"
         );
-        load(host, "nft -f -", "delete table ip other")?;
+        load(host, "nft -f -", &format!("delete {table}"))?;
     }
+    // Istio's own tables go as a whole, so all of their rules count.
+    let raw = "table inet istio-proxy-raw { chain istio-output-dns { udp dport 53 ct zone set 1; }\n\
+               chain output { type filter hook output priority raw; jump istio-output-dns; ip daddr 192.0.2.1 counter drop; }; }";
+    load(native, "nft -f -", raw)?;
+    let failed = imports(native, &program, &[]).unwrap_err().to_string();
+    ensure!(
+        failed.contains("only zones of conntrack") && failed.contains("192.0.2.1"),
+        "{failed}"
+    );
+    load(native, "nft -f -", "delete table inet istio-proxy-raw")?;
     // What has no counterpart is named with its line.
     load(
         native,

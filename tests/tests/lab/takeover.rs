@@ -71,8 +71,9 @@ fn load_kube_proxys_rules(node: &Host, mode: Mode, manifests: &Manifests) -> Res
 
 /// A node with kube-proxy's rules, and an agent that serves the same.
 struct Node {
-    lab: Lab,
+    // First, because its end needs the lab.
     agent: Agent,
+    lab: Lab,
     directory: TempDir,
     mode: Mode,
     /// Connections that the rules translated, of a pod and from outside.
@@ -129,8 +130,8 @@ impl Node {
         let path = directory.path().to_str().context("a path in UTF-8")?;
         let agent = agent.args(["--takeover-dir", path]).args(options).start()?;
         Ok(Self {
-            lab,
             agent,
+            lab,
             directory,
             mode,
             by_rules,

@@ -42,6 +42,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
             "a revert was interrupted, and is finished first".to_owned(),
         );
         let saved = found.saved()?;
+        no_others_are_there(place, &saved)?;
         guarded(tell, |tell| come_back(place, &saved, tell))?;
         Journal::remove(directory)?;
     }
@@ -282,6 +283,17 @@ fn come_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Resul
     Ok(())
 }
 
+/// Fails if somebody has written other rules of the mesh, before anything is closed or begun.
+fn no_others_are_there(place: &Place, saved: &Saved) -> anyhow::Result<()> {
+    ensure!(
+        !saved.were_written_since(place.owners)?,
+        "somebody has written other rules of {} than those that were saved, and nothing was changed. If the saved ones are to come \
+         back, remove the others (`dataplane iptables cleanup`), and run this command again",
+        place.owner()
+    );
+    Ok(())
+}
+
 /// Does something while no packet passes this network namespace. If it fails, the guard stays up until its time is over.
 fn guarded<T>(
     tell: &mut Tell<'_>,
@@ -339,6 +351,7 @@ pub fn revert(
             guard::down()?;
         }
     } else {
+        no_others_are_there(place, &saved)?;
         has_a_proxy(&saved)?;
         if dry_run {
             for step in &missing.steps {

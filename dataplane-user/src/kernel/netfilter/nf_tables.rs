@@ -31,9 +31,11 @@ const NFTA_SET_FLAGS: u16 = 3;
 const ANONYMOUS: u32 = 1;
 const NFTA_CHAIN_TABLE: u16 = 1;
 const NFTA_CHAIN_NAME: u16 = 3;
+const NFTA_CHAIN_TYPE: u16 = 7;
 const NFTA_CHAIN_HOOK: u16 = 4;
 const NFTA_CHAIN_POLICY: u16 = 5;
 const NFTA_HOOK_HOOKNUM: u16 = 1;
+const NFTA_HOOK_PRIORITY: u16 = 2;
 const NFTA_RULE_TABLE: u16 = 1;
 const NFTA_RULE_CHAIN: u16 = 2;
 const NFTA_RULE_EXPRESSIONS: u16 = 4;
@@ -147,14 +149,19 @@ fn list(netlink: &mut Netlink) -> io::Result<Option<Vec<Table>>> {
         return Ok(None);
     }
     let mut places: Vec<(TableName, usize)> = Vec::new();
+    let mut unusual: BTreeSet<TableName> = BTreeSet::new();
     netlink.dump(GET_CHAIN, &[0; HEADER], |message| {
         if let Some((key, rest)) = key(message, NFTA_CHAIN_TABLE)
             && let Some(table) = tables.get_mut(&key)
             && let Some(name) = content(rest, NFTA_CHAIN_NAME).map(text)
         {
+            let hook = hook(key.0, rest);
+            if hook.is_some_and(|hook| !is_at_iptables_place(&table.name, hook, rest)) {
+                unusual.insert(key.clone());
+            }
             table.chains.push(Listed {
                 name,
-                hook: hook(key.0, rest),
+                hook,
                 drops: drops(rest),
                 rules: 0,
             });
@@ -187,16 +194,33 @@ fn list(netlink: &mut Netlink) -> io::Result<Option<Vec<Table>>> {
             chain.rules = rules;
         }
     }
-    let mut tables: Vec<Table> = tables.into_values().collect();
-    for table in &mut tables {
-        if is_of_iptables(table) {
+    for (key, table) in &mut tables {
+        if is_of_iptables(table) && !unusual.contains(key) {
             table.kind = Kind::Compat;
         }
     }
-    Ok(Some(tables))
+    Ok(Some(tables.into_values().collect()))
 }
 
-/// Whether `iptables-nft` takes a table for its own: it has the name of one, and its chains at hooks have the names of those.
+/// Whether a chain at a hook has the type and the priority of the one that iptables has there in its table of this name. If not,
+/// `iptables-nft-save` prints nothing of the table ("incompatible base-chains").
+fn is_at_iptables_place(table: &str, hook: &str, chain: &[u8]) -> bool {
+    let usual: (&str, i32) = match (table, hook) {
+        ("nat", "prerouting" | "output") => ("nat", -100),
+        ("nat", _) => ("nat", 100),
+        ("mangle", "output") => ("route", -150),
+        ("mangle", _) => ("filter", -150),
+        ("raw", _) => ("filter", -300),
+        ("security", _) => ("filter", 50),
+        _ => ("filter", 0),
+    };
+    let kind = content(chain, NFTA_CHAIN_TYPE).map(text);
+    let place = content(chain, NFTA_CHAIN_HOOK).and_then(|hook| content(hook, NFTA_HOOK_PRIORITY));
+    kind.as_deref() == Some(usual.0)
+        && place.and_then(number).map(u32::cast_signed) == Some(usual.1)
+}
+
+/// Whether a table may be one of `iptables-nft`: it has the name of one, and its chains at hooks have the names of those.
 fn is_of_iptables(table: &Table) -> bool {
     let built_in = |chain: &Listed| match chain.hook {
         Some(hook) => chain.name == hook.to_ascii_uppercase(),

@@ -60,8 +60,9 @@ pub struct Family {
 }
 
 /// Zones of conntrack, which DNS capture needs with iptables and not with sockets.
-pub fn raw(mesh: &Chains, rows: &[Rule<'_>]) -> Result<(), Wrong> {
-    for row in rows.iter().filter(|row| mesh.has(row)) {
+/// `are_all`: every rule of the table goes with the mesh's, as in a table of its own.
+pub fn raw(mesh: &Chains, rows: &[Rule<'_>], are_all: bool) -> Result<(), Wrong> {
+    for row in rows.iter().filter(|row| are_all || mesh.has(row)) {
         let targets = row.options().filter(|option| option.name == Some("-j"));
         let mut targets = targets.filter_map(|option| option.values.first().map(|word| word.raw));
         if !targets.all(|to| to == "CT" || to.starts_with(mesh.prefix)) {

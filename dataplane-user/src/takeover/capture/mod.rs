@@ -106,8 +106,13 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
 
 /// A chain of a mesh in a listing of nf_tables that is one of iptables' tables.
 fn of_iptables(text: &str) -> Option<&str> {
+    let mut is_ip = false;
     nft::entries(text).find_map(|entry| match entry {
-        Ok(nft::Entry::Chain { name }) => {
+        Ok(nft::Entry::Table { family, .. }) => {
+            is_ip = matches!(family, "ip" | "ip6");
+            None
+        }
+        Ok(nft::Entry::Chain { name }) if is_ip => {
             let mut meshes = MESHES.iter();
             meshes
                 .any(|mesh| name.starts_with(mesh.prefix))
@@ -154,7 +159,7 @@ impl<'a> Tables<'a> {
                         }
                         continue;
                     };
-                    self.table(origin, mesh, table, &rows)?;
+                    self.table(origin, mesh, table, &rows, v4.is_some())?;
                     if let Some((_, family)) = self.families.last_mut() {
                         family.v4 = family.v4.or(v4);
                     }
@@ -164,13 +169,14 @@ impl<'a> Tables<'a> {
         Ok(())
     }
 
-    /// Reads a table of one family.
+    /// Reads a table of one family. `is_native`: it is the mesh's own.
     fn table(
         &mut self,
         origin: &'a str,
         mesh: &'static Chains,
         table: &str,
         rows: &[Rule<'_>],
+        is_native: bool,
     ) -> Result<(), Wrong> {
         match table {
             "nat" if ambient::is_ambient(rows) => {
@@ -186,7 +192,7 @@ impl<'a> Tables<'a> {
             }
             "mangle" if ambient::is_ambient(rows) => ambient::mangle(rows)?,
             "mangle" if mesh.prefix == "ISTIO_" => self.mangles.push((origin, mangle(mesh, rows)?)),
-            "raw" => raw(mesh, rows)?,
+            "raw" => raw(mesh, rows, is_native)?,
             _ => {
                 let row = rows.iter().find(|row| mesh.has(row));
                 let row = row.expect("has one");

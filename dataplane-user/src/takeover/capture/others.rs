@@ -41,10 +41,13 @@ pub fn in_nftables(text: &str, captured: [bool; 2]) -> Result<(), Wrong> {
                 };
                 (is_others, translating) = (is_captured && !native::is_istios(name), None);
             }
-            Ok(nft::Entry::Base { chain, text, .. }) => {
+            Ok(nft::Entry::Base { line, chain, text }) => {
                 let hooks = ["type nat hook prerouting ", "type nat hook output "];
                 let is_before = hooks.iter().any(|hook| text.starts_with(hook))
                     && priority(text).is_none_or(|priority| priority <= PRIORITY);
+                if is_others && is_before && text.contains("policy drop") {
+                    return Err(may_keep(line, text.to_owned()));
+                }
                 translating = is_before.then_some(chain);
             }
             Ok(nft::Entry::Rule { line, chain, text })
@@ -116,6 +119,7 @@ mod tests {
         }
         let empty = "table inet keeps {\n\tchain out {\n\t\ttype nat hook output priority -110; policy accept;\n\t}\n}\n";
         in_nftables(empty, both).unwrap();
+        in_nftables(&empty.replace("policy accept", "policy drop"), both).unwrap_err();
         for (family, index) in [("ip", 0), ("ip6", 1)] {
             let text = text.replace("table inet", &format!("table {family}"));
             let only = |v4: bool| in_nftables(&text, [v4, !v4]);

@@ -133,18 +133,28 @@ impl Pod {
         proxy: Relay,
         change: &dyn Fn(String) -> String,
     ) -> Result<Self> {
-        let path = world.state.path().join("rules");
-        let shell = |script: &str| world.app().command("sh").args(["-c", script]).run();
-        for (command, rules) in mesh.tables() {
-            fs::write(&path, change(rules))?;
-            shell(&format!("{command} < {}", path.display()))?;
-        }
-        shell("iptables-nft -t nat -A POSTROUTING -p tcp --dport 4711 -j ACCEPT")?;
-        Ok(Self {
+        let pod = Self {
             mesh,
             world,
             _proxy: proxy,
-        })
+        };
+        pod.load(change)?;
+        let other = "iptables-nft -t nat -A POSTROUTING -p tcp --dport 4711 -j ACCEPT";
+        let shell = pod.world.app().command("sh");
+        shell.args(["-c", other]).run()?;
+        Ok(pod)
+    }
+
+    /// Loads the mesh's rules, changed.
+    pub fn load(&self, change: &dyn Fn(String) -> String) -> Result<()> {
+        let path = self.world.state.path().join("rules");
+        for (command, rules) in self.mesh.tables() {
+            fs::write(&path, change(rules))?;
+            let script = format!("{command} < {}", path.display());
+            let shell = self.world.app().command("sh");
+            shell.args(["-c", &script]).run()?;
+        }
+        Ok(())
     }
 
     pub fn takeover(&self, arguments: &[&str], dies: Option<u32>) -> Result<Outcome> {

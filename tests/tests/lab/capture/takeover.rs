@@ -15,6 +15,7 @@ use super::{
 use crate::{
     cluster::{ask, lived, reaches},
     imported_mesh::NATIVE,
+    outcome,
     takeover::{is_long, let_traffic_go_on},
 };
 
@@ -98,6 +99,21 @@ fn there_and_back(mut pod: Pod) -> Result<()> {
     ensure!(captured >= 3, "{captured} of 3 were captured");
     let nothing = pod.takeover(&[], None)?.exits(0)?;
     nothing.says(&["taken over already"])?;
+    // Somebody writes other rules: neither way closes the pod, or writes down that it has begun something.
+    pod.load(&|rules| rules.replace("3306", "3307"))?;
+    for arguments in [&["--revert", "--dry-run"][..], &["--revert"]] {
+        pod.takeover(arguments, None)?
+            .exits(1)?
+            .says(&["somebody has written other rules", "nothing was changed"])?;
+        pod.works()?;
+    }
+    let cleanup = ["iptables", "cleanup", "--owner", "istio", "--netns"];
+    let agent = pod.world.agent()?;
+    let netns = pod.world.app().netns();
+    outcome::run_args(agent, [&cleanup[..], &[netns]].concat())?.exits(0)?;
+    pod.takeover(&[], None)?
+        .exits(0)?
+        .says(&["taken over already"])?;
     let none_failed = |loads: [Process; 2]| -> Result<()> {
         for (load, way) in loads.into_iter().zip(["outbound", "inbound"]) {
             let report: LoadReport = load.wait_json()?;
