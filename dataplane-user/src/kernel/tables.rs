@@ -16,7 +16,7 @@ use std::{
 
 use aya_obj::generated::bpf_map_type::BPF_MAP_TYPE_HASH;
 use dataplane_common::{
-    Addr, Reason, VipWords,
+    Addr, Port, Reason, VipWords,
     capture::MESH_DNS,
     decide,
     tables::{
@@ -503,11 +503,16 @@ impl Tables {
     /// Removes every frontend of a service, so that the programs leave new connections to the kernel. Existing connections go on: the
     /// filter of addresses, the flows and the sockets stay. The caller removes the tables next.
     pub(super) fn retire(&self) -> Result<(), Error> {
-        for (key, frontend) in self.contents()?.frontends {
-            if frontend.kind() != Kind::NODE_ADDRESS {
-                let removed = self.frontends.remove(&key);
-                removed.doing(|| format!("cannot remove {key:?} from FRONTENDS"))?;
-            }
+        let all = self.contents()?.frontends;
+        let mut all: Vec<_> = (all.into_iter())
+            .filter(|(_, frontend)| frontend.kind() != Kind::NODE_ADDRESS)
+            .map(|(key, _)| key)
+            .collect();
+        // An address's entry for all ports goes first: the programs refuse connections to it whose port has none.
+        all.sort_by_key(|key| key.port != Port::ANY);
+        for key in all {
+            let removed = self.frontends.remove(&key);
+            removed.doing(|| format!("cannot remove {key:?} from FRONTENDS"))?;
         }
         self.grace()
     }
