@@ -66,6 +66,12 @@ impl FrontendKey {
         Self::new(addr, Port::ANY, Protocol::ANY)
     }
 
+    /// Whether it is an address as such, whose other ports the programs refuse. It goes before its ports' keys, and comes after
+    /// them.
+    pub fn is_address(&self) -> bool {
+        self.port == Port::ANY && self.protocol == Protocol::ANY
+    }
+
     /// A node port, of IPv4 (`v4`) or IPv6: the families have different endpoints.
     #[inline(always)]
     pub const fn node_port(v4: bool, port: Port, protocol: Protocol) -> Self {

@@ -2,6 +2,7 @@
 
 mod affinity;
 mod growth;
+mod retire;
 mod stats;
 mod vips;
 
@@ -16,7 +17,7 @@ use std::{
 
 use aya_obj::generated::bpf_map_type::BPF_MAP_TYPE_HASH;
 use dataplane_common::{
-    Addr, Port, Reason, VipWords,
+    Addr, Reason, VipWords,
     capture::MESH_DNS,
     decide,
     tables::{
@@ -498,23 +499,6 @@ impl Tables {
             self.vips.remove(key, before);
         }
         Ok(())
-    }
-
-    /// Removes every frontend of a service, so that the programs leave new connections to the kernel. Existing connections go on: the
-    /// filter of addresses, the flows and the sockets stay. The caller removes the tables next.
-    pub(super) fn retire(&self) -> Result<(), Error> {
-        let all = self.contents()?.frontends;
-        let mut all: Vec<_> = (all.into_iter())
-            .filter(|(_, frontend)| frontend.kind() != Kind::NODE_ADDRESS)
-            .map(|(key, _)| key)
-            .collect();
-        // An address's entry for all ports goes first: the programs refuse connections to it whose port has none.
-        all.sort_by_key(|key| key.port != Port::ANY);
-        for key in all {
-            let removed = self.frontends.remove(&key);
-            removed.doing(|| format!("cannot remove {key:?} from FRONTENDS"))?;
-        }
-        self.grace()
     }
 
     pub(super) fn set_config(&self, host_netns: u64) {

@@ -8,9 +8,7 @@ use dataplane_common::{
     tables::{Block, Endpoint, Frontend, FrontendKey, Pool},
 };
 
-use super::{
-    Demand, PoolOwner, Room, Write, blocks, blocks::Blocks, shares::Entries, wanted::is_address,
-};
+use super::{Demand, PoolOwner, Room, Write, blocks, blocks::Blocks, shares::Entries};
 
 /// The tables, and what is free in them.
 #[derive(Debug)]
@@ -329,11 +327,11 @@ impl Writes {
         // An address as such refuses the ports that have no key of their own. So it comes after
         // its ports and goes before them: nobody is refused on the way.
         self.inserts
-            .sort_unstable_by_key(|(key, _)| (is_address(key), *key));
+            .sort_unstable_by_key(|(key, _)| (key.is_address(), *key));
         self.replaces
-            .sort_unstable_by_key(|(key, _)| (is_address(key), *key));
+            .sort_unstable_by_key(|(key, _)| (key.is_address(), *key));
         self.removes
-            .sort_unstable_by_key(|key| (!is_address(key), *key));
+            .sort_unstable_by_key(|key| (!key.is_address(), *key));
         self.add_sources.sort_unstable();
         self.drop_sources.sort_unstable();
         self.remove_sources.sort_unstable();

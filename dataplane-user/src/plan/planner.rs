@@ -435,7 +435,7 @@ impl Planner {
 
     /// What a key is that no service has.
     fn unclaimed(&self, key: &FrontendKey) -> Option<Frontend> {
-        let is_node = wanted::is_address(key) && self.node.contains(&key.addr);
+        let is_node = key.is_address() && self.node.contains(&key.addr);
         is_node.then_some(Frontend::new(0, Kind::NODE_ADDRESS))
     }
 

@@ -69,11 +69,6 @@ pub(super) const fn protocol(protocol: model::Protocol) -> Protocol {
     }
 }
 
-/// Whether `key` is an address as such.
-pub(super) fn is_address(key: &FrontendKey) -> bool {
-    key.port == Port::ANY && key.protocol == Protocol::ANY
-}
-
 /// A key as people write it: `10.96.0.10:53/udp`, `[fd00::a]:53/udp`, `10.96.0.10` (an address as
 /// such), `*:30080/tcp` and `[*]:30080/tcp` (a node port of IPv4 and IPv6).
 pub fn key_text(key: &FrontendKey) -> String {
@@ -85,7 +80,7 @@ pub fn key_text(key: &FrontendKey) -> String {
     } = key;
     let (port, protocol): (_, &Protocol) = (port.host(), protocol);
     match addr.ip() {
-        ip if is_address(key) => ip.to_string(),
+        ip if key.is_address() => ip.to_string(),
         IpAddr::V4(ip) if ip.is_unspecified() => format!("*:{port}/{protocol}"),
         IpAddr::V6(ip) if ip.is_unspecified() => format!("[*]:{port}/{protocol}"),
         ip => format!("{}/{protocol}", SocketAddr::new(ip, port)),

@@ -276,7 +276,7 @@ fn native_rules_become_the_same_configuration() -> Result<()> {
         "{failed}"
     );
     load(native, "nft -f -", "delete table inet istio-proxy-raw")?;
-    // What has no counterpart is named with its line.
+    // The error of a rule without a counterpart names its line.
     load(
         native,
         "nft -f -",

@@ -215,7 +215,7 @@ fn what_is_over_is_removed_and_nothing_else() {
         ),
         masqueraded(34, Protocol::UDP, ago(130)),
     ];
-    // The secret, which is random, may give two flows one slot for their replies: then one of them gives way, or is not added.
+    // With some secrets, which are random, two flows share the slot of their replies, and the table has no place for one of them.
     let conntrack = loop {
         let Some(conntrack) = conntrack() else { return };
         for flow in kept.iter().chain(&over) {

@@ -24,10 +24,9 @@ pub struct Tables<'a> {
 }
 
 /// Both families in one.
-pub fn merge(
-    Tables {
-        families, mangles, ..
-    }: Tables<'_>,
+pub fn merge<'a>(
+    families: Vec<(&'a str, Family)>,
+    mangles: Vec<(&'a str, Mangle)>,
 ) -> Result<Capture, Placed> {
     let origin = families
         .first()

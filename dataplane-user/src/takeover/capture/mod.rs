@@ -101,7 +101,11 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
     for text in texts.iter().filter(|text| text.form == Form::Nft) {
         others::in_nftables(text.text, captured).map_err(|wrong| fault_in(text, wrong))?;
     }
-    merge(tables).map_err(|(place, what, text)| Fault { place, what, text })
+    merge(tables.families, tables.mangles).map_err(|(place, what, text)| Fault {
+        place,
+        what,
+        text,
+    })
 }
 
 /// A chain of a mesh in a listing of nf_tables that is one of iptables' tables.

@@ -57,7 +57,7 @@ impl Mesh {
         })
     }
 
-    /// What a take-over prints of the rules that go.
+    /// Part of a take-over's output: the rules that it removes.
     pub fn removal(self) -> &'static str {
         match self {
             Self::Istio => "-X ISTIO_OUTPUT",
