@@ -18,10 +18,10 @@ use crate::{
 
 /// Run the dataplane: in a practice node, or on this node with arguments after `--`
 ///
-/// Without arguments, makes a practice node: two nodes, eight pods and a server outside of the cluster, as network
+/// Without arguments, makes a practice node: two nodes, nine pods and a server outside of the cluster, as network
 /// namespaces without a route to this machine's network, a service with six endpoints, and the dataplane loaded in one of
 /// the nodes. Sends a few hundred real requests and prints their results. Then a pod finds a service and a host of a
-/// ServiceEntry by their names. The practice node stays until Ctrl-C, which removes all of it; `cargo xtask lab` looks
+/// ServiceEntry by their names, and the L4 proxy relays connections of another pod. The practice node stays until Ctrl-C, which removes all of it; `cargo xtask lab` looks
 /// into it meanwhile.
 ///
 /// With arguments, builds `dataplane` and runs it on this node itself: `cargo xtask run --

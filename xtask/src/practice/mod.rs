@@ -3,6 +3,7 @@
 //! Nothing of the machine itself is touched: the programs are attached to a cgroup that only the
 //! lab's processes are in, and the network namespaces have no route out.
 
+mod captured;
 mod names;
 mod report;
 mod state;
@@ -85,7 +86,7 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     check()?;
     let end = Ending::watch()?;
     note(
-        "building the practice node: 2 nodes, 8 pods, a server outside of the cluster, no route out",
+        "building the practice node: 2 nodes, 9 pods, a server outside of the cluster, no route out",
     );
     let lab = build(options.programs.clone())?;
     let mut servers = ENDPOINTS
@@ -98,11 +99,15 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         .collect::<Result<Vec<Process>, _>>()
         .context("cannot start the endpoints")?;
     servers.push(names::serve(&lab)?);
+    servers.push(captured::serve(&lab)?);
     let files = names::Files::write(&lab)?;
     end.check()?;
 
     note("loading the dataplane in node2");
-    let agent = lab.agent(NODE).manifests(manifests()?);
+    let agent = lab
+        .agent(NODE)
+        .in_the_nodes_cgroup()
+        .manifests(manifests()?);
     let agent = files.for_agent(agent).args(["--on-exit", "detach"]);
     let mut agent = agent.start()?;
     State::of(&lab, &agent, (names::POD, &files.resolv_conf)).write(&lab)?;
@@ -115,14 +120,19 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     let seen = measure(&lab, &end)?;
     let report = report::Practice::of(&seen, &endpoints(&lab));
     let lookups = names::look_up(&lab, &files.resolv_conf)?;
+    let relayed = captured::connect(&lab, &agent)?;
     if options.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
         for lookup in lookups.iter().filter(|lookup| !lookup.is_answered()) {
             note(&lookup.to_string());
         }
+        for connection in relayed.iter().filter(|connection| !connection.is_right()) {
+            note(&connection.to_string());
+        }
     } else {
         report.print(agent.node().name());
         names::print(&lookups);
+        captured::print(&relayed);
     }
     if !options.once {
         let id = lab.id();
@@ -135,7 +145,9 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         end.wait();
         note(&format!("removing the practice node {id}"));
     }
-    let all_answered = report.all_answered() && lookups.iter().all(names::Lookup::is_answered);
+    let all_answered = report.all_answered()
+        && lookups.iter().all(names::Lookup::is_answered)
+        && relayed.iter().all(captured::Relayed::is_right);
     // First the agent, in peace, then who was served, then the lab.
     agent.stop()?;
     drop(agent);
@@ -155,6 +167,7 @@ fn build(programs: Programs) -> Result<Lab> {
         .node("node2")
         .pod(NODE, CLIENT, CLIENT_ADDRESS)
         .pod(NODE, names::POD, names::ADDRESS)
+        .pod(NODE, captured::POD, captured::ADDRESS)
         .external(names::OUTSIDE);
     for (node, name, address) in ENDPOINTS {
         builder = builder.pod(node, name, address);

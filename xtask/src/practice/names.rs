@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use dataplane_tests::{AgentBuilder, Lab, Process, report::Report};
 
-use super::{ENDPOINT_PORT, NODE, SERVICE};
+use super::{ENDPOINT_PORT, NODE, SERVICE, captured};
 use crate::style;
 
 /// The pod whose DNS queries the agent answers, and its address.
@@ -26,7 +26,7 @@ const RESOLVER: &str = "10.96.0.10";
 
 /// Files that the practice node needs for names.
 pub struct Files {
-    /// The ServiceEntry, and the pod.
+    /// The ServiceEntry, and the pods.
     manifests: PathBuf,
     /// The pod's `resolv.conf`, as the kubelet writes it.
     pub resolv_conf: PathBuf,
@@ -60,7 +60,9 @@ kind: Pod
 metadata: {{name: {POD}, namespace: default, labels: {{istio.io/dataplane-mode: ambient}}}}
 spec: {{nodeName: {NODE}}}
 status: {{podIP: {ADDRESS}}}
-"
+---
+{}",
+            captured::manifest(NODE)
         );
         let resolv_conf = format!(
             "search default.svc.cluster.local svc.cluster.local cluster.local\n\
@@ -82,7 +84,7 @@ status: {{podIP: {ADDRESS}}}
         });
         agent.manifests(&self.manifests).args([
             "--mesh",
-            "{rules: {mode: kernel}}",
+            "{rules: {mode: kernel}, proxy: {accessLog: json}}",
             "--dns",
             &dns.to_string(),
         ])
