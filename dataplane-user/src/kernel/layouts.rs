@@ -18,21 +18,19 @@ use super::{
 /// layout takes over what one of that layout has in it. Those in one line refer to each other, and go together.
 /// What they hold must mean the same to every agent that takes them: addresses, ports and places in each other,
 /// no numbers of pools or workloads, which each layout gives anew.
-const CONNECTIONS: [(u32, &[&[&str]]); 3] = [
-    // The places of flows depend on FLOW_SECRET, which no layout before 11 has: of those, no flow is taken.
-    (0, &[&FLOW_MAPS, &["NODE_ADDRS"]]),
-    // Layout 8 does not have the last three: then the next line is about it, and entries of ORIGINS are not counted.
-    (8, &[&SOCKET_MAPS, &["ORIGIN_COUNTS", "OWN", "ASKERS"]]),
-    (4, &[&SOCKET_MAPS]),
-];
+const CONNECTIONS: [(u32, &[&[&str]]); 2] =
+    [(12, &[&FLOW_MAPS, &["NODE_ADDRS"]]), (12, &[&SOCKET_MAPS])];
 
-const SOCKET_MAPS: [&str; 6] = [
+const SOCKET_MAPS: [&str; 9] = [
     "PEERS",
     "PEER_PORTS",
     "MORE_PEERS",
     "FLOWS",
     "ORIGINS",
     "ACCEPTED",
+    "ORIGIN_COUNTS",
+    "OWN",
+    "ASKERS",
 ];
 
 impl Pins {
