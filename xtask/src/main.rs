@@ -6,6 +6,7 @@ mod clean;
 mod cluster;
 mod command;
 mod fuzz;
+mod judges;
 mod kernels;
 mod lab;
 mod links;
@@ -55,6 +56,7 @@ enum Chore {
     Lint(lint::Arguments),
     Lab(lab::Arguments),
     Cluster(cluster::Arguments),
+    Judges(judges::Arguments),
     Clean(clean::Arguments),
 }
 
@@ -72,6 +74,7 @@ fn main() -> ExitCode {
         Chore::Lint(lint::Arguments {}) => lint::main(no_install),
         Chore::Lab(arguments) => lab::main(&arguments),
         Chore::Cluster(arguments) => cluster::main(&arguments, no_install),
+        Chore::Judges(arguments) => judges::main(&arguments),
         Chore::Clean(arguments) => clean::main(&arguments),
     };
     match outcome {

@@ -54,8 +54,9 @@ use crate::{
 /// that has no route outside. `run` and `e2e` make the cluster, use it and remove it. `up` leaves it there, for
 /// `run`, `e2e`, `kubectl` and `exec`, until `down`.
 ///
-/// The programs are real: Kubernetes' come from the directory that KUBERNETES_BIN names, the others from the
-/// distribution. Without KUBERNETES_BIN, `run` and `e2e` say that they are skipped, and exit with 0.
+/// The programs are real: Kubernetes' come from the directory that KUBERNETES_BIN names, or else from `cargo xtask
+/// judges`, the others from the distribution. Without Kubernetes' programs, `run` and `e2e` say that they are skipped,
+/// and exit with 0.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -69,6 +70,7 @@ Examples:
     cargo xtask cluster down
 
 Kubernetes' programs:
+    cargo xtask judges kubernetes-1.36  builds all of them with Go, or:
     export KUBERNETES_BIN=DIRECTORY     kube-apiserver, kube-controller-manager, kube-scheduler, kubelet, kubectl;
                                         for scenario `kube-proxy` also kube-proxy; for `e2e` also e2e.test and
                                         agnhost, and kube-proxy to compare
@@ -215,7 +217,7 @@ fn wanted(besides: &[&str]) -> Result<Programs> {
         bail!("a cluster cannot run here: this machine {lack}");
     }
     Programs::find(besides).map_err(|missing| match missing {
-        Missing::NotAsked => anyhow!("{} is not set.\n{HOW}", programs::VARIABLE),
+        Missing::NoDirectory => anyhow!("there are no programs of Kubernetes.\n{HOW}"),
         Missing::Programs(lines) => anyhow!("missing:\n    {}\n{HOW}", lines.join("\n    ")),
     })
 }
@@ -223,8 +225,8 @@ fn wanted(besides: &[&str]) -> Result<Programs> {
 /// The programs, or `None` after saying what is skipped and why. Somebody who names a directory wants it used: then
 /// whatever is missing is an error.
 fn or_skipped(besides: &[&str], what: &str) -> Result<Option<Programs>> {
-    if matches!(Programs::find(besides), Err(Missing::NotAsked)) {
-        println!("skipped {what}: {} is not set.\n{HOW}", programs::VARIABLE);
+    if matches!(Programs::find(besides), Err(Missing::NoDirectory)) {
+        println!("skipped {what}: there are no programs of Kubernetes.\n{HOW}");
         return Ok(None);
     }
     wanted(besides).map(Some)

@@ -1,11 +1,15 @@
-//! The programs that a cluster is made of: Kubernetes' from `KUBERNETES_BIN`, the others from the distribution.
+//! The programs that a cluster is made of: Kubernetes' from `KUBERNETES_BIN` or from `cargo xtask judges`, the others
+//! from the distribution.
 
 use std::{env, path::PathBuf};
 
-use crate::command::on_path;
+use crate::{command::on_path, judges};
 
 /// Names the directory with Kubernetes' programs.
 pub const VARIABLE: &str = "KUBERNETES_BIN";
+
+/// The judges that a cluster is made of without that variable.
+const JUDGES: &str = "kubernetes-1.36";
 
 /// Kubernetes' own, which every cluster needs.
 const KUBERNETES: [&str; 5] = [
@@ -51,15 +55,16 @@ pub struct Programs {
 /// Why there are no programs.
 #[derive(Debug)]
 pub enum Missing {
-    /// Nobody named a directory: the chore is skipped.
-    NotAsked,
+    /// There is no directory with Kubernetes' programs: the chore is skipped.
+    NoDirectory,
     /// Something is missing, line by line.
     Programs(Vec<String>),
 }
 
 /// How to get Kubernetes' programs.
 pub const HOW: &str = "\
-Set KUBERNETES_BIN to a directory with kube-apiserver, kube-controller-manager, kube-scheduler, kubelet and
+`cargo xtask judges kubernetes-1.36` builds Kubernetes' programs, with Go, for the chore to find them. Or
+set KUBERNETES_BIN to a directory with kube-apiserver, kube-controller-manager, kube-scheduler, kubelet and
 kubectl, of one release of Kubernetes. Official releases have them (kubernetes-server-linux-amd64.tar.gz, its
 directory kubernetes/server/bin). `e2e` also needs e2e.test (kubernetes-test-linux-amd64.tar.gz) and agnhost. etcd,
 containerd, runc and CNI plug-ins come from the distribution:
@@ -72,15 +77,16 @@ impl Programs {
     /// # Errors
     /// Says what is missing.
     pub fn find(besides: &[&str]) -> Result<Self, Missing> {
-        let Some(kubernetes) = env::var_os(VARIABLE).filter(|value| !value.is_empty()) else {
-            return Err(Missing::NotAsked);
+        let named = env::var_os(VARIABLE).filter(|value| !value.is_empty());
+        let built = || Some(judges::directory(JUDGES)).filter(|directory| directory.is_dir());
+        let Some(kubernetes) = named.map(PathBuf::from).or_else(built) else {
+            return Err(Missing::NoDirectory);
         };
-        let kubernetes = PathBuf::from(kubernetes);
         let mut missing = Vec::new();
         for name in KUBERNETES.iter().chain(besides) {
             if !kubernetes.join(name).is_file() {
                 let directory = kubernetes.display();
-                missing.push(format!("{name}: not in {VARIABLE}={directory}"));
+                missing.push(format!("{name}: not in {directory}"));
             }
         }
         for (name, package, purpose) in OTHERS {

@@ -1,0 +1,6 @@
+//go:build judges
+
+// Package judges pins the programs that `cargo xtask judges` builds. None of their source is here.
+package judges
+
+import _ "github.com/coredns/coredns"
