@@ -36,7 +36,7 @@ layout! {
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct Iface {
-        /// [`Iface::POD`], [`Iface::LOCAL`] and others, and which pod's it is ([`Iface::of_pod`]).
+        /// [`Iface::PEER`], [`Iface::LOCAL`] and others, and which pod's it is ([`Iface::of_pod`]).
         pub flags: u16,
         /// Index into `NODE_ADDRS` of the address that IPv4 flows leaving by this interface are
         /// masqueraded to; 0: there is none.
@@ -155,12 +155,14 @@ layout! {
 }
 
 impl Iface {
-    /// The other end is a pod's: packets for it may be handed over by `bpf_redirect_peer`.
-    pub const POD: u16 = 1;
-    /// Packets that arrive here come from pods, whatever their source address
+    /// Packets for the pod at the other end may be handed over by `bpf_redirect_peer`: others have nothing on the interface's
+    /// way out, which that passes by.
+    pub const PEER: u16 = 1;
+    /// It is a pod's. Packets that arrive here come from pods, whatever their source address
     /// ([`PacketConfig::DETECT_BY_INTERFACE`]).
     pub const LOCAL: u16 = 2;
-    /// Our programs belong on it: what `status` compares with. The programs do not ask.
+    /// Our programs belong on it, and were put there: what `status` compares with. Until then a pod's interface is without
+    /// this flag, and another one is not in the table ([`Iface::is_ready`]).
     pub const ATTACHED: u16 = 4;
     /// Its packets have no link-layer header: a tunnel's, WireGuard's, a tun's.
     pub const BARE: u16 = 8;
@@ -183,6 +185,12 @@ impl Iface {
             return 0;
         }
         number << Self::POD_AT
+    }
+
+    /// Whether what a pod answers is seen: the programs are on its interface. One that is not a pod's may need none.
+    #[inline(always)]
+    pub const fn is_ready(self) -> bool {
+        self.flags & (Self::LOCAL | Self::ATTACHED) != Self::LOCAL
     }
 
     /// Whether the interface is a pod's, and the agent asks for checks of what the pod sends.

@@ -485,7 +485,24 @@ layout! {
         /// The agent's DNS server answers until then (CLOCK_MONOTONIC, nanoseconds): a lease, which its threads
         /// renew, because a socket is there whether anybody reads from it or not.
         pub queries_until: u64,
+        /// How many network namespaces are in `BY_PACKETS`: on most nodes none, and then nobody looks there.
+        pub by_packets: u64,
     }
+}
+
+/// How many network namespaces `BY_PACKETS` has room for: those whose sockets are left alone, so that the packet path
+/// serves what they send.
+pub const BY_PACKETS: u32 = 4096;
+
+/// Why the sockets of a network namespace are left alone: the upper half of a value of `BY_PACKETS`. The lower half is the
+/// interface by which its packets come.
+pub mod by_packets {
+    /// Rules of its own translate what it sends.
+    pub const RULES: u32 = 1;
+    /// It is nested in a pod's.
+    pub const NESTED: u32 = 2;
+    /// The operator or the pod asks for it.
+    pub const ASKED: u32 = 3;
 }
 
 const _: () = assert!(size_of::<FrontendKey>() == 20 && align_of::<FrontendKey>() == 4);
@@ -501,4 +518,4 @@ const _: () = assert!(size_of::<PeerSets>() == 16 * 176);
 const _: () = assert!(SOCKET_ELEMENTS.is_power_of_two() && SOCKET_SETS.is_power_of_two());
 const _: () = assert!(size_of::<UdpFlows>() == 8 + 36 * UDP_FLOWS);
 const _: () = assert!(UDP_FLOWS.is_power_of_two());
-const _: () = assert!(size_of::<Config>() == 32);
+const _: () = assert!(size_of::<Config>() == 40);

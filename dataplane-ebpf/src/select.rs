@@ -15,7 +15,7 @@ use dataplane_common::{
 
 use crate::{
     atomic,
-    tables::{AFFINITY, ENDPOINTS, FRONTENDS, POOLS, REASONS, STATS, VIPS},
+    tables::{AFFINITY, BY_PACKETS, CONFIG, ENDPOINTS, FRONTENDS, POOLS, REASONS, STATS, VIPS},
 };
 
 /// The kernel's own maps.
@@ -145,7 +145,7 @@ pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Ver
         request.protocol,
         request.own_loopback,
     );
-    if frontend.is_none() {
+    if frontend.is_none() || is_by_packets(request.netns) {
         return Verdict::without_endpoint(Reason::NotService, 0);
     }
     let kind = frontend.kind();
@@ -164,6 +164,18 @@ pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Ver
         return Verdict::without_endpoint(decide::refusal(pool.block), index);
     }
     choose::<true>(&pool, index, Addr::from_netns_cookie(request.netns), used)
+}
+
+/// Whether the packet path serves what this network namespace sends: its own rules are to see the VIP.
+#[inline(always)]
+fn is_by_packets(netns: u64) -> bool {
+    let Some(config) = CONFIG.get(0) else {
+        return false;
+    };
+    // SAFETY: user space stores the whole word.
+    unsafe {
+        read_volatile(&raw const config.by_packets) != 0 && BY_PACKETS.get_ptr(netns).is_some()
+    }
 }
 
 /// Chooses one of the endpoints of a pool that is not empty, given the one that this client already

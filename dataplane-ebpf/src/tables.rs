@@ -31,9 +31,9 @@ use dataplane_common::{
         Iface, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig,
     },
     tables::{
-        Affinity, AffinityKey, Config, Endpoint, Frontend, FrontendKey,
-        PEER_PORTS as PEER_PORTS_CAPACITY, Peer, PeerSets, Pool, PoolStats, SOCKET_ELEMENTS,
-        UdpFlows,
+        Affinity, AffinityKey, BY_PACKETS as BY_PACKETS_CAPACITY, Config, Endpoint, Frontend,
+        FrontendKey, PEER_PORTS as PEER_PORTS_CAPACITY, Peer, PeerSets, Pool, PoolStats,
+        SOCKET_ELEMENTS, UdpFlows,
     },
     tcp::Sequences,
 };
@@ -149,6 +149,10 @@ pub struct Range {
 
 #[btf_map]
 pub static CAPTURE: Array<CaptureConfig, 1, MAPPED> = Array::new();
+
+#[btf_map]
+pub static BY_PACKETS: HashMap<u64, u64, { BY_PACKETS_CAPACITY as usize }, ON_DEMAND> =
+    HashMap::new();
 
 #[btf_map]
 pub static NAMESPACES: HashMap<u64, Enrolled, { WORKLOADS as usize }, ON_DEMAND> = HashMap::new();

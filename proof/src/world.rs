@@ -327,7 +327,7 @@ impl World {
         let interfaces = self.interfaces.iter().map(|(ifindex, interface)| {
             let flags = Iface::ATTACHED
                 | if interface.pod {
-                    Iface::POD | Iface::LOCAL | interface.asked
+                    Iface::PEER | Iface::LOCAL | interface.asked
                 } else {
                     self.reverse_path
                 };

@@ -93,6 +93,7 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         action = go(skb, s, now);
     }
     match action {
+        ANOTHER if s.way.answer == route::UNREADY => refuse(skb, s, s.index, Reason::NoRoute),
         ANOTHER => refuse(skb, s, s.index, Reason::PortsExhausted),
         DELIVER => super::deliver(skb, s),
         action => action,
@@ -113,12 +114,13 @@ fn keep_endpoint(s: &mut Scratch, now: Tick) {
     }
 }
 
-/// [`enter_flow`]: every port of the endpoint's is taken, as far as was looked.
+/// [`enter_flow`]: every port of the endpoint's is taken, as far as was looked; or its interface is not ready
+/// ([`route::UNREADY`]).
 const ANOTHER: i32 = 260;
 /// [`enter_flow`]: the packet is to be sent on.
 const DELIVER: i32 = 259;
 
-/// How many other endpoints are tried if one has no port left.
+/// How many other endpoints are tried if one has no port left, or is not ready.
 const OTHERS: u32 = 24;
 
 /// [`another`]. With external linkage, as in `table.rs`: the verifier looks at it once, not once for each endpoint.
@@ -245,7 +247,10 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         s.endpoint.port,
         &mut s.way,
     );
-    if s.way.answer == route::NOWHERE {
+    if s.way.answer == route::UNREADY && s.keep == 0 && index != 0 {
+        return ANOTHER;
+    }
+    if s.way.answer == route::NOWHERE || s.way.answer == route::UNREADY {
         return refuse(skb, s, index, Reason::NoRoute);
     }
     if s.way.answer == route::FORGED {

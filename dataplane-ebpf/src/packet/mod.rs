@@ -77,7 +77,7 @@ fn complain(s: &mut Scratch, complaint: Complaint) -> i32 {
 /// Whether the packet's interface is a pod's. (Not inlined: see [`has_ports`].)
 #[inline(never)]
 fn is_pods(skb: Skb) -> bool {
-    route::interface(skb.ifindex()).flags & Iface::POD != 0
+    route::interface(skb.ifindex()).flags & Iface::LOCAL != 0
 }
 
 /// A packet that arrives.
@@ -326,7 +326,7 @@ fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
     if s.way.answer == route::STACK && s.ends.src != s.packet.key.src {
         s.way.keep_from_stack();
     }
-    if s.way.answer == route::NOWHERE {
+    if s.way.answer == route::NOWHERE || s.way.answer == route::UNREADY {
         count(Reason::NoRoute);
         return DROP;
     }
@@ -344,6 +344,9 @@ fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
     let hops = s.packet.hops;
     if s.way.answer == route::LOCAL || s.way.answer == route::STACK {
         return if rewrite(skb, &s.packet, &s.ends, hops) {
+            if s.way.answer == route::LOCAL {
+                skb.is_for_host();
+            }
             LEAVE_ALONE
         } else {
             DROP

@@ -184,5 +184,5 @@ fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -
     if flags & Iface::STRICT == 0 {
         return back.flags & Iface::LOCAL == 0;
     }
-    back.flags & Iface::ATTACHED == 0 && back.segment == 0
+    back.flags & (Iface::ATTACHED | Iface::LOCAL) == 0 && back.segment == 0
 }

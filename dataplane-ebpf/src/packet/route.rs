@@ -46,6 +46,8 @@ pub const TOO_BIG: Answer = 2;
 pub const NOWHERE: Answer = 3;
 /// Nowhere: the packet does not come from where it says ([`reverse`]).
 pub const FORGED: Answer = 5;
+/// Nowhere yet: the interface has no programs that would see what is answered.
+pub const UNREADY: Answer = 6;
 /// On, but only the stack can send it: by a route that encapsulates (LWT), or in fragments, and then
 /// [`Route::mtu`] is not 0.
 pub const STACK: Answer = 4;
@@ -98,16 +100,16 @@ pub fn known_interface(ifindex: u32) -> Option<Iface> {
 /// What an interface is; all zero if nobody told.
 #[inline(always)]
 pub fn interface(ifindex: u32) -> Iface {
-    match known_interface(ifindex) {
-        Some(iface) => iface,
-        None => Iface {
-            flags: 0,
-            masquerade_v4: 0,
-            masquerade_v6: 0,
-            segment: 0,
-        },
-    }
+    known_interface(ifindex).unwrap_or(UNKNOWN)
 }
+
+/// An interface that nobody told of.
+const UNKNOWN: Iface = Iface {
+    flags: 0,
+    masquerade_v4: 0,
+    masquerade_v6: 0,
+    segment: 0,
+};
 
 /// Where the IP header of what this interface has begins.
 #[inline(always)]
@@ -214,11 +216,19 @@ pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut
     route.answer = NOWHERE;
     route.ifindex = lookup.ifindex;
     route.mtu = 0;
-    route.iface = interface(lookup.ifindex);
+    let known = known_interface(lookup.ifindex);
+    route.iface = known.unwrap_or(UNKNOWN);
     route.neighbour = 0;
     route.family = u32::from(lookup.family);
     // SAFETY: plain data, all of it written above or by the helper.
     route.next_hop = unsafe { lookup.__bindgen_anon_4.ipv6_dst };
+    if (code == BPF_FIB_LKUP_RET_SUCCESS || code == BPF_FIB_LKUP_RET_NO_NEIGH)
+        && !known.is_some_and(Iface::is_ready)
+    {
+        // The agent has not put programs there yet.
+        route.answer = UNREADY;
+        return;
+    }
     if code == BPF_FIB_LKUP_RET_SUCCESS {
         route.answer = ONWARD;
         route.neighbour = 1;
@@ -250,8 +260,8 @@ pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut
     }
 }
 
-/// Sends the packet that way: into the pod at once, past its interface's queues, where the other
-/// end is a pod's; else by the interface, with the neighbour that the kernel knows or finds.
+/// Sends the packet that way: into the pod at once, past its interface's queues, if there is nothing
+/// of others; else by the interface, with the neighbour that the kernel knows or finds.
 #[inline(always)]
 pub fn send(skb: Skb, packet: &Packet, route: &Route) -> i32 {
     skb.remove_tag();
@@ -265,7 +275,7 @@ pub fn send(skb: Skb, packet: &Packet, route: &Route) -> i32 {
         if !skb.store::<_, false>(0, &route.link) {
             return DROP;
         }
-        if route.iface.flags & Iface::POD == 0 {
+        if route.iface.flags & Iface::PEER == 0 {
             // SAFETY: no memory of ours is involved.
             return unsafe { bpf_redirect(route.ifindex, 0) as i32 };
         }

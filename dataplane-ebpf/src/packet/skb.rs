@@ -275,6 +275,14 @@ impl Skb {
         unsafe { read_volatile(&raw const (*self.0).tc_index) == OWN_ANSWER }
     }
 
+    /// Has another one of our programs on this interface leave the packet alone, while the agent changes how they are attached: it
+    /// has been translated.
+    #[inline(always)]
+    pub fn is_for_host(self) {
+        // SAFETY: see `len`.
+        unsafe { write_volatile(&raw mut (*self.0).tc_index, OWN_ANSWER) };
+    }
+
     /// Has the packet arrive at the interface that it was to leave by. Our program there leaves it alone: it could not tell
     /// it from the endpoint's own.
     #[inline(always)]

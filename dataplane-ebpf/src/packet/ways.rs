@@ -111,7 +111,7 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, found: &mut R
         way.mtu = found.mtu;
     }
     // Into a pod packets go without looking at who is there (`bpf_redirect_peer`).
-    if found.neighbour != 0 && found.iface.flags & Iface::POD == 0 {
+    if found.neighbour != 0 && found.iface.flags & Iface::PEER == 0 {
         let is_v4 = found.family == u32::from(route::INET);
         if neighbours::is_due(&found.next_hop, is_v4, found.ifindex) {
             found.neighbour = 0;

@@ -3,9 +3,11 @@
 //! To attach or detach a program takes the kernel some 10 ms, and there may be hundreds of interfaces; to find
 //! out what there is takes a walk through all interfaces and all network namespaces. So this is done on a thread
 //! of its own: changes of services do not wait for it. What happens meanwhile is gathered, and after each
-//! piece of work the thread rests for a multiple of what that took.
+//! piece of work the thread rests for a multiple of what that took. Most of the time that it takes to attach programs the
+//! kernel only waits, so interfaces that are new do not wait for a rest that is as long.
 
 use std::{
+    collections::{BTreeMap, BTreeSet},
     io,
     os::unix::net::UnixStream,
     sync::{
@@ -17,14 +19,16 @@ use std::{
 };
 
 use dataplane_common::packet::{Iface, PacketConfig};
+use nix::time::{ClockId, clock_gettime};
 use tracing::{debug, error, info, warn};
 
 use super::{
     Event, LOOK, RETRY,
     addresses::{self, Seen},
     deaths,
+    earlier::History,
     handover::{Offers, Turn},
-    interfaces::{Newcomers, PacketSettings},
+    interfaces::PacketSettings,
     mesh::{self, Mesh},
     network::network,
     nf_conntrack::Sysctls,
@@ -39,6 +43,9 @@ use crate::{
 
 /// After a piece of work the thread rests this many times as long as that took.
 const REST_FOR: u32 = 4;
+
+/// How often to look at what others put on the way out of pods' interfaces.
+const EGRESS: Duration = Duration::from_millis(250);
 
 /// Longer than any agent runs. (A time that clocks can still count.)
 const NEVER: Duration = Duration::from_hours(365 * 24);
@@ -134,7 +141,10 @@ impl Attacher {
             network: Due::at(now),
             policies: Due::never(now),
             capture: Due::at(now),
-            newcomers: Newcomers::default(),
+            history: History::default(),
+            egress: Due::at(now),
+            peers: BTreeSet::new(),
+            others: BTreeMap::new(),
             interfaces: None,
             protecting: 0,
             addresses: None,
@@ -197,6 +207,13 @@ impl Due {
         self.at = self.at.min(self.rested);
     }
 
+    /// It was done, which took so much of a processor's time, and is to be done again after `patience` at the latest.
+    fn done_in(&mut self, took: Duration, patience: Duration) {
+        let end = Instant::now();
+        self.rested = end + took * REST_FOR;
+        self.at = self.rested.max(end + patience);
+    }
+
     /// It was done since `start`, and is to be done again after `patience` at the latest.
     fn done(&mut self, start: Instant, patience: Duration) {
         self.done_resting(REST_FOR, start, patience);
@@ -228,8 +245,14 @@ struct Worker {
     policies: Due,
     /// Capture.
     capture: Due,
-    /// Which interfaces may still get an address.
-    newcomers: Newcomers,
+    /// What others put on the way out of interfaces, between two looks at all of the network: the kernel does not tell.
+    egress: Due,
+    /// The interfaces whose packets go into a pod at once, unless others have something on the way out.
+    peers: BTreeSet<u32>,
+    /// Those that do, and what.
+    others: BTreeMap<u32, Vec<String>>,
+    /// What was known of the interfaces earlier.
+    history: History,
     /// On how many interfaces the packet path's programs belong, since it was last looked, and whether
     /// they keep ways.
     interfaces: Option<(usize, bool)>,
@@ -253,6 +276,10 @@ impl Worker {
                 let _busy = state.beats.attacher.begin();
                 self.policies();
             }
+            if self.egress.at <= now {
+                let _busy = state.beats.attacher.begin();
+                self.egress();
+            }
             if self.network.at <= now {
                 let _busy = state.beats.attacher.begin();
                 self.network();
@@ -261,10 +288,21 @@ impl Worker {
                 let _busy = state.beats.attacher.begin();
                 self.capture();
             }
+            // One after the other, so that new interfaces wait for one of them at most.
+            if self.kernel.has_provisional_programs() {
+                let _busy = state.beats.attacher.begin();
+                if let Err(error) = self.kernel.settle_programs() {
+                    warn!("packet path: {error}; trying again");
+                    self.network.soon();
+                }
+            }
             self.kernel.pass_on_log();
-            let mut next = self.network.at.min(self.policies.at);
+            let mut next = self.network.at.min(self.policies.at).min(self.egress.at);
             if self.mesh.is_some() {
                 next = next.min(self.capture.at);
+            }
+            if self.kernel.has_provisional_programs() {
+                next = Instant::now();
             }
             let rest = next.saturating_duration_since(Instant::now());
             let mut job = todo.recv_timeout(rest);
@@ -393,18 +431,43 @@ impl Worker {
         self.policies.done_resting(1, start, NEVER);
     }
 
+    /// Looks whether others have put something on the way out of pods' interfaces. Until the packet path is told, packets
+    /// pass it by.
+    fn egress(&mut self) {
+        let start = Instant::now();
+        let others = kernel::egress_of_others(&self.state.paths.bpffs, &self.peers);
+        // If the kernel does not tell, the look at all of the network says so.
+        if others.is_ok_and(|others| others == self.others) {
+            self.egress.done(start, EGRESS);
+            return;
+        }
+        self.network();
+        self.egress.done_resting(1, start, EGRESS);
+    }
+
     /// Brings the packet path in line with the interfaces that there are, and tells if the node's addresses
     /// are others.
     fn network(&mut self) {
-        let start = Instant::now();
+        let (start, worked) = (Instant::now(), processor_time());
         let mut patience = LOOK;
         let settings = &self.packet;
         let result = kernel::interfaces().and_then(|all| {
-            let (new, rest) = self.newcomers.look(&all, start);
-            if !new.is_empty() {
-                patience = rest;
+            let earlier = self.history.look(&all, start);
+            patience = earlier.settled_in.unwrap_or(patience);
+            let mut network = network(settings, &all, &earlier)?;
+            self.history.note(&network);
+            let flags = network
+                .interfaces
+                .iter()
+                .map(|(index, i)| (*index, i.flags));
+            let peers = flags.filter(|(_, flags)| flags & Iface::PEER != 0);
+            self.peers = peers.map(|(index, _)| index).collect();
+            self.others = kernel::egress_of_others(&self.state.paths.bpffs, &self.peers)?;
+            for index in self.others.keys() {
+                if let Some(interface) = network.interfaces.get_mut(index) {
+                    interface.flags &= !Iface::PEER;
+                }
             }
-            let network = network(settings, &all, &new)?;
             let refused = self.kernel.set_network(&network)?;
             let refused = refused.into_iter().map(|text| (Gravity::Node, text));
             let said = [settings.left_out(&all), settings.loosely_checked(&all)];
@@ -468,8 +531,14 @@ impl Worker {
             self.unset = unset;
         }
         // Nothing may have told us that somebody removed a program of ours.
-        self.network.done(start, patience);
+        let took = processor_time().saturating_sub(worked);
+        self.network.done_in(took, patience);
     }
+}
+
+/// How much of a processor's time this thread has had.
+fn processor_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
 
 /// Somebody else has our place: nothing is done any more. Whoever waits for something is told that nothing is left to wait

@@ -4,7 +4,7 @@ use std::{collections::HashSet, io, path::Path, sync::Arc, time::Instant};
 
 use tracing::{info, warn};
 
-use super::{lookups::Lookups, node, remembered::Remembered, rules};
+use super::{kept_addresses::KeptAddresses, lookups::Lookups, node, remembered::Remembered, rules};
 use crate::{
     admin,
     model::{Entry, EntryName, Node, Problem, Reachable, Service, ServiceName, Snapshot},
@@ -88,6 +88,8 @@ pub struct Input {
     remembered: Option<Remembered>,
     /// The addresses of their endpoints' names; none: they are not looked up.
     lookups: Option<Lookups>,
+    /// The addresses that the node had a moment ago.
+    kept: KeptAddresses,
     /// Whether there was a view.
     known: bool,
 }
@@ -137,6 +139,7 @@ impl Input {
             routes: Routes::default(),
             remembered,
             lookups,
+            kept: KeptAddresses::default(),
             known: false,
         };
         if let Some(view) = input.feed.take() {
@@ -196,13 +199,22 @@ impl Input {
         };
         if self.facts != view.node || !self.known {
             match self.node(view.node.as_ref()) {
-                Ok(node) => self.snapshot.node = Arc::new(node),
+                Ok(mut node) => {
+                    let known = &self.snapshot.node;
+                    self.kept.keep(&mut node, known, Instant::now());
+                    self.snapshot.node = Arc::new(node);
+                }
                 Err(error) => {
                     warn!("cannot find out the node's addresses, keeping the last ones: {error}");
                 }
             }
         }
         Some(self.put(view))
+    }
+
+    /// When addresses that the node had a moment ago are to be served no more, if there are any.
+    pub fn addresses_kept_until(&self) -> Option<Instant> {
+        self.kept.until()
     }
 
     /// Looks at the node's addresses, and whether they are other ones than before, or hosts that waited for addresses may
@@ -220,8 +232,9 @@ impl Input {
 
     fn look_at_node(&mut self) -> bool {
         match self.node(self.facts.as_ref()) {
-            Ok(node) => {
+            Ok(mut node) => {
                 let known = &self.snapshot.node;
+                self.kept.keep(&mut node, known, Instant::now());
                 let moved = node.addresses != known.addresses;
                 if !moved && node.own == known.own {
                     return false;

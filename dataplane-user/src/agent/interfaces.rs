@@ -4,11 +4,7 @@
 //! and tunnels to other nodes. *Pods' sides* are the node's ends of the pairs whose other ends are in pods. Bridges of
 //! pods are neither, because each packet on a bridge also passes one of the bridge's ports.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fs, io,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeSet, fs, io};
 
 use dataplane_common::{
     Addr,
@@ -16,7 +12,7 @@ use dataplane_common::{
 };
 use ipnet::IpNet;
 
-use super::source_checks::Segments;
+use super::{earlier::Earlier, source_checks::Segments};
 use crate::{
     kernel::{
         AttachOptions, Interface, Link, Network, NetworkInterface, PacketOptions, conntrack::room,
@@ -38,6 +34,8 @@ pub struct PacketSettings {
     pub pods: Patterns,
     /// Names of the pods' sides at which sources are not checked.
     pub unchecked: Patterns,
+    /// Names of the pods' interfaces whose pods' sockets are left alone; if empty, the agent finds those that need it.
+    pub by_packets: Patterns,
     /// How pods are recognized.
     pub detector: Detector,
     /// Masquerade every connection to a cluster IP.
@@ -70,6 +68,7 @@ impl PacketSettings {
             uplinks: Patterns::new(packets.uplinks.clone()),
             pods: Patterns::new(packets.pod_interfaces.clone()),
             unchecked: Patterns::new(packets.no_source_check.clone()),
+            by_packets: Patterns::new(packets.packets_only.clone()),
             detector: Detector {
                 networks: packets.pod_cidrs.iter().map(|range| range.0).collect(),
                 interface: packets.pods_by_interface,
@@ -87,14 +86,17 @@ impl PacketSettings {
     }
 
     /// Returns the roles, flags and masquerade addresses of these interfaces for the packet path. `by_address` is the
-    /// result of [`ways_by_address`](crate::kernel::ways_by_address), `new` that of [`Newcomers::look`].
+    /// result of [`ways_by_address`](crate::kernel::ways_by_address), `earlier` that of
+    /// [`History::look`](super::earlier::History::look).
+    ///
+    /// Interfaces that are down have programs, too, so that their packets are served from the moment at which they come up.
     ///
     /// # Errors
     /// If the sysctl with the kernel's ephemeral ports cannot be read.
     pub fn network(
         &self,
         interfaces: &[Interface],
-        new: &BTreeSet<u32>,
+        earlier: &Earlier,
         by_address: bool,
     ) -> io::Result<Network> {
         let mut network = Network::default();
@@ -106,8 +108,8 @@ impl PacketSettings {
             network.config.flags |= PacketConfig::WAYS_BY_ADDRESS;
         }
         let segments = Segments::new(interfaces);
-        for interface in interfaces.iter().filter(|i| i.up && !i.loopback) {
-            let role = self.role(interface);
+        for interface in interfaces.iter().filter(|i| !i.loopback) {
+            let role = self.role_after(interface, earlier);
             let mut flags = match role {
                 Role::Other => 0,
                 Role::Uplink => Iface::ATTACHED,
@@ -118,13 +120,13 @@ impl PacketSettings {
                 }
             };
             if role == Role::Pod && is_pair(interface) {
-                flags |= Iface::POD;
+                flags |= Iface::PEER;
             }
             if interface.link == Link::Bare {
                 flags |= Iface::BARE;
                 network.config.flags |= PacketConfig::bare(interface.index);
             }
-            let is_new = new.contains(&interface.index);
+            let is_new = earlier.new.contains(&interface.index);
             let masquerade = [true, false].map(|v4| source(interface, interfaces, v4, is_new));
             let segment = segments.segment(interface);
             let known = NetworkInterface {
@@ -162,9 +164,17 @@ impl PacketSettings {
 
     /// Returns the role of an interface.
     pub fn role(&self, interface: &Interface) -> Role {
+        self.role_after(interface, &Earlier::default())
+    }
+
+    /// Likewise, of an interface that may have been an uplink.
+    pub fn role_after(&self, interface: &Interface, earlier: &Earlier) -> Role {
         match interface.link {
             Link::Other(_) => Role::Other,
-            Link::Ethernet | Link::Bare => self.chosen(interface),
+            Link::Ethernet | Link::Bare => {
+                let was_uplink = earlier.uplinks.contains(&interface.index);
+                self.chosen(interface, was_uplink)
+            }
         }
     }
 
@@ -172,7 +182,7 @@ impl PacketSettings {
     pub fn left_out(&self, interfaces: &[Interface]) -> Vec<String> {
         let all = interfaces.iter().filter(|i| i.up && !i.loopback);
         let unreadable = all.filter_map(|interface| match interface.link {
-            Link::Other(kind) if self.chosen(interface) != Role::Other => {
+            Link::Other(kind) if self.chosen(interface, false) != Role::Other => {
                 let name = &interface.name;
                 Some(format!(
                     "interface {name}: services are not served for its packets, because the packet path cannot read \
@@ -195,8 +205,12 @@ impl PacketSettings {
     }
 
     /// Returns the role of an interface by the patterns, and by default where they say nothing.
-    fn chosen(&self, interface: &Interface) -> Role {
-        let by_default = Role::of(interface);
+    fn chosen(&self, interface: &Interface, was_uplink: bool) -> Role {
+        let by_default = if was_uplink {
+            Role::Uplink
+        } else {
+            Role::of(interface)
+        };
         let Interface { name, .. } = interface;
         if self.pods.select(name, by_default == Role::Pod) {
             Role::Pod
@@ -262,44 +276,6 @@ fn source(interface: &Interface, all: &[Interface], v4: bool, is_new: bool) -> O
         return None;
     }
     own.or_else(others).map(Addr::from)
-}
-
-/// Interfaces that came up a moment ago and may still get their first address. A network plug-in sets an interface up
-/// first and adds the address afterwards, or adds none, as many do for pods' sides. Only time tells which. A flow keeps
-/// the address that it began with, so the agent waits before it masquerades to another interface's address.
-#[derive(Debug, Default)]
-pub struct Newcomers {
-    /// The time at which each interface was first seen up. `None` before the first look, which finds no interface new.
-    since: Option<BTreeMap<u32, Instant>>,
-}
-
-impl Newcomers {
-    /// The time for which an interface counts as new. It is longer than a plug-in takes to add an address, and shorter
-    /// than a pod takes to be ready. A client's TCP retries after this time (`TCP_TIMEOUT_INIT` in
-    /// `include/net/tcp.h`).
-    const PATIENCE: Duration = Duration::from_secs(1);
-
-    /// Returns the indices of the new interfaces, and the time until none of them is new any more.
-    pub fn look(&mut self, interfaces: &[Interface], now: Instant) -> (BTreeSet<u32>, Duration) {
-        let up = interfaces.iter().filter(|i| i.up).map(|i| i.index);
-        let Some(before) = &self.since else {
-            let long_ago = now.checked_sub(Self::PATIENCE).unwrap_or(now);
-            self.since = Some(up.map(|index| (index, long_ago)).collect());
-            return (BTreeSet::new(), Duration::ZERO);
-        };
-        let since: BTreeMap<u32, Instant> = up
-            .map(|index| (index, before.get(&index).copied().unwrap_or(now)))
-            .collect();
-        let age = |since: &Instant| now.saturating_duration_since(*since);
-        let new = since.iter().filter(|(_, at)| age(at) < Self::PATIENCE);
-        let last = new
-            .clone()
-            .map(|(_, at)| Self::PATIENCE.saturating_sub(age(at)))
-            .max();
-        let new = new.map(|(index, _)| *index).collect();
-        self.since = Some(since);
-        (new, last.unwrap_or_default())
-    }
 }
 
 /// Returns the host's first and last ephemeral port. Masqueraded flows do not get these ports.
@@ -408,13 +384,13 @@ mod tests {
             ..interface(18, "tun0", "tun", &["10.8.0.1/24"])
         };
         let network = settings()
-            .network(&[of(Link::Bare)], &BTreeSet::new(), false)
+            .network(&[of(Link::Bare)], &Earlier::default(), false)
             .unwrap();
         assert_eq!(network.interfaces[&18].flags, Iface::ATTACHED | Iface::BARE);
         assert_eq!(network.config.flags, PacketConfig::bare(18));
         let ppp = of(Link::Other(512));
         let network = settings()
-            .network(std::slice::from_ref(&ppp), &BTreeSet::new(), true)
+            .network(std::slice::from_ref(&ppp), &Earlier::default(), true)
             .unwrap();
         assert_eq!(network.interfaces[&18].flags, 0);
         assert_eq!(network.config.flags, PacketConfig::WAYS_BY_ADDRESS);
@@ -456,7 +432,7 @@ mod tests {
             pair(5, "veth5", &[]),
             pair(6, "veth6", &["10.244.1.1/32"]),
         ];
-        let network = settings().network(&all, &BTreeSet::new(), true).unwrap();
+        let network = settings().network(&all, &Earlier::default(), true).unwrap();
         let addr = |text: &str| Some(Addr::from(text.parse::<IpAddr>().unwrap()));
         let of = |index| network.interfaces[&index].masquerade;
         assert_eq!(of(2), [addr("192.0.2.1"), addr("2001:db8::1")]);
@@ -464,46 +440,9 @@ mod tests {
         assert_eq!(of(6), [addr("10.244.1.1"), addr("2001:db8::1")]);
         assert_eq!(
             network.interfaces[&5].flags,
-            Iface::ATTACHED | Iface::POD | Iface::LOCAL | Iface::STRICT | Iface::of_pod(7)
+            Iface::ATTACHED | Iface::PEER | Iface::LOCAL | Iface::STRICT | Iface::of_pod(7)
         );
         assert_eq!(network.interfaces[&2].flags, Iface::ATTACHED);
-    }
-
-    #[test]
-    fn a_new_interface_has_no_address_but_its_own() {
-        let mut all = vec![
-            interface(2, "eth0", "", &["192.0.2.1/24"]),
-            pair(5, "veth5", &[]),
-        ];
-        let mut newcomers = Newcomers::default();
-        let start = Instant::now();
-        let mut masquerade = |all: &[Interface], seconds: f32, index: u32| {
-            let (new, rest) = newcomers.look(all, start + Duration::from_secs_f32(seconds));
-            let network = settings().network(all, &new, true).unwrap();
-            let v4 = network.interfaces[&index].masquerade[0];
-            (v4.map(|addr| addr.ip().to_string()), rest)
-        };
-        let node = Some("192.0.2.1".to_owned());
-        assert_eq!(masquerade(&all, 0.0, 5), (node.clone(), Duration::ZERO));
-        all.push(pair(6, "veth6", &[]));
-        all.push(pair(7, "veth7", &["10.244.1.1/32"]));
-        assert_eq!(masquerade(&all, 1.0, 6), (None, Newcomers::PATIENCE));
-        assert_eq!(masquerade(&all, 1.5, 5).0, node);
-        assert_eq!(masquerade(&all, 1.5, 7).0.as_deref(), Some("10.244.1.1"));
-        assert_eq!(
-            masquerade(&all, 1.75, 6),
-            (None, Duration::from_millis(250))
-        );
-        assert_eq!(masquerade(&all, 2.0, 6), (node.clone(), Duration::ZERO));
-        // Its own as soon as it is there; set up anew, it is new.
-        all[2].addresses.push("10.244.1.1/32".parse().unwrap());
-        assert_eq!(masquerade(&all, 2.5, 6).0.as_deref(), Some("10.244.1.1"));
-        all[2].addresses.clear();
-        all[2].up = false;
-        newcomers.look(&all, start + Duration::from_secs(3));
-        all[2].up = true;
-        let (new, _) = newcomers.look(&all, start + Duration::from_mins(1));
-        assert!(new.contains(&6));
     }
 
     #[test]
@@ -513,7 +452,7 @@ mod tests {
             pair(6, "veth6", &[]),
         ];
         let v6 = |all: &[Interface]| {
-            let network = settings().network(all, &BTreeSet::new(), true).unwrap();
+            let network = settings().network(all, &Earlier::default(), true).unwrap();
             network.interfaces[&6].masquerade.map(|addr| addr.is_some())
         };
         assert_eq!(v6(&all), [true, true]);

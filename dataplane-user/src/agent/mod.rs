@@ -8,16 +8,19 @@
 pub mod addresses;
 mod astray;
 mod attacher;
+mod earlier;
 mod flows;
 mod foreign;
 mod handover;
 mod input;
 pub mod interfaces;
+mod kept_addresses;
 mod lookups;
 mod mesh;
 mod network;
 mod nf_conntrack;
 mod node;
+mod own_rules;
 mod remembered;
 mod rules;
 mod source_checks;
@@ -59,6 +62,7 @@ use interfaces::PacketSettings;
 use mesh::Mesh;
 pub use mesh::namespace_with;
 use nf_conntrack::Sysctls;
+use own_rules::OwnRules;
 pub use rules::{node_of_rules, with_rules};
 use sync::Sync;
 use waiter::{Network, Ready};
@@ -364,6 +368,7 @@ fn serve(
         packet.clone(),
         &events,
     )?;
+    let own_rules = OwnRules::start(Arc::clone(&state), &packet, &events)?;
     let on_exit = settings.on_exit.unwrap_or_default();
     let stay = settings.stay;
     let bpffs = paths.bpffs.clone();
@@ -414,6 +419,7 @@ fn serve(
     state.not_ready();
     waiter.stop();
     let rest = sync.end();
+    own_rules.stop();
     let end = result?;
     let Some(Rest { kernel, mesh, turn }) = rest else {
         return Err(Error::Died {

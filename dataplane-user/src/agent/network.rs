@@ -1,27 +1,24 @@
 //! What the packet path is told of the node's network.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    io,
-};
+use std::{collections::BTreeMap, io};
 
 use dataplane_common::packet::{Iface, PacketConfig, SourceKey};
 use nix::sys::utsname::uname;
 
-use super::interfaces::PacketSettings;
+use super::{earlier::Earlier, interfaces::PacketSettings};
 use crate::{
     kernel::{self, Interface, Network},
     plan::source_key,
 };
 
-/// What the kernel and the settings say, given the node's interfaces, and which of them are new.
+/// What the kernel and the settings say, given the node's interfaces, and what was known of them earlier.
 ///
 /// # Errors
 /// If the kernel does not tell.
 pub fn network(
     settings: &PacketSettings,
     interfaces: &[Interface],
-    new: &BTreeSet<u32>,
+    earlier: &Earlier,
 ) -> Result<Network, kernel::Error> {
     if settings.attach.is_none() {
         return Ok(Network::default());
@@ -29,7 +26,7 @@ pub fn network(
     let preemptible = is_preemptible()?;
     // Ways are kept for each CPU, and no program has its CPU to itself there.
     let by_address = !preemptible && kernel::ways_by_address();
-    let network = settings.network(interfaces, new, by_address);
+    let network = settings.network(interfaces, earlier, by_address);
     let mut network = network.map_err(|source| kernel::Error::Io {
         what: "cannot find out the host's ephemeral ports".to_owned(),
         source,

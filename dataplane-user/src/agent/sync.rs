@@ -208,8 +208,11 @@ impl Sync {
 
     /// Looks at the node's addresses; whether they changed.
     fn look(&mut self) -> bool {
-        self.look = Instant::now() + LOOK;
-        self.input.look()
+        let moved = self.input.look();
+        let look = Instant::now() + LOOK;
+        let kept = self.input.addresses_kept_until();
+        self.look = kept.map_or(look, |until| until.min(look));
+        moved
     }
 
     /// Reading takes memory that is not needed any more.

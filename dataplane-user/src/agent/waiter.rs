@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// How long changes of interfaces are gathered.
-const SETTLE: Duration = Duration::from_millis(50);
+const SETTLE: Duration = Duration::from_millis(20);
 
 /// The running thread.
 pub struct Waiter {

@@ -243,6 +243,7 @@ mod tests {
         ("uplink", "eth*,!eth9"),
         ("pod-interface", "veth*"),
         ("no-source-check", "veth-vpn*"),
+        ("packets-only", "veth-ci*"),
         ("pods-by-interface", ""),
         ("masquerade-all", ""),
         ("tc-order", "last"),

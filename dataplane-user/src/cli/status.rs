@@ -13,7 +13,7 @@ use crate::{
         self,
         api::{AgentStatus, Learnt, PodCgroups, SourceKind, Sync},
         client,
-        report::{self, OnInterface, Report, Severity},
+        report::{self, Interface, OnInterface, Report, Severity},
     },
     kernel,
 };
@@ -110,7 +110,14 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
         writeln!(out)?;
     }
 
-    let mut table = Table::new(&["INTERFACE", "IS", "INGRESS", "EGRESS", "MASQUERADES TO"]);
+    let mut table = Table::new(&[
+        "INTERFACE",
+        "IS",
+        "INGRESS",
+        "EGRESS",
+        "DELIVERY",
+        "MASQUERADES TO",
+    ]);
     for interface in &report.interfaces {
         let cell = |on: &OnInterface| match (&on.hook, on.attached) {
             (Some(hook), true) => Cell::new(hook.clone(), GOOD),
@@ -121,7 +128,21 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
             interface.role.as_str().into(),
             cell(&interface.ingress),
             cell(&interface.egress),
+            delivery(interface).into(),
             interface.masquerade.join(", ").into(),
+        ]);
+    }
+    if !table.is_empty() {
+        table.write(out)?;
+        writeln!(out)?;
+    }
+
+    let mut table = Table::new(&["BY PACKETS ONLY", "NETWORK NAMESPACE", "BECAUSE"]);
+    for pod in &report.by_packets {
+        table.row([
+            pod.interface.as_str().into(),
+            pod.netns_cookie.to_string().into(),
+            pod.reason.as_str().into(),
         ]);
     }
     if !table.is_empty() {
@@ -169,6 +190,15 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
         versions.layout,
         versions.kernel,
     )
+}
+
+/// How packets are delivered to an interface, and why not at once.
+fn delivery(interface: &Interface) -> String {
+    if interface.egress_of_others.is_empty() {
+        return interface.delivery.clone();
+    }
+    let others = interface.egress_of_others.join(", ");
+    format!("{} ({others})", interface.delivery)
 }
 
 /// What is said of the table of `dataplane keep-nat`.

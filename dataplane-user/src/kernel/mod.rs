@@ -2,6 +2,7 @@
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
 mod accelerate;
+mod by_packets;
 mod capture;
 mod cgroup;
 mod children;
@@ -32,6 +33,7 @@ mod object;
 pub mod opener;
 mod packet;
 mod pins;
+mod pod_namespaces;
 mod privileges;
 pub mod probe;
 mod programs;
@@ -69,6 +71,7 @@ use nix::fcntl::Flock;
 use tracing::info;
 
 pub use accelerate::Accelerator;
+pub use by_packets::ByPackets;
 pub use capture::{
     Capture, CaptureOptions, CaptureTables, InterfaceRule, Listeners, Machines, Marks, Namespace,
     OUR_TABLE, Pairs, QueryLease, QuerySockets, Unrouted, addresses, indices, is_the_nodes,
@@ -92,12 +95,15 @@ pub use monitor::Monitor;
 pub use packet::{
     AttachOptions, Network, NetworkInterface, PacketOptions, PacketTables, interface_attachments,
 };
+pub use pod_namespaces::{KnownPods, Own, PodNamespace, pod_namespaces};
 pub use privileges::keep_network_only;
 pub use programs::Attachment;
 pub use reverse_path::{reverse_path, reverse_paths, shows_reverse_paths};
 pub use services::ServiceTables;
 pub use tables::{Growth, Limits, Tables, Usage};
-pub use tc::{Direction, Hook, InterfaceAttachment, Order, name as interface_name};
+pub use tc::{
+    Direction, Hook, InterfaceAttachment, Order, egress_of_others, name as interface_name,
+};
 pub use ways_out::{Way, ways_out};
 pub use xfrm::{PolicyNews, policies as ipsec_policies};
 
@@ -319,6 +325,19 @@ impl Kernel {
         let attach = self.waiting.is_none();
         self.packet
             .set(&self.pins, &mut self.services, network, attach)
+    }
+
+    /// Whether the packet path's programs are on some interfaces for now by a means that takes less time.
+    pub fn has_provisional_programs(&self) -> bool {
+        self.packet.has_provisional_programs()
+    }
+
+    /// Puts the programs of one such interface where they stay.
+    ///
+    /// # Errors
+    /// The kernel's refusal. The next [`Kernel::set_network`] tries again.
+    pub fn settle_programs(&mut self) -> Result<(), Error> {
+        self.packet.settle_programs(&self.pins)
     }
 
     /// Tells the packet path of IPsec policies, and of nothing else. Answers what did not work.

@@ -35,6 +35,7 @@ use super::{
     pins::{MAPS, MapSpec, Pins},
 };
 
+pub(super) use cgroups::other_ends;
 pub use cgroups::{Elsewhere, PodCgroups, own_elsewhere, pod_cgroups};
 pub use sweep::Sweeper;
 

@@ -13,7 +13,7 @@ use std::{
 };
 
 use aya_obj::generated::{
-    bpf_attach_type::{BPF_CGROUP_INET_INGRESS, BPF_SK_LOOKUP, BPF_TCX_INGRESS},
+    bpf_attach_type::{BPF_CGROUP_INET_INGRESS, BPF_SK_LOOKUP, BPF_TCX_EGRESS, BPF_TCX_INGRESS},
     bpf_map_type::{BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_SOCKMAP},
     bpf_prog_type::{BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP},
 };
@@ -190,6 +190,16 @@ pub fn mark(ifindex: u32, bits: i32) -> io::Result<OwnedFd> {
     ];
     let program = sys::prog_load(BPF_PROG_TYPE_SCHED_CLS, BPF_CGROUP_INET_INGRESS, &program)?;
     sys::link_create_tcx(program.as_fd(), ifindex, BPF_TCX_INGRESS, true)
+}
+
+/// Somebody else's program that drops what leaves by an interface. Until the link is dropped.
+///
+/// # Errors
+/// The kernel's refusal; those before Linux 6.6 know no TCX.
+pub fn drop_at_egress(ifindex: u32) -> io::Result<OwnedFd> {
+    let program = [set(0, 2), EXIT]; // TCX_DROP
+    let program = sys::prog_load(BPF_PROG_TYPE_SCHED_CLS, BPF_CGROUP_INET_INGRESS, &program)?;
+    sys::link_create_tcx(program.as_fd(), ifindex, BPF_TCX_EGRESS, true)
 }
 
 /// The programs that TCX runs on what arrives at an interface, by the kernel's numbers and in their order.

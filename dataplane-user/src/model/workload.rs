@@ -49,6 +49,8 @@ pub struct Workload {
     pub telemetry: Telemetry,
     /// How it looks up names; none: as a pod that says nothing of it.
     pub resolution: Option<Box<Resolution>>,
+    /// Whether it is to be served by packets only, or at its sockets, if it says so.
+    pub by_packets: Option<bool>,
     /// What it and its namespace ask for.
     pub rules: Arc<Layers>,
     /// By which rules its connections are captured; `None`: they are not.
@@ -69,6 +71,7 @@ impl Workload {
             service_account: nothing,
             telemetry: Telemetry::new(name.name(), None),
             resolution: None,
+            by_packets: None,
             rules: Arc::default(),
             capture: None,
             name,

@@ -71,6 +71,21 @@ pub struct Packets {
         hide_env_values = true
     )]
     pub no_source_check: Vec<Pattern>,
+    /// Pods' interfaces whose pods are served by packets only, not at their sockets: names or shell patterns; `!`
+    /// excludes [default: pods with NAT rules of their own, and network namespaces nested in pods]
+    ///
+    /// The rules of such a pod see the VIP, as with kube-proxy. Use it for pods with rules that the agent cannot find.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "packets-only",
+        long,
+        value_name = "PATTERN",
+        num_args = 1..,
+        value_delimiter = ',',
+        env = "DATAPLANE_PACKETS_ONLY",
+        hide_env_values = true
+    )]
+    pub packets_only: Vec<Pattern>,
     /// Ranges of pods' addresses: masquerade clients with other addresses on the way to a cluster IP
     /// [default: masquerade no client there]
     ///

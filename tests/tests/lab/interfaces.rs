@@ -29,6 +29,7 @@ scenarios! {
     patterns_choose_interfaces,
     off_and_on_again,
     flows_by_a_new_interface_have_its_address,
+    machines_at_a_bridge_of_the_node_are_served,
 }
 
 /// What `status` says of the interfaces, by name: their kind, and how programs are on them.
@@ -105,7 +106,7 @@ fn programs_follow_interfaces() -> Result<()> {
     becomes(&cluster, "veth-new", Some("pod"))?;
     run(&cluster.agent, "status")?.exits(0)?;
     node.ip("link set veth-new down")?;
-    becomes(&cluster, "veth-new", None)?;
+    becomes(&cluster, "veth-new", Some("pod"))?;
     node.ip("link set veth-new up")?;
     becomes(&cluster, "veth-new", Some("pod"))?;
     node.ip("link delete veth-new")?;
@@ -117,7 +118,11 @@ fn programs_follow_interfaces() -> Result<()> {
     node.ip("link set br9 up")?;
     node.ip("route add default via 10.99.0.2 dev br9")?;
     becomes(&cluster, "br9", Some("uplink"))?;
+    // It stays one: a route that goes comes back when the network is restarted.
     node.ip("route del default via 10.99.0.2 dev br9")?;
+    node.ip("link set br9 down")?;
+    becomes(&cluster, "br9", Some("uplink"))?;
+    node.ip("link delete br9")?;
     becomes(&cluster, "br9", None)?;
     Ok(())
 }
@@ -344,4 +349,57 @@ fn flows_by_a_new_interface_have_its_address() -> Result<()> {
         let report = reaches(ext, &to, "udp --timeout-ms 200", &["late"])?;
         sources_are(&report, &[node.ipv4().into()])
     })
+}
+
+/// As libvirt makes it: a bridge of the node with an address and taps, which is no network plug-in's. The machine's own port is a
+/// pair here, which the operator excludes from pods'.
+fn machines_at_a_bridge_of_the_node_are_served() -> Result<()> {
+    let lab = Cluster::lab_of_packets()?;
+    let (node, machine) = (lab.node("node2"), lab.pod("sleep"));
+    for line in [
+        "link add virbr0 up type bridge",
+        "addr add 192.168.122.1/24 dev virbr0",
+        "-6 addr add fd22::1/64 dev virbr0 nodad",
+        "link add veth-vm type veth peer name vm0",
+        "link set veth-vm up master virbr0",
+        "tuntap add dev tap0 mode tap",
+        "link set tap0 up master virbr0",
+    ] {
+        node.ip(line).with_context(|| line.to_owned())?;
+    }
+    node.ip(&format!("link set vm0 netns {}", machine.netns()))?;
+    for line in [
+        "link set vm0 up",
+        "addr add 192.168.122.10/24 dev vm0",
+        "-6 addr add fd22::10/64 dev vm0 nodad",
+        "route add 10.96.0.0/16 via 192.168.122.1 dev vm0",
+        "-6 route add fd00:96::/64 via fd22::1 dev vm0",
+    ] {
+        machine.ip(line).with_context(|| line.to_owned())?;
+    }
+    let web = |lab: &Lab| {
+        let web = Service::new("web", &["10.96.0.10", "fd00:96::10"]);
+        let web = web
+            .port("tcp", 80, crate::cluster::TCP)
+            .port("udp", 53, UDP);
+        vec![web.endpoints(&[lab.pod("far"), lab.pod("near")])]
+    };
+    let arguments = [
+        "--pod-interface",
+        "!veth-vm",
+        "--pod-cidr",
+        "10.244.0.0/16",
+        "--pod-cidr",
+        "fd00:10:244::/48",
+    ];
+    let cluster = Cluster::start_in(lab, &["far", "near"], web, &arguments)?;
+    becomes(&cluster, "virbr0", Some("uplink"))?;
+    let machine = cluster.lab.pod("sleep");
+    for to in ["10.96.0.10", "[fd00:96::10]"] {
+        let how = "connect --count 20 --timeout-ms 1000";
+        reaches(machine, &format!("{to}:80"), how, &["far", "near"])?;
+        let how = "udp --count 20 --timeout-ms 1000";
+        reaches(machine, &format!("{to}:53"), how, &["far", "near"])?;
+    }
+    Ok(())
 }

@@ -39,6 +39,7 @@ mod dns_hosts;
 mod dns_limits;
 mod dns_upstreams;
 mod dns_world;
+mod egress;
 mod endpoint_names;
 mod entries;
 mod errors;
@@ -63,6 +64,7 @@ mod kernel;
 mod kubernetes;
 mod leaving;
 mod life;
+mod links;
 mod load_balancers;
 mod machine;
 mod manifest;
@@ -74,10 +76,12 @@ mod moving;
 mod neighbours;
 mod netfilter;
 mod outcome;
+mod own_rules;
 mod ports;
 mod proxy;
 mod proxy_flood;
 mod readers;
+mod ready;
 mod reconcile;
 mod reload;
 mod resets;
@@ -190,6 +194,7 @@ fn main() -> ExitCode {
         neighbours::SCENARIOS,
         services::SCENARIOS,
         life::SCENARIOS,
+        links::SCENARIOS,
         cleanup::SCENARIOS,
         machine::SCENARIOS,
         churn::SCENARIOS,
@@ -208,6 +213,7 @@ fn main() -> ExitCode {
         dns_hosts::SCENARIOS,
         dns_limits::SCENARIOS,
         dns_upstreams::SCENARIOS,
+        egress::SCENARIOS,
         endpoint_names::SCENARIOS,
         moving::SCENARIOS,
         supervisor::SCENARIOS,
@@ -223,6 +229,7 @@ fn main() -> ExitCode {
         proxy::SCENARIOS,
         proxy_flood::SCENARIOS,
         readers::SCENARIOS,
+        ready::SCENARIOS,
         reconcile::SCENARIOS,
         // What a service means, line by line.
         socket_tcp::SCENARIOS,
@@ -258,6 +265,7 @@ fn main() -> ExitCode {
         ipsec::SCENARIOS,
         forward_rules::SCENARIOS,
         iptables::SCENARIOS,
+        own_rules::SCENARIOS,
         peers::SCENARIOS,
         kube_proxy::SCENARIOS,
         many_flows::SCENARIOS,

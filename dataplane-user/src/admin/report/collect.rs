@@ -2,10 +2,15 @@
 
 use std::{collections::BTreeMap, fs};
 
-use dataplane_common::{Reason, packet::Iface};
+use dataplane_common::{
+    Reason,
+    packet::Iface,
+    tables::by_packets::{NESTED, RULES},
+};
 
 use super::{
-    Finding, Interface, OnInterface, Program, Report, Severity, Table, Versions, Workload,
+    ByPackets, Finding, Interface, OnInterface, Program, Report, Severity, Table, Versions,
+    Workload,
     judge::{healthy, judge},
     listeners, mesh, others, queries, room,
 };
@@ -161,6 +166,7 @@ pub fn examine(
     if !interfaces.is_empty() {
         findings.extend(forwarding());
     }
+    findings.extend(others::egress_chains(&interfaces));
     let named = agent.as_ref().map_or(&[][..], |agent| &agent.mesh);
     let mesh = match mesh::workloads(paths, named) {
         Ok(mesh) => mesh,
@@ -230,6 +236,7 @@ pub fn examine(
         agent,
         programs,
         interfaces,
+        by_packets: by_packets(paths).unwrap_or_default(),
         mesh,
         tables,
         verdicts,
@@ -244,7 +251,11 @@ fn interfaces(paths: &kernel::Paths) -> Result<Vec<Interface>, kernel::Error> {
     let tables = kernel::PacketTables::open(&paths.bpffs)?;
     let attachments = kernel::interface_attachments(&paths.bpffs)?;
     let mut found = Vec::new();
-    for (ifindex, iface) in tables.ifaces()? {
+    let all = tables.ifaces()?;
+    let pods = all.iter().filter(|(_, i)| i.flags & Iface::LOCAL != 0);
+    let mut others =
+        kernel::egress_of_others(&paths.bpffs, &pods.map(|(index, _)| *index).collect())?;
+    for (ifindex, iface) in all {
         if iface.flags & Iface::ATTACHED == 0 {
             continue;
         }
@@ -277,11 +288,37 @@ fn interfaces(paths: &kernel::Paths) -> Result<Vec<Interface>, kernel::Error> {
                 .into_iter()
                 .filter_map(|index| Some(tables.node_addr(index)?.to_string()))
                 .collect(),
+            delivery: if iface.flags & Iface::PEER != 0 {
+                "peer"
+            } else {
+                "egress"
+            }
+            .to_owned(),
+            egress_of_others: others.remove(&ifindex).unwrap_or_default(),
             ingress: on(kernel::Direction::Ingress),
             egress: on(kernel::Direction::Egress),
         });
     }
     Ok(found)
+}
+
+/// The network namespaces whose sockets are left alone.
+fn by_packets(paths: &kernel::Paths) -> Result<Vec<ByPackets>, kernel::Error> {
+    let all = kernel::ByPackets::open(&paths.bpffs, false)?.all()?;
+    let named = all.into_iter().map(|(netns_cookie, said)| {
+        let (why, interface) = (said >> 32, said & u64::from(u32::MAX));
+        let reason = match u32::try_from(why).unwrap_or_default() {
+            RULES => "its network namespace has NAT rules at the output hook",
+            NESTED => "a network namespace that is nested in the pod's",
+            _ => "packets.packetsOnly, or the pod's annotation",
+        };
+        ByPackets {
+            netns_cookie,
+            interface: kernel::interface_name(u32::try_from(interface).unwrap_or_default()),
+            reason: reason.to_owned(),
+        }
+    });
+    Ok(named.collect())
 }
 
 /// What keeps the kernel from sending on what is not its own. Said and not changed: it is the

@@ -30,6 +30,9 @@ pub struct Report {
     /// The interfaces that the packet path's programs belong on; none if it is off.
     #[serde(default)]
     pub interfaces: Vec<Interface>,
+    /// Pods' network namespaces that are served by packets only.
+    #[serde(default)]
+    pub by_packets: Vec<ByPackets>,
     /// Workloads whose connections are captured; none if there is no mesh.
     #[serde(default)]
     pub mesh: Vec<Workload>,
@@ -111,10 +114,25 @@ pub struct Interface {
     pub role: String,
     /// The addresses that flows which leave by it are masqueraded to.
     pub masquerade: Vec<String>,
+    /// How packets for it are delivered: to the `peer`, that is into the pod at once, or by its `egress`.
+    pub delivery: String,
+    /// What others have on a pod's interface's way out, which is why packets are delivered by its egress.
+    pub egress_of_others: Vec<String>,
     /// The program for what arrives.
     pub ingress: OnInterface,
     /// The program for what leaves.
     pub egress: OnInterface,
+}
+
+/// A network namespace whose sockets are left alone, so that the packet path serves what they send.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ByPackets {
+    /// The network namespace, by its cookie.
+    pub netns_cookie: u64,
+    /// The pod's interface on the node.
+    pub interface: String,
+    /// Why.
+    pub reason: String,
 }
 
 /// A program on an interface.

@@ -1,6 +1,6 @@
 //! What others have set up on the node that the packet path does not go by.
 
-use super::{super::api::AgentStatus, Finding, Severity};
+use super::{super::api::AgentStatus, Finding, Interface, Severity};
 use crate::{
     kernel::{self, netfilter},
     plan::ipsec::Policy,
@@ -20,6 +20,30 @@ pub fn findings() -> Vec<Finding> {
     match netfilter::forward_chains() {
         Ok(chains) => findings.extend(forward::warning(&chains).map(warning)),
         Err(why) => findings.push(warning(why.to_string())),
+    }
+    findings
+}
+
+/// Says so if packets of services pass by chains of nf_tables on the way out of interfaces, which see all others.
+pub fn egress_chains(interfaces: &[Interface]) -> Vec<Finding> {
+    let chains = match netfilter::egress_chains() {
+        Ok(chains) => chains,
+        Err(why) => {
+            let text = format!("cannot list nf_tables' chains of interfaces: {why}");
+            return vec![warning(text)];
+        }
+    };
+    let mut findings = Vec::new();
+    for interface in interfaces {
+        for chain in chains.iter().filter(|chain| chain.is_on(&interface.name)) {
+            findings.push(warning(format!(
+                "interface {}: packets of services that the packet path sends on do not pass {} (the kernel skips the hook \
+                 egress of netfilter for them); use a program or a filter of TC there, or rules in the pod's network \
+                 namespace",
+                interface.name,
+                chain.name()
+            )));
+        }
     }
     findings
 }

@@ -64,7 +64,7 @@ pub fn explain(
         ));
         return Ok(told);
     };
-    let side = if iface.flags & Iface::POD != 0 {
+    let side = if iface.flags & Iface::LOCAL != 0 {
         "a pod's side"
     } else {
         "an uplink"

@@ -116,6 +116,20 @@ pub fn tables() -> io::Result<Vec<Table>> {
     Ok(all)
 }
 
+/// Whether a table `nat` that is in use has a rule in its chain of the output hook.
+pub fn has_nat_at_output() -> io::Result<bool> {
+    for family in &FAMILIES {
+        if in_use(family)?.lines().any(|name| name == "nat") {
+            let chains = read(family, "nat")?;
+            let mut output = chains.iter().filter(|chain| chain.name == "OUTPUT");
+            if output.any(|chain| !chain.rules.is_empty()) {
+                return Ok(true);
+            }
+        }
+    }
+    Ok(false)
+}
+
 /// The hook of a chain that is built in.
 fn hook_of(chain: &str) -> Option<&'static str> {
     HOOKS

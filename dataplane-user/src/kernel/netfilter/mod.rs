@@ -1,12 +1,14 @@
 //! Other people's rules, as they are: nf_tables (`nft`, `iptables-nft`), the legacy tables of iptables, and the services of
 //! IPVS. Read only: no module of legacy tables is loaded and no table made for it.
 
+mod egress;
 mod legacy;
 mod listing;
 mod nf_tables;
 
 use std::{fs, io};
 
+pub use self::egress::egress_chains;
 use super::error::{Doing, Error};
 
 /// `NF_INET_FORWARD` (`include/uapi/linux/netfilter.h`).
@@ -59,6 +61,14 @@ pub fn forward_chains() -> Result<Vec<Chain>, Error> {
         Ok(chains)
     };
     read().doing(|| "cannot read netfilter's rules at the forward hook".to_owned())
+}
+
+/// Whether rules of NAT are at the output hook of the network namespace that this thread is in.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn has_nat_at_output() -> io::Result<bool> {
+    Ok(nf_tables::has_nat_at_output()? || legacy::has_nat_at_output()?)
 }
 
 /// The hooks of packets of IP, by number.

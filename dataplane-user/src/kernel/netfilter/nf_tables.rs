@@ -34,6 +34,7 @@ const NFTA_CHAIN_NAME: u16 = 3;
 const NFTA_CHAIN_TYPE: u16 = 7;
 const NFTA_CHAIN_HOOK: u16 = 4;
 const NFTA_CHAIN_POLICY: u16 = 5;
+const NFTA_CHAIN_USE: u16 = 6;
 const NFTA_HOOK_HOOKNUM: u16 = 1;
 const NFTA_HOOK_PRIORITY: u16 = 2;
 const NFTA_RULE_TABLE: u16 = 1;
@@ -200,6 +201,25 @@ fn list(netlink: &mut Netlink) -> io::Result<Option<Vec<Table>>> {
         }
     }
     Ok(Some(tables.into_values().collect()))
+}
+
+/// Whether a chain of the type `nat` at the output hook has a rule.
+pub fn has_nat_at_output() -> io::Result<bool> {
+    let found: Vec<TableName> = as_a_whole(|netlink| {
+        let mut found = Vec::new();
+        dump(netlink, GET_CHAIN, |message| {
+            if let Some((key, rest)) = key(message, NFTA_CHAIN_TABLE)
+                && hook(key.0, rest) == Some("output")
+                && content(rest, NFTA_CHAIN_TYPE).map(text).as_deref() == Some("nat")
+                // A chain at a hook is used by its rules alone.
+                && content(rest, NFTA_CHAIN_USE).and_then(number) != Some(0)
+            {
+                found.push(key);
+            }
+        })?;
+        Ok(Some(found))
+    })?;
+    Ok(!found.is_empty())
 }
 
 /// Whether a chain at a hook has the type and the priority of the one that iptables has there in its table of this name. If not,
@@ -401,7 +421,7 @@ fn verdict(name: &str, data: &[u8]) -> Option<Verdict> {
     }
 }
 
-fn content(bytes: &[u8], kind: u16) -> Option<&[u8]> {
+pub(super) fn content(bytes: &[u8], kind: u16) -> Option<&[u8]> {
     attributes(bytes)
         .find(|(k, _)| *k == kind)
         .map(|(_, content)| content)
@@ -414,7 +434,7 @@ fn number(content: &[u8]) -> Option<u32> {
         .map(|bytes| u32::from_be_bytes(*bytes))
 }
 
-fn text(content: &[u8]) -> String {
+pub(super) fn text(content: &[u8]) -> String {
     let end = content.iter().position(|byte| *byte == 0);
     String::from_utf8_lossy(&content[..end.unwrap_or(content.len())]).into_owned()
 }

@@ -153,6 +153,20 @@ impl PacketPath {
         self.programs.as_ref().map(PacketPrograms::hook)
     }
 
+    /// Whether programs are to be put elsewhere in time ([`PacketPath::settle_programs`]).
+    pub fn has_provisional_programs(&self) -> bool {
+        let programs = self.programs.as_ref();
+        programs.is_some_and(PacketPrograms::has_provisional)
+    }
+
+    /// Puts the programs of one interface where they stay.
+    pub fn settle_programs(&mut self, pins: &Pins) -> Result<(), Error> {
+        match &mut self.programs {
+            Some(programs) => programs.settle_one(pins),
+            None => Ok(()),
+        }
+    }
+
     /// Every address that flows may be masqueraded to.
     pub fn masquerade(&self) -> Vec<Addr> {
         self.node_addrs.all()
@@ -227,7 +241,8 @@ impl PacketPath {
         }
         let index = |addr: Option<Addr>| addr.map_or(Some(0), |addr| self.node_addrs.index(addr));
         let before: BTreeMap<u32, Iface> = self.tables.ifaces()?.into_iter().collect();
-        let mut attach = BTreeSet::new();
+        let to_attach = to_attach && self.programs.is_some();
+        let mut attach = BTreeMap::new();
         for (&ifindex, interface) in &network.interfaces {
             let [v4, v6] = interface.masquerade.map(index);
             if v4.is_none() || v6.is_none() {
@@ -244,18 +259,37 @@ impl PacketPath {
                 masquerade_v6: v6.unwrap_or_default(),
                 segment: interface.segment,
             };
-            if before.get(&ifindex) != Some(&iface)
-                && let Err(error) = self.tables.set_iface(ifindex, iface)
+            let known = before.get(&ifindex);
+            let is_new = known.is_none_or(|known| known.flags & Iface::ATTACHED == 0);
+            let mut now = Some(iface);
+            if iface.flags & Iface::ATTACHED != 0 {
+                attach.insert(ifindex, iface);
+                if is_new && to_attach {
+                    // Nothing is sent there before the programs are there to see what is answered.
+                    let flags = iface.flags & !Iface::ATTACHED;
+                    now = (flags & Iface::LOCAL != 0).then_some(Iface { flags, ..iface });
+                }
+            }
+            if let Some(now) = now
+                && known != Some(&now)
+                && let Err(error) = self.tables.set_iface(ifindex, now)
             {
                 problems.push(error.to_string());
-                continue;
-            }
-            if iface.flags & Iface::ATTACHED != 0 {
-                attach.insert(ifindex);
+                attach.remove(&ifindex);
             }
         }
-        problems.extend(match &self.programs {
-            Some(programs) if to_attach => programs.attach(pins, &attach)?,
+        problems.extend(match &mut self.programs {
+            Some(programs) if to_attach => {
+                let wanted = attach.keys().copied().collect();
+                // Also where that failed: `status` names what is missing.
+                let tables = &self.tables;
+                programs.attach(pins, &wanted, |ifindex| match attach.get(&ifindex) {
+                    Some(iface) if before.get(&ifindex) != Some(iface) => {
+                        tables.set_iface(ifindex, *iface)
+                    }
+                    _ => Ok(()),
+                })?
+            }
             Some(_) => Vec::new(),
             None => tc::keep_none(pins)?,
         });

@@ -19,7 +19,9 @@ use dataplane_common::{
         FRAGMENTS, Fragment, FragmentKey, IFACES, Iface, NODE_ADDRS, PacketConfig, SOURCES,
         SourceKey,
     },
-    tables::{Config, FrontendKey, PEER_PORTS, Peer, PeerSets, SOCKET_ELEMENTS, UdpFlows},
+    tables::{
+        BY_PACKETS, Config, FrontendKey, PEER_PORTS, Peer, PeerSets, SOCKET_ELEMENTS, UdpFlows,
+    },
     tcp::Sequences,
 };
 
@@ -97,7 +99,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 38] = [
+pub const MAPS: [MapSpec; 39] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -177,6 +179,7 @@ pub const MAPS: [MapSpec; 38] = [
         shape: Mapped::<CaptureConfig>::shape(false),
         max_entries: Some(1),
     },
+    on_demand::<u64, u64>("BY_PACKETS", BPF_MAP_TYPE_HASH, BY_PACKETS),
     on_demand::<u64, Enrolled>("NAMESPACES", BPF_MAP_TYPE_HASH, WORKLOADS),
     on_demand::<u64, Enrolled>("CGROUPS", BPF_MAP_TYPE_HASH, WORKLOADS),
     on_demand::<Addr, Local>("LOCALS", BPF_MAP_TYPE_HASH, WORKLOADS * 4),

@@ -184,7 +184,7 @@ fn is_root(directory: &Path) -> bool {
 
 /// Which of the pods' sides in the network namespace `own` have their other ends in this thread's. (A pod without a
 /// pair has an interface of its own on top of one of the node's: then that.)
-fn other_ends(own: BorrowedFd<'_>, pods: &BTreeSet<u32>) -> io::Result<Vec<u32>> {
+pub fn other_ends(own: BorrowedFd<'_>, pods: &BTreeSet<u32>) -> io::Result<Vec<u32>> {
     let mut netlink = rtnetlink::Netlink::open()?;
     let mut question = NsidMessage::default();
     let fd = u32::try_from(own.as_raw_fd()).unwrap_or(u32::MAX);

@@ -93,6 +93,22 @@ impl Clsact {
 
     /// The kind of the ingress qdisc (clsact is one) of every interface that has one.
     fn qdiscs(&mut self) -> Result<BTreeMap<u32, String>, Error> {
+        self.qdiscs_at(TcHandle::CLSACT)
+    }
+
+    /// The kind of every interface's own qdisc, which queues what leaves.
+    pub fn roots(&mut self) -> Result<BTreeMap<u32, String>, Error> {
+        self.qdiscs_at(TcHandle::ROOT)
+    }
+
+    /// The interfaces that have a clsact qdisc.
+    pub fn with_clsact(&mut self) -> Result<Vec<u32>, Error> {
+        let mut qdiscs = self.qdiscs()?;
+        qdiscs.retain(|_, kind| kind == CLSACT);
+        Ok(qdiscs.into_keys().collect())
+    }
+
+    fn qdiscs_at(&mut self, parent: TcHandle) -> Result<BTreeMap<u32, String>, Error> {
         let question = RouteNetlinkMessage::GetQueueDiscipline(TcMessage::default());
         let answers = self
             .netlink
@@ -101,7 +117,7 @@ impl Clsact {
         let mut found = BTreeMap::new();
         for answer in answers {
             if let RouteNetlinkMessage::NewQueueDiscipline(message) = answer
-                && message.header.parent == TcHandle::CLSACT
+                && message.header.parent == parent
             {
                 let kind = message.attributes.into_iter().find_map(|a| match a {
                     TcAttribute::Kind(kind) => Some(kind),
@@ -140,8 +156,7 @@ impl Clsact {
     /// Our filters on all interfaces.
     pub fn ours(&mut self) -> Result<BTreeMap<(u32, Direction), Filter>, Error> {
         let mut found = BTreeMap::new();
-        let with_clsact = self.qdiscs()?;
-        for (ifindex, _) in with_clsact.into_iter().filter(|(_, kind)| kind == CLSACT) {
+        for ifindex in self.with_clsact()? {
             for direction in Direction::EVERY {
                 for message in self.filters(ifindex, direction)? {
                     let Some((name, program)) = program(&message) else {
@@ -281,27 +296,28 @@ impl Clsact {
 
     /// Whether anybody but us has a filter on an interface.
     fn is_shared(&mut self, ifindex: u32) -> Result<bool, Error> {
-        for direction in Direction::ALL {
-            let filters = self.filters(ifindex, direction)?;
-            let is_ours = |f: &&TcMessage| {
-                let named = |name| {
-                    Direction::EVERY
-                        .iter()
-                        .any(|of| is_ours(&self.root, *of, name))
-                };
-                program(f).is_some_and(|(name, _)| named(name))
+        Ok(self.has_others(ifindex, Direction::Egress)?
+            || self.has_others(ifindex, Direction::Ingress)?)
+    }
+
+    /// Whether anybody but us has a filter on an interface for packets of this direction.
+    pub fn has_others(&mut self, ifindex: u32, direction: Direction) -> Result<bool, Error> {
+        let filters = self.filters(ifindex, direction)?;
+        let is_ours = |f: &&TcMessage| {
+            let named = |name| {
+                Direction::EVERY
+                    .iter()
+                    .any(|of| is_ours(&self.root, *of, name))
             };
-            // A list has each preference once more, without a program.
-            let ours: Vec<u32> = filters
-                .iter()
-                .filter(is_ours)
-                .map(|f| f.header.info)
-                .collect();
-            if filters.iter().any(|f| !ours.contains(&f.header.info)) {
-                return Ok(true);
-            }
-        }
-        Ok(false)
+            program(f).is_some_and(|(name, _)| named(name))
+        };
+        // A list has each preference once more, without a program.
+        let ours: Vec<u32> = filters
+            .iter()
+            .filter(is_ours)
+            .map(|f| f.header.info)
+            .collect();
+        Ok(filters.iter().any(|f| !ours.contains(&f.header.info)))
     }
 
     /// The qdiscs that we made and that are there, and whether they go (`true`) when our filters

@@ -10,8 +10,8 @@ use std::{
 use tracing::warn;
 
 use super::{
-    Direction, Filters, Hook, Order, clsact::Clsact, detach, is_used, known_name, name, ours, pin,
-    removal,
+    Direction, Filters, Hook, Order, clsact::Clsact, detach, is_used, known_name, name,
+    order::Anchor, ours, pin, removal,
 };
 use crate::kernel::{
     error::{Doing, Error},
@@ -25,6 +25,14 @@ use crate::kernel::{
 pub struct PacketPrograms {
     ingress: Program,
     egress: Program,
+    /// Interfaces that came later than the first, and whose programs are filters for now although there is TCX.
+    ///
+    /// To attach to TCX takes the kernel a grace period of RCU, 16 ms, under a lock that all interfaces share
+    /// (`tcx_entry_sync` in `include/net/tcx.h`). A filter takes it some ten microseconds. So forty pods that begin together
+    /// are served at once, and have links a second later.
+    provisional: BTreeSet<u32>,
+    /// Whether programs were attached at all.
+    has_begun: bool,
 }
 
 impl PacketPrograms {
@@ -47,6 +55,8 @@ impl PacketPrograms {
         Ok(Self {
             ingress: Program::new(ingress, Direction::Ingress, hook, order)?,
             egress: Program::new(egress, Direction::Egress, hook, order)?,
+            provisional: BTreeSet::new(),
+            has_begun: false,
         })
     }
 
@@ -57,17 +67,35 @@ impl PacketPrograms {
 
     /// Lets the programs be on exactly these interfaces. Where older ones of ours are, they are
     /// swapped in place; where somebody removed ours, they are put back. Answers what did not work,
-    /// which does not keep the rest from being done.
-    pub fn attach(&self, pins: &Pins, wanted: &BTreeSet<u32>) -> Result<Vec<String>, Error> {
+    /// which does not keep the rest from being done. `done` is told of each interface as soon as nothing more can be done
+    /// there.
+    pub fn attach(
+        &mut self,
+        pins: &Pins,
+        wanted: &BTreeSet<u32>,
+        done: impl Fn(u32) -> Result<(), Error>,
+    ) -> Result<Vec<String>, Error> {
         let mut clsact = Clsact::open(pins.root())?;
-        let filters = clsact.ours()?;
+        let mut filters = clsact.ours()?;
         let mut failed = Vec::new();
-        for &ifindex in wanted {
+        self.provisional.retain(|ifindex| wanted.contains(ifindex));
+        if self.hook() == Hook::Tcx && std::mem::replace(&mut self.has_begun, true) {
+            let before = self.provisional.len();
+            for &ifindex in wanted {
+                if is_new(pins, &filters, ifindex) && self.add_filters(&mut clsact, ifindex) {
+                    self.provisional.insert(ifindex);
+                    if let Err(error) = done(ifindex) {
+                        failed.push(error.to_string());
+                    }
+                }
+            }
+            if self.provisional.len() != before {
+                filters = clsact.ours()?;
+            }
+        }
+        for &ifindex in wanted.difference(&self.provisional) {
             for direction in Direction::ALL {
-                let program = match direction {
-                    Direction::Egress => &self.egress,
-                    _ => &self.ingress,
-                };
+                let program = self.of(direction);
                 if let Err(error) = program.attach(pins, &mut clsact, ifindex, &filters) {
                     // Pods go while we are at it, and their interfaces with them.
                     if known_name(ifindex).is_some() {
@@ -75,6 +103,9 @@ impl PacketPrograms {
                     }
                     break;
                 }
+            }
+            if let Err(error) = done(ifindex) {
+                failed.push(error.to_string());
             }
         }
         // Those of the other kind are removed above, where ours are then twice.
@@ -87,9 +118,53 @@ impl PacketPrograms {
             kept,
         )?);
         if self.hook() == Hook::Tcx {
-            clsact.remove_qdiscs(|ifindex| !is_used(&filters, &Direction::CAPTURE, ifindex))?;
+            let provisional = &self.provisional;
+            clsact.remove_qdiscs(|ifindex| {
+                !provisional.contains(&ifindex) && !is_used(&filters, &Direction::CAPTURE, ifindex)
+            })?;
         }
         Ok(failed)
+    }
+
+    /// Whether there are interfaces whose programs are filters for now.
+    pub fn has_provisional(&self) -> bool {
+        !self.provisional.is_empty()
+    }
+
+    /// Puts links in the place of one such interface's filters. For a moment both are there: what the first program has decided
+    /// on, the second one leaves alone.
+    pub fn settle_one(&mut self, pins: &Pins) -> Result<(), Error> {
+        let Some(ifindex) = self.provisional.pop_first() else {
+            return Ok(());
+        };
+        let mut clsact = Clsact::open(pins.root())?;
+        let filters = clsact.ours()?;
+        for direction in Direction::ALL {
+            let program = self.of(direction);
+            if let Err(error) = program.attach(pins, &mut clsact, ifindex, &filters) {
+                // The pod may be gone.
+                return known_name(ifindex).map_or(Ok(()), |_| Err(error));
+            }
+        }
+        clsact.remove_qdiscs(|other| {
+            other == ifindex && !is_used(&filters, &Direction::CAPTURE, ifindex)
+        })
+    }
+
+    fn of(&self, direction: Direction) -> &Program {
+        match direction {
+            Direction::Egress => &self.egress,
+            _ => &self.ingress,
+        }
+    }
+
+    /// Adds both filters. `false`: that did not work, for whatever reason.
+    fn add_filters(&self, clsact: &mut Clsact, ifindex: u32) -> bool {
+        Direction::ALL.into_iter().all(|direction| {
+            let program = self.of(direction);
+            let added = clsact.add(ifindex, direction, program.fd.as_fd(), Order::First);
+            added.is_ok()
+        })
     }
 }
 
@@ -218,11 +293,25 @@ impl Program {
                 }
                 let attach = self.direction.tcx();
                 let new = self
-                    .order
+                    .order_on(pins, ifindex)
                     .attach(self.fd.as_fd(), ifindex, attach)
                     .doing(|| format!("cannot attach program {program} to {}", name(ifindex)))?;
                 pin_link(new.as_fd(), path, link.is_some())
             }
+        }
+    }
+
+    /// Where it goes: behind capture's program, if that is there already.
+    fn order_on(&self, pins: &Pins, ifindex: u32) -> Order {
+        let capture = pin(pins, Direction::Capture, ifindex);
+        match (self.direction, self.order) {
+            (Direction::Ingress, Order::First) => match ours(&capture, Direction::Capture) {
+                Ok(Some((_, link))) if link.target == LinkTarget::Tcx(ifindex) => {
+                    Order::After(Anchor::Link(link.id))
+                }
+                _ => self.order,
+            },
+            _ => self.order,
         }
     }
 
@@ -246,6 +335,15 @@ impl Program {
             _ => false,
         }
     }
+}
+
+/// Whether none of the programs is on an interface.
+fn is_new(pins: &Pins, filters: &Filters, ifindex: u32) -> bool {
+    let has_link = |direction| {
+        let link = ours(&pin(pins, direction, ifindex), direction);
+        !matches!(link, Ok(None))
+    };
+    !is_used(filters, &Direction::ALL, ifindex) && !Direction::ALL.into_iter().any(has_link)
 }
 
 fn pin_link(link: BorrowedFd<'_>, path: &Path, replace: bool) -> Result<(), Error> {

@@ -91,6 +91,7 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
             .into(),
         telemetry: Telemetry::new(&owner(&object.metadata), Some(labels)),
         resolution: resolution(spec, findings),
+        by_packets: by_packets(&object.metadata, findings),
         rules: Arc::new(Layers {
             own: rules,
             ..Layers::default()
@@ -169,6 +170,15 @@ fn owner(metadata: &Metadata) -> String {
         .and_then(|hash| owner.name.strip_suffix(hash)?.strip_suffix('-'))
         .unwrap_or(&owner.name)
         .to_owned()
+}
+
+/// Whether a pod is to be served by packets only.
+fn by_packets(metadata: &Metadata, findings: &mut Findings) -> Option<bool> {
+    let mut asked = Asked {
+        annotations: &metadata.annotations,
+        findings,
+    };
+    asked.word("packets-only", &[("true", true), ("false", false)])
 }
 
 /// What labels and annotations ask for.

@@ -1,0 +1,174 @@
+//! The network namespaces of this node's pods, and those that are nested in them: whether rules of their own translate what
+//! they send.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    fs::{self, File},
+    io,
+    os::{fd::AsFd as _, unix::fs::MetadataExt as _},
+    path::{Path, PathBuf},
+};
+
+use super::{
+    error::{Doing, Error},
+    namespaces, netfilter, netns_cookie,
+    sockets::other_ends,
+};
+
+/// A network namespace of a pod's processes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PodNamespace {
+    /// Its cookie.
+    pub cookie: u64,
+    /// The pod's interface on the node by which its packets come.
+    pub interface: u32,
+    /// Why its rules have to see the destinations that its sockets ask for; `None`: they need not.
+    pub own: Option<Own>,
+}
+
+/// What a network namespace has of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Own {
+    /// Rules of NAT for what it sends, at the output hook.
+    Rules,
+    /// Its packets leave by another network namespace of the pod's, whose rules may translate them.
+    Nested,
+}
+
+/// The device and the number of a namespace's file.
+type Key = (u64, u64);
+
+/// A namespace that was visited.
+struct Visited {
+    key: Key,
+    cookie: u64,
+    /// By which it was entered, if a process is in it.
+    process: Option<u32>,
+    /// The pod's interfaces on the node whose other ends it has.
+    ends: Vec<u32>,
+    has_rules: bool,
+}
+
+/// What does not change about a pod's namespace: its cookie, and the pod's interfaces on the node.
+#[derive(Debug, Default)]
+pub struct KnownPods(HashMap<Key, (u64, Vec<u32>)>);
+
+/// Looks for the pods' namespaces. `pods`: the pods' interfaces on the node, by number. A namespace that cannot be looked
+/// into is left out. `known`: what the last look found.
+///
+/// # Errors
+/// If nothing can be looked at.
+pub fn pod_namespaces(
+    pods: &BTreeSet<u32>,
+    known: &mut KnownPods,
+) -> Result<Vec<PodNamespace>, Error> {
+    let own = File::open("/proc/thread-self/ns/net")
+        .doing(|| "cannot open this network namespace".to_owned())?;
+    // Another pod's namespace may have the number of one that is gone, but not its interfaces.
+    known
+        .0
+        .retain(|_, (_, ends)| ends.iter().all(|end| pods.contains(end)));
+    let visited = namespaces::visit(|path| {
+        let metadata = fs::metadata(path)?;
+        let key = (metadata.dev(), metadata.ino());
+        let (cookie, ends) = match known.0.get(&key) {
+            Some(known) => known.clone(),
+            // Also of what may be nested: whether it is shows when all are known.
+            None => (
+                netns_cookie().map_err(io::Error::other)?,
+                other_ends(own.as_fd(), pods)?,
+            ),
+        };
+        if !ends.is_empty() {
+            known.0.insert(key, (cookie, ends.clone()));
+        }
+        Ok(Visited {
+            key,
+            cookie,
+            process: process(path),
+            has_rules: !ends.is_empty() && netfilter::has_nat_at_output()?,
+            ends,
+        })
+    });
+    let of_pods: HashMap<Key, u32> = visited
+        .found
+        .iter()
+        .filter_map(|namespace| Some((namespace.key, *namespace.ends.first()?)))
+        .collect();
+    let mut found = Vec::new();
+    for namespace in &visited.found {
+        let (interface, own) = if let Some(interface) = namespace.ends.first() {
+            (*interface, namespace.has_rules.then_some(Own::Rules))
+        } else {
+            let around = namespace.process;
+            let around = around.and_then(|process| around_of(process, namespace.key, &of_pods));
+            match around {
+                Some(interface) => (interface, Some(Own::Nested)),
+                None => continue,
+            }
+        };
+        found.push(PodNamespace {
+            cookie: namespace.cookie,
+            interface,
+            own,
+        });
+    }
+    Ok(found)
+}
+
+/// The process whose namespace a path like `/proc/PID/ns/net` is.
+fn process(path: &Path) -> Option<u32> {
+    let rest = path.strip_prefix("/proc").ok()?;
+    rest.iter().next()?.to_str()?.parse().ok()
+}
+
+/// The interface of the pod in whose namespace an ancestor of a process is, if the process has left that for another one. A
+/// pod's first processes have ancestors in the node's namespace only.
+fn around_of(mut process: u32, own: Key, of_pods: &HashMap<Key, u32>) -> Option<u32> {
+    /// Namespaces are not nested more often than that.
+    const STEPS: u32 = 64;
+    for _ in 0..STEPS {
+        process = parent(process)?;
+        let namespace = fs::metadata(format!("/proc/{process}/ns/net")).ok()?;
+        let key = (namespace.dev(), namespace.ino());
+        if let Some(interface) = of_pods.get(&key)
+            && key != own
+        {
+            return Some(*interface);
+        }
+    }
+    None
+}
+
+/// A process's parent; `None`: it has none, or is gone.
+fn parent(process: u32) -> Option<u32> {
+    let path: PathBuf = format!("/proc/{process}/stat").into();
+    let text = fs::read_to_string(path).ok()?;
+    parent_in(&text)
+}
+
+/// proc_pid_stat(5): number, name in brackets, state, parent. A name may have brackets and blanks in it.
+fn parent_in(stat: &str) -> Option<u32> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    let parent = rest.split_ascii_whitespace().nth(1)?.parse().ok()?;
+    (parent != 0).then_some(parent)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parents_are_read_behind_any_name() {
+        assert_eq!(parent_in("17 (a b) c) S 12 17 17 0"), Some(12));
+        assert_eq!(parent_in("1 (init) S 0 1 1"), None);
+        assert_eq!(parent_in("17 (x"), None);
+        assert!(parent(std::process::id()).is_some());
+    }
+
+    #[test]
+    fn paths_of_processes_are_told_from_names() {
+        assert_eq!(process(Path::new("/proc/17/ns/net")), Some(17));
+        assert_eq!(process(Path::new("/run/netns/17")), None);
+    }
+}
