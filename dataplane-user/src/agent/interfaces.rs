@@ -87,7 +87,7 @@ impl PacketSettings {
 
     /// Returns the roles, flags and masquerade addresses of these interfaces for the packet path. `by_address` is the
     /// result of [`ways_by_address`](crate::kernel::ways_by_address), `earlier` that of
-    /// [`History::look`](super::earlier::History::look).
+    /// `History::look` in `earlier.rs`.
     ///
     /// Interfaces that are down have programs, too, so that their packets are served from the moment at which they come up.
     ///
