@@ -133,7 +133,8 @@ impl Input {
             },
             services: imbl::OrdMap::new(),
             problems: Arc::default(),
-            admitted: Admitted::new(external_ips(settings)),
+            admitted: Admitted::new(external_ips(settings))
+                .with_reserved_ports(settings.reserved_ports.clone()),
             view_entries: imbl::OrdMap::new(),
             entries,
             routes: Routes::default(),

@@ -259,7 +259,9 @@ fn serve(
         dns: settings.dns.as_ref(),
     };
     let opened = source.clone().having_read(rules);
-    let input = Input::open(&opened, &settings.node, Some(keeping), notices(&events))?;
+    let mut node = settings.node.clone();
+    node.reserved_ports.extend(settings.listen.ports());
+    let input = Input::open(&opened, &node, Some(keeping), notices(&events))?;
     drop(opened);
     let mut input = input.with_reachable(reachable);
     let asks = settings.replace || back.is_some();

@@ -290,7 +290,10 @@ mod tests {
             "" => format!("--{flag}").into(),
             value => format!("--{flag}={value}").into(),
         }));
-        assert_eq!(settings(&words), file);
+        let mut by_flags = file.clone();
+        // A key without a flag.
+        by_flags.node.reserved_ports.clear();
+        assert_eq!(settings(&words), by_flags);
         // And over a file that says everything, too.
         words.extend(["--config".into(), place.path().into()]);
         assert_eq!(settings(&words), file);

@@ -136,6 +136,20 @@ impl Listeners {
     }
 }
 
+impl Listeners {
+    /// The TCP ports that the agent listens at, on the node.
+    pub fn ports(&self) -> impl Iterator<Item = u16> {
+        let addresses = [
+            self.metrics(),
+            self.health(),
+            self.healthz(),
+            self.proxy_mode(),
+            self.admin(),
+        ];
+        addresses.into_iter().flatten().map(|at| at.port())
+    }
+}
+
 /// Returns the configured address, or the default.
 fn at(said: Option<Listen>, ip: Ipv4Addr, port: u16) -> Option<SocketAddr> {
     said.map_or_else(

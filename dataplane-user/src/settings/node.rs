@@ -4,7 +4,7 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{ExternalIps, Range, is_default};
+use super::{ExternalIps, Range, is_default, range::one_or_several};
 
 /// The identity of this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
@@ -41,7 +41,10 @@ pub struct Node {
     ///
     /// `dataplane status` names the external IPs that are left out. Kubernetes' admission plugin
     /// `DenyServiceExternalIPs` forbids new external IPs and leaves existing ones.
-    #[serde(skip_serializing_if = "is_default")]
+    #[serde(
+        skip_serializing_if = "is_default",
+        deserialize_with = "one_or_several"
+    )]
     #[arg(
         long,
         value_name = "CIDR",
@@ -52,6 +55,11 @@ pub struct Node {
     )]
     #[serde(rename = "externalIPs")]
     pub external_ips: Vec<ExternalIps>,
+    /// Ports of the node at which no `hostPort`, no node port and no external IP is served, besides the agent's own.
+    /// Default: none.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub reserved_ports: Vec<u16>,
     /// Zone of this node, which selects the endpoints with hints for this zone [default: the label
     /// topology.kubernetes.io/zone of the Node object]
     #[serde(skip_serializing_if = "is_default")]

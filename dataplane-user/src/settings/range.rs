@@ -4,7 +4,8 @@ use std::{net::IpAddr, str::FromStr};
 
 use ipnet::IpNet;
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
+use serde_json::Value;
 
 /// A range of addresses: ADDRESS/LENGTH, or a single ADDRESS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
@@ -74,9 +75,31 @@ impl From<ExternalIps> for String {
     }
 }
 
+/// Reads `none`, a range, or a list of these.
+pub fn one_or_several<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<ExternalIps>, D::Error> {
+    let ips = match Value::deserialize(from)? {
+        one @ Value::String(_) => Value::Array(vec![one]),
+        several => several,
+    };
+    serde_json::from_value(ips).map_err(D::Error::custom)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn external_ips_are_a_list_or_one_word() {
+        let read = |text: &str| {
+            let read = one_or_several(&mut serde_json::Deserializer::from_str(text));
+            read.map_err(|error| error.to_string())
+        };
+        assert_eq!(read(r#""none""#), Ok(vec![ExternalIps(None)]));
+        assert_eq!(read(r#""none""#), read(r#"["none"]"#));
+        assert_eq!(read(r#""192.0.2.0/24""#), read(r#"["192.0.2.0/24"]"#));
+        assert_eq!(read("[]"), Ok(vec![]));
+        assert!(read(r#""nowhere""#).is_err_and(|error| error.contains("neither `none` nor")));
+    }
 
     #[test]
     fn an_address_is_a_range() {

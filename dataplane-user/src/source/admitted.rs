@@ -4,17 +4,18 @@ use std::{collections::BTreeMap, mem, net::IpAddr, sync::Arc};
 
 use imbl::{OrdMap, ordmap::DiffItem};
 
-use super::{external_ips::ExternalIps, host_ips};
+use super::{external_ips::ExternalIps, host_ips, reserved};
 use crate::model::{Entry, EntryName, Node, Problem, Service, ServiceName};
 
-/// Leaves out of a source's services the host ports at addresses that this node does not have, and out of services and
-/// ServiceEntries the external addresses that the operator does not admit. Names what it leaves out.
+/// Leaves out of a source's services the host ports at addresses that this node does not have and what would take a
+/// reserved port of the node, and out of services and ServiceEntries the external addresses that the operator does not admit. Names what it leaves out.
 #[derive(Debug)]
 pub struct Admitted {
     services: Filter<ServiceName, Service>,
     entries: Filter<EntryName, Entry>,
     own: Vec<IpAddr>,
     external_ips: ExternalIps,
+    reserved_ports: Vec<u16>,
 }
 
 impl Admitted {
@@ -25,7 +26,15 @@ impl Admitted {
             entries: Filter::default(),
             own: Vec::new(),
             external_ips,
+            reserved_ports: Vec::new(),
         }
+    }
+
+    /// Serves nothing at these ports of the node.
+    #[must_use]
+    pub fn with_reserved_ports(mut self, ports: Vec<u16>) -> Self {
+        self.reserved_ports = ports;
+        self
     }
 
     /// Returns the services that are served, and whether the [problems](Self::problems) have changed. Takes time for
@@ -43,7 +52,20 @@ impl Admitted {
             if let Some(problem) = host_ips::problem(service, &self.own) {
                 return (None, Some(problem));
             }
-            rest(service, self.external_ips.left_out(service))
+            let reserved = reserved::left_out(service, &self.own, &self.reserved_ports);
+            let (service, problem) = rest(service, reserved);
+            let other = service
+                .as_ref()
+                .map(|service| rest(service, self.external_ips.left_out(service)));
+            let (service, other) = other.unwrap_or_default();
+            let problem = match (problem, other) {
+                (Some(problem), Some(other)) => Some(Problem {
+                    text: format!("{}. {}", problem.text, other.text),
+                    ..problem
+                }),
+                (problem, other) => problem.or(other),
+            };
+            (service, problem)
         });
         // Judged anew, all that is left out looks new.
         let changed = before.map_or(changed, |before| before != self.services.left_out);

@@ -20,6 +20,7 @@ scenarios! {
     a_host_port_on_loopback_is_for_the_nodes_own_sockets,
     a_host_port_is_at_no_address_but_the_nodes,
     a_port_that_a_process_of_the_node_has_is_served_with_a_warning,
+    no_pod_answers_the_agents_own_probe,
 }
 
 /// On all of the node's addresses, and on one.
@@ -367,5 +368,48 @@ fn a_port_that_a_process_of_the_node_has_is_served_with_a_warning() -> Result<()
     ];
     ensure!(words.iter().all(|word| said.contains(word)), "{said}");
     ensure!(!said.contains("31234") && !said.contains("/udp"), "{said}");
+    Ok(())
+}
+
+/// The agent is asked at 15021 and 10256, whether it lives or not.
+fn no_pod_answers_the_agents_own_probe() -> Result<()> {
+    let lab = Lab::builder()
+        .node("node1")
+        .pod("node1", "thief", "10.244.1.10")
+        .external("outside")
+        .build()?;
+    let node = lab.node("node1");
+    let _server = serve(lab.pod("thief"))?;
+    let pod = json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": { "name": "thief", "namespace": "default" },
+        "spec": { "nodeName": "node1", "containers": [{ "ports": [
+            { "hostPort": 15021, "hostIP": "127.0.0.1", "containerPort": TCP },
+            { "hostPort": 10256, "containerPort": TCP },
+            { "hostPort": 8481, "containerPort": TCP },
+        ]}]},
+        "status": { "podIPs": lab.pod("thief").addresses().map(|ip| json!({ "ip": ip })) },
+    });
+    let directory = TempDir::new()?;
+    std::fs::write(directory.path().join("pod.json"), serde_json::to_vec(&pod)?)?;
+    let agent = lab.agent("node1").manifests(directory.path()).start()?;
+    let own = node.ipv4();
+    for (from, to) in [
+        (node, "127.0.0.1:15021".to_owned()),
+        (node, "127.0.0.1:10256".to_owned()),
+        (lab.external("outside"), format!("{own}:10256")),
+    ] {
+        let report = ask(from, &to, "connect --timeout-ms 500")?;
+        ensure!(report.endpoints.is_empty(), "{to}: {report:?}");
+    }
+    reaches(node, &format!("{own}:8481"), "connect", &["thief"])?;
+    let status = run(&agent, "status -o json")?.exits(0)?.json()?;
+    let said = status["findings"].to_string();
+    ensure!(
+        said.contains("hostPort 15021 is not served")
+            && said.contains("hostPort 10256 is not served"),
+        "{said}"
+    );
     Ok(())
 }
