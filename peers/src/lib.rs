@@ -1,8 +1,8 @@
-//! The rules that kube-proxy 1.36 writes for a [`Snapshot`], in each of its modes: what the
+//! The rules that kube-proxy 1.37 writes for a [`Snapshot`], in each of its modes: what the
 //! benchmarks are measured against and what the scenarios take as the truth.
 //!
 //! Shapes, names and hashes are those of the real one: the tests here compare with the rules that
-//! it wrote for `tests/data/kube-proxy-1.36`, line by line. Only the `nfacct` matches are left out: kube-proxy
+//! it wrote for `tests/data/kube-proxy-1.36`, line by line, but for what 1.37 changed (`tests/data/kube-proxy-1.37`). Only the `nfacct` matches are left out: kube-proxy
 //! leaves them out too where the kernel has no such counters, and they are reached by invalid packets
 //! and by node ports on loopback only.
 

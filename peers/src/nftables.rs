@@ -369,6 +369,10 @@ fn choice(port: &Port<'_>, base: &str, endpoints: &[&Endpoint]) -> Vec<String> {
             .collect();
         format!("{{ {} }}", all.join(", "))
     };
+    if let ([endpoint], None) = (endpoints, port.service.affinity) {
+        let to = std::net::SocketAddr::new(endpoint.addr, endpoint.port);
+        return vec![format!("meta l4proto {proto} dnat to {to}")];
+    }
     if port.service.affinity.is_none() {
         let map = numbered(&|e| format!("{} . {}", e.addr, e.port));
         return vec![format!(

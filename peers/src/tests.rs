@@ -226,5 +226,15 @@ fn nftables_rules_are_those_of_kube_proxy() {
     let theirs = include_str!("../../tests/data/kube-proxy-1.36/nft-ruleset.txt");
     let ours = nftables::rules(&snapshot(), &cluster(), Family::V4)
         + &nftables::rules(&snapshot(), &cluster(), Family::V6);
-    assert_same(&nftables(&ours), &nftables(theirs));
+    // Since 1.37, a service with one endpoint has no map (`tests/data/kube-proxy-1.37`).
+    let theirs: String = theirs.lines().map(|line| since_1_37(line) + "\n").collect();
+    assert_same(&nftables(&ours), &nftables(&theirs));
+}
+
+fn since_1_37(line: &str) -> String {
+    let map = line.split_once(" dnat ip to numgen random mod 1 map { 0 : ");
+    match map.and_then(|(start, map)| Some((start, map.strip_suffix(" }")?))) {
+        Some((start, to)) => format!("{start} dnat to {}", to.replace(" . ", ":")),
+        None => line.to_owned(),
+    }
 }

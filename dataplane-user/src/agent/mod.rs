@@ -199,7 +199,9 @@ pub fn run(
     read: impl Fn() -> Result<Settings, String>,
 ) -> Result<(), Error> {
     // Before there are other threads, and before anything is read that others write.
-    opener::separate().map_err(Error::Opener)?;
+    let source = &settings.source.iptables;
+    let reads_rules = source.as_ref().is_some_and(|rules| rules.file.is_none());
+    opener::separate(reads_rules).map_err(Error::Opener)?;
     let mut outdated = None;
     let mut back = None;
     loop {

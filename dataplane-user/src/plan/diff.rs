@@ -93,7 +93,8 @@ pub fn changes(before: &Contents, after: &Planner) -> Vec<Change> {
                     .zip(new)
                     .is_some_and(|(old, new)| old.pool() != new.pool()),
             };
-            (change.moved || change.before != change.after).then_some(change)
+            // Where only the pool is another, clients see the same.
+            (change.before != change.after).then_some(change)
         })
         .collect()
 }

@@ -63,6 +63,12 @@ owners! {
     CILIUM: Leave, "Cilium", "enforces NetworkPolicy; may translate services itself";
     KUBE_ROUTER: Leave, "kube-router", "enforces NetworkPolicy";
     NETWORK_POLICIES: Leave, "kube-network-policies", "enforces NetworkPolicy";
+    AWS_VPC_CNI: Leave, "AWS VPC CNI", "masquerades pods' packets, and leads answers of node ports back: pods need it";
+    IP_MASQ_AGENT: Leave, "ip-masq-agent", "masquerades pods' packets: pods need it";
+    ANTREA: Leave, "Antrea", "enforces NetworkPolicy, masquerades pods' packets; may translate services itself";
+    OVN_KUBERNETES: Leave, "OVN-Kubernetes", "leads services' packets to OVN, masquerades pods' packets";
+    AZURE_NPM: Leave, "Azure NPM", "enforces NetworkPolicy";
+    NODE_LOCAL_DNS: Leave, "NodeLocal DNSCache", "keeps queries to the node's DNS cache from conntrack";
     WEAVE: Leave, "Weave Net", "enforces NetworkPolicy, masquerades pods' packets";
     DOCKER: Leave, "Docker", "serves containers that are no pods";
     PODMAN: Leave, "Podman", "serves containers that are no pods";
@@ -150,6 +156,20 @@ const SIGNS: &[(Sign, &Owner)] = &[
     (Set("kube-router-"), KUBE_ROUTER),
     (Chain("KUBE-NETWORK-POLICIES"), NETWORK_POLICIES),
     (Table("kube-network-policies"), NETWORK_POLICIES),
+    (Chain("AWS-"), AWS_VPC_CNI),
+    (Comment("AWS"), AWS_VPC_CNI),
+    (Table("aws-cni"), AWS_VPC_CNI),
+    (Chain("IP-MASQ"), IP_MASQ_AGENT),
+    (Comment("ip-masq"), IP_MASQ_AGENT),
+    (Chain("ANTREA-"), ANTREA),
+    (Comment("Antrea: "), ANTREA),
+    (Set("ANTREA-"), ANTREA),
+    (Table("antrea"), ANTREA),
+    (Chain("OVN-KUBE-"), OVN_KUBERNETES),
+    (Table("ovn-kubernetes"), OVN_KUBERNETES),
+    (Chain("AZURE-NPM"), AZURE_NPM),
+    (Set("azure-npm-"), AZURE_NPM),
+    (Comment("NodeLocal DNS Cache"), NODE_LOCAL_DNS),
     (Chain("WEAVE"), WEAVE),
     (Chain("DOCKER"), DOCKER),
     (Interface("docker"), DOCKER),
@@ -262,12 +282,22 @@ mod tests {
             ("PROXY_INIT_REDIRECT", LINKERD),
             ("CNI-HOSTPORT-DNAT", HOST_PORTS),
             ("CNI-0123abcd", CNI),
+            ("AWS-SNAT-CHAIN-0", AWS_VPC_CNI),
+            ("IP-MASQ-AGENT", IP_MASQ_AGENT),
+            ("ANTREA-FORWARD", ANTREA),
+            ("OVN-KUBE-NODEPORT", OVN_KUBERNETES),
+            ("AZURE-NPM-INGRESS", AZURE_NPM),
         ] {
             assert_eq!(of_chain(name), Some(owner), "{name}");
         }
         assert_eq!(of_chain("FORWARD"), None);
         assert_eq!(of_table("istio-proxy-nat"), Some(ISTIO_SIDECAR));
         assert_eq!(of_comment("cali:_-9"), Some(CALICO));
+        assert_eq!(of_comment("AWS, primary ENI"), Some(AWS_VPC_CNI));
+        assert_eq!(
+            of_comment("NodeLocal DNS Cache: skip conntrack"),
+            Some(NODE_LOCAL_DNS)
+        );
         assert_eq!(of_set("cali40s:x"), Some(CALICO));
         assert_eq!(of_mark(0x111), Some(ISTIO_AMBIENT));
         assert_eq!(of_mark(0x110), None);

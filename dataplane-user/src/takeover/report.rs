@@ -30,6 +30,8 @@ pub enum Conflict {
     RefusesOwn,
     /// Rules that give packets another destination.
     Translates,
+    /// Rules that keep packets to an address from conntrack, for a server on the node.
+    Untracks,
     /// Rules that ask for the mark of the agent's proxy.
     Mark,
     /// Rules that hand connections to a port of the agent's proxy.
@@ -45,6 +47,7 @@ impl Conflict {
             Self::RefusesArriving => "refuses-arriving",
             Self::RefusesOwn => "refuses-own",
             Self::Translates => "translates",
+            Self::Untracks => "untracks",
             Self::Mark => "mark",
             Self::Port => "port",
         }
@@ -71,6 +74,11 @@ impl Conflict {
             Self::Translates => {
                 "gives packets another destination; connections to services that the dataplane serves do not come to it, \
                  all others do"
+            }
+            Self::Untracks => {
+                "keeps packets to an address from conntrack, as for a DNS cache on the node; if the address is a service's, \
+                 connections to it are translated at the socket and do not come to the cache: give clients its link-local \
+                 address"
             }
             Self::Mark => {
                 "asks for the mark of the agent's proxy: set mesh.proxy.mark to another number"
@@ -187,7 +195,10 @@ pub(super) fn of_rule(
     of_chains: &BTreeMap<&str, &'static Owner>,
 ) -> Option<&'static Owner> {
     let by_jump = || rule.jumps.iter().find_map(|to| of_chains.get(to).copied());
-    let by_comment = || rule.comment.as_deref().and_then(owners::of_comment);
+    let by_comment = || {
+        let mut comments = rule.comments.iter();
+        comments.find_map(|comment| owners::of_comment(comment))
+    };
     let by_set = || rule.sets.iter().find_map(|set| owners::of_set(set));
     let by_mark = || rule.marks.iter().find_map(|mark| owners::of_mark(*mark));
     let by_interface = || {
@@ -218,6 +229,10 @@ fn conflicts(rule: &Rule<'_>, hooks: &[String], own: Own) -> Vec<Conflict> {
         (
             Conflict::Translates,
             effects.translates && at(&["prerouting", "output"]),
+        ),
+        (
+            Conflict::Untracks,
+            effects.untracks && rule.to_one && at(&["prerouting", "output"]),
         ),
         (Conflict::Mark, rule.asks.iter().any(asks_for)),
         (

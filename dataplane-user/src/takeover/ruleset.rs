@@ -95,6 +95,8 @@ pub struct Effects {
     pub refuses: bool,
     /// Gives it another destination.
     pub translates: bool,
+    /// Keeps it from conntrack.
+    pub untracks: bool,
 }
 
 /// Whether a destination is loopback's.
@@ -102,11 +104,17 @@ fn is_loopback(destination: &str) -> bool {
     destination.starts_with("127.") || matches!(destination, "::1" | "::1/128")
 }
 
+/// Whether a destination is a link-local one.
+fn is_link_local(destination: &str) -> bool {
+    destination.starts_with("169.254.") || destination.starts_with("fe80:")
+}
+
 impl Effects {
     fn or(self, other: Self) -> Self {
         Self {
             refuses: self.refuses || other.refuses,
             translates: self.translates || other.translates,
+            untracks: self.untracks || other.untracks,
         }
     }
 }
@@ -124,8 +132,8 @@ pub struct Rule<'a> {
     pub jumps: Vec<&'a str>,
     /// What it does.
     pub effects: Effects,
-    /// Its comment.
-    pub comment: Option<Cow<'a, str>>,
+    /// Its comments.
+    pub comments: Vec<Cow<'a, str>>,
     /// Sets that it asks.
     pub sets: Vec<&'a str>,
     /// Marks that it asks for, without those that it excludes, each with its mask.
@@ -138,6 +146,8 @@ pub struct Rule<'a> {
     pub to_ports: Vec<u16>,
     /// Whether it is for packets to loopback only.
     pub to_loopback: bool,
+    /// Whether it is for packets to one destination that is not link-local.
+    pub to_one: bool,
 }
 
 impl<'a> Table<'a> {

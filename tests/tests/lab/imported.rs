@@ -176,7 +176,11 @@ impl Served {
 
 /// kube-proxy's rules are in the kernel, and the agent serves the same; and goes on when the rules are gone.
 fn an_agent_serves_what_rules_say() -> Result<()> {
-    let Served { lab, _servers } = &Served::start(Mode::IptablesNft)?;
+    Mode::ALL.into_iter().try_for_each(serves_what_rules_say)
+}
+
+fn serves_what_rules_say(mode: Mode) -> Result<()> {
+    let Served { lab, _servers } = &Served::start(mode)?;
     let agent = lab.agent("node2").args(["--from-iptables"]).start()?;
     let client = lab.pod("sleep");
     let check = || -> Result<()> {

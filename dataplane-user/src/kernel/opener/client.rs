@@ -45,12 +45,13 @@ struct Opener {
 
 /// Starts the opener and gives up what only the opener needs, and what nobody needs. To be called before there are other
 /// threads. Without the capabilities for an opener there is none: whatever is missing is named when it is needed.
+/// `reads_rules`: the agent runs programs that print netfilter's rules.
 ///
 /// # Errors
 /// If the opener cannot be started, or the kernel does not take the capabilities back.
-pub fn separate() -> io::Result<()> {
+pub fn separate(reads_rules: bool) -> io::Result<()> {
     let permitted = privileges::permitted()?;
-    let kept = privileges::of_the_agent(permitted);
+    let kept = privileges::of_the_agent(permitted, reads_rules);
     if !privileges::are_enough_for_two(permitted) {
         if privileges::include_sys_admin(permitted) {
             warn!(

@@ -111,13 +111,16 @@ pub struct PortName<'a> {
     pub protocol: Protocol,
 }
 
+/// The longest comment of an element, in bytes: since 1.37 kube-proxy cuts off what is longer.
+const COMMENT: usize = 128;
+
 impl<'a> PortName<'a> {
     /// Reads `namespace/name:port`, the form in comments.
     pub fn of_comment(text: &'a str, protocol: Protocol) -> Option<Self> {
         let (namespace, rest) = text.split_once('/')?;
         let (name, port) = match rest.split_once(':') {
-            // Without a port's name there is no colon.
-            Some((_, "")) => return None,
+            // Without a port's name there is no colon, unless the name was cut off.
+            Some((_, "")) if text.len() < COMMENT => return None,
             Some((name, port)) => (name, port),
             None => (rest, ""),
         };

@@ -27,6 +27,8 @@ pub enum Error {
     },
     /// There are no rules of kube-proxy.
     NoRules(String),
+    /// iptables wrote the rules, and nf_tables' own program printed them.
+    OfIptables(String),
     /// There are rules of kube-proxy, and none is about a service.
     NoServices(String),
     /// Table `nat` leads to kube-proxy's services, and table `filter` is missing or has nothing of kube-proxy.
@@ -66,6 +68,12 @@ impl fmt::Display for Error {
                 f,
                 "{}no rules of kube-proxy: neither a rule that leads to its chain KUBE-SERVICES in a table nat of iptables nor a \
                  table kube-proxy of nf_tables",
+                place(origin)
+            ),
+            Self::OfIptables(origin) => write!(
+                f,
+                "{}kube-proxy's rules of mode iptables, of which nft does not show all: save them with iptables-save and \
+                 ip6tables-save",
                 place(origin)
             ),
             Self::NoServices(origin) => write!(

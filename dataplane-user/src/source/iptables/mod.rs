@@ -83,7 +83,13 @@ pub fn import(
     let origins: Vec<&str> = texts.iter().map(|text| &*text.origin).collect();
     if !found {
         draft.check_hooks(&mut leftovers)?;
-        return Err(Error::NoRules(origins.join(", ")));
+        let of_iptables = |text: &Text| {
+            text.text.contains("KUBE-SERVICES") && form::of(&text.text) != Form::Saved
+        };
+        return Err(match texts.iter().find(|text| of_iptables(text)) {
+            Some(text) => Error::OfIptables(text.origin.clone()),
+            None => Error::NoRules(origins.join(", ")),
+        });
     }
     if draft.is_empty() {
         return Err(Error::NoServices(origins.join(", ")));

@@ -1,4 +1,4 @@
-//! The services of the rules that the real kube-proxy wrote for `tests/data/kube-proxy-1.36`; and lines that are not its own.
+//! The services of the rules that the real kube-proxy wrote, of versions 1.36 and 1.37; and lines that are not its own.
 
 use std::{sync::Arc, time::Duration};
 
@@ -62,6 +62,60 @@ fn line(service: &Service) -> String {
         service.health_check_node_port,
         ports.collect::<Vec<_>>().join(", ")
     )
+}
+
+#[test]
+fn rules_of_iptables_that_nft_printed_are_named_as_such() {
+    let text = "table ip nat {\n\tchain KUBE-SERVICES {\n\t}\n\tchain OUTPUT {\n\t\ttype nat hook output priority -100; policy accept;\n\t\tcounter packets 0 bytes 0 jump KUBE-SERVICES\n\t}\n}\n";
+    let error = read(text).unwrap_err().to_string();
+    assert!(error.contains("save them with iptables-save"), "{error}");
+}
+
+/// In mode nftables, since 1.37 a service with one endpoint has no map, and long comments are cut off.
+#[test]
+fn the_rules_of_both_modes_of_1_37_become_the_same_services() {
+    let listed = include_str!("../../../../tests/data/kube-proxy-1.37/nft-ruleset.txt");
+    let saved = include_str!("../../../../tests/data/kube-proxy-1.37/iptables-save.txt");
+    let (listed, saved) = (good(listed), good(saved));
+    assert_eq!(listed.services.len(), 62);
+    assert!(listed.services.keys().eq(saved.services.keys()));
+    let one = service(&listed, "one");
+    assert_eq!(one.ports[0].endpoints.len(), 1);
+    let local: Vec<bool> = service(&listed, "loc1").ports[0]
+        .endpoints
+        .iter()
+        .map(|endpoint| endpoint.local)
+        .collect();
+    assert_eq!(local, [true, false, false, false]);
+    let ports = |service: &Service| {
+        let ports = service.ports.iter().map(|port| {
+            let endpoints = port.endpoints.iter();
+            let endpoints: Vec<_> = endpoints.map(|at| (at.addr, at.port)).collect();
+            (port.name.clone(), port.port, port.node_port, endpoints)
+        });
+        let mut ports: Vec<_> = ports.collect();
+        ports.sort_unstable();
+        ports
+    };
+    for (name, service) in &listed.services {
+        let known = &saved.services[name];
+        assert_eq!(ports(service), ports(known), "{name}");
+        assert_eq!(service.cluster_ips, known.cluster_ips, "{name}");
+    }
+}
+
+/// Where its feature gate is on.
+#[test]
+fn node_ports_that_1_37_refuses_on_loopback_are_no_fault() {
+    let listed = include_str!("../../../../tests/data/kube-proxy-1.37/nft-ruleset.txt");
+    let chain = "\tchain nodeport-endpoints-check {\n";
+    let asks =
+        "\t\tip daddr 127.0.0.0/8 meta l4proto . th dport vmap @localhost-nodeport-reject-ports\n";
+    let refuses =
+        "\tchain localhost-nodeport-reject-tcp {\n\t\tcounter name \"rejected\" reject\n\t}\n\n";
+    let text = listed.replacen(chain, &format!("{refuses}{chain}{asks}"), 1);
+    assert_ne!(text, listed);
+    assert_eq!(good(&text).services.len(), 62);
 }
 
 #[test]

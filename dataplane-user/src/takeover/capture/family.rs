@@ -284,11 +284,12 @@ impl Family {
                 }
             }
             ("p port", "RETURN") if options.protocol == "tcp" => {
-                let mut ports = options.ports.iter();
-                if let Some(port) = ports.find(|port| OWN_PORTS.contains(port)) {
-                    return Err(format!("port {port} is one of the mesh's proxies"));
-                }
-                outbound.excluded_ports.extend(&options.ports);
+                // Istio's CNI plug-in writes the sidecar's own ports, too.
+                let ports = options.ports.iter();
+                let (own, excluded) =
+                    ports.partition::<Vec<u16>, _>(|port| OWN_PORTS.contains(port));
+                self.inbound.own_ports.extend(own);
+                outbound.excluded_ports.extend(excluded);
             }
             // Only queries are captured by UDP.
             ("p port", "RETURN") if options.protocol == "udp" && !options.ports.contains(&53) => {}

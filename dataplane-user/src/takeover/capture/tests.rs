@@ -128,6 +128,24 @@ fn istios_rules_become_ranges_ports_users_and_groups() {
     assert_eq!(of(&format!("{ISTIO}{}", v6(ISTIO))), Ok(both));
 }
 
+/// As Istio's CNI plug-in writes by default.
+#[test]
+fn outbound_ports_of_the_sidecar_itself_are_left_out() {
+    let own = "-A ISTIO_OUTPUT -p tcp -m tcp --dport 15021 -j RETURN";
+    let excluded = "-A ISTIO_OUTPUT -p tcp -m tcp --dport 3306 -j RETURN";
+    let text = ISTIO.replace(excluded, &format!("{own}\n{excluded}"));
+    assert_ne!(text, ISTIO);
+    let (capture, known) = (of(&text).unwrap(), of(ISTIO).unwrap());
+    assert_eq!(capture.own_ports, [15008, 15020, 15021].into());
+    assert_eq!(
+        capture,
+        Capture {
+            own_ports: capture.own_ports.clone(),
+            ..known
+        }
+    );
+}
+
 #[test]
 fn the_rules_of_open_service_mesh_become_a_capture() {
     let wanted = Capture {
@@ -235,10 +253,6 @@ fn a_rule_without_a_counterpart_is_an_error_with_its_line() {
         (
             ":OUTPUT ACCEPT [0:0]",
             "-A ISTIO_OUTPUT -p tcp -m tcp --dport 15012 -m mark --mark 0x1 -j RETURN",
-        ),
-        (
-            ":OUTPUT ACCEPT [0:0]",
-            "-A ISTIO_OUTPUT -p tcp -m tcp --dport 15001 -j RETURN",
         ),
         (
             ":OUTPUT ACCEPT [0:0]",

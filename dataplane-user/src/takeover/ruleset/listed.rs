@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::{Line, Rule, Table, Text, Unread, number};
+use super::{Line, Rule, Table, Text, Unread, is_link_local, number};
 use crate::iptables::nft;
 
 /// Reads a text.
@@ -97,7 +97,24 @@ fn of_nft<'a>(line: usize, chain: &'a str, text: &'a str, words: &[&'a str]) -> 
             "jump" | "goto" => rule.jumps.extend(words.next()),
             "drop" | "reject" | "queue" | "synproxy" => rule.effects.refuses = true,
             "dnat" | "redirect" | "tproxy" => rule.effects.translates = true,
-            "comment" => rule.comment = words.next().map(unquoted).map(Cow::Borrowed),
+            "notrack" => rule.effects.untracks = true,
+            "daddr" => {
+                let one = words.next_if(|word| **word != "!=");
+                rule.to_one |= one.is_some_and(|to| !is_link_local(to));
+            }
+            // Of a connection: what was done to it.
+            "status" => {
+                let is_status = |word: &&&str| {
+                    matches!(
+                        **word,
+                        "!=" | "==" | "&" | "|" | "and" | "," | "dnat" | "snat"
+                    )
+                };
+                while words.next_if(is_status).is_some() {}
+            }
+            "comment" => rule
+                .comments
+                .extend(words.next().map(unquoted).map(Cow::Borrowed)),
             "iifname" | "oifname" | "iif" | "oif" => {
                 let name = words.find(|word| !matches!(**word, "!=" | "==" | "{" | ","));
                 rule.interfaces.extend(name.map(unquoted));
@@ -144,6 +161,17 @@ fn of_nft<'a>(line: usize, chain: &'a str, text: &'a str, words: &[&'a str]) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rule_about_translated_connections_translates_none() {
+        let translates = |text: &str| {
+            let words: Vec<&str> = text.split(' ').collect();
+            of_nft(1, "c", text, &words).effects.translates
+        };
+        assert!(!translates("ct status dnat accept"));
+        assert!(!translates("ct status & dnat == dnat masquerade"));
+        assert!(translates("ct status dnat tcp dport 80 dnat to 10.0.0.1"));
+    }
 
     #[test]
     fn a_rule_of_nf_tables_asks_for_the_marks_that_it_compares() {

@@ -1,6 +1,6 @@
 //! Rules of the text of `iptables-save`.
 
-use super::{Line, Rule, Table, Text, Unread, is_loopback, mark};
+use super::{Line, Rule, Table, Text, Unread, is_link_local, is_loopback, mark};
 use crate::iptables::{self, Entry, Rule as Saved, Word};
 
 /// Reads a text.
@@ -73,7 +73,6 @@ const HARMLESS: &[&str] = &[
     "MARK",
     "MASQUERADE",
     "NFLOG",
-    "NOTRACK",
     "RATEEST",
     "RETURN",
     "SECMARK",
@@ -110,13 +109,16 @@ fn of_saved(saved: Saved<'_>) -> Rule<'_> {
             "-j" | "--jump" | "-g" | "--goto" => match raw {
                 Some(target) if REFUSING.contains(&target) => rule.effects.refuses = true,
                 Some(target) if TRANSLATING.contains(&target) => rule.effects.translates = true,
+                Some("NOTRACK") => rule.effects.untracks = true,
                 Some(target) if HARMLESS.contains(&target) => {}
                 target => rule.jumps.extend(target),
             },
             "-d" | "--destination" => {
                 rule.to_loopback = !option.negated && raw.is_some_and(is_loopback);
+                rule.to_one = !option.negated && raw.is_some_and(|to| !is_link_local(to));
             }
-            "--comment" => rule.comment = first.map(Word::text),
+            "--comment" => rule.comments.extend(first.map(Word::text)),
+            "--notrack" => rule.effects.untracks = true,
             "--match-set" => rule.sets.extend(raw),
             "-i" | "-o" | "--in-interface" | "--out-interface" => rule.interfaces.extend(raw),
             "--to-ports" | "--to-port" | "--on-port" => {

@@ -157,6 +157,16 @@ fn choice(
         if done {
             return fault(&rule, "no packet comes to this rule");
         }
+        // One endpoint, since 1.37.
+        if let Some(to) = translated(table, &rule, name) {
+            let addr = to.parse::<SocketAddr>();
+            let Some(addr) = addr.ok().filter(|_| remembered.is_empty()) else {
+                return fault(&rule, "it translates to no address with a port");
+            };
+            endpoints.push(share(addr.ip(), addr.port()));
+            done = true;
+            continue;
+        }
         match &rule.words[..] {
             [ip, "saddr", set, "goto", to] if *ip == table.ip() => {
                 let endpoint = to.strip_prefix("endpoint-");
@@ -263,17 +273,21 @@ fn endpoint(
     if !remembers {
         return fault(&update, "an endpoint's chain remembers the client");
     }
-    let to = match dnat.words[..] {
-        ["meta", "l4proto", of, "dnat", "to", to] if of == name.protocol.word() => to,
-        ["meta", "l4proto", of, "dnat", ip, "to", to]
-            if of == name.protocol.word() && ip == table.ip() =>
-        {
-            to
-        }
-        _ => return fault(&dnat, "an endpoint's chain translates the port's packets"),
+    let Some(to) = translated(table, &dnat, name) else {
+        return fault(&dnat, "an endpoint's chain translates the port's packets");
     };
     to.parse()
         .or_else(|_| fault(&dnat, "it translates to no address with a port"))
+}
+
+/// Where a rule translates all packets of a port.
+fn translated<'t>(table: &Table<'_>, rule: &Rule<'t>, name: &PortName<'_>) -> Option<&'t str> {
+    let (of, to) = match rule.words[..] {
+        ["meta", "l4proto", of, "dnat", "to", to] => (of, to),
+        ["meta", "l4proto", of, "dnat", ip, "to", to] if ip == table.ip() => (of, to),
+        _ => return None,
+    };
+    (of == name.protocol.word()).then_some(to)
 }
 
 /// The clients that may use a load balancer's addresses, by the chain that drops all others.

@@ -79,6 +79,10 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
                 ("masquerading", _) => masquerading(table, &rule, draft),
                 ("cluster-ips-check", _) => unused(table, &rule),
                 ("reject-chain", _) => is_reject(&rule.words),
+                // Since 1.37, if its feature gate is on: node ports on loopback.
+                (chain, _) if chain.starts_with("localhost-nodeport-reject-") => {
+                    matches!(rule.words[..], ["counter", "name", _, ref reject @ ..] if is_reject(reject))
+                }
                 _ => false,
             };
             if !good {
@@ -155,6 +159,10 @@ fn services(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> Result<boo
     let serves = match map {
         "@service-nodeports" => true,
         "@no-endpoint-nodeports" => false,
+        "@localhost-nodeport-reject-ports" => {
+            let asked = matches!(asks, [of, "daddr", "127.0.0.0/8" | "::1"] if *of == ip);
+            return Ok(asked);
+        }
         _ => return Ok(false),
     };
     match asks {

@@ -163,7 +163,7 @@ fn unserved(at: At, word: &str, text: &str, leftovers: &mut Leftovers) -> Result
     if word != "sctp" {
         return Err(nameless(at, text));
     }
-    leftovers.add(at, text, format!("protocol {word} is not served"));
+    leftovers.add(at, text, format!("protocol {word} is not served: keep kube-proxy on this node, or remove the port from the Service"));
     Ok(())
 }
 

@@ -282,7 +282,10 @@ const NAMELESS: &str = "its comment names no service";
 /// The port that a comment names, if its protocol is served.
 pub fn named<'n, 'a>(comment: &'n str, rule: &Rule<'_>) -> Result<PortName<'n>, Fault<'a>> {
     let Some(protocol) = protocol(rule.protocol) else {
-        let why = format!("protocol {} is not served", rule.protocol);
+        let why = format!(
+            "protocol {} is not served: keep kube-proxy on this node, or remove the port from the Service",
+            rule.protocol
+        );
         return Err(Fault::Alone(why));
     };
     let name = PortName::of_comment(comment, protocol);
