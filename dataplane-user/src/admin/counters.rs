@@ -5,7 +5,10 @@
 //! again. What a pool counted for a service is kept here while the service has the port, so that
 //! its counters never go backwards while the agent runs.
 
-use std::collections::HashMap;
+use std::{
+    cmp::Reverse,
+    collections::{HashMap, HashSet},
+};
 
 use dataplane_common::{Reason, tables::PoolStats};
 
@@ -65,6 +68,30 @@ impl Counters {
     pub fn iter(&self) -> impl Iterator<Item = (&PortKey, &PoolStats)> {
         self.totals.iter()
     }
+}
+
+/// The ports that have series of their own, of `ports` with their connections, if at most `room` may have some: in each
+/// namespace the most used ones. The namespaces share the room, so one with many ports leaves the others theirs. None: all.
+pub fn most_used(ports: &[(PortKey, u64)], room: usize) -> Option<HashSet<&PortKey>> {
+    if ports.len() <= room {
+        return None;
+    }
+    let mut namespaces: HashMap<&str, Vec<(Reverse<u64>, &PortKey)>> = HashMap::new();
+    for (key, used) in ports {
+        let of = namespaces.entry(key.service.namespace()).or_default();
+        of.push((Reverse(*used), key));
+    }
+    let mut namespaces: Vec<_> = namespaces.into_values().collect();
+    namespaces.sort_unstable_by_key(Vec::len);
+    let (mut left, mut shown) = (room, HashSet::with_capacity(room));
+    let count = namespaces.len();
+    for (before, mut of) in namespaces.into_iter().enumerate() {
+        let part = of.len().min(left / (count - before));
+        left -= part;
+        of.sort_unstable();
+        shown.extend(of[..part].iter().map(|(_, key)| *key));
+    }
+    Some(shown)
 }
 
 /// What a pool refused, by reason; also reasons that have not happened.
@@ -168,6 +195,31 @@ mod tests {
         counters.update([(1, web.clone(), translated(10))]);
         counters.update([(1, web.clone(), translated(4))]);
         assert_eq!(counters.get(&web).translated, 14);
+    }
+
+    #[test]
+    fn a_namespace_with_many_ports_leaves_others_their_series() {
+        let port = |namespace: &str, number: u16| PortKey {
+            service: ServiceName::new(namespace, "web"),
+            port: Some((number, Protocol::Tcp)),
+        };
+        let hog = (1..=1000).map(|number| (port("hog", number), u64::from(number)));
+        let small = (1..=3).map(|number| (port("small", number), 0));
+        let middle = (1..=50).map(|number| (port("middle", number), 7));
+        let all: Vec<_> = hog.chain(small).chain(middle).collect();
+        assert!(most_used(&all, all.len()).is_none());
+        let shown = most_used(&all, 100).unwrap();
+        assert_eq!(shown.len(), 100);
+        let of = |namespace: &str| {
+            let of = shown
+                .iter()
+                .filter(|key| key.service.namespace() == namespace);
+            of.count()
+        };
+        assert_eq!((of("small"), of("middle"), of("hog")), (3, 48, 49));
+        // The most used ones.
+        assert!(shown.contains(&port("hog", 1000)) && !shown.contains(&port("hog", 1)));
+        assert_eq!(most_used(&all, 0).unwrap().len(), 0);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! The kernel's counters are read at each scrape, and not kept up to date in between.
 
-use std::{fmt, fs, sync::Arc};
+use std::{collections::BTreeMap, fmt, fs, sync::Arc};
 
 use dataplane_common::{Reason, packet::PacketConfig};
 use nix::sys::resource::{Resource, getrlimit};
@@ -21,6 +21,7 @@ use super::{
 };
 use crate::{
     kernel::{self, conntrack::Conntrack},
+    model::ServiceName,
     source::{
         Health,
         kubernetes::{Kind, KindHealth},
@@ -232,6 +233,9 @@ fn source(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     Ok(())
 }
 
+/// The most ports of services that have series of their own: some 2 MiB of a scrape.
+const SERVICE_PORTS: usize = 10_000;
+
 fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let counters = state.counters();
     let mut metric = encoder.encode_descriptor(
@@ -240,7 +244,9 @@ fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         None,
         MetricType::Counter,
     )?;
-    for service in state.snapshot().services.values() {
+    let snapshot = state.snapshot();
+    let mut ports = Vec::new();
+    for service in snapshot.services.values() {
         let vips = service.cluster_ips.len()
             + service.external_ips.len()
             + service.load_balancer_ips.len();
@@ -253,8 +259,27 @@ fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
                 service: service.name.clone(),
                 port: Some((port.port, port.protocol)),
             };
-            count(&mut metric, &labels(&key), counters.get(&key).translated)?;
+            let translated = counters.get(&key).translated;
+            ports.push((key, translated));
         }
+    }
+    let shown = counters::most_used(&ports, SERVICE_PORTS);
+    let is_shown = |key: &PortKey| shown.as_ref().is_none_or(|shown| shown.contains(key));
+    // The others of a namespace are one series.
+    let other = |key: &PortKey| PortKey {
+        service: ServiceName::new(key.service.namespace(), ""),
+        port: None,
+    };
+    let mut others: BTreeMap<PortKey, u64> = BTreeMap::new();
+    for (key, translated) in &ports {
+        if is_shown(key) {
+            count(&mut metric, &labels(key), *translated)?;
+        } else {
+            *others.entry(other(key)).or_default() += translated;
+        }
+    }
+    for (key, translated) in &others {
+        count(&mut metric, &labels(key), *translated)?;
     }
     let mut metric = encoder.encode_descriptor(
         "dataplane_refusals",
@@ -263,18 +288,26 @@ fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         None,
         MetricType::Counter,
     )?;
+    let mut others: BTreeMap<(PortKey, &str), u64> = BTreeMap::new();
     for (key, stats) in counters.iter() {
         // Series for reasons that never occurred would multiply the number of series by four.
         for (reason, refused) in counters::refusals(stats)
             .into_iter()
             .filter(|(_, n)| *n > 0)
         {
+            if key.port.is_some() && !is_shown(key) {
+                *others.entry((other(key), reason.word())).or_default() += refused;
+                continue;
+            }
             count(
                 &mut metric,
                 &(labels(key), [("reason", reason.word())]),
                 refused,
             )?;
         }
+    }
+    for ((key, reason), refused) in &others {
+        count(&mut metric, &(labels(key), [("reason", *reason)]), *refused)?;
     }
     Ok(())
 }

@@ -14,6 +14,7 @@ use std::{
 
 use tracing::{debug, warn};
 
+use super::remembered::replace;
 use crate::{
     dns::{self, LowerName},
     model::{ADDRESSES_MAX, EndpointName, Gravity, Problem, Resolved, can_be_endpoint},
@@ -175,13 +176,6 @@ fn text(entries: &Entries) -> String {
         format!("{} {name} {}\n", name.namespace, addresses.join(","))
     };
     known.map(line).collect()
-}
-
-/// In one step, so that a reader finds the old file or the new one.
-fn replace(path: &Path, text: &str) -> io::Result<()> {
-    let new = path.with_extension("new");
-    fs::write(&new, text)?;
-    fs::rename(new, path)
 }
 
 fn read(path: &Path) -> HashMap<EndpointName, Resolved> {

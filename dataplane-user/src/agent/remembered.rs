@@ -5,8 +5,9 @@
 //! A line that was cut off is skipped, and so is one that makes no sense.
 
 use std::{
-    fs::{self, OpenOptions},
+    fs::{self, OpenOptions, Permissions},
     io::{self, Write as _},
+    os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
 };
 
@@ -19,6 +20,9 @@ use crate::{
 
 /// Lines beyond twice the hosts that there are before the file is written anew.
 const SPARE_LINES: usize = 1000;
+
+/// For nobody but the agent: the files tell of all tenants' names.
+const PRIVATE: u32 = 0o600;
 
 /// Remembers addresses.
 #[derive(Debug)]
@@ -84,7 +88,7 @@ impl Remembered {
 
     fn rewrite(&mut self, all: &[Record]) {
         self.lines = all.len();
-        let result = replace(&self.path, all);
+        let result = replace(&self.path, &text(all));
         self.told(result);
     }
 
@@ -104,14 +108,25 @@ impl Remembered {
 }
 
 fn append(path: &Path, records: &[Record]) -> io::Result<()> {
-    let mut file = OpenOptions::new().append(true).create(true).open(path)?;
+    let mut file = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(PRIVATE)
+        .open(path)?;
     file.write_all(text(records).as_bytes())
 }
 
-/// In one step, so that a reader finds the old file or the new one.
-fn replace(path: &Path, records: &[Record]) -> io::Result<()> {
+/// Replaces a file that the agent alone reads. In one step, so that a reader finds the old file or the new one.
+pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     let new = path.with_extension("new");
-    fs::write(&new, text(records))?;
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(PRIVATE)
+        .open(&new)?;
+    file.set_permissions(Permissions::from_mode(PRIVATE))?;
+    file.write_all(text.as_bytes())?;
     fs::rename(new, path)
 }
 
@@ -180,6 +195,8 @@ mod tests {
         ];
         first.note(&two, || panic!("it is short"));
         assert_eq!(first.problem(), None);
+        let mode = fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "it tells of all tenants' hosts");
         let all = [&one[..], &two].concat();
         assert_eq!(Remembered::read(path.clone(), NOW).1, all);
         // What was cut off, and what makes no sense.
