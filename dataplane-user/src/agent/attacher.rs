@@ -396,7 +396,9 @@ impl Worker {
             self.capture.done(start, RETRY);
             return;
         };
-        let snapshot = snapshot.in_doubt(self.state.source.is_behind(admin::now()));
+        let is_behind = self.state.source.is_behind(admin::now());
+        mesh.published().doubt(is_behind);
+        let snapshot = snapshot.in_doubt(is_behind);
         match mesh.settle(&mut self.kernel, &snapshot) {
             Ok(settled) => {
                 let mesh::Settled {

@@ -400,6 +400,7 @@ fn serve(
         // Likewise.
         let _ = state.dns.set(observer);
     }
+    let published = mesh.as_ref().map(|mesh| mesh.published().clone());
     let means = Means {
         kernel,
         state: Arc::clone(&state),
@@ -418,7 +419,8 @@ fn serve(
         flows,
         attacher,
         before_this,
-    );
+    )
+    .publishing(published);
     let result = sync.run(&happened);
     state.not_ready();
     waiter.stop();

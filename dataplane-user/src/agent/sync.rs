@@ -21,10 +21,11 @@ use super::{
     flows::{self, Flows, Imported},
     handover,
     input::Input,
+    mesh::Published,
     supervisor::Supervisor,
 };
 use crate::{
-    admin::{State, lock},
+    admin::{self, State, lock},
     kernel::{self, ServiceTables},
     plan::{Departures, Plan, Planner},
 };
@@ -37,6 +38,8 @@ pub struct Sync {
     input: Input,
     /// Ends what leads to endpoints that go away.
     flows: Flows,
+    /// The proxy's and the DNS server's end; none: there is no mesh.
+    published: Option<Published>,
     /// Does what takes longer: interfaces and network namespaces.
     attacher: Attacher,
     departures: Departures,
@@ -76,6 +79,7 @@ impl Sync {
             state,
             input,
             flows,
+            published: None,
             attacher,
             departures,
             settled: false,
@@ -87,6 +91,13 @@ impl Sync {
             before,
             ending: None,
         }
+    }
+
+    /// Publishes what the tables have.
+    #[must_use]
+    pub fn publishing(mut self, published: Option<Published>) -> Self {
+        self.published = published;
+        self
     }
 
     /// Ends the other threads that it works with, but for the proxy's. None if one of them has died, of which
@@ -256,6 +267,10 @@ impl Sync {
         let thinking = start.elapsed();
         let start = Instant::now();
         let result = self.write(&plan);
+        if let (Ok(()), Some(published)) = (&result, &self.published) {
+            let is_behind = self.state.source.is_behind(admin::now());
+            published.publish(self.input.snapshot(), is_behind);
+        }
         self.state.written();
         let writing = start.elapsed();
         if let (Ok(()), Some(since)) = (&result, since) {

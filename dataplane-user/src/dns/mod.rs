@@ -34,7 +34,7 @@ pub use log::{Answered, Queries};
 pub use lookups::Lookups;
 pub use name::LowerName;
 pub use observer::Observer;
-pub use server::{Captured, Server};
+pub use server::{Captured, Server, Zones};
 pub use shared::{Room, Settings};
 pub use sockets::Listener;
 pub use wire::{Stored, Transport, question};

@@ -46,6 +46,16 @@ pub struct Server {
     end: watch::Sender<()>,
 }
 
+/// Sets the names from which a server answers.
+pub struct Zones(Arc<Shared>);
+
+impl Zones {
+    /// Answers from other names.
+    pub fn set(&self, zone: Zone) {
+        self.0.set_zone(zone);
+    }
+}
+
 /// A thread, as others have it.
 struct Worker {
     jobs: UnboundedSender<Job>,
@@ -178,6 +188,11 @@ impl Server {
     /// Answers from other names.
     pub fn set_zone(&self, zone: Zone) {
         self.shared.set_zone(zone);
+    }
+
+    /// Sets the names from another thread.
+    pub fn zones(&self) -> Zones {
+        Zones(Arc::clone(&self.shared))
     }
 
     /// Begins to end, and does not wait for it.

@@ -187,6 +187,11 @@ impl Proxy {
         self.relay.set_snapshot(snapshot);
     }
 
+    /// Sets the snapshot from another thread.
+    pub fn routes(&self) -> Routes {
+        Routes(Arc::clone(&self.relay))
+    }
+
     /// Accepts the connections of a workload.
     ///
     /// # Errors
@@ -240,6 +245,17 @@ impl Proxy {
 impl Drop for Proxy {
     fn drop(&mut self) {
         self.stop(Duration::ZERO);
+    }
+}
+
+/// Sets the snapshot by which a proxy routes new connections.
+#[derive(Clone, Debug)]
+pub struct Routes(Arc<Relay>);
+
+impl Routes {
+    /// As [`Proxy::set_snapshot`].
+    pub fn set_snapshot(&self, snapshot: Snapshot) {
+        self.0.set_snapshot(snapshot);
     }
 }
 

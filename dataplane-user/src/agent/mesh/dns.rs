@@ -16,11 +16,11 @@ use dataplane_common::capture::Enrolled;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tracing::{debug, info, warn};
 
-use super::{guest_queries::GuestQueries, problems::Problems};
+use super::{guest_queries::GuestQueries, problems::Problems, published::Published};
 use crate::{
     dns::{
         AWAY, Basis, Captured, Client, Listener, LowerName, Observer, ResolvConf, Room, Server,
-        Settings, Ttls, Zone,
+        Settings, Ttls, Zone, Zones,
     },
     kernel::{self, Namespace, QueryLease, QuerySockets, namespaces},
     model::{DNS, Egress, Names, Reachable, Snapshot},
@@ -147,6 +147,11 @@ impl Dns {
         self.unread.as_ref()
     }
 
+    /// Publishes the names from which the server answers.
+    pub fn zones(&self) -> (Zones, Basis) {
+        (self.server.zones(), self.basis.clone())
+    }
+
     /// Looks at the server's figures.
     pub fn observer(&self) -> Observer {
         self.server.observer()
@@ -157,12 +162,13 @@ impl Dns {
     pub fn settle(
         &mut self,
         snapshot: &Snapshot,
+        published: &Published,
         enrolled: &[(&Member, &Namespace, u32)],
         given: &mut HashMap<String, OwnedFd>,
         problems: &mut Problems,
     ) -> Queries {
         self.read_resolv_conf();
-        self.names = self.basis.names(std::mem::take(&mut self.names), snapshot);
+        self.names = published.names();
         let zone = Zone::new(self.names.clone(), self.basis.ttls);
         self.cluster = self.basis.cluster_dns(snapshot);
         self.servers = self.servers();
@@ -183,7 +189,7 @@ impl Dns {
                 Err(problem) => problems.add(&member.workload.name, problem),
             }
         }
-        self.server.set_zone(zone);
+        published.forget_clients();
         let wanted: BTreeSet<u64> = queries.iter().map(|(cookie, _)| *cookie).collect();
         self.answered.retain(|cookie, _| wanted.contains(cookie));
         queries

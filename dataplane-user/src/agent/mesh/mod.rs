@@ -12,6 +12,7 @@ mod packets;
 mod places;
 mod problems;
 mod publish;
+mod published;
 mod said;
 mod virtual_interfaces;
 
@@ -28,7 +29,6 @@ use std::{
 use dataplane_common::capture::{Enrolled, FROM_CLIENT};
 use tracing::{debug, error};
 
-pub use self::places::namespace_with;
 use self::{
     attach::Attached,
     discover::{Placed, is_to_be_denied},
@@ -38,6 +38,7 @@ use self::{
     packets::Packets,
     problems::Problems,
 };
+pub use self::{places::namespace_with, published::Published};
 use crate::{
     dns::Room,
     kernel::{self, Accelerator, Capture, CaptureOptions, Kernel, Namespace, namespaces},
@@ -119,6 +120,8 @@ pub struct Mesh {
     proxy: Option<Proxy>,
     /// The agent's DNS server; none if it answers nobody.
     dns: Option<Dns>,
+    /// What both know of services.
+    published: Published,
     /// What the configuration says of capture.
     said: Said,
     enroller: Enroller,
@@ -197,12 +200,17 @@ impl Mesh {
             Dns::start(dns, config.reachable(), lease, room, deaths)
         });
         let dns = dns.transpose().map_err(super::Error::Thread)?;
+        let published = Published::new(
+            proxy.as_ref().map(Proxy::routes),
+            dns.as_ref().map(Dns::zones),
+        );
         let unseen = proxy.as_ref().and_then(|_| attach::unseen(cgroup));
         let held = capture.held();
         Ok(Self {
             options,
             proxy,
             dns,
+            published,
             said: Said {
                 without_mesh: settings.mesh.is_none(),
                 all_queries: settings.dns.as_ref().is_some_and(settings::Dns::is_for_all),
@@ -234,6 +242,11 @@ impl Mesh {
         self.proxy.as_ref().map(Proxy::observer)
     }
 
+    /// Publishes snapshots to the proxy and to the DNS server.
+    pub fn published(&self) -> &Published {
+        &self.published
+    }
+
     /// Looks at the agent's DNS server, if there is one.
     pub fn dns(&self) -> Option<crate::dns::Observer> {
         self.dns.as_ref().map(Dns::observer)
@@ -243,8 +256,10 @@ impl Mesh {
     /// capture, before there are programs of this one's. Leaves to [`Mesh::settle`] what is not as it was, and what
     /// does not work.
     pub fn listen_early(&mut self, capture: &Capture, snapshot: &Snapshot) {
-        let Some(proxy) = &self.proxy else { return };
-        proxy.set_snapshot(snapshot.clone());
+        if self.proxy.is_none() {
+            return;
+        }
+        self.published.publish(snapshot, false);
         let mut members = members(&self.said, snapshot);
         members.retain(|member| {
             member.workload.place == Place::Address
@@ -296,9 +311,6 @@ impl Mesh {
         snapshot: &Snapshot,
     ) -> Result<Settled, kernel::Error> {
         let mut problems = Problems::default();
-        if let Some(proxy) = &self.proxy {
-            proxy.set_snapshot(snapshot.clone());
-        }
         let members = members(&self.said, snapshot);
         let by_packets: Vec<&Member> = members.iter().filter(|m| m.is_by_packets()).collect();
         let held = kernel.capture().held();
@@ -357,7 +369,9 @@ impl Mesh {
             self.listen_for_interfaces(kernel, &enrolled, &mut problems);
             if let Some(dns) = &mut self.dns {
                 let given = &mut self.given;
-                for (cookie, to) in dns.settle(snapshot, &enrolled, given, &mut problems) {
+                for (cookie, to) in
+                    dns.settle(snapshot, &self.published, &enrolled, given, &mut problems)
+                {
                     self.enroller.capture_queries(cookie, &to, &mut wanted);
                 }
             }
