@@ -1,7 +1,6 @@
 //! How many entries of table `ORIGINS` each workload may have, so that one that fills its share leaves room for the others.
 //!
-//! An entry of a workload's is there while its connection waits for the proxy's side: hardly ever, as long as the proxy
-//! accepts. One of the proxy's own is there as long as its connection from a client's address.
+//! An entry is there while its connection waits for the proxy's side: hardly ever, as long as the proxy accepts.
 
 use crate::capture::ORIGINS;
 
@@ -9,11 +8,9 @@ use crate::capture::ORIGINS;
 pub const COUNTERS: u32 = 16_384;
 /// The element that counts the entries of all workloads.
 pub const OF_ALL: u16 = 1;
-/// The element that counts the entries of the agent's proxy.
-pub const OF_PROXY: u16 = 2;
-const FIRST: u32 = 3;
+const FIRST: u32 = 2;
 
-/// The most entries of the workloads together. The proxy's own have the rest.
+/// The most entries of the workloads together.
 const ROOM: u64 = (ORIGINS / 4) as u64;
 
 /// The element that counts the entries of a workload; 0: those in the node's own network namespace.
@@ -28,12 +25,6 @@ pub const fn counter_of(workload: u32) -> u16 {
 #[inline(always)]
 pub const fn has_room(own: u64, all: u64) -> bool {
     all < ROOM && own < ROOM - all
-}
-
-/// Whether the proxy may have one more.
-#[inline(always)]
-pub const fn proxy_has_room(own: u64) -> bool {
-    own < ORIGINS as u64 - ROOM
 }
 
 #[cfg(test)]
@@ -55,10 +46,10 @@ mod tests {
     }
 
     #[test]
-    fn no_workload_counts_as_all_or_as_the_proxy() {
+    fn no_workload_counts_as_all() {
         for workload in [0, 1, COUNTERS - FIRST, COUNTERS, u32::MAX] {
             let counter = counter_of(workload);
-            assert!(counter > OF_PROXY && u32::from(counter) < COUNTERS);
+            assert!(counter > OF_ALL && u32::from(counter) < COUNTERS);
         }
     }
 }

@@ -184,9 +184,6 @@ pub static ORIGINS: HashMap<Tuple, Origin, { ORIGINS_CAPACITY as usize }, ON_DEM
 pub static ORIGIN_COUNTS: Array<u64, { COUNTERS as usize }, MAPPED> = Array::new();
 
 #[btf_map]
-pub static OWN: SkStorage<u32> = SkStorage::new();
-
-#[btf_map]
 pub static ACCEPTED: SkStorage<Origin> = SkStorage::new();
 
 #[btf_map]

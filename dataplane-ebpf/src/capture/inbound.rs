@@ -8,14 +8,14 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Port, Reason,
-    capture::{self, CaptureConfig, Enrolled, ListenerKey, Local, Tuple},
+    capture::{self, CaptureConfig, Enrolled, ListenerKey, Local},
 };
 
 use super::{Live, config};
 use crate::{
     select::count,
     socket::read_words,
-    tables::{LISTENERS, LOCALS, NAMESPACES, ORIGINS},
+    tables::{LISTENERS, LOCALS, NAMESPACES},
 };
 
 /// Go on, with the socket that was assigned if one was.
@@ -61,9 +61,8 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     if local.flags & Enrolled::INBOUND == 0 {
         return PASS;
     }
-    // The proxy's own connections to the application, and its own to itself. They come by loopback,
-    // but the kernel names the interface that has the address (`orig_oif` in
-    // `ip_route_output_key_hash_rcu`, `net/ipv4/route.c`).
+    // The workload's own connections to itself. They come by loopback, but the kernel names the interface that has the
+    // address (`orig_oif` in `ip_route_output_key_hash_rcu`, `net/ipv4/route.c`). The proxy's are bound to loopback.
     let client = remote_addr(ctx);
     let Some(config) = config() else { return PASS };
     let to_inbound = port == u32::from(config.inbound.host());
@@ -78,17 +77,6 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
             count(Reason::Recursive);
             return DROP;
         }
-        return PASS;
-    }
-    let tuple = Tuple {
-        netns: local.netns,
-        client,
-        proxy: addr,
-        client_port: remote_port(ctx),
-        proxy_port: Port::new(port as u16),
-        reserved: 0,
-    };
-    if ORIGINS.get_ptr(tuple).is_some() {
         return PASS;
     }
     if foreign && to_inbound {
@@ -192,10 +180,4 @@ fn remote_addr(ctx: *mut bpf_sk_lookup) -> Addr {
             Addr::from_words(v6)
         }
     }
-}
-
-#[inline(always)]
-fn remote_port(ctx: *mut bpf_sk_lookup) -> Port {
-    // SAFETY: a field of the context, in network order.
-    Port::from_be(unsafe { read_volatile(&raw const (*ctx).remote_port) })
 }

@@ -9,15 +9,14 @@ use aya_ebpf::{
         BPF_SOCK_OPS_TCP_CONNECT_CB, BPF_SOCK_OPS_TCP_LISTEN_CB, bpf_sock_ops,
     },
     helpers::generated::{
-        bpf_get_netns_cookie, bpf_get_socket_cookie, bpf_sk_storage_get, bpf_sock_hash_update,
-        bpf_sock_ops_cb_flags_set,
+        bpf_get_netns_cookie, bpf_get_socket_cookie, bpf_setsockopt, bpf_sk_storage_get,
+        bpf_sock_hash_update, bpf_sock_ops_cb_flags_set,
     },
-    programs::SockAddrContext,
 };
 use dataplane_common::{
     Addr, Port, Reason,
-    capture::{CaptureConfig, Enrolled, ListenerKey, Origin, Tuple},
-    origins::{self, OF_ALL, OF_PROXY, counter_of},
+    capture::{CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Origin, Tuple, has_mark},
+    origins::{self, OF_ALL, counter_of},
     tables::{Peer, PeerSets},
 };
 
@@ -30,10 +29,14 @@ use crate::{
     select::count,
     sets::place_of,
     socket::read_words,
-    tables::{ACCEPTED, LISTENERS, MORE_PEERS, NAMESPACES, ORIGIN_COUNTS, ORIGINS, OWN},
+    tables::{ACCEPTED, LISTENERS, MORE_PEERS, NAMESPACES, ORIGIN_COUNTS, ORIGINS},
 };
 
 const AF_INET6: u32 = 10;
+const SOL_SOCKET: i32 = 1;
+const SO_BINDTOIFINDEX: i32 = 62;
+/// Loopback's number in every network namespace (`LOOPBACK_IFINDEX`).
+const LOOPBACK: u32 = 1;
 /// `BPF_NOEXIST`.
 const NEW: u64 = 1;
 /// Added to a counter.
@@ -57,14 +60,7 @@ pub fn run(ctx: *mut bpf_sock_ops) -> u32 {
 #[inline(always)]
 fn connecting(ctx: *mut bpf_sock_ops) {
     let Some(config) = config() else { return };
-    if is_own(ctx) {
-        let origin = Origin {
-            addr: Addr::UNSPECIFIED,
-            port: Port::ANY,
-            counter: OF_PROXY,
-        };
-        pass_on(ctx, tuple(ctx, true), origin);
-    } else if is_to_proxy(ctx, config) {
+    if is_to_proxy(ctx, config) {
         let tuple = tuple(ctx, true);
         // SAFETY: the program's context.
         let cookie = unsafe { bpf_get_socket_cookie(ctx.cast()) };
@@ -144,11 +140,8 @@ fn change(counter: u16, by: u64) {
     if counter == 0 {
         return;
     }
-    let all = if counter == OF_PROXY { 0 } else { OF_ALL };
-    for counter in [counter, all] {
-        if counter != 0
-            && let Some(found) = ORIGIN_COUNTS.get_ptr_mut(u32::from(counter))
-        {
+    for counter in [counter, OF_ALL] {
+        if let Some(found) = ORIGIN_COUNTS.get_ptr_mut(u32::from(counter)) {
             // SAFETY: an aligned word of an array, whose elements stay.
             unsafe { atomic::add(found, by) };
         }
@@ -159,17 +152,6 @@ fn change(counter: u16, by: u64) {
 #[inline(always)]
 pub fn has_room(netns: u64) -> bool {
     origins::has_room(counted(counter_in(netns)), counted(OF_ALL))
-}
-
-/// Remembers that a socket is the agent's proxy's and connects from a client's address, if its connection may have an
-/// entry. Says whether it may.
-#[inline(always)]
-pub fn begin_own(ctx: &SockAddrContext) -> bool {
-    if !origins::proxy_has_room(counted(OF_PROXY)) {
-        return false;
-    }
-    // SAFETY: `sk` of a connect hook is a full socket.
-    !unsafe { OWN.get_or_insert_ptr_mut(ctx, None) }.is_null()
 }
 
 /// Asks to be told of the socket's states.
@@ -190,6 +172,9 @@ fn accepted(ctx: *mut bpf_sock_ops) {
     // SAFETY: a field of the context; in host order.
     let port = unsafe { read_volatile(&raw const (*ctx).local_port) };
     if port != u32::from(config.outbound.host()) {
+        if has_proxys_mark(ctx, config) {
+            bind_to_loopback(ctx);
+        }
         return;
     }
     let tuple = tuple(ctx, false);
@@ -205,6 +190,40 @@ fn accepted(ctx: *mut bpf_sock_ops) {
     forget(tuple);
 }
 
+/// Whether the connection comes from the agent's proxy, from a client's address: an accepted socket has the mark of the
+/// packet that made it (`net.ipv4.tcp_fwmark_accept`).
+#[inline(always)]
+fn has_proxys_mark(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
+    // SAFETY: fields of the context and of its socket, which is checked.
+    unsafe {
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_2.sk);
+        !sk.is_null()
+            && config.mark != 0
+            && has_mark(
+                read_volatile(&raw const (*sk).mark),
+                config.mark | FROM_CLIENT,
+            )
+    }
+}
+
+/// Has an application's socket take packets from the loopback interface only, as the proxy's socket that is connected to it
+/// does. So the two may have the addresses and ports of the client's own connection to the proxy, whose packets come from
+/// elsewhere (`inet_match` in `include/net/inet_hashtables.h`).
+#[inline(always)]
+fn bind_to_loopback(ctx: *mut bpf_sock_ops) {
+    let mut interface = LOOPBACK;
+    // SAFETY: the program's context, and a value of the option's size.
+    unsafe {
+        bpf_setsockopt(
+            ctx.cast(),
+            SOL_SOCKET,
+            SO_BINDTOIFINDEX,
+            (&raw mut interface).cast(),
+            4,
+        );
+    }
+}
+
 /// A client's socket is closed.
 #[inline(always)]
 fn changed(ctx: *mut bpf_sock_ops) {
@@ -214,7 +233,7 @@ fn changed(ctx: *mut bpf_sock_ops) {
         return;
     }
     let Some(config) = config() else { return };
-    if is_to_proxy(ctx, config) || is_own(ctx) {
+    if is_to_proxy(ctx, config) {
         forget(tuple(ctx, true));
     }
 }
@@ -292,14 +311,6 @@ pub fn storage_with<V>(
 #[inline(always)]
 fn is_to_proxy(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
     remote_port(ctx) == config.outbound && remote(ctx).is_loopback()
-}
-
-/// Whether the socket is the agent's proxy's, and connects to the application from the client's
-/// address. `sk_lookup` could not tell such a connection from the client's: the kernel does not say
-/// that it comes by loopback, but by the interface that has the address.
-#[inline(always)]
-fn is_own(ctx: *mut bpf_sock_ops) -> bool {
-    !storage(ctx, from_ref(&OWN).cast(), 0).is_null()
 }
 
 /// The connection, as the client sees it (`client`) or the proxy.

@@ -82,12 +82,7 @@ fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason
     let mark = mark(ctx);
     // Also in a namespace that is captured no more, or not yet: `sk_lookup` may not know that.
     if has_mark(mark, config.mark | FROM_CLIENT) && is_agent(config) {
-        let reason = if origin::begin_own(&call.ctx) {
-            Reason::ProxysOwn
-        } else {
-            Reason::OriginLost
-        };
-        return (reason, 0);
+        return (Reason::ProxysOwn, 0);
     }
     let enrolled = enrolled(request, config, mesh);
     if enrolled.is_null() {

@@ -252,6 +252,13 @@ fn mesh(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {
         ]);
     }
     table.write(out)?;
+    if report.mesh.iter().any(|workload| workload.proxy != "-") {
+        writeln!(
+            out,
+            "A proxy accepts captured inbound connections before the application does, so tcpSocket probes always succeed: use \
+             httpGet, grpc or exec"
+        )?;
+    }
     writeln!(out)
 }
 

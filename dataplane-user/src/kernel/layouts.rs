@@ -21,7 +21,7 @@ use super::{
 const CONNECTIONS: [(u32, &[&[&str]]); 2] =
     [(12, &[&FLOW_MAPS, &["NODE_ADDRS"]]), (12, &[&SOCKET_MAPS])];
 
-const SOCKET_MAPS: [&str; 9] = [
+const SOCKET_MAPS: [&str; 8] = [
     "PEERS",
     "PEER_PORTS",
     "MORE_PEERS",
@@ -29,7 +29,6 @@ const SOCKET_MAPS: [&str; 9] = [
     "ORIGINS",
     "ACCEPTED",
     "ORIGIN_COUNTS",
-    "OWN",
     "ASKERS",
 ];
 

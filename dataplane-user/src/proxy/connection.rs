@@ -26,6 +26,9 @@ pub struct Connection {
     /// Whether keepalive is on. The proxy does not turn it on at the start, because most connections
     /// have ended before it would matter.
     pub kept_alive: bool,
+    /// Whether the endpoint's socket may have the client's port, too, because the client's socket takes no packets from the
+    /// loopback interface.
+    pub shares_port: bool,
     /// Whether it waits for its next turn.
     pub queued: bool,
     client: End,
@@ -52,6 +55,7 @@ impl Connection {
             active: 0,
             granted: [0; 2],
             kept_alive: false,
+            shares_port: false,
             queued: false,
             client: End {
                 writable: true,
@@ -73,6 +77,13 @@ impl Connection {
     pub fn set_endpoint_socket(&mut self, socket: Option<OwnedFd>) {
         let accelerated = self.session.attached().acceleration.is_some();
         self.endpoint = socket.map(|socket| End::new(socket, Haste::Unsent, accelerated));
+    }
+
+    /// Has the client's socket take packets from the interface only by which they come, if that is known.
+    pub fn share_port(&mut self) {
+        let namespace = self.session.attached().namespace.as_ref();
+        let interface = namespace.and_then(|namespace| namespace.interface.as_deref());
+        self.shares_port = interface.is_some_and(|name| socket::bind_to(&self.client.socket, name));
     }
 
     /// Reads what the client has already sent into the shared buffer, and returns how many bytes that
@@ -142,6 +153,9 @@ impl Connection {
         match (up, down) {
             (Ok(Step::Done), Ok(Step::Done)) => Ok(Step::Done),
             (Ok(Step::More), Ok(_)) | (Ok(_), Ok(Step::More)) => Ok(Step::More),
+            // After its last byte: nothing reaches it any more, and the other side need not say anything for long.
+            (Ok(_), Ok(_)) if endpoint.broken => Err(Flag::EndpointReset),
+            (Ok(_), Ok(_)) if client.broken => Err(Flag::ClientReset),
             (Ok(_), Ok(_)) => Ok(Step::Waiting),
             // What the endpoint sent before it broke has been passed on by the other direction.
             (Err(Broken::Receiver), _) | (Ok(_), Err(Broken::Sender)) => Err(Flag::EndpointReset),

@@ -403,6 +403,39 @@ fn connections_beyond_the_limit_wait_in_the_kernel() {
     assert_eq!(ending(&server).unwrap(), b"patience");
 }
 
+/// As by keepalive, when the machine of one side is gone.
+#[test]
+fn a_side_that_breaks_after_its_last_byte_ends_the_connection() {
+    let (listener, at) = endpoint();
+    let (proxy, vip) = proxy(&Settings::default(), &[at], Egress::Allow);
+    for of_client in [false, true] {
+        let client = connect(vip);
+        let server = accept(&listener);
+        let (gone, left) = if of_client {
+            (client, server)
+        } else {
+            (server, client)
+        };
+        gone.shutdown(Shutdown::Write).unwrap();
+        assert_eq!((&left).read(&mut [0]).unwrap(), 0);
+        SockRef::from(&gone)
+            .set_linger(Some(Duration::ZERO))
+            .unwrap();
+        drop(gone);
+        for _ in 0..300 {
+            if proxy.connections() == 0 {
+                break;
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
+        assert_eq!(proxy.connections(), 0, "of the client: {of_client}");
+        let error = (&left)
+            .write(b"still there?")
+            .and_then(|_| (&left).write(b"!"));
+        assert!(error.is_err(), "{error:?}");
+    }
+}
+
 #[test]
 fn silence_ends_a_connection_where_that_is_asked_for() {
     let (listener, at) = endpoint();

@@ -32,13 +32,21 @@ use crate::model::{Egress, Workload, WorkloadName};
 /// family: IPv4, or IPv6.
 pub type Open = dyn Fn(bool, usize) -> io::Result<Vec<OwnedFd>> + Send + Sync;
 
-/// The network namespace from which a workload's connections are made.
+/// The network namespace from which a workload's connections are made. Its applications' sockets take packets of
+/// connections from a client's address from the loopback interface only.
 #[derive(Clone)]
-pub struct Namespace(pub Arc<Open>);
+pub struct Namespace {
+    /// Opens sockets there.
+    pub open: Arc<Open>,
+    /// The interface by which all packets come that come from elsewhere, if there is one for all.
+    pub interface: Option<String>,
+}
 
 impl fmt::Debug for Namespace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Namespace")
+        f.debug_struct("Namespace")
+            .field("interface", &self.interface)
+            .finish_non_exhaustive()
     }
 }
 

@@ -8,6 +8,7 @@ use std::{
     },
 };
 
+use super::direction::Direction;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// File descriptors of the process itself: tables, links, the API, clients of the HTTP endpoints.
@@ -139,24 +140,27 @@ impl Limits {
 
     /// Counts another connection. `of`: how many its workload has, and how many its namespace has. Returns whether the
     /// limits allow the connection; if they do not, it is not counted.
-    pub fn acquire(&self, of: &Holders) -> bool {
+    pub fn acquire(&self, of: &Holders, direction: Direction) -> bool {
+        let way = direction as usize;
         // Counted first, so that workers that accept at the same time do not exceed it together.
         let free = (self.max()).saturating_sub(self.open.fetch_add(1, Ordering::Relaxed));
-        let workload = of.workload.fetch_add(1, Ordering::Relaxed);
-        let namespace = of.namespace.fetch_add(1, Ordering::Relaxed);
-        let fits =
-            free > 0 && workload < self.of_workload(free) && namespace < self.of_namespace(free);
+        let workload = of.workload[way].fetch_add(1, Ordering::Relaxed);
+        let namespace = of.namespace[way].fetch_add(1, Ordering::Relaxed);
+        let fits = free > 0
+            && workload < self.of_workload(free, of)
+            && namespace < self.of_namespace(free);
         if !fits {
-            self.release(of);
+            self.release(of, direction);
         }
         fits
     }
 
     /// Counts a connection no more.
-    pub fn release(&self, of: &Holders) {
+    pub fn release(&self, of: &Holders, direction: Direction) {
+        let way = direction as usize;
         self.open.fetch_sub(1, Ordering::Relaxed);
-        of.namespace.fetch_sub(1, Ordering::Relaxed);
-        of.workload.fetch_sub(1, Ordering::Release);
+        of.namespace[way].fetch_sub(1, Ordering::Relaxed);
+        of.workload[way].fetch_sub(1, Ordering::Release);
     }
 
     /// The number of connections now.
@@ -169,22 +173,28 @@ impl Limits {
         self.max.load(Ordering::Relaxed)
     }
 
-    /// The maximum number of connections of one workload while so many are free.
-    fn of_workload(&self, free: usize) -> usize {
-        share(free, &self.workloads).min(self.per_workload())
+    /// The maximum number of connections of one workload in one direction while so many are free.
+    fn of_workload(&self, free: usize, of: &Holders) -> usize {
+        share(free, &self.workloads, of.both).min(self.per_workload())
     }
 
-    /// The maximum number of connections of all workloads of one namespace while so many are free.
+    /// The maximum number of connections of all workloads of one namespace in one direction while so many are free.
     fn of_namespace(&self, free: usize) -> usize {
-        share(free, &self.namespaces)
+        share(free, &self.namespaces, false)
     }
 
-    /// Whether a workload with these connections gets no further one for now.
+    /// Whether a workload with these connections gets no further one for now, in one of the directions.
     pub fn is_reached(&self, of: &Holders) -> bool {
         let free = self.max().saturating_sub(self.open());
-        let workload = of.workload.load(Ordering::Relaxed);
-        let namespace = of.namespace.load(Ordering::Relaxed);
-        workload > 0 && (workload >= self.of_workload(free) || namespace >= self.of_namespace(free))
+        let ways = of.workload.iter().zip(&*of.namespace);
+        ways.map(|(workload, namespace)| {
+            let now = |count: &AtomicUsize| count.load(Ordering::Relaxed);
+            (now(workload), now(namespace))
+        })
+        .any(|(workload, namespace)| {
+            workload > 0
+                && (workload >= self.of_workload(free, of) || namespace >= self.of_namespace(free))
+        })
     }
 
     /// The maximum number of connections of one workload.
@@ -193,50 +203,64 @@ impl Limits {
     }
 }
 
-/// The maximum number of connections of one of several, while so many are free.
-fn share(free: usize, several: &AtomicUsize) -> usize {
+/// The maximum number of connections of one of several, while so many are free. `both`: one alone shares, too, among both
+/// directions.
+fn share(free: usize, several: &AtomicUsize, both: bool) -> usize {
     match several.load(Ordering::Relaxed) {
-        0 | 1 => usize::MAX,
+        0 | 1 if !both => usize::MAX,
         _ => free.saturating_mul(SHARE),
     }
 }
 
-/// How many connections a workload has, and how many all workloads of its namespace have together.
+/// How many connections a workload has, and how many all workloads of its namespace have together, by [`Direction`]. What
+/// others connect to a workload takes nothing from what it connects itself.
 #[derive(Debug, Default)]
 pub struct Holders {
-    workload: AtomicUsize,
-    namespace: Arc<AtomicUsize>,
+    workload: [AtomicUsize; 2],
+    namespace: Arc<[AtomicUsize; 2]>,
+    /// Whether there are connections of both directions.
+    both: bool,
 }
 
 impl Holders {
     /// Those of another workload of the same namespace.
     pub fn beside(&self) -> Self {
         Self {
-            workload: AtomicUsize::new(0),
             namespace: Arc::clone(&self.namespace),
+            ..Self::default()
         }
+    }
+
+    /// Those of a workload with connections of both directions, or of one.
+    #[must_use]
+    pub fn of_both(self, both: bool) -> Self {
+        Self { both, ..self }
     }
 
     /// The number of the workload's connections. If it is 0, whatever released them has happened.
     pub fn connections(&self) -> usize {
-        self.workload.load(Ordering::Acquire)
+        let all = self.workload.iter();
+        all.map(|count| count.load(Ordering::Acquire)).sum()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{
+        Direction::{Inbound, Outbound},
+        *,
+    };
 
     #[test]
     fn limits_hold_in_all_and_for_each_workload() {
         let limits = Limits::new(Some(3), Some(2), 1024);
         let (a, b) = (Holders::default(), Holders::default());
-        assert!(limits.acquire(&a) && limits.acquire(&a));
-        assert!(!limits.acquire(&a), "two of one workload");
-        assert!(limits.acquire(&b));
-        assert!(!limits.acquire(&b), "three in all");
-        limits.release(&a);
-        assert!(limits.acquire(&b));
+        assert!(limits.acquire(&a, Outbound) && limits.acquire(&a, Outbound));
+        assert!(!limits.acquire(&a, Outbound), "two of one workload");
+        assert!(limits.acquire(&b, Outbound));
+        assert!(!limits.acquire(&b, Outbound), "three in all");
+        limits.release(&a, Outbound);
+        assert!(limits.acquire(&b, Outbound));
         let has = (limits.open(), a.connections(), b.connections());
         assert_eq!(has, (3, 1, 2));
     }
@@ -245,14 +269,14 @@ mod tests {
     fn one_workload_leaves_room_for_others() {
         let limits = Limits::new(Some(1000), None, 10_000);
         let (hog, other, third) = (Holders::default(), Holders::default(), Holders::default());
-        let fill = |workload: &Holders| while limits.acquire(workload) {};
+        let fill = |workload: &Holders| while limits.acquire(workload, Outbound) {};
         let now = Holders::connections;
         // With nobody to share with, all.
         limits.reserve(1, 1);
         fill(&hog);
         assert_eq!(now(&hog), 1000);
         while now(&hog) > 0 {
-            limits.release(&hog);
+            limits.release(&hog, Outbound);
         }
         limits.reserve(3, 1);
         fill(&hog);
@@ -264,8 +288,8 @@ mod tests {
         fill(&third);
         assert_eq!(now(&third), 32);
         while now(&hog) > 0 {
-            limits.release(&hog);
-            assert!(!limits.acquire(&hog) || now(&hog) < 800);
+            limits.release(&hog, Outbound);
+            assert!(!limits.acquire(&hog, Outbound) || now(&hog) < 800);
             fill(&other);
             fill(&third);
             if now(&hog) <= now(&other) {
@@ -279,6 +303,29 @@ mod tests {
         );
     }
 
+    /// Idle connections to a workload from anybody.
+    #[test]
+    fn what_others_connect_to_a_workload_takes_nothing_from_its_own_connections() {
+        for workloads in [1, 3] {
+            let limits = Limits::new(Some(1000), Some(600), 10_000);
+            limits.reserve(workloads, 1);
+            let victim = Holders::default().of_both(true);
+            while limits.acquire(&victim, Inbound) {}
+            assert_eq!(victim.connections(), 600);
+            assert!(limits.is_reached(&victim));
+            for _ in 0..300 {
+                assert!(limits.acquire(&victim, Outbound), "{workloads}: {victim:?}");
+            }
+        }
+        // Also where nothing else bounds them.
+        let limits = Limits::new(Some(1000), None, 10_000);
+        limits.reserve(1, 1);
+        let victim = Holders::default().of_both(true);
+        while limits.acquire(&victim, Inbound) {}
+        assert_eq!(victim.connections(), 800);
+        assert!(limits.acquire(&victim, Outbound));
+    }
+
     /// A tenant has fifty pods on the node, which all take what they can get.
     #[test]
     fn one_namespace_leaves_room_for_the_workloads_of_others() {
@@ -287,7 +334,7 @@ mod tests {
         let hogs: Vec<_> = (0..50).map(|_| first.beside()).collect();
         let (other, third) = (Holders::default(), Holders::default());
         limits.reserve(52, 3);
-        let fill = |workload: &Holders| while limits.acquire(workload) {};
+        let fill = |workload: &Holders| while limits.acquire(workload, Outbound) {};
         hogs.iter().for_each(fill);
         assert_eq!(limits.open(), 800);
         assert!(hogs.iter().any(|hog| limits.is_reached(hog)));
@@ -297,7 +344,7 @@ mod tests {
         // As the first ones' connections end, the others get more, and the first do not get them back.
         for hog in &hogs {
             while hog.connections() > 0 {
-                limits.release(hog);
+                limits.release(hog, Outbound);
                 fill(&other);
                 fill(&third);
                 hogs.iter().for_each(fill);
@@ -312,7 +359,7 @@ mod tests {
         let alone = Limits::new(Some(1000), None, 10_000);
         alone.reserve(1, 1);
         let workload = Holders::default();
-        while alone.acquire(&workload) {}
+        while alone.acquire(&workload, Outbound) {}
         assert_eq!(workload.connections(), 1000);
     }
 

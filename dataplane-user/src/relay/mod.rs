@@ -147,6 +147,8 @@ impl Relay {
             known.namespace() == workload.namespace()
         });
         let holders = beside.map_or_else(Holders::default, |entry| entry.attached.holders.beside());
+        let both = !attachment.outbound.is_empty() && !attachment.inbound.is_empty();
+        let holders = holders.of_both(both);
         let shared = (Arc::clone(&self.limits), holders, Arc::clone(&self.log));
         let (attached, listeners) = Attached::new(id, attachment, here, shared).map_err(failed)?;
         attachments.push(Entry {

@@ -34,7 +34,7 @@ impl Stock {
     /// # Errors
     /// If none can be opened.
     pub fn take(&mut self, attached: &Attached, v4: bool) -> io::Result<OwnedFd> {
-        let Some(Namespace(open)) = &attached.namespace else {
+        let Some(Namespace { open, .. }) = &attached.namespace else {
             return socket::new(v4);
         };
         let kept = self.shelves.entry((attached.id, v4)).or_insert(Shelf {

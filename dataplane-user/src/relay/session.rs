@@ -28,6 +28,7 @@ use crate::model::Workload;
 #[derive(Debug)]
 pub struct Permit {
     attached: Arc<Attached>,
+    direction: Direction,
 }
 
 impl Permit {
@@ -35,13 +36,14 @@ impl Permit {
     ///
     /// An engine acquires it before it accepts a connection, because a connection that was accepted
     /// cannot be put back.
-    pub fn acquire(attached: &Arc<Attached>) -> Option<Self> {
-        if !attached.limits.acquire(&attached.holders) {
+    pub fn acquire(attached: &Arc<Attached>, direction: Direction) -> Option<Self> {
+        if !attached.limits.acquire(&attached.holders, direction) {
             attached.deferred.fetch_add(1, Ordering::Relaxed);
             return None;
         }
         Some(Self {
             attached: Arc::clone(attached),
+            direction,
         })
     }
 
@@ -53,7 +55,8 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.attached.limits.release(&self.attached.holders);
+        let holders = &self.attached.holders;
+        self.attached.limits.release(holders, self.direction);
     }
 }
 
@@ -323,8 +326,8 @@ mod tests {
         let shared = (limits, Holders::default(), Arc::clone(&log));
         let (attached, _) = Attached::new(0, attachment, Box::default(), shared).unwrap();
         sessions(&|| {
-            let permit = Permit::acquire(&attached)?;
             let (outbound, now) = (Direction::Outbound, Instant::now());
+            let permit = Permit::acquire(&attached, outbound)?;
             Some(Session::begin(permit, outbound, at(1), at(2), 3, now))
         });
         assert_eq!(attached.connections(), 0);

@@ -120,11 +120,22 @@ pub fn plain(address: SocketAddr) -> SocketAddr {
 pub struct Manner {
     /// `SO_MARK`.
     pub mark: Option<u32>,
-    /// The address to connect from, which need not be one of the machine's.
-    pub from: Option<IpAddr>,
+    /// The client to connect from, whose address need not be one of the machine's.
+    pub from: Option<From>,
     /// Whether there are bytes to send at once. The packet that completes the handshake then waits for
     /// them, so that the accepting process wakes once.
     pub speaks: bool,
+}
+
+/// How to connect from a client's address.
+#[derive(Clone, Copy, Debug)]
+pub struct From {
+    /// The address.
+    pub ip: IpAddr,
+    /// The port to try first; `None`: one of [`PORTS`].
+    pub port: Option<u16>,
+    /// Whether the connection takes packets from the loopback interface only, and its packets go there.
+    pub by_loopback: bool,
 }
 
 /// The ports of connections from a client's address. They must differ from the ports of the client's own
@@ -157,9 +168,10 @@ pub fn connect(
     manner: Manner,
     mut open: impl FnMut() -> io::Result<OwnedFd>,
 ) -> io::Result<OwnedFd> {
-    if manner.from.is_some() {
-        for _ in 0..TRIES {
-            match connect_by(open()?, to, manner, rand::random_range(PORTS)) {
+    if let Some(from) = manner.from {
+        let any = std::iter::repeat_with(|| rand::random_range(PORTS));
+        for port in from.port.into_iter().chain(any.take(TRIES)) {
+            match connect_by(open()?, to, manner, port) {
                 Err(error)
                     if matches!(
                         error.kind(),
@@ -170,6 +182,16 @@ pub fn connect(
         }
     }
     connect_by(open()?, to, manner, 0)
+}
+
+/// The loopback interface.
+const LOOPBACK: &[u8] = b"lo";
+
+/// Has the socket take packets from this interface only. Answers whether it does: it does not if there is no such interface.
+pub fn bind_to(socket: impl AsFd, interface: &str) -> bool {
+    SockRef::from(&socket)
+        .bind_device(Some(interface.as_bytes()))
+        .is_ok()
 }
 
 /// Starts to connect from this port; 0: from any port.
@@ -183,6 +205,9 @@ fn connect_by(socket: OwnedFd, to: SocketAddr, manner: Manner, port: u16) -> io:
     }
     if let Some(from) = manner.from {
         let options = SockRef::from(&socket);
+        if from.by_loopback {
+            options.bind_device(Some(LOOPBACK))?;
+        }
         if to.is_ipv4() {
             options.set_ip_transparent_v4(true)?;
         } else {
@@ -194,7 +219,7 @@ fn connect_by(socket: OwnedFd, to: SocketAddr, manner: Manner, port: u16) -> io:
         } else {
             options.set_reuse_address(true)?;
         }
-        net::bind(&socket, &SocketAddr::new(from, port))?;
+        net::bind(&socket, &SocketAddr::new(from.ip, port))?;
     }
     match net::connect(&socket, &to) {
         Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),

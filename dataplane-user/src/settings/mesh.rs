@@ -7,7 +7,7 @@ use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{Range, is_default};
+use super::{Range, Timeout, is_default};
 use crate::{
     model::{
         Acceleration, CapturedBy, Egress, Mode, Reachable, Rules, VIRTUAL_INTERFACES, WithoutProxy,
@@ -82,6 +82,9 @@ pub struct MeshProxy {
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1))]
     pub max_connections_per_workload: Option<u32>,
+    /// Time without a byte after which the agent's proxy resets a connection, such as `2h`. Default: no limit.
+    #[serde(skip_serializing_if = "is_default")]
+    pub idle_timeout: Option<Timeout>,
     /// Format of the access log of the agent's proxy, on standard output: one line for each connection,
     /// at its end. Default: text.
     #[serde(skip_serializing_if = "is_default")]

@@ -170,6 +170,7 @@ fn main() -> ExitCode {
         capture::SCENARIOS,
         cells::SCENARIOS,
         capture::CLEANUP,
+        capture::CLIENTS,
         capture::DENY,
         capture::ESCAPES,
         capture::EVASIONS,

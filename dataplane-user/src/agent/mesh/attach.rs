@@ -141,18 +141,20 @@ impl Mesh {
         let transparent = self.config.proxy.keep_source.unwrap_or(true);
         let options = self.options;
         let given = self.given(namespace.cookie, inbound);
-        let listeners = namespaces::within(namespace.file.as_fd(), move || {
+        let (listeners, interface) = namespaces::within(namespace.file.as_fd(), move || {
             if transparent && inbound {
                 let routed = kernel::route_answers(options.mark | FROM_CLIENT);
                 if let Err(error) = routed {
                     return Ok(Err(unrouted(&error)));
                 }
             }
-            Ok(match given {
+            let interface = only_interface();
+            let listeners = match given {
                 Some(listeners) => Ok(listeners),
                 None => kernel::open_listeners(&options, inbound)
                     .map_err(|error| not_listening(&options, &error)),
-            })
+            };
+            Ok(listeners.map(|listeners| (listeners, interface)))
         })
         .map_err(|error| {
             Problem::of_node(format!("cannot enter its network namespace: {error}"))
@@ -178,7 +180,7 @@ impl Mesh {
                     capture: Some(Arc::new(member.policy.clone())),
                     ..(*member.workload).clone()
                 }),
-                namespace: Some(sockets_in(clone()?)),
+                namespace: Some(sockets_in(clone()?, interface)),
                 outbound: listeners.outbound,
                 inbound: listeners.inbound,
                 egress: member.policy.egress,
@@ -311,10 +313,20 @@ impl Mesh {
 
 /// Why the application's answers would not come back to the proxy.
 /// Has a workload's connections made from its network namespace.
-fn sockets_in(namespace: OwnedFd) -> relay::Namespace {
-    relay::Namespace(Arc::new(move |v4, count| {
-        namespaces::tcp_sockets(namespace.as_fd(), v4, count)
-    }))
+fn sockets_in(namespace: OwnedFd, interface: Option<String>) -> relay::Namespace {
+    relay::Namespace {
+        open: Arc::new(move |v4, count| namespaces::tcp_sockets(namespace.as_fd(), v4, count)),
+        interface,
+    }
+}
+
+/// The interface of this network namespace that is up, besides the loopback interface, if it is the only one.
+fn only_interface() -> Option<String> {
+    let all = kernel::interfaces().inspect_err(|error| debug!("mesh: {error}"));
+    let all = all.ok()?.into_iter();
+    let mut up = all.filter(|interface| interface.up && !interface.loopback);
+    let first = up.next()?;
+    up.next().is_none().then_some(first.name)
 }
 
 fn unrouted(error: &io::Error) -> Problem {

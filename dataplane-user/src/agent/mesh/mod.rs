@@ -185,6 +185,10 @@ impl Mesh {
                 transparent_mark: Some(options.mark | FROM_CLIENT),
                 dns_files: dns.map(|_| dns::files(room)).unwrap_or_default(),
                 transparent: config.proxy.keep_source.unwrap_or(true),
+                idle_timeout: config
+                    .proxy
+                    .idle_timeout
+                    .map(|time| Duration::from_secs(time.seconds().into())),
                 access_log: config.proxy.access_log.unwrap_or_default(),
                 max_connections: config.proxy.max_connections.map(|max| max as usize),
                 max_per_workload: config

@@ -2,7 +2,10 @@
 //! address come back to the proxy ([`route_answers`]), and packets go to the sockets that they were given to
 //! ([`route_to_sockets`]).
 
-use std::io::{self, Write as _};
+use std::{
+    fs::File,
+    io::{self, Write as _},
+};
 
 use dataplane_common::capture::FROM_CLIENT;
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
@@ -38,6 +41,9 @@ impl Mark {
 
 /// The sysctl by which answers have the mark of the connection that they answer.
 pub const FWMARK_ACCEPT: &str = "ipv4/tcp_fwmark_accept";
+/// The sysctls by which packets that answer for no socket, such as the reset of a closed port, have the mark of the packet
+/// that they answer.
+pub const FWMARK_REFLECT: [&str; 2] = ["ipv4/fwmark_reflect", "ipv6/fwmark_reflect"];
 
 /// Says why [`FWMARK_ACCEPT`] cannot be set, and what to do.
 pub fn cannot_accept_marks(error: &io::Error) -> String {
@@ -47,20 +53,38 @@ pub fn cannot_accept_marks(error: &io::Error) -> String {
 }
 
 /// In the network namespace that this thread is in: has packets that answer the proxy, which has
-/// connected from a client's address, come back to it. They have the mark of the connection that
-/// they answer (`net.ipv4.tcp_fwmark_accept`, which is set here), and a route of their own.
+/// connected from a client's address, come back to it. They have the mark of the connection or packet that they answer
+/// (`net.ipv4.tcp_fwmark_accept` and `fwmark_reflect`, which are set here), and a route of their own.
 ///
 /// # Errors
 /// The kernel's refusal.
 pub fn route_answers(mark: u32) -> io::Result<()> {
     route_to_sockets(mark)?;
-    // It is IPv6's too.
-    let setting = opener::fwmark_accept().unwrap_or_else(|| sysctl::open(FWMARK_ACCEPT));
-    let set = setting.and_then(|mut setting| setting.write_all(b"1"));
+    let settings = opener::mark_settings().unwrap_or_else(mark_settings);
+    let set = settings.and_then(|settings| {
+        let mut settings = settings.into_iter();
+        settings.try_for_each(|mut setting| setting.write_all(b"1"))
+    });
     set.map_err(|error| {
         let text = cannot_accept_marks(&error);
         io::Error::new(error.kind(), text)
     })
+}
+
+/// Opens the sysctls that [`route_answers`] sets.
+///
+/// # Errors
+/// If one cannot be written to. Those of a family that this kernel does not have are left out.
+pub fn mark_settings() -> io::Result<Vec<File>> {
+    // The first one is IPv6's, too.
+    let mut settings = vec![sysctl::open(FWMARK_ACCEPT)?];
+    for name in FWMARK_REFLECT {
+        match sysctl::open(name) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            setting => settings.push(setting?),
+        }
+    }
+    Ok(settings)
 }
 
 /// In the network namespace that this thread is in: has packets that have these bits in their mark go to sockets here,
@@ -99,7 +123,7 @@ fn route_family(netlink: &mut Netlink, family: AddressFamily, mark: u32) -> io::
     Ok(())
 }
 
-/// The inverse of [`route_answers`] and [`route_to_sockets`], but for the setting, which somebody else may rely on by now.
+/// The inverse of [`route_answers`] and [`route_to_sockets`], but for the settings, which somebody else may rely on by now.
 ///
 /// # Errors
 /// The kernel's refusal.

@@ -212,11 +212,11 @@ pub fn this_namespace() -> io::Result<OwnedFd> {
     }
 }
 
-/// Opens the sysctl `net.ipv4.tcp_fwmark_accept` of the network namespace that this thread is in for writing; `None`:
-/// this thread can open it itself.
-pub fn fwmark_accept() -> Option<io::Result<File>> {
-    let answer = ask_here(Request::FwmarkAccept)?;
-    Some(one(answer).map(File::from))
+/// Opens the sysctls by which answers have marks, of the network namespace that this thread is in, for writing; `None`: this
+/// thread can open them itself.
+pub fn mark_settings() -> Option<io::Result<Vec<File>>> {
+    let answer = ask_here(Request::MarkSettings)?;
+    Some(answer.map(|files| files.into_iter().map(File::from).collect()))
 }
 
 /// Opens a map by its id; `None`: this process opens it itself.

@@ -16,7 +16,7 @@ mod wire;
 
 pub use self::{
     client::{
-        COMMAND, SOCKETS, fwmark_accept, is_there, map, mount, program, separate, socket, table,
+        COMMAND, SOCKETS, is_there, map, mark_settings, mount, program, separate, socket, table,
         tcp_sockets, this_namespace, watch, within,
     },
     serve::serve,

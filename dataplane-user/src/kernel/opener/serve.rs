@@ -13,7 +13,7 @@ use nix::{
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::wire::{self, Request};
-use crate::kernel::{capture::routing::FWMARK_ACCEPT, pins, privileges, sys, sysctl};
+use crate::kernel::{capture::routing::mark_settings, pins, privileges, sys};
 
 /// Answers at this socket until the agent has ended.
 ///
@@ -73,7 +73,7 @@ fn open(request: Request) -> io::Result<Vec<OwnedFd>> {
             (0..count).map(open).collect()
         }
         Request::Table(table) => Ok(vec![File::open(table.path())?.into()]),
-        Request::FwmarkAccept => Ok(vec![sysctl::open(FWMARK_ACCEPT)?.into()]),
+        Request::MarkSettings => Ok(mark_settings()?.into_iter().map(OwnedFd::from).collect()),
         Request::Map(id) => Ok(vec![sys::map_by_id(id)?]),
         Request::Program(id) => Ok(vec![sys::prog_by_id(id)?]),
         Request::Mount => {

@@ -52,8 +52,8 @@ pub enum Request {
     },
     /// A table of its sockets, to read.
     Table(Table),
-    /// `net.ipv4.tcp_fwmark_accept`, to write.
-    FwmarkAccept,
+    /// The sysctls by which answers have marks, to write.
+    MarkSettings,
     /// A map of BPF by its id.
     Map(u32),
     /// A program of BPF by its id.
@@ -87,7 +87,7 @@ impl From<Request> for Packet {
             } => (1, [domain, kind, protocol, count as i32]),
             Request::Table(Table::Tcp) => (2, [0; 4]),
             Request::Table(Table::Tcp6) => (3, [0; 4]),
-            Request::FwmarkAccept => (4, [0; 4]),
+            Request::MarkSettings => (4, [0; 4]),
             Request::Map(id) => (5, [id.cast_signed(), 0, 0, 0]),
             Request::Program(id) => (6, [id.cast_signed(), 0, 0, 0]),
             Request::Mount => (7, [0; 4]),
@@ -111,7 +111,7 @@ impl Packet {
             },
             2 => Request::Table(Table::Tcp),
             3 => Request::Table(Table::Tcp6),
-            4 => Request::FwmarkAccept,
+            4 => Request::MarkSettings,
             5 => Request::Map(first.cast_unsigned()),
             6 => Request::Program(first.cast_unsigned()),
             7 => Request::Mount,
@@ -246,7 +246,7 @@ mod tests {
             sockets,
             Request::Table(Table::Tcp),
             Request::Table(Table::Tcp6),
-            Request::FwmarkAccept,
+            Request::MarkSettings,
             Request::Map(u32::MAX),
             Request::Program(7),
             Request::Mount,

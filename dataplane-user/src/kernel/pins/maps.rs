@@ -99,7 +99,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 39] = [
+pub const MAPS: [MapSpec; 38] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -192,7 +192,6 @@ pub const MAPS: [MapSpec; 39] = [
         shape: Mapped::<u64>::shape(false),
         max_entries: Some(COUNTERS),
     },
-    storage::<u32>("OWN"),
     storage::<Askers>("ASKERS"),
     storage::<Origin>("ACCEPTED"),
     MapSpec {

@@ -5,7 +5,7 @@ use std::{collections::HashSet, io, sync::atomic::Ordering};
 
 use dataplane_common::{
     capture::{Origin, Tuple},
-    origins::{COUNTERS, OF_ALL, OF_PROXY},
+    origins::{COUNTERS, OF_ALL},
 };
 
 use crate::kernel::{
@@ -70,11 +70,8 @@ impl Origins {
     }
 
     fn uncount(&self, counter: u16) {
-        let all = if counter == OF_PROXY { 0 } else { OF_ALL };
-        for counter in [counter, all].into_iter().filter(|_| counter != 0) {
-            if counter != 0
-                && let Some(count) = self.counts.word(counter.into(), 0)
-            {
+        for counter in [counter, OF_ALL].into_iter().filter(|_| counter != 0) {
+            if let Some(count) = self.counts.word(counter.into(), 0) {
                 count.fetch_sub(1, Ordering::Relaxed);
             }
         }

@@ -17,7 +17,7 @@ use crate::{
         connection::{Connection, Side},
         shared::{Accepted, Command},
     },
-    relay::{Attached, Found, Listener, Permit, Session, socket},
+    relay::{Attached, Direction, Found, Listener, Permit, Session, socket},
 };
 
 /// The maximum number of connections accepted before the worker serves existing ones again.
@@ -118,7 +118,8 @@ impl Worker {
                 continue;
             };
             let _ = epoll::delete(&self.epoll, &acceptor.listener().socket);
-            while let Some(permit) = Permit::acquire(&acceptor.attached) {
+            let direction = acceptor.listener().direction;
+            while let Some(permit) = Permit::acquire(&acceptor.attached, direction) {
                 match acceptor.accept(permit) {
                     Ok(Some(accepted)) => self.begin(accepted),
                     Ok(None) => {}
@@ -140,7 +141,8 @@ impl Worker {
             let Some(Some(acceptor)) = self.acceptors.get(number) else {
                 return;
             };
-            let Some(permit) = Permit::acquire(&acceptor.attached) else {
+            let direction = acceptor.listener().direction;
+            let Some(permit) = Permit::acquire(&acceptor.attached, direction) else {
                 self.pause(number);
                 return;
             };
@@ -184,11 +186,15 @@ impl Worker {
             // record.
             return;
         };
+        let keeps_client = self.shared.settings.transparent && direction == Direction::Inbound;
         let (attempts, now) = (self.shared.settings.attempts, self.clock.now);
         let mut session = Session::begin(permit, direction, client, destination, attempts, now);
         let routed = session.route(&self.index);
         self.load().add();
         let mut connection = Connection::new(session, socket);
+        if keeps_client {
+            connection.share_port();
+        }
         let first = routed.and_then(|()| connection.read_first(&mut self.buffers));
         let first = match first {
             Ok(first) => first,

@@ -9,7 +9,7 @@ use crate::{
     proxy::{connection::Side, table::Key},
     relay::{
         Direction, Flag,
-        socket::{self, Manner},
+        socket::{self, From, Manner},
     },
 };
 
@@ -26,20 +26,24 @@ impl Worker {
             };
             connection.set_endpoint_socket(None);
             let speaks = first > 0 || connection.holds_first();
+            let settings = &self.shared.settings;
             let session = &mut connection.session;
             let Some(endpoint) = session.next_endpoint() else {
                 self.finish(key, Flag::ConnectFailure, true);
                 return;
             };
             let attempt = session.attempt().unwrap_or_default();
-            let settings = &self.shared.settings;
             let transparent = settings.transparent && session.direction() == Direction::Inbound;
             let manner = Manner {
                 mark: settings
                     .transparent_mark
                     .filter(|_| transparent)
                     .or(settings.mark),
-                from: transparent.then(|| session.client().ip()),
+                from: transparent.then(|| From {
+                    ip: session.client().ip(),
+                    port: connection.shares_port.then(|| session.client().port()),
+                    by_loopback: session.attached().namespace.is_some(),
+                }),
                 speaks,
             };
             let (stock, attached) = (&mut self.stock, session.attached());

@@ -2,6 +2,7 @@
 //! which learns where they were to go.
 
 mod cleanup;
+mod clients;
 mod deny;
 mod escapes;
 mod evasions;
@@ -22,6 +23,7 @@ mod takeover;
 mod trouble;
 
 pub use cleanup::SCENARIOS as CLEANUP;
+pub use clients::SCENARIOS as CLIENTS;
 pub use deny::SCENARIOS as DENY;
 pub use escapes::SCENARIOS as ESCAPES;
 pub use evasions::SCENARIOS as EVASIONS;
