@@ -6,7 +6,7 @@ use std::{
 };
 
 use dataplane::{
-    model::{Exempt, Layers, Node, Place, Rules, ServiceName, WorkloadName},
+    model::{Egress, Exempt, Layers, Node, Place, Rules, ServiceName, WorkloadName},
     source::{
         View,
         kubernetes::{Kind, Patience, Scope},
@@ -265,7 +265,7 @@ fn pods_of_all_nodes_are_known_to_whom_they_matter() {
     assert!(elsewhere(&always.view(|_| true)).is_some());
 }
 
-/// Rules that make no sense stay what they were; the pod's addresses and ports do not.
+/// Rules that make no sense harm nothing else of a pod, and ports that make none stay what they were.
 #[test]
 fn one_half_of_a_pod_is_not_left_out_for_the_other() {
     let sense = labelled(exposed("web", 1), "ambient");
@@ -275,9 +275,11 @@ fn one_half_of_a_pod_is_not_left_out_for_the_other() {
     wrong["metadata"]["annotations"] = json!({ "dataplane.io/egress": "perhaps" });
     site.cluster().apply(wrong);
     let view = site.view(|view| exposes(view, "web") == [2]);
-    assert_eq!(captured(&view, "web"), Some(true));
+    assert_eq!(captured(&view, "web"), None);
     let workload = &view.workloads[&WorkloadName::new("default", "web")];
     assert_eq!(workload.addresses.as_slice(), [pod(2)]);
+    // What may have been meant to close it closes it.
+    assert_eq!(workload.rules.own.egress, Some(Egress::Deny));
     let problems: Vec<_> = view.problems.iter().map(|p| format!("{p:?}")).collect();
     assert!(
         problems.len() == 2 && problems.iter().all(|p| p.contains("Pod default/web")),

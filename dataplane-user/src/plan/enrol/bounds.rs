@@ -56,8 +56,8 @@ impl Bounds {
             if without != rules {
                 rules = without;
                 ineffective.push(format!(
-                    "{by}: annotations that exclude or include ports, ranges or interfaces have no effect: the \
-                     configuration enforces the capture"
+                    "{by}: annotations that exclude or include ports, ranges, interfaces or inbound connections have no \
+                     effect: the configuration enforces the capture"
                 ));
             }
         }
@@ -180,6 +180,26 @@ mod tests {
         // What is enforced is not.
         let whole = member(none(), captured(true), captured(false), Place::Address).unwrap();
         assert_eq!(whole.ineffective.len(), 1);
+    }
+
+    /// What only encrypted transport will do is not passed over in silence.
+    #[test]
+    fn a_captured_pod_says_that_its_waypoint_has_no_effect() {
+        let with = |waypoint: &str| Rules {
+            waypoint: Some(waypoint.into()),
+            ..captured(true)
+        };
+        let none = Rules::default;
+        for enforced in [none(), captured(true)] {
+            let member = |own| member(none(), enforced.clone(), own, Place::Address).unwrap();
+            let named = member(with("gate"));
+            assert_eq!(named.ineffective.len(), 1, "{:?}", named.ineffective);
+            assert!(
+                named.ineffective[0]
+                    .contains("istio.io/use-waypoint: gate of the Pod has no effect")
+            );
+            assert!(member(with("none")).ineffective.is_empty());
+        }
     }
 
     #[test]

@@ -107,6 +107,7 @@ pub(super) fn without_lists(rules: &Rules) -> Rules {
         acceleration: rules.acceleration,
         dns: rules.dns,
         virtual_interfaces: rules.virtual_interfaces.clone(),
+        waypoint: rules.waypoint.clone(),
         ..Rules::default()
     }
 }

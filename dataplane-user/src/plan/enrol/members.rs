@@ -142,6 +142,14 @@ fn layers(said: &Said, workload: &Workload, over_budget: bool) -> Layered {
         mode: Some(Mode::Kernel),
         ..Rules::default()
     };
+    let waypoint = own.waypoint.as_ref().map(|waypoint| ("Pod", waypoint));
+    let waypoint = waypoint.or(namespace.waypoint.as_ref().map(|of| ("Namespace", of)));
+    if let Some((by, waypoint)) = waypoint.filter(|(_, waypoint)| ***waypoint != *"none") {
+        ineffective.push(format!(
+            "label istio.io/use-waypoint: {} of the {by} has no effect: connections go past the waypoint, and no rule of it              holds",
+            waypoint.escape_debug()
+        ));
+    }
     let mut layers = above;
     let by_sidecar = said.sidecars && named.is_some();
     if workload.place == Place::Exempt(Exempt::Sidecar) && !by_sidecar {

@@ -486,8 +486,6 @@ pub(super) struct Pod {
     pub workload: Option<Workload>,
     /// Its addresses and those of its node.
     pub addresses: SmallVec<[IpAddr; 4]>,
-    /// Whether its rules make no sense, and stay what they were.
-    pub faulty: bool,
     /// As what a ServiceEntry may select it.
     pub candidate: Option<Box<Candidate>>,
 }
@@ -503,7 +501,6 @@ impl Pod {
         let host_ports = objects::host_ports(pod, node, &mut of_ports);
         let host_ports = of_ports.faults.is_empty().then_some(host_ports);
         let workload = objects::pod(pod, node, findings);
-        let faulty = !findings.faults.is_empty();
         for fault in of_ports.faults {
             if !findings.faults.contains(&fault) {
                 findings.faults.push(fault);
@@ -514,7 +511,6 @@ impl Pod {
             host_ports,
             workload,
             addresses: objects::pod_addresses(pod),
-            faulty,
             candidate: objects::candidate(pod, node).map(Box::new),
         }
     }
@@ -530,7 +526,6 @@ impl Pod {
                 ..workload
             }),
             addresses: objects::pod_addresses(pod),
-            faulty: false,
             candidate: objects::candidate(pod, node).map(Box::new),
         }
     }

@@ -80,21 +80,13 @@ impl Pods {
     /// changed, as is the rule, since a pod's status changes all the time.
     pub fn put(&mut self, name: &ServiceName, pod: Pod) -> Option<Vec<Change>> {
         let seen = self.seen.entry(name.clone()).or_default();
-        let earlier = seen.workload.as_ref();
-        let workload = pod.workload.map(|workload| match earlier {
-            Some(earlier) if pod.faulty => Workload {
-                rules: Arc::clone(&earlier.rules),
-                ..workload
-            },
-            _ => workload,
-        });
         let host_ports = match pod.host_ports {
             Some(services) => services.into_iter().map(Arc::new).collect(),
             None => seen.host_ports.clone(),
         };
         let now = Seen {
             host_ports,
-            workload,
+            workload: pod.workload,
             addresses: pod.addresses,
         };
         if *seen == now {
@@ -230,7 +222,6 @@ mod tests {
                 ..Workload::new(name, Place::Elsewhere)
             }),
             addresses: SmallVec::new(),
-            faulty: false,
             candidate: None,
         }
     }

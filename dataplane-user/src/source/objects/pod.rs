@@ -20,13 +20,19 @@ use crate::model::{
 
 /// A label: `ambient` captures, `none` does not. Of a namespace for all its pods, or of a pod.
 const LABEL_MODE: &str = "istio.io/dataplane-mode";
+/// A label: the proxy that reads what is sent to a pod, or to those of a namespace.
+const LABEL_WAYPOINT: &str = "istio.io/use-waypoint";
 /// A label of pods: the network that their addresses are of.
 const LABEL_NETWORK: &str = "topology.istio.io/network";
+/// A label of pods: the name of their workload in metrics.
+const LABEL_WORKLOAD: &str = "service.istio.io/workload-name";
 /// An annotation of pods with a mesh's proxy in them: whoever put it there, or asked for it.
 const SIDECAR: &str = "sidecar.istio.io/status";
 /// What ours begin with.
 const OURS: &str = "dataplane.io/";
 const ISTIO: &str = "traffic.sidecar.istio.io/";
+/// Istio's annotation of pods whose inbound connections are not captured, such as ingress gateways.
+const BYPASS_INBOUND: &str = "ambient.istio.io/bypass-inbound-capture";
 /// Istio's annotation of DNS capture.
 const DNS_CAPTURE: &str = "ambient.istio.io/dns-capture";
 const OSM: &str = "openservicemesh.io/";
@@ -53,7 +59,15 @@ pub fn namespace(metadata: &Metadata, findings: &mut Findings) -> NamespaceRules
 /// captured.
 pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Workload> {
     check_name(&object.metadata, findings);
-    let rules = rules(&object.metadata, findings);
+    let mut rules = rules(&object.metadata, findings);
+    let mut asked = Asked {
+        annotations: &object.metadata.annotations,
+        findings,
+    };
+    // Istio reads it at Pods only.
+    if asked.truth(BYPASS_INBOUND) == Some(true) {
+        rules.inbound = Some(false);
+    }
     let spec = object.spec.as_ref()?;
     let status = object.status.as_ref();
     let phase = status.and_then(|status| status.phase.as_deref());
@@ -89,7 +103,7 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
             .as_deref()
             .unwrap_or_default()
             .into(),
-        telemetry: Telemetry::new(&owner(&object.metadata), Some(labels)),
+        telemetry: Telemetry::new(workload_name(&object.metadata), Some(labels)),
         resolution: resolution(spec, findings),
         by_packets: by_packets(&object.metadata, findings),
         rules: Arc::new(Layers {
@@ -149,7 +163,7 @@ fn addresses(status: Option<&api::PodStatus>, findings: &mut Findings) -> SmallV
         match text.parse() {
             Ok(addr) if found.contains(&addr) => {}
             Ok(addr) => found.push(addr),
-            Err(_) => findings.fault(
+            Err(_) => findings.note(
                 "status.podIPs",
                 format!("{text:?} is not an address; expected one like 10.0.0.1 or fd00::1"),
             ),
@@ -158,18 +172,31 @@ fn addresses(status: Option<&api::PodStatus>, findings: &mut Findings) -> SmallV
     found
 }
 
-/// The name of what made a pod: of a Deployment's, not its `ReplicaSet`'s.
-fn owner(metadata: &Metadata) -> String {
-    let own = metadata.name.clone().unwrap_or_default();
+/// The name of a pod's workload, as Istio has it: of what its author wrote, such as a Deployment or CronJob, and not of the
+/// `ReplicaSet` or Job in between. A pod that nothing made has its own name, such as a static pod, which its Node owns.
+fn workload_name(metadata: &Metadata) -> &str {
+    if let Some(name) = label(&metadata.labels, LABEL_WORKLOAD).filter(|name| !name.is_empty()) {
+        return name;
+    }
+    let own = metadata.name.as_deref().unwrap_or_default();
     let owners = metadata.owner_references.iter().flatten();
-    let Some(owner) = owners.into_iter().find(|o| o.controller == Some(true)) else {
+    let Some(owner) = owners
+        .into_iter()
+        .find(|owner| owner.controller == Some(true) && owner.kind != "Node")
+    else {
         return own;
     };
-    let hash = label(&metadata.labels, "pod-template-hash");
-    hash.filter(|_| owner.kind == "ReplicaSet")
-        .and_then(|hash| owner.name.strip_suffix(hash)?.strip_suffix('-'))
-        .unwrap_or(&owner.name)
-        .to_owned()
+    let stem = match &*owner.kind {
+        // Of a Deployment, or of a Rollout of Argo's.
+        "ReplicaSet" => ["pod-template-hash", "rollouts-pod-template-hash"]
+            .iter()
+            .filter_map(|key| label(&metadata.labels, key))
+            .find_map(|hash| owner.name.strip_suffix(hash)?.strip_suffix('-')),
+        "ReplicationController" => label(&metadata.labels, "deploymentconfig"),
+        "Job" => of_cron_job(&owner.name),
+        _ => None,
+    };
+    stem.filter(|stem| !stem.is_empty()).unwrap_or(&owner.name)
 }
 
 /// Whether a pod is to be served by packets only.
@@ -178,22 +205,34 @@ fn by_packets(metadata: &Metadata, findings: &mut Findings) -> Option<bool> {
         annotations: &metadata.annotations,
         findings,
     };
-    asked.word("packets-only", &[("true", true), ("false", false)])
+    asked.word("packets-only", &[("true", true), ("false", false)], None)
 }
 
-/// What labels and annotations ask for.
+/// The name of the CronJob that made a Job of this name; none if none did. The controller appends the minute of the run,
+/// formerly its second.
+fn of_cron_job(job: &str) -> Option<&str> {
+    let (name, time) = job.rsplit_once('-')?;
+    let is_time = (8..=10).contains(&time.len()) && time.bytes().all(|byte| byte.is_ascii_digit());
+    is_time.then_some(name)
+}
+
+/// What labels and annotations ask for. What makes no sense is noted, and harms neither the rest of the object nor others:
+/// it counts as the strictest value that there is, or does not count.
 fn rules(metadata: &Metadata, findings: &mut Findings) -> Rules {
     let mut rules = Rules::default();
     if let Some(mode) = label(&metadata.labels, LABEL_MODE) {
         match mode {
             "ambient" => rules.captured = Some(true),
             "none" => rules.captured = Some(false),
-            other => findings.fault(
+            other => findings.note(
                 format!("metadata.labels[\"{LABEL_MODE}\"]"),
-                format!("{other:?}; expected ambient or none"),
+                format!("{other:?} has no effect; expected ambient or none"),
             ),
         }
     }
+    rules.waypoint = label(&metadata.labels, LABEL_WAYPOINT)
+        .filter(|waypoint| !waypoint.is_empty())
+        .map(Box::from);
     let mut asked = Asked {
         annotations: &metadata.annotations,
         findings,
@@ -222,8 +261,7 @@ impl Asked<'_> {
                         .outbound_ranges
                         .values_mut()
                         .for_each(|said| *said = true);
-                } else {
-                    let ranges = self.parsed(&name, &items, range);
+                } else if let Some(ranges) = self.whole(&name, &items, range) {
                     rules.include_ranges(ranges);
                 }
             }
@@ -246,11 +284,12 @@ impl Asked<'_> {
         }
         let name = format!("{ISTIO}includeInboundPorts");
         if let Some(items) = self.list(&name) {
-            rules.inbound_others = Some(items == ["*"]);
-            if items != ["*"] {
-                for port in self.parsed(&name, &items, port) {
-                    rules.inbound_ports.insert(port, true);
-                }
+            if items == ["*"] {
+                rules.inbound_others = Some(true);
+            } else if let Some(ports) = self.whole(&name, &items, port) {
+                rules.inbound_others = Some(false);
+                let ports = ports.into_iter().map(|port| (port, true));
+                rules.inbound_ports.extend(ports);
             }
         }
         for name in names("excludeInboundPorts", "inbound-port-exclusion-list") {
@@ -268,61 +307,50 @@ impl Asked<'_> {
         ] {
             for interface in self.parsed_list(&name, virtual_interface) {
                 if rules.virtual_interfaces.len() == VIRTUAL_INTERFACES {
-                    let text =
-                        format!("too many interfaces; expected at most {VIRTUAL_INTERFACES}");
-                    self.fault(&name, text);
+                    let text = format!(
+                        "too many interfaces, of which the first {VIRTUAL_INTERFACES} count; expected at most as many"
+                    );
+                    self.note(&name, text);
                     break;
                 }
                 rules.virtual_interfaces.insert(interface);
             }
         }
-        rules.mode = self.word(
-            "mode",
-            &[
-                ("auto", Mode::Auto),
-                ("proxy", Mode::Proxy),
-                ("kernel", Mode::Kernel),
-            ],
-        );
-        rules.captured_by = self.word(
-            "captured-by",
-            &[
-                ("sockets", CapturedBy::Sockets),
-                ("packets", CapturedBy::Packets),
-            ],
-        );
-        rules.egress = self.word(
-            "egress",
-            &[("allow", Egress::Allow), ("deny", Egress::Deny)],
-        );
-        rules.without_proxy = self.word(
-            "without-proxy",
-            &[
-                ("refuse", WithoutProxy::Refuse),
-                ("pass", WithoutProxy::Pass),
-            ],
-        );
-        rules.acceleration = self.word(
-            "acceleration",
-            &[
-                ("off", Acceleration::Off),
-                ("sockmap", Acceleration::Sockmap),
-            ],
-        );
-        rules.dns = self.dns();
+        let modes = [
+            ("auto", Mode::Auto),
+            ("proxy", Mode::Proxy),
+            ("kernel", Mode::Kernel),
+        ];
+        rules.mode = self.word("mode", &modes, None);
+        let by = [
+            ("sockets", CapturedBy::Sockets),
+            ("packets", CapturedBy::Packets),
+        ];
+        rules.captured_by = self.word("captured-by", &by, None);
+        let policies = [("allow", Egress::Allow), ("deny", Egress::Deny)];
+        rules.egress = self.word("egress", &policies, Some("deny"));
+        let without = [
+            ("refuse", WithoutProxy::Refuse),
+            ("pass", WithoutProxy::Pass),
+        ];
+        rules.without_proxy = self.word("without-proxy", &without, Some("refuse"));
+        let ways = [
+            ("off", Acceleration::Off),
+            ("sockmap", Acceleration::Sockmap),
+        ];
+        rules.acceleration = self.word("acceleration", &ways, None);
+        rules.dns = self.truth(DNS_CAPTURE);
     }
 
-    /// Whether DNS queries are captured, in Istio's annotation.
-    fn dns(&mut self) -> Option<bool> {
-        let said = self.annotations.get(DNS_CAPTURE)?;
-        match said.as_str() {
-            "true" => Some(true),
-            "false" => Some(false),
-            other => {
-                self.fault(DNS_CAPTURE, format!("{other:?}; expected true or false"));
-                None
-            }
+    /// What an annotation of Istio's says that is true or false.
+    fn truth(&mut self, name: &str) -> Option<bool> {
+        let said = self.annotations.get(name)?;
+        let found = truth(said);
+        if found.is_none() {
+            let text = format!("{said:?} has no effect; expected true or false");
+            self.note(name, text);
         }
+        found
     }
 
     /// A list with commas; `None` if it is not there.
@@ -352,27 +380,56 @@ impl Asked<'_> {
         for item in items {
             match read(item) {
                 Ok(item) => found.push(item),
-                Err(text) => self.fault(name, text),
+                Err(text) => self.note(name, format!("{text}; it is left out")),
             }
         }
         found
     }
 
-    /// One of some words, in an annotation of ours.
-    fn word<T: Copy>(&mut self, name: &str, words: &[(&str, T)]) -> Option<T> {
+    /// The elements of a list beyond which nothing is captured. If one of them makes no sense, it is not known what that
+    /// is: then the list has no effect.
+    fn whole<T>(
+        &mut self,
+        name: &str,
+        items: &[String],
+        read: fn(&str) -> Result<T, String>,
+    ) -> Option<Vec<T>> {
+        let found: Result<Vec<T>, String> = items.iter().map(|item| read(item)).collect();
+        found
+            .map_err(|text| self.note(name, format!("{text}; the annotation has no effect")))
+            .ok()
+    }
+
+    /// One of some words, in an annotation of ours. `else_`: the word for which any other counts.
+    fn word<T: Copy>(&mut self, name: &str, words: &[(&str, T)], else_: Option<&str>) -> Option<T> {
         let name = format!("{OURS}{name}");
         let said = self.annotations.get(&name)?;
-        let found = words.iter().find(|(word, _)| word == said);
-        if found.is_none() {
+        let named = |said: &str| words.iter().find(|(word, _)| *word == said);
+        let found = named(said).or_else(|| {
             let words: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
-            self.fault(&name, format!("{said:?}; expected {}", words.join(" or ")));
-        }
+            let effect = else_.map_or_else(
+                || "has no effect".to_owned(),
+                |word| format!("counts as {word}"),
+            );
+            let text = format!("{said:?} {effect}; expected {}", words.join(" or "));
+            self.note(&name, text);
+            named(else_?)
+        });
         found.map(|(_, value)| *value)
     }
 
-    fn fault(&mut self, name: &str, text: String) {
+    fn note(&mut self, name: &str, text: String) {
         self.findings
-            .fault(format!("metadata.annotations[\"{name}\"]"), text);
+            .note(format!("metadata.annotations[\"{name}\"]"), text);
+    }
+}
+
+/// A truth value as Go reads it (`strconv.ParseBool`), which is how Istio reads those of its annotations.
+fn truth(text: &str) -> Option<bool> {
+    match text {
+        "1" | "t" | "T" | "TRUE" | "true" | "True" => Some(true),
+        "0" | "f" | "F" | "FALSE" | "false" | "False" => Some(false),
+        _ => None,
     }
 }
 
