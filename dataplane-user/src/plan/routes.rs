@@ -5,7 +5,8 @@
 //! so a mistake in one backend does not send more to the others.
 //!
 //! Routes split Services of their own namespace only, so that no author splits what is another's. Each step takes time for
-//! what changed, and for the routes that lead there by consent of those who changed it.
+//! what changed, and if that is a backend, for the routes that are followed there: not for all that are attached to their
+//! Services, since anybody may lead anywhere.
 
 mod backends;
 mod claims;
@@ -37,12 +38,14 @@ pub struct Routes {
     backends: Backends,
     /// The routes that are attached to each Service.
     attached: BTreeMap<ServiceName, BTreeSet<RouteName>>,
-    /// The routes that lead to each Service, by their namespaces: those that may not lead there are not looked at.
-    leading: BTreeMap<ServiceName, OfNamespaces>,
+    /// The Services whose followed routes lead to each Service.
+    leading: BTreeMap<ServiceName, BTreeSet<ServiceName>>,
     /// The routes that lead to Services of each namespace, by their own.
     abroad_to: BTreeMap<Box<str>, OfNamespaces>,
     /// The routes that lead to each host, by their namespaces.
     to_host: BTreeMap<Arc<str>, OfNamespaces>,
+    /// The routes that are followed of those of each Service, and what is wrong with the others.
+    claimed: BTreeMap<ServiceName, Claimed>,
     /// The result of the routes of each Service.
     wanted: BTreeMap<ServiceName, Wanted>,
     /// How many endpoints the routes of each namespace lead to, and the Services for which that is too many.
@@ -57,6 +60,14 @@ pub struct Routes {
 
 /// Routes by their namespaces and kinds.
 type OfNamespaces = BTreeMap<(Box<str>, RouteKind), BTreeSet<RouteName>>;
+
+/// Which routes of a Service are followed.
+#[derive(Debug, Default)]
+struct Claimed {
+    /// Each with the indices of its ports.
+    won: Vec<(Arc<Route>, Vec<usize>)>,
+    problems: Vec<Problem>,
+}
 
 /// The result of a Service's routes.
 #[derive(Debug, Default)]
@@ -109,6 +120,7 @@ impl Routes {
             leading: BTreeMap::new(),
             abroad_to: BTreeMap::new(),
             to_host: BTreeMap::new(),
+            claimed: BTreeMap::new(),
             wanted: BTreeMap::new(),
             sums: HashMap::new(),
             most,
@@ -121,13 +133,19 @@ impl Routes {
 
     /// Splits services as routes say.
     pub fn take(&mut self, from: Sources<'_>) -> Routed {
-        // The Services whose ports may be split otherwise, and the routes that may lead elsewhere.
+        // The Services whose routes may be followed otherwise, those whose ports may be split otherwise, and the routes that
+        // may lead elsewhere.
+        let mut claimed: BTreeSet<ServiceName> = BTreeSet::new();
         let mut dirty: BTreeSet<ServiceName> = BTreeSet::new();
         let mut moved: BTreeSet<RouteName> = BTreeSet::new();
-        let mut other_problems = self.take_routes(from.routes, &mut dirty);
+        let mut other_problems = self.take_routes(from.routes, &mut claimed);
         self.take_grants(from.grants, &mut moved);
         self.take_entries(from.entries, &mut moved);
-        self.take_services(from.services, &mut dirty, &mut moved);
+        self.take_services(from.services, &mut claimed, &mut dirty);
+        for name in claimed {
+            other_problems |= self.claim(&name);
+            dirty.insert(name);
+        }
         for route in moved.iter().filter_map(|name| self.known.get(name)) {
             dirty.extend(route.parents.iter().map(|parent| parent.service.clone()));
         }
@@ -156,13 +174,15 @@ impl Routes {
 
     /// What routes ask for and do not get.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
-        self.problems.values().flatten().chain(self.abroad.values())
+        let lost = self.claimed.values().flat_map(|of| &of.problems);
+        let others = self.problems.values().flatten();
+        lost.chain(others).chain(self.abroad.values())
     }
 
     fn take_routes(
         &mut self,
         routes: &OrdMap<RouteName, Arc<Route>>,
-        dirty: &mut BTreeSet<ServiceName>,
+        claimed: &mut BTreeSet<ServiceName>,
     ) -> bool {
         let mut others = false;
         let before = std::mem::replace(&mut self.known, routes.clone());
@@ -170,12 +190,11 @@ impl Routes {
             for (name, route, is_there) in sides(&change) {
                 for parent in &route.parents {
                     note(&mut self.attached, &parent.service, name, is_there);
-                    dirty.insert(parent.service.clone());
+                    claimed.insert(parent.service.clone());
                 }
                 for backend in &route.backends {
                     match &backend.to {
                         BackendTo::Service(to) => {
-                            note_by_namespace(&mut self.leading, to, name, is_there);
                             let namespace: Box<str> = to.namespace().into();
                             if namespace != name.namespace {
                                 note_by_namespace(&mut self.abroad_to, &namespace, name, is_there);
@@ -253,8 +272,8 @@ impl Routes {
     fn take_services(
         &mut self,
         services: &OrdMap<ServiceName, Arc<Service>>,
+        claimed: &mut BTreeSet<ServiceName>,
         dirty: &mut BTreeSet<ServiceName>,
-        moved: &mut BTreeSet<RouteName>,
     ) {
         let before = std::mem::replace(&mut self.backends.services, services.clone());
         for change in before.diff(services) {
@@ -270,14 +289,41 @@ impl Routes {
                 None => _ = self.services.remove(name),
             }
             if self.attached.contains_key(name) {
-                dirty.insert(name.clone());
+                claimed.insert(name.clone());
             }
-            for ((from, kind), routes) in self.leading.get(name).into_iter().flatten() {
-                if self.backends.permits(from, *kind, name) {
-                    moved.extend(routes.iter().cloned());
-                }
-            }
+            dirty.extend(self.leading.get(name).into_iter().flatten().cloned());
         }
+    }
+
+    /// Finds out which routes of a Service are followed; whether other ones than before are refused, or for other reasons.
+    fn claim(&mut self, name: &ServiceName) -> bool {
+        let before = self.claimed.remove(name).unwrap_or_default();
+        for to in before.won.iter().flat_map(|(route, _)| services_of(route)) {
+            note(&mut self.leading, to, name, false);
+        }
+        let names = self.attached.get(name).into_iter().flatten();
+        let mut routes: Vec<_> = names
+            .filter_map(|name| self.known.get(name))
+            .cloned()
+            .collect();
+        if routes.is_empty() {
+            return !before.problems.is_empty();
+        }
+        claims::sort(&mut routes);
+        let service = self.backends.services.get(name);
+        let claims = Claims::of(name, service.map(|service| &**service), &routes);
+        for to in claims.won.iter().flat_map(|(route, _)| services_of(route)) {
+            note(&mut self.leading, to, name, true);
+        }
+        let lost = claims.lost.iter();
+        let lost = lost.map(|(route, reason, text)| problem(route, "Accepted=False", reason, text));
+        let claimed = Claimed {
+            won: claims.won,
+            problems: lost.collect(),
+        };
+        let others = before.problems != claimed.problems;
+        self.claimed.insert(name.clone(), claimed);
+        others
     }
 
     /// Finds out what the routes of a Service come to.
@@ -286,31 +332,21 @@ impl Routes {
         if let Some(before) = self.wanted.remove(name) {
             *sum -= before.endpoints;
         }
-        let names = self.attached.get(name).into_iter().flatten();
-        let mut routes: Vec<_> = names
-            .filter_map(|name| self.known.get(name))
-            .cloned()
-            .collect();
-        if routes.is_empty() {
-            return;
-        }
-        claims::sort(&mut routes);
+        let claimed = self.claimed.get(name);
+        let won = claimed.map(|claimed| claimed.won.clone());
         let service = self.backends.services.get(name).map(Arc::clone);
-        let claims = Claims::of(name, service.as_deref(), &routes);
+        let (Some(won), Some(service)) = (won, service) else {
+            return;
+        };
         let mut wanted = Wanted::default();
-        let lost = claims.lost.iter();
-        wanted.problems.extend(
-            lost.map(|(route, reason, text)| problem(route, "Accepted=False", reason, text)),
-        );
-        for (route, ports) in claims.won {
-            let Some(service) = &service else { break };
-            let parts = self.parts(&route, &mut wanted.problems);
+        for (route, ports) in won {
+            let parts = self.parts(&service, &route, &mut wanted.problems);
             let backends = parts.iter().filter_map(|part| part.backend.as_ref());
             let sizes = backends.map(|(of, port)| of.ports[*port].endpoints.len());
             wanted.endpoints += sizes.sum::<usize>() * ports.len();
             let split = Arc::new(Split {
                 by: route.name.to_string().into(),
-                own: Arc::clone(service),
+                own: Arc::clone(&service),
                 parts,
             });
             let splits = ports.into_iter().map(|port| (port, Arc::clone(&split)));
@@ -322,12 +358,12 @@ impl Routes {
     }
 
     /// The backends of a route that get a part, and what is wrong with the others.
-    fn parts(&mut self, route: &Route, problems: &mut Vec<Problem>) -> Vec<Part> {
+    fn parts(&mut self, parent: &Service, route: &Route, problems: &mut Vec<Problem>) -> Vec<Part> {
         let weights = route.backends.iter().map(|of| u64::from(of.weight));
         let sum: u64 = weights.sum();
         let mut parts = Vec::new();
         for (index, backend) in route.backends.iter().enumerate() {
-            let found = self.backends.of(&route.name, backend);
+            let found = self.backends.of(parent, &route.name, backend);
             if let Err((reason, text)) = &found {
                 let refused = match u64::from(backend.weight) {
                     0 => "its weight is 0, so that no connections are refused".to_owned(),
@@ -468,6 +504,17 @@ fn sides<'a, K, V>(
         .chain(new.map(|(key, new)| (key, new, true)))
 }
 
+/// The Services to which a route leads.
+fn services_of(route: &Route) -> impl Iterator<Item = &ServiceName> {
+    route
+        .backends
+        .iter()
+        .filter_map(|backend| match &backend.to {
+            BackendTo::Service(to) => Some(to),
+            BackendTo::Host(_) | BackendTo::Invalid(..) => None,
+        })
+}
+
 fn note_by_namespace<K: Ord + Clone>(
     map: &mut BTreeMap<K, OfNamespaces>,
     key: &K,
@@ -481,10 +528,10 @@ fn note_by_namespace<K: Ord + Clone>(
     }
 }
 
-fn note<K: Ord + Clone>(
-    map: &mut BTreeMap<K, BTreeSet<RouteName>>,
+fn note<K: Ord + Clone, Name: Ord + Clone>(
+    map: &mut BTreeMap<K, BTreeSet<Name>>,
     key: &K,
-    name: &RouteName,
+    name: &Name,
     is_there: bool,
 ) {
     let names = map.entry(key.clone()).or_default();

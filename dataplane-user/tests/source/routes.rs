@@ -328,8 +328,8 @@ fn a_backend_that_cannot_be_reached_keeps_its_part_which_is_refused() {
         ),
         (
             json!({ "name": "far", "namespace": "other", "port": 80 }),
-            refused,
-            "ResolvedRefs=False (RefNotPermitted): spec.rules[0].backendRefs[1]: no ReferenceGrant of namespace other",
+            &[(7, 0.25), (2, 0.75)],
+            "",
         ),
         (
             host("hidden.example.com"),
@@ -448,15 +448,42 @@ fn routes_that_lead_to_each_other_and_to_themselves_lead_to_endpoints() {
     assert!(world.says().is_empty(), "{:?}", world.says());
 }
 
+/// Clients of cluster IPs reach the other namespace's Service anyway; those from outside do not.
 #[test]
-fn a_grant_lets_a_route_lead_into_another_namespace() {
-    let base = [
+fn a_grant_lets_a_route_of_an_exposed_service_lead_into_another_namespace() {
+    let far = split(json!([{ "name": "far", "namespace": "other", "port": 80 }]));
+    let exposed = |field: &str, value: Value| {
+        let mut objects = [service("web", 1, 1), of("other", "far", 7, 1)].concat();
+        let web = &mut objects[0];
+        *web.pointer_mut(field).unwrap() = value;
+        web["spec"]["type"] = json!("LoadBalancer");
+        objects.push(far.clone());
+        World::of(&objects)
+    };
+    let ports = |node_port: Value| json!([{ "name": "web", "port": 80, "nodePort": node_port }]);
+    let world = exposed("/spec/ports", ports(json!(null)));
+    world.are(&[(7, 1.0)]);
+    assert!(world.says().is_empty(), "{:?}", world.says());
+    let object = json!({ "clusterIP": "10.96.0.1", "externalIPs": ["203.0.113.1"], "ports": ports(json!(null)) });
+    for world in [
+        exposed("/spec/ports", ports(json!(30080))),
+        exposed("/spec", object),
+    ] {
+        world.are(&[(0, 1.0)]);
+        world.says_only(
+            "TCPRoute shop/split: ResolvedRefs=False (RefNotPermitted): spec.rules[0].backendRefs[0]: Service shop/web has \
+             node ports or external addresses, and no ReferenceGrant of namespace other",
+        );
+    }
+    let mut base = [
         service("web", 1, 1),
         service("a", 2, 3),
         of("other", "far", 7, 1),
     ]
     .concat();
-    let route = split(json!([{ "name": "far", "namespace": "other", "port": 80 }]));
+    base[0]["spec"]["type"] = json!("NodePort");
+    base[0]["spec"]["ports"][0]["nodePort"] = json!(30080);
+    let route = far;
     let grant = |from: Value, to: Value| {
         json!({
             "apiVersion": "gateway.networking.k8s.io/v1beta1", "kind": "ReferenceGrant",
@@ -818,6 +845,77 @@ fn a_route_that_is_not_followed_leaves_its_port_to_the_next() {
     let world = World::with(&[http, tcp]);
     world.are(&[(2, 1.0)]);
     world.says_only("HTTPRoute shop/http: Accepted=False (UnsupportedValue)");
+}
+
+/// Routes of one kind belong together: what layer 4 cannot tell apart in one of them, it cannot tell apart in two.
+#[test]
+fn a_route_of_the_same_kind_that_is_not_followed_takes_the_others_of_the_port_with_it() {
+    for (kind, wrong) in [
+        (
+            "HTTPRoute",
+            json!({ "matches": [{ "path": { "value": "/admin" } }] }),
+        ),
+        (
+            "GRPCRoute",
+            json!({ "filters": [{ "type": "RequestMirror" }] }),
+        ),
+        (
+            "TCPRoute",
+            json!({ "backendRefs": [{ "name": "a", "port": 80, "filters": [{}] }] }),
+        ),
+    ] {
+        for created in ["2025-01-01T00:00:00Z", "2027-01-01T00:00:00Z"] {
+            let mut admin = route(kind, "admin", wrong.clone());
+            admin["metadata"]["creationTimestamp"] = json!(created);
+            let all = route(
+                kind,
+                "all",
+                json!({ "backendRefs": [{ "name": "b", "port": 80 }] }),
+            );
+            let world = World::with(&[admin.clone(), all.clone()]);
+            world.are(OWN);
+            let says = world.says();
+            let told = format!(
+                "{kind} shop/all: Accepted=False (UnsupportedValue): port 80 of Service web: {kind} shop/admin has it, too"
+            );
+            assert!(
+                says.len() == 2
+                    && says
+                        .iter()
+                        .any(|said| said.replace("shop/web", "web").starts_with(&told)),
+                "{says:#?}"
+            );
+            // At other ports it is alone, and another kind is apart.
+            admin["spec"]["parentRefs"][0]["sectionName"] = json!("dns");
+            World::with(&[admin.clone(), all.clone()]).are(&[(3, 1.0)]);
+            admin["spec"]["parentRefs"][0]["sectionName"] = json!(null);
+            let other = if kind == "TCPRoute" {
+                "HTTPRoute"
+            } else {
+                "TCPRoute"
+            };
+            let mut apart = all;
+            apart["kind"] = json!(other);
+            World::with(&[admin, apart]).are(&[(3, 1.0)]);
+        }
+    }
+}
+
+/// Gateway API's default for a parent's group is its own.
+#[test]
+fn a_parent_without_its_group_is_named() {
+    let mut route = split(json!([{ "name": "a", "port": 80 }]));
+    route["spec"]["parentRefs"] = json!([{ "kind": "Service", "name": "web" }]);
+    let world = World::with(&[route.clone()]);
+    world.are(OWN);
+    assert!(
+        world.loaded.len() == 1
+            && world.loaded[0].contains("spec.parentRefs[0].group: the parent is a Service of"),
+        "{:?}",
+        world.loaded
+    );
+    route["spec"]["parentRefs"] = json!([{ "name": "gateway" }]);
+    assert!(World::with(&[route]).loaded.is_empty());
 }
 
 #[test]

@@ -100,7 +100,7 @@ impl Backends {
         }
     }
 
-    /// Whether the routes of a kind and a namespace may lead to a Service.
+    /// Whether grants let the routes of a kind and a namespace lead to a Service.
     pub fn permits(&self, from: &str, kind: RouteKind, service: &ServiceName) -> bool {
         let permit = |service: Option<&str>, to: &str| Permit {
             to: to.into(),
@@ -114,11 +114,16 @@ impl Backends {
             || self.permits.contains_key(&permit(Some(service.name()), to))
     }
 
-    /// What a route leads to by one of its references.
-    pub fn of(&mut self, route: &RouteName, backend: &BackendRef) -> Result<Backend, Refusal> {
+    /// What a route leads to by one of its references. `parent`: the Service to which it is attached.
+    pub fn of(
+        &mut self,
+        parent: &Service,
+        route: &RouteName,
+        backend: &BackendRef,
+    ) -> Result<Backend, Refusal> {
         let service = match &backend.to {
             BackendTo::Invalid(reason, text) => return Err((reason, text.to_string())),
-            BackendTo::Service(name) => self.service(route, name)?,
+            BackendTo::Service(name) => self.service(parent, route, name)?,
             BackendTo::Host(host) => self.host(host, &route.namespace)?,
         };
         let Some(number) = backend.port else {
@@ -138,10 +143,17 @@ impl Backends {
         Err((NOT_FOUND, format!("{of} has no TCP port {number}")))
     }
 
-    fn service(&self, route: &RouteName, name: &ServiceName) -> Result<Arc<Service>, Refusal> {
-        if !self.permits(&route.namespace, route.kind, name) {
+    fn service(
+        &self,
+        parent: &Service,
+        route: &RouteName,
+        name: &ServiceName,
+    ) -> Result<Arc<Service>, Refusal> {
+        if is_exposed(parent) && !self.permits(&route.namespace, route.kind, name) {
             let text = format!(
-                "no ReferenceGrant of namespace {} lets {}s of namespace {} lead to Service {}",
+                "Service {} has node ports or external addresses, and no ReferenceGrant of namespace {} lets {}s of \
+                 namespace {} lead to Service {}",
+                parent.name,
                 name.namespace(),
                 route.kind.word(),
                 route.namespace,
@@ -204,6 +216,13 @@ impl Backends {
         });
         entries.get(name.as_ref()?).cloned()
     }
+}
+
+/// Whether clients outside of the cluster reach a Service: a route would lead them to what another namespace may have for
+/// the cluster only. Those inside reach the other Service anyway.
+fn is_exposed(service: &Service) -> bool {
+    let addresses = service.external_ips.len() + service.load_balancer_ips.len();
+    addresses > 0 || service.ports.iter().any(|port| port.node_port.is_some())
 }
 
 fn put<T: Ord>(set: &mut BTreeSet<T>, element: T, is_there: bool) {

@@ -100,6 +100,17 @@ impl Claims {
                 }
             }
         }
+        // What layer 4 cannot tell apart in one route, it cannot tell apart in two that belong together.
+        let mut needing: HashMap<(RouteKind, usize), &Route> = HashMap::new();
+        for route in routes.iter().filter(|route| route.unsupported.is_some()) {
+            let ports = match claimed_by(route) {
+                Claimed::All => tcp.clone(),
+                Claimed::Some(ports) => ports,
+            };
+            for at in ports {
+                needing.entry((route.name.kind, at)).or_insert(route);
+            }
+        }
         let is_sole =
             |at: &usize| claiming_all + claiming.get(at).copied().unwrap_or_default() == 1;
         let mut free = tcp.clone();
@@ -123,8 +134,11 @@ impl Claims {
                 claims.lose(route, NO_PARENT, text);
                 continue;
             }
+            let sibling = |at: usize| needing.get(&(route.name.kind, at)).copied();
             if is_tls {
                 won.retain(is_sole);
+            } else {
+                won.retain(|at| sibling(*at).is_none());
             }
             if won.len() < wanted {
                 let lost = match claimed_by(route) {
@@ -140,13 +154,22 @@ impl Claims {
                     all => format!(" and {} more of its ports", all - 1),
                 };
                 let winner = lost.and_then(|at| has.get(&at));
+                let sibling = lost.and_then(sibling).filter(|_| !is_tls);
                 let of = name;
-                let (reason, text) = match winner {
-                    Some(winner) => (
+                let (reason, text) = match (winner, sibling) {
+                    (Some(winner), _) => (
                         CONFLICTED,
                         format!("port {port} of Service {of}{more}: {winner} comes before it"),
                     ),
-                    None => (
+                    (None, Some(sibling)) => (
+                        UNSUPPORTED,
+                        format!(
+                            "port {port} of Service {of}{more}: {} has it, too, which the agent does not follow, and \
+                             routes of one kind belong together",
+                            sibling.name
+                        ),
+                    ),
+                    (None, None) => (
                         UNSUPPORTED,
                         format!(
                             "port {port} of Service {of}{more}: another route claims it, and nothing but the server's name, \

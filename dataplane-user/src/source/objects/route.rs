@@ -31,10 +31,19 @@ pub fn route(kind: RouteKind, object: api::Route, findings: &mut Findings) -> Op
     for (index, parent) in bounded(given, PARENTS_MAX, "spec.parentRefs", findings) {
         let group = parent.group.as_deref().unwrap_or(GROUP);
         let kind = parent.kind.as_deref().unwrap_or("Gateway");
+        let path = |field: &str| format!("spec.parentRefs[{index}].{field}");
+        if (group, kind) == (GROUP, "Service") {
+            findings.note(
+                path("group"),
+                format!(
+                    "the parent is a Service of {GROUP}, which does not exist, so the route is not attached to it; \
+                     expected group: \"\" for a Service of the cluster"
+                ),
+            );
+        }
         if (group, kind) != ("", "Service") {
             continue;
         }
-        let path = |field: &str| format!("spec.parentRefs[{index}].{field}");
         let namespace = parent.namespace.as_deref().filter(|of| !of.is_empty());
         let namespace = namespace.unwrap_or(own.namespace());
         if namespace != own.namespace() {
