@@ -118,7 +118,7 @@ impl Input {
         if let Some(Keeping { directory, dns }) = keeping {
             let (vips, records) = Remembered::read(directory.join("vips"), admin::now());
             let (own, known) = Lookups::new(dns, directory.join("names"), notify.clone());
-            entries = Entries::new(records).with_names(known);
+            entries = Entries::new(records).with_names(known).with_control_plane();
             (remembered, lookups) = (Some(vips), Some(own));
         }
         let entries = entries.with_stated_addresses(!settings.external_ips.is_empty());
@@ -216,6 +216,11 @@ impl Input {
     /// When addresses that the node had a moment ago are to be served no more, if there are any.
     pub fn addresses_kept_until(&self) -> Option<Instant> {
         self.kept.until()
+    }
+
+    /// Whether hosts of entries wait for the addresses of a control plane: then [`Input::look`] every second.
+    pub fn defers(&self) -> bool {
+        self.entries.defers()
     }
 
     /// Looks at the node's addresses, and whether they are other ones than before, or hosts that waited for addresses may

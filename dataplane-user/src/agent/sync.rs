@@ -130,6 +130,9 @@ impl Sync {
                 warn!("the earlier agent does not take over again: ending");
                 return Ok(End::Told);
             }
+            if self.input.defers() {
+                self.look = self.look.min(Instant::now() + RETRY);
+            }
             let next = self.retry.map_or(self.look, |(at, _)| at.min(self.look));
             let next = self.ending.map_or(next, |at| at.min(next));
             let event = happened.recv_timeout(next.saturating_duration_since(Instant::now()));

@@ -2,6 +2,8 @@
 
 use std::{fmt, net::IpAddr, sync::Arc};
 
+use super::is_allocated;
+
 /// The most addresses of a name that become endpoints.
 pub const ADDRESSES_MAX: usize = 16;
 
@@ -32,7 +34,8 @@ impl fmt::Display for EndpointName {
 
 /// Whether an address can be an endpoint's, as the API server has it; otherwise, what it is. Loopback and link-local
 /// addresses mean something else on each host: an author of endpoints could lead clients to what a node keeps to itself,
-/// such as its own services at 127.0.0.1 and the cloud's metadata at 169.254.169.254.
+/// such as its own services at 127.0.0.1 and the cloud's metadata at 169.254.169.254. The addresses that hosts of
+/// ServiceEntries are given lead to endpoints: as endpoints themselves they would be translated twice.
 ///
 /// # Errors
 ///
@@ -45,6 +48,9 @@ pub fn can_be_endpoint(address: IpAddr) -> Result<(), &'static str> {
         IpAddr::V4(v4) if v4.is_broadcast() => Err("the broadcast address"),
         IpAddr::V4(v4) if v4.is_link_local() => Err("a link-local address"),
         IpAddr::V6(v6) if v6.is_unicast_link_local() => Err("a link-local address"),
+        address if is_allocated(address) => {
+            Err("an address that nodes give to hosts of ServiceEntries")
+        }
         _ => Ok(()),
     }
 }

@@ -65,6 +65,10 @@ pub struct Host {
     /// the entry says. Empty until the plan has seen the entry, and if nothing answers at this node: then the name is for
     /// the resolver that the client asked.
     pub vips: SmallVec<[IpAddr; 2]>,
+    /// The addresses that this node has given to it: those that DNS answers, and those that clients may still know.
+    pub given: SmallVec<[IpAddr; 2]>,
+    /// The addresses that a control plane gave to it before, and that clients may still know.
+    pub former: SmallVec<[IpAddr; 0]>,
     /// With [`EntryResolution::Hosts`], the addresses of its name, as far as they are known: its endpoints.
     pub endpoints: SmallVec<[IpAddr; 0]>,
 }
@@ -171,6 +175,15 @@ impl Entry {
 }
 
 impl Backend {
+    /// In place of a port's number: the endpoint does not have the port.
+    pub const NO_PORT: u16 = 0;
+
+    /// Its number of a port of the entry: by the port's name, otherwise `targetPort`, otherwise the same number.
+    pub fn port_of(&self, port: &EntryPort) -> u16 {
+        let own = self.ports.iter().find(|(name, _)| *name == port.name);
+        own.map_or(port.target.unwrap_or(port.port), |(_, number)| *number)
+    }
+
     /// An endpoint that is nothing but an address.
     pub fn at(address: IpAddr) -> Self {
         Self {
@@ -183,6 +196,18 @@ impl Backend {
 }
 
 impl Host {
+    /// A host without addresses.
+    pub fn new(name: Arc<str>) -> Self {
+        Self {
+            name,
+            assigned: SmallVec::new(),
+            vips: SmallVec::new(),
+            given: SmallVec::new(),
+            former: SmallVec::new(),
+            endpoints: SmallVec::new(),
+        }
+    }
+
     /// The end of the names that a wildcard stands for, such as `.example.com`.
     pub fn wildcard(&self) -> Option<&str> {
         self.name.strip_prefix('*')

@@ -95,14 +95,34 @@ impl Names {
 
     /// The host of an entry that a name in lower case is, for clients of a namespace: the name itself before a wildcard,
     /// and a longer wildcard before a shorter one. Of several entries that name the host and that the namespace sees, one
-    /// of its own comes first, and then the oldest. `of`: only entries of this namespace count.
+    /// of its own comes first, and then the oldest. If the name may be one of the cluster's without its domain, only entries
+    /// of the namespace count that it would be in. `of`: only entries of this namespace count.
     pub fn host(
         &self,
         name: &str,
         namespace: &str,
         of: Option<&str>,
     ) -> Option<(&Arc<Entry>, &Host)> {
-        self.hosts.find(name, namespace, of)
+        let found = self.hosts.find(name, namespace, of)?;
+        match self.deciding(name, namespace).filter(|_| of.is_none()) {
+            Some(only) => self.hosts.find(name, namespace, Some(only)),
+            None => Some(found),
+        }
+    }
+
+    /// The only namespace whose entries decide about a name that may be one of the cluster's without its domain: a client
+    /// asks for `SERVICE.NAMESPACE`, `SERVICE.NAMESPACE.svc` and `HOST.SERVICE` as they are, too, and before or after the
+    /// domains of its search list.
+    fn deciding<'a>(&self, name: &'a str, namespace: &'a str) -> Option<&'a str> {
+        let mut labels = name.rsplit('.');
+        let last = match labels.next()? {
+            "svc" => return Some(labels.next().unwrap_or_default()),
+            last => last,
+        };
+        if self.has_namespace(last) {
+            return Some(last);
+        }
+        self.service(namespace, last).map(|_| namespace)
     }
 
     /// The services that have an address as cluster IP, or that publish an endpoint with it.

@@ -133,9 +133,16 @@ impl Claims {
         self.contested.len()
     }
 
-    /// The contested keys, in the order of the keys.
+    /// The contested keys, in the order of the keys. The address of a host as such is none: entries of one namespace that name
+    /// the host have it together, each at its own ports.
     pub(super) fn conflicts(&self) -> impl Iterator<Item = Conflict> {
-        self.contested.iter().filter_map(|(key, claimants)| {
+        let is_shared = |key: &FrontendKey, claimants: &BTreeSet<Rank>| {
+            let mut claims = claimants.iter().map(|rank| rank.claim);
+            key.is_address() && claims.all(|claim| claim == Claim::GivenToEntry)
+        };
+        let contested = self.contested.iter();
+        let contested = contested.filter(move |(key, claimants)| !is_shared(key, claimants));
+        contested.filter_map(|(key, claimants)| {
             let mut names = claimants.iter().map(|rank| rank.name.clone());
             Some(Conflict {
                 key: *key,

@@ -3,12 +3,16 @@
 //! An entry becomes a [`Service`] of its own kind, with a name that no Service can have. Its VIPs are those that its
 //! hosts were given and those that it names itself. So budgets, claims and the order of writes are those of services.
 //!
-//! An entry takes no address that a Service, an endpoint of a Service, a Pod or a node has, on whatever port.
+//! An entry takes no address that a Service, an endpoint of a Service, a Pod or a node has, on whatever port, and has none
+//! from a control plane that is another host's. An address that DNS gave out is served for ten minutes after the host has
+//! another.
 //!
 //! The author of an EndpointSlice can write any address. So an endpoint that is no Pod's protects no address that the operator
 //! has stated to be an external IP, and none in the ranges of hosts. The owner of any other address is unknown: the address
 //! stays with the endpoint.
 
+mod cluster;
+mod given;
 mod names;
 
 use std::{
@@ -21,11 +25,14 @@ use std::{
 use imbl::{OrdMap, ordmap::DiffItem};
 use smallvec::SmallVec;
 
-use self::names::Names;
+use self::{
+    given::{Former, host_name, may_have_number},
+    names::Names,
+};
 use super::vips::{Age, HostName, Record, Vips};
 use crate::model::{
     At, Backend, Endpoint, EndpointName, Entry, EntryName, EntryPort, EntryResolution, Gravity,
-    Hints, Host, PodAddresses, Problem, Records, Resolved, Service, ServiceName, ServicePort,
+    Hints, PodAddresses, Problem, Records, Resolved, Service, ServiceName, ServicePort,
     ServiceType, Snapshot, TrafficPolicy, Weights, Workload, WorkloadName, is_allocated,
 };
 
@@ -49,6 +56,14 @@ pub struct Entries {
     has_stated: bool,
     /// The entries that name each address, or have it from a control plane.
     naming: HashMap<IpAddr, BTreeSet<EntryName>>,
+    /// The hosts to which a control plane has given each address.
+    assigned: HashMap<IpAddr, BTreeSet<(Age, HostName)>>,
+    /// Whether new hosts wait for a control plane that gives addresses.
+    defers: bool,
+    /// The hosts of each entry that want a number.
+    asking: HashMap<EntryName, Vec<(HostName, Age)>>,
+    /// Addresses that were hosts' a moment ago.
+    former: BTreeMap<EntryName, Vec<Former>>,
     /// The names at whose addresses entries have endpoints.
     names: Names,
     /// The entries whose names lead elsewhere than when they were served.
@@ -126,6 +141,10 @@ impl Entries {
             pods: PodAddresses::default(),
             has_stated: false,
             naming: HashMap::new(),
+            assigned: HashMap::new(),
+            defers: false,
+            asking: HashMap::new(),
+            former: BTreeMap::new(),
             names: Names::default(),
             moved: BTreeSet::new(),
             made: HashMap::new(),
@@ -141,6 +160,16 @@ impl Entries {
     pub fn with_stated_addresses(self, stated: bool) -> Self {
         Self {
             has_stated: stated,
+            ..self
+        }
+    }
+
+    /// Has new hosts wait a moment for a control plane, if one has given addresses to others. The caller serves the entries
+    /// again while [`Entries::defers`] says so.
+    #[must_use]
+    pub fn with_control_plane(self) -> Self {
+        Self {
+            defers: true,
             ..self
         }
     }
@@ -185,6 +214,7 @@ impl Entries {
         let node = &snapshot.node;
         let mut dirty = std::mem::take(&mut self.moved);
         let knew_none = self.naming.is_empty();
+        self.names.set_domain(&snapshot.cluster.domain);
         let last = std::mem::replace(&mut self.last, entries.clone());
         for change in last.diff(entries) {
             let (_, old, new) = sides(&change);
@@ -193,7 +223,7 @@ impl Entries {
                 .into_iter()
                 .chain(new.map(|new| (new, true)))
             {
-                self.note(entry, is_there);
+                self.note(entry, is_there, &mut dirty);
                 dirty.insert(entry.name.clone());
             }
         }
@@ -214,14 +244,12 @@ impl Entries {
             self.own.clone_from(&node.own);
             dirty.extend(self.naming.values().flatten().cloned());
         }
-        let records = self.vips.settle(now);
-        for record in &records {
-            dirty.extend(self.vips.entries(&record.host).cloned());
-        }
+        self.forget_former(now, &mut dirty);
+        let records = self.number(now, &mut dirty);
         let mut other_problems = false;
         for name in dirty {
             let problems = if let Some(entry) = self.last.get(&name).map(Arc::clone) {
-                self.serve(&entry)
+                self.serve(&entry, now)
             } else {
                 self.forget(&name);
                 Vec::new()
@@ -246,9 +274,17 @@ impl Entries {
         self.problems.values().flatten()
     }
 
-    /// Whether hosts wait for addresses, which may be free when some time has passed.
+    /// Whether hosts wait for addresses, which may be free when some time has passed, or give addresses up then.
     pub fn is_waiting(&self) -> bool {
+        let mut assigned = self.assigned.keys();
         self.vips.is_waiting()
+            || !self.former.is_empty()
+            || assigned.any(|address| self.vips.is_gone(*address))
+    }
+
+    /// Whether hosts wait for a control plane, for some seconds.
+    pub fn defers(&self) -> bool {
+        self.vips.defers()
     }
 
     /// All that is to be remembered.
@@ -256,22 +292,27 @@ impl Entries {
         self.vips.records()
     }
 
-    /// Notes what an entry wants, or does not want any more.
-    fn note(&mut self, entry: &Entry, is_there: bool) {
+    /// Notes what an entry names, or does not name any more.
+    fn note(&mut self, entry: &Entry, is_there: bool, dirty: &mut BTreeSet<EntryName>) {
         if is_served(entry) {
             self.names.note(entry, is_there);
         }
-        let age = Age::of(entry.name.clone(), entry.created);
-        for host in entry.hosts.iter().filter(|host| wants_number(entry, host)) {
-            let host = host_name(entry, host);
-            if is_there {
-                self.vips.want(&host, age.clone());
-            } else {
-                self.vips.unwant(&host, &age);
+        for host in &entry.hosts {
+            for address in &host.assigned {
+                self.vips.foreign(*address, is_there);
+                let claims = self.assigned.entry(*address).or_default();
+                let age = Age::of(entry.name.clone(), entry.created);
+                let claim = (age, host_name(entry, host));
+                if is_there {
+                    claims.insert(claim);
+                } else {
+                    claims.remove(&claim);
+                    if claims.is_empty() {
+                        self.assigned.remove(address);
+                    }
+                }
+                dirty.extend(self.naming.get(address).into_iter().flatten().cloned());
             }
-        }
-        for address in entry.hosts.iter().flat_map(|host| &host.assigned) {
-            self.vips.foreign(*address, is_there);
         }
         for address in entry.named_addresses() {
             let naming = self.naming.entry(address).or_default();
@@ -301,6 +342,7 @@ impl Entries {
                 Some(new) => _ = self.services.insert(name.clone(), Arc::clone(new)),
                 None => _ = self.services.remove(name),
             }
+            dirty.extend(self.names.of_service(name).cloned());
             if counts {
                 let old = old.into_iter().flat_map(|service| taken_by(service));
                 let new = new.into_iter().flat_map(|service| taken_by(service));
@@ -385,7 +427,7 @@ impl Entries {
     }
 
     /// Serves an entry as it is now. Returns what is left out of it.
-    fn serve(&mut self, entry: &Entry) -> Vec<Problem> {
+    fn serve(&mut self, entry: &Entry, now: u64) -> Vec<Problem> {
         let mut problems = Vec::new();
         let mut problem = |text: String| {
             problems.push(Problem {
@@ -395,7 +437,7 @@ impl Entries {
             });
         };
         let mut entry = entry.clone();
-        for text in self.names.fill(&mut entry) {
+        for text in self.names.fill(&mut entry, &self.base) {
             problem(text);
         }
         if is_served(&entry) {
@@ -413,21 +455,30 @@ impl Entries {
             entry
                 .ranges
                 .retain(|address| refuse("spec.addresses", address));
-            for host in &mut entry.hosts {
-                host.vips = host.assigned.clone();
-                host.vips
-                    .retain(|address| refuse("status.addresses", address));
-            }
             for index in 0..entry.hosts.len() {
-                if !wants_number(&entry, &entry.hosts[index]) {
-                    continue;
+                let mut vips = SmallVec::new();
+                for address in self.assigned(&entry, &entry.hosts[index]) {
+                    match address {
+                        Ok(address) => vips.push(address),
+                        Err((address, why)) => {
+                            problem(format!("status.addresses: {address} is not served: {why}"));
+                        }
+                    }
                 }
                 let name = host_name(&entry, &entry.hosts[index]);
-                match self.vips.number(&name) {
-                    Some(number) => entry.hosts[index].vips = number.addresses().into(),
-                    None => problem(self.without_number(&name, index)),
+                if vips.is_empty() && may_have_number(&entry, &entry.hosts[index]) {
+                    match self.vips.number(&name) {
+                        Some(number) => {
+                            vips = number.addresses().into();
+                            entry.hosts[index].given = number.addresses().into();
+                        }
+                        None if self.vips.is_deferred(&name) => {}
+                        None => problem(self.without_number(&name, index)),
+                    }
                 }
+                entry.hosts[index].vips = vips;
             }
+            self.note_former(&mut entry, now);
             let services: Vec<Service> = services(&entry).collect();
             for (index, host) in entry.hosts.iter_mut().enumerate() {
                 // A host has a service of its own, or all have the first.
@@ -450,12 +501,7 @@ impl Entries {
             if entry.resolution == EntryResolution::None {
                 // Clients connect to these, which nothing translates.
                 for host in &mut entry.hosts {
-                    let named = if host.assigned.is_empty() {
-                        entry.addresses.iter()
-                    } else {
-                        host.assigned.iter()
-                    };
-                    host.vips = named.copied().collect();
+                    host.vips = entry.addresses.iter().copied().collect();
                 }
             }
         }
@@ -535,18 +581,6 @@ pub(super) fn is_served(entry: &Entry) -> bool {
     !entry.ports.is_empty() && entry.resolution != EntryResolution::None
 }
 
-/// Whether a host is given a number.
-fn wants_number(entry: &Entry, host: &Host) -> bool {
-    entry.wants_vips && is_served(entry) && host.assigned.is_empty() && host.wildcard().is_none()
-}
-
-fn host_name(entry: &Entry, host: &Host) -> HostName {
-    HostName {
-        namespace: entry.name.namespace().into(),
-        host: (&*host.name).into(),
-    }
-}
-
 /// The addresses that a service has: its own, and those of its endpoints.
 fn taken_by(service: &Service) -> impl Iterator<Item = (IpAddr, Holder)> + '_ {
     let own = service.cluster_ips.iter().chain(&service.external_ips);
@@ -603,13 +637,13 @@ fn service(entry: &Entry, only: Option<usize>) -> Service {
         None => &entry.hosts[..],
     };
     for host in hosts {
-        for vip in &host.vips {
-            if !host.assigned.is_empty() {
-                others.push(*vip);
-            } else if !given.contains(vip) {
+        for vip in &host.given {
+            if !given.contains(vip) {
                 given.push(*vip);
             }
         }
+        let assigned = host.vips.iter().filter(|vip| !host.given.contains(vip));
+        others.extend(assigned.chain(&host.former).copied());
     }
     let is_first = only.is_none_or(|index| index == 0);
     let own = entry.addresses.iter().chain(&entry.ranges);
@@ -653,9 +687,10 @@ fn service(entry: &Entry, only: Option<usize>) -> Service {
 fn service_port(backends: &[Backend], port: &EntryPort) -> ServicePort {
     let mut found: BTreeMap<(IpAddr, u16), (u32, bool)> = BTreeMap::new();
     for backend in backends {
-        let own = backend.ports.iter().find(|(name, _)| *name == port.name);
-        let number = own.map_or(port.target.unwrap_or(port.port), |(_, number)| *number);
-        if let At::Address(addr) = backend.at {
+        let number = backend.port_of(port);
+        if let At::Address(addr) = backend.at
+            && number != Backend::NO_PORT
+        {
             let (weight, local) = found.entry((addr, number)).or_default();
             *weight = weight.saturating_add(backend.weight);
             *local |= backend.local;

@@ -27,7 +27,12 @@ use crate::model::EntryName;
 /// Hosts that may have a number at the same time. The rest is for hosts that are gone, and keeps sequences short.
 const CAPACITY: u64 = (NUMBERS - NUMBERS / 8) as u64;
 /// How long the number of a host that is gone is not another's, in seconds.
-const KEPT: u64 = 600;
+pub(super) const KEPT: u64 = 600;
+/// How long a control plane that gives addresses is waited for, in seconds: it writes the address of a new host a moment
+/// after the host.
+const PATIENCE: u64 = 5;
+/// The age of an entry in seconds from which on a control plane is not expected to give it an address.
+const SETTLED: i64 = 60;
 
 /// By what one host precedes another: the older entry, and then the first by name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -96,8 +101,9 @@ impl Gone {
         }
     }
 
-    /// Forgets those that have been gone for long enough.
-    fn pass(&mut self, now: u64) {
+    /// Forgets those that have been gone for long enough. Returns their numbers.
+    fn pass(&mut self, now: u64) -> Vec<Number> {
+        let mut free = Vec::new();
         while let Some((at, number)) = self.times.first().copied() {
             if at + KEPT > now {
                 break;
@@ -106,7 +112,9 @@ impl Gone {
             if let Some(host) = self.hosts.remove(&number) {
                 self.numbers.remove(&host);
             }
+            free.push(number);
         }
+        free
     }
 }
 
@@ -130,6 +138,12 @@ pub struct Vips {
     foreign: HashMap<Number, u32>,
     /// Hosts that came or went since the last time.
     touched: BTreeSet<HostName>,
+    /// Numbers that may be another's from now on.
+    free: Vec<Number>,
+    /// Whether a control plane gives addresses, too.
+    defers: bool,
+    /// Hosts that wait for it, and since when.
+    deferred: BTreeMap<HostName, u64>,
 }
 
 impl Vips {
@@ -145,6 +159,9 @@ impl Vips {
             waiting: BTreeSet::new(),
             foreign: HashMap::new(),
             touched: BTreeSet::new(),
+            free: Vec::new(),
+            defers: false,
+            deferred: BTreeMap::new(),
         };
         for Record { host, number, gone } in records {
             // The last word counts; a number that two have is the first one's.
@@ -209,6 +226,44 @@ impl Vips {
         }
     }
 
+    /// Has new hosts wait for a control plane that gives addresses, for [`PATIENCE`].
+    pub fn defer(&mut self, does: bool) {
+        self.defers = does;
+    }
+
+    /// Whether a host waits for the control plane.
+    pub fn is_deferred(&self, host: &HostName) -> bool {
+        self.deferred.contains_key(host)
+    }
+
+    /// Whether any does.
+    pub fn defers(&self) -> bool {
+        !self.deferred.is_empty()
+    }
+
+    /// The host that has the number of an address, or had it so short ago that clients may still know it.
+    pub fn holder(&self, address: IpAddr) -> Option<&HostName> {
+        let number = Number::of(address)?;
+        let gone = || self.gone.hosts.get(&number);
+        self.holders.get(&number).or_else(gone)
+    }
+
+    /// Returns the numbers that may be another's since the last call.
+    pub fn take_free(&mut self) -> Vec<Number> {
+        std::mem::take(&mut self.free)
+    }
+
+    /// Whether the number of an address will be free when some time has passed.
+    pub fn is_gone(&self, address: IpAddr) -> bool {
+        Number::of(address).is_some_and(|number| self.gone.hosts.contains_key(&number))
+    }
+
+    /// The number that a host had, and from when on it may be another's.
+    pub fn former(&self, host: &HostName) -> Option<(Number, u64)> {
+        let (number, at) = self.gone.numbers.get(host)?;
+        Some((*number, at + KEPT))
+    }
+
     /// The number of a host; none if it is not wanted, or there is none for it.
     pub fn number(&self, host: &HostName) -> Option<Number> {
         self.numbers.get(host).copied()
@@ -254,7 +309,7 @@ impl Vips {
     /// what has changed, to be remembered before it is told.
     pub fn settle(&mut self, now: u64) -> Vec<Record> {
         let mut records = Vec::new();
-        self.gone.pass(now);
+        self.free.extend(self.gone.pass(now));
         let touched = std::mem::take(&mut self.touched);
         let mut fresh = std::mem::take(&mut self.waiting);
         fresh.extend(self.bounds(&touched));
@@ -277,7 +332,18 @@ impl Vips {
             .filter_map(|host| Some((self.wanted.get(&host)?.first()?.clone(), host)))
             .collect();
         fresh.sort_unstable();
-        for (_, host) in fresh {
+        let earlier = std::mem::take(&mut self.deferred);
+        for (age, host) in fresh {
+            let since = earlier.get(&host).copied().unwrap_or(now);
+            let is_new = age.created.is_none_or(|at| {
+                i64::try_from(now).is_ok_and(|now| now < at.saturating_add(SETTLED))
+            });
+            let is_known = self.gone.numbers.contains_key(&host);
+            if self.defers && is_new && !is_known && now < since + PATIENCE {
+                self.deferred.insert(host.clone(), since);
+                self.waiting.insert(host);
+                continue;
+            }
             let Some(number) = self.free(&host) else {
                 self.waiting.insert(host);
                 continue;

@@ -275,6 +275,58 @@ fn no_entry_takes_a_name_of_the_cluster() {
 }
 
 /// Many entries of one namespace cost others no time: only the oldest are looked at, of each namespace.
+/// A client that asks for names without a search list's domain, too, may mean those of the cluster.
+#[test]
+fn no_entry_takes_a_name_of_the_cluster_without_its_domain() {
+    let mut snapshot = snapshot();
+    let hosts = [
+        "web.shop",
+        "*.shop",
+        "x.web",
+        "kubernetes.default",
+        "a.headless",
+        "kubernetes.default.svc",
+        "example.shop.svc",
+        "db.elsewhere",
+        "db.elsewhere.svc",
+    ];
+    for (namespace, last) in [("evil", 66), ("shop", 77), ("elsewhere", 88)] {
+        let mut made = entry(namespace, "relative", Some(1), &hosts, ExportTo::All);
+        for host in &mut made.hosts {
+            host.vips.push([203, 0, 113, last].into());
+        }
+        snapshot.entries.insert(made.name.clone(), made.into());
+    }
+    let found = |namespace: &str, name: &str| {
+        let names = Names::of(&snapshot);
+        let found = names.host(name, namespace, None);
+        found.map(|(entry, _)| entry.name.namespace().to_owned())
+    };
+    let only = |of: &str| Some(of.to_owned());
+    for client in ["evil", "shop", "default", "elsewhere", ""] {
+        // Those of namespaces that there are.
+        for name in ["web.shop", "y.shop", "web-0.web.shop", "example.shop.svc"] {
+            assert_eq!(found(client, name), only("shop"), "{client} {name}");
+        }
+        for name in ["kubernetes.default", "kubernetes.default.svc"] {
+            assert_eq!(found(client, name), None, "{client} {name}");
+        }
+        assert_eq!(
+            found(client, "db.elsewhere.svc"),
+            only("elsewhere"),
+            "{client}"
+        );
+    }
+    // Pods of Services of the client's own namespace.
+    assert_eq!(found("shop", "x.web"), only("shop"));
+    assert_eq!(found("default", "x.web"), only("elsewhere"));
+    assert_eq!(found("default", "a.headless"), None);
+    assert_eq!(found("shop", "a.headless"), only("shop"));
+    // No namespace and no Service.
+    assert_eq!(found("default", "db.elsewhere"), only("elsewhere"));
+    assert_eq!(found("evil", "db.elsewhere"), only("evil"));
+}
+
 #[test]
 fn a_namespace_with_many_entries_hides_no_entry_of_another() {
     let mut snapshot = Snapshot::default();
@@ -336,12 +388,7 @@ fn entry(
     hosts: &[&str],
     export_to: ExportTo,
 ) -> Entry {
-    let host = |name: &&str| Host {
-        name: (*name).into(),
-        assigned: SmallVec::new(),
-        vips: SmallVec::new(),
-        endpoints: SmallVec::new(),
-    };
+    let host = |name: &&str| Host::new((*name).into());
     Entry {
         name: EntryName::new(namespace, name),
         created,

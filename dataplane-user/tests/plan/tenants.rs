@@ -110,10 +110,8 @@ fn no_entry() -> Entry {
 
 fn host(name: &str, assigned: Option<IpAddr>) -> Host {
     Host {
-        name: name.into(),
         assigned: assigned.into_iter().collect(),
-        vips: SmallVec::new(),
-        endpoints: SmallVec::new(),
+        ..Host::new(name.into())
     }
 }
 

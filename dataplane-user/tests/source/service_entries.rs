@@ -4,8 +4,8 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use dataplane::{
     model::{
-        EndpointName, EntryName, ExportTo, Gravity, Node, PodAddresses, Problem, Resolved, Service,
-        ServiceName, ServiceType, Snapshot,
+        Egress, EndpointName, EntryName, ExportTo, Gravity, Node, PodAddresses, Problem, Resolved,
+        Rules, Service, ServiceName, ServiceType, Snapshot, WithoutProxy,
     },
     plan::{
         Planner,
@@ -88,9 +88,18 @@ impl Served {
 
     /// With these addresses of Pods and nodes.
     fn beside(entries: &mut Entries, objects: &[Value], pods: PodAddresses) -> Self {
+        Self::then(entries, objects, pods, NOW)
+    }
+
+    /// At a time in seconds since the epoch.
+    fn at(entries: &mut Entries, objects: &[Value], now: u64) -> Self {
+        Self::then(entries, objects, PodAddresses::default(), now)
+    }
+
+    fn then(entries: &mut Entries, objects: &[Value], pods: PodAddresses, now: u64) -> Self {
         let mut snapshot = load(objects, &Snapshot::default()).snapshot;
         snapshot.pods = pods;
-        let taken = entries.take(&snapshot.entries, &snapshot.services, &snapshot, NOW);
+        let taken = entries.take(&snapshot.entries, &snapshot.services, &snapshot, now);
         let mut problems = snapshot.problems.to_vec();
         problems.extend(entries.problems().cloned());
         (snapshot.services, snapshot.entries) = (taken.services, taken.entries);
@@ -528,19 +537,546 @@ fn an_entry_takes_no_address_of_a_pod_or_an_endpoint() {
     }
 }
 
+/// A status of an address for a host.
+fn with_status(mut entry: Value, host: &str, address: &str) -> Value {
+    entry["status"] = json!({ "addresses": [{ "host": host, "value": address }] });
+    entry
+}
+
+/// Where a control plane gives addresses, too, a new host waits for its word, and an address that a client may know leads to
+/// the host for ten minutes, whoever gave it and whatever comes after.
+#[test]
+fn an_address_that_was_given_out_serves_for_ten_minutes() {
+    let of_status = with_status(db(json!({})), "db.example.com", "240.240.7.7");
+    let mut entries = Entries::new([]);
+    let served = Served::next(&mut entries, &[db(json!({}))]);
+    let before = served.vips("db");
+    let own: Vec<IpAddr> = before.iter().map(|text| ip(text)).collect();
+    let named = db(json!({ "addresses": ["203.0.113.1"] }));
+    let mut opted_out = of_status.clone();
+    opted_out["metadata"]["labels"] =
+        json!({ "networking.istio.io/enable-autoallocate-ip": "false" });
+    for (now, objects, vips, others) in [
+        (1, &of_status, vec!["240.240.7.7"], vec!["240.240.7.7"]),
+        (599, &of_status, vec!["240.240.7.7"], vec!["240.240.7.7"]),
+        // The control plane takes its word back.
+        (610, &db(json!({})), vec![], vec!["240.240.7.7"]),
+        (
+            700,
+            &named,
+            vec!["203.0.113.1"],
+            vec!["203.0.113.1", "240.240.7.7"],
+        ),
+        (800, &opted_out, vec![], vec!["240.240.7.7"]),
+        (1200, &of_status, vec!["240.240.7.7"], vec!["240.240.7.7"]),
+        (
+            1201,
+            &named,
+            vec!["203.0.113.1"],
+            vec!["203.0.113.1", "240.240.7.7"],
+        ),
+        (1900, &named, vec!["203.0.113.1"], vec!["203.0.113.1"]),
+    ] {
+        let served = Served::at(&mut entries, std::slice::from_ref(objects), NOW + now);
+        let service = served.service("db").unwrap();
+        let others: Vec<IpAddr> = others.iter().map(|text| ip(text)).collect();
+        assert_eq!(service.external_ips.to_vec(), others, "{now}");
+        let has_own = own.iter().all(|own| service.cluster_ips.contains(own));
+        assert_eq!(has_own, now < 1300, "{now}: {:?}", service.cluster_ips);
+        let given = served.vips("db");
+        if vips.is_empty() && now != 800 {
+            assert_eq!(given, before, "{now}");
+        } else {
+            assert_eq!(given, vips, "{now}");
+        }
+    }
+    assert!(!entries.is_waiting());
+    // The agent after this one knows, too.
+    let mut entries = Entries::new([]);
+    Served::next(&mut entries, &[db(json!({}))]);
+    Served::at(&mut entries, std::slice::from_ref(&of_status), NOW + 1);
+    let mut next = Entries::new(entries.records());
+    let served = Served::at(&mut next, std::slice::from_ref(&of_status), NOW + 2);
+    assert_eq!(served.service("db").unwrap().cluster_ips.len(), 2);
+}
+
+#[test]
+fn a_new_host_waits_a_moment_for_a_control_plane_that_gives_addresses() {
+    let other = with_status(
+        named("other", json!({})),
+        "other.example.com",
+        "240.240.7.7",
+    );
+    let mut new = db(json!({}));
+    // Of the moment: 1 800 000 000 seconds after the epoch.
+    new["metadata"]["creationTimestamp"] = json!("2027-01-15T08:00:00Z");
+    let mut entries = Entries::new([]).with_control_plane();
+    let served = Served::next(&mut entries, &[new.clone(), other.clone()]);
+    assert_eq!(served.vips("db"), <[&str; 0]>::default());
+    assert!(served.problems.is_empty(), "{:?}", served.problems);
+    assert!(entries.defers() && entries.is_waiting());
+    let said = with_status(new.clone(), "db.example.com", "240.240.7.8");
+    let mut told = Entries::new([]).with_control_plane();
+    Served::next(&mut told, &[new.clone(), other.clone()]);
+    let served = Served::at(&mut told, &[said, other.clone()], NOW + 1);
+    assert_eq!(served.vips("db"), ["240.240.7.8"]);
+    assert!(!told.defers());
+    // It may have left the namespace alone.
+    let served = Served::at(&mut entries, &[new.clone(), other.clone()], NOW + 5);
+    assert_eq!(served.vips("db").len(), 1);
+    assert!(!entries.defers());
+    // Without a control plane nobody waits, nor does a host whose entry is old.
+    let mut alone = Entries::new([]).with_control_plane();
+    assert_eq!(Served::next(&mut alone, &[new]).vips("db").len(), 1);
+    let mut late = Entries::new([]).with_control_plane();
+    assert_eq!(
+        Served::next(&mut late, &[db(json!({})), other])
+            .vips("db")
+            .len(),
+        1
+    );
+}
+
+/// Two that give addresses of one range: none has the number of another host, whoever gave it.
+#[test]
+fn a_status_is_no_claim_to_the_address_of_another_host() {
+    let mut entries = Entries::new([]);
+    let served = Served::next(&mut entries, &[db(json!({}))]);
+    let taken = served.vips("db")[0].clone();
+    let thief = with_status(named("thief", json!({})), "thief.example.com", &taken);
+    let served = Served::next(&mut entries, &[db(json!({})), thief.clone()]);
+    assert_eq!(served.vips("db")[0], taken);
+    let own = served.vips("thief");
+    assert!(own.len() == 1 && !own.contains(&taken), "{own:?}");
+    assert!(
+        !served
+            .service("thief")
+            .unwrap()
+            .external_ips
+            .contains(&ip(&taken))
+    );
+    let says = format!(
+        "status.addresses: {taken} is not served: host db.example.com of namespace shop has it"
+    );
+    assert_eq!(served.says(), std::slice::from_ref(&says));
+    // Clients may know it for ten minutes more.
+    let served = Served::at(&mut entries, std::slice::from_ref(&thief), NOW + 1);
+    assert_eq!(
+        (served.vips("thief"), served.says()),
+        (own.clone(), vec![says])
+    );
+    let served = Served::at(&mut entries, std::slice::from_ref(&thief), NOW + 602);
+    assert_eq!(served.vips("thief"), [taken.as_str()]);
+    // And what it was given instead stays for as long.
+    assert_eq!(served.service("thief").unwrap().cluster_ips.len(), 2);
+    // Of two to which a control plane has given one address, the first has it.
+    let both = ["a", "b"].map(|name| {
+        with_status(
+            named(name, json!({})),
+            &format!("{name}.example.com"),
+            "240.240.9.9",
+        )
+    });
+    let served = Served::of(&both);
+    assert_eq!(served.vips("a"), ["240.240.9.9"]);
+    assert_eq!(served.vips("b").len(), 1);
+    assert!(served.says()[0].contains("host a.example.com of namespace shop has it"));
+    // One host of two entries has it for both.
+    let shared = json!({ "hosts": ["db.example.com"], "ports": [{ "number": 80, "name": "web" }] });
+    let both = [db(json!({})), named("more", shared)]
+        .map(|entry| with_status(entry, "db.example.com", "240.240.9.9"));
+    let served = Served::of(&both);
+    assert_eq!(served.vips("db"), served.vips("more"));
+    assert!(served.problems.is_empty(), "{:?}", served.problems);
+}
+
+#[test]
+fn a_status_that_is_out_of_date_is_not_answered() {
+    let mut opted_out = db(json!({}));
+    opted_out["metadata"]["labels"] =
+        json!({ "networking.istio.io/enable-autoallocate-ip": "FALSE" });
+    let none = db(json!({ "resolution": "NONE", "endpoints": [] }));
+    let wildcard = db(json!({ "hosts": ["*.example.com"] }));
+    for (entry, host) in [
+        (opted_out, "db.example.com"),
+        (none, "db.example.com"),
+        (wildcard, "*.example.com"),
+        (db(json!({ "hosts": ["*.example.com"] })), ""),
+    ] {
+        let served = Served::of(&[with_status(entry.clone(), host, "240.240.7.7")]);
+        assert_eq!(served.vips("db"), <[&str; 0]>::default(), "{entry}");
+        assert_eq!(served.service("db"), None, "{entry}");
+    }
+    // Whose it is, a status says.
+    let served = Served::of(&[with_status(db(json!({})), "", "240.240.7.7")]);
+    assert!(!served.vips("db").contains(&"240.240.7.7".to_owned()));
+}
+
+/// Two entries of a namespace may have one host, each its own ports of it.
+#[test]
+fn entries_of_one_host_share_its_address() {
+    let more = json!({ "hosts": ["db.example.com"], "ports": [{ "number": 80, "name": "web" }] });
+    let served = Served::of(&[db(json!({})), named("more", more)]);
+    assert_eq!(served.vips("db"), served.vips("more"));
+    let mut planner = Planner::new();
+    planner.plan(&served.snapshot);
+    assert_eq!(planner.conflicts(), []);
+    // At one port, one of them has it.
+    let same = json!({ "hosts": ["db.example.com"] });
+    let served = Served::of(&[db(json!({})), named("more", same)]);
+    let mut planner = Planner::new();
+    planner.plan(&served.snapshot);
+    assert_eq!(planner.conflicts().len(), 2);
+}
+
+/// A Service by another name: what answers for it answers for the entry, at the ports that lead there.
+#[test]
+fn an_endpoint_that_is_a_services_name_has_its_endpoints() {
+    let of = |endpoint: &str| {
+        db(json!({
+            "resolution": "DNS",
+            "ports": [
+                { "number": 443, "name": "https" }, { "number": 8443, "name": "mapped", "targetPort": 443 },
+                { "number": 53, "name": "dns", "protocol": "UDP" }, { "number": 80, "name": "none" },
+            ],
+            "endpoints": [{ "address": endpoint, "weight": 3 }, { "address": "198.51.100.1" }],
+        }))
+    };
+    let mut service = web("10.96.0.1");
+    service["spec"]["ports"] =
+        json!([{ "port": 443 }, { "name": "dns", "port": 53, "protocol": "TCP" }]);
+    let mut endpoints = slice("web", &["10.244.1.2", "10.244.1.1", "10.244.1.3"]);
+    endpoints["endpoints"][2]["conditions"] = json!({ "ready": false });
+    let mut entries = Entries::new([]).with_names(HashMap::new());
+    let ports = |served: &Served| -> Vec<Vec<String>> {
+        let ports = &served.service("db").unwrap().ports;
+        let shown = |port: &dataplane::model::ServicePort| {
+            let all = port.endpoints.iter().enumerate();
+            let shown = all.map(|(at, e)| format!("{}:{}*{}", e.addr, e.port, port.weight(at)));
+            shown.collect()
+        };
+        ports.iter().map(shown).collect()
+    };
+    for name in ["web.default.svc.cluster.local", "WEB.default.svc"] {
+        let objects = [of(name), service.clone(), endpoints.clone()];
+        let served = Served::next(&mut entries, &objects);
+        assert!(served.problems.is_empty(), "{:?}", served.problems);
+        let both = ["10.244.1.1:6443*3", "10.244.1.2:6443*3"];
+        let wanted = |number: u16| {
+            [
+                &both.map(str::to_owned)[..],
+                &[format!("198.51.100.1:{number}*2")],
+            ]
+            .concat()
+        };
+        let alone = |number: u16| vec![format!("198.51.100.1:{number}*1")];
+        assert_eq!(
+            ports(&served),
+            [wanted(443), wanted(443), alone(53), alone(80)]
+        );
+        // Nobody is asked for it.
+        assert!(wanted_names(&mut entries).is_empty());
+    }
+    // As the Service's endpoints come and go.
+    endpoints["endpoints"] = json!([{ "addresses": ["10.244.1.9"] }]);
+    let served = Served::next(
+        &mut entries,
+        &[of("web.default.svc"), service.clone(), endpoints.clone()],
+    );
+    assert_eq!(
+        ports(&served)[0],
+        ["10.244.1.9:6443*3", "198.51.100.1:443*1"]
+    );
+    let served = Served::next(&mut entries, &[of("web.default.svc")]);
+    assert_eq!(ports(&served)[0], ["198.51.100.1:443*1"]);
+    assert_eq!(
+        served.says(),
+        ["spec.endpoints: web.default.svc: there is no Service default/web with endpoints"]
+    );
+    // Of a headless one, the addresses.
+    service["spec"]["clusterIP"] = json!("None");
+    endpoints["metadata"]["labels"]["service.kubernetes.io/headless"] = json!("");
+    let served = Served::next(&mut entries, &[of("web.default.svc"), service, endpoints]);
+    assert_eq!(
+        ports(&served)[0],
+        ["10.244.1.9:443*3", "198.51.100.1:443*1"]
+    );
+}
+
+fn wanted_names(entries: &mut Entries) -> Vec<String> {
+    wanted(entries).unwrap_or_default()
+}
+
+/// What may be a name of others to their clients.
+#[test]
+fn a_host_that_may_be_a_name_of_the_cluster_is_refused() {
+    let served = |hosts: &[&str]| Served::of(&[db(json!({ "hosts": hosts }))]);
+    for host in [
+        "web",
+        "wpad",
+        "localhost",
+        "db.localhost",
+        "*.localhost",
+        "db.invalid",
+        "svc",
+        "*.svc",
+        "web.other.svc",
+        "*.other.svc",
+        "mysql-0.mysql.other.svc",
+        "WEB.other.SVC.",
+    ] {
+        let alone = served(&[host]);
+        assert!(alone.snapshot.entries.is_empty(), "{host}");
+        assert_eq!(alone.says().len(), 1, "{host}");
+        let beside = served(&["db.example.com", host]);
+        let entry = &beside.snapshot.entries[&EntryName::new("shop", "db")];
+        assert_eq!(entry.hosts.len(), 1, "{host}");
+        let says = beside.says();
+        assert!(
+            says.len() == 1 && says[0].contains("is not served"),
+            "{says:?}"
+        );
+    }
+    for host in [
+        "db.example.com",
+        "example.com",
+        "*.com",
+        "web.shop.svc",
+        "*.shop.svc",
+        "db.local",
+    ] {
+        assert!(served(&[host]).problems.is_empty(), "{host}");
+    }
+}
+
+#[test]
+fn an_address_that_was_given_is_no_endpoint() {
+    for address in ["240.240.1.2", "::ffff:240.240.1.2", "2001:2::f0f0:102"] {
+        let endpoints =
+            json!({ "endpoints": [{ "address": address }, { "address": "198.51.100.1" }] });
+        let served = Served::of(&[db(endpoints)]);
+        assert_eq!(served.endpoints("db"), ["198.51.100.1:5432"]);
+        let says = served.says();
+        assert!(
+            says[0].contains("an address that nodes give to hosts"),
+            "{says:?}"
+        );
+        let alone = Served::of(&[db(json!({ "endpoints": [{ "address": address }] }))]);
+        assert_eq!(alone.service("db"), None);
+    }
+    // Nor is it one of a slice that somebody wrote.
+    let slice = slice("web", &["240.240.1.2"]);
+    let file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": [web("10.96.0.1"), slice] });
+    std::fs::write(file.path(), list.to_string()).unwrap();
+    let errors = manifests::load_reusing(
+        &Snapshot::default(),
+        &[file.path().to_owned()],
+        &Node::default(),
+    );
+    let errors = errors.err().unwrap().to_string();
+    assert!(
+        errors.contains("an address that nodes give to hosts"),
+        "{errors}"
+    );
+}
+
+/// One wrong endpoint is left out, and the others serve.
+#[test]
+fn a_wrong_endpoint_harms_no_other() {
+    for wrong in [
+        json!({ "network": "net2" }),
+        json!({ "address": "unix:///run/db.sock" }),
+        json!({ "address": "db.example.net" }),
+        json!({ "address": "192.0.2.1", "ports": { "other": 5432 } }),
+        json!({ "address": "192.0.2.1", "ports": { "pg": 0 } }),
+        json!({ "address": "192.0.2.1", "weight": -1 }),
+    ] {
+        let served = Served::of(&[db(
+            json!({ "endpoints": [wrong, { "address": "198.51.100.1" }] }),
+        )]);
+        assert_eq!(served.endpoints("db"), ["198.51.100.1:5432"], "{wrong}");
+        let says = served.says();
+        assert!(
+            says.len() == 1
+                && says[0].starts_with("spec.endpoints[0]")
+                && says[0].ends_with("the endpoint is left out"),
+            "{says:?}"
+        );
+        // If none is right, the hosts are not their own endpoints in their place.
+        for resolution in ["STATIC", "DNS"] {
+            let fields = json!({ "resolution": resolution, "endpoints": [wrong] });
+            let alone = Served::of(&[db(fields)]);
+            let is_name = wrong["address"] == json!("db.example.net");
+            assert!(
+                alone.snapshot.entries.is_empty() || is_name,
+                "{resolution} {wrong}"
+            );
+        }
+    }
+}
+
+/// As Istio's control plane has it: the container port of the entry's port's name, then `targetPort`, then the number.
+#[test]
+fn a_selected_pod_has_the_ports_of_its_containers_names() {
+    let pod = json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": { "name": "db-0", "namespace": "shop", "labels": { "app": "db" } },
+        "spec": {
+            "nodeName": "node2",
+            "containers": [
+                { "ports": [
+                    { "name": "udp", "containerPort": 6999, "protocol": "UDP" },
+                    { "name": "web", "containerPort": 7000 },
+                ] },
+                { "ports": [
+                    { "name": "web", "containerPort": 7001 },
+                    { "name": "both", "containerPort": 7002, "protocol": "TCP" },
+                ] },
+            ],
+            "initContainers": [
+                { "restartPolicy": "Always", "ports": [{ "name": "side", "containerPort": 7003 }] },
+                { "ports": [{ "name": "over", "containerPort": 7004 }] },
+            ],
+        },
+        "status": { "podIP": "10.244.1.1", "conditions": [{ "type": "Ready", "status": "True" }] },
+    });
+    let port =
+        |name: &str, number: u16| json!({ "name": name, "number": number, "protocol": "TCP" });
+    let mut both = port("both", 8004);
+    both["targetPort"] = json!(9000);
+    let mut target = port("target", 8005);
+    target["targetPort"] = json!(9001);
+    let selecting = json!({
+        "endpoints": [], "workloadSelector": { "labels": { "app": "db" } },
+        "ports": [
+            port("web", 8002), port("udp", 8003), both, target, port("side", 8006), port("over", 8007),
+            port("none", 8008),
+        ],
+    });
+    let served = Served::of(&[db(selecting), pod]);
+    assert!(served.problems.is_empty(), "{:?}", served.problems);
+    let ports = &served.service("db").unwrap().ports;
+    let numbers: Vec<u16> = ports.iter().map(|port| port.endpoints[0].port).collect();
+    assert_eq!(numbers, [7000, 8003, 7002, 9001, 7003, 8007, 8008]);
+}
+
+/// What one object says wrongly about the mesh is noted, and harms nothing else.
+#[test]
+fn what_a_pod_says_wrongly_about_the_mesh_harms_nobody() {
+    let said = |annotations: Value| {
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": { "name": "web-0", "namespace": "shop", "annotations": annotations },
+            "spec": { "nodeName": "node1", "containers": [] },
+            "status": { "podIP": "10.244.1.1" },
+        });
+        let served = Served::of(&[web("10.96.0.1"), pod]);
+        assert!(
+            served
+                .snapshot
+                .services
+                .contains_key(&ServiceName::new("default", "web"))
+        );
+        let pod = served.snapshot.workloads.values().next().unwrap();
+        (pod.rules.own.clone(), served.says())
+    };
+    // As Istio's injector writes it.
+    let name = "traffic.sidecar.istio.io/excludeInboundPorts";
+    let (rules, says) = said(json!({ name: "15020", "sidecar.istio.io/status": "{}" }));
+    assert_eq!(rules, Rules::default());
+    let wanted = format!(
+        "metadata.annotations[\"{name}\"]: 15020 is reserved for the mesh's proxies; expected another port; it is left out"
+    );
+    assert_eq!(says, [wanted]);
+    let (rules, says) = said(json!({
+        "traffic.sidecar.istio.io/excludeOutboundPorts": "22,x,15001",
+        "traffic.sidecar.istio.io/includeOutboundIPRanges": "10.0.0.0/8,x",
+        "traffic.sidecar.istio.io/includeInboundPorts": "80,x",
+        "dataplane.io/egress": "denny", "dataplane.io/without-proxy": "maybe", "dataplane.io/mode": "fast",
+        "ambient.istio.io/dns-capture": "perhaps", "ambient.istio.io/bypass-inbound-capture": "perhaps",
+    }));
+    assert_eq!(says.len(), 9, "{says:#?}");
+    // What makes no sense is the strictest value, or none: a list of what alone is captured would free the rest.
+    let wanted = Rules {
+        outbound_ports: [(22, false)].into(),
+        egress: Some(Egress::Deny),
+        without_proxy: Some(WithoutProxy::Refuse),
+        ..Rules::default()
+    };
+    assert_eq!(rules, wanted);
+    let (rules, says) = said(json!({ "ambient.istio.io/bypass-inbound-capture": "true" }));
+    assert_eq!((rules.inbound, says.len()), (Some(false), 0));
+    let (rules, _) = said(json!({ "ambient.istio.io/bypass-inbound-capture": "false" }));
+    assert_eq!(rules.inbound, None);
+}
+
+/// The labels of metrics, as Istio's control plane has them.
+#[test]
+fn a_pods_workload_is_what_its_author_wrote() {
+    let of = |labels: Value, owner: Value| {
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": {
+                "name": "web-6d4cf56db6-x2k4p", "namespace": "shop", "labels": labels,
+                "ownerReferences": if owner.is_null() { json!([]) } else { json!([owner]) },
+            },
+            "spec": { "nodeName": "node1", "containers": [] },
+            "status": { "podIP": "10.244.1.1" },
+        });
+        let served = Served::of(&[pod]);
+        let pod = served.snapshot.workloads.values().next().unwrap();
+        pod.telemetry.workload.to_string()
+    };
+    let owner = |kind: &str, name: &str| json!({ "kind": kind, "name": name, "controller": true });
+    let none = json!({});
+    let hash = json!({ "pod-template-hash": "6d4cf56db6" });
+    let rollout = json!({ "rollouts-pod-template-hash": "6d4cf56db6" });
+    let config = json!({ "deploymentconfig": "web" });
+    for (labels, owner, wanted) in [
+        (&hash, owner("ReplicaSet", "web-6d4cf56db6"), "web"),
+        (&rollout, owner("ReplicaSet", "web-6d4cf56db6"), "web"),
+        (&none, owner("ReplicaSet", "web"), "web"),
+        (
+            &hash,
+            owner("StatefulSet", "web-6d4cf56db6"),
+            "web-6d4cf56db6",
+        ),
+        (&config, owner("ReplicationController", "web-3"), "web"),
+        (&none, owner("ReplicationController", "web-3"), "web-3"),
+        (&none, owner("Job", "report-28391040"), "report"),
+        (&none, owner("Job", "report-1703462400"), "report"),
+        (&none, owner("Job", "report-123"), "report-123"),
+        (&none, owner("Job", "report-2839104x"), "report-2839104x"),
+        (
+            &none,
+            owner("DaemonSet", "agent-28391040"),
+            "agent-28391040",
+        ),
+        (&none, owner("Node", "node1"), "web-6d4cf56db6-x2k4p"),
+        (&none, Value::Null, "web-6d4cf56db6-x2k4p"),
+        (
+            &json!({ "service.istio.io/workload-name": "own" }),
+            owner("ReplicaSet", "web"),
+            "own",
+        ),
+    ] {
+        assert_eq!(
+            of(labels.clone(), owner.clone()),
+            wanted,
+            "{labels} {owner}"
+        );
+    }
+}
+
 /// An author of EndpointSlices writes any address. What the operator says, and what kubelets say of Pods and nodes, goes
 /// before that.
 #[test]
 fn an_author_of_slices_takes_no_address_that_the_operator_has_stated_to_be_external() {
     let mut api_server = web("10.96.0.9");
     api_server["metadata"]["name"] = json!("kubernetes");
-    let addresses = [
-        "203.0.113.10",
-        "203.0.113.11",
-        "203.0.113.12",
-        "240.240.0.9",
-    ];
-    let named = [&addresses[..], &["203.0.113.13"]].concat();
+    let addresses = ["203.0.113.10", "203.0.113.11", "203.0.113.12"];
+    let named = [&addresses[..], &["240.240.0.9", "203.0.113.13"]].concat();
     let objects = [
         web("10.96.0.1"),
         slice("web", &addresses),
@@ -901,12 +1437,17 @@ fn each_host_that_is_its_own_endpoint_has_its_own_service() {
         served.service("db").unwrap().external_ips[..],
         [ip("203.0.113.1")]
     );
-    assert!(served.service("db:b.example.com").is_none());
+    let former = served.service("db:b.example.com").unwrap();
+    assert!(former.external_ips.is_empty());
+    assert!(former.cluster_ips.contains(&vips[1]));
     assert!(
         served.says()[0].contains("the first host only"),
         "{:?}",
         served.says()
     );
+    let addresses = json!({ "addresses": ["203.0.113.1"] });
+    let served = Served::at(&mut entries, &two(addresses), NOW + 600);
+    assert!(served.service("db:b.example.com").is_none());
     assert_eq!(served.snapshot.services.len(), 1);
     Served::next(&mut entries, &[]);
     assert!(Served::next(&mut entries, &[]).snapshot.services.is_empty());

@@ -10,6 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{
     Agent, Lab,
     api::{ApiServer, Cluster as Objects, Options, objects},
+    report::LoadReport,
 };
 use serde_json::{Value, json};
 
@@ -23,6 +24,7 @@ scenarios! {
     a_host_is_reached_at_the_addresses_that_it_was_given,
     stated_addresses_and_weights_hold_and_a_wrong_entry_is_left_out,
     a_restart_moves_no_address,
+    an_address_serves_on_when_a_control_plane_gives_another,
     entries_are_noticed_when_the_cluster_has_them,
 }
 
@@ -92,6 +94,59 @@ fn a_host_is_reached_at_the_addresses_that_it_was_given() -> Result<()> {
                 .says(&[&format!("default/serviceentry:{name}")])?;
         }
     }
+    Ok(())
+}
+
+/// A client that has the host's first address goes on while the host has another, whoever gave it.
+fn an_address_serves_on_when_a_control_plane_gives_another() -> Result<()> {
+    let cluster = Cluster::start(|_| Vec::new())?;
+    let lab = &cluster.lab;
+    // Of one host, each with its own port.
+    let more = json!({
+        "hosts": ["one.example.com"], "ports": [{ "number": 81, "name": "web", "protocol": "HTTP" }],
+    });
+    let plain = [
+        entry("one", &both(lab, "far"), json!({})),
+        entry("more", &both(lab, "near"), more),
+    ];
+    cluster.manifests.write_with(&[], &plain)?;
+    eventually(|| vips(&cluster.agent, "one").map(drop))?;
+    let own = vips(&cluster.agent, "one")?;
+    let client = cluster.client();
+    let reached = |vip: IpAddr| -> Result<()> {
+        for (port, endpoint) in [(80, "far"), (81, "near")] {
+            let to = SocketAddr::new(vip, port).to_string();
+            reaches(client, &to, "connect --count 3", &[endpoint])?;
+        }
+        Ok(())
+    };
+    own.iter().try_for_each(|vip| reached(*vip))?;
+    let status = cluster.status()?.to_string();
+    ensure!(!status.contains("claimed by several"), "{status}");
+    let load = client.load(&[
+        "--to",
+        &SocketAddr::new(own[0], 80).to_string(),
+        "--pause-us",
+        "500",
+    ])?;
+    let told = plain.map(|mut entry| {
+        entry["status"] = json!({ "addresses": [
+            { "host": "one.example.com", "value": "240.240.7.7" },
+            { "host": "one.example.com", "value": "2001:2::7:7" },
+        ]});
+        entry
+    });
+    cluster.manifests.write_with(&[], &told)?;
+    for vip in ["240.240.7.7", "2001:2::7:7"] {
+        let vip = vip.parse()?;
+        eventually(|| reached(vip))?;
+    }
+    own.iter().try_for_each(|vip| reached(*vip))?;
+    let report: LoadReport = load.wait_json()?;
+    ensure!(
+        report.errors.is_empty() && report.answered > 20,
+        "{report:?}"
+    );
     Ok(())
 }
 

@@ -8,7 +8,7 @@ use hickory_proto::{
 };
 
 use super::super::{name::LowerName, wire::Stored};
-use crate::model::{ADDRESSES_MAX, Resolved, can_be_endpoint, is_allocated};
+use crate::model::{ADDRESSES_MAX, Resolved, can_be_endpoint};
 
 /// Maximum length of a chain of aliases.
 const ALIASES: usize = 16;
@@ -53,10 +53,6 @@ pub fn answer(name: &LowerName, stored: &Stored) -> Result<Answer, String> {
         };
         ttl = ttl.min(record.ttl);
         let kind = match can_be_endpoint(address) {
-            // A server that knows ServiceEntries gave this address. Connections would lead to the host itself.
-            Ok(()) if is_allocated(address) => {
-                "an address that nodes give to hosts of ServiceEntries"
-            }
             Ok(()) => {
                 found.insert(address);
                 continue;

@@ -5,8 +5,10 @@ use std::{
     sync::Arc,
 };
 
+use super::cluster::{self, Services};
 use crate::model::{
-    At, Backend, EndpointName, Entry, EntryName, EntryResolution, Resolved, lcm, narrowed,
+    At, Backend, EndpointName, Entry, EntryName, EntryResolution, Resolved, ServiceName, lcm,
+    narrowed,
 };
 
 /// Maximum number of names of one entry whose problems are listed.
@@ -22,6 +24,10 @@ pub(super) struct Names {
     others: bool,
     /// Whether the names are looked up.
     are_resolved: bool,
+    /// The cluster's domain. Names below it are not looked up: the services are known.
+    domain: Arc<str>,
+    /// The entries whose endpoints each Service's name stands for.
+    of_services: BTreeMap<ServiceName, BTreeSet<EntryName>>,
 }
 
 impl Names {
@@ -34,10 +40,36 @@ impl Names {
         }
     }
 
+    /// Says what the cluster's domain is, before any entry is noted.
+    pub fn set_domain(&mut self, domain: &Arc<str>) {
+        self.domain = Arc::clone(domain);
+    }
+
+    /// The entries that have endpoints by the name of a Service.
+    pub fn of_service(&self, service: &ServiceName) -> impl Iterator<Item = &EntryName> {
+        self.of_services.get(service).into_iter().flatten()
+    }
+
+    /// The Service that the name of an endpoint stands for.
+    fn service(&self, entry: &Entry, name: &str) -> Option<ServiceName> {
+        let is_endpoint = entry.resolution != EntryResolution::Hosts;
+        cluster::service(name, &self.domain).filter(|_| is_endpoint)
+    }
+
     /// Adds the names of an entry, or removes them.
     pub fn note(&mut self, entry: &Entry, is_there: bool) {
         for name in entry.endpoint_names() {
-            if is_there {
+            if let Some(service) = self.service(entry, &name.name) {
+                let of = self.of_services.entry(service.clone()).or_default();
+                if is_there {
+                    of.insert(entry.name.clone());
+                } else {
+                    of.remove(&entry.name);
+                    if of.is_empty() {
+                        self.of_services.remove(&service);
+                    }
+                }
+            } else if is_there {
                 let wanting = self.wanted.entry(name).or_default();
                 self.others |= wanting.is_empty();
                 wanting.insert(entry.name.clone());
@@ -79,8 +111,9 @@ impl Names {
         concerned.iter().cloned().collect()
     }
 
-    /// Replaces the names in an entry by their addresses. Returns the names' problems.
-    pub fn fill(&self, entry: &mut Entry) -> Vec<String> {
+    /// Replaces the names in an entry by their addresses, or those of Services by what answers for these. Returns the
+    /// names' problems.
+    pub fn fill(&self, entry: &mut Entry, services: &Services) -> Vec<String> {
         let mut problems: BTreeSet<String> = BTreeSet::new();
         let namespace: Arc<str> = entry.name.namespace().into();
         let mut look = |field: &str, name: &Arc<str>| {
@@ -110,42 +143,47 @@ impl Names {
         }
         let is_name = |backend: &Backend| matches!(backend.at, At::Name(_));
         if entry.backends.iter().any(is_name) {
-            let found = entry.backends.iter().map(|backend| {
-                let addresses = match &backend.at {
-                    At::Address(address) => vec![*address],
-                    At::Name(name) => {
-                        look("spec.endpoints", name).map_or_else(Vec::new, |all| all.to_vec())
+            let mut of_services = Vec::new();
+            let found = entry.backends.iter().map(|backend| match &backend.at {
+                At::Address(_) => vec![backend.clone()],
+                At::Name(name) => {
+                    if let Some(service) = self.service(entry, name) {
+                        let found = cluster::endpoints(&service, services, backend, &entry.ports);
+                        let problem =
+                            |why| of_services.push(format!("spec.endpoints: {name}: {why}"));
+                        return found.map_err(problem).unwrap_or_default();
                     }
-                };
-                (backend, addresses)
+                    let found = look("spec.endpoints", name);
+                    let found = found.iter().flat_map(|found| found.iter());
+                    let found = found.map(|address| Backend {
+                        at: At::Address(*address),
+                        ..backend.clone()
+                    });
+                    found.collect()
+                }
             });
             // A name without addresses is like an endpoint that is not ready.
             let found = found
-                .filter(|(_, addresses)| !addresses.is_empty())
+                .filter(|endpoints| !endpoints.is_empty())
                 .collect::<Vec<_>>();
             // The addresses of a name share its part of the connections.
-            let common = found.iter().fold(1, |common, (_, addresses)| {
-                lcm(common, addresses.len() as u128)
-            });
+            let common = found
+                .iter()
+                .fold(1, |common, endpoints| lcm(common, endpoints.len() as u128));
             let weights: Vec<u128> = found
                 .iter()
-                .flat_map(|(backend, addresses)| {
-                    let weight = u128::from(backend.weight) * (common / addresses.len() as u128);
-                    std::iter::repeat_n(weight, addresses.len())
+                .flat_map(|endpoints| {
+                    let share = common / endpoints.len() as u128;
+                    let endpoints = endpoints.iter();
+                    endpoints.map(move |endpoint| u128::from(endpoint.weight) * share)
                 })
                 .collect();
             let weights = narrowed(&weights, weights.len());
-            let all = found
-                .iter()
-                .flat_map(|(backend, addresses)| addresses.iter().map(move |at| (*backend, *at)));
+            let all = found.into_iter().flatten().zip(weights);
             let mut filled: Vec<Backend> = all
-                .zip(weights)
-                .map(|((backend, address), weight)| Backend {
-                    at: At::Address(address),
-                    weight,
-                    ..backend.clone()
-                })
+                .map(|(endpoint, weight)| Backend { weight, ..endpoint })
                 .collect();
+            problems.extend(of_services);
             filled.sort_unstable();
             entry.backends = filled;
         }

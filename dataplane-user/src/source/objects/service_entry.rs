@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use super::{
     Findings, address, check_name, label, object_name,
-    wire::{self as api, ServiceEntrySpec},
+    wire::{self as api, ServiceEntrySpec, WorkloadEntrySpec},
     workload_entry::backend,
 };
 use crate::model::{
@@ -41,8 +41,9 @@ pub fn service_entry(object: api::ServiceEntry, findings: &mut Findings) -> Serv
     let ports = ports(&spec, findings);
     let selector = selector(&spec, resolution, findings);
     let backends = backends(&spec, resolution, &ports, findings);
-    let mut hosts = hosts(&spec, findings);
-    if resolution == EntryResolution::Dns && backends.is_empty() && selector.is_none() {
+    let mut hosts = hosts(&spec, name.namespace(), findings);
+    let names_endpoints = spec.endpoints.iter().flatten().next().is_some();
+    if resolution == EntryResolution::Dns && !names_endpoints && selector.is_none() {
         resolution = EntryResolution::Hosts;
         for (index, host) in hosts.iter().enumerate() {
             if host.wildcard().is_some() {
@@ -80,17 +81,20 @@ pub fn service_entry(object: api::ServiceEntry, findings: &mut Findings) -> Serv
         addresses.clear();
         ranges.clear();
     }
-    if !has_addresses {
+    let forbidden = label(&object.metadata.labels, LABEL_AUTOALLOCATE)
+        .is_some_and(|value| value.eq_ignore_ascii_case("false"));
+    let wants_vips = !has_addresses && !forbidden && resolution != EntryResolution::None;
+    // A control plane does not take back what is in the status of an entry that wants no addresses any more. It may have
+    // given them to another host since.
+    if wants_vips {
         let status = object.status.and_then(|status| status.addresses);
         assign(&mut hosts, &status.unwrap_or_default(), findings);
     }
-    let forbidden = label(&object.metadata.labels, LABEL_AUTOALLOCATE)
-        .is_some_and(|value| value.eq_ignore_ascii_case("false"));
     let created = object.metadata.creation_timestamp.as_ref();
     ServiceEntry {
         entry: Entry {
             created: created.map(|time| time.0.as_second()),
-            wants_vips: !has_addresses && !forbidden && resolution != EntryResolution::None,
+            wants_vips,
             location: location(&spec, findings),
             name,
             hosts,
@@ -155,29 +159,52 @@ fn export_to(spec: &ServiceEntrySpec, own: &str) -> ExportTo {
     ExportTo::Namespaces(named.map(Box::from).collect::<BTreeSet<_>>())
 }
 
-fn hosts(spec: &ServiceEntrySpec, findings: &mut Findings) -> SmallVec<[Host; 1]> {
+fn hosts(spec: &ServiceEntrySpec, own: &str, findings: &mut Findings) -> SmallVec<[Host; 1]> {
     let given = spec.hosts.as_deref().unwrap_or_default();
     if given.is_empty() {
         findings.fault("spec.hosts", "missing or empty; expected at least one host");
     }
     let mut seen = HashSet::new();
     let mut hosts = SmallVec::new();
+    let mut refused = Vec::new();
     for (index, text) in given.iter().enumerate() {
+        let path = format!("spec.hosts[{index}]");
         match host(text) {
-            Ok(name) => {
-                if seen.insert(Arc::clone(&name)) {
-                    hosts.push(Host {
-                        name,
-                        assigned: SmallVec::new(),
-                        vips: SmallVec::new(),
-                        endpoints: SmallVec::new(),
-                    });
-                }
-            }
-            Err(wrong) => findings.fault(format!("spec.hosts[{index}]"), wrong),
+            Ok(name) => match anothers(&name, own) {
+                Some(why) => refused.push((path, format!("{text:?} is not served: {why}"))),
+                None if seen.insert(Arc::clone(&name)) => hosts.push(Host::new(name)),
+                None => {}
+            },
+            Err(wrong) => findings.fault(path, wrong),
+        }
+    }
+    for (path, text) in refused {
+        if hosts.is_empty() {
+            findings.fault(path, text);
+        } else {
+            findings.note(path, text);
         }
     }
     hosts
+}
+
+/// Why clients of others may mean something else by a host of an entry in namespace `own`: they ask for names without a
+/// search list's domain, too. [`Names::host`](crate::model::Names::host) knows which namespaces and Services there are.
+fn anothers(host: &str, own: &str) -> Option<&'static str> {
+    let mut labels = host.strip_prefix("*.").unwrap_or(host).rsplit('.');
+    let (last, before) = (labels.next(), labels.next());
+    match (last?, before) {
+        ("localhost" | "invalid", _) => Some(
+            "resolvers answer names below localhost and invalid themselves (RFC 6761, 6.3 and 6.4)",
+        ),
+        ("svc", of) if of != Some(own) => Some(
+            "it is a Service's name, and an entry decides only about those of its own namespace",
+        ),
+        (_, None) if !host.starts_with("*.") => Some(
+            "to clients, a name of one label is a Service of their own namespace; expected a name with a domain",
+        ),
+        _ => None,
+    }
 }
 
 /// A DNS name, or `*.` and one.
@@ -279,27 +306,30 @@ fn backends(
     ports: &[EntryPort],
     findings: &mut Findings,
 ) -> Vec<Backend> {
-    let mut backends = Vec::new();
-    for (index, given) in spec.endpoints.iter().flatten().enumerate() {
+    let endpoint = |(index, given): (usize, &WorkloadEntrySpec)| {
         let path = format!("spec.endpoints[{index}]");
-        for name in given.ports.iter().flatten().map(|(name, _)| name) {
-            if ports.iter().all(|port| *port.name != **name) {
-                findings.fault(
-                    // The author's own text, which must not write to a terminal or begin a line of its own.
-                    format!("{path}.ports.{}", name.escape_debug()),
-                    format!("spec.ports has no port of the name {name:?}"),
-                );
-            }
+        let mut named = given.ports.iter().flatten().map(|(name, _)| name);
+        if let Some(name) = named.find(|name| ports.iter().all(|port| *port.name != ***name)) {
+            return Err((
+                format!("{path}.ports.{}", name.escape_debug()),
+                format!("spec.ports has no port of the name {name:?}"),
+            ));
         }
-        let Some(backend) = backend(given, &path, findings) else {
-            continue;
-        };
+        let backend = backend(given, &path)?;
         match (&backend.at, resolution) {
-            (At::Name(name), EntryResolution::Static) => findings.fault(
+            (At::Name(name), EntryResolution::Static) => Err((
                 format!("{path}.address"),
                 format!("{name:?} is a name; expected an IP address with resolution STATIC"),
-            ),
-            _ => backends.push(backend),
+            )),
+            _ => Ok(backend),
+        }
+    };
+    let given = spec.endpoints.iter().flatten().enumerate();
+    let (mut backends, mut wrong) = (Vec::new(), Vec::new());
+    for endpoint in given.map(endpoint) {
+        match endpoint {
+            Ok(backend) => backends.push(backend),
+            Err(of) => wrong.push(of),
         }
     }
     if resolution == EntryResolution::None && !backends.is_empty() {
@@ -307,6 +337,14 @@ fn backends(
             "spec.endpoints",
             "resolution NONE has no endpoints; use STATIC or DNS",
         );
+    }
+    // One wrong endpoint does not cut clients from the others.
+    for (path, text) in wrong {
+        if backends.is_empty() {
+            findings.fault(path, text);
+        } else {
+            findings.note(path, format!("{text}; the endpoint is left out"));
+        }
     }
     backends.sort_unstable();
     backends.dedup();
@@ -398,7 +436,7 @@ fn servable(ip: IpAddr) -> Result<(), String> {
     Ok(())
 }
 
-/// The addresses that a control plane has given to hosts.
+/// The addresses that a control plane has given to hosts. What names no host is not for all of them.
 fn assign(hosts: &mut [Host], given: &[api::ServiceEntryAddress], findings: &mut Findings) {
     for (index, given) in given.iter().enumerate() {
         let path = format!("status.addresses[{index}]");
@@ -412,8 +450,8 @@ fn assign(hosts: &mut [Host], given: &[api::ServiceEntryAddress], findings: &mut
         };
         let name = given.host.to_ascii_lowercase();
         for host in &mut *hosts {
-            let is_meant = name.is_empty() || *host.name == *name;
-            if is_meant
+            if *host.name == *name
+                && host.wildcard().is_none()
                 && host
                     .assigned
                     .iter()

@@ -2,6 +2,8 @@
 
 use std::{collections::BTreeMap, net::IpAddr};
 
+use smallvec::SmallVec;
+
 use super::{
     Findings, address, check_name, object_name,
     wire::{self as api, WorkloadEntrySpec},
@@ -24,17 +26,15 @@ pub fn workload_entry(object: &api::WorkloadEntry, findings: &mut Findings) -> C
     check_name(&object.metadata, findings);
     let spec = object.spec.as_ref();
     let mut labels = spec.map(|spec| spec.labels.clone()).unwrap_or_default();
-    // As Istio has it: the object's own labels count, too, and those of its spec before them.
-    for (key, value) in &object.metadata.labels {
-        labels.entry(key.clone()).or_insert_with(|| value.clone());
-    }
+    // As Istio has it: the object's own labels count, too, and before those of its spec.
+    labels.extend(object.metadata.labels.clone());
     let nothing = WorkloadEntrySpec::default();
+    let backend = backend(spec.unwrap_or(&nothing), "spec");
+    let backend = backend.map_err(|(path, wrong)| findings.fault(path, wrong));
     Candidate {
         name: (false, object_name(&object.metadata)),
         labels,
-        backends: backend(spec.unwrap_or(&nothing), "spec", findings)
-            .into_iter()
-            .collect(),
+        backends: backend.into_iter().collect(),
     }
 }
 
@@ -56,9 +56,10 @@ pub fn candidate(pod: &api::Pod, node: &Node) -> Option<Candidate> {
         .collect();
     ips.sort_unstable();
     ips.dedup();
+    let ports = pod.spec.as_ref().map(named_ports).unwrap_or_default();
     let backend = |ip| Backend {
         at: At::Address(ip),
-        ports: smallvec::SmallVec::new(),
+        ports: ports.clone(),
         weight: 1,
         local: of == Some(&*node.name),
     };
@@ -69,37 +70,43 @@ pub fn candidate(pod: &api::Pod, node: &Node) -> Option<Candidate> {
     })
 }
 
-/// An endpoint; none if it is left out.
-pub(super) fn backend(
-    given: &WorkloadEntrySpec,
-    path: &str,
-    findings: &mut Findings,
-) -> Option<Backend> {
-    let ports = given.ports.iter().flatten().filter_map(|(name, port)| {
-        let port = super::port(*port).map_err(|wrong| {
-            findings.fault(format!("{path}.ports.{}", name.escape_debug()), wrong);
-        });
-        Some((name.as_str().into(), port.ok()?))
+/// The TCP ports of a pod's containers and sidecars by their names; of several of one name, the first.
+fn named_ports(spec: &api::PodSpec) -> SmallVec<[(Box<str>, u16); 0]> {
+    let mut named = SmallVec::<[(Box<str>, u16); 0]>::new();
+    for (_, port) in super::host_ports::ports(spec) {
+        let is_tcp = matches!(port.protocol.as_deref(), None | Some("" | "TCP"));
+        let number = super::port(port.container_port);
+        if let (true, Some(name), Ok(number)) = (is_tcp, port.name.as_deref(), number)
+            && !name.is_empty()
+            && named.iter().all(|(known, _)| **known != *name)
+        {
+            named.push((name.into(), number));
+        }
+    }
+    named
+}
+
+/// An endpoint; otherwise the field that is wrong, and what is wrong with it.
+pub(super) fn backend(given: &WorkloadEntrySpec, path: &str) -> Result<Backend, (String, String)> {
+    let ports = given.ports.iter().flatten().map(|(name, port)| {
+        // The author's own text, which must not write to a terminal or begin a line of its own.
+        let path = || format!("{path}.ports.{}", name.escape_debug());
+        let port = super::port(*port).map_err(|wrong| (path(), wrong))?;
+        Ok((name.as_str().into(), port))
     });
-    let ports = ports.collect();
+    let ports: SmallVec<_> = ports.collect::<Result<_, (String, String)>>()?;
     let weight = given.weight.unwrap_or_default();
     let weight = u32::try_from(weight).map_err(|_| {
-        findings.fault(
+        (
             format!("{path}.weight"),
             format!("{weight} is out of range; expected a number from 0 to 4294967295"),
-        );
-    });
-    let at = match at(&given.address) {
-        Ok(at) => at,
-        Err(wrong) => {
-            findings.fault(format!("{path}.address"), wrong);
-            return None;
-        }
-    };
-    Some(Backend {
+        )
+    })?;
+    let at = at(&given.address).map_err(|wrong| (format!("{path}.address"), wrong))?;
+    Ok(Backend {
         at,
         ports,
-        weight: weight.map_or(1, |weight| weight.max(1)),
+        weight: weight.max(1),
         local: false,
     })
 }
