@@ -278,6 +278,8 @@ impl Input {
         self.snapshot.workloads = view.workloads;
         self.snapshot.pods = view.pods;
         self.snapshot.whole = view.whole;
+        self.snapshot.unread.clone_from(&view.unread);
+        self.snapshot.namespaces.clone_from(&view.namespaces);
         let others = !Arc::ptr_eq(&self.problems, &view.problems);
         self.problems = view.problems;
         if !self.serve() && others {

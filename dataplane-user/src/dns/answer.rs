@@ -1,7 +1,7 @@
 //! What becomes of a query: an answer from what is known here, or what resolvers are to be asked. Pure: no socket, no
 //! clock.
 
-use std::cell::LazyCell;
+use std::{cell::LazyCell, slice};
 
 use hickory_proto::{op::ResponseCode, rr::Record};
 use rand::{Rng, seq::SliceRandom as _};
@@ -17,6 +17,8 @@ use super::{
 
 /// How many names lead to each other, at most.
 const CHAIN: usize = 8;
+/// How many names resolvers are asked for one query of a client, at most.
+const ASKED: usize = 8;
 
 /// By which rule a query is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,7 +27,7 @@ pub enum Rule {
     Service,
     /// The endpoints of a headless service.
     Headless,
-    /// An endpoint of a headless service.
+    /// An endpoint of a service.
     Endpoint,
     /// A port of a service.
     Port,
@@ -35,6 +37,8 @@ pub enum Rule {
     Pointer,
     /// An address that the name itself has.
     Pod,
+    /// The cluster's domain itself.
+    Apex,
     /// The version of the schema.
     Schema,
     /// A host of a ServiceEntry.
@@ -62,6 +66,7 @@ impl Rule {
             Self::Alias => "alias",
             Self::Pointer => "pointer",
             Self::Pod => "pod",
+            Self::Apex => "apex",
             Self::Schema => "schema",
             Self::Host => "service-entry",
             Self::Empty => "empty",
@@ -74,9 +79,10 @@ impl Rule {
 
     fn of(meaning: &Meaning) -> Self {
         match meaning {
-            Meaning::Foreign | Meaning::Unsure => Self::Forward,
+            Meaning::Foreign | Meaning::Unsure | Meaning::Doubtful(_) => Self::Forward,
             Meaning::Missing => Self::Missing,
             Meaning::Empty => Self::Empty,
+            Meaning::Apex(_) => Self::Apex,
             Meaning::Schema => Self::Schema,
             Meaning::Service(_) => Self::Service,
             Meaning::Headless(_) => Self::Headless,
@@ -121,6 +127,19 @@ pub struct Candidate {
     pub records: Vec<Record>,
     /// The name.
     pub name: LowerName,
+    /// What was known of it before there was reason to doubt: the client's answer if resolvers have none.
+    pub known: Option<Stored>,
+}
+
+impl Candidate {
+    /// A name of which nothing is known.
+    fn new(name: &LowerName, records: Vec<Record>) -> Self {
+        Self {
+            records,
+            name: name.clone(),
+            known: None,
+        }
+    }
 }
 
 /// Decides what becomes of a query, and writes the answer to `out` if it is known here. `client` is only called if the
@@ -166,11 +185,12 @@ pub fn answer<C: AsRef<Client>>(
             write(zone, &query, transport, (found, true), rule, out)
         }
         meaning @ Meaning::Host(..) => {
-            let candidate = Candidate {
-                records: Vec::new(),
-                name: query.name.clone(),
-            };
+            let candidate = Candidate::new(&query.name, Vec::new());
             Decision::Ask(ask_of_host(zone, question, &meaning, candidate))
+        }
+        Meaning::Doubtful(meaning) => {
+            let candidate = doubtful(zone, question, (&query.name, &meaning), Vec::new());
+            Decision::Ask(one(Rule::Forward, candidate))
         }
         Meaning::Missing => match search(zone, question, client()) {
             Some(Searched::Here(found)) => {
@@ -185,16 +205,14 @@ pub fn answer<C: AsRef<Client>>(
         Meaning::Foreign | Meaning::Unsure => match search(zone, question, client()) {
             Some(Searched::Ask(ask)) => Decision::Ask(ask),
             // Whether the name itself exists is known to resolvers only.
-            Some(Searched::Here(_)) | None => Decision::Ask(forward(&query.name)),
+            Some(Searched::Here(_)) | None => {
+                Decision::Ask(one(Rule::Forward, Candidate::new(&query.name, Vec::new())))
+            }
         },
         Meaning::Alias(..) if query.of_type != types::CNAME => {
             match chase(zone, question, client()) {
                 Chased::Here(found) => write_stored(&query, transport, &found, Rule::Alias, out),
                 Chased::Ask(ask) => Decision::Ask(ask),
-                Chased::Circle => {
-                    query.with_code(ResponseCode::ServFail, out);
-                    Decision::Answered(Rule::Alias)
-                }
             }
         }
         meaning => {
@@ -212,17 +230,28 @@ pub fn answer<C: AsRef<Client>>(
     }
 }
 
-/// Asks resolvers for the name as it is.
-fn forward(name: &LowerName) -> Box<Ask> {
-    let candidate = Candidate {
-        records: Vec::new(),
-        name: name.clone(),
-    };
+/// Asks resolvers for one name.
+fn one(rule: Rule, candidate: Candidate) -> Box<Ask> {
     Box::new(Ask {
-        rule: Rule::Forward,
+        rule,
         candidates: [candidate].into_iter().collect(),
         otherwise: None,
     })
+}
+
+/// A name to ask resolvers for, and what is known of it; `aliases` lead to it.
+fn doubtful(
+    zone: &Zone,
+    question: (&LowerName, u16),
+    (name, meaning): (&LowerName, &Meaning),
+    aliases: Vec<Record>,
+) -> Candidate {
+    let mut found = compose::records(zone, name, meaning, question.1);
+    found.answers.splice(..0, aliases.iter().cloned());
+    Candidate {
+        known: compose::own(zone, question, found, true),
+        ..Candidate::new(name, aliases)
+    }
 }
 
 /// Whether records of a type are addresses.
@@ -334,10 +363,7 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
     let meaning_of = |name: &LowerName| zone.meaning(name, || &client.namespace);
     // Only resolvers know whether it exists itself.
     if matches!(meaning_of(name), Meaning::Unsure | Meaning::Foreign) {
-        candidates.push(Candidate {
-            records: Vec::new(),
-            name: name.clone(),
-        });
+        candidates.push(Candidate::new(name, Vec::new()));
     }
     let alias = |other: &LowerName| compose::alias(name, other, zone.ttls.services);
     let mut here = None;
@@ -345,15 +371,16 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
     for other in names {
         match meaning_of(&other) {
             Meaning::Missing => {}
-            Meaning::Foreign | Meaning::Unsure => candidates.push(Candidate {
-                records: vec![alias(&other)],
-                name: other,
-            }),
+            Meaning::Foreign | Meaning::Unsure => {
+                candidates.push(Candidate::new(&other, vec![alias(&other)]));
+            }
+            Meaning::Doubtful(meaning) => {
+                let aliases = vec![alias(&other)];
+                candidates.push(doubtful(zone, (name, of_type), (&other, &meaning), aliases));
+                break;
+            }
             meaning @ Meaning::Host(..) if !is_of_address(of_type) => {
-                let candidate = Candidate {
-                    records: vec![alias(&other)],
-                    name: other,
-                };
+                let candidate = Candidate::new(&other, vec![alias(&other)]);
                 let ask = ask_of_host(zone, (name, of_type), &meaning, candidate);
                 candidates.extend(ask.candidates);
                 here = ask.otherwise;
@@ -367,16 +394,24 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
                     Meaning::Alias(..) if of_type != types::CNAME => {
                         match chase(zone, (&other, of_type), client) {
                             Chased::Here(found) => {
-                                compose::joined((name, of_type), &[alias], &found, 0)
+                                Some(compose::joined((name, of_type), &[alias], &found, 0))
                             }
                             Chased::Ask(ask) => {
                                 for mut candidate in ask.candidates {
                                     candidate.records.insert(0, alias.clone());
+                                    let with_alias = |known: Stored| {
+                                        compose::joined(
+                                            (name, of_type),
+                                            slice::from_ref(&alias),
+                                            &known,
+                                            0,
+                                        )
+                                    };
+                                    candidate.known = candidate.known.map(with_alias);
                                     candidates.push(candidate);
                                 }
                                 None
                             }
-                            Chased::Circle => None,
                         }
                     }
                     meaning => {
@@ -398,6 +433,10 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
     if candidates.is_empty() {
         return here.map(Searched::Here);
     }
+    // One query of a client must not become many: its own resolver goes on with a long list.
+    if candidates.len() > ASKED {
+        return None;
+    }
     let otherwise = match here {
         Some(here) => Some(here),
         None => compose::own(zone, (name, of_type), Found::default(), false),
@@ -415,44 +454,45 @@ enum Chased {
     Here(Stored),
     /// To a name that resolvers know.
     Ask(Box<Ask>),
-    /// Nowhere.
-    Circle,
 }
 
-/// Follows a service that stands for another name, and the next.
+/// Follows a service that stands for another name, and the next. The answer to aliases that lead round, or through too many
+/// names, has the aliases so far and no more.
 fn chase(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> Chased {
     let mut records = Vec::new();
     let mut at = name.clone();
+    let mut exists = true;
+    let mut found = Found::default();
     for _ in 0..CHAIN {
         let meaning = zone.meaning(&at, || &client.namespace);
         match &meaning {
             Meaning::Alias(_, to) => {
                 let Ok(to) = LowerName::parse(to) else {
-                    return Chased::Circle;
+                    break;
                 };
                 records.push(compose::alias(&at, &to, zone.ttls.services));
                 at = to;
+                continue;
             }
             Meaning::Foreign | Meaning::Unsure => {
-                let candidate = Candidate { records, name: at };
-                return Chased::Ask(Box::new(Ask {
-                    rule: Rule::Alias,
-                    candidates: [candidate].into_iter().collect(),
-                    otherwise: None,
-                }));
+                return Chased::Ask(one(Rule::Alias, Candidate::new(&at, records)));
+            }
+            Meaning::Doubtful(meaning) => {
+                let candidate = doubtful(zone, (name, of_type), (&at, meaning), records);
+                return Chased::Ask(one(Rule::Alias, candidate));
             }
             Meaning::Host(..) if !is_of_address(of_type) => {
-                let candidate = Candidate { records, name: at };
+                let candidate = Candidate::new(&at, records);
                 return Chased::Ask(ask_of_host(zone, (name, of_type), &meaning, candidate));
             }
             meaning => {
-                let exists = !matches!(meaning, Meaning::Missing);
-                let mut found = compose::records(zone, &at, meaning, of_type);
-                found.answers.splice(..0, records);
-                let stored = compose::own(zone, (name, of_type), found, exists);
-                return stored.map_or(Chased::Circle, Chased::Here);
+                exists = !matches!(meaning, Meaning::Missing);
+                found = compose::records(zone, &at, meaning, of_type);
             }
         }
+        break;
     }
-    Chased::Circle
+    found.answers.splice(..0, records);
+    let stored = compose::own(zone, (name, of_type), found, exists);
+    Chased::Here(stored.unwrap_or_else(|| compose::bare((name, of_type), ResponseCode::ServFail)))
 }

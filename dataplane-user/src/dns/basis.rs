@@ -8,12 +8,9 @@ use std::{
 use super::{
     LowerName, ResolvConf,
     client::PORT,
-    zone::{Ttls, Zone},
+    zone::{CLUSTER_DNS, Ttls, Zone},
 };
 use crate::model::{Cluster, Names, ServiceName, Snapshot};
-
-/// Where Kubernetes' distributions have the cluster's DNS.
-const CLUSTER_DNS: (&str, &str) = ("kube-system", "kube-dns");
 
 /// What the kubelet of a node is told about DNS.
 #[derive(Clone, Debug)]
@@ -54,7 +51,7 @@ impl Basis {
         let found = || {
             let name = ServiceName::new(CLUSTER_DNS.0, CLUSTER_DNS.1);
             let service = snapshot.services.get(&name);
-            service.map(|service| service.cluster_ips.to_vec())
+            service.map(|service| service.named_ips().to_vec())
         };
         let addrs = if self.cluster_dns.is_empty() {
             found().unwrap_or_default()

@@ -36,8 +36,6 @@ const SHARDS: usize = 16;
 const OVERHEAD: usize = size_of::<Entry>() + 4 * size_of::<usize>();
 /// Bytes of a key before the name.
 const BEFORE_NAME: usize = 7;
-/// How long any answer is kept at most.
-const LONGEST: u32 = 86_400;
 
 /// What answers differ by: the resolvers, the type, the query's bits, the name.
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -172,7 +170,7 @@ impl Cache {
         let entry = entries.get_mut(at)?;
         let age = now.saturating_duration_since(entry.since);
         let seconds = u32::try_from(age.as_secs()).unwrap_or(u32::MAX);
-        let ttl = entry.shape.ttl.min(LONGEST);
+        let ttl = entry.shape.ttl;
         if age > Duration::from_secs(ttl.into()) + self.stale {
             return None;
         }

@@ -1,12 +1,12 @@
 //! Answers with records of several types, put together record by record.
 
-use std::net::IpAddr;
+use std::{collections::HashSet, net::IpAddr};
 
 use hickory_proto::{
     op::{Message, OpCode, Query, ResponseCode},
     rr::{
         Name, RData, Record, RecordType,
-        rdata::{A, AAAA, CNAME, PTR, SOA, SRV, TXT},
+        rdata::{A, AAAA, CNAME, NS, PTR, SOA, SRV, TXT},
     },
 };
 
@@ -15,7 +15,7 @@ use super::{
     wire::{HEADER, IN, Stored, types},
     zone::{Meaning, SCHEMA, Zone},
 };
-use crate::model::{Protocol, Records, Service};
+use crate::model::{NamedProtocol, Published, PublishedPort, Service};
 
 /// How long who asks for a name that is not there need not ask again, in seconds.
 const NEGATIVE: u32 = 5;
@@ -30,23 +30,45 @@ pub struct Found {
     pub answers: Vec<Record>,
     /// Addresses of the names in them.
     pub additional: Vec<Record>,
-    /// The zone that has no others; none: the cluster's.
+    /// The zone whose SOA record a negative answer has; none: the cluster's.
     pub apex: Option<LowerName>,
 }
 
-/// The records of one type that a name has, whose meaning is known. A name that does not exist has none.
+/// The records of one type that a name has, whose meaning is known. A name that does not exist has none. No record is twice
+/// in the answer (RFC 2181, 5).
 pub fn records(zone: &Zone, owner: &LowerName, meaning: &Meaning, of_type: u16) -> Found {
     let ttl = zone.ttl(meaning);
     let mut found = Found {
-        apex: matches!(meaning, Meaning::Host(..)).then(|| owner.clone()),
+        apex: match meaning {
+            Meaning::Host(..) => Some(owner.clone()),
+            // `in-addr.arpa` or `ip6.arpa`.
+            Meaning::Pointer(_) => owner.last(2),
+            _ => None,
+        },
         ..Found::default()
     };
     let wants = |of: u16| of_type == of || of_type == types::ANY;
     let record = |data: RData| Record::from_rdata(owner.to_name(), ttl, data);
     match meaning {
+        Meaning::Doubtful(meaning) => return records(zone, owner, meaning, of_type),
         Meaning::Schema if wants(types::TXT) => {
             let text = TXT::new(vec![SCHEMA.to_owned()]);
             found.answers.push(record(RData::TXT(text)));
+        }
+        Meaning::Apex(server) => {
+            if wants(types::SOA) {
+                found.answers.push(soa(&zone.domain));
+            }
+            if wants(types::NS) {
+                let name = server.and_then(|server| zone.of_service(server));
+                let name = name.map_or_else(|| below(&zone.domain, SERVER), |name| name.to_name());
+                let ips = server.map_or(&[][..], |server| server.named_ips());
+                found.additional = ips
+                    .iter()
+                    .map(|ip| Record::from_rdata(name.clone(), ttl, address(*ip)))
+                    .collect();
+                found.answers.push(record(RData::NS(NS(name))));
+            }
         }
         Meaning::Alias(_, to) => {
             if let Ok(to) = LowerName::parse(to) {
@@ -56,21 +78,31 @@ pub fn records(zone: &Zone, owner: &LowerName, meaning: &Meaning, of_type: u16) 
             }
         }
         Meaning::Pointer(addr) if wants(types::PTR) => {
-            for service in zone.names.of_address(*addr) {
-                let names = pointers(zone, service, *addr).into_iter();
-                let pointers = names.map(|name| record(RData::PTR(PTR(name.to_name()))));
-                found.answers.extend(pointers);
-            }
+            let names = pointers(zone, *addr).into_iter();
+            found.answers = names
+                .map(|name| record(RData::PTR(PTR(name.to_name()))))
+                .collect();
         }
-        Meaning::Port(service, port, protocol) if wants(types::SRV) => {
-            for (target, number, addresses) in targets(zone, service, port, *protocol) {
-                let target = target.to_name();
-                let srv = SRV::new(PRIORITY, WEIGHT, number, target.clone());
-                found.answers.push(record(RData::SRV(srv)));
-                let addresses = addresses.into_iter().map(address);
-                let addresses = addresses.map(|data| Record::from_rdata(target.clone(), ttl, data));
-                found.additional.extend(addresses);
+        _ if of_type == types::SRV => {
+            let mut targets = targets(zone, meaning);
+            targets.sort_unstable_by(|a, b| (a.0.bytes(), a.1).cmp(&(b.0.bytes(), b.1)));
+            let mut last = None;
+            for (target, number, addresses) in targets {
+                let name = target.to_name();
+                if last.as_ref() != Some(&(target.clone(), number)) {
+                    let srv = SRV::new(PRIORITY, WEIGHT, number, name.clone());
+                    found.answers.push(record(RData::SRV(srv)));
+                }
+                let more = addresses
+                    .into_iter()
+                    .map(|ip| Record::from_rdata(name.clone(), ttl, address(ip)));
+                found.additional.extend(more);
+                last = Some((target, number));
             }
+            let mut seen = HashSet::new();
+            found
+                .additional
+                .retain(|of| seen.insert((of.name.clone(), of.data.clone())));
         }
         meaning => {
             let fits = |addr: &IpAddr| wants(family(*addr));
@@ -86,13 +118,20 @@ pub fn records(zone: &Zone, owner: &LowerName, meaning: &Meaning, of_type: u16) 
 /// The addresses of a name.
 pub fn addresses(meaning: &Meaning) -> Vec<IpAddr> {
     match meaning {
-        Meaning::Service(service) => service.cluster_ips.to_vec(),
-        Meaning::Headless(service) => service.records.published().map(|e| e.addr).collect(),
-        Meaning::Endpoints(_, endpoints) => endpoints.iter().map(|e| e.addr).collect(),
+        Meaning::Service(service) => service.named_ips().to_vec(),
+        Meaning::Headless(service) => once_each(service.records.published().iter()),
+        Meaning::Endpoints(_, endpoints) => once_each(endpoints.iter().copied()),
         Meaning::Pod(addr) => vec![*addr],
         Meaning::Host(_, host) => host.vips.to_vec(),
         _ => Vec::new(),
     }
+}
+
+/// The addresses of endpoints that are sorted by them.
+fn once_each<'a>(endpoints: impl Iterator<Item = &'a Published>) -> Vec<IpAddr> {
+    let mut addresses: Vec<_> = endpoints.map(|endpoint| endpoint.addr).collect();
+    addresses.dedup();
+    addresses
 }
 
 /// The type of a record with an address.
@@ -110,50 +149,83 @@ fn address(addr: IpAddr) -> RData {
     }
 }
 
-/// The names that an address of a service leads to.
-fn pointers(zone: &Zone, service: &Service, addr: IpAddr) -> Vec<LowerName> {
-    if matches!(service.records, Records::ClusterIps) {
-        return zone.of_service(service).into_iter().collect();
+/// The names that an address leads to: those of the services with this cluster IP, or else of endpoints.
+fn pointers(zone: &Zone, addr: IpAddr) -> Vec<LowerName> {
+    let services = || zone.names.of_address(addr);
+    let of_ip = services().filter(|service| service.named_ips().contains(&addr));
+    let mut names: Vec<_> = of_ip
+        .filter_map(|service| zone.of_service(service))
+        .collect();
+    if names.is_empty() {
+        let endpoints = services().flat_map(|service| {
+            let all = service.records.published();
+            let (from, to) = (
+                all.partition_point(|e| e.addr < addr),
+                all.partition_point(|e| e.addr <= addr),
+            );
+            all[from..to]
+                .iter()
+                .map(move |endpoint| (service, endpoint))
+        });
+        names.extend(endpoints.filter_map(|(service, e)| zone.of_endpoint(service, e)));
     }
-    let endpoints = service.records.published().filter(|e| e.addr == addr);
-    endpoints
-        .filter_map(|e| zone.of_endpoint(service, e))
-        .collect()
+    names.sort_unstable_by(|a, b| a.bytes().cmp(b.bytes()));
+    names.dedup();
+    names
 }
 
-/// Where a port of a service is: names, port numbers, and the names' addresses.
-fn targets(
-    zone: &Zone,
-    service: &Service,
-    port: &str,
-    protocol: Protocol,
-) -> Vec<(LowerName, u16, Vec<IpAddr>)> {
-    let fits = |(name, of): (&str, Protocol)| of == protocol && name.eq_ignore_ascii_case(port);
-    if matches!(service.records, Records::ClusterIps) {
-        let ports = service.ports.iter();
-        let ports = ports.filter(|port| fits((&port.name, port.protocol)));
-        let own = zone.of_service(service);
-        let target = |number| Some((own.clone()?, number, service.cluster_ips.to_vec()));
-        return ports.filter_map(|port| target(port.port)).collect();
-    }
-    let mut targets = Vec::new();
-    for endpoint in service.records.published() {
-        let ports = endpoint.ports.iter();
-        for (_, _, number) in ports.filter(|(name, of, _)| fits((name, *of))) {
+/// Where ports are: the names of services and endpoints, port numbers, and the names' addresses. A name of a service or an
+/// endpoint has all ports, also those without a name: this is what peers of a database ask for.
+fn targets(zone: &Zone, meaning: &Meaning) -> Vec<(LowerName, u16, Vec<IpAddr>)> {
+    let of_endpoints = |service: &Service,
+                        endpoints: &[&Published],
+                        fits: &dyn Fn(&str, NamedProtocol) -> bool| {
+        let mut targets = Vec::new();
+        for endpoint in endpoints {
+            let ports = endpoint
+                .ports
+                .iter()
+                .filter(|port| fits(&port.name, port.protocol));
             let name = zone.of_endpoint(service, endpoint);
-            targets.extend(name.map(|name| (name, *number, vec![endpoint.addr])));
+            let target =
+                |port: &PublishedPort| Some((name.clone()?, port.number, vec![endpoint.addr]));
+            targets.extend(ports.filter_map(target));
         }
+        targets
+    };
+    let of_service = |service: &Service, fits: &dyn Fn(&str, NamedProtocol) -> bool| {
+        if service.records.is_headless() {
+            let endpoints: Vec<_> = service.records.published().iter().collect();
+            return of_endpoints(service, &endpoints, fits);
+        }
+        let ports = service
+            .named_ports()
+            .filter(|(name, protocol, _)| fits(name, *protocol));
+        let own = zone.of_service(service);
+        let target = |(_, _, number)| Some((own.clone()?, number, service.named_ips().to_vec()));
+        ports.filter_map(target).collect()
+    };
+    match meaning {
+        Meaning::Service(service) | Meaning::Headless(service) => of_service(service, &|_, _| true),
+        Meaning::Endpoints(service, endpoints) => of_endpoints(service, endpoints, &|_, _| true),
+        Meaning::Port(service, port, protocol) => of_service(service, &|name, of| {
+            of == *protocol && name.eq_ignore_ascii_case(port)
+        }),
+        _ => Vec::new(),
     }
-    targets
+}
+
+/// The name of the server of a zone, below the zone.
+const SERVER: &[&[u8]] = &[b"ns", b"dns"];
+
+fn below(domain: &LowerName, labels: &[&[u8]]) -> Name {
+    let name = LowerName::of_labels(labels.iter().copied().chain(domain.labels()));
+    name.map_or_else(|_| Name::root(), |name| name.to_name())
 }
 
 /// The record that begins a zone: it says how long a negative answer may be kept.
 fn soa(domain: &LowerName) -> Record {
-    let below = |labels: &[&[u8]]| {
-        let name = LowerName::of_labels(labels.iter().copied().chain(domain.labels()));
-        name.map_or_else(|_| Name::root(), |name| name.to_name())
-    };
-    let (server, person) = (below(&[b"ns", b"dns"]), below(&[b"hostmaster"]));
+    let (server, person) = (below(domain, SERVER), below(domain, &[b"hostmaster"]));
     let soa = SOA::new(server, person, 1, 7200, 1800, 86_400, NEGATIVE);
     Record::from_rdata(domain.to_name(), NEGATIVE, RData::SOA(soa))
 }
@@ -182,23 +254,26 @@ pub fn own(
 }
 
 /// An answer that begins with aliases of our own, and goes on with what resolvers know of the name that the last of them
-/// leads to. `age`: the seconds that have passed since they said so. SERVFAIL if the records cannot be joined.
+/// leads to. `age`: the seconds that have passed since they said so. The name that was asked for is ours, so the answer is
+/// authoritative (RFC 1035, 4.1.1). SERVFAIL if the records cannot be joined.
 pub fn joined(
     (name, of_type): (&LowerName, u16),
     aliases: &[Record],
     theirs: &Stored,
     age: u32,
-) -> Option<Stored> {
-    let read = |bytes: Vec<u8>| Stored::read(&bytes, name, of_type, false).ok();
+) -> Stored {
+    let read = |bytes: Vec<u8>| Stored::read(&bytes, name, of_type, true).ok();
     let joined = join((name, of_type), aliases, theirs, age).and_then(read);
-    joined.or_else(|| bare((name, of_type), ResponseCode::ServFail))
+    joined.unwrap_or_else(|| bare((name, of_type), ResponseCode::ServFail))
 }
 
 /// An answer with a code and no record, which nobody keeps.
-pub fn bare((name, of_type): (&LowerName, u16), code: ResponseCode) -> Option<Stored> {
-    let mut message = to_question(name, of_type);
-    message.metadata.response_code = code;
-    Stored::read(&message.to_vec().ok()?, name, of_type, false).ok()
+pub fn bare((name, of_type): (&LowerName, u16), code: ResponseCode) -> Stored {
+    Stored::bare(
+        name,
+        of_type,
+        u8::try_from(u16::from(code)).unwrap_or_default(),
+    )
 }
 
 /// The bytes of [`joined`]. No record is taken apart: an answer may have records that nothing here understands.
@@ -281,7 +356,7 @@ mod tests {
             alias(&asked, &middle, 5),
             alias(&middle, &name("www.example.com"), 5),
         ];
-        joined((&asked, 15), &aliases, theirs, 10).unwrap()
+        joined((&asked, 15), &aliases, theirs, 10)
     }
 
     #[test]

@@ -130,17 +130,12 @@ fn step(
 ) -> Result<Step, ExplainError> {
     let query = question(0, name, of_type.into(), 0, true);
     let mut out = Vec::new();
-    // The names have been completed already.
-    let asks = || Client {
-        search: Vec::new(),
-        ..client.clone()
-    };
     let random = &mut rand::rng();
     let decision = answer(
         zone,
         &query,
         Transport::Tcp,
-        || Box::new(asks()),
+        || Box::new(client.clone()),
         random,
         &mut out,
     );
@@ -207,7 +202,11 @@ impl Step {
 
 /// The object that decides about a name.
 fn object(zone: &Zone, name: &LowerName, namespace: &str) -> Option<String> {
-    match zone.meaning(name, || namespace) {
+    let meaning = match zone.meaning(name, || namespace) {
+        Meaning::Doubtful(meaning) => *meaning,
+        meaning => meaning,
+    };
+    match meaning {
         Meaning::Service(service)
         | Meaning::Headless(service)
         | Meaning::Endpoints(service, _)

@@ -164,6 +164,12 @@ impl LowerName {
         (self.bytes()[start..] == *end.bytes()).then_some(before)
     }
 
+    /// Its last `count` labels; none if it has fewer.
+    pub fn last(&self, count: usize) -> Option<Self> {
+        let from = self.count().checked_sub(count)?;
+        Self::of_labels(self.labels().skip(from)).ok()
+    }
+
     /// Its first `count` labels, and then another name.
     ///
     /// # Errors

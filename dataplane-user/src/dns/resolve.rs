@@ -8,7 +8,10 @@ use std::{
 };
 
 use hickory_proto::op::ResponseCode;
-use tokio::{sync::watch, time::timeout};
+use tokio::{
+    sync::watch,
+    time::{sleep, timeout},
+};
 
 use super::{
     answer::{Ask, Rule},
@@ -25,6 +28,8 @@ use super::{
 const PATIENCE: Duration = Duration::from_millis(1800);
 /// How long nobody waits for resolvers that did not answer lately, if there is a stale answer (RFC 8767).
 const RECHECK: Duration = Duration::from_secs(30);
+/// How long resolvers are not asked again after they have failed (RFC 9520).
+const FAILED: Duration = Duration::from_secs(1);
 /// How long clients keep a stale answer, in seconds (RFC 8767).
 const STALE_TTL: u32 = 30;
 
@@ -55,6 +60,8 @@ pub struct Resolver {
     sets: Mutex<HashMap<Box<[SocketAddr]>, u32>>,
     /// When resolvers of a set last failed to answer a namespace.
     failures: Mutex<HashMap<(Arc<str>, u32), Instant>>,
+    /// How long the records of an answer are valid at most, in seconds.
+    longest: u32,
     metrics: Arc<Metrics>,
 }
 
@@ -63,8 +70,9 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Resolver {
-    /// Knows nothing yet, and asks at most `room` questions at the same time.
-    pub fn new(cache: Cache, room: usize, metrics: Arc<Metrics>) -> Self {
+    /// Knows nothing yet, and asks at most `room` questions at the same time. `longest`: how long the records of an answer are
+    /// valid at most, in seconds.
+    pub fn new(cache: Cache, room: usize, longest: u32, metrics: Arc<Metrics>) -> Self {
         Self {
             cache: Arc::new(cache),
             upstream: Upstream::new(Arc::clone(&metrics)),
@@ -73,6 +81,7 @@ impl Resolver {
             shares: Counts::default(),
             sets: Mutex::default(),
             failures: Mutex::default(),
+            longest,
             metrics,
         }
     }
@@ -137,9 +146,11 @@ impl Resolver {
         let set = self.set(&client.resolvers);
         for at in 0..ask.candidates.len() {
             let question = asked.with(ask, at);
-            let Some(reply) = self.fetch(set, client, &question).await else {
+            let known = ask.candidates.get(at).and_then(|of| of.known.as_ref());
+            let Some(reply) = self.fetch(set, client, &question, known.is_some()).await else {
                 // The client's own resolver goes on with its list. Only resolvers know whether a host has such a record.
-                return otherwise(ask).filter(|_| ask.rule != Rule::Host);
+                let otherwise = || otherwise(ask).filter(|_| ask.rule != Rule::Host);
+                return known.map(own).or_else(otherwise);
             };
             if let Some(reply) = finish(asked, ask, at, reply) {
                 return Some(reply);
@@ -148,12 +159,13 @@ impl Resolver {
         otherwise(ask)
     }
 
-    /// The answer to one question.
+    /// The answer to one question. `is_known`: there is an answer of our own if resolvers have none.
     async fn fetch(
         self: &Arc<Self>,
         set: u32,
         client: &Client,
         question: &Question,
+        is_known: bool,
     ) -> Option<Reply> {
         let key = question.key(set);
         let stale = match self.cache.get(&key, Instant::now()) {
@@ -161,7 +173,7 @@ impl Resolver {
                 let Hit { stored, age, .. } = hit;
                 return Some(Reply { stored, age });
             }
-            stale => stale.map(|hit| hit.stored),
+            stale => stale.map(|hit| hit.stored).filter(|_| !is_known),
         };
         let Some(mut flight) = self.flight(set, client, question, &key) else {
             // The namespace is at its limit: it gets the stale answer.
@@ -173,10 +185,10 @@ impl Resolver {
                 .get(&(Arc::clone(&client.namespace), set))
                 .is_some_and(|when| when.elapsed() < RECHECK)
         };
-        let patience = match &stale {
-            None => Duration::MAX,
-            Some(_) if away() => Duration::ZERO,
-            Some(_) => PATIENCE,
+        let patience = match stale.is_some() || is_known {
+            false => Duration::MAX,
+            true if away() => Duration::ZERO,
+            true => PATIENCE,
         };
         let landed = timeout(patience, flight.wait_for(Option::is_some)).await;
         let answer = match landed {
@@ -184,16 +196,7 @@ impl Resolver {
             // Nobody asks any more, or there was no time.
             Ok(Err(_)) | Err(_) => None,
         };
-        let usable = |stored: &Arc<Stored>| {
-            stale.is_none()
-                || !matches!(
-                    stored.code(),
-                    ResponseCode::ServFail
-                        | ResponseCode::Refused
-                        | ResponseCode::NotImp
-                        | ResponseCode::FormErr
-                )
-        };
+        let usable = |stored: &Arc<Stored>| stale.is_none() || !is_failure(stored);
         match (answer.filter(usable), stale) {
             (Some(stored), _) => Some(Reply { stored, age: 0 }),
             (None, Some(stale)) => Some(self.stale(&stale)),
@@ -208,8 +211,8 @@ impl Resolver {
         Reply { stored, age: 0 }
     }
 
-    /// Asks resolvers, unless they are being asked already. None: too many questions are being asked for the client's
-    /// namespace.
+    /// Asks resolvers, unless they are being asked already, or have failed to answer a moment ago. None: too many questions
+    /// are being asked for the client's namespace.
     fn flight(
         self: &Arc<Self>,
         set: u32,
@@ -233,7 +236,7 @@ impl Resolver {
             let answer = own.upstream.ask(&failed.0, &resolvers, &question).await;
             let outcome = match answer {
                 Ok(stored) => {
-                    let stored = Arc::new(stored);
+                    let stored = Arc::new(stored.at_most(own.longest));
                     own.cache.put(&key, &failed.0, &stored, Instant::now());
                     locked(&own.failures).remove(&failed);
                     Some(stored)
@@ -244,9 +247,13 @@ impl Resolver {
                     None
                 }
             };
-            locked(&own.flights).remove(&key);
+            let failed = outcome.as_ref().is_none_or(|stored| is_failure(stored));
             // Fails only if nobody waits any more.
             let _ = land.send(Some(outcome));
+            if failed {
+                sleep(FAILED).await;
+            }
+            locked(&own.flights).remove(&key);
         });
         Some(flight)
     }
@@ -277,26 +284,48 @@ impl Resolver {
 
 /// What is said if no candidate exists.
 fn otherwise(ask: &Ask) -> Option<Reply> {
-    let stored = Arc::new(ask.otherwise.clone()?);
-    Some(Reply { stored, age: 0 })
+    ask.otherwise.as_ref().map(own)
+}
+
+/// An answer of our own.
+fn own(stored: &Stored) -> Reply {
+    let stored = Arc::new(stored.clone());
+    Reply { stored, age: 0 }
+}
+
+/// Whether resolvers have failed to find out.
+fn is_failure(stored: &Stored) -> bool {
+    matches!(
+        stored.code(),
+        ResponseCode::ServFail
+            | ResponseCode::Refused
+            | ResponseCode::NotImp
+            | ResponseCode::FormErr
+    )
 }
 
 /// Turns what resolvers say of a candidate into the answer; none if the next is to be asked for.
 fn finish(asked: &Question, ask: &Ask, at: usize, reply: Reply) -> Option<Reply> {
-    let goes_on = at + 1 < ask.candidates.len() || ask.otherwise.is_some();
-    if goes_on && reply.stored.code() == ResponseCode::NXDomain {
+    let candidate = ask.candidates.get(at)?;
+    let is_missing = reply.stored.code() == ResponseCode::NXDomain;
+    if let Some(known) = &candidate.known
+        && (is_missing || is_failure(&reply.stored))
+    {
+        return Some(own(known));
+    }
+    if is_missing && (at + 1 < ask.candidates.len() || ask.otherwise.is_some()) {
         return None;
     }
-    let records = &*ask.candidates.get(at)?.records;
+    let records = &*candidate.records;
     let question = (&asked.name, asked.of_type);
     let joined = match records {
         [] => return Some(reply),
         // A name of a search list without records of the type. glibc asks for the next name of its list, but not after an
         // answer that has an alias.
         [_] if ask.rule == Rule::Search && is_empty(&reply.stored) => {
-            compose::bare(question, ResponseCode::NoError)?
+            compose::bare(question, ResponseCode::NoError)
         }
-        records => compose::joined(question, records, &reply.stored, reply.age)?,
+        records => compose::joined(question, records, &reply.stored, reply.age),
     };
     Some(Reply {
         stored: Arc::new(joined),
@@ -350,7 +379,7 @@ mod tests {
             loop {
                 let (length, from) = socket.recv_from(&mut buffer).await.unwrap();
                 counted.fetch_add(1, Ordering::Relaxed);
-                tokio::time::sleep(Duration::from_millis(50)).await;
+                sleep(Duration::from_millis(50)).await;
                 for answer in answers(Message::from_vec(&buffer[..length]).unwrap()) {
                     socket.send_to(&answer, from).await.unwrap();
                 }
@@ -376,6 +405,7 @@ mod tests {
         let candidate = Candidate {
             records: Vec::new(),
             name: name.clone(),
+            known: None,
         };
         let ask = Ask {
             rule: Rule::Forward,
@@ -412,6 +442,7 @@ mod tests {
         Arc::new(Resolver::new(
             Cache::new(1 << 20, Duration::from_hours(24)),
             FLIGHTS,
+            3600,
             Arc::default(),
         ))
     }

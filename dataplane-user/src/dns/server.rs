@@ -267,6 +267,7 @@ mod tests {
             workers: 1,
             cache_bytes: 1 << 20,
             stale: Duration::ZERO,
+            longest: 3600,
             room: crate::dns::Room::of(1 << 20),
             cluster_dns: Vec::new(),
             node: ResolvConf::default(),

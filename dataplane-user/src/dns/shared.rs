@@ -65,6 +65,8 @@ pub struct Settings {
     pub cache_bytes: usize,
     /// How long after their TTL they are kept, for clients while resolvers do not answer.
     pub stale: Duration,
+    /// How long the records of a resolver's answer are valid at most, in seconds.
+    pub longest: u32,
     /// The room that namespaces share.
     pub room: Room,
     /// The cluster's DNS, which pods have as resolver.
@@ -149,6 +151,7 @@ impl Shared {
             resolver: Arc::new(Resolver::new(
                 Cache::new(settings.cache_bytes, settings.stale),
                 settings.room.flights,
+                settings.longest,
                 Arc::clone(&metrics),
             )),
             zone: RwLock::new(Arc::new(zone)),
@@ -367,7 +370,8 @@ impl Shared {
             refuse(query, ResponseCode::ServFail, &mut out);
             return out;
         };
-        if resolvers.is_empty() {
+        let is_known = ask.candidates.iter().any(|of| of.known.is_some());
+        if resolvers.is_empty() && !is_known {
             refuse(query, ResponseCode::Refused, &mut out);
             return out;
         }

@@ -33,6 +33,8 @@ const DO: u8 = 0x80;
 pub mod types {
     /// An IPv4 address.
     pub const A: u16 = 1;
+    /// A zone's server.
+    pub const NS: u16 = 2;
     /// Another name.
     pub const CNAME: u16 = 5;
     /// The start of a zone.

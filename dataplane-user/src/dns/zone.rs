@@ -5,10 +5,13 @@
 use std::{net::IpAddr, sync::Arc};
 
 use super::name::{LowerName, MAX};
-use crate::model::{Entry, Host, Names, Protocol, Published, Records, Service};
+use crate::model::{Entry, Host, NamedProtocol, Names, Published, Records, Service};
 
 /// The version of the schema.
 pub const SCHEMA: &str = "1.1.0";
+
+/// The Service that Kubernetes' distributions have for the cluster's DNS: namespace and name.
+pub const CLUSTER_DNS: (&str, &str) = ("kube-system", "kube-dns");
 
 /// What a name means.
 #[derive(Clone, Debug)]
@@ -17,20 +20,24 @@ pub enum Meaning<'a> {
     Foreign,
     /// It may be a service that is not read: resolvers know.
     Unsure,
+    /// It means this by what was read. There may be news that was not read: resolvers know.
+    Doubtful(Box<Meaning<'a>>),
     /// It does not exist.
     Missing,
     /// It exists, and has no records.
     Empty,
+    /// The cluster's domain itself, with the service of the cluster's DNS.
+    Apex(Option<&'a Arc<Service>>),
     /// The version of the schema.
     Schema,
     /// A service with cluster IPs.
     Service(&'a Arc<Service>),
     /// A headless service.
     Headless(&'a Arc<Service>),
-    /// The endpoints of a headless service that have a label.
+    /// The endpoints of a service that have a label.
     Endpoints(&'a Arc<Service>, Vec<&'a Published>),
     /// A port of a service: its name and protocol.
-    Port(&'a Arc<Service>, String, Protocol),
+    Port(&'a Arc<Service>, String, NamedProtocol),
     /// Another name.
     Alias(&'a Arc<Service>, &'a str),
     /// An address that the name itself has: `10-244-1-8.NAMESPACE.pod.DOMAIN`.
@@ -147,9 +154,19 @@ impl Zone {
             str::from_utf8(name.label(at)).ok()
         };
         match (label(1), count) {
-            (Some("svc"), 1) | (Some("pod"), 1 | 2) => Meaning::Empty,
+            (None, 0) => Meaning::Apex(self.server()),
+            (Some("svc"), 1) | (Some("pod"), 1) => Meaning::Empty,
             (Some("svc"), _) => self.below_svc(name, count),
             (Some("dns-version"), 1) => Meaning::Schema,
+            (Some("dns"), 2) if label(2) == Some("ns") => {
+                self.server().map_or(Meaning::Foreign, Meaning::Service)
+            }
+            (Some("pod"), 2 | 3)
+                if label(2).and_then(|of| self.has_namespace(of)) == Some(false) =>
+            {
+                Meaning::Missing
+            }
+            (Some("pod"), 2) => Meaning::Empty,
             (Some("pod"), 3) => label(3)
                 .and_then(dashed)
                 .map_or(Meaning::Missing, Meaning::Pod),
@@ -158,70 +175,54 @@ impl Zone {
         }
     }
 
+    /// The service of the cluster's DNS.
+    fn server(&self) -> Option<&Arc<Service>> {
+        let found = self.names.service(CLUSTER_DNS.0, CLUSTER_DNS.1)?;
+        (!found.named_ips().is_empty()).then_some(found)
+    }
+
+    /// Whether a namespace exists; none if that is not known.
+    fn has_namespace(&self, namespace: &str) -> Option<bool> {
+        self.names.has_namespace(namespace)
+    }
+
     /// What a name with labels before `svc` means; `count` labels are before the domain.
     fn below_svc(&self, name: &LowerName, count: usize) -> Meaning<'_> {
         let label = |from_end: usize| {
             let at = count.checked_sub(from_end)?;
             str::from_utf8(name.label(at)).ok()
         };
-        let missing = || {
-            if self.names.is_whole() {
-                Meaning::Missing
-            } else {
-                Meaning::Unsure
-            }
-        };
         let Some(namespace) = label(2) else {
             return Meaning::Missing;
         };
+        let is_sure = self.names.is_whole_in(namespace);
+        let missing = || match is_sure {
+            true => Meaning::Missing,
+            false => Meaning::Unsure,
+        };
         if count == 2 {
-            return if self.names.has_namespace(namespace) {
-                Meaning::Empty
-            } else {
-                missing()
+            return match self.has_namespace(namespace) {
+                Some(true) => Meaning::Empty,
+                Some(false) => Meaning::Missing,
+                None => missing(),
             };
         }
         let service = label(3).and_then(|service| self.names.service(namespace, service));
         let Some(service) = service else {
             return missing();
         };
-        // Of a headless service, the slices may not be read.
-        if matches!(service.records, Records::Endpoints { .. }) && !self.names.is_whole() {
-            return Meaning::Unsure;
-        }
+        let more = [label(4), label(5)];
         match (&service.records, count) {
             (Records::Alias(to), 3) => Meaning::Alias(service, to),
             (Records::Alias(_), _) => Meaning::Missing,
             // Without cluster IP although it should have one: the cluster will give it one.
-            (Records::ClusterIps, 3) => Meaning::Service(service),
-            (Records::Endpoints { .. }, 3) => match service.records.published().next() {
-                Some(_) => Meaning::Headless(service),
-                None => Meaning::Missing,
+            (records, 3) if !records.is_headless() => Meaning::Service(service),
+            _ => match of_slices(service, count, more) {
+                meaning if is_sure => meaning,
+                Meaning::Missing => Meaning::Unsure,
+                // There may be slices that are not read.
+                meaning => Meaning::Doubtful(Box::new(meaning)),
             },
-            (_, 4) => match label(4) {
-                Some(label) if protocol(label).is_some_and(|of| has_port(service, None, of)) => {
-                    Meaning::Empty
-                }
-                Some(label) => {
-                    let found = endpoints(service, label);
-                    if found.is_empty() {
-                        Meaning::Missing
-                    } else {
-                        Meaning::Endpoints(service, found)
-                    }
-                }
-                None => Meaning::Missing,
-            },
-            (_, 5) => {
-                let port = label(5).and_then(|label| label.strip_prefix('_'));
-                match (port, label(4).and_then(protocol)) {
-                    (Some(port), Some(of)) if has_port(service, Some(port), of) => {
-                        Meaning::Port(service, port.to_owned(), of)
-                    }
-                    _ => Meaning::Missing,
-                }
-            }
-            _ => Meaning::Missing,
         }
     }
 
@@ -236,7 +237,7 @@ impl Zone {
         LowerName::of_labels(labels.chain(self.domain.labels())).ok()
     }
 
-    /// The name of an endpoint of a headless service.
+    /// The name of an endpoint of a service.
     pub fn of_endpoint(&self, service: &Service, endpoint: &Published) -> Option<LowerName> {
         let own = endpoint.label();
         let service = self.of_service(service)?;
@@ -244,37 +245,57 @@ impl Zone {
     }
 }
 
+/// What the name of a headless service means, or a name below a service; `more`: the labels before the service's.
+fn of_slices<'a>(service: &'a Arc<Service>, count: usize, more: [Option<&str>; 2]) -> Meaning<'a> {
+    match (count, more) {
+        (3, _) if service.records.published().is_empty() => Meaning::Missing,
+        (3, _) => Meaning::Headless(service),
+        (4, [Some(label), _]) => match protocol(label) {
+            Some(of) if has_port(service, None, of) => Meaning::Empty,
+            _ => match endpoints(service, label) {
+                found if found.is_empty() => Meaning::Missing,
+                found => Meaning::Endpoints(service, found),
+            },
+        },
+        (5, [Some(of), Some(port)]) => match (port.strip_prefix('_'), protocol(of)) {
+            (Some(port), Some(of)) if has_port(service, Some(port), of) => {
+                Meaning::Port(service, port.to_owned(), of)
+            }
+            _ => Meaning::Missing,
+        },
+        _ => Meaning::Missing,
+    }
+}
+
 /// The protocol of a label such as `_tcp`.
-fn protocol(label: &str) -> Option<Protocol> {
+fn protocol(label: &str) -> Option<NamedProtocol> {
     match label {
-        "_tcp" => Some(Protocol::Tcp),
-        "_udp" => Some(Protocol::Udp),
+        "_tcp" => Some(NamedProtocol::Tcp),
+        "_udp" => Some(NamedProtocol::Udp),
+        "_sctp" => Some(NamedProtocol::Sctp),
         _ => None,
     }
 }
 
 /// Whether a service has a named port of a protocol: of this name, or any.
-fn has_port(service: &Service, name: Option<&str>, protocol: Protocol) -> bool {
-    let fits = |(of, has): (&str, Protocol)| {
+fn has_port(service: &Service, name: Option<&str>, protocol: NamedProtocol) -> bool {
+    let fits = |of: &str, has: NamedProtocol| {
         has == protocol && !of.is_empty() && name.is_none_or(|name| name.eq_ignore_ascii_case(of))
     };
-    match &service.records {
-        Records::ClusterIps => {
-            let mut ports = service.ports.iter();
-            ports.any(|port| fits((&port.name, port.protocol)))
-        }
-        Records::Endpoints { .. } => {
-            let mut ports = service.records.published().flat_map(|e| e.ports.iter());
-            ports.any(|(name, protocol, _)| fits((name, *protocol)))
-        }
-        Records::Alias(_) => false,
+    if service.records.is_headless() {
+        let endpoints = service.records.published().iter();
+        let mut ports = endpoints.flat_map(|e| e.ports.iter());
+        ports.any(|port| fits(&port.name, port.protocol))
+    } else {
+        let mut ports = service.named_ports();
+        ports.any(|(name, protocol, _)| fits(name, protocol))
     }
 }
 
-/// The endpoints of a headless service with this label.
+/// The endpoints of a service with this label.
 fn endpoints<'a>(service: &'a Service, label: &str) -> Vec<&'a Published> {
     let addr = dashed(label);
-    let published = service.records.published();
+    let published = service.records.published().iter();
     let fits = |endpoint: &&Published| {
         if endpoint.hostname.is_empty() {
             Some(endpoint.addr) == addr
@@ -285,9 +306,12 @@ fn endpoints<'a>(service: &'a Service, label: &str) -> Vec<&'a Published> {
     published.filter(fits).collect()
 }
 
-/// The address of a label that is an address with dashes in it.
+/// The address of a label that is an address with dashes in it, in any of its forms.
 fn dashed(label: &str) -> Option<IpAddr> {
+    if label.contains(['.', ':']) {
+        return None;
+    }
     let v4 = label.replace('-', ".").parse();
     let v4 = v4.ok().map(IpAddr::V4);
-    v4.or_else(|| Some(IpAddr::V6(label.replace('-', ":").parse().ok()?)))
+    v4.or_else(|| Some(IpAddr::V6(label.replace('-', ":").parse().ok()?).to_canonical()))
 }

@@ -32,7 +32,7 @@ pub use names::Names;
 pub use pod_addresses::PodAddresses;
 pub use protocol::Protocol;
 pub use reachable::Reachable;
-pub use records::{Published, PublishedPort, Records};
+pub use records::{Named, NamedProtocol, Published, PublishedPort, Records};
 pub use resolution::{DnsPolicy, Resolution};
 pub use route::{BackendRef, BackendTo, Grant, Parent, Route, RouteKind, RouteName};
 pub use rules::{
@@ -172,6 +172,10 @@ pub struct Snapshot {
     pub cluster: Arc<Cluster>,
     /// Whether every Service of the cluster is here, so that a name that is not here does not exist.
     pub whole: bool,
+    /// Namespaces in which a Service or an EndpointSlice cannot be read, so that this is true of other namespaces only.
+    pub unread: imbl::OrdSet<Arc<str>>,
+    /// All namespaces of the cluster; none if the source does not have them.
+    pub namespaces: Option<imbl::OrdSet<Arc<str>>>,
     /// What the operator has stated to be reachable from workloads with `egress: deny`; none if nobody asks.
     pub reachable: Option<Arc<Reachable>>,
     /// What the source could not make sense of.

@@ -6,8 +6,7 @@ use imbl::ordmap::DiffItem;
 use smallvec::SmallVec;
 
 use super::{
-    Entry, Host, Records, Service, ServiceName, ServiceType, Snapshot, Workload, WorkloadName,
-    hosts::Hosts,
+    Entry, Host, Service, ServiceName, ServiceType, Snapshot, Workload, WorkloadName, hosts::Hosts,
 };
 
 /// What has each address.
@@ -21,6 +20,10 @@ type ByAddress<Name> = imbl::HashMap<IpAddr, SmallVec<[Name; 1]>>;
 pub struct Names {
     domain: Arc<str>,
     whole: bool,
+    /// All namespaces; none if they are not known.
+    namespaces: Option<imbl::OrdSet<Arc<str>>>,
+    /// Namespaces in which something cannot be read.
+    unread: imbl::OrdSet<Arc<str>>,
     services: imbl::OrdMap<ServiceName, Arc<Service>>,
     workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// The services that an address is a cluster IP of, or a published endpoint.
@@ -41,15 +44,24 @@ impl Names {
     pub fn follow(&mut self, snapshot: &Snapshot) {
         self.domain = Arc::clone(&snapshot.cluster.domain);
         self.whole = snapshot.whole;
+        self.unread.clone_from(&snapshot.unread);
+        self.namespaces.clone_from(&snapshot.namespaces);
         self.hosts.follow(&snapshot.entries);
         let before = std::mem::replace(&mut self.services, snapshot.services.clone());
         for change in before.diff(&snapshot.services) {
             let (old, new) = sides(&change);
+            let (was, is) = (
+                old.map_or_else(Vec::new, |of| addresses(of)),
+                new.map_or_else(Vec::new, |of| addresses(of)),
+            );
+            // Of many endpoints, a change concerns few.
+            let gone = was.iter().filter(|addr| is.binary_search(addr).is_err());
+            let come = is.iter().filter(|addr| was.binary_search(addr).is_err());
             if let Some(old) = old {
-                remove(&mut self.of_address, addresses(old), &old.name);
+                remove(&mut self.of_address, gone.copied(), &old.name);
             }
             if let Some(new) = new {
-                insert(&mut self.of_address, addresses(new), &new.name);
+                insert(&mut self.of_address, come.copied(), &new.name);
             }
         }
         let before = std::mem::replace(&mut self.workloads, snapshot.workloads.clone());
@@ -69,9 +81,14 @@ impl Names {
         &self.domain
     }
 
-    /// Whether a service that is not here does not exist.
+    /// Whether every service is here, but for those of namespaces of which something cannot be read.
     pub fn is_whole(&self) -> bool {
         self.whole
+    }
+
+    /// Whether a service of a namespace that is not here does not exist.
+    pub fn is_whole_in(&self, namespace: &str) -> bool {
+        self.whole && !self.unread.contains(namespace)
     }
 
     /// The service of a name in lower case. A pod's host ports have no name, and an entry has other
@@ -81,11 +98,16 @@ impl Names {
         has_name(found).then_some(found)
     }
 
-    /// Whether a service is in this namespace.
-    pub fn has_namespace(&self, namespace: &str) -> bool {
+    /// Whether a namespace exists; none if that is not known, because no service is in it and the source does not have all
+    /// namespaces.
+    pub fn has_namespace(&self, namespace: &str) -> Option<bool> {
         let services = self.services.range(ServiceName::new(namespace, "")..);
         let mut here = services.take_while(|(name, _)| name.namespace() == namespace);
-        here.any(|(_, service)| has_name(service))
+        if here.any(|(_, service)| has_name(service)) {
+            return Some(true);
+        }
+        let namespaces = self.namespaces.as_ref().filter(|_| self.whole);
+        namespaces.map(|namespaces| namespaces.contains(namespace))
     }
 
     /// Whether entries name hosts.
@@ -186,16 +208,19 @@ fn sides<'a, K, V>(change: &DiffItem<'a, 'a, K, V>) -> (Option<&'a V>, Option<&'
     }
 }
 
-/// The addresses that lead back to the name of a service.
+/// The addresses that lead back to the name of a service: sorted, without duplicates.
 fn addresses(service: &Service) -> Vec<IpAddr> {
     if !has_name(service) {
         return Vec::new();
     }
-    let mut addresses: Vec<_> = match &service.records {
-        Records::ClusterIps => service.cluster_ips.to_vec(),
-        Records::Endpoints { .. } => service.records.published().map(|e| e.addr).collect(),
-        Records::Alias(_) => Vec::new(),
-    };
+    let endpoints = service.records.published().iter().map(|e| e.addr);
+    let mut addresses: Vec<_> = service
+        .named_ips()
+        .iter()
+        .copied()
+        .chain(endpoints)
+        .collect();
+    addresses.sort_unstable();
     addresses.dedup();
     addresses
 }

@@ -1,41 +1,91 @@
-//! What DNS says of a service besides its cluster IPs.
+//! What DNS says of a service. A name does not depend on the proxy that serves the service.
 
 use std::{net::IpAddr, sync::Arc};
 
-use super::Protocol;
+use smallvec::SmallVec;
+
+use super::{Protocol, Service, TrafficPolicy};
 
 /// Where the name of a service leads.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Records {
-    /// To its cluster IPs.
+    /// To the cluster IPs that are served. The source knows nothing more, or the service has no name.
     #[default]
     ClusterIps,
-    /// To its endpoints, because it is headless.
-    Endpoints {
-        /// `spec.publishNotReadyAddresses`: whether endpoints that are not ready have names, too.
-        not_ready: bool,
-        /// Sorted by address, without duplicates.
-        endpoints: Box<[Published]>,
-    },
+    /// To what a Service and its EndpointSlices say.
+    Object(Box<Named>),
     /// To another name (`spec.externalName`), without a dot at its end.
     Alias(Box<str>),
 }
 
-/// An endpoint of a headless service.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// What a Service and its EndpointSlices say for DNS, also if another proxy serves the service.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Named {
+    /// Whether the service is headless: its name leads to its endpoints.
+    pub headless: bool,
+    /// Whether another proxy serves it, so that the service has no VIPs and no ports here.
+    pub elsewhere: bool,
+    /// `spec.clusterIPs`.
+    pub cluster_ips: SmallVec<[IpAddr; 1]>,
+    /// `spec.ports`.
+    pub ports: Box<[PublishedPort]>,
+    /// The ready endpoints of all slices: sorted by address, without duplicates. Two endpoints may have one address: pods of
+    /// the host's network.
+    pub endpoints: Box<[Published]>,
+}
+
+/// A ready endpoint of a service.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Published {
     /// Its address.
     pub addr: IpAddr,
     /// `hostname`, in lower case; empty if it has none.
     pub hostname: Box<str>,
-    /// Whether it is ready.
-    pub ready: bool,
     /// Its ports; shared by the endpoints of one slice.
     pub ports: Arc<[PublishedPort]>,
 }
 
-/// A port of an endpoint: name, protocol, number.
-pub type PublishedPort = (Box<str>, Protocol, u16);
+/// A port that has a name in DNS.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PublishedPort {
+    /// Its name; empty if it has none.
+    pub name: Box<str>,
+    /// Its protocol.
+    pub protocol: NamedProtocol,
+    /// Its number.
+    pub number: u16,
+}
+
+/// A protocol that names of ports have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum NamedProtocol {
+    /// `_tcp`
+    Tcp,
+    /// `_udp`
+    Udp,
+    /// `_sctp`, which is not served.
+    Sctp,
+}
+
+impl From<Protocol> for NamedProtocol {
+    fn from(protocol: Protocol) -> Self {
+        match protocol {
+            Protocol::Tcp => Self::Tcp,
+            Protocol::Udp => Self::Udp,
+        }
+    }
+}
+
+impl NamedProtocol {
+    /// The protocol for which services are served; none: they are not.
+    pub const fn served(self) -> Option<Protocol> {
+        match self {
+            Self::Tcp => Some(Protocol::Tcp),
+            Self::Udp => Some(Protocol::Udp),
+            Self::Sctp => None,
+        }
+    }
+}
 
 impl Published {
     /// The label by which the endpoint is known below its service: its hostname, or its address with dashes.
@@ -45,23 +95,82 @@ impl Published {
         }
         match self.addr {
             IpAddr::V4(v4) => v4.to_string().replace('.', "-"),
-            // Whole groups: `::` would leave a dash at an end of the label.
-            IpAddr::V6(v6) => v6.segments().map(|group| format!("{group:x}")).join("-"),
+            // As CoreDNS has it: a label does not end with a dash.
+            IpAddr::V6(v6) => {
+                let text = v6.to_string().replace(':', "-");
+                let end = if text.ends_with('-') { "0" } else { "" };
+                text + end
+            }
         }
     }
 }
 
 impl Records {
-    /// The endpoints that have names; none unless the service is headless.
-    pub fn published(&self) -> impl Iterator<Item = &Published> {
-        let (not_ready, endpoints) = match self {
-            Self::Endpoints {
-                not_ready,
-                endpoints,
-            } => (*not_ready, &**endpoints),
-            Self::ClusterIps | Self::Alias(_) => (false, &[][..]),
+    /// The endpoints that have names.
+    pub fn published(&self) -> &[Published] {
+        match self {
+            Self::Object(named) => &named.endpoints,
+            Self::ClusterIps | Self::Alias(_) => &[],
+        }
+    }
+
+    /// Whether the name of the service leads to its endpoints.
+    pub fn is_headless(&self) -> bool {
+        matches!(self, Self::Object(named) if named.headless)
+    }
+
+    /// Whether another proxy serves the service.
+    pub fn is_elsewhere(&self) -> bool {
+        matches!(self, Self::Object(named) if named.elsewhere)
+    }
+}
+
+impl Service {
+    /// The cluster IPs to which its name leads.
+    pub fn named_ips(&self) -> &[IpAddr] {
+        match &self.records {
+            Records::Object(named) => &named.cluster_ips,
+            Records::ClusterIps => &self.cluster_ips,
+            Records::Alias(_) => &[],
+        }
+    }
+
+    /// The same service as DNS has it, if another proxy serves it: without VIPs and ports.
+    #[must_use]
+    pub fn only_named(self) -> Self {
+        let records = match self.records {
+            Records::Object(named) => Records::Object(Box::new(Named {
+                elsewhere: true,
+                ..*named
+            })),
+            records => records,
         };
-        endpoints.iter().filter(move |e| e.ready || not_ready)
+        Self {
+            cluster_ips: SmallVec::new(),
+            external_ips: SmallVec::new(),
+            load_balancer_ips: SmallVec::new(),
+            source_ranges: SmallVec::new(),
+            affinity: None,
+            internal_policy: TrafficPolicy::Cluster,
+            external_policy: TrafficPolicy::Cluster,
+            health_check_node_port: None,
+            ports: SmallVec::new(),
+            records,
+            ..self
+        }
+    }
+
+    /// Its own ports that have names in DNS, or have none: name, protocol, number.
+    pub fn named_ports(&self) -> impl Iterator<Item = (&str, NamedProtocol, u16)> {
+        let (named, served) = match &self.records {
+            Records::Object(named) => (&*named.ports, &[][..]),
+            Records::ClusterIps => (&[][..], &*self.ports),
+            Records::Alias(_) => (&[][..], &[][..]),
+        };
+        let named = named.iter();
+        let named = named.map(|port| (&*port.name, port.protocol, port.number));
+        let served = served.iter();
+        named.chain(served.map(|port| (&*port.name, port.protocol.into(), port.port)))
     }
 }
 
@@ -74,13 +183,13 @@ mod tests {
         for (addr, hostname, label) in [
             ("10.244.1.8", "", "10-244-1-8"),
             ("10.244.1.8", "web-0", "web-0"),
-            ("fd00::8", "", "fd00-0-0-0-0-0-0-8"),
-            ("::1", "", "0-0-0-0-0-0-0-1"),
+            ("fd00::8", "", "fd00--8"),
+            ("fd00:10:244:1::", "", "fd00-10-244-1--0"),
+            ("1:2:3:4:5:6:7:8", "", "1-2-3-4-5-6-7-8"),
         ] {
             let published = Published {
                 addr: addr.parse().unwrap(),
                 hostname: hostname.into(),
-                ready: true,
                 ports: [].into(),
             };
             assert_eq!(published.label(), label);

@@ -42,7 +42,8 @@ pub enum TrafficPolicy {
 /// A service with its endpoints.
 ///
 /// What the source left out is not here: SCTP ports, headless services' cluster IPs (`None`),
-/// load-balancer addresses with `ipMode: Proxy`.
+/// load-balancer addresses with `ipMode: Proxy`. A service that is left to another proxy has no VIPs and no ports: only
+/// `records`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Service {
     /// Its name.

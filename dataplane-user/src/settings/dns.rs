@@ -53,6 +53,10 @@ pub struct Dns {
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1_048_576, max = 4_294_967_296_u64))]
     pub cache_bytes: Option<u64>,
+    /// Seconds for which a resolver's answer is valid at most, whatever its TTL is. Default: 3600 (an hour).
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1, max = 86_400))]
+    pub max_ttl_seconds: Option<u32>,
     /// Seconds for which clients get a resolver's answer after its TTL, while resolvers do not answer; 0:
     /// they get no such answer. Default: 86400 (a day).
     #[serde(skip_serializing_if = "is_default")]
@@ -61,6 +65,7 @@ pub struct Dns {
 }
 
 const TTL: RangeInclusive<u64> = 0..=3600;
+const MAX_TTL: RangeInclusive<u64> = 1..=86_400;
 const CACHE: RangeInclusive<u64> = 1 << 20..=1 << 32;
 const STALE: RangeInclusive<u64> = 0..=604_800;
 
@@ -136,6 +141,11 @@ impl Dns {
         usize::try_from(bytes).unwrap_or(usize::MAX)
     }
 
+    /// How long a resolver's answer is valid at most, in seconds.
+    pub fn max_ttl(&self) -> u32 {
+        self.max_ttl_seconds.unwrap_or(3600)
+    }
+
     /// How long after its TTL clients get an answer, while resolvers do not answer.
     pub fn stale(&self) -> Duration {
         Duration::from_secs(self.stale_seconds.unwrap_or(86_400).into())
@@ -160,6 +170,11 @@ impl Dns {
                 "dns.serviceEntryTtlSeconds",
                 self.service_entry_ttl_seconds.map(u64::from),
                 TTL,
+            ),
+            (
+                "dns.maxTtlSeconds",
+                self.max_ttl_seconds.map(u64::from),
+                MAX_TTL,
             ),
             ("dns.cacheBytes", self.cache_bytes, CACHE),
             ("dns.staleSeconds", self.stale_seconds.map(u64::from), STALE),

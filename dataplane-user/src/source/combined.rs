@@ -61,6 +61,8 @@ impl Feed for Combined {
             if part.services {
                 whole.services = whole.services.union(view.services.clone());
                 whole.whole = view.whole;
+                whole.unread.clone_from(&view.unread);
+                whole.namespaces.clone_from(&view.namespaces);
                 whole.entries = whole.entries.union(view.entries.clone());
                 whole.routes = whole.routes.union(view.routes.clone());
                 whole.grants = whole.grants.union(view.grants.clone());

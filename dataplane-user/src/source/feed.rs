@@ -45,6 +45,10 @@ pub struct View {
     pub pods: PodAddresses,
     /// Whether every Service of the cluster is among them.
     pub whole: bool,
+    /// Namespaces in which a Service or an EndpointSlice cannot be read, so that this is true of other namespaces only.
+    pub unread: imbl::OrdSet<Arc<str>>,
+    /// All namespaces of the cluster; none if the source does not have them.
+    pub namespaces: Option<imbl::OrdSet<Arc<str>>>,
     /// What this node's own object tells; none if the source has nothing to say about nodes.
     pub node: Option<NodeFacts>,
     /// What is known to be left out, because it cannot be served as it is written.

@@ -63,7 +63,8 @@ fn nobody() -> Arc<Client> {
 #[derive(Debug)]
 enum Told {
     Answer(Box<Message>),
-    /// The names that resolvers are asked for, and the code of the answer if none of them exists.
+    /// The names that resolvers are asked for, `?` behind a name whose records are known if they have no answer; and the code
+    /// of the answer if none of them exists.
     Asked(Vec<String>, Option<ResponseCode>),
 }
 
@@ -115,7 +116,10 @@ fn ask(zone: &Zone, client: &Client, name: &str, of_type: RecordType) -> Told {
             Told::Answer(Box::new(message))
         }
         Decision::Ask(ask) => {
-            let names = ask.candidates.iter().map(|of| of.name.to_string());
+            let names = ask.candidates.iter().map(|of| {
+                let known = if of.known.is_some() { "?" } else { "" };
+                format!("{}{known}", of.name)
+            });
             let otherwise = ask.otherwise.as_ref().map(Stored::code);
             Told::Asked(names.collect(), otherwise)
         }

@@ -3,8 +3,8 @@
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 use dataplane::model::{
-    Names, Place, Published, Records, Service, ServiceName, ServiceType, Snapshot, TrafficPolicy,
-    Workload, WorkloadName,
+    Named, Names, Place, Published, Records, Service, ServiceName, ServiceType, Snapshot,
+    TrafficPolicy, Workload, WorkloadName,
 };
 use proptest::prelude::*;
 use smallvec::SmallVec;
@@ -17,7 +17,6 @@ fn service(number: u8, addrs: &BTreeSet<u8>, headless: bool) -> Service {
     let endpoint = |last: &u8| Published {
         addr: addr(*last),
         hostname: "".into(),
-        ready: last.is_multiple_of(2),
         ports: [].into(),
     };
     Service {
@@ -37,10 +36,11 @@ fn service(number: u8, addrs: &BTreeSet<u8>, headless: bool) -> Service {
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
         records: if headless {
-            Records::Endpoints {
-                not_ready: false,
+            Records::Object(Box::new(Named {
+                headless,
                 endpoints: addrs.iter().map(endpoint).collect(),
-            }
+                ..Named::default()
+            }))
         } else {
             Records::ClusterIps
         },
@@ -79,9 +79,9 @@ proptest! {
             names.follow(snapshot);
             for last in 0..12 {
                 let found: BTreeSet<_> = names.of_address(addr(last)).map(|of| of.name.clone()).collect();
-                let has = |of: &Service| match &of.records {
-                    Records::Endpoints { .. } => of.records.published().any(|e| e.addr == addr(last)),
-                    _ => of.cluster_ips.contains(&addr(last)),
+                let has = |of: &Service| {
+                    let mut endpoints = of.records.published().iter();
+                    of.cluster_ips.contains(&addr(last)) || endpoints.any(|e| e.addr == addr(last))
                 };
                 let services = snapshot.services.values();
                 let wanted = services.filter(|of| has(of)).map(|of| of.name.clone());

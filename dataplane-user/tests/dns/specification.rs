@@ -1,7 +1,7 @@
 //! Kubernetes' specification of DNS-based service discovery, schema 1.1.0: a row for each of its sentences that says
 //! something of answers.
 
-use hickory_proto::rr::RecordType::{self, A, AAAA, CNAME, PTR, SRV, TXT};
+use hickory_proto::rr::RecordType::{self, A, AAAA, CNAME, NS, PTR, SOA, SRV, TXT};
 
 use super::{ask, nobody, zone};
 
@@ -27,7 +27,7 @@ const TABLE: &[(&str, &str, RecordType, &str)] = &[
         A,
         "NXDomain",
     ),
-    // Ready, or the service tolerates those that are not.
+    // Ready, as the slice says: the controller says so of a service with `publishNotReadyAddresses`.
     (
         "2.1 ready",
         "not-ready.headless.default.svc.cluster.local.",
@@ -38,7 +38,13 @@ const TABLE: &[(&str, &str, RecordType, &str)] = &[
         "2.1 ready",
         "tolerated.default.svc.cluster.local.",
         A,
-        "NoError; A 10.3.0.130",
+        "NXDomain",
+    ),
+    (
+        "2.1 ready",
+        "by-hand.published.default.svc.cluster.local.",
+        A,
+        "NXDomain",
     ),
     (
         "2.1 ready",
@@ -180,7 +186,7 @@ const TABLE: &[(&str, &str, RecordType, &str)] = &[
     ),
     (
         "2.4.1 AAAA hostname",
-        "2001-db8-0-0-0-0-0-103.headless.default.svc.cluster.local.",
+        "2001-db8--103.headless.default.svc.cluster.local.",
         AAAA,
         "NoError; AAAA 2001:db8::103",
     ),
@@ -190,10 +196,8 @@ const TABLE: &[(&str, &str, RecordType, &str)] = &[
         "_https._tcp.headless.default.svc.cluster.local.",
         SRV,
         "NoError; SRV 0 100 8443 10-3-0-103.headless.default.svc.cluster.local.; \
-         SRV 0 100 8443 2001-db8-0-0-0-0-0-103.headless.default.svc.cluster.local.; \
+         SRV 0 100 8443 2001-db8--103.headless.default.svc.cluster.local.; \
          SRV 0 100 8443 my-pet-2.headless.default.svc.cluster.local.; \
-         SRV 0 100 8443 my-pet.headless.default.svc.cluster.local.; \
-         SRV 0 100 8443 my-pet.headless.default.svc.cluster.local.; \
          SRV 0 100 8443 my-pet.headless.default.svc.cluster.local.",
     ),
     (
@@ -202,7 +206,6 @@ const TABLE: &[(&str, &str, RecordType, &str)] = &[
         SRV,
         "NoError; SRV 0 100 53 10-3-0-103.headless.default.svc.cluster.local.; \
          SRV 0 100 53 my-pet-2.headless.default.svc.cluster.local.; \
-         SRV 0 100 53 my-pet.headless.default.svc.cluster.local.; \
          SRV 0 100 53 my-pet.headless.default.svc.cluster.local.",
     ),
     // Unnamed ports do not have one.
@@ -278,11 +281,187 @@ const TABLE: &[(&str, &str, RecordType, &str)] = &[
     ),
 ];
 
+/// What the specification leaves open, as CoreDNS 1.15 answers: what; a name and a type to ask for; the answer.
+const DEPLOYED: &[(&str, &str, RecordType, &str)] = &[
+    // Peers of a database look for each other at the service's own name.
+    (
+        "SRV at a headless service",
+        "headless.default.svc.cluster.local.",
+        SRV,
+        "NoError; SRV 0 100 53 10-3-0-103.headless.default.svc.cluster.local.; \
+         SRV 0 100 53 my-pet-2.headless.default.svc.cluster.local.; \
+         SRV 0 100 53 my-pet.headless.default.svc.cluster.local.; \
+         SRV 0 100 8443 10-3-0-103.headless.default.svc.cluster.local.; \
+         SRV 0 100 8443 2001-db8--103.headless.default.svc.cluster.local.; \
+         SRV 0 100 8443 my-pet-2.headless.default.svc.cluster.local.; \
+         SRV 0 100 8443 my-pet.headless.default.svc.cluster.local.",
+    ),
+    (
+        "SRV at a headless service, unnamed port",
+        "published.default.svc.cluster.local.",
+        SRV,
+        "NoError; SRV 0 100 443 early.published.default.svc.cluster.local.",
+    ),
+    (
+        "SRV at an endpoint",
+        "my-pet-2.headless.default.svc.cluster.local.",
+        SRV,
+        "NoError; SRV 0 100 53 my-pet-2.headless.default.svc.cluster.local.; \
+         SRV 0 100 8443 my-pet-2.headless.default.svc.cluster.local.",
+    ),
+    (
+        "SRV at a service",
+        "plain.default.svc.cluster.local.",
+        SRV,
+        "NoError; SRV 0 100 80 plain.default.svc.cluster.local.",
+    ),
+    (
+        "one hostname of both families",
+        "dual.shop.svc.cluster.local.",
+        SRV,
+        "NoError; SRV 0 100 5432 db-0.dual.shop.svc.cluster.local.",
+    ),
+    // Two pods of the host's network.
+    (
+        "two endpoints of one address",
+        "real.shop.svc.cluster.local.",
+        SRV,
+        "NoError; SRV 0 100 8080 real-0.real.shop.svc.cluster.local.; \
+         SRV 0 100 8081 real-1.real.shop.svc.cluster.local.",
+    ),
+    (
+        "two endpoints of one address",
+        "_db._tcp.real.shop.svc.cluster.local.",
+        SRV,
+        "NoError; SRV 0 100 8080 real-0.real.shop.svc.cluster.local.; \
+         SRV 0 100 8081 real-1.real.shop.svc.cluster.local.",
+    ),
+    (
+        "two endpoints of one address",
+        "real.shop.svc.cluster.local.",
+        A,
+        "NoError; A 192.0.2.60",
+    ),
+    (
+        "two endpoints of one address",
+        "real-0.real.shop.svc.cluster.local.",
+        A,
+        "NoError; A 192.0.2.60",
+    ),
+    (
+        "two endpoints of one address",
+        "real-1.real.shop.svc.cluster.local.",
+        A,
+        "NoError; A 192.0.2.60",
+    ),
+    (
+        "two endpoints of one address",
+        "60.2.0.192.in-addr.arpa.",
+        PTR,
+        "NoError; PTR real-0.real.shop.svc.cluster.local.; PTR real-1.real.shop.svc.cluster.local.",
+    ),
+    // Endpoints of a service that is not headless.
+    (
+        "endpoints of a service",
+        "web-0.web.shop.svc.cluster.local.",
+        A,
+        "NoError; A 10.3.0.141",
+    ),
+    (
+        "endpoints of a service",
+        "10-3-0-142.web.shop.svc.cluster.local.",
+        A,
+        "NoError; A 10.3.0.142",
+    ),
+    (
+        "endpoints of a service",
+        "10-3-0-141.web.shop.svc.cluster.local.",
+        A,
+        "NXDomain",
+    ),
+    (
+        "endpoints of a service",
+        "142.0.3.10.in-addr.arpa.",
+        PTR,
+        "NoError; PTR 10-3-0-142.web.shop.svc.cluster.local.",
+    ),
+    (
+        "endpoints of a service",
+        "web-0.web.shop.svc.cluster.local.",
+        SRV,
+        "NoError; SRV 0 100 3868 web-0.web.shop.svc.cluster.local.; \
+         SRV 0 100 8080 web-0.web.shop.svc.cluster.local.",
+    ),
+    (
+        "SCTP",
+        "_diameter._sctp.web.shop.svc.cluster.local.",
+        SRV,
+        "NoError; SRV 0 100 3868 web.shop.svc.cluster.local.",
+    ),
+    // Whoever serves it.
+    (
+        "another proxy's",
+        "theirs.shop.svc.cluster.local.",
+        A,
+        "NoError; A 10.3.0.30",
+    ),
+    (
+        "another proxy's",
+        "_http._tcp.theirs.shop.svc.cluster.local.",
+        SRV,
+        "NoError; SRV 0 100 80 theirs.shop.svc.cluster.local.",
+    ),
+    (
+        "another proxy's",
+        "30.0.3.10.in-addr.arpa.",
+        PTR,
+        "NoError; PTR theirs.shop.svc.cluster.local.",
+    ),
+    (
+        "another proxy's",
+        "peer-0.their-peers.shop.svc.cluster.local.",
+        A,
+        "NoError; A 10.3.0.160",
+    ),
+    // Any form of an address is understood.
+    (
+        "labels of addresses",
+        "2001-db8-0-0-0-0-0-103.headless.default.svc.cluster.local.",
+        AAAA,
+        "NoError; AAAA 2001:db8::103",
+    ),
+    (
+        "labels of addresses",
+        "103.0.3.10.in-addr.arpa.",
+        PTR,
+        "NoError; PTR 10-3-0-103.headless.default.svc.cluster.local.",
+    ),
+    (
+        "the zone itself",
+        "cluster.local.",
+        SOA,
+        "NoError; SOA ns.dns.cluster.local. hostmaster.cluster.local. 1 7200 1800 86400 5",
+    ),
+    (
+        "the zone itself",
+        "cluster.local.",
+        NS,
+        "NoError; NS kube-dns.kube-system.svc.cluster.local.",
+    ),
+    ("the zone itself", "cluster.local.", A, "NoError"),
+    (
+        "the zone itself",
+        "ns.dns.cluster.local.",
+        A,
+        "NoError; A 10.3.0.10",
+    ),
+];
+
 #[test]
 fn every_sentence_has_its_answer() {
     let (zone, client) = (zone(), nobody());
     let mut wrong = Vec::new();
-    for (section, name, of_type, wanted) in TABLE {
+    for (section, name, of_type, wanted) in TABLE.iter().chain(DEPLOYED) {
         let told = ask(&zone, &client, name, *of_type).text(name);
         if told != *wanted {
             wrong.push(format!(
@@ -317,4 +496,46 @@ fn srv_records_come_with_their_addresses() {
         found.sort();
         assert_eq!(found.join(" "), wanted, "{name}");
     }
+}
+
+/// A client that gets aliases without an address looks no further for this name (NODATA).
+#[test]
+fn aliases_that_lead_round_are_no_failure() {
+    let (zone, client) = (zone(), nobody());
+    let text = ask(&zone, &client, "circle.default.svc.cluster.local.", A).text("");
+    assert!(text.starts_with("NoError; circle"), "{text}");
+    assert!(!text.contains(" A "), "{text}");
+}
+
+/// A strict resolver keeps no negative answer whose SOA record is not above the name (RFC 2308).
+#[test]
+fn a_negative_answer_has_a_soa_record_of_its_own_zone() {
+    let (zone, client) = (zone(), nobody());
+    for (name, of_type, owner) in [
+        ("1.0.3.10.in-addr.arpa.", A, "in-addr.arpa."),
+        (
+            "1.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.8.b.d.0.1.0.0.2.ip6.arpa.",
+            A,
+            "ip6.arpa.",
+        ),
+        ("none.shop.svc.cluster.local.", A, "cluster.local."),
+    ] {
+        let super::Told::Answer(message) = ask(&zone, &client, name, of_type) else {
+            panic!("{name}");
+        };
+        let owners = message.authorities.iter().map(|of| of.name.to_string());
+        assert_eq!(owners.collect::<Vec<_>>(), [owner], "{name}");
+    }
+}
+
+#[test]
+fn a_label_with_dots_is_no_address() {
+    let zone = zone();
+    let labels = [&b"10.244.1.8"[..], b"shop", b"pod", b"cluster", b"local"];
+    let name = dataplane::dns::LowerName::of_labels(labels.into_iter()).unwrap();
+    let meaning = zone.meaning(&name, || "");
+    assert!(
+        matches!(meaning, dataplane::dns::Meaning::Missing),
+        "{meaning:?}"
+    );
 }

@@ -1,7 +1,7 @@
 //! The objects that DNS needs: headless services, and all services, so that an unknown name does not exist.
 
 use dataplane::{
-    model::{Records, ServiceName},
+    model::ServiceName,
     source::{
         View,
         kubernetes::{Scope, Wanted},
@@ -35,7 +35,7 @@ fn headless(number: u16, endpoints: &[u16]) -> [Value; 2] {
 /// How many endpoints of a headless service have names.
 fn published(view: &View, name: &str) -> usize {
     let service = view.services.get(&ServiceName::new("default", name));
-    service.map_or(0, |service| service.records.published().count())
+    service.map_or(0, |service| service.records.published().len())
 }
 
 #[test]
@@ -45,34 +45,44 @@ fn headless_services_have_their_endpoints_and_all_names_are_known() {
     let view = site.view(|view| published(view, "web-2") == 2);
     assert!(view.whole);
     let headless = &view.services[&ServiceName::new("default", "web-2")];
-    assert!(matches!(headless.records, Records::Endpoints { .. }));
+    assert!(headless.records.is_headless());
     assert!(
         headless.ports[0].endpoints.is_empty(),
         "there is no VIP to serve"
     );
-    // A service of another proxy has a name, which the resolvers know.
+    // A service of another proxy has a name, too: nobody's names depend on who serves it.
     let other = labelled(
         objects::service("other", vip(9)),
         "service.kubernetes.io/service-proxy-name",
     );
-    site.cluster().apply(other.clone());
-    let view = site.view(|view| !view.whole);
-    assert!(view.problems.is_empty());
+    site.cluster().apply(other);
+    let name = ServiceName::new("default", "other");
+    let view = site.view(|view| view.services.contains_key(&name));
+    assert!(view.whole && view.unread.is_empty() && view.problems.is_empty());
+    let service = &view.services[&name];
+    assert_eq!(service.named_ips(), [vip(9)]);
+    assert!(service.cluster_ips.is_empty() && service.ports.is_empty());
     site.cluster()
         .delete(Resource::Services, "default", "other");
-    site.view(|view| view.whole);
-    // A service that cannot be read may have any name.
+    site.view(|view| !view.services.contains_key(&name));
+    // A service that cannot be read may have any name in its namespace, and in no other.
     let mut nonsense = objects::service("nonsense", vip(8));
+    nonsense["metadata"]["namespace"] = json!("theirs");
     nonsense["spec"]["ports"][0]["port"] = json!("eighty");
     site.cluster().apply(nonsense);
-    site.view(|view| !view.whole);
+    let view = site.view(|view| !view.unread.is_empty());
+    assert!(view.whole);
+    assert_eq!(
+        view.unread.iter().map(|of| &**of).collect::<Vec<_>>(),
+        ["theirs"]
+    );
     site.cluster()
-        .delete(Resource::Services, "default", "nonsense");
-    site.view(|view| view.whole);
+        .delete(Resource::Services, "theirs", "nonsense");
+    site.view(|view| view.unread.is_empty());
     let [_, mut slice] = self::headless(2, &[2]);
     slice["endpoints"][0]["addresses"] = json!("nonsense");
     site.cluster().apply(slice);
-    let view = site.view(|view| !view.whole);
+    let view = site.view(|view| !view.unread.is_empty());
     assert_eq!(published(&view, "web-2"), 2, "it stays as it was");
 }
 
@@ -83,14 +93,14 @@ fn services_of_others_that_go_while_nobody_watches_are_forgotten() {
         "service.kubernetes.io/service-proxy-name",
     );
     let mut site = Site::of(server([other]), NAMES);
-    site.view(|view| !view.whole);
+    site.view(|view| !view.services.is_empty());
     site.watching();
     site.server.go_away();
     let cluster = site.cluster();
     cluster.delete(Resource::Services, "default", "other");
     cluster.compact();
     site.server.come_back().unwrap();
-    site.view(|view| view.whole);
+    site.view(|view| view.services.is_empty());
 }
 
 #[test]

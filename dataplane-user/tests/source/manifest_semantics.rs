@@ -249,7 +249,12 @@ fn what_belongs_to_others_is_left_alone() {
     let loaded = load(&format!(
         "{other_proxy}{their_slice}{headless}---\n{marked}"
     ));
-    assert!(loaded.snapshot.services.is_empty());
+    // They have names, and nothing that is served.
+    for service in loaded.snapshot.services.values() {
+        assert!(service.cluster_ips.is_empty() && service.ports.is_empty());
+        assert!(service.records.is_elsewhere());
+    }
+    assert_eq!(loaded.snapshot.services.len(), 2);
     assert_eq!(loaded.left_alone, 2);
 }
 

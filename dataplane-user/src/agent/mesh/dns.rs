@@ -118,6 +118,7 @@ impl Dns {
             workers: cpus.min(WORKERS),
             cache_bytes: config.cache_bytes(),
             stale: config.stale(),
+            longest: config.max_ttl(),
             room,
             cluster_dns: Vec::new(),
             node: ResolvConf::default(),

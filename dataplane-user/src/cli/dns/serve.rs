@@ -187,6 +187,7 @@ impl ServeArgs {
             workers: self.workers.map_or(cpus, Into::into),
             cache_bytes: self.common.dns.cache_bytes(),
             stale: self.common.dns.stale(),
+            longest: self.common.dns.max_ttl(),
             room: Room::of(files),
             cluster_dns,
             node,

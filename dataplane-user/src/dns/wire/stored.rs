@@ -105,6 +105,14 @@ impl Stored {
             }
         }
         let mut bytes = bytes[..at].to_vec();
+        // The case of the letters that were asked for is our own.
+        bytes[HEADER..end].copy_from_slice(name.bytes());
+        for at in &ttls {
+            let at = usize::from(*at);
+            if read_u32(&bytes, at) > i32::MAX as u32 {
+                bytes[at..at + 4].fill(0);
+            }
+        }
         let mut upper = 0;
         if let Some((opt, before)) = opt {
             upper = bytes[opt.ttl];
@@ -155,6 +163,11 @@ impl Stored {
     fn ttls(&self) -> impl Iterator<Item = usize> {
         let (ttls, _) = self.packed[self.shape.message..].as_chunks();
         ttls.iter().map(|at| usize::from(u16::from_ne_bytes(*at)))
+    }
+
+    /// An answer with this code of the header, and nothing else.
+    pub fn bare(name: &LowerName, of_type: u16, code: u8) -> Self {
+        Self::without_records(&[0, 0, 0x80, code & 0x0f], name, of_type)
     }
 
     /// An answer with the flags and the code of `bytes`, and nothing else.
@@ -292,8 +305,21 @@ impl Stored {
     /// The same with other times to live.
     #[must_use]
     pub fn with_ttl(&self, ttl: u32) -> Self {
+        self.with_ttls(|_| ttl)
+    }
+
+    /// The same with times to live that are at most so long.
+    #[must_use]
+    pub fn at_most(&self, ttl: u32) -> Self {
+        let mut other = self.with_ttls(|of| of.min(ttl));
+        other.shape.ttl = other.shape.ttl.min(ttl);
+        other
+    }
+
+    fn with_ttls(&self, change: impl Fn(u32) -> u32) -> Self {
         let mut other = self.clone();
         for at in self.ttls() {
+            let ttl = change(read_u32(&other.packed, at));
             if let Some(place) = other.packed.get_mut(at..at + 4) {
                 place.copy_from_slice(&ttl.to_be_bytes());
             }

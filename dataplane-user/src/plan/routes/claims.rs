@@ -200,6 +200,7 @@ fn wrong_parent(service: &Service) -> Option<&'static str> {
     match service.kind {
         ServiceType::HostPort | ServiceType::Entry => Some("does not exist"),
         ServiceType::ExternalName => Some("is of type ExternalName, which has no connections"),
+        _ if service.records.is_elsewhere() => Some("is left to another proxy"),
         _ if service.cluster_ips.is_empty() => {
             Some("is headless: its clients choose among its endpoints themselves")
         }

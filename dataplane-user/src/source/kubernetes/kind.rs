@@ -17,8 +17,6 @@ use crate::{
 
 /// What kube-proxy asks for, too: neither what belongs to another proxy nor what is headless.
 const OURS: &str = "!service.kubernetes.io/headless,!service.kubernetes.io/service-proxy-name";
-/// Slices that have names in DNS: those of headless services, too.
-const NAMED: &str = "!service.kubernetes.io/service-proxy-name";
 /// How many objects to ask for at once. Each page is in memory as text while it is read.
 const PAGE: u32 = 500;
 
@@ -60,8 +58,8 @@ pub struct Wanted {
     pub entries: bool,
     /// Whether Gateway API's routes are read, and ReferenceGrants.
     pub routes: bool,
-    /// Whether the names of services are answered: then the slices of headless services are read, and the services of
-    /// other proxies, because a name that is not among these does not exist.
+    /// Whether the names of services are answered: then headless services and those of other proxies are read with their
+    /// slices, because they have names.
     pub names: bool,
 }
 
@@ -278,8 +276,8 @@ impl Kind {
     /// The objects that are read, by their labels; none: all.
     fn labels(self, sight: &Sight) -> Option<&'static str> {
         match self {
-            Self::Service if sight.names => None,
-            Self::Slice if sight.names => Some(NAMED),
+            // Names do not depend on the proxy.
+            Self::Service | Self::Slice if sight.names => None,
             Self::Service | Self::Slice => Some(OURS),
             _ => None,
         }

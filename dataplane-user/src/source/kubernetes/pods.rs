@@ -20,6 +20,8 @@ use crate::{
 pub struct Pods {
     seen: BTreeMap<ServiceName, Seen>,
     namespaces: HashMap<Arc<str>, Rules>,
+    /// Their names.
+    pub namespace_names: imbl::OrdSet<Arc<str>>,
     /// Of all that were seen.
     addresses: PodAddresses,
     /// As in the last view.
@@ -129,6 +131,7 @@ impl Pods {
     /// A namespace came or changed.
     pub fn put_namespace(&mut self, namespace: NamespaceRules) {
         let name = Arc::clone(&namespace.name);
+        self.namespace_names.insert(Arc::clone(&name));
         let before = self.namespaces.insert(namespace.name, namespace.rules);
         if before.unwrap_or_default() != self.namespaces[&name] {
             self.changed_in(&name);
@@ -137,6 +140,7 @@ impl Pods {
 
     /// A namespace is gone.
     pub fn remove_namespace(&mut self, name: &str) {
+        self.namespace_names.remove(name);
         if self.namespaces.remove(name).is_some() {
             self.changed_in(name);
         }

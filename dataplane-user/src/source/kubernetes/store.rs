@@ -40,8 +40,6 @@ pub struct Store {
     pending: BTreeMap<ServiceName, Change>,
     /// Slices by the service that they name, whether that is there or not.
     slices: HashMap<ServiceName, SmallVec<[Slice; 1]>>,
-    /// Services that are left to other proxies, if these are read.
-    of_others: BTreeSet<ServiceName>,
     /// The service that each slice names.
     named: HashMap<ServiceName, ServiceName>,
     pods: Pods,
@@ -89,7 +87,6 @@ impl Store {
             services: imbl::OrdMap::new(),
             pending: BTreeMap::new(),
             slices: HashMap::new(),
-            of_others: BTreeSet::new(),
             named: HashMap::new(),
             pods: Pods::default(),
             entries: Entries::default(),
@@ -183,9 +180,7 @@ impl Store {
         self.changed = false;
         for (name, change) in std::mem::take(&mut self.pending) {
             self.settle(&name, change);
-            let alone = self.slices.contains_key(&name)
-                && !self.services.contains_key(&name)
-                && !self.of_others.contains(&name);
+            let alone = self.slices.contains_key(&name) && !self.services.contains_key(&name);
             self.orphans.note(name, alone);
         }
         let orphans = self.orphans.told().filter(|service| {
@@ -221,26 +216,35 @@ impl Store {
             grants: self.grants.clone(),
             workloads: self.pods.workloads(),
             pods: self.pods.addresses(everywhere),
-            whole: self.is_whole(),
+            whole: self.wanted.names,
+            unread: self.unread(),
+            namespaces: self.all_namespaces(),
             node: Some(self.facts.clone()),
             problems: Arc::clone(&self.problems_seen),
             since: self.since.take().map(Instant::into_std),
         })
     }
 
-    /// Whether a name that is no service's does not exist: every service and slice was read, and none of them is another
-    /// proxy's.
-    fn is_whole(&self) -> bool {
-        let mut problems = self.problems.iter();
-        let is_unread = |(kind, _): &(Kind, ServiceName), problems: &[Problem]| {
+    /// The namespaces in which a Service or a slice cannot be read: a name there may exist although it is not known.
+    fn unread(&self) -> imbl::OrdSet<Arc<str>> {
+        let is_unread = |kind: Kind, problems: &[Problem]| {
+            let mut problems = problems.iter();
             matches!(kind, Kind::Service | Kind::Slice)
-                && problems
-                    .iter()
-                    .any(|problem| problem.gravity != Gravity::Warning)
+                && problems.any(|problem| problem.gravity != Gravity::Warning)
         };
-        self.wanted.names
-            && self.of_others.is_empty()
-            && !problems.any(|(of, problems)| is_unread(of, problems))
+        let problems = self.problems.iter();
+        let unread = problems.filter(|((kind, _), problems)| is_unread(*kind, problems));
+        unread
+            .map(|((_, name), _)| Arc::from(name.namespace()))
+            .collect()
+    }
+
+    /// All namespaces, if they are read for names.
+    fn all_namespaces(&self) -> Option<imbl::OrdSet<Arc<str>>> {
+        let known = self.wanted.names
+            && self.listed.contains(&Kind::Namespace)
+            && !self.refused.contains(&Kind::Namespace);
+        known.then(|| self.pods.namespace_names.clone())
     }
 
     fn settle(&mut self, name: &ServiceName, change: Change) {
@@ -257,7 +261,7 @@ impl Store {
             }
         };
         let slices = self.slices.get(name).map_or(&[][..], SmallVec::as_slice);
-        objects::join(Arc::make_mut(&mut service), slices);
+        objects::join(Arc::make_mut(&mut service), slices, self.wanted.names);
         self.serve(name, service);
     }
 
@@ -325,13 +329,6 @@ impl Store {
         if faulty && kind != Kind::Pod {
             return told;
         }
-        if kind == Kind::Service {
-            let changed = match body {
-                Body::Service(Some(_)) => self.of_others.remove(&name),
-                _ => self.of_others.insert(name.clone()),
-            };
-            self.changed |= changed;
-        }
         match body {
             Body::Service(Some(service)) => {
                 self.pending.insert(name, Change::Put(Arc::new(service)));
@@ -395,9 +392,6 @@ impl Store {
     fn remove(&mut self, kind: Kind, name: &ServiceName) {
         self.changed = true;
         self.problems.remove(&(kind, name.clone()));
-        if kind == Kind::Service {
-            self.of_others.remove(name);
-        }
         self.forget(kind, name);
     }
 
@@ -467,8 +461,7 @@ impl Store {
                 let pending = self.pending.iter().filter_map(put);
                 let served = self.services.keys();
                 let served = served.filter(|name| !objects::is_of_host_ports(name));
-                let served = served.cloned().chain(pending);
-                served.chain(self.of_others.iter().cloned()).collect()
+                served.cloned().chain(pending).collect()
             }
             Kind::Slice => self.named.keys().cloned().collect(),
             Kind::Pod => {

@@ -77,6 +77,8 @@ impl Files {
             workloads: snapshot.workloads.clone(),
             pods: snapshot.pods.clone(),
             whole: snapshot.whole,
+            unread: snapshot.unread.clone(),
+            namespaces: None,
             node: loaded.facts,
             problems: Arc::clone(&snapshot.problems),
             since: None,

@@ -149,7 +149,10 @@ impl<'a> Stage<'a> {
         match entry.body {
             Body::Service(outcome) => {
                 let service = match outcome {
-                    Outcome::Served(service) => Some(Arc::new(service)),
+                    Outcome::Served(service) => {
+                        self.left_alone += usize::from(service.records.is_elsewhere());
+                        Some(Arc::new(service))
+                    }
                     Outcome::LeftAlone => {
                         self.left_alone += 1;
                         None
@@ -280,7 +283,10 @@ impl<'a> Stage<'a> {
         let unknown = self.whereabouts.problem(self.node);
         self.problems
             .extend(unknown.filter(|_| self.node_object.is_none()));
-        let whole = self.services.values().all(|(service, _)| service.is_some());
+        let unread = self.services.iter().filter(|(_, (of, _))| of.is_none());
+        let unread = unread
+            .map(|(name, _)| Arc::from(name.namespace()))
+            .collect();
         let mut services = previous.services.clone();
         let gone: Vec<_> = previous
             .services
@@ -296,7 +302,7 @@ impl<'a> Stage<'a> {
             let own: SmallVec<[Slice; 2]> =
                 std::iter::from_fn(|| slices.next_if(|slice| slice.service == name)).collect();
             let Some(mut service) = service else { continue };
-            objects::join(Arc::make_mut(&mut service), &own);
+            objects::join(Arc::make_mut(&mut service), &own, true);
             if services.get(&name).is_none_or(|known| *known != service) {
                 services.insert(name, service);
             }
@@ -362,7 +368,9 @@ impl<'a> Stage<'a> {
             grants,
             workloads,
             cluster: Arc::clone(&previous.cluster),
-            whole,
+            whole: true,
+            unread,
+            namespaces: None,
             reachable: previous.reachable.clone(),
             pods: PodAddresses::default(),
             node: kept(&previous.node, node, || Arc::new(node.clone())),

@@ -60,7 +60,7 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
         else {
             continue;
         };
-        let Some(protocol) = protocol else {
+        let Some(protocol) = protocol.served() else {
             findings.note(path, "SCTP is not served: only TCP and UDP are");
             continue;
         };

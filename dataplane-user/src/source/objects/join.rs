@@ -3,27 +3,31 @@
 use std::sync::Arc;
 
 use super::Slice;
-use crate::model::{Endpoint, Published, PublishedPort, Records, Service};
+use crate::model::{Endpoint, NamedProtocol, Published, Records, Service};
 
-/// Gives each port of a service the endpoints that its slices have for it: by name and protocol.
+/// Gives each port of a service the endpoints that its slices have for it: by name and protocol. `names`: whether its
+/// endpoints get names in DNS.
 ///
 /// An endpoint may be in two slices for a moment, while the controller moves it between them. Then
 /// it is one endpoint, and the better conditions hold: ready before not, as for kube-proxy.
 ///
-/// The slices of a headless service have endpoints in DNS only.
-pub fn join(service: &mut Service, slices: &[Slice]) {
-    if let Records::Endpoints { endpoints, .. } = &mut service.records {
-        *endpoints = published(slices);
+/// The slices of a headless service, and of one that is left to another proxy, have endpoints in DNS only.
+pub fn join(service: &mut Service, slices: &[Slice], names: bool) {
+    if let Records::Object(named) = &mut service.records {
+        named.endpoints = if names {
+            published(slices)
+        } else {
+            Box::default()
+        };
     }
     for port in &mut service.ports {
         let matching = || {
-            let slices = slices.iter().filter(|slice| !slice.headless);
+            let slices = slices.iter().filter(|slice| !slice.names_only);
             slices.flat_map(|slice| {
-                let numbers = slice
-                    .ports
-                    .iter()
-                    .filter(|(name, protocol, _)| *name == port.name && *protocol == port.protocol);
-                numbers.map(move |(_, _, number)| (slice, *number))
+                let numbers = slice.ports.iter().filter(|of| {
+                    of.name == port.name && of.protocol == NamedProtocol::from(port.protocol)
+                });
+                numbers.map(move |of| (slice, of.number))
             })
         };
         let mut endpoints =
@@ -58,30 +62,25 @@ pub fn join(service: &mut Service, slices: &[Slice]) {
     }
 }
 
-/// The endpoints of a headless service, by all of its slices. Of an endpoint in two of them, the ready one counts, and
-/// the ports of that one.
+/// The ready endpoints of all slices. Endpoints of one address are several if their hostnames or ports differ: pods of the
+/// host's network.
 fn published(slices: &[Slice]) -> Box<[Published]> {
     let mut all: Vec<Published> = Vec::new();
     for slice in slices {
-        let ports: Arc<[PublishedPort]> = slice.ports.iter().cloned().collect();
-        all.extend(slice.endpoints.iter().map(|endpoint| {
-            let named = slice
-                .hostnames
-                .binary_search_by_key(&endpoint.addr, |(addr, _)| *addr);
-            Published {
-                addr: endpoint.addr,
-                hostname: named
-                    .map(|at| slice.hostnames[at].1.clone())
-                    .unwrap_or_default(),
-                ready: endpoint.ready,
-                ports: Arc::clone(&ports),
-            }
+        let ports: Arc<[_]> = slice.ports.iter().cloned().collect();
+        let names = slice
+            .hostnames
+            .iter()
+            .map(Some)
+            .chain(std::iter::repeat(None));
+        let ready = slice.endpoints.iter().zip(names).filter(|(of, _)| of.ready);
+        all.extend(ready.map(|(endpoint, hostname)| Published {
+            addr: endpoint.addr,
+            hostname: hostname.cloned().unwrap_or_default(),
+            ports: Arc::clone(&ports),
         }));
     }
-    all.sort_by(|a, b| {
-        let key = |of: &Published| (of.addr, !of.ready);
-        key(a).cmp(&key(b))
-    });
-    all.dedup_by_key(|published| published.addr);
+    all.sort_unstable();
+    all.dedup();
     all.into()
 }

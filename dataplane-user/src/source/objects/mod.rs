@@ -5,7 +5,7 @@
 //!
 //! What kube-proxy leaves alone is left alone here, too: services with another proxy
 //! (`service.kubernetes.io/service-proxy-name`), services that are marked as headless
-//! (`service.kubernetes.io/headless`), load-balancer addresses with `ipMode: Proxy`.
+//! (`service.kubernetes.io/headless`), load-balancer addresses with `ipMode: Proxy`. Such services have names in DNS.
 
 mod address;
 mod entries;
@@ -34,12 +34,12 @@ pub use workload_entry::{Candidate, candidate, workload_entry};
 
 use std::collections::BTreeMap;
 
-use crate::model::{Protocol, ServiceName};
+use crate::model::{NamedProtocol, ServiceName};
 use wire::Metadata;
 
 /// A label that gives a service, and its slices, to another proxy.
 const LABEL_PROXY: &str = "service.kubernetes.io/service-proxy-name";
-/// A label of the slices of headless services, which have endpoints in DNS only; a service that has it is left alone.
+/// A label of the slices of headless services, which have endpoints in DNS only, as a service that has it is in DNS only.
 const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
 /// The label by which a slice names its service.
 const LABEL_SERVICE: &str = "kubernetes.io/service-name";
@@ -113,12 +113,12 @@ fn port(value: impl Into<i64>) -> Result<u16, String> {
         .ok_or_else(|| format!("{value} is not a port; expected a number from 1 to 65535"))
 }
 
-/// `Ok(None)` is SCTP: known, but not served.
-fn protocol(value: Option<&str>) -> Result<Option<Protocol>, String> {
+/// A protocol of Kubernetes. SCTP has names, and is not served.
+fn protocol(value: Option<&str>) -> Result<NamedProtocol, String> {
     match value {
-        None | Some("" | "TCP") => Ok(Some(Protocol::Tcp)),
-        Some("UDP") => Ok(Some(Protocol::Udp)),
-        Some("SCTP") => Ok(None),
+        None | Some("" | "TCP") => Ok(NamedProtocol::Tcp),
+        Some("UDP") => Ok(NamedProtocol::Udp),
+        Some("SCTP") => Ok(NamedProtocol::Sctp),
         Some(other) => Err(format!(
             "unknown protocol {other:?}; expected TCP, UDP or SCTP"
         )),

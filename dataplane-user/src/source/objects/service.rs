@@ -1,7 +1,7 @@
 //! A Kubernetes Service in the model's terms.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{HashMap, HashSet},
     net::IpAddr,
     time::Duration,
 };
@@ -12,23 +12,40 @@ use super::{
     Findings, LABEL_HEADLESS, LABEL_PROXY, Outcome, address, check_name, label, object_name,
     wire::{self as api, LoadBalancerIngress, ServiceSpec},
 };
-use crate::model::{Records, Service, ServicePort, ServiceType, TrafficPolicy};
+use crate::model::{
+    Named, NamedProtocol, PublishedPort, Records, Service, ServicePort, ServiceType, TrafficPolicy,
+};
 
 /// Kubernetes' default for `sessionAffinityConfig.clientIP.timeoutSeconds`: three hours.
 const AFFINITY_SECONDS: i32 = 10_800;
 /// Its limit: a day.
 const AFFINITY_SECONDS_MAX: i32 = 86_400;
-/// The annotation that came before `spec.publishNotReadyAddresses`.
-const ANNOTATION_TOLERATE: &str = "service.alpha.kubernetes.io/tolerate-unready-endpoints";
+/// The ports of a service.
+struct Ports {
+    served: SmallVec<[ServicePort; 1]>,
+    /// Those that have names only.
+    named: Vec<PublishedPort>,
+}
 
-/// Turns a Service into the model, without endpoints. What it returns is only of use if
-/// `findings` has no faults.
+/// Turns a Service into the model, without endpoints. A service that is left to another proxy has a name only. What it
+/// returns is only of use if `findings` has no faults.
 pub fn service(object: api::Service, findings: &mut Findings) -> Outcome<Service> {
-    check_name(&object.metadata, findings);
     let labels = &object.metadata.labels;
-    if label(labels, LABEL_PROXY).is_some() || label(labels, LABEL_HEADLESS).is_some() {
+    if label(labels, LABEL_PROXY).is_none() && label(labels, LABEL_HEADLESS).is_none() {
+        return Outcome::Served(read(object, findings));
+    }
+    check_name(&object.metadata, findings);
+    // What is wrong with it is the other proxy's to say.
+    let mut ignored = Findings::default();
+    let all = read(object, &mut ignored);
+    if !ignored.faults.is_empty() {
         return Outcome::LeftAlone;
     }
+    Outcome::Served(all.only_named())
+}
+
+fn read(object: api::Service, findings: &mut Findings) -> Service {
+    check_name(&object.metadata, findings);
     let spec = object.spec.unwrap_or_default();
     let kind = kind(&spec, findings);
     let ingress = object
@@ -36,7 +53,15 @@ pub fn service(object: api::Service, findings: &mut Findings) -> Outcome<Service
         .and_then(|status| status.load_balancer)
         .and_then(|balancer| balancer.ingress)
         .unwrap_or_default();
-    Outcome::Served(Service {
+    let cluster_ips = cluster_ips(&spec, kind, findings);
+    let all_ports = ports(&spec, kind, findings);
+    let served = |port: &ServicePort| PublishedPort {
+        name: port.name.clone(),
+        protocol: port.protocol.into(),
+        number: port.port,
+    };
+    let named = all_ports.served.iter().map(served).chain(all_ports.named);
+    Service {
         name: object_name(&object.metadata),
         kind,
         created: object
@@ -44,7 +69,6 @@ pub fn service(object: api::Service, findings: &mut Findings) -> Outcome<Service
             .creation_timestamp
             .as_ref()
             .map(|time| time.0.as_second()),
-        cluster_ips: cluster_ips(&spec, kind, findings),
         external_ips: external_ips(&spec, findings),
         load_balancer_ips: load_balancer_ips(&ingress, findings),
         source_ranges: source_ranges(&spec, findings),
@@ -64,40 +88,34 @@ pub fn service(object: api::Service, findings: &mut Findings) -> Outcome<Service
             spec.health_check_node_port,
             findings,
         ),
-        records: records(&spec, kind, &object.metadata.annotations, findings),
-        ports: ports(&spec, kind, findings),
-    })
+        records: match kind {
+            ServiceType::ExternalName => alias(&spec, findings),
+            _ => Records::Object(Box::new(Named {
+                headless: is_headless(&spec),
+                elsewhere: false,
+                cluster_ips: cluster_ips.clone(),
+                ports: named.collect(),
+                endpoints: Box::default(),
+            })),
+        },
+        cluster_ips,
+        ports: all_ports.served,
+    }
 }
 
-/// Where the name of a service leads; endpoints come later, with its slices.
-fn records(
-    spec: &ServiceSpec,
-    kind: ServiceType,
-    annotations: &BTreeMap<String, String>,
-    findings: &mut Findings,
-) -> Records {
-    if kind == ServiceType::ExternalName {
-        let name = spec.external_name.as_deref().unwrap_or_default();
-        let name = name.strip_suffix('.').unwrap_or(name);
-        // Services of this type are not served otherwise, so the rest of the node does not depend on it.
-        if name.is_empty() || name.len() > 253 || name.split('.').any(|label| !is_label(label)) {
-            findings.note(
-                "spec.externalName",
-                format!("{name:?} is not a name in DNS, so this service has none; expected one like db.example.com"),
-            );
-            return Records::ClusterIps;
-        }
-        return Records::Alias(name.to_ascii_lowercase().into());
-    }
-    if !is_headless(spec) {
+/// Where the name of a service of type ExternalName leads.
+fn alias(spec: &ServiceSpec, findings: &mut Findings) -> Records {
+    let name = spec.external_name.as_deref().unwrap_or_default();
+    let name = name.strip_suffix('.').unwrap_or(name);
+    // Services of this type are not served otherwise, so the rest of the node does not depend on it.
+    if name.is_empty() || name.len() > 253 || name.split('.').any(|label| !is_label(label)) {
+        findings.note(
+            "spec.externalName",
+            format!("{name:?} is not a name in DNS, so this service has none; expected one like db.example.com"),
+        );
         return Records::ClusterIps;
     }
-    let tolerated = annotations.get(ANNOTATION_TOLERATE);
-    Records::Endpoints {
-        not_ready: spec.publish_not_ready_addresses == Some(true)
-            || tolerated.is_some_and(|value| value == "true"),
-        endpoints: Box::default(),
-    }
+    Records::Alias(name.to_ascii_lowercase().into())
 }
 
 /// Whether a text can be a label of a name. Underscores occur, as in names of SRV records.
@@ -313,12 +331,9 @@ fn optional_port(path: &str, value: Option<i32>, findings: &mut Findings) -> Opt
     }
 }
 
-fn ports(
-    spec: &ServiceSpec,
-    kind: ServiceType,
-    findings: &mut Findings,
-) -> SmallVec<[ServicePort; 1]> {
+fn ports(spec: &ServiceSpec, kind: ServiceType, findings: &mut Findings) -> Ports {
     let mut ports = SmallVec::<[ServicePort; 1]>::new();
+    let mut only_named = Vec::new();
     let given = spec.ports.as_deref().unwrap_or_default();
     if given.is_empty() && kind != ServiceType::ExternalName && !is_headless(spec) {
         findings.fault("spec.ports", "missing or empty; expected at least one port");
@@ -343,14 +358,19 @@ fn ports(
         let (Ok(number), Ok(protocol)) = (number, protocol) else {
             continue;
         };
-        let Some(protocol) = protocol else {
+        let name = given.name.as_deref().unwrap_or_default();
+        let Some(protocol) = protocol.served() else {
             findings.note(
                 format!("spec.ports[{index}]"),
                 format!("SCTP port {number} is not served: only TCP and UDP are"),
             );
+            only_named.push(PublishedPort {
+                name: name.into(),
+                protocol: NamedProtocol::Sctp,
+                number,
+            });
             continue;
         };
-        let name = given.name.as_deref().unwrap_or_default();
         if let Some(other) = numbers.get(&(number, protocol)) {
             findings.fault(
                 path("port"),
@@ -374,7 +394,10 @@ fn ports(
             });
         }
     }
-    ports
+    Ports {
+        served: ports,
+        named: only_named,
+    }
 }
 
 fn twice(what: &str, other: &ServicePort) -> String {
@@ -409,7 +432,7 @@ mod tests {
         let read = ports(&spec, ServiceType::ClusterIp, &mut findings);
         let duration = computed().saturating_sub(start);
         assert_eq!(findings, Findings::default());
-        assert_eq!(read.len(), 2 * usize::try_from(count).unwrap());
+        assert_eq!(read.served.len(), 2 * usize::try_from(count).unwrap());
         duration
     }
 

@@ -9,7 +9,7 @@ use super::{
     object_name,
     wire::{self as api, EndpointConditions, EndpointHints, EndpointPort},
 };
-use crate::model::{Endpoint, Hints, Node, Protocol, ServiceName};
+use crate::model::{Endpoint, Hints, Node, PublishedPort, ServiceName};
 
 /// What a slice adds to its service.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,15 +18,15 @@ pub struct Slice {
     pub name: ServiceName,
     /// The service that it names by its label.
     pub service: ServiceName,
-    /// Its ports: name, protocol and the number on every endpoint. Ports without a number (all ports) and SCTP ports
-    /// are left out.
-    pub ports: SmallVec<[(Box<str>, Protocol, u16); 1]>,
+    /// Its ports, with the number on every endpoint. Ports without a number (all ports) are left out.
+    pub ports: SmallVec<[PublishedPort; 1]>,
     /// Its endpoints. Their port is 0 here, because every endpoint has all of the ports.
     pub endpoints: Box<[Endpoint]>,
-    /// Whether it is marked as the slice of a headless service, which has endpoints in DNS only.
-    pub headless: bool,
-    /// The hostnames that endpoints of it have in DNS, in lower case; sorted by address.
-    pub hostnames: Box<[(IpAddr, Box<str>)]>,
+    /// Whether its endpoints are in DNS only: it is marked as the slice of a headless service, or left to another proxy.
+    pub names_only: bool,
+    /// The hostnames that its endpoints have in DNS, in lower case: one for each endpoint, in the same order, empty if it
+    /// has none. May be shorter: the endpoints after its end have none.
+    pub hostnames: Box<[Box<str>]>,
 }
 
 impl Slice {
@@ -45,10 +45,9 @@ impl Slice {
 pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) -> Outcome<Slice> {
     check_name(&object.metadata, findings);
     let labels = &object.metadata.labels;
-    if label(labels, LABEL_PROXY).is_some() {
-        return Outcome::LeftAlone;
-    }
-    let headless = label(labels, LABEL_HEADLESS).is_some();
+    let names_only = label(labels, LABEL_PROXY)
+        .or(label(labels, LABEL_HEADLESS))
+        .is_some();
     let v4 = match object.address_type.as_str() {
         "IPv4" => true,
         "IPv6" => false,
@@ -85,20 +84,18 @@ pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) 
     }
     let name = object_name(&object.metadata);
     let given = object.endpoints.as_deref().unwrap_or_default();
+    let (endpoints, hostnames) = endpoints(given, v4, node, findings);
     Outcome::Served(Slice {
-        headless,
-        hostnames: hostnames(given),
+        names_only,
         service: ServiceName::new(name.namespace(), service),
         name,
         ports: ports(object.ports.as_deref().unwrap_or_default(), findings),
-        endpoints: endpoints(given, v4, node, findings),
+        endpoints,
+        hostnames,
     })
 }
 
-fn ports(
-    given: &[EndpointPort],
-    findings: &mut Findings,
-) -> SmallVec<[(Box<str>, Protocol, u16); 1]> {
+fn ports(given: &[EndpointPort], findings: &mut Findings) -> SmallVec<[PublishedPort; 1]> {
     let mut ports = SmallVec::new();
     for (index, given) in given.iter().enumerate() {
         let protocol = super::protocol(given.protocol.as_deref())
@@ -106,13 +103,12 @@ fn ports(
         let number = given.port.map(|port| {
             super::port(port).map_err(|wrong| findings.fault(format!("ports[{index}].port"), wrong))
         });
-        // An SCTP port was already reported with its service.
-        if let (Ok(Some(protocol)), Some(Ok(number))) = (protocol, number) {
-            ports.push((
-                given.name.as_deref().unwrap_or_default().into(),
+        if let (Ok(protocol), Some(Ok(number))) = (protocol, number) {
+            ports.push(PublishedPort {
+                name: given.name.as_deref().unwrap_or_default().into(),
                 protocol,
                 number,
-            ));
+            });
         }
     }
     ports
@@ -123,8 +119,9 @@ fn endpoints(
     v4: bool,
     node: &Node,
     findings: &mut Findings,
-) -> Box<[Endpoint]> {
+) -> (Box<[Endpoint]>, Box<[Box<str>]>) {
     let mut endpoints = Vec::with_capacity(given.len());
+    let mut hostnames = Vec::new();
     for (index, given) in given.iter().enumerate() {
         if given.addresses.is_empty() {
             findings.fault(
@@ -144,6 +141,10 @@ fn endpoints(
         // Kubernetes gives no meaning to the addresses after the first, and kube-proxy does not
         // look at them.
         let Some(addr) = first else { continue };
+        if let Some(name) = hostname(given) {
+            hostnames.resize(endpoints.len(), Box::default());
+            hostnames.push(name);
+        }
         let (ready, serving, terminating) = conditions(given.conditions.as_ref());
         let local = given
             .node_name
@@ -159,21 +160,15 @@ fn endpoints(
             hints: hints(given.hints.as_ref(), node),
         });
     }
-    endpoints.into()
+    (endpoints.into(), hostnames.into())
 }
 
-/// The hostnames that endpoints have, sorted by address. An address or a name that makes no sense has none.
-fn hostnames(given: &[api::Endpoint]) -> Box<[(IpAddr, Box<str>)]> {
-    let named = given.iter().filter_map(|given| {
-        let name = given.hostname.as_deref()?;
-        let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-        let is_label = (1..=63).contains(&name.len()) && name.bytes().all(fits);
-        let addr = address::endpoint_address(given.addresses.first()?).ok()?;
-        is_label.then(|| (addr, name.to_ascii_lowercase().into()))
-    });
-    let mut named: Box<[_]> = named.collect();
-    named.sort();
-    named
+/// The hostname of an endpoint, in lower case; none if it has none that makes sense.
+fn hostname(given: &api::Endpoint) -> Option<Box<str>> {
+    let name = given.hostname.as_deref()?;
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+    let is_label = (1..=63).contains(&name.len()) && name.bytes().all(fits);
+    is_label.then(|| name.to_ascii_lowercase().into())
 }
 
 fn endpoint_address(text: &str, v4: bool) -> Result<IpAddr, String> {
