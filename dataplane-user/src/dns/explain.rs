@@ -9,7 +9,7 @@ use hickory_proto::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    answer::{Ask, Decision, answer},
+    answer::{Ask, Decision, Rule, answer},
     client::Client,
     name::LowerName,
     wire::{Transport, question},
@@ -152,7 +152,10 @@ fn step(
     match decision {
         Decision::Answered(rule) => {
             rule.word().clone_into(&mut step.rule);
-            step.answered(&out);
+            let alias = step.answered(&out);
+            if rule == Rule::Search {
+                step.object = alias.and_then(|name| object(zone, &name, &client.namespace));
+            }
         }
         Decision::Ask(ask) => {
             ask.rule.word().clone_into(&mut step.rule);
@@ -178,13 +181,16 @@ fn step(
 
 impl Step {
     /// Adds an answer of the agent, or of a resolver. Addresses in its additional section, such as those of name servers,
-    /// are no addresses of the name.
-    fn answered(&mut self, answer: &[u8]) {
-        if let Ok(message) = Message::from_vec(answer) {
-            self.code = Some(message.metadata.response_code.to_str().to_owned());
-            self.add(&message.answers);
-            let more = message.additionals.iter().map(ToString::to_string);
-            self.records.extend(more);
+    /// are no addresses of the name. Returns the name that the first record leads to, if that is an alias.
+    fn answered(&mut self, answer: &[u8]) -> Option<LowerName> {
+        let message = Message::from_vec(answer).ok()?;
+        self.code = Some(message.metadata.response_code.to_str().to_owned());
+        self.add(&message.answers);
+        let more = message.additionals.iter().map(ToString::to_string);
+        self.records.extend(more);
+        match &message.answers.first()?.data {
+            RData::CNAME(to) => LowerName::of_labels(to.0.iter()).ok(),
+            _ => None,
         }
     }
 

@@ -28,8 +28,9 @@ use tokio::{
 use self::answers::{Answer, answer, next};
 use super::{
     client::ResolvConf,
+    exchange::Question,
     name::LowerName,
-    upstream::{Failure, Question, Upstream},
+    upstream::{Failure, Upstream},
     wire::{bits, types},
 };
 use crate::{
@@ -347,6 +348,7 @@ impl Asker {
                 name: parsed.clone(),
                 of_type,
                 bits: bits::RD,
+                edns: true,
             };
             let asked = self.upstream.ask(&name.namespace, &resolvers, &question);
             let stored = asked.await.map_err(|error| match error {
@@ -400,7 +402,12 @@ mod tests {
                 let query = Message::from_vec(&buffer[..length]).unwrap();
                 let mut message = Message::response(query.metadata.id, query.metadata.op_code);
                 let question = query.queries[0].clone();
-                if question.name().to_string().starts_with("slow") {
+                if question
+                    .name()
+                    .to_lowercase()
+                    .to_string()
+                    .starts_with("slow")
+                {
                     continue;
                 }
                 if question.query_type() == hickory_proto::rr::RecordType::A {

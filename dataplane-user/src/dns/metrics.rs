@@ -25,6 +25,8 @@ pub struct Metrics {
     pub upstream_requests: Counter,
     /// Those that got no answer.
     pub upstream_failures: Counter,
+    /// Answers of resolvers that may be forged.
+    pub forged: Counter,
     /// How long resolvers took.
     pub upstream_duration: Histogram,
     /// Answers from the cluster's names.
@@ -45,6 +47,7 @@ impl Default for Metrics {
             requests: Counter::default(),
             upstream_requests: Counter::default(),
             upstream_failures: Counter::default(),
+            forged: Counter::default(),
             upstream_duration: Histogram::new(SECONDS),
             local: Counter::default(),
             hits: Counter::default(),
@@ -76,6 +79,11 @@ impl Metrics {
                 "istio_dns_upstream_failures",
                 "DNS queries to resolvers that got no answer",
                 &self.upstream_failures,
+            ),
+            (
+                "dataplane_dns_suspect_answers",
+                "Answers of resolvers that may be forged, so that the question was asked again by TCP",
+                &self.forged,
             ),
             (
                 "dataplane_dns_local_answers",

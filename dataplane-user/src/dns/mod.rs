@@ -11,6 +11,7 @@ mod cache;
 mod client;
 mod compose;
 mod counts;
+mod exchange;
 mod explain;
 mod log;
 mod lookups;

@@ -19,8 +19,9 @@ use super::{
     client::Client,
     compose,
     counts::{Counted, Counts},
+    exchange::Question,
     metrics::Metrics,
-    upstream::{Question, Upstream},
+    upstream::Upstream,
     wire::{Stored, Transport},
 };
 
@@ -185,10 +186,12 @@ impl Resolver {
                 .get(&(Arc::clone(&client.namespace), set))
                 .is_some_and(|when| when.elapsed() < RECHECK)
         };
-        let patience = match stale.is_some() || is_known {
-            false => Duration::MAX,
-            true if away() => Duration::ZERO,
-            true => PATIENCE,
+        let patience = if stale.is_none() && !is_known {
+            Duration::MAX
+        } else if away() {
+            Duration::ZERO
+        } else {
+            PATIENCE
         };
         let landed = timeout(patience, flight.wait_for(Option::is_some)).await;
         let answer = match landed {
@@ -416,6 +419,7 @@ mod tests {
             name,
             of_type: 1,
             bits: 1,
+            edns: true,
         };
         (question, ask)
     }
@@ -447,6 +451,90 @@ mod tests {
         ))
     }
 
+    /// A resolver's answer with a code and no record.
+    fn code(mut query: Message, code: ResponseCode) -> Vec<u8> {
+        query.metadata.message_type = MessageType::Response;
+        query.metadata.response_code = code;
+        query.to_vec().unwrap()
+    }
+
+    #[tokio::test]
+    async fn what_is_known_counts_if_resolvers_do_not_help() {
+        for what in [
+            None,
+            Some(ResponseCode::NXDomain),
+            Some(ResponseCode::ServFail),
+        ] {
+            let says = move |query| what.map(|what| code(query, what)).into_iter().collect();
+            let (at, _) = resolver(says).await;
+            let own = new();
+            let (question, mut ask) = asked("db.shop.svc.cluster.local");
+            let mut known = Message::response(0, hickory_proto::op::OpCode::Query);
+            known.add_query(hickory_proto::op::Query::query(
+                question.name.to_name(),
+                hickory_proto::rr::RecordType::A,
+            ));
+            let known = answer(known, 7);
+            let known = Stored::read(&known, &question.name, 1, true).unwrap();
+            ask.candidates[0].known = Some(known);
+            // Then from the cache, or at once because resolvers were silent.
+            for round in 0..2 {
+                let client = client("shop", &[at]);
+                let reply = Arc::clone(&own).resolve(&client, &question, &ask).await;
+                assert_eq!(
+                    addresses(&reply.unwrap()),
+                    ["192.0.2.7"],
+                    "{what:?}, {round}"
+                );
+            }
+            // Nobody to ask.
+            let client = client("shop", &[]);
+            let reply = Arc::clone(&own).resolve(&client, &question, &ask).await;
+            assert_eq!(addresses(&reply.unwrap()), ["192.0.2.7"], "{what:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_failure_is_not_asked_for_again_at_once() {
+        let (at, count) = resolver(|query| vec![code(query, ResponseCode::ServFail)]).await;
+        let own = new();
+        let (question, ask) = asked("www.example.com");
+        for _ in 0..10 {
+            let client = client("shop", &[at]);
+            let reply = Arc::clone(&own).resolve(&client, &question, &ask).await;
+            assert_eq!(reply.unwrap().stored.code(), ResponseCode::ServFail);
+        }
+        // With EDNS0 and without.
+        assert_eq!(count.load(Ordering::Relaxed), 2);
+        sleep(FAILED * 2).await;
+        let client = client("shop", &[at]);
+        Arc::clone(&own).resolve(&client, &question, &ask).await;
+        assert_eq!(count.load(Ordering::Relaxed), 4);
+    }
+
+    #[tokio::test]
+    async fn no_answer_is_valid_for_longer_than_allowed() {
+        let say = |ttl: u32| {
+            move |query: Message| {
+                let mut bytes = answer(query, 1);
+                // The record is the last: TTL, length, address.
+                let at = bytes.len() - 10;
+                bytes[at..at + 4].copy_from_slice(&ttl.to_be_bytes());
+                vec![bytes]
+            }
+        };
+        for (ttl, wanted) in [(60, 60), (1_000_000, 3600), (0x8000_0001, 0)] {
+            let (at, _) = resolver(say(ttl)).await;
+            let (mut question, ask) = asked("www.example.com");
+            question.edns = false;
+            let client = client("shop", &[at]);
+            let reply = new().resolve(&client, &question, &ask).await.unwrap();
+            let message = Message::from_vec(reply.stored.bytes()).unwrap();
+            assert_eq!(message.answers[0].ttl, wanted);
+            assert_eq!(reply.stored.shape().ttl, wanted);
+        }
+    }
+
     #[tokio::test]
     async fn many_who_ask_the_same_are_one_query() {
         let (at, count) = resolver(|query| vec![answer(query, 1)]).await;
@@ -476,7 +564,7 @@ mod tests {
     #[tokio::test]
     async fn an_empty_answer_ends_no_search_list() {
         let (at, _) = resolver(|query| {
-            let name = query.queries[0].name().to_string();
+            let name = query.queries[0].name().to_lowercase().to_string();
             let mut empty = query.clone();
             empty.metadata.message_type = MessageType::Response;
             if name.starts_with("fails") {
@@ -641,7 +729,13 @@ mod tests {
     /// Neither does another resolver answer others, nor do others get stale answers.
     #[tokio::test]
     async fn slow_names_of_one_namespace_cost_no_other_namespace() {
-        let asks = |query: &Message, word| query.queries[0].name().to_string().starts_with(word);
+        let asks = |query: &Message, word| {
+            query.queries[0]
+                .name()
+                .to_lowercase()
+                .to_string()
+                .starts_with(word)
+        };
         let (first, _) = resolver(move |query| {
             if asks(&query, "slow") {
                 return Vec::new();

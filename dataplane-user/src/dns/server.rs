@@ -252,6 +252,8 @@ impl Worker {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
+
     use super::*;
     use crate::{
         dns::{LowerName, ResolvConf, wire::question},
@@ -360,6 +362,42 @@ mod tests {
         assert_eq!(stuck(0), None);
         drop(server);
         assert_eq!(stuck(60), None);
+    }
+
+    /// RFC 7766, 6.2.1.1.
+    #[test]
+    fn a_query_of_a_connection_does_not_wait_for_another() {
+        let server = start();
+        let silent = net::UdpSocket::bind("127.0.0.1:0").unwrap();
+        let (udp, tcp) = open("127.0.0.1:0".parse().unwrap()).unwrap();
+        let at = tcp.local_addr().unwrap();
+        let sockets = server.take(1, udp, tcp).unwrap();
+        let client = Client::unknown(vec![silent.local_addr().unwrap()]);
+        let captured = server.capture(1, client, &sockets);
+        let asker = net::TcpStream::connect(at).unwrap();
+        // As long as the agent waits for resolvers, and more.
+        asker.set_read_timeout(Some(PATIENCE * 4)).unwrap();
+        let read = || {
+            let mut length = [0; 2];
+            (&asker).read_exact(&mut length).unwrap();
+            let mut answer = vec![0; u16::from_be_bytes(length).into()];
+            (&asker).read_exact(&mut answer).unwrap();
+            answer[1]
+        };
+        let send = |id, of_type| {
+            let mut query = query(of_type);
+            query[1] = id;
+            let length = u16::try_from(query.len()).unwrap();
+            (&asker)
+                .write_all(&[&length.to_be_bytes()[..], &query].concat())
+                .unwrap();
+        };
+        send(1, A);
+        send(2, AXFR);
+        // What it has asked is answered after it has sent all.
+        asker.shutdown(net::Shutdown::Write).unwrap();
+        assert_eq!([read(), read()], [2, 1]);
+        drop(captured);
     }
 
     #[test]

@@ -16,12 +16,12 @@ use super::{
     cache::Cache,
     client::{Client, ResolvConf},
     counts::{Counted, Counts},
+    exchange::Question,
     explain::{self, ExplainError, Step},
     log::Log,
     metrics::Metrics,
     name::LowerName,
     resolve::Resolver,
-    upstream::Question,
     wire::{Parsed, Transport, bits, refusal},
     zone::Zone,
 };
@@ -221,6 +221,7 @@ impl Shared {
                     name: name.clone(),
                     of_type: of_type.into(),
                     bits,
+                    edns: false,
                 };
                 self.resolver.known(&client, &question, ask)
             })
@@ -332,6 +333,7 @@ impl Shared {
                     name: parsed.name.clone(),
                     of_type: parsed.of_type,
                     bits: parsed.bits(),
+                    edns: parsed.has_edns(),
                 };
                 let cached = self.resolver.cached(&client, &question, &ask);
                 if let Some(reply) = cached {

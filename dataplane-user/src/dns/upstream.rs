@@ -1,24 +1,20 @@
-//! Resolvers: which of them is asked, by which transport, and what counts as an answer.
+//! Resolvers: which of them is asked.
 
 use std::{
     collections::HashMap,
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    net::SocketAddr,
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
 use hickory_proto::op::ResponseCode;
-use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::{TcpStream, UdpSocket},
-    time::timeout_at,
-};
+use tokio::time::timeout_at;
 
 use super::{
+    exchange::{Question, exchange, pass_on},
     metrics::Metrics,
-    name::LowerName,
-    wire::{PAYLOAD, Stored, Transport, question},
+    wire::{Stored, Transport},
 };
 
 /// How long a resolver has to answer before the next is asked.
@@ -59,17 +55,6 @@ pub struct Upstream {
     metrics: Arc<Metrics>,
 }
 
-/// A question for resolvers.
-#[derive(Clone, Debug)]
-pub struct Question {
-    /// The name.
-    pub name: LowerName,
-    /// The type.
-    pub of_type: u16,
-    /// The query's bits.
-    pub bits: u8,
-}
-
 impl Upstream {
     /// Resolvers that all do well.
     pub fn new(metrics: Arc<Metrics>) -> Self {
@@ -102,7 +87,8 @@ impl Upstream {
                     break;
                 }
                 self.metrics.upstream_requests.inc();
-                let answer = exchange(resolver, question, (now + ATTEMPT).min(end)).await;
+                let end = (now + ATTEMPT).min(end);
+                let answer = exchange(resolver, question, end, &self.metrics).await;
                 self.note(namespace, resolver, answer.is_ok());
                 match answer {
                     Ok(answer) => {
@@ -196,123 +182,4 @@ impl Upstream {
         }
         Err(last)
     }
-}
-
-/// Passes a query on to one resolver, with another id. A client that came by TCP gets an answer of any length.
-async fn pass_on(resolver: SocketAddr, query: &[u8], transport: Transport) -> io::Result<Vec<u8>> {
-    let id: u16 = rand::random();
-    let mut ours = query.to_vec();
-    ours[..2].copy_from_slice(&id.to_be_bytes());
-    let fits = |bytes: &[u8]| {
-        let is = bytes.len() >= 12 && bytes[..2] == id.to_be_bytes();
-        // An answer, to the same opcode.
-        (is && bytes[2] & 0xf8 == 0x80 | query[2] & 0x78).then(|| bytes.to_vec())
-    };
-    let mut answer = by_udp(resolver, &ours, fits).await?;
-    if answer[2] & 0x02 != 0 && transport == Transport::Tcp {
-        answer = by_tcp(resolver, &ours, fits).await?;
-    }
-    answer[..2].copy_from_slice(&query[..2]);
-    Ok(answer)
-}
-
-/// Asks one resolver.
-async fn exchange(resolver: SocketAddr, asked: &Question, end: Instant) -> io::Result<Stored> {
-    let mut edns = true;
-    let mut transport = Transport::Udp;
-    loop {
-        let id = rand::random();
-        let query = question(id, &asked.name, asked.of_type, asked.bits, edns);
-        let fits = |bytes: &[u8]| {
-            let stored = Stored::read(bytes, &asked.name, asked.of_type, false);
-            stored.ok().filter(|_| bytes[..2] == id.to_be_bytes())
-        };
-        let exchange = async {
-            match transport {
-                Transport::Udp => by_udp(resolver, &query, fits).await,
-                Transport::Tcp => by_tcp(resolver, &query, fits).await,
-            }
-        };
-        let answer = timeout_at(end.into(), exchange).await;
-        let answer = answer.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))?;
-        if answer.is_truncated() && transport == Transport::Udp {
-            transport = Transport::Tcp;
-        } else if edns && matches!(answer.code(), ResponseCode::FormErr | ResponseCode::NotImp) {
-            // It is from before EDNS (RFC 6891).
-            edns = false;
-        } else {
-            return Ok(answer);
-        }
-    }
-}
-
-/// Each query has a socket of its own, and so a port that nobody can guess.
-async fn by_udp<T>(
-    resolver: SocketAddr,
-    query: &[u8],
-    fits: impl Fn(&[u8]) -> Option<T>,
-) -> io::Result<T> {
-    let any: IpAddr = match resolver {
-        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    let socket = UdpSocket::bind((any, 0)).await?;
-    socket.connect(resolver).await?;
-    socket.send(query).await?;
-    loop {
-        socket.readable().await?;
-        // Others' answers, and forged ones, are not waited for any less.
-        if let Some(answer) = receive_one(&socket, &fits)? {
-            return Ok(answer);
-        }
-    }
-}
-
-/// Takes a datagram, if there is one that fits.
-///
-/// The buffer is not part of the future that waits. The allocator places futures between the cache's entries, and large
-/// futures leave holes there: 100 000 answers took 640 MiB.
-fn receive_one<T>(socket: &UdpSocket, fits: impl Fn(&[u8]) -> Option<T>) -> io::Result<Option<T>> {
-    let mut buffer = [0; PAYLOAD as usize * 4];
-    match socket.try_recv(&mut buffer) {
-        Ok(length) => Ok(fits(&buffer[..length])),
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-async fn by_tcp<T>(
-    resolver: SocketAddr,
-    query: &[u8],
-    fits: impl Fn(&[u8]) -> Option<T>,
-) -> io::Result<T> {
-    let mut stream = TcpStream::connect(resolver).await?;
-    send(&mut stream, query).await?;
-    let answer = receive(&mut stream).await?;
-    fits(&answer).ok_or_else(|| io::ErrorKind::InvalidData.into())
-}
-
-/// Sends a message by TCP.
-///
-/// # Errors
-///
-/// The connection broke.
-pub async fn send(stream: &mut TcpStream, message: &[u8]) -> io::Result<()> {
-    let length = u16::try_from(message.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
-    let mut bytes = Vec::with_capacity(message.len() + 2);
-    bytes.extend_from_slice(&length.to_be_bytes());
-    bytes.extend_from_slice(message);
-    stream.write_all(&bytes).await
-}
-
-/// Receives a message by TCP.
-///
-/// # Errors
-///
-/// The connection broke, or ended.
-pub async fn receive(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
-    let length = stream.read_u16().await?;
-    let mut message = vec![0; length.into()];
-    stream.read_exact(&mut message).await?;
-    Ok(message)
 }

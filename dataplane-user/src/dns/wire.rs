@@ -265,6 +265,11 @@ impl Query<'_> {
         found
     }
 
+    /// Whether it has EDNS0.
+    pub fn has_edns(&self) -> bool {
+        self.edns.is_some()
+    }
+
     /// How long an answer may be.
     fn limit(&self, transport: Transport) -> usize {
         let payload = match (transport, self.edns) {

@@ -15,7 +15,11 @@ use tokio::{
     io::Interest,
     net::{TcpListener, TcpStream, UdpSocket},
     runtime::Runtime,
-    sync::{Notify, mpsc::UnboundedReceiver, watch},
+    sync::{
+        Notify,
+        mpsc::{self, UnboundedReceiver},
+        watch,
+    },
     task::{JoinSet, LocalSet, yield_now},
     time::{sleep, timeout},
 };
@@ -25,9 +29,9 @@ use super::{
     batch::{BATCH, Batch},
     beats,
     busy_poll::BusyPoll,
+    exchange::{receive, send},
     shared::{Asker, Askers, Now, Shared},
     sockets::Listener,
-    upstream::{receive, send},
     wire::Transport,
 };
 
@@ -292,37 +296,61 @@ async fn accept(shared: &Arc<Shared>, socket: Arc<TcpListener>, askers: &Askers)
     }
 }
 
-/// Answers the queries of a connection, one after the other.
+/// Answers the queries of a connection, each as soon as its answer is known (RFC 7766, 6.2.1.1).
 async fn serve(
-    shared: &Shared,
-    mut stream: TcpStream,
+    shared: &Arc<Shared>,
+    stream: TcpStream,
     from: SocketAddr,
     askers: &Askers,
 ) -> io::Result<()> {
     stream.set_nodelay(true)?;
-    let mut random = SmallRng::from_rng(&mut rand::rng());
-    while let Ok(query) = timeout(IDLE, receive(&mut stream)).await {
-        let query = query?;
-        let mut out = Vec::new();
-        let asker = Asker {
-            of: askers,
-            addr: from.ip(),
-        };
-        let arrived = shared.log.begin();
-        let now = {
-            let zone = shared.zone();
-            shared.now(&zone, &query, asker, Transport::Tcp, &mut random, &mut out)
-        };
-        let by = match now {
-            Now::Answered(by) => by,
-            Now::Nothing => return Ok(()),
-            Now::Later(later) => {
-                out = shared.later(later, &query, Transport::Tcp).await;
-                FORWARD
+    let (mut reader, mut writer) = stream.into_split();
+    let (answers, mut answered) = mpsc::channel::<Vec<u8>>(BATCH);
+    let write = async {
+        while let Some(answer) = answered.recv().await {
+            timeout(IDLE, send(&mut writer, &answer)).await??;
+        }
+        Ok(())
+    };
+    let read = async move {
+        let mut random = SmallRng::from_rng(&mut rand::rng());
+        while let Ok(query) = timeout(IDLE, receive(&mut reader)).await {
+            // The client sends no more: what it asked is answered still.
+            let Ok(query) = query else { break };
+            let mut out = Vec::new();
+            let asker = Asker {
+                of: askers,
+                addr: from.ip(),
+            };
+            let arrived = shared.log.begin();
+            let now = {
+                let zone = shared.zone();
+                shared.now(&zone, &query, asker, Transport::Tcp, &mut random, &mut out)
+            };
+            match now {
+                Now::Answered(by) => {
+                    shared.note(arrived, asker, Transport::Tcp, (&query, &out), by);
+                    if answers.send(out).await.is_err() {
+                        break;
+                    }
+                }
+                Now::Nothing => break,
+                Now::Later(later) => {
+                    let (own, of, answers) = (Arc::clone(shared), askers.clone(), answers.clone());
+                    tokio::spawn(async move {
+                        let answer = own.later(later, &query, Transport::Tcp).await;
+                        let asker = Asker {
+                            of: &of,
+                            addr: from.ip(),
+                        };
+                        own.note(arrived, asker, Transport::Tcp, (&query, &answer), FORWARD);
+                        // The connection may be gone.
+                        let _ = answers.send(answer).await;
+                    });
+                }
             }
-        };
-        shared.note(arrived, asker, Transport::Tcp, (&query, &out), by);
-        timeout(IDLE, send(&mut stream, &out)).await??;
-    }
-    Ok(())
+        }
+        io::Result::Ok(())
+    };
+    tokio::try_join!(read, write).map(drop)
 }

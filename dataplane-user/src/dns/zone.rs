@@ -155,7 +155,7 @@ impl Zone {
         };
         match (label(1), count) {
             (None, 0) => Meaning::Apex(self.server()),
-            (Some("svc"), 1) | (Some("pod"), 1) => Meaning::Empty,
+            (Some("svc" | "pod"), 1) => Meaning::Empty,
             (Some("svc"), _) => self.below_svc(name, count),
             (Some("dns-version"), 1) => Meaning::Schema,
             (Some("dns"), 2) if label(2) == Some("ns") => {
@@ -196,9 +196,12 @@ impl Zone {
             return Meaning::Missing;
         };
         let is_sure = self.names.is_whole_in(namespace);
-        let missing = || match is_sure {
-            true => Meaning::Missing,
-            false => Meaning::Unsure,
+        let missing = || {
+            if is_sure {
+                Meaning::Missing
+            } else {
+                Meaning::Unsure
+            }
         };
         if count == 2 {
             return match self.has_namespace(namespace) {

@@ -4,7 +4,7 @@ use std::{net::IpAddr, sync::Arc};
 
 use smallvec::SmallVec;
 
-use super::{Protocol, Service, TrafficPolicy};
+use super::Protocol;
 
 /// Where the name of a service leads.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -122,55 +122,6 @@ impl Records {
     /// Whether another proxy serves the service.
     pub fn is_elsewhere(&self) -> bool {
         matches!(self, Self::Object(named) if named.elsewhere)
-    }
-}
-
-impl Service {
-    /// The cluster IPs to which its name leads.
-    pub fn named_ips(&self) -> &[IpAddr] {
-        match &self.records {
-            Records::Object(named) => &named.cluster_ips,
-            Records::ClusterIps => &self.cluster_ips,
-            Records::Alias(_) => &[],
-        }
-    }
-
-    /// The same service as DNS has it, if another proxy serves it: without VIPs and ports.
-    #[must_use]
-    pub fn only_named(self) -> Self {
-        let records = match self.records {
-            Records::Object(named) => Records::Object(Box::new(Named {
-                elsewhere: true,
-                ..*named
-            })),
-            records => records,
-        };
-        Self {
-            cluster_ips: SmallVec::new(),
-            external_ips: SmallVec::new(),
-            load_balancer_ips: SmallVec::new(),
-            source_ranges: SmallVec::new(),
-            affinity: None,
-            internal_policy: TrafficPolicy::Cluster,
-            external_policy: TrafficPolicy::Cluster,
-            health_check_node_port: None,
-            ports: SmallVec::new(),
-            records,
-            ..self
-        }
-    }
-
-    /// Its own ports that have names in DNS, or have none: name, protocol, number.
-    pub fn named_ports(&self) -> impl Iterator<Item = (&str, NamedProtocol, u16)> {
-        let (named, served) = match &self.records {
-            Records::Object(named) => (&*named.ports, &[][..]),
-            Records::ClusterIps => (&[][..], &*self.ports),
-            Records::Alias(_) => (&[][..], &[][..]),
-        };
-        let named = named.iter();
-        let named = named.map(|port| (&*port.name, port.protocol, port.number));
-        let served = served.iter();
-        named.chain(served.map(|port| (&*port.name, port.protocol.into(), port.port)))
     }
 }
 

@@ -8,7 +8,7 @@ use ipnet::IpNet;
 use smallvec::SmallVec;
 
 pub use self::split::{Part, Shares, Split};
-use super::{Hints, Protocol, Reach, Records, ServiceName, Weights};
+use super::{Hints, Named, NamedProtocol, Protocol, Reach, Records, ServiceName, Weights};
 
 /// `spec.type`, or where else it comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,6 +131,55 @@ impl Service {
             let endpoints = own.into_iter().flat_map(|port| &port.endpoints);
             endpoints.map(|endpoint| (port.protocol, endpoint))
         })
+    }
+}
+
+impl Service {
+    /// The cluster IPs to which its name leads.
+    pub fn named_ips(&self) -> &[IpAddr] {
+        match &self.records {
+            Records::Object(named) => &named.cluster_ips,
+            Records::ClusterIps => &self.cluster_ips,
+            Records::Alias(_) => &[],
+        }
+    }
+
+    /// The same service as DNS has it, if another proxy serves it: without VIPs and ports.
+    #[must_use]
+    pub fn only_named(self) -> Self {
+        let records = match self.records {
+            Records::Object(named) => Records::Object(Box::new(Named {
+                elsewhere: true,
+                ..*named
+            })),
+            records => records,
+        };
+        Self {
+            cluster_ips: SmallVec::new(),
+            external_ips: SmallVec::new(),
+            load_balancer_ips: SmallVec::new(),
+            source_ranges: SmallVec::new(),
+            affinity: None,
+            internal_policy: TrafficPolicy::Cluster,
+            external_policy: TrafficPolicy::Cluster,
+            health_check_node_port: None,
+            ports: SmallVec::new(),
+            records,
+            ..self
+        }
+    }
+
+    /// Its own ports that have names in DNS, or have none: name, protocol, number.
+    pub fn named_ports(&self) -> impl Iterator<Item = (&str, NamedProtocol, u16)> {
+        let (named, served) = match &self.records {
+            Records::Object(named) => (&*named.ports, &[][..]),
+            Records::ClusterIps => (&[][..], &*self.ports),
+            Records::Alias(_) => (&[][..], &[][..]),
+        };
+        let named = named.iter();
+        let named = named.map(|port| (&*port.name, port.protocol, port.number));
+        let served = served.iter();
+        named.chain(served.map(|port| (&*port.name, port.protocol.into(), port.port)))
     }
 }
 

@@ -53,10 +53,15 @@ impl Health {
         }
     }
 
-    /// Whether the source has failed for so long that what it said last may be old. `now`: in seconds since 1970.
+    /// Whether the source has failed for so long that what it said last of services may be old. `now`: in seconds since
+    /// 1970.
     pub fn is_behind(&self, now: u64) -> bool {
-        let failure = self.failure();
-        failure.is_some_and(|(since, _)| now.saturating_sub(since) >= BEHIND)
+        let since = match self {
+            Self::Kubernetes { kinds, .. } => kinds.behind_since(),
+            Self::Combined(parts) => return parts.iter().any(|part| part.is_behind(now)),
+            Self::Manifests(_) | Self::Rules(_) => self.failure().map(|(since, _)| since),
+        };
+        since.is_some_and(|since| now.saturating_sub(since) >= BEHIND)
     }
 
     /// How often the source could not be read.

@@ -273,7 +273,7 @@ fn no_entry_takes_a_name_of_the_cluster() {
     };
     assert_eq!(
         ask(&zone, &nobody, name, A).text(name),
-        format!("ask {name}")
+        format!("ask {name}?")
     );
 }
 

@@ -162,3 +162,67 @@ fn what_may_exist_is_asked_for() {
         assert_eq!(ask(&zone, &cart, name, A).text(name), wanted, "{name}");
     }
 }
+
+/// A list of many domains is the client's own resolver's work: one query must not become as many.
+#[test]
+fn one_query_does_not_become_many() {
+    let zone = zone();
+    let parse = |text: &str| LowerName::parse(text).unwrap();
+    let with = |count: usize| {
+        let more = (0..count).map(|number| parse(&format!("n{number}.example")));
+        let own = ["shop.svc.cluster.local", "svc.cluster.local"].map(parse);
+        Client {
+            search: own.into_iter().chain(more).collect(),
+            ndots: 5,
+            ..Client::unknown(Vec::new())
+        }
+    };
+    let name = "www.example.com.shop.svc.cluster.local.";
+    let asked = ask(&zone, &with(7), name, A).text(name);
+    assert_eq!(asked.matches("www.example.com.").count(), 8, "{asked}");
+    assert_eq!(ask(&zone, &with(30), name, A).text(name), "NXDomain");
+}
+
+/// `dataplane dns query` and `explain` say what the server answers to the client.
+#[test]
+fn explanations_are_the_servers_answers() {
+    let (zone, zone_in_doubt) = (zone(), {
+        let snapshot = Snapshot {
+            whole: false,
+            ..cluster()
+        };
+        Zone::new(Names::of(&snapshot), TTLS)
+    });
+    for zone in [zone, zone_in_doubt] {
+        let cart = pod(&zone, "cart");
+        for text in [
+            "web",
+            "plain.default",
+            "headless.default.svc",
+            "nothing",
+            "www.example.com",
+            "kubernetes.default.svc.cluster.local.",
+            "www.example.com.",
+        ] {
+            for of_type in [A, AAAA] {
+                let steps =
+                    dataplane::dns::steps(&zone, &cart, text, of_type, |_, _| None).unwrap();
+                let step = &steps[0];
+                let told = ask(&zone, &cart, &step.name, of_type);
+                match told {
+                    super::Told::Answer(message) => {
+                        let code = message.metadata.response_code.to_str();
+                        assert_eq!(step.code.as_deref(), Some(code), "{text} {of_type}");
+                    }
+                    super::Told::Asked(names, _) => {
+                        let names = names
+                            .iter()
+                            .map(|name| name.trim_end_matches('?').to_owned());
+                        let asked = step.ask.as_ref().unwrap();
+                        assert_eq!(asked.names, names.collect::<Vec<_>>(), "{text} {of_type}");
+                    }
+                }
+            }
+        }
+    }
+}

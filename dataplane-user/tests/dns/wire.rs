@@ -172,7 +172,7 @@ fn an_answer_has_the_spelling_of_its_query_and_fits_into_what_the_client_takes()
     // RFC 2181: additional records that do not fit are left out, and the answer is whole.
     assert!(!short.metadata.truncation && bytes.len() <= 512);
     assert_eq!(short.answers.len(), 7);
-    assert!((1..6).contains(&short.additionals.len()), "{short:?}");
+    assert!(short.additionals.len() < 6, "{short:?}");
     let whole = Message::from_vec(&long(true)).unwrap();
     assert!(!whole.metadata.truncation && whole.edns.is_some());
     assert_eq!(whole.answers.len(), 7);

@@ -103,6 +103,21 @@ fn services_of_others_that_go_while_nobody_watches_are_forgotten() {
     site.view(|view| view.services.is_empty());
 }
 
+/// Names are in doubt while the server is away, also if nothing has changed meanwhile.
+#[test]
+fn a_server_that_is_there_again_makes_a_view() {
+    let mut site = Site::of(server(web(1, &[1])), NAMES);
+    site.view(|view| !view.services.is_empty());
+    site.watching();
+    while site.untaken().is_some() {}
+    site.server.go_away();
+    site.wait("a failure", |site| site.health.behind_since().is_some());
+    site.server.come_back().unwrap();
+    site.view(|_| true);
+    site.watching();
+    site.wait("no failure", |site| site.health.behind_since().is_none());
+}
+
 #[test]
 fn nothing_of_that_is_read_without_dns() {
     let all = web(1, &[1]).into_iter().chain(headless(2, &[2, 3]));

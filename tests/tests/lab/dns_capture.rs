@@ -108,12 +108,18 @@ fn queries_are_answered_in_the_name_of_the_resolver() -> Result<()> {
             &["from the cache", "192.0.2.90"],
         ),
         (
+            // As the server goes through the pod's search list.
+            "nothing.shop.svc.cluster.local.:80",
+            "no-address",
+            &["the agent asks 10.96.0.53:53"],
+        ),
+        (
             "www.example.com.:443/udp",
             "no-address",
             &["the agent asks 10.96.0.53:53"],
         ),
         (
-            "nothing.shop.svc.cluster.local.:80",
+            "nothing.other.svc.cluster.local.:80",
             "no-address",
             &["it does not exist"],
         ),

@@ -62,7 +62,7 @@ const CAA: u16 = 257;
 const ANY: u16 = 255;
 
 /// Flags of the header.
-const AA: u16 = 0x0400;
+pub const AA: u16 = 0x0400;
 const TC: u16 = 0x0200;
 const RD: u16 = 0x0100;
 const RA: u16 = 0x0080;
@@ -75,7 +75,7 @@ const NXDOMAIN: u16 = 3;
 
 /// A query, by the parts that cases change.
 #[derive(Clone, Debug)]
-struct Query {
+pub struct Query {
     name: Vec<u8>,
     of_type: u16,
     class: u16,
@@ -84,7 +84,7 @@ struct Query {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Edns {
+pub struct Edns {
     payload: u16,
     version: u8,
     dnssec: bool,
@@ -92,7 +92,7 @@ struct Edns {
 }
 
 impl Query {
-    fn new(name: &str, of_type: u16) -> Self {
+    pub fn new(name: &str, of_type: u16) -> Self {
         let mut wire = Vec::new();
         for label in name.split('.').filter(|label| !label.is_empty()) {
             wire.push(u8::try_from(label.len()).expect("a label"));
@@ -124,7 +124,7 @@ impl Query {
         self
     }
 
-    fn bytes(&self) -> Vec<u8> {
+    pub fn bytes(&self) -> Vec<u8> {
         let mut out = vec![0x12, 0x34];
         out.extend(self.flags.to_be_bytes());
         out.extend([0, 1, 0, 0, 0, 0, 0, u8::from(self.edns.is_some())]);
@@ -147,20 +147,20 @@ impl Query {
 }
 
 /// A record without its TTL: name in lower case, type, class, and data with whole names.
-type Record = (Vec<u8>, u16, u16, Vec<u8>);
+pub type Record = (Vec<u8>, u16, u16, Vec<u8>);
 
 /// An answer, taken apart.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Answer {
+pub struct Answer {
     /// Opcode and flags without the code.
-    flags: u16,
+    pub flags: u16,
     /// The code, with the upper bits of EDNS.
-    code: u16,
+    pub code: u16,
     /// As the client spelt it.
     question: Vec<u8>,
     /// Answers, authorities, additional records.
-    sections: [BTreeSet<Record>; 3],
-    edns: Option<Edns>,
+    pub sections: [BTreeSet<Record>; 3],
+    pub edns: Option<Edns>,
 }
 
 fn word(bytes: &[u8], at: usize) -> Result<u16> {
@@ -195,7 +195,7 @@ fn name(bytes: &[u8], mut at: usize) -> Result<(Vec<u8>, usize)> {
 }
 
 impl Answer {
-    fn read(bytes: &[u8]) -> Result<Self> {
+    pub fn read(bytes: &[u8]) -> Result<Self> {
         let flags = word(bytes, 2)?;
         let counts = [
             word(bytes, 4)?,
@@ -266,13 +266,17 @@ impl Answer {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Transport {
+pub enum Transport {
     Udp,
     Tcp,
 }
 
 /// Sends a message and receives the answer; none: there is none. This thread is in the client's network namespace.
-fn exchange(server: SocketAddr, transport: Transport, query: &[u8]) -> io::Result<Option<Vec<u8>>> {
+pub fn exchange(
+    server: SocketAddr,
+    transport: Transport,
+    query: &[u8],
+) -> io::Result<Option<Vec<u8>>> {
     let silent = |error: &io::Error| {
         matches!(
             error.kind(),
@@ -592,6 +596,8 @@ fn searched(mut wanted: Answer, query: &Query, asked: &Query) -> Answer {
         wanted.sections = Default::default();
     } else {
         wanted.sections[0].insert(alias);
+        // The first name of the answer is our own.
+        wanted.flags |= AA;
     }
     wanted
 }

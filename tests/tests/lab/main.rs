@@ -35,6 +35,7 @@ mod deaths;
 mod dns;
 mod dns_capture;
 mod dns_clients;
+mod dns_coredns;
 mod dns_hosts;
 mod dns_limits;
 mod dns_upstreams;
@@ -213,6 +214,7 @@ fn main() -> ExitCode {
         dns_clients::SCENARIOS,
         dns_hosts::SCENARIOS,
         dns_limits::SCENARIOS,
+        dns_coredns::SCENARIOS,
         dns_upstreams::SCENARIOS,
         egress::SCENARIOS,
         endpoint_names::SCENARIOS,

@@ -23,7 +23,7 @@ use crate::{
         Settings, Ttls, Zone, Zones,
     },
     kernel::{self, Namespace, QueryLease, QuerySockets, namespaces},
-    model::{DNS, Egress, Names, Reachable, Snapshot},
+    model::{DNS, DnsPolicy, Egress, Names, Reachable, Snapshot, WorkloadName},
     plan::{
         Resolvers,
         enrol::{Member, Problem},
@@ -70,7 +70,7 @@ pub(super) struct Dns {
     /// The addresses of the pods that are the cluster's DNS or one of the node's resolvers, after [`Dns::settle`].
     servers: BTreeSet<IpAddr>,
     resolv_conf: PathBuf,
-    /// What is in the way of reading it.
+    /// What is in the way of reading it, or of capturing queries to the resolvers in it.
     unread: Option<String>,
     /// Whether queries to any address are captured.
     any_destination: bool,
@@ -143,7 +143,7 @@ impl Dns {
         })
     }
 
-    /// The reason why the agent cannot read the node's resolvers.
+    /// The reason why the agent cannot read the node's resolvers, or capture queries to them.
     pub fn unread(&self) -> Option<&String> {
         self.unread.as_ref()
     }
@@ -168,12 +168,14 @@ impl Dns {
         given: &mut HashMap<String, OwnedFd>,
         problems: &mut Problems,
     ) -> Queries {
+        let before = self.unread.clone();
         self.read_resolv_conf();
         self.names = published.names();
         let zone = Zone::new(self.names.clone(), self.basis.ttls);
         self.cluster = self.basis.cluster_dns(snapshot);
         self.servers = self.servers();
         let mut queries = Queries::new();
+        let mut lost = Vec::new();
         for (member, namespace, flags) in enrolled {
             let is_asked = flags & Enrolled::CAPTURED != 0 || member.policy.only_queries;
             let addresses = &member.workload.addresses;
@@ -182,6 +184,10 @@ impl Dns {
             }
             let client = self.client(member, &zone);
             if client.resolvers.is_empty() {
+                let resolution = member.workload.resolution.as_deref();
+                let is_of_node = resolution.is_some_and(|said| said.policy == DnsPolicy::Node);
+                let is_lost = is_of_node && !member.policy.without_dns;
+                lost.extend(is_lost.then_some(&member.workload.name));
                 continue;
             }
             let to = self.destinations(member, &client);
@@ -190,6 +196,7 @@ impl Dns {
                 Err(problem) => problems.add(&member.workload.name, problem),
             }
         }
+        self.tell_lost(&lost, before.as_ref());
         published.forget_clients();
         let wanted: BTreeSet<u64> = queries.iter().map(|(cookie, _)| *cookie).collect();
         self.answered.retain(|cookie, _| wanted.contains(cookie));
@@ -202,6 +209,7 @@ impl Dns {
         let resolvers = resolvers.map(SocketAddr::ip);
         let all = resolvers.flat_map(|resolver| {
             let services = self.names.of_address(resolver);
+            let services = services.filter(move |service| service.cluster_ips.contains(&resolver));
             let ports = services.flat_map(|service| &service.ports);
             let endpoints = ports.flat_map(|port| &port.endpoints);
             endpoints.map(|endpoint| endpoint.addr).chain([resolver])
@@ -359,6 +367,30 @@ impl Dns {
                 self.unread = Some(text);
             }
         }
+    }
+
+    /// Says that queries of these workloads are not captured, because the node's resolvers are on loopback.
+    fn tell_lost(&mut self, lost: &[&WorkloadName], before: Option<&String>) {
+        let resolvers = &self.basis.node.resolvers;
+        let is_loopback = |at: &SocketAddr| at.ip().to_canonical().is_loopback();
+        let (Some(first), Some(resolver)) = (lost.first(), resolvers.first()) else {
+            return;
+        };
+        if self.unread.is_some() || !resolvers.iter().all(is_loopback) {
+            return;
+        }
+        let text = format!(
+            "{}: the node's resolver {} is on loopback, which is each pod's own, so the DNS queries of pods with dnsPolicy: \
+             Default are not captured ({} pods, such as {first}). Name a file with the resolvers behind it in dns.resolvConf \
+             and in the kubelet's resolvConf, such as /run/systemd/resolve/resolv.conf",
+            self.resolv_conf.display(),
+            resolver.ip(),
+            lost.len(),
+        );
+        if before != Some(&text) {
+            warn!("{text}");
+        }
+        self.unread = Some(text);
     }
 
     /// Answers what has arrived, and closes the sockets, without waiting for that. Dropping what is returned waits.

@@ -19,6 +19,7 @@ use kube::{
 use socket2::{SockRef, TcpKeepalive};
 use tokio::{
     net::{TcpSocket, TcpStream, lookup_host},
+    sync::watch,
     time::timeout,
 };
 use tower::{BoxError, ServiceBuilder};
@@ -109,6 +110,8 @@ impl Target {
 pub struct Connector {
     /// Where it is.
     pub target: Target,
+    /// Changes when reading a kind works again.
+    pub back: watch::Sender<()>,
 }
 
 /// A connection to the API server, or several.
@@ -125,7 +128,8 @@ pub struct Connection {
 impl Connector {
     /// For this one.
     pub fn new(target: Target) -> Self {
-        Self { target }
+        let back = watch::Sender::new(());
+        Self { target, back }
     }
 
     /// A new connection: files are read again, since tokens, certificates and addresses change.

@@ -42,6 +42,8 @@ pub enum Message {
     Gone(Kind, Object, Instant),
     /// The list is at its end; as it was seen.
     End(Kind, Sight),
+    /// Reading a kind works again.
+    Back,
     /// The API server does not let it be read, as it says, and the rest goes on without; or, with
     /// nothing, lets it be read again.
     Refused(Kind, Option<String>),
@@ -128,6 +130,7 @@ impl Follower {
         let mut version = None;
         let mut before = None;
         let mut forbidden: Option<Instant> = None;
+        let mut back = self.connector.back.subscribe();
         loop {
             let seen = eyes.wait_for(|eyes| self.sight(eyes).is_some()).await;
             let Ok(sight) = seen.map(|eyes| self.sight(&eyes)) else {
@@ -144,6 +147,7 @@ impl Follower {
                 health: self.health.of(self.kind),
                 sight: &sight,
             };
+            back.mark_unchanged();
             let result = step.take(&mut connection, &mut version, &mut eyes, &mut backoff);
             let ended = result.await;
             step.health.unwatch();
@@ -158,6 +162,11 @@ impl Follower {
                     Some(since)
                 }
                 _ => None,
+            };
+            // The server asks for patience, or has no such kind: others' success says nothing of that.
+            let waits = match &ended {
+                Ended::Failed(failure) => failure.retry_after().is_some() || forbidden.is_some(),
+                _ => true,
             };
             match ended {
                 Ended::Unwanted => return,
@@ -193,7 +202,11 @@ impl Follower {
                     rest = rest.min(left);
                 }
             }
-            sleep(rest).await;
+            tokio::select! {
+                () = sleep(rest) => {}
+                // The server is there again.
+                Ok(()) = back.changed(), if !waits => {}
+            }
         }
     }
 
@@ -265,6 +278,11 @@ impl Step<'_> {
                 "{}: they can be read again, after {failed} s",
                 self.follower.kind
             );
+            self.follower.connector.back.send_replace(());
+            // Views depend on how old they are.
+            if let Err(ended) = self.send(Message::Back).await {
+                return ended;
+            }
         }
         if self.health.refuse(false) {
             let allowed = Message::Refused(self.follower.kind, None);

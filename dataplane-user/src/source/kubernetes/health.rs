@@ -90,6 +90,14 @@ impl Health {
     pub fn failure(&self) -> Option<(u64, String)> {
         self.read().filter_map(KindHealth::failure).min()
     }
+
+    /// Since when Services or EndpointSlices cannot be read, in seconds since the epoch.
+    pub fn behind_since(&self) -> Option<u64> {
+        let kinds = [Kind::Service, Kind::Slice].into_iter();
+        kinds
+            .filter_map(|kind| Some(self.of(kind).failure()?.0))
+            .min()
+    }
 }
 
 impl KindHealth {

@@ -134,6 +134,7 @@ impl Store {
                     self.everywhere = sight.everywhere;
                 }
             }
+            Message::Back => self.changed = true,
             Message::Refused(kind, why) => self.refuse(kind, why),
         }
     }

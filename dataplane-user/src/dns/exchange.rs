@@ -1,0 +1,520 @@
+//! One question to one resolver: by which transport, and what counts as its answer.
+//!
+//! An attacker who can send datagrams with the resolver's address has to guess the query's port, its id, and the case of the
+//! letters in its name (0x20). A datagram that nearly fits is a wrong guess, or the resolver does not repeat the case. The
+//! question is then asked again by TCP.
+
+use std::{
+    future::Future,
+    io,
+    net::{self, IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    ops::RangeInclusive,
+    sync::LazyLock,
+    time::{Duration, Instant},
+};
+
+use hickory_proto::op::ResponseCode;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpStream, UdpSocket},
+    time::{sleep, timeout_at},
+};
+
+use super::{
+    metrics::Metrics,
+    name::LowerName,
+    wire::{HEADER, PAYLOAD, Stored, Transport, question},
+};
+
+/// How long a resolver has to answer a query with EDNS0 before it gets the query without: some ignore the former.
+const SILENCE: Duration = Duration::from_millis(750);
+/// Ports that queries come from: all that need no privilege. Node ports would lead answers to endpoints of services.
+const PORTS: RangeInclusive<u16> = 1024..=u16::MAX;
+const NODE_PORTS: RangeInclusive<u16> = 30_000..=32_767;
+/// How many ports are tried before the kernel chooses one.
+const TRIES: usize = 8;
+
+/// A question for resolvers.
+#[derive(Clone, Debug)]
+pub struct Question {
+    /// The name.
+    pub name: LowerName,
+    /// The type.
+    pub of_type: u16,
+    /// The query's bits.
+    pub bits: u8,
+    /// Whether the client's query has EDNS0: a resolver may not answer such a query.
+    pub edns: bool,
+}
+
+/// What a datagram is.
+enum Fit<T> {
+    /// The answer.
+    Answer(T),
+    /// Nearly the answer: its id is another, or the case of the name.
+    Suspect,
+    /// Something else.
+    Other,
+}
+
+/// What a resolver said by UDP.
+enum Heard<T> {
+    Answer(T),
+    /// An answer that may be forged has arrived.
+    Suspect,
+}
+
+/// Asks one resolver until `end`.
+///
+/// # Errors
+///
+/// The resolver does not answer.
+pub async fn exchange(
+    resolver: SocketAddr,
+    asked: &Question,
+    end: Instant,
+    metrics: &Metrics,
+) -> io::Result<Stored> {
+    let heard = until(end, async {
+        if !asked.edns {
+            return by_udp(resolver, asked, false).await;
+        }
+        let without = async {
+            sleep(SILENCE).await;
+            by_udp(resolver, asked, false).await
+        };
+        let heard = tokio::select! {
+            heard = by_udp(resolver, asked, true) => heard?,
+            heard = without => heard?,
+        };
+        match heard {
+            // It is from before EDNS (RFC 6891), or fails because of it.
+            Heard::Answer(answer) if is_failure(&answer) => {
+                let again = until(end, by_udp(resolver, asked, false)).await;
+                Ok(again.unwrap_or(Heard::Answer(answer)))
+            }
+            heard => Ok(heard),
+        }
+    })
+    .await?;
+    match heard {
+        Heard::Answer(answer) if answer.is_truncated() => {
+            // A resolver may not answer by TCP. Then a part of the answer is all there is.
+            let whole = until(end, by_tcp(resolver, asked)).await;
+            Ok(whole.unwrap_or(answer))
+        }
+        Heard::Answer(answer) => Ok(answer),
+        Heard::Suspect => {
+            metrics.forged.inc();
+            match until(end, by_tcp(resolver, asked)).await {
+                Ok(answer) => Ok(answer),
+                // Another port and another id to guess; the resolver may not repeat the case.
+                Err(_) => until(end, by_udp_lenient(resolver, asked)).await,
+            }
+        }
+    }
+}
+
+async fn until<T>(end: Instant, does: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    let done = timeout_at(end.into(), does).await;
+    done.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+}
+
+fn is_failure(answer: &Stored) -> bool {
+    matches!(
+        answer.code(),
+        ResponseCode::FormErr | ResponseCode::NotImp | ResponseCode::ServFail
+    )
+}
+
+/// A query with a random id.
+fn query(asked: &Question, edns: bool) -> Vec<u8> {
+    question(rand::random(), &asked.name, asked.of_type, asked.bits, edns)
+}
+
+/// An answer with the query's id and question; `case`: with the case of the question's letters.
+fn fit(asked: &Question, query: &[u8], bytes: &[u8], case: bool) -> Fit<Stored> {
+    let Ok(stored) = Stored::read(bytes, &asked.name, asked.of_type, false) else {
+        return Fit::Other;
+    };
+    let name = HEADER..HEADER + asked.name.bytes().len();
+    // An answer that refuses need not have a question.
+    let has_name = bytes.get(4..6) == Some(&[0, 1]);
+    let is_same = !has_name || !case || bytes.get(name.clone()) == query.get(name);
+    if bytes[..2] == query[..2] && is_same {
+        Fit::Answer(stored)
+    } else if case {
+        Fit::Suspect
+    } else {
+        Fit::Other
+    }
+}
+
+async fn by_udp(resolver: SocketAddr, asked: &Question, edns: bool) -> io::Result<Heard<Stored>> {
+    let mut query = query(asked, edns);
+    // Lengths of labels are no letters: they are shorter than 64.
+    for byte in query.iter_mut().skip(HEADER).take(asked.name.bytes().len()) {
+        if byte.is_ascii_alphabetic() && rand::random() {
+            *byte ^= 0x20;
+        }
+    }
+    ask_by_udp(resolver, &query, |bytes| fit(asked, &query, bytes, true)).await
+}
+
+/// Likewise, of a resolver that does not answer by TCP, and may not repeat the case.
+async fn by_udp_lenient(resolver: SocketAddr, asked: &Question) -> io::Result<Stored> {
+    let query = query(asked, false);
+    let fits = |bytes: &[u8]| fit(asked, &query, bytes, false);
+    match ask_by_udp(resolver, &query, fits).await? {
+        Heard::Answer(answer) => Ok(answer),
+        Heard::Suspect => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+async fn by_tcp(resolver: SocketAddr, asked: &Question) -> io::Result<Stored> {
+    let query = query(asked, asked.edns);
+    match fit(asked, &query, &ask_by_tcp(resolver, &query).await?, false) {
+        Fit::Answer(answer) => Ok(answer),
+        Fit::Suspect | Fit::Other => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+/// Passes a query on to one resolver, with another id. A client that came by TCP gets an answer of any length.
+///
+/// # Errors
+///
+/// The resolver does not answer.
+pub async fn pass_on(
+    resolver: SocketAddr,
+    query: &[u8],
+    transport: Transport,
+) -> io::Result<Vec<u8>> {
+    let id: u16 = rand::random();
+    let mut ours = query.to_vec();
+    ours[..2].copy_from_slice(&id.to_be_bytes());
+    let fits = |bytes: &[u8]| {
+        let is = bytes.len() >= 12 && bytes[..2] == id.to_be_bytes();
+        // An answer, to the same opcode.
+        if is && bytes[2] & 0xf8 == 0x80 | query[2] & 0x78 {
+            Fit::Answer(bytes.to_vec())
+        } else {
+            Fit::Other
+        }
+    };
+    let Heard::Answer(mut answer) = ask_by_udp(resolver, &ours, fits).await? else {
+        return Err(io::ErrorKind::InvalidData.into());
+    };
+    if answer[2] & 0x02 != 0 && transport == Transport::Tcp {
+        answer = match fits(&ask_by_tcp(resolver, &ours).await?) {
+            Fit::Answer(answer) => answer,
+            Fit::Suspect | Fit::Other => return Err(io::ErrorKind::InvalidData.into()),
+        };
+    }
+    answer[..2].copy_from_slice(&query[..2]);
+    Ok(answer)
+}
+
+/// Sends a query from a socket of its own, and so from a port that nobody can know, and waits for the answer.
+async fn ask_by_udp<T>(
+    resolver: SocketAddr,
+    query: &[u8],
+    fits: impl Fn(&[u8]) -> Fit<T>,
+) -> io::Result<Heard<T>> {
+    let socket = socket(resolver)?;
+    socket.connect(resolver).await?;
+    socket.send(query).await?;
+    loop {
+        socket.readable().await?;
+        // Others' answers are not waited for any less.
+        if let Some(heard) = receive_one(&socket, &fits)? {
+            return Ok(heard);
+        }
+    }
+}
+
+/// Takes a datagram, if there is one that fits. If a second answer is there, which differs, neither counts.
+///
+/// The buffer is not part of the future that waits. The allocator places futures between the cache's entries, and large
+/// futures leave holes there: 100 000 answers took 640 MiB.
+fn receive_one<T>(
+    socket: &UdpSocket,
+    fits: impl Fn(&[u8]) -> Fit<T>,
+) -> io::Result<Option<Heard<T>>> {
+    let mut buffer = [0; PAYLOAD as usize * 4];
+    let mut first: Option<(Vec<u8>, T)> = None;
+    loop {
+        let bytes = match socket.try_recv(&mut buffer) {
+            Ok(length) => &buffer[..length],
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Ok(first.map(|(_, answer)| Heard::Answer(answer)));
+            }
+            // The port was closed after the answer.
+            Err(_) if first.is_some() => return Ok(first.map(|(_, answer)| Heard::Answer(answer))),
+            Err(error) => return Err(error),
+        };
+        match (fits(bytes), &first) {
+            (Fit::Other, _) => {}
+            (Fit::Answer(answer), None) => first = Some((bytes.to_vec(), answer)),
+            (Fit::Answer(_), Some((before, _))) if before == bytes => {}
+            (Fit::Suspect, _) | (Fit::Answer(_), Some(_)) => return Ok(Some(Heard::Suspect)),
+        }
+    }
+}
+
+/// A socket at a random port.
+fn socket(resolver: SocketAddr) -> io::Result<UdpSocket> {
+    let any: IpAddr = match resolver {
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let ports = (0..TRIES).map(|_| rand::random_range(PORTS));
+    let ports = ports.filter(|port| !NODE_PORTS.contains(port) && !is_reserved(*port));
+    let mut found = ports.filter_map(|port| net::UdpSocket::bind((any, port)).ok());
+    let socket = match found.next() {
+        Some(socket) => socket,
+        None => net::UdpSocket::bind((any, 0))?,
+    };
+    socket.set_nonblocking(true)?;
+    UdpSocket::from_std(socket)
+}
+
+/// Whether the operator keeps a port from sockets that do not ask for it (`net.ipv4.ip_local_reserved_ports`).
+fn is_reserved(port: u16) -> bool {
+    static RESERVED: LazyLock<Vec<RangeInclusive<u16>>> = LazyLock::new(|| {
+        let file = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_reserved_ports");
+        ranges(&file.unwrap_or_default())
+    });
+    RESERVED.iter().any(|range| range.contains(&port))
+}
+
+/// Reads ranges such as `8080,9000-9010`.
+fn ranges(text: &str) -> Vec<RangeInclusive<u16>> {
+    let range = |text: &str| {
+        let (from, to) = text.split_once('-').unwrap_or((text, text));
+        Some(from.parse().ok()?..=to.parse().ok()?)
+    };
+    text.trim().split(',').filter_map(range).collect()
+}
+
+async fn ask_by_tcp(resolver: SocketAddr, query: &[u8]) -> io::Result<Vec<u8>> {
+    let mut stream = TcpStream::connect(resolver).await?;
+    send(&mut stream, query).await?;
+    receive(&mut stream).await
+}
+
+/// Sends a message by TCP.
+///
+/// # Errors
+///
+/// The connection broke.
+pub async fn send(stream: &mut (impl AsyncWriteExt + Unpin), message: &[u8]) -> io::Result<()> {
+    let length = u16::try_from(message.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+    let mut bytes = Vec::with_capacity(message.len() + 2);
+    bytes.extend_from_slice(&length.to_be_bytes());
+    bytes.extend_from_slice(message);
+    stream.write_all(&bytes).await
+}
+
+/// Receives a message by TCP.
+///
+/// # Errors
+///
+/// The connection broke, or ended.
+pub async fn receive(stream: &mut (impl AsyncReadExt + Unpin)) -> io::Result<Vec<u8>> {
+    let length = stream.read_u16().await?;
+    let mut message = vec![0; length.into()];
+    stream.read_exact(&mut message).await?;
+    Ok(message)
+}
+
+#[cfg(test)]
+mod tests {
+    use hickory_proto::{
+        op::{Message, MessageType},
+        rr::{RData, Record, rdata::A},
+    };
+    use tokio::net::TcpListener;
+
+    use super::*;
+    /// An answer to a query: this address.
+    fn answer(query: &[u8], last: u8) -> Vec<u8> {
+        let mut message = Message::from_vec(query).unwrap();
+        message.metadata.message_type = MessageType::Response;
+        let name = message.queries[0].name().clone();
+        let data = RData::A(A::new(192, 0, 2, last));
+        message.add_answer(Record::from_rdata(name, 60, data));
+        message.to_vec().unwrap()
+    }
+
+    /// A resolver on loopback that sends what `says` makes of each datagram. By TCP, if at all, it answers with 192.0.2.9.
+    async fn resolver(
+        says: impl Fn(&[u8]) -> Vec<Vec<u8>> + Send + 'static,
+        by_tcp: bool,
+    ) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let at = listener.local_addr().unwrap();
+        let socket = UdpSocket::bind(at).await.unwrap();
+        if by_tcp {
+            tokio::spawn(async move {
+                loop {
+                    let (mut stream, _) = listener.accept().await.unwrap();
+                    let query = receive(&mut stream).await.unwrap();
+                    send(&mut stream, &answer(&query, 9)).await.unwrap();
+                }
+            });
+        }
+        tokio::spawn(async move {
+            let mut buffer = [0; 2048];
+            loop {
+                let (length, from) = socket.recv_from(&mut buffer).await.unwrap();
+                for answer in says(&buffer[..length]) {
+                    socket.send_to(&answer, from).await.unwrap();
+                }
+            }
+        });
+        at
+    }
+
+    fn asked(edns: bool) -> Question {
+        Question {
+            name: LowerName::parse("www.example.com").unwrap(),
+            of_type: 1,
+            bits: 1,
+            edns,
+        }
+    }
+
+    /// The last byte of the address that a resolver gives, and how many answers were suspect.
+    async fn ask(at: SocketAddr, edns: bool) -> (io::Result<String>, u64) {
+        let metrics = Metrics::default();
+        let end = Instant::now() + Duration::from_secs(30);
+        let stored = exchange(at, &asked(edns), end, &metrics).await;
+        let address = stored.map(|stored| {
+            let message = Message::from_vec(stored.bytes()).unwrap();
+            let truncated = if stored.is_truncated() {
+                " truncated"
+            } else {
+                ""
+            };
+            let all = message.answers.iter().map(|of| of.data.to_string());
+            all.collect::<Vec<_>>().join(" ") + truncated
+        });
+        (address, metrics.forged.get())
+    }
+
+    #[tokio::test]
+    async fn a_resolver_that_ignores_edns_is_asked_without() {
+        let at = resolver(
+            |query| match query[11] {
+                0 => vec![answer(query, 1)],
+                _ => Vec::new(),
+            },
+            false,
+        )
+        .await;
+        assert_eq!(ask(at, true).await.0.unwrap(), "192.0.2.1");
+        assert_eq!(ask(at, false).await.0.unwrap(), "192.0.2.1");
+    }
+
+    #[tokio::test]
+    async fn a_resolver_that_fails_by_edns_is_asked_without() {
+        let at = resolver(
+            |query| {
+                let mut answer = answer(query, 1);
+                if query[11] != 0 {
+                    answer[3] |= 2;
+                }
+                vec![answer]
+            },
+            false,
+        )
+        .await;
+        assert_eq!(ask(at, true).await.0.unwrap(), "192.0.2.1");
+    }
+
+    #[tokio::test]
+    async fn a_truncated_answer_is_better_than_none() {
+        let truncated = |query: &[u8]| {
+            let mut answer = answer(query, 1);
+            answer[2] |= 2;
+            vec![answer]
+        };
+        let at = resolver(truncated, true).await;
+        assert_eq!(ask(at, true).await.0.unwrap(), "192.0.2.9");
+        // Nothing listens for connections: the listener goes.
+        let at = resolver(truncated, false).await;
+        assert_eq!(ask(at, true).await.0.unwrap(), "192.0.2.1 truncated");
+    }
+
+    #[tokio::test]
+    async fn a_forged_answer_does_not_count() {
+        let wrong_id = |query: &[u8]| {
+            let mut forged = answer(query, 66);
+            forged[0] ^= 1;
+            forged
+        };
+        let wrong_case = |query: &[u8]| {
+            let mut forged = query.to_vec();
+            forged[HEADER + 1] ^= 0x20;
+            answer(&forged, 66)
+        };
+        // A wrong guess before the answer.
+        for forge in [wrong_id, wrong_case] {
+            let says = move |query: &[u8]| vec![forge(query), answer(query, 1)];
+            let told = ask(resolver(says, true).await, false).await;
+            assert_eq!((told.0.unwrap(), told.1), ("192.0.2.9".to_owned(), 1));
+        }
+        // A right guess, and the answer after it.
+        let says = |query: &[u8]| vec![answer(query, 66), answer(query, 1)];
+        let at = resolver(says, true).await;
+        let mut noticed = 0;
+        for _ in 0..50 {
+            let told = ask(at, false).await;
+            noticed += told.1;
+            if told.1 == 1 {
+                assert_eq!(told.0.unwrap(), "192.0.2.9");
+            }
+        }
+        assert!(noticed > 0, "both answers have arrived at once in no case");
+        // The same answer twice is no forgery.
+        let says = |query: &[u8]| vec![answer(query, 1), answer(query, 1)];
+        let told = ask(resolver(says, true).await, false).await;
+        assert_eq!((told.0.unwrap(), told.1), ("192.0.2.1".to_owned(), 0));
+    }
+
+    /// Some resolvers and firewalls write all names in lower case.
+    #[tokio::test]
+    async fn a_resolver_that_does_not_repeat_the_case_is_understood() {
+        let lower = |query: &[u8]| {
+            let mut query = query.to_vec();
+            query[HEADER..].make_ascii_lowercase();
+            vec![answer(&query, 1)]
+        };
+        for (by_tcp, address) in [(true, "192.0.2.9"), (false, "192.0.2.1")] {
+            let at = resolver(lower, by_tcp).await;
+            // One of many queries is in lower case itself.
+            let mut suspect = 0;
+            for _ in 0..20 {
+                let told = ask(at, false).await;
+                suspect += told.1;
+                if told.1 > 0 {
+                    assert_eq!(told.0.unwrap(), address);
+                }
+            }
+            assert!(suspect > 10, "{suspect}");
+        }
+    }
+
+    #[tokio::test]
+    async fn queries_come_from_the_whole_range_of_ports() {
+        let at = "127.0.0.1:53".parse().unwrap();
+        let ports: Vec<u16> = (0..300)
+            .map(|_| socket(at).unwrap().local_addr().unwrap().port())
+            .collect();
+        let (low, high) = (ports.iter().min().unwrap(), ports.iter().max().unwrap());
+        assert!(*low < 8000 && *high > 61_000, "{low} to {high}");
+        assert!(!ports.iter().any(|port| NODE_PORTS.contains(port)));
+        assert_eq!(ranges("8080,9000-9010\n"), [8080..=8080, 9000..=9010]);
+        assert_eq!(ranges("\n"), []);
+    }
+}
