@@ -10,6 +10,8 @@
 //! PEER_PORTS array  port / 64   -> bits              which ports the endpoints of PEERS have had
 //! MORE_PEERS sk     socket      -> Peer              the same, for sockets whose set is full
 //! FLOWS      sk     socket      -> UdpFlows          the VIPs an unconnected UDP socket talks to
+//! SIBLINGS   lru    SiblingKey  -> Sibling           the same, by port: for sockets that share one
+//! SHARED_PORTS array port / 64  -> bits              which local ports SIBLINGS has had
 //! REASONS    percpu Reason      -> u64               verdicts by reason
 //! EVENTS     ring   Event                            while somebody listens
 //! CONFIG     array  0           -> Config
@@ -468,6 +470,41 @@ layout! {
     }
 }
 
+/// How many elements `SIBLINGS` has. The least recently used one makes room.
+pub const SIBLINGS: u32 = 16_384;
+
+layout! {
+    /// A flow of sockets that share a local port (`SO_REUSEADDR`, `SO_REUSEPORT`).
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct SiblingKey {
+        /// The sockets' network namespace (`SO_NETNS_COOKIE`).
+        pub netns: u64,
+        /// The other end.
+        pub addr: Addr,
+        /// Its port.
+        pub port: Port,
+        /// The port that the sockets share.
+        pub local: Port,
+        /// TCP or UDP.
+        pub protocol: Protocol,
+        /// Zero.
+        pub reserved: [u8; 3],
+    }
+}
+
+layout! {
+    /// What the other end is to one of the sockets.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Sibling {
+        /// The VIP that it asked and that the other end answers; or the other end itself, if that has asked it.
+        pub vip: Endpoint,
+        /// The socket's cookie, if it is connected there; 0 otherwise.
+        pub socket: u64,
+    }
+}
+
 layout! {
     /// What user space tells the programs. Written by plain stores into the mapped table.
     #[repr(C, align(8))]
@@ -518,4 +555,5 @@ const _: () = assert!(size_of::<PeerSets>() == 16 * 176);
 const _: () = assert!(SOCKET_ELEMENTS.is_power_of_two() && SOCKET_SETS.is_power_of_two());
 const _: () = assert!(size_of::<UdpFlows>() == 8 + 36 * UDP_FLOWS);
 const _: () = assert!(UDP_FLOWS.is_power_of_two());
+const _: () = assert!(size_of::<SiblingKey>() == 32 && size_of::<Sibling>() == 32);
 const _: () = assert!(size_of::<Config>() == 40);

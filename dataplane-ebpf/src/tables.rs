@@ -33,7 +33,7 @@ use dataplane_common::{
     tables::{
         Affinity, AffinityKey, BY_PACKETS as BY_PACKETS_CAPACITY, Config, Endpoint, Frontend,
         FrontendKey, PEER_PORTS as PEER_PORTS_CAPACITY, Peer, PeerSets, Pool, PoolStats,
-        SOCKET_ELEMENTS, UdpFlows,
+        SIBLINGS as SIBLINGS_CAPACITY, SOCKET_ELEMENTS, Sibling, SiblingKey, UdpFlows,
     },
     tcp::Sequences,
 };
@@ -88,6 +88,13 @@ pub static MORE_PEERS: SkStorage<Peer> = SkStorage::new();
 
 #[btf_map]
 pub static FLOWS: SkStorage<UdpFlows> = SkStorage::new();
+
+#[btf_map]
+pub static SIBLINGS: LruHashMap<SiblingKey, Sibling, { SIBLINGS_CAPACITY as usize }> =
+    LruHashMap::new();
+
+#[btf_map]
+pub static SHARED_PORTS: Array<u64, { PEER_PORTS_CAPACITY as usize }, MAPPED> = Array::new();
 
 // The packet path: `dataplane_common::packet`. The agent makes the tables of conntrack, in the size
 // that it is told.

@@ -30,6 +30,7 @@ fn this_node() -> Node {
         addresses_from: Vec::new(),
         leaving: None,
         name_given: true,
+        ..Node::default()
     }
 }
 
@@ -101,6 +102,7 @@ prop_compose! {
             internal_policy: if local { TrafficPolicy::Local } else { TrafficPolicy::Cluster },
             external_policy: TrafficPolicy::Cluster,
             health_check_node_port: None,
+            aside: Vec::new(),
             records: Records::ClusterIps,
             ports,
         }
@@ -270,6 +272,7 @@ fn endpoints_are_drawn_uniformly() {
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        aside: Vec::new(),
         records: Records::ClusterIps,
         ports: smallvec![],
     };
@@ -368,6 +371,7 @@ fn the_endpoints_of_an_entry_are_reached_by_its_addresses_only() {
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        aside: Vec::new(),
         records: Records::ClusterIps,
         ports: smallvec![ServicePort {
             name: "".into(),

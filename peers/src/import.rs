@@ -175,6 +175,7 @@ fn service(index: usize, draw: &Draw, node: &Node) -> Service {
         internal_policy: policy(draw.internal_local),
         external_policy: policy(draw.external_local),
         health_check_node_port: checked.then_some(u16::try_from(31_000 + index).unwrap()),
+        aside: Vec::new(),
         records: Records::ClusterIps,
         ports: ports.collect::<SmallVec<_>>(),
     }

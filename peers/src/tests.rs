@@ -47,6 +47,7 @@ fn snapshot() -> Snapshot {
             internal_policy: TrafficPolicy::Cluster,
             external_policy: TrafficPolicy::Cluster,
             health_check_node_port: None,
+            aside: Vec::new(),
             records: Records::ClusterIps,
             ports: smallvec![ServicePort {
                 name: "p".into(),

@@ -22,6 +22,7 @@ mod limits;
 mod masquerade;
 pub mod neighbours;
 mod options;
+mod own;
 pub mod parse;
 mod plain;
 pub mod reverse;
@@ -308,7 +309,11 @@ fn leaves(skb: Skb, s: &mut Scratch) -> i32 {
         events::report(skb, &s.packet, Reason::PortTaken, 0, &Endpoint::NONE);
         return complain(s, Complaint::PORT_UNREACHABLE);
     }
-    LEAVE_ALONE
+    if s.packet.is_tcp() {
+        LEAVE_ALONE
+    } else {
+        own::turn(skb, s)
+    }
 }
 
 /// Sends a packet of a known flow to its new ends, where the routes say.

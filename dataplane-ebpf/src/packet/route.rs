@@ -285,6 +285,23 @@ pub fn send(skb: Skb, packet: &Packet, route: &Route) -> i32 {
         // SAFETY: no memory of ours is involved.
         return unsafe { bpf_redirect_peer(route.ifindex, 0) as i32 };
     }
+    by_neighbour(route)
+}
+
+/// The same for a packet that leaves this host: by the interface's queues, also into a pod.
+#[inline(always)]
+pub fn send_by_neighbour(skb: Skb, packet: &Packet, route: &Route) -> i32 {
+    if packet.l3 == 0 && !skb.add_link() {
+        return DROP;
+    }
+    if route.iface.flags & Iface::BARE != 0 {
+        return send_bare(route.ifindex);
+    }
+    by_neighbour(route)
+}
+
+#[inline(always)]
+fn by_neighbour(route: &Route) -> i32 {
     // SAFETY: all zeros are a value of this plain data.
     let mut neighbour: bpf_redir_neigh = unsafe { core::mem::zeroed() };
     neighbour.nh_family = route.family;

@@ -2,21 +2,47 @@
 
 use dataplane_common::{Hook, Protocol, Reason, capture::is_proxy, tables::Endpoint};
 
-use super::{Family, GO_ON, SockAddr, config, events, flows, peers};
-use crate::{capture::meters, select::decide};
+use super::{Family, GO_ON, SockAddr, config, events, flows, peers, siblings};
+use crate::{
+    capture::meters,
+    select::{self, Request, Verdict},
+};
 
+/// In steps that do not call each other: the frames of all would not fit the stack at once.
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     let Some(request) = call.request() else {
         return GO_ON;
     };
+    let may_have_siblings = siblings::are_possible(call);
+    if may_have_siblings && request.protocol == Protocol::UDP && siblings::was_asked(call, &request)
+    {
+        // Kept as its own endpoint, so that its packets are not translated later.
+        let itself = Endpoint::new(request.addr, request.port);
+        peers::remember(call, &request.peer(&itself));
+        return GO_ON;
+    }
+    let mut verdict = Verdict::without_endpoint(Reason::NotService, 0);
+    decide(call, &request, &mut verdict);
+    if siblings::is_bound(call) && !verdict.endpoint.is_none() {
+        siblings::keep_apart(call, &request, &mut verdict);
+    }
+    carry_out(call, &request, &verdict)
+}
+
+#[inline(never)]
+fn decide<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mut Verdict) {
     // In the node's own namespace, where the agent is.
     let only_cluster_ips = request.own_loopback && call.is_to_api_server();
-    let verdict = decide(&request, &Endpoint::NONE, only_cluster_ips);
-    events::report(call, Hook::Connect, &request, &verdict);
+    *verdict = select::decide(request, &Endpoint::NONE, only_cluster_ips);
+}
+
+#[inline(never)]
+fn carry_out<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &Verdict) -> i32 {
+    events::report(call, Hook::Connect, request, verdict);
     // What is counted before something is kept need not wait for that to be in the caches: an atomic operation
     // waits for every store before it.
-    let answer = call.carry_out(&verdict);
+    let answer = call.carry_out(verdict);
     let mesh = config().map_or(0, |config| config.mesh);
     if verdict.reason == Reason::NotService {
         // Of a captured connection, what the capturing program before this one has kept is true.
@@ -27,7 +53,11 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
             flows::forget(call);
         }
     } else if !verdict.endpoint.is_none() {
-        peers::remember(call, &request.peer(&verdict.endpoint));
+        let peer = request.peer(&verdict.endpoint);
+        peers::remember(call, &peer);
+        if request.protocol == Protocol::TCP {
+            peers::remember_for_mptcp(call, &peer);
+        }
     }
     if mesh != 0 && verdict.pool != 0 && request.protocol == Protocol::TCP {
         if verdict.endpoint.is_none() {

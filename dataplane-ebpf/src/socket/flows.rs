@@ -4,7 +4,7 @@
 //! `endpoint_port`: cleared first, stored last, with a fence between; a reader sees a whole flow or
 //! none.
 
-use core::ptr::{read_volatile, write_volatile};
+use core::ptr::{null, read_volatile, write_volatile};
 
 use dataplane_common::{
     Addr, Port, Reason,
@@ -37,7 +37,7 @@ pub fn endpoint_for<F: Family>(call: &SockAddr<F>, vip: Addr, port: Port) -> End
 }
 
 /// Gives a reply's source the VIP that it belongs to: that which was asked last, if it is that
-/// endpoint's, else any. Says whether there is one.
+/// endpoint's, else any. Says whether the other end is known: it may also have asked this socket itself.
 #[inline(always)]
 pub fn translate_reply<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> bool {
     // SAFETY: `sk` of a recvmsg hook is a full socket.
@@ -52,12 +52,33 @@ pub fn translate_reply<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) ->
         // SAFETY: within the socket's element.
         unsafe {
             if (*flow).endpoint_port == port && (*flow).endpoint == addr && is_published(flow) {
-                call.set((*flow).vip, (*flow).vip_port);
+                give(call, &Endpoint::new((*flow).vip, (*flow).vip_port));
                 return true;
             }
         }
     }
     false
+}
+
+/// Gives a reply's source the VIP that it belongs to, unless it came from there.
+#[inline(always)]
+pub fn give<F: Family>(call: &SockAddr<F>, vip: &Endpoint) {
+    if vip.port != call.port() || vip.addr != call.addr() {
+        call.set(vip.addr, vip.port);
+        count(Reason::ReplyTranslated);
+    }
+}
+
+/// The flow that was sent to last; none has an endpoint's port of 0.
+#[inline(always)]
+pub fn recent<F: Family>(call: &SockAddr<F>) -> *const Peer {
+    // SAFETY: `sk` of a sendmsg hook is a full socket.
+    let flows = unsafe { FLOWS.get_ptr_mut(&call.ctx) };
+    if flows.is_null() {
+        return null();
+    }
+    // SAFETY: within the socket's element.
+    place(flows, unsafe { read_volatile(&raw const (*flows).recent) })
 }
 
 /// Whether the socket used this endpoint for a VIP. `flows` must be a socket's element.
@@ -75,14 +96,14 @@ pub fn has_endpoint(flows: *mut UdpFlows, addr: Addr, port: Port) -> bool {
     false
 }
 
-/// Remembers a flow, in the place of an earlier one to the same VIP, else of the oldest.
+/// Remembers a flow, in the place of an earlier one to the same VIP, else of the oldest. Says whether it was not known.
 #[inline(always)]
-pub fn remember<F: Family>(call: &SockAddr<F>, new: &Peer) {
+pub fn remember<F: Family>(call: &SockAddr<F>, new: &Peer) -> bool {
     // SAFETY: `sk` of a sendmsg hook is a full socket.
     let flows = unsafe { FLOWS.get_or_insert_ptr_mut(&call.ctx, None) };
     if flows.is_null() {
         count(Reason::PeerNotKept);
-        return;
+        return false;
     }
     for index in 0..UDP_FLOWS as u32 {
         let flow = place(flows, index);
@@ -91,12 +112,14 @@ pub fn remember<F: Family>(call: &SockAddr<F>, new: &Peer) {
             if (*flow).vip_port != new.vip_port || (*flow).vip != new.vip || !is_published(flow) {
                 continue;
             }
-            if (*flow).endpoint_port != new.endpoint_port || (*flow).endpoint != new.endpoint {
+            let other =
+                (*flow).endpoint_port != new.endpoint_port || (*flow).endpoint != new.endpoint;
+            if other {
                 publish(flows, flow, new);
             }
             write_volatile(&raw mut (*flows).recent, index);
+            return other;
         }
-        return;
     }
     // SAFETY: within the socket's element.
     unsafe {
@@ -109,6 +132,7 @@ pub fn remember<F: Family>(call: &SockAddr<F>, new: &Peer) {
         publish(flows, flow, new);
         write_volatile(&raw mut (*flows).recent, written);
     }
+    true
 }
 
 /// Forgets all flows: a socket that is connected to what is no service's gets datagrams from that

@@ -6,9 +6,11 @@ pub mod events;
 pub mod flows;
 pub mod getpeername;
 pub mod peers;
+mod ports;
 pub mod recvmsg;
 pub mod release;
 pub mod sendmsg;
+pub mod siblings;
 
 use core::{
     marker::PhantomData,

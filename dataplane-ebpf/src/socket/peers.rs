@@ -14,11 +14,11 @@
 //! A socket that has a place is not looked for in its storage. All calls here but [`release`] hold
 //! the socket's lock, and nobody else has the socket when it is released.
 
-use core::ptr::read_volatile;
+use core::ptr::{from_ref, null_mut, read_volatile};
 
 use aya_ebpf::{
     EbpfContext,
-    helpers::generated::bpf_get_socket_cookie,
+    helpers::generated::{bpf_get_socket_cookie, bpf_sk_storage_get, bpf_skc_to_mptcp_sock},
     programs::{SockAddrContext, SockContext},
 };
 use dataplane_common::{
@@ -26,9 +26,9 @@ use dataplane_common::{
     tables::{Peer, PeerSets},
 };
 
-use super::{Family, SockAddr};
+use super::{Family, SockAddr, ports};
 use crate::{
-    atomic,
+    capture::tcp::CREATE,
     select::count,
     sets::{free_place, place_of, take_place},
     tables::{MORE_PEERS, PEER_PORTS},
@@ -50,9 +50,40 @@ pub fn remember<F: Family>(call: &SockAddr<F>, peer: &Peer) {
         count(Reason::PeerNotKept);
         return;
     }
-    mark(peer.endpoint_port);
+    ports::mark(&PEER_PORTS, peer.endpoint_port);
     // SAFETY: the socket's own place or element, not null.
     unsafe { *kept = *peer };
+}
+
+/// Whether the kernel has MPTCP: the agent writes it before it loads the programs. To the verifier of a kernel without MPTCP,
+/// which does not know the helper's type, the call is not there.
+#[unsafe(no_mangle)]
+static MPTCP: u32 = 0;
+
+/// Keeps the VIP for the MPTCP socket whose subflow is being connected: that is the socket which a process asks for its peer.
+/// (The subflows that follow go to addresses that the endpoint has named.)
+#[inline(always)]
+pub fn remember_for_mptcp<F: Family>(call: &SockAddr<F>, peer: &Peer) {
+    // SAFETY: a constant.
+    if unsafe { read_volatile(&raw const MPTCP) } == 0 {
+        return;
+    }
+    // SAFETY: a field of the context, which is never null in our hooks. The kernel's answer is checked before its use, and is
+    // the socket that the subflow belongs to, which lives at least as long.
+    unsafe {
+        let sk = read_volatile(&raw const (*call.ctx.sock_addr).__bindgen_anon_1.sk);
+        let whole = bpf_skc_to_mptcp_sock(sk.cast());
+        if whole.is_null() {
+            return;
+        }
+        let storage = from_ref(&MORE_PEERS).cast_mut().cast();
+        let kept: *mut Peer = bpf_sk_storage_get(storage, whole.cast(), null_mut(), CREATE).cast();
+        if kept.is_null() {
+            count(Reason::PeerNotKept);
+        } else {
+            *kept = *peer;
+        }
+    }
 }
 
 /// A socket that was connected to a VIP before, and now is to something else, has that as its peer.
@@ -76,7 +107,7 @@ pub fn forget<F: Family>(call: &SockAddr<F>) {
 /// we did not see, is told the truth.
 #[inline(always)]
 pub fn translate<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> bool {
-    if !is_marked(port) {
+    if !ports::has(&PEER_PORTS, port) {
         return false;
     }
     let kept = find(&call.ctx);
@@ -100,38 +131,9 @@ pub fn release(ctx: &SockContext) {
     // SAFETY: a field of the context, in network order.
     let port = unsafe { read_volatile(&raw const (*ctx.sock).dst_port) };
     let port = Port::from_be(port as u16);
-    if port == Port::ANY || is_marked(port) {
+    if port == Port::ANY || ports::has(&PEER_PORTS, port) {
         free_place::<PeerSets>(cookie(ctx));
     }
-}
-
-/// Where a port's bit is, and which it is.
-#[inline(always)]
-fn bit(port: Port) -> (Option<*mut u64>, u64) {
-    let port = u32::from(port.host());
-    (PEER_PORTS.get_ptr_mut(port / 64), 1 << (port % 64))
-}
-
-/// Says that an endpoint has a port.
-#[inline(always)]
-fn mark(port: Port) {
-    let (word, bit) = bit(port);
-    if let Some(word) = word {
-        // SAFETY: an aligned word of an array, whose elements stay.
-        unsafe {
-            if read_volatile(word) & bit == 0 {
-                atomic::set(word, bit);
-            }
-        }
-    }
-}
-
-/// Whether an endpoint may have a port.
-#[inline(always)]
-fn is_marked(port: Port) -> bool {
-    let (word, bit) = bit(port);
-    // SAFETY: as in `mark`.
-    word.is_none_or(|word| unsafe { read_volatile(word) } & bit != 0)
 }
 
 #[inline(always)]

@@ -1,9 +1,12 @@
 //! `recvfrom()` on a UDP socket: a reply's source is the VIP that was asked, not the endpoint.
 
-use dataplane_common::Reason;
+use dataplane_common::{Reason, decide};
 
-use super::{Family, GO_ON, SockAddr, config, flows, peers};
-use crate::{capture::datagrams, select::count};
+use super::{Family, GO_ON, SockAddr, config, flows, peers, siblings};
+use crate::{
+    capture::datagrams,
+    select::{Live, count},
+};
 
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
@@ -13,10 +16,22 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     }
     let (addr, port) = (call.addr(), call.port());
     // A socket that is not connected, such as a server's, has no peer to look for.
-    if (call.is_connected() && peers::translate(call, addr, port))
-        || flows::translate_reply(call, addr, port)
-    {
-        count(Reason::ReplyTranslated);
+    if call.is_connected() {
+        if peers::translate(call, addr, port) {
+            count(Reason::ReplyTranslated);
+        } else {
+            flows::translate_reply(call, addr, port);
+        }
+        return GO_ON;
+    }
+    if flows::translate_reply(call, addr, port) {
+        return GO_ON;
+    }
+    let vip = siblings::vip_of(call, addr, port);
+    if !vip.is_none() {
+        flows::give(call, &vip);
+    } else if decide::may_be_served(&Live, addr) {
+        siblings::note_asked(call);
     }
     GO_ON
 }

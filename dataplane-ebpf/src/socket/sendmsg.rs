@@ -2,9 +2,9 @@
 //! own, but a socket that sends to the same VIP again keeps its endpoint while that is in the pool,
 //! as a conntrack entry would.
 
-use dataplane_common::{Hook, Reason, decide};
+use dataplane_common::{Hook, Reason, decide, tables::Endpoint};
 
-use super::{Family, GO_ON, REFUSED, SockAddr, config, events, flows};
+use super::{Family, GO_ON, REFUSED, SockAddr, config, events, flows, siblings};
 use crate::{
     capture::datagrams,
     select::{self, Live, count},
@@ -21,7 +21,33 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         count(Reason::NotService);
         return GO_ON;
     }
-    serve(call)
+    if siblings::are_possible(call) && is_answer(call) {
+        count(Reason::NotService);
+        return GO_ON;
+    }
+    let answer = serve(call);
+    if answer & NEW != 0 {
+        siblings::note_asking(call);
+    }
+    answer & !NEW
+}
+
+/// [`serve`]: the socket has a flow that it did not have before.
+const NEW: i32 = 2;
+
+/// Whether what is at the destination has asked. The socket then has it as its own endpoint, so that its packets are not
+/// translated later.
+#[inline(never)]
+fn is_answer<F: Family>(call: &SockAddr<F>) -> bool {
+    let Some(request) = call.request() else {
+        return false;
+    };
+    if !siblings::was_asked(call, &request) {
+        return false;
+    }
+    let itself = Endpoint::new(request.addr, request.port);
+    flows::remember(call, &request.peer(&itself));
+    true
 }
 
 /// Not inlined, as [`judge`] is not: the variables of both do not fit on the stack.
@@ -33,10 +59,12 @@ fn serve<F: Family>(call: &SockAddr<F>) -> i32 {
     let used = flows::endpoint_for(call, request.addr, request.port);
     let verdict = select::decide(&request, &used, false);
     events::report(call, Hook::Sendmsg, &request, &verdict);
+    let mut is_new = false;
     if !verdict.endpoint.is_none() {
-        flows::remember(call, &request.peer(&verdict.endpoint));
+        is_new = flows::remember(call, &request.peer(&verdict.endpoint));
     }
-    call.carry_out(&verdict)
+    let answer = call.carry_out(&verdict);
+    if is_new { answer | NEW } else { answer }
 }
 
 /// See [`serve`].

@@ -1,13 +1,23 @@
 //! What a source says, put together with what the node knows of itself.
 
-use std::{collections::HashSet, io, path::Path, sync::Arc, time::Instant};
+use std::{
+    collections::{BTreeSet, HashSet},
+    io,
+    net::IpAddr,
+    path::Path,
+    sync::Arc,
+    time::Instant,
+};
 
 use tracing::{info, warn};
 
 use super::{kept_addresses::KeptAddresses, lookups::Lookups, node, remembered::Remembered, rules};
 use crate::{
-    admin,
-    model::{Entry, EntryName, Node, Problem, Reachable, Service, ServiceName, Snapshot},
+    admin, kernel,
+    model::{
+        Entry, EntryName, Node, Problem, Protocol, Reachable, Service, ServiceName, Snapshot,
+        VipPort,
+    },
     plan::{
         entries::Entries,
         routes::{Routes, Sources},
@@ -242,7 +252,10 @@ impl Input {
                 let known = &self.snapshot.node;
                 self.kept.keep(&mut node, known, Instant::now());
                 let moved = node.addresses != known.addresses;
-                if !moved && node.own == known.own {
+                let same = node.own == known.own
+                    && node.ephemeral == known.ephemeral
+                    && self.listens() == known.listens;
+                if !moved && same {
                     return false;
                 }
                 if moved {
@@ -252,6 +265,7 @@ impl Input {
                     addresses: node.addresses,
                     addresses_from: node.addresses_from,
                     own: node.own,
+                    ephemeral: node.ephemeral,
                     ..(**known).clone()
                 });
                 self.serve();
@@ -266,6 +280,38 @@ impl Input {
 
     fn node(&self, facts: Option<&NodeFacts>) -> io::Result<Node> {
         node::of(&self.settings, facts)
+    }
+
+    /// Whether the node has cluster IPs on its interfaces: then who listens there matters.
+    pub fn owns_cluster_ips(&self) -> bool {
+        self.admitted.owned().next().is_some()
+    }
+
+    /// Where processes of this node listen at cluster IPs that it has on its interfaces. If the kernel does not tell, where
+    /// they did before.
+    fn listens(&self) -> BTreeSet<VipPort> {
+        let owned: BTreeSet<IpAddr> = self.admitted.owned().collect();
+        if owned.is_empty() {
+            return BTreeSet::new();
+        }
+        match kernel::listeners() {
+            Ok(listeners) => listeners
+                .into_iter()
+                .filter_map(|listener| {
+                    let protocol = match listener.protocol {
+                        dataplane_common::Protocol::TCP => Protocol::Tcp,
+                        dataplane_common::Protocol::UDP => Protocol::Udp,
+                        _ => return None,
+                    };
+                    Some((listener.socket.addr.to_canonical(), protocol, listener.port))
+                })
+                .filter(|(ip, ..)| owned.contains(ip))
+                .collect(),
+            Err(error) => {
+                warn!("cannot find out who listens at cluster IPs of this node: {error}");
+                self.snapshot.node.listens.clone()
+            }
+        }
     }
 
     fn put(&mut self, view: View) -> Taken {
@@ -290,8 +336,18 @@ impl Input {
 
     /// Serves what can be served on this node as it is now; whether something else is left out than before.
     fn serve(&mut self) -> bool {
-        let node = &self.snapshot.node;
-        let (services, mut changed) = self.admitted.take(&self.services, node);
+        let (mut services, mut changed) = self.admitted.take(&self.services, &self.snapshot.node);
+        let listens = self.listens();
+        if listens != self.snapshot.node.listens {
+            let node = Node {
+                listens,
+                ..(*self.snapshot.node).clone()
+            };
+            self.snapshot.node = Arc::new(node);
+            let others;
+            (services, others) = self.admitted.take(&self.services, &self.snapshot.node);
+            changed |= others;
+        }
         let (entries, others) = self.admitted.take_entries(&self.view_entries);
         changed |= others;
         let now = admin::now();

@@ -4,7 +4,7 @@
 //! and tunnels to other nodes. *Pods' sides* are the node's ends of the pairs whose other ends are in pods. Bridges of
 //! pods are neither, because each packet on a bridge also passes one of the bridge's ports.
 
-use std::{collections::BTreeSet, fs, io};
+use std::{collections::BTreeSet, io};
 
 use dataplane_common::{
     Addr,
@@ -12,7 +12,7 @@ use dataplane_common::{
 };
 use ipnet::IpNet;
 
-use super::{earlier::Earlier, source_checks::Segments};
+use super::{earlier::Earlier, node, source_checks::Segments};
 use crate::{
     kernel::{
         AttachOptions, Interface, Link, Network, NetworkInterface, PacketOptions, conntrack::room,
@@ -103,7 +103,8 @@ impl PacketSettings {
         if self.attach.is_none() {
             return Ok(network);
         }
-        (network.config, network.pods) = self.config(ephemeral_ports()?);
+        (network.config, network.pods) =
+            self.config(node::ephemeral_ports()?.range().unwrap_or_default());
         if by_address {
             network.config.flags |= PacketConfig::WAYS_BY_ADDRESS;
         }
@@ -276,19 +277,6 @@ fn source(interface: &Interface, all: &[Interface], v4: bool, is_new: bool) -> O
         return None;
     }
     own.or_else(others).map(Addr::from)
-}
-
-/// Returns the host's first and last ephemeral port. Masqueraded flows do not get these ports.
-fn ephemeral_ports() -> io::Result<(u16, u16)> {
-    let range = fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range")?;
-    let mut ports = range.split_ascii_whitespace().map(str::parse);
-    match (ports.next(), ports.next()) {
-        (Some(Ok(first)), Some(Ok(last))) => Ok((first, last)),
-        _ => Err(io::Error::other(format!(
-            "cannot read the ephemeral ports: net.ipv4.ip_local_port_range is `{}`; expected two numbers",
-            range.trim()
-        ))),
-    }
 }
 
 #[cfg(test)]

@@ -174,6 +174,8 @@ enum End {
 
 /// How often to look at what nobody may have told.
 const LOOK: Duration = Duration::from_secs(30);
+/// How often to look at who listens, while that decides what is served.
+const LOOK_SOON: Duration = Duration::from_secs(1);
 /// How soon to try again what did not work; doubled each time, up to [`LOOK`].
 const RETRY: Duration = Duration::from_secs(1);
 /// How long connections that the proxy relays may go on after a signal, and after another agent has

@@ -1,9 +1,13 @@
 //! This node, as it is now.
 
-use std::{io, net::IpAddr};
+use std::{collections::BTreeSet, fs, io, net::IpAddr};
 
 use super::addresses;
-use crate::{model::Node, settings, source::objects::NodeFacts};
+use crate::{
+    model::{Ephemeral, Node},
+    settings,
+    source::objects::NodeFacts,
+};
 
 /// This node, with what its Node object says of it if that is known.
 ///
@@ -36,8 +40,25 @@ fn primary(settings: &settings::Node, told: &[IpAddr]) -> io::Result<Node> {
         addresses,
         addresses_from,
         own: of_node.own.into_iter().collect(),
+        ephemeral: ephemeral_ports()?,
+        listens: BTreeSet::new(),
         zone: settings.zone.as_deref().unwrap_or_default().into(),
         leaving: None,
         name_given: given.is_some(),
+    })
+}
+
+/// The ports that this network namespace gives to sockets that ask for none.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn ephemeral_ports() -> io::Result<Ephemeral> {
+    let range = fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range")?;
+    let reserved = fs::read_to_string("/proc/sys/net/ipv4/ip_local_reserved_ports")?;
+    Ephemeral::read(&range, &reserved).ok_or_else(|| {
+        io::Error::other(format!(
+            "cannot read the ephemeral ports: net.ipv4.ip_local_port_range is `{}`; expected two numbers",
+            range.trim()
+        ))
     })
 }

@@ -16,7 +16,7 @@ use dataplane_common::{
 use tracing::{debug, error, info, warn};
 
 use super::{
-    End, Error, Event, LOOK, RETRY, RETURNING, adopt,
+    End, Error, Event, LOOK, LOOK_SOON, RETRY, RETURNING, adopt,
     attacher::{Attacher, Job, Rest},
     flows::{self, Flows, Imported},
     handover,
@@ -223,7 +223,8 @@ impl Sync {
     /// Looks at the node's addresses; whether they changed.
     fn look(&mut self) -> bool {
         let moved = self.input.look();
-        let look = Instant::now() + LOOK;
+        let soon = self.input.owns_cluster_ips();
+        let look = Instant::now() + if soon { LOOK_SOON } else { LOOK };
         let kept = self.input.addresses_kept_until();
         self.look = kept.map_or(look, |until| until.min(look));
         moved

@@ -9,6 +9,7 @@ use std::{
 use crate::admin::{
     api::{Page, Pool},
     client::Client,
+    report::Report,
 };
 
 /// A pool can be given to another service: a name is asked for again after this time. So is an
@@ -43,6 +44,21 @@ impl Names {
     /// The route that splits the connections to a pool; none likewise.
     pub fn route_of_pool(&self, pool: u32) -> Option<String> {
         self.pool(pool)?.route
+    }
+
+    /// What the agent says of a destination that it does not serve although a service has it.
+    pub fn left_out(&self, destination: &str) -> Vec<String> {
+        let report = self.client.get::<Report>("/status");
+        let Some(agent) = report.ok().and_then(|report| report.agent) else {
+            return Vec::new();
+        };
+        let problems = agent.problems.iter();
+        let named = problems.filter(|problem| {
+            let mut words = problem.text.split(|c: char| c == ' ' || c == ',');
+            words.any(|word| word == destination)
+        });
+        let texts = named.map(|problem| format!("{}: {}", problem.place, problem.text));
+        texts.collect()
     }
 
     fn pool(&self, pool: u32) -> Option<Pool> {

@@ -105,6 +105,7 @@ impl Verifier {
         if let Some(types) = &types {
             loader.override_global("FIELDS", &types.fields[..], true);
         }
+        loader.override_global("MPTCP", programs::has_mptcp(), true);
         let mut ebpf = loader
             // Of a program that is refused, the path that led there; with more, all those that did
             // not.

@@ -5,6 +5,7 @@
 mod cluster;
 mod endpoint_name;
 mod entry;
+mod ephemeral;
 mod hosts;
 mod identity;
 mod name;
@@ -26,6 +27,7 @@ pub use endpoint_name::{ADDRESSES_MAX, EndpointName, Resolved, can_be_endpoint};
 pub use entry::{
     At, Backend, Entry, EntryPort, EntryResolution, ExportTo, Host, Location, is_allocated,
 };
+pub use ephemeral::Ephemeral;
 pub use identity::{Identity, IdentityError};
 pub use name::{EntryName, ServiceName, WorkloadName};
 pub use names::Names;
@@ -39,7 +41,7 @@ pub use rules::{
     Acceleration, CapturedBy, DNS, Egress, Inbound, Layers, Mode, Policy, Rules, WithoutProxy,
 };
 pub use service::{
-    Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy,
+    Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy, VipPort,
 };
 pub use topology::{Hints, Reach};
 pub use weights::{Weights, lcm, most_places, narrowed};
@@ -48,7 +50,7 @@ pub use workload::{
     is_virtual_interface,
 };
 
-use std::{net::IpAddr, sync::Arc};
+use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 /// What is known of this node itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -61,6 +63,10 @@ pub struct Node {
     pub addresses_from: Vec<AddressFrom>,
     /// Every address that its interfaces have, but for loopback and link-local ones; sorted.
     pub own: Vec<IpAddr>,
+    /// The ports that its kernel gives to sockets.
+    pub ephemeral: Ephemeral,
+    /// Where processes of the node listen at cluster IPs that are its own.
+    pub listens: BTreeSet<VipPort>,
     /// Its zone (label `topology.kubernetes.io/zone`), to which endpoints may be hinted; empty if
     /// it is not known.
     pub zone: Arc<str>,

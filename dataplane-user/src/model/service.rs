@@ -39,6 +39,9 @@ pub enum TrafficPolicy {
     Local,
 }
 
+/// A port of an address.
+pub type VipPort = (IpAddr, Protocol, u16);
+
 /// A service with its endpoints.
 ///
 /// What the source left out is not here: SCTP ports, headless services' cluster IPs (`None`),
@@ -69,6 +72,8 @@ pub struct Service {
     pub external_policy: TrafficPolicy,
     /// `spec.healthCheckNodePort`.
     pub health_check_node_port: Option<u16>,
+    /// Ports at its cluster IPs and external IPs that are this node's own, and so are not served here.
+    pub aside: Vec<VipPort>,
     /// Its ports.
     pub ports: SmallVec<[ServicePort; 1]>,
     /// Where its name leads.

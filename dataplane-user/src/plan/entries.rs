@@ -675,6 +675,7 @@ fn service(entry: &Entry, only: Option<usize>) -> Service {
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        aside: Vec::new(),
         records: Records::ClusterIps,
         ports: entry
             .ports

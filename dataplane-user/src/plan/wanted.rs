@@ -165,7 +165,11 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
         let proto = protocol(port.protocol);
         let mut add = |addrs: &[Addr], kind, policy| {
             let key = |addr: &Addr| FrontendKey::new(*addr, Port::new(port.port), proto);
-            keys.extend(addrs.iter().map(|a| WantedKey {
+            let aside = |addr: &&Addr| {
+                let port = (addr.ip(), port.protocol, port.port);
+                kind == Kind::LOAD_BALANCER || !service.aside.contains(&port)
+            };
+            keys.extend(addrs.iter().filter(aside).map(|a| WantedKey {
                 key: key(a),
                 kind,
                 port: index,
@@ -194,7 +198,10 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
             }
         }
     }
-    keys.extend(cluster_ips.iter().map(|addr| WantedKey {
+    // Of an address that a process of this node has, no port is refused.
+    let is_of_node = |addr: &&Addr| service.aside.iter().any(|(ip, ..)| *ip == addr.ip());
+    let addresses = cluster_ips.iter().filter(|addr| !is_of_node(addr));
+    keys.extend(addresses.map(|addr| WantedKey {
         key: FrontendKey::address(*addr),
         kind: Kind::CLUSTER_ADDRESS,
         port: WantedKey::ADDRESS,

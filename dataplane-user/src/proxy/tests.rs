@@ -51,6 +51,7 @@ pub(super) fn service(vip: IpAddr, port: u16, endpoints: &[SocketAddr]) -> Servi
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        aside: Vec::new(),
         records: Records::ClusterIps,
         ports: smallvec![ServicePort {
             name: "".into(),

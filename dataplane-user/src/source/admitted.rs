@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, mem, net::IpAddr, sync::Arc};
 
 use imbl::{OrdMap, ordmap::DiffItem};
 
-use super::{external_ips::ExternalIps, host_ips, reserved};
+use super::{external_ips::ExternalIps, host_ips, own_ports, reserved};
 use crate::model::{Entry, EntryName, Node, Problem, Service, ServiceName};
 
 /// Leaves out of a source's services the host ports at addresses that this node does not have and what would take a
@@ -13,7 +13,10 @@ use crate::model::{Entry, EntryName, Node, Problem, Service, ServiceName};
 pub struct Admitted {
     services: Filter<ServiceName, Service>,
     entries: Filter<EntryName, Entry>,
-    own: Vec<IpAddr>,
+    /// Of the node, only what is judged by.
+    node: Node,
+    /// The services with cluster IPs that the node has on an interface, and these.
+    owned: BTreeMap<ServiceName, Vec<IpAddr>>,
     external_ips: ExternalIps,
     reserved_ports: Vec<u16>,
 }
@@ -24,7 +27,8 @@ impl Admitted {
         Self {
             services: Filter::default(),
             entries: Filter::default(),
-            own: Vec::new(),
+            node: Node::default(),
+            owned: BTreeMap::new(),
             external_ips,
             reserved_ports: Vec::new(),
         }
@@ -44,28 +48,54 @@ impl Admitted {
         services: &OrdMap<ServiceName, Arc<Service>>,
         node: &Node,
     ) -> (OrdMap<ServiceName, Arc<Service>>, bool) {
-        let before = (self.own != node.own).then(|| {
-            self.own.clone_from(&node.own);
+        let same = self.node.own == node.own
+            && self.node.ephemeral == node.ephemeral
+            && self.node.listens == node.listens;
+        let before = (!same).then(|| {
+            self.node = Node {
+                own: node.own.clone(),
+                ephemeral: node.ephemeral.clone(),
+                listens: node.listens.clone(),
+                ..Node::default()
+            };
+            self.owned.clear();
             mem::take(&mut self.services).left_out
         });
-        let changed = self.services.take(services, |service| {
-            if let Some(problem) = host_ips::problem(service, &self.own) {
+        let (node, owned) = (&self.node, &mut self.owned);
+        let changed = self.services.take(services, |name, service| {
+            let own: Vec<IpAddr> = service
+                .iter()
+                .flat_map(|service| own_ports::owned(service, node))
+                .collect();
+            if own.is_empty() {
+                owned.remove(name);
+            } else {
+                owned.insert(name.clone(), own);
+            }
+            let Some(service) = service else {
+                return (None, None);
+            };
+            if let Some(problem) = host_ips::problem(service, &node.own) {
                 return (None, Some(problem));
             }
-            let reserved = reserved::left_out(service, &self.own, &self.reserved_ports);
-            let (service, problem) = rest(service, reserved);
-            let other = service
-                .as_ref()
-                .map(|service| rest(service, self.external_ips.left_out(service)));
-            let (service, other) = other.unwrap_or_default();
-            let problem = match (problem, other) {
-                (Some(problem), Some(other)) => Some(Problem {
-                    text: format!("{}. {}", problem.text, other.text),
-                    ..problem
-                }),
-                (problem, other) => problem.or(other),
-            };
-            (service, problem)
+            // Each step takes what the step before has left, and says what it left out.
+            let steps: [&dyn Fn(&Service) -> Option<(Service, Problem)>; 3] = [
+                &|service| reserved::left_out(service, &node.own, &self.reserved_ports),
+                &|service| self.external_ips.left_out(service),
+                &|service| own_ports::set_aside(service, node),
+            ];
+            let (mut served, mut said) = (Arc::clone(service), None::<Problem>);
+            for step in steps {
+                let Some((rest, problem)) = step(&served) else {
+                    continue;
+                };
+                served = Arc::new(rest);
+                match &mut said {
+                    Some(said) => said.text = format!("{}; {}", said.text, problem.text),
+                    None => said = Some(problem),
+                }
+            }
+            (Some(served), said)
         });
         // Judged anew, all that is left out looks new.
         let changed = before.map_or(changed, |before| before != self.services.left_out);
@@ -77,10 +107,16 @@ impl Admitted {
         &mut self,
         entries: &OrdMap<EntryName, Arc<Entry>>,
     ) -> (OrdMap<EntryName, Arc<Entry>>, bool) {
-        let changed = self.entries.take(entries, |entry| {
-            rest(entry, self.external_ips.left_out_of(entry))
+        let changed = self.entries.take(entries, |_, entry| {
+            let judged = entry.map(|entry| rest(entry, self.external_ips.left_out_of(entry)));
+            judged.unwrap_or_default()
         });
         (self.entries.served.clone(), changed)
+    }
+
+    /// The cluster IPs of services that the node has on an interface.
+    pub fn owned(&self) -> impl Iterator<Item = IpAddr> {
+        self.owned.values().flatten().copied()
     }
 
     /// Names what is left out.
@@ -121,7 +157,7 @@ impl<K: Ord + Clone, V: PartialEq> Filter<K, V> {
     fn take(
         &mut self,
         objects: &OrdMap<K, Arc<V>>,
-        judge: impl Fn(&Arc<V>) -> (Option<Arc<V>>, Option<Problem>),
+        mut judge: impl FnMut(&K, Option<&Arc<V>>) -> (Option<Arc<V>>, Option<Problem>),
     ) -> bool {
         let mut changed = false;
         for change in self.last.diff(objects) {
@@ -132,7 +168,7 @@ impl<K: Ord + Clone, V: PartialEq> Filter<K, V> {
                 } => (name, Some(new)),
                 DiffItem::Remove(name, _) => (name, None),
             };
-            let (object, problem) = object.map_or((None, None), &judge);
+            let (object, problem) = judge(name, object);
             match object {
                 Some(object) => self.served.insert(name.clone(), object),
                 None => self.served.remove(name),

@@ -14,6 +14,7 @@ pub mod kubernetes;
 pub mod manifests;
 pub mod objects;
 mod open;
+mod own_ports;
 mod reserved;
 mod watching;
 

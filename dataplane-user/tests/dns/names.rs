@@ -35,6 +35,7 @@ fn service(number: u8, addrs: &BTreeSet<u8>, headless: bool) -> Service {
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        aside: Vec::new(),
         records: if headless {
             Records::Object(Box::new(Named {
                 headless,

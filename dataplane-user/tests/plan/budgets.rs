@@ -57,6 +57,7 @@ fn service(
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        aside: Vec::new(),
         records: Records::ClusterIps,
         ports: (1..=ports).map(port).collect(),
     }

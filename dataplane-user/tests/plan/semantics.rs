@@ -83,6 +83,7 @@ fn service(name: &str, cluster_ips: &[&str], endpoints: &[&str]) -> Service {
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        aside: Vec::new(),
         records: Records::ClusterIps,
         ports: [port].into(),
     }

@@ -41,6 +41,7 @@ fn service(name: &str, own: u8, endpoints: u8) -> Service {
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        aside: Vec::new(),
         records: Records::ClusterIps,
         ports: [ServicePort {
             name: "".into(),

@@ -23,8 +23,14 @@ scenarios! {
     no_pod_answers_the_agents_own_probe,
 }
 
-/// On all of the node's addresses, and on one.
+/// On all of the node's addresses, on those of one family, and on one.
 const PORTS: [(&str, u16, u16); 2] = [("tcp", 8480, TCP), ("udp", 8453, UDP)];
+const OF_FAMILY: [(&str, &str, u16, u16); 4] = [
+    ("0.0.0.0", "tcp", 8482, TCP),
+    ("0.0.0.0", "udp", 8484, UDP),
+    ("::", "tcp", 8483, TCP),
+    ("::", "udp", 8485, UDP),
+];
 const ON_ONE: u16 = 8481;
 
 fn lab() -> Result<Lab> {
@@ -45,6 +51,11 @@ fn manifest(lab: &Lab, directory: &TempDir, phase: &str) -> Result<()> {
             json!({ "protocol": protocol.to_uppercase(), "hostPort": host, "containerPort": container })
         })
         .collect();
+    for (ip, protocol, host, container) in OF_FAMILY {
+        ports.push(json!({
+            "protocol": protocol.to_uppercase(), "hostPort": host, "containerPort": container, "hostIP": ip,
+        }));
+    }
     for ip in node.addresses() {
         ports.push(json!({ "hostPort": ON_ONE, "containerPort": TCP, "hostIP": ip }));
     }
@@ -72,7 +83,12 @@ fn rules(lab: &Lab) -> Result<()> {
         let at = |port| std::net::SocketAddr::new(web, port);
         let mut rules = "*nat\n".to_owned();
         for chain in ["PREROUTING", "OUTPUT"] {
-            for (protocol, port, to) in PORTS {
+            // portmap writes no `-d` for an unspecified address, and passes over those of the other family.
+            let of_family = OF_FAMILY
+                .iter()
+                .filter(|(ip, ..)| ip.contains(':') == web.is_ipv6());
+            let of_family = of_family.map(|(_, protocol, port, to)| (*protocol, *port, *to));
+            for (protocol, port, to) in PORTS.into_iter().chain(of_family) {
                 writeln!(
                     rules,
                     "-A {chain} -m addrtype --dst-type LOCAL -p {protocol} --dport {port} -j DNAT \
@@ -106,7 +122,9 @@ fn seen(lab: &Lab) -> Result<BTreeMap<String, String>> {
     for client in clients {
         for ip in node.addresses() {
             let targets = PORTS.map(|(protocol, port, _)| (protocol, port));
-            for (protocol, port) in targets.into_iter().chain([("tcp", ON_ONE)]) {
+            let of_family = OF_FAMILY.map(|(_, protocol, port, _)| (protocol, port));
+            let targets = targets.into_iter().chain(of_family);
+            for (protocol, port) in targets.chain([("tcp", ON_ONE)]) {
                 let to = std::net::SocketAddr::new(ip, port).to_string();
                 let how = if protocol == "tcp" { "connect" } else { "udp" };
                 let report = ask(client, &to, &format!("{how} --count 3"))?;
@@ -141,10 +159,16 @@ fn host_ports_are_as_portmap_has_them() -> Result<()> {
     let agent = agent.args(["--pod-cidr", "10.244.0.0/16"]).start()?;
     let by_us = seen(&lab)?;
     ensure!(by_rules == by_us, "portmap: {by_rules:#?}\nus: {by_us:#?}");
-    ensure!(
-        by_us.values().all(|said| said.starts_with("{} web 3")),
-        "{by_us:#?}"
-    );
+    let of_other_family = |flow: &str| {
+        let of = |(ip, _, port, _): &(&str, &str, u16, u16)| {
+            flow.contains(&format!(":{port}/")) && flow.contains('[') != ip.contains(':')
+        };
+        OF_FAMILY.iter().any(of)
+    };
+    for (flow, said) in &by_us {
+        let served = said.starts_with("{} web 3");
+        ensure!(served != of_other_family(flow), "{flow}: {said}");
+    }
     let listed = run(&agent, "services")?.exits(0)?;
     listed.says(&["hostport:web", "host:8480/tcp", "192.168.77.1:8481/tcp"])?;
     let explained = "explain --iface eth0 192.168.77.201:4000 192.168.77.1:8480/tcp";

@@ -89,6 +89,7 @@ mod resets;
 mod routes;
 mod same_flow;
 mod services;
+mod situations;
 mod smoke;
 mod sockets;
 mod sources;
@@ -264,6 +265,7 @@ fn main() -> ExitCode {
         ways::SCENARIOS,
         wrong_cgroup::SCENARIOS,
         same_flow::SCENARIOS,
+        situations::SCENARIOS,
         sources::SCENARIOS,
         ipsec::SCENARIOS,
         forward_rules::SCENARIOS,

@@ -185,6 +185,9 @@ impl ExplainArgs {
             self.connection(&tables, owner)?
         };
         told.route = told.pool.and_then(|pool| names.route_of_pool(pool));
+        if told.pool.is_none() {
+            told.steps.extend(names.left_out(&told.destination));
+        }
         let route = told.route.as_ref();
         told.steps.extend(route.map(|route| {
             format!("{route} splits the connections to this port among its backends")

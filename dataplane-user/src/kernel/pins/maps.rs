@@ -20,7 +20,8 @@ use dataplane_common::{
         SourceKey,
     },
     tables::{
-        BY_PACKETS, Config, FrontendKey, PEER_PORTS, Peer, PeerSets, SOCKET_ELEMENTS, UdpFlows,
+        BY_PACKETS, Config, FrontendKey, PEER_PORTS, Peer, PeerSets, SIBLINGS, SOCKET_ELEMENTS,
+        Sibling, SiblingKey, UdpFlows,
     },
     tcp::Sequences,
 };
@@ -99,7 +100,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 38] = [
+pub const MAPS: [MapSpec; 40] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -142,6 +143,17 @@ pub const MAPS: [MapSpec; 38] = [
     },
     storage::<Peer>("MORE_PEERS"),
     storage::<UdpFlows>("FLOWS"),
+    // The least recently used entry makes room for a new one.
+    MapSpec {
+        name: "SIBLINGS",
+        shape: Hash::<SiblingKey, Sibling>::shape(BPF_MAP_TYPE_LRU_HASH),
+        max_entries: Some(SIBLINGS),
+    },
+    MapSpec {
+        name: "SHARED_PORTS",
+        shape: Mapped::<u64>::shape(false),
+        max_entries: Some(PEER_PORTS),
+    },
     MapSpec {
         name: "VIPS",
         shape: Mapped::<VipWords>::shape(false),

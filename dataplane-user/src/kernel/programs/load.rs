@@ -5,6 +5,7 @@ use std::{
     error::Error as StdError,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
     sync::{Mutex, MutexGuard, PoisonError},
     thread,
 };
@@ -54,6 +55,7 @@ fn load_logging(
     if let Some(types) = types {
         loader.override_global("FIELDS", &types.fields[..], true);
     }
+    loader.override_global("MPTCP", has_mptcp(), true);
     for map in &MAPS {
         if map.is_of_flows() && !packet {
             // The loader makes every map of the object. Those that no loaded program uses are gone
@@ -74,6 +76,15 @@ fn load_logging(
     let names: Vec<&'static str> = names.chain(wanted(capture).map(|spec| spec.name)).collect();
     load_all(&mut ebpf, &names, types)?;
     Ok(ebpf)
+}
+
+/// Whether the kernel has MPTCP, as the programs are told: 1 if it has.
+pub(in crate::kernel) fn has_mptcp() -> &'static u32 {
+    if Path::new("/proc/sys/net/mptcp/enabled").exists() {
+        &1
+    } else {
+        &0
+    }
 }
 
 /// Loads programs, as many at the same time as there are CPUs: the kernel checks each for itself, which takes most of

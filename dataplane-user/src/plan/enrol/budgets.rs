@@ -451,6 +451,7 @@ mod tests {
                 internal_policy: TrafficPolicy::Cluster,
                 external_policy: TrafficPolicy::Cluster,
                 health_check_node_port: None,
+                aside: Vec::new(),
                 records: Records::ClusterIps,
                 ports: [port].into_iter().collect(),
             })

@@ -44,6 +44,7 @@ fn service(namespace: usize, name: &str, ports: u16, endpoints: u32) -> Service 
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        aside: Vec::new(),
         records: Records::ClusterIps,
         ports: (80..80 + ports).map(port).collect(),
     }

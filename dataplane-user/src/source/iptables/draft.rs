@@ -381,6 +381,7 @@ impl ServiceDraft {
             internal_policy: self.internal_policy.unwrap_or_default(),
             external_policy: self.external_policy.unwrap_or_default(),
             health_check_node_port: self.health_check_node_port,
+            aside: Vec::new(),
             records: Records::ClusterIps,
             ports,
         }

@@ -1,9 +1,9 @@
 //! `hostPort`: ports of this node that lead to a pod on it.
 //!
-//! What the CNI plug-in `portmap` does with rules: a port of the node's addresses, or of one of
-//! them (`hostIP`), leads to the container's port, and the pod sees who asks. In the model that is
-//! a service of its own, whose only endpoint is the pod: a node port, or an external IP, with
-//! `externalTrafficPolicy: Local`. A `hostIP` on loopback is the node's own: sockets of its network namespace reach
+//! What the CNI plug-in `portmap` does with rules: a port of the node's addresses, of those of one
+//! family (`hostIP` is `0.0.0.0` or `::`), or of one of them (`hostIP`), leads to the container's
+//! port, and the pod sees who asks. In the model that is a service of its own, whose only endpoint
+//! is the pod: a node port, or an external IP, with `externalTrafficPolicy: Local`. A `hostIP` on loopback is the node's own: sockets of its network namespace reach
 //! the pod there, and nobody else does.
 
 use std::{
@@ -65,8 +65,10 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
             continue;
         };
         let pod_ips = pod_ips.get_or_insert_with(|| self::pod_ips(status, findings));
+        let of_family = |addr: &&IpAddr| host_ip.is_none_or(|ip| ip.is_ipv4() == addr.is_ipv4());
         let endpoints: Vec<Endpoint> = pod_ips
             .iter()
+            .filter(of_family)
             .map(|addr| Endpoint {
                 addr: *addr,
                 port: container_port,
@@ -92,7 +94,7 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
             name: port.name.as_deref().unwrap_or_default().into(),
             port: host_port,
             protocol,
-            node_port: host_ip.is_none().then_some(host_port),
+            node_port: at_all(host_ip).then_some(host_port),
             endpoints,
             weights: None,
             split: None,
@@ -105,13 +107,17 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
         kind: ServiceType::HostPort,
         created: created.map(|time| time.0.as_second()),
         cluster_ips: SmallVec::new(),
-        external_ips: host_ip.into_iter().collect(),
+        external_ips: host_ip
+            .filter(|ip| !ip.is_unspecified())
+            .into_iter()
+            .collect(),
         load_balancer_ips: SmallVec::new(),
         source_ranges: SmallVec::new(),
         affinity: None,
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Local,
         health_check_node_port: None,
+        aside: Vec::new(),
         records: Records::ClusterIps,
         ports,
     };
@@ -132,13 +138,17 @@ pub fn ports(spec: &api::PodSpec) -> impl Iterator<Item = (String, &api::Contain
     })
 }
 
-/// `hostIP`: none for all of the node's addresses.
+/// `hostIP`: none for all of the node's addresses, an unspecified address for all of its family.
 fn host_ip(text: &str) -> Result<Option<IpAddr>, String> {
     if text.is_empty() {
         return Ok(None);
     }
-    let ip = address::address(text)?;
-    Ok((!ip.is_unspecified()).then_some(ip))
+    address::address(text).map(Some)
+}
+
+/// Whether a port is at no address in particular.
+fn at_all(host_ip: Option<IpAddr>) -> bool {
+    host_ip.is_none_or(|ip| ip.is_unspecified())
 }
 
 fn pod_ips(status: Option<&api::PodStatus>, findings: &mut Findings) -> SmallVec<[IpAddr; 2]> {
@@ -228,6 +238,28 @@ mod tests {
             ["192.0.2.1".parse::<IpAddr>().unwrap()]
         );
         assert_eq!((one.ports[0].node_port, one.ports[0].port), (None, 53));
+    }
+
+    #[test]
+    fn an_unspecified_host_ip_is_for_its_family() {
+        for (ip, endpoint) in [("0.0.0.0", "10.244.0.5"), ("::", "fd00::5")] {
+            let mut of_family = spec();
+            of_family["containers"][0]["ports"][0]["hostIP"] = json!(ip);
+            let (services, findings) = read(&of_family, "Running");
+            assert_eq!(findings, Findings::default());
+            let name = ServiceName::new("shop", &format!("hostport:web-0@{ip}"));
+            let service = services.iter().find(|service| service.name == name);
+            let service = service.expect("a service of this family");
+            let [port] = service.ports.as_slice() else {
+                panic!("{service:?}")
+            };
+            let ends: Vec<_> = port.endpoints.iter().map(|e| e.addr.to_string()).collect();
+            assert_eq!(
+                (ends, port.node_port),
+                (vec![endpoint.to_owned()], Some(8080))
+            );
+            assert!(service.external_ips.is_empty());
+        }
     }
 
     #[test]

@@ -88,6 +88,7 @@ fn read(object: api::Service, findings: &mut Findings) -> Service {
             spec.health_check_node_port,
             findings,
         ),
+        aside: Vec::new(),
         records: match kind {
             ServiceType::ExternalName => alias(&spec, findings),
             _ => Records::Object(Box::new(Named {

@@ -30,6 +30,9 @@ pub struct Target {
     /// Bind each socket to this port first; several sockets may have it
     #[arg(long, value_name = "PORT")]
     local_port: Option<u16>,
+    /// Let other sockets share the port (SO_REUSEPORT)
+    #[arg(long, requires = "local_port")]
+    reuse_port: bool,
     /// Use an IPv6 socket to reach an IPv4 address (as ::ffff:a.b.c.d), as Java and Go servers do
     #[arg(long)]
     pub v4_mapped: bool,
@@ -53,6 +56,7 @@ impl Target {
             local_next: false,
             sockets: AtomicU32::new(0),
             local_port: None,
+            reuse_port: false,
             v4_mapped: false,
             mptcp: false,
             first: None,
@@ -110,6 +114,7 @@ impl Target {
                 .next_local()
                 .map_or(any, |local| self.map(SocketAddr::new(local, 0)).ip());
             socket.set_reuse_address(self.local_port.is_some())?;
+            socket.set_reuse_port(self.reuse_port)?;
             let port = self.local_port.unwrap_or_default();
             socket.bind(&SocketAddr::new(local, port).into())?;
         }

@@ -35,6 +35,9 @@ pub struct Arguments {
     /// Answer UDP here: the line "NAME CLIENT", then the datagram
     #[arg(long, value_name = "ADDRESS:PORT")]
     udp: Vec<SocketAddr>,
+    /// Likewise, each answer from a socket of its own at the same address, which is connected to the client
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    udp_connecting: Vec<SocketAddr>,
     /// Threads, each with its own sockets; 0 is one per processor
     #[arg(long, default_value_t = 1)]
     threads: usize,
@@ -46,6 +49,7 @@ struct Sockets {
     http: Vec<std::net::TcpListener>,
     tcp: Vec<std::net::TcpListener>,
     udp: Vec<std::net::UdpSocket>,
+    udp_connecting: Vec<std::net::UdpSocket>,
 }
 
 pub fn run(arguments: Arguments) -> Result<()> {
@@ -107,6 +111,10 @@ fn open(arguments: &Arguments, shared: bool) -> Result<Sockets> {
             .udp
             .push(bind(*address, Type::DGRAM, shared)?.into());
     }
+    for address in &arguments.udp_connecting {
+        let socket = bind(*address, Type::DGRAM, true)?;
+        sockets.udp_connecting.push(socket.into());
+    }
     Ok(sockets)
 }
 
@@ -153,6 +161,12 @@ async fn serve(sockets: Sockets, name: Arc<str>) -> Result<()> {
     }
     for socket in sockets.udp {
         tasks.spawn(serve_udp(UdpSocket::from_std(socket)?, Arc::clone(&name)));
+    }
+    for socket in sockets.udp_connecting {
+        tasks.spawn(serve_udp_connecting(
+            UdpSocket::from_std(socket)?,
+            Arc::clone(&name),
+        ));
     }
     while let Some(ended) = tasks.join_next().await {
         ended.context("a server panicked")??;
@@ -224,6 +238,18 @@ async fn serve_udp(socket: UdpSocket, name: Arc<str>) -> Result<()> {
         answer.extend_from_slice(greeting(&name, client).as_bytes());
         answer.extend_from_slice(&buffer[..length]);
         let _ = socket.send_to(&answer, client).await;
+    }
+}
+
+async fn serve_udp_connecting(socket: UdpSocket, name: Arc<str>) -> Result<()> {
+    let mut buffer = vec![0; 64 * 1024];
+    let local = socket.local_addr()?;
+    loop {
+        let (length, client) = socket.recv_from(&mut buffer).await?;
+        let answer = [greeting(&name, client).as_bytes(), &buffer[..length]].concat();
+        let answering: std::net::UdpSocket = bind(local, Type::DGRAM, true)?.into();
+        answering.connect(client)?;
+        answering.send(&answer)?;
     }
 }
 

@@ -1,8 +1,9 @@
 //! UDP clients: one datagram and its answer per attempt.
 
 use std::{
-    io::{self, Read as _},
+    io::{self, IoSlice, Read as _},
     net::{SocketAddr, UdpSocket},
+    os::fd::{AsFd as _, AsRawFd as _},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -12,7 +13,17 @@ use std::{
 
 use anyhow::Result;
 use clap::Args;
-use dataplane_tests::report::{Attempt, Report};
+use dataplane_tests::{
+    patience,
+    report::{Attempt, Report},
+};
+use nix::{
+    errno::Errno,
+    libc,
+    net::if_::if_nametoindex,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::socket::{ControlMessage, MsgFlags, SockaddrStorage, sendmsg},
+};
 use socket2::Type;
 
 use crate::client::{Target, name, ns, parse_greeting, plain};
@@ -40,6 +51,12 @@ pub struct Arguments {
     /// From the datagram with this number on (the first is 0), connect that one socket before each
     #[arg(long, value_name = "NUMBER", requires_all = ["one_socket", "unconnected"])]
     connect_after: Option<u32>,
+    /// Name the interface that each datagram is to leave by (IP_PKTINFO, IPV6_PKTINFO)
+    #[arg(long, value_name = "NAME", requires = "unconnected")]
+    pktinfo: Option<String>,
+    /// Make so many sockets at the one port, send from each in turn, and take the answer from whichever has it
+    #[arg(long, value_name = "SOCKETS", requires_all = ["unconnected", "reuse_port"], conflicts_with = "one_socket")]
+    workers: Option<usize>,
     /// After an error, make a new socket in place of that one
     #[arg(long, requires = "one_socket")]
     replace_broken: bool,
@@ -65,6 +82,7 @@ impl Arguments {
 
 pub fn run(arguments: &Arguments) -> Result<()> {
     let mut kept = None;
+    let workers = workers(arguments)?;
     let stop = Arc::new(AtomicBool::new(false));
     let count = if arguments.until_stdin_closes {
         let stop = Arc::clone(&stop);
@@ -96,11 +114,14 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             let result = kept
                 .take()
                 .map_or_else(
-                    || open(arguments, to),
+                    || match workers.first() {
+                        Some(worker) => worker.try_clone(),
+                        None => open(arguments, to),
+                    },
                     |socket| again(socket, arguments, to, number),
                 )
                 .and_then(|socket| {
-                    let result = exchange(&socket, to, arguments, number, &mut attempt);
+                    let result = exchange(&socket, &workers, to, arguments, number, &mut attempt);
                     if arguments.one_socket && !(arguments.replace_broken && result.is_err()) {
                         kept = Some(socket);
                     }
@@ -125,6 +146,41 @@ fn open(arguments: &Arguments, to: SocketAddr) -> io::Result<UdpSocket> {
     Ok(socket.into())
 }
 
+/// Sends a datagram, and says by which interface.
+fn send_by(socket: &UdpSocket, payload: &[u8], to: SocketAddr, interface: &str) -> io::Result<()> {
+    let index = if_nametoindex(interface)?;
+    let v4 = libc::in_pktinfo {
+        ipi_ifindex: index.cast_signed(),
+        ipi_spec_dst: libc::in_addr { s_addr: 0 },
+        ipi_addr: libc::in_addr { s_addr: 0 },
+    };
+    let v6 = libc::in6_pktinfo {
+        ipi6_addr: libc::in6_addr { s6_addr: [0; 16] },
+        ipi6_ifindex: index,
+    };
+    let control = match to {
+        SocketAddr::V4(_) => ControlMessage::Ipv4PacketInfo(&v4),
+        SocketAddr::V6(_) => ControlMessage::Ipv6PacketInfo(&v6),
+    };
+    let to = SockaddrStorage::from(to);
+    let payload = [IoSlice::new(payload)];
+    sendmsg(
+        socket.as_raw_fd(),
+        &payload,
+        &[control],
+        MsgFlags::empty(),
+        Some(&to),
+    )?;
+    Ok(())
+}
+
+/// The sockets that share a port.
+fn workers(arguments: &Arguments) -> io::Result<Vec<UdpSocket>> {
+    let count = arguments.workers.unwrap_or_default();
+    let targets = arguments.target.addresses().take(count);
+    targets.map(|to| open(arguments, to)).collect()
+}
+
 /// The socket of the last attempt, for the next.
 fn again(
     socket: UdpSocket,
@@ -140,6 +196,7 @@ fn again(
 
 fn exchange(
     socket: &UdpSocket,
+    workers: &[UdpSocket],
     address: SocketAddr,
     arguments: &Arguments,
     number: u32,
@@ -147,14 +204,22 @@ fn exchange(
 ) -> io::Result<()> {
     let payload = number.to_be_bytes();
     let begin = Instant::now();
-    if arguments.unconnected && !arguments.connects(number) {
+    if let Some(worker) = workers.get(number as usize % workers.len().max(1)) {
+        worker.send_to(&payload, address)?;
+    } else if let Some(interface) = &arguments.pktinfo {
+        send_by(socket, &payload, address, interface)?;
+    } else if arguments.unconnected && !arguments.connects(number) {
         socket.send_to(&payload, address)?;
     } else {
         socket.send(&payload)?;
     }
     let mut buffer = [0; 512];
     loop {
-        let (length, from) = socket.recv_from(&mut buffer)?;
+        let (length, from) = if workers.is_empty() {
+            socket.recv_from(&mut buffer)?
+        } else {
+            from_any(workers, arguments.target.timeout_ms, &mut buffer)?
+        };
         let took = begin.elapsed();
         let (endpoint, source, echoed) = parse_greeting(&buffer[..length])?;
         if echoed != payload {
@@ -169,4 +234,26 @@ fn exchange(
         attempt.latency_ns = ns(took);
         return Ok(());
     }
+}
+
+/// The next datagram that one of the sockets has.
+fn from_any(
+    sockets: &[UdpSocket],
+    timeout_ms: u64,
+    buffer: &mut [u8],
+) -> io::Result<(usize, SocketAddr)> {
+    let mut polled: Vec<_> = sockets
+        .iter()
+        .map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN))
+        .collect();
+    let limit = patience(Duration::from_millis(timeout_ms));
+    poll(
+        &mut polled,
+        PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX),
+    )?;
+    let ready = polled.iter().position(|one| one.any() == Some(true));
+    let socket = ready.map(|index| &sockets[index]);
+    socket
+        .ok_or(io::Error::from(Errno::EAGAIN))?
+        .recv_from(buffer)
 }

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result};
 use dataplane::{model::Node, source::manifests};
 use dataplane_peers::{Cluster, LocalDetector, Mode};
 use dataplane_tests::{
-    Agent, Host, Lab, Process, emulated,
+    Agent, Host, Lab, Process, Role, emulated,
     report::{Flow, Report},
 };
 
@@ -159,7 +159,7 @@ pub fn unlimited_icmp(node: &Host) -> Result<()> {
 
 /// A lab at work. The fields are dropped in this order.
 pub struct World {
-    _agent: Option<Agent>,
+    agent: Option<Agent>,
     /// The services' file, if the world wrote it.
     manifests: Option<Manifests>,
     _servers: Vec<Process>,
@@ -193,7 +193,7 @@ impl World {
         Ok(world)
     }
 
-    /// Likewise, in a lab that exists, with these manifests and servers.
+    /// Likewise, in a lab that exists, with these manifests and servers; the lab's first node is served.
     pub fn start_in(
         lab: Lab,
         worker: Worker,
@@ -201,28 +201,35 @@ impl World {
         manifests: &Path,
         servers: Vec<Process>,
     ) -> Result<Self> {
+        let mut hosts = lab.hosts().iter();
+        let node = hosts.find(|host| host.role() == Role::Node);
+        let node = node.context("a node")?;
         let agent = match worker {
             Worker::KubeProxy(mode) => {
-                let node1 = lab.node("node1");
                 if mode != Mode::Nftables {
                     // As kube-proxy does for node ports on loopback.
-                    node1.sysctl("ipv4/conf/all/route_localnet", "1")?;
+                    node.sysctl("ipv4/conf/all/route_localnet", "1")?;
                 }
-                load_rules(node1, mode, manifests, &settings.cluster)?;
+                load_rules(node, mode, manifests, &settings.cluster)?;
                 None
             }
             Worker::Dataplane => {
-                let agent = lab.agent("node1").manifests(manifests);
+                let agent = lab.agent(node.name()).manifests(manifests);
                 Some(agent.args(&settings.arguments).start()?)
             }
         };
         Ok(Self {
-            _agent: agent,
+            agent,
             manifests: None,
             _servers: servers,
             lab,
             next_port: Cell::new(PORTS.start),
         })
+    }
+
+    /// The dataplane's agent, if there is one.
+    pub fn agent(&self) -> Option<&Agent> {
+        self.agent.as_ref()
     }
 
     /// A host by its name, whatever it is.

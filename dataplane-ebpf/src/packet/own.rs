@@ -1,0 +1,52 @@
+//! Datagrams of the node's own sockets that leave by an interface which their process has named (`IP_UNICAST_IF`, `IP_PKTINFO`
+//! and those of IPv6), to an endpoint that was chosen at the socket.
+//!
+//! The process has named the interface for the VIP. The kernel asks its routes with it after our program has replaced the
+//! destination, and no helper changes that. So the datagram takes the way that the routes say without it, as netfilter routes a
+//! packet anew after it has translated it (`ip_route_me_harder` in `net/ipv4/netfilter.c`). A socket that is bound to a device
+//! (`SO_BINDTODEVICE`) stays with it, there and here.
+
+use core::ptr::read_volatile;
+
+use aya_ebpf::helpers::generated::bpf_sk_fullsock;
+use dataplane_common::packet::Iface;
+
+use super::{
+    LEAVE_ALONE, chosen,
+    route::{self, ONWARD},
+    scratch::Scratch,
+    skb::Skb,
+};
+
+/// Sends a datagram on by the interface that leads to its destination, if that is another one than it leaves by.
+#[inline(never)]
+pub fn turn(skb: Skb, s: &mut Scratch) -> i32 {
+    // What leaves by a pod's interface is for this pod.
+    if route::interface(skb.ifindex()).flags & Iface::POD != 0 || !is_free(skb) {
+        return LEAVE_ALONE;
+    }
+    if !chosen::is_destination(skb, &s.packet.key) {
+        return LEAVE_ALONE;
+    }
+    let (dst, dst_port) = (s.packet.key.dst, s.packet.key.dst_port);
+    s.way.longest = s.packet.longest(skb);
+    route::search(skb, &s.packet, &dst, dst_port, &mut s.way);
+    if s.way.answer != ONWARD || s.way.ifindex == skb.ifindex() {
+        return LEAVE_ALONE;
+    }
+    route::send_by_neighbour(skb, &s.packet, &s.way)
+}
+
+/// Whether a socket of this host sends the packet that is not bound to a device.
+#[inline(always)]
+fn is_free(skb: Skb) -> bool {
+    // SAFETY: a field of the context, checked for null before each use, and one of the socket.
+    unsafe {
+        let sk = read_volatile(&raw const (*skb.0).__bindgen_anon_2.sk);
+        if sk.is_null() {
+            return false;
+        }
+        let sk = bpf_sk_fullsock(sk);
+        !sk.is_null() && read_volatile(&raw const (*sk).bound_dev_if) == 0
+    }
+}

@@ -1,0 +1,222 @@
+//! Sockets that share a local port. What matters to the others is kept by their port and network namespace.
+//!
+//! By UDP, the kernel hands a datagram to any socket of a group (`SO_REUSEPORT`), also one that did not ask; and a server may
+//! answer from another socket than the one that was asked, such as one that it connects to each client.
+//!
+//! A socket that is bound to a port and then connected may not get the endpoint that another one at this port has for another
+//! VIP: the kernel would refuse the connection (`EADDRNOTAVAIL`), or by UDP hand all answers to one of both.
+//!
+//! Most sockets share no port. A bit for each local port that the table has ever had keeps them from looking there.
+
+use core::ptr::read_volatile;
+
+use aya_ebpf::{
+    EbpfContext,
+    bindings::{SO_REUSEPORT, SOL_SOCKET},
+    helpers::generated::{
+        bpf_get_netns_cookie, bpf_get_prandom_u32, bpf_get_socket_cookie, bpf_getsockopt,
+    },
+};
+use dataplane_common::{
+    Addr, Port, Protocol, Reason, decide,
+    tables::{Block, Endpoint, Kind, PeerSets, Sibling, SiblingKey},
+};
+
+use super::{Family, SockAddr, flows, ports};
+use crate::{
+    select::{Live, Request, Verdict},
+    sets::place_of,
+    tables::{PACKET_CONFIG, SHARED_PORTS, SIBLINGS},
+};
+
+/// The VIP that one of the sockets asked where this end answers; or this end itself, if it asked one of them; or
+/// [`Endpoint::NONE`].
+#[inline(never)]
+pub fn vip_of<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> Endpoint {
+    if !are_possible(call) {
+        return Endpoint::NONE;
+    }
+    let key = key(call, Protocol::UDP, addr, port);
+    match SIBLINGS.get_ptr_mut(&key) {
+        // SAFETY: an element may be reused while it is read. What is read is then another flow's, for one datagram.
+        Some(sibling) => unsafe { (*sibling).vip },
+        None => Endpoint::NONE,
+    }
+}
+
+/// Whether others at the socket's port may matter to it.
+#[inline(always)]
+pub fn are_possible<F: Family>(call: &SockAddr<F>) -> bool {
+    ports::has(&SHARED_PORTS, local(call))
+}
+
+/// Whether the socket has a port already.
+#[inline(always)]
+pub fn is_bound<F: Family>(call: &SockAddr<F>) -> bool {
+    local(call) != Port::ANY
+}
+
+/// Notes which VIP an unconnected socket has asked now, if others share its port.
+#[inline(never)]
+pub fn note_asking<F: Family>(call: &SockAddr<F>) {
+    let mut shares = 0_u32;
+    // SAFETY: the context of a hook that may ask for its socket's options, and a variable of the length that is said.
+    let told = unsafe {
+        bpf_getsockopt(
+            call.ctx.as_ptr(),
+            SOL_SOCKET as i32,
+            SO_REUSEPORT as i32,
+            (&raw mut shares).cast(),
+            4,
+        )
+    };
+    if told != 0 || shares == 0 {
+        return;
+    }
+    let peer = flows::recent(call);
+    if peer.is_null() {
+        return;
+    }
+    // SAFETY: a place of the socket's element. If another thread writes it meanwhile, the entry is of no flow.
+    let peer = unsafe { *peer };
+    let key = key(call, Protocol::UDP, peer.endpoint, peer.endpoint_port);
+    note(&key, Endpoint::new(peer.vip, peer.vip_port), 0);
+}
+
+/// A datagram has arrived from where a service is served: whoever is there has asked this socket, and the answers are theirs
+/// (a socket of the node that is bound to a node port, for example). Nobody is at a cluster IP.
+///
+/// A VIP that the socket asks is not taken by a datagram that comes from there.
+#[inline(never)]
+pub fn note_asked<F: Family>(call: &SockAddr<F>) {
+    let Some(request) = call.request() else {
+        return;
+    };
+    let (addr, port) = (request.addr, request.port);
+    let frontend = decide::find_frontend(&Live, addr, port, request.protocol, request.own_loopback);
+    let kind = frontend.kind();
+    if frontend.is_none() || kind == Kind::CLUSTER_IP || kind == Kind::CLUSTER_ADDRESS {
+        return;
+    }
+    if !flows::endpoint_for(call, addr, port).is_none() {
+        return;
+    }
+    let itself = Endpoint::new(addr, port);
+    flows::remember(call, &request.peer(&itself));
+    note(&key(call, Protocol::UDP, addr, port), itself, 0);
+}
+
+/// Whether what is at a destination has asked this socket or another one at its port.
+#[inline(always)]
+pub fn was_asked<F: Family>(call: &SockAddr<F>, request: &Request) -> bool {
+    let used = flows::endpoint_for(call, request.addr, request.port);
+    let itself = Endpoint::new(request.addr, request.port);
+    if used.is_none() {
+        vip_of(call, request.addr, request.port) == itself
+    } else {
+        used == itself
+    }
+}
+
+/// How many other endpoints are tried.
+const OTHERS: u32 = 8;
+
+/// Has a socket that is bound to a port get an endpoint that no other socket of this port has for another VIP. If every one
+/// is taken, a pod's connection is left to the packet path, which can give it another port; a process of the node gets the
+/// kernel's error.
+#[inline(never)]
+pub fn keep_apart<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mut Verdict) {
+    let protocol = request.protocol;
+    let chosen = verdict.endpoint;
+    let key = key(call, protocol, chosen.addr, chosen.port);
+    if !is_taken(&key, request) {
+        note_connected(call, &key, request);
+        return;
+    }
+    let block = decide::Tables::pool(&Live, verdict.pool).map_or(Block::default(), |p| p.block);
+    // SAFETY: the helper has no preconditions.
+    let mut slot = decide::draw(block, unsafe { bpf_get_prandom_u32() });
+    for _ in 0..OTHERS {
+        slot = slot.wrapping_add(1);
+        if slot.wrapping_sub(block.base()) >= u32::from(block.len()) {
+            slot = block.base();
+        }
+        let Some(other) = decide::Tables::endpoint(&Live, slot) else {
+            return;
+        };
+        let key = self::key(call, protocol, other.addr, other.port);
+        if !other.is_none() && !is_taken(&key, request) {
+            verdict.endpoint = other;
+            note_connected(call, &key, request);
+            return;
+        }
+    }
+    let by_packets = PACKET_CONFIG
+        .get(0)
+        .is_some_and(|config| config.ephemeral_last != 0);
+    if by_packets && !request.own_loopback {
+        *verdict = Verdict::without_endpoint(Reason::NotService, verdict.pool);
+    }
+}
+
+/// Whether a socket that lives has this endpoint for another VIP than is asked for.
+#[inline(always)]
+fn is_taken(key: &SiblingKey, request: &Request) -> bool {
+    let Some(sibling) = SIBLINGS.get_ptr_mut(key) else {
+        return false;
+    };
+    // SAFETY: one aligned word of the element.
+    let socket = unsafe { read_volatile(&raw const (*sibling).socket) };
+    if socket == 0 {
+        return false;
+    }
+    let kept = place_of::<PeerSets>(socket);
+    // SAFETY: a place of an array's element, which stays; it may be another socket's by now, and is compared.
+    let peer = unsafe {
+        if kept.is_null() {
+            return false;
+        }
+        *kept
+    };
+    peer.endpoint_port == key.port
+        && peer.endpoint == key.addr
+        && !(peer.vip_port == request.port && peer.vip == request.addr)
+}
+
+#[inline(always)]
+fn note_connected<F: Family>(call: &SockAddr<F>, key: &SiblingKey, request: &Request) {
+    // SAFETY: the program's context.
+    let socket = unsafe { bpf_get_socket_cookie(call.ctx.as_ptr()) };
+    note(key, Endpoint::new(request.addr, request.port), socket);
+}
+
+#[inline(always)]
+fn note(key: &SiblingKey, vip: Endpoint, socket: u64) {
+    ports::mark(&SHARED_PORTS, key.local);
+    // If the kernel has no room at this moment, the other sockets of the group are as without this table.
+    let _ = SIBLINGS.insert(key, Sibling { vip, socket }, 0);
+}
+
+#[inline(always)]
+fn key<F: Family>(call: &SockAddr<F>, protocol: Protocol, addr: Addr, port: Port) -> SiblingKey {
+    SiblingKey {
+        // SAFETY: the program's context.
+        netns: unsafe { bpf_get_netns_cookie(call.ctx.as_ptr()) },
+        addr,
+        port,
+        local: local(call),
+        protocol,
+        reserved: [0; 3],
+    }
+}
+
+/// The socket's own port, 0 if it has none yet.
+#[inline(always)]
+fn local<F: Family>(call: &SockAddr<F>) -> Port {
+    // SAFETY: a field of the context, which is never null in our hooks, and one of the socket, in host order.
+    let port = unsafe {
+        let sk = read_volatile(&raw const (*call.ctx.sock_addr).__bindgen_anon_1.sk);
+        read_volatile(&raw const (*sk).src_port)
+    };
+    Port::new(port as u16)
+}
