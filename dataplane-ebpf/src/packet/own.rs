@@ -22,7 +22,7 @@ use super::{
 #[inline(never)]
 pub fn turn(skb: Skb, s: &mut Scratch) -> i32 {
     // What leaves by a pod's interface is for this pod.
-    if route::interface(skb.ifindex()).flags & Iface::POD != 0 || !is_free(skb) {
+    if route::interface(skb.ifindex()).flags & Iface::LOCAL != 0 || !is_free(skb) {
         return LEAVE_ALONE;
     }
     if !chosen::is_destination(skb, &s.packet.key) {
