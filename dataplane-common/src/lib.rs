@@ -41,7 +41,7 @@ mod vips;
 pub use addr::{Addr, Port, Protocol};
 pub use event::{Event, Hook};
 pub use reason::Reason;
-pub use vips::{VIP_ELEMENTS, VipPlace, VipWords};
+pub use vips::{ClaimedPort, VIP_ELEMENTS, VipElement, VipPlace, VipWords};
 
 /// The priority (`SO_PRIORITY`) of the agent's sockets to the API server: of all services, only cluster IPs are
 /// translated for them, and only in the node's own network namespace. Else an object with the API server's address as its

@@ -7,6 +7,7 @@
 //! CONNTRACK  cells FlowKey    -> Translation  flows, by what their requests carry
 //! ANSWERS    slots FlowKey, PortKey -> cell   the same, by what their replies carry
 //! SEQUENCES  array cell       -> Sequences    how far a TCP flow's directions have got (`tcp`)
+//! CAME_BY    array cell / 2   -> [u32; 2]     by which uplink a flow's client comes
 //! FRAGMENTS  lru   FragmentKey-> Fragment     the ports of a datagram whose later fragments come
 //! ```
 //!
@@ -521,6 +522,10 @@ impl PacketConfig {
     /// Which way a packet goes does not depend on its ports: no rule asks for them, and none of several
     /// paths is chosen by them.
     pub const WAYS_BY_ADDRESS: u32 = 8;
+    /// An interface has addresses in several networks: which one a flow is masqueraded to, the route says.
+    pub const SEVERAL_NETWORKS: u32 = 1 << 8;
+    /// There are several uplinks: answers leave by the one that their flow came by, if a route leads to the client by it.
+    pub const SEVERAL_UPLINKS: u32 = 1 << 9;
     /// A program may be preempted by another on its CPU, in its middle (`PREEMPT_RT`).
     pub const PREEMPTIBLE: u32 = 1 << 15;
     /// The first port that masqueraded flows are given, host byte order.

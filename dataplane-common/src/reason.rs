@@ -73,8 +73,8 @@ reasons! {
     NoRoute = 14, "no-route", "the kernel's routes do not lead to the endpoint or to the client; dropped";
     /// The packet path: the interface towards the endpoint has no address to masquerade to.
     NoNodeAddress = 15, "no-node-address", "the interface towards the endpoint has no address to masquerade to; dropped";
-    /// The packet path: a TCP packet in mid-stream to a VIP, of an unknown flow.
-    UnknownFlow = 16, "unknown-flow", "a packet in the middle of a TCP connection that the tables do not know; left alone";
+    /// The packet path: a TCP packet in mid-stream to a VIP that is not the node's address, of a flow that nobody knows.
+    UnknownFlow = 16, "unknown-flow", "a packet in the middle of a TCP connection that neither the tables nor the kernel's conntrack know; its sender got a reset";
     /// The packet path: a later fragment whose first fragment was not seen.
     UnknownFragment = 17, "unknown-fragment", "a fragment for a VIP whose first fragment was not seen; dropped";
     /// The packet path: headers that contradict each other or end early.

@@ -15,7 +15,7 @@
 //! REASONS    percpu Reason      -> u64               verdicts by reason
 //! EVENTS     ring   Event                            while somebody listens
 //! CONFIG     array  0           -> Config
-//! VIPS       array  VipPlace    -> VipWords          which addresses may be in FRONTENDS at all
+//! VIPS       array  VipPlace    -> VipElement        which addresses may be in FRONTENDS at all
 //! ```
 //!
 //! Those of the packet path are in [`crate::packet`], those of mesh capture in [`crate::capture`].

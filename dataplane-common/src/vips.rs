@@ -19,9 +19,12 @@
 //!
 //! Node ports' keys have no address. Those where Kubernetes gives none ([`PacketConfig::NODE_PORTS`]) have the bit of
 //! the unspecified address, by which a masqueraded flow is given another port than theirs; the others have none.
+//!
+//! A fourth word says which UDP ports frontends have that are not a cluster IP's ([`ClaimedPort`]): a datagram that this
+//! host sends from another port needs no look at anything else.
 
 use crate::{
-    Addr, Port,
+    Addr, Port, Protocol,
     packet::PacketConfig,
     tables::{FrontendKey, Kind},
 };
@@ -40,6 +43,18 @@ layout! {
         pub addresses: u64,
         /// Addresses of the node.
         pub nodes: u64,
+    }
+}
+
+layout! {
+    /// An element of `VIPS`, with all its words.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct VipElement {
+        /// By address.
+        pub words: VipWords,
+        /// By port: see [`ClaimedPort`].
+        pub ports: u64,
     }
 }
 
@@ -140,7 +155,46 @@ impl VipPlace {
     }
 }
 
-const _: () = assert!(size_of::<VipWords>() == 24);
+/// Where a UDP port is in `VIPS` that a frontend has at an address which may be a host's: a node port, an external IP, a load
+/// balancer's address, or a host port. A packet with such a source may be one that this host sends, so that what comes
+/// back is an answer, and not the service's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClaimedPort(u16);
+
+impl ClaimedPort {
+    /// The place of a port.
+    #[inline(always)]
+    pub const fn of(port: Port) -> Self {
+        Self(port.host())
+    }
+
+    /// The place of a frontend's port; `None` if that is of no interest here.
+    pub fn of_frontend(key: &FrontendKey, kind: Kind) -> Option<Self> {
+        let of_cluster = kind == Kind::CLUSTER_IP || kind == Kind::CLUSTER_ADDRESS;
+        let is_claimed = key.protocol == Protocol::UDP && key.port != Port::ANY && !of_cluster;
+        is_claimed.then(|| Self::of(key.port))
+    }
+
+    /// Which element of `VIPS`.
+    #[inline(always)]
+    pub const fn index(self) -> u32 {
+        (self.0 / 64) as u32
+    }
+
+    /// Whether a frontend may have the port, by its element's word.
+    #[inline(always)]
+    pub const fn is_set(self, ports: u64) -> bool {
+        ports >> (self.0 % 64) & 1 != 0
+    }
+
+    /// The bit, among all of the element ([`VipPlace::bit`]): 192-255.
+    pub const fn bit(self) -> u32 {
+        192 + (self.0 % 64) as u32
+    }
+}
+
+const _: () = assert!(size_of::<VipWords>() == 24 && size_of::<VipElement>() == 32);
+const _: () = assert!(VIP_ELEMENTS == 65_536 / 64);
 const _: () = assert!(VIP_ELEMENTS == 1 << (64 - 54));
 
 #[cfg(test)]

@@ -31,9 +31,9 @@ impl decide::Tables for Live {
         // to it.
         unsafe {
             VipWords {
-                prefixes: read_volatile(&raw const (*words).prefixes),
-                addresses: read_volatile(&raw const (*words).addresses),
-                nodes: read_volatile(&raw const (*words).nodes),
+                prefixes: read_volatile(&raw const (*words).words.prefixes),
+                addresses: read_volatile(&raw const (*words).words.addresses),
+                nodes: read_volatile(&raw const (*words).words.nodes),
             }
         }
     }

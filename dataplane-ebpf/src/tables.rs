@@ -17,7 +17,7 @@ use aya_ebpf::{
     macros::btf_map,
 };
 use dataplane_common::{
-    Addr, Event, Reason, VIP_ELEMENTS, VipWords,
+    Addr, Event, Reason, VIP_ELEMENTS, VipElement,
     accelerate::{CONNECTIONS, PROXIES as PROXIES_CAPACITY, ProxyKey, Sender},
     capture::{
         Askers, CaptureConfig, Enrolled, KNOWN as KNOWN_CAPACITY, ListenerKey, Local, Meter,
@@ -75,7 +75,7 @@ pub static EVENTS: RingBuf<Event, { 256 * 1024 }> = RingBuf::new();
 pub static CONFIG: Array<Config, 1, MAPPED> = Array::new();
 
 #[btf_map]
-pub static VIPS: Array<VipWords, { VIP_ELEMENTS as usize }, MAPPED> = Array::new();
+pub static VIPS: Array<VipElement, { VIP_ELEMENTS as usize }, MAPPED> = Array::new();
 
 #[btf_map]
 pub static PEERS: Array<PeerSets, { SOCKET_ELEMENTS as usize }, MAPPED> = Array::new();
@@ -128,6 +128,10 @@ pub static ANSWERS: Array<Slots, { cells_for(DEFAULT_FLOWS) as usize / 8 }, MAPP
 
 #[btf_map]
 pub static SEQUENCES: Array<Sequences, { cells_for(DEFAULT_FLOWS) as usize }, MAPPED> =
+    Array::new();
+
+#[btf_map]
+pub static CAME_BY: Array<[u32; 2], { cells_for(DEFAULT_FLOWS) as usize / 2 }, MAPPED> =
     Array::new();
 
 #[btf_map]

@@ -344,6 +344,7 @@ impl World {
             .filter(|(set, ..)| *set == SourceKey::PODS);
         Network {
             interfaces: interfaces.collect(),
+            others: BTreeSet::new(),
             host: HOST
                 .map(|(of, bits)| SourceKey::network(SourceKey::HOST, addr(of), bits))
                 .into(),
@@ -607,6 +608,14 @@ impl World {
         let node_port = FrontendKey::node_port(addr.is_v4(), port, protocol);
         let exact = FrontendKey::new(addr, port, protocol);
         self.frontends.contains_key(&node_port) || self.frontends.contains_key(&exact)
+    }
+
+    /// Whether a service has this UDP port at an address that may be a host's.
+    pub(crate) fn is_claimed(&self, port: Port) -> bool {
+        self.frontends.iter().any(|(key, (_, kind))| {
+            let of_cluster = *kind == Kind::CLUSTER_IP || *kind == Kind::CLUSTER_ADDRESS;
+            key.port == port && key.protocol == Protocol::UDP && !of_cluster
+        })
     }
 
     /// The endpoints of a family, each as often as pools have it.

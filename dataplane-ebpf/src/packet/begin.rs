@@ -179,6 +179,7 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     if !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS) {
         return refuse(skb, s, index, Reason::SourceForged);
     }
+    s.flow.came_by = uplink(skb);
     let Some(pool) = decide::Tables::pool(&Live, index) else {
         count(Reason::Dangling);
         return DROP;
@@ -328,21 +329,13 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
 /// an address and a port of the node's, and [`Reason::Kept`] if another CPU has entered it.
 #[inline(always)]
 fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
-    // Another endpoint may do as well.
-    let thoroughly = s.reason != Reason::PortsExhausted as u32;
-    let flow = &mut s.flow;
-    let mut reason = Reason::Translated;
     if masquerade {
-        flow.node_addr = if s.packet.is_v4() {
-            s.way.iface.masquerade_v4
-        } else {
-            s.way.iface.masquerade_v6
-        };
-        if conntrack::node_addr(flow.node_addr).is_unspecified() {
+        masquerade::take_address(skb, s);
+        if conntrack::node_addr(s.flow.node_addr).is_unspecified() {
             return Reason::NoNodeAddress;
         }
-        reason = Reason::Masqueraded;
     }
+    let flow = &mut s.flow;
     let index = table::hold_or_find(&flow.forward, now);
     if index == NOWHERE {
         return Reason::ConntrackFull;
@@ -353,17 +346,34 @@ fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
     if index & MADE != 0 {
         return Reason::Kept;
     }
-    if !masquerade {
-        reason = client_port::take(flow, index, now);
-    } else if !masquerade::take_port(skb, flow, index, thoroughly, now) {
-        reason = Reason::PortsExhausted;
-    }
+    let reason = if flow.is_masqueraded() {
+        // Another endpoint may do as well.
+        let thoroughly = s.reason != Reason::PortsExhausted as u32;
+        if masquerade::take_port(skb, flow, index, thoroughly, now) {
+            Reason::Masqueraded
+        } else {
+            Reason::PortsExhausted
+        }
+    } else {
+        client_port::take(flow, index, now)
+    };
     if reason.is_refusal() {
         table::give_back(index, &flow.forward);
         return reason;
     }
     flow.publish(index, now, &s.packet.segment);
     reason
+}
+
+/// By which interface a packet came, if that is no pod's; else 0.
+#[inline(always)]
+fn uplink(skb: Skb) -> u32 {
+    let came_by = skb.ifindex();
+    if route::interface(came_by).flags & Iface::LOCAL != 0 {
+        0
+    } else {
+        came_by
+    }
 }
 
 /// A connection to no service is left alone. If it is to an endpoint itself, from a port from which a live flow by
@@ -410,6 +420,7 @@ fn is_to_be_moved(s: &mut Scratch, now: Tick) -> bool {
         s.flow.endpoint = addr;
         s.flow.endpoint_port = port;
         s.flow.node_port = Port::ANY;
+        s.flow.came_by = 0;
         if !s.flow.replies_taken(now) {
             return false;
         }

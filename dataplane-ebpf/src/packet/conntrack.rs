@@ -45,6 +45,8 @@ pub struct Flow {
     pub node_addr: u8,
     /// What had been seen of it before this packet, of both directions.
     pub seen: u8,
+    /// By which interface the client's packets come, of a reply where that matters ([`table::came_by`]); else 0.
+    pub came_by: u32,
 }
 
 impl Flow {
@@ -58,6 +60,12 @@ impl Flow {
     #[inline(always)]
     pub fn is_direct(&self) -> bool {
         self.endpoint == self.forward.dst && self.endpoint_port == self.forward.dst_port
+    }
+
+    /// Whether it is this host's question ([`super::asked`]), of which nothing is translated.
+    #[inline(always)]
+    pub fn is_asked(&self) -> bool {
+        self.is_direct() && self.node_port == Port::ANY
     }
 
     /// Where the endpoint sees it come from, and where it goes.
@@ -131,6 +139,7 @@ impl Flow {
     /// Gives a held cell this flow, whose first packet has come.
     #[inline(never)]
     pub fn publish(&self, index: u32, now: Tick, first: &Segment) {
+        table::set_came_by(index, self.came_by);
         let value = self.translation(now, seen::PACKET);
         table::publish(index, &self.forward, &value, first);
     }
@@ -187,7 +196,7 @@ pub const NEW: Known = 0;
 pub const REQUEST: Known = 1;
 /// It goes from the endpoint to the client.
 pub const ANSWER: Known = 2;
-/// It is translated by the kernel's own conntrack.
+/// It is translated by the kernel's own conntrack, or by nobody ([`Flow::is_asked`]).
 pub const FOREIGN: Known = 3;
 
 /// What a packet of a known flow adds to `seen`; 0 if it does not count. Of a datagram the packet itself tells, of
@@ -271,6 +280,7 @@ pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
     flow.node_port = value.node_port;
     flow.node_addr = value.node_addr;
     flow.seen = value.seen;
+    flow.came_by = 0;
     if value.used != now && key.protocol != Protocol::TCP {
         let (requests, replies) = (seen::of_requests(value.seen), seen::of_replies(value.seen));
         if value.used.age_seconds(now) > keep_seconds(key.protocol, requests, replies) {
@@ -280,7 +290,7 @@ pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
         }
     }
     mark(entry, &found, false, segment, now);
-    REQUEST
+    if flow.is_asked() { FOREIGN } else { REQUEST }
 }
 
 /// Has the flow of a request that was found begin anew by a SYN, to the same endpoint.
@@ -342,6 +352,16 @@ pub fn answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> K
     let Some((entry, found)) = table::find_by_client(key) else {
         return NEW;
     };
+    // Of this host's own question, when it was is all that matters.
+    let is_asked = found.key().dst == key.src && found.value().node_port == Port::ANY;
+    if is_asked && found.key().dst_port == key.src_port {
+        if is_over(key.protocol, &found.value(), now) {
+            table::remove_found(entry, &found);
+            return NEW;
+        }
+        mark(entry, &found, true, segment, now);
+        return FOREIGN;
+    }
     answered(entry, &found, key, segment, flow, now)
 }
 
@@ -360,6 +380,7 @@ fn answered(
     flow.endpoint_port = key.src_port;
     flow.node_port = value.node_port;
     flow.node_addr = value.node_addr;
+    flow.came_by = table::came_by(entry.index);
     mark(entry, found, true, segment, now);
     ANSWER
 }

@@ -4,8 +4,8 @@ use dataplane_common::{Reason, packet::ErrorLimits};
 
 use super::{
     DROP, limits,
-    parse::{FIRST, LATER, Packet},
-    skb::{Skb, fold16},
+    parse::{LATER, Packet},
+    skb::{Skb, fold16, sum},
 };
 use crate::select::count;
 
@@ -52,8 +52,7 @@ impl Complaint {
     }
 }
 
-/// How many bytes of the transport header are sent back: RFC 792 asks for eight. A TCP packet
-/// whose checksum is left to hardware cannot be cut shorter than its header.
+/// How many bytes of the transport header are sent back: RFC 792 asks for eight. Of TCP its whole header is.
 const TCP: usize = 20;
 const UDP: usize = 8;
 /// An error is a new packet: it starts with a fresh time to live.
@@ -67,13 +66,12 @@ const HOPS: u8 = 64;
 pub fn send(skb: Skb, packet: &Packet, complaint: Complaint, leaves: bool) -> i32 {
     let network = packet.l4 - packet.l3;
     let plain = if packet.is_v4() {
-        20
-    } else if packet.fragment == FIRST && !packet.is_tcp() {
-        48
+        network == 20
     } else {
-        40
+        // With one extension header of eight bytes: a fragment's, or the one that says how long a packet of BIG TCP is.
+        network == 40 || network == 48
     };
-    if packet.fragment == LATER || network != plain {
+    if packet.fragment == LATER || !plain {
         return DROP;
     }
     let [v4, v6] = complaint.limited;
@@ -88,23 +86,17 @@ pub fn send(skb: Skb, packet: &Packet, complaint: Complaint, leaves: bool) -> i3
         } else {
             send_v4::<{ (20 + UDP) / 4 }>(skb, packet, complaint, leaves)
         }
+    } else if packet.is_tcp() {
+        if network == 48 {
+            send_v6::<{ (48 + TCP) / 4 }>(skb, packet, complaint, leaves)
+        } else {
+            send_v6::<{ (40 + TCP) / 4 }>(skb, packet, complaint, leaves)
+        }
     } else if network == 48 {
         send_v6::<{ (48 + UDP) / 4 }>(skb, packet, complaint, leaves)
-    } else if packet.is_tcp() {
-        send_v6::<{ (40 + TCP) / 4 }>(skb, packet, complaint, leaves)
     } else {
         send_v6::<{ (40 + UDP) / 4 }>(skb, packet, complaint, leaves)
     }
-}
-
-/// The sum of words that lie in a packet.
-#[inline(always)]
-fn sum<const N: usize>(words: &[u32; N]) -> u64 {
-    let mut sum = 0;
-    for word in words {
-        sum += u64::from(*word);
-    }
-    sum
 }
 
 /// `WORDS`: how much of the packet is sent back, in units of four bytes.
@@ -117,7 +109,7 @@ fn send_v4<const WORDS: usize>(
 ) -> i32 {
     let quoted = WORDS as u32 * 4;
     let mut quote = [0_u32; WORDS];
-    if !skb.load(packet.l3, &mut quote) || !skb.cut(packet.l3 + quoted) || !skb.make_room(20 + 8) {
+    if !skb.load(packet.l3, &mut quote) || !skb.make_blank(packet.l3, 20 + 8 + quoted) {
         return DROP;
     }
     let [kind, code] = complaint.v4;
@@ -138,7 +130,10 @@ fn send_v4<const WORDS: usize>(
     let [ip0, ip1] = ip_sum.to_ne_bytes();
     ip[2] = u32::from_ne_bytes([HOPS, 1, ip0, ip1]);
     let icmp = [u32::from_ne_bytes([kind, code, sum0, sum1]), rest];
-    if !skb.store::<_, true>(packet.l3, &ip) || !skb.store::<_, true>(packet.l3 + 20, &icmp) {
+    if !skb.store::<_, true>(packet.l3, &ip)
+        || !skb.store::<_, true>(packet.l3 + 20, &icmp)
+        || !skb.store::<_, true>(packet.l3 + 28, &quote)
+    {
         return DROP;
     }
     skb.send_back(packet.l3, leaves)
@@ -153,7 +148,7 @@ fn send_v6<const WORDS: usize>(
 ) -> i32 {
     let quoted = WORDS as u32 * 4;
     let mut quote = [0_u32; WORDS];
-    if !skb.load(packet.l3, &mut quote) || !skb.cut(packet.l3 + quoted) || !skb.make_room(40 + 8) {
+    if !skb.load(packet.l3, &mut quote) || !skb.make_blank(packet.l3, 40 + 8 + quoted) {
         return DROP;
     }
     let [kind, code] = complaint.v6;
@@ -182,7 +177,10 @@ fn send_v6<const WORDS: usize>(
         dst[3],
     ];
     let icmp = [u32::from_ne_bytes([kind, code, sum0, sum1]), rest];
-    if !skb.store::<_, true>(packet.l3, &ip) || !skb.store::<_, true>(packet.l3 + 40, &icmp) {
+    if !skb.store::<_, true>(packet.l3, &ip)
+        || !skb.store::<_, true>(packet.l3 + 40, &icmp)
+        || !skb.store::<_, true>(packet.l3 + 48, &quote)
+    {
         return DROP;
     }
     skb.send_back(packet.l3, leaves)

@@ -93,6 +93,7 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     }
     if !LEAVING {
         ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
+        super::go_back(skb, s);
         if s.way.answer == route::FORGED {
             count(Reason::SourceForged);
             return DROP;

@@ -2,17 +2,65 @@
 
 use aya_ebpf::{bindings::__sk_buff, helpers::generated::bpf_get_prandom_u32};
 use dataplane_common::{
-    Port, Protocol, VipPlace, decide,
-    packet::{PacketConfig, Tick, need},
+    Addr, Port, Protocol, VipPlace, decide,
+    packet::{NODE_ADDRS, PacketConfig, Tick, need},
     tables::FrontendKey,
 };
 
 use super::{
     conntrack::{Flow, node_addr},
+    route,
+    scratch::Scratch,
     skb::Skb,
     sockets, table,
 };
 use crate::{select::Live, tables::PACKET_CONFIG};
+
+/// Chooses which of the node's addresses the endpoint sees the flow come from, whose way is known: the interface's, or of
+/// several the one that the kernel chooses. None: its index is 0.
+#[inline(never)]
+pub fn take_address(skb: Skb, s: &mut Scratch) {
+    let usual = if s.packet.is_v4() {
+        s.way.iface.masquerade_v4
+    } else {
+        s.way.iface.masquerade_v6
+    };
+    s.flow.node_addr = usual;
+    let flags = PACKET_CONFIG.get(0).map_or(0, |config| config.flags);
+    if flags & PacketConfig::SEVERAL_NETWORKS == 0
+        || usual == 0
+        || !route::find_source(skb, &s.packet, &s.endpoint, &mut s.way)
+    {
+        return;
+    }
+    let chosen = s.way.source(s.packet.is_v4());
+    let index = masquerade_index_of(&chosen);
+    if index != 0 {
+        s.flow.node_addr = index as u8;
+    }
+}
+
+/// The index of an address in `NODE_ADDRS`; 0 if it has none. With external linkage, as in `table.rs`.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn masquerade_index_of(addr: *const Addr) -> u32 {
+    // SAFETY: an address, or null: the verifier sees to it where it is called.
+    let Some(addr) = (unsafe { addr.as_ref() }) else {
+        return 0;
+    };
+    // The agent gives the lowest first.
+    for index in 1..NODE_ADDRS {
+        let known = node_addr(index as u8);
+        if known == *addr {
+            return index;
+        }
+        if known.is_unspecified() {
+            break;
+        }
+    }
+    0
+}
 
 /// At how many places a free port is looked for; at each, sixteen ports. The first ones are for [`need::LITTLE`], as
 /// many others for [`need::MORE`], the rest for [`need::ALL`]: with 98 ports in 100 taken here and there, one flow in

@@ -8,6 +8,7 @@
 //!
 //! A packet that leaves is only looked at for replies of endpoints that are sockets of this host.
 
+mod asked;
 mod begin;
 mod chosen;
 mod client_port;
@@ -25,6 +26,7 @@ mod options;
 mod own;
 pub mod parse;
 mod plain;
+mod reset;
 pub mod reverse;
 mod rewrite;
 pub mod route;
@@ -53,7 +55,7 @@ use crate::{
 };
 use conntrack::{ANSWER, FOREIGN, NEW, REQUEST};
 use error::Complaint;
-use parse::{FIRST, FLOW, ICMP, MALFORMED, OTHER, Outcome, Packet};
+use parse::{FIRST, FLOW, ICMP, LATER, MALFORMED, OTHER, Outcome, Packet};
 use rewrite::rewrite;
 use scratch::{Scratch, scratch};
 use skb::{NESTED_PRIORITY, OTHER_VLAN, PACKET_HOST, PACKET_OTHERHOST, Skb};
@@ -178,21 +180,42 @@ fn has_ports(skb: Skb, s: &mut Scratch) -> bool {
 /// Looks for the flow of a packet that is a request, or a reply to a masqueraded client. The likelier lookup comes first,
 /// because a lookup that finds nothing costs a cache miss. `cluster`: see [`answers_node`]. (Not inlined: see [`has_ports`].)
 #[inline(never)]
-fn lookup(s: &mut Scratch, cluster: bool, now: Tick) -> conntrack::Known {
+fn lookup(skb: Skb, s: &mut Scratch, cluster: bool, now: Tick) -> conntrack::Known {
     let (key, segment) = (&s.packet.key, &s.packet.segment);
+    let mut known;
     if answers_node(&s.packet, cluster) {
-        let known = conntrack::masqueraded_answer(key, segment, &mut s.flow, now);
-        if known != NEW {
-            return known;
+        known = conntrack::masqueraded_answer(key, segment, &mut s.flow, now);
+        if known == NEW {
+            known = conntrack::request(key, segment, &mut s.flow, now);
         }
-        return conntrack::request(key, segment, &mut s.flow, now);
+    } else {
+        known = conntrack::request(key, segment, &mut s.flow, now);
+        // A SYN on its own never answers anything.
+        if known == NEW && !s.packet.is_syn() {
+            known = conntrack::masqueraded_answer(key, segment, &mut s.flow, now);
+        }
     }
-    let known = conntrack::request(key, segment, &mut s.flow, now);
-    // A SYN on its own never answers anything.
-    if known != NEW || s.packet.is_syn() {
-        return known;
+    if known == NEW && s.packet.is_tcp() && !s.packet.is_syn() {
+        note_unknown(skb, s);
     }
-    conntrack::masqueraded_answer(key, segment, &mut s.flow, now)
+    known
+}
+
+/// Finds the frontend of a packet that begins a flow; `true`: it is what this node has asked for. (Not inlined: see
+/// [`has_ports`].)
+#[inline(never)]
+fn is_of_node(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
+    s.frontend = begin::frontend(&s.packet.key);
+    if s.frontend.is_none() {
+        return false;
+    }
+    if chosen::is_destination(skb, &s.packet.key) {
+        s.frontend = Frontend::NONE;
+        // The client's own socket says that an earlier flow from its port is over.
+        s.flow.seen |= flags::RST;
+        return false;
+    }
+    !s.packet.is_tcp() && asked::is_answer(skb, s, now)
 }
 
 /// A packet of TCP or UDP that arrives.
@@ -204,19 +227,14 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let words = decide::Tables::vips(&Live, place.index());
     let may_be_ours = place.is_set(words);
     if has_ports && (may_be_ours || direct::is_any()) {
-        known = lookup(s, place.may_be_cluster(words), now);
+        known = lookup(skb, s, place.may_be_cluster(words), now);
     }
     s.frontend = Frontend::NONE;
     // A TCP connection in its middle is the kernel's own conntrack's, from before we came, or
     // nobody's.
     let begins = s.packet.is_syn() || (known == NEW && !s.packet.is_tcp());
-    if may_be_ours && begins && known != FOREIGN {
-        s.frontend = begin::frontend(&s.packet.key);
-        if !s.frontend.is_none() && chosen::is_destination(skb, &s.packet.key) {
-            s.frontend = Frontend::NONE;
-            // The client's own socket says that an earlier flow from its port is over.
-            s.flow.seen |= flags::RST;
-        }
+    if may_be_ours && begins && known != FOREIGN && is_of_node(skb, s, now) {
+        return LEAVE_ALONE;
     }
     // A SYN answers nothing, and neither does a datagram to a service.
     if has_ports && known == NEW && !s.packet.is_syn() && s.frontend.is_none() {
@@ -257,18 +275,36 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     begin::begin(skb, s, now)
 }
 
+/// Says that nobody knows a packet in the middle of a connection, if it may be to a service ([`reset`]). What is to the
+/// node's own addresses, the stack answers. A pod's may be older than the service, unless it is to a cluster IP, which is
+/// nobody else's. (Not inlined: see [`has_ports`].)
+#[inline(never)]
+fn note_unknown(skb: Skb, s: &Scratch) {
+    let place = VipPlace::of(s.packet.key.dst);
+    let words = decide::Tables::vips(&Live, place.index());
+    if place.may_have_ports(words) && (place.may_be_cluster(words) || !is_pods(skb)) {
+        skb.set_unknown();
+    }
+}
+
 /// A packet that leaves.
 #[inline(always)]
 pub fn egress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
-    // What came here by another interface was looked at there.
-    if skb.is_forwarded() {
+    // What came here by another interface was looked at there. The kernel may have given it another source since.
+    let is_forwarded = skb.is_forwarded();
+    if is_forwarded && skb.is_unknown() {
+        return unknown(skb);
+    }
+    if is_forwarded
+        && (skb.is_sent_by_us() || !asked::may_ask(skb, route::link_length(skb.ifindex())))
+    {
         return LEAVE_ALONE;
     }
     let Some(s) = scratch() else {
         return DROP;
     };
-    let mut action = leaves(skb, s);
+    let mut action = leaves(skb, s, is_forwarded);
     if action == COMPLAIN {
         action = error::send(skb, &s.packet, s.complaint, true);
     }
@@ -276,11 +312,31 @@ pub fn egress(ctx: &TcContext) -> i32 {
     action
 }
 
+/// A packet that leaves as it came, and that the program on the way in did not know.
+#[inline(always)]
+fn unknown(skb: Skb) -> i32 {
+    let Some(s) = scratch() else {
+        return DROP;
+    };
+    let mut action = LEAVE_ALONE;
+    if s.packet.read(skb, route::link_length(skb.ifindex())) == FLOW {
+        action = reset::unknown(skb, &s.packet);
+    }
+    s.leave();
+    action
+}
+
 /// The same, with a place for what is known of it.
 #[inline(always)]
-fn leaves(skb: Skb, s: &mut Scratch) -> i32 {
+fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
     let outcome = s.packet.read(skb, route::link_length(skb.ifindex()));
     let now = conntrack::now();
+    if is_forwarded {
+        if outcome == FLOW && s.packet.fragment != LATER {
+            asked::remember(s, now);
+        }
+        return LEAVE_ALONE;
+    }
     if outcome == ICMP {
         return icmp::translate::<true>(skb, s, now);
     }
@@ -309,6 +365,7 @@ fn leaves(skb: Skb, s: &mut Scratch) -> i32 {
         events::report(skb, &s.packet, Reason::PortTaken, 0, &Endpoint::NONE);
         return complain(s, Complaint::PORT_UNREACHABLE);
     }
+    asked::remember(s, now);
     if s.packet.is_tcp() {
         LEAVE_ALONE
     } else {
@@ -320,7 +377,19 @@ fn leaves(skb: Skb, s: &mut Scratch) -> i32 {
 #[inline(always)]
 fn forward(skb: Skb, s: &mut Scratch) -> i32 {
     ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
+    go_back(skb, s);
     deliver(skb, s)
+}
+
+/// Has a reply whose way is known leave by the uplink that the client's packets come by, if a route leads to the client by
+/// it. The routes for what comes from the endpoint may lead elsewhere, where nobody expects what comes from the service.
+#[inline(never)]
+pub fn go_back(skb: Skb, s: &mut Scratch) {
+    let by = s.flow.came_by;
+    let goes_on = s.way.answer == route::ONWARD || s.way.answer == route::TOO_BIG;
+    if by != 0 && goes_on && s.way.ifindex != by {
+        route::search_by(skb, &s.packet, &s.ends, by, &mut s.way);
+    }
 }
 
 /// Translates a packet and sends it on its way, if there is one: up the stack or on.

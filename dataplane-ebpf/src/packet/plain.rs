@@ -43,6 +43,37 @@ impl Linear {
     }
 }
 
+/// The source port of a packet whose IP header begins at `l3`, if it is a datagram as they almost all are; otherwise
+/// [`Port::ANY`].
+#[inline(always)]
+pub fn datagram_source(skb: Skb, l3: u32) -> Port {
+    let (start, end) = skb.linear();
+    let linear = Linear { start, end };
+    if l3 == LINK {
+        linear.datagram_source::<{ LINK as usize }>()
+    } else {
+        linear.datagram_source::<0>()
+    }
+}
+
+impl Linear {
+    #[inline(always)]
+    fn datagram_source<const L3: usize>(self) -> Port {
+        if !self.has(L3 + 20 + UDP) {
+            return Port::ANY;
+        }
+        let version = self.read::<u8>(L3);
+        if version == 0x45 && self.read::<u8>(L3 + 9) == Protocol::UDP.number() {
+            return Port::from_be(self.read(L3 + 20));
+        }
+        let is_v6 = version >> 4 == 6 && self.read::<u8>(L3 + 6) == Protocol::UDP.number();
+        if is_v6 && self.has(L3 + 40 + UDP) {
+            return Port::from_be(self.read(L3 + 40));
+        }
+        Port::ANY
+    }
+}
+
 impl Packet {
     /// Reads the headers of a packet such as they almost all are; `false` if it is not such a one, and
     /// must be read step by step. What is wrong with a packet is said there, too.

@@ -15,11 +15,13 @@ use aya_ebpf::{
 use dataplane_common::{
     Addr, Port,
     packet::{Iface, PacketConfig},
+    tables::Endpoint,
 };
 
 use super::{
     DROP,
     parse::Packet,
+    rewrite::Ends,
     skb::{LINK, Link, PACKET_HOST, Skb, send_bare},
     sources,
 };
@@ -74,6 +76,19 @@ pub struct Route {
 }
 
 impl Route {
+    /// What [`find_source`] has found.
+    #[inline(always)]
+    pub fn source(&self, is_v4: bool) -> Addr {
+        // SAFETY: plain data, written by the question or by the helper.
+        unsafe {
+            if is_v4 {
+                Addr::from_v4_word(self.lookup.__bindgen_anon_3.ipv4_src)
+            } else {
+                Addr::from_words(self.lookup.__bindgen_anon_3.ipv6_src)
+            }
+        }
+    }
+
     /// The answer for a packet that the stack would not take in, instead of [`STACK`].
     #[inline(always)]
     pub fn keep_from_stack(&mut self) {
@@ -171,23 +186,32 @@ pub fn back(skb: Skb, packet: &Packet, route: &mut Route, from: u32) -> (u32, u3
     (code, lookup.ifindex)
 }
 
-/// Asks for the way of `packet`, which arrived at this interface, to its new destination, by the
-/// rules for what comes from its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy
-/// routing included), as the stack would ask after it has translated a packet's destination.
-#[inline(never)]
-pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
-    // Whatever the helper reads without flags is written.
-    let lookup = &mut route.lookup;
+/// `BPF_FIB_LOOKUP_OUTPUT`: for what leaves by the interface that is given.
+const BY_OUTPUT: u32 = 2;
+/// `BPF_FIB_LOOKUP_SKIP_NEIGH` (Linux 6.3) and `BPF_FIB_LOOKUP_SRC` (Linux 6.7): the source that the kernel would choose,
+/// and no neighbour.
+const FOR_SOURCE: u32 = 4 | 16;
+
+/// Whatever the helper reads without flags is written.
+#[inline(always)]
+fn write_question(
+    ifindex: u32,
+    packet: &Packet,
+    dst: &Addr,
+    dst_port: Port,
+    longest: u32,
+    lookup: &mut Lookup,
+) {
     lookup.l4_protocol = packet.key.protocol.number();
     lookup.sport = packet.key.src_port.be();
     lookup.dport = dst_port.be();
     // It is compared to the route's MTU.
-    lookup.__bindgen_anon_1.tot_len = if route.longest > 0xffff {
+    lookup.__bindgen_anon_1.tot_len = if longest > 0xffff {
         0xffff
     } else {
-        route.longest as u16
+        longest as u16
     };
-    lookup.ifindex = skb.ifindex();
+    lookup.ifindex = ifindex;
     if packet.is_v4() {
         lookup.family = INET;
         lookup.__bindgen_anon_2.flowinfo = 0;
@@ -200,19 +224,80 @@ pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut
         lookup.__bindgen_anon_3.ipv6_src = packet.key.src.words();
         lookup.__bindgen_anon_4.ipv6_dst = dst.words();
     }
+}
+
+/// Asks by the packet's mark, too, if it has one and the kernel lets a program ask so.
+#[inline(always)]
+fn ask_by_mark(skb: Skb, lookup: &mut Lookup, flags: u32) -> i64 {
     let mark = skb.mark();
     let mut code = -1;
     if mark != 0 {
         // Where the answer's link-layer address will be.
         let [a, b, c, d] = mark.to_ne_bytes();
         lookup.smac = [a, b, c, d, 0, 0];
-        code = ask(skb, lookup, BY_MARK);
+        code = ask(skb, lookup, flags | BY_MARK);
     }
     if code < 0 {
-        code = ask(skb, lookup, 0);
+        code = ask(skb, lookup, flags);
     }
+    code
+}
+
+/// Asks for the source that the kernel would choose for what goes to `packet`'s new destination; `false` if it does not
+/// say. Nothing but the place for the question changes in `route`: there is the answer ([`Route::source`]).
+#[inline(never)]
+pub fn find_source(skb: Skb, packet: &Packet, endpoint: &Endpoint, route: &mut Route) -> bool {
+    let lookup = &mut route.lookup;
+    write_question(
+        skb.ifindex(),
+        packet,
+        &endpoint.addr,
+        endpoint.port,
+        0,
+        lookup,
+    );
+    let code = u32::try_from(ask_by_mark(skb, lookup, FOR_SOURCE)).unwrap_or(u32::MAX);
+    code == BPF_FIB_LKUP_RET_SUCCESS || code == BPF_FIB_LKUP_RET_NO_NEIGH
+}
+
+/// Asks for the way of `packet`, which arrived at this interface, to its new destination, by the
+/// rules for what comes from its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy
+/// routing included), as the stack would ask after it has translated a packet's destination.
+#[inline(never)]
+pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
+    let longest = route.longest;
+    let lookup = &mut route.lookup;
+    write_question(skb.ifindex(), packet, dst, dst_port, longest, lookup);
+    let code = ask_by_mark(skb, lookup, 0);
     // Errors of the call itself are negative: they match nothing below.
-    let code = u32::try_from(code).unwrap_or(u32::MAX);
+    take(
+        skb,
+        packet,
+        dst,
+        u32::try_from(code).unwrap_or(u32::MAX),
+        route,
+    );
+}
+
+/// Asks for the way by an interface, and takes it if there is one.
+#[inline(never)]
+pub fn search_by(skb: Skb, packet: &Packet, ends: &Ends, by: u32, route: &mut Route) {
+    let longest = route.longest;
+    let lookup = &mut route.lookup;
+    write_question(by, packet, &ends.dst, ends.dst_port, longest, lookup);
+    let code = u32::try_from(ask_by_mark(skb, lookup, BY_OUTPUT)).unwrap_or(u32::MAX);
+    let is_there = code == BPF_FIB_LKUP_RET_SUCCESS
+        || code == BPF_FIB_LKUP_RET_NO_NEIGH
+        || code == BPF_FIB_LKUP_RET_FRAG_NEEDED;
+    if is_there && route.lookup.ifindex == by {
+        take(skb, packet, &ends.dst, code, route);
+    }
+}
+
+/// Takes the kernel's answer.
+#[inline(always)]
+fn take(skb: Skb, packet: &Packet, dst: &Addr, code: u32, route: &mut Route) {
+    let lookup = &route.lookup;
     route.answer = NOWHERE;
     route.ifindex = lookup.ifindex;
     route.mtu = 0;
@@ -267,6 +352,9 @@ pub fn send(skb: Skb, packet: &Packet, route: &Route) -> i32 {
     skb.remove_tag();
     if packet.l3 == 0 && !skb.add_link() {
         return DROP;
+    }
+    if !packet.is_tcp() {
+        skb.send_on();
     }
     if route.iface.flags & Iface::BARE != 0 {
         return send_bare(route.ifindex);

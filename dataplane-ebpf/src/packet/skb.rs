@@ -21,6 +21,10 @@ use aya_ebpf::{
 /// Length of Ethernet's header.
 pub const LINK: u32 = 14;
 
+/// How much is removed from a packet's beginning by [`Skb::make_blank`]: more than comes before a transport checksum's part
+/// of any packet that is answered, link-layer header included.
+const REMOVED: u32 = LINK + 48 + 8;
+
 /// `PACKET_HOST` and `PACKET_OTHERHOST` (`include/uapi/linux/if_packet.h`): addressed to this
 /// interface; to somebody else's.
 pub const PACKET_HOST: u32 = 0;
@@ -44,6 +48,10 @@ pub const NESTED_PRIORITY: Vlan = 2;
 
 /// `tc_index` of a packet that this host's program made for this host: nobody else on an interface's way in has a use for it.
 const OWN_ANSWER: u32 = 0xda7a;
+/// `tc_index` of a datagram that our program sends on, until our program on the way out has seen it.
+const SENT_ON: u32 = 0xda7b;
+/// `tc_index` of a packet of a TCP connection that our program on the way in does not know.
+const UNKNOWN: u32 = 0xda7c;
 
 /// The link-layer addresses that Ethernet's header begins with.
 #[repr(C)]
@@ -174,6 +182,13 @@ impl Skb {
         unsafe { read_volatile(&raw const (*self.0).ifindex) }
     }
 
+    /// The interface that a packet came by which leaves now; 0: this host sends it.
+    #[inline(always)]
+    pub fn ingress(self) -> u32 {
+        // SAFETY: as above.
+        unsafe { read_volatile(&raw const (*self.0).ingress_ifindex) }
+    }
+
     /// Copies bytes out; `false` if the packet does not have that many.
     #[inline(always)]
     pub fn load<T: Copy>(self, offset: u32, to: &mut T) -> bool {
@@ -238,16 +253,29 @@ impl Skb {
         unsafe { bpf_l4_csum_replace(self.0, offset, 0, u64::from(difference), flags) == 0 }
     }
 
-    /// Cuts the packet off.
+    /// Makes the packet as long as `length` bytes from its network header on, which begins at `l3`. What is in it then is to
+    /// be written.
+    ///
+    /// Nobody else writes a checksum into the packet from then on, neither a network card nor the stack: a packet that this
+    /// machine sent, or put together from several (GRO), has a place where its transport checksum is yet to be written
+    /// (`CHECKSUM_PARTIAL`), and keeps it whatever is written there. The kernel forgets the place when what is before it is
+    /// removed (`skb_postpull_rcsum` in `include/linux/skbuff.h`, by `bpf_skb_generic_pop` in `net/core/filter.c`).
     #[inline(always)]
-    pub fn cut(self, len: u32) -> bool {
+    pub fn make_blank(self, l3: u32, length: u32) -> bool {
+        // In this order: the kernel makes no packet shorter whose transport header was removed.
+        self.set_length(l3 + REMOVED + length) && self.adjust_room(-REMOVED.cast_signed())
+    }
+
+    /// Makes the packet so long, from its link-layer header on.
+    #[inline(always)]
+    fn set_length(self, len: u32) -> bool {
         // SAFETY: no memory of ours is involved.
         unsafe { bpf_skb_change_tail(self.0, len, 0) == 0 }
     }
 
-    /// Makes room for another network header before the one that is there.
+    /// Makes room before the network header, or removes what is there.
     #[inline(always)]
-    pub fn make_room(self, len: i32) -> bool {
+    fn adjust_room(self, len: i32) -> bool {
         // SAFETY: no memory of ours is involved.
         unsafe { bpf_skb_adjust_room(self.0, len, BPF_ADJ_ROOM_MAC, 0) == 0 }
     }
@@ -281,6 +309,40 @@ impl Skb {
     pub fn is_for_host(self) {
         // SAFETY: see `len`.
         unsafe { write_volatile(&raw mut (*self.0).tc_index, OWN_ANSWER) };
+    }
+
+    /// Says that our program sends the packet on ([`Skb::is_sent_by_us`]).
+    #[inline(always)]
+    pub fn send_on(self) {
+        // SAFETY: see `len`.
+        unsafe { write_volatile(&raw mut (*self.0).tc_index, SENT_ON) };
+    }
+
+    /// Whether our program sends it on, and not the stack. Nobody else sees that.
+    #[inline(always)]
+    pub fn is_sent_by_us(self) -> bool {
+        // SAFETY: see `len`.
+        unsafe {
+            let is_ours = read_volatile(&raw const (*self.0).tc_index) == SENT_ON;
+            if is_ours {
+                write_volatile(&raw mut (*self.0).tc_index, 0);
+            }
+            is_ours
+        }
+    }
+
+    /// Says that our program does not know the packet's connection ([`Skb::is_unknown`]).
+    #[inline(always)]
+    pub fn set_unknown(self) {
+        // SAFETY: see `len`.
+        unsafe { write_volatile(&raw mut (*self.0).tc_index, UNKNOWN) };
+    }
+
+    /// Whether our program on the way in did not know the packet's connection.
+    #[inline(always)]
+    pub fn is_unknown(self) -> bool {
+        // SAFETY: see `len`.
+        unsafe { read_volatile(&raw const (*self.0).tc_index) == UNKNOWN }
     }
 
     /// Has the packet arrive at the interface that it was to leave by. Our program there leaves it alone: it could not tell
@@ -337,6 +399,16 @@ impl Skb {
 pub fn send_bare(ifindex: u32) -> i32 {
     // SAFETY: no memory of ours is involved.
     unsafe { bpf_redirect_neigh(ifindex, null_mut(), 0, 0) as i32 }
+}
+
+/// The sum of words that lie in a packet.
+#[inline(always)]
+pub fn sum<const N: usize>(words: &[u32; N]) -> u64 {
+    let mut sum = 0;
+    for word in words {
+        sum += u64::from(*word);
+    }
+    sum
 }
 
 /// Folds a sum of 32-bit words to 32 bits, as `bpf_l4_csum_replace` takes it (ones' complement,

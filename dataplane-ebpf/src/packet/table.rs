@@ -11,14 +11,14 @@ use dataplane_common::{
     cells::{
         self, CellKey as _, Choice, Entry, Head, Line, Memory, NOWHERE, Slot, Snapshot, State,
     },
-    packet::{FlowKey, PortKey, Tick, Translation},
+    packet::{FlowKey, PacketConfig, PortKey, Tick, Translation},
     tcp::{self, POSITIONS, Positions, Segment},
 };
 
 use crate::{
     atomic,
     select::count,
-    tables::{ANSWERS, CONNTRACK, PACKET_CONFIG, SEQUENCES},
+    tables::{ANSWERS, CAME_BY, CONNTRACK, PACKET_CONFIG, SEQUENCES},
 };
 
 /// A flow's cell, and which one that is.
@@ -509,6 +509,35 @@ pub fn acknowledges(index: u32, segment: &Segment) -> bool {
 #[inline(always)]
 pub fn write_sequences(index: u32, syn: &Segment) {
     cells::write_sequences(&Maps::get(), index, &tcp::begin(syn));
+}
+
+/// By which uplink the packets of the client of the flow in a cell come, if there are several uplinks; else 0.
+#[inline(always)]
+pub fn came_by(index: u32) -> u32 {
+    let flags = PACKET_CONFIG.get(0).map_or(0, |config| config.flags);
+    if flags & PacketConfig::SEVERAL_UPLINKS == 0 {
+        return 0;
+    }
+    came_by_at(index).map_or(0, |by| {
+        // SAFETY: an aligned half of an array's element, which stays.
+        unsafe { read_volatile(by) }
+    })
+}
+
+/// Says by which interface the packets of the client of the flow come that a held cell is for: an uplink; 0: a pod's.
+#[inline(always)]
+pub fn set_came_by(index: u32, interface: u32) {
+    if let Some(by) = came_by_at(index) {
+        // SAFETY: as above.
+        unsafe { write_volatile(by, interface) };
+    }
+}
+
+#[inline(always)]
+fn came_by_at(index: u32) -> Option<*mut u32> {
+    let pair = CAME_BY.get_ptr_mut(index / 2)?.cast::<u32>();
+    // SAFETY: one half of the pair or the other.
+    Some(unsafe { pair.add(index as usize & 1) })
 }
 
 /// Gives a held cell its flow, whose first packet has come.

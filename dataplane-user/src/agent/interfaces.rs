@@ -127,6 +127,11 @@ impl PacketSettings {
                 flags |= Iface::BARE;
                 network.config.flags |= PacketConfig::bare(interface.index);
             }
+            for v4 in [true, false] {
+                let addresses = interface.addresses.iter().map(IpNet::addr);
+                let others = addresses.filter(|addr| addr.is_ipv4() == v4).skip(1);
+                network.others.extend(others.map(Addr::from));
+            }
             let is_new = earlier.new.contains(&interface.index);
             let masquerade = [true, false].map(|v4| source(interface, interfaces, v4, is_new));
             let segment = segments.segment(interface);
@@ -136,6 +141,16 @@ impl PacketSettings {
                 segment,
             };
             network.interfaces.insert(interface.index, known);
+        }
+        let is_uplink = |known: &&NetworkInterface| {
+            known.flags & (Iface::ATTACHED | Iface::LOCAL) == Iface::ATTACHED
+        };
+        let uplinks = network.interfaces.values().filter(is_uplink);
+        if uplinks.count() > 1 {
+            network.config.flags |= PacketConfig::SEVERAL_UPLINKS;
+        }
+        if !network.others.is_empty() {
+            network.config.flags |= PacketConfig::SEVERAL_NETWORKS;
         }
         Ok(network)
     }
@@ -431,6 +446,11 @@ mod tests {
             Iface::ATTACHED | Iface::PEER | Iface::LOCAL | Iface::STRICT | Iface::of_pod(7)
         );
         assert_eq!(network.interfaces[&2].flags, Iface::ATTACHED);
+        assert_eq!(
+            network.others,
+            [addr("192.0.2.9")].into_iter().flatten().collect()
+        );
+        assert_ne!(network.config.flags & PacketConfig::SEVERAL_NETWORKS, 0);
     }
 
     #[test]

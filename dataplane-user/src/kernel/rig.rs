@@ -83,6 +83,7 @@ impl Rig {
             ("CONNTRACK", Mapped::<Cell>::shape(false), cells),
             ("ANSWERS", Mapped::<Slots>::shape(false), slots_for(cells)),
             ("SEQUENCES", Mapped::<Sequences>::shape(false), cells),
+            ("CAME_BY", Mapped::<[u32; 2]>::shape(false), cells / 2),
         ] {
             let doing = || format!("cannot make table {name}");
             let map = sys::map_create(name, &shape, elements).doing(doing)?;

@@ -9,7 +9,7 @@ use dataplane_common::{
 
 use super::{
     Answer, DROP, Drawn, Fit, Input, Model, Moment, NEXT, Output,
-    flows::Flow,
+    flows::{Flow, Known},
     read::{Fragment, Headers},
     sequences::Numbers,
 };
@@ -357,6 +357,42 @@ impl Model<'_> {
             return Err(format!("port {port} is another flow's"));
         }
         Ok(Some(entered.node_port))
+    }
+
+    /// A datagram leaves; if it comes from a service's port, what is said to it is remembered to be for the node.
+    pub(super) fn asks(&mut self, headers: &Headers, now: Tick) -> Result<(), String> {
+        let key = headers.key();
+        let mut back = headers.clone();
+        (back.src, back.dst) = (headers.dst, headers.src);
+        back.ports.swap(0, 1);
+        let frontend = self.world.frontend(&back);
+        if headers.is_tcp() || frontend.is_none() {
+            return Ok(());
+        }
+        // Only of ports that no cluster IP's are, too, is that known at once.
+        if !self.world.is_claimed(headers.ports[0]) {
+            return Ok(());
+        }
+        if !matches!(self.request(&key, Some(headers), now), Known::No) {
+            return Ok(());
+        }
+        let mut flow = Flow::direct(key);
+        if self.replies_taken(&flow, now) {
+            return Ok(());
+        }
+        (flow.to.used, flow.to.seen) = (now, seen::PACKET);
+        let cell = self.state.flows.cell_for(&key, now)?;
+        self.state
+            .flows
+            .enter(cell, &flow, Numbers::begun(headers), now)
+    }
+
+    /// Whether a datagram to a service is what the node has asked for.
+    pub(super) fn asked(&mut self, key: &FlowKey, packet: Option<&Headers>, now: Tick) -> Known {
+        match self.state.flows.by_client(key) {
+            Some(flow) if flow.is_asked() => self.answer(key, packet, now, false),
+            _ => Known::No,
+        }
     }
 
     /// Whether another flow that lives is known by the replies of this one, which is not masqueraded. One that does

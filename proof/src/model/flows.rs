@@ -24,7 +24,7 @@ pub enum Known {
     No,
     Request(Flow),
     Answer(Flow),
-    /// The kernel's own conntrack translates it.
+    /// The kernel's own conntrack translates it; or nobody, as it is the node's own question.
     Foreign,
 }
 
@@ -45,6 +45,11 @@ impl Flow {
     /// Whether it is one, of which the endpoint sees another port.
     pub fn is_direct(&self) -> bool {
         (self.key.dst, self.key.dst_port) == (self.to.endpoint, self.to.endpoint_port)
+    }
+
+    /// Whether the node has asked by it, from a port that a service has, too: its endpoint sees the port.
+    pub fn is_asked(&self) -> bool {
+        self.is_direct() && self.to.node_port == Port::ANY
     }
 
     /// Whether the kernel's own conntrack translates it. Masqueraded, it only keeps others from having its port.
@@ -214,6 +219,9 @@ impl Model<'_> {
             return Known::No;
         }
         self.seen_now(key, packet, false, now);
+        if flow.is_asked() {
+            return Known::Foreign;
+        }
         Known::Request(flow)
     }
 
@@ -261,6 +269,14 @@ impl Model<'_> {
         let Some(flow) = flow else {
             return Known::No;
         };
+        if !masqueraded && flow.is_asked() {
+            if flow.is_ended() || flow.is_timed_out(now) {
+                self.state.flows.remove(&flow.key);
+                return Known::No;
+            }
+            self.seen_now(&flow.key, packet, true, now);
+            return Known::Foreign;
+        }
         self.seen_now(&flow.key, packet, true, now);
         Known::Answer(flow)
     }

@@ -21,6 +21,7 @@ use dataplane::kernel::rig::SkbContext;
 use dataplane_common::{
     Addr, Protocol, Reason,
     packet::{FlowKey, Fragment as FirstFragment, FragmentKey, Tick, Translation},
+    tables::Kind,
 };
 
 use crate::{
@@ -150,7 +151,7 @@ impl<'a> Model<'a> {
         self.guesses = 1;
         self.counted.clear();
         let mut output = if input.leaves {
-            self.egress(input, at)
+            self.egress(input, at)?
         } else {
             self.ingress(input, at, drawn)?
         };
@@ -215,12 +216,12 @@ impl<'a> Model<'a> {
         }
     }
 
-    fn egress(&mut self, input: &Input, at: Moment) -> Output {
-        match read::frame(&input.frame, input.segmented) {
+    fn egress(&mut self, input: &Input, at: Moment) -> Answer {
+        Ok(match read::frame(&input.frame, input.segmented) {
             Read::Icmp(headers) => self.error(input, &headers, at),
             Read::Flow(mut headers) if has_flags(&headers) => {
                 if !self.follow(&mut headers, false) {
-                    return NEXT;
+                    return Ok(NEXT);
                 }
                 if headers.is_syn() {
                     // The endpoint of an earlier flow connects from its own port.
@@ -230,19 +231,20 @@ impl<'a> Model<'a> {
                 {
                     let ends = flow.toward_client();
                     if self.is_protected(&headers, &ends) {
-                        return DROP;
+                        return Ok(DROP);
                     }
-                    return up(input, &headers, &ends);
+                    return Ok(up(input, &headers, &ends));
                 }
                 // A socket of the node's, from the port of a flow that is masqueraded to the same endpoint.
                 let begins = headers.is_syn() || !headers.is_tcp();
                 if begins && self.is_port_taken(&headers.key(), at.tick) {
-                    return self.refuse(input, &headers, Reason::PortTaken);
+                    return Ok(self.refuse(input, &headers, Reason::PortTaken));
                 }
+                self.asks(&headers, at.tick)?;
                 NEXT
             }
             _ => NEXT,
-        }
+        })
     }
 
     /// Remembers the ports of a first fragment; gives those of its first to a later one. `false`:
@@ -296,7 +298,8 @@ impl<'a> Model<'a> {
             let (key, packet) = (headers.key(), (!forged).then_some(&headers));
             // A SYN on its own never answers anything, and one with an ACK does before all else.
             let may_answer = !headers.is_syn();
-            let to_service = !headers.is_tcp() && self.world.frontend(&headers).is_some();
+            let frontend = self.world.frontend(&headers);
+            let to_service = !headers.is_tcp() && frontend.is_some();
             // Of one that could be either, nothing in it tells which it is: somebody connects from the very port at which it
             // is an endpoint, to a port of a service's that a masqueraded flow to that endpoint has. The programs look first
             // for what is likelier, by the filter of VIPs.
@@ -316,6 +319,10 @@ impl<'a> Model<'a> {
             // A datagram to a service is nobody's own answer.
             if may_answer && !to_service && matches!(known, Known::No) {
                 known = self.answer(&key, packet, at.tick, false);
+            }
+            // But the node may have asked from there.
+            if to_service && !frontend.is_some_and(is_of_cluster) && matches!(known, Known::No) {
+                known = self.asked(&key, packet, at.tick);
             }
         }
         let mut again = None;
@@ -531,6 +538,11 @@ impl<'a> Model<'a> {
             },
         }
     }
+}
+
+/// Whether a frontend is a cluster IP, which no host has.
+fn is_of_cluster((_, kind): (u32, Kind)) -> bool {
+    kind == Kind::CLUSTER_IP || kind == Kind::CLUSTER_ADDRESS
 }
 
 /// How a packet is sent on that is too long for its way.

@@ -96,11 +96,11 @@ impl Headers {
     pub fn is_plain(&self) -> bool {
         let usual = match (self.v4, self.fragment) {
             (_, Fragment::Later) => return false,
-            (true, _) => 20,
-            (false, Fragment::First) if !self.is_tcp() => 48,
-            (false, _) => 40,
+            (true, _) => &[20][..],
+            // With one short extension header.
+            (false, _) => &[40, 48],
         };
-        self.l4 - self.l3 == usual
+        usual.contains(&(self.l4 - self.l3))
     }
 }
 

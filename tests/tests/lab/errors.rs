@@ -9,8 +9,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use dataplane::kernel::trial::{Offload, set_offload};
 use dataplane_peers::Mode;
-use dataplane_tests::{Lab, patience};
+use dataplane_tests::{Host, Lab, patience};
 use nix::{
     cmsg_space,
     errno::Errno,
@@ -26,12 +27,14 @@ use crate::{
         case::Numbered,
         world::{Settings, Worker, World, unlimited_icmp},
     },
+    features::on,
     sockets::{address, ask, bytes, enough, tcp, transfer, udp},
 };
 
 scenarios! {
     Dataplane:
     the_mtu_of_a_path_is_found,
+    errors_are_whole_whoever_makes_checksums_and_segments,
     errors_reach_the_clients_socket,
 }
 
@@ -120,6 +123,67 @@ fn the_mtu_of_a_path_is_found() -> Result<()> {
                 });
                 let who = tries.find_map(Result::ok).with_context(what)?;
                 ensure!(who == endpoint, "{who} answered: {}", what());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Errors about packets whose checksums or segments are left to a device, at either side, or were put together by one: the
+/// path's MTU is found by each connection anew, and a socket hears that a port is closed.
+fn errors_are_whole_whoever_makes_checksums_and_segments() -> Result<()> {
+    use Offload::{Checksum, Receive, Segments};
+    const DEAF: u16 = 4444;
+    let numbered = |name, number| Numbered { name, number };
+    let services = |lab: &Lab| {
+        vec![
+            numbered("near", 1).service().endpoints(&[lab.pod("e1")]),
+            numbered("far", 2).service().endpoints(&[lab.pod("e3")]),
+            crate::manifest::Service::new("deaf", &["10.96.0.9", "fd00:10:96::9"])
+                .node_port("udp", 80, DEAF, 30_009)
+                .endpoints(&[lab.pod("e1")]),
+        ]
+    };
+    let set = |host: &Host, interface: &str, what: Offload, to: bool| {
+        on(host, |_| {
+            set_offload(interface, what, to).with_context(|| format!("{what:?} of {interface}"))
+        })
+    };
+    for worker in WORKERS {
+        let world = World::start(worker, &Settings::base(), &services)?;
+        small_links(&world)?;
+        let [ext, client, node, e1] = ["ext", "ext2", "node1", "e1"].map(|name| world.host(name));
+        let theirs = [(ext, "p0"), (ext, "eth0"), (client, "p1"), (e1, "eth0")];
+        let ours = [(node, "eth0"), (node, "veth-e1")];
+        for bits in 0..16_u8 {
+            let [their_sums, our_sums, segments, receive] = [1, 2, 4, 8].map(|bit| bits & bit != 0);
+            for (devices, sums) in [(&theirs[..], their_sums), (&ours[..], our_sums)] {
+                for (host, interface) in devices {
+                    set(host, interface, Checksum, sums)?;
+                    set(host, interface, Segments, segments && sums)?;
+                    set(host, interface, Receive, receive)?;
+                }
+            }
+            for v4 in [true, false] {
+                for (number, endpoint) in [(1, "e1"), (2, "e3")] {
+                    for host in [client, e1, ext, node] {
+                        host.ip("route flush cache")?;
+                        host.ip("-6 route flush cache")?;
+                    }
+                    let to: SocketAddr = (address(node, v4), 30_000 + number).into();
+                    let what = || {
+                        format!(
+                            "{worker:?}: {to}, to {endpoint}; checksums by devices there: {their_sums}, here: {our_sums}; \
+                             segments {segments}, GRO {receive}"
+                        )
+                    };
+                    let stream = tcp(client, to).with_context(what)?;
+                    let who = transfer(&stream, &bytes(100_000, 5)).with_context(what)?;
+                    ensure!(who == endpoint, "{who} answered: {}", what());
+                }
+                let to: SocketAddr = (address(node, v4), 30_009).into();
+                let told = try_to_reach(&world, to, 64)?;
+                ensure!(told.error == Errno::ECONNREFUSED, "{worker:?}: {told:?}");
             }
         }
     }

@@ -640,12 +640,12 @@ fn the_filter_follows_the_frontends() -> Result<()> {
     // As an agent leaves it that dies between a bit and its frontend, or worse.
     drop(kernel);
     let vips = Map::Array(MapData::from_pin(place.map("VIPS"))?);
-    let mut vips = Array::<MapData, [u64; 3]>::try_from(vips)?;
+    let mut vips = Array::<MapData, [u64; 4]>::try_from(vips)?;
     for (left, missing, what) in [
-        ([u64::MAX; 3], 0, "every bit"),
-        ([0; 3], 2, "no bit"),
+        ([u64::MAX; 4], 0, "every bit"),
+        ([0; 4], 2, "no bit"),
         // As if they were the node's, and had no ports of their own.
-        ([0, 0, u64::MAX], 2, "every node's"),
+        ([0, 0, u64::MAX, 0], 2, "every node's"),
     ] {
         for index in 0..VIP_ELEMENTS {
             vips.set(index, left, 0)?;

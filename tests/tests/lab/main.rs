@@ -21,6 +21,7 @@ macro_rules! scenarios {
 }
 
 mod accelerate;
+mod asked;
 mod capture;
 mod cells;
 mod churn;
@@ -99,7 +100,9 @@ mod supervisor;
 mod takeover;
 mod topology;
 mod two_vips;
+mod unknown;
 mod upgrade;
+mod uplinks;
 mod verifier;
 mod ways;
 mod wrong_cgroup;
@@ -253,6 +256,9 @@ fn main() -> ExitCode {
         entries::SCENARIOS,
         gateway::SCENARIOS,
         errors::SCENARIOS,
+        uplinks::SCENARIOS,
+        unknown::SCENARIOS,
+        asked::SCENARIOS,
         frames::SCENARIOS,
         policies::SCENARIOS,
         nft_listing::SCENARIOS,

@@ -76,9 +76,9 @@ fn status_asks_the_kernel() -> Result<()> {
 fn a_filter_that_misses_vips_is_seen() -> Result<()> {
     let mut cluster = Cluster::start(services)?;
     let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/VIPS"));
-    let mut vips = Array::<MapData, [u64; 3]>::try_from(Map::Array(MapData::from_pin(pin)?))?;
+    let mut vips = Array::<MapData, [u64; 4]>::try_from(Map::Array(MapData::from_pin(pin)?))?;
     for index in 0..VIP_ELEMENTS {
-        vips.set(index, [0; 3], 0)?;
+        vips.set(index, [0; 4], 0)?;
     }
     let to = "10.96.0.14:80";
     run(&cluster.agent, "status")?.exits(1)?.says(&[

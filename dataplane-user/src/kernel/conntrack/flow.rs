@@ -100,14 +100,24 @@ impl Flow {
 
     /// Returns the service's address, if the packet path translates a service's flow: the filter `VIPS` has to let it through.
     pub fn our_vip(&self) -> Option<Addr> {
-        (!self.is_foreign() && !self.is_direct()).then_some(self.key.dst)
+        (!self.is_foreign() && !self.is_to_destination()).then_some(self.key.dst)
+    }
+
+    /// Whether the destination itself is the endpoint.
+    fn is_to_destination(&self) -> bool {
+        (self.key.dst, self.key.dst_port) == (self.to.endpoint, self.to.endpoint_port)
+    }
+
+    /// Whether this node has asked from a port that a service has, too: nothing is translated, and the answers are not the
+    /// service's.
+    pub fn is_asked(&self) -> bool {
+        !self.is_foreign() && self.is_to_destination() && self.to.node_port == Port::ANY
     }
 
     /// Whether it is no service's: a connection to the endpoint itself, which sees another port of the client's because
     /// the client already had a flow to it from its own.
     pub fn is_direct(&self) -> bool {
-        !self.is_foreign()
-            && (self.key.dst, self.key.dst_port) == (self.to.endpoint, self.to.endpoint_port)
+        !self.is_foreign() && self.is_to_destination() && !self.is_asked()
     }
 
     /// Who answers.

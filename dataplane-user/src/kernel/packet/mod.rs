@@ -60,6 +60,8 @@ pub struct AttachOptions {
 pub struct Network {
     /// The interfaces, by number.
     pub interfaces: BTreeMap<u32, NetworkInterface>,
+    /// Further addresses of interfaces that have several, of which the kernel may choose one to masquerade to.
+    pub others: BTreeSet<Addr>,
     /// The networks that pods' addresses are in ([`SourceKey::PODS`]).
     pub pods: BTreeSet<SourceKey>,
     /// The node's own addresses ([`SourceKey::HOST`]).
@@ -231,8 +233,12 @@ impl PacketPath {
         }
 
         let wanted = network.interfaces.values().flat_map(|i| i.masquerade);
-        let wanted: BTreeSet<Addr> = wanted.flatten().collect();
-        for change in self.node_addrs.want(&wanted) {
+        let mut wanted: BTreeSet<Addr> = wanted.flatten().collect();
+        // Those that every interface has come first if there is not room for all.
+        let mut changes = self.node_addrs.want(&wanted);
+        wanted.extend(&network.others);
+        changes.extend(self.node_addrs.want(&wanted));
+        for change in changes {
             filter.let_through(change.addr);
             self.tables.set_node_addr(change.index, change.addr);
             if let Some(before) = change.before {

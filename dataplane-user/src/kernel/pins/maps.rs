@@ -8,7 +8,7 @@ use aya_obj::generated::bpf_map_type::{
     BPF_MAP_TYPE_SK_STORAGE, BPF_MAP_TYPE_SOCKHASH,
 };
 use dataplane_common::{
-    Addr, Reason, VIP_ELEMENTS, VipWords,
+    Addr, Reason, VIP_ELEMENTS, VipElement,
     capture::{
         Askers, CaptureConfig, Enrolled, KNOWN, ListenerKey, Local, Meter, MeterSets, ORIGINS,
         Origin, RULES, RangeKey, RuleKey, TRAFFIC, Traffic, TrafficKey, Tuple, WORKLOADS,
@@ -156,7 +156,7 @@ pub const MAPS: [MapSpec; 40] = [
     },
     MapSpec {
         name: "VIPS",
-        shape: Mapped::<VipWords>::shape(false),
+        shape: Mapped::<VipElement>::shape(false),
         max_entries: Some(VIP_ELEMENTS),
     },
     on_demand::<u32, Iface>("IFACES", BPF_MAP_TYPE_HASH, IFACES),
@@ -174,6 +174,8 @@ pub const MAPS: [MapSpec; 40] = [
     as_told::<Cell>("CONNTRACK"),
     as_told::<Slots>("ANSWERS"),
     as_told::<Sequences>("SEQUENCES"),
+    // By which uplink each flow's client comes.
+    as_told::<[u32; 2]>("CAME_BY"),
     // The agent makes it and reads it: the programs have it from PACKET_CONFIG.
     MapSpec {
         name: "FLOW_SECRET",
@@ -224,11 +226,12 @@ pub const MAPS: [MapSpec; 40] = [
 ];
 
 /// Those of them that only the packet path needs, and that take memory: they are there where it is.
-pub const FLOW_MAPS: [&str; 5] = [
+pub const FLOW_MAPS: [&str; 6] = [
     "CONNTRACK",
     "ANSWERS",
     "FRAGMENTS",
     "SEQUENCES",
+    "CAME_BY",
     "FLOW_SECRET",
 ];
 
@@ -248,6 +251,7 @@ impl MapSpec {
     pub fn entries(&self, flows: u32) -> Option<u32> {
         match self.name {
             "CONNTRACK" | "SEQUENCES" => Some(cells_for(flows)),
+            "CAME_BY" => Some(cells_for(flows) / 2),
             "ANSWERS" => Some(slots_for(cells_for(flows))),
             _ => None,
         }

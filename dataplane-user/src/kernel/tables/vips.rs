@@ -17,14 +17,14 @@ use std::{
 };
 
 use dataplane_common::{
-    Addr, VIP_ELEMENTS, VipPlace, VipWords,
+    Addr, ClaimedPort, VIP_ELEMENTS, VipElement, VipPlace, VipWords,
     tables::{Frontend, FrontendKey, Kind},
 };
 
 use super::super::map::Mapped;
 
 /// Words in an element, and bits.
-const WORDS: usize = size_of::<VipWords>() / size_of::<u64>();
+const WORDS: usize = size_of::<VipElement>() / size_of::<u64>();
 const BITS: usize = 64 * WORDS;
 
 /// How much later than a frontend's removal a walk has to begin: a program that still saw the frontend has made its
@@ -34,7 +34,7 @@ const GRACE: Duration = Duration::from_secs(1);
 /// The filter.
 #[derive(Debug)]
 pub struct Vips {
-    table: Mapped<VipWords>,
+    table: Mapped<VipElement>,
     counts: Counts,
     kept: Kept,
 }
@@ -135,7 +135,7 @@ impl Vips {
     pub fn recount(&mut self, frontends: &[(FrontendKey, Frontend)]) {
         self.counts = Counts::default();
         for (key, frontend) in frontends {
-            if let Some(bit) = self.counts.add(key, *frontend) {
+            for bit in self.counts.add(key, *frontend) {
                 self.set(bit);
             }
         }
@@ -158,20 +158,19 @@ impl Vips {
 
     /// Before a frontend is added.
     pub fn add(&mut self, key: &FrontendKey, frontend: Frontend) {
-        if let Some(bit) = self.counts.add(key, frontend) {
+        for bit in self.counts.add(key, frontend) {
             self.set(bit);
         }
     }
 
     /// After a frontend was removed.
     pub fn remove(&mut self, key: &FrontendKey, frontend: Frontend) {
-        let Some(bit) = self.counts.remove(key, frontend) else {
-            return;
-        };
-        if self.kept.any {
-            self.kept.left.push((bit, Instant::now()));
-        } else {
-            self.clear(bit);
+        for bit in self.counts.remove(key, frontend) {
+            if self.kept.any {
+                self.kept.left.push((bit, Instant::now()));
+            } else {
+                self.clear(bit);
+            }
         }
     }
 
@@ -226,6 +225,16 @@ impl Bit {
     }
 }
 
+/// The bits of a frontend: of its address, and of its port.
+fn bits(key: &FrontendKey, frontend: Frontend) -> Vec<Bit> {
+    let place = VipPlace::of(key.addr);
+    let of_addr =
+        VipPlace::has_one(key).then(|| Bit::of(place.index(), place.bit(frontend.kind())));
+    let port = ClaimedPort::of_frontend(key, frontend.kind());
+    let of_port = port.map(|port| Bit::of(port.index(), port.bit()));
+    of_addr.into_iter().chain(of_port).collect()
+}
+
 /// How many frontends stand behind each bit.
 #[derive(Debug)]
 struct Counts(Vec<u32>);
@@ -238,28 +247,30 @@ impl Default for Counts {
 }
 
 impl Counts {
-    /// Counts a frontend; its bit, if it is the first there.
-    fn add(&mut self, key: &FrontendKey, frontend: Frontend) -> Option<Bit> {
-        let (count, bit) = self.at(key, frontend)?;
-        *count += 1;
-        (*count == 1).then_some(bit)
+    /// Counts a frontend; of its bits those where it is the first.
+    fn add(&mut self, key: &FrontendKey, frontend: Frontend) -> Vec<Bit> {
+        let mut first = bits(key, frontend);
+        first.retain(|bit| {
+            let count = self.at(*bit);
+            *count += 1;
+            *count == 1
+        });
+        first
     }
 
-    /// Counts a frontend off; its bit, if it was the last there.
-    fn remove(&mut self, key: &FrontendKey, frontend: Frontend) -> Option<Bit> {
-        let (count, bit) = self.at(key, frontend)?;
-        *count = count.saturating_sub(1);
-        (*count == 0).then_some(bit)
+    /// Counts a frontend off; of its bits those where it was the last.
+    fn remove(&mut self, key: &FrontendKey, frontend: Frontend) -> Vec<Bit> {
+        let mut last = bits(key, frontend);
+        last.retain(|bit| {
+            let count = self.at(*bit);
+            *count = count.saturating_sub(1);
+            *count == 0
+        });
+        last
     }
 
-    fn at(&mut self, key: &FrontendKey, frontend: Frontend) -> Option<(&mut u32, Bit)> {
-        if !VipPlace::has_one(key) {
-            return None;
-        }
-        let place = VipPlace::of(key.addr);
-        let bit = Bit::of(place.index(), place.bit(frontend.kind()));
-        let count = self.0.get_mut(bit.index as usize * BITS + bit.number())?;
-        Some((count, bit))
+    fn at(&mut self, bit: Bit) -> &mut u32 {
+        &mut self.0[bit.index as usize * BITS + bit.number()]
     }
 
     /// Whether a frontend stands behind a bit.
@@ -307,8 +318,9 @@ mod tests {
             Kind::EXTERNAL_IP,
             Kind::NODE_ADDRESS,
         ]);
-        (addr, 1u16..4, kind).prop_map(|(addr, port, kind)| {
-            let key = FrontendKey::new(addr, Port::new(port), Protocol::TCP);
+        let protocol = prop::sample::select(vec![Protocol::TCP, Protocol::UDP]);
+        (addr, 1u16..4, protocol, kind).prop_map(|(addr, port, protocol, kind)| {
+            let key = FrontendKey::new(addr, Port::new(port), protocol);
             (key, Frontend::new(1, kind))
         })
     }
@@ -341,13 +353,13 @@ mod tests {
             let mut table = before.clone();
             let place = |bit: Bit| bit.index as usize * WORDS + bit.word;
             for (key, frontend) in &go {
-                if let Some(bit) = counts.add(key, *frontend) {
+                for bit in counts.add(key, *frontend) {
                     table[place(bit)] |= bit.mask;
                 }
                 prop_assert_eq!(&table, &words(&counts));
             }
             for (key, frontend) in &go {
-                if let Some(bit) = counts.remove(key, *frontend) {
+                for bit in counts.remove(key, *frontend) {
                     table[place(bit)] &= !bit.mask;
                 }
                 prop_assert_eq!(&table, &words(&counts));
@@ -363,9 +375,11 @@ mod tests {
         let key = FrontendKey::new(vip, Port::new(80), Protocol::TCP);
         let cluster_ip = Frontend::new(1, Kind::CLUSTER_IP);
         let mut counts = Counts::default();
-        let prefix = counts.add(&key, cluster_ip).expect("the first");
+        let [prefix] = counts.add(&key, cluster_ip)[..] else {
+            panic!("it is the first, and has one bit");
+        };
         assert!(counts.bits_of_flows([&vip]).is_empty(), "it passes");
-        assert_eq!(counts.remove(&key, cluster_ip), Some(prefix));
+        assert_eq!(counts.remove(&key, cluster_ip), [prefix]);
         let address = counts.bits_of_flows([&vip]);
         assert_eq!(address.len(), 1);
         let gone = Instant::now();
@@ -395,8 +409,12 @@ mod tests {
             ] {
                 let key = FrontendKey::node_port(v4, Port::new(port), Protocol::UDP);
                 let counts = counted(&[(key, Frontend::new(1, Kind::NODE_PORT))]);
-                let any = words(&counts).iter().any(|word| *word != 0);
-                assert_eq!(any, has_bit, "{port}");
+                let port_bit = ClaimedPort::of(key.port);
+                let ports = counts.word(port_bit.index(), WORDS - 1);
+                assert!(port_bit.is_set(ports) && ports.is_power_of_two(), "{port}");
+                let set = |word: &&u64| **word != 0;
+                let others = words(&counts).iter().filter(set).count() - 1;
+                assert_eq!(others != 0, has_bit, "{port}");
                 let place = VipPlace::of(key.addr);
                 let word = |word| counts.word(place.index(), word);
                 let filter = VipWords {

@@ -231,8 +231,13 @@ fn refusals_are_told_as_reject_tells_them() -> Result<()> {
             // What is said of a packet that cannot be answered: nothing.
             let mut odd = packet(tcp, client, vip(v4, "cluster", 6), flags::SYN);
             odd.options = if v4 { vec![1; 8] } else { Vec::new() };
-            odd.extensions = vec![(protocol::DESTINATION, vec![0; 7])];
+            odd.extensions = vec![(protocol::DESTINATION, [&[1][..], &[0; 14]].concat())];
             check("odd", &odd, Then::Dropped, &[Reason::NoEndpoints])?;
+            if !v4 {
+                odd.extensions = vec![(protocol::DESTINATION, vec![0; 7])];
+                let then = Then::Sent(super::refusal(scene, "eth0", &odd));
+                check("a short extension", &odd, then, &[Reason::NoEndpoints])?;
+            }
             // Addresses that nobody has.
             for text in [
                 ["127.0.0.1", "::1"],

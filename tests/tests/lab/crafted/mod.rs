@@ -124,7 +124,7 @@ fn sent(scene: &Scene, at: &str, out: &str, packet: &Packet) -> Then {
     }
 }
 
-/// What is sent back, by the interface `at`, for a plain packet that is refused.
+/// What is sent back, by the interface `at`, for a packet that is refused.
 pub fn refusal(scene: &Scene, at: &str, packet: &Packet) -> Vec<u8> {
     let v4 = packet.src.is_ipv4();
     let mut data = packet.ip();
@@ -133,7 +133,12 @@ pub fn refusal(scene: &Scene, at: &str, packet: &Packet) -> Vec<u8> {
     } else {
         8
     };
-    data.truncate(transport + if v4 { 20 } else { 40 });
+    let extensions: usize = packet
+        .extensions
+        .iter()
+        .map(|(_, body)| body.len() + 1)
+        .sum();
+    data.truncate(transport + if v4 { 20 } else { 40 + extensions });
     let (kind, rest) = (if v4 { [3, 3] } else { [1, 4] }, [0; 4]);
     let told = Packet {
         link: [packet.link[1], scene.world.interface(at).1],

@@ -159,7 +159,7 @@ pub fn unlimited_icmp(node: &Host) -> Result<()> {
 
 /// A lab at work. The fields are dropped in this order.
 pub struct World {
-    agent: Option<Agent>,
+    pub agent: Option<Agent>,
     /// The services' file, if the world wrote it.
     manifests: Option<Manifests>,
     _servers: Vec<Process>,

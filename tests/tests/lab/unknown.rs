@@ -1,0 +1,129 @@
+//! Packets in the middle of a TCP connection that nobody knows, to a service's address that is not the node's: as after
+//! a failover of the address. Whoever sends them hears at once that the connection is gone. With kube-proxy's rules the
+//! endpoint says so, by way of the translation.
+
+use std::{
+    net::SocketAddr,
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use dataplane_common::Reason;
+use dataplane_peers::Mode;
+use dataplane_proof::wire::{Packet, Payload, flags, octets};
+use dataplane_tests::{Host, Lab};
+
+use crate::{
+    cluster::verdicts,
+    differential::{
+        case::{At, Numbered},
+        world::{Settings, Worker, World},
+    },
+    sockets::{address, arrived, enough, inject, link, tap},
+};
+
+scenarios! {
+    Dataplane:
+    unknown_connections_end_at_once,
+}
+
+const WORKERS: [Worker; 2] = [Worker::KubeProxy(Mode::IptablesNft), Worker::Dataplane];
+const ONE: Numbered = Numbered {
+    name: "one",
+    number: 1,
+};
+
+/// A segment as a connection has it in its middle.
+fn segment(from: SocketAddr, to: SocketAddr, link: [[u8; 6]; 2], bits: u8) -> Packet {
+    let payload = Payload::Tcp {
+        ports: [from.port(), to.port()],
+        flags: bits,
+        options: Vec::new(),
+        data: b"whoever is there".to_vec(),
+    };
+    Packet {
+        link,
+        ..Packet::new(from.ip(), to.ip(), payload)
+    }
+}
+
+/// The TCP flags of what a frame carries from one end to another, with its sequence number.
+fn carried(frame: &[u8], from: SocketAddr, to: SocketAddr) -> Option<(u8, u32)> {
+    let (addresses, l4) = if from.is_ipv4() { (26, 34) } else { (22, 54) };
+    let length = octets(from.ip()).len();
+    let at = |offset: usize, length: usize| frame.get(offset..offset + length);
+    let port = |offset: usize| at(offset, 2).map(|bytes| u16::from_be_bytes([bytes[0], bytes[1]]));
+    let is_it = at(addresses, length)? == octets(from.ip())
+        && at(addresses + length, length)? == octets(to.ip())
+        && port(l4)? == from.port()
+        && port(l4 + 2)? == to.port();
+    let sequence = at(l4 + 4, 4)?.try_into().ok()?;
+    is_it.then_some((*frame.get(l4 + 13)?, u32::from_be_bytes(sequence)))
+}
+
+/// Waits for a reset.
+fn reset(tap: &std::os::fd::OwnedFd, from: SocketAddr, to: SocketAddr) -> Result<u32> {
+    let limit = Instant::now() + enough();
+    loop {
+        for frame in arrived(tap) {
+            if let Some((bits, sequence)) = carried(&frame, from, to) {
+                ensure!(bits & flags::RST != 0, "not a reset: {bits:#x}");
+                return Ok(sequence);
+            }
+        }
+        if Instant::now() > limit {
+            bail!("nobody says that the connection is gone");
+        }
+        sleep(Duration::from_millis(5));
+    }
+}
+
+fn unknown_connections_end_at_once() -> Result<()> {
+    let services = |lab: &Lab| vec![ONE.service().endpoints(&[lab.pod("e1")])];
+    let mut seen = Vec::new();
+    for worker in WORKERS {
+        let world = World::start(worker, &Settings::base(), &services)?;
+        let node = world.host("node1");
+        let beyond = tap(world.host("world"))?;
+        let mut told = Vec::new();
+        for (client, interface, towards, ats) in [
+            ("ext", "eth0", link(node, "eth0")?, &At::ALL[..]),
+            ("vm", "eth0", link(node, "veth-vm")?, &[At::ClusterIp]),
+        ] {
+            let host: &Host = world.host(client);
+            let own = tap(host)?;
+            let mut port = 40_000;
+            for (v4, at) in [true, false]
+                .into_iter()
+                .flat_map(|v4| ats.iter().map(move |at| (v4, *at)))
+            {
+                let bits = flags::ACK | flags::PSH;
+                port += 1;
+                let from = SocketAddr::new(address(host, v4), port);
+                let to = ONE.at(at, v4);
+                let what = || format!("{worker:?}: {client} to {at:?} {to}, {bits:#x}");
+                let links = [towards, link(host, interface)?];
+                let frame = segment(from, to, links, bits).frame();
+                inject(host, interface, &[frame]).with_context(what)?;
+                told.push(reset(&own, to, from).with_context(what)?);
+                for frame in arrived(&beyond) {
+                    ensure!(
+                        carried(&frame, from, to).is_none(),
+                        "it was sent on: {}",
+                        what()
+                    );
+                }
+            }
+        }
+        if let Some(agent) = &world.agent {
+            ensure!(
+                verdicts(agent, Reason::UnknownFlow)? > 0,
+                "nothing was counted"
+            );
+        }
+        seen.push(told);
+    }
+    ensure!(seen[0] == seen[1], "{:?}\nis not {:?}", seen[0], seen[1]);
+    Ok(())
+}
