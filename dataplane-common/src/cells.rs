@@ -25,9 +25,12 @@
 //! The word behind the addresses, the [`Head`], says whether a cell is free. Who makes a flow takes a free cell by
 //! compare-and-exchange, writes the rest, has a slot lead to it, and then writes the head again, now with ports and
 //! protocol. Who removes one takes the cell from its flow likewise: then it is nobody's, and the slot and the counts
-//! can be given back before it is free. A cell that somebody holds is held for a microsecond. Whoever meets
-//! one where the flow might be is told so ([`BUSY`]): who holds it may be making the same flow, and the entry that it makes
-//! is the one to use.
+//! can be given back before it is free. A cell that somebody holds is held for a microsecond: whoever needs a port of the
+//! node's for the flow searches for it before. Whoever meets a held cell where the flow might be is told so ([`BUSY`]): who
+//! holds it may be making the same flow, and the entry that it makes is the one to use.
+//!
+//! A held head says who holds it, and since when ([`Holder`]). It is given back by an exchange, which fails if the cell is
+//! somebody else's by then: after some seconds the agent takes it from its holder, who must be dead ([`free_held`]).
 //!
 //! # Reading while others write
 //!
@@ -38,7 +41,7 @@
 //! | who | what | kept in order by |
 //! |---|---|---|
 //! | writer | holds the cell, then writes its words | the exchange that holds it, a full barrier |
-//! | writer | writes the words, then the head | the addition that publishes it, a full barrier |
+//! | writer | writes the words, then the head | the exchange that publishes it, a full barrier |
 //! | reader | reads the head, then the words | [`Line::load_after`] |
 //! | reader | reads the words, then the head again | [`Line::load_after`] |
 //! | writer that needs room | reads the head, then checks if that flow may be evicted | [`Line::load_after`] |
@@ -80,10 +83,12 @@ pub use choice::Choice;
 pub use keys::CellKey;
 pub use memory::{Entry, Line, Memory};
 pub use read::{Snapshot, key, read, value};
-pub use words::{Cell, HEAD, Head, STATE, Slot, Slots, State, cells_for};
+pub use words::{Cell, HEAD, Head, Holder, STATE, Slot, Slots, State, cells_for};
 
 use crate::{
+    Port,
     packet::{FlowKey, PortKey, Tick, Translation, seen},
+    states,
     tcp::{self, Sequences},
 };
 use words::{VALUE, words};
@@ -207,10 +212,10 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
             return BUSY;
         }
         if head.is_free() {
-            return take(memory, key, index, head);
+            return take(memory, key, index, head, now);
         }
-        if gives_way(line, head, now) {
-            if !memory.remove(index, head) {
+        if gives_way(memory, line, head, now) {
+            if !memory.remove(index, head, now) {
                 return BUSY;
             }
             goes = index;
@@ -227,7 +232,7 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     let Some(line) = memory.cell(goes) else {
         return NOWHERE;
     };
-    take(memory, key, goes, Head(line.load(HEAD)))
+    take(memory, key, goes, Head(line.load(HEAD)), now)
 }
 
 /// Evicts a flow for a key whose cells all have flows that live (`room.rs`): returns the cell, which is free then.
@@ -236,6 +241,32 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
 pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     room::make_room(memory, key, now)
 }
+
+/// Looks at a port of the node's, in the first round of `room.rs` or in the second.
+#[inline(always)]
+pub fn look_at_port<M: Memory>(
+    memory: &M,
+    choice: &mut Choice,
+    key: &PortKey,
+    second: bool,
+    now: Tick,
+) {
+    room::look_at_port(memory, choice, key, second, now);
+}
+
+/// Evicts a flow among those whose ports were looked at: returns the port, which is free then, or [`Port::ANY`].
+#[inline(always)]
+pub fn evict_port<M: Memory>(memory: &M, choice: &Choice, now: Tick) -> Port {
+    let index = room::evict(memory, choice, now);
+    match memory.cell(index & memory.mask()) {
+        // If another has the cell by now, so it has the port, which will turn out to be taken.
+        Some(line) if index < BUSY => Port::from_be((line.load(STATE) >> 16) as u16),
+        _ => Port::ANY,
+    }
+}
+
+/// How many ports are looked at.
+pub const PORTS_LOOKED_AT: u32 = OTHERS + 1;
 
 /// Looks at one of a key's cells, in the first round of `room.rs` or in the second.
 #[inline(always)]
@@ -266,12 +297,13 @@ pub fn hold_or_find<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
 
 /// Takes a free cell, and counts it at the key's home if it is not that.
 #[inline(always)]
-fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head) -> u32 {
+fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head, now: Tick) -> u32 {
     let place = key.place(memory.secret());
     let Some(line) = memory.cell(index) else {
         return NOWHERE;
     };
-    if !head.is_free() || !line.exchange(HEAD, head.0, head.held().0) {
+    let holder = memory.holder(now);
+    if !head.is_free() || !line.exchange(HEAD, head.0, head.held(holder).0) {
         return BUSY;
     }
     let home = place & memory.mask();
@@ -293,7 +325,7 @@ fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head) -> u32 {
     let second = before.has_more() && is_wanted(memory, place, index, key);
     let has_home = index != home && (before.is_held() || has(line, before, key));
     if second || has_home {
-        give_back(memory, index, key);
+        give_back(memory, index, key, now);
         return BUSY;
     }
     index
@@ -341,15 +373,35 @@ pub fn write_sequences<M: Memory>(memory: &M, index: u32, sequences: &Sequences)
     }
 }
 
-/// The flow of a held cell is there.
+/// The flow of a held cell is there; `false` if the cell is no longer the holder's.
 #[inline(always)]
-pub fn publish<L: Line>(line: L, key: &FlowKey) {
-    line.add(HEAD, Head::made(key.word(HEAD)));
+pub fn publish<L: Line>(line: L, key: &FlowKey, holder: Holder) -> bool {
+    release(line, holder, key.word(HEAD))
+}
+
+/// How often a head is tried to be exchanged by its holder: flows elsewhere may be counted in it meanwhile.
+const PERSISTENCE: u32 = 16;
+
+/// Gives a cell back, with a flow's ports and protocol or free; `false` if it is no longer the holder's.
+#[inline(always)]
+fn release<L: Line>(line: L, holder: Holder, ports_and_protocol: u64) -> bool {
+    let mut tries = 0;
+    while tries < PERSISTENCE {
+        let head = Head(line.load(HEAD));
+        if head.holder() != Some(holder) {
+            return false;
+        }
+        if line.exchange(HEAD, head.0, head.given_back(ports_and_protocol).0) {
+            return true;
+        }
+        tries += 1;
+    }
+    false
 }
 
 /// Gives back a held cell that no slot leads to.
 #[inline(always)]
-pub fn give_back<M: Memory>(memory: &M, index: u32, key: &FlowKey) {
+pub fn give_back<M: Memory>(memory: &M, index: u32, key: &FlowKey, now: Tick) {
     if let Some(line) = memory.cell(index) {
         let home = key.place(memory.secret()) & memory.mask();
         if index != home
@@ -357,7 +409,7 @@ pub fn give_back<M: Memory>(memory: &M, index: u32, key: &FlowKey) {
         {
             one_less(home);
         }
-        line.add(HEAD, Head::FREED);
+        release(line, memory.holder(now), 0);
     }
 }
 
@@ -407,8 +459,10 @@ pub fn place_of_replies(key: &FlowKey, value: &Translation, secret: u64) -> u32 
 /// Returns whether the flow of a cell may be evicted. The head was read before; the state is read after it, because it
 /// could be an earlier flow's otherwise.
 #[inline(always)]
-fn gives_way<L: Line>(line: L, head: Head, now: Tick) -> bool {
-    State(line.load_after(STATE, head.0)).gives_way(head.protocol(), now)
+fn gives_way<M: Memory>(memory: &M, line: M::Line, head: Head, now: Tick) -> bool {
+    let state = State(line.load_after(STATE, head.0));
+    let keep = memory.keep(states::State::of(head.protocol(), state.seen()));
+    state.gives_way(keep, now)
 }
 
 /// Whether the home slot of replies leads to a flow that does not give way.
@@ -424,7 +478,7 @@ pub fn is_home_taken<M: Memory>(memory: &M, place: u32, now: Tick) -> bool {
         return true;
     };
     let head = Head(line.load(HEAD));
-    head.key().is_none() || !gives_way(line, head, now)
+    head.key().is_none() || !gives_way(memory, line, head, now)
 }
 
 /// Has a slot lead to a held cell; `false` if there is none, or, with `only_home`, if the home leads elsewhere.
@@ -438,8 +492,8 @@ pub fn lead<M: Memory>(memory: &M, place: u32, index: u32, only_home: bool, now:
         && let Some(line) = memory.cell(other)
     {
         let head = Head(line.load(HEAD));
-        if head.key().is_some() && gives_way(line, head, now) {
-            memory.remove(other, head);
+        if head.key().is_some() && gives_way(memory, line, head, now) {
+            memory.remove(other, head, now);
         }
     }
     let slot = home.load();
@@ -503,17 +557,17 @@ fn mislead<M: Memory>(memory: &M, place: u32, index: u32) {
 
 /// Removes the flow of a cell whose head was read; `false` if somebody else did something with it.
 #[inline(always)]
-pub fn remove<M: Memory>(memory: &M, index: u32, head: Head) -> bool {
+pub fn remove<M: Memory>(memory: &M, index: u32, head: Head, now: Tick) -> bool {
     let Some(line) = memory.cell(index) else {
         return false;
     };
     let Some(ports_and_protocol) = head.key() else {
         return false;
     };
-    if !hold_flow(line, head) {
+    if !hold_flow(line, head, memory.holder(now)) {
         return false;
     }
-    forget(memory, index, ports_and_protocol);
+    forget(memory, index, ports_and_protocol, now);
     true
 }
 
@@ -521,20 +575,23 @@ pub fn remove<M: Memory>(memory: &M, index: u32, head: Head) -> bool {
 ///
 /// Who holds it may [`forget`] the flow, or [`publish`] it again.
 #[inline(always)]
-pub fn hold_flow<L: Line>(line: L, head: Head) -> bool {
-    head.key().is_some() && line.exchange(HEAD, head.0, head.held().0)
+pub fn hold_flow<L: Line>(line: L, head: Head, holder: Holder) -> bool {
+    head.key().is_some() && line.exchange(HEAD, head.0, head.held(holder).0)
 }
 
-/// Frees a cell that was held when its head was read and that nobody will give back, as whoever held it is dead; and
-/// what slot leads to it. `false` if it is not held like that any longer.
+/// Frees a cell whose holder is dead ([`Holder::is_dead`]), and what slot leads to it; `false` if it has none, or another
+/// has taken it.
 ///
 /// Whose flow it was to be is not known: where it was counted, it stays so, and searches in vain take longer.
-pub fn free_held<M: Memory>(memory: &M, index: u32, head: Head) -> bool {
+pub fn free_held<M: Memory>(memory: &M, index: u32, now: Tick) -> bool {
     let Some(line) = memory.cell(index) else {
         return false;
     };
-    let now = Head(line.load(HEAD));
-    if !head.is_held() || !now.is_same(head) {
+    let head = Head(line.load(HEAD));
+    let holder = memory.holder(now);
+    if !head.holder().is_some_and(|holder| holder.is_dead(now))
+        || !line.exchange(HEAD, head.0, head.held(holder).0)
+    {
         return false;
     }
     for place in 0..=memory.slots() {
@@ -544,13 +601,12 @@ pub fn free_held<M: Memory>(memory: &M, index: u32, head: Head) -> bool {
             entry.add((index + 1).wrapping_neg());
         }
     }
-    line.add(HEAD, Head::FREED);
-    true
+    release(line, holder, 0)
 }
 
 /// Gives back a held cell that has a flow, and its slot.
 #[inline(always)]
-pub fn forget<M: Memory>(memory: &M, index: u32, ports_and_protocol: u64) {
+pub fn forget<M: Memory>(memory: &M, index: u32, ports_and_protocol: u64, now: Tick) {
     let Some(line) = memory.cell(index) else {
         return;
     };
@@ -562,7 +618,7 @@ pub fn forget<M: Memory>(memory: &M, index: u32, ports_and_protocol: u64) {
             index,
         );
     }
-    give_back(memory, index, &key);
+    give_back(memory, index, &key, now);
 }
 
 /// The cell that a slot leads to, if it has a flow, and what it holds.

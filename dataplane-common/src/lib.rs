@@ -34,6 +34,7 @@ mod event;
 pub mod origins;
 pub mod packet;
 mod reason;
+pub mod states;
 pub mod tables;
 pub mod tcp;
 mod vips;

@@ -30,7 +30,7 @@
 
 use core::ops::RangeInclusive;
 
-use crate::{Addr, Port, Protocol};
+use crate::{Addr, Port, Protocol, states::Timeouts};
 
 layout! {
     /// What an interface with our programs on it is.
@@ -347,39 +347,39 @@ impl Tick {
     }
 }
 
-/// What was seen of a flow: bits of `seen`. Those of requests are the lower four, those of replies the same bits
-/// four higher ([`in_replies`](seen::in_replies)); the highest bit belongs to both.
+/// What was seen of a flow: bits of `seen`. [`PACKET`](seen::PACKET) and [`FIN`](seen::FIN) are of requests, and the same
+/// bits four higher of replies ([`in_replies`](seen::in_replies)); the others belong to both.
 pub mod seen {
     /// A packet at all.
     pub const PACKET: u8 = 1;
     /// TCP: a FIN.
     pub const FIN: u8 = 2;
-    /// TCP: a RST.
+    /// TCP: a RST, in either direction.
     pub const RST: u8 = 4;
-    /// The flow belongs to the kernel's own conntrack, which translates it: packets are left alone. Of requests only.
+    /// The flow belongs to the kernel's own conntrack, which translates it: packets are left alone.
     ///
     /// Masqueraded, it holds a port: the flow's key is what the endpoint sees, from the node's address and port, so that no
     /// other flow to the endpoint is given this port. The index of the address is any but 0.
     pub const FOREIGN: u8 = 8;
-    /// Both ends mean it, so the flow is evicted later than others: the client has acknowledged what the endpoint said
-    /// (TCP), or has sent again, some seconds after it was answered (UDP). A spoofed address does the first only by a
-    /// guess.
+    /// TCP: another segment of the connection has followed the last FIN.
+    pub const FOLLOWED: u8 = 1 << 6;
+    /// Both ends mean it, so the flow is evicted later than others, and kept for longer: the client has acknowledged what the
+    /// endpoint said (TCP), or the flow was answered and is in use two seconds after it began (UDP). A spoofed address does
+    /// the first only by a guess.
     pub const ASSURED: u8 = 1 << 7;
-    /// A RST in either direction.
-    pub const RESET: u8 = RST | in_replies(RST);
     /// What counts no longer once a flow begins anew: all but that there was a request.
     pub const EARLIER: u8 = !PACKET;
 
     /// What was seen of requests.
     #[inline(always)]
     pub const fn of_requests(seen: u8) -> u8 {
-        seen & 0xf
+        seen & (PACKET | FIN)
     }
 
     /// What was seen of replies, as if it were of requests.
     #[inline(always)]
     pub const fn of_replies(seen: u8) -> u8 {
-        seen >> 4 & 7
+        seen >> 4 & (PACKET | FIN)
     }
 
     /// The inverse of [`of_replies`].
@@ -388,12 +388,32 @@ pub mod seen {
         seen << 4
     }
 
+    /// What a packet adds that has these bits, as if it were a request.
+    #[inline(always)]
+    pub const fn of_packet(bits: u8, replies: bool) -> u8 {
+        if replies {
+            in_replies(bits & (PACKET | FIN)) | bits & RST
+        } else {
+            bits
+        }
+    }
+
+    /// Whether a FIN was seen, in either direction.
+    #[inline(always)]
+    pub const fn is_closing(seen: u8) -> bool {
+        seen & (FIN | in_replies(FIN)) != 0
+    }
+
     /// Whether neither side will say anything new: one has reset the connection, or both have closed it.
     #[inline(always)]
-    pub const fn is_ended(requests: u8, replies: u8) -> bool {
-        (requests | replies) & RST != 0 || requests & replies & FIN != 0
+    pub const fn is_ended(seen: u8) -> bool {
+        seen & RST != 0 || of_requests(seen) & of_replies(seen) & FIN != 0
     }
 }
+
+/// For how long after its beginning a UDP flow's packets do not make it a stream, in nanoseconds (`stream_ts` in
+/// `net/netfilter/nf_conntrack_proto_udp.c`).
+pub const STREAM_AFTER: u64 = 2_000_000_000;
 
 /// Returns the first and the last port, host byte order, of the range from which a client's flow is given another port
 /// than its own. The ranges are netfilter's (`nf_nat_l4proto_unique_tuple` in `net/netfilter/nf_nat_core.c`), because
@@ -404,48 +424,6 @@ pub const fn client_ports(own: Port) -> (u16, u16) {
         0..512 => (1, 511),
         512..1024 => (600, 1023),
         _ => (1024, u16::MAX),
-    }
-}
-
-/// How long a flow that nothing is heard of is kept, in seconds. The kernel's own defaults
-/// (`net/netfilter/nf_conntrack_proto_{tcp,udp}.c`), except for established TCP and for half-closed
-/// TCP, which are kube-proxy's (`conntrack.tcpEstablishedTimeout`, `.tcpCloseWaitTimeout`); RFC 5382
-/// asks for at least 7 440 and 240 seconds, RFC 4787 for 120.
-pub mod timeout {
-    /// TCP: a SYN that nobody answered.
-    pub const TCP_SYN: u32 = 120;
-    /// TCP: both directions seen, no FIN.
-    pub const TCP_ESTABLISHED: u32 = 86_400;
-    /// TCP: a FIN in one direction.
-    pub const TCP_HALF_CLOSED: u32 = 3_600;
-    /// TCP: a FIN in each direction, or a RST. Where a new flow would have its room, it goes after a few seconds.
-    pub const TCP_CLOSED: u32 = 120;
-    /// UDP: nobody answered.
-    pub const UDP_UNANSWERED: u32 = 30;
-    /// UDP: answered.
-    pub const UDP_ANSWERED: u32 = 120;
-}
-
-/// How long a flow is kept after its last packet, in seconds, by what was seen in each direction
-/// (bits of [`seen`]).
-#[inline(always)]
-pub const fn keep_seconds(protocol: Protocol, forward: u8, reply: u8) -> u32 {
-    let answered = reply & seen::PACKET != 0;
-    if protocol.number() != Protocol::TCP.number() {
-        return if answered {
-            timeout::UDP_ANSWERED
-        } else {
-            timeout::UDP_UNANSWERED
-        };
-    }
-    if seen::is_ended(forward, reply) {
-        timeout::TCP_CLOSED
-    } else if (forward | reply) & seen::FIN != 0 {
-        timeout::TCP_HALF_CLOSED
-    } else if answered {
-        timeout::TCP_ESTABLISHED
-    } else {
-        timeout::TCP_SYN
     }
 }
 
@@ -470,6 +448,8 @@ layout! {
         pub policies: u32,
         /// How many ICMP errors may be sent.
         pub errors: ErrorLimits,
+        /// How long flows are kept.
+        pub timeouts: Timeouts,
         /// The secret of the flows' tables, an even number: it decides in which cells a flow may be, so that nobody can tell.
         /// 0: there are no tables.
         pub secret: u64,
@@ -530,31 +510,40 @@ impl PacketConfig {
     pub const PREEMPTIBLE: u32 = 1 << 15;
     /// The first port that masqueraded flows are given, host byte order.
     pub const FIRST_PORT: u16 = 1024;
-    /// How many masqueraded flows of a protocol an endpoint can have: one for each port from [`Self::FIRST_PORT`] on.
+    /// How many ports there are from [`Self::FIRST_PORT`] on.
     pub const PORTS: u32 = (1 << 16) - Self::FIRST_PORT as u32;
     /// Node ports as Kubernetes gives them, unless told otherwise (`--service-node-port-range`), host byte
     /// order.
     pub const NODE_PORTS: RangeInclusive<u16> = 30_000..=32_767;
 
-    /// Returns whether masqueraded flows are given another port than this one (host byte order), as long as enough are
-    /// left. The fewer are left, the higher `need` is:
+    /// Returns whether masqueraded flows are given another port than this one (host byte order). The fewer are left, the
+    /// higher `need` is:
     ///
     /// * [`need::LITTLE`]: no port that the host's own sockets get. And by UDP no node port as Kubernetes gives them,
     ///   because a service may have it some day, to which the datagrams of an endpoint's socket would go then.
     /// * [`need::MORE`]: none that `connect()` tries first, which is every second one of the host's range
     ///   (`__inet_hash_connect` in `net/ipv4/inet_hashtables.c`), and no such node port.
-    /// * [`need::ALL`]: every port from [`Self::FIRST_PORT`] on will do.
+    /// * [`need::ALL`]: none that `connect()` tries first. These ports are the node's own, however many flows there are.
     #[inline(always)]
     pub const fn avoids(&self, port: u16, protocol: Protocol, need: u32) -> bool {
-        if port < Self::FIRST_PORT || need >= need::ALL {
-            return port < Self::FIRST_PORT;
-        }
-        let is_tcp = protocol.number() == Protocol::TCP.number();
-        if !is_tcp && *Self::NODE_PORTS.start() <= port && port <= *Self::NODE_PORTS.end() {
+        if port < Self::FIRST_PORT {
             return true;
         }
         let of_host = self.ephemeral_first <= port && port <= self.ephemeral_last;
-        of_host && (need < need::MORE || (port - self.ephemeral_first) & 1 == 0)
+        if of_host && (need < need::MORE || (port - self.ephemeral_first) & 1 == 0) {
+            return true;
+        }
+        let is_tcp = protocol.number() == Protocol::TCP.number();
+        need < need::ALL
+            && !is_tcp
+            && *Self::NODE_PORTS.start() <= port
+            && port <= *Self::NODE_PORTS.end()
+    }
+
+    /// Returns how many masqueraded flows of a protocol an endpoint can have: one for each port that is not avoided.
+    pub fn ports(&self) -> u32 {
+        let free = |port: &u16| !self.avoids(*port, Protocol::TCP, need::ALL);
+        u32::try_from((0..=u16::MAX).filter(free).count()).unwrap_or(Self::PORTS)
     }
 
     /// The flag that says: an interface with [`Iface::BARE`] may be this one. So that packets of
@@ -582,7 +571,7 @@ pub mod need {
     pub const LITTLE: u32 = 0;
     /// There are not.
     pub const MORE: u32 = 1;
-    /// Whatever is left.
+    /// Whatever the node's own sockets do not need.
     pub const ALL: u32 = 2;
 }
 
@@ -611,7 +600,7 @@ const _: () = assert!(size_of::<SourceKey>() == 24);
 const _: () = assert!(size_of::<FlowKey>() == 40 && size_of::<Translation>() == 24);
 const _: () = assert!(size_of::<PortKey>() == 24);
 const _: () = assert!(size_of::<FragmentKey>() == 40 && size_of::<Fragment>() == 4);
-const _: () = assert!(size_of::<PacketConfig>() == 48);
+const _: () = assert!(size_of::<PacketConfig>() == 96);
 const _: () = assert!(size_of::<ErrorLimits>() == 24);
 
 #[cfg(test)]
@@ -684,32 +673,11 @@ mod tests {
         assert_eq!(left(&usual, tcp, need::MORE), 36_280 + 14_116);
         assert_eq!(left(&all, tcp, need::LITTLE), 0);
         assert_eq!(left(&all, tcp, need::MORE), 32_256);
-        for config in [usual, all] {
+        for (config, ports) in [(usual, 50_396), (all, 32_256)] {
             for protocol in [tcp, udp] {
-                assert_eq!(
-                    left(&config, protocol, need::ALL),
-                    PacketConfig::PORTS as usize
-                );
+                assert_eq!(left(&config, protocol, need::ALL), ports);
             }
+            assert_eq!(config.ports() as usize, ports);
         }
-    }
-
-    #[test]
-    fn flows_are_kept_by_what_was_seen() {
-        use seen::{FIN, PACKET, RST};
-        let tcp = |forward, reply| keep_seconds(Protocol::TCP, forward, reply);
-        assert_eq!(tcp(PACKET, 0), timeout::TCP_SYN);
-        assert_eq!(tcp(PACKET, PACKET), timeout::TCP_ESTABLISHED);
-        assert_eq!(tcp(PACKET | FIN, PACKET), timeout::TCP_HALF_CLOSED);
-        assert_eq!(tcp(PACKET | FIN, PACKET | FIN), timeout::TCP_CLOSED);
-        assert_eq!(tcp(PACKET, PACKET | RST), timeout::TCP_CLOSED);
-        assert_eq!(
-            keep_seconds(Protocol::UDP, PACKET, 0),
-            timeout::UDP_UNANSWERED
-        );
-        assert_eq!(
-            keep_seconds(Protocol::UDP, PACKET, PACKET),
-            timeout::UDP_ANSWERED
-        );
     }
 }

@@ -4,6 +4,7 @@
 //! number that lies at most [`NEAR`] bytes before the end of the latest segment. A program writes a position only
 //! when a segment lies farther ahead than that, so a packet of a known flow costs a look at one more word and no store.
 //! The second word holds the sequence number of the last SYN, and whether the endpoint owes an answer to it ([`Opening`]).
+//! Of a UDP flow, the first word holds the time at which it began.
 //!
 //! # Which segments count
 //!
@@ -33,7 +34,7 @@
 
 use crate::{
     cells::Line,
-    packet::{Tick, seen},
+    packet::{STREAM_AFTER, Tick, seen},
 };
 
 /// The element of `SEQUENCES` that belongs to a cell: [`Positions`], then [`Opening`].
@@ -221,9 +222,12 @@ impl Opening {
     }
 }
 
-/// What the packet that makes a flow leaves in `SEQUENCES`.
+/// What the packet that makes a flow leaves in `SEQUENCES`: of a datagram, the time (CLOCK_MONOTONIC, nanoseconds).
 #[inline(always)]
-pub const fn begin(first: &Segment) -> Sequences {
+pub const fn begin(first: &Segment, now: u64) -> Sequences {
+    if first.flags == 0 {
+        return [now, 0];
+    }
     if !first.has(flags::SYN) {
         return [0, 0];
     }
@@ -233,6 +237,12 @@ pub const fn begin(first: &Segment) -> Sequences {
 
 /// In [`Opening`]: the endpoint is no longer among the service's.
 pub const DEPARTED: u64 = 1 << 50;
+
+/// Whether a UDP flow that was answered is a stream: in use, `now`, for longer than [`STREAM_AFTER`].
+#[inline(always)]
+pub fn is_stream<L: Line>(sequences: L, now: u64) -> bool {
+    now.wrapping_sub(sequences.load(POSITIONS)) > STREAM_AFTER
+}
 
 /// Says that the service of a flow no longer lists its endpoint, whose address may be somebody else's by now: a SYN goes there
 /// no more.

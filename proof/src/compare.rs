@@ -8,7 +8,7 @@ use dataplane::kernel::{
     rig::{Hash, Plain, Rig, SkbContext, Table as Conntrack},
 };
 use dataplane_common::{
-    Port, Reason,
+    Port, Protocol, Reason,
     packet::{FlowKey, Tick, Translation, seen},
 };
 use dataplane_tests::Lab;
@@ -251,7 +251,7 @@ fn compare(
     }
     let state = &mut model.state;
     let all = [
-        flows_touched(&rig.conntrack, &state.flows),
+        flows_touched(&rig.conntrack, &mut state.flows),
         touched("FRAGMENTS", &rig.fragments, &mut state.fragments, |_, _| {})?,
         touched(
             "AFFINITY",
@@ -270,9 +270,27 @@ fn compare(
 
 /// Whether the flows that a packet touched are in the kernel as the model has them, and are found by their replies;
 /// or by those of others, where they are gone.
-fn flows_touched(kernel: &Conntrack, model: &Flows) -> Option<String> {
-    let touched = model.table().touched();
-    touched.into_iter().find_map(|(key, before)| {
+fn flows_touched(kernel: &Conntrack, model: &mut Flows) -> Option<String> {
+    let touched: Vec<_> = model
+        .table()
+        .touched()
+        .map(|(key, before)| (*key, before))
+        .collect();
+    let streams = touched
+        .iter()
+        .filter(|(key, _)| key.protocol == Protocol::UDP);
+    for (key, _) in streams {
+        let assured = kernel.get(key).map_or(0, |to| to.seen & seen::ASSURED);
+        // Of a flow that was answered before.
+        if model
+            .get(key)
+            .is_some_and(|to| to.seen & seen::in_replies(seen::PACKET) != 0)
+        {
+            model.adopt(key, |to| to.seen |= assured);
+        }
+    }
+    let model = &*model;
+    touched.iter().find_map(|(key, before)| {
         let (ours, theirs) = (model.get(key), kernel.get(key));
         if theirs != ours {
             return Some(format!("CONNTRACK has {theirs:?} at {key:?}, not {ours:?}"));
@@ -280,7 +298,7 @@ fn flows_touched(kernel: &Conntrack, model: &Flows) -> Option<String> {
         if let Some(what) = numbers_differ(kernel, model, key) {
             return Some(what);
         }
-        let versions = [before, ours].into_iter().flatten();
+        let versions = [*before, ours].into_iter().flatten();
         versions
             .map(|to| Flow { key: *key, to })
             .find_map(|flow| replies_differ(kernel, model, &flow))
@@ -289,6 +307,9 @@ fn flows_touched(kernel: &Conntrack, model: &Flows) -> Option<String> {
 
 /// Whether the sequence numbers of a flow are others in the kernel than in the model.
 fn numbers_differ(kernel: &Conntrack, model: &Flows, key: &FlowKey) -> Option<String> {
+    if key.protocol != Protocol::TCP {
+        return None;
+    }
     let theirs = Numbers::read(kernel.sequences(key)?);
     let ours = model.numbers(key);
     (theirs != ours).then(|| format!("SEQUENCES has {theirs:?} at {key:?}, not {ours:?}"))

@@ -2,9 +2,12 @@
 
 use super::{
     Choice, find_elsewhere, find_led_elsewhere, hold, look, make_room, remove,
-    words::{Head, Slot},
+    words::{Head, Holder, Slot},
 };
-use crate::packet::{FlowKey, Tick};
+use crate::{
+    packet::{FlowKey, Tick},
+    states::State,
+};
 
 /// One cell, in memory that others change meanwhile.
 pub trait Line: Copy {
@@ -51,6 +54,12 @@ pub trait Memory {
     /// The sequence numbers seen of the flow in a cell.
     fn sequences(&self, index: u32) -> Option<Self::Sequences>;
 
+    /// Returns who holds cells here.
+    fn holder(&self, now: Tick) -> Holder;
+
+    /// Returns for how many seconds a flow is kept in a state.
+    fn keep(&self, state: State) -> u32;
+
     /// Which bits of a place count among slots.
     #[inline(always)]
     fn slots(&self) -> u32 {
@@ -59,11 +68,11 @@ pub trait Memory {
 
     /// [`remove`]: programs have it once, with a stack of its own, as they have those below.
     #[inline(always)]
-    fn remove(&self, index: u32, head: Head) -> bool
+    fn remove(&self, index: u32, head: Head, now: Tick) -> bool
     where
         Self: Sized,
     {
-        remove(self, index, head)
+        remove(self, index, head, now)
     }
 
     /// [`find_elsewhere`].

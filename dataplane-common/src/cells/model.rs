@@ -128,13 +128,16 @@ fn flow(number: u16) -> (FlowKey, Translation) {
     (key, value)
 }
 
+/// Who makes flows here.
+const HOLDER: Holder = Holder::new(1, Tick::from_number(0));
+
 /// Makes a flow in a free cell.
 fn make<W: Processor>(line: Place<W>, number: u16) {
     let (key, value) = flow(number);
     let head = Head(line.load(HEAD));
-    assert!(line.exchange(HEAD, head.0, head.held().0));
+    assert!(line.exchange(HEAD, head.0, head.held(HOLDER).0));
     write(line, &key, &value);
-    publish(line, &key);
+    assert!(publish(line, &key, HOLDER));
 }
 
 /// One CPU removes the flow of a cell and makes another there, while another one reads it.
@@ -156,8 +159,8 @@ fn readers_have_one_flow<R: Processor, W: Processor>(reader: R, writer: W) {
             }
         });
         let line = Place(&shared, writer);
-        assert!(hold_flow(line, Head(line.load(HEAD))));
-        line.add(HEAD, Head::FREED);
+        assert!(hold_flow(line, Head(line.load(HEAD)), HOLDER));
+        assert!(release(line, HOLDER, 0));
         make(line, 2);
         read.join().unwrap();
     });
@@ -207,6 +210,11 @@ fn fresh() -> (FlowKey, Translation) {
     )
 }
 
+/// Whether the flow of a cell gives way: of these flows, which is over.
+fn over_by_now<L: Line>(line: L, head: Head) -> bool {
+    State(line.load_after(STATE, head.0)).gives_way(u32::MAX, LATER)
+}
+
 /// One CPU gives a flow's cell to a new flow, while another does something with the cell.
 fn beside_a_change<W: Processor>(
     writer: W,
@@ -220,14 +228,14 @@ fn beside_a_change<W: Processor>(
         });
         let enter = |line: Place<W>, (key, value): (FlowKey, Translation)| {
             write(line, &key, &value);
-            publish(line, &key);
+            publish(line, &key, HOLDER);
         };
         let line = Place(&shared, writer);
-        line.add(HEAD, Head(0).held().0);
+        line.add(HEAD, Head(0).held(HOLDER).0);
         enter(line, over());
         let looked_at = Arc::clone(&shared);
         let other = thread::spawn(move || other(&looked_at));
-        if hold_flow(line, Head(line.load(HEAD))) {
+        if hold_flow(line, Head(line.load(HEAD)), HOLDER) {
             enter(line, fresh());
         }
         other.join().unwrap();
@@ -238,7 +246,7 @@ fn only_what_is_over_gives_way<R: Processor, W: Processor>(reader: R, writer: W)
     beside_a_change(writer, move |shared| {
         let line = Place(shared, reader);
         let head = Head(line.load(HEAD));
-        if head.key().is_some() && gives_way(line, head, LATER) && hold_flow(line, head) {
+        if head.key().is_some() && over_by_now(line, head) && hold_flow(line, head, HOLDER) {
             assert_eq!(value(line), over().1, "a flow that lives is removed");
         }
     });
@@ -275,5 +283,90 @@ fn a_flow_is_marked_by_its_own_packets() {
                 assert_eq!(after.value(), new, "the other flow's");
             }
         }
+    });
+}
+
+/// Cells of one element, without slots.
+#[derive(Clone, Copy)]
+struct One<'a>(&'a Shared, u16);
+
+impl<'a> Memory for One<'a> {
+    type Line = Place<'a, Programs>;
+    type Entry = Nothing;
+    type Sequences = Place<'a, Programs>;
+
+    fn mask(&self) -> u32 {
+        0
+    }
+    fn secret(&self) -> u64 {
+        0
+    }
+    fn holder(&self, now: Tick) -> Holder {
+        Holder::new(self.1, now)
+    }
+    fn keep(&self, _: states::State) -> u32 {
+        u32::MAX
+    }
+    fn cell(&self, _: u32) -> Option<Self::Line> {
+        Some(Place(self.0, Programs))
+    }
+    fn slot(&self, _: u32) -> Option<Nothing> {
+        None
+    }
+    fn sequences(&self, _: u32) -> Option<Self::Sequences> {
+        None
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Nothing;
+
+impl Entry for Nothing {
+    fn load(self) -> Slot {
+        Slot(0)
+    }
+    fn exchange(self, _: Slot, _: Slot) -> bool {
+        false
+    }
+    fn add(self, _: u32) {}
+}
+
+/// A program died long ago while it held a cell. Two walks free the cell at once, while a program that lives holds it, gives
+/// it back, and holds it again for a flow. The cell is freed once, and no walk takes it from who lives.
+#[test]
+fn a_cell_is_freed_once_and_from_the_dead_alone() {
+    let mut builder = Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(|| {
+        let shared = Arc::new(Shared {
+            words: core::array::from_fn(|_| AtomicU64::new(0)),
+        });
+        let dead = Holder::new(7, Tick::from_number(0));
+        Place(&shared, Programs).add(HEAD, Head(0).held(dead).0);
+        let walk = |number: u16| {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || free_held(&One(&shared, number), 0, LATER))
+        };
+        let walks = [walk(8), walk(9)];
+        let line = Place(&*shared, Programs);
+        let lives = Holder::new(2, LATER);
+        let hold = || {
+            let head = Head(line.load(HEAD));
+            head.is_free() && line.exchange(HEAD, head.0, head.held(lives).0)
+        };
+        let mut made = false;
+        if hold() {
+            assert!(release(line, lives, 0), "given back");
+            if hold() {
+                let (key, value) = fresh();
+                write(line, &key, &value);
+                made = publish(line, &key, lives);
+                assert!(made, "taken from who lives");
+            }
+        }
+        let freed = walks.map(|walk| u32::from(walk.join().unwrap()));
+        assert_eq!(freed.iter().sum::<u32>(), 1, "freed once");
+        let head = Head(line.load(HEAD));
+        assert!(head.is_free() != made && !head.is_held(), "{head:?}");
     });
 }

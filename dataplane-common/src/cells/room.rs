@@ -1,4 +1,5 @@
-//! Which flow is evicted for a new one whose seventeen cells all have flows that live.
+//! Which flow is evicted for a new one whose seventeen cells all have flows that live; or for a new masqueraded one, if no
+//! port of the node's is found that is free to its endpoint: then one of seventeen ports, drawn at random.
 //!
 //! In this order, and in each class first the flow that was idle longest:
 //!
@@ -9,16 +10,17 @@
 //! 4. assured UDP flows of other clients.
 //!
 //! If no flow is left to go, the new flow is refused. So an established connection is never evicted because others send
-//! packets, answered or not, and one client that fills the table pays for new flows itself. A client with more than half
-//! of the cells also goes first within classes 1 and 2.
+//! packets, answered or not, and one client that fills the table, or has most of an endpoint's ports, pays for new flows
+//! itself. A client with more than half of the cells also goes first within classes 1 and 2.
 //!
 //! netfilter refuses new flows in the same case: it evicts no assured flow (`early_drop_list` in
 //! `net/netfilter/nf_conntrack_core.c`). It has no share for each client.
 
 use super::{
-    BUSY, CellKey as _, Choice, HEAD, Head, Line, Memory, NOWHERE, OTHERS, STATE, State, candidate,
+    BUSY, CellKey as _, Choice, Entry as _, HEAD, Head, Line, Memory, NOWHERE, OTHERS, STATE,
+    State, VALUE, candidate,
 };
-use crate::packet::{FlowKey, Tick};
+use crate::packet::{FlowKey, PortKey, Tick};
 
 /// A look at one of a key's cells, in the first round or in the second.
 #[inline(always)]
@@ -73,6 +75,37 @@ pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
         memory.look(&mut choice, index, second, now);
         nth += 1;
     }
+    evict(memory, &choice, now)
+}
+
+/// A look at the flow that has a port of the node's to an endpoint, if it goes there, in the first round or in the second.
+#[inline(always)]
+pub fn look_at_port<M: Memory>(
+    memory: &M,
+    choice: &mut Choice,
+    key: &PortKey,
+    second: bool,
+    now: Tick,
+) {
+    let Some(slot) = memory.slot(key.place(memory.secret()) & memory.slots()) else {
+        return;
+    };
+    let Some(index) = slot.load().cell() else {
+        return;
+    };
+    let index = index & memory.mask();
+    let Some(line) = memory.cell(index) else {
+        return;
+    };
+    if line.load(VALUE) == key.word(0) && line.load(VALUE + 1) == key.word(1) {
+        look(memory, choice, index, second, now);
+    }
+}
+
+/// Evicts a flow among those that were looked at: returns its cell, which is free then. [`NOWHERE`] if no flow may be
+/// evicted, [`BUSY`] if it has changed meanwhile.
+#[inline(always)]
+pub fn evict<M: Memory>(memory: &M, choice: &Choice, now: Tick) -> u32 {
     let (mut goes, mut at) = (choice.any, choice.any_at);
     let crowded = choice.has > OTHERS / 2;
     if crowded && (goes < State::UNASSURED || choice.of_most | State::CROWD > goes) {
@@ -85,7 +118,7 @@ pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     };
     // The flow that was looked at, or one that may be evicted as well.
     let head = Head(line.load(HEAD));
-    if rank(line, head, now) != goes || !memory.remove(at, head) {
+    if rank(line, head, now) != goes || !memory.remove(at, head, now) {
         return BUSY;
     }
     memory.pushed_out();

@@ -49,6 +49,14 @@ impl<'a> Memory for &'a Shared {
         self.slots.get(index as usize).map(AtomicSlot)
     }
 
+    fn holder(&self, now: Tick) -> Holder {
+        Holder::new(1, now)
+    }
+
+    fn keep(&self, state: states::State) -> u32 {
+        states::Timeouts::DEFAULT.of(state)
+    }
+
     fn pushed_out(&self) {
         self.pushed_out.fetch_add(1, Ordering::Relaxed);
     }
@@ -95,11 +103,10 @@ impl Shared {
             masqueraded,
             now,
         ) {
-            give_back(&memory, index, key);
+            give_back(&memory, index, key, now);
             return false;
         }
-        publish(line, key);
-        true
+        publish(line, key, self.holder(now))
     }
 
     fn unmake(&self, key: &FlowKey) -> bool {
@@ -109,7 +116,7 @@ impl Shared {
         let line = (&self).cell(index).unwrap();
         let head = Head(line.load(HEAD));
         // Else somebody else has it by now.
-        has(line, head, key) && remove(&self, index, head)
+        has(line, head, key) && remove(&self, index, head, at(0))
     }
 
     /// Every flow.
@@ -287,17 +294,19 @@ fn others_of_neighbours_are_scattered() {
 fn a_head_goes_round() {
     let ports = key(1000).word(HEAD);
     let free = Head(7 * Head::ONE_MORE + 3 * Head::NUMBER);
-    assert!(free.is_free() && free.has_more() && free.key().is_none());
-    let held = free.held();
-    assert!(!held.is_free() && held.is_held() && held.key().is_none());
+    assert!(free.is_free() && free.has_more() && free.key().is_none() && free.holder().is_none());
+    let holder = Holder::new(9, at(100));
+    let held = free.held(holder);
+    assert!(!held.is_free() && held.key().is_none() && held.holder() == Some(holder));
+    assert!(!holder.is_dead(at(104)) && holder.is_dead(at(113)));
     // Somebody counts one more meanwhile.
     let counted = Head(held.0 + Head::ONE_MORE);
-    let made = Head(counted.0.wrapping_add(Head::made(ports)));
-    assert!(made.has(ports) && made.key() == Some(ports));
-    let freed = Head(made.held().0.wrapping_add(Head::FREED));
-    assert_eq!(freed, Head(8 * Head::ONE_MORE + 4 * Head::NUMBER));
+    let made = counted.given_back(ports);
+    assert!(made.has(ports) && made.key() == Some(ports) && !made.is_held());
+    let freed = made.held(holder).given_back(0);
+    assert_eq!(freed, Head(8 * Head::ONE_MORE + 5 * Head::NUMBER));
     let last = Head(u64::MAX << 48);
-    let made = Head(last.held().0.wrapping_add(Head::made(ports)));
+    let made = last.held(holder).given_back(ports);
     assert_eq!(made, Head(ports), "the number begins anew");
 }
 
@@ -385,7 +394,7 @@ fn a_flow_that_is_over_gives_way() {
     let shared = Shared::new(1);
     // The home of both; and there is no other.
     let over = Translation {
-        seen: seen::PACKET | seen::in_replies(seen::RST),
+        seen: seen::PACKET | seen::RST,
         ..to(&first, 0)
     };
     assert!(shared.make(&first, &over, at(0)));
@@ -397,7 +406,11 @@ fn a_flow_that_is_over_gives_way() {
 
     let gives_way = |requests, replies, after| {
         let seen = requests | seen::in_replies(replies);
-        State(words(&Translation { seen, ..over })[2]).gives_way(Protocol::TCP, at(after))
+        let shared = Shared::new(1);
+        let value = Translation { seen, ..over };
+        assert!(shared.make(&first, &value, at(0)));
+        let line = (&shared).cell(0).unwrap();
+        gives_way(&&shared, line, Head(line.load(HEAD)), at(after))
     };
     let (packet, fin, rst) = (seen::PACKET, seen::FIN, seen::RST);
     assert!(gives_way(rst, packet, 9) && !gives_way(rst, packet, 4));
@@ -597,7 +610,7 @@ fn a_flow_is_not_made_twice() {
     assert_eq!(hold(&memory, &key, at(0)), BUSY, "held elsewhere");
     let line = memory.cell(elsewhere).unwrap();
     write(line, &key, &to(&key, 0));
-    publish(line, &key);
+    assert!(publish(line, &key, memory.holder(at(0))));
     assert_eq!(hold(&memory, &key, at(0)), BUSY, "there elsewhere");
     assert_eq!(shared.find(&key), Some(elsewhere));
     assert!(shared.unmake(&key));
@@ -623,6 +636,14 @@ impl<'a> Memory for Hooked<'a> {
 
     fn secret(&self) -> u64 {
         SECRET
+    }
+
+    fn holder(&self, now: Tick) -> Holder {
+        Holder::new(1, now)
+    }
+
+    fn keep(&self, state: states::State) -> u32 {
+        states::Timeouts::DEFAULT.of(state)
     }
 
     fn sequences(&self, index: u32) -> Option<Self::Sequences> {
@@ -653,7 +674,7 @@ fn what_came_since_gives_no_way() {
     let (first, mut second, mut third) = (key(40_000), key(40_001), key(40_002));
     (second.dst_port, third.dst_port) = (Port::new(80), Port::new(81));
     let over = Translation {
-        seen: seen::PACKET | seen::in_replies(seen::RST),
+        seen: seen::PACKET | seen::RST,
         ..to(&first, 0)
     };
     assert!(shared.make(&first, &over, at(0)));
@@ -695,7 +716,7 @@ fn a_packet_marks_its_own_flow() {
     let anew = seen::EARLIER;
     assert!(mark(line, head, before, answered, anew, at(30)));
     assert_eq!(state().seen(), seen::PACKET | answered, "anew");
-    let (fin, reset) = (fin | seen::RST, seen::RESET);
+    let (fin, reset) = (fin | seen::RST, seen::RST);
     assert!(mark(line, head, state(), fin, 0, at(30)));
     assert!(mark(line, head, state(), seen::PACKET, reset, at(30)));
     let closed = seen::PACKET | answered | seen::FIN;
@@ -739,7 +760,7 @@ fn a_flow_is_not_made_twice_beside_its_home() {
         };
         assert_eq!(hold(&late, &key, at(0)), BUSY);
         if !published {
-            give_back(&memory, home, &key);
+            give_back(&memory, home, &key, at(0));
         }
         assert_eq!(shared.unmake(&key), published);
         shared.is_empty();

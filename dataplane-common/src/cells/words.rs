@@ -7,7 +7,7 @@
 
 use crate::{
     Addr, Port, Protocol,
-    packet::{FlowKey, Tick, Translation, keep_seconds, seen},
+    packet::{FlowKey, Tick, Translation, seen},
 };
 
 /// A cell: the flow's addresses (client, VIP), the [`Head`], the value ([`Translation`]).
@@ -35,8 +35,8 @@ pub const fn cells_for(flows: u32) -> u32 {
     }
 }
 
-/// The word of a cell that says what it is: ports and protocol as the key has them (40 bits, 0: free), how many
-/// flows whose home this is are elsewhere (8 bits), and a number (16 bits), another for each flow.
+/// The word of a cell that says what it is: ports and protocol as the key has them, or a [`Holder`] (40 bits, 0: free), how
+/// many flows whose home this is are elsewhere (8 bits), and a number (16 bits), another after each time that it was held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Head(pub u64);
@@ -60,7 +60,17 @@ impl Head {
     /// Whether somebody is making or removing its flow.
     #[inline(always)]
     pub const fn is_held(self) -> bool {
-        self.0 & Self::KEY == Self::HELD
+        self.0 & Self::HELD == Self::HELD
+    }
+
+    /// Who holds it, if somebody does.
+    #[inline(always)]
+    pub const fn holder(self) -> Option<Holder> {
+        if self.is_held() {
+            Some(Holder(self.0 & Self::KEY))
+        } else {
+            None
+        }
     }
 
     /// Whether its flow has these ports and this protocol ([`super::CellKey::word`]).
@@ -96,23 +106,43 @@ impl Head {
     }
 
     /// That once somebody holds the cell.
-    pub(super) const fn held(self) -> Self {
-        Self(self.0 & !Self::KEY | Self::HELD)
+    pub(super) const fn held(self, holder: Holder) -> Self {
+        Self(self.0 & !Self::KEY | holder.0)
     }
 
-    /// What is added to a held cell's when its flow is there.
-    pub(super) const fn made(ports_and_protocol: u64) -> u64 {
-        ports_and_protocol
-            .wrapping_sub(Self::HELD)
-            .wrapping_add(Self::NUMBER)
+    /// That of a held cell when it is given back: with a flow's ports and protocol, or free (0).
+    pub(super) const fn given_back(self, ports_and_protocol: u64) -> Self {
+        Self((self.0 & !Self::KEY | ports_and_protocol).wrapping_add(Self::NUMBER))
     }
-
-    /// What is added to a held cell's when it has none.
-    pub(super) const FREED: u64 = Self::HELD.wrapping_neg();
 
     /// Whether another is of the same flow, whatever is elsewhere.
     pub const fn is_same(self, other: Self) -> bool {
         (self.0 ^ other.0) & !Self::MORE == 0
+    }
+}
+
+/// Who holds a cell, and since when: a processor, or a process of user space, in 16 bits, and the [`Tick`].
+///
+/// A program runs for less than a tick, and so does what user space does while it holds a cell. So a cell that has been
+/// held for [`Holder::DEAD`] ticks was left by somebody who died.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Holder(u64);
+
+impl Holder {
+    /// Somebody in user space.
+    pub const USER: u16 = u16::MAX;
+    /// For so many ticks nobody holds a cell who lives: at least 8.6 s.
+    const DEAD: u32 = 3;
+
+    /// Somebody, by a number.
+    #[inline(always)]
+    pub const fn new(number: u16, now: Tick) -> Self {
+        Self(Head::HELD | (number as u64) << 16 | now.number() as u64)
+    }
+
+    /// Whether whoever it is must be dead by now.
+    pub const fn is_dead(self, now: Tick) -> bool {
+        Tick::from_number(self.0 as u16).ticks_before(now) >= Self::DEAD
     }
 }
 
@@ -191,27 +221,24 @@ impl State {
         Tick::from_number((self.0 >> 32) as u16)
     }
 
+    /// What was seen of the flow: bits of [`seen`].
     #[inline(always)]
-    pub(super) const fn seen(self) -> u8 {
+    pub const fn seen(self) -> u8 {
         (self.0 >> 48) as u8
     }
 
     /// Whether the flow has been over for so long that a new one may have its room: reset or closed by both sides,
     /// and quiet for 4 to 9 seconds, in which the last packets were sent again if they were lost; or idle for longer
-    /// than it is kept. How long the kernel's own conntrack keeps what is its, only the agent can ask.
+    /// than it is kept (`keep` seconds). How long the kernel's own conntrack keeps what is its, only the agent can ask.
     #[inline(always)]
-    pub const fn gives_way(self, protocol: Protocol, now: Tick) -> bool {
-        let (requests, replies) = (
-            seen::of_requests(self.seen()),
-            seen::of_replies(self.seen()),
-        );
-        if requests & seen::FOREIGN != 0 {
+    pub const fn gives_way(self, keep: u32, now: Tick) -> bool {
+        if self.seen() & seen::FOREIGN != 0 {
             return false;
         }
-        if seen::is_ended(requests, replies) && self.used().ticks_before(now) >= 2 {
+        if seen::is_ended(self.seen()) && self.used().ticks_before(now) >= 2 {
             return true;
         }
-        self.used().age_seconds(now) > keep_seconds(protocol, requests, replies)
+        self.used().age_seconds(now) > keep
     }
 
     /// Ranks a flow that lives for eviction (`room.rs`), never 0. [`Self::PROTECTED`] and less is what only its own client's excess
@@ -219,11 +246,10 @@ impl State {
     #[inline(always)]
     pub(super) const fn rank(self, protocol: Protocol, now: Tick) -> u32 {
         let seen = self.seen();
-        let (requests, replies) = (seen::of_requests(seen), seen::of_replies(seen));
         // The endpoint has answered connections that the kernel's conntrack translates before the agent came.
         let class = if seen & (seen::in_replies(seen::PACKET) | seen::FOREIGN) == 0 {
             3
-        } else if seen & (seen::ASSURED | seen::FOREIGN) == 0 || seen::is_ended(requests, replies) {
+        } else if seen & (seen::ASSURED | seen::FOREIGN) == 0 || seen::is_ended(seen) {
             2
         } else if protocol.number() != Protocol::TCP.number() {
             1

@@ -22,7 +22,7 @@ impl Flow {
 
     /// Made by a SYN.
     fn opened(syn: u32) -> Self {
-        Self(begin(&segment(SYN, syn, 0)).map(AtomicU64::new))
+        Self(begin(&segment(SYN, syn, 0), 0).map(AtomicU64::new))
     }
 
     /// Whose handshake is over.
@@ -88,7 +88,7 @@ fn a_reset_counts_where_its_direction_is() {
 #[test]
 fn a_refusal_counts_if_it_acknowledges_the_syn() {
     for (ack, counts) in [(90_001, true), (90_201, true), (91_000, false), (0, false)] {
-        let flow = Flow(begin(&segment(SYN, 90_200, 0)).map(AtomicU64::new));
+        let flow = Flow(begin(&segment(SYN, 90_200, 0), 0).map(AtomicU64::new));
         let seen = flow.see(REPLIES, RST | ACK, 0, ack);
         assert_eq!(seen != 0, counts, "{ack}");
     }

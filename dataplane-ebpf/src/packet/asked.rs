@@ -83,7 +83,7 @@ pub fn remember(s: &mut Scratch, now: Tick) {
     if flow.lead(index, now) {
         flow.publish(index, now, &s.packet.segment);
     } else {
-        table::give_back(index, &flow.forward);
+        table::give_back(index, &flow.forward, now);
     }
 }
 

@@ -86,10 +86,15 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     s.reason = chosen as u32;
     keep_endpoint(s, now);
     let mut action = go(skb, s, now);
-    for _ in 0..OTHERS {
-        if action != ANOTHER || packet_another(s) == 0 {
+    for nth in 0..OTHERS {
+        let endpoints = u32::from(s.pool.block.len());
+        if action != ANOTHER || nth >= endpoints || endpoints == 1 || packet_another(s) == 0 {
             break;
         }
+        action = go(skb, s, now);
+    }
+    if action == ANOTHER {
+        s.masquerade |= EVICT;
         action = go(skb, s, now);
     }
     match action {
@@ -119,6 +124,14 @@ fn keep_endpoint(s: &mut Scratch, now: Tick) {
 const ANOTHER: i32 = 260;
 /// [`enter_flow`]: the packet is to be sent on.
 const DELIVER: i32 = 259;
+
+/// [`Scratch::masquerade`]: the endpoint sees an address of the node's.
+const MASQUERADE: u32 = 1;
+/// The same: a flow that may be evicted gives its port up, because no endpoint has a free one.
+const EVICT: u32 = 2;
+
+/// How often a port is looked for that others were given meanwhile.
+const TRIES: u32 = 3;
 
 /// How many other endpoints are tried if one has no port left, or is not ready.
 const OTHERS: u32 = 24;
@@ -212,7 +225,7 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
         return refuse(skb, s, index, decide::refusal(s.pool.block));
     }
     s.index = index;
-    s.masquerade = u32::from(masquerade);
+    s.masquerade = u32::from(masquerade) * MASQUERADE;
     CHOOSE
 }
 
@@ -237,7 +250,7 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
 #[inline(always)]
 fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let index = s.index;
-    let mut masquerade = s.masquerade != 0;
+    let mut masquerade = s.masquerade & MASQUERADE != 0;
     if ipsec::forbids_flow(&s.packet.key, &s.endpoint.addr) {
         return refuse(skb, s, index, Reason::IpsecPolicy);
     }
@@ -269,7 +282,7 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
             s.flow.toward_endpoint(&mut s.ends);
             return DELIVER;
         }
-        s.flow.remove();
+        s.flow.remove(now);
         s.keep = 0;
     }
     s.flow.forward = s.packet.key;
@@ -329,40 +342,53 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
 /// an address and a port of the node's, and [`Reason::Kept`] if another CPU has entered it.
 #[inline(always)]
 fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
+    let how = if s.masquerade & EVICT != 0 {
+        masquerade::EVICTING
+    } else if s.reason == Reason::PortsExhausted as u32 {
+        masquerade::BRIEFLY
+    } else {
+        masquerade::THOROUGHLY
+    };
+    let mut reason = Reason::Translated;
     if masquerade {
         masquerade::take_address(skb, s);
         if conntrack::node_addr(s.flow.node_addr).is_unspecified() {
             return Reason::NoNodeAddress;
         }
+        reason = Reason::Masqueraded;
     }
     let flow = &mut s.flow;
-    let index = table::hold_or_find(&flow.forward, now);
-    if index == NOWHERE {
-        return Reason::ConntrackFull;
-    }
-    if index == BUSY {
-        return Reason::FlowBusy;
-    }
-    if index & MADE != 0 {
-        return Reason::Kept;
-    }
-    let reason = if flow.is_masqueraded() {
-        // Another endpoint may do as well.
-        let thoroughly = s.reason != Reason::PortsExhausted as u32;
-        if masquerade::take_port(skb, flow, index, thoroughly, now) {
-            Reason::Masqueraded
+    for _ in 0..TRIES {
+        let found = if masquerade {
+            masquerade::find_port(skb, flow, how, now)
         } else {
-            Reason::PortsExhausted
+            client_port::choose(flow, now)
+        };
+        if !found {
+            return Reason::PortsExhausted;
         }
-    } else {
-        client_port::take(flow, index, now)
-    };
-    if reason.is_refusal() {
-        table::give_back(index, &flow.forward);
-        return reason;
+        // The port first, then the cell: nobody is kept waiting for the search.
+        let index = table::hold_or_find(&flow.forward, now);
+        if index == NOWHERE {
+            return Reason::ConntrackFull;
+        }
+        if index == BUSY {
+            return Reason::FlowBusy;
+        }
+        if index & MADE != 0 {
+            return Reason::Kept;
+        }
+        if flow.lead(index, now) {
+            flow.publish(index, now, &s.packet.segment);
+            return reason;
+        }
+        table::give_back(index, &flow.forward, now);
+        if !masquerade {
+            return Reason::ConntrackFull;
+        }
+        // Another flow has been given the port meanwhile.
     }
-    flow.publish(index, now, &s.packet.segment);
-    reason
+    Reason::FlowBusy
 }
 
 /// By which interface a packet came, if that is no pod's; else 0.
@@ -406,7 +432,7 @@ pub fn without_frontend(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         s.flow.toward_endpoint(&mut s.ends);
         return super::FORWARD;
     }
-    s.flow.remove();
+    s.flow.remove(now);
     LEAVE_ALONE
 }
 

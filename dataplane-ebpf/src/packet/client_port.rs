@@ -2,7 +2,7 @@
 
 use aya_ebpf::helpers::generated::bpf_get_prandom_u32;
 use dataplane_common::{
-    Port, Reason,
+    Port,
     packet::{Tick, client_ports},
 };
 
@@ -11,20 +11,13 @@ use super::conntrack::Flow;
 /// How many other ports are tried. All of them are taken only if the client has thousands of flows to the endpoint.
 const TRIES: u32 = 16;
 
-/// Has the replies of a flow that is not masqueraded lead to its cell, which is held. The flow keeps the client's
-/// port, or has another one if a live flow of the same client and port to the same endpoint goes through another VIP:
-/// the endpoint's replies to both would be the same. The reason is a refusal if that failed.
+/// Gives a flow that is not masqueraded the client's port, or another one if a live flow of the same client and port to the
+/// same endpoint goes through another VIP: the endpoint's replies to both would be the same. `false` if none was found.
+/// Nothing is held meanwhile.
 #[inline(never)]
-pub fn take(flow: &mut Flow, index: u32, now: Tick) -> Reason {
+pub fn choose(flow: &mut Flow, now: Tick) -> bool {
     flow.node_port = Port::ANY;
-    if flow.replies_taken(now) && !find_another(flow, now) {
-        return Reason::PortsExhausted;
-    }
-    if flow.lead(index, now) {
-        Reason::Translated
-    } else {
-        Reason::ConntrackFull
-    }
+    !flow.replies_taken(now) || find_another(flow, now)
 }
 
 /// Gives the flow a port at random from the range of the client's own port, which no live flow of the client to the

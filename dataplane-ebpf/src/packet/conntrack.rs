@@ -1,13 +1,13 @@
 //! Flows that are known: `dataplane_common::packet` says what their entries mean.
 
-use aya_ebpf::helpers::generated::bpf_ktime_get_coarse_ns;
 use dataplane_common::{
     Addr, Port, Protocol,
     cells::{self, Line as _, STATE, Snapshot},
-    packet::{FlowKey, PortKey, Tick, Translation, keep_seconds, seen},
+    packet::{FlowKey, PortKey, Tick, Translation, seen},
+    states::State,
     tcp::{
         ANEW, GOES_ON, OPENING, Opening, POSITIONS, Positions, Segment,
-        flags::{FIN, RST, SYN},
+        flags::{ACK, FIN, RST, SYN},
     },
 };
 
@@ -19,8 +19,7 @@ use crate::tables::NODE_ADDRS;
 
 #[inline(always)]
 pub fn now() -> Tick {
-    // SAFETY: the helper has no preconditions.
-    Tick::from_ns(unsafe { bpf_ktime_get_coarse_ns() })
+    Tick::from_ns(table::coarse_ns())
 }
 
 /// An address of the node's, by its index; unspecified if there is none.
@@ -129,7 +128,7 @@ impl Flow {
 
     /// Has a held cell be found by the replies of this flow, with the port of the node's that it has if it is
     /// masqueraded: `false` if another has that.
-    #[inline(always)]
+    #[inline(never)]
     pub fn lead(&self, index: u32, now: Tick) -> bool {
         let to = self.translation(now, 0);
         let place = cells::place_of_replies(&self.forward, &to, table::secret());
@@ -141,13 +140,13 @@ impl Flow {
     pub fn publish(&self, index: u32, now: Tick, first: &Segment) {
         table::set_came_by(index, self.came_by);
         let value = self.translation(now, seen::PACKET);
-        table::publish(index, &self.forward, &value, first);
+        table::publish(index, &self.forward, &value, first, now);
     }
 
     /// Removes it.
     #[inline(always)]
-    pub fn remove(&self) {
-        table::remove(&self.forward);
+    pub fn remove(&self, now: Tick) {
+        table::remove(&self.forward, now);
     }
 
     /// Whether another live flow has the replies of this one, which is not masqueraded. One that is over is
@@ -177,12 +176,9 @@ extern "C" fn conntrack_replies_taken(reply: *const FlowKey, now: u32) -> u32 {
     let Some((entry, found)) = table::find_by_client(reply) else {
         return 0;
     };
-    if is_over(
-        reply.protocol,
-        &found.value(),
-        Tick::from_number(now as u16),
-    ) {
-        table::remove_found(entry, &found);
+    let now = Tick::from_number(now as u16);
+    if is_over(reply.protocol, &found.value(), now) {
+        table::remove_found(entry, &found, now);
         return 0;
     }
     1
@@ -229,21 +225,27 @@ fn mark(entry: Place, found: &Snapshot, replies: bool, segment: &Segment, now: T
         if flags == 0 {
             return;
         }
-        if flags & ANEW != 0 {
+        let judged = flags;
+        flags = seen::of_packet(judged & !(ANEW | GOES_ON), replies);
+        if judged & ANEW != 0 {
             forgotten = seen::EARLIER;
-        } else if flags & GOES_ON != 0 {
-            forgotten = value.seen & seen::RESET;
+        } else if judged & GOES_ON != 0 {
+            forgotten = value.seen & seen::RST;
+            if segment.has(FIN) {
+                // Not one that is sent again.
+                if value.seen | flags != value.seen {
+                    forgotten |= value.seen & seen::FOLLOWED;
+                }
+            } else if seen::is_closing(value.seen) && segment.has(ACK) && !segment.has(SYN) {
+                flags |= seen::FOLLOWED;
+            }
         }
-        flags &= !(ANEW | GOES_ON);
-        if replies {
-            flags = seen::in_replies(flags);
-        } else if value.seen & ANSWERED_AND_ASSURED == ANSWERED {
-            let assured = if found.head().protocol() == Protocol::TCP {
-                table::acknowledges(entry.index, segment)
-            } else {
-                value.used != now
-            };
-            flags |= if assured { seen::ASSURED } else { 0 };
+        let is_tcp = found.head().protocol() == Protocol::TCP;
+        if value.seen & ANSWERED_AND_ASSURED == ANSWERED
+            && !(is_tcp && replies)
+            && table::assures(entry.index, segment, is_tcp)
+        {
+            flags |= seen::ASSURED;
         }
     }
     if value.seen | flags != value.seen || value.used != now || forgotten != 0 {
@@ -282,10 +284,9 @@ pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
     flow.seen = value.seen;
     flow.came_by = 0;
     if value.used != now && key.protocol != Protocol::TCP {
-        let (requests, replies) = (seen::of_requests(value.seen), seen::of_replies(value.seen));
-        if value.used.age_seconds(now) > keep_seconds(key.protocol, requests, replies) {
+        if is_idle(key.protocol, &value, now) {
             // Timed out, but not yet collected.
-            table::remove_found(entry, &found);
+            table::remove_found(entry, &found, now);
             return NEW;
         }
     }
@@ -318,8 +319,9 @@ pub fn masqueraded_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now
     answered(entry, &found, key, segment, flow, now)
 }
 
-/// Whether a masqueraded flow that lives has the ends of a packet that a socket of the node sends: what the endpoint answered
-/// would be taken for that flow's. One that is over is removed: the endpoint's answers are the socket's.
+/// Whether an assured flow that lives, and is masqueraded, has the ends of a packet that a socket of the node sends: what the
+/// endpoint answered would be taken for that flow's. Any other flow is removed: the endpoint's answers are the socket's, so
+/// that a flood of half-open connections takes no port from the node itself.
 #[inline(never)]
 pub fn is_port_taken(key: &FlowKey, now: Tick) -> bool {
     let port_key = PortKey::new(key.dst, key.dst_port, key.src_port, key.protocol);
@@ -331,8 +333,8 @@ pub fn is_port_taken(key: &FlowKey, now: Tick) -> bool {
     if is_foreign(&found) || node_addr(value.node_addr) != key.src {
         return false;
     }
-    if is_over(key.protocol, &value, now) {
-        table::remove_found(entry, &found);
+    if value.seen & seen::ASSURED == 0 || is_over(key.protocol, &value, now) {
+        table::remove_found(entry, &found, now);
         return false;
     }
     true
@@ -341,9 +343,13 @@ pub fn is_port_taken(key: &FlowKey, now: Tick) -> bool {
 /// Whether a flow has ended, or nobody has used it for longer than it is kept.
 #[inline(always)]
 fn is_over(protocol: Protocol, value: &Translation, now: Tick) -> bool {
-    let (requests, replies) = (seen::of_requests(value.seen), seen::of_replies(value.seen));
-    seen::is_ended(requests, replies)
-        || value.used.age_seconds(now) > keep_seconds(protocol, requests, replies)
+    seen::is_ended(value.seen) || is_idle(protocol, value, now)
+}
+
+/// Whether nobody has used a flow for longer than it is kept.
+#[inline(always)]
+fn is_idle(protocol: Protocol, value: &Translation, now: Tick) -> bool {
+    value.used.age_seconds(now) > table::keep(State::of(protocol, value.seen))
 }
 
 /// Looks for the flow of a reply to a client that is not masqueraded, by (endpoint, client).
@@ -356,7 +362,7 @@ pub fn answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> K
     let is_asked = found.key().dst == key.src && found.value().node_port == Port::ANY;
     if is_asked && found.key().dst_port == key.src_port {
         if is_over(key.protocol, &found.value(), now) {
-            table::remove_found(entry, &found);
+            table::remove_found(entry, &found, now);
             return NEW;
         }
         mark(entry, &found, true, segment, now);

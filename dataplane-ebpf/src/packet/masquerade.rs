@@ -1,9 +1,15 @@
 //! Which port of the node's an endpoint sees a masqueraded flow come from.
 
-use aya_ebpf::{bindings::__sk_buff, helpers::generated::bpf_get_prandom_u32};
+use core::ptr::{read_volatile, write_volatile};
+
+use aya_ebpf::{
+    bindings::__sk_buff, btf_maps::Array, helpers::generated::bpf_get_prandom_u32, macros::btf_map,
+};
 use dataplane_common::{
-    Addr, Port, Protocol, VipPlace, decide,
-    packet::{NODE_ADDRS, PacketConfig, Tick, need},
+    Addr, Port, Protocol, VipPlace,
+    cells::CellKey as _,
+    decide,
+    packet::{NODE_ADDRS, PacketConfig, PortKey, Tick, need},
     tables::FrontendKey,
 };
 
@@ -68,6 +74,59 @@ extern "C" fn masquerade_index_of(addr: *const Addr) -> u32 {
 const PLACES: u32 = 64;
 const FOR_EACH: u32 = 16;
 
+/// How a port is looked for: at all places.
+pub const THOROUGHLY: u32 = 0;
+/// At a few places of each kind: another endpoint may do as well.
+pub const BRIEFLY: u32 = 1;
+/// No endpoint has a free port: a flow that may be evicted gives its up (`room.rs` of the cells).
+pub const EVICTING: u32 = 2;
+
+/// How many flows are evicted at most for a new one.
+const EVICTIONS: u32 = 3;
+
+/// How many endpoints without ports are remembered.
+const REMEMBERED: u32 = 1024;
+/// For how long, in units of 2^28 ns (0.27 s): until the end of the next one.
+const UNIT: u32 = 28;
+
+/// Endpoints at which a thorough search found no port, by a hash: its other half, and when. So the packets that
+/// follow cost no such search.
+#[btf_map]
+static EXHAUSTED: Array<u64, { REMEMBERED as usize }> = Array::new();
+
+/// Where it is remembered that an endpoint has no ports, and as what.
+#[inline(always)]
+fn memory_of(key: &PortKey) -> (Option<*mut u64>, u64) {
+    let endpoint = PortKey {
+        node_port: Port::ANY,
+        ..*key
+    };
+    let place = endpoint.place(table::secret());
+    let when = table::coarse_ns() >> UNIT & 0xffff;
+    let place_of = EXHAUSTED.get_ptr_mut(place & (REMEMBERED - 1));
+    (place_of, u64::from(place) << 16 | when)
+}
+
+/// Whether a thorough search has failed lately.
+#[inline(always)]
+fn is_exhausted(key: &PortKey) -> bool {
+    let (Some(place), now) = memory_of(key) else {
+        return false;
+    };
+    // SAFETY: an aligned word of the array's element, which stays.
+    let then = unsafe { read_volatile(place) };
+    // 0 is nobody's: of all endpoints in 2^32, one is searched again and again.
+    then != 0 && then >> 16 == now >> 16 && now.wrapping_sub(then) & 0xffff <= 1
+}
+
+#[inline(always)]
+fn remember(key: &PortKey) {
+    if let (Some(place), now) = memory_of(key) {
+        // SAFETY: as above.
+        unsafe { write_volatile(place, now) };
+    }
+}
+
 /// Whether a service has the port. Node ports as Kubernetes gives them have no bit in the filter.
 #[inline(always)]
 fn is_served(key: &FrontendKey) -> bool {
@@ -77,14 +136,13 @@ fn is_served(key: &FrontendKey) -> bool {
         && !decide::Tables::frontend(&Live, key).is_none()
 }
 
-/// Has the port that the flow has lead to its cell, which is held, if no other flow to its endpoint has that port, no
-/// service and no socket of the node.
+/// Whether no service and no socket of the node has the port that the flow has.
 ///
 /// Services' ports may be TCP's. By UDP, what an endpoint's socket answers by a call of its own (`sendto`) goes to that
 /// service, since the call is seen before its packet is (`sendmsg`). (Node ports are looked at whether the address has
 /// them or not: it is one lookup less.)
 #[inline(always)]
-fn claim_port(skb: Skb, flow: &Flow, index: u32, now: Tick) -> bool {
+fn is_nobodys(skb: Skb, flow: &Flow) -> bool {
     let protocol = flow.forward.protocol;
     if protocol != Protocol::TCP {
         let (addr, port) = (node_addr(flow.node_addr), flow.node_port);
@@ -94,44 +152,28 @@ fn claim_port(skb: Skb, flow: &Flow, index: u32, now: Tick) -> bool {
             return false;
         }
     }
-    !sockets::has_one(skb, flow) && flow.lead(index, now)
+    !sockets::has_one(skb, flow)
 }
 
-/// [`claim_port`]. With external linkage, as in `table.rs`: the verifier looks at it once, not once for each port.
+/// [`is_nobodys`]. With external linkage, as in `table.rs`: the verifier looks at it once, not once for each port.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
-extern "C" fn masquerade_claim_port(
-    skb: *mut __sk_buff,
-    flow: *const Flow,
-    index: u32,
-    now: u32,
-) -> u32 {
+extern "C" fn masquerade_is_nobodys(skb: *mut __sk_buff, flow: *const Flow) -> u32 {
     // SAFETY: a flow, or null: the verifier sees to it where it is called.
     match unsafe { flow.as_ref() } {
-        Some(flow) => u32::from(claim_port(
-            Skb(skb),
-            flow,
-            index,
-            Tick::from_number(now as u16),
-        )),
+        Some(flow) => u32::from(is_nobodys(Skb(skb), flow)),
         None => 0,
     }
 }
 
-#[inline(always)]
-fn claim(skb: Skb, flow: &Flow, index: u32, now: Tick) -> bool {
-    masquerade_claim_port(skb.0, flow, index, u32::from(now.number())) != 0
-}
-
-/// Looks for a port at one of the places, and claims it. With external linkage likewise.
+/// Looks for a port at one of the places. With external linkage likewise.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
 extern "C" fn masquerade_try_place(
     skb: *mut __sk_buff,
     flow: *mut Flow,
-    index: u32,
     place: u32,
     now: u32,
 ) -> u32 {
@@ -146,7 +188,7 @@ extern "C" fn masquerade_try_place(
         return 0;
     }
     flow.node_port = table::free_port(&flow.port_key(), need_at(place), now);
-    u32::from(flow.node_port != Port::ANY && claim(Skb(skb), flow, index, now))
+    u32::from(flow.node_port != Port::ANY && masquerade_is_nobodys(skb, flow) != 0)
 }
 
 /// How much a port is needed once it is looked for at a place.
@@ -185,33 +227,63 @@ fn port_at(flow: &Flow, config: &PacketConfig, place: u32) -> Port {
     Port::new((lowest + nth) as u16)
 }
 
-/// Gives the flow a port that no other flow to its endpoint has, no service and no socket of the node ([`claim_port`]):
-/// the client's own, if nobody else wants that ([`PacketConfig::avoids`]), or one at one of the places. `false` if none
-/// was found. Unless it is looked for `thoroughly`, a few places of each kind are enough, where an endpoint that has ports left
-/// has one.
+/// Gives the flow a port that no other flow to its endpoint has, no service and no socket of the node: the client's own, if
+/// nobody else wants that ([`PacketConfig::avoids`]), or one at one of the places. `false` if none was found. `how`:
+/// [`THOROUGHLY`] and so on.
+///
+/// Nothing is held meanwhile: the port is the flow's when its slot leads to the flow's cell ([`Flow::lead`]).
 #[inline(never)]
-pub fn take_port(skb: Skb, flow: &mut Flow, index: u32, thoroughly: bool, now: Tick) -> bool {
+pub fn find_port(skb: Skb, flow: &mut Flow, how: u32, now: Tick) -> bool {
     let Some(config) = PACKET_CONFIG.get(0) else {
         return false;
     };
     let own = flow.forward.src_port;
-    if !config.avoids(own.host(), flow.forward.protocol, need::LITTLE) {
-        flow.node_port = own;
-        if claim(skb, flow, index, now) {
-            return true;
-        }
+    flow.node_port = own;
+    let protocol = flow.forward.protocol;
+    if !config.avoids(own.host(), protocol, need::LITTLE)
+        && table::is_port_free(&flow.port_key(), now)
+        && masquerade_is_nobodys(skb.0, flow) != 0
+    {
+        return true;
     }
-    let mut place = 0;
+    let exhausted = is_exhausted(&flow.port_key());
+    if exhausted && how == BRIEFLY {
+        return false;
+    }
+    // Of an endpoint that had none, one place of the last kind.
+    let (mut place, step) = if exhausted {
+        (PLACES - 1, 1)
+    } else if how == THOROUGHLY {
+        (0, 1)
+    } else {
+        (0, FOR_EACH - 1)
+    };
     for _ in 0..PLACES {
         if place >= PLACES {
             break;
         }
-        if masquerade_try_place(skb.0, flow, index, place, u32::from(now.number())) != 0 {
+        if masquerade_try_place(skb.0, flow, place, u32::from(now.number())) != 0 {
             return true;
         }
-        place += if thoroughly { 1 } else { FOR_EACH - 1 };
+        place += step;
+    }
+    if how == THOROUGHLY && !exhausted {
+        remember(&flow.port_key());
+    }
+    if how != EVICTING {
+        return false;
+    }
+    for _ in 0..EVICTIONS {
+        // SAFETY: the helper has no preconditions.
+        let random = unsafe { bpf_get_prandom_u32() };
+        flow.node_port = table::evict_port(&flow.port_key(), random, now);
+        let port = flow.node_port.host();
+        // A socket of the node may have it since.
+        if !config.avoids(port, protocol, need::ALL) && masquerade_is_nobodys(skb.0, flow) != 0 {
+            return true;
+        }
     }
     false
 }
 
-const _: () = assert!(FOR_EACH.is_power_of_two());
+const _: () = assert!(FOR_EACH.is_power_of_two() && REMEMBERED.is_power_of_two());

@@ -250,12 +250,8 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
             s.flow.toward_endpoint(&mut s.ends);
             return FORWARD;
         }
-        let (requests, replies) = (
-            flags::of_requests(s.flow.seen),
-            flags::of_replies(s.flow.seen),
-        );
         // One that a single side has closed may live for as long as the other one sends.
-        s.keep = if flags::is_ended(requests, replies) {
+        s.keep = if flags::is_ended(s.flow.seen) {
             begin::KEEP_ENDED
         } else {
             begin::KEEP

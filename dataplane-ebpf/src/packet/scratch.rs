@@ -43,7 +43,7 @@ pub struct Scratch {
     /// The pool that answers, and its index.
     pub pool: Pool,
     pub index: u32,
-    /// Whether the endpoint is to see an address of the node's: 1 or 0.
+    /// Whether the endpoint is to see an address of the node's, and at whose cost (flags of `begin.rs`).
     pub masquerade: u32,
     pub endpoint: Endpoint,
     /// Why it is the one: a `Reason`. `PortsExhausted`: those before it have no port left.

@@ -6,12 +6,15 @@
 
 use core::ptr::{read_volatile, write_volatile};
 
+use aya_ebpf::helpers::generated::{bpf_get_smp_processor_id, bpf_ktime_get_coarse_ns};
 use dataplane_common::{
     Port, Reason,
     cells::{
-        self, CellKey as _, Choice, Entry, Head, Line, Memory, NOWHERE, Slot, Snapshot, State,
+        self, CellKey as _, Choice, Entry, Head, Holder, Line, Memory, NOWHERE, PORTS_LOOKED_AT,
+        Slot, Snapshot, State,
     },
-    packet::{FlowKey, PacketConfig, PortKey, Tick, Translation},
+    packet::{FlowKey, PacketConfig, PortKey, Tick, Translation, need},
+    states,
     tcp::{self, POSITIONS, Positions, Segment},
 };
 
@@ -151,6 +154,15 @@ pub fn secret() -> u64 {
     }
 }
 
+/// Returns for how many seconds a flow is kept in a state.
+#[inline(always)]
+pub fn keep(state: states::State) -> u32 {
+    match PACKET_CONFIG.get(0) {
+        Some(config) => config.timeouts.of(state),
+        None => 0,
+    }
+}
+
 impl Memory for Maps {
     type Line = Place;
     type Entry = Word;
@@ -185,8 +197,15 @@ impl Memory for Maps {
     }
 
     #[inline(always)]
-    fn remove(&self, index: u32, head: Head) -> bool {
-        remove_at(index, head)
+    fn holder(&self, now: Tick) -> Holder {
+        // SAFETY: the helper has no preconditions.
+        let cpu = unsafe { bpf_get_smp_processor_id() };
+        Holder::new(cpu as u16, now)
+    }
+
+    #[inline(always)]
+    fn remove(&self, index: u32, head: Head, now: Tick) -> bool {
+        remove_at(index, head, now)
     }
 
     #[inline(always)]
@@ -215,6 +234,11 @@ impl Memory for Maps {
     }
 
     #[inline(always)]
+    fn keep(&self, state: states::State) -> u32 {
+        keep(state)
+    }
+
+    #[inline(always)]
     fn pushed_out(&self) {
         count(Reason::FlowPushedOut);
     }
@@ -224,13 +248,14 @@ impl Memory for Maps {
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
-extern "C" fn conntrack_remove(index: u32, head: u64) -> u32 {
-    u32::from(cells::remove(&Maps::get(), index, Head(head)))
+extern "C" fn conntrack_remove(index: u32, head: u64, now: u32) -> u32 {
+    let now = Tick::from_number(now as u16);
+    u32::from(cells::remove(&Maps::get(), index, Head(head), now))
 }
 
 #[inline(always)]
-fn remove_at(index: u32, head: Head) -> bool {
-    conntrack_remove(index, head.0) != 0
+fn remove_at(index: u32, head: Head, now: Tick) -> bool {
+    conntrack_remove(index, head.0, u32::from(now.number())) != 0
 }
 
 /// [`cells::mark`]. `flags`: what the packet adds to `seen`, and in the next eight bits what it has forgotten.
@@ -431,10 +456,64 @@ extern "C" fn conntrack_free_port(from: *const PortKey, need: u32, now: u32) -> 
     0
 }
 
+/// Whether a flow to the key's endpoint may have the key's port, by the slots.
+#[inline(always)]
+pub fn is_port_free(key: &PortKey, now: Tick) -> bool {
+    let port = u32::from(key.node_port.host());
+    conntrack_is_port_free(key, port, need::LITTLE, u32::from(now.number())) != 0
+}
+
 /// A port near the key's that no other flow to the endpoint has, or [`Port::ANY`].
 #[inline(always)]
 pub fn free_port(from: &PortKey, need: u32, now: Tick) -> Port {
     Port::new(conntrack_free_port(from, need, u32::from(now.number())) as u16)
+}
+
+/// [`cells::look_at_port`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_look_at_port(
+    choice: *mut Choice,
+    from: *const PortKey,
+    port: u32,
+    second: u32,
+    now: u32,
+) -> u32 {
+    // SAFETY: a choice and a key, or null: the verifier sees to it where it is called.
+    if let (Some(choice), Some(from)) = (unsafe { choice.as_mut() }, unsafe { from.as_ref() }) {
+        let key = PortKey {
+            node_port: Port::new(port as u16),
+            ..*from
+        };
+        let now = Tick::from_number(now as u16);
+        cells::look_at_port(&Maps::get(), choice, &key, second != 0, now);
+    }
+    0
+}
+
+/// [`evict_port`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_evict_port(from: *const PortKey, random: u32, now: u32) -> u32 {
+    /// An odd number of which nothing else is asked: the ports are far apart.
+    const APART: u32 = 23_669;
+    let mut choice = Choice::default();
+    for nth in 0..2 * PORTS_LOOKED_AT {
+        let second = nth >= PORTS_LOOKED_AT;
+        let nth = if second { nth - PORTS_LOOKED_AT } else { nth };
+        let port = random.wrapping_add(nth.wrapping_mul(APART)) & 0xffff;
+        conntrack_look_at_port(&mut choice, from, port, u32::from(second), now);
+    }
+    let now = Tick::from_number(now as u16);
+    u32::from(cells::evict_port(&Maps::get(), &choice, now).host())
+}
+
+/// Evicts a flow to the key's endpoint, if one may be evicted: returns its port, or [`Port::ANY`].
+#[inline(always)]
+pub fn evict_port(from: &PortKey, random: u32, now: Tick) -> Port {
+    Port::new(conntrack_evict_port(from, random, u32::from(now.number())) as u16)
 }
 
 /// What is known of the sequence numbers of the flow in a cell.
@@ -485,30 +564,39 @@ pub fn ask(key: &FlowKey, now: Tick) -> bool {
     conntrack_ask(key, u32::from(now.number())) != 0
 }
 
-/// [`Positions::are_acknowledged_by`].
+/// [`assures`].
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
-extern "C" fn conntrack_acknowledges(index: u32, segment: *const Segment) -> u32 {
+extern "C" fn conntrack_assures(index: u32, segment: *const Segment, is_tcp: u32) -> u32 {
     // SAFETY: a segment, or null: the verifier sees to it where it is called.
     match (sequences(index), unsafe { segment.as_ref() }) {
-        (Some(sequences), Some(segment)) => {
+        (Some(sequences), Some(segment)) if is_tcp != 0 => {
             u32::from(Positions(sequences.load(POSITIONS)).are_acknowledged_by(segment))
         }
+        (Some(sequences), _) => u32::from(tcp::is_stream(sequences, coarse_ns())),
         _ => 0,
     }
 }
 
-/// Whether a segment from the client acknowledges what the endpoint of the flow in a cell said.
+/// Whether a packet shows that both ends mean the flow in a cell, which was answered: of a client's segment, that it
+/// acknowledges what the endpoint said; of a datagram, that it comes late ([`tcp::is_stream`]).
 #[inline(always)]
-pub fn acknowledges(index: u32, segment: &Segment) -> bool {
-    conntrack_acknowledges(index, segment) != 0
+pub fn assures(index: u32, segment: &Segment, is_tcp: bool) -> bool {
+    conntrack_assures(index, segment, u32::from(is_tcp)) != 0
+}
+
+/// CLOCK_MONOTONIC, to a jiffy.
+#[inline(always)]
+pub fn coarse_ns() -> u64 {
+    // SAFETY: the helper has no preconditions.
+    unsafe { bpf_ktime_get_coarse_ns() }
 }
 
 /// Has the sequence numbers of the flow in a cell begin with a SYN.
 #[inline(always)]
 pub fn write_sequences(index: u32, syn: &Segment) {
-    cells::write_sequences(&Maps::get(), index, &tcp::begin(syn));
+    cells::write_sequences(&Maps::get(), index, &tcp::begin(syn, 0));
 }
 
 /// By which uplink the packets of the client of the flow in a cell come, if there are several uplinks; else 0.
@@ -542,31 +630,31 @@ fn came_by_at(index: u32) -> Option<*mut u32> {
 
 /// Gives a held cell its flow, whose first packet has come.
 #[inline(always)]
-pub fn publish(index: u32, key: &FlowKey, value: &Translation, first: &Segment) {
+pub fn publish(index: u32, key: &FlowKey, value: &Translation, first: &Segment, now: Tick) {
     let maps = Maps::get();
     if let Some(line) = maps.cell(index) {
         cells::write(line, key, value);
-        cells::write_sequences(&maps, index, &tcp::begin(first));
-        cells::publish(line, key);
+        cells::write_sequences(&maps, index, &tcp::begin(first, coarse_ns()));
+        cells::publish(line, key, maps.holder(now));
     }
 }
 
 /// Gives back a held cell to which nothing leads.
 #[inline(never)]
-pub fn give_back(index: u32, key: &FlowKey) {
-    cells::give_back(&Maps::get(), index, key);
+pub fn give_back(index: u32, key: &FlowKey, now: Tick) {
+    cells::give_back(&Maps::get(), index, key, now);
 }
 
 /// Removes the key's flow, if there is one.
 #[inline(never)]
-pub fn remove(key: &FlowKey) {
+pub fn remove(key: &FlowKey, now: Tick) {
     if let Some((place, found)) = find(key) {
-        remove_at(place.index, found.head());
+        remove_at(place.index, found.head(), now);
     }
 }
 
 /// Removes the flow that was found in a cell.
 #[inline(always)]
-pub fn remove_found(place: Place, found: &Snapshot) {
-    remove_at(place.index, found.head());
+pub fn remove_found(place: Place, found: &Snapshot, now: Tick) {
+    remove_at(place.index, found.head(), now);
 }

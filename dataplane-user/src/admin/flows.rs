@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use dataplane_common::{Addr, Protocol, packet::PacketConfig, tables::Peer};
+use dataplane_common::{Addr, Protocol, tables::Peer};
 
 use super::{api, clock::now, lock::lock};
 use crate::kernel::conntrack::{Census, Ports};
@@ -34,13 +34,14 @@ pub struct Vips {
     pub addresses: HashSet<Addr>,
 }
 
-impl From<&Ports> for api::Ports {
-    fn from(ports: &Ports) -> Self {
+impl api::Ports {
+    /// What a walk found of an endpoint's ports; `limit`: how many it can have.
+    pub fn new(ports: &Ports, limit: u32) -> Self {
         Self {
             protocol: ports.protocol.to_string(),
             endpoint: ports.endpoint.to_string(),
             used: ports.used,
-            limit: PacketConfig::PORTS,
+            limit,
         }
     }
 }

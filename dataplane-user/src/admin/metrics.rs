@@ -4,7 +4,7 @@
 
 use std::{collections::BTreeMap, fmt, fs, sync::Arc};
 
-use dataplane_common::{Reason, packet::PacketConfig};
+use dataplane_common::Reason;
 use nix::sys::resource::{Resource, getrlimit};
 use prometheus_client::{
     collector::Collector,
@@ -356,7 +356,7 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
             (
                 "dataplane_masquerade_ports_limit",
                 "Ports of the node that masqueraded flows to one endpoint may use",
-                PacketConfig::PORTS,
+                census.most_ports,
             ),
         ] {
             encoder

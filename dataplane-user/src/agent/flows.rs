@@ -31,7 +31,7 @@ use crate::{
     admin::{State, api, lock},
     kernel::{
         self, DirectFlows, Interface, Tables,
-        conntrack::{Collector, Conntrack, Held, Listed},
+        conntrack::{Collector, Conntrack, Listed},
         nf_conntrack,
         sockets::{Peers, Sweeper, pod_cgroups},
     },
@@ -96,7 +96,6 @@ impl Flows {
             swept: Cell::new(Instant::now()),
             packet,
             pods: Cell::new(Instant::now()),
-            held: Cell::default(),
             direct,
             none_since: Cell::new(None),
             astray: RefCell::default(),
@@ -228,8 +227,6 @@ struct Worker {
     /// When to look next where pods' sockets are, and where the routes to pods lead.
     pods: Cell<Instant>,
     astray: RefCell<Astray>,
-    /// Cells that were held when flows were last walked through.
-    held: Cell<Held>,
     direct: Arc<DirectFlows>,
     /// What [`DirectFlows::made`] was when the last walk began, if that found no such flow.
     none_since: Cell<Option<u64>>,
@@ -363,7 +360,7 @@ impl Worker {
         let since = Instant::now();
         let made = self.direct.made();
         let listed = self.hold_ports(&conntrack);
-        let mut collector = Collector::new(&conntrack, self.held.take(), listed.as_ref());
+        let mut collector = Collector::new(&conntrack, listed.as_ref());
         let mut took = Duration::ZERO;
         let census = loop {
             let start = Instant::now();
@@ -389,7 +386,6 @@ impl Worker {
                 "freed conntrack cells of programs that ended while they held them"
             );
         }
-        self.held.set(census.held.clone());
         self.look_for_direct(made, census.direct);
         self.state.flows.walked(census, since, took);
         Ok(())

@@ -9,6 +9,7 @@ use std::{collections::BTreeSet, io};
 use dataplane_common::{
     Addr,
     packet::{Iface, PacketConfig, SourceKey},
+    states::Timeouts,
 };
 use ipnet::IpNet;
 
@@ -40,6 +41,8 @@ pub struct PacketSettings {
     pub detector: Detector,
     /// Masquerade every connection to a cluster IP.
     pub masquerade_all: bool,
+    /// How long flows are kept.
+    pub timeouts: Timeouts,
 }
 
 /// How the programs recognize a client as a pod of this cluster. Pods are not masqueraded on the way to a cluster IP;
@@ -74,6 +77,7 @@ impl PacketSettings {
                 interface: packets.pods_by_interface,
             },
             masquerade_all: packets.masquerade_all,
+            timeouts: packets.timeouts.timeouts(),
         }
     }
 
@@ -173,6 +177,7 @@ impl PacketSettings {
             flags,
             ephemeral_first: first,
             ephemeral_last: last,
+            timeouts: self.timeouts,
             ..PacketConfig::default()
         };
         (config, pods)

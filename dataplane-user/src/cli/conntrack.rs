@@ -332,7 +332,7 @@ impl Open {
             masqueraded_as,
             service: self.service(&flow.key),
             idle_seconds: idle,
-            expires_seconds: flow.keep().saturating_sub(idle),
+            expires_seconds: flow.keep(&self.conntrack.timeouts()).saturating_sub(idle),
         }
     }
 }

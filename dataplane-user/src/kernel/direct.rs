@@ -8,7 +8,10 @@ use std::{
 };
 
 use aya::{Ebpf, maps::Map};
-use dataplane_common::packet::{direct::DATAGRAMS, timeout};
+use dataplane_common::{
+    packet::direct::DATAGRAMS,
+    states::{State, Timeouts},
+};
 
 use super::{
     error::{Doing, Error},
@@ -49,7 +52,9 @@ impl DirectFlows {
     /// Sockets are served from now on whose packets were until now: for as long as their flows are kept, datagrams, too,
     /// may begin such flows.
     pub fn sockets_are_new(&self) {
-        let until = Instant::now() + Duration::from_secs(timeout::UDP_ANSWERED.into()) + MARGIN;
+        let until = Instant::now()
+            + Duration::from_secs(Timeouts::DEFAULT.of(State::Stream).into())
+            + MARGIN;
         *self
             .datagrams
             .lock()

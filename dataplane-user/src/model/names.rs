@@ -141,7 +141,7 @@ impl Names {
             "svc" => return Some(labels.next().unwrap_or_default()),
             last => last,
         };
-        if self.has_namespace(last) {
+        if self.has_namespace(last) == Some(true) {
             return Some(last);
         }
         self.service(namespace, last).map(|_| namespace)

@@ -35,6 +35,7 @@ pub fn faults(settings: &Settings) -> Vec<(String, String)> {
             format!("{flows}; expected a number from 1024 to 8388608"),
         ));
     }
+    faults.extend(settings.packets.timeouts.faults());
     if let Some(clients) = settings.limits.affinity_clients
         && !(1024..=1 << 24).contains(&clients)
     {

@@ -6,6 +6,7 @@
 
 mod dns;
 mod faults;
+mod flow_timeouts;
 mod kernel;
 mod listen;
 mod mesh;
@@ -18,6 +19,7 @@ mod source;
 
 pub use dns::{Dns, DnsCapture, DnsDestinations};
 pub use faults::faults;
+pub use flow_timeouts::FlowTimeouts;
 pub use kernel::{Kernel, Limits};
 pub use listen::{Listen, Listeners, MetricsAuth};
 pub use mesh::{Mesh, MeshNamespace, MeshProxy, MeshRules, MeshWorkload};

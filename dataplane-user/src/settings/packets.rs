@@ -7,7 +7,7 @@ use clap::{
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{Pattern, Range, is_default};
+use super::{FlowTimeouts, Pattern, Range, is_default};
 use crate::kernel::{Hook, Order};
 
 /// The packet path, for clients without a socket on this node.
@@ -168,6 +168,10 @@ pub struct Packets {
         value_parser = clap::value_parser!(u32).range(1024..=8_388_608)
     )]
     pub conntrack_flows: Option<u32>,
+    /// How long flows are kept after their last packet, by their state
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub timeouts: FlowTimeouts,
 }
 
 /// How the agent attaches programs to interfaces.

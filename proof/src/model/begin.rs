@@ -209,7 +209,6 @@ impl Model<'_> {
             }
             flow.to.node_addr = index;
         }
-        let cell = self.state.flows.cell_for(&flow.key, at.tick)?;
         if masquerade {
             match self.port(&flow, at.tick, drawn)? {
                 Some(port) => flow.to.node_port = port,
@@ -221,6 +220,7 @@ impl Model<'_> {
                 None => return Ok(self.refuse(input, headers, Reason::PortsExhausted)),
             }
         }
+        let cell = self.state.flows.cell_for(&flow.key, at.tick)?;
         let numbers = Numbers::begun(headers);
         self.state.flows.enter(cell, &flow, numbers, at.tick)?;
         if let Some(client) = client {
@@ -290,7 +290,7 @@ impl Model<'_> {
     }
 
     /// Which port of the node's it is, or `None` if there is none left.
-    fn port(&self, flow: &Flow, now: Tick, drawn: &dyn Drawn) -> Result<Option<Port>, String> {
+    fn port(&mut self, flow: &Flow, now: Tick, drawn: &dyn Drawn) -> Result<Option<Port>, String> {
         // What an endpoint's socket sends to a service is that one's; TCP's answers are no calls.
         let (addr, protocol) = (self.world.node_addr(flow.to.node_addr), flow.key.protocol);
         let served =
@@ -301,6 +301,14 @@ impl Model<'_> {
             flow.to.node_port = Port::new(port);
             !served(flow.to.node_port) && self.state.flows.has_slot(&flow, now)
         };
+        // All attempts may fail where few ports are free, and only there.
+        let are_few = || {
+            let left = (1024..=u16::MAX).filter(|port| free(*port)).count();
+            if left > 64_512 / 4 {
+                return Err(format!("no port was found, of {left} that were free"));
+            }
+            Ok(())
+        };
         let own = flow.key.src_port.host();
         if self.world.is_nobodys(own, protocol) && free(own) {
             return Ok(Some(flow.key.src_port));
@@ -309,11 +317,7 @@ impl Model<'_> {
             endpoint_of(to) == endpoint_of(&flow.to) && to.node_addr == flow.to.node_addr
         });
         let Some(entered) = entered else {
-            // All attempts may fail where few ports are free, and only there.
-            let left = (1024..=u16::MAX).filter(|port| free(*port)).count();
-            if left > 64_512 / 4 {
-                return Err(format!("no port was found, of {left} that were free"));
-            }
+            are_few()?;
             return Ok(None);
         };
         let port = entered.node_port.host();
@@ -321,9 +325,24 @@ impl Model<'_> {
             return Err(format!("port {port} may not be given to a flow"));
         }
         if !free(port) {
-            return Err(format!(
-                "port {port} has another flow's slot, or is a service's"
-            ));
+            are_few()?;
+            let mut given = *flow;
+            given.to.node_port = entered.node_port;
+            let other = self.state.flows.with_slot(&given);
+            let other = other.filter(|other| {
+                let is_protected = other.key.protocol == Protocol::TCP
+                    && other.to.seen & seen::ASSURED != 0
+                    && !other.is_ended();
+                !other.is_foreign() && !is_protected && !served(entered.node_port)
+            });
+            let Some(other) = other else {
+                return Err(format!(
+                    "port {port} has another flow's slot, or is a service's"
+                ));
+            };
+            // It has given up its port.
+            self.state.flows.remove(&other.key);
+            self.count(Reason::FlowPushedOut);
         }
         Ok(Some(entered.node_port))
     }

@@ -2,11 +2,12 @@
 
 use dataplane_common::{
     Port, Protocol,
-    packet::{FlowKey, PortKey, Tick, Translation, seen, timeout},
+    packet::{FlowKey, PortKey, Tick, Translation, seen},
     tcp::{ANEW, GOES_ON},
 };
 
 use super::{Model, read::Headers, write::Ends};
+use crate::wire::flags;
 
 /// A flow, as it was before the packet.
 #[derive(Clone, Copy, Debug)]
@@ -86,24 +87,15 @@ impl Flow {
         )
     }
 
-    /// What was seen of its requests, and of its replies.
-    fn seen(&self) -> [u8; 2] {
-        [
-            seen::of_requests(self.to.seen),
-            seen::of_replies(self.to.seen),
-        ]
-    }
-
     /// Whether both sides have closed it, or one has broken it off.
     pub fn is_ended(&self) -> bool {
-        let [requests, replies] = self.seen();
-        (requests | replies) & seen::RST != 0 || requests & replies & seen::FIN != 0
+        let closed = seen::FIN | seen::in_replies(seen::FIN);
+        self.to.seen & seen::RST != 0 || self.to.seen & closed == closed
     }
 
     /// Whether nothing was heard of it for longer than it is remembered.
     pub fn is_timed_out(&self, now: Tick) -> bool {
-        let [requests, replies] = self.seen();
-        self.to.used.age_seconds(now) > keep_seconds(self.key.protocol, requests, replies)
+        self.to.used.age_seconds(now) > keep_seconds(self.key.protocol, self.to.seen)
     }
 
     pub fn toward_client(&self) -> Ends {
@@ -124,23 +116,40 @@ pub fn gives_way(flow: &Flow, now: Tick) -> bool {
     !foreign && (ended || flow.is_timed_out(now))
 }
 
-/// For how many seconds a flow is remembered, by what was seen of both directions.
-pub fn keep_seconds(protocol: Protocol, requests: u8, replies: u8) -> u32 {
-    let either = requests | replies;
-    let both = requests & replies;
-    if protocol == Protocol::TCP {
-        if either & seen::RST != 0 || both & seen::FIN != 0 {
-            return timeout::TCP_CLOSED;
-        }
-        if either & seen::FIN != 0 {
-            return timeout::TCP_HALF_CLOSED;
-        }
+/// For how many seconds a flow is remembered, by what was seen of it: the kernel's defaults (`nf_conntrack_proto_tcp.c`,
+/// `nf_conntrack_proto_udp.c`), and kube-proxy's.
+pub fn keep_seconds(protocol: Protocol, seen: u8) -> u32 {
+    let has = |bit: u8| seen & bit != 0;
+    let (closed, answered) = (
+        [seen::FIN, seen::in_replies(seen::FIN)].map(has),
+        has(seen::in_replies(seen::PACKET)),
+    );
+    if protocol != Protocol::TCP {
+        return if answered && has(seen::ASSURED) {
+            120
+        } else {
+            30
+        };
     }
-    match (protocol == Protocol::TCP, replies & seen::PACKET != 0) {
-        (true, true) => timeout::TCP_ESTABLISHED,
-        (true, false) => timeout::TCP_SYN,
-        (false, true) => timeout::UDP_ANSWERED,
-        (false, false) => timeout::UDP_UNANSWERED,
+    match (has(seen::RST), closed, has(seen::FOLLOWED)) {
+        (true, ..) => 10,
+        (_, [true, true], followed) => {
+            if followed {
+                120
+            } else {
+                30
+            }
+        }
+        (_, [false, false], _) if !answered => 120,
+        (_, [false, false], _) if has(seen::ASSURED) => 86_400,
+        (_, [false, false], _) => 60,
+        (_, _, followed) => {
+            if followed {
+                3600
+            } else {
+                120
+            }
+        }
     }
 }
 
@@ -174,25 +183,29 @@ impl Model<'_> {
                 return;
             }
             self.state.flows.set_numbers(key, numbers);
+            added = seen::of_packet(counted & !(ANEW | GOES_ON), replies);
             if counted & ANEW != 0 {
                 forgotten = !seen::PACKET;
             } else if counted & GOES_ON != 0 {
-                forgotten = seen::RST | seen::in_replies(seen::RST);
+                forgotten = seen::RST;
+                let has = |flag| packet.flags.is_some_and(|flags| flags & flag != 0);
+                let closed = seen::FIN | seen::in_replies(seen::FIN);
+                if has(flags::FIN) && added & closed & !to.seen != 0 {
+                    // The first FIN of a side: nothing has followed it.
+                    forgotten |= seen::FOLLOWED;
+                } else if to.seen & closed != 0 && has(flags::ACK) && !has(flags::SYN | flags::FIN)
+                {
+                    added |= seen::FOLLOWED;
+                }
             }
-            let counted = counted & !(ANEW | GOES_ON);
-            added = if replies {
-                seen::in_replies(counted)
-            } else {
-                counted
-            };
             let answered = seen::in_replies(seen::PACKET);
-            if !replies && to.seen & (answered | seen::ASSURED) == answered {
-                let assured = if key.protocol == Protocol::TCP {
-                    numbers.are_acknowledged_by(packet)
-                } else {
-                    to.used != now
-                };
-                added |= if assured { seen::ASSURED } else { 0 };
+            // Whether a datagram comes late enough only the program's clock knows (`compare.rs`).
+            if key.protocol == Protocol::TCP
+                && !replies
+                && to.seen & (answered | seen::ASSURED) == answered
+                && numbers.are_acknowledged_by(packet)
+            {
+                added |= seen::ASSURED;
             }
         }
         self.state.flows.change(key, |to| {
@@ -232,7 +245,7 @@ impl Model<'_> {
         flow.filter(|flow| !flow.is_foreign() && self.world.node_addr(flow.to.node_addr) == key.dst)
     }
 
-    /// Whether a packet that leaves has the ends of a masqueraded flow's that lives. One that does not is forgotten.
+    /// Whether a packet that leaves has the ends of an assured masqueraded flow that lives. Any other flow is forgotten.
     pub(super) fn is_port_taken(&mut self, key: &FlowKey, now: Tick) -> bool {
         let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
         if key.src_port.host() < 1024 {
@@ -241,11 +254,12 @@ impl Model<'_> {
         let Some(other) = self.masqueraded(&back) else {
             return false;
         };
-        let over = other.is_ended() || other.is_timed_out(now);
-        if over {
+        let gives_way =
+            other.is_ended() || other.is_timed_out(now) || other.to.seen & seen::ASSURED == 0;
+        if gives_way {
             self.state.flows.remove(&other.key);
         }
-        !over
+        !gives_way
     }
 
     /// Whether a packet may be a request of one flow and, from an endpoint, an answer of another that is masqueraded.

@@ -79,6 +79,14 @@ impl Flows {
         self.table.change(key, change);
     }
 
+    /// What only the kernel's table knows of a flow that the model has changed.
+    pub fn adopt(&mut self, key: &FlowKey, change: impl FnOnce(&mut Translation)) {
+        if let Some(mut to) = self.get(key) {
+            change(&mut to);
+            self.table.adopt(key, to);
+        }
+    }
+
     /// How far a flow's directions have got.
     pub fn numbers(&self, key: &FlowKey) -> Numbers {
         self.numbers.get(key).unwrap_or_default()
@@ -136,6 +144,15 @@ impl Flows {
         self.slots
             .get(&home)
             .is_none_or(|other| self.gives_way(&other, now))
+    }
+
+    /// The flow that has the first of the slots that a flow may have.
+    pub fn with_slot(&self, flow: &Flow) -> Option<Flow> {
+        let key = self.slots.get(&self.slots_of(flow)[0])?;
+        Some(Flow {
+            key,
+            to: self.get(&key)?,
+        })
     }
 
     /// Enters a flow that was given a cell, and a port of the node's if it is masqueraded.

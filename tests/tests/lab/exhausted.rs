@@ -1,11 +1,11 @@
 //! Endpoints whose ports are nearly all taken, or all; and sockets of the node that take a flow's port.
 
-use std::{collections::BTreeSet, net::IpAddr};
+use std::collections::BTreeSet;
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{FlowKey, PacketConfig, Tick, Translation, seen},
+    packet::{FlowKey, PacketConfig, Tick, Translation, need, seen},
     tables::Endpoint,
 };
 use dataplane_proof::{Verdict, campaign::Scene, wire::flags, world::MANY};
@@ -18,6 +18,7 @@ scenarios! {
     one_of_many_endpoints_with_ports_is_found,
     a_client_keeps_no_endpoint_that_refused_it,
     a_socket_that_takes_a_flows_port_is_refused,
+    half_open_connections_and_greedy_clients_give_ports_up,
 }
 
 /// The endpoint of service 13, and one of six of service 1, and where it is.
@@ -28,9 +29,38 @@ fn protocol(tcp: bool) -> Protocol {
     if tcp { Protocol::TCP } else { Protocol::UDP }
 }
 
+/// Whose flows have the ports.
+#[derive(Clone, Copy, Debug)]
+enum Whose {
+    /// Of as many clients as there are ports, and assured.
+    Many,
+    /// The same, of one client.
+    One,
+    /// Of many clients, none of which has acknowledged anything.
+    HalfOpen,
+}
+
+impl Whose {
+    /// The client of the flow that has a port.
+    fn client(self, v4: bool, endpoint: &str, port: u16) -> Addr {
+        // Of each endpoint, so that no two flows have one key.
+        let numbers: Vec<u8> = endpoint.split('.').filter_map(|n| n.parse().ok()).collect();
+        let endpoint = numbers[2] * 100 + numbers[3];
+        let [high, low] = match self {
+            Self::One => [0, 1],
+            Self::Many | Self::HalfOpen => port.to_be_bytes(),
+        };
+        Addr::from(ip(
+            v4,
+            &format!("10.{endpoint}.{high}.{low}"),
+            &format!("fd00:{endpoint}::{high:x}{low:02x}"),
+        ))
+    }
+}
+
 /// Flows to the endpoint of service 13, by all ports of the node's but those that `leaves_out` says.
 fn fill(scene: &Scene, v4: bool, tcp: bool, leaves_out: impl Fn(u16) -> bool) -> Result<()> {
-    let left = fill_up(scene, (v4, tcp), (SMALL, 80), leaves_out)?;
+    let left = fill_up(scene, (v4, tcp), (SMALL, 80), Whose::Many, leaves_out)?;
     ensure!(left == 0, "{left} ports were not taken");
     Ok(())
 }
@@ -40,6 +70,7 @@ fn fill_up(
     scene: &Scene,
     (v4, tcp): (bool, bool),
     ([addr4, addr6], endpoint_port): ([&str; 2], u16),
+    whose: Whose,
     leaves_out: impl Fn(u16) -> bool,
 ) -> Result<u32> {
     let mut left = 0;
@@ -49,10 +80,18 @@ fn fill_up(
     let (to, port) = (vip(v4, "node", 13).0, endpoint_port);
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
     let used = Tick::from_ns(u64::try_from(std::time::Duration::from(now).as_nanos())?);
-    for node_port in (PacketConfig::FIRST_PORT..=u16::MAX).filter(|port| !leaves_out(*port)) {
-        let client: IpAddr = ip(v4, addr4, addr6);
+    let assured = match whose {
+        Whose::HalfOpen => 0,
+        Whose::Many | Whose::One => seen::ASSURED,
+    };
+    let seen = seen::PACKET | seen::in_replies(seen::PACKET) | assured;
+    let is_given = |port: &u16| {
+        let config = &scene.world.config;
+        !config.avoids(*port, protocol(tcp), need::ALL) && !leaves_out(*port)
+    };
+    for node_port in (PacketConfig::FIRST_PORT..=u16::MAX).filter(is_given) {
         let key = FlowKey::new(
-            Addr::from(client),
+            whose.client(v4, addr4, node_port),
             Port::new(node_port),
             Addr::from(to),
             Port::new(port),
@@ -63,7 +102,7 @@ fn fill_up(
             endpoint_port: Port::new(endpoint_port),
             node_port: Port::new(node_port),
             used,
-            seen: seen::PACKET | seen::in_replies(seen::PACKET),
+            seen,
             node_addr,
         };
         left += u32::from(!scene.rig.conntrack.add(&key, &flow));
@@ -126,8 +165,13 @@ fn an_endpoint_without_ports_is_not_drawn() -> Result<()> {
             }
             ensure!(served > 20, "{way:?}: {served} of 60 were served");
             let refused = asks(scene, way, 13, 20_100)?;
-            let told = refused.err().context("it was given a port")?;
-            ensure!(told == [Reason::PortsExhausted], "{way:?}: {told:?}");
+            if tcp {
+                let told = refused.err().context("it was given a port")?;
+                ensure!(told == [Reason::PortsExhausted], "{way:?}: {told:?}");
+            } else {
+                // Of UDP flows, the one that was idle longest gives its port up.
+                refused.map_err(|reasons| anyhow!("{way:?}: refused: {reasons:?}"))?;
+            }
 
             scene.forget()?;
             let free = |port: u16| port.is_multiple_of(50);
@@ -149,7 +193,7 @@ fn one_of_many_endpoints_with_ports_is_found() -> Result<()> {
         let way = (true, true);
         // They are side by side in the pool, so that one after the other is tried in vain.
         for addr in &MANY[..TAKEN] {
-            fill_up(scene, way, (*addr, 8080), |_| false)?;
+            fill_up(scene, way, (*addr, 8080), Whose::Many, |_| false)?;
         }
         let mut served = BTreeSet::new();
         for from in 20_000..20_200 {
@@ -177,7 +221,7 @@ fn a_client_keeps_no_endpoint_that_refused_it() -> Result<()> {
             (["10.244.1.11", "fd00:10:244:1::11"], 8081),
             far,
         ] {
-            fill_up(scene, way, endpoint, |_| false)?;
+            fill_up(scene, way, endpoint, Whose::Many, |_| false)?;
         }
         let refused = asks(scene, way, 7, 20_000)?;
         let told = refused.err().context("it was given a port")?;
@@ -191,6 +235,8 @@ fn a_client_keeps_no_endpoint_that_refused_it() -> Result<()> {
         for (key, _) in flows.filter(|(_, flow)| flow.endpoint == far.addr) {
             ensure!(conntrack.remove(&key), "{key:?} was there");
         }
+        // For so long it is remembered that the endpoint had none.
+        std::thread::sleep(std::time::Duration::from_millis(600));
         for from in 20_001..20_040 {
             let (endpoint, _) =
                 asks(scene, way, 7, from)?.map_err(|reasons| anyhow!("{from}: {reasons:?}"))?;
@@ -205,6 +251,35 @@ fn a_client_keeps_no_endpoint_that_refused_it() -> Result<()> {
     })
 }
 
+/// A flood of connections that no client has acknowledged, and one client that has all ports of an endpoint, keep no other
+/// client out: TCP's and UDP's. Nor do they keep the node itself from its endpoint.
+fn half_open_connections_and_greedy_clients_give_ports_up() -> Result<()> {
+    on(Scene::with_flows(1 << 17)?, |scene| {
+        for way in [(true, true), (true, false), (false, true)] {
+            let (v4, tcp) = way;
+            for whose in [Whose::HalfOpen, Whose::One] {
+                scene.forget()?;
+                let taken = fill_up(scene, way, (SMALL, 80), whose, |_| false)?;
+                ensure!(taken == 0, "{taken} ports were not taken");
+                for from in 20_000..20_200 {
+                    asks(scene, way, 13, from)?
+                        .map_err(|reasons| anyhow!("{way:?}, {whose:?}: refused: {reasons:?}"))?;
+                }
+            }
+            scene.forget()?;
+            fill_up(scene, way, (SMALL, 80), Whose::HalfOpen, |_| false)?;
+            let node = ip(v4, "10.244.1.1", "fd00:10:244:1::1");
+            let endpoint = (ip(v4, SMALL[0], SMALL[1]), 80);
+            for from in 40_000..40_050 {
+                let own = packet(tcp, (node, from), endpoint, flags::SYN).frame();
+                let what = format!("{way:?}: the node itself from {from}");
+                check(scene, &what, (AT, true), &own, &Then::Alone, &[])?;
+            }
+        }
+        Ok(())
+    })
+}
+
 /// What a socket of the node sends to an endpoint from a flow's port is refused, and the flow goes on. Once that is over the
 /// port is the socket's.
 fn a_socket_that_takes_a_flows_port_is_refused() -> Result<()> {
@@ -214,6 +289,14 @@ fn a_socket_that_takes_a_flows_port_is_refused() -> Result<()> {
             scene.forget()?;
             let (_, port) = asks(scene, way, 13, 20_000)?
                 .map_err(|reasons| anyhow!("{way:?}: refused: {reasons:?}"))?;
+            let assure = || {
+                for (key, mut flow) in scene.rig.conntrack.entries() {
+                    flow.seen |= seen::in_replies(seen::PACKET) | seen::ASSURED;
+                    ensure!(scene.rig.conntrack.set(&key, &flow));
+                }
+                Ok(())
+            };
+            assure()?;
             let node = ip(v4, "10.244.1.1", "fd00:10:244:1::1");
             let endpoint = (ip(v4, SMALL[0], SMALL[1]), 80);
             for (from, taken) in [(port, true), (port + 1, false)] {

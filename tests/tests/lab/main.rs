@@ -280,6 +280,7 @@ fn main() -> ExitCode {
         peers::SCENARIOS,
         kube_proxy::SCENARIOS,
         many_flows::SCENARIOS,
+        differential::CONVERSATIONS,
         differential::RECORDED,
         differential::POLICIES,
         differential::SHARING,

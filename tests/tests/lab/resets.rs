@@ -199,13 +199,20 @@ fn each_side_ends_its_flow() -> Result<()> {
             connection.open()?;
             connection.send(replies, bits, numbers)?;
             let state = connection.state()?;
-            ensure!(state == State::Reset, "{state} by {bits} {numbers:#x?}");
+            ensure!(state == State::Close, "{state} by {bits} {numbers:#x?}");
         }
         connection.open()?;
         connection.send(false, flags::FIN | flags::ACK, [client, server])?;
-        ensure!(connection.state()? == State::HalfClosed);
+        ensure!(connection.state()? == State::FinWait);
+        connection.send(true, flags::ACK, [server, client + 1])?;
+        ensure!(connection.state()? == State::CloseWait);
+        // Once more: it is the same one.
+        connection.send(false, flags::FIN | flags::ACK, [client, server])?;
+        ensure!(connection.state()? == State::CloseWait);
         connection.send(true, flags::FIN | flags::ACK, [server, client + 1])?;
-        ensure!(connection.state()? == State::Closed);
+        ensure!(connection.state()? == State::LastAck);
+        connection.send(false, flags::ACK, [client + 1, server.wrapping_add(1)])?;
+        ensure!(connection.state()? == State::TimeWait);
         Ok(())
     })
 }
@@ -219,13 +226,14 @@ fn a_reset_that_the_connection_outlives_ends_nothing() -> Result<()> {
             connection.open()?;
             if closed {
                 connection.send(true, flags::FIN | flags::ACK, [server, client])?;
+                connection.send(false, flags::ACK, [client, server])?;
             }
             let before = connection.state()?;
             for (reset, goes_on) in [(false, true), (false, false), (true, false), (true, true)] {
                 let number = if reset { server } else { client };
                 connection.send(reset, flags::RST, [number.wrapping_add(1000), 0])?;
                 let state = connection.state()?;
-                ensure!(state == State::Reset, "{state} by a RST");
+                ensure!(state == State::Close, "{state} by a RST");
                 let mut numbers = [client, server];
                 if goes_on {
                     numbers.reverse();
@@ -277,7 +285,7 @@ fn a_syn_moves_no_connection_that_lives() -> Result<()> {
             connection.age(5)?;
             connection.send(false, flags::SYN, syn)?;
             let flow = connection.flow()?;
-            let moved = flow.state() == State::Syn && flow.endpoint() != before;
+            let moved = flow.state() == State::SynSent && flow.endpoint() != before;
             ensure!(moved, "nobody answers: {flow:?}");
 
             connection.scene.forget()?;
@@ -321,10 +329,13 @@ fn a_refused_connection_is_over() -> Result<()> {
         connection.send(false, flags::SYN, [CLIENT, 0])?;
         let refusal = flags::RST | flags::ACK;
         connection.send(true, refusal, [0, CLIENT + 0x10_0000])?;
-        ensure!(connection.state()? == State::Syn, "another SYN was refused");
+        ensure!(
+            connection.state()? == State::SynSent,
+            "another SYN was refused"
+        );
         // `packet` has seven bytes, and who listens to nothing acknowledges none of them.
         connection.send(true, refusal, [0, CLIENT + 1])?;
-        ensure!(connection.state()? == State::Reset);
+        ensure!(connection.state()? == State::Close);
         Ok(())
     })
 }
@@ -385,14 +396,14 @@ fn an_ended_connection_and_a_syn_keep_the_endpoint() -> Result<()> {
                 reply(fin, [SERVER + 1, CLIENT + 2])?
             };
             let over = if by_reset {
-                State::Reset
+                State::Close
             } else {
-                State::Closed
+                State::LastAck
             };
             ensure!(ended.state() == over, "{ended:?} is {}", ended.state());
             let after = request(flags::SYN, [CLIENT + (1 << 30), 0])?;
             ensure!(
-                after.state() == State::Syn && after.endpoint() == before.endpoint(),
+                after.state() == State::SynSent && after.endpoint() == before.endpoint(),
                 "{before:?} became {after:?}"
             );
         }
@@ -439,10 +450,10 @@ fn a_half_closed_connection_keeps_its_endpoint() -> Result<()> {
             };
             let before = send(flags::SYN, [CLIENT, 0])?;
             let closed = send(flags::FIN | flags::ACK, [CLIENT + 1, SERVER])?;
-            ensure!(closed.state() == State::HalfClosed, "{closed:?}");
+            ensure!(closed.state() == State::FinWait, "{closed:?}");
             let after = send(flags::SYN, [CLIENT + (1 << 30), 0])?;
             ensure!(
-                after.state() == State::HalfClosed && after.endpoint() == before.endpoint(),
+                after.state() == State::FinWait && after.endpoint() == before.endpoint(),
                 "{before:?} became {after:?}"
             );
         }
@@ -465,16 +476,16 @@ fn a_half_closed_flow_begins_anew_once_the_endpoint_says_so() -> Result<()> {
             connection.send(!by_client, flags::FIN | flags::ACK, numbers)?;
             let (client, server) = (client + (1 << 29), server.wrapping_add(1 << 29));
             connection.send(false, flags::SYN, [client, 0])?;
-            ensure!(connection.state()? == State::HalfClosed);
+            ensure!(connection.state()? == State::FinWait);
             connection.send(true, flags::SYN | flags::ACK, [server, client + 1])?;
             let state = connection.state()?;
-            ensure!(state == State::Established, "{state}");
+            ensure!(state == State::SynReceived, "{state}");
             let numbers = [client + 1, server.wrapping_add(1)];
             connection.send(false, flags::FIN | flags::ACK, numbers)?;
-            ensure!(connection.state()? == State::HalfClosed);
+            ensure!(connection.state()? == State::FinWait);
             // The endpoint's answer again, as the client's acknowledgement was lost.
             connection.send(true, flags::SYN | flags::ACK, [server, client + 1])?;
-            ensure!(connection.state()? == State::HalfClosed);
+            ensure!(connection.state()? == State::FinWait);
         }
         Ok(())
     })
@@ -513,9 +524,9 @@ fn real_connections_end_as_they_do() -> Result<()> {
     };
     let [open, http, shut] = [30_080, 30_081, 30_082].map(|port| format!("{node}:{port}"));
     reaches(ext, &open, "connect --count 5", &["near"])?;
-    all(&open, "reset", 5)?;
+    all(&open, "close", 5)?;
     reaches(ext, &http, "http --count 3", &["near"])?;
-    all(&http, "closed", 3)?;
+    all(&http, "time-wait", 3)?;
     refused(ext, &shut, "connect --count 2")?;
-    all(&shut, "reset", 2)
+    all(&shut, "close", 2)
 }

@@ -169,7 +169,11 @@ impl State {
             flows: self.flows.last().map(|walk| api::Flows {
                 at: walk.at,
                 total: walk.census.total(),
-                ports: walk.census.ports.iter().map(api::Ports::from).collect(),
+                ports: {
+                    let most = walk.census.most_ports;
+                    let ports = walk.census.ports.iter();
+                    ports.map(|ports| api::Ports::new(ports, most)).collect()
+                },
             }),
             dns: self.dns.get().map(|dns| {
                 let [queries, local, cached, failed] = dns.counted();

@@ -21,7 +21,7 @@ use crate::{
     cli::output::duration,
     kernel::{
         PacketTables, Tables,
-        conntrack::{Conntrack, Flow, State, now},
+        conntrack::{Conntrack, Flow, now},
     },
 };
 
@@ -123,7 +123,7 @@ fn known(
         flow.endpoint(),
         flow.state(),
         duration(flow.idle(now()).into()),
-        duration(flow.keep().into()),
+        duration(flow.keep(&live.conntrack.timeouts()).into()),
     ));
     let frontend = decide::find_frontend(
         live.tables,
@@ -167,8 +167,8 @@ fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) {
     let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
     let rival = live.conntrack.find_by_reply(&back);
     let rival = rival.filter(|flow| {
-        let live = [State::Syn, State::Established, State::HalfClosed].contains(&flow.state());
-        live && !flow.is_masqueraded() && !flow.is_over(now())
+        let is_live = !flow.is_ended() && !flow.is_foreign();
+        is_live && !flow.is_masqueraded() && !flow.is_over(now(), &live.conntrack.timeouts())
     });
     let Some(flow) = rival.filter(|_| key.protocol == Protocol::TCP) else {
         told.steps.push(Reason::NotService.text().to_owned());

@@ -10,7 +10,7 @@ use dataplane_common::{
     packet::{FlowKey, Tick},
 };
 
-use super::{Conntrack, Flow, Flows, Held, State, now};
+use super::{Conntrack, Flow, Flows, State, now};
 
 /// What a walk through all flows found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -21,21 +21,20 @@ pub struct Census {
     pub removed: u64,
     /// Cells that somebody had held who died meanwhile, and that were freed.
     pub freed: u64,
-    /// Cells that were held, for the next walk.
-    pub held: Held,
     /// The services' addresses that the flows go to ([`Flow::our_vip`]).
     pub vips: HashSet<Addr>,
     /// How many flows are no service's ([`Flow::is_direct`]).
     pub direct: u64,
     /// The endpoints that have the most ports of the node's, the one with most first: at most `BUSIEST`.
     pub ports: Vec<Ports>,
+    /// How many ports an endpoint can have.
+    pub most_ports: u32,
 }
 
 /// Of how many endpoints a census says how many ports they have.
 const BUSIEST: usize = 10;
 
-/// How many of the node's ports masqueraded flows to an endpoint have, of
-/// [`PacketConfig::PORTS`](dataplane_common::packet::PacketConfig::PORTS).
+/// How many of the node's ports masqueraded flows to an endpoint have, of [`Census::most_ports`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ports {
     /// TCP or UDP.
@@ -80,8 +79,6 @@ pub struct Collector<'a> {
     census: Census,
     /// How many ports masqueraded flows to each endpoint have.
     ports: HashMap<(Protocol, Addr, Port), u32>,
-    /// Cells that were held when the walk before this came by.
-    held: Held,
     /// The flows that the kernel's own conntrack translates.
     foreign: Foreign,
     /// The ports that it has given.
@@ -89,16 +86,15 @@ pub struct Collector<'a> {
 }
 
 impl<'a> Collector<'a> {
-    /// Begins a walk. `held`: what the walk before found held ([`Census::held`]). `listed`: which ports the kernel's own conntrack
+    /// Begins a walk. `listed`: which ports the kernel's own conntrack
     /// has given; others that were held before are free. `None` if nobody asked, or it cannot be read.
-    pub fn new(conntrack: &'a Conntrack, held: Held, listed: Option<&'a Listed>) -> Self {
+    pub fn new(conntrack: &'a Conntrack, listed: Option<&'a Listed>) -> Self {
         Self {
             conntrack,
             flows: conntrack.flows(),
             batch: Vec::new(),
             census: Census::default(),
             ports: HashMap::new(),
-            held,
             foreign: Foreign::Unasked,
             listed,
         }
@@ -114,17 +110,17 @@ impl<'a> Collector<'a> {
             self.remove(now(), foreign);
             return None;
         }
-        let held = self.flows.held();
         Some(Census {
-            freed: self.conntrack.table.free_stuck(&self.held, held),
-            held: held.clone(),
+            freed: self.flows.free_held(),
             ports: busiest(&self.ports),
+            most_ports: self.conntrack.table.ports(),
             ..std::mem::take(&mut self.census)
         })
     }
 
     fn remove(&mut self, now: Tick, ask_foreign: impl FnOnce() -> Option<HashSet<FlowKey>>) {
-        let over = |flow: &Flow| flow.is_over(now);
+        let timeouts = self.conntrack.timeouts();
+        let over = |flow: &Flow| flow.is_over(now, &timeouts);
         if matches!(self.foreign, Foreign::Unasked)
             && self
                 .batch

@@ -1,10 +1,11 @@
 //! One flow, and what state it is in.
 
-use std::{fmt, net::SocketAddr};
+use std::net::SocketAddr;
 
 use dataplane_common::{
     Addr, Port, Protocol,
-    packet::{FlowKey, PortKey, Tick, Translation, keep_seconds, seen, timeout},
+    packet::{FlowKey, PortKey, Tick, Translation, seen},
+    states::{State, Timeouts},
 };
 
 /// A flow of a client through a VIP to an endpoint.
@@ -14,66 +15,6 @@ pub struct Flow {
     pub key: FlowKey,
     /// What its packets are turned into, and what was seen of them.
     pub to: Translation,
-}
-
-/// What state a flow is in, by what was seen of it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum State {
-    /// TCP: a SYN that nobody has answered yet.
-    Syn,
-    /// TCP: answered, and nobody has ended it.
-    Established,
-    /// TCP: one side has ended its direction.
-    HalfClosed,
-    /// TCP: both have.
-    Closed,
-    /// TCP: somebody sent a RST.
-    Reset,
-    /// UDP: nobody has answered yet.
-    Unanswered,
-    /// UDP: answered.
-    Answered,
-    /// The kernel's own conntrack translates it.
-    Foreign,
-}
-
-impl State {
-    /// Every state.
-    pub const ALL: [Self; 8] = [
-        Self::Syn,
-        Self::Established,
-        Self::HalfClosed,
-        Self::Closed,
-        Self::Reset,
-        Self::Unanswered,
-        Self::Answered,
-        Self::Foreign,
-    ];
-
-    /// The word that a person reads.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::Syn => "syn",
-            Self::Established => "established",
-            Self::HalfClosed => "half-closed",
-            Self::Closed => "closed",
-            Self::Reset => "reset",
-            Self::Unanswered => "unanswered",
-            Self::Answered => "answered",
-            Self::Foreign => "foreign",
-        }
-    }
-
-    /// The inverse of [`State::word`].
-    pub fn from_word(word: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|state| state.word() == word)
-    }
-}
-
-impl fmt::Display for State {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.word())
-    }
 }
 
 impl Flow {
@@ -140,31 +81,14 @@ impl Flow {
         self.to.node_addr != 0
     }
 
-    /// What state it is in.
+    /// Returns its state.
     pub fn state(&self) -> State {
-        if self.is_foreign() {
-            return State::Foreign;
-        }
-        let (requests, replies) = self.seen();
-        let answered = replies & seen::PACKET != 0;
-        if self.protocol() != Protocol::TCP {
-            return if answered {
-                State::Answered
-            } else {
-                State::Unanswered
-            };
-        }
-        if (requests | replies) & seen::RST != 0 {
-            State::Reset
-        } else if requests & replies & seen::FIN != 0 {
-            State::Closed
-        } else if (requests | replies) & seen::FIN != 0 {
-            State::HalfClosed
-        } else if answered {
-            State::Established
-        } else {
-            State::Syn
-        }
+        State::of(self.protocol(), self.to.seen)
+    }
+
+    /// Whether both sides have closed the connection, or one has reset it.
+    pub fn is_ended(&self) -> bool {
+        self.protocol() == Protocol::TCP && !self.is_foreign() && seen::is_ended(self.to.seen)
     }
 
     /// How many seconds ago the last packet of either direction was seen, to 4.3 s.
@@ -173,17 +97,13 @@ impl Flow {
     }
 
     /// How many seconds it is kept after its last packet.
-    pub fn keep(&self) -> u32 {
-        if self.is_foreign() {
-            return timeout::UDP_ANSWERED;
-        }
-        let (requests, replies) = self.seen();
-        keep_seconds(self.protocol(), requests, replies)
+    pub fn keep(&self, timeouts: &Timeouts) -> u32 {
+        timeouts.of(self.state())
     }
 
     /// Whether it has been idle for longer than it is kept.
-    pub fn is_over(&self, now: Tick) -> bool {
-        self.idle(now) > self.keep()
+    pub fn is_over(&self, now: Tick, timeouts: &Timeouts) -> bool {
+        self.idle(now) > self.keep(timeouts)
     }
 
     /// What its replies carry, if it is not masqueraded.
@@ -204,14 +124,6 @@ impl Flow {
             self.to.endpoint_port,
             self.to.node_port,
             self.key.protocol,
-        )
-    }
-
-    /// What was seen of requests and of replies: bits of [`seen`].
-    fn seen(&self) -> (u8, u8) {
-        (
-            seen::of_requests(self.to.seen),
-            seen::of_replies(self.to.seen),
         )
     }
 }

@@ -15,12 +15,14 @@ use std::{collections::HashSet, path::Path};
 use dataplane_common::{
     Addr, Port,
     packet::{FlowKey, NODE_ADDRS, PortKey, Tick, Translation, seen},
+    states::Timeouts,
 };
 use nix::time::{ClockId, clock_gettime};
 
 pub use collect::{Census, Collector, Listed, Ports};
-pub use flow::{Flow, State};
-pub use table::{Held, Table, Walk};
+pub use dataplane_common::states::State;
+pub use flow::Flow;
+pub use table::{Table, Walk};
 
 use super::{
     error::{Doing, Error},
@@ -79,6 +81,11 @@ impl Conntrack {
     /// How many flows there is room for: the number that the agent was told, rounded up to a power of two.
     pub fn capacity(&self) -> u32 {
         self.table.capacity()
+    }
+
+    /// Returns how long flows are kept.
+    pub fn timeouts(&self) -> Timeouts {
+        self.table.timeouts()
     }
 
     /// The address that an endpoint sees the client of a masqueraded flow come from.
@@ -233,8 +240,8 @@ impl Flows<'_> {
         more
     }
 
-    /// The cells that were held when it came by.
-    pub fn held(&self) -> &Held {
-        self.walk.held()
+    /// Frees the cells that somebody held who died meanwhile; how many.
+    pub fn free_held(&self) -> u64 {
+        self.walk.free_held()
     }
 }

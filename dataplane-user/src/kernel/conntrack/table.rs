@@ -3,8 +3,12 @@
 use std::{io, sync::atomic::AtomicU64};
 
 use dataplane_common::{
-    cells::{self, AtomicSlot, Cell, CellKey as _, HEAD, Head, Line as _, Memory, Slots, Snapshot},
-    packet::{FlowKey, PortKey, Translation, seen},
+    cells::{
+        self, AtomicSlot, Cell, CellKey as _, HEAD, Head, Holder, Line as _, Memory, Slots,
+        Snapshot,
+    },
+    packet::{FlowKey, PacketConfig, PortKey, Tick, Translation, seen},
+    states::{State, Timeouts},
     tcp::{self, OPENING, POSITIONS, Sequences},
 };
 
@@ -32,8 +36,9 @@ pub struct Table {
     cells: Mapped<Cell>,
     slots: Mapped<Slots>,
     sequences: Mapped<Sequences>,
-    /// [`PacketConfig::secret`](dataplane_common::packet::PacketConfig::secret).
+    /// [`PacketConfig::secret`].
     secret: u64,
+    config: Mapped<PacketConfig>,
 }
 
 impl<'a> Memory for &'a Table {
@@ -53,6 +58,14 @@ impl<'a> Memory for &'a Table {
         self.cells.words(index)
     }
 
+    fn holder(&self, now: Tick) -> Holder {
+        Holder::new(Holder::USER, now)
+    }
+
+    fn keep(&self, state: State) -> u32 {
+        self.timeouts().of(state)
+    }
+
     fn slot(&self, index: u32) -> Option<Self::Entry> {
         let slots = self.slots.words(index / 16)?;
         Some(AtomicSlot(&slots[index as usize % 16]))
@@ -63,17 +76,15 @@ impl<'a> Memory for &'a Table {
     }
 }
 
-/// Cells that were held when a walk came by. Who holds one gives it back within microseconds; one that the next walk
-/// finds held as well was left by somebody who died meanwhile.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Held(Vec<(u32, Head)>);
-
 impl Table {
     /// Opens the pinned one; `None` if there is none.
     ///
     /// # Errors
     /// If what is there is not ours, or may not be opened.
     pub(in crate::kernel) fn open(pins: &Pins) -> Result<Option<Self>, Error> {
+        let Some((config, _)) = pins.open_map(spec("PACKET_CONFIG"))? else {
+            return Ok(None);
+        };
         let (Some((cells, of_cells)), Some((slots, of_slots)), Some((sequences, of_sequences))) = (
             pins.open_map(spec("CONNTRACK"))?,
             pins.open_map(spec("ANSWERS"))?,
@@ -89,6 +100,8 @@ impl Table {
             sequences: Mapped::map(sequences, of_sequences.max_entries, true)
                 .doing(|| "cannot map table SEQUENCES".to_owned())?,
             secret: pins.flow_secret()?,
+            config: Mapped::map(config, 1, false)
+                .doing(|| "cannot map table PACKET_CONFIG".to_owned())?,
         }))
     }
 
@@ -103,7 +116,22 @@ impl Table {
             slots: Mapped::create("ANSWERS", elements("ANSWERS"))?,
             sequences: Mapped::create("SEQUENCES", elements("SEQUENCES"))?,
             secret: new_secret(),
+            config: Mapped::create("PACKET_CONFIG", 1)?,
         })
+    }
+
+    /// Returns how long flows are kept: as the agent has told the programs, or the defaults before it has.
+    pub fn timeouts(&self) -> Timeouts {
+        let config = self.config.get(0).unwrap_or_default();
+        match config.timeouts.of(State::SynSent) {
+            0 => Timeouts::DEFAULT,
+            _ => config.timeouts,
+        }
+    }
+
+    /// Returns how many masqueraded flows of a protocol an endpoint can have.
+    pub fn ports(&self) -> u32 {
+        self.config.get(0).unwrap_or_default().ports()
     }
 
     /// Its name: that of the cells.
@@ -193,11 +221,10 @@ impl Table {
         cells::write_sequences(&self, index, &Sequences::default());
         let home = cells::place_of_replies(key, to, self.secret);
         if has_replies && !cells::lead(&self, home, index, flow.is_masqueraded(), now) {
-            cells::give_back(&self, index, key);
+            cells::give_back(&self, index, key, now);
             return false;
         }
-        cells::publish(line, key);
-        true
+        cells::publish(line, key, self.holder(now))
     }
 
     /// Gives a flow another value, or adds it if it is not there: only while nobody else changes any. `false` if it
@@ -243,16 +270,18 @@ impl Table {
         for _ in 0..TRIES {
             let (index, found) = self.find(key)?;
             let line = self.cell(index)?;
-            if !cells::hold_flow(line, found.head()) {
+            let now = now();
+            let holder = self.holder(now);
+            if !cells::hold_flow(line, found.head(), holder) {
                 continue;
             }
             // Only a packet that had found the flow before may use it still.
             let to = cells::value(line);
             if still(&to) {
-                cells::forget(&self, index, key.word(HEAD));
+                cells::forget(&self, index, key.word(HEAD), now);
                 return Some(to);
             }
-            cells::publish(line, key);
+            cells::publish(line, key, holder);
             return None;
         }
         None
@@ -274,21 +303,8 @@ impl Table {
         Walk {
             table: self,
             next: 0,
-            held: Held::default(),
+            held: Vec::new(),
         }
-    }
-
-    /// Frees the cells that two walks, the one after the other, found held, and nobody gave back in between; how
-    /// many.
-    pub fn free_stuck(&self, before: &Held, now: &Held) -> u64 {
-        let mut freed = 0;
-        for (index, head) in &now.0 {
-            let is_same = |(other, was): &(u32, Head)| other == index && was.is_same(*head);
-            if before.0.iter().any(is_same) && cells::free_held(&self, *index, *head) {
-                freed += 1;
-            }
-        }
-        freed
     }
 
     /// A flow, and where it is.
@@ -315,7 +331,8 @@ pub struct Walk<'a> {
     table: &'a Table,
     /// The cell that is to be read next.
     next: u32,
-    held: Held,
+    /// Cells whose holders are dead.
+    held: Vec<u32>,
 }
 
 impl Walk<'_> {
@@ -338,16 +355,21 @@ impl Walk<'_> {
         true
     }
 
-    /// The cells that were held when it came by.
-    pub fn held(&self) -> &Held {
-        &self.held
+    /// Frees the cells that somebody held who died meanwhile; how many.
+    pub fn free_held(&self) -> u64 {
+        let table = self.table;
+        let freed = self
+            .held
+            .iter()
+            .filter(|index| cells::free_held(&table, **index, now()));
+        freed.count() as u64
     }
 
     fn note_if_held(&mut self) {
         if let Some(line) = self.table.cell(self.next) {
-            let head = Head(line.load(HEAD));
-            if head.is_held() {
-                self.held.0.push((self.next, head));
+            let holder = Head(line.load(HEAD)).holder();
+            if holder.is_some_and(|holder| holder.is_dead(now())) {
+                self.held.push(self.next);
             }
         }
     }

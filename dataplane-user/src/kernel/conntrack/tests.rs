@@ -6,9 +6,10 @@ use dataplane_common::{
     Addr, Port, Protocol,
     cells::{self, NOWHERE},
     packet::{FlowKey, Tick, Translation, seen},
+    states::Timeouts,
 };
 
-use super::{Census, Collector, Conntrack, Flow, Held, Listed, State, now};
+use super::{Census, Collector, Conntrack, Flow, Listed, State, now};
 
 fn conntrack() -> Option<Conntrack> {
     conntrack_for(1024)
@@ -75,20 +76,11 @@ fn masqueraded(client: u16, protocol: Protocol, used: Tick) -> Flow {
 }
 
 fn collect(conntrack: &Conntrack, foreign: &[FlowKey]) -> Census {
-    collect_after(conntrack, foreign, Held::default())
+    collect_listed(conntrack, foreign, None)
 }
 
-fn collect_after(conntrack: &Conntrack, foreign: &[FlowKey], held: Held) -> Census {
-    collect_listed(conntrack, foreign, held, None)
-}
-
-fn collect_listed(
-    conntrack: &Conntrack,
-    foreign: &[FlowKey],
-    held: Held,
-    listed: Option<&Listed>,
-) -> Census {
-    let mut collector = Collector::new(conntrack, held, listed);
+fn collect_listed(conntrack: &Conntrack, foreign: &[FlowKey], listed: Option<&Listed>) -> Census {
+    let mut collector = Collector::new(conntrack, listed);
     loop {
         let known = || Some(foreign.iter().copied().collect::<HashSet<_>>());
         if let Some(census) = collector.step(known) {
@@ -157,19 +149,14 @@ fn replies_are_one_flows() {
 
 #[test]
 fn states_tell_what_was_seen() {
-    let (one, fin, rst) = (
-        seen::PACKET,
-        seen::PACKET | seen::FIN,
-        seen::PACKET | seen::RST,
-    );
+    let (one, fin) = (seen::PACKET, seen::PACKET | seen::FIN);
     for (protocol, requests, replies, state) in [
-        (Protocol::TCP, one, 0, State::Syn),
-        (Protocol::TCP, one, one, State::Established),
-        (Protocol::TCP, fin, one, State::HalfClosed),
-        (Protocol::TCP, one, fin, State::HalfClosed),
-        (Protocol::TCP, fin, fin, State::Closed),
-        (Protocol::TCP, rst, one, State::Reset),
-        (Protocol::TCP, one, rst, State::Reset),
+        (Protocol::TCP, one, 0, State::SynSent),
+        (Protocol::TCP, one, one, State::SynReceived),
+        (Protocol::TCP, fin, one, State::FinWait),
+        (Protocol::TCP, one, fin, State::FinWait),
+        (Protocol::TCP, fin, fin, State::LastAck),
+        (Protocol::TCP, one | seen::RST, one, State::Close),
         (Protocol::UDP, one, 0, State::Unanswered),
         (Protocol::UDP, one, one, State::Answered),
         (Protocol::UDP, one | seen::FOREIGN, 0, State::Foreign),
@@ -182,30 +169,42 @@ fn states_tell_what_was_seen() {
 #[test]
 fn what_is_over_is_removed_and_nothing_else() {
     let both = seen::PACKET;
+    let assured = |mut flow: Flow| {
+        flow.to.seen |= seen::ASSURED;
+        flow
+    };
     // Every second port, as clients take them: each has a cell of its own, and none gives way to another.
     let kept = [
-        flow(2, Protocol::TCP, ago(7200), both, both),
+        assured(flow(2, Protocol::TCP, ago(7200), both, both)),
+        flow(16, Protocol::TCP, ago(50), both, both),
         flow(4, Protocol::TCP, ago(60), both, 0),
-        flow(6, Protocol::UDP, ago(100), both, both),
-        flow(8, Protocol::TCP, ago(3000), both | seen::FIN, both),
-        masqueraded(10, Protocol::TCP, ago(7200)),
-        // The connection may outlive the RST.
-        flow(14, Protocol::TCP, ago(60), both, both | seen::RST),
+        assured(flow(6, Protocol::UDP, ago(100), both, both)),
+        flow(18, Protocol::UDP, ago(20), both, both),
+        flow(
+            8,
+            Protocol::TCP,
+            ago(3000),
+            both | seen::FIN | seen::FOLLOWED,
+            both,
+        ),
+        assured(masqueraded(10, Protocol::TCP, ago(7200))),
         // Where nobody needs its room.
         flow(
             12,
             Protocol::TCP,
             ago(60),
-            both | seen::FIN,
+            both | seen::FIN | seen::FOLLOWED,
             both | seen::FIN,
         ),
     ];
     let over = [
-        flow(22, Protocol::TCP, ago(86_410), both, both),
+        assured(flow(22, Protocol::TCP, ago(86_410), both, both)),
+        flow(36, Protocol::TCP, ago(70), both, both),
         flow(24, Protocol::TCP, ago(130), both, 0),
-        flow(26, Protocol::UDP, ago(130), both, both),
+        assured(flow(26, Protocol::UDP, ago(130), both, both)),
+        flow(38, Protocol::UDP, ago(40), both, both),
         flow(28, Protocol::UDP, ago(40), both, 0),
-        flow(30, Protocol::TCP, ago(130), both, both | seen::RST),
+        flow(30, Protocol::TCP, ago(20), both | seen::RST, both),
         flow(
             32,
             Protocol::TCP,
@@ -248,7 +247,7 @@ fn a_flow_that_was_used_meanwhile_stays() {
     let mut revived = old;
     revived.to.used = now();
     assert!(conntrack.add(&revived));
-    assert!(!conntrack.remove_if(&old, |f| f.is_over(now())));
+    assert!(!conntrack.remove_if(&old, |f| f.is_over(now(), &Timeouts::DEFAULT)));
     assert_eq!(conntrack.find(&old.key), Some(revived));
 
     // The packet comes after the last look: `still` is asked again of what was taken out.
@@ -276,7 +275,7 @@ fn foreign_flows_live_elsewhere() {
         assert_eq!(conntrack.find_by_reply(&flow.reply_key()), None);
     }
     // What cannot be read is not taken for gone.
-    let mut unreadable = Collector::new(&conntrack, Held::default(), None);
+    let mut unreadable = Collector::new(&conntrack, None);
     let census = std::iter::repeat_with(|| unreadable.step(|| None)).find_map(|census| census);
     assert_eq!(census.unwrap().removed, 0);
     let census = collect(&conntrack, &[there.key]);
@@ -324,7 +323,7 @@ fn ports_of_the_kernels_own_are_held() {
         asked,
     };
     let removed = |listed: Option<&Listed>| {
-        let census = collect_listed(&conntrack, &[], Held::default(), listed);
+        let census = collect_listed(&conntrack, &[], listed);
         census.removed
     };
     assert_eq!(removed(None), 0, "nobody asked");
@@ -337,25 +336,21 @@ fn ports_of_the_kernels_own_are_held() {
 
 /// Somebody who makes a flow dies before it is there.
 #[test]
-fn a_held_cell_that_nobody_gives_back_is_freed_by_the_second_walk() {
+fn a_held_cell_that_nobody_gives_back_is_freed() {
     let Some(conntrack) = conntrack() else { return };
-    let (dead, lives) = (
-        flow(1, Protocol::TCP, now(), seen::PACKET, 0),
-        flow(3, Protocol::TCP, now(), seen::PACKET, 0),
-    );
+    let [dead, lives, later] =
+        [1, 3, 5].map(|port| flow(port, Protocol::TCP, now(), seen::PACKET, 0));
     let table = &conntrack.table;
-    assert_ne!(cells::hold(&table, &dead.key, now()), NOWHERE);
+    assert_ne!(cells::hold(&table, &dead.key, ago(5)), NOWHERE);
     assert!(conntrack.add(&lives));
     assert!(!conntrack.add(&dead), "somebody may be making it");
-
     let first = collect(&conntrack, &[]);
     assert_eq!((first.freed, first.total()), (0, 1));
-    assert!(!conntrack.add(&dead));
-    let second = collect_after(&conntrack, &[], first.held);
+    assert_ne!(cells::hold(&table, &later.key, ago(20)), NOWHERE);
+    let second = collect(&conntrack, &[]);
     assert_eq!((second.freed, second.total()), (1, 1));
-    assert!(conntrack.add(&dead));
+    assert!(conntrack.add(&later));
     assert_eq!(conntrack.find(&lives.key), Some(lives));
-    assert_eq!(collect_after(&conntrack, &[], second.held).freed, 0);
 }
 
 #[test]

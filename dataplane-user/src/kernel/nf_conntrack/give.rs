@@ -43,8 +43,8 @@ pub fn forget_ended(conntrack: &Conntrack) {
     let mut is_more = true;
     while is_more {
         is_more = all.read(&mut some);
-        for flow in some.drain(..).filter(is_ended) {
-            conntrack.remove_if(&flow, is_ended);
+        for flow in some.drain(..).filter(Flow::is_ended) {
+            conntrack.remove_if(&flow, Flow::is_ended);
         }
     }
 }
@@ -61,16 +61,23 @@ pub fn give(conntrack: &Conntrack) -> io::Result<Given> {
     loop {
         let is_more = all.read(&mut some);
         for flow in some.drain(..) {
-            if is_ended(&flow) {
+            if flow.is_ended() {
                 // It has ended since [`forget_ended`].
-                conntrack.remove_if(&flow, is_ended);
+                conntrack.remove_if(&flow, Flow::is_ended);
                 continue;
             }
             let now = now();
-            let Some(seen) = seen(conntrack, &flow).filter(|_| !flow.is_over(now)) else {
+            let Some(seen) =
+                seen(conntrack, &flow).filter(|_| !flow.is_over(now, &conntrack.timeouts()))
+            else {
                 continue;
             };
-            match netlink.request(NEW, CREATE, &message(&flow, seen, now), |_, _| {}) {
+            match netlink.request(
+                NEW,
+                CREATE,
+                &message(&flow, seen, kept(conntrack, &flow, now)),
+                |_, _| {},
+            ) {
                 Ok(()) => given.flows += 1,
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => given.known += 1,
                 Err(error) => {
@@ -88,20 +95,11 @@ pub fn give(conntrack: &Conntrack) -> io::Result<Given> {
     }
 }
 
-fn is_ended(flow: &Flow) -> bool {
-    matches!(flow.state(), State::Closed | State::Reset)
-}
-
 /// Returns the source address and port that a flow's endpoint sees. `None` for flows that have ended or that the programs do not
 /// translate.
 fn seen(conntrack: &Conntrack, flow: &Flow) -> Option<(Addr, Port)> {
-    match flow.state() {
-        State::Syn
-        | State::Established
-        | State::HalfClosed
-        | State::Answered
-        | State::Unanswered => {}
-        State::Closed | State::Reset | State::Foreign => return None,
+    if flow.is_ended() || flow.is_foreign() {
+        return None;
     }
     let port = flow.to.seen_port(&flow.key);
     let addr = match flow.to.node_addr {
@@ -111,8 +109,14 @@ fn seen(conntrack: &Conntrack, flow: &Flow) -> Option<(Addr, Port)> {
     Some((addr, port))
 }
 
+/// Returns for how many seconds the kernel is to keep a flow.
+fn kept(conntrack: &Conntrack, flow: &Flow, now: Tick) -> u32 {
+    let keep = flow.keep(&conntrack.timeouts());
+    keep.saturating_sub(flow.idle(now)).max(SECONDS)
+}
+
 /// A request for an entry.
-fn message(flow: &Flow, seen: (Addr, Port), now: Tick) -> Vec<u8> {
+fn message(flow: &Flow, seen: (Addr, Port), seconds: u32) -> Vec<u8> {
     let key = &flow.key;
     let (client, vip) = ((key.src, key.src_port), (key.dst, key.dst_port));
     let endpoint = (flow.to.endpoint, flow.to.endpoint_port);
@@ -127,17 +131,16 @@ fn message(flow: &Flow, seen: (Addr, Port), now: Tick) -> Vec<u8> {
     all.extend(nested(1, &tuple(client, vip, key.protocol))); // CTA_TUPLE_ORIG
     // The translation makes the reply's tuple of the original's opposite (`nf_nat_setup_info`).
     all.extend(nested(2, &tuple(vip, client, key.protocol))); // CTA_TUPLE_REPLY
-    let is_answered = !matches!(flow.state(), State::Syn | State::Unanswered);
+    let is_answered = !matches!(flow.state(), State::SynSent | State::Unanswered);
     let status = if is_answered {
         STATUS | ANSWERED
     } else {
         STATUS
     };
     all.extend(attribute(3, &status.to_be_bytes())); // CTA_STATUS
-    let seconds = flow.keep().saturating_sub(flow.idle(now)).max(SECONDS);
     all.extend(attribute(7, &seconds.to_be_bytes())); // CTA_TIMEOUT
     if is_tcp {
-        all.extend(nested(4, &nested(1, &tcp(is_answered)))); // CTA_PROTOINFO, CTA_PROTOINFO_TCP
+        all.extend(nested(4, &nested(1, &tcp(flow.state())))); // CTA_PROTOINFO, CTA_PROTOINFO_TCP
     }
     if endpoint != vip {
         all.extend(nested(13, &target(endpoint))); // CTA_NAT_DST
@@ -149,10 +152,16 @@ fn message(flow: &Flow, seen: (Addr, Port), now: Tick) -> Vec<u8> {
 }
 
 /// Of any window: conntrack has not seen the numbers so far.
-fn tcp(is_answered: bool) -> Vec<u8> {
+fn tcp(state: State) -> Vec<u8> {
     const LIBERAL: [u8; 2] = [8, 8]; // IP_CT_TCP_FLAG_BE_LIBERAL, and the same as mask
-    // TCP_CONNTRACK_ESTABLISHED, TCP_CONNTRACK_SYN_SENT
-    let state = if is_answered { 3 } else { 1 };
+    // enum tcp_conntrack (include/uapi/linux/netfilter/nf_conntrack_tcp.h)
+    let state = match state {
+        State::SynSent => 1,
+        State::SynReceived => 2,
+        State::FinWait => 4,
+        State::CloseWait => 5,
+        _ => 3,
+    };
     // CTA_PROTOINFO_TCP_STATE, _FLAGS_ORIGINAL, _FLAGS_REPLY
     [
         attribute(1, &[state]),

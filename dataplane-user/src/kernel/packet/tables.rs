@@ -109,7 +109,7 @@ impl PacketTables {
     }
 
     pub(super) fn set_config(&self, config: PacketConfig) {
-        let words: [u64; 6] = zerocopy::transmute!(config);
+        let words: [u64; 12] = zerocopy::transmute!(config);
         for (index, now) in words.into_iter().enumerate() {
             if let Some(word) = self.config.word(0, index) {
                 word.store(now, Ordering::Relaxed);

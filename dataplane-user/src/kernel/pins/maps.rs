@@ -100,7 +100,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 40] = [
+pub const MAPS: [MapSpec; 41] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),

@@ -1,12 +1,16 @@
 //! Endpoints of entries by the names of Services: what answers for a Service answers for the name, without a second
 //! translation by the Service's own address.
 
-use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    sync::Arc,
+};
 
 use imbl::OrdMap;
 
 use crate::model::{
-    ADDRESSES_MAX, At, Backend, EntryPort, Records, Service, ServiceName, ServicePort, ServiceType,
+    ADDRESSES_MAX, At, Backend, EntryPort, Service, ServiceName, ServicePort, ServiceType,
 };
 
 /// The Services of the cluster.
@@ -42,14 +46,17 @@ pub(super) fn endpoints(
     let Some(service) = service else {
         return Err(format!("there is no Service {name} with endpoints"));
     };
-    if let Records::Endpoints { .. } = service.records {
+    if service.records.is_headless() {
         // A client connects to the addresses of a headless Service at whatever port.
-        let published = service.records.published().filter(|of| of.ready);
-        let published = published.take(ADDRESSES_MAX).map(|of| Backend {
-            at: At::Address(of.addr),
+        let published = service.records.published().iter().map(|of| of.addr);
+        // Pods of the host's network have one address.
+        let addresses: BTreeSet<IpAddr> = published.collect();
+        let backends = addresses.into_iter().take(ADDRESSES_MAX);
+        let backends = backends.map(|address| Backend {
+            at: At::Address(address),
             ..backend.clone()
         });
-        return Ok(published.collect());
+        return Ok(backends.collect());
     }
     let meant = ports.iter().map(|port| {
         let number = backend.port_of(port);

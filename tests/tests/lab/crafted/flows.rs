@@ -4,7 +4,8 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::rig::Table;
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{FlowKey, Iface, PacketConfig, Tick, Translation, seen, timeout},
+    packet::{FlowKey, Iface, PacketConfig, Tick, Translation, seen},
+    states::{State, Timeouts},
 };
 use dataplane_proof::{
     Verdict,
@@ -109,7 +110,7 @@ fn a_syn_to_no_service_leaves_no_ended_flow() -> Result<()> {
             for (what, seen) in [
                 ("closed", BOTH * (seen::PACKET | seen::FIN)),
                 ("reset by the client", BOTH | seen::RST),
-                ("reset by the endpoint", BOTH | seen::in_replies(seen::RST)),
+                ("reset by the endpoint", BOTH | seen::RST | seen::ASSURED),
                 ("never answered", seen::PACKET),
             ] {
                 begin(small, seen)?;
@@ -470,7 +471,7 @@ fn who_dials_an_endpoint_itself_hears_from_it() -> Result<()> {
                 passes("after another's RST")?;
             }
             begin()?;
-            let seconds = timeout::TCP_ESTABLISHED + 10;
+            let seconds = Timeouts::DEFAULT.of(State::Established) + 10;
             let old = u64::from(now()?.number().wrapping_sub(u16::try_from(seconds / 4)?));
             ages(&scene.rig.conntrack, Some(Tick::from_ns(old << 32)))?;
             passes("after another that nobody ended")?;
@@ -544,13 +545,13 @@ fn whoever_only_listens_keeps_the_flow() -> Result<()> {
                     ("a request", at, &asked),
                 ] {
                     // Neither has spoken for almost as long as an answered flow is kept.
-                    let ticks = timeout::UDP_ANSWERED / 4 - 3;
+                    let ticks = Timeouts::DEFAULT.of(State::Answered) / 4 - 3;
                     let old = u64::from(now()?.number().wrapping_sub(u16::try_from(ticks)?));
                     ages(table, Some(Tick::from_ns(old << 32)))?;
                     scene.throw(at, false, frame)?;
                     let ages = ages(table, None)?;
                     ensure!(
-                        ages.len() == 1 && ages[0] < timeout::UDP_ANSWERED / 4,
+                        ages.len() == 1 && ages[0] < Timeouts::DEFAULT.of(State::Answered) / 4,
                         "{client:?} to {vip:?}: {what} leaves flows as old as {ages:?} s"
                     );
                 }

@@ -8,12 +8,14 @@
 
 pub mod case;
 mod compare;
+mod conversations;
 mod differences;
 mod policies;
 mod recorded;
 mod sharing;
 pub mod world;
 
+pub use conversations::SCENARIOS as CONVERSATIONS;
 pub use policies::SCENARIOS as POLICIES;
 pub use recorded::SCENARIOS as RECORDED;
 pub use sharing::SCENARIOS as SHARING;

@@ -13,7 +13,7 @@ use dataplane_common::{
 };
 use rand::{RngExt as _, SeedableRng as _, rngs::SmallRng};
 
-use super::{ENTRIES, Held, Table};
+use super::{ENTRIES, Table};
 use crate::kernel::conntrack::{Flow, now, tests::conntrack_for};
 
 fn table_for(flows: u32) -> Option<Table> {
@@ -279,7 +279,8 @@ fn a_cell_that_somebody_holds_has_no_flow() {
     };
     let key = flow_key(1);
     let flow = (key, to(&key));
-    let index = cells::hold(&table, &key, now());
+    let at = now();
+    let index = cells::hold(&table, &key, at);
     let line = table.cell(index).unwrap();
     cells::write(line, &key, &flow.1);
     let is_nowhere = || {
@@ -293,12 +294,12 @@ fn a_cell_that_somebody_holds_has_no_flow() {
     let place = cells::place_of_replies(&key, &flow.1, table.secret);
     assert!(cells::lead(&table, place, index, false, now()));
     is_nowhere();
-    cells::publish(line, &key);
+    assert!(cells::publish(line, &key, table.holder(at)));
     is_left(table, &[flow]);
 
-    assert!(cells::hold_flow(line, head(table, index)));
+    assert!(cells::hold_flow(line, head(table, index), table.holder(at)));
     is_nowhere();
-    cells::forget(&table, index, key.word(HEAD));
+    cells::forget(&table, index, key.word(HEAD), at);
     is_left(table, &[]);
 }
 
@@ -328,55 +329,52 @@ fn what_is_not_to_go_is_put_back() {
     assert_eq!(table.take_if(&first, |_| panic!("it is gone")), None);
 }
 
-/// What two walks, the one after the other, find held by the same hand is freed, and what leads to it; nothing else
-/// is.
+/// What somebody held long ago is freed, and what leads to it; what is held now is not.
 #[test]
 fn what_the_dead_held_is_freed() {
     let Some(table) = &table_for(1024) else {
         return;
     };
-    let walk = || {
+    let long_ago = Tick::from_number(now().number().wrapping_sub(4));
+    let free = || {
         let mut walk = table.walk();
         while walk.read(&mut Vec::new()) {}
-        walk.held().clone()
+        walk.free_held()
     };
     // At its home, and its slot leads to it.
     let key = flow_key(1);
-    let index = cells::hold(&table, &key, now());
+    let index = cells::hold(&table, &key, long_ago);
     let line = table.cell(index).unwrap();
     cells::write(line, &key, &to(&key));
     let place = cells::place_of_replies(&key, &to(&key), table.secret);
     assert!(cells::lead(&table, place, index, false, now()));
-    let first = walk();
-    assert_ne!(first, Held::default());
-    assert_eq!(table.free_stuck(&Held::default(), &first), 0);
-    assert!(head(table, index).is_held());
-    let second = walk();
-    assert_eq!(table.free_stuck(&first, &second), 1);
+    assert_eq!(free(), 1);
     is_left(table, &[]);
-    // As somebody else has seen it just before.
-    assert_eq!(table.free_stuck(&first, &second), 0);
-    is_left(table, &[]);
+    assert_eq!(free(), 0);
+    // Whoever it was comes too late, and changes nothing.
+    let before = head(table, index);
+    assert!(!cells::publish(line, &key, table.holder(long_ago)));
+    cells::give_back(&table, index, &key, long_ago);
+    assert_eq!(head(table, index), before);
 
     // Held, given back, and held again by somebody else.
+    assert_eq!(cells::hold(&table, &key, long_ago), index);
+    cells::give_back(&table, index, &key, long_ago);
     assert_eq!(cells::hold(&table, &key, now()), index);
-    let first = walk();
-    cells::publish(line, &key);
-    assert!(cells::hold_flow(line, head(table, index)));
-    assert_eq!(table.free_stuck(&first, &walk()), 0);
+    assert_eq!(free(), 0);
     assert!(head(table, index).is_held());
-    cells::give_back(&table, index, &key);
+    cells::give_back(&table, index, &key, now());
 
-    // Two at once, of which one comes back; and a flow whose home is the other's goes meanwhile.
+    // Two at once, of which one lives; and a flow whose home is the other's goes meanwhile.
     let [dead, elsewhere] = neighbours(table);
     assert!(table.add(&dead, &to(&dead)) && table.add(&elsewhere, &to(&elsewhere)));
     assert!(table.remove(&dead));
-    let [died, lives] = [dead, key].map(|key| cells::hold(&table, &key, now()));
+    let [died, lives] =
+        [(dead, long_ago), (key, now())].map(|(key, at)| cells::hold(&table, &key, at));
     assert!(died != NOWHERE && lives != NOWHERE);
-    let first = walk();
-    cells::give_back(&table, lives, &key);
     assert!(table.remove(&elsewhere));
-    assert_eq!(table.free_stuck(&first, &walk()), 1);
+    assert_eq!(free(), 1);
+    cells::give_back(&table, lives, &key, now());
     is_left(table, &[]);
 }
 

@@ -1,0 +1,236 @@
+//! Conversations: who sends what, one packet after the other.
+
+use std::fmt;
+
+use dataplane_proof::wire::flags::{ACK, FIN, PSH, RST, SYN};
+use rand::{RngExt as _, rngs::SmallRng};
+
+/// A packet of one side.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Sent {
+    pub by_client: bool,
+    /// TCP's flags.
+    pub flags: u8,
+    /// Its sequence number, and what it acknowledges.
+    pub numbers: [u32; 2],
+    /// How many bytes it carries.
+    pub bytes: usize,
+    /// Whether it was sent before.
+    pub again: bool,
+}
+
+/// What happens next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    Packet(Sent),
+    /// Nothing, for more than two seconds.
+    Quiet,
+}
+
+/// A conversation.
+#[derive(Clone, Debug)]
+pub struct Conversation {
+    pub udp: bool,
+    pub steps: Vec<Step>,
+}
+
+impl fmt::Debug for Sent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.by_client { ">" } else { "<" })?;
+        for (flag, word) in [(SYN, "SYN "), (FIN, "FIN "), (RST, "RST "), (ACK, "ACK ")] {
+            if self.flags & flag != 0 {
+                f.write_str(word)?;
+            }
+        }
+        let ([number, ack], bytes) = (self.numbers, self.bytes);
+        write!(
+            f,
+            "{number}+{bytes}/{ack}{}",
+            if self.again { " again" } else { "" }
+        )
+    }
+}
+
+/// What both sides of a TCP connection send next, and what each has seen of the other.
+struct Ends {
+    steps: Vec<Step>,
+    next: [u32; 2],
+    seen: [u32; 2],
+}
+
+impl Ends {
+    fn send(&mut self, by_client: bool, flags: u8, bytes: usize) {
+        let own = usize::from(!by_client);
+        let ack = if flags & ACK != 0 { self.seen[own] } else { 0 };
+        self.steps.push(Step::Packet(Sent {
+            by_client,
+            flags,
+            numbers: [self.next[own], ack],
+            bytes,
+            again: false,
+        }));
+        let taken = u32::from(flags & (SYN | FIN) != 0);
+        self.next[own] = self.next[own].wrapping_add(taken + u32::try_from(bytes).unwrap_or(0));
+        self.seen[1 - own] = self.next[own];
+    }
+
+    /// Sends the last packet once more.
+    fn again(&mut self) {
+        if let Some(Step::Packet(last)) = self.steps.last().copied() {
+            self.steps.push(Step::Packet(Sent {
+                again: true,
+                ..last
+            }));
+        }
+    }
+
+    fn maybe_again(&mut self, rng: &mut SmallRng) {
+        if rng.random_ratio(1, 8) {
+            self.again();
+        }
+    }
+}
+
+impl Conversation {
+    pub fn new(rng: &mut SmallRng) -> Self {
+        if rng.random_ratio(1, 3) {
+            Self::udp(rng)
+        } else {
+            Self::tcp(rng)
+        }
+    }
+
+    fn udp(rng: &mut SmallRng) -> Self {
+        let mut steps = Vec::new();
+        let mut by_client = true;
+        for number in 0..rng.random_range(1..7) {
+            if number > 0 && rng.random_ratio(1, 4) {
+                steps.push(Step::Quiet);
+            }
+            steps.push(Step::Packet(Sent {
+                by_client,
+                flags: 0,
+                numbers: [0; 2],
+                bytes: rng.random_range(0..100),
+                again: false,
+            }));
+            by_client = rng.random_ratio(1, 2);
+        }
+        Self { udp: true, steps }
+    }
+
+    fn tcp(rng: &mut SmallRng) -> Self {
+        let mut ends = Ends {
+            steps: Vec::new(),
+            next: [rng.random(), rng.random()],
+            seen: [0; 2],
+        };
+        Self::connect(&mut ends, rng);
+        Self {
+            udp: false,
+            steps: ends.steps,
+        }
+    }
+
+    fn connect(ends: &mut Ends, rng: &mut SmallRng) {
+        ends.send(true, SYN, 0);
+        ends.maybe_again(rng);
+        match rng.random_range(0..10) {
+            // Nobody answers.
+            0 => return,
+            1 => return ends.send(false, RST | ACK, 0),
+            _ => ends.send(false, SYN | ACK, 0),
+        }
+        ends.maybe_again(rng);
+        match rng.random_range(0..8) {
+            // Half-open.
+            0 | 1 => return,
+            2 => return ends.send(true, RST, 0),
+            _ => ends.send(true, ACK, 0),
+        }
+        for _ in 0..rng.random_range(0..4) {
+            let by_client: bool = rng.random();
+            match rng.random_range(0..4) {
+                // A keepalive, and its answer.
+                0 => {
+                    let own = usize::from(!by_client);
+                    ends.next[own] = ends.next[own].wrapping_sub(1);
+                    ends.send(by_client, ACK, 0);
+                    ends.next[own] = ends.next[own].wrapping_add(1);
+                    ends.seen[1 - own] = ends.next[own];
+                }
+                _ => {
+                    ends.send(by_client, ACK | PSH, rng.random_range(1..500));
+                    ends.maybe_again(rng);
+                }
+            }
+            ends.send(!by_client, ACK, 0);
+        }
+        if rng.random_ratio(1, 8) {
+            ends.steps.push(Step::Quiet);
+        }
+        let first: bool = rng.random();
+        match rng.random_range(0..8) {
+            0 => return,
+            1 => return ends.send(first, RST | ACK, 0),
+            // Both at the same time.
+            2 => {
+                let seen = ends.seen;
+                ends.send(first, FIN | ACK, 0);
+                let after = std::mem::replace(&mut ends.seen, seen);
+                ends.send(!first, FIN | ACK, 0);
+                ends.seen[usize::from(first)] = after[usize::from(first)];
+                ends.send(first, ACK, 0);
+                ends.send(!first, ACK, 0);
+            }
+            _ => {
+                ends.send(first, FIN | ACK, 0);
+                ends.maybe_again(rng);
+                if rng.random_ratio(3, 4) {
+                    ends.send(!first, ACK, 0);
+                    if rng.random_ratio(1, 3) {
+                        ends.send(!first, ACK | PSH, rng.random_range(1..500));
+                        ends.send(first, ACK, 0);
+                    }
+                }
+                if rng.random_ratio(1, 6) {
+                    return;
+                }
+                ends.send(!first, FIN | ACK, 0);
+                if rng.random_ratio(1, 6) {
+                    return;
+                }
+                ends.send(first, ACK, 0);
+            }
+        }
+        // The port again.
+        if rng.random_ratio(1, 4) {
+            for next in &mut ends.next {
+                *next = next.wrapping_add(1 << 20);
+            }
+            ends.send(true, SYN, 0);
+            ends.send(false, SYN | ACK, 0);
+            ends.send(true, ACK, 0);
+        }
+    }
+
+    fn packets(&self, until: usize) -> impl Iterator<Item = &Sent> {
+        self.steps[..=until].iter().filter_map(|step| match step {
+            Step::Packet(sent) => Some(sent),
+            Step::Quiet => None,
+        })
+    }
+
+    /// Whether the endpoint's only answer so far is a RST.
+    pub fn is_refused(&self, until: usize) -> bool {
+        let answers = self.packets(until).filter(|sent| !sent.by_client);
+        let answers: Vec<_> = answers.map(|sent| sent.flags & RST != 0).collect();
+        answers == [true]
+    }
+
+    /// Whether a FIN was sent again.
+    pub fn has_fin_again(&self, until: usize) -> bool {
+        self.packets(until)
+            .any(|sent| sent.again && sent.flags & FIN != 0)
+    }
+}
