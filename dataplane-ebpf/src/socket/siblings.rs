@@ -129,7 +129,7 @@ pub fn keep_apart<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mu
     let protocol = request.protocol;
     let chosen = verdict.endpoint;
     let key = key(call, protocol, chosen.addr, chosen.port);
-    if !is_taken(&key, request) {
+    if !is_taken(call, &key, request) {
         note_connected(call, &key, request);
         return;
     }
@@ -145,7 +145,7 @@ pub fn keep_apart<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mu
             return;
         };
         let key = self::key(call, protocol, other.addr, other.port);
-        if !other.is_none() && !is_taken(&key, request) {
+        if !other.is_none() && !is_taken(call, &key, request) {
             verdict.endpoint = other;
             note_connected(call, &key, request);
             return;
@@ -159,15 +159,16 @@ pub fn keep_apart<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mu
     }
 }
 
-/// Whether a socket that lives has this endpoint for another VIP than is asked for.
+/// Whether another socket that lives has this endpoint for another VIP than is asked for.
 #[inline(always)]
-fn is_taken(key: &SiblingKey, request: &Request) -> bool {
+fn is_taken<F: Family>(call: &SockAddr<F>, key: &SiblingKey, request: &Request) -> bool {
     let Some(sibling) = SIBLINGS.get_ptr_mut(key) else {
         return false;
     };
     // SAFETY: one aligned word of the element.
     let socket = unsafe { read_volatile(&raw const (*sibling).socket) };
-    if socket == 0 {
+    // A socket that is connected again leaves its own endpoint.
+    if socket == 0 || socket == cookie(call) {
         return false;
     }
     let kept = place_of::<PeerSets>(socket);
@@ -185,9 +186,13 @@ fn is_taken(key: &SiblingKey, request: &Request) -> bool {
 
 #[inline(always)]
 fn note_connected<F: Family>(call: &SockAddr<F>, key: &SiblingKey, request: &Request) {
+    note(key, Endpoint::new(request.addr, request.port), cookie(call));
+}
+
+#[inline(always)]
+fn cookie<F: Family>(call: &SockAddr<F>) -> u64 {
     // SAFETY: the program's context.
-    let socket = unsafe { bpf_get_socket_cookie(call.ctx.as_ptr()) };
-    note(key, Endpoint::new(request.addr, request.port), socket);
+    unsafe { bpf_get_socket_cookie(call.ctx.as_ptr()) }
 }
 
 #[inline(always)]

@@ -65,7 +65,9 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
             continue;
         };
         let pod_ips = pod_ips.get_or_insert_with(|| self::pod_ips(status, findings));
-        let of_family = |addr: &&IpAddr| host_ip.is_none_or(|ip| ip.is_ipv4() == addr.is_ipv4());
+        let of_family = |addr: &&IpAddr| {
+            !at_all(host_ip) || host_ip.is_none_or(|ip| ip.is_ipv4() == addr.is_ipv4())
+        };
         let endpoints: Vec<Endpoint> = pod_ips
             .iter()
             .filter(of_family)

@@ -244,12 +244,15 @@ async fn serve_udp(socket: UdpSocket, name: Arc<str>) -> Result<()> {
 async fn serve_udp_connecting(socket: UdpSocket, name: Arc<str>) -> Result<()> {
     let mut buffer = vec![0; 64 * 1024];
     let local = socket.local_addr()?;
+    // Open for as long as the answers are on their way, and longer.
+    let mut open = Vec::new();
     loop {
         let (length, client) = socket.recv_from(&mut buffer).await?;
         let answer = [greeting(&name, client).as_bytes(), &buffer[..length]].concat();
         let answering: std::net::UdpSocket = bind(local, Type::DGRAM, true)?.into();
         answering.connect(client)?;
         answering.send(&answer)?;
+        open.push(answering);
     }
 }
 
