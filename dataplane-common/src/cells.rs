@@ -87,8 +87,8 @@ pub use words::{Cell, HEAD, Head, Holder, STATE, Slot, Slots, State, cells_for};
 
 use crate::{
     Port,
-    packet::{FlowKey, PortKey, Tick, Translation, seen},
-    states,
+    packet::{FlowKey, PortKey, Tick, Translation},
+    seen, states,
     tcp::{self, Sequences},
 };
 use words::{VALUE, words};

@@ -34,6 +34,7 @@ mod event;
 pub mod origins;
 pub mod packet;
 mod reason;
+pub mod seen;
 pub mod states;
 pub mod tables;
 pub mod tcp;
@@ -44,11 +45,11 @@ pub use event::{Event, Hook};
 pub use reason::Reason;
 pub use vips::{ClaimedPort, VIP_ELEMENTS, VipElement, VipPlace, VipWords};
 
-/// The priority (`SO_PRIORITY`) of the agent's sockets to the API server: of all services, only cluster IPs are
-/// translated for them, and only in the node's own network namespace. Else an object with the API server's address as its
-/// external IP would keep the agent from learning that the object is gone. It takes CAP_NET_ADMIN to set. Queueing
-/// disciplines see network control (`TC_PRIO_CONTROL`, the lowest four bits).
-pub const TO_API_SERVER: u32 = 0xdada_0007;
+/// The priority (`SO_PRIORITY`) of the agent's sockets to the API server and to resolvers: of all services, only cluster IPs
+/// are translated for them, and only in the node's own network namespace. Else an object with the server's address as its
+/// external IP would take the agent's connections and queries. It takes CAP_NET_ADMIN to set. Queueing disciplines see network
+/// control (`TC_PRIO_CONTROL`, the lowest four bits).
+pub const OF_AGENT: u32 = 0xdada_0007;
 
 /// Version of everything that is pinned: table layouts, their names and what the flags mean.
 ///

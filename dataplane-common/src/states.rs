@@ -17,7 +17,7 @@
 
 use core::fmt;
 
-use crate::{Protocol, packet::seen};
+use crate::{Protocol, seen};
 
 /// The state of a flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -34,7 +34,8 @@
 
 use crate::{
     cells::Line,
-    packet::{STREAM_AFTER, Tick, seen},
+    packet::{STREAM_AFTER, Tick},
+    seen,
 };
 
 /// The element of `SEQUENCES` that belongs to a cell: [`Positions`], then [`Opening`].

@@ -135,7 +135,7 @@ impl Request {
 }
 
 /// Decides, given the endpoint that this client already uses for this destination, if any. `only_cluster_ips`: no other
-/// frontends are for the client ([`dataplane_common::TO_API_SERVER`]).
+/// frontends are for the client ([`dataplane_common::OF_AGENT`]).
 #[inline(always)]
 pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Verdict {
     let frontend = decide::find_frontend(

@@ -9,7 +9,8 @@ use dataplane::kernel::{
 };
 use dataplane_common::{
     Port, Protocol, Reason,
-    packet::{FlowKey, Tick, Translation, seen},
+    packet::{FlowKey, Tick, Translation},
+    seen,
 };
 use dataplane_tests::Lab;
 use nix::time::{ClockId, clock_gettime};

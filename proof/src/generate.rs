@@ -6,7 +6,8 @@ use std::net::IpAddr;
 use dataplane::plan::ipsec::Policy;
 use dataplane_common::{
     Addr, Protocol,
-    packet::{FlowKey, Iface, PacketConfig, seen},
+    packet::{FlowKey, Iface, PacketConfig},
+    seen,
     tables::{AffinityKey, Endpoint},
     tcp::{AHEAD, FAR, NEAR, UNACKNOWLEDGED},
 };

@@ -348,7 +348,7 @@ fn a_cell_is_freed_once_and_from_the_dead_alone() {
             thread::spawn(move || free_held(&One(&shared, number), 0, LATER))
         };
         let walks = [walk(8), walk(9)];
-        let line = Place(&*shared, Programs);
+        let line = Place(&shared, Programs);
         let lives = Holder::new(2, LATER);
         let hold = || {
             let head = Head(line.load(HEAD));

@@ -4,7 +4,7 @@
 //! In this order, and in each class first the flow that was idle longest:
 //!
 //! 1. flows that nobody has answered: a flood of SYNs or datagrams from spoofed addresses makes these;
-//! 2. flows that are not [assured](crate::packet::seen::ASSURED): answered once, or over;
+//! 2. flows that are not [assured](crate::seen::ASSURED): answered once, or over;
 //! 3. assured UDP flows, then established TCP connections, of a client that has more than half of the seventeen cells.
 //!    The cells are a sample of the table, so such a client has taken about half of it;
 //! 4. assured UDP flows of other clients.

@@ -345,7 +345,8 @@ fn a_full_table_keeps_what_was_used_last() {
         let used = at(u64::from(client));
         let value = Translation {
             used,
-            seen: seen::PACKET | seen::in_replies(1),
+            // Assured, so that none is over.
+            seen: seen::PACKET | seen::in_replies(1) | seen::ASSURED,
             ..to(&key, 0)
         };
         let _ = shared.make(&key, &value, used);
@@ -419,7 +420,7 @@ fn a_flow_that_is_over_gives_way() {
     assert!(!gives_way(packet | seen::FOREIGN, 0, 100_000));
 }
 
-/// A flood of SYNs that nobody answers pushes out no flow that was answered, however long ago that was.
+/// A flood of SYNs that nobody answers evicts no flow that was answered, for as long as such a flow is kept.
 #[test]
 fn what_nobody_answered_goes_first() {
     let shared = Shared::new(256);
@@ -440,7 +441,7 @@ fn what_nobody_answered_goes_first() {
     }
     for port in 1000..20_000 {
         let key = key(port);
-        let used = at(100);
+        let used = at(50);
         let _ = shared.make(
             &key,
             &Translation {
@@ -821,7 +822,13 @@ fn whoever_comes_second_finds_the_first_ones_flow() {
                             endpoint_port: Port::new(cpu),
                             ..to(&key, 0)
                         };
-                        let index = hold_or_find(&memory, &key, at(0));
+                        // A thread that holds the cell may be off its processor, which a program is not.
+                        let index = loop {
+                            match hold_or_find(&memory, &key, at(0)) {
+                                BUSY => thread::yield_now(),
+                                index => break index,
+                            }
+                        };
                         assert!(index < BUSY, "{client}");
                         if index & MADE == 0 {
                             assert!(memory.make_in(index, &key, &value, at(0)));

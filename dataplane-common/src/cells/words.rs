@@ -7,7 +7,8 @@
 
 use crate::{
     Addr, Port, Protocol,
-    packet::{FlowKey, Tick, Translation, seen},
+    packet::{FlowKey, Tick, Translation},
+    seen,
 };
 
 /// A cell: the flow's addresses (client, VIP), the [`Head`], the value ([`Translation`]).

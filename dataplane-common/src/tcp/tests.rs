@@ -6,7 +6,7 @@ use super::{
     flags::{ACK, FIN, RST, SYN},
     *,
 };
-use crate::packet::seen::{FIN as CLOSED, PACKET, RST as RESET};
+use crate::seen::{FIN as CLOSED, PACKET, RST as RESET};
 
 const REQUESTS: bool = false;
 const REPLIES: bool = true;

@@ -191,6 +191,21 @@ pub fn mark(ctx: *mut bpf_sock_addr) -> u32 {
     }
 }
 
+/// Whether a socket is one by which the agent's proxy connects to where it has routed a connection.
+#[inline(always)]
+pub fn is_proxys_own(ctx: *mut bpf_sock_addr) -> bool {
+    config().is_some_and(|config| {
+        config.mark != 0 && has_mark(mark(ctx), config.mark) && is_agent(config)
+    })
+}
+
+/// Whether what goes to the request's destination stays in its network namespace: the address is one of a captured workload's
+/// there. No service translates it, as with kube-proxy, which does not see it.
+#[inline(always)]
+pub fn stays(request: &Request) -> bool {
+    is_own(request, request.addr)
+}
+
 /// Whether the process is the agent's, or its predecessor's: by its cgroup, which nobody chooses for himself.
 #[inline(always)]
 pub fn is_agent(config: &CaptureConfig) -> bool {

@@ -5,7 +5,8 @@ use dataplane_common::{
     Addr, Port, Reason,
     cells::{BUSY, MADE, NOWHERE},
     decide,
-    packet::{FlowKey, Iface, PacketConfig, SourceKey, Tick, seen},
+    packet::{FlowKey, Iface, PacketConfig, SourceKey, Tick},
+    seen,
     tables::{Endpoint, Frontend, Kind, Pool},
 };
 

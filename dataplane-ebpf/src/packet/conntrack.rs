@@ -3,7 +3,8 @@
 use dataplane_common::{
     Addr, Port, Protocol,
     cells::{self, Line as _, STATE, Snapshot},
-    packet::{FlowKey, PortKey, Tick, Translation, seen},
+    packet::{FlowKey, PortKey, Tick, Translation},
+    seen,
     states::State,
     tcp::{
         ANEW, GOES_ON, OPENING, Opening, POSITIONS, Positions, Segment,

@@ -41,7 +41,8 @@ mod ways;
 use aya_ebpf::{EbpfContext, bindings::TC_ACT_SHOT, programs::TcContext};
 use dataplane_common::{
     Reason, VipPlace, decide,
-    packet::{Iface, PacketConfig, Tick, seen as flags},
+    packet::{Iface, PacketConfig, Tick},
+    seen as flags,
     tables::{Endpoint, Frontend},
     tcp::{
         Segment,

@@ -4,7 +4,7 @@ use dataplane_common::{Hook, Protocol, Reason, capture::is_proxy, tables::Endpoi
 
 use super::{Family, GO_ON, SockAddr, config, events, flows, peers, siblings};
 use crate::{
-    capture::meters,
+    capture::{meters, outbound},
     select::{self, Request, Verdict},
 };
 
@@ -22,8 +22,18 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         peers::remember(call, &request.peer(&itself));
         return GO_ON;
     }
+    let mesh = config().map_or(0, |config| config.mesh);
+    if mesh != 0 && outbound::is_proxys_own(call.ctx.sock_addr) {
+        // The proxy has chosen the endpoint: no service that claims its address translates it again, here or by packets.
+        let itself = Endpoint::new(request.addr, request.port);
+        peers::remember(call, &request.peer(&itself));
+        return GO_ON;
+    }
     let mut verdict = Verdict::without_endpoint(Reason::NotService, 0);
     decide(call, &request, &mut verdict);
+    if mesh != 0 && verdict.reason != Reason::NotService && outbound::stays(&request) {
+        verdict = Verdict::without_endpoint(Reason::NotService, 0);
+    }
     if siblings::is_bound(call) && !verdict.endpoint.is_none() {
         siblings::keep_apart(call, &request, &mut verdict);
     }
@@ -33,7 +43,7 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
 #[inline(never)]
 fn decide<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mut Verdict) {
     // In the node's own namespace, where the agent is.
-    let only_cluster_ips = request.own_loopback && call.is_to_api_server();
+    let only_cluster_ips = request.own_loopback && call.is_of_agent();
     *verdict = select::decide(request, &Endpoint::NONE, only_cluster_ips);
 }
 

@@ -23,7 +23,7 @@ use aya_ebpf::{
     helpers::generated::{bpf_get_netns_cookie, bpf_ktime_get_ns, bpf_set_retval},
     programs::SockAddrContext,
 };
-use dataplane_common::{Addr, Port, Protocol, Reason, TO_API_SERVER, tables::Config};
+use dataplane_common::{Addr, OF_AGENT, Port, Protocol, Reason, tables::Config};
 
 use crate::{
     select::{Request, Verdict, count, count_pool},
@@ -185,15 +185,15 @@ impl<F: Family> SockAddr<F> {
         })
     }
 
-    /// Whether the socket has the priority of the agent's sockets to the API server (`SO_PRIORITY`).
+    /// Whether the socket has the priority of the agent's sockets to the API server and to resolvers (`SO_PRIORITY`).
     #[inline(always)]
-    fn is_to_api_server(&self) -> bool {
+    fn is_of_agent(&self) -> bool {
         // SAFETY: a field of the context, which is never null in our hooks, and one of the socket.
         let priority = unsafe {
             let sk = read_volatile(&raw const (*self.ctx.sock_addr).__bindgen_anon_1.sk);
             read_volatile(&raw const (*sk).priority)
         };
-        priority == TO_API_SERVER
+        priority == OF_AGENT
     }
 
     /// Counts a verdict and carries it out, for what is the same whatever the system call.

@@ -6,8 +6,8 @@ use dataplane_common::{Hook, Reason, decide, tables::Endpoint};
 
 use super::{Family, GO_ON, REFUSED, SockAddr, config, events, flows, siblings};
 use crate::{
-    capture::datagrams,
-    select::{self, Live, count},
+    capture::{datagrams, outbound},
+    select::{self, Live, Verdict, count},
 };
 
 #[inline(always)]
@@ -57,7 +57,11 @@ fn serve<F: Family>(call: &SockAddr<F>) -> i32 {
         return GO_ON;
     };
     let used = flows::endpoint_for(call, request.addr, request.port);
-    let verdict = select::decide(&request, &used, false);
+    let mut verdict = select::decide(&request, &used, false);
+    let mesh = config().map_or(0, |config| config.mesh);
+    if mesh != 0 && verdict.reason != Reason::NotService && outbound::stays(&request) {
+        verdict = Verdict::without_endpoint(Reason::NotService, 0);
+    }
     events::report(call, Hook::Sendmsg, &request, &verdict);
     let mut is_new = false;
     if !verdict.endpoint.is_none() {

@@ -499,10 +499,7 @@ impl Drop for Progress {
 
 #[cfg(test)]
 mod tests {
-    use dataplane_common::{
-        Addr, Port,
-        packet::{Translation, seen},
-    };
+    use dataplane_common::{Addr, Port, packet::Translation, seen};
 
     use super::*;
 

@@ -54,7 +54,7 @@ impl Names {
         };
         let problems = agent.problems.iter();
         let named = problems.filter(|problem| {
-            let mut words = problem.text.split(|c: char| c == ' ' || c == ',');
+            let mut words = problem.text.split([' ', ',']);
             words.any(|word| word == destination)
         });
         let texts = named.map(|problem| format!("{}: {}", problem.place, problem.text));

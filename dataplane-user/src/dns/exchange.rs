@@ -9,14 +9,17 @@ use std::{
     io,
     net::{self, IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     ops::RangeInclusive,
+    os::fd::AsFd,
     sync::LazyLock,
     time::{Duration, Instant},
 };
 
+use dataplane_common::OF_AGENT;
 use hickory_proto::op::ResponseCode;
+use socket2::SockRef;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpStream, UdpSocket},
+    net::{TcpSocket, UdpSocket},
     time::{sleep, timeout_at},
 };
 
@@ -274,8 +277,15 @@ fn socket(resolver: SocketAddr) -> io::Result<UdpSocket> {
         Some(socket) => socket,
         None => net::UdpSocket::bind((any, 0))?,
     };
+    is_agents(&socket);
     socket.set_nonblocking(true)?;
     UdpSocket::from_std(socket)
+}
+
+/// Says to the programs that a socket is the agent's: no service that has the resolver's address as its external IP takes the
+/// query. A user without CAP_NET_ADMIN may not say it.
+fn is_agents(socket: &impl AsFd) {
+    let _ = SockRef::from(socket).set_priority(OF_AGENT);
 }
 
 /// Whether the operator keeps a port from sockets that do not ask for it (`net.ipv4.ip_local_reserved_ports`).
@@ -297,7 +307,12 @@ fn ranges(text: &str) -> Vec<RangeInclusive<u16>> {
 }
 
 async fn ask_by_tcp(resolver: SocketAddr, query: &[u8]) -> io::Result<Vec<u8>> {
-    let mut stream = TcpStream::connect(resolver).await?;
+    let socket = match resolver {
+        SocketAddr::V4(_) => TcpSocket::new_v4()?,
+        SocketAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    is_agents(&socket);
+    let mut stream = socket.connect(resolver).await?;
     send(&mut stream, query).await?;
     receive(&mut stream).await
 }

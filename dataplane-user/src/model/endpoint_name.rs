@@ -2,7 +2,7 @@
 
 use std::{fmt, net::IpAddr, sync::Arc};
 
-use super::is_allocated;
+use super::allocated::is_allocated;
 
 /// The most addresses of a name that become endpoints.
 pub const ADDRESSES_MAX: usize = 16;

@@ -2,6 +2,7 @@
 //!
 //! Pure values: this room imports none of its siblings, and neither tokio nor aya.
 
+mod allocated;
 mod cluster;
 mod endpoint_name;
 mod entry;
@@ -22,11 +23,10 @@ mod topology;
 mod weights;
 mod workload;
 
+pub use allocated::is_allocated;
 pub use cluster::Cluster;
 pub use endpoint_name::{ADDRESSES_MAX, EndpointName, Resolved, can_be_endpoint};
-pub use entry::{
-    At, Backend, Entry, EntryPort, EntryResolution, ExportTo, Host, Location, is_allocated,
-};
+pub use entry::{At, Backend, Entry, EntryPort, EntryResolution, ExportTo, Host, Location};
 pub use ephemeral::Ephemeral;
 pub use identity::{Identity, IdentityError};
 pub use name::{EntryName, ServiceName, WorkloadName};

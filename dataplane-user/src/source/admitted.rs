@@ -79,7 +79,7 @@ impl Admitted {
                 return (None, Some(problem));
             }
             // Each step takes what the step before has left, and says what it left out.
-            let steps: [&dyn Fn(&Service) -> Option<(Service, Problem)>; 3] = [
+            let steps: [Step<'_>; 3] = [
                 &|service| reserved::left_out(service, &node.own, &self.reserved_ports),
                 &|service| self.external_ips.left_out(service),
                 &|service| own_ports::set_aside(service, node),
@@ -133,6 +133,9 @@ fn rest<T>(object: &Arc<T>, left_out: Option<(T, Problem)>) -> (Option<Arc<T>>, 
         None => (Some(Arc::clone(object)), None),
     }
 }
+
+/// What is left of a service, and the problem that says what was left out; none if nothing was.
+type Step<'a> = &'a dyn Fn(&Service) -> Option<(Service, Problem)>;
 
 /// The objects of one kind, without what is left out of them.
 #[derive(Debug)]

@@ -108,7 +108,7 @@ mod tests {
         let mut findings = Findings::default();
         match objects::service(serde_json::from_value(object).unwrap(), &mut findings) {
             Outcome::Served(service) => service,
-            _ => panic!("{findings:?}"),
+            Outcome::LeftAlone => panic!("{findings:?}"),
         }
     }
 

@@ -3,7 +3,8 @@
 
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{FlowKey, Tick, Translation, seen},
+    packet::{FlowKey, Tick, Translation},
+    seen,
     tables::{Affinity, AffinityKey, Block, Endpoint, Kind},
 };
 

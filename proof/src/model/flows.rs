@@ -2,7 +2,8 @@
 
 use dataplane_common::{
     Port, Protocol,
-    packet::{FlowKey, PortKey, Tick, Translation, seen},
+    packet::{FlowKey, PortKey, Tick, Translation},
+    seen,
     tcp::{ANEW, GOES_ON},
 };
 

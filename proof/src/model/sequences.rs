@@ -1,7 +1,8 @@
 //! How far a TCP flow's directions have got, and which segments count.
 
 use dataplane_common::{
-    packet::{Tick, seen},
+    packet::Tick,
+    seen,
     tcp::{AHEAD, ANEW, DEPARTED, FAR, GOES_ON, NEAR, Sequences, UNACKNOWLEDGED},
 };
 

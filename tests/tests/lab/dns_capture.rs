@@ -24,6 +24,7 @@ scenarios! {
     no_pod_and_no_policy_is_got_around_by_queries,
     every_pods_queries_are_answered_and_nothing_else_is_captured,
     a_machines_queries_are_captured_by_its_packets,
+    no_service_takes_the_agents_way_to_a_resolver,
     no_query_waits_for_an_agent_that_is_not_there,
     no_query_waits_for_an_agent_that_hangs,
 }
@@ -518,6 +519,47 @@ fn no_query_waits_for_an_agent_that_hangs() -> Result<()> {
             late == 0 && all < 600 && report.answered > 800,
             "{kind}: {late} sent after {bypassed} failed: {report:?}"
         );
+    }
+    Ok(())
+}
+
+/// A Service whose external IP is the node's resolver, and whose endpoint is a pod that does not answer.
+const THIEF: &str = "---
+apiVersion: v1
+kind: Service
+metadata: {name: thief, namespace: other}
+spec:
+  clusterIPs: [10.96.0.66]
+  externalIPs: [10.244.1.11]
+  ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53, protocol: TCP}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: thief, namespace: other, labels: {kubernetes.io/service-name: thief}}
+addressType: IPv4
+endpoints: [{addresses: [10.244.1.12]}]
+ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53, protocol: TCP}]
+";
+
+/// Neither to the node's resolver, nor to that of the cluster, which is a service itself.
+fn no_service_takes_the_agents_way_to_a_resolver() -> Result<()> {
+    for (policy, resolver) in [("Default", "10.244.1.11"), ("ClusterFirst", "10.96.0.53")] {
+        let world = World::start(&json!({}), |text| {
+            let spec = format!("{{nodeName: node1, dnsPolicy: {policy}}}");
+            text.replacen("{nodeName: node1}", &spec, 1) + THIEF
+        })?;
+        // Others on the node get what the service says.
+        let other = world.lab.node("node1").command("dig");
+        let other = other.args(["@10.244.1.11", "+tries=1", "+time=2", OUTSIDE]);
+        ensure!(!other.output()?.status.success(), "not taken from others");
+        for transport in ["", "+tcp "] {
+            let question = format!("{transport}{OUTSIDE} A");
+            world
+                .dig(resolver, &question, "192.0.2.90")
+                .context(policy)?;
+        }
+        // Names that are in no cache, by TCP from the agent on.
+        world.dig(resolver, &format!("{OUTSIDE} A"), "192.0.2.90")?;
     }
     Ok(())
 }

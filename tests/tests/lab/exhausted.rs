@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{FlowKey, PacketConfig, Tick, Translation, need, seen},
+    packet::{FlowKey, PacketConfig, Tick, Translation, need},
+    seen,
     tables::Endpoint,
 };
 use dataplane_proof::{Verdict, campaign::Scene, wire::flags, world::MANY};

@@ -186,6 +186,7 @@ fn main() -> ExitCode {
         capture::MANY,
         capture::MEMBERS,
         capture::METRICS,
+        capture::ONCE,
         capture::ORIGINS,
         capture::PACKETS,
         capture::PROXIES,

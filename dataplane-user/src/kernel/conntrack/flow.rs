@@ -4,7 +4,8 @@ use std::net::SocketAddr;
 
 use dataplane_common::{
     Addr, Port, Protocol,
-    packet::{FlowKey, PortKey, Tick, Translation, seen},
+    packet::{FlowKey, PortKey, Tick, Translation},
+    seen,
     states::{State, Timeouts},
 };
 

@@ -14,7 +14,8 @@ use std::{collections::HashSet, path::Path};
 
 use dataplane_common::{
     Addr, Port,
-    packet::{FlowKey, NODE_ADDRS, PortKey, Tick, Translation, seen},
+    packet::{FlowKey, NODE_ADDRS, PortKey, Tick, Translation},
+    seen,
     states::Timeouts,
 };
 use nix::time::{ClockId, clock_gettime};

@@ -7,7 +7,8 @@ use dataplane_common::{
         self, AtomicSlot, Cell, CellKey as _, HEAD, Head, Holder, Line as _, Memory, Slots,
         Snapshot,
     },
-    packet::{FlowKey, PacketConfig, PortKey, Tick, Translation, seen},
+    packet::{FlowKey, PacketConfig, PortKey, Tick, Translation},
+    seen,
     states::{State, Timeouts},
     tcp::{self, OPENING, POSITIONS, Sequences},
 };

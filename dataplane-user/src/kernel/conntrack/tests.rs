@@ -5,7 +5,8 @@ use std::collections::HashSet;
 use dataplane_common::{
     Addr, Port, Protocol,
     cells::{self, NOWHERE},
-    packet::{FlowKey, Tick, Translation, seen},
+    packet::{FlowKey, Tick, Translation},
+    seen,
     states::Timeouts,
 };
 

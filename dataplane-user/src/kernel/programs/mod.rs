@@ -24,6 +24,7 @@ use super::{
     tc::Direction,
 };
 use load::descriptor;
+#[cfg(feature = "testing")]
 pub(super) use load::has_mptcp;
 pub use load::{absent, events_program, load, load_error, packet_program, patiently};
 pub use specs::{CAPTURE_PROGRAMS, INBOUND, PROGRAMS, REPLACEMENT, Spec, tracepoint};

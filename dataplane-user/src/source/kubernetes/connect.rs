@@ -2,7 +2,7 @@
 
 use std::{env, fs, io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
-use dataplane_common::TO_API_SERVER;
+use dataplane_common::OF_AGENT;
 use http::Uri;
 use hyper_util::{
     client::{legacy, proxy::matcher::Matcher},
@@ -274,7 +274,7 @@ async fn dial_address(address: SocketAddr) -> io::Result<TcpStream> {
     };
     let options = SockRef::from(&socket);
     // A command of a user without CAP_NET_ADMIN may not, and then services are translated for it.
-    let _ = options.set_priority(TO_API_SERVER);
+    let _ = options.set_priority(OF_AGENT);
     let keepalive = TcpKeepalive::new()
         .with_time(KEEPALIVE)
         .with_interval(KEEPALIVE_INTERVAL);

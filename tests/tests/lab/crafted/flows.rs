@@ -4,7 +4,8 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::rig::Table;
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{FlowKey, Iface, PacketConfig, Tick, Translation, seen},
+    packet::{FlowKey, Iface, PacketConfig, Tick, Translation},
+    seen,
     states::{State, Timeouts},
 };
 use dataplane_proof::{

@@ -9,7 +9,8 @@ use std::{
 use dataplane_common::{
     Addr, Port, Protocol,
     cells::{self, CellKey as _, HEAD, Head, Line as _, Memory as _, NOWHERE, Slot},
-    packet::{FlowKey, PortKey, Tick, Translation, seen},
+    packet::{FlowKey, PortKey, Tick, Translation},
+    seen,
 };
 use rand::{RngExt as _, SeedableRng as _, rngs::SmallRng};
 

@@ -80,9 +80,9 @@ fn conversations_are_the_kernels() -> Result<()> {
         for (talk, (there, here)) in talks.iter().zip(there.iter().zip(&here)) {
             for (step, (there, here)) in there.iter().zip(here).enumerate() {
                 match explained(talk, step, there, here) {
-                    Some(None) => {}
-                    Some(Some(row)) => used[row] += 1,
-                    None => {
+                    Verdict::Same => {}
+                    Verdict::Row(row) => used[row] += 1,
+                    Verdict::Unexplained => {
                         let steps = &talk.steps[..=step];
                         wrong.push(format!("seed {batch}: {steps:?}:\n  {there:?}\n  {here:?}"));
                         break;
@@ -157,7 +157,7 @@ fn run(worker: Worker, talks: &[Conversation]) -> Result<Vec<Vec<After>>> {
             .enumerate()
             .filter(|(_, t)| step < t.steps.len())
         {
-            let kept = kept.get(&(talk.udp, site.port(number))).cloned();
+            let kept = kept.get(&(talk.udp, Site::port(number))).cloned();
             let seen = std::mem::take(&mut seen[number]);
             all[number].push(After { seen, kept });
         }
@@ -165,34 +165,40 @@ fn run(worker: Worker, talks: &[Conversation]) -> Result<Vec<Vec<After>>> {
     Ok(all)
 }
 
-/// Whether both saw the same (`Some(None)`), or which difference it is.
-fn explained(
-    talk: &Conversation,
-    step: usize,
-    there: &After,
-    here: &After,
-) -> Option<Option<usize>> {
+/// What becomes of a comparison.
+enum Verdict {
+    Same,
+    /// The number of the row of docs/differences.md.
+    Row(usize),
+    Unexplained,
+}
+
+/// Whether both saw the same, or which difference it is.
+fn explained(talk: &Conversation, step: usize, there: &After, here: &After) -> Verdict {
     if there.seen != here.seen {
-        return None;
+        return Verdict::Unexplained;
     }
     let (there, here) = match (&there.kept, &here.kept) {
-        (None, None) => return Some(None),
+        (None, None) => return Verdict::Same,
         (None, Some(here)) => {
-            return (here.state == "close" && talk.is_refused(step)).then_some(Some(1));
+            if here.state == "close" && talk.is_refused(step) {
+                return Verdict::Row(1);
+            }
+            return Verdict::Unexplained;
         }
-        (Some(_), None) => return None,
+        (Some(_), None) => return Verdict::Unexplained,
         (Some(there), Some(here)) => (there, here),
     };
     let same_time = there.seconds.abs_diff(here.seconds) <= 8;
     if there.state == here.state && same_time {
-        return Some(None);
+        return Verdict::Same;
     }
     // `nf_conntrack_tcp_timeout_unacknowledged`, five minutes.
     if there.state == here.state && (280..=300).contains(&there.seconds) && here.seconds > 300 {
-        return Some(Some(0));
+        return Verdict::Row(0);
     }
     if talk.has_fin_again(step) {
-        return Some(Some(2));
+        return Verdict::Row(2);
     }
-    None
+    Verdict::Unexplained
 }

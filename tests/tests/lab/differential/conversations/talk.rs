@@ -150,19 +150,16 @@ impl Conversation {
         }
         for _ in 0..rng.random_range(0..4) {
             let by_client: bool = rng.random();
-            match rng.random_range(0..4) {
+            if rng.random_ratio(1, 4) {
                 // A keepalive, and its answer.
-                0 => {
-                    let own = usize::from(!by_client);
-                    ends.next[own] = ends.next[own].wrapping_sub(1);
-                    ends.send(by_client, ACK, 0);
-                    ends.next[own] = ends.next[own].wrapping_add(1);
-                    ends.seen[1 - own] = ends.next[own];
-                }
-                _ => {
-                    ends.send(by_client, ACK | PSH, rng.random_range(1..500));
-                    ends.maybe_again(rng);
-                }
+                let own = usize::from(!by_client);
+                ends.next[own] = ends.next[own].wrapping_sub(1);
+                ends.send(by_client, ACK, 0);
+                ends.next[own] = ends.next[own].wrapping_add(1);
+                ends.seen[1 - own] = ends.next[own];
+            } else {
+                ends.send(by_client, ACK | PSH, rng.random_range(1..500));
+                ends.maybe_again(rng);
             }
             ends.send(!by_client, ACK, 0);
         }

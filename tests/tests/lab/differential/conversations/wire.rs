@@ -99,7 +99,7 @@ impl<'a> Site<'a> {
     }
 
     /// The client's port of a conversation.
-    pub fn port(&self, number: usize) -> u16 {
+    pub fn port(number: usize) -> u16 {
         FIRST_PORT + u16::try_from(number).unwrap_or_default()
     }
 
@@ -108,7 +108,7 @@ impl<'a> Site<'a> {
         let udp = self.talks[number].udp;
         let vip = (self.node, if udp { UDP } else { TCP });
         let (end, from, to) = if sent.by_client {
-            (&self.client, (self.client.addr, self.port(number)), vip)
+            (&self.client, (self.client.addr, Self::port(number)), vip)
         } else {
             let Some(to) = self.seen_as[number] else {
                 return Ok(());

@@ -1,0 +1,62 @@
+//! What was seen of a flow: bits of `seen`. [`PACKET`] and [`FIN`] are of requests, and the same
+//! bits four higher of replies ([`in_replies`]); the others belong to both.
+
+/// A packet at all.
+pub const PACKET: u8 = 1;
+/// TCP: a FIN.
+pub const FIN: u8 = 2;
+/// TCP: a RST, in either direction.
+pub const RST: u8 = 4;
+/// The flow belongs to the kernel's own conntrack, which translates it: packets are left alone.
+///
+/// Masqueraded, it holds a port: the flow's key is what the endpoint sees, from the node's address and port, so that no
+/// other flow to the endpoint is given this port. The index of the address is any but 0.
+pub const FOREIGN: u8 = 8;
+/// TCP: another segment of the connection has followed the last FIN.
+pub const FOLLOWED: u8 = 1 << 6;
+/// Both ends mean it, so the flow is evicted later than others, and kept for longer: the client has acknowledged what the
+/// endpoint said (TCP), or the flow was answered and is in use two seconds after it began (UDP). A spoofed address does
+/// the first only by a guess.
+pub const ASSURED: u8 = 1 << 7;
+/// What counts no longer once a flow begins anew: all but that there was a request.
+pub const EARLIER: u8 = !PACKET;
+
+/// What was seen of requests.
+#[inline(always)]
+pub const fn of_requests(seen: u8) -> u8 {
+    seen & (PACKET | FIN)
+}
+
+/// What was seen of replies, as if it were of requests.
+#[inline(always)]
+pub const fn of_replies(seen: u8) -> u8 {
+    seen >> 4 & (PACKET | FIN)
+}
+
+/// The inverse of [`of_replies`].
+#[inline(always)]
+pub const fn in_replies(seen: u8) -> u8 {
+    seen << 4
+}
+
+/// What a packet adds that has these bits, as if it were a request.
+#[inline(always)]
+pub const fn of_packet(bits: u8, replies: bool) -> u8 {
+    if replies {
+        in_replies(bits & (PACKET | FIN)) | bits & RST
+    } else {
+        bits
+    }
+}
+
+/// Whether a FIN was seen, in either direction.
+#[inline(always)]
+pub const fn is_closing(seen: u8) -> bool {
+    seen & (FIN | in_replies(FIN)) != 0
+}
+
+/// Whether neither side will say anything new: one has reset the connection, or both have closed it.
+#[inline(always)]
+pub const fn is_ended(seen: u8) -> bool {
+    seen & RST != 0 || of_requests(seen) & of_replies(seen) & FIN != 0
+}

@@ -1,0 +1,235 @@
+//! A connection is translated at most once, and judged by where its first packet goes: whatever other services claim the
+//! address of its endpoint.
+
+use std::net::{IpAddr, SocketAddr};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_common::Reason;
+use dataplane_tests::{Host, Process};
+use rand::{RngExt as _, SeedableRng as _, rngs::StdRng, seq::IndexedRandom as _};
+use serde_json::json;
+
+use super::World;
+use crate::{
+    cluster::{UDP, ask, reaches, refused, serve},
+    manifest::{Manifests, Service},
+};
+
+scenarios! {
+    Dataplane:
+    what_the_proxy_has_routed_goes_there,
+    no_service_at_a_pods_own_address_opens_egress,
+    no_second_service_opens_egress,
+    whatever_two_tenants_claim_egress_stays_where_it_may_go,
+}
+
+/// A port at which nobody listens.
+const FREE: u16 = 4000;
+
+/// A service with these VIPs, by TCP and UDP, for these endpoints.
+fn service(name: &str, number: u8, endpoint: &Host) -> Service {
+    Service::new(
+        name,
+        &[&format!("10.96.0.{number}"), &format!("fd00:96::{number}")],
+    )
+    .port("tcp", 80, 7)
+    .port("udp", 53, UDP)
+    .endpoints(&[endpoint])
+}
+
+/// A tenant's service that claims a host's addresses, at the ports of its servers and at one where nobody listens.
+fn thief(name: &str, number: u8, of: &Host, endpoint: &Host) -> Service {
+    let addresses = of.addresses().map(|ip| ip.to_string());
+    service(name, number, endpoint)
+        .in_namespace("thief")
+        .set("externalIPs", addresses.to_vec())
+        .port("tcp-own", 7, 7)
+        .port("tcp-free", FREE, 7)
+        .port("udp-free", FREE, UDP)
+}
+
+fn at(host: &Host, port: u16) -> [String; 2] {
+    host.addresses()
+        .map(|ip| SocketAddr::from((ip, port)).to_string())
+}
+
+/// A world with somebody who is no Pod.
+fn with_outside() -> Result<(World, Host, Process)> {
+    let world = World::with(|lab| {
+        lab.pod("node1", "outside", "10.244.1.9")
+            .pod("node1", "app", "10.244.1.8")
+    })?;
+    let outside = world.lab.pod("outside").clone();
+    let server = serve(&outside)?;
+    Ok((world, outside, server))
+}
+
+/// Outbound, to a service whose endpoint's address is another service's external IP; and inbound, to an application whose
+/// address is one.
+fn what_the_proxy_has_routed_goes_there() -> Result<()> {
+    for keeps in [true, false] {
+        let mut world = World::new()?;
+        let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+        let far = world.lab.pod("far").clone();
+        world.manifests = Manifests::new(&[
+            service("near", 20, &one),
+            service("away", 21, &far),
+            service("app", 22, &app),
+            thief("of-one", 30, &one, world.lab.pod("two")),
+            thief("of-far", 31, &far, world.lab.pod("two")),
+            thief("of-app", 32, &app, world.lab.pod("two")),
+        ])?;
+        world.capture(json!({ "keepSource": keeps }), json!({ "mode": "proxy" }))?;
+        for (number, by) in [(20, "one"), (21, "far")] {
+            for to in [
+                format!("10.96.0.{number}:80"),
+                format!("[fd00:96::{number}]:80"),
+            ] {
+                let (_, counted) = world.counted(Reason::Captured, || {
+                    reaches(&app, &to, "connect --count 5", &[by])
+                })?;
+                ensure!(counted == 5, "{to}: {counted}");
+            }
+        }
+        for to in ["10.96.0.22:80", "[fd00:96::22]:80"] {
+            let (_, counted) = world.counted(Reason::CapturedInbound, || {
+                reaches(&one, to, "connect --count 5", &["app"])
+            })?;
+            ensure!(counted == 5, "{to}: {counted}");
+        }
+        // Who dials the address itself gets the service that has it, as without a proxy.
+        reaches(&app, "10.244.1.5:7", "connect --count 5", &["two"])?;
+    }
+    Ok(())
+}
+
+/// What a pod sends to its own address stays there, whatever service has the address.
+fn no_service_at_a_pods_own_address_opens_egress() -> Result<()> {
+    for mode in ["kernel", "proxy"] {
+        let (mut world, outside, _server) = with_outside()?;
+        let app = world.app().clone();
+        world.manifests = Manifests::new(&[thief("evil", 30, &app, &outside)])?;
+        world.capture(json!({}), json!({ "egress": "deny", "mode": mode }))?;
+        for to in at(&app, 7) {
+            reaches(&app, &to, "connect --count 5", &["app"]).context(mode)?;
+        }
+        for to in at(&app, FREE) {
+            for how in ["connect --count 3", "udp", "udp --unconnected"] {
+                refused(&app, &to, how).context(mode)?;
+            }
+        }
+        for to in at(&app, UDP) {
+            for how in ["udp", "udp --unconnected"] {
+                reaches(&app, &to, how, &["app"]).context(mode)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A service of Pods, and another whose external IP is such a Pod's address and whose endpoint is no Pod.
+fn no_second_service_opens_egress() -> Result<()> {
+    for mode in ["kernel", "proxy"] {
+        let (mut world, outside, _server) = with_outside()?;
+        let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+        let far = world.lab.pod("far").clone();
+        world.manifests = Manifests::new(&[
+            service("near", 20, &one),
+            service("away", 21, &far),
+            thief("of-one", 30, &one, &outside),
+            thief("of-far", 31, &far, &outside),
+        ])?;
+        world.capture(json!({}), json!({ "egress": "deny", "mode": mode }))?;
+        for (number, by) in [(20, "one"), (21, "far")] {
+            for vip in [format!("10.96.0.{number}"), format!("[fd00:96::{number}]")] {
+                reaches(&app, &format!("{vip}:80"), "connect --count 5", &[by]).context(mode)?;
+                for how in ["udp --count 5", "udp --count 5 --unconnected"] {
+                    reaches(&app, &format!("{vip}:53"), how, &[by]).context(mode)?;
+                }
+            }
+        }
+        for to in [at(&one, 7), at(&far, 7), at(&one, FREE)].as_flattened() {
+            refused(&app, to, "connect --count 3").context(mode)?;
+        }
+        for to in [at(&one, UDP), at(&far, UDP)].as_flattened() {
+            for how in ["udp", "udp --unconnected"] {
+                refused(&app, to, how).context(mode)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A property: whatever services two tenants make, of whatever addresses, who is denied egress reaches Pods and itself, by the
+/// way that its own packets take.
+fn whatever_two_tenants_claim_egress_stays_where_it_may_go() -> Result<()> {
+    let (mut world, outside, _server) = with_outside()?;
+    let app = world.app().clone();
+    let hosts = ["app", "one", "two", "far"].map(|name| world.lab.pod(name).clone());
+    let all: Vec<&Host> = hosts.iter().chain([&outside]).collect();
+    let rounds = 1;
+    for (seed, mode) in (0..rounds).flat_map(|seed| [(seed, "kernel"), (seed, "proxy")]) {
+        let mut random = StdRng::seed_from_u64(seed);
+        let services: Vec<Service> = (0..8_u8)
+            .map(|number| {
+                let ports = [7, UDP, FREE, 80];
+                let mut claimed: Vec<String> = Vec::new();
+                for _ in 0..random.random_range(0..3) {
+                    let of = all.choose(&mut random).map(|host| host.addresses());
+                    claimed.extend(of.into_iter().flatten().map(|ip| ip.to_string()));
+                }
+                if random.random_bool(0.3) {
+                    claimed.push("203.0.113.9".to_owned());
+                }
+                claimed.sort();
+                claimed.dedup();
+                let mut service = Service::new(
+                    &format!("s{number}"),
+                    &[
+                        &format!("10.96.1.{number}"),
+                        &format!("fd00:96:1::{number}"),
+                    ],
+                )
+                .in_namespace(if number % 2 == 0 { "a" } else { "b" })
+                .set("externalIPs", claimed);
+                for (port, name) in ports.into_iter().zip(["a", "b", "c", "d"]) {
+                    service = service.port(&format!("tcp-{name}"), port, 7);
+                    service = service.port(&format!("udp-{name}"), port, UDP);
+                }
+                let mut endpoints: Vec<&Host> = Vec::new();
+                for _ in 0..random.random_range(1..3) {
+                    let host = *all.choose(&mut random).expect("there are hosts");
+                    if endpoints.iter().all(|other| other.ipv4() != host.ipv4()) {
+                        endpoints.push(host);
+                    }
+                }
+                service.endpoints(&endpoints)
+            })
+            .collect();
+        world.manifests = Manifests::new(&services)?;
+        world.capture(json!({}), json!({ "egress": "deny", "mode": mode }))?;
+        let mut targets: Vec<IpAddr> = all.iter().flat_map(|host| host.addresses()).collect();
+        targets.push(IpAddr::from([203, 0, 113, 9]));
+        targets.extend((0..8).map(|number| IpAddr::from([10, 96, 1, number])));
+        let mut answered = 0;
+        for ip in targets {
+            for (port, how) in [
+                (7, "connect --count 3"),
+                (FREE, "connect --count 3"),
+                (80, "connect --count 3"),
+                (UDP, "udp --count 3 --timeout-ms 300"),
+                (FREE, "udp --count 3 --timeout-ms 300 --unconnected"),
+            ] {
+                let to = SocketAddr::from((ip, port)).to_string();
+                let report = ask(&app, &to, how)?;
+                answered += report.answered;
+                ensure!(
+                    !report.endpoints.contains_key("outside"),
+                    "{mode}, seed {seed}: {how} to {to} is outside: {report:?}"
+                );
+            }
+        }
+        ensure!(answered > 0, "{mode}, seed {seed}: nobody answered");
+    }
+    Ok(())
+}
