@@ -26,7 +26,7 @@ const WORKERS: [Worker; 2] = [Worker::KubeProxy(Mode::IptablesNft), Worker::Data
 /// Where somebody answers.
 const ANSWERS: u16 = 9000;
 /// A port of a Service whose external IP is the node's own address.
-const EXTERNAL: u16 = 40_100;
+const EXTERNAL: u16 = 20_100;
 
 fn services(lab: &Lab) -> Vec<crate::manifest::Service> {
     let endpoints = [lab.pod("e1")];

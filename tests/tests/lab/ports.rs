@@ -106,21 +106,22 @@ fn sockets_and_flows_never_share_a_port() -> Result<()> {
         let how = node.probe(probe).args(how).args(["--to", &to]);
         Ok(how.args(["--timeout-ms", "3000"]).json()?)
     };
-    for (probe, port, to) in [("connect", "20004", 7), ("udp", "20001", 53)] {
-        let before = cluster.verdicts(Reason::PortTaken)?;
-        let report = ask(probe, port, to)?;
-        ensure!(report.answered == 0, "{probe}: {report:?}");
-        ensure!(cluster.verdicts(Reason::PortTaken)? > before, "{probe}");
-        let told = report.errors.contains_key("ECONNREFUSED");
-        ensure!(told || probe == "udp", "{probe}: {report:?}");
-    }
+    let before = cluster.verdicts(Reason::PortTaken)?;
+    let report = ask("connect", "20004", 7)?;
+    ensure!(
+        report.answered == 0 && report.errors.contains_key("ECONNREFUSED"),
+        "{report:?}"
+    );
+    ensure!(cluster.verdicts(Reason::PortTaken)? > before);
+    // One question and its answer are no stream: the node's own socket goes before the flow.
+    let report = ask("udp", "20001", 53)?;
+    ensure!(report.answered == 1, "{report:?}");
     let report: Report = held.wait_json()?;
     ensure!(
         report.errors.is_empty() && report.answered > 0,
         "{:?}",
         report.errors
     );
-    ensure!(seen_port(ext, 20_001)? == 20_001, "the flow is gone");
     // The connection is over: the port is the socket's.
     let report = ask("connect", "20004", 7)?;
     ensure!(report.answered == 1, "{report:?}");

@@ -19,7 +19,6 @@ scenarios! {
     Dataplane:
     connections_outlive_a_layout,
     connections_outlive_a_layout_by_filters,
-    connections_outlive_layouts_with_other_tables_of_sockets,
 }
 
 const TCP_PORT: u16 = 30_080;
@@ -41,11 +40,6 @@ fn connections_outlive_a_layout() -> Result<()> {
 
 fn connections_outlive_a_layout_by_filters() -> Result<()> {
     outlive(&["--tc-hook", "clsact"], LAYOUT - 1)
-}
-
-/// What is known of sockets is not taken from this one (`CONNECTIONS` of the agent's `kernel/layouts.rs`).
-fn connections_outlive_layouts_with_other_tables_of_sockets() -> Result<()> {
-    outlive(&[], 3)
 }
 
 const HOLD: &str = "hold";
