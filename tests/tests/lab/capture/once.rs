@@ -114,9 +114,12 @@ fn no_service_at_a_pods_own_address_opens_egress() -> Result<()> {
             reaches(&app, &to, "connect --count 5", &["app"]).context(mode)?;
         }
         for to in at(&app, FREE) {
-            for how in ["connect --count 3", "udp", "udp --unconnected"] {
+            for how in ["connect --count 3", "udp"] {
                 refused(&app, &to, how).context(mode)?;
             }
+            // The kernel tells an error only to sockets that are connected.
+            let report = ask(&app, &to, "udp --unconnected --timeout-ms 300")?;
+            ensure!(report.answered == 0, "{mode}: {report:?}");
         }
         for to in at(&app, UDP) {
             for how in ["udp", "udp --unconnected"] {
