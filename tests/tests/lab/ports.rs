@@ -122,6 +122,7 @@ fn sockets_and_flows_never_share_a_port() -> Result<()> {
         "{:?}",
         report.errors
     );
+    ensure!(seen_port(ext, 20_001)? == 20_001, "the flow is gone");
     // The connection is over: the port is the socket's.
     let report = ask("connect", "20004", 7)?;
     ensure!(report.answered == 1, "{report:?}");
