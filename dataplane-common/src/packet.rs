@@ -93,7 +93,7 @@ layout! {
         pub node_port: Port,
         /// When last used, by either direction.
         pub used: Tick,
-        /// Flags of [`seen`], of requests and of replies.
+        /// Flags of [`crate::seen`], of requests and of replies.
         pub seen: u8,
         /// Index into `NODE_ADDRS` of the address that the endpoint sees the client come from; 0:
         /// the flow is not masqueraded.

@@ -125,7 +125,7 @@ impl Head {
 /// Who holds a cell, and since when: a processor, or a process of user space, in 16 bits, and the [`Tick`].
 ///
 /// A program runs for less than a tick, and so does what user space does while it holds a cell. So a cell that has been
-/// held for [`Holder::DEAD`] ticks was left by somebody who died.
+/// held for `Holder::DEAD` ticks was left by somebody who died.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holder(u64);
 

@@ -284,12 +284,10 @@ pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
     flow.node_addr = value.node_addr;
     flow.seen = value.seen;
     flow.came_by = 0;
-    if value.used != now && key.protocol != Protocol::TCP {
-        if is_idle(key.protocol, &value, now) {
-            // Timed out, but not yet collected.
-            table::remove_found(entry, &found, now);
-            return NEW;
-        }
+    if value.used != now && key.protocol != Protocol::TCP && is_idle(key.protocol, &value, now) {
+        // Timed out, but not yet collected.
+        table::remove_found(entry, &found, now);
+        return NEW;
     }
     mark(entry, &found, false, segment, now);
     if flow.is_asked() { FOREIGN } else { REQUEST }

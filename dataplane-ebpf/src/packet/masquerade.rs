@@ -40,7 +40,7 @@ pub fn take_address(skb: Skb, s: &mut Scratch) {
         return;
     }
     let chosen = s.way.source(s.packet.is_v4());
-    let index = masquerade_index_of(&chosen);
+    let index = masquerade_index_of(&raw const chosen);
     if index != 0 {
         s.flow.node_addr = index as u8;
     }
@@ -136,33 +136,31 @@ fn is_served(key: &FrontendKey) -> bool {
         && !decide::Tables::frontend(&Live, key).is_none()
 }
 
-/// Whether no service and no socket of the node has the port that the flow has.
+/// Whether a service has the port that the flow has, at the node's address. Services' ports may be TCP's. By UDP, what an
+/// endpoint's socket answers by a call of its own (`sendto`) goes to that service, since the call is seen before its packet
+/// is (`sendmsg`). (Node ports are looked at whether the address has them or not: it is one lookup less.)
 ///
-/// Services' ports may be TCP's. By UDP, what an endpoint's socket answers by a call of its own (`sendto`) goes to that
-/// service, since the call is seen before its packet is (`sendmsg`). (Node ports are looked at whether the address has
-/// them or not: it is one lookup less.)
-#[inline(always)]
-fn is_nobodys(skb: Skb, flow: &Flow) -> bool {
+/// Not inlined: its stack is free again when the sockets are looked at ([`sockets::has_one`]).
+#[inline(never)]
+fn is_services(flow: &Flow) -> bool {
     let protocol = flow.forward.protocol;
-    if protocol != Protocol::TCP {
-        let (addr, port) = (node_addr(flow.node_addr), flow.node_port);
-        if is_served(&FrontendKey::node_port(addr.is_v4(), port, protocol))
-            || is_served(&FrontendKey::new(addr, port, protocol))
-        {
-            return false;
-        }
+    if protocol == Protocol::TCP {
+        return false;
     }
-    !sockets::has_one(skb, flow)
+    let (addr, port) = (node_addr(flow.node_addr), flow.node_port);
+    is_served(&FrontendKey::node_port(addr.is_v4(), port, protocol))
+        || is_served(&FrontendKey::new(addr, port, protocol))
 }
 
-/// [`is_nobodys`]. With external linkage, as in `table.rs`: the verifier looks at it once, not once for each port.
+/// Whether no service and no socket of the node has the port that the flow has. With external linkage, as in `table.rs`: the
+/// verifier looks at it once, not once for each port.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
 extern "C" fn masquerade_is_nobodys(skb: *mut __sk_buff, flow: *const Flow) -> u32 {
     // SAFETY: a flow, or null: the verifier sees to it where it is called.
     match unsafe { flow.as_ref() } {
-        Some(flow) => u32::from(is_nobodys(Skb(skb), flow)),
+        Some(flow) => u32::from(!is_services(flow) && !sockets::has_one(Skb(skb), flow)),
         None => 0,
     }
 }

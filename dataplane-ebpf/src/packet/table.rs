@@ -504,7 +504,7 @@ extern "C" fn conntrack_evict_port(from: *const PortKey, random: u32, now: u32) 
         let second = nth >= PORTS_LOOKED_AT;
         let nth = if second { nth - PORTS_LOOKED_AT } else { nth };
         let port = random.wrapping_add(nth.wrapping_mul(APART)) & 0xffff;
-        conntrack_look_at_port(&mut choice, from, port, u32::from(second), now);
+        conntrack_look_at_port(&raw mut choice, from, port, u32::from(second), now);
     }
     let now = Tick::from_number(now as u16);
     u32::from(cells::evict_port(&Maps::get(), &choice, now).host())

@@ -37,7 +37,7 @@ pub fn vip_of<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> Endpoint
         return Endpoint::NONE;
     }
     let key = key(call, Protocol::UDP, addr, port);
-    match SIBLINGS.get_ptr_mut(&key) {
+    match SIBLINGS.get_ptr_mut(key) {
         // SAFETY: an element may be reused while it is read. What is read is then another flow's, for one datagram.
         Some(sibling) => unsafe { (*sibling).vip },
         None => Endpoint::NONE,
@@ -64,8 +64,8 @@ pub fn note_asking<F: Family>(call: &SockAddr<F>) {
     let told = unsafe {
         bpf_getsockopt(
             call.ctx.as_ptr(),
-            SOL_SOCKET as i32,
-            SO_REUSEPORT as i32,
+            SOL_SOCKET.cast_signed(),
+            SO_REUSEPORT.cast_signed(),
             (&raw mut shares).cast(),
             4,
         )
@@ -162,26 +162,38 @@ pub fn keep_apart<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mu
 /// Whether another socket that lives has this endpoint for another VIP than is asked for.
 #[inline(always)]
 fn is_taken<F: Family>(call: &SockAddr<F>, key: &SiblingKey, request: &Request) -> bool {
+    let vip = Endpoint::new(request.addr, request.port);
+    siblings_have(key, &raw const vip, cookie(call)) != 0
+}
+
+/// [`is_taken`]. With external linkage: the verifier looks at it once, not once for each endpoint.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn siblings_have(key: *const SiblingKey, vip: *const Endpoint, asking: u64) -> u32 {
+    // SAFETY: a key and a VIP, or null: the verifier sees to it where it is called.
+    let (Some(key), Some(vip)) = (unsafe { (key.as_ref(), vip.as_ref()) }) else {
+        return 0;
+    };
     let Some(sibling) = SIBLINGS.get_ptr_mut(key) else {
-        return false;
+        return 0;
     };
     // SAFETY: one aligned word of the element.
     let socket = unsafe { read_volatile(&raw const (*sibling).socket) };
     // A socket that is connected again leaves its own endpoint.
-    if socket == 0 || socket == cookie(call) {
-        return false;
+    if socket == 0 || socket == asking {
+        return 0;
     }
     let kept = place_of::<PeerSets>(socket);
     // SAFETY: a place of an array's element, which stays; it may be another socket's by now, and is compared.
     let peer = unsafe {
         if kept.is_null() {
-            return false;
+            return 0;
         }
         *kept
     };
-    peer.endpoint_port == key.port
-        && peer.endpoint == key.addr
-        && !(peer.vip_port == request.port && peer.vip == request.addr)
+    let is_at_endpoint = peer.endpoint_port == key.port && peer.endpoint == key.addr;
+    u32::from(is_at_endpoint && !(peer.vip_port == vip.port && peer.vip == vip.addr))
 }
 
 #[inline(always)]

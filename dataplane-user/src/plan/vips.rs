@@ -226,7 +226,7 @@ impl Vips {
         }
     }
 
-    /// Has new hosts wait for a control plane that gives addresses, for [`PATIENCE`].
+    /// Has new hosts wait for a control plane that gives addresses, for five seconds.
     pub fn defer(&mut self, does: bool) {
         self.defers = does;
     }

@@ -3,14 +3,15 @@
 
 use std::{
     collections::BTreeMap,
-    fs, io,
-    net::{Ipv4Addr, Ipv6Addr, UdpSocket},
+    io,
     os::fd::{AsFd as _, AsRawFd as _, BorrowedFd},
 };
 
+use socket2::{Domain, Type};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use super::{Base, Chain, FORWARD, Kind, Listed, Rule, Table, Verdict};
+use crate::kernel::opener;
 
 /// `IPT_SO_GET_INFO` and `IP6T_SO_GET_INFO`; `..._GET_ENTRIES`.
 const GET_INFO: i32 = 64;
@@ -26,7 +27,7 @@ struct Family {
     word: &'static str,
     level: i32,
     /// The tables that are in use: to ask for another one would make it.
-    names: &'static str,
+    names: opener::Table,
     tool: &'static str,
     /// Where in an entry its target's offset is, the next entry's follows; and how long an entry is without matches.
     target_offset: usize,
@@ -37,7 +38,7 @@ const FAMILIES: [Family; 2] = [
     Family {
         word: "ip",
         level: libc::SOL_IP,
-        names: "/proc/thread-self/net/ip_tables_names",
+        names: opener::Table::IptablesNames,
         tool: "iptables-legacy",
         target_offset: 88,
         entry: 112,
@@ -45,7 +46,7 @@ const FAMILIES: [Family; 2] = [
     Family {
         word: "ip6",
         level: libc::SOL_IPV6,
-        names: "/proc/thread-self/net/ip6_tables_names",
+        names: opener::Table::Ip6tablesNames,
         tool: "ip6tables-legacy",
         target_offset: 140,
         entry: 168,
@@ -140,7 +141,7 @@ fn hook_of(chain: &str) -> Option<&'static str> {
 
 /// The names of a family's tables that are in use, one a line.
 fn in_use(family: &Family) -> io::Result<String> {
-    match fs::read_to_string(family.names) {
+    match opener::table(family.names).and_then(io::read_to_string) {
         // A kernel without them, or no module.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
         names => names,
@@ -148,11 +149,12 @@ fn in_use(family: &Family) -> io::Result<String> {
 }
 
 fn read(family: &Family, table: &str) -> io::Result<Vec<Chain>> {
-    let socket = if family.level == libc::SOL_IP {
-        UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?
+    let domain = if family.level == libc::SOL_IP {
+        Domain::IPV4
     } else {
-        UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0))?
+        Domain::IPV6
     };
+    let socket = opener::socket(domain, Type::DGRAM, None)?;
     // A table that is changed in between has another size.
     for _ in 0..8 {
         let mut info = Info::new_zeroed();

@@ -189,7 +189,7 @@ pub fn tcp_sockets(
     ask(request, Some(namespace))
 }
 
-/// Opens a table of sockets (`/proc/net`) of the network namespace that this thread is in.
+/// Opens a table (`/proc/net`) of the network namespace that this thread is in.
 ///
 /// # Errors
 /// The kernel's refusal.

@@ -15,13 +15,17 @@ use zerocopy::{FromBytes, FromZeros as _, Immutable, IntoBytes, KnownLayout};
 /// Descriptors in one packet, at most. (The kernel takes up to 253.)
 pub const DESCRIPTORS: usize = 16;
 
-/// A table of sockets in `/proc/net`.
+/// A table in `/proc/net`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Table {
-    /// TCP by IPv4.
+    /// Sockets of TCP by IPv4.
     Tcp,
-    /// TCP by IPv6.
+    /// Sockets of TCP by IPv6.
     Tcp6,
+    /// The names of iptables' legacy tables that are in use.
+    IptablesNames,
+    /// The names of ip6tables' legacy tables that are in use.
+    Ip6tablesNames,
 }
 
 impl Table {
@@ -30,6 +34,8 @@ impl Table {
         match self {
             Self::Tcp => "/proc/thread-self/net/tcp",
             Self::Tcp6 => "/proc/thread-self/net/tcp6",
+            Self::IptablesNames => "/proc/thread-self/net/ip_tables_names",
+            Self::Ip6tablesNames => "/proc/thread-self/net/ip6_tables_names",
         }
     }
 }
@@ -50,7 +56,7 @@ pub enum Request {
         /// How many, up to [`DESCRIPTORS`].
         count: usize,
     },
-    /// A table of its sockets, to read.
+    /// One of its tables, to read.
     Table(Table),
     /// The sysctls by which answers have marks, to write.
     MarkSettings,
@@ -91,6 +97,8 @@ impl From<Request> for Packet {
             Request::Map(id) => (5, [id.cast_signed(), 0, 0, 0]),
             Request::Program(id) => (6, [id.cast_signed(), 0, 0, 0]),
             Request::Mount => (7, [0; 4]),
+            Request::Table(Table::IptablesNames) => (8, [0; 4]),
+            Request::Table(Table::Ip6tablesNames) => (9, [0; 4]),
         };
         Self { what, arguments }
     }
@@ -115,6 +123,8 @@ impl Packet {
             5 => Request::Map(first.cast_unsigned()),
             6 => Request::Program(first.cast_unsigned()),
             7 => Request::Mount,
+            8 => Request::Table(Table::IptablesNames),
+            9 => Request::Table(Table::Ip6tablesNames),
             _ => return None,
         })
     }
@@ -246,6 +256,8 @@ mod tests {
             sockets,
             Request::Table(Table::Tcp),
             Request::Table(Table::Tcp6),
+            Request::Table(Table::IptablesNames),
+            Request::Table(Table::Ip6tablesNames),
             Request::MarkSettings,
             Request::Map(u32::MAX),
             Request::Program(7),
@@ -285,7 +297,7 @@ mod tests {
             let mut bytes: Vec<u8> = (0..length)
                 .map(|at| {
                     if at % 4 == 0 {
-                        random.random_range(0..10)
+                        random.random_range(0..12)
                     } else {
                         0
                     }
@@ -317,7 +329,7 @@ mod tests {
             what: 1,
             arguments: [2, 1, 0, 0],
         };
-        let none = Packet { what: 8, ..all };
+        let none = Packet { what: 10, ..all };
         let many = Packet {
             arguments: [2, 1, 0, 17],
             ..all

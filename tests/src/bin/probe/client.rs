@@ -13,6 +13,7 @@ use nix::{errno::Errno, time::ClockId};
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 
 /// Where to, and how.
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag")]
 #[derive(Args)]
 pub struct Target {
     /// The address to connect to; several take turns
