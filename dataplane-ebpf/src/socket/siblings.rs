@@ -175,6 +175,8 @@ extern "C" fn siblings_have(key: *const SiblingKey, vip: *const Endpoint, asking
     let (Some(key), Some(vip)) = (unsafe { (key.as_ref(), vip.as_ref()) }) else {
         return 0;
     };
+    // SAFETY: the same key. Linux 6.1 takes as a key only what is on this function's stack.
+    let key = unsafe { read_volatile(key) };
     let Some(sibling) = SIBLINGS.get_ptr_mut(key) else {
         return 0;
     };

@@ -111,7 +111,25 @@ fn rules_of_a_pod_see_the_vip() -> Result<()> {
         ensure!(all.is_empty(), "{all:?}");
         Ok(())
     })?;
-    answers(client, VIPS, "near")
+    answers(client, VIPS, "near")?;
+    legacy_rules_are_those_of_the_pod(&cluster)
+}
+
+/// The node's own legacy rules, which kube-proxy may have written there, are no pod's.
+fn legacy_rules_are_those_of_the_pod(cluster: &Cluster) -> Result<()> {
+    let (client, other) = (cluster.client(), cluster.lab.pod("near2"));
+    let [vip, _] = VIPS;
+    let rule = format!(
+        "iptables-legacy -t nat -A OUTPUT -p tcp -d {vip} --dport 80 -j DNAT --to {}:{TCP}",
+        other.ipv4()
+    );
+    run(cluster.lab.node("node2"), &rule)?;
+    run(client, &rule)?;
+    let to = format!("{vip}:80");
+    eventually(|| reaches(client, &to, HOWS[0].1, &["near2"]).map(drop))?;
+    is_listed(cluster, "veth-sleep", "output hook")?;
+    ensure!(listed(cluster)?.len() == 1, "{:?}", listed(cluster)?);
+    Ok(())
 }
 
 /// A network namespace in a pod, such as a container's of a runtime that is itself in a container.
