@@ -291,8 +291,9 @@ mod tests {
             value => format!("--{flag}={value}").into(),
         }));
         let mut by_flags = file.clone();
-        // A key without a flag.
+        // Keys without a flag.
         by_flags.node.reserved_ports.clear();
+        by_flags.packets.timeouts = crate::settings::FlowTimeouts::default();
         assert_eq!(settings(&words), by_flags);
         // And over a file that says everything, too.
         words.extend(["--config".into(), place.path().into()]);
