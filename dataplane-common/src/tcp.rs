@@ -18,6 +18,8 @@
 //!   bytes ahead of its direction's position, and its acknowledgement at most [`UNACKNOWLEDGED`] bytes behind the other
 //!   direction's and [`AHEAD`] bytes before it. One in 2^15 of all pairs of numbers is. Otherwise an attacker would move
 //!   the position first, and then reset.
+//! * The first segment of the endpoint that counts has a **SYN**, if the client's was seen. Before that, an endpoint that still
+//!   has an earlier connection from the same port only says so (RFC 5961, section 4.2).
 //! * A **SYN** with an ACK begins both directions anew if it acknowledges the last SYN: the endpoint has forgotten the
 //!   connection and accepts another one from the same port. The earlier connection's FINs then count no longer ([`ANEW`]).
 //!
@@ -86,13 +88,13 @@ pub struct Segment {
     pub end: u32,
     /// The acknowledgement number.
     pub ack: u32,
-    /// Its [`flags`]; 0 for packets that carry none: datagrams, and all fragments but the first.
+    /// Its [`flags`]; 0 for datagrams, which carry none.
     pub flags: u32,
 }
 
 impl Segment {
-    /// A packet that an ICMP error quotes: somebody sent it some time ago. The flag is of no packet; one that is forged is
-    /// given it, too.
+    /// A packet that an ICMP error quotes: somebody sent it some time ago. The flag is of no packet. One that is forged has
+    /// it, too, and so has every fragment but the first, which has said all that the packet says of its flow.
     pub const QUOTED: Self = Self {
         end: 0,
         ack: 0,
@@ -226,7 +228,7 @@ impl Opening {
 /// What the packet that makes a flow leaves in `SEQUENCES`: of a datagram, the time (CLOCK_MONOTONIC, nanoseconds).
 #[inline(always)]
 pub const fn begin(first: &Segment, now: u64) -> Sequences {
-    if first.flags == 0 {
+    if first.flags == 0 || first.is_quoted() {
         return [now, 0];
     }
     if !first.has(flags::SYN) {
@@ -312,6 +314,9 @@ pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
             };
         }
         let anew = replies && segment.has(flags::SYN) && opening.is_answered_by(segment);
+        if replies && own == 0 && opening.0 as u32 != 0 && !segment.has(flags::SYN) {
+            return 0;
+        }
         if !anew && !before.is_plausible(replies, segment) {
             return seen::PACKET;
         }

@@ -104,6 +104,16 @@ fn a_refusal_counts_if_it_acknowledges_the_syn() {
 }
 
 /// A connection that an older agent has known: whatever comes first tells where it is.
+/// An endpoint that still has an earlier connection from the same port answers a SYN with an ACK (RFC 5961, section 4.2).
+#[test]
+fn a_challenge_answers_nothing() {
+    let flow = Flow::opened(100);
+    assert_eq!(flow.see(REPLIES, ACK, 7, 9), 0);
+    assert_eq!(flow.see(REPLIES, SYN | ACK, 40, 101), PACKET | ANEW);
+    // Of a flow that was taken over nothing is known.
+    assert_eq!(Flow::unknown().see(REPLIES, ACK, 7, 9), PACKET);
+}
+
 #[test]
 fn what_is_not_known_is_learnt() {
     assert_eq!(Flow::unknown().see(REPLIES, RST, 77, 0), PACKET | RESET);

@@ -1,6 +1,9 @@
 //! Later fragments have no ports: they follow the first by what they share with it.
 
-use dataplane_common::packet::{Fragment, FragmentKey};
+use dataplane_common::{
+    packet::{Fragment, FragmentKey},
+    tcp::Segment,
+};
 
 use super::parse::{FIRST, LATER, Packet};
 use crate::tables::FRAGMENTS;
@@ -37,5 +40,6 @@ pub fn follow(packet: &mut Packet, forged: bool) -> bool {
     let first = unsafe { *first };
     packet.key.src_port = first.src_port;
     packet.key.dst_port = first.dst_port;
+    packet.segment.flags |= Segment::QUOTED.flags;
     true
 }

@@ -7,7 +7,11 @@ use dataplane_common::{
     tcp::{ANEW, GOES_ON},
 };
 
-use super::{Model, read::Headers, write::Ends};
+use super::{
+    Model,
+    read::{Fragment, Headers},
+    write::Ends,
+};
 use crate::wire::flags;
 
 /// A flow, as it was before the packet.
@@ -173,6 +177,8 @@ impl Model<'_> {
     /// The flow is used by a packet, which adds to what was seen of it, if it counts; by one that an ICMP error quotes,
     /// if there is none.
     fn seen_now(&mut self, key: &FlowKey, packet: Option<&Headers>, replies: bool, now: Tick) {
+        // The first fragment has said what the packet says.
+        let packet = packet.filter(|headers| headers.fragment != Fragment::Later);
         let Some(to) = self.state.flows.get(key) else {
             return;
         };

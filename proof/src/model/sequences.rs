@@ -147,6 +147,11 @@ impl Numbers {
             }
             return seen::PACKET;
         }
+        // An endpoint challenges a SYN before it answers it.
+        if replies && self.positions[1].is_none() && self.syn.is_some() && !segment.has(flags::SYN)
+        {
+            return 0;
+        }
         let anew = answered && segment.has(flags::SYN);
         let far = i64::from(FAR);
         let placed = self.positions[own].is_none_or(|position| {

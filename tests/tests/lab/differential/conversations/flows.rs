@@ -33,7 +33,7 @@ pub fn inside<T: Send>(host: &Host, work: impl FnOnce() -> Result<T> + Send) -> 
 }
 
 /// Those of the kernel's own conntrack (`ct_seq_show` in `net/netfilter/nf_conntrack_standalone.c`).
-pub fn of_the_kernel(node: &Host) -> Result<HashMap<By, Kept>> {
+pub fn of_the_kernel(node: &Host, v6: bool) -> Result<HashMap<By, Kept>> {
     let text = inside(node, || {
         std::fs::read_to_string("/proc/thread-self/net/nf_conntrack")
             .context("/proc/net/nf_conntrack")
@@ -42,9 +42,12 @@ pub fn of_the_kernel(node: &Host) -> Result<HashMap<By, Kept>> {
     for line in text.lines() {
         let words: Vec<&str> = line.split_whitespace().collect();
         let port = words.iter().find_map(|word| word.strip_prefix("sport="));
-        let [_, _, protocol @ ("tcp" | "udp"), _, seconds, state, ..] = words[..] else {
+        let [family, _, protocol @ ("tcp" | "udp"), _, seconds, state, ..] = words[..] else {
             continue;
         };
+        if (family == "ipv6") != v6 {
+            continue;
+        }
         let udp = protocol == "udp";
         let state = match state {
             "SYN_SENT" => "syn-sent",
@@ -70,13 +73,17 @@ pub fn of_the_kernel(node: &Host) -> Result<HashMap<By, Kept>> {
 }
 
 /// Ours.
-pub fn of_ours(bpffs: &Path) -> Result<HashMap<By, Kept>> {
+pub fn of_ours(bpffs: &Path, v6: bool) -> Result<HashMap<By, Kept>> {
     let conntrack = Conntrack::open(bpffs)?.context("no tables of flows")?;
     let (timeouts, now) = (conntrack.timeouts(), now());
     let (mut flows, mut batch) = (conntrack.flows(), Vec::new());
     let mut all = HashMap::new();
     while flows.read(&mut batch) {
-        for flow in &batch {
+        for flow in batch.iter().filter(|flow| flow.client().is_ipv6() == v6) {
+            if flow.is_over(now, &timeouts) {
+                // Nobody's any more, and collected at leisure.
+                continue;
+            }
             let udp = flow.protocol() == Protocol::UDP;
             let left = flow.keep(&timeouts).saturating_sub(flow.idle(now));
             let kept = Kept {

@@ -11,7 +11,7 @@ mod flows;
 mod talk;
 mod wire;
 
-use std::{thread, time::Duration};
+use std::{collections::BTreeMap, thread, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_peers::Mode;
@@ -20,7 +20,7 @@ use rand::{SeedableRng as _, rngs::SmallRng};
 
 use self::{
     flows::Kept,
-    talk::{Conversation, Step},
+    talk::{Conversation, Step, Trouble},
     wire::{Seen, Site},
 };
 use super::world::{self, Settings, Worker, World};
@@ -29,12 +29,34 @@ use crate::manifest::{Manifests, Service};
 scenarios! {
     Dataplane:
     conversations_are_the_kernels,
+    conversations_are_the_kernels_by_ipv6,
+    conversations_end_when_the_kernels_do,
 }
 
-/// Conversations that are tried unless more are asked for.
+/// Conversations that are tried unless more are asked for; and of one pair of labs with short timeouts, which pass while they are sent.
 const SHORT: usize = 500;
 /// Conversations of one pair of labs: a client has a port for each.
 const BATCH: usize = 10_000;
+
+/// For how many seconds flows are kept where their end is waited for.
+const SHORT_TIMEOUT: u64 = 20;
+/// Every timeout of the kernel's (`net.netfilter.nf_conntrack_…`), and of ours.
+const TIMEOUTS: [&str; 12] = [
+    "tcp_timeout_syn_sent",
+    "tcp_timeout_syn_recv",
+    "tcp_timeout_established",
+    "tcp_timeout_fin_wait",
+    "tcp_timeout_close_wait",
+    "tcp_timeout_last_ack",
+    "tcp_timeout_time_wait",
+    "tcp_timeout_close",
+    "tcp_timeout_max_retrans",
+    "tcp_timeout_unacknowledged",
+    "udp_timeout",
+    "udp_timeout_stream",
+];
+const OUR_TIMEOUTS: &str = "packets: {timeouts: {tcpSynSent: 20s, tcpSynReceived: 20s, tcpEstablished: 20s, \
+     tcpFinWait: 20s, tcpCloseWait: 20s, tcpLastAck: 20s, tcpTimeWait: 20s, tcpClose: 20s, udp: 20s, udpStream: 20s}}";
 
 /// The node ports of the service, by TCP and by UDP, and the endpoint's port, at which nobody listens.
 const TCP: u16 = 30_080;
@@ -42,14 +64,48 @@ const UDP: u16 = 30_053;
 const ENDPOINT: u16 = 7777;
 
 /// Where the dataplane is meant to differ: as the row of the docs has it.
-const DIFFERENCES: [&str; 3] = [
+const DIFFERENCES: [&str; 7] = [
     "A TCP connection with data that is not acknowledged",
-    "A TCP connection that the endpoint refuses with a RST",
+    "A TCP connection that is reset before it is established",
     "A FIN that is sent again",
+    "A TCP connection that both ends open at the same time",
+    "A TCP segment outside of the window",
+    "A TCP connection that goes on after a RST",
+    "A SYN from the port of a connection that both sides have closed",
 ];
 const DOCS: &str = include_str!("../../../../../docs/differences.md");
 
 fn conversations_are_the_kernels() -> Result<()> {
+    compare(Kind {
+        v6: false,
+        short: false,
+    })
+}
+
+fn conversations_are_the_kernels_by_ipv6() -> Result<()> {
+    compare(Kind {
+        v6: true,
+        short: false,
+    })
+}
+
+/// With short timeouts: whether the flow is there for as long, and is gone when it is gone.
+fn conversations_end_when_the_kernels_do() -> Result<()> {
+    compare(Kind {
+        v6: false,
+        short: true,
+    })
+}
+
+/// How a campaign runs.
+#[derive(Clone, Copy)]
+struct Kind {
+    v6: bool,
+    /// Whether flows are kept for [`SHORT_TIMEOUT`], whatever their state, and their end is waited for.
+    short: bool,
+}
+
+fn compare(kind: Kind) -> Result<()> {
     for row in DIFFERENCES {
         ensure!(
             DOCS.contains(&format!("| {row} |")),
@@ -63,14 +119,20 @@ fn conversations_are_the_kernels() -> Result<()> {
     let all = number("DATAPLANE_CONVERSATIONS")?.map_or(Ok(SHORT), usize::try_from)?;
     let seed = number("DATAPLANE_SEED")?.unwrap_or(1);
     let mut used = [0; DIFFERENCES.len()];
+    let mut troubles: BTreeMap<String, usize> = BTreeMap::new();
     let mut wrong = Vec::new();
-    for (batch, first) in (seed..).zip((0..all).step_by(BATCH)) {
+    let size = if kind.short { SHORT } else { BATCH };
+    for (batch, first) in (seed..).zip((0..all).step_by(size)) {
         let mut rng = SmallRng::seed_from_u64(batch);
-        let count = BATCH.min(all - first);
+        let count = size.min(all - first);
         let talks: Vec<_> = (0..count).map(|_| Conversation::new(&mut rng)).collect();
+        for talk in &talks {
+            let trouble = talk.trouble.map(|trouble| format!("{trouble:?}"));
+            *troubles.entry(trouble.unwrap_or_default()).or_default() += 1;
+        }
         let (there, here) = thread::scope(|scope| {
-            let there = scope.spawn(|| run(Worker::KubeProxy(Mode::Nftables), &talks));
-            let here = run(Worker::Dataplane, &talks);
+            let there = scope.spawn(|| run(Worker::KubeProxy(Mode::Nftables), &talks, kind));
+            let here = run(Worker::Dataplane, &talks, kind);
             (there.join(), here)
         });
         let (there, here) = (
@@ -78,20 +140,32 @@ fn conversations_are_the_kernels() -> Result<()> {
             here?,
         );
         for (talk, (there, here)) in talks.iter().zip(there.iter().zip(&here)) {
+            let mut before = None;
             for (step, (there, here)) in there.iter().zip(here).enumerate() {
-                match explained(talk, step, there, here) {
+                let step = step.min(talk.steps.len() - 1);
+                let earlier = before.replace(here);
+                match explained(talk, step, there, here, earlier) {
                     Verdict::Same => {}
-                    Verdict::Row(row) => used[row] += 1,
+                    Verdict::Row(row) => {
+                        used[row] += 1;
+                        // Only one of them has followed: the rest differs, too.
+                        if row == 4 && state(there) != state(here) {
+                            break;
+                        }
+                    }
                     Verdict::Unexplained => {
                         let steps = &talk.steps[..=step];
-                        wrong.push(format!("seed {batch}: {steps:?}:\n  {there:?}\n  {here:?}"));
+                        wrong.push(format!(
+                            "{:?} seed {batch}: {steps:?}:\n  {there:?}\n  {here:?}",
+                            talk.trouble
+                        ));
                         break;
                     }
                 }
             }
         }
     }
-    println!("{all} conversations from seed {seed}; differences: {used:?}");
+    println!("{all} conversations from seed {seed}, with {troubles:?}; differences: {used:?}");
     wrong.sort_by_key(String::len);
     let shown: Vec<_> = wrong.iter().take(12).cloned().collect();
     ensure!(
@@ -113,45 +187,64 @@ struct After {
 }
 
 /// Runs the conversations, all of them at a time: the first steps of all, then the second ones.
-fn run(worker: Worker, talks: &[Conversation]) -> Result<Vec<Vec<After>>> {
+fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<After>>> {
     let lab = world::lab()?;
     let service = |lab: &Lab| {
-        Service::new("talk", &["10.96.0.77"])
+        Service::new("talk", &["10.96.0.77", "fd00:10:96::77"])
             .node_port("tcp", 80, ENDPOINT, TCP)
             .node_port("udp", 53, ENDPOINT, UDP)
             .endpoints(&[lab.pod("e1")])
     };
     let manifests = Manifests::new(&[service(&lab)])?;
-    let world = World::start_in(lab, worker, &Settings::base(), &manifests.path(), vec![])?;
-    let node = world.lab.node("node1");
-    for (name, seconds) in [("established", "86400"), ("close_wait", "3600")] {
-        // kube-proxy's own.
+    let (directory, mut settings) = (tempfile::tempdir()?, Settings::base());
+    let node = lab.node("node1");
+    // kube-proxy's own.
+    let mut times = vec![
+        ("tcp_timeout_established", 86_400),
+        ("tcp_timeout_close_wait", 3600),
+    ];
+    if kind.short {
+        times = TIMEOUTS.map(|name| (name, SHORT_TIMEOUT)).into();
+        let file = directory.path().join("config.yaml");
+        std::fs::write(&file, OUR_TIMEOUTS)?;
+        let file: &'static str = file.display().to_string().leak();
+        settings.arguments.extend(["--config", file]);
+    }
+    for (name, seconds) in times {
         node.sysctl(
-            &format!("netfilter/nf_conntrack_tcp_timeout_{name}"),
-            seconds,
+            &format!("netfilter/nf_conntrack_{name}"),
+            &seconds.to_string(),
         )?;
     }
-    let mut site = Site::new(world.lab.external("ext"), world.lab.pod("e1"), node, talks)?;
+    // Of what the node's own stack sends, the flow label is 0, as the identification is by IPv4.
+    node.sysctl("ipv6/auto_flowlabels", "0")?;
+    let world = World::start_in(lab, worker, &settings, &manifests.path(), vec![])?;
+    let node = world.lab.node("node1");
+    let (client, endpoint) = (world.lab.external("ext"), world.lab.pod("e1"));
+    let mut site = Site::new(client, endpoint, node, talks, kind.v6)?;
+    let kept = || match worker {
+        Worker::KubeProxy(_) => flows::of_the_kernel(node, kind.v6),
+        Worker::Dataplane => flows::of_ours(&world.lab.bpffs()?.join(node.name()), kind.v6),
+    };
     let mut all: Vec<Vec<After>> = vec![Vec::new(); talks.len()];
     let steps = talks.iter().map(|talk| talk.steps.len()).max().unwrap_or(0);
     for step in 0..steps {
         if talks
             .iter()
             .any(|talk| matches!(talk.steps.get(step), Some(Step::Quiet)))
+            && !kind.short
         {
             thread::sleep(Duration::from_millis(2300));
         }
         for (number, talk) in talks.iter().enumerate() {
             match talk.steps.get(step) {
                 Some(Step::Packet(packet)) => site.send(number, packet)?,
+                Some(Step::Complaint(complaint)) => site.complain(number, *complaint)?,
                 Some(Step::Quiet) | None => {}
             }
         }
         let mut seen = site.receive()?;
-        let kept = match worker {
-            Worker::KubeProxy(_) => flows::of_the_kernel(node)?,
-            Worker::Dataplane => flows::of_ours(&world.lab.bpffs()?.join(node.name()))?,
-        };
+        let kept = kept()?;
         for (number, talk) in talks
             .iter()
             .enumerate()
@@ -159,6 +252,16 @@ fn run(worker: Worker, talks: &[Conversation]) -> Result<Vec<Vec<After>>> {
         {
             let kept = kept.get(&(talk.udp, Site::port(number))).cloned();
             let seen = std::mem::take(&mut seen[number]);
+            all[number].push(After { seen, kept });
+        }
+    }
+    if kind.short {
+        // Then no flow is left.
+        thread::sleep(Duration::from_secs(SHORT_TIMEOUT + 6));
+        let kept = kept()?;
+        for (number, talk) in talks.iter().enumerate() {
+            let kept = kept.get(&(talk.udp, Site::port(number))).cloned();
+            let seen = Vec::new();
             all[number].push(After { seen, kept });
         }
     }
@@ -173,21 +276,44 @@ enum Verdict {
     Unexplained,
 }
 
-/// Whether both saw the same, or which difference it is.
-fn explained(talk: &Conversation, step: usize, there: &After, here: &After) -> Verdict {
+/// Whether both saw the same, or which difference it is. `before`: what we saw in the step before.
+fn explained(
+    talk: &Conversation,
+    step: usize,
+    there: &After,
+    here: &After,
+    before: Option<&After>,
+) -> Verdict {
+    let states = [there, here].map(state);
+    if talk.is_opened_by_both(step) {
+        return Verdict::Row(3);
+    }
+    if there.kept.is_none() && states[1].is_some() && talk.has_rst(step) {
+        return Verdict::Row(1);
+    }
     if there.seen != here.seen {
-        return Verdict::Unexplained;
+        // The kernel drops it, or answers it as the node's own.
+        let passed = |after: &After| {
+            after
+                .seen
+                .iter()
+                .any(|seen| is_for_other_side(talk, step, seen))
+        };
+        // What overtakes is one of the connection's own; a SYN-ACK may be taken for the answer.
+        let same = states[0] == states[1]
+            || before.and_then(state) == states[1]
+            || states[1] == Some("syn-received")
+            || talk.trouble == Some(Trouble::Order);
+        return if passed(here) && !passed(there) && same && talk.trouble.is_some() {
+            Verdict::Row(4)
+        } else {
+            Verdict::Unexplained
+        };
     }
     let (there, here) = match (&there.kept, &here.kept) {
         (None, None) => return Verdict::Same,
-        (None, Some(here)) => {
-            if here.state == "close" && talk.is_refused(step) {
-                return Verdict::Row(1);
-            }
-            return Verdict::Unexplained;
-        }
-        (Some(_), None) => return Verdict::Unexplained,
         (Some(there), Some(here)) => (there, here),
+        (None, Some(_)) | (Some(_), None) => return Verdict::Unexplained,
     };
     let same_time = there.seconds.abs_diff(here.seconds) <= 8;
     if there.state == here.state && same_time {
@@ -200,5 +326,29 @@ fn explained(talk: &Conversation, step: usize, there: &After, here: &After) -> V
     if talk.has_fin_again(step) {
         return Verdict::Row(2);
     }
+    if there.state == "close" && talk.has_rst(step) {
+        return Verdict::Row(5);
+    }
+    let is_stray = talk.trouble == Some(Trouble::Stray);
+    // The kernel's window is that of the stray segment.
+    if is_stray && here.state == "close" && talk.has_rst(step) {
+        return Verdict::Row(4);
+    }
+    if is_stray && (&*there.state, &*here.state) == ("syn-sent", "syn-received") {
+        return Verdict::Row(4);
+    }
+    if talk.is_begun_again(step) && ["syn-sent", "syn-received"].contains(&&*here.state) {
+        return Verdict::Row(6);
+    }
     Verdict::Unexplained
+}
+
+/// The state of the flow, if it is there.
+fn state(after: &After) -> Option<&str> {
+    after.kept.as_ref().map(|kept| &*kept.state)
+}
+
+/// Whether what was seen is the packet of a step, at the other side.
+fn is_for_other_side(talk: &Conversation, step: usize, seen: &Seen) -> bool {
+    matches!(talk.steps[step], Step::Packet(sent) if sent.by_client != seen.at_client)
 }

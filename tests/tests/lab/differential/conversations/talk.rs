@@ -17,14 +17,46 @@ pub struct Sent {
     pub bytes: usize,
     /// Whether it was sent before.
     pub again: bool,
+    /// Whether it arrives in two fragments.
+    pub in_parts: bool,
+}
+
+/// An ICMP error of one side, about the last packet that it received.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Complaint {
+    pub by_client: bool,
+    pub about: About,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum About {
+    Port,
+    Hops,
+    Size,
 }
 
 /// What happens next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     Packet(Sent),
+    Complaint(Complaint),
     /// Nothing, for more than two seconds.
     Quiet,
+}
+
+/// What the network, or somebody else, does to a conversation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// A packet overtakes the one before it, which may have been lost and sent again.
+    Order,
+    /// A packet arrives once more, later.
+    Late,
+    /// A segment with any numbers.
+    Stray,
+    /// An ICMP error.
+    Complaint,
+    /// A datagram comes in fragments.
+    Parts,
 }
 
 /// A conversation.
@@ -32,6 +64,7 @@ pub enum Step {
 pub struct Conversation {
     pub udp: bool,
     pub steps: Vec<Step>,
+    pub trouble: Option<Trouble>,
 }
 
 impl fmt::Debug for Sent {
@@ -68,6 +101,7 @@ impl Ends {
             numbers: [self.next[own], ack],
             bytes,
             again: false,
+            in_parts: false,
         }));
         let taken = u32::from(flags & (SYN | FIN) != 0);
         self.next[own] = self.next[own].wrapping_add(taken + u32::try_from(bytes).unwrap_or(0));
@@ -93,11 +127,73 @@ impl Ends {
 
 impl Conversation {
     pub fn new(rng: &mut SmallRng) -> Self {
-        if rng.random_ratio(1, 3) {
+        let mut talk = if rng.random_ratio(1, 3) {
             Self::udp(rng)
         } else {
             Self::tcp(rng)
+        };
+        if rng.random_ratio(1, 3) {
+            talk.disturb(rng);
         }
+        talk
+    }
+
+    /// Does something to the conversation, not to its first packet.
+    fn disturb(&mut self, rng: &mut SmallRng) {
+        let later = (1..self.steps.len()).filter(|at| matches!(self.steps[*at], Step::Packet(_)));
+        let later: Vec<usize> = later.collect();
+        let at = later.get(rng.random_range(0..later.len().max(1))).copied();
+        let end = self.steps.len();
+        let trouble = match (rng.random_range(0..5), at) {
+            (0 | 1, Some(at)) if at >= 2 => {
+                self.steps.swap(at, at - 1);
+                Trouble::Order
+            }
+            (2, Some(at)) => {
+                if let Step::Packet(sent) = self.steps[at] {
+                    let sent = Sent {
+                        again: true,
+                        ..sent
+                    };
+                    let to = rng.random_range(at + 1..=end);
+                    self.steps.insert(to, Step::Packet(sent));
+                }
+                Trouble::Late
+            }
+            (3, _) if !self.udp => {
+                let flags = [RST, RST | ACK, ACK, SYN, FIN | ACK, SYN | ACK];
+                let stray = Sent {
+                    by_client: rng.random(),
+                    flags: flags[rng.random_range(0..flags.len())],
+                    numbers: [rng.random(), rng.random()],
+                    bytes: 0,
+                    again: false,
+                    in_parts: false,
+                };
+                self.steps
+                    .insert(rng.random_range(1..=end), Step::Packet(stray));
+                Trouble::Stray
+            }
+            (3, _) => {
+                for step in &mut self.steps {
+                    if let Step::Packet(sent) = step {
+                        sent.in_parts = sent.bytes >= 16;
+                    }
+                }
+                Trouble::Parts
+            }
+            _ => {
+                let about = [About::Port, About::Hops, About::Size];
+                let complaint = Complaint {
+                    by_client: rng.random_ratio(1, 3),
+                    about: about[rng.random_range(0..about.len())],
+                };
+                self.steps
+                    .insert(rng.random_range(1..=end), Step::Complaint(complaint));
+                Trouble::Complaint
+            }
+        };
+        self.trouble = Some(trouble);
     }
 
     fn udp(rng: &mut SmallRng) -> Self {
@@ -113,10 +209,15 @@ impl Conversation {
                 numbers: [0; 2],
                 bytes: rng.random_range(0..100),
                 again: false,
+                in_parts: false,
             }));
             by_client = rng.random_ratio(1, 2);
         }
-        Self { udp: true, steps }
+        Self {
+            udp: true,
+            steps,
+            trouble: None,
+        }
     }
 
     fn tcp(rng: &mut SmallRng) -> Self {
@@ -129,12 +230,20 @@ impl Conversation {
         Self {
             udp: false,
             steps: ends.steps,
+            trouble: None,
         }
     }
 
     fn connect(ends: &mut Ends, rng: &mut SmallRng) {
         ends.send(true, SYN, 0);
         ends.maybe_again(rng);
+        if rng.random_ratio(1, 24) {
+            // Both open at the same time.
+            ends.send(false, SYN, 0);
+            ends.send(true, SYN | ACK, 0);
+            ends.send(false, SYN | ACK, 0);
+            return ends.send(true, ACK, 0);
+        }
         match rng.random_range(0..10) {
             // Nobody answers.
             0 => return,
@@ -214,15 +323,26 @@ impl Conversation {
     fn packets(&self, until: usize) -> impl Iterator<Item = &Sent> {
         self.steps[..=until].iter().filter_map(|step| match step {
             Step::Packet(sent) => Some(sent),
-            Step::Quiet => None,
+            Step::Complaint(_) | Step::Quiet => None,
         })
     }
 
-    /// Whether the endpoint's only answer so far is a RST.
-    pub fn is_refused(&self, until: usize) -> bool {
-        let answers = self.packets(until).filter(|sent| !sent.by_client);
-        let answers: Vec<_> = answers.map(|sent| sent.flags & RST != 0).collect();
-        answers == [true]
+    /// Whether one side has sent a RST so far.
+    pub fn has_rst(&self, until: usize) -> bool {
+        self.packets(until).any(|sent| sent.flags & RST != 0)
+    }
+
+    /// Whether the endpoint has sent a SYN of its own so far.
+    pub fn is_opened_by_both(&self, until: usize) -> bool {
+        self.packets(until)
+            .any(|sent| !sent.by_client && sent.flags & (SYN | ACK) == SYN)
+    }
+
+    /// Whether the client has sent a SYN after FINs.
+    pub fn is_begun_again(&self, until: usize) -> bool {
+        let mut packets = self.packets(until);
+        packets.any(|sent| sent.flags & FIN != 0)
+            && packets.any(|sent| sent.by_client && sent.flags & (SYN | ACK) == SYN)
     }
 
     /// Whether a FIN was sent again.
