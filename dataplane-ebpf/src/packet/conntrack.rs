@@ -213,6 +213,8 @@ fn seen_in(entry: Place, replies: bool, segment: &Segment) -> u8 {
     table::judge(entry.index, replies, segment)
 }
 
+/// A FIN of either side.
+const CLOSED: u8 = seen::FIN | seen::in_replies(seen::FIN);
 const ANSWERED: u8 = seen::in_replies(seen::PACKET);
 const ANSWERED_AND_ASSURED: u8 = ANSWERED | seen::ASSURED;
 
@@ -234,7 +236,7 @@ fn mark(entry: Place, found: &Snapshot, replies: bool, segment: &Segment, now: T
             forgotten = value.seen & seen::RST;
             if segment.has(FIN) {
                 // Not one that is sent again.
-                if value.seen | flags != value.seen {
+                if flags & CLOSED & !value.seen != 0 {
                     forgotten |= value.seen & seen::FOLLOWED;
                 }
             } else if seen::is_closing(value.seen) && segment.has(ACK) && !segment.has(SYN) {

@@ -28,7 +28,8 @@ pub fn follow(packet: &mut Packet, forged: bool) -> bool {
             src_port: packet.key.src_port,
             dst_port: packet.key.dst_port,
         };
-        if !forged {
+        // Nothing comes to a loopback address from elsewhere, whatever was found right about its source.
+        if !forged && !packet.key.dst.is_loopback() {
             let _ = FRAGMENTS.insert(key, value, 0);
         }
         return true;

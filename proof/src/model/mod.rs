@@ -21,7 +21,6 @@ use dataplane::kernel::rig::SkbContext;
 use dataplane_common::{
     Addr, Protocol, Reason,
     packet::{FlowKey, Fragment as FirstFragment, FragmentKey, Tick, Translation},
-    tables::Kind,
 };
 
 use crate::{
@@ -263,7 +262,7 @@ impl<'a> Model<'a> {
             Fragment::First => {
                 let [src_port, dst_port] = headers.ports;
                 let ports = FirstFragment { src_port, dst_port };
-                if !forged {
+                if !forged && !headers.dst.is_loopback() {
                     self.state.fragments.set(key, ports);
                 }
                 true
@@ -321,7 +320,7 @@ impl<'a> Model<'a> {
                 known = self.answer(&key, packet, at.tick, false);
             }
             // But the node may have asked from there.
-            if to_service && !frontend.is_some_and(is_of_cluster) && matches!(known, Known::No) {
+            if to_service && self.world.is_claimed(headers.ports[1]) && matches!(known, Known::No) {
                 known = self.asked(&key, packet, at.tick);
             }
         }
@@ -538,11 +537,6 @@ impl<'a> Model<'a> {
             },
         }
     }
-}
-
-/// Whether a frontend is a cluster IP, which no host has.
-fn is_of_cluster((_, kind): (u32, Kind)) -> bool {
-    kind == Kind::CLUSTER_IP || kind == Kind::CLUSTER_ADDRESS
 }
 
 /// How a packet is sent on that is too long for its way.
