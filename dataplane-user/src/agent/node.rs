@@ -43,6 +43,7 @@ fn primary(settings: &settings::Node, told: &[IpAddr]) -> io::Result<Node> {
         ephemeral: ephemeral_ports()?,
         listens: BTreeSet::new(),
         zone: settings.zone.as_deref().unwrap_or_default().into(),
+        region: std::sync::Arc::default(),
         leaving: None,
         name_given: given.is_some(),
     })

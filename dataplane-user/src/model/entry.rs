@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 use smallvec::SmallVec;
 
-use super::{EndpointName, EntryName, Protocol};
+use super::{EndpointName, EntryName, Hints, Preference, Protocol};
 
 /// A ServiceEntry with its endpoints.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,6 +32,8 @@ pub struct Entry {
     pub ports: SmallVec<[EntryPort; 1]>,
     /// `spec.endpoints`, or those that `spec.workloadSelector` selects; none with [`EntryResolution::Hosts`].
     pub backends: Vec<Backend>,
+    /// Which endpoints clients prefer, by its own annotation, and by that of its namespace, which counts without its own.
+    pub preference: [Option<Preference>; 2],
 }
 
 /// A host of an entry.
@@ -78,6 +80,8 @@ pub struct Backend {
     pub weight: u32,
     /// Whether it is on this node.
     pub local: bool,
+    /// Where it is, as seen from this node.
+    pub hints: Hints,
 }
 
 /// Where a backend is.
@@ -172,6 +176,7 @@ impl Backend {
             ports: SmallVec::new(),
             weight: 1,
             local: false,
+            hints: Hints::default(),
         }
     }
 }

@@ -43,7 +43,7 @@ pub use rules::{
 pub use service::{
     Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy, VipPort,
 };
-pub use topology::{Hints, Reach};
+pub use topology::{Hints, Preference, Reach};
 pub use weights::{Weights, lcm, most_places, narrowed};
 pub use workload::{
     Exempt, Place, RESERVED, Telemetry, Uid, VIRTUAL_INTERFACES, Workload, is_reserved,
@@ -70,6 +70,8 @@ pub struct Node {
     /// Its zone (label `topology.kubernetes.io/zone`), to which endpoints may be hinted; empty if
     /// it is not known.
     pub zone: Arc<str>,
+    /// Its region (label `topology.kubernetes.io/region`); empty if it is not known.
+    pub region: Arc<str>,
     /// Why it is about to go, or gone; none: it stays. A node that leaves asks load balancers for no
     /// more connections.
     pub leaving: Option<Leaving>,

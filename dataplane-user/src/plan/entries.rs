@@ -32,7 +32,7 @@ use self::{
 use super::vips::{Age, HostName, Record, Vips};
 use crate::model::{
     At, Backend, Endpoint, EndpointName, Entry, EntryName, EntryPort, EntryResolution, Gravity,
-    Hints, PodAddresses, Problem, Records, Resolved, Service, ServiceName, ServicePort,
+    Hints, PodAddresses, Preference, Problem, Records, Resolved, Service, ServiceName, ServicePort,
     ServiceType, Snapshot, TrafficPolicy, Weights, Workload, WorkloadName, is_allocated,
 };
 
@@ -680,39 +680,43 @@ fn service(entry: &Entry, only: Option<usize>) -> Service {
         ports: entry
             .ports
             .iter()
-            .map(|port| service_port(backends, port))
+            .map(|port| service_port(entry, backends, port))
             .collect(),
     }
 }
 
-fn service_port(backends: &[Backend], port: &EntryPort) -> ServicePort {
-    let mut found: BTreeMap<(IpAddr, u16), (u32, bool)> = BTreeMap::new();
+fn service_port(entry: &Entry, backends: &[Backend], port: &EntryPort) -> ServicePort {
+    let [own, of_namespace] = entry.preference;
+    let preference = own.or(of_namespace).unwrap_or(Preference::Any);
+    let mut found: BTreeMap<(IpAddr, u16), (u32, bool, Hints)> = BTreeMap::new();
     for backend in backends {
         let number = backend.port_of(port);
         if let At::Address(addr) = backend.at
             && number != Backend::NO_PORT
         {
-            let (weight, local) = found.entry((addr, number)).or_default();
+            let (weight, local, hints) = found.entry((addr, number)).or_default();
             *weight = weight.saturating_add(backend.weight);
             *local |= backend.local;
+            *hints = backend.hints.max(*hints);
         }
     }
-    let endpoint = |(&(addr, port), &(_, local)): (&(IpAddr, u16), &(u32, bool))| Endpoint {
-        addr,
-        port,
-        local,
-        ready: true,
-        serving: true,
-        terminating: false,
-        hints: Hints::default(),
-    };
+    let endpoint =
+        |(&(addr, port), &(_, local, hints)): (&(IpAddr, u16), &(u32, bool, Hints))| Endpoint {
+            addr,
+            port,
+            local,
+            ready: true,
+            serving: true,
+            terminating: false,
+            hints: hints.preferring(preference, local),
+        };
     ServicePort {
         name: port.name.clone(),
         port: port.port,
         protocol: port.protocol,
         node_port: None,
         endpoints: found.iter().map(endpoint).collect(),
-        weights: Weights::of(found.values().map(|(weight, _)| *weight).collect()),
+        weights: Weights::of(found.values().map(|(weight, ..)| *weight).collect()),
         split: None,
     }
 }

@@ -393,6 +393,7 @@ fn entry(
 ) -> Entry {
     let host = |name: &&str| Host::new((*name).into());
     Entry {
+        preference: [None; 2],
         name: EntryName::new(namespace, name),
         created,
         hosts: hosts.iter().map(host).collect(),

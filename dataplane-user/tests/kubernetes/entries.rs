@@ -3,7 +3,7 @@
 use std::{thread, time::Duration};
 
 use dataplane::{
-    model::{At, EntryName, Gravity},
+    model::{At, EntryName, Gravity, ServiceName, TrafficPolicy},
     source::{
         View,
         kubernetes::{Kind, Scope, Wanted},
@@ -282,4 +282,72 @@ fn the_addresses_of_pods_and_nodes_are_known_and_everywhere_while_an_entry_names
     site.cluster().apply(named);
     let view = site.view(|view| !view.pods.everywhere);
     assert_eq!(known(&view), here);
+}
+
+/// A Service's WorkloadEntries come, change and go while the agent runs; a Namespace's annotation changes what is used.
+#[test]
+fn a_service_follows_the_workload_entries_that_it_selects_and_what_its_clients_prefer() {
+    let labels = json!({ "app": "web" });
+    let mut service = json!({
+        "apiVersion": "v1", "kind": "Service",
+        "metadata": { "name": "web", "namespace": "default" },
+        "spec": {
+            "clusterIP": "10.96.0.1", "selector": labels, "ports": [{ "port": 80, "targetPort": 8080 }],
+        },
+    });
+    let near = |mut workload: Value| {
+        workload["spec"]["locality"] = json!("r/a");
+        workload
+    };
+    let namespace = |value: &str| {
+        json!({
+            "apiVersion": "v1", "kind": "Namespace",
+            "metadata": { "name": "default", "annotations": {
+                "networking.istio.io/traffic-distribution": value,
+            } },
+        })
+    };
+    let node = json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": { "name": NODE, "labels": {
+            "topology.kubernetes.io/zone": "a", "topology.kubernetes.io/region": "r",
+        } },
+    });
+    let server = server([service.clone(), node, namespace("")]);
+    server.cluster().install_istio(Some("v1"));
+    let wanted = Wanted {
+        scope: Scope::Mesh,
+        ..WANTED
+    };
+    let site = Site::of(server, wanted);
+    let is = |wanted: &[&str]| {
+        let what = format!("{wanted:?}");
+        site.view(|view| {
+            let name = ServiceName::new("default", "web");
+            let port = &view.services[&name].ports[0];
+            let used = port.usable(true, TrafficPolicy::Cluster);
+            let used: Vec<String> = used.map(|e| format!("{}:{}", e.addr, e.port)).collect();
+            used.iter().map(String::as_str).eq(wanted.iter().copied())
+        });
+        what
+    };
+    is(&[]);
+    site.cluster().apply(workload("a", "192.0.2.1", &labels));
+    is(&["192.0.2.1:8080"]);
+    site.cluster()
+        .apply(near(workload("b", "192.0.2.2", &labels)));
+    is(&["192.0.2.1:8080", "192.0.2.2:8080"]);
+    site.cluster().apply(namespace("PreferSameZone"));
+    is(&["192.0.2.2:8080"]);
+    site.cluster().apply(namespace(""));
+    is(&["192.0.2.1:8080", "192.0.2.2:8080"]);
+    site.cluster()
+        .apply(workload("b", "192.0.2.3", &json!({ "app": "other" })));
+    is(&["192.0.2.1:8080"]);
+    service["spec"]["selector"] = json!({ "app": "other" });
+    site.cluster().apply(service);
+    is(&["192.0.2.3:8080"]);
+    site.cluster().install_istio(None);
+    site.cluster().compact();
+    site.server.faults().end_watches();
+    is(&[]);
 }

@@ -94,6 +94,7 @@ static GIVEN: LazyLock<Vec<IpAddr>> = LazyLock::new(|| {
 
 fn no_entry() -> Entry {
     Entry {
+        preference: [None; 2],
         name: entry_name(0),
         created: None,
         hosts: SmallVec::new(),
@@ -174,6 +175,7 @@ fn entry(assigned: impl Strategy<Value = Option<IpAddr>>) -> impl Strategy<Value
                 let mut assigned = assigned;
                 let (ports, protocol) = ports;
                 let backend = |(at, weight): (&str, u32)| Backend {
+                    hints: Hints::default(),
                     at: (at.parse()).map_or_else(|_| At::Name(at.into()), At::Address),
                     ports: SmallVec::new(),
                     weight,
@@ -214,6 +216,7 @@ fn hostile_entry() -> impl Strategy<Value = Entry> {
                 .ports
                 .extend((1000..1000 + ports).map(|port| entry_port(port, Protocol::Tcp)));
             entry.backends.extend((0..backends).map(|n| Backend {
+                hints: Hints::default(),
                 at: At::Address(std::net::Ipv4Addr::from_bits(0x0a09_0000 + n).into()),
                 ports: SmallVec::new(),
                 weight: 1 + n % 7,

@@ -1,6 +1,7 @@
 //! What manifests become in the model: what is read, what is refused, and in which words.
 
 mod bad_manifests;
+mod by_istio;
 mod manifest_files;
 mod manifest_fuzz;
 mod manifest_semantics;

@@ -41,7 +41,8 @@ fn objects() -> Vec<Value> {
                 "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 9}},
                 "internalTrafficPolicy": "Cluster", "externalTrafficPolicy": "Local",
                 "healthCheckNodePort": 30001, "externalName": "", "publishNotReadyAddresses": false,
-                "ports": [{"name": "http", "protocol": "TCP", "port": 80, "nodePort": 30080}],
+                "selector": {"app": "web"}, "trafficDistribution": "PreferClose",
+                "ports": [{"name": "http", "protocol": "TCP", "port": 80, "nodePort": 30080, "targetPort": "http"}],
             },
             "status": {"loadBalancer": {"ingress": [{"ip": "192.0.2.8", "ipMode": "VIP"}]}},
         }),
@@ -50,7 +51,7 @@ fn objects() -> Vec<Value> {
             "metadata": metadata("web-1", json!({"kubernetes.io/service-name": "web"})),
             "addressType": "IPv4",
             "endpoints": [{
-                "addresses": ["10.244.0.1"], "nodeName": "here", "hostname": "web-0",
+                "addresses": ["10.244.0.1"], "nodeName": "here", "hostname": "web-0", "zone": "a",
                 "conditions": {"ready": true, "serving": true, "terminating": false},
                 "hints": {"forZones": [{"name": "a"}], "forNodes": [{"name": "here"}]},
             }],
@@ -92,14 +93,10 @@ const NAMES: &[&str] = &[
     "managedFields",
     "generation",
     "finalizers",
-    "selector",
-    "targetPort",
     "appProtocol",
     "deprecatedTopology",
     "targetRef",
-    "zone",
     "loadBalancerClass",
-    "trafficDistribution",
     "images",
     "capacity",
     "podCIDRs",
@@ -146,13 +143,13 @@ fn junk() -> impl Strategy<Value = Value> {
     })
 }
 
-/// The object's own objects, in some order, but labels and annotations, every one of which may count.
+/// The object's own objects, in some order, but labels, annotations and selectors, every one of which may count.
 fn maps(value: &mut Value, visit: &mut impl FnMut(&mut serde_json::Map<String, Value>)) {
     match value {
         Value::Array(items) => items.iter_mut().for_each(|item| maps(item, visit)),
         Value::Object(fields) => {
             for (name, field) in fields.iter_mut() {
-                if name != "labels" && name != "annotations" {
+                if !["labels", "annotations", "selector"].contains(&name.as_str()) {
                     maps(field, visit);
                 }
             }

@@ -89,6 +89,7 @@ pub(super) fn endpoints(
             .collect(),
         weight: backend.weight,
         local,
+        hints: backend.hints,
     });
     Ok(endpoints.collect())
 }

@@ -67,7 +67,9 @@ fn entry(namespace: usize, name: &str, host: &str, export_to: ExportTo) -> Entry
             protocol: Protocol::Tcp,
             target: None,
         }],
+        preference: [None; 2],
         backends: vec![Backend {
+            hints: crate::model::Hints::default(),
             at: At::Address(Ipv4Addr::new(203, 0, 113, 1).into()),
             ports: smallvec::SmallVec::new(),
             weight: 1,

@@ -213,8 +213,9 @@ impl Follower {
     /// How its objects are looked at; `None`: that is not known yet.
     fn sight(&self, eyes: &Eyes) -> Option<Sight> {
         let (node, everywhere) = match self.kind {
-            Kind::Slice => (eyes.node.as_ref()?, false),
-            Kind::Pod => (&self.node, eyes.everywhere),
+            // Their endpoints are in this node's zone and region, or are not.
+            Kind::Slice | Kind::ServiceEntry | Kind::WorkloadEntry => (eyes.node.as_ref()?, false),
+            Kind::Pod => (eyes.node.as_ref()?, eyes.everywhere),
             _ => (&self.node, false),
         };
         Some(Sight {

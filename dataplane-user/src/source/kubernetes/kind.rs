@@ -10,7 +10,8 @@ use super::sight::Sight;
 use crate::{
     model::{Grant, Node, Place, Route, RouteKind, Service, ServiceName, Workload},
     source::objects::{
-        self, Candidate, Findings, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
+        self, ByIstio, Candidate, Findings, NamespaceRules, NodeFacts, Outcome, ServiceEntry,
+        Slice,
         wire::{self, Metadata, Named},
     },
 };
@@ -308,7 +309,7 @@ impl Kind {
                 version: name.resource_version.unwrap_or_default(),
                 name: objects::object_name(&metadata),
                 body: match self {
-                    Self::Service => Body::Service(None),
+                    Self::Service => Body::Service(None, ByIstio::default()),
                     Self::Slice => Body::Slice(None),
                     Self::Node => Body::Node(NodeFacts::default()),
                     Self::Pod => Body::Pod(None),
@@ -345,11 +346,12 @@ impl Kind {
             Self::Service => {
                 let service: wire::Service = from_json(text)?;
                 let key = key(&service.metadata);
+                let by_istio = objects::by_istio(&service, &mut findings);
                 let body = match objects::service(service, &mut findings) {
                     Outcome::Served(service) => Some(service),
                     Outcome::LeftAlone => None,
                 };
-                (key, Body::Service(body))
+                (key, Body::Service(body, by_istio))
             }
             Self::Slice => {
                 let slice: wire::EndpointSlice = from_json(text)?;
@@ -377,12 +379,12 @@ impl Kind {
             Self::ServiceEntry => {
                 let entry: wire::ServiceEntry = from_json(text)?;
                 let key = key(&entry.metadata);
-                let entry = objects::service_entry(entry, &mut findings);
+                let entry = objects::service_entry(entry, node, &mut findings);
                 (key, Body::ServiceEntry(Some(Box::new(entry))))
             }
             Self::WorkloadEntry => {
                 let entry: wire::WorkloadEntry = from_json(text)?;
-                let candidate = objects::workload_entry(&entry, &mut findings);
+                let candidate = objects::workload_entry(&entry, node, &mut findings);
                 (
                     key(&entry.metadata),
                     Body::WorkloadEntry(Some(Box::new(candidate))),
@@ -464,7 +466,7 @@ pub(super) struct Object {
 /// What an object came to; nothing if it is left alone, or if nothing can be made of it.
 #[derive(Debug)]
 pub(super) enum Body {
-    Service(Option<Service>),
+    Service(Option<Service>, ByIstio),
     Slice(Option<Slice>),
     Node(NodeFacts),
     Pod(Option<Pod>),

@@ -17,7 +17,10 @@ use super::{
     sight::Eyes,
 };
 use crate::{
-    model::{EntryName, Grant, Gravity, Node, Problem, Route, RouteName, Service, ServiceName},
+    model::{
+        EntryName, Grant, Gravity, Node, Preference, Problem, Route, RouteName, Service,
+        ServiceName,
+    },
     source::{
         View,
         objects::{self, Candidate, Entries, Findings, NodeFacts, Slice},
@@ -44,6 +47,8 @@ pub struct Store {
     named: HashMap<ServiceName, ServiceName>,
     pods: Pods,
     entries: Entries,
+    /// What the clients of services prefer by the services' own annotations.
+    preferences: HashMap<ServiceName, Preference>,
     routes: imbl::OrdMap<RouteName, Arc<Route>>,
     grants: imbl::OrdMap<ServiceName, Arc<Grant>>,
     problems: BTreeMap<(Kind, ServiceName), Vec<Problem>>,
@@ -90,6 +95,7 @@ impl Store {
             named: HashMap::new(),
             pods: Pods::default(),
             entries: Entries::default(),
+            preferences: HashMap::new(),
             routes: imbl::OrdMap::new(),
             grants: imbl::OrdMap::new(),
             problems: BTreeMap::new(),
@@ -179,6 +185,9 @@ impl Store {
         }
         self.told = true;
         self.changed = false;
+        for name in self.entries.take_dirty_services() {
+            self.join(&name);
+        }
         for (name, change) in std::mem::take(&mut self.pending) {
             self.settle(&name, change);
             let alone = self.slices.contains_key(&name) && !self.services.contains_key(&name);
@@ -262,7 +271,16 @@ impl Store {
             }
         };
         let slices = self.slices.get(name).map_or(&[][..], SmallVec::as_slice);
-        objects::join(Arc::make_mut(&mut service), slices, self.wanted.names);
+        let selected = self.entries.slices(name);
+        let preference = self.preferences.get(name).copied();
+        let preference = preference.or_else(|| self.entries.preferred_in(name.namespace()));
+        objects::join(
+            Arc::make_mut(&mut service),
+            slices,
+            &selected,
+            self.wanted.names,
+            preference.unwrap_or(Preference::Any),
+        );
         self.serve(name, service);
     }
 
@@ -331,7 +349,14 @@ impl Store {
             return told;
         }
         match body {
-            Body::Service(Some(service)) => {
+            Body::Service(Some(service), by_istio) => {
+                if self.wanted.entries {
+                    self.entries.put_service(&name, by_istio.selection);
+                    match by_istio.preference {
+                        Some(preference) => _ = self.preferences.insert(name.clone(), preference),
+                        None => _ = self.preferences.remove(&name),
+                    }
+                }
                 self.pending.insert(name, Change::Put(Arc::new(service)));
             }
             Body::Slice(Some(slice)) => {
@@ -362,7 +387,10 @@ impl Store {
                 self.host_ports(changes);
             }
             Body::Pod(None) => return told,
-            Body::Namespace(namespace) => self.pods.put_namespace(namespace),
+            Body::Namespace(namespace) => {
+                self.prefer(&namespace.name, namespace.preference);
+                self.pods.put_namespace(namespace);
+            }
             Body::ServiceEntry(Some(entry)) => self.entries.put(*entry),
             Body::WorkloadEntry(Some(entry)) => return self.entries.put_candidate(*entry) || told,
             Body::Route(Some(route)) => {
@@ -372,7 +400,7 @@ impl Store {
                 self.routes.insert(route.name.clone(), route);
             }
             Body::Grant(Some(grant)) => _ = self.grants.insert(grant.name.clone(), grant),
-            Body::Service(None)
+            Body::Service(None, _)
             | Body::Slice(None)
             | Body::Route(None)
             | Body::Grant(None)
@@ -399,7 +427,11 @@ impl Store {
     /// What was known of an object is not so any more.
     fn forget(&mut self, kind: Kind, name: &ServiceName) {
         match kind {
-            Kind::Service => _ = self.pending.insert(name.clone(), Change::Remove),
+            Kind::Service => {
+                self.entries.remove_service(name);
+                self.preferences.remove(name);
+                self.pending.insert(name.clone(), Change::Remove);
+            }
             Kind::Slice => self.forget_slice(name, None),
             Kind::Node => self.missing_node(),
             Kind::Pod => {
@@ -407,7 +439,10 @@ impl Store {
                 self.host_ports(changes);
                 self.candidate(name, None);
             }
-            Kind::Namespace => self.pods.remove_namespace(name.name()),
+            Kind::Namespace => {
+                self.prefer(name.name(), None);
+                self.pods.remove_namespace(name.name());
+            }
             Kind::ServiceEntry => {
                 let name = EntryName::new(name.namespace(), name.name());
                 self.entries.remove(&name);
@@ -443,6 +478,19 @@ impl Store {
             }
         }
         self.join(&service);
+    }
+
+    /// A namespace's services get other endpoints, if clients prefer others.
+    fn prefer(&mut self, namespace: &str, preference: Option<Preference>) {
+        if !self.wanted.entries || !self.entries.prefer(namespace, preference) {
+            return;
+        }
+        let those = self.services.range(ServiceName::new(namespace, "")..);
+        let those = those.take_while(|(name, _)| name.namespace() == namespace);
+        let those = those.filter(|(name, _)| !objects::is_of_host_ports(name));
+        for name in those.map(|(name, _)| name.clone()).collect::<Vec<_>>() {
+            self.join(&name);
+        }
     }
 
     /// A service gets other endpoints.

@@ -18,7 +18,8 @@ use serde_json::{Map, Value};
 use crate::{
     model::{Grant, Node, Route, RouteKind, Service, ServiceName, Workload},
     source::objects::{
-        self, Candidate, Findings, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
+        self, ByIstio, Candidate, Findings, NamespaceRules, NodeFacts, Outcome, ServiceEntry,
+        Slice,
         wire::{self, Metadata},
     },
 };
@@ -64,7 +65,7 @@ pub struct Entry {
 #[derive(Debug)]
 pub enum Body {
     /// A Service.
-    Service(Outcome<Service>),
+    Service(Outcome<Service>, ByIstio),
     /// An EndpointSlice, and another node than this one that an endpoint of it is on.
     Slice(Outcome<Slice>, Option<String>),
     /// A Node: this one or another.
@@ -91,7 +92,7 @@ impl Entry {
     /// The object as a person names it: `Service default/web`.
     pub fn label(&self) -> Option<String> {
         let kind = match &self.body {
-            Body::Service(_) => "Service",
+            Body::Service(..) => "Service",
             Body::Slice(..) => "EndpointSlice",
             // A node is in no namespace.
             Body::Node(node) => {
@@ -234,9 +235,10 @@ impl Object {
                 };
                 // What follows from a field that could not be read is no news.
                 if findings.faults.is_empty() {
-                    Body::Service(objects::service(object, &mut findings))
+                    let by_istio = objects::by_istio(&object, &mut findings);
+                    Body::Service(objects::service(object, &mut findings), by_istio)
                 } else {
-                    Body::Service(Outcome::LeftAlone)
+                    Body::Service(Outcome::LeftAlone, ByIstio::default())
                 }
             }
             Sort::Slice if self.kind.is_some() => {
@@ -297,17 +299,18 @@ impl Object {
                     metadata: self.metadata,
                 };
                 let readable = findings.faults.is_empty();
-                let entry = readable.then(|| objects::service_entry(object, &mut findings));
+                let entry = readable.then(|| objects::service_entry(object, node, &mut findings));
                 let entry = entry.filter(|_| findings.faults.is_empty());
                 Body::ServiceEntry(entry.map(Box::new))
             }
             Sort::WorkloadEntry => {
                 let object = wire::WorkloadEntry {
                     spec: early(&mut self.early, "spec", &mut findings),
+                    status: early(&mut self.early, "status", &mut findings),
                     metadata: self.metadata,
                 };
                 let readable = findings.faults.is_empty();
-                let entry = readable.then(|| objects::workload_entry(&object, &mut findings));
+                let entry = readable.then(|| objects::workload_entry(&object, node, &mut findings));
                 let entry = entry.filter(|_| findings.faults.is_empty());
                 Body::WorkloadEntry(entry.map(Box::new))
             }

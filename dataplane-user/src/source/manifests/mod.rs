@@ -94,16 +94,22 @@ pub fn load_reusing(previous: &Snapshot, paths: &[PathBuf], node: &Node) -> Resu
     if assumed.zone.is_empty() {
         assumed.zone = previous.node.zone.clone();
     }
+    assumed.region = previous.node.region.clone();
     let (stage, told) = read(paths, &assumed, node);
-    if told.zone == assumed.zone || stage.has_faults() {
+    if (&told.zone, &told.region) == (&assumed.zone, &assumed.region) || stage.has_faults() {
         return stage.finish(previous, &told);
     }
     drop(stage);
-    let zone = told.zone;
-    assumed.zone = zone.clone();
+    let (zone, region) = (told.zone, told.region);
+    (assumed.zone, assumed.region) = (zone.clone(), region.clone());
     let (stage, told) = read(paths, &assumed, node);
     // Should it be yet another one by now: that is a change on disk, which will be read.
-    stage.finish(previous, &Node { zone, ..told })
+    let known = Node {
+        zone,
+        region,
+        ..told
+    };
+    stage.finish(previous, &known)
 }
 
 /// Reads all files with the eyes of `assumed`; and what the manifests make of `node`.

@@ -18,11 +18,11 @@ use super::{
 };
 use crate::{
     model::{
-        Grant, Gravity, Node, PodAddresses, Problem, Route, RouteName, Service, ServiceName,
-        Snapshot, Workload, WorkloadName,
+        Grant, Gravity, Node, PodAddresses, Preference, Problem, Route, RouteName, Service,
+        ServiceName, Snapshot, Workload, WorkloadName,
     },
     source::objects::{
-        self, Candidate, Entries, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
+        self, ByIstio, Candidate, Entries, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
     },
 };
 
@@ -33,6 +33,7 @@ pub struct Stage<'a> {
     /// Without their endpoints; `None` if left alone. Each has its final place in memory from the
     /// start: a table of a hundred thousand of them by value would be copied as it grows.
     services: BTreeMap<ServiceName, (Option<Arc<Service>>, Origin)>,
+    by_istio: HashMap<ServiceName, ByIstio>,
     slices: Vec<Slice>,
     slice_origins: HashMap<ServiceName, Origin>,
     whereabouts: Whereabouts,
@@ -65,6 +66,7 @@ impl<'a> Stage<'a> {
             node,
             files: Vec::new(),
             services: BTreeMap::new(),
+            by_istio: HashMap::new(),
             slices: Vec::new(),
             slice_origins: HashMap::new(),
             whereabouts: Whereabouts::default(),
@@ -147,7 +149,10 @@ impl<'a> Stage<'a> {
         // Without a name, what is wrong was said, and two of them are not the same.
         let named = object.is_some();
         match entry.body {
-            Body::Service(outcome) => {
+            Body::Service(outcome, by_istio) => {
+                if by_istio != ByIstio::default() {
+                    self.by_istio.insert(entry.name.clone(), by_istio);
+                }
                 let service = match outcome {
                     Outcome::Served(service) => {
                         self.left_alone += usize::from(service.records.is_elsewhere());
@@ -297,21 +302,6 @@ impl<'a> Stage<'a> {
         for name in gone {
             services.remove(&name);
         }
-        let mut slices = self.slices.into_iter().peekable();
-        for (name, (service, _)) in self.services {
-            let own: SmallVec<[Slice; 2]> =
-                std::iter::from_fn(|| slices.next_if(|slice| slice.service == name)).collect();
-            let Some(mut service) = service else { continue };
-            objects::join(Arc::make_mut(&mut service), &own, true);
-            if services.get(&name).is_none_or(|known| *known != service) {
-                services.insert(name, service);
-            }
-        }
-        for (name, service) in self.host_ports {
-            if services.get(&name).is_none_or(|known| *known != service) {
-                services.insert(name, service);
-            }
-        }
         let mut entries = Entries::like(previous.entries.clone());
         for name in previous.entries.keys() {
             let name_of = ServiceName::new(name.namespace(), name.name());
@@ -321,6 +311,34 @@ impl<'a> Stage<'a> {
         }
         for candidate in self.candidates {
             entries.put_candidate(candidate);
+        }
+        for (name, (namespace, _)) in &self.namespaces {
+            entries.prefer(name, namespace.preference);
+        }
+        let mut slices = self.slices.into_iter().peekable();
+        for (name, (service, _)) in self.services {
+            let own: SmallVec<[Slice; 2]> =
+                std::iter::from_fn(|| slices.next_if(|slice| slice.service == name)).collect();
+            let Some(mut service) = service else { continue };
+            let by_istio = self.by_istio.remove(&name).unwrap_or_default();
+            entries.put_service(&name, by_istio.selection);
+            let preference = by_istio.preference;
+            let preference = preference.or_else(|| entries.preferred_in(name.namespace()));
+            objects::join(
+                Arc::make_mut(&mut service),
+                &own,
+                &entries.slices(&name),
+                true,
+                preference.unwrap_or(Preference::Any),
+            );
+            if services.get(&name).is_none_or(|known| *known != service) {
+                services.insert(name, service);
+            }
+        }
+        for (name, service) in self.host_ports {
+            if services.get(&name).is_none_or(|known| *known != service) {
+                services.insert(name, service);
+            }
         }
         for (entry, _) in self.entries.into_values() {
             if let Some(entry) = entry {

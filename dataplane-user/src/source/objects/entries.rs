@@ -1,4 +1,4 @@
-//! ServiceEntries, and the pods and WorkloadEntries that they select.
+//! ServiceEntries and what they select: pods and WorkloadEntries; and the WorkloadEntries that Services select.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -7,10 +7,10 @@ use std::{
 
 use imbl::OrdMap;
 
-use super::{Candidate, ServiceEntry};
+use super::{Candidate, Selection, ServiceEntry, Slice};
 use crate::model::{
-    ADDRESSES_MAX, At, Backend, Entry, EntryName, EntryResolution, Gravity, Problem, ServiceName,
-    is_allocated,
+    ADDRESSES_MAX, At, Backend, Entry, EntryName, EntryResolution, Gravity, Preference, Problem,
+    ServiceName, is_allocated,
 };
 
 /// Endpoints that the ServiceEntries of one namespace may have together, each counted once for each port of its entry, as
@@ -39,6 +39,19 @@ pub struct Entries {
     sums: HashMap<Box<str>, usize>,
     /// Entries that have more than their namespace may.
     over: BTreeMap<EntryName, Problem>,
+    /// Services with a selector.
+    services: HashMap<ServiceName, Box<Selection>>,
+    /// The same by the first label that they ask for.
+    services_by_label: HashMap<LabelIn, BTreeSet<ServiceName>>,
+    /// Services whose WorkloadEntries may be others.
+    dirty_services: BTreeSet<ServiceName>,
+    /// How many endpoints each of them has by WorkloadEntries, and the sums of namespaces.
+    service_sizes: HashMap<ServiceName, usize>,
+    service_sums: HashMap<Box<str>, usize>,
+    /// Services that select more than their namespace may.
+    services_over: BTreeMap<ServiceName, Problem>,
+    /// What namespaces prefer.
+    preferences: HashMap<Box<str>, Preference>,
     /// Entries whose endpoints may be others.
     dirty: BTreeSet<EntryName>,
     joined: OrdMap<EntryName, Arc<Entry>>,
@@ -83,13 +96,129 @@ impl Entries {
         let name = candidate.name.clone();
         self.remove_candidate(&name);
         for label in labels(&candidate) {
-            self.dirty
-                .extend(self.by_label.get(&label).into_iter().flatten().cloned());
+            self.touch(&label, candidate.name.0);
             let named = self.candidates_by_label.entry(label).or_default();
             named.insert(name.clone());
         }
         self.candidates.insert(name, candidate);
-        !self.dirty.is_empty()
+        !self.dirty.is_empty() || !self.dirty_services.is_empty()
+    }
+
+    /// Who asks for this label may get other endpoints. Services select no pods: their EndpointSlices have these.
+    fn touch(&mut self, label: &LabelIn, pod: bool) {
+        let entries = self.by_label.get(label).into_iter().flatten();
+        self.dirty.extend(entries.cloned());
+        let services = self.services_by_label.get(label).into_iter().flatten();
+        let services = services.filter(|_| !pod).cloned();
+        self.dirty_services.extend(services);
+    }
+
+    /// A Service came or changed. Its endpoints are to be asked for again in any case.
+    pub fn put_service(&mut self, name: &ServiceName, selection: Option<Box<Selection>>) {
+        self.remove_service(name);
+        if let Some(selection) = selection {
+            if let Some(label) = selection_label(name, &selection) {
+                let named = self.services_by_label.entry(label).or_default();
+                named.insert(name.clone());
+            }
+            self.services.insert(name.clone(), selection);
+        }
+    }
+
+    /// A Service is gone.
+    pub fn remove_service(&mut self, name: &ServiceName) {
+        self.free_service(name);
+        let gone = self.services.remove(name);
+        if let Some(label) = gone.and_then(|gone| selection_label(name, &gone))
+            && let Some(named) = self.services_by_label.get_mut(&label)
+        {
+            named.remove(name);
+            if named.is_empty() {
+                self.services_by_label.remove(&label);
+            }
+        }
+    }
+
+    fn free_service(&mut self, name: &ServiceName) {
+        if let Some(size) = self.service_sizes.remove(name) {
+            if let Some(sum) = self.service_sums.get_mut(name.namespace()) {
+                *sum -= size;
+            }
+            // There may be room for these now.
+            let over = self.services_over.keys().filter(|other| *other != name);
+            self.dirty_services.extend(over.cloned());
+        }
+        self.services_over.remove(name);
+    }
+
+    /// The Services that select WorkloadEntries which have come, changed or gone since the last call.
+    pub fn take_dirty_services(&mut self) -> BTreeSet<ServiceName> {
+        std::mem::take(&mut self.dirty_services)
+    }
+
+    /// The WorkloadEntries that a Service selects, each as a slice of the Service.
+    pub fn slices(&mut self, name: &ServiceName) -> Vec<Slice> {
+        self.free_service(name);
+        let Some(selection) = self.services.get(name) else {
+            return Vec::new();
+        };
+        let label = selection_label(name, selection);
+        let named = label.and_then(|label| self.candidates_by_label.get(&label));
+        let named = named.into_iter().flatten().filter(|(pod, _)| !pod);
+        let chosen = named
+            .filter_map(|name| self.candidates.get(name))
+            .filter(|candidate| selection.selects(candidate));
+        let slices: Vec<Slice> = chosen
+            .filter_map(|candidate| selection.slice(name, candidate))
+            .collect();
+        let size = slices.len() * selection.ports();
+        if size == 0 {
+            return slices;
+        }
+        let sum = self.service_sums.entry(name.namespace().into());
+        let sum = sum.or_default();
+        if *sum + size > ENDPOINTS_MAX {
+            let text = format!(
+                "has none of the WorkloadEntries that it selects: the Services of namespace {} select more than \
+                 {ENDPOINTS_MAX} together, each counted for each port. Select fewer",
+                name.namespace()
+            );
+            let problem = Problem {
+                gravity: Gravity::Warning,
+                place: format!("Service {name}"),
+                text,
+            };
+            self.services_over.insert(name.clone(), problem);
+            return Vec::new();
+        }
+        *sum += size;
+        self.service_sizes.insert(name.clone(), size);
+        slices
+    }
+
+    /// What clients of the entries in a namespace prefer. Returns true if it is something else than before.
+    pub fn prefer(&mut self, namespace: &str, preference: Option<Preference>) -> bool {
+        let before = match preference {
+            Some(preference) => self.preferences.insert(namespace.into(), preference),
+            None => self.preferences.remove(namespace),
+        };
+        if before == preference {
+            return false;
+        }
+        let of_namespace = EntryName::new(namespace, "")..;
+        let names = self.joined.range(of_namespace).map(|(name, _)| name);
+        let names = names.take_while(|name| name.namespace() == namespace);
+        for name in names.cloned().collect::<Vec<_>>() {
+            if let Some(entry) = self.joined.get_mut(&name) {
+                Arc::make_mut(entry).preference[1] = preference;
+            }
+        }
+        true
+    }
+
+    /// What the clients of the services in a namespace prefer.
+    pub fn preferred_in(&self, namespace: &str) -> Option<Preference> {
+        self.preferences.get(namespace).copied()
     }
 
     /// A pod or WorkloadEntry is gone; whether that makes a difference to an entry.
@@ -98,8 +227,7 @@ impl Entries {
             return false;
         };
         for label in labels(&candidate) {
-            self.dirty
-                .extend(self.by_label.get(&label).into_iter().flatten().cloned());
+            self.touch(&label, candidate.name.0);
             if let Some(named) = self.candidates_by_label.get_mut(&label) {
                 named.remove(name);
                 if named.is_empty() {
@@ -107,7 +235,7 @@ impl Entries {
                 }
             }
         }
-        !self.dirty.is_empty()
+        !self.dirty.is_empty() || !self.dirty_services.is_empty()
     }
 
     /// Whether an entry selects pods, wherever they are.
@@ -143,9 +271,9 @@ impl Entries {
         self.joined.clone()
     }
 
-    /// Names entries that have no endpoints, because their namespace has too many.
+    /// Names entries and services that have no endpoints, because their namespace has too many.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
-        self.over.values()
+        self.over.values().chain(self.services_over.values())
     }
 
     fn join(&mut self, name: &EntryName) {
@@ -213,7 +341,8 @@ impl Entries {
     }
 
     /// Puts an entry into the view, and shares it with the view before if it is the same.
-    fn keep(&mut self, entry: Entry) {
+    fn keep(&mut self, mut entry: Entry) {
+        entry.preference[1] = self.preferred_in(entry.name.namespace());
         if self
             .joined
             .get(&entry.name)
@@ -274,6 +403,11 @@ fn first_label(entry: &ServiceEntry) -> Option<LabelIn> {
     let (key, value) = entry.selector.as_ref()?.first_key_value()?;
     let namespace = entry.entry.name.namespace();
     Some((namespace.into(), key.as_str().into(), value.as_str().into()))
+}
+
+fn selection_label(name: &ServiceName, selection: &Selection) -> Option<LabelIn> {
+    let (key, value) = selection.labels.first()?.clone();
+    Some((name.namespace().into(), key, value))
 }
 
 fn labels(candidate: &Candidate) -> impl Iterator<Item = LabelIn> + use<> {

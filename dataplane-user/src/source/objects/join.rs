@@ -1,9 +1,9 @@
 //! Services and their slices.
 
-use std::sync::Arc;
+use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use super::Slice;
-use crate::model::{Endpoint, NamedProtocol, Published, Records, Service};
+use crate::model::{Endpoint, NamedProtocol, Preference, Published, Records, Service, Weights};
 
 /// Gives each port of a service the endpoints that its slices have for it: by name and protocol. `names`: whether its
 /// endpoints get names in DNS.
@@ -12,7 +12,16 @@ use crate::model::{Endpoint, NamedProtocol, Published, Records, Service};
 /// it is one endpoint, and the better conditions hold: ready before not, as for kube-proxy.
 ///
 /// The slices of a headless service, and of one that is left to another proxy, have endpoints in DNS only.
-pub fn join(service: &mut Service, slices: &[Slice], names: bool) {
+///
+/// `selected`: the WorkloadEntries that it selects. Only clients of its VIPs know them: the cluster's DNS does not have them.
+/// `preference`: what its clients prefer, if a control plane does not say it by hints.
+pub fn join(
+    service: &mut Service,
+    slices: &[Slice],
+    selected: &[Slice],
+    names: bool,
+    preference: Preference,
+) {
     if let Records::Object(named) = &mut service.records {
         named.endpoints = if names {
             published(slices)
@@ -22,7 +31,8 @@ pub fn join(service: &mut Service, slices: &[Slice], names: bool) {
     }
     for port in &mut service.ports {
         let matching = || {
-            let slices = slices.iter().filter(|slice| !slice.names_only);
+            let slices = slices.iter().chain(selected);
+            let slices = slices.filter(|slice| !slice.names_only);
             slices.flat_map(|slice| {
                 let numbers = slice.ports.iter().filter(|of| {
                     of.name == port.name && of.protocol == NamedProtocol::from(port.protocol)
@@ -33,12 +43,11 @@ pub fn join(service: &mut Service, slices: &[Slice], names: bool) {
         let mut endpoints =
             Vec::with_capacity(matching().map(|(slice, _)| slice.endpoints.len()).sum());
         for (slice, number) in matching() {
-            endpoints.extend(
-                slice
-                    .endpoints
-                    .iter()
-                    .map(|e| Endpoint { port: number, ..*e }),
-            );
+            endpoints.extend(slice.endpoints.iter().map(|e| Endpoint {
+                port: number,
+                hints: e.hints.preferring(preference, e.local),
+                ..*e
+            }));
         }
         endpoints.sort_unstable_by_key(|e: &Endpoint| {
             (
@@ -58,6 +67,17 @@ pub fn join(service: &mut Service, slices: &[Slice], names: bool) {
             same
         });
         endpoints.shrink_to_fit();
+        let weighted = matching().filter(|(slice, _)| slice.weight > 1);
+        let weighted: HashMap<(IpAddr, u16), u32> = weighted
+            .flat_map(|(slice, number)| {
+                let endpoints = slice.endpoints.iter();
+                endpoints.map(move |e| ((e.addr, number), slice.weight))
+            })
+            .collect();
+        let weight = |e: &Endpoint| weighted.get(&(e.addr, e.port)).copied().unwrap_or(1);
+        port.weights = (!weighted.is_empty())
+            .then(|| Weights::of(endpoints.iter().map(weight).collect()))
+            .flatten();
         port.endpoints = endpoints;
     }
 }

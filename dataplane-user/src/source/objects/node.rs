@@ -7,6 +7,8 @@ use crate::model::{Leaving, Node};
 
 /// The label that tells a node's zone.
 pub const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
+/// The label that tells a node's region.
+pub const LABEL_REGION: &str = "topology.kubernetes.io/region";
 /// The taint that the cluster autoscaler gives to a node before it deletes it.
 const TAINT_TO_BE_DELETED: &str = "ToBeDeletedByClusterAutoscaler";
 
@@ -17,6 +19,8 @@ pub struct NodeFacts {
     pub name: Arc<str>,
     /// Its zone; empty if it has none.
     pub zone: Arc<str>,
+    /// Its region; empty if it has none.
+    pub region: Arc<str>,
     /// Why it is about to go; none: it stays.
     pub leaving: Option<Leaving>,
     /// Its own addresses, at most one of each family: internal ones before external ones.
@@ -40,6 +44,7 @@ impl NodeFacts {
             } else {
                 node.zone.clone()
             },
+            region: self.region.clone(),
             leaving: self.leaving,
             ..node.clone()
         }
@@ -59,6 +64,9 @@ pub fn node(object: &api::Node, findings: &mut Findings) -> NodeFacts {
     NodeFacts {
         name: object.metadata.name.as_deref().unwrap_or_default().into(),
         zone: label(&object.metadata.labels, LABEL_ZONE)
+            .unwrap_or_default()
+            .into(),
+        region: label(&object.metadata.labels, LABEL_REGION)
             .unwrap_or_default()
             .into(),
         leaving,

@@ -10,11 +10,12 @@ use smallvec::SmallVec;
 use super::{
     Findings, check_name, label, object_name,
     resolution::resolution,
+    selection::preference,
     wire::{self as api, Metadata},
 };
 use crate::model::{
-    Acceleration, CapturedBy, Egress, Exempt, Layers, Mode, Node, Place, Protocol, Rules,
-    Telemetry, Uid, VIRTUAL_INTERFACES, WithoutProxy, Workload, WorkloadName, is_reserved,
+    Acceleration, CapturedBy, Egress, Exempt, Layers, Mode, Node, Place, Preference, Protocol,
+    Rules, Telemetry, Uid, VIRTUAL_INTERFACES, WithoutProxy, Workload, WorkloadName, is_reserved,
     is_virtual_interface,
 };
 
@@ -44,6 +45,8 @@ pub struct NamespaceRules {
     pub name: Arc<str>,
     /// What it asks for, for its pods.
     pub rules: Rules,
+    /// Which endpoints clients of its services and entries prefer, unless these say it themselves.
+    pub preference: Option<Preference>,
 }
 
 /// Turns a Namespace into what is needed of it.
@@ -52,6 +55,7 @@ pub fn namespace(metadata: &Metadata, findings: &mut Findings) -> NamespaceRules
     NamespaceRules {
         name: metadata.name.as_deref().unwrap_or_default().into(),
         rules: rules(metadata, findings),
+        preference: preference(metadata, findings),
     }
 }
 

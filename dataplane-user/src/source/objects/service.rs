@@ -125,7 +125,7 @@ fn is_label(text: &str) -> bool {
     (1..=63).contains(&text.len()) && text.bytes().all(fits)
 }
 
-fn is_headless(spec: &ServiceSpec) -> bool {
+pub(super) fn is_headless(spec: &ServiceSpec) -> bool {
     spec.cluster_ip.as_deref() == Some("None")
         || spec
             .cluster_ips
@@ -133,7 +133,7 @@ fn is_headless(spec: &ServiceSpec) -> bool {
             .is_some_and(|ips| ips.first().is_some_and(|ip| ip == "None"))
 }
 
-fn kind(spec: &ServiceSpec, findings: &mut Findings) -> ServiceType {
+pub(super) fn kind(spec: &ServiceSpec, findings: &mut Findings) -> ServiceType {
     match spec.type_.as_deref() {
         None | Some("" | "ClusterIP") => ServiceType::ClusterIp,
         Some("NodePort") => ServiceType::NodePort,
@@ -422,6 +422,7 @@ mod tests {
                 protocol: Some(protocol.to_owned()),
                 port,
                 node_port: None,
+                target_port: None,
             })
         });
         let spec = ServiceSpec {

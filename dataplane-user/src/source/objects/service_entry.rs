@@ -11,11 +11,13 @@ use smallvec::SmallVec;
 
 use super::{
     Findings, address, check_name, label, object_name,
+    selection::preference,
     wire::{self as api, ServiceEntrySpec, WorkloadEntrySpec},
     workload_entry::backend,
 };
 use crate::model::{
-    At, Backend, Entry, EntryName, EntryPort, EntryResolution, ExportTo, Host, Location, Protocol,
+    At, Backend, Entry, EntryName, EntryPort, EntryResolution, ExportTo, Host, Location, Node,
+    Protocol,
 };
 
 /// The label that keeps a control plane, and this node, from giving addresses to an entry's hosts.
@@ -32,7 +34,11 @@ pub struct ServiceEntry {
 }
 
 /// Turns a ServiceEntry into the model. What it returns is only of use if `findings` has no faults.
-pub fn service_entry(object: api::ServiceEntry, findings: &mut Findings) -> ServiceEntry {
+pub fn service_entry(
+    object: api::ServiceEntry,
+    node: &Node,
+    findings: &mut Findings,
+) -> ServiceEntry {
     check_name(&object.metadata, findings);
     let name = object_name(&object.metadata);
     let name = EntryName::new(name.namespace(), name.name());
@@ -40,7 +46,7 @@ pub fn service_entry(object: api::ServiceEntry, findings: &mut Findings) -> Serv
     let mut resolution = resolution(&spec, findings);
     let ports = ports(&spec, findings);
     let selector = selector(&spec, resolution, findings);
-    let backends = backends(&spec, resolution, &ports, findings);
+    let backends = backends(&spec, resolution, &ports, node, findings);
     let mut hosts = hosts(&spec, name.namespace(), findings);
     let names_endpoints = spec.endpoints.iter().flatten().next().is_some();
     if resolution == EntryResolution::Dns && !names_endpoints && selector.is_none() {
@@ -104,6 +110,7 @@ pub fn service_entry(object: api::ServiceEntry, findings: &mut Findings) -> Serv
             export_to,
             ports,
             backends,
+            preference: [preference(&object.metadata, findings), None],
         },
         selector,
     }
@@ -304,6 +311,7 @@ fn backends(
     spec: &ServiceEntrySpec,
     resolution: EntryResolution,
     ports: &[EntryPort],
+    node: &Node,
     findings: &mut Findings,
 ) -> Vec<Backend> {
     let endpoint = |(index, given): (usize, &WorkloadEntrySpec)| {
@@ -315,7 +323,7 @@ fn backends(
                 format!("spec.ports has no port of the name {name:?}"),
             ));
         }
-        let backend = backend(given, &path)?;
+        let backend = backend(given, &path, node)?;
         match (&backend.at, resolution) {
             (At::Name(name), EntryResolution::Static) => Err((
                 format!("{path}.address"),

@@ -27,6 +27,8 @@ pub struct Slice {
     /// The hostnames that its endpoints have in DNS, in lower case: one for each endpoint, in the same order, empty if it
     /// has none. May be shorter: the endpoints after its end have none.
     pub hostnames: Box<[Box<str>]>,
+    /// The weight of each of its endpoints, at least 1. An EndpointSlice has none, which is 1.
+    pub weight: u32,
 }
 
 impl Slice {
@@ -92,6 +94,7 @@ pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) 
         ports: ports(object.ports.as_deref().unwrap_or_default(), findings),
         endpoints,
         hostnames,
+        weight: 1,
     })
 }
 
@@ -157,7 +160,11 @@ fn endpoints(
             ready,
             serving,
             terminating,
-            hints: hints(given.hints.as_ref(), node),
+            hints: hints(given.hints.as_ref(), node).located(
+                node,
+                given.zone.as_deref().unwrap_or_default(),
+                None,
+            ),
         });
     }
     (endpoints.into(), hostnames.into())

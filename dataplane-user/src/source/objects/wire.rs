@@ -87,6 +87,9 @@ pub struct ServiceSpec {
     pub health_check_node_port: Option<i32>,
     pub external_name: Option<String>,
     pub publish_not_ready_addresses: Option<bool>,
+    #[serde(deserialize_with = "words")]
+    pub selector: BTreeMap<String, String>,
+    pub traffic_distribution: Option<String>,
     pub ports: Option<Vec<ServicePort>>,
 }
 
@@ -111,6 +114,15 @@ pub struct ServicePort {
     #[serde(deserialize_with = "or_default")]
     pub port: i32,
     pub node_port: Option<i32>,
+    pub target_port: Option<TargetPort>,
+}
+
+/// A port by its number or by its name.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub enum TargetPort {
+    Number(i64),
+    Name(String),
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -152,6 +164,7 @@ pub struct Endpoint {
     pub hints: Option<EndpointHints>,
     pub hostname: Option<String>,
     pub node_name: Option<String>,
+    pub zone: Option<String>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -380,6 +393,14 @@ pub struct WorkloadEntry {
     #[serde(deserialize_with = "or_default")]
     pub metadata: Metadata,
     pub spec: Option<WorkloadEntrySpec>,
+    pub status: Option<WorkloadEntryStatus>,
+}
+
+/// Of a WorkloadEntry whose proxy checks its health.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct WorkloadEntryStatus {
+    pub conditions: Option<Vec<PodCondition>>,
 }
 
 /// The spec of a WorkloadEntry, and an endpoint of a ServiceEntry.
@@ -392,6 +413,8 @@ pub struct WorkloadEntrySpec {
     #[serde(deserialize_with = "words")]
     pub labels: BTreeMap<String, String>,
     pub weight: Option<i64>,
+    #[serde(deserialize_with = "or_default")]
+    pub locality: String,
 }
 
 /// A route of `gateway.networking.k8s.io`, of whatever kind: fields that a kind does not have are not given.

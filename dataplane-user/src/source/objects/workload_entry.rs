@@ -5,12 +5,17 @@ use std::{collections::BTreeMap, net::IpAddr};
 use smallvec::SmallVec;
 
 use super::{
-    Findings, address, check_name, object_name,
+    Findings, address, check_name, label,
+    node::{LABEL_REGION, LABEL_ZONE},
+    object_name,
     wire::{self as api, WorkloadEntrySpec},
 };
-use crate::model::{At, Backend, Node, ServiceName};
+use crate::model::{At, Backend, Hints, Node, ServiceName};
 
-/// A pod or WorkloadEntry that a ServiceEntry may select.
+/// The annotation of a WorkloadEntry whose proxy checks its health.
+const HEALTH_CHECKED: &str = "proxy.istio.io/health-checks-enabled";
+
+/// A pod or WorkloadEntry that a ServiceEntry may select, and a WorkloadEntry that a Service may.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Candidate {
     /// Whether it is a pod, and its name: a pod and a WorkloadEntry may have the same.
@@ -22,15 +27,27 @@ pub struct Candidate {
 }
 
 /// Turns a WorkloadEntry into the model. What it returns is only of use if `findings` has no faults.
-pub fn workload_entry(object: &api::WorkloadEntry, findings: &mut Findings) -> Candidate {
+/// As for Istio, one that says that its proxy checks its health has no endpoint until it is found to be healthy.
+pub fn workload_entry(
+    object: &api::WorkloadEntry,
+    node: &Node,
+    findings: &mut Findings,
+) -> Candidate {
     check_name(&object.metadata, findings);
     let spec = object.spec.as_ref();
     let mut labels = spec.map(|spec| spec.labels.clone()).unwrap_or_default();
     // As Istio has it: the object's own labels count, too, and before those of its spec.
     labels.extend(object.metadata.labels.clone());
     let nothing = WorkloadEntrySpec::default();
-    let backend = backend(spec.unwrap_or(&nothing), "spec");
+    let backend = backend(spec.unwrap_or(&nothing), "spec", node);
     let backend = backend.map_err(|(path, wrong)| findings.fault(path, wrong));
+    let is_checked = object.metadata.annotations.get(HEALTH_CHECKED);
+    let is_checked = is_checked.is_some_and(|value| value == "true");
+    let conditions = object.status.iter().flat_map(|status| &status.conditions);
+    let is_healthy = conditions
+        .flatten()
+        .any(|condition| condition.type_ == "Healthy" && condition.status == "True");
+    let backend = backend.ok().filter(|_| is_healthy || !is_checked);
     Candidate {
         name: (false, object_name(&object.metadata)),
         labels,
@@ -57,11 +74,16 @@ pub fn candidate(pod: &api::Pod, node: &Node) -> Option<Candidate> {
     ips.sort_unstable();
     ips.dedup();
     let ports = pod.spec.as_ref().map(named_ports).unwrap_or_default();
+    // Kubernetes 1.35 gives pods the labels of their nodes.
+    let zone = label(&pod.metadata.labels, LABEL_ZONE).unwrap_or_default();
+    let region = label(&pod.metadata.labels, LABEL_REGION);
+    let hints = Hints::default().located(node, zone, region);
     let backend = |ip| Backend {
         at: At::Address(ip),
         ports: ports.clone(),
         weight: 1,
         local: of == Some(&*node.name),
+        hints,
     };
     Some(Candidate {
         name: (true, object_name(&pod.metadata)),
@@ -87,7 +109,11 @@ fn named_ports(spec: &api::PodSpec) -> SmallVec<[(Box<str>, u16); 0]> {
 }
 
 /// An endpoint; otherwise the field that is wrong, and what is wrong with it.
-pub(super) fn backend(given: &WorkloadEntrySpec, path: &str) -> Result<Backend, (String, String)> {
+pub(super) fn backend(
+    given: &WorkloadEntrySpec,
+    path: &str,
+    node: &Node,
+) -> Result<Backend, (String, String)> {
     let ports = given.ports.iter().flatten().map(|(name, port)| {
         // The author's own text, which must not write to a terminal or begin a line of its own.
         let path = || format!("{path}.ports.{}", name.escape_debug());
@@ -108,7 +134,16 @@ pub(super) fn backend(given: &WorkloadEntrySpec, path: &str) -> Result<Backend, 
         ports,
         weight: weight.max(1),
         local: false,
+        hints: hints(&given.locality, node),
     })
+}
+
+/// Where an endpoint is by its `locality`: `REGION/ZONE/SUBZONE`, of which the last ones may be missing.
+fn hints(locality: &str, node: &Node) -> Hints {
+    let mut parts = locality.split('/');
+    let (region, zone) = (parts.next().unwrap_or_default(), parts.next());
+    let region = Some(region).filter(|region| !region.is_empty());
+    Hints::default().located(node, zone.unwrap_or_default(), region)
 }
 
 /// Where an endpoint is: at an address, or at those of a name.
