@@ -1,4 +1,4 @@
-//! What was seen of a flow: bits of `seen`. [`PACKET`] and [`FIN`] are of requests, and the same
+//! The packets that a flow has had, as bits of `seen`. [`PACKET`] and [`FIN`] are of requests, and the same
 //! bits four higher of replies ([`in_replies`]); the others belong to both.
 
 /// A packet at all.
@@ -21,13 +21,13 @@ pub const ASSURED: u8 = 1 << 7;
 /// What counts no longer once a flow begins anew: all but that there was a request.
 pub const EARLIER: u8 = !PACKET;
 
-/// What was seen of requests.
+/// The bits of requests.
 #[inline(always)]
 pub const fn of_requests(seen: u8) -> u8 {
     seen & (PACKET | FIN)
 }
 
-/// What was seen of replies, as if it were of requests.
+/// The bits of replies, moved to where those of requests are.
 #[inline(always)]
 pub const fn of_replies(seen: u8) -> u8 {
     seen >> 4 & (PACKET | FIN)
@@ -39,7 +39,7 @@ pub const fn in_replies(seen: u8) -> u8 {
     seen << 4
 }
 
-/// What a packet adds that has these bits, as if it were a request.
+/// The bits that a packet adds to a flow. `bits`: those of the packet, as if it were a request.
 #[inline(always)]
 pub const fn of_packet(bits: u8, replies: bool) -> u8 {
     if replies {

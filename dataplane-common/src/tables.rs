@@ -494,7 +494,7 @@ layout! {
 }
 
 layout! {
-    /// What the other end is to one of the sockets.
+    /// The VIP by which one of the sockets reaches the other end.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Sibling {

@@ -225,7 +225,7 @@ impl Opening {
     }
 }
 
-/// What the packet that makes a flow leaves in `SEQUENCES`: of a datagram, the time (CLOCK_MONOTONIC, nanoseconds).
+/// The words of `SEQUENCES` after the first packet of a flow. A datagram leaves the time (CLOCK_MONOTONIC, nanoseconds).
 #[inline(always)]
 pub const fn begin(first: &Segment, now: u64) -> Sequences {
     if first.flags == 0 || first.is_quoted() {

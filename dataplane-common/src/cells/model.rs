@@ -210,7 +210,7 @@ fn fresh() -> (FlowKey, Translation) {
     )
 }
 
-/// Whether the flow of a cell gives way: of these flows, which is over.
+/// Whether the flow of a cell may be evicted: of these flows, one that is over.
 fn over_by_now<L: Line>(line: L, head: Head) -> bool {
     State(line.load_after(STATE, head.0)).gives_way(u32::MAX, LATER)
 }

@@ -141,7 +141,7 @@ impl Holder {
         Self(Head::HELD | (number as u64) << 16 | now.number() as u64)
     }
 
-    /// Whether whoever it is must be dead by now.
+    /// Whether the holder must be dead by now.
     pub const fn is_dead(self, now: Tick) -> bool {
         Tick::from_number(self.0 as u16).ticks_before(now) >= Self::DEAD
     }
@@ -222,7 +222,7 @@ impl State {
         Tick::from_number((self.0 >> 32) as u16)
     }
 
-    /// What was seen of the flow: bits of [`seen`].
+    /// The packets that the flow has had: bits of [`seen`].
     #[inline(always)]
     pub const fn seen(self) -> u8 {
         (self.0 >> 48) as u8

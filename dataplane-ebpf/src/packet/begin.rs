@@ -392,7 +392,7 @@ fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
     Reason::FlowBusy
 }
 
-/// By which interface a packet came, if that is no pod's; else 0.
+/// The uplink by which a packet came; 0 for a pod's interface.
 #[inline(always)]
 fn uplink(skb: Skb) -> u32 {
     let came_by = skb.ifindex();

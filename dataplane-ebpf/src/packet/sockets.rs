@@ -14,7 +14,7 @@ use crate::packet::conntrack::node_addr;
 /// The network namespace of the interface (`BPF_F_CURRENT_NETNS`).
 const CURRENT_NETNS: u64 = u64::MAX;
 
-/// What a packet to a socket of the node carries.
+/// The addresses and ports of a packet to a socket of the node.
 #[repr(C)]
 struct Tuple {
     /// As `struct bpf_sock_tuple`: source, destination, ports.

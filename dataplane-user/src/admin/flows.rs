@@ -35,7 +35,7 @@ pub struct Vips {
 }
 
 impl api::Ports {
-    /// What a walk found of an endpoint's ports; `limit`: how many it can have.
+    /// The ports of an endpoint that a walk found. `limit`: how many the endpoint can have.
     pub fn new(ports: &Ports, limit: u32) -> Self {
         Self {
             protocol: ports.protocol.to_string(),

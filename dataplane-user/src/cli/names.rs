@@ -46,7 +46,7 @@ impl Names {
         self.pool(pool)?.route
     }
 
-    /// What the agent says of a destination that it does not serve although a service has it.
+    /// The agent's explanation for a destination of a service that it does not serve.
     pub fn left_out(&self, destination: &str) -> Vec<String> {
         let report = self.client.get::<Report>("/status");
         let Some(agent) = report.ok().and_then(|report| report.agent) else {

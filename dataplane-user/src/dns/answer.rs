@@ -127,7 +127,7 @@ pub struct Candidate {
     pub records: Vec<Record>,
     /// The name.
     pub name: LowerName,
-    /// What was known of it before there was reason to doubt: the client's answer if resolvers have none.
+    /// The last answer that the source gave before it was lost: the client gets it if the resolvers have none.
     pub known: Option<Stored>,
 }
 

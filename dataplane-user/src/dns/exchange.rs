@@ -50,7 +50,7 @@ pub struct Question {
     pub edns: bool,
 }
 
-/// What a datagram is.
+/// The kind of a datagram.
 enum Fit<T> {
     /// The answer.
     Answer(T),
@@ -60,7 +60,7 @@ enum Fit<T> {
     Other,
 }
 
-/// What a resolver said by UDP.
+/// A resolver's answer by UDP.
 enum Heard<T> {
     Answer(T),
     /// An answer that may be forged has arrived.

@@ -394,7 +394,7 @@ mod tests {
         };
         send(1, A);
         send(2, AXFR);
-        // What it has asked is answered after it has sent all.
+        // The client reads the answers after it has sent all queries.
         asker.shutdown(net::Shutdown::Write).unwrap();
         assert_eq!([read(), read()], [2, 1]);
         drop(captured);

@@ -248,7 +248,7 @@ impl Zone {
     }
 }
 
-/// What the name of a headless service means, or a name below a service; `more`: the labels before the service's.
+/// The meaning of a headless service's name, or of a name below a service. `more`: the labels before the service's.
 fn of_slices<'a>(service: &'a Arc<Service>, count: usize, more: [Option<&str>; 2]) -> Meaning<'a> {
     match (count, more) {
         (3, _) if service.records.published().is_empty() => Meaning::Missing,

@@ -18,7 +18,7 @@ pub enum Records {
     Alias(Box<str>),
 }
 
-/// What a Service and its EndpointSlices say for DNS, also if another proxy serves the service.
+/// The names that a Service and its EndpointSlices have in DNS, also if another proxy serves the service.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Named {
     /// Whether the service is headless: its name leads to its endpoints.

@@ -258,7 +258,7 @@ impl Vips {
         Number::of(address).is_some_and(|number| self.gone.hosts.contains_key(&number))
     }
 
-    /// The number that a host had, and from when on it may be another's.
+    /// The number that a host had, and the time after which another host may have it.
     pub fn former(&self, host: &HostName) -> Option<(Number, u64)> {
         let (number, at) = self.gone.numbers.get(host)?;
         Some((*number, at + KEPT))

@@ -134,7 +134,7 @@ fn rest<T>(object: &Arc<T>, left_out: Option<(T, Problem)>) -> (Option<Arc<T>>, 
     }
 }
 
-/// What is left of a service, and the problem that says what was left out; none if nothing was.
+/// A service without its refused parts, and the problem that names these parts; no problem if nothing was refused.
 type Step<'a> = &'a dyn Fn(&Service) -> Option<(Service, Problem)>;
 
 /// The objects of one kind, without what is left out of them.

@@ -281,7 +281,7 @@ const TABLE: &[(&str, &str, RecordType, &str)] = &[
     ),
 ];
 
-/// What the specification leaves open, as CoreDNS 1.15 answers: what; a name and a type to ask for; the answer.
+/// Cases that the specification leaves open, as CoreDNS 1.15 answers: a description, a name and a type to ask for, and the answer.
 const DEPLOYED: &[(&str, &str, RecordType, &str)] = &[
     // Peers of a database look for each other at the service's own name.
     (

@@ -278,7 +278,7 @@ fn one_half_of_a_pod_is_not_left_out_for_the_other() {
     assert_eq!(captured(&view, "web"), None);
     let workload = &view.workloads[&WorkloadName::new("default", "web")];
     assert_eq!(workload.addresses.as_slice(), [pod(2)]);
-    // What may have been meant to close it closes it.
+    // A value that may have been meant to close the pod closes it.
     assert_eq!(workload.rules.own.egress, Some(Egress::Deny));
     let problems: Vec<_> = view.problems.iter().map(|p| format!("{p:?}")).collect();
     assert!(

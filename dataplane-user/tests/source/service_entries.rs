@@ -544,7 +544,7 @@ fn with_status(mut entry: Value, host: &str, address: &str) -> Value {
 }
 
 /// Where a control plane gives addresses, too, a new host waits for its word, and an address that a client may know leads to
-/// the host for ten minutes, whoever gave it and whatever comes after.
+/// the host for ten minutes, whether the agent or a control plane gave it, and whatever happens then.
 #[test]
 fn an_address_that_was_given_out_serves_for_ten_minutes() {
     let of_status = with_status(db(json!({})), "db.example.com", "240.240.7.7");
@@ -625,7 +625,7 @@ fn a_new_host_waits_a_moment_for_a_control_plane_that_gives_addresses() {
     let served = Served::at(&mut entries, &[new.clone(), other.clone()], NOW + 5);
     assert_eq!(served.vips("db").len(), 1);
     assert!(!entries.defers());
-    // Without a control plane nobody waits, nor does a host whose entry is old.
+    // A host waits for an address only if there is a control plane, and if its entry is new.
     let mut alone = Entries::new([]).with_control_plane();
     assert_eq!(Served::next(&mut alone, &[new]).vips("db").len(), 1);
     let mut late = Entries::new([]).with_control_plane();
@@ -637,7 +637,7 @@ fn a_new_host_waits_a_moment_for_a_control_plane_that_gives_addresses() {
     );
 }
 
-/// Two that give addresses of one range: none has the number of another host, whoever gave it.
+/// The agent and a control plane give addresses of one range: no host gets the number of another host.
 #[test]
 fn a_status_is_no_claim_to_the_address_of_another_host() {
     let mut entries = Entries::new([]);
@@ -807,7 +807,7 @@ fn wanted_names(entries: &mut Entries) -> Vec<String> {
     wanted(entries).unwrap_or_default()
 }
 
-/// What may be a name of others to their clients.
+/// Names that clients in other namespaces may ask for and mean something else.
 #[test]
 fn a_host_that_may_be_a_name_of_the_cluster_is_refused() {
     let served = |hosts: &[&str]| Served::of(&[db(json!({ "hosts": hosts }))]);

@@ -154,7 +154,7 @@ fn answers_belong_to_who_asked() -> Result<()> {
                     )
                 };
                 let socket = bind(from, bound).with_context(what)?;
-                // Who was not asked, reaches the service.
+                // A host that was not asked reaches the service.
                 let client = udp(ext, at(ext, 0))?;
                 let who = ask(&client, seen, b"anybody?").with_context(what)?;
                 ensure!(who == "e1", "{who} answered: {}", what());

@@ -541,7 +541,7 @@ endpoints: [{addresses: [10.244.1.12]}]
 ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53, protocol: TCP}]
 ";
 
-/// Neither to the node's resolver, nor to that of the cluster, which is a service itself.
+/// This holds for the node's resolver and for the cluster's, which is a service itself.
 fn no_service_takes_the_agents_way_to_a_resolver() -> Result<()> {
     for (policy, resolver) in [("Default", "10.244.1.11"), ("ClusterFirst", "10.96.0.53")] {
         let world = World::start(&json!({}), |text| {

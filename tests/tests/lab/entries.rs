@@ -97,7 +97,7 @@ fn a_host_is_reached_at_the_addresses_that_it_was_given() -> Result<()> {
     Ok(())
 }
 
-/// A client that has the host's first address goes on while the host has another, whoever gave it.
+/// A client that has the host's first address goes on while the host has another address from the agent or a control plane.
 fn an_address_serves_on_when_a_control_plane_gives_another() -> Result<()> {
     let cluster = Cluster::start(|_| Vec::new())?;
     let lab = &cluster.lab;

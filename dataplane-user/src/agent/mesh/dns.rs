@@ -70,7 +70,7 @@ pub(super) struct Dns {
     /// The addresses of the pods that are the cluster's DNS or one of the node's resolvers, after [`Dns::settle`].
     servers: BTreeSet<IpAddr>,
     resolv_conf: PathBuf,
-    /// What is in the way of reading it, or of capturing queries to the resolvers in it.
+    /// Why the file cannot be read, or why queries to its resolvers cannot be captured.
     unread: Option<String>,
     /// Whether queries to any address are captured.
     any_destination: bool,

@@ -114,7 +114,7 @@ impl Backends {
             || self.permits.contains_key(&permit(Some(service.name()), to))
     }
 
-    /// What a route leads to by one of its references. `parent`: the Service to which it is attached.
+    /// The destination of one of a route's references. `parent`: the Service to which it is attached.
     pub fn of(
         &mut self,
         parent: &Service,

@@ -47,7 +47,7 @@ pub struct Store {
     named: HashMap<ServiceName, ServiceName>,
     pods: Pods,
     entries: Entries,
-    /// What the clients of services prefer by the services' own annotations.
+    /// The traffic distribution that the services' own annotations ask for.
     preferences: HashMap<ServiceName, Preference>,
     routes: imbl::OrdMap<RouteName, Arc<Route>>,
     grants: imbl::OrdMap<ServiceName, Arc<Grant>>,

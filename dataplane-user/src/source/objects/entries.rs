@@ -216,7 +216,7 @@ impl Entries {
         true
     }
 
-    /// What the clients of the services in a namespace prefer.
+    /// The traffic distribution of the services in a namespace.
     pub fn preferred_in(&self, namespace: &str) -> Option<Preference> {
         self.preferences.get(namespace).copied()
     }

@@ -220,7 +220,7 @@ fn of_cron_job(job: &str) -> Option<&str> {
     is_time.then_some(name)
 }
 
-/// What labels and annotations ask for. What makes no sense is noted, and harms neither the rest of the object nor others:
+/// Reads what labels and annotations ask for. A value that makes no sense is noted, and harms neither the rest of the object nor others:
 /// it counts as the strictest value that there is, or does not count.
 fn rules(metadata: &Metadata, findings: &mut Findings) -> Rules {
     let mut rules = Rules::default();

@@ -35,7 +35,7 @@ pub fn service(object: api::Service, findings: &mut Findings) -> Outcome<Service
         return Outcome::Served(read(object, findings));
     }
     check_name(&object.metadata, findings);
-    // What is wrong with it is the other proxy's to say.
+    // The other proxy reports what is wrong with the service.
     let mut ignored = Findings::default();
     let all = read(object, &mut ignored);
     if !ignored.faults.is_empty() {

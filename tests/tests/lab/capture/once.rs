@@ -103,7 +103,7 @@ fn what_the_proxy_has_routed_goes_there() -> Result<()> {
     Ok(())
 }
 
-/// What a pod sends to its own address stays there, whatever service has the address.
+/// A pod's connection to its own address stays in the pod, also if a service has the address.
 fn no_service_at_a_pods_own_address_opens_egress() -> Result<()> {
     for mode in ["kernel", "proxy"] {
         let (mut world, outside, _server) = with_outside()?;

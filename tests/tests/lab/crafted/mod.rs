@@ -124,7 +124,7 @@ fn sent(scene: &Scene, at: &str, out: &str, packet: &Packet) -> Then {
     }
 }
 
-/// What is sent back, by the interface `at`, for a packet that is refused.
+/// The answer to a refused packet, at the interface `at`.
 pub fn refusal(scene: &Scene, at: &str, packet: &Packet) -> Vec<u8> {
     let v4 = packet.src.is_ipv4();
     let mut data = packet.ip();

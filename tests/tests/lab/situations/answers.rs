@@ -1,4 +1,4 @@
-//! An answer belongs to the flow that asked, whoever else claims its port.
+//! An answer belongs to the flow that asked, also if a service claims the flow's port.
 
 use super::{Row, row};
 

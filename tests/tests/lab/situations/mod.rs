@@ -1,5 +1,5 @@
 //! Situations in which people's nodes are: each is a row, and a row is tried in two equal labs, beside kube-proxy's rules
-//! and beside the dataplane. What the client sees must be the same.
+//! and beside the dataplane. The client must see the same with both.
 //!
 //! To add a row, add one line to the `ROWS` of the file whose idea it is (`sockets.rs` for what sockets do):
 //!
@@ -154,7 +154,7 @@ impl Row {
         self
     }
 
-    /// What is seen here, and the first cell of the difference's row in docs/differences.md.
+    /// The expected observation with the dataplane, and the first cell of the difference's row in docs/differences.md.
     pub const fn differs(mut self, difference: &'static str, seen: &'static str) -> Self {
         self.differs = Some((difference, seen));
         self
@@ -303,7 +303,7 @@ impl Situation {
     }
 }
 
-/// What a client saw, each once: who answered, from which address, and which errors there were.
+/// The observations of a client, each once: which endpoint answered, from which address, and which errors occurred.
 fn seen(report: &Report, row: &Row) -> String {
     let mut seen = BTreeSet::new();
     for attempt in &report.each {

@@ -96,7 +96,7 @@ pub const ROWS: &[Row] = &[
     ),
 ];
 
-/// What the cache's setup does: the cluster IP on an interface, and rules that keep its packets from conntrack.
+/// Does what the cache's setup does: puts the cluster IP on an interface, and keeps its packets from conntrack.
 const NODE_LOCAL: &[&str] = &[
     "n: ip addr add 10.96.1.12/32 dev lo",
     "n: nft add table ip nodelocal",

@@ -352,7 +352,7 @@ fn what_the_dead_held_is_freed() {
     assert_eq!(free(), 1);
     is_left(table, &[]);
     assert_eq!(free(), 0);
-    // Whoever it was comes too late, and changes nothing.
+    // The former holder comes too late, and changes nothing.
     let before = head(table, index);
     assert!(!cells::publish(line, &key, table.holder(long_ago)));
     cells::give_back(&table, index, &key, long_ago);

@@ -177,7 +177,7 @@ fn compare(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// What is seen after a step.
+/// The observation after a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct After {
     /// What arrived where.

@@ -44,7 +44,7 @@ pub enum Step {
     Quiet,
 }
 
-/// What the network, or somebody else, does to a conversation.
+/// A disturbance of a conversation, by the network or by a stranger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trouble {
     /// A packet overtakes the one before it, which may have been lost and sent again.
