@@ -53,6 +53,8 @@ pub struct Sync {
     look: Instant,
     /// When freed memory was last given back.
     tidied: Instant,
+    /// Whether there were changes since then.
+    untidy: bool,
     supervisor: Supervisor,
     /// The agent whose place this one has taken.
     before: Option<UnixStream>,
@@ -87,6 +89,7 @@ impl Sync {
             empty_tables,
             look: now + LOOK,
             tidied: now,
+            untidy: false,
             supervisor: Supervisor::from_env(),
             before,
             ending: None,
@@ -198,6 +201,7 @@ impl Sync {
             self.sync(taken.since)?;
         }
         // After a list. What changes come to is little, but not for ever.
+        self.untidy = true;
         if taken.since.is_none() || self.tidied.elapsed() > LOOK {
             self.tidy();
         }
@@ -208,9 +212,14 @@ impl Sync {
     fn pass_time(&mut self) -> Result<(), Error> {
         let now = Instant::now();
         let again = self.retry.is_some_and(|(at, _)| at <= now) || self.waits();
-        let moved = self.look <= now && self.look();
+        let is_due = self.look <= now;
+        let moved = is_due && self.look();
         if self.input.is_known() && (again || moved) {
             self.sync(None)?;
+        }
+        // After the last change of several, too: by then, nobody else has the snapshots before.
+        if is_due && self.untidy && self.tidied.elapsed() > LOOK {
+            self.tidy();
         }
         Ok(())
     }
@@ -234,6 +243,7 @@ impl Sync {
     fn tidy(&mut self) {
         kernel::give_back_freed_memory();
         self.tidied = Instant::now();
+        self.untidy = false;
     }
 
     /// The tables are in line with the source for the first time: what was in their place before

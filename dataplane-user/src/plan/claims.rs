@@ -6,6 +6,7 @@ use dataplane_common::tables::FrontendKey;
 
 use super::{
     Conflict,
+    planner::shrink,
     wanted::{Claim, WantedKey},
 };
 use crate::model::{Service, ServiceName};
@@ -45,6 +46,11 @@ impl Claims {
     /// Makes room for so many keys more.
     pub(super) fn reserve(&mut self, keys: usize) {
         self.owners.reserve(keys);
+    }
+
+    /// Gives back memory that it does not need any more.
+    pub(super) fn shrink(&mut self) {
+        shrink(&mut self.owners);
     }
 
     /// Leaves the keys that are `service`'s of those that it wants.

@@ -16,7 +16,7 @@ mod given;
 mod names;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     iter,
     net::IpAddr,
     sync::Arc,
@@ -228,7 +228,7 @@ impl Entries {
             }
         }
         if self.naming.is_empty() {
-            self.taken.clear();
+            (self.taken, self.naming) = Default::default();
         } else if knew_none {
             let of_services = services.values().flat_map(|service| taken_by(service));
             let of_pods = snapshot.workloads.values().flat_map(|pod| &pod.addresses);
@@ -560,8 +560,9 @@ impl Entries {
             }
             names.push(name);
         }
+        let now: HashSet<&ServiceName> = names.iter().collect();
         for name in self.made.remove(entry).unwrap_or_default() {
-            if !names.contains(&name) {
+            if !now.contains(&name) {
                 self.services.remove(&name);
             }
         }
@@ -636,9 +637,10 @@ fn service(entry: &Entry, only: Option<usize>) -> Service {
         Some(index) => &entry.hosts[index..=index],
         None => &entry.hosts[..],
     };
+    let mut seen = HashSet::new();
     for host in hosts {
         for vip in &host.given {
-            if !given.contains(vip) {
+            if seen.insert(*vip) {
                 given.push(*vip);
             }
         }

@@ -91,6 +91,14 @@ impl Default for Planner {
     }
 }
 
+/// Gives back what a map has room for, if that is much more than it has.
+pub(super) fn shrink<K: Eq + std::hash::Hash, V>(map: &mut HashMap<K, V>) {
+    let len = map.len().max(1024);
+    if map.capacity() > 8 * len {
+        map.shrink_to(2 * len);
+    }
+}
+
 impl Planner {
     /// For empty tables.
     pub fn new() -> Self {
@@ -187,6 +195,10 @@ impl Planner {
     pub fn grace_passed(&mut self) {
         self.freed_keys = false;
         self.mirror.reuse_retired();
+        // One that was large and is gone leaves no room behind that others do not need.
+        self.scratch = Scratch::default();
+        shrink(&mut self.mirror.keys);
+        self.claims.shrink();
     }
 
     /// The keys that several services claim, in the order of the keys.

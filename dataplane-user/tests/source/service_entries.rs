@@ -1207,6 +1207,34 @@ fn a_namespace_has_a_bound_on_endpoints_at_ports() {
     assert_eq!(Served::of(&[large("b")]).says(), [""; 0]);
 }
 
+/// A range of 20 bytes is 256 addresses, each of them at each port.
+#[test]
+fn a_namespace_has_a_bound_on_addresses_at_ports() {
+    let large = |name: &str, second: u32| {
+        let range = |third: u32| format!("11.{second}.{third}.0/24");
+        let addresses: Vec<_> = (0..250).map(range).collect();
+        named(name, json!({ "addresses": addresses }))
+    };
+    let mut other = named("c", json!({}));
+    other["metadata"]["namespace"] = json!("bank");
+    let served = Served::of(&[large("a", 1), large("b", 2), other]);
+    let said = served.says();
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert!(
+        said[0].contains("namespace shop have more than 100000 addresses"),
+        "{said:?}"
+    );
+    let of = |name: &str| served.service(name).map(|s| s.external_ips.len());
+    let mut counts = [of("a"), of("b")];
+    counts.sort_unstable();
+    assert_eq!(
+        counts,
+        [None, Some(64_000)],
+        "one as a whole, and one not at all"
+    );
+    assert_eq!(Served::of(&[large("b", 2)]).says(), [""; 0]);
+}
+
 /// An older Service's external IP does not take an address that a host was given.
 #[test]
 fn a_service_takes_no_address_that_a_host_was_given() {

@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{
     Agent, Lab,
-    api::{ApiServer, Cluster as Objects, Options, objects},
+    api::{ApiServer, Cluster as Objects, Options, Resource, objects},
     report::LoadReport,
 };
 use serde_json::{Value, json};
@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use crate::{
     cluster::{Cluster, TCP, ask, eventually, peer_is, reaches, refused, serve},
     outcome::run,
+    readers::memory,
 };
 
 scenarios! {
@@ -26,6 +27,7 @@ scenarios! {
     a_restart_moves_no_address,
     an_address_serves_on_when_a_control_plane_gives_another,
     entries_are_noticed_when_the_cluster_has_them,
+    large_entries_cost_a_bounded_amount_of_memory_and_give_it_back,
 }
 
 /// An entry of `default` with the TCP port 80, which leads to these endpoints, with their weights.
@@ -296,4 +298,84 @@ fn entries_are_noticed_when_the_cluster_has_them() -> Result<()> {
         reaches(lab.pod("sleep"), &to, "connect --count 3", &["near"])?;
     }
     Ok(())
+}
+
+/// Ten million addresses in 0.8 MB of entries, which come and go. Once, the agent had gigabytes for them, and kept most.
+fn large_entries_cost_a_bounded_amount_of_memory_and_give_it_back() -> Result<()> {
+    const MIB: u64 = 1024;
+    let lab = Cluster::lab()?;
+    let _server = serve(lab.pod("near"))?;
+    let cluster = Objects::default();
+    let node = lab.node("node2");
+    cluster.apply(objects::node("node2", "zone-a", &[node.ipv4().into()]));
+    cluster.install_istio(Some("v1beta1"));
+    cluster.apply(entry("other", &both(&lab, "near"), json!({})));
+    let outside = lab.external("ext").clone();
+    let address = SocketAddr::from((outside.ipv4(), 6443));
+    let options = Options {
+        certified: Some(vec![outside.ipv4().to_string()]),
+        ..Options::default()
+    };
+    let server = ApiServer::bind(cluster, options, Box::new(move || outside.listen(address)))?;
+    let directory = tempfile::tempdir()?;
+    let kubeconfig = server.kubeconfig(directory.path())?;
+    let file = directory.path().join("dataplane.yaml");
+    let source = json!({ "kubernetes": { "kubeconfig": kubeconfig, "serviceEntries": true } });
+    fs::write(&file, json!({ "source": source }).to_string())?;
+    let agent = lab
+        .agent("node2")
+        .args(["--config".as_ref(), file.as_os_str()])
+        .start()?;
+    eventually(|| vips(&agent, "other").map(drop))?;
+    let before = memory(&agent)?;
+    let large = |number: u32| {
+        let ranges =
+            (0..1000).map(|range| format!("11.{}.{}.0/24", number * 4 + range / 256, range % 256));
+        let addresses: Vec<String> = ranges.collect();
+        let mut entry = entry(
+            &format!("large{number}"),
+            &both(&lab, "near"),
+            json!({ "addresses": addresses }),
+        );
+        entry["metadata"]["namespace"] = "tenant".into();
+        entry
+    };
+    for number in 0..40 {
+        server.cluster().apply(large(number));
+    }
+    eventually(|| {
+        let status = run(&agent, "status -o json")?.json()?.to_string();
+        ensure!(
+            status.contains("the entries of namespace tenant have more than"),
+            "{status}"
+        );
+        Ok(())
+    })?;
+    let with = memory(&agent)?;
+    for number in 0..40 {
+        server.cluster().delete(
+            Resource::ServiceEntries,
+            "tenant",
+            &format!("large{number}"),
+        );
+    }
+    // The agent gives memory back every half minute.
+    let mut after = u64::MAX;
+    for _ in 0..dataplane_tests::patience(Duration::from_mins(3)).as_secs() {
+        after = memory(&agent)?;
+        if after < before + 16 * MIB {
+            break;
+        }
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    eprintln!("{before} KiB before, {with} KiB with them, {after} KiB afterwards");
+    ensure!(
+        with < before + 192 * MIB,
+        "{before} KiB, {with} KiB with them"
+    );
+    ensure!(
+        after < before + 16 * MIB,
+        "{before} KiB, {after} KiB afterwards"
+    );
+    vips(&agent, "other").map(drop)
 }

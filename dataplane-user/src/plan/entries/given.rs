@@ -1,6 +1,11 @@
 //! The addresses that hosts are given: by this node, or by a control plane; and those that clients may still know.
 
-use std::{borrow::Cow, collections::BTreeSet, net::IpAddr, sync::Arc};
+use std::{
+    borrow::Cow,
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    net::IpAddr,
+    sync::Arc,
+};
 
 use super::{
     super::vips::{Age, HostName, KEPT, Number, Record},
@@ -62,10 +67,11 @@ impl Entries {
             asking.extend(hosts.map(|host| (host_name(entry, host), age.clone())));
         }
         let before = self.asking.remove(name).unwrap_or_default();
-        for (host, age) in before.iter().filter(|of| !asking.contains(of)) {
+        let (old, new) = (set(&before), set(&asking));
+        for (host, age) in old.difference(&new) {
             self.vips.unwant(host, age);
         }
-        for (host, age) in asking.iter().filter(|of| !before.contains(of)) {
+        for (host, age) in new.difference(&old) {
             self.vips.want(host, age.clone());
         }
         if !asking.is_empty() {
@@ -116,54 +122,64 @@ impl Entries {
 
     /// Notes which addresses an entry's hosts do not have any more that DNS gave out. `before`: the hosts as they were.
     pub(super) fn note_former(&mut self, entry: &mut Entry, now: u64) {
-        let mut all = self.former.remove(&entry.name).unwrap_or_default();
+        let all = self.former.remove(&entry.name).unwrap_or_default();
+        let mut known: HashSet<IpAddr> = all.iter().map(|former| former.address).collect();
+        let mut by_host: BTreeMap<Arc<str>, Vec<Former>> = BTreeMap::new();
+        for former in all {
+            by_host
+                .entry(Arc::clone(&former.host))
+                .or_default()
+                .push(former);
+        }
         let before = self.served.get(&entry.name).map(Arc::clone);
+        let before = before.iter().flat_map(|entry| &entry.hosts);
+        let before: HashMap<&str, &Host> = before.map(|host| (&*host.name, host)).collect();
+        let mut all = Vec::new();
         for host in &mut entry.hosts {
+            let mut own = by_host.remove(&host.name).unwrap_or_default();
             // What this node had given is remembered, also by the agent before this one.
             let number = self.vips.former(&host_name_of(&entry.name, &host.name));
             if let Some((number, until)) = number.filter(|(_, until)| *until > now) {
-                let is_new = |address: &IpAddr| all.iter().all(|of| of.address != *address);
-                let new = number.addresses().into_iter().filter(is_new);
-                let new = new.map(|address| Former {
+                let new = number.addresses().into_iter();
+                own.extend(new.filter(|of| known.insert(*of)).map(|address| Former {
                     host: Arc::clone(&host.name),
                     address,
                     until,
                     is_own: true,
-                });
-                all.extend(new.collect::<Vec<_>>());
+                }));
             }
-            let before = before.iter().flat_map(|entry| &entry.hosts);
-            let before = before.filter(|known| known.name == host.name);
-            for known in before {
-                for address in known.vips.iter().filter(|is| known.assigned.contains(is)) {
-                    let is_known = all.iter().any(|of| of.address == *address);
-                    if !is_known && !host.vips.contains(address) && is_allocated(*address) {
-                        self.vips.foreign(*address, true);
-                        all.push(Former {
-                            host: Arc::clone(&host.name),
-                            address: *address,
-                            until: now + KEPT,
-                            is_own: false,
-                        });
-                    }
+            let vips = before.get(&*host.name).into_iter().flat_map(|before| {
+                let vips = before.vips.iter();
+                vips.filter(|vip| before.assigned.contains(vip))
+            });
+            for address in vips {
+                if !host.vips.contains(address) && is_allocated(*address) && known.insert(*address)
+                {
+                    self.vips.foreign(*address, true);
+                    own.push(Former {
+                        host: Arc::clone(&host.name),
+                        address: *address,
+                        until: now + KEPT,
+                        is_own: false,
+                    });
                 }
             }
-            let (kept, others): (Vec<Former>, _) = all.into_iter().partition(|of| {
-                let is_its = of.host == host.name && host.vips.contains(&of.address);
-                !is_its
-            });
-            for former in others.iter().filter(|former| !former.is_own) {
-                self.vips.foreign(former.address, false);
+            for former in own.extract_if(.., |former| host.vips.contains(&former.address)) {
+                known.remove(&former.address);
+                if !former.is_own {
+                    self.vips.foreign(former.address, false);
+                }
             }
-            for former in kept.iter().filter(|former| former.host == host.name) {
+            for former in &own {
                 if former.is_own {
                     host.given.push(former.address);
                 } else {
                     host.former.push(former.address);
                 }
             }
-            all = kept;
+            all.extend(own);
         }
+        all.extend(by_host.into_values().flatten());
         if !all.is_empty() {
             self.former.insert(entry.name.clone(), all);
         }
@@ -184,6 +200,10 @@ impl Entries {
         }
         self.former.retain(|_, all| !all.is_empty());
     }
+}
+
+fn set(asking: &[(HostName, Age)]) -> BTreeSet<&(HostName, Age)> {
+    asking.iter().collect()
 }
 
 /// Whether a host is given a number, if no control plane has given it an address.

@@ -23,7 +23,7 @@ use crate::{
     },
     source::{
         View,
-        objects::{self, Candidate, Entries, Findings, NodeFacts, Slice},
+        objects::{self, Candidate, Entries, Findings, Joins, NodeFacts, Slice},
     },
 };
 
@@ -45,6 +45,7 @@ pub struct Store {
     slices: HashMap<ServiceName, SmallVec<[Slice; 1]>>,
     /// The service that each slice names.
     named: HashMap<ServiceName, ServiceName>,
+    joins: Joins,
     pods: Pods,
     entries: Entries,
     /// The traffic distribution that the services' own annotations ask for.
@@ -93,6 +94,7 @@ impl Store {
             pending: BTreeMap::new(),
             slices: HashMap::new(),
             named: HashMap::new(),
+            joins: Joins::default(),
             pods: Pods::default(),
             entries: Entries::default(),
             preferences: HashMap::new(),
@@ -193,6 +195,9 @@ impl Store {
             let alone = self.slices.contains_key(&name) && !self.services.contains_key(&name);
             self.orphans.note(name, alone);
         }
+        for name in self.joins.take_hopeful() {
+            self.settle(&name, Change::Join);
+        }
         let orphans = self.orphans.told().filter(|service| {
             // What cannot be read is there.
             !self
@@ -211,6 +216,7 @@ impl Store {
             .values()
             .flatten()
             .chain(self.entries.problems())
+            .chain(self.joins.problems())
             .cloned()
             .chain(orphans)
             .collect();
@@ -267,6 +273,7 @@ impl Store {
             },
             Change::Remove => {
                 self.services.remove(name);
+                self.joins.remove(name);
                 return;
             }
         };
@@ -274,13 +281,13 @@ impl Store {
         let selected = self.entries.slices(name);
         let preference = self.preferences.get(name).copied();
         let preference = preference.or_else(|| self.entries.preferred_in(name.namespace()));
-        objects::join(
-            Arc::make_mut(&mut service),
+        let sources = objects::Sources {
             slices,
-            &selected,
-            self.wanted.names,
-            preference.unwrap_or(Preference::Any),
-        );
+            selected: &selected,
+            names: self.wanted.names,
+            preference: preference.unwrap_or(Preference::Any),
+        };
+        self.joins.join(Arc::make_mut(&mut service), sources);
         self.serve(name, service);
     }
 

@@ -22,7 +22,8 @@ use crate::{
         ServiceName, Snapshot, Workload, WorkloadName,
     },
     source::objects::{
-        self, ByIstio, Candidate, Entries, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
+        ByIstio, Candidate, Entries, Joins, NamespaceRules, NodeFacts, Outcome, ServiceEntry,
+        Slice, Sources,
     },
 };
 
@@ -315,6 +316,7 @@ impl<'a> Stage<'a> {
         for (name, (namespace, _)) in &self.namespaces {
             entries.prefer(name, namespace.preference);
         }
+        let mut joins = Joins::default();
         let mut slices = self.slices.into_iter().peekable();
         for (name, (service, _)) in self.services {
             let own: SmallVec<[Slice; 2]> =
@@ -324,13 +326,13 @@ impl<'a> Stage<'a> {
             entries.put_service(&name, by_istio.selection);
             let preference = by_istio.preference;
             let preference = preference.or_else(|| entries.preferred_in(name.namespace()));
-            objects::join(
-                Arc::make_mut(&mut service),
-                &own,
-                &entries.slices(&name),
-                true,
-                preference.unwrap_or(Preference::Any),
-            );
+            let sources = Sources {
+                slices: &own,
+                selected: &entries.slices(&name),
+                names: true,
+                preference: preference.unwrap_or(Preference::Any),
+            };
+            joins.join(Arc::make_mut(&mut service), sources);
             if services.get(&name).is_none_or(|known| *known != service) {
                 services.insert(name, service);
             }
@@ -347,6 +349,7 @@ impl<'a> Stage<'a> {
         }
         let all_entries = entries.view();
         self.problems.extend(entries.problems().cloned());
+        self.problems.extend(joins.problems().cloned());
         self.problems.sort();
         let mut workloads = previous.workloads.clone();
         let gone = |name: &&WorkloadName| !self.workloads.contains_key(*name);

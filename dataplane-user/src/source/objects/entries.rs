@@ -1,13 +1,16 @@
 //! ServiceEntries and what they select: pods and WorkloadEntries; and the WorkloadEntries that Services select.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    net::IpAddr,
     sync::Arc,
 };
 
 use imbl::OrdMap;
+use ipnet::IpNet;
+use smallvec::SmallVec;
 
-use super::{Candidate, Selection, ServiceEntry, Slice};
+use super::{Candidate, Selection, ServiceEntry, Slice, Sums, addresses_of};
 use crate::model::{
     ADDRESSES_MAX, At, Backend, Entry, EntryName, EntryResolution, Gravity, Preference, Problem,
     ServiceName, is_allocated,
@@ -18,13 +21,17 @@ use crate::model::{
 /// thousand entries that select a thousand WorkloadEntries a million.
 const ENDPOINTS_MAX: usize = 100_000;
 
+/// Addresses at which the ServiceEntries of one namespace may be served together, each counted once for each port: two for
+/// each host, and those that entries name. A range of 20 bytes is 256 of them.
+const ADDRESSES_TOGETHER: usize = 100_000;
+
 /// What is selected: whether it is a pod, and its name.
 type CandidateName = (bool, ServiceName);
 /// A namespace, and a label within it.
 type LabelIn = (Box<str>, Box<str>, Box<str>);
 
 /// The ServiceEntries of a source with their endpoints. A change takes time for what it changes.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Entries {
     /// Entries with a selector, and others whose endpoints are not in `joined`.
     selecting: HashMap<EntryName, ServiceEntry>,
@@ -34,11 +41,9 @@ pub struct Entries {
     naming: BTreeSet<EntryName>,
     candidates: HashMap<CandidateName, Candidate>,
     candidates_by_label: HashMap<LabelIn, BTreeSet<CandidateName>>,
-    /// How many endpoints each entry has at most, and the sums of namespaces.
-    sizes: HashMap<EntryName, usize>,
-    sums: HashMap<Box<str>, usize>,
-    /// Entries that have more than their namespace may.
-    over: BTreeMap<EntryName, Problem>,
+    /// What entries of each namespace have: endpoints, and addresses.
+    endpoints: Sums,
+    addresses: Sums,
     /// Services with a selector.
     services: HashMap<ServiceName, Box<Selection>>,
     /// The same by the first label that they ask for.
@@ -57,6 +62,29 @@ pub struct Entries {
     joined: OrdMap<EntryName, Arc<Entry>>,
 }
 
+impl Default for Entries {
+    fn default() -> Self {
+        Self {
+            selecting: HashMap::new(),
+            by_label: HashMap::new(),
+            naming: BTreeSet::new(),
+            candidates: HashMap::new(),
+            candidates_by_label: HashMap::new(),
+            endpoints: Sums::new("ServiceEntry", ENDPOINTS_MAX),
+            addresses: Sums::new("ServiceEntry", ADDRESSES_TOGETHER),
+            services: HashMap::new(),
+            services_by_label: HashMap::new(),
+            dirty_services: BTreeSet::new(),
+            service_sizes: HashMap::new(),
+            service_sums: HashMap::new(),
+            services_over: BTreeMap::new(),
+            preferences: HashMap::new(),
+            dirty: BTreeSet::new(),
+            joined: OrdMap::new(),
+        }
+    }
+}
+
 impl Entries {
     /// None yet; what is the same as in `previous` is shared with it.
     pub fn like(previous: OrdMap<EntryName, Arc<Entry>>) -> Self {
@@ -73,7 +101,8 @@ impl Entries {
         if let Some(label) = first_label(&entry) {
             self.by_label.entry(label).or_default().insert(name.clone());
         }
-        let mut named = entry.entry.named_addresses();
+        let ranges = entry.ranges.iter().map(IpNet::addr);
+        let mut named = entry.entry.named_addresses().chain(ranges);
         if named.any(|address| !is_allocated(address)) {
             self.naming.insert(name.clone());
         }
@@ -85,6 +114,9 @@ impl Entries {
     /// An entry is gone.
     pub fn remove(&mut self, name: &EntryName) {
         self.forget(name);
+        let name_of = ServiceName::new(name.namespace(), name.name());
+        self.addresses.remove(&name_of);
+        self.endpoints.remove(&name_of);
         self.joined.remove(name);
     }
 
@@ -261,25 +293,44 @@ impl Entries {
 
     /// The entries with their endpoints.
     pub fn view(&mut self) -> OrdMap<EntryName, Arc<Entry>> {
-        if !self.dirty.is_empty() {
-            let over = self.over.keys().cloned();
-            self.dirty.extend(over);
-        }
         for name in std::mem::take(&mut self.dirty) {
             self.join(&name);
+        }
+        let hopeful = self.addresses.take_hopeful().into_iter();
+        for name in hopeful.chain(self.endpoints.take_hopeful()) {
+            self.join(&EntryName::new(name.namespace(), name.name()));
         }
         self.joined.clone()
     }
 
-    /// Names entries and services that have no endpoints, because their namespace has too many.
+    /// Names entries and services that have no endpoints, or are not served, because their namespace has too many.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
-        self.over.values().chain(self.services_over.values())
+        let of_entries = self.addresses.problems().chain(self.endpoints.problems());
+        of_entries.chain(self.services_over.values())
     }
 
     fn join(&mut self, name: &EntryName) {
         let Some(entry) = self.selecting.get(name) else {
             return;
         };
+        let name_of = ServiceName::new(name.namespace(), name.name());
+        let addresses = how_many_addresses(entry);
+        let why = || {
+            format!(
+                "is not served: the entries of namespace {} have more than {ADDRESSES_TOGETHER} addresses together, two for \
+                 each host and those of spec.addresses, each counted for each port; it has {addresses}. Name fewer hosts, \
+                 addresses or ports, or smaller ranges",
+                name.namespace()
+            )
+        };
+        if !self.addresses.put(&name_of, addresses, why) {
+            self.endpoints.remove(&name_of);
+            let mut joined = without_endpoints(&entry.entry);
+            joined.addresses.clear();
+            // Without ports, nothing of it is served.
+            joined.ports.clear();
+            return self.keep(joined);
+        }
         let label = first_label(entry);
         let named = label.and_then(|label| self.candidates_by_label.get(&label));
         let size = if entry.selector.is_some() {
@@ -294,35 +345,29 @@ impl Entries {
             most_endpoints(&entry.entry.backends) + hosts * ADDRESSES_MAX
         };
         let size = size * entry.entry.ports.len();
-        let sum = self.sums.entry(name.namespace().into()).or_default();
-        *sum -= self.sizes.remove(name).unwrap_or_default();
-        if *sum + size > ENDPOINTS_MAX {
-            let text = format!(
+        let why = || {
+            format!(
                 "has none of its endpoints, so connections to it are refused: the entries of namespace {} have more than \
                  {ENDPOINTS_MAX} endpoints together, each counted for each port. Name or select fewer",
                 name.namespace()
-            );
-            let problem = Problem {
-                gravity: Gravity::Warning,
-                place: format!("ServiceEntry {name}"),
-                text,
-            };
-            self.over.insert(name.clone(), problem);
+            )
+        };
+        if !self.endpoints.put(&name_of, size, why) {
             let mut joined = without_endpoints(&entry.entry);
+            joined.ranges = ranges(entry);
             // The hosts are not its endpoints either.
             joined.resolution = EntryResolution::Static;
             return self.keep(joined);
         }
-        *sum += size;
-        self.sizes.insert(name.clone(), size);
-        self.over.remove(name);
         let Some(wanted) = &entry.selector else {
-            if let Some(whole) = self.selecting.remove(name) {
-                self.keep(whole.entry);
+            if let Some(mut entry) = self.selecting.remove(name) {
+                entry.entry.ranges = ranges(&entry);
+                self.keep(entry.entry);
             }
             return;
         };
         let mut joined = without_endpoints(&entry.entry);
+        joined.ranges = ranges(entry);
         let all = named.into_iter().flatten();
         let all = all.filter_map(|name| self.candidates.get(name));
         let chosen = all.filter(|candidate| {
@@ -353,14 +398,6 @@ impl Entries {
     }
 
     fn forget(&mut self, name: &EntryName) {
-        if let Some(size) = self.sizes.remove(name) {
-            if let Some(sum) = self.sums.get_mut(name.namespace()) {
-                *sum -= size;
-            }
-            // There may be room for these now.
-            self.dirty.extend(self.over.keys().cloned());
-        }
-        self.over.remove(name);
         self.naming.remove(name);
         self.dirty.remove(name);
         let entry = self.selecting.remove(name);
@@ -373,6 +410,25 @@ impl Entries {
             }
         }
     }
+}
+
+/// At how many addresses an entry is served at most, each counted for each of its ports.
+fn how_many_addresses(entry: &ServiceEntry) -> usize {
+    let ServiceEntry { entry, ranges, .. } = entry;
+    let sizes = ranges.iter().map(|range| {
+        let bits = range.max_prefix_len() - range.prefix_len();
+        1usize.checked_shl(bits.into()).unwrap_or(usize::MAX)
+    });
+    let sum = sizes.fold(0, usize::saturating_add);
+    let all = sum.saturating_add(entry.addresses.len() + 2 * entry.hosts.len());
+    all.saturating_mul(entry.ports.len().max(1))
+}
+
+/// The addresses of an entry's ranges, each once, without those that it names by themselves.
+fn ranges(entry: &ServiceEntry) -> SmallVec<[IpAddr; 0]> {
+    let mut seen: HashSet<IpAddr> = entry.entry.addresses.iter().copied().collect();
+    let all = entry.ranges.iter().flat_map(addresses_of);
+    all.filter(|ip| seen.insert(*ip)).collect()
 }
 
 /// How many endpoints these are at most, whatever addresses names have.

@@ -19,19 +19,22 @@ mod selection;
 mod service;
 mod service_entry;
 mod slice;
+mod sums;
 pub mod wire;
 mod workload_entry;
 
 pub use entries::Entries;
 pub use host_ports::{host_ports, is_of_host_ports};
-pub use join::join;
+pub use join::{Joins, Sources};
 pub use node::{NodeFacts, node};
 pub use pod::{NamespaceRules, namespace, pod, pod_addresses};
 pub use route::{grant, kind as route_kind, route};
 pub use selection::{ByIstio, Selection, by_istio};
 pub use service::service;
+use service_entry::addresses_of;
 pub use service_entry::{ServiceEntry, service_entry};
 pub use slice::{Slice, slice};
+use sums::Sums;
 pub use workload_entry::{Candidate, candidate, workload_entry};
 
 use std::collections::BTreeMap;

@@ -20,6 +20,9 @@ use crate::model::{
 const AFFINITY_SECONDS: i32 = 10_800;
 /// Its limit: a day.
 const AFFINITY_SECONDS_MAX: i32 = 86_400;
+/// Ports times addresses of one Service: all ports there are, of TCP and UDP, at one address of each family. Without a bound,
+/// a Service of a megabyte would be a thousand million.
+const KEYS_MAX: usize = 4 * 65_536;
 /// The ports of a service.
 struct Ports {
     served: SmallVec<[ServicePort; 1]>,
@@ -61,6 +64,20 @@ fn read(object: api::Service, findings: &mut Findings) -> Service {
         number: port.port,
     };
     let named = all_ports.served.iter().map(served).chain(all_ports.named);
+    let external_ips = external_ips(&spec, findings);
+    let load_balancer_ips = load_balancer_ips(&ingress, findings);
+    let addresses = cluster_ips.len() + external_ips.len() + load_balancer_ips.len();
+    let keys = addresses.saturating_mul(all_ports.served.len());
+    if keys > KEYS_MAX {
+        findings.fault(
+            "spec.ports",
+            format!(
+                "{} ports at {addresses} addresses are {keys} entries of table FRONTENDS; one Service may have {KEYS_MAX}. \
+                 Use fewer ports or addresses",
+                all_ports.served.len()
+            ),
+        );
+    }
     Service {
         name: object_name(&object.metadata),
         kind,
@@ -69,8 +86,8 @@ fn read(object: api::Service, findings: &mut Findings) -> Service {
             .creation_timestamp
             .as_ref()
             .map(|time| time.0.as_second()),
-        external_ips: external_ips(&spec, findings),
-        load_balancer_ips: load_balancer_ips(&ingress, findings),
+        external_ips,
+        load_balancer_ips,
         source_ranges: source_ranges(&spec, findings),
         affinity: affinity(&spec, findings),
         internal_policy: policy(
@@ -216,7 +233,7 @@ fn cluster_ips(
 }
 
 fn external_ips(spec: &ServiceSpec, findings: &mut Findings) -> SmallVec<[IpAddr; 0]> {
-    let mut ips = SmallVec::new();
+    let (mut ips, mut seen) = (SmallVec::new(), HashSet::new());
     for (index, text) in spec.external_ips.iter().flatten().enumerate() {
         let path = format!("spec.externalIPs[{index}]");
         match address::virtual_address(text) {
@@ -227,7 +244,7 @@ fn external_ips(spec: &ServiceSpec, findings: &mut Findings) -> SmallVec<[IpAddr
                 path,
                 format!("{ip} is a link-local address, which cannot be an external IP"),
             ),
-            Ok(ip) if ips.contains(&ip) => {}
+            Ok(ip) if !seen.insert(ip) => {}
             Ok(ip) => ips.push(ip),
         }
     }
@@ -238,7 +255,7 @@ fn load_balancer_ips(
     ingress: &[LoadBalancerIngress],
     findings: &mut Findings,
 ) -> SmallVec<[IpAddr; 0]> {
-    let mut ips = SmallVec::new();
+    let (mut ips, mut seen) = (SmallVec::new(), HashSet::new());
     for (index, entry) in ingress.iter().enumerate() {
         let path = format!("status.loadBalancer.ingress[{index}]");
         let Some(text) = entry.ip.as_deref().filter(|ip| !ip.is_empty()) else {
@@ -254,7 +271,7 @@ fn load_balancer_ips(
         }
         match address::virtual_address(text) {
             Err(wrong) => findings.fault(format!("{path}.ip"), wrong),
-            Ok(ip) if ips.contains(&ip) => {}
+            Ok(ip) if !seen.insert(ip) => {}
             Ok(ip) => ips.push(ip),
         }
     }

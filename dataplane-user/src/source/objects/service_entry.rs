@@ -1,7 +1,7 @@
 //! Istio's ServiceEntry in the model's terms.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     net::IpAddr,
     sync::Arc,
 };
@@ -29,6 +29,8 @@ const RANGE_MAX: u128 = 256;
 pub struct ServiceEntry {
     /// With those of its endpoints that it names itself.
     pub entry: Entry,
+    /// The ranges of `spec.addresses`: [`Entries`](super::Entries) makes addresses of them.
+    pub ranges: Vec<IpNet>,
     /// `spec.workloadSelector`: pods and WorkloadEntries of its namespace with these labels are its endpoints.
     pub selector: Option<BTreeMap<String, String>>,
 }
@@ -105,13 +107,14 @@ pub fn service_entry(
             name,
             hosts,
             addresses,
-            ranges,
+            ranges: SmallVec::new(),
             resolution,
             export_to,
             ports,
             backends,
             preference: [preference(&object.metadata, findings), None],
         },
+        ranges,
         selector,
     }
 }
@@ -359,12 +362,12 @@ fn backends(
     backends
 }
 
-/// `spec.addresses`: single addresses, and those of ranges.
+/// `spec.addresses`: single addresses, and small ranges.
 fn addresses(
     spec: &ServiceEntrySpec,
     resolution: EntryResolution,
     findings: &mut Findings,
-) -> (SmallVec<[IpAddr; 1]>, SmallVec<[IpAddr; 0]>) {
+) -> (SmallVec<[IpAddr; 1]>, Vec<IpNet>) {
     let (mut single, mut ranges) = (Vec::new(), Vec::new());
     for (index, text) in spec.addresses.iter().flatten().enumerate() {
         let path = || format!("spec.addresses[{index}]");
@@ -394,27 +397,21 @@ fn addresses(
             }
             continue;
         }
-        for ip in hosts_of(&range) {
-            match servable(ip) {
-                Ok(()) => {
-                    let found = if bits == 0 { &mut single } else { &mut ranges };
-                    found.push(ip);
-                }
-                Err(wrong) => {
-                    findings.fault(path(), wrong);
-                    break;
-                }
-            }
+        // In so small a range, only the first two addresses and the last can be other ones than the rest.
+        let mut some = addresses_of(&range).take(2).chain([range.broadcast()]);
+        match some.find_map(|ip| servable(ip).err()) {
+            Some(wrong) => findings.fault(path(), wrong),
+            None if bits == 0 => single.push(range.addr()),
+            None => ranges.push(range),
         }
     }
     let mut seen = HashSet::new();
     single.retain(|ip| seen.insert(*ip));
-    ranges.retain(|ip| seen.insert(*ip));
-    (single.into(), ranges.into())
+    (single.into(), ranges)
 }
 
 /// All addresses of a small range.
-fn hosts_of(range: &IpNet) -> impl Iterator<Item = IpAddr> + use<> {
+pub(super) fn addresses_of(range: &IpNet) -> impl Iterator<Item = IpAddr> + use<> {
     let (first, last) = match range {
         IpNet::V4(range) => (
             range.network().to_bits().into(),
@@ -446,6 +443,11 @@ fn servable(ip: IpAddr) -> Result<(), String> {
 
 /// The addresses that a control plane has given to hosts. What names no host is not for all of them.
 fn assign(hosts: &mut [Host], given: &[api::ServiceEntryAddress], findings: &mut Findings) {
+    let index_of: HashMap<Arc<str>, usize> = hosts
+        .iter()
+        .enumerate()
+        .map(|(index, host)| (Arc::clone(&host.name), index))
+        .collect();
     for (index, given) in given.iter().enumerate() {
         let path = format!("status.addresses[{index}]");
         let ip = address::address(&given.value).and_then(|ip| servable(ip).map(|()| ip));
@@ -457,16 +459,13 @@ fn assign(hosts: &mut [Host], given: &[api::ServiceEntryAddress], findings: &mut
             }
         };
         let name = given.host.to_ascii_lowercase();
-        for host in &mut *hosts {
-            if *host.name == *name
-                && host.wildcard().is_none()
-                && host
-                    .assigned
-                    .iter()
-                    .all(|other| other.is_ipv4() != ip.is_ipv4())
-            {
-                host.assigned.push(ip);
-            }
+        let host = index_of.get(&*name).and_then(|index| hosts.get_mut(*index));
+        let fits = |host: &&mut Host| {
+            let mut others = host.assigned.iter();
+            host.wildcard().is_none() && others.all(|other| other.is_ipv4() != ip.is_ipv4())
+        };
+        if let Some(host) = host.filter(fits) {
+            host.assigned.push(ip);
         }
     }
 }
