@@ -16,7 +16,7 @@
 //! ORIGIN_COUNTS array counter    -> u64            how many of them each workload has: `origins.rs`
 //! OWN        sk      socket      -> u32            the proxy's sockets that connect from a client's address
 //! ACCEPTED   sk      socket      -> Origin         connections that a proxy has accepted
-//! LISTENERS  sockhash ListenerKey-> socket         where a workload's inbound connections go, the outbound ones of
+//! LISTENERS  sockhash ListenerKey-> socket         where a workload's inbound and outbound connections go, the ones of
 //!                                                 one that is captured by packets, and those of virtual interfaces
 //! METERS     array   SocketSet   -> MeterSets      connections that go direct, and are measured
 //! MORE_METERS sk     socket      -> Meter          the same, for sockets whose set is full
@@ -167,7 +167,7 @@ layout! {
         pub netns: u64,
         /// 4 or 6: the family of connections that it can accept.
         pub family: u32,
-        /// [`Enrolled::workload`]; 0 if it is for inbound connections of a network namespace.
+        /// [`Enrolled::workload`]; 0 if it is for inbound connections of a network namespace; [`ListenerKey::OUTBOUND`].
         pub workload: u32,
     }
 
@@ -283,6 +283,8 @@ impl Enrolled {
     pub const ONLY_USERS: u32 = 1 << 12;
     /// Connections that come into its network namespace by some of its interfaces are captured as outbound ones.
     pub const VIRTUAL: u32 = 1 << 13;
+    /// Those for which the program at the socket lookup of the network namespace is needed.
+    pub const LOOKED_UP: u32 = Self::PROXY | Self::INBOUND | Self::VIRTUAL;
     /// Some range of loopback is captured. Needs [`Enrolled::HAS_RANGES`].
     pub const LOOPBACK: u32 = 1 << 14;
     /// The entry is a workload's. Without this flag, an entry with resolvers is of a workload of which the agent captures
@@ -348,6 +350,9 @@ impl TrafficKey {
 }
 
 impl ListenerKey {
+    /// In the place of a workload's number: see [`ListenerKey::of_outbound`].
+    pub const OUTBOUND: u32 = u32::MAX;
+
     /// For inbound connections to a network namespace.
     pub const fn of_namespace(netns: u64, v4: bool) -> Self {
         Self {
@@ -363,6 +368,16 @@ impl ListenerKey {
             netns,
             family: if v4 { 4 } else { 6 },
             workload,
+        }
+    }
+
+    /// For outbound connections in a network namespace that are led to an address of loopback other than 127.0.0.1:
+    /// [`spread`].
+    pub const fn of_outbound(netns: u64) -> Self {
+        Self {
+            netns,
+            family: 4,
+            workload: Self::OUTBOUND,
         }
     }
 
@@ -397,6 +412,21 @@ pub const EXCLUDED: u32 = 2;
 /// What a rule says: its connections are not captured, and the egress policy is about them all the same. Labels and
 /// annotations say so where the configuration denies egress.
 pub const JUDGED: u32 = 3;
+
+/// The address of loopback at which a captured connection to this destination is handed to the proxy. If all had one
+/// address, two sockets of one local port could not connect to two destinations, and all of a workload's connections would
+/// share the local ports of one destination. None is 127.0.0.1, a broadcast address or above 127.127.255.255. IPv6 has only
+/// one such address.
+#[inline(always)]
+pub const fn spread(addr: Addr, port: Port) -> Addr {
+    let [a, b, c, d] = addr.words();
+    let mixed =
+        (a ^ b ^ c ^ d).wrapping_mul(0x9e37_79b1) ^ (port.be() as u32).wrapping_mul(0x85eb_ca6b);
+    let [_, x, y, z] = (mixed ^ mixed >> 15)
+        .wrapping_mul(0x2c1b_3c6d)
+        .to_be_bytes();
+    Addr::from_v4([127, x & 0x7f | 1, y, z])
+}
 
 /// The policy whose ranges say what is reachable, whatever an egress policy says.
 pub const REACHABLE: u32 = 0;

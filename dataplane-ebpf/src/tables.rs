@@ -198,7 +198,7 @@ pub static ORIGIN_COUNTS: Array<u64, { COUNTERS as usize }, MAPPED> = Array::new
 pub static ACCEPTED: SkStorage<Origin> = SkStorage::new();
 
 #[btf_map]
-pub static LISTENERS: SockHash<ListenerKey, { WORKLOADS as usize * 2 }> = SockHash::new();
+pub static LISTENERS: SockHash<ListenerKey, { WORKLOADS as usize * 3 }> = SockHash::new();
 
 #[btf_map]
 pub static METERS: Array<MeterSets, { SOCKET_ELEMENTS as usize }, MAPPED> = Array::new();

@@ -42,12 +42,15 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
             read_volatile(&raw const (*ctx).local_port),
         )
     };
-    if protocol != TCP || interface <= LOOPBACK {
+    if protocol != TCP {
         return PASS;
     }
     let addr = local_addr(ctx);
     // SAFETY: a constant of the object. Read as it is loaded, not as it is compiled.
     let here = unsafe { read_volatile(&raw const NETNS) };
+    if interface <= LOOPBACK {
+        return outbound(ctx, here, addr, port);
+    }
     let Some(found) = LOCALS.get_ptr(addr) else {
         return elsewhere(ctx, here, interface, port);
     };
@@ -100,6 +103,17 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     let reason = capture::without_proxy(local.flags);
     count(reason);
     if reason.is_refusal() { DROP } else { PASS }
+}
+
+/// A captured outbound connection, or `connect()`'s question whether somebody takes it: the proxy listens at one address of
+/// loopback, and is led to by many ([`capture::spread`]).
+#[inline(always)]
+fn outbound(ctx: *mut bpf_sk_lookup, here: u64, addr: Addr, port: u32) -> u32 {
+    let Some(config) = config() else { return PASS };
+    if port == u32::from(config.outbound.host()) && addr.is_v4() && addr.is_loopback() {
+        assign(ctx, &ListenerKey::of_outbound(here));
+    }
+    PASS
 }
 
 /// A connection that is for no address of the workload that is here. It is captured if it comes by a virtual interface: the

@@ -58,7 +58,7 @@ pub fn run<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
         let (addr, port) = if is_query {
             dns_server(mesh, request.addr.is_v4())
         } else {
-            proxy(request.addr.is_v4())
+            proxy(call.ctx.sock_addr, request)
         };
         verdict.endpoint = Endpoint::new(addr, port);
     }
@@ -127,7 +127,13 @@ pub fn of_query(asked: &Call<'_>, enrolled: &Enrolled, mesh: u64, excludes_user:
         return Reason::NotService;
     }
     let (_, port) = dns_server(mesh, request.addr.is_v4());
-    if socket::answers_queries() && listens(asked.ctx, request.protocol, request.addr.is_v4(), port)
+    if socket::answers_queries()
+        && listens(
+            asked.ctx,
+            request.protocol,
+            loopback(request.addr.is_v4()),
+            port,
+        )
     {
         Reason::CapturedDns
     } else {
@@ -251,16 +257,23 @@ impl capture::Circumstances for Call<'_> {
 
     #[inline(always)]
     fn listens(&self) -> bool {
-        let port = config().map_or(Port::ANY, |config| config.outbound);
-        let v4 = self.request.addr.is_v4();
-        listens(self.ctx, Protocol::TCP, v4, port)
+        let (addr, port) = proxy(self.ctx, self.request);
+        listens(self.ctx, Protocol::TCP, addr, port)
     }
 }
 
-/// Where a captured connection goes.
+/// Where a captured connection goes: to an address of its destination's own, if somebody takes it there. A proxy that is
+/// not the agent's listens at one address.
 #[inline(always)]
-fn proxy(v4: bool) -> (Addr, Port) {
+fn proxy(ctx: *mut bpf_sock_addr, request: &Request) -> (Addr, Port) {
     let port = config().map_or(Port::ANY, |config| config.outbound);
+    let v4 = request.addr.is_v4();
+    if v4 {
+        let own = capture::spread(request.addr, request.port);
+        if listens(ctx, Protocol::TCP, own, port) {
+            return (own, port);
+        }
+    }
     (loopback(v4), port)
 }
 
@@ -347,18 +360,18 @@ fn frontend(request: &Request) -> Frontend {
     )
 }
 
-/// Whether somebody listens at a port of loopback in the socket's network namespace, now: no flag
+/// Whether somebody listens at an address of loopback in the socket's network namespace, now: no flag
 /// that could be stale, and whoever's proxy it is.
 #[inline(always)]
-fn listens(ctx: *mut bpf_sock_addr, protocol: Protocol, v4: bool, port: Port) -> bool {
+fn listens(ctx: *mut bpf_sock_addr, protocol: Protocol, addr: Addr, port: Port) -> bool {
     // As `struct bpf_sock_tuple`: source, destination, ports.
     let mut tuple = [0u32; 9];
-    let size = if v4 {
-        tuple[1] = loopback(true).words()[3];
+    let size = if addr.is_v4() {
+        tuple[1] = addr.words()[3];
         tuple[2] = port_word(port);
         12
     } else {
-        tuple[7] = loopback(false).words()[3];
+        tuple[7] = addr.words()[3];
         tuple[8] = port_word(port);
         36
     };

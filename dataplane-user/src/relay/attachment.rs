@@ -214,7 +214,10 @@ impl Attached {
             || self.here.contains(&ip);
         self.own.iter().any(|own| {
             own.port() == destination.port()
-                && (own.ip() == ip || (here && (own.ip().is_unspecified() || ip.is_unspecified())))
+                && (own.ip() == ip
+                    // Captured connections come to a listener at 127.0.0.1 by any address of loopback.
+                    || own.ip().is_loopback() && ip.is_loopback() && own.is_ipv4() == ip.is_ipv4()
+                    || (here && (own.ip().is_unspecified() || ip.is_unspecified())))
         })
     }
 

@@ -159,7 +159,7 @@ impl Mesh {
         .map_err(|error| {
             Problem::of_node(format!("cannot enter its network namespace: {error}"))
         })??;
-        hand_over(capture, namespace.cookie, &listeners.inbound).map_err(Problem::of_node)?;
+        hand_over(capture, namespace.cookie, &listeners).map_err(Problem::of_node)?;
         let (acceleration, not_accelerated) = match self.accelerate(member, namespace) {
             Ok(acceleration) => (acceleration, None),
             // By TCP all the same.
@@ -393,12 +393,16 @@ fn named(cookie: u64, listeners: &Listeners) -> io::Result<Named> {
     outbound.chain(inbound).map(copy).collect()
 }
 
-/// Says where a namespace's inbound connections go.
-fn hand_over(capture: &Capture, cookie: u64, sockets: &[TcpListener]) -> Result<(), String> {
-    for socket in sockets {
-        let v4 = socket.local_addr().is_ok_and(|addr| addr.is_ipv4());
+/// Says where a namespace's inbound connections go, and its outbound ones that come to any address of loopback.
+fn hand_over(capture: &Capture, cookie: u64, listeners: &Listeners) -> Result<(), String> {
+    let is_v4 = |socket: &TcpListener| socket.local_addr().is_ok_and(|addr| addr.is_ipv4());
+    let inbound = listeners.inbound.iter();
+    let inbound = inbound.map(|socket| (ListenerKey::of_namespace(cookie, is_v4(socket)), socket));
+    let outbound = listeners.outbound.iter().filter(|socket| is_v4(socket));
+    let outbound = outbound.map(|socket| (ListenerKey::of_outbound(cookie), socket));
+    for (key, socket) in inbound.chain(outbound) {
         capture
-            .listen(ListenerKey::of_namespace(cookie, v4), socket.as_fd())
+            .listen(key, socket.as_fd())
             .map_err(|error| error.to_string())?;
     }
     Ok(())

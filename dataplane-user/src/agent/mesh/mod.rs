@@ -414,7 +414,7 @@ impl Mesh {
         }
         let inbound: Vec<&Namespace> = enrolled
             .iter()
-            .filter(|(_, _, flags)| flags & (Enrolled::INBOUND | Enrolled::VIRTUAL) != 0)
+            .filter(|(_, _, flags)| flags & Enrolled::LOOKED_UP != 0)
             .map(|(_, namespace, _)| *namespace)
             .collect();
         self.unroute_interfaces(&found, &wanted);

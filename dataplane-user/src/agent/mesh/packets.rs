@@ -547,7 +547,8 @@ fn forget_listeners(kernel: &Kernel, wanted: &Captured) -> Result<(), kernel::Er
     let locals = capture.held().locals.values().chain(wanted.locals.values());
     let known: BTreeSet<u32> = locals.map(|local| local.workload).collect();
     for key in capture.tables().listeners()? {
-        if key.workload != 0 && !known.contains(&key.workload) {
+        let is_workloads = key.workload != 0 && key.workload != ListenerKey::OUTBOUND;
+        if is_workloads && !known.contains(&key.workload) {
             capture.listen_no_more(key)?;
         }
     }

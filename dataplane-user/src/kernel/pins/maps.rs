@@ -214,7 +214,7 @@ pub const MAPS: [MapSpec; 41] = [
             flags: 0,
             ..Hash::<ListenerKey, u32>::shape(BPF_MAP_TYPE_SOCKHASH)
         },
-        max_entries: Some(WORKLOADS * 2),
+        max_entries: Some(WORKLOADS * 3),
     },
     MapSpec {
         name: "METERS",

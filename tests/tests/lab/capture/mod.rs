@@ -69,6 +69,7 @@ scenarios! {
     what_goes_direct_is_decided_in_the_kernel,
     what_stays_in_a_workload_is_left_alone,
     ranges_of_loopback_that_are_named_are_captured,
+    a_local_port_is_for_each_destination,
 }
 
 /// Open Service Mesh's user.
@@ -532,6 +533,60 @@ fn what_stays_in_a_workload_is_left_alone() -> Result<()> {
             reaches(&app, "10.96.0.21:7", "connect --count 40", &["app", "two"])
         })?;
         ensure!(counted == 40, "{mode}: {counted} of 3 to a service");
+    }
+    Ok(())
+}
+
+/// Two sockets of one local port connect to several destinations; and one destination's ports are not all that there are.
+fn a_local_port_is_for_each_destination() -> Result<()> {
+    for rules in [
+        json!({ "mode": "proxy" }),
+        json!({ "mode": "proxy", "inbound": false }),
+    ] {
+        let mut world = World::new()?;
+        world.capture(json!({}), rules)?;
+        let app = world.app().clone();
+        let destinations = [
+            ("10.244.1.5:7", "one"),
+            ("10.244.1.6:7", "two"),
+            ("10.96.0.10:80", "far"),
+        ];
+        for (port, more) in [("30123", &[][..]), ("30124", &["--reuse-port"][..])] {
+            let mut held = Vec::new();
+            for (to, name) in destinations {
+                let probe = app
+                    .probe("hold")
+                    .args(["--to", to, "--local-port", port])
+                    .args(more);
+                let (one, counted) = world.counted(Reason::Captured, || {
+                    let mut one = probe.stdin_piped().stdout_piped().spawn()?;
+                    one.wait_for_line()?;
+                    Ok(one)
+                })?;
+                ensure!(counted == 1, "{to}: {counted} captured");
+                held.push((one, to, name));
+            }
+            for (mut one, to, name) in held {
+                one.close_stdin();
+                let report: Report = one.wait_json()?;
+                ensure!(
+                    report.errors.is_empty() && report.endpoints.keys().eq([name]),
+                    "{to} from port {port}: {report:?}"
+                );
+                peer_is(&report, to)?;
+            }
+        }
+        // Eight connections to each, of ten ports.
+        app.sysctl("ipv4/ip_local_port_range", "40000 40009")?;
+        let mut kept = Vec::new();
+        for (to, _) in destinations {
+            let probe = app.probe("keep").args(["--to", to, "--count", "8"]);
+            let mut one = probe.stdin_piped().stdout_piped().spawn()?;
+            let report: dataplane_tests::report::KeepReport =
+                serde_json::from_str(&one.wait_for_line()?)?;
+            ensure!(report.alive == 8, "{to}: {report:?}");
+            kept.push(one);
+        }
     }
     Ok(())
 }
