@@ -52,6 +52,8 @@ pub mod exit {
     pub const CHANGES: u8 = 2;
     /// `run`, `cleanup`, `takeover --revert`: an agent runs on this node already.
     pub const BUSY: u8 = 3;
+    /// `takeover`: there are no rules to take over.
+    pub const NOTHING: u8 = 4;
     /// The command line makes no sense (`EX_USAGE`); not clap's 2, which is a plan's answer.
     pub const USAGE: u8 = 64;
 }

@@ -1,7 +1,7 @@
 //! DNS queries of captured workloads: answered on the node, in the name of the resolver that was asked, and never lost
 //! to an agent that is not there.
 
-use std::{thread, time::Duration};
+use std::{fs, thread, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{LAYOUT, Reason};
@@ -27,6 +27,8 @@ scenarios! {
     no_service_takes_the_agents_way_to_a_resolver,
     no_query_waits_for_an_agent_that_is_not_there,
     no_query_waits_for_an_agent_that_hangs,
+    a_resolver_of_the_node_on_loopback_is_named,
+    a_new_entrys_name_is_answered_when_the_tables_have_it,
 }
 
 fn queries_are_answered_in_the_name_of_the_resolver() -> Result<()> {
@@ -560,6 +562,76 @@ fn no_service_takes_the_agents_way_to_a_resolver() -> Result<()> {
         }
         // Names that are in no cache, by TCP from the agent on.
         world.dig(resolver, &format!("{OUTSIDE} A"), "192.0.2.90")?;
+    }
+    Ok(())
+}
+
+/// systemd-resolved's address: in a pod it is the pod's own, so the pod's queries cannot be captured.
+fn a_resolver_of_the_node_on_loopback_is_named() -> Result<()> {
+    let world = World::start(&json!({}), |text| {
+        let spec = "{nodeName: node1, dnsPolicy: Default}";
+        text.replacen("{nodeName: node1}", spec, 1)
+    })?;
+    let status = || -> Result<String> {
+        let status = world.agent.dataplane(["status"]).output()?;
+        Ok(String::from_utf8_lossy(&status.stdout).into_owned())
+    };
+    let named = "the node's resolver 127.0.0.53 is on loopback";
+    let before = status()?;
+    ensure!(!before.contains(named), "{before}");
+    fs::write(world.resolv_conf(), "nameserver 127.0.0.53\n")?;
+    eventually(|| {
+        let said = status()?;
+        ensure!(
+            said.contains(named) && said.contains("dns.resolvConf"),
+            "{said}"
+        );
+        Ok(())
+    })
+}
+
+/// An entry whose host has this address, and a service that is another each time.
+fn entry(round: usize) -> String {
+    format!(
+        "---
+apiVersion: networking.istio.io/v1
+kind: ServiceEntry
+metadata: {{name: n{round}, namespace: default}}
+spec:
+  hosts: [n{round}.entry.example]
+  addresses: [198.51.100.{round}]
+  resolution: STATIC
+  ports: [{{number: 80, name: http, protocol: TCP}}]
+  endpoints: [{{address: 10.244.1.12}}]
+---
+apiVersion: v1
+kind: Service
+metadata: {{name: restless, namespace: default}}
+spec: {{clusterIP: 10.96.7.{round}, ports: [{{port: 80}}]}}
+"
+    )
+}
+
+/// Also while other services change all the time: the thread that attaches rests after each change. Each name is asked for
+/// once.
+fn a_new_entrys_name_is_answered_when_the_tables_have_it() -> Result<()> {
+    let world = World::start(&json!({}), |text| text)?;
+    let base = fs::read_to_string(world.manifests())?;
+    let next = world.directory().join("next");
+    for round in 1..10 {
+        fs::write(&next, format!("{base}{}", entry(round)))?;
+        fs::rename(&next, world.manifests())?;
+        let address = format!("198.51.100.{round}");
+        eventually(|| {
+            let services = world.agent.dataplane(["services"]).output()?;
+            let services = String::from_utf8_lossy(&services.stdout).into_owned();
+            ensure!(
+                services.contains(&format!("{address}:80/tcp")),
+                "{services}"
+            );
+            Ok(())
+        })?;
+        world.dig("10.96.0.53", &format!("n{round}.entry.example A"), &address)?;
     }
     Ok(())
 }

@@ -170,7 +170,10 @@ fn nothing(
     let Some(journal) = journal.filter(|journal| journal.state == State::TakenOver) else {
         tell.step(
             "save",
-            format!("there are no rules of {owner} in this network namespace"),
+            format!(
+                "there are no rules of {owner} in this network namespace, so nothing was taken over. --netns names the \
+                 network namespace of a pod"
+            ),
         );
         return Ok(Outcome::Nothing);
     };

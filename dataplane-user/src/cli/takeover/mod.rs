@@ -55,7 +55,7 @@ pub(super) use waits::when_it_serves;
 /// change, no packet passes the network namespace. If this command dies, the kernel lets packets pass again after 15 seconds.
 ///
 /// Exits with 0 when it is done, with 2 if something differs and nothing was changed, with 3 if --revert waits for the end of the agent (with
-/// --owner, of its capture),
+/// --owner, of its capture), with 4 if there are no rules to take over,
 /// and with 1 after an error.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -131,6 +131,7 @@ impl TakeoverArgs {
         Ok(match outcome {
             Outcome::Differs => ExitCode::from(exit::CHANGES),
             Outcome::AgentRuns => ExitCode::from(exit::BUSY),
+            Outcome::Nothing => ExitCode::from(exit::NOTHING),
             _ => ExitCode::SUCCESS,
         })
     }

@@ -177,7 +177,12 @@ fn nothing(
     tell: &mut Tell<'_>,
 ) -> anyhow::Result<Outcome> {
     let Some(journal) = journal.filter(|journal| journal.state == State::TakenOver) else {
-        tell.step("save", "there are no rules of kube-proxy".to_owned());
+        tell.step(
+            "save",
+            "there are no rules of kube-proxy in this network namespace, in tables of iptables-legacy, of iptables-nft or of nft, so \
+             nothing was taken over. If kube-proxy serves this node, run this command in the node's network namespace"
+                .to_owned(),
+        );
         return Ok(Outcome::Nothing);
     };
     let (at, file) = (&journal.saved, journal.file.display());

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{Host, Process, report::LoadReport};
 use serde_json::json;
@@ -99,6 +99,12 @@ fn there_and_back(mut pod: Pod) -> Result<()> {
     ensure!(captured >= 3, "{captured} of 3 were captured");
     let nothing = pod.takeover(&[], None)?.exits(0)?;
     nothing.says(&["taken over already"])?;
+    // The node has no rules of kube-proxy: that is no success.
+    let of_node = tempfile::tempdir()?;
+    let of_node = of_node.path().to_str().context("a path in UTF-8")?;
+    outcome::run_args(pod.world.agent()?, ["takeover", "--takeover-dir", of_node])?
+        .exits(4)?
+        .says(&["there are no rules of kube-proxy", "nothing was taken over"])?;
     // Somebody writes other rules: neither way closes the pod, or writes down that it has begun something.
     pod.load(&|rules| rules.replace("3306", "3307"))?;
     for arguments in [&["--revert", "--dry-run"][..], &["--revert"]] {
