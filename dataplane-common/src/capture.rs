@@ -419,13 +419,14 @@ pub const JUDGED: u32 = 3;
 /// one such address.
 #[inline(always)]
 pub const fn spread(addr: Addr, port: Port) -> Addr {
-    let [a, b, c, d] = addr.words();
-    let mixed =
-        (a ^ b ^ c ^ d).wrapping_mul(0x9e37_79b1) ^ (port.be() as u32).wrapping_mul(0x85eb_ca6b);
-    let [_, x, y, z] = (mixed ^ mixed >> 15)
+    let words = addr.words();
+    let folded = words[0] ^ words[1] ^ words[2] ^ words[3];
+    let ports = (port.be() as u32).wrapping_mul(0x85eb_ca6b);
+    let mixed = folded.wrapping_mul(0x9e37_79b1) ^ ports;
+    let [_, second, third, last] = (mixed ^ mixed >> 15)
         .wrapping_mul(0x2c1b_3c6d)
         .to_be_bytes();
-    Addr::from_v4([127, x & 0x7f | 1, y, z])
+    Addr::from_v4([127, second & 0x7f | 1, third, last])
 }
 
 /// The policy whose ranges say what is reachable, whatever an egress policy says.
