@@ -90,7 +90,7 @@ layout! {
 
     /// An address at which a workload is reached.
     #[repr(C, align(8))]
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct Local {
         /// Its network namespace; 0 if it is captured by its packets ([`Enrolled::PACKETS`]).
         pub netns: u64,

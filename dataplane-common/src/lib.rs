@@ -34,6 +34,7 @@ mod event;
 pub mod origins;
 pub mod packet;
 mod reason;
+pub mod reread;
 pub mod seen;
 pub mod states;
 pub mod tables;

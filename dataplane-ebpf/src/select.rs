@@ -82,6 +82,8 @@ pub struct Verdict {
     pub reason: Reason,
     /// Whose destination it is, whoever answers there; 0: nobody's.
     pub pool: u32,
+    /// The flags of the block that the endpoint is from.
+    pub flags: u16,
     /// Where to go; [`Endpoint::NONE`] to leave the destination alone or to refuse it.
     pub endpoint: Endpoint,
 }
@@ -97,11 +99,15 @@ impl Verdict {
         }
     }
 
+    /// A workload whose egress is denied may not go where the destination leads.
+    pub const DENIED: Self = Self::without_endpoint(Reason::EgressDenied, 0);
+
     #[inline(always)]
     pub const fn without_endpoint(reason: Reason, pool: u32) -> Self {
         Self {
             reason,
             pool,
+            flags: 0,
             endpoint: Endpoint::NONE,
         }
     }
@@ -168,7 +174,7 @@ pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Ver
 
 /// Whether the packet path serves what this network namespace sends: its own rules are to see the VIP.
 #[inline(always)]
-fn is_by_packets(netns: u64) -> bool {
+pub fn is_by_packets(netns: u64) -> bool {
     let Some(config) = CONFIG.get(0) else {
         return false;
     };
@@ -219,6 +225,7 @@ pub fn choose<const REMEMBER: bool>(
             endpoint: earlier,
             reason: Reason::Kept,
             pool: index,
+            flags: pool.block.flags(),
         };
     }
     // SAFETY: the helper has no preconditions.
@@ -233,6 +240,7 @@ pub fn choose<const REMEMBER: bool>(
         endpoint,
         reason: Reason::Translated,
         pool: index,
+        flags: pool.block.flags(),
     }
 }
 

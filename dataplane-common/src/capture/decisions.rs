@@ -96,7 +96,9 @@ pub trait Circumstances: Rules {
     fn listens(&self) -> bool;
 }
 
-/// Returns the verdict on an outbound connection of a workload. The connections of its proxy are not included.
+/// Returns the verdict on an outbound connection of a workload, and whether the verdict holds only if the workload may go where
+/// the connection's first packet goes: the endpoint that is drawn later, or the destination itself if it is no service's then.
+/// The connections of its proxy are not included.
 #[inline(always)]
 pub fn decide_outbound<T: Circumstances>(
     asked: &T,
@@ -104,55 +106,56 @@ pub fn decide_outbound<T: Circumstances>(
     enrolled: &Enrolled,
     (addr, port): (Addr, Port),
     excludes_user: bool,
-) -> Reason {
+) -> (Reason, bool) {
     let (reason, is_judged) = outbound(asked, enrolled, addr, port, excludes_user);
+    let denies = enrolled.flags & Enrolled::EGRESS_DENY != 0;
     let proxy = enrolled.flags & Enrolled::PROXY != 0;
     if reason != Reason::ExcludedUser
         && proxy
         && (port == config.outbound || port == config.inbound)
         && (addr.is_loopback() || asked.is_own())
     {
-        return Reason::Recursive;
+        return (Reason::Recursive, false);
     }
     if !is_judged {
-        return reason;
+        return (reason, false);
     }
     // The workload's connections to itself bypass the proxy, as in `inbound`.
     if asked.is_itself() {
-        return Reason::ExcludedLoopback;
+        return (Reason::ExcludedLoopback, denies);
     }
-    if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !asked.is_known() {
-        return Reason::EgressDenied;
+    if denies && !asked.is_known() {
+        return (Reason::EgressDenied, false);
     }
     if reason != Reason::Captured {
-        return reason;
+        return (reason, denies);
     }
     if !proxy {
-        return Reason::Direct;
+        return (Reason::Direct, denies);
     }
     if asked.listens() {
-        return Reason::Captured;
+        return (Reason::Captured, false);
     }
-    without_proxy(enrolled.flags)
+    (without_proxy(enrolled.flags), denies)
 }
 
-/// Returns the verdict on a datagram of a workload, or on a UDP socket that it connects: [`Reason::EgressDenied`] or
-/// [`Reason::NotService`].
+/// Returns the verdict on a datagram of a workload, or on a UDP socket that it connects, [`Reason::EgressDenied`] or
+/// [`Reason::NotService`], and whether it holds as that of [`decide_outbound`] does.
 #[inline(always)]
 pub fn decide_datagram<T: Circumstances>(
     asked: &T,
     enrolled: &Enrolled,
     (addr, port): (Addr, Port),
     excludes_user: bool,
-) -> Reason {
+) -> (Reason, bool) {
     if enrolled.flags & Enrolled::EGRESS_DENY == 0 {
-        return Reason::NotService;
+        return (Reason::NotService, false);
     }
     let (_, is_judged) = outbound(asked, enrolled, addr, port, excludes_user);
     if !is_judged || asked.is_itself() || asked.is_known() {
-        return Reason::NotService;
+        return (Reason::NotService, is_judged);
     }
-    Reason::EgressDenied
+    (Reason::EgressDenied, false)
 }
 
 /// Whether a datagram or connection of a workload goes to one of its resolvers, and so to the agent's DNS server if that

@@ -23,10 +23,11 @@ use dataplane_common::{
     capture::{self, DNS, Enrolled, FROM_CLIENT, ListenerKey, Local, RuleKey, has_mark},
     decide,
     packet::FlowKey,
+    reread::Copied,
     tables::Endpoint,
 };
 
-use super::{Live, config};
+use super::{Live, config, copy};
 use crate::{
     packet::{
         DROP, LEAVE_ALONE,
@@ -63,7 +64,7 @@ pub fn run(ctx: &TcContext) -> i32 {
     let action = if vlan == NESTED_PRIORITY {
         malformed()
     } else {
-        arrived(skb, &mut s.packet, &mut s.way)
+        arrived(skb, &mut s.packet, &mut s.way, &mut s.local)
     };
     s.leave();
     action
@@ -76,9 +77,9 @@ fn malformed() -> i32 {
     DROP
 }
 
-/// The same, with a place for its headers. `way`: room for a question.
+/// The same, with a place for its headers. `way` and `local`: room for answers.
 #[inline(always)]
-fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route) -> i32 {
+fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route, local: &mut Local) -> i32 {
     let outcome = packet.read(skb, route::link_length(skb.ifindex()));
     if packet.routed != 0 {
         source_routes::refuse(skb, packet);
@@ -91,7 +92,7 @@ fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route) -> i32 {
         return LEAVE_ALONE;
     }
     if !packet.is_tcp() {
-        return datagram(skb, packet, way);
+        return datagram(skb, packet, way, local);
     }
     // The source decides whose rules count. Nobody forwards a packet from a link-local source of IPv6.
     let src = packet.key.src;
@@ -100,16 +101,16 @@ fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route) -> i32 {
         count(Reason::SourceForged);
         return DROP;
     }
-    let Some(found) = LOCALS.get_ptr(src) else {
-        return LEAVE_ALONE;
-    };
-    // SAFETY: a hash's element, freed after a grace period.
-    let local: Local = unsafe { *found };
+    match look(src, local) {
+        Copied::Found(()) => {}
+        Copied::Changing => return DROP,
+        Copied::Absent => return LEAVE_ALONE,
+    }
     if !local.has_packets() {
         return LEAVE_ALONE;
     }
     if packet.fragment != WHOLE {
-        return fragment(&local);
+        return fragment(local);
     }
     if to_its_socket(skb, packet) {
         return taken(skb);
@@ -118,7 +119,7 @@ fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route) -> i32 {
         return LEAVE_ALONE;
     }
     if packet.is_syn() {
-        return begin(skb, packet, &local, way);
+        return begin(skb, packet, local, way);
     }
     let key = ListenerKey::of_packets(local.workload, packet.is_v4());
     if local.flags & Enrolled::PROXY != 0 && to_listener::<true>(skb, packet, &key) {
@@ -131,22 +132,39 @@ fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route) -> i32 {
     LEAVE_ALONE
 }
 
+/// Looks for what is said of an address. (Not inlined: what has its own frame gives its stack back.)
+#[inline(never)]
+fn look(addr: Addr, local: &mut Local) -> Copied<()> {
+    match copy(|| LOCALS.get_ptr(addr)) {
+        Copied::Found(found) => {
+            *local = found;
+            Copied::Found(())
+        }
+        Copied::Changing => Copied::Changing,
+        Copied::Absent => Copied::Absent,
+    }
+}
+
+/// Whether an address is a workload's in this network namespace. (Not inlined: see [`look`].)
+#[inline(never)]
+fn is_at(addr: Addr, netns: u64) -> bool {
+    super::local(addr).is_some_and(|local| local.netns == netns)
+}
+
 /// A datagram: only a query to a resolver is captured.
 #[inline(always)]
-fn datagram(skb: Skb, packet: &Packet, way: &mut Route) -> i32 {
+fn datagram(skb: Skb, packet: &Packet, way: &mut Route, local: &mut Local) -> i32 {
     let key = &packet.key;
     if key.protocol != Protocol::UDP || key.dst_port != DNS || packet.fragment != WHOLE {
         return LEAVE_ALONE;
     }
-    let Some(found) = LOCALS.get_ptr(key.src) else {
+    if look(key.src, local) != Copied::Found(()) {
         return LEAVE_ALONE;
-    };
-    // SAFETY: a hash's element, freed after a grace period.
-    let local: Local = unsafe { *found };
+    }
     if !local.is_by_packets() {
         return LEAVE_ALONE;
     }
-    let reason = query(skb, packet, &local, way);
+    let reason = query(skb, packet, local, way);
     if reason == Reason::NotService {
         return LEAVE_ALONE;
     }
@@ -261,7 +279,8 @@ fn begin(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> i32 {
         key: &packet.key,
         listener: &key,
     };
-    let mut reason = capture::decide_outbound(&asked, config, &enrolled, to, EXCLUDES_USER);
+    // Where the first packet goes, `packet_ingress` judges.
+    let (mut reason, _) = capture::decide_outbound(&asked, config, &enrolled, to, EXCLUDES_USER);
     // To whom the proxy would be the node.
     let dst = packet.key.dst;
     if reason == Reason::Captured
@@ -392,10 +411,7 @@ impl capture::Circumstances for Asked<'_> {
     #[inline(always)]
     fn is_own(&self) -> bool {
         let node = socket::config().map_or(0, |config| config.host_netns);
-        LOCALS.get_ptr(self.key.dst).is_some_and(|local| {
-            // SAFETY: a hash's element, freed after a grace period.
-            unsafe { (*local).netns == node }
-        })
+        is_at(self.key.dst, node)
     }
 
     /// What a virtual machine sends to itself does not come out of it.

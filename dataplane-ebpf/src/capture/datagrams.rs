@@ -7,6 +7,7 @@
 use dataplane_common::{
     Hook, Protocol, Reason,
     capture::{self, Enrolled, MESH_DENIES, MESH_DNS, MESH_GUARD, has_mark},
+    reread::Copied,
     tables::Endpoint,
 };
 
@@ -15,7 +16,7 @@ use super::{
     outbound::{self, Call, enrolled, excludes_user, is_agent, mark},
 };
 use crate::{
-    select::{Request, Verdict, count},
+    select::{Live, Request, Verdict, count},
     socket::{self, Family, GO_ON, SockAddr, events, flows, peers, refuse},
 };
 
@@ -48,18 +49,29 @@ pub const fn arrive_judged(mesh: u64) -> bool {
     mesh & MESH_DENIES != 0
 }
 
+/// [`judge`]: as [`GO_ON`], if the datagram may go to where it is sent in the end ([`outbound::admits`]).
+pub const JUDGED: i32 = 2;
+/// [`judge`]: as [`GO_ON`], to the destination itself, who has sent the socket a datagram.
+pub const ANSWERS: i32 = 3;
+
 /// Decides, and carries it out.
 #[inline(always)]
 pub fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: Hook) -> i32 {
     if !are_judged(mesh) {
         return GO_ON;
     }
-    let reason = decide(call, request, mesh, hook);
+    let (reason, goes) = decide(call, request, mesh, hook);
     let is_captured = reason == Reason::CapturedDns;
     if reason == Reason::DnsBypassed {
         count(reason);
     }
     if !is_captured && !reason.is_refusal() {
+        if hook as u8 == Hook::Sendmsg as u8 {
+            return goes;
+        }
+        if goes == JUDGED {
+            outbound::leave_to_judge();
+        }
         return GO_ON;
     }
     count(reason);
@@ -82,42 +94,64 @@ pub fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: 
     GO_ON
 }
 
+/// The reason, and how it goes on if it does.
 #[inline(always)]
-fn decide<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: Hook) -> Reason {
+fn decide<F: Family>(
+    call: &SockAddr<F>,
+    request: &Request,
+    mesh: u64,
+    hook: Hook,
+) -> (Reason, i32) {
     let Some(config) = config() else {
-        return Reason::NotService;
+        return (Reason::NotService, GO_ON);
     };
-    let enrolled = enrolled(request, config, mesh);
-    if enrolled.is_null() {
-        return if mesh & MESH_GUARD != 0 && !request.own_loopback {
-            Reason::Guarded
-        } else {
-            Reason::NotService
-        };
-    }
-    // SAFETY: a hash's element, freed after a grace period.
-    let enrolled = unsafe { *enrolled };
+    let enrolled = match enrolled(request, config, mesh) {
+        Copied::Found(enrolled) => enrolled,
+        Copied::Changing => return (Reason::Guarded, GO_ON),
+        Copied::Absent if mesh & MESH_GUARD != 0 && !request.own_loopback => {
+            return (Reason::Guarded, GO_ON);
+        }
+        Copied::Absent => return (Reason::NotService, GO_ON),
+    };
     if !enrolled.is_judged() {
-        return Reason::NotService;
+        return (Reason::NotService, GO_ON);
     }
     let ctx = call.ctx.sock_addr;
     if has_mark(mark(ctx), config.mark) && is_agent(config) {
-        return Reason::ProxysOwn;
+        return (Reason::ProxysOwn, GO_ON);
+    }
+    let is_sent = hook as u8 == Hook::Sendmsg as u8;
+    if enrolled.flags & Enrolled::EGRESS_DENY != 0 && feigns(call, request, is_sent) {
+        return (Reason::SourceForged, GO_ON);
     }
     let asked = Call { ctx, request };
     let to = (request.addr, request.port);
     let excludes_user = excludes_user(&enrolled);
-    let reason = capture::decide_datagram(&asked, &enrolled, to, excludes_user);
+    let (reason, is_judged) = capture::decide_datagram(&asked, &enrolled, to, excludes_user);
     if reason == Reason::EgressDenied {
-        let is_answer =
-            hook as u8 == Hook::Sendmsg as u8 && askers::has(call, request.addr, request.port);
+        let is_answer = is_sent && askers::has(call, request.addr, request.port);
         return if is_answer {
-            Reason::NotService
+            (Reason::NotService, ANSWERS)
         } else {
-            reason
+            (reason, GO_ON)
         };
     }
-    outbound::of_query(&asked, &enrolled, mesh, excludes_user)
+    let goes = if is_judged { JUDGED } else { GO_ON };
+    let reason = outbound::of_query(&asked, &enrolled, mesh, excludes_user);
+    (reason, goes)
+}
+
+/// Whether a socket speaks to its own workload, as it may be, from an address that the workload does not have: there it would look
+/// as if somebody else had asked. A socket that is not bound to an address, and names none, gets one of its network namespace
+/// from the kernel. (A call without a destination is one on a connected socket that names a source.)
+#[inline(always)]
+fn feigns<F: Family>(call: &SockAddr<F>, request: &Request, is_sent: bool) -> bool {
+    let source = call.source(is_sent);
+    if source.is_unspecified() || source.is_loopback() || outbound::is_own(request, source) {
+        return false;
+    }
+    let to = request.addr;
+    outbound::is_own(request, to) || dataplane_common::decide::may_be_served(&Live, to)
 }
 
 /// A datagram has arrived at a socket that is not connected: whoever sent it may be answered.
@@ -126,12 +160,9 @@ pub fn arrived<F: Family>(call: &SockAddr<F>, mesh: u64) {
     let (Some(config), Some(request)) = (config(), call.request()) else {
         return;
     };
-    let enrolled = enrolled(&request, config, mesh);
-    if enrolled.is_null() {
-        return;
-    }
-    // SAFETY: a hash's element, freed after a grace period.
-    if unsafe { (*enrolled).flags } & Enrolled::EGRESS_DENY != 0 {
+    if let Copied::Found(enrolled) = enrolled(&request, config, mesh)
+        && enrolled.flags & Enrolled::EGRESS_DENY != 0
+    {
         askers::note(call, request.addr, request.port);
     }
 }

@@ -8,10 +8,11 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Port, Reason,
-    capture::{self, CaptureConfig, Enrolled, ListenerKey, Local},
+    capture::{self, CaptureConfig, Enrolled, ListenerKey},
+    reread::Copied,
 };
 
-use super::{Live, config};
+use super::{Live, config, copy};
 use crate::{
     select::count,
     socket::read_words,
@@ -51,11 +52,11 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     if interface <= LOOPBACK {
         return outbound(ctx, here, addr, port);
     }
-    let Some(found) = LOCALS.get_ptr(addr) else {
-        return elsewhere(ctx, here, interface, port);
+    let local = match copy(|| LOCALS.get_ptr(addr)) {
+        Copied::Found(local) => local,
+        Copied::Changing => return DROP,
+        Copied::Absent => return elsewhere(ctx, here, interface, port),
     };
-    // SAFETY: a hash's element, freed after a grace period.
-    let local: Local = unsafe { *found };
     // Another workload's address: a virtual interface's packets may be for it, or somebody has given it to an interface
     // here. No socket of that workload's is for connections that arrive here.
     if local.netns != here {
@@ -70,9 +71,8 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     let Some(config) = config() else { return PASS };
     let to_inbound = port == u32::from(config.inbound.host());
     let foreign = config.flags & CaptureConfig::FOREIGN != 0;
-    if let Some(own) = LOCALS.get_ptr(client)
-        // SAFETY: as above.
-        && unsafe { (*own).netns } == local.netns
+    if let Some(own) = super::local(client)
+        && own.netns == local.netns
     {
         if foreign && to_inbound {
             // The proxy connects to its own port after a connection that had this port as destination (see
@@ -120,11 +120,11 @@ fn outbound(ctx: *mut bpf_sk_lookup, here: u64, addr: Addr, port: u32) -> u32 {
 /// agent's routing rules bring such connections to the sockets here, whatever their destination.
 #[inline(always)]
 fn elsewhere(ctx: *mut bpf_sk_lookup, here: u64, interface: u32, port: u32) -> u32 {
-    let Some(found) = NAMESPACES.get_ptr(here) else {
-        return PASS;
+    let enrolled = match copy(|| NAMESPACES.get_ptr(here)) {
+        Copied::Found(enrolled) => enrolled,
+        Copied::Changing => return DROP,
+        Copied::Absent => return PASS,
     };
-    // SAFETY: a hash's element, freed after a grace period.
-    let enrolled: Enrolled = unsafe { *found };
     if enrolled.flags & Enrolled::VIRTUAL == 0 {
         return PASS;
     }

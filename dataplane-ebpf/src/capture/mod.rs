@@ -7,21 +7,25 @@ pub mod inbound;
 pub mod meters;
 pub mod origin;
 pub mod outbound;
+pub mod packets;
 pub mod sockopt;
 pub mod states;
 pub mod tcp;
 
+use core::ptr::read_volatile;
+
 use aya_ebpf::maps::lpm_trie::Key;
 use dataplane_common::{
     Addr, Port, Protocol,
-    capture::{self, CAPTURED, CaptureConfig, FROM_CLIENT, REACHABLE, RuleKey, has_mark},
+    capture::{self, CAPTURED, CaptureConfig, FROM_CLIENT, Local, REACHABLE, RuleKey, has_mark},
     decide,
+    reread::{self, Copied},
     tables::{Frontend, FrontendKey},
 };
 
 use crate::{
     select,
-    tables::{CAPTURE, KNOWN, RANGES, RULES, Range},
+    tables::{CAPTURE, KNOWN, LOCALS, RANGES, RULES, Range},
 };
 
 /// The kernel's own tables.
@@ -47,6 +51,22 @@ impl capture::Rules for Live {
 #[inline(always)]
 fn config() -> Option<&'static CaptureConfig> {
     CAPTURE.get(0)
+}
+
+/// Copies the value of a key of a hash table ([`reread`]).
+#[inline(always)]
+fn copy<V: Copy + PartialEq>(find: impl Fn() -> Option<*const V>) -> Copied<V> {
+    // SAFETY: an element of a hash table, whose memory stays the table's while this program runs.
+    reread::copy(find, |found| unsafe { read_volatile(found) })
+}
+
+/// What is said of an address. `None`, too, if that changes just now.
+#[inline(always)]
+fn local(addr: Addr) -> Option<Local> {
+    match copy(|| LOCALS.get_ptr(addr)) {
+        Copied::Found(local) => Some(local),
+        _ => None,
+    }
 }
 
 /// Whether [`assign`] gave a packet with this mark to a socket.

@@ -17,11 +17,12 @@ use dataplane_common::{
     Addr, Port, Reason,
     capture::{CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Origin, Tuple, has_mark},
     origins::{self, OF_ALL, counter_of},
+    reread::Copied,
     tables::{Peer, PeerSets},
 };
 
 use super::{
-    config,
+    config, copy,
     tcp::{CLOSE, CREATE},
 };
 use crate::{
@@ -104,25 +105,22 @@ fn pass_on(ctx: *mut bpf_sock_ops, tuple: Tuple, origin: Origin) {
 /// Removes an entry, if there is one.
 #[inline(always)]
 fn forget(tuple: Tuple) {
-    let Some(found) = ORIGINS.get_ptr(tuple) else {
+    let Copied::Found(origin) = copy(|| ORIGINS.get_ptr(tuple)) else {
         return;
     };
-    // SAFETY: a hash's element, freed after a grace period.
-    let counter = unsafe { (*found).counter };
     // Of two that remove it, one has.
     if ORIGINS.remove(tuple).is_ok() {
-        change(counter, MINUS_ONE);
+        change(origin.counter, MINUS_ONE);
     }
 }
 
 /// The element of `ORIGIN_COUNTS` that counts the connections from a network namespace to the proxy.
 #[inline(always)]
 fn counter_in(netns: u64) -> u16 {
-    let workload = NAMESPACES.get_ptr(netns).map_or(0, |enrolled| {
-        // SAFETY: a hash's element, freed after a grace period.
-        unsafe { (*enrolled).workload }
-    });
-    counter_of(workload)
+    match copy(|| NAMESPACES.get_ptr(netns)) {
+        Copied::Found(enrolled) => counter_of(enrolled.workload),
+        _ => counter_of(0),
+    }
 }
 
 #[inline(always)]
@@ -178,11 +176,9 @@ fn accepted(ctx: *mut bpf_sock_ops) {
         return;
     }
     let tuple = tuple(ctx, false);
-    let Some(found) = ORIGINS.get_ptr(tuple) else {
+    let Copied::Found(mut origin) = copy(|| ORIGINS.get_ptr(tuple)) else {
         return;
     };
-    // SAFETY: a hash's element, freed after a grace period.
-    let mut origin = unsafe { *found };
     let place = storage_with(ctx, from_ref(&ACCEPTED).cast(), &raw mut origin);
     if place.is_null() {
         count(Reason::OriginLost);
@@ -258,12 +254,9 @@ fn listening(ctx: *mut bpf_sock_ops) {
     }
     // SAFETY: the program's context.
     let netns = unsafe { bpf_get_netns_cookie(ctx.cast()) };
-    let Some(enrolled) = NAMESPACES.get_ptr(netns) else {
-        return;
-    };
-    // SAFETY: a hash's element, freed after a grace period.
-    if unsafe { (*enrolled).flags } & Enrolled::INBOUND == 0 {
-        return;
+    match copy(|| NAMESPACES.get_ptr(netns)) {
+        Copied::Found(enrolled) if enrolled.flags & Enrolled::INBOUND != 0 => {}
+        _ => return,
     }
     let mut key = ListenerKey::of_namespace(netns, family != AF_INET6);
     // SAFETY: the program's context, a sockhash and a key of it.

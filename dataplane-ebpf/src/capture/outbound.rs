@@ -6,7 +6,7 @@ use aya_ebpf::{
     bindings::{bpf_sock_addr, bpf_sock_tuple},
     helpers::generated::{
         bpf_get_current_ancestor_cgroup_id, bpf_get_current_cgroup_id, bpf_get_current_uid_gid,
-        bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release,
+        bpf_get_retval, bpf_set_retval, bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release,
     },
 };
 use dataplane_common::{
@@ -16,14 +16,15 @@ use dataplane_common::{
         RuleKey, has_mark,
     },
     decide,
-    tables::{Endpoint, Frontend},
+    reread::Copied,
+    tables::{Block, Endpoint, Frontend},
 };
 
-use super::{Live, config, meters, origin};
+use super::{Live, config, copy, local, meters, origin};
 use crate::{
     select::{self, Request, Verdict, count},
     socket::{self, Family, GO_ON, SockAddr, events, peers, refuse},
-    tables::{CGROUPS, LOCALS, NAMESPACES},
+    tables::{CGROUPS, NAMESPACES},
 };
 
 /// How deep in the hierarchy cgroups are looked for.
@@ -37,7 +38,7 @@ const CURRENT_NETNS: u64 = u64::MAX;
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
     let ctx = call.ctx.sock_addr;
-    let (mut reason, workload) = judge(call, request, mesh);
+    let (mut reason, workload, is_judged) = judge(call, request, mesh);
     if reason == Reason::Captured && !origin::has_room(request.netns) {
         reason = Reason::OriginLost;
     }
@@ -51,6 +52,9 @@ pub fn run<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
     let is_query = reason == Reason::CapturedDns;
     let captured = reason == Reason::Captured || is_query;
     if !captured && !reason.is_refusal() {
+        if is_judged {
+            leave_to_judge();
+        }
         return GO_ON;
     }
     let mut verdict = Verdict::without_endpoint(reason, 0);
@@ -72,34 +76,114 @@ pub fn run<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
     GO_ON
 }
 
-/// The reason, and whose connection it is.
+/// What `capture4` and `capture6` leave as the error of a system call (`EKEYREJECTED`) if the services' program after them, which
+/// draws the endpoint, is to judge where the first packet goes. It takes the error back ([`is_admitted`]): a call that nobody
+/// judges fails.
+const JUDGED: i32 = -129;
+
+/// Leaves the judgement to the services' program, unless somebody else's program has refused the call.
 #[inline(always)]
-fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason, u32) {
+pub fn leave_to_judge() {
+    // SAFETY: the helpers have no preconditions.
+    unsafe {
+        if bpf_get_retval() == 0 {
+            bpf_set_retval(JUDGED);
+        }
+    }
+}
+
+/// Whether a connection may go where its first packet goes, according to the verdict: always, if nobody has
+/// [left](leave_to_judge) that to be judged.
+#[inline(always)]
+pub fn is_admitted(request: &Request, verdict: &Verdict) -> bool {
+    // SAFETY: the helper has no preconditions.
+    if unsafe { bpf_get_retval() } != JUDGED {
+        return true;
+    }
+    let admits = admits(request, verdict);
+    if admits {
+        // SAFETY: as above.
+        unsafe { bpf_set_retval(0) };
+    }
+    admits
+}
+
+/// Whether a workload whose egress is denied may go where a verdict sends it.
+#[inline(always)]
+pub fn admits(request: &Request, verdict: &Verdict) -> bool {
+    // Those of a load balancer with source ranges, or at a port that other sockets share, too.
+    let by_packets = verdict.pool != 0 || select::is_by_packets(request.netns);
+    let kind = if !verdict.endpoint.is_none() {
+        u32::from(verdict.flags)
+    } else if verdict.reason != Reason::NotService {
+        return true;
+    } else if by_packets {
+        BY_PACKETS
+    } else {
+        ITSELF
+    };
+    capture_admits(request, &raw const verdict.endpoint, kind) != 0
+}
+
+/// [`capture_admits`]: no service translates the destination.
+const ITSELF: u32 = 1 << 16;
+/// The same: packets are translated, and judged.
+const BY_PACKETS: u32 = 1 << 17;
+
+/// Whether a workload whose egress is denied may go to an endpoint from a block with these flags, or to the destination itself.
+/// With external linkage, as [`capture_leads_back`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_admits(request: *const Request, endpoint: *const Endpoint, kind: u32) -> u32 {
+    // SAFETY: values, or null: the verifier sees to it where it is called.
+    let (Some(request), Some(endpoint)) = (unsafe { (request.as_ref(), endpoint.as_ref()) }) else {
+        return 0;
+    };
+    let to_service = kind & (ITSELF | BY_PACKETS) == 0;
+    if to_service && kind & u32::from(Block::REACHABLE) != 0 {
+        return 1;
+    }
+    let own = if to_service {
+        endpoint.addr
+    } else {
+        request.addr
+    };
+    let known = match kind {
+        BY_PACKETS => frontend(request),
+        _ => Frontend::NONE,
+    };
+    let (port, protocol) = (request.port, request.protocol);
+    u32::from(
+        is_own(request, own) || !to_service && super::is_known(known, request.addr, port, protocol),
+    )
+}
+
+/// The reason, whose connection it is, and whether it is [left to be judged](leave_to_judge).
+#[inline(always)]
+fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason, u32, bool) {
     let Some(config) = config() else {
-        return (Reason::NotService, 0);
+        return (Reason::NotService, 0, false);
     };
     let ctx = call.ctx.sock_addr;
     let mark = mark(ctx);
     // Also in a namespace that is captured no more, or not yet: `sk_lookup` may not know that.
     if has_mark(mark, config.mark | FROM_CLIENT) && is_agent(config) {
-        return (Reason::ProxysOwn, 0);
+        return (Reason::ProxysOwn, 0, false);
     }
-    let enrolled = enrolled(request, config, mesh);
-    if enrolled.is_null() {
-        return if mesh & MESH_GUARD != 0 && !request.own_loopback {
-            (Reason::Guarded, 0)
-        } else {
-            (Reason::NotService, 0)
-        };
-    }
-    // SAFETY: a hash's element, which is not reused while this program runs: elements are made on
-    // demand, and freed after a grace period.
-    let enrolled = unsafe { *enrolled };
+    let enrolled = match enrolled(request, config, mesh) {
+        Copied::Found(enrolled) => enrolled,
+        Copied::Changing => return (Reason::Guarded, 0, false),
+        Copied::Absent if mesh & MESH_GUARD != 0 && !request.own_loopback => {
+            return (Reason::Guarded, 0, false);
+        }
+        Copied::Absent => return (Reason::NotService, 0, false),
+    };
     if !enrolled.is_judged() {
-        return (Reason::NotService, 0);
+        return (Reason::NotService, 0, false);
     }
     if has_mark(mark, config.mark) && is_agent(config) {
-        return (Reason::ProxysOwn, 0);
+        return (Reason::ProxysOwn, 0, false);
     }
     let (asked, excludes_user) = (Call { ctx, request }, excludes_user(&enrolled));
     let to = (request.addr, request.port);
@@ -107,13 +191,14 @@ fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason
     if of_query(&asked, &enrolled, mesh, excludes_user) == Reason::CapturedDns
         && (enrolled.flags & Enrolled::EGRESS_DENY == 0 || capture::Circumstances::is_known(&asked))
     {
-        return (Reason::CapturedDns, enrolled.workload);
+        return (Reason::CapturedDns, enrolled.workload, false);
     }
     if enrolled.flags & Enrolled::CAPTURED == 0 {
-        return (Reason::NotService, 0);
+        return (Reason::NotService, 0, false);
     }
-    let reason = capture::decide_outbound(&asked, config, &enrolled, to, excludes_user);
-    (reason, enrolled.workload)
+    let (reason, is_judged) =
+        capture::decide_outbound(&asked, config, &enrolled, to, excludes_user);
+    (reason, enrolled.workload, is_judged)
 }
 
 /// Whether a query to a workload's resolver goes to the agent's DNS server: [`Reason::CapturedDns`]; and if it does not,
@@ -151,18 +236,18 @@ fn is_bound_to_interface(ctx: *mut bpf_sock_addr) -> bool {
     }
 }
 
-/// What is said of whoever asks, or null.
+/// What is said of whoever asks.
 #[inline(always)]
-pub fn enrolled(request: &Request, config: &CaptureConfig, mesh: u64) -> *const Enrolled {
-    if mesh & MESH_NAMESPACES != 0
-        && let Some(found) = NAMESPACES.get_ptr(request.netns)
-    {
-        return found;
+pub fn enrolled(request: &Request, config: &CaptureConfig, mesh: u64) -> Copied<Enrolled> {
+    let mut found = Copied::Absent;
+    if mesh & MESH_NAMESPACES != 0 {
+        found = copy(|| NAMESPACES.get_ptr(request.netns));
     }
-    if request.own_loopback && mesh & MESH_CGROUPS != 0 {
-        return by_cgroup(config.levels);
+    if found == Copied::Absent && request.own_loopback && mesh & MESH_CGROUPS != 0 {
+        let id = by_cgroup(config.levels);
+        found = copy(|| CGROUPS.get_ptr(id));
     }
-    core::ptr::null()
+    found
 }
 
 /// Whether rules leave the process alone by its user or group.
@@ -292,18 +377,18 @@ fn loopback(v4: bool) -> Addr {
     }
 }
 
-/// The innermost of the process's cgroups that is a workload.
+/// The innermost of the process's cgroups that is a workload; 0 if none is.
 #[inline(always)]
-fn by_cgroup(levels: u32) -> *const Enrolled {
-    let mut found = core::ptr::null();
+fn by_cgroup(levels: u32) -> u64 {
+    let mut found = 0;
     for level in 0..LEVELS {
         if levels >> level & 1 == 0 {
             continue;
         }
         // SAFETY: the helper has no preconditions.
         let id = unsafe { bpf_get_current_ancestor_cgroup_id(level.cast_signed()) };
-        if let Some(enrolled) = CGROUPS.get_ptr(id) {
-            found = enrolled;
+        if CGROUPS.get_ptr(id).is_some() {
+            found = id;
         }
     }
     found
@@ -311,11 +396,8 @@ fn by_cgroup(levels: u32) -> *const Enrolled {
 
 /// Whether an address is the workload's own.
 #[inline(always)]
-fn is_own(request: &Request, addr: Addr) -> bool {
-    LOCALS.get_ptr(addr).is_some_and(|local| {
-        // SAFETY: as for other elements.
-        unsafe { (*local).netns == request.netns }
-    })
+pub fn is_own(request: &Request, addr: Addr) -> bool {
+    local(addr).is_some_and(|local| local.netns == request.netns)
 }
 
 /// Whether the destination is a service's that only the workload itself answers. With external linkage, as in

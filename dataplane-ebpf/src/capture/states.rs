@@ -15,14 +15,13 @@
 use aya_ebpf::programs::BtfTracePointContext;
 use dataplane_common::{
     Reason,
-    capture::{self, CaptureConfig, FROM_CLIENT, Field, Local, has_mark},
+    capture::{self, CaptureConfig, FROM_CLIENT, Field, has_mark},
 };
 
 use super::{
-    Live, config, meters,
+    Live, config, local, meters,
     tcp::{CLOSE, CLOSE_WAIT, CLOSING, ESTABLISHED, FIN_WAIT2, LAST_ACK, SYN_RECV, Socket},
 };
-use crate::tables::LOCALS;
 
 /// `inet_sock_set_state`: the state of a socket is about to change.
 #[inline(always)]
@@ -75,17 +74,14 @@ fn arrived(socket: Socket) {
     if addr == client {
         return;
     }
-    let Some(found) = LOCALS.get_ptr(addr) else {
+    let Some(found) = local(addr) else {
         return;
     };
-    // SAFETY: a hash's element, freed after a grace period.
-    let found: Local = unsafe { *found };
     if !found.is_measured() || found.netns != socket.netns() {
         return;
     }
-    if let Some(own) = LOCALS.get_ptr(client)
-        // SAFETY: as above.
-        && unsafe { (*own).netns } == found.netns
+    if let Some(own) = local(client)
+        && own.netns == found.netns
     {
         return;
     }

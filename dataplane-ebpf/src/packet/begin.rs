@@ -23,6 +23,7 @@ use super::{
     sources, table, ways,
 };
 use crate::{
+    capture::packets,
     select::{Live, choose, count, count_pool, remember},
     tables::PACKET_CONFIG,
 };
@@ -225,9 +226,39 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     if s.pool.block.is_empty() {
         return refuse(skb, s, index, decide::refusal(s.pool.block));
     }
+    if packet_admits(s) == 0 {
+        return refuse(skb, s, index, Reason::EgressDenied);
+    }
     s.index = index;
     s.masquerade = u32::from(masquerade) * MASQUERADE;
     CHOOSE
+}
+
+/// Whether the packet's workload may go to the pool, or to the packet's destination if that is no service's. With external
+/// linkage, as in `table.rs`: the verifier looks at it once.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn packet_admits(s: *const Scratch) -> u32 {
+    // SAFETY: the place of this CPU, or null: the verifier sees to it where it is called.
+    unsafe { s.as_ref() }.map_or(0, |s| {
+        let key = &s.packet.key;
+        u32::from(if s.frontend.is_none() {
+            packets::admits_itself(key)
+        } else {
+            packets::admits_service(key, s.pool.block)
+        })
+    })
+}
+
+/// Whether a SYN to a destination that is no service's, or no more, may go there. If not, it is refused.
+#[inline(never)]
+pub fn is_refused(skb: Skb, s: &mut Scratch) -> bool {
+    let is_refused = packet_admits(s) == 0;
+    if is_refused {
+        refuse(skb, s, 0, Reason::EgressDenied);
+    }
+    is_refused
 }
 
 /// [`enter_flow`]. With external linkage, as in `table.rs`: the verifier looks at it once, not once for each endpoint.
@@ -476,6 +507,7 @@ fn refuse(skb: Skb, s: &mut Scratch, pool: u32, reason: Reason) -> i32 {
     if reason == Reason::NoEndpoints
         || reason == Reason::PortNotServed
         || reason == Reason::PortTaken
+        || reason == Reason::EgressDenied
     {
         super::complain(s, Complaint::PORT_UNREACHABLE)
     } else {

@@ -237,6 +237,9 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if may_be_ours && begins && known != FOREIGN && is_of_node(skb, s, now) {
         return LEAVE_ALONE;
     }
+    if s.packet.is_syn() && s.frontend.is_none() && begin::is_refused(skb, s) {
+        return COMPLAIN;
+    }
     // A SYN answers nothing, and neither does a datagram to a service.
     if has_ports && known == NEW && !s.packet.is_syn() && s.frontend.is_none() {
         known = conntrack::answer(&s.packet.key, &s.packet.segment, &mut s.flow, now);

@@ -15,6 +15,7 @@ use core::ptr::write_volatile;
 use aya_ebpf::{btf_maps::PerCpuArray, macros::btf_map};
 use dataplane_common::{
     Reason,
+    capture::Local,
     packet::PacketConfig,
     tables::{Endpoint, Frontend, Pool},
 };
@@ -55,6 +56,8 @@ pub struct Scratch {
     /// remove what only the second has.
     pub keep: u32,
     pub way: Route,
+    /// What is said of the packet's workload, for capture.
+    pub local: Local,
     /// What the sender is told, for [`super::COMPLAIN`].
     pub complaint: Complaint,
 }

@@ -17,16 +17,17 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     let may_have_siblings = siblings::are_possible(call);
     if may_have_siblings && request.protocol == Protocol::UDP && siblings::was_asked(call, &request)
     {
-        // Kept as its own endpoint, so that its packets are not translated later.
-        let itself = Endpoint::new(request.addr, request.port);
-        peers::remember(call, &request.peer(&itself));
+        let verdict = Verdict::without_endpoint(Reason::NotService, 0);
+        if !outbound::is_admitted(&request, &verdict) {
+            return carry_out(call, &request, &Verdict::DENIED);
+        }
+        goes_itself(call, &request);
         return GO_ON;
     }
     let mesh = config().map_or(0, |config| config.mesh);
     if mesh != 0 && outbound::is_proxys_own(call.ctx.sock_addr) {
         // The proxy has chosen the endpoint: no service that claims its address translates it again, here or by packets.
-        let itself = Endpoint::new(request.addr, request.port);
-        peers::remember(call, &request.peer(&itself));
+        goes_itself(call, &request);
         return GO_ON;
     }
     let mut verdict = Verdict::without_endpoint(Reason::NotService, 0);
@@ -37,7 +38,17 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     if siblings::is_bound(call) && !verdict.endpoint.is_none() {
         siblings::keep_apart(call, &request, &mut verdict);
     }
+    if mesh != 0 && !outbound::is_admitted(&request, &verdict) {
+        verdict = Verdict::DENIED;
+    }
     carry_out(call, &request, &verdict)
+}
+
+/// The socket keeps the destination as its own endpoint, so that its packets are not translated later.
+#[inline(never)]
+fn goes_itself<F: Family>(call: &SockAddr<F>, request: &Request) {
+    let itself = Endpoint::new(request.addr, request.port);
+    peers::remember(call, &request.peer(&itself));
 }
 
 #[inline(never)]
@@ -69,7 +80,8 @@ fn carry_out<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &Verdict
             peers::remember_for_mptcp(call, &peer);
         }
     }
-    if mesh != 0 && verdict.pool != 0 && request.protocol == Protocol::TCP {
+    let may_be_metered = verdict.pool != 0 || verdict.reason == Reason::EgressDenied;
+    if mesh != 0 && may_be_metered && request.protocol == Protocol::TCP {
         if verdict.endpoint.is_none() {
             meters::forget(call.ctx.sock_addr);
         } else {

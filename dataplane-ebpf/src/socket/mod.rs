@@ -49,6 +49,11 @@ pub trait Family {
     /// # Safety
     /// `ctx` must be the program's context.
     unsafe fn set_addr(ctx: *mut bpf_sock_addr, addr: Addr);
+    /// Reads the address that a datagram is sent from (`is_sent`), or that the socket is bound to.
+    ///
+    /// # Safety
+    /// `ctx` must be the program's context, and `is_sent` say whether the program is for `sendmsg()`.
+    unsafe fn source(ctx: *const bpf_sock_addr, is_sent: bool) -> Addr;
 }
 
 /// `user_ip4`.
@@ -71,6 +76,19 @@ impl Family for V4 {
         // SAFETY: a field of the context.
         unsafe { write_volatile(&raw mut (*ctx).user_ip4, addr.words()[3]) };
     }
+
+    #[inline(always)]
+    unsafe fn source(ctx: *const bpf_sock_addr, is_sent: bool) -> Addr {
+        // SAFETY: fields of the context and of its socket.
+        unsafe {
+            Addr::from_v4_word(if is_sent {
+                read_volatile(&raw const (*ctx).msg_src_ip4)
+            } else {
+                let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
+                read_volatile(&raw const (*sk).src_ip4)
+            })
+        }
+    }
 }
 
 impl Family for V6 {
@@ -90,6 +108,19 @@ impl Family for V6 {
             write_volatile(ip.add(1), b);
             write_volatile(ip.add(2), c);
             write_volatile(ip.add(3), d);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn source(ctx: *const bpf_sock_addr, is_sent: bool) -> Addr {
+        // SAFETY: fields of the context and of its socket.
+        unsafe {
+            Addr::from_words(if is_sent {
+                read_words((&raw const (*ctx).msg_src_ip6).cast())
+            } else {
+                let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
+                read_words((&raw const (*sk).src_ip6).cast())
+            })
         }
     }
 }
@@ -152,6 +183,14 @@ impl<F: Family> SockAddr<F> {
                 u32::from(port.be()),
             );
         }
+    }
+
+    /// The address that the socket is bound to, or that the call names (`IPV6_PKTINFO`): unspecified if neither. `is_sent`: the
+    /// call is `sendmsg()`.
+    #[inline(always)]
+    pub fn source(&self, is_sent: bool) -> Addr {
+        // SAFETY: the program's context, whose socket is never null in our hooks.
+        unsafe { F::source(self.ctx.sock_addr, is_sent) }
     }
 
     /// Whether the socket is connected, to whatever.

@@ -7,32 +7,50 @@ use dataplane_common::{Hook, Reason, decide, tables::Endpoint};
 use super::{Family, GO_ON, REFUSED, SockAddr, config, events, flows, siblings};
 use crate::{
     capture::{datagrams, outbound},
-    select::{self, Live, Verdict, count},
+    select::{self, Live, Request, Verdict, count},
 };
 
+/// In steps that do not call each other: the frames of all would not fit the stack at once.
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     let mesh = config().map_or(0, |config| config.mesh);
-    if datagrams::are_judged(mesh) && judge(call, mesh) != GO_ON {
-        return REFUSED;
+    let Some(request) = call.request() else {
+        return GO_ON;
+    };
+    let mut goes = GO_ON;
+    if datagrams::are_judged(mesh) {
+        goes = judge(call, &request, mesh);
+        if goes == REFUSED {
+            return REFUSED;
+        }
     }
+    let is_judged = goes == datagrams::JUDGED;
     // Nearly all that a server answers, and so worth a way of its own.
-    if !decide::may_be_served(&Live, call.addr()) && !crate::events::wanted() {
+    if !is_judged && !decide::may_be_served(&Live, call.addr()) && !crate::events::wanted() {
         count(Reason::NotService);
         return GO_ON;
     }
-    if siblings::are_possible(call) && is_answer(call) {
+    let answers = goes == datagrams::ANSWERS;
+    if answers && goes_itself(call) || siblings::are_possible(call) && is_answer(call) {
         count(Reason::NotService);
         return GO_ON;
     }
-    let answer = serve(call);
+    let mut verdict = Verdict::without_endpoint(Reason::NotService, 0);
+    choose(call, &request, &mut verdict);
+    if mesh != 0 && verdict.reason != Reason::NotService && outbound::stays(&request) {
+        verdict = Verdict::without_endpoint(Reason::NotService, 0);
+    }
+    if is_judged && !outbound::admits(&request, &verdict) {
+        verdict = Verdict::DENIED;
+    }
+    let answer = carry_out(call, &request, &verdict);
     if answer & NEW != 0 {
         siblings::note_asking(call);
     }
     answer & !NEW
 }
 
-/// [`serve`]: the socket has a flow that it did not have before.
+/// [`carry_out`]: the socket has a flow that it did not have before.
 const NEW: i32 = 2;
 
 /// Whether what is at the destination has asked. The socket then has it as its own endpoint, so that its packets are not
@@ -45,36 +63,46 @@ fn is_answer<F: Family>(call: &SockAddr<F>) -> bool {
     if !siblings::was_asked(call, &request) {
         return false;
     }
-    let itself = Endpoint::new(request.addr, request.port);
-    flows::remember(call, &request.peer(&itself));
+    remember_itself(call, &request);
     true
 }
 
-/// Not inlined, as [`judge`] is not: the variables of both do not fit on the stack.
+/// The socket has the destination as its own endpoint: no service translates what it sends there.
 #[inline(never)]
-fn serve<F: Family>(call: &SockAddr<F>) -> i32 {
-    let Some(request) = call.request() else {
-        return GO_ON;
-    };
-    let used = flows::endpoint_for(call, request.addr, request.port);
-    let mut verdict = select::decide(&request, &used, false);
-    let mesh = config().map_or(0, |config| config.mesh);
-    if mesh != 0 && verdict.reason != Reason::NotService && outbound::stays(&request) {
-        verdict = Verdict::without_endpoint(Reason::NotService, 0);
+fn goes_itself<F: Family>(call: &SockAddr<F>) -> bool {
+    if let Some(request) = call.request() {
+        remember_itself(call, &request);
     }
-    events::report(call, Hook::Sendmsg, &request, &verdict);
+    true
+}
+
+#[inline(always)]
+fn remember_itself<F: Family>(call: &SockAddr<F>, request: &Request) {
+    let itself = Endpoint::new(request.addr, request.port);
+    flows::remember(call, &request.peer(&itself));
+}
+
+/// Not inlined, as the other steps are not: the variables of all do not fit on the stack.
+#[inline(never)]
+fn choose<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mut Verdict) {
+    let used = flows::endpoint_for(call, request.addr, request.port);
+    *verdict = select::decide(request, &used, false);
+}
+
+/// See [`choose`].
+#[inline(never)]
+fn carry_out<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &Verdict) -> i32 {
+    events::report(call, Hook::Sendmsg, request, verdict);
     let mut is_new = false;
     if !verdict.endpoint.is_none() {
         is_new = flows::remember(call, &request.peer(&verdict.endpoint));
     }
-    let answer = call.carry_out(&verdict);
+    let answer = call.carry_out(verdict);
     if is_new { answer | NEW } else { answer }
 }
 
-/// See [`serve`].
+/// See [`choose`].
 #[inline(never)]
-fn judge<F: Family>(call: &SockAddr<F>, mesh: u64) -> i32 {
-    call.request().map_or(GO_ON, |request| {
-        datagrams::judge(call, &request, mesh, Hook::Sendmsg)
-    })
+fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
+    datagrams::judge(call, request, mesh, Hook::Sendmsg)
 }

@@ -146,7 +146,7 @@ pub fn keep_apart<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mu
         };
         let key = self::key(call, protocol, other.addr, other.port);
         if !other.is_none() && !is_taken(call, &key, request) {
-            verdict.endpoint = other;
+            (verdict.endpoint, verdict.flags) = (other, block.flags());
             note_connected(call, &key, request);
             return;
         }

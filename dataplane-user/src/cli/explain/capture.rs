@@ -207,11 +207,11 @@ impl Mesh {
         let mut reason = if is_tcp && !is_captured {
             Reason::NotService
         } else if is_tcp {
-            capture::decide_outbound(&call, &self.config, &enrolled, call.to, excludes_user)
+            capture::decide_outbound(&call, &self.config, &enrolled, call.to, excludes_user).0
         } else if call.is_by_packets() {
             Reason::NotService
         } else {
-            capture::decide_datagram(&call, &enrolled, call.to, excludes_user)
+            capture::decide_datagram(&call, &enrolled, call.to, excludes_user).0
         };
         if reason != Reason::EgressDenied
             && capture::is_query(&call, &enrolled, call.to, excludes_user)

@@ -267,9 +267,9 @@ mod tests {
             Enroller::after(&Captured::default(), false).enrol(member, &mut tables);
         let to = (dataplane_common::Addr::from_v4(addr), Port::new(port));
         let asked = Unknown(&tables);
-        let datagram = capture::decide_datagram(&asked, &enrolled, to, false);
+        let (datagram, _) = capture::decide_datagram(&asked, &enrolled, to, false);
         let config = CaptureConfig::default();
-        let reason = capture::decide_outbound(&asked, &config, &enrolled, to, false);
+        let (reason, _) = capture::decide_outbound(&asked, &config, &enrolled, to, false);
         let denied = |reason| reason == Reason::EgressDenied;
         assert_eq!(denied(reason), denied(datagram));
         reason

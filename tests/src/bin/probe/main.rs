@@ -6,12 +6,14 @@ mod connect;
 mod dns;
 mod enter;
 mod escape;
+mod feign;
 mod flows;
 mod hold;
 mod keep;
 mod load;
 mod marked;
 mod serve;
+mod storm;
 mod talk;
 mod udp;
 
@@ -41,6 +43,8 @@ enum Command {
     Connect(connect::Arguments),
     /// Connect as those do who want to get past capture, print what the other side says
     Escape(escape::Arguments),
+    /// Send to oneself from an address that the host does not have, and answer that address
+    Feign(feign::Arguments),
     /// Look up a name at a steady rate, report
     ///
     /// Prints a line when it begins.
@@ -63,6 +67,8 @@ enum Command {
     Marked(marked::Arguments),
     /// Connect all the time, from several threads, and report what happened
     Load(load::Arguments),
+    /// Ask as fast as possible until stdin is closed, without waiting for answers, and report who answered
+    Storm(storm::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -71,6 +77,7 @@ fn main() -> ExitCode {
         Command::Serve(arguments) => serve::run(arguments),
         Command::Connect(arguments) => connect::run(&arguments),
         Command::Escape(arguments) => escape::run(&arguments),
+        Command::Feign(arguments) => feign::run(&arguments),
         Command::Dns(arguments) => dns::run(&arguments),
         Command::Hold(arguments) => hold::run(&arguments),
         Command::Http(arguments) => connect::run_http(&arguments),
@@ -80,6 +87,7 @@ fn main() -> ExitCode {
         Command::Talk(arguments) => talk::run(&arguments),
         Command::Marked(arguments) => marked::run(&arguments),
         Command::Load(arguments) => load::run(&arguments),
+        Command::Storm(arguments) => storm::run(&arguments),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

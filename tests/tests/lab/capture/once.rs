@@ -1,17 +1,20 @@
 //! A connection is translated at most once, and judged by where its first packet goes: whatever other services claim the
 //! address of its endpoint.
 
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::{Host, Process};
+use dataplane_tests::{Host, Process, emulated, patience, report::LoadReport};
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng, seq::IndexedRandom as _};
 use serde_json::json;
 
-use super::World;
+use super::{World, packets};
 use crate::{
-    cluster::{UDP, ask, reaches, refused, serve},
+    cluster::{UDP, ask, eventually, reaches, refused, serve},
     manifest::{Manifests, Service},
 };
 
@@ -20,6 +23,10 @@ scenarios! {
     what_the_proxy_has_routed_goes_there,
     no_service_at_a_pods_own_address_opens_egress,
     no_second_service_opens_egress,
+    no_flip_of_a_slice_opens_egress,
+    no_flip_of_a_slice_opens_egress_to_a_machine,
+    nobody_answers_whom_he_feigns,
+    a_machine_does_not_reach_the_node_by_two_services,
     whatever_two_tenants_claim_egress_stays_where_it_may_go,
 }
 
@@ -157,6 +164,134 @@ fn no_second_service_opens_egress() -> Result<()> {
         for to in [at(&one, UDP), at(&far, UDP)].as_flattened() {
             for how in ["udp", "udp --unconnected"] {
                 refused(&app, to, how).context(mode)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// How often a slice flips: `DATAPLANE_FLIPS=100000` for the long form.
+fn flips() -> u32 {
+    let said = std::env::var("DATAPLANE_FLIPS").ok();
+    said.and_then(|said| said.parse().ok())
+        .unwrap_or(if emulated() { 20 } else { 250 })
+}
+
+/// The endpoint changes between a Pod and somebody who is none, while the workload connects and sends all the time.
+fn no_flip_of_a_slice_opens_egress() -> Result<()> {
+    let (mut world, outside, _server) = with_outside()?;
+    world.manifests = Manifests::new(&[service("flip", 20, &outside)])?;
+    world.capture(json!({}), json!({ "egress": "deny", "mode": "kernel" }))?;
+    let how = [("tcp", 80), ("connected", 53), ("unconnected", 53)];
+    flip(&world, &outside, &how)
+}
+
+/// The same, by the packets of a virtual machine.
+fn no_flip_of_a_slice_opens_egress_to_a_machine() -> Result<()> {
+    let mut world = packets::world_with(|lab| lab.pod("node1", "outside", "10.244.1.9"))?;
+    let outside = world.lab.pod("outside").clone();
+    let _server = serve(&outside)?;
+    world.manifests = Manifests::new(&[service("flip", 20, &outside)])?;
+    packets::capture(
+        &mut world,
+        json!({ "egress": "deny", "mode": "kernel" }),
+        &[],
+    )?;
+    flip(&world, &outside, &[("tcp", 80)])
+}
+
+/// Flips the service's endpoint while clients ask by these ways and ports, each by both families.
+fn flip(world: &World, outside: &Host, how: &[(&str, u16)]) -> Result<()> {
+    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+    let mut clients = Vec::new();
+    for &(by, port) in how {
+        for vip in ["10.96.0.20", "[fd00:96::20]"] {
+            let to = format!("{vip}:{port}");
+            let client = app.probe("storm").args(["--by", by, "--to", &to]);
+            let mut client = client.stdin_piped().stdout_piped().spawn()?;
+            client.wait_for_line()?;
+            clients.push((format!("{by} {to}"), client));
+        }
+    }
+    for _ in 0..flips() {
+        for endpoint in [&one, outside] {
+            world.manifests.write(&[service("flip", 20, endpoint)])?;
+            // Not in step with the agent, which waits for files that change all the time.
+            std::thread::sleep(Duration::from_millis(rand::random_range(5..40)));
+        }
+    }
+    // Each client has an answer at last, however slow the machine is.
+    world.manifests.write(&[service("flip", 20, &one)])?;
+    eventually(|| reaches(&app, "10.96.0.20:80", "connect", &["one"]).map(drop))?;
+    std::thread::sleep(patience(Duration::from_secs(1)));
+    for (what, mut client) in clients {
+        client.close_stdin();
+        let report: LoadReport = client.wait_json()?;
+        println!("{what}: {report:?}");
+        ensure!(
+            report.endpoints.keys().eq(["one"]),
+            "{what}: {:?}",
+            report.endpoints
+        );
+    }
+    ensure!(world.verdicts(Reason::EgressDenied)? > 0, "never outside");
+    Ok(())
+}
+
+/// "Has sent it a datagram" holds for others only.
+fn nobody_answers_whom_he_feigns() -> Result<()> {
+    let (mut world, outside, _server) = with_outside()?;
+    let app = world.app().clone();
+    world.capture(json!({}), json!({ "egress": "deny", "mode": "kernel" }))?;
+    let [_, source] = at(&outside, UDP);
+    for own in [app.ipv6().to_string(), "::1".to_owned()] {
+        for connected in [&[][..], &["--connected"]] {
+            let feign = app
+                .probe("feign")
+                .args(["--source", &source, "--own", &own]);
+            let said = feign.args(connected).output()?;
+            let text = String::from_utf8_lossy(&said.stderr);
+            ensure!(
+                !said.status.success() && text.contains("cannot feign"),
+                "{own}, {connected:?}: {said:?}"
+            );
+        }
+    }
+    ensure!(world.verdicts(Reason::SourceForged)? >= 4, "not counted");
+    // It does speak for itself.
+    let [_, own] = at(&app, 4001);
+    let feign = app.probe("feign").args(["--source", &own]);
+    feign.args(["--own", &app.ipv6().to_string()]).run()?;
+    Ok(())
+}
+
+/// The endpoint of the first is the external IP of the second, whose endpoint is the node.
+fn a_machine_does_not_reach_the_node_by_two_services() -> Result<()> {
+    for mode in ["proxy", "kernel"] {
+        let mut world = packets::world_with(|lab| lab)?;
+        let node = world.lab.node("node1").clone();
+        let _server = serve(&node)?;
+        let ips = [IpAddr::from([203, 0, 113, 7]), "2001:db8::7".parse()?];
+        let second =
+            service("second", 31, &node).set("externalIPs", ips.map(|ip| ip.to_string()).to_vec());
+        let mut first = Service::new("first", &["10.96.0.30", "fd00:96::30"])
+            .port("tcp", 80, 80)
+            .port("udp", 53, 53);
+        for ip in ips {
+            first = first.endpoint_at(ip, "node1");
+        }
+        world.manifests = Manifests::new(&[first, second])?;
+        packets::capture(&mut world, json!({ "mode": mode }), &[])?;
+        let app = world.app().clone();
+        for vip in ["10.96.0.30", "[fd00:96::30]"] {
+            for (port, how) in [(80, "connect"), (53, "udp"), (53, "udp --unconnected")] {
+                let to = format!("{vip}:{port}");
+                let report = ask(&app, &to, &format!("{how} --timeout-ms 1000"))?;
+                ensure!(
+                    report.answered == 0,
+                    "{mode}, {how} {to}: {:?}",
+                    report.endpoints
+                );
             }
         }
     }

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::{Hook, trial};
 use dataplane_common::{LAYOUT, Reason};
 use dataplane_tests::{
-    Agent, emulated,
+    Agent, LabBuilder, emulated,
     report::{LoadReport, Report},
 };
 use serde_json::{Value, json};
@@ -41,7 +41,12 @@ scenarios! {
 
 /// A world whose `app` is a virtual machine.
 pub fn world() -> Result<World> {
-    World::with(|lab| lab.vm("node1", "app", "10.244.1.8"))
+    world_with(|lab| lab)
+}
+
+/// Likewise, with other pods.
+pub fn world_with(more: impl FnOnce(LabBuilder) -> LabBuilder) -> Result<World> {
+    World::with(|lab| more(lab.vm("node1", "app", "10.244.1.8")))
 }
 
 /// These rules, for packets.

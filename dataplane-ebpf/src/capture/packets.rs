@@ -1,0 +1,55 @@
+//! Whether the first packet of a workload whose egress is denied may go where the packet path sends it. The packet path asks
+//! when it has the block from which it draws: what was judged before, at the socket or by [`assign`](super::assign), is an
+//! earlier look at the same tables, and the service may have changed since.
+
+use dataplane_common::{
+    Protocol,
+    capture::{self, Enrolled, Local, MESH_DENIES},
+    packet::FlowKey,
+    tables::{Block, Frontend},
+};
+
+use super::Live;
+use crate::socket;
+
+/// The workload that sends a packet, if its egress is denied and its rules do not exempt the destination.
+#[inline(always)]
+fn denied(key: &FlowKey) -> Option<Local> {
+    let mesh = socket::config().map_or(0, |config| config.mesh);
+    if mesh & MESH_DENIES == 0 {
+        return None;
+    }
+    let local = super::local(key.src)?;
+    let denies = Enrolled::CAPTURED | Enrolled::EGRESS_DENY;
+    if local.flags & denies != denies {
+        return None;
+    }
+    // Of a socket, who is excluded by user or group shows there only. Datagrams are judged at sockets only.
+    let is_seen = if local.is_by_packets() {
+        key.protocol == Protocol::TCP
+    } else {
+        local.flags & Enrolled::HAS_USERS == 0
+    };
+    if !is_seen {
+        return None;
+    }
+    let (_, is_judged) = capture::outbound(&Live, &local.enrolled(), key.dst, key.dst_port, false);
+    is_judged.then_some(local)
+}
+
+/// Whether a packet may go to an endpoint of a block.
+#[inline(always)]
+pub fn admits_service(key: &FlowKey, block: Block) -> bool {
+    block.flags() & Block::REACHABLE != 0 || denied(key).is_none()
+}
+
+/// Whether a packet may go to its destination, which is no service's. Of what sockets send, they have judged that.
+#[inline(always)]
+pub fn admits_itself(key: &FlowKey) -> bool {
+    match denied(key) {
+        Some(local) if local.is_by_packets() => {
+            super::is_known(Frontend::NONE, key.dst, key.dst_port, key.protocol)
+        }
+        _ => true,
+    }
+}
