@@ -6,7 +6,6 @@ use dataplane_common::tables::FrontendKey;
 
 use super::{
     Conflict,
-    planner::shrink,
     wanted::{Claim, WantedKey},
 };
 use crate::model::{Service, ServiceName};
@@ -156,5 +155,13 @@ impl Claims {
                 losers: names.collect(),
             })
         })
+    }
+}
+
+/// Gives back what a map has room for, if that is much more than it has.
+pub(super) fn shrink<K: Eq + std::hash::Hash, V>(map: &mut HashMap<K, V>) {
+    let len = map.len().max(1024);
+    if map.capacity() > 8 * len {
+        map.shrink_to(2 * len);
     }
 }

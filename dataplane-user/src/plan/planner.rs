@@ -16,7 +16,7 @@ use imbl::ordmap::DiffItem;
 use super::{
     AdoptError, Conflict, Contents, Plan, PoolOwner, Room,
     adopt::{self, Adopted},
-    claims::{Claims, Rank},
+    claims::{Claims, Rank, shrink},
     mirror::{Mirror, Writes},
     reach::Reach,
     room::{Budgets, Left},
@@ -88,14 +88,6 @@ impl Default for Planner {
             freed_keys: false,
             scratch: Scratch::default(),
         }
-    }
-}
-
-/// Gives back what a map has room for, if that is much more than it has.
-pub(super) fn shrink<K: Eq + std::hash::Hash, V>(map: &mut HashMap<K, V>) {
-    let len = map.len().max(1024);
-    if map.capacity() > 8 * len {
-        map.shrink_to(2 * len);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Kubernetes' objects in the model's terms, however they came here.
 //!
 //! [`service`], [`slice()`] and [`node()`] turn one object each into the model, and say with its
-//! field path what is wrong with it. [`host_ports()`] are those of a pod. [`join`] gives a service the endpoints of its slices.
+//! field path what is wrong with it. [`host_ports()`] are those of a pod. `join` gives a service the endpoints of its slices.
 //!
 //! What kube-proxy leaves alone is left alone here, too: services with another proxy
 //! (`service.kubernetes.io/service-proxy-name`), services that are marked as headless

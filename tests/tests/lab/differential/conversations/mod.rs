@@ -11,7 +11,11 @@ mod flows;
 mod talk;
 mod wire;
 
-use std::{collections::BTreeMap, thread, time::Duration};
+use std::{
+    collections::BTreeMap,
+    thread,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_peers::Mode;
@@ -36,7 +40,7 @@ scenarios! {
 /// Conversations that are tried unless more are asked for; and of one pair of labs with short timeouts, which pass while they are sent.
 const SHORT: usize = 500;
 /// Conversations of one pair of labs: a client has a port for each.
-const BATCH: usize = 10_000;
+const BATCH: usize = 5000;
 
 /// For how many seconds flows are kept where their end is waited for.
 const SHORT_TIMEOUT: u64 = 20;
@@ -184,6 +188,8 @@ struct After {
     seen: Vec<Seen>,
     /// The flow, if it is there.
     kept: Option<Kept>,
+    /// For how many seconds the packets of this step were sent, and what came of them was read.
+    seconds: u64,
 }
 
 /// Runs the conversations, all of them at a time: the first steps of all, then the second ones.
@@ -236,6 +242,7 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
         {
             thread::sleep(Duration::from_millis(2300));
         }
+        let start = Instant::now();
         for (number, talk) in talks.iter().enumerate() {
             match talk.steps.get(step) {
                 Some(Step::Packet(packet)) => site.send(number, packet)?,
@@ -245,6 +252,7 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
         }
         let mut seen = site.receive()?;
         let kept = kept()?;
+        let seconds = start.elapsed().as_secs();
         for (number, talk) in talks
             .iter()
             .enumerate()
@@ -252,7 +260,11 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
         {
             let kept = kept.get(&(talk.udp, Site::port(number))).cloned();
             let seen = std::mem::take(&mut seen[number]);
-            all[number].push(After { seen, kept });
+            all[number].push(After {
+                seen,
+                kept,
+                seconds,
+            });
         }
     }
     if kind.short {
@@ -261,8 +273,11 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
         let kept = kept()?;
         for (number, talk) in talks.iter().enumerate() {
             let kept = kept.get(&(talk.udp, Site::port(number))).cloned();
-            let seen = Vec::new();
-            all[number].push(After { seen, kept });
+            all[number].push(After {
+                seen: Vec::new(),
+                kept,
+                seconds: 0,
+            });
         }
     }
     Ok(all)
@@ -299,28 +314,34 @@ fn explained(
                 .iter()
                 .any(|seen| is_for_other_side(talk, step, seen))
         };
-        // What overtakes is one of the connection's own; a SYN-ACK may be taken for the answer.
+        // What overtakes is one of the connection's own; a stray SYN-ACK may be taken for the answer; and after a stray
+        // segment, the kernel's window may be the stray one's.
+        let own = talk.trouble == Some(Trouble::Order) || talk.has_rst(step);
         let same = states[0] == states[1]
             || before.and_then(state) == states[1]
             || states[1] == Some("syn-received")
-            || talk.trouble == Some(Trouble::Order);
+            || own;
         return if passed(here) && !passed(there) && same && talk.trouble.is_some() {
             Verdict::Row(4)
         } else {
             Verdict::Unexplained
         };
     }
+    let slack = 8 + there.seconds + here.seconds;
     let (there, here) = match (&there.kept, &here.kept) {
         (None, None) => return Verdict::Same,
         (Some(there), Some(here)) => (there, here),
         (None, Some(_)) | (Some(_), None) => return Verdict::Unexplained,
     };
-    let same_time = there.seconds.abs_diff(here.seconds) <= 8;
+    let same_time = there.seconds.abs_diff(here.seconds) <= slack;
     if there.state == here.state && same_time {
         return Verdict::Same;
     }
     // `nf_conntrack_tcp_timeout_unacknowledged`, five minutes.
-    if there.state == here.state && (280..=300).contains(&there.seconds) && here.seconds > 300 {
+    if there.state == here.state
+        && (300 - slack.min(100)..=300).contains(&there.seconds)
+        && here.seconds > 300
+    {
         return Verdict::Row(0);
     }
     if talk.has_fin_again(step) {
