@@ -53,6 +53,8 @@ pub const fn arrive_judged(mesh: u64) -> bool {
 pub const JUDGED: i32 = 2;
 /// [`judge`]: as [`GO_ON`], to the destination itself, who has sent the socket a datagram.
 pub const ANSWERS: i32 = 3;
+/// [`judge`] of a datagram that is sent: it goes to the agent's DNS server, whatever else has its destination.
+pub const CAPTURED: i32 = 4;
 
 /// Decides, and carries it out.
 #[inline(always)]
@@ -85,13 +87,14 @@ pub fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: 
         return refuse();
     }
     let peer = request.peer(&verdict.endpoint);
-    if hook as u8 == Hook::Sendmsg as u8 {
+    let is_sent = hook as u8 == Hook::Sendmsg as u8;
+    if is_sent {
         flows::remember(call, &peer);
     } else {
         peers::remember(call, &peer);
     }
     call.set(peer.endpoint, peer.endpoint_port);
-    GO_ON
+    if is_sent { CAPTURED } else { GO_ON }
 }
 
 /// The reason, and how it goes on if it does.

@@ -23,6 +23,9 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         if goes == REFUSED {
             return REFUSED;
         }
+        if goes == datagrams::CAPTURED {
+            return GO_ON;
+        }
     }
     let is_judged = goes == datagrams::JUDGED;
     // Nearly all that a server answers, and so worth a way of its own.

@@ -5,7 +5,7 @@ use std::{io, net::SocketAddr, os::fd::OwnedFd, time::Duration};
 use dataplane_common::{
     Port,
     accelerate::{STEP, WINDOW},
-    capture::Tuple,
+    capture::{self, Tuple},
 };
 
 use super::{
@@ -179,35 +179,43 @@ impl Connection {
                 continue;
             }
             self.granted[way] = bytes;
-            // Of the connection that the bytes come by: who has connected, and to which address.
+            // The ends of the connection that the bytes come by, its client first.
             let ends = match (way, &self.endpoint) {
-                (0, _) => self.own_address().map(|own| (self.session.client(), own)),
-                (_, Some(endpoint)) => {
-                    socket::own_address(&endpoint.socket).map(|own| (own, self.session.endpoint()))
-                }
+                (0, _) => self
+                    .own_addresses()
+                    .map(|own| own.map(|own| own.map(|own| (self.session.client(), own)))),
+                (_, Some(endpoint)) => socket::own_address(&endpoint.socket)
+                    .map(|own| [Some((own, self.session.endpoint())), None]),
                 (_, None) => continue,
             };
-            // Fails if the connection is gone.
-            let Ok((client, proxy)) = ends else { continue };
-            let tuple = Tuple {
-                netns: acceleration.netns,
-                client: client.ip().into(),
-                proxy: proxy.ip().into(),
-                client_port: Port::new(client.port()),
-                proxy_port: Port::new(proxy.port()),
-                reserved: 0,
-            };
-            (acceleration.grant)(&tuple, bytes + WINDOW);
+            for (client, proxy) in ends.into_iter().flatten().flatten() {
+                let tuple = Tuple {
+                    netns: acceleration.netns,
+                    client: client.ip().into(),
+                    proxy: proxy.ip().into(),
+                    client_port: Port::new(client.port()),
+                    proxy_port: Port::new(proxy.port()),
+                    reserved: 0,
+                };
+                // Fails if there is no such connection, or not any more.
+                (acceleration.grant)(&tuple, bytes + WINDOW);
+            }
         }
     }
 
-    /// The proxy's address of the connection that the client has made.
-    fn own_address(&self) -> io::Result<SocketAddr> {
+    /// The addresses one of which the proxy has in the connection that the client has made: the listener's, or that of the
+    /// destination ([`capture::spread`]).
+    fn own_addresses(&self) -> io::Result<[Option<SocketAddr>; 2]> {
         let v4 = self.session.client().is_ipv4();
-        match self.session.attached().listener(v4) {
-            Some(own) => Ok(own),
-            None => socket::own_address(&self.client.socket),
-        }
+        let Some(own) = self.session.attached().listener(v4) else {
+            return socket::own_address(&self.client.socket).map(|own| [Some(own), None]);
+        };
+        let to = self.session.destination();
+        let spread = v4.then(|| {
+            let addr = capture::spread(to.ip().into(), Port::new(to.port()));
+            SocketAddr::new(addr.ip(), own.port())
+        });
+        Ok([Some(own), spread])
     }
 
     /// Makes both sides see a reset when the sockets are closed.

@@ -146,6 +146,11 @@ impl Session {
         self.client
     }
 
+    /// The destination that the client has asked for.
+    pub fn destination(&self) -> SocketAddr {
+        self.destination
+    }
+
     /// The endpoint of the last attempt; the destination before the first one.
     pub fn endpoint(&self) -> SocketAddr {
         self.endpoint
