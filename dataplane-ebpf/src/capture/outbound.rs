@@ -380,18 +380,18 @@ fn loopback(v4: bool) -> Addr {
 /// The innermost of the process's cgroups that is a workload; 0 if none is.
 #[inline(always)]
 fn by_cgroup(levels: u32) -> u64 {
-    let mut found = 0;
-    for level in 0..LEVELS {
+    // From the innermost on. Linux 6.1 refuses a loop whose last instruction is a call.
+    for level in (0..LEVELS).rev() {
         if levels >> level & 1 == 0 {
             continue;
         }
         // SAFETY: the helper has no preconditions.
         let id = unsafe { bpf_get_current_ancestor_cgroup_id(level.cast_signed()) };
         if CGROUPS.get_ptr(id).is_some() {
-            found = id;
+            return id;
         }
     }
-    found
+    0
 }
 
 /// Whether an address is the workload's own.
