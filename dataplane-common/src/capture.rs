@@ -41,8 +41,8 @@
 mod decisions;
 
 pub use decisions::{
-    Circumstances, Rules, by_interface, decide_datagram, decide_outbound, excludes_user, inbound,
-    is_query, outbound, without_proxy,
+    Circumstances, Rules, by_interface, decide_datagram, decide_outbound, excludes_user, exempts,
+    inbound, is_exempt, is_query, outbound, without_proxy,
 };
 
 use crate::{

@@ -75,6 +75,20 @@ pub fn outbound<T: Rules>(
     (Reason::Captured, true)
 }
 
+/// Whether the rules exempt a destination from the egress policy: the configuration excludes its port, or a range that has it.
+#[inline(always)]
+pub fn exempts<T: Rules>(tables: &T, enrolled: &Enrolled, addr: Addr, port: Port) -> bool {
+    let (reason, is_judged) = outbound(tables, enrolled, addr, port, false);
+    is_exempt(reason, is_judged)
+}
+
+/// The same, by the answer of [`outbound`]. Of a service that is excluded, the endpoints have to be exempt, too: anybody may give
+/// a service a port that is excluded, and an endpoint that is not.
+#[inline(always)]
+pub fn is_exempt(reason: Reason, is_judged: bool) -> bool {
+    !is_judged && (reason == Reason::ExcludedPort || reason == Reason::ExcludedRange)
+}
+
 /// Whether a workload's policy names a range of loopback that has this address. The policy's ranges exclude all other
 /// addresses of loopback if it does.
 #[inline(always)]
@@ -118,7 +132,7 @@ pub fn decide_outbound<T: Circumstances>(
         return (Reason::Recursive, false);
     }
     if !is_judged {
-        return (reason, false);
+        return (reason, denies && is_exempt(reason, is_judged));
     }
     // The workload's connections to itself bypass the proxy, as in `inbound`.
     if asked.is_itself() {
@@ -151,9 +165,12 @@ pub fn decide_datagram<T: Circumstances>(
     if enrolled.flags & Enrolled::EGRESS_DENY == 0 {
         return (Reason::NotService, false);
     }
-    let (_, is_judged) = outbound(asked, enrolled, addr, port, excludes_user);
-    if !is_judged || asked.is_itself() || asked.is_known() {
-        return (Reason::NotService, is_judged);
+    let (reason, is_judged) = outbound(asked, enrolled, addr, port, excludes_user);
+    if !is_judged {
+        return (Reason::NotService, is_exempt(reason, is_judged));
+    }
+    if asked.is_itself() || asked.is_known() {
+        return (Reason::NotService, true);
     }
     (Reason::EgressDenied, false)
 }

@@ -144,19 +144,43 @@ extern "C" fn capture_admits(request: *const Request, endpoint: *const Endpoint,
     if to_service && kind & u32::from(Block::REACHABLE) != 0 {
         return 1;
     }
-    let own = if to_service {
-        endpoint.addr
-    } else {
-        request.addr
-    };
+    let itself = Endpoint::new(request.addr, request.port);
+    let goes_to = if to_service { endpoint } else { &itself };
     let known = match kind {
         BY_PACKETS => frontend(request),
         _ => Frontend::NONE,
     };
     let (port, protocol) = (request.port, request.protocol);
-    u32::from(
-        is_own(request, own) || !to_service && super::is_known(known, request.addr, port, protocol),
-    )
+    if is_own(request, goes_to.addr)
+        || !to_service && super::is_known(known, request.addr, port, protocol)
+    {
+        return 1;
+    }
+    capture_exempts(request, goes_to, u32::from(!known.is_none()))
+}
+
+/// Whether the rules of the workload exempt an endpoint from its egress policy, or the destination itself. `by_packets`: packets
+/// to the destination are translated, and judged if no rule names users. With external linkage, as [`capture_leads_back`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_exempts(
+    request: *const Request,
+    to: *const Endpoint,
+    by_packets: u32,
+) -> u32 {
+    // SAFETY: as above.
+    let (Some(request), Some(to)) = (unsafe { (request.as_ref(), to.as_ref()) }) else {
+        return 0;
+    };
+    let (Some(config), Some(mesh)) = (config(), socket::config().map(|config| config.mesh)) else {
+        return 0;
+    };
+    let Copied::Found(enrolled) = enrolled(request, config, mesh) else {
+        return 0;
+    };
+    let is_judged_later = by_packets == 0 || enrolled.flags & Enrolled::HAS_USERS == 0;
+    u32::from(is_judged_later && capture::exempts(&Live, &enrolled, to.addr, to.port))
 }
 
 /// The reason, whose connection it is, and whether it is [left to be judged](leave_to_judge).

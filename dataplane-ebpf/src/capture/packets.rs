@@ -6,15 +6,15 @@ use dataplane_common::{
     Protocol,
     capture::{self, Enrolled, Local, MESH_DENIES},
     packet::FlowKey,
-    tables::{Block, Frontend},
+    tables::{Block, Endpoint, Frontend},
 };
 
 use super::Live;
 use crate::socket;
 
-/// The workload that sends a packet, if its egress is denied and its rules do not exempt the destination.
+/// The workload that sends a packet, if its egress is denied, and whether its rules exempt the destination.
 #[inline(always)]
-fn denied(key: &FlowKey) -> Option<Local> {
+fn denied(key: &FlowKey) -> Option<(Local, bool)> {
     let mesh = socket::config().map_or(0, |config| config.mesh);
     if mesh & MESH_DENIES == 0 {
         return None;
@@ -33,21 +33,32 @@ fn denied(key: &FlowKey) -> Option<Local> {
     if !is_seen {
         return None;
     }
-    let (_, is_judged) = capture::outbound(&Live, &local.enrolled(), key.dst, key.dst_port, false);
-    is_judged.then_some(local)
+    let (to, port) = (key.dst, key.dst_port);
+    let (reason, is_judged) = capture::outbound(&Live, &local.enrolled(), to, port, false);
+    let is_exempt = capture::is_exempt(reason, is_judged);
+    (is_judged || is_exempt).then_some((local, is_exempt))
 }
 
 /// Whether a packet may go to an endpoint of a block.
 #[inline(always)]
-pub fn admits_service(key: &FlowKey, block: Block) -> bool {
-    block.flags() & Block::REACHABLE != 0 || denied(key).is_none()
+pub fn admits_service(key: &FlowKey, block: Block, endpoint: &Endpoint) -> bool {
+    if block.flags() & Block::REACHABLE != 0 {
+        return true;
+    }
+    match denied(key) {
+        Some((local, true)) => {
+            capture::exempts(&Live, &local.enrolled(), endpoint.addr, endpoint.port)
+        }
+        Some(_) => false,
+        None => true,
+    }
 }
 
 /// Whether a packet may go to its destination, which is no service's. Of what sockets send, they have judged that.
 #[inline(always)]
 pub fn admits_itself(key: &FlowKey) -> bool {
     match denied(key) {
-        Some(local) if local.is_by_packets() => {
+        Some((local, false)) if local.is_by_packets() => {
             super::is_known(Frontend::NONE, key.dst, key.dst_port, key.protocol)
         }
         _ => true,

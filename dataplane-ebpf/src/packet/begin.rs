@@ -102,6 +102,7 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     match action {
         ANOTHER if s.way.answer == route::UNREADY => refuse(skb, s, s.index, Reason::NoRoute),
         ANOTHER => refuse(skb, s, s.index, Reason::PortsExhausted),
+        DENIED => refuse(skb, s, s.index, Reason::EgressDenied),
         DELIVER => super::deliver(skb, s),
         action => action,
     }
@@ -124,6 +125,8 @@ fn keep_endpoint(s: &mut Scratch, now: Tick) {
 /// [`enter_flow`]: every port of the endpoint's is taken, as far as was looked; or its interface is not ready
 /// ([`route::UNREADY`]).
 const ANOTHER: i32 = 260;
+/// [`go`]: the packet's workload may not go to the endpoint.
+const DENIED: i32 = 261;
 /// [`enter_flow`]: the packet is to be sent on.
 const DELIVER: i32 = 259;
 
@@ -226,15 +229,12 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     if s.pool.block.is_empty() {
         return refuse(skb, s, index, decide::refusal(s.pool.block));
     }
-    if packet_admits(s) == 0 {
-        return refuse(skb, s, index, Reason::EgressDenied);
-    }
     s.index = index;
     s.masquerade = u32::from(masquerade) * MASQUERADE;
     CHOOSE
 }
 
-/// Whether the packet's workload may go to the pool, or to the packet's destination if that is no service's. With external
+/// Whether the packet's workload may go to the endpoint of the pool, or to the packet's destination if that is no service's. With external
 /// linkage, as in `table.rs`: the verifier looks at it once.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
@@ -246,7 +246,7 @@ extern "C" fn packet_admits(s: *const Scratch) -> u32 {
         u32::from(if s.frontend.is_none() {
             packets::admits_itself(key)
         } else {
-            packets::admits_service(key, s.pool.block)
+            packets::admits_service(key, s.pool.block, &s.endpoint)
         })
     })
 }
@@ -275,6 +275,9 @@ extern "C" fn packet_enter_flow(skb: *mut __sk_buff, s: *mut Scratch, now: u32) 
 
 #[inline(always)]
 fn go(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
+    if s.index != 0 && packet_admits(s) == 0 {
+        return DENIED;
+    }
     packet_enter_flow(skb.0, s, u32::from(now.number()))
 }
 

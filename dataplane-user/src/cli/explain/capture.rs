@@ -17,7 +17,7 @@ use dataplane_common::{
         MESH_DENIES, MESH_DNS, MESH_GUARD, MESH_NAMESPACES, REACHABLE, RuleKey,
     },
     decide,
-    tables::{Frontend, FrontendKey},
+    tables::{Block, Endpoint, Frontend, FrontendKey},
 };
 use serde::Serialize;
 
@@ -204,15 +204,19 @@ impl Mesh {
         );
         let ids = (user, group);
         let excludes_user = capture::excludes_user(&call, &enrolled, ids);
-        let mut reason = if is_tcp && !is_captured {
-            Reason::NotService
+        let (mut reason, is_judged) = if is_tcp && !is_captured {
+            (Reason::NotService, false)
         } else if is_tcp {
-            capture::decide_outbound(&call, &self.config, &enrolled, call.to, excludes_user).0
+            capture::decide_outbound(&call, &self.config, &enrolled, call.to, excludes_user)
         } else if call.is_by_packets() {
-            Reason::NotService
+            (Reason::NotService, false)
         } else {
-            capture::decide_datagram(&call, &enrolled, call.to, excludes_user).0
+            capture::decide_datagram(&call, &enrolled, call.to, excludes_user)
         };
+        let (denied, all) = if is_judged { call.denied() } else { (0, 0) };
+        if denied > 0 && denied == all {
+            reason = Reason::EgressDenied;
+        }
         if reason != Reason::EgressDenied
             && capture::is_query(&call, &enrolled, call.to, excludes_user)
         {
@@ -225,7 +229,7 @@ impl Mesh {
                 reason = Reason::DnsBypassed;
             }
         }
-        if reason == Reason::NotService {
+        if reason == Reason::NotService && denied == 0 {
             return None;
         }
         let (addr, _) = call.to;
@@ -242,6 +246,12 @@ impl Mesh {
                  pid:NUMBER): explained for a user that no rule names"
                     .to_owned(),
             );
+        }
+        if denied > 0 {
+            told.steps.push(format!(
+                "egress is denied to {denied} of {all} endpoints: a rule that excludes the service from capture \
+                 exempts only endpoints that it excludes, too"
+            ));
         }
         told.rule = self.outbound_rule(reason, &enrolled, call.to, ids);
         self.close(&mut told, reason, call.is_by_packets());
@@ -670,6 +680,25 @@ impl Call<'_> {
             let found = namespace.inside(move || kernel::listening(port));
             found.is_ok_and(|all| all.iter().any(|socket| socket.takes_loopback(v4)))
         })
+    }
+
+    /// How many slots of a service's endpoints the egress policy denies, and how many there are.
+    fn denied(&self) -> (usize, usize) {
+        let pool = decide::Tables::pool(self.tables, self.frontend().pool());
+        let Some(block) = pool.map(|pool| pool.block) else {
+            return (0, 0);
+        };
+        if self.frontend().is_none() || block.flags() & Block::REACHABLE != 0 {
+            return (0, 0);
+        }
+        let slots = (0..u32::from(block.len())).map(|offset| block.base() + offset);
+        let endpoints = slots.filter_map(|slot| decide::Tables::endpoint(self.tables, slot));
+        let all: Vec<_> = endpoints.filter(|endpoint| !endpoint.is_none()).collect();
+        let is_denied = |endpoint: &&Endpoint| {
+            let is_own = !self.is_by_packets() && self.has(endpoint.addr);
+            !is_own && !capture::exempts(self, self.enrolled, endpoint.addr, endpoint.port)
+        };
+        (all.iter().filter(is_denied).count(), all.len())
     }
 
     /// Whether it is an address that the proxy has: with capture by sockets, one of the workload itself.

@@ -23,6 +23,8 @@ scenarios! {
     what_the_proxy_has_routed_goes_there,
     no_service_at_a_pods_own_address_opens_egress,
     no_second_service_opens_egress,
+    an_exclusion_exempts_where_the_first_packet_goes,
+    an_exclusion_exempts_where_a_machines_first_packet_goes,
     no_flip_of_a_slice_opens_egress,
     no_flip_of_a_slice_opens_egress_to_a_machine,
     nobody_answers_whom_he_feigns,
@@ -166,6 +168,122 @@ fn no_second_service_opens_egress() -> Result<()> {
                 refused(&app, to, how).context(mode)?;
             }
         }
+    }
+    Ok(())
+}
+
+/// Services at what the operator excludes: a tenant's, whose endpoint is no Pod; one of Pods; and one whose endpoint is excluded,
+/// too.
+fn excluded(one: &Host, outside: &Host) -> [Service; 3] {
+    let service = |name, number, endpoint, [tcp, udp]: [u16; 2]| {
+        service(name, number, endpoint)
+            .in_namespace("tenant")
+            .port("tcp-excluded", FREE, tcp)
+            .port("udp-excluded", FREE, udp)
+    };
+    [
+        service("opens", 40, outside, [7, UDP]),
+        service("pods", 41, one, [7, UDP]),
+        service("meant", 42, outside, [FREE, FREE]),
+    ]
+}
+
+/// Excluded are a port, and the addresses of the first two services.
+fn exclusions(mode: &str) -> serde_json::Value {
+    let ranges = [40, 41].map(|n| [format!("10.96.0.{n}/32"), format!("fd00:96::{n}/128")]);
+    json!({
+        "egress": "deny",
+        "mode": mode,
+        "excludeOutboundPorts": [FREE],
+        "excludeOutboundIPRanges": ranges.as_flattened(),
+    })
+}
+
+fn serve_free(outside: &Host) -> Result<Process> {
+    let [v4, v6] = at(outside, FREE);
+    Ok(outside.serve(&["--tcp", &v4, "--tcp", &v6, "--udp", &v4, "--udp", &v6])?)
+}
+
+/// What the services of [`excluded`] answer to somebody who is denied egress, by these ways of asking for TCP and UDP.
+fn exempts_endpoints(world: &World, outside: &Host, udp: &[&str]) -> Result<()> {
+    let app = world.app();
+    for family in ["10.96.0.", "fd00:96::"] {
+        let at = |number: u8, port: u16| -> Result<String> {
+            let ip: IpAddr = format!("{family}{number}").parse()?;
+            Ok(SocketAddr::from((ip, port)).to_string())
+        };
+        let asked = [(80, "connect"), (FREE, "connect")].into_iter();
+        let datagrams = udp.iter().flat_map(|how| [(53, *how), (FREE, *how)]);
+        for (port, how) in asked.chain(datagrams) {
+            let report = ask(app, &at(40, port)?, &format!("{how} --timeout-ms 500"))?;
+            ensure!(report.answered == 0, "{how} {port}: {report:?}");
+            reaches(app, &at(41, port)?, how, &["one"])?;
+        }
+        for how in ["connect"].iter().chain(udp) {
+            reaches(app, &at(42, FREE)?, how, &["outside"])?;
+        }
+    }
+    for to in at(outside, FREE) {
+        for how in ["connect"].iter().chain(udp) {
+            reaches(app, &to, how, &["outside"])?;
+        }
+    }
+    ensure!(world.verdicts(Reason::EgressDenied)? >= 4, "not counted");
+    for (number, port, verdict, reason) in [
+        (40, 80, "refused", Reason::EgressDenied),
+        (40, FREE, "refused", Reason::EgressDenied),
+        (41, 80, "translated", Reason::Translated),
+        (42, FREE, "translated", Reason::Translated),
+    ] {
+        let to = format!("10.96.0.{number}:{port}");
+        for to in [to.clone(), format!("{to}/udp")].iter().take(1 + udp.len()) {
+            let to = to.replace(":80/", ":53/");
+            let told = explain(world, &to)?;
+            ensure!(
+                told["verdict"] == verdict && told["reason"] == reason.word(),
+                "{to}: {told:#}"
+            );
+        }
+    }
+    Ok(())
+}
+
+fn explain(world: &World, to: &str) -> Result<serde_json::Value> {
+    let explain = world
+        .agent()?
+        .dataplane(["explain", "default/app", to, "-o", "json"]);
+    Ok(serde_json::from_str(&explain.run()?)?)
+}
+
+/// What is excluded from capture is exempt from the egress policy by where the first packet goes, not by what was asked for.
+fn an_exclusion_exempts_where_the_first_packet_goes() -> Result<()> {
+    for (mode, args) in [
+        ("kernel", &[][..]),
+        ("proxy", &[]),
+        ("kernel", &["--packets-only", "veth-app"]),
+    ] {
+        let (mut world, outside, _server) = with_outside()?;
+        let _free = serve_free(&outside)?;
+        let one = world.lab.pod("one").clone();
+        world.manifests = Manifests::new(&excluded(&one, &outside))?;
+        let config = super::mesh(json!({}), exclusions(mode));
+        world.agent_with_args(&config, &[], args)?;
+        exempts_endpoints(&world, &outside, &["udp", "udp --unconnected"])
+            .with_context(|| format!("{mode} {args:?}"))?;
+    }
+    Ok(())
+}
+
+/// The same, of the connections of a virtual machine.
+fn an_exclusion_exempts_where_a_machines_first_packet_goes() -> Result<()> {
+    for mode in ["kernel", "proxy"] {
+        let mut world = packets::world_with(|lab| lab.pod("node1", "outside", "10.244.1.9"))?;
+        let outside = world.lab.pod("outside").clone();
+        let (_server, _free) = (serve(&outside)?, serve_free(&outside)?);
+        let one = world.lab.pod("one").clone();
+        world.manifests = Manifests::new(&excluded(&one, &outside))?;
+        packets::capture(&mut world, exclusions(mode), &[])?;
+        exempts_endpoints(&world, &outside, &[]).context(mode)?;
     }
     Ok(())
 }
