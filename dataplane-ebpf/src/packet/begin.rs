@@ -11,7 +11,7 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, LEAVE_ALONE, client_port,
+    DROP, LEAVE_ALONE, chosen, client_port,
     conntrack::{self, REQUEST},
     direct,
     error::Complaint,
@@ -259,6 +259,18 @@ pub fn is_refused(skb: Skb, s: &mut Scratch) -> bool {
         refuse(skb, s, 0, Reason::EgressDenied);
     }
     is_refused
+}
+
+/// Whether a pod's socket sends the packet to an endpoint that was chosen at the socket, from an address that is not the pod's.
+/// If so, the packet is refused.
+#[inline(never)]
+pub fn is_forged(skb: Skb, s: &mut Scratch) -> bool {
+    let is_forged = chosen::is_destination(skb, &s.packet.key)
+        && !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS);
+    if is_forged {
+        refuse(skb, s, 0, Reason::SourceForged);
+    }
+    is_forged
 }
 
 /// [`enter_flow`]. With external linkage, as in `table.rs`: the verifier looks at it once, not once for each endpoint.

@@ -53,6 +53,7 @@ use dataplane_common::{
 use crate::{
     capture,
     select::{Live, count},
+    socket::siblings,
 };
 use conntrack::{ANSWER, FOREIGN, NEW, REQUEST};
 use error::Complaint;
@@ -239,6 +240,14 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     }
     if s.packet.is_syn() && s.frontend.is_none() && begin::is_refused(skb, s) {
         return COMPLAIN;
+    }
+    if begins
+        && s.frontend.is_none()
+        && siblings::may_be_bound(s.packet.key.src_port)
+        && is_pods(skb)
+        && begin::is_forged(skb, s)
+    {
+        return DROP;
     }
     // A SYN answers nothing, and neither does a datagram to a service.
     if has_ports && known == NEW && !s.packet.is_syn() && s.frontend.is_none() {

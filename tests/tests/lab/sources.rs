@@ -14,7 +14,7 @@ use dataplane_proof::wire::{Packet, Payload};
 use dataplane_tests::Host;
 
 use crate::{
-    cluster::{Cluster, UDP, eventually, fails, reaches},
+    cluster::{Cluster, UDP, ask, eventually, fails, reaches},
     manifest::Service,
     sockets::{address, arrived, inject, link, tap},
 };
@@ -28,6 +28,7 @@ scenarios! {
     who_may_only_reach_the_node_speaks_for_nobody_else,
     a_local_default_route_makes_no_address_the_nodes_own,
     a_new_pod_is_nobody_else_while_no_agent_runs,
+    no_socket_speaks_as_somebody_else,
 }
 
 const VIPS: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
@@ -521,6 +522,83 @@ fn a_local_default_route_makes_no_address_the_nodes_own() -> Result<()> {
         cluster.verdicts(Reason::SourceForged)? == 0,
         "sources count as forged"
     );
+    Ok(())
+}
+
+/// A pod's socket that is bound to an address of others, or names one, reaches no endpoint through a service. The kernel would
+/// forward its packets: by IPv6 always, by IPv4 without `rp_filter`.
+fn no_socket_speaks_as_somebody_else() -> Result<()> {
+    let lab = Cluster::lab()?;
+    for which in ["all", "default", "veth-near2"] {
+        let key = format!("ipv4/conf/{which}/rp_filter");
+        lab.node("node2").sysctl(&key, "0")?;
+    }
+    let services = |lab: &dataplane_tests::Lab| {
+        let hosts = ["near", "far"].map(|name| lab.pod(name).clone());
+        let number = |n: u8| [format!("10.96.0.2{n}"), format!("fd00:96::2{n}")];
+        let service = |n: u8, host: &Host| {
+            let vips = number(n);
+            Service::new(host.name(), &[&vips[0], &vips[1]])
+                .port("tcp", 80, 7)
+                .port("udp", 53, UDP)
+                .endpoints(&[host])
+        };
+        vec![service(0, &hosts[0]), service(1, &hosts[1])]
+    };
+    let cluster = Cluster::start_in(lab, &["near", "far"], services, &[])?;
+    let lab = &cluster.lab;
+    let client = lab.pod("near2");
+    let [own4, own6] = client.addresses();
+    for (n, endpoint) in ["near", "far"].into_iter().enumerate() {
+        let tap = tap(lab.pod(endpoint))?;
+        let v4 = (
+            format!("10.96.0.2{n}"),
+            own4,
+            "10.244.2.8 192.168.77.2 198.51.100.7",
+        );
+        let v6 = (
+            format!("[fd00:96::2{n}]"),
+            own6,
+            "fd00:10:244:2::8 fd77::2 2001:db8::7",
+        );
+        for (vip, own, others) in [v4, v6] {
+            let ways = |source: IpAddr| {
+                [
+                    (80, format!("connect --feign --local {source}")),
+                    (
+                        80,
+                        format!("connect --feign --local {source} --local-port 4100"),
+                    ),
+                    (53, format!("udp --feign --local {source}")),
+                    (53, format!("udp --feign --local {source} --unconnected")),
+                    (53, format!("udp --feign --source {source}")),
+                    (53, format!("udp --feign --source {source} --unconnected")),
+                ]
+            };
+            for (port, how) in ways(own) {
+                reaches(client, &format!("{vip}:{port}"), &how, &[endpoint])?;
+            }
+            arrived(&tap);
+            for source in others.split(' ') {
+                let source: IpAddr = source.parse()?;
+                for (port, how) in ways(source) {
+                    let before = cluster.verdicts(Reason::SourceForged)?;
+                    let how = format!("{how} --timeout-ms 150");
+                    let report = ask(client, &format!("{vip}:{port}"), &how)?;
+                    let what = || format!("{how} from {client:?} to {vip}:{port}: {report:?}");
+                    ensure!(report.answered == 0, "answered: {}", what());
+                    let counted = cluster.verdicts(Reason::SourceForged)? > before;
+                    ensure!(counted, "not counted: {}", what());
+                    let is_from = |frame: &Vec<u8>| match source {
+                        IpAddr::V4(v4) => frame.get(26..30) == Some(&v4.octets()[..]),
+                        IpAddr::V6(v6) => frame.get(22..38) == Some(&v6.octets()[..]),
+                    };
+                    let seen = arrived(&tap).iter().filter(|frame| is_from(frame)).count();
+                    ensure!(seen == 0, "{seen} packets arrive: {}", what());
+                }
+            }
+        }
+    }
     Ok(())
 }
 

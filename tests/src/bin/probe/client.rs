@@ -37,6 +37,9 @@ pub struct Target {
     /// Use an IPv6 socket to reach an IPv4 address (as ::ffff:a.b.c.d), as Java and Go servers do
     #[arg(long)]
     pub v4_mapped: bool,
+    /// Bind to an address that the host does not have (IP_TRANSPARENT, IPV6_FREEBIND)
+    #[arg(long)]
+    pub feign: bool,
     /// Use MPTCP
     #[arg(long)]
     mptcp: bool,
@@ -59,6 +62,7 @@ impl Target {
             local_port: None,
             reuse_port: false,
             v4_mapped: false,
+            feign: false,
             mptcp: false,
             first: None,
             timeout_ms,
@@ -99,6 +103,11 @@ impl Target {
         let socket = Socket::new(Domain::for_address(to), kind, mptcp)?;
         if self.v4_mapped {
             socket.set_only_v6(false)?;
+        }
+        if self.feign && to.is_ipv4() {
+            socket.set_ip_transparent_v4(true)?;
+        } else if self.feign {
+            socket.set_freebind_v6(true)?;
         }
         let limit = Duration::from_millis(self.timeout_ms.max(1));
         // Where every packet takes ten times as long, who waits no longer takes the slow for the lost.

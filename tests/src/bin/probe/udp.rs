@@ -2,7 +2,7 @@
 
 use std::{
     io::{self, IoSlice, Read as _},
-    net::{SocketAddr, UdpSocket},
+    net::{IpAddr, SocketAddr, UdpSocket},
     os::fd::{AsFd as _, AsRawFd as _},
     sync::{
         Arc,
@@ -54,6 +54,9 @@ pub struct Arguments {
     /// Name the interface that each datagram is to leave by (IP_PKTINFO, IPV6_PKTINFO)
     #[arg(long, value_name = "NAME", requires = "unconnected")]
     pktinfo: Option<String>,
+    /// Name the source of each datagram (IP_PKTINFO, IPV6_PKTINFO)
+    #[arg(long, value_name = "ADDRESS", conflicts_with = "pktinfo")]
+    source: Option<IpAddr>,
     /// Make so many sockets at the one port, send from each in turn, and take the answer from whichever has it
     #[arg(long, value_name = "SOCKETS", requires_all = ["unconnected", "reuse_port"], conflicts_with = "one_socket")]
     workers: Option<usize>,
@@ -146,16 +149,27 @@ fn open(arguments: &Arguments, to: SocketAddr) -> io::Result<UdpSocket> {
     Ok(socket.into())
 }
 
-/// Sends a datagram, and says by which interface.
-fn send_by(socket: &UdpSocket, payload: &[u8], to: SocketAddr, interface: &str) -> io::Result<()> {
-    let index = if_nametoindex(interface)?;
+/// Sends a datagram, and says by which interface or from which address. `is_connected`: without saying to whom.
+fn send_by(
+    socket: &UdpSocket,
+    payload: &[u8],
+    to: SocketAddr,
+    (interface, source): (Option<&str>, Option<IpAddr>),
+    is_connected: bool,
+) -> io::Result<()> {
+    let index = interface.map_or(Ok(0), if_nametoindex)?;
+    let (s_addr, s6_addr) = match source {
+        Some(IpAddr::V4(v4)) => (u32::from_ne_bytes(v4.octets()), [0; 16]),
+        Some(IpAddr::V6(v6)) => (0, v6.octets()),
+        None => (0, [0; 16]),
+    };
     let v4 = libc::in_pktinfo {
         ipi_ifindex: index.cast_signed(),
-        ipi_spec_dst: libc::in_addr { s_addr: 0 },
+        ipi_spec_dst: libc::in_addr { s_addr },
         ipi_addr: libc::in_addr { s_addr: 0 },
     };
     let v6 = libc::in6_pktinfo {
-        ipi6_addr: libc::in6_addr { s6_addr: [0; 16] },
+        ipi6_addr: libc::in6_addr { s6_addr },
         ipi6_ifindex: index,
     };
     let control = match to {
@@ -169,7 +183,7 @@ fn send_by(socket: &UdpSocket, payload: &[u8], to: SocketAddr, interface: &str) 
         &payload,
         &[control],
         MsgFlags::empty(),
-        Some(&to),
+        (!is_connected).then_some(&to),
     )?;
     Ok(())
 }
@@ -206,8 +220,9 @@ fn exchange(
     let begin = Instant::now();
     if let Some(worker) = workers.get(number as usize % workers.len().max(1)) {
         worker.send_to(&payload, address)?;
-    } else if let Some(interface) = &arguments.pktinfo {
-        send_by(socket, &payload, address, interface)?;
+    } else if arguments.pktinfo.is_some() || arguments.source.is_some() {
+        let by = (arguments.pktinfo.as_deref(), arguments.source);
+        send_by(socket, &payload, address, by, !arguments.unconnected)?;
     } else if arguments.unconnected && !arguments.connects(number) {
         socket.send_to(&payload, address)?;
     } else {
