@@ -5,6 +5,7 @@
 use std::{
     fs::{File, OpenOptions},
     io,
+    net::SocketAddr,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::fs::OpenOptionsExt as _,
@@ -23,7 +24,12 @@ use netlink_packet_route::{
     link::{LinkAttribute, LinkMessage},
 };
 
+use dataplane_common::{Addr, Port, Protocol, decide};
+
 use super::{
+    Tables,
+    error::Error,
+    pins::Pins,
     rtnetlink::Netlink,
     sys::{self, Shape},
 };
@@ -273,4 +279,45 @@ pub fn set_big(interface: &str, size: u32) -> io::Result<()> {
         LinkAttribute::GroIpv4MaxSize(size),
     ];
     Netlink::open()?.request(&RouteNetlinkMessage::SetLink(link), 0)
+}
+
+/// The pools of pairs of frontends, which take each other's endpoints again and again: as fast as no agent could write them.
+pub struct Flips {
+    tables: Tables,
+    pools: Vec<[u32; 2]>,
+}
+
+impl Flips {
+    /// Opens the pinned tables. `pairs`: addresses and ports of services.
+    ///
+    /// # Errors
+    /// If the tables cannot be opened.
+    pub fn open(bpffs: &Path, pairs: &[([SocketAddr; 2], Protocol)]) -> Result<Self, Error> {
+        let tables = Tables::open_pins(&Pins::new(bpffs), true)?;
+        let pool = |to: &SocketAddr, protocol| {
+            let (addr, port) = (Addr::from(to.ip()), Port::new(to.port()));
+            decide::find_frontend(&tables, addr, port, protocol, false).pool()
+        };
+        let pools = pairs.iter();
+        let pools = pools.map(|(pair, protocol)| pair.each_ref().map(|to| pool(to, *protocol)));
+        let pools = pools.collect();
+        Ok(Self { tables, pools })
+    }
+
+    /// Exchanges the endpoints of the two pools of each pair.
+    ///
+    /// # Errors
+    /// If a service is not in the tables.
+    pub fn flip(&mut self) -> Result<(), Error> {
+        for pair in &self.pools {
+            let [Some(first), Some(second)] =
+                pair.map(|pool| decide::Tables::pool(&self.tables, pool))
+            else {
+                continue;
+            };
+            self.tables.set_pool(pair[0], &second, false)?;
+            self.tables.set_pool(pair[1], &first, false)?;
+        }
+        Ok(())
+    }
 }

@@ -385,13 +385,21 @@ fn no_pod_and_no_policy_is_got_around_by_queries() -> Result<()> {
         )
         .replace("{addresses: [10.244.1.11]}", "{addresses: [10.244.7.7]}")
     };
-    let world = World::start(&json!({ "egress": "deny" }), of_node)?;
-    let refused = world.told(&format!("@10.244.1.11 {SERVICE}"));
-    ensure!(
-        refused.as_ref().is_err(),
-        "answered though egress is denied: {refused:?}"
-    );
-    ensure!(world.captured()? == 0, "captured");
+    for destinations in ["resolvers", "any"] {
+        let mesh = json!({ "rules": { "egress": "deny", "captured": true } });
+        let dns = json!({ "capture": "mesh", "destinations": destinations });
+        let world = World::start_as(Some(&mesh), dns, of_node, "", None)?;
+        for to in ["10.244.1.11", "192.0.2.1"] {
+            for how in ["", "+tcp "] {
+                let refused = world.told(&format!("@{to} {how}{SERVICE}"));
+                ensure!(
+                    refused.as_ref().is_err(),
+                    "{destinations}, {how}: {to} answered though egress is denied: {refused:?}"
+                );
+            }
+        }
+        ensure!(world.captured()? == 0, "captured");
+    }
     Ok(())
 }
 

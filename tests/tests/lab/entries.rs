@@ -3,13 +3,17 @@
 use std::{
     fs,
     net::{IpAddr, SocketAddr},
-    time::Duration,
+    path::Path,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, ensure};
+use dataplane::kernel::Tables;
+use dataplane_common::{Port, Protocol, decide};
 use dataplane_tests::{
     Agent, Lab,
     api::{ApiServer, Cluster as Objects, Options, Resource, objects},
+    patience,
     report::LoadReport,
 };
 use serde_json::{Value, json};
@@ -285,7 +289,7 @@ fn entries_are_noticed_when_the_cluster_has_them() -> Result<()> {
     server.cluster().install_istio(Some("v1beta1"));
     let mut last = Ok(());
     // It asks every half minute.
-    for _ in 0..dataplane_tests::patience(Duration::from_mins(2)).as_secs() {
+    for _ in 0..patience(Duration::from_mins(2)).as_secs() {
         last = vips(&agent, "db").map(drop);
         if last.is_ok() {
             break;
@@ -298,6 +302,70 @@ fn entries_are_noticed_when_the_cluster_has_them() -> Result<()> {
         reaches(lab.pod("sleep"), &to, "connect --count 3", &["near"])?;
     }
     Ok(())
+}
+
+/// A tenant's Service whose endpoint changes.
+struct Changes<'a> {
+    lab: &'a Lab,
+    cluster: &'a Objects,
+    bpffs: &'a Path,
+    vip: IpAddr,
+}
+
+impl<'a> Changes<'a> {
+    fn begin(lab: &'a Lab, cluster: &'a Objects, agent: &'a Agent) -> Result<Self> {
+        let vip = IpAddr::from([10, 96, 7, 7]);
+        cluster.apply(objects::service("changes", vip));
+        let changes = Self {
+            lab,
+            cluster,
+            bpffs: agent.bpffs(),
+            vip,
+        };
+        eventually(|| {
+            changes.change("near");
+            ensure!(changes.endpoint().is_some(), "not there yet");
+            Ok(())
+        })?;
+        Ok(changes)
+    }
+
+    fn change(&self, pod: &str) {
+        let at = objects::endpoint(self.lab.pod(pod).ipv4().into(), "node2");
+        self.cluster
+            .apply(objects::slice("changes", "changes-1", TCP, &[at]));
+    }
+
+    /// The endpoint in the kernel's tables, which are others when they have grown.
+    fn endpoint(&self) -> Option<IpAddr> {
+        let tables = Tables::open(self.bpffs).ok()?;
+        let (addr, port) = (self.vip.into(), Port::new(80));
+        let frontend = decide::find_frontend(&tables, addr, port, Protocol::TCP, false);
+        let endpoint = decide::only_endpoint(&tables, frontend);
+        (!endpoint.is_none()).then(|| endpoint.addr.ip())
+    }
+
+    /// The longest time that one of so many changes takes to be in the kernel's tables.
+    fn longest(&self, count: u32) -> Result<Duration> {
+        let mut longest = Duration::ZERO;
+        for _ in 0..count {
+            let pods = ["near", "near2"].map(|pod| IpAddr::from(self.lab.pod(pod).ipv4()));
+            let to = usize::from(self.endpoint() == Some(pods[0]));
+            let start = Instant::now();
+            self.change(["near", "near2"][to]);
+            while self.endpoint() != Some(pods[to]) {
+                let waited = start.elapsed();
+                ensure!(
+                    waited < patience(Duration::from_secs(60)),
+                    "after {waited:?}"
+                );
+                std::thread::sleep(Duration::from_micros(500));
+            }
+            longest = longest.max(start.elapsed());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(longest)
+    }
 }
 
 /// Ten million addresses in 0.8 MB of entries, which come and go. Once, the agent had gigabytes for them, and kept most.
@@ -328,9 +396,9 @@ fn large_entries_cost_a_bounded_amount_of_memory_and_give_it_back() -> Result<()
         .start()?;
     eventually(|| vips(&agent, "other").map(drop))?;
     let before = memory(&agent)?;
-    let large = |number: u32| {
-        let ranges =
-            (0..1000).map(|range| format!("11.{}.{}.0/24", number * 4 + range / 256, range % 256));
+    let large = |number: u32, ranges: u32| {
+        let ranges = (0..ranges)
+            .map(|range| format!("11.{}.{}.0/24", number * 4 + range / 256, range % 256));
         let addresses: Vec<String> = ranges.collect();
         let mut entry = entry(
             &format!("large{number}"),
@@ -340,8 +408,51 @@ fn large_entries_cost_a_bounded_amount_of_memory_and_give_it_back() -> Result<()
         entry["metadata"]["namespace"] = "tenant".into();
         entry
     };
+    let delete = || {
+        for number in 0..40 {
+            let name = format!("large{number}");
+            server
+                .cluster()
+                .delete(Resource::ServiceEntries, "tenant", &name);
+        }
+    };
+    // Nearly as many as a namespace may have: they are served, and a tenant's changes go on.
+    let tables = || Tables::open(agent.bpffs());
+    let changes = Changes::begin(&lab, server.cluster(), &agent)?;
+    let quiet = changes.longest(20)?;
+    let mut longest = Duration::ZERO;
+    for round in 0..2 {
+        for number in 0..40 {
+            server.cluster().apply(large(number, 9));
+            if number % 8 == 0 {
+                longest = longest.max(changes.longest(1)?);
+            }
+        }
+        longest = longest.max(changes.longest(20)?);
+        eventually(|| {
+            let used = tables()?.contents()?.frontends.len();
+            ensure!(used > 40 * 9 * 256, "round {round}: {used} frontends");
+            Ok(())
+        })?;
+        if round == 0 {
+            let with = memory(&agent)?;
+            eprintln!("{before} KiB before, {with} KiB with 92 160 addresses");
+            ensure!(
+                with < before + 192 * MIB,
+                "{before} KiB, {with} KiB with them"
+            );
+        }
+        delete();
+        longest = longest.max(changes.longest(20)?);
+        eventually(|| {
+            let used = tables()?.contents()?.frontends.len();
+            ensure!(used < 1000, "round {round}: {used} frontends");
+            Ok(())
+        })?;
+    }
+    eprintln!("a change of another tenant took at most {quiet:?}, and {longest:?} meanwhile");
     for number in 0..40 {
-        server.cluster().apply(large(number));
+        server.cluster().apply(large(number, 1000));
     }
     eventually(|| {
         let status = run(&agent, "status -o json")?.json()?.to_string();
@@ -352,16 +463,10 @@ fn large_entries_cost_a_bounded_amount_of_memory_and_give_it_back() -> Result<()
         Ok(())
     })?;
     let with = memory(&agent)?;
-    for number in 0..40 {
-        server.cluster().delete(
-            Resource::ServiceEntries,
-            "tenant",
-            &format!("large{number}"),
-        );
-    }
+    delete();
     // The agent gives memory back every half minute.
     let mut after = u64::MAX;
-    for _ in 0..dataplane_tests::patience(Duration::from_mins(3)).as_secs() {
+    for _ in 0..patience(Duration::from_mins(3)).as_secs() {
         after = memory(&agent)?;
         if after < before + 16 * MIB {
             break;

@@ -7,14 +7,15 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane_common::Reason;
+use dataplane::kernel::trial::Flips;
+use dataplane_common::{Protocol, Reason};
 use dataplane_tests::{Host, Process, emulated, patience, report::LoadReport};
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng, seq::IndexedRandom as _};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{World, packets};
 use crate::{
-    cluster::{UDP, ask, eventually, reaches, refused, serve},
+    cluster::{UDP, ask, reaches, refused, serve},
     manifest::{Manifests, Service},
 };
 
@@ -189,7 +190,7 @@ fn excluded(one: &Host, outside: &Host) -> [Service; 3] {
 }
 
 /// Excluded are a port, and the addresses of the first two services.
-fn exclusions(mode: &str) -> serde_json::Value {
+fn exclusions(mode: &str) -> Value {
     let ranges = [40, 41].map(|n| [format!("10.96.0.{n}/32"), format!("fd00:96::{n}/128")]);
     json!({
         "egress": "deny",
@@ -248,7 +249,7 @@ fn exempts_endpoints(world: &World, outside: &Host, udp: &[&str]) -> Result<()> 
     Ok(())
 }
 
-fn explain(world: &World, to: &str) -> Result<serde_json::Value> {
+fn explain(world: &World, to: &str) -> Result<Value> {
     let explain = world
         .agent()?
         .dataplane(["explain", "default/app", to, "-o", "json"]);
@@ -288,20 +289,25 @@ fn an_exclusion_exempts_where_a_machines_first_packet_goes() -> Result<()> {
     Ok(())
 }
 
-/// How often a slice flips: `DATAPLANE_FLIPS=100000` for the long form.
+/// How often the endpoints change: `DATAPLANE_FLIPS=100000` for the long form.
 fn flips() -> u32 {
     let said = std::env::var("DATAPLANE_FLIPS").ok();
     said.and_then(|said| said.parse().ok())
-        .unwrap_or(if emulated() { 20 } else { 250 })
+        .unwrap_or(if emulated() { 1000 } else { 10_000 })
+}
+
+/// The services of which one has the endpoints of the other, in turn.
+fn flipping(one: &Host, outside: &Host) -> [Service; 2] {
+    [service("flip", 20, one), service("flop", 21, outside)]
 }
 
 /// The endpoint changes between a Pod and somebody who is none, while the workload connects and sends all the time.
 fn no_flip_of_a_slice_opens_egress() -> Result<()> {
     let (mut world, outside, _server) = with_outside()?;
-    world.manifests = Manifests::new(&[service("flip", 20, &outside)])?;
+    world.manifests = Manifests::new(&flipping(world.lab.pod("one"), &outside))?;
     world.capture(json!({}), json!({ "egress": "deny", "mode": "kernel" }))?;
     let how = [("tcp", 80), ("connected", 53), ("unconnected", 53)];
-    flip(&world, &outside, &how)
+    flip(&world, &how)
 }
 
 /// The same, by the packets of a virtual machine.
@@ -309,38 +315,51 @@ fn no_flip_of_a_slice_opens_egress_to_a_machine() -> Result<()> {
     let mut world = packets::world_with(|lab| lab.pod("node1", "outside", "10.244.1.9"))?;
     let outside = world.lab.pod("outside").clone();
     let _server = serve(&outside)?;
-    world.manifests = Manifests::new(&[service("flip", 20, &outside)])?;
+    world.manifests = Manifests::new(&flipping(world.lab.pod("one"), &outside))?;
     packets::capture(
         &mut world,
         json!({ "egress": "deny", "mode": "kernel" }),
         &[],
     )?;
-    flip(&world, &outside, &[("tcp", 80)])
+    flip(&world, &[("tcp", 80)])
 }
 
-/// Flips the service's endpoint while clients ask by these ways and ports, each by both families.
-fn flip(world: &World, outside: &Host, how: &[(&str, u16)]) -> Result<()> {
-    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+/// Flips the services' endpoints while clients ask by these ways and ports, each by both families. The test writes the words of
+/// the pools itself, as the agent does: the agent waits for files that change all the time.
+fn flip(world: &World, how: &[(&str, u16)]) -> Result<()> {
+    let app = world.app().clone();
     let mut clients = Vec::new();
+    let mut pairs = Vec::new();
     for &(by, port) in how {
-        for vip in ["10.96.0.20", "[fd00:96::20]"] {
-            let to = format!("{vip}:{port}");
+        for vips in [["10.96.0.20", "10.96.0.21"], ["fd00:96::20", "fd00:96::21"]] {
+            let mut pair = Vec::new();
+            for vip in vips {
+                pair.push(SocketAddr::from((vip.parse::<IpAddr>()?, port)));
+            }
+            let to = pair[0].to_string();
+            let protocol = if by == "tcp" {
+                Protocol::TCP
+            } else {
+                Protocol::UDP
+            };
+            if !pairs.contains(&([pair[0], pair[1]], protocol)) {
+                pairs.push(([pair[0], pair[1]], protocol));
+            }
             let client = app.probe("storm").args(["--by", by, "--to", &to]);
             let mut client = client.stdin_piped().stdout_piped().spawn()?;
             client.wait_for_line()?;
             clients.push((format!("{by} {to}"), client));
         }
     }
-    for _ in 0..flips() {
-        for endpoint in [&one, outside] {
-            world.manifests.write(&[service("flip", 20, endpoint)])?;
-            // Not in step with the agent, which waits for files that change all the time.
-            std::thread::sleep(Duration::from_millis(rand::random_range(5..40)));
+    let mut flips = Flips::open(world.agent()?.bpffs(), &pairs)?;
+    for _ in 0..self::flips() {
+        for _ in 0..2 {
+            flips.flip()?;
+            // So that the clients meet both.
+            std::thread::sleep(Duration::from_micros(50));
         }
     }
-    // Each client has an answer at last, however slow the machine is.
-    world.manifests.write(&[service("flip", 20, &one)])?;
-    eventually(|| reaches(&app, "10.96.0.20:80", "connect", &["one"]).map(drop))?;
+    reaches(&app, "10.96.0.20:80", "connect", &["one"])?;
     std::thread::sleep(patience(Duration::from_secs(1)));
     for (what, mut client) in clients {
         client.close_stdin();
@@ -416,63 +435,55 @@ fn a_machine_does_not_reach_the_node_by_two_services() -> Result<()> {
     Ok(())
 }
 
-/// A property: whatever services two tenants make, of whatever addresses, who is denied egress reaches Pods and itself, by the
-/// way that its own packets take.
+/// A property: whatever objects two tenants make, of whatever addresses, who is denied egress reaches Pods and itself, by the
+/// way that its own packets take. Exclusions of the configuration open nothing else either.
 fn whatever_two_tenants_claim_egress_stays_where_it_may_go() -> Result<()> {
+    let said = std::env::var("DATAPLANE_CLAIM_RUNS").ok();
+    let rounds: u64 = said.and_then(|said| said.parse().ok()).unwrap_or(1);
     let (mut world, outside, _server) = with_outside()?;
     let app = world.app().clone();
     let hosts = ["app", "one", "two", "far"].map(|name| world.lab.pod(name).clone());
     let all: Vec<&Host> = hosts.iter().chain([&outside]).collect();
-    let rounds = 1;
     for (seed, mode) in (0..rounds).flat_map(|seed| [(seed, "kernel"), (seed, "proxy")]) {
         let mut random = StdRng::seed_from_u64(seed);
         let services: Vec<Service> = (0..8_u8)
-            .map(|number| {
-                let ports = [7, UDP, FREE, 80];
-                let mut claimed: Vec<String> = Vec::new();
-                for _ in 0..random.random_range(0..3) {
-                    let of = all.choose(&mut random).map(|host| host.addresses());
-                    claimed.extend(of.into_iter().flatten().map(|ip| ip.to_string()));
-                }
-                if random.random_bool(0.3) {
-                    claimed.push("203.0.113.9".to_owned());
-                }
-                claimed.sort();
-                claimed.dedup();
-                let mut service = Service::new(
-                    &format!("s{number}"),
-                    &[
-                        &format!("10.96.1.{number}"),
-                        &format!("fd00:96:1::{number}"),
-                    ],
-                )
-                .in_namespace(if number % 2 == 0 { "a" } else { "b" })
-                .set("externalIPs", claimed);
-                for (port, name) in ports.into_iter().zip(["a", "b", "c", "d"]) {
-                    service = service.port(&format!("tcp-{name}"), port, 7);
-                    service = service.port(&format!("udp-{name}"), port, UDP);
-                }
-                let mut endpoints: Vec<&Host> = Vec::new();
-                for _ in 0..random.random_range(1..3) {
-                    let host = *all.choose(&mut random).expect("there are hosts");
-                    if endpoints.iter().all(|other| other.ipv4() != host.ipv4()) {
-                        endpoints.push(host);
-                    }
-                }
-                service.endpoints(&endpoints)
-            })
+            .map(|number| drawn_service(number, &all, &mut random))
             .collect();
-        world.manifests = Manifests::new(&services)?;
-        world.capture(json!({}), json!({ "egress": "deny", "mode": mode }))?;
+        let others: Vec<Value> = (0..8_u8)
+            .flat_map(|number| drawn_others(number, &all, &mut random))
+            .collect();
+        world.manifests.write_with(&services, &others)?;
+        let mut rules = json!({ "egress": "deny", "mode": mode });
+        if random.random_bool(0.5) {
+            rules["excludeOutboundPorts"] = json!([FREE, 443]);
+            rules["excludeOutboundIPRanges"] = json!(["10.96.1.0/25", "fd00:96:1::/64"]);
+        }
+        world.capture(json!({}), rules)?;
         let mut targets: Vec<IpAddr> = all.iter().flat_map(|host| host.addresses()).collect();
         targets.push(IpAddr::from([203, 0, 113, 9]));
         targets.extend((0..8).map(|number| IpAddr::from([10, 96, 1, number])));
+        let services = world.agent()?.dataplane(["services", "-o", "json"]).run()?;
+        let services: Vec<Value> = serde_json::from_str(&services)?;
+        let of_entries = services.iter().filter(|service| {
+            let name = service["name"].as_str();
+            name.is_some_and(|name| name.contains("serviceentry:"))
+        });
+        let vips = of_entries.flat_map(|entry| entry["cluster_ips"].as_array());
+        let vips = vips
+            .flatten()
+            .filter_map(|vip| vip.as_str()?.parse::<IpAddr>().ok());
+        let before = targets.len();
+        targets.extend(vips);
+        ensure!(targets.len() > before, "no entry is served: {services:?}");
+        targets.sort();
+        targets.dedup();
         let mut answered = 0;
         for ip in targets {
             for (port, how) in [
                 (7, "connect --count 3"),
                 (FREE, "connect --count 3"),
                 (80, "connect --count 3"),
+                (443, "connect --count 6"),
                 (UDP, "udp --count 3 --timeout-ms 300"),
                 (FREE, "udp --count 3 --timeout-ms 300 --unconnected"),
             ] {
@@ -488,4 +499,113 @@ fn whatever_two_tenants_claim_egress_stays_where_it_may_go() -> Result<()> {
         ensure!(answered > 0, "{mode}, seed {seed}: nobody answered");
     }
     Ok(())
+}
+
+/// The namespace of one of the two tenants.
+fn tenant(number: u8) -> &'static str {
+    if number.is_multiple_of(2) { "a" } else { "b" }
+}
+
+/// Some addresses: of hosts, and of nobody.
+fn claims(all: &[&Host], random: &mut StdRng) -> Vec<String> {
+    let mut claimed: Vec<String> = Vec::new();
+    for _ in 0..random.random_range(0..3) {
+        let of = all.choose(random).map(|host| host.addresses());
+        claimed.extend(of.into_iter().flatten().map(|ip| ip.to_string()));
+    }
+    if random.random_bool(0.3) {
+        claimed.push("203.0.113.9".to_owned());
+    }
+    claimed.sort();
+    claimed.dedup();
+    claimed
+}
+
+/// One or two hosts.
+fn some<'a>(all: &[&'a Host], random: &mut StdRng) -> Vec<&'a Host> {
+    let mut endpoints: Vec<&Host> = Vec::new();
+    for _ in 0..random.random_range(1..3) {
+        let host = *all.choose(random).expect("there are hosts");
+        if endpoints.iter().all(|other| other.ipv4() != host.ipv4()) {
+            endpoints.push(host);
+        }
+    }
+    endpoints
+}
+
+fn drawn_service(number: u8, all: &[&Host], random: &mut StdRng) -> Service {
+    let mut service = Service::new(
+        &format!("s{number}"),
+        &[
+            &format!("10.96.1.{number}"),
+            &format!("fd00:96:1::{number}"),
+        ],
+    )
+    .in_namespace(tenant(number))
+    .set("externalIPs", claims(all, random));
+    for (port, name) in [7, UDP, FREE, 80].into_iter().zip(["a", "b", "c", "d"]) {
+        service = service.port(&format!("tcp-{name}"), port, 7);
+        service = service.port(&format!("udp-{name}"), port, UDP);
+    }
+    service.endpoints(&some(all, random))
+}
+
+/// A ServiceEntry with endpoints of its own or WorkloadEntries, and a route that splits a Service of the tenant between another
+/// one and hosts.
+fn drawn_others(number: u8, all: &[&Host], random: &mut StdRng) -> Vec<Value> {
+    let metadata =
+        |name: &str| json!({ "name": format!("{name}{number}"), "namespace": tenant(number) });
+    let host = |number: u8| format!("e{number}.example.com");
+    let addresses = some(all, random)
+        .into_iter()
+        .map(|of| of.ipv4().to_string());
+    let addresses: Vec<String> = addresses.collect();
+    let mut entry = json!({
+        "apiVersion": "networking.istio.io/v1", "kind": "ServiceEntry", "metadata": metadata("e"),
+        "spec": {
+            "hosts": [host(number)], "resolution": "STATIC",
+            "ports": [
+                { "number": 443, "name": "tcp", "protocol": "TCP", "targetPort": 7 },
+                { "number": FREE, "name": "tcp-free", "protocol": "TCP", "targetPort": 7 },
+            ],
+        },
+    });
+    if random.random_bool(0.5) {
+        entry["spec"]["addresses"] = claims(all, random).into();
+    }
+    let mut objects = Vec::new();
+    if random.random_bool(0.5) {
+        let endpoints = addresses
+            .iter()
+            .map(|address| json!({ "address": address }));
+        entry["spec"]["endpoints"] = endpoints.collect();
+    } else {
+        entry["spec"]["workloadSelector"] = json!({ "labels": { "of": host(number) } });
+        objects.extend(addresses.iter().enumerate().map(|(index, address)| {
+            let mut metadata = metadata("w");
+            metadata["name"] = format!("w{number}-{index}").into();
+            json!({
+                "apiVersion": "networking.istio.io/v1", "kind": "WorkloadEntry", "metadata": metadata,
+                "spec": { "address": address, "labels": { "of": host(number) } },
+            })
+        }));
+    }
+    objects.push(entry);
+    if random.random_bool(0.5) {
+        let other = (number + 2) % 8;
+        let hosts = json!({
+            "group": "networking.istio.io", "kind": "Hostname", "name": host(random.random_range(0..8)),
+            "port": 443,
+        });
+        let own = json!({ "name": format!("s{other}"), "port": 7 });
+        objects.push(json!({
+            "apiVersion": "gateway.networking.k8s.io/v1alpha2", "kind": "TCPRoute",
+            "metadata": metadata("r"),
+            "spec": {
+                "parentRefs": [{ "group": "", "kind": "Service", "name": format!("s{number}") }],
+                "rules": [{ "backendRefs": [own, hosts] }],
+            },
+        }));
+    }
+    objects
 }
