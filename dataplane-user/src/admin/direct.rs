@@ -8,7 +8,7 @@ use std::{
 
 use dataplane_common::{
     Addr,
-    capture::{Traffic, TrafficKey},
+    capture::{TRAFFIC, Traffic, TrafficKey},
 };
 
 use crate::{
@@ -19,6 +19,8 @@ use crate::{
 /// How long the number of a workload that has gone is remembered: its last connections may end later
 /// than it does.
 const LEAVING: Duration = Duration::from_mins(1);
+/// How many entries of TRAFFIC may be in use before workloads with many give some up.
+const ROOM: usize = TRAFFIC as usize / 2;
 
 /// Totals since the agent started. A number may come to mean somebody else: what was counted before
 /// stays with whom it was counted for.
@@ -166,13 +168,37 @@ impl Direct {
         });
         let workloads = &self.workloads;
         let has_gone = |key: &TrafficKey| !workloads.contains_key(&key.workload);
-        let over: Vec<TrafficKey> = self.seen.keys().copied().filter(has_gone).collect();
+        let mut over: Vec<TrafficKey> = self.seen.keys().copied().filter(has_gone).collect();
+        over.extend(self.beyond_shares(ROOM));
         for key in &over {
             self.seen.remove(key);
         }
         if self.ledger.is_due(now) {
             let there = parties();
             self.ledger.prune(|party| there.contains(party), now);
+        }
+        over
+    }
+
+    /// What the kernel need not count any more so that the table has room for others: entries without open connections, of
+    /// workloads that have more than their share, if more than `room` entries are in use. They are in the ledger.
+    fn beyond_shares(&self, room: usize) -> Vec<TrafficKey> {
+        if self.seen.len() <= room {
+            return Vec::new();
+        }
+        // How many entries each workload has, and those without open connections.
+        let mut by_workload: HashMap<u32, (usize, Vec<TrafficKey>)> = HashMap::new();
+        for (key, traffic) in &self.seen {
+            let (has, idle) = by_workload.entry(key.workload).or_default();
+            *has += 1;
+            if traffic.opened == traffic.closed {
+                idle.push(*key);
+            }
+        }
+        let share = room / by_workload.len().max(1);
+        let mut over = Vec::new();
+        for (has, idle) in by_workload.into_values() {
+            over.extend(idle.into_iter().take(has.saturating_sub(share)));
         }
         over
     }
@@ -188,6 +214,49 @@ mod tests {
             WorkloadName::new("default", name),
             Place::Address,
         ))
+    }
+
+    #[test]
+    fn a_workload_with_most_entries_gives_some_up() {
+        let mut direct = Direct::default();
+        let now = Instant::now();
+        for (number, name) in [(1, "hog"), (2, "other")] {
+            direct.name(number, &workload(name));
+        }
+        let entry = |workload, pool, closed| {
+            let addr = Addr::UNSPECIFIED;
+            let key = TrafficKey {
+                workload,
+                pool,
+                addr,
+            };
+            let traffic = Traffic {
+                opened: 1,
+                closed,
+                ..Traffic::default()
+            };
+            (key, traffic)
+        };
+        let hog = (1..=90).map(|pool| entry(1, pool, u64::from(pool > 10)));
+        let other = (1..=10).map(|pool| entry(2, pool, 1));
+        direct.update(hog.chain(other), |_| None, |_| None, now);
+        assert_eq!(direct.beyond_shares(100).len(), 0);
+        let over = direct.beyond_shares(80);
+        assert_eq!(over.len(), 50);
+        assert!(over.iter().all(|key| key.workload == 1 && key.pool > 10));
+        // None that has open connections.
+        assert_eq!(direct.beyond_shares(10).len(), 80 + 5);
+        let opened = |direct: &Direct| {
+            let all = direct.ledger().iter();
+            all.map(|(_, series)| series.totals.opened).sum::<u64>()
+        };
+        assert_eq!(opened(&direct), 100);
+        // An entry that is made again counts from 0.
+        for key in &over {
+            direct.seen.remove(key);
+        }
+        direct.update([entry(1, 90, 1)], |_| None, |_| None, now);
+        assert_eq!(opened(&direct), 101);
     }
 
     #[test]

@@ -46,6 +46,13 @@ impl Party {
         self.0.is_none()
     }
 
+    /// The namespace of the workload.
+    pub fn namespace(&self) -> &str {
+        self.0
+            .as_ref()
+            .map_or("", |workload| workload.name.namespace())
+    }
+
     /// The labels: workload, canonical service and revision, namespace, app and version.
     fn shown(&self) -> [&str; 6] {
         let Some(workload) = &self.0 else {
@@ -110,6 +117,21 @@ pub struct Labels {
     pub workload: Party,
     /// The kind of its connections.
     pub key: CountersKey,
+}
+
+impl Labels {
+    /// The labels of those connections of a workload that have no series of their own: neither the service nor the other side is
+    /// named.
+    pub fn rest(&self) -> Self {
+        Self {
+            workload: self.workload.alone(),
+            key: CountersKey {
+                service: None,
+                peer: Party::nobody(),
+                ..self.key.clone()
+            },
+        }
+    }
 }
 
 impl EncodeLabelSet for Labels {

@@ -2,10 +2,11 @@
 //!
 //! All pods with the same labels are one series, which keeps the counts of pods that have gone. The
 //! ledger removes a series some time after the last pod with its labels has gone. So the number of
-//! series depends on what runs now, and not on what has run before.
+//! series depends on what runs now, and not on what has run before. If there are very many, the connections of a workload that
+//! would need another series are counted together, so that its namespace leaves room for the series of others.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     time::{Duration, Instant},
 };
 
@@ -18,6 +19,11 @@ use super::{
 const QUIET: Duration = Duration::from_mins(10);
 /// The maximum number of such series. The ledger removes those first that changed longest ago.
 const GONE: usize = 1000;
+/// The maximum number of series, besides one for the rest of each workload's connections.
+const ROOM: usize = 20_000;
+/// The workloads of a namespace have at most this many times as many series as are free, as with
+/// [connections](super::limits).
+const SHARE: usize = 4;
 /// The minimum time between two searches for series to remove.
 const EVERY: Duration = Duration::from_secs(10);
 
@@ -25,6 +31,8 @@ const EVERY: Duration = Duration::from_secs(10);
 #[derive(Debug, Default)]
 pub struct Ledger {
     series: BTreeMap<Labels, Series>,
+    /// How many series the workloads of a namespace have.
+    namespaces: HashMap<Box<str>, usize>,
     pruned: Option<Instant>,
 }
 
@@ -44,18 +52,34 @@ impl Ledger {
         if totals == Totals::default() {
             return;
         }
-        let Some(series) = self.series.get_mut(labels) else {
-            let series = Series {
-                totals,
-                nanoseconds,
-                changed: now,
-            };
-            self.series.insert(labels.alone(), series);
-            return;
+        let series = match self.series.get_mut(labels) {
+            Some(series) => series,
+            None => self.begin(labels, now),
         };
         series.totals += totals;
         series.nanoseconds += nanoseconds;
         series.changed = now;
+    }
+
+    /// Begins a series, or finds that of the rest.
+    fn begin(&mut self, labels: &Labels, now: Instant) -> &mut Series {
+        let namespace = labels.workload.namespace();
+        let free = ROOM.saturating_sub(self.series.len());
+        let has = self.namespaces.get(namespace).copied().unwrap_or_default();
+        let labels = if has < free.saturating_mul(SHARE) {
+            labels.alone()
+        } else {
+            labels.rest()
+        };
+        if !self.series.contains_key(&labels) {
+            let namespace = labels.workload.namespace().into();
+            *self.namespaces.entry(namespace).or_default() += 1;
+        }
+        self.series.entry(labels).or_insert(Series {
+            totals: Totals::default(),
+            nanoseconds: 0,
+            changed: now,
+        })
     }
 
     /// All series.
@@ -89,6 +113,11 @@ impl Ledger {
         for (_, labels) in &gone[..excess] {
             self.series.remove(labels);
         }
+        self.namespaces.clear();
+        for labels in self.series.keys() {
+            let namespace = labels.workload.namespace().into();
+            *self.namespaces.entry(namespace).or_default() += 1;
+        }
     }
 }
 
@@ -98,7 +127,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        model::{Place, Telemetry, Workload, WorkloadName},
+        model::{Place, ServiceName, Telemetry, Workload, WorkloadName},
         relay::{CountersKey, Direction, Flag},
     };
 
@@ -151,6 +180,38 @@ mod tests {
         assert_eq!(ledger.iter().count(), 2, "it may not have been scraped");
         ledger.prune(|_| false, later);
         assert_eq!(ledger.iter().count(), 0);
+    }
+
+    #[test]
+    fn a_namespace_with_very_many_series_leaves_others_theirs() {
+        let mut ledger = Ledger::default();
+        let now = Instant::now();
+        let of = |namespace: &str, service: usize| {
+            let workload = Workload::new(WorkloadName::new(namespace, "web"), Place::Address);
+            let mut labels = labels(Party::of(&Arc::new(workload)), Party::nobody());
+            labels.key.service = Some(ServiceName::new(namespace, &format!("s{service}")));
+            labels
+        };
+        let count = |ledger: &Ledger, namespace: &str| {
+            let all = ledger.iter();
+            all.filter(|(labels, _)| labels.workload.namespace() == namespace)
+                .count()
+        };
+        for service in 0..2 * ROOM {
+            ledger.add(&of("hog", service), ONE, 0, now);
+        }
+        for service in 0..1000 {
+            ledger.add(&of("other", service), ONE, 0, now);
+        }
+        assert_eq!(count(&ledger, "hog"), ROOM / 5 * 4 + 1);
+        assert_eq!(count(&ledger, "other"), 1000);
+        // Nothing is lost.
+        let rest = of("hog", 0).rest();
+        let rest = ledger.iter().find(|(labels, _)| **labels == rest);
+        assert_eq!(rest.unwrap().1.totals.opened, ROOM as u64 * 6 / 5);
+        ledger.prune(|_| false, now + QUIET);
+        ledger.add(&of("hog", 1), ONE, 0, now + QUIET);
+        assert!(count(&ledger, "hog") <= GONE + 1);
     }
 
     #[test]
