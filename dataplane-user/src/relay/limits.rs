@@ -1,14 +1,17 @@
 //! Limits on the number of connections.
 
 use std::{
+    collections::HashMap,
     io,
+    net::{IpAddr, Ipv6Addr},
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
 };
 
 use super::direction::Direction;
+use crate::model::WorkloadName;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// File descriptors of the process itself: tables, links, the API, clients of the HTTP endpoints.
@@ -21,7 +24,7 @@ const WORKLOAD: usize = 16;
 const EACH: usize = 2;
 /// A workload among others, and a namespace among others, has at most this many times as many connections as are free, so
 /// one alone gets four fifths of all, two get four ninths each, and there is room for each further one (dynamic
-/// thresholds: Choudhury and Hahne, 1998).
+/// thresholds: Choudhury and Hahne, 1998). So does a client among others, of what is free for the workload that it connects to.
 const SHARE: usize = 4;
 
 /// Raises the limit of open files as far as this process may, and returns it.
@@ -155,6 +158,23 @@ impl Limits {
         fits
     }
 
+    /// Counts an inbound connection, which was acquired, for its client. Returns whether the client's share of the workload's
+    /// connections allows it; if not, it is not counted.
+    pub fn admit(&self, of: &Holders, client: &Client) -> bool {
+        let free = self.max().saturating_sub(self.open());
+        let now = of.workload[Direction::Inbound as usize].load(Ordering::Relaxed);
+        let limit = self.of_workload(free, of).min(now.saturating_add(free));
+        // With the one that is to be counted.
+        let left = limit.saturating_sub(now).saturating_add(1);
+        let mut clients = of.lock_clients();
+        let has = clients.get(client).copied().unwrap_or_default();
+        let fits = has < left.saturating_mul(SHARE);
+        if fits {
+            clients.insert(client.clone(), has + 1);
+        }
+        fits
+    }
+
     /// Counts a connection no more.
     pub fn release(&self, of: &Holders, direction: Direction) {
         let way = direction as usize;
@@ -212,10 +232,31 @@ fn share(free: usize, several: &AtomicUsize, both: bool) -> usize {
     }
 }
 
+/// Who connects to a workload.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Client {
+    /// A workload, by whichever of its addresses.
+    Workload(WorkloadName),
+    /// Whoever has the address; by IPv6, a network of 64 bits, in which a host may have any address.
+    Address(IpAddr),
+}
+
+impl Client {
+    /// The client at an address of no workload.
+    pub fn at(addr: IpAddr) -> Self {
+        Self::Address(match addr {
+            IpAddr::V4(_) => addr,
+            IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),
+        })
+    }
+}
+
 /// How many connections a workload has, and how many all workloads of its namespace have together, by [`Direction`]. What
 /// others connect to a workload takes nothing from what it connects itself.
 #[derive(Debug, Default)]
 pub struct Holders {
+    /// How many inbound connections each client has.
+    clients: Mutex<HashMap<Client, usize>>,
     workload: [AtomicUsize; 2],
     namespace: Arc<[AtomicUsize; 2]>,
     /// Whether there are connections of both directions.
@@ -235,6 +276,21 @@ impl Holders {
     #[must_use]
     pub fn of_both(self, both: bool) -> Self {
         Self { both, ..self }
+    }
+
+    /// Counts a client's connection no more.
+    pub fn forget(&self, client: &Client) {
+        let mut clients = self.lock_clients();
+        if let Some(has) = clients.get_mut(client) {
+            *has -= 1;
+            if *has == 0 {
+                clients.remove(client);
+            }
+        }
+    }
+
+    fn lock_clients(&self) -> MutexGuard<'_, HashMap<Client, usize>> {
+        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The number of the workload's connections. If it is 0, whatever released them has happened.
@@ -324,6 +380,45 @@ mod tests {
         while limits.acquire(&victim, Inbound) {}
         assert_eq!(victim.connections(), 800);
         assert!(limits.acquire(&victim, Outbound));
+    }
+
+    /// One client holds connections to a workload and says nothing.
+    #[test]
+    fn one_client_leaves_room_for_others() {
+        for (limit, most) in [(Some(500), 400), (None, 762)] {
+            let limits = Limits::new(Some(1000), limit, 10_000);
+            limits.reserve(2, 1);
+            let victim = Holders::default().of_both(true);
+            let connects = |client: &Client| {
+                let acquired = limits.acquire(&victim, Inbound);
+                let admitted = acquired && limits.admit(&victim, client);
+                if acquired && !admitted {
+                    limits.release(&victim, Inbound);
+                }
+                admitted
+            };
+            let fill = |client: &Client| (0..1000).filter(|_| connects(client)).count();
+            let address = |text: &str| Client::at(text.parse().unwrap());
+            let hog = address("2001:db8::7");
+            assert_eq!(fill(&hog), most);
+            // Its other addresses are its own.
+            assert!(!connects(&address("2001:db8::8")));
+            let other = Client::Workload(WorkloadName::new("default", "web"));
+            let part = fill(&other);
+            assert!((30..=most / 4).contains(&part), "{part}");
+            assert!(connects(&address("192.0.2.7")));
+            for _ in 0..most {
+                limits.release(&victim, Inbound);
+                victim.forget(&hog);
+            }
+            assert!(fill(&other) > part);
+        }
+        // Few connections are one client's, too.
+        let limits = Limits::new(Some(1000), Some(2), 10_000);
+        let (victim, client) = (Holders::default(), Client::at([192, 0, 2, 7].into()));
+        for _ in 0..2 {
+            assert!(limits.acquire(&victim, Inbound) && limits.admit(&victim, &client));
+        }
     }
 
     /// A tenant has fifty pods on the node, which all take what they can get.

@@ -14,6 +14,8 @@ pub enum Flag {
     /// Egress is denied, and the destination is not in the snapshot; or the client is not in
     /// `loadBalancerSourceRanges`.
     Denied,
+    /// The client has its share of the workload's inbound connections.
+    ClientsShare,
     /// The destination is the proxy.
     Recursive,
     /// No endpoint that was tried took the connection.
@@ -38,6 +40,7 @@ impl Flag {
             Self::NoEndpoint => "UH",
             Self::NoRoute => "NR",
             Self::Denied => "DENY",
+            Self::ClientsShare => "OM",
             Self::Recursive => "LOOP",
             Self::ConnectFailure => "UF",
             Self::Stalled => "UO",

@@ -18,6 +18,7 @@ use super::{
     counters::Counters,
     direction::Direction,
     index::{Index, Target},
+    limits::Client,
     outcome::Flag,
     route::{self, Route},
 };
@@ -29,6 +30,8 @@ use crate::model::Workload;
 pub struct Permit {
     attached: Arc<Attached>,
     direction: Direction,
+    /// Whose connection it is counted for, besides.
+    client: Option<Client>,
 }
 
 impl Permit {
@@ -44,7 +47,22 @@ impl Permit {
         Some(Self {
             attached: Arc::clone(attached),
             direction,
+            client: None,
         })
+    }
+
+    /// Counts an inbound connection for its client, too. Returns whether the client's share allows it.
+    fn admit(&mut self, index: &Index, client: SocketAddr) -> bool {
+        if self.direction == Direction::Outbound {
+            return true;
+        }
+        let client = match index.workload(client.ip()) {
+            Some(workload) => Client::Workload(workload.name.clone()),
+            None => Client::at(client.ip()),
+        };
+        let admitted = self.attached.limits.admit(&self.attached.holders, &client);
+        self.client = admitted.then_some(client);
+        admitted
     }
 
     /// The workload.
@@ -56,6 +74,9 @@ impl Permit {
 impl Drop for Permit {
     fn drop(&mut self) {
         let holders = &self.attached.holders;
+        if let Some(client) = &self.client {
+            holders.forget(client);
+        }
         self.attached.limits.release(holders, self.direction);
     }
 }
@@ -161,6 +182,9 @@ impl Session {
     /// # Errors
     /// The flag to end the session with, if the connection is refused.
     pub fn route(&mut self, index: &Index) -> Result<(), Flag> {
+        if !self.permit.admit(index, self.client) {
+            return Err(Flag::ClientsShare);
+        }
         let (attached, direction) = (&self.permit.attached, self.direction);
         match route::decide(index, attached, direction, self.client, self.destination) {
             Route::Straight => Ok(()),
