@@ -122,6 +122,7 @@ pub struct Labels {
 impl Labels {
     /// The labels of those connections of a workload that have no series of their own: neither the service nor the other side is
     /// named.
+    #[must_use]
     pub fn rest(&self) -> Self {
         Self {
             workload: self.workload.alone(),

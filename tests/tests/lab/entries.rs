@@ -356,7 +356,7 @@ impl<'a> Changes<'a> {
             while self.endpoint() != Some(pods[to]) {
                 let waited = start.elapsed();
                 ensure!(
-                    waited < patience(Duration::from_secs(60)),
+                    waited < patience(Duration::from_mins(1)),
                     "after {waited:?}"
                 );
                 std::thread::sleep(Duration::from_micros(500));

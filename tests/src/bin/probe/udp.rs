@@ -158,18 +158,21 @@ fn send_by(
     is_connected: bool,
 ) -> io::Result<()> {
     let index = interface.map_or(Ok(0), if_nametoindex)?;
-    let (s_addr, s6_addr) = match source {
-        Some(IpAddr::V4(v4)) => (u32::from_ne_bytes(v4.octets()), [0; 16]),
-        Some(IpAddr::V6(v6)) => (0, v6.octets()),
-        None => (0, [0; 16]),
+    let of_v4 = match source {
+        Some(IpAddr::V4(v4)) => u32::from_ne_bytes(v4.octets()),
+        _ => 0,
+    };
+    let of_v6 = match source {
+        Some(IpAddr::V6(v6)) => v6.octets(),
+        _ => [0; 16],
     };
     let v4 = libc::in_pktinfo {
         ipi_ifindex: index.cast_signed(),
-        ipi_spec_dst: libc::in_addr { s_addr },
+        ipi_spec_dst: libc::in_addr { s_addr: of_v4 },
         ipi_addr: libc::in_addr { s_addr: 0 },
     };
     let v6 = libc::in6_pktinfo {
-        ipi6_addr: libc::in6_addr { s6_addr },
+        ipi6_addr: libc::in6_addr { s6_addr: of_v6 },
         ipi6_ifindex: index,
     };
     let control = match to {

@@ -468,7 +468,7 @@ fn whatever_two_tenants_claim_egress_stays_where_it_may_go() -> Result<()> {
             let name = service["name"].as_str();
             name.is_some_and(|name| name.contains("serviceentry:"))
         });
-        let vips = of_entries.flat_map(|entry| entry["cluster_ips"].as_array());
+        let vips = of_entries.filter_map(|entry| entry["cluster_ips"].as_array());
         let vips = vips
             .flatten()
             .filter_map(|vip| vip.as_str()?.parse::<IpAddr>().ok());
