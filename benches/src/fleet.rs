@@ -5,12 +5,12 @@ use std::{
     sync::Arc,
 };
 
-use dataplane::model::{
+use dataplane_peers::{Cluster, LocalDetector};
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use model::{
     Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
     Snapshot, TrafficPolicy,
 };
-use dataplane_peers::{Cluster, LocalDetector};
-use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use smallvec::{SmallVec, smallvec};
 
 /// The port on the VIPs.

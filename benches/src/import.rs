@@ -10,11 +10,11 @@ use std::{
 
 use anyhow::{Context as _, ensure};
 use clap::Args;
-use dataplane::source::iptables::{Imported, Text, import};
 use dataplane_peers::{Mode, rules};
 use dataplane_tests::Lab;
 use imbl::OrdMap;
 use serde::{Deserialize, Serialize};
+use source::iptables::{Imported, Text, import};
 
 use crate::{
     fleet::Fleet,

@@ -3,7 +3,7 @@
 use std::{fs::File, io::BufWriter, path::Path};
 
 use anyhow::Context as _;
-use dataplane::model::{Protocol, Service, ServiceType, Snapshot};
+use model::{Protocol, Service, ServiceType, Snapshot};
 use serde_json::{Value, json};
 
 /// Objects of a file: as large as people write them, small beside the limit on a file's size.

@@ -11,12 +11,10 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
-use dataplane::{
-    kernel::{Kernel, Limits, Paths},
-    model::{ServiceName, Snapshot},
-    plan::Planner,
-};
 use dataplane_tests::Lab;
+use kernel::{Kernel, Limits, Paths};
+use model::{ServiceName, Snapshot};
+use plan::Planner;
 
 use crate::{
     fleet::Fleet,
@@ -132,7 +130,7 @@ fn load(lab: &Lab, snapshot: &Snapshot) -> anyhow::Result<(Kernel, Planner, Dura
         bpffs: lab.bpffs()?.join("tables"),
         cgroup: lab.node_cgroup("tables"),
     };
-    dataplane::kernel::cleanup(&paths.bpffs, false)?;
+    kernel::cleanup(&paths.bpffs, false)?;
     let mut kernel = Kernel::open(&paths, Limits::default())?;
     let mut planner = Planner::new();
     let start = Instant::now();

@@ -8,16 +8,14 @@ use std::{
     time::Duration,
 };
 
-use dataplane::{
-    model::{
-        Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
-        Snapshot, TrafficPolicy,
-    },
-    source::iptables::{Error, Imported, Masquerade, Text, import},
-};
 use ipnet::IpNet;
+use model::{
+    Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
+    Snapshot, TrafficPolicy,
+};
 use proptest::prelude::*;
 use smallvec::SmallVec;
+use source::iptables::{Error, Imported, Masquerade, Text, import};
 
 use super::{Cluster, Family, LocalDetector, iptables, nftables, port::ports};
 

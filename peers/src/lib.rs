@@ -24,8 +24,8 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use dataplane::model::Snapshot;
 use ipnet::IpNet;
+use model::Snapshot;
 
 /// How kube-proxy programs the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use dataplane::model::{Endpoint, Snapshot};
+use model::{Endpoint, Snapshot};
 
 use super::{
     Cluster, Family, LocalDetector, names,

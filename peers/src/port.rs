@@ -2,8 +2,8 @@
 
 use std::net::IpAddr;
 
-use dataplane::model::{Endpoint, Service, ServicePort, Snapshot, TrafficPolicy};
 use ipnet::IpNet;
+use model::{Endpoint, Service, ServicePort, Snapshot, TrafficPolicy};
 
 use super::Family;
 

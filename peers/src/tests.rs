@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc, time::Duration};
 
-use dataplane::model::{
+use model::{
     Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
     Snapshot, TrafficPolicy,
 };

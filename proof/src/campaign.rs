@@ -8,13 +8,13 @@
 use std::{fmt::Write as _, fs::File, os::fd::AsFd as _, path::Path, thread};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
-use dataplane::kernel::rig::Rig;
 use dataplane_common::{
     Reason,
     cells::{Memory as _, cells_for},
     packet::PacketConfig,
 };
 use dataplane_tests::Lab;
+use kernel::rig::Rig;
 use nix::sched::{CloneFlags, setns};
 use rand::{Rng as _, SeedableRng as _, rngs::SmallRng};
 

@@ -3,16 +3,16 @@
 use std::{fmt, io};
 
 use anyhow::{Context as _, Result};
-use dataplane::kernel::{
-    Direction,
-    rig::{Hash, Plain, Rig, SkbContext, Table as Conntrack},
-};
 use dataplane_common::{
     Port, Protocol, Reason,
     packet::{FlowKey, Tick, Translation},
     seen,
 };
 use dataplane_tests::Lab;
+use kernel::{
+    Direction,
+    rig::{Hash, Plain, Rig, SkbContext, Table as Conntrack},
+};
 use nix::time::{ClockId, clock_gettime};
 
 use crate::{

@@ -4,7 +4,7 @@
 use std::net::IpAddr;
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::{Direction, rig::SkbContext};
+use kernel::{Direction, rig::SkbContext};
 
 use crate::{
     campaign::{Scene, plain_config},

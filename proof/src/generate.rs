@@ -3,7 +3,6 @@
 
 use std::net::IpAddr;
 
-use dataplane::plan::ipsec::Policy;
 use dataplane_common::{
     Addr, Protocol,
     packet::{FlowKey, Iface, PacketConfig},
@@ -12,6 +11,7 @@ use dataplane_common::{
     tcp::{AHEAD, FAR, NEAR, UNACKNOWLEDGED},
 };
 use ipnet::IpNet;
+use plan::ipsec::Policy;
 use rand::{Rng, RngExt as _, SeedableRng as _, rngs::SmallRng, seq::IndexedRandom as _};
 
 use crate::{

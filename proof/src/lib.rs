@@ -1,5 +1,5 @@
 //! The proof of the packet path: its programs, as the kernel has loaded them, are run packet by
-//! packet ([`dataplane::kernel::rig`]) and compared with a small model of what they ought to do.
+//! packet ([`kernel::rig`]) and compared with a small model of what they ought to do.
 //!
 //! * [`wire`]: packets as bytes.
 //! * [`world`]: the node that they are thrown at.

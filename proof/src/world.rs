@@ -10,16 +10,14 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::{
-    kernel::{Network, NetworkInterface, rig::Rig},
-    plan::{Write, ipsec::Policy},
-};
 use dataplane_common::{
     Addr, Port, Protocol, decide,
     packet::{Iface, PacketConfig, SourceKey},
     tables::{self, Block, Endpoint, Frontend, FrontendKey, Kind},
 };
 use dataplane_tests::{Host, Lab};
+use kernel::{Network, NetworkInterface, rig::Rig};
+use plan::{Write, ipsec::Policy};
 
 use crate::model::read::Headers;
 

@@ -38,7 +38,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     build::programs(&setup::ensure(Purpose::Bench, no_install)?)?;
     build::binaries(
         Profile::Release,
-        &["dataplane-user", "dataplane-tests", "dataplane-benches"],
+        &["dataplane-cli", "dataplane-tests", "dataplane-benches"],
     )?;
 
     let mut benches = Command::new(Profile::Release.binary("dataplane-benches"));

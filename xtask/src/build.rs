@@ -168,10 +168,10 @@ pub fn lint_programs(tools: &Tools) -> Result<()> {
 }
 
 /// The feature of the tests, with which debug builds of the node are made, too: so both share one build.
-pub const TESTING: &str = "dataplane-user/testing";
+pub const TESTING: &str = "dataplane-cli/testing";
 
 /// What a node or a lab runs.
-pub const BINARIES: [&str; 2] = ["dataplane-user", "dataplane-tests"];
+pub const BINARIES: [&str; 2] = ["dataplane-cli", "dataplane-tests"];
 
 /// Compiles the binaries of these packages, with the kernel programs in them.
 pub fn binaries(profile: Profile, packages: &[&str]) -> Result<()> {
@@ -181,7 +181,7 @@ pub fn binaries(profile: Profile, packages: &[&str]) -> Result<()> {
         .args(["build", "--bins"])
         .args(selected)
         .args(profile.arguments());
-    if profile == Profile::Debug && packages.contains(&"dataplane-user") {
+    if profile == Profile::Debug && packages.contains(&"dataplane-cli") {
         build.args(["--features", TESTING]);
     }
     check(&mut build)

@@ -17,7 +17,7 @@ pub fn target() -> PathBuf {
     root().join(env::var_os("CARGO_TARGET_DIR").unwrap_or("target".into()))
 }
 
-/// The compiled kernel programs, where dataplane-user's build script looks for them.
+/// The compiled kernel programs, where the build script of crate `kernel` looks for them.
 pub fn object() -> PathBuf {
     target().join("bpf/dataplane-ebpf")
 }

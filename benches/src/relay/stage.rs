@@ -16,12 +16,14 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use dataplane::kernel::rig::Traced;
 use dataplane_tests::{Agent, Command, Host, Lab, Process};
+use kernel::rig::Traced;
 use nix::{
     sched::{CpuSet, sched_setaffinity},
-    sys::resource::{Resource, getrlimit, setrlimit},
-    sys::signal::Signal,
+    sys::{
+        resource::{Resource, getrlimit, setrlimit},
+        signal::Signal,
+    },
     unistd::Pid,
 };
 

@@ -9,12 +9,12 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use dataplane::kernel::Tables;
 use dataplane_common::{
     Addr, Port, Protocol, decide,
     tables::{Block, FrontendKey},
 };
 use dataplane_tests::api::Churn;
+use kernel::Tables;
 
 /// What takes longer than that will not happen.
 const LIMIT: Duration = Duration::from_secs(30);

@@ -8,8 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use admin::client::Client;
 use anyhow::{Context as _, bail};
-use dataplane::admin::client::Client;
 use dataplane_tests::{
     Agent, Lab, LabBuilder,
     api::{ApiServer, Churn, Cluster, Options, objects},
@@ -156,7 +156,7 @@ impl Site {
     /// everything is in the kernel.
     pub fn start_from_nothing(&mut self) -> anyhow::Result<Duration> {
         self.agent.stop()?;
-        dataplane::kernel::cleanup(&self.bpffs, false)?;
+        kernel::cleanup(&self.bpffs, false)?;
         self.server.faults().note_requests(true);
         self.agent.launch()?;
         let done = wait_until_synced(&self.agent)?;

@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use dataplane::dns::{LowerName, question};
+use dns::{LowerName, question};
 use rand::seq::IndexedRandom as _;
 use socket2::{SockAddr, Socket};
 

@@ -17,21 +17,21 @@ pub mod state;
 pub mod table;
 pub mod write;
 
-use dataplane::kernel::rig::SkbContext;
+use begin::is_nobody;
 use dataplane_common::{
     Addr, Protocol, Reason,
     packet::{FlowKey, Fragment as FirstFragment, FragmentKey, Tick, Translation},
 };
+use flows::Known;
+use kernel::rig::SkbContext;
+use read::{Fragment, Headers, Limit, Read};
+use state::State;
+use write::{Complaint, Ends};
 
 use crate::{
     wire::flags,
     world::{To, Way, World},
 };
-use begin::is_nobody;
-use flows::Known;
-use read::{Fragment, Headers, Limit, Read};
-use state::State;
-use write::{Complaint, Ends};
 
 /// What a program says of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -9,11 +9,6 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, ensure};
-use dataplane::kernel::{
-    Direction,
-    conntrack::Flow,
-    rig::{SkbContext, Table},
-};
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
     cells::{Entry, HEAD, Head, Line as _, Memory as _},
@@ -22,6 +17,11 @@ use dataplane_common::{
 use dataplane_proof::{
     campaign::Scene,
     wire::{Packet, flags},
+};
+use kernel::{
+    Direction,
+    conntrack::Flow,
+    rig::{SkbContext, Table},
 };
 use rand::{RngExt as _, SeedableRng as _, rngs::SmallRng};
 

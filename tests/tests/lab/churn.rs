@@ -13,16 +13,14 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::{
-    kernel::{Kernel, Limits, Paths},
-    model::{
-        Endpoint, Hints, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
-        Snapshot, TrafficPolicy,
-    },
-    plan::Planner,
-};
 use dataplane_tests::{Host, Lab, Process, report::LoadReport};
+use kernel::{Kernel, Limits, Paths};
+use model::{
+    Endpoint, Hints, Protocol, Records, Service, ServiceName, ServicePort, ServiceType, Snapshot,
+    TrafficPolicy,
+};
 use nix::time::ClockId;
+use plan::Planner;
 
 use crate::cluster::{Cluster, TCP, serve};
 

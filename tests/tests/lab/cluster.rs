@@ -8,9 +8,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use dataplane::kernel::Tables;
 use dataplane_common::Reason;
 use dataplane_tests::{Agent, Host, Lab, Process, patience, report::Report};
+use kernel::Tables;
 
 use crate::manifest::{Manifests, Service};
 

@@ -27,7 +27,7 @@ scenarios! {
 }
 
 /// Objects of every kind that has names.
-const CLUSTER: &str = include_str!("../../../dataplane-user/tests/dns/cluster.yaml");
+const CLUSTER: &str = include_str!("../../../dataplane-user/dns/tests/dns/cluster.yaml");
 const NAMESPACES: [&str; 4] = ["default", "shop", "kube-system", "empty"];
 
 const TYPES: [(&str, u16); 9] = [

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::{Hook, trial};
 use dataplane_tests::Host;
+use kernel::{Hook, trial};
 use serde_json::Value;
 
 use crate::{

@@ -9,9 +9,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use dataplane::kernel::trial::{Offload, set_offload};
 use dataplane_peers::Mode;
 use dataplane_tests::{Host, Lab, patience};
+use kernel::trial::{Offload, set_offload};
 use nix::{
     cmsg_space,
     errno::Errno,

@@ -11,8 +11,8 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, ensure};
-use dataplane::kernel::{self, trial};
 use dataplane_tests::{Host, Lab};
+use kernel::trial;
 use nix::sched::{CloneFlags, setns};
 
 use crate::cluster::eventually;

@@ -4,12 +4,12 @@
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::Hook;
 use dataplane_common::Reason;
 use dataplane_tests::{
     Host, Lab, Process,
     report::{Flow, Report},
 };
+use kernel::Hook;
 
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually, reaches},

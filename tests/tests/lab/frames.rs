@@ -4,10 +4,10 @@
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::trial::{Offload, set_offload};
 use dataplane_common::Reason;
 use dataplane_proof::wire::{LINK, Packet, Payload, flags, protocol};
 use dataplane_tests::{Host, Lab};
+use kernel::trial::{Offload, set_offload};
 
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually},

@@ -14,9 +14,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use dataplane::kernel::Tables;
 use dataplane_common::{Addr, Port, Protocol, decide::Tables as _, tables::FrontendKey};
 use dataplane_tests::{Agent, Lab, report::LoadReport};
+use kernel::Tables;
 use serde_json::Value;
 
 use crate::{

@@ -3,12 +3,12 @@
 use std::fs;
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::conntrack::room;
 use dataplane_common::{LAYOUT, Reason};
 use dataplane_tests::{
     Host, Lab,
     report::{LoadReport, Report},
 };
+use kernel::conntrack::room;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

@@ -9,10 +9,6 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use aya::maps::{Array, Map, MapData};
-use dataplane::{
-    kernel::{self, Error, Kernel, Limits, Paths, Tables},
-    plan::{Contents, Demand, Write},
-};
 use dataplane_common::{
     Addr, LAYOUT, Port, Protocol, Reason, VIP_ELEMENTS,
     decide::may_be_vip,
@@ -22,6 +18,8 @@ use dataplane_common::{
     },
 };
 use dataplane_tests::{Lab, report::Report};
+use kernel::{Error, Kernel, Limits, Paths, Tables};
+use plan::{Contents, Demand, Write};
 
 scenarios! {
     Dataplane:

@@ -11,8 +11,8 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::{self, DEFAULT_BPFFS, Paths};
 use dataplane_tests::{Host, Lab, patience, report::Report};
+use kernel::{DEFAULT_BPFFS, Paths};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,

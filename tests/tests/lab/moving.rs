@@ -4,9 +4,10 @@
 use std::{fs, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::{model::Node, source::manifests};
 use dataplane_peers::{Cluster as Peers, Load, LocalDetector, Mode};
 use dataplane_tests::{Host, Lab, report::LoadReport};
+use model::Node;
+use source::manifests;
 
 use crate::{
     cluster::{Cluster, TCP, reaches, serve},

@@ -5,11 +5,11 @@
 use std::{fs, path::PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::{
+use dataplane_tests::{Agent, Host, Lab};
+use kernel::{
     Hook,
     trial::{self, Bystander},
 };
-use dataplane_tests::{Agent, Host, Lab};
 
 use crate::{
     cluster::{TCP, eventually, reaches, serve},

@@ -1,12 +1,10 @@
 //! Rules of nf_tables as the program itself reads them from the kernel, beside what `nft` says of them.
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::{
-    kernel::netfilter,
-    source::iptables::{Imported, Text, import},
-};
 use dataplane_tests::{Host, Lab};
 use imbl::OrdMap;
+use kernel::netfilter;
+use source::iptables::{Imported, Text, import};
 
 use crate::{features::on, iptables::load};
 

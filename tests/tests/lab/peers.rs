@@ -1,8 +1,8 @@
 //! Places in the table of connected sockets that nobody frees: of the kernel's own sockets.
 
 use anyhow::{Result, ensure};
-use dataplane::kernel::sockets::Sweeper;
 use dataplane_tests::report::Report;
+use kernel::sockets::Sweeper;
 
 use crate::{
     cluster::{Cluster, TCP, ask, eventually, peer_is, reaches},

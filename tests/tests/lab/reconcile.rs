@@ -12,8 +12,8 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use dataplane::kernel::guard;
 use dataplane_tests::{Command, Host, Lab};
+use kernel::guard;
 use serde_json::Value;
 
 use crate::{

@@ -3,10 +3,6 @@
 use std::net::IpAddr;
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::{
-    kernel::conntrack::{Flow, State},
-    plan::Write,
-};
 use dataplane_common::{
     Addr, Port, Protocol,
     packet::{FlowKey, Tick},
@@ -18,6 +14,8 @@ use dataplane_proof::{
     wire::{Packet, flags},
     world::To,
 };
+use kernel::conntrack::{Flow, State};
+use plan::Write;
 
 use super::{
     cluster::{Cluster, HTTP, TCP, eventually, reaches, refused},

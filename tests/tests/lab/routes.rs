@@ -13,13 +13,13 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::{Direction, PacketTables, rig::SkbContext, trial};
 use dataplane_common::{Reason, packet::PacketConfig};
 use dataplane_proof::{
     campaign::{Scene, plain_config},
     wire::{Packet, Payload, flags},
 };
 use dataplane_tests::{Host, Lab};
+use kernel::{Direction, PacketTables, rig::SkbContext, trial};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::{

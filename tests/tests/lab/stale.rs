@@ -8,7 +8,6 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use aya::maps::{Array, Map, MapData};
-use dataplane::kernel::conntrack::Conntrack;
 use dataplane_common::{
     Addr, LAYOUT, Port, Protocol,
     packet::FlowKey,
@@ -16,6 +15,7 @@ use dataplane_common::{
 };
 use dataplane_proof::wire::{Packet, flags};
 use dataplane_tests::{Host, Process, report::Report};
+use kernel::conntrack::Conntrack;
 
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually, reaches},

@@ -7,8 +7,8 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use dataplane::kernel::verifier::{Cost, Verifier};
 use dataplane_tests::patience;
+use kernel::verifier::{Cost, Verifier};
 use serde::Deserialize;
 
 scenarios! {

@@ -9,13 +9,13 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::{PacketTables, trial};
 use dataplane_common::{
     Addr, Reason,
     packet::{PacketConfig, SourceKey},
 };
 use dataplane_proof::campaign::{Scene, plain_config};
 use dataplane_tests::{Host, Lab};
+use kernel::{PacketTables, trial};
 use nix::sys::socket::{
     AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, setsockopt, socket, sockopt,
 };

@@ -1,5 +1,4 @@
-//! Which file may import which: no circles of files, and between the rooms of `dataplane-user` only the arrows of a
-//! table.
+//! No circles of files in a crate. Between crates, cargo allows none.
 
 use std::{
     collections::BTreeSet,
@@ -16,48 +15,6 @@ use super::{
 };
 use crate::workspace;
 
-/// The crate whose top-level modules are the rooms.
-const HOUSE: &str = "dataplane-user/src/lib.rs";
-
-/// The rooms, from the ground up, each with those that it may import from: the arrows of docs/architecture.md.
-const ROOMS: &[(&str, &[&str])] = &[
-    ("model", &[]),
-    ("iptables", &[]),
-    ("threads", &[]),
-    ("source", &["iptables", "model", "threads"]),
-    ("plan", &["model"]),
-    ("dns", &["model", "threads"]),
-    ("relay", &["model", "threads"]),
-    ("kernel", &["plan"]),
-    ("proxy", &["model", "relay", "threads"]),
-    ("settings", &["kernel", "model", "relay"]),
-    ("config", &["settings", "source"]),
-    ("takeover", &["iptables", "kernel"]),
-    (
-        "admin",
-        &[
-            "dns", "kernel", "model", "plan", "proxy", "relay", "settings", "source", "takeover",
-        ],
-    ),
-    (
-        "agent",
-        &[
-            "admin", "dns", "kernel", "model", "plan", "proxy", "relay", "settings", "source",
-            "takeover", "threads",
-        ],
-    ),
-    (
-        "cli",
-        &[
-            "admin", "agent", "config", "dns", "kernel", "model", "plan", "proxy", "relay",
-            "settings", "source", "takeover", "threads",
-        ],
-    ),
-];
-
-/// Parts of rooms that do without a room from which the others may import.
-const APART: &[(&str, &str)] = &[("dataplane-user/src/agent/mesh/", "admin")];
-
 /// Imports that close circles of files and are still to be mended. This list may only become shorter.
 const KNOWN: &[(&str, &str)] = &[];
 
@@ -70,20 +27,10 @@ pub fn check() -> Result<()> {
     let root = workspace::root();
     let read = |path: &Path| fs::read_to_string(root.join(path)).ok();
     let roots = crate_roots(root)?;
-    ensure!(
-        roots.iter().any(|of| of == Path::new(HOUSE)),
-        "{HOUSE} is not in this clone"
-    );
     let crates: Vec<_> = (roots.iter())
         .map(|path| Crate::read(path, &read))
         .collect::<Result<_>>()?;
-    let mut wrong = circles_of_files(&crates, KNOWN);
-    for (path, of) in roots.iter().zip(&crates) {
-        if path == Path::new(HOUSE) {
-            wrong.extend(arrows_between_rooms(of, ROOMS));
-            wrong.extend(arrows_of_parts(of, APART));
-        }
-    }
+    let wrong = circles_of_files(&crates, KNOWN);
     ensure!(
         wrong.is_empty(),
         "imports that are not allowed:\n{}",
@@ -95,7 +42,8 @@ pub fn check() -> Result<()> {
 /// The root files of all crates: libraries, programs, tests and benchmarks.
 fn crate_roots(workspace: &Path) -> Result<Vec<PathBuf>> {
     let mut found = vec![];
-    for package in entries(workspace)? {
+    let rooms = entries(&workspace.join("dataplane-user"))?;
+    for package in entries(workspace)?.into_iter().chain(rooms) {
         if !package.join("Cargo.toml").is_file() {
             continue;
         }
@@ -194,75 +142,6 @@ fn describe(of: &Crate, arrows: &[Arrow], circle: &[usize]) -> String {
     text
 }
 
-/// Compares the imports between rooms with a table of them, which must have exactly those that there are.
-fn arrows_between_rooms(house: &Crate, table: &[(&str, &[&str])]) -> Vec<String> {
-    let mut wrong = vec![];
-    let mut used = BTreeSet::new();
-    for (index, file) in house.files().iter().enumerate() {
-        if let Some(room) = house.room(index)
-            && !table.iter().any(|row| row.0 == room)
-        {
-            wrong.push(format!(
-                "{}: room {room} is not in ROOMS of {}",
-                file.display(),
-                file!()
-            ));
-        }
-    }
-    for arrow in house.arrows() {
-        let (Some(from), Some(to)) = (house.room(arrow.from), house.room(arrow.to)) else {
-            continue;
-        };
-        let Some((_, allowed)) = table.iter().find(|row| row.0 == from) else {
-            continue;
-        };
-        if allowed.contains(&to) {
-            used.insert((from.to_owned(), to.to_owned()));
-        } else if from != to {
-            wrong.push(format!(
-                "{}:{}: room {from} imports {} from room {to}; it may import from {}",
-                house.files()[arrow.from].display(),
-                arrow.line,
-                arrow.import,
-                if allowed.is_empty() {
-                    "none".to_owned()
-                } else {
-                    allowed.join(", ")
-                }
-            ));
-        }
-    }
-    for (from, allowed) in table {
-        for to in *allowed {
-            if !used.contains(&((*from).to_owned(), (*to).to_owned())) {
-                wrong.push(format!(
-                    "room {from} imports nothing from room {to}: remove the arrow from ROOMS in {} and from \
-                     docs/architecture.md",
-                    file!()
-                ));
-            }
-        }
-    }
-    wrong
-}
-
-/// Looks for imports by a part of a room from a room without which it does.
-fn arrows_of_parts(house: &Crate, apart: &[(&str, &str)]) -> Vec<String> {
-    let mut wrong = vec![];
-    for arrow in house.arrows() {
-        let file = house.files()[arrow.from].display().to_string();
-        for (part, without) in apart {
-            if file.starts_with(part) && house.room(arrow.to) == Some(*without) {
-                wrong.push(format!(
-                    "{file}:{}: imports {} from room {without}; {part} does without that room",
-                    arrow.line, arrow.import
-                ));
-            }
-        }
-    }
-    wrong
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
@@ -281,25 +160,8 @@ mod tests {
     }
 
     #[test]
-    fn this_clone_has_only_the_arrows_of_the_table() -> Result<()> {
+    fn this_clone_has_no_circle() -> Result<()> {
         check()
-    }
-
-    #[test]
-    fn the_page_has_the_table() -> Result<()> {
-        let page = fs::read_to_string(workspace::root().join("docs/architecture.md"))?;
-        for (room, allowed) in ROOMS {
-            let shown = |room: &&str| format!("`{room}`");
-            let allowed: Vec<_> = allowed.iter().map(shown).collect();
-            let allowed = if allowed.is_empty() {
-                "none".to_owned()
-            } else {
-                allowed.join(", ")
-            };
-            let row = format!("| `{room}` | {allowed} |");
-            ensure!(page.contains(&row), "docs/architecture.md lacks: {row}");
-        }
-        Ok(())
     }
 
     #[test]
@@ -423,55 +285,6 @@ mod tests {
         assert!(
             found[0].starts_with("src/a.rs -> src/b.rs: closes no circle"),
             "{found:?}"
-        );
-    }
-
-    #[test]
-    fn rooms_have_the_arrows_of_their_table_and_no_others() {
-        let files = [
-            ("src/lib.rs", "mod low; mod high;"),
-            ("src/low.rs", "pub struct Low;"),
-            ("src/high/mod.rs", "mod inner;"),
-            ("src/high/inner.rs", "use crate::low::Low; pub struct High;"),
-        ];
-        let allowed: &[(&str, &[&str])] = &[("low", &[]), ("high", &["low"])];
-        assert_eq!(
-            arrows_between_rooms(&crate_of(&files), allowed),
-            [] as [&str; 0]
-        );
-
-        let reversed: &[(&str, &[&str])] = &[("low", &["high"]), ("high", &[])];
-        let found = arrows_between_rooms(&crate_of(&files), reversed);
-        assert_eq!(
-            found[0],
-            "src/high/inner.rs:1: room high imports crate::low::Low from room low; it may import from none"
-        );
-        assert!(
-            found[1].starts_with("room low imports nothing from room high"),
-            "{found:?}"
-        );
-        assert_eq!(found.len(), 2);
-
-        let found = arrows_between_rooms(&crate_of(&files), &allowed[..1]);
-        assert!(found[0].contains("room high is not in ROOMS"), "{found:?}");
-    }
-
-    #[test]
-    fn a_part_does_without_a_room_that_the_rest_may_import_from() {
-        let files = [
-            ("src/lib.rs", "mod low; mod high;"),
-            ("src/low.rs", "pub struct Low;"),
-            ("src/high/mod.rs", "mod part; struct High(crate::low::Low);"),
-            ("src/high/part/mod.rs", "mod inner;"),
-            ("src/high/part/inner.rs", "use crate::low::Low;"),
-        ];
-        let found = arrows_of_parts(&crate_of(&files), &[("src/high/part/", "low")]);
-        assert_eq!(
-            found,
-            [
-                "src/high/part/inner.rs:1: imports crate::low::Low from room low; src/high/part/ does without \
-                 that room"
-            ]
         );
     }
 }

@@ -21,7 +21,7 @@ pub fn check() -> Result<()> {
     if !others.is_empty() {
         bail!(
             "the tests compile these crates again, with other features than the node's build has: {}. Add a crate with the \
-             tests' features to feature `testing` of dataplane-user",
+             tests' features to feature `testing` of dataplane-cli",
             others.join("; ")
         );
     }

@@ -26,7 +26,6 @@ pub struct Crate {
 
 #[derive(Debug)]
 struct Module {
-    name: String,
     file: usize,
     parent: Option<usize>,
     children: BTreeMap<String, usize>,
@@ -96,18 +95,6 @@ impl Crate {
     /// The files, as they were asked for.
     pub fn files(&self) -> &[PathBuf] {
         &self.files
-    }
-
-    /// The top-level module that a file belongs to; `None` for the root.
-    pub fn room(&self, file: usize) -> Option<&str> {
-        let mut module = self.module_of(file);
-        while let Some(parent) = module.parent {
-            if self.modules[parent].parent.is_none() {
-                return Some(&module.name);
-            }
-            module = &self.modules[parent];
-        }
-        None
     }
 
     /// Whether the first file's module contains the second file's.
@@ -234,7 +221,6 @@ impl Crate {
             children.insert(name.to_owned(), index);
         }
         self.modules.push(Module {
-            name: name.to_owned(),
             file,
             parent,
             children: BTreeMap::new(),

@@ -7,12 +7,12 @@ use aya::{
     maps::{Array, Map, MapData},
     programs::loaded_programs,
 };
-use dataplane::kernel::{self, Attachment, Paths};
 use dataplane_common::{
     LAYOUT, Reason,
     capture::MeterSets,
     tables::{SOCKET_ELEMENTS, SOCKET_SETS, SOCKET_WAYS},
 };
+use kernel::{Attachment, Paths};
 use serde_json::{Value, json};
 
 use super::{World, pod};

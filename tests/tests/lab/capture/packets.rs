@@ -7,12 +7,12 @@
 use std::{fs, net::SocketAddr};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::{Hook, trial};
 use dataplane_common::{LAYOUT, Reason};
 use dataplane_tests::{
     Agent, LabBuilder, emulated,
     report::{LoadReport, Report},
 };
+use kernel::{Hook, trial};
 use serde_json::{Value, json};
 
 use super::{World, foreign, mesh, pod, relay::Relay, restart::PAUSE};

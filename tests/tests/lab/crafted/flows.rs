@@ -1,7 +1,6 @@
 //! What becomes of flows: again, elsewhere, idle, without room.
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::rig::Table;
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
     packet::{FlowKey, Iface, PacketConfig, Tick, Translation},
@@ -13,6 +12,7 @@ use dataplane_proof::{
     campaign::{Scene, plain_config},
     wire::{Packet, Part, flags},
 };
+use kernel::rig::Table;
 use nix::time::{ClockId, clock_gettime};
 
 use super::{

@@ -3,12 +3,13 @@
 use std::{cell::Cell, collections::BTreeMap, path::Path, sync::Arc};
 
 use anyhow::{Context as _, Result};
-use dataplane::{model::Node, source::manifests};
 use dataplane_peers::{Cluster, LocalDetector, Mode};
 use dataplane_tests::{
     Agent, Host, Lab, Process, Role, emulated,
     report::{Flow, Report},
 };
+use model::Node;
+use source::manifests;
 
 use super::case::{Case, Seen};
 use crate::{
@@ -306,7 +307,7 @@ pub fn load_rules(node: &Host, mode: Mode, manifests: &Path, cluster: &Cluster) 
     };
     let loaded = manifests::load(&[manifests.to_owned()], &about)
         .map_err(|errors| anyhow::anyhow!("{errors}"))?;
-    let snapshot = dataplane::model::Snapshot {
+    let snapshot = model::Snapshot {
         node: Arc::new(about),
         ..loaded.snapshot
     };

@@ -3,9 +3,9 @@
 use std::{collections::HashMap, fs::File, path::Path, thread};
 
 use anyhow::{Context as _, Result, anyhow};
-use dataplane::kernel::conntrack::{Conntrack, now};
 use dataplane_common::Protocol;
 use dataplane_tests::Host;
+use kernel::conntrack::{Conntrack, now};
 use nix::sched::{CloneFlags, setns};
 
 /// A flow.

@@ -1,0 +1,479 @@
+//! What the agent tells about itself over its socket, as JSON: the types that both ends share.
+//!
+//! Addresses, protocols and reasons are the words that people read. Times are seconds since the
+//! epoch.
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// `GET /version`: which agent this is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Version {
+    /// The agent's version.
+    pub version: String,
+    /// The layout of what it pins ([`dataplane_common::LAYOUT`]).
+    pub layout: u32,
+    /// Its process.
+    pub pid: u32,
+}
+
+impl Version {
+    /// This process's.
+    pub fn own() -> Self {
+        Self {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            layout: dataplane_common::LAYOUT,
+            pid: std::process::id(),
+        }
+    }
+}
+
+/// What only the agent knows: part of `GET /status`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct AgentStatus {
+    /// Which agent.
+    pub version: Version,
+    /// When it started.
+    pub started: u64,
+    /// Whether it has ever brought the kernel's tables in line with its source.
+    pub ready: bool,
+    /// The node's name, by which EndpointSlices say that an endpoint is here.
+    pub node: String,
+    /// The addresses on which node ports are answered, besides loopback.
+    pub node_addresses: Vec<String>,
+    /// The same, each with where it was learnt from.
+    #[serde(default)]
+    pub node_port_addresses: Vec<Learnt>,
+    /// Who counts as a pod, and is not masqueraded on the way to a cluster IP; empty: nobody is.
+    #[serde(default)]
+    pub pod_networks: Vec<Learnt>,
+    /// The cgroup whose processes are served.
+    #[serde(default)]
+    pub cgroup: Learnt,
+    /// Where the sockets of this node's pods are; none before the agent has looked.
+    #[serde(default)]
+    pub pods: Option<PodCgroups>,
+    /// Why load balancers are told to send this node nothing new (`/healthz`); none: they are not.
+    #[serde(default)]
+    pub leaving: Option<String>,
+    /// For how many seconds a change has been waiting to be written, if that is too long (`/livez`).
+    #[serde(default)]
+    pub late_seconds: Option<u64>,
+    /// Whether an earlier agent left something that was served when this one started.
+    #[serde(default = "yes")]
+    pub inherited: bool,
+    /// Where the services come from.
+    pub source: Source,
+    /// How many services there are, also those without a VIP.
+    pub services: u64,
+    /// How many endpoints their ports have together.
+    pub endpoints: u64,
+    /// The last sync that worked.
+    pub last_sync: Option<Sync>,
+    /// Syncs that worked since the agent started.
+    pub syncs: u64,
+    /// Syncs that did not.
+    pub sync_errors: u64,
+    /// Why the last sync did not work; none if it did.
+    pub sync_error: Option<Failure>,
+    /// Frontends that several services claim.
+    pub conflicts: Vec<Conflict>,
+    /// What was not served as written.
+    pub problems: Vec<Problem>,
+    /// Whose connections are captured; without rules.
+    #[serde(default)]
+    pub mesh: Vec<MeshWorkload>,
+    /// The flows of the packet path; none before they were counted, or without one.
+    #[serde(default)]
+    pub flows: Option<Flows>,
+    /// The DNS server; none if it answers nobody.
+    #[serde(default)]
+    pub dns: Option<DnsStatus>,
+}
+
+/// Of an agent that does not tell.
+fn yes() -> bool {
+    true
+}
+
+/// Something that the agent goes by.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Learnt {
+    /// What.
+    pub value: String,
+    /// Where it was learnt from: an option (of the command line, the environment or the configuration
+    /// file), or what was looked at.
+    pub from: String,
+}
+
+/// Whether the sockets of this node's pods are in the cgroup that the programs are attached to, as the agent saw it last.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodCgroups {
+    /// When.
+    pub at: u64,
+    /// How many pods have sockets there and nowhere else.
+    pub inside: u64,
+    /// How many have sockets in other cgroups: their connections are served by packets only.
+    pub outside: u64,
+    /// Of how many the agent could see no socket.
+    pub unknown: u64,
+    /// The other cgroups, at most [`PodCgroups::NAMED`].
+    pub others: Vec<String>,
+    /// The root of the cgroup v2 hierarchy, if the agent sees it.
+    pub root: Option<String>,
+}
+
+impl PodCgroups {
+    /// How many other cgroups are named.
+    pub const NAMED: usize = 3;
+}
+
+impl From<&kernel::sockets::PodCgroups> for PodCgroups {
+    fn from(found: &kernel::sockets::PodCgroups) -> Self {
+        let text = |path: &PathBuf| path.display().to_string();
+        Self {
+            at: super::now(),
+            inside: found.inside as u64,
+            outside: found.outside as u64,
+            unknown: found.unknown as u64,
+            others: found.others.iter().take(Self::NAMED).map(text).collect(),
+            root: found.root.as_ref().map(text),
+        }
+    }
+}
+
+/// The flows of the packet path, as they were counted last: the agent looks at all of them every ten
+/// seconds or some more.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Flows {
+    /// When.
+    pub at: u64,
+    /// How many there were.
+    pub total: u64,
+    /// The endpoints that have the most ports of the node's, the one with most first. None from an agent that does
+    /// not tell.
+    #[serde(default)]
+    pub ports: Vec<Ports>,
+}
+
+/// How many of the node's ports masqueraded flows to an endpoint have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ports {
+    /// `tcp` or `udp`.
+    pub protocol: String,
+    /// The endpoint.
+    pub endpoint: String,
+    /// How many.
+    pub used: u32,
+    /// How many there are.
+    pub limit: u32,
+}
+
+/// A workload whose connections are captured: what `GET /mesh` lists. The tables in the kernel hold
+/// numbers instead of names.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct MeshWorkload {
+    /// Its number there ([`dataplane_common::capture::Enrolled::workload`]).
+    pub number: u32,
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Why it is not captured as it should be.
+    pub problem: Option<String>,
+    /// Whether the node is at fault for that: the agent, the kernel or the operator's configuration.
+    #[serde(default)]
+    pub problem_of_node: bool,
+    /// What it says to the agent's proxy: `sockmap` if that goes past the TCP stack, else `off`. None
+    /// from an agent that does not tell.
+    #[serde(default)]
+    pub acceleration: Option<String>,
+    /// Why it is `off` though `sockmap` was asked for.
+    #[serde(default)]
+    pub not_accelerated: Option<String>,
+    /// What is said of it. Of two that say something of the same thing, only the one that counts.
+    /// Not in `GET /status`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rules: Vec<MeshRule>,
+}
+
+impl MeshWorkload {
+    /// Namespace and name.
+    pub fn full_name(&self) -> String {
+        format!("{}/{}", self.namespace, self.name)
+    }
+}
+
+/// A rule by which a workload's connections are captured or not.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MeshRule {
+    /// The subject: `outbound-range`, `outbound-port`, `inbound-port`, `inbound`, `inbound-others`, `user`,
+    /// `group`, `interface`, `virtual-interface`, `captured-by`, `mode`, `egress`, `without-proxy`, `acceleration` or
+    /// `dns`.
+    pub about: String,
+    /// Which range, port, user, group or interface; empty for a setting.
+    pub of: String,
+    /// `captured` or `excluded`; of a setting, its value.
+    pub says: String,
+    /// Who says so, such as `mesh.rules` or `Pod default/web`.
+    pub by: String,
+}
+
+/// Where the services come from.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Source {
+    /// Which kind.
+    pub kind: SourceKind,
+    /// Files and directories, or the API server.
+    pub paths: Vec<String>,
+    /// When they were last read without an error, or the API server was last heard; 0: never.
+    pub read: u64,
+    /// Why they could not be read since: what was read before is still served. `at` is when that
+    /// began.
+    pub error: Option<Failure>,
+    /// The sources that this one is put together from; none if it is no such source.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub parts: Vec<Source>,
+}
+
+/// The kinds of sources.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SourceKind {
+    /// Files and directories.
+    Manifests,
+    /// The Kubernetes API.
+    Kubernetes,
+    /// kube-proxy's rules.
+    Rules,
+    /// Several sources.
+    Combined,
+}
+
+impl SourceKind {
+    /// The word for it, in text and in JSON.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Manifests => "manifests",
+            Self::Kubernetes => "kubernetes",
+            Self::Rules => "rules",
+            Self::Combined => "combined",
+        }
+    }
+}
+
+/// A sync that worked.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Sync {
+    /// When it ended.
+    pub at: u64,
+    /// Working out what to write, in microseconds.
+    pub plan_us: u64,
+    /// Writing it, in microseconds; grace period included.
+    pub write_us: u64,
+    /// How many writes there were.
+    pub writes: u64,
+}
+
+/// Something that did not work.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    /// When.
+    pub at: u64,
+    /// What happened, and what to do.
+    pub text: String,
+}
+
+/// A frontend that several services claim.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Conflict {
+    /// `address:port/protocol`.
+    pub frontend: String,
+    /// Who serves it: the older, then the first by name.
+    pub winner: String,
+    /// Who does not.
+    pub losers: Vec<String>,
+}
+
+/// Something that was not served as written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Problem {
+    /// How bad it is.
+    #[serde(default)]
+    pub gravity: Gravity,
+    /// A file with line, or an object.
+    pub place: String,
+    /// What happened, and what to do.
+    pub text: String,
+}
+
+/// How bad a [`Problem`] is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Gravity {
+    /// An object is not followed: an error that its author has to mend. The node is healthy.
+    Object,
+    /// An error of the node or its configuration.
+    Node,
+    /// Worth a look.
+    #[default]
+    Warning,
+}
+
+/// A page of a list: what `GET /services` and `GET /pools` answer with.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Page<T> {
+    /// The items.
+    pub items: Vec<T>,
+    /// What to ask for as `after` to get the next page; none on the last.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub next: Option<String>,
+}
+
+/// A service.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Service {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// `ClusterIP`, `NodePort`, `LoadBalancer` or `ExternalName`; `HostPort` for a pod's host ports.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// `spec.clusterIPs`; empty if it is headless.
+    pub cluster_ips: Vec<String>,
+    /// `spec.externalIPs`.
+    pub external_ips: Vec<String>,
+    /// The load balancer's addresses.
+    pub load_balancer_ips: Vec<String>,
+    /// `Cluster` or `Local`.
+    pub internal_traffic_policy: String,
+    /// `Cluster` or `Local`.
+    pub external_traffic_policy: String,
+    /// Session affinity's timeout in seconds; none: no affinity.
+    pub affinity_seconds: Option<u64>,
+    /// Its ports.
+    pub ports: Vec<ServicePort>,
+    /// Frontends that it and other services claim, whoever serves them.
+    pub conflicts: Vec<Conflict>,
+}
+
+/// A port of a service.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ServicePort {
+    /// Its name; empty if it has none.
+    pub name: String,
+    /// The VIPs' port.
+    pub port: u16,
+    /// `tcp` or `udp`.
+    pub protocol: String,
+    /// The nodes' port.
+    pub node_port: Option<u16>,
+    /// How many endpoints are ready.
+    pub ready: usize,
+    /// Its endpoints.
+    pub endpoints: Vec<Endpoint>,
+    /// Connections (and datagrams of unconnected sockets) translated.
+    pub connections: u64,
+    /// Connections refused, by reason; those that happened.
+    pub refused: BTreeMap<String, u64>,
+}
+
+/// An endpoint.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "the conditions of an EndpointSlice"
+)]
+pub struct Endpoint {
+    /// Its address.
+    pub address: String,
+    /// Its port.
+    pub port: u16,
+    /// Whether it is on this node.
+    pub local: bool,
+    /// `conditions.ready`.
+    pub ready: bool,
+    /// `conditions.serving`.
+    pub serving: bool,
+    /// `conditions.terminating`.
+    pub terminating: bool,
+    /// Whether it is ready, and passed over because hints give this node others, in its zone or on
+    /// it.
+    #[serde(default)]
+    pub hinted_away: bool,
+}
+
+/// Whose a pool is: the tables in the kernel hold no names.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pool {
+    /// Its index.
+    pub pool: u32,
+    /// The service's namespace.
+    pub namespace: String,
+    /// The service's name.
+    pub name: String,
+    /// The service's port; none: the pool answers the ports that the service does not have.
+    pub port: Option<u16>,
+    /// `tcp` or `udp`.
+    pub protocol: Option<String>,
+    /// The route that splits the port's connections, with its rule; none: no route does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub route: Option<String>,
+}
+
+/// The DNS server at a glance.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DnsStatus {
+    /// How many workloads' queries it answers.
+    pub workloads: usize,
+    /// How many queries it has received.
+    pub queries: u64,
+    /// How many of them it answered from the names of services and hosts.
+    pub local: u64,
+    /// How many it answered from its cache.
+    pub cached: u64,
+    /// How many got SERVFAIL, because no resolver answered.
+    pub failed: u64,
+}
+
+/// The cache of the DNS server: what `GET /dns/cache` answers with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DnsCache {
+    /// How many answers there are.
+    pub entries: usize,
+    /// Their bytes.
+    pub bytes: usize,
+    /// How many bytes there is room for.
+    pub max_bytes: usize,
+    /// The namespaces whose queries brought the answers, by name.
+    pub namespaces: Vec<DnsCacheShare>,
+}
+
+/// The part of the cache that belongs to a namespace.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DnsCacheShare {
+    /// The namespace; empty: clients that are no pods.
+    pub namespace: String,
+    /// How many answers.
+    pub entries: usize,
+    /// Their bytes.
+    pub bytes: usize,
+}
+
+/// The result of `GET /dns/lookup`: the steps by which a workload finds the addresses of each family.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DnsLookup {
+    /// The query for A records.
+    pub ipv4: Vec<dns::Step>,
+    /// The query for AAAA records.
+    pub ipv6: Vec<dns::Step>,
+}
+
+/// The result of `POST /dns/cache/flush`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DnsFlushed {
+    /// How many answers were forgotten.
+    pub flushed: usize,
+}

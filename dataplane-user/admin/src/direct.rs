@@ -1,0 +1,410 @@
+//! What connections that went direct have come to: in the kernel by numbers, here by names.
+
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use dataplane_common::{
+    Addr,
+    capture::{TRAFFIC, Traffic, TrafficKey},
+};
+use model::{Node, ServiceName, Workload, WorkloadName};
+use relay::{CountersKey, Direction, Flag, Labels, Ledger, Party, Totals};
+
+/// How long the number of a workload that has gone is remembered: its last connections may end later
+/// than it does.
+const LEAVING: Duration = Duration::from_mins(1);
+/// How many entries of TRAFFIC may be in use before workloads with many give some up.
+const ROOM: usize = TRAFFIC as usize / 2;
+
+/// Totals since the agent started. A number may come to mean somebody else: what was counted before
+/// stays with whom it was counted for.
+#[derive(Debug, Default)]
+pub struct Direct {
+    /// By their numbers in the kernel's tables.
+    workloads: HashMap<u32, Numbered>,
+    seen: HashMap<TrafficKey, Traffic>,
+    ledger: Ledger,
+}
+
+/// Whose an address is: none for those that several have, or the node.
+pub fn by_address<'a>(
+    workloads: impl IntoIterator<Item = &'a Arc<Workload>>,
+    node: &Node,
+) -> HashMap<Addr, Option<Arc<Workload>>> {
+    let mut found: HashMap<Addr, Option<Arc<Workload>>> = HashMap::new();
+    for workload in workloads {
+        for addr in &workload.addresses {
+            let known = found.entry((*addr).into());
+            let owner = known.or_insert_with(|| Some(Arc::clone(workload)));
+            let is_other = owner
+                .as_ref()
+                .is_some_and(|owner| owner.name != workload.name);
+            if is_other || node.addresses.contains(addr) {
+                *owner = None;
+            }
+        }
+    }
+    found
+}
+
+/// Whose a number is.
+#[derive(Debug)]
+struct Numbered {
+    /// None if nobody has said.
+    workload: Option<Arc<Workload>>,
+    /// Since when there is no such workload.
+    gone: Option<Instant>,
+}
+
+impl Direct {
+    /// Says whose a number is.
+    pub fn name(&mut self, number: u32, workload: &Arc<Workload>) {
+        let named = Numbered {
+            workload: Some(Arc::clone(workload)),
+            gone: None,
+        };
+        self.workloads.insert(number, named);
+    }
+
+    /// Whether there is nobody to count for.
+    pub fn is_idle(&self) -> bool {
+        self.workloads.is_empty() && self.ledger.iter().next().is_none()
+    }
+
+    /// Those that have a name, and are there.
+    pub fn workloads(&self) -> impl Iterator<Item = &Arc<Workload>> {
+        let there = self.workloads.values().filter(|named| named.gone.is_none());
+        there.filter_map(|named| named.workload.as_ref())
+    }
+
+    /// What they came to.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// Adds what was counted since the last time. `service`: whose a pool is; `peer`: whose an
+    /// address.
+    pub fn update(
+        &mut self,
+        counted: impl IntoIterator<Item = (TrafficKey, Traffic)>,
+        service: impl Fn(u32) -> Option<ServiceName>,
+        peer: impl Fn(Addr) -> Option<Arc<Workload>>,
+        now: Instant,
+    ) {
+        for (key, counted) in counted {
+            let named = self.workloads.entry(key.workload);
+            let named = named.or_insert(Numbered {
+                workload: None,
+                gone: Some(now),
+            });
+            let before = self.seen.insert(key, counted).unwrap_or_default();
+            if counted == before {
+                continue;
+            }
+            let Some(workload) = &named.workload else {
+                continue;
+            };
+            let (direction, service) = match key.pool {
+                TrafficKey::INBOUND => (Direction::Inbound, None),
+                pool => (Direction::Outbound, service(pool)),
+            };
+            let labels = |flag| Labels {
+                workload: Party::of(workload),
+                key: CountersKey {
+                    direction,
+                    service: service.clone(),
+                    peer: peer(key.addr).map_or_else(Party::nobody, |peer| Party::of(&peer)),
+                    flag,
+                },
+            };
+            let since = |read: fn(&Traffic) -> u64| read(&counted).saturating_sub(read(&before));
+            let failed = Totals {
+                failed: since(|traffic| traffic.failed),
+                ..Totals::default()
+            };
+            let failure = labels(Flag::ConnectFailure);
+            self.ledger.add(&failure, failed, 0, now);
+            // From the client and to it, as a proxy between them has it.
+            let (sent, received) = (since(|t| t.sent), since(|t| t.received));
+            let (from_client, to_client) = match direction {
+                Direction::Outbound => (sent, received),
+                Direction::Inbound => (received, sent),
+            };
+            let totals = Totals {
+                opened: since(|traffic| traffic.opened),
+                closed: since(|traffic| traffic.closed),
+                failed: 0,
+                received: from_client,
+                sent: to_client,
+            };
+            let nanoseconds = since(|traffic| traffic.nanoseconds);
+            self.ledger
+                .add(&labels(Flag::None), totals, nanoseconds, now);
+        }
+    }
+
+    /// Forgets workloads that have gone, and what was counted for them when it has been shown for a
+    /// while. `is_there`: whether there is such a workload; `parties`: all that there are. Answers what
+    /// the kernel need not count any more.
+    pub fn forget(
+        &mut self,
+        is_there: impl Fn(&WorkloadName) -> bool,
+        parties: impl FnOnce() -> std::collections::HashSet<Party>,
+        now: Instant,
+    ) -> Vec<TrafficKey> {
+        self.workloads.retain(|_, named| {
+            let workload = named.workload.as_ref();
+            if workload.is_some_and(|workload| is_there(&workload.name)) {
+                named.gone = None;
+                return true;
+            }
+            now - *named.gone.get_or_insert(now) < LEAVING
+        });
+        let workloads = &self.workloads;
+        let has_gone = |key: &TrafficKey| !workloads.contains_key(&key.workload);
+        let mut over: Vec<TrafficKey> = self.seen.keys().copied().filter(has_gone).collect();
+        over.extend(self.beyond_shares(ROOM));
+        for key in &over {
+            self.seen.remove(key);
+        }
+        if self.ledger.is_due(now) {
+            let there = parties();
+            self.ledger.prune(|party| there.contains(party), now);
+        }
+        over
+    }
+
+    /// What the kernel need not count any more so that the table has room for others: entries without open connections, of
+    /// workloads that have more than their share, if more than `room` entries are in use. They are in the ledger.
+    fn beyond_shares(&self, room: usize) -> Vec<TrafficKey> {
+        if self.seen.len() <= room {
+            return Vec::new();
+        }
+        // How many entries each workload has, and those without open connections.
+        let mut by_workload: HashMap<u32, (usize, Vec<TrafficKey>)> = HashMap::new();
+        for (key, traffic) in &self.seen {
+            let (has, idle) = by_workload.entry(key.workload).or_default();
+            *has += 1;
+            if traffic.opened == traffic.closed {
+                idle.push(*key);
+            }
+        }
+        let share = room / by_workload.len().max(1);
+        let mut over = Vec::new();
+        for (has, idle) in by_workload.into_values() {
+            over.extend(idle.into_iter().take(has.saturating_sub(share)));
+        }
+        over
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use model::{Place, WorkloadName};
+
+    use super::*;
+
+    fn workload(name: &str) -> Arc<Workload> {
+        Arc::new(Workload::new(
+            WorkloadName::new("default", name),
+            Place::Address,
+        ))
+    }
+
+    #[test]
+    fn a_workload_with_most_entries_gives_some_up() {
+        let mut direct = Direct::default();
+        let now = Instant::now();
+        for (number, name) in [(1, "hog"), (2, "other")] {
+            direct.name(number, &workload(name));
+        }
+        let entry = |workload, pool, closed| {
+            let addr = Addr::UNSPECIFIED;
+            let key = TrafficKey {
+                workload,
+                pool,
+                addr,
+            };
+            let traffic = Traffic {
+                opened: 1,
+                closed,
+                ..Traffic::default()
+            };
+            (key, traffic)
+        };
+        let hog = (1..=90).map(|pool| entry(1, pool, u64::from(pool > 10)));
+        let other = (1..=10).map(|pool| entry(2, pool, 1));
+        direct.update(hog.chain(other), |_| None, |_| None, now);
+        assert_eq!(direct.beyond_shares(100).len(), 0);
+        let over = direct.beyond_shares(80);
+        assert_eq!(over.len(), 50);
+        assert!(over.iter().all(|key| key.workload == 1 && key.pool > 10));
+        // None that has open connections.
+        assert_eq!(direct.beyond_shares(10).len(), 80 + 5);
+        let opened = |direct: &Direct| {
+            let all = direct.ledger().iter();
+            all.map(|(_, series)| series.totals.opened).sum::<u64>()
+        };
+        assert_eq!(opened(&direct), 100);
+        // An entry that is made again counts from 0.
+        for key in &over {
+            direct.seen.remove(key);
+        }
+        direct.update([entry(1, 90, 1)], |_| None, |_| None, now);
+        assert_eq!(opened(&direct), 101);
+    }
+
+    #[test]
+    fn counts_what_is_new_for_whom_it_is_then() {
+        let mut direct = Direct::default();
+        direct.name(1, &workload("app"));
+        let key = |workload| TrafficKey {
+            workload,
+            pool: 3,
+            addr: Addr::UNSPECIFIED,
+        };
+        let traffic = |opened, sent, failed| Traffic {
+            opened,
+            closed: opened,
+            failed,
+            sent,
+            received: 0,
+            nanoseconds: opened * 10,
+        };
+        let mut update = |entry, name: &str| {
+            let service = |_| Some(ServiceName::new("default", name));
+            direct.update([entry], service, |_| None, Instant::now());
+            let all = direct.ledger.iter();
+            all.map(|(labels, series)| {
+                let service = labels.key.service.as_ref().map(|s| s.name().to_owned());
+                (service.unwrap(), labels.key.flag, series.totals)
+            })
+            .collect::<Vec<_>>()
+        };
+        // Nobody's.
+        assert_eq!(update((key(7), traffic(1, 1, 0)), "web"), []);
+        update((key(1), traffic(2, 100, 1)), "web");
+        // The pool is another service's by now.
+        let all = update((key(1), traffic(5, 150, 1)), "dns");
+        let seen: Vec<_> = all
+            .iter()
+            .map(|(service, flag, t)| (service.as_str(), *flag, t.opened, t.received, t.failed))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                ("dns", Flag::None, 3, 50, 0),
+                ("web", Flag::None, 2, 100, 0),
+                ("web", Flag::ConnectFailure, 0, 0, 1),
+            ]
+        );
+        let lasted = direct.ledger.iter().map(|(_, series)| series.nanoseconds);
+        assert_eq!(lasted.sum::<u64>(), 50);
+    }
+
+    #[test]
+    fn bytes_are_from_the_client_and_to_it_whichever_side_is_ours() {
+        let mut direct = Direct::default();
+        direct.name(1, &workload("app"));
+        for pool in [3, TrafficKey::INBOUND] {
+            let key = TrafficKey {
+                workload: 1,
+                pool,
+                addr: Addr::UNSPECIFIED,
+            };
+            let traffic = Traffic {
+                sent: 7,
+                received: 100,
+                ..Traffic::default()
+            };
+            let service = |pool| (pool == 3).then(|| ServiceName::new("default", "web"));
+            direct.update([(key, traffic)], service, |_| None, Instant::now());
+        }
+        let all = direct.ledger.iter();
+        let seen: Vec<_> = all
+            .map(|(labels, series)| (labels, &series.totals))
+            .map(|(labels, t)| (labels.key.direction, labels.key.service.is_some(), t))
+            .map(|(direction, service, t)| (direction, service, t.received, t.sent))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                (Direction::Outbound, true, 7, 100),
+                (Direction::Inbound, false, 100, 7),
+            ]
+        );
+    }
+
+    #[test]
+    fn an_address_that_several_have_or_the_node_is_nobodys() {
+        let with = |name: &str, addresses: &[&str]| {
+            Arc::new(Workload {
+                addresses: addresses.iter().map(|a| a.parse().unwrap()).collect(),
+                ..(*workload(name)).clone()
+            })
+        };
+        let all = [
+            with("a", &["10.0.0.1", "fd00::1"]),
+            with("b", &["10.0.0.1", "fd00::2"]),
+            with("c", &["192.0.2.1"]),
+            with("b", &["fd00::2"]),
+        ];
+        let node = Node {
+            addresses: ["192.0.2.1".parse().unwrap()].into_iter().collect(),
+            ..Node::default()
+        };
+        let found = by_address(&all, &node);
+        let owner = |addr: &str| {
+            let addr: std::net::IpAddr = addr.parse().unwrap();
+            let owner = found[&addr.into()].as_ref();
+            owner.map(|owner| owner.name.name().to_owned())
+        };
+        assert_eq!(owner("10.0.0.1"), None);
+        assert_eq!(owner("192.0.2.1"), None);
+        assert_eq!(owner("fd00::1").as_deref(), Some("a"));
+        assert_eq!(owner("fd00::2").as_deref(), Some("b"));
+    }
+
+    #[test]
+    fn a_day_of_churn_leaves_nothing_but_what_was_counted() {
+        let mut direct = Direct::default();
+        let start = Instant::now();
+        let mut kernel: HashMap<TrafficKey, Traffic> = HashMap::new();
+        let traffic = Traffic {
+            opened: 1,
+            ..Traffic::default()
+        };
+        for number in 1..=2000 {
+            let now = start + Duration::from_secs(number.into());
+            let pod = Arc::new(Workload {
+                name: WorkloadName::new("default", &format!("web-{number}")),
+                ..(*workload("web")).clone()
+            });
+            direct.name(number, &pod);
+            for number in [number, 1_000_000 + number] {
+                let key = TrafficKey {
+                    workload: number,
+                    pool: 0,
+                    addr: Addr::UNSPECIFIED,
+                };
+                kernel.insert(key, traffic);
+            }
+            let counted: Vec<_> = kernel.iter().map(|(key, t)| (*key, *t)).collect();
+            direct.update(counted, |_| None, |_| None, now);
+            // One is there at a time. The others' connections end a little later.
+            let is_there = |name: &WorkloadName| *name == pod.name;
+            let parties = || [Party::of(&pod)].into_iter().collect();
+            for key in direct.forget(is_there, parties, now) {
+                kernel.remove(&key);
+            }
+        }
+        let most = 2 * (usize::try_from(LEAVING.as_secs()).unwrap() + 2);
+        assert!(kernel.len() <= most, "{}", kernel.len());
+        assert!(direct.seen.len() <= most && direct.workloads.len() <= most);
+        let all: Vec<_> = direct.ledger.iter().map(|(_, s)| s.totals.opened).collect();
+        assert_eq!(all, [2000], "one Deployment, one series");
+    }
+}

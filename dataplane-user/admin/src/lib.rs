@@ -1,0 +1,29 @@
+//! What the agent shows of itself: metrics, health, and JSON for the command line.
+
+#![forbid(unsafe_code)]
+
+mod access;
+pub mod api;
+mod beats;
+pub mod client;
+mod clock;
+mod counters;
+mod direct;
+mod flows;
+mod limits;
+mod load_balancers;
+mod lock;
+mod mesh;
+mod metrics;
+mod places;
+mod pulse;
+mod rendering;
+pub mod report;
+mod server;
+mod state;
+mod view;
+
+pub use clock::now;
+pub use lock::lock;
+pub use server::{Error as ListenError, Listeners, serve, who_answers};
+pub use state::{Learnt, State};

@@ -1,0 +1,140 @@
+//! Whose connections are captured.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    path::Path,
+};
+
+use dataplane_common::{
+    Addr,
+    capture::{CaptureConfig, Enrolled, ListenerKey},
+};
+use kernel::{CaptureTables, namespaces};
+use plan::Captured;
+use serde::{Deserialize, Serialize};
+
+use crate::api::MeshWorkload;
+
+/// A workload whose connections are captured, as the kernel's tables have it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Workload {
+    /// Namespace and name; none if only an agent that does not answer knows them.
+    pub name: Option<String>,
+    /// How it is told: `netns` and the cookie, `cgroup` and the id, or `packets` and its addresses.
+    pub place: String,
+    /// `proxy` or `kernel`: what `auto` comes to is one of them.
+    pub mode: String,
+    /// Unknown destinations: `allow` or `deny`.
+    pub egress: String,
+    /// What becomes of connections while the proxy does not listen: `refuse` or `pass`.
+    pub without_proxy: String,
+    /// Whether the proxy listens, now: `ready`, `down`, `no-outbound` or `no-inbound` (it listens for
+    /// the other direction only); `-` if it needs none.
+    pub proxy: String,
+    /// Whether what it says to the agent's proxy goes past the TCP stack: `sockmap` or `off`; none if
+    /// only an agent that does not answer knows.
+    pub acceleration: Option<String>,
+    /// Why it is `off` though `sockmap` was asked for.
+    pub not_accelerated: Option<String>,
+    /// Why it is not captured as it should be.
+    pub problem: Option<String>,
+}
+
+/// Whose connections are captured, and whether their proxies listen.
+pub fn workloads(
+    paths: &kernel::Paths,
+    named: &[MeshWorkload],
+) -> Result<Vec<Workload>, kernel::Error> {
+    if !kernel::Tables::exist(&paths.bpffs)? || kernel::Tables::open(&paths.bpffs)?.mesh() == 0 {
+        return Ok(Vec::new());
+    }
+    let tables = CaptureTables::open(&paths.bpffs)?;
+    let (config, held) = (tables.config(), tables.contents()?);
+    let listening = tables.listeners()?;
+    let outbound = outbound_listeners(config, &held);
+    let row = |entry: &Enrolled, place: String, listens: [bool; 2]| {
+        let known = named.iter().find(|w| w.number == entry.workload);
+        let flag = |flag: u32, set: &str, unset: &str| {
+            if entry.flags & flag != 0 { set } else { unset }.to_owned()
+        };
+        Workload {
+            name: known.map(MeshWorkload::full_name),
+            place,
+            mode: flag(Enrolled::PROXY, "proxy", "kernel"),
+            egress: flag(Enrolled::EGRESS_DENY, "deny", "allow"),
+            without_proxy: flag(Enrolled::FAIL_OPEN, "pass", "refuse"),
+            proxy: match (entry.flags & Enrolled::PROXY != 0, listens) {
+                (false, _) => "-",
+                (true, [true, true]) => "ready",
+                (true, [false, true]) => "no-outbound",
+                (true, [true, false]) => "no-inbound",
+                (true, [false, false]) => "down",
+            }
+            .to_owned(),
+            acceleration: known.and_then(|w| w.acceleration.clone()),
+            not_accelerated: known.and_then(|w| w.not_accelerated.clone()),
+            problem: known.and_then(|w| w.problem.clone()),
+        }
+    };
+    let captured = |entry: &&Enrolled| entry.flags & Enrolled::CAPTURED != 0;
+    let namespaces = held.namespaces.iter().filter(|(_, e)| captured(e));
+    let in_namespaces = namespaces.map(|(cookie, entry)| {
+        let takes = entry.flags & Enrolled::INBOUND == 0
+            || [true, false]
+                .iter()
+                .any(|v4| listening.contains(&ListenerKey::of_namespace(*cookie, *v4)));
+        let listens = [outbound.contains(cookie), takes];
+        row(entry, format!("netns {cookie}"), listens)
+    });
+    // Of these only outbound connections are captured, in the node's own namespace.
+    let own = kernel::Tables::open(&paths.bpffs)?.host_netns();
+    let in_cgroups = held.cgroups.iter().map(|(id, entry)| {
+        let listens = outbound.contains(&own);
+        row(entry, format!("cgroup {id}"), [listens, listens])
+    });
+    // Likewise, by their packets.
+    let mut addresses: BTreeMap<u32, (Enrolled, Vec<&Addr>)> = BTreeMap::new();
+    for (addr, local) in held.locals.iter().filter(|(_, l)| l.is_by_packets()) {
+        let entry = local.enrolled();
+        let found = addresses.entry(entry.workload);
+        found.or_insert((entry, Vec::new())).1.push(addr);
+    }
+    let guests = addresses.values().filter(|(entry, _)| captured(&entry));
+    let by_packets = guests.map(|(entry, addresses)| {
+        let keys = [true, false].map(|v4| ListenerKey::of_packets(entry.workload, v4));
+        let listens = keys.iter().any(|key| listening.contains(key));
+        let addresses: Vec<_> = addresses.iter().map(ToString::to_string).collect();
+        let place = format!("packets {}", addresses.join(","));
+        row(entry, place, [listens, listens])
+    });
+    let all = in_namespaces.chain(in_cgroups).chain(by_packets);
+    let mut all: Vec<Workload> = all.collect();
+    all.sort_by(|a, b| (&a.name, &a.place).cmp(&(&b.name, &b.place)));
+    Ok(all)
+}
+
+/// Namespaces, by their cookies, in which somebody listens where captured connections go.
+fn outbound_listeners(config: CaptureConfig, held: &Captured) -> BTreeSet<u64> {
+    let wanted = |entry: &Enrolled| entry.flags & Enrolled::PROXY != 0;
+    if !held
+        .namespaces
+        .values()
+        .chain(held.cgroups.values())
+        .any(wanted)
+    {
+        return BTreeSet::new();
+    }
+    let port = config.outbound.host();
+    let look = |_: &Path| {
+        let sockets = kernel::listening(port)?;
+        let takes = |v4| sockets.iter().any(|socket| socket.takes_loopback(v4));
+        let cookie = kernel::netns_cookie().map_err(io::Error::other)?;
+        Ok((takes(true) || takes(false)).then_some(cookie))
+    };
+    namespaces::visit(look)
+        .found
+        .into_iter()
+        .flatten()
+        .collect()
+}

@@ -1,0 +1,177 @@
+//! Health, as it is: everything that can be asked of the kernel is asked each time.
+
+mod collect;
+mod judge;
+mod listeners;
+mod mesh;
+mod others;
+mod queries;
+mod room;
+
+use std::{collections::BTreeMap, fmt};
+
+pub use collect::examine;
+pub use mesh::Workload;
+use serde::{Deserialize, Serialize};
+
+use super::api::AgentStatus;
+
+/// `GET /status`, and what `dataplane status` prints.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Report {
+    /// Whether there is no [`Finding`] that is an error, but for those of objects.
+    pub healthy: bool,
+    /// What is wrong or worth a look; the worst first.
+    pub findings: Vec<Finding>,
+    /// What the agent knows; none if it does not answer.
+    pub agent: Option<AgentStatus>,
+    /// The programs, and whether the kernel runs them.
+    pub programs: Vec<Program>,
+    /// The interfaces that the packet path's programs belong on; none if it is off.
+    #[serde(default)]
+    pub interfaces: Vec<Interface>,
+    /// Pods' network namespaces that are served by packets only.
+    #[serde(default)]
+    pub by_packets: Vec<ByPackets>,
+    /// Workloads whose connections are captured; none if there is no mesh.
+    #[serde(default)]
+    pub mesh: Vec<Workload>,
+    /// How full the tables are.
+    pub tables: Vec<Table>,
+    /// Verdicts since the tables were made, by reason.
+    pub verdicts: BTreeMap<String, u64>,
+    /// Whether the nftables table of `dataplane keep-nat` is there; none if the kernel does not tell.
+    #[serde(default)]
+    pub keep_nat: Option<bool>,
+    /// What runs here.
+    pub versions: Versions,
+}
+
+/// How bad a [`Finding`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// Something is not served as it should be, or will not be soon.
+    Error,
+    /// Worth a look.
+    Warning,
+}
+
+impl fmt::Display for Severity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Error => "error",
+            Self::Warning => "warning",
+        })
+    }
+}
+
+/// Something that is wrong or worth a look.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Finding {
+    /// How bad.
+    pub severity: Severity,
+    /// What, and what to do.
+    pub text: String,
+    /// The object, if it is an object's own: its author has to act, and the node is healthy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub object: Option<String>,
+}
+
+impl Finding {
+    fn new(severity: Severity, text: String) -> Self {
+        Self {
+            severity,
+            text,
+            object: None,
+        }
+    }
+}
+
+/// A program at its hook.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Program {
+    /// Its name, which is also its hook's.
+    pub name: String,
+    /// Whether the kernel says that it is attached where it should be.
+    pub attached: bool,
+    /// The kernel's number of its link (`bpftool link show id`).
+    pub link_id: Option<u32>,
+    /// The kernel's number of the program (`bpftool prog show id`).
+    pub program_id: Option<u32>,
+    /// What is wrong with it.
+    pub problem: Option<String>,
+}
+
+/// An interface with the packet path's programs on it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Interface {
+    /// The kernel's number of it.
+    pub ifindex: u32,
+    /// Its name.
+    pub name: String,
+    /// What it is: `uplink` or `pod`.
+    pub role: String,
+    /// The addresses that flows which leave by it are masqueraded to.
+    pub masquerade: Vec<String>,
+    /// How packets for it are delivered: to the `peer`, that is into the pod at once, or by its `egress`.
+    pub delivery: String,
+    /// What others have on a pod's interface's way out, which is why packets are delivered by its egress.
+    pub egress_of_others: Vec<String>,
+    /// The program for what arrives.
+    pub ingress: OnInterface,
+    /// The program for what leaves.
+    pub egress: OnInterface,
+}
+
+/// A network namespace whose sockets are left alone, so that the packet path serves what they send.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ByPackets {
+    /// The network namespace, by its cookie.
+    pub netns_cookie: u64,
+    /// The pod's interface on the node.
+    pub interface: String,
+    /// Why.
+    pub reason: String,
+}
+
+/// A program on an interface.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct OnInterface {
+    /// Whether the kernel says that it runs.
+    pub attached: bool,
+    /// How: `tcx` or `clsact`.
+    pub hook: Option<String>,
+    /// The kernel's number of the program.
+    pub program_id: Option<u32>,
+    /// What is wrong with it.
+    pub problem: Option<String>,
+}
+
+/// A table in the kernel.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Table {
+    /// Its name.
+    pub name: String,
+    /// How many entries are in use.
+    pub used: u64,
+    /// How many it has room for now; it is made larger when that is not enough.
+    pub capacity: u64,
+    /// How many it may at most be given room for.
+    pub limit: u64,
+    /// The memory that it takes.
+    pub bytes: u64,
+}
+
+/// What runs here.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Versions {
+    /// The running agent.
+    pub agent: Option<String>,
+    /// This command.
+    pub command: String,
+    /// The layout that this command reads.
+    pub layout: u32,
+    /// The kernel.
+    pub kernel: String,
+}

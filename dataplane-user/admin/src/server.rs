@@ -1,0 +1,477 @@
+//! The agent's endpoints. They show state. One endpoint of the Unix socket, which is root's, changes something: it makes
+//! the DNS server forget answers.
+
+mod dns;
+#[cfg(test)]
+mod fuzz;
+
+use std::{
+    fs, io,
+    net::{SocketAddr, TcpListener},
+    os::unix::{fs::PermissionsExt, net::UnixListener},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Instant,
+};
+
+use axum::{
+    Json, Router,
+    extract::{Query, State as Shared},
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use model::ServiceName;
+use prometheus_client::{encoding::text, registry::Registry};
+use serde::Deserialize;
+use source::kubernetes::Reviewer;
+use tokio::sync::Semaphore;
+
+use super::{
+    access::{self, Encrypted},
+    api::{Page, Version},
+    client::{self, Client},
+    limits::Limited,
+    load_balancers, metrics,
+    rendering::Renderings,
+    report,
+    state::State,
+};
+
+/// Items in a page of a list, unless asked for fewer.
+const PAGE: usize = 2000;
+
+/// Answers that are made at the same time.
+const BODIES: usize = 4;
+
+/// Why the agent cannot listen.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Somebody else answers on the socket.
+    #[error("{agent} on this node answers on {}", socket.display())]
+    Busy {
+        /// Who.
+        agent: String,
+        /// Where.
+        socket: PathBuf,
+    },
+    /// The socket cannot be made.
+    #[error("cannot listen on {}: {cause}; choose another place with --socket", socket.display())]
+    Socket {
+        /// Where.
+        socket: PathBuf,
+        /// Why.
+        cause: io::Error,
+    },
+    /// The address cannot be listened on.
+    #[error(
+        "cannot listen on {addr} for {what}: {cause}; choose another address with {flag}, or `{flag} off`"
+    )]
+    Address {
+        /// Where.
+        addr: SocketAddr,
+        /// For what.
+        what: &'static str,
+        /// How to choose another.
+        flag: &'static str,
+        /// Why.
+        cause: io::Error,
+    },
+}
+
+/// Open sockets, which nobody serves yet: opened before anything is touched, so that a port in use
+/// is an error while it costs nothing.
+#[derive(Debug)]
+pub struct Listeners {
+    socket: UnixListener,
+    metrics: Option<TcpListener>,
+    health: Option<TcpListener>,
+    healthz: Option<SocketAddr>,
+    proxy_mode: Option<SocketAddr>,
+    admin: Option<TcpListener>,
+    path: SocketFile,
+}
+
+/// Removes the socket's file in the end.
+#[derive(Debug)]
+struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        // It may be gone already, and then there is nothing to do.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+impl Listeners {
+    /// Opens them. A socket file that an earlier agent left behind is replaced; one that somebody
+    /// listens on is not.
+    ///
+    /// # Errors
+    ///
+    /// If one of them cannot be listened on.
+    pub fn open(settings: &settings::Listeners) -> Result<Self, Error> {
+        let socket = unix(settings.socket())?;
+        // From here on the file is ours to remove.
+        let path = SocketFile(settings.socket().to_owned());
+        let tcp = |addr: Option<SocketAddr>, what, flag| {
+            addr.map(|addr| {
+                let listener = TcpListener::bind(addr);
+                listener
+                    .and_then(|l| l.set_nonblocking(true).map(|()| l))
+                    .map_err(|cause| Error::Address {
+                        addr,
+                        what,
+                        flag,
+                        cause,
+                    })
+            })
+            .transpose()
+        };
+        Ok(Self {
+            socket,
+            metrics: tcp(settings.metrics(), "metrics", "--metrics-addr")?,
+            health: tcp(settings.health(), "health checks", "--health-addr")?,
+            // Opened later, since it may be had later: kube-proxy has it until it is gone.
+            healthz: settings.healthz(),
+            // kube-proxy has both at one port; so has the agent if it is told to.
+            proxy_mode: settings
+                .proxy_mode()
+                .filter(|at| settings.metrics() != Some(*at)),
+            admin: tcp(settings.admin(), "the admin endpoint", "--admin-addr")?,
+            path,
+        })
+    }
+}
+
+/// Who answers on a socket, if somebody does.
+pub fn who_answers(socket: &Path) -> Option<String> {
+    match Client::new(socket).get::<Version>("/version") {
+        Ok(version) => Some(format!(
+            "agent {} (process {})",
+            version.version, version.pid
+        )),
+        Err(client::Error::NotRunning { .. }) => None,
+        Err(_) => Some("something that is not this agent".to_owned()),
+    }
+}
+
+fn unix(path: &Path) -> Result<UnixListener, Error> {
+    if let Some(agent) = who_answers(path) {
+        return Err(Error::Busy {
+            agent,
+            socket: path.to_owned(),
+        });
+    }
+    let open = || {
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir)?;
+        }
+        match fs::remove_file(path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        let listener = UnixListener::bind(path)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    };
+    open().map_err(|cause| Error::Socket {
+        socket: path.to_owned(),
+        cause,
+    })
+}
+
+/// What the handlers share.
+#[derive(Debug)]
+struct Context {
+    state: Arc<State>,
+    registry: Registry,
+    renderings: Renderings,
+}
+
+/// Answers until it is dropped. `reviewer`: who says which clients may read the metrics at their own address; none:
+/// every client may.
+///
+/// # Errors
+///
+/// If a listener breaks, which it does not.
+pub async fn serve(
+    listeners: Listeners,
+    state: Arc<State>,
+    reviewer: Option<Arc<Reviewer>>,
+) -> io::Result<()> {
+    let registry = metrics::registry(&state);
+    let context = Arc::new(Context {
+        state: Arc::clone(&state),
+        registry,
+        renderings: Renderings::default(),
+    });
+    let Listeners {
+        socket,
+        metrics,
+        health,
+        healthz,
+        proxy_mode,
+        admin,
+        path: _path,
+    } = listeners;
+    let socket = tokio::net::UnixListener::from_std(socket)?;
+    tokio::try_join!(
+        async { axum::serve(socket, socket_routes(&context)).await },
+        guarded(metrics, metrics_routes(&context), reviewer),
+        tcp(health, health_routes(&context)),
+        tcp(admin, admin_routes(&context)),
+        async {
+            load_balancers::serve(healthz, proxy_mode, state).await;
+            Ok(())
+        },
+    )?;
+    Ok(())
+}
+
+async fn tcp(listener: Option<TcpListener>, routes: Router) -> io::Result<()> {
+    match listener {
+        Some(listener) => {
+            let listener = tokio::net::TcpListener::from_std(listener)?;
+            axum::serve(Limited::new(listener), routes).await
+        }
+        None => Ok(()),
+    }
+}
+
+/// Answers clients that the reviewer lets through, by HTTPS; without a reviewer every client, by HTTP.
+async fn guarded(
+    listener: Option<TcpListener>,
+    routes: Router,
+    reviewer: Option<Arc<Reviewer>>,
+) -> io::Result<()> {
+    let Some(reviewer) = reviewer else {
+        return tcp(listener, routes).await;
+    };
+    let Some(listener) = listener else {
+        return Ok(());
+    };
+    let listener = Encrypted::new(tokio::net::TcpListener::from_std(listener)?)?;
+    let listener = Limited::new(listener);
+    axum::serve(listener, access::guarded(routes, reviewer)).await
+}
+
+fn metrics_routes(context: &Arc<Context>) -> Router {
+    Router::new()
+        .route("/metrics", get(get_metrics))
+        .with_state(Arc::clone(context))
+        .merge(load_balancers::proxy_mode())
+}
+
+fn health_routes(context: &Arc<Context>) -> Router {
+    Router::new()
+        .route("/healthz/ready", get(get_ready))
+        .route("/healthz/live", get(get_live))
+        .with_state(Arc::clone(context))
+}
+
+/// The paths of the Unix socket.
+fn socket_routes(context: &Arc<Context>) -> Router {
+    Router::new()
+        .route("/dns/cache/flush", post(dns::flush))
+        .route("/dns/lookup", get(dns::lookup))
+        .route("/dns/queries", get(dns::queries))
+        .with_state(Arc::clone(context))
+        .merge(admin_routes(context))
+}
+
+fn admin_routes(context: &Arc<Context>) -> Router {
+    Router::new()
+        .route(
+            "/",
+            get(|| async {
+                "/status /services /pools /mesh /dns/cache /metrics /version /healthz/ready\n"
+            }),
+        )
+        .route("/version", get(|| async { Json(Version::own()) }))
+        .route("/status", get(get_status))
+        .route("/services", get(get_services))
+        .route("/pools", get(get_pools))
+        .route("/mesh", get(get_mesh))
+        .route("/dns/cache", get(dns::get))
+        .with_state(Arc::clone(context))
+        .merge(metrics_routes(context))
+        .merge(health_routes(context))
+}
+
+/// The agent answers, and none of its threads hangs: whether it works is readiness.
+async fn get_live(Shared(context): Shared<Arc<Context>>) -> (StatusCode, String) {
+    match context.state.stuck(Instant::now()) {
+        None => (StatusCode::OK, "alive\n".to_owned()),
+        Some((thread, busy)) => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            format!(
+                "the agent's thread `{thread}` has been at one piece of work for {} s\n",
+                busy.as_secs()
+            ),
+        ),
+    }
+}
+
+async fn get_ready(Shared(context): Shared<Arc<Context>>) -> (StatusCode, String) {
+    match context.state.not_ready_because() {
+        None => (StatusCode::OK, "ready\n".to_owned()),
+        Some(why) => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            format!("not ready: {why}\n"),
+        ),
+    }
+}
+
+async fn get_metrics(Shared(context): Shared<Arc<Context>>) -> Response {
+    let of = Arc::clone(&context);
+    let make = async || {
+        aside(move || {
+            let mut text = String::new();
+            text::encode(&mut text, &of.registry)
+                .map_err(|_| "cannot write the metrics\n".to_owned())?;
+            Ok(text)
+        })
+        .await
+    };
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    match context.renderings.get(make).await {
+        Ok(body) => ([(header::CONTENT_TYPE, kind)], body).into_response(),
+        Err(wrong) => wrong,
+    }
+}
+
+async fn get_status(Shared(context): Shared<Arc<Context>>) -> Response {
+    answer(move || {
+        let state = &context.state;
+        Ok(Json(report::examine(
+            &state.paths,
+            state.limits,
+            Ok(state.status()),
+        )))
+    })
+    .await
+}
+
+async fn get_mesh(Shared(context): Shared<Arc<Context>>) -> Response {
+    answer(move || Ok(Json(context.state.mesh()))).await
+}
+
+/// Which services.
+#[derive(Debug, Deserialize)]
+struct ServicesQuery {
+    namespace: Option<String>,
+    after: Option<String>,
+    limit: Option<usize>,
+}
+
+async fn get_services(
+    Shared(context): Shared<Arc<Context>>,
+    Query(query): Query<ServicesQuery>,
+) -> Response {
+    answer(move || {
+        let after = match query.after.as_deref().map(|name| name.split_once('/')) {
+            None => None,
+            Some(Some((namespace, name))) => Some(ServiceName::new(namespace, name)),
+            Some(None) => return Err("after: NAMESPACE/NAME is wanted\n".to_owned()),
+        };
+        let limit = query.limit.unwrap_or(PAGE).clamp(1, PAGE);
+        Ok(Json(context.state.services(
+            query.namespace.as_deref(),
+            after.as_ref(),
+            limit,
+        )))
+    })
+    .await
+}
+
+/// Which pools.
+#[derive(Debug, Deserialize)]
+struct PoolsQuery {
+    pool: Option<u32>,
+    after: Option<u32>,
+}
+
+async fn get_pools(
+    Shared(context): Shared<Arc<Context>>,
+    Query(query): Query<PoolsQuery>,
+) -> Response {
+    answer(move || {
+        let state = &context.state;
+        Ok(Json(match query.pool {
+            Some(pool) => Page {
+                items: state.pool(pool).into_iter().collect(),
+                next: None,
+            },
+            None => state.pools(query.after.unwrap_or_default(), 10_000),
+        }))
+    })
+    .await
+}
+
+/// Answers from a thread of its own: what reads tables of many services must not keep a readiness
+/// probe waiting.
+async fn answer<R: IntoResponse + Send + 'static>(
+    work: impl FnOnce() -> Result<R, String> + Send + 'static,
+) -> Response {
+    aside(work).await.into_response()
+}
+
+/// Works on a thread of its own.
+///
+/// Only so many do at once: each takes memory, and time of the CPU. The others wait.
+async fn aside<R: Send + 'static>(
+    work: impl FnOnce() -> Result<R, String> + Send + 'static,
+) -> Result<R, Response> {
+    static FREE: Semaphore = Semaphore::const_new(BODIES);
+    // It is never closed, so this never fails.
+    let _place = FREE.acquire().await.ok();
+    match tokio::task::spawn_blocking(work).await {
+        Ok(Ok(done)) => Ok(done),
+        Ok(Err(wrong)) => Err((StatusCode::BAD_REQUEST, wrong).into_response()),
+        Err(_) => Err(StatusCode::INTERNAL_SERVER_ERROR.into_response()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(dir: &Path) -> settings::Listeners {
+        let off = Some(settings::Listen(None));
+        settings::Listeners {
+            socket: Some(dir.join("deep/agent.sock")),
+            metrics: off,
+            metrics_auth: None,
+            health: off,
+            healthz: off,
+            proxy_mode: off,
+            admin: off,
+        }
+    }
+
+    #[test]
+    fn a_socket_left_behind_is_replaced_and_removed_in_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let asked = asked(dir.path());
+        fs::create_dir_all(asked.socket().parent().unwrap()).unwrap();
+        drop(UnixListener::bind(asked.socket()).unwrap());
+        let listeners = Listeners::open(&asked).unwrap();
+        let mode = fs::metadata(asked.socket()).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        drop(listeners);
+        assert!(!asked.socket().exists());
+    }
+
+    #[test]
+    fn a_port_in_use_names_the_way_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut asked = asked(dir.path());
+        asked.metrics = Some(settings::Listen(taken.local_addr().ok()));
+        let error = Listeners::open(&asked).unwrap_err().to_string();
+        assert!(error.contains("--metrics-addr off"), "{error}");
+        assert!(!asked.socket().exists(), "nothing is left behind");
+    }
+}

@@ -1,0 +1,375 @@
+//! What the agent knows, for its endpoints to show: written by the sync, read by everyone.
+
+mod count;
+mod show;
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    sync::{
+        Arc, Mutex, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use dataplane_common::capture::TrafficKey;
+use model::{Leaving, Problem, Snapshot, WorkloadName};
+use plan::{Plan, Planner, Write, enrol::Enrolment};
+use prometheus_client::metrics::{counter::Counter, histogram::Histogram};
+use proxy::Observer;
+use relay::Party;
+use source::Health;
+use tokio::sync::Notify;
+
+pub use self::show::endpoints;
+use super::{
+    api, beats::Beats, clock::now, counters::Counters, direct::Direct, flows::FlowFigures,
+    lock::lock, pulse::Pulse, view,
+};
+
+/// What the agent knows.
+#[derive(Debug)]
+pub struct State {
+    /// Where the kernel's side is.
+    pub paths: kernel::Paths,
+    /// How far the tables may grow.
+    pub limits: kernel::Limits,
+    /// What the kernel holds, and whose it is. The sync holds this lock while it plans.
+    pub planner: Mutex<Planner>,
+    /// How long syncs take, in seconds.
+    pub sync_duration: Histogram,
+    /// Syncs that did not work.
+    pub sync_errors: Counter,
+    /// Whether what is to be written is written.
+    pub pulse: Pulse,
+    /// Whether the threads that write it go on.
+    pub beats: Beats,
+    /// Whoever shows what is served may look again.
+    pub synced_again: Notify,
+    /// How long it takes from the arrival of a change to the tables, in seconds.
+    pub change_duration: Histogram,
+    /// What became of flows and sockets.
+    pub flows: FlowFigures,
+    /// How reading the source goes.
+    pub source: Health,
+    learnt: Learnt,
+    /// Whether there was something in the tables at the start.
+    inherited: bool,
+    /// The agent's own proxy, if there is one.
+    pub proxy: OnceLock<Observer>,
+    /// The agent's DNS server, if there is one.
+    pub dns: OnceLock<dns::Observer>,
+    direct: Mutex<Direct>,
+    ready: AtomicBool,
+    started: u64,
+    known: Mutex<Known>,
+    counters: Mutex<Counters>,
+    /// Pools that are being given to another service: until that is written they hold what they
+    /// counted for the one before. Sorted; changed only while the planner is locked.
+    given: Mutex<Vec<u32>>,
+    /// Held while tables grow, and while they are opened for counting.
+    growing: Mutex<()>,
+}
+
+/// What the agent goes by, and where it was learnt from.
+#[derive(Debug, Default)]
+pub struct Learnt {
+    /// Why it is not what the configuration says now; none: it is.
+    pub outdated: Option<String>,
+    /// Who counts as a pod.
+    pub pod_networks: Vec<api::Learnt>,
+    /// The cgroup whose processes are served.
+    pub cgroup: api::Learnt,
+    /// Whether the configuration denies egress, and no program looks for source routes.
+    pub source_routes_pass: bool,
+}
+
+#[derive(Debug)]
+struct Known {
+    snapshot: Snapshot,
+    /// One more than the highest pool that the plan uses.
+    pools: u32,
+    last_sync: Option<api::Sync>,
+    syncs: u64,
+    sync_error: Option<api::Failure>,
+    /// Ports for load balancers that could not be opened.
+    unasked: Vec<Problem>,
+    /// Which namespaces have more clients with session affinity than their share.
+    crowded: Vec<api::Problem>,
+    /// What is wrong with the packet path's programs and interfaces.
+    network: Vec<api::Problem>,
+    /// Why sysctls of the kernel's own conntrack are not as the operator wants them.
+    sysctls: Vec<api::Problem>,
+    /// Why capture is not in line with the source.
+    mesh_failure: Option<String>,
+    /// Why the proxy takes fewer connections than it was asked to.
+    mesh_shortage: Option<String>,
+    /// What the tables of capture have no room for.
+    mesh_left_out: Vec<String>,
+    captured: Arc<[api::MeshWorkload]>,
+    /// Where pods' sockets are.
+    pods: Option<api::PodCgroups>,
+    led_elsewhere: Option<api::Problem>,
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+impl State {
+    /// Before the first sync.
+    pub fn new(
+        paths: kernel::Paths,
+        limits: kernel::Limits,
+        planner: Planner,
+        snapshot: Snapshot,
+        source: Health,
+        learnt: Learnt,
+    ) -> Self {
+        // From what one endpoint costs among few services to a full load of very many.
+        let buckets = [
+            0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
+        ];
+        let inherited = !planner.frontends().is_empty();
+        Self {
+            paths,
+            limits,
+            planner: Mutex::new(planner),
+            sync_duration: Histogram::new(buckets),
+            sync_errors: Counter::default(),
+            pulse: Pulse::default(),
+            beats: Beats::default(),
+            synced_again: Notify::new(),
+            change_duration: Histogram::new(buckets),
+            flows: FlowFigures::default(),
+            source,
+            learnt,
+            inherited,
+            proxy: OnceLock::new(),
+            dns: OnceLock::new(),
+            direct: Mutex::default(),
+            ready: AtomicBool::new(false),
+            started: now(),
+            known: Mutex::new(Known {
+                snapshot,
+                pools: 0,
+                last_sync: None,
+                syncs: 0,
+                sync_error: None,
+                unasked: Vec::new(),
+                crowded: Vec::new(),
+                network: Vec::new(),
+                sysctls: Vec::new(),
+                mesh_failure: None,
+                mesh_shortage: None,
+                mesh_left_out: Vec::new(),
+                captured: Arc::default(),
+                pods: None,
+                led_elsewhere: None,
+            }),
+            counters: Mutex::default(),
+            given: Mutex::default(),
+            growing: Mutex::default(),
+        }
+    }
+
+    /// The thread that hangs, as seen at `now`, and for how long.
+    pub fn stuck(&self, now: Instant) -> Option<(String, Duration)> {
+        let beats = self.beats.stuck(now);
+        let beats = beats.map(|(name, busy)| (name.to_owned(), busy));
+        beats.or_else(|| self.dns.get()?.stuck(now))
+    }
+
+    /// Plans for `snapshot`: what is then to be written. [`State::written`] follows.
+    pub fn plan(&self, snapshot: &Snapshot) -> Plan {
+        let mut planner = lock(&self.planner);
+        let plan = planner.plan(snapshot);
+        let fresh = plan.writes.iter().filter_map(|write| match write {
+            Write::Pool {
+                index, fresh: true, ..
+            } => Some(*index),
+            _ => None,
+        });
+        let mut given: Vec<u32> = fresh.collect();
+        given.sort_unstable();
+        *lock(&self.given) = given;
+        plan
+    }
+
+    /// The plan was written, or could not be.
+    pub fn written(&self) {
+        *lock(&self.given) = Vec::new();
+    }
+
+    /// Makes tables larger. Nobody begins to read counters meanwhile: a copy lags behind until what
+    /// was counted during the copying is added to it.
+    pub fn grow<T>(&self, work: impl FnOnce() -> T) -> T {
+        let _growing = lock(&self.growing);
+        work()
+    }
+
+    /// Whether the tables were ever brought in line with the source, and the agent is not ending.
+    fn is_in_line(&self) -> bool {
+        self.ready.load(Ordering::Acquire)
+    }
+
+    /// The agent ends: whoever balances load over nodes may look elsewhere.
+    pub fn not_ready(&self) {
+        self.ready.store(false, Ordering::Release);
+    }
+
+    /// The tables hold what `snapshot` says.
+    pub fn synced(
+        &self,
+        snapshot: &Snapshot,
+        pools: u32,
+        writes: usize,
+        plan: Duration,
+        write: Duration,
+    ) {
+        self.sync_duration.observe((plan + write).as_secs_f64());
+        let mut known = lock(&self.known);
+        known.snapshot = snapshot.clone();
+        known.pools = pools;
+        known.syncs += 1;
+        known.sync_error = None;
+        known.last_sync = Some(api::Sync {
+            at: now(),
+            plan_us: micros(plan),
+            write_us: micros(write),
+            writes: writes as u64,
+        });
+        self.ready.store(true, Ordering::Release);
+        self.synced_again.notify_one();
+    }
+
+    /// Ports at which load balancers ask and get no answer.
+    pub fn load_balancers_cannot_ask(&self, problems: Vec<Problem>) {
+        lock(&self.known).unasked = problems;
+    }
+
+    /// Clients of services with session affinity were removed, because those of their namespaces left too little room.
+    pub fn affinity_shared(&self, removed: BTreeMap<Box<str>, u32>) {
+        let crowded = removed.into_iter().map(|(namespace, clients)| api::Problem {
+            gravity: api::Gravity::Warning,
+            place: format!("namespace {namespace}"),
+            text: format!(
+                "session affinity: the services of this namespace have more clients than their share of the room; the \
+                 {clients} clients that were silent for longest may reach another endpoint; start the agent with more \
+                 --max-affinity-clients"
+            ),
+        });
+        lock(&self.known).crowded = crowded.collect();
+    }
+
+    /// A sync did not work.
+    pub fn sync_failed(&self, text: String) {
+        self.sync_errors.inc();
+        lock(&self.known).sync_error = Some(api::Failure { at: now(), text });
+    }
+
+    /// Where the sockets of this node's pods are.
+    pub fn pods_seen(&self, pods: api::PodCgroups) {
+        lock(&self.known).pods = Some(pods);
+    }
+
+    /// The same, as it was last.
+    pub fn pods(&self) -> Option<api::PodCgroups> {
+        lock(&self.known).pods.clone()
+    }
+
+    /// Problems of the packet path now, each with its severity.
+    pub fn network_problems(&self, problems: &[(api::Gravity, String)]) {
+        let problem = |(gravity, text): &(api::Gravity, String)| api::Problem {
+            gravity: *gravity,
+            place: "packet path".to_owned(),
+            text: text.clone(),
+        };
+        lock(&self.known).network = problems.iter().map(problem).collect();
+    }
+
+    /// Sets or clears the problem of the routes to the node's own pods. Returns whether the problem changed.
+    pub fn pods_led_elsewhere(&self, text: Option<String>) -> bool {
+        let led = text.map(|text| api::Problem {
+            gravity: api::Gravity::Warning,
+            place: "packet path".to_owned(),
+            text,
+        });
+        let mut known = lock(&self.known);
+        let is_news = known.led_elsewhere != led;
+        known.led_elsewhere = led;
+        is_news
+    }
+
+    /// Why sysctls of the kernel's own conntrack cannot be set now.
+    pub fn sysctls_unset(&self, why: &[String]) {
+        let problem = |text: &String| api::Problem {
+            gravity: api::Gravity::Node,
+            place: "kernel.conntrack".to_owned(),
+            text: text.clone(),
+        };
+        lock(&self.known).sysctls = why.iter().map(problem).collect();
+    }
+
+    /// Whose connections are captured now. `trouble`: why it may not be so of all of them. `shortage`: why
+    /// the proxy takes fewer connections than it was asked to. `left_out`: what the tables have no room for. Answers
+    /// what the kernel need not count any more.
+    pub fn captured(
+        &self,
+        workloads: &[Enrolment],
+        trouble: Option<String>,
+        shortage: Option<String>,
+        left_out: Vec<String>,
+    ) -> Vec<TrafficKey> {
+        let mut direct = lock(&self.direct);
+        for enrolment in workloads {
+            direct.name(enrolment.number, &enrolment.workload);
+        }
+        drop(direct);
+        let names = workloads.iter().map(|e| e.workload.name.clone());
+        let names: HashSet<WorkloadName> = names.collect();
+        let mut known = lock(&self.known);
+        known.mesh_failure = trouble;
+        known.mesh_shortage = shortage;
+        known.mesh_left_out = left_out;
+        known.captured = workloads.iter().map(view::mesh_workload).collect();
+        let snapshot = known.snapshot.clone();
+        drop(known);
+        // Not only when somebody asks: pools may be other services' by then.
+        let mut direct = self.direct();
+        let captured: Vec<_> = direct.workloads().map(Party::of).collect();
+        direct.forget(
+            |name| names.contains(name) || snapshot.workloads.contains_key(name),
+            || {
+                let all = snapshot.workloads.values().map(Party::of);
+                all.chain(captured).collect()
+            },
+            Instant::now(),
+        )
+    }
+
+    /// Capture could not be brought in line with the source.
+    pub fn capture_failed(&self, text: String) {
+        lock(&self.known).mesh_failure = Some(text);
+    }
+
+    /// What is served.
+    pub fn snapshot(&self) -> Snapshot {
+        lock(&self.known).snapshot.clone()
+    }
+
+    /// Why load balancers are told to send this node nothing new.
+    pub fn leaving(&self) -> Option<Leaving> {
+        lock(&self.known).snapshot.node.leaving
+    }
+
+    /// When the last sync that worked ended.
+    pub fn last_sync(&self) -> Option<u64> {
+        lock(&self.known).last_sync.as_ref().map(|sync| sync.at)
+    }
+
+    /// When the agent started.
+    pub fn started(&self) -> u64 {
+        self.started
+    }
+}

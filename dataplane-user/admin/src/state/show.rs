@@ -1,0 +1,318 @@
+//! What the agent knows, as its endpoints show it.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    ops::Bound,
+    sync::Arc,
+    time::Instant,
+};
+
+use model::{ServiceName, Snapshot};
+use plan::Conflict;
+use proxy::Observer;
+
+use super::{Known, State, count::owner};
+use crate::{api, lock::lock, view};
+
+/// How many workloads are named that have one problem of the node's.
+const NAMED: usize = 8;
+
+impl State {
+    /// Why whoever waits for this agent is to wait on; none: it is ready. By its own state and the node's
+    /// only, whatever the source says.
+    pub fn not_ready_because(&self) -> Option<String> {
+        if !self.is_in_line() {
+            return Some("the kernel's tables were not written yet, or the agent ends".to_owned());
+        }
+        let known = lock(&self.known);
+        mesh_problems(&known)
+            .find(|problem| problem.gravity == api::Gravity::Node)
+            .map(|problem| format!("{}: {}", problem.place, problem.text))
+    }
+
+    /// For `GET /mesh`.
+    pub fn mesh(&self) -> api::Page<api::MeshWorkload> {
+        let workloads = Arc::clone(&lock(&self.known).captured);
+        api::Page {
+            items: workloads.to_vec(),
+            next: None,
+        }
+    }
+
+    /// How many problems there are with the plan, with the source, with ports for load balancers, with the packet
+    /// path, with sysctls and with capture.
+    pub fn problems(&self) -> usize {
+        let of_plan = lock(&self.planner).problems().count();
+        let known = lock(&self.known);
+        of_plan
+            + known.snapshot.problems.len()
+            + usize::from(self.learnt.outdated.is_some())
+            + usize::from(self.learnt.source_routes_pass)
+            + known.unasked.len()
+            + known.crowded.len()
+            + known.network.len()
+            + usize::from(known.led_elsewhere.is_some())
+            + known.sysctls.len()
+            + mesh_problems(&known).count()
+            + self.at_limit().count()
+            + self.stalled().count()
+    }
+
+    /// Workloads that have as many connections through the proxy as they may.
+    fn at_limit(&self) -> impl Iterator<Item = api::Problem> {
+        let workloads = self.proxy.get().map(Observer::at_limit);
+        let workloads = workloads.unwrap_or_default().into_iter();
+        workloads.map(|(name, connections)| api::Problem {
+            gravity: api::Gravity::Warning,
+            place: "mesh".to_owned(),
+            text: format!(
+                "{name} has {connections} connections through the proxy, which is its share; further ones wait; \
+                 see mesh.proxy.maxConnections"
+            ),
+        })
+    }
+
+    /// Workloads some of whose connections the proxy ended because nobody read what it held for them.
+    fn stalled(&self) -> impl Iterator<Item = api::Problem> {
+        let workloads = self.proxy.get().map(Observer::stalled);
+        let workloads = workloads.unwrap_or_default().into_iter();
+        workloads.map(|(name, connections)| api::Problem {
+            gravity: api::Gravity::Warning,
+            place: "mesh".to_owned(),
+            text: format!(
+                "{name}: the proxy has reset {connections} connections because a side of each had stopped reading and \
+                 the proxy's buffers were full"
+            ),
+        })
+    }
+
+    /// How many services the tables have no room for.
+    pub fn left_out(&self) -> usize {
+        lock(&self.planner).left_out().len()
+    }
+
+    /// How many services claim a frontend that another service serves.
+    pub fn conflicts(&self) -> usize {
+        lock(&self.planner).conflict_count()
+    }
+
+    /// For `GET /status`.
+    pub fn status(&self) -> api::AgentStatus {
+        let planner = lock(&self.planner);
+        let conflicts = planner.conflicts().iter().map(view::conflict).collect();
+        let mut problems: Vec<_> = planner
+            .problems()
+            .map(|(_, problem)| view::problem(problem, || false))
+            .collect();
+        drop(planner);
+        let known = lock(&self.known);
+        let place_matters = || known.snapshot.depends_on_place().is_some();
+        let of_source = known.snapshot.problems.iter();
+        problems.extend(of_source.map(|problem| view::problem(problem, place_matters)));
+        let unasked = known.unasked.iter();
+        problems.extend(unasked.map(|problem| view::problem(problem, || false)));
+        problems.extend(self.learnt.outdated.iter().map(|why| api::Problem {
+            gravity: api::Gravity::Node,
+            place: "configuration".to_owned(),
+            text: format!(
+                "cannot be read, and the agent, which has taken its place back, serves by what it said \
+                 before: {why}; mend it and restart the agent"
+            ),
+        }));
+        problems.extend(self.learnt.source_routes_pass.then(|| api::Problem {
+            gravity: api::Gravity::Warning,
+            place: "mesh".to_owned(),
+            text: "egress: deny does not hold against IPv6 routing headers, which any process may set: the packet path is \
+                   off, and only its programs see them. Turn it on (--packet-path on), or drop packets with a routing \
+                   header at the forward hook of the node's firewall"
+                .to_owned(),
+        }));
+        problems.extend(known.crowded.iter().cloned());
+        problems.extend(known.network.iter().chain(&known.led_elsewhere).cloned());
+        problems.extend(known.sysctls.iter().cloned());
+        problems.extend(mesh_problems(&known));
+        problems.extend(self.at_limit());
+        problems.extend(self.stalled());
+        let node = &known.snapshot.node;
+        api::AgentStatus {
+            version: api::Version::own(),
+            started: self.started,
+            ready: self.is_in_line(),
+            node: node.name.to_string(),
+            node_addresses: node.addresses.iter().map(ToString::to_string).collect(),
+            node_port_addresses: node
+                .addresses
+                .iter()
+                .zip(&node.addresses_from)
+                .map(|(address, from)| api::Learnt {
+                    value: address.to_string(),
+                    from: from.text().to_owned(),
+                })
+                .collect(),
+            pod_networks: self.learnt.pod_networks.clone(),
+            cgroup: self.learnt.cgroup.clone(),
+            pods: known.pods.clone(),
+            leaving: node.leaving.map(|why| why.text().to_owned()),
+            late_seconds: self.pulse.late(Instant::now()).map(|late| late.as_secs()),
+            inherited: self.inherited,
+            source: view::source(&self.source),
+            services: known.snapshot.services.len() as u64,
+            endpoints: endpoints(&known.snapshot),
+            last_sync: known.last_sync.clone(),
+            syncs: known.syncs,
+            sync_errors: self.sync_errors.get(),
+            sync_error: known.sync_error.clone(),
+            conflicts,
+            problems,
+            mesh: known.captured.iter().map(without_rules).collect(),
+            flows: self.flows.last().map(|walk| api::Flows {
+                at: walk.at,
+                total: walk.census.total(),
+                ports: {
+                    let most = walk.census.most_ports;
+                    let ports = walk.census.ports.iter();
+                    ports.map(|ports| api::Ports::new(ports, most)).collect()
+                },
+            }),
+            dns: self.dns.get().map(|dns| {
+                let [queries, local, cached, failed] = dns.counted();
+                api::DnsStatus {
+                    workloads: dns.captured(),
+                    queries,
+                    local,
+                    cached,
+                    failed,
+                }
+            }),
+        }
+    }
+
+    /// The services after `after`, at most `limit`, of one namespace if given.
+    pub fn services(
+        &self,
+        namespace: Option<&str>,
+        after: Option<&ServiceName>,
+        limit: usize,
+    ) -> api::Page<api::Service> {
+        if after.is_none() {
+            self.count();
+        }
+        let snapshot = self.snapshot();
+        let conflicts = lock(&self.planner).conflicts();
+        let mut disputes: HashMap<&ServiceName, Vec<&Conflict>> = HashMap::new();
+        for conflict in &conflicts {
+            for name in conflict.losers.iter().chain([&conflict.winner]) {
+                disputes.entry(name).or_default().push(conflict);
+            }
+        }
+        let counters = lock(&self.counters);
+        let start = match (after, namespace) {
+            (Some(after), _) => Bound::Excluded(after.clone()),
+            (None, Some(namespace)) => Bound::Included(ServiceName::new(namespace, "")),
+            (None, None) => Bound::Unbounded,
+        };
+        let mut services = snapshot
+            .services
+            .range((start, Bound::Unbounded))
+            .take_while(|(name, _)| namespace.is_none_or(|n| n == name.namespace()))
+            .map(|(_, service)| service);
+        let page: Vec<_> = services.by_ref().take(limit).collect();
+        let next = services
+            .next()
+            .and(page.last())
+            .map(|last| last.name.to_string());
+        api::Page {
+            items: page
+                .into_iter()
+                .map(|service| {
+                    let disputes = disputes.get(&service.name).map_or(&[][..], Vec::as_slice);
+                    view::service(service, &counters, disputes)
+                })
+                .collect(),
+            next,
+        }
+    }
+
+    /// Whose the pools after `after` are, at most `limit`.
+    pub fn pools(&self, after: u32, limit: u32) -> api::Page<api::Pool> {
+        let end = lock(&self.known).pools;
+        let stop = after.saturating_add(limit).saturating_add(1).min(end);
+        let items = (after + 1..stop)
+            .filter_map(|pool| self.pool(pool))
+            .collect();
+        api::Page {
+            items,
+            next: (stop < end).then(|| (stop - 1).to_string()),
+        }
+    }
+
+    /// Whose a pool is.
+    pub fn pool(&self, pool: u32) -> Option<api::Pool> {
+        let planner = lock(&self.planner);
+        let key = owner(&planner, pool)?;
+        let service = planner.snapshot().services.get(&key.service);
+        let ports = service.iter().flat_map(|service| &service.ports);
+        let mut ports = ports.filter(|port| Some((port.port, port.protocol)) == key.port);
+        let split = ports.next().and_then(|port| port.split.as_ref());
+        Some(api::Pool {
+            pool,
+            route: split.map(|split| format!("{}, spec.rules[0]", split.by)),
+            namespace: key.service.namespace().to_owned(),
+            name: key.service.name().to_owned(),
+            port: key.port.map(|(port, _)| port),
+            protocol: key.port.map(|(_, protocol)| protocol.word().to_owned()),
+        })
+    }
+}
+
+/// Problems of capture. A fault of the node's that several workloads have is said once.
+fn mesh_problems(known: &Known) -> impl Iterator<Item = api::Problem> {
+    let problem = |gravity, text: String| api::Problem {
+        gravity,
+        place: "mesh".to_owned(),
+        text,
+    };
+    let mut of_node: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    let mut of_workloads = Vec::new();
+    for workload in known.captured.iter() {
+        let name = workload.full_name();
+        match &workload.problem {
+            None => {}
+            Some(text) if workload.problem_of_node => of_node.entry(text).or_default().push(name),
+            Some(text) => of_workloads.push(format!("{name}: {text}")),
+        }
+    }
+    let of_node = of_node.into_iter().map(|(text, mut names)| {
+        let more = names.len().saturating_sub(NAMED);
+        names.truncate(NAMED);
+        let more = match more {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        format!("{}{more}: {text}", names.join(", "))
+    });
+    let errors = known.mesh_failure.iter().cloned().chain(of_node);
+    let warnings = known.mesh_shortage.iter().chain(&known.mesh_left_out);
+    let warnings = warnings.cloned().chain(of_workloads);
+    let errors: Vec<_> = errors
+        .map(|text| problem(api::Gravity::Node, text))
+        .collect();
+    let warnings = warnings.map(move |text| problem(api::Gravity::Warning, text));
+    errors.into_iter().chain(warnings)
+}
+
+fn without_rules(workload: &api::MeshWorkload) -> api::MeshWorkload {
+    api::MeshWorkload {
+        rules: Vec::new(),
+        ..workload.clone()
+    }
+}
+
+/// How many endpoints the ports of all services have together.
+pub fn endpoints(snapshot: &Snapshot) -> u64 {
+    let ports = snapshot
+        .services
+        .values()
+        .flat_map(|service| &service.ports);
+    ports.map(|port| port.endpoints.len() as u64).sum()
+}

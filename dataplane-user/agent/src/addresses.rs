@@ -1,0 +1,270 @@
+//! The node's own addresses: on which of them node ports are answered.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    net::IpAddr,
+};
+
+use ipnet::IpNet;
+use model::AddressFrom;
+use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags};
+
+/// An address of an interface that is up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Address {
+    /// The interface.
+    pub interface: String,
+    /// The address.
+    pub addr: IpAddr,
+    /// Whether the interface is the loopback interface, which can have other addresses too.
+    pub on_loopback: bool,
+}
+
+/// Every address in this network namespace that means something elsewhere: of interfaces that are
+/// up, and neither loopback nor link-local.
+///
+/// # Errors
+///
+/// If the kernel does not tell.
+pub fn of_interfaces() -> io::Result<Vec<Address>> {
+    let mut addresses = Vec::new();
+    for interface in getifaddrs()? {
+        if !interface.flags.contains(InterfaceFlags::IFF_UP) {
+            continue;
+        }
+        let Some(address) = interface.address else {
+            continue;
+        };
+        let addr = match (address.as_sockaddr_in(), address.as_sockaddr_in6()) {
+            (Some(v4), _) => IpAddr::V4(v4.ip()),
+            (_, Some(v6)) => IpAddr::V6(v6.ip()),
+            _ => continue,
+        };
+        let link_local = match addr {
+            IpAddr::V4(v4) => v4.is_link_local(),
+            IpAddr::V6(v6) => v6.is_unicast_link_local(),
+        };
+        if !link_local && !addr.is_loopback() {
+            addresses.push(Address {
+                interface: interface.interface_name,
+                addr,
+                on_loopback: interface.flags.contains(InterfaceFlags::IFF_LOOPBACK),
+            });
+        }
+    }
+    Ok(addresses)
+}
+
+/// What decides which addresses node ports are answered on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Seen {
+    all: Vec<Address>,
+    /// The interface of each family's default route.
+    default: [Option<String>; 2],
+}
+
+/// Looks at the node's addresses.
+///
+/// # Errors
+///
+/// If the kernel does not tell.
+pub fn look() -> io::Result<Seen> {
+    // "thread-self": the namespace of whoever asks, not of the process's first thread.
+    let v4 = routes("/proc/thread-self/net/route")?;
+    let v6 = routes("/proc/thread-self/net/ipv6_route")?;
+    Ok(Seen {
+        all: of_interfaces()?,
+        default: [
+            default_interface_v4(&v4).map(str::to_owned),
+            default_interface_v6(&v6).map(str::to_owned),
+        ],
+    })
+}
+
+/// A family's routes, of which there are none only if the kernel lacks the family: without a default route, node ports would be
+/// answered on every address.
+fn routes(path: &str) -> io::Result<String> {
+    match fs::read_to_string(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
+        read => read,
+    }
+}
+
+/// The addresses of the node.
+#[derive(Debug)]
+pub struct OfNode {
+    /// Those on which node ports are answered, and where each was learnt from.
+    pub for_node_ports: BTreeMap<IpAddr, AddressFrom>,
+    /// All of them.
+    pub own: BTreeSet<IpAddr>,
+}
+
+/// The node's addresses. Those on which node ports are answered are those in `wanted`, or if that is empty
+/// the node's primary ones, which are what kube-proxy's nftables mode answers on: in each family
+/// the one that its Node object has (`told`), if the node has that too.
+///
+/// # Errors
+///
+/// If the kernel does not tell.
+pub fn of_node(wanted: &[IpNet], told: &[IpAddr]) -> io::Result<OfNode> {
+    let Seen { all, default } = look()?;
+    let own = all.iter().map(|a| a.addr).collect();
+    let for_node_ports = if wanted.is_empty() {
+        let [v4, v6] = &default;
+        primary(&all, told, [v4.as_deref(), v6.as_deref()])
+    } else {
+        all.iter()
+            .map(|a| a.addr)
+            .filter(|a| wanted.iter().any(|net| net.contains(a)))
+            .map(|a| (a, AddressFrom::Given))
+            .collect()
+    };
+    Ok(OfNode {
+        for_node_ports,
+        own,
+    })
+}
+
+/// In each family: the address that we are told, if it is here. Otherwise the first address of the
+/// interface that has the default route (v4, v6). Without one: every address that is not the
+/// loopback interface's.
+fn primary(
+    all: &[Address],
+    told: &[IpAddr],
+    default: [Option<&str>; 2],
+) -> BTreeMap<IpAddr, AddressFrom> {
+    let mut chosen = BTreeMap::new();
+    for (is_v4, interface) in [(true, default[0]), (false, default[1])] {
+        let here = |told: &&IpAddr| all.iter().any(|a| a.addr == **told);
+        if let Some(told) = told.iter().filter(|t| t.is_ipv4() == is_v4).find(here) {
+            chosen.insert(*told, AddressFrom::NodeObject);
+            continue;
+        }
+        let mut family = all
+            .iter()
+            .filter(|a| a.addr.is_ipv4() == is_v4 && !a.on_loopback);
+        match interface {
+            Some(interface) => {
+                let first = family.find(|a| a.interface == interface);
+                chosen.extend(first.map(|a| (a.addr, AddressFrom::DefaultRoute)));
+            }
+            None => chosen.extend(family.map(|a| (a.addr, AddressFrom::All))),
+        }
+    }
+    chosen
+}
+
+/// The interface of the default route with the lowest metric, from `/proc/net/route`.
+fn default_interface_v4(table: &str) -> Option<&str> {
+    // Iface Destination Gateway Flags RefCnt Use Metric Mask ...
+    table
+        .lines()
+        .skip(1)
+        .filter_map(|line| {
+            let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+            match fields[..] {
+                [interface, "00000000", _, _, _, _, metric, "00000000", ..] => {
+                    Some((metric.parse::<u32>().ok()?, interface))
+                }
+                _ => None,
+            }
+        })
+        .min_by_key(|(metric, _)| *metric)
+        .map(|(_, interface)| interface)
+}
+
+/// The same from `/proc/net/ipv6_route`, which also lists the kernel's reject routes, on `lo`.
+fn default_interface_v6(table: &str) -> Option<&str> {
+    // destination prefix source prefix gateway metric references uses flags interface
+    table
+        .lines()
+        .filter_map(|line| {
+            let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+            match fields[..] {
+                [destination, "00", _, _, _, metric, _, _, _, interface]
+                    if destination.bytes().all(|b| b == b'0') && interface != "lo" =>
+                {
+                    Some((u32::from_str_radix(metric, 16).ok()?, interface))
+                }
+                _ => None,
+            }
+        })
+        .min_by_key(|(metric, _)| *metric)
+        .map(|(_, interface)| interface)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROUTES: &str = "\
+Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
+wlan0\t00000000\t0100A8C0\t0003\t0\t0\t600\t00000000\t0\t0\t0
+eth0\t00000000\t010200C0\t0003\t0\t0\t100\t00000000\t0\t0\t0
+eth0\t000200C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
+";
+    const ROUTES6: &str = "\
+20010db8000000000000000000000000 40 00000000000000000000000000000000 00 00000000000000000000000000000000 00000100 00000001 00000000 00000001     eth1
+00000000000000000000000000000000 00 00000000000000000000000000000000 00 fe800000000000000000000000000001 00000400 00000001 00000000 00000003     eth1
+00000000000000000000000000000000 00 00000000000000000000000000000000 00 00000000000000000000000000000000 ffffffff 00000001 00000000 00200200       lo
+";
+
+    fn address(interface: &str, addr: &str) -> Address {
+        Address {
+            interface: interface.to_owned(),
+            addr: addr.parse().unwrap(),
+            on_loopback: interface == "lo",
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_not_without_routes() {
+        assert_eq!(routes("/proc/thread-self/net/no_such_family").unwrap(), "");
+        assert!(routes("/proc/thread-self/net").is_err());
+    }
+
+    #[test]
+    fn the_default_route_with_the_lowest_metric() {
+        assert_eq!(default_interface_v4(ROUTES), Some("eth0"));
+        assert_eq!(default_interface_v6(ROUTES6), Some("eth1"));
+        assert_eq!(default_interface_v4(""), None);
+        assert_eq!(default_interface_v6(""), None);
+        assert_eq!(default_interface_v6(ROUTES6.lines().last().unwrap()), None);
+    }
+
+    #[test]
+    fn primary_addresses() {
+        let all = [
+            address("lo", "198.51.100.1"),
+            address("cni0", "10.244.1.1"),
+            address("eth0", "192.0.2.1"),
+            address("eth0", "192.0.2.7"),
+            address("cni0", "fd00::1"),
+            address("eth1", "2001:db8::1"),
+        ];
+        let ips = |map: BTreeMap<IpAddr, AddressFrom>| -> Vec<String> {
+            map.keys().map(ToString::to_string).collect()
+        };
+        assert_eq!(
+            ips(primary(&all, &[], [Some("eth0"), Some("eth1")])),
+            ["192.0.2.1", "2001:db8::1"]
+        );
+        // Without a default route there is nothing to prefer.
+        assert_eq!(
+            ips(primary(&all, &[], [None, Some("eth1")])),
+            ["10.244.1.1", "192.0.2.1", "192.0.2.7", "2001:db8::1"]
+        );
+        // The cluster knows better, unless it has an address that is not this machine's: that of a
+        // NAT before it, say.
+        let told = ["192.0.2.7", "2001:db8::99"].map(|a| a.parse().unwrap());
+        let from: Vec<AddressFrom> = primary(&all, &told, [Some("eth0"), Some("eth1")])
+            .into_values()
+            .collect();
+        assert_eq!(from, [AddressFrom::NodeObject, AddressFrom::DefaultRoute]);
+        assert_eq!(
+            ips(primary(&all, &told, [Some("eth0"), Some("eth1")])),
+            ["192.0.2.7", "2001:db8::1"]
+        );
+    }
+}

@@ -1,0 +1,592 @@
+//! Keeps the packet path's programs on interfaces, and capture in network namespaces.
+//!
+//! To attach or detach a program takes the kernel some 10 ms, and there may be hundreds of interfaces; to find
+//! out what there is takes a walk through all interfaces and all network namespaces. So this is done on a thread
+//! of its own: changes of services do not wait for it. What happens meanwhile is gathered, and after each
+//! piece of work the thread rests for a multiple of what that took. Most of the time that it takes to attach programs the
+//! kernel only waits, so interfaces that are new do not wait for a rest that is as long.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    os::unix::net::UnixStream,
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use admin::{State, api::Gravity};
+use dataplane_common::packet::{Iface, PacketConfig};
+use kernel::Kernel;
+use model::Snapshot;
+use nix::time::{ClockId, clock_gettime};
+use threads::may_panic;
+use tracing::{debug, error, info, warn};
+
+use super::{
+    Event, LOOK, RETRY,
+    addresses::{self, Seen},
+    deaths,
+    earlier::History,
+    handover::{Offers, Turn},
+    interfaces::PacketSettings,
+    mesh::{self, Mesh},
+    network::network,
+    nf_conntrack::Sysctls,
+};
+
+/// After a piece of work the thread rests this many times as long as that took.
+const REST_FOR: u32 = 4;
+
+/// How often to look at what others put on the way out of pods' interfaces.
+const EGRESS: Duration = Duration::from_millis(250);
+
+/// Longer than any agent runs. (A time that clocks can still count.)
+const NEVER: Duration = Duration::from_hours(365 * 24);
+
+/// The running thread.
+pub struct Attacher {
+    jobs: Sender<Job>,
+    thread: JoinHandle<Option<Worker>>,
+}
+
+/// What there is to do.
+pub enum Job {
+    /// Interfaces, addresses, routes or their rules changed.
+    Network,
+    /// IPsec policies changed.
+    Policies,
+    /// The tables of services are in line with this.
+    Served(Snapshot),
+    /// Likewise for the first time: capture is to be in line, too, when this is answered.
+    First(Snapshot, SyncSender<()>),
+    /// What another layout left can go.
+    Settle(SyncSender<Result<(), kernel::Error>>),
+    /// Somebody asks to take our place.
+    Replace(UnixStream),
+    /// Somebody has our sockets, or did not take them.
+    Offered(io::Result<UnixStream>),
+    /// The thread is to end.
+    Stop,
+}
+
+/// The thread has ended, which the agent was told.
+#[derive(Debug)]
+pub struct Died;
+
+/// What the thread does its work with.
+pub struct Means {
+    pub kernel: Kernel,
+    pub state: Arc<State>,
+    pub packet: PacketSettings,
+    pub sysctls: Sysctls,
+    pub mesh: Option<Mesh>,
+    /// The agent whose place this one has taken, until this one serves: where there is a mesh, that knows when.
+    pub before: Option<UnixStream>,
+    /// That of this agent.
+    pub turn: Option<Turn>,
+}
+
+/// The parts of the agent that the thread returns when it ends.
+pub struct Rest {
+    pub kernel: Kernel,
+    pub mesh: Option<Mesh>,
+    pub turn: Option<Turn>,
+}
+
+impl Attacher {
+    /// Starts the thread, which brings the packet path in line at once. `jobs` is the other end of `todo`.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub fn start(
+        means: Means,
+        events: Sender<Event>,
+        jobs: Sender<Job>,
+        todo: Receiver<Job>,
+    ) -> io::Result<Self> {
+        let Means {
+            kernel,
+            state,
+            packet,
+            sysctls,
+            mesh,
+            before,
+            turn,
+        } = means;
+        let now = Instant::now();
+        let offered = jobs.clone();
+        let offers = Offers::new(move |outcome| {
+            // Fails only if the thread has ended.
+            let _ = offered.send(Job::Offered(outcome));
+        });
+        let told = deaths(&events);
+        let mut worker = Worker {
+            kernel,
+            state,
+            packet,
+            sysctls,
+            mesh,
+            before,
+            turn,
+            offers,
+            events,
+            snapshot: None,
+            network: Due::at(now),
+            policies: Due::never(now),
+            capture: Due::at(now),
+            history: History::default(),
+            egress: Due::at(now),
+            peers: BTreeSet::new(),
+            others: BTreeMap::new(),
+            interfaces: None,
+            protecting: 0,
+            addresses: None,
+            problems: Vec::new(),
+            unset: Vec::new(),
+        };
+        let thread = threads::start("attacher", told, move || {
+            worker.run(&todo);
+            worker
+        })?;
+        Ok(Self { jobs, thread })
+    }
+
+    /// Has something done, soon.
+    pub fn send(&self, job: Job) {
+        // Fails only if the thread has died, which the agent is told.
+        let _ = self.jobs.send(job);
+    }
+
+    /// Has something done, and waits until it is.
+    pub fn ask<T>(&self, job: impl FnOnce(SyncSender<T>) -> Job) -> Result<T, Died> {
+        let (answer, answered) = mpsc::sync_channel(1);
+        self.send(job(answer));
+        answered.recv().map_err(|_| Died)
+    }
+
+    /// Ends the thread; what it had.
+    pub fn stop(self) -> Result<Rest, Died> {
+        self.send(Job::Stop);
+        let worker = self.thread.join().ok().flatten().ok_or(Died)?;
+        let Worker {
+            kernel, mesh, turn, ..
+        } = worker;
+        Ok(Rest { kernel, mesh, turn })
+    }
+}
+
+/// When a kind of work is due.
+struct Due {
+    at: Instant,
+    /// Not before: whatever happens, the thread rests.
+    rested: Instant,
+}
+
+impl Due {
+    fn at(at: Instant) -> Self {
+        Self { at, rested: at }
+    }
+
+    /// Not before something happens.
+    fn never(now: Instant) -> Self {
+        Self {
+            at: now + NEVER,
+            rested: now,
+        }
+    }
+
+    /// As soon as the thread has rested.
+    fn soon(&mut self) {
+        self.at = self.at.min(self.rested);
+    }
+
+    /// It was done, which took so much of a processor's time, and is to be done again after `patience` at the latest.
+    fn done_in(&mut self, took: Duration, patience: Duration) {
+        let end = Instant::now();
+        self.rested = end + took * REST_FOR;
+        self.at = self.rested.max(end + patience);
+    }
+
+    /// It was done since `start`, and is to be done again after `patience` at the latest.
+    fn done(&mut self, start: Instant, patience: Duration) {
+        self.done_resting(REST_FOR, start, patience);
+    }
+
+    /// Likewise, and the thread rests for so many times as long as it took.
+    fn done_resting(&mut self, times: u32, start: Instant, patience: Duration) {
+        let end = Instant::now();
+        self.rested = end + (end - start) * times;
+        self.at = self.rested.max(end + patience);
+    }
+}
+
+struct Worker {
+    kernel: Kernel,
+    state: Arc<State>,
+    packet: PacketSettings,
+    sysctls: Sysctls,
+    mesh: Option<Mesh>,
+    before: Option<UnixStream>,
+    turn: Option<Turn>,
+    offers: Offers,
+    events: Sender<Event>,
+    /// What the tables of services are in line with; none: nothing yet.
+    snapshot: Option<Snapshot>,
+    /// The packet path.
+    network: Due,
+    /// The IPsec policies, between two looks at all of it.
+    policies: Due,
+    /// Capture.
+    capture: Due,
+    /// What others put on the way out of interfaces, between two looks at all of the network: the kernel does not tell.
+    egress: Due,
+    /// The interfaces whose packets go into a pod at once, unless others have something on the way out.
+    peers: BTreeSet<u32>,
+    /// Those that do, and what.
+    others: BTreeMap<u32, Vec<String>>,
+    /// What was known of the interfaces earlier.
+    history: History,
+    /// On how many interfaces the packet path's programs belong, since it was last looked, and whether
+    /// they keep ways.
+    interfaces: Option<(usize, bool)>,
+    /// How many IPsec policies protect something.
+    protecting: usize,
+    /// The node's addresses, as they were told last.
+    addresses: Option<Seen>,
+    /// What is wrong with the packet path, and how bad it is.
+    problems: Vec<(Gravity, String)>,
+    /// Why sysctls cannot be set.
+    unset: Vec<String>,
+}
+
+impl Worker {
+    /// Until it is told to end, or another agent has its place.
+    fn run(&mut self, todo: &Receiver<Job>) {
+        let state = Arc::clone(&self.state);
+        loop {
+            let now = Instant::now();
+            if self.policies.at <= now {
+                let _busy = state.beats.attacher.begin();
+                self.policies();
+            }
+            if self.egress.at <= now {
+                let _busy = state.beats.attacher.begin();
+                self.egress();
+            }
+            if self.network.at <= now {
+                let _busy = state.beats.attacher.begin();
+                self.network();
+            }
+            if self.mesh.is_some() && self.capture.at <= Instant::now() {
+                let _busy = state.beats.attacher.begin();
+                self.capture();
+            }
+            // One after the other, so that new interfaces wait for one of them at most.
+            if self.kernel.has_provisional_programs() {
+                let _busy = state.beats.attacher.begin();
+                if let Err(error) = self.kernel.settle_programs() {
+                    warn!("packet path: {error}; trying again");
+                    self.network.soon();
+                }
+            }
+            self.kernel.pass_on_log();
+            let mut next = self.network.at.min(self.policies.at).min(self.egress.at);
+            if self.mesh.is_some() {
+                next = next.min(self.capture.at);
+            }
+            if self.kernel.has_provisional_programs() {
+                next = Instant::now();
+            }
+            let rest = next.saturating_duration_since(Instant::now());
+            let mut job = todo.recv_timeout(rest);
+            may_panic("attacher");
+            let _busy = state.beats.attacher.begin();
+            loop {
+                match job {
+                    Ok(Job::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+                    Ok(Job::Offered(Ok(stream))) => {
+                        let _ = self.events.send(Event::Replaced(stream));
+                        return give_up(todo);
+                    }
+                    Ok(job) => self.take(job),
+                    Err(RecvTimeoutError::Timeout) => break,
+                }
+                job = todo.try_recv().map_err(|error| match error {
+                    mpsc::TryRecvError::Empty => RecvTimeoutError::Timeout,
+                    mpsc::TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
+                });
+            }
+        }
+    }
+
+    fn take(&mut self, job: Job) {
+        match job {
+            Job::Network => {
+                debug!("interfaces, addresses or routes changed");
+                self.network.soon();
+                self.capture.soon();
+            }
+            Job::Policies => {
+                debug!("IPsec policies changed");
+                self.policies.soon();
+                // Which also tells of them.
+                self.network.soon();
+            }
+            Job::Served(snapshot) => {
+                self.snapshot = Some(snapshot);
+                self.capture.soon();
+            }
+            Job::First(snapshot, answer) => {
+                self.snapshot = Some(snapshot);
+                self.capture();
+                // Fails only if the agent ends.
+                let _ = answer.send(());
+            }
+            Job::Settle(answer) => {
+                let settled = self.settle();
+                let _ = answer.send(settled);
+            }
+            Job::Replace(stream) => {
+                let sockets = self.mesh.iter().flat_map(Mesh::sockets);
+                let turn = self.turn.iter().map(Turn::named);
+                self.offers.offer(stream, sockets.chain(turn));
+            }
+            Job::Offered(Err(error)) => {
+                warn!("another agent asked for our place, and did not take it: {error}");
+            }
+            Job::Offered(Ok(_)) | Job::Stop => {}
+        }
+    }
+
+    /// The tables of services are in line with the source for the first time: what was in their place before
+    /// can go.
+    fn settle(&mut self) -> Result<(), kernel::Error> {
+        let waited = self.kernel.waits();
+        let removed = self.kernel.replace_other_layouts()?;
+        if waited {
+            info!("of another version: its programs are replaced");
+            self.network();
+            self.capture();
+        }
+        for item in removed {
+            info!(
+                "of another version: removed {} ({})",
+                item.path.display(),
+                item.what
+            );
+        }
+        if let Some(before) = self.before.take() {
+            proxy::handover::serves(before);
+        }
+        Ok(())
+    }
+
+    /// Brings capture in line with the workloads and network namespaces that there are.
+    fn capture(&mut self) {
+        let start = Instant::now();
+        let Some(mesh) = &mut self.mesh else { return };
+        let Some(snapshot) = &self.snapshot else {
+            self.capture.done(start, RETRY);
+            return;
+        };
+        let is_behind = self.state.source.is_behind(admin::now());
+        mesh.published().doubt(is_behind);
+        let snapshot = snapshot.in_doubt(is_behind);
+        match mesh.settle(&mut self.kernel, &snapshot) {
+            Ok(settled) => {
+                let mesh::Settled {
+                    workloads,
+                    trouble,
+                    shortage,
+                    left_out,
+                } = settled;
+                let over = self.state.captured(&workloads, trouble, shortage, left_out);
+                self.kernel.capture().forget_traffic(&over);
+            }
+            Err(error) => {
+                error!("mesh: {error}; trying again in {:?}", mesh.patience());
+                self.state.capture_failed(error.to_string());
+            }
+        }
+        self.capture.done(start, mesh.patience());
+    }
+
+    /// Has the packet path refuse what the IPsec policies that there are protect. The next look at all of the network says
+    /// what is wrong, if something is.
+    fn policies(&mut self) {
+        let start = Instant::now();
+        if self.packet.attach.is_some() {
+            let set = kernel::ipsec_policies()
+                .and_then(|policies| self.kernel.set_ipsec_policies(&policies));
+            if let Err(error) = set {
+                warn!("cannot tell the packet path of IPsec policies, trying again: {error}");
+            }
+        }
+        // Packets leave in clear while it rests: no longer than it has taken.
+        self.policies.done_resting(1, start, NEVER);
+    }
+
+    /// Looks whether others have put something on the way out of pods' interfaces. Until the packet path is told, packets
+    /// pass it by.
+    fn egress(&mut self) {
+        let start = Instant::now();
+        let others = kernel::egress_of_others(&self.state.paths.bpffs, &self.peers);
+        // If the kernel does not tell, the look at all of the network says so.
+        if others.is_ok_and(|others| others == self.others) {
+            self.egress.done(start, EGRESS);
+            return;
+        }
+        self.network();
+        self.egress.done_resting(1, start, EGRESS);
+    }
+
+    /// Brings the packet path in line with the interfaces that there are, and tells if the node's addresses
+    /// are others.
+    fn network(&mut self) {
+        let (start, worked) = (Instant::now(), processor_time());
+        let mut patience = LOOK;
+        let settings = &self.packet;
+        let result = kernel::interfaces().and_then(|all| {
+            let earlier = self.history.look(&all, start);
+            patience = earlier.settled_in.unwrap_or(patience);
+            let mut network = network(settings, &all, &earlier)?;
+            self.history.note(&network);
+            let flags = network
+                .interfaces
+                .iter()
+                .map(|(index, i)| (*index, i.flags));
+            let peers = flags.filter(|(_, flags)| flags & Iface::PEER != 0);
+            self.peers = peers.map(|(index, _)| index).collect();
+            self.others = kernel::egress_of_others(&self.state.paths.bpffs, &self.peers)?;
+            for index in self.others.keys() {
+                if let Some(interface) = network.interfaces.get_mut(index) {
+                    interface.flags &= !Iface::PEER;
+                }
+            }
+            let refused = self.kernel.set_network(&network)?;
+            let refused = refused.into_iter().map(|text| (Gravity::Node, text));
+            let said = [settings.left_out(&all), settings.loosely_checked(&all)];
+            let said = said.into_iter().flatten();
+            let said = said.map(|text| (Gravity::Warning, text));
+            Ok((network, refused.chain(said).collect::<Vec<_>>()))
+        });
+        let problems = match result {
+            Ok((network, problems)) => {
+                let on = |i: &&kernel::NetworkInterface| i.flags & Iface::ATTACHED != 0;
+                let on = network.interfaces.values().filter(on).count();
+                let kept = network.config.flags & PacketConfig::WAYS_BY_ADDRESS != 0;
+                let protecting = network.policies.iter().filter(|p| p.protects).count();
+                if std::mem::replace(&mut self.protecting, protecting) != protecting {
+                    warn!(
+                        policies = protecting,
+                        "IPsec: services' flows that the node's policies cover are refused"
+                    );
+                }
+                if self.interfaces.replace((on, kept)) != Some((on, kept))
+                    && let Some(hook) = self.kernel.hook()
+                {
+                    info!(
+                        interfaces = on,
+                        by = hook.word(),
+                        ways_kept = kept,
+                        "the packet path's interfaces"
+                    );
+                }
+                problems
+            }
+            Err(error) => {
+                // Everything is as it was: also for what has an IPsec policy since.
+                patience = RETRY;
+                vec![(Gravity::Node, error.to_string())]
+            }
+        };
+        if problems != self.problems {
+            for (_, problem) in &problems {
+                error!("packet path: {problem}");
+            }
+            self.state.network_problems(&problems);
+            self.problems = problems;
+        }
+        match addresses::look() {
+            Ok(seen) => {
+                if self.addresses.as_ref().is_some_and(|known| *known != seen) {
+                    // Fails only if the agent ends anyway.
+                    let _ = self.events.send(Event::Addresses);
+                }
+                self.addresses = Some(seen);
+            }
+            Err(error) => warn!("cannot find out the node's addresses: {error}"),
+        }
+        let unset = self.sysctls.keep();
+        if unset != self.unset {
+            for why in &unset {
+                error!("kernel.conntrack: {why}");
+            }
+            self.state.sysctls_unset(&unset);
+            self.unset = unset;
+        }
+        // Nothing may have told us that somebody removed a program of ours.
+        let took = processor_time().saturating_sub(worked);
+        self.network.done_in(took, patience);
+    }
+}
+
+/// How much of a processor's time this thread has had.
+fn processor_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
+}
+
+/// Somebody else has our place: nothing is done any more. Whoever waits for something is told that nothing is left to wait
+/// for, so that the agent gets to hear of its end, rather than of a thread that does not answer.
+fn give_up(todo: &Receiver<Job>) {
+    for job in todo {
+        match job {
+            Job::Stop => return,
+            // These fail only if the agent has ended.
+            Job::First(_, answer) => _ = answer.send(()),
+            Job::Settle(answer) => _ = answer.send(Ok(())),
+            Job::Network | Job::Policies | Job::Served(_) | Job::Replace(_) | Job::Offered(_) => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_waits_for_an_agent_without_a_place_waits_no_longer() {
+        let (jobs, todo) = mpsc::channel();
+        let (first, first_done) = mpsc::sync_channel(1);
+        let (settle, settled) = mpsc::sync_channel(1);
+        jobs.send(Job::Network).unwrap();
+        jobs.send(Job::First(Snapshot::default(), first)).unwrap();
+        jobs.send(Job::Settle(settle)).unwrap();
+        jobs.send(Job::Stop).unwrap();
+        give_up(&todo);
+        first_done.recv().unwrap();
+        settled.recv().unwrap().unwrap();
+    }
+
+    #[test]
+    fn the_thread_rests_whatever_happens() {
+        let start = Instant::now();
+        let mut due = Due::at(start);
+        std::thread::sleep(Duration::from_millis(2));
+        due.done(start, LOOK);
+        let took = start.elapsed();
+        assert!(due.at >= start + LOOK, "nothing happens: later");
+        due.soon();
+        assert_eq!(due.at, due.rested);
+        assert!(
+            due.rested >= start + 4 * Duration::from_millis(2) && due.rested <= start + 6 * took
+        );
+        // A second change asks for nothing sooner.
+        due.soon();
+        assert_eq!(due.at, due.rested);
+    }
+}

@@ -1,0 +1,449 @@
+//! From one agent to the next, and back: the listening sockets of the mesh's proxy, so that no connection is
+//! refused in between, and the [`Turn`]. See [`proxy::handover`].
+//!
+//! An agent that stays idle after another one has taken its place takes it back when that one is gone. Its
+//! successor keeps its end of their connection for as long as it serves. Told to end, the successor first says so
+//! ([`give_back`]), and gives the place back with its sockets as it would give it to any other agent. Killed, it
+//! leaves the turn to those that wait for it.
+
+use std::{
+    fs::{self, File, Permissions, TryLockError},
+    io::{self, Read as _, Write as _},
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::{
+            fs::{OpenOptionsExt as _, PermissionsExt as _},
+            net::UnixStream,
+        },
+    },
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{self, Receiver, Sender},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use proxy::handover::{self, Named};
+use threads::may_panic;
+use tokio::{
+    runtime::Builder,
+    signal::unix::{SignalKind, signal},
+    sync::oneshot,
+};
+use tracing::{info, warn};
+
+use super::{Event, LOADING, deaths, mesh::Mesh};
+
+/// Only root opens the file of a [`Turn`].
+const PRIVATE: u32 = 0o600;
+
+/// Longer than anything is relayed. (A time that is never over, and that clocks can still count.)
+const FOR_GOOD: Duration = Duration::from_hours(365 * 24);
+
+/// How often an idle agent looks whether it is its turn, where nobody tells it.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long an agent waits for one that has the turn and does not give its place away: it starts, or ends.
+const STARTING: Duration = Duration::from_secs(10);
+/// Before the next one that asks is heard, after one could not be.
+const PAUSE: Duration = Duration::from_millis(100);
+/// "I am ending: take your place back".
+const ENDING: [u8; 1] = [4];
+/// What a turn is called when it is handed over.
+const TURN: &str = "turn";
+
+/// Where an agent waits for the one that will take its place: beside its socket.
+fn path(socket: &Path) -> PathBuf {
+    socket.with_extension("handover")
+}
+
+/// The right to serve on this node. An agent has it from its start to its end and gives it to the one that takes its
+/// place; whoever is idle waits for it. It is a lock on a file (`flock(2)`): of all copies of the descriptor, in
+/// whichever process, the last that is closed gives it up. So it goes from process to process without being free in
+/// between, and is free when the process that has it is gone, however it ended.
+#[derive(Debug)]
+pub struct Turn(File);
+
+impl Turn {
+    /// Takes it; `None`: another agent has it. `socket`: the agent's, beside which the file is.
+    ///
+    /// # Errors
+    /// If the file cannot be made or locked.
+    pub fn take(socket: &Path) -> io::Result<Option<Self>> {
+        let path = socket.with_extension(TURN);
+        if let Some(directory) = path.parent() {
+            fs::create_dir_all(directory)?;
+        }
+        let mut options = File::options();
+        let file = options
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(PRIVATE)
+            .open(path)?;
+        // An earlier version's file was for everybody to read.
+        file.set_permissions(Permissions::from_mode(PRIVATE))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(Self(file))),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    }
+
+    /// For an agent that takes this one's place.
+    pub fn named(&self) -> (String, BorrowedFd<'_>) {
+        (TURN.to_owned(), self.0.as_fd())
+    }
+}
+
+/// What an agent has from the one before.
+#[derive(Debug, Default)]
+pub struct Given {
+    /// Its turn.
+    pub turn: Option<Turn>,
+    /// Its listening sockets.
+    pub sockets: Named,
+    /// As long as this is there, that one accepts from them, too. It is to be told when this one serves
+    /// ([`handover::serves`]); if this one ends before, that one takes its place back.
+    pub before: Option<UnixStream>,
+}
+
+/// What proxies of this process relay that have no listening sockets any more: one for each time that the agent
+/// took its place back.
+#[derive(Debug, Default)]
+pub struct Left(Vec<Receiver<()>>);
+
+impl Left {
+    /// What an agent that takes its place back has from itself. Its proxy goes on accepting until the next one does, and
+    /// relaying for as long as the process lives.
+    pub fn behind(&mut self, mesh: Mesh) -> Given {
+        let copy = |(name, socket): (String, BorrowedFd<'_>)| {
+            Some((name, socket.try_clone_to_owned().ok()?))
+        };
+        let sockets = mesh.sockets().filter_map(copy).collect();
+        let pair = UnixStream::pair().ok();
+        let (before, next) = pair.map_or((None, None), |(a, b)| (Some(a), Some(b)));
+        let (relaying, done) = mpsc::channel();
+        self.0.push(done);
+        thread::spawn(move || {
+            if let Some(next) = next {
+                handover::outcome(next, LOADING);
+            }
+            mesh.stop(FOR_GOOD, false);
+            drop(relaying);
+        });
+        Given {
+            turn: None,
+            sockets,
+            before,
+        }
+    }
+
+    /// Accepts no more connections, and relays those that there are for so long at most.
+    pub fn drain(&mut self, mesh: Mesh, at_most: Duration) {
+        let (relaying, done) = mpsc::channel();
+        self.0.push(done);
+        thread::spawn(move || {
+            mesh.stop(at_most, false);
+            drop(relaying);
+        });
+    }
+
+    /// Waits until that is over.
+    pub fn end(self, deadline: Instant) {
+        for relaying in self.0 {
+            // Nothing is ever sent.
+            let _ = relaying.recv_timeout(deadline.saturating_duration_since(Instant::now()));
+        }
+    }
+}
+
+/// Takes the place of the agent that runs, if one does: when this returns nothing is its any more, but
+/// that it accepts connections.
+///
+/// # Errors
+/// If it does not give its place away; then it goes on.
+pub fn take(socket: &Path) -> io::Result<Given> {
+    let deadline = Instant::now() + STARTING;
+    loop {
+        if let Some((stream, named)) = handover::ask(&path(socket))? {
+            let (turns, sockets): (Named, Named) =
+                named.into_iter().partition(|(name, _)| name == TURN);
+            info!(
+                sockets = sockets.len(),
+                "taking the place of the agent that runs"
+            );
+            let before = Some(handover::taken(stream)?);
+            let given = turns.into_iter().next().map(|(_, fd)| Turn(fd.into()));
+            let turn = match given {
+                Some(turn) => Some(turn),
+                // An agent of an earlier version has none.
+                None => Turn::take(socket)?,
+            };
+            return Ok(Given {
+                turn,
+                sockets,
+                before,
+            });
+        }
+        if let Some(turn) = Turn::take(socket)? {
+            return Ok(Given {
+                turn: Some(turn),
+                ..Given::default()
+            });
+        }
+        // It does not listen for us yet, or no more.
+        if Instant::now() > deadline {
+            let text = "the other agent holds agent.turn and does not answer; end that agent and start again";
+            return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Asks the idle agent whose place this one has to take it back. `false`: that one is gone.
+pub fn give_back(mut before: &UnixStream) -> bool {
+    before.write_all(&ENDING).is_ok()
+}
+
+/// Waits until this agent is to take its place back: because the one that has it is gone, whose turn this one has
+/// then, or because that one is ending (`None`), from which it is to be taken ([`take`]). `next`: the connection to it.
+///
+/// # Errors
+/// If it cannot be found out whose turn it is.
+pub fn idle(next: Option<UnixStream>, socket: &Path, bpffs: &Path) -> io::Result<Option<Turn>> {
+    let mut next = next.filter(|stream| stream.set_read_timeout(Some(LOOK)).is_ok());
+    loop {
+        if let Some(turn) = Turn::take(socket)? {
+            // An agent of an earlier version serves without one.
+            if kernel::writer(bpffs).is_none() {
+                return Ok(Some(turn));
+            }
+            drop(turn);
+            thread::sleep(LOOK);
+        }
+        let Some(stream) = &mut next else {
+            thread::sleep(LOOK);
+            continue;
+        };
+        let mut word = [0];
+        match stream.read(&mut word) {
+            Ok(1) if word == ENDING => return Ok(None),
+            Ok(1) => {}
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                ) => {}
+            // It is gone, or idle itself: whoever serves tells another one.
+            Ok(_) | Err(_) => next = None,
+        }
+    }
+}
+
+/// Who is told whether somebody has this one's sockets, or why not.
+type Tell = dyn Fn(io::Result<UnixStream>) + Send + Sync;
+
+/// Gives listening sockets to the one that asks for this one's place, on a thread of its own: it may
+/// take its time, and whatever is served changes meanwhile.
+pub struct Offers {
+    tell: Arc<Tell>,
+    /// Whether somebody is being given some.
+    busy: Arc<AtomicBool>,
+}
+
+impl Offers {
+    /// `tell` is called for each that asks.
+    pub fn new(tell: impl Fn(io::Result<UnixStream>) + Send + Sync + 'static) -> Self {
+        Self {
+            tell: Arc::new(tell),
+            busy: Arc::default(),
+        }
+    }
+
+    /// Begins to. Who asks while another is being served is turned away.
+    pub fn offer<'a>(
+        &self,
+        stream: UnixStream,
+        sockets: impl Iterator<Item = (String, BorrowedFd<'a>)>,
+    ) {
+        if let Err(error) = self.begin(stream, sockets) {
+            (self.tell)(Err(error));
+        }
+    }
+
+    fn begin<'a>(
+        &self,
+        stream: UnixStream,
+        sockets: impl Iterator<Item = (String, BorrowedFd<'a>)>,
+    ) -> io::Result<()> {
+        if self.busy.swap(true, Ordering::Acquire) {
+            return Err(io::Error::other("another agent already asks to take over"));
+        }
+        // Given back when it is over, in whichever way.
+        let busy = Busy(Arc::clone(&self.busy));
+        let copy = |(name, socket): (String, BorrowedFd<'_>)| {
+            socket.try_clone_to_owned().map(|socket| (name, socket))
+        };
+        let sockets: Named = sockets.map(copy).collect::<io::Result<_>>()?;
+        let tell = Arc::clone(&self.tell);
+        let give = move || {
+            let sockets = sockets.iter().map(|(name, fd)| (name.clone(), fd.as_fd()));
+            let given = handover::offer(stream, &sockets.collect::<Vec<_>>());
+            drop(busy);
+            tell(given);
+        };
+        thread::Builder::new()
+            .name("offer".to_owned())
+            .spawn(give)
+            .map(drop)
+    }
+}
+
+/// While somebody is being given sockets.
+#[derive(Debug)]
+struct Busy(Arc<AtomicBool>);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
+
+/// Waits for the one that will take this one's place. Dropped, nobody can any more.
+#[derive(Debug)]
+pub struct Place(Option<PathBuf>);
+
+impl Place {
+    /// Passes on who asks.
+    ///
+    /// # Errors
+    /// If it cannot listen.
+    pub fn open(socket: &Path, events: Sender<Event>) -> io::Result<Self> {
+        let path = path(socket);
+        let listener = handover::listen(&path)?;
+        threads::start("handover", deaths(&events), move || {
+            for stream in listener.incoming() {
+                may_panic("handover");
+                let sent = stream.map(|stream| events.send(Event::Replace(stream)));
+                match sent {
+                    Ok(Ok(())) => {}
+                    Ok(Err(_)) => return,
+                    Err(error) => {
+                        warn!("cannot hear who wants to take over: {error}");
+                        // Without a file left it fails at once, again and again.
+                        thread::sleep(PAUSE);
+                    }
+                }
+            }
+        })?;
+        Ok(Self(Some(path)))
+    }
+
+    /// Another agent has it: what is there is that one's.
+    pub fn leave(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if let Some(path) = &self.0 {
+            // It may be gone already, and then there is nothing to do.
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// Does what is left to do at the end, unless a signal comes first: then it is left at that.
+pub fn finish<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (done, finished) = oneshot::channel();
+    thread::spawn(move || {
+        // Nobody waits any more if a signal came.
+        let _ = done.send(work());
+    });
+    let wait = async {
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        Ok(tokio::select! {
+            done = finished => done.ok(),
+            _ = terminate.recv() => {
+                warn!("SIGTERM: ending without waiting");
+                None
+            }
+            _ = interrupt.recv() => {
+                warn!("SIGINT: ending without waiting");
+                None
+            }
+        })
+    };
+    let waited: io::Result<Option<T>> = Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .and_then(|runtime| runtime.block_on(wait));
+    waited.unwrap_or_else(|error| {
+        warn!("ending with work left: {error}");
+        None
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    /// Longer than anything here takes, and shorter than it waits for an answer that never comes.
+    const SOON: Duration = Duration::from_secs(5);
+
+    /// Whoever can open the file can lock it, and no agent would start.
+    #[test]
+    fn only_root_takes_the_turn() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("agent.sock");
+        let path = socket.with_extension(TURN);
+        fs::write(&path, "").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
+        let turn = Turn::take(&socket).unwrap().unwrap();
+        assert_eq!(
+            fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+            PRIVATE
+        );
+        assert!(Turn::take(&socket).unwrap().is_none());
+        drop(turn);
+        fs::remove_file(&path).unwrap();
+        let _turn = Turn::take(&socket).unwrap().unwrap();
+        assert_eq!(
+            fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+            PRIVATE
+        );
+    }
+
+    #[test]
+    fn who_asks_and_says_nothing_holds_up_nobody() {
+        let (told, happened) = mpsc::channel();
+        let offers = Offers::new(move |outcome| told.send(outcome).unwrap());
+        let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+        let sockets = || [("outbound x".to_owned(), socket.as_fd())].into_iter();
+        let pair = || UnixStream::pair().unwrap();
+        let next = || happened.recv_timeout(SOON).unwrap();
+        let started = Instant::now();
+        let (silent, old) = pair();
+        offers.offer(old, sockets());
+        assert!(started.elapsed() < SOON);
+        // Another one is turned away at once, and may come again when that is over.
+        let (_second, old) = pair();
+        offers.offer(old, sockets());
+        assert!(next().is_err());
+        drop(silent);
+        assert!(next().is_err());
+        let (third, old) = pair();
+        offers.offer(old, sockets());
+        let third = thread::spawn(move || handover::taken(third).unwrap());
+        let stream = next().unwrap();
+        handover::gone(&stream);
+        third.join().unwrap();
+    }
+}

@@ -1,0 +1,424 @@
+//! What a source says, put together with what the node knows of itself.
+
+use std::{
+    collections::{BTreeSet, HashSet},
+    io,
+    net::IpAddr,
+    path::Path,
+    sync::Arc,
+    time::Instant,
+};
+
+use model::{
+    Entry, EntryName, Node, Problem, Protocol, Reachable, Service, ServiceName, Snapshot, VipPort,
+};
+use plan::{
+    entries::Entries,
+    routes::{Routes, Sources},
+};
+use source::{
+    Admitted, ExternalIps, Feed, Health, Notice, OpenError, Source, View, kubernetes,
+    objects::NodeFacts,
+};
+use tracing::{info, warn};
+
+use super::{kept_addresses::KeptAddresses, lookups::Lookups, node, remembered::Remembered, rules};
+
+/// Problems of a view that are logged one by one.
+const LOGGED: usize = 20;
+
+/// Why a source cannot be read on this node.
+#[derive(Debug, thiserror::Error)]
+pub enum InputError {
+    /// The node cannot be asked.
+    #[error("cannot find out this node's name and addresses: {0}")]
+    Node(#[source] io::Error),
+    /// The source cannot be opened.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+}
+
+/// The source that is asked for; of the API, no more is read than `scope`, and with `names` what DNS says of services.
+pub fn source(settings: &settings::Source, scope: kubernetes::Scope, names: bool) -> Source {
+    if let Some(rules) = rules::source(settings) {
+        return Source::Iptables(rules);
+    }
+    let Some(api) = &settings.kubernetes else {
+        return Source::Manifests(settings.manifests.clone());
+    };
+    Source::Kubernetes(kubernetes::Settings {
+        target: kubernetes::Target {
+            kubeconfig: api.kubeconfig.clone(),
+            server: api.api_server.clone(),
+            ..kubernetes::Target::default()
+        },
+        wanted: kubernetes::Wanted {
+            scope,
+            entries: api.service_entries && scope >= kubernetes::Scope::HostPorts,
+            routes: api.routes,
+            names,
+        },
+        patience: kubernetes::Patience::default(),
+    })
+}
+
+/// The parts of an [`Input`] that only an agent has: files for the next agent, and lookups of names.
+#[derive(Clone, Copy, Debug)]
+pub struct Keeping<'a> {
+    /// The directory of its files, which it writes from [`Input::own_files`] on.
+    pub directory: &'a Path,
+    /// The configuration of DNS: the file with the node's resolvers, and the cluster's domain.
+    pub dns: Option<&'a settings::Dns>,
+}
+
+/// The source of this node's services and workloads, and what it has said.
+#[derive(Debug)]
+pub struct Input {
+    feed: Box<dyn Feed>,
+    settings: settings::Node,
+    /// What the last view said of this node.
+    facts: Option<NodeFacts>,
+    snapshot: Snapshot,
+    /// Every service of the last view.
+    services: imbl::OrdMap<ServiceName, Arc<Service>>,
+    /// What the last view knows to be left out.
+    problems: Arc<[Problem]>,
+    admitted: Admitted,
+    /// Every entry of the last view.
+    view_entries: imbl::OrdMap<EntryName, Arc<Entry>>,
+    entries: Entries,
+    /// The routes and grants of the snapshot are those of the last view.
+    routes: Routes,
+    /// The addresses of their hosts; none: they are of no use to the next one who asks.
+    remembered: Option<Remembered>,
+    /// The addresses of their endpoints' names; none: they are not looked up.
+    lookups: Option<Lookups>,
+    /// The addresses that the node had a moment ago.
+    kept: KeptAddresses,
+    /// Whether there was a view.
+    known: bool,
+}
+
+/// A view has been taken into the snapshot.
+#[derive(Clone, Copy, Debug)]
+pub struct Taken {
+    /// When the oldest of its changes arrived; none if that is no measure of anything, as for a list.
+    pub since: Option<Instant>,
+}
+
+impl Input {
+    /// Begins to read a source. Manifests are read before this returns. `keeping`: what only an agent does.
+    ///
+    /// # Errors
+    ///
+    /// The source cannot be used, or the kernel does not tell the node's name or addresses.
+    pub fn open(
+        source: &Source,
+        settings: &settings::Node,
+        keeping: Option<Keeping<'_>>,
+        notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
+    ) -> Result<Self, InputError> {
+        let mut entries = Entries::new([]);
+        let (mut remembered, mut lookups) = (None, None);
+        if let Some(Keeping { directory, dns }) = keeping {
+            let (vips, records) = Remembered::read(directory.join("vips"), admin::now());
+            let (own, known) = Lookups::new(dns, directory.join("names"), notify.clone());
+            entries = Entries::new(records).with_names(known).with_control_plane();
+            (remembered, lookups) = (Some(vips), Some(own));
+        }
+        let entries = entries.with_stated_addresses(!settings.external_ips.is_empty());
+        let node = Arc::new(node::of(settings, None).map_err(InputError::Node)?);
+        let mut input = Self {
+            feed: source.open(&node, notify)?,
+            settings: settings.clone(),
+            facts: None,
+            snapshot: Snapshot {
+                node,
+                ..Snapshot::default()
+            },
+            services: imbl::OrdMap::new(),
+            problems: Arc::default(),
+            admitted: Admitted::new(external_ips(settings))
+                .with_reserved_ports(settings.reserved_ports.clone()),
+            view_entries: imbl::OrdMap::new(),
+            entries,
+            routes: Routes::default(),
+            remembered,
+            lookups,
+            kept: KeptAddresses::default(),
+            known: false,
+        };
+        if let Some(view) = input.feed.take() {
+            input.snapshot.node =
+                Arc::new(input.node(view.node.as_ref()).map_err(InputError::Node)?);
+            input.put(view);
+        }
+        Ok(input)
+    }
+
+    /// Says what workloads with `egress: deny` may reach besides Services of Pods.
+    #[must_use]
+    pub fn with_reachable(mut self, reachable: Option<Reachable>) -> Self {
+        self.snapshot.reachable = reachable.map(Arc::new);
+        self
+    }
+
+    /// Writes the agent's files from now on. No other agent writes them then.
+    pub fn own_files(&mut self) {
+        if let Some(remembered) = &mut self.remembered {
+            remembered.own(&self.entries.records());
+        }
+        if let Some(lookups) = &mut self.lookups {
+            lookups.own(&self.entries);
+        }
+    }
+
+    /// How reading the source goes.
+    pub fn health(&self) -> Health {
+        self.feed.health()
+    }
+
+    /// What there is to serve, as far as it is [known](Self::is_known).
+    pub fn snapshot(&self) -> &Snapshot {
+        &self.snapshot
+    }
+
+    /// Whether the source has said what there is to serve.
+    pub fn is_known(&self) -> bool {
+        self.known
+    }
+
+    /// Has the next [`Input::take`] read everything anew.
+    pub fn refresh(&mut self) {
+        self.feed.refresh();
+    }
+
+    /// Takes the newest view into the snapshot, and what has been looked up, if there is something new.
+    pub fn take(&mut self) -> Option<Taken> {
+        let learnt = self.lookups.as_mut();
+        let learnt = learnt.and_then(|lookups| lookups.tell(&mut self.entries));
+        let Some(view) = self.feed.take() else {
+            // The agent looks up names of objects in the last view only, so there is a view.
+            learnt?;
+            self.serve();
+            return Some(Taken { since: learnt });
+        };
+        if self.facts != view.node || !self.known {
+            match self.node(view.node.as_ref()) {
+                Ok(mut node) => {
+                    let known = &self.snapshot.node;
+                    self.kept.keep(&mut node, known, Instant::now());
+                    self.snapshot.node = Arc::new(node);
+                }
+                Err(error) => {
+                    warn!("cannot find out the node's addresses, keeping the last ones: {error}");
+                }
+            }
+        }
+        Some(self.put(view))
+    }
+
+    /// When addresses that the node had a moment ago are to be served no more, if there are any.
+    pub fn addresses_kept_until(&self) -> Option<Instant> {
+        self.kept.until()
+    }
+
+    /// Whether hosts of entries wait for the addresses of a control plane: then [`Input::look`] every second.
+    pub fn defers(&self) -> bool {
+        self.entries.defers()
+    }
+
+    /// Looks at the node's addresses, and whether they are other ones than before, or hosts that waited for addresses may
+    /// have them.
+    pub fn look(&mut self) -> bool {
+        if let Some(lookups) = &mut self.lookups {
+            lookups.write(&self.entries);
+        }
+        let waited = self.entries.is_waiting();
+        if waited {
+            self.serve();
+        }
+        waited | self.look_at_node()
+    }
+
+    fn look_at_node(&mut self) -> bool {
+        match self.node(self.facts.as_ref()) {
+            Ok(mut node) => {
+                let known = &self.snapshot.node;
+                self.kept.keep(&mut node, known, Instant::now());
+                let moved = node.addresses != known.addresses;
+                let same = node.own == known.own
+                    && node.ephemeral == known.ephemeral
+                    && self.listens() == known.listens;
+                if !moved && same {
+                    return false;
+                }
+                if moved {
+                    info!(addresses = ?node.addresses, "the node's addresses changed");
+                }
+                self.snapshot.node = Arc::new(Node {
+                    addresses: node.addresses,
+                    addresses_from: node.addresses_from,
+                    own: node.own,
+                    ephemeral: node.ephemeral,
+                    ..(**known).clone()
+                });
+                self.serve();
+                true
+            }
+            Err(error) => {
+                warn!("cannot find out the node's addresses, keeping the last ones: {error}");
+                false
+            }
+        }
+    }
+
+    fn node(&self, facts: Option<&NodeFacts>) -> io::Result<Node> {
+        node::of(&self.settings, facts)
+    }
+
+    /// Whether the node has cluster IPs on its interfaces: then who listens there matters.
+    pub fn owns_cluster_ips(&self) -> bool {
+        self.admitted.owned().next().is_some()
+    }
+
+    /// Where processes of this node listen at cluster IPs that it has on its interfaces. If the kernel does not tell, where
+    /// they did before.
+    fn listens(&self) -> BTreeSet<VipPort> {
+        let owned: BTreeSet<IpAddr> = self.admitted.owned().collect();
+        if owned.is_empty() {
+            return BTreeSet::new();
+        }
+        match kernel::listeners() {
+            Ok(listeners) => listeners
+                .into_iter()
+                .filter_map(|listener| {
+                    let protocol = match listener.protocol {
+                        dataplane_common::Protocol::TCP => Protocol::Tcp,
+                        dataplane_common::Protocol::UDP => Protocol::Udp,
+                        _ => return None,
+                    };
+                    Some((listener.socket.addr.to_canonical(), protocol, listener.port))
+                })
+                .filter(|(ip, ..)| owned.contains(ip))
+                .collect(),
+            Err(error) => {
+                warn!("cannot find out who listens at cluster IPs of this node: {error}");
+                self.snapshot.node.listens.clone()
+            }
+        }
+    }
+
+    fn put(&mut self, view: View) -> Taken {
+        self.known = true;
+        self.facts = view.node;
+        self.services = view.services;
+        self.view_entries = view.entries;
+        self.snapshot.routes = view.routes;
+        self.snapshot.grants = view.grants;
+        self.snapshot.workloads = view.workloads;
+        self.snapshot.pods = view.pods;
+        self.snapshot.whole = view.whole;
+        self.snapshot.unread.clone_from(&view.unread);
+        self.snapshot.namespaces.clone_from(&view.namespaces);
+        let others = !Arc::ptr_eq(&self.problems, &view.problems);
+        self.problems = view.problems;
+        if !self.serve() && others {
+            self.note();
+        }
+        Taken { since: view.since }
+    }
+
+    /// Serves what can be served on this node as it is now; whether something else is left out than before.
+    fn serve(&mut self) -> bool {
+        let (mut services, mut changed) = self.admitted.take(&self.services, &self.snapshot.node);
+        let listens = self.listens();
+        if listens != self.snapshot.node.listens {
+            let node = Node {
+                listens,
+                ..(*self.snapshot.node).clone()
+            };
+            self.snapshot.node = Arc::new(node);
+            let others;
+            (services, others) = self.admitted.take(&self.services, &self.snapshot.node);
+            changed |= others;
+        }
+        let (entries, others) = self.admitted.take_entries(&self.view_entries);
+        changed |= others;
+        let now = admin::now();
+        let taken = self.entries.take(&entries, &services, &self.snapshot, now);
+        if let Some(remembered) = &mut self.remembered {
+            let before = remembered.problem().is_some();
+            remembered.note(&taken.records, || self.entries.records());
+            changed |= remembered.problem().is_some() != before;
+        }
+        let routed = self.routes.take(Sources {
+            routes: &self.snapshot.routes,
+            grants: &self.snapshot.grants,
+            services: &taken.services,
+            entries: &taken.entries,
+        });
+        self.snapshot.services = routed.services;
+        self.snapshot.entries = taken.entries;
+        if let Some(lookups) = &mut self.lookups {
+            lookups.follow(&mut self.entries);
+        }
+        changed |= taken.other_problems | routed.other_problems;
+        if changed {
+            self.note();
+        }
+        changed
+    }
+
+    /// Notes what is left out.
+    fn note(&mut self) {
+        let remembered = self.remembered.as_ref();
+        let remembered = remembered.and_then(Remembered::problem);
+        let here = self.admitted.problems().chain(self.entries.problems());
+        let here = here.chain(self.routes.problems());
+        let lookups = self.lookups.as_ref().and_then(Lookups::problem);
+        let mut here = here.chain(remembered).chain(lookups).peekable();
+        let problems: Arc<[Problem]> = if here.peek().is_none() {
+            Arc::clone(&self.problems)
+        } else {
+            self.problems.iter().chain(here).cloned().collect()
+        };
+        log(&problems, &self.snapshot.problems);
+        self.snapshot.problems = problems;
+    }
+}
+
+/// The external IPs that the operator admits.
+fn external_ips(settings: &settings::Node) -> ExternalIps {
+    let said = &settings.external_ips;
+    if said.is_empty() {
+        return ExternalIps::Any;
+    }
+    ExternalIps::Within(said.iter().filter_map(|ips| ips.0).collect())
+}
+
+/// Logs problems that were not there before, and those that are over.
+fn log(problems: &[Problem], before: &[Problem]) {
+    let known: HashSet<(&str, &str)> = before.iter().map(|p| (&*p.place, &*p.text)).collect();
+    let mut news = problems
+        .iter()
+        .filter(|p| !known.contains(&(&*p.place, &*p.text)));
+    for problem in news.by_ref().take(LOGGED) {
+        warn!("{}: {}", problem.place, problem.text);
+    }
+    let more = news.count();
+    if more > 0 {
+        warn!("and {more} more; `dataplane status` names them all");
+    }
+    let now: HashSet<(&str, &str)> = problems.iter().map(|p| (&*p.place, &*p.text)).collect();
+    let mut over = before
+        .iter()
+        .filter(|p| !now.contains(&(&*p.place, &*p.text)));
+    for problem in over.by_ref().take(LOGGED) {
+        info!("{}: no longer so: {}", problem.place, problem.text);
+    }
+    let more = over.count();
+    if more > 0 {
+        info!("and {more} more problems are over");
+    }
+}

@@ -1,0 +1,95 @@
+//! Addresses that the node had a moment ago. While the operating system's network is restarted, an interface has none; when it has
+//! its addresses again, they are served at once, and existing connections through them go on.
+
+use std::{
+    collections::BTreeMap,
+    net::IpAddr,
+    time::{Duration, Instant},
+};
+
+use model::{AddressFrom, Node};
+
+/// How long an address is kept after it was last seen.
+const KEPT: Duration = Duration::from_secs(10);
+
+/// The addresses that are kept.
+#[derive(Debug, Default)]
+pub struct KeptAddresses {
+    /// Until when, and where it was learnt from that node ports are answered on it, if they are.
+    left: BTreeMap<IpAddr, (Instant, Option<AddressFrom>)>,
+}
+
+impl KeptAddresses {
+    /// Adds to a node's addresses those that it had a moment ago. `before`: what was answered at the last look.
+    pub fn keep(&mut self, node: &mut Node, before: &Node, now: Instant) {
+        let from: BTreeMap<IpAddr, AddressFrom> = of_node_ports(before);
+        for addr in before.own.iter().filter(|addr| !node.own.contains(addr)) {
+            let from = from.get(addr).copied();
+            self.left.entry(*addr).or_insert((now + KEPT, from));
+        }
+        self.left
+            .retain(|addr, (until, _)| *until > now && !node.own.contains(addr));
+        let mut addresses = of_node_ports(node);
+        for (addr, (_, from)) in &self.left {
+            node.own.push(*addr);
+            addresses.extend(from.map(|from| (*addr, from)));
+        }
+        node.own.sort_unstable();
+        (node.addresses, node.addresses_from) = addresses.into_iter().unzip();
+    }
+
+    /// When the first of them is kept no more.
+    pub fn until(&self) -> Option<Instant> {
+        self.left.values().map(|(until, _)| *until).min()
+    }
+}
+
+fn of_node_ports(node: &Node) -> BTreeMap<IpAddr, AddressFrom> {
+    let addresses = node.addresses.iter().copied();
+    addresses.zip(node.addresses_from.iter().copied()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(own: &[&str], addresses: &[&str]) -> Node {
+        let parse = |all: &[&str]| all.iter().map(|a| a.parse().unwrap()).collect();
+        Node {
+            own: parse(own),
+            addresses: parse(addresses),
+            addresses_from: vec![AddressFrom::DefaultRoute; addresses.len()],
+            ..Node::default()
+        }
+    }
+
+    #[test]
+    fn an_address_that_is_gone_is_served_for_a_while() {
+        let mut kept = KeptAddresses::default();
+        let start = Instant::now();
+        let all = node(&["192.0.2.1", "192.0.2.9"], &["192.0.2.1"]);
+        let mut look = |before: &Node, own: &[&str], addresses: &[&str], seconds: u64| {
+            let mut now = node(own, addresses);
+            kept.keep(&mut now, before, start + Duration::from_secs(seconds));
+            (now, kept.until())
+        };
+        assert_eq!(
+            look(&all, &["192.0.2.1", "192.0.2.9"], &["192.0.2.1"], 0),
+            (all.clone(), None)
+        );
+        let (without, until) = look(&all, &[], &[], 1);
+        assert_eq!(
+            (without, until),
+            (all.clone(), Some(start + Duration::from_secs(11)))
+        );
+        // It is counted from when it went, and not anew.
+        let (without, until) = look(&all, &[], &[], 5);
+        assert_eq!(
+            (without, until),
+            (all.clone(), Some(start + Duration::from_secs(11)))
+        );
+        // One is back, and the other one is not.
+        let one = node(&["192.0.2.1"], &["192.0.2.1"]);
+        assert_eq!(look(&all, &["192.0.2.1"], &["192.0.2.1"], 12), (one, None));
+    }
+}

@@ -1,0 +1,405 @@
+//! The proxy's sockets in workloads' network namespaces: opened, taken over, handed over and closed.
+
+use std::{
+    io,
+    net::TcpListener,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey};
+use kernel::{Accelerator, Capture, CaptureOptions, Kernel, Listeners, Namespace, namespaces};
+use model::{Acceleration, Egress, Inbound, Workload, WorkloadName};
+use plan::enrol::{Member, Problem};
+use proxy::handover::Named;
+use relay::Attachment;
+use tracing::{debug, info, warn};
+
+use super::{Mesh, RELEASED, dns::Dns, found::Found, problems::Problems};
+use crate::foreign;
+
+/// How long the connections of a workload that is gone may go on: it may be that nobody ends them.
+pub(super) const DRAIN: Duration = Duration::from_secs(30);
+
+/// A workload whose connections the agent's proxy takes.
+pub(super) struct Attached {
+    pub name: WorkloadName,
+    pub namespace: OwnedFd,
+    egress: Egress,
+    acceleration: Acceleration,
+    takes_inbound: bool,
+    /// Why what it says to the proxy goes by TCP, though acceleration was asked for.
+    pub not_accelerated: Option<String>,
+    /// Its listening sockets, for the agent that takes this one's place.
+    sockets: Named,
+}
+
+impl Attached {
+    /// Its listening sockets for outbound connections.
+    pub fn outbound(&self) -> impl Iterator<Item = &OwnedFd> {
+        let sockets = self.sockets.iter();
+        let outbound = sockets.filter(|(name, _)| name.starts_with(OUTBOUND));
+        outbound.map(|(_, socket)| socket)
+    }
+}
+
+/// Whether the proxy takes inbound connections of a workload that has one.
+fn takes_inbound(member: &Member) -> bool {
+    member.policy.inbound != Inbound::None
+}
+
+impl Mesh {
+    /// Before a workload's connections are captured: has somebody take them.
+    pub(super) fn listen(
+        &mut self,
+        kernel: &Kernel,
+        enrolled: &[(&Member, &Namespace, u32)],
+        problems: &mut Problems,
+    ) {
+        for (member, namespace, flags) in enrolled {
+            if flags & Enrolled::PROXY == 0 {
+                continue;
+            }
+            let problem = if self.options.foreign {
+                self.adopt(kernel, namespace).unwrap_or_else(Some)
+            } else if self.is_attached(member, namespace.cookie) {
+                None
+            } else {
+                let inbound = flags & Enrolled::INBOUND != 0;
+                self.take_back(namespace.cookie);
+                self.attach(kernel.capture(), member, namespace, inbound)
+                    .err()
+            };
+            if let Some(problem) = problem {
+                problems.add(&member.workload.name, problem);
+            }
+        }
+    }
+
+    /// Whether a workload's connections are taken already, by the rules that it has now.
+    fn is_attached(&self, member: &Member, cookie: u64) -> bool {
+        self.attached.get(&cookie).is_some_and(|attached| {
+            member.workload.name == attached.name
+                && member.policy.egress == attached.egress
+                && member.policy.acceleration == attached.acceleration
+                && takes_inbound(member) == attached.takes_inbound
+        })
+    }
+
+    /// Takes no more connections by earlier rules, or of an earlier pod, in a network namespace. The
+    /// listening sockets stay, for those who come next: no connection is refused in between.
+    fn take_back(&mut self, cookie: u64) {
+        if let Some(attached) = self.attached.get_mut(&cookie) {
+            let sockets = std::mem::take(&mut attached.sockets);
+            self.given.extend(sockets);
+            self.let_go(cookie, RELEASED);
+        }
+    }
+
+    /// An earlier agent's sockets for a namespace, if they are at the ports where they should be.
+    fn given(&mut self, cookie: u64, inbound: bool) -> Option<Listeners> {
+        let mut take = |direction: &str, port: u16| -> Vec<TcpListener> {
+            let names = ["v4", "v6"].map(|family| socket_name(direction, cookie, family));
+            let sockets = names.iter().filter_map(|name| self.given.remove(name));
+            sockets
+                .map(TcpListener::from)
+                .filter(|socket| socket.local_addr().is_ok_and(|addr| addr.port() == port))
+                .collect()
+        };
+        let listeners = Listeners {
+            outbound: take(OUTBOUND, self.options.outbound),
+            inbound: take(INBOUND, self.options.inbound),
+        };
+        let complete = !listeners.outbound.is_empty() && inbound != listeners.inbound.is_empty();
+        complete.then_some(listeners)
+    }
+
+    /// The proxy's listening sockets, for an agent that takes this one's place.
+    pub fn sockets(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
+        let sockets = self
+            .attached
+            .values()
+            .flat_map(|attached| &attached.sockets);
+        let sockets = sockets.map(|(name, socket)| (name.clone(), socket.as_fd()));
+        let of_dns = self.dns.iter().flat_map(Dns::sockets);
+        sockets.chain(self.packets.sockets()).chain(of_dns)
+    }
+
+    pub(super) fn attach(
+        &mut self,
+        capture: &Capture,
+        member: &Member,
+        namespace: &Namespace,
+        inbound: bool,
+    ) -> Result<(), Problem> {
+        let transparent = self.config.proxy.keep_source.unwrap_or(true);
+        let options = self.options;
+        let given = self.given(namespace.cookie, inbound);
+        let (listeners, interface) = namespaces::within(namespace.file.as_fd(), move || {
+            if transparent && inbound {
+                let routed = kernel::route_answers(options.mark | FROM_CLIENT);
+                if let Err(error) = routed {
+                    return Ok(Err(unrouted(&error)));
+                }
+            }
+            let interface = only_interface();
+            let listeners = match given {
+                Some(listeners) => Ok(listeners),
+                None => kernel::open_listeners(&options, inbound)
+                    .map_err(|error| not_listening(&options, &error)),
+            };
+            Ok(listeners.map(|listeners| (listeners, interface)))
+        })
+        .map_err(|error| {
+            Problem::of_node(format!("cannot enter its network namespace: {error}"))
+        })??;
+        hand_over(capture, namespace.cookie, &listeners).map_err(Problem::of_node)?;
+        let (acceleration, not_accelerated) = match self.accelerate(member, namespace) {
+            Ok(acceleration) => (acceleration, None),
+            // By TCP all the same.
+            Err(error) => {
+                warn!("mesh: {}: {error}", member.workload.name);
+                (None, Some(error))
+            }
+        };
+        let clone = || namespace.file.try_clone().map_err(Problem::of_node);
+        let sockets = named(namespace.cookie, &listeners).map_err(Problem::of_node)?;
+        let name = member.workload.name.clone();
+        let Some(proxy) = &self.proxy else {
+            return Ok(());
+        };
+        proxy
+            .add(Attachment {
+                workload: Arc::new(Workload {
+                    capture: Some(Arc::new(member.policy.clone())),
+                    ..(*member.workload).clone()
+                }),
+                namespace: Some(sockets_in(clone()?, interface)),
+                outbound: listeners.outbound,
+                inbound: listeners.inbound,
+                egress: member.policy.egress,
+                acceleration,
+            })
+            .map_err(Problem::of_node)?;
+        info!(workload = %name, "captured: the proxy listens in its network namespace");
+        let attached = Attached {
+            name,
+            namespace: clone()?,
+            egress: member.policy.egress,
+            acceleration: member.policy.acceleration,
+            takes_inbound: takes_inbound(member),
+            not_accelerated,
+            sockets,
+        };
+        self.attached.insert(namespace.cookie, attached);
+        Ok(())
+    }
+
+    /// Has what a workload says to the proxy go past the TCP stack, if that is wanted.
+    fn accelerate(
+        &mut self,
+        member: &Member,
+        namespace: &Namespace,
+    ) -> Result<Option<relay::Acceleration>, String> {
+        if member.policy.acceleration == Acceleration::Off {
+            return Ok(None);
+        }
+        let told = |error: kernel::Error| format!("cannot accelerate it: {error}");
+        let accelerator = if let Some(accelerator) = &self.accelerator {
+            Arc::clone(accelerator)
+        } else {
+            let started = Arc::new(Accelerator::start(&self.cgroup).map_err(told)?);
+            Arc::clone(self.accelerator.insert(started))
+        };
+        let CaptureOptions { outbound, mark, .. } = self.options;
+        accelerator
+            .add(namespace.cookie, &[outbound], Some(mark))
+            .map_err(told)?;
+        Ok(Some(relay::Acceleration {
+            netns: namespace.cookie,
+            grant: Arc::new(move |connection, bytes| accelerator.grant(connection, bytes)),
+        }))
+    }
+
+    /// Takes the listening socket of a proxy that is not ours: one that began to listen before it
+    /// was captured. Others are noticed by the kernel. Answers what cannot be taken.
+    fn adopt(&self, kernel: &Kernel, namespace: &Namespace) -> Result<Option<Problem>, Problem> {
+        let tables = kernel.capture().tables();
+        let known = tables.listeners().map_err(Problem::of_node)?;
+        let key = |family| ListenerKey::of_namespace(namespace.cookie, family == 4);
+        let port = self.options.inbound;
+        let taken = foreign::listeners(namespace, port, |family| !known.contains(&key(family)))?;
+        for (family, socket) in taken.sockets {
+            let given = kernel.capture().listen(key(family), socket.as_fd());
+            given.map_err(Problem::of_node)?;
+        }
+        Ok(taken.problem)
+    }
+
+    /// After workloads are captured no more: the connections that the proxy has go on. `unread`: whether
+    /// a network namespace was captured before and could not be looked at now.
+    pub(super) fn release(
+        &mut self,
+        enrolled: &[(&Member, &Namespace, u32)],
+        found: &Found,
+        unread: impl Fn(u64) -> bool,
+    ) {
+        let kept = |cookie: u64| {
+            unread(cookie)
+                || enrolled.iter().any(|(member, namespace, flags)| {
+                    namespace.cookie == cookie
+                        && flags & Enrolled::PROXY != 0
+                        && self.is_attached(member, cookie)
+                })
+        };
+        let attached = self.attached.keys().copied();
+        let gone: Vec<u64> = attached.filter(|cookie| !kept(*cookie)).collect();
+        for cookie in gone {
+            let is_there = found.seen.contains_key(&cookie) || cookie == self.own_cookie;
+            self.let_go(cookie, if is_there { RELEASED } else { DRAIN });
+        }
+    }
+
+    /// Whoever is to be captured otherwise than before is released first: the proxy tells workloads by
+    /// their names.
+    pub(super) fn change_over(
+        &mut self,
+        enrolled: &[(&Member, &Namespace, u32)],
+        by_packets: &[&Member],
+    ) {
+        for (member, namespace, _) in enrolled {
+            let name = &member.workload.name;
+            self.let_go_of_packets(name);
+            // It has moved.
+            let mut attached = self.attached.iter();
+            let before = attached
+                .find(|(cookie, attached)| **cookie != namespace.cookie && attached.name == *name);
+            if let Some(cookie) = before.map(|(cookie, _)| *cookie) {
+                self.let_go(cookie, RELEASED);
+            }
+        }
+        for member in by_packets {
+            let mut attached = self.attached.iter();
+            let before = attached.find(|(_, attached)| attached.name == member.workload.name);
+            if let Some(cookie) = before.map(|(cookie, _)| *cookie) {
+                self.let_go(cookie, RELEASED);
+            }
+        }
+    }
+
+    /// Takes no more connections of the workload in a network namespace.
+    fn let_go(&mut self, cookie: u64, deadline: Duration) {
+        let Some(attached) = self.attached.remove(&cookie) else {
+            return;
+        };
+        if attached.acceleration != Acceleration::Off
+            && let Some(accelerator) = &self.accelerator
+            && let Err(error) = accelerator.remove(cookie, &[self.options.outbound])
+        {
+            debug!("{}: {error}", attached.name);
+        }
+        if let Some(proxy) = &self.proxy {
+            proxy.remove(&attached.name, deadline);
+        }
+        info!(workload = %attached.name, "released");
+    }
+}
+
+/// Why the application's answers would not come back to the proxy.
+/// Has a workload's connections made from its network namespace.
+fn sockets_in(namespace: OwnedFd, interface: Option<String>) -> relay::Namespace {
+    relay::Namespace {
+        open: Arc::new(move |v4, count| namespaces::tcp_sockets(namespace.as_fd(), v4, count)),
+        interface,
+    }
+}
+
+/// The interface of this network namespace that is up, besides the loopback interface, if it is the only one.
+fn only_interface() -> Option<String> {
+    let all = kernel::interfaces().inspect_err(|error| debug!("mesh: {error}"));
+    let all = all.ok()?.into_iter();
+    let mut up = all.filter(|interface| interface.up && !interface.loopback);
+    let first = up.next()?;
+    up.next().is_none().then_some(first.name)
+}
+
+fn unrouted(error: &io::Error) -> Problem {
+    Problem::of_node(format!(
+        "cannot have its answers to clients' addresses come back to the proxy: {error}"
+    ))
+}
+
+/// A port that is taken in its network namespace has been taken by one of its own processes.
+fn not_listening(options: &CaptureOptions, error: &io::Error) -> Problem {
+    let (a, b) = (options.outbound, options.inbound);
+    let text = format!("cannot listen at ports {a} and {b} in its network namespace: {error}");
+    match error.kind() {
+        io::ErrorKind::AddrInUse => Problem::of_workload(text),
+        _ => Problem::of_node(text),
+    }
+}
+
+/// Why connections that captured workloads open are reset, if the kernel programs do not see the proxy accept: its
+/// sockets are in a cgroup that they are not attached to.
+pub(super) fn unseen(cgroup: &Path) -> Option<String> {
+    match kernel::sockets::own_elsewhere(cgroup) {
+        Ok(elsewhere) => elsewhere.map(|elsewhere| {
+            let own = elsewhere.own.as_ref().map_or_else(
+                || "a cgroup that is mounted nowhere that the agent sees".into(),
+                |own| format!("the cgroup {}", own.display()),
+            );
+            let root = elsewhere.root.as_ref().map_or_else(
+                || "the root of the cgroup v2 hierarchy".into(),
+                |root| format!("{}, the root of the hierarchy", root.display()),
+            );
+            format!(
+                "the agent's sockets are in {own}, which is outside of kernel.cgroup, {}: the proxy resets the \
+                 connections that captured workloads open (LOOP in the access log), because no kernel program tells it \
+                 where they were to go; set kernel.cgroup (--cgroup, DATAPLANE_CGROUP) to {root}, or to a cgroup that \
+                 holds the agent and all pods, and restart the agent",
+                cgroup.display()
+            )
+        }),
+        Err(error) => {
+            debug!("mesh: {error}");
+            None
+        }
+    }
+}
+
+const OUTBOUND: &str = "outbound";
+const INBOUND: &str = "inbound";
+
+/// What a listening socket is called when it is handed over.
+fn socket_name(direction: &str, cookie: u64, family: &str) -> String {
+    format!("{direction} {cookie} {family}")
+}
+
+/// Copies of listening sockets, to be handed over.
+fn named(cookie: u64, listeners: &Listeners) -> io::Result<Named> {
+    let outbound = listeners.outbound.iter().map(|socket| (OUTBOUND, socket));
+    let inbound = listeners.inbound.iter().map(|socket| (INBOUND, socket));
+    let copy = |(direction, socket): (&str, &TcpListener)| {
+        let v4 = socket.local_addr()?.is_ipv4();
+        let name = socket_name(direction, cookie, if v4 { "v4" } else { "v6" });
+        Ok((name, socket.try_clone()?.into()))
+    };
+    outbound.chain(inbound).map(copy).collect()
+}
+
+/// Says where a namespace's inbound connections go, and its outbound ones that come to any address of loopback.
+fn hand_over(capture: &Capture, cookie: u64, listeners: &Listeners) -> Result<(), String> {
+    let is_v4 = |socket: &TcpListener| socket.local_addr().is_ok_and(|addr| addr.is_ipv4());
+    let inbound = listeners.inbound.iter();
+    let inbound = inbound.map(|socket| (ListenerKey::of_namespace(cookie, is_v4(socket)), socket));
+    let outbound = listeners.outbound.iter().filter(|socket| is_v4(socket));
+    let outbound = outbound.map(|socket| (ListenerKey::of_outbound(cookie), socket));
+    for (key, socket) in inbound.chain(outbound) {
+        capture
+            .listen(key, socket.as_fd())
+            .map_err(|error| error.to_string())?;
+    }
+    Ok(())
+}

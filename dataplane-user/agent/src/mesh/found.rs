@@ -1,0 +1,199 @@
+//! One look at all network namespaces of this machine, and in which of them workloads are. An answer that cannot be had is an
+//! error here, and never "there is none".
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    io,
+    path::PathBuf,
+};
+
+use kernel::{Namespace, namespaces};
+use model::Workload;
+use smallvec::SmallVec;
+use tracing::debug;
+
+use super::places::{Places, Sign};
+
+/// Why a workload cannot be enrolled.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Missing {
+    /// It is not on this node, as far as this agent is permitted to see.
+    Absent {
+        /// Whether there is more than that.
+        hidden: bool,
+    },
+    /// It cannot be found as it is described.
+    Wrong(String),
+    /// It may be on this node: what there is could not be read.
+    Unknown(String),
+}
+
+/// The network namespaces of this machine, after one look at all of them.
+pub struct Found {
+    /// Those that workloads which were asked for are in, or were.
+    homes: Vec<Namespace>,
+    /// Where among these are those with a sign, and those with a cookie.
+    by_sign: HashMap<Sign, usize>,
+    by_cookie: HashMap<u64, usize>,
+    places: Places,
+    /// All that could be read, by their cookies, but for the agent's own.
+    pub seen: BTreeMap<u64, Seen>,
+    /// The agent's own.
+    pub own: io::Result<Namespace>,
+    /// What could not be read.
+    unread: Vec<(PathBuf, io::Error)>,
+}
+
+/// A network namespace that could be read.
+#[derive(Clone, Copy, Debug)]
+pub struct Seen {
+    /// Its file's device and number.
+    pub inode: (u64, u64),
+    /// Whether somebody made it who may do as much as root on the node.
+    pub of_node: bool,
+}
+
+/// What a look is for.
+pub struct Wanted<'a> {
+    /// Workloads, to look for where they are.
+    pub workloads: Vec<&'a Workload>,
+    /// The cookies of network namespaces that were workloads' before.
+    pub before: BTreeSet<u64>,
+}
+
+impl Found {
+    /// Looks for the network namespaces that these workloads are in. `own`: the cookie of the agent's.
+    pub fn look(wanted: &Wanted<'_>, own: u64) -> Self {
+        let mut places = Places::look(wanted.workloads.iter().copied());
+        let signs: HashSet<Sign> = places.all().collect();
+        let mut seen = BTreeMap::new();
+        let visited = namespaces::visit(|_| {
+            let namespace = kernel::this_namespace()?;
+            let (cookie, inode) = (namespace.cookie, namespace.inode);
+            if cookie == own {
+                return Ok(None);
+            }
+            let its = places.signs_of(&namespace)?;
+            let of_node = kernel::is_the_nodes(&namespace)?;
+            seen.insert(cookie, Seen { inode, of_node });
+            // The others' files are closed here: there may be more of them than this process may open.
+            let is_home = wanted.before.contains(&cookie) || its.iter().any(|s| signs.contains(s));
+            Ok(is_home.then_some((namespace, its)))
+        });
+        places.confirm();
+        for (path, error) in &visited.unread {
+            debug!("cannot look into {}: {error}", path.display());
+        }
+        let (mut homes, mut by_sign, mut by_cookie) = (Vec::new(), HashMap::new(), HashMap::new());
+        for (namespace, signs) in visited.found.into_iter().flatten() {
+            let number = homes.len();
+            by_sign.extend(signs.into_iter().map(|sign| (sign, number)));
+            by_cookie.insert(namespace.cookie, number);
+            homes.push(namespace);
+        }
+        Self {
+            homes,
+            by_sign,
+            by_cookie,
+            places,
+            seen,
+            own: kernel::this_namespace(),
+            unread: visited.unread,
+        }
+    }
+
+    /// The network namespaces of a workload: first the one that it is in, as the node knows, then those that it was in
+    /// (`before`) and that are still there. If the node does not know where it is, it is where it was last.
+    ///
+    /// # Errors
+    /// If there is none, or if that cannot be told.
+    pub fn homes(
+        &self,
+        workload: &Workload,
+        before: &[u64],
+    ) -> Result<impl Iterator<Item = &Namespace>, Missing> {
+        let signs = self.places.of(&workload.name);
+        let now = signs.iter().flat_map(|signs| signs.iter());
+        let now = now.filter_map(|sign| self.by_sign.get(sign));
+        let before = before.iter().rev();
+        let before = before.filter_map(|cookie| self.by_cookie.get(cookie));
+        let mut numbers: SmallVec<[usize; 2]> = SmallVec::new();
+        for number in now.chain(before) {
+            if !numbers.contains(number) {
+                numbers.push(*number);
+            }
+        }
+        if numbers.is_empty() {
+            return Err(match signs.err().map(str::to_owned).or(self.trouble()) {
+                None => Missing::Absent {
+                    hidden: !self.unread.is_empty(),
+                },
+                Some(text) => Missing::Unknown(text),
+            });
+        }
+        Ok(numbers.into_iter().map(|number| &self.homes[number]))
+    }
+
+    /// A network namespace that is or was a workload's, by its cookie.
+    pub fn at(&self, cookie: u64) -> Option<&Namespace> {
+        let number = self.by_cookie.get(&cookie)?;
+        self.homes.get(*number)
+    }
+
+    /// Of which network namespaces it is known whose they are: all that could be read, if it is known of all workloads
+    /// where they are.
+    pub fn told(&self) -> BTreeSet<u64> {
+        let told = self.seen.keys().filter(|_| self.places.are_known());
+        told.copied().collect()
+    }
+
+    /// Why not all network namespaces could be read. Namespaces of processes that the agent is not
+    /// permitted to see are left out: container runtimes give those of pods a name.
+    pub fn trouble(&self) -> Option<String> {
+        let is_denied = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
+        let mut unread = self.unread.iter().filter(|(_, error)| !is_denied(error));
+        let (path, error) = unread.next()?;
+        let more = match unread.count() {
+            0 => String::new(),
+            more => format!(" (and {more} more)"),
+        };
+        Some(format!(
+            "cannot look into {}: {error}{more}",
+            path.display()
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use model::{Place, WorkloadName};
+
+    use super::*;
+
+    #[test]
+    fn one_that_is_nowhere_is_absent_only_if_all_was_read() {
+        let workload = Workload::new(WorkloadName::new("shop", "web"), Place::Address);
+        let mut found = Found {
+            homes: Vec::new(),
+            by_sign: HashMap::new(),
+            by_cookie: HashMap::new(),
+            places: Places::look([]),
+            seen: BTreeMap::new(),
+            own: Err(io::ErrorKind::Other.into()),
+            unread: Vec::new(),
+        };
+        let missing = |found: &Found| found.homes(&workload, &[]).map(drop).unwrap_err();
+        let absent = |hidden| Missing::Absent { hidden };
+        assert_eq!(missing(&found), absent(false));
+        assert_eq!(found.trouble(), None);
+        let denied = io::ErrorKind::PermissionDenied.into();
+        found.unread.push(("/proc/1/ns/net".into(), denied));
+        assert_eq!(missing(&found), absent(true));
+        assert_eq!(found.trouble(), None);
+        let full = io::Error::from_raw_os_error(libc::EMFILE);
+        found.unread.push(("/proc".into(), full));
+        let said = found.trouble().unwrap();
+        assert!(said.contains("/proc:"), "{said}");
+        assert_eq!(missing(&found), Missing::Unknown(said));
+    }
+}

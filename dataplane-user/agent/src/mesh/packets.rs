@@ -1,0 +1,608 @@
+//! Workloads that are captured by the packets that they send: by which interfaces these come, and the
+//! proxy's sockets for them, in the node's network namespace.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    net::{IpAddr, TcpListener},
+    os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
+    time::Instant,
+};
+
+use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey, Local};
+use kernel::{Hook, Interface, Kernel, Namespace};
+use model::{Egress, Workload, WorkloadName};
+use plan::{
+    Captured,
+    enrol::{Member, Problem, Unknown},
+};
+use proxy::handover::Named;
+use relay::Attachment;
+use socket2::{Domain, SockRef};
+use tracing::{debug, info};
+
+use super::{AS_BEFORE, Mesh, RELEASED, attach::DRAIN, found::Found, problems::Problems};
+use crate::{foreign, interfaces::Role};
+
+/// What the names of listening sockets begin with, when they are handed over.
+const PACKETS: &str = "packets";
+/// Of what is said of a workload, that which its packets do not tell, or which is never asked for them.
+const NOT_THERE: u32 = Enrolled::INBOUND
+    | Enrolled::INBOUND_OTHERS
+    | Enrolled::HAS_INBOUND_PORTS
+    | Enrolled::HAS_INTERFACES
+    | Enrolled::VIRTUAL
+    | Enrolled::HAS_USERS
+    | Enrolled::ONLY_USERS;
+
+/// Those that are captured now, and those that were.
+#[derive(Default)]
+pub struct Packets {
+    attached: BTreeMap<WorkloadName, Attached>,
+    /// Addresses whose new connections are captured no more, and since when: those that there are go on.
+    released: BTreeMap<IpAddr, (WorkloadName, Instant)>,
+    /// By which interfaces the packets of those come that were found last.
+    ways: BTreeMap<WorkloadName, BTreeSet<u32>>,
+    /// Whether the rule and the route are there; `None` until it is known.
+    routed: Option<bool>,
+}
+
+/// A workload whose connections the agent's proxy takes.
+struct Attached {
+    number: u32,
+    egress: Egress,
+    /// For the agent that takes this one's place.
+    sockets: Named,
+}
+
+/// A workload, and the interfaces by which its packets come.
+struct Guest<'a> {
+    member: &'a Member,
+    entry: Enrolled,
+    interfaces: BTreeSet<u32>,
+}
+
+/// What [`Mesh::settle_packets`] could not do.
+#[derive(Default)]
+pub struct Settled {
+    /// Workloads that may be here, and could not be looked for: by their numbers.
+    pub unknown: BTreeMap<u32, Unknown>,
+    /// What no workload can be blamed for.
+    pub trouble: Option<String>,
+}
+
+impl Packets {
+    /// After an earlier agent: what it had captured may go on for a while.
+    pub fn after(held: &Captured) -> Self {
+        let by_packets = held.locals.iter().filter(|(_, local)| local.has_packets());
+        // Who that was, only the earlier agent knew.
+        let nobody = WorkloadName::new("", "");
+        let released = by_packets.map(|(addr, _)| (addr.ip(), (nobody.clone(), Instant::now())));
+        Self {
+            released: released.collect(),
+            ..Self::default()
+        }
+    }
+
+    /// Listening sockets, for an agent that takes this one's place.
+    pub fn sockets(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
+        let sockets = self.attached.values().flat_map(|a| &a.sockets);
+        sockets.map(|(name, socket)| (name.clone(), socket.as_fd()))
+    }
+}
+
+impl Mesh {
+    /// Has the connections of these workloads captured by the packets that they send. What their
+    /// packets go by is there when the tables say whose they are.
+    pub(super) fn settle_packets(
+        &mut self,
+        kernel: &Kernel,
+        guests: &[&Member],
+        found: &Found,
+        wanted: &mut Captured,
+        problems: &mut Problems,
+    ) -> Settled {
+        let mut settled = Settled::default();
+        if guests.is_empty()
+            && self.packets.released.is_empty()
+            && self.packets.routed == Some(false)
+        {
+            self.answer_guests(&mut [], &[], wanted, problems);
+            return settled;
+        }
+        let places = self.find(guests, found, wanted, problems, &mut settled);
+        let (mut here, own, mut on) = match places {
+            Ok(places) => places,
+            Err(error) => {
+                for member in guests {
+                    let name = &member.workload.name;
+                    problems.add(name, Problem::of_node(format!("{error}; {AS_BEFORE}")));
+                    settled
+                        .unknown
+                        .insert(self.enroller.number(name), Unknown::Packets);
+                }
+                settled.trouble = Some(error);
+                return settled;
+            }
+        };
+        on.extend(here.iter().flat_map(|g| &g.interfaces));
+        let routed = self.route(!on.is_empty()).map_err(|error| {
+            format!("cannot route captured packets to the proxy's sockets: {error}")
+        });
+        let attached = kernel
+            .attach_capture(&on)
+            .map_err(|error| error.to_string());
+        let common = routed
+            .err()
+            .into_iter()
+            .chain(attached.as_ref().err().cloned());
+        let common: Vec<String> = common.collect();
+        settled.trouble = common.first().cloned();
+        let failed = attached.unwrap_or_default();
+        // By which a connection to the proxy's own port is told.
+        let addresses = if here.is_empty() {
+            Ok(Vec::new())
+        } else {
+            kernel::addresses()
+        };
+        match &addresses {
+            Ok(addresses) if !kernel.waits() => {
+                self.answer_guests(&mut here, addresses, wanted, problems);
+            }
+            Ok(_) => {}
+            Err(error) => {
+                settled.trouble = Some(format!("cannot read the node's addresses: {error}"));
+            }
+        }
+        let addresses = addresses.unwrap_or_default();
+        for guest in &here {
+            let name = &guest.member.workload.name;
+            let unattached = guest.interfaces.iter().filter_map(|i| failed.get(i));
+            let mut said: Vec<Problem> = unattached.chain(&common).map(Problem::of_node).collect();
+            if guest.entry.flags & Enrolled::PROXY != 0 {
+                let listening = if self.options.foreign {
+                    self.adopt_for_packets(kernel, own, guest.entry.workload)
+                } else {
+                    self.listen_for_packets(kernel, guest)
+                };
+                said.extend(listening.err());
+            }
+            if guest.entry.flags & Enrolled::PROXY != 0 || guest.entry.resolvers != 0 {
+                said.extend(unroutable());
+            }
+            for problem in said {
+                problems.add(name, problem);
+            }
+            for addr in &guest.member.workload.addresses {
+                wanted.locals.insert((*addr).into(), local(0, &guest.entry));
+            }
+        }
+        for addr in addresses {
+            let node = local(own.cookie, &Enrolled::default());
+            wanted.locals.entry(addr.into()).or_insert(node);
+        }
+        self.release_packets(&here, guests);
+        if let Err(error) = forget_listeners(kernel, wanted) {
+            settled.trouble = Some(error.to_string());
+        }
+        settled
+    }
+
+    /// Has the DNS queries of these workloads answered, and of no others that are captured by their packets.
+    fn answer_guests(
+        &mut self,
+        here: &mut [Guest<'_>],
+        addresses: &[IpAddr],
+        wanted: &mut Captured,
+        problems: &mut Problems,
+    ) {
+        let Some(dns) = &mut self.dns else { return };
+        let members: Vec<&Member> = here.iter().map(|guest| guest.member).collect();
+        let own = addresses.iter().copied().collect();
+        let (mark, given) = (self.options.mark, &mut self.given);
+        let resolvers = dns.settle_guests(&members, mark, &own, given, problems);
+        for (guest, to) in here.iter_mut().zip(resolvers) {
+            guest.entry.resolvers = self.enroller.resolvers(&to, wanted);
+        }
+    }
+
+    /// The workloads that are here, with their interfaces; the node's network namespace; and interfaces
+    /// at which there is more to be seen.
+    ///
+    /// # Errors
+    /// If the kernel does not tell: then everything is to stay as it is.
+    fn find<'a>(
+        &mut self,
+        guests: &[&'a Member],
+        found: &'a Found,
+        wanted: &mut Captured,
+        problems: &mut Problems,
+        settled: &mut Settled,
+    ) -> Result<(Vec<Guest<'a>>, &'a Namespace, BTreeSet<u32>), String> {
+        let own = found
+            .own
+            .as_ref()
+            .map_err(|error| format!("cannot look at the node's network namespace: {error}"))?;
+        let interfaces = kernel::interfaces().map_err(|error| error.to_string())?;
+        let ways: Vec<_> = guests
+            .iter()
+            .map(|member| ways(&member.workload.addresses, &interfaces))
+            .collect();
+        let mut on = self.go_on(guests, &interfaces, wanted)?;
+        let mut here = Vec::new();
+        let mut known = BTreeMap::new();
+        for (member, ways) in guests.iter().zip(ways) {
+            let name = &member.workload.name;
+            match ways {
+                Ok(ways) if ways.is_empty() => {
+                    debug!(workload = %name, "no interface here leads to it");
+                }
+                Ok(interfaces) => {
+                    known.insert(name.clone(), interfaces.clone());
+                    let mut entry = self.enroller.enrol(member, wanted);
+                    entry.flags = entry.flags & !NOT_THERE | Enrolled::PACKETS;
+                    here.push(Guest {
+                        member,
+                        entry,
+                        interfaces,
+                    });
+                }
+                Err(NoWay::Bridge(text)) => problems.add(name, Problem::of_workload(text)),
+                Err(NoWay::Unknown(text)) => {
+                    // As far as it is known.
+                    let Some(before) = self.packets.ways.get(name) else {
+                        return Err(text);
+                    };
+                    on.extend(before);
+                    known.insert(name.clone(), before.clone());
+                    settled
+                        .unknown
+                        .insert(self.enroller.number(name), Unknown::Packets);
+                    problems.add(name, Problem::of_node(format!("{text}; {AS_BEFORE}")));
+                }
+            }
+        }
+        self.packets.ways = known;
+        Ok((here, own, on))
+    }
+
+    /// What is to be seen still of those that are captured no more: interfaces.
+    fn go_on(
+        &mut self,
+        guests: &[&Member],
+        interfaces: &[Interface],
+        wanted: &mut Captured,
+    ) -> Result<BTreeSet<u32>, String> {
+        let Self { packets, proxy, .. } = self;
+        for addr in guests.iter().flat_map(|member| &member.workload.addresses) {
+            packets.released.remove(addr);
+        }
+        let mut on = BTreeSet::new();
+        let mut ways_of = BTreeMap::new();
+        for addr in packets.released.keys() {
+            let ways = match ways(&[*addr], interfaces) {
+                Ok(ways) => ways,
+                // What has moved to a bridge is not what it was.
+                Err(NoWay::Bridge(_)) => BTreeSet::new(),
+                Err(NoWay::Unknown(text)) => return Err(text),
+            };
+            ways_of.insert(*addr, ways);
+        }
+        packets.released.retain(|addr, (name, since)| {
+            let mut has_ended = since.elapsed() > DRAIN;
+            // Of another's proxy nobody knows.
+            has_ended &= proxy.as_ref().is_none_or(|proxy| !proxy.drains(name));
+            has_ended &= proxy.is_some();
+            let ways = ways_of.remove(addr).unwrap_or_default();
+            if has_ended || ways.is_empty() {
+                return false;
+            }
+            on.extend(ways);
+            let entry = Enrolled {
+                flags: Enrolled::PACKETS,
+                ..Enrolled::default()
+            };
+            // It may have become somebody's who is captured otherwise, or be that already.
+            let found = wanted.locals.entry((*addr).into());
+            found
+                .and_modify(|local| local.flags |= Enrolled::PACKETS_BEFORE)
+                .or_insert(local(0, &entry));
+            true
+        });
+        Ok(on)
+    }
+
+    /// Has marked packets go to sockets, or no more.
+    fn route(&mut self, wanted: bool) -> io::Result<()> {
+        if self.packets.routed == Some(wanted) && !wanted {
+            return Ok(());
+        }
+        let mark = self.options.mark | FROM_CLIENT;
+        // Again each time: somebody else may have removed them.
+        if wanted {
+            kernel::route_to_sockets(mark)?;
+        } else {
+            kernel::route_answers_no_more(mark)?;
+        }
+        self.packets.routed = Some(wanted);
+        Ok(())
+    }
+
+    /// Sees to it that the agent's proxy takes a workload's connections.
+    fn listen_for_packets(&mut self, kernel: &Kernel, guest: &Guest<'_>) -> Result<(), Problem> {
+        let member = guest.member;
+        let name = &member.workload.name;
+        let (number, egress) = (guest.entry.workload, member.policy.egress);
+        let before = self.packets.attached.get(name);
+        if before.is_some_and(|a| a.number == number && a.egress == egress) {
+            return Ok(());
+        }
+        let is_new = before.is_none();
+        let given = self.given_for_packets(name);
+        let listeners = if given.is_empty() {
+            kernel::open_transparent_listeners().map_err(|error| {
+                Problem::of_node(format!("cannot listen for it on the node: {error}"))
+            })?
+        } else {
+            given
+        };
+        let sockets = named(name, &listeners).map_err(Problem::of_node)?;
+        for socket in &listeners {
+            let v4 = is_v4(socket);
+            give(kernel, ListenerKey::of_packets(number, v4), socket)?;
+        }
+        let Some(proxy) = &self.proxy else {
+            return Ok(());
+        };
+        if !is_new {
+            // Its connections go on by the rules that they began by.
+            proxy.remove(name, RELEASED);
+        }
+        proxy
+            .add(Attachment {
+                workload: Arc::new(Workload {
+                    capture: Some(Arc::new(member.policy.clone())),
+                    ..(*member.workload).clone()
+                }),
+                namespace: None,
+                outbound: listeners,
+                inbound: Vec::new(),
+                egress,
+                acceleration: None,
+            })
+            .map_err(Problem::of_node)?;
+        if is_new {
+            info!(workload = %name, "captured by its packets: the proxy listens for it on the node");
+        }
+        let attached = Attached {
+            number,
+            egress,
+            sockets,
+        };
+        self.packets.attached.insert(name.clone(), attached);
+        Ok(())
+    }
+
+    /// An earlier agent's sockets for a workload.
+    fn given_for_packets(&mut self, name: &WorkloadName) -> Vec<TcpListener> {
+        let names = [true, false].map(|v4| socket_name(name, v4));
+        let sockets = names.iter().filter_map(|name| self.given.remove(name));
+        sockets.map(TcpListener::from).collect()
+    }
+
+    /// Takes the listening socket of a proxy that is not ours, in the node's network namespace.
+    fn adopt_for_packets(
+        &self,
+        kernel: &Kernel,
+        own: &Namespace,
+        workload: u32,
+    ) -> Result<(), Problem> {
+        let tables = kernel.capture().tables();
+        let known = tables.listeners().map_err(Problem::of_node)?;
+        let key = |v4| ListenerKey::of_packets(workload, v4);
+        let port = self.options.outbound;
+        let taken = foreign::listeners(own, port, |family| !known.contains(&key(family == 4)))?;
+        let is_new = !taken.sockets.is_empty();
+        for (family, socket) in taken.sockets {
+            // As it would have to be behind `TPROXY`; of its proxy's settings, few have that.
+            let options = SockRef::from(&socket);
+            match options.domain().map_err(Problem::of_node)? {
+                Domain::IPV4 => options.set_ip_transparent_v4(true),
+                _ => options.set_ip_transparent_v6(true),
+            }
+            .map_err(|error| {
+                Problem::of_node(format!(
+                    "cannot have the proxy's socket take connections to any address: {error}"
+                ))
+            })?;
+            // The same version has both.
+            if options.reuse_port().unwrap_or(false) && Hook::of_kernel() != Hook::Tcx {
+                return Err(Problem::of_workload(format!(
+                    "the socket at the node's port {port} shares it (SO_REUSEPORT), and kernels \
+                     before 6.6 give no packets to such a socket: tell the proxy not to (HAProxy: \
+                     `noreuseport`)"
+                )));
+            }
+            give(kernel, key(family == 4), &socket)?;
+        }
+        if let Some(problem) = taken.problem {
+            return Err(problem);
+        }
+        if is_new || known.contains(&key(true)) || known.contains(&key(false)) {
+            return Ok(());
+        }
+        Err(Problem::of_workload(format!(
+            "nobody listens at port {port} in the node's network namespace"
+        )))
+    }
+
+    /// After workloads are captured by their packets no more: the connections that the proxy has go on.
+    /// So do workloads that may be here: their ways are known from before.
+    fn release_packets(&mut self, here: &[Guest<'_>], guests: &[&Member]) {
+        let kept = |name: &WorkloadName| {
+            let mut found = here.iter().filter(|g| g.member.workload.name == *name);
+            match found.next() {
+                Some(guest) => guest.entry.flags & Enrolled::PROXY != 0,
+                None => {
+                    self.packets.ways.contains_key(name)
+                        && guests.iter().any(|member| member.workload.name == *name)
+                }
+            }
+        };
+        let gone: Vec<WorkloadName> = self
+            .packets
+            .attached
+            .keys()
+            .filter(|name| !kept(name))
+            .cloned()
+            .collect();
+        for name in gone {
+            self.let_go_of_packets(&name);
+        }
+    }
+
+    /// Takes no more connections of a workload that is captured by its packets, if it is.
+    pub(super) fn let_go_of_packets(&mut self, name: &WorkloadName) {
+        if self.packets.attached.remove(name).is_none() {
+            return;
+        }
+        if let Some(proxy) = &self.proxy {
+            proxy.remove(name, RELEASED);
+        }
+        info!(workload = %name, "released");
+    }
+
+    /// Remembers whose connections are to go on when they are captured no more; `held`: what the
+    /// tables have until now.
+    pub(super) fn remember_packets(&mut self, held: &Captured, members: &[Member]) {
+        let numbers = self.enroller.numbers();
+        let names: BTreeMap<u32, &WorkloadName> =
+            numbers.map(|(name, number)| (number, name)).collect();
+        let still = |name: &WorkloadName| {
+            let mut members = members.iter();
+            members.any(|member| member.workload.name == *name && member.is_by_packets())
+        };
+        let now = Instant::now();
+        for (addr, local) in &held.locals {
+            if !local.is_by_packets() || local.flags & Enrolled::CAPTURED == 0 {
+                continue;
+            }
+            let Some(name) = names.get(&local.workload) else {
+                continue;
+            };
+            if !still(name) {
+                let released = &mut self.packets.released;
+                released
+                    .entry(addr.ip())
+                    .or_insert_with(|| ((*name).clone(), now));
+            }
+        }
+    }
+}
+
+/// Why it is not known by which interfaces a workload's packets come.
+enum NoWay {
+    /// They pass a bridge.
+    Bridge(String),
+    /// The kernel does not tell.
+    Unknown(String),
+}
+
+/// By which interfaces the packets of a workload with these addresses come; none if it is not on this
+/// node.
+fn ways(addresses: &[IpAddr], interfaces: &[Interface]) -> Result<BTreeSet<u32>, NoWay> {
+    let mut found = BTreeSet::new();
+    for addr in addresses {
+        let way = kernel::way_to(*addr).map_err(|error| {
+            NoWay::Unknown(format!(
+                "cannot find out which interface leads to {addr}: {error}"
+            ))
+        })?;
+        let Some(interface) = interfaces.iter().find(|i| Some(i.index) == way) else {
+            continue;
+        };
+        match (interface.kind.as_str(), Role::of(interface)) {
+            (_, Role::Pod) | ("tun", _) => {
+                found.insert(interface.index);
+            }
+            ("bridge", _) => {
+                return Err(NoWay::Bridge(format!(
+                    "is at the bridge {}, and its packets to others there are seen by nobody else: \
+                     only what has an interface of its own is captured by its packets",
+                    interface.name
+                )));
+            }
+            _ => {}
+        }
+    }
+    Ok(found)
+}
+
+/// Removes listening sockets of workloads that the tables neither have nor are to have.
+fn forget_listeners(kernel: &Kernel, wanted: &Captured) -> Result<(), kernel::Error> {
+    let capture = kernel.capture();
+    let locals = capture.held().locals.values().chain(wanted.locals.values());
+    let known: BTreeSet<u32> = locals.map(|local| local.workload).collect();
+    for key in capture.tables().listeners()? {
+        let is_workloads = key.workload != 0 && key.workload != ListenerKey::OUTBOUND;
+        if is_workloads && !known.contains(&key.workload) {
+            capture.listen_no_more(key)?;
+        }
+    }
+    Ok(())
+}
+
+fn local(netns: u64, entry: &Enrolled) -> Local {
+    Local {
+        netns,
+        policy: entry.policy,
+        flags: entry.flags,
+        workload: entry.workload,
+        resolvers: entry.resolvers,
+    }
+}
+
+/// What keeps packets from a socket that they were given to, or its answers from leaving.
+fn unroutable() -> Option<Problem> {
+    let settings = [
+        ("net.ipv4.tcp_fwmark_accept", "tcp_fwmark_accept"),
+        (
+            "net.ipv4.conf.all.src_valid_mark",
+            "conf/all/src_valid_mark",
+        ),
+    ];
+    let problem = |(name, file)| match fs::read_to_string(format!("/proc/sys/net/ipv4/{file}")) {
+        Ok(text) if text.trim() == "0" => None,
+        Ok(_) => Some(format!(
+            "{name} is set on the node: with it, packets that have a mark of ours are lost; set it to 0"
+        )),
+        Err(error) => Some(format!(
+            "cannot read {name} of the node, with which packets that have a mark of ours are lost: {error}"
+        )),
+    };
+    settings.into_iter().find_map(problem).map(Problem::of_node)
+}
+
+fn is_v4(socket: &TcpListener) -> bool {
+    socket.local_addr().is_ok_and(|addr| addr.is_ipv4())
+}
+
+fn give(kernel: &Kernel, key: ListenerKey, socket: impl AsFd) -> Result<(), Problem> {
+    let given = kernel.capture().listen(key, socket.as_fd());
+    given.map_err(Problem::of_node)
+}
+
+/// What a listening socket is called when it is handed over.
+fn socket_name(workload: &WorkloadName, v4: bool) -> String {
+    format!("{PACKETS} {workload} {}", if v4 { "v4" } else { "v6" })
+}
+
+/// Copies of listening sockets, to be handed over.
+fn named(workload: &WorkloadName, listeners: &[TcpListener]) -> io::Result<Named> {
+    let copy = |socket: &TcpListener| {
+        let name = socket_name(workload, is_v4(socket));
+        Ok((name, socket.try_clone()?.into()))
+    };
+    listeners.iter().map(copy).collect()
+}

@@ -1,0 +1,173 @@
+//! Where workloads are, as the node knows: by its own routes, or by what CNI has noted. What a workload can set itself,
+//! such as its addresses, decides nothing.
+
+use std::{
+    collections::HashMap,
+    fs, io,
+    net::IpAddr,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+};
+
+use kernel::{Namespace, Pairs, namespaces};
+use model::{Place, Workload, WorkloadName};
+
+use super::cni::{self, Results};
+
+/// What tells a network namespace from others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Sign {
+    /// The number that it has in the node's network namespace: it has the other end of a pair.
+    Number(i32),
+    /// The device and the number of its file.
+    File((u64, u64)),
+}
+
+/// The signs of all workloads that were asked for.
+pub struct Places {
+    /// Why a workload's are not known, if they are not.
+    of: HashMap<WorkloadName, Result<Vec<Sign>, String>>,
+    /// Where the node's routes lead, if that is known.
+    pairs: Option<Pairs>,
+}
+
+impl Places {
+    /// Looks for the signs of these workloads, in the node's network namespace.
+    pub fn look<'a>(workloads: impl IntoIterator<Item = &'a Workload>) -> Self {
+        let (mut pairs, unread) = match Pairs::read() {
+            Ok(pairs) => (Some(pairs), None),
+            Err(error) => (None, Some(error.to_string())),
+        };
+        let mut results = None;
+        let mut of = HashMap::new();
+        for workload in workloads {
+            let signs = match (&mut pairs, &unread) {
+                (Some(pairs), _) => signs(workload, pairs, &mut results),
+                (None, error) => Err(format!(
+                    "cannot read the node's interfaces: {}",
+                    error.as_deref().unwrap_or_default()
+                )),
+            };
+            of.insert(workload.name.clone(), signs);
+        }
+        Self { of, pairs }
+    }
+
+    /// Forgets numbers that may have become those of other network namespaces since [`Places::look`]: the kernel gives the
+    /// number of a namespace that is gone to the next one. Call this after the visit in which namespaces were asked for
+    /// their signs.
+    pub fn confirm(&mut self) {
+        let Some(before) = &self.pairs else { return };
+        let now = Pairs::read();
+        for of in self.of.values_mut() {
+            let Ok(signs) = of else { continue };
+            match &now {
+                Ok(now) => signs.retain(|sign| match sign {
+                    Sign::Number(number) => before.leads_as(now, *number),
+                    Sign::File(_) => true,
+                }),
+                Err(error) => *of = Err(format!("cannot read the node's interfaces: {error}")),
+            }
+        }
+    }
+
+    /// A workload's signs.
+    ///
+    /// # Errors
+    /// Why they are not known.
+    pub fn of(&self, workload: &WorkloadName) -> Result<&[Sign], &str> {
+        match self.of.get(workload) {
+            Some(Ok(signs)) => Ok(signs),
+            Some(Err(error)) => Err(error),
+            None => Ok(&[]),
+        }
+    }
+
+    /// The signs of all workloads.
+    pub fn all(&self) -> impl Iterator<Item = Sign> {
+        self.of.values().flatten().flatten().copied()
+    }
+
+    /// Whether those of all workloads are known.
+    pub fn are_known(&self) -> bool {
+        self.of.values().all(Result::is_ok)
+    }
+
+    /// The signs of a network namespace.
+    ///
+    /// # Errors
+    /// If the kernel does not tell.
+    pub fn signs_of(&mut self, namespace: &Namespace) -> io::Result<Vec<Sign>> {
+        let number = match &mut self.pairs {
+            Some(pairs) => pairs.number(namespace)?,
+            None => None,
+        };
+        let number = number.map(Sign::Number);
+        Ok(number
+            .into_iter()
+            .chain([Sign::File(namespace.inode)])
+            .collect())
+    }
+}
+
+/// The file of the network namespace that an address was given to, as the node knows; none if it does not know of any.
+///
+/// # Errors
+/// Why that cannot be told.
+pub fn namespace_with(addr: IpAddr) -> Result<Option<PathBuf>, String> {
+    let mut workload = Workload::new(WorkloadName::new("", ""), Place::Address);
+    workload.addresses.extend([addr]);
+    let mut places = Places::look([&workload]);
+    let wanted = places.of(&workload.name)?.to_vec();
+    let mut found = None;
+    namespaces::visit(|path| {
+        if found.is_none() {
+            let its = places.signs_of(&kernel::this_namespace()?)?;
+            let is_it = its.iter().any(|sign| wanted.contains(sign));
+            found = is_it.then(|| path.to_owned());
+        }
+        Ok(())
+    });
+    Ok(found)
+}
+
+fn signs(
+    workload: &Workload,
+    pairs: &mut Pairs,
+    results: &mut Option<Result<Results, String>>,
+) -> Result<Vec<Sign>, String> {
+    let mut found = Vec::new();
+    for addr in &workload.addresses {
+        let behind = pairs.behind(*addr);
+        let told = behind.map_err(|error| {
+            format!("cannot find out which interface of the node leads to {addr}: {error}")
+        })?;
+        match told {
+            Some(number) => found.push(Sign::Number(number)),
+            None => found.extend(noted(workload, *addr, results)?),
+        }
+    }
+    Ok(found)
+}
+
+/// By what CNI has noted.
+fn noted(
+    workload: &Workload,
+    addr: IpAddr,
+    results: &mut Option<Result<Results, String>>,
+) -> Result<Vec<Sign>, String> {
+    let read = || {
+        let told = |error| format!("cannot read CNI's results in {}: {error}", cni::RESULTS);
+        Results::read(Path::new(cni::RESULTS)).map_err(told)
+    };
+    let results = results.get_or_insert_with(read).as_ref()?;
+    let mut found = Vec::new();
+    for path in results.of(workload, addr) {
+        match fs::metadata(&path) {
+            Ok(metadata) => found.push(Sign::File((metadata.dev(), metadata.ino()))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(format!("cannot look at {}: {error}", path.display())),
+        }
+    }
+    Ok(found)
+}

@@ -1,0 +1,69 @@
+//! What the packet path is told of the node's network.
+
+use std::{collections::BTreeMap, io};
+
+use dataplane_common::packet::{Iface, PacketConfig, SourceKey};
+use kernel::{Interface, Network};
+use nix::sys::utsname::uname;
+use plan::source_key;
+
+use super::{earlier::Earlier, interfaces::PacketSettings};
+
+/// What the kernel and the settings say, given the node's interfaces, and what was known of them earlier.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn network(
+    settings: &PacketSettings,
+    interfaces: &[Interface],
+    earlier: &Earlier,
+) -> Result<Network, kernel::Error> {
+    if settings.attach.is_none() {
+        return Ok(Network::default());
+    }
+    let preemptible = is_preemptible()?;
+    // Ways are kept for each CPU, and no program has its CPU to itself there.
+    let by_address = !preemptible && kernel::ways_by_address();
+    let network = settings.network(interfaces, earlier, by_address);
+    let mut network = network.map_err(|source| kernel::Error::Io {
+        what: "cannot find out the host's ephemeral ports".to_owned(),
+        source,
+    })?;
+    let mut uplinks = BTreeMap::new();
+    for interface in interfaces {
+        if let Some(known) = network.interfaces.get(&interface.index)
+            && known.flags & Iface::LOCAL == 0
+        {
+            uplinks.insert(interface.index, kernel::reverse_path(&interface.name));
+        }
+    }
+    let shown = !uplinks.values().any(|asked| *asked == 1) || kernel::shows_reverse_paths()?;
+    for (index, asked) in uplinks {
+        if let Some(known) = network.interfaces.get_mut(&index) {
+            known.flags |= match asked {
+                0 => 0,
+                1 if shown => Iface::STRICT,
+                _ => Iface::LOOSE,
+            };
+        }
+    }
+    if preemptible {
+        network.config.flags |= PacketConfig::PREEMPTIBLE;
+    }
+    network.config.errors = kernel::error_limits();
+    network.policies = kernel::ipsec_policies()?;
+    let host = kernel::host_networks()?.into_iter();
+    network.host = host.map(|net| source_key(SourceKey::HOST, &net)).collect();
+    Ok(network)
+}
+
+/// Whether the kernel preempts programs in their middle: one with `PREEMPT_RT`, as it says in its version
+/// (`UTS_VERSION` in `init/Makefile`), unless softirqs being off is a lock, which it does not tell.
+fn is_preemptible() -> Result<bool, kernel::Error> {
+    let name = uname().map_err(|source| kernel::Error::Io {
+        what: "cannot ask for the kernel's version".to_owned(),
+        source: io::Error::from(source),
+    })?;
+    let version = name.version().to_string_lossy();
+    Ok(version.split_whitespace().any(|word| word == "PREEMPT_RT"))
+}

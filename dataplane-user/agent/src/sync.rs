@@ -1,0 +1,408 @@
+//! Brings the kernel's tables in line with the source, again and again.
+
+use std::{
+    os::unix::net::UnixStream,
+    sync::{
+        Arc,
+        mpsc::{Receiver, RecvTimeoutError},
+    },
+    time::{Duration, Instant},
+};
+
+use admin::{State, lock};
+use dataplane_common::{
+    Addr, Port, Protocol,
+    tables::{Frontend, FrontendKey, Kind},
+};
+use kernel::ServiceTables;
+use plan::{Departures, Plan, Planner};
+use tracing::{debug, error, info, warn};
+
+use super::{
+    End, Error, Event, LOOK, LOOK_SOON, RETRY, RETURNING, adopt,
+    attacher::{Attacher, Job, Rest},
+    flows::{self, Flows, Imported},
+    handover,
+    input::Input,
+    mesh::Published,
+    supervisor::Supervisor,
+};
+
+/// Writes to the tables of services.
+pub struct Sync {
+    tables: ServiceTables,
+    state: Arc<State>,
+    /// What should be served. Until it is known the tables stay as they are.
+    input: Input,
+    /// Ends what leads to endpoints that go away.
+    flows: Flows,
+    /// The proxy's and the DNS server's end; none: there is no mesh.
+    published: Option<Published>,
+    /// Does what takes longer: interfaces and network namespaces.
+    attacher: Attacher,
+    departures: Departures,
+    /// Whether the tables were ever in line with it.
+    settled: bool,
+    /// If the last sync did not work: when to try again, and how long that was to wait for.
+    retry: Option<(Instant, Duration)>,
+    /// Whether there was nothing in the tables when the agent started: nobody has served before.
+    empty_tables: bool,
+    /// When to look at the node's addresses.
+    look: Instant,
+    /// When freed memory was last given back.
+    tidied: Instant,
+    /// Whether there were changes since then.
+    untidy: bool,
+    supervisor: Supervisor,
+    /// The agent whose place this one has taken.
+    before: Option<UnixStream>,
+    /// Told to end: until when that one may take its place back.
+    ending: Option<Instant>,
+}
+
+impl Sync {
+    pub fn new(
+        tables: ServiceTables,
+        state: Arc<State>,
+        destroy: &[Protocol],
+        input: Input,
+        flows: Flows,
+        attacher: Attacher,
+        before: Option<UnixStream>,
+    ) -> Self {
+        let now = Instant::now();
+        let empty_tables = lock(&state.planner).frontends().is_empty();
+        let protocols = [&[Protocol::UDP], destroy].concat();
+        let departures = Departures::new(&protocols);
+        Self {
+            tables,
+            state,
+            input,
+            flows,
+            published: None,
+            attacher,
+            departures,
+            settled: false,
+            retry: None,
+            empty_tables,
+            look: now + LOOK,
+            tidied: now,
+            untidy: false,
+            supervisor: Supervisor::from_env(),
+            before,
+            ending: None,
+        }
+    }
+
+    /// Publishes what the tables have.
+    #[must_use]
+    pub fn publishing(mut self, published: Option<Published>) -> Self {
+        self.published = published;
+        self
+    }
+
+    /// Ends the other threads that it works with, but for the proxy's. None if one of them has died, of which
+    /// [`Sync::run`] has told.
+    pub fn end(self) -> Option<Rest> {
+        self.flows.stop();
+        self.attacher.stop().ok()
+    }
+
+    /// Until told to end.
+    pub fn run(&mut self, happened: &Receiver<Event>) -> Result<End, Error> {
+        self.state.pulse.busy();
+        let state = Arc::clone(&self.state);
+        if self.input.is_known() {
+            let _busy = state.beats.tables.begin();
+            self.sync(None)?;
+        }
+        loop {
+            if let Some(vips) = state.flows.take_vips() {
+                self.tables.keep_flows(&vips.addresses, vips.since);
+            }
+            // What hangs elsewhere is not made up for by this thread's being well.
+            if state.stuck(Instant::now()).is_none() {
+                self.supervisor.alive();
+            }
+            if self.retry.is_none() {
+                self.state.pulse.idle();
+            }
+            if self.ending.is_some_and(|at| at <= Instant::now()) {
+                warn!("the earlier agent does not take over again: ending");
+                return Ok(End::Told);
+            }
+            if self.input.defers() {
+                self.look = self.look.min(Instant::now() + RETRY);
+            }
+            let next = self.retry.map_or(self.look, |(at, _)| at.min(self.look));
+            let next = self.ending.map_or(next, |at| at.min(next));
+            let event = happened.recv_timeout(next.saturating_duration_since(Instant::now()));
+            let _busy = state.beats.tables.begin();
+            self.state.pulse.busy();
+            match event {
+                Ok(Event::Stop(signal)) => {
+                    self.supervisor.stopping();
+                    if self.ending.is_none()
+                        && self.before.as_ref().is_some_and(handover::give_back)
+                    {
+                        info!("{signal}: ending when the earlier agent serves again");
+                        self.ending = Some(Instant::now() + RETURNING);
+                        continue;
+                    }
+                    info!("{signal}: ending");
+                    return Ok(End::Told);
+                }
+                Ok(Event::Replace(stream)) => self.attacher.send(Job::Replace(stream)),
+                Ok(Event::Replaced(by)) => {
+                    let told = self.ending.is_some();
+                    return Ok(End::Replaced { by, told });
+                }
+                Ok(Event::Reload) => {
+                    self.supervisor.reloading();
+                    self.reload()?;
+                    self.supervisor.reloaded();
+                }
+                Ok(Event::Changed) => drop(self.take()?),
+                Ok(Event::Failed(error)) => return Err(Error::Waiter(error)),
+                Ok(Event::Died(thread, why)) => return Err(Error::Died { thread, why }),
+                Err(RecvTimeoutError::Timeout) => self.pass_time()?,
+                Ok(Event::Addresses) => {
+                    if self.look() && self.input.is_known() {
+                        self.sync(None)?;
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::Waiter(std::io::Error::other("its thread is gone")));
+                }
+            }
+        }
+    }
+
+    /// Reads the source anew where it does not tell of changes itself.
+    fn reload(&mut self) -> Result<(), Error> {
+        debug!("SIGHUP: reading the source");
+        let moved = self.look();
+        self.input.refresh();
+        if !self.take()? && moved && self.input.is_known() {
+            self.sync(None)?;
+        }
+        Ok(())
+    }
+
+    /// Takes what the source has become; whether there was anything new.
+    fn take(&mut self) -> Result<bool, Error> {
+        let Some(taken) = self.input.take() else {
+            return Ok(false);
+        };
+        // What could not be written a moment ago is not tried again at each change of one object.
+        if self.retry.is_none() || taken.since.is_none() {
+            self.sync(taken.since)?;
+        }
+        // After a list. What changes come to is little, but not for ever.
+        self.untidy = true;
+        if taken.since.is_none() || self.tidied.elapsed() > LOOK {
+            self.tidy();
+        }
+        Ok(true)
+    }
+
+    /// Does what is due.
+    fn pass_time(&mut self) -> Result<(), Error> {
+        let now = Instant::now();
+        let again = self.retry.is_some_and(|(at, _)| at <= now) || self.waits();
+        let is_due = self.look <= now;
+        let moved = is_due && self.look();
+        if self.input.is_known() && (again || moved) {
+            self.sync(None)?;
+        }
+        // After the last change of several, too: by then, nobody else has the snapshots before.
+        if is_due && self.untidy && self.tidied.elapsed() > LOOK {
+            self.tidy();
+        }
+        Ok(())
+    }
+
+    /// Whether services wait for room, which there may be after a grace period.
+    fn waits(&self) -> bool {
+        lock(&self.state.planner).is_waiting()
+    }
+
+    /// Looks at the node's addresses; whether they changed.
+    fn look(&mut self) -> bool {
+        let moved = self.input.look();
+        let soon = self.input.owns_cluster_ips();
+        let look = Instant::now() + if soon { LOOK_SOON } else { LOOK };
+        let kept = self.input.addresses_kept_until();
+        self.look = kept.map_or(look, |until| until.min(look));
+        moved
+    }
+
+    /// Reading takes memory that is not needed any more.
+    fn tidy(&mut self) {
+        kernel::give_back_freed_memory();
+        self.tidied = Instant::now();
+        self.untidy = false;
+    }
+
+    /// The tables are in line with the source for the first time: what was in their place before
+    /// can go.
+    fn settle(&mut self) -> Result<(), Error> {
+        self.settled = true;
+        self.attacher.ask(Job::Settle).map_err(|_| Self::died())??;
+        self.supervisor.ready();
+        self.tidy();
+        Ok(())
+    }
+
+    fn died() -> Error {
+        Error::Died {
+            thread: "attacher".to_owned(),
+            why: "it does not answer".to_owned(),
+        }
+    }
+
+    /// Writes what changed, in two steps if there is not enough room for old and new at the same time. `since`: when the
+    /// oldest of the changes arrived, if that is known.
+    fn sync(&mut self, since: Option<Instant>) -> Result<(), Error> {
+        self.sync_once(since)?;
+        if self.retry.is_none() && self.waits() {
+            self.sync_once(None)?;
+        }
+        Ok(())
+    }
+
+    /// Writes what changed. What does not work is tried again later, and only that the tables
+    /// cannot be understood any more is an error.
+    fn sync_once(&mut self, since: Option<Instant>) -> Result<(), Error> {
+        let start = Instant::now();
+        let plan = self.state.plan(self.input.snapshot());
+        let thinking = start.elapsed();
+        let start = Instant::now();
+        let result = self.write(&plan);
+        if let (Ok(()), Some(published)) = (&result, &self.published) {
+            let is_behind = self.state.source.is_behind(admin::now());
+            published.publish(self.input.snapshot(), is_behind);
+        }
+        self.state.written();
+        let writing = start.elapsed();
+        if let (Ok(()), Some(since)) = (&result, since) {
+            self.state
+                .change_duration
+                .observe(since.elapsed().as_secs_f64());
+        }
+        match result.and_then(|()| self.grace()) {
+            Ok(()) => {
+                // Services first, which a proxy's connections go by; ready is who has both.
+                let served = self.input.snapshot().clone();
+                if self.settled {
+                    self.attacher.send(Job::Served(served));
+                } else {
+                    let first = self.attacher.ask(|answer| Job::First(served, answer));
+                    first.map_err(|_| Self::died())?;
+                }
+                let changes = plan.writes.len();
+                self.state.synced(
+                    self.input.snapshot(),
+                    plan.demand.pools,
+                    changes,
+                    thinking,
+                    writing,
+                );
+                self.retry = None;
+                self.tell(changes, thinking, writing, since.is_some());
+                let departed = self.departures.after(&lock(&self.state.planner));
+                self.flows.departed(departed);
+                if !self.settled {
+                    self.settle()?;
+                }
+                Ok(())
+            }
+            Err(why) => {
+                let next = self.retry.map_or(RETRY, |(_, last)| (last * 2).min(LOOK));
+                error!("{why}; trying again in {next:?}");
+                self.state.sync_failed(why.to_string());
+                self.retry = Some((Instant::now() + next, next));
+                // The plan was written in part, or not at all: only the kernel knows.
+                let planner = adopt(&self.tables, &self.state.paths, self.state.limits)?;
+                *lock(&self.state.planner) = planner;
+                Ok(())
+            }
+        }
+    }
+
+    /// Logs a sync. Changes of the API come by the hundred in a second.
+    fn tell(&self, writes: usize, planned: Duration, written: Duration, is_change: bool) {
+        let services = self.input.snapshot().services.len();
+        // One line for what a person did, and none for a look that found nothing.
+        if is_change || writes == 0 && self.settled {
+            debug!(
+                services,
+                writes,
+                ?planned,
+                ?written,
+                "in line with the source"
+            );
+        } else {
+            info!(
+                services,
+                writes,
+                ?planned,
+                ?written,
+                "in line with the source"
+            );
+        }
+    }
+
+    fn write(&mut self, plan: &Plan) -> Result<(), kernel::Error> {
+        if !self.settled && self.empty_tables {
+            self.take_over();
+        }
+        let state = Arc::clone(&self.state);
+        for growth in state.grow(|| self.tables.reserve(&plan.demand))? {
+            info!(
+                table = growth.table,
+                from = growth.from,
+                to = growth.to,
+                "made a table larger"
+            );
+        }
+        self.tables.apply(&plan.writes)
+    }
+
+    /// Before anything is served for the first time: what the kernel's own conntrack translates for
+    /// our VIPs stays with it.
+    fn take_over(&self) {
+        let planner = lock(&self.state.planner);
+        let is_vip = |addr, port, protocol| is_vip(&planner, addr, port, protocol);
+        match flows::import(&self.state.paths.bpffs, planner.snapshot(), is_vip) {
+            Ok(Imported { flows: 0, ports: 0 }) => {}
+            Ok(Imported { flows, ports }) => info!(
+                flows,
+                ports,
+                "recorded UDP flows that the kernel's conntrack translates as foreign; the programs leave them alone, and give the \
+                 ports of the connections that it masquerades to no others"
+            ),
+            Err(error) => warn!(
+                "UDP flows that the kernel's own conntrack translates may change their endpoint, and connections that it masquerades \
+                 may lose their ports: {error}"
+            ),
+        }
+    }
+
+    /// After the flips: lets what they freed be used again.
+    fn grace(&mut self) -> Result<(), kernel::Error> {
+        if lock(&self.state.planner).wants_grace() {
+            self.tables.grace()?;
+            lock(&self.state.planner).grace_passed();
+        }
+        Ok(())
+    }
+}
+
+/// Whether the plan has something at this address and port.
+fn is_vip(planner: &Planner, addr: Addr, port: Port, protocol: Protocol) -> bool {
+    let kind = |key| planner.frontend(&key).map(Frontend::kind);
+    kind(FrontendKey::new(addr, port, protocol)).is_some()
+        || kind(FrontendKey::address(addr)) == Some(Kind::NODE_ADDRESS)
+            && kind(FrontendKey::node_port(addr.is_v4(), port, protocol)).is_some()
+}

@@ -1,0 +1,179 @@
+//! The thread that waits: for signals, for changed files, and for whoever asks the endpoints.
+
+use std::{
+    io,
+    sync::{Arc, mpsc::Sender},
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use admin::{Listeners, State};
+use kernel::{News, PolicyNews};
+use source::kubernetes::Reviewer;
+use threads::may_panic;
+use tokio::{
+    runtime::{Builder, Runtime},
+    signal::unix::{Signal, SignalKind, signal},
+    sync::oneshot,
+};
+
+use super::{Event, attacher::Job, deaths};
+
+/// How long changes of interfaces are gathered.
+const SETTLE: Duration = Duration::from_millis(20);
+
+/// The running thread.
+pub struct Waiter {
+    stop: oneshot::Sender<()>,
+    thread: JoinHandle<Option<()>>,
+}
+
+/// What the kernel tells of interfaces and of IPsec policies, and who is to know.
+pub struct Network {
+    pub news: (News, PolicyNews),
+    pub jobs: Sender<Job>,
+}
+
+/// Signals are taken, and nobody waits for them yet: one that comes while the agent starts is heeded
+/// as soon as it has, and does not end it halfway.
+pub struct Ready {
+    runtime: Runtime,
+    signals: Signals,
+}
+
+impl Ready {
+    /// Takes signals from here on.
+    pub fn new() -> io::Result<Self> {
+        let runtime = Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(4)
+            .build()?;
+        let signals = {
+            let _inside = runtime.enter();
+            Signals::new()?
+        };
+        Ok(Self { runtime, signals })
+    }
+
+    /// News of interfaces and addresses, and of IPsec policies, from here on.
+    pub fn news(&self) -> Result<(News, PolicyNews), kernel::Error> {
+        let _inside = self.runtime.enter();
+        Ok((News::new()?, PolicyNews::new()?))
+    }
+
+    /// Starts to wait. `reviewer`: who says which clients may read the metrics.
+    pub fn start(
+        self,
+        listeners: Listeners,
+        state: Arc<State>,
+        reviewer: Option<Arc<Reviewer>>,
+        network: Network,
+        events: Sender<Event>,
+    ) -> io::Result<Waiter> {
+        let Self { runtime, signals } = self;
+        let (stop, stopped) = oneshot::channel();
+        let thread = threads::start("waiter", deaths(&events), move || {
+            let result = runtime.block_on(async {
+                tokio::select! {
+                    result = admin::serve(listeners, state, reviewer) => result,
+                    () = signals.pass_on(events.clone()) => Ok(()),
+                    result = network.pass_on() => result,
+                    _ = stopped => Ok(()),
+                }
+            });
+            if let Err(error) = result {
+                // Fails only if the other side ends anyway.
+                let _ = events.send(Event::Failed(error));
+            }
+            // Whoever was just asking does not hold up the end.
+            runtime.shutdown_background();
+        })?;
+        Ok(Waiter { stop, thread })
+    }
+}
+
+impl Waiter {
+    /// Ends it.
+    pub fn stop(self) {
+        // It may have ended on its own, and then there is nobody to tell.
+        let _ = self.stop.send(());
+        let _ = self.thread.join();
+    }
+}
+
+/// The signals that mean something to an agent.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    hangup: Signal,
+}
+
+impl Signals {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    /// Passes them on, for ever.
+    async fn pass_on(mut self, events: Sender<Event>) {
+        loop {
+            let event = tokio::select! {
+                _ = self.terminate.recv() => Event::Stop("SIGTERM"),
+                _ = self.interrupt.recv() => Event::Stop("SIGINT"),
+                _ = self.hangup.recv() => Event::Reload,
+            };
+            may_panic("waiter");
+            if events.send(event).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+impl Network {
+    /// Tells of what changes, for ever.
+    async fn pass_on(self) -> io::Result<()> {
+        let Self {
+            news: (news, policies),
+            jobs,
+        } = self;
+        tokio::select! {
+            result = interfaces(news, &jobs) => result,
+            result = protection(policies, &jobs) => result,
+        }
+    }
+}
+
+/// Tells of changed interfaces and addresses. A pod's start is a handful of changes within milliseconds: they are told
+/// once.
+async fn interfaces(mut news: News, jobs: &Sender<Job>) -> io::Result<()> {
+    loop {
+        news.changed().await?;
+        let more = async {
+            loop {
+                news.changed().await?;
+            }
+        };
+        match tokio::time::timeout(SETTLE, more).await {
+            Err(_) => {}
+            Ok(result) => return result,
+        }
+        if jobs.send(Job::Network).is_err() {
+            return Ok(());
+        }
+    }
+}
+
+/// Tells of changed IPsec policies, at once: until then their packets leave in clear. What follows, the thread that is
+/// told gathers.
+async fn protection(mut policies: PolicyNews, jobs: &Sender<Job>) -> io::Result<()> {
+    loop {
+        policies.changed().await?;
+        if jobs.send(Job::Policies).is_err() {
+            return Ok(());
+        }
+    }
+}

@@ -1,0 +1,280 @@
+//! `dataplane doctor`.
+
+use std::{
+    fs,
+    io::{self, Write},
+    process::ExitCode,
+};
+
+use admin::api::PodCgroups;
+use agent::interfaces::Role;
+use clap::Args;
+use dns::ResolvConf;
+use kernel::{
+    netfilter,
+    probe::{self, Feature},
+    sockets::{own_elsewhere, pod_cgroups},
+    sysctl,
+};
+use serde::Serialize;
+use takeover::forward;
+
+use super::{
+    PathArgs,
+    output::{self, BAD, Cell, DIM, Format, GOOD, Table, WARN},
+};
+
+/// Show which features this machine has and lacks for the dataplane.
+///
+/// Tests every feature; does not rely on the kernel's version. Exits with 1 if a required feature
+/// is missing.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Format,
+
+    #[command(flatten)]
+    pub(super) paths: PathArgs,
+}
+
+/// What to do if programs do not see sockets that they should.
+const WIDER_CGROUP: &str = "set kernel.cgroup (--cgroup, DATAPLANE_CGROUP) to a cgroup that holds all pods and, with a \
+     mesh, the agent; best the root of the cgroup v2 hierarchy";
+
+#[derive(Serialize)]
+struct Row<'a> {
+    feature: &'a str,
+    needed_for: &'a str,
+    required: bool,
+    present: bool,
+    without: &'a str,
+    detail: &'a str,
+    remedy: &'a str,
+}
+
+impl DoctorArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let mut features = probe::features(&self.paths.or_guess());
+        features.push(forward_hook());
+        features.push(pods(&self.paths.or_guess()));
+        features.push(agent(&self.paths.or_guess()));
+        features.push(resolvers());
+        features.push(conntrack_sysctls());
+        let mut out = output::stdout();
+        match self.output {
+            Format::Json => {
+                let rows: Vec<Row<'_>> = features
+                    .iter()
+                    .map(|f| Row {
+                        feature: f.name,
+                        needed_for: f.needed_for,
+                        required: f.required,
+                        present: f.present,
+                        without: &f.without,
+                        detail: &f.detail,
+                        remedy: f.remedy,
+                    })
+                    .collect();
+                output::json(&mut out, &rows)?;
+            }
+            Format::Text => text(&mut out, &features)?,
+        }
+        let missing = features.iter().any(|f| f.required && !f.present);
+        Ok(if missing {
+            ExitCode::FAILURE
+        } else {
+            ExitCode::SUCCESS
+        })
+    }
+}
+
+/// Whether nobody relies on the forward hook, which services' packets pass by.
+fn forward_hook() -> Feature {
+    let found = match netfilter::forward_chains() {
+        Ok(chains) => forward::named(&chains),
+        Err(error) => Some(error.to_string()),
+    };
+    let (detail, without) = match found {
+        None => ("no rules there refuse packets", String::new()),
+        Some(named) => ("rules there refuse packets", named),
+    };
+    Feature {
+        name: "free forward hook",
+        needed_for: "services by packets",
+        present: without.is_empty(),
+        required: false,
+        without: without.into(),
+        detail: detail.to_owned(),
+        remedy: forward::REMEDY,
+    }
+}
+
+/// Whether the cgroup that the programs are attached to holds the pods of this node.
+fn pods(paths: &kernel::Paths) -> Feature {
+    let found = kernel::interfaces().and_then(|all| {
+        let pods = all.iter().filter(|i| i.up && Role::of(i) == Role::Pod);
+        pod_cgroups(&paths.cgroup, &pods.map(|i| i.index).collect())
+    });
+    let (present, detail) = match found {
+        Ok(found) => {
+            let detail = format!(
+                "{} pods are in {}, {} in other cgroups, {} not seen",
+                found.inside,
+                paths.cgroup.display(),
+                found.outside,
+                found.unknown
+            );
+            let others = found.others.iter().take(PodCgroups::NAMED);
+            let others: Vec<_> = others.map(|path| path.display().to_string()).collect();
+            let others = if others.is_empty() {
+                String::new()
+            } else {
+                format!(": {}", others.join(", "))
+            };
+            (found.outside == 0, detail + &others)
+        }
+        Err(error) => (false, error.to_string()),
+    };
+    Feature {
+        name: "pods in the cgroup",
+        needed_for: "services at pods' sockets",
+        present,
+        required: false,
+        without: "only the packet path serves pods in other cgroups".into(),
+        detail,
+        remedy: WIDER_CGROUP,
+    }
+}
+
+/// Whether the cgroup that the programs are attached to holds an agent that is started as this process was.
+fn agent(paths: &kernel::Paths) -> Feature {
+    let cgroup = paths.cgroup.display();
+    let (present, detail) = match own_elsewhere(&paths.cgroup) {
+        Ok(None) => (true, format!("sockets made here are in {cgroup}")),
+        Ok(Some(elsewhere)) => {
+            let own = elsewhere.own.map_or_else(
+                || "a cgroup that is not mounted here".into(),
+                |own| own.display().to_string(),
+            );
+            let detail = format!("sockets made here are in {own}, which is outside of {cgroup}");
+            (false, detail)
+        }
+        Err(error) => (false, error.to_string()),
+    };
+    Feature {
+        name: "agent in the cgroup",
+        needed_for: "mesh: the agent's proxy",
+        present,
+        required: false,
+        without: "with a mesh, an agent that is started like this resets the connections that captured pods open".into(),
+        detail,
+        remedy: WIDER_CGROUP,
+    }
+}
+
+/// Whether sysctls of the kernel's own conntrack can be set; none is changed.
+fn conntrack_sysctls() -> Feature {
+    const TRIED: &str = "netfilter/nf_conntrack_tcp_timeout_close_wait";
+    let (present, detail) = match sysctl::open(TRIED) {
+        Ok(_) => (true, format!("/proc/sys/net/{TRIED}")),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => (
+            false,
+            "the kernel's module nf_conntrack is not loaded".to_owned(),
+        ),
+        Err(error) => (false, format!("cannot set /proc/sys/net/{TRIED}: {error}")),
+    };
+    Feature {
+        name: "conntrack sysctls",
+        needed_for: "kernel.conntrack",
+        present,
+        required: false,
+        without: "the kernel's own conntrack stays as it is".into(),
+        detail,
+        remedy: "only with kernel.conntrack in the configuration: load nf_conntrack; in a container, mount the node's \
+                 /proc/sys/net, writable (kustomize component `conntrack`; the chart does)",
+    }
+}
+
+/// Whether the node has resolvers, as its C library has them.
+fn resolvers() -> Feature {
+    const FILE: &str = "/etc/resolv.conf";
+    let (present, detail) = match fs::read_to_string(FILE) {
+        Ok(text) => {
+            let found = ResolvConf::parse(&text).resolvers;
+            let all: Vec<String> = found.iter().map(|at| at.ip().to_string()).collect();
+            if all.is_empty() {
+                (false, format!("{FILE} names no resolver"))
+            } else {
+                (true, all.join(", "))
+            }
+        }
+        Err(error) => (false, format!("cannot read {FILE}: {error}")),
+    };
+    Feature {
+        name: "node's resolvers",
+        needed_for: "dns: names outside of the cluster",
+        present,
+        required: false,
+        without: "the agent finds no name outside of the cluster for pods with dnsPolicy Default, and for endpoints of \
+                  ServiceEntries"
+            .into(),
+        detail,
+        remedy: "with dns.capture or ServiceEntries whose endpoints are names: name the file with the node's resolvers in \
+                 dns.resolvConf; in a container, mount it",
+    }
+}
+
+fn text(out: &mut dyn Write, features: &[Feature]) -> io::Result<()> {
+    let mut table = Table::new(&["FEATURE", "PRESENT", "NEEDED FOR", "DETAIL"]);
+    for f in features {
+        let present = match (f.present, f.required) {
+            (true, _) => Cell::new("yes", GOOD),
+            (false, true) => Cell::new("NO", BAD),
+            (false, false) => Cell::new("no (optional)", WARN),
+        };
+        table.row([
+            f.name.into(),
+            present,
+            f.needed_for.into(),
+            Cell::new(f.detail.as_str(), DIM),
+        ]);
+    }
+    table.write(out)?;
+    writeln!(out)?;
+    let missing: Vec<&Feature> = features.iter().filter(|f| !f.present).collect();
+    if missing.is_empty() {
+        return writeln!(
+            out,
+            "Everything is there: `dataplane run` works on this machine."
+        );
+    }
+    // One remedy may mend many.
+    let mut remedies: Vec<(&str, bool, Vec<&str>)> = Vec::new();
+    for f in &missing {
+        match remedies
+            .iter_mut()
+            .find(|(text, required, _)| *text == f.remedy && *required == f.required)
+        {
+            Some((_, _, names)) => names.push(f.name),
+            None => remedies.push((f.remedy, f.required, vec![f.name])),
+        }
+    }
+    for (remedy, required, names) in remedies {
+        let style = if required { BAD } else { WARN };
+        let names = output::styled(style, names.join(", "));
+        writeln!(out, "{names}: {remedy}")?;
+    }
+    for f in missing.iter().filter(|f| !f.required) {
+        writeln!(out, "Without {}: {}", f.name, f.without)?;
+    }
+    writeln!(out)?;
+    if missing.iter().any(|f| f.required) {
+        writeln!(
+            out,
+            "`dataplane run` does not work on this machine. Correct the lines above, from the top."
+        )
+    } else {
+        writeln!(out, "`dataplane run` works on this machine without these.")
+    }
+}

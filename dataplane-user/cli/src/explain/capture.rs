@@ -1,0 +1,763 @@
+//! Whether a connection goes to a workload's proxy, told step by step: by the code that the kernel's
+//! programs run, on the tables as they are now.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    net::IpAddr,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+use admin::{api, client::Client as Agent};
+use agent::addresses;
+use anyhow::Context as _;
+use dataplane_common::{
+    Addr, Port, Protocol, Reason,
+    capture::{
+        self, CAPTURED, CaptureConfig, EXCLUDED, Enrolled, ListenerKey, Local, MESH_CGROUPS,
+        MESH_DENIES, MESH_DNS, MESH_GUARD, MESH_NAMESPACES, REACHABLE, RuleKey,
+    },
+    decide,
+    tables::{Block, Endpoint, Frontend, FrontendKey},
+};
+use kernel::{CaptureTables, Tables};
+use plan::Captured;
+use serde::Serialize;
+
+use super::{Destination, Namespace};
+use crate::netns;
+
+/// What becomes of a connection on its way out of a workload, or into one.
+#[derive(Debug, Serialize)]
+pub struct Told {
+    /// `outbound` or `inbound`.
+    pub direction: &'static str,
+    /// Whose connection; none if only a running agent knows.
+    pub workload: Option<String>,
+    /// `captured`, `direct`, `left-alone` or `refused`.
+    pub verdict: &'static str,
+    /// The word of the [`Reason`].
+    pub reason: &'static str,
+    /// The rule that decided; none if it was no rule.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rule: Option<Rule>,
+    /// What goes past the TCP stack; none of a connection that is not captured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub acceleration: Option<Acceleration>,
+    /// For a person.
+    #[serde(skip)]
+    pub steps: Vec<String>,
+}
+
+/// A rule, and who says so; unless a running agent knows that, nobody does.
+#[derive(Debug, Serialize)]
+pub struct Rule {
+    /// As [`api::MeshRule::about`].
+    pub about: &'static str,
+    /// As [`api::MeshRule::of`].
+    pub of: String,
+    /// As [`api::MeshRule::says`].
+    pub says: String,
+    /// As [`api::MeshRule::by`].
+    pub by: Option<String>,
+}
+
+/// What is said to the proxy on a captured connection. What the proxy says goes by TCP always.
+#[derive(Debug, Serialize)]
+pub struct Acceleration {
+    /// By who connects.
+    pub client: Leg,
+    /// By whom the proxy connects to.
+    pub destination: Leg,
+}
+
+/// How something gets to the proxy.
+#[derive(Clone, Debug, Serialize)]
+pub struct Leg {
+    /// Whether it goes past the TCP stack; none if only a running agent knows.
+    pub accelerated: Option<bool>,
+    /// Why it does not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
+}
+
+/// Who connects.
+#[derive(Debug, Default)]
+pub struct Client<'a> {
+    /// The network namespace, if it is known.
+    pub namespace: Option<&'a Namespace>,
+    /// Whether that is the node's own.
+    pub own: bool,
+    /// Its address, if it is known.
+    pub address: Option<IpAddr>,
+    /// The process's cgroups, the innermost first; empty if they are not known.
+    pub cgroups: Vec<(u64, PathBuf)>,
+    /// The process's user and group; `None`: nobody that rules are about.
+    pub user: Option<u32>,
+    /// As `user`.
+    pub group: Option<u32>,
+}
+
+/// A mesh, as its tables are now.
+#[derive(Debug)]
+pub struct Mesh {
+    word: u64,
+    config: CaptureConfig,
+    held: Captured,
+    listeners: BTreeSet<ListenerKey>,
+    /// The node's network namespace.
+    host_netns: u64,
+    /// What the agent says; none if it does not answer.
+    workloads: Option<Vec<api::MeshWorkload>>,
+}
+
+impl Mesh {
+    /// Reads the tables; none if there is no mesh on this node.
+    pub fn open(tables: &Tables, bpffs: &Path, agent: &Agent) -> anyhow::Result<Option<Self>> {
+        let word = tables.mesh();
+        if word == 0 {
+            return Ok(None);
+        }
+        let open = CaptureTables::open(bpffs)?;
+        Ok(Some(Self {
+            word,
+            config: open.config(),
+            held: open.contents()?,
+            listeners: open.listeners()?,
+            host_netns: tables.host_netns(),
+            workloads: agent.list("/mesh").ok(),
+        }))
+    }
+
+    /// The network namespace or the cgroup of a workload, by its name.
+    pub fn find(&self, name: &str) -> anyhow::Result<Place> {
+        let workloads = self.workloads.as_ref().with_context(|| {
+            format!(
+                "cannot find {name}: only a running agent knows the workloads' names, and no agent answers; give the \
+                 workload's address instead, or netns:NAME"
+            )
+        })?;
+        let mut workloads = workloads.iter();
+        let workload = workloads
+            .find(|w| w.full_name() == name)
+            .with_context(|| format!("no workload {name} is captured on this node"))?;
+        let is = |entry: &&Enrolled| entry.workload == workload.number;
+        if let Some((cookie, _)) = self.held.namespaces.iter().find(|(_, e)| is(e)) {
+            let found = netns::with_cookie(*cookie)?;
+            return found
+                .map(Place::Namespace)
+                .with_context(|| format!("the network namespace of {name} is gone"));
+        }
+        if let Some((id, _)) = self.held.cgroups.iter().find(|(_, e)| is(e)) {
+            return Ok(Place::Cgroup(*id));
+        }
+        let mut locals = self.held.locals.iter();
+        let of_packets = |local: &Local| local.is_by_packets() && is(&&local.enrolled());
+        if let Some((addr, _)) = locals.find(|(_, local)| of_packets(local)) {
+            return Ok(Place::Packets(addr.ip()));
+        }
+        anyhow::bail!(
+            "{name} has no network namespace of its own on this node, so its connections are not captured"
+        )
+    }
+
+    /// The cookie of the network namespace of the workload with this address, if it is captured by its sockets.
+    pub fn namespace_with(&self, addr: IpAddr) -> Option<u64> {
+        let local = self.held.locals.get(&addr.into())?;
+        (local.netns != 0 && !local.is_by_packets()).then_some(local.netns)
+    }
+
+    /// What becomes of a connection that a client makes; none if it is not captured's business.
+    pub fn outbound(&self, tables: &Tables, client: &Client<'_>, to: Destination) -> Option<Told> {
+        let is_tcp = to.protocol == Protocol::TCP;
+        let at_sockets = is_tcp || self.word & MESH_DENIES != 0 || self.word >> MESH_DNS != 0;
+        let (enrolled, how) = match self.whose(client) {
+            Whose::Workload(enrolled, how) => (enrolled, how),
+            _ if !at_sockets => return None,
+            Whose::Guarded => {
+                let mut told = self.told("outbound", 0, Reason::Guarded);
+                self.close(&mut told, Reason::Guarded, false);
+                return Some(told);
+            }
+            Whose::Nobody => return None,
+        };
+        let is_by_packets = enrolled.flags & Enrolled::PACKETS != 0;
+        if !enrolled.is_judged() || !at_sockets && !is_by_packets {
+            return None;
+        }
+        let is_captured = enrolled.flags & Enrolled::CAPTURED != 0;
+        let call = Call {
+            mesh: self,
+            tables,
+            client,
+            enrolled: &enrolled,
+            to: (to.addr.into(), Port::new(to.port)),
+            protocol: to.protocol,
+        };
+        // No process has these.
+        let (user, group) = (
+            client.user.unwrap_or(u32::MAX),
+            client.group.unwrap_or(u32::MAX),
+        );
+        let ids = (user, group);
+        let excludes_user = capture::excludes_user(&call, &enrolled, ids);
+        let (mut reason, is_judged) = if is_tcp && !is_captured {
+            (Reason::NotService, false)
+        } else if is_tcp {
+            capture::decide_outbound(&call, &self.config, &enrolled, call.to, excludes_user)
+        } else if call.is_by_packets() {
+            (Reason::NotService, false)
+        } else {
+            capture::decide_datagram(&call, &enrolled, call.to, excludes_user)
+        };
+        let (denied, all) = if is_judged { call.denied() } else { (0, 0) };
+        if denied > 0 && denied == all {
+            reason = Reason::EgressDenied;
+        }
+        if reason != Reason::EgressDenied
+            && capture::is_query(&call, &enrolled, call.to, excludes_user)
+        {
+            // By either protocol: the server has both sockets or none.
+            if tables.queries_are_bypassed().is_none()
+                && (call.is_by_packets() || call.listens_at(capture::dns_server(self.word)))
+            {
+                reason = Reason::CapturedDns;
+            } else if !is_tcp {
+                reason = Reason::DnsBypassed;
+            }
+        }
+        if reason == Reason::NotService && denied == 0 {
+            return None;
+        }
+        let (addr, _) = call.to;
+        let of_node =
+            addr.is_link_local() || addr.is_loopback() || capture::Circumstances::is_own(&call);
+        if reason == Reason::Captured && call.is_by_packets() && of_node {
+            reason = Reason::ToNode;
+        }
+        let mut told = self.told("outbound", enrolled.workload, reason);
+        told.steps.push(format!("{how} is {}", whose(&told)));
+        if enrolled.flags & Enrolled::HAS_USERS != 0 && client.user.is_none() {
+            told.steps.push(
+                "rules name users or groups, and the process's user is unknown (give --user, or \
+                 pid:NUMBER): explained for a user that no rule names"
+                    .to_owned(),
+            );
+        }
+        if denied > 0 {
+            told.steps.push(format!(
+                "egress is denied to {denied} of {all} endpoints: a rule that excludes the service from capture \
+                 exempts only endpoints that it excludes, too"
+            ));
+        }
+        told.rule = self.outbound_rule(reason, &enrolled, call.to, ids);
+        self.close(&mut told, reason, call.is_by_packets());
+        if reason == Reason::CapturedDns {
+            return Some(told);
+        }
+        let to_itself = capture::Circumstances::is_own(&call);
+        self.accelerate(&mut told, enrolled.workload, [true, to_itself]);
+        Some(told)
+    }
+
+    /// What becomes of a connection when it arrives at an address of a workload's; none if it is no
+    /// such address, or nothing that comes in there is captured.
+    pub fn inbound(&self, client: &Client<'_>, to: Destination) -> Option<Told> {
+        let local = self.held.locals.get(&to.addr.into())?;
+        let from_itself = client.namespace.is_some_and(|n| n.cookie == local.netns);
+        // Somebody else's proxy, to which rules may redirect.
+        let of_sidecar = self.config.flags & CaptureConfig::FOREIGN != 0
+            && self.config.inbound == Port::new(to.port);
+        if of_sidecar && !from_itself {
+            return None;
+        }
+        let is_proxied = local.flags & Enrolled::PROXY != 0 && !local.is_by_packets();
+        if to.protocol != Protocol::TCP || !is_proxied || from_itself {
+            return None;
+        }
+        let interface = interface_of(local.netns, to);
+        let number = interface.as_ref().map_or(0, |(_, number)| *number);
+        let own = [self.config.inbound, self.config.outbound].contains(&Port::new(to.port));
+        let mut reason = if local.flags & Enrolled::INBOUND == 0 {
+            Reason::ExcludedPort
+        } else if own {
+            Reason::Recursive
+        } else {
+            capture::inbound(&self.held, local, to.port.into(), number)
+        };
+        let key = ListenerKey::of_namespace(local.netns, to.addr.is_ipv4());
+        let listens = self.listeners.contains(&key);
+        if reason == Reason::CapturedInbound && !listens {
+            reason = capture::without_proxy(local.flags);
+        }
+        let mut told = self.told("inbound", local.workload, reason);
+        told.steps
+            .push(format!("{} is an address of {}", to.addr, whose(&told)));
+        if let Some((name, _)) = &interface
+            && local.flags & Enrolled::HAS_INTERFACES != 0
+        {
+            told.steps.push(format!(
+                "explained for a connection that arrives at {name}, which has the address"
+            ));
+        }
+        let interface = interface.map(|(name, _)| name);
+        told.rule = self.inbound_rule(reason, local, to.port, interface.as_deref());
+        self.close(&mut told, reason, false);
+        self.accelerate(&mut told, local.workload, [false, true]);
+        Some(told)
+    }
+
+    /// Who a client is.
+    fn whose(&self, client: &Client<'_>) -> Whose {
+        if let Some(address) = client.address
+            && let Some(local) = self.held.locals.get(&address.into())
+            && local.is_by_packets()
+        {
+            let how = format!("the client {address}, recognized by its packets,");
+            return Whose::Workload(local.enrolled(), how);
+        }
+        let namespace = client.namespace;
+        if self.word & MESH_NAMESPACES != 0
+            && let Some(namespace) = namespace
+            && let Some(enrolled) = self.held.namespaces.get(&namespace.cookie)
+        {
+            return Whose::Workload(*enrolled, "this network namespace".to_owned());
+        }
+        if client.own && self.word & MESH_CGROUPS != 0 {
+            let mut cgroups = client.cgroups.iter();
+            let found = cgroups.find_map(|(id, path)| {
+                let enrolled = self.held.cgroups.get(id)?;
+                let how = format!("cgroup {}", path.display());
+                Some(Whose::Workload(*enrolled, how))
+            });
+            return found.unwrap_or(Whose::Nobody);
+        }
+        if self.word & MESH_GUARD != 0 && !client.own && namespace.is_some() {
+            return Whose::Guarded;
+        }
+        Whose::Nobody
+    }
+
+    fn told(&self, direction: &'static str, workload: u32, reason: Reason) -> Told {
+        Told {
+            direction,
+            workload: self.workload(workload).map(api::MeshWorkload::full_name),
+            verdict: match reason {
+                Reason::Captured | Reason::CapturedInbound | Reason::CapturedDns => "captured",
+                Reason::Direct => "direct",
+                reason if reason.is_refusal() => "refused",
+                _ => "left-alone",
+            },
+            reason: reason.word(),
+            rule: None,
+            acceleration: None,
+            steps: Vec::new(),
+        }
+    }
+
+    /// The steps that say by what it was decided.
+    fn close(&self, told: &mut Told, reason: Reason, by_packets: bool) {
+        if let Some(Rule {
+            about,
+            of,
+            says,
+            by,
+        }) = &told.rule
+        {
+            let what = [about, of.as_str()].join(" ");
+            let by = by.as_deref().map_or_else(
+                || "origin unknown without a running agent".to_owned(),
+                |by| format!("says {by}"),
+            );
+            told.steps
+                .push(format!("rule: {} {says}, {by}", what.trim()));
+        } else if matches!(reason, Reason::Captured | Reason::CapturedInbound) {
+            told.steps
+                .push("no rule excludes the connection".to_owned());
+        }
+        let port = self.config.outbound;
+        told.steps.push(match reason {
+            Reason::Captured | Reason::ProxyDown | Reason::ProxyBypassed if by_packets => format!(
+                "{} listens for the workload on the node: {}",
+                if reason == Reason::Captured {
+                    "its proxy"
+                } else {
+                    "no proxy"
+                },
+                reason.text()
+            ),
+            Reason::Captured => format!(
+                "a process listens at loopback's port {} in its network namespace: {}",
+                port.host(),
+                reason.text()
+            ),
+            Reason::ProxyDown | Reason::ProxyBypassed if told.direction == "outbound" => format!(
+                "no process listens at loopback's port {} in its network namespace: {}",
+                port.host(),
+                reason.text()
+            ),
+            reason => reason.text().to_owned(),
+        });
+    }
+
+    /// What goes past the TCP stack. `here`: whether client and destination are sockets in the
+    /// workload's network namespace.
+    fn accelerate(&self, told: &mut Told, workload: u32, here: [bool; 2]) {
+        if told.verdict != "captured" {
+            return;
+        }
+        let legs = if let Some(leg) = self.unaccelerated(workload) {
+            let why = leg.why.as_deref().unwrap_or_default();
+            told.steps.push(match leg.accelerated {
+                Some(_) => format!("not accelerated: {why}"),
+                None => format!("unknown whether it is accelerated: {why}"),
+            });
+            [leg.clone(), leg]
+        } else {
+            let elsewhere = "it is not in the workload's network namespace";
+            let legs = here.map(|here| Leg {
+                accelerated: Some(here),
+                why: (!here).then(|| elsewhere.to_owned()),
+            });
+            for (whose, leg) in ["client", "destination"].iter().zip(&legs) {
+                let how = match &leg.why {
+                    None => "past the TCP stack (acceleration sockmap)".to_owned(),
+                    Some(why) => format!("by TCP, because {why}"),
+                };
+                let step = format!("the {whose}'s bytes go to the proxy {how}");
+                told.steps.push(step);
+            }
+            legs
+        };
+        let [client, destination] = legs;
+        told.acceleration = Some(Acceleration {
+            client,
+            destination,
+        });
+    }
+
+    /// Why nothing that is said to a workload's proxy is accelerated; none if something is.
+    fn unaccelerated(&self, workload: u32) -> Option<Leg> {
+        let known = self.workload(workload);
+        let foreign = self.config.flags & CaptureConfig::FOREIGN != 0;
+        let not = |why: String| Leg {
+            accelerated: Some(false),
+            why: Some(why),
+        };
+        match known.map(|w| (w.acceleration.as_deref(), &w.not_accelerated)) {
+            Some((Some("sockmap"), _)) => None,
+            Some((Some(_), Some(why))) => Some(not(why.clone())),
+            Some((Some(_), None)) => {
+                let by = self.said_by(workload, "acceleration", "");
+                let by = by.unwrap_or_default();
+                Some(not(format!("acceleration is off, says {by}")))
+            }
+            _ if foreign => Some(not("its proxy is not the agent's".to_owned())),
+            _ => Some(Leg {
+                accelerated: None,
+                why: Some("only a running agent knows".to_owned()),
+            }),
+        }
+    }
+
+    fn workload(&self, number: u32) -> Option<&api::MeshWorkload> {
+        let mut workloads = self.workloads.iter().flatten();
+        workloads.find(|workload| workload.number == number)
+    }
+
+    fn outbound_rule(
+        &self,
+        reason: Reason,
+        enrolled: &Enrolled,
+        (addr, port): (Addr, Port),
+        (user, group): (u32, u32),
+    ) -> Option<Rule> {
+        let held = |kind, id| {
+            let of = enrolled.policy;
+            let said = capture::Rules::rule(&self.held, &RuleKey { of, kind, id });
+            (said != 0).then_some(said)
+        };
+        let (about, of, says) = match reason {
+            Reason::ExcludedUser if held(RuleKey::USER, user) == Some(EXCLUDED) => {
+                ("user", user.to_string(), "excluded")
+            }
+            Reason::ExcludedUser if held(RuleKey::GROUP, group) == Some(EXCLUDED) => {
+                ("group", group.to_string(), "excluded")
+            }
+            // Rules name the only ones that are captured.
+            Reason::ExcludedUser => {
+                let rules = self.workload(enrolled.workload).map(|w| w.rules.iter());
+                let is_one = |rule: &&api::MeshRule| {
+                    matches!(&*rule.about, "user" | "group") && rule.says == "captured"
+                };
+                return Some(Rule {
+                    about: "other-users",
+                    of: String::new(),
+                    says: "excluded".to_owned(),
+                    by: rules.and_then(|mut rules| Some(rules.find(is_one)?.by.clone())),
+                });
+            }
+            Reason::ExcludedPort => ("outbound-port", port.host().to_string(), "excluded"),
+            Reason::ExcludedRange | Reason::Captured => {
+                let port = port.host();
+                if held(RuleKey::OUTBOUND_PORT, port.into()) == Some(CAPTURED) {
+                    ("outbound-port", port.to_string(), "captured")
+                } else {
+                    let (range, said) = self.held.longest_range(enrolled.policy, addr)?;
+                    // That everything is captured which no rule excludes goes without saying.
+                    if said == CAPTURED && range.prefix_len() == 0 {
+                        return None;
+                    }
+                    let says = if said == CAPTURED {
+                        "captured"
+                    } else {
+                        "excluded"
+                    };
+                    ("outbound-range", range.to_string(), says)
+                }
+            }
+            Reason::EgressDenied => ("egress", String::new(), "deny"),
+            _ => return self.setting(reason, enrolled.workload),
+        };
+        let by = self.said_by(enrolled.workload, about, &of);
+        Some(Rule {
+            about,
+            of,
+            says: says.to_owned(),
+            by,
+        })
+    }
+
+    fn inbound_rule(
+        &self,
+        reason: Reason,
+        local: &Local,
+        port: u16,
+        interface: Option<&str>,
+    ) -> Option<Rule> {
+        let key = RuleKey {
+            of: local.policy,
+            kind: RuleKey::INBOUND_PORT,
+            id: port.into(),
+        };
+        let listed = capture::Rules::rule(&self.held, &key) != 0;
+        let (about, of, says) = match reason {
+            Reason::ExcludedInterface => ("interface", interface?.to_owned(), "excluded"),
+            Reason::ExcludedPort if listed => ("inbound-port", port.to_string(), "excluded"),
+            Reason::ExcludedPort if local.flags & Enrolled::INBOUND == 0 => {
+                ("inbound", String::new(), "excluded")
+            }
+            Reason::ExcludedPort => ("inbound-others", String::new(), "excluded"),
+            Reason::CapturedInbound if listed => ("inbound-port", port.to_string(), "captured"),
+            _ => return self.setting(reason, local.workload),
+        };
+        let by = self.said_by(local.workload, about, &of);
+        Some(Rule {
+            about,
+            of,
+            says: says.to_owned(),
+            by,
+        })
+    }
+
+    /// The setting that decides where no rule does.
+    fn setting(&self, reason: Reason, workload: u32) -> Option<Rule> {
+        let (about, says) = match reason {
+            Reason::Direct => ("mode", "kernel"),
+            Reason::ProxyDown => ("without-proxy", "refuse"),
+            Reason::ProxyBypassed => ("without-proxy", "pass"),
+            _ => return None,
+        };
+        let said = self.workload(workload).and_then(|w| {
+            let mut rules = w.rules.iter();
+            rules.find(|rule| rule.about == about)
+        });
+        Some(Rule {
+            about,
+            of: String::new(),
+            // Such as auto, which comes to the same.
+            says: said.map_or(says, |rule| &rule.says).to_owned(),
+            by: self.said_by(workload, about, ""),
+        })
+    }
+
+    fn said_by(&self, workload: u32, about: &str, of: &str) -> Option<String> {
+        let mut rules = self.workload(workload)?.rules.iter();
+        let rule = rules.find(|rule| rule.about == about && rule.of == of);
+        Some(rule.map_or_else(|| "the default".to_owned(), |rule| rule.by.clone()))
+    }
+}
+
+/// Whose connection it is.
+enum Whose {
+    /// A workload's; and how that is known.
+    Workload(Enrolled, String),
+    /// It is refused, since the agent has not looked at its namespace.
+    Guarded,
+    Nobody,
+}
+
+/// Where a workload is.
+#[derive(Debug)]
+pub enum Place {
+    /// It has a network namespace of its own.
+    Namespace(Namespace),
+    /// In the node's, in the cgroup with this id.
+    Cgroup(u64),
+    /// Where its sockets are nobody here knows; its packets have this address.
+    Packets(IpAddr),
+}
+
+/// A connection, for what the decision asks.
+struct Call<'a> {
+    mesh: &'a Mesh,
+    tables: &'a Tables,
+    client: &'a Client<'a>,
+    enrolled: &'a Enrolled,
+    to: (Addr, Port),
+    protocol: Protocol,
+}
+
+impl Call<'_> {
+    fn frontend(&self) -> Frontend {
+        let (addr, port) = self.to;
+        decide::find_frontend(self.tables, addr, port, self.protocol, self.client.own)
+    }
+}
+
+impl capture::Rules for Call<'_> {
+    fn rule(&self, key: &RuleKey) -> u32 {
+        self.mesh.held.rule(key)
+    }
+
+    fn range(&self, policy: u32, addr: Addr) -> u32 {
+        self.mesh.held.range(policy, addr)
+    }
+}
+
+impl capture::Circumstances for Call<'_> {
+    fn is_own(&self) -> bool {
+        self.has(self.to.0)
+    }
+
+    fn is_itself(&self) -> bool {
+        if self.is_by_packets() {
+            return false;
+        }
+        let (addr, _) = self.to;
+        let endpoint = decide::only_endpoint(self.tables, self.frontend());
+        self.has(addr) || !endpoint.is_none() && self.has(endpoint.addr)
+    }
+
+    fn is_known(&self) -> bool {
+        let (addr, port) = self.to;
+        let frontend = self.frontend();
+        if !frontend.is_none() {
+            return decide::is_reachable(self.tables, frontend);
+        }
+        let key = FrontendKey::new(addr, port, self.protocol);
+        self.mesh.held.known.contains_key(&key)
+            || capture::Rules::range(&self.mesh.held, REACHABLE, addr) == CAPTURED
+    }
+
+    fn listens(&self) -> bool {
+        if self.is_by_packets() {
+            let key = ListenerKey::of_packets(self.enrolled.workload, self.to.0.is_v4());
+            return self.mesh.listeners.contains(&key);
+        }
+        self.listens_at(self.mesh.config.outbound)
+    }
+}
+
+impl Call<'_> {
+    /// Whether somebody listens at a port of loopback in the client's network namespace.
+    fn listens_at(&self, port: Port) -> bool {
+        let (port, v4) = (port.host(), self.to.0.is_v4());
+        self.client.namespace.is_some_and(|namespace| {
+            let found = namespace.inside(move || kernel::listening(port));
+            found.is_ok_and(|all| all.iter().any(|socket| socket.takes_loopback(v4)))
+        })
+    }
+
+    /// How many slots of a service's endpoints the egress policy denies, and how many there are.
+    fn denied(&self) -> (usize, usize) {
+        let pool = decide::Tables::pool(self.tables, self.frontend().pool());
+        let Some(block) = pool.map(|pool| pool.block) else {
+            return (0, 0);
+        };
+        if self.frontend().is_none() || block.flags() & Block::REACHABLE != 0 {
+            return (0, 0);
+        }
+        let slots = (0..u32::from(block.len())).map(|offset| block.base() + offset);
+        let endpoints = slots.filter_map(|slot| decide::Tables::endpoint(self.tables, slot));
+        let all: Vec<_> = endpoints.filter(|endpoint| !endpoint.is_none()).collect();
+        let is_denied = |endpoint: &&Endpoint| {
+            let is_own = !self.is_by_packets() && self.has(endpoint.addr);
+            !is_own && !capture::exempts(self, self.enrolled, endpoint.addr, endpoint.port)
+        };
+        (all.iter().filter(is_denied).count(), all.len())
+    }
+
+    /// Whether it is an address that the proxy has: with capture by sockets, one of the workload itself.
+    fn has(&self, addr: Addr) -> bool {
+        let local = self.mesh.held.locals.get(&addr);
+        let own = if self.is_by_packets() {
+            // The proxy is on the node.
+            Some(self.mesh.host_netns)
+        } else {
+            self.client.namespace.map(|namespace| namespace.cookie)
+        };
+        local.is_some_and(|local| Some(local.netns) == own)
+    }
+
+    fn is_by_packets(&self) -> bool {
+        self.enrolled.flags & Enrolled::PACKETS != 0
+    }
+}
+
+fn whose(told: &Told) -> String {
+    told.workload.as_deref().map_or_else(
+        || "a workload (name unknown without a running agent)".to_owned(),
+        |name| format!("workload {name}"),
+    )
+}
+
+/// The interface of a namespace that has an address: its name and number.
+fn interface_of(cookie: u64, to: Destination) -> Option<(String, u32)> {
+    let look = move || {
+        let all = addresses::of_interfaces()?;
+        let found = all.into_iter().find(|address| address.addr == to.addr);
+        let name = found.map(|address| address.interface).unwrap_or_default();
+        let number = nix::net::if_::if_nametoindex(name.as_str())?;
+        Ok((name, number))
+    };
+    netns::with_cookie(cookie).ok()??.inside(look).ok()
+}
+
+/// A process's cgroups, the innermost first, with the numbers by which programs know them.
+pub fn cgroups_of(pid: u32) -> anyhow::Result<Vec<(u64, PathBuf)>> {
+    let file = format!("/proc/{pid}/cgroup");
+    let text = fs::read_to_string(&file).with_context(|| format!("cannot read {file}"))?;
+    let path = text.lines().find_map(|line| line.strip_prefix("0::/"));
+    let path = PathBuf::from(path.unwrap_or_default());
+    let root = kernel::cgroup2_root()?;
+    let all = path.ancestors().filter_map(|path| {
+        let id = fs::metadata(root.join(path)).ok()?.ino();
+        Some((id, Path::new("/").join(path)))
+    });
+    Ok(all.collect())
+}
+
+/// A process's user and group, as programs are told them: the real ones.
+pub fn ids_of(pid: u32) -> anyhow::Result<(u32, u32)> {
+    let file = format!("/proc/{pid}/status");
+    let text = fs::read_to_string(&file).with_context(|| format!("cannot read {file}"))?;
+    let first = |what: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(what))?;
+        line.split_whitespace().next()?.parse().ok()
+    };
+    first("Uid:")
+        .zip(first("Gid:"))
+        .with_context(|| format!("{file} does not tell the process's user"))
+}

@@ -1,0 +1,411 @@
+//! Explanation of the packet path's decision about a packet, step by step, from the live tables.
+
+use std::{
+    cell::{Cell, RefCell},
+    net::SocketAddr,
+};
+
+use anyhow::Context as _;
+use dataplane_common::{
+    Addr, Port, Protocol, Reason, VipWords, decide,
+    packet::{FlowKey, Iface, PacketConfig, SourceKey},
+    tables::{Kind, Pool},
+};
+use kernel::{
+    PacketTables, Tables,
+    conntrack::{Conntrack, Flow, now},
+};
+use nix::net::if_::if_nametoindex;
+
+use super::{
+    Destination,
+    decision::{self, Choice, Explanation, Recorded, affinity, holds, lookup},
+};
+use crate::output::duration;
+
+/// The packet to explain.
+pub struct Packet<'a> {
+    pub iface: &'a str,
+    pub source: SocketAddr,
+    pub to: Destination,
+}
+
+/// The live tables.
+pub struct Live<'a> {
+    pub tables: &'a Tables,
+    pub packet: &'a PacketTables,
+    pub conntrack: &'a Conntrack,
+}
+
+/// Returns the steps that the programs take. `owner` returns the service of a pool, if it is known.
+///
+/// # Errors
+///
+/// If the interface does not exist, or a table cannot be read.
+pub fn explain(
+    live: &Live<'_>,
+    owner: impl Fn(u32) -> Option<String>,
+    packet: &Packet<'_>,
+) -> anyhow::Result<Explanation> {
+    let index = if_nametoindex(packet.iface)
+        .with_context(|| format!("there is no interface `{}` here", packet.iface))?;
+    let to = packet.to;
+    let mut told = Explanation::of(packet.source.to_string(), to.to_string());
+    let Some(iface) = live
+        .packet
+        .iface(index)?
+        .filter(|i| i.flags & Iface::ATTACHED != 0)
+    else {
+        told.steps.push(format!(
+            "dataplane has no programs on {}: the packet is left alone",
+            packet.iface
+        ));
+        return Ok(told);
+    };
+    let side = if iface.flags & Iface::LOCAL != 0 {
+        "a pod's side"
+    } else {
+        "an uplink"
+    };
+    told.steps.push(format!(
+        "dataplane has programs on {}, as {side}",
+        packet.iface
+    ));
+
+    let key = FlowKey::new(
+        Addr::from(packet.source.ip()),
+        Port::new(packet.source.port()),
+        Addr::from(to.addr),
+        Port::new(to.port),
+        to.protocol,
+    );
+    if let Some(flow) = live.conntrack.find(&key) {
+        known(live, &owner, &flow, &mut told);
+        return Ok(told);
+    }
+    if let Some(flow) = live.conntrack.find_by_reply(&key) {
+        told.steps.push(format!(
+            "CONNTRACK has the flow of this reply: client {}, VIP {}, {}, last used {} ago",
+            flow.client(),
+            flow.vip(),
+            flow.state(),
+            duration(flow.idle(now()).into())
+        ));
+        told.verdict = "translated";
+        told.reason = Reason::ReplyTranslated.word();
+        told.steps.push(format!(
+            "its source becomes {}, its destination {}",
+            flow.vip(),
+            flow.client()
+        ));
+        return Ok(told);
+    }
+    told.steps.push(if to.protocol == Protocol::TCP {
+        "CONNTRACK has no flow for the packet: a SYN begins a flow, and other TCP packets are left alone".to_owned()
+    } else {
+        "CONNTRACK has no flow for the packet: the packet begins a flow".to_owned()
+    });
+    begin(live, &owner, packet, iface, &key, &mut told)?;
+    Ok(told)
+}
+
+/// Explains a packet from the client of an existing flow.
+fn known(
+    live: &Live<'_>,
+    owner: &impl Fn(u32) -> Option<String>,
+    flow: &Flow,
+    told: &mut Explanation,
+) {
+    told.steps.push(format!(
+        "CONNTRACK has the flow: endpoint {}, {}, last used {} ago, kept for {} after its last packet",
+        flow.endpoint(),
+        flow.state(),
+        duration(flow.idle(now()).into()),
+        duration(flow.keep(&live.conntrack.timeouts()).into()),
+    ));
+    let frontend = decide::find_frontend(
+        live.tables,
+        flow.key.dst,
+        flow.key.dst_port,
+        flow.key.protocol,
+        false,
+    );
+    told.service = owner(frontend.pool());
+    if flow.is_foreign() {
+        told.reason = Reason::ForeignFlow.word();
+        told.steps.push(Reason::ForeignFlow.text().to_owned());
+        return;
+    }
+    told.steps.push(if flow.is_masqueraded() {
+        let node = live.conntrack.node_addr(flow.to.node_addr).map_or_else(
+            || "an address that the node no longer has".to_owned(),
+            |addr| SocketAddr::new(addr.ip(), flow.to.node_port.host()).to_string(),
+        );
+        format!("the endpoint sees {node}")
+    } else if flow.has_another_port() {
+        let seen = SocketAddr::new(flow.key.src.ip(), flow.to.seen_port(&flow.key).host());
+        format!(
+            "the endpoint sees {seen} and not the client's own port, because another flow from that port reaches the \
+             endpoint through another VIP"
+        )
+    } else {
+        "the endpoint sees the client's own address".to_owned()
+    });
+    told.verdict = "translated";
+    told.reason = Reason::Kept.word();
+    told.endpoints.push(Choice {
+        endpoint: flow.endpoint().to_string(),
+        probability: 1.0,
+    });
+}
+
+/// Explains a packet that does not belong to a service. A direct connection to an endpoint gets another source port if
+/// a flow through a VIP from the same port already reaches the endpoint.
+fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) {
+    let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
+    let rival = live.conntrack.find_by_reply(&back);
+    let rival = rival.filter(|flow| {
+        let is_live = !flow.is_ended() && !flow.is_foreign();
+        is_live && !flow.is_masqueraded() && !flow.is_over(now(), &live.conntrack.timeouts())
+    });
+    let Some(flow) = rival.filter(|_| key.protocol == Protocol::TCP) else {
+        told.steps.push(Reason::NotService.text().to_owned());
+        return;
+    };
+    told.steps.push(format!(
+        "a flow from the same port reaches this endpoint through {}, {}: the endpoint's replies could belong to \
+         either, so the endpoint sees another port of the client",
+        flow.vip(),
+        flow.state(),
+    ));
+    told.verdict = "translated";
+    told.reason = Reason::Translated.word();
+    told.endpoints.push(Choice {
+        endpoint: SocketAddr::new(key.dst.ip(), key.dst_port.host()).to_string(),
+        probability: 1.0,
+    });
+}
+
+/// Explains the first packet of a flow.
+fn begin(
+    live: &Live<'_>,
+    owner: &impl Fn(u32) -> Option<String>,
+    packet: &Packet<'_>,
+    iface: Iface,
+    key: &FlowKey,
+    told: &mut Explanation,
+) -> anyhow::Result<()> {
+    let recorded = Recorded {
+        tables: live.tables,
+        filter: Cell::new(VipWords::ALL),
+        lookups: RefCell::default(),
+    };
+    let frontend = decide::find_frontend(&recorded, key.dst, key.dst_port, key.protocol, false);
+    let lookups = recorded.lookups.into_inner();
+    told.steps
+        .extend(lookups.iter().map(|(key, found)| lookup(key, *found)));
+    if frontend.is_none() {
+        beside(live, key, told);
+        return Ok(());
+    }
+    let kind = frontend.kind();
+    let mut index = frontend.pool();
+    told.kind = Some(kind.word());
+    told.service = owner(index);
+    let Some(mut pool) = decide::Tables::pool(live.tables, index) else {
+        refuse(told, Reason::Dangling);
+        return Ok(());
+    };
+    let config = live.packet.config();
+    let inside = is_from_pod(live, packet, iface, key, told)?;
+    let outward = [Kind::NODE_PORT, Kind::EXTERNAL_IP, Kind::LOAD_BALANCER].contains(&kind);
+    let mut masquerade = false;
+    if outward {
+        if kind == Kind::LOAD_BALANCER && pool.ranged != 0 {
+            if !live.packet.sources().contains(index, key.src)? {
+                told.pool = Some(index);
+                refuse(told, Reason::SourceDenied);
+                return Ok(());
+            }
+            told.steps
+                .push(format!("loadBalancerSourceRanges contain {}", key.src));
+        }
+        if pool.external == 0 {
+            masquerade = true;
+            told.steps.push(
+                "externalTrafficPolicy is Cluster: the packet may go to any endpoint, and the client is masqueraded"
+                    .to_owned(),
+            );
+        } else if inside {
+            told.steps.push(
+                "externalTrafficPolicy is Local, but the client is a pod: the packet may go to any endpoint".to_owned(),
+            );
+        } else {
+            index = pool.external;
+            told.steps.push(
+                "externalTrafficPolicy is Local: the packet goes to an endpoint on this node, which sees the client's \
+                 own address"
+                    .to_owned(),
+            );
+            let Some(external) = decide::Tables::pool(live.tables, index) else {
+                refuse(told, Reason::Dangling);
+                return Ok(());
+            };
+            pool = external;
+        }
+    } else if config.flags & PacketConfig::MASQUERADE_ALL != 0 {
+        masquerade = true;
+        told.steps
+            .push("every client of a cluster IP is masqueraded (--masquerade-all)".to_owned());
+    } else if !inside && config.flags & DETECTS != 0 {
+        masquerade = true;
+        told.steps
+            .push("the client of a cluster IP is not a pod: it is masqueraded".to_owned());
+    }
+    told.pool = Some(index);
+    let whose = told.service.as_deref().map_or_else(
+        || "a service (name unknown without a running agent)".to_owned(),
+        |name| format!("service {name}"),
+    );
+    told.steps.push(format!(
+        "pool {index} of {whose} {}",
+        holds(live.tables, pool.block)
+    ));
+    if pool.block.is_empty() {
+        refuse(told, decide::refusal(pool.block));
+        return Ok(());
+    }
+    choose(live, key, &pool, told);
+    told.verdict = "translated";
+    if is_protected(live, key, told)? {
+        refuse(told, Reason::IpsecPolicy);
+        return Ok(());
+    }
+    seen_as(live, key, masquerade, told)
+}
+
+/// Tells if IPsec policies protect the flow to every endpoint that it could get.
+fn is_protected(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyhow::Result<bool> {
+    if !live.packet.protects_any() {
+        return Ok(false);
+    }
+    let with = |other: Addr| {
+        let there = live.packet.protects(key.src, other)?;
+        anyhow::Ok(there || live.packet.protects(other, key.src)?)
+    };
+    if with(key.dst)? {
+        return Ok(true);
+    }
+    let mut protected = 0;
+    for choice in &told.endpoints {
+        let endpoint: SocketAddr = choice.endpoint.parse()?;
+        protected += usize::from(with(endpoint.ip().into())?);
+    }
+    if protected > 0 {
+        told.steps.push(format!(
+            "IPsec policies protect packets to or from {protected} of these endpoints: the packet is refused if one \
+             of them is chosen"
+        ));
+    }
+    Ok(protected > 0 && protected == told.endpoints.len())
+}
+
+/// Flags by which the programs recognize pods.
+const DETECTS: u32 = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::DETECT_BY_INTERFACE;
+
+fn is_from_pod(
+    live: &Live<'_>,
+    packet: &Packet<'_>,
+    iface: Iface,
+    key: &FlowKey,
+    told: &mut Explanation,
+) -> anyhow::Result<bool> {
+    let flags = live.packet.config().flags;
+    let by_address = flags & PacketConfig::DETECT_BY_ADDRESS != 0
+        && live.packet.sources().contains(SourceKey::PODS, key.src)?;
+    let by_interface =
+        flags & PacketConfig::DETECT_BY_INTERFACE != 0 && iface.flags & Iface::LOCAL != 0;
+    told.steps.push(if by_address {
+        format!("{} is a pod's address", key.src)
+    } else if by_interface {
+        format!("packets that arrive at {} come from pods", packet.iface)
+    } else if flags & DETECTS == 0 {
+        "neither --pod-cidr nor --pods-by-interface is set: no client counts as a pod".to_owned()
+    } else {
+        format!("{} is not a pod's address", key.src)
+    });
+    Ok(by_address || by_interface)
+}
+
+/// Adds the endpoints that the programs could choose.
+fn choose(live: &Live<'_>, key: &FlowKey, pool: &Pool, told: &mut Explanation) {
+    told.reason = Reason::Translated.word();
+    if pool.affinity_seconds > 0 {
+        let (endpoint, step) = affinity(live.tables, Some(key.src), pool);
+        told.steps.push(step);
+        if let Some(endpoint) = endpoint {
+            told.reason = Reason::Kept.word();
+            told.endpoints.push(Choice {
+                endpoint: decision::socket(&endpoint),
+                probability: 1.0,
+            });
+            return;
+        }
+    }
+    told.choose(decision::choices(live.tables, pool.block));
+}
+
+/// Explains which client address the endpoint sees.
+fn seen_as(
+    live: &Live<'_>,
+    key: &FlowKey,
+    masquerade: bool,
+    told: &mut Explanation,
+) -> anyhow::Result<()> {
+    let hairpin = told.endpoints.iter().any(|choice| {
+        let endpoint = choice.endpoint.parse::<SocketAddr>();
+        endpoint.is_ok_and(|endpoint| endpoint.ip() == key.src.ip())
+    });
+    if !masquerade && !hairpin {
+        told.steps
+            .push("the endpoint sees the client's own address".to_owned());
+        return Ok(());
+    }
+    let mut ways = Vec::new();
+    for (index, iface) in live.packet.ifaces()? {
+        let slot = if key.src.is_v4() {
+            iface.masquerade_v4
+        } else {
+            iface.masquerade_v6
+        };
+        if let Some(addr) = live.packet.node_addr(slot) {
+            ways.push(format!("{addr} by {}", kernel::interface_name(index)));
+        }
+    }
+    if masquerade {
+        told.reason = Reason::Masqueraded.word();
+        told.steps.push(format!(
+            "the endpoint sees the address of the interface towards it ({}), and the client's own \
+             port if that is free; an endpoint on the node itself sees the client's own address",
+            ways.join(", ")
+        ));
+    } else {
+        told.steps.push(format!(
+            "an endpoint that reaches itself sees the address of the interface towards it ({})",
+            ways.join(", ")
+        ));
+    }
+    Ok(())
+}
+
+fn refuse(told: &mut Explanation, reason: Reason) {
+    told.verdict = "refused";
+    told.reason = reason.word();
+    let how = match reason {
+        Reason::NoEndpoints | Reason::PortNotServed | Reason::PortTaken => {
+            ", by a TCP reset or an ICMP port unreachable"
+        }
+        _ => "",
+    };
+    told.steps.push(format!("{}{how}", reason.text()));
+}

@@ -1,0 +1,344 @@
+//! The command line: one file per subcommand.
+
+#![forbid(unsafe_code)]
+
+mod cleanup;
+mod completions;
+mod config;
+mod conntrack;
+mod dns;
+mod doctor;
+mod explain;
+mod iptables;
+mod keep_nat;
+mod live;
+mod monitor;
+mod names;
+mod netns;
+mod opener;
+mod output;
+mod plan;
+mod proxy;
+mod run;
+mod services;
+mod settled;
+mod source;
+mod status;
+mod takeover;
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    process::ExitCode,
+    str::FromStr,
+};
+
+use admin::client;
+use clap::{Args, Parser, Subcommand};
+use dataplane_common::Protocol;
+use nix::time::{ClockId, clock_gettime};
+use settings::{Kernel, Listeners, LogLevel};
+pub use settled::{Refusal, parse};
+use tracing_subscriber::EnvFilter;
+
+/// What a command ends with, besides 0 (done, healthy, no change) and 1 (it did not work, not
+/// healthy).
+pub mod exit {
+    /// `plan`: something would change. `iptables compare`, `takeover`: something differs. `iptables apply`: rules were applied
+    /// on top of others, or with `--dry-run` would change.
+    pub const CHANGES: u8 = 2;
+    /// `run`, `cleanup`, `takeover --revert`: an agent runs on this node already.
+    pub const BUSY: u8 = 3;
+    /// `takeover`: there are no rules to take over.
+    pub const NOTHING: u8 = 4;
+    /// The command line makes no sense (`EX_USAGE`); not clap's 2, which is a plan's answer.
+    pub const USAGE: u8 = 64;
+}
+
+/// Kubernetes services without iptables: translated at the socket, by eBPF programs.
+///
+/// The agent (`dataplane run`) reads which services to serve and keeps tables in the kernel up to
+/// date. Kernel programs read the tables and decide about connections; they go on serving without
+/// the agent. The commands status, services, explain, monitor and plan read the tables themselves.
+/// They ask a running agent only for data that the tables do not have, such as names.
+#[derive(Debug, Parser)]
+#[command(name = "dataplane", version, after_help = EXIT_CODES)]
+pub struct Cli {
+    /// Configuration file (YAML). Flags and environment variables override its values. See
+    /// docs/configuration.md and `dataplane config`
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "DATAPLANE_CONFIG",
+        hide_env_values = true,
+        global = true
+    )]
+    config: Option<PathBuf>,
+
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXIT_CODES: &str = "\
+Exit codes: 0 success; 1 error, or not healthy; 2 `plan`: something would change, `iptables compare`, `takeover`: something differs, `iptables apply`: the result is not guaranteed; 3 another agent runs; \
+64 wrong command line.
+
+Start with `dataplane doctor`, which tests if this machine can run the dataplane.";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Run(Box<run::RunArgs>),
+    Plan(plan::PlanArgs),
+    Status(status::StatusArgs),
+    Proxy(Box<proxy::ProxyArgs>),
+    Services(services::ServicesArgs),
+    Explain(explain::ExplainArgs),
+    Monitor(monitor::MonitorArgs),
+    Conntrack(conntrack::ConntrackArgs),
+    Dns(Box<dns::DnsArgs>),
+    Doctor(doctor::DoctorArgs),
+    Config(config::ConfigArgs),
+    Iptables(iptables::IptablesArgs),
+    Takeover(takeover::TakeoverArgs),
+    KeepNat(keep_nat::KeepNatArgs),
+    Cleanup(cleanup::CleanupArgs),
+    Completions(completions::CompletionsArgs),
+    #[command(hide = true)]
+    Opener(opener::OpenerArgs),
+}
+
+impl Cli {
+    /// Does what was asked.
+    ///
+    /// # Errors
+    ///
+    /// If it did not work; the message is for the person who asked.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        match self.command {
+            Command::Run(args) => args.run(),
+            Command::Plan(args) => args.run(),
+            Command::Status(args) => args.run(),
+            Command::Proxy(args) => args.run(),
+            Command::Services(args) => args.run(),
+            Command::Explain(args) => args.run(),
+            Command::Monitor(args) => args.run(),
+            Command::Conntrack(args) => args.run(),
+            Command::Dns(args) => args.run(),
+            Command::Doctor(args) => args.run(),
+            Command::Config(args) => args.run(),
+            Command::Iptables(args) => args.run(),
+            Command::Takeover(args) => args.run(),
+            Command::KeepNat(args) => args.run(),
+            Command::Cleanup(args) => args.run(),
+            Command::Completions(args) => args.run(),
+            Command::Opener(args) => args.run(),
+        }
+    }
+}
+
+/// Where the kernel's side of things is.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Paths")]
+struct PathArgs {
+    /// Directory for pinned programs and tables, on a BPF file system [default:
+    /// /sys/fs/bpf/dataplane]
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "DATAPLANE_BPFFS",
+        hide_env_values = true
+    )]
+    bpffs: Option<PathBuf>,
+
+    /// Directory of the cgroup v2 whose processes the agent serves [default: the root of cgroup v2]
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "DATAPLANE_CGROUP",
+        hide_env_values = true
+    )]
+    cgroup: Option<PathBuf>,
+}
+
+impl PathArgs {
+    /// For looking at what is there: a missing cgroup v2 is then looked for where it usually is.
+    fn or_guess(&self) -> kernel::Paths {
+        self.kernel().paths_or_guess()
+    }
+
+    fn bpffs(&self) -> PathBuf {
+        self.kernel().bpffs()
+    }
+
+    fn kernel(&self) -> Kernel {
+        Kernel {
+            bpffs: self.bpffs.clone(),
+            cgroup: self.cgroup.clone(),
+            ..Kernel::default()
+        }
+    }
+}
+
+/// Where the agent listens.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Paths")]
+struct SocketArgs {
+    /// The agent's Unix socket, which commands such as `status` and `services` ask [default:
+    /// /run/dataplane/agent.sock]
+    #[arg(
+        long,
+        value_name = "PATH",
+        env = "DATAPLANE_SOCKET",
+        hide_env_values = true
+    )]
+    socket: Option<PathBuf>,
+}
+
+impl SocketArgs {
+    fn client(&self) -> client::Client {
+        client::Client::new(&self.path())
+    }
+
+    fn path(&self) -> PathBuf {
+        let listeners = Listeners {
+            socket: self.socket.clone(),
+            ..Listeners::default()
+        };
+        listeners.socket().to_owned()
+    }
+}
+
+/// A destination, as people write it: `10.96.0.1:443`, `10.96.0.10:53/udp`, `[fd00::1]:80`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Destination {
+    addr: IpAddr,
+    port: u16,
+    protocol: Protocol,
+}
+
+impl FromStr for Destination {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (socket, protocol) = with_protocol(text)?;
+        let addr: SocketAddr = socket.parse().map_err(|_| {
+            format!(
+                "`{socket}` is not an address and port; expected ADDRESS:PORT such as 10.96.0.1:443, 10.96.0.10:53/udp or \
+                     [fd00::1]:80, or NAME:PORT such as httpbin.default:8000"
+            )
+        })?;
+        if addr.port() == 0 {
+            return Err(
+                "port 0 cannot be connected to; expected a port from 1 to 65535".to_owned(),
+            );
+        }
+        Ok(Self {
+            addr: addr.ip(),
+            port: addr.port(),
+            protocol,
+        })
+    }
+}
+
+/// Takes the protocol from the end of a destination.
+fn with_protocol(text: &str) -> Result<(&str, Protocol), String> {
+    match text.rsplit_once('/') {
+        None => Ok((text, Protocol::TCP)),
+        Some((rest, "tcp")) => Ok((rest, Protocol::TCP)),
+        Some((rest, "udp")) => Ok((rest, Protocol::UDP)),
+        Some((_, other)) => Err(format!(
+            "`{other}` is not a protocol that the dataplane serves; expected tcp (the default) or udp"
+        )),
+    }
+}
+
+impl std::fmt::Display for Destination {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{}/{}",
+            SocketAddr::new(self.addr, self.port),
+            self.protocol
+        )
+    }
+}
+
+/// Nanoseconds since boot, on the programs' clock.
+fn monotonic_ns() -> u64 {
+    // This clock is always there.
+    clock_gettime(ClockId::CLOCK_MONOTONIC)
+        .map(|now| u64::try_from(std::time::Duration::from(now).as_nanos()).unwrap_or(u64::MAX))
+        .unwrap_or_default()
+}
+
+/// How much is logged by so many `--verbose`; `None`: as the file has it.
+fn log_level(verbose: u8) -> Option<LogLevel> {
+    match verbose {
+        0 => None,
+        1 => Some(LogLevel::Debug),
+        _ => Some(LogLevel::Trace),
+    }
+}
+
+/// What is logged; `RUST_LOG` is finer.
+fn log_filter(level: LogLevel) -> EnvFilter {
+    let level = match level {
+        // What libraries have to say is of use to few; of requests that fail we tell ourselves.
+        LogLevel::Info => "info,kube_client=off",
+        LogLevel::Debug => "info,kube_client=off,dataplane=debug",
+        LogLevel::Trace => "debug,dataplane=trace",
+    };
+    EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+    use settings::Limits;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn destinations() {
+        let parse = |text: &str| text.parse::<Destination>();
+        let tcp = parse("10.96.0.1:443").unwrap();
+        assert_eq!(tcp.to_string(), "10.96.0.1:443/tcp");
+        assert_eq!(parse("10.96.0.10:53/udp").unwrap().protocol, Protocol::UDP);
+        assert_eq!(
+            parse("[fd00::1]:80").unwrap().to_string(),
+            "[fd00::1]:80/tcp"
+        );
+        for wrong in [
+            "10.96.0.1",
+            "10.96.0.1:0",
+            "10.96.0.1:80/sctp",
+            "web:80",
+            "fd00::1:80x",
+            "",
+        ] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    /// The defaults are the kernel room's, and written by hand in the comments.
+    #[test]
+    fn help_says_the_defaults_of_limits() {
+        let command = Cli::command();
+        let run = command.find_subcommand("run").unwrap();
+        let default = Limits::default().of_tables();
+        for (id, default) in [
+            ("max-frontends", default.frontends),
+            ("max-endpoints", default.endpoints),
+            ("max-affinity-clients", default.affinity),
+        ] {
+            let argument = run.get_arguments().find(|a| a.get_id() == id).unwrap();
+            let help = argument.get_help().unwrap().to_string();
+            assert!(help.ends_with(&format!("[default: {default}]")), "{help}");
+        }
+    }
+}

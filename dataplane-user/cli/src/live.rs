@@ -1,0 +1,103 @@
+//! What a server that runs alone is told, by whom: its source, and signals.
+
+use std::sync::Arc;
+
+use agent::Input;
+use model::Snapshot;
+use settings::Node;
+use source::{Notice, Source};
+use threads::Deaths;
+use tokio::{
+    signal::unix::{Signal, SignalKind, signal},
+    sync::Notify,
+};
+
+/// The signal by which a server reads its source again.
+pub const SIGHUP: &str = "SIGHUP";
+
+/// The signals that mean something to a server.
+pub struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    hangup: Signal,
+}
+
+impl Signals {
+    pub fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    /// Waits for the next.
+    pub async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+            _ = self.hangup.recv() => SIGHUP,
+        }
+    }
+
+    /// Waits for one that ends it.
+    pub async fn end(&mut self) -> &'static str {
+        loop {
+            let signal = self.next().await;
+            if signal != SIGHUP {
+                return signal;
+            }
+        }
+    }
+}
+
+/// Where the services come from.
+pub struct Services {
+    input: Input,
+    changed: Arc<Notify>,
+}
+
+impl Services {
+    pub fn open(source: &Source, node: &Node, deaths: Deaths) -> anyhow::Result<Self> {
+        let changed = Arc::<Notify>::default();
+        let tell = Arc::clone(&changed);
+        let input = Input::open(source, node, None, move |notice| match notice {
+            Notice::Changed => tell.notify_one(),
+            Notice::Died { thread, why } => deaths(thread, why),
+        })?;
+        Ok(Self { input, changed })
+    }
+
+    /// What there is first.
+    pub async fn first(&mut self) -> Snapshot {
+        loop {
+            if self.input.is_known() {
+                return self.input.snapshot().clone();
+            }
+            self.next().await;
+        }
+    }
+
+    /// Waits for a change. May be dropped and called anew.
+    pub async fn next(&mut self) -> Option<Snapshot> {
+        self.changed.notified().await;
+        self.take()
+    }
+
+    /// Reads the source anew where it does not tell of changes itself.
+    pub fn read(&mut self) -> Option<Snapshot> {
+        self.input.look();
+        self.input.refresh();
+        self.take()
+    }
+
+    /// Whether the source has failed for so long that the snapshot may be old.
+    pub fn is_behind(&self) -> bool {
+        self.input.health().is_behind(admin::now())
+    }
+
+    fn take(&mut self) -> Option<Snapshot> {
+        self.input.take()?;
+        Some(self.input.snapshot().clone())
+    }
+}

@@ -1,0 +1,123 @@
+//! Which network namespace a client is in.
+
+use std::{
+    fmt,
+    fs::File,
+    io,
+    net::IpAddr,
+    os::fd::AsFd,
+    path::{Path, PathBuf},
+};
+
+use agent::addresses;
+use anyhow::Context;
+use kernel::namespaces;
+
+/// A network namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Namespace {
+    /// What the kernel's programs know it by (`SO_NETNS_COOKIE`).
+    pub cookie: u64,
+    /// Where it was found.
+    pub place: String,
+    /// The file to enter it by; `None`: it is this process's own.
+    pub path: Option<PathBuf>,
+}
+
+impl Namespace {
+    /// Does something in it, on a thread of its own.
+    pub fn inside<T: Send>(&self, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+        match &self.path {
+            Some(path) => inside(path, work),
+            None => work(),
+        }
+    }
+}
+
+impl fmt::Display for Namespace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, cookie {}", self.place, self.cookie)
+    }
+}
+
+/// This process's own: the node's, for a command that runs on the node.
+pub fn own() -> anyhow::Result<Namespace> {
+    let cookie = kernel::netns_cookie().context("cannot ask for the network namespace's cookie")?;
+    Ok(Namespace {
+        cookie,
+        place: "this command's own".to_owned(),
+        path: None,
+    })
+}
+
+/// The one that an option names: a name of `ip netns`, a path, or `pid:NUMBER`; without one, this process's own.
+pub fn of_option(name: Option<&str>) -> anyhow::Result<Namespace> {
+    match name {
+        None => own(),
+        Some(name) => match name.strip_prefix("pid:").map(str::parse) {
+            Some(Ok(pid)) => of_process(pid),
+            Some(Err(_)) => anyhow::bail!(
+                "--netns {name}: not a process id; expected pid:NUMBER such as pid:4711"
+            ),
+            None => named(name),
+        },
+    }
+}
+
+/// By its name in /run/netns (`ip netns`), or by a path to it.
+pub fn named(name: &str) -> anyhow::Result<Namespace> {
+    let path = if name.contains('/') {
+        PathBuf::from(name)
+    } else {
+        Path::new("/run/netns").join(name)
+    };
+    at(&path)
+}
+
+/// That of a process.
+pub fn of_process(pid: u32) -> anyhow::Result<Namespace> {
+    at(Path::new(&format!("/proc/{pid}/ns/net")))
+}
+
+/// The one that this address was given to, as the node knows: which addresses there are in a pod, the pod decides. This
+/// process's own if one of its interfaces has the address.
+pub fn with_address(addr: IpAddr) -> anyhow::Result<Option<Namespace>> {
+    if addr.is_loopback() || addresses::of_interfaces()?.iter().any(|i| i.addr == addr) {
+        return own().map(Some);
+    }
+    let found = agent::namespace_with(addr).map_err(anyhow::Error::msg)?;
+    found.map(|path| at(&path)).transpose()
+}
+
+/// The one with this cookie.
+pub fn with_cookie(cookie: u64) -> anyhow::Result<Option<Namespace>> {
+    find(|| Ok(kernel::netns_cookie().map_err(io::Error::other)? == cookie))
+}
+
+/// The first of all namespaces in which this is so. Those that cannot be looked into, such as of
+/// processes that have just ended, are passed over.
+fn find(is: impl Fn() -> io::Result<bool> + Sync) -> anyhow::Result<Option<Namespace>> {
+    let mut found = None;
+    namespaces::visit(|path| {
+        if found.is_none() && is()? {
+            found = Some(path.to_owned());
+        }
+        Ok(())
+    });
+    found.map(|path| at(&path)).transpose()
+}
+
+fn at(path: &Path) -> anyhow::Result<Namespace> {
+    let cookie = inside(path, || kernel::netns_cookie().map_err(io::Error::other))
+        .with_context(|| format!("{}: cannot enter this network namespace", path.display()))?;
+    Ok(Namespace {
+        cookie,
+        place: path.display().to_string(),
+        path: Some(path.to_owned()),
+    })
+}
+
+/// Does something in the namespace at `path`, on a thread of its own.
+fn inside<T: Send>(path: &Path, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+    namespaces::within(File::open(path)?.as_fd(), work)
+}

@@ -1,0 +1,142 @@
+//! `dataplane plan`.
+
+use std::{io::Write, process::ExitCode};
+
+use anyhow::Context;
+use clap::Args;
+use kernel::{Tables, netfilter};
+use model::ServiceName;
+use plan::{Change, Contents, Planner};
+use serde::Serialize;
+use settings::Node;
+use takeover::forward;
+
+use super::{
+    PathArgs, exit,
+    output::{self, BAD, Format, GOOD, WARN},
+    source::SourceArgs,
+};
+
+/// Show what would change in the kernel's tables, without changing it.
+///
+/// Compares the manifests, or the objects of the Kubernetes API, with the kernel's tables. The
+/// tables are empty if no agent has run. Each line is an address and port: `+` will be served, `-`
+/// will no longer be served, `~` will have other endpoints; the line shows which endpoints come and
+/// go.
+///
+/// Exits with 0 if nothing would change, with 2 if something would change, and with 1 after an
+/// error.
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    #[command(flatten)]
+    pub(super) source: SourceArgs,
+
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Format,
+
+    #[command(flatten)]
+    pub(super) node: Node,
+
+    #[command(flatten)]
+    pub(super) paths: PathArgs,
+}
+
+#[derive(Serialize)]
+struct Answer<'a> {
+    changes: &'a [Change],
+    writes: usize,
+    conflicts: Vec<String>,
+    problems: Vec<String>,
+}
+
+impl PlanArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let snapshot = self.source.snapshot(&self.node)?;
+        let bpffs = self.paths.bpffs();
+        let mut contents = if Tables::exist(&bpffs)? {
+            Tables::open(&bpffs)?.contents()?
+        } else {
+            eprintln!(
+                "note: no tables in {}: compared with empty tables",
+                bpffs.display()
+            );
+            Contents::default()
+        };
+        // Without a mesh's configuration, nobody here knows what is reachable.
+        contents.forget_reachable();
+        let mut planner = Planner::adopt(contents.clone())
+            .with_context(|| format!("the tables in {}", bpffs.display()))?;
+        let plan = planner.plan(&snapshot);
+        let changes = plan::changes(&contents, &planner);
+        let conflicts = planner.conflicts();
+        let conflicts = conflicts.iter().map(|c| {
+            let losers: Vec<&str> = c.losers.iter().map(ServiceName::as_str).collect();
+            format!(
+                "{}: served by {}, not by {}",
+                plan::key_text(&c.key),
+                c.winner,
+                losers.join(", ")
+            )
+        });
+        let problems = snapshot.problems.iter();
+        let problems = problems
+            .chain(planner.problems().map(|(_, problem)| problem))
+            .map(|p| format!("{}: {}", p.place, p.text))
+            .chain(forward_hook());
+        let answer = Answer {
+            changes: &changes,
+            writes: plan.writes.len(),
+            conflicts: conflicts.collect(),
+            problems: problems.collect(),
+        };
+        self.output.print(&answer, text)?;
+        Ok(if plan.is_empty() {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::from(exit::CHANGES)
+        })
+    }
+}
+
+/// Rules that services' packets would pass by.
+fn forward_hook() -> Option<String> {
+    match netfilter::forward_chains() {
+        Ok(chains) => forward::warning(&chains),
+        Err(error) => Some(error.to_string()),
+    }
+}
+
+fn text(out: &mut dyn Write, answer: &Answer<'_>) -> std::io::Result<()> {
+    let mut counts = [0; 3];
+    for change in answer.changes {
+        let (style, count) = match (&change.before, &change.after) {
+            (None, _) => (GOOD, 0),
+            (_, None) => (BAD, 1),
+            _ => (WARN, 2),
+        };
+        counts[count] += 1;
+        writeln!(out, "{}", output::styled(style, change))?;
+    }
+    for (what, lines) in [
+        ("conflict", &answer.conflicts),
+        ("problem", &answer.problems),
+    ] {
+        for line in lines {
+            writeln!(out, "{}: {line}", output::styled(WARN, what))?;
+        }
+    }
+    let [added, removed, changed] = counts;
+    if answer.writes == 0 {
+        writeln!(
+            out,
+            "No change: the kernel's tables are in line with the source."
+        )
+    } else {
+        writeln!(
+            out,
+            "{added} added, {removed} removed, {changed} answered differently, in {} writes.",
+            answer.writes
+        )
+    }
+}

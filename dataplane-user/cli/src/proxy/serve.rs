@@ -1,0 +1,264 @@
+//! The proxy's life: what it is told, by whom, until it ends.
+
+use std::{
+    net::TcpListener,
+    os::unix::net::{UnixListener, UnixStream},
+    process::ExitCode,
+    sync::{Arc, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, bail};
+use proxy::{
+    Observer, Proxy,
+    admin::{self, Logging},
+    handover::{self, Named},
+};
+use relay::Attachment;
+use source::kubernetes::Scope;
+use threads::Deaths;
+use tokio::runtime::Builder;
+use tracing::{error, info, warn};
+
+use super::{
+    ProxyArgs,
+    sockets::{self, Sockets},
+};
+use crate::live::{SIGHUP, Services, Signals};
+
+/// Why it ends.
+#[derive(Debug)]
+enum End {
+    Signal(&'static str),
+    /// A thread or a task that should not have ended, and what it said.
+    Died(String),
+    /// Another one has taken its place, and wants to know when nobody else accepts.
+    Replaced(UnixStream),
+}
+
+pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> {
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    let _inside = runtime.enter();
+    let source = arguments.source.source(Scope::Services);
+    let (tell, mut died) = tokio::sync::mpsc::unbounded_channel();
+    let deaths: Deaths = Arc::new(move |thread, why| {
+        // Fails only if the proxy ends anyway.
+        let _ = tell.send(format!("the thread {thread} has died ({why})"));
+    });
+    let mut services = Services::open(&source, &arguments.node, Arc::clone(&deaths))?;
+    let mut signals = Signals::new()?;
+    // Before there are sockets: nobody shall be answered before it is known where they go.
+    let first = runtime.block_on(async {
+        tokio::select! {
+            snapshot = services.first() => Ok(snapshot),
+            signal = signals.end() => Err(End::Signal(signal)),
+            Some(died) = died.recv() => Err(End::Died(died)),
+        }
+    });
+    let snapshot = match first {
+        Ok(snapshot) => snapshot,
+        Err(End::Died(died)) => bail!("{died}. Please report this"),
+        Err(end) => {
+            info!("{end:?}: the proxy ended before it had read its source");
+            return Ok(ExitCode::SUCCESS);
+        }
+    };
+    let mut sockets = Sockets::open(arguments)?;
+    let proxy = Proxy::start(arguments.settings(), &deaths)?;
+    let observer = proxy.observer();
+    let metrics = sockets.metrics.take();
+    let admin = (sockets.admin.take(), sockets.admin_socket.take());
+    let mut http = tokio::task::JoinSet::new();
+    http.spawn_on(
+        serve_http(metrics, admin, observer.clone(), logging),
+        runtime.handle(),
+    );
+    let acceleration = arguments.acceleration(&sockets.outbound)?;
+    let attachment = Attachment {
+        workload: arguments.workload()?,
+        namespace: None,
+        outbound: std::mem::take(&mut sockets.outbound),
+        inbound: std::mem::take(&mut sockets.inbound),
+        egress: arguments.egress,
+        acceleration,
+    };
+    proxy.set_snapshot(snapshot);
+    proxy.add(attachment)?;
+    let copies = match &arguments.handover {
+        Some(_) => sockets.take_copies(),
+        None => Named::new(),
+    };
+    let waiting = take_place(arguments, &mut sockets)?;
+    drop(sockets);
+    info!(
+        "relaying: at most {} connections",
+        observer.max_connections()
+    );
+
+    let end = runtime.block_on(async {
+        loop {
+            tokio::select! {
+                snapshot = services.next() => {
+                    if let Some(snapshot) = snapshot {
+                        proxy.set_snapshot(snapshot);
+                    }
+                }
+                signal = signals.next() => {
+                    if signal != SIGHUP {
+                        return End::Signal(signal);
+                    }
+                    if let Some(snapshot) = services.read() {
+                        proxy.set_snapshot(snapshot);
+                    }
+                }
+                stream = replaced(waiting.as_ref(), &copies) => return End::Replaced(stream),
+                Some(died) = died.recv() => return End::Died(died),
+                Some(Err(died)) = http.join_next() => return End::Died(died.to_string()),
+            }
+        }
+    });
+    let drain = arguments.limits.drain_time;
+    if let End::Signal(_) | End::Died(_) = &end {
+        // Nobody listens there any more.
+        for path in [&arguments.handover, &arguments.listen.admin_socket] {
+            let _ = path.as_ref().map(std::fs::remove_file);
+        }
+    }
+    let (why, other, died) = match end {
+        End::Signal(signal) => (signal.to_owned(), None, false),
+        End::Died(died) => (died, None, true),
+        End::Replaced(stream) => {
+            let why = "another proxy has taken over".to_owned();
+            (why, Some(stream), false)
+        }
+    };
+    if died {
+        error!("{why}: start the proxy again. Please report this");
+    }
+    info!(
+        "{why}: draining {} connections for at most {drain:?}",
+        proxy.connections()
+    );
+    // The copies keep the sockets open.
+    drop((copies, waiting));
+    let start = Instant::now();
+    let (done, drained) = mpsc::channel();
+    thread::spawn(move || {
+        proxy.drain(drain);
+        // Fails if the other side does not wait any more.
+        let _ = done.send(());
+    });
+    // Metrics are answered in the meantime, if nobody else has the port.
+    let handed_over = other.is_some();
+    if let Some(stream) = other {
+        http.abort_all();
+        handover::gone(&stream);
+    }
+    runtime.block_on(async {
+        loop {
+            tokio::select! {
+                () = tokio::time::sleep(Duration::from_millis(20)) => {
+                    if drained.try_recv() != Err(mpsc::TryRecvError::Empty) {
+                        return;
+                    }
+                }
+                signal = signals.end() => {
+                    warn!("{signal} again: not waiting any more");
+                    return;
+                }
+            }
+        }
+    });
+    info!(
+        "ended after {:.1?}{}",
+        start.elapsed(),
+        if handed_over {
+            "; another proxy keeps accepting"
+        } else {
+            ""
+        }
+    );
+    // Whoever was just asking does not hold up the end.
+    runtime.shutdown_background();
+    Ok(if died {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+/// Tells the proxy before that its sockets are in use, and waits in its place for the next.
+fn take_place(
+    arguments: &ProxyArgs,
+    sockets: &mut Sockets,
+) -> anyhow::Result<Option<tokio::net::UnixListener>> {
+    if let Some(before) = sockets.before.take() {
+        // Both accept until it has stopped. If it does not say so, that may go on for a while.
+        match handover::taken(before) {
+            Ok(_) => info!("took over from the earlier proxy"),
+            Err(error) => warn!("the earlier proxy does not say that it has stopped: {error}"),
+        }
+    }
+    let Some(path) = &arguments.handover else {
+        return Ok(None);
+    };
+    let listener = handover::listen(path)
+        .and_then(|listener| {
+            listener.set_nonblocking(true)?;
+            tokio::net::UnixListener::from_std(listener)
+        })
+        .with_context(|| format!("cannot wait at {} for the next proxy", path.display()))?;
+    Ok(Some(listener))
+}
+
+/// Waits until somebody has taken the sockets.
+async fn replaced(waiting: Option<&tokio::net::UnixListener>, copies: &Named) -> UnixStream {
+    let Some(waiting) = waiting else {
+        return std::future::pending().await;
+    };
+    loop {
+        let offered = async {
+            let (stream, _) = waiting.accept().await?;
+            let stream = stream.into_std()?;
+            handover::offer(stream, &sockets::borrowed(copies))
+        };
+        match offered.await {
+            Ok(stream) => return stream,
+            Err(error) => {
+                warn!("cannot hand the listening sockets over to the next proxy: {error}");
+                // Not in a busy loop, whatever is wrong.
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+async fn serve_http(
+    metrics: Option<TcpListener>,
+    (admin, socket): (Option<TcpListener>, Option<UnixListener>),
+    observer: Observer,
+    logging: Logging,
+) {
+    let serve = async |listener: Option<TcpListener>, routes| -> std::io::Result<()> {
+        let Some(listener) = listener else {
+            return Ok(());
+        };
+        listener.set_nonblocking(true)?;
+        axum::serve(tokio::net::TcpListener::from_std(listener)?, routes).await
+    };
+    let read_only = admin::all(&observer, logging.clone(), admin::Rights::Read);
+    let all = admin::all(&observer, logging, admin::Rights::Change);
+    let served = tokio::try_join!(
+        serve(metrics, admin::metrics(&observer)),
+        serve(admin, read_only),
+        async {
+            let Some(socket) = socket else { return Ok(()) };
+            socket.set_nonblocking(true)?;
+            axum::serve(tokio::net::UnixListener::from_std(socket)?, all).await
+        },
+    );
+    if let Err(error) = served {
+        error!("metrics and the admin endpoint are not answered any more: {error}");
+    }
+}

@@ -1,0 +1,195 @@
+//! `dataplane run`.
+
+use std::{
+    env,
+    io::{self, IsTerminal},
+    process::ExitCode,
+};
+
+use agent::InputError;
+use clap::{ArgMatches, Args, FromArgMatches as _, error::ErrorKind, parser::ValueSource};
+use kernel::probe;
+use settings::{Dns, LogFormat, Mesh, MetricsAuth, Settings, config, faults};
+
+use super::{Command, PathArgs, Refusal, SocketArgs, exit, settled, source::SourceArgs, takeover};
+
+/// Run the agent on this node.
+///
+/// Reads Kubernetes Services and EndpointSlices from files or from the API server, keeps the kernel's
+/// tables in line with them, and attaches the programs that serve them. Runs in the foreground; SIGTERM and
+/// Ctrl-C end the agent. SIGHUP makes it read the manifests again; it also notices changes by itself.
+/// Services stay up while the agent is killed or restarted: the next agent adopts the tables.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    source: SourceArgs,
+
+    /// Log more (-v: debug, -vv: trace). RUST_LOG sets levels by module
+    #[arg(short, long, action = clap::ArgAction::Count)]
+    verbose: u8,
+
+    /// The values of the flags; after `settle`, also those of the file.
+    #[command(flatten)]
+    pub(super) settings: Settings,
+
+    /// The workloads whose TCP connections go to a proxy: the value of `mesh:` in a configuration file,
+    /// in YAML [default: no workload's]
+    #[arg(
+        long,
+        value_name = "YAML",
+        value_parser = config::mesh,
+        env = "DATAPLANE_MESH",
+        hide_env_values = true,
+        help_heading = "Mesh"
+    )]
+    mesh: Option<Mesh>,
+
+    /// The agent's DNS server: the value of `dns:` in a configuration file, in YAML [default: nobody's
+    /// queries are captured]
+    #[arg(
+        long,
+        value_name = "YAML",
+        value_parser = config::dns,
+        env = "DATAPLANE_DNS",
+        hide_env_values = true,
+        help_heading = "Mesh"
+    )]
+    dns: Option<Dns>,
+
+    #[command(flatten)]
+    paths: PathArgs,
+
+    #[command(flatten)]
+    socket: SocketArgs,
+}
+
+/// Flags without a value. For clap, a missing flag has the value false.
+type Switch = (&'static str, fn(&mut Settings) -> &mut bool);
+const SWITCHES: [Switch; 5] = [
+    ("replace", |settings| &mut settings.replace),
+    ("stay", |settings| &mut settings.stay),
+    ("takeover", |settings| &mut settings.takeover),
+    ("pods-by-interface", |settings| {
+        &mut settings.packets.pods_by_interface
+    }),
+    ("masquerade-all", |settings| {
+        &mut settings.packets.masquerade_all
+    }),
+];
+
+impl RunArgs {
+    /// Fills the settings from the file, and overrides them from the environment and the command line.
+    pub(super) fn settle(
+        &mut self,
+        file: &Settings,
+        given: &ArgMatches,
+    ) -> Result<(), clap::Error> {
+        let mut settings = file.clone();
+        settings.update_from_arg_matches(given)?;
+        for (id, of) in SWITCHES {
+            if given.value_source(id) == Some(ValueSource::DefaultValue) {
+                *of(&mut settings) = *of(&mut file.clone());
+            }
+        }
+        settled::name(&mut settings.node);
+        self.source.settle(file);
+        self.paths.settle(file);
+        self.socket.settle(file);
+        settings.source = self.source.settled().clone();
+        settings.kernel.bpffs.clone_from(&self.paths.bpffs);
+        settings.kernel.cgroup.clone_from(&self.paths.cgroup);
+        settings.listen.socket.clone_from(&self.socket.socket);
+        settled::fill(&mut self.mesh, file.mesh.as_ref());
+        settings.mesh.clone_from(&self.mesh);
+        settled::fill(&mut self.dns, file.dns.as_ref());
+        settings.dns.clone_from(&self.dns);
+        settings.log.level = super::log_level(self.verbose).or(file.log.level);
+        let from_api = settings.source.kubernetes.is_some();
+        if settings.listen.metrics_auth == Some(MetricsAuth::Kubernetes) && !from_api {
+            let text = "listen.metricsAuth (--metrics-auth): kubernetes needs the Kubernetes API as the source; \
+                        use --kubernetes, or --metrics-auth none\n";
+            return Err(clap::Error::raw(ErrorKind::ArgumentConflict, text));
+        }
+        if let Some((key, what)) = faults(&settings).into_iter().next() {
+            // The file has none by itself.
+            let text = format!("{key}: {what}\n");
+            return Err(clap::Error::raw(ErrorKind::ArgumentConflict, text));
+        }
+        self.settings = settings;
+        Ok(())
+    }
+}
+
+/// The settings by the configuration as it is now.
+fn read_again() -> Result<Settings, String> {
+    let cli = super::parse(env::args_os()).map_err(|refusal| match refusal {
+        Refusal::Usage(error) => error.to_string(),
+        Refusal::Config(errors) => errors.to_string(),
+    })?;
+    let Command::Run(args) = cli.command else {
+        // As it was when this process started.
+        return Err("the command line is not `run`".to_owned());
+    };
+    // The agent asks for the paths again when it serves, and an error there would end it.
+    let found = args.settings.kernel.paths();
+    found.map_err(|error| error.to_string())?;
+    Ok(args.settings)
+}
+
+impl RunArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        self.start_log();
+        if self.settings.takeover {
+            takeover::when_it_serves(self.settings.clone(), self.socket.client())?;
+        }
+        let run = agent::run(self.settings.clone(), read_again);
+        match run {
+            Ok(()) => Ok(ExitCode::SUCCESS),
+            Err(error) if error.is_busy() => {
+                eprintln!("dataplane: {error}");
+                eprintln!(
+                    "A node has one agent: end that agent first, or use --replace to take over from it."
+                );
+                Ok(ExitCode::from(exit::BUSY))
+            }
+            // A fault of the source does not depend on the machine.
+            Err(
+                error @ (agent::Error::Manifests(_) | agent::Error::Input(InputError::Open(_))),
+            ) => Err(error.into()),
+            Err(error) => Ok(self.cannot_run(&error)),
+        }
+    }
+
+    /// Prints one message with a remedy: the first feature that this machine lacks, or the error.
+    fn cannot_run(&self, error: &dyn std::error::Error) -> ExitCode {
+        let features = probe::features(&self.settings.kernel.paths_or_guess());
+        let mut missing = features.iter().filter(|f| f.required && !f.present);
+        // Basic features come first, and others may be missing because of them.
+        let Some(first) = missing.next() else {
+            eprintln!("dataplane: {error}");
+            return ExitCode::FAILURE;
+        };
+        eprintln!(
+            "dataplane: cannot run without {} (needed for: {}): {}",
+            first.name, first.needed_for, first.detail
+        );
+        eprintln!("What to do: {}", first.remedy);
+        eprintln!("`dataplane doctor` lists all requirements.");
+        ExitCode::FAILURE
+    }
+
+    fn start_log(&self) {
+        let settings = &self.settings.log;
+        let filter = super::log_filter(settings.level.unwrap_or_default());
+        let log = tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_writer(io::stderr);
+        match settings.format.unwrap_or_default() {
+            LogFormat::Json => log.json().init(),
+            LogFormat::Text => {
+                let colour = io::stderr().is_terminal() && env::var_os("NO_COLOR").is_none();
+                log.with_ansi(colour).with_target(false).init();
+            }
+        }
+    }
+}

@@ -1,0 +1,387 @@
+//! The command line together with the configuration file that it names: what neither the command line nor the
+//! environment says, the file says.
+
+use std::{env, ffi::OsString, path::PathBuf};
+
+use clap::{ArgMatches, CommandFactory, FromArgMatches as _};
+use settings::{Node, Settings, Source, config};
+use source::manifests;
+
+use super::{Cli, Command, PathArgs, SocketArgs, source::SourceArgs};
+
+/// Why there is nothing to do.
+#[derive(Debug)]
+pub enum Refusal {
+    /// The command line makes no sense, or asked for help.
+    Usage(clap::Error),
+    /// The configuration file has faults.
+    Config(manifests::Errors),
+}
+
+/// Reads the command line and the configuration file.
+///
+/// # Errors
+///
+/// If one of them makes no sense.
+pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refusal> {
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    let mut command = Cli::command();
+    // What is wrong with it, or missing, is said by the second reading.
+    let first = command
+        .clone()
+        .ignore_errors(true)
+        .try_get_matches_from(&arguments);
+    let mut file = Settings::default();
+    if let Ok(matches) = first
+        && let Some((name, given)) = matches.subcommand()
+        && let Some(path) = given.get_one::<PathBuf>("config")
+    {
+        file = config::read(path).map_err(Refusal::Config)?;
+        if file.source != Source::default() {
+            command = command.mut_subcommand(name, without_source);
+        }
+    }
+    let matches = command
+        .clone()
+        .try_get_matches_from(arguments)
+        .map_err(Refusal::Usage)?;
+    let mut cli = Cli::from_arg_matches(&matches).map_err(Refusal::Usage)?;
+    if let Some((_, given)) = matches.subcommand() {
+        let settled = cli.command.settle(&file, given);
+        settled.map_err(|error| Refusal::Usage(error.format(&mut command)))?;
+    }
+    Ok(cli)
+}
+
+/// Has a command, and those below it, do without a source on the command line.
+fn without_source(command: clap::Command) -> clap::Command {
+    let takes_source = (command.get_groups()).any(|group| group.get_id() == SourceArgs::GROUP);
+    let command = command.mut_subcommands(without_source);
+    if takes_source {
+        command.mut_group(SourceArgs::GROUP, |group| group.required(false))
+    } else {
+        command
+    }
+}
+
+impl Command {
+    /// Adds what the file says and the command line does not. A command without an option for something needs no such
+    /// thing.
+    fn settle(&mut self, file: &Settings, given: &ArgMatches) -> Result<(), clap::Error> {
+        match self {
+            Self::Run(args) => args.settle(file, given)?,
+            Self::Proxy(args) => args.settle(file, given)?,
+            Self::Dns(args) => args.settle(file, given)?,
+            Self::Plan(args) => {
+                args.source.settle(file);
+                node(&mut args.node, file, given)?;
+                args.paths.settle(file);
+            }
+            Self::Status(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Services(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Explain(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Monitor(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Cleanup(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Takeover(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Conntrack(args) => {
+                let common = args.common();
+                both(&mut common.paths, &mut common.socket, file);
+            }
+            Self::Doctor(args) => args.paths.settle(file),
+            Self::Iptables(args) => args.settle(file),
+            Self::Config(_) | Self::KeepNat(_) | Self::Completions(_) | Self::Opener(_) => {}
+        }
+        Ok(())
+    }
+}
+
+fn both(paths: &mut PathArgs, socket: &mut SocketArgs, file: &Settings) {
+    paths.settle(file);
+    socket.settle(file);
+}
+
+/// What was not said, the file says.
+pub(super) fn fill<T: Clone>(said: &mut Option<T>, file: Option<&T>) {
+    if said.is_none() {
+        *said = file.cloned();
+    }
+}
+
+/// Has a node be the file's, with what the command line and the environment say in place of it.
+pub(super) fn node(
+    node: &mut Node,
+    file: &Settings,
+    given: &ArgMatches,
+) -> Result<(), clap::Error> {
+    node.clone_from(&file.node);
+    node.update_from_arg_matches(given)?;
+    name(node);
+    Ok(())
+}
+
+/// Takes the name that DaemonSets tell by the downward API, if there is no other.
+pub(super) fn name(node: &mut Node) {
+    if node.name.is_none() {
+        node.name = env::var("NODE_NAME").ok();
+    }
+}
+
+impl PathArgs {
+    pub(super) fn settle(&mut self, file: &Settings) {
+        fill(&mut self.bpffs, file.kernel.bpffs.as_ref());
+        fill(&mut self.cgroup, file.kernel.cgroup.as_ref());
+    }
+}
+
+impl SocketArgs {
+    pub(super) fn settle(&mut self, file: &Settings) {
+        fill(&mut self.socket, file.listen.socket.as_ref());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// Every key of the file, with a value.
+    const ALL: &str = include_str!("../../settings/tests/config/all.yaml");
+
+    fn parsed(file: &str, words: &[&str]) -> Result<String, String> {
+        let place = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(place.path(), file).unwrap();
+        let mut arguments: Vec<OsString> = vec!["dataplane".into()];
+        arguments.extend(words.iter().map(OsString::from));
+        arguments.extend(["--config".into(), place.path().into()]);
+        match parse(arguments) {
+            Ok(cli) => Ok(format!("{cli:?}")),
+            Err(Refusal::Usage(error)) => Err(error.to_string()),
+            Err(Refusal::Config(errors)) => Err(errors.to_string()),
+        }
+    }
+
+    #[test]
+    fn the_file_says_what_the_command_line_does_not() {
+        let cli = parsed(ALL, &["run", "--zone", "z-flag"]).unwrap();
+        for part in [
+            "name: Some(\"node1\")",
+            "zone: Some(\"z-flag\")",
+            "frontends: Some(1000),",
+            "level: Some(Debug)",
+            "on_exit: Some(Detach)",
+            "metrics: Some(Listen(Some(0.0.0.0:9100)))",
+            "admin: Some(Listen(None))",
+            "manifests: [\"/etc/dataplane/manifests\", \"/etc/dataplane/more.yaml\"]",
+        ] {
+            assert!(cli.contains(part), "{part} in {cli}");
+        }
+        assert!(!cli.contains("z-file"), "{cli}");
+        // A command takes what it knows.
+        let cli = parsed(ALL, &["status"]).unwrap();
+        assert!(cli.contains("\"/run/other/agent.sock\""), "{cli}");
+    }
+
+    #[test]
+    fn a_source_on_the_command_line_is_the_only_one() {
+        let cli = parsed(ALL, &["run", "-f", "mine.yaml"]).unwrap();
+        assert!(cli.contains("manifests: [\"mine.yaml\"]"), "{cli}");
+        let api = "source: {kubernetes: {apiServer: \"https://192.0.2.1:6443\"}}";
+        let cli = parsed(api, &["run"]).unwrap();
+        for part in [
+            "kubernetes: Some(Kubernetes {",
+            "api_server: Some(\"https://192.0.2.1:6443\")",
+        ] {
+            assert!(cli.contains(part), "{part} in {cli}");
+        }
+        let cli = parsed(api, &["run", "-f", "mine.yaml"]).unwrap();
+        assert!(cli.contains("kubernetes: None"), "{cli}");
+        let none = parsed("", &["run"]).unwrap_err();
+        assert!(
+            none.contains("--manifests") && none.contains("--kubernetes"),
+            "{none}"
+        );
+    }
+
+    #[test]
+    fn nothing_is_run_with_a_faulty_file() {
+        let wrong = parsed("nodename: a\n", &["status"]).unwrap_err();
+        assert!(
+            wrong.contains(":1:11: nodename: unknown key; did you mean `node.name`?"),
+            "{wrong}"
+        );
+    }
+
+    /// What the same as `tests/config/all.yaml` is on a command line.
+    const FLAGS: &[(&str, &str)] = &[
+        (
+            "manifests",
+            "/etc/dataplane/manifests,/etc/dataplane/more.yaml",
+        ),
+        ("node-name", "node1"),
+        ("zone", "z-file"),
+        ("nodeport-addresses", "10.0.0.0/8,fd00::/64"),
+        ("external-ips", "198.51.100.0/24,none"),
+        ("on-exit", "detach"),
+        ("replace", ""),
+        ("stay", ""),
+        ("takeover", ""),
+        ("destroy-stale", "udp,tcp"),
+        ("log-format", "json"),
+        ("verbose", ""),
+        ("socket", "/run/other/agent.sock"),
+        ("metrics-addr", "0.0.0.0:9100"),
+        ("metrics-auth", "none"),
+        ("health-addr", "127.0.0.1:9101"),
+        ("healthz-addr", "[::]:10256"),
+        ("proxy-mode-addr", "off"),
+        ("admin-addr", "off"),
+        ("packet-path", "off"),
+        ("uplink", "eth*,!eth9"),
+        ("pod-interface", "veth*"),
+        ("no-source-check", "veth-vpn*"),
+        ("packets-only", "veth-ci*"),
+        ("pods-by-interface", ""),
+        ("masquerade-all", ""),
+        ("tc-order", "last"),
+        ("tc-hook", "clsact"),
+        ("conntrack-flows", "4096"),
+        ("bpffs", "/sys/fs/bpf/other"),
+        ("cgroup", "/sys/fs/cgroup/unified"),
+        ("nf-conntrack-max-per-core", "32768"),
+        ("nf-conntrack-min", "131072"),
+        ("nf-conntrack-tcp-timeout-established", "24h"),
+        ("nf-conntrack-tcp-timeout-close-wait", "1h"),
+        ("nf-conntrack-tcp-be-liberal", "true"),
+        ("nf-conntrack-udp-timeout", "30s"),
+        ("nf-conntrack-udp-timeout-stream", "3m"),
+        ("max-frontends", "1000"),
+        ("max-endpoints", "2000"),
+        ("max-affinity-clients", "5000"),
+    ];
+
+    fn settings(words: &[OsString]) -> Settings {
+        let words = [&["dataplane".into(), "run".into()], words].concat();
+        match parse(words).unwrap().command {
+            Command::Run(args) => args.settings.clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The file and the flags build the same; and a flag that the file cannot say is one that a DaemonSet's
+    /// ConfigMap cannot say.
+    #[test]
+    fn flags_say_what_the_file_says() {
+        let file = config::parse("all.yaml".as_ref(), ALL).unwrap();
+        let place = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(place.path(), ALL).unwrap();
+        assert_eq!(settings(&["--config".into(), place.path().into()]), file);
+
+        let mesh = serde_saphyr::to_string(file.mesh.as_ref().unwrap()).unwrap();
+        let dns = serde_saphyr::to_string(file.dns.as_ref().unwrap()).unwrap();
+        let mut words: Vec<OsString> = vec![
+            format!("--mesh={mesh}").into(),
+            format!("--dns={dns}").into(),
+        ];
+        words.extend(FLAGS.iter().map(|(flag, value)| match *value {
+            "" => format!("--{flag}").into(),
+            value => format!("--{flag}={value}").into(),
+        }));
+        let mut by_flags = file.clone();
+        // Keys without a flag.
+        by_flags.node.reserved_ports.clear();
+        by_flags.packets.timeouts = settings::FlowTimeouts::default();
+        assert_eq!(settings(&words), by_flags);
+        // And over a file that says everything, too.
+        words.extend(["--config".into(), place.path().into()]);
+        assert_eq!(settings(&words), file);
+
+        let mut tried: BTreeSet<&str> = FLAGS.iter().map(|(flag, _)| *flag).collect();
+        tried.extend(["mesh", "dns"]);
+        // These exclude others. They are tried elsewhere.
+        tried.extend(["kubernetes", "kubeconfig", "api-server", "pod-cidr"]);
+        tried.extend(["from-iptables", "strict", "takeover-dir"]);
+        // Not for a file.
+        tried.extend(["config", "help", "version"]);
+        let command = Cli::command();
+        let run = command.find_subcommand("run").unwrap();
+        let flags = run.get_arguments().filter_map(clap::Arg::get_long);
+        let missing: Vec<_> = flags.filter(|flag| !tried.contains(flag)).collect();
+        assert!(
+            missing.is_empty(),
+            "{missing:?} cannot be said in a configuration file: add them to src/settings and \
+             tests/config/all.yaml"
+        );
+    }
+
+    #[test]
+    fn the_command_line_counts_more_than_the_file() {
+        let place = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(place.path(), ALL).unwrap();
+        let words = [
+            "--zone=z-flag",
+            "--uplink=ens*",
+            "--on-exit=keep",
+            "--metrics-addr=off",
+            "-vv",
+            "--nf-conntrack-udp-timeout=31s",
+            "--config",
+        ];
+        let mut words = words.map(OsString::from).to_vec();
+        words.push(place.path().into());
+        let found = settings(&words);
+        let mut wanted = config::parse("all.yaml".as_ref(), ALL).unwrap();
+        wanted.node.zone = Some("z-flag".to_owned());
+        wanted.packets.uplinks = vec!["ens*".parse().unwrap()];
+        wanted.on_exit = Some(settings::OnExit::Keep);
+        wanted.listen.metrics = "off".parse().ok();
+        wanted.log.level = Some(settings::LogLevel::Trace);
+        wanted.kernel.conntrack.udp_timeout = "31s".parse().ok();
+        assert_eq!(found, wanted);
+    }
+
+    #[test]
+    fn the_file_and_a_flag_may_contradict_each_other() {
+        let file = "source: {kubernetes: {}}\npackets: {podCidrs: [10.0.0.0/8]}\n";
+        let wrong = parsed(file, &["run", "--pods-by-interface"]).unwrap_err();
+        assert!(
+            wrong.contains("both podCidrs and podsByInterface"),
+            "{wrong}"
+        );
+        let wrong = parsed(
+            "",
+            &[
+                "run",
+                "--kubernetes",
+                "--pods-by-interface",
+                "--pod-cidr=10.0.0.0/8",
+            ],
+        );
+        assert!(wrong.unwrap_err().contains("cannot be used with"));
+    }
+
+    /// Options of commands below commands, too, and a command's own `--verbose` is not the log's.
+    #[test]
+    fn every_command_takes_the_places_of_the_file() {
+        for words in [
+            &["status"][..],
+            &["services"],
+            &["monitor"],
+            &["cleanup"],
+            &["conntrack", "list"],
+            &["conntrack", "count"],
+            &["conntrack", "flush", "--all"],
+            &["explain", "default/web", "10.96.0.1:80"],
+        ] {
+            let cli = parsed(ALL, words).unwrap();
+            for place in ["\"/run/other/agent.sock\"", "\"/sys/fs/bpf/other\""] {
+                assert!(cli.contains(place), "{words:?}: no {place} in {cli}");
+            }
+            assert!(!cli.contains("verbose: true"), "{cli}");
+        }
+        for words in [&["plan"][..], &["doctor"]] {
+            let cli = parsed(ALL, words).unwrap();
+            assert!(cli.contains("\"/sys/fs/bpf/other\""), "{words:?}: {cli}");
+        }
+    }
+}

@@ -1,0 +1,369 @@
+//! `dataplane status`.
+
+use std::{fmt::Write as _, io::Write, process::ExitCode};
+
+use admin::{
+    api::{AgentStatus, Learnt, PodCgroups, SourceKind, Sync},
+    client,
+    report::{self, Interface, OnInterface, Report, Severity},
+};
+use clap::Args;
+
+use super::{
+    PathArgs, SocketArgs,
+    output::{self, BAD, BOLD, Cell, Format, GOOD, Table, WARN},
+};
+
+/// Show if the dataplane on this node is healthy, and what is wrong if not.
+///
+/// Asks the kernel which programs are attached and how full the tables are, and asks the agent for
+/// the rest. Also works without the agent; the missing agent is then the error.
+///
+/// Exits with 0 if the dataplane is healthy, with 1 if not. With only warnings it is healthy.
+#[derive(Debug, Args)]
+pub struct StatusArgs {
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Format,
+
+    #[command(flatten)]
+    pub(super) paths: PathArgs,
+
+    #[command(flatten)]
+    pub(super) socket: SocketArgs,
+}
+
+impl StatusArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let report = match self.socket.client().get::<Report>("/status") {
+            // It looked at the kernel just now, and knows best where its things are.
+            Ok(mut report) => {
+                env!("CARGO_PKG_VERSION").clone_into(&mut report.versions.command);
+                report
+            }
+            Err(error @ client::Error::Denied { .. }) => return Err(error.into()),
+            Err(error) => {
+                let limits = kernel::Limits::default();
+                // Whoever may not look must not call it unhealthy.
+                if let Err(denied) = kernel::Tables::open(&self.paths.bpffs())
+                    && denied.is_permission()
+                {
+                    return Err(denied.into());
+                }
+                report::examine(&self.paths.or_guess(), limits, Err(error))
+            }
+        };
+        self.output
+            .print(&report, |out, report| text(out, report, admin::now()))?;
+        Ok(if report.healthy {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::FAILURE
+        })
+    }
+}
+
+fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
+    let (style, word) = if report.healthy {
+        (GOOD, "healthy")
+    } else {
+        (BAD, "NOT HEALTHY")
+    };
+    writeln!(out, "{}", output::styled(style, word))?;
+    for finding in &report.findings {
+        let style = if finding.severity == Severity::Error {
+            BAD
+        } else {
+            WARN
+        };
+        let sign = output::styled(style, finding.severity);
+        // Several lines, such as the errors of manifests, stay one finding to the eye.
+        writeln!(out, "  {sign}: {}", finding.text.replace('\n', "\n    "))?;
+    }
+    if let Some(status) = &report.agent {
+        writeln!(out)?;
+        agent(out, status, now)?;
+    }
+
+    writeln!(out)?;
+    let mut table = Table::new(&["PROGRAM", "ATTACHED", "LINK", "PROGRAM ID"]);
+    let number = |id: Option<u32>| id.map_or_else(|| "-".to_owned(), |id| id.to_string());
+    for program in &report.programs {
+        let attached = if program.attached {
+            Cell::new("yes", GOOD)
+        } else {
+            Cell::new("NO", BAD)
+        };
+        table.row([
+            program.name.as_str().into(),
+            attached,
+            number(program.link_id).into(),
+            number(program.program_id).into(),
+        ]);
+    }
+    if !table.is_empty() {
+        table.write(out)?;
+        writeln!(out)?;
+    }
+
+    let mut table = Table::new(&[
+        "INTERFACE",
+        "IS",
+        "INGRESS",
+        "EGRESS",
+        "DELIVERY",
+        "MASQUERADES TO",
+    ]);
+    for interface in &report.interfaces {
+        let cell = |on: &OnInterface| match (&on.hook, on.attached) {
+            (Some(hook), true) => Cell::new(hook.clone(), GOOD),
+            _ => Cell::new("NO", BAD),
+        };
+        table.row([
+            interface.name.as_str().into(),
+            interface.role.as_str().into(),
+            cell(&interface.ingress),
+            cell(&interface.egress),
+            delivery(interface).into(),
+            interface.masquerade.join(", ").into(),
+        ]);
+    }
+    if !table.is_empty() {
+        table.write(out)?;
+        writeln!(out)?;
+    }
+
+    let mut table = Table::new(&["BY PACKETS ONLY", "NETWORK NAMESPACE", "BECAUSE"]);
+    for pod in &report.by_packets {
+        table.row([
+            pod.interface.as_str().into(),
+            pod.netns_cookie.to_string().into(),
+            pod.reason.as_str().into(),
+        ]);
+    }
+    if !table.is_empty() {
+        table.write(out)?;
+        writeln!(out)?;
+    }
+
+    mesh(out, report)?;
+
+    let mut table = Table::new(&["TABLE", "USED", "ROOM", "LIMIT", "OF LIMIT", "MEMORY"]);
+    for t in &report.tables {
+        let percent = (t.used * 100).checked_div(t.limit).unwrap_or_default();
+        table.row([
+            t.name.as_str().into(),
+            t.used.to_string().into(),
+            t.capacity.to_string().into(),
+            t.limit.to_string().into(),
+            format!("{percent}%").into(),
+            output::bytes(t.bytes).into(),
+        ]);
+    }
+    if !table.is_empty() {
+        table.write(out)?;
+        writeln!(out)?;
+    }
+
+    let counts: Vec<String> = report
+        .verdicts
+        .iter()
+        .filter(|(_, count)| **count > 0)
+        .map(|(reason, count)| format!("{reason} {count}"))
+        .collect();
+    if !counts.is_empty() {
+        writeln!(out, "{BOLD}Verdicts{BOLD:#}  {}", counts.join(", "))?;
+    }
+    if let Some(is_there) = report.keep_nat {
+        writeln!(out, "{BOLD}Keep-NAT{BOLD:#}  {}", keep_nat(is_there))?;
+    }
+    let versions = &report.versions;
+    writeln!(
+        out,
+        "{BOLD}Versions{BOLD:#}  agent {}, command {}, layout {}, kernel {}",
+        versions.agent.as_deref().unwrap_or("-"),
+        versions.command,
+        versions.layout,
+        versions.kernel,
+    )
+}
+
+/// How packets are delivered to an interface, and why not at once.
+fn delivery(interface: &Interface) -> String {
+    if interface.egress_of_others.is_empty() {
+        return interface.delivery.clone();
+    }
+    let others = interface.egress_of_others.join(", ");
+    format!("{} ({others})", interface.delivery)
+}
+
+/// What is said of the table of `dataplane keep-nat`.
+fn keep_nat(is_there: bool) -> String {
+    let table = kernel::keep_nat::TABLE;
+    if is_there {
+        format!(
+            "nftables table inet {table} is there: the kernel goes on tracking and translating connections; \
+             `dataplane keep-nat --release` removes it when none is translated any more"
+        )
+    } else {
+        format!("no nftables table inet {table}")
+    }
+}
+
+/// Whose connections are captured.
+fn mesh(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {
+    if report.mesh.is_empty() {
+        return Ok(());
+    }
+    let mut table = Table::new(&[
+        "WORKLOAD",
+        "IN",
+        "MODE",
+        "EGRESS",
+        "PROXY",
+        "WITHOUT IT",
+        "ACCELERATION",
+        "PROBLEM",
+    ]);
+    for workload in &report.mesh {
+        let proxy = match &*workload.proxy {
+            "-" => "-".into(),
+            "ready" => Cell::new("ready", GOOD),
+            other => Cell::new(other.to_owned(), WARN),
+        };
+        let acceleration = workload.acceleration.as_deref().unwrap_or("?");
+        let acceleration = match &workload.not_accelerated {
+            Some(why) => Cell::new(format!("{acceleration}: {why}"), WARN),
+            None => acceleration.into(),
+        };
+        table.row([
+            workload.name.as_deref().unwrap_or("?").into(),
+            workload.place.as_str().into(),
+            workload.mode.as_str().into(),
+            workload.egress.as_str().into(),
+            proxy,
+            workload.without_proxy.as_str().into(),
+            acceleration,
+            workload.problem.as_deref().unwrap_or("-").into(),
+        ]);
+    }
+    table.write(out)?;
+    if report.mesh.iter().any(|workload| workload.proxy != "-") {
+        writeln!(
+            out,
+            "A proxy accepts captured inbound connections before the application does, so tcpSocket probes always succeed: use \
+             httpGet, grpc or exec"
+        )?;
+    }
+    writeln!(out)
+}
+
+fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result<()> {
+    let ago = |at: u64| output::duration(now.saturating_sub(at));
+    let mut line = |what: &str, text: String| writeln!(out, "{BOLD}{what:<10}{BOLD:#}{text}");
+    line(
+        "Agent",
+        format!("process {}, up {}", status.version.pid, ago(status.started)),
+    )?;
+    let addresses = match (&status.node_port_addresses[..], &status.node_addresses[..]) {
+        ([], []) => "loopback only".to_owned(),
+        // An agent of an earlier version.
+        ([], some) => some.join(", "),
+        (some, _) => learnt(some),
+    };
+    line(
+        "Node",
+        format!("{}; node ports on {addresses}", status.node),
+    )?;
+    line(
+        "Pods",
+        match &status.pod_networks[..] {
+            [] => {
+                "no pod detection (no --pod-cidr): no client is masqueraded on the way to a cluster IP"
+                    .to_owned()
+            }
+            some => learnt(some),
+        },
+    )?;
+    line(
+        "Cgroup",
+        format!(
+            "{}{}",
+            learnt(std::slice::from_ref(&status.cgroup)),
+            status.pods.as_ref().map_or_else(String::new, pods)
+        ),
+    )?;
+    line(
+        "Services",
+        format!("{}, with {} endpoints", status.services, status.endpoints),
+    )?;
+    line(
+        "Source",
+        format!(
+            "{} {}, {}",
+            status.source.kind.word(),
+            status.source.paths.join(", "),
+            match (status.source.kind, status.source.read) {
+                (_, 0) => "not read yet".to_owned(),
+                (SourceKind::Manifests | SourceKind::Rules, at) => format!("read {} ago", ago(at)),
+                (_, at) => format!("heard {} ago", ago(at)),
+            }
+        ),
+    )?;
+    if let Some(flows) = &status.flows {
+        let counted = format!("{}, counted {} ago", flows.total, ago(flows.at));
+        line("Flows", counted)?;
+    }
+    if let Some(dns) = &status.dns {
+        let text = format!(
+            "answers {} workloads; {} queries, {} from known names, {} from the cache, {} failed",
+            dns.workloads, dns.queries, dns.local, dns.cached, dns.failed
+        );
+        line("DNS", text)?;
+    }
+    line(
+        "Last sync",
+        status
+            .last_sync
+            .as_ref()
+            .map_or_else(|| "never".to_owned(), |sync| last_sync(sync, &ago(sync.at))),
+    )
+}
+
+/// How many pods' sockets are in the cgroup.
+fn pods(pods: &PodCgroups) -> String {
+    let mut text = format!("; {} pods in it", pods.inside);
+    if pods.outside > 0 {
+        let _ = write!(text, ", {} in others", pods.outside);
+    }
+    if pods.unknown > 0 {
+        let _ = write!(
+            text,
+            ", {} whose sockets the agent does not see",
+            pods.unknown
+        );
+    }
+    text
+}
+
+/// Values, each with where it was learnt from, which is said once for those that follow each other.
+fn learnt(all: &[Learnt]) -> String {
+    let groups = all.chunk_by(|a, b| a.from == b.from);
+    let groups = groups.map(|group| {
+        let values: Vec<&str> = group.iter().map(|learnt| &*learnt.value).collect();
+        let from = group.first().map_or("", |learnt| &*learnt.from);
+        format!("{} ({from})", values.join(", "))
+    });
+    groups.collect::<Vec<_>>().join(", ")
+}
+
+fn last_sync(sync: &Sync, ago: &str) -> String {
+    #[expect(clippy::cast_precision_loss, reason = "two decimal places are printed")]
+    let ms = |us: u64| us as f64 / 1000.0;
+    format!(
+        "{ago} ago: {} writes; {:.2} ms to plan, {:.2} ms to write",
+        sync.writes,
+        ms(sync.plan_us),
+        ms(sync.write_us),
+    )
+}

@@ -1,0 +1,57 @@
+//! `--watch`: takes over again when kube-proxy writes its rules.
+
+use std::{thread, time::Duration};
+
+use kernel::netfilter;
+use takeover::journal::{Journal, State};
+
+use super::{
+    place::Place,
+    steps::take_over,
+    told::{Outcome, Tell},
+};
+
+/// How often it looks.
+const LOOK: Duration = Duration::from_secs(2);
+
+/// Takes over each time that rules have come back, with all checks, until the process is ended or the node is given back.
+pub fn watch(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
+    loop {
+        thread::sleep(LOOK);
+        let journal = Journal::read(&place.directory)?;
+        if !journal
+            .is_some_and(|journal| matches!(journal.state, State::TakenOver | State::Removing))
+        {
+            tell.step(
+                "watch",
+                "the node was given back: not watching any more".to_owned(),
+            );
+            return Ok(());
+        }
+        if !has_rules()? {
+            continue;
+        }
+        tell.step("watch", "kube-proxy has written its rules again".to_owned());
+        match take_over(place, false, tell) {
+            Ok(Outcome::Differs) => tell.step(
+                "watch",
+                "the rules stay for now, because they differ".to_owned(),
+            ),
+            Ok(_) => {}
+            // The next look may be better.
+            Err(why) => tell.step("watch", format!("{why:#}")),
+        }
+    }
+}
+
+/// Whether kube-proxy has rules in the kernel. Asks no program.
+fn has_rules() -> anyhow::Result<bool> {
+    let tables = netfilter::tables()?;
+    Ok(tables.iter().any(|table| {
+        table.name == "kube-proxy"
+            || table
+                .chains
+                .iter()
+                .any(|chain| chain.name == "KUBE-SERVICES")
+    }))
+}

@@ -1,0 +1,65 @@
+//! What decides answers besides a snapshot's objects: the cluster's domain and DNS, and the node's resolvers.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use model::{Cluster, Names, ServiceName, Snapshot};
+
+use super::{
+    LowerName, ResolvConf,
+    client::PORT,
+    zone::{CLUSTER_DNS, Ttls, Zone},
+};
+
+/// What the kubelet of a node is told about DNS.
+#[derive(Clone, Debug)]
+pub struct Basis {
+    /// `clusterDomain`.
+    pub domain: LowerName,
+    /// `clusterDNS`; none: the cluster IPs of the Service `kube-system/kube-dns`.
+    pub cluster_dns: Vec<IpAddr>,
+    /// `resolvConf`.
+    pub node: ResolvConf,
+    /// How long clients may keep answers.
+    pub ttls: Ttls,
+}
+
+impl Basis {
+    /// The names of a snapshot, in the cluster's domain. `before`: those of a snapshot before.
+    pub fn names(&self, before: Names, snapshot: &Snapshot) -> Names {
+        let domain = self.domain.to_string();
+        let snapshot = Snapshot {
+            cluster: Arc::new(Cluster {
+                domain: domain.trim_end_matches('.').into(),
+                ..(*snapshot.cluster).clone()
+            }),
+            ..snapshot.clone()
+        };
+        let mut names = before;
+        names.follow(&snapshot);
+        names
+    }
+
+    /// The zone of a snapshot.
+    pub fn zone(&self, snapshot: &Snapshot) -> Zone {
+        Zone::new(self.names(Names::default(), snapshot), self.ttls)
+    }
+
+    /// Where the cluster's DNS is.
+    pub fn cluster_dns(&self, snapshot: &Snapshot) -> Vec<SocketAddr> {
+        let found = || {
+            let name = ServiceName::new(CLUSTER_DNS.0, CLUSTER_DNS.1);
+            let service = snapshot.services.get(&name);
+            service.map(|service| service.named_ips().to_vec())
+        };
+        let addrs = if self.cluster_dns.is_empty() {
+            found().unwrap_or_default()
+        } else {
+            self.cluster_dns.clone()
+        };
+        let addrs = addrs.into_iter();
+        addrs.map(|addr| SocketAddr::new(addr, PORT)).collect()
+    }
+}

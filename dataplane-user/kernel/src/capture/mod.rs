@@ -1,0 +1,511 @@
+//! Mesh capture: its one writer, and its programs in workloads' network namespaces and on their interfaces.
+
+mod inbound;
+pub(super) mod interface_rules;
+pub(super) mod lease;
+mod listeners;
+pub(super) mod machine_marks;
+mod namespace;
+mod pairs;
+pub(super) mod routing;
+pub use routing::TABLE as OUR_TABLE;
+mod tables;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+};
+
+use aya::Ebpf;
+use dataplane_common::{
+    Port,
+    capture::{
+        CaptureConfig, EXCLUDED, Enrolled, FROM_CLIENT, JUDGED, ListenerKey, Local, MESH_CGROUPS,
+        MESH_DENIES, MESH_DNS, MESH_GUARD, MESH_NAMESPACES, MESH_PACKETS, MESH_PORT, TrafficKey,
+    },
+};
+use plan::Captured;
+use zerocopy::{FromBytes, IntoBytes};
+
+use self::inbound::Inbound;
+pub use self::{
+    interface_rules::{InterfaceRule, Machines, Unrouted, route_interfaces, unroute_interfaces},
+    lease::QueryLease,
+    listeners::{
+        Listeners, QuerySockets, open_listeners, open_query_sockets, open_resolver_sockets,
+        open_transparent_listeners,
+    },
+    machine_marks::Marks,
+    namespace::{Namespace, addresses, indices, is_linked, is_the_nodes, this_namespace},
+    pairs::Pairs,
+    routing::{route_answers, route_answers_no_more, route_to_sockets},
+    tables::CaptureTables,
+};
+use super::{
+    error::{Doing, Error},
+    map::{Hash, Plain},
+    pins::{self, Pins},
+    programs, sys,
+    tables::Tables,
+    tc::{self, CaptureProgram, Hook},
+};
+
+/// What all captured workloads have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CaptureOptions {
+    /// The proxy's port for outbound connections, at loopback in the workload's namespace.
+    pub outbound: u16,
+    /// The proxy's port for inbound connections.
+    pub inbound: u16,
+    /// The mark of the agent's proxy's sockets.
+    pub mark: u32,
+    /// Whether the proxy is not the agent's.
+    pub foreign: bool,
+    /// Whether the configuration denies egress to somebody, so that datagrams are judged from the start.
+    pub denies: bool,
+    /// The port of the agent's DNS server; none: nobody's queries are captured.
+    pub dns: Option<u16>,
+}
+
+/// The tables of capture, and the program for namespaces; nothing of it if there is no mesh.
+#[derive(Debug)]
+pub struct Capture {
+    tables: CaptureTables,
+    /// What they hold.
+    held: Captured,
+    options: Option<CaptureOptions>,
+    inbound: Option<Inbound>,
+    /// For connections to a proxy.
+    events: Option<OwnedFd>,
+    /// For the interfaces of workloads that are captured by their packets.
+    packets: Option<CaptureProgram>,
+    lease: QueryLease,
+}
+
+/// The cgroup of an agent of another layout, as its CAPTURE tells; 0 if there is none.
+fn cgroup_of_another_layout(pins: &Pins) -> u64 {
+    let read = |layout: &PathBuf| {
+        let map = sys::obj_get(&layout.join("maps").join("CAPTURE")).ok()?;
+        let info = sys::map_info(map.as_fd()).ok()?;
+        let mut value = vec![0; info.value_size as usize];
+        let there = sys::map_lookup(map.as_fd(), 0u32.as_bytes(), &mut value).ok()?;
+        let (cgroup, _) = u64::read_from_prefix(&value).ok()?;
+        there.then_some(cgroup)
+    };
+    let layouts = pins.other_layouts();
+    layouts.iter().rev().find_map(read).unwrap_or_default()
+}
+
+impl Capture {
+    /// Opens the tables, and takes what is left of an earlier agent: what it captured goes on being
+    /// captured until [`Capture::apply`] says otherwise. Without `options`, nothing is captured from
+    /// here on.
+    ///
+    /// Nothing can be attached before [`Capture::set_programs`].
+    pub(super) fn open(
+        pins: &Pins,
+        tables: &Tables,
+        options: Option<CaptureOptions>,
+        agent_cgroup: u64,
+    ) -> Result<Self, Error> {
+        let own = CaptureTables::open_pins(pins, true)?;
+        let mut capture = Self {
+            held: own.contents()?,
+            tables: own,
+            options,
+            inbound: None,
+            events: None,
+            packets: None,
+            lease: QueryLease::open(pins)?,
+        };
+        if let Some(options) = options {
+            let earlier = capture.tables.config();
+            let before = match earlier.agent_cgroup {
+                0 => cgroup_of_another_layout(pins),
+                own if own == agent_cgroup => earlier.before_cgroup,
+                other => other,
+            };
+            let cgroups = [agent_cgroup, before];
+            capture.set_config(options, cgroups, earlier.levels, &capture.held);
+            // Whose they are, only the earlier agent knew.
+            for (key, _) in capture.tables.traffic()? {
+                let _ = capture.tables.traffic.remove(&key);
+            }
+        } else {
+            tables.set_mesh(0);
+            // Without the programs, packets that these rules bring to sockets here would find none.
+            let entries = capture.held.namespaces.iter();
+            let routed = entries.filter(|(_, entry)| entry.flags & Enrolled::VIRTUAL != 0);
+            interface_rules::unroute(&routed.map(|(cookie, _)| *cookie).collect())
+                .doing(|| "cannot remove the routing rules for virtual interfaces".to_owned())?;
+            capture.write(&Captured::default())?;
+            // What cannot be detached is listed by `cleanup`; without tables it does nothing.
+            let _ = tc::keep_no_capture(pins)?;
+            let mark = capture.tables.config().mark;
+            if mark != 0 {
+                // Where there is no such rule, there is nothing to remove.
+                let _ = route_answers_no_more(mark | FROM_CLIENT);
+            }
+            for (path, _) in inbound::links(pins) {
+                detach(&path)?;
+            }
+        }
+        Ok(capture)
+    }
+
+    /// Takes the loaded programs, if something is captured.
+    pub(super) fn set_programs(
+        &mut self,
+        ebpf: &Ebpf,
+        pins: &Pins,
+        hook: Option<Hook>,
+    ) -> Result<(), Error> {
+        if self.options.is_some() {
+            self.inbound = Some(Inbound::prepare(pins)?);
+            self.events = Some(programs::events_program(ebpf)?);
+            let on_interfaces = programs::packet_program(ebpf, tc::Direction::Capture)?;
+            self.packets = Some(CaptureProgram::new(on_interfaces, hook)?);
+        }
+        Ok(())
+    }
+
+    /// The cgroups are this agent's and the one's before it; `captured`: what the tables hold, or are about to.
+    fn set_config(
+        &self,
+        options: CaptureOptions,
+        [agent_cgroup, before_cgroup]: [u64; 2],
+        levels: u32,
+        captured: &Captured,
+    ) {
+        let mut flags = 0;
+        if options.foreign {
+            flags |= CaptureConfig::FOREIGN;
+        }
+        if captured.locals.values().any(Local::is_measured) {
+            flags |= CaptureConfig::ARRIVALS;
+        }
+        self.tables.config.set(
+            0,
+            CaptureConfig {
+                agent_cgroup,
+                before_cgroup,
+                mark: options.mark,
+                levels,
+                outbound: Port::new(options.outbound),
+                inbound: Port::new(options.inbound),
+                flags,
+            },
+        );
+    }
+
+    /// What the tables hold.
+    pub fn held(&self) -> &Captured {
+        &self.held
+    }
+
+    /// The tables, for reading.
+    pub fn tables(&self) -> &CaptureTables {
+        &self.tables
+    }
+
+    /// Has a program be told of connections to a proxy if `wanted` has one, or anybody may be one: before the first of
+    /// them is made.
+    pub(super) fn attach_events(
+        &self,
+        pins: &Pins,
+        cgroup: &Path,
+        wanted: &Captured,
+    ) -> Result<(), Error> {
+        let (Some(options), Some(program)) = (self.options, &self.events) else {
+            return Ok(());
+        };
+        if options.foreign || has_proxy(wanted) {
+            programs::attach_events(program.as_fd(), pins, cgroup)?;
+        }
+        Ok(())
+    }
+
+    /// The lease of the agent's DNS server.
+    pub fn query_lease(&self) -> QueryLease {
+        self.lease.clone()
+    }
+
+    /// Brings the tables in line with `wanted`: new rules first, then the workloads that refer to
+    /// them, each in one write, then what nobody refers to any more goes. `levels`: at which levels
+    /// of the hierarchy there are cgroups; `guard`: whether connections are refused from network namespaces that are not
+    /// in `wanted`. Answers what the programs are then to be told of it
+    /// ([`Tables::set_mesh`]).
+    pub(super) fn apply(
+        &mut self,
+        wanted: &Captured,
+        levels: u32,
+        guard: bool,
+    ) -> Result<Option<u64>, Error> {
+        let Some(options) = self.options else {
+            return Ok(None);
+        };
+        let config = self.tables.config();
+        let cgroups = [config.agent_cgroup, config.before_cgroup];
+        // Levels only ever say where to look: more of them before, fewer after.
+        let before = config.levels | levels;
+        self.set_config(options, cgroups, before, wanted);
+        self.write(wanted)?;
+        self.set_config(options, cgroups, levels, wanted);
+        let mut mesh = 0;
+        if !wanted.namespaces.is_empty() {
+            mesh |= MESH_NAMESPACES;
+        }
+        if !wanted.cgroups.is_empty() {
+            mesh |= MESH_CGROUPS;
+        }
+        if guard {
+            mesh |= MESH_GUARD | MESH_NAMESPACES;
+        }
+        if wanted.locals.values().any(Local::is_by_packets) {
+            mesh |= MESH_PACKETS;
+        }
+        if options.denies || denies(wanted) {
+            mesh |= MESH_DENIES;
+        }
+        if mesh != 0 {
+            mesh |= u64::from(Port::new(options.outbound).be()) << MESH_PORT;
+        }
+        let mut entries = wanted.namespaces.values();
+        if let Some(port) = options.dns
+            && entries.any(|entry| entry.resolvers != 0)
+        {
+            mesh |= u64::from(Port::new(port).be()) << MESH_DNS;
+        }
+        Ok(Some(mesh))
+    }
+
+    fn write(&mut self, wanted: &Captured) -> Result<(), Error> {
+        let held = &mut self.held;
+        let tables = &self.tables;
+        // A connection that an exclusion does not pass any longer is captured, and nothing is open that was not.
+        let is_exclusion = |said: &u32| [EXCLUDED, JUDGED].contains(said);
+        let Captured { rules, ranges, .. } = wanted;
+        make_room("RULES", &tables.rules, &mut held.rules, rules, is_exclusion)?;
+        make_room(
+            "RANGES",
+            &tables.ranges,
+            &mut held.ranges,
+            ranges,
+            is_exclusion,
+        )?;
+        make_room("KNOWN", &tables.known, &mut held.known, &wanted.known, any)?;
+        let locals = &mut held.locals;
+        make_room("LOCALS", &tables.locals, locals, &wanted.locals, any)?;
+        make_room(
+            "NAMESPACES",
+            &tables.namespaces,
+            &mut held.namespaces,
+            &wanted.namespaces,
+            any,
+        )?;
+        add("RULES", &tables.rules, &mut held.rules, &wanted.rules)?;
+        add("RANGES", &tables.ranges, &mut held.ranges, &wanted.ranges)?;
+        add("KNOWN", &tables.known, &mut held.known, &wanted.known)?;
+        add("LOCALS", &tables.locals, &mut held.locals, &wanted.locals)?;
+        let namespaces = &mut held.namespaces;
+        add(
+            "NAMESPACES",
+            &tables.namespaces,
+            namespaces,
+            &wanted.namespaces,
+        )?;
+        add(
+            "CGROUPS",
+            &tables.cgroups,
+            &mut held.cgroups,
+            &wanted.cgroups,
+        )?;
+        remove(
+            "NAMESPACES",
+            &tables.namespaces,
+            namespaces,
+            &wanted.namespaces,
+        )?;
+        remove(
+            "CGROUPS",
+            &tables.cgroups,
+            &mut held.cgroups,
+            &wanted.cgroups,
+        )?;
+        remove("LOCALS", &tables.locals, &mut held.locals, &wanted.locals)?;
+        remove("KNOWN", &tables.known, &mut held.known, &wanted.known)?;
+        remove("RULES", &tables.rules, &mut held.rules, &wanted.rules)?;
+        remove("RANGES", &tables.ranges, &mut held.ranges, &wanted.ranges)
+    }
+
+    /// Has connections of workloads that have gone counted no more: there is room for others.
+    pub fn forget_traffic(&self, keys: &[TrafficKey]) {
+        for key in keys {
+            // If it is not there, it is as it should be.
+            let _ = self.tables.traffic.remove(key);
+        }
+    }
+
+    /// Has inbound connections to a namespace go by our program: attached, or swapped in place.
+    pub(super) fn attach(&mut self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
+        match &mut self.inbound {
+            Some(inbound) => inbound.attach(pins, namespace),
+            None => Ok(()),
+        }
+    }
+
+    /// Detaches our program from all namespaces but those of `wanted`.
+    pub(super) fn detach_others(
+        &mut self,
+        pins: &Pins,
+        wanted: impl Fn(u64) -> bool,
+    ) -> Result<(), Error> {
+        if let Some(inbound) = &mut self.inbound {
+            inbound.keep(&wanted);
+        }
+        for (path, cookie) in inbound::links(pins) {
+            if !wanted(cookie) {
+                detach(&path)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Has the packets of captured workloads on these interfaces go by our program, and on no others.
+    /// Answers where that is not possible, and why.
+    ///
+    /// # Errors
+    /// If the kernel cannot be asked what there is.
+    pub(super) fn attach_interfaces(
+        &self,
+        pins: &Pins,
+        wanted: &BTreeSet<u32>,
+    ) -> Result<BTreeMap<u32, String>, Error> {
+        match &self.packets {
+            Some(program) => program.attach(pins, wanted),
+            None => Ok(BTreeMap::new()),
+        }
+    }
+
+    /// Says where connections go: inbound ones of a namespace, or those of a workload that is captured
+    /// by its packets.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn listen(&self, key: ListenerKey, socket: BorrowedFd<'_>) -> Result<(), Error> {
+        sys::map_update(
+            self.tables.listeners.as_fd(),
+            key.as_bytes(),
+            &socket.as_raw_fd().to_ne_bytes(),
+            0,
+        )
+        .doing(|| "cannot hand a listening socket to the kernel".to_owned())
+    }
+
+    /// The inverse of [`Capture::listen`].
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn listen_no_more(&self, key: ListenerKey) -> Result<(), Error> {
+        sys::map_delete(self.tables.listeners.as_fd(), key.as_bytes())
+            .doing(|| "cannot take a listening socket back from the kernel".to_owned())
+            .map(|_| ())
+    }
+}
+
+fn add<K: Plain + Ord, V: Plain + PartialEq>(
+    name: &str,
+    table: &Hash<K, V>,
+    held: &mut BTreeMap<K, V>,
+    wanted: &BTreeMap<K, V>,
+) -> Result<(), Error> {
+    for (key, value) in wanted {
+        if held.get(key) != Some(value) {
+            table.set(key, value).doing(|| {
+                format!(
+                    "cannot add to {name}, which has room for {} entries",
+                    table.capacity()
+                )
+            })?;
+            held.insert(*key, *value);
+        }
+    }
+    Ok(())
+}
+
+/// Where a table cannot hold what is new beside what is not wanted any longer: removes what is not, of which `may` says
+/// that it may go first.
+fn make_room<K: Plain + Ord, V: Plain>(
+    name: &str,
+    table: &Hash<K, V>,
+    held: &mut BTreeMap<K, V>,
+    wanted: &BTreeMap<K, V>,
+    may: impl Fn(&V) -> bool,
+) -> Result<(), Error> {
+    let new = wanted.keys().filter(|key| !held.contains_key(key)).count();
+    if held.len() + new <= table.capacity() as usize {
+        return Ok(());
+    }
+    let gone = held.iter();
+    let gone = gone.filter(|(key, value)| !wanted.contains_key(key) && may(value));
+    let gone: Vec<K> = gone.map(|(key, _)| *key).collect();
+    for key in gone {
+        let doing = || format!("cannot remove from {name}");
+        table.remove(&key).doing(doing)?;
+        held.remove(&key);
+    }
+    Ok(())
+}
+
+fn any<V>(_: &V) -> bool {
+    true
+}
+
+fn remove<K: Plain + Ord, V: Plain>(
+    name: &str,
+    table: &Hash<K, V>,
+    held: &mut BTreeMap<K, V>,
+    wanted: &BTreeMap<K, V>,
+) -> Result<(), Error> {
+    let gone: Vec<K> = held
+        .keys()
+        .filter(|key| !wanted.contains_key(key))
+        .copied()
+        .collect();
+    for key in gone {
+        table
+            .remove(&key)
+            .doing(|| format!("cannot remove from {name}"))?;
+        held.remove(&key);
+    }
+    Ok(())
+}
+
+/// Whether anybody's connections go to a proxy.
+fn has_proxy(captured: &Captured) -> bool {
+    let enrolled = captured
+        .namespaces
+        .values()
+        .chain(captured.cgroups.values());
+    let flags = enrolled.map(|enrolled| enrolled.flags);
+    let of_addresses = captured.locals.values().map(|local| local.flags);
+    flags
+        .chain(of_addresses)
+        .any(|flags| flags & (Enrolled::PROXY | Enrolled::INBOUND | Enrolled::PACKETS) != 0)
+}
+
+/// Whether anybody's egress policy is deny.
+fn denies(captured: &Captured) -> bool {
+    let enrolled = captured
+        .namespaces
+        .values()
+        .chain(captured.cgroups.values());
+    let mut flags = enrolled.map(|enrolled| enrolled.flags);
+    flags.any(|flags| flags & Enrolled::EGRESS_DENY != 0)
+}
+
+fn detach(path: &Path) -> Result<(), Error> {
+    let link = sys::obj_get(path).doing(|| format!("cannot open {}", path.display()))?;
+    pins::remove_link(&link, path)
+}

@@ -1,0 +1,218 @@
+//! The rules and routes of a mesh, in workloads' network namespaces and the node's: by these, answers to a client's
+//! address come back to the proxy ([`route_answers`]), and packets go to the sockets that they were given to
+//! ([`route_to_sockets`]).
+
+use std::{
+    fs::File,
+    io::{self, Write as _},
+};
+
+use dataplane_common::capture::FROM_CLIENT;
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
+use netlink_packet_route::{
+    AddressFamily, RouteNetlinkMessage,
+    route::{RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType},
+    rule::{RuleAction, RuleAttribute, RuleMessage},
+};
+
+use super::listeners::is_v6_off;
+use crate::{opener, rtnetlink::Netlink, sysctl};
+
+/// The routing table by which answers to a client's address come back to the proxy.
+pub const TABLE: u32 = 15_006;
+/// What a rule asks of a packet's mark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    /// The bits that are looked at.
+    pub mask: u32,
+    /// What they are.
+    pub value: u32,
+}
+
+impl Mark {
+    /// It has all these bits, whatever others it has, which are other people's.
+    pub const fn with(bits: u32) -> Self {
+        Self {
+            mask: bits,
+            value: bits,
+        }
+    }
+}
+
+/// The sysctl by which answers have the mark of the connection that they answer.
+pub const FWMARK_ACCEPT: &str = "ipv4/tcp_fwmark_accept";
+/// The sysctls by which packets that answer for no socket, such as the reset of a closed port, have the mark of the packet
+/// that they answer.
+pub const FWMARK_REFLECT: [&str; 2] = ["ipv4/fwmark_reflect", "ipv6/fwmark_reflect"];
+
+/// Says why [`FWMARK_ACCEPT`] cannot be set, and what to do.
+pub fn cannot_accept_marks(error: &io::Error) -> String {
+    let otherwise = "set mesh.proxy.keepSource to false";
+    let reason = sysctl::reason(error, "mesh", "mesh", otherwise);
+    format!("cannot set /proc/sys/net/{FWMARK_ACCEPT}: {reason}")
+}
+
+/// In the network namespace that this thread is in: has packets that answer the proxy, which has
+/// connected from a client's address, come back to it. They have the mark of the connection or packet that they answer
+/// (`net.ipv4.tcp_fwmark_accept` and `fwmark_reflect`, which are set here), and a route of their own.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn route_answers(mark: u32) -> io::Result<()> {
+    route_to_sockets(mark)?;
+    let settings = opener::mark_settings().unwrap_or_else(mark_settings);
+    let set = settings.and_then(|settings| {
+        let mut settings = settings.into_iter();
+        settings.try_for_each(|mut setting| setting.write_all(b"1"))
+    });
+    set.map_err(|error| {
+        let text = cannot_accept_marks(&error);
+        io::Error::new(error.kind(), text)
+    })
+}
+
+/// Opens the sysctls that [`route_answers`] sets.
+///
+/// # Errors
+/// If one cannot be written to. Those of a family that this kernel does not have are left out.
+pub fn mark_settings() -> io::Result<Vec<File>> {
+    // The first one is IPv6's, too.
+    let mut settings = vec![sysctl::open(FWMARK_ACCEPT)?];
+    for name in FWMARK_REFLECT {
+        match sysctl::open(name) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            setting => settings.push(setting?),
+        }
+    }
+    Ok(settings)
+}
+
+/// In the network namespace that this thread is in: has packets that have these bits in their mark go to sockets here,
+/// whatever their destination.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn route_to_sockets(mark: u32) -> io::Result<()> {
+    let mut netlink = Netlink::open()?;
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        match route_family(&mut netlink, family, mark) {
+            Err(_) if family == AddressFamily::Inet6 && is_v6_off() => {}
+            done => done?,
+        }
+    }
+    Ok(())
+}
+
+fn route_family(netlink: &mut Netlink, family: AddressFamily, mark: u32) -> io::Result<()> {
+    let route = RouteNetlinkMessage::NewRoute(answers_route(family));
+    netlink.request(&route, NLM_F_CREATE | NLM_F_REPLACE)?;
+    let wanted = Mark::with(mark);
+    let rules = rules(netlink, family)?;
+    if !rules.contains(&wanted) {
+        let rule = RouteNetlinkMessage::NewRule(answers_rule(family, wanted));
+        netlink.request(&rule, NLM_F_CREATE | NLM_F_EXCL)?;
+    }
+    // An earlier agent's, which asked for the whole mark.
+    for old in rules
+        .into_iter()
+        .filter(|rule| rule.value == mark && *rule != wanted)
+    {
+        let rule = RouteNetlinkMessage::DelRule(answers_rule(family, old));
+        let _ = netlink.request(&rule, 0);
+    }
+    Ok(())
+}
+
+/// The inverse of [`route_answers`] and [`route_to_sockets`], but for the settings, which somebody else may rely on by now.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn route_answers_no_more(mark: u32) -> io::Result<()> {
+    let mut netlink = Netlink::open()?;
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        // Several, of agents that did not look. What is not there is gone.
+        let rules = rules(&mut netlink, family).unwrap_or_default();
+        for known in rules.into_iter().filter(|known| known.value == mark) {
+            let rule = RouteNetlinkMessage::DelRule(answers_rule(family, known));
+            let _ = netlink.request(&rule, 0);
+        }
+        let route = RouteNetlinkMessage::DelRoute(answers_route(family));
+        let _ = netlink.request(&route, 0);
+    }
+    Ok(())
+}
+
+pub fn answers_rule(family: AddressFamily, mark: Mark) -> RuleMessage {
+    let mut rule = RuleMessage::default();
+    rule.header.family = family;
+    rule.header.action = RuleAction::ToTable;
+    rule.attributes = vec![
+        RuleAttribute::FwMark(mark.value),
+        RuleAttribute::FwMask(mark.mask),
+        RuleAttribute::Table(TABLE),
+    ];
+    rule
+}
+
+pub fn answers_route(family: AddressFamily) -> RouteMessage {
+    let mut route = RouteMessage::default();
+    route.header = RouteHeader {
+        address_family: family,
+        table: RouteHeader::RT_TABLE_UNSPEC,
+        protocol: RouteProtocol::Static,
+        scope: RouteScope::Host,
+        kind: RouteType::Local,
+        ..RouteHeader::default()
+    };
+    // Loopback is number 1 in every namespace.
+    route.attributes = vec![RouteAttribute::Table(TABLE), RouteAttribute::Oif(1)];
+    route
+}
+
+/// The marks of our rules: one that is there is not to be made again, since the kernel takes two rules
+/// of which nobody said the preference for different ones.
+pub fn rules(netlink: &mut Netlink, family: AddressFamily) -> io::Result<Vec<Mark>> {
+    let mut question = RuleMessage::default();
+    question.header.family = family;
+    let answers = netlink.list(&RouteNetlinkMessage::GetRule(question))?;
+    let ours = answers.into_iter().filter_map(|answer| match answer {
+        RouteNetlinkMessage::NewRule(rule) if rule.header.family == family => our_mark(&rule),
+        _ => None,
+    });
+    Ok(ours.collect())
+}
+
+/// Nobody else's rule has this table and this bit.
+fn our_mark(rule: &RuleMessage) -> Option<Mark> {
+    let table = RuleAttribute::Table(TABLE);
+    if !rule.attributes.contains(&table) {
+        return None;
+    }
+    let (mut value, mut mask) = (0, u32::MAX);
+    for attribute in &rule.attributes {
+        match attribute {
+            RuleAttribute::FwMark(found) => value = *found,
+            RuleAttribute::FwMask(found) => mask = *found,
+            _ => {}
+        }
+    }
+    (value & FROM_CLIENT != 0).then_some(Mark { mask, value })
+}
+
+/// Whether our route is there.
+pub fn has_our_route(netlink: &mut Netlink, family: AddressFamily) -> io::Result<bool> {
+    let mut question = RouteMessage::default();
+    question.header.address_family = family;
+    let answers = netlink.list(&RouteNetlinkMessage::GetRoute(question))?;
+    Ok(answers.iter().any(|answer| is_our_route(answer, family)))
+}
+
+/// Whether a route is ours.
+fn is_our_route(answer: &RouteNetlinkMessage, family: AddressFamily) -> bool {
+    let RouteNetlinkMessage::NewRoute(route) = answer else {
+        return false;
+    };
+    route.header.address_family == family
+        && route.header.kind == RouteType::Local
+        && route.attributes.contains(&RouteAttribute::Table(TABLE))
+}

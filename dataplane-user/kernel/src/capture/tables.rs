@@ -1,0 +1,150 @@
+//! The tables of mesh capture, for reading.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    os::fd::{AsFd, OwnedFd},
+    path::Path,
+};
+
+use dataplane_common::{
+    Addr,
+    capture::{
+        CaptureConfig, Enrolled, ListenerKey, Local, RangeKey, RuleKey, Traffic, TrafficKey,
+    },
+    tables::FrontendKey,
+};
+use plan::Captured;
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::{
+    error::{Doing, Error},
+    map::{Hash, Mapped, Plain},
+    pins::{Pins, spec},
+    sys,
+};
+
+/// The tables, for reading.
+#[derive(Debug)]
+pub struct CaptureTables {
+    pub(super) config: Mapped<CaptureConfig>,
+    pub(super) namespaces: Hash<u64, Enrolled>,
+    pub(super) cgroups: Hash<u64, Enrolled>,
+    pub(super) locals: Hash<Addr, Local>,
+    pub(super) rules: Hash<RuleKey, u32>,
+    pub(super) ranges: Hash<RangeKey, u32>,
+    pub(super) known: Hash<FrontendKey, u32>,
+    pub(super) listeners: OwnedFd,
+    pub(super) traffic: Hash<TrafficKey, Traffic>,
+}
+
+impl CaptureTables {
+    /// Opens the pinned tables for reading.
+    ///
+    /// # Errors
+    /// If they are not there, or not ours.
+    pub fn open(bpffs: &Path) -> Result<Self, Error> {
+        Self::open_pins(&Pins::new(bpffs), false)
+    }
+
+    pub(super) fn open_pins(pins: &Pins, writable: bool) -> Result<Self, Error> {
+        let open = |name| -> Result<(OwnedFd, u32), Error> {
+            let (fd, info) = pins.open_map(spec(name))?.ok_or_else(|| Error::Io {
+                what: format!("{} is not there", pins.map(name).display()),
+                source: io::ErrorKind::NotFound.into(),
+            })?;
+            Ok((fd, info.max_entries))
+        };
+        Ok(Self {
+            config: Mapped::map(open("CAPTURE")?.0, 1, writable)
+                .doing(|| "cannot map table CAPTURE".to_owned())?,
+            namespaces: hash(open("NAMESPACES")?),
+            cgroups: hash(open("CGROUPS")?),
+            locals: hash(open("LOCALS")?),
+            rules: hash(open("RULES")?),
+            ranges: hash(open("RANGES")?),
+            known: hash(open("KNOWN")?),
+            listeners: open("LISTENERS")?.0,
+            traffic: hash(open("TRAFFIC")?),
+        })
+    }
+
+    /// What they hold.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn contents(&self) -> Result<Captured, Error> {
+        Ok(Captured {
+            namespaces: all("NAMESPACES", &self.namespaces)?,
+            cgroups: all("CGROUPS", &self.cgroups)?,
+            locals: all("LOCALS", &self.locals)?,
+            rules: all("RULES", &self.rules)?,
+            ranges: all("RANGES", &self.ranges)?,
+            known: all("KNOWN", &self.known)?,
+        })
+    }
+
+    /// What all captured workloads have in common.
+    pub fn config(&self) -> CaptureConfig {
+        self.config.get(0).unwrap_or_default()
+    }
+
+    /// What connections that went direct have come to.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn traffic(&self) -> Result<Vec<(TrafficKey, Traffic)>, Error> {
+        self.traffic
+            .entries()
+            .doing(|| "cannot read table TRAFFIC".to_owned())
+    }
+
+    /// For whom there is somebody who takes connections: of a family, to a network namespace or from
+    /// a workload that is captured by its packets.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn listeners(&self) -> Result<BTreeSet<ListenerKey>, Error> {
+        // Sockets that were closed are gone by themselves. What is in it the kernel does not tell,
+        // but what there is.
+        let mut found = BTreeSet::new();
+        let mut before: Option<ListenerKey> = None;
+        let mut bytes = [0; size_of::<ListenerKey>()];
+        loop {
+            let from = before.as_ref().map(IntoBytes::as_bytes);
+            let more = sys::map_next_key(self.listeners.as_fd(), from, &mut bytes)
+                .doing(|| "cannot read table LISTENERS".to_owned())?;
+            let Some(key) = more
+                .then(|| ListenerKey::read_from_bytes(&bytes).ok())
+                .flatten()
+            else {
+                return Ok(found);
+            };
+            found.insert(key);
+            before = Some(key);
+        }
+    }
+}
+
+fn hash<K: Plain, V: Plain>((fd, entries): (OwnedFd, u32)) -> Hash<K, V> {
+    Hash::from_fd(fd, entries)
+}
+
+/// Everything in a table, key by key: tries know no batches everywhere.
+fn all<K: Plain + Ord, V: Plain>(name: &str, table: &Hash<K, V>) -> Result<BTreeMap<K, V>, Error> {
+    let doing = || format!("cannot read table {name}");
+    let mut entries = BTreeMap::new();
+    let mut before: Option<K> = None;
+    let mut bytes = vec![0; size_of::<K>()];
+    loop {
+        let from = before.as_ref().map(IntoBytes::as_bytes);
+        let more = sys::map_next_key(table.fd().as_fd(), from, &mut bytes).doing(doing)?;
+        let Some(key) = more.then(|| K::read_from_bytes(&bytes).ok()).flatten() else {
+            return Ok(entries);
+        };
+        if let Some(value) = table.get(&key).doing(doing)? {
+            entries.insert(key, value);
+        }
+        before = Some(key);
+    }
+}

@@ -1,0 +1,247 @@
+//! The packet path's flows, read and removed from user space.
+//!
+//! Only the programs make flows (see [`dataplane_common::packet`]). The agent removes those that have ended or must
+//! end, and adds those that the kernel's own conntrack translates already.
+
+mod collect;
+mod flow;
+pub mod room;
+mod table;
+#[cfg(test)]
+mod tests;
+
+use std::{collections::HashSet, path::Path};
+
+pub use collect::{Census, Collector, Listed, Ports};
+pub use dataplane_common::states::State;
+use dataplane_common::{
+    Addr, Port,
+    packet::{FlowKey, NODE_ADDRS, PortKey, Tick, Translation},
+    seen,
+    states::Timeouts,
+};
+pub use flow::Flow;
+use nix::time::{ClockId, clock_gettime};
+pub use table::{Table, Walk};
+
+use super::{
+    error::{Doing, Error},
+    map::Mapped,
+    pins::{Pins, spec},
+    tables::Usage,
+};
+
+/// The flows of one node.
+#[derive(Debug)]
+pub struct Conntrack {
+    table: Table,
+    /// What [`Translation::node_addr`] refers to.
+    node_addrs: Mapped<Addr>,
+}
+
+/// The clock of the programs, now.
+pub fn now() -> Tick {
+    // This clock is always there.
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC)
+        .map_or_else(|_| std::time::Duration::ZERO, std::time::Duration::from);
+    Tick::from_ns(u64::try_from(now.as_nanos()).unwrap_or(u64::MAX))
+}
+
+impl Conntrack {
+    /// Opens the pinned tables; `None` if there are none: the packet path is off, or nothing is
+    /// pinned at all.
+    ///
+    /// # Errors
+    /// If what is there is not ours, or may not be opened.
+    pub fn open(bpffs: &Path) -> Result<Option<Self>, Error> {
+        let pins = Pins::new(bpffs);
+        let (Some(table), Some(addresses)) =
+            (Table::open(&pins)?, pins.open_map(spec("NODE_ADDRS"))?)
+        else {
+            return Ok(None);
+        };
+        let node_addrs = Mapped::map(addresses.0, NODE_ADDRS, false)
+            .doing(|| "cannot map table NODE_ADDRS".to_owned())?;
+        Ok(Some(Self { table, node_addrs }))
+    }
+
+    /// Tables that are pinned nowhere and that no program knows, with room for so many flows, for tests and
+    /// measurements.
+    ///
+    /// # Errors
+    /// If the kernel does not make them.
+    pub fn unpinned(flows: u32) -> Result<Self, Error> {
+        let doing = || "cannot make tables for flows".to_owned();
+        Ok(Self {
+            table: Table::unpinned(flows).doing(doing)?,
+            node_addrs: Mapped::create("NODE_ADDRS", NODE_ADDRS).doing(doing)?,
+        })
+    }
+
+    /// How many flows there is room for: the number that the agent was told, rounded up to a power of two.
+    pub fn capacity(&self) -> u32 {
+        self.table.capacity()
+    }
+
+    /// Returns how long flows are kept.
+    pub fn timeouts(&self) -> Timeouts {
+        self.table.timeouts()
+    }
+
+    /// The address that an endpoint sees the client of a masqueraded flow come from.
+    pub fn node_addr(&self, index: u8) -> Option<Addr> {
+        self.node_addrs
+            .get(index.into())
+            .filter(|addr| *addr != Addr::UNSPECIFIED)
+    }
+
+    /// Every flow, a few thousand at a time. What comes and goes meanwhile may or may not be among
+    /// them.
+    pub fn flows(&self) -> Flows<'_> {
+        Flows {
+            walk: self.table.walk(),
+            entries: Vec::new(),
+        }
+    }
+
+    /// The flow from a client to a VIP.
+    pub fn find(&self, key: &FlowKey) -> Option<Flow> {
+        let to = self.table.get(key)?;
+        Some(Flow { key: *key, to })
+    }
+
+    /// The flow that an endpoint's packet belongs to: what it carries is `key`.
+    pub fn find_by_reply(&self, key: &FlowKey) -> Option<Flow> {
+        if let Some(flow) = self.table.by_client(key) {
+            return self.find(&flow);
+        }
+        let port = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
+        let flow = self.find(&self.table.by_node(&port)?)?;
+        if flow.is_foreign() {
+            return None;
+        }
+        (self.node_addr(flow.to.node_addr) == Some(key.dst)).then_some(flow)
+    }
+
+    /// Removes a flow, if `still` holds of the flow as it is now. Answers whether it was removed.
+    ///
+    /// A packet may come at any moment, so `still` is asked once more when no packet can find the flow any longer. What
+    /// remains is this: a packet that comes in the microsecond until the flow is there again finds none, and begins
+    /// none.
+    pub fn remove_if(&self, flow: &Flow, still: impl Fn(&Flow) -> bool) -> bool {
+        let still = |to: &Translation| {
+            still(&Flow {
+                key: flow.key,
+                to: *to,
+            })
+        };
+        self.table.get(&flow.key).is_some_and(|to| still(&to))
+            && self.table.take_if(&flow.key, still).is_some()
+    }
+
+    /// Says of a TCP connection that its service no longer lists its endpoint: it goes on, and a SYN goes elsewhere.
+    pub fn depart(&self, flow: &Flow) {
+        self.table.depart(&flow.key);
+    }
+
+    /// Adds a flow, leaving alone what is there already; whether it was added.
+    pub fn add(&self, flow: &Flow) -> bool {
+        self.table.add(&flow.key, &flow.to)
+    }
+
+    /// Adds a flow that the kernel's own conntrack translates, so that its packets are left alone; whether it was
+    /// added.
+    pub fn add_foreign(&self, key: FlowKey, endpoint: (Addr, Port)) -> bool {
+        self.add(&Flow {
+            key,
+            to: Translation {
+                endpoint: endpoint.0,
+                endpoint_port: endpoint.1,
+                node_port: Port::ANY,
+                used: now(),
+                seen: seen::PACKET | seen::FOREIGN,
+                node_addr: 0,
+            },
+        })
+    }
+
+    /// Holds a port of the node's for a connection that the kernel's own conntrack masquerades: no other flow to the endpoint is
+    /// given it. `key`: what the endpoint sees, from the node to itself. `false`: the port is not held, because a flow of ours
+    /// has it, or because there is no room.
+    pub fn hold_port(&self, key: FlowKey) -> bool {
+        self.table.touch(&key)
+            || self.add(&Flow {
+                key,
+                to: Translation {
+                    endpoint: key.dst,
+                    endpoint_port: key.dst_port,
+                    node_port: key.src_port,
+                    used: now(),
+                    seen: seen::PACKET | seen::FOREIGN,
+                    node_addr: 1,
+                },
+            })
+    }
+
+    /// Whether a port is held like that.
+    pub fn holds_port(&self, key: &FlowKey) -> bool {
+        self.find(key).is_some_and(|flow| flow.holds_port())
+    }
+
+    /// Counts all flows, by reading them: some 50 ms for a million. The agent does so all the time, in steps
+    /// ([`Census::total`]).
+    pub fn count(&self) -> u64 {
+        let mut count = 0;
+        let mut flows = self.flows();
+        let mut batch = Vec::new();
+        while flows.read(&mut batch) {
+            count += batch.len() as u64;
+        }
+        count
+    }
+
+    /// Returns the services' addresses that flows of ours go to, by reading all flows ([`Conntrack::count`]).
+    pub fn vips(&self) -> HashSet<Addr> {
+        let mut vips = HashSet::new();
+        let mut flows = self.flows();
+        let mut batch = Vec::new();
+        while flows.read(&mut batch) {
+            vips.extend(batch.iter().filter_map(Flow::our_vip));
+        }
+        vips
+    }
+
+    /// How full the table is, with so many flows.
+    pub fn usage(&self, flows: u64) -> Usage {
+        Usage {
+            table: self.table.name(),
+            used: u32::try_from(flows).unwrap_or(u32::MAX),
+            capacity: self.table.capacity(),
+            limit: self.table.capacity(),
+            bytes: self.table.bytes(),
+        }
+    }
+}
+
+/// A reader of every flow.
+#[derive(Debug)]
+pub struct Flows<'a> {
+    walk: Walk<'a>,
+    entries: Vec<(FlowKey, Translation)>,
+}
+
+impl Flows<'_> {
+    /// The next flows, in no order and perhaps none, instead of what is in `flows`; `false` if there were no more.
+    pub fn read(&mut self, flows: &mut Vec<Flow>) -> bool {
+        flows.clear();
+        self.entries.clear();
+        let more = self.walk.read(&mut self.entries);
+        flows.extend(self.entries.iter().map(|&(key, to)| Flow { key, to }));
+        more
+    }
+
+    /// Frees the cells that somebody held who died meanwhile; how many.
+    pub fn free_held(&self) -> u64 {
+        self.walk.free_held()
+    }
+}

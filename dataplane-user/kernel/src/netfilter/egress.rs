@@ -1,0 +1,120 @@
+//! Chains of nf_tables on the way out of interfaces (family `netdev`, hook `egress`).
+//!
+//! Packets that a TC program sends on do not pass them, whatever interface they leave by (`nf_skip_egress` in
+//! `__netif_receive_skb_core`, `net/core/dev.c`).
+
+use std::io;
+
+use netlink_sys::protocols::NETLINK_NETFILTER;
+
+use super::nf_tables::{GET_CHAIN, HEADER, content, hook, text};
+use crate::netlink::{Netlink, attributes};
+
+const NETDEV: u8 = 5;
+const NFTA_CHAIN_TABLE: u16 = 1;
+const NFTA_CHAIN_NAME: u16 = 3;
+const NFTA_CHAIN_HOOK: u16 = 4;
+const NFTA_HOOK_DEV: u16 = 3;
+const NFTA_HOOK_DEVS: u16 = 4;
+const NFTA_DEVICE_NAME: u16 = 1;
+/// Since Linux 6.17: the beginning of names.
+const NFTA_DEVICE_PREFIX: u16 = 2;
+
+/// A chain that packets pass which leave by some interfaces.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EgressChain {
+    /// Its table and its name.
+    name: String,
+    devices: Vec<Device>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Device {
+    Name(String),
+    Prefix(String),
+}
+
+impl EgressChain {
+    /// Its name, as a person would say it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whether packets pass it that leave by this interface.
+    pub fn is_on(&self, interface: &str) -> bool {
+        self.devices.iter().any(|device| match device {
+            Device::Name(name) => name == interface,
+            Device::Prefix(prefix) => interface.starts_with(prefix.as_str()),
+        })
+    }
+}
+
+/// Every such chain in the network namespace that this thread is in. A kernel without nf_tables has none.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn egress_chains() -> io::Result<Vec<EgressChain>> {
+    const UNKNOWN: [i32; 3] = [libc::EPROTONOSUPPORT, libc::EOPNOTSUPP, libc::EINVAL];
+    let mut chains = Vec::new();
+    let listed = Netlink::open(NETLINK_NETFILTER).and_then(|mut netlink| {
+        netlink.dump(GET_CHAIN, &[NETDEV, 0, 0, 0], |message| {
+            chains.extend(chain(message));
+        })
+    });
+    match listed {
+        // What has changed meanwhile is seen at the next look.
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(chains),
+        Err(error)
+            if error
+                .raw_os_error()
+                .is_some_and(|why| UNKNOWN.contains(&why)) =>
+        {
+            Ok(Vec::new())
+        }
+        listed => listed.map(|()| chains),
+    }
+}
+
+fn chain(message: &[u8]) -> Option<EgressChain> {
+    let attributes_of_chain = message.get(HEADER..)?;
+    if hook(*message.first()?, attributes_of_chain)? != "egress" {
+        return None;
+    }
+    let word = |kind| content(attributes_of_chain, kind).map(text);
+    let (table, name) = (word(NFTA_CHAIN_TABLE)?, word(NFTA_CHAIN_NAME)?);
+    let at = content(attributes_of_chain, NFTA_CHAIN_HOOK)?;
+    let several = content(at, NFTA_HOOK_DEVS).unwrap_or_default();
+    let several = attributes(several).filter_map(|(kind, name)| match kind {
+        NFTA_DEVICE_NAME => Some(Device::Name(text(name))),
+        NFTA_DEVICE_PREFIX => Some(Device::Prefix(text(name))),
+        _ => None,
+    });
+    let one = content(at, NFTA_HOOK_DEV).map(|name| Device::Name(text(name)));
+    Some(EgressChain {
+        name: format!("nft chain netdev {table} {name}"),
+        devices: several.chain(one).collect(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nft_requests::{nested, number, string};
+
+    #[test]
+    fn chains_tell_their_interfaces() {
+        let message = |hook: u32, devices: &[u8]| {
+            let hook = [&number(1, hook)[..], devices].concat();
+            let parts = [string(1, "t"), string(3, "c"), nested(4, &hook)];
+            [&[NETDEV, 0, 0, 0][..], &parts.concat()].concat()
+        };
+        let names = nested(4, &[string(1, "veth1"), string(2, "cali")].concat());
+        let found = chain(&message(1, &names)).unwrap();
+        assert_eq!(found.name(), "nft chain netdev t c");
+        assert!(found.is_on("veth1") && found.is_on("cali12"));
+        assert!(!found.is_on("veth12") && !found.is_on("eth0"));
+        let one = chain(&message(1, &string(3, "eth0"))).unwrap();
+        assert!(one.is_on("eth0") && !one.is_on("eth1"));
+        assert_eq!(chain(&message(0, &names)), None, "at ingress");
+    }
+}

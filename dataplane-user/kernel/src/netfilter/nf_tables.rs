@@ -1,0 +1,548 @@
+//! Chains and rules of nf_tables, by netlink (`include/uapi/linux/netfilter/nf_tables.h`).
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+};
+
+use netlink_sys::protocols::NETLINK_NETFILTER;
+
+use super::{Base, Chain, FORWARD, HOOKS, Kind, Listed, Rule, Table, Verdict};
+use crate::netlink::{Netlink, attribute, attributes};
+
+/// `NFNL_SUBSYS_NFTABLES << 8`, with which a message's type begins.
+pub(super) const TABLES: u16 = 0x0a00;
+/// `NFT_MSG_GETTABLE`, `NFT_MSG_GETCHAIN`, `NFT_MSG_GETRULE`, `NFT_MSG_GETSET`.
+pub(super) const GET_TABLE: u16 = TABLES | 1;
+pub(super) const GET_CHAIN: u16 = TABLES | 4;
+pub(super) const GET_RULE: u16 = TABLES | 7;
+pub(super) const GET_SET: u16 = TABLES | 0x0a;
+/// `NFT_MSG_GETSETELEM`.
+pub(super) const GET_ELEMENTS: u16 = TABLES | 0x0d;
+
+/// `struct nfgenmsg`: a family, a version, and a number.
+pub(super) const HEADER: usize = 4;
+
+const NFTA_TABLE_NAME: u16 = 1;
+const NFTA_SET_TABLE: u16 = 1;
+const NFTA_SET_NAME: u16 = 2;
+const NFTA_SET_FLAGS: u16 = 3;
+/// `NFT_SET_ANONYMOUS`.
+const ANONYMOUS: u32 = 1;
+const NFTA_CHAIN_TABLE: u16 = 1;
+const NFTA_CHAIN_NAME: u16 = 3;
+const NFTA_CHAIN_TYPE: u16 = 7;
+const NFTA_CHAIN_HOOK: u16 = 4;
+const NFTA_CHAIN_POLICY: u16 = 5;
+const NFTA_CHAIN_USE: u16 = 6;
+const NFTA_HOOK_HOOKNUM: u16 = 1;
+const NFTA_HOOK_PRIORITY: u16 = 2;
+const NFTA_RULE_TABLE: u16 = 1;
+const NFTA_RULE_CHAIN: u16 = 2;
+const NFTA_RULE_EXPRESSIONS: u16 = 4;
+const NFTA_EXPR_NAME: u16 = 1;
+const NFTA_EXPR_DATA: u16 = 2;
+const NFTA_IMMEDIATE_DATA: u16 = 2;
+const NFTA_DATA_VERDICT: u16 = 2;
+const NFTA_VERDICT_CODE: u16 = 1;
+const NFTA_VERDICT_CHAIN: u16 = 2;
+const NFTA_LOOKUP_SET: u16 = 1;
+const NFTA_LOOKUP_DREG: u16 = 3;
+const NFTA_SET_ELEM_LIST_TABLE: u16 = 1;
+const NFTA_SET_ELEM_LIST_SET: u16 = 2;
+const NFTA_SET_ELEM_LIST_ELEMENTS: u16 = 3;
+const NFTA_SET_ELEM_DATA: u16 = 2;
+const NFTA_TARGET_NAME: u16 = 1;
+
+/// `NF_DROP` and `NF_ACCEPT`; and nf_tables' own verdicts, which are negative.
+const DROP: u32 = 0;
+const ACCEPT: u32 = 1;
+const JUMP: u32 = (-3_i32).cast_unsigned();
+const GOTO: u32 = (-4_i32).cast_unsigned();
+/// `NFT_REG_VERDICT`.
+const VERDICT: u32 = 0;
+
+/// A table: its family's number and its name.
+pub(super) type TableName = (u8, String);
+
+/// How often rules are read that change while they are.
+pub(super) const TRIES: usize = 8;
+
+/// The tables of IP packets that `iptables-nft` knows (`xtables_builtin_table` in `iptables/nft.c`).
+const OF_IPTABLES: [&str; 5] = ["filter", "nat", "mangle", "raw", "security"];
+
+/// Removes a table with everything in it. `false`: it is not there.
+pub fn delete_table(family: &str, name: &str) -> io::Result<bool> {
+    const DELETE_TABLE: u16 = TABLES | 2;
+    let Some(number) = number_of(family) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    let table = about(
+        &(number, name.to_owned()),
+        &[(NFTA_TABLE_NAME, &name.to_owned())],
+    );
+    let deleted = Netlink::open(NETLINK_NETFILTER)?.batch(TABLES >> 8, &[(DELETE_TABLE, 0, table)]);
+    match deleted {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        deleted => deleted.map(|()| true),
+    }
+}
+
+/// Every chain of the tables that have one at the forward hook.
+pub fn chains() -> io::Result<Vec<Chain>> {
+    as_a_whole(read)
+}
+
+/// Every table.
+pub fn tables() -> io::Result<Vec<Table>> {
+    as_a_whole(list)
+}
+
+/// The number of a family.
+pub(super) fn number_of(family: &str) -> Option<u8> {
+    (1..=10).find(|number| self::family(*number) == family)
+}
+
+/// Reads again if what was read has changed meanwhile. Without nf_tables in the kernel there is nothing.
+fn as_a_whole<T>(read: impl Fn(&mut Netlink) -> io::Result<Option<Vec<T>>>) -> io::Result<Vec<T>> {
+    for last in (0..TRIES).map(|tried| tried + 1 == TRIES) {
+        let mut netlink = match Netlink::open(NETLINK_NETFILTER) {
+            Ok(netlink) => netlink,
+            Err(error) if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) => break,
+            Err(error) => return Err(error),
+        };
+        match read(&mut netlink) {
+            // A table, a chain or a map that was there is gone, or rules were changed: what was read is no whole.
+            Err(error) if !last && error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if !last && error.raw_os_error() == Some(libc::ENOENT) => {}
+            read => return Ok(read?.unwrap_or_default()),
+        }
+    }
+    Ok(Vec::new())
+}
+
+/// A dump; `None` if the kernel has no nf_tables.
+fn dump(netlink: &mut Netlink, kind: u16, each: impl FnMut(&[u8])) -> io::Result<Option<()>> {
+    match netlink.dump(kind, &[0; HEADER], each) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {
+            Ok(None)
+        }
+        dumped => dumped.map(Some),
+    }
+}
+
+/// The tables with their chains, and how many rules there are.
+fn list(netlink: &mut Netlink) -> io::Result<Option<Vec<Table>>> {
+    let mut tables: BTreeMap<TableName, Table> = BTreeMap::new();
+    let listed = dump(netlink, GET_TABLE, |message| {
+        if let Some((key, _)) = key(message, NFTA_TABLE_NAME) {
+            let table = Table {
+                kind: Kind::Native,
+                family: family(key.0),
+                name: key.1.clone(),
+                chains: Vec::new(),
+                sets: Vec::new(),
+            };
+            tables.insert(key, table);
+        }
+    })?;
+    if listed.is_none() {
+        return Ok(None);
+    }
+    let mut places: Vec<(TableName, usize)> = Vec::new();
+    let mut unusual: BTreeSet<TableName> = BTreeSet::new();
+    netlink.dump(GET_CHAIN, &[0; HEADER], |message| {
+        if let Some((key, rest)) = key(message, NFTA_CHAIN_TABLE)
+            && let Some(table) = tables.get_mut(&key)
+            && let Some(name) = content(rest, NFTA_CHAIN_NAME).map(text)
+        {
+            let hook = hook(key.0, rest);
+            if hook.is_some_and(|hook| !is_at_iptables_place(&table.name, hook, rest)) {
+                unusual.insert(key.clone());
+            }
+            table.chains.push(Listed {
+                name,
+                hook,
+                drops: drops(rest),
+                rules: 0,
+            });
+            places.push((key, table.chains.len() - 1));
+        }
+    })?;
+    netlink.dump(GET_SET, &[0; HEADER], |message| {
+        if let Some((key, rest)) = key(message, NFTA_SET_TABLE)
+            && let Some(table) = tables.get_mut(&key)
+            && let Some(name) = content(rest, NFTA_SET_NAME).map(text)
+            && content(rest, NFTA_SET_FLAGS)
+                .and_then(number)
+                .unwrap_or_default()
+                & ANONYMOUS
+                == 0
+        {
+            table.sets.push(name);
+        }
+    })?;
+    // The kernel walks a list from its beginning for each datagram, so that one list of all rules takes time by the square.
+    // The number that it keeps of a chain's rules is no help: it counts those that a transaction under way will remove as gone.
+    for (key, place) in places {
+        if let Some(chain) = tables
+            .get_mut(&key)
+            .and_then(|table| table.chains.get_mut(place))
+        {
+            let names = [(NFTA_RULE_TABLE, &key.1), (NFTA_RULE_CHAIN, &chain.name)];
+            let mut rules = 0;
+            netlink.dump(GET_RULE, &about(&key, &names), |_| rules += 1)?;
+            chain.rules = rules;
+        }
+    }
+    for (key, table) in &mut tables {
+        if is_of_iptables(table) && !unusual.contains(key) {
+            table.kind = Kind::Compat;
+        }
+    }
+    Ok(Some(tables.into_values().collect()))
+}
+
+/// Whether a chain of the type `nat` at the output hook has a rule.
+pub fn has_nat_at_output() -> io::Result<bool> {
+    let found: Vec<TableName> = as_a_whole(|netlink| {
+        let mut found = Vec::new();
+        dump(netlink, GET_CHAIN, |message| {
+            if let Some((key, rest)) = key(message, NFTA_CHAIN_TABLE)
+                && hook(key.0, rest) == Some("output")
+                && content(rest, NFTA_CHAIN_TYPE).map(text).as_deref() == Some("nat")
+                // A chain at a hook is used by its rules alone.
+                && content(rest, NFTA_CHAIN_USE).and_then(number) != Some(0)
+            {
+                found.push(key);
+            }
+        })?;
+        Ok(Some(found))
+    })?;
+    Ok(!found.is_empty())
+}
+
+/// Whether a chain at a hook has the type and the priority of the one that iptables has there in its table of this name. If not,
+/// `iptables-nft-save` prints nothing of the table ("incompatible base-chains").
+fn is_at_iptables_place(table: &str, hook: &str, chain: &[u8]) -> bool {
+    let usual: (&str, i32) = match (table, hook) {
+        ("nat", "prerouting" | "output") => ("nat", -100),
+        ("nat", _) => ("nat", 100),
+        ("mangle", "output") => ("route", -150),
+        ("mangle", _) => ("filter", -150),
+        ("raw", _) => ("filter", -300),
+        ("security", _) => ("filter", 50),
+        _ => ("filter", 0),
+    };
+    let kind = content(chain, NFTA_CHAIN_TYPE).map(text);
+    let place = content(chain, NFTA_CHAIN_HOOK).and_then(|hook| content(hook, NFTA_HOOK_PRIORITY));
+    kind.as_deref() == Some(usual.0)
+        && place.and_then(number).map(u32::cast_signed) == Some(usual.1)
+}
+
+/// Whether a table may be one of `iptables-nft`: it has the name of one, and its chains at hooks have the names of those.
+fn is_of_iptables(table: &Table) -> bool {
+    let built_in = |chain: &Listed| match chain.hook {
+        Some(hook) => chain.name == hook.to_ascii_uppercase(),
+        None => true,
+    };
+    matches!(table.family, "ip" | "ip6")
+        && OF_IPTABLES.contains(&&*table.name)
+        && table.chains.iter().all(built_in)
+}
+
+/// The table that a message is about, by the attribute that names it; and the message's attributes.
+fn key(message: &[u8], attribute: u16) -> Option<(TableName, &[u8])> {
+    let rest = message.get(HEADER..)?;
+    let name = text(content(rest, attribute)?);
+    Some(((*message.first()?, name), rest))
+}
+
+/// The word for a family's number (`NFPROTO_…`).
+pub(super) fn family(number: u8) -> &'static str {
+    match number {
+        1 => "inet",
+        2 => "ip",
+        3 => "arp",
+        5 => "netdev",
+        7 => "bridge",
+        10 => "ip6",
+        _ => "unknown",
+    }
+}
+
+/// The hook of a chain. Families without IP number theirs otherwise.
+pub(super) fn hook(family: u8, chain: &[u8]) -> Option<&'static str> {
+    let number = number(content(
+        content(chain, NFTA_CHAIN_HOOK)?,
+        NFTA_HOOK_HOOKNUM,
+    )?)?;
+    let hooks: &[&str] = match family {
+        // `NF_ARP_IN`…, `NF_NETDEV_INGRESS`…
+        3 => &["input", "output", "forward"],
+        5 => &["ingress", "egress"],
+        _ => &HOOKS,
+    };
+    Some(hooks.get(number as usize).copied().unwrap_or("ingress"))
+}
+
+/// Whether a chain drops what no rule decides on.
+fn drops(chain: &[u8]) -> bool {
+    content(chain, NFTA_CHAIN_POLICY).and_then(number) == Some(DROP)
+}
+
+fn read(netlink: &mut Netlink) -> io::Result<Option<Vec<Chain>>> {
+    let mut all: Vec<(TableName, Chain)> = Vec::new();
+    let listed = dump(netlink, GET_CHAIN, |message| all.extend(chain(message)))?;
+    if listed.is_none() {
+        return Ok(None);
+    }
+    let with_base = all.iter().filter(|(_, chain)| chain.base.is_some());
+    let tables: BTreeSet<TableName> = with_base.map(|(table, _)| table.clone()).collect();
+    all.retain(|(table, _)| tables.contains(table));
+    for table in tables {
+        let mut rules: BTreeMap<String, Vec<Rule>> = BTreeMap::new();
+        let mut maps: Vec<(String, String)> = Vec::new();
+        let request = about(&table, &[(NFTA_RULE_TABLE, &table.1)]);
+        netlink.dump(GET_RULE, &request, |message| {
+            if let Some((chain, rule, of)) = rule(message) {
+                maps.extend(of.into_iter().map(|map| (chain.clone(), map)));
+                rules.entry(chain).or_default().push(rule);
+            }
+        })?;
+        // What a map decides is as good as a rule of the chain that asks it.
+        for (chain, map) in maps {
+            let names = [
+                (NFTA_SET_ELEM_LIST_TABLE, &table.1),
+                (NFTA_SET_ELEM_LIST_SET, &map),
+            ];
+            let mut does = Vec::new();
+            netlink.dump(GET_ELEMENTS, &about(&table, &names), |message| {
+                does.extend(elements(message));
+            })?;
+            rules.entry(chain).or_default().push(Rule { does });
+        }
+        for (_, chain) in all.iter_mut().filter(|(of, _)| *of == table) {
+            chain.rules = rules.remove(&chain.name).unwrap_or_default();
+        }
+    }
+    Ok(Some(all.into_iter().map(|(_, chain)| chain).collect()))
+}
+
+/// A question about a table, with names.
+pub(super) fn about(table: &TableName, names: &[(u16, &String)]) -> Vec<u8> {
+    let name = |(kind, name): &(u16, &String)| attribute(*kind, &[name.as_bytes(), &[0]].concat());
+    let names = names.iter().flat_map(name);
+    [table.0, 0, 0, 0].into_iter().chain(names).collect()
+}
+
+/// What elements of a map do with a packet.
+fn elements(message: &[u8]) -> Vec<Verdict> {
+    let rest = message.get(HEADER..).unwrap_or_default();
+    let list = content(rest, NFTA_SET_ELEM_LIST_ELEMENTS).unwrap_or_default();
+    let does = |element| decided(content(element, NFTA_SET_ELEM_DATA)?);
+    attributes(list)
+        .filter_map(|(_, element)| does(element))
+        .collect()
+}
+
+/// A chain of a family that is forwarded, without its rules.
+fn chain(message: &[u8]) -> Option<(TableName, Chain)> {
+    let family = *message.first()?;
+    // `NFPROTO_INET`, `_IPV4`, `_IPV6`.
+    let word = match family {
+        1 => "inet",
+        2 => "ip",
+        10 => "ip6",
+        _ => return None,
+    };
+    let rest = message.get(HEADER..)?;
+    let find = |kind| content(rest, kind);
+    let table = text(find(NFTA_CHAIN_TABLE)?);
+    let hook = find(NFTA_CHAIN_HOOK).and_then(|hook| number(content(hook, NFTA_HOOK_HOOKNUM)?));
+    let drops = drops(rest);
+    let chain = Chain {
+        table: format!("nft {word} {table}"),
+        name: text(find(NFTA_CHAIN_NAME)?),
+        base: (hook == Some(FORWARD)).then_some(Base { drops }),
+        rules: Vec::new(),
+    };
+    Some(((family, table), chain))
+}
+
+/// A rule, and the chain that it is in; and the maps that it has decide.
+fn rule(message: &[u8]) -> Option<(String, Rule, Vec<String>)> {
+    let rest = message.get(HEADER..)?;
+    let chain = text(content(rest, NFTA_RULE_CHAIN)?);
+    let expressions = content(rest, NFTA_RULE_EXPRESSIONS).unwrap_or_default();
+    let (mut does, mut maps) = (Vec::new(), Vec::new());
+    for (_, expression) in attributes(expressions) {
+        let name = content(expression, NFTA_EXPR_NAME).map(text);
+        let data = content(expression, NFTA_EXPR_DATA).unwrap_or_default();
+        does.extend(name.as_ref().and_then(|name| verdict(name, data)));
+        maps.extend(name.and_then(|name| map(&name, data)));
+    }
+    Some((chain, Rule { does }, maps))
+}
+
+/// The map of verdicts that an expression asks.
+fn map(name: &str, data: &[u8]) -> Option<String> {
+    let to_verdict = number(content(data, NFTA_LOOKUP_DREG)?) == Some(VERDICT);
+    (name == "lookup" && to_verdict).then(|| content(data, NFTA_LOOKUP_SET).map(text))?
+}
+
+/// What a verdict does with a packet.
+fn decided(data: &[u8]) -> Option<Verdict> {
+    let verdict = content(data, NFTA_DATA_VERDICT)?;
+    let code = number(content(verdict, NFTA_VERDICT_CODE)?)?;
+    match code {
+        JUMP | GOTO => content(verdict, NFTA_VERDICT_CHAIN)
+            .map(text)
+            .map(Verdict::Jump),
+        // `NF_DROP` has the error in its higher half; `NF_QUEUE` and others are somebody's to decide.
+        ACCEPT => None,
+        code if code >> 31 != 0 => None,
+        _ => Some(Verdict::Refuse),
+    }
+}
+
+/// What an expression does with a packet.
+fn verdict(name: &str, data: &[u8]) -> Option<Verdict> {
+    match name {
+        "immediate" => decided(content(data, NFTA_IMMEDIATE_DATA)?),
+        "reject" | "queue" | "synproxy" => Some(Verdict::Refuse),
+        // What iptables-nft has of iptables' own.
+        "target" => {
+            let target = text(content(data, NFTA_TARGET_NAME)?);
+            let refuses = matches!(&*target, "REJECT" | "DROP" | "NFQUEUE" | "QUEUE" | "TARPIT");
+            refuses.then_some(Verdict::Refuse)
+        }
+        _ => None,
+    }
+}
+
+pub(super) fn content(bytes: &[u8], kind: u16) -> Option<&[u8]> {
+    attributes(bytes)
+        .find(|(k, _)| *k == kind)
+        .map(|(_, content)| content)
+}
+
+/// In network order, as nf_tables has them all.
+fn number(content: &[u8]) -> Option<u32> {
+    content
+        .first_chunk()
+        .map(|bytes| u32::from_be_bytes(*bytes))
+}
+
+pub(super) fn text(content: &[u8]) -> String {
+    let end = content.iter().position(|byte| *byte == 0);
+    String::from_utf8_lossy(&content[..end.unwrap_or(content.len())]).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn immediate(code: u32, chain: &str) -> Vec<u8> {
+        let mut verdict = attribute(NFTA_VERDICT_CODE, &code.to_be_bytes());
+        if !chain.is_empty() {
+            verdict.extend(attribute(
+                NFTA_VERDICT_CHAIN,
+                &[chain.as_bytes(), &[0]].concat(),
+            ));
+        }
+        attribute(NFTA_IMMEDIATE_DATA, &attribute(NFTA_DATA_VERDICT, &verdict))
+    }
+
+    #[test]
+    fn verdicts() {
+        let of = |code| verdict("immediate", &immediate(code, ""));
+        assert_eq!(of(DROP), Some(Verdict::Refuse));
+        assert_eq!(of(1 << 16), Some(Verdict::Refuse), "a drop with an error");
+        assert_eq!(of(ACCEPT), None);
+        assert_eq!(of((-5_i32).cast_unsigned()), None, "return");
+        let jump = verdict("immediate", &immediate(JUMP, "other"));
+        assert_eq!(jump, Some(Verdict::Jump("other".to_owned())));
+        let target = |name: &str| verdict("target", &attribute(NFTA_TARGET_NAME, name.as_bytes()));
+        assert_eq!(target("REJECT\0\0"), Some(Verdict::Refuse));
+        assert_eq!(target("MARK\0"), None);
+        let lookup = |register: u32| {
+            let data = [
+                attribute(NFTA_LOOKUP_SET, b"__map0\0"),
+                attribute(NFTA_LOOKUP_DREG, &register.to_be_bytes()),
+            ];
+            map("lookup", &data.concat())
+        };
+        assert_eq!((lookup(0), lookup(1)), (Some("__map0".to_owned()), None));
+        let element = |code| {
+            let data = content(&immediate(code, ""), NFTA_IMMEDIATE_DATA)
+                .unwrap()
+                .to_vec();
+            attribute(1, &attribute(NFTA_SET_ELEM_DATA, &data))
+        };
+        let list = [element(ACCEPT), element(DROP)].concat();
+        let message = [
+            vec![2, 0, 0, 0],
+            attribute(NFTA_SET_ELEM_LIST_ELEMENTS, &list),
+        ]
+        .concat();
+        assert_eq!(elements(&message), [Verdict::Refuse]);
+        assert_eq!(verdict("immediate", &[]), None);
+    }
+
+    #[test]
+    fn chains_at_other_hooks_are_no_base() {
+        let of = |family: u8, hook: u32| {
+            let name = |kind, name: &str| attribute(kind, &[name.as_bytes(), &[0]].concat());
+            let hook = attribute(NFTA_HOOK_HOOKNUM, &hook.to_be_bytes());
+            let policy = attribute(NFTA_CHAIN_POLICY, &DROP.to_be_bytes());
+            let all = [
+                vec![family, 0, 0, 0],
+                name(NFTA_CHAIN_TABLE, "filter"),
+                name(NFTA_CHAIN_NAME, "FORWARD"),
+                attribute(NFTA_CHAIN_HOOK, &hook),
+                policy,
+            ];
+            chain(&all.concat()).map(|(_, chain)| chain)
+        };
+        let forward = of(2, FORWARD).unwrap();
+        assert_eq!(
+            (&*forward.table, &*forward.name),
+            ("nft ip filter", "FORWARD")
+        );
+        assert_eq!(forward.base, Some(Base { drops: true }));
+        assert_eq!(of(10, 1).unwrap().base, None);
+        assert_eq!(of(7, FORWARD), None, "a bridge's");
+    }
+
+    #[test]
+    fn tables_of_iptables_are_told_by_their_chains() {
+        let table = |family, name: &str, chains: &[(&str, Option<&'static str>)]| Table {
+            kind: Kind::Native,
+            family,
+            name: name.to_owned(),
+            chains: chains
+                .iter()
+                .map(|(name, hook)| Listed {
+                    name: (*name).to_owned(),
+                    hook: *hook,
+                    drops: false,
+                    rules: 0,
+                })
+                .collect(),
+            sets: Vec::new(),
+        };
+        let built_in = ("PREROUTING", Some("prerouting"));
+        for (wanted, family, name, chains) in [
+            (true, "ip", "nat", &[built_in, ("KUBE-SERVICES", None)][..]),
+            (true, "ip6", "raw", &[]),
+            (false, "ip", "nat", &[built_in, ("output", Some("output"))]),
+            (false, "ip", "nat", &[("PREROUTING", Some("input"))]),
+            (false, "inet", "filter", &[]),
+            (false, "ip", "kube-proxy", &[built_in]),
+        ] {
+            let table = table(family, name, chains);
+            assert_eq!(is_of_iptables(&table), wanted, "{table:?}");
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! The packet path: its programs on interfaces, and the tables that tell them what interfaces,
+//! addresses and networks are.
+
+mod node_addrs;
+mod tables;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+};
+
+use aya::Ebpf;
+use dataplane_common::{
+    Addr,
+    packet::{DEFAULT_FLOWS, Iface, NODE_ADDRS, PacketConfig, SourceKey},
+};
+use plan::ipsec::Policy;
+
+use self::node_addrs::NodeAddrs;
+pub use self::tables::PacketTables;
+use super::{
+    error::Error,
+    pins::{Pins, spec},
+    programs,
+    protected::{Change, Protected},
+    tables::Tables,
+    tc::{self, Direction, Hook, InterfaceAttachment, Order, PacketPrograms},
+};
+
+/// How to run the packet path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PacketOptions {
+    /// How many flows conntrack has room for, if its tables are created.
+    pub flows: u32,
+    /// How to put the programs on interfaces; `None`: not at all.
+    pub attach: Option<AttachOptions>,
+}
+
+impl Default for PacketOptions {
+    fn default() -> Self {
+        Self {
+            flows: DEFAULT_FLOWS,
+            attach: None,
+        }
+    }
+}
+
+/// How to put programs on interfaces.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AttachOptions {
+    /// By which means; `None`: the best that the kernel has.
+    pub hook: Option<Hook>,
+    /// Where among other people's programs, on an interface where ours are not yet.
+    pub order: Order,
+}
+
+/// What the packet path is to take interfaces and networks for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Network {
+    /// The interfaces, by number.
+    pub interfaces: BTreeMap<u32, NetworkInterface>,
+    /// Further addresses of interfaces that have several, of which the kernel may choose one to masquerade to.
+    pub others: BTreeSet<Addr>,
+    /// The networks that pods' addresses are in ([`SourceKey::PODS`]).
+    pub pods: BTreeSet<SourceKey>,
+    /// The node's own addresses ([`SourceKey::HOST`]).
+    pub host: BTreeSet<SourceKey>,
+    /// The IPsec policies of the node.
+    pub policies: Vec<Policy>,
+    /// The rest, but for [`PacketConfig::cells`], [`PacketConfig::secret`] and [`PacketConfig::policies`]: those are what the
+    /// tables are.
+    pub config: PacketConfig,
+}
+
+/// What the packet path is to take an interface for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NetworkInterface {
+    /// Flags of [`Iface`]; programs are on those with [`Iface::ATTACHED`].
+    pub flags: u16,
+    /// Which address flows that leave by it are masqueraded to, IPv4 and IPv6.
+    pub masquerade: [Option<Addr>; 2],
+    /// Which layer-2 segment it is in ([`Iface::segment`]).
+    pub segment: u32,
+}
+
+/// The filter in front of `FRONTENDS`, which has to let the addresses through that flows are masqueraded to.
+pub trait Filter {
+    /// Before an address is masqueraded to.
+    fn let_through(&mut self, addr: Addr);
+    /// After an address was masqueraded to for the last time.
+    fn let_through_no_more(&mut self, addr: Addr);
+    /// Waits until no program that runs now can still see what was in use before.
+    fn wait_for_programs(&mut self) -> Result<(), Error>;
+}
+
+impl Filter for Tables {
+    fn let_through(&mut self, addr: Addr) {
+        Self::let_through(self, addr);
+    }
+
+    fn let_through_no_more(&mut self, addr: Addr) {
+        Self::let_through_no_more(self, addr);
+    }
+
+    fn wait_for_programs(&mut self) -> Result<(), Error> {
+        self.grace()
+    }
+}
+
+/// The packet path of a node, for its one writer.
+#[derive(Debug)]
+pub struct PacketPath {
+    tables: PacketTables,
+    programs: Option<PacketPrograms>,
+    node_addrs: NodeAddrs,
+    protected: Protected,
+    /// [`PacketConfig::cells`], as the tables of flows are: those that are there keep their size.
+    cells: u32,
+    /// [`PacketConfig::secret`], of the same tables.
+    secret: u64,
+}
+
+impl PacketPath {
+    pub fn open(pins: &Pins, ebpf: &Ebpf, options: PacketOptions) -> Result<Self, Error> {
+        let tables = PacketTables::open_pins(pins, true)?;
+        let programs = match options.attach {
+            None => None,
+            Some(AttachOptions { hook, order }) => Some(PacketPrograms::new(
+                programs::packet_program(ebpf, Direction::Ingress)?,
+                programs::packet_program(ebpf, Direction::Egress)?,
+                hook,
+                order,
+            )?),
+        };
+        // Without the packet path there are none.
+        let cells = pins.open_map(spec("CONNTRACK"))?;
+        let cells = cells.map_or(0, |(_, info)| info.max_entries.saturating_sub(1));
+        Ok(Self {
+            node_addrs: NodeAddrs::adopt(|index| tables.node_addr(index)),
+            protected: Protected::adopt(tables.config()),
+            tables,
+            programs,
+            cells,
+            secret: pins.flow_secret()?,
+        })
+    }
+
+    pub fn tables(&self) -> &PacketTables {
+        &self.tables
+    }
+
+    /// How the programs are put on interfaces; none if they are not.
+    pub fn hook(&self) -> Option<Hook> {
+        self.programs.as_ref().map(PacketPrograms::hook)
+    }
+
+    /// Whether programs are to be put elsewhere in time ([`PacketPath::settle_programs`]).
+    pub fn has_provisional_programs(&self) -> bool {
+        let programs = self.programs.as_ref();
+        programs.is_some_and(PacketPrograms::has_provisional)
+    }
+
+    /// Puts the programs of one interface where they stay.
+    pub fn settle_programs(&mut self, pins: &Pins) -> Result<(), Error> {
+        match &mut self.programs {
+            Some(programs) => programs.settle_one(pins),
+            None => Ok(()),
+        }
+    }
+
+    /// Every address that flows may be masqueraded to.
+    pub fn masquerade(&self) -> Vec<Addr> {
+        self.node_addrs.all()
+    }
+
+    /// Has the programs refuse what these policies protect, and nothing else changed. Answers what did not work.
+    pub fn set_policies(
+        &mut self,
+        filter: &mut impl Filter,
+        policies: &[Policy],
+    ) -> Result<Vec<String>, Error> {
+        let mut problems = Vec::new();
+        let config = self.tables.config();
+        self.protect(filter, policies, config, &mut problems)?;
+        Ok(problems)
+    }
+
+    fn protect(
+        &mut self,
+        filter: &mut impl Filter,
+        policies: &[Policy],
+        config: PacketConfig,
+        problems: &mut Vec<String>,
+    ) -> Result<(), Error> {
+        let sources = self.tables.sources();
+        let change = self.protected.write(sources, policies, problems)?;
+        let config = PacketConfig {
+            cells: self.cells,
+            secret: self.secret,
+            policies: self.protected.first(),
+            ..config
+        };
+        if self.tables.config() != config {
+            self.tables.set_config(config);
+        }
+        if matches!(change, Change::Made) {
+            filter.wait_for_programs()?;
+            self.protected.remove_old(self.tables.sources())?;
+        }
+        Ok(())
+    }
+
+    /// Brings tables and, if `to_attach`, programs in line with `network`. What programs rely
+    /// on is there before they are, and goes after them.
+    pub fn set(
+        &mut self,
+        pins: &Pins,
+        filter: &mut impl Filter,
+        network: &Network,
+        to_attach: bool,
+    ) -> Result<Vec<String>, Error> {
+        let mut problems = Vec::new();
+        self.protect(filter, &network.policies, network.config, &mut problems)?;
+        let sources = self.tables.sources();
+        let wanted: BTreeSet<SourceKey> = network.pods.union(&network.host).copied().collect();
+        let networks = sources.of_node()?;
+        for key in wanted.difference(&networks) {
+            sources.add(key)?;
+        }
+        for key in networks.difference(&wanted) {
+            sources.remove(key)?;
+        }
+
+        let wanted = network.interfaces.values().flat_map(|i| i.masquerade);
+        let mut wanted: BTreeSet<Addr> = wanted.flatten().collect();
+        // Those that every interface has come first if there is not room for all.
+        let mut changes = self.node_addrs.want(&wanted);
+        wanted.extend(&network.others);
+        changes.extend(self.node_addrs.want(&wanted));
+        for change in changes {
+            filter.let_through(change.addr);
+            self.tables.set_node_addr(change.index, change.addr);
+            if let Some(before) = change.before {
+                filter.let_through_no_more(before);
+            }
+        }
+        let index = |addr: Option<Addr>| addr.map_or(Some(0), |addr| self.node_addrs.index(addr));
+        let before: BTreeMap<u32, Iface> = self.tables.ifaces()?.into_iter().collect();
+        let to_attach = to_attach && self.programs.is_some();
+        let mut attach = BTreeMap::new();
+        for (&ifindex, interface) in &network.interfaces {
+            let [v4, v6] = interface.masquerade.map(index);
+            if v4.is_none() || v6.is_none() {
+                problems.push(format!(
+                    "{}: flows that leave by it cannot be masqueraded: the node has had more than \
+                     {} addresses lately",
+                    tc::name(ifindex),
+                    NODE_ADDRS - 1,
+                ));
+            }
+            let iface = Iface {
+                flags: interface.flags,
+                masquerade_v4: v4.unwrap_or_default(),
+                masquerade_v6: v6.unwrap_or_default(),
+                segment: interface.segment,
+            };
+            let known = before.get(&ifindex);
+            let is_new = known.is_none_or(|known| known.flags & Iface::ATTACHED == 0);
+            let mut now = Some(iface);
+            if iface.flags & Iface::ATTACHED != 0 {
+                attach.insert(ifindex, iface);
+                if is_new && to_attach {
+                    // Nothing is sent there before the programs are there to see what is answered.
+                    let flags = iface.flags & !Iface::ATTACHED;
+                    now = (flags & Iface::LOCAL != 0).then_some(Iface { flags, ..iface });
+                }
+            }
+            if let Some(now) = now
+                && known != Some(&now)
+                && let Err(error) = self.tables.set_iface(ifindex, now)
+            {
+                problems.push(error.to_string());
+                attach.remove(&ifindex);
+            }
+        }
+        problems.extend(match &mut self.programs {
+            Some(programs) if to_attach => {
+                let wanted = attach.keys().copied().collect();
+                // Also where that failed: `status` names what is missing.
+                let tables = &self.tables;
+                programs.attach(pins, &wanted, |ifindex| match attach.get(&ifindex) {
+                    Some(iface) if before.get(&ifindex) != Some(iface) => {
+                        tables.set_iface(ifindex, *iface)
+                    }
+                    _ => Ok(()),
+                })?
+            }
+            Some(_) => Vec::new(),
+            None => tc::keep_none(pins)?,
+        });
+        for ifindex in before.keys() {
+            if !network.interfaces.contains_key(ifindex) {
+                self.tables.remove_iface(*ifindex)?;
+            }
+        }
+        Ok(problems)
+    }
+}
+
+/// Asks the kernel whether the packet path's programs run where they belong.
+///
+/// # Errors
+/// If there are no tables, or the kernel cannot be asked.
+pub fn interface_attachments(bpffs: &Path) -> Result<Vec<InterfaceAttachment>, Error> {
+    let pins = Pins::new(bpffs);
+    let wanted: Vec<u32> = PacketTables::open_pins(&pins, false)?
+        .ifaces()?
+        .into_iter()
+        .filter(|(_, iface)| iface.flags & Iface::ATTACHED != 0)
+        .map(|(ifindex, _)| ifindex)
+        .collect();
+    tc::attachments(&pins, &wanted)
+}

@@ -1,0 +1,124 @@
+//! The tables of the packet path that tell what interfaces, addresses and networks are.
+
+use std::{io, os::fd::OwnedFd, path::Path, sync::atomic::Ordering};
+
+use dataplane_common::{
+    Addr,
+    packet::{Iface, NODE_ADDRS, PacketConfig},
+};
+
+use crate::{
+    error::{Doing, Error},
+    map::{Hash, Mapped},
+    pins::{Pins, spec},
+    sources::Sources,
+    tc,
+};
+
+/// What the programs know of interfaces and of who may use what.
+#[derive(Debug)]
+pub struct PacketTables {
+    ifaces: Hash<u32, Iface>,
+    sources: Sources,
+    node_addrs: Mapped<Addr>,
+    config: Mapped<PacketConfig>,
+}
+
+impl PacketTables {
+    /// Opens the pinned tables for reading.
+    ///
+    /// # Errors
+    /// If they are not there, or not ours.
+    pub fn open(bpffs: &Path) -> Result<Self, Error> {
+        Self::open_pins(&Pins::new(bpffs), false)
+    }
+
+    pub(super) fn open_pins(pins: &Pins, writable: bool) -> Result<Self, Error> {
+        let open = |name: &str| -> Result<(OwnedFd, u32), Error> {
+            let found = pins.open_map(spec(name))?;
+            let (fd, info) = found.ok_or_else(|| Error::Io {
+                what: format!("{} is not there", pins.map(name).display()),
+                source: io::ErrorKind::NotFound.into(),
+            })?;
+            Ok((fd, info.max_entries))
+        };
+        let mapped = || "cannot map a table".to_owned();
+        let (ifaces, capacity) = open("IFACES")?;
+        Ok(Self {
+            ifaces: Hash::from_fd(ifaces, capacity),
+            sources: Sources::new(open("SOURCES")?.0),
+            node_addrs: Mapped::map(open("NODE_ADDRS")?.0, NODE_ADDRS, writable).doing(mapped)?,
+            config: Mapped::map(open("PACKET_CONFIG")?.0, 1, writable).doing(mapped)?,
+        })
+    }
+
+    /// What the programs take each interface for.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn ifaces(&self) -> Result<Vec<(u32, Iface)>, Error> {
+        let mut all = self
+            .ifaces
+            .entries()
+            .doing(|| "cannot read table IFACES".to_owned())?;
+        all.sort_unstable_by_key(|(index, _)| *index);
+        Ok(all)
+    }
+
+    /// What the programs take an interface for.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn iface(&self, index: u32) -> Result<Option<Iface>, Error> {
+        self.ifaces
+            .get(&index)
+            .doing(|| "cannot read table IFACES".to_owned())
+    }
+
+    pub(super) fn set_iface(&self, index: u32, iface: Iface) -> Result<(), Error> {
+        self.ifaces.set(&index, &iface).doing(|| {
+            format!(
+                "cannot add {} to IFACES, which has room for {} interfaces",
+                tc::name(index),
+                self.ifaces.capacity()
+            )
+        })
+    }
+
+    pub(super) fn remove_iface(&self, index: u32) -> Result<(), Error> {
+        self.ifaces
+            .remove(&index)
+            .doing(|| format!("cannot remove interface {index} from IFACES"))
+            .map(|_| ())
+    }
+
+    /// The address with an index that flows and interfaces refer to; none has index 0.
+    pub fn node_addr(&self, index: u8) -> Option<Addr> {
+        self.node_addrs
+            .get(index.into())
+            .filter(|addr| index != 0 && *addr != Addr::UNSPECIFIED)
+    }
+
+    pub(super) fn set_node_addr(&self, index: u8, addr: Addr) {
+        self.node_addrs.set(index.into(), addr);
+    }
+
+    /// What the programs are told.
+    pub fn config(&self) -> PacketConfig {
+        self.config.get(0).unwrap_or_default()
+    }
+
+    pub(super) fn set_config(&self, config: PacketConfig) {
+        let words: [u64; 12] = zerocopy::transmute!(config);
+        for (index, now) in words.into_iter().enumerate() {
+            if let Some(word) = self.config.word(0, index) {
+                word.store(now, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// The networks of source ranges and of pods.
+    pub fn sources(&self) -> &Sources {
+        &self.sources
+    }
+}

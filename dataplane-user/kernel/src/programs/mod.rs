@@ -1,0 +1,267 @@
+//! Our programs, and how they are attached: one pinned cgroup link each, whose program is swapped
+//! in place.
+
+mod load;
+mod specs;
+
+use std::{
+    fs::{self, File},
+    os::fd::{AsFd, BorrowedFd},
+    path::{Path, PathBuf},
+};
+
+use aya::Ebpf;
+use aya_obj::generated::bpf_attach_type::{BPF_CGROUP_INET4_CONNECT, BPF_CGROUP_INET6_CONNECT};
+use dataplane_common::capture::MeterSets;
+use load::descriptor;
+#[cfg(feature = "testing")]
+pub(super) use load::has_mptcp;
+pub use load::{absent, events_program, load, load_error, packet_program, patiently};
+pub use specs::{CAPTURE_PROGRAMS, INBOUND, PROGRAMS, REPLACEMENT, Spec, tracepoint};
+use specs::{TCP_EVENTS, wanted};
+use zerocopy::FromZeros as _;
+
+use super::{
+    cgroup::cgroup_id,
+    error::{Doing, Error},
+    map::Mapped,
+    pins::{self, Pins, spec},
+    sys::{self, LinkTarget},
+    tc::Direction,
+};
+
+/// Attaches every program to a cgroup or its tracepoint, or, where its link is there already, swaps the program in
+/// place: no moment without one. The one that is told of connections to a proxy is only swapped.
+///
+/// The kernel runs programs of a cgroup in the order in which they were attached. So where those of
+/// capture are new, those for services that have the same hook are attached anew after them, and
+/// only then lose the link they had: for a moment they run twice, and the second time find
+/// nothing to translate.
+///
+/// Answers whether they were attached to another cgroup.
+pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<bool, Error> {
+    let directory =
+        File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
+    let id = cgroup_id(&directory, cgroup)?;
+    if !capture {
+        detach_capture(pins)?;
+    }
+    let mut before_us = false;
+    let mut moved = false;
+    for spec in wanted(capture) {
+        let fd = descriptor(ebpf, spec)?;
+        let is_capture = CAPTURE_PROGRAMS.iter().any(|other| other.name == spec.name);
+        let after = !is_capture && before_us && is_connect(spec);
+        match pins.open_link(spec)? {
+            None if spec.name == TCP_EVENTS.name => {}
+            Some((link, info)) if info.target == LinkTarget::Cgroup(id) && !after => {
+                sys::link_update(link.as_fd(), fd)
+                    .doing(|| format!("cannot swap program {}", spec.name))?;
+            }
+            // On another cgroup, or on one that is gone, or on a tracepoint, whose links know no other program: attached
+            // anew, then the pin is replaced. For a moment both are told.
+            Some((_, info)) => {
+                moved |= !spec.is_traced() && info.target != LinkTarget::Cgroup(id);
+                create(spec, fd, &directory, &pins.link(spec.name), true)?;
+            }
+            None => {
+                if spec.is_traced() {
+                    forget_meters(pins)?;
+                }
+                before_us |= is_capture && is_connect(spec);
+                create(spec, fd, &directory, &pins.link(spec.name), false)?;
+            }
+        }
+    }
+    Ok(moved)
+}
+
+/// Has a program be told of connections to a proxy, from now on; nothing if one is.
+pub fn attach_events(program: BorrowedFd<'_>, pins: &Pins, cgroup: &Path) -> Result<(), Error> {
+    if pins.open_link(&TCP_EVENTS)?.is_some() {
+        return Ok(());
+    }
+    let directory =
+        File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
+    let path = pins.link(TCP_EVENTS.name);
+    create(&TCP_EVENTS, program, &directory, &path, false)
+}
+
+/// Whether a link's pin has the name of one that an agent looks after, with capture or without.
+pub fn is_link(name: &str, capture: bool) -> bool {
+    let of_namespace = name
+        .strip_prefix(INBOUND)
+        .is_some_and(|cookie| cookie.starts_with('-') && !cookie.ends_with(REPLACEMENT));
+    wanted(capture).any(|spec| spec.name == name)
+        || (capture && of_namespace)
+        || Direction::of_pin(name)
+            .is_some_and(|(direction, _)| capture || Direction::ALL.contains(&direction))
+}
+
+/// Frees the places of connections that were closed while no program was told of it.
+fn forget_meters(pins: &Pins) -> Result<(), Error> {
+    let what = || "cannot clear table METERS".to_owned();
+    let Some((table, info)) = pins.open_map(spec("METERS"))? else {
+        return Ok(());
+    };
+    let meters = Mapped::<MeterSets>::map(table, info.max_entries, true).doing(what)?;
+    for element in 0..meters.capacity() {
+        meters.set(element, MeterSets::new_zeroed());
+    }
+    Ok(())
+}
+
+fn is_connect(spec: &Spec) -> bool {
+    matches!(
+        spec.hook,
+        BPF_CGROUP_INET4_CONNECT | BPF_CGROUP_INET6_CONNECT
+    )
+}
+
+/// Detaches what an earlier agent attached for a mesh.
+fn detach_capture(pins: &Pins) -> Result<(), Error> {
+    for spec in CAPTURE_PROGRAMS.iter().rev() {
+        if let Some((link, _)) = pins.open_link(spec)? {
+            pins::remove_link(&link, &pins.link(spec.name))?;
+        }
+    }
+    Ok(())
+}
+
+fn create(
+    spec: &Spec,
+    program: BorrowedFd<'_>,
+    cgroup: &File,
+    path: &Path,
+    replace: bool,
+) -> Result<(), Error> {
+    let link = if spec.is_traced() {
+        sys::link_create_traced(program)
+            .doing(|| format!("cannot attach program {} to its tracepoint", spec.name))?
+    } else {
+        sys::link_create_cgroup(program, cgroup.as_fd(), spec.hook)
+            .doing(|| format!("cannot attach program {} to the cgroup", spec.name))?
+    };
+    if !replace {
+        return sys::obj_pin(link.as_fd(), path).doing(|| format!("cannot pin {}", path.display()));
+    }
+    // No dots: a bpffs reserves them (`bpf_lookup` in kernel/bpf/inode.c).
+    let mut new = path.as_os_str().to_owned();
+    new.push(REPLACEMENT);
+    let new = PathBuf::from(new);
+    let _ = fs::remove_file(&new);
+    sys::obj_pin(link.as_fd(), &new).doing(|| format!("cannot pin {}", new.display()))?;
+    fs::rename(&new, path).doing(|| format!("cannot replace {}", path.display()))
+}
+
+/// How a program is attached, as the kernel says now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Attachment {
+    /// The program's name, which is its hook's.
+    pub program: &'static str,
+    /// Its link, if there is one.
+    pub link_id: Option<u32>,
+    /// The program that the link holds.
+    pub program_id: Option<u32>,
+    /// A hash of the program's instructions.
+    pub tag: Option<u64>,
+    /// What is wrong, if anything: it is attached, and runs for the cgroup, if this is `None`.
+    pub problem: Option<String>,
+}
+
+/// Asks the kernel how our programs are attached: the pins, the links in them, and whether the
+/// cgroup really runs them.
+///
+/// # Errors
+/// If the cgroup cannot be opened. What is wrong with a single program is in its
+/// [`Attachment::problem`].
+pub fn attachments(pins: &Pins, cgroup: &Path) -> Result<Vec<Attachment>, Error> {
+    let directory =
+        File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
+    let id = cgroup_id(&directory, cgroup)?;
+    // A mesh is not everywhere: without its first pin, there is none. And one without a proxy has nobody that is told
+    // of connections to it.
+    let capture = pins.link(CAPTURE_PROGRAMS[0].name).exists();
+    Ok(wanted(capture)
+        .filter(|spec| spec.name != TCP_EVENTS.name || pins.link(spec.name).exists())
+        .map(|spec| attachment(pins, spec, &directory, id))
+        .collect())
+}
+
+fn attachment(pins: &Pins, spec: &Spec, cgroup: &File, cgroup_id: u64) -> Attachment {
+    let mut found = Attachment {
+        program: spec.name,
+        link_id: None,
+        program_id: None,
+        tag: None,
+        problem: None,
+    };
+    let link = match pins.open_link(spec) {
+        Ok(Some((_, link))) => link,
+        Ok(None) => {
+            found.problem = Some(format!(
+                "not attached: {} is not there",
+                pins.link(spec.name).display()
+            ));
+            return found;
+        }
+        Err(error) => {
+            found.problem = Some(error.to_string());
+            return found;
+        }
+    };
+    found.link_id = Some(link.id);
+    found.program_id = Some(link.program);
+    found.tag = sys::prog_by_id(link.program)
+        .and_then(|fd| sys::prog_info(fd.as_fd()))
+        .map(|info| info.tag)
+        .ok();
+    found.problem = if !link.is_attached() {
+        Some("its cgroup was removed; restart the agent to attach anew".into())
+    } else if let LinkTarget::Cgroup(other) = link.target
+        && other != cgroup_id
+    {
+        Some(format!(
+            "attached to another cgroup (id {other}, not {cgroup_id})"
+        ))
+    } else if spec.is_traced() {
+        // A tracepoint runs whatever has a link.
+        None
+    } else {
+        match sys::cgroup_programs(cgroup.as_fd(), spec.hook) {
+            Ok(ids) if ids.contains(&link.program) => None,
+            Ok(_) => Some("the link is there, but the cgroup does not run the program".into()),
+            Err(error) => Some(format!("cannot ask what the cgroup runs: {error}")),
+        }
+    };
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pins_tell_which_links_an_agent_looks_after() {
+        for name in ["connect4", "sock_release", "packet_egress-3"] {
+            assert!(is_link(name, false) && is_link(name, true), "{name}");
+        }
+        for name in [
+            "capture6",
+            "tcp_events",
+            "tcp_gone",
+            "packet_capture-3",
+            "inbound_lookup-7",
+        ] {
+            assert!(!is_link(name, false) && is_link(name, true), "{name}");
+        }
+        for name in [
+            "connect4-new",
+            "packet_egress-3-new",
+            "inbound_lookup-7-new",
+            "connect5",
+        ] {
+            assert!(!is_link(name, true), "{name}");
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! The tables of services and their one writer. What is done to interfaces and network namespaces takes
+//! tens of milliseconds a piece, so these tables can be written meanwhile, by another thread.
+
+use std::{
+    collections::{BTreeSet, HashSet},
+    ops::Deref,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
+
+use dataplane_common::Addr;
+use plan::{Contents, Demand, Write};
+
+use super::{
+    error::Error,
+    packet::Filter,
+    tables::{Growth, Limits, Tables},
+};
+
+/// The tables of services. Clones are the same tables; each step of one waits for those of the others.
+#[derive(Clone, Debug)]
+pub struct ServiceTables(Arc<Mutex<Inner>>);
+
+#[derive(Debug)]
+struct Inner {
+    tables: Tables,
+    limits: Limits,
+    /// A hash element was freed, and may be reused by the next that is added: not before a grace
+    /// period has passed.
+    freed: bool,
+    /// Addresses that flows are masqueraded to, which the filter lets through.
+    masquerade: BTreeSet<Addr>,
+}
+
+impl ServiceTables {
+    pub(super) fn new(tables: Tables, limits: Limits, masquerade: Vec<Addr>) -> Self {
+        Self(Arc::new(Mutex::new(Inner {
+            tables,
+            limits,
+            freed: false,
+            masquerade: masquerade.into_iter().collect(),
+        })))
+    }
+
+    /// A thread that panicked while it wrote leaves what the next agent finds after a kill: whole services.
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The tables, for reading. Whoever writes waits meanwhile.
+    pub(super) fn read(&self) -> impl Deref<Target = Tables> {
+        Reading(self.lock())
+    }
+
+    /// What the tables hold.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn contents(&self) -> Result<Contents, Error> {
+        self.lock().tables.contents()
+    }
+
+    /// Makes the tables large enough for a plan, while the programs run.
+    ///
+    /// # Errors
+    /// [`Error::TableFull`] or [`Error::Grow`]; nothing that is served has changed.
+    pub fn reserve(&self, demand: &Demand) -> Result<Vec<Growth>, Error> {
+        let inner = &mut *self.lock();
+        inner.tables.reserve(demand, inner.limits)
+    }
+
+    /// Carries out a plan's writes, in their order, after [`ServiceTables::reserve`].
+    ///
+    /// # Errors
+    /// The kernel's refusal of a write; those before it are done, and the planner must be made
+    /// anew from [`ServiceTables::contents`].
+    pub fn apply(&self, writes: &[Write]) -> Result<(), Error> {
+        let inner = &mut *self.lock();
+        let result = write(&mut inner.tables, &mut inner.freed, writes);
+        if result.is_err() {
+            // Which of the keys were added before the error only the kernel knows. If it does not
+            // say, the filter lets through more than it need, and nothing less than it must.
+            let masquerade: Vec<Addr> = inner.masquerade.iter().copied().collect();
+            let _ = inner.tables.recount_filter(&masquerade);
+        }
+        result
+    }
+
+    /// Keeps the filter `VIPS` in line with the flows: `vips` are the addresses that a walk found, which began at
+    /// `since`. Flows to an address that no service has any longer go on until they end.
+    pub fn keep_flows(&self, vips: &HashSet<Addr>, since: Instant) {
+        self.lock().tables.keep_flows(vips, since);
+    }
+
+    /// Waits until no program that runs now can still see what was removed.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn grace(&self) -> Result<(), Error> {
+        let inner = &mut *self.lock();
+        inner.tables.grace()?;
+        inner.freed = false;
+        Ok(())
+    }
+}
+
+impl Filter for ServiceTables {
+    fn let_through(&mut self, addr: Addr) {
+        let inner = &mut *self.lock();
+        inner.masquerade.insert(addr);
+        inner.tables.let_through(addr);
+    }
+
+    fn let_through_no_more(&mut self, addr: Addr) {
+        let inner = &mut *self.lock();
+        inner.masquerade.remove(&addr);
+        inner.tables.let_through_no_more(addr);
+    }
+
+    fn wait_for_programs(&mut self) -> Result<(), Error> {
+        self.grace()
+    }
+}
+
+/// The tables, while nobody else has them.
+struct Reading<'a>(MutexGuard<'a, Inner>);
+
+impl Deref for Reading<'_> {
+    type Target = Tables;
+
+    fn deref(&self) -> &Tables {
+        &self.0.tables
+    }
+}
+
+/// Carries out writes, in their order. `freed`: whether a hash element was freed since the last
+/// grace period.
+pub(super) fn write(tables: &mut Tables, freed: &mut bool, writes: &[Write]) -> Result<(), Error> {
+    let mut keys = Vec::new();
+    let mut values = Vec::new();
+    let mut writes = writes.iter().peekable();
+    while let Some(write) = writes.next() {
+        if *freed && matches!(write, Write::Insert { .. } | Write::Replace { .. }) {
+            tables.grace()?;
+            *freed = false;
+        }
+        match write {
+            Write::Endpoints { base, endpoints } => tables.set_endpoints(*base, endpoints),
+            Write::AddSource { key } => tables.sources().add(key)?,
+            Write::RemoveSource { key } => tables.sources().remove(key)?,
+            Write::Pool { index, pool, fresh } => tables.set_pool(*index, pool, *fresh)?,
+            Write::Insert { key, frontend } => {
+                keys.push(*key);
+                values.push(*frontend);
+                if !matches!(writes.peek(), Some(Write::Insert { .. })) {
+                    tables.insert_frontends(&keys, &values)?;
+                    keys.clear();
+                    values.clear();
+                }
+            }
+            Write::Replace { key, frontend } => {
+                tables.replace_frontend(key, *frontend)?;
+                *freed = true;
+            }
+            Write::Remove { key } => {
+                tables.remove_frontend(key)?;
+                *freed = true;
+            }
+        }
+    }
+    Ok(())
+}

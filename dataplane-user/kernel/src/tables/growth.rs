@@ -1,0 +1,212 @@
+//! Replacing a table by a larger copy while programs run.
+
+use std::io;
+
+use dataplane_common::packet;
+use plan::{Demand, Room};
+
+use super::{
+    super::{
+        error::Error,
+        map::{Mapped, Plain},
+    },
+    Outer, Tables, new_affinity, new_frontends, put,
+};
+
+/// How large tables may become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// VIP ports, cluster addresses and node ports together (`--max-frontends`). 100 000 services
+    /// with one port have 200 000.
+    pub frontends: u32,
+    /// Endpoint slots (`--max-endpoints`): pools' endpoints, each pool's rounded up to a power of
+    /// two.
+    pub endpoints: u32,
+    /// Clients of services with session affinity whose endpoints are remembered (`--max-affinity-clients`).
+    pub affinity: u32,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            frontends: 1 << 21,
+            endpoints: 1 << 22,
+            affinity: 1 << 17,
+        }
+    }
+}
+
+impl Limits {
+    /// How much services may take of the tables.
+    pub fn room(&self) -> Room {
+        Room {
+            frontends: self.frontends,
+            pools: self.frontends,
+            endpoints: self.endpoints,
+            sources: packet::SOURCES,
+        }
+    }
+}
+
+/// A table that was replaced by a larger copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Growth {
+    /// Its name.
+    pub table: &'static str,
+    /// Capacity before.
+    pub from: u32,
+    /// Capacity now.
+    pub to: u32,
+}
+
+impl Tables {
+    /// Makes the tables large enough. Those that are too small are replaced by larger copies, one
+    /// after the other; each copy answers like the original.
+    pub(crate) fn reserve(
+        &mut self,
+        demand: &Demand,
+        limits: Limits,
+    ) -> Result<Vec<Growth>, Error> {
+        // A table that was larger before stays so.
+        let check = |table, needed: u32, (capacity, limit): (u32, u32), knob| {
+            if needed > limit.max(capacity) {
+                return Err(Error::TableFull {
+                    table,
+                    needed: needed.into(),
+                    limit,
+                    knob,
+                });
+            }
+            Ok(())
+        };
+        check(
+            "FRONTENDS",
+            demand.frontends,
+            (self.frontends.capacity(), limits.frontends),
+            "--max-frontends",
+        )?;
+        check(
+            "POOLS",
+            demand.pools,
+            (self.pools.capacity(), limits.frontends.saturating_add(1)),
+            "--max-frontends",
+        )?;
+        check(
+            "ENDPOINTS",
+            demand.endpoints,
+            (self.endpoints.capacity(), limits.endpoints),
+            "--max-endpoints",
+        )?;
+        if demand.sources > packet::SOURCES {
+            return Err(Error::SourcesFull {
+                needed: demand.sources,
+                limit: packet::SOURCES,
+            });
+        }
+        let mut grown = Vec::new();
+        let mut note = |table, from, to| grown.push(Growth { table, from, to });
+
+        let from = self.frontends.capacity();
+        if demand.frontends > from {
+            let to = roomy(demand.frontends, from, limits.frontends);
+            self.grow_frontends(to)
+                .map_err(|e| grow_error("FRONTENDS", to, e))?;
+            note("FRONTENDS", from, to);
+        }
+        let from = self.endpoints.capacity();
+        if demand.endpoints > from {
+            let to = roomy(demand.endpoints, from, limits.endpoints);
+            self.grow_endpoints(to)
+                .map_err(|e| grow_error("ENDPOINTS", to, e))?;
+            note("ENDPOINTS", from, to);
+        }
+        let from = self.pools.capacity();
+        if demand.pools > from {
+            let to = roomy(demand.pools, from, limits.frontends.saturating_add(1));
+            self.grow_stats(to)
+                .map_err(|e| grow_error("STATS", to, e))?;
+            self.grow_pools(to)
+                .map_err(|e| grow_error("POOLS", to, e))?;
+            note("POOLS", from, to);
+        }
+        let from = self.affinity.capacity();
+        let to = limits.affinity;
+        if demand.affinity_groups > 0 && to > from {
+            self.grow_affinity(to)
+                .map_err(|e| grow_error("AFFINITY", to, e))?;
+            note("AFFINITY", from, to);
+        }
+        Ok(grown)
+    }
+
+    fn grow_frontends(&mut self, capacity: u32) -> io::Result<()> {
+        let new = new_frontends(capacity)?;
+        let (keys, values): (Vec<_>, Vec<_>) = self.frontends.entries()?.into_iter().unzip();
+        new.set_all(&keys, &values)?;
+        put(&self.outer[Outer::Frontends as usize], new.fd())?;
+        self.frontends = new;
+        Ok(())
+    }
+
+    fn grow_pools(&mut self, capacity: u32) -> io::Result<()> {
+        let new = Mapped::create("pools", capacity)?;
+        copy(&self.pools, &new);
+        put(&self.outer[Outer::Pools as usize], new.fd())?;
+        self.pools = new;
+        Ok(())
+    }
+
+    fn grow_endpoints(&mut self, capacity: u32) -> io::Result<()> {
+        let new = Mapped::create("endpoints", capacity)?;
+        copy(&self.endpoints, &new);
+        put(&self.outer[Outer::Endpoints as usize], new.fd())?;
+        self.endpoints = new;
+        Ok(())
+    }
+
+    fn grow_stats(&mut self, pools: u32) -> io::Result<()> {
+        let outer = &self.outer[Outer::Stats as usize];
+        self.stats = self.stats.grow(pools, |new| put(outer, new))?;
+        Ok(())
+    }
+
+    /// Clients whom the programs remember in the old table during the copy are brought over
+    /// afterwards.
+    fn grow_affinity(&mut self, capacity: u32) -> io::Result<()> {
+        let new = new_affinity(capacity)?;
+        for (key, value) in self.affinity.entries()? {
+            new.set(&key, &value)?;
+        }
+        put(&self.outer[Outer::Affinity as usize], new.fd())?;
+        for (key, value) in self.affinity.entries()? {
+            new.add(&key, &value)?;
+        }
+        self.affinity = new;
+        Ok(())
+    }
+}
+
+/// A capacity with headroom: a third more than is needed, and half as much again as there was, so
+/// that a table which grows little by little is seldom copied.
+fn roomy(needed: u32, before: u32, limit: u32) -> u32 {
+    needed
+        .saturating_add(needed / 3)
+        .max(before.saturating_add(before / 2))
+        .min(limit)
+}
+
+fn grow_error(table: &'static str, capacity: u32, source: io::Error) -> Error {
+    Error::Grow {
+        table,
+        capacity,
+        source,
+    }
+}
+
+fn copy<T: Plain>(from: &Mapped<T>, to: &Mapped<T>) {
+    for index in 0..from.capacity() {
+        if let Some(value) = from.get(index) {
+            to.set(index, value);
+        }
+    }
+}

@@ -1,0 +1,359 @@
+//! Puts loaded programs on interfaces: swaps what is there in place, puts back what somebody removed.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+};
+
+use tracing::warn;
+
+use super::{
+    Direction, Filters, Hook, Order, clsact::Clsact, detach, is_used, known_name, name,
+    order::Anchor, ours, pin, removal,
+};
+use crate::{
+    error::{Doing, Error},
+    pins::Pins,
+    programs::REPLACEMENT,
+    sys::{self, LinkInfo, LinkTarget},
+};
+
+/// The packet path's loaded programs, to be put on interfaces.
+#[derive(Debug)]
+pub struct PacketPrograms {
+    ingress: Program,
+    egress: Program,
+    /// Interfaces that came later than the first, and whose programs are filters for now although there is TCX.
+    ///
+    /// To attach to TCX takes the kernel a grace period of RCU, 16 ms, under a lock that all interfaces share
+    /// (`tcx_entry_sync` in `include/net/tcx.h`). A filter takes it some ten microseconds. So forty pods that begin together
+    /// are served at once, and have links a second later.
+    provisional: BTreeSet<u32>,
+    /// Whether programs were attached at all.
+    has_begun: bool,
+}
+
+impl PacketPrograms {
+    /// Takes loaded programs; `hook`: none for what this kernel has.
+    pub fn new(
+        ingress: OwnedFd,
+        egress: OwnedFd,
+        hook: Option<Hook>,
+        order: Order,
+    ) -> Result<Self, Error> {
+        let hook = hook.unwrap_or_else(Hook::of_kernel);
+        if hook == Hook::Clsact && order.is_relative() {
+            return Err(io::Error::from(io::ErrorKind::Unsupported)).doing(|| {
+                format!(
+                    "cannot put programs at the place {order}: it takes TCX (Linux 6.6), and here they are \
+                     filters; use --tc-order first or last"
+                )
+            });
+        }
+        Ok(Self {
+            ingress: Program::new(ingress, Direction::Ingress, hook, order)?,
+            egress: Program::new(egress, Direction::Egress, hook, order)?,
+            provisional: BTreeSet::new(),
+            has_begun: false,
+        })
+    }
+
+    /// How they are put on interfaces.
+    pub fn hook(&self) -> Hook {
+        self.ingress.hook
+    }
+
+    /// Lets the programs be on exactly these interfaces. Where older ones of ours are, they are
+    /// swapped in place; where somebody removed ours, they are put back. Answers what did not work,
+    /// which does not keep the rest from being done. `done` is told of each interface as soon as nothing more can be done
+    /// there.
+    pub fn attach(
+        &mut self,
+        pins: &Pins,
+        wanted: &BTreeSet<u32>,
+        done: impl Fn(u32) -> Result<(), Error>,
+    ) -> Result<Vec<String>, Error> {
+        let mut clsact = Clsact::open(pins.root())?;
+        let mut filters = clsact.ours()?;
+        let mut failed = Vec::new();
+        self.provisional.retain(|ifindex| wanted.contains(ifindex));
+        if self.hook() == Hook::Tcx && std::mem::replace(&mut self.has_begun, true) {
+            let before = self.provisional.len();
+            for &ifindex in wanted {
+                if is_new(pins, &filters, ifindex) && self.add_filters(&mut clsact, ifindex) {
+                    self.provisional.insert(ifindex);
+                    if let Err(error) = done(ifindex) {
+                        failed.push(error.to_string());
+                    }
+                }
+            }
+            if self.provisional.len() != before {
+                filters = clsact.ours()?;
+            }
+        }
+        for &ifindex in wanted.difference(&self.provisional) {
+            for direction in Direction::ALL {
+                let program = self.of(direction);
+                if let Err(error) = program.attach(pins, &mut clsact, ifindex, &filters) {
+                    // Pods go while we are at it, and their interfaces with them.
+                    if known_name(ifindex).is_some() {
+                        failed.push(error.to_string());
+                    }
+                    break;
+                }
+            }
+            if let Err(error) = done(ifindex) {
+                failed.push(error.to_string());
+            }
+        }
+        // Those of the other kind are removed above, where ours are then twice.
+        let kept = |ifindex: u32| wanted.contains(&ifindex);
+        failed.extend(removal::elsewhere(
+            pins,
+            &mut clsact,
+            &filters,
+            &Direction::ALL,
+            kept,
+        )?);
+        if self.hook() == Hook::Tcx {
+            let provisional = &self.provisional;
+            clsact.remove_qdiscs(|ifindex| {
+                !provisional.contains(&ifindex) && !is_used(&filters, &Direction::CAPTURE, ifindex)
+            })?;
+        }
+        Ok(failed)
+    }
+
+    /// Whether there are interfaces whose programs are filters for now.
+    pub fn has_provisional(&self) -> bool {
+        !self.provisional.is_empty()
+    }
+
+    /// Puts links in the place of one such interface's filters. For a moment both are there: what the first program has decided
+    /// on, the second one leaves alone.
+    pub fn settle_one(&mut self, pins: &Pins) -> Result<(), Error> {
+        let Some(ifindex) = self.provisional.pop_first() else {
+            return Ok(());
+        };
+        let mut clsact = Clsact::open(pins.root())?;
+        let filters = clsact.ours()?;
+        for direction in Direction::ALL {
+            let program = self.of(direction);
+            if let Err(error) = program.attach(pins, &mut clsact, ifindex, &filters) {
+                // The pod may be gone.
+                return known_name(ifindex).map_or(Ok(()), |_| Err(error));
+            }
+        }
+        clsact.remove_qdiscs(|other| {
+            other == ifindex && !is_used(&filters, &Direction::CAPTURE, ifindex)
+        })
+    }
+
+    fn of(&self, direction: Direction) -> &Program {
+        match direction {
+            Direction::Egress => &self.egress,
+            _ => &self.ingress,
+        }
+    }
+
+    /// Adds both filters. `false`: that did not work, for whatever reason.
+    fn add_filters(&self, clsact: &mut Clsact, ifindex: u32) -> bool {
+        Direction::ALL.into_iter().all(|direction| {
+            let program = self.of(direction);
+            let added = clsact.add(ifindex, direction, program.fd.as_fd(), Order::First);
+            added.is_ok()
+        })
+    }
+}
+
+/// The loaded program for workloads that are captured by their packets, to be put on their
+/// interfaces.
+#[derive(Debug)]
+pub struct CaptureProgram(Program);
+
+impl CaptureProgram {
+    /// Takes a loaded program; `hook`: none for what this kernel has.
+    pub fn new(program: OwnedFd, hook: Option<Hook>) -> Result<Self, Error> {
+        let hook = hook.unwrap_or_else(Hook::of_kernel);
+        // Whatever the packet path's order: it has to be before that one.
+        let program = Program::new(program, Direction::Capture, hook, Order::First)?;
+        Ok(Self(program))
+    }
+
+    /// Lets the program be on exactly these interfaces, before the packet path's. Answers where it
+    /// could not be put, and why.
+    pub fn attach(
+        &self,
+        pins: &Pins,
+        wanted: &BTreeSet<u32>,
+    ) -> Result<BTreeMap<u32, String>, Error> {
+        let mut clsact = Clsact::open(pins.root())?;
+        let filters = clsact.ours()?;
+        let mut failed = BTreeMap::new();
+        for &ifindex in wanted {
+            if let Err(error) = self.0.attach(pins, &mut clsact, ifindex, &filters)
+                && known_name(ifindex).is_some()
+            {
+                failed.insert(ifindex, error.to_string());
+            }
+        }
+        let kept = |ifindex: u32| wanted.contains(&ifindex);
+        let of = &Direction::CAPTURE;
+        for text in removal::elsewhere(pins, &mut clsact, &filters, of, kept)? {
+            warn!("{text}");
+        }
+        Ok(failed)
+    }
+}
+
+#[derive(Debug)]
+struct Program {
+    fd: OwnedFd,
+    id: u32,
+    direction: Direction,
+    hook: Hook,
+    order: Order,
+}
+
+impl Program {
+    fn new(fd: OwnedFd, direction: Direction, hook: Hook, order: Order) -> Result<Self, Error> {
+        let id = sys::prog_info(fd.as_fd())
+            .doing(|| "cannot ask for a loaded program's number".to_owned())?
+            .id;
+        Ok(Self {
+            fd,
+            id,
+            direction,
+            hook,
+            order,
+        })
+    }
+
+    fn attach(
+        &self,
+        pins: &Pins,
+        clsact: &mut Clsact,
+        ifindex: u32,
+        filters: &Filters,
+    ) -> Result<(), Error> {
+        let direction = self.direction;
+        let filter = filters.get(&(ifindex, direction));
+        let path = pin(pins, direction, ifindex);
+        match self.hook {
+            Hook::Tcx => {
+                let link = ours(&path, direction)?;
+                self.attach_tcx(pins, &path, ifindex, link)?;
+                match filter {
+                    Some(filter) => clsact.remove(filter),
+                    None => Ok(()),
+                }
+            }
+            Hook::Clsact => {
+                match filter {
+                    Some(filter) if filter.program == self.id => {}
+                    Some(filter) => clsact.replace(filter, self.fd.as_fd())?,
+                    None => clsact.add(ifindex, direction, self.fd.as_fd(), self.order)?,
+                }
+                match ours(&path, direction)? {
+                    Some(_) => detach(&path),
+                    None => Ok(()),
+                }
+            }
+        }
+    }
+
+    fn attach_tcx(
+        &self,
+        pins: &Pins,
+        path: &Path,
+        ifindex: u32,
+        link: Option<(OwnedFd, LinkInfo)>,
+    ) -> Result<(), Error> {
+        let program = self.direction.program();
+        match link {
+            Some((link, info))
+                if info.target == LinkTarget::Tcx(ifindex) && !self.is_misplaced(pins, &info) =>
+            {
+                if info.program == self.id {
+                    return Ok(());
+                }
+                sys::link_update(link.as_fd(), self.fd.as_fd())
+                    .doing(|| format!("cannot swap program {program} on {}", name(ifindex)))
+            }
+            // There is none, or somebody detached it, or its interface is gone and this is another
+            // one with the same number; or it is at the wrong place.
+            link => {
+                if let Some((link, info)) = &link
+                    && info.program == self.id
+                {
+                    // An interface has a program once only.
+                    let _ = sys::link_detach(link.as_fd());
+                }
+                let attach = self.direction.tcx();
+                let new = self
+                    .order_on(pins, ifindex)
+                    .attach(self.fd.as_fd(), ifindex, attach)
+                    .doing(|| format!("cannot attach program {program} to {}", name(ifindex)))?;
+                pin_link(new.as_fd(), path, link.is_some())
+            }
+        }
+    }
+
+    /// Where it goes: behind capture's program, if that is there already.
+    fn order_on(&self, pins: &Pins, ifindex: u32) -> Order {
+        let capture = pin(pins, Direction::Capture, ifindex);
+        match (self.direction, self.order) {
+            (Direction::Ingress, Order::First) => match ours(&capture, Direction::Capture) {
+                Ok(Some((_, link))) if link.target == LinkTarget::Tcx(ifindex) => {
+                    Order::After(Anchor::Link(link.id))
+                }
+                _ => self.order,
+            },
+            _ => self.order,
+        }
+    }
+
+    /// Whether it is to be before the packet path's program, and is not, or on another side of somebody else's.
+    fn is_misplaced(&self, pins: &Pins, own: &LinkInfo) -> bool {
+        let LinkTarget::Tcx(ifindex) = own.target else {
+            return false;
+        };
+        if self.direction != Direction::Capture {
+            let chain = || sys::tcx_chain(ifindex, self.direction.tcx()).unwrap_or_default();
+            return self.order.is_relative() && self.order.is_broken(own.program, &chain());
+        }
+        let other = pin(pins, Direction::Ingress, ifindex);
+        let Ok(Some((_, other))) = ours(&other, Direction::Ingress) else {
+            return false;
+        };
+        let order = sys::tcx_programs(ifindex, self.direction.tcx()).unwrap_or_default();
+        let place = |program: u32| order.iter().position(|id| *id == program);
+        match (place(own.program), place(other.program)) {
+            (Some(own), Some(other)) => own > other,
+            _ => false,
+        }
+    }
+}
+
+/// Whether none of the programs is on an interface.
+fn is_new(pins: &Pins, filters: &Filters, ifindex: u32) -> bool {
+    let has_link = |direction| {
+        let link = ours(&pin(pins, direction, ifindex), direction);
+        !matches!(link, Ok(None))
+    };
+    !is_used(filters, &Direction::ALL, ifindex) && !Direction::ALL.into_iter().any(has_link)
+}
+
+fn pin_link(link: BorrowedFd<'_>, path: &Path, replace: bool) -> Result<(), Error> {
+    if !replace {
+        return sys::obj_pin(link, path).doing(|| format!("cannot pin {}", path.display()));
+    }
+    let mut new = path.as_os_str().to_owned();
+    new.push(REPLACEMENT);
+    let new = PathBuf::from(new);
+    let _ = fs::remove_file(&new);
+    sys::obj_pin(link, &new).doing(|| format!("cannot pin {}", new.display()))?;
+    fs::rename(&new, path).doing(|| format!("cannot replace {}", path.display()))
+}

@@ -1,0 +1,318 @@
+//! Taking over tables that an earlier agent wrote.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use dataplane_common::{
+    decide,
+    tables::{FrontendKey, Kind, Pool},
+};
+use model::TrafficPolicy;
+use thiserror::Error;
+
+use super::{
+    Contents,
+    blocks::{self, Blocks, Damage},
+    mirror::{Mirror, NO_ENDPOINT, Slot, count, has_group},
+    wanted::{WantedKey, key_text},
+};
+
+/// Why tables cannot be taken over: they are not what this program writes. Nothing was changed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum AdoptError {
+    /// A frontend that cannot be.
+    #[error("table FRONTENDS: {} is there twice", key_text(.0))]
+    DuplicateKey(FrontendKey),
+    /// A frontend of no known kind.
+    #[error("table FRONTENDS: {} is of kind {number}, which does not exist", key_text(.key))]
+    UnknownKind {
+        /// Which.
+        key: FrontendKey,
+        /// [`Kind::number`].
+        number: u8,
+    },
+    /// A frontend that refers to no pool.
+    #[error("table FRONTENDS: {} ({kind:?}) refers to pool {pool} of {pools}", key_text(.key))]
+    PoolOutOfRange {
+        /// Which.
+        key: FrontendKey,
+        /// Its kind; of [`Kind::NODE_ADDRESS`], pool 0 is expected, else a pool from 1 on.
+        kind: Kind,
+        /// The pool it refers to.
+        pool: u32,
+        /// How many pools there are, with pool 0.
+        pools: usize,
+    },
+    /// A pool whose affinity group is no pool.
+    #[error("table POOLS: the affinity group of pool {pool} is pool {group} of {pools}")]
+    GroupOutOfRange {
+        /// Which.
+        pool: u32,
+        /// Its group.
+        group: u32,
+        /// How many pools there are, with pool 0.
+        pools: usize,
+    },
+    /// A pool whose clients from outside are another's, which is no pool.
+    #[error("table POOLS: clients from outside of pool {pool} get pool {external} of {pools}")]
+    ExternalOutOfRange {
+        /// Which.
+        pool: u32,
+        /// The pool for clients from outside.
+        external: u32,
+        /// How many pools there are, with pool 0.
+        pools: usize,
+    },
+    /// A pool with endpoints beyond the table's end.
+    #[error("table POOLS: pool {pool} has slots {base}+{len} of {slots}")]
+    BlockOutOfRange {
+        /// Which.
+        pool: u32,
+        /// Its first slot.
+        base: u32,
+        /// How many.
+        len: u16,
+        /// How many slots there are.
+        slots: usize,
+    },
+    /// A pool whose block does not begin where a block of its size can.
+    #[error("table POOLS: the block at slot {base} is not aligned to its size")]
+    MisalignedBlock {
+        /// Its first slot.
+        base: u32,
+    },
+    /// Two pools that share slots.
+    #[error("table POOLS: the blocks at slots {first} and {second} overlap")]
+    OverlappingBlocks {
+        /// The first slot of one.
+        first: u32,
+        /// The first slot of the other.
+        second: u32,
+    },
+    /// A block that is not sorted.
+    #[error("table ENDPOINTS: slot {slot}, of pool {pool}, is out of order")]
+    UnsortedBlock {
+        /// The pool.
+        pool: u32,
+        /// The slot that is less than the one before.
+        slot: u32,
+    },
+}
+
+/// The pools of a service's port in one family; 0: none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct PortPools {
+    /// Of all endpoints, and the affinity group of both.
+    pub(super) cluster: u32,
+    /// Of those on this node.
+    pub(super) local: u32,
+}
+
+/// What is known of adopted tables until the first plan has found their owners.
+#[derive(Debug, Default)]
+pub(super) struct Adopted {
+    /// How many keys refer to each pool.
+    keys: HashMap<u32, u32>,
+}
+
+impl Adopted {
+    /// The pool for the ports that a service does not have, if the service can have it: every key
+    /// that refers to it is one of `keys`.
+    pub(super) fn address_pool(&self, mirror: &Mirror, keys: &[WantedKey]) -> Option<u32> {
+        self.candidates(mirror, keys).into_iter().next()
+    }
+
+    /// The pools of a service's port in one family, if the service can have them: every key that
+    /// refers to them is one of `keys`. So nobody is shown another's endpoints on the way to
+    /// what the first plan wants.
+    pub(super) fn pools<'a>(
+        &self,
+        mirror: &Mirror,
+        keys: impl IntoIterator<Item = &'a WantedKey>,
+    ) -> PortPools {
+        let candidates = self.candidates(mirror, keys);
+        let group = |index: u32| mirror.pools[index as usize].pool.affinity_group;
+        let free = |index: u32| {
+            let slot = &mirror.pools[index as usize];
+            // A group without keys of its own is this pool's alone.
+            slot.live
+                && slot.owner.is_none()
+                && group(index) == index
+                && (candidates.contains(&index) || !self.keys.contains_key(&index))
+        };
+        let cluster = candidates
+            .iter()
+            .copied()
+            .map(group)
+            .find(|&index| free(index));
+        let Some(cluster) = cluster else {
+            return PortPools::default();
+        };
+        let outside = mirror.pools[cluster as usize].pool.external;
+        let only_outside = outside != 0
+            && outside != cluster
+            && group(outside) == cluster
+            && mirror.pools[outside as usize].owner.is_none()
+            && !self.keys.contains_key(&outside);
+        let local = candidates
+            .into_iter()
+            .find(|&i| i != cluster && group(i) == cluster)
+            .or(only_outside.then_some(outside));
+        PortPools {
+            cluster,
+            local: local.unwrap_or_default(),
+        }
+    }
+
+    /// The pools without an owner to which none but `keys` refer, each as it should.
+    fn candidates<'a>(
+        &self,
+        mirror: &Mirror,
+        keys: impl IntoIterator<Item = &'a WantedKey>,
+    ) -> BTreeSet<u32> {
+        let mut referring = BTreeMap::<u32, u32>::new();
+        for WantedKey {
+            key, kind, policy, ..
+        } in keys
+        {
+            if let Some(frontend) = mirror.keys.get(key)
+                && frontend.kind() == *kind
+                && mirror.is_local(frontend.pool()) == (*policy == TrafficPolicy::Local)
+                && mirror.pools[frontend.pool() as usize].owner.is_none()
+            {
+                *referring.entry(frontend.pool()).or_default() += 1;
+            }
+        }
+        referring.retain(|pool, count| self.keys.get(pool) == Some(count));
+        referring.into_keys().collect()
+    }
+}
+
+/// Checks `contents` and takes them over.
+pub(super) fn adopt(contents: Contents) -> Result<(Mirror, Adopted), AdoptError> {
+    let mut mirror = Mirror::default();
+    let mut adopted = Adopted::default();
+    mirror.pools = contents
+        .pools
+        .into_iter()
+        .map(|pool| Slot {
+            pool,
+            ..Slot::default()
+        })
+        .collect();
+    if mirror.pools.is_empty() {
+        mirror.pools.push(Slot::default());
+    }
+    mirror.endpoints = contents.endpoints;
+
+    let pools = mirror.pools.len();
+    mirror.keys.reserve(contents.frontends.len());
+    for (key, frontend) in contents.frontends {
+        let (pool, kind) = (frontend.pool(), frontend.kind());
+        let in_range = match kind {
+            Kind::NODE_ADDRESS => pool == 0,
+            Kind::CLUSTER_IP
+            | Kind::EXTERNAL_IP
+            | Kind::LOAD_BALANCER
+            | Kind::NODE_PORT
+            | Kind::CLUSTER_ADDRESS => pool != 0 && (pool as usize) < pools,
+            _ => {
+                return Err(AdoptError::UnknownKind {
+                    key,
+                    number: kind.number(),
+                });
+            }
+        };
+        if !in_range {
+            return Err(AdoptError::PoolOutOfRange {
+                key,
+                kind,
+                pool,
+                pools,
+            });
+        }
+        if mirror.keys.insert(key, frontend).is_some() {
+            return Err(AdoptError::DuplicateKey(key));
+        }
+        if kind != Kind::NODE_ADDRESS {
+            mirror.pools[pool as usize].live = true;
+            *adopted.keys.entry(pool).or_default() += 1;
+        }
+    }
+    for pool in 1..count(pools) {
+        if adopted.keys.contains_key(&pool) {
+            let group = mirror.pools[pool as usize].pool.affinity_group;
+            if group as usize >= pools {
+                return Err(AdoptError::GroupOutOfRange { pool, group, pools });
+            }
+            if group != 0 {
+                mirror.pools[group as usize].live = true;
+            }
+        }
+    }
+    for pool in 1..count(pools) {
+        let external = mirror.pools[pool as usize].pool.external;
+        if external != 0 && mirror.pools[pool as usize].live {
+            if external as usize >= pools {
+                return Err(AdoptError::ExternalOutOfRange {
+                    pool,
+                    external,
+                    pools,
+                });
+            }
+            mirror.pools[external as usize].live = true;
+        }
+    }
+    for key in contents.sources {
+        let is_new = mirror.sources.entry(key.set).or_default().insert(key);
+        mirror.source_count += usize::from(is_new);
+    }
+    take_over_blocks(&mut mirror)?;
+    Ok((mirror, adopted))
+}
+
+fn take_over_blocks(mirror: &mut Mirror) -> Result<(), AdoptError> {
+    let mut live = Vec::new();
+    for (index, slot) in (0u32..).zip(&mut mirror.pools).skip(1) {
+        if !slot.live {
+            slot.pool = Pool::default();
+            mirror.free_pools.insert(index);
+            continue;
+        }
+        mirror.affinity_groups += u32::from(has_group(index, &slot.pool));
+        let (base, len) = (slot.pool.block.base(), slot.pool.block.len());
+        if len == 0 {
+            continue;
+        }
+        let slots = mirror.endpoints.len();
+        let from = base as usize;
+        let Some(endpoints) = mirror.endpoints.get(from..from + usize::from(len)) else {
+            return Err(AdoptError::BlockOutOfRange {
+                pool: index,
+                base,
+                len,
+                slots,
+            });
+        };
+        let unsorted = endpoints
+            .windows(2)
+            .position(|pair| decide::order(&pair[0], &pair[1]).is_gt());
+        if let Some(at) = unsorted {
+            return Err(AdoptError::UnsortedBlock {
+                pool: index,
+                slot: base + count(at) + 1,
+            });
+        }
+        live.push((base, len));
+        mirror.live_slots += blocks::slots(len.into());
+    }
+    mirror.blocks = Blocks::rebuild(live).map_err(|damage| match damage {
+        Damage::Overlap(first, second) => AdoptError::OverlappingBlocks { first, second },
+        Damage::Misaligned(base) => AdoptError::MisalignedBlock { base },
+    })?;
+    // A block's tail may lie beyond the last slot that was read.
+    let end = mirror.blocks.top() as usize;
+    if mirror.endpoints.len() < end {
+        mirror.endpoints.resize(end, NO_ENDPOINT);
+    }
+    Ok(())
+}

@@ -1,0 +1,569 @@
+//! From policies of capture to the tables that hold them.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::{Ipv4Addr, Ipv6Addr},
+};
+
+use dataplane_common::{
+    Addr,
+    capture::{self, CAPTURED, EXCLUDED, Enrolled, JUDGED, Local, RangeKey, RuleKey},
+    tables::FrontendKey,
+};
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use model::{Egress, Inbound, Policy, WithoutProxy};
+
+/// What the tables of capture hold, or should.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Captured {
+    /// Workloads with a network namespace of their own, by its cookie.
+    pub namespaces: BTreeMap<u64, Enrolled>,
+    /// Workloads in the node's namespace, by their cgroup's id.
+    pub cgroups: BTreeMap<u64, Enrolled>,
+    /// Workloads' own addresses.
+    pub locals: BTreeMap<Addr, Local>,
+    /// Ports, users, interfaces.
+    pub rules: BTreeMap<RuleKey, u32>,
+    /// Destination ranges.
+    pub ranges: BTreeMap<RangeKey, u32>,
+    /// Endpoints that are Pods', and resolvers; and workloads' addresses as such, for labels.
+    pub known: BTreeMap<FrontendKey, u32>,
+}
+
+impl Captured {
+    /// Takes over from `held` the entries of workloads that could not be looked at, with all rules that
+    /// they refer to. `keep` says for which numbers of workloads ([`Enrolled::workload`]), and for which
+    /// network namespaces (0: for none of its own), that is so. Entries of this table decide before
+    /// those of `held`.
+    pub fn keep(&mut self, held: &Self, keep: impl Fn(u32, u64) -> bool) {
+        let mut kept = BTreeSet::new();
+        let mut policies = BTreeSet::new();
+        for (cookie, entry) in &held.namespaces {
+            if keep(entry.workload, *cookie) && !self.namespaces.contains_key(cookie) {
+                self.namespaces.insert(*cookie, *entry);
+                kept.insert(entry.workload);
+                policies.insert(entry.policy);
+                if entry.resolvers != 0 {
+                    policies.insert(entry.resolvers);
+                }
+            }
+        }
+        for (id, entry) in &held.cgroups {
+            if keep(entry.workload, 0) && !self.cgroups.contains_key(id) {
+                self.cgroups.insert(*id, *entry);
+                kept.insert(entry.workload);
+                policies.insert(entry.policy);
+            }
+        }
+        for (addr, local) in &held.locals {
+            if keep(local.workload, local.netns) && !self.locals.contains_key(addr) {
+                // The DNS server does not know a workload that was not looked at: its resolvers answer it.
+                let kept_local = Local {
+                    resolvers: 0,
+                    ..*local
+                };
+                self.locals.insert(*addr, kept_local);
+                kept.insert(local.workload);
+                policies.insert(local.policy);
+            }
+        }
+        for (key, said) in &held.rules {
+            let of = match key.kind {
+                RuleKey::INTERFACE => &kept,
+                _ => &policies,
+            };
+            if of.contains(&key.of) {
+                self.rules.entry(*key).or_insert(*said);
+            }
+        }
+        for (key, said) in &held.ranges {
+            if policies.contains(&key.policy) {
+                self.ranges.entry(*key).or_insert(*said);
+            }
+        }
+    }
+
+    /// The range of a policy that decides on an address, the one with the longest prefix, and what
+    /// it says.
+    pub fn longest_range(&self, policy: u32, addr: Addr) -> Option<(IpNet, u32)> {
+        let number = |addr: Addr| u128::from_be_bytes(addr.octets());
+        let contains = |key: &RangeKey| {
+            let others = 160_u32.checked_sub(key.bits);
+            let differs = number(key.addr) ^ number(addr);
+            others.is_some_and(|others| differs.checked_shr(others).unwrap_or(0) == 0)
+        };
+        let ranges = self.ranges.iter();
+        let matching = ranges.filter(|(key, _)| key.policy == policy && contains(key));
+        let (key, said) = matching.max_by_key(|(key, _)| key.bits)?;
+        Some((range(key)?, *said))
+    }
+}
+
+/// The tables, looked at as the programs do.
+impl capture::Rules for Captured {
+    fn rule(&self, key: &RuleKey) -> u32 {
+        self.rules.get(key).copied().unwrap_or_default()
+    }
+
+    fn range(&self, policy: u32, addr: Addr) -> u32 {
+        self.longest_range(policy, addr).map_or(0, |(_, said)| said)
+    }
+}
+
+/// To which addresses a workload's queries are captured, and to which not: the longest prefix decides.
+pub type Resolvers = BTreeMap<IpNet, bool>;
+
+/// Policies and sets of resolvers by their numbers. Those that say the same are one; a number is not used twice.
+#[derive(Debug, Default)]
+pub struct Policies {
+    numbers: HashMap<Policy, u32>,
+    resolvers: HashMap<Resolvers, u32>,
+    last: u32,
+}
+
+impl Policies {
+    /// Numbers begin after `last`, the highest that an earlier agent used.
+    pub fn after(last: u32) -> Self {
+        Self {
+            last,
+            ..Self::default()
+        }
+    }
+
+    /// Adds what a policy says to the tables, unless it is there; answers its number and flags.
+    ///
+    /// `foreign`: as [`model::Mode::is_proxied`] wants to know it.
+    pub fn add(&mut self, policy: &Policy, foreign: bool, tables: &mut Captured) -> (u32, u32) {
+        let number = if let Some(number) = self.numbers.get(policy) {
+            *number
+        } else {
+            self.last += 1;
+            self.numbers.insert(policy.clone(), self.last);
+            self.last
+        };
+        let verdict = |captured: bool, is_judged: bool| match (captured, is_judged) {
+            (true, _) => CAPTURED,
+            (false, true) => JUDGED,
+            (false, false) => EXCLUDED,
+        };
+        let mut rule = |kind, id, said| {
+            let of = number;
+            tables.rules.insert(RuleKey { of, kind, id }, said);
+        };
+        for uid in &policy.included_uids {
+            rule(RuleKey::USER, *uid, CAPTURED);
+        }
+        for gid in &policy.included_gids {
+            rule(RuleKey::GROUP, *gid, CAPTURED);
+        }
+        for uid in &policy.excluded_uids {
+            rule(RuleKey::USER, *uid, EXCLUDED);
+        }
+        for gid in &policy.excluded_gids {
+            rule(RuleKey::GROUP, *gid, EXCLUDED);
+        }
+        if policy.only_queries {
+            // The resolvers' ranges already take the policy's ports and ranges into account.
+            return (number, flags(policy, foreign));
+        }
+        for (port, captured) in &policy.outbound_ports {
+            let is_judged = policy.judged_ports.contains(port);
+            let said = verdict(*captured, is_judged);
+            rule(RuleKey::OUTBOUND_PORT, u32::from(*port), said);
+        }
+        let inbound = policy
+            .inbound_ports
+            .iter()
+            .filter(|_| policy.inbound != Inbound::None);
+        for (port, captured) in inbound {
+            rule(
+                RuleKey::INBOUND_PORT,
+                u32::from(*port),
+                verdict(*captured, false),
+            );
+        }
+        // IPv4 is in the table as v4-mapped IPv6, of which ranges such as ::/0 say nothing.
+        if policy.outbound_ranges.keys().any(|r| r.addr().is_ipv6()) {
+            let all = IpNet::V4(Ipv4Net::default());
+            tables.ranges.insert(range_key(number, &all), CAPTURED);
+        }
+        let captures_loopback = captures_loopback(policy);
+        if captures_loopback {
+            // Wider ranges say nothing of it.
+            tables
+                .ranges
+                .insert(range_key(number, &LOOPBACK.into()), EXCLUDED);
+        }
+        for (range, captured) in &policy.outbound_ranges {
+            let key = range_key(number, range);
+            let is_judged = policy.judged_ranges.contains(range);
+            tables.ranges.insert(key, verdict(*captured, is_judged));
+        }
+        if captures_loopback {
+            for never in [
+                IpNet::from(PROXYS),
+                Ipv6Net::from(Ipv6Addr::LOCALHOST).into(),
+            ] {
+                tables.ranges.insert(range_key(number, &never), EXCLUDED);
+            }
+        }
+        (number, flags(policy, foreign))
+    }
+
+    /// Adds resolvers to the tables, unless they are there; answers their number, 0 if there are none.
+    pub fn add_resolvers(&mut self, resolvers: &Resolvers, tables: &mut Captured) -> u32 {
+        if !resolvers.values().any(|is_captured| *is_captured) {
+            return 0;
+        }
+        let number = self.resolvers.get(resolvers).copied();
+        let number = number.unwrap_or_else(|| {
+            self.last += 1;
+            self.resolvers.insert(resolvers.clone(), self.last);
+            self.last
+        });
+        let ranges = resolvers.iter().map(|(range, is_captured)| {
+            let said = if *is_captured { CAPTURED } else { EXCLUDED };
+            (range_key(number, range), said)
+        });
+        tables.ranges.extend(ranges);
+        number
+    }
+
+    /// Forgets policies and resolvers that are not in use any more.
+    pub fn keep(&mut self, used: impl Fn(u32) -> bool) {
+        self.numbers.retain(|_, number| used(*number));
+        self.resolvers.retain(|_, number| used(*number));
+    }
+}
+
+/// A range of a policy, as a key.
+pub fn range_key(policy: u32, range: &IpNet) -> RangeKey {
+    let before = if range.addr().is_ipv4() { 96 } else { 0 };
+    RangeKey {
+        bits: 32 + before + u32::from(range.prefix_len()),
+        policy,
+        addr: range.network().into(),
+    }
+}
+
+/// The inverse of [`range_key`]; `None` for what is none of its keys.
+fn range(key: &RangeKey) -> Option<IpNet> {
+    let addr = key.addr.ip();
+    let before = if addr.is_ipv4() { 96 } else { 0 };
+    let bits = key.bits.checked_sub(32 + before)?;
+    IpNet::new(addr, u8::try_from(bits).ok()?).ok()
+}
+
+/// Loopback of IPv4.
+const LOOPBACK: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8);
+/// The address at which proxies listen, and the application for its proxy: never captured.
+const PROXYS: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::LOCALHOST, 32);
+
+/// Whether a policy names a range of loopback as captured.
+pub fn captures_loopback(policy: &Policy) -> bool {
+    let mut ranges = policy.outbound_ranges.iter();
+    ranges.any(|(range, is_captured)| match range {
+        IpNet::V4(range) => *is_captured && LOOPBACK.contains(range) && *range != PROXYS,
+        IpNet::V6(_) => false,
+    })
+}
+
+fn flags(policy: &Policy, foreign: bool) -> u32 {
+    let proxied = policy.mode.is_proxied(foreign);
+    let only = !policy.included_uids.is_empty() || !policy.included_gids.is_empty();
+    let users = only || !policy.excluded_uids.is_empty() || !policy.excluded_gids.is_empty();
+    let of_users = [(Enrolled::HAS_USERS, users), (Enrolled::ONLY_USERS, only)];
+    if policy.only_queries {
+        return flags_of(of_users);
+    }
+    let inbound = policy.inbound != Inbound::None;
+    // A workload without a proxy has nobody who relays its machines' connections, and nobody who judges them: the programs
+    // refuse them.
+    let is_virtual = proxied || policy.egress == Egress::Deny;
+    let of_connections = [
+        (Enrolled::CAPTURED, true),
+        (Enrolled::PROXY, proxied),
+        (Enrolled::INBOUND, proxied && inbound),
+        (
+            Enrolled::VIRTUAL,
+            is_virtual && !policy.virtual_interfaces.is_empty(),
+        ),
+        (Enrolled::EGRESS_DENY, policy.egress == Egress::Deny),
+        (
+            Enrolled::FAIL_OPEN,
+            policy.without_proxy == WithoutProxy::Pass,
+        ),
+        (Enrolled::INBOUND_OTHERS, policy.inbound == Inbound::All),
+        (Enrolled::HAS_RANGES, !policy.outbound_ranges.is_empty()),
+        (Enrolled::LOOPBACK, captures_loopback(policy)),
+        (
+            Enrolled::HAS_OUTBOUND_PORTS,
+            !policy.outbound_ports.is_empty(),
+        ),
+        (
+            Enrolled::HAS_INBOUND_PORTS,
+            inbound && !policy.inbound_ports.is_empty(),
+        ),
+    ];
+    flags_of(of_users.into_iter().chain(of_connections))
+}
+
+fn flags_of(flags: impl IntoIterator<Item = (u32, bool)>) -> u32 {
+    let set = flags.into_iter().filter(|(_, set)| *set);
+    set.fold(0, |flags, (flag, _)| flags | flag)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use dataplane_common::{Port, Reason};
+    use model::Rules;
+
+    use super::*;
+
+    fn said(rules: &Rules, addr: &str, port: u16, user: u32) -> Reason {
+        let mut tables = Captured::default();
+        let policy = rules.policy().expect("captured");
+        let (policy, flags) = Policies::after(7).add(&policy, true, &mut tables);
+        let enrolled = Enrolled {
+            policy,
+            flags,
+            ..Enrolled::default()
+        };
+        let addr: IpAddr = addr.parse().unwrap();
+        let excludes_user = capture::excludes_user(&tables, &enrolled, (user, 0));
+        capture::outbound(
+            &tables,
+            &enrolled,
+            addr.into(),
+            Port::new(port),
+            excludes_user,
+        )
+        .0
+    }
+
+    fn rules(edit: impl FnOnce(&mut Rules)) -> Rules {
+        let mut rules = Rules {
+            captured: Some(true),
+            ..Rules::default()
+        };
+        edit(&mut rules);
+        rules
+    }
+
+    #[test]
+    fn the_longest_prefix_decides_and_the_more_specific_layer_of_the_same() {
+        let all = rules(|r| {
+            r.outbound_ranges
+                .insert("10.0.0.0/8".parse().unwrap(), false);
+            r.outbound_ranges.insert("fd00::/8".parse().unwrap(), false);
+        });
+        let own = rules(|r| {
+            r.outbound_ranges
+                .insert("10.1.0.0/16".parse().unwrap(), true);
+            r.outbound_ranges.insert("fd00::/8".parse().unwrap(), true);
+        });
+        let both = own.over(&all);
+        assert_eq!(said(&both, "10.2.0.1", 80, 0), Reason::ExcludedRange);
+        assert_eq!(said(&both, "10.1.0.1", 80, 0), Reason::Captured);
+        assert_eq!(said(&both, "11.1.0.1", 80, 0), Reason::Captured);
+        assert_eq!(said(&both, "fd00::1", 80, 0), Reason::Captured);
+        assert_eq!(said(&all, "fd00::1", 80, 0), Reason::ExcludedRange);
+    }
+
+    #[test]
+    fn all_of_one_family_is_nothing_of_the_other() {
+        let six = rules(|r| {
+            r.outbound_ranges.insert("::/0".parse().unwrap(), false);
+        });
+        assert_eq!(said(&six, "2001:db8::1", 80, 0), Reason::ExcludedRange);
+        assert_eq!(said(&six, "192.0.2.1", 80, 0), Reason::Captured);
+        let four = rules(|r| {
+            r.outbound_ranges
+                .insert("0.0.0.0/0".parse().unwrap(), false);
+        });
+        assert_eq!(said(&four, "2001:db8::1", 80, 0), Reason::Captured);
+        assert_eq!(said(&four, "192.0.2.1", 80, 0), Reason::ExcludedRange);
+    }
+
+    #[test]
+    fn what_is_included_excludes_everything_else() {
+        let only = rules(|r| r.include_ranges(["10.1.0.0/16".parse().unwrap()]));
+        assert_eq!(said(&only, "10.1.0.1", 80, 0), Reason::Captured);
+        assert_eq!(said(&only, "10.2.0.1", 80, 0), Reason::ExcludedRange);
+        assert_eq!(said(&only, "2001:db8::1", 80, 0), Reason::ExcludedRange);
+        let ports = rules(|r| {
+            r.include_ranges([]);
+            r.outbound_ports.insert(443, true);
+        });
+        assert_eq!(said(&ports, "10.2.0.1", 443, 0), Reason::Captured);
+        assert_eq!(said(&ports, "10.2.0.1", 80, 0), Reason::ExcludedRange);
+    }
+
+    #[test]
+    fn without_inbound_capture_no_port_is_captured() {
+        let all = rules(|r| {
+            r.inbound_ports.insert(80, true);
+        });
+        let none = rules(|r| r.inbound = Some(false));
+        let again = rules(|r| r.inbound = Some(true));
+        let captured = |rules: &Rules| {
+            let mut tables = Captured::default();
+            let policy = rules.policy().expect("captured");
+            let (policy, flags) = Policies::after(7).add(&policy, true, &mut tables);
+            let local = Local {
+                netns: 1,
+                policy,
+                flags,
+                workload: 1,
+                resolvers: 0,
+            };
+            let inbound = flags & Enrolled::INBOUND != 0;
+            (
+                inbound,
+                capture::inbound(&tables, &local, 80, 2) == Reason::CapturedInbound,
+            )
+        };
+        assert_eq!(captured(&all), (true, true));
+        assert_eq!(captured(&none.over(&all)), (false, false));
+        assert_eq!(captured(&again.over(&none.over(&all))), (true, true));
+    }
+
+    #[test]
+    fn users_loopback_and_ports_come_before_ranges() {
+        let all = rules(|r| {
+            r.excluded_uids.insert(1500);
+            r.outbound_ports.insert(22, false);
+        });
+        assert_eq!(said(&all, "192.0.2.1", 80, 1500), Reason::ExcludedUser);
+        assert_eq!(said(&all, "127.0.0.1", 80, 0), Reason::ExcludedLoopback);
+        assert_eq!(said(&all, "::1", 80, 0), Reason::ExcludedLoopback);
+        assert_eq!(said(&all, "192.0.2.1", 22, 0), Reason::ExcludedPort);
+        assert_eq!(said(&all, "192.0.2.1", 80, 0), Reason::Captured);
+    }
+
+    #[test]
+    fn loopback_is_captured_by_its_own_ranges_only() {
+        let wide = rules(|r| {
+            r.include_ranges(["0.0.0.0/0".parse().unwrap(), "64.0.0.0/2".parse().unwrap()]);
+        });
+        assert_eq!(said(&wide, "127.1.2.3", 80, 0), Reason::ExcludedLoopback);
+        let one = rules(|r| {
+            r.outbound_ranges
+                .insert("127.1.2.0/24".parse().unwrap(), true);
+            r.outbound_ranges
+                .insert("127.1.2.9/32".parse().unwrap(), false);
+            r.outbound_ranges.insert("::/0".parse().unwrap(), true);
+            r.outbound_ports.insert(443, true);
+            r.outbound_ports.insert(22, false);
+            r.excluded_uids.insert(1500);
+        });
+        assert_eq!(said(&one, "127.1.2.3", 80, 0), Reason::Captured);
+        assert_eq!(said(&one, "127.1.2.3", 22, 0), Reason::ExcludedPort);
+        assert_eq!(said(&one, "127.1.2.3", 80, 1500), Reason::ExcludedUser);
+        for addr in ["127.1.2.9", "127.1.3.1", "127.0.0.1", "::1", "0.0.0.0"] {
+            assert_eq!(said(&one, addr, 443, 0), Reason::ExcludedLoopback, "{addr}");
+        }
+        assert_eq!(said(&one, "192.0.2.1", 80, 0), Reason::Captured);
+        let all = rules(|r| r.include_ranges(["127.0.0.0/8".parse().unwrap()]));
+        assert_eq!(said(&all, "127.0.0.2", 80, 0), Reason::Captured);
+        assert_eq!(said(&all, "127.0.0.1", 80, 0), Reason::ExcludedLoopback);
+        assert_eq!(said(&all, "192.0.2.1", 80, 0), Reason::ExcludedRange);
+    }
+
+    #[test]
+    fn only_included_users_and_groups_are_captured() {
+        let one = rules(|r| r.included_uids = [1500].into());
+        assert_eq!(said(&one, "192.0.2.1", 80, 1500), Reason::Captured);
+        assert_eq!(said(&one, "192.0.2.1", 80, 7), Reason::ExcludedUser);
+        // Every process of the test has group 0.
+        let group = rules(|r| r.included_gids = [0].into()).over(&one);
+        assert_eq!(said(&group, "192.0.2.1", 80, 7), Reason::Captured);
+        // What is excluded is, by whatever layer.
+        let excluded = rules(|r| r.excluded_uids = [1500].into());
+        for both in [group.over(&excluded), excluded.over(&group)] {
+            assert_eq!(said(&both, "192.0.2.1", 80, 1500), Reason::ExcludedUser);
+            assert_eq!(said(&both, "192.0.2.1", 80, 7), Reason::Captured);
+        }
+        let other = rules(|r| r.included_gids = [5].into());
+        assert_eq!(said(&other, "192.0.2.1", 80, 1500), Reason::ExcludedUser);
+    }
+
+    #[test]
+    fn a_workload_that_cannot_be_looked_at_keeps_all_its_entries_and_rules() {
+        let mut held = Captured::default();
+        let mut policies = Policies::default();
+        let with_port = |port| {
+            rules(|r| {
+                r.outbound_ports.insert(port, false);
+                r.outbound_ranges
+                    .insert("10.0.0.0/8".parse().unwrap(), false);
+            })
+        };
+        let mut enrol = |workload, cookie: u64, port, addr: &str| {
+            let policy = with_port(port).policy().unwrap();
+            let (policy, flags) = policies.add(&policy, true, &mut held);
+            let entry = Enrolled {
+                policy,
+                flags,
+                workload,
+                resolvers: 0,
+            };
+            let local = Local {
+                netns: cookie,
+                policy,
+                flags,
+                workload,
+                resolvers: 0,
+            };
+            match cookie {
+                0 => _ = held.cgroups.insert(workload.into(), entry),
+                _ => _ = held.namespaces.insert(cookie, entry),
+            }
+            let addr: IpAddr = addr.parse().unwrap();
+            held.locals.insert(addr.into(), local);
+            let key = RuleKey {
+                of: workload,
+                kind: RuleKey::INTERFACE,
+                id: 3,
+            };
+            held.rules.insert(key, EXCLUDED);
+        };
+        enrol(1, 11, 22, "10.0.0.1");
+        enrol(2, 12, 23, "10.0.0.2");
+        enrol(3, 0, 24, "10.0.0.3");
+        let mut all = Captured::default();
+        all.keep(&held, |_, _| true);
+        assert_eq!(all, held);
+        let mut none = Captured::default();
+        none.keep(&held, |_, _| false);
+        assert_eq!(none, Captured::default());
+        // What is known anew decides.
+        let mut one = Captured::default();
+        one.namespaces.insert(12, Enrolled::default());
+        one.keep(&held, |workload, _| workload != 1);
+        assert_eq!(one.namespaces[&12], Enrolled::default());
+        assert_eq!(one.cgroups, held.cgroups);
+        assert!(one.rules.keys().all(|key| key.id != 22 && key.of != 1));
+        assert!(one.rules.keys().any(|key| key.id == 24));
+        assert!(one.ranges.keys().any(|key| key.policy == 3));
+    }
+
+    #[test]
+    fn equal_policies_share_a_number_and_others_do_not() {
+        let mut tables = Captured::default();
+        let mut policies = Policies::after(3);
+        let one = rules(|_| {}).policy().unwrap();
+        let other = rules(|r| {
+            r.outbound_ports.insert(22, false);
+        });
+        let other = other.policy().unwrap();
+        let (a, _) = policies.add(&one, true, &mut tables);
+        let (b, _) = policies.add(&other, true, &mut tables);
+        assert_eq!((a, b), (4, 5));
+        assert_eq!(policies.add(&one, true, &mut tables).0, 4);
+        policies.keep(|number| number != 4);
+        assert_eq!(policies.add(&one, true, &mut tables).0, 6);
+    }
+}

@@ -1,0 +1,239 @@
+//! Which endpoints went away, and so which flows and sockets that lead to them must end.
+//!
+//! The rules are kube-proxy's (`CleanStaleEntries` in its `conntrack` package): what leads from a
+//! service's address to something that is not one of the service's *serving* endpoints ends. A
+//! service without any is left alone: what it has is as good as nothing else, and ends when there
+//! is something better. So is what belongs to a service or an address that is gone, until another service has the address.
+//!
+//! TCP connections go on as long as their endpoint answers. But once a service no longer lists an endpoint, serving or not, the
+//! endpoint's address may be another pod's: a SYN in such a connection's name must not go there.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use dataplane_common::{
+    Addr, Port, Protocol,
+    tables::{FrontendKey, Kind},
+};
+use imbl::ordmap::DiffItem;
+use model::{Endpoint, Service, ServiceName, ServicePort, Snapshot};
+
+use super::{Planner, wanted};
+
+/// The endpoints that may still be talked to through some VIPs. Whatever else is talked to through
+/// them is stale.
+#[derive(Clone, Debug, Default)]
+pub struct Departed {
+    /// By VIP and port: sorted.
+    serving: Endpoints,
+    /// The same, with those that do not serve: of TCP.
+    listed: Endpoints,
+}
+
+/// Endpoints, sorted, by VIP and port.
+type Endpoints = HashMap<FrontendKey, Arc<[(Addr, Port)]>>;
+
+impl Departed {
+    /// Whether there is nothing to look for.
+    pub fn is_empty(&self) -> bool {
+        self.serving.is_empty() && self.listed.is_empty()
+    }
+
+    /// Whether a flow or socket may be stale.
+    pub fn has_stale(&self) -> bool {
+        !self.serving.is_empty()
+    }
+
+    /// Adds what is newer.
+    pub fn extend(&mut self, newer: Self) {
+        self.serving.extend(newer.serving);
+        self.listed.extend(newer.listed);
+    }
+
+    /// Whether a flow or a socket that talks to `endpoint` through `vip` is to end.
+    ///
+    /// `is_frontend` tells whether a key has an entry of its own: an address of this node may be
+    /// another service's external IP, and then its ports are no node ports.
+    pub fn is_stale(
+        &self,
+        vip: (Addr, Port),
+        protocol: Protocol,
+        endpoint: (Addr, Port),
+        is_frontend: impl Fn(&FrontendKey) -> bool,
+    ) -> bool {
+        is_missing(&self.serving, vip, protocol, endpoint, is_frontend)
+    }
+
+    /// Whether `endpoint` is no longer among those of a TCP service, `vip`, whether they serve or not; likewise.
+    pub fn is_unlisted(
+        &self,
+        vip: (Addr, Port),
+        endpoint: (Addr, Port),
+        is_frontend: impl Fn(&FrontendKey) -> bool,
+    ) -> bool {
+        is_missing(&self.listed, vip, Protocol::TCP, endpoint, is_frontend)
+    }
+}
+
+fn is_missing(
+    known: &Endpoints,
+    vip: (Addr, Port),
+    protocol: Protocol,
+    endpoint: (Addr, Port),
+    is_frontend: impl Fn(&FrontendKey) -> bool,
+) -> bool {
+    let exact = FrontendKey::new(vip.0, vip.1, protocol);
+    let endpoints = known.get(&exact).or_else(|| {
+        let node_port = FrontendKey::node_port(vip.0.is_v4(), vip.1, protocol);
+        let endpoints = known.get(&node_port)?;
+        (!is_frontend(&exact)).then_some(endpoints)
+    });
+    endpoints.is_some_and(|endpoints| endpoints.binary_search(&endpoint).is_err())
+}
+
+/// Notices what goes away, from one plan to the next.
+#[derive(Debug)]
+pub struct Departures {
+    protocols: Vec<Protocol>,
+    last: Snapshot,
+}
+
+impl Departures {
+    /// For services of these protocols. What the first plan has is compared with nothing: all that
+    /// leads elsewhere is stale.
+    pub fn new(protocols: &[Protocol]) -> Self {
+        Self {
+            protocols: protocols.to_vec(),
+            last: Snapshot::default(),
+        }
+    }
+
+    /// What went away with the last plan that was written.
+    pub fn after(&mut self, planner: &Planner) -> Departed {
+        let mut departed = Departed::default();
+        let last = std::mem::replace(&mut self.last, planner.snapshot().clone());
+        let mut heirs = BTreeSet::new();
+        for change in last.services.diff(&self.last.services) {
+            let (old, new) = match change {
+                DiffItem::Add(_, new) => (None, Some(new)),
+                DiffItem::Update {
+                    old: (_, old),
+                    new: (_, new),
+                } => (Some(old), Some(new)),
+                DiffItem::Remove(_, old) => (Some(old), None),
+            };
+            if let Some(old) = old {
+                heirs.extend(heirs_of(old, planner));
+            }
+            if let Some(new) = new {
+                self.compare(old.map(|old| &**old), new, planner, &mut departed);
+            }
+        }
+        for heir in heirs {
+            if let Some(service) = self.last.services.get(&heir) {
+                self.compare(None, service, planner, &mut departed);
+            }
+        }
+        departed
+    }
+
+    fn compare(
+        &self,
+        old: Option<&Service>,
+        new: &Service,
+        planner: &Planner,
+        departed: &mut Departed,
+    ) {
+        // A service may have every port.
+        let id = |port: &ServicePort| (port.port, port.protocol);
+        let old = old.map_or(&[][..], |old| &old.ports[..]);
+        let before: HashMap<_, _> = old.iter().map(|port| (id(port), port)).collect();
+        let [mut serving, mut listed] = [HashMap::new(), HashMap::new()];
+        for port in &new.ports {
+            let protocol = wanted::protocol(port.protocol);
+            let before = before.get(&id(port)).copied();
+            for v4 in [true, false] {
+                let key = |is_node_port| (v4, protocol, is_node_port);
+                if self.protocols.contains(&protocol) {
+                    note(&mut serving, key, [before, Some(port)], |e| {
+                        e.serving && e.addr.is_ipv4() == v4
+                    });
+                }
+                if protocol == Protocol::TCP {
+                    note(&mut listed, key, [before, Some(port)], |e| {
+                        e.addr.is_ipv4() == v4
+                    });
+                }
+            }
+        }
+        if serving.is_empty() && listed.is_empty() {
+            return;
+        }
+        for (key, frontend) in planner.service_keys(&new.name) {
+            let is_node_port = frontend.kind() == Kind::NODE_PORT;
+            let id = (
+                (key.addr.is_v4(), key.protocol, is_node_port),
+                key.port.host(),
+            );
+            for (left, departed) in [
+                (&serving, &mut departed.serving),
+                (&listed, &mut departed.listed),
+            ] {
+                if let Some(endpoints) = left.get(&id) {
+                    departed.insert(key, Arc::clone(endpoints));
+                }
+            }
+        }
+    }
+}
+
+/// The other services that have keys of this one now: flows to its endpoints are none of theirs.
+fn heirs_of(old: &Service, planner: &Planner) -> BTreeSet<ServiceName> {
+    let mut keys = Vec::new();
+    wanted::keys(old, &mut keys);
+    let owner = |key: &FrontendKey| planner.pool_owner(planner.frontend(key)?.pool());
+    let owners = keys.iter().filter_map(|wanted| owner(&wanted.key));
+    let others = owners.filter(|owner| owner.service != old.name);
+    others.map(|owner| owner.service.clone()).collect()
+}
+
+/// What a port is found by: family, protocol and whether it is a node port; and its number.
+type PortId = ((bool, Protocol, bool), u16);
+
+/// Notes the endpoints of a port that are wanted, for each of the port's numbers, if some have left. What it was before, and
+/// what it is now.
+fn note(
+    left: &mut HashMap<PortId, Arc<[(Addr, Port)]>>,
+    key: impl Fn(bool) -> (bool, Protocol, bool),
+    [before, now]: [Option<&ServicePort>; 2],
+    wanted: impl Fn(&Endpoint) -> bool,
+) {
+    let of = |port: Option<&ServicePort>| {
+        let all = port.into_iter().flat_map(|port| &port.endpoints);
+        let wanted = all.filter(|endpoint| wanted(endpoint));
+        let mut endpoints: Vec<_> = wanted
+            .map(|e| (Addr::from(e.addr), Port::new(e.port)))
+            .collect();
+        endpoints.sort_unstable();
+        endpoints
+    };
+    let (Some(port), before, now) = (now, of(before), of(now)) else {
+        return;
+    };
+    // Without any before, flows may lead to some that left earlier.
+    let has_left = before.is_empty()
+        || before
+            .iter()
+            .any(|endpoint| now.binary_search(endpoint).is_err());
+    if now.is_empty() || !has_left {
+        return;
+    }
+    let now: Arc<[_]> = now.into();
+    for (is_node_port, number) in [(false, Some(port.port)), (true, port.node_port)] {
+        let Some(number) = number else { continue };
+        left.entry((key(is_node_port), number))
+            .or_insert_with(|| Arc::clone(&now));
+    }
+}

@@ -1,0 +1,229 @@
+//! Enrolment: who is captured, by which rules, and what the tables are to say of them. Where workloads are, others find
+//! out.
+
+mod bounds;
+mod budgets;
+mod kept;
+mod member;
+mod members;
+mod statements;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    fmt,
+    sync::Arc,
+};
+
+pub use budgets::{fit_addresses, known};
+use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, Local, RuleKey};
+pub use kept::{Kept, Unknown};
+pub use member::Member;
+pub use members::{Said, members};
+use model::{Acceleration, Workload, WorkloadName};
+pub use statements::{Statement, statements};
+
+use super::{Captured, Policies, Resolvers};
+
+/// A workload that is to be captured, and what has become of that.
+#[derive(Clone, Debug)]
+pub struct Enrolment {
+    /// The workload.
+    pub workload: Arc<Workload>,
+    /// Its number in the tables ([`Enrolled::workload`]).
+    pub number: u32,
+    /// What is said of it.
+    pub rules: Vec<Statement>,
+    /// Why it is not captured as it should be.
+    pub problem: Option<Problem>,
+    /// Whether what it says to the agent's proxy goes past the TCP stack.
+    pub acceleration: Acceleration,
+    /// Why that is off though it was asked for.
+    pub not_accelerated: Option<String>,
+}
+
+/// Why a workload is not captured as it should be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    /// What happened, and what to do.
+    pub text: String,
+    /// Whether the node is at fault: the agent, the kernel or the operator's configuration. Otherwise the
+    /// workload is, or its author, and the node is healthy.
+    pub of_node: bool,
+}
+
+impl Problem {
+    /// One that the workload has itself, or its author.
+    pub fn of_workload(text: impl fmt::Display) -> Self {
+        Self {
+            text: text.to_string(),
+            of_node: false,
+        }
+    }
+
+    /// One of the agent, the kernel or the operator's configuration.
+    pub fn of_node(text: impl fmt::Display) -> Self {
+        Self {
+            text: text.to_string(),
+            of_node: true,
+        }
+    }
+}
+
+/// A network namespace in which a workload is.
+#[derive(Clone, Copy, Debug)]
+pub struct Home<'a> {
+    /// Its number for programs (`SO_NETNS_COOKIE`).
+    pub cookie: u64,
+    /// The interfaces there that its policy names, by name.
+    pub interfaces: &'a BTreeMap<String, u32>,
+}
+
+/// Gives workloads and their policies numbers, and writes what the tables are to say of them.
+#[derive(Debug)]
+pub struct Enroller {
+    /// Whether the proxy is not the agent's.
+    foreign: bool,
+    policies: Policies,
+    /// Workloads by their numbers in the tables.
+    numbers: HashMap<WorkloadName, u32>,
+    last: u32,
+    /// Numbers up to this one are an earlier agent's, and only that one knew whose.
+    earlier: u32,
+}
+
+impl Enroller {
+    /// After an earlier agent, of which the tables hold this. `foreign`: whether the proxy is not the agent's.
+    pub fn after(held: &Captured, foreign: bool) -> Self {
+        let enrolled = || held.namespaces.values().chain(held.cgroups.values());
+        let rules = held
+            .rules
+            .keys()
+            .filter(|key| key.kind != RuleKey::INTERFACE);
+        let locals = || held.locals.values();
+        let policies = enrolled().map(|e| e.policy).chain(rules.map(|key| key.of));
+        let policies = policies.chain(locals().map(|local| local.policy));
+        let policies = policies.chain(enrolled().map(|e| e.resolvers));
+        let policies = policies.chain(locals().map(|local| local.resolvers));
+        let workloads = enrolled().map(|e| e.workload);
+        let workloads = workloads.chain(locals().map(|local| local.workload));
+        let last = workloads.max().unwrap_or_default();
+        Self {
+            foreign,
+            policies: Policies::after(policies.max().unwrap_or_default()),
+            numbers: HashMap::new(),
+            last,
+            earlier: last,
+        }
+    }
+
+    /// Numbers up to this one are an earlier agent's, and only that one knew whose.
+    pub fn earlier(&self) -> u32 {
+        self.earlier
+    }
+
+    /// The workloads that have numbers.
+    pub fn numbers(&self) -> impl Iterator<Item = (&WorkloadName, u32)> {
+        self.numbers.iter().map(|(name, number)| (name, *number))
+    }
+
+    /// The number of a workload, which it has from now on.
+    pub fn number(&mut self, name: &WorkloadName) -> u32 {
+        if let Some(number) = self.numbers.get(name) {
+            return *number;
+        }
+        self.last += 1;
+        self.numbers.insert(name.clone(), self.last);
+        self.last
+    }
+
+    /// What the tables say of a workload; adds its policy to `wanted`.
+    pub fn enrol(&mut self, member: &Member, wanted: &mut Captured) -> Enrolled {
+        let (policy, flags) = self.policies.add(&member.policy, self.foreign, wanted);
+        Enrolled {
+            policy,
+            flags,
+            workload: self.number(&member.workload.name),
+            resolvers: 0,
+        }
+    }
+
+    /// The same, of one that has a network namespace of its own: with its entries.
+    pub fn enrol_namespace(
+        &mut self,
+        member: &Member,
+        namespace: Home<'_>,
+        wanted: &mut Captured,
+    ) -> Enrolled {
+        let mut entry = self.enrol(member, wanted);
+        let policy = &member.policy;
+        let is_virtual = entry.flags & Enrolled::VIRTUAL != 0;
+        let excluded = policy
+            .excluded_interfaces
+            .iter()
+            .map(|name| (name, EXCLUDED));
+        let of_machines = policy.virtual_interfaces.iter().filter(|_| is_virtual);
+        for (name, said) in excluded.chain(of_machines.map(|name| (name, CAPTURED))) {
+            let Some(index) = namespace.interfaces.get(&**name) else {
+                continue;
+            };
+            entry.flags |= Enrolled::HAS_INTERFACES;
+            let key = RuleKey {
+                of: entry.workload,
+                kind: RuleKey::INTERFACE,
+                id: *index,
+            };
+            *wanted.rules.entry(key).or_default() |= said;
+        }
+        wanted.namespaces.insert(namespace.cookie, entry);
+        if member.policy.only_queries {
+            return entry;
+        }
+        for addr in &member.workload.addresses {
+            let local = Local {
+                netns: namespace.cookie,
+                policy: entry.policy,
+                flags: entry.flags,
+                workload: entry.workload,
+                resolvers: 0,
+            };
+            wanted.locals.insert((*addr).into(), local);
+        }
+        entry
+    }
+
+    /// Has the queries captured that a workload in a network namespace sends to these resolvers.
+    pub fn capture_queries(&mut self, cookie: u64, to: &Resolvers, wanted: &mut Captured) {
+        let resolvers = self.resolvers(to, wanted);
+        if let Some(entry) = wanted.namespaces.get_mut(&cookie) {
+            entry.resolvers = resolvers;
+        }
+    }
+
+    /// The number of resolvers ([`Enrolled::resolvers`]); adds them to `wanted`.
+    pub fn resolvers(&mut self, to: &Resolvers, wanted: &mut Captured) -> u32 {
+        self.policies.add_resolvers(to, wanted)
+    }
+
+    /// Forgets the numbers of all workloads but those that are wanted. Where entries of the tables have them still, they
+    /// are those of connections that go on.
+    pub fn keep_numbers(&mut self, wanted: &BTreeSet<u32>) {
+        self.numbers.retain(|_, number| wanted.contains(number));
+    }
+
+    /// Forgets the policies that no entry has.
+    pub fn keep_policies(&mut self, wanted: &Captured) {
+        let used: BTreeSet<u32> = wanted
+            .namespaces
+            .values()
+            .chain(wanted.cgroups.values())
+            .flat_map(|entry| [entry.policy, entry.resolvers])
+            .chain(
+                wanted
+                    .locals
+                    .values()
+                    .flat_map(|local| [local.policy, local.resolvers]),
+            )
+            .collect();
+        self.policies.keep(|number| used.contains(&number));
+    }
+}

@@ -1,0 +1,94 @@
+//! Endpoints of entries by the names of Services: what answers for a Service answers for the name, without a second
+//! translation by the Service's own address.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use imbl::OrdMap;
+use model::{
+    ADDRESSES_MAX, At, Backend, EntryPort, Service, ServiceName, ServicePort, ServiceType,
+};
+
+/// The Services of the cluster.
+pub(super) type Services = OrdMap<ServiceName, Arc<Service>>;
+
+/// The Service whose name a DNS name is: `SERVICE.NAMESPACE.svc`, with the cluster's domain or without.
+pub(super) fn service(name: &str, domain: &str) -> Option<ServiceName> {
+    let below = name.strip_suffix(domain).filter(|_| !domain.is_empty());
+    let below = below.and_then(|below| below.strip_suffix('.'));
+    let below = below.unwrap_or(name).strip_suffix(".svc")?;
+    let (service, namespace) = below.split_once('.')?;
+    (!namespace.contains('.')).then(|| ServiceName::new(namespace, service))
+}
+
+/// The endpoints of a Service that are ready, at the ports that the ports of an entry lead to; `backend` is the entry's own
+/// endpoint, which has the Service's name.
+///
+/// # Errors
+///
+/// The reason why there can be none, as a clause.
+pub(super) fn endpoints(
+    name: &ServiceName,
+    services: &Services,
+    backend: &Backend,
+    ports: &[EntryPort],
+) -> Result<Vec<Backend>, String> {
+    let service = services.get(name).filter(|service| {
+        !matches!(
+            service.kind,
+            ServiceType::HostPort | ServiceType::Entry | ServiceType::ExternalName
+        )
+    });
+    let Some(service) = service else {
+        return Err(format!("there is no Service {name} with endpoints"));
+    };
+    if service.records.is_headless() {
+        // A client connects to the addresses of a headless Service at whatever port.
+        let published = service.records.published().iter().map(|of| of.addr);
+        // Pods of the host's network have one address.
+        let addresses: BTreeSet<IpAddr> = published.collect();
+        let backends = addresses.into_iter().take(ADDRESSES_MAX);
+        let backends = backends.map(|address| Backend {
+            at: At::Address(address),
+            ..backend.clone()
+        });
+        return Ok(backends.collect());
+    }
+    let meant = ports.iter().map(|port| {
+        let number = backend.port_of(port);
+        let mut of_service = service.ports.iter();
+        of_service.find(|of| of.port == number && of.protocol == port.protocol)
+    });
+    let meant: Vec<Option<&ServicePort>> = meant.collect();
+    let ready = |port: &&'_ ServicePort| {
+        let endpoints = port.endpoints.iter().filter(|endpoint| endpoint.ready);
+        endpoints.copied().collect::<Vec<_>>()
+    };
+    let mut known: BTreeMap<IpAddr, bool> = BTreeMap::new();
+    for endpoint in meant.iter().flatten().flat_map(ready) {
+        *known.entry(endpoint.addr).or_default() |= endpoint.local;
+    }
+    let number = |of: Option<&ServicePort>, address: IpAddr| {
+        let endpoints = of.iter().flat_map(ready);
+        let mut endpoints = endpoints.filter(|endpoint| endpoint.addr == address);
+        endpoints
+            .next()
+            .map_or(Backend::NO_PORT, |endpoint| endpoint.port)
+    };
+    let known = known.into_iter().take(ADDRESSES_MAX);
+    let endpoints = known.map(|(address, local)| Backend {
+        at: At::Address(address),
+        ports: ports
+            .iter()
+            .zip(&meant)
+            .map(|(port, of)| (port.name.clone(), number(*of, address)))
+            .collect(),
+        weight: backend.weight,
+        local,
+        hints: backend.hints,
+    });
+    Ok(endpoints.collect())
+}

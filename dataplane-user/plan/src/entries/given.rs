@@ -1,0 +1,224 @@
+//! The addresses that hosts are given: by this node, or by a control plane; and those that clients may still know.
+
+use std::{
+    borrow::Cow,
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use model::{Entry, EntryName, Host, is_allocated};
+
+use super::{
+    super::vips::{Age, HostName, KEPT, Number, Record},
+    Entries, is_served,
+};
+
+/// An address that DNS gave out, and that the host does not have any more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Former {
+    host: Arc<str>,
+    address: IpAddr,
+    /// Until when clients may know it, in seconds since the epoch.
+    until: u64,
+    /// Whether this node had given it.
+    is_own: bool,
+}
+
+impl Entries {
+    /// Gives numbers to the hosts that want one. Returns what is to be remembered.
+    pub(super) fn number(&mut self, now: u64, dirty: &mut BTreeSet<EntryName>) -> Vec<Record> {
+        self.vips.defer(self.defers && !self.assigned.is_empty());
+        let mut records = Vec::new();
+        let mut asked = BTreeSet::new();
+        loop {
+            // A number that is given or taken may be the address that a status has.
+            for name in dirty.difference(&asked).cloned().collect::<Vec<_>>() {
+                self.ask(&name);
+                asked.insert(name);
+            }
+            let more = self.vips.settle(now);
+            for record in &more {
+                dirty.extend(self.vips.entries(&record.host).cloned());
+            }
+            let numbers = more.iter().map(|record| record.number);
+            for address in numbers
+                .chain(self.vips.take_free())
+                .flat_map(Number::addresses)
+            {
+                dirty.extend(self.naming.get(&address).into_iter().flatten().cloned());
+            }
+            records.extend(more);
+            if dirty.len() == asked.len() {
+                return records;
+            }
+        }
+    }
+
+    /// Asks for numbers for the hosts of an entry, as it is now.
+    fn ask(&mut self, name: &EntryName) {
+        let mut asking = Vec::new();
+        if let Some(entry) = self.last.get(name) {
+            let age = Age::of(entry.name.clone(), entry.created);
+            let hosts = entry
+                .hosts
+                .iter()
+                .filter(|host| may_have_number(entry, host));
+            let hosts = hosts.filter(|host| self.assigned(entry, host).all(|is| is.is_err()));
+            asking.extend(hosts.map(|host| (host_name(entry, host), age.clone())));
+        }
+        let before = self.asking.remove(name).unwrap_or_default();
+        let (old, new) = (set(&before), set(&asking));
+        for (host, age) in old.difference(&new) {
+            self.vips.unwant(host, age);
+        }
+        for (host, age) in new.difference(&old) {
+            self.vips.want(host, age.clone());
+        }
+        if !asking.is_empty() {
+            self.asking.insert(name.clone(), asking);
+        }
+    }
+
+    /// The addresses that a control plane has given to a host; for each that the host may not have, why.
+    pub(super) fn assigned<'a>(
+        &'a self,
+        entry: &'a Entry,
+        host: &'a Host,
+    ) -> impl Iterator<Item = Result<IpAddr, (IpAddr, String)>> + 'a {
+        let own = host_name(entry, host);
+        host.assigned.iter().map(move |address| {
+            let of_another = self.holder(*address).filter(|holder| **holder != own);
+            let why = match of_another {
+                Some(holder) => Err(format!(
+                    "host {} of namespace {} has it",
+                    holder.host, holder.namespace
+                )),
+                None => self.allowed(*address).map_err(str::to_owned),
+            };
+            why.map(|()| *address).map_err(|why| (*address, why))
+        })
+    }
+
+    /// The host whose an address is, or was a moment ago: by this node, or the oldest that has it from a control plane.
+    fn holder(&self, address: IpAddr) -> Option<Cow<'_, HostName>> {
+        let given = self.vips.holder(address).map(Cow::Borrowed);
+        let former = || {
+            let mut former = self.former.iter().flat_map(|(entry, all)| {
+                let all = all.iter().filter(|former| former.address == address);
+                all.map(move |former| (entry, former))
+            });
+            let (entry, former) = former.next()?;
+            Some(Cow::Owned(HostName {
+                namespace: entry.namespace().into(),
+                host: (&*former.host).into(),
+            }))
+        };
+        let assigned = || {
+            let first = self.assigned.get(&address)?.first();
+            first.map(|(_, host)| Cow::Borrowed(host))
+        };
+        given.or_else(former).or_else(assigned)
+    }
+
+    /// Notes which addresses an entry's hosts do not have any more that DNS gave out. `before`: the hosts as they were.
+    pub(super) fn note_former(&mut self, entry: &mut Entry, now: u64) {
+        let all = self.former.remove(&entry.name).unwrap_or_default();
+        let mut known: HashSet<IpAddr> = all.iter().map(|former| former.address).collect();
+        let mut by_host: BTreeMap<Arc<str>, Vec<Former>> = BTreeMap::new();
+        for former in all {
+            by_host
+                .entry(Arc::clone(&former.host))
+                .or_default()
+                .push(former);
+        }
+        let before = self.served.get(&entry.name).map(Arc::clone);
+        let before = before.iter().flat_map(|entry| &entry.hosts);
+        let before: HashMap<&str, &Host> = before.map(|host| (&*host.name, host)).collect();
+        let mut all = Vec::new();
+        for host in &mut entry.hosts {
+            let mut own = by_host.remove(&host.name).unwrap_or_default();
+            // What this node had given is remembered, also by the agent before this one.
+            let number = self.vips.former(&host_name_of(&entry.name, &host.name));
+            if let Some((number, until)) = number.filter(|(_, until)| *until > now) {
+                let new = number.addresses().into_iter();
+                own.extend(new.filter(|of| known.insert(*of)).map(|address| Former {
+                    host: Arc::clone(&host.name),
+                    address,
+                    until,
+                    is_own: true,
+                }));
+            }
+            let vips = before.get(&*host.name).into_iter().flat_map(|before| {
+                let vips = before.vips.iter();
+                vips.filter(|vip| before.assigned.contains(vip))
+            });
+            for address in vips {
+                if !host.vips.contains(address) && is_allocated(*address) && known.insert(*address)
+                {
+                    self.vips.foreign(*address, true);
+                    own.push(Former {
+                        host: Arc::clone(&host.name),
+                        address: *address,
+                        until: now + KEPT,
+                        is_own: false,
+                    });
+                }
+            }
+            for former in own.extract_if(.., |former| host.vips.contains(&former.address)) {
+                known.remove(&former.address);
+                if !former.is_own {
+                    self.vips.foreign(former.address, false);
+                }
+            }
+            for former in &own {
+                if former.is_own {
+                    host.given.push(former.address);
+                } else {
+                    host.former.push(former.address);
+                }
+            }
+            all.extend(own);
+        }
+        all.extend(by_host.into_values().flatten());
+        if !all.is_empty() {
+            self.former.insert(entry.name.clone(), all);
+        }
+    }
+
+    /// Forgets the former addresses that clients do not know any more.
+    pub(super) fn forget_former(&mut self, now: u64, dirty: &mut BTreeSet<EntryName>) {
+        for (entry, all) in &mut self.former {
+            let entry_is_gone = !self.last.contains_key(entry);
+            for former in all.extract_if(.., |former| former.until <= now || entry_is_gone) {
+                dirty.insert(entry.clone());
+                if !former.is_own {
+                    self.vips.foreign(former.address, false);
+                }
+                let naming = self.naming.get(&former.address);
+                dirty.extend(naming.into_iter().flatten().cloned());
+            }
+        }
+        self.former.retain(|_, all| !all.is_empty());
+    }
+}
+
+fn set(asking: &[(HostName, Age)]) -> BTreeSet<&(HostName, Age)> {
+    asking.iter().collect()
+}
+
+/// Whether a host is given a number, if no control plane has given it an address.
+pub(super) fn may_have_number(entry: &Entry, host: &Host) -> bool {
+    entry.wants_vips && is_served(entry) && host.wildcard().is_none()
+}
+
+pub(super) fn host_name(entry: &Entry, host: &Host) -> HostName {
+    host_name_of(&entry.name, &host.name)
+}
+
+fn host_name_of(entry: &EntryName, host: &str) -> HostName {
+    HostName {
+        namespace: entry.namespace().into(),
+        host: host.into(),
+    }
+}

@@ -1,0 +1,475 @@
+//! The planner: what changed in the snapshot, and which writes follow from it.
+
+mod serve;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use dataplane_common::{
+    Addr,
+    tables::{Endpoint, Frontend, FrontendKey, Kind, Pool},
+};
+use imbl::ordmap::DiffItem;
+use model::{Problem, Service, ServiceName, Snapshot};
+
+use super::{
+    AdoptError, Conflict, Contents, Plan, PoolOwner, Room,
+    adopt::{self, Adopted},
+    claims::{Claims, Rank, shrink},
+    mirror::{Mirror, Writes},
+    reach::Reach,
+    room::{Budgets, Left},
+    settle::ServicePools,
+    shares::Entries,
+    wanted::{self, WantedKey},
+};
+
+/// Retired slots that are worth a grace period, whatever the table's size.
+const RETIRED_AT_LEAST: u32 = 1024;
+
+/// Mirrors the kernel's tables and says what to write for the next snapshot.
+///
+/// If a plan could not be applied as a whole, throw the planner away and [`Planner::adopt`] what
+/// the kernel holds: there is no way back in here.
+#[derive(Debug)]
+pub struct Planner {
+    last: Snapshot,
+    mirror: Mirror,
+    claims: Claims,
+    budgets: Budgets,
+    reach: Reach,
+    /// Services that wait for a grace period, after which there is room for what they are to become.
+    waiting: BTreeSet<ServiceName>,
+    /// The pools of every service that has some.
+    services: HashMap<ServiceName, ServicePools>,
+    /// This node's addresses.
+    node: BTreeSet<Addr>,
+    problems: BTreeMap<ServiceName, Vec<Problem>>,
+    /// Between adoption and the first plan.
+    adopted: Option<Adopted>,
+    /// Whether keys were removed or changed owner since the last grace period.
+    freed_keys: bool,
+    scratch: Scratch,
+}
+
+/// Buffers that are the same in every plan.
+#[derive(Debug, Default)]
+struct Scratch {
+    keys: Vec<WantedKey>,
+    old_keys: Vec<WantedKey>,
+    cluster: Vec<Endpoint>,
+    local: Vec<Endpoint>,
+}
+
+/// A service that has to be planned again.
+struct Dirty {
+    name: ServiceName,
+    old: Option<Arc<Service>>,
+    new: Option<Arc<Service>>,
+    /// What the new one takes of the tables.
+    cost: Entries,
+}
+
+impl Default for Planner {
+    fn default() -> Self {
+        Self {
+            last: Snapshot::default(),
+            mirror: Mirror::default(),
+            claims: Claims::default(),
+            budgets: Budgets::of(Room::default()),
+            reach: Reach::default(),
+            waiting: BTreeSet::new(),
+            services: HashMap::new(),
+            node: BTreeSet::new(),
+            problems: BTreeMap::new(),
+            adopted: None,
+            freed_keys: false,
+            scratch: Scratch::default(),
+        }
+    }
+}
+
+impl Planner {
+    /// For empty tables.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// For tables with so much room, before the first plan: no plan demands more. Services that there is no room for are
+    /// [left out](Planner::left_out).
+    #[must_use]
+    pub fn with_room(mut self, room: Room) -> Self {
+        self.budgets = Budgets::of(room);
+        self
+    }
+
+    /// For tables that an earlier agent wrote. The first plan then compares everything, removes
+    /// what nobody wants, and leaves alone what is right already.
+    ///
+    /// What that agent had freed is free at once: wait for a grace period between reading
+    /// `contents` and applying the first plan.
+    ///
+    /// # Errors
+    ///
+    /// If the tables are not what this program writes, and so must not be relied on.
+    pub fn adopt(contents: Contents) -> Result<Self, AdoptError> {
+        let (mirror, adopted) = adopt::adopt(contents)?;
+        Ok(Self {
+            mirror,
+            adopted: Some(adopted),
+            ..Self::default()
+        })
+    }
+
+    /// What to write so that the tables are those of `snapshot`. Takes for granted that it is
+    /// written before the next plan.
+    pub fn plan(&mut self, snapshot: &Snapshot) -> Plan {
+        let mut writes = Writes::default();
+        let keys_before = self.mirror.keys.len();
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let node_changed = self.node_changes(snapshot);
+
+        let dirty = self.claim(snapshot, &mut scratch);
+        for addr in node_changed {
+            let key = FrontendKey::address(addr);
+            if !self.is_taken(&key) {
+                self.mirror.set_key(key, self.unclaimed(&key), &mut writes);
+            }
+        }
+        for service in &dirty {
+            self.settle(service, keys_before, &mut scratch, &mut writes);
+        }
+        if self.adopted.take().is_some() {
+            self.remove_strays(&mut writes);
+        }
+
+        self.scratch = scratch;
+        self.last = snapshot.clone();
+        self.freed_keys |= writes.frees_keys();
+        let demand = self.mirror.demand(keys_before, &writes);
+        Plan {
+            writes: writes.in_order(),
+            demand,
+        }
+    }
+
+    /// Whether a grace period is worth its wait now: keys changed owner or were removed, or much
+    /// of the table is retired.
+    pub fn wants_grace(&self) -> bool {
+        let Mirror {
+            live_slots,
+            retired_slots,
+            pools,
+            retired_pools,
+            ..
+        } = &self.mirror;
+        let pool_bound = (RETIRED_AT_LEAST as usize).max(pools.len() / 8);
+        self.freed_keys
+            || !self.waiting.is_empty()
+            || *retired_slots > RETIRED_AT_LEAST.max(live_slots / 8)
+            || retired_pools.len() > pool_bound
+    }
+
+    /// Whether services wait for a grace period, and so for the next plan, which may be of the same snapshot.
+    pub fn is_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// The services that the tables have no room for, with what is left out of each.
+    pub fn left_out(&self) -> &BTreeMap<ServiceName, Left> {
+        self.budgets.left_out()
+    }
+
+    /// Every program that was running when the last plan had been written has ended: what was
+    /// retired until then may be used again.
+    pub fn grace_passed(&mut self) {
+        self.freed_keys = false;
+        self.mirror.reuse_retired();
+        // One that was large and is gone leaves no room behind that others do not need.
+        self.scratch = Scratch::default();
+        shrink(&mut self.mirror.keys);
+        self.claims.shrink();
+    }
+
+    /// The keys that several services claim, in the order of the keys.
+    pub fn conflicts(&self) -> Vec<Conflict> {
+        self.claims.conflicts().collect()
+    }
+
+    /// How many keys several services claim.
+    pub fn conflict_count(&self) -> usize {
+        self.claims.conflict_count()
+    }
+
+    /// What is not served as written, by service. Conflicts are apart: [`Planner::conflicts`].
+    pub fn problems(&self) -> impl Iterator<Item = (&ServiceName, &Problem)> {
+        self.problems
+            .iter()
+            .flat_map(|(name, problems)| problems.iter().map(move |p| (name, p)))
+    }
+
+    /// The last planned snapshot.
+    pub fn snapshot(&self) -> &Snapshot {
+        &self.last
+    }
+
+    /// Who uses the pool; none if nobody does.
+    pub fn pool_owner(&self, index: u32) -> Option<&PoolOwner> {
+        self.mirror.pools.get(index as usize)?.owner.as_ref()
+    }
+
+    /// Every pool in use, with its index and its owner, in the order of the indices.
+    pub fn pools(&self) -> impl Iterator<Item = (u32, &PoolOwner, Pool)> {
+        let slots = (0..).zip(&self.mirror.pools);
+        slots.filter_map(|(index, slot)| Some((index, slot.owner.as_ref()?, slot.pool)))
+    }
+
+    /// The pools of one service, with their owner's details; cheap.
+    pub fn service_pools(&self, service: &ServiceName) -> Vec<(u32, &PoolOwner, Pool)> {
+        let Some(pools) = self.services.get(service) else {
+            return Vec::new();
+        };
+        pools
+            .indices()
+            .filter_map(|index| {
+                let slot = self.mirror.pools.get(index as usize)?;
+                Some((index, slot.owner.as_ref()?, slot.pool))
+            })
+            .collect()
+    }
+
+    /// The keys of one service, those that it claims in vain left out; cheap.
+    pub fn service_keys(&self, name: &ServiceName) -> Vec<(FrontendKey, Frontend)> {
+        let mut keys = Vec::new();
+        if let Some(service) = self.last.services.get(name)
+            && self.services.contains_key(name)
+        {
+            wanted::keys(service, &mut keys);
+        }
+        self.claims.retain_owned(&mut keys, name);
+        keys.iter()
+            .filter_map(|w| Some((w.key, *self.mirror.keys.get(&w.key)?)))
+            .filter(|(_, frontend)| frontend.kind() != Kind::NODE_ADDRESS)
+            .collect()
+    }
+
+    /// What a key is answered with.
+    pub fn frontend(&self, key: &FrontendKey) -> Option<Frontend> {
+        self.mirror.keys.get(key).copied()
+    }
+
+    /// A pool in use and its endpoints.
+    pub fn pool(&self, index: u32) -> Option<(Pool, &[Endpoint])> {
+        let slot = self
+            .mirror
+            .pools
+            .get(index as usize)
+            .filter(|slot| slot.live)?;
+        Some((slot.pool, self.mirror.block(slot.pool.block)))
+    }
+
+    /// Every key with its value, in the order of the keys.
+    pub fn frontends(&self) -> Vec<(FrontendKey, Frontend)> {
+        let mut keys: Vec<_> = self.mirror.keys.iter().map(|(k, f)| (*k, *f)).collect();
+        keys.sort_unstable_by_key(|(key, _)| *key);
+        keys
+    }
+
+    /// The node's addresses that came or went.
+    fn node_changes(&mut self, snapshot: &Snapshot) -> Vec<Addr> {
+        if Arc::ptr_eq(&self.last.node, &snapshot.node)
+            || self.last.node.addresses == snapshot.node.addresses
+        {
+            return Vec::new();
+        }
+        // Loopback is the node's own without an entry, and every pod's too.
+        let addresses = snapshot
+            .node
+            .addresses
+            .iter()
+            .filter(|ip| wanted::can_be_vip(**ip));
+        let node = addresses.map(|ip| Addr::from(*ip)).collect::<BTreeSet<_>>();
+        let changed = node.symmetric_difference(&self.node).copied().collect();
+        self.node = node;
+        changed
+    }
+
+    /// Brings the claims up to date; returns the services that changed, and those that won or
+    /// lost a key by it.
+    fn claim(&mut self, snapshot: &Snapshot, scratch: &mut Scratch) -> Vec<Dirty> {
+        let mut dirty = Vec::new();
+        let mut contested = Vec::new();
+        let reach = self.reach.update(&self.last, snapshot);
+        // A clone costs nothing, and lets the services be used beside `self`.
+        let last = self.last.services.clone();
+        if last.is_empty() {
+            // Most have a port and an address.
+            self.claims.reserve(2 * snapshot.services.len());
+            self.mirror.keys.reserve(2 * snapshot.services.len());
+            self.services.reserve(snapshot.services.len());
+        }
+        for change in last.diff(&snapshot.services) {
+            let (name, old, new) = match change {
+                DiffItem::Add(name, new) => (name, None, Some(new)),
+                DiffItem::Update {
+                    old: (_, old),
+                    new: (name, new),
+                } => (name, Some(old), Some(new)),
+                DiffItem::Remove(name, old) => (name, Some(old), None),
+            };
+            self.reach
+                .change(old.map(|old| &**old), new.map(|new| &**new));
+            let cost = self.claim_keys(snapshot, old, new, scratch, &mut contested);
+            dirty.push(Dirty {
+                name: name.clone(),
+                old: old.cloned(),
+                new: new.cloned(),
+                cost,
+            });
+        }
+
+        let changed = dirty.len();
+        contested.sort_unstable();
+        contested.dedup();
+        let mut others = self.budgets.settle(snapshot);
+        others.append(&mut self.waiting);
+        others.extend(reach);
+        for key in contested {
+            if let Some((loser, winner)) = self.claims.settle(&key) {
+                others.extend([loser, winner]);
+            }
+        }
+        for name in others {
+            // The changes are in the order of the names.
+            if dirty[..changed]
+                .binary_search_by(|d| d.name.cmp(&name))
+                .is_err()
+            {
+                let service = snapshot.services.get(&name).cloned();
+                let cost = service.as_deref().map(|service| {
+                    wanted::keys(service, &mut scratch.keys);
+                    wanted::cost(service, &scratch.keys)
+                });
+                dirty.push(Dirty {
+                    name,
+                    old: service.clone(),
+                    new: service,
+                    cost: cost.unwrap_or_default(),
+                });
+            }
+        }
+        dirty
+    }
+
+    /// Claims the keys of a service that has changed, and notes which are contested. Returns what it takes of the tables.
+    /// Services come in the order of their names: those before are claimed as they are in `snapshot`.
+    fn claim_keys(
+        &mut self,
+        snapshot: &Snapshot,
+        old: Option<&Arc<Service>>,
+        new: Option<&Arc<Service>>,
+        scratch: &mut Scratch,
+        contested: &mut Vec<FrontendKey>,
+    ) -> Entries {
+        let Scratch { keys, old_keys, .. } = scratch;
+        let costs = [(old, &mut *old_keys), (new, &mut *keys)].map(|(service, keys)| {
+            keys.clear();
+            let Some(service) = service else {
+                return Entries::default();
+            };
+            wanted::keys(service, keys);
+            let cost = wanted::cost(service, keys);
+            keys.sort_unstable_by_key(|wanted| wanted.key);
+            cost
+        });
+        let Some(name) = new.or(old).map(|service| &service.name) else {
+            return costs[1];
+        };
+        let has_other_age = old
+            .zip(new)
+            .is_some_and(|(old, new)| old.created != new.created);
+        self.budgets
+            .change(name, &costs[0], &costs[1], has_other_age);
+        let find = |keys: &[WantedKey], key| {
+            let found = keys.binary_search_by_key(key, |wanted| wanted.key);
+            found.ok().map(|at| keys[at].claim)
+        };
+        for wanted in old_keys.iter() {
+            let (key, Some(old)) = (&wanted.key, old) else {
+                continue;
+            };
+            let (claims, is_same_age) =
+                (&mut self.claims, new.map(|new| new.created == old.created));
+            let is_contested = match new.zip(find(keys, key)) {
+                Some((_, claim)) if claim == wanted.claim && is_same_age == Some(true) => continue,
+                Some((new, claim)) => {
+                    claims.change(key, &Rank::of(old, wanted.claim), Rank::of(new, claim))
+                }
+                None => claims.remove(key, &Rank::of(old, wanted.claim)),
+            };
+            contested.extend(is_contested.then_some(*key));
+        }
+        let last = &self.last.services;
+        let known = |owner: &ServiceName| {
+            let services = if owner < name {
+                &snapshot.services
+            } else {
+                last
+            };
+            services.get(owner).map(|service| &**service)
+        };
+        for wanted in keys.iter() {
+            if let Some(new) = new
+                && find(old_keys, &wanted.key).is_none()
+                && self.claims.add(wanted, new, known)
+            {
+                contested.push(wanted.key);
+            }
+        }
+        costs[1]
+    }
+
+    /// Whether a key is a service's that is served. A service that is left out keeps others from its keys all the same.
+    fn is_taken(&self, key: &FrontendKey) -> bool {
+        let owner = self.claims.owner(key);
+        owner.is_some_and(|owner| self.budgets.left(owner) != Some(Left::Whole))
+    }
+
+    /// What a key is that no service has.
+    fn unclaimed(&self, key: &FrontendKey) -> Option<Frontend> {
+        let is_node = key.is_address() && self.node.contains(&key.addr);
+        is_node.then_some(Frontend::new(0, Kind::NODE_ADDRESS))
+    }
+
+    /// After adoption: removes the keys that nobody wants and gives up the pools whose owner was
+    /// not found.
+    fn remove_strays(&mut self, writes: &mut Writes) {
+        let strays = self
+            .mirror
+            .keys
+            .keys()
+            .filter(|key| self.claims.owner(key).is_none());
+        for key in strays.copied().collect::<Vec<_>>() {
+            self.mirror.set_key(key, self.unclaimed(&key), writes);
+        }
+        let ownerless = (0..).zip(&self.mirror.pools);
+        let ownerless = ownerless.filter(|(_, slot)| slot.live && slot.owner.is_none());
+        for index in ownerless.map(|(index, _)| index).collect::<Vec<_>>() {
+            self.mirror.retire_pool(index, writes);
+        }
+        let pools = &self.mirror.pools;
+        let of_nobody = |index: &u32| pools.get(*index as usize).is_none_or(|slot| !slot.live);
+        let stray: Vec<u32> = self
+            .mirror
+            .sources
+            .keys()
+            .copied()
+            .filter(of_nobody)
+            .collect();
+        for index in stray {
+            self.mirror.set_sources(index, &BTreeSet::new(), writes);
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Brings one service into the tables, or leaves it out.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use model::{Gravity, Problem, Service};
+
+use super::{
+    super::{
+        mirror::Writes,
+        room::Left,
+        settle::{ServicePools, Settle},
+        wanted::{self, WantedKey},
+    },
+    Dirty, Planner, Scratch,
+};
+
+impl Planner {
+    /// Lets the service's pools and keys be as they should.
+    pub(super) fn settle(
+        &mut self,
+        service: &Dirty,
+        keys_before: usize,
+        scratch: &mut Scratch,
+        writes: &mut Writes,
+    ) {
+        let Dirty { name, old, new, .. } = service;
+        let left = self.budgets.left(name);
+        let before = self.services.remove(name).unwrap_or_default();
+        let mut problems = Vec::new();
+        scratch.keys.clear();
+        if let Some(new) = new {
+            wanted::keys(new, &mut scratch.keys);
+            problems.extend(left.map(|left| self.budgets.problem(new, &scratch.keys, left)));
+            self.claims.retain_owned(&mut scratch.keys, name);
+        }
+        match new {
+            Some(new) if left != Some(Left::Whole) => {
+                if self.has_room(service, left, keys_before, &before, &scratch.keys, writes) {
+                    let mut settle = Settle {
+                        mirror: &mut self.mirror,
+                        reach: &self.reach,
+                        adopted: self.adopted.as_ref(),
+                        writes,
+                        cluster: &mut scratch.cluster,
+                        local: &mut scratch.local,
+                        without_endpoints: left.is_some(),
+                        problems,
+                    };
+                    let after = settle.settle(new, &scratch.keys, before);
+                    problems = settle.problems;
+                    if after.indices().next().is_some() {
+                        self.services.insert(name.clone(), after);
+                    }
+                } else {
+                    problems.push(self.wait(new, &scratch.keys, before, writes));
+                }
+            }
+            _ => {
+                for index in before.indices() {
+                    self.mirror.retire_pool(index, writes);
+                }
+                for WantedKey { key, .. } in &scratch.keys {
+                    self.mirror.set_key(*key, self.unclaimed(key), writes);
+                }
+            }
+        }
+        if let Some(old) = old {
+            wanted::keys(old, &mut scratch.keys);
+            for WantedKey { key, .. } in &scratch.keys {
+                if !self.is_taken(key) {
+                    self.mirror.set_key(*key, self.unclaimed(key), writes);
+                }
+            }
+        }
+        if problems.is_empty() {
+            self.problems.remove(name);
+        } else {
+            self.problems.insert(name.clone(), problems);
+        }
+    }
+
+    /// Whether the tables have room for what a service is to become, beside what they have and what is retired. They
+    /// always do, unless nearly all that is in them changes at once, or the free slots are scattered.
+    fn has_room(
+        &mut self,
+        service: &Dirty,
+        left: Option<Left>,
+        keys_before: usize,
+        before: &ServicePools,
+        keys: &[WantedKey],
+        writes: &Writes,
+    ) -> bool {
+        let room = *self.budgets.room();
+        let mirror = &mut self.mirror;
+        let [all_keys, pools, mut slots, sources] = service.cost;
+        if left == Some(Left::Endpoints) {
+            slots = 0;
+        }
+        let lens = || {
+            let new = service.new.as_deref().filter(|_| left.is_none());
+            new.map(|new| wanted::blocks(new, keys)).unwrap_or_default()
+        };
+        let more = [all_keys, pools, slots, sources];
+        if mirror.has_room(&room, keys_before, writes, more, lens) {
+            return true;
+        }
+        // Nearly always, most of it is there.
+        let known = |wanted: &&WantedKey| !mirror.keys.contains_key(&wanted.key);
+        let new_keys = keys.iter().filter(known).count() as u64;
+        let new_pools = pools.saturating_sub(before.indices().count() as u64);
+        let more = [new_keys, new_pools, slots, sources];
+        mirror.has_room(&room, keys_before, writes, more, lens)
+    }
+
+    /// Lets a service be as it is until there is room for what it is to become. None of its keys may lead to a pool that is
+    /// not its own.
+    fn wait(
+        &mut self,
+        service: &Service,
+        keys: &[WantedKey],
+        mut before: ServicePools,
+        writes: &mut Writes,
+    ) -> Problem {
+        let own: BTreeSet<u32> = before.indices().collect();
+        let mut referred = BTreeSet::new();
+        for WantedKey { key, .. } in keys {
+            let pool = self.mirror.keys.get(key).map(|known| known.pool());
+            if pool.is_some_and(|pool| own.contains(&pool)) {
+                referred.extend(pool);
+            } else if pool.is_some() {
+                self.mirror.set_key(*key, self.unclaimed(key), writes);
+            }
+        }
+        // Pools that have lost their keys are given up, but for those of clients from outside and of affinity.
+        let external = |index: &u32| (*index, self.mirror.pools[*index as usize].pool.external);
+        let externals: BTreeMap<u32, u32> = own.iter().map(external).collect();
+        let mirror = &mut self.mirror;
+        let mut keep = |index: &mut u32, is_referred: bool| {
+            if *index != 0 && !is_referred {
+                mirror.retire_pool(std::mem::take(index), writes);
+            }
+        };
+        let address = referred.contains(&before.address);
+        keep(&mut before.address, address);
+        for pools in before.ports.iter_mut().flat_map(|(.., families)| families) {
+            let external = externals.get(&pools.cluster).copied();
+            let [cluster, local] = [pools.cluster, pools.local].map(|i| referred.contains(&i));
+            let is_external = cluster && external == Some(pools.local);
+            keep(&mut pools.local, local || is_external);
+            keep(&mut pools.cluster, cluster || local);
+        }
+        if before.indices().next().is_some() {
+            self.services.insert(service.name.clone(), before);
+        }
+        self.waiting.insert(service.name.clone());
+        Problem {
+            gravity: Gravity::Warning,
+            place: format!("service {}", service.name),
+            text: "the earlier state is served: the change waits for room, because too much of a table changes at \
+                   once or its free entries are scattered. If this stays so, raise limits.frontends \
+                   (--max-frontends) and limits.endpoints (--max-endpoints)"
+                .to_owned(),
+        }
+    }
+}

@@ -1,0 +1,546 @@
+//! Routes as splits of the ports of services.
+//!
+//! A route that is attached to a Service replaces the endpoints of its ports by those of its backends, each with its part
+//! of the connections. A backend that does not exist, or that the route may not lead to, keeps its part, which is refused:
+//! so a mistake in one backend does not send more to the others.
+//!
+//! Routes split Services of their own namespace only, so that no author splits what is another's. Each step takes time for
+//! what changed, and if that is a backend, for the routes that are followed there: not for all that are attached to their
+//! Services, since anybody may lead anywhere.
+
+mod backends;
+mod claims;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    sync::Arc,
+};
+
+use imbl::{OrdMap, ordmap::DiffItem};
+use model::{
+    BackendTo, Endpoint, Entry, EntryName, Grant, Gravity, Part, Problem, Route, RouteKind,
+    RouteName, Service, ServiceName, Split,
+};
+
+use self::{backends::Backends, claims::Claims};
+
+/// The most endpoints that the routes of one namespace lead to together, each counted once for each port of a Service and each
+/// backend that has it. Without a bound, a thousand routes that lead to a thousand endpoints would be a million.
+const ENDPOINTS_MAX: usize = 100_000;
+
+/// Splits the ports of services as routes say.
+#[derive(Debug)]
+pub struct Routes {
+    known: OrdMap<RouteName, Arc<Route>>,
+    grants: OrdMap<ServiceName, Arc<Grant>>,
+    backends: Backends,
+    /// The routes that are attached to each Service.
+    attached: BTreeMap<ServiceName, BTreeSet<RouteName>>,
+    /// The Services whose followed routes lead to each Service.
+    leading: BTreeMap<ServiceName, BTreeSet<ServiceName>>,
+    /// The routes that lead to Services of each namespace, by their own.
+    abroad_to: BTreeMap<Box<str>, OfNamespaces>,
+    /// The routes that lead to each host, by their namespaces.
+    to_host: BTreeMap<Arc<str>, OfNamespaces>,
+    /// The routes that are followed of those of each Service, and what is wrong with the others.
+    claimed: BTreeMap<ServiceName, Claimed>,
+    /// The result of the routes of each Service.
+    wanted: BTreeMap<ServiceName, Wanted>,
+    /// How many endpoints the routes of each namespace lead to, and the Services for which that is too many.
+    sums: HashMap<Box<str>, usize>,
+    most: usize,
+    over: BTreeSet<ServiceName>,
+    services: OrdMap<ServiceName, Arc<Service>>,
+    problems: BTreeMap<ServiceName, Vec<Problem>>,
+    /// Routes that are attached to Services of other namespaces.
+    abroad: BTreeMap<RouteName, Problem>,
+}
+
+/// Routes by their namespaces and kinds.
+type OfNamespaces = BTreeMap<(Box<str>, RouteKind), BTreeSet<RouteName>>;
+
+/// Which routes of a Service are followed.
+#[derive(Debug, Default)]
+struct Claimed {
+    /// Each with the indices of its ports.
+    won: Vec<(Arc<Route>, Vec<usize>)>,
+    problems: Vec<Problem>,
+}
+
+/// The result of a Service's routes.
+#[derive(Debug, Default)]
+struct Wanted {
+    /// How ports are split, by their indices.
+    splits: Vec<(usize, Arc<Split>)>,
+    /// The routes that split them.
+    routes: Vec<RouteName>,
+    /// How many endpoints these lead to.
+    endpoints: usize,
+    problems: Vec<Problem>,
+}
+
+/// What services come to.
+#[derive(Clone, Debug)]
+pub struct Routed {
+    /// All services, with their ports split.
+    pub services: OrdMap<ServiceName, Arc<Service>>,
+    /// Whether the [problems](Routes::problems) are others than before.
+    pub other_problems: bool,
+}
+
+/// What routes are read from.
+#[derive(Clone, Copy, Debug)]
+pub struct Sources<'a> {
+    /// The routes.
+    pub routes: &'a OrdMap<RouteName, Arc<Route>>,
+    /// Who may lead to Services of other namespaces.
+    pub grants: &'a OrdMap<ServiceName, Arc<Grant>>,
+    /// The services, those of entries among them.
+    pub services: &'a OrdMap<ServiceName, Arc<Service>>,
+    /// The entries, as they are served.
+    pub entries: &'a OrdMap<EntryName, Arc<Entry>>,
+}
+
+impl Default for Routes {
+    fn default() -> Self {
+        Self::within(ENDPOINTS_MAX)
+    }
+}
+
+impl Routes {
+    /// The routes of one namespace lead to so many endpoints together at most.
+    fn within(most: usize) -> Self {
+        Self {
+            known: OrdMap::new(),
+            grants: OrdMap::new(),
+            backends: Backends::default(),
+            attached: BTreeMap::new(),
+            leading: BTreeMap::new(),
+            abroad_to: BTreeMap::new(),
+            to_host: BTreeMap::new(),
+            claimed: BTreeMap::new(),
+            wanted: BTreeMap::new(),
+            sums: HashMap::new(),
+            most,
+            over: BTreeSet::new(),
+            services: OrdMap::new(),
+            problems: BTreeMap::new(),
+            abroad: BTreeMap::new(),
+        }
+    }
+
+    /// Splits services as routes say.
+    pub fn take(&mut self, from: Sources<'_>) -> Routed {
+        // The Services whose routes may be followed otherwise, those whose ports may be split otherwise, and the routes that
+        // may lead elsewhere.
+        let mut claimed: BTreeSet<ServiceName> = BTreeSet::new();
+        let mut dirty: BTreeSet<ServiceName> = BTreeSet::new();
+        let mut moved: BTreeSet<RouteName> = BTreeSet::new();
+        let mut other_problems = self.take_routes(from.routes, &mut claimed);
+        self.take_grants(from.grants, &mut moved);
+        self.take_entries(from.entries, &mut moved);
+        self.take_services(from.services, &mut claimed, &mut dirty);
+        for name in claimed {
+            other_problems |= self.claim(&name);
+            dirty.insert(name);
+        }
+        for route in moved.iter().filter_map(|name| self.known.get(name)) {
+            dirty.extend(route.parents.iter().map(|parent| parent.service.clone()));
+        }
+        let mut namespaces: BTreeSet<Box<str>> = BTreeSet::new();
+        for name in &dirty {
+            self.settle(name);
+            namespaces.insert(name.namespace().into());
+        }
+        for namespace in namespaces {
+            dirty.extend(self.bound(&namespace));
+        }
+        for name in dirty {
+            let problems = self.serve(&name);
+            let before = if problems.is_empty() {
+                self.problems.remove(&name)
+            } else {
+                self.problems.insert(name.clone(), problems)
+            };
+            other_problems |= before.as_ref() != self.problems.get(&name);
+        }
+        Routed {
+            services: self.services.clone(),
+            other_problems,
+        }
+    }
+
+    /// What routes ask for and do not get.
+    pub fn problems(&self) -> impl Iterator<Item = &Problem> {
+        let lost = self.claimed.values().flat_map(|of| &of.problems);
+        let others = self.problems.values().flatten();
+        lost.chain(others).chain(self.abroad.values())
+    }
+
+    fn take_routes(
+        &mut self,
+        routes: &OrdMap<RouteName, Arc<Route>>,
+        claimed: &mut BTreeSet<ServiceName>,
+    ) -> bool {
+        let mut others = false;
+        let before = std::mem::replace(&mut self.known, routes.clone());
+        for change in before.diff(routes) {
+            for (name, route, is_there) in sides(&change) {
+                for parent in &route.parents {
+                    note(&mut self.attached, &parent.service, name, is_there);
+                    claimed.insert(parent.service.clone());
+                }
+                for backend in &route.backends {
+                    match &backend.to {
+                        BackendTo::Service(to) => {
+                            let namespace: Box<str> = to.namespace().into();
+                            if namespace != name.namespace {
+                                note_by_namespace(&mut self.abroad_to, &namespace, name, is_there);
+                            }
+                        }
+                        BackendTo::Host(host) => {
+                            note_by_namespace(&mut self.to_host, host, name, is_there);
+                        }
+                        BackendTo::Invalid(..) => {}
+                    }
+                }
+                if let Some(why) = &route.abroad {
+                    others = true;
+                    if is_there {
+                        let problem = problem(name, "Accepted=False", "UnsupportedValue", why);
+                        self.abroad.insert(name.clone(), problem);
+                    } else {
+                        self.abroad.remove(name);
+                    }
+                }
+            }
+        }
+        others
+    }
+
+    fn take_grants(
+        &mut self,
+        grants: &OrdMap<ServiceName, Arc<Grant>>,
+        moved: &mut BTreeSet<RouteName>,
+    ) {
+        let before = std::mem::replace(&mut self.grants, grants.clone());
+        let mut touched: BTreeMap<&str, HashSet<&(RouteKind, Box<str>)>> = BTreeMap::new();
+        let differences: Vec<_> = before
+            .diff(grants)
+            .flat_map(|change| sides(&change))
+            .collect();
+        for (name, grant, is_there) in differences {
+            self.backends.note_grant(grant, is_there);
+            let from = touched.entry(name.namespace()).or_default();
+            from.extend(&grant.from);
+        }
+        for (namespace, from) in touched {
+            let Some(leading) = self.abroad_to.get(namespace) else {
+                continue;
+            };
+            for (kind, from) in from {
+                let routes = leading.get(&(from.clone(), *kind));
+                moved.extend(routes.into_iter().flatten().cloned());
+            }
+        }
+    }
+
+    fn take_entries(
+        &mut self,
+        entries: &OrdMap<EntryName, Arc<Entry>>,
+        moved: &mut BTreeSet<RouteName>,
+    ) {
+        let before = std::mem::replace(&mut self.backends.entries, entries.clone());
+        let mut changed: BTreeMap<&Arc<str>, Vec<&Entry>> = BTreeMap::new();
+        for (_, entry, is_there) in before.diff(entries).flat_map(|change| sides(&change)) {
+            self.backends.note_entry(entry, is_there);
+            for host in &entry.hosts {
+                changed.entry(&host.name).or_default().push(entry);
+            }
+        }
+        for (host, entries) in changed {
+            for ((namespace, _), routes) in self.to_host.get(host).into_iter().flatten() {
+                if entries.iter().any(|entry| entry.is_visible_in(namespace)) {
+                    moved.extend(routes.iter().cloned());
+                }
+            }
+        }
+    }
+
+    fn take_services(
+        &mut self,
+        services: &OrdMap<ServiceName, Arc<Service>>,
+        claimed: &mut BTreeSet<ServiceName>,
+        dirty: &mut BTreeSet<ServiceName>,
+    ) {
+        let before = std::mem::replace(&mut self.backends.services, services.clone());
+        for change in before.diff(services) {
+            let (name, new) = match change {
+                DiffItem::Add(name, new)
+                | DiffItem::Update {
+                    new: (name, new), ..
+                } => (name, Some(new)),
+                DiffItem::Remove(name, _) => (name, None),
+            };
+            match new {
+                Some(new) => _ = self.services.insert(name.clone(), Arc::clone(new)),
+                None => _ = self.services.remove(name),
+            }
+            if self.attached.contains_key(name) {
+                claimed.insert(name.clone());
+            }
+            dirty.extend(self.leading.get(name).into_iter().flatten().cloned());
+        }
+    }
+
+    /// Finds out which routes of a Service are followed; whether other ones than before are refused, or for other reasons.
+    fn claim(&mut self, name: &ServiceName) -> bool {
+        let before = self.claimed.remove(name).unwrap_or_default();
+        for to in before.won.iter().flat_map(|(route, _)| services_of(route)) {
+            note(&mut self.leading, to, name, false);
+        }
+        let names = self.attached.get(name).into_iter().flatten();
+        let mut routes: Vec<_> = names
+            .filter_map(|name| self.known.get(name))
+            .cloned()
+            .collect();
+        if routes.is_empty() {
+            return !before.problems.is_empty();
+        }
+        claims::sort(&mut routes);
+        let service = self.backends.services.get(name);
+        let claims = Claims::of(name, service.map(|service| &**service), &routes);
+        for to in claims.won.iter().flat_map(|(route, _)| services_of(route)) {
+            note(&mut self.leading, to, name, true);
+        }
+        let lost = claims.lost.iter();
+        let lost = lost.map(|(route, reason, text)| problem(route, "Accepted=False", reason, text));
+        let claimed = Claimed {
+            won: claims.won,
+            problems: lost.collect(),
+        };
+        let others = before.problems != claimed.problems;
+        self.claimed.insert(name.clone(), claimed);
+        others
+    }
+
+    /// Finds out what the routes of a Service come to.
+    fn settle(&mut self, name: &ServiceName) {
+        let sum = self.sums.entry(name.namespace().into()).or_default();
+        if let Some(before) = self.wanted.remove(name) {
+            *sum -= before.endpoints;
+        }
+        let claimed = self.claimed.get(name);
+        let won = claimed.map(|claimed| claimed.won.clone());
+        let service = self.backends.services.get(name).map(Arc::clone);
+        let (Some(won), Some(service)) = (won, service) else {
+            return;
+        };
+        let mut wanted = Wanted::default();
+        for (route, ports) in won {
+            let parts = self.parts(&service, &route, &mut wanted.problems);
+            let backends = parts.iter().filter_map(|part| part.backend.as_ref());
+            let sizes = backends.map(|(of, port)| of.ports[*port].endpoints.len());
+            wanted.endpoints += sizes.sum::<usize>() * ports.len();
+            let split = Arc::new(Split {
+                by: route.name.to_string().into(),
+                own: Arc::clone(&service),
+                parts,
+            });
+            let splits = ports.into_iter().map(|port| (port, Arc::clone(&split)));
+            wanted.splits.extend(splits);
+            wanted.routes.push(route.name.clone());
+        }
+        *self.sums.entry(name.namespace().into()).or_default() += wanted.endpoints;
+        self.wanted.insert(name.clone(), wanted);
+    }
+
+    /// The backends of a route that get a part, and what is wrong with the others.
+    fn parts(&mut self, parent: &Service, route: &Route, problems: &mut Vec<Problem>) -> Vec<Part> {
+        let weights = route.backends.iter().map(|of| u64::from(of.weight));
+        let sum: u64 = weights.sum();
+        let mut parts = Vec::new();
+        for (index, backend) in route.backends.iter().enumerate() {
+            let found = self.backends.of(parent, &route.name, backend);
+            if let Err((reason, text)) = &found {
+                let refused = match u64::from(backend.weight) {
+                    0 => "its weight is 0, so that no connections are refused".to_owned(),
+                    weight => {
+                        let percent = (weight * 100 + sum / 2) / sum;
+                        format!("{percent} % of the connections are refused")
+                    }
+                };
+                let text = format!("spec.rules[0].backendRefs[{index}]: {text}; {refused}");
+                problems.push(problem(&route.name, "ResolvedRefs=False", reason, &text));
+            }
+            if backend.weight == 0 {
+                continue;
+            }
+            parts.push(Part {
+                weight: backend.weight,
+                backend: found.ok(),
+            });
+        }
+        if parts.is_empty() {
+            problems.push(Problem {
+                gravity: Gravity::Warning,
+                place: route.name.to_string(),
+                text: "spec.rules[0].backendRefs: no backend has a weight above 0; all connections are refused"
+                    .to_owned(),
+            });
+        }
+        parts
+    }
+
+    /// Notes which Services of a namespace are not split, because its routes lead to too many endpoints: the first by name
+    /// have them. Returns those for which that is otherwise than before.
+    fn bound(&mut self, namespace: &str) -> Vec<ServiceName> {
+        let is_within = |name: &ServiceName| name.namespace() == namespace;
+        let from = ServiceName::new(namespace, "");
+        let before = self.over.range(from.clone()..);
+        let before: BTreeSet<_> = before.take_while(|name| is_within(name)).cloned().collect();
+        let mut over = BTreeSet::new();
+        match self.sums.get(namespace).copied() {
+            Some(sum) if sum > self.most => {
+                let all = self.wanted.range(from..);
+                let mut left = self.most;
+                for (name, wanted) in all.take_while(|(name, _)| is_within(name)) {
+                    match left.checked_sub(wanted.endpoints) {
+                        Some(rest) => left = rest,
+                        None => _ = over.insert(name.clone()),
+                    }
+                }
+            }
+            Some(0) => _ = self.sums.remove(namespace),
+            _ => {}
+        }
+        let changed = before.symmetric_difference(&over).cloned().collect();
+        for name in &before {
+            self.over.remove(name);
+        }
+        self.over.extend(over);
+        changed
+    }
+
+    /// Splits a Service's ports as they should be now. Returns what is wrong with its routes.
+    fn serve(&mut self, name: &ServiceName) -> Vec<Problem> {
+        let wanted = self.wanted.get(name);
+        let mut problems = wanted.map_or_else(Vec::new, |wanted| wanted.problems.clone());
+        let Some(service) = self.backends.services.get(name) else {
+            return problems;
+        };
+        let mut now = Arc::clone(service);
+        if let Some(wanted) = wanted.filter(|wanted| !wanted.splits.is_empty()) {
+            if self.over.contains(name) {
+                let text = format!(
+                    "the routes of namespace {} lead to more than {} endpoints together, and Service {name} is \
+                     beyond that; lead to fewer",
+                    name.namespace(),
+                    self.most
+                );
+                let routes = wanted.routes.iter();
+                problems.extend(
+                    routes.map(|route| problem(route, "Accepted=False", "UnsupportedValue", &text)),
+                );
+            } else {
+                let mut split = (**service).clone();
+                for (port, by) in &wanted.splits {
+                    let port = &mut split.ports[*port];
+                    port.endpoints = endpoints(by);
+                    port.weights = None;
+                    port.split = Some(Arc::clone(by));
+                }
+                now = Arc::new(split);
+            }
+        }
+        if self.services.get(name).is_none_or(|known| **known != *now) {
+            self.services.insert(name.clone(), now);
+        }
+        problems
+    }
+}
+
+/// The endpoints of all backends.
+fn endpoints(split: &Split) -> Vec<Endpoint> {
+    let backends = split.parts.iter().filter_map(|part| part.backend.as_ref());
+    let all = backends.flat_map(|(of, port)| &of.ports[*port].endpoints);
+    let mut endpoints: Vec<_> = all.copied().collect();
+    endpoints.sort_unstable();
+    // An endpoint that several backends have is what it is for any of them.
+    endpoints.dedup_by(|more, known| {
+        let same = (more.addr, more.port) == (known.addr, known.port);
+        if same {
+            known.local |= more.local;
+            known.ready |= more.ready;
+            known.serving |= more.serving;
+            known.terminating &= more.terminating;
+        }
+        same
+    });
+    endpoints
+}
+
+fn problem(route: &RouteName, condition: &str, reason: &str, text: &str) -> Problem {
+    Problem {
+        gravity: Gravity::Warning,
+        place: route.to_string(),
+        text: format!("{condition} ({reason}): {text}"),
+    }
+}
+
+/// The sides of a difference: what was there (`false`), and what is.
+fn sides<'a, K, V>(
+    change: &DiffItem<'a, 'a, K, V>,
+) -> impl Iterator<Item = (&'a K, &'a V, bool)> + use<'a, K, V> {
+    let (old, new) = match *change {
+        DiffItem::Add(key, new) => (None, Some((key, new))),
+        DiffItem::Update { old, new } => (Some(old), Some(new)),
+        DiffItem::Remove(key, old) => (Some((key, old)), None),
+    };
+    let old = old.map(|(key, old)| (key, old, false));
+    old.into_iter()
+        .chain(new.map(|(key, new)| (key, new, true)))
+}
+
+/// The Services to which a route leads.
+fn services_of(route: &Route) -> impl Iterator<Item = &ServiceName> {
+    route
+        .backends
+        .iter()
+        .filter_map(|backend| match &backend.to {
+            BackendTo::Service(to) => Some(to),
+            BackendTo::Host(_) | BackendTo::Invalid(..) => None,
+        })
+}
+
+fn note_by_namespace<K: Ord + Clone>(
+    map: &mut BTreeMap<K, OfNamespaces>,
+    key: &K,
+    name: &RouteName,
+    is_there: bool,
+) {
+    let of = map.entry(key.clone()).or_default();
+    note(of, &(name.namespace.clone(), name.kind), name, is_there);
+    if of.is_empty() {
+        map.remove(key);
+    }
+}
+
+fn note<K: Ord + Clone, Name: Ord + Clone>(
+    map: &mut BTreeMap<K, BTreeSet<Name>>,
+    key: &K,
+    name: &Name,
+    is_there: bool,
+) {
+    let names = map.entry(key.clone()).or_default();
+    if is_there {
+        names.insert(name.clone());
+    } else {
+        names.remove(name);
+        if names.is_empty() {
+            map.remove(key);
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! Changes of routes as the kernel sees them: each is one write of a pool's word, before which clients get the old split
+//! and after which they get the new one.
+
+use std::sync::Arc;
+
+use dataplane_common::{Port, tables::FrontendKey};
+use dataplane_plan::{
+    Planner, Write,
+    routes::{Routes, Sources},
+};
+use imbl::OrdMap;
+use model::{
+    BackendRef, BackendTo, Endpoint, Hints, Parent, Protocol, Records, Route, RouteKind, RouteName,
+    Service, ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy,
+};
+
+use super::sim::{Resolved, Sim};
+
+/// A service at `10.96.0.OWN` whose endpoint `10.0.OWN.1` is on this node and whose other endpoints are not.
+fn service(name: &str, own: u8, endpoints: u8) -> Service {
+    let endpoint = |n: u8| Endpoint {
+        addr: [10, 0, own, n].into(),
+        port: 8080,
+        local: n == 1,
+        ready: true,
+        serving: true,
+        terminating: false,
+        hints: Hints::default(),
+    };
+    Service {
+        name: ServiceName::new("shop", name),
+        kind: ServiceType::LoadBalancer,
+        created: None,
+        cluster_ips: [[10, 96, 0, own].into()].into(),
+        external_ips: Vec::new().into(),
+        load_balancer_ips: [[192, 0, 2, own].into()].into_iter().collect(),
+        source_ranges: Vec::new().into(),
+        affinity: None,
+        internal_policy: TrafficPolicy::Cluster,
+        external_policy: TrafficPolicy::Cluster,
+        health_check_node_port: None,
+        aside: Vec::new(),
+        records: Records::ClusterIps,
+        ports: [ServicePort {
+            name: "".into(),
+            port: 80,
+            protocol: Protocol::Tcp,
+            node_port: None,
+            endpoints: (1..=endpoints).map(endpoint).collect(),
+            weights: None,
+            split: None,
+        }]
+        .into(),
+    }
+}
+
+/// A route that splits Service `web` among `one`, `two` and a Service that does not exist.
+fn route(weights: [u32; 3]) -> Route {
+    let name = |name: &str| ServiceName::new("shop", name);
+    let refs = ["one", "two", "none"].into_iter().zip(weights);
+    Route {
+        name: RouteName {
+            namespace: "shop".into(),
+            name: "split".into(),
+            kind: RouteKind::Tcp,
+        },
+        created: None,
+        parents: [Parent {
+            service: name("web"),
+            port: None,
+            section: None,
+        }]
+        .into(),
+        abroad: None,
+        unsupported: None,
+        backends: refs
+            .map(|(to, weight)| BackendRef {
+                to: BackendTo::Service(name(to)),
+                port: Some(80),
+                weight,
+            })
+            .collect(),
+    }
+}
+
+/// An agent's tables.
+#[derive(Default)]
+struct Node {
+    services: OrdMap<ServiceName, Arc<Service>>,
+    routes: Routes,
+    planner: Planner,
+    sim: Sim,
+}
+
+impl Node {
+    fn new(policy: TrafficPolicy) -> Self {
+        let mut node = Self::default();
+        for (own, name) in (1..).zip(["web", "one", "two"]) {
+            let mut service = service(name, own, 3);
+            service.external_policy = policy;
+            node.services.insert(service.name.clone(), service.into());
+        }
+        node.take(None, |_| {});
+        node
+    }
+
+    /// Follows this route. Returns the writes.
+    fn take(&mut self, route: Option<Route>, after_each: impl FnMut(&Sim)) -> Vec<Write> {
+        let routes = route.map(|route| (route.name.clone(), Arc::new(route)));
+        let taken = self.routes.take(Sources {
+            routes: &routes.into_iter().collect(),
+            grants: &OrdMap::new(),
+            services: &self.services,
+            entries: &OrdMap::new(),
+        });
+        let plan = self.planner.plan(&Snapshot {
+            services: taken.services,
+            ..Snapshot::default()
+        });
+        self.sim.apply(&plan, after_each);
+        self.sim.assert_mirrored_by(&self.planner);
+        plan.writes
+    }
+}
+
+fn resolved(sim: &Sim, key: &FrontendKey) -> Resolved {
+    sim.resolve(sim.keys[key])
+}
+
+fn is_flip(write: &Write) -> bool {
+    matches!(write, Write::Pool { fresh: false, .. })
+}
+
+#[test]
+fn each_change_of_a_route_is_one_flip_and_until_then_clients_get_the_old_split() {
+    let steps = [
+        ("a route is attached", Some(route([9, 1, 0]))),
+        ("weights change", Some(route([1, 9, 0]))),
+        ("a backend goes", Some(route([1, 0, 0]))),
+        ("a part is refused", Some(route([1, 1, 2]))),
+        ("all is refused", Some(route([0, 0, 1]))),
+        ("a route is other again", Some(route([3, 2, 0]))),
+        ("a route goes", None),
+    ];
+    let clients = [([10, 96, 0, 1], false), ([192, 0, 2, 1], true)];
+    for (policy, flips) in [(TrafficPolicy::Cluster, 1), (TrafficPolicy::Local, 2)] {
+        let mut node = Node::new(policy);
+        for (what, route) in &steps {
+            // The old endpoints stay until a grace period has passed, as a program may read them.
+            node.sim.grace();
+            node.planner.grace_passed();
+            let before = clients.map(|(addr, outside)| view(&node.sim, addr, outside));
+            let mut seen = Vec::new();
+            let writes = node.take(route.clone(), |sim| {
+                seen.push(clients.map(|(addr, outside)| view(sim, addr, outside)));
+            });
+            let what = format!("{what}, policy {policy:?}: {writes:?}");
+            let after = clients.map(|(addr, outside)| view(&node.sim, addr, outside));
+            assert_eq!(
+                writes.iter().filter(|write| is_flip(write)).count(),
+                flips,
+                "{what}"
+            );
+            let other = |write: &&Write| !is_flip(write);
+            let fills = |write: &Write| matches!(write, Write::Endpoints { .. });
+            assert!(writes.iter().filter(other).all(fills), "{what}");
+            // Whoever asks in between gets the old split or the new one, and the new one from its flip on.
+            for (client, (old, new)) in before.iter().zip(&after).enumerate() {
+                assert_ne!(old, new, "{what}");
+                let views: Vec<_> = seen.iter().map(|views| &views[client]).collect();
+                let at = views.partition_point(|view| *view == old);
+                assert!(is_flip(&writes[at]), "{what}");
+                assert!(views[at..].iter().all(|view| *view == new), "{what}");
+            }
+        }
+    }
+}
+
+/// The endpoints of an address, for clients of the cluster or from outside.
+fn view(sim: &Sim, addr: [u8; 4], outside: bool) -> String {
+    let key = FrontendKey::new(
+        std::net::IpAddr::from(addr).into(),
+        Port::new(80),
+        dataplane_common::Protocol::TCP,
+    );
+    let resolved = resolved(sim, &key);
+    if outside {
+        format!("{:?}", resolved.outside())
+    } else {
+        format!("{:?}", resolved.inside())
+    }
+}

@@ -1,0 +1,244 @@
+//! A connection through the proxy.
+
+use std::{io, net::SocketAddr, os::fd::OwnedFd, time::Duration};
+
+use dataplane_common::{
+    Port,
+    accelerate::{STEP, WINDOW},
+    capture::{self, Tuple},
+};
+use relay::{Flag, Session, socket};
+
+use super::{
+    buffers::Buffers,
+    pump::{Broken, End, Haste, Pump, Step},
+};
+
+/// A connection: a client's socket and, once there is an attempt to connect, an endpoint's.
+#[derive(Debug)]
+pub struct Connection {
+    /// Its session.
+    pub session: Session,
+    /// When it last carried something, by the worker's clock.
+    pub active: u32,
+    /// Up to where senders past the TCP stack may go on: from the client, and to the client.
+    granted: [u64; 2],
+    /// Whether keepalive is on. The proxy does not turn it on at the start, because most connections
+    /// have ended before it would matter.
+    pub kept_alive: bool,
+    /// Whether the endpoint's socket may have the client's port, too, because the client's socket takes no packets from the
+    /// loopback interface.
+    pub shares_port: bool,
+    /// Whether it waits for its next turn.
+    pub queued: bool,
+    client: End,
+    endpoint: Option<End>,
+    up: Pump,
+    down: Pump,
+}
+
+/// One of the two sockets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The client's.
+    Client,
+    /// The endpoint's.
+    Endpoint,
+}
+
+impl Connection {
+    /// A connection that was accepted and is not connected further yet.
+    pub fn new(session: Session, socket: OwnedFd) -> Self {
+        let accelerated = session.attached().acceleration.is_some();
+        Self {
+            session,
+            active: 0,
+            granted: [0; 2],
+            kept_alive: false,
+            shares_port: false,
+            queued: false,
+            client: End {
+                writable: true,
+                // Inherited from the listening socket.
+                ..End::new(socket, Haste::Ensured, accelerated)
+            },
+            endpoint: None,
+            up: Pump::default(),
+            down: Pump::default(),
+        }
+    }
+
+    /// The endpoint's socket, which may be connecting still.
+    pub fn endpoint_socket(&self) -> Option<&OwnedFd> {
+        self.endpoint.as_ref().map(|end| &end.socket)
+    }
+
+    /// Replaces the endpoint's socket. The previous one is closed.
+    pub fn set_endpoint_socket(&mut self, socket: Option<OwnedFd>) {
+        let accelerated = self.session.attached().acceleration.is_some();
+        self.endpoint = socket.map(|socket| End::new(socket, Haste::Unsent, accelerated));
+    }
+
+    /// Has the client's socket take packets from the interface only by which they come, if that is known.
+    pub fn share_port(&mut self) {
+        let namespace = self.session.attached().namespace.as_ref();
+        let interface = namespace.and_then(|namespace| namespace.interface.as_deref());
+        self.shares_port = interface.is_some_and(|name| socket::bind_to(&self.client.socket, name));
+    }
+
+    /// Reads what the client has already sent into the shared buffer, and returns how many bytes that
+    /// is.
+    ///
+    /// # Errors
+    /// If the client is gone.
+    pub fn read_first(&mut self, buffers: &mut Buffers) -> Result<usize, Flag> {
+        Pump::read_first(&mut self.client, buffers).map_err(|_| {
+            // The kernel says so once.
+            self.client.broken = true;
+            Flag::ClientReset
+        })
+    }
+
+    /// Writes the bytes that [`Connection::read_first`] has read to the endpoint, and holds what the
+    /// endpoint's socket does not take yet. Returns whether the endpoint is connected.
+    ///
+    /// # Errors
+    /// Why the endpoint cannot be connected.
+    pub fn write_first(&mut self, buffers: &mut Buffers, count: usize) -> io::Result<bool> {
+        let received = &mut self.session.bytes[0];
+        match &mut self.endpoint {
+            Some(endpoint) if count > 0 => {
+                Ok(self.up.write_first(endpoint, buffers, count, received)?)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// Whether bytes are held for the endpoint.
+    pub fn holds_first(&self) -> bool {
+        self.up.held() > 0
+    }
+
+    /// The memory of the bytes that its readers have not taken.
+    pub fn held(&self) -> usize {
+        self.up.held() + self.down.held()
+    }
+
+    /// One of the sockets, and its readiness.
+    pub fn end_mut(&mut self, side: Side) -> Option<&mut End> {
+        match side {
+            Side::Client => Some(&mut self.client),
+            Side::Endpoint => self.endpoint.as_mut(),
+        }
+    }
+
+    /// Both sockets, as far as there are two.
+    fn ends(&self) -> impl Iterator<Item = &End> {
+        std::iter::once(&self.client).chain(&self.endpoint)
+    }
+
+    /// Carries in both directions what there is to carry.
+    ///
+    /// # Errors
+    /// How the connection ended, if one side broke. What could still be read from that side was passed
+    /// on.
+    pub fn pump(&mut self, buffers: &mut Buffers) -> Result<Step, Flag> {
+        let Some(endpoint) = &mut self.endpoint else {
+            return Ok(Step::Waiting);
+        };
+        let client = &mut self.client;
+        let [received, sent] = &mut self.session.bytes;
+        let up = self.up.run(client, endpoint, buffers, received);
+        let down = self.down.run(endpoint, client, buffers, sent);
+        match (up, down) {
+            (Ok(Step::Done), Ok(Step::Done)) => Ok(Step::Done),
+            (Ok(Step::More), Ok(_)) | (Ok(_), Ok(Step::More)) => Ok(Step::More),
+            // After its last byte: nothing reaches it any more, and the other side need not say anything for long.
+            (Ok(_), Ok(_)) if endpoint.broken => Err(Flag::EndpointReset),
+            (Ok(_), Ok(_)) if client.broken => Err(Flag::ClientReset),
+            (Ok(_), Ok(_)) => Ok(Step::Waiting),
+            // What the endpoint sent before it broke has been passed on by the other direction.
+            (Err(Broken::Receiver), _) | (Ok(_), Err(Broken::Sender)) => Err(Flag::EndpointReset),
+            (Err(Broken::Sender), _) => Err(Flag::ClientReset),
+            (Ok(_), Err(Broken::Receiver)) => {
+                // The client is gone. What the client sent before may be unread still.
+                client.readable = true;
+                let _ = self.up.run(client, endpoint, buffers, received);
+                Err(Flag::ClientReset)
+            }
+        }
+    }
+
+    /// Tells the kernel, every so many bytes, how far senders past the TCP stack may go on.
+    pub fn grant(&mut self) {
+        let Some(acceleration) = &self.session.attached().acceleration else {
+            return;
+        };
+        for (way, bytes) in self.session.bytes.into_iter().enumerate() {
+            if bytes < self.granted[way] + STEP {
+                continue;
+            }
+            self.granted[way] = bytes;
+            // The ends of the connection that the bytes come by, its client first.
+            let ends = match (way, &self.endpoint) {
+                (0, _) => self
+                    .own_addresses()
+                    .map(|own| own.map(|own| own.map(|own| (self.session.client(), own)))),
+                (_, Some(endpoint)) => socket::own_address(&endpoint.socket)
+                    .map(|own| [Some((own, self.session.endpoint())), None]),
+                (_, None) => continue,
+            };
+            for (client, proxy) in ends.into_iter().flatten().flatten() {
+                let tuple = Tuple {
+                    netns: acceleration.netns,
+                    client: client.ip().into(),
+                    proxy: proxy.ip().into(),
+                    client_port: Port::new(client.port()),
+                    proxy_port: Port::new(proxy.port()),
+                    reserved: 0,
+                };
+                // Fails if there is no such connection, or not any more.
+                (acceleration.grant)(&tuple, bytes + WINDOW);
+            }
+        }
+    }
+
+    /// The addresses one of which the proxy has in the connection that the client has made: the listener's, or that of the
+    /// destination ([`capture::spread`]).
+    fn own_addresses(&self) -> io::Result<[Option<SocketAddr>; 2]> {
+        let v4 = self.session.client().is_ipv4();
+        let Some(own) = self.session.attached().listener(v4) else {
+            return socket::own_address(&self.client.socket).map(|own| [Some(own), None]);
+        };
+        let to = self.session.destination();
+        let spread = v4.then(|| {
+            let addr = capture::spread(to.ip().into(), Port::new(to.port()));
+            SocketAddr::new(addr.ip(), own.port())
+        });
+        Ok([Some(own), spread])
+    }
+
+    /// Makes both sides see a reset when the sockets are closed.
+    pub fn reset(&self) {
+        // A side that has sent a reset gets none.
+        for end in self.ends().filter(|end| !end.broken) {
+            socket::reset_on_close(&end.socket);
+        }
+    }
+
+    /// Turns on keepalive: the kernel checks whether the peers are still there after so long without a
+    /// byte.
+    pub fn keep_alive(&mut self, after: Duration) {
+        self.kept_alive = true;
+        for end in self.ends() {
+            // Fails if the connection has just ended.
+            let _ = socket::keep_alive(&end.socket, after);
+        }
+    }
+
+    /// Gives the buffers that it holds back.
+    pub fn abandon(&mut self, buffers: &mut Buffers) {
+        self.up.abandon(buffers);
+        self.down.abandon(buffers);
+    }
+}

@@ -1,0 +1,310 @@
+//! The L4 proxy: accepts connections whose original destination the capture kept, decides by the
+//! [`Snapshot`] where they go, and relays them in plaintext.
+//!
+//! [`relay`] has the decision, the limits, the counters and the access log. This room has
+//! the engine that carries the bytes: workers, each a thread with an epoll of its own.
+//!
+//! The proxy opens no listening socket. An [`Attachment`] brings the sockets of its workload, which may
+//! be in any network namespace.
+//!
+//! The proxy accepts a connection before it connects further, so the client's `connect()` always
+//! succeeds, and a refusal is a reset right after it. If that matters, the decision belongs to the
+//! kernel, at connect time.
+
+#![forbid(unsafe_code)]
+
+pub mod admin;
+mod buffers;
+mod connection;
+mod dump;
+pub mod handover;
+mod metrics;
+mod pump;
+mod shared;
+mod table;
+#[cfg(test)]
+mod tests;
+mod worker;
+mod workers;
+
+use std::{
+    fmt,
+    io::{self, Write},
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+pub use dump::Dump;
+use model::{Snapshot, WorkloadName};
+use prometheus_client::{encoding::DescriptorEncoder, registry::Registry};
+use relay::{
+    AccessLog, AttachError, Attachment, Connections, DnsFiles, Limits, Log, Relay, raise_open_files,
+};
+use threads::Deaths;
+
+use self::{shared::Shared, workers::Workers};
+
+/// The proxy's settings.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The number of workers; 0: one for each CPU.
+    pub workers: usize,
+    /// The mark of every socket that connects further (`SO_MARK`). The capture leaves connections with
+    /// this mark alone. Takes `CAP_NET_ADMIN`.
+    pub mark: Option<u32>,
+    /// The mark of sockets that connect from a client's address, by which answers find their way back;
+    /// `None`: `mark`.
+    pub transparent_mark: Option<u32>,
+    /// Whether inbound connections are made from the client's address (`IP_TRANSPARENT`). Takes
+    /// `CAP_NET_ADMIN`, and routes that lead the answers back.
+    pub transparent: bool,
+    /// The number of a service's endpoints that are tried before the client is refused.
+    pub attempts: usize,
+    /// How long each endpoint has to answer.
+    pub connect_timeout: Duration,
+    /// The time without a byte after which a connection is reset; `None`: never.
+    pub idle_timeout: Option<Duration>,
+    /// The time without a byte after which the kernel checks whether the peer is still there.
+    pub keepalive: Option<Duration>,
+    /// The maximum number of connections; `None`: as many as the limit of open files allows.
+    pub max_connections: Option<usize>,
+    /// Open files that are kept for the DNS server of the same process.
+    pub dns_files: DnsFiles,
+    /// The maximum number of connections of one workload; `None`: no limit of its own.
+    pub max_per_workload: Option<usize>,
+    /// Bytes that all connections together may hold for readers that do not keep up.
+    pub max_held: usize,
+    /// The access log.
+    pub access_log: AccessLog,
+}
+
+/// What connections may hold: what a thousand of them hold whose readers have stalled.
+const MAX_HELD: usize = 128 << 20;
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            workers: 0,
+            mark: None,
+            transparent_mark: None,
+            transparent: false,
+            attempts: 3,
+            connect_timeout: Duration::from_secs(5),
+            idle_timeout: None,
+            keepalive: Some(Duration::from_mins(3)),
+            max_connections: None,
+            dns_files: DnsFiles::default(),
+            max_per_workload: None,
+            max_held: MAX_HELD,
+            access_log: AccessLog::Text,
+        }
+    }
+}
+
+/// Why the proxy cannot be started.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A worker cannot be started.
+    #[error("cannot start the proxy's workers: {0}")]
+    Start(io::Error),
+    /// The limit of open files is too low.
+    #[error(
+        "{wanted} connections take {needed} open files, and this process may have {allowed}: raise its limit (`ulimit -Hn`, LimitNOFILE=), or ask for fewer"
+    )]
+    Files {
+        /// The connections asked for.
+        wanted: usize,
+        /// The files that they take.
+        needed: usize,
+        /// The files that the process may open.
+        allowed: usize,
+    },
+}
+
+/// The proxy. Dropping it resets all connections; [`Proxy::drain`] waits for them.
+#[derive(Debug)]
+pub struct Proxy {
+    relay: Arc<Relay>,
+    workers: Workers,
+    /// The thread that writes the access log.
+    writer: Option<JoinHandle<Option<()>>>,
+}
+
+impl Proxy {
+    /// Starts the workers, without workloads. The access log goes to standard output. A thread that dies is told to
+    /// `deaths`.
+    ///
+    /// # Errors
+    /// If the workers cannot be started, or the settings ask for more connections than the limit of
+    /// open files allows.
+    pub fn start(settings: Settings, deaths: &Deaths) -> Result<Self, Error> {
+        Self::start_logging_to(settings, io::stdout(), deaths)
+    }
+
+    /// Starts the workers, without workloads. The access log goes to `log`.
+    ///
+    /// # Errors
+    /// As for [`Proxy::start`].
+    pub fn start_logging_to(
+        settings: Settings,
+        log: impl Write + Send + 'static,
+        deaths: &Deaths,
+    ) -> Result<Self, Error> {
+        let files = raise_open_files().map_err(Error::Start)?;
+        if let Some(wanted) = settings.max_connections
+            && wanted > Limits::connections(files, 1, DnsFiles::default())
+        {
+            return Err(Error::Files {
+                wanted,
+                needed: Limits::files(wanted),
+                allowed: files,
+            });
+        }
+        let count = match settings.workers {
+            0 => thread::available_parallelism().map_or(1, Into::into),
+            count => count,
+        };
+        let (log, writer) =
+            Log::start(settings.access_log, log, Arc::clone(deaths)).map_err(Error::Start)?;
+        let limits = Limits::new(settings.max_connections, settings.max_per_workload, files)
+            .beside(settings.dns_files);
+        let relay = Arc::new(Relay::new(limits, log));
+        let (shared, mailboxes) =
+            Shared::new(Arc::clone(&relay), settings, count).map_err(Error::Start)?;
+        let workers = Workers::start(Arc::new(shared), mailboxes, deaths).map_err(Error::Start)?;
+        Ok(Self {
+            relay,
+            workers,
+            writer,
+        })
+    }
+
+    /// Routes new connections by this snapshot. Existing connections stay with their endpoints.
+    pub fn set_snapshot(&self, snapshot: Snapshot) {
+        self.relay.set_snapshot(snapshot);
+    }
+
+    /// Sets the snapshot from another thread.
+    pub fn routes(&self) -> Routes {
+        Routes(Arc::clone(&self.relay))
+    }
+
+    /// Accepts the connections of a workload.
+    ///
+    /// # Errors
+    /// If the workload is attached already, or a socket cannot be used.
+    pub fn add(&self, attachment: Attachment) -> Result<(), AttachError> {
+        self.relay.add(attachment, &self.workers)
+    }
+
+    /// Accepts no more connections of a workload, and resets those that are left at the deadline.
+    /// Returns at once. It has no effect if the workload is not attached.
+    pub fn remove(&self, workload: &WorkloadName, deadline: Duration) {
+        self.relay.remove(workload, deadline, &self.workers);
+    }
+
+    /// Accepts no more connections, waits until all have ended, and resets those that are left at the
+    /// deadline.
+    pub fn drain(mut self, deadline: Duration) {
+        self.stop(deadline);
+    }
+
+    /// Whether connections are left of an attachment of this workload that was removed.
+    pub fn drains(&self, workload: &WorkloadName) -> bool {
+        self.relay.drains(workload)
+    }
+
+    /// Says what is missing for as many connections as the settings ask for; `None` if nothing is.
+    pub fn shortage(&self) -> Option<String> {
+        self.relay.shortage()
+    }
+
+    /// A view of the proxy for metrics and the admin endpoint.
+    pub fn observer(&self) -> Observer {
+        Observer(Arc::clone(self.workers.shared()))
+    }
+
+    /// The number of connections now.
+    pub fn connections(&self) -> usize {
+        self.relay.limits.open()
+    }
+
+    fn stop(&mut self, deadline: Duration) {
+        self.relay.drain(deadline, &mut self.workers);
+        self.relay.log.close();
+        if let Some(writer) = self.writer.take() {
+            // A panic of the writer has been told.
+            let _ = writer.join();
+        }
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.stop(Duration::ZERO);
+    }
+}
+
+/// Sets the snapshot by which a proxy routes new connections.
+#[derive(Clone, Debug)]
+pub struct Routes(Arc<Relay>);
+
+impl Routes {
+    /// As [`Proxy::set_snapshot`].
+    pub fn set_snapshot(&self, snapshot: Snapshot) {
+        self.0.set_snapshot(snapshot);
+    }
+}
+
+/// A view of a proxy for metrics and the admin endpoint.
+#[derive(Clone, Debug)]
+pub struct Observer(Arc<Shared>);
+
+impl Observer {
+    /// Adds the proxy's metrics to a registry.
+    pub fn register(&self, registry: &mut Registry) {
+        metrics::register(registry, &self.0);
+    }
+
+    /// What connections have come to.
+    pub fn connections(&self) -> Connections {
+        self.0.relay.connections()
+    }
+
+    /// Writes the proxy's metrics other than [`Observer::connections`].
+    ///
+    /// # Errors
+    /// The encoder's.
+    pub fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        metrics::encode_proxy(&self.0, encoder)
+    }
+
+    /// The proxy's settings and state.
+    pub fn dump(&self) -> Dump {
+        Dump::of(&self.0)
+    }
+
+    /// Whether the proxy has a snapshot and accepts connections.
+    pub fn is_ready(&self) -> bool {
+        let relay = &self.0.relay;
+        let entries = relay.entries();
+        relay.version() > 0 && entries.iter().any(|entry| entry.listeners.is_some())
+    }
+
+    /// Workloads that get no further connection for now, each with the number that it has.
+    pub fn at_limit(&self) -> Vec<(WorkloadName, usize)> {
+        self.0.relay.at_limit()
+    }
+
+    /// Workloads some of whose connections were ended lately because their readers had stalled, each with the number of
+    /// these connections since the workload was attached.
+    pub fn stalled(&self) -> Vec<(WorkloadName, u64)> {
+        self.0.relay.stalled()
+    }
+
+    /// The maximum number of connections.
+    pub fn max_connections(&self) -> usize {
+        self.0.relay.limits.max()
+    }
+}

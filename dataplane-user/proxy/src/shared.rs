@@ -1,0 +1,191 @@
+//! What workers share: the relay, the settings, and each worker's load and mailbox.
+
+use std::{
+    fmt, io,
+    net::SocketAddr,
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+        mpsc::{self, Receiver, Sender},
+    },
+    time::Instant,
+};
+
+use relay::{Attached, Direction, Listener, Permit, Relay};
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    io::Errno,
+};
+
+use super::Settings;
+
+/// What workers share.
+pub struct Shared {
+    /// What they relay.
+    pub relay: Arc<Relay>,
+    /// How they relay.
+    pub settings: Settings,
+    /// Each worker's load.
+    pub loads: Box<[Load]>,
+    mailboxes: Box<[Mailbox]>,
+    /// Whether the shortage of files or memory was logged.
+    warned: AtomicBool,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared")
+            .field("settings", &self.settings)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A command to a worker.
+#[derive(Debug)]
+pub enum Command {
+    /// Accept connections at these sockets.
+    Take(Arc<Attached>, Arc<[Listener]>),
+    /// Accept no more connections of this attachment, and reset those that are left at the deadline.
+    Shut(u64, Instant),
+    /// Relay a connection that another worker accepted.
+    Relay(Accepted),
+    /// Accept no more connections, end when all have ended, and reset those that are left at the
+    /// deadline.
+    Drain(Instant),
+}
+
+/// An accepted connection.
+#[derive(Debug)]
+pub struct Accepted {
+    /// The socket.
+    pub socket: OwnedFd,
+    /// The client's address.
+    pub client: SocketAddr,
+    /// The direction of the listening socket.
+    pub direction: Direction,
+    /// The connection's permit.
+    pub permit: Permit,
+}
+
+/// The load of a worker. Each is in a cache line of its own, because each is written by another CPU.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+pub struct Load {
+    connections: AtomicUsize,
+    held: AtomicUsize,
+}
+
+impl Load {
+    /// The number of connections.
+    pub fn connections(&self) -> usize {
+        self.connections.load(Ordering::Relaxed)
+    }
+
+    /// Counts another connection.
+    pub fn add(&self) {
+        self.connections.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a connection no more.
+    pub fn sub(&self) {
+        self.connections.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Bytes held for readers that do not keep up.
+    pub fn held(&self) -> usize {
+        self.held.load(Ordering::Relaxed)
+    }
+
+    /// Sets the bytes held.
+    pub fn set_held(&self, bytes: usize) {
+        self.held.store(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Where a worker gets its commands.
+#[derive(Debug)]
+struct Mailbox {
+    sender: Sender<Command>,
+    wake: OwnedFd,
+}
+
+impl Shared {
+    /// The shared state of `count` workers, and the receiving end of each one's mailbox.
+    ///
+    /// # Errors
+    /// If the process has no more files.
+    pub fn new(
+        relay: Arc<Relay>,
+        settings: Settings,
+        count: usize,
+    ) -> io::Result<(Self, Vec<Receiver<Command>>)> {
+        let (mut mailboxes, mut receivers) = (Vec::new(), Vec::new());
+        for _ in 0..count {
+            let wake = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+            let (sender, receiver) = mpsc::channel();
+            mailboxes.push(Mailbox { sender, wake });
+            receivers.push(receiver);
+        }
+        let shared = Self {
+            relay,
+            settings,
+            loads: (0..count).map(|_| Load::default()).collect(),
+            mailboxes: mailboxes.into(),
+            warned: AtomicBool::new(false),
+        };
+        Ok((shared, receivers))
+    }
+
+    /// Bytes that all workers hold for readers that do not keep up.
+    pub fn held(&self) -> usize {
+        self.loads.iter().map(Load::held).sum()
+    }
+
+    /// The least loaded worker, if it has fewer connections than worker `number` by more than `lead`.
+    pub fn less_loaded(&self, number: usize, lead: usize) -> Option<usize> {
+        if self.loads.len() < 2 {
+            return None;
+        }
+        let own = self.loads[number].connections();
+        let others = self.loads.iter().enumerate();
+        let (other, least) = others.min_by_key(|(_, load)| load.connections())?;
+        (own > least.connections() + lead).then_some(other)
+    }
+
+    /// The eventfd that wakes a worker for its commands.
+    pub fn wake(&self, number: usize) -> &OwnedFd {
+        &self.mailboxes[number].wake
+    }
+
+    /// Sends a worker a command, and wakes the worker. Returns the command if the worker has ended.
+    pub fn send(&self, number: usize, command: Command) -> Result<(), Command> {
+        let mailbox = &self.mailboxes[number];
+        mailbox.sender.send(command).map_err(|error| error.0)?;
+        // Fails only if the counter is full, and then the worker is awake.
+        let _ = rustix::io::write(&mailbox.wake, &1_u64.to_ne_bytes());
+        Ok(())
+    }
+
+    /// Sends each worker a command.
+    pub fn send_all(&self, command: impl Fn() -> Command) {
+        for number in 0..self.mailboxes.len() {
+            // A worker that has ended needs no command.
+            let _ = self.send(number, command());
+        }
+    }
+
+    /// Takes note that a worker is awake.
+    pub fn clear_wake(&self, number: usize) {
+        let _ = rustix::io::read(&self.mailboxes[number].wake, &mut [0; 8]);
+    }
+
+    /// Logs, once, that connections wait because the kernel is out of files or memory.
+    pub fn warn(&self, error: Errno) {
+        if !self.warned.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "connections are not accepted for now: {error}; they wait until others have ended"
+            );
+        }
+    }
+}

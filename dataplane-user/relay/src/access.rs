@@ -1,0 +1,265 @@
+//! The access log: one line for each connection, at its end.
+
+use std::{
+    io::{self, Write},
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc::{Receiver, SyncSender, sync_channel},
+    },
+    thread::JoinHandle,
+    time::{Duration, SystemTime},
+};
+
+use jiff::Timestamp;
+use model::Workload;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use threads::{Deaths, may_panic};
+
+use super::{direction::Direction, index::Target, outcome::Flag};
+
+/// The maximum number of records that wait to be written. Further records are left out, because a log
+/// that cannot be written must not hold up connections.
+const QUEUE: usize = 8192;
+
+/// The format of the access log.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize, JsonSchema,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum AccessLog {
+    /// `key=value` pairs, for people
+    #[default]
+    Text,
+    /// One JSON object for each line
+    Json,
+    /// No access log
+    Off,
+}
+
+/// A connection at its end.
+#[derive(Debug)]
+pub struct Record {
+    /// When it ended.
+    pub ended: SystemTime,
+    /// The workload whose connection it was.
+    pub workload: Arc<Workload>,
+    /// Out of the workload or into it.
+    pub direction: Direction,
+    /// The client.
+    pub client: SocketAddr,
+    /// Where the client wanted to go.
+    pub destination: SocketAddr,
+    /// The endpoint that took the connection, or that the last attempt went to; `None`: there was no
+    /// attempt.
+    pub endpoint: Option<SocketAddr>,
+    /// The service's port, if the destination was one.
+    pub target: Option<Arc<Target>>,
+    /// From the client to the endpoint, and back.
+    pub bytes: [u64; 2],
+    /// From accept to the end.
+    pub duration: Duration,
+    /// How it ended.
+    pub flag: Flag,
+    /// The error of the last endpoint that did not take the connection.
+    pub error: Option<io::Error>,
+}
+
+/// A line of the log, with its fields in the order in which they are written.
+#[derive(Debug, Serialize)]
+struct Line {
+    time: String,
+    workload: String,
+    direction: &'static str,
+    src: String,
+    dst: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    service: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    endpoint: Option<String>,
+    bytes_received: u64,
+    bytes_sent: u64,
+    duration_ms: f64,
+    response_flags: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+impl Line {
+    fn of(record: &Record) -> Self {
+        // It fails only for years after 9999.
+        let time = Timestamp::try_from(record.ended).unwrap_or_default();
+        Self {
+            time: format!("{time:.3}"),
+            workload: record.workload.name.to_string(),
+            direction: record.direction.word(),
+            src: record.client.to_string(),
+            dst: record.destination.to_string(),
+            service: record.target.as_ref().map(|t| t.service().to_string()),
+            endpoint: record.endpoint.map(|endpoint| endpoint.to_string()),
+            bytes_received: record.bytes[0],
+            bytes_sent: record.bytes[1],
+            duration_ms: (record.duration.as_secs_f64() * 1e6).round() / 1e3,
+            response_flags: record.flag.word(),
+            error: record.error.as_ref().map(ToString::to_string),
+        }
+    }
+
+    fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        write!(
+            out,
+            "{} workload={} {} src={} dst={}",
+            self.time, self.workload, self.direction, self.src, self.dst
+        )?;
+        if let Some(service) = &self.service {
+            write!(out, " service={service}")?;
+        }
+        if let Some(endpoint) = &self.endpoint {
+            write!(out, " endpoint={endpoint}")?;
+        }
+        write!(
+            out,
+            " bytes_received={} bytes_sent={} duration_ms={} flags={}",
+            self.bytes_received, self.bytes_sent, self.duration_ms, self.response_flags
+        )?;
+        if let Some(error) = &self.error {
+            write!(out, " error={error:?}")?;
+        }
+        writeln!(out)
+    }
+}
+
+/// The queue in which sessions leave their records.
+#[derive(Debug)]
+pub struct Log {
+    sender: Option<SyncSender<Option<Record>>>,
+    lost: AtomicU64,
+}
+
+impl Log {
+    /// Starts the thread that writes, if the log is on. If it dies, `deaths` is told. The thread ends after [`Log::close`], when
+    /// everything is written.
+    ///
+    /// # Errors
+    /// If the thread cannot be started.
+    pub fn start(
+        format: AccessLog,
+        out: impl Write + Send + 'static,
+        deaths: Deaths,
+    ) -> io::Result<(Self, Option<JoinHandle<Option<()>>>)> {
+        let lost = AtomicU64::new(0);
+        if format == AccessLog::Off {
+            return Ok((Self { sender: None, lost }, None));
+        }
+        let (sender, records) = sync_channel(QUEUE);
+        let writer = threads::start("access-log", deaths, move || {
+            write_all(&records, format, out);
+        })?;
+        let sender = Some(sender);
+        Ok((Self { sender, lost }, Some(writer)))
+    }
+
+    /// Whether records are written.
+    pub fn is_on(&self) -> bool {
+        self.sender.is_some()
+    }
+
+    /// Leaves a record.
+    pub fn record(&self, record: Record) {
+        if let Some(sender) = &self.sender
+            && sender.try_send(Some(record)).is_err()
+        {
+            self.lost.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Ends the writer once it has written the records that were left before.
+    pub fn close(&self) {
+        if let Some(sender) = &self.sender {
+            // Fails if the writer has ended already.
+            let _ = sender.send(None);
+        }
+    }
+
+    /// The number of records that were left out.
+    pub fn lost(&self) -> u64 {
+        self.lost.load(Ordering::Relaxed)
+    }
+}
+
+fn write_all(records: &Receiver<Option<Record>>, format: AccessLog, mut out: impl Write) {
+    let mut buffer = Vec::new();
+    let mut closed = false;
+    while !closed {
+        let Ok(first) = records.recv() else { return };
+        buffer.clear();
+        // All records that wait are written in one call.
+        for record in std::iter::once(first).chain(records.try_iter().take(QUEUE)) {
+            may_panic("access-log");
+            let Some(record) = record else {
+                closed = true;
+                break;
+            };
+            let line = Line::of(&record);
+            // Writing to memory does not fail.
+            let _ = match format {
+                AccessLog::Json => serde_json::to_writer(&mut buffer, &line)
+                    .map_err(io::Error::from)
+                    .and_then(|()| writeln!(buffer)),
+                AccessLog::Text | AccessLog::Off => line.write(&mut buffer),
+            };
+        }
+        // Nothing depends on a reader that is gone.
+        let _ = out.write_all(&buffer).and_then(|()| out.flush());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, SocketAddrV4};
+
+    use model::{Place, WorkloadName};
+    use threads::none_dies;
+
+    use super::*;
+
+    #[test]
+    fn what_was_left_is_written_before_the_end() {
+        let workload = Workload::new(WorkloadName::new("a", "b"), Place::Elsewhere);
+        let workload = Arc::new(workload);
+        let at = |port| SocketAddrV4::new(Ipv4Addr::LOCALHOST, port).into();
+        for (format, wanted) in [
+            (
+                AccessLog::Text,
+                "workload=a/b inbound src=127.0.0.1:1 dst=127.0.0.1:2 bytes_received=3 bytes_sent=4 \
+                 duration_ms=1.5 flags=UF error=\"no\"\n",
+            ),
+            (
+                AccessLog::Json,
+                "\"response_flags\":\"UF\",\"error\":\"no\"}\n",
+            ),
+        ] {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            let (log, writer) = Log::start(format, file.reopen().unwrap(), none_dies()).unwrap();
+            log.record(Record {
+                ended: SystemTime::now(),
+                workload: Arc::clone(&workload),
+                direction: Direction::Inbound,
+                client: at(1),
+                destination: at(2),
+                endpoint: None,
+                target: None,
+                bytes: [3, 4],
+                duration: Duration::from_micros(1500),
+                flag: Flag::ConnectFailure,
+                error: Some(io::Error::other("no")),
+            });
+            log.close();
+            writer.unwrap().join().unwrap();
+            let text = std::fs::read_to_string(file.path()).unwrap();
+            assert!(text.ends_with(wanted), "{text}");
+        }
+    }
+}

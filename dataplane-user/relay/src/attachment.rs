@@ -1,0 +1,311 @@
+//! Workloads whose connections are relayed.
+
+use std::{
+    collections::HashMap,
+    fmt, io,
+    net::{IpAddr, SocketAddr, TcpListener},
+    os::fd::OwnedFd,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering, fence},
+    },
+    time::{Duration, Instant},
+};
+
+use dataplane_common::capture::Tuple;
+use model::{Egress, Workload, WorkloadName};
+use smallvec::SmallVec;
+
+use super::{
+    access::Log,
+    counters::Counters,
+    direction::Direction,
+    index::Target,
+    labels::{CountersKey, Labels, Party},
+    ledger::Ledger,
+    limits::{Holders, Limits},
+    outcome::Flag,
+    socket,
+};
+
+/// Opens sockets of TCP that do not block in a workload's network namespace: one, or up to so many. The flag is their
+/// family: IPv4, or IPv6.
+pub type Open = dyn Fn(bool, usize) -> io::Result<Vec<OwnedFd>> + Send + Sync;
+
+/// The network namespace from which a workload's connections are made. Its applications' sockets take packets of
+/// connections from a client's address from the loopback interface only.
+#[derive(Clone)]
+pub struct Namespace {
+    /// Opens sockets there.
+    pub open: Arc<Open>,
+    /// The interface by which all packets come that come from elsewhere, if there is one for all.
+    pub interface: Option<String>,
+}
+
+impl fmt::Debug for Namespace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Namespace")
+            .field("interface", &self.interface)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A workload, and the sockets at which its connections arrive.
+#[derive(Debug)]
+pub struct Attachment {
+    /// The workload: its name in logs and metrics.
+    pub workload: Arc<Workload>,
+    /// The network namespace to connect from; `None`: the one in which the process was started.
+    pub namespace: Option<Namespace>,
+    /// Bound sockets at which connections arrive that the workload makes.
+    pub outbound: Vec<TcpListener>,
+    /// Bound sockets at which connections arrive that are made to the workload.
+    pub inbound: Vec<TcpListener>,
+    /// Whether the workload may connect to destinations that are not in the snapshot.
+    pub egress: Egress,
+    /// Set if bytes may come past the TCP stack.
+    pub acceleration: Option<Acceleration>,
+}
+
+/// Why a workload cannot be attached.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// The workload is attached already.
+    #[error("{0} is attached to the proxy already")]
+    Attached(WorkloadName),
+    /// A listening socket cannot be used.
+    #[error("a listening socket of {workload} cannot be used: {cause}")]
+    Listener {
+        /// The workload.
+        workload: WorkloadName,
+        /// Why.
+        cause: io::Error,
+    },
+}
+
+/// How an engine tells the kernel how many bytes it has passed on of those that come past the TCP
+/// stack. A sender that is more than [`dataplane_common::accelerate::WINDOW`] bytes ahead falls back to
+/// TCP.
+#[derive(Clone)]
+pub struct Acceleration {
+    /// The network namespace's cookie.
+    pub netns: u64,
+    /// Sets how many bytes may have come by a connection in all.
+    pub grant: Arc<Grant>,
+}
+
+/// Sets how many bytes may have come by a connection in all.
+pub type Grant = dyn Fn(&Tuple, u64) + Send + Sync;
+
+impl fmt::Debug for Acceleration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Acceleration")
+            .field("netns", &self.netns)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A listening socket.
+#[derive(Debug)]
+pub struct Listener {
+    /// The socket.
+    pub socket: OwnedFd,
+    /// The direction of its connections.
+    pub direction: Direction,
+    /// The address that the socket is bound to.
+    pub address: SocketAddr,
+}
+
+/// Connections that were ended because their readers had stalled.
+#[derive(Clone, Copy, Debug, Default)]
+struct Stalled {
+    count: u64,
+    last: Option<Instant>,
+}
+
+/// How long `status` shows that connections of a workload were ended because their readers had stalled.
+const LATELY: Duration = Duration::from_mins(10);
+
+/// An attachment while its connections are relayed. Its listening sockets are closed with the last
+/// reference to them.
+#[derive(Debug)]
+pub struct Attached {
+    /// Distinguishes the attachment from others, and from an earlier one of the same workload.
+    pub id: u64,
+    /// The workload.
+    pub workload: Arc<Workload>,
+    /// The network namespace to connect from.
+    pub namespace: Option<Namespace>,
+    /// Whether destinations that are not in the snapshot are allowed.
+    pub egress: Egress,
+    /// Set if bytes may come past the TCP stack.
+    pub acceleration: Option<Acceleration>,
+    /// The addresses of the listening sockets.
+    own: SmallVec<[SocketAddr; 4]>,
+    /// Addresses of the network namespace, besides the workload's.
+    here: Box<[IpAddr]>,
+    /// Connections now.
+    pub(super) holders: Holders,
+    /// Times that a connection was left in the backlog, because a limit was reached.
+    pub(super) deferred: AtomicU64,
+    stalled: Mutex<Stalled>,
+    counters: Mutex<HashMap<CountersKey, Arc<Counters>>>,
+    /// Those of all attachments: a session finds them here, without a reference of its own to count.
+    pub(super) limits: Arc<Limits>,
+    pub(super) log: Arc<Log>,
+}
+
+impl Attached {
+    /// Splits an attachment into what connections need and the listening sockets. `here`: addresses
+    /// of the network namespace, as far as they are known. `shared`: the limits, the counts that the workload's connections
+    /// add to, and the access log.
+    ///
+    /// # Errors
+    /// If a socket does not say where it is bound.
+    pub fn new(
+        id: u64,
+        attachment: Attachment,
+        here: Box<[IpAddr]>,
+        (limits, holders, log): (Arc<Limits>, Holders, Arc<Log>),
+    ) -> io::Result<(Arc<Self>, Arc<[Listener]>)> {
+        let outbound = attachment.outbound.into_iter();
+        let inbound = attachment.inbound.into_iter();
+        let listeners = outbound
+            .map(|socket| (socket, Direction::Outbound))
+            .chain(inbound.map(|socket| (socket, Direction::Inbound)));
+        let listeners = listeners.map(|(socket, direction)| {
+            Ok(Listener {
+                address: socket::plain(socket.local_addr()?),
+                socket: socket.into(),
+                direction,
+            })
+        });
+        let listeners: Arc<[Listener]> = listeners.collect::<io::Result<_>>()?;
+        let attached = Self {
+            id,
+            workload: attachment.workload,
+            namespace: attachment.namespace,
+            egress: attachment.egress,
+            acceleration: attachment.acceleration,
+            here,
+            own: listeners.iter().map(|listener| listener.address).collect(),
+            holders,
+            deferred: AtomicU64::new(0),
+            stalled: Mutex::default(),
+            counters: Mutex::default(),
+            limits,
+            log,
+        };
+        Ok((Arc::new(attached), listeners))
+    }
+
+    /// Whether a connection that arrived at this address was not redirected to it, because no
+    /// listening socket has its port.
+    pub fn is_elsewhere(&self, address: SocketAddr) -> bool {
+        self.own.iter().all(|own| own.port() != address.port())
+    }
+
+    /// Whether a connection to this address would come back to the proxy.
+    pub fn is_own(&self, destination: SocketAddr) -> bool {
+        let ip = destination.ip();
+        let here = ip.is_loopback()
+            || ip.is_unspecified()
+            || self.workload.addresses.contains(&ip)
+            || self.here.contains(&ip);
+        self.own.iter().any(|own| {
+            own.port() == destination.port()
+                && (own.ip() == ip
+                    // Captured connections come to a listener at 127.0.0.1 by any address of loopback.
+                    || own.ip().is_loopback() && ip.is_loopback() && own.is_ipv4() == ip.is_ipv4()
+                    || (here && (own.ip().is_unspecified() || ip.is_unspecified())))
+        })
+    }
+
+    /// Whether a service's source ranges admit what the workload connects to; `client`: the address of the connection's
+    /// client, which counts only if nothing is known of the workload.
+    pub fn is_admitted(&self, target: &Target, client: IpAddr) -> bool {
+        let known = &self.workload.addresses;
+        known.iter().any(|addr| target.admits(*addr)) || known.is_empty() && target.admits(client)
+    }
+
+    /// The address by which a service knows a client that it gives the same endpoint again.
+    pub fn source(&self, direction: Direction, client: IpAddr) -> IpAddr {
+        let mut known = self.workload.addresses.iter().copied();
+        let own = known.find(|addr| addr.is_ipv4() == client.is_ipv4());
+        match direction {
+            Direction::Outbound => own.unwrap_or(client),
+            Direction::Inbound => client,
+        }
+    }
+
+    /// The address of a listening socket of this family, if a socket is bound to one address.
+    pub fn listener(&self, v4: bool) -> Option<SocketAddr> {
+        let own = self.own.iter().filter(|own| own.is_ipv4() == v4);
+        own.copied().find(|own| !own.ip().is_unspecified())
+    }
+
+    /// The counters of a kind of connection.
+    pub fn counters(
+        &self,
+        direction: Direction,
+        target: Option<&Target>,
+        peer: Option<&Arc<Workload>>,
+        flag: Flag,
+    ) -> Arc<Counters> {
+        let key = CountersKey {
+            direction,
+            service: target.map(|target| target.service().clone()),
+            peer: peer.map_or_else(Party::nobody, Party::of),
+            flag,
+        };
+        let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(counters.entry(key).or_default())
+    }
+
+    /// Moves what was counted to the ledger, and drops counters that no connection has any more.
+    pub fn collect(&self, ledger: &mut Ledger, now: Instant) {
+        let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        counters.retain(|key, counters| {
+            // Read before the counters are: a connection that has dropped them has counted before,
+            // and nobody gets them while the lock is held.
+            let in_use = Arc::strong_count(counters) > 1;
+            fence(Ordering::Acquire);
+            let labels = Labels {
+                workload: Party::of(&self.workload),
+                key: key.clone(),
+            };
+            ledger.add(&labels, counters.take(), 0, now);
+            in_use
+        });
+    }
+
+    /// Times that a connection was left in the backlog, because a limit was reached. An engine tries again every few
+    /// milliseconds, and counts each time.
+    pub fn deferred(&self) -> u64 {
+        self.deferred.load(Ordering::Relaxed)
+    }
+
+    /// Counts a connection that is ended because its reader has stalled and the engine's buffers are full.
+    pub fn count_stalled(&self, now: Instant) {
+        let mut stalled = self.lock_stalled();
+        stalled.count += 1;
+        stalled.last = Some(now);
+    }
+
+    /// Connections that were ended because their readers had stalled, and whether one of them was ended lately.
+    pub fn stalled(&self) -> (u64, bool) {
+        let stalled = self.lock_stalled();
+        let lately = stalled.last.is_some_and(|last| last.elapsed() < LATELY);
+        (stalled.count, lately)
+    }
+
+    fn lock_stalled(&self) -> MutexGuard<'_, Stalled> {
+        self.stalled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of connections now. If it is 0, all connections that there were have counted
+    /// everything.
+    pub fn connections(&self) -> usize {
+        self.holders.connections()
+    }
+}

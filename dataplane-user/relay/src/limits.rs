@@ -1,0 +1,507 @@
+//! Limits on the number of connections.
+
+use std::{
+    collections::HashMap,
+    io,
+    net::{IpAddr, Ipv6Addr},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use model::WorkloadName;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+use super::direction::Direction;
+
+/// File descriptors of the process itself: tables, links, the API, clients of the HTTP endpoints.
+const CONTROL: usize = 256;
+/// File descriptors of a workload: four listening sockets, for both directions and families; a copy of
+/// each for the agent's successor, and another one during the handover; the network namespace three
+/// times; one to spare.
+const WORKLOAD: usize = 16;
+/// File descriptors of a connection: the client's socket and the endpoint's.
+const EACH: usize = 2;
+/// A workload among others, and a namespace among others, has at most this many times as many connections as are free, so
+/// one alone gets four fifths of all, two get four ninths each, and there is room for each further one (dynamic
+/// thresholds: Choudhury and Hahne, 1998). So does a client among others, of what is free for the workload that it connects to.
+const SHARE: usize = 4;
+
+/// Raises the limit of open files as far as this process may, and returns it.
+///
+/// # Errors
+/// If the limit cannot be read.
+pub fn raise_open_files() -> io::Result<usize> {
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    let reached = if soft < hard && setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() {
+        hard
+    } else {
+        soft
+    };
+    Ok(usize::try_from(reached).unwrap_or(usize::MAX))
+}
+
+/// Open files that the process keeps for its DNS server, and not for connections of the proxy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DnsFiles {
+    /// Files that all workloads share.
+    pub shared: usize,
+    /// Files of each workload.
+    pub per_workload: usize,
+}
+
+/// The number of open files that are kept from connections.
+fn reserved(workloads: usize, dns: DnsFiles) -> usize {
+    let each = WORKLOAD.saturating_add(dns.per_workload);
+    let shared = CONTROL.saturating_add(dns.shared);
+    shared.saturating_add(workloads.saturating_mul(each))
+}
+
+/// The number of connections, and its limits.
+#[derive(Debug)]
+pub struct Limits {
+    open: AtomicUsize,
+    max: AtomicUsize,
+    per_workload: Option<usize>,
+    /// Workloads that share the connections.
+    workloads: AtomicUsize,
+    /// Namespaces that do.
+    namespaces: AtomicUsize,
+    /// The configured limit.
+    wanted: Option<usize>,
+    open_files: usize,
+    dns: DnsFiles,
+}
+
+impl Limits {
+    /// The number of connections that `open_files` allow beside `workloads`.
+    pub fn connections(open_files: usize, workloads: usize, dns: DnsFiles) -> usize {
+        (open_files.saturating_sub(reserved(workloads, dns)) / EACH).max(1)
+    }
+
+    /// The number of open files that `connections` take beside one workload.
+    pub fn files(connections: usize) -> usize {
+        let reserved = reserved(1, DnsFiles::default());
+        connections.saturating_mul(EACH).saturating_add(reserved)
+    }
+
+    /// Allows as many connections as are `wanted`, or else as `open_files` allow, and of these at most
+    /// `per_workload` for one workload.
+    pub fn new(wanted: Option<usize>, per_workload: Option<usize>, open_files: usize) -> Self {
+        let limits = Self {
+            open: AtomicUsize::new(0),
+            max: AtomicUsize::new(0),
+            per_workload,
+            workloads: AtomicUsize::new(0),
+            namespaces: AtomicUsize::new(0),
+            wanted,
+            open_files,
+            dns: DnsFiles::default(),
+        };
+        limits.reserve(0, 0);
+        limits
+    }
+
+    /// Keeps open files for a DNS server, too.
+    #[must_use]
+    pub fn beside(mut self, dns: DnsFiles) -> Self {
+        self.dns = dns;
+        self.reserve(0, 0);
+        self
+    }
+
+    /// Keeps open files for so many workloads, which are in so many namespaces. Existing connections go on: if there are more than the
+    /// new limit, no further one is accepted until enough have ended.
+    pub fn reserve(&self, workloads: usize, namespaces: usize) {
+        let possible = Self::connections(self.open_files, workloads, self.dns);
+        let max = self.wanted.map_or(possible, |wanted| wanted.min(possible));
+        self.max.store(max, Ordering::Relaxed);
+        self.workloads.store(workloads, Ordering::Relaxed);
+        self.namespaces.store(namespaces, Ordering::Relaxed);
+    }
+
+    /// Says how many open files are missing for so many workloads; `None` if none are.
+    pub fn shortage(&self, workloads: usize) -> Option<String> {
+        let (files, reserved) = (self.open_files, reserved(workloads, self.dns));
+        let max = self.max();
+        let wanted = self.wanted.unwrap_or(1);
+        if files > reserved && max >= wanted {
+            return None;
+        }
+        let needed = reserved.saturating_add(wanted.saturating_mul(EACH));
+        let dns = if self.dns.shared > 0 {
+            ", its DNS server"
+        } else {
+            ""
+        };
+        Some(format!(
+            "open files are short: the proxy takes {max} connections at the same time, because {workloads} \
+             workloads{dns} and the agent itself take {reserved} of the {files} files that it may have open; \
+             raise its limit to at least {needed} (LimitNOFILE=, `ulimit -Hn`)"
+        ))
+    }
+
+    /// Counts another connection. `of`: how many its workload has, and how many its namespace has. Returns whether the
+    /// limits allow the connection; if they do not, it is not counted.
+    pub fn acquire(&self, of: &Holders, direction: Direction) -> bool {
+        let way = direction as usize;
+        // Counted first, so that workers that accept at the same time do not exceed it together.
+        let free = (self.max()).saturating_sub(self.open.fetch_add(1, Ordering::Relaxed));
+        let workload = of.workload[way].fetch_add(1, Ordering::Relaxed);
+        let namespace = of.namespace[way].fetch_add(1, Ordering::Relaxed);
+        let fits = free > 0
+            && workload < self.of_workload(free, of)
+            && namespace < self.of_namespace(free);
+        if !fits {
+            self.release(of, direction);
+        }
+        fits
+    }
+
+    /// Counts an inbound connection, which was acquired, for its client. Returns whether the client's share of the workload's
+    /// connections allows it; if not, it is not counted.
+    pub fn admit(&self, of: &Holders, client: &Client) -> bool {
+        let free = self.max().saturating_sub(self.open());
+        let now = of.workload[Direction::Inbound as usize].load(Ordering::Relaxed);
+        let limit = self.of_workload(free, of).min(now.saturating_add(free));
+        // With the one that is to be counted.
+        let left = limit.saturating_sub(now).saturating_add(1);
+        let mut clients = of.lock_clients();
+        let has = clients.get(client).copied().unwrap_or_default();
+        let fits = has < left.saturating_mul(SHARE);
+        if fits {
+            clients.insert(client.clone(), has + 1);
+        }
+        fits
+    }
+
+    /// Counts a connection no more.
+    pub fn release(&self, of: &Holders, direction: Direction) {
+        let way = direction as usize;
+        self.open.fetch_sub(1, Ordering::Relaxed);
+        of.namespace[way].fetch_sub(1, Ordering::Relaxed);
+        of.workload[way].fetch_sub(1, Ordering::Release);
+    }
+
+    /// The number of connections now.
+    pub fn open(&self) -> usize {
+        self.open.load(Ordering::Relaxed)
+    }
+
+    /// The maximum number of connections.
+    pub fn max(&self) -> usize {
+        self.max.load(Ordering::Relaxed)
+    }
+
+    /// The maximum number of connections of one workload in one direction while so many are free.
+    fn of_workload(&self, free: usize, of: &Holders) -> usize {
+        share(free, &self.workloads, of.both).min(self.per_workload())
+    }
+
+    /// The maximum number of connections of all workloads of one namespace in one direction while so many are free.
+    fn of_namespace(&self, free: usize) -> usize {
+        share(free, &self.namespaces, false)
+    }
+
+    /// Whether a workload with these connections gets no further one for now, in one of the directions.
+    pub fn is_reached(&self, of: &Holders) -> bool {
+        let free = self.max().saturating_sub(self.open());
+        let ways = of.workload.iter().zip(&*of.namespace);
+        ways.map(|(workload, namespace)| {
+            let now = |count: &AtomicUsize| count.load(Ordering::Relaxed);
+            (now(workload), now(namespace))
+        })
+        .any(|(workload, namespace)| {
+            workload > 0
+                && (workload >= self.of_workload(free, of) || namespace >= self.of_namespace(free))
+        })
+    }
+
+    /// The maximum number of connections of one workload.
+    pub fn per_workload(&self) -> usize {
+        self.per_workload.unwrap_or(usize::MAX).min(self.max())
+    }
+}
+
+/// The maximum number of connections of one of several, while so many are free. `both`: one alone shares, too, among both
+/// directions.
+fn share(free: usize, several: &AtomicUsize, both: bool) -> usize {
+    match several.load(Ordering::Relaxed) {
+        0 | 1 if !both => usize::MAX,
+        _ => free.saturating_mul(SHARE),
+    }
+}
+
+/// Who connects to a workload.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Client {
+    /// A workload, by whichever of its addresses.
+    Workload(WorkloadName),
+    /// Whoever has the address; by IPv6, a network of 64 bits, in which a host may have any address.
+    Address(IpAddr),
+}
+
+impl Client {
+    /// The client at an address of no workload.
+    pub fn at(addr: IpAddr) -> Self {
+        Self::Address(match addr {
+            IpAddr::V4(_) => addr,
+            IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),
+        })
+    }
+}
+
+/// How many connections a workload has, and how many all workloads of its namespace have together, by [`Direction`]. What
+/// others connect to a workload takes nothing from what it connects itself.
+#[derive(Debug, Default)]
+pub struct Holders {
+    /// How many inbound connections each client has.
+    clients: Mutex<HashMap<Client, usize>>,
+    workload: [AtomicUsize; 2],
+    namespace: Arc<[AtomicUsize; 2]>,
+    /// Whether there are connections of both directions.
+    both: bool,
+}
+
+impl Holders {
+    /// Those of another workload of the same namespace.
+    pub fn beside(&self) -> Self {
+        Self {
+            namespace: Arc::clone(&self.namespace),
+            ..Self::default()
+        }
+    }
+
+    /// Those of a workload with connections of both directions, or of one.
+    #[must_use]
+    pub fn of_both(self, both: bool) -> Self {
+        Self { both, ..self }
+    }
+
+    /// Counts a client's connection no more.
+    pub fn forget(&self, client: &Client) {
+        let mut clients = self.lock_clients();
+        if let Some(has) = clients.get_mut(client) {
+            *has -= 1;
+            if *has == 0 {
+                clients.remove(client);
+            }
+        }
+    }
+
+    fn lock_clients(&self) -> MutexGuard<'_, HashMap<Client, usize>> {
+        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of the workload's connections. If it is 0, whatever released them has happened.
+    pub fn connections(&self) -> usize {
+        let all = self.workload.iter();
+        all.map(|count| count.load(Ordering::Acquire)).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        Direction::{Inbound, Outbound},
+        *,
+    };
+
+    #[test]
+    fn limits_hold_in_all_and_for_each_workload() {
+        let limits = Limits::new(Some(3), Some(2), 1024);
+        let (a, b) = (Holders::default(), Holders::default());
+        assert!(limits.acquire(&a, Outbound) && limits.acquire(&a, Outbound));
+        assert!(!limits.acquire(&a, Outbound), "two of one workload");
+        assert!(limits.acquire(&b, Outbound));
+        assert!(!limits.acquire(&b, Outbound), "three in all");
+        limits.release(&a, Outbound);
+        assert!(limits.acquire(&b, Outbound));
+        let has = (limits.open(), a.connections(), b.connections());
+        assert_eq!(has, (3, 1, 2));
+    }
+
+    #[test]
+    fn one_workload_leaves_room_for_others() {
+        let limits = Limits::new(Some(1000), None, 10_000);
+        let (hog, other, third) = (Holders::default(), Holders::default(), Holders::default());
+        let fill = |workload: &Holders| while limits.acquire(workload, Outbound) {};
+        let now = Holders::connections;
+        // With nobody to share with, all.
+        limits.reserve(1, 1);
+        fill(&hog);
+        assert_eq!(now(&hog), 1000);
+        while now(&hog) > 0 {
+            limits.release(&hog, Outbound);
+        }
+        limits.reserve(3, 1);
+        fill(&hog);
+        assert_eq!(now(&hog), 800);
+        assert!(limits.is_reached(&hog) && !limits.is_reached(&other));
+        // Who comes later gets connections at once, and the first one's share shrinks as its connections end.
+        fill(&other);
+        assert_eq!(now(&other), 160);
+        fill(&third);
+        assert_eq!(now(&third), 32);
+        while now(&hog) > 0 {
+            limits.release(&hog, Outbound);
+            assert!(!limits.acquire(&hog, Outbound) || now(&hog) < 800);
+            fill(&other);
+            fill(&third);
+            if now(&hog) <= now(&other) {
+                break;
+            }
+        }
+        let shares = [now(&hog), now(&other), now(&third)];
+        assert!(
+            shares.iter().all(|share| (290..=320).contains(share)),
+            "{shares:?}"
+        );
+    }
+
+    /// Idle connections to a workload from anybody.
+    #[test]
+    fn what_others_connect_to_a_workload_takes_nothing_from_its_own_connections() {
+        for workloads in [1, 3] {
+            let limits = Limits::new(Some(1000), Some(600), 10_000);
+            limits.reserve(workloads, 1);
+            let victim = Holders::default().of_both(true);
+            while limits.acquire(&victim, Inbound) {}
+            assert_eq!(victim.connections(), 600);
+            assert!(limits.is_reached(&victim));
+            for _ in 0..300 {
+                assert!(limits.acquire(&victim, Outbound), "{workloads}: {victim:?}");
+            }
+        }
+        // Also where nothing else bounds them.
+        let limits = Limits::new(Some(1000), None, 10_000);
+        limits.reserve(1, 1);
+        let victim = Holders::default().of_both(true);
+        while limits.acquire(&victim, Inbound) {}
+        assert_eq!(victim.connections(), 800);
+        assert!(limits.acquire(&victim, Outbound));
+    }
+
+    /// One client holds connections to a workload and says nothing.
+    #[test]
+    fn one_client_leaves_room_for_others() {
+        for (limit, most) in [(Some(500), 400), (None, 762)] {
+            let limits = Limits::new(Some(1000), limit, 10_000);
+            limits.reserve(2, 1);
+            let victim = Holders::default().of_both(true);
+            let connects = |client: &Client| {
+                let acquired = limits.acquire(&victim, Inbound);
+                let admitted = acquired && limits.admit(&victim, client);
+                if acquired && !admitted {
+                    limits.release(&victim, Inbound);
+                }
+                admitted
+            };
+            let fill = |client: &Client| (0..1000).filter(|_| connects(client)).count();
+            let address = |text: &str| Client::at(text.parse().unwrap());
+            let hog = address("2001:db8::7");
+            assert_eq!(fill(&hog), most);
+            // Its other addresses are its own.
+            assert!(!connects(&address("2001:db8::8")));
+            let other = Client::Workload(WorkloadName::new("default", "web"));
+            let part = fill(&other);
+            assert!((30..=most / 4).contains(&part), "{part}");
+            assert!(connects(&address("192.0.2.7")));
+            for _ in 0..most {
+                limits.release(&victim, Inbound);
+                victim.forget(&hog);
+            }
+            assert!(fill(&other) > part);
+        }
+        // Few connections are one client's, too.
+        let limits = Limits::new(Some(1000), Some(2), 10_000);
+        let (victim, client) = (Holders::default(), Client::at([192, 0, 2, 7].into()));
+        for _ in 0..2 {
+            assert!(limits.acquire(&victim, Inbound) && limits.admit(&victim, &client));
+        }
+    }
+
+    /// A tenant has fifty pods on the node, which all take what they can get.
+    #[test]
+    fn one_namespace_leaves_room_for_the_workloads_of_others() {
+        let limits = Limits::new(Some(1000), None, 10_000);
+        let first = Holders::default();
+        let hogs: Vec<_> = (0..50).map(|_| first.beside()).collect();
+        let (other, third) = (Holders::default(), Holders::default());
+        limits.reserve(52, 3);
+        let fill = |workload: &Holders| while limits.acquire(workload, Outbound) {};
+        hogs.iter().for_each(fill);
+        assert_eq!(limits.open(), 800);
+        assert!(hogs.iter().any(|hog| limits.is_reached(hog)));
+        fill(&other);
+        assert_eq!(other.connections(), 160);
+        assert!(!limits.is_reached(&third));
+        // As the first ones' connections end, the others get more, and the first do not get them back.
+        for hog in &hogs {
+            while hog.connections() > 0 {
+                limits.release(hog, Outbound);
+                fill(&other);
+                fill(&third);
+                hogs.iter().for_each(fill);
+                if limits.open() - other.connections() - third.connections() < 320 {
+                    break;
+                }
+            }
+        }
+        let has = [other.connections(), third.connections()];
+        assert!(has.iter().all(|share| *share >= 290), "{has:?}");
+        // Nobody else to share with.
+        let alone = Limits::new(Some(1000), None, 10_000);
+        alone.reserve(1, 1);
+        let workload = Holders::default();
+        while alone.acquire(&workload, Outbound) {}
+        assert_eq!(workload.connections(), 1000);
+    }
+
+    #[test]
+    fn open_files_allow_half_as_many_connections_beside_workloads() {
+        let none = DnsFiles::default();
+        assert_eq!(Limits::connections(1024, 0, none), 384);
+        assert_eq!(Limits::connections(1024, 40, none), 64);
+        assert_eq!(Limits::connections(10, 0, none), 1);
+        // What is asked for is what is had when there is one workload.
+        assert_eq!(Limits::connections(Limits::files(144), 1, none), 144);
+    }
+
+    #[test]
+    fn what_workloads_need_connections_do_not_get() {
+        let limits = Limits::new(None, None, 20_000);
+        limits.reserve(250, 9);
+        assert_eq!((limits.max(), limits.per_workload()), (7872, 7872));
+        assert_eq!(limits.shortage(250), None);
+        limits.reserve(0, 0);
+        assert_eq!(limits.max(), 9872);
+        // More than there are files for: said, whether connections were asked for or not.
+        let short = Limits::new(None, None, 1024);
+        short.reserve(64, 1);
+        assert_eq!(short.max(), 1);
+        assert!(short.shortage(64).unwrap().contains("at least 1282"));
+        let asked = Limits::new(Some(300), None, 1024);
+        asked.reserve(1, 1);
+        assert_eq!((asked.max(), asked.shortage(1)), (300, None));
+        asked.reserve(40, 1);
+        assert_eq!(asked.max(), 64);
+        assert!(asked.shortage(40).unwrap().contains("at least 1496"));
+    }
+
+    #[test]
+    fn the_dns_servers_files_are_not_for_connections() {
+        let dns = DnsFiles {
+            shared: 3000,
+            per_workload: 12,
+        };
+        let limits = Limits::new(None, None, 20_000).beside(dns);
+        limits.reserve(10, 1);
+        assert_eq!(limits.max(), (20_000 - 3000 - 256 - 10 * (16 + 12)) / 2);
+        assert_eq!(limits.shortage(10), None);
+        let said = Limits::new(None, None, 3300).beside(dns).shortage(10);
+        let text = "10 workloads, its DNS server and the agent itself take 3536 of the 3300 files";
+        assert!(said.unwrap().contains(text));
+    }
+}

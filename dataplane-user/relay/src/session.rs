@@ -1,0 +1,428 @@
+//! The session of a relayed connection: its share of the limits, its way to an endpoint, its counters
+//! and its line in the access log.
+//!
+//! An engine acquires a [`Permit`], accepts a connection, and begins a [`Session`] for it. The engine
+//! tells the session what happens. A session that is dropped accounts for itself: it brings the
+//! counters up to date, leaves a record for the access log, and gives the permit back.
+
+use std::{
+    io,
+    net::SocketAddr,
+    sync::{Arc, atomic::Ordering},
+    time::{Instant, SystemTime},
+};
+
+use model::Workload;
+
+use super::{
+    access::Record,
+    attachment::Attached,
+    counters::Counters,
+    direction::Direction,
+    index::{Index, Target},
+    limits::Client,
+    outcome::Flag,
+    route::{self, Route},
+};
+
+/// A connection's share of the limits, which its workload has as well. Dropping it gives the share
+/// back.
+#[derive(Debug)]
+pub struct Permit {
+    attached: Arc<Attached>,
+    direction: Direction,
+    /// Whose connection it is counted for, besides.
+    client: Option<Client>,
+}
+
+impl Permit {
+    /// Acquires a permit for one connection of a workload; `None` if a limit is reached.
+    ///
+    /// An engine acquires it before it accepts a connection, because a connection that was accepted
+    /// cannot be put back.
+    pub fn acquire(attached: &Arc<Attached>, direction: Direction) -> Option<Self> {
+        if !attached.limits.acquire(&attached.holders, direction) {
+            attached.deferred.fetch_add(1, Ordering::Relaxed);
+            return None;
+        }
+        Some(Self {
+            attached: Arc::clone(attached),
+            direction,
+            client: None,
+        })
+    }
+
+    /// Counts an inbound connection for its client, too. Returns whether the client's share allows it.
+    fn admit(&mut self, index: &Index, client: SocketAddr) -> bool {
+        if self.direction == Direction::Outbound {
+            return true;
+        }
+        let client = match index.workload(client.ip()) {
+            Some(workload) => Client::Workload(workload.name.clone()),
+            None => Client::at(client.ip()),
+        };
+        let admitted = self.attached.limits.admit(&self.attached.holders, &client);
+        self.client = admitted.then_some(client);
+        admitted
+    }
+
+    /// The workload.
+    pub fn attached(&self) -> &Arc<Attached> {
+        &self.attached
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let holders = &self.attached.holders;
+        if let Some(client) = &self.client {
+            holders.forget(client);
+        }
+        self.attached.limits.release(holders, self.direction);
+    }
+}
+
+/// A relayed connection.
+#[derive(Debug)]
+pub struct Session {
+    progress: Progress,
+    direction: Direction,
+    client: SocketAddr,
+    destination: SocketAddr,
+    /// The endpoint of the last attempt; the destination before the first one.
+    endpoint: SocketAddr,
+    /// The service's port, if the destination is one.
+    target: Option<Arc<Target>>,
+    /// Bytes relayed so far: from the client, and to the client. The engine adds to them.
+    pub bytes: [u64; 2],
+    /// The part of `bytes` that the counters have.
+    counted: [u64; 2],
+    accepted: Instant,
+    flag: Flag,
+    /// Last, because a workload whose permits are all back has counted everything.
+    permit: Permit,
+}
+
+/// How far a session has got.
+#[derive(Debug)]
+enum Progress {
+    /// No endpoint has taken the connection yet.
+    Dialing(Box<Attempts>),
+    /// An endpoint has taken the connection; its counters.
+    Reached(Arc<Counters>),
+}
+
+/// Attempts to reach an endpoint.
+#[derive(Debug)]
+struct Attempts {
+    /// Endpoints that did not take the connection.
+    failed: Vec<SocketAddr>,
+    /// The error of the last of these endpoints.
+    error: Option<io::Error>,
+    /// Attempts that may still follow.
+    left: usize,
+}
+
+impl Session {
+    /// Begins the session of an accepted connection. `attempts`: how many endpoints are tried at
+    /// most.
+    pub fn begin(
+        permit: Permit,
+        direction: Direction,
+        client: SocketAddr,
+        destination: SocketAddr,
+        attempts: usize,
+        now: Instant,
+    ) -> Self {
+        Self {
+            progress: Progress::Dialing(Box::new(Attempts {
+                failed: Vec::new(),
+                error: None,
+                left: attempts.max(1),
+            })),
+            direction,
+            client,
+            destination,
+            endpoint: destination,
+            target: None,
+            bytes: [0; 2],
+            counted: [0; 2],
+            accepted: now,
+            flag: Flag::Cut,
+            permit,
+        }
+    }
+
+    /// The workload.
+    pub fn attached(&self) -> &Arc<Attached> {
+        &self.permit.attached
+    }
+
+    /// Out of the workload or into it.
+    pub fn direction(&self) -> Direction {
+        self.direction
+    }
+
+    /// The client's address.
+    pub fn client(&self) -> SocketAddr {
+        self.client
+    }
+
+    /// The destination that the client has asked for.
+    pub fn destination(&self) -> SocketAddr {
+        self.destination
+    }
+
+    /// The endpoint of the last attempt; the destination before the first one.
+    pub fn endpoint(&self) -> SocketAddr {
+        self.endpoint
+    }
+
+    /// Decides where the connection goes.
+    ///
+    /// # Errors
+    /// The flag to end the session with, if the connection is refused.
+    pub fn route(&mut self, index: &Index) -> Result<(), Flag> {
+        if !self.permit.admit(index, self.client) {
+            return Err(Flag::ClientsShare);
+        }
+        let (attached, direction) = (&self.permit.attached, self.direction);
+        match route::decide(index, attached, direction, self.client, self.destination) {
+            Route::Straight => Ok(()),
+            Route::Service(target) => {
+                self.target = Some(target);
+                Ok(())
+            }
+            Route::Refused(flag, target) => {
+                self.target = target;
+                Err(flag)
+            }
+        }
+    }
+
+    /// Chooses the endpoint to try next; `None` if no attempt is left.
+    pub fn next_endpoint(&mut self) -> Option<SocketAddr> {
+        let Progress::Dialing(attempts) = &mut self.progress else {
+            return None;
+        };
+        if attempts.left == 0 {
+            return None;
+        }
+        let endpoint = match &self.target {
+            None => attempts.failed.is_empty().then_some(self.destination)?,
+            Some(target) => loop {
+                let v4 = self.destination.is_ipv4();
+                let attached = &self.permit.attached;
+                let client = attached.source(self.direction, self.client.ip());
+                let endpoint = target.choose(v4, client, &attempts.failed)?;
+                if !attached.is_own(endpoint) {
+                    break endpoint;
+                }
+                attempts.failed.push(endpoint);
+                attempts.error = Some(io::Error::other("the endpoint is this proxy"));
+            },
+        };
+        attempts.left -= 1;
+        self.endpoint = endpoint;
+        Some(endpoint)
+    }
+
+    /// The number of the attempt that is under way; `None` once an endpoint has taken the connection.
+    pub fn attempt(&self) -> Option<usize> {
+        match &self.progress {
+            Progress::Dialing(attempts) => Some(attempts.failed.len()),
+            Progress::Reached(_) => None,
+        }
+    }
+
+    /// Whether no endpoint has taken the connection yet.
+    pub fn is_dialing(&self) -> bool {
+        matches!(self.progress, Progress::Dialing(_))
+    }
+
+    /// Notes that the attempt under way has failed.
+    pub fn failed(&mut self, error: io::Error) {
+        if let Progress::Dialing(attempts) = &mut self.progress {
+            attempts.failed.push(self.endpoint);
+            attempts.error = Some(error);
+        }
+    }
+
+    /// Notes that the endpoint has taken the connection, and counts the connection as opened. `index`
+    /// knows the workload at the other side.
+    pub fn reached(&mut self, index: &Index) {
+        let peer = match self.direction {
+            Direction::Inbound => self.client,
+            Direction::Outbound => self.endpoint,
+        };
+        let peer = index.workload(peer.ip());
+        let counters = self.counters(peer, Flag::None);
+        counters.opened.fetch_add(1, Ordering::Relaxed);
+        self.progress = Progress::Reached(counters);
+    }
+
+    /// Brings the counters up to date. A session that is dropped does so by itself.
+    pub fn count(&mut self) {
+        let Progress::Reached(counters) = &self.progress else {
+            return;
+        };
+        let [received, sent] = [0, 1].map(|way| self.bytes[way] - self.counted[way]);
+        counters.received.fetch_add(received, Ordering::Relaxed);
+        counters.sent.fetch_add(sent, Ordering::Relaxed);
+        self.counted = self.bytes;
+    }
+
+    /// Ends the session. A session that is dropped without this ends by [`Flag::Cut`].
+    pub fn end(mut self, flag: Flag) {
+        self.flag = flag;
+    }
+
+    fn counters(&self, peer: Option<&Arc<Workload>>, flag: Flag) -> Arc<Counters> {
+        let (attached, target) = (&self.permit.attached, self.target.as_deref());
+        attached.counters(self.direction, target, peer, flag)
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.count();
+        let (endpoint, error) = match &mut self.progress {
+            Progress::Reached(counters) => {
+                counters.closed.fetch_add(1, Ordering::Relaxed);
+                (Some(self.endpoint), None)
+            }
+            Progress::Dialing(attempts) => {
+                let error = attempts.error.take();
+                let endpoint = (!attempts.failed.is_empty()).then_some(self.endpoint);
+                let counters = self.counters(None, self.flag);
+                counters.failed.fetch_add(1, Ordering::Relaxed);
+                (endpoint, error)
+            }
+        };
+        let log = &self.permit.attached.log;
+        if log.is_on() {
+            log.record(Record {
+                ended: SystemTime::now(),
+                workload: Arc::clone(&self.permit.attached.workload),
+                direction: self.direction,
+                client: self.client,
+                destination: self.destination,
+                endpoint,
+                target: self.target.take(),
+                bytes: self.bytes,
+                duration: self.accepted.elapsed(),
+                flag: self.flag,
+                error,
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, net::Ipv4Addr};
+
+    use model::{Egress, Place, WorkloadName};
+    use tempfile::NamedTempFile;
+    use threads::none_dies;
+
+    use super::*;
+    use crate::{AccessLog, Attachment, Ledger, Limits, Log, Totals, limits::Holders};
+
+    fn at(port: u16) -> SocketAddr {
+        (Ipv4Addr::LOCALHOST, port).into()
+    }
+
+    /// Runs sessions of a workload that may have one connection at a time. Returns what they came to,
+    /// by flag, and their lines in the access log.
+    fn account(
+        sessions: impl FnOnce(&dyn Fn() -> Option<Session>),
+    ) -> (Vec<(Flag, Totals)>, String) {
+        let file = NamedTempFile::new().unwrap();
+        let (log, writer) =
+            Log::start(AccessLog::Text, file.reopen().unwrap(), none_dies()).unwrap();
+        let (limits, log) = (Arc::new(Limits::new(Some(1), None, 1024)), Arc::new(log));
+        let workload = Workload::new(WorkloadName::new("a", "b"), Place::Elsewhere);
+        let attachment = Attachment {
+            workload: Arc::new(workload),
+            namespace: None,
+            outbound: vec![],
+            inbound: vec![],
+            egress: Egress::Allow,
+            acceleration: None,
+        };
+        let shared = (limits, Holders::default(), Arc::clone(&log));
+        let (attached, _) = Attached::new(0, attachment, Box::default(), shared).unwrap();
+        sessions(&|| {
+            let (outbound, now) = (Direction::Outbound, Instant::now());
+            let permit = Permit::acquire(&attached, outbound)?;
+            Some(Session::begin(permit, outbound, at(1), at(2), 3, now))
+        });
+        assert_eq!(attached.connections(), 0);
+        let mut ledger = Ledger::default();
+        attached.collect(&mut ledger, Instant::now());
+        log.close();
+        writer.unwrap().join().unwrap();
+        let series = ledger.iter();
+        let totals = series.map(|(labels, series)| (labels.key.flag, series.totals));
+        (totals.collect(), fs::read_to_string(file.path()).unwrap())
+    }
+
+    #[test]
+    fn a_session_that_is_dropped_has_accounted_for_itself() {
+        let index = Index::default();
+        let (totals, log) = account(|begin| {
+            let mut session = begin().unwrap();
+            assert!(begin().is_none(), "the only permit is taken");
+            session.route(&index).unwrap();
+            assert_eq!(session.next_endpoint(), Some(at(2)));
+            session.reached(&index);
+            session.bytes = [3, 4];
+            session.count();
+            session.bytes = [30, 40];
+            drop(session);
+            let mut session = begin().expect("the permit is back");
+            session.reached(&index);
+            session.end(Flag::None);
+        });
+        let both = Totals {
+            opened: 2,
+            closed: 2,
+            failed: 0,
+            received: 30,
+            sent: 40,
+        };
+        assert_eq!(totals, [(Flag::None, both)]);
+        let lines: Vec<&str> = log.lines().collect();
+        let cut = "endpoint=127.0.0.1:2 bytes_received=30 bytes_sent=40";
+        assert!(lines[0].contains(cut) && lines[0].ends_with("flags=DRAIN"));
+        assert!(lines[1].contains(" bytes_received=0 ") && lines[1].ends_with("flags=-"));
+    }
+
+    #[test]
+    fn a_session_that_reached_nobody_is_a_failure() {
+        let (totals, log) = account(|begin| {
+            let mut session = begin().unwrap();
+            assert_eq!(session.attempt(), Some(0));
+            assert_eq!(session.next_endpoint(), Some(at(2)));
+            session.failed(io::Error::other("no"));
+            assert_eq!(session.attempt(), Some(1));
+            assert_eq!(session.next_endpoint(), None, "there is one destination");
+            session.end(Flag::ConnectFailure);
+            begin().unwrap().end(Flag::ClientReset);
+        });
+        let one = Totals {
+            failed: 1,
+            ..Totals::default()
+        };
+        let failed = [(Flag::ConnectFailure, one), (Flag::ClientReset, one)];
+        assert_eq!(totals, failed);
+        let lines: Vec<&str> = log.lines().collect();
+        assert!(lines[0].contains("endpoint=127.0.0.1:2"), "{log}");
+        assert!(lines[0].ends_with("flags=UF error=\"no\""), "{log}");
+        assert!(
+            !lines[1].contains("endpoint="),
+            "there was no attempt: {log}"
+        );
+    }
+}

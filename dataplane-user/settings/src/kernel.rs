@@ -1,0 +1,112 @@
+//! Paths in the kernel's file systems, sysctls, and limits of tables.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::{NfConntrack, is_default};
+
+/// Paths in the kernel's file systems, and sysctls.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Kernel {
+    /// Directory of the pinned programs and tables, on a BPF file system. Default:
+    /// /sys/fs/bpf/dataplane.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub bpffs: Option<PathBuf>,
+    /// Directory of the cgroup v2 whose processes the agent serves. Default: the root of cgroup v2.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub cgroup: Option<PathBuf>,
+    /// Sysctls of the kernel's own conntrack (net.netfilter.nf_conntrack_…), which the agent sets and
+    /// keeps. Default: the agent leaves them alone.
+    #[serde(skip_serializing_if = "is_default")]
+    #[command(flatten)]
+    pub conntrack: NfConntrack,
+}
+
+impl Kernel {
+    /// Returns the directory for pins.
+    pub fn bpffs(&self) -> PathBuf {
+        let bpffs = self.bpffs.clone();
+        bpffs.unwrap_or_else(|| kernel::DEFAULT_BPFFS.into())
+    }
+
+    /// Returns the directory for pins and the cgroup.
+    ///
+    /// # Errors
+    /// If there is no cgroup v2, and none is named.
+    pub fn paths(&self) -> Result<kernel::Paths, kernel::Error> {
+        Ok(kernel::Paths {
+            bpffs: self.bpffs(),
+            cgroup: self.cgroup.clone().map_or_else(kernel::cgroup2_root, Ok)?,
+        })
+    }
+
+    /// Returns the same for commands that only read: without a cgroup v2, its usual path.
+    pub fn paths_or_guess(&self) -> kernel::Paths {
+        self.paths().unwrap_or_else(|_| kernel::Paths {
+            bpffs: self.bpffs(),
+            cgroup: "/sys/fs/cgroup".into(),
+        })
+    }
+}
+
+/// Maximum sizes of tables.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+#[command(next_help_heading = "Limits (tables start small and grow)")]
+pub struct Limits {
+    /// Maximum number of VIP ports, cluster IPs and node ports together [default: 2097152]
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1))]
+    #[arg(
+        id = "max-frontends",
+        long,
+        value_name = "N",
+        env = "DATAPLANE_MAX_FRONTENDS",
+        hide_env_values = true
+    )]
+    pub frontends: Option<u32>,
+    /// Maximum number of endpoint slots [default: 4194304]
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1))]
+    #[arg(
+        id = "max-endpoints",
+        long,
+        value_name = "N",
+        env = "DATAPLANE_MAX_ENDPOINTS",
+        hide_env_values = true
+    )]
+    pub endpoints: Option<u32>,
+    /// Maximum number of clients of services with session affinity whose endpoints are kept [default: 131072]
+    ///
+    /// Each takes 16 bytes of kernel memory as soon as a service has affinity, and each present client 128
+    /// bytes more.
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1024, max = 16_777_216))]
+    #[arg(
+        id = "max-affinity-clients",
+        long,
+        value_name = "N",
+        env = "DATAPLANE_MAX_AFFINITY_CLIENTS",
+        hide_env_values = true,
+        value_parser = clap::value_parser!(u32).range(1024..=16_777_216)
+    )]
+    pub affinity_clients: Option<u32>,
+}
+
+impl Limits {
+    /// Returns the limits, with defaults where none is configured.
+    pub fn of_tables(&self) -> kernel::Limits {
+        let default = kernel::Limits::default();
+        kernel::Limits {
+            frontends: self.frontends.unwrap_or(default.frontends),
+            endpoints: self.endpoints.unwrap_or(default.endpoints),
+            affinity: self.affinity_clients.unwrap_or(default.affinity),
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! What an operator can ask of the agent: one value, [`Settings`], which a configuration file and the flags of
+//! `dataplane run` build.
+//!
+//! A key and its flag are one field. The comments are what `--help` and the schema of the file say of it.
+//! `None`, and an empty list, mean that nothing was said; the methods here fill in the defaults.
+
+#![forbid(unsafe_code)]
+
+pub mod config;
+mod dns;
+mod faults;
+mod flow_timeouts;
+mod kernel;
+mod listen;
+mod mesh;
+mod nf_conntrack;
+mod node;
+mod packets;
+mod pattern;
+mod range;
+mod source;
+
+use clap::{Args, ValueEnum};
+use dataplane_common::Protocol;
+pub use dns::{Dns, DnsCapture, DnsDestinations};
+pub use faults::faults;
+pub use flow_timeouts::FlowTimeouts;
+pub use kernel::{Kernel, Limits};
+pub use listen::{Listen, Listeners, MetricsAuth};
+pub use mesh::{Mesh, MeshNamespace, MeshProxy, MeshRules, MeshWorkload};
+pub use nf_conntrack::{NfConntrack, Timeout};
+pub use node::Node;
+pub use packets::{Packets, TcHook};
+pub use pattern::{Pattern, Patterns};
+pub use range::{ExternalIps, Range};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+pub use source::{Iptables, Kubernetes, Source};
+
+/// Configuration of the agent. Every key except `source` has a default. Flags and environment
+/// variables override the file.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+#[schemars(title = "Configuration of the dataplane agent")]
+pub struct Settings {
+    /// Where the services come from: `manifests`, `kubernetes` or `iptables`.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub source: Source,
+
+    // Options without a heading of their own come first: they would be shown below that of the ones before.
+    /// Whether the programs and tables stay when the agent ends [default: keep]
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(long, value_enum, env = "DATAPLANE_ON_EXIT", hide_env_values = true)]
+    pub on_exit: Option<OnExit>,
+
+    /// Take over from the agent that runs on this node, if there is one
+    ///
+    /// The running agent hands over as soon as the new agent has read its source, and ends when the new agent
+    /// serves. The hand-over includes the listening sockets of the mesh's proxy with their backlog, so no
+    /// connection is refused. The old proxy relays its existing connections for at most 30 s more. If the new
+    /// agent ends before it serves, the old agent takes over again. Without this option, a second agent names
+    /// the agent that runs, and exits.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(long, env = "DATAPLANE_REPLACE", hide_env_values = true)]
+    pub replace: bool,
+
+    /// Keep the process alive and idle after another agent has taken over, and take over again when that agent
+    /// is gone
+    ///
+    /// Use it under a supervisor that restarts processes that exit, such as Kubernetes: the restarted agent
+    /// would take over from the new agent. An agent that takes over again reads the configuration and the
+    /// source again.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(long, env = "DATAPLANE_STAY", hide_env_values = true)]
+    pub stay: bool,
+
+    /// Take the node over from kube-proxy once the agent serves, as `dataplane takeover` does
+    ///
+    /// The log has the steps. If something differs, or a step fails, the agent goes on serving beside the rules.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(long, env = "DATAPLANE_TAKEOVER", hide_env_values = true)]
+    pub takeover: bool,
+
+    /// Destroy sockets of these protocols if they are connected through a service to an endpoint that is gone
+    /// [default: udp]
+    ///
+    /// The process gets an error at once and connects again. As with kube-proxy, a service's last endpoint is
+    /// not gone until the service has another endpoint. The agent sees sockets in pods only if it has the
+    /// host's /run/netns or the host's PID namespace.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        long,
+        value_enum,
+        num_args = 1..,
+        value_delimiter = ',',
+        value_name = "PROTOCOL",
+        env = "DATAPLANE_DESTROY_STALE",
+        hide_env_values = true
+    )]
+    pub destroy_stale: Vec<Stale>,
+
+    /// The log on standard error.
+    #[serde(skip_serializing_if = "is_default")]
+    #[command(flatten)]
+    pub log: Log,
+
+    /// The identity of this node.
+    #[serde(skip_serializing_if = "is_default")]
+    #[command(flatten)]
+    pub node: Node,
+
+    /// Where the agent listens. A TCP address is ADDRESS:PORT, or `off`.
+    #[serde(skip_serializing_if = "is_default")]
+    #[command(flatten)]
+    pub listen: Listeners,
+
+    /// The packet path, for clients without a socket on this node: clients outside the cluster, and
+    /// pods that are VMs.
+    #[serde(skip_serializing_if = "is_default")]
+    #[command(flatten)]
+    pub packets: Packets,
+
+    /// The workloads whose TCP connections go to a proxy. Default: no workload's.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub mesh: Option<Mesh>,
+
+    /// The agent's DNS server.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub dns: Option<Dns>,
+
+    /// Paths in the kernel's file systems, and sysctls.
+    #[serde(skip_serializing_if = "is_default")]
+    #[command(flatten)]
+    pub kernel: Kernel,
+
+    /// Maximum sizes of tables. Tables start small and grow while they serve.
+    #[serde(skip_serializing_if = "is_default")]
+    #[command(flatten)]
+    pub limits: Limits,
+}
+
+/// Whether programs and tables stay when the agent ends.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum OnExit {
+    /// They stay and go on serving: services are up while the agent restarts
+    #[default]
+    Keep,
+    /// The agent removes them: services are no longer served
+    Detach,
+}
+
+/// A protocol whose stale sockets the agent destroys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Stale {
+    /// UDP, whose clients would otherwise wait for their own timeouts
+    Udp,
+    /// TCP. An endpoint that is not ready may still answer its existing connections
+    Tcp,
+    /// No sockets
+    None,
+}
+
+/// The log.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Log {
+    /// Format of the log on standard error [default: text]
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "log-format",
+        long,
+        value_enum,
+        value_name = "FORMAT",
+        env = "DATAPLANE_LOG_FORMAT",
+        hide_env_values = true
+    )]
+    pub format: Option<LogFormat>,
+    /// Level of the log. Default: info. RUST_LOG sets levels by module.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub level: Option<LogLevel>,
+}
+
+/// The format of the log.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// Text for people
+    #[default]
+    Text,
+    /// One JSON object for each line
+    Json,
+}
+
+/// The level of the log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum LogLevel {
+    /// Events that an operator needs to know.
+    #[default]
+    Info,
+    /// Also the reasons for decisions.
+    Debug,
+    /// Also every single step.
+    Trace,
+}
+
+impl Settings {
+    /// Returns the protocols whose stale sockets the agent destroys.
+    pub fn stale_protocols(&self) -> Vec<Protocol> {
+        if self.destroy_stale.is_empty() {
+            return vec![Protocol::UDP];
+        }
+        let protocols = self.destroy_stale.iter().filter_map(|stale| match stale {
+            Stale::Udp => Some(Protocol::UDP),
+            Stale::Tcp => Some(Protocol::TCP),
+            Stale::None => None,
+        });
+        protocols.collect()
+    }
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}

@@ -1,0 +1,201 @@
+//! The packet path, for clients without a socket on this node.
+
+use clap::{
+    Args, ValueEnum,
+    builder::{PossibleValuesParser, TypedValueParser as _},
+};
+use kernel::{Hook, Order};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::{FlowTimeouts, Pattern, Range, is_default};
+
+/// The packet path, for clients without a socket on this node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+#[command(next_help_heading = "Packet path (clients outside the cluster, and pods that are VMs)")]
+pub struct Packets {
+    /// Whether programs on the node's interfaces translate packets [default: on]
+    ///
+    /// `off` serves only sockets of this node's processes, and removes the tables of flows.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "packet-path",
+        long,
+        value_name = "ON|OFF",
+        env = "DATAPLANE_PACKET_PATH",
+        hide_env_values = true,
+        value_parser = PossibleValuesParser::new(["on", "off"]).map(|word| word == "on")
+    )]
+    pub enabled: Option<bool>,
+    /// Interfaces that lead to other machines: names or shell patterns; `!` excludes [default:
+    /// interfaces with a default route or an address, except pods' interfaces, bridges and dummies]
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "uplink",
+        long,
+        value_name = "PATTERN",
+        num_args = 1..,
+        value_delimiter = ',',
+        env = "DATAPLANE_UPLINK",
+        hide_env_values = true
+    )]
+    pub uplinks: Vec<Pattern>,
+    /// The node's ends of pods' interfaces: names or shell patterns; `!` excludes [default: every
+    /// veth and netkit with its other end in another network namespace, and without a default route and a
+    /// network of its own]
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "pod-interface",
+        long,
+        value_name = "PATTERN",
+        num_args = 1..,
+        value_delimiter = ',',
+        env = "DATAPLANE_POD_INTERFACE",
+        hide_env_values = true
+    )]
+    pub pod_interfaces: Vec<Pattern>,
+    /// Pods' interfaces at which sources are not checked, because their pods route for others: names or shell
+    /// patterns; `!` excludes [default: none]
+    ///
+    /// For VPN servers, subnet routers and gateways in pods, whose packets to services come from addresses that are
+    /// not the pod's. Such a pod can speak through services as any other pod or host, but not as the node.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "no-source-check",
+        long,
+        value_name = "PATTERN",
+        num_args = 1..,
+        value_delimiter = ',',
+        env = "DATAPLANE_NO_SOURCE_CHECK",
+        hide_env_values = true
+    )]
+    pub no_source_check: Vec<Pattern>,
+    /// Pods' interfaces whose pods are served by packets only, not at their sockets: names or shell patterns; `!`
+    /// excludes [default: pods with NAT rules of their own, and network namespaces nested in pods]
+    ///
+    /// The rules of such a pod see the VIP, as with kube-proxy. Use it for pods with rules that the agent cannot find.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "packets-only",
+        long,
+        value_name = "PATTERN",
+        num_args = 1..,
+        value_delimiter = ',',
+        env = "DATAPLANE_PACKETS_ONLY",
+        hide_env_values = true
+    )]
+    pub packets_only: Vec<Pattern>,
+    /// Ranges of pods' addresses: masquerade clients with other addresses on the way to a cluster IP
+    /// [default: masquerade no client there]
+    ///
+    /// Corresponds to kube-proxy's detectLocalMode ClusterCIDR and NodeCIDR.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "pod-cidr",
+        long,
+        value_name = "CIDR",
+        num_args = 1..,
+        value_delimiter = ',',
+        env = "DATAPLANE_POD_CIDR",
+        hide_env_values = true,
+        conflicts_with = "pods-by-interface"
+    )]
+    pub pod_cidrs: Vec<Range>,
+    /// Masquerade clients on the way to a cluster IP if their packets do not arrive at a pod's
+    /// interface
+    ///
+    /// Corresponds to kube-proxy's detectLocalMode BridgeInterface and InterfaceNamePrefix.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "pods-by-interface",
+        long,
+        env = "DATAPLANE_PODS_BY_INTERFACE",
+        hide_env_values = true
+    )]
+    pub pods_by_interface: bool,
+    /// Masquerade every connection to a cluster IP
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "masquerade-all",
+        long,
+        env = "DATAPLANE_MASQUERADE_ALL",
+        hide_env_values = true
+    )]
+    pub masquerade_all: bool,
+    /// Position of the agent's programs among other programs on an interface [default: first]
+    ///
+    /// `first`: no other program can hide a service. Most programs end the chain for packets that they allow.
+    /// `last`: other programs see packets to a service before the translation, and may drop them.
+    /// `first` and `last` count at the time of attachment.
+    /// `before:NAME` and `after:NAME`: directly next to the program with this name, also if that program is
+    /// attached later (TCX only). `program:ID` or `link:ID` names the program by the kernel's number.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "tc-order",
+        long,
+        value_name = "first|last|before:NAME|after:NAME",
+        env = "DATAPLANE_TC_ORDER",
+        hide_env_values = true
+    )]
+    pub order: Option<Order>,
+    /// How the agent attaches its programs to interfaces [default: auto]
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "tc-hook",
+        long,
+        value_enum,
+        value_name = "HOOK",
+        env = "DATAPLANE_TC_HOOK",
+        hide_env_values = true
+    )]
+    pub hook: Option<TcHook>,
+    /// Number of flows that conntrack has room for, rounded up to a power of two [default: by cores and
+    /// memory]
+    ///
+    /// Each flow takes 176 bytes of kernel memory. The default is 32 768 for each core and at least 131 072
+    /// (22 MiB), but the tables take at most a 64th of the node's memory, and at most a quarter of the memory
+    /// limit of the agent's own cgroup. Existing tables keep their size until `dataplane cleanup`
+    /// or an agent with --packet-path off removes them.
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1024, max = 8_388_608))]
+    #[arg(
+        id = "conntrack-flows",
+        long,
+        value_name = "N",
+        env = "DATAPLANE_CONNTRACK_FLOWS",
+        hide_env_values = true,
+        value_parser = clap::value_parser!(u32).range(1024..=8_388_608)
+    )]
+    pub conntrack_flows: Option<u32>,
+    /// How long flows are kept after their last packet, by their state
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub timeouts: FlowTimeouts,
+}
+
+/// How the agent attaches programs to interfaces.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum TcHook {
+    /// TCX if the kernel has it (Linux 6.6), otherwise clsact
+    #[default]
+    Auto,
+    /// TCX links, which run before all filters of clsact qdiscs
+    Tcx,
+    /// Filters of a clsact qdisc
+    Clsact,
+}
+
+impl TcHook {
+    /// Returns the configured hook, or `None` for the best that the kernel has.
+    pub fn wanted(self) -> Option<Hook> {
+        match self {
+            Self::Auto => None,
+            Self::Tcx => Some(Hook::Tcx),
+            Self::Clsact => Some(Hook::Clsact),
+        }
+    }
+}

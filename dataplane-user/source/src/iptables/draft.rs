@@ -1,0 +1,458 @@
+//! Services as far as rules have told of them, and what becomes of them in the end.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::IpAddr,
+    sync::Arc,
+    time::Duration,
+};
+
+use imbl::OrdMap;
+use ipnet::IpNet;
+use model::{
+    Endpoint, Protocol, Records, Service, ServiceName, ServicePort, ServiceType, TrafficPolicy,
+    Weights,
+};
+use smallvec::SmallVec;
+
+use super::{
+    Error, Facts,
+    facts::family,
+    leftover::{At, Leftovers},
+};
+
+/// So many ports of a service are looked through for one of them.
+const FEW: usize = 8;
+
+/// The services so far.
+#[derive(Debug, Default)]
+pub struct Draft {
+    /// Boxed, since a third of a map's places are empty.
+    services: BTreeMap<ServiceName, Box<ServiceDraft>>,
+    /// Facts about the node.
+    pub facts: Facts,
+    /// The text that has kube-proxy's rules for IPv4, and that for IPv6.
+    origins: [Option<String>; 2],
+    /// Whether the rules that are read now are for IPv4.
+    v4: bool,
+    /// Chains to which no packet comes.
+    pub stale: usize,
+    /// Chains of services of a family, to which no rule leads.
+    unhooked: Vec<(bool, Error)>,
+}
+
+/// A service so far.
+#[derive(Debug, Default)]
+pub struct ServiceDraft {
+    /// In the order of the rules; an address may be there more than once.
+    cluster_ips: SmallVec<[IpAddr; 1]>,
+    /// Most services have nothing of it.
+    outside: Option<Box<Outside>>,
+    pub affinity: Option<Affinity>,
+    pub internal_policy: Option<TrafficPolicy>,
+    pub external_policy: Option<TrafficPolicy>,
+    pub health_check_node_port: Option<u16>,
+    ports: SmallVec<[PortDraft; 1]>,
+    /// Where in `ports` each is, if they are many.
+    places: Option<Box<Places>>,
+    left_out: bool,
+}
+
+/// A service's addresses for clients outside of the cluster.
+#[derive(Debug, Default)]
+pub struct Outside {
+    pub external_ips: BTreeSet<IpAddr>,
+    pub load_balancer_ips: BTreeSet<IpAddr>,
+    /// By family: IPv4, IPv6.
+    pub source_ranges: [Option<Vec<IpNet>>; 2],
+}
+
+/// Where ports are in a list, by their names and protocols.
+type Places = HashMap<(Box<str>, Protocol), usize>;
+
+/// Session affinity: how long clients are remembered, if they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Affinity(pub Option<Duration>);
+
+/// A service's port so far.
+#[derive(Debug)]
+pub struct PortDraft {
+    name: Box<str>,
+    protocol: Protocol,
+    pub port: Option<u16>,
+    pub node_port: Option<u16>,
+    /// The node port of a rule that counts connections to loopback.
+    pub at_loopback: Option<u16>,
+    endpoints: Vec<Endpoint>,
+    /// Those of the endpoints; empty if each is 1.
+    weights: Vec<u32>,
+    /// By family: IPv4, IPv6.
+    rules: [Said; 2],
+}
+
+/// What the rules of one family say of a port.
+#[derive(Clone, Copy, Debug, Default)]
+struct Said {
+    /// A rule is about the port.
+    any: bool,
+    /// A rule serves or refuses the port at a cluster IP.
+    internal: bool,
+    /// A rule refuses the port because the service has no endpoint anywhere.
+    refused: bool,
+}
+
+/// A service's port by its name, as rules have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PortName<'a> {
+    pub namespace: &'a str,
+    pub name: &'a str,
+    /// Empty if the only port has none.
+    pub port: &'a str,
+    pub protocol: Protocol,
+}
+
+/// The longest comment of an element, in bytes: since 1.37 kube-proxy cuts off what is longer.
+const COMMENT: usize = 128;
+
+impl<'a> PortName<'a> {
+    /// Reads `namespace/name:port`, the form in comments.
+    pub fn of_comment(text: &'a str, protocol: Protocol) -> Option<Self> {
+        let (namespace, rest) = text.split_once('/')?;
+        let (name, port) = match rest.split_once(':') {
+            // Without a port's name there is no colon, unless the name was cut off.
+            Some((_, "")) if text.len() < COMMENT => return None,
+            Some((name, port)) => (name, port),
+            None => (rest, ""),
+        };
+        Self::checked(namespace, name, port, protocol)
+    }
+
+    /// Reads `namespace/name/protocol/port`, the form in names of nf_tables' chains. `None`: another protocol.
+    pub fn of_chain(text: &'a str) -> Option<Self> {
+        let mut parts = text.split('/');
+        let (namespace, name) = (parts.next()?, parts.next()?);
+        let protocol = protocol(parts.next()?)?;
+        let port = parts.next()?;
+        if parts.next().is_some() {
+            return None;
+        }
+        Self::checked(namespace, name, port, protocol)
+    }
+
+    fn checked(
+        namespace: &'a str,
+        name: &'a str,
+        port: &'a str,
+        protocol: Protocol,
+    ) -> Option<Self> {
+        let good = |text: &str| {
+            text.bytes()
+                .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_'))
+        };
+        let named = !namespace.is_empty() && !name.is_empty();
+        (named && good(namespace) && good(name) && good(port)).then_some(Self {
+            namespace,
+            name,
+            port,
+            protocol,
+        })
+    }
+
+    /// The service's name.
+    pub fn service(&self) -> ServiceName {
+        ServiceName::new(self.namespace, self.name)
+    }
+}
+
+/// A protocol that is served.
+pub fn protocol(word: &str) -> Option<Protocol> {
+    [Protocol::Tcp, Protocol::Udp]
+        .into_iter()
+        .find(|protocol| protocol.word() == word)
+}
+
+/// Says something for the first time, or the same again. False: it was something else before.
+pub fn agree<T: PartialEq>(known: &mut Option<T>, new: T) -> bool {
+    if let Some(known) = known {
+        return *known == new;
+    }
+    *known = Some(new);
+    true
+}
+
+impl Draft {
+    /// Begins kube-proxy's rules of one family.
+    ///
+    /// # Errors
+    ///
+    /// Fails if another text has rules of the same family, because one of the texts is out of date.
+    pub fn begin(&mut self, v4: bool, origin: &str) -> Result<(), Error> {
+        let known = &mut self.origins[usize::from(!v4)];
+        if let Some(first) = known {
+            return Err(Error::Twice {
+                first: first.clone(),
+                second: origin.to_owned(),
+                family: family(v4),
+            });
+        }
+        *known = Some(origin.to_owned());
+        self.v4 = v4;
+        Ok(())
+    }
+
+    /// Notes a chain of services of a family, to which no rule leads. Such a chain is an error if no other text has rules of the
+    /// family that packets come to.
+    pub fn unhooked(&mut self, v4: bool, error: Error) {
+        self.unhooked.push((v4, error));
+    }
+
+    /// Of which families there are rules: IPv4, IPv6.
+    pub fn families(&self) -> [bool; 2] {
+        self.origins.each_ref().map(Option::is_some)
+    }
+
+    /// Whether no rule is about a service.
+    pub fn is_empty(&self) -> bool {
+        self.services.is_empty()
+    }
+
+    /// Checks that packets come to the chains of services of each family. Lists those of a family that other rules are for.
+    ///
+    /// # Errors
+    ///
+    /// No packet comes to them, and there are no others of the family.
+    pub fn check_hooks(&mut self, leftovers: &mut Leftovers) -> Result<(), Error> {
+        for (v4, error) in std::mem::take(&mut self.unhooked) {
+            if self.origins[usize::from(!v4)].is_none() {
+                return Err(error);
+            }
+            leftovers.add(At::Nowhere, "", error.to_string());
+        }
+        Ok(())
+    }
+
+    /// Whether a service is left out.
+    pub fn is_left_out(&self, name: &ServiceName) -> bool {
+        self.services.get(name).is_some_and(|known| known.left_out)
+    }
+
+    /// A service, which is new if it was not known.
+    pub fn service(&mut self, name: &ServiceName) -> &mut ServiceDraft {
+        if !self.services.contains_key(name) {
+            self.services.insert(name.clone(), Box::default());
+        }
+        self.services.entry(name.clone()).or_default()
+    }
+
+    /// A service and one of its ports.
+    pub fn port(&mut self, name: &PortName<'_>) -> (&mut ServiceDraft, usize) {
+        let v4 = self.v4;
+        let service = self.service(&name.service());
+        let index = service.port(name);
+        service.ports[index].rules[usize::from(!v4)].any = true;
+        (service, index)
+    }
+
+    /// Lists a line that concerns a service, and leaves the service out.
+    pub fn leave_out(
+        &mut self,
+        name: &ServiceName,
+        at: At,
+        text: &str,
+        why: &str,
+        leftovers: &mut Leftovers,
+    ) {
+        self.service(name).left_out = true;
+        leftovers.add(at, text, format!("{why}, so service {name} is left out"));
+    }
+
+    /// The services, and what is said of the node.
+    pub fn finish(
+        self,
+        previous: &OrdMap<ServiceName, Arc<Service>>,
+        leftovers: &mut Leftovers,
+    ) -> (OrdMap<ServiceName, Arc<Service>>, Facts) {
+        let mut services = OrdMap::new();
+        for (name, draft) in self.services {
+            if draft.left_out {
+                continue;
+            }
+            if let Some(why) = draft.ports.iter().find_map(PortDraft::fault) {
+                let why = format!("{why}, so service {name} is left out");
+                leftovers.add(At::Nowhere, "", why);
+                continue;
+            }
+            let service = draft.finish(name.clone());
+            let known = previous.get(&name).filter(|known| ***known == service);
+            let service = known.map_or_else(|| Arc::new(service), Arc::clone);
+            services.insert(name, service);
+        }
+        (services, self.facts)
+    }
+}
+
+impl ServiceDraft {
+    /// Its addresses for clients outside of the cluster.
+    pub fn outside(&mut self) -> &mut Outside {
+        self.outside.get_or_insert_default()
+    }
+
+    /// Whether an address is known as a load balancer's.
+    pub fn is_load_balancers(&self, ip: IpAddr) -> bool {
+        let outside = self.outside.as_ref();
+        outside.is_some_and(|outside| outside.load_balancer_ips.contains(&ip))
+    }
+
+    /// Whether rules of a family say which clients may use the load balancer's addresses.
+    pub fn has_source_ranges(&self, v4: bool) -> bool {
+        let outside = self.outside.as_ref();
+        outside.is_some_and(|outside| outside.source_ranges[usize::from(!v4)].is_some())
+    }
+
+    /// The index of a port, which is new if it was not known.
+    fn port(&mut self, name: &PortName<'_>) -> usize {
+        let key = |port: &PortDraft| (port.name.clone(), port.protocol);
+        let is = |port: &PortDraft| (&*port.name, port.protocol) == (name.port, name.protocol);
+        let known = match &self.places {
+            Some(places) => places.get(&(name.port.into(), name.protocol)).copied(),
+            None => self.ports.iter().position(is),
+        };
+        if let Some(known) = known {
+            return known;
+        }
+        let index = self.ports.len();
+        self.ports.push(PortDraft {
+            name: name.port.into(),
+            protocol: name.protocol,
+            port: None,
+            node_port: None,
+            at_loopback: None,
+            endpoints: Vec::new(),
+            weights: Vec::new(),
+            rules: Default::default(),
+        });
+        if let Some(places) = &mut self.places {
+            places.insert(key(&self.ports[index]), index);
+        } else if self.ports.len() > FEW {
+            let all = self.ports.iter().map(key).zip(0..);
+            self.places = Some(Box::new(all.collect()));
+        }
+        index
+    }
+
+    /// Notes a rule that serves or refuses a port at a cluster IP.
+    pub fn at_cluster_ip(&mut self, index: usize, ip: IpAddr) -> &mut PortDraft {
+        if self.cluster_ips.last() != Some(&ip) {
+            self.cluster_ips.push(ip);
+        }
+        let port = &mut self.ports[index];
+        port.rules[usize::from(!ip.is_ipv4())].internal = true;
+        port
+    }
+
+    /// The port at an index that [`Draft::port`] told.
+    pub fn at(&mut self, index: usize) -> &mut PortDraft {
+        &mut self.ports[index]
+    }
+
+    fn finish(mut self, name: ServiceName) -> Service {
+        self.cluster_ips.sort_unstable();
+        self.cluster_ips.dedup();
+        let outside = self.outside.map(|outside| *outside).unwrap_or_default();
+        let ranges = outside.source_ranges.into_iter().flatten().flatten();
+        let ports: SmallVec<[ServicePort; 1]> =
+            self.ports.into_iter().map(PortDraft::finish).collect();
+        let kind = if !outside.load_balancer_ips.is_empty() {
+            ServiceType::LoadBalancer
+        } else if ports.iter().any(|port| port.node_port.is_some()) {
+            ServiceType::NodePort
+        } else {
+            ServiceType::ClusterIp
+        };
+        Service {
+            name,
+            kind,
+            created: None,
+            cluster_ips: self.cluster_ips,
+            external_ips: outside.external_ips.into_iter().collect(),
+            load_balancer_ips: outside.load_balancer_ips.into_iter().collect(),
+            source_ranges: ranges.collect(),
+            affinity: self.affinity.and_then(|Affinity(timeout)| timeout),
+            internal_policy: self.internal_policy.unwrap_or_default(),
+            external_policy: self.external_policy.unwrap_or_default(),
+            health_check_node_port: self.health_check_node_port,
+            aside: Vec::new(),
+            records: Records::ClusterIps,
+            ports,
+        }
+    }
+}
+
+impl PortDraft {
+    /// Adds the endpoints of one family with their weights. There are more endpoints than of anything else, so that they
+    /// get no room that they do not need.
+    pub fn serve(&mut self, endpoints: Vec<(Endpoint, u32)>) {
+        if !self.weights.is_empty() || endpoints.iter().any(|(_, weight)| *weight != 1) {
+            self.weights.resize(self.endpoints.len(), 1);
+            let weights = endpoints.iter().map(|(_, weight)| *weight);
+            self.weights.extend(weights);
+        }
+        self.endpoints.reserve_exact(endpoints.len());
+        let endpoints = endpoints.into_iter().map(|(endpoint, _)| endpoint);
+        self.endpoints.extend(endpoints);
+    }
+
+    /// Notes a rule that refuses the port because the service has no endpoint anywhere.
+    pub fn refuse(&mut self, v4: bool) {
+        self.rules[usize::from(!v4)].refused = true;
+    }
+
+    /// What the rules of the port leave open, or contradict each other in.
+    fn fault(&self) -> Option<String> {
+        let name = &*self.name;
+        if self.at_loopback.is_some() && self.at_loopback != self.node_port {
+            return Some(format!(
+                "only a rule for loopback gives port {name:?} its node port"
+            ));
+        }
+        for (said, v4) in self.rules.iter().zip([true, false]) {
+            let family = family(v4);
+            // kube-proxy serves a service at a cluster IP of each family that it serves the service in.
+            if said.any && !said.internal {
+                return Some(format!(
+                    "no rule of {family} serves or refuses port {name:?} at a cluster IP"
+                ));
+            }
+            let mut endpoints = self.endpoints.iter();
+            if said.refused && endpoints.any(|of| of.addr.is_ipv4() == v4) {
+                return Some(format!(
+                    "rules of {family} serve port {name:?}, and refuse it because it has no endpoint"
+                ));
+            }
+        }
+        let unknown = self.port.is_none();
+        unknown.then(|| format!("no rule says the number of port {name:?}"))
+    }
+
+    fn finish(mut self) -> ServicePort {
+        let order = |endpoint: &Endpoint| (endpoint.addr, endpoint.port);
+        if self.weights.is_empty() {
+            self.endpoints.sort_unstable_by_key(order);
+        } else {
+            let mut all: Vec<(Endpoint, u32)> =
+                self.endpoints.into_iter().zip(self.weights).collect();
+            all.sort_unstable_by_key(|(endpoint, _)| order(endpoint));
+            (self.endpoints, self.weights) = all.into_iter().unzip();
+        }
+        ServicePort {
+            name: self.name,
+            // `Draft::finish` leaves out ports without a number.
+            port: self.port.unwrap_or_default(),
+            protocol: self.protocol,
+            node_port: self.node_port,
+            endpoints: self.endpoints,
+            weights: Weights::of(self.weights),
+            split: None,
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! kube-proxy's rules as a source: the text of `iptables-save`, or what `nft list ruleset` prints as text or as JSON, becomes
+//! the services that kube-proxy wrote the rules for.
+//!
+//! [`import`] is pure. It takes for a service only what has the form that kube-proxy writes, and lists every other line of
+//! kube-proxy's that a packet comes to. A service with such a line is left out: its rules still serve it. Rules of other programs are no concern of
+//! this module.
+
+mod draft;
+mod endpoints;
+mod error;
+mod facts;
+mod feed;
+mod form;
+#[cfg(test)]
+mod fuzz;
+mod leftover;
+mod nft;
+mod saved;
+mod shares;
+#[cfg(test)]
+mod tests;
+mod texts;
+
+use std::sync::Arc;
+
+pub use error::{Error, ReadError};
+pub use facts::{Facts, Masquerade, all_of};
+pub use feed::{First, Rules, Settings, read};
+use imbl::OrdMap;
+pub use leftover::Leftover;
+use model::{Service, ServiceName};
+pub use texts::Live;
+
+use self::{draft::Draft, form::Form, leftover::Leftovers};
+
+/// A text with rules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Text {
+    /// How people call its origin: a file's path, or the program that printed it.
+    pub origin: String,
+    /// The text.
+    pub text: String,
+}
+
+/// The result of an import.
+#[derive(Clone, Debug, Default)]
+pub struct Imported {
+    /// The services.
+    pub services: OrdMap<ServiceName, Arc<Service>>,
+    /// Facts about the node.
+    pub facts: Facts,
+    /// Lines in kube-proxy's chains that the import did not understand, and services that it left out.
+    pub leftovers: Vec<Leftover>,
+    /// How many more there are.
+    pub more: usize,
+    /// Which families have rules: IPv4, IPv6.
+    pub families: [bool; 2],
+    /// Chains of services and endpoints to which no packet comes. Their rules serve nothing.
+    pub stale: usize,
+}
+
+/// Reads the services out of rules. Shares with `previous` the services that did not change.
+///
+/// # Errors
+///
+/// A text is not of one of the three forms, or no text has rules of kube-proxy, or none of the rules is about a service.
+pub fn import(
+    texts: &[Text],
+    previous: &OrdMap<ServiceName, Arc<Service>>,
+) -> Result<Imported, Error> {
+    let mut draft = Draft::default();
+    let mut leftovers = Leftovers::default();
+    let mut found = false;
+    for text in texts {
+        leftovers.begin(&text.origin);
+        found |= match form::of(&text.text) {
+            Form::Saved => saved::read(text, &mut draft, &mut leftovers)?,
+            Form::Listed => nft::listed(text, &mut draft, &mut leftovers)?,
+            Form::Json => nft::json(text, &mut draft, &mut leftovers)?,
+        };
+    }
+    let origins: Vec<&str> = texts.iter().map(|text| &*text.origin).collect();
+    if !found {
+        draft.check_hooks(&mut leftovers)?;
+        let of_iptables = |text: &Text| {
+            text.text.contains("KUBE-SERVICES") && form::of(&text.text) != Form::Saved
+        };
+        return Err(match texts.iter().find(|text| of_iptables(text)) {
+            Some(text) => Error::OfIptables(text.origin.clone()),
+            None => Error::NoRules(origins.join(", ")),
+        });
+    }
+    if draft.is_empty() {
+        return Err(Error::NoServices(origins.join(", ")));
+    }
+    draft.check_hooks(&mut leftovers)?;
+    let (families, stale) = (draft.families(), draft.stale);
+    let (services, facts) = draft.finish(previous, &mut leftovers);
+    let (leftovers, more) = leftovers.finish();
+    Ok(Imported {
+        services,
+        facts,
+        leftovers,
+        more,
+        families,
+        stale,
+    })
+}

@@ -1,0 +1,312 @@
+//! The chains of a service's port: who may use it, which policy it has, and which endpoints.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+
+use ipnet::IpNet;
+use model::TrafficPolicy;
+
+use super::{
+    super::{
+        draft::{Affinity, Draft, PortName, agree},
+        endpoints::{Share, of_lists},
+        facts,
+        leftover::{At, Leftovers},
+    },
+    fixed::added_mark,
+    port::{Chains, Hairpins},
+    tables::{Rule, Table},
+};
+
+/// A rule that was not understood, and why.
+type Fault = (At, String, String);
+
+fn fault<T>(rule: &Rule<'_>, why: &str) -> Result<T, Fault> {
+    Err((rule.at, rule.text.to_owned(), why.to_owned()))
+}
+
+/// Reads the chains of a port.
+pub fn read(
+    table: &Table<'_>,
+    name: &PortName<'_>,
+    of_port: &Chains<'_>,
+    hairpins: &Hairpins,
+    draft: &mut Draft,
+    leftovers: &mut Leftovers,
+) {
+    if let Err((at, text, why)) = port(table, name, of_port, hairpins, draft) {
+        draft.leave_out(&name.service(), at, &text, &why, leftovers);
+    }
+}
+
+fn port(
+    table: &Table<'_>,
+    name: &PortName<'_>,
+    of_port: &Chains<'_>,
+    hairpins: &Hairpins,
+    draft: &mut Draft,
+) -> Result<(), Fault> {
+    let whole = |why: &str| (of_port.at, of_port.name.to_owned(), why.to_owned());
+    let [service, local, external] =
+        ["service", "local", "external"].map(|prefix| format!("{prefix}-{}", of_port.name));
+    let mut wanted = [false, false];
+    let mut is_local = of_port.internal == Some(TrafficPolicy::Local);
+    if let Some(policy) = of_port.internal {
+        wanted[usize::from(policy == TrafficPolicy::Local)] = true;
+    }
+    if of_port.external {
+        let (policy, to_local) = self::external(table, &external, &service, &local)?;
+        let Some(policy) = policy else {
+            return Err(whole("chain external- leads to no endpoint"));
+        };
+        wanted[0] = true;
+        wanted[1] |= to_local;
+        is_local |= policy == TrafficPolicy::Local;
+        if !agree(&mut draft.service(&name.service()).external_policy, policy) {
+            return Err(whole("its ports have different external traffic policies"));
+        }
+    }
+    let mut affinity = None;
+    let mut lists: [Vec<Share>; 2] = Default::default();
+    for (list, (wanted, chain)) in lists
+        .iter_mut()
+        .zip(wanted.into_iter().zip([&service, &local]))
+    {
+        if !wanted {
+            continue;
+        }
+        let (endpoints, remembers) = choice(table, chain, name, hairpins)?;
+        if endpoints.is_empty() {
+            return Err(whole("a chain of it leads to no endpoint"));
+        }
+        if !agree(&mut affinity, remembers) {
+            return Err(whole("its chains differ in session affinity"));
+        }
+        *list = endpoints;
+    }
+    let [cluster, local] = lists;
+    let endpoints = of_lists(&cluster, &local, is_local);
+    let endpoints =
+        endpoints.ok_or_else(|| whole("its chains give endpoints different weights"))?;
+    let (service, port) = draft.port(name);
+    service.at(port).serve(endpoints);
+    if let Some(affinity) = affinity
+        && !agree(&mut service.affinity, affinity)
+    {
+        return Err(whole("its ports differ in session affinity"));
+    }
+    Ok(())
+}
+
+/// The policy of a chain for traffic from outside, and whether the chain leads to endpoints on this node.
+fn external(
+    table: &Table<'_>,
+    chain: &str,
+    service: &str,
+    local: &str,
+) -> Result<(Option<TrafficPolicy>, bool), Fault> {
+    let (mut masquerades, mut to_service, mut to_local) = (false, false, false);
+    for rule in table.rules(chain) {
+        let words = &rule.words[..];
+        if to_local || to_service && masquerades {
+            return fault(&rule, "no packet comes to this rule");
+        }
+        match words {
+            ["goto", to] if *to == service && masquerades => to_service = true,
+            ["goto", to] if *to == local && !masquerades => to_local = true,
+            [ip, "saddr", net, "goto", to]
+                if *ip == table.ip() && *to == service && facts::net(net).is_some() =>
+            {
+                to_service = true;
+            }
+            ["iifname", _, "goto", to] | ["fib", "saddr", "type", "local", "goto", to]
+                if *to == service =>
+            {
+                to_service = true;
+            }
+            ["fib", "saddr", "type", "local", mark @ ..] if added_mark(mark).is_some() => {}
+            mark if added_mark(mark).is_some() && !to_service => masquerades = true,
+            _ => return fault(&rule, "kube-proxy writes no such rule here"),
+        }
+    }
+    let policy = if masquerades {
+        TrafficPolicy::Cluster
+    } else {
+        TrafficPolicy::Local
+    };
+    Ok((to_service.then_some(policy), to_local))
+}
+
+/// The endpoints of a chain that chooses one, and how long it remembers clients.
+fn choice(
+    table: &Table<'_>,
+    chain: &str,
+    name: &PortName<'_>,
+    hairpins: &Hairpins,
+) -> Result<(Vec<Share>, Affinity), Fault> {
+    let (mut endpoints, mut affinity, mut remembered) = (Vec::new(), None, Vec::new());
+    let mut done = false;
+    let share = |ip: IpAddr, port: u16| Share {
+        addr: SocketAddr::new(ip, port),
+        weight: 1,
+        local: hairpins.contains(&(ip, name.protocol, port)),
+    };
+    for rule in table.rules(chain) {
+        if done {
+            return fault(&rule, "no packet comes to this rule");
+        }
+        // One endpoint, since 1.37.
+        if let Some(to) = translated(table, &rule, name) {
+            let addr = to.parse::<SocketAddr>();
+            let Some(addr) = addr.ok().filter(|_| remembered.is_empty()) else {
+                return fault(&rule, "it translates to no address with a port");
+            };
+            endpoints.push(share(addr.ip(), addr.port()));
+            done = true;
+            continue;
+        }
+        match &rule.words[..] {
+            [ip, "saddr", set, "goto", to] if *ip == table.ip() => {
+                let endpoint = to.strip_prefix("endpoint-");
+                let set = set.strip_prefix('@').unwrap_or_default();
+                let timeout = table.set(set).and_then(|set| set.timeout);
+                let named = endpoint.is_some() && set.strip_prefix("affinity-") == endpoint;
+                let Some(timeout) = timeout.filter(|_| named) else {
+                    return fault(
+                        &rule,
+                        "kube-proxy remembers clients in a set with a timeout",
+                    );
+                };
+                if !agree(&mut affinity, Duration::from_secs(timeout)) {
+                    return fault(&rule, "its endpoints differ in session affinity");
+                }
+                remembered.push((*to).to_owned());
+            }
+            [
+                "meta",
+                "l4proto",
+                of,
+                "dnat",
+                ip,
+                "to",
+                "numgen",
+                "random",
+                "mod",
+                count,
+                "map",
+                "{",
+                slots @ ..,
+                "}",
+            ] if *of == name.protocol.word() && *ip == table.ip() => {
+                let found = slots.chunks(5).enumerate().map(|(index, slot)| match slot {
+                    [number, ":", ip, ".", port] if number.parse() == Ok(index) => {
+                        Some(share(ip.parse().ok()?, port.parse().ok()?))
+                    }
+                    _ => None,
+                });
+                let found: Option<Vec<Share>> = found.collect();
+                let found = found.filter(|found| count.parse() == Ok(found.len()));
+                let Some(found) = found.filter(|_| remembered.is_empty()) else {
+                    return fault(&rule, "its slots are not numbered from 0 to the last");
+                };
+                endpoints = found;
+                done = true;
+            }
+            [
+                "numgen",
+                "random",
+                "mod",
+                count,
+                "vmap",
+                "{",
+                slots @ ..,
+                "}",
+            ] => {
+                let chains = slots.chunks(4).enumerate().map(|(index, slot)| match slot {
+                    [number, ":", "goto", chain] if number.parse() == Ok(index) => Some(*chain),
+                    _ => None,
+                });
+                let chains: Option<Vec<&str>> = chains.collect();
+                let chains = chains.filter(|chains| count.parse() == Ok(chains.len()));
+                let Some(chains) = chains else {
+                    return fault(&rule, "its slots are not numbered from 0 to the last");
+                };
+                let mut wanted: Vec<&str> = chains.clone();
+                wanted.sort_unstable();
+                wanted.dedup();
+                remembered.sort_unstable();
+                if wanted != remembered {
+                    return fault(&rule, "not every endpoint's clients are remembered");
+                }
+                for chain in chains {
+                    let addr = endpoint(table, chain, &rule, name)?;
+                    endpoints.push(share(addr.ip(), addr.port()));
+                }
+                done = true;
+            }
+            _ => return fault(&rule, "kube-proxy writes no such rule here"),
+        }
+    }
+    Ok((endpoints, Affinity(affinity)))
+}
+
+/// The endpoint of a chain that remembers its clients.
+fn endpoint(
+    table: &Table<'_>,
+    chain: &str,
+    from: &Rule<'_>,
+    name: &PortName<'_>,
+) -> Result<SocketAddr, Fault> {
+    let mut rules = table.rules(chain);
+    let (Some(update), Some(dnat), None) = (rules.next(), rules.next(), rules.next()) else {
+        return fault(from, "an endpoint's chain has two rules");
+    };
+    let own = chain.strip_prefix("endpoint-").unwrap_or_default();
+    let remembers = match update.words[..] {
+        ["update", set, "{", ip, "saddr", "}"] => {
+            ip == table.ip() && set.strip_prefix("@affinity-") == Some(own)
+        }
+        _ => false,
+    };
+    if !remembers {
+        return fault(&update, "an endpoint's chain remembers the client");
+    }
+    let Some(to) = translated(table, &dnat, name) else {
+        return fault(&dnat, "an endpoint's chain translates the port's packets");
+    };
+    to.parse()
+        .or_else(|_| fault(&dnat, "it translates to no address with a port"))
+}
+
+/// Where a rule translates all packets of a port.
+fn translated<'t>(table: &Table<'_>, rule: &Rule<'t>, name: &PortName<'_>) -> Option<&'t str> {
+    let (of, to) = match rule.words[..] {
+        ["meta", "l4proto", of, "dnat", "to", to] => (of, to),
+        ["meta", "l4proto", of, "dnat", ip, "to", to] if ip == table.ip() => (of, to),
+        _ => return None,
+    };
+    (of == name.protocol.word()).then_some(to)
+}
+
+/// The clients that may use a load balancer's addresses, by the chain that drops all others.
+///
+/// # Errors
+///
+/// A rule that is not kube-proxy's, with its place; none: the chain has no rule.
+pub fn ranges(table: &Table<'_>, chain: &str) -> Result<Vec<IpNet>, Option<(At, String)>> {
+    let mut rules = table.rules(chain);
+    let rule = rules.next().ok_or(None)?;
+    let other = |rule: &Rule<'_>| Err(Some((rule.at, rule.text.to_owned())));
+    if let Some(second) = rules.next() {
+        return other(&second);
+    }
+    let nets = match &rule.words[..] {
+        [ip, "saddr", "!=", "{", nets @ .., "}", "drop"] if *ip == table.ip() => nets,
+        [ip, "saddr", "!=", net, "drop"] if *ip == table.ip() => std::slice::from_ref(net),
+        _ => return other(&rule),
+    };
+    let nets: Option<Vec<IpNet>> = nets.iter().map(|net| facts::net(net)).collect();
+    nets.map_or_else(|| other(&rule), Ok)
+}

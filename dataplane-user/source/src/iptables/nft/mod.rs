@@ -1,0 +1,95 @@
+//! kube-proxy's mode nftables: what `nft list ruleset` prints, as text or as JSON.
+
+mod chains;
+mod elements;
+mod fixed;
+mod json;
+mod listed;
+mod port;
+mod services;
+mod tables;
+
+use tables::Table;
+
+use super::{
+    Error, Text,
+    draft::Draft,
+    leftover::{At, Leftovers},
+};
+
+/// The name of kube-proxy's tables.
+const TABLE: &str = "kube-proxy";
+
+/// A set or a map with a fault. Its other elements cannot be trusted: kube-proxy closes an address by an element, too.
+#[derive(Debug)]
+pub struct Broken {
+    at: At,
+    what: String,
+}
+
+impl Broken {
+    /// An element, which begins with a word.
+    fn element(at: At, of: &str, word: &str, what: &str) -> Self {
+        // As much of a word is shown.
+        let word: String = word.chars().take(100).collect();
+        let what = format!("{what}: {of}: {word:?}");
+        Self { at, what }
+    }
+
+    /// The error of a text.
+    fn of(self, text: &Text) -> Error {
+        Error::at(text, self.at, self.what)
+    }
+}
+
+/// Reads kube-proxy's tables out of a text of `nft list ruleset`, and says whether there are some.
+///
+/// # Errors
+///
+/// A line is not of this format, or rules of the same family were read before, or no packet comes to the services.
+pub fn listed(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<bool, Error> {
+    let tables = listed::read(&text.text).map_err(|error| Error::Line {
+        origin: text.origin.clone(),
+        line: error.line,
+        column: None,
+        what: error.what.to_owned(),
+    })?;
+    all(&tables, text, draft, leftovers)
+}
+
+/// Imports the output of `nft -j list ruleset`.
+///
+/// # Errors
+///
+/// The text is no such JSON, or rules of the same family were read before.
+pub fn json(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<bool, Error> {
+    let tables = json::read(&text.text).map_err(|fault| {
+        let json::Fault { byte, what } = fault;
+        let at = At::Byte(byte);
+        Broken { at, what }.of(text)
+    })?;
+    let found = all(&tables, text, draft, leftovers);
+    leftovers.locate(&text.text);
+    found
+}
+
+fn all(
+    tables: &[Table<'_>],
+    text: &Text,
+    draft: &mut Draft,
+    leftovers: &mut Leftovers,
+) -> Result<bool, Error> {
+    for table in tables {
+        if !fixed::leads_to_services(table) {
+            let first = table.rules("services").next();
+            let at = first.map_or(At::Nowhere, |rule| rule.at);
+            return Err(Error::unhooked(text, at, table.v4, "services"));
+        }
+        draft.begin(table.v4, &text.origin)?;
+        fixed::read(table, draft, leftovers)
+            .and_then(|()| services::read(table, draft, leftovers))
+            .map_err(|broken| broken.of(text))?;
+        services::list_unread(table, draft, leftovers);
+    }
+    Ok(!tables.is_empty())
+}

@@ -1,0 +1,334 @@
+//! kube-proxy's maps: the addresses and node ports of services, with their chains.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    net::IpAddr,
+};
+
+use model::{ServiceName, TrafficPolicy};
+
+use super::{
+    super::{
+        Masquerade,
+        draft::{Draft, PortName, agree, protocol},
+        leftover::{At, Leftovers},
+    },
+    Broken, chains,
+    elements::{self, Element, Key},
+    port::{Chains, Hairpins},
+    tables::Table,
+};
+
+/// Addresses, with protocol and port, that only some clients may use, and the services that the rules about these clients
+/// name. None: the rules were not understood.
+type Restricted<'t> = HashMap<Key<'t>, Option<ServiceName>>;
+
+/// Reads the maps.
+///
+/// # Errors
+///
+/// A map has a fault, or an element that names no service.
+pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<(), Broken> {
+    let cluster_ips: HashSet<IpAddr> = elements::addresses(table, "cluster-ips")?
+        .into_iter()
+        .collect();
+    if !cluster_ips.is_empty() {
+        // Without a rule, which was read before.
+        draft.facts.masquerades(table.v4, Masquerade::Nobody);
+    }
+    let mut restricted = Restricted::new();
+    for element in elements::by_address(table, "firewall-ips") {
+        let element = element?;
+        let name = firewall(table, &element, draft, leftovers)?;
+        restricted.insert(element.key, name);
+    }
+    let mut ports: BTreeMap<&str, Chains<'_>> = BTreeMap::new();
+    for element in elements::by_address(table, "service-ips") {
+        let element = element?;
+        vip(&element, &restricted, &mut ports, draft, leftovers)?;
+    }
+    for element in elements::by_port(table, "service-nodeports") {
+        let element = element?;
+        node_port(&element, &mut ports, draft, leftovers)?;
+    }
+    for element in elements::by_address(table, "no-endpoint-services") {
+        let element = element?;
+        let (ip, word, number) = element.key;
+        let is_internal = cluster_ips.contains(&ip);
+        let text = format!("no-endpoint-services: {ip} . {word} . {number}");
+        let Some((name, policy)) = refused(&element, word, &text, draft, leftovers)? else {
+            continue;
+        };
+        let (service, port) = draft.port(&name);
+        let known = if is_internal {
+            service.at_cluster_ip(port, ip);
+            &mut service.internal_policy
+        } else {
+            if !service.is_load_balancers(ip) {
+                service.outside().external_ips.insert(ip);
+            }
+            &mut service.external_policy
+        };
+        let agrees = policy.is_none_or(|policy| agree(known, policy));
+        let port = service.at(port);
+        if policy.is_none() {
+            port.refuse(table.v4);
+        }
+        let agrees = agree(&mut port.port, number) && agrees;
+        if !agrees {
+            let why = "it contradicts another element";
+            draft.leave_out(&name.service(), element.at, &text, why, leftovers);
+        }
+    }
+    for element in elements::by_port(table, "no-endpoint-nodeports") {
+        let element = element?;
+        let (word, number) = element.key;
+        let text = format!("no-endpoint-nodeports: {word} . {number}");
+        let Some((name, policy)) = refused(&element, word, &text, draft, leftovers)? else {
+            continue;
+        };
+        let (service, port) = draft.port(&name);
+        let agrees = policy.is_none_or(|policy| agree(&mut service.external_policy, policy))
+            && agree(&mut service.at(port).node_port, number);
+        if policy.is_none() {
+            service.at(port).refuse(table.v4);
+        }
+        if !agrees {
+            let why = "it contradicts another element";
+            draft.leave_out(&name.service(), element.at, &text, why, leftovers);
+        }
+    }
+    let hairpins: Hairpins = elements::hairpins(table)?
+        .into_iter()
+        .filter_map(|(ip, word, port)| Some((ip, protocol(&word)?, port)))
+        .collect();
+    for of_port in ports.values() {
+        let name = of_port.name.split_once('-').map_or("", |(_, name)| name);
+        if let Some(name) = PortName::of_chain(name) {
+            chains::read(table, &name, of_port, &hairpins, draft, leftovers);
+        }
+    }
+    Ok(())
+}
+
+/// Lists the first rule of each chain to which no rule and no map leads. Left out are the chains of services that are left out: a
+/// rule that leads to them was not understood.
+pub fn list_unread(table: &Table<'_>, draft: &Draft, leftovers: &mut Leftovers) {
+    let mut chains = table.unread();
+    chains.sort_unstable();
+    for chain in chains {
+        // An endpoint follows the name of its port.
+        let of_port = chain.split_once("__").map_or(chain, |(of_port, _)| of_port);
+        let name = of_chain(of_port).map(|(.., name)| name.service());
+        if name.is_some_and(|name| draft.is_left_out(&name)) {
+            continue;
+        }
+        if let Some(rule) = table.rules(chain).next() {
+            let why = format!("no packet comes to chain {chain}");
+            leftovers.add(rule.at, rule.text, why);
+        }
+    }
+}
+
+/// The port that an element for a service without endpoints names, and the policy that it tells, if it tells one. None: the
+/// element is listed.
+fn refused<'t, K>(
+    element: &Element<'t, K>,
+    word: &str,
+    text: &str,
+    draft: &mut Draft,
+    leftovers: &mut Leftovers,
+) -> Result<Option<(PortName<'t>, Option<TrafficPolicy>)>, Broken> {
+    let at = element.at;
+    let Some(protocol) = protocol(word) else {
+        unserved(at, word, text, leftovers)?;
+        return Ok(None);
+    };
+    let Some(name) = PortName::of_comment(element.comment, protocol) else {
+        return Err(nameless(at, text));
+    };
+    let policy = match element.verdict {
+        ("goto", "reject-chain") => None,
+        ("drop", _) => Some(TrafficPolicy::Local),
+        _ => {
+            let why = "it does not refuse connections as kube-proxy does";
+            draft.leave_out(&name.service(), at, text, why, leftovers);
+            return Ok(None);
+        }
+    };
+    Ok(Some((name, policy)))
+}
+
+/// Lists an element of a protocol that is not served.
+fn unserved(at: At, word: &str, text: &str, leftovers: &mut Leftovers) -> Result<(), Broken> {
+    if word != "sctp" {
+        return Err(nameless(at, text));
+    }
+    leftovers.add(at, text, format!("protocol {word} is not served: keep kube-proxy on this node, or remove the port from the Service"));
+    Ok(())
+}
+
+/// An element that may concern any service.
+fn nameless(at: At, text: &str) -> Broken {
+    let what = format!("the element names no service: {text}");
+    Broken { at, what }
+}
+
+/// The port that an element's chain names, with the prefix of the chain and what the names of all chains of the port have in
+/// common. None: the element is listed, and the service that the chain names is left out.
+fn leads_to<'t, K>(
+    element: &Element<'t, K>,
+    word: &str,
+    prefixes: &[&str],
+    text: &str,
+    draft: &mut Draft,
+    leftovers: &mut Leftovers,
+) -> Result<Option<(&'t str, &'t str, PortName<'t>)>, Broken> {
+    let (at, (verdict, chain)) = (element.at, element.verdict);
+    let Some((prefix, common, name)) = of_chain(chain) else {
+        unserved(at, word, text, leftovers)?;
+        return Ok(None);
+    };
+    let why = if name.protocol.word() != word {
+        "its protocol is not that of its chain"
+    } else if verdict != "goto" || !prefixes.contains(&prefix) {
+        "kube-proxy leads no packets of this map to such a chain"
+    } else {
+        return Ok(Some((prefix, common, name)));
+    };
+    draft.leave_out(&name.service(), at, text, why, leftovers);
+    Ok(None)
+}
+
+/// The prefix of a port's chain, what the names of all chains of the port have in common, and the port's name, which starts
+/// after a hash.
+fn of_chain(chain: &str) -> Option<(&str, &str, PortName<'_>)> {
+    let (prefix, common) = chain.split_once('-')?;
+    let (_, name) = common.split_once('-')?;
+    Some((prefix, common, PortName::of_chain(name)?))
+}
+
+fn of_port<'p, 't>(
+    ports: &'p mut BTreeMap<&'t str, Chains<'t>>,
+    name: &'t str,
+    at: At,
+) -> &'p mut Chains<'t> {
+    ports.entry(name).or_insert(Chains {
+        name,
+        internal: None,
+        external: false,
+        at,
+    })
+}
+
+/// An element for an address of a service.
+fn vip<'t>(
+    element: &Element<'t, Key<'t>>,
+    restricted: &Restricted<'_>,
+    ports: &mut BTreeMap<&'t str, Chains<'t>>,
+    draft: &mut Draft,
+    leftovers: &mut Leftovers,
+) -> Result<(), Broken> {
+    let (ip, word, number) = element.key;
+    let (at, (verdict, chain)) = (element.at, element.verdict);
+    let text = format!("service-ips: {ip} . {word} . {number} : {verdict} {chain}");
+    let prefixes = ["service", "local", "external"];
+    let Some((prefix, common, name)) = leads_to(element, word, &prefixes, &text, draft, leftovers)?
+    else {
+        return Ok(());
+    };
+    let service_name = name.service();
+    let (service, port) = draft.port(&name);
+    let mut agrees = agree(&mut service.at(port).port, number);
+    let of_port = of_port(ports, common, at);
+    match restricted.get(&element.key) {
+        Some(of) if prefix != "external" || of.as_ref() != Some(&service_name) => {
+            let why = "no rule that is understood says which clients may use this address";
+            draft.leave_out(&service_name, at, &text, why, leftovers);
+            return Ok(());
+        }
+        _ => {}
+    }
+    if prefix == "external" {
+        of_port.external = true;
+        // Only for a load balancer's address with source ranges do the rules tell its kind.
+        if !service.is_load_balancers(ip) {
+            service.outside().external_ips.insert(ip);
+        }
+    } else {
+        let policy = if prefix == "service" {
+            TrafficPolicy::Cluster
+        } else {
+            TrafficPolicy::Local
+        };
+        service.at_cluster_ip(port, ip);
+        agrees &= agree(&mut service.internal_policy, policy);
+        agrees &= agree(&mut of_port.internal, policy);
+    }
+    if !agrees {
+        let why = "it contradicts another element";
+        draft.leave_out(&service_name, at, &text, why, leftovers);
+    }
+    Ok(())
+}
+
+/// An element for a load balancer's address that only some clients may use; the service that it restricts, if the rules about
+/// the clients are understood.
+fn firewall(
+    table: &Table<'_>,
+    element: &Element<'_, Key<'_>>,
+    draft: &mut Draft,
+    leftovers: &mut Leftovers,
+) -> Result<Option<ServiceName>, Broken> {
+    let (ip, word, number) = element.key;
+    let (at, (verdict, chain)) = (element.at, element.verdict);
+    let text = format!("firewall-ips: {ip} . {word} . {number} : {verdict} {chain}");
+    let Some((.., name)) = leads_to(element, word, &["firewall"], &text, draft, leftovers)? else {
+        return Ok(None);
+    };
+    let service_name = name.service();
+    let ranges = match chains::ranges(table, chain) {
+        Ok(ranges) => ranges,
+        Err(rule) => {
+            let why = "its rules about clients are not kube-proxy's";
+            let (at, text) = rule.unwrap_or((at, text));
+            draft.leave_out(&service_name, at, &text, why, leftovers);
+            return Ok(None);
+        }
+    };
+    let (service, port) = draft.port(&name);
+    service.outside().load_balancer_ips.insert(ip);
+    if !agree(&mut service.at(port).port, number)
+        || !agree(
+            &mut service.outside().source_ranges[usize::from(!table.v4)],
+            ranges,
+        )
+    {
+        let why = "it contradicts another element";
+        draft.leave_out(&service_name, at, &text, why, leftovers);
+        return Ok(None);
+    }
+    Ok(Some(service_name))
+}
+
+/// An element for a node port.
+fn node_port<'t>(
+    element: &Element<'t, (&'t str, u16)>,
+    ports: &mut BTreeMap<&'t str, Chains<'t>>,
+    draft: &mut Draft,
+    leftovers: &mut Leftovers,
+) -> Result<(), Broken> {
+    let ((word, number), (verdict, chain)) = (element.key, element.verdict);
+    let text = format!("service-nodeports: {word} . {number} : {verdict} {chain}");
+    let Some((_, common, name)) = leads_to(element, word, &["external"], &text, draft, leftovers)?
+    else {
+        return Ok(());
+    };
+    let (service, port) = draft.port(&name);
+    of_port(ports, common, element.at).external = true;
+    if !agree(&mut service.at(port).node_port, number) {
+        let why = "it contradicts another element";
+        draft.leave_out(&name.service(), element.at, &text, why, leftovers);
+    }
+    Ok(())
+}

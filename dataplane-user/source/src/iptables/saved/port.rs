@@ -1,0 +1,14 @@
+//! A service's port, before its chains are read.
+
+use model::TrafficPolicy;
+
+use super::tables::Line;
+
+/// The chains of a service's port.
+#[derive(Debug, Default)]
+pub struct Chains<'a> {
+    /// The chain of the cluster IPs, its policy, and the rule that leads to the chain.
+    pub internal: Option<(&'a str, TrafficPolicy, Line<'a>)>,
+    /// The chain of all other addresses, and the first rule that leads to the chain.
+    pub external: Option<(&'a str, Line<'a>)>,
+}

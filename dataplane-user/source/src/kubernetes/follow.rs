@@ -1,0 +1,515 @@
+//! Follows one kind: lists it, watches it from there, and begins anew where it must.
+
+use std::{borrow::Cow, sync::Arc, time::Duration};
+
+use model::Node;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use tokio::{
+    sync::{mpsc, watch},
+    time::{Instant, sleep},
+};
+use tracing::{debug, info, warn};
+
+use super::{
+    Failure, Health, Kind, Patience,
+    connect::{Connection, Connector},
+    failure::Status,
+    fetch::{Fetch, Lines},
+    health::KindHealth,
+    kind::Object,
+    sight::{Eyes, Sight},
+};
+
+/// How long a watch may last, in seconds: each one some time in between, so that the watches of a
+/// cluster's nodes do not all end at once.
+const WATCH_SECONDS: std::ops::RangeInclusive<u32> = 230..=290;
+/// What may be wrong if the API server cannot be reached at the address that pods are told.
+const AT_A_SERVICE: &str = ". That is the address of a service (KUBERNETES_SERVICE_HOST), which nothing serves on a \
+     node whose only service proxy is this agent: give the server's own address, or that of a load balancer before \
+     it, with --api-server (apiServer in the manifests and the chart)";
+/// A watch that lasted that long was no failure, even if nothing came.
+const LASTED: Duration = Duration::from_secs(5);
+
+/// What became known.
+#[derive(Debug)]
+pub enum Message {
+    /// A list begins: what is not in it is gone.
+    Begin(Kind),
+    /// An object of a list, or one that came or changed.
+    Put(Kind, Object, Instant),
+    /// An object that is gone.
+    Gone(Kind, Object, Instant),
+    /// The list is at its end; as it was seen.
+    End(Kind, Sight),
+    /// Reading a kind works again.
+    Back,
+    /// The API server does not let it be read, as it says, and the rest goes on without; or, with
+    /// nothing, lets it be read again.
+    Refused(Kind, Option<String>),
+}
+
+/// Follows one kind.
+pub struct Follower {
+    pub kind: Kind,
+    pub connector: Arc<Connector>,
+    pub patience: Patience,
+    /// This node, without what its object says.
+    pub node: Arc<Node>,
+    /// As [`Wanted::names`](super::Wanted::names).
+    pub names: bool,
+    pub health: Arc<Health>,
+    pub messages: mpsc::Sender<Message>,
+}
+
+/// Why a watch ended.
+enum Ended {
+    /// Whoever takes messages is gone: nobody wants to know any more.
+    Unwanted,
+    /// Things look otherwise: everything is to be read with other eyes.
+    Otherwise,
+    /// The server ended it, as it does after a time.
+    ByServer,
+    /// The cluster has no such kind.
+    Missing,
+    /// It did not work.
+    Failed(Failure),
+}
+
+/// A list that was read to its end.
+struct Listed {
+    /// Where it was.
+    path: &'static str,
+    /// What it is of, and what has come since.
+    version: String,
+}
+
+impl From<Failure> for Ended {
+    fn from(failure: Failure) -> Self {
+        Self::Failed(failure)
+    }
+}
+
+/// A page of a list.
+#[derive(Deserialize)]
+struct Page<'a> {
+    #[serde(default)]
+    metadata: PageMetadata,
+    #[serde(borrow)]
+    items: Option<Vec<&'a RawValue>>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default, rename_all = "camelCase")]
+struct PageMetadata {
+    resource_version: String,
+    #[serde(rename = "continue")]
+    rest: Option<String>,
+}
+
+/// A line of a watch.
+#[derive(Deserialize)]
+struct Event<'a> {
+    #[serde(rename = "type", borrow)]
+    kind: Cow<'a, str>,
+    #[serde(borrow)]
+    object: &'a RawValue,
+}
+
+/// A bookmark: everything up to this version was told.
+#[derive(Deserialize)]
+struct Bookmark {
+    metadata: PageMetadata,
+}
+
+impl Follower {
+    /// Follows until nobody takes the messages any more.
+    pub async fn run(self, mut eyes: watch::Receiver<Eyes>) {
+        let mut backoff = Backoff::new(self.patience);
+        let mut connection = None;
+        let mut version = None;
+        let mut before = None;
+        let mut forbidden: Option<Instant> = None;
+        let mut back = self.connector.back.subscribe();
+        loop {
+            let seen = eyes.wait_for(|eyes| self.sight(eyes).is_some()).await;
+            let Ok(sight) = seen.map(|eyes| self.sight(&eyes)) else {
+                return;
+            };
+            let Some(sight) = sight else { continue };
+            // It may have changed while nothing was watched.
+            if before.is_some_and(|before| before != sight) {
+                version = None;
+            }
+            before = Some(sight.clone());
+            let step = Step {
+                follower: &self,
+                health: self.health.of(self.kind),
+                sight: &sight,
+            };
+            back.mark_unchanged();
+            let result = step.take(&mut connection, &mut version, &mut eyes, &mut backoff);
+            let ended = result.await;
+            step.health.unwatch();
+            forbidden = match &ended {
+                Ended::Failed(failure) if failure.is_forbidden() => {
+                    let since = forbidden.unwrap_or_else(Instant::now);
+                    if since.elapsed() >= self.patience.forbidden
+                        && step.refused(failure).await.is_err()
+                    {
+                        return;
+                    }
+                    Some(since)
+                }
+                _ => None,
+            };
+            // The server asks for patience, or has no such kind: others' success says nothing of that.
+            let waits = match &ended {
+                Ended::Failed(failure) => failure.retry_after().is_some() || forbidden.is_some(),
+                _ => true,
+            };
+            match ended {
+                Ended::Unwanted => return,
+                Ended::Otherwise => {
+                    version = None;
+                    continue;
+                }
+                Ended::ByServer => {
+                    debug!("the watch of {} ended", self.kind);
+                }
+                Ended::Missing => {
+                    version = None;
+                    backoff.at_least(Some(self.patience.missing));
+                }
+                Ended::Failed(failure) if failure.is_expired() && version.is_some() => {
+                    info!("{}: listing them anew: {failure}", self.kind);
+                    version = None;
+                }
+                Ended::Failed(failure) => {
+                    let doing = if version.is_some() { "watch" } else { "list" };
+                    // An API server that has just started forbids everything until it has read the roles.
+                    let brief = |since: Instant| since.elapsed() < self.patience.forbidden;
+                    let lasting = !forbidden.is_some_and(brief);
+                    step.failed(&failure, &mut connection, doing, lasting);
+                    backoff.at_least(failure.retry_after());
+                }
+            }
+            let mut rest = backoff.next();
+            if let Some(since) = forbidden {
+                // What can be done without is done without from then on, not from the attempt after.
+                let left = self.patience.forbidden.saturating_sub(since.elapsed());
+                if !left.is_zero() {
+                    rest = rest.min(left);
+                }
+            }
+            tokio::select! {
+                () = sleep(rest) => {}
+                // The server is there again.
+                Ok(()) = back.changed(), if !waits => {}
+            }
+        }
+    }
+
+    /// How its objects are looked at; `None`: that is not known yet.
+    fn sight(&self, eyes: &Eyes) -> Option<Sight> {
+        let (node, everywhere) = match self.kind {
+            // Their endpoints are in this node's zone and region, or are not.
+            Kind::Slice | Kind::ServiceEntry | Kind::WorkloadEntry => (eyes.node.as_ref()?, false),
+            Kind::Pod => (eyes.node.as_ref()?, eyes.everywhere),
+            _ => (&self.node, false),
+        };
+        Some(Sight {
+            node: Arc::clone(node),
+            everywhere,
+            names: self.names,
+        })
+    }
+}
+
+/// What is done again and again.
+struct Step<'a> {
+    follower: &'a Follower,
+    health: &'a KindHealth,
+    sight: &'a Sight,
+}
+
+impl Step<'_> {
+    /// Lists if there is no version to go on from, and watches from there until that ends.
+    async fn take(
+        &self,
+        connection: &mut Option<Connection>,
+        listed: &mut Option<Listed>,
+        eyes: &mut watch::Receiver<Eyes>,
+        backoff: &mut Backoff,
+    ) -> Ended {
+        let connected = match connection {
+            Some(connection) => connection,
+            None => match self.follower.connector.connect().await {
+                Ok(new) => connection.insert(new),
+                Err(error) => return Ended::Failed(error.into()),
+            },
+        };
+        let fetch = |path| Fetch {
+            client: &connected.client,
+            token: connected.token.as_deref(),
+            path,
+            patience: self.follower.patience,
+            health: self.health,
+        };
+        let Listed { path, version } = match listed {
+            Some(listed) => listed,
+            None => match self.find(&fetch).await {
+                Ok(found) => listed.insert(found),
+                Err(ended) => return ended,
+            },
+        };
+        let fetch = fetch(path);
+        let mut watch = self
+            .follower
+            .kind
+            .watch(self.sight)
+            .timeout(rand::random_range(WATCH_SECONDS));
+        watch.bookmarks = true;
+        let mut lines = match fetch.watch(&watch, version).await {
+            Ok(lines) => lines,
+            Err(failure) => return failure.into(),
+        };
+        if let Some(failed) = self.health.watch() {
+            info!(
+                "{}: they can be read again, after {failed} s",
+                self.follower.kind
+            );
+            self.follower.connector.back.send_replace(());
+            // Views depend on how old they are.
+            if let Err(ended) = self.send(Message::Back).await {
+                return ended;
+            }
+        }
+        if self.health.refuse(false) {
+            let allowed = Message::Refused(self.follower.kind, None);
+            if let Err(ended) = self.send(allowed).await {
+                return ended;
+            }
+        }
+        let began = Instant::now();
+        let mut told = false;
+        let ended = tokio::select! {
+            ended = self.watch(&mut lines, version, &mut told) => ended,
+            true = self.seen_otherwise(eyes) => Ended::Otherwise,
+        };
+        if told || began.elapsed() > LASTED {
+            backoff.reset();
+        }
+        match ended {
+            // Connections break. It is a failure if there is no new one.
+            Ended::Failed(failure @ (Failure::Broken(_) | Failure::Silent(_))) => {
+                info!("{}: watching them anew: {failure}", self.follower.kind);
+                *connection = None;
+                Ended::ByServer
+            }
+            ended => ended,
+        }
+    }
+
+    /// Waits until things look otherwise than now; for ever, where they never do.
+    async fn seen_otherwise(&self, eyes: &mut watch::Receiver<Eyes>) -> bool {
+        let sight = |eyes: &Eyes| self.follower.sight(eyes);
+        let other = |eyes: &Eyes| sight(eyes).is_some_and(|sight| sight != *self.sight);
+        eyes.wait_for(other).await.is_ok()
+    }
+
+    /// Lists all of it, in the newest version of the API that the server has of it.
+    async fn find<'a>(&self, fetch: impl Fn(&'static str) -> Fetch<'a>) -> Result<Listed, Ended> {
+        let kind = self.follower.kind;
+        for path in kind.paths() {
+            match self.list(&fetch(path)).await {
+                Err(Ended::Failed(failure)) if kind.may_be_missing() && failure.is_missing() => {}
+                Ok(version) => {
+                    if self.health.miss(false) {
+                        info!("{kind}: the cluster has them now");
+                    }
+                    return Ok(Listed { path, version });
+                }
+                Err(ended) => return Err(ended),
+            }
+        }
+        // As good as a list of none.
+        self.send(Message::Begin(kind)).await?;
+        self.send(Message::End(kind, self.sight.clone())).await?;
+        if !self.health.miss(true) {
+            let again = self.follower.patience.missing;
+            info!("{kind}: the cluster does not have this kind; asking again every {again:?}");
+        }
+        Err(Ended::Missing)
+    }
+
+    /// Lists all of it; the version that it is of.
+    async fn list(&self, fetch: &Fetch<'_>) -> Result<String, Ended> {
+        let kind = self.follower.kind;
+        let mut what = kind.list(self.sight);
+        if self.health.lists() == 0 {
+            // What the API server has in memory will do to begin with, and the watch brings what is newer.
+            // Later it must not: that may be older than what was seen already. In one piece, which is how
+            // servers answer it.
+            what.limit = None;
+            what = what.match_any();
+        }
+        self.send(Message::Begin(kind)).await?;
+        loop {
+            let text = fetch.page(&what).await?;
+            let page: Page<'_> = serde_json::from_slice(&text).map_err(Failure::from)?;
+            for item in page.items.into_iter().flatten() {
+                let object = kind.read(item.get(), &self.sight.node);
+                self.send(Message::Put(kind, object, Instant::now()))
+                    .await?;
+            }
+            what.continue_token = page.metadata.rest.filter(|rest| !rest.is_empty());
+            // The token says of which version the rest is.
+            (what.version_match, what.resource_version) = (None, None);
+            if what.continue_token.is_none() {
+                self.send(Message::End(kind, self.sight.clone())).await?;
+                self.health.list();
+                return Ok(page.metadata.resource_version);
+            }
+        }
+    }
+
+    /// Reads a watch to its end. `version` is what it has got to, and `told` whether it said
+    /// anything.
+    async fn watch(&self, lines: &mut Lines<'_>, version: &mut String, told: &mut bool) -> Ended {
+        let kind = self.follower.kind;
+        // A server that says nothing of bookmarks may be silent until the watch is over.
+        let longest = Duration::from_secs(u64::from(*WATCH_SECONDS.end()));
+        let mut idle = self.follower.patience.idle.max(longest) + self.follower.patience.answer;
+        loop {
+            let line = match lines.next(idle).await {
+                Ok(Some(line)) => line,
+                Ok(None) => return Ended::ByServer,
+                Err(failure) => return failure.into(),
+            };
+            let now = Instant::now();
+            if line.is_empty() {
+                continue;
+            }
+            let event: Event<'_> = match serde_json::from_slice(line) {
+                Ok(event) => event,
+                Err(error) => return Failure::from(error).into(),
+            };
+            let message: fn(Kind, Object, Instant) -> Message = match &*event.kind {
+                "ADDED" | "MODIFIED" => Message::Put,
+                "DELETED" => Message::Gone,
+                "BOOKMARK" => {
+                    let bookmark: Bookmark = match serde_json::from_str(event.object.get()) {
+                        Ok(bookmark) => bookmark,
+                        Err(error) => return Failure::from(error).into(),
+                    };
+                    *version = bookmark.metadata.resource_version;
+                    *told = true;
+                    idle = self.follower.patience.idle;
+                    continue;
+                }
+                "ERROR" => {
+                    let status = serde_json::from_str(event.object.get());
+                    return Failure::from(status.unwrap_or_else(|_| Status {
+                        message: event.object.get().to_owned(),
+                        ..Status::default()
+                    }))
+                    .into();
+                }
+                // A later version of the API may have more to tell, to those who asked for it.
+                other => {
+                    debug!("{kind}: an event of an unknown type, {other:?}");
+                    continue;
+                }
+            };
+            let object = kind.read(event.object.get(), &self.sight.node);
+            if object.version.is_empty() {
+                warn!(
+                    "{kind}: an event without resourceVersion, of {}",
+                    object.name
+                );
+            } else {
+                version.clone_from(&object.version);
+            }
+            self.health.event();
+            *told = true;
+            if let Err(ended) = self.send(message(kind, object, now)).await {
+                return ended;
+            }
+        }
+    }
+
+    async fn send(&self, message: Message) -> Result<(), Ended> {
+        let sent = self.follower.messages.send(message).await;
+        sent.map_err(|_| Ended::Unwanted)
+    }
+
+    /// What can be done without is done without.
+    async fn refused(&self, failure: &Failure) -> Result<(), Ended> {
+        let kind = self.follower.kind;
+        if kind.without().is_none() || self.health.refuse(true) {
+            return Ok(());
+        }
+        self.send(Message::Refused(kind, Some(failure.to_string())))
+            .await
+    }
+
+    /// Tells that something did not work, in the log only if it is `lasting`, and has the next attempt
+    /// make its own connection if that may help.
+    fn failed(
+        &self,
+        failure: &Failure,
+        connection: &mut Option<Connection>,
+        doing: &str,
+        lasting: bool,
+    ) {
+        let server = match connection {
+            Some(connection) => connection.server.clone(),
+            None => self.follower.connector.target.server_text(),
+        };
+        let mut text = failure.told(&server, doing, self.follower.kind);
+        if failure.is_of_network() && self.follower.connector.target.is_a_service() {
+            text += AT_A_SERVICE;
+        }
+        if self.health.fail(&text, lasting) {
+            warn!("{text}");
+        } else {
+            debug!("{text}");
+        }
+        if failure.is_of_connection() {
+            *connection = None;
+        }
+    }
+}
+
+/// How long to wait between attempts: longer each time, and never the same as everybody else.
+struct Backoff {
+    patience: Patience,
+    delay: Duration,
+    least: Duration,
+}
+
+impl Backoff {
+    fn new(patience: Patience) -> Self {
+        Self {
+            patience,
+            delay: patience.retry,
+            least: Duration::ZERO,
+        }
+    }
+
+    fn reset(&mut self) {
+        self.delay = self.patience.retry;
+    }
+
+    /// The next wait is no shorter.
+    fn at_least(&mut self, least: Option<Duration>) {
+        self.least = least.unwrap_or_default();
+    }
+
+    fn next(&mut self) -> Duration {
+        let delay = self.delay.max(std::mem::take(&mut self.least));
+        self.delay = (self.delay * 2).min(self.patience.retry_max);
+        delay.mul_f64(rand::random_range(1.0..2.0))
+    }
+}

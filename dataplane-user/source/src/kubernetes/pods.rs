@@ -1,0 +1,248 @@
+//! The pods of this node, and what their namespaces say of them; and those of other nodes, if they are
+//! to be known.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use model::{Egress, Place, PodAddresses, Rules, Service, ServiceName, Workload, WorkloadName};
+use smallvec::SmallVec;
+
+use super::kind::Pod;
+use crate::objects::NamespaceRules;
+
+/// What was seen of them so far.
+#[derive(Default)]
+pub struct Pods {
+    seen: BTreeMap<ServiceName, Seen>,
+    namespaces: HashMap<Arc<str>, Rules>,
+    /// Their names.
+    pub namespace_names: imbl::OrdSet<Arc<str>>,
+    /// Of all that were seen.
+    addresses: PodAddresses,
+    /// As in the last view.
+    workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
+    /// Those that may be others in the next.
+    changed: BTreeSet<ServiceName>,
+    /// Whether one of this node's may only reach what is known; none: to be found out.
+    denies: Option<bool>,
+    texts: Texts,
+}
+
+/// One copy of each text that many workloads have: what made them, their labels, their nodes.
+#[derive(Default)]
+struct Texts {
+    known: HashSet<Arc<str>>,
+    /// How many texts there may be before those that no workload has any more go.
+    room: usize,
+}
+
+impl Texts {
+    fn share(&mut self, workload: &mut Workload) {
+        workload.share_texts(|text| match self.known.get(text) {
+            Some(known) => *text = Arc::clone(known),
+            None => _ = self.known.insert(Arc::clone(text)),
+        });
+        if self.known.len() > self.room {
+            self.known.retain(|text| Arc::strong_count(text) > 1);
+            // Twice as many as there are: a sweep costs each new text a constant.
+            self.room = 2 * self.known.len() + 64;
+        }
+    }
+}
+
+/// A pod.
+#[derive(Default, PartialEq)]
+struct Seen {
+    /// The services that its host ports are.
+    host_ports: Vec<Arc<Service>>,
+    /// Itself, by its own rules.
+    workload: Option<Workload>,
+    /// Its addresses and those of its node.
+    addresses: SmallVec<[IpAddr; 4]>,
+}
+
+impl Seen {
+    /// Whether it is a workload on this node.
+    fn is_here(&self) -> bool {
+        let workload = self.workload.as_ref();
+        workload.is_some_and(|workload| workload.place != Place::Elsewhere)
+    }
+}
+
+/// A service that takes the place of what was there; or none does.
+pub type Change = (ServiceName, Option<Arc<Service>>);
+
+impl Pods {
+    /// A pod came or changed: what becomes of its host ports. `None`: nothing that matters here has
+    /// changed, as is the rule, since a pod's status changes all the time.
+    pub fn put(&mut self, name: &ServiceName, pod: Pod) -> Option<Vec<Change>> {
+        let seen = self.seen.entry(name.clone()).or_default();
+        let host_ports = match pod.host_ports {
+            Some(services) => services.into_iter().map(Arc::new).collect(),
+            None => seen.host_ports.clone(),
+        };
+        let now = Seen {
+            host_ports,
+            workload: pod.workload,
+            addresses: pod.addresses,
+        };
+        if *seen == now {
+            return None;
+        }
+        let before = std::mem::replace(seen, now);
+        if before.addresses != seen.addresses {
+            self.addresses.add(&seen.addresses);
+            self.addresses.remove(&before.addresses);
+        }
+        if let Some(workload) = &mut seen.workload {
+            self.texts.share(workload);
+        }
+        if before.is_here() || seen.is_here() {
+            self.denies = None;
+        }
+        self.changed.insert(name.clone());
+        let now = &seen.host_ports;
+        let gone = before.host_ports.iter().map(|service| &service.name);
+        let gone = gone.filter(|name| now.iter().all(|service| service.name != **name));
+        let put = now.iter();
+        let put = put.map(|service| (service.name.clone(), Some(Arc::clone(service))));
+        Some(gone.map(|name| (name.clone(), None)).chain(put).collect())
+    }
+
+    /// A pod is gone: so are its host ports.
+    pub fn remove(&mut self, name: &ServiceName) -> Vec<Change> {
+        let Some(seen) = self.seen.remove(name) else {
+            return Vec::new();
+        };
+        self.addresses.remove(&seen.addresses);
+        if seen.is_here() {
+            self.denies = None;
+        }
+        self.changed.insert(name.clone());
+        let gone = seen.host_ports.iter();
+        gone.map(|service| (service.name.clone(), None)).collect()
+    }
+
+    /// A namespace came or changed.
+    pub fn put_namespace(&mut self, namespace: NamespaceRules) {
+        let name = Arc::clone(&namespace.name);
+        self.namespace_names.insert(Arc::clone(&name));
+        let before = self.namespaces.insert(namespace.name, namespace.rules);
+        if before.unwrap_or_default() != self.namespaces[&name] {
+            self.changed_in(&name);
+        }
+    }
+
+    /// A namespace is gone.
+    pub fn remove_namespace(&mut self, name: &str) {
+        self.namespace_names.remove(name);
+        if self.namespaces.remove(name).is_some() {
+            self.changed_in(name);
+        }
+    }
+
+    /// The rules of a namespace are others.
+    fn changed_in(&mut self, namespace: &str) {
+        self.denies = None;
+        let those = self.seen.range(ServiceName::new(namespace, "")..);
+        let those = those.take_while(|(name, _)| name.namespace() == namespace);
+        self.changed.extend(those.map(|(name, _)| name.clone()));
+    }
+
+    /// Whether one of this node's may only reach what is known.
+    pub fn denies(&mut self) -> bool {
+        *self.denies.get_or_insert_with(|| {
+            let here = self.seen.values().filter(|seen| seen.is_here());
+            let mut workloads = here.filter_map(|seen| seen.workload.as_ref());
+            workloads.any(|workload| {
+                let general = self.namespaces.get(workload.name.namespace());
+                let general = general.and_then(|rules| rules.egress);
+                workload.rules.own.egress.or(general) == Some(Egress::Deny)
+            })
+        })
+    }
+
+    /// Their addresses; `everywhere`: whether those of all nodes were seen.
+    pub fn addresses(&self, everywhere: bool) -> PodAddresses {
+        PodAddresses {
+            counts: self.addresses.counts.clone(),
+            everywhere,
+        }
+    }
+
+    /// Those that there are.
+    pub fn names(&self) -> Vec<ServiceName> {
+        self.seen.keys().cloned().collect()
+    }
+
+    /// The namespaces that there are.
+    pub fn namespaces(&self) -> Vec<ServiceName> {
+        let names = self.namespaces.keys();
+        names
+            .map(|name| super::kind::of_the_cluster(name))
+            .collect()
+    }
+
+    /// Who there is; who can be captured, by its own rules over those of its namespace.
+    pub fn workloads(&mut self) -> imbl::OrdMap<WorkloadName, Arc<Workload>> {
+        for name in std::mem::take(&mut self.changed) {
+            let seen = self.seen.get(&name);
+            let Some(workload) = seen.and_then(|seen| seen.workload.as_ref()) else {
+                let name = WorkloadName::new(name.namespace(), name.name());
+                self.workloads.remove(&name);
+                continue;
+            };
+            let mut workload = workload.clone();
+            if workload.place != Place::Elsewhere
+                && let Some(general) = self.namespaces.get(name.namespace())
+            {
+                Arc::make_mut(&mut workload.rules).namespace = general.clone();
+            }
+            let known = self.workloads.get(&workload.name);
+            if known.is_none_or(|known| **known != workload) {
+                self.workloads
+                    .insert(workload.name.clone(), Arc::new(workload));
+            }
+        }
+        self.workloads.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(name: &str, node: &str) -> Pod {
+        let name = WorkloadName::new("default", name);
+        Pod {
+            host_ports: Some(Vec::new()),
+            workload: Some(Workload {
+                node: node.into(),
+                ..Workload::new(name, Place::Elsewhere)
+            }),
+            addresses: SmallVec::new(),
+            candidate: None,
+        }
+    }
+
+    #[test]
+    fn texts_that_many_pods_have_are_kept_once_and_go_with_the_last_of_them() {
+        let mut pods = Pods::default();
+        let name = |number: usize| ServiceName::new("default", &format!("web-{number}"));
+        for number in 0..10_000 {
+            pods.put(&name(number), pod(name(number).name(), "there"));
+            if number >= 2 {
+                pods.remove(&name(number - 2));
+            }
+            let known = pods.texts.known.len();
+            assert!(known < 200, "{known} texts of 2 pods");
+        }
+        let workloads = pods.workloads();
+        let nodes: Vec<_> = workloads.values().map(|of| &of.node).collect();
+        assert_eq!(nodes.len(), 2);
+        assert!(Arc::ptr_eq(nodes[0], nodes[1]));
+    }
+}

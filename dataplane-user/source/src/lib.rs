@@ -1,0 +1,29 @@
+//! Where the model comes from: a [`Source`] is opened, and the [`Feed`] yields what it says.
+
+#![forbid(unsafe_code)]
+
+mod admitted;
+mod clock;
+mod combined;
+mod error;
+mod external_ips;
+mod feed;
+mod file;
+mod health;
+mod host_ips;
+pub mod iptables;
+pub mod kubernetes;
+pub mod manifests;
+pub mod objects;
+mod open;
+mod own_ports;
+mod reserved;
+mod watching;
+
+pub use admitted::Admitted;
+pub use combined::{Combined, Part};
+pub use error::OpenError;
+pub use external_ips::ExternalIps;
+pub use feed::{Feed, Notice, View};
+pub use health::Health;
+pub use open::Source;

@@ -1,0 +1,74 @@
+//! Whether manifests know this node.
+
+use std::collections::BTreeSet;
+
+use model::{Gravity, Node, Problem};
+
+use crate::objects::{Outcome, Slice};
+
+/// Names that are shown as examples.
+const SHOWN: usize = 3;
+
+/// Which nodes manifests name.
+#[derive(Default)]
+pub struct Whereabouts {
+    /// Whether something is on this node: an endpoint or a pod.
+    pub here: bool,
+    /// Other nodes that have an object of their own: the first by name, and how many.
+    nodes: (BTreeSet<String>, usize),
+    /// Another node that an endpoint is on.
+    elsewhere: Option<String>,
+}
+
+impl Whereabouts {
+    /// Notes another node's object.
+    pub fn node(&mut self, name: &str) {
+        let (names, count) = &mut self.nodes;
+        *count += 1;
+        names.insert(name.to_owned());
+        if names.len() > SHOWN {
+            names.pop_last();
+        }
+    }
+
+    /// Notes a slice, and another node that one of its endpoints is on.
+    pub fn slice(&mut self, slice: &Outcome<Slice>, elsewhere: Option<String>) {
+        if let Outcome::Served(slice) = slice {
+            self.here |= slice.endpoints.iter().any(|endpoint| endpoint.local);
+        }
+        if self.elsewhere.is_none() {
+            self.elsewhere = elsewhere;
+        }
+    }
+
+    /// What is wrong if there is no object of this node: it may have another name. A name that the operator
+    /// gave is believed unless the manifests have Nodes.
+    pub fn problem(&self, node: &Node) -> Option<Problem> {
+        let (names, count) = &self.nodes;
+        let example = if self.here {
+            return None;
+        } else if *count > 0 {
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            let more = if *count > names.len() { ", …" } else { "" };
+            format!("their Nodes are {}{more}", names.join(", "))
+        } else if node.name_given {
+            return None;
+        } else {
+            let other = self.elsewhere.as_ref()?;
+            format!("an endpoint is on {}, for one", other.escape_debug())
+        };
+        let whose = if node.name_given {
+            "the name that --node-name gives"
+        } else {
+            "the machine's host name"
+        };
+        Some(Problem {
+            gravity: Gravity::Place,
+            place: format!("Node {}", node.name),
+            text: format!(
+                "nothing in the manifests is on a node of this name, which is {whose}, so no endpoint \
+                 counts as local ({example}): give the Node's name with --node-name"
+            ),
+        })
+    }
+}

@@ -1,0 +1,244 @@
+//! Services and their slices.
+
+use std::{collections::HashMap, net::IpAddr, sync::Arc};
+
+use model::{
+    Endpoint, NamedProtocol, Preference, Problem, Published, Records, Service, ServiceName,
+    ServicePort, Weights,
+};
+
+use super::{Slice, Sums};
+
+/// Endpoints that the Services of one namespace may have together, each counted once for each port that has it. Slices name
+/// an endpoint once for all of their ports: without a bound, some megabytes of slices would be gigabytes of endpoints.
+const ENDPOINTS_MAX: usize = 1_000_000;
+
+/// Gives Services their endpoints, as many as their namespace may have.
+#[derive(Debug)]
+pub struct Joins(Sums);
+
+/// What a Service's endpoints come from.
+#[derive(Clone, Copy, Debug)]
+pub struct Sources<'a> {
+    /// Its EndpointSlices. Those of a headless service, and of one that is left to another proxy, have endpoints in DNS only.
+    pub slices: &'a [Slice],
+    /// The WorkloadEntries that it selects. Only clients of its VIPs know them: the cluster's DNS does not have them.
+    pub selected: &'a [Slice],
+    /// Whether its endpoints get names in DNS.
+    pub names: bool,
+    /// What its clients prefer, if a control plane does not say it by hints.
+    pub preference: Preference,
+}
+
+impl Default for Joins {
+    fn default() -> Self {
+        Self(Sums::new("Service", ENDPOINTS_MAX))
+    }
+}
+
+impl Joins {
+    /// Gives a service its endpoints, or none if its namespace has too many. DNS has their names in both cases.
+    pub fn join(&mut self, service: &mut Service, sources: Sources<'_>) {
+        if let Records::Object(named) = &mut service.records {
+            named.endpoints = if sources.names {
+                published(sources.slices)
+            } else {
+                Box::default()
+            };
+        }
+        let ports = service.ports.iter();
+        let size = ports.map(|port| most_endpoints(sources, port)).sum();
+        let most = self.0.most();
+        let why = || {
+            format!(
+                "has none of its endpoints, so connections to it are refused: the Services of its namespace have more than \
+                 {most} endpoints together, each counted for each port; it has {size}. Use fewer ports or endpoints"
+            )
+        };
+        if self.0.put(&service.name, size, why) {
+            join(service, sources);
+        } else {
+            for port in &mut service.ports {
+                (port.endpoints, port.weights) = (Vec::new(), None);
+            }
+        }
+    }
+
+    /// A service is gone.
+    pub fn remove(&mut self, name: &ServiceName) {
+        self.0.remove(name);
+    }
+
+    /// Services without their endpoints that there may be room for since the last call.
+    pub fn take_hopeful(&mut self) -> Vec<ServiceName> {
+        self.0.take_hopeful()
+    }
+
+    /// Names services that have none of their endpoints.
+    pub fn problems(&self) -> impl Iterator<Item = &Problem> {
+        self.0.problems()
+    }
+}
+
+/// The slices that have endpoints for a port, with the number that they have for it.
+fn of_port<'a>(
+    sources: Sources<'a>,
+    port: &'a ServicePort,
+) -> impl Iterator<Item = (&'a Slice, u16)> {
+    let slices = sources.slices.iter().chain(sources.selected);
+    let slices = slices.filter(|slice| !slice.names_only);
+    slices.flat_map(|slice| {
+        let numbers = slice
+            .ports
+            .iter()
+            .filter(|of| of.name == port.name && of.protocol == NamedProtocol::from(port.protocol));
+        numbers.map(move |of| (slice, of.number))
+    })
+}
+
+/// How many endpoints a port has, if none is in two slices.
+fn most_endpoints(sources: Sources<'_>, port: &ServicePort) -> usize {
+    let slices = of_port(sources, port);
+    slices.map(|(slice, _)| slice.endpoints.len()).sum()
+}
+
+/// Gives each port of a service the endpoints that its slices have for it: by name and protocol.
+///
+/// An endpoint may be in two slices for a moment, while the controller moves it between them. Then
+/// it is one endpoint, and the better conditions hold: ready before not, as for kube-proxy.
+fn join(service: &mut Service, sources: Sources<'_>) {
+    for port in &mut service.ports {
+        let matching = || of_port(sources, port);
+        let mut endpoints = Vec::with_capacity(most_endpoints(sources, port));
+        for (slice, number) in matching() {
+            endpoints.extend(slice.endpoints.iter().map(|e| Endpoint {
+                port: number,
+                hints: e.hints.preferring(sources.preference, e.local),
+                ..*e
+            }));
+        }
+        endpoints.sort_unstable_by_key(|e: &Endpoint| {
+            (
+                e.addr,
+                e.port,
+                !e.ready,
+                !e.serving,
+                e.terminating,
+                !e.local,
+                e.hints,
+            )
+        });
+        endpoints.dedup_by(|next, kept| {
+            let same = (next.addr, next.port) == (kept.addr, kept.port);
+            // Of an endpoint that is here by one slice and nowhere by another, the first is true.
+            kept.local |= same && next.local;
+            same
+        });
+        endpoints.shrink_to_fit();
+        let weighted = matching().filter(|(slice, _)| slice.weight > 1);
+        let weighted: HashMap<(IpAddr, u16), u32> = weighted
+            .flat_map(|(slice, number)| {
+                let endpoints = slice.endpoints.iter();
+                endpoints.map(move |e| ((e.addr, number), slice.weight))
+            })
+            .collect();
+        let weight = |e: &Endpoint| weighted.get(&(e.addr, e.port)).copied().unwrap_or(1);
+        port.weights = (!weighted.is_empty())
+            .then(|| Weights::of(endpoints.iter().map(weight).collect()))
+            .flatten();
+        port.endpoints = endpoints;
+    }
+}
+
+/// The ready endpoints of all slices. Endpoints of one address are several if their hostnames or ports differ: pods of the
+/// host's network.
+fn published(slices: &[Slice]) -> Box<[Published]> {
+    let mut all: Vec<Published> = Vec::new();
+    for slice in slices {
+        let ports: Arc<[_]> = slice.ports.iter().cloned().collect();
+        let names = slice
+            .hostnames
+            .iter()
+            .map(Some)
+            .chain(std::iter::repeat(None));
+        let ready = slice.endpoints.iter().zip(names).filter(|(of, _)| of.ready);
+        all.extend(ready.map(|(endpoint, hostname)| Published {
+            addr: endpoint.addr,
+            hostname: hostname.cloned().unwrap_or_default(),
+            ports: Arc::clone(&ports),
+        }));
+    }
+    all.sort_unstable();
+    all.dedup();
+    all.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+
+    use model::Node;
+    use serde_json::json;
+
+    use super::*;
+    use crate::objects::{self, Findings, Outcome};
+
+    /// A Service with 200 ports, and a slice with 100 endpoints for each of them.
+    fn service(name: &str) -> (Service, Slice) {
+        let named = |number: u32| json!({ "name": format!("p{number}"), "port": 1000 + number });
+        let ports: Vec<_> = (0..200).map(named).collect();
+        let addresses = (1..=100).map(|n| IpAddr::from(Ipv4Addr::new(10, 1, 0, n)));
+        let endpoints: Vec<_> = addresses.map(|ip| json!({ "addresses": [ip] })).collect();
+        let slice = json!({
+            "metadata": {
+                "name": name, "namespace": "shop", "labels": { "kubernetes.io/service-name": name },
+            },
+            "addressType": "IPv4", "endpoints": endpoints, "ports": ports,
+        });
+        let service = json!({
+            "metadata": { "name": name, "namespace": "shop" },
+            "spec": { "clusterIP": "10.96.0.1", "ports": ports },
+        });
+        let mut findings = Findings::default();
+        let service = objects::service(serde_json::from_value(service).unwrap(), &mut findings);
+        let slice = serde_json::from_value(slice).unwrap();
+        let slice = objects::slice(&slice, &Node::default(), &mut findings);
+        let (Outcome::Served(service), Outcome::Served(slice)) = (service, slice) else {
+            panic!("{findings:?}");
+        };
+        (service, slice)
+    }
+
+    fn sources(slices: &[Slice]) -> Sources<'_> {
+        Sources {
+            slices,
+            selected: &[],
+            names: false,
+            preference: Preference::Any,
+        }
+    }
+
+    #[test]
+    fn a_service_with_too_many_endpoints_has_none_until_there_is_room() {
+        let mut joins = Joins(Sums::new("Service", 50_000));
+        let mut has = |name: &str, times: usize| {
+            let (mut service, slice) = service(name);
+            joins.join(&mut service, sources(&vec![slice; times]));
+            let held = service.ports.iter().map(|port| port.endpoints.capacity());
+            held.sum::<usize>()
+        };
+        assert_eq!(has("a", 1), 20_000);
+        assert_eq!(has("b", 1), 20_000);
+        assert_eq!(has("c", 1), 0, "nothing is expanded");
+        // One that grows gives up what it had.
+        assert_eq!(has("a", 3), 0);
+        let hopeful = joins.take_hopeful();
+        assert_eq!(hopeful.len(), 2, "{hopeful:?}");
+        let is_said =
+            |problem: &Problem| problem.text.contains("more than 50000 endpoints together");
+        assert!(joins.problems().all(is_said));
+        let (mut third, slice) = service("c");
+        joins.join(&mut third, sources(&[slice]));
+        assert_eq!(third.ports[0].endpoints.len(), 100);
+    }
+}

@@ -1,0 +1,92 @@
+//! A Kubernetes Node in the model's terms.
+
+use std::{net::IpAddr, sync::Arc};
+
+use model::{Leaving, Node};
+
+use super::{Findings, address, check_name, label, wire as api};
+
+/// The label that tells a node's zone.
+pub const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
+/// The label that tells a node's region.
+pub const LABEL_REGION: &str = "topology.kubernetes.io/region";
+/// The taint that the cluster autoscaler gives to a node before it deletes it.
+const TAINT_TO_BE_DELETED: &str = "ToBeDeletedByClusterAutoscaler";
+
+/// What a Node object tells of the node, besides what the node knows itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeFacts {
+    /// Its name.
+    pub name: Arc<str>,
+    /// Its zone; empty if it has none.
+    pub zone: Arc<str>,
+    /// Its region; empty if it has none.
+    pub region: Arc<str>,
+    /// Why it is about to go; none: it stays.
+    pub leaving: Option<Leaving>,
+    /// Its own addresses, at most one of each family: internal ones before external ones.
+    pub addresses: Vec<IpAddr>,
+}
+
+impl NodeFacts {
+    /// Of a node that the cluster does not know, or not any more: nothing new should come to it.
+    pub fn of_no_object() -> Self {
+        Self {
+            leaving: Some(Leaving::Unknown),
+            ..Self::default()
+        }
+    }
+
+    /// `node` with these facts. A zone that it was given by hand stays.
+    pub fn applied_to(&self, node: &Node) -> Node {
+        Node {
+            zone: if node.zone.is_empty() {
+                self.zone.clone()
+            } else {
+                node.zone.clone()
+            },
+            region: self.region.clone(),
+            leaving: self.leaving,
+            ..node.clone()
+        }
+    }
+}
+
+/// Turns a Node into what is needed of it.
+pub fn node(object: &api::Node, findings: &mut Findings) -> NodeFacts {
+    check_name(&object.metadata, findings);
+    let mut taints = object.spec.iter().flat_map(|spec| &spec.taints).flatten();
+    let leaving = if object.metadata.deletion_timestamp.is_some() {
+        Some(Leaving::Deleted)
+    } else {
+        let chosen = taints.any(|taint| taint.key == TAINT_TO_BE_DELETED);
+        chosen.then_some(Leaving::Tainted)
+    };
+    NodeFacts {
+        name: object.metadata.name.as_deref().unwrap_or_default().into(),
+        zone: label(&object.metadata.labels, LABEL_ZONE)
+            .unwrap_or_default()
+            .into(),
+        region: label(&object.metadata.labels, LABEL_REGION)
+            .unwrap_or_default()
+            .into(),
+        leaving,
+        addresses: addresses(object),
+    }
+}
+
+/// As kube-proxy takes the primary ones.
+fn addresses(object: &api::Node) -> Vec<IpAddr> {
+    let mut found = Vec::<IpAddr>::new();
+    for kind in ["InternalIP", "ExternalIP"] {
+        let all = object.status.iter().flat_map(|status| &status.addresses);
+        for given in all.flatten().filter(|given| given.type_ == kind) {
+            if let Ok(address) = address::reachable_address(&given.address)
+                && found.iter().all(|a| a.is_ipv4() != address.is_ipv4())
+            {
+                found.push(address);
+            }
+        }
+    }
+    found
+}

@@ -1,0 +1,167 @@
+//! What Istio reads of a Kubernetes Service: which WorkloadEntries it selects, and which endpoints its clients prefer.
+
+use model::{At, Endpoint, NamedProtocol, Preference, PublishedPort, ServiceName, ServiceType};
+use smallvec::SmallVec;
+
+use super::{
+    Candidate, Findings, LABEL_HEADLESS, LABEL_PROXY, Slice,
+    service::is_headless,
+    wire::{self as api, Metadata, TargetPort},
+};
+
+/// The annotation that says which endpoints clients prefer.
+const DISTRIBUTION: &str = "networking.istio.io/traffic-distribution";
+
+/// What Istio reads of a Service.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ByIstio {
+    /// Which WorkloadEntries are endpoints.
+    pub selection: Option<Box<Selection>>,
+    /// Which endpoints clients prefer; none: what the namespace says counts.
+    pub preference: Option<Preference>,
+}
+
+/// Which WorkloadEntries are endpoints of a Service, and at which ports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Selection {
+    /// `spec.selector`, sorted; not empty.
+    pub labels: Box<[(Box<str>, Box<str>)]>,
+    ports: SmallVec<[Port; 1]>,
+}
+
+/// A port of a Service, and where WorkloadEntries have it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Port {
+    name: Box<str>,
+    protocol: NamedProtocol,
+    /// `targetPort` that is a name: a WorkloadEntry without a port of this name does not have the port.
+    target: Option<Box<str>>,
+    /// The number on a WorkloadEntry that does not name the port, if `target` is none.
+    number: u16,
+}
+
+/// Reads a Service's selector and annotation.
+pub fn by_istio(object: &api::Service, findings: &mut Findings) -> ByIstio {
+    let Some(spec) = &object.spec else {
+        return ByIstio::default();
+    };
+    // The control plane turns the field into hints.
+    let preference = match spec.traffic_distribution.as_deref() {
+        Some(own) if !own.is_empty() => Some(Preference::Any),
+        _ => preference(&object.metadata, findings),
+    };
+    ByIstio {
+        selection: selection(object, spec).map(Box::new),
+        preference,
+    }
+}
+
+/// What the annotation of a Service, Namespace or ServiceEntry asks for; none: there is none. As Istio has it, upper and
+/// lower case are the same, and an unknown value asks for nothing.
+pub(super) fn preference(metadata: &Metadata, findings: &mut Findings) -> Option<Preference> {
+    let value = metadata.annotations.get(DISTRIBUTION)?;
+    let preference = match value.to_ascii_lowercase().as_str() {
+        "" => return None,
+        "prefersamezone" | "preferclose" => Preference::SameZone,
+        "prefersamenode" => Preference::SameNode,
+        _ => {
+            findings.note(
+                format!("metadata.annotations[\"{DISTRIBUTION}\"]"),
+                format!(
+                    "unknown value {value:?}, so no endpoint is preferred; expected PreferSameZone, PreferSameNode or \
+                     PreferClose"
+                ),
+            );
+            Preference::Any
+        }
+    };
+    Some(preference)
+}
+
+/// None: the Service selects nothing, is headless or of type ExternalName, or is left to another proxy.
+fn selection(object: &api::Service, spec: &api::ServiceSpec) -> Option<Selection> {
+    let labels = &object.metadata.labels;
+    let is_anothers = labels.contains_key(LABEL_PROXY) || labels.contains_key(LABEL_HEADLESS);
+    if spec.selector.is_empty()
+        || is_anothers
+        || is_headless(spec)
+        || super::service::kind(spec, &mut Findings::default()) == ServiceType::ExternalName
+    {
+        return None;
+    }
+    let selector = spec.selector.iter();
+    let port = |given: &api::ServicePort| {
+        let number = super::port(given.port).ok()?;
+        let (target, number) = match &given.target_port {
+            Some(TargetPort::Name(name)) => (Some(name.as_str().into()), number),
+            Some(TargetPort::Number(target)) => (None, super::port(*target).unwrap_or(number)),
+            None => (None, number),
+        };
+        Some(Port {
+            name: given.name.as_deref().unwrap_or_default().into(),
+            protocol: super::protocol(given.protocol.as_deref()).ok()?,
+            target,
+            number,
+        })
+    };
+    Some(Selection {
+        labels: selector
+            .map(|(key, value)| (key.as_str().into(), value.as_str().into()))
+            .collect(),
+        ports: spec.ports.iter().flatten().filter_map(port).collect(),
+    })
+}
+
+impl Selection {
+    /// How many ports it has.
+    pub fn ports(&self) -> usize {
+        self.ports.len()
+    }
+
+    /// Whether it selects a WorkloadEntry.
+    pub fn selects(&self, candidate: &Candidate) -> bool {
+        let mut wanted = self.labels.iter();
+        let own = &candidate.labels;
+        wanted.all(|(key, value)| own.get(&**key).map(String::as_str) == Some(&**value))
+    }
+
+    /// A WorkloadEntry as an EndpointSlice of the Service would have it; none if it is at a DNS name.
+    pub fn slice(&self, service: &ServiceName, candidate: &Candidate) -> Option<Slice> {
+        let backend = candidate.backends.first()?;
+        let At::Address(addr) = backend.at else {
+            return None;
+        };
+        let number_of = |name: &str| {
+            let mut own = backend.ports.iter();
+            own.find_map(|(own, number)| (**own == *name).then_some(*number))
+        };
+        let port = |port: &Port| {
+            let number = match &port.target {
+                Some(target) => number_of(target)?,
+                None => number_of(&port.name).unwrap_or(port.number),
+            };
+            Some(PublishedPort {
+                name: port.name.clone(),
+                protocol: port.protocol,
+                number,
+            })
+        };
+        Some(Slice {
+            name: candidate.name.1.clone(),
+            service: service.clone(),
+            ports: self.ports.iter().filter_map(port).collect(),
+            endpoints: Box::new([Endpoint {
+                addr,
+                port: 0,
+                local: backend.local,
+                ready: true,
+                serving: true,
+                terminating: false,
+                hints: backend.hints,
+            }]),
+            names_only: false,
+            hostnames: Box::default(),
+            weight: backend.weight,
+        })
+    }
+}

@@ -1,0 +1,49 @@
+//! What to read, and how it becomes a feed.
+
+use std::{path::PathBuf, sync::Arc};
+
+use model::Node;
+
+use super::{Feed, Notice, OpenError, iptables, kubernetes, manifests};
+
+/// What to read, and where it is.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// Files and directories.
+    Manifests(Vec<PathBuf>),
+    /// The Kubernetes API.
+    Kubernetes(kubernetes::Settings),
+    /// kube-proxy's rules.
+    Iptables(iptables::Settings),
+}
+
+impl Source {
+    /// Opens the rules of kube-proxy with what was read of them a moment ago.
+    #[must_use]
+    pub fn having_read(mut self, first: Option<iptables::First>) -> Self {
+        if let Self::Iptables(settings) = &mut self {
+            settings.first = first;
+        }
+        self
+    }
+
+    /// Begins to read, for this node. Manifests are read before this returns; an API server may be away, and is
+    /// then waited for.
+    ///
+    /// # Errors
+    ///
+    /// The settings or the manifests cannot be used, or no thread can be started.
+    pub fn open(
+        &self,
+        node: &Arc<Node>,
+        notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
+    ) -> Result<Box<dyn Feed>, OpenError> {
+        Ok(match self {
+            Self::Manifests(paths) => Box::new(manifests::Files::open(paths, node, notify)?),
+            Self::Kubernetes(settings) => {
+                Box::new(kubernetes::Api::open(settings.clone(), node, notify)?)
+            }
+            Self::Iptables(settings) => Box::new(iptables::Rules::open(settings.clone(), notify)?),
+        })
+    }
+}

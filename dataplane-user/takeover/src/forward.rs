@@ -1,0 +1,269 @@
+//! Rules at netfilter's forward hook that refuse packets: those that the packet path sends on do not pass them.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kernel::netfilter::{Chain, Verdict};
+
+use super::owners::{self, KUBE_PROXY, Owner};
+
+/// How many chains are named of one owner.
+const NAMED: usize = 3;
+
+/// Rules of one owner behind one chain at the hook.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Refusing {
+    /// The table, and the chain at the hook.
+    base: String,
+    /// Whose they are, if their names tell.
+    owner: Option<&'static Owner>,
+    /// Whether the chain at the hook drops what nobody accepts.
+    drops: bool,
+    /// The chains that have rules which refuse packets; sorted.
+    chains: Vec<String>,
+}
+
+impl Refusing {
+    /// What it means, in a sentence.
+    fn text(&self) -> String {
+        let mut what = Vec::new();
+        if self.drops {
+            what.push("drops what no rule accepts".to_owned());
+        }
+        if !self.chains.is_empty() {
+            let named = self.chains.iter().take(NAMED).map(String::as_str);
+            let named = named.collect::<Vec<_>>().join(", ");
+            let more = match self.chains.len().saturating_sub(NAMED) {
+                0 => String::new(),
+                more => format!(" and {more} more"),
+            };
+            what.push(format!("has rules that refuse packets ({named}{more})"));
+        }
+        let owner = self.owner.map_or("owner unknown", |owner| owner.name);
+        format!(
+            "{} ({owner}) {}: flows to services that the packet path sends on do not pass it",
+            self.base,
+            what.join(" and ")
+        )
+    }
+}
+
+/// What they are, in a sentence; `None` if there are none.
+pub fn named(chains: &[Chain]) -> Option<String> {
+    let found = refusing(chains);
+    let texts: Vec<String> = found.iter().map(Refusing::text).collect();
+    (!texts.is_empty()).then(|| texts.join("; "))
+}
+
+/// The same, with what to do.
+pub fn warning(chains: &[Chain]) -> Option<String> {
+    named(chains).map(|named| format!("{named}; {REMEDY}"))
+}
+
+/// What to do for somebody who relies on them.
+pub const REMEDY: &str = "with --packet-path off such flows pass the forward hook, but then somebody else must serve node \
+     ports, external IPs and load balancers, and clients whose sockets are not on the node; connections of the \
+     node's pods and processes pass it either way";
+
+/// The owners whose rules refuse packets, by the chain at the hook.
+fn refusing(chains: &[Chain]) -> Vec<Refusing> {
+    let mut tables: BTreeMap<&str, BTreeMap<&str, &Chain>> = BTreeMap::new();
+    for chain in chains {
+        tables
+            .entry(&chain.table)
+            .or_default()
+            .insert(&chain.name, chain);
+    }
+    let mut found = Vec::new();
+    for (table, chains) in &tables {
+        for base in chains.values().filter(|chain| chain.base.is_some()) {
+            let mut owners: BTreeMap<Option<&Owner>, Refusing> = BTreeMap::new();
+            let mut entry = |owner: Option<&'static Owner>, add: &dyn Fn(&mut Refusing)| {
+                let new = || Refusing {
+                    base: format!("{table} {}", base.name),
+                    owner,
+                    drops: false,
+                    chains: Vec::new(),
+                };
+                add(owners.entry(owner).or_insert_with(new));
+            };
+            let reached = reached(base, chains);
+            for chain in &reached {
+                let refuses = |does: &Verdict| matches!(does, Verdict::Refuse);
+                if chain.rules.iter().flat_map(|rule| &rule.does).any(refuses) {
+                    let owner = owner(table, &chain.name);
+                    entry(owner, &|found| found.chains.push(chain.name.clone()));
+                }
+            }
+            if base.base.is_some_and(|base| base.drops) {
+                // Whoever has chains there has set it; iptables does not tell.
+                let mut owners = reached.iter().filter_map(|chain| owner(table, &chain.name));
+                let set_by = owners.find(|owner| *owner != KUBE_PROXY);
+                entry(set_by, &|found| found.drops = true);
+            }
+            found.extend(
+                owners
+                    .into_values()
+                    .filter(|found| found.owner != Some(KUBE_PROXY)),
+            );
+        }
+    }
+    found
+}
+
+/// The chains that packets come to from one of them, itself included; by name.
+fn reached<'a>(base: &'a Chain, chains: &BTreeMap<&str, &'a Chain>) -> Vec<&'a Chain> {
+    let mut names = BTreeSet::from([&*base.name]);
+    let mut open = vec![base];
+    while let Some(chain) = open.pop() {
+        for does in chain.rules.iter().flat_map(|rule| &rule.does) {
+            let next: Vec<&&Chain> = match does {
+                Verdict::Refuse => Vec::new(),
+                Verdict::Jump(to) => chains.get(&**to).into_iter().collect(),
+            };
+            for chain in next {
+                if names.insert(&chain.name) {
+                    open.push(chain);
+                }
+            }
+        }
+    }
+    names
+        .iter()
+        .filter_map(|name| chains.get(*name).copied())
+        .collect()
+}
+
+fn owner(table: &str, chain: &str) -> Option<&'static Owner> {
+    let of_table = table
+        .strip_prefix("nft ")
+        .and_then(|table| table.split_once(' '))
+        .and_then(|(_, name)| owners::of_table(name));
+    of_table.or_else(|| owners::of_chain(chain))
+}
+
+#[cfg(test)]
+mod tests {
+    use kernel::netfilter::{Base, Rule};
+
+    use super::*;
+
+    fn chain(table: &str, name: &str, drops: Option<bool>, does: &[Verdict]) -> Chain {
+        Chain {
+            table: table.to_owned(),
+            name: name.to_owned(),
+            base: drops.map(|drops| Base { drops }),
+            rules: does
+                .iter()
+                .map(|does| Rule {
+                    does: vec![does.clone()],
+                })
+                .collect(),
+        }
+    }
+
+    fn jump(to: &str) -> Verdict {
+        Verdict::Jump(to.to_owned())
+    }
+
+    fn of(chains: &[Chain]) -> Vec<(Option<&'static str>, bool, String)> {
+        let all = refusing(chains).into_iter();
+        all.map(|found| {
+            (
+                found.owner.map(|owner| owner.name),
+                found.drops,
+                found.chains.join(" "),
+            )
+        })
+        .collect()
+    }
+
+    const FILTER: &str = "iptables-legacy filter";
+
+    #[test]
+    fn owners_are_told_apart() {
+        let chains = [
+            chain(
+                FILTER,
+                "FORWARD",
+                Some(true),
+                &[
+                    jump("KUBE-FORWARD"),
+                    jump("cali-FORWARD"),
+                    jump("DOCKER-USER"),
+                ],
+            ),
+            chain(FILTER, "KUBE-FORWARD", None, &[Verdict::Refuse]),
+            chain(
+                FILTER,
+                "cali-FORWARD",
+                None,
+                &[jump("cali-tw-1"), jump("cali-FORWARD")],
+            ),
+            chain(FILTER, "cali-tw-1", None, &[Verdict::Refuse]),
+            chain(FILTER, "DOCKER-USER", None, &[]),
+            chain(FILTER, "f2b-ssh", None, &[Verdict::Refuse]),
+        ];
+        let found = of(&chains);
+        // Nobody jumps to fail2ban's there, and kube-proxy's is ours to know.
+        assert_eq!(
+            found,
+            [
+                (Some("Calico"), false, "cali-tw-1".to_owned()),
+                (Some("Docker"), true, String::new()),
+            ]
+        );
+    }
+
+    #[test]
+    fn what_only_accepts_is_nothing() {
+        let accepts = chain(
+            FILTER,
+            "FORWARD",
+            Some(false),
+            &[jump("FLANNEL-FWD"), jump("gone")],
+        );
+        assert_eq!(of(&[accepts, chain(FILTER, "FLANNEL-FWD", None, &[])]), []);
+        let output = chain(FILTER, "OUTPUT", None, &[Verdict::Refuse]);
+        assert_eq!(of(&[output]), []);
+    }
+
+    #[test]
+    fn what_it_means_is_one_sentence() {
+        let table = "nft inet mine";
+        let chains = [
+            chain(table, "fwd", Some(false), &[jump("deny")]),
+            chain(table, "deny", None, &[Verdict::Refuse]),
+            chain("nft inet other", "deny2", None, &[Verdict::Refuse]),
+            chain(
+                "nft ip kube-proxy",
+                "filter-forward",
+                Some(false),
+                &[jump("reject-chain")],
+            ),
+            chain(
+                "nft ip kube-proxy",
+                "reject-chain",
+                None,
+                &[Verdict::Refuse],
+            ),
+        ];
+        assert_eq!(of(&chains), [(None, false, "deny".to_owned())]);
+        let text = refusing(&chains)[0].text();
+        assert!(
+            text.starts_with(
+                "nft inet mine fwd (owner unknown) has rules that refuse packets (deny):"
+            ),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_tables_owner_comes_before_a_chains() {
+        assert_eq!(
+            owner("nft inet firewalld", "KUBE-X").map(|owner| owner.name),
+            Some("firewalld")
+        );
+        assert_eq!(owner(FILTER, "KUBE-X"), Some(KUBE_PROXY));
+        assert_eq!(owner(FILTER, "FORWARD"), None);
+    }
+}

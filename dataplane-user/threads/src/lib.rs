@@ -1,0 +1,102 @@
+//! Threads whose end must not go unnoticed, in every room.
+
+#![forbid(unsafe_code)]
+
+use std::{
+    any::Any,
+    io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    thread::{self, JoinHandle},
+};
+
+/// Is given the name of a thread that has died, and what it said.
+pub type Deaths = Arc<dyn Fn(&str, String) + Send + Sync>;
+
+/// Starts a thread. If it panics, `deaths` is told, on that thread, and `None` is what joining it gives.
+///
+/// # Errors
+/// If no thread can be started.
+pub fn start<T: Send + 'static>(
+    name: impl Into<String>,
+    deaths: Deaths,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<Option<T>>> {
+    let name = name.into();
+    thread::Builder::new().name(name.clone()).spawn(move || {
+        let result = catch_unwind(AssertUnwindSafe(work));
+        result.map_err(|panic| deaths(&name, said(&panic))).ok()
+    })
+}
+
+/// What a thread or a task said when it panicked.
+pub fn said(panic: &Box<dyn Any + Send>) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("it panicked").to_owned()
+}
+
+/// Names the directory in which tests say which thread is to panic, by a file of its name. Only builds with debug
+/// assertions look there: the binary that is shipped does not know the variable.
+#[cfg(debug_assertions)]
+const PANICS: &str = "DATAPLANE_PANICS";
+
+/// Panics if a test asks for that, once.
+#[cfg(debug_assertions)]
+pub fn may_panic(name: &str) {
+    use std::{env, ffi::OsString, fs, path::Path, sync::OnceLock};
+
+    static DIRECTORY: OnceLock<Option<OsString>> = OnceLock::new();
+    let Some(directory) = DIRECTORY.get_or_init(|| env::var_os(PANICS)) else {
+        return;
+    };
+    let asked = fs::remove_file(Path::new(directory).join(name));
+    assert!(asked.is_err(), "a test asked for it");
+}
+
+/// Does nothing: only tests have threads panic.
+#[cfg(not(debug_assertions))]
+#[inline(always)]
+pub fn may_panic(_: &str) {}
+
+/// For threads that do not die.
+#[cfg(any(test, feature = "testing"))]
+pub fn none_dies() -> Deaths {
+    Arc::new(|name, why| panic!("{name}: {why}"))
+}
+
+/// How long this thread has computed: other than the time, it does not depend on what else the machine does.
+#[cfg(any(test, feature = "testing"))]
+pub fn computed() -> std::time::Duration {
+    use nix::time::{ClockId, clock_gettime};
+
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
+        .unwrap()
+        .into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_that_panics_is_told() {
+        let (told, happened) = mpsc::channel();
+        let deaths: Deaths = Arc::new(move |name, why| told.send((name.to_owned(), why)).unwrap());
+        let fine = start("fine", Arc::clone(&deaths), || 7).unwrap();
+        assert_eq!(fine.join().unwrap(), Some(7));
+        let sick = start("sick", deaths, || assert_eq!(1 + 1, 3, "arithmetic")).unwrap();
+        assert_eq!(sick.join().unwrap(), None);
+        let (name, why) = happened.recv().unwrap();
+        assert!(
+            name == "sick" && why.contains("arithmetic"),
+            "{name}: {why}"
+        );
+        assert!(
+            happened.recv().is_err(),
+            "the one that is fine said nothing"
+        );
+    }
+}
