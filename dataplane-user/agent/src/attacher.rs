@@ -35,7 +35,6 @@ use super::{
     interfaces::PacketSettings,
     mesh::{self, Mesh},
     network::network,
-    nf_conntrack::Sysctls,
 };
 
 /// After a piece of work the thread rests this many times as long as that took.
@@ -82,7 +81,6 @@ pub struct Means {
     pub kernel: Kernel,
     pub state: Arc<State>,
     pub packet: PacketSettings,
-    pub sysctls: Sysctls,
     pub mesh: Option<Mesh>,
     /// The agent whose place this one has taken, until this one serves: where there is a mesh, that knows when.
     pub before: Option<UnixStream>,
@@ -112,7 +110,6 @@ impl Attacher {
             kernel,
             state,
             packet,
-            sysctls,
             mesh,
             before,
             turn,
@@ -128,7 +125,6 @@ impl Attacher {
             kernel,
             state,
             packet,
-            sysctls,
             mesh,
             before,
             turn,
@@ -146,7 +142,6 @@ impl Attacher {
             protecting: 0,
             addresses: None,
             problems: Vec::new(),
-            unset: Vec::new(),
         };
         let thread = threads::start("attacher", told, move || {
             worker.run(&todo);
@@ -228,7 +223,6 @@ struct Worker {
     kernel: Kernel,
     state: Arc<State>,
     packet: PacketSettings,
-    sysctls: Sysctls,
     mesh: Option<Mesh>,
     before: Option<UnixStream>,
     turn: Option<Turn>,
@@ -259,8 +253,6 @@ struct Worker {
     addresses: Option<Seen>,
     /// What is wrong with the packet path, and how bad it is.
     problems: Vec<(Gravity, String)>,
-    /// Why sysctls cannot be set.
-    unset: Vec<String>,
 }
 
 impl Worker {
@@ -520,14 +512,6 @@ impl Worker {
                 self.addresses = Some(seen);
             }
             Err(error) => warn!("cannot find out the node's addresses: {error}"),
-        }
-        let unset = self.sysctls.keep();
-        if unset != self.unset {
-            for why in &unset {
-                error!("kernel.conntrack: {why}");
-            }
-            self.state.sysctls_unset(&unset);
-            self.unset = unset;
         }
         // Nothing may have told us that somebody removed a program of ours.
         let took = processor_time().saturating_sub(worked);

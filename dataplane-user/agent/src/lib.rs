@@ -20,7 +20,6 @@ mod kept_addresses;
 mod lookups;
 mod mesh;
 mod network;
-mod nf_conntrack;
 mod node;
 mod own_rules;
 mod remembered;
@@ -46,10 +45,9 @@ use handover::{Given, Left, Turn};
 use input::Keeping;
 pub use input::{Input, InputError, source};
 use interfaces::PacketSettings;
-use kernel::{Kernel, ServiceTables, conntrack::room, opener};
+use kernel::{Kernel, ServiceTables, opener};
 use mesh::Mesh;
 pub use mesh::namespace_with;
-use nf_conntrack::Sysctls;
 use own_rules::OwnRules;
 use plan::{AdoptError, Planner};
 use proxy::handover::Outcome;
@@ -405,7 +403,6 @@ fn serve(
         kernel,
         state: Arc::clone(&state),
         packet,
-        sysctls: Sysctls::new(&settings.kernel.conntrack, room::cores()),
         mesh,
         before,
         turn: Some(turn),

@@ -14,7 +14,6 @@ use kernel::{
     netfilter,
     probe::{self, Feature},
     sockets::{own_elsewhere, pod_cgroups},
-    sysctl,
 };
 use serde::Serialize;
 use takeover::forward;
@@ -60,7 +59,6 @@ impl DoctorArgs {
         features.push(pods(&self.paths.or_guess()));
         features.push(agent(&self.paths.or_guess()));
         features.push(resolvers());
-        features.push(conntrack_sysctls());
         let mut out = output::stdout();
         match self.output {
             Format::Json => {
@@ -170,29 +168,6 @@ fn agent(paths: &kernel::Paths) -> Feature {
         without: "with a mesh, an agent that is started like this resets the connections that captured pods open".into(),
         detail,
         remedy: WIDER_CGROUP,
-    }
-}
-
-/// Whether sysctls of the kernel's own conntrack can be set; none is changed.
-fn conntrack_sysctls() -> Feature {
-    const TRIED: &str = "netfilter/nf_conntrack_tcp_timeout_close_wait";
-    let (present, detail) = match sysctl::open(TRIED) {
-        Ok(_) => (true, format!("/proc/sys/net/{TRIED}")),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => (
-            false,
-            "the kernel's module nf_conntrack is not loaded".to_owned(),
-        ),
-        Err(error) => (false, format!("cannot set /proc/sys/net/{TRIED}: {error}")),
-    };
-    Feature {
-        name: "conntrack sysctls",
-        needed_for: "kernel.conntrack",
-        present,
-        required: false,
-        without: "the kernel's own conntrack stays as it is".into(),
-        detail,
-        remedy: "only with kernel.conntrack in the configuration: load nf_conntrack; in a container, mount the node's \
-                 /proc/sys/net, writable (kustomize component `conntrack`; the chart does)",
     }
 }
 

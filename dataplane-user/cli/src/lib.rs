@@ -174,7 +174,6 @@ impl PathArgs {
         Kernel {
             bpffs: self.bpffs.clone(),
             cgroup: self.cgroup.clone(),
-            ..Kernel::default()
         }
     }
 }

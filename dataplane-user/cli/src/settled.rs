@@ -248,13 +248,6 @@ mod tests {
         ("conntrack-flows", "4096"),
         ("bpffs", "/sys/fs/bpf/other"),
         ("cgroup", "/sys/fs/cgroup/unified"),
-        ("nf-conntrack-max-per-core", "32768"),
-        ("nf-conntrack-min", "131072"),
-        ("nf-conntrack-tcp-timeout-established", "24h"),
-        ("nf-conntrack-tcp-timeout-close-wait", "1h"),
-        ("nf-conntrack-tcp-be-liberal", "true"),
-        ("nf-conntrack-udp-timeout", "30s"),
-        ("nf-conntrack-udp-timeout-stream", "3m"),
         ("max-frontends", "1000"),
         ("max-endpoints", "2000"),
         ("max-affinity-clients", "5000"),
@@ -324,7 +317,6 @@ mod tests {
             "--on-exit=keep",
             "--metrics-addr=off",
             "-vv",
-            "--nf-conntrack-udp-timeout=31s",
             "--config",
         ];
         let mut words = words.map(OsString::from).to_vec();
@@ -336,7 +328,6 @@ mod tests {
         wanted.on_exit = Some(settings::OnExit::Keep);
         wanted.listen.metrics = "off".parse().ok();
         wanted.log.level = Some(settings::LogLevel::Trace);
-        wanted.kernel.conntrack.udp_timeout = "31s".parse().ok();
         assert_eq!(found, wanted);
     }
 

@@ -47,11 +47,6 @@ pub fn faults(settings: &Settings) -> Vec<(String, String)> {
     for (key, limit) in [
         ("limits.frontends", settings.limits.frontends),
         ("limits.endpoints", settings.limits.endpoints),
-        (
-            "kernel.conntrack.maxPerCore",
-            settings.kernel.conntrack.max_per_core,
-        ),
-        ("kernel.conntrack.min", settings.kernel.conntrack.min),
     ] {
         if limit == Some(0) {
             faults.push((key.into(), "0; expected a number from 1".into()));

@@ -6,7 +6,7 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{NfConntrack, is_default};
+use super::is_default;
 
 /// Paths in the kernel's file systems, and sysctls.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
@@ -21,11 +21,6 @@ pub struct Kernel {
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub cgroup: Option<PathBuf>,
-    /// Sysctls of the kernel's own conntrack (net.netfilter.nf_conntrack_…), which the agent sets and
-    /// keeps. Default: the agent leaves them alone.
-    #[serde(skip_serializing_if = "is_default")]
-    #[command(flatten)]
-    pub conntrack: NfConntrack,
 }
 
 impl Kernel {

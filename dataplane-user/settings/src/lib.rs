@@ -13,12 +13,12 @@ mod flow_timeouts;
 mod kernel;
 mod listen;
 mod mesh;
-mod nf_conntrack;
 mod node;
 mod packets;
 mod pattern;
 mod range;
 mod source;
+mod timeout;
 
 use clap::{Args, ValueEnum};
 use dataplane_common::Protocol;
@@ -28,7 +28,6 @@ pub use flow_timeouts::FlowTimeouts;
 pub use kernel::{Kernel, Limits};
 pub use listen::{Listen, Listeners, MetricsAuth};
 pub use mesh::{Mesh, MeshNamespace, MeshProxy, MeshRules, MeshWorkload};
-pub use nf_conntrack::{NfConntrack, Timeout};
 pub use node::Node;
 pub use packets::{Packets, TcHook};
 pub use pattern::{Pattern, Patterns};
@@ -36,6 +35,7 @@ pub use range::{ExternalIps, Range};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 pub use source::{Iptables, Kubernetes, Source};
+pub use timeout::Timeout;
 
 /// Configuration of the agent. Every key except `source` has a default. Flags and environment
 /// variables override the file.

@@ -49,7 +49,7 @@ listen:
   healthz: 0.0.0.0:9102
   colour: blue
 limits: {frontends: -1, endpoints: 0}
-kernel: {conntrack: {min: 0, udpTimeout: 10, tcpCloseWaitTimeout: 500ms}}
+packets: {timeouts: {udp: 10, tcpCloseWait: 500ms}}
 onExit: stop
 source:
   manifests: [a]
@@ -70,9 +70,8 @@ dns: {ttlSeconds: 3601, cacheBytes: 1000, staleSeconds: 700000, serviceEntryTtlS
          metricsAuth, proxyMode, socket",
         "11:21: limits.frontends: invalid value: integer `-1`, expected a whole number from 0",
         "11:36: limits.endpoints: 0; expected a number from 1",
-        "12:27: kernel.conntrack.min: 0; expected a number from 1",
-        "12:42: kernel.conntrack.udpTimeout: invalid type: integer `10`, expected a string",
-        "12:67: kernel.conntrack.tcpCloseWaitTimeout: `500ms` is not a timeout; expected whole seconds",
+        "12:27: packets.timeouts.udp: invalid type: integer `10`, expected a string",
+        "12:45: packets.timeouts.tcpCloseWait: `500ms` is not a timeout; expected whole seconds",
         "13:9: onExit: unknown variant `stop`, expected `keep` or `detach`",
         "15:3: source: both manifests and kubernetes; expected one of them",
         "16:28: source.kubernetes.kubeConfig: unknown key; did you mean `kubeconfig`?",
@@ -154,9 +153,7 @@ fn kubeadms_configuration() {
     assert_eq!(
         config::to_yaml(&imported.config),
         "source:\n  kubernetes:\n    kubeconfig: /var/lib/kube-proxy/kubeconfig.conf\nnode:\n  \
-         nodePortAddresses:\n  - 0.0.0.0/0\n  - \"::/0\"\npackets:\n  podCidrs:\n  - 10.244.0.0/16\n\
-         kernel:\n  conntrack:\n    maxPerCore: 32768\n    min: 131072\n    tcpEstablishedTimeout: 24h\n    \
-         tcpCloseWaitTimeout: 1h\n"
+         nodePortAddresses:\n  - 0.0.0.0/0\n  - \"::/0\"\npackets:\n  podCidrs:\n  - 10.244.0.0/16\n"
     );
     assert_eq!(
         imported.config.packets.pod_cidrs,
@@ -196,9 +193,7 @@ fn what_can_be_carried_over_is() {
         config::to_yaml(&imported.config),
         "source:\n  kubernetes: {}\nlog:\n  format: json\n  level: debug\nnode:\n  name: worker-1\n  \
          nodePortAddresses:\n  - 10.0.0.0/8\nlisten:\n  metrics: \"[::]:10249\"\n  \
-         healthz: 127.0.0.1:10256\npackets:\n  podInterfaces:\n  - cali*\n  podsByInterface: true\n  masqueradeAll: true\n\
-         kernel:\n  conntrack:\n    maxPerCore: 32768\n    min: 262144\n    tcpCloseWaitTimeout: 90m\n    \
-         tcpBeLiberal: true\n    udpTimeout: 30s\n    udpStreamTimeout: 90s\n"
+         healthz: 127.0.0.1:10256\npackets:\n  podInterfaces:\n  - cali*\n  podsByInterface: true\n  masqueradeAll: true\n"
     );
     assert_eq!(
         notes(&imported),
@@ -224,9 +219,9 @@ fn what_can_be_carried_over_is() {
     );
 }
 
-/// What kube-proxy leaves alone by these values, its successor leaves alone.
+/// A note names the sysctls that kube-proxy sets, and none if it sets none.
 #[test]
-fn conntrack_is_left_alone_where_kube_proxy_does() {
+fn sysctls_of_conntrack_are_noted_if_kube_proxy_sets_them() {
     let import = |conntrack: &str| {
         let text = format!(
             "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n\
@@ -238,17 +233,13 @@ fn conntrack_is_left_alone_where_kube_proxy_does() {
         "{maxPerCore: 0, min: 131072, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s, \
          tcpBeLiberal: false, udpTimeout: 0s}",
     );
-    assert_eq!(off.config.kernel, dataplane_settings::Kernel::default());
     assert_eq!(notes(&off), [""; 0]);
-    let wrong = import("{tcpCloseWaitTimeout: 500ms}");
-    assert_eq!(
-        notes(&wrong),
-        ["conntrack.tcpCloseWaitTimeout", "conntrack"]
+    assert_eq!(notes(&import("{}")), ["conntrack"]);
+    let one = import(
+        "{maxPerCore: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s, udpTimeout: 30s}",
     );
-    assert!(wrong.notes[0].why.contains("`500ms` is not a timeout"));
-    let conntrack = wrong.config.kernel.conntrack;
-    assert_eq!(conntrack.tcp_close_wait_timeout, None);
-    assert_eq!(conntrack.min, Some(131_072));
+    assert_eq!(notes(&one), ["conntrack"]);
+    assert!(one.notes[0].why.contains("/etc/sysctl.d"));
 }
 
 #[test]

@@ -29,7 +29,6 @@ mod cleanup;
 mod cluster;
 mod commands;
 mod configured;
-mod conntrack_sysctls;
 mod crafted;
 mod daemonset;
 mod deaths;
@@ -229,7 +228,6 @@ fn main() -> ExitCode {
         topology::SCENARIOS,
         upgrade::SCENARIOS,
         configured::SCENARIOS,
-        conntrack_sysctls::SCENARIOS,
         metrics::SCENARIOS,
         monitor::SCENARIOS,
         reload::SCENARIOS,

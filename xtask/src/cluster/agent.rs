@@ -71,10 +71,6 @@ impl Wanted {
         self.config.get("mesh").is_some()
     }
 
-    fn conntrack(&self) -> bool {
-        self.config.pointer("/kernel/conntrack").is_some()
-    }
-
     /// The configuration file.
     fn configuration(&self) -> Result<Value> {
         let source = if self.api_server {
@@ -117,9 +113,6 @@ pub fn kustomize(cluster: &Cluster, wanted: &Wanted) -> Result<String> {
     let mut components = wanted.components.clone();
     if wanted.mesh() {
         components.push("mesh");
-    }
-    if wanted.conntrack() {
-        components.push("conntrack");
     }
     if wanted.surge {
         components.push("surge");

@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::{
     Cluster, Size,
@@ -179,13 +179,12 @@ pub fn main(arguments: &Arguments, programs: &Programs, no_install: bool) -> Res
 /// Has somebody serve services on every node.
 fn serve(cluster: &Cluster, with: Proxy) -> Result<Vec<kube_proxy::Process>> {
     if with == Proxy::Dataplane {
-        // As kube-proxy below.
-        let conntrack = json!({ "tcpCloseWaitTimeout": "1h" });
-        let wanted = Wanted {
-            config: json!({ "kernel": { "conntrack": conntrack } }),
-            ..Wanted::default()
-        };
-        agent::deploy(cluster, &wanted)?;
+        // As an administrator's file of sysctl.d: one test asks for the value that kube-proxy sets below.
+        const TIMEOUT: &str = "net.netfilter.nf_conntrack_tcp_timeout_close_wait=3600";
+        for node in &cluster.nodes {
+            check(in_netns(&node.name(), "sysctl").args(["-qw", TIMEOUT]))?;
+        }
+        agent::deploy(cluster, &Wanted::default())?;
         return Ok(Vec::new());
     }
     cluster
@@ -542,6 +541,8 @@ fn debian_release() -> Result<String> {
 
 #[cfg(test)]
 mod tests_of_names {
+    use serde_json::json;
+
     use super::*;
 
     #[test]

@@ -1,10 +1,6 @@
 //! `cargo xtask lint`: what a change must pass besides the tests.
 
-mod arrows;
-mod circles;
 mod features;
-mod modules;
-mod tokens;
 
 use std::{
     path::{Path, PathBuf},
@@ -39,8 +35,8 @@ pub fn main(no_install: bool) -> Result<ExitCode> {
     check(cargo().args(["fmt", "--all", "--check"]))?;
     note("lint: links of the pages");
     links::check()?;
-    note("lint: imports between files");
-    arrows::check()?;
+    note("lint: imports between modules");
+    check(cargo().args(["test", "--quiet", "--package", "xtask", "--test", "circles"]))?;
     note("lint: features of crates");
     features::check()?;
     note("lint: kernel programs");

@@ -98,8 +98,6 @@ struct Known {
     crowded: Vec<api::Problem>,
     /// What is wrong with the packet path's programs and interfaces.
     network: Vec<api::Problem>,
-    /// Why sysctls of the kernel's own conntrack are not as the operator wants them.
-    sysctls: Vec<api::Problem>,
     /// Why capture is not in line with the source.
     mesh_failure: Option<String>,
     /// Why the proxy takes fewer connections than it was asked to.
@@ -159,7 +157,6 @@ impl State {
                 unasked: Vec::new(),
                 crowded: Vec::new(),
                 network: Vec::new(),
-                sysctls: Vec::new(),
                 mesh_failure: None,
                 mesh_shortage: None,
                 mesh_left_out: Vec::new(),
@@ -299,16 +296,6 @@ impl State {
         let is_news = known.led_elsewhere != led;
         known.led_elsewhere = led;
         is_news
-    }
-
-    /// Why sysctls of the kernel's own conntrack cannot be set now.
-    pub fn sysctls_unset(&self, why: &[String]) {
-        let problem = |text: &String| api::Problem {
-            gravity: api::Gravity::Node,
-            place: "kernel.conntrack".to_owned(),
-            text: text.clone(),
-        };
-        lock(&self.known).sysctls = why.iter().map(problem).collect();
     }
 
     /// Whose connections are captured now. `trouble`: why it may not be so of all of them. `shortage`: why

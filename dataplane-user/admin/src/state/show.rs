@@ -40,7 +40,7 @@ impl State {
     }
 
     /// How many problems there are with the plan, with the source, with ports for load balancers, with the packet
-    /// path, with sysctls and with capture.
+    /// path and with capture.
     pub fn problems(&self) -> usize {
         let of_plan = lock(&self.planner).problems().count();
         let known = lock(&self.known);
@@ -52,7 +52,6 @@ impl State {
             + known.crowded.len()
             + known.network.len()
             + usize::from(known.led_elsewhere.is_some())
-            + known.sysctls.len()
             + mesh_problems(&known).count()
             + self.at_limit().count()
             + self.stalled().count()
@@ -129,7 +128,6 @@ impl State {
         }));
         problems.extend(known.crowded.iter().cloned());
         problems.extend(known.network.iter().chain(&known.led_elsewhere).cloned());
-        problems.extend(known.sysctls.iter().cloned());
         problems.extend(mesh_problems(&known));
         problems.extend(self.at_limit());
         problems.extend(self.stalled());

@@ -366,54 +366,6 @@ fn entries_and_routes_may_be_read_if_they_are_asked_for() {
     }
 }
 
-/// The node's sysctls can be written to where the configuration asks for it, and only there.
-#[test]
-fn sysctls_of_conntrack_take_a_mount() {
-    // Names and places of what is mounted from /proc/sys/net.
-    let mounts = |objects: &Objects| {
-        let pod = &objects["DaemonSet dataplane"]["spec"]["template"]["spec"];
-        let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-        let volumes = list(&pod["volumes"]);
-        let volumes = volumes
-            .iter()
-            .filter(|volume| volume["hostPath"]["path"] == "/proc/sys/net");
-        let names: Vec<Value> = volumes.map(|volume| volume["name"].clone()).collect();
-        let all = list(&pod["containers"][0]["volumeMounts"]);
-        let mounts = all
-            .into_iter()
-            .filter(|mount| names.contains(&mount["name"]) && mount["readOnly"].is_null());
-        let mounts: Vec<Value> = mounts.map(|mount| mount["mountPath"].clone()).collect();
-        assert_eq!(mounts.len(), names.len());
-        (names, mounts)
-    };
-    assert_eq!(mounts(&base()).0.len(), 0);
-    assert_eq!(
-        mounts(&chart::render("kube-system", &json!({}))).0.len(),
-        0,
-        "the chart"
-    );
-    let values =
-        json!({ "config": { "kernel": { "conntrack": { "tcpCloseWaitTimeout": "1h" } } } });
-    let chart = chart::render("kube-system", &values);
-    assert_eq!(
-        configured(&chart)
-            .kernel
-            .conntrack
-            .tcp_close_wait_timeout
-            .map(settings::Timeout::seconds),
-        Some(3600)
-    );
-    all_known(&chart);
-    assert_eq!(mounts(&chart).0.len(), 1);
-    let component = components::with("conntrack");
-    all_known(&component);
-    let (names, places) = mounts(&component);
-    assert_eq!(names.len(), 1);
-    // Both components can be used together.
-    let (others, other_places) = mounts(&components::with("mesh"));
-    assert!(!others.contains(&names[0]) && !other_places.contains(&places[0]));
-}
-
 #[test]
 fn it_may_read_what_is_watched_and_write_nothing() {
     let base = base();

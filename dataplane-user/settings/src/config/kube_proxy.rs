@@ -4,9 +4,7 @@
 use serde_json::Value;
 
 use super::read::yaml;
-use crate::{
-    Kubernetes, Listen, LogFormat, LogLevel, NfConntrack, Pattern, Range, Settings, Timeout,
-};
+use crate::{Kubernetes, Listen, LogFormat, LogLevel, Pattern, Range, Settings};
 
 const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
 
@@ -208,48 +206,27 @@ impl Import<'_> {
         }
     }
 
-    /// Imports the settings of the kernel's own conntrack, with kube-proxy's defaults for absent keys, because a node
-    /// that kube-proxy served has these defaults.
+    /// Says which sysctls of the kernel's own conntrack kube-proxy has set, with its defaults for absent keys. The agent
+    /// leaves them alone.
     fn conntrack(&mut self, block: &Value) {
-        const KEY: &str = "conntrack";
-        let number = |key: &str, default: u32| match &block[key] {
-            Value::Null => Some(default),
-            given => given.as_u64().and_then(|n| u32::try_from(n).ok()),
+        let sets = |key: &str, default: bool| match &block[key] {
+            Value::Null => default,
+            Value::Bool(is) => *is,
+            given => !matches!(given.as_str(), Some("" | "0" | "0s")) && given.as_u64() != Some(0),
         };
-        let max_per_core = number("maxPerCore", 32_768).filter(|n| *n > 0);
-        let min = number("min", 131_072).filter(|n| *n > 0 && max_per_core.is_some());
-        let mut timeout = |key: &str, default: &str| {
-            let given = match &block[key] {
-                Value::Null => default,
-                given => given.as_str().unwrap_or_default(),
-            };
-            if matches!(given, "" | "0" | "0s") {
-                return None;
-            }
-            let parsed: Result<Timeout, String> = given.parse();
-            parsed
-                .map_err(|wrong| self.note(&format!("{KEY}.{key}"), &block[key], wrong))
-                .ok()
-        };
-        let settings = NfConntrack {
-            max_per_core,
-            min,
-            tcp_established_timeout: timeout("tcpEstablishedTimeout", "24h"),
-            tcp_close_wait_timeout: timeout("tcpCloseWaitTimeout", "1h"),
-            tcp_be_liberal: (block["tcpBeLiberal"] == true).then_some(true),
-            udp_timeout: timeout("udpTimeout", ""),
-            udp_stream_timeout: timeout("udpStreamTimeout", ""),
-        };
-        if settings != NfConntrack::default() {
+        let by_default = ["maxPerCore", "tcpEstablishedTimeout", "tcpCloseWaitTimeout"];
+        let otherwise = ["tcpBeLiberal", "udpTimeout", "udpStreamTimeout"];
+        if by_default.iter().any(|key| sets(key, true))
+            || otherwise.iter().any(|key| sets(key, false))
+        {
             self.note(
-                KEY,
+                "conntrack",
                 block,
-                "imported as kernel.conntrack, with kube-proxy's defaults for absent keys, because nodes that \
-                 kube-proxy served have these values; remove kernel.conntrack to leave the sysctls alone. With the \
-                 kustomize base, add the component `conntrack`",
+                "kube-proxy sets sysctls of the kernel's own conntrack by these keys, or by its defaults for absent keys. \
+                 The agent leaves them alone: to keep the values at the next boot, write them to a file in /etc/sysctl.d, \
+                 see docs/configuration.md#sysctls-of-the-kernels-conntrack",
             );
         }
-        self.config.kernel.conntrack = settings;
     }
 
     fn leaf(&mut self, key: &str, value: &Value) {
