@@ -13,10 +13,10 @@ use dataplane_common::{
 };
 use ipnet::IpNet;
 use kernel::{
-    AttachOptions, Interface, Link, Network, NetworkInterface, PacketOptions, conntrack::room,
+    AttachOptions, Hook, Interface, Link, Network, NetworkInterface, PacketOptions, conntrack::room,
 };
 use plan::source_key;
-use settings::{Packets, Patterns};
+use settings::{Packets, Patterns, TcHook};
 
 use super::{earlier::Earlier, node, source_checks::Segments};
 
@@ -58,7 +58,11 @@ impl PacketSettings {
     /// What is asked for, on this machine.
     pub fn new(packets: &Packets) -> Self {
         let attach = AttachOptions {
-            hook: packets.hook.unwrap_or_default().wanted(),
+            hook: match packets.hook.unwrap_or_default() {
+                TcHook::Auto => None,
+                TcHook::Tcx => Some(Hook::Tcx),
+                TcHook::Clsact => Some(Hook::Clsact),
+            },
             order: packets.order.unwrap_or_default(),
         };
         Self {

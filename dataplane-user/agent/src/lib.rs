@@ -244,8 +244,13 @@ fn serve(
     let (events, happened) = mpsc::channel();
     let deaths_of_opener = deaths(&events);
     opener::watch(move |thread, why| deaths_of_opener(thread, why)).map_err(Error::Thread)?;
-    let paths = settings.kernel.paths()?;
-    let limits = settings.limits.of_tables();
+    let paths = kernel::Paths::find(settings.kernel.bpffs(), settings.kernel.cgroup.clone())?;
+    let default = kernel::Limits::default();
+    let limits = kernel::Limits {
+        frontends: settings.limits.frontends.unwrap_or(default.frontends),
+        endpoints: settings.limits.endpoints.unwrap_or(default.endpoints),
+        affinity: settings.limits.affinity_clients.unwrap_or(default.affinity),
+    };
     let said = settings;
     let (settings, rules) = with_rules(settings).map_err(InputError::Open)?;
     let settings = &settings;

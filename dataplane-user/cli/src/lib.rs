@@ -163,7 +163,7 @@ struct PathArgs {
 impl PathArgs {
     /// For looking at what is there: a missing cgroup v2 is then looked for where it usually is.
     fn or_guess(&self) -> kernel::Paths {
-        self.kernel().paths_or_guess()
+        kernel::Paths::find_or_guess(self.bpffs(), self.cgroup.clone())
     }
 
     fn bpffs(&self) -> PathBuf {
@@ -293,7 +293,6 @@ fn log_filter(level: LogLevel) -> EnvFilter {
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
-    use settings::Limits;
 
     use super::*;
 
@@ -329,7 +328,7 @@ mod tests {
     fn help_says_the_defaults_of_limits() {
         let command = Cli::command();
         let run = command.find_subcommand("run").unwrap();
-        let default = Limits::default().of_tables();
+        let default = kernel::Limits::default();
         for (id, default) in [
             ("max-frontends", default.frontends),
             ("max-endpoints", default.endpoints),

@@ -131,7 +131,10 @@ fn read_again() -> Result<Settings, String> {
         return Err("the command line is not `run`".to_owned());
     };
     // The agent asks for the paths again when it serves, and an error there would end it.
-    let found = args.settings.kernel.paths();
+    let found = kernel::Paths::find(
+        args.settings.kernel.bpffs(),
+        args.settings.kernel.cgroup.clone(),
+    );
     found.map_err(|error| error.to_string())?;
     Ok(args.settings)
 }
@@ -162,7 +165,10 @@ impl RunArgs {
 
     /// Prints one message with a remedy: the first feature that this machine lacks, or the error.
     fn cannot_run(&self, error: &dyn std::error::Error) -> ExitCode {
-        let features = probe::features(&self.settings.kernel.paths_or_guess());
+        let features = probe::features(&kernel::Paths::find_or_guess(
+            self.settings.kernel.bpffs(),
+            self.settings.kernel.cgroup.clone(),
+        ));
         let mut missing = features.iter().filter(|f| f.required && !f.present);
         // Basic features come first, and others may be missing because of them.
         let Some(first) = missing.next() else {

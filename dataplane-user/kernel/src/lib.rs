@@ -100,9 +100,7 @@ pub use programs::Attachment;
 pub use reverse_path::{reverse_path, reverse_paths, shows_reverse_paths};
 pub use services::ServiceTables;
 pub use tables::{Growth, Limits, Tables, Usage};
-pub use tc::{
-    Direction, Hook, InterfaceAttachment, Order, egress_of_others, name as interface_name,
-};
+pub use tc::{Direction, Hook, InterfaceAttachment, egress_of_others, name as interface_name};
 use tracing::info;
 pub use ways_out::{Way, ways_out};
 pub use xfrm::{PolicyNews, policies as ipsec_policies};
@@ -124,8 +122,23 @@ pub struct Paths {
     pub cgroup: PathBuf,
 }
 
-/// Our directory on a bpffs, unless told otherwise.
-pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/dataplane";
+impl Paths {
+    /// Returns the paths. `cgroup`: `None` for the root of cgroup v2.
+    ///
+    /// # Errors
+    /// If there is no cgroup v2, and none is named.
+    pub fn find(bpffs: PathBuf, cgroup: Option<PathBuf>) -> Result<Self, Error> {
+        let cgroup = cgroup.map_or_else(cgroup2_root, Ok)?;
+        Ok(Self { bpffs, cgroup })
+    }
+
+    /// Returns the same for commands that only read: without a cgroup v2, its usual path.
+    pub fn find_or_guess(bpffs: PathBuf, cgroup: Option<PathBuf>) -> Self {
+        let cgroup = cgroup.or_else(|| cgroup2_root().ok());
+        let cgroup = cgroup.unwrap_or_else(|| "/sys/fs/cgroup".into());
+        Self { bpffs, cgroup }
+    }
+}
 
 /// The tables' one writer. Dropping it changes nothing: programs and tables stay pinned.
 #[derive(Debug)]

@@ -1,4 +1,4 @@
-//! Paths in the kernel's file systems, sysctls, and limits of tables.
+//! Paths in the kernel's file systems, and limits of tables.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use super::is_default;
 
-/// Paths in the kernel's file systems, and sysctls.
+/// Directory of the pins, unless the configuration names another.
+pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/dataplane";
+
+/// Paths in the kernel's file systems.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct Kernel {
@@ -27,26 +30,7 @@ impl Kernel {
     /// Returns the directory for pins.
     pub fn bpffs(&self) -> PathBuf {
         let bpffs = self.bpffs.clone();
-        bpffs.unwrap_or_else(|| kernel::DEFAULT_BPFFS.into())
-    }
-
-    /// Returns the directory for pins and the cgroup.
-    ///
-    /// # Errors
-    /// If there is no cgroup v2, and none is named.
-    pub fn paths(&self) -> Result<kernel::Paths, kernel::Error> {
-        Ok(kernel::Paths {
-            bpffs: self.bpffs(),
-            cgroup: self.cgroup.clone().map_or_else(kernel::cgroup2_root, Ok)?,
-        })
-    }
-
-    /// Returns the same for commands that only read: without a cgroup v2, its usual path.
-    pub fn paths_or_guess(&self) -> kernel::Paths {
-        self.paths().unwrap_or_else(|_| kernel::Paths {
-            bpffs: self.bpffs(),
-            cgroup: "/sys/fs/cgroup".into(),
-        })
+        bpffs.unwrap_or_else(|| DEFAULT_BPFFS.into())
     }
 }
 
@@ -92,16 +76,4 @@ pub struct Limits {
         value_parser = clap::value_parser!(u32).range(1024..=16_777_216)
     )]
     pub affinity_clients: Option<u32>,
-}
-
-impl Limits {
-    /// Returns the limits, with defaults where none is configured.
-    pub fn of_tables(&self) -> kernel::Limits {
-        let default = kernel::Limits::default();
-        kernel::Limits {
-            frontends: self.frontends.unwrap_or(default.frontends),
-            endpoints: self.endpoints.unwrap_or(default.endpoints),
-            affinity: self.affinity_clients.unwrap_or(default.affinity),
-        }
-    }
 }

@@ -25,7 +25,7 @@ use dataplane_common::Protocol;
 pub use dns::{Dns, DnsCapture, DnsDestinations};
 pub use faults::faults;
 pub use flow_timeouts::FlowTimeouts;
-pub use kernel::{Kernel, Limits};
+pub use kernel::{DEFAULT_BPFFS, Kernel, Limits};
 pub use listen::{Listen, Listeners, MetricsAuth};
 pub use mesh::{Mesh, MeshNamespace, MeshProxy, MeshRules, MeshWorkload};
 pub use node::Node;

@@ -4,7 +4,7 @@ use clap::{
     Args, ValueEnum,
     builder::{PossibleValuesParser, TypedValueParser as _},
 };
-use kernel::{Hook, Order};
+use model::Order;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -187,15 +187,4 @@ pub enum TcHook {
     Tcx,
     /// Filters of a clsact qdisc
     Clsact,
-}
-
-impl TcHook {
-    /// Returns the configured hook, or `None` for the best that the kernel has.
-    pub fn wanted(self) -> Option<Hook> {
-        match self {
-            Self::Auto => None,
-            Self::Tcx => Some(Hook::Tcx),
-            Self::Clsact => Some(Hook::Clsact),
-        }
-    }
 }

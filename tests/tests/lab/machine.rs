@@ -12,11 +12,12 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Host, Lab, patience, report::Report};
-use kernel::{DEFAULT_BPFFS, Paths};
+use kernel::Paths;
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
+use settings::DEFAULT_BPFFS;
 use tempfile::TempDir;
 
 use crate::{

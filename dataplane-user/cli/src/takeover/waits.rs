@@ -37,7 +37,11 @@ pub fn when_it_serves(settings: Settings, agent: Client) -> io::Result<()> {
         let place = Place {
             directory: directory.unwrap_or_else(|| DIRECTORY.into()),
             bpffs: settings.kernel.bpffs(),
-            cgroup: settings.kernel.paths_or_guess().cgroup,
+            cgroup: kernel::Paths::find_or_guess(
+                settings.kernel.bpffs(),
+                settings.kernel.cgroup.clone(),
+            )
+            .cgroup,
             agent,
             owners: OWNERS,
         };

@@ -61,7 +61,7 @@ fn it_gives_what_the_daemon_set_gives() {
     // Where the agent writes, by default.
     let writable = value("ReadWritePaths");
     // At the first start, it is not there, and systemd runs nothing where a path is missing that has no `-`.
-    let pins = format!("-{}", kernel::DEFAULT_BPFFS);
+    let pins = format!("-{}", settings::DEFAULT_BPFFS);
     assert!(writable.split(' ').any(|path| path == pins), "{writable}");
     let listeners = Listeners::default();
     let socket = listeners.socket();

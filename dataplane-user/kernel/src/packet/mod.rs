@@ -24,7 +24,7 @@ use super::{
     programs,
     protected::{Change, Protected},
     tables::Tables,
-    tc::{self, Direction, Hook, InterfaceAttachment, Order, PacketPrograms},
+    tc::{self, Direction, Hook, InterfaceAttachment, PacketPrograms},
 };
 
 /// How to run the packet path.
@@ -51,7 +51,7 @@ pub struct AttachOptions {
     /// By which means; `None`: the best that the kernel has.
     pub hook: Option<Hook>,
     /// Where among other people's programs, on an interface where ours are not yet.
-    pub order: Order,
+    pub order: model::Order,
 }
 
 /// What the packet path is to take interfaces and networks for.

@@ -11,6 +11,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use model::Order;
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_route::{
     RouteNetlinkMessage,
@@ -25,7 +26,7 @@ use super::{
         error::{Doing, Error},
         rtnetlink::Netlink,
     },
-    Direction, Order, name,
+    Direction, name,
 };
 
 /// The qdisc's kind, and its number on every interface that has one.

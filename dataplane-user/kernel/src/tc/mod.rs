@@ -21,7 +21,6 @@ use self::clsact::{Clsact, Filter};
 pub use self::{
     attachments::{InterfaceAttachment, attachments},
     egress::egress_of_others,
-    order::Order,
     programs::{CaptureProgram, PacketPrograms},
     removal::{keep_no_capture, keep_none, remove_filters, remove_links},
 };

@@ -7,11 +7,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use model::{Anchor, Order};
 use tracing::warn;
 
 use super::{
-    Direction, Filters, Hook, Order, clsact::Clsact, detach, is_used, known_name, name,
-    order::Anchor, ours, pin, removal,
+    Direction, Filters, Hook, clsact::Clsact, detach, is_used, known_name, name, order, ours, pin,
+    removal,
 };
 use crate::{
     error::{Doing, Error},
@@ -292,9 +293,8 @@ impl Program {
                     let _ = sys::link_detach(link.as_fd());
                 }
                 let attach = self.direction.tcx();
-                let new = self
-                    .order_on(pins, ifindex)
-                    .attach(self.fd.as_fd(), ifindex, attach)
+                let order = self.order_on(pins, ifindex);
+                let new = order::attach(order, self.fd.as_fd(), ifindex, attach)
                     .doing(|| format!("cannot attach program {program} to {}", name(ifindex)))?;
                 pin_link(new.as_fd(), path, link.is_some())
             }
@@ -322,7 +322,7 @@ impl Program {
         };
         if self.direction != Direction::Capture {
             let chain = || sys::tcx_chain(ifindex, self.direction.tcx()).unwrap_or_default();
-            return self.order.is_relative() && self.order.is_broken(own.program, &chain());
+            return self.order.is_relative() && order::is_broken(self.order, own.program, &chain());
         }
         let other = pin(pins, Direction::Ingress, ifindex);
         let Ok(Some((_, other))) = ours(&other, Direction::Ingress) else {
