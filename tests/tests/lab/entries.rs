@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::Tables;
+use kernel::Tables;
 use dataplane_common::{Port, Protocol, decide};
 use dataplane_tests::{
     Agent, Lab,

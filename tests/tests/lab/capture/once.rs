@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::trial::Flips;
+use kernel::trial::Flips;
 use dataplane_common::{Protocol, Reason};
 use dataplane_tests::{Host, Process, emulated, patience, report::LoadReport};
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng, seq::IndexedRandom as _};
