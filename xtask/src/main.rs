@@ -9,6 +9,7 @@ mod fuzz;
 mod judges;
 mod kernels;
 mod lab;
+mod lines;
 mod links;
 mod lint;
 mod practice;
@@ -54,6 +55,7 @@ enum Chore {
     Verifier(verifier::Arguments),
     Kernels(kernels::Arguments),
     Lint(lint::Arguments),
+    Lines(lines::Arguments),
     Lab(lab::Arguments),
     Cluster(cluster::Arguments),
     Judges(judges::Arguments),
@@ -72,6 +74,7 @@ fn main() -> ExitCode {
         Chore::Verifier(arguments) => verifier::main(&arguments, no_install),
         Chore::Kernels(arguments) => kernels::main(&arguments, no_install),
         Chore::Lint(lint::Arguments {}) => lint::main(no_install),
+        Chore::Lines(lines::Arguments {}) => lines::main(),
         Chore::Lab(arguments) => lab::main(&arguments),
         Chore::Cluster(arguments) => cluster::main(&arguments, no_install),
         Chore::Judges(arguments) => judges::main(&arguments),

@@ -8,7 +8,6 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use kernel::Tables;
 use dataplane_common::{Port, Protocol, decide};
 use dataplane_tests::{
     Agent, Lab,
@@ -16,6 +15,7 @@ use dataplane_tests::{
     patience,
     report::LoadReport,
 };
+use kernel::Tables;
 use serde_json::{Value, json};
 
 use crate::{

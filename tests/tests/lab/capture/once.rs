@@ -7,9 +7,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use kernel::trial::Flips;
 use dataplane_common::{Protocol, Reason};
 use dataplane_tests::{Host, Process, emulated, patience, report::LoadReport};
+use kernel::trial::Flips;
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng, seq::IndexedRandom as _};
 use serde_json::{Value, json};
 
