@@ -58,7 +58,7 @@ pub fn of_interfaces() -> io::Result<Vec<Address>> {
 
 /// What decides which addresses node ports are answered on.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Seen {
+pub struct NodeAddresses {
     all: Vec<Address>,
     /// The interface of each family's default route.
     default: [Option<String>; 2],
@@ -69,11 +69,11 @@ pub struct Seen {
 /// # Errors
 ///
 /// If the kernel does not tell.
-pub fn look() -> io::Result<Seen> {
+pub fn look() -> io::Result<NodeAddresses> {
     // "thread-self": the namespace of whoever asks, not of the process's first thread.
     let v4 = routes("/proc/thread-self/net/route")?;
     let v6 = routes("/proc/thread-self/net/ipv6_route")?;
-    Ok(Seen {
+    Ok(NodeAddresses {
         all: of_interfaces()?,
         default: [
             default_interface_v4(&v4).map(str::to_owned),
@@ -108,7 +108,7 @@ pub struct OfNode {
 ///
 /// If the kernel does not tell.
 pub fn of_node(wanted: &[IpNet], told: &[IpAddr]) -> io::Result<OfNode> {
-    let Seen { all, default } = look()?;
+    let NodeAddresses { all, default } = look()?;
     let own = all.iter().map(|a| a.addr).collect();
     let for_node_ports = if wanted.is_empty() {
         let [v4, v6] = &default;

@@ -21,12 +21,12 @@ use super::{
 /// The routes that the last looks found.
 #[derive(Debug, Default)]
 pub struct Astray {
-    pods: BTreeMap<IpAddr, Seen>,
+    pods: BTreeMap<IpAddr, RouteEnd>,
 }
 
 /// Where the route to a pod led.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Seen {
+enum RouteEnd {
     /// By an uplink, whenever somebody looked.
     Uplink,
     /// Elsewhere, at least once.
@@ -61,12 +61,12 @@ impl Astray {
             let known = before.get(pod).copied();
             let by = leaves_by(*pod).and_then(uplink);
             match by {
-                Some(by) if known == Some(Seen::Uplink) => led.push((pod, by)),
+                Some(by) if known == Some(RouteEnd::Uplink) => led.push((pod, by)),
                 _ => {}
             }
             let seen = match by {
-                Some(_) => known.unwrap_or(Seen::Uplink),
-                None => Seen::Elsewhere,
+                Some(_) => known.unwrap_or(RouteEnd::Uplink),
+                None => RouteEnd::Elsewhere,
             };
             self.pods.insert(*pod, seen);
         }

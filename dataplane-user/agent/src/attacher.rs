@@ -28,7 +28,7 @@ use tracing::{debug, error, info, warn};
 
 use super::{
     Event, LOOK, RETRY,
-    addresses::{self, Seen},
+    addresses::{self, NodeAddresses},
     deaths,
     earlier::History,
     handover::{Offers, Turn},
@@ -77,7 +77,7 @@ pub enum Job {
 pub struct Died;
 
 /// What the thread does its work with.
-pub struct Means {
+pub struct Inputs {
     pub kernel: Kernel,
     pub state: Arc<State>,
     pub packet: PacketSettings,
@@ -89,7 +89,7 @@ pub struct Means {
 }
 
 /// The parts of the agent that the thread returns when it ends.
-pub struct Rest {
+pub struct Returned {
     pub kernel: Kernel,
     pub mesh: Option<Mesh>,
     pub turn: Option<Turn>,
@@ -101,12 +101,12 @@ impl Attacher {
     /// # Errors
     /// If no thread can be started.
     pub fn start(
-        means: Means,
+        means: Inputs,
         events: Sender<Event>,
         jobs: Sender<Job>,
         todo: Receiver<Job>,
     ) -> io::Result<Self> {
-        let Means {
+        let Inputs {
             kernel,
             state,
             packet,
@@ -164,13 +164,13 @@ impl Attacher {
     }
 
     /// Ends the thread; what it had.
-    pub fn stop(self) -> Result<Rest, Died> {
+    pub fn stop(self) -> Result<Returned, Died> {
         self.send(Job::Stop);
         let worker = self.thread.join().ok().flatten().ok_or(Died)?;
         let Worker {
             kernel, mesh, turn, ..
         } = worker;
-        Ok(Rest { kernel, mesh, turn })
+        Ok(Returned { kernel, mesh, turn })
     }
 }
 
@@ -250,7 +250,7 @@ struct Worker {
     /// How many IPsec policies protect something.
     protecting: usize,
     /// The node's addresses, as they were told last.
-    addresses: Option<Seen>,
+    addresses: Option<NodeAddresses>,
     /// What is wrong with the packet path, and how bad it is.
     problems: Vec<(Gravity, String)>,
 }

@@ -13,14 +13,14 @@ use kernel::{Interface, Network};
 #[derive(Debug, Default)]
 pub struct History {
     /// By number. `None` before the first look, which finds no interface new.
-    known: Option<BTreeMap<u32, Known>>,
+    known: Option<BTreeMap<u32, InterfaceRecord>>,
     /// Interfaces that were uplinks at the last look.
     uplinks: BTreeSet<u32>,
 }
 
 /// An interface that is up, or was.
 #[derive(Clone, Debug)]
-struct Known {
+struct InterfaceRecord {
     /// The time at which it came up with other addresses than before.
     since: Instant,
     was_up: bool,
@@ -72,7 +72,7 @@ impl History {
                     let was_up = false;
                     known.insert(
                         index,
-                        Known {
+                        InterfaceRecord {
                             was_up,
                             ..past.clone()
                         },
@@ -93,7 +93,7 @@ impl History {
             let was_up = true;
             known.insert(
                 index,
-                Known {
+                InterfaceRecord {
                     since,
                     was_up,
                     addresses,

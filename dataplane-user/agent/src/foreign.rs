@@ -19,7 +19,7 @@ const REMEDY: &str = "the agent needs the host's PID namespace, CAP_SYS_PTRACE a
 
 /// Listening sockets of a proxy.
 #[derive(Debug)]
-pub struct Taken {
+pub struct ForeignListeners {
     /// Each with the family of connections that it takes.
     pub sockets: Vec<(u32, OwnedFd)>,
     /// Why there are others that could not be taken.
@@ -34,8 +34,8 @@ pub fn listeners(
     namespace: &Namespace,
     port: u16,
     wanted: impl Fn(u32) -> bool,
-) -> Result<Taken, Problem> {
-    let mut taken = Taken {
+) -> Result<ForeignListeners, Problem> {
+    let mut taken = ForeignListeners {
         sockets: Vec::new(),
         problem: None,
     };

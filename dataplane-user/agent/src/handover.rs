@@ -100,7 +100,7 @@ impl Turn {
 
 /// What an agent has from the one before.
 #[derive(Debug, Default)]
-pub struct Given {
+pub struct Inherited {
     /// Its turn.
     pub turn: Option<Turn>,
     /// Its listening sockets.
@@ -113,12 +113,12 @@ pub struct Given {
 /// What proxies of this process relay that have no listening sockets any more: one for each time that the agent
 /// took its place back.
 #[derive(Debug, Default)]
-pub struct Left(Vec<Receiver<()>>);
+pub struct Draining(Vec<Receiver<()>>);
 
-impl Left {
+impl Draining {
     /// What an agent that takes its place back has from itself. Its proxy goes on accepting until the next one does, and
     /// relaying for as long as the process lives.
-    pub fn behind(&mut self, mesh: Mesh) -> Given {
+    pub fn behind(&mut self, mesh: Mesh) -> Inherited {
         let copy = |(name, socket): (String, BorrowedFd<'_>)| {
             Some((name, socket.try_clone_to_owned().ok()?))
         };
@@ -134,7 +134,7 @@ impl Left {
             mesh.stop(FOR_GOOD, false);
             drop(relaying);
         });
-        Given {
+        Inherited {
             turn: None,
             sockets,
             before,
@@ -165,7 +165,7 @@ impl Left {
 ///
 /// # Errors
 /// If it does not give its place away; then it goes on.
-pub fn take(socket: &Path) -> io::Result<Given> {
+pub fn take(socket: &Path) -> io::Result<Inherited> {
     let deadline = Instant::now() + STARTING;
     loop {
         if let Some((stream, named)) = handover::ask(&path(socket))? {
@@ -182,16 +182,16 @@ pub fn take(socket: &Path) -> io::Result<Given> {
                 // An agent of an earlier version has none.
                 None => Turn::take(socket)?,
             };
-            return Ok(Given {
+            return Ok(Inherited {
                 turn,
                 sockets,
                 before,
             });
         }
         if let Some(turn) = Turn::take(socket)? {
-            return Ok(Given {
+            return Ok(Inherited {
                 turn: Some(turn),
-                ..Given::default()
+                ..Inherited::default()
             });
         }
         // It does not listen for us yet, or no more.
@@ -282,7 +282,7 @@ impl Offers {
         if self.busy.swap(true, Ordering::Acquire) {
             return Err(io::Error::other("another agent already asks to take over"));
         }
-        // Given back when it is over, in whichever way.
+        // Inherited back when it is over, in whichever way.
         let busy = Busy(Arc::clone(&self.busy));
         let copy = |(name, socket): (String, BorrowedFd<'_>)| {
             socket.try_clone_to_owned().map(|socket| (name, socket))

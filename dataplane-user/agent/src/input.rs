@@ -52,7 +52,7 @@ pub fn source(settings: &settings::Source, scope: kubernetes::Scope, names: bool
             server: api.api_server.clone(),
             ..kubernetes::Target::default()
         },
-        wanted: kubernetes::Wanted {
+        wanted: kubernetes::WantedKinds {
             scope,
             entries: api.service_entries && scope >= kubernetes::Scope::HostPorts,
             routes: api.routes,
@@ -101,7 +101,7 @@ pub struct Input {
 
 /// A view has been taken into the snapshot.
 #[derive(Clone, Copy, Debug)]
-pub struct Taken {
+pub struct Update {
     /// When the oldest of its changes arrived; none if that is no measure of anything, as for a list.
     pub since: Option<Instant>,
 }
@@ -194,14 +194,14 @@ impl Input {
     }
 
     /// Takes the newest view into the snapshot, and what has been looked up, if there is something new.
-    pub fn take(&mut self) -> Option<Taken> {
+    pub fn take(&mut self) -> Option<Update> {
         let learnt = self.lookups.as_mut();
         let learnt = learnt.and_then(|lookups| lookups.tell(&mut self.entries));
         let Some(view) = self.feed.take() else {
             // The agent looks up names of objects in the last view only, so there is a view.
             learnt?;
             self.serve();
-            return Some(Taken { since: learnt });
+            return Some(Update { since: learnt });
         };
         if self.facts != view.node || !self.known {
             match self.node(view.node.as_ref()) {
@@ -309,7 +309,7 @@ impl Input {
         }
     }
 
-    fn put(&mut self, view: View) -> Taken {
+    fn put(&mut self, view: View) -> Update {
         self.known = true;
         self.facts = view.node;
         self.services = view.services;
@@ -326,7 +326,7 @@ impl Input {
         if !self.serve() && others {
             self.note();
         }
-        Taken { since: view.since }
+        Update { since: view.since }
     }
 
     /// Serves what can be served on this node as it is now; whether something else is left out than before.

@@ -39,9 +39,9 @@ use std::{
 };
 
 use admin::{Listeners, State, api};
-use attacher::{Attacher, Means, Rest};
+use attacher::{Attacher, Inputs, Returned};
 use flows::Flows;
-use handover::{Given, Left, Turn};
+use handover::{Draining, Inherited, Turn};
 use input::Keeping;
 pub use input::{Input, InputError, source};
 use interfaces::PacketSettings;
@@ -226,8 +226,8 @@ pub fn run(
 #[derive(Default)]
 struct Back {
     /// What it need not ask for; none: it asks the agent that has its place, which is ending.
-    given: Option<Given>,
-    left: Left,
+    given: Option<Inherited>,
+    left: Draining,
 }
 
 /// [`run`], once: with what the same process had before if the agent that took its place is gone. Answers that
@@ -274,9 +274,9 @@ fn serve(
     let mut given = match given {
         Some(given) => given,
         None if asks => handover::take(&socket).map_err(Error::Replace)?,
-        None => Given {
+        None => Inherited {
             turn: Turn::take(&socket).map_err(Error::Turn)?,
-            ..Given::default()
+            ..Inherited::default()
         },
     };
     // Asked before the ports, which the other agent has too: who runs is the better answer.
@@ -404,7 +404,7 @@ fn serve(
         let _ = state.dns.set(observer);
     }
     let published = mesh.as_ref().map(|mesh| mesh.published().clone());
-    let means = Means {
+    let means = Inputs {
         kernel,
         state: Arc::clone(&state),
         packet,
@@ -429,7 +429,7 @@ fn serve(
     let rest = sync.end();
     own_rules.stop();
     let end = result?;
-    let Some(Rest { kernel, mesh, turn }) = rest else {
+    let Some(Returned { kernel, mesh, turn }) = rest else {
         return Err(Error::Died {
             thread: "attacher".to_owned(),
             why: "it ended while the agent did".to_owned(),
@@ -455,7 +455,7 @@ fn serve(
             {
                 warn!("the agent that took over ended before it served: taking over again");
                 let given = mesh.map(|mesh| left.behind(mesh)).unwrap_or_default();
-                let given = Some(Given {
+                let given = Some(Inherited {
                     turn: Some(turn),
                     ..given
                 });
@@ -481,9 +481,9 @@ fn serve(
                 "the agent that took over {}: taking over again",
                 if turn.is_some() { "is gone" } else { "ends" }
             );
-            let given = turn.map(|turn| Given {
+            let given = turn.map(|turn| Inherited {
                 turn: Some(turn),
-                ..Given::default()
+                ..Inherited::default()
             });
             return Ok(Some(Back { given, left }));
         }
@@ -611,7 +611,7 @@ fn given_up(bpffs: &Path, socket: &Path) -> io::Result<Option<Turn>> {
 
 /// Lets what proxies relay come to its end, for so long at most, unless a signal comes before. `stop`: that of the
 /// proxy that has listening sockets.
-fn finish(left: Left, at_most: Duration, stop: impl FnOnce(Duration) + Send + 'static) {
+fn finish(left: Draining, at_most: Duration, stop: impl FnOnce(Duration) + Send + 'static) {
     let deadline = Instant::now() + at_most;
     handover::finish(move || {
         stop(at_most);

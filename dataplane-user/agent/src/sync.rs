@@ -20,7 +20,7 @@ use tracing::{debug, error, info, warn};
 
 use super::{
     End, Error, Event, LOOK, LOOK_SOON, RETRY, RETURNING, adopt,
-    attacher::{Attacher, Job, Rest},
+    attacher::{Attacher, Job, Returned},
     flows::{self, Flows, Imported},
     handover,
     input::Input,
@@ -103,7 +103,7 @@ impl Sync {
 
     /// Ends the other threads that it works with, but for the proxy's. None if one of them has died, of which
     /// [`Sync::run`] has told.
-    pub fn end(self) -> Option<Rest> {
+    pub fn end(self) -> Option<Returned> {
         self.flows.stop();
         self.attacher.stop().ok()
     }

@@ -37,7 +37,7 @@ pub struct Step {
     pub addresses: Vec<IpAddr>,
     /// The resolvers and names that the agent would ask, if it does not know the answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ask: Option<Asked>,
+    pub ask: Option<Questions>,
     /// Whether the answer is from the cache.
     #[serde(default, skip_serializing_if = "is_false")]
     pub cached: bool,
@@ -45,7 +45,7 @@ pub struct Step {
 
 /// The resolvers and names that the agent would ask.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Asked {
+pub struct Questions {
     /// The resolvers, in their order; none: the query is refused.
     pub resolvers: Vec<SocketAddr>,
     /// The names, in their order.
@@ -165,7 +165,7 @@ fn step(
                 return Ok(step);
             }
             step.add(ask.candidates.iter().flat_map(|of| &of.records));
-            step.ask = Some(Asked {
+            step.ask = Some(Questions {
                 resolvers: client.resolvers.clone(),
                 names: ask
                     .candidates

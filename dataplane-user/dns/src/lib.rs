@@ -32,7 +32,7 @@ mod zone;
 pub use basis::Basis;
 pub use beats::AWAY;
 pub use client::{Client, ResolvConf};
-pub use explain::{Asked, ExplainError, Step, steps};
+pub use explain::{ExplainError, Questions, Step, steps};
 pub use log::{Answered, Queries};
 pub use lookups::Lookups;
 pub use name::LowerName;

@@ -71,11 +71,11 @@ pub struct Log {
     start: Instant,
     /// Until when somebody reads, in milliseconds from the start.
     until: AtomicU64,
-    kept: Mutex<Kept>,
+    kept: Mutex<Logged>,
 }
 
 #[derive(Debug, Default)]
-struct Kept {
+struct Logged {
     queries: VecDeque<Answered>,
     /// The number of the first of them.
     first: u64,

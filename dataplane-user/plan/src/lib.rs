@@ -58,7 +58,7 @@ pub use departures::{Departed, Departures};
 pub use diff::{Answer, Change, Empty, changes};
 use model::{Protocol, ServiceName};
 pub use planner::Planner;
-pub use room::Left;
+pub use room::LeftOut;
 pub use wanted::{key_text, source_key};
 
 /// One write to the kernel's tables.

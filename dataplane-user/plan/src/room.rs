@@ -25,7 +25,7 @@ const ENDPOINTS: usize = 2;
 
 /// What is left out of the tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Left {
+pub enum LeftOut {
     /// The service: the tables have nothing of it.
     Whole,
     /// Its endpoints: connections to it are refused.
@@ -37,7 +37,7 @@ pub enum Left {
 pub(super) struct Budgets {
     room: Room,
     shares: Shares<4>,
-    left_out: BTreeMap<ServiceName, Left>,
+    left_out: BTreeMap<ServiceName, LeftOut>,
     /// What services of one namespace want less and more of since the last time: most changes are of one namespace.
     pending: Option<(ServiceName, Entries, Entries)>,
     /// A service of each namespace that wants less or more.
@@ -63,12 +63,12 @@ impl Budgets {
     }
 
     /// What is left out of a service.
-    pub(super) fn left(&self, service: &ServiceName) -> Option<Left> {
+    pub(super) fn left(&self, service: &ServiceName) -> Option<LeftOut> {
         self.left_out.get(service).copied()
     }
 
     /// All that is left out.
-    pub(super) fn left_out(&self) -> &BTreeMap<ServiceName, Left> {
+    pub(super) fn left_out(&self) -> &BTreeMap<ServiceName, LeftOut> {
         &self.left_out
     }
 
@@ -160,9 +160,9 @@ impl Budgets {
                     continue;
                 }
                 let what = if shares::take(&keys, &mut left) {
-                    Left::Endpoints
+                    LeftOut::Endpoints
                 } else {
-                    Left::Whole
+                    LeftOut::Whole
                 };
                 after.insert(service.name.clone(), what);
             }
@@ -184,21 +184,21 @@ impl Budgets {
     }
 
     /// Names what is left out of a service, and why.
-    pub(super) fn problem(&self, service: &Service, keys: &[WantedKey], left: Left) -> Problem {
+    pub(super) fn problem(&self, service: &Service, keys: &[WantedKey], left: LeftOut) -> Problem {
         let cost = wanted::cost(service, keys);
         let budget = self.shares.budget();
         // The table of which it takes the largest part.
         let part = |n: &usize| cost[*n].saturating_mul(1 << 20) / budget[*n].max(1);
         let candidates = match left {
-            Left::Endpoints => &[ENDPOINTS][..],
-            Left::Whole => &[0, 1, 3],
+            LeftOut::Endpoints => &[ENDPOINTS][..],
+            LeftOut::Whole => &[0, 1, 3],
         };
         let most = candidates.iter().copied().max_by_key(part);
         let most = most.unwrap_or(ENDPOINTS);
         let (table, knob) = TABLES[most];
         let is = match left {
-            Left::Whole => "is not served",
-            Left::Endpoints => "has none of its endpoints, so connections to it are refused",
+            LeftOut::Whole => "is not served",
+            LeftOut::Endpoints => "has none of its endpoints, so connections to it are refused",
         };
         let raise = knob.map_or_else(String::new, |knob| format!(", or raise {knob}"));
         Problem {
@@ -216,9 +216,9 @@ impl Budgets {
 
 /// What is left out of a namespace.
 fn of_namespace<'a>(
-    left_out: &'a BTreeMap<ServiceName, Left>,
+    left_out: &'a BTreeMap<ServiceName, LeftOut>,
     namespace: &'a str,
-) -> impl Iterator<Item = (&'a ServiceName, &'a Left)> {
+) -> impl Iterator<Item = (&'a ServiceName, &'a LeftOut)> {
     let all = left_out.range(ServiceName::new(namespace, "")..);
     all.take_while(move |(name, _)| name.namespace() == namespace)
 }

@@ -23,11 +23,11 @@ const MOST: u64 = 1 << 20;
 
 /// All results, by the addresses that they gave.
 #[derive(Debug, Default)]
-pub struct Results(HashMap<IpAddr, Vec<Given>>);
+pub struct Results(HashMap<IpAddr, Vec<Assignment>>);
 
 /// Who was given an address.
 #[derive(Debug, PartialEq, Eq)]
-struct Given {
+struct Assignment {
     /// The network namespace's name.
     namespace: PathBuf,
     /// The pod's namespace and name, if it is a pod.
@@ -38,7 +38,7 @@ struct Given {
 /// A file of libcni's (`cachedInfo` in `libcni/api.go`).
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Kept {
+struct CachedResult {
     netns: Option<PathBuf>,
     #[serde(default)]
     cni_args: Vec<(String, String)>,
@@ -98,7 +98,7 @@ impl Results {
                 }
                 Err(error) => return Err(error),
             }
-            match serde_json::from_str::<Kept>(&text) {
+            match serde_json::from_str::<CachedResult>(&text) {
                 Ok(kept) => found.add(kept),
                 Err(error) => debug!("{}: {error}", path.display()),
             }
@@ -106,7 +106,7 @@ impl Results {
         Ok(found)
     }
 
-    fn add(&mut self, kept: Kept) {
+    fn add(&mut self, kept: CachedResult) {
         let Some(result) = kept.result else { return };
         let arg = |name: &str| {
             let mut args = kept.cni_args.iter();
@@ -123,7 +123,7 @@ impl Results {
             let Some(name) = NAMED.iter().find_map(|at| path.strip_prefix(at).ok()) else {
                 continue;
             };
-            let given = Given {
+            let given = Assignment {
                 namespace: name.to_owned(),
                 pod: arg("K8S_POD_NAMESPACE").zip(arg("K8S_POD_NAME")),
                 uid: arg("K8S_POD_UID").and_then(|uid| Uid::parse(&uid)),
@@ -142,7 +142,7 @@ impl Results {
     /// results, and no namespace any more.
     pub fn of(&self, workload: &Workload, addr: IpAddr) -> impl Iterator<Item = PathBuf> {
         let name = &workload.name;
-        let is_its = move |given: &&Given| match (&given.uid, &workload.uid, &given.pod) {
+        let is_its = move |given: &&Assignment| match (&given.uid, &workload.uid, &given.pod) {
             (Some(given), Some(wanted), _) => given == wanted,
             (_, Some(_), Some((namespace, pod))) => {
                 namespace == name.namespace() && pod == name.name()

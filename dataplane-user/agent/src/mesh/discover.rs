@@ -18,7 +18,7 @@ use plan::{
 
 use super::{
     ARRIVING, AS_BEFORE, Mesh, cni,
-    found::{Found, Missing, Wanted},
+    found::{Found, Missing, Search},
     problems::Problems,
 };
 
@@ -58,14 +58,14 @@ impl Mesh {
         members: &'a [Member],
         others: &[&'a Workload],
         held: &Captured,
-    ) -> Wanted<'a> {
+    ) -> Search<'a> {
         let by_address = members
             .iter()
             .filter(|member| member.workload.place == Place::Address);
         let by_address: Vec<&Workload> = by_address.map(|member| &*member.workload).collect();
         let before = by_address.iter();
         let before = before.flat_map(|workload| self.before(workload, held));
-        Wanted {
+        Search {
             before: before.chain(self.routed.keys().copied()).collect(),
             workloads: by_address
                 .into_iter()

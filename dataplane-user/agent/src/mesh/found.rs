@@ -37,7 +37,7 @@ pub struct Found {
     by_cookie: HashMap<u64, usize>,
     places: Places,
     /// All that could be read, by their cookies, but for the agent's own.
-    pub seen: BTreeMap<u64, Seen>,
+    pub seen: BTreeMap<u64, ReadNamespace>,
     /// The agent's own.
     pub own: io::Result<Namespace>,
     /// What could not be read.
@@ -46,7 +46,7 @@ pub struct Found {
 
 /// A network namespace that could be read.
 #[derive(Clone, Copy, Debug)]
-pub struct Seen {
+pub struct ReadNamespace {
     /// Its file's device and number.
     pub inode: (u64, u64),
     /// Whether somebody made it who may do as much as root on the node.
@@ -54,7 +54,7 @@ pub struct Seen {
 }
 
 /// What a look is for.
-pub struct Wanted<'a> {
+pub struct Search<'a> {
     /// Workloads, to look for where they are.
     pub workloads: Vec<&'a Workload>,
     /// The cookies of network namespaces that were workloads' before.
@@ -63,7 +63,7 @@ pub struct Wanted<'a> {
 
 impl Found {
     /// Looks for the network namespaces that these workloads are in. `own`: the cookie of the agent's.
-    pub fn look(wanted: &Wanted<'_>, own: u64) -> Self {
+    pub fn look(wanted: &Search<'_>, own: u64) -> Self {
         let mut places = Places::look(wanted.workloads.iter().copied());
         let signs: HashSet<Sign> = places.all().collect();
         let mut seen = BTreeMap::new();
@@ -75,7 +75,7 @@ impl Found {
             }
             let its = places.signs_of(&namespace)?;
             let of_node = kernel::is_the_nodes(&namespace)?;
-            seen.insert(cookie, Seen { inode, of_node });
+            seen.insert(cookie, ReadNamespace { inode, of_node });
             // The others' files are closed here: there may be more of them than this process may open.
             let is_home = wanted.before.contains(&cookie) || its.iter().any(|s| signs.contains(s));
             Ok(is_home.then_some((namespace, its)))

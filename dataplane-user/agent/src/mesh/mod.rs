@@ -13,7 +13,7 @@ mod places;
 mod problems;
 mod publish;
 mod published;
-mod said;
+mod statements;
 mod virtual_interfaces;
 
 use std::{
@@ -35,7 +35,8 @@ use model::{Acceleration, Place, ServiceName, Snapshot, Workload, WorkloadName};
 use plan::{
     Captured,
     enrol::{
-        Enroller, Enrolment, Kept, Member, Problem, Said, Unknown, fit_addresses, known, members,
+        Enroller, Enrolment, Member, MeshStatements, Problem, Retained, Unknown, fit_addresses,
+        known, members,
     },
 };
 use proxy::{
@@ -122,7 +123,7 @@ pub struct Mesh {
     /// What both know of services.
     published: Published,
     /// What the configuration says of capture.
-    said: Said,
+    said: MeshStatements,
     enroller: Enroller,
     /// Where the agent's proxy listens, by the namespace's cookie.
     attached: BTreeMap<u64, Attached>,
@@ -214,10 +215,10 @@ impl Mesh {
             proxy,
             dns,
             published,
-            said: Said {
+            said: MeshStatements {
                 without_mesh: settings.mesh.is_none(),
                 all_queries: settings.dns.as_ref().is_some_and(settings::Dns::is_for_all),
-                ..said::said(&config)
+                ..statements::said(&config)
             },
             enroller: Enroller::after(held, options.foreign),
             attached: BTreeMap::new(),
@@ -384,7 +385,7 @@ impl Mesh {
         let packets = self.settle_packets(kernel, &by_packets, &found, &mut wanted, &mut problems);
         unknown.extend(packets.unknown);
         trouble = trouble.or(packets.trouble);
-        let kept = Kept {
+        let kept = Retained {
             seen: &found.told(),
             own_cookie: self.own_cookie,
             earlier: self.enroller.earlier(),

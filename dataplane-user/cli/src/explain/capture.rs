@@ -30,10 +30,10 @@ use crate::netns;
 
 /// What becomes of a connection on its way out of a workload, or into one.
 #[derive(Debug, Serialize)]
-pub struct Told {
+pub struct Outcome {
     /// `outbound` or `inbound`.
     pub direction: &'static str,
-    /// Whose connection; none if only a running agent knows.
+    /// Owner connection; none if only a running agent knows.
     pub workload: Option<String>,
     /// `captured`, `direct`, `left-alone` or `refused`.
     pub verdict: &'static str,
@@ -169,18 +169,23 @@ impl Mesh {
     }
 
     /// What becomes of a connection that a client makes; none if it is not captured's business.
-    pub fn outbound(&self, tables: &Tables, client: &Client<'_>, to: Destination) -> Option<Told> {
+    pub fn outbound(
+        &self,
+        tables: &Tables,
+        client: &Client<'_>,
+        to: Destination,
+    ) -> Option<Outcome> {
         let is_tcp = to.protocol == Protocol::TCP;
         let at_sockets = is_tcp || self.word & MESH_DENIES != 0 || self.word >> MESH_DNS != 0;
         let (enrolled, how) = match self.whose(client) {
-            Whose::Workload(enrolled, how) => (enrolled, how),
+            Owner::Workload(enrolled, how) => (enrolled, how),
             _ if !at_sockets => return None,
-            Whose::Guarded => {
+            Owner::Guarded => {
                 let mut told = self.told("outbound", 0, Reason::Guarded);
                 self.close(&mut told, Reason::Guarded, false);
                 return Some(told);
             }
-            Whose::Nobody => return None,
+            Owner::Nobody => return None,
         };
         let is_by_packets = enrolled.flags & Enrolled::PACKETS != 0;
         if !enrolled.is_judged() || !at_sockets && !is_by_packets {
@@ -263,7 +268,7 @@ impl Mesh {
 
     /// What becomes of a connection when it arrives at an address of a workload's; none if it is no
     /// such address, or nothing that comes in there is captured.
-    pub fn inbound(&self, client: &Client<'_>, to: Destination) -> Option<Told> {
+    pub fn inbound(&self, client: &Client<'_>, to: Destination) -> Option<Outcome> {
         let local = self.held.locals.get(&to.addr.into())?;
         let from_itself = client.namespace.is_some_and(|n| n.cookie == local.netns);
         // Somebody else's proxy, to which rules may redirect.
@@ -309,38 +314,38 @@ impl Mesh {
     }
 
     /// Who a client is.
-    fn whose(&self, client: &Client<'_>) -> Whose {
+    fn whose(&self, client: &Client<'_>) -> Owner {
         if let Some(address) = client.address
             && let Some(local) = self.held.locals.get(&address.into())
             && local.is_by_packets()
         {
             let how = format!("the client {address}, recognized by its packets,");
-            return Whose::Workload(local.enrolled(), how);
+            return Owner::Workload(local.enrolled(), how);
         }
         let namespace = client.namespace;
         if self.word & MESH_NAMESPACES != 0
             && let Some(namespace) = namespace
             && let Some(enrolled) = self.held.namespaces.get(&namespace.cookie)
         {
-            return Whose::Workload(*enrolled, "this network namespace".to_owned());
+            return Owner::Workload(*enrolled, "this network namespace".to_owned());
         }
         if client.own && self.word & MESH_CGROUPS != 0 {
             let mut cgroups = client.cgroups.iter();
             let found = cgroups.find_map(|(id, path)| {
                 let enrolled = self.held.cgroups.get(id)?;
                 let how = format!("cgroup {}", path.display());
-                Some(Whose::Workload(*enrolled, how))
+                Some(Owner::Workload(*enrolled, how))
             });
-            return found.unwrap_or(Whose::Nobody);
+            return found.unwrap_or(Owner::Nobody);
         }
         if self.word & MESH_GUARD != 0 && !client.own && namespace.is_some() {
-            return Whose::Guarded;
+            return Owner::Guarded;
         }
-        Whose::Nobody
+        Owner::Nobody
     }
 
-    fn told(&self, direction: &'static str, workload: u32, reason: Reason) -> Told {
-        Told {
+    fn told(&self, direction: &'static str, workload: u32, reason: Reason) -> Outcome {
+        Outcome {
             direction,
             workload: self.workload(workload).map(api::MeshWorkload::full_name),
             verdict: match reason {
@@ -357,7 +362,7 @@ impl Mesh {
     }
 
     /// The steps that say by what it was decided.
-    fn close(&self, told: &mut Told, reason: Reason, by_packets: bool) {
+    fn close(&self, told: &mut Outcome, reason: Reason, by_packets: bool) {
         if let Some(Rule {
             about,
             of,
@@ -403,7 +408,7 @@ impl Mesh {
 
     /// What goes past the TCP stack. `here`: whether client and destination are sockets in the
     /// workload's network namespace.
-    fn accelerate(&self, told: &mut Told, workload: u32, here: [bool; 2]) {
+    fn accelerate(&self, told: &mut Outcome, workload: u32, here: [bool; 2]) {
         if told.verdict != "captured" {
             return;
         }
@@ -589,8 +594,8 @@ impl Mesh {
     }
 }
 
-/// Whose connection it is.
-enum Whose {
+/// Owner connection it is.
+enum Owner {
     /// A workload's; and how that is known.
     Workload(Enrolled, String),
     /// It is refused, since the agent has not looked at its namespace.
@@ -716,7 +721,7 @@ impl Call<'_> {
     }
 }
 
-fn whose(told: &Told) -> String {
+fn whose(told: &Outcome) -> String {
     told.workload.as_deref().map_or_else(
         || "a workload (name unknown without a running agent)".to_owned(),
         |name| format!("workload {name}"),

@@ -13,7 +13,7 @@ use dataplane_common::{
 use kernel::Tables;
 use serde::Serialize;
 
-use super::{Destination, Namespace, capture::Told};
+use super::{Destination, Namespace, capture::Outcome};
 use crate::monotonic_ns;
 
 /// What would happen.
@@ -42,7 +42,7 @@ pub struct Explanation {
     pub lookup: Option<DnsLookup>,
     /// What capture makes of it, where there is a mesh: on its way out of a workload, and into one.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub capture: Vec<Told>,
+    pub capture: Vec<Outcome>,
 }
 
 impl Explanation {
@@ -80,7 +80,7 @@ impl Explanation {
 
     /// Adds what capture makes of it. Out of a workload, it decides before services do; into one,
     /// after.
-    pub fn capture(&mut self, outbound: Option<Told>, inbound: Option<Told>) {
+    pub fn capture(&mut self, outbound: Option<Outcome>, inbound: Option<Outcome>) {
         let went_on = self.verdict == "left-alone";
         if let Some(mut told) = outbound {
             let stays = matches!(told.verdict, "captured" | "refused");

@@ -26,7 +26,7 @@ pub type ClusterIp = (SocketAddr, Vec<SocketAddr>);
 
 /// The outcome of the connections to all addresses.
 #[derive(Debug, Default)]
-pub struct Asked {
+pub struct Outcomes {
     /// Those that answered, by an endpoint that the dataplane's programs chose.
     pub answered: Vec<ClusterIp>,
     /// Those with no endpoint that answers, which nobody can check.
@@ -36,9 +36,9 @@ pub struct Asked {
 }
 
 /// Connects to each address.
-pub fn ask(addresses: &[ClusterIp], bpffs: &Path) -> anyhow::Result<Asked> {
+pub fn ask(addresses: &[ClusterIp], bpffs: &Path) -> anyhow::Result<Outcomes> {
     let peers = Peers::open(bpffs)?.context("the dataplane has no table of connected sockets")?;
-    let mut asked = Asked::default();
+    let mut asked = Outcomes::default();
     for batch in addresses.chunks(AT_ONCE) {
         let mut open: Vec<&ClusterIp> = batch.iter().collect();
         let mut whys = HashMap::new();

@@ -19,7 +19,7 @@ use takeover::{
 
 use super::{
     back::bring_back,
-    check::{self, Asked, ClusterIp},
+    check::{self, ClusterIp, Outcomes},
     place::Place,
     told::{Outcome, Tell},
 };
@@ -353,7 +353,7 @@ fn verify(place: &Place, file: Option<&Path>, tell: &mut Tell<'_>) -> anyhow::Re
         );
         return Ok(Verdict::Serves(Vec::new()));
     }
-    let Asked {
+    let Outcomes {
         answered,
         silent,
         failed,

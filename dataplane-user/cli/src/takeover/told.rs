@@ -34,7 +34,7 @@ pub enum Outcome {
 
 /// A step.
 #[derive(Serialize)]
-struct Told {
+struct StepLine {
     step: &'static str,
     text: String,
     /// The input of the command that makes the change.
@@ -54,7 +54,7 @@ fn said(step: &Step) -> String {
 pub struct Tell<'a> {
     format: Format,
     out: &'a mut dyn std::io::Write,
-    told: Vec<Told>,
+    told: Vec<StepLine>,
     comparison: Option<Value>,
     file: Option<String>,
     sha256: Option<String>,
@@ -88,7 +88,7 @@ impl<'a> Tell<'a> {
     /// A step was done.
     pub fn step(&mut self, step: &'static str, text: String) {
         self.line(&format!("{BOLD}{step:<10}{BOLD:#}{text}"));
-        self.told.push(Told {
+        self.told.push(StepLine {
             step,
             text,
             input: None,
@@ -133,7 +133,7 @@ impl<'a> Tell<'a> {
             .map(|c| if c.is_control() { '\u{fffd}' } else { c })
             .collect();
         self.line(&format!("{}: {text}", output::styled(WARN, "stays")));
-        self.told.push(Told {
+        self.told.push(StepLine {
             step: "stays",
             text,
             input: None,
@@ -194,7 +194,7 @@ impl<'a> Tell<'a> {
         for (address, why) in failed {
             let text = format!("{address}: {why}");
             self.line(&format!("{}: {text}", output::styled(BAD, "not served")));
-            self.told.push(Told {
+            self.told.push(StepLine {
                 step: "connect",
                 text,
                 input: None,
@@ -211,7 +211,7 @@ impl<'a> Tell<'a> {
             error: Option<String>,
             file: Option<String>,
             sha256: Option<String>,
-            steps: Vec<Told>,
+            steps: Vec<StepLine>,
             #[serde(skip_serializing_if = "Option::is_none")]
             comparison: Option<Value>,
         }

@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// Ours in one network namespace.
-struct Left {
+struct Leftovers {
     path: PathBuf,
     namespace: Namespace,
     what: Vec<(AddressFamily, What)>,
@@ -83,7 +83,7 @@ pub fn remove(pins: &Pins, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
         let Some(what) = list().ok().filter(|what| !what.is_empty()) else {
             return Ok(None);
         };
-        Ok(Some(Left {
+        Ok(Some(Leftovers {
             path: path.into(),
             namespace: this_namespace()?,
             what,

@@ -24,7 +24,7 @@ const SECONDS: u32 = 10;
 
 /// The flows that were given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Given {
+pub struct HandedOver {
     /// Flows that conntrack translates now.
     pub flows: usize,
     /// Flows that conntrack has had already, perhaps with another endpoint.
@@ -53,8 +53,8 @@ pub fn forget_ended(conntrack: &Conntrack) {
 ///
 /// # Errors
 /// The kernel has no conntrack.
-pub fn give(conntrack: &Conntrack) -> io::Result<Given> {
-    let mut given = Given::default();
+pub fn give(conntrack: &Conntrack) -> io::Result<HandedOver> {
+    let mut given = HandedOver::default();
     let mut netlink = Netlink::open(NETLINK_NETFILTER)?;
     let mut all = conntrack.flows();
     let mut some = Vec::new();

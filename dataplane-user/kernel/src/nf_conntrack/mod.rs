@@ -11,7 +11,7 @@ use std::{
 };
 
 use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
-pub use give::{Given, forget_ended, give};
+pub use give::{HandedOver, forget_ended, give};
 use netlink_sys::protocols::NETLINK_NETFILTER;
 use zerocopy::FromBytes;
 

@@ -36,12 +36,12 @@ const GRACE: Duration = Duration::from_secs(1);
 pub struct Vips {
     table: Mapped<VipElement>,
     counts: Counts,
-    kept: Kept,
+    kept: StaleBits,
 }
 
 /// Bits that are set although no frontend stands behind them.
 #[derive(Debug, Default)]
-struct Kept {
+struct StaleBits {
     /// Whether there may be flows: there is a packet path.
     any: bool,
     /// Those whose last frontend went, and when.
@@ -50,7 +50,7 @@ struct Kept {
     flows: BTreeSet<Bit>,
 }
 
-impl Kept {
+impl StaleBits {
     fn has(&self, bit: Bit) -> bool {
         self.flows.contains(&bit) || self.left.iter().any(|(left, _)| *left == bit)
     }
@@ -72,7 +72,7 @@ impl Vips {
         Ok(Self {
             table: Mapped::map(fd, VIP_ELEMENTS, writable)?,
             counts: Counts::default(),
-            kept: Kept::default(),
+            kept: StaleBits::default(),
         })
     }
 
@@ -106,7 +106,7 @@ impl Vips {
         for (key, frontend) in frontends {
             self.counts.add(key, *frontend);
         }
-        self.kept = Kept {
+        self.kept = StaleBits {
             any: flows.is_some(),
             left: Vec::new(),
             flows: self.counts.bits_of_flows(flows.into_iter().flatten()),
@@ -383,7 +383,7 @@ mod tests {
         let address = counts.bits_of_flows([&vip]);
         assert_eq!(address.len(), 1);
         let gone = Instant::now();
-        let mut kept = Kept {
+        let mut kept = StaleBits {
             any: true,
             left: vec![(prefix, gone)],
             flows: BTreeSet::new(),

@@ -110,7 +110,7 @@ mod tests {
 
     use crate::{
         Captured,
-        enrol::{Enroller, Home, Member, Said, members},
+        enrol::{Enroller, Home, Member, MeshStatements, members},
     };
 
     fn captured(captured: bool) -> Rules {
@@ -136,10 +136,10 @@ mod tests {
             }),
             ..Workload::new(WorkloadName::new("shop", "web"), place)
         };
-        let said = Said {
+        let said = MeshStatements {
             all: vec![("mesh.rules".to_owned(), all)],
             enforced: ("mesh.enforced".to_owned(), enforced),
-            ..Said::default()
+            ..MeshStatements::default()
         };
         let snapshot = Snapshot {
             workloads: [(pod.name.clone(), Arc::new(pod))].into_iter().collect(),

@@ -295,7 +295,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::enrol::{Enroller, Said, members, members::members_within};
+    use crate::enrol::{Enroller, MeshStatements, members, members::members_within};
 
     /// A pod whose annotations exclude so many ports and ask for `egress: deny`.
     fn pod(namespace: &str, name: &str, ports: u16) -> Workload {
@@ -334,7 +334,7 @@ mod tests {
         let hogs = (0..8).map(|n| pod("hog", &format!("p{n}"), 41_500));
         let shop = (0..50).map(|n| pod("shop", &format!("p{n}"), 100));
         let snapshot = snapshot(hogs.chain(shop).chain([pod("hog", "small", 10)]));
-        let said = Said {
+        let said = MeshStatements {
             all: vec![(
                 "mesh.rules".to_owned(),
                 Rules {
@@ -342,7 +342,7 @@ mod tests {
                     ..Rules::default()
                 },
             )],
-            ..Said::default()
+            ..MeshStatements::default()
         };
         let start = Instant::now();
         let members = members(&said, &snapshot);
@@ -379,7 +379,7 @@ mod tests {
             name: WorkloadName::new("shop", &format!("p{n}")),
             ..pod("shop", "p", 20_000)
         };
-        let members = members(&Said::default(), &snapshot((0..10).map(same)));
+        let members = members(&MeshStatements::default(), &snapshot((0..10).map(same)));
         assert!(members.iter().all(|member| !member.over_budget));
     }
 
@@ -463,7 +463,7 @@ mod tests {
         ] {
             snapshot.services.insert(service.name.clone(), service);
         }
-        let members = members(&Said::default(), &snapshot);
+        let members = members(&MeshStatements::default(), &snapshot);
         let mut wanted = Captured::default();
         // None of them is a Pod's.
         known_within(&snapshot, &members, &mut wanted, 1000);
@@ -526,7 +526,7 @@ mod tests {
         BTreeMap<WorkloadName, (u32, BTreeSet<(u32, u32, u32)>, BTreeSet<(u32, Addr, u32)>)>;
 
     fn told(snapshot: &Snapshot, namespace: &str) -> Told {
-        let members = members_within(&Said::default(), snapshot, [40; 2]);
+        let members = members_within(&MeshStatements::default(), snapshot, [40; 2]);
         let mut enroller = Enroller::after(&Captured::default(), false);
         let mut tables = Captured::default();
         let entries: Vec<_> = members

@@ -14,7 +14,7 @@ pub enum Unknown {
 }
 
 /// Which entries of the tables stay because what they are about could not be looked at.
-pub struct Kept<'a> {
+pub struct Retained<'a> {
     /// Network namespaces that could be read, but for the agent's own.
     pub seen: &'a BTreeSet<u64>,
     /// The cookie of the agent's own.
@@ -27,7 +27,7 @@ pub struct Kept<'a> {
     pub unknown: &'a BTreeMap<u32, Unknown>,
 }
 
-impl Kept<'_> {
+impl Retained<'_> {
     /// Whether an entry stays. `workload`: its number, 0 for a namespace that the guard has let go. `cookie`: of its network
     /// namespace, 0 if it has none of its own.
     pub fn has(&self, workload: u32, cookie: u64) -> bool {
@@ -52,7 +52,7 @@ mod tests {
         let seen = BTreeSet::from([11, 12]);
         let mut unknown = BTreeMap::from([(7, Unknown::Namespace), (8, Unknown::Cgroup)]);
         let kept = |guarded_unread, unknown: &BTreeMap<u32, Unknown>, workload, cookie| {
-            let kept = Kept {
+            let kept = Retained {
                 seen: &seen,
                 own_cookie: 1,
                 earlier: 5,

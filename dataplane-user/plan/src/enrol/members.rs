@@ -13,7 +13,7 @@ use super::{
 
 /// What the node's configuration says of capture. Each layer has the name that people know it by.
 #[derive(Clone, Debug, Default)]
-pub struct Said {
+pub struct MeshStatements {
     /// Workloads by their names; whether they are among the source's or not.
     pub workloads: Vec<(String, Rules, Workload)>,
     /// Rules of namespaces, by their names.
@@ -33,12 +33,16 @@ pub struct Said {
 }
 
 /// Everybody on this node who is to be captured, with all rules that there are for them.
-pub fn members(said: &Said, snapshot: &Snapshot) -> Vec<Member> {
+pub fn members(said: &MeshStatements, snapshot: &Snapshot) -> Vec<Member> {
     members_within(said, snapshot, ROOM)
 }
 
 /// The same, with so much room in `RULES` and `RANGES`.
-pub(super) fn members_within(said: &Said, snapshot: &Snapshot, room: [u64; 2]) -> Vec<Member> {
+pub(super) fn members_within(
+    said: &MeshStatements,
+    snapshot: &Snapshot,
+    room: [u64; 2],
+) -> Vec<Member> {
     let mut workloads: BTreeMap<&WorkloadName, Arc<Workload>> = snapshot
         .workloads
         .iter()
@@ -109,7 +113,7 @@ struct Layered {
 }
 
 /// `over_budget`: without the lists of those who are not the configuration.
-fn layers(said: &Said, workload: &Workload, over_budget: bool) -> Layered {
+fn layers(said: &MeshStatements, workload: &Workload, over_budget: bool) -> Layered {
     let name = &workload.name;
     let mut above = Vec::new();
     let mut named = said.workloads.iter();
@@ -210,11 +214,11 @@ mod tests {
                 captured: Some(true),
                 ..Rules::default()
             };
-            let said = Said {
+            let said = MeshStatements {
                 workloads: is_named.then_some(named).into_iter().collect(),
                 all: vec![("mesh.rules".to_owned(), all)],
                 sidecars,
-                ..Said::default()
+                ..MeshStatements::default()
             };
             let found = members(&said, &snapshot);
             (found[0].workload.place.clone(), found[0].policy.mode)
@@ -227,7 +231,7 @@ mod tests {
     }
 
     /// Which pods are members, and whether only their queries are captured.
-    fn told(said: &Said) -> Vec<(String, bool)> {
+    fn told(said: &MeshStatements) -> Vec<(String, bool)> {
         let pod = |name: &str, place: Place, own: Rules| {
             let workload = Workload {
                 rules: Arc::new(Layers {
@@ -269,20 +273,20 @@ mod tests {
 
     #[test]
     fn all_pods_with_a_namespace_of_their_own_are_asked_for_their_queries() {
-        let is = |said: &Said, wanted: &[(&str, bool)]| {
+        let is = |said: &MeshStatements, wanted: &[(&str, bool)]| {
             let wanted = wanted
                 .iter()
                 .map(|(name, only)| ((*name).to_owned(), *only));
             assert_eq!(told(said), wanted.collect::<Vec<_>>(), "{said:?}");
         };
-        is(&Said::default(), &[("ambient", false)]);
-        let all = Said {
+        is(&MeshStatements::default(), &[("ambient", false)]);
+        let all = MeshStatements {
             all_queries: true,
-            ..Said::default()
+            ..MeshStatements::default()
         };
         let others = [("denied", true), ("plain", true)];
         is(&all, &[&[("ambient", false)][..], &others].concat());
-        let alone = Said {
+        let alone = MeshStatements {
             without_mesh: true,
             ..all
         };

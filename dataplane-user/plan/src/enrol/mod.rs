@@ -16,9 +16,9 @@ use std::{
 
 pub use budgets::{fit_addresses, known};
 use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, Local, RuleKey};
-pub use kept::{Kept, Unknown};
+pub use kept::{Retained, Unknown};
 pub use member::Member;
-pub use members::{Said, members};
+pub use members::{MeshStatements, members};
 use model::{Acceleration, Workload, WorkloadName};
 pub use statements::{Statement, statements};
 

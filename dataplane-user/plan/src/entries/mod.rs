@@ -106,7 +106,7 @@ enum Holder {
 
 /// The services and entries that result from entries.
 #[derive(Clone, Debug)]
-pub struct Taken {
+pub struct Derived {
     /// All services, those of entries among them.
     pub services: OrdMap<ServiceName, Arc<Service>>,
     /// The entries, with the addresses of their hosts.
@@ -210,7 +210,7 @@ impl Entries {
         services: &OrdMap<ServiceName, Arc<Service>>,
         snapshot: &Snapshot,
         now: u64,
-    ) -> Taken {
+    ) -> Derived {
         let node = &snapshot.node;
         let mut dirty = std::mem::take(&mut self.moved);
         let knew_none = self.naming.is_empty();
@@ -261,7 +261,7 @@ impl Entries {
             };
             other_problems |= before.as_ref() != self.problems.get(&name);
         }
-        Taken {
+        Derived {
             services: self.services.clone(),
             entries: self.served.clone(),
             other_problems,

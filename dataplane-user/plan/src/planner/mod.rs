@@ -20,7 +20,7 @@ use super::{
     claims::{Claims, Rank, shrink},
     mirror::{Mirror, Writes},
     reach::Reach,
-    room::{Budgets, Left},
+    room::{Budgets, LeftOut},
     settle::ServicePools,
     shares::Entries,
     wanted::{self, WantedKey},
@@ -178,7 +178,7 @@ impl Planner {
     }
 
     /// The services that the tables have no room for, with what is left out of each.
-    pub fn left_out(&self) -> &BTreeMap<ServiceName, Left> {
+    pub fn left_out(&self) -> &BTreeMap<ServiceName, LeftOut> {
         self.budgets.left_out()
     }
 
@@ -434,7 +434,7 @@ impl Planner {
     /// Whether a key is a service's that is served. A service that is left out keeps others from its keys all the same.
     fn is_taken(&self, key: &FrontendKey) -> bool {
         let owner = self.claims.owner(key);
-        owner.is_some_and(|owner| self.budgets.left(owner) != Some(Left::Whole))
+        owner.is_some_and(|owner| self.budgets.left(owner) != Some(LeftOut::Whole))
     }
 
     /// What a key is that no service has.

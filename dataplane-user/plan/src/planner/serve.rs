@@ -7,7 +7,7 @@ use model::{Gravity, Problem, Service};
 use super::{
     super::{
         mirror::Writes,
-        room::Left,
+        room::LeftOut,
         settle::{ServicePools, Settle},
         wanted::{self, WantedKey},
     },
@@ -34,7 +34,7 @@ impl Planner {
             self.claims.retain_owned(&mut scratch.keys, name);
         }
         match new {
-            Some(new) if left != Some(Left::Whole) => {
+            Some(new) if left != Some(LeftOut::Whole) => {
                 if self.has_room(service, left, keys_before, &before, &scratch.keys, writes) {
                     let mut settle = Settle {
                         mirror: &mut self.mirror,
@@ -84,7 +84,7 @@ impl Planner {
     fn has_room(
         &mut self,
         service: &Dirty,
-        left: Option<Left>,
+        left: Option<LeftOut>,
         keys_before: usize,
         before: &ServicePools,
         keys: &[WantedKey],
@@ -93,7 +93,7 @@ impl Planner {
         let room = *self.budgets.room();
         let mirror = &mut self.mirror;
         let [all_keys, pools, mut slots, sources] = service.cost;
-        if left == Some(Left::Endpoints) {
+        if left == Some(LeftOut::Endpoints) {
             slots = 0;
         }
         let lens = || {

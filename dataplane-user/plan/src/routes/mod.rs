@@ -47,7 +47,7 @@ pub struct Routes {
     /// The routes that are followed of those of each Service, and what is wrong with the others.
     claimed: BTreeMap<ServiceName, Claimed>,
     /// The result of the routes of each Service.
-    wanted: BTreeMap<ServiceName, Wanted>,
+    wanted: BTreeMap<ServiceName, Routing>,
     /// How many endpoints the routes of each namespace lead to, and the Services for which that is too many.
     sums: HashMap<Box<str>, usize>,
     most: usize,
@@ -71,7 +71,7 @@ struct Claimed {
 
 /// The result of a Service's routes.
 #[derive(Debug, Default)]
-struct Wanted {
+struct Routing {
     /// How ports are split, by their indices.
     splits: Vec<(usize, Arc<Split>)>,
     /// The routes that split them.
@@ -338,7 +338,7 @@ impl Routes {
         let (Some(won), Some(service)) = (won, service) else {
             return;
         };
-        let mut wanted = Wanted::default();
+        let mut wanted = Routing::default();
         for (route, ports) in won {
             let parts = self.parts(&service, &route, &mut wanted.problems);
             let backends = parts.iter().filter_map(|part| part.backend.as_ref());

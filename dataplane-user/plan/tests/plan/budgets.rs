@@ -9,7 +9,7 @@ use dataplane_common::{
     Addr, Port,
     tables::{FrontendKey, Kind},
 };
-use dataplane_plan::{Departures, Left, Plan, Planner, Room};
+use dataplane_plan::{Departures, LeftOut, Plan, Planner, Room};
 use model::{
     Endpoint, Hints, Protocol, Records, Service, ServiceName, ServicePort, ServiceType, Snapshot,
     TrafficPolicy,
@@ -122,7 +122,7 @@ impl Small {
         Some(self.sim.resolve(*frontend).endpoints.len())
     }
 
-    fn left_out(&self) -> Vec<(&str, Left)> {
+    fn left_out(&self) -> Vec<(&str, LeftOut)> {
         let all = self.planner.left_out().iter();
         all.map(|(name, left)| (name.as_str(), *left)).collect()
     }
@@ -149,7 +149,7 @@ fn a_service_that_fills_a_table_is_left_out_by_itself() {
     small.set((0..50).map(shop));
     assert!(small.left_out().is_empty());
     small.set([service("thief", "huge", (1, 1000), 430, 100)]);
-    assert_eq!(small.left_out(), [("thief/huge", Left::Endpoints)]);
+    assert_eq!(small.left_out(), [("thief/huge", LeftOut::Endpoints)]);
     let [problem] = &small.problems()[..] else {
         panic!("{:?}", small.problems())
     };
@@ -174,7 +174,7 @@ fn a_service_that_fills_a_table_is_left_out_by_itself() {
     small.planner = adopted.with_room(small.room);
     let plan = small.plan();
     assert!(plan.is_empty(), "{:?}", plan.writes);
-    assert_eq!(small.left_out(), [("thief/huge", Left::Endpoints)]);
+    assert_eq!(small.left_out(), [("thief/huge", LeftOut::Endpoints)]);
     // Once it fits it is served.
     small.set([service("thief", "huge", (1, 1000), 43, 100)]);
     assert_eq!(small.endpoints(1000, 43), Some(100));
@@ -216,7 +216,7 @@ fn a_service_without_room_for_its_keys_keeps_others_from_its_address() {
     };
     let mut small = Small::new(room);
     small.set([service("hog", "wide", (1, 1), 60, 1)]);
-    assert_eq!(small.left_out(), [("hog/wide", Left::Whole)]);
+    assert_eq!(small.left_out(), [("hog/wide", LeftOut::Whole)]);
     assert_eq!(small.endpoints(1, 1), None);
     assert!(small.problems()[0].contains("61 entries of table FRONTENDS"));
     let mut taker = service("thief", "taker", (1, 2), 1, 1);

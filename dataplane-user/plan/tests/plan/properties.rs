@@ -11,7 +11,7 @@ use dataplane_common::{
     Addr, Port, decide,
     tables::{Block, FrontendKey, Kind},
 };
-use dataplane_plan::{Left, Planner, Room};
+use dataplane_plan::{LeftOut, Planner, Room};
 use model::{
     Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
     Snapshot, TrafficPolicy,
@@ -482,11 +482,11 @@ fn run_within(room: Room, steps: Vec<Step>) {
                 // Scattered slots may keep a service as it was.
                 None if planner.is_waiting() => {}
                 None => assert_eq!(now, Some(resolved), "{key:?}"),
-                Some(Left::Endpoints) => {
+                Some(LeftOut::Endpoints) => {
                     let empty = now.is_some_and(|now| now.endpoints.is_empty());
                     assert!(empty || planner.is_waiting(), "{key:?}");
                 }
-                Some(Left::Whole) => {
+                Some(LeftOut::Whole) => {
                     assert!(
                         now.is_none_or(|now| now.kind == Kind::NODE_ADDRESS),
                         "{key:?}"

@@ -87,12 +87,12 @@ pub struct PortDraft {
     /// Those of the endpoints; empty if each is 1.
     weights: Vec<u32>,
     /// By family: IPv4, IPv6.
-    rules: [Said; 2],
+    rules: [FamilyRules; 2],
 }
 
 /// What the rules of one family say of a port.
 #[derive(Clone, Copy, Debug, Default)]
-struct Said {
+struct FamilyRules {
     /// A rule is about the port.
     any: bool,
     /// A rule serves or refuses the port at a cluster IP.

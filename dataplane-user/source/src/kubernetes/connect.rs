@@ -25,7 +25,7 @@ use tokio::{
 use tower::{BoxError, ServiceBuilder};
 
 use super::{
-    Patience, Wanted,
+    Patience, WantedKinds,
     error::{ConnectError, chain},
     token::TokenFile,
 };
@@ -48,7 +48,7 @@ pub struct Settings {
     /// Where the API server is.
     pub target: Target,
     /// What to read it for.
-    pub wanted: Wanted,
+    pub wanted: WantedKinds,
     /// How long to wait for what.
     pub patience: Patience,
 }

@@ -18,7 +18,7 @@ use super::{
     fetch::{Fetch, Lines},
     health::KindHealth,
     kind::Object,
-    sight::{Eyes, Sight},
+    sight::{KindPerspective, Perspective},
 };
 
 /// How long a watch may last, in seconds: each one some time in between, so that the watches of a
@@ -41,7 +41,7 @@ pub enum Message {
     /// An object that is gone.
     Gone(Kind, Object, Instant),
     /// The list is at its end; as it was seen.
-    End(Kind, Sight),
+    End(Kind, KindPerspective),
     /// Reading a kind works again.
     Back,
     /// The API server does not let it be read, as it says, and the rest goes on without; or, with
@@ -56,7 +56,7 @@ pub struct Follower {
     pub patience: Patience,
     /// This node, without what its object says.
     pub node: Arc<Node>,
-    /// As [`Wanted::names`](super::Wanted::names).
+    /// As [`WantedKinds::names`](super::WantedKinds::names).
     pub names: bool,
     pub health: Arc<Health>,
     pub messages: mpsc::Sender<Message>,
@@ -124,7 +124,7 @@ struct Bookmark {
 
 impl Follower {
     /// Follows until nobody takes the messages any more.
-    pub async fn run(self, mut eyes: watch::Receiver<Eyes>) {
+    pub async fn run(self, mut eyes: watch::Receiver<Perspective>) {
         let mut backoff = Backoff::new(self.patience);
         let mut connection = None;
         let mut version = None;
@@ -211,14 +211,14 @@ impl Follower {
     }
 
     /// How its objects are looked at; `None`: that is not known yet.
-    fn sight(&self, eyes: &Eyes) -> Option<Sight> {
+    fn sight(&self, eyes: &Perspective) -> Option<KindPerspective> {
         let (node, everywhere) = match self.kind {
             // Their endpoints are in this node's zone and region, or are not.
             Kind::Slice | Kind::ServiceEntry | Kind::WorkloadEntry => (eyes.node.as_ref()?, false),
             Kind::Pod => (eyes.node.as_ref()?, eyes.everywhere),
             _ => (&self.node, false),
         };
-        Some(Sight {
+        Some(KindPerspective {
             node: Arc::clone(node),
             everywhere,
             names: self.names,
@@ -230,7 +230,7 @@ impl Follower {
 struct Step<'a> {
     follower: &'a Follower,
     health: &'a KindHealth,
-    sight: &'a Sight,
+    sight: &'a KindPerspective,
 }
 
 impl Step<'_> {
@@ -239,7 +239,7 @@ impl Step<'_> {
         &self,
         connection: &mut Option<Connection>,
         listed: &mut Option<Listed>,
-        eyes: &mut watch::Receiver<Eyes>,
+        eyes: &mut watch::Receiver<Perspective>,
         backoff: &mut Backoff,
     ) -> Ended {
         let connected = match connection {
@@ -312,9 +312,9 @@ impl Step<'_> {
     }
 
     /// Waits until things look otherwise than now; for ever, where they never do.
-    async fn seen_otherwise(&self, eyes: &mut watch::Receiver<Eyes>) -> bool {
-        let sight = |eyes: &Eyes| self.follower.sight(eyes);
-        let other = |eyes: &Eyes| sight(eyes).is_some_and(|sight| sight != *self.sight);
+    async fn seen_otherwise(&self, eyes: &mut watch::Receiver<Perspective>) -> bool {
+        let sight = |eyes: &Perspective| self.follower.sight(eyes);
+        let other = |eyes: &Perspective| sight(eyes).is_some_and(|sight| sight != *self.sight);
         eyes.wait_for(other).await.is_ok()
     }
 

@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-use super::{Kind, Wanted};
+use super::{Kind, WantedKinds};
 use crate::clock::now;
 
 /// How reading the API goes: written by those who read, read by whoever asks.
@@ -54,7 +54,7 @@ impl Health {
     }
 
     /// These kinds are read from now on.
-    pub(super) fn want(&self, wanted: Wanted) {
+    pub(super) fn want(&self, wanted: WantedKinds) {
         for kind in Kind::ALL.into_iter().filter(|kind| wanted.includes(*kind)) {
             self.of(kind).wanted.store(true, Ordering::Relaxed);
         }

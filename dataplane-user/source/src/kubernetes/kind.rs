@@ -7,7 +7,7 @@ use model::{Grant, Node, Place, Route, RouteKind, Service, ServiceName, Workload
 use serde::de::DeserializeOwned;
 use smallvec::SmallVec;
 
-use super::sight::Sight;
+use super::sight::KindPerspective;
 use crate::objects::{
     self, ByIstio, Candidate, Findings, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
     wire::{self, Metadata, Named},
@@ -49,7 +49,7 @@ pub enum Kind {
 
 /// Which kinds are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Wanted {
+pub struct WantedKinds {
     /// What of Kubernetes' own objects.
     pub scope: Scope,
     /// Whether Istio's ServiceEntries are read, and what they select: WorkloadEntries, and pods.
@@ -61,7 +61,7 @@ pub struct Wanted {
     pub names: bool,
 }
 
-impl From<Scope> for Wanted {
+impl From<Scope> for WantedKinds {
     fn from(scope: Scope) -> Self {
         Self {
             scope,
@@ -72,7 +72,7 @@ impl From<Scope> for Wanted {
     }
 }
 
-impl Wanted {
+impl WantedKinds {
     /// Whether a kind is read.
     pub fn includes(self, kind: Kind) -> bool {
         match kind {
@@ -254,7 +254,7 @@ impl Kind {
     }
 
     /// What to ask for in a list.
-    pub(super) fn list(self, sight: &Sight) -> ListParams {
+    pub(super) fn list(self, sight: &KindPerspective) -> ListParams {
         ListParams {
             label_selector: self.labels(sight).map(str::to_owned),
             field_selector: self.fields(sight),
@@ -263,7 +263,7 @@ impl Kind {
     }
 
     /// What to ask for in a watch.
-    pub(super) fn watch(self, sight: &Sight) -> WatchParams {
+    pub(super) fn watch(self, sight: &KindPerspective) -> WatchParams {
         WatchParams {
             label_selector: self.labels(sight).map(str::to_owned),
             field_selector: self.fields(sight),
@@ -272,7 +272,7 @@ impl Kind {
     }
 
     /// The objects that are read, by their labels; none: all.
-    fn labels(self, sight: &Sight) -> Option<&'static str> {
+    fn labels(self, sight: &KindPerspective) -> Option<&'static str> {
         match self {
             // Names do not depend on the proxy.
             Self::Service | Self::Slice if sight.names => None,
@@ -282,7 +282,7 @@ impl Kind {
     }
 
     /// The objects that are read, by their fields; none: all. Those of this node: a cluster's others are many.
-    fn fields(self, sight: &Sight) -> Option<String> {
+    fn fields(self, sight: &KindPerspective) -> Option<String> {
         let field = match self {
             Self::Pod if !sight.everywhere => "spec.nodeName",
             Self::Node => "metadata.name",

@@ -1,5 +1,5 @@
 //! The Kubernetes API as a source: Services, EndpointSlices, and this node's own Node object;
-//! where they are asked for ([`Wanted`]), the Pods on this node or on all of them, Namespaces, and Istio's ServiceEntries
+//! where they are asked for ([`WantedKinds`]), the Pods on this node or on all of them, Namespaces, and Istio's ServiceEntries
 //! and WorkloadEntries.
 //!
 //! Each kind is listed once, page by page, and watched from there on (`follow`). What was seen is
@@ -39,10 +39,10 @@ pub use error::ConnectError;
 pub use failure::Failure;
 use follow::Follower;
 pub use health::{Health, KindHealth};
-pub use kind::{Kind, Scope, Wanted};
+pub use kind::{Kind, Scope, WantedKinds};
 use model::Node;
 pub use review::{Review, ReviewError, Reviewer};
-use sight::Eyes;
+use sight::Perspective;
 use store::Store;
 use threads::{Deaths, may_panic};
 use tokio::{
@@ -244,7 +244,7 @@ impl Drop for Reader {
 async fn read(
     connector: Arc<Connector>,
     patience: Patience,
-    wanted: Wanted,
+    wanted: WantedKinds,
     node: Arc<Node>,
     health: Arc<Health>,
     latest: &Latest,
@@ -252,7 +252,7 @@ async fn read(
 ) -> String {
     let (messages, mut taken) = mpsc::channel(QUEUE);
     // How EndpointSlices look depends on the node's zone, so they are read when that is known.
-    let (eyes, seen) = watch::channel(Eyes::default());
+    let (eyes, seen) = watch::channel(Perspective::default());
     let mut followers = JoinSet::new();
     health.want(wanted);
     for kind in Kind::ALL.into_iter().filter(|kind| wanted.includes(*kind)) {

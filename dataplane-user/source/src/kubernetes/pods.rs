@@ -16,7 +16,7 @@ use crate::objects::NamespaceRules;
 /// What was seen of them so far.
 #[derive(Default)]
 pub struct Pods {
-    seen: BTreeMap<ServiceName, Seen>,
+    seen: BTreeMap<ServiceName, ReadPod>,
     namespaces: HashMap<Arc<str>, Rules>,
     /// Their names.
     pub namespace_names: imbl::OrdSet<Arc<str>>,
@@ -55,7 +55,7 @@ impl Texts {
 
 /// A pod.
 #[derive(Default, PartialEq)]
-struct Seen {
+struct ReadPod {
     /// The services that its host ports are.
     host_ports: Vec<Arc<Service>>,
     /// Itself, by its own rules.
@@ -64,7 +64,7 @@ struct Seen {
     addresses: SmallVec<[IpAddr; 4]>,
 }
 
-impl Seen {
+impl ReadPod {
     /// Whether it is a workload on this node.
     fn is_here(&self) -> bool {
         let workload = self.workload.as_ref();
@@ -84,7 +84,7 @@ impl Pods {
             Some(services) => services.into_iter().map(Arc::new).collect(),
             None => seen.host_ports.clone(),
         };
-        let now = Seen {
+        let now = ReadPod {
             host_ports,
             workload: pod.workload,
             addresses: pod.addresses,

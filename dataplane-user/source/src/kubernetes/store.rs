@@ -14,10 +14,10 @@ use tokio::time::Instant;
 use super::{
     Kind, Patience, Scope,
     follow::Message,
-    kind::{Body, Object, Wanted},
+    kind::{Body, Object, WantedKinds},
     orphans::Orphans,
     pods::{self, Pods},
-    sight::Eyes,
+    sight::Perspective,
 };
 use crate::{
     View,
@@ -32,7 +32,7 @@ use crate::{
 pub struct Store {
     /// This node, without what its object says.
     base: Arc<Node>,
-    wanted: Wanted,
+    wanted: WantedKinds,
     facts: NodeFacts,
     /// As in the last view.
     services: imbl::OrdMap<ServiceName, Arc<Service>>,
@@ -82,7 +82,7 @@ enum Change {
 
 impl Store {
     /// Nothing yet.
-    pub fn new(base: Arc<Node>, wanted: Wanted, patience: Patience) -> Self {
+    pub fn new(base: Arc<Node>, wanted: WantedKinds, patience: Patience) -> Self {
         Self {
             base,
             wanted,
@@ -146,12 +146,12 @@ impl Store {
 
     /// This node as its object has it, once that is known, as far as it decides how slices are
     /// read; and whose pods are.
-    pub fn eyes(&mut self) -> Eyes {
+    pub fn eyes(&mut self) -> Perspective {
         let node = || Node {
             leaving: None,
             ..self.facts.applied_to(&self.base)
         };
-        Eyes {
+        Perspective {
             node: self.listed.contains(&Kind::Node).then(|| Arc::new(node())),
             everywhere: self.wants_everywhere(),
         }

@@ -4,7 +4,7 @@ use std::{thread, time::Duration};
 
 use dataplane_source::{
     View,
-    kubernetes::{Kind, Scope, Wanted},
+    kubernetes::{Kind, Scope, WantedKinds},
 };
 use dataplane_tests::api::{Resource, objects};
 use model::{At, EntryName, Gravity, ServiceName, TrafficPolicy};
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::site::{NODE, Site, endpoints, server, web};
 
-const WANTED: Wanted = Wanted {
+const WANTED: WantedKinds = WantedKinds {
     scope: Scope::HostPorts,
     entries: true,
     routes: false,
@@ -312,7 +312,7 @@ fn a_service_follows_the_workload_entries_that_it_selects_and_what_its_clients_p
     });
     let server = server([service.clone(), node, namespace("")]);
     server.cluster().install_istio(Some("v1"));
-    let wanted = Wanted {
+    let wanted = WantedKinds {
         scope: Scope::Mesh,
         ..WANTED
     };

@@ -2,7 +2,7 @@
 
 use dataplane_source::{
     View,
-    kubernetes::{Scope, Wanted},
+    kubernetes::{Scope, WantedKinds},
 };
 use dataplane_tests::api::{Resource, objects};
 use model::ServiceName;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::site::{Site, server, vip, web};
 
-const NAMES: Wanted = Wanted {
+const NAMES: WantedKinds = WantedKinds {
     scope: Scope::Services,
     entries: false,
     routes: false,

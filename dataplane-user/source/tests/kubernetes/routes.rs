@@ -2,14 +2,14 @@
 
 use dataplane_source::{
     View,
-    kubernetes::{Kind, Scope, Wanted},
+    kubernetes::{Kind, Scope, WantedKinds},
 };
 use model::{RouteKind, RouteName, ServiceName};
 use serde_json::{Value, json};
 
 use crate::site::{Site, endpoints, server, web};
 
-const WANTED: Wanted = Wanted {
+const WANTED: WantedKinds = WantedKinds {
     scope: Scope::HostPorts,
     entries: false,
     routes: true,

@@ -9,7 +9,7 @@ use std::{
 
 use dataplane_source::{
     Feed as _, Notice, View,
-    kubernetes::{Api, Health, Kind, Patience, Scope, Settings, Target, Wanted},
+    kubernetes::{Api, Health, Kind, Patience, Scope, Settings, Target, WantedKinds},
     objects::NodeFacts,
 };
 use dataplane_tests::api::{ApiServer, Cluster, Options, Resource, objects};
@@ -66,12 +66,12 @@ impl Site {
     }
 
     /// Likewise, and what is in this scope.
-    pub fn of(server: ApiServer, wanted: impl Into<Wanted>) -> Self {
+    pub fn of(server: ApiServer, wanted: impl Into<WantedKinds>) -> Self {
         Self::patient(server, wanted, patience())
     }
 
     /// Likewise, with other patience.
-    pub fn patient(server: ApiServer, wanted: impl Into<Wanted>, patience: Patience) -> Self {
+    pub fn patient(server: ApiServer, wanted: impl Into<WantedKinds>, patience: Patience) -> Self {
         Self::start(
             server,
             wanted.into(),
@@ -93,7 +93,7 @@ impl Site {
 
     fn start(
         server: ApiServer,
-        wanted: Wanted,
+        wanted: WantedKinds,
         patience: Patience,
         target: impl FnOnce(&mut Target, &TempDir, &ApiServer),
     ) -> Self {

@@ -65,16 +65,16 @@ COMMIT
 /// The owners whose rules may be expected; those of one line belong together.
 const MESHES: [&[&Owner]; 4] = [&[ISTIO_SIDECAR, ISTIO_AMBIENT], &[OSM], &[LINKERD], &[KUMA]];
 
-/// Whose chains are the mesh's.
+/// MeshChains chains are the mesh's.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Whose {
+pub struct MeshChains {
     /// The chains that the expected rules declare.
     pub chains: BTreeSet<String>,
     /// The owners of these chains.
     pub owners: Vec<&'static Owner>,
 }
 
-impl Whose {
+impl MeshChains {
     /// Whether a chain that is not built in is the mesh's.
     pub fn owns(&self, chain: &str) -> bool {
         let owner = || owners::of_chain(chain);
@@ -86,14 +86,14 @@ impl Whose {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Expected {
     /// The tables.
-    pub tables: Vec<Wanted>,
-    /// Whose rules they are.
-    pub whose: Whose,
+    pub tables: Vec<ExpectedTable>,
+    /// MeshChains rules they are.
+    pub whose: MeshChains,
 }
 
 /// A table of expected rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wanted {
+pub struct ExpectedTable {
     /// Its family.
     pub family: Family,
     /// Its name.
@@ -106,7 +106,7 @@ pub struct Wanted {
     pub in_front: BTreeMap<String, usize>,
 }
 
-impl Wanted {
+impl ExpectedTable {
     /// The sets of addresses that the rules ask or change.
     pub fn sets(&self) -> BTreeSet<String> {
         let rules = iptables::entries(&self.text).filter_map(|entry| match entry {
@@ -129,7 +129,7 @@ impl Wanted {
 struct Block {
     heading: Option<Family>,
     by_addresses: Option<Family>,
-    table: Wanted,
+    table: ExpectedTable,
 }
 
 impl Expected {
@@ -168,7 +168,7 @@ impl Expected {
             return Err("no table of rules (*nat … COMMIT) is there".to_owned());
         }
         let tables = with_families(blocks)?;
-        let mut whose = Whose::default();
+        let mut whose = MeshChains::default();
         for table in &tables {
             for (line, chain) in declared(table) {
                 let family = MESHES.iter().find(|mesh| {
@@ -218,7 +218,7 @@ impl Expected {
 }
 
 /// The chains that a table declares, each with its line.
-fn declared(table: &Wanted) -> impl Iterator<Item = (usize, &str)> {
+fn declared(table: &ExpectedTable) -> impl Iterator<Item = (usize, &str)> {
     let entries = iptables::entries(&table.text).filter_map(Result::ok);
     entries.filter_map(|entry| match entry {
         Entry::Chain {
@@ -238,7 +238,7 @@ pub fn is_built_in(chain: &str) -> bool {
 
 fn blocks(text: &str) -> Result<Vec<Block>, String> {
     let mut blocks: Vec<Block> = Vec::new();
-    let (mut heading, mut open) = (None, None::<Wanted>);
+    let (mut heading, mut open) = (None, None::<ExpectedTable>);
     for (index, line) in text.lines().enumerate() {
         let line = line.trim_ascii();
         if let Some(comment) = line.strip_prefix('#') {
@@ -246,7 +246,7 @@ fn blocks(text: &str) -> Result<Vec<Block>, String> {
             continue;
         }
         if let Some(name) = line.strip_prefix('*') {
-            open = Some(Wanted {
+            open = Some(ExpectedTable {
                 family: Family::V4,
                 name: name.trim_ascii().to_owned(),
                 text: String::new(),
@@ -326,8 +326,8 @@ fn family(rule: &Rule<'_>) -> Option<Family> {
 }
 
 /// Tables that belong together tell each other's family.
-fn with_families(blocks: Vec<Block>) -> Result<Vec<Wanted>, String> {
-    let mut groups: Vec<(Option<Family>, Vec<Wanted>)> = Vec::new();
+fn with_families(blocks: Vec<Block>) -> Result<Vec<ExpectedTable>, String> {
+    let mut groups: Vec<(Option<Family>, Vec<ExpectedTable>)> = Vec::new();
     for block in blocks {
         let said = block.heading.or(block.by_addresses);
         match groups.last_mut() {
@@ -341,7 +341,7 @@ fn with_families(blocks: Vec<Block>) -> Result<Vec<Wanted>, String> {
             _ => groups.push((said, vec![block.table])),
         }
     }
-    let mut tables: Vec<Wanted> = Vec::new();
+    let mut tables: Vec<ExpectedTable> = Vec::new();
     let mut last = None;
     for (family, group) in groups {
         let family = family.unwrap_or(match last {
@@ -361,7 +361,7 @@ fn with_families(blocks: Vec<Block>) -> Result<Vec<Wanted>, String> {
                     family.word()
                 ));
             }
-            tables.push(Wanted { family, ..table });
+            tables.push(ExpectedTable { family, ..table });
         }
     }
     Ok(tables)

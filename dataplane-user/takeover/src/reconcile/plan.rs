@@ -13,7 +13,7 @@ use super::{
         ruleset::{Rule, Table},
     },
     commute::commute,
-    expected::Whose,
+    expected::MeshChains,
 };
 
 /// How many rules are compared for their order. More than that, in another order, count as different.
@@ -63,7 +63,7 @@ pub fn changes(
     now: &[Table<'_>],
     wanted: &[Table<'_>],
     known: &[Table<'_>],
-    whose: &Whose,
+    whose: &MeshChains,
     how: How,
     in_front: &dyn Fn(&str, &str) -> usize,
 ) -> Vec<Change> {
@@ -100,7 +100,7 @@ pub fn back(
     before: Option<&Table<'_>>,
     now: Option<&Table<'_>>,
     known: Option<&Table<'_>>,
-    whose: &Whose,
+    whose: &MeshChains,
 ) -> Option<Change> {
     let name = &before.or(now)?.name;
     let (there, was) = (ours(now, known, whose), ours(before, known, whose));
@@ -144,7 +144,7 @@ fn find<'t, 'a>(tables: &'t [Table<'a>], name: &str) -> Option<&'t Table<'a>> {
 fn ours<'t, 'a>(
     table: Option<&'t Table<'a>>,
     known: Option<&Table<'_>>,
-    whose: &Whose,
+    whose: &MeshChains,
 ) -> Ours<'t, 'a> {
     let mut ours = Ours::default();
     let Some(table) = table else { return ours };

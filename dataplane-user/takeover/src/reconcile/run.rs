@@ -28,7 +28,7 @@ use super::{
         rails::Rails,
         ruleset::{Form, Table},
     },
-    expected::{Expected, Wanted},
+    expected::{Expected, ExpectedTable},
     plan::{self, Change, How},
 };
 
@@ -239,7 +239,7 @@ fn print(root: Option<&Path>, decision: &Decision, expected: &Expected) -> io::R
     let there = || {
         let mut text = String::new();
         // Rules that ask a set are taken only if the set is there.
-        let sets = wanted.clone().flat_map(Wanted::sets).collect();
+        let sets = wanted.clone().flat_map(ExpectedTable::sets).collect();
         make_ip_sets(&sets, family == Family::V4).map_err(|error| {
             let why = format!(
                 "cannot make the sets that the expected rules ask, to try the rules: {error}"

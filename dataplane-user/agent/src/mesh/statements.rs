@@ -1,13 +1,13 @@
 //! What the configuration says of capture, as the plan takes it.
 
 use model::{Place, RESERVED, Rules, Workload, WorkloadName};
-use plan::enrol::Said;
+use plan::enrol::MeshStatements;
 
 /// The port of the metrics of Istio's sidecar, which rules of a configuration can name.
 const METRICS: u16 = 15090;
 
 /// Takes the rules out of the configuration.
-pub fn said(config: &settings::Mesh) -> Said {
+pub fn said(config: &settings::Mesh) -> MeshStatements {
     let workloads = config.workloads.iter().filter_map(|given| {
         let (namespace, name) = given.name.split_once('/')?;
         let name = WorkloadName::new(namespace, name);
@@ -32,7 +32,7 @@ pub fn said(config: &settings::Mesh) -> Said {
             .collect(),
         ..Rules::default()
     };
-    Said {
+    MeshStatements {
         workloads: workloads.collect(),
         namespaces: namespaces.collect(),
         enforced_in: enforced.collect(),
@@ -42,7 +42,7 @@ pub fn said(config: &settings::Mesh) -> Said {
             ("mesh.proxy.uid".to_owned(), proxy),
         ],
         sidecars: config.proxy.uid.is_some(),
-        ..Said::default()
+        ..MeshStatements::default()
     }
 }
 
