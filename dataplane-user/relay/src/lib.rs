@@ -1,7 +1,7 @@
 //! What every relayed connection has, whatever carries it: where it goes, what counts it, and its line
 //! in the access log.
 //!
-//! This room is below the rooms that carry connections: it reads [`model`](model), and opens no
+//! This room is below the rooms that carry connections: it reads [`model`], and opens no
 //! listening socket. A room that carries connections has an [`Engine`], which takes the listening
 //! sockets and relays the connections that arrive there. Engines share one [`Relay`], since they share
 //! the process's open files.

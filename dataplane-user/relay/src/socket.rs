@@ -132,7 +132,7 @@ pub struct Manner {
 pub struct From {
     /// The address.
     pub ip: IpAddr,
-    /// The port to try first; `None`: one of [`PORTS`].
+    /// The port to try first; `None`: one of 61000 to 65535.
     pub port: Option<u16>,
     /// Whether the connection takes packets from the loopback interface only, and its packets go there.
     pub by_loopback: bool,
@@ -236,7 +236,7 @@ pub fn send_at_once(socket: impl AsFd) {
 /// Bounds the bytes in flight to a near peer. The kernel's own bound is 4 MiB (`net.ipv4.tcp_wmem`),
 /// which no CPU's own cache holds, so the bytes would be fetched from memory each time that they are
 /// touched (docs/measurements/relay-changes.md). The bound allows some 40 Gbit/s at a round trip of
-/// [`NEAR`]. Peers farther away have no bound.
+/// `NEAR`. Peers farther away have no bound.
 pub fn bound_if_near(socket: impl AsFd) {
     let is_near = getsockopt(&socket, Info).is_ok_and(|info| info.min_rtt <= NEAR);
     if is_near {
