@@ -137,13 +137,13 @@ fn rules() -> Vec<Value> {
 #[test]
 fn the_page_lists_the_metrics_of_the_code() {
     let code = [
-        "admin/metrics.rs",
-        "admin/mesh.rs",
-        "proxy/metrics.rs",
-        "relay/metrics.rs",
+        "admin/src/metrics.rs",
+        "admin/src/mesh.rs",
+        "proxy/src/metrics.rs",
+        "relay/src/metrics.rs",
     ];
     let code = code
-        .map(|file| read(&format!("dataplane-user/src/{file}")))
+        .map(|file| read(&format!("dataplane-user/{file}")))
         .concat();
     let documented = documented();
     for name in &documented {

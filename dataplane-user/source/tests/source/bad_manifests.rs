@@ -42,7 +42,7 @@ fn messages() {
 #[test]
 fn the_guide_shows_what_is_said() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let guide = fs::read_to_string(root.join("../docs/manifests.md")).unwrap();
+    let guide = fs::read_to_string(root.join("../../docs/manifests.md")).unwrap();
     for (name, lines) in [("bad", usize::MAX), ("empty", 1)] {
         let expected = root.join(format!("tests/manifests/bad/{name}.yaml.expected"));
         let said = fs::read_to_string(expected).unwrap();
