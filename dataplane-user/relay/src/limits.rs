@@ -25,7 +25,8 @@ const WORKLOAD: usize = 16;
 const EACH: usize = 2;
 /// A workload among others, and a namespace among others, has at most this many times as many connections as are free, so
 /// one alone gets four fifths of all, two get four ninths each, and there is room for each further one (dynamic
-/// thresholds: Choudhury and Hahne, 1998). So does a client among others, of what is free for the workload that it connects to.
+/// thresholds: Choudhury and Hahne, 1998). A client among others likewise, of what is free for the workload that it connects to, and
+/// for the workload's namespace.
 const SHARE: usize = 4;
 
 /// Raises the limit of open files as far as this process may, and returns it.
@@ -149,7 +150,7 @@ impl Limits {
         // Counted first, so that workers that accept at the same time do not exceed it together.
         let free = (self.max()).saturating_sub(self.open.fetch_add(1, Ordering::Relaxed));
         let workload = of.workload[way].fetch_add(1, Ordering::Relaxed);
-        let namespace = of.namespace[way].fetch_add(1, Ordering::Relaxed);
+        let namespace = of.namespace.connections[way].fetch_add(1, Ordering::Relaxed);
         let fits = free > 0
             && workload < self.of_workload(free, of)
             && namespace < self.of_namespace(free);
@@ -159,19 +160,26 @@ impl Limits {
         fits
     }
 
-    /// Counts an inbound connection, which was acquired, for its client. Returns whether the client's share of the workload's
-    /// connections allows it; if not, it is not counted.
+    /// Counts an inbound connection, which was acquired, for its client. Returns whether the client's shares of the connections
+    /// of the workload and of its namespace allow it; if not, it is not counted.
     pub fn admit(&self, of: &Holders, client: &Client) -> bool {
         let free = self.max().saturating_sub(self.open());
-        let now = of.workload[Direction::Inbound as usize].load(Ordering::Relaxed);
-        let limit = self.of_workload(free, of).min(now.saturating_add(free));
-        // With the one that is to be counted.
-        let left = limit.saturating_sub(now).saturating_add(1);
-        let mut clients = of.lock_clients();
-        let has = clients.get(client).copied().unwrap_or_default();
-        let fits = has < left.saturating_mul(SHARE);
+        let has_share = |has: usize, connections: &[AtomicUsize; 2], limit: usize| {
+            let now = connections[Direction::Inbound as usize].load(Ordering::Relaxed);
+            let left = limit.min(now.saturating_add(free)).saturating_sub(now);
+            // With the one that is to be counted.
+            has < left.saturating_add(1).saturating_mul(SHARE)
+        };
+        let [mut own, mut namespace] = of.lock_clients();
+        let fits = has_share(own.of(client), &of.workload, self.of_workload(free, of))
+            && has_share(
+                namespace.of(client),
+                &of.namespace.connections,
+                self.of_namespace(free),
+            );
         if fits {
-            clients.insert(client.clone(), has + 1);
+            own.add(client);
+            namespace.add(client);
         }
         fits
     }
@@ -180,7 +188,7 @@ impl Limits {
     pub fn release(&self, of: &Holders, direction: Direction) {
         let way = direction as usize;
         self.open.fetch_sub(1, Ordering::Relaxed);
-        of.namespace[way].fetch_sub(1, Ordering::Relaxed);
+        of.namespace.connections[way].fetch_sub(1, Ordering::Relaxed);
         of.workload[way].fetch_sub(1, Ordering::Release);
     }
 
@@ -207,7 +215,7 @@ impl Limits {
     /// Whether a workload with these connections gets no further one for now, in one of the directions.
     pub fn is_reached(&self, of: &Holders) -> bool {
         let free = self.max().saturating_sub(self.open());
-        let ways = of.workload.iter().zip(&*of.namespace);
+        let ways = of.workload.iter().zip(&of.namespace.connections);
         ways.map(|(workload, namespace)| {
             let now = |count: &AtomicUsize| count.load(Ordering::Relaxed);
             (now(workload), now(namespace))
@@ -238,7 +246,7 @@ fn share(free: usize, several: &AtomicUsize, both: bool) -> usize {
 pub enum Client {
     /// A workload, by whichever of its addresses.
     Workload(WorkloadName),
-    /// Whoever has the address; by IPv6, a network of 64 bits, in which a host may have any address.
+    /// The host at an address of no workload. By IPv6, the network of 64 bits: a host may have any address in it.
     Address(IpAddr),
 }
 
@@ -252,14 +260,43 @@ impl Client {
     }
 }
 
-/// How many connections a workload has, and how many all workloads of its namespace have together, by [`Direction`]. What
-/// others connect to a workload takes nothing from what it connects itself.
+/// The number of inbound connections that each client has.
+#[derive(Debug, Default)]
+struct Clients(HashMap<Client, usize>);
+
+impl Clients {
+    fn of(&self, client: &Client) -> usize {
+        self.0.get(client).copied().unwrap_or_default()
+    }
+
+    fn add(&mut self, client: &Client) {
+        *self.0.entry(client.clone()).or_default() += 1;
+    }
+
+    fn remove(&mut self, client: &Client) {
+        if let Some(has) = self.0.get_mut(client) {
+            *has -= 1;
+            if *has == 0 {
+                self.0.remove(client);
+            }
+        }
+    }
+}
+
+/// The connections of all workloads of a namespace, by [`Direction`], and their clients.
+#[derive(Debug, Default)]
+struct Namespace {
+    connections: [AtomicUsize; 2],
+    clients: Mutex<Clients>,
+}
+
+/// The connections of a workload and of its namespace, by [`Direction`]. Connections that others open to a workload take
+/// nothing from those that it opens itself.
 #[derive(Debug, Default)]
 pub struct Holders {
-    /// How many inbound connections each client has.
-    clients: Mutex<HashMap<Client, usize>>,
+    clients: Mutex<Clients>,
     workload: [AtomicUsize; 2],
-    namespace: Arc<[AtomicUsize; 2]>,
+    namespace: Arc<Namespace>,
     /// Whether there are connections of both directions.
     both: bool,
 }
@@ -281,17 +318,15 @@ impl Holders {
 
     /// Counts a client's connection no more.
     pub fn forget(&self, client: &Client) {
-        let mut clients = self.lock_clients();
-        if let Some(has) = clients.get_mut(client) {
-            *has -= 1;
-            if *has == 0 {
-                clients.remove(client);
-            }
+        for mut clients in self.lock_clients() {
+            clients.remove(client);
         }
     }
 
-    fn lock_clients(&self) -> MutexGuard<'_, HashMap<Client, usize>> {
-        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The clients of the workload and of its namespace, always locked in this order.
+    fn lock_clients(&self) -> [MutexGuard<'_, Clients>; 2] {
+        [&self.clients, &self.namespace.clients]
+            .map(|clients| clients.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The number of the workload's connections. If it is 0, whatever released them has happened.
@@ -420,6 +455,33 @@ mod tests {
         for _ in 0..2 {
             assert!(limits.acquire(&victim, Inbound) && limits.admit(&victim, &client));
         }
+    }
+
+    /// One client holds connections to two workloads of a namespace.
+    #[test]
+    fn one_client_leaves_room_for_others_in_a_namespace() {
+        let limits = Limits::new(Some(1000), None, 10_000);
+        limits.reserve(2, 2);
+        let one = Holders::default().of_both(true);
+        let two = one.beside().of_both(true);
+        let connects = |victim: &Holders, client: &Client| {
+            let acquired = limits.acquire(victim, Inbound);
+            let admitted = acquired && limits.admit(victim, client);
+            if acquired && !admitted {
+                limits.release(victim, Inbound);
+            }
+            admitted
+        };
+        let fill = |client: &Client| {
+            let to = |victim| (0..1000).filter(|_| connects(victim, client)).count();
+            to(&one) + to(&two)
+        };
+        let hog = Client::at([192, 0, 2, 7].into());
+        let most = fill(&hog);
+        assert!((700..770).contains(&most), "{most}");
+        let others = fill(&Client::at([192, 0, 2, 8].into()));
+        assert!(others >= 30, "{others}");
+        assert!(connects(&two, &Client::at([192, 0, 2, 9].into())));
     }
 
     /// A tenant has fifty pods on the node, which all take what they can get.
