@@ -234,8 +234,8 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     CHOOSE
 }
 
-/// Whether the packet's workload may go to the endpoint of the pool, or to the packet's destination if that is no service's. With external
-/// linkage, as in `table.rs`: the verifier looks at it once.
+/// Tells if the packet's workload may send to the drawn endpoint. If no service has the packet's destination, the destination
+/// itself counts. With external linkage, as in `table.rs`: the verifier looks at it once.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]

@@ -177,8 +177,8 @@ impl Direct {
         over
     }
 
-    /// What the kernel need not count any more so that the table has room for others: entries without open connections, of
-    /// workloads that have more than their share, if more than `room` entries are in use. They are in the ledger.
+    /// Returns the entries to remove from the kernel's table if more than `room` entries are in use: those without open
+    /// connections, of workloads that have more than their share. The ledger keeps what they counted.
     fn beyond_shares(&self, room: usize) -> Vec<TrafficKey> {
         if self.seen.len() <= room {
             return Vec::new();
@@ -188,7 +188,8 @@ impl Direct {
         for (key, traffic) in &self.seen {
             let (has, idle) = by_workload.entry(key.workload).or_default();
             *has += 1;
-            if traffic.opened == traffic.closed {
+            // If there was no entry when a connection began, only its end was counted.
+            if traffic.closed >= traffic.opened {
                 idle.push(*key);
             }
         }
@@ -253,7 +254,7 @@ mod tests {
         for key in &over {
             direct.seen.remove(key);
         }
-        direct.update([entry(1, 90, 1)], |_| None, |_| None, now);
+        direct.update([entry(1, over[0].pool, 1)], |_| None, |_| None, now);
         assert_eq!(opened(&direct), 101);
     }
 

@@ -120,8 +120,7 @@ pub struct Labels {
 }
 
 impl Labels {
-    /// The labels of those connections of a workload that have no series of their own: neither the service nor the other side is
-    /// named.
+    /// Returns the labels for connections without a series of their own: they name neither the service nor the other side.
     #[must_use]
     pub fn rest(&self) -> Self {
         Self {

@@ -19,7 +19,7 @@ use super::{
 const QUIET: Duration = Duration::from_mins(10);
 /// The maximum number of such series. The ledger removes those first that changed longest ago.
 const GONE: usize = 1000;
-/// The maximum number of series, besides one for the rest of each workload's connections.
+/// The maximum number of series, besides those for the rest of each workload's connections: one by direction and flag.
 const ROOM: usize = 20_000;
 /// The workloads of a namespace have at most this many times as many series as are free, as with
 /// [connections](super::limits).

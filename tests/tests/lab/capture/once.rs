@@ -205,7 +205,8 @@ fn serve_free(outside: &Host) -> Result<Process> {
     Ok(outside.serve(&["--tcp", &v4, "--tcp", &v6, "--udp", &v4, "--udp", &v6])?)
 }
 
-/// What the services of [`excluded`] answer to somebody who is denied egress, by these ways of asking for TCP and UDP.
+/// Asks the services of [`excluded`] as a pod under `egress: deny`, by TCP and by these ways of UDP: only excluded endpoints
+/// answer.
 fn exempts_endpoints(world: &World, outside: &Host, udp: &[&str]) -> Result<()> {
     let app = world.app();
     for family in ["10.96.0.", "fd00:96::"] {
@@ -256,7 +257,7 @@ fn explain(world: &World, to: &str) -> Result<Value> {
     Ok(serde_json::from_str(&explain.run()?)?)
 }
 
-/// What is excluded from capture is exempt from the egress policy by where the first packet goes, not by what was asked for.
+/// An exclusion exempts a connection from the egress policy if it excludes the address to which the first packet goes.
 fn an_exclusion_exempts_where_the_first_packet_goes() -> Result<()> {
     for (mode, args) in [
         ("kernel", &[][..]),
