@@ -11,8 +11,7 @@
 //! MORE_PEERS sk     socket      -> Peer              the same, for sockets whose set is full
 //! FLOWS      sk     socket      -> UdpFlows          the VIPs an unconnected UDP socket talks to
 //! SIBLINGS   lru    SiblingKey  -> Sibling           the same, by port: for sockets that share one
-//! SHARED_PORTS array port / 64  -> bits              which local ports SIBLINGS has had, or sockets
-//!                                                    that are bound to an address
+//! SHARED_PORTS array port / 64  -> bits              which local ports SIBLINGS has had
 //! REASONS    percpu Reason      -> u64               verdicts by reason
 //! EVENTS     ring   Event                            while somebody listens
 //! CONFIG     array  0           -> Config

@@ -419,15 +419,15 @@ impl Host {
     }
 
     /// Starts clients on this host that connect all the time, and waits until they do. End them
-    /// with [`Process::wait_json`], which gives a [`LoadReport`](crate::report::LoadReport).
-    /// `arguments` are those of `probe load`, such as `--to 10.96.0.1:80 --threads 2`.
+    /// with [`Process::wait_json`], which gives a [`LoadReport`](crate::report::LoadReport). A connection that takes 15 s has
+    /// failed: on a busy machine, a shorter time would take the slow for the lost. `arguments` are those of `probe load`, such as `--to 10.96.0.1:80 --threads 2`.
     ///
     /// # Errors
     /// When it cannot be started.
     pub fn load(&self, arguments: &[&str]) -> Result<Process> {
         let probe = self
             .probe("load")
-            .args(["--until-stdin-closes"])
+            .args(["--until-stdin-closes", "--timeout-ms", "15000"])
             .args(arguments);
         let mut load = probe.stdin_piped().stdout_piped().spawn()?;
         load.wait_for_line()?;

@@ -261,12 +261,13 @@ pub fn is_refused(skb: Skb, s: &mut Scratch) -> bool {
     is_refused
 }
 
-/// Whether a pod's socket sends the packet to an endpoint that was chosen at the socket, from an address that is not the pod's.
-/// If so, the packet is refused.
+/// Whether a pod's socket sends the packet to an endpoint that was chosen at the socket, from an address that is not the pod's:
+/// the process, the pod's routes or its NAT rules have chosen it. If so, the packet is refused. The source comes first, because
+/// the CPU remembers sources that are right.
 #[inline(never)]
 pub fn is_forged(skb: Skb, s: &mut Scratch) -> bool {
-    let is_forged = chosen::is_destination(skb, &s.packet.key)
-        && !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS);
+    let is_forged = !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS)
+        && chosen::is_destination(skb, &s.packet.key);
     if is_forged {
         refuse(skb, s, 0, Reason::SourceForged);
     }

@@ -53,7 +53,6 @@ use dataplane_common::{
 use crate::{
     capture,
     select::{Live, count},
-    socket::siblings,
 };
 use conntrack::{ANSWER, FOREIGN, NEW, REQUEST};
 use error::Complaint;
@@ -241,12 +240,7 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if s.packet.is_syn() && s.frontend.is_none() && begin::is_refused(skb, s) {
         return COMPLAIN;
     }
-    if begins
-        && s.frontend.is_none()
-        && siblings::may_be_bound(s.packet.key.src_port)
-        && is_pods(skb)
-        && begin::is_forged(skb, s)
-    {
+    if begins && s.frontend.is_none() && is_pods(skb) && begin::is_forged(skb, s) {
         return DROP;
     }
     // A SYN answers nothing, and neither does a datagram to a service.

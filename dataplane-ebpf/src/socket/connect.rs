@@ -74,7 +74,6 @@ fn carry_out<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &Verdict
             flows::forget(call);
         }
     } else if !verdict.endpoint.is_none() {
-        siblings::note_source(call, request, false);
         let peer = request.peer(&verdict.endpoint);
         peers::remember(call, &peer);
         if request.protocol == Protocol::TCP {

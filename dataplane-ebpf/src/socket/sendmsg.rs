@@ -2,7 +2,7 @@
 //! own, but a socket that sends to the same VIP again keeps its endpoint while that is in the pool,
 //! as a conntrack entry would.
 
-use dataplane_common::{Hook, Port, Reason, decide, tables::Endpoint};
+use dataplane_common::{Hook, Reason, decide, tables::Endpoint};
 
 use super::{Family, GO_ON, REFUSED, SockAddr, config, events, flows, siblings};
 use crate::{
@@ -97,10 +97,6 @@ fn choose<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mut Verdic
 fn carry_out<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &Verdict) -> i32 {
     events::report(call, Hook::Sendmsg, request, verdict);
     let mut is_new = false;
-    // A call without a destination is one on a connected socket that names a source.
-    if !verdict.endpoint.is_none() || request.port == Port::ANY {
-        siblings::note_source(call, request, true);
-    }
     if !verdict.endpoint.is_none() {
         is_new = flows::remember(call, &request.peer(&verdict.endpoint));
     }

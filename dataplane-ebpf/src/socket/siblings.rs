@@ -6,9 +6,7 @@
 //! A socket that is bound to a port and then connected may not get the endpoint that another one at this port has for another
 //! VIP: the kernel would refuse the connection (`EADDRNOTAVAIL`), or by UDP hand all answers to one of both.
 //!
-//! Most sockets share no port. A bit for each local port that the table has ever had keeps them from looking there. By the same
-//! bits the packet path knows at which ports there may be sockets that are bound to an address, whose source it
-//! [checks](crate::packet).
+//! Most sockets share no port. A bit for each local port that the table has ever had keeps them from looking there.
 
 use core::ptr::read_volatile;
 
@@ -51,22 +49,6 @@ pub fn vip_of<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> Endpoint
 pub fn are_possible<F: Family>(call: &SockAddr<F>) -> bool {
     let local = local(call);
     local != Port::ANY && ports::has(&SHARED_PORTS, local)
-}
-
-/// Whether a socket at this port may have been given an endpoint while it was bound to an address.
-#[inline(always)]
-pub fn may_be_bound(port: Port) -> bool {
-    ports::has(&SHARED_PORTS, port) || ports::has(&SHARED_PORTS, Port::ANY)
-}
-
-/// Notes that a socket of a pod goes to an endpoint from an address that the process has chosen: the packet path checks the
-/// address. The socket may get its port later: the bit of port 0 stands for all ports.
-#[inline(always)]
-pub fn note_source<F: Family>(call: &SockAddr<F>, request: &Request, is_sent: bool) {
-    let source = call.source(is_sent);
-    if !request.own_loopback && !source.is_unspecified() && !source.is_loopback() {
-        ports::mark(&SHARED_PORTS, local(call));
-    }
 }
 
 /// Whether the socket has a port already.

