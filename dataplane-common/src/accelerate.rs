@@ -1,24 +1,24 @@
-//! Keys and values of the tables by which what an application says to its proxy goes past the TCP
-//! stack: from its socket straight into the proxy's.
+//! Keys and values of the tables by which an application's bytes bypass the TCP stack on the way to its proxy: from the
+//! application's socket straight into the proxy's socket.
 //!
 //! ```text
-//! PROXIES   hash     ProxyKey -> u32    whose connections are accelerated
-//! SENDERS   sockhash Tuple    -> socket applications' sockets: what they send, `sk_msg` sees
-//! SENDING   sk       socket   -> Sender how far they are
+//! PROXIES   hash     ProxyKey -> u32    proxies whose connections are accelerated
+//! SENDERS   sockhash Tuple    -> socket applications' sockets: `sk_msg` sees the bytes that they send
+//! SENDING   sk       socket   -> Sender how many bytes each of them has sent this way, and may send
 //! RECEIVERS sockhash Tuple    -> socket the proxy's ends of the same connections
 //! GRANTS    hash     Tuple    -> u64    how many bytes an application may have sent this way so far
 //! ```
 //!
-//! Nothing holds back who sends past the TCP stack: no window, no receive buffer. So a sender may be
-//! ahead of what the proxy has passed on by [`WINDOW`] and no more; who would exceed it goes on by
-//! TCP, for good: what went before is read before what TCP brings, and the other way round is not
-//! certain.
+//! Nothing holds back a sender that bypasses the TCP stack: it meets no window and no receive buffer. So a sender may
+//! be ahead of the bytes that the proxy has passed on by at most [`WINDOW`]. A sender that exceeds this limit falls
+//! back to TCP for the rest of the connection. It cannot change back: the proxy reads the accelerated bytes before the
+//! bytes that TCP brings, and the opposite order is not certain.
 
 use crate::capture::Tuple;
 
 /// Bytes that may wait in the proxy's socket.
 pub const WINDOW: u64 = 256 << 10;
-/// The proxy says how far it is when it has passed on so much more.
+/// The proxy reports its progress each time that it has passed on this many bytes more.
 pub const STEP: u64 = WINDOW / 2;
 /// The most connections that are accelerated at once.
 pub const CONNECTIONS: u32 = 65_536;
@@ -26,8 +26,8 @@ pub const CONNECTIONS: u32 = 65_536;
 pub const PROXIES: u32 = 65_536;
 
 layout! {
-    /// Where a proxy listens; or, for port 0, the network namespace that it connects from, and the value
-    /// is the mark of its sockets.
+    /// The network namespace and port at which a proxy listens. Port 0: the network namespace from which the proxy
+    /// connects; the value is then the mark of its sockets.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
     pub struct ProxyKey {
@@ -48,9 +48,9 @@ pub struct Sender {
     pub tuple: Tuple,
     /// Bytes that went past the TCP stack.
     pub sent: u64,
-    /// How many may, as far as is known here.
+    /// How many bytes it may send this way, as far as this socket knows.
     pub granted: u64,
-    /// Not 0: by TCP from now on.
+    /// Not 0: the socket has fallen back to TCP.
     pub by_tcp: u64,
 }
 

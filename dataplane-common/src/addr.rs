@@ -8,10 +8,9 @@ layout! {
     /// An IP address of either family: 16 bytes in network order, IPv4 as v4-mapped
     /// (`::ffff:a.b.c.d`, RFC 4291 section 2.5.5.2).
     ///
-    /// One type for both families means one code path: a v4-mapped address in `connect6` and the same
-    /// address in `connect4` are the same key. Held as four words, each with the bytes of the address
-    /// in memory order, since that is how `bpf_sock_addr::user_ip6` hands it over and what the
-    /// programs compare fastest.
+    /// One type for both families means one code path: a v4-mapped address in `connect6` and the same address in
+    /// `connect4` are one key. The address is four words, each with its bytes in memory order, because
+    /// `bpf_sock_addr::user_ip6` hands it over in this form, and the programs compare words fastest.
     #[repr(C)]
     #[derive(Clone, Copy, PartialEq, Eq, Hash)]
     pub struct Addr([u32; 4]);
@@ -115,9 +114,8 @@ impl Addr {
         a == 0 && b == 0 && d == 0 && (c == 0 || c == MAPPED)
     }
 
-    /// Whether no single host has this address as its own on a network: `0.0.0.0/8` and `::`,
-    /// loopback, multicast, and what is reserved beyond (RFC 1122 section 3.2.1.3, RFC 4291). What
-    /// claims to come from it is answered by nobody.
+    /// Whether no single host has this address as its own on a network: `0.0.0.0/8` and `::`, loopback, multicast, and
+    /// the reserved addresses above (RFC 1122 section 3.2.1.3, RFC 4291). No host answers packets with such a source.
     #[inline(always)]
     pub const fn is_nobody(self) -> bool {
         let [a, b, c, d] = self.0;
@@ -129,9 +127,8 @@ impl Addr {
         }
     }
 
-    /// A name for "every socket in the network namespace with this cookie", used as the client
-    /// where a client's address is not known yet (at `connect`). The first byte, 0xff, is that of
-    /// a multicast address, which is never a client's.
+    /// A name for "every socket in the network namespace with this cookie", used as the client if the client's address
+    /// is not known yet (at `connect`). The first byte, 0xff, is a multicast address's, so no client has it.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "the low half of two")]
     pub const fn from_netns_cookie(cookie: u64) -> Self {
@@ -143,7 +140,7 @@ impl Addr {
         ])
     }
 
-    /// As the standard library has it: IPv4 if v4-mapped, else IPv6.
+    /// Returns the address in the standard library's type: IPv4 if v4-mapped, else IPv6.
     pub const fn ip(self) -> IpAddr {
         let o = self.octets();
         if self.is_v4() {
@@ -153,8 +150,8 @@ impl Addr {
         }
     }
 
-    /// The address as two numbers that order as the address does: words, not bytes, so that the
-    /// verifier follows a comparison in a few instructions instead of hundreds.
+    /// The address as two numbers in the order of addresses: words instead of bytes, so that the verifier follows a
+    /// comparison in a few instructions instead of hundreds.
     #[inline(always)]
     pub const fn halves(self) -> (u64, u64) {
         let [a, b, c, d] = self.0;
@@ -171,7 +168,7 @@ impl PartialOrd for Addr {
     }
 }
 
-/// As the bytes in network order compare.
+/// Addresses compare as their bytes in network order.
 impl Ord for Addr {
     #[inline(always)]
     fn cmp(&self, other: &Self) -> core::cmp::Ordering {
@@ -247,7 +244,7 @@ impl PartialOrd for Port {
     }
 }
 
-/// By the number in host order, as people sort ports.
+/// Ports compare by the number in host order.
 impl Ord for Port {
     fn cmp(&self, other: &Self) -> core::cmp::Ordering {
         self.host().cmp(&other.host())

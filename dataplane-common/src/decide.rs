@@ -6,9 +6,9 @@ use crate::{
     tables::{Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
 };
 
-/// Where the tables are: the kernel's own maps, those maps read from user space, or a test's.
+/// The source of the tables: the kernel's own maps, those maps read from user space, or a test's.
 pub trait Tables {
-    /// Reads an element of the filter: [`VipWords::ALL`] if that is not possible.
+    /// Reads an element of the filter: [`VipWords::ALL`] if it cannot be read.
     fn vips(&self, index: u32) -> VipWords;
     /// Looks up a frontend: [`Frontend::NONE`] if the key is not there.
     fn frontend(&self, key: &FrontendKey) -> Frontend;
@@ -18,16 +18,16 @@ pub trait Tables {
     fn endpoint(&self, slot: u32) -> Option<Endpoint>;
 }
 
-/// Whether a frontend may have this address: one look at the filter (`VIPS`), which is cheap enough
-/// to be had for each packet. `false` is certain, `true` is not.
+/// Whether a frontend may have this address: one look at the filter (`VIPS`), which is cheap enough for each packet.
+/// `false` is certain, `true` is not.
 #[inline(always)]
 pub fn may_be_vip<T: Tables>(tables: &T, addr: Addr) -> bool {
     let place = VipPlace::of(addr);
     place.is_set(tables.vips(place.index()))
 }
 
-/// Whether a destination can be any frontend at all, for whatever client: loopback addresses can be
-/// the node's own, and have its node ports.
+/// Whether a destination can be a frontend for any client: loopback addresses can be the node's own, and have its node
+/// ports.
 #[inline(always)]
 pub fn may_be_served<T: Tables>(tables: &T, addr: Addr) -> bool {
     may_be_vip(tables, addr) || addr.is_loopback() || addr.is_unspecified()
@@ -52,7 +52,7 @@ pub fn only_endpoint<T: Tables>(tables: &T, frontend: Frontend) -> Endpoint {
     }
 }
 
-/// Whether a workload whose egress policy is deny may reach a frontend. One without endpoints refuses by itself.
+/// Whether a workload whose egress policy is deny may reach a frontend. A frontend without endpoints refuses by itself.
 #[inline(always)]
 pub fn is_reachable<T: Tables>(tables: &T, frontend: Frontend) -> bool {
     match tables.pool(frontend.pool()) {
@@ -61,12 +61,11 @@ pub fn is_reachable<T: Tables>(tables: &T, frontend: Frontend) -> bool {
     }
 }
 
-/// Which frontend a destination is, or [`Frontend::NONE`].
+/// Returns the frontend of a destination, or [`Frontend::NONE`].
 ///
-/// `own_loopback` says that a loopback address is the node's own, that is, that the client is in
-/// the node's network namespace. A look at the filter where the destination is no service's, and
-/// one lookup more where it is a VIP's port, two for a node port; never more than three, whatever
-/// the number of services.
+/// `own_loopback` says that a loopback address is the node's own: the client is in the node's network namespace. A
+/// destination that does not belong to a service costs one look at the filter. A VIP's port costs one lookup more, a
+/// node port two. It is never more than three, for any number of services.
 #[inline(always)]
 pub fn find_frontend<T: Tables>(
     tables: &T,
@@ -80,7 +79,7 @@ pub fn find_frontend<T: Tables>(
         if !own_loopback {
             return Frontend::NONE;
         }
-        // A pod's host port may have this very address (`can_be_external_ip` in the plan), and no service has.
+        // A pod's host port may have this very address (`can_be_external_ip` in the plan), a service cannot.
         if place.may_have_ports(tables.vips(place.index())) {
             let exact = tables.frontend(&FrontendKey::new(addr, port, protocol));
             if !exact.is_none() {
@@ -128,16 +127,16 @@ pub fn draw(block: Block, random: u32) -> u32 {
 
 /// Whether `endpoint` is in the (sorted) block: a binary search of at most 17 steps.
 ///
-/// Which half goes on is computed, not branched to: the verifier walks both ways of a branch, and
-/// what it knows of them differs from then on. Linux 6.1's was not done with such a search after
-/// minutes; this one takes it less than a second, on an emulated machine.
+/// The half to search next is computed instead of branched to: the verifier walks both ways of a branch, and its state
+/// differs from then on. The verifier of Linux 6.1 did not finish a branching search within minutes. This search takes
+/// it less than a second, on an emulated machine.
 #[inline(always)]
 pub fn contains<T: Tables>(tables: &T, block: Block, endpoint: &Endpoint) -> bool {
     let wanted = sort_key(endpoint);
-    // The last slot that is not greater is among the `left` from `low` on, if there is one.
+    // The last slot that is not greater is among the `left` slots from `low` on, if there is one.
     let mut low = block.base();
     let mut left = u32::from(block.len());
-    // 2^16 > Block::MAX_LEN; a fixed bound is what the verifier can follow.
+    // 2^16 > Block::MAX_LEN; the verifier needs a fixed bound.
     for _ in 0..16 {
         if left <= 1 {
             break;
@@ -155,7 +154,7 @@ pub fn contains<T: Tables>(tables: &T, block: Block, endpoint: &Endpoint) -> boo
             .is_some_and(|found| sort_key(&found) == wanted)
 }
 
-/// An endpoint as three numbers that order as [`order`] does.
+/// An endpoint as three numbers in the order of [`order`].
 #[inline(always)]
 fn sort_key(endpoint: &Endpoint) -> [u64; 3] {
     let (high, low) = endpoint.addr.halves();

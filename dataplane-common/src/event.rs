@@ -1,4 +1,4 @@
-//! What a kernel program reports while somebody listens.
+//! Events that a kernel program reports while `dataplane monitor` listens.
 
 use crate::{Addr, Port, Protocol};
 
@@ -52,7 +52,7 @@ layout! {
         pub socket: u64,
         /// The packet's source; unspecified at the socket, where there is none yet.
         pub source: Addr,
-        /// What the client asked for: the VIP, if it is one.
+        /// The destination that the client asked for: the VIP, if it is one.
         pub destination: Addr,
         /// The endpoint; unspecified if none was chosen.
         pub endpoint: Addr,

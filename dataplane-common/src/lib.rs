@@ -1,15 +1,14 @@
-//! What the kernel programs and user space both read: addresses, table keys and values, verdicts,
-//! limits.
+//! Data that the kernel programs and user space share: addresses, table keys and values, verdicts, limits.
 //!
 //! Everything here is plain data with one layout on both sides: `#[repr(C)]`, no implicit padding,
 //! no `bool`, `enum` or `Option` in a table's value. Sizes are asserted at compile time, because
 //! the tables outlive the agent that wrote them: see [`LAYOUT`].
 //!
-//! [`decide`] is the one piece of logic here. It is generic over where the tables are, so that the
-//! kernel programs, `dataplane explain` and the property tests run the same code.
+//! [`decide`] is the one piece of logic here. It is generic over the source of the tables, so that the kernel programs,
+//! `dataplane explain` and the property tests run the same code.
 #![no_std]
 
-/// What stands in a table: user space reads and writes its bytes.
+/// Data in a table: user space reads and writes its bytes.
 macro_rules! layout {
     ($($item:item)*) => {$(
         #[cfg_attr(
@@ -52,12 +51,13 @@ pub use vips::{ClaimedPort, VIP_ELEMENTS, VipElement, VipPlace, VipWords};
 /// control (`TC_PRIO_CONTROL`, the lowest four bits).
 pub const OF_AGENT: u32 = 0xdada_0007;
 
-/// Version of everything that is pinned: table layouts, their names and what the flags mean.
+/// Version of everything that is pinned: table layouts, their names and the meaning of flags.
 ///
 /// It is part of the pin directory's name. Raise it with any change to [`tables`], [`packet`], [`tcp`], [`Event`] or
-/// the numbers of [`Reason`]; the agent then builds a new directory beside the old one and swaps
-/// once. What it takes along then is in `CONNECTIONS` of the agent's `kernel/layouts.rs`: see there whether one of
-/// those tables has changed.
+/// the numbers of [`Reason`]; the agent then builds a new directory beside the old one and swaps once. The tables that
+/// it takes along are in `CONNECTIONS` of the agent's `kernel/layouts.rs`: check there whether one of these tables has
+/// changed.
 ///
-/// No version had layout 12: it is the layout from which connections are taken over, and in the tests it is the one before this.
+/// No version had layout 12: it is the layout from which connections are taken over. The tests use it as the previous
+/// layout.
 pub const LAYOUT: u32 = 13;

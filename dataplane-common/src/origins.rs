@@ -1,10 +1,11 @@
-//! How many entries of table `ORIGINS` each workload may have, so that one that fills its share leaves room for the others.
+//! How many entries of table `ORIGINS` each workload may have, so that a workload that fills its share leaves room for
+//! the others.
 //!
 //! An entry is there while its connection waits for the proxy's side: hardly ever, as long as the proxy accepts.
 
 use crate::capture::ORIGINS;
 
-/// Elements of table `ORIGIN_COUNTS`. Element 0 is nobody's.
+/// Elements of table `ORIGIN_COUNTS`. Element 0 is not used.
 pub const COUNTERS: u32 = 16_384;
 /// The element that counts the entries of all workloads.
 pub const OF_ALL: u16 = 1;
@@ -20,8 +21,8 @@ pub const fn counter_of(workload: u32) -> u16 {
     (FIRST + workload % (COUNTERS - FIRST)) as u16
 }
 
-/// Whether a workload that has `own` entries may have one more, while all workloads have `all`: one has at most as many
-/// as are left for the others.
+/// Whether a workload that has `own` entries may have one more, while all workloads have `all`: a workload has at most
+/// as many as are left for the others.
 #[inline(always)]
 pub const fn has_room(own: u64, all: u64) -> bool {
     all < ROOM && own < ROOM - all
@@ -34,7 +35,7 @@ mod tests {
     #[test]
     fn however_many_take_all_they_can_there_is_room_for_one_more() {
         for hogs in [1, 2, 10, 100] {
-            // The one with the least has as many as each of the others, or one less.
+            // The hog with the fewest entries has as many as each of the others, or one less.
             let mut all = 0;
             while has_room(all / hogs, all) {
                 all += 1;

@@ -1,23 +1,23 @@
-//! Keys and values of the packet path's tables: what the TC programs share with user space.
+//! Keys and values of the packet path's tables, which the TC programs share with user space.
 //!
 //! ```text
 //! IFACES     hash  ifindex    -> Iface        what an interface is: pods' side or uplink
-//! SOURCES    lpm   SourceKey  -> u32          who may use a load balancer; which addresses are pods; what IPsec protects
+//! SOURCES    lpm   SourceKey  -> u32          load balancers' clients; addresses of pods; networks that IPsec protects
 //! NODE_ADDRS array index      -> Addr         the node's addresses that flows are masqueraded to
-//! CONNTRACK  cells FlowKey    -> Translation  flows, by what their requests carry
-//! ANSWERS    slots FlowKey, PortKey -> cell   the same, by what their replies carry
+//! CONNTRACK  cells FlowKey    -> Translation  flows, by the addresses and ports of their requests
+//! ANSWERS    slots FlowKey, PortKey -> cell   flows, by the addresses and ports of their replies
 //! SEQUENCES  array cell       -> Sequences    how far a TCP flow's directions have got (`tcp`)
-//! CAME_BY    array cell / 2   -> [u32; 2]     by which uplink a flow's client comes
+//! CAME_BY    array cell / 2   -> [u32; 2]     the uplink by which a flow's client comes
 //! FRAGMENTS  lru   FragmentKey-> Fragment     the ports of a datagram whose later fragments come
 //! ```
 //!
 //! # A flow
 //!
 //! A flow has one entry of 64 bytes, for both directions, and a slot of four that leads to it. Packets from the client
-//! find it by (client, VIP), which is its key: it says which endpoint answers and, if the flow is masqueraded, from
-//! which of the node's addresses and ports that sees the client come. Packets from the endpoint find it by the slot,
-//! by (endpoint, client) or, if the flow is masqueraded, by (endpoint, the node's port). Where an entry is, and who may
-//! do what with it: [`cells`](crate::cells).
+//! find it by (client, VIP), the key. The entry says which endpoint answers. If the flow is masqueraded, the entry also
+//! says from which address and port of the node the endpoint sees the client come. Packets from the endpoint find the
+//! entry by the slot, by (endpoint, client) or, if the flow is masqueraded, by (endpoint, the node's port).
+//! [`cells`](crate::cells) describes where an entry is, and how programs make and remove it.
 //!
 //! A client may reach one endpoint through two VIPs from one port at the same time. The second flow then has another
 //! port of the client's ([`Translation::seen_port`]), because replies carry only the endpoint's and the client's
@@ -33,7 +33,7 @@ use core::ops::RangeInclusive;
 use crate::{Addr, Port, Protocol, states::Timeouts};
 
 layout! {
-    /// What an interface with our programs on it is.
+    /// An interface with our programs on it.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct Iface {
@@ -42,26 +42,27 @@ layout! {
         /// Index into `NODE_ADDRS` of the address that IPv4 flows leaving by this interface are
         /// masqueraded to; 0: there is none.
         pub masquerade_v4: u8,
-        /// The same for IPv6.
+        /// Likewise for IPv6.
         pub masquerade_v6: u8,
-        /// Which layer-2 segment it is in: the number of the bridge that it is, is a port of, or stands on; 0: none.
+        /// Its layer-2 segment: the number of the bridge that it is, is a port of, or stands on; 0: none.
         pub segment: u32,
     }
 
-    /// What `SOURCES` is looked up by. `BPF_MAP_TYPE_LPM_TRIE`: the bits after the first word are
-    /// matched from the first byte's highest bit on.
+    /// The key of `SOURCES`. `BPF_MAP_TYPE_LPM_TRIE`: the bits after the first word are matched from the first byte's
+    /// highest bit on.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
     pub struct SourceKey {
         /// How many bits count, [`SourceKey::SET_BITS`] included.
         pub prefix: u32,
-        /// Which set: [`SourceKey::PODS`], [`SourceKey::HOST`], or the pool whose load balancer's addresses it is for.
+        /// The set: [`SourceKey::PODS`], [`SourceKey::HOST`], or the pool of a load balancer whose source ranges they
+        /// are.
         pub set: u32,
         /// The address.
         pub addr: Addr,
     }
 
-    /// What a packet of a known flow carries. Aligned to eight bytes, since it is compared by them.
+    /// The addresses, ports and protocol of a packet. Aligned to eight bytes, because it is compared by words.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
     pub struct FlowKey {
@@ -81,7 +82,7 @@ layout! {
         pub reserved: u16,
     }
 
-    /// What a flow's packets are turned into, and what was seen of them.
+    /// The translation of a flow's packets, and what was seen of them.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Translation {
@@ -100,8 +101,8 @@ layout! {
         pub node_addr: u8,
     }
 
-    /// What replies to a masqueraded flow carry: an endpoint sees a port of the node's used once,
-    /// whatever the address.
+    /// The endpoint, ports and protocol of replies to a masqueraded flow: an endpoint sees each port of the node's used
+    /// once, for any of the node's addresses.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
     pub struct PortKey {
@@ -119,8 +120,7 @@ layout! {
         pub reserved: u16,
     }
 
-    /// What the fragments of one datagram have in common (RFC 791 section 3.2, RFC 8200 section
-    /// 4.5).
+    /// The fields that the fragments of one datagram share (RFC 791 section 3.2, RFC 8200 section 4.5).
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
     pub struct FragmentKey {
@@ -138,7 +138,7 @@ layout! {
         pub reserved: u16,
     }
 
-    /// What only the first fragment carries.
+    /// The fields that only the first fragment carries.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Fragment {
@@ -148,38 +148,38 @@ layout! {
         pub dst_port: Port,
     }
 
-    /// When, in units of 2^32 ns since boot (CLOCK_MONOTONIC), modulo 2^16: three days and a half,
-    /// more than any timeout.
+    /// A time in units of 2^32 ns since boot (CLOCK_MONOTONIC), modulo 2^16: three days and a quarter, more than any
+    /// timeout.
     #[repr(transparent)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct Tick(u16);
 }
 
 impl Iface {
-    /// Packets for the pod at the other end may be handed over by `bpf_redirect_peer`: others have nothing on the interface's
-    /// way out, which that passes by.
+    /// Packets for the pod at the other end may be handed over by `bpf_redirect_peer`: no other program or rule has
+    /// anything on the interface's way out, which the helper bypasses.
     pub const PEER: u16 = 1;
     /// It is a pod's. Packets that arrive here come from pods, whatever their source address
     /// ([`PacketConfig::DETECT_BY_INTERFACE`]).
     pub const LOCAL: u16 = 2;
-    /// Our programs belong on it, and were put there: what `status` compares with. Until then a pod's interface is without
-    /// this flag, and another one is not in the table ([`Iface::is_ready`]).
+    /// Our programs belong on it, and were attached: `status` compares this. Until then a pod's interface lacks this
+    /// flag, and any other interface is not in the table ([`Iface::is_ready`]).
     pub const ATTACHED: u16 = 4;
     /// Its packets have no link-layer header: a tunnel's, WireGuard's, a tun's.
     pub const BARE: u16 = 8;
-    /// A packet's source has to be where the route to it leads. At an uplink: by IPv4, a flow begins here only if that route
-    /// leads to this interface (`rp_filter` is 1). At a pod's interface, by both families and for each packet: or to what is
-    /// the same pod's or in the same segment.
+    /// A packet must arrive at the interface to which the route to its source leads. At an uplink: an IPv4 flow begins
+    /// here only if the route leads to this interface (`rp_filter` is 1). At a pod's interface, for both families and
+    /// each packet: the route may also lead to another interface of the same pod or in the same segment.
     pub const STRICT: u16 = 16;
-    /// There has to be a route to a packet's source: by IPv4, of a flow that begins at an uplink (`rp_filter` is 2). At a pod's
-    /// interface, for each packet, it must not lead to another pod: that interface is a port of a switch in which the node
-    /// has no address, or none that it knows of.
+    /// There must be a route to a packet's source: for an IPv4 flow that begins at an uplink (`rp_filter` is 2). At a
+    /// pod's interface, for each packet, the route must not lead to another pod: the interface is a port of a switch in
+    /// which the node has no address, or none that it knows of.
     pub const LOOSE: u16 = 32;
     /// From this bit on: which pod is at the other end, as a number from 1 on; 0: not known.
     const POD_AT: u32 = 6;
 
-    /// What says that the other end is in a network namespace, by the number that the node's own knows it by. There is room
-    /// for a thousand; others are not told.
+    /// The flag bits for an interface whose other end is in a network namespace, by the number that the node's own
+    /// namespace knows it by. There is room for a thousand; others count as not known.
     pub fn of_pod(netns: i32) -> u16 {
         let number = u16::try_from(netns).map_or(0, |netns| netns.saturating_add(1));
         if number > u16::MAX >> Self::POD_AT {
@@ -188,7 +188,8 @@ impl Iface {
         number << Self::POD_AT
     }
 
-    /// Whether what a pod answers is seen: the programs are on its interface. One that is not a pod's may need none.
+    /// Whether the programs see what a pod answers: they are attached to its interface. An interface that is not a
+    /// pod's may need none.
     #[inline(always)]
     pub const fn is_ready(self) -> bool {
         self.flags & (Self::LOCAL | Self::ATTACHED) != Self::LOCAL
@@ -200,7 +201,7 @@ impl Iface {
         self.flags & Self::LOCAL != 0 && self.flags & (Self::STRICT | Self::LOOSE) != 0
     }
 
-    /// Whether the other ends of both are one pod's.
+    /// Whether the other ends of both belong to one pod.
     #[inline(always)]
     pub const fn is_same_pod(self, other: Self) -> bool {
         let pod = self.flags >> Self::POD_AT;
@@ -219,14 +220,14 @@ impl SourceKey {
     pub const PODS: u32 = 0;
     /// The set of the node's own addresses: destinations of its routes of type `local` (no pool has this index).
     pub const HOST: u32 = u32::MAX;
-    /// From this one on, sets are of IPsec policies' networks ([`PacketConfig::policies`]). No pool has such an index; [`SourceKey::HOST`] is
-    /// none of them.
+    /// Sets from this one on are networks of IPsec policies ([`PacketConfig::policies`]). No pool has such an index;
+    /// [`SourceKey::HOST`] is none of these sets.
     pub const POLICIES: u32 = 1 << 31;
-    /// What IPsec policies say of packets between two networks: they are to be encrypted, or dropped.
+    /// IPsec policies require packets between two networks to be encrypted, or dropped.
     pub const PROTECTED: u32 = 1;
-    /// The same: they may pass as they are.
+    /// IPsec policies let packets between two networks pass as they are.
     pub const PASSED: u32 = 2;
-    /// How many bits of the key tell the set.
+    /// The bits of the key that hold the set.
     pub const SET_BITS: u32 = 32;
 
     /// Whether the network is an IPsec policy's.
@@ -239,7 +240,7 @@ impl SourceKey {
         self.set == Self::PODS || self.set == Self::HOST
     }
 
-    /// A whole address, for looking up.
+    /// A whole address, for lookups.
     #[inline(always)]
     pub const fn host(set: u32, addr: Addr) -> Self {
         Self::network(set, addr, 128)
@@ -258,7 +259,7 @@ impl SourceKey {
 }
 
 impl FlowKey {
-    /// What a packet carries.
+    /// The key of a packet.
     #[inline(always)]
     pub const fn new(
         src: Addr,
@@ -331,15 +332,15 @@ impl Tick {
         self.0
     }
 
-    /// How many ticks before `now` this was; 0 also for the next one, by which somebody else is ahead.
+    /// How many ticks before `now` this was; 0 also for the next tick, which another CPU may have seen already.
     #[inline(always)]
     pub const fn ticks_before(self, now: Self) -> u32 {
         let ticks = now.0.wrapping_sub(self.0);
         if ticks == u16::MAX { 0 } else { ticks as u32 }
     }
 
-    /// How many seconds before `now` this was, rounded up. What is later than `now` (by a tick
-    /// that began while the table was read) was just now.
+    /// How many seconds before `now` this was, rounded up. A time later than `now` (by a tick that began while the
+    /// table was read) counts as now.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "at most 2^48 ns")]
     pub const fn age_seconds(self, now: Self) -> u32 {
@@ -351,9 +352,9 @@ impl Tick {
 /// `net/netfilter/nf_conntrack_proto_udp.c`).
 pub const STREAM_AFTER: u64 = 2_000_000_000;
 
-/// Returns the first and the last port, host byte order, of the range from which a client's flow is given another port
-/// than its own. The ranges are netfilter's (`nf_nat_l4proto_unique_tuple` in `net/netfilter/nf_nat_core.c`), because
-/// some servers trust ports below 1024.
+/// Returns the first and the last port, host byte order, of the range from which a client's flow gets another port than
+/// its own. The ranges are netfilter's (`nf_nat_l4proto_unique_tuple` in `net/netfilter/nf_nat_core.c`), because some
+/// servers trust ports below 1024.
 #[inline(always)]
 pub const fn client_ports(own: Port) -> (u16, u16) {
     match own.host() {
@@ -364,34 +365,35 @@ pub const fn client_ports(own: Port) -> (u16, u16) {
 }
 
 layout! {
-    /// What user space tells the TC programs: element 0 of `PACKET_CONFIG`.
+    /// Settings of the TC programs, written by user space: element 0 of `PACKET_CONFIG`.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct PacketConfig {
         /// Flags: [`PacketConfig::DETECT_BY_ADDRESS`] and so on; and [`PacketConfig::bare`].
         pub flags: u32,
-        /// The first port of the host's own ephemeral range (`net.ipv4.ip_local_port_range`), host
-        /// byte order: given to masqueraded flows only if few others are left ([`PacketConfig::avoids`]).
+        /// The first port of the host's own ephemeral range (`net.ipv4.ip_local_port_range`), host byte order:
+        /// masqueraded flows get these ports only if few others are left ([`PacketConfig::avoids`]).
         pub ephemeral_first: u16,
         /// The last port of that range.
         pub ephemeral_last: u16,
-        /// Which bits of a place count: how many cells `CONNTRACK` has, and how many slots `ANSWERS`, a power of two, less
-        /// one.
+        /// The bits of a place that count: the number of cells of `CONNTRACK`, a power of two, minus one. `ANSWERS` has
+        /// twice as many slots.
         pub cells: u32,
-        /// The set in `SOURCES` of the networks that IPsec policies' packets go to (a value of 0: none of them); 0: nothing is protected by a policy;
-        /// [`PacketConfig::ALL_PROTECTED`]: everything is. The set's values are sets of the networks that such packets
-        /// come from, whose values are [`SourceKey::PROTECTED`] and [`SourceKey::PASSED`].
+        /// The set in `SOURCES` of the networks to which packets of IPsec policies go (value 0: such a network is not
+        /// protected); 0: no policy protects anything; [`PacketConfig::ALL_PROTECTED`]: everything is protected. The
+        /// values of this set are sets of the networks from which such packets come, whose values are
+        /// [`SourceKey::PROTECTED`] and [`SourceKey::PASSED`].
         pub policies: u32,
         /// How many ICMP errors may be sent.
         pub errors: ErrorLimits,
-        /// How long flows are kept.
+        /// The timeouts of flows.
         pub timeouts: Timeouts,
-        /// The secret of the flows' tables, an even number: it decides in which cells a flow may be, so that nobody can tell.
-        /// 0: there are no tables.
+        /// The secret of the flows' tables, an even number: it decides in which cells a flow may be, so that no client
+        /// can predict them. 0: there are no tables.
         pub secret: u64,
     }
 
-    /// How many ICMP errors the programs may send: what the kernel's own limits are, by its sysctls.
+    /// How many ICMP errors the programs may send: the kernel's own limits, from its sysctls.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct ErrorLimits {
@@ -400,7 +402,7 @@ layout! {
         /// One error in so many milliseconds to each IPv4 address (`net.ipv4.icmp_ratelimit`), after a first
         /// [`ErrorLimits::BURST`]; 0: any number.
         pub v4_ms: u32,
-        /// The same for IPv6 (`net.ipv6.icmp.ratelimit`).
+        /// Likewise for IPv6 (`net.ipv6.icmp.ratelimit`).
         pub v6_ms: u32,
         /// Errors in a second to all addresses (`net.ipv4.icmp_msgs_per_sec`, which is for both families).
         pub per_second: u32,
@@ -412,54 +414,53 @@ layout! {
 }
 
 impl ErrorLimits {
-    /// Destination unreachable, as refusals are (`net.ipv4.icmp_ratemask`).
+    /// Destination unreachable, the type of refusals (`net.ipv4.icmp_ratemask`).
     pub const UNREACHABLE_V4: u32 = 1;
     /// Time exceeded.
     pub const EXCEEDED_V4: u32 = 2;
-    /// The same for ICMPv6 (`net.ipv6.icmp.ratemask`).
+    /// Destination unreachable of ICMPv6 (`net.ipv6.icmp.ratemask`).
     pub const UNREACHABLE_V6: u32 = 4;
-    /// The same for ICMPv6.
+    /// Time exceeded of ICMPv6.
     pub const EXCEEDED_V6: u32 = 8;
     /// How many errors one address gets at once (`XRLIM_BURST_FACTOR` in `net/ipv4/inetpeer.c`).
     pub const BURST: u32 = 6;
 }
 
 impl PacketConfig {
-    /// Every packet is taken for one that an IPsec policy covers.
+    /// Every packet counts as covered by an IPsec policy.
     pub const ALL_PROTECTED: u32 = u32::MAX;
-    /// A pod is who has an address in the set [`SourceKey::PODS`] (kube-proxy's detectLocalMode
-    /// ClusterCIDR and NodeCIDR).
+    /// A client is a pod if its address is in the set [`SourceKey::PODS`] (kube-proxy's detectLocalMode ClusterCIDR and
+    /// NodeCIDR).
     pub const DETECT_BY_ADDRESS: u32 = 1;
-    /// A pod is whose packets arrive at an interface with [`Iface::LOCAL`] (BridgeInterface and
+    /// A client is a pod if its packets arrive at an interface with [`Iface::LOCAL`] (BridgeInterface and
     /// InterfaceNamePrefix).
     pub const DETECT_BY_INTERFACE: u32 = 2;
-    /// Whatever goes to a cluster IP is masqueraded (`--masquerade-all`).
+    /// Every flow to a cluster IP is masqueraded (`--masquerade-all`).
     pub const MASQUERADE_ALL: u32 = 4;
-    /// Which way a packet goes does not depend on its ports: no rule asks for them, and none of several
-    /// paths is chosen by them.
+    /// A packet's route does not depend on its ports: no routing rule matches ports, and no multipath route hashes
+    /// them.
     pub const WAYS_BY_ADDRESS: u32 = 8;
-    /// An interface has addresses in several networks: which one a flow is masqueraded to, the route says.
+    /// An interface has addresses in several networks: the route decides which one a flow is masqueraded to.
     pub const SEVERAL_NETWORKS: u32 = 1 << 8;
     /// There are several uplinks: answers leave by the one that their flow came by, if a route leads to the client by it.
     pub const SEVERAL_UPLINKS: u32 = 1 << 9;
     /// A program may be preempted by another on its CPU, in its middle (`PREEMPT_RT`).
     pub const PREEMPTIBLE: u32 = 1 << 15;
-    /// The first port that masqueraded flows are given, host byte order.
+    /// The first port that masqueraded flows get, host byte order.
     pub const FIRST_PORT: u16 = 1024;
     /// How many ports there are from [`Self::FIRST_PORT`] on.
     pub const PORTS: u32 = (1 << 16) - Self::FIRST_PORT as u32;
-    /// Node ports as Kubernetes gives them, unless told otherwise (`--service-node-port-range`), host byte
-    /// order.
+    /// Kubernetes' default range of node ports (`--service-node-port-range`), host byte order.
     pub const NODE_PORTS: RangeInclusive<u16> = 30_000..=32_767;
 
-    /// Returns whether masqueraded flows are given another port than this one (host byte order). The fewer are left, the
-    /// higher `need` is:
+    /// Returns whether masqueraded flows get another port than this one (host byte order). The fewer ports are left,
+    /// the higher `need` is:
     ///
-    /// * [`need::LITTLE`]: no port that the host's own sockets get. And by UDP no node port as Kubernetes gives them,
-    ///   because a service may have it some day, to which the datagrams of an endpoint's socket would go then.
-    /// * [`need::MORE`]: none that `connect()` tries first, which is every second one of the host's range
+    /// * [`need::LITTLE`]: no port that the host's own sockets get. And for UDP no port of Kubernetes' default range of
+    ///   node ports: if a service gets this port later, datagrams of an endpoint's socket would go to the service.
+    /// * [`need::MORE`]: no port that `connect()` tries first, which is every second one of the host's range
     ///   (`__inet_hash_connect` in `net/ipv4/inet_hashtables.c`), and no such node port.
-    /// * [`need::ALL`]: none that `connect()` tries first. These ports are the node's own, however many flows there are.
+    /// * [`need::ALL`]: no port that `connect()` tries first. These ports are the node's own, for any number of flows.
     #[inline(always)]
     pub const fn avoids(&self, port: u16, protocol: Protocol, need: u32) -> bool {
         if port < Self::FIRST_PORT {
@@ -482,17 +483,17 @@ impl PacketConfig {
         u32::try_from((0..=u16::MAX).filter(free).count()).unwrap_or(Self::PORTS)
     }
 
-    /// The flag that says: an interface with [`Iface::BARE`] may be this one. So that packets of
-    /// all others, which on most nodes are all, need no look at `IFACES` to tell.
+    /// The flag bit of an interface: if it is set, this interface may have [`Iface::BARE`]. So packets of all other
+    /// interfaces, on most nodes of all, need no look at `IFACES`.
     #[inline(always)]
     pub const fn bare(ifindex: u32) -> u32 {
         1 << (16 + ifindex % 16)
     }
 }
 
-/// A bucket of tokens: the time at which it was empty, if tokens come one in `interval`. Answers that time after
-/// one more is taken `now`; `None` if there is none. It holds `burst` tokens (`inet_peer_xrlim_allow` in
-/// `net/ipv4/inetpeer.c`).
+/// Takes a token from a bucket: `empty_at` is the time at which the bucket was empty, if tokens come one in `interval`.
+/// Returns this time after one more token is taken `now`; `None` if there is none. The bucket holds `burst` tokens
+/// (`inet_peer_xrlim_allow` in `net/ipv4/inetpeer.c`).
 #[inline(always)]
 pub const fn take_token(empty_at: u64, now: u64, interval: u64, burst: u32) -> Option<u64> {
     let full = now.saturating_sub(interval * burst as u64);
@@ -501,26 +502,27 @@ pub const fn take_token(empty_at: u64, now: u64, interval: u64, burst: u32) -> O
     if taken > now { None } else { Some(taken) }
 }
 
-/// How much ports are needed: [`PacketConfig::avoids`].
+/// How urgently ports are needed: [`PacketConfig::avoids`].
 pub mod need {
-    /// There are enough that nobody else wants.
+    /// There are enough ports that no other use needs.
     pub const LITTLE: u32 = 0;
-    /// There are not.
+    /// There are not enough such ports.
     pub const MORE: u32 = 1;
-    /// Whatever the node's own sockets do not need.
+    /// All ports except those that the node's own sockets need.
     pub const ALL: u32 = 2;
 }
 
-/// The word of `DIRECT`: 0 if there are no flows but services'. Else how many others were made, and [`direct::DATAGRAMS`].
+/// The word of `DIRECT`: 0 if all flows belong to services. Else how many other flows were made, and
+/// [`direct::DATAGRAMS`].
 pub mod direct {
-    /// Datagrams to an endpoint itself may collide with flows to it, too: the sockets of their clients are served from now
-    /// on, and their packets were until lately.
+    /// Datagrams to an endpoint itself may collide with flows to the endpoint, too: the socket programs serve their
+    /// clients now, and the packet path did so until lately.
     pub const DATAGRAMS: u64 = 1 << 63;
 }
 
 /// How many interfaces `IFACES` has room for.
 pub const IFACES: u32 = 4096;
-/// How many addresses are known that ICMP errors were sent to lately.
+/// The most addresses whose limit of ICMP errors is remembered.
 pub const ERROR_BUCKETS: u32 = 4096;
 /// How many networks `SOURCES` has room for.
 pub const SOURCES: u32 = 1 << 20;
@@ -528,7 +530,7 @@ pub const SOURCES: u32 = 1 << 20;
 pub const NODE_ADDRS: u32 = 256;
 /// How many fragmented datagrams are remembered at a time.
 pub const FRAGMENTS: u32 = 4096;
-/// How many flows there is room for unless told otherwise ([`cells::cells_for`](crate::cells::cells_for)).
+/// The default room for flows ([`cells::cells_for`](crate::cells::cells_for)).
 pub const DEFAULT_FLOWS: u32 = 65_536;
 
 const _: () = assert!(size_of::<Iface>() == 8);

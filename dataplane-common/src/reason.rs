@@ -1,4 +1,4 @@
-//! Why a verdict was given.
+//! The reasons for verdicts.
 
 macro_rules! reasons {
     ($($(#[$doc:meta])* $name:ident = $number:literal, $word:literal, $text:literal;)*) => {
@@ -73,7 +73,7 @@ reasons! {
     NoRoute = 14, "no-route", "the kernel's routes do not lead to the endpoint or to the client; dropped";
     /// The packet path: the interface towards the endpoint has no address to masquerade to.
     NoNodeAddress = 15, "no-node-address", "the interface towards the endpoint has no address to masquerade to; dropped";
-    /// The packet path: a TCP packet in mid-stream to a VIP that is not the node's address, of a flow that nobody knows.
+    /// The packet path: a TCP packet in mid-stream to a VIP that is not the node's address, of an unknown flow.
     UnknownFlow = 16, "unknown-flow", "a packet in the middle of a TCP connection that neither the tables nor the kernel's conntrack know; its sender got a reset";
     /// The packet path: a later fragment whose first fragment was not seen.
     UnknownFragment = 17, "unknown-fragment", "a fragment for a VIP whose first fragment was not seen; dropped";
@@ -120,7 +120,7 @@ reasons! {
     /// Capture: the original destination could not be kept for the proxy.
     OriginLost = 38, "origin-lost", "no room to keep the original destination for the proxy; refused";
     /// The packet path: a direct connection to an endpoint, from a port that already has a live connection to the
-    /// endpoint through a VIP. The replies of the two connections could not be told apart.
+    /// endpoint through a VIP. The replies of the two connections would look alike.
     PortTaken = 39, "port-taken", "the client already has a connection to this endpoint from the same port through a service; refused";
     /// The packet path: a live flow was evicted, because all cells, or slots, of a new flow were in use.
     FlowPushedOut = 40, "flow-pushed-out", "the conntrack tables had no room: a live flow was evicted for a new one";

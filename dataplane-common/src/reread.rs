@@ -2,7 +2,7 @@
 //! `bpf_mem_alloc` in `kernel/bpf/memalloc.c`). A program that holds an element may be preempted, and then find another key's
 //! value in it.
 
-/// What a look for a key's value came to.
+/// The result of a search for a key's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Copied<V> {
     /// The value.
@@ -13,15 +13,16 @@ pub enum Copied<V> {
     Changing,
 }
 
-/// How often a value is read that was replaced meanwhile.
+/// How often a value is read again if it was replaced meanwhile.
 const TRIES: u32 = 2;
 
 /// Copies the value of a key. `find` looks for the key's element; `read` reads the element's value.
 ///
-/// An update of a hash table puts a new element in the place of the old one, so the value of an element stays until the element
-/// is another key's. The copy counts if the element is the key's after the value was read, and still has this value then: it may
-/// have been another key's in between, and come back. A reader that is held up at any two moments of a try is not deceived. One
-/// that is held up three times is, if the element becomes another key's, then the key's and then again that other key's.
+/// An update of a hash table puts a new element in the place of the old one, so an element's value stays until the
+/// element is reused for another key. The copy counts if the element still belongs to the key and has the same value
+/// after it was read: it may have belonged to another key in between, and come back. A reader that is held up at any
+/// two moments of a try is not deceived. A reader that is held up three times is, if the element is reused for another
+/// key, then for the key, and then again for that other key.
 #[inline(always)]
 pub fn copy<P: Copy + PartialEq, V: Copy + PartialEq>(
     find: impl Fn() -> Option<P>,
@@ -43,7 +44,7 @@ pub fn copy<P: Copy + PartialEq, V: Copy + PartialEq>(
 mod tests {
     use super::*;
 
-    /// Two elements of a table. Key `MINE` has the value 1 and then 2; what else is in an element is a stranger's.
+    /// Two elements of a table. Key `MINE` has the value 1 and then 2; any other value belongs to another key.
     #[derive(Clone, Copy, PartialEq)]
     struct Element {
         is_mine: bool,
@@ -52,7 +53,8 @@ mod tests {
 
     const STRANGERS: u32 = 99;
 
-    /// What may happen between two steps of a reader: nothing, the key is removed, an element becomes a stranger's, the key's.
+    /// A change between two steps of a reader: none, the key is removed, an element becomes another key's, or the
+    /// key's.
     fn happens(table: &mut [Element; 2], what: usize) {
         let place = what % 2;
         match what / 2 {

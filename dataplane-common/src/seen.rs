@@ -9,16 +9,16 @@ pub const FIN: u8 = 2;
 pub const RST: u8 = 4;
 /// The flow belongs to the kernel's own conntrack, which translates it: packets are left alone.
 ///
-/// Masqueraded, it holds a port: the flow's key is what the endpoint sees, from the node's address and port, so that no
-/// other flow to the endpoint is given this port. The index of the address is any but 0.
+/// If it is masqueraded, it holds a port: the flow's key is what the endpoint sees, from the node's address and port,
+/// so that no other flow to the endpoint gets this port. The index of the address is any but 0.
 pub const FOREIGN: u8 = 8;
 /// TCP: another segment of the connection has followed the last FIN.
 pub const FOLLOWED: u8 = 1 << 6;
-/// Both ends mean it, so the flow is evicted later than others, and kept for longer: the client has acknowledged what the
-/// endpoint said (TCP), or the flow was answered and is in use two seconds after it began (UDP). A spoofed address does
-/// the first only by a guess.
+/// Both ends have confirmed the flow, so it is evicted later than others, and kept for longer: the client has
+/// acknowledged the endpoint's answer (TCP), or the flow was answered and is in use two seconds after it began (UDP). A
+/// client with a spoofed address can only guess the number to acknowledge.
 pub const ASSURED: u8 = 1 << 7;
-/// What counts no longer once a flow begins anew: all but that there was a request.
+/// The bits that no longer count once a flow begins anew: all except that there was a request.
 pub const EARLIER: u8 = !PACKET;
 
 /// The bits of requests.
@@ -27,7 +27,7 @@ pub const fn of_requests(seen: u8) -> u8 {
     seen & (PACKET | FIN)
 }
 
-/// The bits of replies, moved to where those of requests are.
+/// The bits of replies, moved to the places of requests' bits.
 #[inline(always)]
 pub const fn of_replies(seen: u8) -> u8 {
     seen >> 4 & (PACKET | FIN)
@@ -55,7 +55,7 @@ pub const fn is_closing(seen: u8) -> bool {
     seen & (FIN | in_replies(FIN)) != 0
 }
 
-/// Whether neither side will say anything new: one has reset the connection, or both have closed it.
+/// Whether neither side sends anything new: one has reset the connection, or both have closed it.
 #[inline(always)]
 pub const fn is_ended(seen: u8) -> bool {
     seen & RST != 0 || of_requests(seen) & of_replies(seen) & FIN != 0

@@ -1,5 +1,5 @@
-//! The states of flows, and how long a flow is kept in each: those of netfilter
-//! (`net/netfilter/nf_conntrack_proto_tcp.c` and `nf_conntrack_proto_udp.c`).
+//! The states of flows, and the timeout of each: those of netfilter (`net/netfilter/nf_conntrack_proto_tcp.c` and
+//! `nf_conntrack_proto_udp.c`).
 //!
 //! A flow's state follows from the bits of [`seen`]. netfilter's table of transitions has a state for each row;
 //! here each bit stands for a transition, and is written once:
@@ -13,7 +13,8 @@
 //! | `LAST_ACK`, then `TIME_WAIT` | a FIN of each side, then a segment that follows |
 //! | `CLOSE` | a RST |
 //!
-//! netfilter does not tell whose FIN it saw, so one that is sent again has both sides close; here it is the same FIN.
+//! netfilter does not record which side sent a FIN, so a repeated FIN counts as closing both sides; here it is the same
+//! FIN.
 
 use core::fmt;
 
@@ -31,11 +32,11 @@ pub enum State {
     Established,
     /// TCP: one side has closed its direction.
     FinWait,
-    /// TCP: the same, and another segment has followed.
+    /// TCP: one side has closed its direction, and another segment has followed.
     CloseWait,
     /// TCP: both sides have closed.
     LastAck,
-    /// TCP: the same, and another segment has followed.
+    /// TCP: both sides have closed, and another segment has followed.
     TimeWait,
     /// TCP: one side has reset the connection.
     Close,
@@ -151,7 +152,7 @@ impl Timeouts {
     /// ([`Tick`](crate::packet::Tick)).
     pub const LONGEST: u32 = 259_200;
 
-    /// Returns how long a flow is kept in a state.
+    /// Returns the timeout of a state.
     #[inline(always)]
     pub const fn of(&self, state: State) -> u32 {
         let index = state as usize;
@@ -162,7 +163,7 @@ impl Timeouts {
         }
     }
 
-    /// Sets how long a flow is kept in a state.
+    /// Sets the timeout of a state, in seconds.
     pub const fn set(&mut self, state: State, seconds: u32) {
         self.0[state as usize] = seconds;
     }

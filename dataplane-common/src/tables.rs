@@ -1,34 +1,33 @@
 //! Keys and values of the kernel's tables.
 //!
 //! ```text
-//! FRONTENDS  hash   FrontendKey -> Frontend          who is a VIP, and which pool answers it
+//! FRONTENDS  hash   FrontendKey -> Frontend          VIPs' ports, and the pool that answers each
 //! POOLS      array  pool        -> Pool              which block of endpoints; the word that flips
 //! ENDPOINTS  array  slot        -> Endpoint          blocks of endpoints, sorted
 //! STATS      array  see StatsHeader                  connections and refusals by pool and CPU
-//! AFFINITY   hash   AffinityKey -> Affinity          which endpoint a client used last
+//! AFFINITY   hash   AffinityKey -> Affinity          the endpoint that a client used last
 //! PEERS      array  SocketSet   -> PeerSets          connected sockets' VIPs
 //! PEER_PORTS array  port / 64   -> bits              which ports the endpoints of PEERS have had
-//! MORE_PEERS sk     socket      -> Peer              the same, for sockets whose set is full
+//! MORE_PEERS sk     socket      -> Peer              as PEERS, for sockets whose set is full
 //! FLOWS      sk     socket      -> UdpFlows          the VIPs an unconnected UDP socket talks to
-//! SIBLINGS   lru    SiblingKey  -> Sibling           the same, by port: for sockets that share one
+//! SIBLINGS   lru    SiblingKey  -> Sibling           as FLOWS, by port: for sockets that share one
 //! SHARED_PORTS array port / 64  -> bits              which local ports SIBLINGS has had
 //! REASONS    percpu Reason      -> u64               verdicts by reason
-//! EVENTS     ring   Event                            while somebody listens
+//! EVENTS     ring   Event                            while `dataplane monitor` listens
 //! CONFIG     array  0           -> Config
 //! VIPS       array  VipPlace    -> VipElement        which addresses may be in FRONTENDS at all
 //! ```
 //!
 //! Those of the packet path are in [`crate::packet`], those of mesh capture in [`crate::capture`].
 //!
-//! The first five are one-element arrays of maps: the outer map is what is pinned and what the
-//! programs know, so that a table can be replaced by a larger copy while they run. Writing the
-//! outer element also waits for every running program (`maybe_wait_bpf_programs` in
-//! `kernel/bpf/syscall.c`), which is the grace period that reuse of blocks and slots waits for.
+//! The first five are one-element arrays of maps: the outer map is pinned and known to the programs, so that a larger
+//! copy can replace a table while they run. A write of the outer element also waits for every running program
+//! (`maybe_wait_bpf_programs` in `kernel/bpf/syscall.c`): this is the grace period before blocks and slots are reused.
 
 use crate::{Addr, Port, Protocol};
 
 layout! {
-    /// What a connection's destination is looked up by.
+    /// The key by which a connection's destination is looked up.
     ///
     /// Three kinds of key share the table:
     /// * a VIP's port: address, port, protocol;
@@ -68,8 +67,8 @@ impl FrontendKey {
         Self::new(addr, Port::ANY, Protocol::ANY)
     }
 
-    /// Whether it is an address as such, whose other ports the programs refuse. It goes before its ports' keys, and comes after
-    /// them.
+    /// Whether it is an address as such, whose other ports the programs refuse. It is removed before its ports' keys,
+    /// and written after them.
     pub fn is_address(&self) -> bool {
         self.port == Port::ANY && self.protocol == Protocol::ANY
     }
@@ -87,7 +86,7 @@ impl FrontendKey {
 }
 
 layout! {
-    /// What kind of address a frontend is.
+    /// The kind of a frontend's address.
     #[repr(C)]
     #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
     pub struct Kind(u8);
@@ -133,8 +132,8 @@ impl core::fmt::Debug for Kind {
 }
 
 layout! {
-    /// What answers a [`FrontendKey`], in one word. Never changes while the key belongs to one service:
-    /// what changes is the pool.
+    /// The pool that answers a [`FrontendKey`], in one word. It never changes while the key belongs to one service:
+    /// only the pool changes.
     ///
     /// Bits 0-31: index into `POOLS`, 0 (which is never a pool) for [`Kind::NODE_ADDRESS`]; 32-39: the
     /// kind.
@@ -144,10 +143,10 @@ layout! {
 }
 
 impl Frontend {
-    /// No frontend: what a lookup answers for a key that is not there.
+    /// No frontend: the result of a lookup of a key that is not there.
     ///
-    /// (An `Option` would do in user space. In the programs the compiler leaves a `None`'s payload
-    /// undefined and may copy it all the same, which the verifier does not allow.)
+    /// (In user space an `Option` would do. In the programs the compiler leaves the payload of a `None` undefined and
+    /// may copy it all the same, which the verifier does not allow.)
     pub const NONE: Self = Self(0);
 
     /// A frontend of `kind`, answered by `pool`.
@@ -199,7 +198,7 @@ layout! {
 }
 
 impl Block {
-    /// Flag: the pool is empty because of a traffic policy, not for want of endpoints.
+    /// Flag: the pool is empty because of a traffic policy, and not because the service has no endpoints.
     pub const NO_LOCAL: u16 = 1;
     /// Flag: the pool of a cluster address, which answers the ports that the service does not
     /// have. Always empty.
@@ -272,7 +271,7 @@ layout! {
         pub block: Block,
         /// Session affinity's timeout in seconds; 0: no affinity. At most 86 400 (Kubernetes' limit).
         pub affinity_seconds: u32,
-        /// Whose affinity entries it shares: the index of a pool of the same service port and family
+        /// The pool whose affinity entries it shares: the index of a pool of the same service port and family
         /// (ClusterIP and NodePort share, as in kube-proxy).
         pub affinity_group: u32,
         /// Which pool answers clients from outside of the cluster on node ports, external IPs and load
@@ -323,25 +322,25 @@ impl Endpoint {
 }
 
 layout! {
-    /// What a pool has seen on one CPU, in connections and datagrams of unconnected sockets.
+    /// Counters of a pool on one CPU, in connections and datagrams of unconnected sockets.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct PoolStats {
         /// Translated to an endpoint.
         pub translated: u64,
-        /// Refused for want of endpoints ([`crate::Reason::NoEndpoints`]).
+        /// Refused because there are no endpoints ([`crate::Reason::NoEndpoints`]).
         pub no_endpoints: u64,
         /// Refused by policy ([`crate::Reason::NoLocalEndpoint`]).
         pub no_local: u64,
-        /// Refused since the service does not have the port ([`crate::Reason::PortNotServed`]).
+        /// Refused because the service does not have the port ([`crate::Reason::PortNotServed`]).
         pub no_such_port: u64,
     }
 }
 
 layout! {
-    /// Element 0 of `STATS`. The element of pool `p` (from 1) on CPU `c` is `c * stride + p`: each CPU
-    /// has its own run of elements, so that CPUs do not share cache lines. Counters are added to
-    /// atomically all the same, since a program can be preempted.
+    /// Element 0 of `STATS`. The element of pool `p` (from 1) on CPU `c` is `c * stride + p`: each CPU has its own run
+    /// of elements, so that CPUs do not share cache lines. The programs still add to counters atomically, because a
+    /// program can be preempted.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct StatsHeader {
@@ -353,7 +352,7 @@ layout! {
 }
 
 layout! {
-    /// Whose endpoint [`Affinity`] remembers.
+    /// The client and service port whose endpoint [`Affinity`] remembers.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
     pub struct AffinityKey {
@@ -384,7 +383,7 @@ layout! {
     pub struct Peer {
         /// The VIP.
         pub vip: Addr,
-        /// The endpoint chosen for it: what the kernel thinks the peer is.
+        /// The endpoint chosen for it: the peer that the kernel knows.
         pub endpoint: Addr,
         /// The VIP's port.
         pub vip_port: Port,
@@ -396,24 +395,23 @@ layout! {
 /// How many elements a table of sockets has: a power of two.
 pub const SOCKET_ELEMENTS: u32 = 256;
 
-/// How many sets there are in an element: a power of two. Their first places lie next to each other, and so
-/// do the second ones: what a socket looks at is then in the caches, since the sockets before it have
-/// brought it there.
+/// How many sets there are in an element: a power of two. Their first places lie next to each other, and so do the
+/// second ones: the memory that a socket needs is then in the caches, because the sockets before it have brought it
+/// there.
 pub const SOCKET_SETS: usize = 16;
 
 /// How many sockets there are in a set.
 pub const SOCKET_WAYS: usize = 4;
 
-/// Whose the places of an element are, the first ones of all sets, then the second: socket cookies; 0, which
-/// is nobody's, for one that is free. A place is taken by an atomic exchange, and from then on is its
-/// socket's alone.
+/// The owners of an element's places, the first ones of all sets, then the second: socket cookies; 0 for a free place.
+/// A program takes a place by an atomic exchange, and from then on only its socket uses it.
 pub type Owners = [[u64; SOCKET_SETS]; SOCKET_WAYS];
 
-/// The set of a socket in a table of them, in which a socket has a few places and is found without a
-/// hash, a lock or an allocation.
+/// The set of a socket in a table of sockets. A socket has a few places in it and is found without a hash, a lock or an
+/// allocation.
 ///
-/// The kernel numbers sockets one after the other, so successive ones are in successive sets, and a
-/// set is full only where the sockets of several rounds live on.
+/// The kernel numbers sockets one after the other, so successive ones are in successive sets, and a set is full only if
+/// sockets of several rounds live on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SocketSet {
     /// In which element.
@@ -442,9 +440,9 @@ layout! {
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug)]
     pub struct PeerSets {
-        /// Whose the places are.
+        /// The sockets that own the places.
         pub owners: Owners,
-        /// What is kept for them.
+        /// Their VIPs.
         pub peers: [[Peer; SOCKET_SETS]; SOCKET_WAYS],
     }
 }
@@ -455,22 +453,22 @@ pub const UDP_FLOWS: usize = 16;
 layout! {
     /// The VIPs that an unconnected UDP socket talks to, the newest written over the oldest.
     ///
-    /// In the socket's own storage, so that it lives exactly as long as the socket: no shared LRU in
-    /// which busy sockets push out quiet ones.
+    /// They are in the socket's own storage and live exactly as long as the socket: no shared LRU, in which busy
+    /// sockets would evict quiet ones.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug)]
     pub struct UdpFlows {
         /// How many flows were ever written; the next goes to this modulo [`UDP_FLOWS`].
         pub written: u32,
-        /// The flow that was sent to last: where two VIPs share an endpoint, its replies are taken to
-        /// come from the VIP that was asked last.
+        /// The flow that was sent to last: if two VIPs share an endpoint, its replies count as answers of the VIP that
+        /// was asked last.
         pub recent: u32,
         /// The flows; one whose `endpoint_port` is 0 is not there (yet).
         pub flows: [Peer; UDP_FLOWS],
     }
 }
 
-/// How many elements `SIBLINGS` has. The least recently used one makes room.
+/// How many elements `SIBLINGS` has. The least recently used one is evicted.
 pub const SIBLINGS: u32 = 16_384;
 
 layout! {
@@ -498,7 +496,8 @@ layout! {
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Sibling {
-        /// The VIP that it asked and that the other end answers; or the other end itself, if that has asked it.
+        /// The VIP that the socket asked and that the other end answers; or the other end itself, if it has asked the
+        /// socket.
         pub vip: Endpoint,
         /// The socket's cookie, if it is connected there; 0 otherwise.
         pub socket: u64,
@@ -506,23 +505,24 @@ layout! {
 }
 
 layout! {
-    /// What user space tells the programs. Written by plain stores into the mapped table.
+    /// Settings of the programs, written by user space with plain stores into the mapped table.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct Config {
         /// The node's own network namespace (`SO_NETNS_COOKIE`): only there are loopback addresses
         /// the node's. 0 until known.
         pub host_netns: u64,
-        /// Events are written until then (CLOCK_MONOTONIC, nanoseconds): a lease, so that a listener
-        /// that was killed costs nothing for long. 0: nobody listens.
+        /// Events are written until then (CLOCK_MONOTONIC, nanoseconds): a lease, so that a killed listener costs
+        /// little and not for long. 0: no listener.
         pub listen_until: u64,
-        /// Whether anything is captured at all ([`crate::capture::MESH_NAMESPACES`] and so on): all that
-        /// a connection looks at on a node without a mesh.
+        /// Whether anything is captured at all ([`crate::capture::MESH_NAMESPACES`] and so on): on a node without a
+        /// mesh, a connection looks at nothing else.
         pub mesh: u64,
-        /// The agent's DNS server answers until then (CLOCK_MONOTONIC, nanoseconds): a lease, which its threads
-        /// renew, because a socket is there whether anybody reads from it or not.
+        /// The agent's DNS server answers until then (CLOCK_MONOTONIC, nanoseconds): a lease, which its threads renew,
+        /// because a socket exists even if no thread reads from it.
         pub queries_until: u64,
-        /// How many network namespaces are in `BY_PACKETS`: on most nodes none, and then nobody looks there.
+        /// How many network namespaces are in `BY_PACKETS`: on most nodes none, and then the programs do not look
+        /// there.
         pub by_packets: u64,
     }
 }
@@ -534,7 +534,7 @@ pub const BY_PACKETS: u32 = 4096;
 /// Why the sockets of a network namespace are left alone: the upper half of a value of `BY_PACKETS`. The lower half is the
 /// interface by which its packets come.
 pub mod by_packets {
-    /// Rules of its own translate what it sends.
+    /// Rules of its own translate the packets that it sends.
     pub const RULES: u32 = 1;
     /// It is nested in a pod's.
     pub const NESTED: u32 = 2;

@@ -1,27 +1,28 @@
-//! The filter in front of `FRONTENDS`: most destinations are no service's, and most of those are
-//! told apart by one element of a table that is small enough to stay in the processor's cache.
+//! The filter in front of `FRONTENDS`. Most destinations do not belong to a service, and one element of a small table,
+//! which stays in the processor's cache, recognises most of them.
 //!
-//! `FRONTENDS` is a large hash. To learn that an address is not in it takes two lookups, each of
-//! them another place in memory; a server that answers thousands of clients pays that for each of
-//! them. `VIPS` has a bit for every frontend's address instead. A bit that is clear means that no
-//! frontend has the address; one that is set, that some frontend may.
+//! `FRONTENDS` is a large hash. Two lookups, each in another part of memory, are needed to find that an address is not
+//! in it. A server that answers thousands of clients would pay this for each of them. `VIPS` has a bit for every
+//! frontend's address instead. A clear bit means that no frontend has the address; a set bit means that a frontend may
+//! have it.
 //!
 //! Addresses are hashed by all but their last byte (an IPv4 /24, an IPv6 /120) to an element, and
 //! there to three bits, one in each word:
 //!
-//! * [`VipWords::prefixes`]: a cluster IP is in this prefix. Cluster IPs are many and lie close
-//!   together, where nothing else is: 100 000 in a /12 are in 4 096 prefixes, 6 % of the bits.
-//! * [`VipWords::addresses`]: this very address (its prefix and, modulo 64, its last byte) is one
-//!   of a load balancer, an external IP, or one of the node's with a host port of its own.
-//! * [`VipWords::nodes`]: this very address is one of the node's. Those are, as the ones before, few and lie
-//!   among addresses that are no service's: the node's own beside its pods' and the other nodes'. They have a
-//!   word of their own since no frontend has such an address and a port, mostly: so that is not looked for.
+//! * [`VipWords::prefixes`]: a cluster IP is in this prefix. Cluster IPs are many and lie close together, apart from
+//!   other addresses: 100 000 in a /12 are in 4 096 prefixes, 6 % of the bits.
+//! * [`VipWords::addresses`]: this very address (its prefix and, modulo 64, its last byte) is one of a load balancer,
+//!   an external IP, or one of the node's with a host port of its own.
+//! * [`VipWords::nodes`]: this very address is one of the node's. Like the addresses before, these are few and lie
+//!   among addresses that do not belong to a service: the node's own beside its pods' and the other nodes'. They have a
+//!   word of their own because mostly no frontend has such an address and a port: the program then skips that lookup.
 //!
-//! Node ports' keys have no address. Those where Kubernetes gives none ([`PacketConfig::NODE_PORTS`]) have the bit of
-//! the unspecified address, by which a masqueraded flow is given another port than theirs; the others have none.
+//! Node ports' keys have no address. The bit of the unspecified address stands for node ports outside of Kubernetes'
+//! default range ([`PacketConfig::NODE_PORTS`]): with it, a masqueraded flow gets another port than theirs. Node ports
+//! in the range have no bit.
 //!
-//! A fourth word says which UDP ports frontends have that are not a cluster IP's ([`ClaimedPort`]): a datagram that this
-//! host sends from another port needs no look at anything else.
+//! A fourth word says which UDP ports frontends have, cluster IPs excepted ([`ClaimedPort`]): a datagram that this host
+//! sends from another port needs no further look.
 
 use crate::{
     Addr, Port, Protocol,
@@ -128,8 +129,8 @@ impl VipPlace {
         (words.prefixes >> self.prefix_bit | words.addresses >> self.address_bit) & 1 != 0
     }
 
-    /// Whether what is asked of the filter first lets the frontend with this key be found, if it has
-    /// the address: what user space checks the filter by.
+    /// Whether the first look at the filter lets the frontend with this key be found, if it has the address: user space
+    /// checks the filter by this.
     pub fn finds(self, words: VipWords, key: &FrontendKey) -> bool {
         if key.port == Port::ANY {
             self.is_set(words)
@@ -155,9 +156,9 @@ impl VipPlace {
     }
 }
 
-/// Where a UDP port is in `VIPS` that a frontend has at an address which may be a host's: a node port, an external IP, a load
-/// balancer's address, or a host port. A packet with such a source may be one that this host sends, so that what comes
-/// back is an answer, and not the service's.
+/// The place in `VIPS` of a UDP port that a frontend has at an address which may be a host's: a node port, an external
+/// IP, a load balancer's address, or a host port. This host may itself send a packet with such a source. The answer
+/// then belongs to this host, and not to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClaimedPort(u16);
 
@@ -168,7 +169,7 @@ impl ClaimedPort {
         Self(port.host())
     }
 
-    /// The place of a frontend's port; `None` if that is of no interest here.
+    /// The place of a frontend's port; `None` if the filter does not record this port.
     pub fn of_frontend(key: &FrontendKey, kind: Kind) -> Option<Self> {
         let of_cluster = kind == Kind::CLUSTER_IP || kind == Kind::CLUSTER_ADDRESS;
         let is_claimed = key.protocol == Protocol::UDP && key.port != Port::ANY && !of_cluster;
@@ -220,7 +221,7 @@ mod tests {
         VipPlace::of(Addr::from(address.parse::<std::net::IpAddr>().unwrap()))
     }
 
-    /// The elements that frontends of these addresses leave.
+    /// The elements of the filter with frontends of these addresses.
     fn filter(kind: Kind, addrs: impl IntoIterator<Item = Addr>) -> BTreeMap<u32, VipWords> {
         let mut filter = BTreeMap::<u32, VipWords>::new();
         for addr in addrs {
@@ -236,7 +237,7 @@ mod tests {
         place.is_set(filter.get(&place.index()).copied().unwrap_or_default())
     }
 
-    /// How many of a hundred addresses are taken for VIPs.
+    /// The percentage of the addresses that count as VIPs.
     fn percent(filter: &BTreeMap<u32, VipWords>, addrs: impl IntoIterator<Item = Addr>) -> usize {
         let all: Vec<Addr> = addrs.into_iter().collect();
         all.iter().filter(|addr| may_be(filter, **addr)).count() * 100 / all.len()
@@ -273,8 +274,7 @@ mod tests {
         }
     }
 
-    /// What the module's documentation says of a /12 (and of IPv6's /108, as large) that is full of
-    /// cluster IPs.
+    /// The figures in the module's documentation for a /12 (and IPv6's /108, as large) that is full of cluster IPs.
     #[test]
     fn a_full_service_network_leaves_others_alone() {
         let prefixes_v4: Vec<Addr> = (0..4096).map(|n| v4(SERVICES_V4 + n * 256)).collect();
@@ -306,7 +306,7 @@ mod tests {
         }
     }
 
-    /// A node's own address does not make its neighbours suspicious, be they pods or nodes.
+    /// A node's own address does not make its neighbours count as VIPs, pods or nodes.
     #[test]
     fn a_node_address_is_alone_in_its_prefix() {
         let node = v4(PODS_V4 + 1);
@@ -330,7 +330,7 @@ mod tests {
         assert_eq!(addresses, (64..128).collect());
     }
 
-    /// The families share one code path, and what is pinned means the same on every architecture.
+    /// The families share one code path, and pinned bits have one meaning on every architecture.
     #[test]
     fn places_are_fixed() {
         assert_eq!(place("10.96.0.1"), place("::ffff:10.96.0.1"));

@@ -7,12 +7,12 @@ use crate::{Addr, Port, Reason};
 pub trait Rules {
     /// [`CAPTURED`], [`EXCLUDED`] or 0 if there is no such rule.
     fn rule(&self, key: &RuleKey) -> u32;
-    /// The same, by the longest prefix that contains the address.
+    /// As [`Rules::rule`], for the longest prefix that contains the address.
     fn range(&self, policy: u32, addr: Addr) -> u32;
 }
 
-/// Whether the rules leave the connections and queries of a process alone, by its user and group. A user or group that is
-/// excluded is, whatever says that the other is captured.
+/// Whether the rules leave the connections and queries of a process alone, by its user and group. An excluded user or
+/// group wins over a rule that captures the other.
 #[inline(always)]
 pub fn excludes_user<T: Rules>(tables: &T, enrolled: &Enrolled, (user, group): (u32, u32)) -> bool {
     if enrolled.flags & Enrolled::HAS_USERS == 0 {
@@ -32,9 +32,10 @@ pub fn excludes_user<T: Rules>(tables: &T, enrolled: &Enrolled, (user, group): (
 
 const _: () = assert!(CAPTURED & EXCLUDED == 0);
 
-/// Whether an outbound connection of a workload is captured ([`Reason::Captured`]), or by which kind
-/// of rule not; and whether the egress policy is about it. Users first ([`excludes_user`]), since a proxy is told by its
-/// user; then loopback, unless the policy names a range of it; ports before ranges, since a port is captured or not wherever it is.
+/// Whether an outbound connection of a workload is captured ([`Reason::Captured`]), or which kind of rule excludes it;
+/// and whether the egress policy applies to it. Rules about users come first ([`excludes_user`]), because a proxy is
+/// recognised by its user. Then loopback, unless the policy captures a range of loopback. Then ports before ranges,
+/// because a rule about a port holds for every destination.
 #[inline(always)]
 pub fn outbound<T: Rules>(
     tables: &T,
@@ -82,8 +83,8 @@ pub fn exempts<T: Rules>(tables: &T, enrolled: &Enrolled, addr: Addr, port: Port
     is_exempt(reason, is_judged)
 }
 
-/// The same, by the answer of [`outbound`]. Of a service that is excluded, the endpoints have to be exempt, too: anybody may give
-/// a service a port that is excluded, and an endpoint that is not.
+/// As [`exempts`], by the answer of [`outbound`]. If a service is excluded, its endpoints have to be exempt, too: any
+/// tenant may choose an excluded port for a service, and endpoints that are not excluded.
 #[inline(always)]
 pub fn is_exempt(reason: Reason, is_judged: bool) -> bool {
     !is_judged && (reason == Reason::ExcludedPort || reason == Reason::ExcludedRange)
@@ -103,16 +104,15 @@ pub trait Circumstances: Rules {
     fn is_own(&self) -> bool;
     /// Whether the destination is an address of the workload itself, or a service's that only the workload itself answers.
     fn is_itself(&self) -> bool;
-    /// Whether the destination is a service's of Pods, an endpoint's of one, or stated by the operator.
+    /// Whether the destination is a service of Pods, an endpoint of such a service, or stated by the operator.
     fn is_known(&self) -> bool;
-    /// Whether somebody listens at the proxy's outbound port, at loopback in the workload's network
-    /// namespace.
+    /// Whether a process listens at the proxy's outbound port, at loopback in the workload's network namespace.
     fn listens(&self) -> bool;
 }
 
-/// Returns the verdict on an outbound connection of a workload, and whether the verdict holds only if the workload may go where
-/// the connection's first packet goes: the endpoint that is drawn later, or the destination itself if it is no service's then.
-/// The connections of its proxy are not included.
+/// Returns the verdict on an outbound connection of a workload, and whether the verdict holds only if the workload may
+/// reach the destination of the connection's first packet: the endpoint that is drawn later, or the destination itself
+/// if it does not belong to a service then. The connections of its proxy are not included.
 #[inline(always)]
 pub fn decide_outbound<T: Circumstances>(
     asked: &T,
@@ -175,8 +175,8 @@ pub fn decide_datagram<T: Circumstances>(
     (Reason::EgressDenied, false)
 }
 
-/// Whether a datagram or connection of a workload goes to one of its resolvers, and so to the agent's DNS server if that
-/// listens.
+/// Whether a datagram or connection of a workload goes to one of its resolvers, and so to the agent's DNS server if the
+/// server listens.
 #[inline(always)]
 pub fn is_query<T: Rules>(
     tables: &T,
@@ -190,11 +190,11 @@ pub fn is_query<T: Rules>(
     tables.range(enrolled.resolvers, addr) == CAPTURED
 }
 
-/// Returns the verdict on a connection that comes into a workload's network namespace by an interface, to an address that is not
-/// the workload's: [`Reason::Captured`] if it goes to the proxy, [`Reason::NotService`] if the workload's rules say nothing of the
-/// interface. The routing rules that bring it here have decided by its destination, unless that is another address of the
-/// namespace itself: no routing rule comes before those of local addresses. The agent's proxy judges by the egress policy;
-/// without it nobody can.
+/// Returns the verdict on a connection that comes into a workload's network namespace by an interface, to an address
+/// that is not the workload's: [`Reason::Captured`] if it goes to the proxy, [`Reason::NotService`] if the workload's
+/// rules do not name the interface. The routing rules that bring it here have decided by its destination, unless the
+/// destination is another address of the namespace itself: the kernel looks at local addresses before any routing rule.
+/// The agent's proxy applies the egress policy; if the proxy is not the agent's, no component can.
 #[inline(always)]
 pub fn by_interface<T: Rules>(
     tables: &T,
@@ -217,12 +217,12 @@ pub fn by_interface<T: Rules>(
     }
     let is_foreign = config.flags & CaptureConfig::FOREIGN != 0;
     let is_judged = !is_foreign && enrolled.flags & Enrolled::PROXY != 0;
-    // Before anything else, since the ports of a sidecar are everybody's who reaches them.
+    // Before the other rules, because any client that reaches a sidecar's ports may use them.
     if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !is_judged {
         return Reason::EgressDenied;
     }
     if port == config.outbound || port == config.inbound {
-        // A sidecar's: as long as rules redirect connections to it, they arrive so.
+        // The port of a sidecar: while netfilter rules redirect connections to it, they arrive at this port.
         return if is_foreign {
             Reason::NotService
         } else {
@@ -243,8 +243,8 @@ pub const fn without_proxy(flags: u32) -> Reason {
     }
 }
 
-/// Whether an inbound connection of a workload is captured ([`Reason::CapturedInbound`]), or by
-/// which kind of rule not.
+/// Whether an inbound connection of a workload is captured ([`Reason::CapturedInbound`]), or which kind of rule
+/// excludes it.
 #[inline(always)]
 pub fn inbound<T: Rules>(tables: &T, local: &Local, port: u32, interface: u32) -> Reason {
     if local.flags & Enrolled::HAS_INTERFACES != 0 {

@@ -1,42 +1,41 @@
-//! Keys and values of the tables of mesh capture: whose connections go to a proxy, and by which
-//! rules.
+//! Keys and values of the tables of mesh capture: which connections go to a proxy, and by which rules.
 //!
 //! ```text
-//! CAPTURE    array   0           -> CaptureConfig  ports, and who the agent's proxy is
+//! CAPTURE    array   0           -> CaptureConfig  ports, and how the agent's proxy is recognised
 //! NAMESPACES hash    netns cookie-> Enrolled       workloads with a network namespace of their own
 //! CGROUPS    hash    cgroup id   -> Enrolled       workloads in the node's namespace
-//! LOCALS     hash    Addr        -> Local          addresses that workloads are reached at
+//! LOCALS     hash    Addr        -> Local          addresses at which workloads are reached
 //! RULES      hash    RuleKey     -> u32            a policy's ports, users, interfaces
 //! RANGES     lpm     RangeKey    -> u32            a policy's destination ranges; of policy 0, those that are reachable
-//!                                                 whatever an egress policy says; a workload's resolvers
+//!                                                 under every egress policy; a workload's resolvers
 //! KNOWN      hash    FrontendKey -> u32            ports of Pods, and resolvers, for egress; and workloads'
 //!                                                 addresses, for labels
-//! ASKERS     sk      socket      -> Askers         whom a UDP socket may answer, though egress is denied
+//! ASKERS     sk      socket      -> Askers         senders that a UDP socket may answer, though egress is denied
 //! ORIGINS    hash    Tuple       -> Origin         connections on their way to a proxy
 //! ORIGIN_COUNTS array counter    -> u64            how many of them each workload has: `origins.rs`
 //! OWN        sk      socket      -> u32            the proxy's sockets that connect from a client's address
 //! ACCEPTED   sk      socket      -> Origin         connections that a proxy has accepted
-//! LISTENERS  sockhash ListenerKey-> socket         where a workload's inbound and outbound connections go, the ones of
-//!                                                 one that is captured by packets, and those of virtual interfaces
-//! METERS     array   SocketSet   -> MeterSets      connections that go direct, and are measured
-//! MORE_METERS sk     socket      -> Meter          the same, for sockets whose set is full
-//! TRAFFIC    hash    TrafficKey  -> Traffic        what they came to
+//! LISTENERS  sockhash ListenerKey-> socket         the proxy's listeners: for a workload's inbound and outbound connections,
+//!                                                 for a workload that is captured by packets, and for virtual interfaces
+//! METERS     array   SocketSet   -> MeterSets      direct connections, which are measured
+//! MORE_METERS sk     socket      -> Meter          likewise, for sockets whose set is full
+//! TRAFFIC    hash    TrafficKey  -> Traffic        counters of direct connections
 //! ```
 //!
 //! # A policy is immutable
 //!
-//! Its rules are written under a number that nobody uses yet, then the workload's entry is pointed
-//! to it in one write, then the old rules go: a connection sees the old policy or the new one.
-//! Numbers are not used twice, so nothing has to wait for a grace period.
+//! The agent writes a policy's rules under a number that is not in use yet, then points the workload's entry to the
+//! number in one write, then removes the old rules: a connection sees the old policy or the new one. Numbers are not
+//! reused, so the agent needs no grace period.
 //!
 //! # The original destination
 //!
-//! `connect` keeps the destination for the socket, as it does a VIP (`PEERS`). When the connection's
-//! four addresses are known (`TCP_CONNECT_CB`), it goes to `ORIGINS`; when the proxy's side of it is
-//! there (`PASSIVE_ESTABLISHED_CB`), it is moved from there to that socket. An entry is gone when it
-//! was used or when the client's socket is closed, whichever is first: a port that is used again finds
-//! nothing of a stranger's. `ORIGINS` also has the proxy's own connections from clients' addresses, which `sk_lookup`
-//! must not capture: `connect` says in `OWN` which sockets those are, by the agent's cgroup.
+//! `connect` keeps the destination for the socket, as it keeps a VIP (`PEERS`). When the connection's four addresses
+//! are known (`TCP_CONNECT_CB`), the destination goes to `ORIGINS`. When the proxy's side of the connection is there
+//! (`PASSIVE_ESTABLISHED_CB`), it moves to that socket. An entry is gone when it was used or when the client's socket
+//! is closed, whichever is first, so a reused port finds no other connection's destination. `ORIGINS` also has the
+//! proxy's own connections from clients' addresses, which `sk_lookup` must not capture: `connect` marks these sockets
+//! in `OWN`, by the agent's cgroup.
 
 mod decisions;
 
@@ -51,21 +50,21 @@ use crate::{
 };
 
 layout! {
-    /// What all captured workloads have in common.
+    /// Settings that all captured workloads share.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct CaptureConfig {
         /// The cgroup of the agent, whose proxy's connections are not captured; 0: it has none. The first
         /// word in every layout.
         pub agent_cgroup: u64,
-        /// The cgroup of the agent before it, if that was another one: its proxy goes on for a while. (On
-        /// Kubernetes each has its pod's.)
+        /// The cgroup of the previous agent, if it differs: its proxy serves its connections until they end. (On
+        /// Kubernetes each agent has its pod's cgroup.)
         pub before_cgroup: u64,
         /// The mark of the sockets of the agent's proxy (`SO_MARK`).
         pub mark: u32,
         /// At which levels of the hierarchy there are entries of `CGROUPS`, one bit each.
         pub levels: u32,
-        /// Where outbound connections go, at loopback in the workload's namespace.
+        /// The proxy's port for outbound connections, at loopback in the workload's namespace.
         pub outbound: Port,
         /// The port of the proxy's listeners for inbound connections.
         pub inbound: Port,
@@ -79,12 +78,12 @@ layout! {
     pub struct Enrolled {
         /// Its policy's number, for `RULES` and `RANGES`.
         pub policy: u32,
-        /// What its policy says: [`Enrolled::PROXY`] and so on; 0: nothing of it is captured, which is
-        /// for a namespace that the guard is to let go.
+        /// The policy's flags: [`Enrolled::PROXY`] and so on; 0: nothing in the namespace is captured, and the guard
+        /// lets its connections pass.
         pub flags: u32,
         /// Its own number, for `TRAFFIC` and for rules of its interfaces.
         pub workload: u32,
-        /// The number of its resolvers in `RANGES`, which is no policy's; 0: its queries are not captured.
+        /// The number of its resolvers in `RANGES`, which no policy has; 0: its queries are not captured.
         pub resolvers: u32,
     }
 
@@ -134,19 +133,19 @@ layout! {
     pub struct Tuple {
         /// The namespace: loopback addresses are in all of them.
         pub netns: u64,
-        /// Who connects.
+        /// The client.
         pub client: Addr,
         /// The proxy.
         pub proxy: Addr,
-        /// Who connects.
+        /// The client's port.
         pub client_port: Port,
-        /// The proxy.
+        /// The proxy's port.
         pub proxy_port: Port,
         /// Zero.
         pub reserved: u32,
     }
 
-    /// Where a connection was to go.
+    /// The original destination of a connection.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Origin {
@@ -175,20 +174,19 @@ layout! {
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Meter {
-        /// What it counts for.
+        /// The counters that it adds to.
         pub key: TrafficKey,
         /// When it was made (CLOCK_MONOTONIC, nanoseconds); 0 until it is established.
         pub opened_at: u64,
     }
 
-    /// Sockets and what is measured of them.
+    /// Sockets and their meters.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug)]
     pub struct MeterSets {
-        /// Whose the places are: a socket's until the connection is closed, which is later than the socket
-        /// is.
+        /// The sockets that own the places: until the connection is closed, which is later than the socket.
         pub owners: Owners,
-        /// What is kept for them.
+        /// Their meters.
         pub meters: [[Meter; SOCKET_SETS]; SOCKET_WAYS],
     }
 
@@ -198,13 +196,13 @@ layout! {
     pub struct Asker {
         /// Its address.
         pub addr: Addr,
-        /// Its port; none is in a place that is free.
+        /// Its port; 0 in a free place.
         pub port: Port,
         /// Zero.
         pub reserved: u16,
     }
 
-    /// The last of them, each in the place that its address and port lead to.
+    /// The latest askers of a socket, each in the place that its address and port lead to.
     #[repr(C)]
     #[derive(Clone, Copy, Debug)]
     pub struct Askers {
@@ -212,20 +210,20 @@ layout! {
         pub places: [Asker; ASKERS],
     }
 
-    /// What connections that go direct are counted by.
+    /// The key of the counters of direct connections.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct TrafficKey {
-        /// [`Enrolled::workload`] of who connects, or of who is connected to.
+        /// [`Enrolled::workload`] of the side that connects, or of the side that accepts.
         pub workload: u32,
-        /// The pool of the service that it asked for; 0: none. [`TrafficKey::INBOUND`] if it was
-        /// connected to.
+        /// The pool of the service that the client asked for; 0: none. [`TrafficKey::INBOUND`] if the workload accepted
+        /// the connection.
         pub pool: u32,
         /// The other side: the address if it is a known one, else unspecified.
         pub addr: Addr,
     }
 
-    /// What they came to.
+    /// Counters of direct connections.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct Traffic {
@@ -245,10 +243,10 @@ layout! {
 }
 
 impl CaptureConfig {
-    /// The proxy is not the agent's: whoever listens at `inbound` in a workload's namespace is it.
+    /// The proxy is not the agent's: the process that listens at `inbound` in a workload's namespace is the proxy.
     pub const FOREIGN: u32 = 1;
-    /// There is somebody in `LOCALS` whose inbound connections go direct, and are measured. Without it,
-    /// connections that arrive are nobody's business.
+    /// `LOCALS` has a workload whose inbound connections go direct and are measured. Without this flag, the programs
+    /// ignore connections that arrive.
     pub const ARRIVALS: u32 = 1 << 1;
 }
 
@@ -263,7 +261,7 @@ impl Enrolled {
     pub const INBOUND: u32 = 1 << 3;
     /// Inbound ports without a rule are captured.
     pub const INBOUND_OTHERS: u32 = 1 << 4;
-    /// There are rules of this kind: without it, none is looked for.
+    /// There are rules of this kind: without it, the programs look for none.
     pub const HAS_RANGES: u32 = 1 << 5;
     /// See [`Enrolled::HAS_RANGES`].
     pub const HAS_OUTBOUND_PORTS: u32 = 1 << 6;
@@ -273,25 +271,25 @@ impl Enrolled {
     pub const HAS_USERS: u32 = 1 << 8;
     /// See [`Enrolled::HAS_RANGES`].
     pub const HAS_INTERFACES: u32 = 1 << 9;
-    /// Its connections are captured by the packets that it sends. Without [`Enrolled::CAPTURED`]: they
-    /// were, and those that its proxy still has go on.
+    /// Its connections are captured by the packets that it sends. Without [`Enrolled::CAPTURED`]: they were, and the
+    /// connections that its proxy still has go on.
     pub const PACKETS: u32 = 1 << 10;
-    /// Of a [`Local`]: its connections were captured by its packets, and are by its sockets now. Those
-    /// that its proxy still has go on.
+    /// Of a [`Local`]: its connections were captured by packets, and now by sockets. The connections that its proxy
+    /// still has go on.
     pub const PACKETS_BEFORE: u32 = 1 << 11;
     /// Only users and groups with a rule that says so are captured. Needs [`Enrolled::HAS_USERS`].
     pub const ONLY_USERS: u32 = 1 << 12;
     /// Connections that come into its network namespace by some of its interfaces are captured as outbound ones.
     pub const VIRTUAL: u32 = 1 << 13;
-    /// Those for which the program at the socket lookup of the network namespace is needed.
+    /// Flags that need the program at the socket lookup of the network namespace.
     pub const LOOKED_UP: u32 = Self::PROXY | Self::INBOUND | Self::VIRTUAL;
     /// Some range of loopback is captured. Needs [`Enrolled::HAS_RANGES`].
     pub const LOOPBACK: u32 = 1 << 14;
-    /// The entry is a workload's. Without this flag, an entry with resolvers is of a workload of which the agent captures
-    /// only the DNS queries, and any other entry is of a namespace without a captured workload.
+    /// The entry is a workload's. Without this flag, an entry with resolvers belongs to a workload of which the agent
+    /// captures only the DNS queries. Any other entry belongs to a namespace without a captured workload.
     pub const CAPTURED: u32 = 1 << 31;
 
-    /// Whether it is the entry of a namespace that the guard lets go.
+    /// Whether it is the entry of a namespace whose connections the guard lets pass.
     pub const fn is_let_go(&self) -> bool {
         self.flags == 0 && self.workload == 0
     }
@@ -315,8 +313,7 @@ impl Local {
         self.flags & (Enrolled::PACKETS | Enrolled::PACKETS_BEFORE) != 0
     }
 
-    /// Whether connections to it are measured where they arrive: nobody stands between it and its
-    /// clients.
+    /// Whether connections to it are measured at arrival: no proxy stands between the workload and its clients.
     #[inline(always)]
     pub const fn is_measured(&self) -> bool {
         let flags = Enrolled::CAPTURED | Enrolled::INBOUND | Enrolled::PACKETS;
@@ -345,12 +342,12 @@ impl Asker {
 }
 
 impl TrafficKey {
-    /// As a pool: connections that were made to the workload.
+    /// As a pool: connections that the workload accepts.
     pub const INBOUND: u32 = u32::MAX;
 }
 
 impl ListenerKey {
-    /// In the place of a workload's number: see [`ListenerKey::of_outbound`].
+    /// The workload's number in the key of [`ListenerKey::of_outbound`].
     pub const OUTBOUND: u32 = u32::MAX;
 
     /// For inbound connections to a network namespace.
@@ -362,7 +359,8 @@ impl ListenerKey {
         }
     }
 
-    /// For connections that come into a network namespace by virtual interfaces. `workload`: the one that is there.
+    /// For connections that come into a network namespace by virtual interfaces. `workload`: the workload in this
+    /// namespace.
     pub const fn of_interfaces(netns: u64, workload: u32, v4: bool) -> Self {
         Self {
             netns,
@@ -405,18 +403,18 @@ impl RuleKey {
     pub const INTERFACE: u32 = 5;
 }
 
-/// What a rule says: its connections are captured.
+/// Value of a rule: its connections are captured.
 pub const CAPTURED: u32 = 1;
-/// What a rule says: its connections are not captured.
+/// Value of a rule: its connections are not captured.
 pub const EXCLUDED: u32 = 2;
-/// What a rule says: its connections are not captured, and the egress policy is about them all the same. Labels and
-/// annotations say so where the configuration denies egress.
+/// Value of a rule: its connections are not captured, but the egress policy still applies to them. Labels and
+/// annotations have this value where the configuration denies egress.
 pub const JUDGED: u32 = 3;
 
-/// The address of loopback at which a captured connection to this destination is handed to the proxy. If all had one
-/// address, two sockets of one local port could not connect to two destinations, and all of a workload's connections would
-/// share the local ports of one destination. None is 127.0.0.1, a broadcast address or above 127.127.255.255. IPv6 has only
-/// one such address.
+/// The address of loopback at which a captured connection to this destination is handed to the proxy. If all
+/// connections had one address, two sockets of one local port could not connect to two destinations, and all of a
+/// workload's connections would share the local ports of one destination. The function never returns 127.0.0.1, a
+/// broadcast address or an address above 127.127.255.255. IPv6 has only one loopback address.
 #[inline(always)]
 pub const fn spread(addr: Addr, port: Port) -> Addr {
     let words = addr.words();
@@ -429,30 +427,29 @@ pub const fn spread(addr: Addr, port: Port) -> Addr {
     Addr::from_v4([127, second & 0x7f | 1, third, last])
 }
 
-/// The policy whose ranges say what is reachable, whatever an egress policy says.
+/// The policy whose ranges are reachable under every egress policy.
 pub const REACHABLE: u32 = 0;
 
-/// Word `mesh` of [`crate::tables::Config`]: there is something in `NAMESPACES`.
+/// Word `mesh` of [`crate::tables::Config`]: `NAMESPACES` is not empty.
 pub const MESH_NAMESPACES: u64 = 1;
-/// There is something in `CGROUPS`.
+/// `CGROUPS` is not empty.
 pub const MESH_CGROUPS: u64 = 1 << 1;
-/// Connections from namespaces that are not in `NAMESPACES` are refused, but for the node's own.
+/// Connections from namespaces that are not in `NAMESPACES` are refused, except the node's own.
 pub const MESH_GUARD: u64 = 1 << 2;
 
-/// There is something in `LOCALS` with [`Enrolled::PACKETS`].
+/// `LOCALS` has an entry with [`Enrolled::PACKETS`].
 pub const MESH_PACKETS: u64 = 1 << 3;
 
-/// There is, or may be, somebody with [`Enrolled::EGRESS_DENY`]: datagrams are judged.
+/// A workload has, or may have, [`Enrolled::EGRESS_DENY`]: the programs judge datagrams.
 pub const MESH_DENIES: u64 = 1 << 4;
 
 /// The first of the bits with the proxy's outbound port, in network order.
 pub const MESH_PORT: u32 = 32;
 
-/// The first of the bits with the port of the agent's DNS server, in network order; no port: nobody's queries are
-/// captured.
+/// The first of the bits with the port of the agent's DNS server, in network order; port 0: no queries are captured.
 pub const MESH_DNS: u32 = 48;
 
-/// Whether this is where captured connections and queries go; `mesh` is the word of
+/// Whether captured connections and queries go to this address and port; `mesh` is the word of
 /// [`crate::tables::Config`].
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "the field's sixteen bits")]
@@ -469,24 +466,25 @@ pub const fn dns_server(mesh: u64) -> Port {
 /// The port of resolvers.
 pub const DNS: Port = Port::new(53);
 
-/// What the mark of the agent's proxy's sockets has besides where they connect from a client's
-/// address: by which the answers, and nothing else, come back to the proxy. Likewise, on the node, that
-/// of packets which were given to the proxy's socket, and of no socket.
+/// The bit that the mark of the proxy's sockets has in addition if they connect from a client's address. Only the
+/// answers to them carry it, and so come back to the proxy. On the node, packets that were handed to the proxy's socket
+/// have this bit likewise, and no socket has it.
 pub const FROM_CLIENT: u32 = 1 << 31;
 
-/// Whether `found`, of a packet or of a socket, has every bit of a mark of ours. The others are other people's: they are
-/// neither asked for nor changed.
+/// Whether the mark `found`, of a packet or of a socket, has every bit of a mark of ours. The other bits belong to
+/// other programs: the function ignores them.
 #[inline(always)]
 pub const fn has_mark(found: u32, mark: u32) -> bool {
     found & mark == mark
 }
 
-/// What the programs read of the kernel's own structures, which differ from kernel to kernel. Where it is, in bytes
-/// from the start of a socket, the agent finds in the kernel's BTF, and says in the programs' constant `FIELDS`.
+/// Fields of the kernel's own structures that the programs read. Their offsets differ from kernel to kernel. The agent
+/// finds the offsets, in bytes from the start of a socket, in the kernel's BTF, and writes them to the programs'
+/// constant `FIELDS`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Field {
-    /// Of `struct sock`: its cookie, 0 as long as nobody has asked for it.
+    /// Of `struct sock`: its cookie, 0 until a program or process asks for it.
     Cookie,
     /// `AF_INET` or `AF_INET6`, two bytes.
     Family,
@@ -494,11 +492,11 @@ pub enum Field {
     Port,
     /// Its own IPv4 address, in network order.
     V4,
-    /// The other side's.
+    /// The IPv4 address of the other side.
     RemoteV4,
     /// Its own IPv6 address.
     V6,
-    /// The other side's.
+    /// The IPv6 address of the other side.
     RemoteV6,
     /// `SO_MARK`.
     Mark,
@@ -506,9 +504,9 @@ pub enum Field {
     Net,
     /// Of `struct net`, from its start: its cookie.
     NetCookie,
-    /// Of `struct tcp_sock`: what the other side has acknowledged, in bytes.
+    /// Of `struct tcp_sock`: the bytes that the other side has acknowledged.
     Acked,
-    /// What has been received.
+    /// The bytes that were received.
     Received,
 }
 
@@ -546,9 +544,9 @@ pub const RULES: u32 = 262_144;
 pub const KNOWN: u32 = 1 << 20;
 /// The most connections on their way to a proxy at once.
 pub const ORIGINS: u32 = 1 << 17;
-/// How many a UDP socket may answer at the same time, though egress is denied to it.
+/// How many senders a UDP socket may answer at the same time, though egress is denied to it.
 pub const ASKERS: usize = 64;
-/// The most pairs of workload and destination that are told apart.
+/// The most pairs of workload and destination that have counters of their own.
 pub const TRAFFIC: u32 = 65_536;
 
 const _: () = assert!(size_of::<CaptureConfig>() == 32);

@@ -9,7 +9,7 @@ impl<const WORDS: usize> Line for &[AtomicU64; WORDS] {
         self[word].load(Ordering::Acquire)
     }
 
-    // Every load keeps what follows it behind.
+    // Every load is ordered before the operations that follow it.
     fn load_after(self, word: usize, _: u64) -> u64 {
         self.load(word)
     }
@@ -18,7 +18,7 @@ impl<const WORDS: usize> Line for &[AtomicU64; WORDS] {
         one | other
     }
 
-    // Who reads it sees what was written before, first of all that the cell is held.
+    // A reader that sees the value sees the earlier stores, first of all that the cell is held.
     fn store(self, word: usize, value: u64) {
         self[word].store(value, Ordering::Release);
     }
@@ -33,7 +33,7 @@ impl<const WORDS: usize> Line for &[AtomicU64; WORDS] {
     }
 }
 
-/// A slot. (By itself the word has operations of these names already.)
+/// A slot. (The word itself already has operations of these names.)
 #[derive(Clone, Copy, Debug)]
 pub struct AtomicSlot<'a>(pub &'a AtomicU32);
 

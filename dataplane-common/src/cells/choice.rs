@@ -6,7 +6,7 @@
 pub struct Choice {
     /// The client that has more than half of the cells, if one has: otherwise any.
     pub(super) most: [u64; 2],
-    /// How often it was seen more than others, in the first round (Boyer and Moore's vote).
+    /// How often it was seen more than other clients, in the first round (Boyer and Moore's vote).
     pub(super) ahead: u32,
     /// How many cells it has.
     pub(super) has: u32,

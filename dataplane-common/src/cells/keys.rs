@@ -28,7 +28,7 @@ pub trait CellKey: Copy {
     /// [`PacketConfig::secret`]: crate::packet::PacketConfig::secret
     #[inline(always)]
     fn place(&self, secret: u64) -> u32 {
-        // Odd numbers of which nothing else is asked (fractions of square roots).
+        // Odd numbers without any other requirement (fractions of square roots).
         const FACTORS: [u64; 5] = [
             0x6a09_e667_f3bc_c909,
             0xbb67_ae85_84ca_a73b,
@@ -48,8 +48,8 @@ pub trait CellKey: Copy {
             index += 1;
         }
         let base = (mixed.wrapping_mul(last) >> 32) as u32;
-        // One of the two is the client's, and the other the same for many. Clients take every second port
-        // (`__inet_hash_connect` in `net/ipv4/inet_hashtables.c`): these follow each other, too.
+        // One of the two ports is the client's, the other is shared by many clients. A client takes every second port
+        // (`__inet_hash_connect` in `net/ipv4/inet_hashtables.c`): these ports get consecutive places, too.
         let [first, second] = [head as u16, (head >> 16) as u16].map(Port::from_be);
         let ports = first.host().wrapping_add(second.host());
         base.wrapping_add(u32::from(ports.rotate_right(1)))

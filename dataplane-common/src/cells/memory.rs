@@ -1,4 +1,4 @@
-//! Where cells and slots are, and what is done to one of their words.
+//! Access to cells and slots, and the operations on one of their words.
 
 use super::{
     Choice, find_elsewhere, find_led_elsewhere, hold, look, make_room, remove,
@@ -13,29 +13,29 @@ use crate::{
 pub trait Line: Copy {
     /// Reads a word.
     fn load(self, word: usize) -> u64;
-    /// Reads a word after others were read, from which `seen` was made ([`Line::both`]).
+    /// Reads a word after the words from which `seen` was made ([`Line::both`]).
     fn load_after(self, word: usize, seen: u64) -> u64;
     /// Something made from two numbers that were read.
     fn both(one: u64, other: u64) -> u64;
     /// Writes a word.
     fn store(self, word: usize, value: u64);
-    /// Writes a word if it is `before`; whether it was. If so, a full barrier.
+    /// Writes a word if it is `before`; returns whether it was. If so, this is a full barrier.
     fn exchange(self, word: usize, before: u64, new: u64) -> bool;
-    /// Adds to a word; what it was before. A full barrier.
+    /// Adds to a word and returns its earlier value. A full barrier.
     fn add(self, word: usize, amount: u64) -> u64;
 }
 
-/// One slot, likewise.
+/// One slot, in memory that others change meanwhile.
 pub trait Entry: Copy {
     /// Reads it.
     fn load(self) -> Slot;
-    /// Writes it if it is `before`; whether it was. If so, a full barrier.
+    /// Writes it if it is `before`; returns whether it was. If so, this is a full barrier.
     fn exchange(self, before: Slot, new: Slot) -> bool;
     /// Adds to it.
     fn add(self, amount: u32);
 }
 
-/// Where cells and slots are.
+/// The memory that holds the cells and slots.
 pub trait Memory {
     /// A cell.
     type Line: Line;
@@ -43,30 +43,30 @@ pub trait Memory {
     type Entry: Entry;
     /// A cell's element of `SEQUENCES` ([`crate::tcp`]).
     type Sequences: Line;
-    /// Which bits of a place count: how many cells there are, a power of two, less one.
+    /// The bits of a place that count: the number of cells, a power of two, minus one.
     fn mask(&self) -> u32;
     /// Returns the secret by which keys have their homes ([`crate::packet::PacketConfig::secret`]).
     fn secret(&self) -> u64;
-    /// A cell, of those that there are.
+    /// A cell; `None` if there is no such cell.
     fn cell(&self, index: u32) -> Option<Self::Line>;
-    /// A slot, of twice as many.
+    /// A slot; there are twice as many slots as cells.
     fn slot(&self, index: u32) -> Option<Self::Entry>;
     /// The sequence numbers seen of the flow in a cell.
     fn sequences(&self, index: u32) -> Option<Self::Sequences>;
 
-    /// Returns who holds cells here.
+    /// Returns the holder that this code is.
     fn holder(&self, now: Tick) -> Holder;
 
-    /// Returns for how many seconds a flow is kept in a state.
+    /// Returns the timeout of a flow in a state, in seconds.
     fn keep(&self, state: State) -> u32;
 
-    /// Which bits of a place count among slots.
+    /// The bits of a place that count among slots.
     #[inline(always)]
     fn slots(&self) -> u32 {
         self.mask() << 1 | 1
     }
 
-    /// [`remove`]: programs have it once, with a stack of its own, as they have those below.
+    /// [`remove`]: programs have it once, with a stack of its own, like the functions below.
     #[inline(always)]
     fn remove(&self, index: u32, head: Head, now: Tick) -> bool
     where

@@ -1,42 +1,45 @@
 //! Cells: where a flow is found by one look, from either end.
 //!
-//! `CONNTRACK` is an array of cells of 64 bytes, one line of a cache: a flow's key and what its packets are turned
-//! into, for both directions. Requests carry the key: a key has one cell that is its home ([`CellKey::place`]), and
-//! sixteen others, the one beside it and then any, of which the first free one has the flow if another flow has its
-//! home. The home says whether flows of its keys are elsewhere: where none is, which is nearly always, a search in vain
-//! has read one line.
+//! `CONNTRACK` is an array of cells of 64 bytes, one line of a cache. A cell has a flow's key and the translation of
+//! its packets, for both directions. Requests carry the key. A key has one cell that is its home ([`CellKey::place`])
+//! and sixteen others: the one beside the home, and then any. If another flow has the home, the flow is in the first
+//! free one of the others. The home records whether flows of its keys are elsewhere. Nearly always none is, and then a
+//! search in vain reads one line.
 //!
-//! Replies carry something else: `ANSWERS` has for each cell two slots of 32 bits, and what a reply carries
-//! has a slot that is its home, which says which cell its flow is in. Sixteen slots are in one line; and of those that
-//! a flow may have, one is nearly always free even if no cell is.
+//! Replies carry other addresses: `ANSWERS` has for each cell two slots of 32 bits. The addresses and ports of a reply
+//! lead to a home slot, which says which cell has the flow. Sixteen slots are in one line, and one of the slots that a
+//! flow may have is nearly always free even if no cell is.
 //!
-//! Ports that follow each other have cells and slots that follow each other: a client counts its ports up, so the
-//! next flow's are near the last one's. What takes long is memory that was not used lately (`docs/measurements/flow-cells.md`).
+//! Consecutive ports have consecutive cells and slots: a client counts its ports up, so the next flow's cell and slot
+//! are near those of the last flow. Access to memory that was not used lately is slow
+//! (`docs/measurements/flow-cells.md`).
 //!
 //! # Room
 //!
-//! There are twice as many cells as flows were asked for, so that with half of them taken one flow in 130 000 finds
-//! all its seventeen taken. A flow that is over gives way to a new one that would have its cell or its slot
-//! ([`State::gives_way`]). If none does, one of the seventeen is evicted, and counted ([`Memory::pushed_out`]); or the new
-//! flow is refused. `room.rs` says which.
+//! There are twice as many cells as flows were asked for, so that with half of them taken one flow in 130 000 finds all
+//! its seventeen taken. A new flow replaces a flow that is over if it needs the cell or the slot
+//! ([`State::gives_way`]). If none of the flows is over, one of the seventeen is evicted and counted
+//! ([`Memory::pushed_out`]), or the new flow is refused: `room.rs` decides.
 //!
 //! # Who may do what
 //!
-//! The word behind the addresses, the [`Head`], says whether a cell is free. Who makes a flow takes a free cell by
-//! compare-and-exchange, writes the rest, has a slot lead to it, and then writes the head again, now with ports and
-//! protocol. Who removes one takes the cell from its flow likewise: then it is nobody's, and the slot and the counts
-//! can be given back before it is free. A cell that somebody holds is held for a microsecond: whoever needs a port of the
-//! node's for the flow searches for it before. Whoever meets a held cell where the flow might be is told so ([`BUSY`]): who
-//! holds it may be making the same flow, and the entry that it makes is the one to use.
+//! The word behind the addresses, the [`Head`], says whether a cell is free. A program that makes a flow takes a free
+//! cell by compare-and-exchange, writes the rest, makes a slot lead to the cell, and then writes the head again, now
+//! with ports and protocol. A program that removes a flow takes the cell from the flow likewise: the cell then has no
+//! flow, and the program gives back the slot and the counts before it frees the cell. A cell is held for a microsecond:
+//! a program that needs a port of the node's for the flow searches for the port before. A program that finds a held
+//! cell where its flow might be gets
+//! [`BUSY`]: the holder may be making the same flow, and the program has to use the holder's entry.
 //!
-//! A held head says who holds it, and since when ([`Holder`]). It is given back by an exchange, which fails if the cell is
-//! somebody else's by then: after some seconds the agent takes it from its holder, who must be dead ([`free_held`]).
+//! A held head says who holds it, and since when ([`Holder`]). The holder gives it back by an exchange, which fails if
+//! the cell has another holder by then: after some seconds the agent takes a cell from its holder, which must be dead
+//! ([`free_held`]).
 //!
 //! # Reading while others write
 //!
-//! A cell may become another flow's while it is read. So a reader takes a [`Snapshot`]: it reads the head, then the other words, then
-//! the head again, whose number is another one if a flow was made in between. On processors that exchange loads
-//! (arm64, riscv64) each step must be kept behind the one before it, and so must the writer's stores:
+//! A cell may be reused for another flow while it is read. So a reader takes a [`Snapshot`]: it reads the head, then
+//! the other words, then the head again. The head's number differs if a flow was made in between. On processors that
+//! reorder loads (arm64, riscv64) each step must be ordered after the one before it, and so must the writer's stores:
 //!
 //! | who | what | kept in order by |
 //! |---|---|---|
@@ -49,14 +52,15 @@
 //! Later writes to the cell are compare-and-exchange operations with the value that was read: of the head, to remove the
 //! flow; of the state, to mark the flow as used ([`mark`]). So a write fails if another flow has taken the cell.
 //!
-//! In user space loads acquire, and what follows an acquiring load stays behind it. BPF has no such load, and its full barriers are
-//! read-modify-writes, which would take the line from the other CPUs for each packet. There the address of the
-//! second load depends on what the first one found: every processor keeps these in order, at the cost of an addition.
-//! `cells/model.rs` has loom try all orders that the memory model admits, by both ways.
+//! In user space loads acquire, so later operations stay behind them. BPF has no acquiring load, and its full barriers
+//! are read-modify-writes, which would take the line from the other CPUs for each packet. So in BPF the address of the
+//! second load depends on the value of the first: every processor keeps such loads in order, at the cost of an
+//! addition. `cells/model.rs` has loom try all orders that the memory model admits, with both methods.
 //!
-//! (The number has 16 bits: 65 536 flows made in one cell while somebody reads eight words would pass for none.)
+//! (The number has 16 bits: a reader misses a change only if 65 536 flows are made in one cell while it reads eight
+//! words.)
 //!
-//! The programs and the agent run what is here ([`Memory`] is where they differ), and so do the tests, on threads.
+//! The programs, the agent and the tests, on threads, run this code. They differ in their [`Memory`].
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -93,10 +97,10 @@ use crate::{
 };
 use words::{VALUE, words};
 
-/// How many other cells a flow may have whose home is taken, and how many other slots.
+/// How many other cells a flow whose home is taken may have, and how many other slots.
 pub const OTHERS: u32 = 16;
 
-/// A flow's cell or slot, among those it may have: its home, the one beside it, which is read with it, and others anywhere.
+/// The nth cell or slot that a flow may have: its home, the one beside it, which is read with it, and others anywhere.
 #[inline(always)]
 pub const fn candidate(place: u32, nth: u32) -> u32 {
     if nth < 2 {
@@ -107,11 +111,11 @@ pub const fn candidate(place: u32, nth: u32) -> u32 {
     (mixed.wrapping_mul(0x6a09_e667_f3bc_c909) >> 29) as u32
 }
 
-/// Says what a packet of the flow that was found in a cell adds to it ([`State::with_packet`]); `before` is the state that
+/// Marks the flow that was found in a cell with what a packet adds ([`State::with_packet`]); `before` is the state that
 /// was found, `head` the head.
 ///
-/// Nothing is written, and `false` answered, if the cell has become another flow's. (Unless that one's state is, bit by bit, the one that was found:
-/// then it was made in the same tick, to the same ports, and nothing more was seen of either.)
+/// Writes nothing and returns `false` if the cell has become another flow's. The exception is a flow whose state is the
+/// same bit by bit: it was made in the same tick, to the same ports, and neither flow had any further packet.
 #[inline(always)]
 pub fn mark<L: Line>(
     line: L,
@@ -128,7 +132,7 @@ pub fn mark<L: Line>(
         if after.0 == before.0 || line.exchange(STATE, before.0, after.0) {
             return true;
         }
-        // Another packet of the flow's, or of another flow.
+        // The state was changed by another packet of this flow, or belongs to another flow.
         before = State(line.load(STATE));
         if !Head(line.load_after(HEAD, before.0)).is_same(head) {
             return false;
@@ -152,12 +156,12 @@ pub fn has<L: Line>(line: L, head: Head, key: &FlowKey) -> bool {
 
 /// No cell.
 pub const NOWHERE: u32 = u32::MAX;
-/// No cell yet: somebody else has just made the flow, or holds a cell that it might have.
+/// No cell yet: another CPU has just made the flow, or holds a cell that the flow might have.
 pub const BUSY: u32 = NOWHERE - 1;
-/// Added to a cell's index: somebody else has made the flow there.
+/// Added to a cell's index: another CPU has made the flow there.
 pub const MADE: u32 = 1 << 30;
 
-/// The cell of the key's flow, and what it holds.
+/// Returns the cell of the key's flow, and its contents.
 #[inline(always)]
 pub fn find<M: Memory>(memory: &M, key: &FlowKey) -> Option<(u32, Snapshot)> {
     let home = key.place(memory.secret()) & memory.mask();
@@ -175,7 +179,7 @@ pub fn find<M: Memory>(memory: &M, key: &FlowKey) -> Option<(u32, Snapshot)> {
     found.is_of(key).then_some((index, found))
 }
 
-/// Which cell has the key's flow, other than its home; [`NOWHERE`] if none has.
+/// Returns the cell that has the key's flow, other than its home; [`NOWHERE`] if there is none.
 #[inline(always)]
 pub fn find_elsewhere<M: Memory>(memory: &M, key: &FlowKey) -> u32 {
     let place = key.place(memory.secret());
@@ -192,10 +196,10 @@ pub fn find_elsewhere<M: Memory>(memory: &M, key: &FlowKey) -> u32 {
     NOWHERE
 }
 
-/// Takes a cell for the key, which has no flow: then it is held. [`BUSY`] if somebody else has just made the same
-/// flow, or does something at this moment with a cell that it might have. [`NOWHERE`] if there is no room at all.
+/// Takes a cell for the key, which has no flow, and holds it. [`BUSY`] if another CPU has just made the same flow, or
+/// holds a cell that the flow might have. [`NOWHERE`] if there is no room at all.
 ///
-/// If no cell is free, a flow goes that is over, or one that `room.rs` chooses ("Room", above).
+/// If no cell is free, a flow is evicted: one that is over, or one that `room.rs` chooses ("Room", above).
 #[inline(always)]
 pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     let place = key.place(memory.secret());
@@ -235,7 +239,7 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     take(memory, key, goes, Head(line.load(HEAD)), now)
 }
 
-/// Evicts a flow for a key whose cells all have flows that live (`room.rs`): returns the cell, which is free then.
+/// Evicts a flow for a key whose cells all have live flows (`room.rs`): returns the cell, which is free then.
 /// [`NOWHERE`] if no flow may be evicted, [`BUSY`] if a cell has changed meanwhile.
 #[inline(always)]
 pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
@@ -259,7 +263,7 @@ pub fn look_at_port<M: Memory>(
 pub fn evict_port<M: Memory>(memory: &M, choice: &Choice, now: Tick) -> Port {
     let index = room::evict(memory, choice, now);
     match memory.cell(index & memory.mask()) {
-        // If another has the cell by now, so it has the port, which will turn out to be taken.
+        // If another flow has the cell by now, that flow has the port, too, and the port will turn out to be taken.
         Some(line) if index < BUSY => Port::from_be((line.load(STATE) >> 16) as u16),
         _ => Port::ANY,
     }
@@ -274,11 +278,11 @@ pub fn look<M: Memory>(memory: &M, choice: &mut Choice, index: u32, second: bool
     room::look(memory, choice, index, second, now);
 }
 
-/// How often a cell is tried to be held while somebody else holds it: some microseconds, where making a flow takes one.
+/// How often a program tries to hold a cell while another CPU holds it: some microseconds. To make a flow takes one.
 const PATIENCE: u32 = 256;
 
-/// Takes a cell for a flow that was not found: then it is held. If another CPU makes the same flow meanwhile, that
-/// one's cell, and [`MADE`]. [`BUSY`] if it has not come to an end for too long; [`NOWHERE`] if there is no room.
+/// Takes a cell for a flow that was not found, and holds it. If another CPU makes the same flow meanwhile, returns that
+/// flow's cell and [`MADE`]. [`BUSY`] if the other CPU takes too long; [`NOWHERE`] if there is no room.
 #[inline(always)]
 pub fn hold_or_find<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     let mut tries = 0;
@@ -295,7 +299,7 @@ pub fn hold_or_find<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     BUSY
 }
 
-/// Takes a free cell, and counts it at the key's home if it is not that.
+/// Takes a free cell, and counts it at the key's home if it is another cell.
 #[inline(always)]
 fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head, now: Tick) -> u32 {
     let place = key.place(memory.secret());
@@ -310,8 +314,8 @@ fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head, now: Tick)
     let Some(line) = memory.cell(home) else {
         return NOWHERE;
     };
-    // Counted before the flow is there: who sees the count without it looks in vain, who saw it without the count would
-    // not look.
+    // Counted before the flow is there: a reader that sees the count without the flow searches in vain, but a reader
+    // that saw the flow without the count would not search.
     let before = if index == home {
         head
     } else if Head(line.load(HEAD)).counts() {
@@ -319,9 +323,9 @@ fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head, now: Tick)
     } else {
         Head(line.load(HEAD))
     };
-    // Of two that make the same flow in different cells, as one of those that the other passed has become free, at least
-    // one sees the other here, and gives up. Both count at the home, or one has it: whoever comes second sees
-    // that, as it was in the same instruction.
+    // Two CPUs may make the same flow in different cells, if a cell that one of them has passed becomes free. At least
+    // one sees the other here, and gives up. Both count at the home, or one of them has the home: the second sees this,
+    // because the exchange returns the word as it was.
     let second = before.has_more() && is_wanted(memory, place, index, key);
     let has_home = index != home && (before.is_held() || has(line, before, key));
     if second || has_home {
@@ -331,7 +335,7 @@ fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head, now: Tick)
     index
 }
 
-/// Whether another of the key's cells has its flow, or is held, perhaps for it.
+/// Whether another of the key's cells has its flow, or is held and may get it.
 #[inline(always)]
 fn is_wanted<M: Memory>(memory: &M, place: u32, except: u32, key: &FlowKey) -> bool {
     let mut nth = 0;
@@ -350,7 +354,7 @@ fn is_wanted<M: Memory>(memory: &M, place: u32, except: u32, key: &FlowKey) -> b
     false
 }
 
-/// Writes what a held cell is to have.
+/// Writes the key and the translation to a held cell.
 #[inline(always)]
 pub fn write<L: Line>(line: L, key: &FlowKey, value: &Translation) {
     let mut index = 0;
@@ -364,7 +368,7 @@ pub fn write<L: Line>(line: L, key: &FlowKey, value: &Translation) {
     line.store(STATE, words[2]);
 }
 
-/// Writes how far a held cell's flow has got ([`tcp::begin`]; zeros if nothing is known).
+/// Writes the positions of a held cell's flow ([`tcp::begin`]; zeros if nothing is known).
 #[inline(always)]
 pub fn write_sequences<M: Memory>(memory: &M, index: u32, sequences: &Sequences) {
     if let Some(line) = memory.sequences(index) {
@@ -373,16 +377,16 @@ pub fn write_sequences<M: Memory>(memory: &M, index: u32, sequences: &Sequences)
     }
 }
 
-/// The flow of a held cell is there; `false` if the cell is no longer the holder's.
+/// Publishes the flow of a held cell; `false` if the holder no longer has the cell.
 #[inline(always)]
 pub fn publish<L: Line>(line: L, key: &FlowKey, holder: Holder) -> bool {
     release(line, holder, key.word(HEAD))
 }
 
-/// How often a head is tried to be exchanged by its holder: flows elsewhere may be counted in it meanwhile.
+/// How often the holder tries to exchange a head: other CPUs may count flows elsewhere in it meanwhile.
 const PERSISTENCE: u32 = 16;
 
-/// Gives a cell back, with a flow's ports and protocol or free; `false` if it is no longer the holder's.
+/// Gives a cell back, with a flow's ports and protocol or free; `false` if the holder no longer has it.
 #[inline(always)]
 fn release<L: Line>(line: L, holder: Holder, ports_and_protocol: u64) -> bool {
     let mut tries = 0;
@@ -413,16 +417,16 @@ pub fn give_back<M: Memory>(memory: &M, index: u32, key: &FlowKey, now: Tick) {
     }
 }
 
-/// How often an exchange is tried: it fails only if another CPU did something with the word meanwhile.
+/// How often an exchange is tried: it fails only if another CPU changed the word meanwhile.
 const TRIES: u32 = 3;
 
-/// A flow whose home this is has left where it was.
+/// Counts one flow less elsewhere, in the head of its home.
 #[inline(always)]
 fn one_less<L: Line>(home: L) {
     let mut tries = 0;
     while tries < TRIES {
         let head = Head(home.load(HEAD));
-        // With one too many, a search in vain takes longer.
+        // If the count stays one too high, a search in vain takes longer.
         if !head.has_more()
             || !head.counts()
             || home.exchange(HEAD, head.0, head.0.wrapping_sub(Head::ONE_MORE))
@@ -433,7 +437,7 @@ fn one_less<L: Line>(home: L) {
     }
 }
 
-/// Which slot is the home of a flow's replies.
+/// Returns the home slot of a flow's replies.
 #[inline(always)]
 pub fn place_of_replies(key: &FlowKey, value: &Translation, secret: u64) -> u32 {
     if value.node_addr == 0 {
@@ -456,8 +460,8 @@ pub fn place_of_replies(key: &FlowKey, value: &Translation, secret: u64) -> u32 
     }
 }
 
-/// Returns whether the flow of a cell may be evicted. The head was read before; the state is read after it, because it
-/// could be an earlier flow's otherwise.
+/// Returns whether the flow of a cell is over, so that a new one may replace it. The head was read before. The state is
+/// read after it, because otherwise it could be an earlier flow's.
 #[inline(always)]
 fn gives_way<M: Memory>(memory: &M, line: M::Line, head: Head, now: Tick) -> bool {
     let state = State(line.load_after(STATE, head.0));
@@ -465,7 +469,7 @@ fn gives_way<M: Memory>(memory: &M, line: M::Line, head: Head, now: Tick) -> boo
     state.gives_way(keep, now)
 }
 
-/// Whether the home slot of replies leads to a flow that does not give way.
+/// Whether the home slot of replies leads to a flow that is not over.
 #[inline(always)]
 pub fn is_home_taken<M: Memory>(memory: &M, place: u32, now: Tick) -> bool {
     let Some(home) = memory.slot(place & memory.slots()) else {
@@ -481,7 +485,7 @@ pub fn is_home_taken<M: Memory>(memory: &M, place: u32, now: Tick) -> bool {
     head.key().is_none() || !gives_way(memory, line, head, now)
 }
 
-/// Has a slot lead to a held cell; `false` if there is none, or, with `only_home`, if the home leads elsewhere.
+/// Makes a slot lead to a held cell; `false` if no slot is free, or, with `only_home`, if the home leads elsewhere.
 #[inline(always)]
 pub fn lead<M: Memory>(memory: &M, place: u32, index: u32, only_home: bool, now: Tick) -> bool {
     let mask = memory.slots();
@@ -533,7 +537,7 @@ fn one_slot_less<E: Entry>(home: E) {
     }
 }
 
-/// No slot leads to a held cell any longer.
+/// Removes the slot that leads to a held cell.
 #[inline(always)]
 fn mislead<M: Memory>(memory: &M, place: u32, index: u32) {
     let mask = memory.slots();
@@ -542,7 +546,7 @@ fn mislead<M: Memory>(memory: &M, place: u32, index: u32) {
         if let Some(entry) = memory.slot(candidate(place, nth) & mask)
             && entry.load().leads_to(index)
         {
-            // Nobody else frees it; others may be counted in it.
+            // Only this holder frees it; other CPUs may count in it.
             entry.add((index + 1).wrapping_neg());
             if nth != 0
                 && let Some(home) = memory.slot(place & mask)
@@ -555,7 +559,7 @@ fn mislead<M: Memory>(memory: &M, place: u32, index: u32) {
     }
 }
 
-/// Removes the flow of a cell whose head was read; `false` if somebody else did something with it.
+/// Removes the flow of a cell whose head was read; `false` if another CPU has changed the cell.
 #[inline(always)]
 pub fn remove<M: Memory>(memory: &M, index: u32, head: Head, now: Tick) -> bool {
     let Some(line) = memory.cell(index) else {
@@ -571,18 +575,19 @@ pub fn remove<M: Memory>(memory: &M, index: u32, head: Head, now: Tick) -> bool 
     true
 }
 
-/// Takes a cell from its flow, whose head was read: then it is held. `false` if somebody else did something with it.
+/// Takes a cell from its flow, whose head was read, and holds it. `false` if another CPU has changed the cell.
 ///
-/// Who holds it may [`forget`] the flow, or [`publish`] it again.
+/// The holder may [`forget`] the flow, or [`publish`] it again.
 #[inline(always)]
 pub fn hold_flow<L: Line>(line: L, head: Head, holder: Holder) -> bool {
     head.key().is_some() && line.exchange(HEAD, head.0, head.held(holder).0)
 }
 
-/// Frees a cell whose holder is dead ([`Holder::is_dead`]), and what slot leads to it; `false` if it has none, or another
-/// has taken it.
+/// Frees a cell whose holder is dead ([`Holder::is_dead`]), and the slot that leads to it; `false` if the cell has no
+/// dead holder, or another CPU has taken it.
 ///
-/// Whose flow it was to be is not known: where it was counted, it stays so, and searches in vain take longer.
+/// The key of the flow that was to be made is not known. If it was counted, the count stays, and searches in vain take
+/// longer.
 pub fn free_held<M: Memory>(memory: &M, index: u32, now: Tick) -> bool {
     let Some(line) = memory.cell(index) else {
         return false;
@@ -621,14 +626,14 @@ pub fn forget<M: Memory>(memory: &M, index: u32, ports_and_protocol: u64, now: T
     give_back(memory, index, &key, now);
 }
 
-/// The cell that a slot leads to, if it has a flow, and what it holds.
+/// Returns the cell that a slot leads to, if it has a flow, and its contents.
 #[inline(always)]
 fn led_to<M: Memory>(memory: &M, slot: Slot) -> Option<(u32, Snapshot)> {
     let index = slot.cell()? & memory.mask();
     Some((index, read(memory.cell(index)?)?))
 }
 
-/// The cell of the flow of a reply to a client, which is not masqueraded, and what it holds.
+/// Returns the cell of the flow of a reply to a client, if the flow is not masqueraded, and its contents.
 #[inline(always)]
 pub fn find_by_client<M: Memory>(memory: &M, reply: &FlowKey) -> Option<(u32, Snapshot)> {
     let slot = memory
@@ -647,7 +652,7 @@ pub fn find_by_client<M: Memory>(memory: &M, reply: &FlowKey) -> Option<(u32, Sn
     found.is_answered_by(reply).then_some((index, found))
 }
 
-/// The cell of the flow of a reply to one of the node's ports, at whatever address, and what it holds.
+/// Returns the cell of the flow of a reply to one of the node's ports, at any of its addresses, and its contents.
 #[inline(always)]
 pub fn find_by_node<M: Memory>(memory: &M, reply: &PortKey) -> Option<(u32, Snapshot)> {
     let slot = memory
@@ -656,7 +661,7 @@ pub fn find_by_node<M: Memory>(memory: &M, reply: &PortKey) -> Option<(u32, Snap
     led_to(memory, slot).filter(|(_, found)| found.is_answered_by_port(reply))
 }
 
-/// Which cell has the flow of a reply to a client, if its home slot does not lead there; or [`NOWHERE`].
+/// Returns the cell that has the flow of a reply to a client, if the home slot does not lead there; or [`NOWHERE`].
 #[inline(always)]
 pub fn find_led_elsewhere<M: Memory>(memory: &M, reply: &FlowKey) -> u32 {
     let place = reply.place(memory.secret());

@@ -18,7 +18,7 @@ use crate::{Addr, Port, Protocol};
 
 /// How the words of a cell are read and written.
 trait Processor: Copy + Send + Sync + 'static {
-    /// What orders a load behind those before it.
+    /// Orders a load after those before it.
     fn behind() {}
     const LOAD: Ordering;
     const STORE: Ordering;
@@ -33,8 +33,8 @@ impl Processor for UserSpace {
     const STORE: Ordering = Ordering::Release;
 }
 
-/// By the programs. The model knows no addresses that depend on what was read: the fence stands for them, which keeps
-/// no more than two loads in order.
+/// By the programs. The model knows no addresses that depend on an earlier load: the fence stands for them, and orders
+/// no more than two loads.
 #[derive(Clone, Copy)]
 struct Programs;
 
@@ -46,7 +46,7 @@ impl Processor for Programs {
     const STORE: Ordering = Ordering::Relaxed;
 }
 
-/// By programs that leave the order to the processor: what is to be seen to fail.
+/// By programs that leave the order to the processor: the model has to find them wrong.
 #[derive(Clone, Copy)]
 struct Careless;
 
@@ -55,7 +55,7 @@ impl Processor for Careless {
     const STORE: Ordering = Ordering::Relaxed;
 }
 
-/// A cell, of which five words are there: the model takes long for each. Those that are not are zero.
+/// A cell with five of its words, because the model takes long for each. The other words are zero.
 struct Shared {
     words: [AtomicU64; 8],
 }
@@ -63,7 +63,7 @@ struct Shared {
 #[derive(Clone, Copy)]
 struct Place<'a, P>(&'a Shared, P);
 
-/// The words that flows of this file differ in.
+/// The words in which this file's flows differ.
 const TOLD: [usize; 4] = [0, 2, VALUE, STATE];
 
 impl<P: Processor> Line for Place<'_, P> {
@@ -107,13 +107,12 @@ impl<P: Processor> Line for Place<'_, P> {
     }
 }
 
-/// Addresses whose words are zero but for the first.
+/// Addresses whose words are zero except the first.
 fn addr_of(number: u32) -> Addr {
     Addr::from_words([number, 0, 0, 0])
 }
 
-/// A flow in which every word that is there tells which one it is. Its ports are every flow's: the head tells nothing
-/// but its number.
+/// A flow in which every word shows which flow it is. All flows have the same ports: the head shows only its number.
 fn flow(number: u16) -> (FlowKey, Translation) {
     let addr = addr_of(number.into());
     let key = FlowKey::new(addr, Port::new(7), addr, Port::new(7), Protocol::UDP);
@@ -128,7 +127,7 @@ fn flow(number: u16) -> (FlowKey, Translation) {
     (key, value)
 }
 
-/// Who makes flows here.
+/// The holder that makes flows here.
 const HOLDER: Holder = Holder::new(1, Tick::from_number(0));
 
 /// Makes a flow in a free cell.
@@ -140,7 +139,7 @@ fn make<W: Processor>(line: Place<W>, number: u16) {
     assert!(publish(line, &key, HOLDER));
 }
 
-/// One CPU removes the flow of a cell and makes another there, while another one reads it.
+/// One CPU removes the flow of a cell and makes another flow there, while another CPU reads the cell.
 fn readers_have_one_flow<R: Processor, W: Processor>(reader: R, writer: W) {
     let mut builder = Builder::new();
     builder.preemption_bound = Some(3);
@@ -150,7 +149,7 @@ fn readers_have_one_flow<R: Processor, W: Processor>(reader: R, writer: W) {
         });
         make(Place(&shared, writer), 1);
         let looked_at = Arc::clone(&shared);
-        // The reader, since the model has the first thread's loads come before what others do.
+        // The reader is a thread, because in the model the first thread's loads come before other threads' stores.
         let read = thread::spawn(move || {
             if let Some(found) = read(Place(&looked_at, reader)) {
                 let both: Vec<_> = [1, 2].map(flow).into();
@@ -181,14 +180,14 @@ fn programs_read_what_programs_write() {
     readers_have_one_flow(Programs, Programs);
 }
 
-/// The model finds what is wrong with loads in any order, so it would find it with the others.
+/// The model finds the fault of loads in any order, so it would find the fault in the other methods, too.
 #[test]
 #[should_panic(expected = "two flows' words")]
 fn loads_in_any_order_are_not_enough() {
     readers_have_one_flow(Careless, Programs);
 }
 
-/// When flows of [`over`] give way.
+/// The time at which flows of [`over`] may be replaced.
 const LATER: Tick = Tick::from_number(9);
 
 /// A flow that was reset long ago.
@@ -331,8 +330,8 @@ impl Entry for Nothing {
     fn add(self, _: u32) {}
 }
 
-/// A program died long ago while it held a cell. Two walks free the cell at once, while a program that lives holds it, gives
-/// it back, and holds it again for a flow. The cell is freed once, and no walk takes it from who lives.
+/// A program died long ago while it held a cell. Two walks free the cell at once, while a live program holds it, gives
+/// it back, and holds it again for a flow. The cell is freed once, and no walk takes it from the live program.
 #[test]
 fn a_cell_is_freed_once_and_from_the_dead_alone() {
     let mut builder = Builder::new();

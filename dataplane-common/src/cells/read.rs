@@ -26,7 +26,8 @@ pub struct Snapshot {
     words: Cell,
 }
 
-/// Reads a cell; `None` if it has no flow, or becomes another's meanwhile (see [`super`], "Reading while others write").
+/// Reads a cell; `None` if it has no flow, or is reused for another flow meanwhile (see [`super`], "Reading while
+/// others write").
 #[inline(always)]
 pub fn read<L: Line>(line: L) -> Option<Snapshot> {
     let head = Head(line.load(HEAD));
@@ -89,7 +90,7 @@ impl Snapshot {
     #[inline(always)]
     pub fn is_answered_by(&self, reply: &FlowKey) -> bool {
         let [first, second, .., head, _, _, state] = self.words;
-        // `Translation::seen_port`, without a branch: the client's own port counts if no other is given.
+        // As `Translation::seen_port`, without a branch: the client's own port counts if the flow has no other port.
         let given = state >> 16 & 0xffff;
         let port = given | ((head & 0xffff) * (given.wrapping_sub(1) >> 63));
         let differ = (first ^ reply.word(2))
@@ -104,7 +105,7 @@ impl Snapshot {
         differ == 0
     }
 
-    /// Whether it is the flow of a reply to one of the node's ports: at whatever address of the node's.
+    /// Whether it is the flow of a reply to one of the node's ports, at any of the node's addresses.
     #[inline(always)]
     pub fn is_answered_by_port(&self, reply: &PortKey) -> bool {
         let [.., head, _, _, state] = self.words;

@@ -1,17 +1,17 @@
-//! Which flow is evicted for a new one whose seventeen cells all have flows that live; or for a new masqueraded one, if no
-//! port of the node's is found that is free to its endpoint: then one of seventeen ports, drawn at random.
+//! Chooses the flow to evict for a new flow whose seventeen cells all have live flows. For a new masqueraded flow, if
+//! no port of the node's is free to its endpoint, one of seventeen ports, drawn at random, is evicted instead.
 //!
 //! In this order, and in each class first the flow that was idle longest:
 //!
-//! 1. flows that nobody has answered: a flood of SYNs or datagrams from spoofed addresses makes these;
+//! 1. flows that were not answered: a flood of SYNs or datagrams from spoofed addresses makes these;
 //! 2. flows that are not [assured](crate::seen::ASSURED): answered once, or over;
 //! 3. assured UDP flows, then established TCP connections, of a client that has more than half of the seventeen cells.
 //!    The cells are a sample of the table, so such a client has taken about half of it;
 //! 4. assured UDP flows of other clients.
 //!
-//! If no flow is left to go, the new flow is refused. So an established connection is never evicted because others send
-//! packets, answered or not, and one client that fills the table, or has most of an endpoint's ports, pays for new flows
-//! itself. A client with more than half of the cells also goes first within classes 1 and 2.
+//! If no flow may be evicted, the new flow is refused. So packets of others, answered or not, never evict an
+//! established connection. A client that fills the table, or has most of an endpoint's ports, pays for new flows with
+//! its own flows. A client with more than half of the cells also goes first within classes 1 and 2.
 //!
 //! netfilter refuses new flows in the same case: it evicts no assured flow (`early_drop_list` in
 //! `net/netfilter/nf_conntrack_core.c`). It has no share for each client.
@@ -52,7 +52,7 @@ pub fn look<M: Memory>(memory: &M, choice: &mut Choice, index: u32, second: bool
     }
 }
 
-/// Ranks the flow in a cell for eviction: the flow with the highest rank goes first. 0: there is no flow.
+/// Ranks the flow in a cell for eviction: the flow with the highest rank is evicted first. 0: there is no flow.
 #[inline(always)]
 fn rank<L: Line>(line: L, head: Head, now: Tick) -> u32 {
     if head.key().is_none() {
@@ -61,7 +61,7 @@ fn rank<L: Line>(line: L, head: Head, now: Tick) -> u32 {
     State(line.load_after(STATE, head.0)).rank(head.protocol(), now)
 }
 
-/// Evicts a flow from one of the key's cells, which all have flows that live: returns the cell, which is free then.
+/// Evicts a flow from one of the key's cells, which all have live flows: returns the cell, which is free then.
 /// [`NOWHERE`] if no flow may be evicted, [`BUSY`] if a cell has changed meanwhile.
 #[inline(always)]
 pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
@@ -78,7 +78,8 @@ pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     evict(memory, &choice, now)
 }
 
-/// A look at the flow that has a port of the node's to an endpoint, if it goes there, in the first round or in the second.
+/// Looks at the flow that has a port of the node's to an endpoint, if there is one, in the first or in the second
+/// round.
 #[inline(always)]
 pub fn look_at_port<M: Memory>(
     memory: &M,
@@ -103,7 +104,7 @@ pub fn look_at_port<M: Memory>(
 }
 
 /// Evicts a flow among those that were looked at: returns its cell, which is free then. [`NOWHERE`] if no flow may be
-/// evicted, [`BUSY`] if it has changed meanwhile.
+/// evicted, [`BUSY`] if the cell has changed meanwhile.
 #[inline(always)]
 pub fn evict<M: Memory>(memory: &M, choice: &Choice, now: Tick) -> u32 {
     let (mut goes, mut at) = (choice.any, choice.any_at);
@@ -116,7 +117,7 @@ pub fn evict<M: Memory>(memory: &M, choice: &Choice, now: Tick) -> u32 {
     let Some(line) = memory.cell(at) else {
         return NOWHERE;
     };
-    // The flow that was looked at, or one that may be evicted as well.
+    // Evicts the flow that was looked at, or one of equal rank that has replaced it.
     let head = Head(line.load(HEAD));
     if rank(line, head, now) != goes || !memory.remove(at, head, now) {
         return BUSY;

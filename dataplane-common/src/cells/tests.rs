@@ -85,7 +85,7 @@ impl Shared {
         Some(found?.0)
     }
 
-    /// Makes a flow, as a program does; `false` if there is no room, or somebody else makes it.
+    /// Makes a flow, as a program does; `false` if there is no room, or another CPU makes it.
     fn make(&self, key: &FlowKey, value: &Translation, now: Tick) -> bool {
         let index = hold(&self, key, now);
         index < BUSY && self.make_in(index, key, value, now)
@@ -115,7 +115,7 @@ impl Shared {
         };
         let line = (&self).cell(index).unwrap();
         let head = Head(line.load(HEAD));
-        // Else somebody else has it by now.
+        // Otherwise another flow has the cell by now.
         has(line, head, key) && remove(&self, index, head, at(0))
     }
 
@@ -128,7 +128,7 @@ impl Shared {
         cells.filter_map(flow).collect()
     }
 
-    /// Every flow is there once, found from both ends, and nothing else is taken.
+    /// Checks that every flow is there once, found from both ends, and that no other cell or slot is taken.
     fn is_sound(&self) -> usize {
         let flows = self.flows();
         let mut seen = HashSet::new();
@@ -151,7 +151,7 @@ impl Shared {
         flows.len()
     }
 
-    /// Nothing is there, and nothing counted.
+    /// Checks that no cell or slot is taken, and none counted.
     fn is_empty(&self) {
         for cell in &self.cells {
             let head = Head(Line::load(cell, HEAD));
@@ -299,7 +299,7 @@ fn a_head_goes_round() {
     let held = free.held(holder);
     assert!(!held.is_free() && held.key().is_none() && held.holder() == Some(holder));
     assert!(!holder.is_dead(at(104)) && holder.is_dead(at(113)));
-    // Somebody counts one more meanwhile.
+    // Another CPU counts one more meanwhile.
     let counted = Head(held.0 + Head::ONE_MORE);
     let made = counted.given_back(ports);
     assert!(made.has(ports) && made.key() == Some(ports) && !made.is_held());
@@ -353,7 +353,7 @@ fn a_full_table_keeps_what_was_used_last() {
     }
     let left = shared.is_sound();
     assert!(left > 1000, "{left}");
-    // One for each but the first thousand; one in 130 000 finds no slot.
+    // One for each flow except the first thousand; one in 130 000 finds no slot.
     let pushed_out = shared.pushed_out.load(Ordering::Relaxed) as usize;
     assert!(pushed_out.abs_diff((1 << 16) - left) < 10, "{pushed_out}");
     let oldest = shared
@@ -393,7 +393,7 @@ fn half_of_the_cells_are_enough_for_all() {
 fn a_flow_that_is_over_gives_way() {
     let (first, mut second) = (key(40_000), key(40_001));
     let shared = Shared::new(1);
-    // The home of both; and there is no other.
+    // The home of both; there is no other cell.
     let over = Translation {
         seen: seen::PACKET | seen::RST,
         ..to(&first, 0)
@@ -420,7 +420,7 @@ fn a_flow_that_is_over_gives_way() {
     assert!(!gives_way(packet | seen::FOREIGN, 0, 100_000));
 }
 
-/// A flood of SYNs that nobody answers evicts no flow that was answered, for as long as such a flow is kept.
+/// A flood of SYNs without answers evicts no answered flow before the flow's timeout.
 #[test]
 fn what_nobody_answered_goes_first() {
     let shared = Shared::new(256);
@@ -474,8 +474,8 @@ fn established(client: u16, port: u16, protocol: Protocol, used: Tick) -> (FlowK
     (key, to)
 }
 
-/// Datagrams, each of which is answered, push out no TCP connection, however quiet that is, and however many there are;
-/// whether they come from one client or from many.
+/// Answered datagrams, from one client or from many, evict no TCP connection, however quiet the connection and however
+/// many the datagrams.
 #[test]
 fn answered_datagrams_push_out_no_connection() {
     for clients in [1, 1 << 15] {
@@ -507,7 +507,8 @@ fn answered_datagrams_push_out_no_connection() {
     }
 }
 
-/// One client that fills the table with connections takes nobody's room, and keeps nobody from making connections.
+/// A client that fills the table with connections takes no other client's room, and the others can still make
+/// connections.
 #[test]
 fn a_client_with_most_of_the_room_pays_for_it() {
     for theirs in [Protocol::TCP, Protocol::UDP] {
@@ -545,13 +546,13 @@ fn pays(theirs: Protocol, others: Protocol) {
         .partition(|(key, value)| shared.make(key, value, at(60)));
     // The cells of a flow are a sample of all: sometimes the client has fewer of them.
     assert!(refused.len() < 6, "{} of 600", refused.len());
-    // Then datagrams of others go, but no connections.
+    // Then other clients' datagrams are evicted, but no connections.
     let lost = lost(&live) + lost(&made);
     let may_be_lost = if others == Protocol::TCP { 0 } else { 6 };
     assert!(lost <= may_be_lost, "{lost} of 800");
 }
 
-/// If nobody has most of the room, and all flows are connections that live, none goes: the new one is refused.
+/// If no client has most of the room, and all flows are live connections, none is evicted: the new flow is refused.
 #[test]
 fn a_table_full_of_connections_refuses_others() {
     let shared = Shared::new(1 << 10);
@@ -565,7 +566,8 @@ fn a_table_full_of_connections_refuses_others() {
     assert_eq!(shared.pushed_out.load(Ordering::Relaxed), 0);
 }
 
-/// A port of the node's that a masqueraded flow has to an endpoint is another's only once that is gone.
+/// A port of the node's that a masqueraded flow has to an endpoint is free for another flow only when the first is
+/// gone.
 #[test]
 fn a_port_of_the_nodes_is_one_flows() {
     let shared = Shared::new(64);
@@ -597,7 +599,7 @@ fn rival(key: &FlowKey, mask: u32) -> FlowKey {
         .unwrap()
 }
 
-/// The home of a flow becomes free while somebody makes that flow elsewhere: nobody else makes it there too.
+/// The home of a flow becomes free while one CPU makes the flow elsewhere: no other CPU makes it in the home, too.
 #[test]
 fn a_flow_is_not_made_twice() {
     let shared = Shared::new(1024);
@@ -618,7 +620,7 @@ fn a_flow_is_not_made_twice() {
     shared.is_empty();
 }
 
-/// Memory in which somebody else does something when a cell is looked at once more than so many times.
+/// Memory that lets another CPU act when a cell is looked at once more than so many times.
 struct Hooked<'a> {
     memory: &'a Shared,
     at: u32,
@@ -667,8 +669,8 @@ impl<'a> Memory for Hooked<'a> {
     }
 }
 
-/// A flow that is over gives way, and between one's look at it and its removal another CPU has removed it and made another
-/// one there: that one stays.
+/// A flow that is over can be evicted. Between the look at it and its removal, another CPU has removed it and made
+/// another flow there: the new flow stays.
 #[test]
 fn what_came_since_gives_no_way() {
     let shared = Shared::new(1);
@@ -697,8 +699,8 @@ fn what_came_since_gives_no_way() {
     assert_eq!(shared.is_sound(), 1);
 }
 
-/// What a packet says of its flow is not said of another one that has the cell by then; and nothing is lost that is said
-/// of one flow at once.
+/// A packet marks only its own flow, and not a flow that has the cell by then. Marks of one flow that happen at once
+/// all count.
 #[test]
 fn a_packet_marks_its_own_flow() {
     let shared = Shared::new(1);
@@ -736,7 +738,7 @@ fn a_packet_marks_its_own_flow() {
     }
 }
 
-/// The same, where the home becomes free, and somebody makes the flow there, between one's look at it and at the next cell.
+/// The home becomes free, and another CPU makes the flow there, between the look at the home and at the next cell.
 #[test]
 fn a_flow_is_not_made_twice_beside_its_home() {
     for published in [false, true] {
@@ -768,7 +770,8 @@ fn a_flow_is_not_made_twice_beside_its_home() {
     }
 }
 
-/// Threads make and remove the same flows in few cells: none is there twice or half, ever, and nothing is left behind.
+/// Threads make and remove the same flows in few cells: no flow is ever there twice or half, and nothing is left
+/// behind.
 #[test]
 fn many_at_once_leave_whole_flows() {
     for round in 0..20_u64 {
@@ -802,7 +805,7 @@ fn many_at_once_leave_whole_flows() {
     }
 }
 
-/// Several CPUs have the first packets of one flow at once: one makes it, and all use what that one has made.
+/// Several CPUs have the first packets of one flow at once: one makes the flow, and all use it.
 #[test]
 fn whoever_comes_second_finds_the_first_ones_flow() {
     const CPUS: u16 = 3;
@@ -817,12 +820,12 @@ fn whoever_comes_second_finds_the_first_ones_flow() {
                     let flow = |client| {
                         let key = key(client);
                         start.wait();
-                        // Each would have it go elsewhere.
+                        // Each would make it lead to another port.
                         let value = Translation {
                             endpoint_port: Port::new(cpu),
                             ..to(&key, 0)
                         };
-                        // A thread that holds the cell may be off its processor, which a program is not.
+                        // A thread that holds the cell may be preempted, unlike a program.
                         let index = loop {
                             match hold_or_find(&memory, &key, at(0)) {
                                 BUSY => thread::yield_now(),

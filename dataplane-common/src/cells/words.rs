@@ -1,4 +1,4 @@
-//! What is in a cell and in a slot, bit by bit.
+//! The bits of a cell and of a slot.
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -25,9 +25,9 @@ pub const STATE: usize = 7;
 
 const _: () = assert!(size_of::<Cell>() == 64);
 
-/// Cells for so many flows.
+/// How many cells so many flows get.
 pub const fn cells_for(flows: u32) -> u32 {
-    // A slot's number has room for no more.
+    // A slot's number has room for no more cells.
     let cells = flows.next_power_of_two() << 1;
     if cells > Slot::CELLS {
         Slot::CELLS
@@ -36,35 +36,36 @@ pub const fn cells_for(flows: u32) -> u32 {
     }
 }
 
-/// The word of a cell that says what it is: ports and protocol as the key has them, or a [`Holder`] (40 bits, 0: free), how
-/// many flows whose home this is are elsewhere (8 bits), and a number (16 bits), another after each time that it was held.
+/// The word of a cell that says what it is: ports and protocol as in the key, or a [`Holder`] (40 bits, 0: free), how
+/// many flows whose home this is are elsewhere (8 bits), and a number (16 bits), which increases each time that a
+/// holder gives the cell back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Head(pub u64);
 
 impl Head {
     pub(super) const KEY: u64 = (1 << 40) - 1;
-    /// No protocol of ours: somebody holds the cell.
+    /// In the protocol's place, no protocol of ours: the cell is held.
     pub(super) const HELD: u64 = 0xff << 32;
     pub(super) const ONE_MORE: u64 = 1 << 40;
     pub(super) const MORE: u64 = 0xff << 40;
-    /// With so many or more nobody counts any longer: flows are looked for elsewhere for good.
+    /// At this count or more the count stays as it is: flows are looked for elsewhere from then on.
     pub(super) const MANY: u64 = 1 << 47;
     pub(super) const NUMBER: u64 = 1 << 48;
 
-    /// Whether nobody has the cell.
+    /// Whether the cell is free.
     #[inline(always)]
     pub const fn is_free(self) -> bool {
         self.0 & Self::KEY == 0
     }
 
-    /// Whether somebody is making or removing its flow.
+    /// Whether a holder is making or removing its flow.
     #[inline(always)]
     pub const fn is_held(self) -> bool {
         self.0 & Self::HELD == Self::HELD
     }
 
-    /// Who holds it, if somebody does.
+    /// Returns its holder, if the cell is held.
     #[inline(always)]
     pub const fn holder(self) -> Option<Holder> {
         if self.is_held() {
@@ -106,36 +107,36 @@ impl Head {
         self.0 & Self::MANY == 0
     }
 
-    /// That once somebody holds the cell.
+    /// The head of the same cell once `holder` has it.
     pub(super) const fn held(self, holder: Holder) -> Self {
         Self(self.0 & !Self::KEY | holder.0)
     }
 
-    /// That of a held cell when it is given back: with a flow's ports and protocol, or free (0).
+    /// The head of a held cell when it is given back: with a flow's ports and protocol, or free (0).
     pub(super) const fn given_back(self, ports_and_protocol: u64) -> Self {
         Self((self.0 & !Self::KEY | ports_and_protocol).wrapping_add(Self::NUMBER))
     }
 
-    /// Whether another is of the same flow, whatever is elsewhere.
+    /// Whether both heads belong to the same flow, without regard to the count of flows elsewhere.
     pub const fn is_same(self, other: Self) -> bool {
         (self.0 ^ other.0) & !Self::MORE == 0
     }
 }
 
-/// Who holds a cell, and since when: a processor, or a process of user space, in 16 bits, and the [`Tick`].
+/// The holder of a cell, and since when: a processor, or a process of user space, in 16 bits, and the [`Tick`].
 ///
-/// A program runs for less than a tick, and so does what user space does while it holds a cell. So a cell that has been
-/// held for `Holder::DEAD` ticks was left by somebody who died.
+/// A program runs for less than a tick, and user space holds a cell for less than a tick. So a cell that has been held
+/// for `Holder::DEAD` ticks belongs to a holder that died.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holder(u64);
 
 impl Holder {
-    /// Somebody in user space.
+    /// The number of processes in user space.
     pub const USER: u16 = u16::MAX;
-    /// For so many ticks nobody holds a cell who lives: at least 8.6 s.
+    /// A live holder never holds a cell for so many ticks: at least 8.6 s.
     const DEAD: u32 = 3;
 
-    /// Somebody, by a number.
+    /// A holder, by its number.
     #[inline(always)]
     pub const fn new(number: u16, now: Tick) -> Self {
         Self(Head::HELD | (number as u64) << 16 | now.number() as u64)
@@ -147,8 +148,8 @@ impl Holder {
     }
 }
 
-/// A slot: which cell (25 bits, 0: none, else the cell's index and one), and how many whose home this is are
-/// in other slots (7 bits).
+/// A slot: which cell (25 bits, 0: none, else the cell's index plus one), and how many cells whose home slot this is
+/// have another slot (7 bits).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Slot(pub u32);
@@ -157,7 +158,7 @@ impl Slot {
     pub(super) const NUMBER: u32 = (1 << 25) - 1;
     pub(super) const ONE_MORE: u32 = 1 << 25;
     pub(super) const MANY: u32 = 1 << 31;
-    /// So many cells have numbers.
+    /// The most cells that a slot can name.
     pub(super) const CELLS: u32 = 1 << 24;
 
     /// Which cell it leads to.
@@ -171,7 +172,7 @@ impl Slot {
         self.0 & Self::NUMBER == cell + 1
     }
 
-    /// Whether some whose home this is are in other slots.
+    /// Whether some cells whose home slot this is have other slots.
     #[inline(always)]
     pub const fn has_more(self) -> bool {
         self.0 & !Self::NUMBER != 0
@@ -192,26 +193,27 @@ impl Slot {
 pub struct State(pub u64);
 
 impl State {
-    /// What adds flags of [`seen`].
+    /// The bits of the state for flags of [`seen`].
     #[inline(always)]
     pub const fn bits(flags: u8) -> u64 {
         (flags as u64) << 48
     }
 
-    /// That, used at another time.
+    /// The state, used at another time.
     #[inline(always)]
     pub const fn used_at(self, now: Tick) -> Self {
         Self(self.0 & !(0xffff << 32) | (now.number() as u64) << 32)
     }
 
-    /// That, after a packet which adds flags of [`seen`], and with which others, which were seen before, count no longer.
+    /// The state after a packet that adds flags of [`seen`]. The flags `forgotten`, which were seen before, no longer
+    /// count.
     #[inline(always)]
     pub const fn with_packet(self, flags: u8, forgotten: u8, now: Tick) -> Self {
         let state = self.used_at(now).0 & !Self::bits(forgotten);
         Self(state | Self::bits(flags))
     }
 
-    /// That, of a flow that begins anew: of requests a packet was seen, and nothing else.
+    /// The state of a flow that begins anew: one request was seen, and nothing else.
     #[inline(always)]
     pub const fn anew(self, now: Tick) -> Self {
         Self(self.used_at(now).0 & !Self::bits(0xff) | Self::bits(seen::PACKET))
@@ -228,9 +230,9 @@ impl State {
         (self.0 >> 48) as u8
     }
 
-    /// Whether the flow has been over for so long that a new one may have its room: reset or closed by both sides,
-    /// and quiet for 4 to 9 seconds, in which the last packets were sent again if they were lost; or idle for longer
-    /// than it is kept (`keep` seconds). How long the kernel's own conntrack keeps what is its, only the agent can ask.
+    /// Whether the flow has been over for so long that a new one may replace it: reset or closed by both sides, and
+    /// quiet for 4 to 9 seconds, in which lost last packets were sent again; or idle for longer than its timeout
+    /// (`keep` seconds). Only the agent can ask how long the kernel's own conntrack keeps its flows.
     #[inline(always)]
     pub const fn gives_way(self, keep: u32, now: Tick) -> bool {
         if self.seen() & seen::FOREIGN != 0 {
@@ -242,12 +244,12 @@ impl State {
         self.used().age_seconds(now) > keep
     }
 
-    /// Ranks a flow that lives for eviction (`room.rs`), never 0. [`Self::PROTECTED`] and less is what only its own client's excess
-    /// evicts.
+    /// Ranks a live flow for eviction (`room.rs`), never 0. A flow ranked [`Self::PROTECTED`] or less is evicted only
+    /// for the excess of its own client.
     #[inline(always)]
     pub(super) const fn rank(self, protocol: Protocol, now: Tick) -> u32 {
         let seen = self.seen();
-        // The endpoint has answered connections that the kernel's conntrack translates before the agent came.
+        // Connections that the kernel's conntrack translated before the agent came: the endpoint has answered them.
         let class = if seen & (seen::in_replies(seen::PACKET) | seen::FOREIGN) == 0 {
             3
         } else if seen & (seen::ASSURED | seen::FOREIGN) == 0 || seen::is_ended(seen) {

@@ -9,25 +9,25 @@
 //! # Which segments count
 //!
 //! * A **RST** ends the flow if its sequence number is within [`NEAR`] bytes of its direction's position, or if it
-//!   acknowledges the last SYN (RFC 9293, section 3.10.7.3). An attacker who knows the addresses and ports hits a window
-//!   of 64 KiB, one in 65 536 of all sequence numbers. Any other RST is translated and forwarded, and changes nothing:
-//!   the receiver judges it by its exact number (RFC 5961). A RST that counts was a stranger's if the connection goes on:
-//!   its next segment, of either side, takes the RST back ([`GOES_ON`]). A receiver that finds a RST in its window, but not
-//!   at its exact number, sends such a segment at once.
+//!   acknowledges the last SYN (RFC 9293, section 3.10.7.3). An attacker that knows the addresses and ports hits a
+//!   window of 64 KiB, one in 65 536 of all sequence numbers. Any other RST is translated and forwarded, and changes
+//!   nothing: the receiver judges it by its exact number (RFC 5961). If the connection goes on, a RST that counted was
+//!   forged: the next segment of either side takes the RST back ([`GOES_ON`]). A receiver that finds a RST in its
+//!   window, but not at its exact number, sends such a segment at once.
 //! * A **FIN**, and any segment that moves a position, must be plausible in two numbers: its end lies less than [`FAR`]
 //!   bytes ahead of its direction's position, and its acknowledgement at most [`UNACKNOWLEDGED`] bytes behind the other
-//!   direction's and [`AHEAD`] bytes before it. One in 2^15 of all pairs of numbers is. Otherwise an attacker would move
-//!   the position first, and then reset.
-//! * The first segment of the endpoint that counts has a **SYN**, if the client's was seen. Before that, an endpoint that still
-//!   has an earlier connection from the same port only says so (RFC 5961, section 4.2).
+//!   direction's and [`AHEAD`] bytes before it. This holds for one in 2^15 of all pairs of numbers. Without this check
+//!   an attacker would move the position first, and then reset.
+//! * The first segment of the endpoint that counts has a **SYN**, if the client's was seen. Before it, an endpoint that
+//!   still has an earlier connection from the same port only says that it has one (RFC 5961, section 4.2).
 //! * A **SYN** with an ACK begins both directions anew if it acknowledges the last SYN: the endpoint has forgotten the
 //!   connection and accepts another one from the same port. The earlier connection's FINs then count no longer ([`ANEW`]).
 //!
 //! A direction whose position is not known (0: nothing was seen of it since the flow was made or taken over from an
 //! older agent) takes the first segment that comes.
 //!
-//! A connection that loses more than [`FAR`] bytes in a row before they reach this node, and never sends them again one by one, is
-//! no longer followed. Its packets are translated as before, and its flow ends by being idle.
+//! A connection that loses more than [`FAR`] bytes in a row before they reach this node, and never sends them again one
+//! by one, is no longer followed. Its packets are translated as before, and its flow ends by being idle.
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -43,26 +43,26 @@ use crate::{
 /// The element of `SEQUENCES` that belongs to a cell: [`Positions`], then [`Opening`].
 pub type Sequences = [u64; 2];
 
-/// Which word holds the [`Positions`].
+/// The word that holds the [`Positions`].
 pub const POSITIONS: usize = 0;
-/// Which word holds the [`Opening`].
+/// The word that holds the [`Opening`].
 pub const OPENING: usize = 1;
 
 /// How many bytes a position may lie behind: half the window in which a RST counts.
 pub const NEAR: u32 = 1 << 15;
 /// How many bytes a plausible segment may lie ahead of its direction's position: as many may be lost in a row.
 pub const FAR: u32 = 1 << 24;
-/// How many bytes of the other direction a plausible segment may leave unacknowledged: no fewer than a window has that Linux
+/// How many bytes of the other direction a plausible segment may leave unacknowledged: at least the window that Linux
 /// opens by default (`net.ipv4.tcp_rmem`, 32 MiB since Linux 6.16).
 pub const UNACKNOWLEDGED: u32 = 1 << 25;
 /// How many bytes it may acknowledge beyond the other direction's position, which lags behind by [`NEAR`], or by a packet
 /// of BIG TCP whose position was not written.
 pub const AHEAD: u32 = 1 << 20;
 
-/// What [`judge`] adds to [`seen`] if the flow begins anew: what was seen before is another connection's.
+/// The flag that [`judge`] adds to [`seen`] if the flow begins anew: earlier flags belong to another connection.
 pub const ANEW: u8 = 1 << 7;
-/// The same for a segment that is where its direction is: the connection goes on, and a RST that was seen before was not
-/// one of its own, or its receiver would be silent.
+/// The flag that [`judge`] adds for a segment near the position of its direction: the connection goes on, so a RST that
+/// was seen before was not its own. Otherwise its receiver would be silent.
 pub const GOES_ON: u8 = 1 << 6;
 
 /// For how many ticks an endpoint may owe an answer, twice ([`ask`]): 4.3 to 8.6 s each.
@@ -80,7 +80,7 @@ pub mod flags {
     pub const ACK: u8 = 16;
 }
 
-/// What a packet says of its connection.
+/// The fields of a packet that say how far its connection is.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
@@ -93,15 +93,16 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// A packet that an ICMP error quotes: somebody sent it some time ago. The flag is of no packet. One that is forged has
-    /// it, too, and so has every fragment but the first, which has said all that the packet says of its flow.
+    /// A packet that an ICMP error quotes: it was sent some time ago. No packet has this flag on the wire. Forged
+    /// packets get it, too, and so does every fragment except the first, because the first has said everything about
+    /// the flow.
     pub const QUOTED: Self = Self {
         end: 0,
         ack: 0,
         flags: 1 << 8,
     };
 
-    /// Whether it is such a packet, which says nothing of its flow.
+    /// Whether it is such a packet, which proves nothing about its flow.
     #[inline(always)]
     pub const fn is_quoted(&self) -> bool {
         self.flags & Self::QUOTED.flags != 0
@@ -114,7 +115,7 @@ impl Segment {
     }
 }
 
-/// Where both directions are: requests in the lower half, replies in the upper one. 0 stands for unknown.
+/// The positions of both directions: requests in the lower half, replies in the upper one. 0 stands for unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[must_use]
 pub struct Positions(pub u64);
@@ -143,14 +144,14 @@ impl Positions {
         }
     }
 
-    /// Whether a segment without SYN, FIN and RST changes nothing: it is where its direction is.
+    /// Whether a segment without SYN, FIN and RST changes nothing: it is near the position of its direction.
     #[inline(always)]
     pub const fn is_near(self, replies: bool, end: u32) -> bool {
         let position = self.of(replies);
         position != 0 && is_within(end, position, NEAR, NEAR)
     }
 
-    /// Whether a segment from the client acknowledges what the endpoint said: only who received that knows its number.
+    /// Whether a segment from the client acknowledges the endpoint's answer: only its receiver knows the number.
     #[inline(always)]
     pub const fn are_acknowledged_by(self, segment: &Segment) -> bool {
         let position = self.of(true);
@@ -170,7 +171,8 @@ impl Positions {
     }
 }
 
-/// Whether a sequence number lies at most so many bytes before or behind another one. Sequence numbers wrap.
+/// Whether a sequence number lies at most `before` bytes before or `behind` bytes behind another one. Sequence numbers
+/// wrap.
 #[inline(always)]
 const fn is_within(number: u32, of: u32, before: u32, behind: u32) -> bool {
     number.wrapping_sub(of).wrapping_add(before) <= before + behind
@@ -184,7 +186,7 @@ const fn is_within(number: u32, of: u32, before: u32, behind: u32) -> bool {
 pub struct Opening(pub u64);
 
 impl Opening {
-    /// That of a SYN.
+    /// The word after a SYN.
     #[inline(always)]
     const fn of(self, syn: &Segment) -> Self {
         let number = if syn.end == 0 { 1 } else { syn.end };
@@ -206,7 +208,7 @@ impl Opening {
         )
     }
 
-    /// That, when the endpoint is asked for the `nth` time; 0: it owes nothing.
+    /// The word when the endpoint is asked for the `nth` time; 0: it owes nothing.
     #[inline(always)]
     const fn with_asked(self, now: Tick, nth: u32) -> Self {
         let others = self.0 & (0xffff_ffff | DEPARTED);
@@ -216,8 +218,8 @@ impl Opening {
         Self(others | (now.number() as u64) << 32 | (nth as u64) << 48)
     }
 
-    /// Whether the segment answers that SYN. (The SYN itself counts as one, and what it carried may be acknowledged or
-    /// not: TCP Fast Open.)
+    /// Whether the segment answers the last SYN. (The SYN itself counts as one byte, and its data may be acknowledged
+    /// or not: TCP Fast Open.)
     #[inline(always)]
     const fn is_answered_by(self, segment: &Segment) -> bool {
         let number = self.0 as u32;
@@ -225,7 +227,7 @@ impl Opening {
     }
 }
 
-/// The words of `SEQUENCES` after the first packet of a flow. A datagram leaves the time (CLOCK_MONOTONIC, nanoseconds).
+/// The words of `SEQUENCES` after the first packet of a flow. For a datagram, the time (CLOCK_MONOTONIC, nanoseconds).
 #[inline(always)]
 pub const fn begin(first: &Segment, now: u64) -> Sequences {
     if first.flags == 0 || first.is_quoted() {
@@ -247,8 +249,8 @@ pub fn is_stream<L: Line>(sequences: L, now: u64) -> bool {
     now.wrapping_sub(sequences.load(POSITIONS)) > STREAM_AFTER
 }
 
-/// Says that the service of a flow no longer lists its endpoint, whose address may be somebody else's by now: a SYN goes there
-/// no more.
+/// Records that the service of a flow no longer lists its endpoint. The address may belong to another pod by now, so no
+/// SYN goes there any more.
 #[inline(always)]
 pub fn depart<L: Line>(sequences: L) {
     let mut tries = 0;
@@ -264,12 +266,12 @@ pub fn depart<L: Line>(sequences: L) {
 /// How often a position is tried to be written: it fails only if another CPU wrote the other direction's meanwhile.
 const TRIES: u32 = 3;
 
-/// A client sends a SYN on a connection that lives, and whose endpoint takes no new ones. If the endpoint lives, it answers:
-/// it takes the SYN, refuses it, or challenges it (RFC 5961, section 4.2), whoever sent it. So the SYN goes there, until the
-/// endpoint has been silent for some seconds, twice. Answers whether it has, or is no longer the service's.
+/// Decides about a client's SYN on a live connection whose endpoint takes no new ones. A live endpoint answers any SYN,
+/// even a forged one: it takes the SYN, refuses it, or challenges it (RFC 5961, section 4.2). So the SYN goes there,
+/// until the endpoint has been silent for some seconds, twice. Returns whether it has, or is no longer the service's.
 ///
-/// Twice, because Linux challenges only once in half a second (`net.ipv4.tcp_invalid_ratelimit`): an attacker's first SYN would
-/// use that up, and the second would find the endpoint silent.
+/// Twice, because Linux challenges only once in half a second (`net.ipv4.tcp_invalid_ratelimit`): an attacker's first
+/// SYN would use that up, and the second would find the endpoint silent.
 #[inline(always)]
 pub fn ask<L: Line>(sequences: L, now: Tick) -> bool {
     let opening = Opening(sequences.load(OPENING));
@@ -287,8 +289,9 @@ pub fn ask<L: Line>(sequences: L, now: Tick) -> bool {
     false
 }
 
-/// What a segment other than most of them ([`Positions::is_near`]) means for its flow: answers what it adds to
-/// [`seen`], or [`ANEW`] or [`GOES_ON`] with it, 0 if it does not count at all; and writes the positions that it changes.
+/// Judges a segment that is not near its direction's position ([`Positions::is_near`]): returns what it adds to
+/// [`seen`], or [`ANEW`] or [`GOES_ON`] with it, 0 if it does not count at all; and writes the positions that it
+/// changes.
 #[inline(always)]
 pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
     let opening = Opening(sequences.load(OPENING));
@@ -305,7 +308,7 @@ pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
         let own = before.of(replies);
         if segment.has(flags::RST) {
             let answers = replies && opening.is_answered_by(segment);
-            // Nothing is known that it could be compared with.
+            // No position is known to compare it with.
             let anything = own == 0 && (!replies || opening.0 as u32 == 0);
             return if answers || anything || before.is_near(replies, segment.end) {
                 seen::PACKET | seen::RST
@@ -328,7 +331,7 @@ pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
         }
         if !before.is_near(replies, segment.end) {
             after = before.with(replies, segment.end);
-            // Not the same answer once more.
+            // A repeated answer changes nothing.
             if anew {
                 counts |= ANEW;
             }

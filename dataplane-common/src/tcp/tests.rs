@@ -15,17 +15,17 @@ const REPLIES: bool = true;
 struct Flow([AtomicU64; 2]);
 
 impl Flow {
-    /// Of which nothing is known.
+    /// A flow of which nothing is known.
     fn unknown() -> Self {
         Self(Default::default())
     }
 
-    /// Made by a SYN.
+    /// A flow that a SYN made.
     fn opened(syn: u32) -> Self {
         Self(begin(&segment(SYN, syn, 0), 0).map(AtomicU64::new))
     }
 
-    /// Whose handshake is over.
+    /// A flow after its handshake.
     fn established(client: u32, server: u32) -> Self {
         let flow = Self::opened(client);
         let seen = flow.see(REPLIES, SYN | ACK, server, client.wrapping_add(1));
@@ -35,7 +35,7 @@ impl Flow {
         flow
     }
 
-    /// As the programs do, but for [`GOES_ON`].
+    /// As the programs do, except for [`GOES_ON`].
     fn see(&self, replies: bool, flags: u8, end: u32, ack: u32) -> u8 {
         self.judge(replies, flags, end, ack) & !GOES_ON
     }
@@ -99,7 +99,7 @@ fn a_refusal_counts_if_it_acknowledges_the_syn() {
         0,
         "it acknowledges nothing"
     );
-    // The client's own, to an answer that it does not expect.
+    // The client's own RST, to an answer that it does not expect.
     assert_eq!(flow.see(REQUESTS, RST, 1_000_001, 0), PACKET | RESET);
 }
 
@@ -110,7 +110,7 @@ fn a_challenge_answers_nothing() {
     let flow = Flow::opened(100);
     assert_eq!(flow.see(REPLIES, ACK, 7, 9), 0);
     assert_eq!(flow.see(REPLIES, SYN | ACK, 40, 101), PACKET | ANEW);
-    // Of a flow that was taken over nothing is known.
+    // Nothing is known of a flow that was taken over.
     assert_eq!(Flow::unknown().see(REPLIES, ACK, 7, 9), PACKET);
 }
 
@@ -137,7 +137,7 @@ fn a_fin_counts_if_both_numbers_are_plausible() {
         // A window that Linux opens by default is on its way.
         (51, 3_000_000_001 - 30 * (1 << 20), true),
         (51, 3_000_000_001 - 40 * (1 << 20), false),
-        // No endpoint acknowledges what was not sent.
+        // No endpoint acknowledges bytes that were not sent.
         (51, 3_000_000_001 + 60_000, true),
         (51, 3_000_000_001 + 4 * (1 << 20), false),
     ] {
@@ -154,7 +154,9 @@ fn a_fin_counts_if_both_numbers_are_plausible() {
     );
 }
 
-/// Who does not know the numbers can neither move a position to one that it knows, nor begin anew.
+/// A sender that does not know the numbers cannot move a position to a number that it knows, and cannot begin the flow
+/// anew.
+/// anew.
 #[test]
 fn strangers_move_no_position() {
     let (client, server) = (0x1000_0000, 0x9000_0000);
@@ -172,7 +174,7 @@ fn strangers_move_no_position() {
     }
 }
 
-/// The endpoint has lost the connection, and takes another one from the same port.
+/// The endpoint has lost the connection, and accepts a new connection from the same port.
 #[test]
 fn a_connection_begins_anew() {
     let flow = Flow::established(1000, 2_000_000_000);
@@ -200,7 +202,7 @@ fn a_connection_begins_anew() {
     assert_eq!(flow.see(REQUESTS, RST, 4_000_000_001, 0), PACKET | RESET);
 }
 
-/// What shows that a connection goes on after a RST.
+/// Segments that show that a connection goes on after a RST.
 #[test]
 fn a_connection_goes_on_by_its_own_segments() {
     let (client, server) = (1000, 2_000_000_000);
@@ -218,12 +220,12 @@ fn a_connection_goes_on_by_its_own_segments() {
     }
 }
 
-/// An endpoint that takes no new connections is asked by a client's SYNs, and given up only if it has been silent twice.
+/// A client's SYNs ask an endpoint that takes no new connections, and give it up only if it has been silent twice.
 #[test]
 fn an_endpoint_is_given_up_once_it_is_silent() {
     let at = Tick::from_number;
     let (client, server) = (1000, 2_000_000_000);
-    // At which tick it is given up, if it answers with these acknowledgements.
+    // The tick at which the endpoint is given up, if it answers with these acknowledgements.
     let silent = |answers: &dyn Fn(u16) -> Option<u32>| {
         let flow = Flow::established(client, server);
         (0..200).find(|tick| {
@@ -237,15 +239,15 @@ fn an_endpoint_is_given_up_once_it_is_silent() {
     };
     let own = client + 1;
     assert_eq!(silent(&|_| None), Some(4));
-    // Challenges: to the first SYN alone, to one of the next, now and then.
+    // Challenges: only to the first SYN, to one of the next, now and then.
     assert_eq!(silent(&|tick| (tick == 0).then_some(own)), Some(5));
     assert_eq!(silent(&|tick| (tick == 3).then_some(own)), Some(8));
     assert_eq!(silent(&|tick| tick.is_multiple_of(3).then_some(own)), None);
-    // A stranger does not know what the client has sent.
+    // A forged answer does not know what the client has sent.
     assert_eq!(silent(&|_| Some(own + 1_000_000_000)), Some(4));
 }
 
-/// One that its service no longer lists is given up at once, whatever it answers.
+/// An endpoint that its service no longer lists is given up at once, even if it answers.
 #[test]
 fn an_endpoint_that_has_departed_is_given_up() {
     let (client, server) = (1000, 2_000_000_000);
@@ -260,17 +262,17 @@ fn an_endpoint_that_has_departed_is_given_up() {
     assert!(ask(&flow.0, Tick::from_number(8)));
 }
 
-/// What a sender does next.
+/// The next step of a sender.
 #[derive(Clone, Debug)]
 enum Step {
-    /// So many bytes in one segment (those of GSO and BIG TCP are large), acknowledging all but so many; what went
-    /// before may be lost.
+    /// So many bytes in one segment (those of GSO and BIG TCP are large), acknowledging all but so many; earlier
+    /// segments may be lost.
     Send {
         replies: bool,
         bytes: u32,
         unacknowledged: u32,
     },
-    /// Something that was sent before, so far back.
+    /// A segment that was sent before, so far back.
     Again { replies: bool, back: u32 },
 }
 
@@ -330,7 +332,7 @@ fn follows(start: [u32; 2], steps: &[Step]) -> TestCaseResult {
 }
 
 proptest! {
-    /// Whatever a connection does, wherever its numbers begin: its positions follow it, and its end counts.
+    /// The positions follow every connection, wherever its numbers begin, and its end counts.
     #[test]
     fn positions_follow(start: [u32; 2], steps in prop::collection::vec(step(), 0..60)) {
         follows(start, &steps)?;
