@@ -33,7 +33,7 @@ pub unsafe fn set(word: *mut u64, bits: u64) {
     unsafe { asm!("lock *(u64 *)({0} + 0) |= {1}", in(reg) word, in(reg) bits) };
 }
 
-/// Stores `new` if `word` holds `expected`; what it held before. A full barrier if it did.
+/// Stores `new` if `word` holds `expected`; returns what it held before. A full barrier if it stores.
 ///
 /// # Safety
 /// `word` must point to eight aligned bytes that the program may write.
@@ -52,7 +52,7 @@ pub unsafe fn compare_exchange(word: *mut u64, expected: u64, new: u64) -> u64 {
     before
 }
 
-/// The same of a word of 32 bits.
+/// As [`compare_exchange`], for a word of 32 bits.
 ///
 /// # Safety
 /// `word` must point to four aligned bytes that the program may write.
@@ -71,7 +71,7 @@ pub unsafe fn compare_exchange32(word: *mut u32, expected: u32, new: u32) -> u32
     before
 }
 
-/// Adds to a word; what it held before. A full barrier on every architecture
+/// Adds to a word and returns its earlier value. A full barrier on every architecture
 /// (`Documentation/core-api/wrappers/atomic_t.rst`: operations that return a value).
 ///
 /// # Safety
@@ -93,15 +93,15 @@ pub unsafe fn fetch_add(word: *mut u64, amount: u64) -> u64 {
 /// Orders every access before it against every access after it: a full barrier.
 ///
 /// # Safety
-/// `any` must point to eight aligned bytes that the program may write; they are left as they are.
+/// `any` must point to eight aligned bytes that the program may write; their value stays.
 #[inline(always)]
 pub unsafe fn fence(any: *mut u64) {
     // SAFETY: the caller's promise.
     unsafe { fetch_add(any, 0) };
 }
 
-/// 0, made from a number so that the compiler does not see it: every processor has read that number before it reads
-/// from an address that this is added to (`Documentation/memory-barriers.txt`, "address-dependency barriers"; the
+/// 0, computed from a number in a way that the compiler does not see: every processor reads the number before it reads
+/// from an address to which this 0 is added (`Documentation/memory-barriers.txt`, "address-dependency barriers"; the
 /// kernel's JIT compilers leave the operation as it is).
 #[inline(always)]
 pub fn nothing_of(number: u64) -> usize {
@@ -111,7 +111,7 @@ pub fn nothing_of(number: u64) -> usize {
     nothing as usize
 }
 
-/// A number made from two, for [`nothing_of`]: it stays so also where the compiler knows one of them.
+/// A number computed from two, for [`nothing_of`]: the dependency stays even if the compiler knows one of them.
 #[inline(always)]
 pub fn both(one: u64, other: u64) -> u64 {
     let mut both = one;

@@ -1,11 +1,11 @@
-//! The ring buffer of decisions, while somebody listens.
+//! The ring buffer of decisions, while a listener reads it.
 
 use aya_ebpf::{bindings::BPF_RB_NO_WAKEUP, helpers::generated::bpf_ktime_get_ns};
 use dataplane_common::Event;
 
 use crate::tables::{CONFIG, EVENTS};
 
-/// Until when somebody listens; 0 if nobody does.
+/// Until when a listener wants events; 0 if there is none.
 #[inline(always)]
 fn until() -> u64 {
     let Some(config) = CONFIG.get(0) else {
@@ -15,14 +15,13 @@ fn until() -> u64 {
     unsafe { core::ptr::read_volatile(&raw const config.listen_until) }
 }
 
-/// Whether somebody may be listening.
+/// Whether there may be a listener.
 #[inline(always)]
 pub fn wanted() -> bool {
     until() != 0
 }
 
-/// Now, in nanoseconds since boot, if somebody listens; 0 if nobody does, which is one load and one
-/// branch to find out.
+/// Now, in nanoseconds since boot, if there is a listener; otherwise 0, at the cost of one load and one branch.
 #[inline(always)]
 pub fn listened_to() -> u64 {
     let until = until();
@@ -34,8 +33,8 @@ pub fn listened_to() -> u64 {
     if now >= until { 0 } else { now }
 }
 
-/// Reports; a listener that is too slow misses it. Nobody is woken for it: a wake-up costs a `connect()` more than all
-/// that the programs do, so the listener looks by itself, many times a second.
+/// Reports an event; a listener that is too slow misses it. The program does not wake the listener: a wake-up costs a
+/// `connect()` more than all programs together, so the listener polls, many times a second.
 #[inline(always)]
 pub fn submit(event: Event) {
     if let Some(mut entry) = EVENTS.reserve(0) {

@@ -87,14 +87,14 @@ fn getpeername6(ctx: SockAddrContext) -> i32 {
     getpeername::run(&SockAddr::<V6>::new(ctx))
 }
 
-/// A socket is closed for good: what was kept for it goes.
+/// A socket is closed for good: its records are removed.
 #[cgroup_sock(sock_release)]
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn sock_release(ctx: SockContext) -> i32 {
     release::run(&ctx)
 }
 
-/// TCP `connect()` of a workload to an IPv4 address: whether it goes to the proxy.
+/// TCP `connect()` of a workload to an IPv4 address: decides whether it goes to the proxy.
 #[cgroup_sock_addr(connect4)]
 fn capture4(ctx: SockAddrContext) -> i32 {
     datagrams::connect(&SockAddr::<V4>::new(ctx))
@@ -106,7 +106,7 @@ fn capture6(ctx: SockAddrContext) -> i32 {
     datagrams::connect(&SockAddr::<V6>::new(ctx))
 }
 
-/// The local address of a socket: of a captured connection at the proxy, where it was to go.
+/// The local address of a socket: for a captured connection at the proxy, the original destination.
 #[cgroup_sock_addr(getsockname4)]
 fn getsockname4(ctx: SockAddrContext) -> i32 {
     sockopt::getsockname(&SockAddr::<V4>::new(ctx))
@@ -125,7 +125,7 @@ fn getsockopt(ctx: SockoptContext) -> i32 {
     sockopt::getsockopt(ctx.sockopt)
 }
 
-/// The state of a socket is about to change: whether a connection that is measured is established or closed.
+/// The state of a socket is about to change: a measured connection may be established or closed.
 #[btf_tracepoint(function = "inet_sock_set_state")]
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn tcp_states(ctx: BtfTracePointContext) -> i32 {
@@ -133,7 +133,7 @@ fn tcp_states(ctx: BtfTracePointContext) -> i32 {
     0
 }
 
-/// A TCP socket is gone, and what was measured of it.
+/// A TCP socket is gone: its meter is removed.
 #[btf_tracepoint(function = "tcp_destroy_sock")]
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn tcp_gone(ctx: BtfTracePointContext) -> i32 {
@@ -148,36 +148,35 @@ fn tcp_events(ctx: SockOpsContext) -> u32 {
     origin::run(ctx.ops)
 }
 
-/// A TCP socket is established or closed: whether it is an end of a connection to a proxy that is
-/// accelerated.
+/// A TCP socket is established or closed: it may be an end of an accelerated connection to a proxy.
 #[sock_ops]
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn accelerate_legs(ctx: SockOpsContext) -> u32 {
     legs::run(ctx.ops)
 }
 
-/// An application sends something to its proxy.
+/// An application sends bytes to its proxy.
 #[sk_msg]
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn accelerate_send(ctx: SkMsgContext) -> u32 {
     message::run(ctx.msg)
 }
 
-/// Which socket takes a connection that comes into a workload's network namespace.
+/// Chooses the socket that takes an incoming connection in a workload's network namespace.
 #[sk_lookup]
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn inbound_lookup(ctx: SkLookupContext) -> u32 {
     inbound::run(ctx.lookup)
 }
 
-/// A packet that a workload sends whose sockets are elsewhere: whether it goes to its proxy.
+/// A packet from a workload whose sockets are elsewhere: decides whether it goes to the proxy.
 #[classifier]
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn packet_capture(ctx: TcContext) -> i32 {
     assign::run(&ctx)
 }
 
-/// A packet that arrives: at an uplink from elsewhere, at a pod's interface from the pod.
+/// A packet that arrives: at an uplink from another machine, at a pod's interface from the pod.
 #[classifier]
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn packet_ingress(ctx: TcContext) -> i32 {

@@ -73,24 +73,24 @@ impl decide::Tables for Live {
     }
 }
 
-/// What is to be done with a destination, and why.
+/// The decision about a destination, and its reason.
 ///
-/// Every field has a value whatever the reason: the payload of an `enum`'s other variants would be
-/// undefined, and the compiler may copy what is undefined, which the verifier does not allow.
+/// Every field has a value for every reason: the payload of an `enum`'s other variants would be undefined, and the
+/// compiler may copy undefined bytes, which the verifier does not allow.
 pub struct Verdict {
-    /// Why.
+    /// The reason.
     pub reason: Reason,
-    /// Whose destination it is, whoever answers there; 0: nobody's.
+    /// The pool of the destination, whichever endpoint answers; 0: none.
     pub pool: u32,
     /// The flags of the block that the endpoint is from.
     pub flags: u16,
-    /// Where to go; [`Endpoint::NONE`] to leave the destination alone or to refuse it.
+    /// The new destination; [`Endpoint::NONE`] to leave the destination alone or to refuse it.
     pub endpoint: Endpoint,
 }
 
 impl Verdict {
-    /// Why, also if the slot that was drawn is of a route's backend that has nothing that answers: [`choose`] leaves it to those
-    /// who ask whether there is an endpoint, since each branch there is walked again in all that follows.
+    /// Returns the reason, also if the drawn slot belongs to a backend of a route without an endpoint. [`choose`]
+    /// leaves this check to its callers, because the verifier walks each branch there again in all code that follows.
     #[inline(always)]
     pub fn reason(&self) -> Reason {
         match self.reason {
@@ -99,7 +99,7 @@ impl Verdict {
         }
     }
 
-    /// A workload whose egress is denied may not go where the destination leads.
+    /// The egress policy denies the workload this destination.
     pub const DENIED: Self = Self::without_endpoint(Reason::EgressDenied, 0);
 
     #[inline(always)]
@@ -113,7 +113,7 @@ impl Verdict {
     }
 }
 
-/// What asks.
+/// The caller's question.
 pub struct Request {
     /// The destination.
     pub addr: Addr,
@@ -123,12 +123,12 @@ pub struct Request {
     pub protocol: Protocol,
     /// Whether loopback is the node's own.
     pub own_loopback: bool,
-    /// The network namespace that asks (`SO_NETNS_COOKIE`).
+    /// The caller's network namespace (`SO_NETNS_COOKIE`).
     pub netns: u64,
 }
 
 impl Request {
-    /// What the socket is to remember if `endpoint` is chosen.
+    /// The record for the socket if `endpoint` is chosen.
     #[inline(always)]
     pub fn peer(&self, endpoint: &Endpoint) -> Peer {
         Peer {
@@ -140,8 +140,8 @@ impl Request {
     }
 }
 
-/// Decides, given the endpoint that this client already uses for this destination, if any. `only_cluster_ips`: no other
-/// frontends are for the client ([`dataplane_common::OF_AGENT`]).
+/// Decides, given the endpoint that this client already uses for this destination, if any. `only_cluster_ips`: the
+/// client may use no other frontends ([`dataplane_common::OF_AGENT`]).
 #[inline(always)]
 pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Verdict {
     let frontend = decide::find_frontend(
@@ -162,7 +162,7 @@ pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Ver
     let Some(pool) = decide::Tables::pool(&Live, index) else {
         return Verdict::without_endpoint(Reason::Dangling, index);
     };
-    // Who the client is in the network shows on the packet, not yet at the socket.
+    // Only the packet shows the client's address in the network, the socket does not yet.
     if kind == Kind::LOAD_BALANCER && pool.ranged != 0 {
         return Verdict::without_endpoint(Reason::NotService, index);
     }
@@ -172,7 +172,7 @@ pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Ver
     choose::<true>(&pool, index, Addr::from_netns_cookie(request.netns), used)
 }
 
-/// Whether the packet path serves what this network namespace sends: its own rules are to see the VIP.
+/// Whether the packet path serves this network namespace: its own rules have to see the VIP.
 #[inline(always)]
 pub fn is_by_packets(netns: u64) -> bool {
     let Some(config) = CONFIG.get(0) else {
@@ -184,10 +184,10 @@ pub fn is_by_packets(netns: u64) -> bool {
     }
 }
 
-/// Chooses one of the endpoints of a pool that is not empty, given the one that this client already
-/// uses for this destination, if any. The chosen endpoint may be [`Endpoint::NONE`] ([`Verdict::reason`]). `REMEMBER`: an
-/// endpoint that is drawn is remembered at once, if the pool has session affinity; otherwise it is to be
-/// [remembered](remember) when the client is served.
+/// Chooses one of the endpoints of a pool that is not empty, given the one that this client already uses for this
+/// destination, if any. The chosen endpoint may be [`Endpoint::NONE`] ([`Verdict::reason`]). `REMEMBER`: if the pool
+/// has session affinity, a drawn endpoint is remembered at once; otherwise the caller has to [remember](remember) it
+/// when the client is served.
 #[inline(always)]
 pub fn choose<const REMEMBER: bool>(
     pool: &Pool,
@@ -207,8 +207,8 @@ pub fn choose<const REMEMBER: bool>(
         now = unsafe { bpf_ktime_get_ns() };
         if let Some(entry) = AFFINITY.get_value_ptr_mut(0, &client) {
             affinity = entry;
-            // SAFETY: an element may be removed and reused while it is read; what is read is then an
-            // endpoint of another client, which the block contains or not like any other.
+            // SAFETY: an element may be removed and reused while it is read; the value is then an endpoint of another
+            // client, which the block contains or not like any other.
             let (endpoint, used_at) = unsafe { ((*entry).endpoint, (*entry).used_at) };
             let timeout = u64::from(pool.affinity_seconds) * 1_000_000_000;
             if earlier.is_none() && now.wrapping_sub(used_at) <= timeout {

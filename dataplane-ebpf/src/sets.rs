@@ -1,8 +1,8 @@
 //! Tables of sets of sockets, by socket cookie: a socket has a few places in each, and is found without a
 //! hash, a lock or an allocation.
 //!
-//! Whoever looks for a place or frees it has the socket's lock, or is the only one left who has the
-//! socket: so only the taking of a free place is a race, with other sockets.
+//! A caller that looks for a place or frees it has the socket's lock, or is the last owner of the socket. So only
+//! taking a free place is a race, with other sockets.
 
 use core::ptr::{null_mut, read_volatile, write_volatile};
 
@@ -18,13 +18,13 @@ use crate::{
 
 /// An element of one of the tables.
 pub trait Sets: Sized {
-    /// What is kept for a socket.
+    /// The record of a socket.
     type Kept;
     /// The element, or null.
     fn element(index: u32) -> *mut Self;
-    /// Whose the places are.
+    /// The owners of the places.
     fn owners(element: *mut Self) -> *mut Owners;
-    /// What is kept in the first place of the first set.
+    /// The record in the first place of the first set.
     fn places(element: *mut Self) -> *mut Self::Kept;
 }
 
@@ -70,7 +70,7 @@ impl Sets for MeterSets {
     }
 }
 
-/// Where a socket may have places: of each way, the owner and what is kept. `None` if there is no such element.
+/// The places that a socket may have: of each way, the owner and the record. `None` if there is no such element.
 #[inline(always)]
 fn ways<S: Sets>(cookie: u64) -> Option<[(*mut u64, *mut S::Kept); SOCKET_WAYS]> {
     let at = SocketSet::of(cookie);
@@ -126,7 +126,7 @@ pub fn take_place<S: Sets>(cookie: u64) -> *mut S::Kept {
     null_mut()
 }
 
-/// The socket's place, if it has one, is free. Says whether it had.
+/// Frees the socket's place, if it has one. Returns whether it had.
 #[inline(always)]
 pub fn free_place<S: Sets>(cookie: u64) -> bool {
     let Some(ways) = ways::<S>(cookie) else {

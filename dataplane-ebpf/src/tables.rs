@@ -1,4 +1,4 @@
-//! The maps. What they mean: `dataplane_common::tables`.
+//! The maps. `dataplane_common::tables` describes their contents.
 //!
 //! Three maps whose elements no other file knows are declared beside the types of their elements:
 //! `SCRATCH` (`packet/scratch.rs`), `WAYS` (`packet/ways.rs`) and `NEIGHBOURS` (`packet/neighbours.rs`). So
@@ -38,8 +38,7 @@ use dataplane_common::{
     tcp::Sequences,
 };
 
-/// User space writes these by plain stores into the mapped memory: that is what makes a flip one
-/// store and a bulk load a copy.
+/// User space writes these by plain stores into the mapped memory: so a flip is one store and a bulk load a copy.
 const MAPPED: usize = BPF_F_MMAPABLE as usize;
 const ON_DEMAND: usize = BPF_F_NO_PREALLOC as usize;
 const GROWING: usize = (BPF_F_MMAPABLE | BPF_F_INNER_MAP) as usize;
@@ -96,8 +95,7 @@ pub static SIBLINGS: LruHashMap<SiblingKey, Sibling, { SIBLINGS_CAPACITY as usiz
 #[btf_map]
 pub static SHARED_PORTS: Array<u64, { PEER_PORTS_CAPACITY as usize }, MAPPED> = Array::new();
 
-// The packet path: `dataplane_common::packet`. The agent makes the tables of conntrack, in the size
-// that it is told.
+// The packet path: `dataplane_common::packet`. The agent makes the tables of conntrack, in the configured size.
 
 /// A set and an address in it: `SourceKey` without the prefix length, which the map type has as a
 /// field of its own.
@@ -147,8 +145,7 @@ pub static ERRORS: LruHashMap<Addr, u64, { ERROR_BUCKETS as usize }> = LruHashMa
 #[btf_map]
 pub static ALL_ERRORS: Array<u64, 1> = Array::new();
 
-// Mesh capture: `dataplane_common::capture`. Elements are made as they come: a node without a mesh
-// pays for none.
+// Mesh capture: `dataplane_common::capture`. Elements are allocated on demand: a node without a mesh pays for none.
 
 /// A policy and an address: `RangeKey` without the prefix length.
 #[repr(C)]
@@ -210,8 +207,7 @@ pub static MORE_METERS: SkStorage<Meter> = SkStorage::new();
 pub static TRAFFIC: HashMap<TrafficKey, Traffic, { TRAFFIC_CAPACITY as usize }, ON_DEMAND> =
     HashMap::new();
 
-// Between applications and their proxy: `dataplane_common::accelerate`. Not pinned: they are there
-// while the proxy is.
+// Between applications and their proxy: `dataplane_common::accelerate`. Not pinned: they exist while the proxy runs.
 
 #[btf_map]
 pub static PROXIES: HashMap<ProxyKey, u32, { PROXIES_CAPACITY as usize }, ON_DEMAND> =

@@ -1,4 +1,4 @@
-//! `sockops`: which sockets are the two ends of a connection between an application and its proxy.
+//! `sockops`: recognises the two sockets of a connection between an application and its proxy.
 
 use core::ptr::{from_ref, read_volatile};
 
@@ -34,7 +34,7 @@ pub fn run(ctx: *mut bpf_sock_ops) -> u32 {
     1
 }
 
-/// The side that connected: an application to its proxy, or the proxy to an application.
+/// The side that connects: an application to its proxy, or the proxy to an application.
 #[inline(always)]
 fn connected(ctx: *mut bpf_sock_ops) {
     let tuple = tuple(ctx, true);
@@ -56,8 +56,8 @@ fn connected(ctx: *mut bpf_sock_ops) {
     }
 }
 
-/// The side that was connected to. The other one was told first: by what it left, an application
-/// knows that its peer is the proxy.
+/// The side that accepts. The kernel reports the connecting side first, so an application recognises the proxy as its
+/// peer by the entry in GRANTS that the proxy's side left.
 #[inline(always)]
 fn accepted(ctx: *mut bpf_sock_ops) {
     let tuple = tuple(ctx, false);
@@ -110,8 +110,8 @@ fn receive(ctx: *mut bpf_sock_ops, mut tuple: Tuple) {
     watch(ctx);
 }
 
-/// An application that has said its last word is no sender any more: while it waits for the answer,
-/// it reads as any socket does. And what was kept for a socket that is closed goes.
+/// An application that has sent its FIN is no sender any more: while it waits for the answer, it reads as any socket
+/// does. For a closed socket, its entry in GRANTS is removed.
 #[inline(always)]
 fn changed(ctx: *mut bpf_sock_ops) {
     // SAFETY: a field of the context.
@@ -127,13 +127,13 @@ fn changed(ctx: *mut bpf_sock_ops) {
             bpf_map_delete_elem(table, (&raw mut (*sender).tuple).cast());
         }
     } else if now == CLOSE {
-        // The socket does not say any more which side it was.
+        // The closed socket no longer shows which side it was.
         let _ = GRANTS.remove(tuple(ctx, true));
         let _ = GRANTS.remove(tuple(ctx, false));
     }
 }
 
-/// What is said of a port of a network namespace; 0: nothing.
+/// The value for a port of a network namespace; 0: there is none.
 #[inline(always)]
 fn listens(netns: u64, port: u32) -> u32 {
     let key = ProxyKey {

@@ -1,4 +1,4 @@
-//! `sk_msg`: an application sends something.
+//! `sk_msg`: handles the bytes that an application sends.
 
 use core::ptr::{from_ref, null_mut, read_volatile};
 
@@ -10,7 +10,7 @@ use dataplane_common::accelerate::Sender;
 
 use crate::tables::{GRANTS, RECEIVERS, SENDING};
 
-/// On it goes: to the socket that was named, or by TCP.
+/// The bytes go on: to the socket that was named, or by TCP.
 const PASS: u32 = 1;
 /// Into the other socket's receive queue (`BPF_F_INGRESS`).
 const INGRESS: u64 = 1;
@@ -50,8 +50,8 @@ pub fn run(ctx: *mut sk_msg_md) -> u32 {
         if bpf_msg_redirect_hash(ctx, table, key, INGRESS) == i64::from(PASS) {
             (*sender).sent = after;
         } else {
-            // The proxy's end is not there yet, or no more. What goes by TCP now must not be
-            // overtaken by what comes later.
+            // The proxy's end is not there yet, or no longer. Bytes that go by TCP now must not be overtaken by later
+            // ones.
             (*sender).by_tcp = 1;
         }
     }

@@ -1,6 +1,6 @@
-//! What an application says to its proxy goes past the TCP stack: `dataplane_common::accelerate`.
+//! Bytes from an application to its proxy bypass the TCP stack: `dataplane_common::accelerate`.
 //!
-//! Not the other way: an application cannot be held back, since nobody is told what it has read.
+//! Bytes from the proxy do not: no program sees how much an application has read, so nothing could hold the proxy back.
 
 pub mod legs;
 pub mod message;

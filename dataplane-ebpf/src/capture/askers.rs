@@ -1,7 +1,7 @@
 //! Senders of datagrams to a UDP socket of a workload whose egress is denied. The socket may answer them.
 //!
-//! Two threads may write one place at once. It then has the address of one asker and the port of another at worst, both
-//! of whom have asked.
+//! Two threads may write one place at once. At worst the place then has the address of one asker and the port of
+//! another. Both have asked.
 
 use dataplane_common::{
     Addr, Port,
@@ -13,7 +13,7 @@ use crate::{
     tables::ASKERS,
 };
 
-/// Remembers who has asked, in the place of an earlier one. Without memory for it, he is not answered.
+/// Remembers a sender, in the place of an earlier one. If there is no memory for it, the socket may not answer it.
 #[inline(always)]
 pub fn note<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) {
     // SAFETY: `sk` of a recvmsg hook is a full socket.
@@ -31,7 +31,7 @@ pub fn note<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) {
     }
 }
 
-/// Whether somebody has asked, as far as it is remembered.
+/// Whether a sender has asked, as far as the socket remembers.
 #[inline(always)]
 pub fn has<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> bool {
     // SAFETY: `sk` of a sendmsg hook is a full socket.

@@ -1,11 +1,11 @@
-//! Packets of workloads whose sockets are elsewhere, such as virtual machines: the first one of a
-//! connection is given to the proxy's listening socket on the node, those that follow to the socket
-//! which that made of it. Nothing is rewritten: the proxy's socket has the original destination for its
-//! own address (`IP_TRANSPARENT`). A query to a resolver is given to the socket of the agent's DNS server that is bound to
-//! the resolver's address.
+//! Packets of workloads whose sockets are elsewhere, such as virtual machines. The program hands the first packet of a
+//! connection to the proxy's listening socket on the node, and later packets to the socket that the listener made of
+//! it. Nothing is rewritten: the proxy's socket has the original destination as its own address (`IP_TRANSPARENT`). A
+//! query to a resolver goes to the socket of the agent's DNS server that is bound to the resolver's address.
 //!
-//! A program of its own, before `packet_ingress`, on the interfaces of such workloads only: what it
-//! leaves alone, that program finds as it was, and what it gives to a socket that program knows by the mark.
+//! This is a program of its own, before `packet_ingress`, only on the interfaces of such workloads. It passes all other
+//! packets to `packet_ingress` unchanged. `packet_ingress` recognises packets that were handed to a socket by their
+//! mark.
 
 use core::ptr::{from_ref, read_volatile};
 
@@ -45,12 +45,12 @@ use crate::{
     tables::{LISTENERS, LOCALS},
 };
 
-/// Rules for users are about processes of which we see the sockets.
+/// Rules for users need a process's socket, which the node does not see.
 const EXCLUDES_USER: bool = false;
 /// The network namespace of the interface (`BPF_F_CURRENT_NETNS`).
 const CURRENT_NETNS: u64 = u64::MAX;
 
-/// A packet that comes from a workload, if the interface is its own.
+/// Handles a packet from a workload, if the interface is the workload's own.
 #[inline(always)]
 pub fn run(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
@@ -77,7 +77,7 @@ fn malformed() -> i32 {
     DROP
 }
 
-/// The same, with a place for its headers. `way` and `local`: room for answers.
+/// Handles a packet, with a place for its headers. `way` and `local`: room for results.
 #[inline(always)]
 fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route, local: &mut Local) -> i32 {
     let outcome = packet.read(skb, route::link_length(skb.ifindex()));
@@ -94,7 +94,7 @@ fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route, local: &mut Local) ->
     if !packet.is_tcp() {
         return datagram(skb, packet, way, local);
     }
-    // The source decides whose rules count. Nobody forwards a packet from a link-local source of IPv6.
+    // The source decides whose rules count. No host forwards a packet from a link-local source of IPv6.
     let src = packet.key.src;
     let is_forwarded = packet.is_v4() || !src.is_link_local();
     if is_forwarded && !reverse::is_right(skb, packet, way, reverse::BEGINS) {
@@ -128,11 +128,11 @@ fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route, local: &mut Local) ->
     if local.resolvers != 0 && packet.key.dst_port == DNS && to_server::<true>(skb, packet) {
         return taken(skb);
     }
-    // What is in its middle was not captured when it began.
+    // A packet in the middle of a connection: the connection was not captured when it began.
     LEAVE_ALONE
 }
 
-/// Looks for what is said of an address. (Not inlined: what has its own frame gives its stack back.)
+/// Looks up the workload of an address. (Not inlined: a function with its own frame gives its stack back.)
 #[inline(never)]
 fn look(addr: Addr, local: &mut Local) -> Copied<()> {
     match copy(|| LOCALS.get_ptr(addr)) {
@@ -190,7 +190,7 @@ fn query(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> Reason {
     if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !is_known(key) {
         return Reason::NotService;
     }
-    // Of a connection, that is known already.
+    // The source of a connection was checked already.
     let is_forwarded = packet.is_v4() || !key.src.is_link_local();
     if !packet.is_tcp() && is_forwarded && !reverse::is_right(skb, packet, way, reverse::BEGINS) {
         return Reason::SourceForged;
@@ -202,7 +202,8 @@ fn query(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> Reason {
     }
 }
 
-/// Gives the packet to the agent's DNS server, if that has a socket at the packet's destination. `COOKIE`: as [`give`].
+/// Hands the packet to the agent's DNS server, if the server has a socket at the packet's destination. `COOKIE`: as
+/// [`give`].
 #[inline(never)]
 fn to_server<const COOKIE: bool>(skb: Skb, packet: &Packet) -> bool {
     let Some(config) = config() else {
@@ -221,7 +222,7 @@ fn to_server<const COOKIE: bool>(skb: Skb, packet: &Packet) -> bool {
         if sk.is_null() {
             return false;
         }
-        // A server of the node may listen at any address.
+        // Another DNS server of the node may listen at any address.
         let is_ours = has_mark(read_volatile(&raw const (*sk).mark), config.mark);
         let given = is_ours && give::<COOKIE>(skb, packet, sk);
         bpf_sk_release(sk.cast());
@@ -279,9 +280,9 @@ fn begin(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> i32 {
         key: &packet.key,
         listener: &key,
     };
-    // Where the first packet goes, `packet_ingress` judges.
+    // `packet_ingress` judges where the first packet goes.
     let (mut reason, _) = capture::decide_outbound(&asked, config, &enrolled, to, EXCLUDES_USER);
-    // To whom the proxy would be the node.
+    // The proxy would connect to these destinations as the node.
     let dst = packet.key.dst;
     if reason == Reason::Captured
         && (dst.is_link_local() || dst.is_loopback() || capture::Circumstances::is_own(&asked))
@@ -289,7 +290,7 @@ fn begin(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> i32 {
         reason = Reason::ToNode;
     }
     if reason == Reason::Captured && !to_listener::<false>(skb, packet, &key) {
-        // It has gone just now.
+        // The listener was closed just now.
         reason = capture::without_proxy(enrolled.flags);
     }
     count(reason);
@@ -305,9 +306,9 @@ fn begin(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> i32 {
     LEAVE_ALONE
 }
 
-/// The packet goes up the stack, to the socket that it was given: by the agent's rule for the mark,
-/// since by its destination it would go elsewhere. The socket is forgotten by whoever sends it on. Other people's
-/// programs see it first, with the bits of the mark that are theirs as they were.
+/// Sends the packet up the stack, to the socket that was assigned: by the agent's rule for the mark, because its
+/// destination would lead it elsewhere. If another program forwards the packet, the assignment is lost. Other programs
+/// see the packet first, with their own bits of the mark unchanged.
 #[inline(always)]
 fn taken(skb: Skb) -> i32 {
     let Some(config) = config() else {
@@ -317,8 +318,8 @@ fn taken(skb: Skb) -> i32 {
     LEAVE_ALONE
 }
 
-/// Gives the packet to the socket of its connection, if there is one here. (Its addresses are those
-/// on the wire: what is translated on its way to a socket is not found.)
+/// Hands the packet to the socket of its connection, if there is one here. (The lookup uses the addresses on the wire,
+/// so it does not find a socket whose packets are translated on the way.)
 #[inline(never)]
 fn to_its_socket(skb: Skb, packet: &Packet) -> bool {
     let mut tuple = [0_u32; 9];
@@ -327,13 +328,13 @@ fn to_its_socket(skb: Skb, packet: &Packet) -> bool {
     // SAFETY: the program's context, as much of the stack as we say, and a socket that is released.
     unsafe {
         let tuple = (&raw mut tuple).cast::<bpf_sock_tuple>();
-        // Also what is not a full socket yet, or any more: the kernel's stack wants those.
+        // Also finds a socket that is not a full one yet, or no longer: the kernel's stack wants these packets, too.
         let sk = bpf_skc_lookup_tcp(skb.0.cast(), tuple, size, CURRENT_NETNS, 0);
         if sk.is_null() {
             return false;
         }
         let state = read_volatile(&raw const (*sk).state);
-        // The proxy has ended the one before: a new one begins.
+        // The proxy has ended the earlier connection: a new one begins.
         let again = is_syn && state == BPF_TCP_TIME_WAIT;
         let mut given = -1;
         if state != BPF_TCP_LISTEN && !again {
@@ -344,7 +345,7 @@ fn to_its_socket(skb: Skb, packet: &Packet) -> bool {
     }
 }
 
-/// Gives the packet to the proxy's listening socket. `COOKIE`: as [`give`].
+/// Hands the packet to the proxy's listening socket. `COOKIE`: as [`give`].
 #[inline(never)]
 fn to_listener<const COOKIE: bool>(skb: Skb, packet: &Packet, key: &ListenerKey) -> bool {
     let sk = listener(key);
@@ -357,12 +358,12 @@ fn to_listener<const COOKIE: bool>(skb: Skb, packet: &Packet, key: &ListenerKey)
     given
 }
 
-/// Gives the packet to a socket, which is still the caller's to release. `COOKIE`: only if the packet ends a handshake of
-/// which the listening socket remembers nothing, because it sent a cookie (`net.ipv4.tcp_syncookies`).
+/// Hands the packet to a socket, which the caller still has to release. `COOKIE`: only if the packet ends a handshake
+/// that the listening socket does not remember, because it sent a cookie (`net.ipv4.tcp_syncookies`).
 #[inline(always)]
 fn give<const COOKIE: bool>(skb: Skb, packet: &Packet, sk: *mut bpf_sock) -> bool {
     if COOKIE {
-        // As long as the longer of the two IP headers: TCP's is behind it, which is as long as the rest.
+        // As long as the longer of the two IP headers. TCP's header, which is as long as the rest, is behind it.
         let mut ip = [0_u32; 10];
         let mut tcp = [0_u32; 5];
         if !skb.load(packet.l3, &mut ip) || !skb.load(packet.l4, &mut tcp) {
@@ -379,7 +380,7 @@ fn give<const COOKIE: bool>(skb: Skb, packet: &Packet, sk: *mut bpf_sock) -> boo
     unsafe { bpf_sk_assign(skb.0.cast(), sk.cast(), 0) == 0 }
 }
 
-/// The proxy's listening socket, which is to be released.
+/// The proxy's listening socket, which the caller has to release.
 #[inline(always)]
 fn listener(key: &ListenerKey) -> *mut bpf_sock {
     // SAFETY: a sockhash and a key of it.
@@ -388,7 +389,7 @@ fn listener(key: &ListenerKey) -> *mut bpf_sock {
     }
 }
 
-/// A connection, for what the decision asks.
+/// A connection, with the facts that the decision needs.
 struct Asked<'a> {
     key: &'a FlowKey,
     listener: &'a ListenerKey,
@@ -407,14 +408,14 @@ impl capture::Rules for Asked<'_> {
 }
 
 impl capture::Circumstances for Asked<'_> {
-    /// The proxy is on the node.
+    /// The node's addresses are the proxy's, because the proxy is on the node.
     #[inline(always)]
     fn is_own(&self) -> bool {
         let node = socket::config().map_or(0, |config| config.host_netns);
         is_at(self.key.dst, node)
     }
 
-    /// What a virtual machine sends to itself does not come out of it.
+    /// Packets that a virtual machine sends to itself do not leave it.
     #[inline(always)]
     fn is_itself(&self) -> bool {
         false

@@ -1,8 +1,8 @@
 //! Datagrams of workloads: `connect()` and `sendmsg()` on UDP sockets.
 //!
-//! Where `egress: deny` is in force, they may go to what is known, and to whoever has asked. Queries to a workload's
-//! resolvers go to the agent's DNS server, if that listens. Both hooks ask [`judge`] before the services' program has
-//! changed the destination.
+//! If `egress: deny` is in force, datagrams may go to known destinations, and to senders that have asked. Queries to a
+//! workload's resolvers go to the agent's DNS server, if it listens. Both hooks call [`judge`] before the services'
+//! program changes the destination.
 
 use dataplane_common::{
     Hook, Protocol, Reason,
@@ -37,26 +37,26 @@ pub fn connect<F: Family>(call: &SockAddr<F>) -> i32 {
     }
 }
 
-/// Whether anything is asked of datagrams at all.
+/// Whether the programs judge datagrams at all.
 #[inline(always)]
 pub const fn are_judged(mesh: u64) -> bool {
     mesh & MESH_DENIES != 0 || mesh >> MESH_DNS != 0
 }
 
-/// Whether anything is asked of those that arrive.
+/// Whether the programs judge datagrams that arrive.
 #[inline(always)]
 pub const fn arrive_judged(mesh: u64) -> bool {
     mesh & MESH_DENIES != 0
 }
 
-/// [`judge`]: as [`GO_ON`], if the datagram may go to where it is sent in the end ([`outbound::admits`]).
+/// [`judge`]: as [`GO_ON`], if the datagram may go to its final destination ([`outbound::admits`]).
 pub const JUDGED: i32 = 2;
-/// [`judge`]: as [`GO_ON`], to the destination itself, who has sent the socket a datagram.
+/// [`judge`]: as [`GO_ON`], to the destination itself, which has sent the socket a datagram.
 pub const ANSWERS: i32 = 3;
-/// [`judge`] of a datagram that is sent: it goes to the agent's DNS server, whatever else has its destination.
+/// [`judge`] of a datagram that is sent: it goes to the agent's DNS server, before any other rule for its destination.
 pub const CAPTURED: i32 = 4;
 
-/// Decides, and carries it out.
+/// Decides, and applies the decision.
 #[inline(always)]
 pub fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: Hook) -> i32 {
     if !are_judged(mesh) {
@@ -97,7 +97,7 @@ pub fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: 
     if is_sent { CAPTURED } else { GO_ON }
 }
 
-/// The reason, and how it goes on if it does.
+/// Returns the reason, and how the datagram goes on if it does.
 #[inline(always)]
 fn decide<F: Family>(
     call: &SockAddr<F>,
@@ -144,9 +144,10 @@ fn decide<F: Family>(
     (reason, goes)
 }
 
-/// Whether a socket speaks to its own workload, as it may be, from an address that the workload does not have: there it would look
-/// as if somebody else had asked. A socket that is not bound to an address, and names none, gets one of its network namespace
-/// from the kernel. (A call without a destination is one on a connected socket that names a source.)
+/// Whether a socket sends to its own workload, which is allowed, but from an address that the workload does not have:
+/// the receiver would count this address as a sender that has asked. If a socket is not bound to an address and names
+/// none, the kernel gives it one of its network namespace. (A call without a destination is one on a connected socket
+/// that names a source.)
 #[inline(always)]
 fn feigns<F: Family>(call: &SockAddr<F>, request: &Request, is_sent: bool) -> bool {
     let source = call.source(is_sent);
@@ -157,7 +158,7 @@ fn feigns<F: Family>(call: &SockAddr<F>, request: &Request, is_sent: bool) -> bo
     outbound::is_own(request, to) || dataplane_common::decide::may_be_served(&Live, to)
 }
 
-/// A datagram has arrived at a socket that is not connected: whoever sent it may be answered.
+/// A datagram has arrived at a socket that is not connected: the socket may answer its sender.
 #[inline(always)]
 pub fn arrived<F: Family>(call: &SockAddr<F>, mesh: u64) {
     let (Some(config), Some(request)) = (config(), call.request()) else {

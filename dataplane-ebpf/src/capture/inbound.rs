@@ -1,4 +1,4 @@
-//! `sk_lookup` in a workload's network namespace: which socket takes a connection that comes in.
+//! `sk_lookup` in a workload's network namespace: chooses the socket that takes an incoming connection.
 
 use core::ptr::{from_ref, read_volatile};
 
@@ -19,17 +19,17 @@ use crate::{
     tables::{LISTENERS, LOCALS, NAMESPACES},
 };
 
-/// Go on, with the socket that was assigned if one was.
+/// The lookup goes on, with the socket that was assigned, if any.
 const PASS: u32 = 1;
-/// As if nobody listened: the client's connection is refused.
+/// The kernel finds no listener: it refuses the client's connection.
 const DROP: u32 = 0;
 const TCP: u32 = 6;
 const AF_INET: u32 = 2;
 /// Loopback is number 1 in every namespace (`LOOPBACK_IFINDEX`); 0 is a lookup without a packet.
 const LOOPBACK: u32 = 1;
 
-/// The network namespace that this instance of the program is attached to: the agent loads one for each, and to the
-/// verifier it is a constant. (`sk_lookup` has no helper that tells.)
+/// The network namespace that this instance of the program is attached to: the agent loads one instance for each, and
+/// the verifier sees a constant. (`sk_lookup` has no helper for it.)
 #[unsafe(no_mangle)]
 static NETNS: u64 = 0;
 
@@ -57,8 +57,8 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         Copied::Changing => return DROP,
         Copied::Absent => return elsewhere(ctx, here, interface, port),
     };
-    // Another workload's address: a virtual interface's packets may be for it, or somebody has given it to an interface
-    // here. No socket of that workload's is for connections that arrive here.
+    // Another workload's address: a virtual interface's packets may be for it, or a process has added it to an
+    // interface here. The sockets of the other workload take no connections that arrive here.
     if local.netns != here {
         return elsewhere(ctx, here, interface, port);
     }
@@ -66,7 +66,8 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         return PASS;
     }
     // The workload's own connections to itself. They come by loopback, but the kernel names the interface that has the
-    // address (`orig_oif` in `ip_route_output_key_hash_rcu`, `net/ipv4/route.c`). The proxy's are bound to loopback.
+    // address (`orig_oif` in `ip_route_output_key_hash_rcu`, `net/ipv4/route.c`). The proxy's connections are bound to
+    // loopback.
     let client = remote_addr(ctx);
     let Some(config) = config() else { return PASS };
     let to_inbound = port == u32::from(config.inbound.host());
@@ -83,7 +84,7 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         return PASS;
     }
     if foreign && to_inbound {
-        // A sidecar's: as long as rules redirect connections to it, they arrive so.
+        // The port of a sidecar: while netfilter rules redirect connections to it, they arrive at this port.
         return PASS;
     }
     if to_inbound || port == u32::from(config.outbound.host()) {
@@ -105,8 +106,8 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     if reason.is_refusal() { DROP } else { PASS }
 }
 
-/// A captured outbound connection, or `connect()`'s question whether somebody takes it: the proxy listens at one address of
-/// loopback, and is led to by many ([`capture::spread`]).
+/// A captured outbound connection, or the lookup by which `connect()` checks that a socket takes it: the proxy listens
+/// at one address of loopback, and connections to many of them lead there ([`capture::spread`]).
 #[inline(always)]
 fn outbound(ctx: *mut bpf_sk_lookup, here: u64, addr: Addr, port: u32) -> u32 {
     let Some(config) = config() else { return PASS };
@@ -116,8 +117,8 @@ fn outbound(ctx: *mut bpf_sk_lookup, here: u64, addr: Addr, port: u32) -> u32 {
     PASS
 }
 
-/// A connection that is for no address of the workload that is here. It is captured if it comes by a virtual interface: the
-/// agent's routing rules bring such connections to the sockets here, whatever their destination.
+/// A connection whose destination is not an address of this namespace's workload. It is captured if it comes by a
+/// virtual interface: the agent's routing rules bring such connections to the sockets here, for every destination.
 #[inline(always)]
 fn elsewhere(ctx: *mut bpf_sk_lookup, here: u64, interface: u32, port: u32) -> u32 {
     let enrolled = match copy(|| NAMESPACES.get_ptr(here)) {
@@ -142,14 +143,14 @@ fn elsewhere(ctx: *mut bpf_sk_lookup, here: u64, interface: u32, port: u32) -> u
             count(reason);
             return PASS;
         }
-        // It cannot go on without the proxy: its packets come here, and nowhere else.
+        // The connection cannot go on without the proxy: its packets come here, and nowhere else.
         reason = Reason::ProxyDown;
     }
     count(reason);
     DROP
 }
 
-/// Gives the connection to a listening socket of the proxy. Answers whether there is one.
+/// Assigns the connection to a listening socket of the proxy. Returns whether there is one.
 #[inline(always)]
 fn assign(ctx: *mut bpf_sk_lookup, key: &ListenerKey) -> bool {
     // SAFETY: a sockhash and a key of it; a socket that was found is released.
@@ -165,7 +166,7 @@ fn assign(ctx: *mut bpf_sk_lookup, key: &ListenerKey) -> bool {
     }
 }
 
-/// All fields are read, whatever the family: see `read_words`.
+/// Reads all fields, for either family: see `read_words`.
 #[inline(always)]
 fn local_addr(ctx: *mut bpf_sk_lookup) -> Addr {
     // SAFETY: fields of the context.

@@ -1,10 +1,11 @@
-//! Connections that go direct, and are measured as a proxy would measure them: begun at `connect()` or
-//! when they arrive, counted when they are established and when they are closed.
+//! Direct connections, measured as a proxy would measure them: a meter begins at `connect()` or when a connection
+//! arrives, and the program counts when the connection is established and when it is closed.
 //!
-//! In a table of [sets](crate::sets), and where a socket's set is full in its own storage, as the VIPs of
-//! connected sockets are. A place is free when the connection is closed, or its socket is, of which
-//! [`states`](super::states) tell, or when the socket is connected again: what was not established has failed. With
-//! all of them in their sockets' storage a node made 4 % fewer connections a second (`cargo xtask bench relay`).
+//! A meter is in a table of [sets](crate::sets), or, if the socket's set is full, in the socket's own storage, as the
+//! VIPs of connected sockets are. A place becomes free when the connection is closed or its socket is gone, which
+//! [`states`](super::states) reports, or when the socket is connected again: a connection that was not established has
+//! failed. With all meters in their sockets' storage a node made 4 % fewer connections a second
+//! (`cargo xtask bench relay`).
 
 use core::{
     ffi::c_void,
@@ -33,8 +34,8 @@ use crate::{
 /// `BPF_NOEXIST`.
 const NEW: u64 = 1;
 
-/// Has a connection measured that is being made. Which service it asks for the program says that looks for
-/// it next ([`ask_for`]); whom it reaches is known when it is established.
+/// Starts to measure a connection that is being made. The program that looks for a service next adds the service
+/// ([`ask_for`]). The side that it reaches is known when the connection is established.
 #[inline(always)]
 pub fn begin(ctx: *mut bpf_sock_addr, workload: u32) {
     let meter = Meter {
@@ -78,7 +79,7 @@ fn socket(ctx: *mut bpf_sock_addr) -> *mut c_void {
     unsafe { read_volatile(&raw const (*ctx).__bindgen_anon_1.sk).cast() }
 }
 
-/// What is kept of a full socket, or null.
+/// Returns the meter of a full socket, or null.
 #[inline(always)]
 fn kept(cookie: u64, sk: *mut c_void) -> *mut Meter {
     let place = place_of::<MeterSets>(cookie);
@@ -90,7 +91,7 @@ fn kept(cookie: u64, sk: *mut c_void) -> *mut Meter {
     unsafe { bpf_sk_storage_get(table, sk, null_mut(), 0).cast() }
 }
 
-/// A connection that is being made asks for a service. If it is measured, it is so as one to that pool.
+/// Records the service of a connection that is being made. If the connection is measured, it counts for this pool.
 #[inline(always)]
 pub fn ask_for(ctx: *mut bpf_sock_addr, pool: u32) {
     // SAFETY: the program's context.
@@ -101,7 +102,7 @@ pub fn ask_for(ctx: *mut bpf_sock_addr, pool: u32) {
     }
 }
 
-/// A socket that was measured, and now goes elsewhere, is measured no more.
+/// Stops measuring a socket that goes elsewhere now.
 #[inline(always)]
 pub fn forget(ctx: *mut bpf_sock_addr) {
     // SAFETY: the program's context, a table of meters, and a full socket.
@@ -112,8 +113,8 @@ pub fn forget(ctx: *mut bpf_sock_addr) {
     }
 }
 
-/// A connection that was to be measured is given up. One that was established is not: that it is over is counted
-/// when it is.
+/// Counts a measured connection that ended before it was established. An established connection is counted when it is
+/// over.
 #[inline(always)]
 fn failed(meter: *mut Meter) {
     // SAFETY: a socket's place or storage, an element of the hash.
@@ -128,7 +129,7 @@ fn failed(meter: *mut Meter) {
     }
 }
 
-/// What is kept of a socket with this cookie, or null.
+/// Returns the meter of the socket with this cookie, or null.
 #[inline(always)]
 pub fn kept_of(socket: Socket, cookie: u64) -> *mut Meter {
     if cookie == 0 {
@@ -138,7 +139,7 @@ pub fn kept_of(socket: Socket, cookie: u64) -> *mut Meter {
     }
 }
 
-/// A connection that was begun is established: once, also where two agents' programs tell of it.
+/// Counts a connection as established: once, even if two agents' programs report it.
 #[inline(always)]
 pub fn established(meter: *mut Meter, reached: Addr) {
     // SAFETY: the socket's place or storage.
@@ -146,7 +147,7 @@ pub fn established(meter: *mut Meter, reached: Addr) {
     if opened_at != 0 {
         return;
     }
-    // Who asked for a service has reached one of its endpoints.
+    // A client that asked for a service has reached one of its endpoints.
     let of_service = key.pool != 0 && key.pool != TrafficKey::INBOUND;
     let known = of_service || KNOWN.get_ptr(FrontendKey::address(reached)).is_some();
     // SAFETY: as above; the helper has no preconditions.
@@ -163,7 +164,7 @@ pub fn established(meter: *mut Meter, reached: Addr) {
     }
 }
 
-/// A connection has arrived from a client.
+/// Counts a connection that arrives from a client.
 #[inline(always)]
 pub fn arrived(socket: Socket, workload: u32, client: Addr) {
     let mut meter = Meter {
@@ -193,14 +194,14 @@ pub fn arrived(socket: Socket, workload: u32, client: Addr) {
     established(place, client);
 }
 
-/// A connection is closed: what was kept of it goes. `ended`: our FIN was acknowledged; `other_ended`: there was one
-/// of the other side.
+/// Counts a closed connection, and removes its meter. `ended`: our FIN was acknowledged; `other_ended`: the other side
+/// sent a FIN.
 #[inline(always)]
 pub fn closed(socket: Socket, cookie: u64, meter: *mut Meter, ended: bool, other_ended: bool) {
     let (acked, received) = socket.bytes();
     // SAFETY: the socket's place or storage.
     if unsafe { (*meter).opened_at } == 0 && acked != 0 {
-        // Nobody has told that it was: see `states`.
+        // No tracepoint has reported that it was established: see `states`.
         established(meter, socket.remote());
     }
     // SAFETY: as above.
@@ -217,7 +218,7 @@ pub fn closed(socket: Socket, cookie: u64, meter: *mut Meter, ended: bool, other
     unsafe { bpf_sk_storage_delete(from_ref(&MORE_METERS).cast_mut().cast(), socket.as_ptr()) };
 }
 
-/// `acked`: with the SYN of who connects.
+/// Adds a connection's bytes and time to its counters. `acked`: includes the SYN of the side that connects.
 #[inline(always)]
 fn add_up(meter: *mut Meter, acked: u64, received: u64) {
     let traffic = traffic(meter);
@@ -235,7 +236,7 @@ fn add_up(meter: *mut Meter, acked: u64, received: u64) {
     }
 }
 
-/// What the connections that a meter is for have come to so far, or null.
+/// Returns the counters of a meter's key, or null.
 #[inline(always)]
 fn traffic(meter: *const Meter) -> *mut Traffic {
     // SAFETY: the socket's storage.

@@ -1,4 +1,4 @@
-//! Mesh capture: a workload's connections go to its proxy, which learns where they were to go.
+//! Mesh capture: a workload's connections go to its proxy, which gets the original destination.
 
 mod askers;
 pub mod assign;
@@ -60,7 +60,7 @@ fn copy<V: Copy + PartialEq>(find: impl Fn() -> Option<*const V>) -> Copied<V> {
     reread::copy(find, |found| unsafe { read_volatile(found) })
 }
 
-/// What is said of an address. `None`, too, if that changes just now.
+/// Returns the workload at an address. Also `None` if the entry changes at this moment.
 #[inline(always)]
 fn local(addr: Addr) -> Option<Local> {
     match copy(|| LOCALS.get_ptr(addr)) {
@@ -77,8 +77,8 @@ pub fn is_taken(mark: u32) -> bool {
             .is_some_and(|config| config.mark != 0 && has_mark(mark, config.mark | FROM_CLIENT))
 }
 
-/// Whether a destination is a service's of Pods, an endpoint's of one, or stated by the operator. `frontend`: the one
-/// that it is.
+/// Whether a destination is a service of Pods, an endpoint of such a service, or stated by the operator. `frontend`:
+/// the destination's frontend.
 #[inline(always)]
 fn is_known(frontend: Frontend, addr: Addr, port: Port, protocol: Protocol) -> bool {
     if !frontend.is_none() {

@@ -1,5 +1,5 @@
-//! Connections to a proxy, as `sockops` sees them: the original destination is passed from the client's
-//! socket to the proxy's, and a proxy that begins to listen is noticed. Attached only where there is one.
+//! Connections to a proxy, as `sockops` sees them: the programs hand the original destination from the client's socket
+//! over to the proxy's socket, and notice a proxy that begins to listen. Attached only if there is a proxy.
 
 use core::ptr::{from_ref, null_mut, read_volatile};
 
@@ -40,10 +40,10 @@ const SO_BINDTOIFINDEX: i32 = 62;
 const LOOPBACK: u32 = 1;
 /// `BPF_NOEXIST`.
 const NEW: u64 = 1;
-/// Added to a counter.
+/// Added to a counter to count one less.
 const MINUS_ONE: u64 = u64::MAX;
 
-/// Everything that `sockops` is asked.
+/// Handles the events of `sockops`.
 #[inline(always)]
 pub fn run(ctx: *mut bpf_sock_ops) -> u32 {
     // SAFETY: a field of the context.
@@ -57,7 +57,7 @@ pub fn run(ctx: *mut bpf_sock_ops) -> u32 {
     1
 }
 
-/// The client's side: its addresses and ports are chosen, and nothing is sent yet.
+/// Handles the client's side: its addresses and ports are chosen, and nothing is sent yet.
 #[inline(always)]
 fn connecting(ctx: *mut bpf_sock_ops) {
     let Some(config) = config() else { return };
@@ -74,7 +74,7 @@ fn connecting(ctx: *mut bpf_sock_ops) {
         }
         // SAFETY: the socket's own place, or its storage.
         let peer = unsafe { *kept };
-        // Not captured, but connected to the proxy's port on purpose.
+        // Not captured: the process connected to the proxy's port on purpose.
         if peer.endpoint != tuple.proxy || peer.endpoint_port != tuple.proxy_port {
             return;
         }
@@ -87,11 +87,11 @@ fn connecting(ctx: *mut bpf_sock_ops) {
     }
 }
 
-/// Makes an entry, which goes with the socket at the latest.
+/// Makes an entry, which is removed with the socket at the latest.
 #[inline(always)]
 fn pass_on(ctx: *mut bpf_sock_ops, tuple: Tuple, origin: Origin) {
     if ORIGINS.insert(tuple, origin, NEW).is_err() {
-        // Of a socket of which nobody told that it is closed.
+        // The entry of an earlier socket whose end the kernel did not report.
         forget(tuple);
         if ORIGINS.insert(tuple, origin, NEW).is_err() {
             count(Reason::OriginLost);
@@ -108,7 +108,7 @@ fn forget(tuple: Tuple) {
     let Copied::Found(origin) = copy(|| ORIGINS.get_ptr(tuple)) else {
         return;
     };
-    // Of two that remove it, one has.
+    // If two programs remove it, one succeeds.
     if ORIGINS.remove(tuple).is_ok() {
         change(origin.counter, MINUS_ONE);
     }
@@ -152,7 +152,7 @@ pub fn has_room(netns: u64) -> bool {
     origins::has_room(counted(counter_in(netns)), counted(OF_ALL))
 }
 
-/// Asks to be told of the socket's states.
+/// Enables the events for changes of the socket's state.
 #[inline(always)]
 pub fn watch(ctx: *mut bpf_sock_ops) {
     // SAFETY: the program's context and a field of it.
@@ -162,8 +162,7 @@ pub fn watch(ctx: *mut bpf_sock_ops) {
     }
 }
 
-/// The proxy's side: the entry becomes the socket's own, and is gone for whoever uses the client's
-/// port next.
+/// Handles the proxy's side: the entry moves to the socket, so the next user of the client's port does not find it.
 #[inline(always)]
 fn accepted(ctx: *mut bpf_sock_ops) {
     let Some(config) = config() else { return };
@@ -202,9 +201,9 @@ fn has_proxys_mark(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
     }
 }
 
-/// Has an application's socket take packets from the loopback interface only, as the proxy's socket that is connected to it
-/// does. So the two may have the addresses and ports of the client's own connection to the proxy, whose packets come from
-/// elsewhere (`inet_match` in `include/net/inet_hashtables.h`).
+/// Makes an application's socket accept packets from the loopback interface only, as the connected socket of the proxy
+/// does. So the two may have the addresses and ports of the client's own connection to the proxy, whose packets come
+/// from elsewhere (`inet_match` in `include/net/inet_hashtables.h`).
 #[inline(always)]
 fn bind_to_loopback(ctx: *mut bpf_sock_ops) {
     let mut interface = LOOPBACK;
@@ -220,7 +219,7 @@ fn bind_to_loopback(ctx: *mut bpf_sock_ops) {
     }
 }
 
-/// A client's socket is closed.
+/// Handles a client's socket that is closed.
 #[inline(always)]
 fn changed(ctx: *mut bpf_sock_ops) {
     // SAFETY: a field of the context.
@@ -234,8 +233,7 @@ fn changed(ctx: *mut bpf_sock_ops) {
     }
 }
 
-/// A proxy that is not the agent's begins to listen in a workload's namespace: inbound connections
-/// go there.
+/// A proxy that is not the agent's begins to listen in a workload's namespace: inbound connections go to it.
 #[inline(always)]
 fn listening(ctx: *mut bpf_sock_ops) {
     let Some(config) = config() else { return };
@@ -283,7 +281,7 @@ pub fn storage(
     }
 }
 
-/// The same, made from `value` if it is not there; the value is of the table's type.
+/// As [`storage`], made from `value` if it is not there; the value is of the table's type.
 #[inline(always)]
 pub fn storage_with<V>(
     ctx: *mut bpf_sock_ops,
@@ -300,7 +298,7 @@ pub fn storage_with<V>(
     }
 }
 
-/// Whether the socket is being, or was, connected to the proxy's outbound port.
+/// Whether the socket is or was connected to the proxy's outbound port.
 #[inline(always)]
 fn is_to_proxy(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
     remote_port(ctx) == config.outbound && remote(ctx).is_loopback()

@@ -1,4 +1,4 @@
-//! `connect()` of a workload: whether it goes to the proxy.
+//! `connect()` of a workload: decides whether the connection goes to the proxy.
 
 use core::ptr::read_volatile;
 
@@ -27,14 +27,13 @@ use crate::{
     tables::{CGROUPS, NAMESPACES},
 };
 
-/// How deep in the hierarchy cgroups are looked for.
+/// How many levels of the cgroup hierarchy are searched.
 const LEVELS: u32 = 16;
 /// The network namespace of the socket (`BPF_F_CURRENT_NETNS`).
 const CURRENT_NETNS: u64 = u64::MAX;
 
-/// Decides, and carries it out. A program of its own, which is attached before the services' where
-/// there is a mesh: what it leaves alone, and what goes direct, the services' program finds as it
-/// was.
+/// Decides, and applies the decision. This is a program of its own, attached before the services' program if there is a
+/// mesh. Connections that it leaves alone and direct connections reach the services' program unchanged.
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
     let ctx = call.ctx.sock_addr;
@@ -76,12 +75,12 @@ pub fn run<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
     GO_ON
 }
 
-/// What `capture4` and `capture6` leave as the error of a system call (`EKEYREJECTED`) if the services' program after them, which
-/// draws the endpoint, is to judge where the first packet goes. It takes the error back ([`is_admitted`]): a call that nobody
-/// judges fails.
+/// The error of a system call that `capture4` and `capture6` leave (`EKEYREJECTED`) if the services' program after
+/// them, which draws the endpoint, has to judge where the first packet goes. The services' program removes the error
+/// ([`is_admitted`]): a call that no program judges fails.
 const JUDGED: i32 = -129;
 
-/// Leaves the judgement to the services' program, unless somebody else's program has refused the call.
+/// Leaves the judgement to the services' program, unless another owner's program has refused the call.
 #[inline(always)]
 pub fn leave_to_judge() {
     // SAFETY: the helpers have no preconditions.
@@ -92,8 +91,8 @@ pub fn leave_to_judge() {
     }
 }
 
-/// Whether a connection may go where its first packet goes, according to the verdict: always, if nobody has
-/// [left](leave_to_judge) that to be judged.
+/// Whether a connection may go where its first packet goes, according to the verdict: always, if the capture program
+/// has not [left](leave_to_judge) the judgement to this one.
 #[inline(always)]
 pub fn is_admitted(request: &Request, verdict: &Verdict) -> bool {
     // SAFETY: the helper has no preconditions.
@@ -111,7 +110,7 @@ pub fn is_admitted(request: &Request, verdict: &Verdict) -> bool {
 /// Whether a workload whose egress is denied may go where a verdict sends it.
 #[inline(always)]
 pub fn admits(request: &Request, verdict: &Verdict) -> bool {
-    // Those of a load balancer with source ranges, or at a port that other sockets share, too.
+    // Includes services of a load balancer with source ranges, and of a port that other sockets share.
     let by_packets = verdict.pool != 0 || select::is_by_packets(request.netns);
     let kind = if !verdict.endpoint.is_none() {
         u32::from(verdict.flags)
@@ -127,7 +126,7 @@ pub fn admits(request: &Request, verdict: &Verdict) -> bool {
 
 /// [`capture_admits`]: no service translates the destination.
 const ITSELF: u32 = 1 << 16;
-/// The same: packets are translated, and judged.
+/// [`capture_admits`]: the packet path translates the packets, and judges them.
 const BY_PACKETS: u32 = 1 << 17;
 
 /// Whether a workload whose egress is denied may go to an endpoint from a block with these flags, or to the destination itself.
@@ -183,7 +182,7 @@ extern "C" fn capture_exempts(
     u32::from(is_judged_later && capture::exempts(&Live, &enrolled, to.addr, to.port))
 }
 
-/// The reason, whose connection it is, and whether it is [left to be judged](leave_to_judge).
+/// Returns the reason, the workload, and whether the verdict is [left to be judged](leave_to_judge).
 #[inline(always)]
 fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason, u32, bool) {
     let Some(config) = config() else {
@@ -191,7 +190,7 @@ fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason
     };
     let ctx = call.ctx.sock_addr;
     let mark = mark(ctx);
-    // Also in a namespace that is captured no more, or not yet: `sk_lookup` may not know that.
+    // Also in a namespace that is no longer captured, or not yet: `sk_lookup` may not know that.
     if has_mark(mark, config.mark | FROM_CLIENT) && is_agent(config) {
         return (Reason::ProxysOwn, 0, false);
     }
@@ -211,7 +210,7 @@ fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason
     }
     let (asked, excludes_user) = (Call { ctx, request }, excludes_user(&enrolled));
     let to = (request.addr, request.port);
-    // First, because the verifier goes through it once for each result of what is before it.
+    // First, because the verifier walks this code once for each result of the code before it.
     if of_query(&asked, &enrolled, mesh, excludes_user) == Reason::CapturedDns
         && (enrolled.flags & Enrolled::EGRESS_DENY == 0 || capture::Circumstances::is_known(&asked))
     {
@@ -225,9 +224,9 @@ fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason
     (reason, enrolled.workload, is_judged)
 }
 
-/// Whether a query to a workload's resolver goes to the agent's DNS server: [`Reason::CapturedDns`]; and if it does not,
-/// why. It does not if nobody listens there, now, or reads what arrives, or if the socket is bound to an interface, which
-/// is not the loopback.
+/// Whether a query to a workload's resolver goes to the agent's DNS server: [`Reason::CapturedDns`]; otherwise the
+/// reason why not. It does not if the server does not listen there now or does not read, or if the socket is bound to
+/// an interface, which is not the loopback.
 #[inline(always)]
 pub fn of_query(asked: &Call<'_>, enrolled: &Enrolled, mesh: u64, excludes_user: bool) -> Reason {
     let request = asked.request;
@@ -260,7 +259,7 @@ fn is_bound_to_interface(ctx: *mut bpf_sock_addr) -> bool {
     }
 }
 
-/// What is said of whoever asks.
+/// Returns the workload of the process that calls.
 #[inline(always)]
 pub fn enrolled(request: &Request, config: &CaptureConfig, mesh: u64) -> Copied<Enrolled> {
     let mut found = Copied::Absent;
@@ -306,7 +305,7 @@ pub fn mark(ctx: *mut bpf_sock_addr) -> u32 {
     }
 }
 
-/// Whether a socket is one by which the agent's proxy connects to where it has routed a connection.
+/// Whether a socket is one by which the agent's proxy connects to the target of a connection.
 #[inline(always)]
 pub fn is_proxys_own(ctx: *mut bpf_sock_addr) -> bool {
     config().is_some_and(|config| {
@@ -314,14 +313,14 @@ pub fn is_proxys_own(ctx: *mut bpf_sock_addr) -> bool {
     })
 }
 
-/// Whether what goes to the request's destination stays in its network namespace: the address is one of a captured workload's
-/// there. No service translates it, as with kube-proxy, which does not see it.
+/// Whether packets to the request's destination stay in its network namespace: the address is one of a captured
+/// workload there. No service translates it, as with kube-proxy, which does not see it.
 #[inline(always)]
 pub fn stays(request: &Request) -> bool {
     is_own(request, request.addr)
 }
 
-/// Whether the process is the agent's, or its predecessor's: by its cgroup, which nobody chooses for himself.
+/// Whether the process is the agent's or its predecessor's: by its cgroup, which a process cannot choose for itself.
 #[inline(always)]
 pub fn is_agent(config: &CaptureConfig) -> bool {
     // SAFETY: the helper has no preconditions.
@@ -329,7 +328,7 @@ pub fn is_agent(config: &CaptureConfig) -> bool {
     config.agent_cgroup != 0 && (cgroup == config.agent_cgroup || cgroup == config.before_cgroup)
 }
 
-/// A call of `connect()` or `sendmsg()`, for what the decision asks.
+/// A call of `connect()` or `sendmsg()`, with the facts that the decision needs.
 pub struct Call<'a> {
     pub ctx: *mut bpf_sock_addr,
     pub request: &'a Request,
@@ -353,7 +352,7 @@ impl capture::Circumstances for Call<'_> {
         is_own(self.request, self.request.addr)
     }
 
-    /// Of a service with several endpoints nobody knows before the proxy has chosen one.
+    /// For a service with several endpoints this is unknown until the proxy has chosen one.
     #[inline(always)]
     fn is_itself(&self) -> bool {
         is_own(self.request, self.request.addr) || capture_leads_back(self.request) != 0
@@ -371,8 +370,8 @@ impl capture::Circumstances for Call<'_> {
     }
 }
 
-/// Where a captured connection goes: to an address of its destination's own, if somebody takes it there. A proxy that is
-/// not the agent's listens at one address.
+/// Where a captured connection goes: to the loopback address for its destination, if a socket listens there. A proxy
+/// that is not the agent's listens at one address.
 #[inline(always)]
 fn proxy(ctx: *mut bpf_sock_addr, request: &Request) -> (Addr, Port) {
     let port = config().map_or(Port::ANY, |config| config.outbound);
@@ -424,7 +423,7 @@ pub fn is_own(request: &Request, addr: Addr) -> bool {
     local(addr).is_some_and(|local| local.netns == request.netns)
 }
 
-/// Whether the destination is a service's that only the workload itself answers. With external linkage, as in
+/// Whether the destination is a service that only the workload itself answers. With external linkage, as in
 /// `packet/table.rs`: the verifier looks at it once, not on each way that leads to it.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
@@ -438,7 +437,8 @@ extern "C" fn capture_leads_back(request: *const Request) -> u32 {
     u32::from(!endpoint.is_none() && is_own(request, endpoint.addr))
 }
 
-/// Whether the destination is a service's of Pods, an endpoint's of one, or stated by the operator. Likewise.
+/// Whether the destination is a service of Pods, an endpoint of such a service, or stated by the operator. With
+/// external linkage, too.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
@@ -466,8 +466,8 @@ fn frontend(request: &Request) -> Frontend {
     )
 }
 
-/// Whether somebody listens at an address of loopback in the socket's network namespace, now: no flag
-/// that could be stale, and whoever's proxy it is.
+/// Whether a socket listens at an address of loopback in the socket's network namespace now: a lookup cannot be stale,
+/// unlike a flag, and works for any proxy.
 #[inline(always)]
 fn listens(ctx: *mut bpf_sock_addr, protocol: Protocol, addr: Addr, port: Port) -> bool {
     // As `struct bpf_sock_tuple`: source, destination, ports.
@@ -497,7 +497,7 @@ fn listens(ctx: *mut bpf_sock_addr, protocol: Protocol, addr: Addr, port: Port) 
     true
 }
 
-/// The ports of a `struct bpf_sock_tuple`: none of the source's.
+/// The ports of a `struct bpf_sock_tuple`, without a source port.
 #[inline(always)]
 fn port_word(port: Port) -> u32 {
     let [a, b] = port.be().to_ne_bytes();

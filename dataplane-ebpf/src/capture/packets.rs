@@ -1,6 +1,6 @@
-//! Whether the first packet of a workload whose egress is denied may go where the packet path sends it. The packet path asks
-//! when it has the block from which it draws: what was judged before, at the socket or by [`assign`](super::assign), is an
-//! earlier look at the same tables, and the service may have changed since.
+//! Whether the first packet of a workload whose egress is denied may go where the packet path sends it. The packet path
+//! asks when it has the block from which it draws. The socket programs or [`assign`](super::assign) judged earlier, by
+//! an earlier look at the same tables, and the service may have changed since.
 
 use dataplane_common::{
     Protocol,
@@ -24,7 +24,7 @@ fn denied(key: &FlowKey) -> Option<(Local, bool)> {
     if local.flags & denies != denies {
         return None;
     }
-    // Of a socket, who is excluded by user or group shows there only. Datagrams are judged at sockets only.
+    // Only the socket shows whether its user or group is excluded. Datagrams are judged at sockets only.
     let is_seen = if local.is_by_packets() {
         key.protocol == Protocol::TCP
     } else {
@@ -54,7 +54,8 @@ pub fn admits_service(key: &FlowKey, block: Block, endpoint: &Endpoint) -> bool 
     }
 }
 
-/// Whether a packet may go to its destination, which is no service's. Of what sockets send, they have judged that.
+/// Whether a packet may go to its destination, which does not belong to a service. The socket programs have judged
+/// packets of sockets already.
 #[inline(always)]
 pub fn admits_itself(key: &FlowKey) -> bool {
     match denied(key) {

@@ -1,5 +1,5 @@
-//! What a proxy asks of a connection that it has accepted: `SO_ORIGINAL_DST`, as after an iptables
-//! `REDIRECT`, and `getsockname()`, as after `TPROXY`.
+//! Answers a proxy's questions about an accepted connection: `SO_ORIGINAL_DST`, as after an iptables `REDIRECT`, and
+//! `getsockname()`, as after `TPROXY`.
 
 use core::{
     arch::asm,
@@ -27,8 +27,8 @@ const RETVAL: usize = offset_of!(bpf_sockopt, retval);
 const AF_INET: u16 = 2;
 const AF_INET6: u16 = 10;
 
-/// `getsockopt()`. What is not ours stays as the kernel answered it: `optlen` 0 says that, for
-/// answers larger than a page too (`Documentation/bpf/prog_cgroup_sockopt.rst`).
+/// `getsockopt()`. For other options the kernel's answer stays: `optlen` 0 means this, for answers larger than a page,
+/// too (`Documentation/bpf/prog_cgroup_sockopt.rst`).
 #[inline(always)]
 pub fn getsockopt(ctx: *mut bpf_sockopt) -> i32 {
     let length = answer(ctx);
@@ -43,7 +43,7 @@ pub fn getsockopt(ctx: *mut bpf_sockopt) -> i32 {
     GO_ON
 }
 
-/// Writes the answer; how long it is, 0 if there is none of ours.
+/// Writes the answer and returns its length; 0 if this program has no answer.
 #[inline(always)]
 fn answer(ctx: *mut bpf_sockopt) -> u32 {
     // SAFETY: fields of the context.
@@ -67,7 +67,7 @@ fn answer(ctx: *mut bpf_sockopt) -> u32 {
     if v4 != (level == SOL_IP) {
         return 0;
     }
-    // SAFETY: what is written is within the answer's buffer, as the verifier wants it checked; a
+    // SAFETY: every write is within the answer's buffer, in the form of check that the verifier requires; a
     // `struct sockaddr_in` has 16 bytes, a `struct sockaddr_in6` 28.
     unsafe {
         let start = read_volatile(&raw const (*ctx).__bindgen_anon_2.optval).cast::<u32>();
@@ -116,7 +116,7 @@ pub fn getsockname<F: Family>(call: &SockAddr<F>) -> i32 {
     GO_ON
 }
 
-/// Where the connection of a socket was to go, or null.
+/// Returns the original destination of a socket's connection, or null.
 #[inline(always)]
 fn kept(sk: *mut bpf_sock) -> *const Origin {
     if sk.is_null() {

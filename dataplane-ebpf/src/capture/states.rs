@@ -1,16 +1,17 @@
-//! States of TCP sockets, as the kernel's tracepoints tell: when connections that are measured are established, when
-//! they arrive, and when they are over.
+//! States of TCP sockets, as the kernel's tracepoints report them: when measured connections are established, when they
+//! arrive, and when they are over.
 //!
-//! `sockops` would tell as well, and ask every socket for time limits, windows and ECN: ten calls for a connection
-//! that is made and reset, where these are eight, each of them shorter. That took 1 to 2 % of the connections/s that
-//! an application makes directly (`cargo xtask bench relay`).
+//! `sockops` would report them as well, but it also asks every socket for time limits, windows and ECN: ten calls for a
+//! connection that is made and reset, instead of eight, each of them shorter. That took 1 to 2 % of the connections/s
+//! that an application makes directly (`cargo xtask bench relay`).
 //!
-//! They tell of all sockets of the machine. Those that `connect()` has begun to measure are known by their cookies,
-//! those that arrive by address and network namespace.
+//! The tracepoints report all sockets of the machine. Sockets that `connect()` has begun to measure are known by their
+//! cookies, arriving ones by address and network namespace.
 //!
-//! The kernel runs none of these inside of itself: while a CPU runs [`changed`] for a system call, what packets that
-//! it receives change is not told (`__bpf_trace_run` in `kernel/trace/bpf_trace.c`). [`gone`], during which it
-//! receives none, makes up for that; but a connection that arrives in just that moment is not measured.
+//! The kernel runs no tracepoint program inside of itself: while a CPU runs [`changed`] for a system call, it does not
+//! report changes by packets that it receives meanwhile (`__bpf_trace_run` in `kernel/trace/bpf_trace.c`). [`gone`],
+//! during which the CPU receives none, makes up for that; but a connection that arrives at just that moment is not
+//! measured.
 
 use aya_ebpf::programs::BtfTracePointContext;
 use dataplane_common::{
@@ -46,10 +47,10 @@ pub fn changed(ctx: &BtfTracePointContext) {
     }
 }
 
-/// `tcp_destroy_sock`: of a socket that nobody has any more nothing is kept. The kernel takes no packets on this CPU
-/// meanwhile (`inet_csk_destroy_sock` in `net/ipv4/inet_connection_sock.c`), so that this misses none. What is still
-/// there was never established, or the kernel did not tell when it was closed: then both sides have ended it, most
-/// probably.
+/// `tcp_destroy_sock`: removes the meter of a socket that no process has any more. The kernel takes no packets on this
+/// CPU meanwhile (`inet_csk_destroy_sock` in `net/ipv4/inet_connection_sock.c`), so this program misses none. A meter
+/// that is still there belongs to a connection that was never established, or whose closing the kernel did not report:
+/// then both sides have most probably ended it.
 #[inline(always)]
 pub fn gone(ctx: &BtfTracePointContext) {
     let socket = Socket::new(ctx.arg(0));
@@ -60,8 +61,8 @@ pub fn gone(ctx: &BtfTracePointContext) {
     }
 }
 
-/// A connection to a workload between whom and its clients nobody stands is measured where it
-/// arrives: what a proxy would take, by the same rules.
+/// Measures a connection to a workload without a proxy in front of it, at its arrival: the connections that a proxy
+/// would take, by the same rules.
 #[inline(always)]
 fn arrived(socket: Socket) {
     let Some(config) = config() else { return };
@@ -69,8 +70,8 @@ fn arrived(socket: Socket) {
         return;
     }
     let (addr, client) = (socket.local(), socket.remote());
-    // What a workload says to itself is no proxy's either. That this comes before the table makes
-    // it nothing for connections by loopback.
+    // A workload's connections to itself do not go to a proxy either. This check comes before the lookup, so
+    // connections by loopback cost nothing.
     if addr == client {
         return;
     }
@@ -85,12 +86,12 @@ fn arrived(socket: Socket) {
     {
         return;
     }
-    // What the proxy took while there was one, it counts.
+    // While there is a proxy, the proxy counts the connections that it takes.
     if has_mark(socket.read::<u32>(Field::Mark), config.mark | FROM_CLIENT) {
         return;
     }
     let port = u32::from(socket.read::<u16>(Field::Port));
-    // The kernel does not say by which interface it came.
+    // The kernel does not report the interface by which it came.
     if capture::inbound(&Live, &found, port, 0) == Reason::CapturedInbound {
         meters::arrived(socket, found.workload, client);
     }

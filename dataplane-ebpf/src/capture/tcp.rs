@@ -22,17 +22,17 @@ pub const CREATE: u64 = 1;
 
 const AF_INET6: u16 = 10;
 
-/// Where [`Field`]s are in this kernel: the agent writes it before it loads the programs, and to the verifier they
-/// are constants.
+/// The offsets of [`Field`]s in this kernel: the agent writes them before it loads the programs, and the verifier sees
+/// constants.
 #[unsafe(no_mangle)]
 static FIELDS: [u32; Field::ALL.len()] = [0; Field::ALL.len()];
 
-/// A TCP socket of the kernel's own, `struct sock`: the verifier knows its type, and checks what is read of it.
+/// A TCP socket of the kernel's own, `struct sock`: the verifier knows its type, and checks every read.
 #[derive(Clone, Copy)]
 pub struct Socket(*const c_void);
 
 impl Socket {
-    /// A socket that a tracepoint is about.
+    /// The socket of a tracepoint.
     #[inline(always)]
     pub const fn new(socket: *const c_void) -> Self {
         Self(socket)
@@ -52,7 +52,7 @@ impl Socket {
         unsafe { read(self.0, field) }
     }
 
-    /// 0 if it has none, and so is none of those that are measured.
+    /// Returns the socket's cookie; 0 if it has none, and so is not measured.
     #[inline(always)]
     pub fn cookie(self) -> u64 {
         self.read(Field::Cookie)
@@ -85,8 +85,8 @@ impl Socket {
         unsafe { read(net, Field::NetCookie) }
     }
 
-    /// What the other side has acknowledged and what has been received, in bytes: a SYN that was acknowledged counts
-    /// as one, and a FIN in either direction.
+    /// Returns the bytes that the other side has acknowledged, and the bytes received: a SYN that was acknowledged
+    /// counts as one, and a FIN in either direction.
     #[inline(always)]
     pub fn bytes(self) -> (u64, u64) {
         // SAFETY: the helper checks that it is a TCP socket; fields of `struct tcp_sock`.

@@ -1,12 +1,12 @@
 //! Datagrams that this host sends from a port that a service has, too: a socket that is bound to a node port, or a pod
-//! whose packets a rule of the kernel's masquerades to such a port. What comes back would be taken for a request to the
+//! whose packets a rule of the kernel's masquerades to such a port. The answers would look like requests to the
 //! service.
 //!
 //! So the program on the way out remembers such a flow, and the program on the way in leaves its answers alone. It is a
-//! flow to the destination itself ([`Flow::is_asked`]), of which nothing is translated. Its lifetime, and what gives way
-//! to what, are those of any other flow: the kernel's own conntrack knows such a flow for as long.
+//! flow to the destination itself ([`Flow::is_asked`]), of which nothing is translated. It has the lifetime of any
+//! other flow, and is evicted like any other: the kernel's own conntrack knows such a flow for as long.
 //!
-//! A socket that is connected is asked itself, however long ago it asked.
+//! If a socket is connected, the program looks at the socket itself, however long ago it asked.
 
 use core::ptr::read_volatile;
 
@@ -38,15 +38,15 @@ pub fn is_claimed(port: Port) -> bool {
     }
 }
 
-/// Whether a packet that the stack forwards is a datagram from such a port: asked of every packet that the stack
-/// forwards, so the header is only looked at where almost all datagrams have it. (The stack has read it there.)
+/// Whether a packet that the stack forwards is a datagram from such a port. This runs for every forwarded packet, so it
+/// reads the header only at the place where almost all datagrams have it. (The stack has read it there.)
 #[inline(always)]
 pub fn may_ask(skb: Skb, l3: u32) -> bool {
     let port = plain::datagram_source(skb, l3);
     port != Port::ANY && is_claimed(port)
 }
 
-/// Whether a datagram to a service answers what this host has asked. It has no flow of ours.
+/// Whether a datagram to a service is the answer to a datagram of this host. The datagram has no flow of ours.
 #[inline(never)]
 pub fn is_answer(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
     let (key, segment) = (&s.packet.key, &s.packet.segment);
@@ -55,8 +55,8 @@ pub fn is_answer(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
             || sockets::is_connected(skb, key))
 }
 
-/// Remembers the flow of a datagram that leaves, if it comes from a service's address and port. (Not inlined: what has
-/// its own frame gives its stack back.)
+/// Remembers the flow of a datagram that leaves, if it comes from a service's address and port. (Not inlined: a
+/// function with its own frame gives its stack back.)
 #[inline(never)]
 pub fn remember(s: &mut Scratch, now: Tick) {
     let key = &s.packet.key;
@@ -87,7 +87,7 @@ pub fn remember(s: &mut Scratch, now: Tick) {
     }
 }
 
-/// Whether the packet's source is a service's.
+/// Whether the packet's source belongs to a service.
 #[inline(always)]
 fn is_served(key: &FlowKey) -> bool {
     let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);

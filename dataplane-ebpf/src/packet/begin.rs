@@ -1,5 +1,5 @@
-//! The first packet of a flow: is it for a service, whose endpoint answers it, and what does that
-//! see of the client.
+//! The first packet of a flow: finds the service, the endpoint that answers, and the client's address that the endpoint
+//! sees.
 
 use dataplane_common::{
     Addr, Port, Reason,
@@ -35,15 +35,15 @@ fn contains(set: u32, packet: &Packet) -> bool {
     sources::contains(set, packet.key.src)
 }
 
-/// Which frontend a packet is for. (Not inlined, like others here: what has its own frame gives its
+/// Returns the frontend that a packet is for. (Not inlined, like others here: a function with its own frame gives its
 /// stack back.)
 #[inline(never)]
 pub fn frontend(key: &FlowKey) -> Frontend {
     decide::find_frontend(&Live, key.dst, key.dst_port, key.protocol, false)
 }
 
-/// Chooses an endpoint, given the one in use and [`Endpoint::NONE`] if there is none; that is
-/// then the one that was chosen.
+/// Chooses an endpoint. `endpoint` is the one in use, or [`Endpoint::NONE`] if there is none, and becomes the chosen
+/// one.
 #[inline(never)]
 fn pick(pool: &Pool, index: u32, client: &Addr, endpoint: &mut Endpoint) -> Reason {
     let verdict = choose::<false>(pool, index, *client, endpoint);
@@ -51,7 +51,7 @@ fn pick(pool: &Pool, index: u32, client: &Addr, endpoint: &mut Endpoint) -> Reas
     verdict.reason()
 }
 
-/// Whether the packet comes from a pod, as far as anybody told us how to know.
+/// Whether the packet comes from a pod, by the configured way to detect pods.
 #[inline(always)]
 fn is_from_pod(skb: Skb, packet: &Packet, config: u32) -> bool {
     (config & PacketConfig::DETECT_BY_INTERFACE != 0
@@ -59,17 +59,17 @@ fn is_from_pod(skb: Skb, packet: &Packet, config: u32) -> bool {
         || (config & PacketConfig::DETECT_BY_ADDRESS != 0 && contains(SourceKey::PODS, packet))
 }
 
-/// [`Scratch::keep`]: the SYN again of a flow that lives.
+/// [`Scratch::keep`]: a repeated SYN on a live flow.
 pub const KEEP: u32 = 1;
-/// [`Scratch::keep`]: a SYN on a flow that was reset, or closed by both sides. It keeps its endpoint, so that who sends a RST
-/// or FINs, and then a SYN, in others' names moves no connection that lives.
+/// [`Scratch::keep`]: a SYN on a flow that was reset, or closed by both sides. The flow keeps its endpoint. So a sender that
+/// forges a RST or FINs, and then a SYN, moves no live connection.
 pub const KEEP_ENDED: u32 = 2;
 
-/// A packet to the service of [`Scratch::frontend`] that no flow is known of; or, if [`Scratch::keep`], a
-/// SYN on the flow that is in `s`, whose endpoint is kept if it is still one.
+/// Begins a flow to the service of [`Scratch::frontend`], for a packet without a known flow. If [`Scratch::keep`] is
+/// set, the packet is a SYN on the flow in `s`, which keeps its endpoint if the service still lists it.
 ///
-/// In three steps, one after the other rather than one within the other: the frames of all would
-/// not fit the stack at once.
+/// The function takes three steps one after the other, instead of one inside the other: the frames of all would not fit
+/// the stack at once.
 #[inline(always)]
 pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let action = find_pool(skb, s);
@@ -108,7 +108,7 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     }
 }
 
-/// Whoever sends a SYN in a client's name moves no connection that lives, even if its endpoint takes no new ones.
+/// A forged SYN in a client's name moves no live connection, even if the endpoint takes no new ones.
 #[inline(never)]
 fn keep_endpoint(s: &mut Scratch, now: Tick) {
     let is_answered = seen::of_replies(s.flow.seen) & seen::PACKET != 0;
@@ -122,7 +122,7 @@ fn keep_endpoint(s: &mut Scratch, now: Tick) {
     }
 }
 
-/// [`enter_flow`]: every port of the endpoint's is taken, as far as was looked; or its interface is not ready
+/// [`enter_flow`]: every port of the endpoint's that was tried is taken; or the endpoint's interface is not ready
 /// ([`route::UNREADY`]).
 const ANOTHER: i32 = 260;
 /// [`go`]: the packet's workload may not go to the endpoint.
@@ -132,10 +132,10 @@ const DELIVER: i32 = 259;
 
 /// [`Scratch::masquerade`]: the endpoint sees an address of the node's.
 const MASQUERADE: u32 = 1;
-/// The same: a flow that may be evicted gives its port up, because no endpoint has a free one.
+/// [`Scratch::masquerade`]: in addition, a flow that may be evicted gives its port up, because no endpoint has a free one.
 const EVICT: u32 = 2;
 
-/// How often a port is looked for that others were given meanwhile.
+/// How often to search for a port again if other CPUs took the port meanwhile.
 const TRIES: u32 = 3;
 
 /// How many other endpoints are tried if one has no port left, or is not ready.
@@ -174,10 +174,10 @@ fn another(s: &mut Scratch) -> bool {
     true
 }
 
-/// [`find_pool`]: there is one, and it has endpoints.
+/// [`find_pool`]: a pool was found, and it has endpoints.
 const CHOOSE: i32 = 257;
 
-/// Which pool answers the packet, if any, and whether the flow is to be masqueraded.
+/// Finds the pool that answers the packet, if any, and decides whether to masquerade the flow.
 #[inline(never)]
 fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     let key = &s.packet.key;
@@ -186,7 +186,7 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     }
     let kind = s.frontend.kind();
     if s.packet.fragment == LATER && key.dst_port == Port::ANY {
-        // Of a node's address it may be anybody's; a cluster IP is nobody else's.
+        // At a node's address the fragment may belong to any other flow; at a cluster IP it cannot.
         if kind != Kind::CLUSTER_ADDRESS {
             return LEAVE_ALONE;
         }
@@ -234,8 +234,8 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     CHOOSE
 }
 
-/// Tells if the packet's workload may send to the drawn endpoint. If no service has the packet's destination, the destination
-/// itself counts. With external linkage, as in `table.rs`: the verifier looks at it once.
+/// Whether the packet's workload may send to the drawn endpoint. If no service has the packet's destination, the
+/// destination itself counts. With external linkage, as in `table.rs`: the verifier looks at it once.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
@@ -251,7 +251,7 @@ extern "C" fn packet_admits(s: *const Scratch) -> u32 {
     })
 }
 
-/// Whether a SYN to a destination that is no service's, or no more, may go there. If not, it is refused.
+/// Whether the program has to refuse a SYN to a destination that does not belong to a service, or no longer.
 #[inline(never)]
 pub fn is_refused(skb: Skb, s: &mut Scratch) -> bool {
     let is_refused = packet_admits(s) == 0;
@@ -261,9 +261,9 @@ pub fn is_refused(skb: Skb, s: &mut Scratch) -> bool {
     is_refused
 }
 
-/// Whether a pod's socket sends the packet to an endpoint that was chosen at the socket, from an address that is not the pod's:
-/// the process, the pod's routes or its NAT rules have chosen it. If so, the packet is refused. The source comes first, because
-/// the CPU remembers sources that are right.
+/// Whether a pod's socket sends the packet to an endpoint that was chosen at the socket, from an address that is not
+/// the pod's: the process, the pod's routes or its NAT rules have chosen it. If so, the program refuses the packet. It
+/// checks the source first, because the CPU remembers valid sources.
 #[inline(never)]
 pub fn is_forged(skb: Skb, s: &mut Scratch) -> bool {
     let is_forged = !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS)
@@ -340,8 +340,8 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     s.flow.node_addr = 0;
     masquerade |= s.packet.key.src == s.endpoint.addr;
     if s.way.answer == route::LOCAL {
-        // An endpoint on the host itself answers through us, whoever asks; and a packet with one
-        // of the host's own addresses as its source would not be let in (`fib_validate_source`).
+        // An endpoint on the host itself answers through us, for any client. And the stack would reject a packet with
+        // one of the host's own addresses as its source (`fib_validate_source`).
         masquerade = false;
     }
     if masquerade && s.way.answer == route::STACK {
@@ -386,8 +386,8 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     DELIVER
 }
 
-/// Enters the flow into conntrack. The reason is a refusal if that failed, [`Reason::Masqueraded`] if it was given
-/// an address and a port of the node's, and [`Reason::Kept`] if another CPU has entered it.
+/// Enters the flow into conntrack. The reason is a refusal if that failed, [`Reason::Masqueraded`] if the flow got an
+/// address and a port of the node's, and [`Reason::Kept`] if another CPU has entered it.
 #[inline(always)]
 fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
     let how = if s.masquerade & EVICT != 0 {
@@ -415,7 +415,7 @@ fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
         if !found {
             return Reason::PortsExhausted;
         }
-        // The port first, then the cell: nobody is kept waiting for the search.
+        // The port first, then the cell: no other CPU has to wait for the search.
         let index = table::hold_or_find(&flow.forward, now);
         if index == NOWHERE {
             return Reason::ConntrackFull;
@@ -434,7 +434,7 @@ fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
         if !masquerade {
             return Reason::ConntrackFull;
         }
-        // Another flow has been given the port meanwhile.
+        // Another flow has got the port meanwhile.
     }
     Reason::FlowBusy
 }
@@ -450,9 +450,10 @@ fn uplink(skb: Skb) -> u32 {
     }
 }
 
-/// A connection to no service is left alone. If it is to an endpoint itself, from a port from which a live flow by
-/// way of a VIP goes to it, the endpoint sees it come from another port ([`direct`]): what the endpoint answered would
-/// be taken for that flow's. [`Scratch::keep`]: it is such a flow, which is known.
+/// Leaves a connection alone that does not go to a service. But if it goes to an endpoint itself, from a port that
+/// already has a live flow to this endpoint through a VIP, the endpoint sees it come from another port ([`direct`]):
+/// otherwise the endpoint's answers would look like that flow's. [`Scratch::keep`]: the packet belongs to such a flow,
+/// which is known.
 #[inline(always)]
 pub fn pass(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if !is_to_be_moved(s, now) {
@@ -468,8 +469,8 @@ pub fn pass(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     }
 }
 
-/// A SYN on the flow in `s` ([`Scratch::keep`]), to an address and port that no service has any longer. A connection that lives
-/// keeps its endpoint. Any other flow is forgotten: the SYN is left alone, and so must be the packets that follow it.
+/// A SYN on the flow in `s` ([`Scratch::keep`]), to an address and port that no service has any longer. A live
+/// connection keeps its endpoint. Any other flow is removed: the program leaves the SYN and the packets after it alone.
 #[inline(never)]
 pub fn without_frontend(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS) {
@@ -484,7 +485,7 @@ pub fn without_frontend(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     LEAVE_ALONE
 }
 
-/// Whether the endpoint sees a connection to itself come from another port; if so, it is as if that was chosen.
+/// Whether the endpoint has to see a connection to itself come from another port; if so, sets the endpoint as chosen.
 #[inline(never)]
 fn is_to_be_moved(s: &mut Scratch, now: Tick) -> bool {
     let (addr, port) = (s.packet.key.dst, s.packet.key.dst_port);
@@ -501,18 +502,18 @@ fn is_to_be_moved(s: &mut Scratch, now: Tick) -> bool {
         direct::announce();
     }
     s.endpoint = Endpoint::new(addr, port);
-    // No service's, so no pool's.
+    // The flow has no service, so it has no pool.
     s.index = 0;
     s.masquerade = 0;
     s.reason = Reason::Translated as u32;
     true
 }
 
-/// Refuses a packet: says so to whoever sent it where iptables' `REJECT` would, else drops it.
+/// Refuses a packet: sends an error to its sender if iptables' `REJECT` would, else drops it.
 #[inline(always)]
 fn refuse(skb: Skb, s: &mut Scratch, pool: u32, reason: Reason) -> i32 {
     count(reason);
-    // The others are not for want of endpoints: a pool's counter would show them as connections.
+    // The other reasons are not about missing endpoints: a pool's counter would show them as connections.
     if reason == Reason::NoEndpoints
         || reason == Reason::NoLocalEndpoint
         || reason == Reason::PortNotServed

@@ -1,6 +1,6 @@
-//! Packets to an endpoint that the programs at sockets have chosen. Their destination may also be a VIP, for example the
-//! external IP of another service. It is not translated again, as netfilter translates a flow once: otherwise that service
-//! would take the connections of the service whose endpoint has the address.
+//! Packets to an endpoint that the programs at sockets have chosen. Their destination may also be a VIP, for example
+//! the external IP of another service. The packet path does not translate it again, as netfilter translates a flow
+//! once: otherwise the other service would take the connections of the service whose endpoint has the address.
 
 use core::ptr::{from_ref, null_mut, read_volatile};
 
@@ -17,7 +17,7 @@ use crate::{
     tables::{FLOWS, MORE_PEERS},
 };
 
-/// Whether the packet's own socket sends it, and was given this destination instead of a VIP. A packet from another machine
+/// Whether the packet's own socket sends it, and got this destination instead of a VIP. A packet from another machine
 /// or from a virtual machine has no socket here.
 #[inline(never)]
 pub fn is_destination(skb: Skb, key: &FlowKey) -> bool {
@@ -55,7 +55,7 @@ pub fn is_destination(skb: Skb, key: &FlowKey) -> bool {
     }
 }
 
-/// Whether a kept endpoint is the packet's destination. `kept` may be null.
+/// Whether a recorded endpoint is the packet's destination. `kept` may be null.
 #[inline(always)]
 fn is_to(kept: *const Peer, key: &FlowKey) -> bool {
     if kept.is_null() {

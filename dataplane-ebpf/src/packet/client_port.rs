@@ -1,4 +1,4 @@
-//! Which port an endpoint sees of a client whose address it sees.
+//! Chooses the port that an endpoint sees of a client if it sees the client's address.
 
 use aya_ebpf::helpers::generated::bpf_get_prandom_u32;
 use dataplane_common::{
@@ -11,9 +11,9 @@ use super::conntrack::Flow;
 /// How many other ports are tried. All of them are taken only if the client has thousands of flows to the endpoint.
 const TRIES: u32 = 16;
 
-/// Gives a flow that is not masqueraded the client's port, or another one if a live flow of the same client and port to the
-/// same endpoint goes through another VIP: the endpoint's replies to both would be the same. `false` if none was found.
-/// Nothing is held meanwhile.
+/// Gives a flow that is not masqueraded the client's port. If a live flow of the same client and port to the same
+/// endpoint goes through another VIP, gives it a different port, because the endpoint's replies to both would be alike.
+/// `false` if none was found. The function holds no cell meanwhile.
 #[inline(never)]
 pub fn choose(flow: &mut Flow, now: Tick) -> bool {
     flow.node_port = Port::ANY;

@@ -1,4 +1,4 @@
-//! Flows that are known: `dataplane_common::packet` says what their entries mean.
+//! Known flows: `dataplane_common::packet` describes their entries.
 
 use dataplane_common::{
     Addr, Port, Protocol,
@@ -43,9 +43,9 @@ pub struct Flow {
     /// [`Translation::node_port`].
     pub node_port: Port,
     pub node_addr: u8,
-    /// What had been seen of it before this packet, of both directions.
+    /// The packets of both directions that it had before this one.
     pub seen: u8,
-    /// By which interface the client's packets come, of a reply where that matters ([`table::came_by`]); else 0.
+    /// The interface by which the client's packets come, for a reply if it matters ([`table::came_by`]); else 0.
     pub came_by: u32,
 }
 
@@ -68,7 +68,7 @@ impl Flow {
         self.is_direct() && self.node_port == Port::ANY
     }
 
-    /// Where the endpoint sees it come from, and where it goes.
+    /// Sets the ends of a packet to the endpoint.
     #[inline(always)]
     pub fn toward_endpoint(&self, ends: &mut Ends) {
         ends.dst = self.endpoint;
@@ -83,7 +83,7 @@ impl Flow {
             .seen_port(&self.forward);
     }
 
-    /// What the client sees of its replies.
+    /// Sets the ends of a reply to the client.
     #[inline(always)]
     pub fn toward_client(&self, ends: &mut Ends) {
         ends.src = self.forward.dst;
@@ -116,7 +116,7 @@ impl Flow {
         }
     }
 
-    /// What its replies carry, if it is masqueraded.
+    /// The key of its replies, if it is masqueraded.
     #[inline(always)]
     pub fn port_key(&self) -> PortKey {
         PortKey::new(
@@ -127,8 +127,8 @@ impl Flow {
         )
     }
 
-    /// Has a held cell be found by the replies of this flow, with the port of the node's that it has if it is
-    /// masqueraded: `false` if another has that.
+    /// Makes the replies of this flow lead to a held cell, by the port of the node's if the flow is masqueraded:
+    /// `false` if another flow has the port.
     #[inline(never)]
     pub fn lead(&self, index: u32, now: Tick) -> bool {
         let to = self.translation(now, 0);
@@ -136,7 +136,7 @@ impl Flow {
         table::lead(place, index, self.is_masqueraded(), now)
     }
 
-    /// Gives a held cell this flow, whose first packet has come.
+    /// Writes this flow to a held cell, after its first packet.
     #[inline(never)]
     pub fn publish(&self, index: u32, now: Tick, first: &Segment) {
         table::set_came_by(index, self.came_by);
@@ -150,16 +150,16 @@ impl Flow {
         table::remove(&self.forward, now);
     }
 
-    /// Whether another live flow has the replies of this one, which is not masqueraded. One that is over is
-    /// removed: the endpoint's answers are this one's.
+    /// Whether another live flow has the replies of this one, which is not masqueraded. A flow that is over is removed,
+    /// because the endpoint's answers now belong to this flow.
     #[inline(always)]
     pub fn replies_taken(&self, now: Tick) -> bool {
         conntrack_replies_taken(&self.reply_key(), u32::from(now.number())) != 0
     }
 }
 
-/// Forgets the flow that a packet would answer, if it is over: an endpoint begins a connection from the port at which it
-/// answered, and the packets that follow are this connection's.
+/// Forgets the flow that a packet would answer, if it is over: an endpoint begins a connection from the port at which
+/// it answered, and later packets belong to this connection.
 #[inline(always)]
 pub fn forget_answered(key: &FlowKey, now: Tick) {
     conntrack_replies_taken(key, u32::from(now.number()));
@@ -185,19 +185,19 @@ extern "C" fn conntrack_replies_taken(reply: *const FlowKey, now: u32) -> u32 {
     1
 }
 
-/// What is known of a packet's flow.
+/// How a packet relates to a known flow.
 pub type Known = u32;
-/// Nothing.
+/// The flow is not known.
 pub const NEW: Known = 0;
-/// It goes from the client to the VIP.
+/// The packet goes from the client to the VIP.
 pub const REQUEST: Known = 1;
-/// It goes from the endpoint to the client.
+/// The packet goes from the endpoint to the client.
 pub const ANSWER: Known = 2;
-/// It is translated by the kernel's own conntrack, or by nobody ([`Flow::is_asked`]).
+/// The kernel's own conntrack translates the packet, or it needs no translation ([`Flow::is_asked`]).
 pub const FOREIGN: Known = 3;
 
-/// What a packet of a known flow adds to `seen`; 0 if it does not count. Of a datagram the packet itself tells, of
-/// almost all segments one word beside the flow's cell.
+/// Returns the flags that a packet of a known flow adds to `seen`; 0 if it does not count. A datagram needs no further
+/// look, and almost all segments need one word beside the flow's cell.
 #[inline(always)]
 fn seen_in(entry: Place, replies: bool, segment: &Segment) -> u8 {
     if segment.flags == 0 {
@@ -218,7 +218,7 @@ const CLOSED: u8 = seen::FIN | seen::in_replies(seen::FIN);
 const ANSWERED: u8 = seen::in_replies(seen::PACKET);
 const ANSWERED_AND_ASSURED: u8 = ANSWERED | seen::ASSURED;
 
-/// Marks an entry as used by a packet. It is written to only if something changed.
+/// Marks an entry as used by a packet. Writes only if something changed.
 #[inline(always)]
 fn mark(entry: Place, found: &Snapshot, replies: bool, segment: &Segment, now: Tick) {
     let value = found.value();
@@ -235,7 +235,7 @@ fn mark(entry: Place, found: &Snapshot, replies: bool, segment: &Segment, now: T
         } else if judged & GOES_ON != 0 {
             forgotten = value.seen & seen::RST;
             if segment.has(FIN) {
-                // Not one that is sent again.
+                // A FIN that is new, not repeated.
                 if flags & CLOSED & !value.seen != 0 {
                     forgotten |= value.seen & seen::FOLLOWED;
                 }
@@ -271,7 +271,7 @@ pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
     let value = found.value();
     if is_foreign(&found) {
         if value.node_addr != 0 {
-            // It only holds a port.
+            // The entry only reserves a port.
             return NEW;
         }
         if value.used != now {
@@ -295,12 +295,12 @@ pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
     if flow.is_asked() { FOREIGN } else { REQUEST }
 }
 
-/// Has the flow of a request that was found begin anew by a SYN, to the same endpoint.
+/// Makes the known flow of a SYN begin anew, to the same endpoint.
 #[inline(never)]
 pub fn begin_anew(key: &FlowKey, syn: &Segment, now: Tick) {
     if let Some((entry, found)) = table::find(key) {
         let before = found.state();
-        // If not, another packet has come meanwhile: the answer to the SYN begins the flow anew (`tcp::ANEW`).
+        // On failure another packet has come meanwhile: the answer to the SYN begins the flow anew (`tcp::ANEW`).
         if entry.exchange(STATE, before.0, before.anew(now).0) {
             table::write_sequences(entry.index, syn);
         }
@@ -320,9 +320,9 @@ pub fn masqueraded_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now
     answered(entry, &found, key, segment, flow, now)
 }
 
-/// Whether an assured flow that lives, and is masqueraded, has the ends of a packet that a socket of the node sends: what the
-/// endpoint answered would be taken for that flow's. Any other flow is removed: the endpoint's answers are the socket's, so
-/// that a flood of half-open connections takes no port from the node itself.
+/// Whether a live, assured and masqueraded flow has the ends of a packet that a socket of the node sends: the
+/// endpoint's answers would look like that flow's. Any other flow is removed, because the endpoint's answers belong to
+/// the socket. So a flood of half-open connections takes no port from the node itself.
 #[inline(never)]
 pub fn is_port_taken(key: &FlowKey, now: Tick) -> bool {
     let port_key = PortKey::new(key.dst, key.dst_port, key.src_port, key.protocol);
@@ -330,7 +330,7 @@ pub fn is_port_taken(key: &FlowKey, now: Tick) -> bool {
         return false;
     };
     let value = found.value();
-    // The kernel gives a socket's packets another port if its own conntrack has this one.
+    // The kernel translates a socket's packets to another port if its own conntrack has this one.
     if is_foreign(&found) || node_addr(value.node_addr) != key.src {
         return false;
     }
@@ -341,13 +341,13 @@ pub fn is_port_taken(key: &FlowKey, now: Tick) -> bool {
     true
 }
 
-/// Whether a flow has ended, or nobody has used it for longer than it is kept.
+/// Whether a flow has ended, or was idle for longer than its timeout.
 #[inline(always)]
 fn is_over(protocol: Protocol, value: &Translation, now: Tick) -> bool {
     seen::is_ended(value.seen) || is_idle(protocol, value, now)
 }
 
-/// Whether nobody has used a flow for longer than it is kept.
+/// Whether a flow was idle for longer than its timeout.
 #[inline(always)]
 fn is_idle(protocol: Protocol, value: &Translation, now: Tick) -> bool {
     value.used.age_seconds(now) > table::keep(State::of(protocol, value.seen))
@@ -359,7 +359,7 @@ pub fn answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> K
     let Some((entry, found)) = table::find_by_client(key) else {
         return NEW;
     };
-    // Of this host's own question, when it was is all that matters.
+    // For a datagram of this host itself, only the time of the datagram matters.
     let is_asked = found.key().dst == key.src && found.value().node_port == Port::ANY;
     if is_asked && found.key().dst_port == key.src_port {
         if is_over(key.protocol, &found.value(), now) {

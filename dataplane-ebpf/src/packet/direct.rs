@@ -1,13 +1,13 @@
-//! Connections to an endpoint itself whose client already has a flow to this endpoint from the same port; and datagrams,
-//! while the agent says that this may be ([`DATAGRAMS`]).
+//! Connections to an endpoint itself whose client already has a flow to this endpoint from the same port; and
+//! datagrams, while the agent announces that they may occur ([`DATAGRAMS`]).
 //!
-//! The endpoint's answers to both would be the same. So such a connection is a flow of its own, which goes where it
-//! goes anyway, and the endpoint sees another port of the client's: what netfilter does where it finds an answer's
-//! addresses and ports taken (`nf_nat_alloc_null_binding` in `net/netfilter/nf_nat_core.c`). Clients make such
-//! connections when their sockets are served from now on, by the programs of a cgroup, and their packets were before.
+//! The endpoint's answers to both would look alike. So such a connection becomes a flow of its own with an unchanged
+//! destination, and the endpoint sees another port of the client's. netfilter does the same if an answer's addresses
+//! and ports are taken (`nf_nat_alloc_null_binding` in `net/netfilter/nf_nat_core.c`). Clients make such connections
+//! after the programs of a cgroup began to serve their sockets, while the packet path served them before.
 //!
-//! A packet to no service is not looked for as a request: it has no bit in `VIPS`. While there are such flows, it is.
-//! The agent says when there are none any more (`agent/flows.rs` in `dataplane-user`).
+//! A packet that does not go to a service has no bit in `VIPS`, so the program does not look it up as a request. It
+//! does while such flows exist. The agent finds out when none is left (`agent/flows.rs` in `dataplane-user`).
 
 use core::ptr::read_volatile;
 
@@ -36,7 +36,7 @@ pub fn has_datagrams() -> bool {
     word() & DATAGRAMS != 0
 }
 
-/// Says that there will be one: before any packet can find it.
+/// Announces such a flow, before any packet can find it.
 #[inline(always)]
 pub fn announce() {
     if let Some(made) = DIRECT.get_ptr_mut(0) {

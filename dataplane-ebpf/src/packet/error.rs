@@ -9,23 +9,23 @@ use super::{
 };
 use crate::select::count;
 
-/// What is wrong with a packet.
+/// An ICMP error about a packet.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Complaint {
     /// Type and code of ICMP (RFC 792), and of ICMPv6 (RFC 4443).
     v4: [u8; 2],
     v6: [u8; 2],
-    /// The MTU of the way on; 0 of others.
+    /// The MTU of the route; 0 for other errors.
     mtu: u32,
-    /// Which of [`ErrorLimits::kinds`] it is, for IPv4 and for IPv6; 0: it is never limited, as discovering the MTU of
-    /// a path depends on it.
+    /// Its flag of [`ErrorLimits::kinds`], for IPv4 and for IPv6; 0: it is never limited, because path MTU discovery
+    /// depends on it.
     limited: [u32; 2],
 }
 
 impl Complaint {
-    /// Nobody answers at this port: what iptables' `REJECT` says unless told otherwise, to TCP as
-    /// well as to UDP. Either shows as `ECONNREFUSED`.
+    /// No process answers at this port: iptables' `REJECT` sends this by default, for TCP as well as for UDP. Both show
+    /// as `ECONNREFUSED`.
     pub const PORT_UNREACHABLE: Self = Self {
         v4: [3, 3],
         v6: [1, 4],
@@ -40,7 +40,7 @@ impl Complaint {
         limited: [ErrorLimits::EXCEEDED_V4, ErrorLimits::EXCEEDED_V6],
     };
 
-    /// Larger than the way on allows (RFC 1191, RFC 8201).
+    /// Larger than the route allows (RFC 1191, RFC 8201).
     #[inline(always)]
     pub fn too_big(mtu: u32) -> Self {
         Self {
@@ -52,23 +52,23 @@ impl Complaint {
     }
 }
 
-/// How many bytes of the transport header are sent back: RFC 792 asks for eight. Of TCP its whole header is.
+/// How many bytes of the transport header are quoted: RFC 792 asks for eight. Of TCP, the whole header is quoted.
 const TCP: usize = 20;
 const UDP: usize = 8;
 /// An error is a new packet: it starts with a fresh time to live.
 const HOPS: u8 = 64;
 
-/// Sends the packet back as an error, from the address that it was for; what `leaves`, up the stack of this host. Whatever cannot be answered
-/// so (later fragments, options) is dropped. First fragments are answered: their sender makes smaller ones
-/// then; and so is what is yet to be segmented: cut off, it is one packet (`__bpf_skb_change_tail` in
-/// `net/core/filter.c`).
+/// Sends the packet back as an error, from the packet's destination address; up the stack of this host if the packet
+/// `leaves`. Packets that cannot be answered in this way (later fragments, options) are dropped. First fragments are
+/// answered: their sender then makes smaller ones. So are packets that are not segmented yet: cut off, such a packet is
+/// one packet (`__bpf_skb_change_tail` in `net/core/filter.c`).
 #[inline(never)]
 pub fn send(skb: Skb, packet: &Packet, complaint: Complaint, leaves: bool) -> i32 {
     let network = packet.l4 - packet.l3;
     let plain = if packet.is_v4() {
         network == 20
     } else {
-        // With one extension header of eight bytes: a fragment's, or the one that says how long a packet of BIG TCP is.
+        // With one extension header of eight bytes: a fragment header, or the one with the length of a BIG TCP packet.
         network == 40 || network == 48
     };
     if packet.fragment == LATER || !plain {
@@ -99,7 +99,7 @@ pub fn send(skb: Skb, packet: &Packet, complaint: Complaint, leaves: bool) -> i3
     }
 }
 
-/// `WORDS`: how much of the packet is sent back, in units of four bytes.
+/// `WORDS`: how much of the packet is quoted, in units of four bytes.
 #[inline(never)]
 fn send_v4<const WORDS: usize>(
     skb: Skb,

@@ -1,4 +1,4 @@
-//! Decisions into the ring buffer, while somebody listens.
+//! Writes decisions to the ring buffer, while there is a listener.
 
 use dataplane_common::{Event, Hook, Reason, tables::Endpoint};
 

@@ -1,4 +1,4 @@
-//! Later fragments have no ports: they follow the first by what they share with it.
+//! Later fragments have no ports: the program finds the ports of the first fragment by the fields that both share.
 
 use dataplane_common::{
     packet::{Fragment, FragmentKey},
@@ -8,8 +8,8 @@ use dataplane_common::{
 use super::parse::{FIRST, LATER, Packet};
 use crate::tables::FRAGMENTS;
 
-/// Remembers the ports of a first fragment, unless that is forged, or gives those of its first to a later one; `false` if
-/// that is not known.
+/// Remembers the ports of a first fragment, except of a forged one, or fills in the ports of a later one; `false` if
+/// its first fragment is unknown.
 #[inline(never)]
 pub fn follow(packet: &mut Packet, forged: bool) -> bool {
     if packet.fragment != FIRST && packet.fragment != LATER {
@@ -28,7 +28,7 @@ pub fn follow(packet: &mut Packet, forged: bool) -> bool {
             src_port: packet.key.src_port,
             dst_port: packet.key.dst_port,
         };
-        // Nothing comes to a loopback address from elsewhere, whatever was found right about its source.
+        // No packet to a loopback address comes from elsewhere, even if the check of its source has passed.
         if !forged && !packet.key.dst.is_loopback() {
             let _ = FRAGMENTS.insert(key, value, 0);
         }

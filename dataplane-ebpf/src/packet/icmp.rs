@@ -1,5 +1,5 @@
-//! ICMP errors about packets that were translated: they are about what their receiver sent, and so
-//! must speak of the addresses that it knows (RFC 5508). Path MTU discovery lives on them.
+//! ICMP errors about translated packets: an error is about a packet that its receiver sent, so it must quote the
+//! addresses that the receiver knows (RFC 5508). Path MTU discovery depends on them.
 
 use dataplane_common::{
     Reason,
@@ -20,7 +20,7 @@ use super::{
 };
 use crate::select::count;
 
-/// Whether it is an error about another packet, and not an echo or a neighbour's word.
+/// Whether it is an error about another packet, and not an echo or a message of neighbour discovery.
 #[inline(always)]
 fn is_error(packet: &Packet, kind: u8) -> bool {
     if packet.is_v4() {
@@ -30,7 +30,7 @@ fn is_error(packet: &Packet, kind: u8) -> bool {
     }
 }
 
-/// Translates an error that arrives and sends it on, or one that this host itself sends.
+/// Translates and forwards an error that arrives, or one that this host itself sends.
 #[inline(never)]
 pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let mut kind = 0_u8;
@@ -51,7 +51,7 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     if outcome != FLOW || s.quoted.fragment == LATER {
         return LEAVE_ALONE;
     }
-    // What lies behind the packet's end is padding: no checksum covers it.
+    // Bytes behind the packet's end are padding: no checksum covers them.
     if s.quoted.l4 + 4 > s.packet.l3 + s.packet.length {
         return LEAVE_ALONE;
     }
@@ -60,8 +60,8 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     if s.packet.key.dst != s.quoted.key.src {
         return LEAVE_ALONE;
     }
-    // Whoever complains stands where the packet was going: a packet the other way round would
-    // belong to the flow.
+    // The host that reports the error is on the packet's path: a packet in the reverse direction would belong to the
+    // flow.
     let quoted = &s.quoted.key;
     let back = FlowKey::new(
         quoted.dst,
@@ -123,10 +123,10 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     }
 }
 
-/// Writes both headers: `ends` are those of a packet the other way round. The error then comes
-/// from the flow's other end, as a NAT has it, whoever on the way complained.
+/// Writes both headers: `ends` are those of a packet in the reverse direction. The error then comes from the flow's
+/// other end, as with a NAT, whichever host on the path reported it.
 ///
-/// The quotation's transport checksum is left as it was: nobody checks it, and it may not be there.
+/// The quotation's transport checksum stays as it was: no host checks it, and it may be missing.
 #[inline(never)]
 fn write(skb: Skb, packet: &Packet, inner: &Packet, ends: &Ends, hops: u8) -> bool {
     let checksum = packet.l4 + 2;

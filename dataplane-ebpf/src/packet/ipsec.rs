@@ -1,8 +1,8 @@
-//! IPsec: the packet path sends packets on past the kernel's policies (XFRM), as they are. So what a policy protects it
-//! does not send on at all, nor take in: the agent tells of the policies (`plan/ipsec.rs`).
+//! IPsec: the packet path forwards packets without the kernel's policies (XFRM), so they would not be encrypted. So it
+//! neither forwards nor accepts packets that a policy protects. The agent writes the policies (`plan/ipsec.rs`).
 //!
-//! Asked of every packet that is translated, with the addresses that it has before and after, if there are policies at
-//! all; a node without any pays for one look at a word.
+//! The check runs for every translated packet, with the addresses before and after the translation, if there are
+//! policies at all; a node without policies pays for one look at a word.
 
 use aya_ebpf::btf_maps::lpm_trie::Key;
 use dataplane_common::{
@@ -25,7 +25,7 @@ fn policies() -> u32 {
     }
 }
 
-/// Whether a packet must not go from here with these ends. It is counted then.
+/// Whether a policy forbids to send a packet with these ends. If so, counts it.
 #[inline(always)]
 pub fn forbids(key: &FlowKey, ends: &Ends) -> bool {
     let policies = policies();
@@ -36,8 +36,8 @@ pub fn forbids(key: &FlowKey, ends: &Ends) -> bool {
     true
 }
 
-/// Whether no flow can begin between a packet's ends and the endpoint that was chosen for it: its packets, or the
-/// answers to them, would be dropped. Not counted.
+/// Whether a policy forbids a flow between a packet's ends and the chosen endpoint: its packets, or the answers to
+/// them, would be dropped. Does not count it.
 #[inline(always)]
 pub fn forbids_flow(key: &FlowKey, endpoint: &Addr) -> bool {
     let policies = policies();
@@ -59,7 +59,7 @@ fn both_ways(policies: u32, key: &FlowKey, endpoint: &Addr) -> bool {
         || protected(policies, endpoint, &key.src)
 }
 
-/// Whether a policy protects what goes from one address to another.
+/// Whether a policy protects packets from one address to another.
 #[inline(never)]
 fn protected(policies: u32, src: &Addr, dst: &Addr) -> bool {
     if policies == PacketConfig::ALL_PROTECTED {
@@ -69,7 +69,7 @@ fn protected(policies: u32, src: &Addr, dst: &Addr) -> bool {
     sources != 0 && said(sources, src) == SourceKey::PROTECTED
 }
 
-/// What a set says of the longest of its networks that an address is in; 0: it is in none.
+/// Returns the value of the longest network of a set that contains an address; 0 if none does.
 #[inline(always)]
 fn said(set: u32, addr: &Addr) -> u32 {
     let key = SourceKey::host(set, *addr);

@@ -1,6 +1,6 @@
-//! How many ICMP errors are sent: as many as the kernel sends by its own limits (RFC 4443 section 2.4 (f), RFC 1812
-//! section 4.3.2.8). A client that is refused again and again hears of it once in a while, and no flood of packets
-//! makes a flood of errors.
+//! Limits ICMP errors to as many as the kernel sends by its own limits (RFC 4443 section 2.4 (f), RFC 1812 section
+//! 4.3.2.8). A client that is refused again and again gets an error once in a while, and no flood of packets makes a
+//! flood of errors.
 
 use core::ptr::read_volatile;
 
@@ -15,10 +15,10 @@ use crate::{
     tables::{ALL_ERRORS, ERRORS, PACKET_CONFIG},
 };
 
-/// The time at which the machine started, as buckets count: a bucket that is full now may have been empty before.
+/// The time at which the machine started, on the buckets' scale: a bucket that is full now may have been empty before.
 const START: u64 = 1 << 62;
 
-/// Whether an error of this kind ([`ErrorLimits::kinds`]) may be sent to an address now. It is then counted.
+/// Whether an error of this kind ([`ErrorLimits::kinds`]) may be sent to an address now. If so, counts it.
 #[inline(never)]
 pub fn allow(to: &Addr, kind: u32) -> bool {
     let Some(config) = PACKET_CONFIG.get(0) else {
@@ -35,7 +35,7 @@ pub fn allow(to: &Addr, kind: u32) -> bool {
     } else {
         limits.v6_ms
     };
-    // One address's excess takes nothing from the others.
+    // The excess of one address takes no tokens from the others.
     if milliseconds != 0 && !allow_to(to, now, u64::from(milliseconds) * 1_000_000) {
         return false;
     }
@@ -69,7 +69,7 @@ fn allow_to(to: &Addr, now: u64, interval: u64) -> bool {
 /// `bucket` must point to eight aligned bytes that the program may write.
 #[inline(always)]
 unsafe fn take(bucket: *mut u64, now: u64, interval: u64, burst: u32) -> bool {
-    // Another CPU may have taken one in between: then once more.
+    // If another CPU has taken a token in between, tries once more.
     for _ in 0..2 {
         // SAFETY: the caller's promise.
         let before = unsafe { read_volatile(bucket) };

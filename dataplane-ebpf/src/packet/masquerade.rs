@@ -1,4 +1,4 @@
-//! Which port of the node's an endpoint sees a masqueraded flow come from.
+//! Chooses the port of the node's that an endpoint sees a masqueraded flow come from.
 
 use core::ptr::{read_volatile, write_volatile};
 
@@ -22,8 +22,8 @@ use super::{
 };
 use crate::{select::Live, tables::PACKET_CONFIG};
 
-/// Chooses which of the node's addresses the endpoint sees the flow come from, whose way is known: the interface's, or of
-/// several the one that the kernel chooses. None: its index is 0.
+/// Chooses the address of the node's that the endpoint sees the flow come from, once its way is known: the interface's
+/// address, or, if it has several, the one that the kernel chooses. Index 0: there is none.
 #[inline(never)]
 pub fn take_address(skb: Skb, s: &mut Scratch) {
     let usual = if s.packet.is_v4() {
@@ -68,17 +68,17 @@ extern "C" fn masquerade_index_of(addr: *const Addr) -> u32 {
     0
 }
 
-/// At how many places a free port is looked for; at each, sixteen ports. The first ones are for [`need::LITTLE`], as
-/// many others for [`need::MORE`], the rest for [`need::ALL`]: with 98 ports in 100 taken here and there, one flow in
-/// 30 000 finds none.
+/// At how many places to search for a free port; at each, sixteen ports. The first places are for [`need::LITTLE`], as
+/// many more for [`need::MORE`], the rest for [`need::ALL`]: with 98 ports in 100 taken here and there, one flow in 30
+/// 000 finds none.
 const PLACES: u32 = 64;
 const FOR_EACH: u32 = 16;
 
-/// How a port is looked for: at all places.
+/// How to search for a port: at all places.
 pub const THOROUGHLY: u32 = 0;
 /// At a few places of each kind: another endpoint may do as well.
 pub const BRIEFLY: u32 = 1;
-/// No endpoint has a free port: a flow that may be evicted gives its up (`room.rs` of the cells).
+/// No endpoint has a free port: a flow that may be evicted gives up its port (`room.rs` of the cells).
 pub const EVICTING: u32 = 2;
 
 /// How many flows are evicted at most for a new one.
@@ -89,12 +89,12 @@ const REMEMBERED: u32 = 1024;
 /// For how long, in units of 2^28 ns (0.27 s): until the end of the next one.
 const UNIT: u32 = 28;
 
-/// Endpoints at which a thorough search found no port, by a hash: its other half, and when. So the packets that
-/// follow cost no such search.
+/// Endpoints at which a thorough search found no port, by a hash: the hash's other half, and the time. So the next
+/// packets cost no thorough search.
 #[btf_map]
 static EXHAUSTED: Array<u64, { REMEMBERED as usize }> = Array::new();
 
-/// Where it is remembered that an endpoint has no ports, and as what.
+/// The place that remembers that an endpoint has no ports, and its value now.
 #[inline(always)]
 fn memory_of(key: &PortKey) -> (Option<*mut u64>, u64) {
     let endpoint = PortKey {
@@ -107,7 +107,7 @@ fn memory_of(key: &PortKey) -> (Option<*mut u64>, u64) {
     (place_of, u64::from(place) << 16 | when)
 }
 
-/// Whether a thorough search has failed lately.
+/// Whether a thorough search has failed recently.
 #[inline(always)]
 fn is_exhausted(key: &PortKey) -> bool {
     let (Some(place), now) = memory_of(key) else {
@@ -115,7 +115,7 @@ fn is_exhausted(key: &PortKey) -> bool {
     };
     // SAFETY: an aligned word of the array's element, which stays.
     let then = unsafe { read_volatile(place) };
-    // 0 is nobody's: of all endpoints in 2^32, one is searched again and again.
+    // 0 is no endpoint's: one endpoint in 2^32 is searched again and again.
     then != 0 && then >> 16 == now >> 16 && now.wrapping_sub(then) & 0xffff <= 1
 }
 
@@ -127,7 +127,7 @@ fn remember(key: &PortKey) {
     }
 }
 
-/// Whether a service has the port. Node ports as Kubernetes gives them have no bit in the filter.
+/// Whether a service has the port. Node ports in Kubernetes' default range have no bit in the filter.
 #[inline(always)]
 fn is_served(key: &FrontendKey) -> bool {
     let place = VipPlace::of(key.addr);
@@ -136,9 +136,9 @@ fn is_served(key: &FrontendKey) -> bool {
         && !decide::Tables::frontend(&Live, key).is_none()
 }
 
-/// Whether a service has the port that the flow has, at the node's address. Services' ports may be TCP's. By UDP, what an
-/// endpoint's socket answers by a call of its own (`sendto`) goes to that service, since the call is seen before its packet
-/// is (`sendmsg`). (Node ports are looked at whether the address has them or not: it is one lookup less.)
+/// Whether a service has the flow's port, at the node's address. A TCP service may have it. For UDP, if an endpoint's
+/// socket answers by a call of its own (`sendto`), the answer goes to that service, because the program at `sendmsg`
+/// runs before there is a packet. (The function looks at node ports even if the address has none: this saves a lookup.)
 ///
 /// Not inlined: its stack is free again when the sockets are looked at ([`sockets::has_one`]).
 #[inline(never)]
@@ -152,7 +152,7 @@ fn is_services(flow: &Flow) -> bool {
         || is_served(&FrontendKey::new(addr, port, protocol))
 }
 
-/// Whether no service and no socket of the node has the port that the flow has. With external linkage, as in `table.rs`: the
+/// Whether no service and no socket of the node has the flow's port. With external linkage, as in `table.rs`: the
 /// verifier looks at it once, not once for each port.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
@@ -165,7 +165,7 @@ extern "C" fn masquerade_is_nobodys(skb: *mut __sk_buff, flow: *const Flow) -> u
     }
 }
 
-/// Looks for a port at one of the places. With external linkage likewise.
+/// Searches for a port at one of the places. With external linkage, too.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
@@ -182,22 +182,22 @@ extern "C" fn masquerade_try_place(
     let now = Tick::from_number(now as u16);
     flow.node_port = port_at(flow, config, place);
     if flow.node_port == Port::ANY {
-        // The host's own range is all there is.
+        // The host's own range covers all ports.
         return 0;
     }
     flow.node_port = table::free_port(&flow.port_key(), need_at(place), now);
     u32::from(flow.node_port != Port::ANY && masquerade_is_nobodys(skb, flow) != 0)
 }
 
-/// How much a port is needed once it is looked for at a place.
+/// How urgently a port is needed when the search reaches a place.
 #[inline(always)]
 fn need_at(place: u32) -> u32 {
     (place / FOR_EACH).min(need::ALL)
 }
 
-/// The port from which one is looked for at a place. First that to which the client's own port leads, so that its next
-/// flow has the next, and the cell beside (`dataplane_common::cells`): who does not know the client's port does not know
-/// this one. Then at random.
+/// The port at which the search begins at a place. At the first place, the client's own port leads to it, so that the
+/// client's next flow has the next port, and the cell beside (`dataplane_common::cells`): only a host that knows the
+/// client's port knows this one. Then at random.
 #[inline(always)]
 fn port_at(flow: &Flow, config: &PacketConfig, place: u32) -> Port {
     // The ports from the lowest on, at first without the host's own range.
@@ -225,11 +225,11 @@ fn port_at(flow: &Flow, config: &PacketConfig, place: u32) -> Port {
     Port::new((lowest + nth) as u16)
 }
 
-/// Gives the flow a port that no other flow to its endpoint has, no service and no socket of the node: the client's own, if
-/// nobody else wants that ([`PacketConfig::avoids`]), or one at one of the places. `false` if none was found. `how`:
-/// [`THOROUGHLY`] and so on.
+/// Gives the flow a port that no other flow to its endpoint, no service and no socket of the node has: the client's own
+/// port, if no other use needs it ([`PacketConfig::avoids`]), or one at one of the places. `false` if none was found.
+/// `how`: [`THOROUGHLY`] and so on.
 ///
-/// Nothing is held meanwhile: the port is the flow's when its slot leads to the flow's cell ([`Flow::lead`]).
+/// The function holds nothing meanwhile: the flow owns the port when its slot leads to its cell ([`Flow::lead`]).
 #[inline(never)]
 pub fn find_port(skb: Skb, flow: &mut Flow, how: u32, now: Tick) -> bool {
     let Some(config) = PACKET_CONFIG.get(0) else {
@@ -248,7 +248,7 @@ pub fn find_port(skb: Skb, flow: &mut Flow, how: u32, now: Tick) -> bool {
     if exhausted && how == BRIEFLY {
         return false;
     }
-    // Of an endpoint that had none, one place of the last kind.
+    // For an endpoint that had no port, one place of the last kind.
     let (mut place, step) = if exhausted {
         (PLACES - 1, 1)
     } else if how == THOROUGHLY {
@@ -276,7 +276,7 @@ pub fn find_port(skb: Skb, flow: &mut Flow, how: u32, now: Tick) -> bool {
         let random = unsafe { bpf_get_prandom_u32() };
         flow.node_port = table::evict_port(&flow.port_key(), random, now);
         let port = flow.node_port.host();
-        // A socket of the node may have it since.
+        // A socket of the node may have taken it since.
         if !config.avoids(port, protocol, need::ALL) && masquerade_is_nobodys(skb.0, flow) != 0 {
             return true;
         }

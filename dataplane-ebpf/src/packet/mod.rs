@@ -1,12 +1,12 @@
-//! Decisions at TC: packets that no socket program saw.
+//! Decisions at TC, about packets that no socket program saw.
 //!
-//! A packet that arrives is looked up by what it carries: a request of a known flow, a reply of
-//! one, an ICMP error about one, or the first packet of a flow to a service. It is translated once,
-//! both addresses at a time, and sent on by the kernel's routes from here, so that the stack never
-//! sees half a translation: an own address as the source of a packet that arrives, or a VIP's, it
-//! would not let in. What is for a socket of this host goes up the stack.
+//! The program looks up an arriving packet by its addresses and ports: it is a request or a reply of a known flow, an
+//! ICMP error about a flow, or the first packet of a flow to a service. The program translates it once, both addresses
+//! at a time, and sends it on by the kernel's routes from here. So the stack never sees half a translation: it would
+//! reject an arriving packet whose source is one of its own addresses or a VIP. Packets for a socket of this host go up
+//! the stack.
 //!
-//! A packet that leaves is only looked at for replies of endpoints that are sockets of this host.
+//! For a packet that leaves, the program only looks for replies of endpoints that are sockets of this host.
 
 mod asked;
 mod begin;
@@ -108,7 +108,7 @@ pub fn ingress(ctx: &TcContext) -> i32 {
     action
 }
 
-/// [`look`]: the packet is dropped.
+/// Outcome of [`look`]: the program drops the packet.
 const REFUSED: Outcome = 4;
 
 /// Reads the packet's headers. Returns [`OTHER`] for a packet that is addressed to many hosts. (Not inlined: see
@@ -126,7 +126,7 @@ fn look(skb: Skb, s: &mut Scratch) -> Outcome {
     outcome
 }
 
-/// The same, with a place for what is known of it.
+/// Handles an arriving packet, with working memory for it.
 #[inline(always)]
 fn read(skb: Skb, s: &mut Scratch) -> i32 {
     let outcome = look(skb, s);
@@ -153,9 +153,9 @@ fn read(skb: Skb, s: &mut Scratch) -> i32 {
     action
 }
 
-/// Whether a packet to one of the node's addresses, or a load balancer's, is likelier an answer to
-/// the node than a client's request, which goes to a node port as Kubernetes gives them, or to a
-/// well-known port. `cluster`: it may be for a cluster IP.
+/// Whether a packet to one of the node's addresses, or a load balancer's, is more likely an answer to the node than a
+/// client's request. Requests go to a port in Kubernetes' range of node ports, or to a well-known port. `cluster`: it
+/// may be for a cluster IP.
 #[inline(always)]
 fn answers_node(packet: &Packet, cluster: bool) -> bool {
     let port = packet.key.dst_port.host();
@@ -163,8 +163,9 @@ fn answers_node(packet: &Packet, cluster: bool) -> bool {
     packet.is_syn_ack() || (!cluster && of_node && !packet.is_syn())
 }
 
-/// Whether a packet's ports are known ([`fragments::follow`]). What says more of its flow than that it is used is not believed
-/// if it is forged. (The packet is dropped in the end, if it belongs to a flow. A SYN is looked at where it begins one.)
+/// Whether a packet's ports are known ([`fragments::follow`]). A forged packet only marks its flow as used: its other
+/// flags do not count. (The packet is dropped in the end, if it belongs to a flow. A SYN is checked when it begins
+/// one.)
 ///
 /// Not inlined: Linux 6.1 counts the stack of the whole chain of calls in steps of 32 bytes.
 #[inline(never)]
@@ -202,7 +203,7 @@ fn lookup(skb: Skb, s: &mut Scratch, cluster: bool, now: Tick) -> conntrack::Kno
     known
 }
 
-/// Finds the frontend of a packet that begins a flow; `true`: it is what this node has asked for. (Not inlined: see
+/// Finds the frontend of a packet that begins a flow; `true`: the packet is an answer to this node. (Not inlined: see
 /// [`has_ports`].)
 #[inline(never)]
 fn is_of_node(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
@@ -212,7 +213,7 @@ fn is_of_node(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
     }
     if chosen::is_destination(skb, &s.packet.key) {
         s.frontend = Frontend::NONE;
-        // The client's own socket says that an earlier flow from its port is over.
+        // The client's own socket shows that an earlier flow from its port is over.
         s.flow.seen |= flags::RST;
         return false;
     }
@@ -231,8 +232,8 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         known = lookup(skb, s, place.may_be_cluster(words), now);
     }
     s.frontend = Frontend::NONE;
-    // A TCP connection in its middle is the kernel's own conntrack's, from before we came, or
-    // nobody's.
+    // A TCP connection in its middle belongs to the kernel's own conntrack, from before the agent came, or is not known
+    // at all.
     let begins = s.packet.is_syn() || (known == NEW && !s.packet.is_tcp());
     if may_be_ours && begins && known != FOREIGN && is_of_node(skb, s, now) {
         return LEAVE_ALONE;
@@ -257,7 +258,7 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
             s.flow.toward_endpoint(&mut s.ends);
             return FORWARD;
         }
-        // One that a single side has closed may live for as long as the other one sends.
+        // A connection that one side has closed may live for as long as the other side sends.
         s.keep = if flags::is_ended(s.flow.seen) {
             begin::KEEP_ENDED
         } else {
@@ -278,9 +279,9 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     begin::begin(skb, s, now)
 }
 
-/// Says that nobody knows a packet in the middle of a connection, if it may be to a service ([`reset`]). What is to the
-/// node's own addresses, the stack answers. A pod's may be older than the service, unless it is to a cluster IP, which is
-/// nobody else's. (Not inlined: see [`has_ports`].)
+/// Marks a packet in the middle of an unknown connection, if it may be to a service ([`reset`]). The stack answers
+/// packets to the node's own addresses. A pod's connection may be older than the service, unless it goes to a cluster
+/// IP, which only services have. (Not inlined: see [`has_ports`].)
 #[inline(never)]
 fn note_unknown(skb: Skb, s: &Scratch) {
     let place = VipPlace::of(s.packet.key.dst);
@@ -294,7 +295,7 @@ fn note_unknown(skb: Skb, s: &Scratch) {
 #[inline(always)]
 pub fn egress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
-    // What came here by another interface was looked at there. The kernel may have given it another source since.
+    // The program on the way in has seen packets from other interfaces. The kernel may have changed their source since.
     let is_forwarded = skb.is_forwarded();
     if is_forwarded && skb.is_unknown() {
         return unknown(skb);
@@ -315,7 +316,7 @@ pub fn egress(ctx: &TcContext) -> i32 {
     action
 }
 
-/// A packet that leaves as it came, and that the program on the way in did not know.
+/// Handles a packet that leaves unchanged, and that the program on the way in did not know.
 #[inline(always)]
 fn unknown(skb: Skb) -> i32 {
     let Some(s) = scratch() else {
@@ -329,7 +330,7 @@ fn unknown(skb: Skb) -> i32 {
     action
 }
 
-/// The same, with a place for what is known of it.
+/// Handles a leaving packet, with working memory for it.
 #[inline(always)]
 fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
     let outcome = s.packet.read(skb, route::link_length(skb.ifindex()));
@@ -358,7 +359,7 @@ fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
         }
         return LEAVE_ALONE;
     }
-    // A socket that has taken a flow's port since is refused. Of a connection, its first packet tells.
+    // A socket that has taken a flow's port since is refused. For a connection, its first packet decides.
     let begins = s.packet.is_syn() || !s.packet.is_tcp();
     if begins
         && s.packet.key.src_port.host() >= PacketConfig::FIRST_PORT
@@ -376,7 +377,7 @@ fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
     }
 }
 
-/// Sends a packet of a known flow to its new ends, where the routes say.
+/// Sends a packet of a known flow to its new ends, along the routes.
 #[inline(always)]
 fn forward(skb: Skb, s: &mut Scratch) -> i32 {
     ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
@@ -384,8 +385,9 @@ fn forward(skb: Skb, s: &mut Scratch) -> i32 {
     deliver(skb, s)
 }
 
-/// Has a reply whose way is known leave by the uplink that the client's packets come by, if a route leads to the client by
-/// it. The routes for what comes from the endpoint may lead elsewhere, where nobody expects what comes from the service.
+/// Makes a reply whose way is known leave by the uplink that the client's packets come by, if a route leads to the
+/// client by this uplink. The routes for packets from the endpoint may lead elsewhere, where no host expects packets
+/// from the service.
 #[inline(never)]
 pub fn go_back(skb: Skb, s: &mut Scratch) {
     let by = s.flow.came_by;
@@ -398,8 +400,8 @@ pub fn go_back(skb: Skb, s: &mut Scratch) {
 /// Translates a packet and sends it on its way, if there is one: up the stack or on.
 #[inline(never)]
 fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
-    // The stack does not take in what has one of its own addresses as its source: so what is given
-    // another source cannot be left to it.
+    // The stack rejects packets that have one of its own addresses as their source, so a packet whose source was
+    // changed cannot go to the stack.
     if s.way.answer == route::STACK && s.ends.src != s.packet.key.src {
         s.way.keep_from_stack();
     }

@@ -1,10 +1,9 @@
-//! Which next hops the kernel is to look after.
+//! Next hops whose neighbour entry the kernel has to refresh.
 //!
-//! A packet that is sent with the link-layer address from the kernel's table of neighbours does not tell the
-//! kernel that the neighbour is in use. So a stale entry stays stale: nobody asks whether the neighbour still
-//! has this address. Now and then a packet is therefore left to the kernel (`bpf_redirect_neigh`), which sends
-//! it as one of its own, and asks the neighbour if the entry is stale (`neigh_event_send` in
-//! `include/net/neighbour.h`).
+//! If a packet is sent with the link-layer address from the kernel's table of neighbours, the kernel does not see that
+//! the neighbour is in use. So a stale entry stays stale: the kernel does not ask whether the neighbour still has this
+//! address. So the program leaves a packet to the kernel now and then (`bpf_redirect_neigh`), which sends it as one of
+//! its own, and asks the neighbour if the entry is stale (`neigh_event_send` in `include/net/neighbour.h`).
 
 use aya_ebpf::{btf_maps::PerCpuArray, helpers::generated::bpf_jiffies64, macros::btf_map};
 
@@ -14,8 +13,8 @@ const NEIGHBOURS_KEPT: usize = 256;
 #[btf_map]
 static NEIGHBOURS: PerCpuArray<u32, NEIGHBOURS_KEPT> = PerCpuArray::new();
 
-/// Whether the next packet by this next hop is to be left to the kernel: on each CPU the first in 256 jiffies,
-/// a quarter of a second to 2.6 s. An IPv4 next hop is in the first word.
+/// Whether the program has to leave the next packet by this next hop to the kernel: on each CPU the first in 256
+/// jiffies, a quarter of a second to 2.6 s. An IPv4 next hop is in the first word.
 #[inline(always)]
 pub fn is_due(next_hop: &[u32; 4], is_v4: bool, ifindex: u32) -> bool {
     let [mut hop, b, c, d] = *next_hop;
@@ -30,7 +29,7 @@ pub fn is_due(next_hop: &[u32; 4], is_v4: bool, ifindex: u32) -> bool {
     };
     // SAFETY: the helper has no preconditions.
     let jiffies = unsafe { bpf_jiffies64() };
-    // With some bits of the hash that did not choose the place: two next hops with one place are told apart.
+    // Includes some bits of the hash that did not choose the place, to distinguish two next hops with one place.
     let now = ((jiffies >> 8) as u32) << 12 | hash >> 20;
     // SAFETY: this CPU's own four bytes.
     unsafe {

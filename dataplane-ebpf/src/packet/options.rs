@@ -1,19 +1,19 @@
-//! IPv4's options: whether one of them is a source route.
+//! IPv4's options: finds source routes.
 
 use aya_ebpf::bindings::__sk_buff;
 
 use super::skb::Skb;
 
-/// IPv4's options (RFC 791 section 3.1): the end of them, one byte of nothing, and the two source routes.
+/// IPv4's options (RFC 791 section 3.1): the end of options, no operation (one byte), and the two source routes.
 const END: u8 = 0;
 const NOTHING: u8 = 1;
 const LOOSE: u8 = 131;
 const STRICT: u8 = 137;
-/// There are no more bytes of options.
+/// The most bytes that options can have.
 const MOST: u32 = 40;
 
-/// Whether the options of an IPv4 header, from one offset to another, have a source route: 1 or 0. Also 1 if they contradict
-/// themselves. With external linkage, as in `table.rs`: the verifier looks at it once.
+/// Whether the options of an IPv4 header, from one offset to another, have a source route: 1 or 0. Also 1 if they are
+/// contradictory. With external linkage, as in `table.rs`: the verifier looks at it once.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]

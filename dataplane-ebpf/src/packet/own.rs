@@ -1,10 +1,11 @@
 //! Datagrams of the node's own sockets that leave by an interface which their process has named (`IP_UNICAST_IF`, `IP_PKTINFO`
 //! and those of IPv6), to an endpoint that was chosen at the socket.
 //!
-//! The process has named the interface for the VIP. The kernel asks its routes with it after our program has replaced the
-//! destination, and no helper changes that. So the datagram takes the way that the routes say without it, as netfilter routes a
-//! packet anew after it has translated it (`ip_route_me_harder` in `net/ipv4/netfilter.c`). A socket that is bound to a device
-//! (`SO_BINDTODEVICE`) stays with it, there and here.
+//! The process has named the interface for the VIP. The kernel looks up its routes with this interface after our
+//! program has replaced the destination, and no helper changes that. So the program sends the datagram along the route
+//! without the interface, as netfilter routes a packet anew after it has translated it (`ip_route_me_harder` in
+//! `net/ipv4/netfilter.c`). A socket that is bound to a device (`SO_BINDTODEVICE`) stays with it, with netfilter and
+//! here.
 
 use core::ptr::read_volatile;
 
@@ -18,10 +19,10 @@ use super::{
     skb::Skb,
 };
 
-/// Sends a datagram on by the interface that leads to its destination, if that is another one than it leaves by.
+/// Sends a datagram on by the interface that leads to its destination, if the datagram leaves by another one.
 #[inline(never)]
 pub fn turn(skb: Skb, s: &mut Scratch) -> i32 {
-    // What leaves by a pod's interface is for this pod.
+    // A packet that leaves by a pod's interface is for this pod.
     if route::interface(skb.ifindex()).flags & Iface::LOCAL != 0 || !is_free(skb) {
         return LEAVE_ALONE;
     }
@@ -37,7 +38,7 @@ pub fn turn(skb: Skb, s: &mut Scratch) -> i32 {
     route::send_by_neighbour(skb, &s.packet, &s.way)
 }
 
-/// Whether a socket of this host sends the packet that is not bound to a device.
+/// Whether a socket of this host that is not bound to a device sends the packet.
 #[inline(always)]
 fn is_free(skb: Skb) -> bool {
     // SAFETY: a field of the context, checked for null before each use, and one of the socket.

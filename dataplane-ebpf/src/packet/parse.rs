@@ -1,4 +1,4 @@
-//! From bytes to what a packet says. Whatever is not whole and plain is left alone.
+//! Parses a packet's headers. The packet path leaves a packet alone if it is not complete and well-formed.
 
 use core::mem::MaybeUninit;
 
@@ -23,16 +23,16 @@ const HOP_BY_HOP: u8 = 0;
 const ROUTING: u8 = 43;
 const FRAGMENT: u8 = 44;
 const DESTINATION_OPTIONS: u8 = 60;
-/// At most so many extension headers are walked: more than any sender has use for.
+/// The most extension headers that are walked: more than any sender uses.
 const MAX_EXTENSIONS: usize = 6;
 
-/// What a packet turned out to be.
+/// The result of parsing a packet.
 pub type Outcome = u32;
 /// TCP or UDP, or a fragment of one.
 pub const FLOW: Outcome = 0;
 /// ICMP of the packet's family.
 pub const ICMP: Outcome = 1;
-/// Neither: none of our business.
+/// Neither: the packet path does not handle it.
 pub const OTHER: Outcome = 2;
 /// Truncated or contradicting headers.
 pub const MALFORMED: Outcome = 3;
@@ -49,9 +49,9 @@ const LONGEST: u32 = 0xffff + 40;
 /// TCP's protocol number.
 const TCP: u8 = 6;
 
-/// Whether a packet whose length field is 0 is one of BIG TCP: longer than the field holds, and only so between
-/// the hosts' stacks, for it is yet to be segmented (`iph_totlen` in `include/linux/ip.h`). `available`: as
-/// [`Packet::read_v4`] has it; what an ICMP error quotes is never such a one.
+/// Whether a packet whose length field is 0 is one of BIG TCP: longer than the field allows. Such packets exist only
+/// between the hosts' stacks, before segmentation (`iph_totlen` in `include/linux/ip.h`). `available`: as in
+/// [`Packet::read_v4`]; a packet that an ICMP error quotes is never one of these.
 #[inline(always)]
 fn is_big(skb: Skb, available: u32) -> bool {
     available != u32::MAX && skb.gso_size() != 0
@@ -80,18 +80,18 @@ pub struct Packet {
     pub tos: u8,
     /// IPv4's header checksum.
     pub checksum: u16,
-    /// Length from the IP header on, as it says itself; the length of the whole buffer if that is more than the
-    /// field holds ([`is_big`]).
+    /// Length from the IP header on, according to the header; the length of the whole buffer if the field is too small
+    /// for it ([`is_big`]).
     pub length: u32,
-    /// Whether it has a source route, or may have one where it was not looked for ([`source_routes`](super::source_routes)): 1
-    /// or 0.
+    /// Whether it has a source route, or may have one where the parser did not look
+    /// ([`source_routes`](super::source_routes)): 1 or 0.
     pub routed: u32,
-    /// What TCP's header says; nothing of others.
+    /// The fields of TCP's header; zeros for other protocols.
     pub segment: Segment,
 }
 
 impl Packet {
-    /// Forgets what reading does not always write.
+    /// Clears the fields that reading does not always write.
     #[inline(always)]
     pub fn clear(&mut self) {
         self.key.src_port = Port::ANY;
@@ -114,13 +114,13 @@ impl Packet {
         self.key.protocol == Protocol::TCP
     }
 
-    /// Whether it wants to begin a TCP connection.
+    /// Whether it asks to begin a TCP connection.
     #[inline(always)]
     pub fn is_syn(&self) -> bool {
         self.segment.flags & u32::from(SYN | ACK) == u32::from(SYN)
     }
 
-    /// Whether it agrees to begin one.
+    /// Whether it accepts a TCP connection.
     #[inline(always)]
     pub fn is_syn_ack(&self) -> bool {
         self.segment.flags & u32::from(SYN | ACK) == u32::from(SYN | ACK)
@@ -157,7 +157,7 @@ impl Packet {
         }
     }
 
-    /// Reads an IPv4 header at `l3` and what follows; `available` bytes are there.
+    /// Reads an IPv4 header at `l3` and the headers behind it; `available` bytes are there.
     #[inline(always)]
     pub fn read_v4(&mut self, skb: Skb, available: u32) -> Outcome {
         let mut header = MaybeUninit::<[u32; 5]>::uninit();
@@ -187,7 +187,7 @@ impl Packet {
         self.hops = hops;
         self.checksum = u16::from_ne_bytes([sum0, sum1]);
         self.l4 = self.l3 + header_length;
-        // Nobody forwards a packet that an ICMP error quotes.
+        // No host forwards a packet that an ICMP error quotes.
         if header_length > 20 && available != u32::MAX {
             self.routed = packet_source_route(skb.0, self.l3 + 20, self.l4);
         }
@@ -206,7 +206,7 @@ impl Packet {
         self.read_transport(skb, protocol, 1, self.length - header_length)
     }
 
-    /// Reads an IPv6 header at `l3` and what follows; `available` bytes are there.
+    /// Reads an IPv6 header at `l3` and the headers behind it; `available` bytes are there.
     #[inline(always)]
     pub fn read_v6(&mut self, skb: Skb, available: u32) -> Outcome {
         let mut header = MaybeUninit::<[u32; 10]>::uninit();
@@ -222,7 +222,7 @@ impl Packet {
         self.tos = version << 4 | class >> 4;
         self.hops = hops;
         self.length = payload + 40;
-        // A payload of 0 is a jumbogram (RFC 2675), which no link carries that we know; or nothing at all.
+        // A payload of 0 means a jumbogram (RFC 2675), which no known link carries, or an empty packet.
         let big = payload == 0 && is_big(skb, available);
         if big {
             self.length = available;
@@ -234,8 +234,8 @@ impl Packet {
         }
         self.key.src = Addr::from_words([header[2], header[3], header[4], header[5]]);
         self.key.dst = Addr::from_words([header[6], header[7], header[8], header[9]]);
-        // No such address is ever on the wire (`ip6_rcv_core` in `net/ipv6/ip6_input.c`); in our
-        // tables it would be IPv4's.
+        // No such address may be on the wire (`ip6_rcv_core` in `net/ipv6/ip6_input.c`); in our tables it would be an
+        // IPv4 address.
         if self.key.src.is_v4() || self.key.dst.is_v4() {
             return OTHER;
         }
@@ -273,7 +273,7 @@ impl Packet {
                 break;
             }
         }
-        // There are more than were walked.
+        // There are more extension headers than the loop walks.
         if self.fragment != LATER
             && matches!(next, HOP_BY_HOP | ROUTING | FRAGMENT | DESTINATION_OPTIONS)
         {
@@ -311,9 +311,9 @@ impl Packet {
         FLOW
     }
 
-    /// Length of the longest packet on the wire, from the IP header on: of a segment, if the packet is yet to be
-    /// segmented. (A datagram that is yet to be fragmented, UFO, is taken for eight bytes longer than its
-    /// fragments are.)
+    /// Length of the longest packet on the wire, from the IP header on: of a segment, if the packet is not segmented
+    /// yet. (For a datagram that is not fragmented yet, UFO, the length is eight bytes more than that of its
+    /// fragments.)
     #[inline(always)]
     pub fn longest(&self, skb: Skb) -> u32 {
         let size = skb.gso_size();
@@ -321,8 +321,7 @@ impl Packet {
             return self.length;
         }
         let mut network = self.l4 - self.l3;
-        // The option that says how long it is goes when it is segmented (`ipv6_hopopt_jumbo_remove` in
-        // `include/net/ipv6.h`).
+        // Segmentation removes the option with the length (`ipv6_hopopt_jumbo_remove` in `include/net/ipv6.h`).
         if !self.is_v4() && self.length > LONGEST && network > 40 {
             network -= 8;
         }
@@ -342,7 +341,7 @@ impl Packet {
         self.is_v4() && skb.load(self.l3 + 6, &mut flags) && flags & 0x40 == 0
     }
 
-    /// Reads what a TCP packet has after its ports; `false` if it is not there.
+    /// Reads the fields of a TCP header behind the ports; `false` if they are not there.
     #[inline(always)]
     fn read_segment(&mut self, skb: Skb) -> bool {
         if !self.is_tcp() || self.fragment == LATER {
@@ -362,7 +361,7 @@ impl Packet {
         true
     }
 
-    /// Takes three words of TCP's header as they lie in the packet, of which `carried` bytes are TCP's.
+    /// Takes three words of TCP's header as they lie in the packet; `carried` bytes belong to TCP.
     #[inline(always)]
     pub fn set_segment(&mut self, carried: u32, sequence: u32, ack: u32, rest: u32) {
         let [offset, flags, ..] = rest.to_ne_bytes();

@@ -1,6 +1,5 @@
-//! The headers of almost all packets: Ethernet, IP without options or extensions, TCP or UDP, whole and
-//! not a fragment, and in the buffer's linear part. They are read from where they lie, without a
-//! helper's call for each.
+//! The headers of almost all packets: Ethernet, IP without options or extensions, TCP or UDP, whole and not a fragment,
+//! and in the buffer's linear part. The program reads them in place, without a helper call for each.
 
 use core::ptr::read_volatile;
 
@@ -31,11 +30,11 @@ impl Linear {
         self.start + length <= self.end
     }
 
-    /// Whatever of the packet lies at `offset`, which the caller has seen to be there.
+    /// Reads a value at `offset`, after the caller has checked that it is there.
     ///
-    /// `T` is aligned as far as machines ask for: the IP header begins at a multiple of four where
-    /// they do (`NET_IP_ALIGN` in `include/linux/skbuff.h`), and the verifier of their kernels sees
-    /// to it; the others read words from anywhere.
+    /// `T` is aligned as far as machines require: the IP header begins at a multiple of four on machines that require
+    /// it (`NET_IP_ALIGN` in `include/linux/skbuff.h`), and the verifier of their kernels checks it; other machines
+    /// read words from any address.
     #[inline(always)]
     fn read<T: Copy>(self, offset: usize) -> T {
         // SAFETY: the verifier does not load a program that reads behind `end`.
@@ -43,7 +42,7 @@ impl Linear {
     }
 }
 
-/// The source port of a packet whose IP header begins at `l3`, if it is a datagram as they almost all are; otherwise
+/// Returns the source port of a packet whose IP header begins at `l3`, if it is a datagram of the usual form; otherwise
 /// [`Port::ANY`].
 #[inline(always)]
 pub fn datagram_source(skb: Skb, l3: u32) -> Port {
@@ -75,8 +74,8 @@ impl Linear {
 }
 
 impl Packet {
-    /// Reads the headers of a packet such as they almost all are; `false` if it is not such a one, and
-    /// must be read step by step. What is wrong with a packet is said there, too.
+    /// Reads the headers of a packet of the usual form; `false` if it has another form, and must be read step by step.
+    /// That code also detects malformed packets.
     #[inline(never)]
     pub fn read_plain(&mut self, skb: Skb) -> bool {
         let (start, end) = skb.linear();
@@ -139,7 +138,7 @@ impl Packet {
         true
     }
 
-    /// Ports and flags; `length` is from the IP header on.
+    /// Reads ports and flags; `length` is from the IP header on.
     #[inline(always)]
     fn read_plain_l4<const L4: usize>(
         &mut self,

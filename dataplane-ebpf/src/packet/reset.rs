@@ -1,10 +1,10 @@
-//! Packets in the middle of a TCP connection to a service's address that nobody knows: neither we nor the kernel's own
-//! conntrack. Such a packet comes after a failover of the address, or after a reboot. The client is told at once that the
-//! connection is gone, as the endpoint would tell it (RFC 9293, section 3.10.7.1).
+//! Packets in the middle of an unknown TCP connection to a service's address: neither our tables nor the kernel's own
+//! conntrack know it. Such a packet comes after a failover of the address, or after a reboot. The program tells the
+//! client at once that the connection is gone, as the endpoint would (RFC 9293, section 3.10.7.1).
 //!
-//! The program on the way in cannot ask the kernel's conntrack, whose connection it may be. So it only says that it does
-//! not know the packet ([`Skb::is_unknown`]). The kernel translates its own connections before it routes them. What then
-//! leaves with a service's address as its destination is nobody's.
+//! The program on the way in cannot ask the kernel's conntrack, which may have the connection. So it only marks the
+//! packet as unknown ([`Skb::is_unknown`]). The kernel translates its own connections before it routes them. A packet
+//! that then leaves with a service's address as its destination belongs to no connection.
 
 use dataplane_common::{
     Reason, decide,
@@ -26,7 +26,7 @@ const HOPS: u8 = 64;
 const TCP: u32 = 20;
 const PROTOCOL: u8 = 6;
 
-/// A packet that nobody knows leaves: if its destination is a service's, it does not, and its sender gets a reset.
+/// Handles an unknown packet that leaves: if its destination is a service, drops it and sends its sender a reset.
 #[inline(never)]
 pub fn unknown(skb: Skb, packet: &Packet) -> i32 {
     if !packet.is_tcp() || packet.fragment != WHOLE {
@@ -45,7 +45,7 @@ pub fn unknown(skb: Skb, packet: &Packet) -> i32 {
     }
     count(Reason::UnknownFlow);
     events::report(skb, packet, Reason::UnknownFlow, pool, &Endpoint::NONE);
-    // Nobody answers a reset.
+    // A reset gets no answer.
     if packet.segment.has(RST) {
         return DROP;
     }

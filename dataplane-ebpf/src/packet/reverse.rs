@@ -1,4 +1,4 @@
-//! Whether a packet may come from where it says; `rp_filter` does this for packets that pass the stack.
+//! Checks a packet's source; `rp_filter` does this for packets that pass the stack.
 //!
 //! At a pod's interface, the node's routes must lead to the packet's source by one of these interfaces:
 //!
@@ -6,15 +6,15 @@
 //! - the bridge of which this interface is a port, or an interface that stands on that bridge;
 //! - an interface that the agent knows, that has none of our programs and that is no bridge.
 //!
-//! So a pod speaks only for itself, in flows that it begins and in answers. If the interface is a port of a switch in which the
-//! node has no address, the routes must not lead to another pod's interface. The agent says which of both checks an interface
-//! gets ([`Iface::STRICT`], [`Iface::LOOSE`]), if any.
+//! So a pod can use only its own addresses, in flows that it begins and in answers. If the interface is a port of a
+//! switch in which the node has no address, the routes must not lead to another pod's interface. The agent chooses
+//! which of both checks an interface gets ([`Iface::STRICT`], [`Iface::LOOSE`]), if any.
 //!
-//! By other interfaces a flow begins from where the kernel would take it (`fib_validate_source` in
-//! `net/ipv4/fib_frontend.c`), but never from the node's own addresses. The packets of known flows are not asked there. A
-//! cluster IP begins no flow anywhere: it is nobody's.
+//! At other interfaces a flow may begin with any source that the kernel would accept (`fib_validate_source` in
+//! `net/ipv4/fib_frontend.c`), except the node's own addresses. Packets of known flows are not checked there. A cluster
+//! IP begins no flow anywhere, because no host has it.
 //!
-//! A CPU remembers for a moment which sources it has found right, as it does [ways](super::route).
+//! A CPU remembers valid sources for a moment, as it remembers [ways](super::route).
 
 use aya_ebpf::{
     bindings::{
@@ -38,29 +38,29 @@ use super::{
 };
 use crate::{select::Live, tables::PACKET_CONFIG};
 
-/// A source that was found right.
+/// A source that has passed the check.
 #[repr(C)]
 struct Found {
     src: Addr,
-    /// Where it arrived.
+    /// The interface at which it arrived.
     from: u32,
-    /// [`route::moment`], and what it may do.
+    /// [`route::moment`], and the check that it has passed.
     when: u32,
 }
 
 /// `LOOPBACK_IFINDEX` (`include/net/flow.h`).
 const LOOPBACK: u32 = 1;
-/// How many are remembered, by a hash: a power of two.
+/// How many sources are remembered, by a hash: a power of two.
 const FOUND_KEPT: usize = 512;
 
 #[btf_map]
 static FOUND: PerCpuArray<Found, FOUND_KEPT> = PerCpuArray::new();
 
-/// What a packet does: the flow is known. Each of these asks for more than the one before.
+/// The packet belongs to a known flow. Each of these checks is stricter than the one before.
 pub const GOES_ON: u32 = 0;
-/// It says more of its flow than that it is used: that it is over, or which ports its fragments have.
+/// The packet changes more of its flow than its last use: it ends the flow, or gives the ports of its fragments.
 pub const TELLS: u32 = 1;
-/// It begins a flow.
+/// The packet begins a flow.
 pub const BEGINS: u32 = 2;
 
 #[inline(always)]
@@ -71,7 +71,7 @@ fn place(src: &Addr, from: u32) -> u32 {
     (mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32 % FOUND_KEPT as u32
 }
 
-/// Whether the packet may come from its source. `route`: room for the question, nothing else.
+/// Whether the packet may have this source. `route`: room for the lookup.
 #[inline(never)]
 pub fn is_right(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -> bool {
     let from = skb.ifindex();
@@ -81,7 +81,7 @@ pub fn is_right(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -> bool
     } else {
         None
     };
-    // Classes of service are no part of it: the two lowest bits of a moment are.
+    // The class of service does not count here: its bits of a moment hold `does` instead.
     let when = route::moment((does as u8) << 2);
     if let Some(kept) = kept {
         // SAFETY: this CPU's own element, which no other program of ours uses meanwhile (`scratch`).
@@ -104,8 +104,8 @@ pub fn is_right(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -> bool
     true
 }
 
-/// Whether no other program of ours uses this CPU's elements while this one runs. (Whether routes ask for ports does not matter
-/// here: the source is the pod's, by whichever.)
+/// Whether no other program of ours uses this CPU's elements while this one runs. (It does not matter here whether
+/// routes depend on ports: the source is the pod's by any of them.)
 #[inline(always)]
 fn is_undisturbed() -> bool {
     match PACKET_CONFIG.get(0) {
@@ -142,7 +142,7 @@ fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -
     if does == BEGINS && is_cluster_ip(packet.key.src) {
         return false;
     }
-    // Of an uplink, IPv6 has no such sysctl.
+    // For uplinks, IPv6 has no such sysctl.
     if !is_pods && (!packet.is_v4() || asked == 0) {
         return !sources::is_host(&packet.key.src);
     }
@@ -155,11 +155,11 @@ fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -
         }
     }
     if code == BPF_FIB_LKUP_RET_FWD_DISABLED {
-        // What comes here goes no further than this host.
+        // Packets that arrive here go no further than this host.
         return !sources::is_host(&packet.key.src);
     }
     if code == BPF_FIB_LKUP_RET_UNSUPP_LWT {
-        // A tunnel, by which interface is not told.
+        // A tunnel; the kernel does not report its interface.
         return !is_pods;
     }
     if code != BPF_FIB_LKUP_RET_SUCCESS

@@ -1,4 +1,4 @@
-//! Other addresses and ports for a packet, with its checksums.
+//! Writes new addresses and ports to a packet, and corrects its checksums.
 
 use dataplane_common::{Addr, Port};
 
@@ -7,7 +7,7 @@ use super::{
     skb::{Skb, difference, fold16, fold32},
 };
 
-/// Where a packet shall come from and go to.
+/// The addresses and ports that a packet gets.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Ends {
@@ -25,7 +25,7 @@ impl Ends {
     }
 }
 
-/// What exchanging the addresses adds to a sum.
+/// The difference that new addresses make to a sum.
 #[inline(always)]
 pub fn addresses_difference(packet: &Packet, ends: &Ends) -> u64 {
     let (src, dst) = (packet.key.src.words(), packet.key.dst.words());
@@ -67,9 +67,8 @@ fn hops_word(packet: &Packet, ends: &Ends, hops: u8) -> u32 {
 
 /// Writes the IP header's addresses, and `hops` (the time to live or hop limit).
 ///
-/// A network card that summed the whole packet up has the sum corrected by the transport
-/// checksum's change in the case of IPv4, whose own header always sums up to the same. IPv6's
-/// header has no checksum, so there its bytes must be told.
+/// If a network card has summed the whole packet up, the transport checksum's change corrects the sum for IPv4, whose
+/// own header always has the same sum. IPv6's header has no checksum, so the helper has to add the change of its bytes.
 #[inline(always)]
 pub fn write_addresses(skb: Skb, packet: &Packet, ends: &Ends, hops: u8) -> bool {
     if packet.is_v4() {
@@ -85,14 +84,14 @@ pub fn write_addresses(skb: Skb, packet: &Packet, ends: &Ends, hops: u8) -> bool
     }
 }
 
-/// Gives the packet other ends.
+/// Writes new ends to the packet.
 #[inline(never)]
 pub fn rewrite(skb: Skb, packet: &Packet, ends: &Ends, hops: u8) -> bool {
     if packet.fragment == LATER {
         return write_addresses(skb, packet, ends, hops);
     }
     let udp = !packet.is_tcp();
-    // RFC 768, RFC 9293 section 3.1: where the checksum is.
+    // The offset of the checksum (RFC 768, RFC 9293 section 3.1).
     let checksum = packet.l4 + if udp { 6 } else { 16 };
     let addresses = fold32(addresses_difference(packet, ends));
     if !skb.sum::<true>(checksum, addresses, udp) {

@@ -1,4 +1,4 @@
-//! Where the kernel's routes lead, and sending there.
+//! Looks up the kernel's routes, and sends packets along them.
 
 use core::{mem::size_of, ptr::from_mut};
 
@@ -36,22 +36,22 @@ const LOOKUP_SIZE: i32 = size_of::<Lookup>() as i32;
 #[expect(clippy::cast_possible_wrap, reason = "small")]
 const NEIGHBOUR_SIZE: i32 = size_of::<bpf_redir_neigh>() as i32;
 
-/// What the routes say.
+/// The result of a route lookup.
 pub type Answer = u32;
-/// On to [`Route::ifindex`].
+/// Forward to [`Route::ifindex`].
 pub const ONWARD: Answer = 0;
 /// To this host itself.
 pub const LOCAL: Answer = 1;
-/// On, but the packet is too large: [`Route::mtu`].
+/// Forward, but the packet is too large: [`Route::mtu`].
 pub const TOO_BIG: Answer = 2;
-/// Nowhere: no route, or one that says no.
+/// Drop: no route, or one that rejects packets.
 pub const NOWHERE: Answer = 3;
-/// Nowhere: the packet does not come from where it says ([`reverse`]).
+/// Drop: the packet's source is not valid ([`reverse`]).
 pub const FORGED: Answer = 5;
-/// Nowhere yet: the interface has no programs that would see what is answered.
+/// Drop for now: the interface has no programs yet that would see the answers.
 pub const UNREADY: Answer = 6;
-/// On, but only the stack can send it: by a route that encapsulates (LWT), or in fragments, and then
-/// [`Route::mtu`] is not 0.
+/// Forward, but only the stack can send the packet: by a route that encapsulates (LWT), or in fragments. With
+/// fragments, [`Route::mtu`] is not 0.
 pub const STACK: Answer = 4;
 
 /// A way to a destination.
@@ -63,7 +63,7 @@ pub struct Route {
     pub mtu: u32,
     /// [`Packet::longest`] of the packet.
     pub longest: u32,
-    /// What the interface is.
+    /// The interface's flags.
     pub iface: Iface,
     /// Whether `source` and `destination` are known: 1 or 0.
     pub neighbour: u32,
@@ -71,12 +71,12 @@ pub struct Route {
     pub family: u32,
     pub next_hop: [u32; 4],
     pub link: Link,
-    /// The kernel's question and answer: here, so that its 64 bytes need not be cleared first.
+    /// The argument of the kernel's lookup: it is here so that its 64 bytes need not be cleared first.
     lookup: Lookup,
 }
 
 impl Route {
-    /// What [`find_source`] has found.
+    /// The source that [`find_source`] has found.
     #[inline(always)]
     pub fn source(&self, is_v4: bool) -> Addr {
         // SAFETY: plain data, written by the question or by the helper.
@@ -89,15 +89,15 @@ impl Route {
         }
     }
 
-    /// The answer for a packet that the stack would not take in, instead of [`STACK`].
+    /// Sets the result for a packet that the stack would reject, instead of [`STACK`].
     #[inline(always)]
     pub fn keep_from_stack(&mut self) {
         self.answer = if self.mtu == 0 { NOWHERE } else { TOO_BIG };
     }
 }
 
-/// The time in units of 16 jiffies, that is 16 to 160 ms, and the part of `tos` that routes may ask for. It
-/// comes again after 2^30 jiffies, 12 days at the least: for what was last used in just that moment.
+/// The time in units of 16 jiffies, that is 16 to 160 ms, and the part of `tos` that routes may match. It repeats after
+/// 2^30 jiffies, 12 days at the least: an entry from exactly that moment would count again.
 #[inline(always)]
 pub fn moment(tos: u8) -> u32 {
     // SAFETY: the helper has no preconditions.
@@ -105,20 +105,20 @@ pub fn moment(tos: u8) -> u32 {
     ((jiffies >> 4) as u32) << 6 | u32::from(tos >> 2)
 }
 
-/// What an interface is, if the agent told.
+/// Returns the interface's flags, if the agent knows the interface.
 #[inline(always)]
 pub fn known_interface(ifindex: u32) -> Option<Iface> {
     // SAFETY: eight aligned bytes, copied; the element may be replaced but is whole.
     IFACES.get_ptr(ifindex).map(|iface| unsafe { *iface })
 }
 
-/// What an interface is; all zero if nobody told.
+/// Returns the interface's flags; all zero if the agent does not know the interface.
 #[inline(always)]
 pub fn interface(ifindex: u32) -> Iface {
     known_interface(ifindex).unwrap_or(UNKNOWN)
 }
 
-/// An interface that nobody told of.
+/// An interface that the agent does not know.
 const UNKNOWN: Iface = Iface {
     flags: 0,
     masquerade_v4: 0,
@@ -126,7 +126,7 @@ const UNKNOWN: Iface = Iface {
     segment: 0,
 };
 
-/// Where the IP header of what this interface has begins.
+/// The offset of the IP header in packets of this interface.
 #[inline(always)]
 pub fn link_length(ifindex: u32) -> u32 {
     let flags = match PACKET_CONFIG.get(0) {
@@ -140,17 +140,17 @@ pub fn link_length(ifindex: u32) -> u32 {
     }
 }
 
-/// `BPF_FIB_LOOKUP_MARK` (`include/uapi/linux/bpf.h`): the rules are asked for the packet's mark,
-/// too. Since Linux 6.10; older ones know no such flag.
+/// `BPF_FIB_LOOKUP_MARK` (`include/uapi/linux/bpf.h`): routing rules match the packet's mark, too. Since Linux 6.10;
+/// older kernels do not know the flag.
 const BY_MARK: u32 = 32;
 
 #[inline(always)]
 fn ask(skb: Skb, lookup: &mut Lookup, flags: u32) -> i64 {
-    // SAFETY: the structure has the size that the helper is told.
+    // SAFETY: the structure has the size that is passed to the helper.
     unsafe { bpf_fib_lookup(skb.0.cast(), from_mut(lookup), LOOKUP_SIZE, flags) }
 }
 
-/// Whether what was found for a pair of addresses a moment ago is found again now, and this CPU may keep it.
+/// Whether a result for a pair of addresses stays valid for a moment, so that this CPU may remember it.
 #[inline(always)]
 pub fn by_address() -> bool {
     match PACKET_CONFIG.get(0) {
@@ -159,8 +159,8 @@ pub fn by_address() -> bool {
     }
 }
 
-/// Where the routes lead to the packet's source, for what arrives at the interface `from`: what the kernel answers, and by
-/// which interface.
+/// Looks up the route to the packet's source, for packets that arrive at the interface `from`: returns the kernel's
+/// result code, and the interface of the route.
 #[inline(always)]
 pub fn back(skb: Skb, packet: &Packet, route: &mut Route, from: u32) -> (u32, u32) {
     let lookup = &mut route.lookup;
@@ -168,7 +168,7 @@ pub fn back(skb: Skb, packet: &Packet, route: &mut Route, from: u32) -> (u32, u3
     lookup.l4_protocol = packet.key.protocol.number();
     lookup.sport = packet.key.dst_port.be();
     lookup.dport = packet.key.src_port.be();
-    // No MTU is asked for.
+    // The lookup does not check the MTU.
     lookup.__bindgen_anon_1.tot_len = 0;
     lookup.ifindex = from;
     lookup.__bindgen_anon_2.flowinfo = 0;
@@ -186,13 +186,13 @@ pub fn back(skb: Skb, packet: &Packet, route: &mut Route, from: u32) -> (u32, u3
     (code, lookup.ifindex)
 }
 
-/// `BPF_FIB_LOOKUP_OUTPUT`: for what leaves by the interface that is given.
+/// `BPF_FIB_LOOKUP_OUTPUT`: for packets that leave by the interface in the argument.
 const BY_OUTPUT: u32 = 2;
-/// `BPF_FIB_LOOKUP_SKIP_NEIGH` (Linux 6.3) and `BPF_FIB_LOOKUP_SRC` (Linux 6.7): the source that the kernel would choose,
-/// and no neighbour.
+/// `BPF_FIB_LOOKUP_SKIP_NEIGH` (Linux 6.3) and `BPF_FIB_LOOKUP_SRC` (Linux 6.7): look up the source that the kernel
+/// would choose, and no neighbour.
 const FOR_SOURCE: u32 = 4 | 16;
 
-/// Whatever the helper reads without flags is written.
+/// Writes all fields that the helper reads without flags.
 #[inline(always)]
 fn write_question(
     ifindex: u32,
@@ -205,7 +205,7 @@ fn write_question(
     lookup.l4_protocol = packet.key.protocol.number();
     lookup.sport = packet.key.src_port.be();
     lookup.dport = dst_port.be();
-    // It is compared to the route's MTU.
+    // The helper compares it to the route's MTU.
     lookup.__bindgen_anon_1.tot_len = if longest > 0xffff {
         0xffff
     } else {
@@ -226,13 +226,13 @@ fn write_question(
     }
 }
 
-/// Asks by the packet's mark, too, if it has one and the kernel lets a program ask so.
+/// Looks up with the packet's mark, too, if it has one and the kernel allows it.
 #[inline(always)]
 fn ask_by_mark(skb: Skb, lookup: &mut Lookup, flags: u32) -> i64 {
     let mark = skb.mark();
     let mut code = -1;
     if mark != 0 {
-        // Where the answer's link-layer address will be.
+        // The mark is in the place of the result's link-layer address.
         let [a, b, c, d] = mark.to_ne_bytes();
         lookup.smac = [a, b, c, d, 0, 0];
         code = ask(skb, lookup, flags | BY_MARK);
@@ -243,8 +243,8 @@ fn ask_by_mark(skb: Skb, lookup: &mut Lookup, flags: u32) -> i64 {
     code
 }
 
-/// Asks for the source that the kernel would choose for what goes to `packet`'s new destination; `false` if it does not
-/// say. Nothing but the place for the question changes in `route`: there is the answer ([`Route::source`]).
+/// Looks up the source that the kernel would choose for packets to `packet`'s new destination; `false` if the kernel
+/// does not return one. Only the argument of the lookup changes in `route`: it holds the result ([`Route::source`]).
 #[inline(never)]
 pub fn find_source(skb: Skb, packet: &Packet, endpoint: &Endpoint, route: &mut Route) -> bool {
     let lookup = &mut route.lookup;
@@ -260,9 +260,9 @@ pub fn find_source(skb: Skb, packet: &Packet, endpoint: &Endpoint, route: &mut R
     code == BPF_FIB_LKUP_RET_SUCCESS || code == BPF_FIB_LKUP_RET_NO_NEIGH
 }
 
-/// Asks for the way of `packet`, which arrived at this interface, to its new destination, by the
-/// rules for what comes from its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy
-/// routing included), as the stack would ask after it has translated a packet's destination.
+/// Looks up the way of `packet`, which arrived at this interface, to its new destination, by the rules for packets from
+/// its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy routing included), as the stack does after it has
+/// translated a packet's destination.
 #[inline(never)]
 pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
     let longest = route.longest;
@@ -279,7 +279,7 @@ pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut
     );
 }
 
-/// Asks for the way by an interface, and takes it if there is one.
+/// Looks up the way by an interface, and takes it if there is one.
 #[inline(never)]
 pub fn search_by(skb: Skb, packet: &Packet, ends: &Ends, by: u32, route: &mut Route) {
     let longest = route.longest;
@@ -294,7 +294,7 @@ pub fn search_by(skb: Skb, packet: &Packet, ends: &Ends, by: u32, route: &mut Ro
     }
 }
 
-/// Takes the kernel's answer.
+/// Takes the kernel's result.
 #[inline(always)]
 fn take(skb: Skb, packet: &Packet, dst: &Addr, code: u32, route: &mut Route) {
     let lookup = &route.lookup;
@@ -310,7 +310,7 @@ fn take(skb: Skb, packet: &Packet, dst: &Addr, code: u32, route: &mut Route) {
     if (code == BPF_FIB_LKUP_RET_SUCCESS || code == BPF_FIB_LKUP_RET_NO_NEIGH)
         && !known.is_some_and(Iface::is_ready)
     {
-        // The agent has not put programs there yet.
+        // The agent has not attached programs there yet.
         route.answer = UNREADY;
         return;
     }
@@ -326,7 +326,7 @@ fn take(skb: Skb, packet: &Packet, dst: &Addr, code: u32, route: &mut Route) {
     } else if code == BPF_FIB_LKUP_RET_NO_NEIGH {
         route.answer = ONWARD;
     } else if code == BPF_FIB_LKUP_RET_NOT_FWDED || code == BPF_FIB_LKUP_RET_FWD_DISABLED {
-        // The kernel says so of addresses of this host, and of those that no route leads to.
+        // The kernel returns this for addresses of this host, and for addresses without a route.
         if sources::is_host(dst) {
             route.answer = LOCAL;
             route.ifindex = 0;
@@ -345,8 +345,8 @@ fn take(skb: Skb, packet: &Packet, dst: &Addr, code: u32, route: &mut Route) {
     }
 }
 
-/// Sends the packet that way: into the pod at once, past its interface's queues, if there is nothing
-/// of others; else by the interface, with the neighbour that the kernel knows or finds.
+/// Sends the packet along the way: directly into the pod, past its interface's queues, if no other program or queue is
+/// there; else by the interface, with the neighbour that the kernel knows or finds.
 #[inline(always)]
 pub fn send(skb: Skb, packet: &Packet, route: &Route) -> i32 {
     skb.remove_tag();
@@ -376,7 +376,7 @@ pub fn send(skb: Skb, packet: &Packet, route: &Route) -> i32 {
     by_neighbour(route)
 }
 
-/// The same for a packet that leaves this host: by the interface's queues, also into a pod.
+/// As [`send`], for a packet that leaves this host: always by the interface's queues, also into a pod.
 #[inline(always)]
 pub fn send_by_neighbour(skb: Skb, packet: &Packet, route: &Route) -> i32 {
     if packet.l3 == 0 && !skb.add_link() {
@@ -394,6 +394,6 @@ fn by_neighbour(route: &Route) -> i32 {
     let mut neighbour: bpf_redir_neigh = unsafe { core::mem::zeroed() };
     neighbour.nh_family = route.family;
     neighbour.__bindgen_anon_1.ipv6_nh = route.next_hop;
-    // SAFETY: the structure has the size that the helper is told.
+    // SAFETY: the structure has the size that is passed to the helper.
     unsafe { bpf_redirect_neigh(route.ifindex, &raw mut neighbour, NEIGHBOUR_SIZE, 0) as i32 }
 }

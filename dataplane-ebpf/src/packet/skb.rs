@@ -21,12 +21,12 @@ use aya_ebpf::{
 /// Length of Ethernet's header.
 pub const LINK: u32 = 14;
 
-/// How much is removed from a packet's beginning by [`Skb::make_blank`]: more than comes before a transport checksum's part
-/// of any packet that is answered, link-layer header included.
+/// How many bytes [`Skb::make_blank`] removes from a packet's beginning: more than come before the place of the
+/// transport checksum in any packet that is answered, link-layer header included.
 const REMOVED: u32 = LINK + 48 + 8;
 
-/// `PACKET_HOST` and `PACKET_OTHERHOST` (`include/uapi/linux/if_packet.h`): addressed to this
-/// interface; to somebody else's.
+/// `PACKET_HOST` and `PACKET_OTHERHOST` (`include/uapi/linux/if_packet.h`): addressed to this interface; to another
+/// host's.
 pub const PACKET_HOST: u32 = 0;
 pub const PACKET_OTHERHOST: u32 = 3;
 
@@ -36,17 +36,18 @@ const ETHERTYPE_SERVICE_VLAN: u16 = 0x88a8_u16.to_be();
 /// The bits of a tag that are the VLAN's id. The others are a priority.
 const VLAN_ID: u32 = 0xfff;
 
-/// To which VLAN a packet belongs.
+/// The VLAN to which a packet belongs.
 pub type Vlan = u32;
 /// The packet belongs to no VLAN. It has no tag, or a tag that is only a priority (VLAN id 0).
 pub const NO_VLAN: Vlan = 0;
-/// The packet belongs to a VLAN, so the stack gives it to the VLAN's interface or to nobody.
+/// The packet belongs to a VLAN, so the stack delivers it to the VLAN's interface or drops it.
 pub const OTHER_VLAN: Vlan = 1;
-/// The packet has two tags with VLAN id 0. The stack takes it as a packet without a tag, but the programs cannot read it. No
-/// host sends such packets.
+/// The packet has two tags with VLAN id 0. The stack treats it as a packet without a tag, but the programs cannot read
+/// it. No host sends such packets.
 pub const NESTED_PRIORITY: Vlan = 2;
 
-/// `tc_index` of a packet that this host's program made for this host: nobody else on an interface's way in has a use for it.
+/// `tc_index` of a packet that this host's program made for this host: no other program on an interface's way in uses
+/// it.
 const OWN_ANSWER: u32 = 0xda7a;
 /// `tc_index` of a datagram that our program sends on, until our program on the way out has seen it.
 const SENT_ON: u32 = 0xda7b;
@@ -72,7 +73,7 @@ impl Skb {
         unsafe { read_volatile(&raw const (*self.0).len) }
     }
 
-    /// Where the part of it begins and ends that can be read without a helper.
+    /// Where its linear part begins and ends, which can be read without a helper.
     #[inline(always)]
     pub fn linear(self) -> (usize, usize) {
         // SAFETY: see `len`.
@@ -98,7 +99,7 @@ impl Skb {
         unsafe { read_volatile(&raw const (*self.0).vlan_present) != 0 }
     }
 
-    /// Returns to which VLAN the packet belongs.
+    /// Returns the VLAN to which the packet belongs.
     #[inline(always)]
     pub fn vlan(self) -> Vlan {
         if self.has_tag() {
@@ -110,7 +111,7 @@ impl Skb {
 
     /// [`Skb::vlan`] of a packet with a tag.
     ///
-    /// The stack takes a packet with VLAN id 0 as if it had no tag, also if a second tag with id 0 follows
+    /// The stack treats a packet with VLAN id 0 as if it had no tag, also if a second tag with id 0 follows
     /// (`__netif_receive_skb_core` in `net/core/dev.c`). A second tag is still in the frame.
     #[inline(never)]
     fn tagged(self) -> Vlan {
@@ -131,7 +132,7 @@ impl Skb {
         }
     }
 
-    /// Removes a VLAN tag with id 0, which the packet would otherwise carry to where the program sends it.
+    /// Removes a VLAN tag with id 0, so that the packet does not leave with it.
     #[inline(always)]
     pub fn remove_tag(self) {
         if self.has_tag() {
@@ -140,14 +141,14 @@ impl Skb {
         }
     }
 
-    /// The protocol that the stack takes it for, as Ethernet's header has it.
+    /// The protocol as the stack sees it, in the form of Ethernet's header.
     #[inline(always)]
     pub fn ethertype(self) -> u16 {
         // SAFETY: see `len`.
         unsafe { read_volatile(&raw const (*self.0).protocol) as u16 }
     }
 
-    /// The mark that somebody before us gave it.
+    /// The mark that an earlier program or rule has set.
     #[inline(always)]
     pub fn mark(self) -> u32 {
         // SAFETY: see `len`.
@@ -161,14 +162,14 @@ impl Skb {
         unsafe { write_volatile(&raw mut (*self.0).mark, self.mark() | bits) };
     }
 
-    /// How much data each of the packets carries that it is yet to be segmented to; 0: it is one packet.
+    /// How much data each segment carries if the packet is not segmented yet; 0: it is one packet.
     #[inline(always)]
     pub fn gso_size(self) -> u32 {
         // SAFETY: see `len`.
         unsafe { read_volatile(&raw const (*self.0).gso_size) }
     }
 
-    /// Whether it came to this host by an interface: what the host itself sends did not.
+    /// Whether it came to this host by an interface, and was not sent by the host itself.
     #[inline(always)]
     pub fn is_forwarded(self) -> bool {
         // SAFETY: a field of the context, as it is for the program's whole run.
@@ -182,7 +183,7 @@ impl Skb {
         unsafe { read_volatile(&raw const (*self.0).ifindex) }
     }
 
-    /// The interface that a packet came by which leaves now; 0: this host sends it.
+    /// The interface by which a leaving packet came; 0: this host sends it.
     #[inline(always)]
     pub fn ingress(self) -> u32 {
         // SAFETY: as above.
@@ -192,7 +193,7 @@ impl Skb {
     /// Copies bytes out; `false` if the packet does not have that many.
     #[inline(always)]
     pub fn load<T: Copy>(self, offset: u32, to: &mut T) -> bool {
-        // SAFETY: `to` has the size that the helper is told.
+        // SAFETY: `to` has the size that is passed to the helper.
         unsafe {
             bpf_skb_load_bytes(
                 self.0.cast(),
@@ -203,10 +204,10 @@ impl Skb {
         }
     }
 
-    /// Copies bytes out to where nothing was before: clearing that first takes longer than the copy.
+    /// Copies bytes to uninitialised memory: clearing it first takes longer than the copy.
     #[inline(always)]
     pub fn load_new<T: Copy>(self, offset: u32, to: &mut MaybeUninit<T>) -> bool {
-        // SAFETY: `to` has the size that the helper is told, which fills it even if it fails.
+        // SAFETY: `to` has the size that is passed to the helper, which fills it even if it fails.
         unsafe {
             bpf_skb_load_bytes(
                 self.0.cast(),
@@ -217,8 +218,8 @@ impl Skb {
         }
     }
 
-    /// Overwrites bytes. `SUMMED`: also in the checksum that a network card made of the whole
-    /// packet, which must be asked for where nothing else makes up for the change.
+    /// Overwrites bytes. `SUMMED`: also corrects the checksum that a network card made of the whole packet, which is
+    /// needed if no other write makes up for the change.
     #[inline(always)]
     pub fn store<T, const SUMMED: bool>(self, offset: u32, from: &T) -> bool {
         let flags = if SUMMED {
@@ -226,7 +227,7 @@ impl Skb {
         } else {
             0
         };
-        // SAFETY: `from` has the size that the helper is told.
+        // SAFETY: `from` has the size that is passed to the helper.
         unsafe {
             bpf_skb_store_bytes(
                 self.0,
@@ -238,8 +239,8 @@ impl Skb {
         }
     }
 
-    /// Adds to the checksum of TCP, UDP or ICMP at `offset`. `PSEUDO`: for a change in what the
-    /// pseudo header has; `UDP`: where 0 stands for "no checksum", which is left.
+    /// Adds to the checksum of TCP, UDP or ICMP at `offset`. `PSEUDO`: for a change of the pseudo header; `UDP`: 0
+    /// stands for "no checksum", and stays.
     #[inline(always)]
     pub fn sum<const PSEUDO: bool>(self, offset: u32, difference: u32, udp: bool) -> bool {
         let mut flags = 0;
@@ -253,34 +254,35 @@ impl Skb {
         unsafe { bpf_l4_csum_replace(self.0, offset, 0, u64::from(difference), flags) == 0 }
     }
 
-    /// Makes the packet as long as `length` bytes from its network header on, which begins at `l3`. What is in it then is to
-    /// be written.
+    /// Makes the packet as long as `length` bytes from its network header on, which begins at `l3`. The caller then has
+    /// to write its contents.
     ///
-    /// Nobody else writes a checksum into the packet from then on, neither a network card nor the stack: a packet that this
-    /// machine sent, or put together from several (GRO), has a place where its transport checksum is yet to be written
-    /// (`CHECKSUM_PARTIAL`), and keeps it whatever is written there. The kernel forgets the place when what is before it is
-    /// removed (`skb_postpull_rcsum` in `include/linux/skbuff.h`, by `bpf_skb_generic_pop` in `net/core/filter.c`).
+    /// From then on neither a network card nor the stack writes a checksum into the packet. A packet that this machine
+    /// sent, or put together from several (GRO), has a place for a transport checksum that is not written yet
+    /// (`CHECKSUM_PARTIAL`), and keeps the place even if a program writes there. The kernel forgets the place when the
+    /// bytes before it are removed (`skb_postpull_rcsum` in `include/linux/skbuff.h`, by `bpf_skb_generic_pop` in
+    /// `net/core/filter.c`).
     #[inline(always)]
     pub fn make_blank(self, l3: u32, length: u32) -> bool {
-        // In this order: the kernel makes no packet shorter whose transport header was removed.
+        // In this order: the kernel does not shorten a packet whose transport header was removed.
         self.set_length(l3 + REMOVED + length) && self.adjust_room(-REMOVED.cast_signed())
     }
 
-    /// Makes the packet so long, from its link-layer header on.
+    /// Sets the packet's length, from its link-layer header on.
     #[inline(always)]
     fn set_length(self, len: u32) -> bool {
         // SAFETY: no memory of ours is involved.
         unsafe { bpf_skb_change_tail(self.0, len, 0) == 0 }
     }
 
-    /// Makes room before the network header, or removes what is there.
+    /// Makes room before the network header, or removes bytes there.
     #[inline(always)]
     fn adjust_room(self, len: i32) -> bool {
         // SAFETY: no memory of ours is involved.
         unsafe { bpf_skb_adjust_room(self.0, len, BPF_ADJ_ROOM_MAC, 0) == 0 }
     }
 
-    /// Gives a packet that has none an Ethernet header, without addresses yet.
+    /// Adds an Ethernet header without addresses to a packet that has none.
     #[inline(always)]
     pub fn add_link(self) -> bool {
         let ethertype = self.ethertype();
@@ -289,7 +291,7 @@ impl Skb {
         added && self.store::<_, false>(LINK - 2, &ethertype)
     }
 
-    /// Says that the packet is for whoever gets it now.
+    /// Marks the packet as addressed to the host that gets it now.
     #[inline(always)]
     pub fn address_to_host(self) {
         // SAFETY: no memory of ours is involved.
@@ -303,22 +305,22 @@ impl Skb {
         unsafe { read_volatile(&raw const (*self.0).tc_index) == OWN_ANSWER }
     }
 
-    /// Has another one of our programs on this interface leave the packet alone, while the agent changes how they are attached: it
-    /// has been translated.
+    /// Makes our other programs on this interface leave the packet alone, while the agent changes how they are
+    /// attached: it has been translated.
     #[inline(always)]
     pub fn is_for_host(self) {
         // SAFETY: see `len`.
         unsafe { write_volatile(&raw mut (*self.0).tc_index, OWN_ANSWER) };
     }
 
-    /// Says that our program sends the packet on ([`Skb::is_sent_by_us`]).
+    /// Marks the packet as sent on by our program ([`Skb::is_sent_by_us`]).
     #[inline(always)]
     pub fn send_on(self) {
         // SAFETY: see `len`.
         unsafe { write_volatile(&raw mut (*self.0).tc_index, SENT_ON) };
     }
 
-    /// Whether our program sends it on, and not the stack. Nobody else sees that.
+    /// Whether our program sends it on, and not the stack. Removes the mark, so no other program sees it.
     #[inline(always)]
     pub fn is_sent_by_us(self) -> bool {
         // SAFETY: see `len`.
@@ -331,7 +333,7 @@ impl Skb {
         }
     }
 
-    /// Says that our program does not know the packet's connection ([`Skb::is_unknown`]).
+    /// Marks the packet's connection as unknown to our program ([`Skb::is_unknown`]).
     #[inline(always)]
     pub fn set_unknown(self) {
         // SAFETY: see `len`.
@@ -345,8 +347,8 @@ impl Skb {
         unsafe { read_volatile(&raw const (*self.0).tc_index) == UNKNOWN }
     }
 
-    /// Has the packet arrive at the interface that it was to leave by. Our program there leaves it alone: it could not tell
-    /// it from the endpoint's own.
+    /// Makes the packet arrive at the interface that it was to leave by. Our program there leaves it alone, because it
+    /// could not distinguish it from the endpoint's own packets.
     #[inline(always)]
     fn turn_round(self) -> i32 {
         // SAFETY: see `len`.
@@ -355,8 +357,8 @@ impl Skb {
         unsafe { bpf_redirect(self.ifindex(), u64::from(BPF_F_INGRESS)) as i32 }
     }
 
-    /// Sends the packet, whose IP header begins at `l3`, back where it came from: exchanges the two
-    /// link-layer addresses, if it has them. What `leaves` came from this host.
+    /// Sends the packet, whose IP header begins at `l3`, back to where it came from: exchanges the two link-layer
+    /// addresses, if it has them. `leaves`: the packet came from this host.
     #[inline(always)]
     pub fn send_back(self, l3: u32, leaves: bool) -> i32 {
         self.remove_tag();
@@ -364,7 +366,7 @@ impl Skb {
             if leaves {
                 return self.turn_round();
             }
-            // The helper takes an Ethernet header off.
+            // The helper removes an Ethernet header.
             return if self.add_link() {
                 send_bare(self.ifindex())
             } else {
@@ -393,8 +395,8 @@ impl Skb {
     }
 }
 
-/// Sends the packet by an interface without link-layer headers, to where the routes by it lead: a
-/// tunnel with many ends (Calico's `tunl0`) asks the route for the other end.
+/// Sends the packet by an interface without link-layer headers, along the routes of this interface: a tunnel with many
+/// ends (Calico's `tunl0`) looks up the route for the other end.
 #[inline(always)]
 pub fn send_bare(ifindex: u32) -> i32 {
     // SAFETY: no memory of ours is involved.
@@ -411,7 +413,7 @@ pub fn sum<const N: usize>(words: &[u32; N]) -> u64 {
     sum
 }
 
-/// Folds a sum of 32-bit words to 32 bits, as `bpf_l4_csum_replace` takes it (ones' complement,
+/// Folds a sum of 32-bit words to 32 bits, the form of `bpf_l4_csum_replace` (ones' complement,
 /// RFC 1071).
 #[inline(always)]
 pub fn fold32(sum: u64) -> u32 {
@@ -429,7 +431,7 @@ pub fn fold16(sum: u64) -> u16 {
     sum as u16
 }
 
-/// What replacing `old` by `new` adds to a sum: `new - old` in ones' complement.
+/// The difference that replacing `old` by `new` makes to a sum: `new - old` in ones' complement.
 #[inline(always)]
 pub fn difference(old: u32, new: u32) -> u64 {
     u64::from(!old) + u64::from(new)

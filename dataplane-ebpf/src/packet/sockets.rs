@@ -1,4 +1,4 @@
-//! Sockets of the node, which have ports, too.
+//! Looks up sockets of the node, which use ports, too.
 
 use core::ptr::read_volatile;
 
@@ -42,8 +42,8 @@ impl Tuple {
     }
 }
 
-/// Whether a socket of the node would be given what the flow's endpoint sends to the flow's port: one that is connected
-/// to the endpoint from there, or one that is bound to the port.
+/// Whether a socket of the node would receive the endpoint's packets to the flow's port: a socket that is connected to
+/// the endpoint from there, or that is bound to the port.
 #[inline(never)]
 pub fn has_one(skb: Skb, flow: &Flow) -> bool {
     let ports = ports_word(flow.endpoint_port, flow.node_port);
@@ -52,7 +52,7 @@ pub fn has_one(skb: Skb, flow: &Flow) -> bool {
     unsafe {
         let words = (&raw mut tuple.words).cast::<bpf_sock_tuple>();
         if flow.forward.protocol == Protocol::TCP {
-            // Also what is not a full socket yet, or any more.
+            // Also finds a socket that is not a full one yet, or no longer.
             let sk = bpf_skc_lookup_tcp(skb.0.cast(), words, tuple.size, CURRENT_NETNS, 0);
             if sk.is_null() {
                 return false;
@@ -69,7 +69,7 @@ pub fn has_one(skb: Skb, flow: &Flow) -> bool {
     true
 }
 
-/// Whether a UDP socket of the node is connected to the sender of a datagram, from where that goes to.
+/// Whether a UDP socket of the node is connected to the sender of a datagram, from the datagram's destination.
 #[inline(never)]
 pub fn is_connected(skb: Skb, key: &FlowKey) -> bool {
     let mut tuple = Tuple::new(&key.src, &key.dst, ports_word(key.src_port, key.dst_port));
@@ -80,7 +80,7 @@ pub fn is_connected(skb: Skb, key: &FlowKey) -> bool {
         if sk.is_null() {
             return false;
         }
-        // One that is connected to somebody else is not found.
+        // The lookup does not find a socket that is connected to another peer.
         let port = read_volatile(&raw const (*sk).dst_port);
         bpf_sk_release(sk.cast());
         port != 0

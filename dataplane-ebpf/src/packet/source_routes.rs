@@ -1,6 +1,6 @@
-//! Source routes: lists of hosts that a packet is to pass. The destination of such a packet is the next host of the list.
-//! The programs at sockets have judged only the destination that the process asked for. A process may ask for a source
-//! route (`IP_OPTIONS`, `IPV6_RTHDR`, or beside a message).
+//! Source routes: lists of hosts that a packet has to pass. The destination of such a packet is the next host of the
+//! list. The programs at sockets have judged only the destination that the process asked for. A process may request a
+//! source route (`IP_OPTIONS`, `IPV6_RTHDR`, or beside a message).
 
 use dataplane_common::{Reason, tables::Endpoint};
 

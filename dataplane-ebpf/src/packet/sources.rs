@@ -1,4 +1,4 @@
-//! Sets of networks: who may use a load balancer, who is a pod, what is the node itself.
+//! Sets of networks: the clients of a load balancer, the pods, and the node itself.
 
 use aya_ebpf::btf_maps::lpm_trie::Key;
 use dataplane_common::{Addr, packet::SourceKey};
@@ -19,7 +19,7 @@ pub fn contains(set: u32, addr: Addr) -> bool {
     SOURCES.get(&key).is_some()
 }
 
-/// Whether the node's routes say that an address is its own. (Not inlined: the key's stack is given back.)
+/// Whether an address is the node's own according to its routes. (Not inlined: the key's stack is given back.)
 #[inline(never)]
 pub fn is_host(addr: &Addr) -> bool {
     contains(SourceKey::HOST, *addr)

@@ -1,8 +1,8 @@
-//! The table of conntrack in the programs' memory: `dataplane_common::cells` says how it works.
+//! The table of conntrack in the programs' memory: `dataplane_common::cells` describes it.
 //!
-//! What looks at more cells than one has external linkage: the verifier looks at such functions once, each by itself, and
-//! not wherever they are called (`do_check_subprogs` in `kernel/bpf/verifier.c`, Linux 5.6), which would be four times as
-//! much work for it. They take numbers, and pointers that may be null as far as it knows.
+//! Functions that look at more than one cell have external linkage: the verifier checks such a function once, by
+//! itself, and not at every call (`do_check_subprogs` in `kernel/bpf/verifier.c`, Linux 5.6), which would be four times
+//! as much work for it. They take numbers, and pointers that may be null to the verifier.
 
 use core::ptr::{read_volatile, write_volatile};
 
@@ -24,14 +24,14 @@ use crate::{
     tables::{ANSWERS, CAME_BY, CONNTRACK, PACKET_CONFIG, SEQUENCES},
 };
 
-/// A flow's cell, and which one that is.
+/// A flow's cell, and its index.
 #[derive(Clone, Copy)]
 pub struct Place {
     words: Words,
     pub index: u32,
 }
 
-/// Words that other CPUs, and the agent, change meanwhile.
+/// Words that other CPUs and the agent may change at any time.
 #[derive(Clone, Copy)]
 pub struct Words(*mut u64);
 
@@ -144,8 +144,8 @@ impl Maps {
     }
 }
 
-/// Returns [`PacketConfig::secret`](dataplane_common::packet::PacketConfig::secret). (It is read when it is asked for:
-/// kept, it would take stack that some chains of calls do not have.)
+/// Returns [`PacketConfig::secret`](dataplane_common::packet::PacketConfig::secret). (Read at each use: a copy would
+/// take stack that some chains of calls do not have.)
 #[inline(always)]
 pub fn secret() -> u64 {
     match PACKET_CONFIG.get(0) {
@@ -154,7 +154,7 @@ pub fn secret() -> u64 {
     }
 }
 
-/// Returns for how many seconds a flow is kept in a state.
+/// Returns the timeout of a flow in a state, in seconds.
 #[inline(always)]
 pub fn keep(state: states::State) -> u32 {
     match PACKET_CONFIG.get(0) {
@@ -258,7 +258,7 @@ fn remove_at(index: u32, head: Head, now: Tick) -> bool {
     conntrack_remove(index, head.0, u32::from(now.number())) != 0
 }
 
-/// [`cells::mark`]. `flags`: what the packet adds to `seen`, and in the next eight bits what it has forgotten.
+/// [`cells::mark`]. `flags`: the flags that the packet adds to `seen`, and in the next eight bits those that it clears.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
@@ -276,7 +276,7 @@ extern "C" fn conntrack_mark(index: u32, head: u64, before: u64, flags: u32, now
     ))
 }
 
-/// Says what a packet of the flow that was found in a cell adds to it.
+/// Marks the flow that was found in a cell with the flags of a packet.
 #[inline(always)]
 pub fn mark(place: Place, found: &Snapshot, flags: u8, forgotten: u8, now: Tick) {
     let all = u32::from(flags) | u32::from(forgotten) << 8;
@@ -314,19 +314,19 @@ fn place(found: Option<(u32, Snapshot)>) -> Option<(Place, Snapshot)> {
     Some((Maps::get().cell(index)?, snapshot))
 }
 
-/// The cell of the key's flow, and what it holds.
+/// Returns the cell of the key's flow, and its contents.
 #[inline(always)]
 pub fn find(key: &FlowKey) -> Option<(Place, Snapshot)> {
     place(cells::find(&Maps::get(), key))
 }
 
-/// The cell of the flow of a reply to a client, which is not masqueraded, and what it holds.
+/// Returns the cell of the flow of a reply to a client, if the flow is not masqueraded, and its contents.
 #[inline(always)]
 pub fn find_by_client(reply: &FlowKey) -> Option<(Place, Snapshot)> {
     place(cells::find_by_client(&Maps::get(), reply))
 }
 
-/// The cell of the flow of a reply to one of the node's ports, at whatever address, and what it holds.
+/// Returns the cell of the flow of a reply to one of the node's ports, at any of its addresses, and its contents.
 #[inline(always)]
 pub fn find_by_node(reply: &PortKey) -> Option<(Place, Snapshot)> {
     place(cells::find_by_node(&Maps::get(), reply))
@@ -381,7 +381,7 @@ extern "C" fn conntrack_hold_or_find(key: *const FlowKey, now: u32) -> u32 {
     }
 }
 
-/// Takes a cell for a flow that there is not, or finds the one in which another CPU makes it: [`cells::hold_or_find`].
+/// Takes a cell for a new flow, or finds the one in which another CPU makes it: [`cells::hold_or_find`].
 #[inline(always)]
 pub fn hold_or_find(key: &FlowKey, now: Tick) -> u32 {
     conntrack_hold_or_find(key, u32::from(now.number()))
@@ -396,18 +396,19 @@ extern "C" fn conntrack_lead(place: u32, index: u32, only_home: u32, now: u32) -
     u32::from(cells::lead(&Maps::get(), place, index, only_home != 0, now))
 }
 
-/// Has the home slot of a masqueraded flow's replies, or another if it is not masqueraded, lead to a held cell;
-/// `false` if there is none.
+/// Makes a slot lead to a held cell: the home slot of a masqueraded flow's replies, or any if it is not masqueraded;
+/// `false` if none is free.
 #[inline(always)]
 pub fn lead(place: u32, index: u32, only_home: bool, now: Tick) -> bool {
     conntrack_lead(place, index, u32::from(only_home), u32::from(now.number())) != 0
 }
 
-/// How many ports are looked at in one go: the slots of every second one are side by side, sixteen in a line.
+/// How many ports are looked at in one go: the slots of every second port are side by side, sixteen in a line.
 const NEAR: u32 = 16;
 
-/// Whether a flow to the key's endpoint may have a port: it is not avoided ([`PacketConfig::avoids`]), and no other flow
-/// has its slot. A function of its own, because Linux 6.1's verifier would look at each of its ways again for each port.
+/// Whether a flow to the key's endpoint may have a port: it is not avoided ([`PacketConfig::avoids`]), and no other
+/// flow has its slot. A function of its own, because Linux 6.1's verifier would walk each of its paths again for each
+/// port.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
@@ -441,7 +442,7 @@ extern "C" fn conntrack_free_port(from: *const PortKey, need: u32, now: u32) -> 
     };
     let mut port = u32::from(from.node_port.host());
     if config.avoids(port as u16, from.protocol, need) {
-        // Every second one of the others, then.
+        // The search then takes every second one of the other ports.
         port ^= 1;
     }
     for _ in 0..NEAR {
@@ -497,7 +498,7 @@ extern "C" fn conntrack_look_at_port(
 #[unsafe(no_mangle)]
 #[inline(never)]
 extern "C" fn conntrack_evict_port(from: *const PortKey, random: u32, now: u32) -> u32 {
-    /// An odd number of which nothing else is asked: the ports are far apart.
+    /// An odd number without any other requirement: the ports are far apart.
     const APART: u32 = 23_669;
     let mut choice = Choice::default();
     for nth in 0..2 * PORTS_LOOKED_AT {
@@ -516,7 +517,7 @@ pub fn evict_port(from: &PortKey, random: u32, now: Tick) -> Port {
     Port::new(conntrack_evict_port(from, random, u32::from(now.number())) as u16)
 }
 
-/// What is known of the sequence numbers of the flow in a cell.
+/// The positions of the flow in a cell.
 #[inline(always)]
 pub fn sequences(index: u32) -> Option<Words> {
     SEQUENCES
@@ -536,7 +537,7 @@ extern "C" fn conntrack_judge(index: u32, replies: u32, segment: *const Segment)
     }
 }
 
-/// What a segment means for the flow in a cell: [`tcp::judge`].
+/// Judges a segment of the flow in a cell: [`tcp::judge`].
 #[inline(always)]
 pub fn judge(index: u32, replies: bool, segment: &Segment) -> u8 {
     conntrack_judge(index, u32::from(replies), segment) as u8
@@ -558,7 +559,7 @@ extern "C" fn conntrack_ask(key: *const FlowKey, now: u32) -> u32 {
     }
 }
 
-/// Whether the endpoint of a flow owes an answer for so long that it is taken for gone; it is asked otherwise: [`tcp::ask`].
+/// Whether a flow's endpoint has owed an answer for so long that it counts as gone; otherwise asks it: [`tcp::ask`].
 #[inline(always)]
 pub fn ask(key: &FlowKey, now: Tick) -> bool {
     conntrack_ask(key, u32::from(now.number())) != 0
@@ -579,27 +580,27 @@ extern "C" fn conntrack_assures(index: u32, segment: *const Segment, is_tcp: u32
     }
 }
 
-/// Whether a packet shows that both ends mean the flow in a cell, which was answered: of a client's segment, that it
-/// acknowledges what the endpoint said; of a datagram, that it comes late ([`tcp::is_stream`]).
+/// Whether a packet confirms the flow in a cell, which was answered, for both ends: a client's segment acknowledges the
+/// endpoint's answer; a datagram comes late enough ([`tcp::is_stream`]).
 #[inline(always)]
 pub fn assures(index: u32, segment: &Segment, is_tcp: bool) -> bool {
     conntrack_assures(index, segment, u32::from(is_tcp)) != 0
 }
 
-/// CLOCK_MONOTONIC, to a jiffy.
+/// CLOCK_MONOTONIC in nanoseconds, with the precision of a jiffy.
 #[inline(always)]
 pub fn coarse_ns() -> u64 {
     // SAFETY: the helper has no preconditions.
     unsafe { bpf_ktime_get_coarse_ns() }
 }
 
-/// Has the sequence numbers of the flow in a cell begin with a SYN.
+/// Makes the positions of the flow in a cell begin with a SYN.
 #[inline(always)]
 pub fn write_sequences(index: u32, syn: &Segment) {
     cells::write_sequences(&Maps::get(), index, &tcp::begin(syn, 0));
 }
 
-/// By which uplink the packets of the client of the flow in a cell come, if there are several uplinks; else 0.
+/// Returns the uplink by which the packets of a flow's client come, if there are several uplinks; else 0.
 #[inline(always)]
 pub fn came_by(index: u32) -> u32 {
     let flags = PACKET_CONFIG.get(0).map_or(0, |config| config.flags);
@@ -612,7 +613,7 @@ pub fn came_by(index: u32) -> u32 {
     })
 }
 
-/// Says by which interface the packets of the client of the flow come that a held cell is for: an uplink; 0: a pod's.
+/// Records the interface by which the packets of a flow's client come, for a held cell: an uplink; 0: a pod's.
 #[inline(always)]
 pub fn set_came_by(index: u32, interface: u32) {
     if let Some(by) = came_by_at(index) {
@@ -628,7 +629,7 @@ fn came_by_at(index: u32) -> Option<*mut u32> {
     Some(unsafe { pair.add(index as usize & 1) })
 }
 
-/// Gives a held cell its flow, whose first packet has come.
+/// Writes its flow to a held cell, after the flow's first packet.
 #[inline(always)]
 pub fn publish(index: u32, key: &FlowKey, value: &Translation, first: &Segment, now: Tick) {
     let maps = Maps::get();
@@ -639,7 +640,7 @@ pub fn publish(index: u32, key: &FlowKey, value: &Translation, first: &Segment, 
     }
 }
 
-/// Gives back a held cell to which nothing leads.
+/// Gives back a held cell that no slot leads to.
 #[inline(never)]
 pub fn give_back(index: u32, key: &FlowKey, now: Tick) {
     cells::give_back(&Maps::get(), index, key, now);

@@ -1,4 +1,4 @@
-//! Ways that were found a moment ago: the shortest way to where the kernel's routes lead.
+//! Recent ways: a cache of the results of route lookups.
 
 use core::mem::size_of;
 
@@ -13,23 +13,23 @@ use super::{
     skb::{Link, Skb},
 };
 
-/// A way that was found a moment ago, and what for. Half of what a packet of a known flow costs is the
-/// kernel's search for it.
+/// A way that was found a moment ago, with its key. The kernel's route lookup is half of the cost of a packet of a
+/// known flow.
 ///
-/// Nobody tells when routes, neighbours or MTUs change, so what is kept is kept for a moment only, too short
-/// for anybody to notice; and everything that the kernel goes by is part of the question, except ports: the
-/// agent says whether they matter ([`WAYS_BY_ADDRESS`](dataplane_common::packet::PacketConfig::WAYS_BY_ADDRESS)).
+/// The kernel does not report to programs when routes, neighbours or MTUs change. So a way is kept for a moment only,
+/// too short to be noticed. The key has everything that the kernel's lookup uses, except ports: the agent sets whether
+/// ports matter ([`WAYS_BY_ADDRESS`](dataplane_common::packet::PacketConfig::WAYS_BY_ADDRESS)).
 #[repr(C)]
 pub struct Way {
     src: Addr,
     dst: Addr,
-    /// Where packets arrive that go this way.
+    /// The interface at which packets arrive that go this way.
     from: u32,
     /// [`route::moment`] and DSCP.
     when: u32,
-    /// Where to, with which link-layer addresses; 0: up the stack of this host.
+    /// The interface by which they leave, with these link-layer addresses; 0: up the stack of this host.
     ifindex: u32,
-    /// What that interface is; its segment is not asked for.
+    /// The flags of this interface; its segment is not needed.
     flags: u16,
     masquerade_v4: u8,
     masquerade_v6: u8,
@@ -40,13 +40,13 @@ pub struct Way {
 
 const _: () = assert!(size_of::<Way>() == 64);
 
-/// How many ways are kept, by a hash of the question: a power of two.
+/// How many ways are remembered, by a hash of the key: a power of two.
 const WAYS_KEPT: usize = 512;
 
 #[btf_map]
 static WAYS: PerCpuArray<Way, WAYS_KEPT> = PerCpuArray::new();
 
-/// Where a question's answer is kept.
+/// The place of a key.
 #[inline(always)]
 fn place(src: &Addr, dst: &Addr, from: u32) -> u32 {
     let ((a, b), (c, d)) = (src.halves(), dst.halves());
@@ -55,7 +55,7 @@ fn place(src: &Addr, dst: &Addr, from: u32) -> u32 {
     (mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32 % WAYS_KEPT as u32
 }
 
-/// Finds the way of `packet` to its new destination: asks [`route::search`], unless that was done a moment ago.
+/// Finds the way of `packet` to its new destination: calls [`route::search`] if there is no recent result.
 #[inline(never)]
 pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, found: &mut Route) {
     let from = skb.ifindex();
@@ -110,7 +110,7 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, found: &mut R
         way.link = found.link;
         way.mtu = found.mtu;
     }
-    // Into a pod packets go without looking at who is there (`bpf_redirect_peer`).
+    // Packets into a pod need no neighbour entry (`bpf_redirect_peer`).
     if found.neighbour != 0 && found.iface.flags & Iface::PEER == 0 {
         let is_v4 = found.family == u32::from(route::INET);
         if neighbours::is_due(&found.next_hop, is_v4, found.ifindex) {

@@ -1,4 +1,4 @@
-//! `connect()`: the VIP is replaced by an endpoint before the kernel routes or sends anything.
+//! `connect()`: replaces the VIP by an endpoint before the kernel routes or sends anything.
 
 use dataplane_common::{Hook, Protocol, Reason, capture::is_proxy, tables::Endpoint};
 
@@ -8,7 +8,7 @@ use crate::{
     select::{self, Request, Verdict},
 };
 
-/// In steps that do not call each other: the frames of all would not fit the stack at once.
+/// The steps do not call each other: the frames of all would not fit the stack at once.
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     let Some(request) = call.request() else {
@@ -44,7 +44,7 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     carry_out(call, &request, &verdict)
 }
 
-/// The socket keeps the destination as its own endpoint, so that its packets are not translated later.
+/// Records the destination as the socket's own endpoint, so that its packets are not translated later.
 #[inline(never)]
 fn goes_itself<F: Family>(call: &SockAddr<F>, request: &Request) {
     let itself = Endpoint::new(request.addr, request.port);
@@ -61,12 +61,12 @@ fn decide<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mut Verdic
 #[inline(never)]
 fn carry_out<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &Verdict) -> i32 {
     events::report(call, Hook::Connect, request, verdict);
-    // What is counted before something is kept need not wait for that to be in the caches: an atomic operation
-    // waits for every store before it.
+    // Counts before it keeps the record, so that counting does not wait until the record is in the caches: an atomic
+    // operation waits for every store before it.
     let answer = call.carry_out(verdict);
     let mesh = config().map_or(0, |config| config.mesh);
     if verdict.reason == Reason::NotService {
-        // Of a captured connection, what the capturing program before this one has kept is true.
+        // For a captured connection, the record of the capturing program before this one is right.
         if mesh == 0 || !is_proxy(mesh, request.addr, request.port) {
             peers::forget(call);
         }

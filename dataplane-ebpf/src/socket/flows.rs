@@ -36,8 +36,8 @@ pub fn endpoint_for<F: Family>(call: &SockAddr<F>, vip: Addr, port: Port) -> End
     endpoint
 }
 
-/// Gives a reply's source the VIP that it belongs to: that which was asked last, if it is that
-/// endpoint's, else any. Says whether the other end is known: it may also have asked this socket itself.
+/// Replaces a reply's source by the VIP that it belongs to: the VIP that was asked last, if it has this endpoint, else
+/// any. Returns whether the other end is known: it may also have asked this socket itself.
 #[inline(always)]
 pub fn translate_reply<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> bool {
     // SAFETY: `sk` of a recvmsg hook is a full socket.
@@ -60,7 +60,7 @@ pub fn translate_reply<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) ->
     false
 }
 
-/// Gives a reply's source the VIP that it belongs to, unless it came from there.
+/// Replaces a reply's source by the VIP that it belongs to, if the source differs.
 #[inline(always)]
 pub fn give<F: Family>(call: &SockAddr<F>, vip: &Endpoint) {
     if vip.port != call.port() || vip.addr != call.addr() {
@@ -69,7 +69,7 @@ pub fn give<F: Family>(call: &SockAddr<F>, vip: &Endpoint) {
     }
 }
 
-/// The flow that was sent to last; none has an endpoint's port of 0.
+/// The flow that was sent to last; an endpoint's port of 0 means that there is none.
 #[inline(always)]
 pub fn recent<F: Family>(call: &SockAddr<F>) -> *const Peer {
     // SAFETY: `sk` of a sendmsg hook is a full socket.
@@ -96,7 +96,7 @@ pub fn has_endpoint(flows: *mut UdpFlows, addr: Addr, port: Port) -> bool {
     false
 }
 
-/// Remembers a flow, in the place of an earlier one to the same VIP, else of the oldest. Says whether it was not known.
+/// Remembers a flow, in the place of an earlier one to the same VIP, else of the oldest. Returns whether it is new.
 #[inline(always)]
 pub fn remember<F: Family>(call: &SockAddr<F>, new: &Peer) -> bool {
     // SAFETY: `sk` of a sendmsg hook is a full socket.
@@ -135,8 +135,8 @@ pub fn remember<F: Family>(call: &SockAddr<F>, new: &Peer) -> bool {
     true
 }
 
-/// Forgets all flows: a socket that is connected to what is no service's gets datagrams from that
-/// peer alone, which may be an endpoint that it used for a VIP before.
+/// Forgets all flows: if a socket is connected to a destination that does not belong to a service, it gets datagrams
+/// from this peer alone, which may be an endpoint that it used for a VIP before.
 #[inline(always)]
 pub fn forget<F: Family>(call: &SockAddr<F>) {
     // SAFETY: `sk` of a connect hook is a full socket.

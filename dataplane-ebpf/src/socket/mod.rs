@@ -1,5 +1,5 @@
-//! Decisions at the socket: the address that a system call gives or gets is changed, and no packet
-//! is ever touched.
+//! Decisions at the socket: the programs change the address that a system call passes or returns, and never touch a
+//! packet.
 
 pub mod connect;
 pub mod events;
@@ -37,7 +37,7 @@ const REFUSED: i32 = 0;
 /// `ECONNREFUSED` on every architecture that we build for (`include/uapi/asm-generic/errno.h`).
 const ECONNREFUSED: i32 = 111;
 
-/// Which family a program is for.
+/// The address family of a program.
 pub trait Family {
     /// Reads the address of the system call.
     ///
@@ -125,9 +125,9 @@ impl Family for V6 {
     }
 }
 
-/// The four words of an IPv6 address. Where either family's may be wanted, all are read, whatever the family: of two
-/// reads in two branches the compiler makes one at a computed place, and the verifier wants fields of the context read
-/// by themselves.
+/// The four words of an IPv6 address. If a program may need either family's address, it reads both: the compiler turns
+/// two reads in two branches into one read at a computed place, and the verifier requires that each field of the
+/// context is read by itself.
 ///
 /// # Safety
 /// `ip` must be such a field of the context, or of a socket.
@@ -144,7 +144,7 @@ pub unsafe fn read_words(ip: *const u32) -> [u32; 4] {
     }
 }
 
-/// The address in a system call, and the socket it is for.
+/// The address in a system call, and its socket.
 pub struct SockAddr<F> {
     pub ctx: SockAddrContext,
     family: PhantomData<F>,
@@ -193,7 +193,7 @@ impl<F: Family> SockAddr<F> {
         unsafe { F::source(self.ctx.sock_addr, is_sent) }
     }
 
-    /// Whether the socket is connected, to whatever.
+    /// Whether the socket is connected to any peer.
     #[inline(always)]
     fn is_connected(&self) -> bool {
         // SAFETY: a field of the context, which is never null in our hooks, and one of the socket.
@@ -204,7 +204,7 @@ impl<F: Family> SockAddr<F> {
         port != 0
     }
 
-    /// What this system call asks for; `None` if its protocol is one that services do not have.
+    /// Returns the request of this system call; `None` if services do not have its protocol.
     #[inline(always)]
     pub fn request(&self) -> Option<Request> {
         // SAFETY: a field of the context.
@@ -235,7 +235,7 @@ impl<F: Family> SockAddr<F> {
         priority == OF_AGENT
     }
 
-    /// Counts a verdict and carries it out, for what is the same whatever the system call.
+    /// Counts a verdict and applies the part that all system calls share.
     #[inline(always)]
     fn carry_out(&self, verdict: &Verdict) -> i32 {
         if verdict.reason == Reason::NotService {
@@ -247,7 +247,7 @@ impl<F: Family> SockAddr<F> {
         count_pool(verdict.pool, reason);
         if verdict.endpoint.is_none() {
             if verdict.reason == Reason::Dangling {
-                // Cannot happen: so it is worth a line in the agent's log if it does.
+                // Cannot happen, so it is worth a line in the agent's log if it does.
                 aya_log_ebpf::error!(&self.ctx, "pool {} or its block is not there", verdict.pool);
             }
             return refuse();
@@ -262,7 +262,7 @@ pub fn config() -> Option<&'static Config> {
     CONFIG.get(0)
 }
 
-/// Whether the agent's DNS server has said lately that it answers.
+/// Whether the lease of the agent's DNS server says that it answers.
 #[inline(always)]
 pub fn answers_queries() -> bool {
     let Some(config) = config() else {

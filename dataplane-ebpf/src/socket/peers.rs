@@ -1,18 +1,18 @@
 //! The VIPs that connected sockets were connected to.
 //!
-//! In a table of [sets](crate::sets), whose places are freed when their sockets are closed
-//! ([`release`]): nothing is pushed out. The kernel does not tell of its own sockets that they are closed (`inet_release`
-//! in `net/ipv4/af_inet.c`): those of NFS, and the subflows of MPTCP. Their places the agent frees, some minutes later
-//! (`kernel/sockets/sweep.rs` in `dataplane-user`). If a socket's set is full, its
-//! VIP is in the socket's own storage, which is never full but takes two allocations and as many RCU
-//! callbacks: 0.6 µs of a `connect()` of 15 (`cargo xtask bench socket`).
+//! In a table of [sets](crate::sets), whose places are freed when their sockets are closed ([`release`]): nothing is
+//! evicted. The kernel does not report the end of its own sockets (`inet_release` in `net/ipv4/af_inet.c`): those of
+//! NFS, and the subflows of MPTCP. The agent frees their places some minutes later (`kernel/sockets/sweep.rs` in
+//! `dataplane-user`). If a socket's set is full, its VIP is in the socket's own storage, which is never full but takes
+//! two allocations and as many RCU callbacks: 0.6 µs of a `connect()` of 15 (`cargo xtask bench socket`).
 //!
-//! Most who ask have no VIP: whoever has accepted a connection asks for its peer, and closes its socket. So there
-//! is a bit for each port that an endpoint of one of these sockets has ever had; a client's port is hardly
-//! ever one. It must be asked for the port that the socket is connected to, and for none if it is not.
+//! Most callers have no VIP: a server that has accepted a connection asks for its peer, and closes its socket. So there
+//! is a bit for each port that an endpoint of one of these sockets has ever had; a client's port hardly ever has the
+//! bit. The bit to look at is that of the port to which the socket is connected; a socket that is not connected has
+//! none.
 //!
-//! A socket that has a place is not looked for in its storage. All calls here but [`release`] hold
-//! the socket's lock, and nobody else has the socket when it is released.
+//! A socket that has a place is not looked for in its storage. All calls here except [`release`] hold the socket's
+//! lock, and a released socket has no other user.
 
 use core::ptr::{from_ref, null_mut, read_volatile};
 
@@ -55,13 +55,13 @@ pub fn remember<F: Family>(call: &SockAddr<F>, peer: &Peer) {
     unsafe { *kept = *peer };
 }
 
-/// Whether the kernel has MPTCP: the agent writes it before it loads the programs. To the verifier of a kernel without MPTCP,
-/// which does not know the helper's type, the call is not there.
+/// Whether the kernel has MPTCP: the agent writes it before it loads the programs. The verifier of a kernel without
+/// MPTCP does not know the helper's type, but removes the call as dead code.
 #[unsafe(no_mangle)]
 static MPTCP: u32 = 0;
 
-/// Keeps the VIP for the MPTCP socket whose subflow is being connected: that is the socket which a process asks for its peer.
-/// (The subflows that follow go to addresses that the endpoint has named.)
+/// Keeps the VIP for the MPTCP socket whose subflow is being connected: a process asks this socket for its peer. (Later
+/// subflows go to addresses that the endpoint has named.)
 #[inline(always)]
 pub fn remember_for_mptcp<F: Family>(call: &SockAddr<F>, peer: &Peer) {
     // SAFETY: a constant.
@@ -86,7 +86,7 @@ pub fn remember_for_mptcp<F: Family>(call: &SockAddr<F>, peer: &Peer) {
     }
 }
 
-/// A socket that was connected to a VIP before, and now is to something else, has that as its peer.
+/// Forgets the VIP of a socket that is now connected to another destination, which becomes its peer.
 #[inline(always)]
 pub fn forget<F: Family>(call: &SockAddr<F>) {
     if free_place::<PeerSets>(cookie(&call.ctx)) {
@@ -100,11 +100,11 @@ pub fn forget<F: Family>(call: &SockAddr<F>) {
     }
 }
 
-/// If `addr` and `port` are those of the endpoint that the socket is connected to, replaces them by
-/// the VIP that was asked for. Says whether it did.
+/// If `addr` and `port` are those of the endpoint that the socket is connected to, replaces them by the VIP that was
+/// asked for. Returns whether it did.
 ///
-/// The kernel's answer is compared, so that a socket which was connected elsewhere since, in a way
-/// we did not see, is told the truth.
+/// The kernel's answer is compared. So a socket that was connected elsewhere since, without our programs, gets its real
+/// peer.
 #[inline(always)]
 pub fn translate<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> bool {
     if !ports::has(&PEER_PORTS, port) {
@@ -124,8 +124,8 @@ pub fn translate<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> bool 
     true
 }
 
-/// A socket is closed for good: its place is free. (One that was connected elsewhere since while none of our
-/// programs was attached may keep it.)
+/// Frees the place of a socket that is closed for good. (A socket that was connected elsewhere while none of our
+/// programs was attached may keep its place.)
 #[inline(always)]
 pub fn release(ctx: &SockContext) {
     // SAFETY: a field of the context, in network order.

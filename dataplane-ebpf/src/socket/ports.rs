@@ -10,7 +10,7 @@ use crate::atomic;
 /// A bit for each port, in words that user space may map.
 pub type Ports = Array<u64, { PEER_PORTS as usize }, { BPF_F_MMAPABLE as usize }>;
 
-/// Where a port's bit is, and which it is.
+/// The word of a port's bit, and the bit.
 #[inline(always)]
 fn bit(table: &Ports, port: Port) -> (Option<*mut u64>, u64) {
     let port = u32::from(port.host());

@@ -1,4 +1,4 @@
-//! `recvfrom()` on a UDP socket: a reply's source is the VIP that was asked, not the endpoint.
+//! `recvfrom()` on a UDP socket: replaces a reply's source, the endpoint, by the VIP that was asked.
 
 use dataplane_common::{Reason, decide};
 

@@ -1,4 +1,4 @@
-//! `close()`, of the last who had the socket: what was kept for it goes.
+//! `close()` by the last owner of a socket: removes its records.
 
 use aya_ebpf::programs::SockContext;
 

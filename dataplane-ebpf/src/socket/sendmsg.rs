@@ -1,6 +1,6 @@
-//! `sendto()` and `sendmsg()` with an address, on a UDP socket: each datagram is decided on its
-//! own, but a socket that sends to the same VIP again keeps its endpoint while that is in the pool,
-//! as a conntrack entry would.
+//! `sendto()` and `sendmsg()` with an address, on a UDP socket: the program decides about each datagram on its own, but
+//! a socket that sends to the same VIP again keeps its endpoint while the endpoint is in the pool, as with a conntrack
+//! entry.
 
 use dataplane_common::{Hook, Reason, decide, tables::Endpoint};
 
@@ -10,7 +10,7 @@ use crate::{
     select::{self, Live, Request, Verdict, count},
 };
 
-/// In steps that do not call each other: the frames of all would not fit the stack at once.
+/// The steps do not call each other: the frames of all would not fit the stack at once.
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     let mesh = config().map_or(0, |config| config.mesh);
@@ -28,7 +28,7 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         }
     }
     let is_judged = goes == datagrams::JUDGED;
-    // Nearly all that a server answers, and so worth a way of its own.
+    // A shortcut for nearly all answers of a server.
     if !is_judged && !decide::may_be_served(&Live, call.addr()) && !crate::events::wanted() {
         count(Reason::NotService);
         return GO_ON;
@@ -53,11 +53,11 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     answer & !NEW
 }
 
-/// [`carry_out`]: the socket has a flow that it did not have before.
+/// [`carry_out`]: the socket has a new flow.
 const NEW: i32 = 2;
 
-/// Whether what is at the destination has asked. The socket then has it as its own endpoint, so that its packets are not
-/// translated later.
+/// Whether the destination has asked the socket. If so, records the destination as the socket's own endpoint, so that
+/// its packets are not translated later.
 #[inline(never)]
 fn is_answer<F: Family>(call: &SockAddr<F>) -> bool {
     let Some(request) = call.request() else {
@@ -70,7 +70,7 @@ fn is_answer<F: Family>(call: &SockAddr<F>) -> bool {
     true
 }
 
-/// The socket has the destination as its own endpoint: no service translates what it sends there.
+/// Records the destination as the socket's own endpoint: no service translates packets that the socket sends there.
 #[inline(never)]
 fn goes_itself<F: Family>(call: &SockAddr<F>) -> bool {
     if let Some(request) = call.request() {

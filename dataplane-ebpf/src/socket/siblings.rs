@@ -1,12 +1,13 @@
-//! Sockets that share a local port. What matters to the others is kept by their port and network namespace.
+//! Sockets that share a local port. Records that matter to the other sockets are kept by port and network namespace.
 //!
-//! By UDP, the kernel hands a datagram to any socket of a group (`SO_REUSEPORT`), also one that did not ask; and a server may
-//! answer from another socket than the one that was asked, such as one that it connects to each client.
+//! For UDP, the kernel hands a datagram to any socket of a group (`SO_REUSEPORT`), also one that did not ask. And a
+//! server may answer from another socket than the one that was asked, such as one that it connects to each client.
 //!
-//! A socket that is bound to a port and then connected may not get the endpoint that another one at this port has for another
-//! VIP: the kernel would refuse the connection (`EADDRNOTAVAIL`), or by UDP hand all answers to one of both.
+//! A socket that is bound to a port and then connected must not get the endpoint that another socket at this port has
+//! for another VIP: the kernel would refuse the connection (`EADDRNOTAVAIL`), or for UDP hand all answers to one of
+//! both.
 //!
-//! Most sockets share no port. A bit for each local port that the table has ever had keeps them from looking there.
+//! Most sockets share no port. A bit for each local port that the table has ever had saves them the lookup.
 
 use core::ptr::read_volatile;
 
@@ -29,7 +30,7 @@ use crate::{
     tables::{PACKET_CONFIG, SHARED_PORTS, SIBLINGS},
 };
 
-/// The VIP that one of the sockets asked where this end answers; or this end itself, if it asked one of them; or
+/// The VIP that one of the sockets asked and that this end answers; or this end itself, if it asked one of them; or
 /// [`Endpoint::NONE`].
 #[inline(never)]
 pub fn vip_of<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> Endpoint {
@@ -38,13 +39,13 @@ pub fn vip_of<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> Endpoint
     }
     let key = key(call, Protocol::UDP, addr, port);
     match SIBLINGS.get_ptr_mut(key) {
-        // SAFETY: an element may be reused while it is read. What is read is then another flow's, for one datagram.
+        // SAFETY: an element may be reused while it is read. The value is then another flow's, for one datagram.
         Some(sibling) => unsafe { (*sibling).vip },
         None => Endpoint::NONE,
     }
 }
 
-/// Whether others at the socket's port may matter to it.
+/// Whether other sockets at the socket's port may matter to it.
 #[inline(always)]
 pub fn are_possible<F: Family>(call: &SockAddr<F>) -> bool {
     let local = local(call);
@@ -57,11 +58,11 @@ pub fn is_bound<F: Family>(call: &SockAddr<F>) -> bool {
     local(call) != Port::ANY
 }
 
-/// Notes which VIP an unconnected socket has asked now, if others share its port.
+/// Notes the VIP that an unconnected socket asks now, if other sockets share its port.
 #[inline(never)]
 pub fn note_asking<F: Family>(call: &SockAddr<F>) {
     let mut shares = 0_u32;
-    // SAFETY: the context of a hook that may ask for its socket's options, and a variable of the length that is said.
+    // SAFETY: the context of a hook that may ask for its socket's options, and a variable of the length in the call.
     let told = unsafe {
         bpf_getsockopt(
             call.ctx.as_ptr(),
@@ -84,10 +85,10 @@ pub fn note_asking<F: Family>(call: &SockAddr<F>) {
     note(&key, Endpoint::new(peer.vip, peer.vip_port), 0);
 }
 
-/// A datagram has arrived from where a service is served: whoever is there has asked this socket, and the answers are theirs
-/// (a socket of the node that is bound to a node port, for example). Nobody is at a cluster IP.
+/// Notes the sender of a datagram that comes from a service's address and port: this end has asked the socket, and the
+/// answers belong to it (a socket of the node that is bound to a node port, for example). No socket has a cluster IP.
 ///
-/// A VIP that the socket asks is not taken by a datagram that comes from there.
+/// A datagram from a VIP does not replace the record of a socket that asks this VIP.
 #[inline(never)]
 pub fn note_asked<F: Family>(call: &SockAddr<F>) {
     let Some(request) = call.request() else {
@@ -107,7 +108,7 @@ pub fn note_asked<F: Family>(call: &SockAddr<F>) {
     note(&key(call, Protocol::UDP, addr, port), itself, 0);
 }
 
-/// Whether what is at a destination has asked this socket or another one at its port.
+/// Whether a destination has asked this socket or another one at its port.
 #[inline(always)]
 pub fn was_asked<F: Family>(call: &SockAddr<F>, request: &Request) -> bool {
     let used = flows::endpoint_for(call, request.addr, request.port);
@@ -122,9 +123,9 @@ pub fn was_asked<F: Family>(call: &SockAddr<F>, request: &Request) -> bool {
 /// How many other endpoints are tried.
 const OTHERS: u32 = 8;
 
-/// Has a socket that is bound to a port get an endpoint that no other socket of this port has for another VIP. If every one
-/// is taken, a pod's connection is left to the packet path, which can give it another port; a process of the node gets the
-/// kernel's error.
+/// Chooses an endpoint that no other socket of this port has for another VIP, for a socket that is bound to a port. If
+/// every endpoint is taken, a pod's connection is left to the packet path, which can use another port; a process of the
+/// node gets the kernel's error.
 #[inline(never)]
 pub fn keep_apart<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mut Verdict) {
     let protocol = request.protocol;
@@ -160,7 +161,7 @@ pub fn keep_apart<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mu
     }
 }
 
-/// Whether another socket that lives has this endpoint for another VIP than is asked for.
+/// Whether another live socket has this endpoint for another VIP than this request's.
 #[inline(always)]
 fn is_taken<F: Family>(call: &SockAddr<F>, key: &SiblingKey, request: &Request) -> bool {
     let vip = Endpoint::new(request.addr, request.port);
@@ -176,7 +177,7 @@ extern "C" fn siblings_have(key: *const SiblingKey, vip: *const Endpoint, asking
     let (Some(key), Some(vip)) = (unsafe { (key.as_ref(), vip.as_ref()) }) else {
         return 0;
     };
-    // SAFETY: the same key. Linux 6.1 takes as a key only what is on this function's stack.
+    // SAFETY: the same key. Linux 6.1 accepts as a key only memory on this function's stack.
     let key = unsafe { read_volatile(key) };
     let Some(sibling) = SIBLINGS.get_ptr_mut(key) else {
         return 0;
@@ -213,7 +214,7 @@ fn cookie<F: Family>(call: &SockAddr<F>) -> u64 {
 #[inline(always)]
 fn note(key: &SiblingKey, vip: Endpoint, socket: u64) {
     ports::mark(&SHARED_PORTS, key.local);
-    // If the kernel has no room at this moment, the other sockets of the group are as without this table.
+    // If the kernel has no room at this moment, the other sockets of the group work as without this table.
     let _ = SIBLINGS.insert(key, Sibling { vip, socket }, 0);
 }
 
