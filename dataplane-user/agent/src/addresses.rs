@@ -1,4 +1,4 @@
-//! The node's own addresses: on which of them node ports are answered.
+//! The node's own addresses, and on which of them the node answers node ports.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,12 +21,12 @@ pub struct Address {
     pub on_loopback: bool,
 }
 
-/// Every address in this network namespace that means something elsewhere: of interfaces that are
-/// up, and neither loopback nor link-local.
+/// Every address in this network namespace that is meaningful elsewhere: of interfaces that are up, and neither
+/// loopback nor link-local addresses.
 ///
 /// # Errors
 ///
-/// If the kernel does not tell.
+/// If the kernel does not return them.
 pub fn of_interfaces() -> io::Result<Vec<Address>> {
     let mut addresses = Vec::new();
     for interface in getifaddrs()? {
@@ -56,7 +56,7 @@ pub fn of_interfaces() -> io::Result<Vec<Address>> {
     Ok(addresses)
 }
 
-/// What decides which addresses node ports are answered on.
+/// The facts that decide on which addresses node ports are answered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeAddresses {
     all: Vec<Address>,
@@ -68,9 +68,9 @@ pub struct NodeAddresses {
 ///
 /// # Errors
 ///
-/// If the kernel does not tell.
+/// If the kernel does not return them.
 pub fn look() -> io::Result<NodeAddresses> {
-    // "thread-self": the namespace of whoever asks, not of the process's first thread.
+    // "thread-self": the network namespace of the calling thread, not of the process's first thread.
     let v4 = routes("/proc/thread-self/net/route")?;
     let v6 = routes("/proc/thread-self/net/ipv6_route")?;
     Ok(NodeAddresses {
@@ -82,8 +82,8 @@ pub fn look() -> io::Result<NodeAddresses> {
     })
 }
 
-/// A family's routes, of which there are none only if the kernel lacks the family: without a default route, node ports would be
-/// answered on every address.
+/// A family's routes; empty only if the kernel lacks the family. An empty list by mistake would mean no default route,
+/// and node ports would be answered on every address.
 fn routes(path: &str) -> io::Result<String> {
     match fs::read_to_string(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
@@ -94,19 +94,19 @@ fn routes(path: &str) -> io::Result<String> {
 /// The addresses of the node.
 #[derive(Debug)]
 pub struct OfNode {
-    /// Those on which node ports are answered, and where each was learnt from.
+    /// The addresses on which node ports are answered, with the source of each.
     pub for_node_ports: BTreeMap<IpAddr, AddressFrom>,
     /// All of them.
     pub own: BTreeSet<IpAddr>,
 }
 
-/// The node's addresses. Those on which node ports are answered are those in `wanted`, or if that is empty
-/// the node's primary ones, which are what kube-proxy's nftables mode answers on: in each family
-/// the one that its Node object has (`told`), if the node has that too.
+/// The node's addresses. Node ports are answered on the addresses in `wanted`. If `wanted` is empty, they are answered
+/// on the node's primary addresses, as in kube-proxy's nftables mode: in each family the address in its Node object
+/// (`told`), if the node has this address.
 ///
 /// # Errors
 ///
-/// If the kernel does not tell.
+/// If the kernel does not return them.
 pub fn of_node(wanted: &[IpNet], told: &[IpAddr]) -> io::Result<OfNode> {
     let NodeAddresses { all, default } = look()?;
     let own = all.iter().map(|a| a.addr).collect();
@@ -126,9 +126,8 @@ pub fn of_node(wanted: &[IpNet], told: &[IpAddr]) -> io::Result<OfNode> {
     })
 }
 
-/// In each family: the address that we are told, if it is here. Otherwise the first address of the
-/// interface that has the default route (v4, v6). Without one: every address that is not the
-/// loopback interface's.
+/// In each family: the address in the Node object, if it is here. Otherwise the first address of the interface that has
+/// the default route (v4, v6). Without a default route: every address that is not the loopback interface's.
 fn primary(
     all: &[Address],
     told: &[IpAddr],
@@ -174,7 +173,7 @@ fn default_interface_v4(table: &str) -> Option<&str> {
         .map(|(_, interface)| interface)
 }
 
-/// The same from `/proc/net/ipv6_route`, which also lists the kernel's reject routes, on `lo`.
+/// As [`default_interface_v4`], from `/proc/net/ipv6_route`, which also lists the kernel's reject routes, on `lo`.
 fn default_interface_v6(table: &str) -> Option<&str> {
     // destination prefix source prefix gateway metric references uses flags interface
     table
@@ -250,13 +249,13 @@ eth0\t000200C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
             ips(primary(&all, &[], [Some("eth0"), Some("eth1")])),
             ["192.0.2.1", "2001:db8::1"]
         );
-        // Without a default route there is nothing to prefer.
+        // Without a default route no address is preferred.
         assert_eq!(
             ips(primary(&all, &[], [None, Some("eth1")])),
             ["10.244.1.1", "192.0.2.1", "192.0.2.7", "2001:db8::1"]
         );
-        // The cluster knows better, unless it has an address that is not this machine's: that of a
-        // NAT before it, say.
+        // The Node object wins, unless its address belongs to another machine, for example to a NAT in front of this
+        // one.
         let told = ["192.0.2.7", "2001:db8::99"].map(|a| a.parse().unwrap());
         let from: Vec<AddressFrom> = primary(&all, &told, [Some("eth0"), Some("eth1")])
             .into_values()

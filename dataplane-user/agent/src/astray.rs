@@ -1,9 +1,9 @@
 //! Pods of this node to which the node's routes lead by uplinks.
 //!
-//! The packet path takes the packets of such a pod for forged, if the pod has an interface here: for some network plug-ins
-//! that is what the operator has to know first. A pod whose interface is gone looks the same, because its address then
-//! follows the default route: after its end, until the API server says so. So what counts is a route that never was
-//! another, and still is that at the next look.
+//! The packet path treats the packets of such a pod as forged, if the pod has an interface here: with some network
+//! plug-ins, the operator has to know this first. A pod whose interface is gone looks alike, because its address then
+//! follows the default route: from its end until the API server reports the end. So a route counts only if it led to an
+//! uplink at every look so far.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -24,18 +24,19 @@ pub struct Astray {
     pods: BTreeMap<IpAddr, RouteEnd>,
 }
 
-/// Where the route to a pod led.
+/// Where the route to a pod leads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RouteEnd {
-    /// By an uplink, whenever somebody looked.
+    /// To an uplink, at every look.
     Uplink,
-    /// Elsewhere, at least once.
+    /// To another interface, at least once.
     Elsewhere,
 }
 
 impl Astray {
-    /// Returns a message if the node's routes lead to pods of its own by uplinks, as they did at the last look, although pods
-    /// have interfaces here at which sources are checked. `leaves_by` tells by which interface an address is reached.
+    /// Returns a message if the node's routes lead to pods of its own by uplinks, as they did at the last look,
+    /// although pods have interfaces here at which sources are checked. `leaves_by` returns the interface by which an
+    /// address is reached.
     pub fn look(
         &mut self,
         settings: &PacketSettings,
@@ -163,7 +164,7 @@ mod tests {
         assert_eq!(look(5), None);
         // The API server is away, and the pods stay known for long.
         assert_eq!([look(2), look(2), look(2)], [None, None, None]);
-        // Forgotten, and there again with a route that never was another.
+        // The pod was forgotten, and is back, with a route that always led to an uplink.
         assert_eq!(
             astray.look(&settings(&[]), &all, &BTreeSet::new(), |_| None),
             None

@@ -1,10 +1,10 @@
 //! Keeps the packet path's programs on interfaces, and capture in network namespaces.
 //!
-//! To attach or detach a program takes the kernel some 10 ms, and there may be hundreds of interfaces; to find
-//! out what there is takes a walk through all interfaces and all network namespaces. So this is done on a thread
-//! of its own: changes of services do not wait for it. What happens meanwhile is gathered, and after each
-//! piece of work the thread rests for a multiple of what that took. Most of the time that it takes to attach programs the
-//! kernel only waits, so interfaces that are new do not wait for a rest that is as long.
+//! The kernel takes some 10 ms to attach or detach a program, and there may be hundreds of interfaces. A look at the
+//! present state walks through all interfaces and all network namespaces. So a thread of its own does this work:
+//! changes of services do not wait for it. The thread gathers events meanwhile, and after each piece of work it rests
+//! for a multiple of the time that the work took. While programs are attached, the kernel mostly waits, so new
+//! interfaces do not wait for a rest of this length.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -37,13 +37,13 @@ use super::{
     network::network,
 };
 
-/// After a piece of work the thread rests this many times as long as that took.
+/// After a piece of work the thread rests for this many times the work's duration.
 const REST_FOR: u32 = 4;
 
-/// How often to look at what others put on the way out of pods' interfaces.
+/// How often to look for programs and rules of others on the way out of pods' interfaces.
 const EGRESS: Duration = Duration::from_millis(250);
 
-/// Longer than any agent runs. (A time that clocks can still count.)
+/// Longer than any agent runs. (Clocks can still represent it.)
 const NEVER: Duration = Duration::from_hours(365 * 24);
 
 /// The running thread.
@@ -52,39 +52,39 @@ pub struct Attacher {
     thread: JoinHandle<Option<Worker>>,
 }
 
-/// What there is to do.
+/// A job for the thread.
 pub enum Job {
     /// Interfaces, addresses, routes or their rules changed.
     Network,
     /// IPsec policies changed.
     Policies,
-    /// The tables of services are in line with this.
+    /// The tables of services are in line with this snapshot.
     Served(Snapshot),
-    /// Likewise for the first time: capture is to be in line, too, when this is answered.
+    /// As [`Job::Served`], for the first time: the answer comes when capture is in line, too.
     First(Snapshot, SyncSender<()>),
-    /// What another layout left can go.
+    /// The tables and programs of another layout can be removed.
     Settle(SyncSender<Result<(), kernel::Error>>),
-    /// Somebody asks to take our place.
+    /// Another agent asks to take this agent's place.
     Replace(UnixStream),
-    /// Somebody has our sockets, or did not take them.
+    /// Another agent has our sockets, or did not take them.
     Offered(io::Result<UnixStream>),
     /// The thread is to end.
     Stop,
 }
 
-/// The thread has ended, which the agent was told.
+/// The thread has died; the agent has got an event about it.
 #[derive(Debug)]
 pub struct Died;
 
-/// What the thread does its work with.
+/// The parts of the agent that the thread works with.
 pub struct Inputs {
     pub kernel: Kernel,
     pub state: Arc<State>,
     pub packet: PacketSettings,
     pub mesh: Option<Mesh>,
-    /// The agent whose place this one has taken, until this one serves: where there is a mesh, that knows when.
+    /// The agent whose place this one has taken, until this one serves: if there is a mesh, the thread knows when.
     pub before: Option<UnixStream>,
-    /// That of this agent.
+    /// This agent's turn.
     pub turn: Option<Turn>,
 }
 
@@ -96,7 +96,7 @@ pub struct Returned {
 }
 
 impl Attacher {
-    /// Starts the thread, which brings the packet path in line at once. `jobs` is the other end of `todo`.
+    /// Starts the thread, which brings the packet path in line at once. `jobs` is the sending end of `todo`.
     ///
     /// # Errors
     /// If no thread can be started.
@@ -150,20 +150,20 @@ impl Attacher {
         Ok(Self { jobs, thread })
     }
 
-    /// Has something done, soon.
+    /// Gives the thread a job.
     pub fn send(&self, job: Job) {
-        // Fails only if the thread has died, which the agent is told.
+        // Fails only if the thread has died; the agent gets an event about this.
         let _ = self.jobs.send(job);
     }
 
-    /// Has something done, and waits until it is.
+    /// Gives the thread a job, and waits until it is done.
     pub fn ask<T>(&self, job: impl FnOnce(SyncSender<T>) -> Job) -> Result<T, Died> {
         let (answer, answered) = mpsc::sync_channel(1);
         self.send(job(answer));
         answered.recv().map_err(|_| Died)
     }
 
-    /// Ends the thread; what it had.
+    /// Ends the thread; returns the parts that it had.
     pub fn stop(self) -> Result<Returned, Died> {
         self.send(Job::Stop);
         let worker = self.thread.join().ok().flatten().ok_or(Died)?;
@@ -177,7 +177,7 @@ impl Attacher {
 /// When a kind of work is due.
 struct Due {
     at: Instant,
-    /// Not before: whatever happens, the thread rests.
+    /// The end of the thread's rest: not before this time.
     rested: Instant,
 }
 
@@ -186,7 +186,7 @@ impl Due {
         Self { at, rested: at }
     }
 
-    /// Not before something happens.
+    /// Not due before an event.
     fn never(now: Instant) -> Self {
         Self {
             at: now + NEVER,
@@ -199,19 +199,19 @@ impl Due {
         self.at = self.at.min(self.rested);
     }
 
-    /// It was done, which took so much of a processor's time, and is to be done again after `patience` at the latest.
+    /// The work was done and took so much of a processor's time. It is due again after `patience` at the latest.
     fn done_in(&mut self, took: Duration, patience: Duration) {
         let end = Instant::now();
         self.rested = end + took * REST_FOR;
         self.at = self.rested.max(end + patience);
     }
 
-    /// It was done since `start`, and is to be done again after `patience` at the latest.
+    /// The work has run since `start`. It is due again after `patience` at the latest.
     fn done(&mut self, start: Instant, patience: Duration) {
         self.done_resting(REST_FOR, start, patience);
     }
 
-    /// Likewise, and the thread rests for so many times as long as it took.
+    /// As [`Due::done`], with a rest of so many times the work's duration.
     fn done_resting(&mut self, times: u32, start: Instant, patience: Duration) {
         let end = Instant::now();
         self.rested = end + (end - start) * times;
@@ -228,35 +228,35 @@ struct Worker {
     turn: Option<Turn>,
     offers: Offers,
     events: Sender<Event>,
-    /// What the tables of services are in line with; none: nothing yet.
+    /// The snapshot with which the tables of services are in line; `None` at first.
     snapshot: Option<Snapshot>,
     /// The packet path.
     network: Due,
-    /// The IPsec policies, between two looks at all of it.
+    /// The IPsec policies, between two looks at the whole network.
     policies: Due,
     /// Capture.
     capture: Due,
-    /// What others put on the way out of interfaces, between two looks at all of the network: the kernel does not tell.
+    /// Programs and rules of others on the way out of interfaces, between two looks at the whole network: the kernel
+    /// does not report them.
     egress: Due,
-    /// The interfaces whose packets go into a pod at once, unless others have something on the way out.
+    /// The interfaces whose packets go directly into a pod, unless others have something on the way out.
     peers: BTreeSet<u32>,
-    /// Those that do, and what.
+    /// The interfaces on which others have something, and what.
     others: BTreeMap<u32, Vec<String>>,
-    /// What was known of the interfaces earlier.
+    /// The interfaces at earlier looks.
     history: History,
-    /// On how many interfaces the packet path's programs belong, since it was last looked, and whether
-    /// they keep ways.
+    /// On how many interfaces the packet path's programs belong, at the last look, and whether they remember ways.
     interfaces: Option<(usize, bool)>,
     /// How many IPsec policies protect something.
     protecting: usize,
-    /// The node's addresses, as they were told last.
+    /// The node's addresses that the agent was last notified of.
     addresses: Option<NodeAddresses>,
-    /// What is wrong with the packet path, and how bad it is.
+    /// The packet path's problems, and how serious they are.
     problems: Vec<(Gravity, String)>,
 }
 
 impl Worker {
-    /// Until it is told to end, or another agent has its place.
+    /// Runs until a job ends it, or another agent has this agent's place.
     fn run(&mut self, todo: &Receiver<Job>) {
         let state = Arc::clone(&self.state);
         loop {
@@ -277,7 +277,7 @@ impl Worker {
                 let _busy = state.beats.attacher.begin();
                 self.capture();
             }
-            // One after the other, so that new interfaces wait for one of them at most.
+            // One after the other, so that new interfaces wait for at most one of them.
             if self.kernel.has_provisional_programs() {
                 let _busy = state.beats.attacher.begin();
                 if let Err(error) = self.kernel.settle_programs() {
@@ -325,7 +325,7 @@ impl Worker {
             Job::Policies => {
                 debug!("IPsec policies changed");
                 self.policies.soon();
-                // Which also tells of them.
+                // This look also finds policies.
                 self.network.soon();
             }
             Job::Served(snapshot) => {
@@ -354,8 +354,8 @@ impl Worker {
         }
     }
 
-    /// The tables of services are in line with the source for the first time: what was in their place before
-    /// can go.
+    /// The tables of services are in line with the source for the first time: removes the tables and programs of other
+    /// layouts.
     fn settle(&mut self) -> Result<(), kernel::Error> {
         let waited = self.kernel.waits();
         let removed = self.kernel.replace_other_layouts()?;
@@ -377,7 +377,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Brings capture in line with the workloads and network namespaces that there are.
+    /// Brings capture in line with the present workloads and network namespaces.
     fn capture(&mut self) {
         let start = Instant::now();
         let Some(mesh) = &mut self.mesh else { return };
@@ -407,8 +407,8 @@ impl Worker {
         self.capture.done(start, mesh.patience());
     }
 
-    /// Has the packet path refuse what the IPsec policies that there are protect. The next look at all of the network says
-    /// what is wrong, if something is.
+    /// Makes the packet path refuse packets that the present IPsec policies protect. The next look at the whole network
+    /// reports problems.
     fn policies(&mut self) {
         let start = Instant::now();
         if self.packet.attach.is_some() {
@@ -418,16 +418,16 @@ impl Worker {
                 warn!("cannot tell the packet path of IPsec policies, trying again: {error}");
             }
         }
-        // Packets leave in clear while it rests: no longer than it has taken.
+        // Packets leave in clear during the rest, so the rest is no longer than the work.
         self.policies.done_resting(1, start, NEVER);
     }
 
-    /// Looks whether others have put something on the way out of pods' interfaces. Until the packet path is told, packets
-    /// pass it by.
+    /// Looks for programs and rules of others on the way out of pods' interfaces. Until the packet path knows them,
+    /// packets bypass them.
     fn egress(&mut self) {
         let start = Instant::now();
         let others = kernel::egress_of_others(&self.state.paths.bpffs, &self.peers);
-        // If the kernel does not tell, the look at all of the network says so.
+        // If the kernel does not return them, the look at the whole network reports the error.
         if others.is_ok_and(|others| others == self.others) {
             self.egress.done(start, EGRESS);
             return;
@@ -436,8 +436,8 @@ impl Worker {
         self.egress.done_resting(1, start, EGRESS);
     }
 
-    /// Brings the packet path in line with the interfaces that there are, and tells if the node's addresses
-    /// are others.
+    /// Brings the packet path in line with the present interfaces, and notifies the agent if the node's addresses have
+    /// changed.
     fn network(&mut self) {
         let (start, worked) = (Instant::now(), processor_time());
         let mut patience = LOOK;
@@ -491,7 +491,7 @@ impl Worker {
                 problems
             }
             Err(error) => {
-                // Everything is as it was: also for what has an IPsec policy since.
+                // Nothing has changed, also for flows that an IPsec policy covers since.
                 patience = RETRY;
                 vec![(Gravity::Node, error.to_string())]
             }
@@ -513,19 +513,19 @@ impl Worker {
             }
             Err(error) => warn!("cannot find out the node's addresses: {error}"),
         }
-        // Nothing may have told us that somebody removed a program of ours.
+        // Another program may have removed a program of ours without an event.
         let took = processor_time().saturating_sub(worked);
         self.network.done_in(took, patience);
     }
 }
 
-/// How much of a processor's time this thread has had.
+/// How much of a processor's time this thread has used.
 fn processor_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
 
-/// Somebody else has our place: nothing is done any more. Whoever waits for something is told that nothing is left to wait
-/// for, so that the agent gets to hear of its end, rather than of a thread that does not answer.
+/// Another agent has this agent's place, so the thread does nothing any more. Answers waiting callers at once, so that
+/// the agent learns about its end, instead of a thread that does not answer.
 fn give_up(todo: &Receiver<Job>) {
     for job in todo {
         match job {
@@ -569,7 +569,7 @@ mod tests {
         assert!(
             due.rested >= start + 4 * Duration::from_millis(2) && due.rested <= start + 6 * took
         );
-        // A second change asks for nothing sooner.
+        // A second change does not make it due sooner.
         due.soon();
         assert_eq!(due.at, due.rested);
     }

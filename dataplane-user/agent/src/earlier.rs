@@ -1,4 +1,4 @@
-//! What was known of the node's interfaces at earlier looks: which are new, and which were uplinks.
+//! The node's interfaces at earlier looks: which are new, and which were uplinks.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,13 +36,14 @@ pub struct Earlier {
     /// began with, so the agent waits before it masquerades to another interface's address. An interface that is down counts as
     /// new, unless it has the addresses that it had when it was up.
     pub new: BTreeSet<u32>,
-    /// The time until none of the interfaces that are up is new any more. `None` if none is.
+    /// The time until no up interface is new any more. `None` if no up interface is new.
     pub settled_in: Option<Duration>,
-    /// Interfaces that were uplinks and still are: if an interface goes down, for example because the operating system's
-    /// network is restarted, it may lose its addresses and its routes, by which the agent knows that it is an uplink. It
-    /// gets them again later, and connections go on in between. An interface that became a port of another one is none.
+    /// Interfaces that were uplinks and still are: if an interface goes down, for example because the operating
+    /// system's network is restarted, it may lose its addresses and its routes, by which the agent recognises an
+    /// uplink. It gets them again later, and connections go on in between. An interface that became a port of another
+    /// one is no uplink.
     ///
-    /// And bridges of the node's own that lead to others than pods, such as virtual machines of libvirt.
+    /// Also bridges of the node's own that lead to machines other than pods, such as virtual machines of libvirt.
     pub uplinks: BTreeSet<u32>,
 }
 
@@ -52,7 +53,7 @@ impl History {
     /// `include/net/tcp.h`).
     const PATIENCE: Duration = Duration::from_secs(1);
 
-    /// Looks at the interfaces that there are now.
+    /// Looks at the present interfaces.
     pub fn look(&mut self, interfaces: &[Interface], now: Instant) -> Earlier {
         let before = self.known.take();
         let long_ago = now.checked_sub(Self::PATIENCE).unwrap_or(now);
@@ -62,7 +63,7 @@ impl History {
             let index = interface.index;
             let past = before.as_ref().and_then(|before| before.get(&index));
             let addresses = interface.addresses.clone();
-            // A link that only went down and up has what it had.
+            // A link that only went down and up has its earlier addresses.
             let same = past.filter(|past| past.addresses == addresses);
             if !interface.up {
                 if same.is_none() {
@@ -115,7 +116,7 @@ impl History {
         earlier
     }
 
-    /// Notes what the interfaces are taken for.
+    /// Records which interfaces count as uplinks.
     pub fn note(&mut self, network: &Network) {
         let is_uplink = |flags: u16| flags & Iface::ATTACHED != 0 && flags & Iface::LOCAL == 0;
         let uplinks = network
@@ -126,8 +127,8 @@ impl History {
     }
 }
 
-/// Whether an interface is a bridge in which the node has an address, and that has a port that is no pod's: a tap of a virtual
-/// machine, or hardware. What comes by a pod's port is served there, before it is on the bridge.
+/// Whether an interface is a bridge in which the node has an address, and that has a port that is no pod's: a tap of a
+/// virtual machine, or hardware. The programs at a pod's port serve packets before they reach the bridge.
 fn leads_to_machines(bridge: &Interface, all: &[Interface]) -> bool {
     let of_a_network = |net: &IpNet| net.prefix_len() < net.max_prefix_len();
     bridge.kind == "bridge"
@@ -196,7 +197,7 @@ mod tests {
         let rest = Duration::from_millis(250);
         assert_eq!(masquerade(&all, 1.75, 6), (None, Some(rest)));
         assert_eq!(masquerade(&all, 2.0, 6), (node.clone(), None));
-        // Its own as soon as it is there; with others than before, it is new.
+        // It has its own address at once; with other addresses than before, it is new.
         all[2].addresses.push("10.244.1.1/32".parse().unwrap());
         assert_eq!(masquerade(&all, 2.5, 6).0.as_deref(), Some("10.244.1.1"));
         all[2].addresses.clear();
@@ -204,7 +205,7 @@ mod tests {
         assert_eq!(masquerade(&all, 3.0, 6), (None, None));
         all[2].up = true;
         assert_eq!(masquerade(&all, 60.0, 6).0, None);
-        // A link that was down for a while has the address that it had.
+        // A link that was down for a while keeps its earlier address.
         assert_eq!(masquerade(&all, 62.0, 6).0, node);
         all[2].up = false;
         assert_eq!(masquerade(&all, 63.0, 6), (node.clone(), None));
@@ -245,7 +246,7 @@ mod tests {
             interface.default_route = false;
         }
         assert_eq!(flags(&all), before);
-        // Once it is a port, its packets are the bridge's.
+        // Once it is a port, its packets belong to the bridge.
         all[0].master = Some(4);
         let pods = Iface::ATTACHED | Iface::PEER | Iface::LOCAL;
         let is_pods = |flags: Option<u16>| flags.is_some_and(|flags| flags & pods == pods);

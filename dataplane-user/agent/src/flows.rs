@@ -1,5 +1,5 @@
-//! What happens to flows and sockets, on a thread of its own so that it holds up nothing: those
-//! that are over are collected; those that lead to an endpoint that went away end at once.
+//! The upkeep of flows and sockets, on a thread of its own so that it delays nothing else: the thread removes flows
+//! that are over, and ends flows and sockets that lead to an endpoint that went away.
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
@@ -42,12 +42,13 @@ use super::{
 const REST: Duration = Duration::from_secs(10);
 /// A walk rests between its steps, so that it takes at most one part in so many of one CPU.
 const SHARE: u32 = 20;
-/// How long to rest between two searches for sockets that are gone though nobody told.
+/// How long to rest between two searches for sockets whose end the kernel did not report.
 const SWEEP: Duration = Duration::from_mins(10);
 /// How long to rest between two looks at where pods' sockets are.
 const PODS: Duration = Duration::from_mins(1);
-/// How long to rest at least after a walk for endpoints that went away. While many services change, a walk for each change
-/// would take the processor from what brings the tables in line: p99 of a change was 2.4 ms instead of 0.6 ms.
+/// How long to rest at least after a walk for endpoints that went away. While many services change, a walk for each
+/// change would take the processor from the thread that updates the tables: p99 of a change was 2.4 ms instead of 0.6
+/// ms.
 const PAUSE: Duration = Duration::from_millis(250);
 /// How soon to look again for sockets that were not found: `connect()` notes the endpoint shortly
 /// before the socket has it.
@@ -67,11 +68,11 @@ enum Job {
 }
 
 impl Flows {
-    /// Starts it. `destroy`: of which protocols to destroy the sockets that are connected to
-    /// endpoints that went away. `direct`: whether the programs look for flows that are no service's.
+    /// Starts the thread. `destroy`: the protocols whose sockets to destroy if they are connected to endpoints that
+    /// went away. `direct`: whether the programs look for flows that do not belong to a service.
     ///
     /// # Errors
-    /// If what is pinned is not ours, or the thread cannot be made.
+    /// If the pinned tables are not ours, or the thread cannot be started.
     pub fn start(
         state: Arc<State>,
         destroy: Vec<Protocol>,
@@ -110,10 +111,10 @@ impl Flows {
         Ok(Self { jobs, thread })
     }
 
-    /// Ends what leads to endpoints that went away, soon.
+    /// Ends flows and sockets that lead to endpoints that went away, soon.
     pub fn departed(&self, departed: Departed) {
         if !departed.is_empty() {
-            // It fails only if its thread is gone, which is then said when it is joined.
+            // Fails only if the thread is gone, which is reported when it is joined.
             let _ = self.jobs.send(Job::Departed(departed));
         }
     }
@@ -130,7 +131,7 @@ impl Flows {
 pub struct Imported {
     /// UDP flows whose packets are left alone.
     pub flows: usize,
-    /// The node's ports that no flow of ours is given.
+    /// Ports of the node that no flow of ours gets.
     pub ports: usize,
 }
 
@@ -138,7 +139,7 @@ pub struct Imported {
 /// ports from which it masquerades connections to endpoints of the snapshot ([`hold_ports`]).
 ///
 /// # Errors
-/// If the kernel does not tell them.
+/// If the kernel does not return them.
 pub fn import(
     bpffs: &Path,
     snapshot: &Snapshot,
@@ -171,15 +172,17 @@ pub fn import(
     Ok(imported)
 }
 
-/// Holds the ports from which the kernel's own conntrack masquerades connections to endpoints of the snapshot: those that rules
-/// translated before we came, and others that still begin, for example by the rules of a network plug-in. Otherwise a flow of ours
-/// could be given one of these ports, and the endpoint would take both for one connection.
+/// Holds the ports from which the kernel's own conntrack masquerades connections to endpoints of the snapshot:
+/// connections that rules translated before the agent came, and others that still begin, for example by the rules of a
+/// network plug-in. Otherwise a flow of ours could get one of these ports, and the endpoint would treat both as one
+/// connection.
 ///
+/// These ports take at most half of the room for flows.
 /// They take at most half of the flows that there is room for.
 fn hold_ports(conntrack: &Conntrack, snapshot: &Snapshot) -> io::Result<Listed> {
     let asked = kernel::conntrack::now();
     let most = conntrack.capacity() as usize / 2;
-    // Most nodes masquerade their pods' connections to the rest of the world, and many nothing at all.
+    // Most nodes masquerade their pods' connections to the outside, and many nodes masquerade nothing.
     let endpoints = OnceCell::new();
     let is_endpoint = |key: &FlowKey| {
         let endpoints = endpoints.get_or_init(|| endpoints_of(snapshot));
@@ -218,19 +221,19 @@ struct Worker {
     peers: Option<Peers>,
     destroy: Vec<Protocol>,
     sweeper: RefCell<Option<Sweeper>>,
-    /// When that last looked.
+    /// When the sweeper last ran.
     swept: Cell<Instant>,
-    /// By what is told which interfaces are pods' sides.
+    /// Decides which interfaces are pods' sides.
     packet: PacketSettings,
-    /// When to look next where pods' sockets are, and where the routes to pods lead.
+    /// When to look next at pods' sockets, and at the routes to pods.
     pods: Cell<Instant>,
     astray: RefCell<Astray>,
     direct: Arc<DirectFlows>,
-    /// What [`DirectFlows::made`] was when the last walk began, if that found no such flow.
+    /// The value of [`DirectFlows::made`] when the last walk began, if the walk found no such flow.
     none_since: Cell<Option<u64>>,
-    /// Not before: where endpoints come and go all the time, this takes its share and no more.
+    /// The earliest time of the next walk: if endpoints come and go all the time, walks take their share and no more.
     next: Cell<Option<Instant>>,
-    /// When to look next which ports the kernel's own conntrack has given.
+    /// When to look next at the ports that the kernel's own conntrack uses.
     ports: Cell<Instant>,
 }
 
@@ -238,7 +241,7 @@ struct Worker {
 struct Stopped;
 
 impl Worker {
-    /// Walks through all flows, if there are any, again and again; and does what it is asked to.
+    /// Walks through all flows, if there are any, again and again, and handles jobs.
     fn run(&self, jobs: &Receiver<Job>) -> Result<Infallible, Stopped> {
         self.purge();
         loop {
@@ -252,7 +255,7 @@ impl Worker {
         }
     }
 
-    /// Removes what earlier agents' programs have left of connections that are gone.
+    /// Removes records of ended connections that earlier agents' programs have left.
     fn purge(&self) {
         let mut sweeper = self.sweeper.borrow_mut();
         let Some(sweeper) = sweeper.as_mut() else {
@@ -266,7 +269,7 @@ impl Worker {
         }
     }
 
-    /// Frees the places of sockets that are gone though nobody told, if that is due.
+    /// Frees the places of sockets whose end the kernel did not report, if that is due.
     fn sweep(&self) {
         let mut sweeper = self.sweeper.borrow_mut();
         let Some(sweeper) = sweeper.as_mut() else {
@@ -286,7 +289,7 @@ impl Worker {
         self.swept.set(Instant::now());
     }
 
-    /// Looks whether the sockets of pods are in the cgroup that the programs are attached to, if that is due.
+    /// Checks that the sockets of pods are in the cgroup that the programs are attached to, if that is due.
     fn look_at_pods(&self) {
         let start = Instant::now();
         if start < self.pods.get() {
@@ -325,7 +328,7 @@ impl Worker {
         self.pods.set(start + PODS.max(took * SHARE * 10));
     }
 
-    /// Looks whether the node's routes lead to its own pods by uplinks.
+    /// Checks whether the node's routes lead to its own pods by uplinks.
     fn look_at_routes(&self, interfaces: &[Interface]) {
         let snapshot = lock(&self.state.planner).snapshot().clone();
         let ports = snapshot
@@ -346,7 +349,7 @@ impl Worker {
 
     /// Walks through all flows.
     fn collect(&self, jobs: &Receiver<Job>) -> Result<(), Stopped> {
-        // Opened for each walk: as long as its cells are mapped they count as the agent's memory.
+        // Opened for each walk: while its cells are mapped, they count as the agent's memory.
         let conntrack = match Conntrack::open(&self.bpffs) {
             Ok(Some(conntrack)) => conntrack,
             Ok(None) => return Ok(()),
@@ -389,7 +392,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Holds the ports that the kernel's own conntrack has given, if that is due. It takes at most one part in a hundred of one CPU.
+    /// Holds the ports that the kernel's own conntrack uses, if that is due. It takes at most one part in a hundred of
+    /// one CPU.
     fn hold_ports(&self, conntrack: &Conntrack) -> Option<Listed> {
         let start = Instant::now();
         if start < self.ports.get() {
@@ -416,12 +420,12 @@ impl Worker {
         }
     }
 
-    /// Has the programs look for flows that are no service's only while there are some. `made`: what their word for
-    /// it was when the walk began that found so many.
+    /// Makes the programs look for flows that do not belong to a service only while there are some. `made`: the counter
+    /// of such flows when the walk began that found so many.
     fn look_for_direct(&self, made: u64, found: u64) {
         let none_since = (found == 0).then_some(made);
-        // A program says first that it makes a flow, and makes it then. A walk in between sees none; the next one,
-        // some seconds later, does.
+        // A program first announces a flow, and then makes it. A walk in between finds none; the next walk, some
+        // seconds later, does.
         if none_since.is_some() && self.none_since.get() == none_since {
             self.direct.none_since(made);
             self.none_since.set(None);
@@ -430,8 +434,8 @@ impl Worker {
         }
     }
 
-    /// Removes the clients of services with session affinity whose time is over. If services of several namespaces have
-    /// it, also shares the room among these.
+    /// Removes the clients of services with session affinity whose timeout is over. If services of several namespaces
+    /// have session affinity, also shares the room among the namespaces.
     fn expire(&self) {
         let _busy = self.state.beats.flows.begin();
         let expired = Tables::open(&self.bpffs).and_then(|tables| {
@@ -474,10 +478,10 @@ impl Worker {
         services.any(|(name, _)| name.namespace() != first.namespace())
     }
 
-    /// Does what is asked, for at least so long; without a limit, until it is to end.
+    /// Handles jobs for at least so long; without a limit, until a job ends the thread.
     fn wait(&self, jobs: &Receiver<Job>, limit: Option<Duration>) -> Result<(), Stopped> {
         let end = limit.map(|limit| Instant::now() + limit);
-        // What to look for again, and when.
+        // Departed endpoints to look for again, and when.
         let mut again: Option<(Departed, Instant)> = None;
         loop {
             let now = Instant::now();
@@ -524,10 +528,10 @@ impl Worker {
         }
     }
 
-    /// Ends what leads to endpoints that went away; whether all sockets of these were found.
+    /// Ends flows and sockets that lead to endpoints that went away; returns whether all of these sockets were found.
     fn end(&self, departed: &Departed, first: bool) -> bool {
         let _busy = self.state.beats.flows.begin();
-        // Opened each time: a table that has grown is another one.
+        // Opened each time, because a grown table replaces the earlier one.
         let tables = match Tables::open(&self.bpffs) {
             Ok(tables) => tables,
             Err(error) => {
@@ -585,8 +589,8 @@ impl Worker {
     }
 }
 
-/// Ends the UDP flows that lead to endpoints that went away; how many. TCP connections stay, as with kube-proxy: their endpoint
-/// may still answer them. But a new connection from the same port does not go there.
+/// Ends the UDP flows that lead to endpoints that went away; returns how many. TCP connections stay, as with
+/// kube-proxy: their endpoint may still answer them. But a new connection from the same port does not go there.
 fn end_flows(
     conntrack: &Conntrack,
     departed: &Departed,
@@ -611,7 +615,7 @@ fn end_flows(
                 (flow.to.endpoint, flow.to.endpoint_port),
                 &is_frontend,
             );
-            // A packet that comes now would go there as well.
+            // A packet that comes now would go to this endpoint as well.
             let same = |now: &kernel::conntrack::Flow| {
                 (now.to.endpoint, now.to.endpoint_port) == (flow.to.endpoint, flow.to.endpoint_port)
             };

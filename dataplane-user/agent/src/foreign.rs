@@ -1,4 +1,4 @@
-//! The listening sockets of a proxy that is not ours, which need not know of us.
+//! The listening sockets of a proxy that is not the agent's, and need not know of the agent.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -12,7 +12,7 @@ use plan::enrol::Problem;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use tracing::debug;
 
-/// What it takes to have other processes' sockets.
+/// The requirements for copies of other processes' sockets.
 const REMEDY: &str = "the agent needs the host's PID namespace, CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH \
                       (kustomize component `foreign-proxy`, chart value `foreignProxy`); or restart the \
                       proxy after its pod is captured; the kernel then reports its socket";
@@ -22,14 +22,14 @@ const REMEDY: &str = "the agent needs the host's PID namespace, CAP_SYS_PTRACE a
 pub struct ForeignListeners {
     /// Each with the family of connections that it takes.
     pub sockets: Vec<(u32, OwnedFd)>,
-    /// Why there are others that could not be taken.
+    /// Why some sockets could not be taken.
     pub problem: Option<Problem>,
 }
 
-/// The sockets that listen at a port in a namespace; only of those families that are `wanted`.
+/// Returns the sockets that listen at a port in a namespace, for the families that are `wanted`.
 ///
 /// # Errors
-/// If that cannot be read: nobody knows whether there is one.
+/// If they cannot be read: it is then unknown whether there is one.
 pub fn listeners(
     namespace: &Namespace,
     port: u16,
@@ -50,7 +50,7 @@ pub fn listeners(
             ))
         })
     };
-    // One of IPv6 takes both, unless it says that it does not, which is asked when it is there.
+    // An IPv6 socket takes both families, except with `IPV6_V6ONLY`; this is read once the socket is there.
     let mut inodes: HashMap<u64, &[u32]> = HashMap::new();
     for socket in listening()? {
         let families: &[u32] = if socket.addr.is_ipv4() { &[4] } else { &[6, 4] };
@@ -66,7 +66,7 @@ pub fn listeners(
                 "cannot look at its proxy's listening socket: {error}"
             ))
         });
-        // One of IPv4 does not know the question.
+        // An IPv4 socket does not have this option.
         let only_v6 = inodes[&inode] != [4] && only_v6?;
         for family in inodes[&inode] {
             if *family == 4 && only_v6 || !wanted(*family) {
@@ -81,7 +81,7 @@ pub fn listeners(
     if missing.is_empty() {
         return Ok(taken);
     }
-    // One that was closed meanwhile is nobody's.
+    // A socket that was closed meanwhile is no problem.
     let still: BTreeSet<u64> = listening()?.iter().map(|socket| socket.inode).collect();
     if missing.is_disjoint(&still) {
         return Ok(taken);
@@ -107,12 +107,12 @@ pub fn listeners(
 struct Search {
     /// Descriptors of our own, with their sockets' inodes.
     found: Vec<(u64, OwnedFd)>,
-    /// Why a process could not be looked at, or a descriptor not be had; of several, the first.
+    /// Why a process could not be read, or a descriptor not copied; of several reasons, the first.
     refused: Option<io::Error>,
 }
 
 impl Search {
-    /// A process that ends, and a descriptor that is closed, while we look are no refusals.
+    /// A process that ends, or a descriptor that is closed, during the search is no refusal.
     fn refuse(&mut self, error: io::Error) {
         const PASSING: [i32; 3] = [libc::ENOENT, libc::ESRCH, libc::EBADF];
         let is_passing = error.raw_os_error().is_some_and(|n| PASSING.contains(&n));
@@ -122,7 +122,7 @@ impl Search {
     }
 }
 
-/// Looks for sockets among the descriptors of other processes.
+/// Searches the descriptors of other processes for sockets.
 fn search(inodes: &HashMap<u64, &[u32]>) -> Search {
     let mut search = Search::default();
     if inodes.is_empty() {
@@ -154,7 +154,7 @@ fn search(inodes: &HashMap<u64, &[u32]>) -> Search {
     search
 }
 
-/// Likewise, of one process.
+/// Searches the descriptors of one process.
 fn of_process(
     pid: Pid,
     directory: &Path,

@@ -1,10 +1,10 @@
-//! From one agent to the next, and back: the listening sockets of the mesh's proxy, so that no connection is
+//! Hand-over from one agent to the next, and back: the listening sockets of the mesh's proxy, so that no connection is
 //! refused in between, and the [`Turn`]. See [`proxy::handover`].
 //!
-//! An agent that stays idle after another one has taken its place takes it back when that one is gone. Its
-//! successor keeps its end of their connection for as long as it serves. Told to end, the successor first says so
-//! ([`give_back`]), and gives the place back with its sockets as it would give it to any other agent. Killed, it
-//! leaves the turn to those that wait for it.
+//! An agent that stays idle after another agent has taken its place takes the place back when the other agent is gone.
+//! The successor keeps its end of their connection for as long as it serves. When the successor is asked to end, it
+//! first announces this ([`give_back`]), and hands the place and its sockets back as it would to any other agent. When
+//! it is killed, it leaves the turn to the idle agents that wait for it.
 
 use std::{
     fs::{self, File, Permissions, TryLockError},
@@ -40,34 +40,34 @@ use super::{Event, LOADING, deaths, mesh::Mesh};
 /// Only root opens the file of a [`Turn`].
 const PRIVATE: u32 = 0o600;
 
-/// Longer than anything is relayed. (A time that is never over, and that clocks can still count.)
+/// Longer than any connection is relayed. (Clocks can still represent it.)
 const FOR_GOOD: Duration = Duration::from_hours(365 * 24);
 
-/// How often an idle agent looks whether it is its turn, where nobody tells it.
+/// How often an idle agent checks whether it is its turn, if no other agent notifies it.
 const LOOK: Duration = Duration::from_millis(50);
-/// How long an agent waits for one that has the turn and does not give its place away: it starts, or ends.
+/// How long an agent waits for one that has the turn and does not hand over its place, because it starts or ends.
 const STARTING: Duration = Duration::from_secs(10);
-/// Before the next one that asks is heard, after one could not be.
+/// The pause before the next agent is accepted, after accepting failed.
 const PAUSE: Duration = Duration::from_millis(100);
 /// "I am ending: take your place back".
 const ENDING: [u8; 1] = [4];
-/// What a turn is called when it is handed over.
+/// The name of a turn in a hand-over.
 const TURN: &str = "turn";
 
-/// Where an agent waits for the one that will take its place: beside its socket.
+/// The path at which an agent waits for its successor: beside its socket.
 fn path(socket: &Path) -> PathBuf {
     socket.with_extension("handover")
 }
 
-/// The right to serve on this node. An agent has it from its start to its end and gives it to the one that takes its
-/// place; whoever is idle waits for it. It is a lock on a file (`flock(2)`): of all copies of the descriptor, in
-/// whichever process, the last that is closed gives it up. So it goes from process to process without being free in
-/// between, and is free when the process that has it is gone, however it ended.
+/// The right to serve on this node. An agent has it from its start to its end and hands it to its successor; idle
+/// agents wait for it. It is a lock on a file (`flock(2)`): the lock is released when the last copy of the descriptor,
+/// in any process, is closed. So it goes from process to process without being free in between, and is free when the
+/// process that has it is gone, however it ended.
 #[derive(Debug)]
 pub struct Turn(File);
 
 impl Turn {
-    /// Takes it; `None`: another agent has it. `socket`: the agent's, beside which the file is.
+    /// Takes the turn; `None`: another agent has it. `socket`: the agent's socket, beside which the file is.
     ///
     /// # Errors
     /// If the file cannot be made or locked.
@@ -83,7 +83,7 @@ impl Turn {
             .write(true)
             .mode(PRIVATE)
             .open(path)?;
-        // An earlier version's file was for everybody to read.
+        // An earlier version's file was readable for every user.
         file.set_permissions(Permissions::from_mode(PRIVATE))?;
         match file.try_lock() {
             Ok(()) => Ok(Some(Self(file))),
@@ -92,32 +92,32 @@ impl Turn {
         }
     }
 
-    /// For an agent that takes this one's place.
+    /// The name and descriptor of the turn, for a successor.
     pub fn named(&self) -> (String, BorrowedFd<'_>) {
         (TURN.to_owned(), self.0.as_fd())
     }
 }
 
-/// What an agent has from the one before.
+/// The parts that an agent inherits from its predecessor.
 #[derive(Debug, Default)]
 pub struct Inherited {
     /// Its turn.
     pub turn: Option<Turn>,
     /// Its listening sockets.
     pub sockets: Named,
-    /// As long as this is there, that one accepts from them, too. It is to be told when this one serves
-    /// ([`handover::serves`]); if this one ends before, that one takes its place back.
+    /// While this connection is open, the predecessor accepts from the sockets, too. The agent has to notify it when it
+    /// serves ([`handover::serves`]); if the agent ends before, the predecessor takes its place back.
     pub before: Option<UnixStream>,
 }
 
-/// What proxies of this process relay that have no listening sockets any more: one for each time that the agent
-/// took its place back.
+/// Proxies of this process that have no listening sockets any more and still relay connections: one for each time that
+/// the agent took its place back.
 #[derive(Debug, Default)]
 pub struct Draining(Vec<Receiver<()>>);
 
 impl Draining {
-    /// What an agent that takes its place back has from itself. Its proxy goes on accepting until the next one does, and
-    /// relaying for as long as the process lives.
+    /// Returns the parts that an agent inherits from itself when it takes its place back. Its old proxy goes on
+    /// accepting until the next proxy does, and relaying for as long as the process lives.
     pub fn behind(&mut self, mesh: Mesh) -> Inherited {
         let copy = |(name, socket): (String, BorrowedFd<'_>)| {
             Some((name, socket.try_clone_to_owned().ok()?))
@@ -141,7 +141,7 @@ impl Draining {
         }
     }
 
-    /// Accepts no more connections, and relays those that there are for so long at most.
+    /// Accepts no more connections, and relays the present ones for so long at most.
     pub fn drain(&mut self, mesh: Mesh, at_most: Duration) {
         let (relaying, done) = mpsc::channel();
         self.0.push(done);
@@ -151,20 +151,20 @@ impl Draining {
         });
     }
 
-    /// Waits until that is over.
+    /// Waits until these proxies are done.
     pub fn end(self, deadline: Instant) {
         for relaying in self.0 {
-            // Nothing is ever sent.
+            // Nothing is ever sent: the channel closes.
             let _ = relaying.recv_timeout(deadline.saturating_duration_since(Instant::now()));
         }
     }
 }
 
-/// Takes the place of the agent that runs, if one does: when this returns nothing is its any more, but
-/// that it accepts connections.
+/// Takes the place of the running agent, if there is one. When this returns, that agent has given up everything, and
+/// only still accepts connections.
 ///
 /// # Errors
-/// If it does not give its place away; then it goes on.
+/// If it does not hand over its place; then it goes on serving.
 pub fn take(socket: &Path) -> io::Result<Inherited> {
     let deadline = Instant::now() + STARTING;
     loop {
@@ -179,7 +179,7 @@ pub fn take(socket: &Path) -> io::Result<Inherited> {
             let given = turns.into_iter().next().map(|(_, fd)| Turn(fd.into()));
             let turn = match given {
                 Some(turn) => Some(turn),
-                // An agent of an earlier version has none.
+                // An agent of an earlier version has no turn.
                 None => Turn::take(socket)?,
             };
             return Ok(Inherited {
@@ -194,7 +194,7 @@ pub fn take(socket: &Path) -> io::Result<Inherited> {
                 ..Inherited::default()
             });
         }
-        // It does not listen for us yet, or no more.
+        // It does not listen for successors yet, or no longer.
         if Instant::now() > deadline {
             let text = "the other agent holds agent.turn and does not answer; end that agent and start again";
             return Err(io::Error::new(io::ErrorKind::TimedOut, text));
@@ -203,21 +203,22 @@ pub fn take(socket: &Path) -> io::Result<Inherited> {
     }
 }
 
-/// Asks the idle agent whose place this one has to take it back. `false`: that one is gone.
+/// Asks the idle agent whose place this one has to take the place back. `false`: that agent is gone.
 pub fn give_back(mut before: &UnixStream) -> bool {
     before.write_all(&ENDING).is_ok()
 }
 
-/// Waits until this agent is to take its place back: because the one that has it is gone, whose turn this one has
-/// then, or because that one is ending (`None`), from which it is to be taken ([`take`]). `next`: the connection to it.
+/// Waits until this agent has to take its place back. Either the agent in its place is gone, and this one gets the
+/// turn; or that agent is ending (`None`), and this one has to [`take`] the place from it. `next`: the connection to
+/// that agent.
 ///
 /// # Errors
-/// If it cannot be found out whose turn it is.
+/// If it cannot be found out whether the turn is free.
 pub fn idle(next: Option<UnixStream>, socket: &Path, bpffs: &Path) -> io::Result<Option<Turn>> {
     let mut next = next.filter(|stream| stream.set_read_timeout(Some(LOOK)).is_ok());
     loop {
         if let Some(turn) = Turn::take(socket)? {
-            // An agent of an earlier version serves without one.
+            // An agent of an earlier version serves without a turn.
             if kernel::writer(bpffs).is_none() {
                 return Ok(Some(turn));
             }
@@ -237,25 +238,25 @@ pub fn idle(next: Option<UnixStream>, socket: &Path, bpffs: &Path) -> io::Result
                     error.kind(),
                     io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
                 ) => {}
-            // It is gone, or idle itself: whoever serves tells another one.
+            // It is gone, or idle itself: the serving agent notifies another one.
             Ok(_) | Err(_) => next = None,
         }
     }
 }
 
-/// Who is told whether somebody has this one's sockets, or why not.
+/// Called with the successor's connection if it has the sockets, or with the error.
 type Tell = dyn Fn(io::Result<UnixStream>) + Send + Sync;
 
-/// Gives listening sockets to the one that asks for this one's place, on a thread of its own: it may
-/// take its time, and whatever is served changes meanwhile.
+/// Hands listening sockets to a successor, on a thread of its own: the successor may be slow, and the served objects
+/// change meanwhile.
 pub struct Offers {
     tell: Arc<Tell>,
-    /// Whether somebody is being given some.
+    /// Whether a hand-over is in progress.
     busy: Arc<AtomicBool>,
 }
 
 impl Offers {
-    /// `tell` is called for each that asks.
+    /// `tell` is called with the outcome of each hand-over.
     pub fn new(tell: impl Fn(io::Result<UnixStream>) + Send + Sync + 'static) -> Self {
         Self {
             tell: Arc::new(tell),
@@ -263,7 +264,7 @@ impl Offers {
         }
     }
 
-    /// Begins to. Who asks while another is being served is turned away.
+    /// Begins a hand-over. While one is in progress, another successor is turned away.
     pub fn offer<'a>(
         &self,
         stream: UnixStream,
@@ -282,7 +283,7 @@ impl Offers {
         if self.busy.swap(true, Ordering::Acquire) {
             return Err(io::Error::other("another agent already asks to take over"));
         }
-        // Inherited back when it is over, in whichever way.
+        // Set back when the hand-over is over, in any way.
         let busy = Busy(Arc::clone(&self.busy));
         let copy = |(name, socket): (String, BorrowedFd<'_>)| {
             socket.try_clone_to_owned().map(|socket| (name, socket))
@@ -302,7 +303,7 @@ impl Offers {
     }
 }
 
-/// While somebody is being given sockets.
+/// Marks a hand-over as in progress.
 #[derive(Debug)]
 struct Busy(Arc<AtomicBool>);
 
@@ -312,12 +313,12 @@ impl Drop for Busy {
     }
 }
 
-/// Waits for the one that will take this one's place. Dropped, nobody can any more.
+/// Waits for a successor. When this is dropped, no successor can come any more.
 #[derive(Debug)]
 pub struct Place(Option<PathBuf>);
 
 impl Place {
-    /// Passes on who asks.
+    /// Passes successors on as events.
     ///
     /// # Errors
     /// If it cannot listen.
@@ -333,7 +334,7 @@ impl Place {
                     Ok(Err(_)) => return,
                     Err(error) => {
                         warn!("cannot hear who wants to take over: {error}");
-                        // Without a file left it fails at once, again and again.
+                        // If no file is left, accepting fails at once, again and again.
                         thread::sleep(PAUSE);
                     }
                 }
@@ -342,7 +343,7 @@ impl Place {
         Ok(Self(Some(path)))
     }
 
-    /// Another agent has it: what is there is that one's.
+    /// Another agent has the place, so the file there belongs to that agent.
     pub fn leave(mut self) {
         self.0 = None;
     }
@@ -357,11 +358,11 @@ impl Drop for Place {
     }
 }
 
-/// Does what is left to do at the end, unless a signal comes first: then it is left at that.
+/// Does the remaining work at the end, unless a signal comes first: then the work is abandoned.
 pub fn finish<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (done, finished) = oneshot::channel();
     thread::spawn(move || {
-        // Nobody waits any more if a signal came.
+        // If a signal came, there is no receiver any more.
         let _ = done.send(work());
     });
     let wait = async {
@@ -395,10 +396,10 @@ mod tests {
 
     use super::*;
 
-    /// Longer than anything here takes, and shorter than it waits for an answer that never comes.
+    /// Longer than anything here takes, and shorter than the wait for an answer that never comes.
     const SOON: Duration = Duration::from_secs(5);
 
-    /// Whoever can open the file can lock it, and no agent would start.
+    /// A process that can open the file can lock it, and then no agent would start.
     #[test]
     fn only_root_takes_the_turn() {
         let directory = tempfile::tempdir().unwrap();
@@ -433,7 +434,7 @@ mod tests {
         let (silent, old) = pair();
         offers.offer(old, sockets());
         assert!(started.elapsed() < SOON);
-        // Another one is turned away at once, and may come again when that is over.
+        // Another successor is turned away at once, and may come again when the hand-over is over.
         let (_second, old) = pair();
         offers.offer(old, sockets());
         assert!(next().is_err());

@@ -1,4 +1,4 @@
-//! What a source says, put together with what the node knows of itself.
+//! Joins the views of a source with the node's own facts.
 
 use std::{
     collections::{BTreeSet, HashSet},
@@ -24,13 +24,13 @@ use tracing::{info, warn};
 
 use super::{kept_addresses::KeptAddresses, lookups::Lookups, node, remembered::Remembered, rules};
 
-/// Problems of a view that are logged one by one.
+/// How many problems of a view are logged one by one.
 const LOGGED: usize = 20;
 
 /// Why a source cannot be read on this node.
 #[derive(Debug, thiserror::Error)]
 pub enum InputError {
-    /// The node cannot be asked.
+    /// The kernel does not return the node's name or addresses.
     #[error("cannot find out this node's name and addresses: {0}")]
     Node(#[source] io::Error),
     /// The source cannot be opened.
@@ -38,7 +38,8 @@ pub enum InputError {
     Open(#[from] OpenError),
 }
 
-/// The source that is asked for; of the API, no more is read than `scope`, and with `names` what DNS says of services.
+/// Returns the configured source. Of the API, it reads no more than `scope`, and with `names` also the parts that DNS
+/// needs.
 pub fn source(settings: &settings::Source, scope: kubernetes::Scope, names: bool) -> Source {
     if let Some(rules) = rules::source(settings) {
         return Source::Iptables(rules);
@@ -71,27 +72,27 @@ pub struct Keeping<'a> {
     pub dns: Option<&'a settings::Dns>,
 }
 
-/// The source of this node's services and workloads, and what it has said.
+/// The source of this node's services and workloads, and its last view.
 #[derive(Debug)]
 pub struct Input {
     feed: Box<dyn Feed>,
     settings: settings::Node,
-    /// What the last view said of this node.
+    /// The facts about this node in the last view.
     facts: Option<NodeFacts>,
     snapshot: Snapshot,
     /// Every service of the last view.
     services: imbl::OrdMap<ServiceName, Arc<Service>>,
-    /// What the last view knows to be left out.
+    /// The problems of the last view.
     problems: Arc<[Problem]>,
     admitted: Admitted,
     /// Every entry of the last view.
     view_entries: imbl::OrdMap<EntryName, Arc<Entry>>,
     entries: Entries,
-    /// The routes and grants of the snapshot are those of the last view.
+    /// The routes and grants of the last view, for the snapshot.
     routes: Routes,
-    /// The addresses of their hosts; none: they are of no use to the next one who asks.
+    /// The addresses of the entries' hosts; `None`: they are not remembered for the next agent.
     remembered: Option<Remembered>,
-    /// The addresses of their endpoints' names; none: they are not looked up.
+    /// The addresses of the endpoints' names; `None`: the names are not looked up.
     lookups: Option<Lookups>,
     /// The addresses that the node had a moment ago.
     kept: KeptAddresses,
@@ -102,16 +103,16 @@ pub struct Input {
 /// A view has been taken into the snapshot.
 #[derive(Clone, Copy, Debug)]
 pub struct Update {
-    /// When the oldest of its changes arrived; none if that is no measure of anything, as for a list.
+    /// When the oldest of its changes arrived; `None` if the time says nothing, as for a list.
     pub since: Option<Instant>,
 }
 
 impl Input {
-    /// Begins to read a source. Manifests are read before this returns. `keeping`: what only an agent does.
+    /// Begins to read a source. Manifests are read before this returns. `keeping`: the parts that only an agent has.
     ///
     /// # Errors
     ///
-    /// The source cannot be used, or the kernel does not tell the node's name or addresses.
+    /// The source cannot be used, or the kernel does not return the node's name or addresses.
     pub fn open(
         source: &Source,
         settings: &settings::Node,
@@ -156,14 +157,14 @@ impl Input {
         Ok(input)
     }
 
-    /// Says what workloads with `egress: deny` may reach besides Services of Pods.
+    /// Sets the destinations that workloads with `egress: deny` may reach besides Services of Pods.
     #[must_use]
     pub fn with_reachable(mut self, reachable: Option<Reachable>) -> Self {
         self.snapshot.reachable = reachable.map(Arc::new);
         self
     }
 
-    /// Writes the agent's files from now on. No other agent writes them then.
+    /// Writes the agent's files from now on. Other agents have stopped writing them.
     pub fn own_files(&mut self) {
         if let Some(remembered) = &mut self.remembered {
             remembered.own(&self.entries.records());
@@ -173,27 +174,27 @@ impl Input {
         }
     }
 
-    /// How reading the source goes.
+    /// Returns the health of the source.
     pub fn health(&self) -> Health {
         self.feed.health()
     }
 
-    /// What there is to serve, as far as it is [known](Self::is_known).
+    /// Returns the objects to serve, as far as they are [known](Self::is_known).
     pub fn snapshot(&self) -> &Snapshot {
         &self.snapshot
     }
 
-    /// Whether the source has said what there is to serve.
+    /// Whether the source has had a view.
     pub fn is_known(&self) -> bool {
         self.known
     }
 
-    /// Has the next [`Input::take`] read everything anew.
+    /// Makes the next [`Input::take`] read everything anew.
     pub fn refresh(&mut self) {
         self.feed.refresh();
     }
 
-    /// Takes the newest view into the snapshot, and what has been looked up, if there is something new.
+    /// Takes the newest view into the snapshot, and new results of lookups, if there are any.
     pub fn take(&mut self) -> Option<Update> {
         let learnt = self.lookups.as_mut();
         let learnt = learnt.and_then(|lookups| lookups.tell(&mut self.entries));
@@ -218,18 +219,18 @@ impl Input {
         Some(self.put(view))
     }
 
-    /// When addresses that the node had a moment ago are to be served no more, if there are any.
+    /// When the addresses that the node had a moment ago must no longer be served, if there are any.
     pub fn addresses_kept_until(&self) -> Option<Instant> {
         self.kept.until()
     }
 
-    /// Whether hosts of entries wait for the addresses of a control plane: then [`Input::look`] every second.
+    /// Whether hosts of entries wait for the addresses of a control plane: then call [`Input::look`] every second.
     pub fn defers(&self) -> bool {
         self.entries.defers()
     }
 
-    /// Looks at the node's addresses, and whether they are other ones than before, or hosts that waited for addresses may
-    /// have them.
+    /// Looks at the node's addresses. Returns whether they have changed, or hosts that waited for addresses may have
+    /// them now.
     pub fn look(&mut self) -> bool {
         if let Some(lookups) = &mut self.lookups {
             lookups.write(&self.entries);
@@ -277,13 +278,13 @@ impl Input {
         node::of(&self.settings, facts)
     }
 
-    /// Whether the node has cluster IPs on its interfaces: then who listens there matters.
+    /// Whether the node has cluster IPs on its interfaces: then its listening sockets matter.
     pub fn owns_cluster_ips(&self) -> bool {
         self.admitted.owned().next().is_some()
     }
 
-    /// Where processes of this node listen at cluster IPs that it has on its interfaces. If the kernel does not tell, where
-    /// they did before.
+    /// Returns the cluster IPs on the node's interfaces at which its processes listen. If the kernel does not return
+    /// them, the earlier ones.
     fn listens(&self) -> BTreeSet<VipPort> {
         let owned: BTreeSet<IpAddr> = self.admitted.owned().collect();
         if owned.is_empty() {
@@ -329,7 +330,7 @@ impl Input {
         Update { since: view.since }
     }
 
-    /// Serves what can be served on this node as it is now; whether something else is left out than before.
+    /// Serves the objects that can be served on this node now; returns whether others are left out than before.
     fn serve(&mut self) -> bool {
         let (mut services, mut changed) = self.admitted.take(&self.services, &self.snapshot.node);
         let listens = self.listens();
@@ -370,7 +371,7 @@ impl Input {
         changed
     }
 
-    /// Notes what is left out.
+    /// Records the objects that are left out.
     fn note(&mut self) {
         let remembered = self.remembered.as_ref();
         let remembered = remembered.and_then(Remembered::problem);
@@ -397,7 +398,7 @@ fn external_ips(settings: &settings::Node) -> ExternalIps {
     ExternalIps::Within(said.iter().filter_map(|ips| ips.0).collect())
 }
 
-/// Logs problems that were not there before, and those that are over.
+/// Logs new problems, and those that are over.
 fn log(problems: &[Problem], before: &[Problem]) {
     let known: HashSet<(&str, &str)> = before.iter().map(|p| (&*p.place, &*p.text)).collect();
     let mut news = problems

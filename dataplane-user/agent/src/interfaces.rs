@@ -39,7 +39,7 @@ pub struct PacketSettings {
     pub detector: Detector,
     /// Masquerade every connection to a cluster IP.
     pub masquerade_all: bool,
-    /// How long flows are kept.
+    /// The timeouts of flows.
     pub timeouts: Timeouts,
 }
 
@@ -55,7 +55,7 @@ pub struct Detector {
 }
 
 impl PacketSettings {
-    /// What is asked for, on this machine.
+    /// Returns the settings for this machine.
     pub fn new(packets: &Packets) -> Self {
         let attach = AttachOptions {
             hook: match packets.hook.unwrap_or_default() {
@@ -83,7 +83,7 @@ impl PacketSettings {
         }
     }
 
-    /// What the kernel room has to know to start.
+    /// Returns the options that the kernel room needs to start.
     pub fn options(&self) -> PacketOptions {
         PacketOptions {
             flows: self.flows,
@@ -190,7 +190,7 @@ impl PacketSettings {
         self.role_after(interface, &Earlier::default())
     }
 
-    /// Likewise, of an interface that may have been an uplink.
+    /// As [`PacketSettings::role`], for an interface that may have been an uplink.
     pub fn role_after(&self, interface: &Interface, earlier: &Earlier) -> Role {
         match interface.link {
             Link::Other(_) => Role::Other,
@@ -218,7 +218,7 @@ impl PacketSettings {
         unreadable.collect()
     }
 
-    /// Returns a message for each switch whose pods' sources are not checked as others' are.
+    /// Returns a message for each switch whose pods' sources are checked less strictly.
     pub fn loosely_checked(&self, interfaces: &[Interface]) -> Vec<String> {
         let pods = interfaces.iter().filter(|i| {
             let is_unchecked = self.unchecked.select(&i.name, false);
@@ -227,7 +227,7 @@ impl PacketSettings {
         Segments::new(interfaces).loose(pods)
     }
 
-    /// Returns the role of an interface by the patterns, and by default where they say nothing.
+    /// Returns the role of an interface by the patterns, and by default if no pattern matches.
     fn chosen(&self, interface: &Interface, was_uplink: bool) -> Role {
         let by_default = if was_uplink {
             Role::Uplink
@@ -362,7 +362,7 @@ mod tests {
             of(pair(2, "eth0", &["172.18.0.2/16", "fc00::2/64"])),
             Role::Uplink
         );
-        // Both ends here: somebody's own affair.
+        // A pair with both ends here is not the packet path's concern.
         assert_eq!(of(interface(9, "veth9", "veth", &[])), Role::Other);
         assert_eq!(
             of(interface(9, "cilium_host", "veth", &["10.244.0.7/32"])),

@@ -1,5 +1,5 @@
-//! Addresses that the node had a moment ago. While the operating system's network is restarted, an interface has none; when it has
-//! its addresses again, they are served at once, and existing connections through them go on.
+//! Addresses that the node had a moment ago. While the operating system's network is restarted, an interface has none.
+//! When it has its addresses again, the agent serves them at once, and existing connections through them go on.
 
 use std::{
     collections::BTreeMap,
@@ -9,18 +9,18 @@ use std::{
 
 use model::{AddressFrom, Node};
 
-/// How long an address is kept after it was last seen.
+/// How long an address is served after it was last seen.
 const KEPT: Duration = Duration::from_secs(10);
 
-/// The addresses that are kept.
+/// The addresses that are still served.
 #[derive(Debug, Default)]
 pub struct KeptAddresses {
-    /// Until when, and where it was learnt from that node ports are answered on it, if they are.
+    /// Until when, and the source of the address if node ports are answered on it.
     left: BTreeMap<IpAddr, (Instant, Option<AddressFrom>)>,
 }
 
 impl KeptAddresses {
-    /// Adds to a node's addresses those that it had a moment ago. `before`: what was answered at the last look.
+    /// Adds to a node's addresses those that it had a moment ago. `before`: the node at the last look.
     pub fn keep(&mut self, node: &mut Node, before: &Node, now: Instant) {
         let from: BTreeMap<IpAddr, AddressFrom> = of_node_ports(before);
         for addr in before.own.iter().filter(|addr| !node.own.contains(addr)) {
@@ -38,7 +38,7 @@ impl KeptAddresses {
         (node.addresses, node.addresses_from) = addresses.into_iter().unzip();
     }
 
-    /// When the first of them is kept no more.
+    /// When the first of them expires.
     pub fn until(&self) -> Option<Instant> {
         self.left.values().map(|(until, _)| *until).min()
     }
@@ -82,13 +82,13 @@ mod tests {
             (without, until),
             (all.clone(), Some(start + Duration::from_secs(11)))
         );
-        // It is counted from when it went, and not anew.
+        // The time counts from the loss of the address, and does not start anew.
         let (without, until) = look(&all, &[], &[], 5);
         assert_eq!(
             (without, until),
             (all.clone(), Some(start + Duration::from_secs(11)))
         );
-        // One is back, and the other one is not.
+        // One address is back, the other is not.
         let one = node(&["192.0.2.1"], &["192.0.2.1"]);
         assert_eq!(look(&all, &["192.0.2.1"], &["192.0.2.1"], 12), (one, None));
     }

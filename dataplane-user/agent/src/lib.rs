@@ -1,9 +1,9 @@
 //! The agent: wires the source, the plan and the kernel together.
 //!
 //! One thread writes the tables of services (`sync`), one keeps programs on interfaces and capture in network
-//! namespaces (`attacher`), one ends what is over (`flows`), one reads the API, and one waits for signals,
-//! changed files and whoever asks the endpoints (`waiter`): so none holds up another. If one dies, or one that relays
-//! connections, the agent ends with an error (`threads`).
+//! namespaces (`attacher`), one ends stale flows and sockets (`flows`), one reads the API, and one waits for signals,
+//! changed files and requests to the endpoints (`waiter`): so none delays another. If one of them dies, or a thread
+//! that relays connections, the agent ends with an error (`threads`).
 
 #![forbid(unsafe_code)]
 
@@ -63,13 +63,13 @@ use threads::Deaths;
 use tracing::{error, info, warn};
 use waiter::{Network, Ready};
 
-/// Why the agent ended, other than being told to.
+/// Why the agent ended without a request to end.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The manifests cannot be served.
     #[error("{0}\nnothing was changed; correct the manifests and start the agent again")]
     Manifests(manifests::Errors),
-    /// The source cannot be read otherwise, or the node cannot be asked.
+    /// The source cannot be read for another reason, or the kernel does not return the node's facts.
     #[error(transparent)]
     Input(InputError),
     /// The agent cannot listen.
@@ -78,21 +78,21 @@ pub enum Error {
     /// The kernel refused.
     #[error(transparent)]
     Kernel(#[from] kernel::Error),
-    /// The tables that are there are not ours, or broken.
+    /// The existing tables are not ours, or broken.
     #[error("the tables in {}: {error}; `dataplane cleanup` removes them (services stop until the agent runs again)", bpffs.display())]
     Adopt {
         /// Where they are.
         bpffs: PathBuf,
-        /// What is wrong with them.
+        /// The reason.
         error: AdoptError,
     },
     /// The proxy cannot run.
     #[error(transparent)]
     Proxy(proxy::Error),
-    /// The agent that runs cannot be replaced.
+    /// The running agent cannot be replaced.
     #[error("cannot take over from the running agent: {0}; that agent keeps serving")]
     Replace(#[source] io::Error),
-    /// Whose turn it is cannot be found out.
+    /// It cannot be found out whether another agent has the turn.
     #[error("cannot find out whether another agent serves on this node: {0}")]
     Turn(#[source] io::Error),
     /// The process cannot be separated from its opener.
@@ -104,15 +104,15 @@ pub enum Error {
     /// The thread that waits ended.
     #[error("the agent's endpoints or signals failed: {0}")]
     Waiter(#[source] io::Error),
-    /// A thread ended that should not have.
+    /// A thread ended unexpectedly.
     #[error(
         "the agent's thread `{thread}` has died ({why}); the programs serve from the last tables; restart the \
          agent, and please report this"
     )]
     Died {
-        /// Which.
+        /// The thread's name.
         thread: String,
-        /// What it said.
+        /// Its panic message.
         why: String,
     },
 }
@@ -137,7 +137,7 @@ impl Error {
     }
 }
 
-/// Something that happened.
+/// An event that the agent handles.
 #[derive(Debug)]
 enum Event {
     /// A signal to end.
@@ -146,11 +146,11 @@ enum Event {
     Reload,
     /// The source has a new view.
     Changed,
-    /// The node's addresses may be others.
+    /// The node's addresses may have changed.
     Addresses,
-    /// Somebody asks to take our place.
+    /// Another agent asks to take this agent's place.
     Replace(UnixStream),
-    /// Somebody has our place and our sockets.
+    /// Another agent has our place and our sockets.
     Replaced(UnixStream),
     /// The thread that waits cannot go on.
     Failed(io::Error),
@@ -163,40 +163,40 @@ enum Event {
 enum End {
     /// A signal.
     Told,
-    /// Another one has our sockets, and wants to know when everything else is free. `told`: this one was to end
-    /// anyway.
+    /// Another agent has our sockets, and has to be notified when everything else is free. `told`: this agent was about
+    /// to end anyway.
     Replaced { by: UnixStream, told: bool },
 }
 
-/// How often to look at what nobody may have told.
+/// How often to look at facts that may change without an event.
 const LOOK: Duration = Duration::from_secs(30);
-/// How often to look at who listens, while that decides what is served.
+/// How often to look at listening sockets, while they decide what is served.
 const LOOK_SOON: Duration = Duration::from_secs(1);
-/// How soon to try again what did not work; doubled each time, up to [`LOOK`].
+/// How soon to retry after a failure; doubled each time, up to [`LOOK`].
 const RETRY: Duration = Duration::from_secs(1);
 /// How long connections that the proxy relays may go on after a signal, and after another agent has
 /// taken over.
 const DRAIN: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(30)];
-/// How long an agent that is to end waits for the one before to take its place back.
+/// How long an ending agent waits for its predecessor to take its place back.
 const RETURNING: Duration = Duration::from_secs(4);
 /// How long an agent whose place was taken accepts connections at most.
 const LOADING: Duration = Duration::from_mins(1);
-/// How often an agent that starts looks whether the API has told what there is.
+/// How often a starting agent checks whether the API's first view is there.
 const EARLY: Duration = Duration::from_millis(5);
-/// How long the kernel may take to close what a process had that is no more.
+/// How long the kernel may take to close the files of a process that is gone.
 const DYING: Duration = Duration::from_secs(2);
 
-/// Runs until it is told to end. Nothing is changed before everything that was given turned out
-/// to be usable. `read`: reads the settings anew, for an agent that takes its place back.
+/// Runs until a signal or a successor ends it. It changes nothing before all settings and objects have turned out to be
+/// usable. `read`: reads the settings anew, for an agent that takes its place back.
 ///
 /// # Errors
 ///
-/// If it cannot start, or cannot go on. What it had written before goes on being served.
+/// If it cannot start, or cannot go on. The programs go on serving from the tables that it had written.
 pub fn run(
     mut settings: Settings,
     read: impl Fn() -> Result<Settings, String>,
 ) -> Result<(), Error> {
-    // Before there are other threads, and before anything is read that others write.
+    // Before there are other threads, and before any input is read that others write.
     let source = &settings.source.iptables;
     let reads_rules = source.as_ref().is_some_and(|rules| rules.file.is_none());
     opener::separate(reads_rules).map_err(Error::Opener)?;
@@ -222,16 +222,16 @@ pub fn run(
     }
 }
 
-/// What an agent has that takes its place back.
+/// The parts that an agent has when it takes its place back.
 #[derive(Default)]
 struct Back {
-    /// What it need not ask for; none: it asks the agent that has its place, which is ending.
+    /// Its inheritance; `None`: the agent asks the ending agent in its place for it.
     given: Option<Inherited>,
     left: Draining,
 }
 
-/// [`run`], once: with what the same process had before if the agent that took its place is gone. Answers that
-/// if it happens. `outdated`: why the settings are not those of the configuration.
+/// Runs [`run`] once. `back`: the parts that the same process had before, if the agent that took its place is gone.
+/// Returns these parts if that happens. `outdated`: why the settings are not those of the configuration.
 fn serve(
     settings: &Settings,
     outdated: Option<String>,
@@ -279,7 +279,7 @@ fn serve(
             ..Inherited::default()
         },
     };
-    // Asked before the ports, which the other agent has too: who runs is the better answer.
+    // Asked before the ports, which the other agent has too: the running agent is the better answer.
     if let Some(pid) = kernel::writer(&paths.bpffs) {
         return Err(Error::Kernel(kernel::Error::Busy {
             directory: paths.bpffs,
@@ -293,11 +293,11 @@ fn serve(
         }));
     };
     input.own_files();
-    // Until this one ends: by that the agent before knows that it is there.
+    // Open until this agent ends: so the predecessor knows that it is there.
     let before = given.before.as_ref().map(UnixStream::try_clone);
     let before_this = before.transpose().map_err(Error::Replace)?;
     let ready = Ready::new().map_err(Error::Waiter)?;
-    // Before they are looked at, so that no change is missed in between.
+    // Before the first look, so that no change is missed in between.
     let news = ready.news()?;
     let listeners = Listeners::open(&settings.listen)?;
 
@@ -309,7 +309,7 @@ fn serve(
         packet.options(),
         mesh::is_wanted(settings).then(|| mesh::options(settings)),
         |capture, loading| {
-            // Where there is an agent before, that one accepts connections meanwhile.
+            // If there is a predecessor, it accepts connections meanwhile.
             if given.before.is_some() || !mesh::is_wanted(settings) {
                 return;
             }
@@ -400,7 +400,7 @@ fn serve(
         let _ = state.proxy.set(observer);
     }
     if let Some(observer) = mesh.as_ref().and_then(Mesh::dns) {
-        // Likewise.
+        // There is one DNS server, and it starts once.
         let _ = state.dns.set(observer);
     }
     let published = mesh.as_ref().map(|mesh| mesh.published().clone());
@@ -437,18 +437,18 @@ fn serve(
     };
     match end {
         End::Replaced { by, told } => {
-            // What has our place keeps our sockets, so that closing ours closes nobody's.
+            // The successor keeps copies of our sockets, so closing ours closes no listener.
             place.leave();
             drop((kernel, turn));
             proxy::handover::gone(&by);
             info!("another agent has taken over");
             let next = by.try_clone().ok();
-            // It loads its programs now: until it accepts, connections would wait for that.
+            // The successor loads its programs now: until it accepts, connections would wait.
             let outcome = handover::finish(|| proxy::handover::outcome(by, LOADING));
             let Some(outcome) = outcome else {
                 return Ok(None);
             };
-            // Another one may have come meanwhile.
+            // Another agent may have come meanwhile.
             if outcome == Outcome::Gone
                 && !told
                 && let Some(turn) = given_up(&bpffs, &socket).map_err(Error::Turn)?
@@ -504,7 +504,7 @@ fn serve(
                 } else {
                     mesh.stop_last(at_most);
                 }
-                // Nobody else can listen before.
+                // No other agent can listen before.
                 drop(turn);
             });
         }
@@ -512,7 +512,7 @@ fn serve(
     Ok(None)
 }
 
-/// Tells that a thread has died.
+/// Reports the death of a thread as an event.
 fn deaths(events: &mpsc::Sender<Event>) -> Deaths {
     let events = events.clone();
     Arc::new(move |thread, why| {
@@ -535,7 +535,7 @@ fn notices(
     }
 }
 
-/// Who says which clients may read the metrics; none: every client may.
+/// The reviewer that decides which clients may read the metrics; `None`: every client may.
 fn reviewer(settings: &Settings, source: &Source) -> Option<Arc<Reviewer>> {
     let Source::Kubernetes(api) = source else {
         return None;
@@ -556,7 +556,7 @@ fn scope(settings: &Settings) -> Scope {
     }
 }
 
-/// What `status` shows of the settings, and where it was learnt from.
+/// The settings that `status` shows, with the source of each.
 fn learnt(
     settings: &Settings,
     paths: &kernel::Paths,
@@ -593,7 +593,8 @@ fn learnt(
     }
 }
 
-/// The turn of an agent that is gone, unless another one has come: not at once, of a process that is killed.
+/// Returns the turn of an agent that is gone, unless another agent has taken it. A killed process releases it after a
+/// delay.
 fn given_up(bpffs: &Path, socket: &Path) -> io::Result<Option<Turn>> {
     let deadline = Instant::now() + DYING;
     loop {
@@ -609,7 +610,7 @@ fn given_up(bpffs: &Path, socket: &Path) -> io::Result<Option<Turn>> {
     }
 }
 
-/// Lets what proxies relay come to its end, for so long at most, unless a signal comes before. `stop`: that of the
+/// Lets proxies relay their connections to the end, for so long at most, unless a signal comes first. `stop`: stops the
 /// proxy that has listening sockets.
 fn finish(left: Draining, at_most: Duration, stop: impl FnOnce(Duration) + Send + 'static) {
     let deadline = Instant::now() + at_most;
@@ -619,14 +620,14 @@ fn finish(left: Draining, at_most: Duration, stop: impl FnOnce(Duration) + Send 
     });
 }
 
-/// A planner that knows what the kernel holds.
+/// Returns a planner that knows the contents of the kernel's tables.
 fn adopt(
     tables: &ServiceTables,
     paths: &kernel::Paths,
     limits: kernel::Limits,
 ) -> Result<Planner, Error> {
     let contents = tables.contents()?;
-    // What the earlier agent freed last may still be read by a program that runs just now.
+    // A running program may still read the slots that the earlier agent freed last.
     tables.grace()?;
     let planner = Planner::adopt(contents).map_err(|error| Error::Adopt {
         bpffs: paths.bpffs.clone(),

@@ -48,7 +48,7 @@ impl std::fmt::Debug for Lookups {
 }
 
 impl Lookups {
-    /// Reads what an agent before this one knew, from the file `path`. `dns`: says where resolvers are.
+    /// Reads the addresses of an earlier agent, from the file `path`. `dns`: the file with the node's resolvers.
     pub fn new(
         dns: Option<&settings::Dns>,
         path: PathBuf,
@@ -71,7 +71,7 @@ impl Lookups {
         (lookups, known)
     }
 
-    /// No other agent writes the file from now on.
+    /// Writes the file from now on. Other agents have stopped writing it.
     pub fn own(&mut self, entries: &Entries) {
         self.owned = true;
         self.unwritten = true;
@@ -136,7 +136,7 @@ impl Lookups {
         )
     }
 
-    /// Writes the file, if there is something new and some time has passed.
+    /// Writes the file, if there are new addresses and some time has passed.
     pub fn write(&mut self, entries: &Entries) {
         let is_soon = self.written.is_some_and(|at| at.elapsed() < PAUSE);
         if !self.owned || !self.unwritten || is_soon {

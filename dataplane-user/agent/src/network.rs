@@ -1,4 +1,4 @@
-//! What the packet path is told of the node's network.
+//! The facts about the node's network that the packet path gets.
 
 use std::{collections::BTreeMap, io};
 
@@ -9,10 +9,10 @@ use plan::source_key;
 
 use super::{earlier::Earlier, interfaces::PacketSettings};
 
-/// What the kernel and the settings say, given the node's interfaces, and what was known of them earlier.
+/// Returns the settings and the kernel's facts, for the node's interfaces, with their history.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the kernel does not return them.
 pub fn network(
     settings: &PacketSettings,
     interfaces: &[Interface],
@@ -22,7 +22,7 @@ pub fn network(
         return Ok(Network::default());
     }
     let preemptible = is_preemptible()?;
-    // Ways are kept for each CPU, and no program has its CPU to itself there.
+    // Ways are cached for each CPU, and with preemption no program has its CPU to itself.
     let by_address = !preemptible && kernel::ways_by_address();
     let network = settings.network(interfaces, earlier, by_address);
     let mut network = network.map_err(|source| kernel::Error::Io {
@@ -57,8 +57,8 @@ pub fn network(
     Ok(network)
 }
 
-/// Whether the kernel preempts programs in their middle: one with `PREEMPT_RT`, as it says in its version
-/// (`UTS_VERSION` in `init/Makefile`), unless softirqs being off is a lock, which it does not tell.
+/// Whether the kernel preempts programs in their middle: a kernel with `PREEMPT_RT`, according to its version
+/// (`UTS_VERSION` in `init/Makefile`), unless softirqs being off is a lock, which the kernel does not report.
 fn is_preemptible() -> Result<bool, kernel::Error> {
     let name = uname().map_err(|source| kernel::Error::Io {
         what: "cannot ask for the kernel's version".to_owned(),

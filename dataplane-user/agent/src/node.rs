@@ -7,10 +7,10 @@ use source::objects::NodeFacts;
 
 use super::addresses;
 
-/// This node, with what its Node object says of it if that is known.
+/// Returns this node, with the facts in its Node object if they are known.
 ///
 /// # Errors
-/// If the kernel does not tell its name or its addresses.
+/// If the kernel does not return its name or its addresses.
 pub fn of(settings: &settings::Node, facts: Option<&NodeFacts>) -> io::Result<Node> {
     match facts {
         Some(facts) => Ok(facts.applied_to(&primary(settings, &facts.addresses)?)),
@@ -23,7 +23,7 @@ fn primary(settings: &settings::Node, told: &[IpAddr]) -> io::Result<Node> {
     let given = settings.name.as_deref().filter(|name| !name.is_empty());
     let name = match given {
         Some(name) => name.to_owned(),
-        // As the kubelet does it: host names are not case sensitive, node names are.
+        // Like the kubelet: host names are not case sensitive, node names are.
         None => nix::unistd::gethostname()?.to_string_lossy().to_lowercase(),
     };
     let ranges: Vec<_> = settings
@@ -47,10 +47,10 @@ fn primary(settings: &settings::Node, told: &[IpAddr]) -> io::Result<Node> {
     })
 }
 
-/// The ports that this network namespace gives to sockets that ask for none.
+/// The ports that this network namespace assigns to sockets that ask for none.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the kernel does not return them.
 pub fn ephemeral_ports() -> io::Result<Ephemeral> {
     let range = fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range")?;
     let reserved = fs::read_to_string("/proc/sys/net/ipv4/ip_local_reserved_ports")?;

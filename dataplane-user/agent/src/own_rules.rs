@@ -1,8 +1,9 @@
-//! Pods whose own rules have to see the VIPs, on a thread of its own: their sockets are left alone, and the packet path serves
-//! what they send.
+//! Pods whose own rules have to see the VIPs, on a thread of its own: the socket programs leave their sockets alone,
+//! and the packet path serves their packets.
 //!
-//! A program at a socket replaces the VIP before any rule of the pod sees it. A sidecar's rules that redirect connections, and
-//! rules of a cluster inside of a pod, then see an endpoint. The kernel tells nobody about rules in other network namespaces,
+//! A program at a socket replaces the VIP before any rule of the pod sees it. A sidecar's rules that redirect
+//! connections, and rules of a cluster inside of a pod, then see an endpoint. The kernel does not report rules in other
+//! network namespaces, so the thread looks at them.
 //! so the thread looks at them.
 
 use std::{
@@ -34,8 +35,8 @@ const LOOK: Duration = Duration::from_millis(400);
 /// The thread rests so many times as long as a look took, but no longer than [`LONGEST`].
 const REST_FOR: u32 = 20;
 const LONGEST: Duration = Duration::from_secs(30);
-/// How many namespaces of one pod are served by packets only. A tenant's others stay as they are, so that the table has room
-/// for other tenants'.
+/// How many namespaces of one pod are served by packets only. Further namespaces of this tenant stay as they are, so
+/// that the table has room for other tenants'.
 const OF_A_POD: usize = 64;
 
 /// The running thread.
@@ -46,10 +47,10 @@ pub struct OwnRules {
 }
 
 impl OwnRules {
-    /// Starts it.
+    /// Starts the thread.
     ///
     /// # Errors
-    /// If what is pinned is not ours, or the thread cannot be made.
+    /// If the pinned tables are not ours, or the thread cannot be started.
     pub fn start(
         state: Arc<State>,
         packet: &PacketSettings,
@@ -88,7 +89,7 @@ struct Worker {
     /// The pods' interfaces by name, if the operator has chosen.
     chosen: Patterns,
     known: KnownPods,
-    /// What the table has.
+    /// The present contents of the table.
     before: Option<BTreeMap<u64, u64>>,
     /// Why the last look failed.
     failed: Option<String>,
@@ -126,7 +127,7 @@ impl Worker {
             let asked = self.asked();
             for pod in kernel::pod_namespaces(&pods, &mut self.known)? {
                 if captured.contains(&pod.cookie) {
-                    // A mesh decides there, at the socket.
+                    // A mesh decides about these pods at the socket.
                     continue;
                 }
                 let name = kernel::interface_name(pod.interface);
@@ -157,7 +158,7 @@ impl Worker {
 }
 
 impl Worker {
-    /// The pods' interfaces whose pods say by an annotation how they are to be served.
+    /// The pods' interfaces whose pods choose by an annotation how to be served.
     fn asked(&self) -> BTreeMap<u32, bool> {
         let snapshot = self.state.snapshot();
         let mut asked = BTreeMap::new();
@@ -175,7 +176,7 @@ impl Worker {
     }
 }
 
-/// What the table says of a namespace; `None`: it is not in the table.
+/// Returns the table's value for a namespace; `None`: it is not in the table.
 fn value(
     pod: &PodNamespace,
     interface: &str,

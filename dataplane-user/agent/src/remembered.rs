@@ -1,8 +1,8 @@
-//! The addresses that hosts of ServiceEntries were given, as a file beside the agent's socket: the next agent gives the
-//! same ones.
+//! The addresses of ServiceEntries' hosts, in a file beside the agent's socket: the next agent gives the hosts the same
+//! addresses.
 //!
-//! A line for each change, `NAMESPACE HOST NUMBER` and, for a host that is gone, the time; the last one of a host counts.
-//! A line that was cut off is skipped, and so is one that makes no sense.
+//! The file has a line for each change, `NAMESPACE HOST NUMBER` and, for a host that is gone, the time; the last line
+//! of a host counts. The agent skips lines that were cut off or are malformed.
 
 use std::{
     fs::{self, OpenOptions, Permissions},
@@ -15,10 +15,10 @@ use model::{Gravity, Problem};
 use plan::vips::{HostName, Number, Record};
 use tracing::warn;
 
-/// Lines beyond twice the hosts that there are before the file is written anew.
+/// Lines beyond twice the number of hosts before the file is written anew.
 const SPARE_LINES: usize = 1000;
 
-/// For nobody but the agent: the files tell of all tenants' names.
+/// Readable only for the agent: the files have all tenants' names.
 const PRIVATE: u32 = 0o600;
 
 /// Remembers addresses.
@@ -26,13 +26,13 @@ const PRIVATE: u32 = 0o600;
 pub struct Remembered {
     path: PathBuf,
     lines: usize,
-    /// Whether the file is this agent's; until then another one may write it.
+    /// Whether this agent writes the file. Another agent may write it before.
     owned: bool,
     problem: Option<Problem>,
 }
 
 impl Remembered {
-    /// Reads what is remembered at `path`. `now`: in seconds since the epoch.
+    /// Reads the addresses in the file `path`. `now`: in seconds since the epoch.
     pub fn read(path: PathBuf, now: u64) -> (Self, Vec<Record>) {
         let text = fs::read(&path).unwrap_or_else(|error| {
             if error.kind() != io::ErrorKind::NotFound {
@@ -44,7 +44,7 @@ impl Remembered {
             Vec::new()
         });
         let text = String::from_utf8_lossy(&text);
-        // What has no end was cut off.
+        // A line without an end was cut off.
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
         let records: Vec<Record> = whole.lines().filter_map(|line| parse(line, now)).collect();
         let remembered = Self {
@@ -56,13 +56,13 @@ impl Remembered {
         (remembered, records)
     }
 
-    /// No other agent writes the file from now on: it becomes `all`.
+    /// Writes the file from now on, beginning with `all`. Other agents have stopped writing it.
     pub fn own(&mut self, all: &[Record]) {
         self.owned = true;
         self.rewrite(all);
     }
 
-    /// Notes changes. `all`: what there is after them.
+    /// Records changes. `all`: the records after them.
     pub fn note(&mut self, changes: &[Record], all: impl FnOnce() -> Vec<Record>) {
         if !self.owned || changes.is_empty() {
             return;
@@ -78,7 +78,7 @@ impl Remembered {
         self.told(result);
     }
 
-    /// Why addresses are not remembered.
+    /// The reason why the agent cannot remember addresses.
     pub fn problem(&self) -> Option<&Problem> {
         self.problem.as_ref()
     }
@@ -113,7 +113,7 @@ fn append(path: &Path, records: &[Record]) -> io::Result<()> {
     file.write_all(text(records).as_bytes())
 }
 
-/// Replaces a file that the agent alone reads. In one step, so that a reader finds the old file or the new one.
+/// Replaces a file that only the agent reads, in one step, so that a reader finds the old file or the new one.
 pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     let new = path.with_extension("new");
     let mut file = OpenOptions::new()
@@ -146,7 +146,7 @@ fn parse(line: &str, now: u64) -> Option<Record> {
     let (namespace, host, number) = (word()?, word()?, word()?);
     let gone = match word() {
         None => None,
-        // A clock that was set back does not keep a number for longer.
+        // If the clock was set back, a number is not remembered for longer.
         Some(at) => Some(at.parse::<u64>().ok()?.min(now)),
     };
     Some(Record {
@@ -196,7 +196,7 @@ mod tests {
         assert_eq!(mode & 0o777, 0o600, "it tells of all tenants' hosts");
         let all = [&one[..], &two].concat();
         assert_eq!(Remembered::read(path.clone(), NOW).1, all);
-        // What was cut off, and what makes no sense.
+        // A line that was cut off, and malformed lines.
         fs::write(
             &path,
             format!("{}x\nshop c 0\nshop d 5 x\n\nshop e 6 99", text(&all)),

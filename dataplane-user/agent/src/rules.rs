@@ -1,5 +1,5 @@
-//! kube-proxy's rules as the source: gets those in the kernel, and takes what rules say of the node for what the operator
-//! did not say.
+//! kube-proxy's rules as the source: gets the rules in the kernel, and takes settings of the node from them where the
+//! operator has none.
 
 use std::{
     path::Path,
@@ -20,11 +20,11 @@ use takeover::{
 };
 use tracing::info;
 
-/// The programs that print rules, as they were found on `PATH`: each was asked for its version.
+/// The programs that print rules, as found on `PATH`: each was asked for its version.
 static PROGRAMS: Mutex<Option<Binaries>> = Mutex::new(None);
 
-/// Prints kube-proxy's rules in the kernel, of the network namespace that this thread is in; or, by the journal in `takeover`,
-/// those that a take-over saved: it removed those in the kernel.
+/// Returns kube-proxy's rules in the kernel, of this thread's network namespace; or, by the journal in `takeover`, the
+/// rules that a take-over saved, because it removed those in the kernel.
 ///
 /// # Errors
 ///
@@ -42,7 +42,7 @@ pub fn live(takeover: Option<&Path>) -> Result<Vec<Text>, String> {
     let mut programs = PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(found) = &*programs {
         let texts = print(found, &tables);
-        // Otherwise another program may be there now.
+        // On failure another program may be there now.
         if texts.is_ok() {
             return texts;
         }
@@ -51,8 +51,8 @@ pub fn live(takeover: Option<&Path>) -> Result<Vec<Text>, String> {
     print(programs.insert(found), &tables)
 }
 
-/// Whether a table has rules of kube-proxy's for services. It makes chain `KUBE-SERVICES` in each table of iptables that has
-/// some.
+/// Whether a table has rules of kube-proxy's for services. kube-proxy makes chain `KUBE-SERVICES` in each table of
+/// iptables that has some.
 fn is_kube_proxys(table: &Table) -> bool {
     match table.kind {
         Kind::Legacy | Kind::Compat => {
@@ -90,8 +90,8 @@ fn texts(printed: Vec<Printed>) -> Vec<Text> {
     texts
 }
 
-/// The settings, with what kube-proxy's rules say of the node where the operator said nothing, if the rules are the source; and
-/// the rules that were read for it.
+/// Returns the settings, with those from kube-proxy's rules where the operator has none, if the rules are the source;
+/// and the rules that were read for it.
 ///
 /// # Errors
 ///
@@ -106,7 +106,7 @@ pub fn with_rules(settings: &Settings) -> Result<(Settings, Option<First>), Open
     Ok((settings, first))
 }
 
-/// Does the same for a command that needs the node only.
+/// As [`with_rules`], for a command that needs the node only.
 ///
 /// # Errors
 ///
@@ -123,7 +123,7 @@ pub fn node_of_rules(
     Ok((of, first))
 }
 
-/// The rules that are to be read, if they are the source.
+/// Returns the rules to read, if they are the source.
 pub fn source(settings: &settings::Source) -> Option<iptables::Settings> {
     let rules = settings.iptables.as_ref()?;
     Some(iptables::Settings {
@@ -157,7 +157,7 @@ fn node(node: &mut Node, facts: &Facts) {
     };
 }
 
-/// Takes over which clients are masqueraded on the way to a cluster IP.
+/// Takes over from the rules which clients are masqueraded on the way to a cluster IP.
 fn packets(packets: &mut Packets, facts: &Facts) {
     let is_said =
         packets.masquerade_all || packets.pods_by_interface || !packets.pod_cidrs.is_empty();
@@ -254,7 +254,7 @@ mod tests {
         assert_eq!(own.node_port_addresses, wanted);
     }
 
-    /// A program that prints nothing of all tables at once is asked for each table.
+    /// If a program prints nothing for all tables at once, each table is printed alone.
     #[test]
     fn what_is_printed_table_by_table_is_one_text() {
         const SAVED: &str = include_str!("../../../tests/data/kube-proxy-1.36/iptables-save.txt");
@@ -288,7 +288,7 @@ mod tests {
         assert_eq!(services(&all[..1]), services(&[whole]));
     }
 
-    /// A program for tables of somebody else may be missing.
+    /// A program for tables of other owners may be missing.
     #[test]
     fn tables_of_others_are_not_wanted() {
         let table = |kind, family, name: &str, chains: &[&str]| Table {

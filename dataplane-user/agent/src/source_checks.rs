@@ -1,8 +1,8 @@
-//! What the packet path asks of the sources of packets at a pod's interface.
+//! The check of packets' sources at a pod's interface.
 //!
-//! The programs ask the node's routes by which interface an address is reached. Where pods are ports of a bridge, the routes
-//! lead to the bridge, or to what stands on it, and not to the pod's own interface. Where the node has no address in the
-//! bridge, or the switch is not the kernel's own, the routes lead to something else altogether.
+//! The programs look up by which interface the node's routes lead to an address. If pods are ports of a bridge, the
+//! routes lead to the bridge, or to an interface that stands on it, and not to the pod's own interface. If the node has
+//! no address in the bridge, or the switch is not the kernel's own, the routes lead somewhere else.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,21 +16,21 @@ const DEPTH: usize = 8;
 /// How many interfaces a message names.
 const NAMED: usize = 3;
 
-/// The node's layer-2 segments: bridges, with their ports and what stands on them.
+/// The node's layer-2 segments: bridges, with their ports and the interfaces that stand on them.
 pub struct Segments<'a> {
     interfaces: BTreeMap<u32, &'a Interface>,
-    /// Those in which the node has an address.
+    /// The segments in which the node has an address.
     joined: BTreeSet<u32>,
 }
 
 impl<'a> Segments<'a> {
-    /// Those of these interfaces, which are all of the node's.
+    /// Returns the segments of these interfaces, which are all of the node's.
     pub fn new(interfaces: &'a [Interface]) -> Self {
         let mut segments = Self {
             interfaces: interfaces.iter().map(|i| (i.index, i)).collect(),
             joined: BTreeSet::new(),
         };
-        // A port's own addresses are not reached.
+        // A port's own addresses are not reachable.
         let is_port = |i: &Interface| segments.master(i).is_some_and(|m| m.kind == "bridge");
         let joining = interfaces
             .iter()
@@ -39,7 +39,7 @@ impl<'a> Segments<'a> {
         segments
     }
 
-    /// The segment that an interface is in, as [`Iface::segment`] has it.
+    /// Returns the segment of an interface, as in [`Iface::segment`].
     pub fn segment(&self, interface: &Interface) -> u32 {
         let mut at = interface;
         for _ in 0..DEPTH {
@@ -55,7 +55,7 @@ impl<'a> Segments<'a> {
             }
         }
         if at.index != interface.index {
-            // It stands on something else.
+            // It stands on an interface of another kind.
             return 0;
         }
         let other_end = self.below(interface).filter(|_| interface.kind == "veth");
@@ -67,7 +67,7 @@ impl<'a> Segments<'a> {
         found.map_or(0, |bridge| bridge.index)
     }
 
-    /// What is asked of sources at a pod's interface: a flag of [`Iface`], or 0.
+    /// Returns the check of sources at a pod's interface: a flag of [`Iface`], or 0.
     pub fn asked(&self, interface: &Interface, unchecked: &Patterns) -> u16 {
         if unchecked.select(&interface.name, false) {
             0
@@ -78,7 +78,8 @@ impl<'a> Segments<'a> {
         }
     }
 
-    /// Returns a message for each switch whose ports cannot be told apart by the node's routes. `pods`: the pods' interfaces.
+    /// Returns a message for each switch whose ports the node's routes do not distinguish. `pods`: the pods'
+    /// interfaces.
     pub fn loose<'b>(&self, pods: impl Iterator<Item = &'b Interface>) -> Vec<String> {
         let mut by_switch: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for pod in pods {
@@ -102,8 +103,8 @@ impl<'a> Segments<'a> {
         messages.collect()
     }
 
-    /// The switch that an interface is a port of, if the node's routes do not lead to that: Open vSwitch, or a bridge without
-    /// an address of the node.
+    /// Returns the switch that an interface is a port of, if the node's routes do not lead to it: Open vSwitch, or a
+    /// bridge without an address of the node.
     fn foreign_switch(&self, interface: &Interface) -> Option<&'a Interface> {
         self.master(interface)
             .filter(|master| match master.kind.as_str() {
@@ -179,7 +180,7 @@ mod tests {
             pod(5, 4),
             on(6, "vlan", 4),
             on(7, "macvlan", 6),
-            // One end is a port of the bridge, the other one the node's.
+            // One end is a port of the bridge, the other is the node's.
             port(8, "veth", 4),
             on(9, "veth", 8),
             interface(10, "veth"),

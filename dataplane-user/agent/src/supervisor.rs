@@ -1,5 +1,5 @@
-//! Tells the process that supervises the agent how it is: systemd's protocol (`sd_notify(3)`), which
-//! other supervisors speak, too. Without `NOTIFY_SOCKET` nothing is told.
+//! Reports the agent's state to the process that supervises it: systemd's protocol (`sd_notify(3)`), which other
+//! supervisors speak, too. Without `NOTIFY_SOCKET` the agent reports nothing.
 
 use std::{
     env,
@@ -19,7 +19,7 @@ use std::{
 use nix::time::{ClockId, clock_gettime};
 use tracing::debug;
 
-/// How often the watchdog is told at most: the agent may do thousands of things in a second.
+/// The shortest interval of watchdog messages: the agent may handle thousands of events in a second.
 const ALIVE: Duration = Duration::from_secs(1);
 
 /// The supervisor, if there is one.
@@ -27,14 +27,14 @@ const ALIVE: Duration = Duration::from_secs(1);
 pub struct Supervisor {
     socket: Option<UnixDatagram>,
     watchdog: bool,
-    /// Whether the agent has said that it is ready.
+    /// Whether the agent has reported that it is ready.
     ready: bool,
-    /// When the watchdog was last told.
+    /// When the last watchdog message was sent.
     told: Option<Instant>,
 }
 
 impl Supervisor {
-    /// The one that the environment names.
+    /// Returns the supervisor that the environment names.
     pub fn from_env() -> Self {
         let Some(name) = env::var_os("NOTIFY_SOCKET") else {
             return Self::default();
@@ -56,34 +56,34 @@ impl Supervisor {
         }
     }
 
-    /// The agent serves what its source says.
+    /// Reports that the agent serves the objects of its source.
     pub fn ready(&mut self) {
         self.ready = true;
         self.tell("READY=1");
     }
 
-    /// The source is read again, as from a signal.
+    /// Reports that the source is read again, as after a signal.
     pub fn reloading(&self) {
-        // A start is no reload, also if a signal came.
+        // A start is no reload, even if a signal came.
         if let (true, Ok(now)) = (self.ready, clock_gettime(ClockId::CLOCK_MONOTONIC)) {
             let now = Duration::from(now).as_micros();
             self.tell(&format!("RELOADING=1\nMONOTONIC_USEC={now}"));
         }
     }
 
-    /// That is done.
+    /// Reports that the reload is done.
     pub fn reloaded(&self) {
         if self.ready {
             self.tell("READY=1");
         }
     }
 
-    /// The agent ends.
+    /// Reports that the agent ends.
     pub fn stopping(&self) {
         self.tell("STOPPING=1");
     }
 
-    /// The thread that says so makes progress.
+    /// Reports that the calling thread makes progress.
     pub fn alive(&mut self) {
         let recently = |told: Instant| told.elapsed() < ALIVE;
         if self.watchdog && !self.told.is_some_and(recently) {
@@ -120,7 +120,7 @@ mod tests {
 
     use super::*;
 
-    /// What was told since it was last asked.
+    /// Returns the messages since the last call.
     fn heard(socket: &UnixDatagram) -> Vec<String> {
         socket.set_nonblocking(true).unwrap();
         let mut buffer = [0; 256];

@@ -1,4 +1,4 @@
-//! Brings the kernel's tables in line with the source, again and again.
+//! Reconciles the kernel's tables with the source, again and again.
 
 use std::{
     os::unix::net::UnixStream,
@@ -32,31 +32,31 @@ use super::{
 pub struct Sync {
     tables: ServiceTables,
     state: Arc<State>,
-    /// What should be served. Until it is known the tables stay as they are.
+    /// The objects to serve. Until they are known the tables stay as they are.
     input: Input,
-    /// Ends what leads to endpoints that go away.
+    /// Ends flows and sockets that lead to endpoints that go away.
     flows: Flows,
-    /// The proxy's and the DNS server's end; none: there is no mesh.
+    /// Publishes to the proxy and the DNS server; `None`: there is no mesh.
     published: Option<Published>,
-    /// Does what takes longer: interfaces and network namespaces.
+    /// Does the slower work: interfaces and network namespaces.
     attacher: Attacher,
     departures: Departures,
-    /// Whether the tables were ever in line with it.
+    /// Whether the tables were ever in line with the source.
     settled: bool,
-    /// If the last sync did not work: when to try again, and how long that was to wait for.
+    /// If the last sync failed: when to retry, and how long the pause was.
     retry: Option<(Instant, Duration)>,
-    /// Whether there was nothing in the tables when the agent started: nobody has served before.
+    /// Whether the tables were empty when the agent started: no agent has served before.
     empty_tables: bool,
     /// When to look at the node's addresses.
     look: Instant,
-    /// When freed memory was last given back.
+    /// When freed memory was last returned to the kernel.
     tidied: Instant,
     /// Whether there were changes since then.
     untidy: bool,
     supervisor: Supervisor,
     /// The agent whose place this one has taken.
     before: Option<UnixStream>,
-    /// Told to end: until when that one may take its place back.
+    /// While the agent ends: until when that agent may take its place back.
     ending: Option<Instant>,
 }
 
@@ -94,21 +94,21 @@ impl Sync {
         }
     }
 
-    /// Publishes what the tables have.
+    /// Publishes the tables' contents.
     #[must_use]
     pub fn publishing(mut self, published: Option<Published>) -> Self {
         self.published = published;
         self
     }
 
-    /// Ends the other threads that it works with, but for the proxy's. None if one of them has died, of which
-    /// [`Sync::run`] has told.
+    /// Ends the other threads that it works with, except the proxy's. Returns `None` if one of them has died, which
+    /// [`Sync::run`] has reported.
     pub fn end(self) -> Option<Returned> {
         self.flows.stop();
         self.attacher.stop().ok()
     }
 
-    /// Until told to end.
+    /// Runs until the agent has to end.
     pub fn run(&mut self, happened: &Receiver<Event>) -> Result<End, Error> {
         self.state.pulse.busy();
         let state = Arc::clone(&self.state);
@@ -120,7 +120,7 @@ impl Sync {
             if let Some(vips) = state.flows.take_vips() {
                 self.tables.keep_flows(&vips.addresses, vips.since);
             }
-            // What hangs elsewhere is not made up for by this thread's being well.
+            // If another thread hangs, this thread's progress does not count.
             if state.stuck(Instant::now()).is_none() {
                 self.supervisor.alive();
             }
@@ -178,7 +178,7 @@ impl Sync {
         }
     }
 
-    /// Reads the source anew where it does not tell of changes itself.
+    /// Reads the source anew if the source does not report changes itself.
     fn reload(&mut self) -> Result<(), Error> {
         debug!("SIGHUP: reading the source");
         let moved = self.look();
@@ -189,16 +189,16 @@ impl Sync {
         Ok(())
     }
 
-    /// Takes what the source has become; whether there was anything new.
+    /// Takes the source's newest view; returns whether there was a new one.
     fn take(&mut self) -> Result<bool, Error> {
         let Some(taken) = self.input.take() else {
             return Ok(false);
         };
-        // What could not be written a moment ago is not tried again at each change of one object.
+        // A failed write is not retried at each change of one object.
         if self.retry.is_none() || taken.since.is_none() {
             self.sync(taken.since)?;
         }
-        // After a list. What changes come to is little, but not for ever.
+        // After a list. Changes use little memory, but it adds up.
         self.untidy = true;
         if taken.since.is_none() || self.tidied.elapsed() > LOOK {
             self.tidy();
@@ -206,7 +206,7 @@ impl Sync {
         Ok(true)
     }
 
-    /// Does what is due.
+    /// Does the work that is due.
     fn pass_time(&mut self) -> Result<(), Error> {
         let now = Instant::now();
         let again = self.retry.is_some_and(|(at, _)| at <= now) || self.waits();
@@ -215,19 +215,19 @@ impl Sync {
         if self.input.is_known() && (again || moved) {
             self.sync(None)?;
         }
-        // After the last change of several, too: by then, nobody else has the snapshots before.
+        // After the last of several changes, too: by then, no other thread has the earlier snapshots.
         if is_due && self.untidy && self.tidied.elapsed() > LOOK {
             self.tidy();
         }
         Ok(())
     }
 
-    /// Whether services wait for room, which there may be after a grace period.
+    /// Whether services wait for room, which a grace period may free.
     fn waits(&self) -> bool {
         lock(&self.state.planner).is_waiting()
     }
 
-    /// Looks at the node's addresses; whether they changed.
+    /// Looks at the node's addresses; returns whether they changed.
     fn look(&mut self) -> bool {
         let moved = self.input.look();
         let soon = self.input.owns_cluster_ips();
@@ -237,15 +237,14 @@ impl Sync {
         moved
     }
 
-    /// Reading takes memory that is not needed any more.
+    /// Returns memory to the kernel that reading no longer needs.
     fn tidy(&mut self) {
         kernel::give_back_freed_memory();
         self.tidied = Instant::now();
         self.untidy = false;
     }
 
-    /// The tables are in line with the source for the first time: what was in their place before
-    /// can go.
+    /// The tables are in line with the source for the first time: removes the tables and programs of other layouts.
     fn settle(&mut self) -> Result<(), Error> {
         self.settled = true;
         self.attacher.ask(Job::Settle).map_err(|_| Self::died())??;
@@ -261,8 +260,8 @@ impl Sync {
         }
     }
 
-    /// Writes what changed, in two steps if there is not enough room for old and new at the same time. `since`: when the
-    /// oldest of the changes arrived, if that is known.
+    /// Writes the changes, in two steps if there is not enough room for old and new at the same time. `since`: when the
+    /// oldest of the changes arrived, if known.
     fn sync(&mut self, since: Option<Instant>) -> Result<(), Error> {
         self.sync_once(since)?;
         if self.retry.is_none() && self.waits() {
@@ -271,8 +270,7 @@ impl Sync {
         Ok(())
     }
 
-    /// Writes what changed. What does not work is tried again later, and only that the tables
-    /// cannot be understood any more is an error.
+    /// Writes the changes. Failures are retried later; the only error is that the tables cannot be understood any more.
     fn sync_once(&mut self, since: Option<Instant>) -> Result<(), Error> {
         let start = Instant::now();
         let plan = self.state.plan(self.input.snapshot());
@@ -292,7 +290,7 @@ impl Sync {
         }
         match result.and_then(|()| self.grace()) {
             Ok(()) => {
-                // Services first, which a proxy's connections go by; ready is who has both.
+                // Services first, because a proxy's connections use them; ready means that both are in line.
                 let served = self.input.snapshot().clone();
                 if self.settled {
                     self.attacher.send(Job::Served(served));
@@ -322,7 +320,7 @@ impl Sync {
                 error!("{why}; trying again in {next:?}");
                 self.state.sync_failed(why.to_string());
                 self.retry = Some((Instant::now() + next, next));
-                // The plan was written in part, or not at all: only the kernel knows.
+                // The plan was written in part, or not at all: only the kernel knows its tables.
                 let planner = adopt(&self.tables, &self.state.paths, self.state.limits)?;
                 *lock(&self.state.planner) = planner;
                 Ok(())
@@ -333,7 +331,7 @@ impl Sync {
     /// Logs a sync. Changes of the API come by the hundred in a second.
     fn tell(&self, writes: usize, planned: Duration, written: Duration, is_change: bool) {
         let services = self.input.snapshot().services.len();
-        // One line for what a person did, and none for a look that found nothing.
+        // One line for an action of a person, and none for a look that found no change.
         if is_change || writes == 0 && self.settled {
             debug!(
                 services,
@@ -369,8 +367,8 @@ impl Sync {
         self.tables.apply(&plan.writes)
     }
 
-    /// Before anything is served for the first time: what the kernel's own conntrack translates for
-    /// our VIPs stays with it.
+    /// Imports flows before the first service is served: flows that the kernel's own conntrack translates for our VIPs
+    /// stay with it.
     fn take_over(&self) {
         let planner = lock(&self.state.planner);
         let is_vip = |addr, port, protocol| is_vip(&planner, addr, port, protocol);
@@ -389,7 +387,7 @@ impl Sync {
         }
     }
 
-    /// After the flips: lets what they freed be used again.
+    /// After the flips: makes the slots that they freed usable again.
     fn grace(&mut self) -> Result<(), kernel::Error> {
         if lock(&self.state.planner).wants_grace() {
             self.tables.grace()?;
@@ -399,7 +397,7 @@ impl Sync {
     }
 }
 
-/// Whether the plan has something at this address and port.
+/// Whether the plan has a frontend at this address and port.
 fn is_vip(planner: &Planner, addr: Addr, port: Port, protocol: Protocol) -> bool {
     let kind = |key| planner.frontend(&key).map(Frontend::kind);
     kind(FrontendKey::new(addr, port, protocol)).is_some()

@@ -1,4 +1,4 @@
-//! The thread that waits: for signals, for changed files, and for whoever asks the endpoints.
+//! The thread that waits for signals, for changed files, and for requests to the endpoints.
 
 use std::{
     io,
@@ -28,14 +28,14 @@ pub struct Waiter {
     thread: JoinHandle<Option<()>>,
 }
 
-/// What the kernel tells of interfaces and of IPsec policies, and who is to know.
+/// News of interfaces and of IPsec policies from the kernel, and their receiver.
 pub struct Network {
     pub news: (News, PolicyNews),
     pub jobs: Sender<Job>,
 }
 
-/// Signals are taken, and nobody waits for them yet: one that comes while the agent starts is heeded
-/// as soon as it has, and does not end it halfway.
+/// Takes signals before there is a waiter: a signal that comes while the agent starts is handled when it has started,
+/// and does not end it halfway.
 pub struct Ready {
     runtime: Runtime,
     signals: Signals,
@@ -61,7 +61,7 @@ impl Ready {
         Ok((News::new()?, PolicyNews::new()?))
     }
 
-    /// Starts to wait. `reviewer`: who says which clients may read the metrics.
+    /// Starts to wait. `reviewer`: decides which clients may read the metrics.
     pub fn start(
         self,
         listeners: Listeners,
@@ -85,7 +85,7 @@ impl Ready {
                 // Fails only if the other side ends anyway.
                 let _ = events.send(Event::Failed(error));
             }
-            // Whoever was just asking does not hold up the end.
+            // Open requests do not delay the end.
             runtime.shutdown_background();
         })?;
         Ok(Waiter { stop, thread })
@@ -93,15 +93,15 @@ impl Ready {
 }
 
 impl Waiter {
-    /// Ends it.
+    /// Ends the thread.
     pub fn stop(self) {
-        // It may have ended on its own, and then there is nobody to tell.
+        // It may have ended on its own, and then there is no receiver.
         let _ = self.stop.send(());
         let _ = self.thread.join();
     }
 }
 
-/// The signals that mean something to an agent.
+/// The signals that an agent handles.
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
@@ -117,7 +117,7 @@ impl Signals {
         })
     }
 
-    /// Passes them on, for ever.
+    /// Passes signals on, for ever.
     async fn pass_on(mut self, events: Sender<Event>) {
         loop {
             let event = tokio::select! {
@@ -134,7 +134,7 @@ impl Signals {
 }
 
 impl Network {
-    /// Tells of what changes, for ever.
+    /// Passes news on, for ever.
     async fn pass_on(self) -> io::Result<()> {
         let Self {
             news: (news, policies),
@@ -147,8 +147,8 @@ impl Network {
     }
 }
 
-/// Tells of changed interfaces and addresses. A pod's start is a handful of changes within milliseconds: they are told
-/// once.
+/// Reports changed interfaces and addresses. A pod's start is a handful of changes within milliseconds: they become one
+/// report.
 async fn interfaces(mut news: News, jobs: &Sender<Job>) -> io::Result<()> {
     loop {
         news.changed().await?;
@@ -167,8 +167,8 @@ async fn interfaces(mut news: News, jobs: &Sender<Job>) -> io::Result<()> {
     }
 }
 
-/// Tells of changed IPsec policies, at once: until then their packets leave in clear. What follows, the thread that is
-/// told gathers.
+/// Reports changed IPsec policies, at once: until then their packets leave in clear. The receiving thread gathers the
+/// changes that follow.
 async fn protection(mut policies: PolicyNews, jobs: &Sender<Job>) -> io::Result<()> {
     loop {
         policies.changed().await?;

@@ -20,7 +20,7 @@ use tracing::{debug, info, warn};
 use super::{Mesh, RELEASED, dns::Dns, found::Found, problems::Problems};
 use crate::foreign;
 
-/// How long the connections of a workload that is gone may go on: it may be that nobody ends them.
+/// How long the connections of a workload that is gone may go on, because it may be that neither side ends them.
 pub(super) const DRAIN: Duration = Duration::from_secs(30);
 
 /// A workload whose connections the agent's proxy takes.
@@ -30,9 +30,9 @@ pub(super) struct Attached {
     egress: Egress,
     acceleration: Acceleration,
     takes_inbound: bool,
-    /// Why what it says to the proxy goes by TCP, though acceleration was asked for.
+    /// Why its bytes go to the proxy by TCP, though acceleration is configured.
     pub not_accelerated: Option<String>,
-    /// Its listening sockets, for the agent that takes this one's place.
+    /// Its listening sockets, for this agent's successor.
     sockets: Named,
 }
 
@@ -51,7 +51,7 @@ fn takes_inbound(member: &Member) -> bool {
 }
 
 impl Mesh {
-    /// Before a workload's connections are captured: has somebody take them.
+    /// Opens listening sockets for workloads, before their connections are captured.
     pub(super) fn listen(
         &mut self,
         kernel: &Kernel,
@@ -78,7 +78,7 @@ impl Mesh {
         }
     }
 
-    /// Whether a workload's connections are taken already, by the rules that it has now.
+    /// Whether the proxy takes a workload's connections already, by its present rules.
     fn is_attached(&self, member: &Member, cookie: u64) -> bool {
         self.attached.get(&cookie).is_some_and(|attached| {
             member.workload.name == attached.name
@@ -88,8 +88,8 @@ impl Mesh {
         })
     }
 
-    /// Takes no more connections by earlier rules, or of an earlier pod, in a network namespace. The
-    /// listening sockets stay, for those who come next: no connection is refused in between.
+    /// Takes no more connections by earlier rules, or of an earlier pod, in a network namespace. The listening sockets
+    /// stay, for the next attachment: no connection is refused in between.
     fn take_back(&mut self, cookie: u64) {
         if let Some(attached) = self.attached.get_mut(&cookie) {
             let sockets = std::mem::take(&mut attached.sockets);
@@ -98,7 +98,7 @@ impl Mesh {
         }
     }
 
-    /// An earlier agent's sockets for a namespace, if they are at the ports where they should be.
+    /// Returns an earlier agent's sockets for a namespace, if they have the right ports.
     fn given(&mut self, cookie: u64, inbound: bool) -> Option<Listeners> {
         let mut take = |direction: &str, port: u16| -> Vec<TcpListener> {
             let names = ["v4", "v6"].map(|family| socket_name(direction, cookie, family));
@@ -116,7 +116,7 @@ impl Mesh {
         complete.then_some(listeners)
     }
 
-    /// The proxy's listening sockets, for an agent that takes this one's place.
+    /// The proxy's listening sockets, for this agent's successor.
     pub fn sockets(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
         let sockets = self
             .attached
@@ -158,7 +158,7 @@ impl Mesh {
         hand_over(capture, namespace.cookie, &listeners).map_err(Problem::of_node)?;
         let (acceleration, not_accelerated) = match self.accelerate(member, namespace) {
             Ok(acceleration) => (acceleration, None),
-            // By TCP all the same.
+            // Its bytes go by TCP then.
             Err(error) => {
                 warn!("mesh: {}: {error}", member.workload.name);
                 (None, Some(error))
@@ -197,7 +197,7 @@ impl Mesh {
         Ok(())
     }
 
-    /// Has what a workload says to the proxy go past the TCP stack, if that is wanted.
+    /// Makes a workload's bytes bypass the TCP stack on the way to the proxy, if this is configured.
     fn accelerate(
         &mut self,
         member: &Member,
@@ -223,8 +223,8 @@ impl Mesh {
         }))
     }
 
-    /// Takes the listening socket of a proxy that is not ours: one that began to listen before it
-    /// was captured. Others are noticed by the kernel. Answers what cannot be taken.
+    /// Takes the listening socket of a proxy that is not the agent's, if it began to listen before the workload was
+    /// captured. Later sockets are noticed by the programs. Returns the problem with sockets that cannot be taken.
     fn adopt(&self, kernel: &Kernel, namespace: &Namespace) -> Result<Option<Problem>, Problem> {
         let tables = kernel.capture().tables();
         let known = tables.listeners().map_err(Problem::of_node)?;
@@ -238,8 +238,8 @@ impl Mesh {
         Ok(taken.problem)
     }
 
-    /// After workloads are captured no more: the connections that the proxy has go on. `unread`: whether
-    /// a network namespace was captured before and could not be looked at now.
+    /// Detaches workloads that are no longer captured: the connections that the proxy has go on. `unread`: whether a
+    /// network namespace was captured before and could not be read now.
     pub(super) fn release(
         &mut self,
         enrolled: &[(&Member, &Namespace, u32)],
@@ -262,7 +262,7 @@ impl Mesh {
         }
     }
 
-    /// Whoever is to be captured otherwise than before is released first: the proxy tells workloads by
+    /// Releases workloads that have to be captured in another way than before: the proxy distinguishes workloads by
     /// their names.
     pub(super) fn change_over(
         &mut self,
@@ -272,7 +272,7 @@ impl Mesh {
         for (member, namespace, _) in enrolled {
             let name = &member.workload.name;
             self.let_go_of_packets(name);
-            // It has moved.
+            // The workload has moved.
             let mut attached = self.attached.iter();
             let before = attached
                 .find(|(cookie, attached)| **cookie != namespace.cookie && attached.name == *name);
@@ -307,8 +307,7 @@ impl Mesh {
     }
 }
 
-/// Why the application's answers would not come back to the proxy.
-/// Has a workload's connections made from its network namespace.
+/// Makes a workload's connections from its network namespace.
 fn sockets_in(namespace: OwnedFd, interface: Option<String>) -> relay::Namespace {
     relay::Namespace {
         open: Arc::new(move |v4, count| namespaces::tcp_sockets(namespace.as_fd(), v4, count)),
@@ -316,7 +315,8 @@ fn sockets_in(namespace: OwnedFd, interface: Option<String>) -> relay::Namespace
     }
 }
 
-/// The interface of this network namespace that is up, besides the loopback interface, if it is the only one.
+/// The only interface of this network namespace that is up, besides the loopback interface; `None` if there are
+/// several.
 fn only_interface() -> Option<String> {
     let all = kernel::interfaces().inspect_err(|error| debug!("mesh: {error}"));
     let all = all.ok()?.into_iter();
@@ -331,7 +331,7 @@ fn unrouted(error: &io::Error) -> Problem {
     ))
 }
 
-/// A port that is taken in its network namespace has been taken by one of its own processes.
+/// If a port is taken in a workload's network namespace, one of the workload's processes has taken it.
 fn not_listening(options: &CaptureOptions, error: &io::Error) -> Problem {
     let (a, b) = (options.outbound, options.inbound);
     let text = format!("cannot listen at ports {a} and {b} in its network namespace: {error}");
@@ -341,8 +341,8 @@ fn not_listening(options: &CaptureOptions, error: &io::Error) -> Problem {
     }
 }
 
-/// Why connections that captured workloads open are reset, if the kernel programs do not see the proxy accept: its
-/// sockets are in a cgroup that they are not attached to.
+/// Why connections of captured workloads are reset, if the kernel programs do not see the proxy accept: its sockets are
+/// in a cgroup that the programs are not attached to.
 pub(super) fn unseen(cgroup: &Path) -> Option<String> {
     match kernel::sockets::own_elsewhere(cgroup) {
         Ok(elsewhere) => elsewhere.map(|elsewhere| {
@@ -372,12 +372,12 @@ pub(super) fn unseen(cgroup: &Path) -> Option<String> {
 const OUTBOUND: &str = "outbound";
 const INBOUND: &str = "inbound";
 
-/// What a listening socket is called when it is handed over.
+/// The name of a listening socket in a hand-over.
 fn socket_name(direction: &str, cookie: u64, family: &str) -> String {
     format!("{direction} {cookie} {family}")
 }
 
-/// Copies of listening sockets, to be handed over.
+/// Copies of listening sockets, for a hand-over.
 fn named(cookie: u64, listeners: &Listeners) -> io::Result<Named> {
     let outbound = listeners.outbound.iter().map(|socket| (OUTBOUND, socket));
     let inbound = listeners.inbound.iter().map(|socket| (INBOUND, socket));
@@ -389,7 +389,8 @@ fn named(cookie: u64, listeners: &Listeners) -> io::Result<Named> {
     outbound.chain(inbound).map(copy).collect()
 }
 
-/// Says where a namespace's inbound connections go, and its outbound ones that come to any address of loopback.
+/// Gives the programs the sockets for a namespace's inbound connections, and for outbound ones to any address of
+/// loopback.
 fn hand_over(capture: &Capture, cookie: u64, listeners: &Listeners) -> Result<(), String> {
     let is_v4 = |socket: &TcpListener| socket.local_addr().is_ok_and(|addr| addr.is_ipv4());
     let inbound = listeners.inbound.iter();

@@ -1,5 +1,5 @@
-//! What CNI has noted of pods' networks on this node: container runtimes have libcni keep the result of each plug-in, with
-//! the network namespace that it was for. Only root can write there.
+//! CNI's records of pods' networks on this node: container runtimes make libcni store the result of each plug-in, with
+//! its network namespace. Only root can write there.
 
 use std::{
     collections::HashMap,
@@ -14,18 +14,18 @@ use model::{Uid, Workload};
 use serde::Deserialize;
 use tracing::debug;
 
-/// Where libcni keeps results.
+/// The directory in which libcni stores results.
 pub const RESULTS: &str = "/var/lib/cni/results";
-/// Where container runtimes give network namespaces names, as others and as the agent know it.
+/// Directories in which container runtimes name network namespaces: as runtimes and as the agent know them.
 const NAMED: [&str; 2] = ["/var/run/netns", "/run/netns"];
-/// More than any result has.
+/// Larger than any result.
 const MOST: u64 = 1 << 20;
 
-/// All results, by the addresses that they gave.
+/// All results, by the addresses that they assigned.
 #[derive(Debug, Default)]
 pub struct Results(HashMap<IpAddr, Vec<Assignment>>);
 
-/// Who was given an address.
+/// The pod or container that got an address.
 #[derive(Debug, PartialEq, Eq)]
 struct Assignment {
     /// The network namespace's name.
@@ -61,13 +61,13 @@ struct Interface {
 
 #[derive(Deserialize)]
 struct Ip {
-    /// With the length of its network.
+    /// The address, with the length of its network.
     address: String,
     interface: Option<usize>,
 }
 
 impl Results {
-    /// Reads those in a directory. One that is no result is left out.
+    /// Reads the results in a directory. A file that is not a result is left out.
     ///
     /// # Errors
     /// If the directory or a file cannot be read.
@@ -75,7 +75,7 @@ impl Results {
         let mut found = Self::default();
         let entries = match fs::read_dir(directory) {
             Ok(entries) => entries,
-            // Nobody here uses CNI.
+            // No container runtime here uses CNI.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(found),
             Err(error) => return Err(error),
         };
@@ -85,7 +85,7 @@ impl Results {
             let read = File::open(&path).and_then(|file| file.take(MOST).read_to_string(&mut text));
             match read {
                 Ok(_) => {}
-                // Removed since, with its pod; or no text.
+                // Removed since, with its pod; or not a text.
                 Err(error)
                     if matches!(
                         error.kind(),
@@ -119,7 +119,7 @@ impl Results {
             let Some(path) = sandbox.or(kept.netns.as_ref()) else {
                 continue;
             };
-            // By its name: the number of a process is another one's after it.
+            // By its name, because the number of a process is reused.
             let Some(name) = NAMED.iter().find_map(|at| path.strip_prefix(at).ok()) else {
                 continue;
             };
@@ -138,8 +138,8 @@ impl Results {
         }
     }
 
-    /// The network namespaces that were made for a workload with this address. Of a pod that has gone there may be
-    /// results, and no namespace any more.
+    /// Returns the network namespaces that were made for a workload with this address. A pod that has gone may have
+    /// results without a namespace.
     pub fn of(&self, workload: &Workload, addr: IpAddr) -> impl Iterator<Item = PathBuf> {
         let name = &workload.name;
         let is_its = move |given: &&Assignment| match (&given.uid, &workload.uid, &given.pod) {
@@ -148,7 +148,7 @@ impl Results {
                 namespace == name.namespace() && pod == name.name()
             }
             (_, Some(_), None) => false,
-            // Only the configuration knows it, by its addresses.
+            // Only the configuration knows the workload, by its addresses.
             (_, None, _) => true,
         };
         let all = self.0.get(&addr).into_iter().flatten();
@@ -191,7 +191,8 @@ mod tests {
                 {"name": "eth0", "sandbox": "/var/run/netns/cni-web"}],
             "ips": [{"address": "10.0.0.5/24", "gateway": "10.0.0.1", "interface": 1},
                 {"address": "fd00::5/64", "interface": 1}]}}"#;
-        // An earlier version of libcni's, which names no pod; and what leads to a process, or is nonsense.
+        // A result of an earlier version of libcni, which names no pod; one that leads to a process; and one that is
+        // malformed.
         let old =
             r#"{"netns": "/run/netns/cni-old", "result": {"ips": [{"address": "10.0.0.6/24"}]}}"#;
         let process =

@@ -1,5 +1,5 @@
-//! Where workloads are on this machine: network namespaces and cgroups. An answer that cannot be had is
-//! an error here, and never "there is none".
+//! Where workloads are on this machine: network namespaces and cgroups. If the kernel returns no answer, this is an
+//! error, and never "there is none".
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -22,19 +22,19 @@ use super::{
     problems::Problems,
 };
 
-/// Levels of the cgroup hierarchy that programs can tell apart.
+/// Levels of the cgroup hierarchy that programs can distinguish.
 const LEVELS: usize = 15;
 
-/// The workloads that were looked for.
+/// The result of the search for workloads.
 #[derive(Default)]
 pub struct Placed<'a> {
-    /// Those with a network namespace of their own, and the flags of their entries.
+    /// Workloads with a network namespace of their own, and the flags of their entries.
     pub enrolled: Vec<(&'a Member, &'a Namespace, u32)>,
-    /// The virtual interfaces of these that are there, by the cookie of the network namespace: by name, their numbers.
+    /// The virtual interfaces of these workloads that exist, by the cookie of the network namespace: names and numbers.
     pub machines: HashMap<u64, BTreeMap<String, u32>>,
     /// At which levels of the hierarchy there are cgroups.
     pub levels: u32,
-    /// Of which nobody can tell whether they are here: by their numbers.
+    /// Workloads that may or may not be here, by their numbers.
     pub unknown: BTreeMap<u32, Unknown>,
     /// Workloads that the agent did not find on this node, and that have `egress: deny`.
     pub sought: Sought,
@@ -52,7 +52,7 @@ pub struct Sought {
 }
 
 impl Mesh {
-    /// What to look for.
+    /// Returns the workloads to look for.
     pub(super) fn wanted<'a>(
         &self,
         members: &'a [Member],
@@ -74,8 +74,8 @@ impl Mesh {
         }
     }
 
-    /// The network namespaces that a workload was in: by what this agent has seen, or else by what an earlier one has
-    /// left in the tables.
+    /// Returns the network namespaces that a workload was in: from this agent's records, or else from the tables of an
+    /// earlier agent.
     fn before(&self, workload: &Workload, held: &Captured) -> Vec<u64> {
         if let Some(known) = self.homes.get(&workload.name) {
             return known.clone();
@@ -87,13 +87,13 @@ impl Mesh {
         for local in entries.filter(|local| local.netns != 0 && local.workload <= earlier) {
             let its = held.namespaces.iter();
             let its = its.filter(|(_, entry)| entry.workload == local.workload);
-            // Where it was last comes last.
+            // The last known namespace comes last.
             before.extend(its.map(|(cookie, _)| *cookie).chain([local.netns]));
         }
         before
     }
 
-    /// Enrols all workloads that are found, but for those that are captured by their packets.
+    /// Enrols all workloads that are found, except those that are captured by their packets.
     pub(super) fn enrol_all<'a>(
         &mut self,
         members: &'a [Member],
@@ -169,8 +169,8 @@ impl Mesh {
         placed
     }
 
-    /// Enrols those with network namespaces of their own. One that has moved, as the node knows, is captured where it is,
-    /// and what is left of it where it was is no more free than that.
+    /// Enrols workloads with network namespaces of their own. A workload that has moved, as the node knows, is captured
+    /// at its new place, and its remains at the old place are not freer than that.
     fn enrol_found<'a>(
         &mut self,
         homes: &HashMap<WorkloadName, (&'a Member, Vec<&'a Namespace>)>,
@@ -232,8 +232,8 @@ impl Mesh {
     }
 }
 
-/// Whether a workload that is on this node, as its source says, is to be denied what is not known. A Pod
-/// without an address has not started, so it opens no connection.
+/// Whether a workload that its source places on this node has to be denied unknown destinations. A Pod without an
+/// address has not started, so it opens no connection.
 pub fn is_to_be_denied(member: &Member) -> bool {
     let workload = &member.workload;
     let is_here = workload.uid.is_some() || !workload.node.is_empty();
@@ -241,8 +241,8 @@ pub fn is_to_be_denied(member: &Member) -> bool {
     is_here && !member.is_by_packets() && member.policy.egress == Egress::Deny
 }
 
-/// What is said of a workload that is in no network namespace that is known. `hidden`: there are
-/// network namespaces that this agent is not permitted to see.
+/// The problem of a workload whose network namespace is not known. `hidden`: there are network namespaces that this
+/// agent is not permitted to see.
 fn not_found(member: &Member, hidden: bool) -> String {
     let addresses = member.workload.addresses.iter();
     let addresses: Vec<_> = addresses.map(ToString::to_string).collect();
@@ -277,10 +277,10 @@ fn not_found(member: &Member, hidden: bool) -> String {
     text
 }
 
-/// The id of the cgroup at `path`, which is relative to `below`, and its level in the hierarchy.
+/// Returns the id of the cgroup at `path`, which is relative to `below`, and its level in the hierarchy.
 ///
 /// # Errors
-/// If there is none, or if that cannot be told.
+/// If there is none, or if it cannot be read.
 pub fn cgroup(below: &Path, path: &Path) -> Result<(u64, usize), Missing> {
     let path = below.join(path.strip_prefix("/").unwrap_or(path));
     let told = |error: io::Error| {
@@ -295,8 +295,7 @@ pub fn cgroup(below: &Path, path: &Path) -> Result<(u64, usize), Missing> {
     Ok((found.ino(), level))
 }
 
-/// How many cgroups a cgroup is in. The root of the hierarchy, which has no type, may be mounted
-/// anywhere.
+/// Returns how many cgroups a cgroup is in. The root of the hierarchy, which has no type, may be mounted anywhere.
 fn level(path: &Path, device: u64) -> io::Result<usize> {
     let wrong = |text: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, text));
     let mut directory = path.to_owned();
@@ -322,7 +321,7 @@ mod tests {
 
     #[test]
     fn a_cgroup_that_is_not_there_is_told_from_one_that_cannot_be_read() {
-        // As a hierarchy looks: all but the root has a type.
+        // Like a hierarchy: all cgroups except the root have a type.
         let root = tempfile::tempdir().unwrap();
         let mut directory = root.path().to_owned();
         for _ in 0..=LEVELS {
@@ -333,7 +332,7 @@ mod tests {
         let at = |path: &str| cgroup(root.path(), Path::new(path));
         assert_eq!(at("/a").unwrap().1, 1);
         assert_eq!(at("a/a").unwrap().1, 2);
-        // The same, by another beginning.
+        // The cgroup `/a/a` below another beginning.
         let below = root.path().join("a");
         let id = at("a/a").unwrap().0;
         assert_eq!(cgroup(&below, Path::new("/a")).unwrap(), (id, 2));

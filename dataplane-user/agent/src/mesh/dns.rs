@@ -1,7 +1,8 @@
-//! The agent's DNS server in workloads' network namespaces: its sockets are opened, taken over, handed over and closed.
+//! The agent's DNS server in workloads' network namespaces: its sockets are opened, adopted, handed over and closed.
 //!
-//! A socket is in the workload's network namespace, at loopback. So the programs see at each query whether it is there,
-//! a query does not leave the namespace, and whose query it is does not depend on addresses, which a workload can set.
+//! A socket is in the workload's network namespace, at loopback. So the programs see at each query whether the socket
+//! is there, a query does not leave the namespace, and a query's workload does not depend on addresses, which a
+//! workload can set.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -30,7 +31,7 @@ use tracing::{debug, info, warn};
 
 use super::{guest_queries::GuestQueries, problems::Problems, published::Published};
 
-/// Open files of a workload: two sockets for each family; a copy of each for the agent's successor, and another one
+/// Open files of a workload: two sockets for each family; a copy of each for the agent's successor, and a further copy
 /// during the hand-over.
 const WORKLOAD: usize = 12;
 /// The most ranges of a workload's rules with which queries to any address are captured, because each workload has a copy
@@ -47,18 +48,18 @@ pub(super) fn files(room: Room) -> DnsFiles {
     }
 }
 
-/// Queries that are to be captured: of the workload in a network namespace, to these addresses.
+/// Queries to capture: of the workload in a network namespace, to these addresses.
 pub(super) type Queries = Vec<(u64, Resolvers)>;
 
 /// A socket for datagrams, and one for connections.
 type Both = (UdpSocket, TcpListener);
 
-/// The server, and where it listens.
+/// The server and its sockets.
 pub(super) struct Dns {
     port: u16,
-    /// By the network namespace's cookie. Before the server, which ends when it answers nobody any more.
+    /// By the network namespace's cookie. Declared before the server, which ends when it has no clients left.
     answered: BTreeMap<u64, Answered>,
-    /// Workloads that are captured by their packets. Before the server, too.
+    /// Workloads that are captured by their packets. Declared before the server, too.
     guests: GuestQueries,
     server: Server,
     basis: Basis,
@@ -71,12 +72,12 @@ pub(super) struct Dns {
     unread: Option<String>,
     /// Whether queries to any address are captured.
     any_destination: bool,
-    /// What workloads may ask whose egress is denied.
+    /// The destinations that workloads whose egress is denied may ask.
     reachable: Reachable,
     names: Names,
 }
 
-/// A thread that goes on after the lease has ended counts as one that was away.
+/// A thread that goes on after the lease has ended counts as one that was stuck.
 const _: () = assert!(AWAY.as_nanos() <= QueryLease::LENGTH.as_nanos());
 
 /// A workload whose queries are answered.
@@ -89,7 +90,7 @@ struct Answered {
 }
 
 impl Dns {
-    /// Starts the server. Nobody's queries are answered yet.
+    /// Starts the server. It does not answer any queries yet.
     ///
     /// # Errors
     /// If a thread cannot be started.
@@ -155,8 +156,8 @@ impl Dns {
         self.server.observer()
     }
 
-    /// Answers the queries of these workloads, and of no others. A workload that cannot be listened for has a problem,
-    /// and its queries go to its resolvers. `given`: an earlier agent's sockets.
+    /// Answers the queries of these workloads, and of no others. If a workload's sockets cannot be opened, it has a
+    /// problem, and its queries go to its resolvers. `given`: an earlier agent's sockets.
     pub fn settle(
         &mut self,
         snapshot: &Snapshot,
@@ -233,7 +234,7 @@ impl Dns {
         let by_range = !policy.outbound_ports.contains_key(&DNS);
         let stated = policy.outbound_ranges.iter().filter(|_| by_range);
         let stated = stated.map(|(range, is_captured)| (*range, *is_captured));
-        // A server in the pod itself asks others, and may be asked as what it is.
+        // A DNS server in the pod itself asks other servers, and the pod's clients may ask it directly.
         let own = workload.addresses.iter().copied().map(IpNet::from);
         let own = own.chain(loopback()).map(|range| (range, false));
         let any = [IpNet::V4(Ipv4Net::default()), IpNet::V6(Ipv6Net::default())];
@@ -275,7 +276,8 @@ impl Dns {
         } = member;
         let mut client =
             Client::of_captured(workload, &zone.domain, &self.cluster, &self.basis.node);
-        // The server may ask each of them for the workload, so none that the workload itself may not ask.
+        // The server may ask each resolver for the workload, so the list has no resolver that the workload itself may
+        // not ask.
         let may_ask = |addr: IpAddr| {
             policy.egress == Egress::Allow
                 || self.reachable.resolvers.contains(&addr)
@@ -366,7 +368,7 @@ impl Dns {
         }
     }
 
-    /// Says that queries of these workloads are not captured, because the node's resolvers are on loopback.
+    /// Records that queries of these workloads are not captured, because the node's resolvers are on loopback.
     fn tell_lost(&mut self, lost: &[&WorkloadName], before: Option<&String>) {
         let resolvers = &self.basis.node.resolvers;
         let is_loopback = |at: &SocketAddr| at.ip().to_canonical().is_loopback();
@@ -390,7 +392,7 @@ impl Dns {
         self.unread = Some(text);
     }
 
-    /// Answers what has arrived, and closes the sockets, without waiting for that. Dropping what is returned waits.
+    /// Closes the sockets and answers the queries that have arrived, without waiting. Dropping the result waits.
     pub fn end(self) -> Server {
         let Self {
             answered,
@@ -403,7 +405,7 @@ impl Dns {
         server
     }
 
-    /// The sockets, for an agent that takes this one's place.
+    /// The sockets, for this agent's successor.
     pub fn sockets(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
         let answered = self.answered.iter();
         let answered = answered.flat_map(|(cookie, answered)| {
@@ -417,7 +419,7 @@ impl Dns {
     }
 }
 
-/// The addresses at which a pod reaches itself whatever its addresses are.
+/// The addresses at which a pod reaches itself, for any addresses of the pod.
 fn loopback() -> [IpNet; 4] {
     let v4 = Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8);
     let single = [
@@ -436,8 +438,7 @@ fn name(cookie: u64, is_tcp: bool, v4: bool) -> String {
     format!("dns {protocol} {cookie} {family}")
 }
 
-/// An earlier agent's sockets for a namespace, of each family both or none, if they are at the port where they should
-/// be.
+/// Returns an earlier agent's sockets for a namespace, of each family both or none, if they have the right port.
 fn taken(cookie: u64, port: u16, given: &mut HashMap<String, OwnedFd>) -> Vec<Both> {
     let of_family = |v4| {
         let mut take = |is_tcp| given.remove(&name(cookie, is_tcp, v4));

@@ -1,5 +1,5 @@
-//! One look at all network namespaces of this machine, and in which of them workloads are. An answer that cannot be had is an
-//! error here, and never "there is none".
+//! One look at all network namespaces of this machine, and at the workloads in them. If the kernel returns no answer,
+//! this is an error, and never "there is none".
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -19,28 +19,28 @@ use super::places::{Places, Sign};
 pub enum Missing {
     /// It is not on this node, as far as this agent is permitted to see.
     Absent {
-        /// Whether there is more than that.
+        /// Whether there are namespaces that the agent is not permitted to see.
         hidden: bool,
     },
-    /// It cannot be found as it is described.
+    /// It cannot be found by its description.
     Wrong(String),
-    /// It may be on this node: what there is could not be read.
+    /// It may be on this node: some namespaces or signs could not be read.
     Unknown(String),
 }
 
 /// The network namespaces of this machine, after one look at all of them.
 pub struct Found {
-    /// Those that workloads which were asked for are in, or were.
+    /// The namespaces that the requested workloads are in, or were.
     homes: Vec<Namespace>,
-    /// Where among these are those with a sign, and those with a cookie.
+    /// The index among these by sign, and by cookie.
     by_sign: HashMap<Sign, usize>,
     by_cookie: HashMap<u64, usize>,
     places: Places,
-    /// All that could be read, by their cookies, but for the agent's own.
+    /// All namespaces that could be read, by their cookies, except the agent's own.
     pub seen: BTreeMap<u64, ReadNamespace>,
-    /// The agent's own.
+    /// The agent's own namespace.
     pub own: io::Result<Namespace>,
-    /// What could not be read.
+    /// Namespaces that could not be read.
     unread: Vec<(PathBuf, io::Error)>,
 }
 
@@ -49,20 +49,20 @@ pub struct Found {
 pub struct ReadNamespace {
     /// Its file's device and number.
     pub inode: (u64, u64),
-    /// Whether somebody made it who may do as much as root on the node.
+    /// Whether it was made by a process that may do as much as root on the node.
     pub of_node: bool,
 }
 
-/// What a look is for.
+/// The purpose of a look.
 pub struct Search<'a> {
-    /// Workloads, to look for where they are.
+    /// The workloads to look for.
     pub workloads: Vec<&'a Workload>,
-    /// The cookies of network namespaces that were workloads' before.
+    /// The cookies of network namespaces that belonged to workloads before.
     pub before: BTreeSet<u64>,
 }
 
 impl Found {
-    /// Looks for the network namespaces that these workloads are in. `own`: the cookie of the agent's.
+    /// Looks for the network namespaces of these workloads. `own`: the cookie of the agent's.
     pub fn look(wanted: &Search<'_>, own: u64) -> Self {
         let mut places = Places::look(wanted.workloads.iter().copied());
         let signs: HashSet<Sign> = places.all().collect();
@@ -76,7 +76,7 @@ impl Found {
             let its = places.signs_of(&namespace)?;
             let of_node = kernel::is_the_nodes(&namespace)?;
             seen.insert(cookie, ReadNamespace { inode, of_node });
-            // The others' files are closed here: there may be more of them than this process may open.
+            // The files of other namespaces are closed here: there may be more of them than this process may open.
             let is_home = wanted.before.contains(&cookie) || its.iter().any(|s| signs.contains(s));
             Ok(is_home.then_some((namespace, its)))
         });
@@ -102,11 +102,11 @@ impl Found {
         }
     }
 
-    /// The network namespaces of a workload: first the one that it is in, as the node knows, then those that it was in
-    /// (`before`) and that are still there. If the node does not know where it is, it is where it was last.
+    /// Returns the network namespaces of a workload: first the one that it is in, as the node knows, then those that it
+    /// was in (`before`) and that still exist. If the node does not know where it is, its last namespace counts.
     ///
     /// # Errors
-    /// If there is none, or if that cannot be told.
+    /// If there is none, or if this cannot be found out.
     pub fn homes(
         &self,
         workload: &Workload,
@@ -134,21 +134,21 @@ impl Found {
         Ok(numbers.into_iter().map(|number| &self.homes[number]))
     }
 
-    /// A network namespace that is or was a workload's, by its cookie.
+    /// Returns a network namespace that is or was a workload's, by its cookie.
     pub fn at(&self, cookie: u64) -> Option<&Namespace> {
         let number = self.by_cookie.get(&cookie)?;
         self.homes.get(*number)
     }
 
-    /// Of which network namespaces it is known whose they are: all that could be read, if it is known of all workloads
-    /// where they are.
+    /// Returns the network namespaces whose workload is known: all that could be read, if the places of all workloads
+    /// are known.
     pub fn told(&self) -> BTreeSet<u64> {
         let told = self.seen.keys().filter(|_| self.places.are_known());
         told.copied().collect()
     }
 
-    /// Why not all network namespaces could be read. Namespaces of processes that the agent is not
-    /// permitted to see are left out: container runtimes give those of pods a name.
+    /// Why some network namespaces could not be read. Namespaces of processes that the agent is not permitted to see do
+    /// not count: container runtimes name the namespaces of pods.
     pub fn trouble(&self) -> Option<String> {
         let is_denied = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
         let mut unread = self.unread.iter().filter(|(_, error)| !is_denied(error));

@@ -1,5 +1,6 @@
-//! The guard: connections are refused from network namespaces that the agent does not know. Those are let go of which it
-//! is known that no captured workload is in them; what a captured workload has made for itself is not.
+//! The guard: connections are refused from network namespaces that the agent does not know. The guard lets a namespace
+//! go if it is known that no captured workload is in it; it does not let go a namespace that a captured workload has
+//! made for itself.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,16 +14,16 @@ use plan::{Captured, enrol::Member};
 
 use super::{ARRIVING, Mesh, found::Found};
 
-/// What the guard has done.
+/// The result of a run of the guard.
 #[derive(Debug, Default)]
 pub struct Let {
-    /// What an operator may want to know.
+    /// Messages for the operator.
     pub said: Vec<String>,
-    /// Why it is not known which processes are where.
+    /// Why the processes' namespaces are not known.
     pub trouble: Option<String>,
 }
 
-/// Workloads of this node that are in network namespaces of their own and not captured by their sockets.
+/// Returns the workloads of this node that are in network namespaces of their own and not captured by their sockets.
 pub fn others<'a>(
     snapshot: &'a Snapshot,
     members: &'a [Member],
@@ -42,9 +43,9 @@ pub fn others<'a>(
 }
 
 impl Mesh {
-    /// Has the guard let go of network namespaces that no captured workload is in, as many as there is room for: the oldest
-    /// first. `wanted` has the captured ones; `held` is what the tables have. With `only`, it keeps those closed that have
-    /// processes of these Pods, and no others.
+    /// Makes the guard let go network namespaces without a captured workload, as many as there is room for: the oldest
+    /// first. `wanted` has the captured ones; `held` has the present contents of the tables. With `only`, the guard
+    /// keeps only those closed that have processes of these Pods.
     pub(super) fn let_go_of_others(
         &mut self,
         others: &[&Workload],
@@ -56,7 +57,7 @@ impl Mesh {
         let residents = match namespaces::residents() {
             Ok(residents) => residents,
             Err(error) => {
-                // As it was.
+                // The guard's state stays as it was.
                 let before = held.namespaces.iter().filter(|(_, e)| e.is_let_go());
                 for (cookie, entry) in before {
                     wanted.namespaces.entry(*cookie).or_insert(*entry);
@@ -86,7 +87,7 @@ impl Mesh {
             captured.filter_map(|(_, seen)| of(&seen.inode)),
             known.values().filter_map(of),
         );
-        // A quarter is for those that come while others go.
+        // A quarter is for new namespaces that come while others go.
         let room = (WORKLOADS - WORKLOADS / 4) as usize;
         let (mut left_out, mut closed) = (0, BTreeMap::new());
         for (cookie, seen) in &found.seen {
@@ -140,14 +141,14 @@ impl Mesh {
     }
 }
 
-/// Groups of processes, by the paths of their cgroups: pods, and what else there is.
+/// Groups of processes, by the paths of their cgroups: pods and others.
 #[derive(Debug, Default)]
 struct Units {
-    /// With processes in the node's own network namespace.
+    /// Groups with processes in the node's own network namespace.
     node: BTreeSet<String>,
-    /// With processes in network namespaces of captured workloads, and none in the node's.
+    /// Groups with processes in network namespaces of captured workloads, and none in the node's.
     captured: BTreeSet<String>,
-    /// With processes in those of workloads that are not captured.
+    /// Groups with processes in namespaces of workloads that are not captured.
     free: BTreeSet<String>,
 }
 
@@ -175,9 +176,9 @@ impl Units {
     }
 
     /// Whether it is known that no captured workload is in a network namespace with these processes. `of_node`: whether
-    /// somebody made it who may do as much as root on the node.
+    /// the namespace was made by a process that may do as much as root on the node.
     fn admit(&self, residents: Option<&Residents>, of_node: bool) -> bool {
-        // Nobody that could be told by.
+        // There are no processes by which to recognise it.
         let Some(residents) = residents else {
             return false;
         };
@@ -188,7 +189,7 @@ impl Units {
         })
     }
 
-    /// Whether a cgroup is, or is in, one of captured workloads'.
+    /// Whether a cgroup is, or is in, a captured workload's cgroup.
     fn is_captured(&self, path: &str) -> bool {
         let ends = path.match_indices('/').map(|(at, _)| at).skip(1);
         ends.chain([path.len()])
@@ -196,8 +197,8 @@ impl Units {
     }
 }
 
-/// The part of a cgroup's path that is a pod's, and whether there is one; otherwise all of it. Of several the outermost:
-/// what is below, a pod may have made.
+/// Returns the part of a cgroup's path that belongs to a pod, and whether there is one; otherwise the whole path. Of
+/// several pods' parts, the outermost: a pod may have made the cgroups below its own.
 fn unit(path: &str) -> (&str, bool) {
     let mut end = 0;
     for part in path.split('/') {
@@ -220,7 +221,7 @@ fn is_of(residents: &Residents, pods: &BTreeSet<Uid>) -> bool {
     })
 }
 
-/// What a cgroup's name has for a pod's UID: `podUID` (driver `cgroupfs`), or `kubepods-…-podUID.slice` (`systemd`).
+/// Returns the pod's UID in a cgroup's name: `podUID` (driver `cgroupfs`), or `kubepods-…-podUID.slice` (`systemd`).
 fn named(name: &str) -> Option<&str> {
     match name.strip_suffix(".slice") {
         Some(slice) => slice.rsplit_once("-pod").map(|(_, uid)| uid),
@@ -228,7 +229,7 @@ fn named(name: &str) -> Option<&str> {
     }
 }
 
-/// Whether a cgroup's name is that of a pod.
+/// Whether a cgroup's name is a pod's.
 fn is_pod(name: &str) -> bool {
     named(name).is_some_and(|uid| {
         let digits = uid.bytes().filter(|byte| !matches!(byte, b'-' | b'_'));
@@ -240,7 +241,7 @@ fn is_pod(name: &str) -> bool {
     })
 }
 
-/// Network namespaces that the guard keeps closed although there are processes: since when, and one of these.
+/// Network namespaces with processes that the guard keeps closed: since when, and one of the processes.
 pub type Closed = BTreeMap<u64, (Instant, u32)>;
 
 #[cfg(test)]
@@ -266,7 +267,7 @@ mod tests {
             let path = format!("{pod}{inside}");
             assert_eq!(unit(&path), (pod, true));
         }
-        // As it is seen from another cgroup namespace; a static pod's; and what is none.
+        // A path as seen from another cgroup namespace; a static pod's; and paths that are no pod's.
         let seen = "/../kubepods-pod0123456789abcdef0123456789abcdef.slice";
         assert_eq!(unit(&format!("{seen}/x")), (seen, true));
         for path in [
@@ -283,7 +284,7 @@ mod tests {
     fn a_pods_processes_are_found_by_its_uid() {
         let uid = |text| Uid::parse(text).unwrap();
         let pods = BTreeSet::from([uid("8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b60")]);
-        // Also with those of others; in a namespace that the Pod's own process has made.
+        // Also with other processes; and in a namespace that the Pod's own process has made.
         assert!(is_of(&residents(&["/", &format!("{WEB}/deep/er")]), &pods));
         assert!(!is_of(&residents(&["/", DB, "/user.slice"]), &pods));
         let pods = BTreeSet::from([uid("9e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b60")]);
@@ -303,19 +304,19 @@ mod tests {
             [&db].into_iter(),
         );
         let admits = |paths: &[&str], of_node| units.admit(Some(&residents(paths)), of_node);
-        // Made by the captured pod, in whichever cgroup of its own.
+        // Made by the captured pod, in any cgroup of its own.
         assert!(!admits(&[WEB], true) && !admits(&[&format!("{WEB}/other/deep")], false));
         assert!(!admits(&["/docker/1/deep"], true));
-        // By one that is not captured; by a pod that is not known yet.
+        // By a pod that is not captured; by a pod that is not known yet.
         assert!(admits(&[&format!("{DB}/other")], false));
         assert!(!admits(
             &["/kubepods/podae3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b60"],
             true
         ));
-        // By the node, and by somebody who is not root on it.
+        // By the node, and by a user who is not root on it.
         assert!(admits(&["/docker/2"], true) && !admits(&["/docker/2"], false));
         assert!(admits(&["/system.slice/kubelet.service"], false));
-        // With somebody of a captured pod; with nobody.
+        // With a process of a captured pod; without any process.
         assert!(!admits(&["/docker/2", &inside(WEB)], true));
         assert!(!units.admit(None, true));
     }

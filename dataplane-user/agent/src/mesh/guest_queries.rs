@@ -1,7 +1,7 @@
 //! The DNS server's sockets for workloads that are captured by their packets.
 //!
-//! They are in the node's network namespace, each bound to the address of a resolver: so a program finds the socket by a
-//! query's destination, and the answer comes from there.
+//! They are in the node's network namespace, each bound to the address of a resolver. So a program finds the socket by
+//! a query's destination, and the answer has the resolver's address.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -21,10 +21,10 @@ use tracing::info;
 
 use super::problems::Problems;
 
-/// All of these sockets are one worker's.
+/// All of these sockets belong to one worker.
 const WORKER: u64 = 0;
 
-/// The sockets, and whose queries they take.
+/// The sockets, and the workloads whose queries they take.
 #[derive(Default)]
 pub(super) struct GuestQueries {
     /// By the resolver's address.
@@ -36,8 +36,8 @@ pub(super) struct GuestQueries {
 
 impl GuestQueries {
     /// Answers the queries of these workloads, and of no others. Returns the resolvers of each for which there are
-    /// sockets. A resolver that cannot be listened for is a problem of the workloads that have it. `own`: addresses of the
-    /// node, at which its own servers are asked.
+    /// sockets. If the sockets for a resolver cannot be opened, the workloads that have it have a problem. `own`:
+    /// addresses of the node, at which its own servers are asked.
     pub fn settle(
         &mut self,
         server: &Server,
@@ -109,7 +109,7 @@ impl GuestQueries {
         resolvers.collect()
     }
 
-    /// The sockets, for an agent that takes this one's place.
+    /// The sockets, for this agent's successor.
     pub fn sockets(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
         self.sockets.iter().flat_map(|(resolver, sockets)| {
             let sockets = sockets.iter();
@@ -121,7 +121,7 @@ impl GuestQueries {
     }
 }
 
-/// Opens the sockets for a resolver, or takes an earlier agent's.
+/// Opens the sockets for a resolver, or adopts an earlier agent's.
 fn open(
     server: &Server,
     resolver: IpAddr,

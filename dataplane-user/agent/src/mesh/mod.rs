@@ -1,5 +1,5 @@
-//! Mesh capture: whose connections are captured now, the proxy's sockets in their network
-//! namespaces, and the tables that say so.
+//! Mesh capture: the workloads whose connections are captured, the proxy's sockets in their network namespaces, and the
+//! kernel's tables.
 
 mod attach;
 mod cni;
@@ -59,36 +59,35 @@ use self::{
 };
 pub use self::{places::namespace_with, published::Published};
 
-/// How long those of a workload may that is there and captured no more: as they like. (A time that is
-/// never over, and that clocks can still count.)
+/// How long the connections of a workload may go on that is still there and no longer captured: without a limit.
+/// (Clocks can still represent this time.)
 const RELEASED: Duration = Duration::from_hours(365 * 24);
 
-/// How long a workload may be announced before it is here, or after it has gone, without a problem
-/// being made of it.
+/// How long a workload may be announced before it is here, or after it has gone, before this counts as a problem.
 const ARRIVING: Duration = Duration::from_secs(5);
 
-/// Of the time that an ending agent gives to what it relays, that in which it accepts nothing more.
+/// The part of an ending agent's time for its connections in which it accepts no more.
 const LAST: Duration = Duration::from_millis(500);
-/// How often it looks whether it relays something.
+/// How often an ending agent checks whether it still relays connections.
 const POLL: Duration = Duration::from_millis(20);
 
-/// What is said of a workload whose rules do not fit.
+/// The problem of a workload whose rules do not fit.
 const OVER_BUDGET: &str = "its rules name more ports, ranges, users, groups and interfaces than its namespace's budget \
      in tables RULES and RANGES has room for, so these lists have no effect: all of its connections are captured that \
      the configuration does not exclude. Use shorter lists";
 
-/// What is said of a workload that may be here.
+/// The problem of a workload that may be here.
 const AS_BEFORE: &str = "if it was captured before, it still is, by the rules that it had then";
 
-/// Who is to be captured, after [`Mesh::settle`].
+/// The state of capture after [`Mesh::settle`].
 pub struct Settled {
-    /// The workloads, for those who ask.
+    /// The workloads, for `status` and metrics.
     pub workloads: Vec<Enrolment>,
-    /// Why it may not be so of all of them: what could not be read.
+    /// Why some of it may be wrong: facts that could not be read.
     pub trouble: Option<String>,
-    /// Why the proxy takes fewer connections than it was asked to.
+    /// Why the proxy takes fewer connections than configured.
     pub shortage: Option<String>,
-    /// What the tables have no room for, and no captured workload has asked for.
+    /// Entries that the tables have no room for, and that no captured workload has asked for.
     pub left_out: Vec<String>,
 }
 
@@ -112,40 +111,40 @@ pub fn options(settings: &Settings) -> CaptureOptions {
     }
 }
 
-/// Who is captured.
+/// The captured workloads, with the proxy and the DNS server.
 pub struct Mesh {
     config: settings::Mesh,
     options: CaptureOptions,
-    /// The agent's own proxy; none if it is another one, or if only queries are captured.
+    /// The agent's own proxy; `None` if the proxy is another program, or if only queries are captured.
     proxy: Option<Proxy>,
-    /// The agent's DNS server; none if it answers nobody.
+    /// The agent's DNS server; `None` if it has no clients.
     dns: Option<Dns>,
-    /// What both know of services.
+    /// The snapshots that both use.
     published: Published,
-    /// What the configuration says of capture.
+    /// The configuration's rules of capture.
     said: MeshStatements,
     enroller: Enroller,
-    /// Where the agent's proxy listens, by the namespace's cookie.
+    /// The workloads for which the agent's proxy listens, by the namespace's cookie.
     attached: BTreeMap<u64, Attached>,
-    /// Those that are captured by the packets that they send.
+    /// The workloads that are captured by the packets that they send.
     packets: Packets,
-    /// Where connections are routed to the proxy by their interfaces.
+    /// The namespaces in which connections are routed to the proxy by their interfaces.
     routed: virtual_interfaces::Routed,
-    /// An earlier agent's listening sockets, until they were looked through.
+    /// An earlier agent's listening sockets that are not adopted yet.
     given: HashMap<String, OwnedFd>,
-    /// And itself, which accepts from them until this one does.
+    /// The earlier agent, which accepts from these sockets until this one does.
     before: Option<UnixStream>,
-    /// What is wrong, and with whom.
+    /// The problems of workloads.
     problems: Problems,
-    /// What is wrong, and no workload's fault.
+    /// A problem that no workload has caused.
     trouble: Option<String>,
     /// As [`Settled::shortage`].
     shortage: Option<String>,
     /// Workloads that should be here and are not, and since when.
     absent: HashMap<WorkloadName, Instant>,
-    /// The network namespaces that workloads have been in, the last one last, as long as both are there.
+    /// The network namespaces of workloads, the last one last, as long as both exist.
     homes: HashMap<WorkloadName, Vec<u64>>,
-    /// Whether connections are refused from network namespaces that are not known, since the last settle.
+    /// Whether connections are refused from unknown network namespaces, since the last settle.
     guarded: bool,
     /// Network namespaces that the guard keeps closed.
     closed: Closed,
@@ -154,16 +153,16 @@ pub struct Mesh {
     cgroup: PathBuf,
     /// Why connections to the proxy are reset, if the programs do not see the agent's own sockets.
     unseen: Option<String>,
-    /// Once a workload has asked for it.
+    /// Made when a workload first asks for acceleration.
     accelerator: Option<Arc<Accelerator>>,
 }
 
 impl Mesh {
-    /// Starts the proxy, if it is ours. Nothing is captured yet that was not before. `given`: the listening sockets of
-    /// an earlier agent; `before`: that agent, which accepts from them until this one does. `deaths`: of the proxy's threads.
+    /// Starts the proxy, if it is the agent's. Capture stays as it was. `given`: the listening sockets of an earlier
+    /// agent; `before`: that agent, which accepts from them until this one does. `deaths`: of the proxy's threads.
     ///
     /// # Errors
-    /// If the proxy cannot be started, or the tables not be read.
+    /// If the proxy cannot be started, or the tables cannot be read.
     pub fn start(
         settings: &Settings,
         capture: &Capture,
@@ -256,9 +255,9 @@ impl Mesh {
         self.dns.as_ref().map(Dns::observer)
     }
 
-    /// Where an earlier agent's programs serve and its proxy is gone: takes the connections of workloads that they
-    /// capture, before there are programs of this one's. Leaves to [`Mesh::settle`] what is not as it was, and what
-    /// does not work.
+    /// Listens early if an earlier agent's programs serve and its proxy is gone: takes the connections of workloads
+    /// that these programs capture, before this agent's programs are there. Leaves changes and failures to
+    /// [`Mesh::settle`].
     pub fn listen_early(&mut self, capture: &Capture, snapshot: &Snapshot) {
         if self.proxy.is_none() {
             return;
@@ -277,7 +276,7 @@ impl Mesh {
             let Some(namespace) = there.next() else {
                 continue;
             };
-            // Only to see what becomes of it: nothing of it is written.
+            // Only to see the resulting entry: nothing is written.
             let entry = self.enroller.enrol(member, &mut Captured::default());
             let relevant = |flags: u32| flags & (Enrolled::PROXY | Enrolled::INBOUND);
             let held = capture.held().namespaces.get(&namespace.cookie);
@@ -294,7 +293,7 @@ impl Mesh {
         }
     }
 
-    /// How soon to look again at what nobody tells us of.
+    /// How soon to look again at facts that change without an event.
     pub fn patience(&self) -> Duration {
         if self.config.guard || !self.problems.is_empty() || !self.absent.is_empty() {
             Duration::from_secs(1)
@@ -303,12 +302,11 @@ impl Mesh {
         }
     }
 
-    /// Brings everything in line with a snapshot and with the network namespaces that there are. A
-    /// workload that cannot be found or attached holds up no other: it has a problem. What cannot be
-    /// read leaves what was.
+    /// Brings everything in line with a snapshot and with the present network namespaces. A workload that cannot be
+    /// found or attached delays no other: it has a problem. If a fact cannot be read, the earlier state stays.
     ///
     /// # Errors
-    /// The kernel's refusal of tables or programs; what was captured before is.
+    /// The kernel refuses tables or programs; the workloads that were captured before still are.
     pub fn settle(
         &mut self,
         kernel: &mut Kernel,
@@ -318,7 +316,7 @@ impl Mesh {
         let members = members(&self.said, snapshot);
         let by_packets: Vec<&Member> = members.iter().filter(|m| m.is_by_packets()).collect();
         let held = kernel.capture().held();
-        // Where the guard may have to let go of others, it has to be known where these are.
+        // If the guard may have to let other namespaces go, their workloads have to be known.
         let careful = self.config.guard || self.guarded || members.iter().any(is_to_be_denied);
         let others = guard::others(snapshot, &members).filter(|_| careful);
         let others: Vec<&Workload> = others.collect();
@@ -332,8 +330,8 @@ impl Mesh {
             mut unknown,
             sought,
         } = self.enrol_all(&members, &found, held, &mut wanted, &mut problems);
-        // Of those in the node's own namespace the kernel tells whose is whose, and the proxy does
-        // not: to it they are the node.
+        // The kernel distinguishes workloads in the node's own namespace, but the proxy does not: it treats them as the
+        // node.
         let of_node = Member::of_node(snapshot);
         let by_cgroup = |wanted: &Captured| {
             let mut entries = wanted.cgroups.values();
@@ -357,7 +355,7 @@ impl Mesh {
         let everybody = self.config.guard || sought.by_operator;
         let some = !sought.uids.is_empty() && namespaces::sees_all_processes().unwrap_or(false);
         let guard = everybody || some;
-        // Those that were let go are in the table until there is no guard any more.
+        // Namespaces that the guard let go are in the table until there is no guard any more.
         if guard || self.guarded {
             let only = (guard && !everybody).then_some(&sought.uids);
             let others = self.let_go_of_others(&others, &found, held, only, &mut wanted);
@@ -365,8 +363,8 @@ impl Mesh {
             trouble = trouble.or(others.trouble);
         }
         self.change_over(&enrolled, &by_packets);
-        // While another layout's programs serve, so does the proxy before this one: for those, connections of this one
-        // would be anybody's.
+        // While another layout's programs serve, the earlier proxy serves, too: its programs would not recognise this
+        // proxy's connections.
         let waits = kernel.waits();
         if !waits {
             self.listen(kernel, &enrolled, &mut problems);
@@ -440,7 +438,7 @@ impl Mesh {
         });
         if !waits {
             if trouble.is_none() {
-                // Whose they were is captured no more.
+                // The workloads of these sockets are no longer captured.
                 self.given.clear();
             }
             if let Some(before) = self.before.take() {
@@ -475,8 +473,8 @@ impl Mesh {
         })
     }
 
-    /// When the agent ends and no other has its sockets: nobody else accepts connections, so the proxy does as long as
-    /// it relays some, for so long at most.
+    /// Stops when the agent ends without a successor: no other process accepts connections, so the proxy accepts as
+    /// long as it relays some, for so long at most.
     pub fn stop_last(self, at_most: Duration) {
         let deadline = Instant::now() + at_most.saturating_sub(LAST);
         let relays = || {
@@ -490,8 +488,8 @@ impl Mesh {
         self.stop(LAST, false);
     }
 
-    /// When the agent ends: what the proxy relays may go on until then. `detach`: everything of ours
-    /// goes.
+    /// Stops when the agent ends: relayed connections may go on until the deadline. `detach`: removes everything of the
+    /// agent's.
     pub fn stop(self, deadline: Duration, detach: bool) {
         let Self {
             proxy,
@@ -502,7 +500,7 @@ impl Mesh {
             dns,
             ..
         } = self;
-        // Whoever has its sockets now answers by what is true now. Waited for at the end only, when this is dropped.
+        // A successor that has its sockets now answers from its own data. Waits at the end only, when this is dropped.
         let _dns = dns.map(Dns::end);
         let namespaces: Vec<_> = attached
             .into_values()

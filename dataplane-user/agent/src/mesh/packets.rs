@@ -1,5 +1,5 @@
-//! Workloads that are captured by the packets that they send: by which interfaces these come, and the
-//! proxy's sockets for them, in the node's network namespace.
+//! Workloads that are captured by the packets that they send: the interfaces of these packets, and the proxy's sockets
+//! for them, in the node's network namespace.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,9 +25,9 @@ use tracing::{debug, info};
 use super::{AS_BEFORE, Mesh, RELEASED, attach::DRAIN, found::Found, problems::Problems};
 use crate::{foreign, interfaces::Role};
 
-/// What the names of listening sockets begin with, when they are handed over.
+/// The prefix of listening sockets' names in a hand-over.
 const PACKETS: &str = "packets";
-/// Of what is said of a workload, that which its packets do not tell, or which is never asked for them.
+/// Flags of a workload's entry that its packets cannot show, or that do not apply to packets.
 const NOT_THERE: u32 = Enrolled::INBOUND
     | Enrolled::INBOUND_OTHERS
     | Enrolled::HAS_INBOUND_PORTS
@@ -36,13 +36,13 @@ const NOT_THERE: u32 = Enrolled::INBOUND
     | Enrolled::HAS_USERS
     | Enrolled::ONLY_USERS;
 
-/// Those that are captured now, and those that were.
+/// The workloads that are captured now, and those that were.
 #[derive(Default)]
 pub struct Packets {
     attached: BTreeMap<WorkloadName, Attached>,
-    /// Addresses whose new connections are captured no more, and since when: those that there are go on.
+    /// Addresses whose new connections are no longer captured, and since when: existing connections go on.
     released: BTreeMap<IpAddr, (WorkloadName, Instant)>,
-    /// By which interfaces the packets of those come that were found last.
+    /// The interfaces by which the packets of each workload come, from the last search.
     ways: BTreeMap<WorkloadName, BTreeSet<u32>>,
     /// Whether the rule and the route are there; `None` until it is known.
     routed: Option<bool>,
@@ -52,7 +52,7 @@ pub struct Packets {
 struct Attached {
     number: u32,
     egress: Egress,
-    /// For the agent that takes this one's place.
+    /// For this agent's successor.
     sockets: Named,
 }
 
@@ -63,20 +63,20 @@ struct Guest<'a> {
     interfaces: BTreeSet<u32>,
 }
 
-/// What [`Mesh::settle_packets`] could not do.
+/// The failures of [`Mesh::settle_packets`].
 #[derive(Default)]
 pub struct Settled {
-    /// Workloads that may be here, and could not be looked for: by their numbers.
+    /// Workloads that may be here, and could not be looked for, by their numbers.
     pub unknown: BTreeMap<u32, Unknown>,
-    /// What no workload can be blamed for.
+    /// A problem that no workload has caused.
     pub trouble: Option<String>,
 }
 
 impl Packets {
-    /// After an earlier agent: what it had captured may go on for a while.
+    /// After an earlier agent: connections that it had captured may go on for a while.
     pub fn after(held: &Captured) -> Self {
         let by_packets = held.locals.iter().filter(|(_, local)| local.has_packets());
-        // Who that was, only the earlier agent knew.
+        // Only the earlier agent knew the workload.
         let nobody = WorkloadName::new("", "");
         let released = by_packets.map(|(addr, _)| (addr.ip(), (nobody.clone(), Instant::now())));
         Self {
@@ -85,7 +85,7 @@ impl Packets {
         }
     }
 
-    /// Listening sockets, for an agent that takes this one's place.
+    /// Listening sockets, for this agent's successor.
     pub fn sockets(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
         let sockets = self.attached.values().flat_map(|a| &a.sockets);
         sockets.map(|(name, socket)| (name.clone(), socket.as_fd()))
@@ -93,8 +93,8 @@ impl Packets {
 }
 
 impl Mesh {
-    /// Has the connections of these workloads captured by the packets that they send. What their
-    /// packets go by is there when the tables say whose they are.
+    /// Captures the connections of these workloads by the packets that they send. The programs for the packets are
+    /// attached before the tables name the workloads.
     pub(super) fn settle_packets(
         &mut self,
         kernel: &Kernel,
@@ -140,7 +140,7 @@ impl Mesh {
         let common: Vec<String> = common.collect();
         settled.trouble = common.first().cloned();
         let failed = attached.unwrap_or_default();
-        // By which a connection to the proxy's own port is told.
+        // These addresses recognise a connection to the proxy's own port.
         let addresses = if here.is_empty() {
             Ok(Vec::new())
         } else {
@@ -189,7 +189,7 @@ impl Mesh {
         settled
     }
 
-    /// Has the DNS queries of these workloads answered, and of no others that are captured by their packets.
+    /// Answers the DNS queries of these workloads, and of no others that are captured by their packets.
     fn answer_guests(
         &mut self,
         here: &mut [Guest<'_>],
@@ -207,11 +207,11 @@ impl Mesh {
         }
     }
 
-    /// The workloads that are here, with their interfaces; the node's network namespace; and interfaces
-    /// at which there is more to be seen.
+    /// Returns the workloads that are here, with their interfaces; the node's network namespace; and further interfaces
+    /// that need programs.
     ///
     /// # Errors
-    /// If the kernel does not tell: then everything is to stay as it is.
+    /// If the kernel does not return them: then everything has to stay as it is.
     fn find<'a>(
         &mut self,
         guests: &[&'a Member],
@@ -250,7 +250,7 @@ impl Mesh {
                 }
                 Err(NoWay::Bridge(text)) => problems.add(name, Problem::of_workload(text)),
                 Err(NoWay::Unknown(text)) => {
-                    // As far as it is known.
+                    // From the last search.
                     let Some(before) = self.packets.ways.get(name) else {
                         return Err(text);
                     };
@@ -267,7 +267,7 @@ impl Mesh {
         Ok((here, own, on))
     }
 
-    /// What is to be seen still of those that are captured no more: interfaces.
+    /// Returns the interfaces that still need programs for workloads that are no longer captured.
     fn go_on(
         &mut self,
         guests: &[&Member],
@@ -283,7 +283,7 @@ impl Mesh {
         for addr in packets.released.keys() {
             let ways = match ways(&[*addr], interfaces) {
                 Ok(ways) => ways,
-                // What has moved to a bridge is not what it was.
+                // A workload that has moved to a bridge counts as new.
                 Err(NoWay::Bridge(_)) => BTreeSet::new(),
                 Err(NoWay::Unknown(text)) => return Err(text),
             };
@@ -291,7 +291,7 @@ impl Mesh {
         }
         packets.released.retain(|addr, (name, since)| {
             let mut has_ended = since.elapsed() > DRAIN;
-            // Of another's proxy nobody knows.
+            // For another proxy this is unknown.
             has_ended &= proxy.as_ref().is_none_or(|proxy| !proxy.drains(name));
             has_ended &= proxy.is_some();
             let ways = ways_of.remove(addr).unwrap_or_default();
@@ -303,7 +303,7 @@ impl Mesh {
                 flags: Enrolled::PACKETS,
                 ..Enrolled::default()
             };
-            // It may have become somebody's who is captured otherwise, or be that already.
+            // The address may belong to a workload that is captured in another way, now or later.
             let found = wanted.locals.entry((*addr).into());
             found
                 .and_modify(|local| local.flags |= Enrolled::PACKETS_BEFORE)
@@ -313,13 +313,13 @@ impl Mesh {
         Ok(on)
     }
 
-    /// Has marked packets go to sockets, or no more.
+    /// Makes marked packets go to sockets, or no longer.
     fn route(&mut self, wanted: bool) -> io::Result<()> {
         if self.packets.routed == Some(wanted) && !wanted {
             return Ok(());
         }
         let mark = self.options.mark | FROM_CLIENT;
-        // Again each time: somebody else may have removed them.
+        // Again each time, because another program may have removed them.
         if wanted {
             kernel::route_to_sockets(mark)?;
         } else {
@@ -329,7 +329,7 @@ impl Mesh {
         Ok(())
     }
 
-    /// Sees to it that the agent's proxy takes a workload's connections.
+    /// Makes the agent's proxy take a workload's connections.
     fn listen_for_packets(&mut self, kernel: &Kernel, guest: &Guest<'_>) -> Result<(), Problem> {
         let member = guest.member;
         let name = &member.workload.name;
@@ -356,7 +356,7 @@ impl Mesh {
             return Ok(());
         };
         if !is_new {
-            // Its connections go on by the rules that they began by.
+            // Its connections go on by the rules of their beginning.
             proxy.remove(name, RELEASED);
         }
         proxy
@@ -384,14 +384,14 @@ impl Mesh {
         Ok(())
     }
 
-    /// An earlier agent's sockets for a workload.
+    /// Returns an earlier agent's sockets for a workload.
     fn given_for_packets(&mut self, name: &WorkloadName) -> Vec<TcpListener> {
         let names = [true, false].map(|v4| socket_name(name, v4));
         let sockets = names.iter().filter_map(|name| self.given.remove(name));
         sockets.map(TcpListener::from).collect()
     }
 
-    /// Takes the listening socket of a proxy that is not ours, in the node's network namespace.
+    /// Takes the listening socket of a proxy that is not the agent's, in the node's network namespace.
     fn adopt_for_packets(
         &self,
         kernel: &Kernel,
@@ -405,7 +405,7 @@ impl Mesh {
         let taken = foreign::listeners(own, port, |family| !known.contains(&key(family == 4)))?;
         let is_new = !taken.sockets.is_empty();
         for (family, socket) in taken.sockets {
-            // As it would have to be behind `TPROXY`; of its proxy's settings, few have that.
+            // `TPROXY` would need the option, too; few proxies' settings have it.
             let options = SockRef::from(&socket);
             match options.domain().map_err(Problem::of_node)? {
                 Domain::IPV4 => options.set_ip_transparent_v4(true),
@@ -416,7 +416,7 @@ impl Mesh {
                     "cannot have the proxy's socket take connections to any address: {error}"
                 ))
             })?;
-            // The same version has both.
+            // One kernel version has brought both.
             if options.reuse_port().unwrap_or(false) && Hook::of_kernel() != Hook::Tcx {
                 return Err(Problem::of_workload(format!(
                     "the socket at the node's port {port} shares it (SO_REUSEPORT), and kernels \
@@ -437,8 +437,8 @@ impl Mesh {
         )))
     }
 
-    /// After workloads are captured by their packets no more: the connections that the proxy has go on.
-    /// So do workloads that may be here: their ways are known from before.
+    /// Detaches workloads that are no longer captured by their packets: the connections that the proxy has go on.
+    /// Workloads that may be here stay: their interfaces are known from before.
     fn release_packets(&mut self, here: &[Guest<'_>], guests: &[&Member]) {
         let kept = |name: &WorkloadName| {
             let mut found = here.iter().filter(|g| g.member.workload.name == *name);
@@ -462,7 +462,7 @@ impl Mesh {
         }
     }
 
-    /// Takes no more connections of a workload that is captured by its packets, if it is.
+    /// Takes no more connections of a workload, if it is captured by its packets.
     pub(super) fn let_go_of_packets(&mut self, name: &WorkloadName) {
         if self.packets.attached.remove(name).is_none() {
             return;
@@ -473,8 +473,8 @@ impl Mesh {
         info!(workload = %name, "released");
     }
 
-    /// Remembers whose connections are to go on when they are captured no more; `held`: what the
-    /// tables have until now.
+    /// Remembers the workloads whose connections may go on when they are no longer captured; `held`: the present
+    /// contents of the tables.
     pub(super) fn remember_packets(&mut self, held: &Captured, members: &[Member]) {
         let numbers = self.enroller.numbers();
         let names: BTreeMap<u32, &WorkloadName> =
@@ -501,16 +501,15 @@ impl Mesh {
     }
 }
 
-/// Why it is not known by which interfaces a workload's packets come.
+/// Why the interfaces of a workload's packets are not known.
 enum NoWay {
-    /// They pass a bridge.
+    /// The packets pass a bridge.
     Bridge(String),
-    /// The kernel does not tell.
+    /// The kernel does not return them.
     Unknown(String),
 }
 
-/// By which interfaces the packets of a workload with these addresses come; none if it is not on this
-/// node.
+/// Returns the interfaces by which the packets of a workload with these addresses come; none if it is not on this node.
 fn ways(addresses: &[IpAddr], interfaces: &[Interface]) -> Result<BTreeSet<u32>, NoWay> {
     let mut found = BTreeSet::new();
     for addr in addresses {
@@ -539,7 +538,7 @@ fn ways(addresses: &[IpAddr], interfaces: &[Interface]) -> Result<BTreeSet<u32>,
     Ok(found)
 }
 
-/// Removes listening sockets of workloads that the tables neither have nor are to have.
+/// Removes listening sockets of workloads that are in neither the present tables or the wanted ones.
 fn forget_listeners(kernel: &Kernel, wanted: &Captured) -> Result<(), kernel::Error> {
     let capture = kernel.capture();
     let locals = capture.held().locals.values().chain(wanted.locals.values());
@@ -563,7 +562,7 @@ fn local(netns: u64, entry: &Enrolled) -> Local {
     }
 }
 
-/// What keeps packets from a socket that they were given to, or its answers from leaving.
+/// The settings that keep packets from a socket that they were assigned to, or its answers from leaving.
 fn unroutable() -> Option<Problem> {
     let settings = [
         ("net.ipv4.tcp_fwmark_accept", "tcp_fwmark_accept"),
@@ -593,12 +592,12 @@ fn give(kernel: &Kernel, key: ListenerKey, socket: impl AsFd) -> Result<(), Prob
     given.map_err(Problem::of_node)
 }
 
-/// What a listening socket is called when it is handed over.
+/// The name of a listening socket in a hand-over.
 fn socket_name(workload: &WorkloadName, v4: bool) -> String {
     format!("{PACKETS} {workload} {}", if v4 { "v4" } else { "v6" })
 }
 
-/// Copies of listening sockets, to be handed over.
+/// Copies of listening sockets, for a hand-over.
 fn named(workload: &WorkloadName, listeners: &[TcpListener]) -> io::Result<Named> {
     let copy = |socket: &TcpListener| {
         let name = socket_name(workload, is_v4(socket));

@@ -1,5 +1,5 @@
-//! Where workloads are, as the node knows: by its own routes, or by what CNI has noted. What a workload can set itself,
-//! such as its addresses, decides nothing.
+//! Where workloads are, as the node knows: by its own routes, or by CNI's records. Facts that a workload can set
+//! itself, such as its addresses, decide nothing.
 
 use std::{
     collections::HashMap,
@@ -14,7 +14,7 @@ use model::{Place, Workload, WorkloadName};
 
 use super::cni::{self, Results};
 
-/// What tells a network namespace from others.
+/// A property by which a network namespace is recognised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Sign {
     /// The number that it has in the node's network namespace: it has the other end of a pair.
@@ -23,11 +23,11 @@ pub enum Sign {
     File((u64, u64)),
 }
 
-/// The signs of all workloads that were asked for.
+/// The signs of all workloads that were looked for.
 pub struct Places {
-    /// Why a workload's are not known, if they are not.
+    /// By workload; the reason if they are not known.
     of: HashMap<WorkloadName, Result<Vec<Sign>, String>>,
-    /// Where the node's routes lead, if that is known.
+    /// The ends of pairs to which the node's routes lead, if known.
     pairs: Option<Pairs>,
 }
 
@@ -53,9 +53,9 @@ impl Places {
         Self { of, pairs }
     }
 
-    /// Forgets numbers that may have become those of other network namespaces since [`Places::look`]: the kernel gives the
-    /// number of a namespace that is gone to the next one. Call this after the visit in which namespaces were asked for
-    /// their signs.
+    /// Forgets numbers that may have been reused for other network namespaces since [`Places::look`]: the kernel gives
+    /// the number of a namespace that is gone to the next one. Call this after the visit in which the namespaces' signs
+    /// were read.
     pub fn confirm(&mut self) {
         let Some(before) = &self.pairs else { return };
         let now = Pairs::read();
@@ -71,10 +71,10 @@ impl Places {
         }
     }
 
-    /// A workload's signs.
+    /// Returns a workload's signs.
     ///
     /// # Errors
-    /// Why they are not known.
+    /// The reason why they are not known.
     pub fn of(&self, workload: &WorkloadName) -> Result<&[Sign], &str> {
         match self.of.get(workload) {
             Some(Ok(signs)) => Ok(signs),
@@ -88,7 +88,7 @@ impl Places {
         self.of.values().flatten().flatten().copied()
     }
 
-    /// Whether those of all workloads are known.
+    /// Whether the signs of all workloads are known.
     pub fn are_known(&self) -> bool {
         self.of.values().all(Result::is_ok)
     }
@@ -96,7 +96,7 @@ impl Places {
     /// The signs of a network namespace.
     ///
     /// # Errors
-    /// If the kernel does not tell.
+    /// If the kernel does not return them.
     pub fn signs_of(&mut self, namespace: &Namespace) -> io::Result<Vec<Sign>> {
         let number = match &mut self.pairs {
             Some(pairs) => pairs.number(namespace)?,
@@ -110,10 +110,11 @@ impl Places {
     }
 }
 
-/// The file of the network namespace that an address was given to, as the node knows; none if it does not know of any.
+/// Returns the file of the network namespace to which an address was assigned, as the node knows; `None` if it knows
+/// none.
 ///
 /// # Errors
-/// Why that cannot be told.
+/// The reason why it cannot be found out.
 pub fn namespace_with(addr: IpAddr) -> Result<Option<PathBuf>, String> {
     let mut workload = Workload::new(WorkloadName::new("", ""), Place::Address);
     workload.addresses.extend([addr]);
@@ -150,7 +151,7 @@ fn signs(
     Ok(found)
 }
 
-/// By what CNI has noted.
+/// The signs by CNI's records.
 fn noted(
     workload: &Workload,
     addr: IpAddr,

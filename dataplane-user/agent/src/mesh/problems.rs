@@ -6,12 +6,12 @@ use model::WorkloadName;
 use plan::enrol::Problem;
 use tracing::{error, info};
 
-/// What is wrong, and with whom.
+/// The problems of workloads.
 #[derive(Debug, Default)]
 pub struct Problems(BTreeMap<WorkloadName, Problem>);
 
 impl Problems {
-    /// Adds to what is wrong with a workload.
+    /// Adds to the problem of a workload.
     pub fn add(&mut self, workload: &WorkloadName, problem: Problem) {
         match self.0.entry(workload.clone()) {
             Entry::Vacant(first) => {
@@ -26,17 +26,17 @@ impl Problems {
         }
     }
 
-    /// What is wrong with a workload.
+    /// Returns the problem of a workload.
     pub fn of(&self, workload: &WorkloadName) -> Option<&Problem> {
         self.0.get(workload)
     }
 
-    /// Whether nothing is.
+    /// Whether there are no problems.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Logs what is new, and what is over.
+    /// Logs new problems, and those that are over.
     pub fn tell(&self, before: &Self) {
         for (workload, problem) in &self.0 {
             if before.0.get(workload) != Some(problem) {

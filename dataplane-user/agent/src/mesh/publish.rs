@@ -1,4 +1,4 @@
-//! What has become of each workload, for those who ask.
+//! Publishes the state of each workload.
 
 use model::{Acceleration, Place};
 use plan::enrol::{Enrolment, Member};
@@ -22,8 +22,8 @@ impl Mesh {
         }
     }
 
-    /// Whether what a workload says to the proxy goes past the TCP stack; or why it does not, though it
-    /// is to.
+    /// Whether a workload's bytes bypass the TCP stack on the way to the proxy; or why they do not, though this is
+    /// configured.
     fn accelerated(&self, member: &Member) -> Result<Acceleration, String> {
         let (policy, name) = (&member.policy, &member.workload.name);
         let why = if policy.acceleration == Acceleration::Off {

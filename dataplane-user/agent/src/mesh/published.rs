@@ -1,5 +1,5 @@
-//! What the proxy and the DNS server know of services: the snapshot that the tables of services are in line with, from the
-//! moment when they are.
+//! The snapshot from which the proxy and the DNS server work: the one with which the tables of services are in line,
+//! from the moment when they are.
 
 use std::{
     mem,
@@ -10,7 +10,7 @@ use dns::{Basis, Zone, Zones};
 use model::{Names, Snapshot};
 use proxy::Routes;
 
-/// Publishes snapshots to the proxy and to the DNS server. Clones share what was published last.
+/// Publishes snapshots to the proxy and to the DNS server. Clones share the last snapshot.
 #[derive(Clone)]
 pub struct Published(Arc<Mutex<Last>>);
 
@@ -23,7 +23,7 @@ struct Last {
 }
 
 impl Published {
-    /// Nothing is published yet.
+    /// Starts without a snapshot.
     pub fn new(proxy: Option<Routes>, dns: Option<(Zones, Basis)>) -> Self {
         Self(Arc::new(Mutex::new(Last {
             proxy,
@@ -34,7 +34,7 @@ impl Published {
         })))
     }
 
-    /// Publishes a snapshot. `is_behind`: the source may know more by now.
+    /// Publishes a snapshot. `is_behind`: the source may have newer objects by now.
     pub fn publish(&self, snapshot: &Snapshot, is_behind: bool) {
         let mut last = self.lock();
         last.snapshot = snapshot.clone();
@@ -55,7 +55,7 @@ impl Published {
         self.lock().names.clone()
     }
 
-    /// Has the DNS server forget what it knows of its clients.
+    /// Makes the DNS server forget its clients.
     pub fn forget_clients(&self) {
         self.lock().set_zone();
     }

@@ -1,4 +1,4 @@
-//! What the configuration says of capture, as the plan takes it.
+//! The configuration's rules of capture, in the plan's form.
 
 use model::{Place, RESERVED, Rules, Workload, WorkloadName};
 use plan::enrol::MeshStatements;
@@ -6,7 +6,7 @@ use plan::enrol::MeshStatements;
 /// The port of the metrics of Istio's sidecar, which rules of a configuration can name.
 const METRICS: u16 = 15090;
 
-/// Takes the rules out of the configuration.
+/// Returns the rules in the configuration.
 pub fn said(config: &settings::Mesh) -> MeshStatements {
     let workloads = config.workloads.iter().filter_map(|given| {
         let (namespace, name) = given.name.split_once('/')?;
@@ -14,7 +14,7 @@ pub fn said(config: &settings::Mesh) -> MeshStatements {
         let by = format!("mesh.workloads ({name})");
         Some((by, given.rules.rules(), described(name, given)))
     });
-    // Of two with one name, the first counts.
+    // Of two entries with one name, the first counts.
     let namespaces = config.namespaces.iter().rev().map(|given| {
         let by = format!("mesh.namespaces ({})", given.name);
         (given.name.clone(), (by, given.rules.rules()))
@@ -23,7 +23,7 @@ pub fn said(config: &settings::Mesh) -> MeshStatements {
         let by = format!("mesh.namespaces ({}).enforced", given.name);
         (given.name.clone(), (by, given.enforced.rules()))
     });
-    // Connections to a sidecar's own ports are for it: health, metrics.
+    // Connections to a sidecar's own ports are meant for the sidecar: health, metrics.
     let own_ports = RESERVED.into_iter().chain([METRICS]);
     let proxy = Rules {
         excluded_uids: config.proxy.uid.into_iter().collect(),
@@ -98,7 +98,7 @@ workloads:
         is("user", "1500", "excluded by mesh.proxy.uid");
         is("inbound-port", "15021", "excluded by mesh.proxy.uid");
         assert_eq!(told("mode", ""), None);
-        // And that is what holds.
+        // And this rule is in force.
         let policy = &members[0].policy;
         assert!(policy.outbound_ports[&23]);
         assert!(policy.excluded_uids.contains(&1500));

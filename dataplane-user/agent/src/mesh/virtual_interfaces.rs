@@ -28,7 +28,7 @@ const NOBODY_JUDGES: &str = "connections from its virtual interfaces are refused
 const NO_EFFECT: &str = "connections from its virtual interfaces are not captured, because it has no proxy. With the \
                          agent's proxy, set its mode to proxy";
 
-/// Those of an earlier agent, of which the tables hold this.
+/// Returns the namespaces of an earlier agent, whose entries the tables hold.
 pub fn after(held: &Captured) -> Routed {
     let namespaces = held.namespaces.iter();
     let routed = namespaces.filter(|(_, entry)| entry.flags & Enrolled::VIRTUAL != 0);
@@ -36,7 +36,7 @@ pub fn after(held: &Captured) -> Routed {
 }
 
 impl Mesh {
-    /// Before connections come by the interfaces: gives the programs the proxy's sockets.
+    /// Gives the programs the proxy's sockets, before connections come by the interfaces.
     pub(super) fn listen_for_interfaces(
         &self,
         kernel: &Kernel,
@@ -97,7 +97,7 @@ impl Mesh {
         Ok(())
     }
 
-    /// Takes the listening sockets of a proxy that is not the agent's.
+    /// Adopts the listening sockets of a proxy that is not the agent's.
     fn adopt_for_interfaces(
         &self,
         kernel: &Kernel,
@@ -118,7 +118,7 @@ impl Mesh {
         taken.problem.map_or(Ok(()), Err)
     }
 
-    /// Removes the routing rules from network namespaces that are to have none, before the tables say so.
+    /// Removes the routing rules from network namespaces that have to have none, before the tables change.
     pub(super) fn unroute_interfaces(&mut self, found: &Found, wanted: &Captured) {
         let is_wanted = |cookie: &u64| {
             let entry = wanted.namespaces.get(cookie);
@@ -132,7 +132,7 @@ impl Mesh {
             let file = file.as_ref().map(|(file, _)| file.as_fd());
             let there = file.or_else(|| found.at(*cookie).map(|namespace| namespace.file.as_fd()));
             let Some(there) = there else {
-                // It has gone, unless it may be among those that could not be read.
+                // It is gone, if it is not among the namespaces that could not be read.
                 return unread;
             };
             let removed = namespaces::within(there, kernel::unroute_interfaces);
@@ -145,8 +145,8 @@ impl Mesh {
         });
     }
 
-    /// Has the connections of virtual interfaces come to the sockets of their network namespace, once the tables and programs
-    /// are there. `indices`: the interfaces that the tables have, by network namespace.
+    /// Makes the connections of virtual interfaces come to the sockets of their network namespace, after the tables and
+    /// programs are there. `indices`: the interfaces in the tables, by network namespace.
     pub(super) fn route_interfaces(
         &mut self,
         enrolled: &[(&Member, &Namespace, u32)],
@@ -181,8 +181,8 @@ impl Mesh {
         }
     }
 
-    /// Writes the rules and the table if they are missing. This happens on every settle, because somebody else may have removed
-    /// them.
+    /// Writes the rules and the table if they are missing. This happens on every settle, because another program may
+    /// have removed them.
     fn write_machines(&mut self, namespace: &Namespace, wanted: Machines) -> Result<(), Unrouted> {
         let unheld = |error| Unrouted {
             error,
@@ -238,7 +238,7 @@ fn give(kernel: &Kernel, cookie: u64, number: u32, socket: &OwnedFd) -> io::Resu
     )
 }
 
-/// Has a listening socket take connections to any address (`IP_TRANSPARENT`), and gives it to the programs.
+/// Makes a listening socket take connections to any address (`IP_TRANSPARENT`), and gives it to the programs.
 fn give_as(kernel: &Kernel, key: ListenerKey, socket: &OwnedFd) -> io::Result<()> {
     let options = SockRef::from(socket);
     match options.domain()? {
