@@ -1,7 +1,7 @@
 //! The maps. `dataplane_common::tables` describes their contents.
 //!
-//! Three maps whose elements no other file knows are declared beside the types of their elements:
-//! `SCRATCH` (`packet/scratch.rs`), `WAYS` (`packet/ways.rs`) and `NEIGHBOURS` (`packet/neighbours.rs`). So
+//! Five maps of the packet path are declared in the files that use them: `SCRATCH`, `WAYS`, `NEIGHBOURS`, `FOUND`
+//! (`packet/reverse.rs`) and `EXHAUSTED` (`packet/masquerade.rs`). No other file knows their elements, so
 //! this file stands below all others.
 //!
 //! The five that grow are one-element arrays of maps. The sizes given here for their inner maps

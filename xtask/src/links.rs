@@ -10,7 +10,8 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::workspace;
 
-/// Checks the links of every page of this clone, and the pages that sources name (`docs/….md`).
+/// Checks the links of every page of this clone, and the pages that sources name (`docs/….md`,
+/// `dataplane-…/README.md`).
 ///
 /// # Errors
 ///
@@ -123,11 +124,13 @@ fn anchors(page: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// The pages below `docs/` that a source names, with line numbers.
+/// The pages below `docs/` and beside the code that a source names, with line numbers.
 fn mentions(source: &str) -> impl Iterator<Item = (usize, &str)> {
     let lines = source.lines().enumerate();
     lines.flat_map(|(index, line)| {
-        line.match_indices("docs/").filter_map(move |(at, _)| {
+        let docs = line.match_indices("docs/");
+        let begins = docs.chain(line.match_indices("dataplane-"));
+        begins.filter_map(move |(at, _)| {
             let rest = &line[at..];
             let is_part = |of: char| of.is_ascii_alphanumeric() || "/._-".contains(of);
             let end = rest.find(|of| !is_part(of)).unwrap_or(rest.len());
@@ -170,11 +173,16 @@ mod tests {
 
     #[test]
     fn pages_that_sources_name_are_found() {
-        let source = "// see docs/proxy.md.\n// (docs/measurements/method.md)\n// docs/*.md";
+        let source = "// see docs/proxy.md.\n// (docs/measurements/method.md)\n// docs/*.md\n\
+                      // `dataplane-ebpf/README.md`, dataplane-mode";
         let found: Vec<_> = mentions(source).collect();
         assert_eq!(
             found,
-            [(1, "docs/proxy.md"), (2, "docs/measurements/method.md")]
+            [
+                (1, "docs/proxy.md"),
+                (2, "docs/measurements/method.md"),
+                (4, "dataplane-ebpf/README.md")
+            ]
         );
     }
 }

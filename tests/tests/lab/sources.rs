@@ -39,7 +39,7 @@ struct Case {
     /// From a pod; otherwise from another machine.
     from_pod: bool,
     src: &'static str,
-    /// The packet path refuses it although the kernel may take it (`docs/architecture.md`, "Packet path").
+    /// The packet path refuses it although the kernel may take it (`dataplane-ebpf/src/packet/README.md`, "Source checks").
     stricter: bool,
 }
 
