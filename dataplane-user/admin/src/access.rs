@@ -1,5 +1,5 @@
-//! Who may read the metrics: with a [`Reviewer`], clients whose bearer token the API server knows and whose user may
-//! get the path in the cluster, and nobody else. By HTTPS, because a token must not cross the network in clear.
+//! Access to the metrics: with a [`Reviewer`], only clients whose bearer token the API server knows and whose user may
+//! get the path in the cluster. By HTTPS, because a token must not cross the network in clear.
 
 use std::{
     io,
@@ -28,7 +28,7 @@ use tokio::{
 };
 use tokio_rustls::{Accept, TlsAcceptor, server::TlsStream};
 
-/// Has routes answer only those who may get them.
+/// Makes routes answer only clients that may get them.
 pub fn guarded(routes: Router, reviewer: Arc<Reviewer>) -> Router {
     routes.layer(middleware::from_fn_with_state(reviewer, check))
 }
@@ -56,7 +56,7 @@ async fn check(State(reviewer): State<Arc<Reviewer>>, request: Request, next: Ne
             format!("{}\n", ReviewError::Busy),
         )
             .into_response(),
-        // The reason is the operator's, and in the log.
+        // The reason is for the operator, and in the log.
         Err(ReviewError::Failed(_)) => (
             StatusCode::SERVICE_UNAVAILABLE,
             "the API server does not say who has the token: see the agent's log\n",
@@ -77,8 +77,8 @@ fn bearer(headers: &HeaderMap) -> Option<&str> {
     (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty()).then_some(token)
 }
 
-/// A listener whose connections are encrypted, with a certificate of its own making that is new with each start: it
-/// keeps tokens from those who listen, and proves nothing about the agent.
+/// A listener whose connections are encrypted, with a self-made certificate that is new with each start: it protects
+/// tokens from eavesdroppers, and proves nothing about the agent.
 pub struct Encrypted {
     listener: TcpListener,
     acceptor: TlsAcceptor,
@@ -127,17 +127,17 @@ impl Listener for Encrypted {
     }
 }
 
-/// An encrypted connection. It shakes hands when it is first read from, so that a client that is slow at that holds up
-/// nobody else.
+/// An encrypted connection. It performs its handshake when it is first read from, so that a slow client delays no
+/// other.
 pub enum Tls {
-    /// The two sides shake hands.
+    /// The handshake is in progress.
     Greeting(Accept<TcpStream>),
-    /// They have.
+    /// The handshake is done.
     Open(TlsStream<TcpStream>),
 }
 
 impl Tls {
-    /// Returns the connection when both sides have shaken hands.
+    /// Returns the connection after the handshake.
     fn open(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,

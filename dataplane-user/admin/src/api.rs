@@ -1,4 +1,4 @@
-//! What the agent tells about itself over its socket, as JSON: the types that both ends share.
+//! The agent's state over its socket, as JSON: the types that both ends share.
 //!
 //! Addresses, protocols and reasons are the words that people read. Times are seconds since the
 //! epoch.
@@ -7,19 +7,19 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// `GET /version`: which agent this is.
+/// `GET /version`: the agent's version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Version {
     /// The agent's version.
     pub version: String,
-    /// The layout of what it pins ([`dataplane_common::LAYOUT`]).
+    /// The layout of its pinned tables ([`dataplane_common::LAYOUT`]).
     pub layout: u32,
     /// Its process.
     pub pid: u32,
 }
 
 impl Version {
-    /// This process's.
+    /// Returns this process's version.
     pub fn own() -> Self {
         Self {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -29,94 +29,96 @@ impl Version {
     }
 }
 
-/// What only the agent knows: part of `GET /status`.
+/// The facts that only the agent knows: part of `GET /status`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct AgentStatus {
-    /// Which agent.
+    /// The agent's version.
     pub version: Version,
     /// When it started.
     pub started: u64,
     /// Whether it has ever brought the kernel's tables in line with its source.
     pub ready: bool,
-    /// The node's name, by which EndpointSlices say that an endpoint is here.
+    /// The node's name, by which EndpointSlices name the node of an endpoint.
     pub node: String,
     /// The addresses on which node ports are answered, besides loopback.
     pub node_addresses: Vec<String>,
-    /// The same, each with where it was learnt from.
+    /// These addresses, each with its source.
     #[serde(default)]
     pub node_port_addresses: Vec<Learnt>,
-    /// Who counts as a pod, and is not masqueraded on the way to a cluster IP; empty: nobody is.
+    /// The networks whose clients count as pods, and are not masqueraded on the way to a cluster IP; empty: no client
+    /// is masqueraded there.
     #[serde(default)]
     pub pod_networks: Vec<Learnt>,
     /// The cgroup whose processes are served.
     #[serde(default)]
     pub cgroup: Learnt,
-    /// Where the sockets of this node's pods are; none before the agent has looked.
+    /// Where the sockets of this node's pods are; `None` before the agent has looked.
     #[serde(default)]
     pub pods: Option<PodCgroups>,
-    /// Why load balancers are told to send this node nothing new (`/healthz`); none: they are not.
+    /// Why load balancers are asked to send this node no new connections (`/healthz`); `None`: they are not.
     #[serde(default)]
     pub leaving: Option<String>,
     /// For how many seconds a change has been waiting to be written, if that is too long (`/livez`).
     #[serde(default)]
     pub late_seconds: Option<u64>,
-    /// Whether an earlier agent left something that was served when this one started.
+    /// Whether an earlier agent's tables served something when this agent started.
     #[serde(default = "yes")]
     pub inherited: bool,
-    /// Where the services come from.
+    /// The source of the services.
     pub source: Source,
     /// How many services there are, also those without a VIP.
     pub services: u64,
     /// How many endpoints their ports have together.
     pub endpoints: u64,
-    /// The last sync that worked.
+    /// The last sync that succeeded.
     pub last_sync: Option<Sync>,
-    /// Syncs that worked since the agent started.
+    /// Syncs that succeeded since the agent started.
     pub syncs: u64,
-    /// Syncs that did not.
+    /// Syncs that failed.
     pub sync_errors: u64,
-    /// Why the last sync did not work; none if it did.
+    /// Why the last sync failed; `None` if it succeeded.
     pub sync_error: Option<Failure>,
     /// Frontends that several services claim.
     pub conflicts: Vec<Conflict>,
-    /// What was not served as written.
+    /// Objects that were not served as written.
     pub problems: Vec<Problem>,
-    /// Whose connections are captured; without rules.
+    /// The workloads whose connections are captured; without rules.
     #[serde(default)]
     pub mesh: Vec<MeshWorkload>,
-    /// The flows of the packet path; none before they were counted, or without one.
+    /// The flows of the packet path; `None` before the first count, or without a packet path.
     #[serde(default)]
     pub flows: Option<Flows>,
-    /// The DNS server; none if it answers nobody.
+    /// The DNS server; `None` if it has no clients.
     #[serde(default)]
     pub dns: Option<DnsStatus>,
 }
 
-/// Of an agent that does not tell.
+/// The value for an agent that does not report it.
 fn yes() -> bool {
     true
 }
 
-/// Something that the agent goes by.
+/// A setting or fact that the agent uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Learnt {
-    /// What.
+    /// The value.
     pub value: String,
-    /// Where it was learnt from: an option (of the command line, the environment or the configuration
-    /// file), or what was looked at.
+    /// The source of the value: an option (of the command line, the environment or the configuration file), or the
+    /// place where the agent found it.
     pub from: String,
 }
 
-/// Whether the sockets of this node's pods are in the cgroup that the programs are attached to, as the agent saw it last.
+/// Whether the sockets of this node's pods are in the cgroup that the programs are attached to, at the agent's last
+/// look.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodCgroups {
-    /// When.
+    /// When the agent looked.
     pub at: u64,
-    /// How many pods have sockets there and nowhere else.
+    /// How many pods have sockets only there.
     pub inside: u64,
     /// How many have sockets in other cgroups: their connections are served by packets only.
     pub outside: u64,
-    /// Of how many the agent could see no socket.
+    /// How many pods have no socket that the agent could see.
     pub unknown: u64,
     /// The other cgroups, at most [`PodCgroups::NAMED`].
     pub others: Vec<String>,
@@ -143,16 +145,15 @@ impl From<&kernel::sockets::PodCgroups> for PodCgroups {
     }
 }
 
-/// The flows of the packet path, as they were counted last: the agent looks at all of them every ten
-/// seconds or some more.
+/// The flows of the packet path at the last count: the agent looks at all of them every ten seconds or somewhat more.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Flows {
-    /// When.
+    /// When they were counted.
     pub at: u64,
     /// How many there were.
     pub total: u64,
-    /// The endpoints that have the most ports of the node's, the one with most first. None from an agent that does
-    /// not tell.
+    /// The endpoints that have the most ports of the node's, the one with most first. Empty from an agent that does not
+    /// report them.
     #[serde(default)]
     pub ports: Vec<Ports>,
 }
@@ -164,9 +165,9 @@ pub struct Ports {
     pub protocol: String,
     /// The endpoint.
     pub endpoint: String,
-    /// How many.
+    /// How many ports it has.
     pub used: u32,
-    /// How many there are.
+    /// How many ports it can have.
     pub limit: u32,
 }
 
@@ -174,7 +175,7 @@ pub struct Ports {
 /// numbers instead of names.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MeshWorkload {
-    /// Its number there ([`dataplane_common::capture::Enrolled::workload`]).
+    /// Its number in the tables ([`dataplane_common::capture::Enrolled::workload`]).
     pub number: u32,
     /// Its namespace.
     pub namespace: String,
@@ -185,15 +186,14 @@ pub struct MeshWorkload {
     /// Whether the node is at fault for that: the agent, the kernel or the operator's configuration.
     #[serde(default)]
     pub problem_of_node: bool,
-    /// What it says to the agent's proxy: `sockmap` if that goes past the TCP stack, else `off`. None
-    /// from an agent that does not tell.
+    /// `sockmap` if its bytes bypass the TCP stack on the way to the agent's proxy, else `off`. `None` from an agent
+    /// that does not report it.
     #[serde(default)]
     pub acceleration: Option<String>,
-    /// Why it is `off` though `sockmap` was asked for.
+    /// Why it is `off` though `sockmap` is configured.
     #[serde(default)]
     pub not_accelerated: Option<String>,
-    /// What is said of it. Of two that say something of the same thing, only the one that counts.
-    /// Not in `GET /status`.
+    /// Its rules. Of two rules about one subject, only the one that counts. Not in `GET /status`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<MeshRule>,
 }
@@ -212,27 +212,26 @@ pub struct MeshRule {
     /// `group`, `interface`, `virtual-interface`, `captured-by`, `mode`, `egress`, `without-proxy`, `acceleration` or
     /// `dns`.
     pub about: String,
-    /// Which range, port, user, group or interface; empty for a setting.
+    /// The range, port, user, group or interface; empty for a setting.
     pub of: String,
     /// `captured` or `excluded`; of a setting, its value.
     pub says: String,
-    /// Who says so, such as `mesh.rules` or `Pod default/web`.
+    /// The source of the rule, such as `mesh.rules` or `Pod default/web`.
     pub by: String,
 }
 
-/// Where the services come from.
+/// The source of the services.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Source {
-    /// Which kind.
+    /// The kind of source.
     pub kind: SourceKind,
     /// Files and directories, or the API server.
     pub paths: Vec<String>,
-    /// When they were last read without an error, or the API server was last heard; 0: never.
+    /// When they were last read without an error, or the API server last answered; 0: never.
     pub read: u64,
-    /// Why they could not be read since: what was read before is still served. `at` is when that
-    /// began.
+    /// Why they could not be read since: the agent still serves the earlier objects. `at` is when the failure began.
     pub error: Option<Failure>,
-    /// The sources that this one is put together from; none if it is no such source.
+    /// The sources that this one is combined from; empty if it is not combined.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub parts: Vec<Source>,
 }
@@ -263,25 +262,25 @@ impl SourceKind {
     }
 }
 
-/// A sync that worked.
+/// A sync that succeeded.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Sync {
     /// When it ended.
     pub at: u64,
-    /// Working out what to write, in microseconds.
+    /// How long planning took, in microseconds.
     pub plan_us: u64,
-    /// Writing it, in microseconds; grace period included.
+    /// How long writing took, in microseconds; grace period included.
     pub write_us: u64,
     /// How many writes there were.
     pub writes: u64,
 }
 
-/// Something that did not work.
+/// A failure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// When.
+    /// When it happened.
     pub at: u64,
-    /// What happened, and what to do.
+    /// The event, and what to do.
     pub text: String,
 }
 
@@ -290,29 +289,29 @@ pub struct Failure {
 pub struct Conflict {
     /// `address:port/protocol`.
     pub frontend: String,
-    /// Who serves it: the older, then the first by name.
+    /// The service that serves it: the oldest, then the first by name.
     pub winner: String,
-    /// Who does not.
+    /// The services that do not.
     pub losers: Vec<String>,
 }
 
-/// Something that was not served as written.
+/// An object or setting that was not served as written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
-    /// How bad it is.
+    /// Its gravity.
     #[serde(default)]
     pub gravity: Gravity,
     /// A file with line, or an object.
     pub place: String,
-    /// What happened, and what to do.
+    /// The event, and what to do.
     pub text: String,
 }
 
-/// How bad a [`Problem`] is.
+/// The gravity of a [`Problem`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Gravity {
-    /// An object is not followed: an error that its author has to mend. The node is healthy.
+    /// An object is not followed: an error that its author has to correct. The node is healthy.
     Object,
     /// An error of the node or its configuration.
     Node,
@@ -326,7 +325,7 @@ pub enum Gravity {
 pub struct Page<T> {
     /// The items.
     pub items: Vec<T>,
-    /// What to ask for as `after` to get the next page; none on the last.
+    /// The value of `after` for the next page; `None` on the last page.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub next: Option<String>,
 }
@@ -355,7 +354,7 @@ pub struct Service {
     pub affinity_seconds: Option<u64>,
     /// Its ports.
     pub ports: Vec<ServicePort>,
-    /// Frontends that it and other services claim, whoever serves them.
+    /// Frontends that it and other services claim, whichever service serves them.
     pub conflicts: Vec<Conflict>,
 }
 
@@ -376,7 +375,7 @@ pub struct ServicePort {
     pub endpoints: Vec<Endpoint>,
     /// Connections (and datagrams of unconnected sockets) translated.
     pub connections: u64,
-    /// Connections refused, by reason; those that happened.
+    /// Connections refused, by reason; without reasons that have not occurred.
     pub refused: BTreeMap<String, u64>,
 }
 
@@ -399,13 +398,12 @@ pub struct Endpoint {
     pub serving: bool,
     /// `conditions.terminating`.
     pub terminating: bool,
-    /// Whether it is ready, and passed over because hints give this node others, in its zone or on
-    /// it.
+    /// Whether it is ready but not used, because hints assign other endpoints to this node, in its zone or on it.
     #[serde(default)]
     pub hinted_away: bool,
 }
 
-/// Whose a pool is: the tables in the kernel hold no names.
+/// The service of a pool: the tables in the kernel hold no names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pool {
     /// Its index.
@@ -414,11 +412,11 @@ pub struct Pool {
     pub namespace: String,
     /// The service's name.
     pub name: String,
-    /// The service's port; none: the pool answers the ports that the service does not have.
+    /// The service's port; `None`: the pool answers the ports that the service does not have.
     pub port: Option<u16>,
     /// `tcp` or `udp`.
     pub protocol: Option<String>,
-    /// The route that splits the port's connections, with its rule; none: no route does.
+    /// The route that splits the port's connections, with its rule; `None`: there is no such route.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub route: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! Whether the threads that change the kernel go on, or hang in one piece of work.
+//! Detects threads that change the kernel and hang in one piece of work.
 
 use std::{
     sync::Mutex,
@@ -7,22 +7,22 @@ use std::{
 
 use super::lock::lock;
 
-/// No piece of work takes so long: with 100 000 services the longest take some seconds.
+/// Longer than any piece of work: with 100 000 services the longest take some seconds.
 const STUCK: Duration = Duration::from_mins(2);
 
 /// The threads that change the kernel.
 #[derive(Debug, Default)]
 pub struct Beats {
-    /// The one that writes the tables of services.
+    /// The thread that writes the tables of services.
     pub tables: Beat,
-    /// The one that attaches programs.
+    /// The thread that attaches programs.
     pub attacher: Beat,
-    /// The one that ends flows, and collects those that are over.
+    /// The thread that ends stale flows, and collects those that are over.
     pub flows: Beat,
 }
 
 impl Beats {
-    /// The thread that hangs, as seen at `now`, and for how long.
+    /// Returns the thread that hangs at `now`, and for how long.
     pub fn stuck(&self, now: Instant) -> Option<(&'static str, Duration)> {
         let all = [
             ("tables", &self.tables),
@@ -36,12 +36,12 @@ impl Beats {
     }
 }
 
-/// Since when a thread has been at one piece of work.
+/// The time since which a thread has been at one piece of work.
 #[derive(Debug, Default)]
 pub struct Beat(Mutex<Option<Instant>>);
 
 impl Beat {
-    /// A piece of work begins; it ends when what this returns is dropped.
+    /// Begins a piece of work; it ends when the result is dropped.
     pub fn begin(&self) -> Busy<'_> {
         *lock(&self.0) = Some(Instant::now());
         Busy(self)

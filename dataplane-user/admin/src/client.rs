@@ -17,38 +17,38 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Why the agent gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Nobody listens: no agent runs, or it has another socket.
+    /// No process listens: no agent runs, or it has another socket.
     #[error("no agent listens on {}", socket.display())]
     NotRunning {
         /// The socket.
         socket: PathBuf,
     },
-    /// The socket is not for us.
+    /// This user may not use the socket.
     #[error("{}: permission denied; the agent's socket is for root only: use sudo", socket.display())]
     Denied {
         /// The socket.
         socket: PathBuf,
     },
-    /// The agent did not answer as it should.
+    /// The agent did not answer as expected.
     #[error("the agent on {} does not answer {path}: {cause}", socket.display())]
     Answer {
         /// The socket.
         socket: PathBuf,
-        /// What it was asked for.
+        /// The requested path.
         path: String,
-        /// What happened.
+        /// The failure.
         cause: String,
     },
 }
 
-/// A line to the agent. Each question is one connection: the agent may be restarted between two.
+/// A client of the agent. Each request is one connection: the agent may be restarted between two.
 #[derive(Clone, Debug)]
 pub struct Client {
     socket: PathBuf,
 }
 
 impl Client {
-    /// Does not connect yet.
+    /// Creates a client, which does not connect yet.
     pub fn new(socket: &Path) -> Self {
         Self {
             socket: socket.to_owned(),
@@ -59,12 +59,12 @@ impl Client {
     ///
     /// # Errors
     ///
-    /// If nobody listens, or the answer is not as expected.
+    /// If no process listens, or the answer is not as expected.
     pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, Error> {
         self.read(path, &self.get_text(path)?)
     }
 
-    /// Has the agent do what `path` stands for, and reads the answer as JSON.
+    /// Makes the agent perform the action of `path`, and reads the answer as JSON.
     ///
     /// # Errors
     ///
@@ -102,7 +102,7 @@ impl Client {
     ///
     /// # Errors
     ///
-    /// If nobody listens, or the agent does not answer in time or with a failure.
+    /// If no process listens, or the agent does not answer in time or with a failure.
     pub fn get_text(&self, path: &str) -> Result<String, Error> {
         self.exchange("GET", path)
     }
@@ -158,7 +158,7 @@ mod tests {
 
     use super::*;
 
-    /// Answers as many connections as there are answers.
+    /// Serves as many connections as there are answers.
     fn server(answers: &'static [&'static str]) -> (tempfile::TempDir, Client) {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("agent.sock");
@@ -182,7 +182,7 @@ mod tests {
             client.get_text("/version"),
             Err(Error::NotRunning { .. })
         ));
-        // A socket that its agent left behind is nobody either.
+        // A socket that its agent left behind does not count as a listener either.
         drop(UnixListener::bind(dir.path().join("agent.sock")).unwrap());
         assert!(matches!(
             client.get_text("/version"),

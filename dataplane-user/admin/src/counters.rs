@@ -1,9 +1,8 @@
 //! Counters of a service's port, from the counters of the pools that answer for it.
 //!
-//! The kernel counts by pool. A service's port has several pools (families, traffic policies),
-//! they come and go with its spec, and a pool that is given to another service counts from 0
-//! again. What a pool counted for a service is kept here while the service has the port, so that
-//! its counters never go backwards while the agent runs.
+//! The kernel counts by pool. A service's port has several pools (families, traffic policies), they come and go with
+//! its spec, and a pool that is reused for another service counts from 0 again. The agent keeps the counts of each
+//! service's port while the service has the port, so that its counters never go backwards while the agent runs.
 
 use std::{
     cmp::Reverse,
@@ -13,8 +12,7 @@ use std::{
 use dataplane_common::{Reason, tables::PoolStats};
 use model::{Protocol, ServiceName};
 
-/// What is counted: a service's port; none of both for connections to ports that the service does
-/// not have.
+/// The subject of counters: a service's port; without a port, connections to ports that the service does not have.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PortKey {
     /// The service.
@@ -23,18 +21,17 @@ pub struct PortKey {
     pub port: Option<(u16, Protocol)>,
 }
 
-/// What a service's port has seen so far. Holds only those that have seen something: of very many
-/// services most are idle.
+/// Counters of services' ports. Holds only ports with connections, because of very many services most are idle.
 #[derive(Debug, Default)]
 pub struct Counters {
-    /// By pool: for whom it counted, and how far it was.
+    /// By pool: the port that it counted for, and its counters at that time.
     seen: HashMap<u32, (PortKey, PoolStats)>,
     totals: HashMap<PortKey, PoolStats>,
 }
 
 impl Counters {
-    /// Adds what the pools counted since the last update. `pools` is all of them: a service's port
-    /// that no pool answers for is forgotten.
+    /// Adds the pools' counts since the last update. `pools` has all pools: a service's port without a pool is
+    /// forgotten.
     pub fn update(&mut self, pools: impl IntoIterator<Item = (u32, PortKey, PoolStats)>) {
         let before = std::mem::take(&mut self.seen);
         let mut totals = HashMap::with_capacity(self.totals.len());
@@ -58,19 +55,20 @@ impl Counters {
         self.totals = totals;
     }
 
-    /// What a service's port has seen.
+    /// Returns the counters of a service's port.
     pub fn get(&self, key: &PortKey) -> PoolStats {
         self.totals.get(key).copied().unwrap_or_default()
     }
 
-    /// Every service's port that has seen something.
+    /// Returns every service's port with connections, and its counters.
     pub fn iter(&self) -> impl Iterator<Item = (&PortKey, &PoolStats)> {
         self.totals.iter()
     }
 }
 
-/// The ports that have series of their own, of `ports` with their connections, if at most `room` may have some: in each
-/// namespace the most used ones. The namespaces share the room, so one with many ports leaves the others theirs. None: all.
+/// Returns the ports that have series of their own, of `ports` with their connections, if at most `room` may have some:
+/// in each namespace the most used ones. The namespaces share the room, so one with many ports leaves the others their
+/// share. `None`: all.
 pub fn most_used(ports: &[(PortKey, u64)], room: usize) -> Option<HashSet<&PortKey>> {
     if ports.len() <= room {
         return None;
@@ -93,7 +91,7 @@ pub fn most_used(ports: &[(PortKey, u64)], room: usize) -> Option<HashSet<&PortK
     Some(shown)
 }
 
-/// What a pool refused, by reason; also reasons that have not happened.
+/// Returns the refusals of a pool by reason, including reasons that have not occurred.
 pub fn refusals(stats: &PoolStats) -> [(Reason, u64); 3] {
     [
         (Reason::NoEndpoints, stats.no_endpoints),
@@ -102,7 +100,7 @@ pub fn refusals(stats: &PoolStats) -> [(Reason, u64); 3] {
     ]
 }
 
-/// How far `now` is from `last`; a counter that is behind started again from 0.
+/// Returns the difference between `now` and `last`; a counter that is behind has started again from 0.
 fn since(now: &PoolStats, last: &PoolStats) -> PoolStats {
     let since = |now: u64, last: u64| now.checked_sub(last).unwrap_or(now);
     PoolStats {
@@ -147,10 +145,10 @@ mod tests {
             (2, web.clone(), translated(5)),
         ]);
         assert_eq!(counters.get(&web).translated, 15);
-        // One of its pools goes, the other counts on.
+        // One of its pools is removed, the other counts on.
         counters.update([(2, web.clone(), translated(6))]);
         assert_eq!(counters.get(&web).translated, 16);
-        // The pool that went is given to another service and starts from 0.
+        // The removed pool is reused for another service and starts from 0.
         counters.update([
             (1, dns.clone(), translated(3)),
             (2, web.clone(), translated(6)),
@@ -159,7 +157,7 @@ mod tests {
             (counters.get(&web).translated, counters.get(&dns).translated),
             (16, 3)
         );
-        // It comes back to the first.
+        // The pool is used for the first service again.
         counters.update([
             (1, web.clone(), translated(2)),
             (2, web.clone(), translated(6)),
@@ -176,7 +174,7 @@ mod tests {
             (2, dns.clone(), translated(0)),
         ]);
         assert_eq!(counters.iter().count(), 1);
-        // Its only pool is a new one, which has seen nothing yet.
+        // Its only pool is a new one, which has counted nothing yet.
         counters.update([
             (3, web.clone(), translated(0)),
             (2, dns.clone(), translated(1)),
@@ -216,7 +214,7 @@ mod tests {
             of.count()
         };
         assert_eq!((of("small"), of("middle"), of("hog")), (3, 48, 49));
-        // The most used ones.
+        // The most used ports are shown.
         assert!(shown.contains(&port("hog", 1000)) && !shown.contains(&port("hog", 1)));
         assert_eq!(most_used(&all, 0).unwrap().len(), 0);
     }

@@ -17,11 +17,11 @@ use super::{api, clock::now, lock::lock};
 /// A walk through all flows.
 #[derive(Clone, Debug)]
 pub struct Walk {
-    /// What it found.
+    /// The result.
     pub census: Census,
     /// How long it took, rests not counted.
     pub took: Duration,
-    /// When it was at its end, in seconds since the epoch.
+    /// When it ended, in seconds since the epoch.
     pub at: u64,
 }
 
@@ -46,7 +46,7 @@ impl api::Ports {
     }
 }
 
-/// What became of flows and sockets since the agent started.
+/// Counters of flows and sockets since the agent started.
 #[derive(Debug, Default)]
 pub struct FlowFigures {
     last: Mutex<Option<Walk>>,
@@ -58,7 +58,7 @@ pub struct FlowFigures {
 }
 
 impl FlowFigures {
-    /// All flows were looked at, from `since` on.
+    /// Records a walk through all flows, which began at `since`.
     pub fn walked(&self, mut census: Census, since: Instant, took: Duration) {
         *lock(&self.vips) = Some(Vips {
             since,
@@ -72,12 +72,12 @@ impl FlowFigures {
         });
     }
 
-    /// Flows were ended, since their endpoint went away.
+    /// Counts flows that were ended because their endpoint went away.
     pub fn ended(&self, flows: u64) {
         self.departed.fetch_add(flows, Ordering::Relaxed);
     }
 
-    /// Sockets were destroyed, since their endpoint went away.
+    /// Counts sockets that were destroyed because their endpoint went away.
     pub fn destroyed(&self, sockets: &[(Protocol, Peer)]) {
         for (protocol, _) in sockets {
             let counter = if *protocol == Protocol::TCP {
@@ -89,17 +89,17 @@ impl FlowFigures {
         }
     }
 
-    /// What the last walk found; none before the first, or without a packet path.
+    /// Returns the last walk; `None` before the first, or without a packet path.
     pub fn last(&self) -> Option<Walk> {
         lock(&self.last).clone()
     }
 
-    /// Takes what the last walk found of services' addresses, once.
+    /// Takes the services' addresses that the last walk found, once.
     pub fn take_vips(&self) -> Option<Vips> {
         lock(&self.vips).take()
     }
 
-    /// Flows that were removed, by why.
+    /// Returns the removed flows, by reason.
     pub fn removed(&self) -> [(&'static str, u64); 2] {
         [
             ("idle", self.idle.load(Ordering::Relaxed)),
@@ -107,7 +107,7 @@ impl FlowFigures {
         ]
     }
 
-    /// Sockets that were destroyed, by protocol.
+    /// Returns the destroyed sockets, by protocol.
     pub fn sockets(&self) -> [(&'static str, u64); 2] {
         [
             ("tcp", self.tcp_sockets.load(Ordering::Relaxed)),

@@ -1,4 +1,4 @@
-//! What the agent shows of itself: metrics, health, and JSON for the command line.
+//! The agent's view of itself: metrics, health, and JSON for the command line.
 
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
 //! Limits for clients of the agent's ports: how many connections there are at the same time, how long a connection may
-//! say nothing, how long a request may take to arrive, and how long a client may take to read the answer.
+//! be silent, how long a request may take to arrive, and how long a client may take to read the answer.
 
 use std::{
     io,
@@ -20,14 +20,14 @@ use super::places::{Phase, Place, Places, Share, Shared};
 
 /// Connections of a port at the same time. For a further one, [another ends](super::places).
 const CONNECTIONS: usize = 64;
-/// The same of a port that load balancers ask.
+/// Connections of a port for load balancers at the same time.
 const CHECKS: usize = 256;
-/// The same of all services' ports for health checks together. Authors of services decide how many ports there are.
+/// Connections of all services' ports for health checks together. Authors of services decide how many ports there are.
 const ALL_CHECKS: usize = 1024;
 /// How long a connection may stay without a request.
 const IDLE: Duration = Duration::from_mins(1);
-/// How long a request may take from its first byte to its answer's first, whatever arrives meanwhile. The agent makes
-/// an answer in milliseconds; several wait for each other.
+/// How long a request may take from its first byte to the first byte of its answer, whatever arrives meanwhile. The
+/// agent makes an answer in milliseconds, but only a few answers at the same time.
 const REQUEST: Duration = Duration::from_secs(20);
 /// How long a client may take to read an answer, from its first byte on, however little it reads at a time. Metrics
 /// of 10 000 services are a megabyte.
@@ -66,17 +66,17 @@ impl Default for Times {
 }
 
 impl<L> Limited<L> {
-    /// With the usual limits.
+    /// Applies the usual limits.
     pub fn new(listener: L) -> Self {
         Self::with(listener, CONNECTIONS, Times::default())
     }
 
-    /// For load balancers' health checks, of which many may keep their connections.
+    /// Applies the limits for load balancers' health checks, because many load balancers may keep their connections.
     pub fn for_checks(listener: L) -> Self {
         Self::with(listener, CHECKS, Times::default())
     }
 
-    /// Likewise, for a port that shares connections with others.
+    /// As [`Limited::for_checks`], for a port that shares connections with others.
     pub fn sharing(self, shared: &Arc<Shared>) -> Self {
         shared.add(&self.places);
         Self {
@@ -122,7 +122,7 @@ impl<L: Listener<Addr = SocketAddr>> Listener for Limited<L> {
     }
 }
 
-/// A connection that has its place until it is closed.
+/// A connection that keeps its place until it is closed.
 #[derive(Debug)]
 pub struct Connection<I> {
     io: I,
@@ -135,7 +135,7 @@ pub struct Connection<I> {
 }
 
 impl<I> Connection<I> {
-    /// Begins a phase, unless the connection is in it.
+    /// Begins a phase, if the connection is not in it already.
     fn begin(&mut self, phase: Phase) {
         if self.phase == phase {
             return;
@@ -143,7 +143,7 @@ impl<I> Connection<I> {
         let now = Instant::now();
         let ends = match phase {
             Phase::Idle => now + self.times.idle,
-            // A request may arrive while the answer to the one before it is read: that one keeps its time.
+            // A request may arrive while the client reads the answer to the one before: that answer keeps its time.
             Phase::Request if self.phase == Phase::Answer => {
                 self.ends.deadline().max(now + self.times.request)
             }
@@ -155,7 +155,7 @@ impl<I> Connection<I> {
         self.place.begin(phase);
     }
 
-    /// Waits no longer than the phase lasts, and only until another connection is to have the place.
+    /// Waits no longer than the phase lasts, and only until another connection needs the place.
     fn in_time<T>(
         &mut self,
         context: &mut Context<'_>,
@@ -207,7 +207,7 @@ impl<I: AsyncWrite + Unpin> AsyncWrite for Connection<I> {
         self.in_time(context, result)
     }
 
-    // So that the server sends an answer from where it lies: else it copies each for each client.
+    // Makes the server send an answer from where it lies: otherwise it copies each answer for each client.
     fn is_write_vectored(&self) -> bool {
         self.io.is_write_vectored()
     }
@@ -255,7 +255,7 @@ mod tests {
         socket.connect(at).await.unwrap()
     }
 
-    /// How many of these the server has not closed.
+    /// Returns how many of these connections the server has not closed.
     async fn are_open(clients: &mut [TcpStream]) -> usize {
         let mut open = 0;
         for client in clients {
@@ -287,7 +287,7 @@ mod tests {
         let server = tokio::spawn(async { axum::serve(limited, router).await });
         let mut other = from(OTHER, at).await;
         assert!(asks(&mut other).await);
-        // Some say nothing, and others ask and keep the connection.
+        // Some are silent, others send requests and keep the connection.
         let mut hogs = Vec::new();
         for n in 0..20 {
             let mut hog = from(HOG, at).await;
@@ -296,7 +296,7 @@ mod tests {
         }
         let mut third = from(THIRD, at).await;
         assert!(asks(&mut third).await);
-        // Whoever has few connections keeps them.
+        // A client with few connections keeps them.
         let mut few = [other, third];
         assert_eq!(are_open(&mut few).await, 2);
         assert_eq!(are_open(&mut hogs).await, 6);
@@ -366,10 +366,10 @@ mod tests {
         }
     }
 
-    /// Bytes that a client may read within a test, which are more than the sockets' buffers hold.
+    /// More bytes than the sockets' buffers hold, that a client may still read within a test.
     const MUCH: usize = 32 << 20;
 
-    /// A client that sends a request a byte at a time, and one that reads its answer so.
+    /// A client that sends a request a byte at a time, and a client that reads its answer a byte at a time.
     #[tokio::test]
     async fn a_byte_at_a_time_gains_no_time() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -8,8 +8,8 @@ use relay::{Flag, encode_connections};
 
 use super::state::State;
 
-/// Workloads that are not captured as they should be; and captured connections, whether the proxy
-/// relayed them or they went direct: by the same names.
+/// Workloads that are not captured as configured; and captured connections, relayed by the proxy or direct, under the
+/// same names.
 pub fn encode(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     problems(state, encoder)?;
     let direct = state.direct();

@@ -1,6 +1,6 @@
 //! Prometheus metrics. docs/metrics.md lists them for people.
 //!
-//! The kernel's counters are read at each scrape, and not kept up to date in between.
+//! The agent reads the kernel's counters at each scrape, and does not update them in between.
 
 use std::{collections::BTreeMap, fmt, fs, sync::Arc};
 
@@ -263,7 +263,7 @@ fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     }
     let shown = counters::most_used(&ports, SERVICE_PORTS);
     let is_shown = |key: &PortKey| shown.as_ref().is_none_or(|shown| shown.contains(key));
-    // The others of a namespace are one series.
+    // The other ports of a namespace are one series.
     let other = |key: &PortKey| PortKey {
         service: ServiceName::new(key.service.namespace(), ""),
         port: None,

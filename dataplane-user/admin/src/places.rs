@@ -1,8 +1,8 @@
 //! Places of a port: how many connections there are, and which one ends when another client finds all places taken.
 //!
-//! Whoever can reach a port can take all of its places and say nothing. So a client that comes then gets a place at
-//! once: the client with the most connections loses the one that has waited longest, and a client with few loses none.
-//! Of ports that share their places, the one with the most connections loses one.
+//! A client that can reach a port can take all of its places and stay silent. So the next client gets a place at once:
+//! the client with the most connections loses the one that has waited longest, and a client with few loses none. If
+//! ports share their places, the port with the most connections loses one.
 
 use std::{
     cmp::Reverse,
@@ -20,8 +20,9 @@ use tokio::{
     time::Instant,
 };
 
-/// What a connection is waiting for. Of a client's connections, the first of these ends first. Bytes that arrive or leave
-/// within a phase do not extend it: a client that sends or reads a byte at a time would keep its connection for ever.
+/// The event that a connection waits for. Of a client's connections, one in the first of these phases ends first. Bytes
+/// that arrive or leave within a phase do not extend it: otherwise a client that sends or reads a byte at a time would
+/// keep its connection for ever.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
     /// For a request: the connection is new, or its last answer has been sent.
@@ -32,7 +33,7 @@ pub enum Phase {
     Answer,
 }
 
-/// Who connects: an address of IPv4, or a network of 64 bits, of which a machine has all addresses.
+/// A client: an IPv4 address, or an IPv6 network of 64 bits, because a machine has all of its addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Client(IpAddr);
 
@@ -64,12 +65,12 @@ struct Connection {
     client: Client,
     phase: Phase,
     since: Instant,
-    /// Dropped when the connection is to end.
+    /// Dropped when the connection has to end.
     end: Option<oneshot::Sender<()>>,
 }
 
 impl Places {
-    /// So many places.
+    /// Creates so many places.
     pub fn new(max: usize) -> Arc<Self> {
         Arc::new(Self {
             max,
@@ -78,7 +79,8 @@ impl Places {
         })
     }
 
-    /// Takes a place for a connection from `addr`, as soon as one is free; has another connection end if none is.
+    /// Takes a place for a connection from `addr`, as soon as one is free; if none is free, makes another connection
+    /// end.
     pub async fn take(self: &Arc<Self>, addr: IpAddr) -> Place {
         loop {
             let freed = self.freed.notified();
@@ -120,8 +122,8 @@ impl Places {
 }
 
 impl Held {
-    /// Has a connection end for another one of `client`, unless one is ending already. `own`: the number of that one, if
-    /// it has a place.
+    /// Makes a connection end for another one of `client`, unless one is ending already. `own`: the number of the new
+    /// connection, if it has a place.
     fn end_one(&mut self, client: Client, own: Option<u64>) {
         if self.connections.values().any(|held| held.end.is_none()) {
             return;
@@ -148,12 +150,12 @@ pub struct Place {
     of: Arc<Places>,
     number: u64,
     client: Client,
-    /// Ready when the connection is to end.
+    /// Ready when the connection has to end.
     pub ends: oneshot::Receiver<()>,
 }
 
 impl Place {
-    /// Says what the connection waits for from now on.
+    /// Records the event that the connection waits for from now on.
     pub fn begin(&self, phase: Phase) {
         if let Some(own) = self.of.lock().connections.get_mut(&self.number) {
             own.phase = phase;
@@ -169,7 +171,7 @@ impl Drop for Place {
     }
 }
 
-/// Places that several ports have together.
+/// Places that several ports share.
 #[derive(Debug)]
 pub struct Shared {
     max: usize,
@@ -179,7 +181,7 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// So many places.
+    /// Creates so many places.
     pub fn new(max: usize) -> Self {
         Self {
             max,
@@ -189,15 +191,15 @@ impl Shared {
         }
     }
 
-    /// A port has its connections here, too.
+    /// Adds a port that shares these places.
     pub fn add(&self, port: &Arc<Places>) {
         let mut ports = self.ports.lock().unwrap_or_else(PoisonError::into_inner);
         ports.retain(|port| port.strong_count() > 0);
         ports.push(Arc::downgrade(port));
     }
 
-    /// Takes a place for a connection that has one at its port, as soon as one is free; has a connection of the port with
-    /// the most connections end if none is.
+    /// Takes a place for a connection that has one at its port, as soon as one is free; if none is free, makes a
+    /// connection of the port with the most connections end.
     pub async fn take(self: Arc<Self>, own: &Place) -> Share {
         loop {
             let mut freed = pin!(self.freed.notified());

@@ -1,4 +1,4 @@
-//! Whether the agent keeps up with what it is told.
+//! Detects an agent that falls behind its source.
 
 use std::{
     sync::Mutex,
@@ -11,23 +11,22 @@ use super::lock::lock;
 /// default, twice its longest interval between syncs.
 const LATE: Duration = Duration::from_mins(1);
 
-/// Since when something has been waiting to be written, be it that the kernel refuses it or that
-/// the agent hangs.
+/// Since when a change has been waiting to be written, because the kernel refuses it or the agent hangs.
 #[derive(Debug, Default)]
 pub struct Pulse(Mutex<Option<Instant>>);
 
 impl Pulse {
-    /// There is something to do, from now on or already.
+    /// Records that there is work, from now on or already.
     pub fn busy(&self) {
         lock(&self.0).get_or_insert_with(Instant::now);
     }
 
-    /// All is done.
+    /// Records that all work is done.
     pub fn idle(&self) {
         *lock(&self.0) = None;
     }
 
-    /// How long something has been waiting, as seen at `now`, if that is too long.
+    /// Returns how long a change has been waiting at `now`, if that is too long.
     pub fn late(&self, now: Instant) -> Option<Duration> {
         let waited = now.saturating_duration_since((*lock(&self.0))?);
         (waited >= LATE).then_some(waited)
@@ -36,7 +35,7 @@ impl Pulse {
 
 #[cfg(test)]
 impl Pulse {
-    /// As it is when something has been waiting for far too long.
+    /// Sets the state after a change has been waiting for far too long.
     pub fn make_late(&self) {
         *lock(&self.0) = Instant::now().checked_sub(2 * LATE);
     }
@@ -53,7 +52,7 @@ mod tests {
         assert_eq!(pulse.late(start + 10 * LATE), None, "nothing to do");
         pulse.busy();
         assert_eq!(pulse.late(start + LATE / 2), None);
-        // A second change does not make the first one younger.
+        // A second change does not reset the time of the first.
         pulse.busy();
         assert!(pulse.late(Instant::now() + LATE).is_some());
         pulse.idle();

@@ -1,11 +1,11 @@
-//! One rendering of the metrics for all that ask at the same time, and few that are held by slow readers.
+//! One rendering of the metrics for all simultaneous requests, and a limit on renderings that slow readers hold.
 
 use std::{sync::Arc, time::Instant};
 
 use axum::body::Bytes;
 use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore};
 
-/// Renderings that are in memory at the same time: the last one, and older ones that clients still read.
+/// Renderings in memory at the same time: the last one, and older ones that clients still read.
 const HELD: usize = 4;
 
 /// The last rendering, and places for it and for older ones.
@@ -15,7 +15,7 @@ pub struct Renderings {
     places: Arc<Semaphore>,
 }
 
-/// The metrics of a moment.
+/// The metrics at one moment.
 #[derive(Debug)]
 struct Rendering {
     began: Instant,
@@ -44,9 +44,9 @@ impl Default for Renderings {
 }
 
 impl Renderings {
-    /// Returns a rendering that began after this call, made by `make` or for another caller. While slow readers have all
-    /// places, callers get the last rendering. That one is at most as old as an answer may take to be read, because the
-    /// server then cuts the reader off and its place is free.
+    /// Returns a rendering that began after this call, made by `make` or for another caller. While slow readers have
+    /// all places, callers get the last rendering. It is at most as old as the time limit for reading an answer,
+    /// because the server then cuts the reader off and the place is free.
     ///
     /// # Errors
     ///
@@ -60,7 +60,7 @@ impl Renderings {
         {
             return Ok(last.body.clone());
         }
-        // There is a free place, and nobody else takes one while the lock is held. The semaphore is never closed.
+        // There is a free place, and no other caller takes one while the lock is held. The semaphore is never closed.
         let place = Arc::clone(&self.places).acquire_owned().await;
         let began = Instant::now();
         let text = make().await?;
@@ -119,7 +119,7 @@ mod tests {
             made_for_fifty <= 2,
             "{made_for_fifty} for 50 at the same time"
         );
-        // Whoever asks later sees what is true later.
+        // A later request gets later figures.
         assert_eq!(ask(&renderings, &made).await, made_for_fifty.to_string());
     }
 
@@ -133,7 +133,7 @@ mod tests {
         }
         assert_eq!(made.load(Ordering::Relaxed), HELD);
         assert!(held[HELD..].iter().all(|body| body == &held[HELD - 1]));
-        // An older one that is read to its end makes room for a new one.
+        // A reader that finishes an older rendering makes room for a new one.
         held.remove(0);
         assert_eq!(ask(&renderings, &made).await, HELD.to_string());
     }

@@ -1,4 +1,4 @@
-//! The model and the plan, as the agent's endpoints show them.
+//! The model and the plan, in the form of the agent's endpoints.
 
 use std::net::IpAddr;
 
@@ -140,7 +140,7 @@ fn service_port(
     }
 }
 
-/// How reading a source goes.
+/// The health of a source.
 pub fn source(health: &Health) -> api::Source {
     let (kind, parts) = match health {
         Health::Manifests(_) => (api::SourceKind::Manifests, Vec::new()),

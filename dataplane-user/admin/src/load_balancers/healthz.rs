@@ -1,6 +1,5 @@
-//! `/healthz` and `/livez`, as kube-proxy 1.36 answers them: what cloud load balancers ask to find
-//! out whether a node is good for services with `externalTrafficPolicy: Cluster`, and what probes
-//! ask.
+//! `/healthz` and `/livez`, as kube-proxy 1.36 answers them. Cloud load balancers ask `/healthz` to find out whether a
+//! node may serve services with `externalTrafficPolicy: Cluster`, and probes ask `/livez`.
 
 use std::{sync::Arc, time::Instant};
 
@@ -17,11 +16,11 @@ use serde::Serialize;
 use super::HEADERS;
 use crate::State;
 
-/// kube-proxy's answer; it has a proxier for each family, here one does the work of both.
+/// kube-proxy's answer. kube-proxy has a proxier for each family; here one does the work of both.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Health {
-    /// As older kube-proxies had it, the time of the question while all is well.
+    /// As with older kube-proxies, the time of the request while all is well.
     last_updated: String,
     current_time: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -68,7 +67,7 @@ fn answer(state: &State, node_eligible: Option<bool>) -> Response {
     let synced = state
         .last_sync()
         .and_then(|at| Timestamp::from_second(at.try_into().ok()?).ok());
-    // Never is Go's zero time.
+    // "Never" is Go's zero time.
     let last_updated = synced.map_or("0001-01-01T00:00:00Z".to_owned(), |t| t.to_string());
     let family = Family {
         last_updated: last_updated.clone(),

@@ -1,9 +1,9 @@
-//! The ports that load balancers outside of the cluster ask: is this node good for traffic, has it
-//! endpoints of that service?
+//! The ports that load balancers outside of the cluster ask: whether this node may serve traffic, and whether it has
+//! endpoints of a service.
 //!
-//! They are kube-proxy's ports with kube-proxy's answers, and kube-proxy may still have them while
-//! it is being replaced, or come back. So a port that cannot be had is a problem in `status` that
-//! is tried again, and never a reason not to serve.
+//! They are kube-proxy's ports with kube-proxy's answers, and kube-proxy may still have them while it is being
+//! replaced, or come back. So a port that cannot be opened is a problem in `status`, which is retried, and never a
+//! reason not to serve.
 
 mod healthz;
 mod services;
@@ -37,19 +37,19 @@ use super::{
     places::Shared,
 };
 
-/// How soon a port that could not be had is tried again.
+/// How soon to retry a port that could not be opened.
 const RETRY: Duration = Duration::from_secs(5);
 
 /// How long a port takes to close.
 const CLOSING: Duration = Duration::from_millis(50);
 
-/// kube-proxy's.
+/// kube-proxy's headers.
 const HEADERS: [(&str, &str); 2] = [
     ("Content-Type", "application/json"),
     ("X-Content-Type-Options", "nosniff"),
 ];
 
-/// What is asked at a port.
+/// The topic of a port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Topic {
     /// `/healthz` and `/livez`.
@@ -80,16 +80,16 @@ struct Door {
     _close: oneshot::Sender<()>,
 }
 
-/// The mode of kube-proxy that services are served like: above all, where node ports are answered.
+/// The mode of kube-proxy that the services correspond to: above all, where node ports are answered.
 const PROXY_MODE: &str = "nftables";
 
-/// What tools ask kube-proxy for.
+/// Routes that tools ask kube-proxy for.
 pub fn proxy_mode() -> Router {
     Router::new().route("/proxyMode", any(|| async { PROXY_MODE }))
 }
 
-/// Opens and closes ports as services change, for ever. `healthz` and `proxy_mode`: where `/healthz` and
-/// `/proxyMode` are answered.
+/// Opens and closes ports as services change, for ever. `healthz` and `proxy_mode`: the addresses of `/healthz` and
+/// `/proxyMode`.
 pub async fn serve(healthz: Option<SocketAddr>, proxy_mode: Option<SocketAddr>, state: Arc<State>) {
     let mut desk = Desk {
         healthz,
@@ -137,13 +137,14 @@ struct Desk {
     checks: Checks,
     open: BTreeMap<SocketAddr, Door>,
     refused: BTreeMap<SocketAddr, Refusal>,
-    /// The connections that services' ports have together.
+    /// The connections that services' ports share.
     shared: Arc<Shared>,
     tasks: JoinSet<()>,
 }
 
 impl Desk {
-    /// A task has ended: because its port was closed, or by a fault, and then the port is to be opened anew.
+    /// Handles the end of a task: because its port was closed, or by a fault. After a fault, the port has to be opened
+    /// anew.
     fn close(&mut self, ended: Result<(), JoinError>) {
         let Err(died) = ended else { return };
         self.open.retain(|at, door| {
@@ -158,7 +159,7 @@ impl Desk {
         });
     }
 
-    /// Opens what should be open, closes what should not, and passes on the counts.
+    /// Opens missing ports, closes unwanted ones, and passes on the counts.
     async fn arrange(&mut self, snapshot: &Snapshot) {
         let (wanted, mut problems) = self.wanted(&snapshot.node.addresses);
         let stays =
@@ -167,7 +168,7 @@ impl Desk {
         self.open.retain(|at, door| stays(at, &door.topic));
         self.refused.retain(|at, r| stays(at, &r.topic));
         if self.open.len() < before {
-            // Another service may have taken over the port, which is free when its task has ended.
+            // Another service may have taken over the port, which is free after its task has ended.
             sleep(CLOSING).await;
         }
         for (at, (topic, count)) in wanted {
@@ -209,7 +210,7 @@ impl Desk {
         self.state.load_balancers_cannot_ask(problems);
     }
 
-    /// Which ports should be open for what, with the counts; and what is claimed twice.
+    /// Returns the ports to open with their topics and counts; and problems with ports that are claimed twice.
     fn wanted(&self, node: &[IpAddr]) -> (BTreeMap<SocketAddr, (Topic, usize)>, Vec<Problem>) {
         let mut wanted = BTreeMap::new();
         let mut problems = Vec::new();

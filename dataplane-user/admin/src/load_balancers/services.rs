@@ -1,5 +1,5 @@
-//! `healthCheckNodePort`, as kube-proxy answers it: what load balancers ask to find out whether a
-//! node has endpoints of a service with `externalTrafficPolicy: Local`.
+//! `healthCheckNodePort`, as kube-proxy answers it: load balancers ask it to find out whether a node has endpoints of a
+//! service with `externalTrafficPolicy: Local`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,7 +22,7 @@ use model::{Service, ServiceName, ServiceType, Snapshot, TrafficPolicy};
 use super::HEADERS;
 use crate::State;
 
-/// What of a service is asked for.
+/// The health check of a service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Check {
     pub port: u16,
@@ -39,7 +39,7 @@ pub(super) struct Checks {
 }
 
 impl Checks {
-    /// Brings them in line, at the cost of what changed.
+    /// Updates the checks, at the cost of the changes.
     pub fn update(&mut self, snapshot: &Snapshot) {
         for change in self.seen.services.diff(&snapshot.services) {
             match change {
@@ -73,8 +73,8 @@ fn check(service: &Service) -> Option<Check> {
     })
 }
 
-/// Pods on this node that take new connections: each counts once, whatever ports it has. Those
-/// that terminate do not count, although connections that still come are theirs.
+/// Counts pods on this node that take new connections: each counts once, for all of its ports. Terminating pods do not
+/// count, although they still get connections.
 fn local(service: &Service, v4: bool) -> usize {
     let endpoints = service.ports.iter().flat_map(|port| &port.endpoints);
     let here = endpoints.filter(|e| e.addr.is_ipv4() == v4 && e.local && e.ready);
@@ -95,13 +95,13 @@ fn answer(name: &ServiceName, count: usize, healthy: bool) -> Response {
     } else {
         StatusCode::SERVICE_UNAVAILABLE
     };
-    // By which some load balancers weigh the nodes.
+    // Some load balancers weigh the nodes by this header.
     let weight = [("X-Load-Balancing-Endpoint-Weight", count.to_string())];
     (code, HEADERS, weight, body(name, count, healthy)).into_response()
 }
 
-/// Byte for byte kube-proxy's: somebody's check may look for a part of it. Names have no character
-/// that JSON would escape.
+/// Equal to kube-proxy's answer byte for byte, because a check may look for a part of it. Names have no character that
+/// JSON would escape.
 fn body(name: &ServiceName, count: usize, healthy: bool) -> String {
     format!(
         "{{\n\t\"service\": {{\n\t\t\"namespace\": \"{}\",\n\t\t\"name\": \"{}\"\n\t}},\n\

@@ -1,4 +1,4 @@
-//! Asks the kernel, and puts together what it and the agent say.
+//! Reads the kernel's state, and joins it with the agent's.
 
 use std::{collections::BTreeMap, fs};
 
@@ -20,7 +20,7 @@ use crate::{
     client,
 };
 
-/// Looks at the kernel. `agent`: what the agent says of itself, or why it says nothing.
+/// Looks at the kernel. `agent`: the agent's status, or why it gave none.
 pub fn examine(
     paths: &kernel::Paths,
     limits: kernel::Limits,
@@ -83,7 +83,7 @@ pub fn examine(
         Ok(open) => {
             live = listeners::findings(&open);
             live.extend(open.queries_are_bypassed().map(queries::finding));
-            // The agent has counted them. Without it, nobody asks often.
+            // The agent has counted them. Without an agent, this runs rarely.
             let counted = agent.as_ref().ok().and_then(|agent| agent.flows.as_ref());
             let flows = Conntrack::open(&paths.bpffs).map(|conntrack| {
                 let conntrack = conntrack?;
@@ -175,7 +175,7 @@ pub fn examine(
             Vec::new()
         }
     };
-    // Where a problem is known, that is said instead.
+    // If a problem is known, the report shows the problem instead.
     let silent = |w: &&Workload| !matches!(&*w.proxy, "ready" | "-") && w.problem.is_none();
     for workload in mesh.iter().filter(silent) {
         let name = workload.name.as_ref().unwrap_or(&workload.place);
@@ -240,7 +240,7 @@ pub fn examine(
     }
 }
 
-/// The interfaces that the packet path's programs belong on, and whether they run there.
+/// Returns the interfaces that the packet path's programs belong on, and whether they run there.
 fn interfaces(paths: &kernel::Paths) -> Result<Vec<Interface>, kernel::Error> {
     if !kernel::Tables::exist(&paths.bpffs)? {
         return Ok(Vec::new());
@@ -299,7 +299,7 @@ fn interfaces(paths: &kernel::Paths) -> Result<Vec<Interface>, kernel::Error> {
     Ok(found)
 }
 
-/// The network namespaces whose sockets are left alone.
+/// Returns the network namespaces whose sockets are left alone.
 fn by_packets(paths: &kernel::Paths) -> Result<Vec<ByPackets>, kernel::Error> {
     let all = kernel::ByPackets::open(&paths.bpffs, false)?.all()?;
     let named = all.into_iter().map(|(netns_cookie, said)| {
@@ -318,8 +318,8 @@ fn by_packets(paths: &kernel::Paths) -> Result<Vec<ByPackets>, kernel::Error> {
     Ok(named.collect())
 }
 
-/// What keeps the kernel from sending on what is not its own. Said and not changed: it is the
-/// node's administrator's decision.
+/// Returns settings that keep the kernel from forwarding packets of others. They are reported and not changed: this is
+/// the decision of the node's administrator.
 fn forwarding() -> Vec<Finding> {
     [
         ("net.ipv4.ip_forward", "ipv4/ip_forward"),

@@ -1,16 +1,16 @@
-//! What is wrong in what the agent says of itself.
+//! Finds problems in the agent's status.
 
 use super::{Finding, Severity};
 use crate::api::{AgentStatus, Gravity, Source, SourceKind};
 
-/// Whether no error is the node's own.
+/// Whether the node itself has no error.
 pub fn healthy(findings: &[Finding]) -> bool {
     findings
         .iter()
         .all(|finding| finding.severity != Severity::Error || finding.object.is_some())
 }
 
-/// What is wrong in what the agent says of itself.
+/// Adds the problems in the agent's status.
 pub fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
     for problem in &agent.problems {
         let text = format!("{}: {}", problem.place, problem.text);
@@ -71,13 +71,12 @@ pub fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
     }
 }
 
-/// A connection that breaks is made anew in a moment, and an API server is away for a minute when it
-/// is upgraded.
+/// A broken connection is made anew in a moment, and an API server is away for a minute when it is upgraded.
 const AWAY: u64 = 60;
-/// The server sends word every minute or so; five minutes is the longest that a watch may last.
+/// The server sends an event every minute or so; five minutes is the longest that a watch may last.
 const STALE: u64 = 360;
 
-/// Adds what is wrong with reading a source.
+/// Adds the problems of reading a source.
 fn source(source: &Source, inherited: bool, add: &mut impl FnMut(Severity, String)) {
     match source.kind {
         SourceKind::Manifests => {
@@ -112,7 +111,7 @@ fn source(source: &Source, inherited: bool, add: &mut impl FnMut(Severity, Strin
     }
 }
 
-/// What is wrong with reading the API.
+/// Returns the problem of reading the API.
 fn kubernetes(source: &Source, inherited: bool, now: u64) -> Option<(Severity, String)> {
     let age = |at: u64| now.saturating_sub(at);
     match (&source.error, source.read) {
@@ -246,7 +245,7 @@ mod tests {
         assert_eq!(findings[0].object.as_deref(), Some("Service shop/web"));
         assert_eq!(findings[1].severity, Severity::Warning);
         assert!(healthy(&findings));
-        // The name of the node is the operator's.
+        // The name of the node is the operator's responsibility.
         agent.problems = vec![problem(Gravity::Node, "Node here")];
         findings.clear();
         judge(&agent, &mut findings);

@@ -1,4 +1,4 @@
-//! Processes of the node that listen where a node port or a host port is served, and so get no new connections there.
+//! Processes of the node that listen at a node port or a host port that is served, and so get no new connections there.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,10 +12,10 @@ use kernel::Listener;
 
 use super::{Finding, Severity};
 
-/// How many are named.
+/// How many processes are named.
 const NAMED: usize = 16;
 
-/// What there is, if this process is in the network namespace that the tables are of.
+/// Returns the findings, if this process is in the network namespace of the tables.
 pub fn findings(tables: &kernel::Tables) -> Vec<Finding> {
     let is_here = kernel::netns_cookie().is_ok_and(|cookie| cookie == tables.host_netns());
     if !is_here {
@@ -50,7 +50,7 @@ fn own_addresses() -> io::Result<BTreeSet<IpAddr>> {
     Ok(own)
 }
 
-/// The listeners whose port a service has at an address of the node, each with the frontend.
+/// Returns the listeners whose port a service has at an address of the node, each with the frontend.
 fn hidden<'a>(
     listeners: &'a [Listener],
     frontends: &[(FrontendKey, Frontend)],
@@ -66,7 +66,7 @@ fn hidden<'a>(
         let of_port = by_port.get(&(key.protocol, key.port.host()));
         for listener in of_port.into_iter().flatten() {
             let at = listener.socket.addr.to_canonical();
-            // At all addresses: those of its family, and by IPv6 of both, as far as is known.
+            // At all addresses: those of its family, and for IPv6 of both, as far as this is known.
             let is_everywhere = at.is_unspecified() && (at.is_ipv6() || key.addr.is_v4());
             let is = match frontend.kind() {
                 Kind::NODE_PORT => is_everywhere || at.is_ipv4() == key.addr.is_v4(),

@@ -1,4 +1,4 @@
-//! Whose connections are captured.
+//! The workloads whose connections are captured.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,29 +19,29 @@ use crate::api::MeshWorkload;
 /// A workload whose connections are captured, as the kernel's tables have it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Workload {
-    /// Namespace and name; none if only an agent that does not answer knows them.
+    /// Namespace and name; `None` if only an agent that does not answer knows them.
     pub name: Option<String>,
-    /// How it is told: `netns` and the cookie, `cgroup` and the id, or `packets` and its addresses.
+    /// How it is recognised: `netns` and the cookie, `cgroup` and the id, or `packets` and its addresses.
     pub place: String,
-    /// `proxy` or `kernel`: what `auto` comes to is one of them.
+    /// `proxy` or `kernel`: `auto` becomes one of them.
     pub mode: String,
     /// Unknown destinations: `allow` or `deny`.
     pub egress: String,
-    /// What becomes of connections while the proxy does not listen: `refuse` or `pass`.
+    /// The treatment of connections while the proxy does not listen: `refuse` or `pass`.
     pub without_proxy: String,
     /// Whether the proxy listens, now: `ready`, `down`, `no-outbound` or `no-inbound` (it listens for
     /// the other direction only); `-` if it needs none.
     pub proxy: String,
-    /// Whether what it says to the agent's proxy goes past the TCP stack: `sockmap` or `off`; none if
-    /// only an agent that does not answer knows.
+    /// Whether its bytes bypass the TCP stack on the way to the agent's proxy: `sockmap` or `off`; `None` if only an
+    /// agent that does not answer knows.
     pub acceleration: Option<String>,
-    /// Why it is `off` though `sockmap` was asked for.
+    /// Why it is `off` though `sockmap` is configured.
     pub not_accelerated: Option<String>,
     /// Why it is not captured as it should be.
     pub problem: Option<String>,
 }
 
-/// Whose connections are captured, and whether their proxies listen.
+/// Returns the workloads whose connections are captured, and whether their proxies listen.
 pub fn workloads(
     paths: &kernel::Paths,
     named: &[MeshWorkload],
@@ -87,13 +87,13 @@ pub fn workloads(
         let listens = [outbound.contains(cookie), takes];
         row(entry, format!("netns {cookie}"), listens)
     });
-    // Of these only outbound connections are captured, in the node's own namespace.
+    // For these workloads only outbound connections are captured, in the node's own namespace.
     let own = kernel::Tables::open(&paths.bpffs)?.host_netns();
     let in_cgroups = held.cgroups.iter().map(|(id, entry)| {
         let listens = outbound.contains(&own);
         row(entry, format!("cgroup {id}"), [listens, listens])
     });
-    // Likewise, by their packets.
+    // Workloads that are captured by their packets.
     let mut addresses: BTreeMap<u32, (Enrolled, Vec<&Addr>)> = BTreeMap::new();
     for (addr, local) in held.locals.iter().filter(|(_, l)| l.is_by_packets()) {
         let entry = local.enrolled();
@@ -114,7 +114,7 @@ pub fn workloads(
     Ok(all)
 }
 
-/// Namespaces, by their cookies, in which somebody listens where captured connections go.
+/// Returns the namespaces, by their cookies, in which a socket listens for captured connections.
 fn outbound_listeners(config: CaptureConfig, held: &Captured) -> BTreeSet<u64> {
     let wanted = |entry: &Enrolled| entry.flags & Enrolled::PROXY != 0;
     if !held

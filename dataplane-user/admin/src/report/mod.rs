@@ -1,4 +1,4 @@
-//! Health, as it is: everything that can be asked of the kernel is asked each time.
+//! Health at this moment: every fact that the kernel can return is read each time.
 
 mod collect;
 mod judge;
@@ -16,38 +16,38 @@ use serde::{Deserialize, Serialize};
 
 use super::api::AgentStatus;
 
-/// `GET /status`, and what `dataplane status` prints.
+/// `GET /status`, and the data that `dataplane status` prints.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// Whether there is no [`Finding`] that is an error, but for those of objects.
+    /// Whether there is no [`Finding`] that is an error, except those of objects.
     pub healthy: bool,
-    /// What is wrong or worth a look; the worst first.
+    /// Problems and remarks; the worst first.
     pub findings: Vec<Finding>,
-    /// What the agent knows; none if it does not answer.
+    /// The agent's status; `None` if it does not answer.
     pub agent: Option<AgentStatus>,
     /// The programs, and whether the kernel runs them.
     pub programs: Vec<Program>,
-    /// The interfaces that the packet path's programs belong on; none if it is off.
+    /// The interfaces that the packet path's programs belong on; empty if it is off.
     #[serde(default)]
     pub interfaces: Vec<Interface>,
     /// Pods' network namespaces that are served by packets only.
     #[serde(default)]
     pub by_packets: Vec<ByPackets>,
-    /// Workloads whose connections are captured; none if there is no mesh.
+    /// Workloads whose connections are captured; empty if there is no mesh.
     #[serde(default)]
     pub mesh: Vec<Workload>,
     /// How full the tables are.
     pub tables: Vec<Table>,
     /// Verdicts since the tables were made, by reason.
     pub verdicts: BTreeMap<String, u64>,
-    /// Whether the nftables table of `dataplane keep-nat` is there; none if the kernel does not tell.
+    /// Whether the nftables table of `dataplane keep-nat` exists; `None` if the kernel does not return it.
     #[serde(default)]
     pub keep_nat: Option<bool>,
-    /// What runs here.
+    /// The versions in use.
     pub versions: Versions,
 }
 
-/// How bad a [`Finding`] is.
+/// The severity of a [`Finding`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
@@ -66,14 +66,14 @@ impl fmt::Display for Severity {
     }
 }
 
-/// Something that is wrong or worth a look.
+/// A problem or a remark.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Finding {
-    /// How bad.
+    /// Its severity.
     pub severity: Severity,
-    /// What, and what to do.
+    /// The problem, and what to do.
     pub text: String,
-    /// The object, if it is an object's own: its author has to act, and the node is healthy.
+    /// The object, if the fault is the object's own: its author has to act, and the node is healthy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub object: Option<String>,
 }
@@ -93,13 +93,13 @@ impl Finding {
 pub struct Program {
     /// Its name, which is also its hook's.
     pub name: String,
-    /// Whether the kernel says that it is attached where it should be.
+    /// Whether the kernel reports it attached where it should be.
     pub attached: bool,
     /// The kernel's number of its link (`bpftool link show id`).
     pub link_id: Option<u32>,
     /// The kernel's number of the program (`bpftool prog show id`).
     pub program_id: Option<u32>,
-    /// What is wrong with it.
+    /// Its problem.
     pub problem: Option<String>,
 }
 
@@ -110,41 +110,41 @@ pub struct Interface {
     pub ifindex: u32,
     /// Its name.
     pub name: String,
-    /// What it is: `uplink` or `pod`.
+    /// Its role: `uplink` or `pod`.
     pub role: String,
-    /// The addresses that flows which leave by it are masqueraded to.
+    /// The addresses to which flows that leave by it are masqueraded.
     pub masquerade: Vec<String>,
     /// How packets for it are delivered: to the `peer`, that is into the pod at once, or by its `egress`.
     pub delivery: String,
-    /// What others have on a pod's interface's way out, which is why packets are delivered by its egress.
+    /// Programs and rules of others on a pod's interface's way out, which are the reason for delivery by its egress.
     pub egress_of_others: Vec<String>,
-    /// The program for what arrives.
+    /// The program for arriving packets.
     pub ingress: OnInterface,
-    /// The program for what leaves.
+    /// The program for leaving packets.
     pub egress: OnInterface,
 }
 
-/// A network namespace whose sockets are left alone, so that the packet path serves what they send.
+/// A network namespace whose sockets are left alone, so that the packet path serves its packets.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ByPackets {
     /// The network namespace, by its cookie.
     pub netns_cookie: u64,
     /// The pod's interface on the node.
     pub interface: String,
-    /// Why.
+    /// The reason.
     pub reason: String,
 }
 
 /// A program on an interface.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct OnInterface {
-    /// Whether the kernel says that it runs.
+    /// Whether the kernel reports that it runs.
     pub attached: bool,
     /// How: `tcx` or `clsact`.
     pub hook: Option<String>,
     /// The kernel's number of the program.
     pub program_id: Option<u32>,
-    /// What is wrong with it.
+    /// Its problem.
     pub problem: Option<String>,
 }
 
@@ -155,15 +155,15 @@ pub struct Table {
     pub name: String,
     /// How many entries are in use.
     pub used: u64,
-    /// How many it has room for now; it is made larger when that is not enough.
+    /// How many it has room for now; the agent makes it larger when this is not enough.
     pub capacity: u64,
-    /// How many it may at most be given room for.
+    /// The most entries that it may grow to.
     pub limit: u64,
     /// The memory that it takes.
     pub bytes: u64,
 }
 
-/// What runs here.
+/// The versions in use.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Versions {
     /// The running agent.

@@ -1,4 +1,4 @@
-//! What others have set up on the node that the packet path does not go by.
+//! Settings of others on the node that the packet path does not follow.
 
 use kernel::netfilter;
 use plan::ipsec::Policy;
@@ -9,7 +9,7 @@ use super::{super::api::AgentStatus, Finding, Interface, Severity};
 /// How many policies are named.
 const NAMED: usize = 3;
 
-/// What there is. The packet path is on.
+/// Returns the findings. Call this if the packet path is on.
 pub fn findings() -> Vec<Finding> {
     let mut findings = Vec::new();
     match kernel::ipsec_policies() {
@@ -23,7 +23,8 @@ pub fn findings() -> Vec<Finding> {
     findings
 }
 
-/// Says so if packets of services pass by chains of nf_tables on the way out of interfaces, which see all others.
+/// Reports packets of services that bypass chains of nf_tables on the way out of interfaces, which see all other
+/// packets.
 pub fn egress_chains(interfaces: &[Interface]) -> Vec<Finding> {
     let chains = match netfilter::egress_chains() {
         Ok(chains) => chains,
@@ -47,7 +48,7 @@ pub fn egress_chains(interfaces: &[Interface]) -> Vec<Finding> {
     findings
 }
 
-/// Says so if pods of this node are outside of the cgroup that the programs are attached to.
+/// Reports pods of this node that are outside of the cgroup that the programs are attached to.
 pub fn pods_elsewhere(agent: &AgentStatus) -> Option<Finding> {
     let pods = agent.pods.as_ref().filter(|pods| pods.outside > 0)?;
     let example = match &pods.others[..] {

@@ -1,10 +1,10 @@
-//! Whether captured DNS queries go to their resolvers, because the agent's DNS server does not answer.
+//! Reports captured DNS queries that go to their resolvers, because the agent's DNS server does not answer.
 
 use std::time::Duration;
 
 use super::{Finding, Severity};
 
-/// What is wrong, if the threads of the server have been silent for so long.
+/// Returns the finding, if the threads of the server have been silent for so long.
 pub fn finding(silent: Duration) -> Finding {
     let since = if silent == Duration::MAX {
         "has not begun to answer".to_owned()

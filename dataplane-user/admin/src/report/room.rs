@@ -1,10 +1,10 @@
-//! Where room becomes scarce before anything is refused.
+//! Reports room that becomes scarce before anything is refused.
 
 use kernel::Usage;
 
 use super::{super::api::Flows, Finding, Severity};
 
-/// Says so if masqueraded flows to some endpoints have four fifths of the node's ports.
+/// Reports endpoints whose masqueraded flows have four fifths of the node's ports.
 pub fn of_ports(flows: &Flows) -> Option<Finding> {
     let mut tight = flows
         .ports
@@ -23,7 +23,7 @@ pub fn of_ports(flows: &Flows) -> Option<Finding> {
     Some(Finding::new(Severity::Warning, text))
 }
 
-/// Says so if the table of clients with session affinity is full to four fifths.
+/// Reports a table of clients with session affinity that is full to four fifths.
 pub fn of_clients(usage: &Usage) -> Option<Finding> {
     let (used, room) = (u64::from(usage.used), u64::from(usage.capacity));
     if usage.table != "AFFINITY" || used * 5 < room * 4 {

@@ -1,5 +1,5 @@
-//! Requests as strangers may send them: whatever a connection sends, it gets an answer or is closed, no handler panics,
-//! and the next client is served.
+//! Hostile requests: for any bytes, a connection gets an answer or is closed, no handler panics, and the next client is
+//! served.
 
 use std::{env, time::Duration};
 
@@ -15,10 +15,10 @@ use tokio::{
 use super::*;
 use crate::Learnt;
 
-/// Connections, unless `DATAPLANE_FUZZ_RUNS` says.
+/// The default number of connections, without `DATAPLANE_FUZZ_RUNS`.
 const RUNS: u64 = 2000;
 const SEED: u64 = 28;
-/// Longer than any answer takes. A request that is not whole is ended by the client.
+/// Longer than any answer takes. The client ends a request that is not whole.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 const REQUESTS: &[&str] = &[
@@ -62,7 +62,7 @@ const PIECES: &[&str] = &[
     "\t",
 ];
 
-/// A request, some of whose bytes are others.
+/// A request with some changed bytes.
 fn request(random: &mut SmallRng) -> Vec<u8> {
     let mut bytes = Vec::new();
     for _ in 0..random.random_range(1..4) {
@@ -85,11 +85,12 @@ fn request(random: &mut SmallRng) -> Vec<u8> {
     bytes
 }
 
-/// Sends it, and nothing more if it `ends` so, and reads until the server has closed. Returns the status of each answer.
+/// Sends the bytes, with an end of the stream if `ends`, and reads until the server has closed. Returns the status of
+/// each answer.
 /// (The server may close a connection that has ended without an answer.)
 async fn statuses(at: SocketAddr, bytes: &[u8], ends: bool) -> Vec<u16> {
     let mut stream = TcpStream::connect(at).await.unwrap();
-    // Fails if the server has seen enough.
+    // Fails if the server has closed already.
     let _ = stream.write_all(bytes).await;
     if ends {
         let _ = stream.shutdown().await;
@@ -138,7 +139,7 @@ async fn whatever_is_sent_is_answered_or_closed() {
         let bytes = request(&mut random);
         for status in statuses(at, &bytes, true).await {
             let text = String::from_utf8_lossy(&bytes);
-            // 501: a transfer coding that nobody knows; 503: not ready.
+            // 501: an unknown transfer coding; 503: not ready.
             let is_known = status < 500 || matches!(status, 501 | 503 | 505);
             assert!(is_known, "run {run}: {status} to {text:?}");
             answered += 1;

@@ -38,7 +38,7 @@ use super::{
     state::State,
 };
 
-/// Items in a page of a list, unless asked for fewer.
+/// Items in a page of a list, unless the request has a smaller limit.
 const PAGE: usize = 2000;
 
 /// Answers that are made at the same time.
@@ -47,20 +47,20 @@ const BODIES: usize = 4;
 /// Why the agent cannot listen.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Somebody else answers on the socket.
+    /// Another process answers on the socket.
     #[error("{agent} on this node answers on {}", socket.display())]
     Busy {
-        /// Who.
+        /// The process.
         agent: String,
-        /// Where.
+        /// The socket.
         socket: PathBuf,
     },
     /// The socket cannot be made.
     #[error("cannot listen on {}: {cause}; choose another place with --socket", socket.display())]
     Socket {
-        /// Where.
+        /// The socket's path.
         socket: PathBuf,
-        /// Why.
+        /// The reason.
         cause: io::Error,
     },
     /// The address cannot be listened on.
@@ -68,19 +68,19 @@ pub enum Error {
         "cannot listen on {addr} for {what}: {cause}; choose another address with {flag}, or `{flag} off`"
     )]
     Address {
-        /// Where.
+        /// The address.
         addr: SocketAddr,
-        /// For what.
+        /// The purpose.
         what: &'static str,
-        /// How to choose another.
+        /// The option that chooses another.
         flag: &'static str,
-        /// Why.
+        /// The reason.
         cause: io::Error,
     },
 }
 
-/// Open sockets, which nobody serves yet: opened before anything is touched, so that a port in use
-/// is an error while it costs nothing.
+/// Open sockets that are not served yet: opened before anything is changed, so that a port in use is an error while the
+/// error costs nothing.
 #[derive(Debug)]
 pub struct Listeners {
     socket: UnixListener,
@@ -104,8 +104,7 @@ impl Drop for SocketFile {
 }
 
 impl Listeners {
-    /// Opens them. A socket file that an earlier agent left behind is replaced; one that somebody
-    /// listens on is not.
+    /// Opens the sockets. A socket file that an earlier agent left behind is replaced; one with a listener is not.
     ///
     /// # Errors
     ///
@@ -132,9 +131,9 @@ impl Listeners {
             socket,
             metrics: tcp(settings.metrics(), "metrics", "--metrics-addr")?,
             health: tcp(settings.health(), "health checks", "--health-addr")?,
-            // Opened later, since it may be had later: kube-proxy has it until it is gone.
+            // Opened later, because the port may become free later: kube-proxy has it until it is gone.
             healthz: settings.healthz(),
-            // kube-proxy has both at one port; so has the agent if it is told to.
+            // kube-proxy has both at one port; so has the agent if this is configured.
             proxy_mode: settings
                 .proxy_mode()
                 .filter(|at| settings.metrics() != Some(*at)),
@@ -144,7 +143,7 @@ impl Listeners {
     }
 }
 
-/// Who answers on a socket, if somebody does.
+/// Returns the process that answers on a socket, if there is one.
 pub fn who_answers(socket: &Path) -> Option<String> {
     match Client::new(socket).get::<Version>("/version") {
         Ok(version) => Some(format!(
@@ -182,7 +181,7 @@ fn unix(path: &Path) -> Result<UnixListener, Error> {
     })
 }
 
-/// What the handlers share.
+/// Data that the handlers share.
 #[derive(Debug)]
 struct Context {
     state: Arc<State>,
@@ -190,12 +189,12 @@ struct Context {
     renderings: Renderings,
 }
 
-/// Answers until it is dropped. `reviewer`: who says which clients may read the metrics at their own address; none:
+/// Answers until it is dropped. `reviewer`: decides which clients may read the metrics at their own address; `None`:
 /// every client may.
 ///
 /// # Errors
 ///
-/// If a listener breaks, which it does not.
+/// If a listener breaks, which does not happen.
 pub async fn serve(
     listeners: Listeners,
     state: Arc<State>,
@@ -300,7 +299,7 @@ fn admin_routes(context: &Arc<Context>) -> Router {
         .merge(health_routes(context))
 }
 
-/// The agent answers, and none of its threads hangs: whether it works is readiness.
+/// Whether the agent answers, and none of its threads hangs. Readiness shows whether it works.
 async fn get_live(Shared(context): Shared<Arc<Context>>) -> (StatusCode, String) {
     match context.state.stuck(Instant::now()) {
         None => (StatusCode::OK, "alive\n".to_owned()),
@@ -358,7 +357,7 @@ async fn get_mesh(Shared(context): Shared<Arc<Context>>) -> Response {
     answer(move || Ok(Json(context.state.mesh()))).await
 }
 
-/// Which services.
+/// The services to list.
 #[derive(Debug, Deserialize)]
 struct ServicesQuery {
     namespace: Option<String>,
@@ -386,7 +385,7 @@ async fn get_services(
     .await
 }
 
-/// Which pools.
+/// The pools to list.
 #[derive(Debug, Deserialize)]
 struct PoolsQuery {
     pool: Option<u32>,
@@ -410,8 +409,7 @@ async fn get_pools(
     .await
 }
 
-/// Answers from a thread of its own: what reads tables of many services must not keep a readiness
-/// probe waiting.
+/// Answers from a thread of its own: reading tables of many services must not delay a readiness probe.
 async fn answer<R: IntoResponse + Send + 'static>(
     work: impl FnOnce() -> Result<R, String> + Send + 'static,
 ) -> Response {
@@ -420,7 +418,7 @@ async fn answer<R: IntoResponse + Send + 'static>(
 
 /// Works on a thread of its own.
 ///
-/// Only so many do at once: each takes memory, and time of the CPU. The others wait.
+/// Only a few run at once, because each takes memory, and time of the CPU. The others wait.
 async fn aside<R: Send + 'static>(
     work: impl FnOnce() -> Result<R, String> + Send + 'static,
 ) -> Result<R, Response> {

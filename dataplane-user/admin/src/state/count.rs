@@ -1,4 +1,4 @@
-//! Counters, as the kernel has them now.
+//! Counters, with the kernel's present values.
 
 use std::{sync::MutexGuard, time::Instant};
 
@@ -16,14 +16,14 @@ use crate::{
 const POOLS_AT_ONCE: u32 = 4096;
 
 impl State {
-    /// What connections have come to that went direct.
+    /// Returns the counters of direct connections.
     pub fn direct(&self) -> MutexGuard<'_, Direct> {
         let mut direct = lock(&self.direct);
         if direct.is_idle() {
             return direct;
         }
         let tables = kernel::CaptureTables::open(&self.paths.bpffs);
-        // Without it nothing is counted, and what was counted stays.
+        // Without the table nothing is counted, and the earlier counts stay.
         let Ok(traffic) = tables.and_then(|tables| tables.traffic()) else {
             return direct;
         };
@@ -41,7 +41,7 @@ impl State {
         direct
     }
 
-    /// The counters of every service's port, as they are now.
+    /// Returns the present counters of every service's port.
     pub fn counters(&self) -> MutexGuard<'_, Counters> {
         self.count();
         lock(&self.counters)
@@ -49,10 +49,10 @@ impl State {
 
     /// Reads the kernel's counters.
     pub(super) fn count(&self) {
-        // One after the other, or a late one would bring older figures.
+        // One at a time, because a late one would bring older figures.
         let mut counters = lock(&self.counters);
-        // Opened each time: a table that has grown is another one. Without it nothing is counted,
-        // and what was counted stays.
+        // Opened each time, because a grown table replaces the earlier one. Without it nothing is counted, and the
+        // earlier counts stay.
         let growing = lock(&self.growing);
         let tables = kernel::Tables::open(&self.paths.bpffs);
         drop(growing);
@@ -75,7 +75,7 @@ impl State {
     }
 }
 
-/// Whose a pool is.
+/// Returns the service's port of a pool.
 pub(super) fn owner(planner: &Planner, pool: u32) -> Option<PortKey> {
     let owner = planner.pool_owner(pool)?;
     Some(PortKey {

@@ -1,4 +1,4 @@
-//! What the agent knows, for its endpoints to show: written by the sync, read by everyone.
+//! The agent's state, which its endpoints show: written by the sync, read by every endpoint.
 
 mod count;
 mod show;
@@ -27,33 +27,33 @@ use super::{
     lock::lock, pulse::Pulse, view,
 };
 
-/// What the agent knows.
+/// The agent's state.
 #[derive(Debug)]
 pub struct State {
-    /// Where the kernel's side is.
+    /// The paths of the kernel's pins.
     pub paths: kernel::Paths,
     /// How far the tables may grow.
     pub limits: kernel::Limits,
-    /// What the kernel holds, and whose it is. The sync holds this lock while it plans.
+    /// The contents of the kernel's tables, with their services. The sync holds this lock while it plans.
     pub planner: Mutex<Planner>,
     /// How long syncs take, in seconds.
     pub sync_duration: Histogram,
-    /// Syncs that did not work.
+    /// Syncs that failed.
     pub sync_errors: Counter,
-    /// Whether what is to be written is written.
+    /// Whether all changes are written.
     pub pulse: Pulse,
-    /// Whether the threads that write it go on.
+    /// Whether the threads that write make progress.
     pub beats: Beats,
-    /// Whoever shows what is served may look again.
+    /// Notifies tasks that show the served objects.
     pub synced_again: Notify,
     /// How long it takes from the arrival of a change to the tables, in seconds.
     pub change_duration: Histogram,
-    /// What became of flows and sockets.
+    /// Counters of flows and sockets.
     pub flows: FlowFigures,
-    /// How reading the source goes.
+    /// The health of the source.
     pub source: Health,
     learnt: Learnt,
-    /// Whether there was something in the tables at the start.
+    /// Whether the tables had entries at the start.
     inherited: bool,
     /// The agent's own proxy, if there is one.
     pub proxy: OnceLock<Observer>,
@@ -64,19 +64,19 @@ pub struct State {
     started: u64,
     known: Mutex<Known>,
     counters: Mutex<Counters>,
-    /// Pools that are being given to another service: until that is written they hold what they
-    /// counted for the one before. Sorted; changed only while the planner is locked.
+    /// Pools that are being reused for another service: until this is written they hold the counts of the earlier
+    /// service. Sorted; changed only while the planner is locked.
     given: Mutex<Vec<u32>>,
     /// Held while tables grow, and while they are opened for counting.
     growing: Mutex<()>,
 }
 
-/// What the agent goes by, and where it was learnt from.
+/// The settings and facts that the agent uses, with their sources.
 #[derive(Debug, Default)]
 pub struct Learnt {
-    /// Why it is not what the configuration says now; none: it is.
+    /// Why the settings differ from the configuration; `None`: they do not.
     pub outdated: Option<String>,
-    /// Who counts as a pod.
+    /// The networks whose clients count as pods.
     pub pod_networks: Vec<api::Learnt>,
     /// The cgroup whose processes are served.
     pub cgroup: api::Learnt,
@@ -96,13 +96,13 @@ struct Known {
     unasked: Vec<Problem>,
     /// Which namespaces have more clients with session affinity than their share.
     crowded: Vec<api::Problem>,
-    /// What is wrong with the packet path's programs and interfaces.
+    /// Problems of the packet path's programs and interfaces.
     network: Vec<api::Problem>,
     /// Why capture is not in line with the source.
     mesh_failure: Option<String>,
-    /// Why the proxy takes fewer connections than it was asked to.
+    /// Why the proxy takes fewer connections than configured.
     mesh_shortage: Option<String>,
-    /// What the tables of capture have no room for.
+    /// Entries that the tables of capture have no room for.
     mesh_left_out: Vec<String>,
     captured: Arc<[api::MeshWorkload]>,
     /// Where pods' sockets are.
@@ -115,7 +115,7 @@ fn micros(duration: Duration) -> u64 {
 }
 
 impl State {
-    /// Before the first sync.
+    /// The state before the first sync.
     pub fn new(
         paths: kernel::Paths,
         limits: kernel::Limits,
@@ -124,7 +124,7 @@ impl State {
         source: Health,
         learnt: Learnt,
     ) -> Self {
-        // From what one endpoint costs among few services to a full load of very many.
+        // From the cost of one endpoint among few services to a full load of very many.
         let buckets = [
             0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
         ];
@@ -170,14 +170,14 @@ impl State {
         }
     }
 
-    /// The thread that hangs, as seen at `now`, and for how long.
+    /// Returns the thread that hangs at `now`, and for how long.
     pub fn stuck(&self, now: Instant) -> Option<(String, Duration)> {
         let beats = self.beats.stuck(now);
         let beats = beats.map(|(name, busy)| (name.to_owned(), busy));
         beats.or_else(|| self.dns.get()?.stuck(now))
     }
 
-    /// Plans for `snapshot`: what is then to be written. [`State::written`] follows.
+    /// Plans for `snapshot`: returns the writes. [`State::written`] follows.
     pub fn plan(&self, snapshot: &Snapshot) -> Plan {
         let mut planner = lock(&self.planner);
         let plan = planner.plan(snapshot);
@@ -193,29 +193,29 @@ impl State {
         plan
     }
 
-    /// The plan was written, or could not be.
+    /// Records that the plan was written, or failed.
     pub fn written(&self) {
         *lock(&self.given) = Vec::new();
     }
 
-    /// Makes tables larger. Nobody begins to read counters meanwhile: a copy lags behind until what
-    /// was counted during the copying is added to it.
+    /// Makes tables larger. No reader of counters begins meanwhile: a copy lags behind until the counts during the
+    /// copying are added to it.
     pub fn grow<T>(&self, work: impl FnOnce() -> T) -> T {
         let _growing = lock(&self.growing);
         work()
     }
 
-    /// Whether the tables were ever brought in line with the source, and the agent is not ending.
+    /// Whether the tables were ever in line with the source, and the agent is not ending.
     fn is_in_line(&self) -> bool {
         self.ready.load(Ordering::Acquire)
     }
 
-    /// The agent ends: whoever balances load over nodes may look elsewhere.
+    /// The agent ends: load balancers over nodes may choose other nodes.
     pub fn not_ready(&self) {
         self.ready.store(false, Ordering::Release);
     }
 
-    /// The tables hold what `snapshot` says.
+    /// Records that the tables are in line with `snapshot`.
     pub fn synced(
         &self,
         snapshot: &Snapshot,
@@ -240,12 +240,13 @@ impl State {
         self.synced_again.notify_one();
     }
 
-    /// Ports at which load balancers ask and get no answer.
+    /// Sets the problems of ports at which load balancers get no answer.
     pub fn load_balancers_cannot_ask(&self, problems: Vec<Problem>) {
         lock(&self.known).unasked = problems;
     }
 
-    /// Clients of services with session affinity were removed, because those of their namespaces left too little room.
+    /// Records that clients of services with session affinity were removed, because their namespaces left too little
+    /// room.
     pub fn affinity_shared(&self, removed: BTreeMap<Box<str>, u32>) {
         let crowded = removed.into_iter().map(|(namespace, clients)| api::Problem {
             gravity: api::Gravity::Warning,
@@ -259,23 +260,23 @@ impl State {
         lock(&self.known).crowded = crowded.collect();
     }
 
-    /// A sync did not work.
+    /// Records a failed sync.
     pub fn sync_failed(&self, text: String) {
         self.sync_errors.inc();
         lock(&self.known).sync_error = Some(api::Failure { at: now(), text });
     }
 
-    /// Where the sockets of this node's pods are.
+    /// Records where the sockets of this node's pods are.
     pub fn pods_seen(&self, pods: api::PodCgroups) {
         lock(&self.known).pods = Some(pods);
     }
 
-    /// The same, as it was last.
+    /// Returns where the sockets of this node's pods are, at the last look.
     pub fn pods(&self) -> Option<api::PodCgroups> {
         lock(&self.known).pods.clone()
     }
 
-    /// Problems of the packet path now, each with its severity.
+    /// Sets the problems of the packet path, each with its severity.
     pub fn network_problems(&self, problems: &[(api::Gravity, String)]) {
         let problem = |(gravity, text): &(api::Gravity, String)| api::Problem {
             gravity: *gravity,
@@ -298,9 +299,9 @@ impl State {
         is_news
     }
 
-    /// Whose connections are captured now. `trouble`: why it may not be so of all of them. `shortage`: why
-    /// the proxy takes fewer connections than it was asked to. `left_out`: what the tables have no room for. Answers
-    /// what the kernel need not count any more.
+    /// Records the workloads whose connections are captured. `trouble`: why some of it may be wrong. `shortage`: why
+    /// the proxy takes fewer connections than configured. `left_out`: entries that the tables have no room for. Returns
+    /// the entries that the kernel no longer needs to count.
     pub fn captured(
         &self,
         workloads: &[Enrolment],
@@ -322,7 +323,7 @@ impl State {
         known.captured = workloads.iter().map(view::mesh_workload).collect();
         let snapshot = known.snapshot.clone();
         drop(known);
-        // Not only when somebody asks: pools may be other services' by then.
+        // Not only on request, because pools may belong to other services by then.
         let mut direct = self.direct();
         let captured: Vec<_> = direct.workloads().map(Party::of).collect();
         direct.forget(
@@ -335,22 +336,22 @@ impl State {
         )
     }
 
-    /// Capture could not be brought in line with the source.
+    /// Records that capture could not be brought in line with the source.
     pub fn capture_failed(&self, text: String) {
         lock(&self.known).mesh_failure = Some(text);
     }
 
-    /// What is served.
+    /// Returns the served snapshot.
     pub fn snapshot(&self) -> Snapshot {
         lock(&self.known).snapshot.clone()
     }
 
-    /// Why load balancers are told to send this node nothing new.
+    /// Why load balancers are asked to send this node no new connections.
     pub fn leaving(&self) -> Option<Leaving> {
         lock(&self.known).snapshot.node.leaving
     }
 
-    /// When the last sync that worked ended.
+    /// When the last sync that succeeded ended.
     pub fn last_sync(&self) -> Option<u64> {
         lock(&self.known).last_sync.as_ref().map(|sync| sync.at)
     }

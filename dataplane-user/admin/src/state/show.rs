@@ -1,4 +1,4 @@
-//! What the agent knows, as its endpoints show it.
+//! The agent's state, in the form of its endpoints.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -14,12 +14,12 @@ use proxy::Observer;
 use super::{Known, State, count::owner};
 use crate::{api, lock::lock, view};
 
-/// How many workloads are named that have one problem of the node's.
+/// How many workloads are named that share one problem of the node's.
 const NAMED: usize = 8;
 
 impl State {
-    /// Why whoever waits for this agent is to wait on; none: it is ready. By its own state and the node's
-    /// only, whatever the source says.
+    /// Returns why the agent is not ready; `None`: it is ready. This depends on its own state and the node's only, and
+    /// not on the source.
     pub fn not_ready_because(&self) -> Option<String> {
         if !self.is_in_line() {
             return Some("the kernel's tables were not written yet, or the agent ends".to_owned());
@@ -57,7 +57,7 @@ impl State {
             + self.stalled().count()
     }
 
-    /// Workloads that have as many connections through the proxy as they may.
+    /// Returns the workloads that have the most connections through the proxy that they may have.
     fn at_limit(&self) -> impl Iterator<Item = api::Problem> {
         let workloads = self.proxy.get().map(Observer::at_limit);
         let workloads = workloads.unwrap_or_default().into_iter();
@@ -71,7 +71,7 @@ impl State {
         })
     }
 
-    /// Workloads some of whose connections the proxy ended because nobody read what it held for them.
+    /// Returns the workloads some of whose connections the proxy ended because their receivers did not read.
     fn stalled(&self) -> impl Iterator<Item = api::Problem> {
         let workloads = self.proxy.get().map(Observer::stalled);
         let workloads = workloads.unwrap_or_default().into_iter();
@@ -231,7 +231,7 @@ impl State {
         }
     }
 
-    /// Whose the pools after `after` are, at most `limit`.
+    /// Returns the services of the pools after `after`, at most `limit`.
     pub fn pools(&self, after: u32, limit: u32) -> api::Page<api::Pool> {
         let end = lock(&self.known).pools;
         let stop = after.saturating_add(limit).saturating_add(1).min(end);
@@ -244,7 +244,7 @@ impl State {
         }
     }
 
-    /// Whose a pool is.
+    /// Returns the service of a pool.
     pub fn pool(&self, pool: u32) -> Option<api::Pool> {
         let planner = lock(&self.planner);
         let key = owner(&planner, pool)?;
@@ -263,7 +263,7 @@ impl State {
     }
 }
 
-/// Problems of capture. A fault of the node's that several workloads have is said once.
+/// Problems of capture. A fault of the node's that several workloads have is reported once.
 fn mesh_problems(known: &Known) -> impl Iterator<Item = api::Problem> {
     let problem = |gravity, text: String| api::Problem {
         gravity,
