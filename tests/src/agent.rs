@@ -25,7 +25,7 @@ const READY: Duration = Duration::from_mins(1);
 const READ_ONLY_SETTINGS: &str =
     "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys";
 
-/// The variable by which a program is told where tests ask for panics (`threads.rs` in `dataplane-user`).
+/// The variable that names the directory in which tests request panics (`threads.rs` in `dataplane-user`).
 pub const PANICS: &str = "DATAPLANE_PANICS";
 
 /// An agent that has not been started.
@@ -83,7 +83,7 @@ impl<'a> AgentBuilder<'a> {
         self
     }
 
-    /// With so many open files at most: the soft limit and the hard one.
+    /// With at most so many open files: the soft limit and the hard one.
     pub fn open_files(mut self, soft: usize, hard: usize) -> Self {
         self.files = Some([soft, hard]);
         self
@@ -117,8 +117,8 @@ impl<'a> AgentBuilder<'a> {
         Ok(agent)
     }
 
-    /// Makes what the agent needs and does not start it yet: for what happens before, and for
-    /// agents that shall not become ready.
+    /// Makes what the agent needs and does not start it yet: for events before the start, and for agents that do not
+    /// become ready.
     ///
     /// # Errors
     /// When it is not built, or its directories cannot be made.
@@ -129,7 +129,7 @@ impl<'a> AgentBuilder<'a> {
         let id = self.lab.id();
         let directory = id.state_dir().join(self.node.name());
         create_dir(&directory)?;
-        // Beside the node's cgroup, not in it: what the agent itself does is no pod's traffic.
+        // Beside the node's cgroup, not in it: the agent's own traffic is not a pod's.
         let cgroup = if self.inside {
             self.lab.node_cgroup(self.node.name()).join("agent")
         } else {
@@ -191,7 +191,7 @@ impl Agent {
         self.directory.join("agent.sock")
     }
 
-    /// What it logged so far, also before a restart.
+    /// Its log so far, also from before a restart.
     pub fn log(&self) -> String {
         fs::read_to_string(self.log_file()).unwrap_or_default()
     }
@@ -215,7 +215,7 @@ impl Agent {
         self.program(self.program.as_os_str()).args(arguments)
     }
 
-    /// A program that is told where this agent is.
+    /// A program with the variables by which it finds this agent.
     fn program(&self, program: &OsStr) -> Command {
         let program = Some(program);
         let mut command = Command::new(&self.probe, self.node.netns(), &self.cgroup, program);
@@ -238,8 +238,8 @@ impl Agent {
         self.wait_until_ready()
     }
 
-    /// Starts another agent in the place of the one that runs, and waits until it is ready. Answers the
-    /// one before, which ends by itself.
+    /// Starts another agent in the place of the running one, and waits until it is ready. Returns the earlier agent,
+    /// which ends by itself.
     ///
     /// # Errors
     /// When it ends or is not ready in time: the error holds its log.
@@ -253,7 +253,7 @@ impl Agent {
         Ok(before)
     }
 
-    /// The one that ran before it was replaced is the one to wait for from here on. Answers the other.
+    /// Makes an agent that was replaced the current one again. Returns the other.
     ///
     /// # Errors
     /// When none runs.
@@ -309,10 +309,10 @@ impl Agent {
         self.directory.join("panics")
     }
 
-    /// Has a thread of the agent's panic when it has something to do. Only builds with debug assertions know how.
+    /// Makes a thread of the agent's panic at its next job. Only builds with debug assertions support this.
     ///
     /// # Errors
-    /// When the file that says so cannot be written.
+    /// When the file that requests it cannot be written.
     pub fn have_panic(&self, thread: &str) -> Result<()> {
         let directory = self.panics();
         fs::create_dir_all(&directory)
@@ -340,8 +340,8 @@ impl Agent {
         })
     }
 
-    /// Has another agent take the place of the one that runs, which cannot go on then: it is to listen at one port
-    /// twice. Answers what it says of that.
+    /// Starts an agent that would take the running one's place, but cannot: its configuration has one port twice.
+    /// Returns its output.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -366,7 +366,7 @@ impl Agent {
             // The socket is a cheap sign that asking is worth while.
             let reason = if self.socket().exists() {
                 let output = self.dataplane(["status"]).output()?;
-                // Another one that it replaces answers until then.
+                // Until then the agent that it replaces may answer.
                 let own = format!("process {},", self.id());
                 let is_own = String::from_utf8_lossy(&output.stdout).contains(&own);
                 if output.status.success() && is_own {
@@ -403,7 +403,7 @@ impl Agent {
         self.process = None;
     }
 
-    /// What an agent of one layout has pinned becomes what one of another layout has: such agents have another
+    /// Renames what an agent of one layout has pinned for another layout: agents of another layout have another
     /// directory.
     ///
     /// # Errors
@@ -414,7 +414,7 @@ impl Agent {
             .doing(|| format!("move the pins in {}", self.bpffs.display()))
     }
 
-    /// From here on it starts in a cgroup of its own beside the one that it had, as another pod has.
+    /// Makes it start in a new cgroup beside its present one from now on, as another pod would.
     ///
     /// # Errors
     /// When it cannot be made.
@@ -423,7 +423,7 @@ impl Agent {
         create_dir(&self.cgroup)
     }
 
-    /// From here on it, and the commands about it, are told that this is the cgroup to serve.
+    /// Makes this the cgroup to serve from now on, for the agent and the commands about it.
     pub fn serve_cgroup(&mut self, cgroup: PathBuf) {
         self.node_cgroup = cgroup;
     }

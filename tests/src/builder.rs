@@ -15,7 +15,7 @@ use crate::{
 /// characters.
 const MAX_NAME: usize = 10;
 
-/// A description of a lab. The first mistake in it is reported by [`LabBuilder::build`].
+/// A description of a lab. [`LabBuilder::build`] reports its first mistake.
 #[derive(Debug, Default)]
 #[must_use = "a lab exists after `build`"]
 pub struct LabBuilder {
@@ -32,22 +32,22 @@ impl Lab {
 }
 
 impl LabBuilder {
-    /// Where the programs are that the lab runs; those built with this program otherwise.
+    /// Sets where the lab's programs are; by default they are those built with this program.
     pub fn programs(mut self, programs: Programs) -> Self {
         self.programs = Some(programs);
         self
     }
 
-    /// Adds a node. The Nth one has the addresses 192.168.77.N and fd77::N and the pod networks
-    /// 10.244.N.0/24 and fd00:10:244:N::/64.
+    /// Adds a node. Node N has the addresses 192.168.77.N and fd77::N and the pod networks 10.244.N.0/24 and
+    /// fd00:10:244:N::/64.
     pub fn node(mut self, name: &str) -> Self {
         let number = self.next_number(Role::Node);
         let ipv4 = Ipv4Addr::new(192, 168, 77, number);
         self.add(name, Role::Node, number, None, ipv4)
     }
 
-    /// Adds a pod to a node that was added before. Its v6 address reads like its v4 one:
-    /// 10.244.2.10 has fd00:10:244:2::10 beside it.
+    /// Adds a pod to a node that was added before. Its v6 address has the digits of its v4 one: 10.244.2.10 has
+    /// fd00:10:244:2::10 beside it.
     pub fn pod(self, node: &str, name: &str, ipv4: &str) -> Self {
         let number = self
             .hosts
@@ -71,8 +71,8 @@ impl LabBuilder {
         self.add(name, Role::Pod, number, Some(node.to_owned()), address)
     }
 
-    /// Adds a pod whose processes are not in its node's cgroup, as those of pods that are virtual
-    /// machines are not: of its sockets the node's programs see nothing but packets.
+    /// Adds a pod whose processes are not in its node's cgroup, like the processes in a virtual machine: the node's
+    /// programs see its packets, but not its sockets.
     pub fn vm(self, node: &str, name: &str, ipv4: &str) -> Self {
         let mut this = self.pod(node, name, ipv4);
         if let Some(host) = this.hosts.last_mut() {
@@ -81,9 +81,8 @@ impl LabBuilder {
         this
     }
 
-    /// Adds a client outside of the cluster, on the nodes' own network: the first has the
-    /// addresses 192.168.77.201 and fd77::201. It has no route to pods or services but those that
-    /// a scenario gives it.
+    /// Adds a client outside of the cluster, on the nodes' own network: the first has the addresses 192.168.77.201 and
+    /// fd77::201. It has no route to pods or services except those that a scenario adds.
     pub fn external(mut self, name: &str) -> Self {
         let number = self.next_number(Role::External).saturating_add(200);
         let ipv4 = Ipv4Addr::new(192, 168, 77, number);
@@ -135,11 +134,11 @@ impl LabBuilder {
         self
     }
 
-    /// Builds the lab. The first one in a process also sweeps what dead creators left.
+    /// Builds the lab. The first lab in a process also sweeps the leftovers of dead creators.
     ///
     /// # Errors
-    /// When the description contradicts itself, the machine lacks something, or the operating
-    /// system refuses; what was made until then is removed again.
+    /// When the description contradicts itself, the machine lacks something, or the operating system refuses; the parts
+    /// made until then are removed again.
     pub fn build(self) -> Result<Lab> {
         static SWEEP: Once = Once::new();
         if let Some(mistake) = self.mistake {
@@ -162,7 +161,7 @@ impl LabBuilder {
             .into_iter()
             .map(|p| Host::new(p, &id, &cgroup, &probe))
             .collect();
-        // From here on dropping the lab removes what was made.
+        // From here on dropping the lab removes its parts.
         let lab = Lab::new(id, programs, hosts);
         let directories: BTreeSet<_> = lab.hosts().iter().map(Host::cgroup).collect();
         for directory in directories {

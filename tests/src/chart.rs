@@ -30,7 +30,7 @@ pub fn render(namespace: &str, values: &Value) -> Result<Vec<String>, Error> {
     render_for("v1.36.0", namespace, values)
 }
 
-/// The same, for a version of Kubernetes.
+/// As [`render`], for a version of Kubernetes.
 ///
 /// # Errors
 /// If the chart cannot be read, or a template not be rendered.

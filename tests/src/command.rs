@@ -129,13 +129,13 @@ impl Command {
         self
     }
 
-    /// Where stdout goes.
+    /// Sets where stdout goes.
     pub fn stdout(mut self, stdout: impl Into<Stdio>) -> Self {
         self.stdout = Some(stdout.into());
         self
     }
 
-    /// Where stderr goes; this process's own otherwise.
+    /// Sets where stderr goes; by default to this process's own.
     pub fn stderr(mut self, stderr: impl Into<Stdio>) -> Self {
         self.stderr = Some(stderr.into());
         self
@@ -191,7 +191,7 @@ impl Command {
     /// Runs the program and collects what it writes.
     ///
     /// # Errors
-    /// When it cannot be started. That it fails is in the [`Output`].
+    /// When it cannot be started. A failure of the program is in the [`Output`].
     pub fn output(mut self) -> Result<Output> {
         let line = self.line();
         self.stdout = Some(Stdio::piped());
@@ -227,15 +227,14 @@ impl Command {
     /// Runs the program, which must succeed, and reads its stdout as one JSON document.
     ///
     /// # Errors
-    /// When it cannot be started, fails, or answers something else.
+    /// When it cannot be started, fails, or answers anything but this document.
     pub fn json<T: DeserializeOwned>(self) -> Result<T> {
         let program = format!("{} in {}", self.line(), self.netns);
         parse(program, &self.run()?)
     }
 
-    /// Starts the program in the background. It ends when the [`Process`] is dropped, and when
-    /// this process ends in whichever way. Its stdin is empty and its stdout thrown away unless
-    /// said otherwise.
+    /// Starts the program in the background. It ends when the [`Process`] is dropped, and when this process ends in any
+    /// way. By default its stdin is empty and its stdout is thrown away.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -276,10 +275,10 @@ impl Process {
         self.child.as_ref().map_or(0, Child::id)
     }
 
-    /// Whether it has ended, and how.
+    /// Returns whether it has ended, and how.
     ///
     /// # Errors
-    /// When the operating system does not say.
+    /// When the operating system does not return it.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         let line = &self.line;
         let child = self
@@ -378,7 +377,7 @@ impl Process {
     /// [`Process::wait`], and reads what it wrote as one JSON document.
     ///
     /// # Errors
-    /// When it fails or answers something else.
+    /// When it fails or answers anything but this document.
     pub fn wait_json<T: DeserializeOwned>(self) -> Result<T> {
         let program = self.line.clone();
         parse(program, &self.wait()?)

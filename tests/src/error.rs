@@ -1,4 +1,4 @@
-//! What can go wrong with a lab.
+//! Errors of a lab.
 
 use std::{io, path::PathBuf, process::ExitStatus};
 
@@ -17,9 +17,9 @@ pub enum Error {
     /// The operating system refused.
     #[error("cannot {doing}: {source}")]
     Io {
-        /// What was tried, as a verb phrase: "create cgroup /sys/fs/cgroup/x".
+        /// The attempted action, as a verb phrase: "create cgroup /sys/fs/cgroup/x".
         doing: String,
-        /// What the operating system said.
+        /// The operating system's error.
         source: io::Error,
     },
     /// A program that the lab ran failed.
@@ -29,7 +29,7 @@ pub enum Error {
         program: String,
         /// How it ended.
         status: ExitStatus,
-        /// What it wrote to stderr, or its input where that says more.
+        /// Its stderr, or its input if this explains more.
         stderr: String,
     },
     /// A program of this workspace has not been built.
@@ -52,7 +52,7 @@ pub enum Error {
     Answer {
         /// The program.
         program: String,
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
         /// The beginning of the answer.
         answer: String,
@@ -69,7 +69,7 @@ pub enum Error {
     },
 }
 
-/// Names what was tried in an [`io::Error`].
+/// Adds the attempted action to an [`io::Error`].
 pub(crate) trait Doing<T> {
     fn doing(self, what: impl FnOnce() -> String) -> Result<T>;
 }

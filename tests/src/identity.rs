@@ -1,9 +1,8 @@
-//! Which lab is whose, and how a lab is removed: by its owner, or by a later one when its owner
-//! died.
+//! The owners of labs, and the removal of a lab: by its owner, or by a later process when its owner died.
 //!
-//! Everything that a lab makes outside of its process carries the lab's id in its name, and the id
-//! carries the creator's pid and start time. So anybody can tell a living creator's lab, which is
-//! left alone, from a dead one's, and a reused pid does not fool them.
+//! Everything that a lab makes outside of its process carries the lab's id in its name, and the id carries the
+//! creator's pid and start time. So any process can distinguish a living creator's lab, which is left alone, from a
+//! dead creator's, and a reused pid does not deceive it.
 
 use std::{
     collections::BTreeSet,
@@ -27,13 +26,13 @@ const STATE_DIR: &str = "/run/dataplane-lab";
 const CGROUP: &str = "dataplane-lab";
 const NETNS_PREFIX: &str = "dplab-";
 
-/// A lab's name: unique on this machine, and it says who made the lab.
+/// A lab's name: unique on this machine, with the creator of the lab in it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LabId {
     pid: u32,
     /// Start of the process `pid`, in clock ticks since boot.
     started: u64,
-    /// Tells the labs of one process from each other.
+    /// Distinguishes the labs of one process.
     nonce: String,
 }
 
@@ -42,7 +41,7 @@ pub struct LabId {
 pub enum CreatorState {
     /// It runs; the lab is its own business.
     Alive,
-    /// It is gone; nobody will remove the lab but a sweep.
+    /// The process is gone; only a sweep removes the lab.
     Dead,
 }
 
@@ -96,7 +95,7 @@ impl LabId {
         }
     }
 
-    /// The name of the namespace of one of the lab's hosts.
+    /// The name of the network namespace of one of the lab's hosts.
     pub(crate) fn netns(&self, host: &str) -> String {
         format!("{NETNS_PREFIX}{self}-{host}")
     }
@@ -119,8 +118,8 @@ impl LabId {
         self.state_dir().join("bpffs")
     }
 
-    /// Ends the lab's processes and removes all that it made. Goes on after an error, so that as
-    /// much as possible is removed, and returns the first.
+    /// Ends the lab's processes and removes everything that it made. Goes on after an error, to remove as much as
+    /// possible, and returns the first error.
     pub(crate) fn remove(&self) -> Result<()> {
         let mut first = Ok(());
         let mut note = |result: Result<()>| {
@@ -195,7 +194,7 @@ pub fn sweep() -> Vec<LabId> {
     dead
 }
 
-/// When a process started, in clock ticks since boot; `None` when there is no such process.
+/// Returns when a process started, in clock ticks since boot; `None` when there is no such process.
 fn start_time(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // proc(5): the second field is the name in parentheses and may hold anything, the third

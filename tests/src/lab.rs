@@ -46,7 +46,7 @@ pub(crate) struct Planned {
     pub apart: bool,
 }
 
-/// What a host of a lab stands for.
+/// The role of a host of a lab.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// A Kubernetes node.
@@ -138,8 +138,8 @@ impl Lab {
             .unwrap_or_else(|| panic!("this lab has no {role:?} named {name}"))
     }
 
-    /// The cgroup of a node, which holds those of its pods and of its own processes: where a
-    /// dataplane attaches its programs.
+    /// Returns the cgroup of a node, which holds those of its pods and of its own processes: a dataplane attaches its
+    /// programs there.
     ///
     /// # Panics
     /// When the lab has no such node.
@@ -150,11 +150,11 @@ impl Lab {
             .to_owned()
     }
 
-    /// A directory for pins on a BPF file system that belongs to this lab alone, mounted when it
-    /// is first asked for. Unmounting it, at the lab's end, releases everything pinned in it.
+    /// Returns a directory for pins on a BPF file system that belongs to this lab alone, mounted at the first call.
+    /// Unmounting it, at the lab's end, releases everything pinned in it.
     ///
     /// # Errors
-    /// When the kernel has no BPF file system, or may not mount it.
+    /// When the kernel has no BPF file system, or it cannot be mounted.
     pub fn bpffs(&self) -> Result<PathBuf> {
         let mut mounted = self
             .bpffs_mounted
@@ -187,7 +187,7 @@ impl Lab {
         let fabric = self.id.netns(Role::FABRIC_NAME);
         let members = self.hosts.iter().map(|h| (h.netns(), h.role()));
         for (netns, role) in members.chain([(fabric.as_str(), Role::Fabric)]) {
-            // The namespaces that links of this one end in, by the numbers used in it.
+            // The namespaces in which this one's links end, by their numbers in it.
             let peers = ip_json(netns, &["netns", "list-id"])?;
             let in_lab = |number: &serde_json::Value| {
                 let peer = peers.iter().find(|peer| peer["nsid"] == *number);
@@ -310,7 +310,7 @@ impl Host {
         &self.0.name
     }
 
-    /// What it stands for.
+    /// Its role.
     pub fn role(&self) -> Role {
         self.0.role
     }
@@ -325,7 +325,7 @@ impl Host {
         self.0.ipv4
     }
 
-    /// Its IPv6 address, likewise.
+    /// Its IPv6 address: a pod's own, a node's or an outside client's on the switch.
     pub fn ipv6(&self) -> Ipv6Addr {
         self.0.ipv6
     }
@@ -351,7 +351,7 @@ impl Host {
         Ipv4Addr::new(10, 244, self.0.number, 1)
     }
 
-    /// Likewise, IPv6.
+    /// As [`Host::gateway`], for IPv6.
     pub fn gateway6(&self) -> Ipv6Addr {
         Ipv6Addr::new(0xfd00, 0x10, 0x244, reads_like(self.0.number), 0, 0, 0, 1)
     }
@@ -397,9 +397,8 @@ impl Host {
         Command::new(&self.0.probe, self.netns(), self.cgroup(), None).arg(subcommand)
     }
 
-    /// Starts a server on this host that says who it is (the host's name) and whom it saw, and
-    /// waits until it listens. `arguments` are those of `probe serve`, such as
-    /// `--http 10.244.2.8:80`.
+    /// Starts a server on this host that answers with the host's name and the client's address, and waits until it
+    /// listens. `arguments` are those of `probe serve`, such as `--http 10.244.2.8:80`.
     ///
     /// # Errors
     /// When it cannot be started or cannot listen.
@@ -407,7 +406,7 @@ impl Host {
         self.serve_as(self.name(), arguments)
     }
 
-    /// Likewise, under another name: for several servers on one host.
+    /// As [`Host::serve`], under another name: for several servers on one host.
     ///
     /// # Errors
     /// When it cannot be started or cannot listen.
@@ -418,9 +417,10 @@ impl Host {
         Ok(server)
     }
 
-    /// Starts clients on this host that connect all the time, and waits until they do. End them
-    /// with [`Process::wait_json`], which gives a [`LoadReport`](crate::report::LoadReport). A connection that takes 15 s has
-    /// failed: on a busy machine, a shorter time would take the slow for the lost. `arguments` are those of `probe load`, such as `--to 10.96.0.1:80 --threads 2`.
+    /// Starts clients on this host that connect all the time, and waits until they do. End them with
+    /// [`Process::wait_json`], which returns a [`LoadReport`](crate::report::LoadReport). A connection that takes 15 s
+    /// has failed: on a busy machine, a shorter limit would count slow connections as lost. `arguments` are those of
+    /// `probe load`, such as `--to 10.96.0.1:80 --threads 2`.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -477,7 +477,7 @@ impl Host {
     }
 }
 
-/// The hexadecimal number whose digits are this decimal one's.
+/// Returns the hexadecimal number with the digits of this decimal one.
 fn reads_like(decimal: u8) -> u16 {
     let decimal = u16::from(decimal);
     (decimal / 100) << 8 | (decimal / 10 % 10) << 4 | (decimal % 10)

@@ -1,10 +1,9 @@
 //! The lab: nodes, pods and outside clients as network namespaces on one Linux machine.
 //!
-//! A [`Lab`] is a small cluster with no route to the outside. Every member is a named network
-//! namespace (`ip netns` sees it) with a cgroup of its own below its node's, because programs
-//! attached to a node's cgroup must see the node's pods and nobody else's. A lab is a value:
-//! dropping it (also by a panic) ends its processes and removes its namespaces, cgroups and pins;
-//! what a killed creator left behind is swept when the next lab is built.
+//! A [`Lab`] is a small cluster with no route to the outside. Every member is a named network namespace (`ip netns`
+//! sees it) with a cgroup of its own below its node's, because programs attached to a node's cgroup must see only the
+//! node's pods. A lab is a value: dropping it (also by a panic) ends its processes and removes its namespaces, cgroups
+//! and pins. The next lab that is built sweeps the leftovers of killed creators.
 //!
 //! ```no_run
 //! use dataplane_tests::Lab;

@@ -28,7 +28,7 @@ pub(crate) fn ip_batch(netns: Option<&str>, script: &str) -> Result<()> {
         .spawn()
         .doing(|| "run `ip` (is iproute2 installed?)".into())?;
     let mut stdin = child.stdin.take().expect("stdin is piped");
-    // A broken pipe means that `ip` gave up; its stderr says why.
+    // A broken pipe means that `ip` has ended; its stderr has the reason.
     let _ = stdin.write_all(script.as_bytes());
     drop(stdin);
     let output = child.wait_with_output().doing(|| "wait for `ip`".into())?;

@@ -19,7 +19,7 @@ pub(crate) fn create_namespaces(names: &[&str]) -> Result<()> {
     ip_batch(None, &lines("netns add", names))
 }
 
-/// What differs from the kernel's defaults inside a host's namespace.
+/// The settings of a host's namespace that differ from the kernel's defaults.
 fn sysctls(role: Role) -> Vec<(&'static str, &'static str)> {
     // Duplicate address detection keeps a fresh v6 address unusable for a second or two.
     let mut settings = vec![
@@ -30,7 +30,7 @@ fn sysctls(role: Role) -> Vec<(&'static str, &'static str)> {
         // Inherited from the machine otherwise.
         ("ipv4/conf/all/rp_filter", "0"),
         ("ipv4/conf/default/rp_filter", "0"),
-        // Scenarios refuse a client more often than it would be told otherwise.
+        // Scenarios refuse a client more often than the kernel's limits allow.
         ("ipv4/icmp_ratelimit", "0"),
         ("ipv6/icmp/ratelimit", "0"),
     ];
@@ -56,7 +56,7 @@ fn configure(hosts: &[(String, Role)]) -> Result<()> {
             setns(file, CloneFlags::CLONE_NEWNET).doing(|| format!("enter {netns}"))?;
             for (key, value) in sysctls(role) {
                 let file = Path::new("/proc/sys/net").join(key);
-                // A kernel without IPv6 has none of its settings; the links will say so.
+                // A kernel without IPv6 has none of its settings; adding the links will fail then.
                 if file.exists() {
                     fs::write(&file, value)
                         .doing(|| format!("write {value} to {} in {netns}", file.display()))?;
@@ -69,8 +69,8 @@ fn configure(hosts: &[(String, Role)]) -> Result<()> {
     .expect("the thread that writes settings does not panic")
 }
 
-/// Makes the network of a lab whose namespaces exist: a switch which every node and outside client
-/// is plugged into, a link from each pod to its node, and routes between them and nowhere else.
+/// Makes the network of a lab whose namespaces exist: a switch that connects the nodes and outside clients, a link from
+/// each pod to its node, and routes between them and nowhere else.
 pub(crate) fn connect(fabric: &str, hosts: &[Host]) -> Result<()> {
     let mut roles: Vec<_> = hosts
         .iter()
@@ -118,8 +118,8 @@ fn switch(hosts: &[Host]) -> String {
 fn node(node: &Host, hosts: &[Host]) -> String {
     let mut script = uplink(node);
     for pod in hosts.iter().filter(|host| host.node() == Some(node.name())) {
-        // The gateway's address is on every pod's link: neighbour discovery answers only for the
-        // addresses of the link it is asked on.
+        // The gateway's address is on every pod's link, because neighbour discovery answers only for the addresses of
+        // the link on which it is asked.
         let _ = write!(
             script,
             "link add name veth-{name} type veth peer name eth0 netns {netns}\n\
@@ -169,7 +169,7 @@ fn pod(pod: &Host) -> String {
     )
 }
 
-/// An outside client knows its own network, and what a scenario tells it.
+/// An outside client knows its own network, and the routes that a scenario adds.
 fn external(host: &Host) -> String {
     uplink(host)
 }

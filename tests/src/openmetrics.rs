@@ -1,8 +1,7 @@
-//! A strict reader of the OpenMetrics text format 1.0, as a server refuses what is not valid.
+//! A strict reader of the OpenMetrics text format 1.0, which refuses invalid text like a server.
 //!
-//! It refuses what Prometheus refuses, or takes for something else: series that are there twice,
-//! families that are not in one piece, samples of no family, names of the wrong form, and histograms
-//! that do not add up.
+//! It refuses text that Prometheus refuses or misreads: duplicate series, families that are not in one piece, samples
+//! of no family, names of the wrong form, and histograms that do not add up.
 //!
 //! <https://github.com/prometheus/OpenMetrics/blob/main/specification/OpenMetrics.md>
 
@@ -36,7 +35,7 @@ struct Family {
 /// Reads a whole exposition.
 ///
 /// # Errors
-/// What is wrong, and in which line.
+/// The reason, and the line.
 pub fn parse(text: &str) -> Result<Vec<Sample>, String> {
     let Some(body) = text.strip_suffix("# EOF\n") else {
         return Err("it does not end with `# EOF`".into());
@@ -97,7 +96,7 @@ impl Reader {
         Ok(())
     }
 
-    /// The family of that name, which is the current one or a new one.
+    /// Returns the family of this name: the current one or a new one.
     fn begin(&mut self, name: &str) -> Result<&mut Family, String> {
         if !is_name(name, true) {
             return Err(format!("{name:?} is no name"));
@@ -174,7 +173,7 @@ impl Reader {
     }
 }
 
-/// What the names of a type's samples may end with.
+/// The suffixes of sample names by type.
 fn suffixes(kind: &str) -> Option<&'static [&'static str]> {
     Some(match kind {
         "counter" => &["_total", "_created"],
@@ -208,7 +207,7 @@ fn sample(line: &str) -> Result<Sample, String> {
     })
 }
 
-/// What comes after the opening brace, the closing one included.
+/// Reads the text after the opening brace, the closing one included.
 fn labels(rest: &mut Peekable<Chars<'_>>, found: &mut Labels) -> Result<(), String> {
     while rest.next_if_eq(&'}').is_none() {
         if !found.is_empty() && rest.next() != Some(',') {

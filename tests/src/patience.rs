@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-/// How long to wait for something that takes no longer than `limit` on a machine at work: four times
-/// that on one that is emulated. Nobody waits so long for what comes.
+/// Returns how long to wait for an event that takes at most `limit` on a busy machine: four times as long on an
+/// emulated one. A wait for an event that happens ends with the event.
 pub fn patience(limit: Duration) -> Duration {
     if emulated() { limit * 4 } else { limit }
 }
 
-/// Whether this machine is emulated, and some ten times slower than one that is not.
+/// Whether this machine is emulated, and so some ten times slower.
 pub fn emulated() -> bool {
     std::env::var_os("DATAPLANE_EMULATED").is_some_and(|value| value == "1")
 }

@@ -11,18 +11,17 @@ pub struct Programs {
 }
 
 impl Programs {
-    /// Those in a directory, such as `target/release`.
+    /// The programs in a directory, such as `target/release`.
     pub fn in_directory(directory: impl Into<PathBuf>) -> Self {
         Self {
             directory: directory.into(),
         }
     }
 
-    /// Those that were built with the program that runs now: they are beside it, or above it when
-    /// it is a test.
+    /// The programs that were built with the running program: they are beside it, or above it when it is a test.
     ///
     /// # Errors
-    /// When the operating system does not say where that is.
+    /// When the operating system does not return its path.
     pub fn beside_this_one() -> Result<Self> {
         let own = std::env::current_exe().doing(|| "find this program's own path".into())?;
         let mut directory = own.parent().unwrap_or(Path::new("/")).to_owned();

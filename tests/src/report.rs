@@ -1,8 +1,8 @@
-//! What `probe` prints: one JSON document per run, read back by the scenarios.
+//! The reports of `probe`: one JSON document per run, read back by the scenarios.
 //!
-//! Times are nanoseconds; those that end in `_at_ns` are read from the machine's monotonic clock
-//! and so can be compared between processes. Errors are named as in errno(3); `TIMEOUT` is a
-//! peer that did not answer within the limit.
+//! Times are nanoseconds. Times whose name ends in `_at_ns` are read from the machine's monotonic clock, so they can be
+//! compared between processes. Errors have their names of errno(3); `TIMEOUT` means that the peer did not answer within
+//! the limit.
 
 use std::{
     collections::BTreeMap,
@@ -23,13 +23,13 @@ pub struct Attempt {
     /// The client's address as the endpoint saw it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<SocketAddr>,
-    /// getpeername(2) of the client's socket, when it is connected.
+    /// getpeername(2) of the client's socket, if it is connected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peer: Option<SocketAddr>,
     /// getsockname(2) of the client's socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local: Option<SocketAddr>,
-    /// Where recvfrom(2) says that a datagram came from.
+    /// The source of a datagram, from recvfrom(2).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<SocketAddr>,
     /// Why it failed.
@@ -39,7 +39,7 @@ pub struct Attempt {
     pub latency_ns: u64,
 }
 
-/// What an endpoint did for a client.
+/// An endpoint's answers to a client.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
 pub struct EndpointReport {
     /// How many attempts it answered.
@@ -57,7 +57,7 @@ pub struct Report {
     pub answered: u64,
     /// Why the others failed.
     pub errors: Errors,
-    /// Who answered.
+    /// The endpoints that answered.
     pub endpoints: BTreeMap<String, EndpointReport>,
     /// getpeername(2) of the connected sockets, each once.
     pub peers: Vec<SocketAddr>,
@@ -73,9 +73,9 @@ pub struct Report {
 /// `probe talk`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
 pub struct TalkReport {
-    /// Connections on which everything was said, and came back.
+    /// Connections on which all bytes were sent and came back.
     pub answered: u64,
-    /// How many bytes were said on them.
+    /// How many bytes were sent on them.
     pub bytes: u64,
     /// How often a read that should have waited did not (EAGAIN), and was tried again.
     pub impatient: u64,
@@ -83,7 +83,7 @@ pub struct TalkReport {
     pub errors: Errors,
 }
 
-/// A distribution, in nanoseconds; zeros when there is no sample.
+/// A distribution, in nanoseconds; zeros if there is no sample.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize, PartialEq, Eq)]
 pub struct Quantiles {
     /// The fastest.
@@ -155,27 +155,27 @@ impl Report {
     }
 }
 
-/// What `probe flows` reads: an array of these. It prints an array of [`Report`]s, with every
-/// attempt, in the same order.
+/// The input of `probe flows` is an array of these. It prints an array of [`Report`]s, with every attempt, in the order
+/// of the input.
 #[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq, Hash)]
 pub struct Flow {
     /// The address to connect to.
     pub to: SocketAddr,
-    /// Whether by datagrams: one from a socket of its own, and its answer, for each attempt.
+    /// Whether to use datagrams: for each attempt, one from a socket of its own, and its answer.
     pub udp: bool,
-    /// How many attempts, one after the other.
+    /// How many attempts to make, one after the other.
     pub count: u32,
-    /// How long to wait for an answer. If the first two attempts waited in vain, the third is given
-    /// as long as it takes to hear that a repeated SYN is refused, which decides.
+    /// How long to wait for an answer. If the first two attempts waited in vain, the third waits until the refusal of a
+    /// repeated SYN would arrive, which decides.
     pub timeout_ms: u64,
     /// Make no more attempts after so many that were not answered in time.
     pub timeouts: u32,
-    /// The client's own port, of every attempt; otherwise each has another one.
+    /// The client's own port for every attempt; `None`: each attempt has another port.
     #[serde(default)]
     pub from_port: Option<u16>,
 }
 
-/// `probe keep`: a line when its connections are made, and one for each line that it reads.
+/// The report of `probe keep`: a line when its connections are made, and one for each line that it reads.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
 pub struct KeepReport {
     /// How many connections there are and answered.
@@ -201,21 +201,21 @@ pub struct LoadReport {
     pub failures: Vec<Failure>,
     /// Answered connections per endpoint.
     pub endpoints: BTreeMap<String, u64>,
-    /// Duration of connect(2) of the answered ones.
+    /// Duration of connect(2) of the answered connections.
     pub connect_ns: Quantiles,
     /// Every answered connection, in the order of each client, when `--each` asked for it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub each: Vec<LoadEvent>,
 }
 
-/// What `probe dns` saw.
+/// The report of `probe dns`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
 pub struct LookupReport {
     /// How many queries were sent.
     pub asked: u64,
     /// How many of them were answered.
     pub answered: u64,
-    /// Who has answered.
+    /// The addresses that have answered.
     pub sources: BTreeMap<SocketAddr, u64>,
     /// Why others failed.
     pub errors: Errors,
@@ -244,7 +244,7 @@ pub struct LoadEvent {
     pub connected_at_ns: u64,
     /// When the answer was there.
     pub answered_at_ns: u64,
-    /// Who answered.
+    /// The endpoint that answered.
     pub endpoint: String,
 }
 

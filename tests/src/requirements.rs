@@ -1,29 +1,28 @@
-//! What a machine must offer so that a lab can run on it.
+//! The requirements of a lab on its machine.
 
 use std::{fs, path::PathBuf};
 
 use crate::error::{Error, Result};
 
-/// What somebody wants to do with a lab.
+/// The purpose of a lab.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Requirement {
     /// Namespaces, links and cgroups.
     Lab,
     /// A lab, and the dataplane's programs loaded in it.
     Dataplane,
-    /// The same, and the machine itself: programs at the root of its cgroups, for every process on
-    /// it. Only on a machine that was made for the tests, see [`whole_machine`].
+    /// A lab, the dataplane's programs, and the machine itself: programs at the root of its cgroups, for every process
+    /// on it. Only on a machine that was made for the tests, see [`whole_machine`].
     Machine,
 }
 
-/// Whether this machine was made for the tests and may be taken over as a whole: a guest of
-/// `cargo xtask test --vm`, whose `init` says so.
+/// Whether this machine was made for the tests and may be taken over as a whole: a guest of `cargo xtask test --vm`,
+/// whose `init` sets the variable.
 pub fn whole_machine() -> bool {
     std::env::var_os("DATAPLANE_WHOLE_MACHINE").is_some_and(|value| value == "1")
 }
 
-/// Says what this machine lacks, in words for the person who wanted to run a lab.
-/// `None`: it lacks nothing.
+/// Returns what this machine lacks, in words for the person who wants to run a lab. `None`: it lacks nothing.
 pub fn missing(requirement: Requirement) -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
         return Some("needs root (namespaces, cgroups, BPF): run it as root".into());
@@ -31,7 +30,7 @@ pub fn missing(requirement: Requirement) -> Option<String> {
     if let Err(error) = cgroup2_mount() {
         return Some(error.to_string());
     }
-    // Root in a container may still be without CAP_SYS_ADMIN; only trying tells.
+    // Root in a container may still lack CAP_SYS_ADMIN; only a try shows it.
     let unshared = std::thread::spawn(|| nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET));
     match unshared.join() {
         Ok(Ok(())) => {}
@@ -65,7 +64,7 @@ pub fn missing(requirement: Requirement) -> Option<String> {
     None
 }
 
-/// Where cgroup v2 is mounted: `/sys/fs/cgroup`, or `/sys/fs/cgroup/unified` on a hybrid machine.
+/// Returns where cgroup v2 is mounted: `/sys/fs/cgroup`, or `/sys/fs/cgroup/unified` on a hybrid machine.
 ///
 /// # Errors
 /// When it is mounted nowhere.

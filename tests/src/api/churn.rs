@@ -36,7 +36,7 @@ impl Churn {
         }
     }
 
-    /// What it changes.
+    /// The cluster that it changes.
     pub fn cluster(&self) -> &Cluster {
         &self.cluster
     }
@@ -73,7 +73,7 @@ impl Churn {
             return self.create();
         };
         match self.random.random_range(0..100) {
-            // A rollout, a crash, a node that goes.
+            // A rollout, a crash, a node that is removed.
             0..70 => {
                 let count = self.random.random_range(0..=5);
                 let pods: Vec<u32> = (0..count)

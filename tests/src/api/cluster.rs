@@ -10,7 +10,7 @@ use tokio::sync::watch;
 
 use super::{select::Selector, stored::Object};
 
-/// What the server knows of.
+/// The kinds of objects that the server knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Resource {
     /// Services.
@@ -25,19 +25,19 @@ pub enum Resource {
     Namespaces,
     /// Istio's ServiceEntries, once they are [installed](Cluster::install_istio).
     ServiceEntries,
-    /// Istio's WorkloadEntries, likewise.
+    /// Istio's WorkloadEntries, once they are [installed](Cluster::install_istio).
     WorkloadEntries,
     /// Gateway API's TCPRoutes, once they are [installed](Cluster::install_gateway_api).
     TcpRoutes,
-    /// Its HTTPRoutes, likewise.
+    /// Gateway API's HTTPRoutes, once they are [installed](Cluster::install_gateway_api).
     HttpRoutes,
-    /// Its ReferenceGrants, likewise.
+    /// Gateway API's ReferenceGrants, once they are [installed](Cluster::install_gateway_api).
     ReferenceGrants,
 }
 
 /// The group of Istio's kinds in paths.
 const ISTIO: &str = "/apis/networking.istio.io/";
-/// That of Gateway API.
+/// The group of Gateway API's kinds in paths.
 const GATEWAY: &str = "/apis/gateway.networking.k8s.io/";
 
 impl Resource {
@@ -99,13 +99,13 @@ impl Resource {
     }
 }
 
-/// What became of an object.
+/// A change of an object.
 #[derive(Debug)]
 pub struct Change {
     pub version: u64,
     pub resource: Resource,
     pub before: Option<Arc<Object>>,
-    /// As it is now; if it is gone, as it last was, with the version at which it went.
+    /// The object now; if it is gone, its last state, with the version at which it went.
     pub after: Arc<Object>,
     pub gone: bool,
 }
@@ -119,7 +119,7 @@ struct State {
     history: VecDeque<Arc<Change>>,
     /// Up to here, history is forgotten.
     compacted: u64,
-    /// What lists that are being paged through are of.
+    /// The objects of lists that clients are paging through.
     pages: HashMap<u64, Objects>,
     /// The version in which there are Istio's kinds; none: there are none.
     istio: Option<&'static str>,
@@ -154,7 +154,7 @@ impl Default for Cluster {
 }
 
 impl Cluster {
-    /// Makes an object be as it is here; its version.
+    /// Writes an object; returns its version.
     ///
     /// # Panics
     ///
@@ -165,17 +165,17 @@ impl Cluster {
         version
     }
 
-    /// Has the cluster know Istio's kinds in a version of their API, such as `v1`; or not know them any more.
+    /// Makes the cluster know Istio's kinds in a version of their API, such as `v1`; or no longer know them.
     pub fn install_istio(&self, version: Option<&'static str>) {
         self.lock().istio = version;
     }
 
-    /// Has the cluster know kinds of Gateway API, as `v1/httproutes`, and no others of them.
+    /// Makes the cluster know kinds of Gateway API, such as `v1/httproutes`, and no others of them.
     pub fn install_gateway_api(&self, kinds: &'static [&'static str]) {
         self.lock().gateway = kinds;
     }
 
-    /// Whether the cluster has what a path asks for.
+    /// Whether the cluster has the kind of a path.
     pub(super) fn knows(&self, path: &str) -> bool {
         if let Some(kind) = path.strip_prefix(GATEWAY) {
             return self.lock().gateway.contains(&kind);
@@ -298,7 +298,7 @@ impl Cluster {
         state.pages.clear();
     }
 
-    /// Goes back to another state, as a cluster does that is restored from a backup.
+    /// Returns to another state, like a cluster that is restored from a backup.
     pub fn restore(&self, backup: &Self) {
         let backup = backup.lock();
         let mut state = self.lock();
@@ -318,7 +318,7 @@ impl Cluster {
         backup
     }
 
-    /// Tells of new versions.
+    /// Notifies of new versions.
     pub(super) fn subscribe(&self) -> watch::Receiver<u64> {
         self.version.subscribe()
     }

@@ -1,4 +1,4 @@
-//! What goes wrong with the server, and what it was asked.
+//! Faults of the server, and the requests that it got.
 
 use std::{
     collections::VecDeque,
@@ -13,13 +13,13 @@ use super::Resource;
 /// A request.
 #[derive(Clone, Debug)]
 pub struct Asked {
-    /// For what.
+    /// The kind of objects.
     pub resource: Option<Resource>,
-    /// Whether it is a watch.
+    /// Whether the request is a watch.
     pub watch: bool,
     /// `resourceVersion`.
     pub version: Option<String>,
-    /// Whether it is for a further page of a list.
+    /// Whether it asks for a further page of a list.
     pub continued: bool,
     /// The path.
     pub path: String,
@@ -52,7 +52,7 @@ struct Knobs {
     log_requests: bool,
 }
 
-/// What goes wrong with the server. A handle: clones are of the same server.
+/// The server's faults. A handle: clones are of the same server.
 #[derive(Clone, Debug)]
 pub struct Faults {
     knobs: Arc<Mutex<Knobs>>,
@@ -80,7 +80,7 @@ impl Default for Faults {
 }
 
 impl Faults {
-    /// How often watches get a bookmark: every minute if not said otherwise.
+    /// Sets how often watches get a bookmark: by default every minute.
     pub fn bookmarks_every(&self, interval: Duration) {
         self.lock().bookmarks = interval;
     }
@@ -122,17 +122,17 @@ impl Faults {
         self.breaks.send_modify(|b| *b = (b.0 + 1, Break::Abrupt));
     }
 
-    /// Watches stay open and say nothing, as those of a machine that vanished.
+    /// Makes watches stay open and send nothing, as if their machine had vanished.
     pub fn mute(&self, yes: bool) {
         self.mute.send_replace(yes);
     }
 
-    /// What was asked so far.
+    /// The requests so far.
     pub fn asked(&self) -> Vec<Asked> {
         self.lock().asked.clone()
     }
 
-    /// Forgets what was asked, and whether to note it from now on.
+    /// Forgets the requests, and sets whether to record them from now on.
     pub fn note_requests(&self, yes: bool) {
         let mut knobs = self.lock();
         knobs.asked.clear();

@@ -25,7 +25,7 @@ pub type Bind = Box<dyn Fn() -> io::Result<TcpListener> + Send + Sync>;
 pub struct Options {
     /// Names and addresses of the server's certificate; none: without TLS.
     pub certified: Option<Vec<String>>,
-    /// Tokens that it accepts; none: everybody is welcome.
+    /// Tokens that it accepts; `None`: it accepts every client.
     pub tokens: Vec<String>,
     /// Threads that serve.
     pub threads: usize,
@@ -103,12 +103,12 @@ impl ApiServer {
         Ok(server)
     }
 
-    /// What it serves.
+    /// The cluster that it serves.
     pub fn cluster(&self) -> &Cluster {
         &self.cluster
     }
 
-    /// What goes wrong with it.
+    /// Its faults.
     pub fn faults(&self) -> &Faults {
         &self.faults
     }
@@ -198,7 +198,7 @@ impl ApiServer {
         fs::write(directory.join("token"), token)
     }
 
-    /// Goes away at once: connections break, and nobody listens.
+    /// Goes away at once: connections break, and no socket listens.
     pub fn go_away(&mut self) {
         if let Some(runtime) = self.running.take() {
             runtime.shutdown_background();

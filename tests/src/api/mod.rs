@@ -1,5 +1,5 @@
-//! A Kubernetes API server for tests: what the real one says to those who list and watch, with or
-//! without TLS, and what goes wrong with it when it goes wrong.
+//! A Kubernetes API server for tests: it answers lists and watches like the real one, with or without TLS, and can be
+//! made to fail in the same ways.
 //!
 //! A [`Cluster`] holds objects and the history of their changes, an [`ApiServer`] serves it over
 //! HTTP(S) on a port of its own, from threads of this process. The server can go away and come back

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use serde_json::{Value, json};
 
-/// What the API keeps of who set which field: as much as the object itself, and of no use to us.
+/// The API's record of which client set which field: as large as the object itself, and of no use to the agent.
 fn managed_fields(manager: &str) -> Value {
     json!([{
         "manager": manager, "operation": "Update", "apiVersion": "v1",
@@ -40,7 +40,7 @@ pub fn service(name: &str, ip: IpAddr) -> Value {
     })
 }
 
-/// An endpoint: its address, and the node that it is on.
+/// An endpoint: its address, and its node.
 pub fn endpoint(ip: IpAddr, node: &str) -> Value {
     json!({
         "addresses": [ip],

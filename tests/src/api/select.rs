@@ -2,7 +2,7 @@
 
 use super::stored::Object;
 
-/// What a list or watch is restricted to.
+/// The restriction of a list or watch.
 #[derive(Clone, Debug, Default)]
 pub struct Selector {
     labels: Vec<Term>,

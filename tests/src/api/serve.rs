@@ -30,7 +30,7 @@ use super::{
     stored::Object,
 };
 
-/// What is served, and how.
+/// The state that the server works with.
 pub struct Site {
     pub cluster: Cluster,
     pub faults: Faults,
@@ -38,7 +38,7 @@ pub struct Site {
     pub clients: Arc<Mutex<Clients>>,
 }
 
-/// Who has which token, and what each may get: for reviews.
+/// Users by token, and the paths that each may get: for reviews.
 #[derive(Debug, Default)]
 pub struct Clients {
     /// Users by their tokens.
@@ -107,10 +107,10 @@ fn refuse(site: &Site, request: &Request) -> Option<Response> {
     (!known).then(|| status(401, "Unauthorized", "Unauthorized", None))
 }
 
-/// A question about a client of somebody else.
+/// A review: a question about a client of another server.
 #[derive(Clone, Copy)]
 enum Review {
-    /// Who has a token.
+    /// The user of a token.
     Token,
     /// Whether a user may get a path.
     Access,
@@ -154,7 +154,7 @@ impl Review {
     }
 }
 
-/// A `Status`, as the server says no.
+/// A `Status`, in the form of the server's refusals.
 fn status(code: u16, reason: &str, message: &str, retry: Option<u64>) -> Response {
     let body = status_text(code, reason, message, retry);
     let code = StatusCode::from_u16(code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
@@ -184,7 +184,7 @@ fn list(site: &Site, resource: Resource, parameters: &Parameters) -> Response {
         Ok(selector) => selector,
         Err(wrong) => return status(400, "BadRequest", &wrong, None),
     };
-    // From the watch cache, the real one answers in one piece.
+    // Like the real server, answers from the watch cache in one piece.
     let limit = if get("resourceVersion") == "0" {
         0
     } else {
@@ -194,7 +194,7 @@ fn list(site: &Site, resource: Resource, parameters: &Parameters) -> Response {
         Some((version, key)) => (version.parse().ok(), Some(key)),
         None => (None, None),
     };
-    // One more than is wanted tells whether there are more.
+    // One object more than the limit shows whether there is a further page.
     let take = if limit > 0 { limit + 1 } else { 0 };
     let cluster = &site.cluster;
     let Some((version, mut page)) = cluster.objects(resource, at, after, &selector, take) else {
@@ -285,8 +285,8 @@ fn watch(site: &Arc<Site>, resource: Resource, parameters: &Parameters) -> Respo
     let (sender, body) = Channel::<Bytes, Broken>::new(16);
     let watcher = Watcher {
         site: Arc::clone(site),
-        // From here on, not from when the task begins: whoever has the answer knows that it watches, and
-        // what happens to watches after that happens to this one.
+        // From here on, and not when the task begins: a client that has the answer knows that it watches, so later
+        // events for watches reach this one.
         breaks: site.faults.breaks(),
         muted: site.faults.muted(),
         resource,
@@ -304,7 +304,7 @@ fn watch(site: &Arc<Site>, resource: Resource, parameters: &Parameters) -> Respo
         .into_response()
 }
 
-/// A watch that goes on.
+/// A running watch.
 struct Watcher {
     site: Arc<Site>,
     breaks: Receiver<(u64, Break)>,
@@ -312,7 +312,7 @@ struct Watcher {
     resource: Resource,
     selector: Selector,
     sender: Sender<Bytes, Broken>,
-    /// Up to where changes were told.
+    /// The version up to which changes were sent.
     at: u64,
     end: tokio::time::Instant,
     bookmarks: Option<Interval>,

@@ -76,7 +76,7 @@ impl Listener for TlsListener {
                 continue;
             };
             let _ = stream.set_nodelay(true);
-            // One after the other: clients here are few, and none is slow to shake hands.
+            // One at a time: clients here are few, and none is slow in its handshake.
             if let Ok(Ok(stream)) =
                 timeout(Duration::from_secs(5), self.acceptor.accept(stream)).await
             {

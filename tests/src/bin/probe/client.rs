@@ -1,4 +1,4 @@
-//! What the clients share: sockets with time limits, and what went wrong in errno's names.
+//! The parts that clients share: sockets with time limits, and errors by errno's names.
 
 use std::{
     io::{self, Read as _},
@@ -52,7 +52,7 @@ pub struct Target {
 }
 
 impl Target {
-    /// One address.
+    /// The options for one address.
     pub fn one(to: SocketAddr, timeout_ms: u64) -> Self {
         Self {
             to: vec![to],
@@ -74,7 +74,7 @@ impl Target {
         self.to.iter().map(|address| self.map(*address)).cycle()
     }
 
-    /// The addresses of a v4-mapped client are v6 ones; those of others stay.
+    /// A v4-mapped client's addresses are v6 addresses; other clients' stay.
     fn map(&self, address: SocketAddr) -> SocketAddr {
         match address {
             SocketAddr::V4(v4) if self.v4_mapped => {
@@ -110,7 +110,7 @@ impl Target {
             socket.set_freebind_v6(true)?;
         }
         let limit = Duration::from_millis(self.timeout_ms.max(1));
-        // Where every packet takes ten times as long, who waits no longer takes the slow for the lost.
+        // On a machine where every packet takes ten times as long, a fixed limit would count slow answers as lost.
         let limit = Some(patience(limit));
         // connect(2) obeys the limit for sending.
         socket.set_write_timeout(limit)?;
@@ -158,7 +158,7 @@ impl Target {
     }
 }
 
-/// What became of a connect(2), and when.
+/// The outcome of a connect(2), and when it happened.
 pub struct Connect {
     pub socket: io::Result<Socket>,
     /// Right before the call: the making of the socket is not in it.
@@ -169,7 +169,7 @@ pub struct Connect {
 /// An error as errno(3) names it; a time limit that passed is `TIMEOUT`.
 pub fn name(error: &io::Error) -> String {
     match error.raw_os_error().map(Errno::from_raw) {
-        // What a blocking connect(2) and recv(2) return after the time limit.
+        // The errors of a blocking connect(2) and recv(2) after the time limit.
         Some(Errno::EINPROGRESS | Errno::EAGAIN) => "TIMEOUT".into(),
         Some(errno) => format!("{errno:?}"),
         None if error.kind() == io::ErrorKind::UnexpectedEof => "EOF".into(),
@@ -177,7 +177,7 @@ pub fn name(error: &io::Error) -> String {
     }
 }
 
-/// The machine's monotonic clock, nanoseconds: the same for all processes.
+/// The machine's monotonic clock in nanoseconds, which all processes share.
 pub fn now_ns() -> u64 {
     let now = ClockId::CLOCK_MONOTONIC
         .now()
@@ -193,8 +193,7 @@ pub fn ns(duration: Duration) -> u64 {
     duration.as_nanos().try_into().unwrap_or(u64::MAX)
 }
 
-/// Reads the line by which an endpoint of `probe serve` greets: its name, and the client as it
-/// sees it.
+/// Reads the greeting line of an endpoint of `probe serve`: its name, and the client as it sees it.
 pub fn read_greeting(mut socket: &Socket) -> io::Result<(String, SocketAddr)> {
     let mut buffer = [0; 256];
     let mut filled = 0;
@@ -221,7 +220,7 @@ pub fn parse_greeting(answer: &[u8]) -> io::Result<(String, SocketAddr, &[u8])> 
     parsed().ok_or_else(|| io::Error::other("not the greeting of an endpoint"))
 }
 
-/// getpeername(2), a v4-mapped address as the v4 one that it is.
+/// getpeername(2), with a v4-mapped address as a v4 one.
 pub fn peer(socket: &Socket) -> Option<SocketAddr> {
     socket
         .peer_addr()
@@ -230,7 +229,7 @@ pub fn peer(socket: &Socket) -> Option<SocketAddr> {
         .map(plain)
 }
 
-/// getsockname(2), likewise.
+/// getsockname(2), with a v4-mapped address as a v4 one.
 pub fn local(socket: &Socket) -> Option<SocketAddr> {
     socket
         .local_addr()
@@ -239,7 +238,7 @@ pub fn local(socket: &Socket) -> Option<SocketAddr> {
         .map(plain)
 }
 
-/// A v4-mapped address as the v4 one that it is.
+/// Returns a v4-mapped address as a v4 one.
 pub fn plain(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }

@@ -41,7 +41,7 @@ pub struct HttpArguments {
     each: bool,
 }
 
-/// Who answered, and from where it saw the client.
+/// The endpoint that answered, and the address from which it saw the client.
 type Answer = (Option<String>, Option<SocketAddr>);
 
 pub fn run(arguments: &Arguments) -> Result<()> {
@@ -104,7 +104,7 @@ fn repeat(
     Ok(())
 }
 
-/// What an endpoint answers to a GET.
+/// An endpoint's answer to a GET.
 #[derive(Deserialize)]
 struct Body {
     endpoint: String,
@@ -118,7 +118,7 @@ fn get(mut socket: &Socket, to: SocketAddr) -> io::Result<Answer> {
         format!("GET / HTTP/1.1\r\nHost: {to}\r\nUser-Agent: probe\r\nConnection: close\r\n\r\n");
     socket.write_all(request.as_bytes())?;
     let mut answer = String::new();
-    // The peer is one of ours or breaks the promise of a test: no more than this is read.
+    // The peer is one of ours or breaks a rule of the test: the client reads no more than this.
     socket.take(64 * 1024).read_to_string(&mut answer)?;
     let (head, body) = answer
         .split_once("\r\n\r\n")

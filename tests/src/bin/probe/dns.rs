@@ -45,11 +45,11 @@ enum Sockets {
     /// Connected ones, as glibc has them
     #[default]
     Connected,
-    /// Unconnected ones, as musl has them: what comes from elsewhere is no answer
+    /// Unconnected ones, as musl has them: answers from other addresses do not count
     Unconnected,
 }
 
-/// What became of all queries.
+/// The outcome of all queries.
 #[derive(Default)]
 struct Results {
     took_ns: Vec<u64>,
@@ -119,7 +119,7 @@ fn look_up(arguments: &Arguments, number: usize, results: &Mutex<Results>) {
     }
 }
 
-/// Asks once; answers who has answered.
+/// Sends one query; returns the address that answered.
 fn exchange(arguments: &Arguments, number: usize) -> io::Result<SocketAddr> {
     let to = arguments.to;
     let socket = match to {

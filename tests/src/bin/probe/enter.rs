@@ -26,7 +26,7 @@ pub struct Arguments {
     /// Directory of the cgroup (v2)
     #[arg(long, value_name = "DIR")]
     cgroup: PathBuf,
-    /// End when this process, the one that starts us, ends
+    /// End when this process, our parent, ends
     #[arg(long, value_name = "PID")]
     parent: Option<i32>,
     /// Keep only these capabilities: `NET_ADMIN,BPF`
@@ -76,7 +76,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     Err(error).with_context(|| format!("run {}", program.display()))
 }
 
-/// Puts a file in the place of another, for this process and those that it starts.
+/// Puts a file in the place of another, for this process and its children.
 fn place(file: &Path, at: &Path) -> Result<()> {
     const NONE: Option<&str> = None;
     unshare(CloneFlags::CLONE_NEWNS).context("make a mount namespace")?;
@@ -87,7 +87,7 @@ fn place(file: &Path, at: &Path) -> Result<()> {
         .with_context(|| format!("mount {} at {}", file.display(), at.display()))
 }
 
-/// A program that root runs gets what the bounding set leaves.
+/// A program that root runs gets the capabilities in the bounding set.
 fn keep_only(names: &[String]) -> Result<()> {
     let mut kept = CapabilitySet::empty();
     for name in names {
@@ -95,7 +95,7 @@ fn keep_only(names: &[String]) -> Result<()> {
     }
     for capability in CapabilitySet::all().difference(kept).iter() {
         match remove_capability_from_bounding_set(capability) {
-            // This kernel does not know it, so nobody has it.
+            // This kernel does not know the capability, so no process has it.
             Ok(()) | Err(rustix::io::Errno::INVAL) => {}
             Err(error) => return Err(error).with_context(|| format!("give up {capability:?}")),
         }

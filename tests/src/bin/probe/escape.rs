@@ -1,4 +1,4 @@
-//! Connects as those do who want to get past capture.
+//! Connects in ways that try to bypass capture.
 
 use std::{
     ffi::OsString,
@@ -30,7 +30,7 @@ pub struct Arguments {
     /// Has the kernel send the packets here first, by an option of IPv4 or a routing header of IPv6
     #[arg(long, required_if_eq("by", "source-route"))]
     through: Option<IpAddr>,
-    /// How an IPv6 routing header says so
+    /// The kind of IPv6 routing header
     #[arg(long, default_value = "segments")]
     header: Header,
     /// A datagram instead of a connection
@@ -39,7 +39,7 @@ pub struct Arguments {
     /// The mark of the socket (`SO_MARK`)
     #[arg(long)]
     mark: Option<u32>,
-    /// How long to wait for a connection and for what the other side says
+    /// How long to wait for a connection and for the other side's bytes
     #[arg(long, default_value_t = 30_000)]
     patience_ms: u64,
 }
@@ -66,7 +66,7 @@ enum Way {
     SourceRoute,
     /// `IORING_OP_CONNECT` of an io_uring
     IoUring,
-    /// The same, submitted by a thread of the kernel's (`IORING_SETUP_SQPOLL`)
+    /// `IORING_OP_CONNECT`, submitted by a thread of the kernel's (`IORING_SETUP_SQPOLL`)
     IoUringPolled,
 }
 
@@ -75,7 +75,7 @@ enum Way {
 enum Header {
     /// A segment routing header (RFC 8754)
     Segments,
-    /// A segment routing header without segments left: whoever gets the packet is its destination
+    /// A segment routing header without segments left: the next host is the destination
     NoneLeft,
 }
 
@@ -101,7 +101,7 @@ setsockopt_impl!(
     SetOsString<'_>
 );
 
-/// Prints what the other side says. Fails if it is not reached.
+/// Prints the other side's bytes. Fails if it is not reached.
 pub fn run(arguments: &Arguments) -> Result<()> {
     if let Way::IoUring | Way::IoUringPolled = arguments.by {
         return by_io_uring(arguments);

@@ -1,5 +1,5 @@
-//! Two sockets of one process: the first sends to the second from an address that the host does not have, and the second
-//! answers that address.
+//! Two sockets of one process: the first sends to the second from an address that the host does not have, and the
+//! second answers to this address.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 

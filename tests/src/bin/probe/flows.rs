@@ -1,4 +1,4 @@
-//! Many flows in one process, each of few attempts: to compare what two worlds do with them.
+//! Many flows in one process, each of few attempts: to compare how two worlds treat them.
 
 use std::{
     io::{self, Read as _, Write as _},
@@ -22,7 +22,7 @@ pub struct Arguments {
     /// How many flows at the same time
     #[arg(long, default_value_t = 1)]
     parallel: usize,
-    /// The client's first port: each attempt has the next one, so that none has that of another
+    /// The client's first port: each attempt has the next one, so that no two attempts share a port
     #[arg(long, default_value_t = FIRST_PORT)]
     first_port: u16,
 }
@@ -77,9 +77,9 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// How long somebody waits who wants to be sure. A SYN that crosses links of one machine only may be
-/// refused by an ICMP message while connect(2) still holds the socket: the kernel then takes it for a
-/// passing trouble, sends another SYN after a second, and believes the next message.
+/// How long an attempt waits to be certain. A SYN that crosses links of one machine only may be refused by an ICMP
+/// message while connect(2) still holds the socket: the kernel then treats the message as a passing trouble, sends
+/// another SYN after a second, and believes the next message.
 const PATIENCE_MS: u64 = 1700;
 
 fn carry_out(flow: &Flow, ports: &Ports) -> Report {
@@ -128,7 +128,7 @@ fn attempt(flow: &Flow, from_port: u16, timeout_ms: u64) -> Attempt {
     attempt
 }
 
-/// Who answered, and from where it saw us.
+/// The endpoint that answered, and the address from which it saw us.
 fn ask(
     target: &Target,
     flow: &Flow,

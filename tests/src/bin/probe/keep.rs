@@ -1,4 +1,4 @@
-//! Many connections that are kept, and asked again and again whether they are alive.
+//! Many open connections, which are asked again and again whether they are alive.
 
 use std::{
     fs,
@@ -24,10 +24,10 @@ pub struct Arguments {
     /// How many connections to make and to keep
     #[arg(long)]
     count: usize,
-    /// Only begin to connect, and neither say nor wait for anything; they are reset in the end
+    /// Only begin to connect, and send and wait for nothing; they are reset in the end
     #[arg(long)]
     slow: bool,
-    /// Say this once on each connection, and read nothing
+    /// Send this once on each connection, and read nothing
     #[arg(long, value_name = "TEXT", conflicts_with = "slow")]
     say: Option<String>,
     /// From how many threads
@@ -127,7 +127,7 @@ fn begin_to_open(target: &Target, count: usize) -> (Vec<Socket>, Errors) {
     (held, errors)
 }
 
-/// A byte there and back on each; those that fail are given up.
+/// Sends a byte on each connection and reads it back; closes those that fail.
 fn ask(held: &mut Vec<Socket>) -> Errors {
     let mut errors = Errors::new();
     held.retain_mut(|socket| match echo(socket) {

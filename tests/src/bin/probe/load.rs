@@ -12,7 +12,7 @@ use dataplane_tests::report::{Errors, Failure, LoadEvent, LoadReport, Quantiles}
 
 use crate::client::{Connect, Target, name, now_ns, read_greeting};
 
-/// More failures than this say nothing new one by one.
+/// Further failures add nothing new one by one.
 const FAILURES_KEPT: usize = 1000;
 
 #[derive(Args)]
@@ -36,7 +36,7 @@ pub struct Arguments {
     each: bool,
 }
 
-/// What one client did. Endpoints are numbers here: there are few, and many connections.
+/// The results of one client. Endpoints are numbers here: there are few, and many connections.
 #[derive(Default)]
 struct Client {
     endpoints: Vec<(String, u64)>,
@@ -53,7 +53,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     }
     let stop = AtomicBool::new(false);
     let started_at_ns = now_ns();
-    // The one who started us may now begin with what is to be survived.
+    // The parent may now begin the change that the clients have to survive.
     println!("{{\"started_at_ns\":{started_at_ns}}}");
     let end = arguments
         .duration_ms

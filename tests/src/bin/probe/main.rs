@@ -41,7 +41,7 @@ enum Command {
     Serve(serve::Arguments),
     /// Connect over TCP, read the endpoint's greeting, report
     Connect(connect::Arguments),
-    /// Connect as those do who want to get past capture, print what the other side says
+    /// Connect in ways that try to bypass capture, print the other side's bytes
     Escape(escape::Arguments),
     /// Send to oneself from an address that the host does not have, and answer that address
     Feign(feign::Arguments),
@@ -61,7 +61,7 @@ enum Command {
     Flows(flows::Arguments),
     /// Make connections and keep them; a line on stdin asks each for a sign of life
     Keep(keep::Arguments),
-    /// Talk as applications do, with whoever says back what is said, and report
+    /// Talk as applications do, with a server that sends the bytes back, and report
     Talk(talk::Arguments),
     /// Connect with a mark that is taken off before the socket is closed
     Marked(marked::Arguments),

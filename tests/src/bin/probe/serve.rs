@@ -1,4 +1,4 @@
-//! Endpoints: HTTP, TCP and UDP servers that say who they are and whom they saw.
+//! Endpoints: HTTP, TCP and UDP servers that answer with their name and the client's address.
 
 use std::{net::SocketAddr, sync::Arc};
 
@@ -35,7 +35,7 @@ pub struct Arguments {
     /// Answer UDP here: the line "NAME CLIENT", then the datagram
     #[arg(long, value_name = "ADDRESS:PORT")]
     udp: Vec<SocketAddr>,
-    /// Likewise, each answer from a socket of its own at the same address, which is connected to the client
+    /// Answer UDP here, each answer from a socket of its own at this address, which is connected to the client
     #[arg(long, value_name = "ADDRESS:PORT")]
     udp_connecting: Vec<SocketAddr>,
     /// Threads, each with its own sockets; 0 is one per processor
@@ -60,7 +60,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
             .get(),
         some => some,
     };
-    // All sockets exist before anybody is told that they do.
+    // All sockets exist before the line that says so is printed.
     let sockets: Vec<Sockets> = (0..threads)
         .map(|_| open(&arguments, threads > 1))
         .collect::<Result<_>>()?;
@@ -118,8 +118,8 @@ fn open(arguments: &Arguments, shared: bool) -> Result<Sockets> {
     Ok(sockets)
 }
 
-/// `shared`: several sockets on one address, among which the kernel spreads the clients. Not set
-/// for one thread, so that a second server on the address is refused and not joined.
+/// Opens a socket. `shared`: several sockets on one address, among which the kernel spreads the clients. Not set for
+/// one thread, so that a second server on the address is refused and not joined.
 fn bind(address: SocketAddr, kind: Type, shared: bool) -> Result<Socket> {
     let socket = || -> std::io::Result<Socket> {
         let socket = Socket::new(Domain::for_address(address), kind, None::<Protocol>)?;

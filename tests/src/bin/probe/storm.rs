@@ -1,4 +1,5 @@
-//! A client that asks as fast as it can, without waiting for answers: what holds for a moment only, it sees.
+//! A client that sends requests as fast as it can, without waiting for answers: it notices states that last only a
+//! moment.
 
 use std::{
     collections::VecDeque,
@@ -99,7 +100,7 @@ fn ask(arguments: &Arguments) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// Notes who has answered, if somebody has.
+/// Records the endpoint that has answered, if any.
 fn hear(socket: Option<Socket>, report: &mut LoadReport) {
     let mut answer = [0; 256];
     if let Some(read) = socket.and_then(|mut socket| socket.read(&mut answer).ok())

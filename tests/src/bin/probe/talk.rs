@@ -1,5 +1,5 @@
-//! Applications as they are: blocking sockets, which know of nothing between them. What one says,
-//! the other says back; every byte is checked.
+//! Applications with blocking sockets, which know nothing about the programs between them. One sends, the other sends
+//! the bytes back; every byte is checked.
 
 use std::{
     io::{self, Read, Write},
@@ -19,28 +19,27 @@ use socket2::SockRef;
 
 use crate::client::name;
 
-/// More in one go than a socket takes at once.
+/// More bytes at once than a socket takes.
 const LARGE: usize = 150_000;
 
 #[derive(Args)]
 pub struct Arguments {
-    /// Say back what others say here
+    /// Send back the bytes of others here
     #[arg(long, value_name = "ADDR", conflicts_with = "to")]
     serve: Option<SocketAddr>,
-    /// Talk with whoever listens here
+    /// Talk with the server that listens here
     #[arg(long, value_name = "ADDR", required_unless_present = "serve")]
     to: Option<SocketAddr>,
     /// How many connections, one after the other
     #[arg(long, default_value_t = 1)]
     count: u64,
-    /// What sizes and bytes are drawn from
+    /// The seed of sizes and bytes
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Say so much and be answered, so many times, on one connection; then wait for a line on stdin
+    /// Send so many bytes and read them back, so many times, on one connection; then wait for a line on stdin
     #[arg(long, value_name = "TIMES")]
     ask: Option<u32>,
-    /// Say something nobody reads, until no more is taken or it is so much; then wait for a line on
-    /// stdin
+    /// Send bytes that are not read, until no more are taken or so many are sent; then wait for a line on stdin
     #[arg(long, value_name = "BYTES")]
     fill: Option<u64>,
 }
@@ -127,7 +126,7 @@ fn talk(to: SocketAddr, kind: u64, dice: &mut StdRng, impatient: &mut u64) -> io
                     }
                     writer.shutdown(Shutdown::Write)
                 });
-                // What it has read so far stays.
+                // The bytes that it has read so far stay.
                 let read = loop {
                     match stream.read_to_end(&mut back) {
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => *impatient += 1,
@@ -140,11 +139,11 @@ fn talk(to: SocketAddr, kind: u64, dice: &mut StdRng, impatient: &mut u64) -> io
             read?;
             same(&back)?;
         }
-        // One after the other.
+        // First one direction, then the other.
         1 => {
             let mut back = Vec::with_capacity(total);
             for piece in &pieces {
-                // No more than the sockets hold: whoever is answered does not read meanwhile.
+                // No more than the sockets hold, because the peer does not read while it answers.
                 for part in bytes[piece.clone()].chunks(30_000) {
                     stream.write_all(part)?;
                     let start = back.len();
@@ -179,7 +178,7 @@ fn talk(to: SocketAddr, kind: u64, dice: &mut StdRng, impatient: &mut u64) -> io
     Ok(total as u64)
 }
 
-/// Says as much as is taken. Byte `n` is `n % 251`.
+/// Sends as many bytes as are taken. Byte `n` is `n % 251`.
 fn fill(to: SocketAddr, most: u64) -> Result<()> {
     let mut stream = TcpStream::connect(to)?;
     stream.set_write_timeout(Some(Duration::from_secs(2)))?;

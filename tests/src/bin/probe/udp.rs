@@ -149,7 +149,7 @@ fn open(arguments: &Arguments, to: SocketAddr) -> io::Result<UdpSocket> {
     Ok(socket.into())
 }
 
-/// Sends a datagram, and says by which interface or from which address. `is_connected`: without saying to whom.
+/// Sends a datagram by an interface or from an address. `is_connected`: without a destination.
 fn send_by(
     socket: &UdpSocket,
     payload: &[u8],
@@ -241,7 +241,7 @@ fn exchange(
         let took = begin.elapsed();
         let (endpoint, source, echoed) = parse_greeting(&buffer[..length])?;
         if echoed != payload {
-            // The late answer to an earlier datagram that was given up.
+            // A late answer to an earlier datagram, which was abandoned.
             continue;
         }
         attempt.endpoint = Some(endpoint);
@@ -254,7 +254,7 @@ fn exchange(
     }
 }
 
-/// The next datagram that one of the sockets has.
+/// Receives the next datagram of any of the sockets.
 fn from_any(
     sockets: &[UdpSocket],
     timeout_ms: u64,
