@@ -351,7 +351,7 @@ impl Host {
         Ipv4Addr::new(10, 244, self.0.number, 1)
     }
 
-    /// As [`Host::gateway`], for IPv6.
+    /// As [`Host::gateway4`], for IPv6.
     pub fn gateway6(&self) -> Ipv6Addr {
         Ipv6Addr::new(0xfd00, 0x10, 0x244, reads_like(self.0.number), 0, 0, 0, 1)
     }

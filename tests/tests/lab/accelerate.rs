@@ -1,5 +1,5 @@
-//! `acceleration: sockmap`: what applications say to the proxy in their pod goes past the TCP stack,
-//! and they notice nothing of it.
+//! `acceleration: sockmap`: bytes of applications to the proxy in their pod bypass the TCP stack, and the applications
+//! notice nothing of it.
 
 use std::{
     io::Read as _,
@@ -28,7 +28,7 @@ scenarios! {
     a_captured_pod_asks_for_it,
 }
 
-/// Where the applications that say back what is said listen.
+/// The port of the applications that send bytes back.
 const ECHO: u16 = 9100;
 /// Where the scenario itself listens.
 const OWN: u16 = 9101;
@@ -57,7 +57,7 @@ impl World {
         ] {
             app.ip(&format!("address add {vip} dev lo"))?;
         }
-        // `here` is in the same pod: what the server answers goes past the TCP stack, too.
+        // `here` is in the same pod: the server's answers bypass the TCP stack, too.
         let services = [
             Service::new("there", &["10.96.0.10", "fd00:96::10"])
                 .port("tcp", 80, ECHO)
@@ -149,7 +149,7 @@ fn asked(app: &Host, to: &str, times: u32) -> Result<u64> {
         .command("ss")
         .args(["-Htin", &format!("sport = :{port}")])
         .run()?;
-    // Without it: nothing was sent, but the SYN.
+    // Without it: only the SYN was sent.
     let sent = sockets
         .split_whitespace()
         .find_map(|word| word.strip_prefix("bytes_sent:"));
@@ -177,7 +177,7 @@ fn what_is_asked_goes_past_the_tcp_stack() -> Result<()> {
 }
 
 fn a_stalled_reader_holds_up_its_sender() -> Result<()> {
-    /// What the two connections' sockets may hold by TCP (`tcp_rmem`, `tcp_wmem`), and more.
+    /// More than the two connections' sockets hold by TCP (`tcp_rmem`, `tcp_wmem`).
     const HELD: u64 = 64 << 20;
     let world = World::start("sockmap")?;
     let stalled = Stalled::start(&world, 256 << 20)?;
@@ -185,11 +185,11 @@ fn a_stalled_reader_holds_up_its_sender() -> Result<()> {
     stalled.all_arrives()
 }
 
-/// What waits in a socket in a sockmap stays until its owner closes it, also when both sides have said
-/// their last word (before Linux 6.0 the kernel forgot it then).
+/// Bytes that wait in a socket in a sockmap stay until its owner closes it, also after both sides have sent their FIN
+/// (before Linux 6.0 the kernel dropped the bytes then).
 fn nothing_is_lost_when_the_reader_ends_first() -> Result<()> {
     let world = World::start("sockmap")?;
-    // So that most of it waits in the proxy's socket.
+    // Most of it then waits in the proxy's socket.
     for host in [world.app(), world.lab.pod("near")] {
         host.sysctl("ipv4/tcp_wmem", "4096 4096 4096")?;
         host.sysctl("ipv4/tcp_rmem", "4096 4096 4096")?;
@@ -255,8 +255,8 @@ fn pattern(at: u64) -> u8 {
     (at % 251).to_le_bytes()[0]
 }
 
-/// By the agent's own proxy: the pod's connections are captured, and the proxy is told how far it is
-/// allowed to fall behind.
+/// By the agent's own proxy: the pod's connections are captured, and the proxy has a limit on how far it may fall
+/// behind.
 fn a_captured_pod_asks_for_it() -> Result<()> {
     for acceleration in ["off", "sockmap"] {
         let lab = Lab::builder()
@@ -284,7 +284,7 @@ fn a_captured_pod_asks_for_it() -> Result<()> {
                 "addresses": ["10.244.1.8", "fd00:10:244:1::8"],
                 "rules": { "mode": "proxy" },
             }, {
-                // It is asked for, and there is nothing to accelerate.
+                // Acceleration is configured, and there is nothing to accelerate.
                 "name": "default/near",
                 "addresses": ["10.244.1.10"],
                 "rules": { "mode": "kernel" },
@@ -310,7 +310,7 @@ fn a_captured_pod_asks_for_it() -> Result<()> {
                 "{acceleration}: {report:?}"
             );
         }
-        // What comes in: the proxy connects to the application, whose answers are accelerated.
+        // Inbound: the proxy connects to the application, whose answers are accelerated.
         reaches(near, "10.244.1.8:7", "connect --count 20", &["app"])
             .with_context(|| format!("{acceleration}: {}", agent.log()))?;
         said_to_be(acceleration, &agent)
@@ -319,7 +319,7 @@ fn a_captured_pod_asks_for_it() -> Result<()> {
     Ok(())
 }
 
-/// What `status` and `explain` say of `default/app`, whose acceleration this is, and `default/near`.
+/// Checks the output of `status` and `explain` for `default/app`, whose acceleration this is, and `default/near`.
 fn said_to_be(acceleration: &str, agent: &Agent) -> Result<()> {
     let json = |args: &[&str]| -> Result<Value> {
         let args = [args, &["-o", "json"]].concat();
@@ -367,7 +367,7 @@ fn said_to_be(acceleration: &str, agent: &Agent) -> Result<()> {
     } else {
         "not accelerated: acceleration is off, says mesh.rules"
     }])?;
-    // What goes direct has no proxy.
+    // Direct connections have no proxy.
     let told = json(&["explain", "default/near", "10.244.1.8:9"])?;
     ensure!(told["capture"][0]["acceleration"].is_null(), "{told:#}");
     Ok(())

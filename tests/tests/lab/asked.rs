@@ -1,5 +1,6 @@
-//! Answers to datagrams that this host, or a pod behind a rule of the kernel's, sent from a port that a service has, too:
-//! they belong to who asked. With kube-proxy's rules, where the kernel's conntrack knows, as with ours.
+//! Answers to datagrams that this host, or a pod behind a rule of the kernel's, sent from a port that a service has,
+//! too: they belong to the socket that asked. With kube-proxy's rules the kernel's conntrack knows this; here the
+//! programs do.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 
@@ -23,7 +24,7 @@ scenarios! {
 }
 
 const WORKERS: [Worker; 2] = [Worker::KubeProxy(Mode::IptablesNft), Worker::Dataplane];
-/// Where somebody answers.
+/// The port at which the other side answers.
 const ANSWERS: u16 = 9000;
 /// A port of a Service whose external IP is the node's own address.
 const EXTERNAL: u16 = 20_100;
@@ -62,7 +63,8 @@ fn masquerade(node: &Host) -> Result<()> {
     Ok(())
 }
 
-/// Sends a question from a socket to somebody who hears it from `seen` and answers; the answer must come to the socket.
+/// Sends a question from a socket to a peer that receives it from `seen` and answers; the answer must come to the
+/// socket.
 fn answered(socket: &UdpSocket, other: &UdpSocket, seen: SocketAddr) -> Result<()> {
     let mut bytes = [0; 64];
     for question in ["first", "second"] {
@@ -83,7 +85,7 @@ fn answered(socket: &UdpSocket, other: &UdpSocket, seen: SocketAddr) -> Result<(
     Ok(())
 }
 
-/// A socket at a port that another one had a moment ago. A child of this process may still have that.
+/// Binds a socket to a port that another socket had a moment ago. A child of this process may still have the other.
 fn bind(host: &Host, at: SocketAddr) -> Result<UdpSocket> {
     let mut bound = None;
     eventually(|| {
@@ -101,7 +103,7 @@ fn answers_belong_to_who_asked() -> Result<()> {
         for v4 in [true, false] {
             let at = |host: &Host, port: u16| SocketAddr::new(address(host, v4), port);
             let balancer: IpAddr = if v4 { "203.0.113.1" } else { "2001:db8:113::1" }.parse()?;
-            // Each question goes to another port, so that no two flows are the same to the kernel.
+            // Each question goes to another port, so that no two flows look alike to the kernel.
             let outside = |n: u16| udp(ext, at(ext, ANSWERS + n));
             let others = [
                 outside(0)?,

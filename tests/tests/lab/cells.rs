@@ -1,4 +1,4 @@
-//! Cells of flows (`dataplane_common::cells`), where several CPUs and the agent want the same ones.
+//! Cells of flows (`dataplane_common::cells`), when several CPUs and the agent need the same ones.
 
 use std::{
     collections::HashSet,
@@ -36,14 +36,14 @@ scenarios! {
 
 /// How many flows there is room for: twice as many cells.
 const ROOM: u32 = 128;
-/// How many ports each client has: with four kinds of clients, flows for more than all cells. So some are pushed out.
+/// How many ports each client has: with four kinds of clients, flows for more than all cells. So some are evicted.
 const PORTS: u16 = 66;
 
 /// A client of a service, and where its packets arrive.
 #[derive(Clone, Copy)]
 struct Client {
     v4: bool,
-    /// From outside to a node port: the flow is masqueraded. Else a pod's, to a cluster IP: it is not.
+    /// From outside to a node port: the flow is masqueraded. Otherwise from a pod to a cluster IP: it is not.
     outside: bool,
     port: u16,
 }
@@ -107,9 +107,9 @@ fn send(scene: &Scene, at: &str, packet: &Packet) -> Result<()> {
     Ok(())
 }
 
-/// Clients begin and end connections on all CPUs at once, and somebody removes flows meanwhile: each that is there is
-/// there once and found from both ends, as is every client's flow when it then begins a new one. Those that were pushed
-/// out are gone as a whole.
+/// Clients begin and end connections on all CPUs at once, and another thread removes flows meanwhile: each present flow
+/// is there once and found from both ends, and so is every client's flow when it then begins a new one. Evicted flows
+/// are gone as a whole.
 fn many_at_once_leave_whole_flows() -> Result<()> {
     on(Scene::with_flows(ROOM)?, |scene| {
         let mut pushed_out = 0;
@@ -145,8 +145,8 @@ fn a_flood_that_nobody_answers_evicts_no_connection() -> Result<()> {
 }
 
 /// A pod sends a datagram from each of its ports, and so do many clients outside: twelve times as many as there is room
-/// for. Neither these nor SYNs evict a connection of others, which may be quiet; and others still make connections.
-/// `DATAPLANE_DATAGRAMS` says how many there are.
+/// for. These datagrams and SYNs evict no connection of others, which may be quiet; and others still make connections.
+/// `DATAPLANE_DATAGRAMS` sets their number.
 fn a_flood_evicts_no_connection(is_answered: bool) -> Result<()> {
     const FLOWS: u32 = 2048;
     const ENDPOINT: (&str, [&str; 2]) = ("veth-small", ["10.244.1.12", "fd00:10:244:1::12"]);
@@ -186,7 +186,7 @@ fn a_flood_evicts_no_connection(is_answered: bool) -> Result<()> {
                 if until == 1 {
                     return Ok(key);
                 }
-                // In a full table one in 130 000 finds no slot; whoever counts on it looks for it.
+                // In a full table one in 130 000 finds no slot; callers that need the flow check for it.
                 let Some(to) = scene.rig.conntrack.get(&key) else {
                     return Ok(key);
                 };

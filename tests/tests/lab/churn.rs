@@ -121,8 +121,7 @@ fn now_ns() -> Result<u64> {
         .try_into()?)
 }
 
-/// A version of the service: which endpoints it had (a bit each), and when its writing began and
-/// ended.
+/// A version of the service: its endpoints (a bit each), and when its writing began and ended.
 struct Version {
     endpoints: u16,
     begun_ns: u64,
@@ -133,10 +132,10 @@ struct Version {
 const CHURN: Duration = Duration::from_secs(30);
 /// How many changes there are at the least: 1 000 per second.
 const FLIPS: u64 = CHURN.as_secs() * 1000;
-/// How soon one follows the other, if the machine keeps up.
+/// The pause between two changes, if the machine keeps up.
 const PACE: Duration = Duration::from_micros(660);
 
-/// A service whose endpoints are replaced, and all that it ever was.
+/// A service whose endpoints are replaced, and all of its versions.
 struct Churned {
     name: &'static str,
     vips: [IpAddr; 2],
@@ -146,7 +145,7 @@ struct Churned {
 }
 
 impl Churned {
-    /// With one endpoint on each of the ports of each of the pods, which are served from here on.
+    /// A service with one endpoint on each of the ports of each of the pods, which are served from here on.
     fn new(
         (name, number): (&'static str, u8),
         ports: RangeInclusive<u16>,
@@ -179,7 +178,7 @@ impl Churned {
         (1 << self.endpoints.len()) - 1
     }
 
-    /// Any set of endpoints but the empty one; small sets as often as large ones.
+    /// Draws any set of endpoints except the empty one; small sets as often as large ones.
     fn draw(&self, random: u64) -> u16 {
         let thinned = if random >> 63 == 0 {
             random & random >> 16
@@ -204,8 +203,7 @@ impl Churned {
         Ok(client.load(&[to.as_slice(), how.as_slice()].concat())?)
     }
 
-    /// Wants no failure, and every connection to have reached an endpoint that the service had
-    /// meanwhile.
+    /// Wants no failure, and every connection to have reached an endpoint that the service had meanwhile.
     fn check(&self, report: &LoadReport) -> Result<()> {
         ensure!(
             report.errors.is_empty(),
@@ -248,10 +246,10 @@ impl Churned {
     }
 }
 
-/// The endpoints of two services are replaced thousands of times per second. No connection fails,
-/// and each reaches an endpoint that its service had at some moment between the begin and the end
-/// of its connect(2): the program decides within it, and decides by one version. The services take
-/// turns with the same slots, so that a mixture of two versions shows as a stranger's answer.
+/// The endpoints of two services are replaced thousands of times per second. No connection fails, and each reaches an
+/// endpoint that its service had at some moment between the begin and the end of its connect(2): the program decides
+/// within it, and decides by one version. The services take turns with the slots, so that a mixture of two versions
+/// shows as an answer of the other service.
 fn flipping_endpoints_fails_no_connection() -> Result<()> {
     let lab = Cluster::lab()?;
     let pods = ["far", "near", "near2"].map(|name| lab.pod(name));

@@ -1,4 +1,4 @@
-//! `dataplane cleanup`: it lists everything, removes that, and touches nobody else's.
+//! `dataplane cleanup`: it lists everything that it removes, and leaves everything else alone.
 
 use std::collections::BTreeSet;
 
@@ -31,7 +31,7 @@ fn captured(workload: &Host) -> String {
     .to_string()
 }
 
-/// What a cleanup prints, a line each.
+/// Returns the output of a cleanup, line by line.
 fn lines(agent: &Agent, arguments: &str) -> Result<BTreeSet<String>> {
     let rows = run(agent, arguments)?.exits(0)?.json()?;
     let rows = rows.as_array().context("an array")?;
@@ -47,7 +47,7 @@ fn routed(pod: &Host) -> Result<String> {
         for what in ["rule", "route"] {
             let table = ["show", "table", "15006"];
             let list = pod.command("ip").args([family, what]).args(table);
-            // That there is no such table is an error of its own.
+            // If the table does not exist, `ip` fails.
             let output = list.output()?;
             found.push_str(&String::from_utf8_lossy(&output.stdout));
         }

@@ -1,5 +1,4 @@
-//! What most scenarios need: two nodes, endpoints that serve, a client, and an agent on the
-//! client's node.
+//! The setting of most scenarios: two nodes, endpoints that serve, a client, and an agent on the client's node.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -14,7 +13,7 @@ use kernel::Tables;
 
 use crate::manifest::{Manifests, Service};
 
-/// What endpoints listen on.
+/// The ports of endpoints.
 pub const TCP: u16 = 7;
 pub const UDP: u16 = 53;
 pub const HTTP: u16 = 80;
@@ -42,7 +41,7 @@ impl Cluster {
             .build()?)
     }
 
-    /// A lab whose client's sockets nobody sees: `far` on node1, `near` and the virtual machine `sleep` on
+    /// A lab whose client's sockets the programs do not see: `far` on node1, `near` and the virtual machine `sleep` on
     /// node2, and `ext` outside.
     pub fn lab_of_packets() -> Result<Lab> {
         Ok(Lab::builder()
@@ -61,7 +60,7 @@ impl Cluster {
         Self::start_with(services, &[])
     }
 
-    /// Likewise, with arguments for the agent.
+    /// As [`Cluster::start`], with arguments for the agent.
     pub fn start_with(
         services: impl FnOnce(&Lab) -> Vec<Service>,
         arguments: &[&str],
@@ -69,7 +68,7 @@ impl Cluster {
         Self::start_in(Self::lab()?, &["far", "near", "near2"], services, arguments)
     }
 
-    /// Likewise, in a lab with a node2, whose pods `endpoints` serve.
+    /// As [`Cluster::start_with`], in a lab with a node2, whose pods `endpoints` serve.
     pub fn start_in(
         lab: Lab,
         endpoints: &[&str],
@@ -79,7 +78,7 @@ impl Cluster {
         Self::start_as(lab, endpoints, services, arguments, |_| {})
     }
 
-    /// Likewise, with an agent that is told another cgroup than the node's.
+    /// As [`Cluster::start_in`], with an agent that serves another cgroup than the node's.
     pub fn start_in_cgroup(
         lab: Lab,
         endpoints: &[&str],
@@ -124,13 +123,12 @@ impl Cluster {
         verdicts(&self.agent, reason)
     }
 
-    /// What `dataplane status` says.
+    /// Returns the output of `dataplane status`.
     pub fn status(&self) -> Result<serde_json::Value> {
         Ok(self.agent.dataplane(["status", "-o", "json"]).json()?)
     }
 
-    /// Does something that is to be refused `count` times, and checks that the kernel says so for
-    /// that reason.
+    /// Does something that has to be refused `count` times, and checks that the kernel counts this reason.
     pub fn for_reason<T>(
         &self,
         reason: Reason,
@@ -153,13 +151,13 @@ pub fn verdicts(agent: &Agent, reason: Reason) -> Result<u64> {
     Ok(Tables::open(agent.bpffs())?.reasons()?[reason as usize])
 }
 
-/// Does something, and tells how many verdicts the kernel gave for a reason meanwhile.
+/// Does something, and returns how many verdicts the kernel gave for a reason meanwhile.
 pub fn counted<T>(
     agent: &Agent,
     reason: Reason,
     work: impl FnOnce() -> Result<T>,
 ) -> Result<(T, u64)> {
-    /// Packets that nobody waits for may be in a queue of the kernel's for so long.
+    /// How long packets may be in a queue of the kernel's after the sender has stopped waiting.
     const QUEUED: Duration = Duration::from_millis(50);
     let before = verdicts(agent, reason)?;
     let result = work()?;
@@ -248,9 +246,9 @@ pub fn refused(from: &Host, to: &str, how: &str) -> Result<()> {
 
 /// Asks, and wants every attempt to fail with this error.
 ///
-/// `TIMEOUT` is also what a pod sees whose node has no route: the node's ICMP message arrives
-/// while connect(2) holds the socket, and is then taken for a passing trouble. On a busy machine
-/// it sometimes arrives later, and ends the attempt.
+/// A pod whose node has no route also sees `TIMEOUT`: the node's ICMP message arrives while connect(2) holds the
+/// socket, which treats it as a passing trouble. On a busy machine the message sometimes arrives later, and ends the
+/// attempt.
 pub fn fails(from: &Host, to: &str, how: &str, error: &str) -> Result<()> {
     let report = ask(from, to, how)?;
     let count = |error: &str| report.errors.get(error).copied().unwrap_or_default();
@@ -268,8 +266,8 @@ pub fn fails(from: &Host, to: &str, how: &str, error: &str) -> Result<()> {
     Ok(())
 }
 
-/// Tries until it works, for what an agent does some time after a file changed. The pauses grow with the time that has
-/// passed, so that those who wait long do not take the time of what they wait for.
+/// Tries until it works, for changes that an agent makes some time after a file changed. The pauses grow with the time
+/// that has passed, so that long waits do not slow down the work that they wait for.
 pub fn eventually(mut check: impl FnMut() -> Result<()>) -> Result<()> {
     const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(500)];
     let patience = patience(Duration::from_secs(30));

@@ -22,7 +22,7 @@ scenarios! {
     the_doctor_approves_of_this_machine,
 }
 
-/// One service of each kind that is answered differently.
+/// One service of each kind with an answer of its own.
 pub fn services(lab: &Lab) -> Vec<Service> {
     let (far, near, near2) = (lab.pod("far"), lab.pod("near"), lab.pod("near2"));
     vec![
@@ -77,7 +77,7 @@ fn plan_shows_what_would_change_and_changes_nothing() -> Result<()> {
         "{nothing:#}"
     );
 
-    // One service gets another endpoint, one goes, one comes.
+    // One service gets another endpoint, one is removed, one is new.
     let mut next = services(&lab);
     next[2] = Service::new("empty", &["10.96.0.12"])
         .port("tcp", 80, TCP)
@@ -139,7 +139,7 @@ fn services_are_listed_for_people_and_programs() -> Result<()> {
     ask(cluster.client(), "10.96.0.12:80", "connect --count 4")?;
     let lines = |arguments: &str| -> Result<Vec<Vec<String>>> {
         let text = run(agent, arguments)?.exits(0)?.stdout;
-        // Two spaces are between columns, one within.
+        // Two spaces separate columns, one space separates words.
         let cells = |line: &str| -> Vec<String> {
             let cells = line.split("  ").map(str::trim);
             cells
@@ -357,7 +357,7 @@ fn the_doctor_approves_of_this_machine() -> Result<()> {
             );
         }
     }
-    // Where something is missing it says so, and what to do.
+    // If something is missing, it names the part, and what to do.
     run(&agent, "doctor --cgroup /nowhere")?
         .exits(1)?
         .says(&["NO", "does not work on this machine"])

@@ -1,4 +1,4 @@
-//! The agent that is told everything by its configuration file, as in a DaemonSet.
+//! The agent with its whole configuration in a file, as in a DaemonSet.
 
 use std::fs;
 

@@ -34,7 +34,7 @@ const DAEMON_SET: &str = include_str!("../../../deploy/kustomize/base/daemonset.
 const FOREIGN_PROXY: &str =
     include_str!("../../../deploy/kustomize/foreign-proxy/kustomization.yaml");
 
-/// What the DaemonSet adds to nothing.
+/// The capabilities that the DaemonSet adds after dropping all.
 pub fn capabilities() -> Result<Vec<String>> {
     let object: Value = serde_saphyr::from_str(DAEMON_SET)?;
     let capabilities =
@@ -47,7 +47,7 @@ pub fn capabilities() -> Result<Vec<String>> {
         .collect()
 }
 
-/// What kustomize's component `foreign-proxy` adds to these.
+/// The capabilities that kustomize's component `foreign-proxy` adds to these.
 pub fn for_foreign_proxies() -> Result<Vec<String>> {
     let component: Value = serde_saphyr::from_str(FOREIGN_PROXY)?;
     let patch = component["patches"][0]["patch"]
@@ -94,7 +94,7 @@ fn its_capabilities_are_enough() -> Result<()> {
         Ok(())
     };
     works(&agent)?;
-    // A socket in another network namespace, connected to an endpoint that goes.
+    // A socket in another network namespace, connected to an endpoint that is removed.
     let near = |pods: &[&str]| {
         let service = Service::new("near", &["10.96.0.11"]).port("udp", 53, UDP);
         let pods: Vec<_> = pods.iter().map(|pod| lab.pod(pod)).collect();
@@ -132,7 +132,7 @@ fn its_capabilities_are_enough() -> Result<()> {
     many.push(web(&lab));
     manifests.write(&many)?;
     eventually(|| reaches(client, "10.97.5.250:80", "connect --count 2", &["near"]).map(drop))?;
-    // The next one adopts what this one leaves.
+    // The next agent adopts this one's pins.
     agent.stop()?;
     reaches(
         client,
@@ -171,7 +171,7 @@ fn opener(agent: &Agent) -> Result<u32> {
 fn has_sys_admin(process: u32) -> Result<bool> {
     let mut has = false;
     for thread in fs::read_dir(format!("/proc/{process}/task"))? {
-        // One that has ended has none.
+        // A thread that has ended has none.
         let Ok(status) = fs::read_to_string(thread?.path().join("status")) else {
             continue;
         };
@@ -222,7 +222,7 @@ fn only_the_opener_has_sys_admin() -> Result<()> {
         }
         // CAP_NET_ADMIN is number 12.
         ensure!(set(&status(opener)?, "CapPrm:")? == SYS_ADMIN | 1 << 12);
-        // The next agent adopts what is there with the same means.
+        // The next agent adopts the pins with the same capabilities.
         agent.stop()?;
         agent.start()?;
         is_served()?;

@@ -1,5 +1,5 @@
-//! Threads of the agent's that die: each ends the agent with an error that names it, and what it served goes on. One that
-//! hangs fails the liveness probe.
+//! Threads of the agent's that die: each ends the agent with an error that names it, and the programs go on serving. A
+//! thread that hangs fails the liveness probe.
 
 use std::{
     fs,
@@ -72,7 +72,7 @@ fn each_thread_that_dies_ends_the_agent_with_an_error() -> Result<()> {
         } = &mut cluster;
         ends(agent, thread, |agent| {
             match thread {
-                // An endpoint goes, and flows to it are looked for.
+                // An endpoint is removed, and the thread looks for flows to it.
                 "manifests" | "flows" => manifests.write(&web(lab, &["far"]))?,
                 "attacher" => agent.node().ip("addr add 198.18.0.1/32 dev lo")?,
                 "handover" => _ = UnixStream::connect(agent.socket().with_extension("handover"))?,
@@ -80,7 +80,7 @@ fn each_thread_that_dies_ends_the_agent_with_an_error() -> Result<()> {
             }
             Ok(())
         })?;
-        // The last that was written goes on.
+        // The programs serve from the last tables.
         let all: &[&str] = if thread == "flows" {
             &["far"]
         } else {

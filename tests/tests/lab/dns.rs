@@ -55,7 +55,7 @@ impl World {
             .arg(&manifests)
             .arg("--resolv-conf")
             .arg(&resolv)
-            // Nobody listens at the first: the next is asked.
+            // There is no listener at the first: the next is asked.
             .args([
                 "--listen",
                 "10.244.1.10:53",
@@ -98,7 +98,7 @@ impl World {
         Ok(())
     }
 
-    /// What the C library finds, with a pod's `resolv.conf`.
+    /// Returns the addresses that the C library finds, with a pod's `resolv.conf`.
     fn getent(&self, name: &str) -> Result<String> {
         let file = self.directory.path().join("pod.conf");
         fs::write(
@@ -129,7 +129,7 @@ impl World {
     }
 }
 
-/// Starts unbound, which has nobody to ask but those that `more` of its configuration names.
+/// Starts unbound, which can ask only the servers that `more` of its configuration names.
 pub fn unbound(host: &Host, directory: &Path, more: &str) -> Result<Process> {
     let mut conf = format!(
         "server:\n directory: \"{0}\"\n chroot: \"\"\n username: \"\"\n pidfile: \"\"\n use-syslog: no\n \
@@ -286,7 +286,7 @@ fn other_names_come_from_resolvers_and_the_cache() -> Result<()> {
     // Longer than datagrams are: by TCP on both sides.
     let big = world.told("+short big.example.com. TXT")?;
     ensure!(big.matches("xxx\"").count() == 15, "{big}");
-    // As the resolver itself says it, but for times to live and what servers say of themselves.
+    // Equal to the resolver's answers, except for times to live and the servers' own EDNS data.
     for question in [
         "www.example.com. A",
         "www.example.com. AAAA",

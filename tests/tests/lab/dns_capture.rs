@@ -66,7 +66,7 @@ fn queries_are_answered_in_the_name_of_the_resolver() -> Result<()> {
             asked += 20;
         }
     }
-    // Exactly these: those of the agent itself, which are for the same service, are not among them.
+    // Exactly these: queries of the agent itself to the service are not among them.
     let captured = world.captured()? - before;
     ensure!(captured == asked, "{captured} captured of {asked} queries");
     // The C library, by the pod's search list.
@@ -93,7 +93,7 @@ fn queries_are_answered_in_the_name_of_the_resolver() -> Result<()> {
             "{to}: {told}"
         );
     }
-    // By a name: as the pod finds it, of those that resolvers know only from the cache.
+    // By a name: as the pod finds it, from the cache for names that only resolvers know.
     for (to, verdict, steps) in [
         (
             "web:80",
@@ -111,7 +111,7 @@ fn queries_are_answered_in_the_name_of_the_resolver() -> Result<()> {
             &["from the cache", "192.0.2.90"],
         ),
         (
-            // As the server goes through the pod's search list.
+            // In the order of the pod's search list.
             "nothing.shop.svc.cluster.local.:80",
             "no-address",
             &["the agent asks 10.96.0.53:53"],
@@ -184,7 +184,7 @@ fn queries_are_answered_in_the_name_of_the_resolver() -> Result<()> {
     Ok(())
 }
 
-/// That the resolver itself answers, which does not know the service.
+/// Checks that the resolver itself answers, which does not know the service.
 fn is_left_alone(world: &World, user: Option<u32>) -> Result<()> {
     let before = world.captured()?;
     for transport in ["+notcp", "+tcp"] {
@@ -240,7 +240,7 @@ fn every_pods_queries_are_answered_and_nothing_else_is_captured() -> Result<()> 
     let world = World::start_as(None, dns, app, "", None)?;
     let question = format!("{SERVICE} A");
     eventually(|| world.dig("10.96.0.53", &question, "10.96.0.10"))?;
-    // Wherever the query goes, and also by TCP.
+    // To any destination, and also by TCP.
     for to in ["10.244.1.11", "192.0.2.1", "fd00:10:244:1::b"] {
         world.dig(to, &question, "10.96.0.10")?;
         world.dig(to, &format!("+tcp {question}"), "10.96.0.10")?;
@@ -357,7 +357,7 @@ fn a_machines_queries_are_captured_by_its_packets() -> Result<()> {
     eventually(|| all_answered(&world))
 }
 
-/// Neither does a pod's `dnsConfig` choose where the node sends queries, nor does its `egress: deny` end at the agent.
+/// A pod's `dnsConfig` does not choose where the node sends queries, and its `egress: deny` does not end at the agent.
 fn no_pod_and_no_policy_is_got_around_by_queries() -> Result<()> {
     let own = |text: String| {
         let spec = "{nodeName: node1, dnsPolicy: None, dnsConfig: {nameservers: [10.244.1.11]}}";
@@ -403,7 +403,7 @@ fn no_pod_and_no_policy_is_got_around_by_queries() -> Result<()> {
     Ok(())
 }
 
-/// How many of the queries failed, and how many of those that were sent after a time.
+/// Returns how many of the queries failed, and how many of those that were sent after a time.
 fn failures(report: &LookupReport, after_ns: u64) -> (usize, usize) {
     let late = report.failures.iter().filter(|of| of.at_ns > after_ns);
     (report.failures.len(), late.count())
@@ -479,7 +479,7 @@ fn no_query_waits_for_an_agent_that_is_not_there() -> Result<()> {
     world.dig("10.96.0.53", &format!("{SERVICE} A"), "10.96.0.10")
 }
 
-/// The agent's sockets are there, and nobody reads from them.
+/// The agent's sockets exist, and no thread reads from them.
 fn no_query_waits_for_an_agent_that_hangs() -> Result<()> {
     /// The kernel's lease, the threads' period, and a busy machine.
     const LEASE: Duration = Duration::from_secs(3);
@@ -487,14 +487,14 @@ fn no_query_waits_for_an_agent_that_hangs() -> Result<()> {
     let rest = Duration::from_millis(700);
     let pid = Pid::from_raw(world.agent.id().cast_signed());
     let kinds = ["connected", "unconnected"];
-    // As long as glibc waits: on a busy machine some answers take 2 s, and a query that is lost gets none.
+    // As long as glibc waits: on a busy machine some answers take 2 s, and a lost query gets none.
     let loads =
         kinds.map(|kind| world.look_up(OUTSIDE, &["--sockets", kind, "--timeout-ms", "5000"]));
     thread::sleep(rest);
     kill(pid, Signal::SIGSTOP)?;
     let bypassed = now_ns() + u64::try_from(LEASE.as_nanos())?;
     thread::sleep(LEASE);
-    // The agent is still stopped, so what is answered has not waited for it.
+    // The agent is still stopped, so an answer has not waited for it.
     for kind in kinds {
         world.all_answered("10.96.0.53:53", kind)?;
     }
@@ -558,7 +558,7 @@ fn no_service_takes_the_agents_way_to_a_resolver() -> Result<()> {
             let spec = format!("{{nodeName: node1, dnsPolicy: {policy}}}");
             text.replacen("{nodeName: node1}", &spec, 1) + THIEF
         })?;
-        // Others on the node get what the service says.
+        // Other hosts on the node get the service's answer.
         let other = world.lab.node("node1").command("dig");
         let other = other.args(["@10.244.1.11", "+tries=1", "+time=2", OUTSIDE]);
         ensure!(!other.output()?.status.success(), "not taken from others");
@@ -598,7 +598,7 @@ fn a_resolver_of_the_node_on_loopback_is_named() -> Result<()> {
     })
 }
 
-/// An entry whose host has this address, and a service that is another each time.
+/// An entry whose host has this address, and a service that differs each time.
 fn entry(round: usize) -> String {
     format!(
         "---

@@ -237,7 +237,7 @@ fn real_clients_find_names() -> Result<()> {
     let table = Table::new(told.trim());
     let names = table.names();
     let all = |_: &str, wanted: &BTreeSet<String>, found: &BTreeSet<String>| wanted == found;
-    // Nobody's queries go past the agent.
+    // No client's queries bypass the agent.
     let captured = |client: &str, work: &dyn Fn() -> Result<()>| -> Result<()> {
         let ((), count) = counted(&world.agent, Reason::CapturedDns, work)?;
         println!("{client}: {count} queries");
@@ -282,7 +282,7 @@ fn real_clients_find_names() -> Result<()> {
         ensure!(code.trim() == "2", "getent {name}: {code}");
     }
     captured("curl", &|| {
-        // Nobody listens at the addresses of the headless service.
+        // The addresses of the headless service have no listener.
         let of_servers = table.0.iter().filter(|(name, _)| *name != PODS);
         let of_servers = Table(of_servers.cloned().collect());
         let script = "curl -s -m 10 -o /dev/null -w '%{remote_ip}' \"http://$name/\"";
@@ -311,7 +311,7 @@ fn real_clients_find_names() -> Result<()> {
         captured("musl", &|| {
             let binary = binary.to_string_lossy();
             let found = read(&world.with_resolv_conf(&[&[&*binary], &*names].concat())?);
-            // Before 1.2.4, musl does not use TCP. It takes what there is in a truncated answer.
+            // Before 1.2.4, musl does not use TCP. It uses the records in a truncated answer.
             table.check("musl", &found, |_, wanted, found| {
                 found.is_subset(wanted) && found.len() >= wanted.len().min(20)
             })

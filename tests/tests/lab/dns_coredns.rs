@@ -1,5 +1,5 @@
-//! The names of services beside CoreDNS: both servers read one API server and answer the same queries. `cargo xtask judges
-//! coredns` builds CoreDNS.
+//! The names of services beside CoreDNS: both servers read one API server and answer the same queries.
+//! `cargo xtask judges coredns` builds CoreDNS.
 
 use std::{
     collections::BTreeSet,
@@ -191,8 +191,8 @@ fn difference(name: &str, of_type: &str) -> Option<&'static str> {
     }
 }
 
-/// The parts of an answer that must be the same: not TTLs, weights, serial numbers and EDNS0. Of a forwarded answer, not
-/// whether it is authoritative.
+/// Returns the parts of an answer that must be equal: not TTLs, weights, serial numbers and EDNS0. Of a forwarded
+/// answer, not whether it is authoritative.
 fn compared(mut answer: Answer, is_ours: bool) -> Answer {
     for section in &mut answer.sections {
         let records = std::mem::take(section).into_iter();

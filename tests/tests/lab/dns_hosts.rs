@@ -17,7 +17,7 @@ scenarios! {
 /// The port of both databases.
 const PORT: u16 = 5432;
 
-/// A database of a namespace, with fields besides.
+/// A database of a namespace, with further fields.
 pub fn database(namespace: &str, name: &str, more: &str, endpoint: &str) -> String {
     format!(
         "---
@@ -55,7 +55,7 @@ fn hosts_of_entries_are_reached_by_name() -> Result<()> {
         database("other", "users", "", "10.244.1.12"),
         // A fault that `dns query` names.
         database("shop", "wrong", "\n  exportTo: [.]", "127.0.0.1"),
-        // The namespace keeps this one to itself.
+        // The namespace exports this one to itself only.
         database("other", "hidden", "\n  exportTo: [.]", "10.244.1.12"),
     ];
     let world = World::start(&json!({}), |text| text + &entries.concat())?;
@@ -88,7 +88,7 @@ fn hosts_of_entries_are_reached_by_name() -> Result<()> {
         given.push(vip.to_owned());
     }
     ensure!(given[0] != given[1], "{given:?}");
-    // Neither to a namespace that does not see the entry, nor to a pod that is not captured.
+    // A namespace that does not see the entry does not get it, and a pod that is not captured does not either.
     for name in ["hidden.db.example.com.", "none.db.example.com."] {
         let told = world.told(&format!("@10.96.0.53 {name}"))?;
         ensure!(told.contains("status: NXDOMAIN"), "{told}");
@@ -98,7 +98,7 @@ fn hosts_of_entries_are_reached_by_name() -> Result<()> {
         .args(["@10.96.0.53", "orders.db.example.com."])
         .run()?;
     ensure!(other.contains("status: NXDOMAIN"), "{other}");
-    // The resolver knows no mail exchanger, and not even the host; the host exists all the same.
+    // The resolver knows no mail exchanger, and not even the host; but the host exists.
     let told = world.told("@10.96.0.53 orders.db.example.com. MX")?;
     ensure!(
         told.contains("status: NOERROR") && told.contains("ANSWER: 0"),

@@ -70,7 +70,7 @@ fn the_cache_is_shown_and_forgets() -> Result<()> {
         text.contains("2 answers, ") && text.contains("shop"),
         "{text}"
     );
-    // One name, in whatever letters; then all.
+    // One name, in any case; then all.
     let once = asked()?;
     ensure!(cache(&["--flush", "DB.corp.example"])?["flushed"] == 1);
     ask("missing.example.")?;
@@ -99,8 +99,8 @@ fn the_cache_is_shown_and_forgets() -> Result<()> {
 const MANY: &str =
     " local-zone: many.example. redirect\n local-data: 'many.example. 60 IN A 192.0.2.1'\n";
 
-/// The allocator puts allocations of the cache between those of waiting queries, and does not fill the holes that these leave.
-/// With an allocation for each answer, the memory grew by more than twice the cache's bytes.
+/// The allocator puts allocations of the cache between those of waiting queries, and does not fill the holes that these
+/// leave. With an allocation for each answer, the memory grew by more than twice the cache's bytes.
 fn names_in_the_cache_take_the_memory_that_is_counted() -> Result<()> {
     let world = World::start_with(&json!({ "rules": {} }), |text| text, MANY, None)?;
     let fill = |name: &str, count: &str, rate: &str| -> Result<()> {
@@ -152,7 +152,7 @@ status: {podIP: 10.244.1.12}
 ";
 
 /// A pod asks as much as it may for names that have no answer, and has as many connections as it may have, to the DNS
-/// server and by the proxy. Then connections and queries of another namespace's pod get files all the same.
+/// server and by the proxy. Connections and queries of another namespace's pod still get files.
 fn queries_and_connections_leave_open_files_to_each_other() -> Result<()> {
     let proxy = json!({ "maxConnections": CONNECTIONS, "accessLog": "off" });
     let mesh = json!({ "rules": { "mode": "proxy" }, "proxy": proxy });

@@ -271,7 +271,7 @@ pub enum Transport {
     Tcp,
 }
 
-/// Sends a message and receives the answer; none: there is none. This thread is in the client's network namespace.
+/// Sends a message and receives the answer; `None`: there is none. This thread is in the client's network namespace.
 pub fn exchange(
     server: SocketAddr,
     transport: Transport,
@@ -474,7 +474,7 @@ fn questions() -> Vec<(String, Query)> {
         "a label of letters beyond ASCII",
         odd(&["wörld".as_bytes()]),
     );
-    // Options of EDNS: a client's subnet, a cookie, padding, one that nobody knows.
+    // Options of EDNS: a client's subnet, a cookie, padding, an unknown one.
     for (what, options) in [
         ("subnet", &[0, 8, 0, 7, 0, 1, 24, 0, 192, 0, 2][..]),
         ("cookie", &[0, 10, 0, 8, 1, 2, 3, 4, 5, 6, 7, 8]),
@@ -742,7 +742,7 @@ fn answers_are_those_of_the_resolver() -> Result<()> {
     Ok(())
 }
 
-/// Compares all answers, and returns those that differ: what was asked, the answer that was expected, and ours.
+/// Compares all answers, and returns those that differ: the query, the expected answer, and ours.
 fn compare(direct: SocketAddr, ours: SocketAddr) -> Result<Vec<(String, String, String)>> {
     use Transport::{Tcp, Udp};
     let mut found = Vec::new();
@@ -765,7 +765,7 @@ fn compare(direct: SocketAddr, ours: SocketAddr) -> Result<Vec<(String, String, 
         // From the resolver, then from the cache.
         for (round, transport) in [("first", Udp), ("again", Udp), ("by TCP", Tcp)] {
             let answer = ask(ours, transport, &bytes)?;
-            // How much there is of a truncated answer is each server's choice.
+            // The length of a truncated answer is each server's choice.
             let alike = if transport == Udp && answer.is_truncated() {
                 let cut = Answer {
                     sections: answer.sections.clone(),

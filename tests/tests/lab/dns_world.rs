@@ -64,12 +64,12 @@ status: {podIP: 10.244.1.11, podIPs: [{ip: 10.244.1.11}, {ip: 'fd00:10:244:1::b'
 ";
 
 impl World {
-    /// `app`: what there is in the manifest of the pod besides.
+    /// `app`: adds to the manifest of the pod.
     pub fn start(rules: &Value, app: impl FnOnce(String) -> String) -> Result<Self> {
         Self::start_with(&json!({ "rules": rules }), app, "", None)
     }
 
-    /// Likewise, with these settings of the mesh, these of `unbound`, and so many open files.
+    /// As [`World::start`], with these settings of the mesh, these of `unbound`, and so many open files.
     pub fn start_with(
         mesh: &Value,
         app: impl FnOnce(String) -> String,
@@ -208,12 +208,12 @@ impl World {
         Ok(())
     }
 
-    /// What the C library finds, with the pod's `resolv.conf`.
+    /// Returns the addresses that the C library finds, with the pod's `resolv.conf`.
     pub fn getent(&self, name: &str) -> Result<String> {
         self.with_resolv_conf(&["getent", "ahosts", name])
     }
 
-    /// What a command prints, with the pod's `resolv.conf`.
+    /// Returns the output of a command, with the pod's `resolv.conf`.
     pub fn with_resolv_conf(&self, command: &[&str]) -> Result<String> {
         self.with_resolver("10.96.0.53", command)
     }

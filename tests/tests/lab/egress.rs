@@ -1,4 +1,5 @@
-//! What others put on the way out of a pod's interface: it sees packets through services, as it sees all others.
+//! Programs and rules of others on the way out of a pod's interface: they see packets through services, like all
+//! others.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +21,7 @@ scenarios! {
 
 const POD_SIDE: &str = "veth-near";
 
-/// Something that drops every packet, how it is put there and taken away, and what `status` says of it.
+/// An obstacle that drops every packet, the commands that add and remove it, and the output of `status` about it.
 struct Obstacle {
     name: &'static str,
     put: &'static str,
@@ -49,7 +50,7 @@ fn run(node: &Host, script: &str) -> Result<()> {
     Ok(())
 }
 
-/// How packets are delivered to the pod's interface, and what `status` says of it.
+/// Returns how packets are delivered to the pod's interface, and the output of `status` about it.
 fn delivery(cluster: &Cluster) -> Result<(String, Vec<String>)> {
     let status = cluster.status()?;
     let all = status["interfaces"].as_array().context("interfaces")?;
@@ -60,7 +61,7 @@ fn delivery(cluster: &Cluster) -> Result<(String, Vec<String>)> {
     Ok((word(&pod["delivery"]), others.iter().map(word).collect()))
 }
 
-/// What reaches the pod by packets: from outside by a node port, and from a virtual machine by a cluster IP.
+/// Ways by which packets reach the pod: from outside by a node port, and from a virtual machine by a cluster IP.
 const WAYS: [(&str, &str, &str); 4] = [
     ("ext", "NODE:30080", "connect"),
     ("ext", "NODE:30053", "udp"),
@@ -96,7 +97,7 @@ impl World {
         Ok(())
     }
 
-    /// The node's own connection to the pod shows that the obstacle is one.
+    /// The node's own connection to the pod shows that the obstacle works.
     fn is_in_the_way(&self) -> Result<()> {
         let direct = format!("{}:{TCP}", self.cluster.lab.pod("near").ipv4());
         fails(self.node(), &direct, "connect --timeout-ms 200", "TIMEOUT")?;

@@ -59,7 +59,7 @@ fn records(address: &str) -> String {
     )
 }
 
-/// The endpoints of an entry, as `services` says.
+/// Returns the endpoints of an entry, from `services`.
 fn endpoints(world: &World, name: &str) -> Result<Vec<String>> {
     let services = run(
         &world.agent,

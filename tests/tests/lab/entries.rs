@@ -60,7 +60,7 @@ fn both(lab: &Lab, pod: &str) -> [(IpAddr, u32); 2] {
     [(pod.ipv4().into(), 1), (pod.ipv6().into(), 1)]
 }
 
-/// The addresses that the hosts of an entry were given.
+/// Returns the addresses of an entry's hosts.
 fn vips(agent: &Agent, name: &str) -> Result<Vec<IpAddr>> {
     let services = run(agent, &format!("services serviceentry:{name} -o json"))?.json()?;
     let vips = services[0]["cluster_ips"].as_array().context("no list")?;
@@ -103,7 +103,8 @@ fn a_host_is_reached_at_the_addresses_that_it_was_given() -> Result<()> {
     Ok(())
 }
 
-/// A client that has the host's first address goes on while the host has another address from the agent or a control plane.
+/// A client that has the host's first address goes on while the host has another address from the agent or a control
+/// plane.
 fn an_address_serves_on_when_a_control_plane_gives_another() -> Result<()> {
     let cluster = Cluster::start(|_| Vec::new())?;
     let lab = &cluster.lab;
@@ -247,7 +248,7 @@ fn a_restart_moves_no_address() -> Result<()> {
         "connect --count 3",
         &["near"],
     )?;
-    // One that cannot be read costs no more than the memory.
+    // A file that cannot be read loses the remembered addresses, and nothing else.
     cluster.agent.kill();
     fs::write(&file, [0xff, b'\n', b'x'])?;
     cluster.agent.start()?;
@@ -345,7 +346,7 @@ impl<'a> Changes<'a> {
         (!endpoint.is_none()).then(|| endpoint.addr.ip())
     }
 
-    /// The longest time that one of so many changes takes to be in the kernel's tables.
+    /// Returns the longest time that one of so many changes takes to reach the kernel's tables.
     fn longest(&self, count: u32) -> Result<Duration> {
         let mut longest = Duration::ZERO;
         for _ in 0..count {
@@ -368,7 +369,8 @@ impl<'a> Changes<'a> {
     }
 }
 
-/// Ten million addresses in 0.8 MB of entries, which come and go. Once, the agent had gigabytes for them, and kept most.
+/// Ten million addresses in 0.8 MB of entries, which come and go. An earlier agent had gigabytes for them, and never
+/// freed most.
 fn large_entries_cost_a_bounded_amount_of_memory_and_give_it_back() -> Result<()> {
     const MIB: u64 = 1024;
     let lab = Cluster::lab()?;

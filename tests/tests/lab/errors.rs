@@ -1,5 +1,5 @@
-//! ICMP errors, by way of the translation: paths whose MTU must be found, ports where nobody listens,
-//! and hops that run out. With kube-proxy's rules as with ours.
+//! ICMP errors through the translation: paths whose MTU must be found, ports without a listener, and hops that run out.
+//! With kube-proxy's rules and with the dataplane.
 
 use std::{
     io::IoSliceMut,
@@ -43,9 +43,9 @@ const WORKERS: [Worker; 2] = [Worker::KubeProxy(Mode::IptablesNft), Worker::Data
 /// The client's addresses, behind `ext`.
 const BEHIND: [&str; 2] = ["192.0.2.2", "fd79::2"];
 
-/// A client behind a router, on a link with a small MTU that nobody else knows of; and an endpoint
-/// behind another one. Each direction's packets are as large as a usual link takes, and are told on
-/// the way that they are too large.
+/// A client behind a router, on a link with a small MTU that no other host knows; and an endpoint behind another
+/// router. Each direction's packets are as large as a usual link allows, and a router on the way reports that they are
+/// too large.
 fn small_links(world: &World) -> Result<()> {
     let (ext, ext2, node) = (world.host("ext"), world.host("ext2"), world.host("node1"));
     ext.sysctl("ipv4/ip_forward", "1")?;
@@ -67,12 +67,12 @@ fn small_links(world: &World) -> Result<()> {
         host.ip(&format!("link set {link} up"))?;
     }
     ext2.ip("link set eth0 down")?;
-    // What it says that it can take is more than its link can.
+    // It advertises a larger size than its link allows.
     ext2.ip("route add default via 192.0.2.1 advmss 1460")?;
     ext2.ip("-6 route add default via fd79::1 advmss 1440")?;
     node.ip(&format!("route add 192.0.2.0/24 via {}", ext.ipv4()))?;
     node.ip(&format!("-6 route add fd79::/64 via {}", ext.ipv6()))?;
-    // Towards its endpoint, the node's own route is the small one.
+    // Towards its endpoint, the node's own route has the small MTU.
     let e1 = world.host("e1");
     for (family, address, source) in [
         ("-4", IpAddr::from(e1.ipv4()), IpAddr::from(e1.gateway4())),
@@ -113,7 +113,7 @@ fn the_mtu_of_a_path_is_found() -> Result<()> {
                 let stream = tcp(client, to).with_context(what)?;
                 let who = transfer(&stream, &bytes(300_000, 5)).with_context(what)?;
                 ensure!(who == endpoint, "{who} answered: {}", what());
-                // A datagram is not sent again; whoever sends the next one knows better.
+                // A datagram is not sent again; the next one is sent with the new MTU.
                 let to = (node, 30_000 + number).into();
                 let socket = udp(client, (BEHIND[usize::from(!v4)].parse::<IpAddr>()?, 0))?;
                 let data = bytes(4000, 6);
@@ -129,8 +129,8 @@ fn the_mtu_of_a_path_is_found() -> Result<()> {
     Ok(())
 }
 
-/// Errors about packets whose checksums or segments are left to a device, at either side, or were put together by one: the
-/// path's MTU is found by each connection anew, and a socket hears that a port is closed.
+/// Errors about packets whose checksums or segments are left to a device, at either side, or that a device has put
+/// together: each connection finds the path's MTU anew, and a socket gets the error of a closed port.
 fn errors_are_whole_whoever_makes_checksums_and_segments() -> Result<()> {
     use Offload::{Checksum, Receive, Segments};
     const DEAF: u16 = 4444;
@@ -190,7 +190,7 @@ fn errors_are_whole_whoever_makes_checksums_and_segments() -> Result<()> {
     Ok(())
 }
 
-/// What a socket was told: the error, the kind of ICMP message, and who sent it.
+/// A socket's error: its number, the kind of ICMP message, and its sender.
 #[derive(Debug, PartialEq, Eq)]
 struct Told {
     error: Errno,
@@ -247,7 +247,7 @@ fn error_of(socket: &std::net::UdpSocket) -> Result<Told> {
     }
 }
 
-/// The error that a client's socket gets for a datagram with so many hops.
+/// Returns the error that a client's socket gets for a datagram with so many hops.
 fn try_to_reach(world: &World, to: SocketAddr, hops: i32) -> Result<Told> {
     let client = world.host("ext");
     let socket = udp(client, (address(client, to.is_ipv4()), 0))?;
@@ -263,9 +263,9 @@ fn try_to_reach(world: &World, to: SocketAddr, hops: i32) -> Result<Told> {
     error_of(&socket).with_context(|| format!("{to} with {hops} hops"))
 }
 
-/// A port of an endpoint where nobody listens, and hops that run out behind the node, and on it: the
-/// socket that asked is told, by the address that it asked. That it is this socket says that the
-/// quotation inside is right: the kernel finds it by that.
+/// A port of an endpoint without a listener, and hops that run out behind the node, and on it: the socket that asked
+/// gets the error, from the address that it asked. This also proves that the quotation inside is right, because the
+/// kernel finds the socket by the quotation.
 fn errors_reach_the_clients_socket() -> Result<()> {
     const DEAF: u16 = 4444;
     let services = |lab: &Lab| {

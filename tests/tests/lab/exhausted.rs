@@ -22,7 +22,7 @@ scenarios! {
     half_open_connections_and_greedy_clients_give_ports_up,
 }
 
-/// The endpoint of service 13, and one of six of service 1, and where it is.
+/// The endpoint of service 13, and one of six of service 1, and its interface.
 const SMALL: [&str; 2] = ["10.244.1.12", "fd00:10:244:1::12"];
 const AT: &str = "veth-small";
 
@@ -30,12 +30,12 @@ fn protocol(tcp: bool) -> Protocol {
     if tcp { Protocol::TCP } else { Protocol::UDP }
 }
 
-/// Whose flows have the ports.
+/// The owners of the flows that have the ports.
 #[derive(Clone, Copy, Debug)]
 enum Whose {
     /// Of as many clients as there are ports, and assured.
     Many,
-    /// The same, of one client.
+    /// Of one client, and assured.
     One,
     /// Of many clients, none of which has acknowledged anything.
     HalfOpen,
@@ -44,7 +44,7 @@ enum Whose {
 impl Whose {
     /// The client of the flow that has a port.
     fn client(self, v4: bool, endpoint: &str, port: u16) -> Addr {
-        // Of each endpoint, so that no two flows have one key.
+        // From each endpoint's numbers, so that no two flows have one key.
         let numbers: Vec<u8> = endpoint.split('.').filter_map(|n| n.parse().ok()).collect();
         let endpoint = numbers[2] * 100 + numbers[3];
         let [high, low] = match self {
@@ -59,14 +59,14 @@ impl Whose {
     }
 }
 
-/// Flows to the endpoint of service 13, by all ports of the node's but those that `leaves_out` says.
+/// Makes flows to the endpoint of service 13, with all ports of the node's except those that `leaves_out` selects.
 fn fill(scene: &Scene, v4: bool, tcp: bool, leaves_out: impl Fn(u16) -> bool) -> Result<()> {
     let left = fill_up(scene, (v4, tcp), (SMALL, 80), Whose::Many, leaves_out)?;
     ensure!(left == 0, "{left} ports were not taken");
     Ok(())
 }
 
-/// The same, to any endpoint. How many ports were not taken, because flows to others have their slots.
+/// As [`fill`], to any endpoint. Returns how many ports were not taken, because flows to others have their slots.
 fn fill_up(
     scene: &Scene,
     (v4, tcp): (bool, bool),
@@ -77,7 +77,7 @@ fn fill_up(
     let mut left = 0;
     let (ifindex, _) = scene.world.interface(AT);
     let node_addr = scene.world.interfaces[&ifindex].masquerade[usize::from(!v4)];
-    // Of each endpoint's port, so that no two flows have one key.
+    // From each endpoint's port, so that no two flows have one key.
     let (to, port) = (vip(v4, "node", 13).0, endpoint_port);
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
     let used = Tick::from_ns(u64::try_from(std::time::Duration::from(now).as_nanos())?);
@@ -123,7 +123,7 @@ fn key((v4, tcp): (bool, bool), service: u16, from: u16) -> FlowKey {
     )
 }
 
-/// What becomes of the first packet of a client's: to which endpoint it goes, by which port, if it goes.
+/// Returns the treatment of a client's first packet: the endpoint and the port, or the reasons of a refusal.
 fn asks(
     scene: &Scene,
     (v4, tcp): (bool, bool),
@@ -141,8 +141,8 @@ fn asks(
     Ok(Err(reasons))
 }
 
-/// With every port taken, another endpoint answers, or the flow is refused if there is none; with one port in fifty left,
-/// it is found.
+/// If every port is taken, another endpoint answers, or the flow is refused if there is none; if one port in fifty is
+/// left, it is found.
 fn an_endpoint_without_ports_is_not_drawn() -> Result<()> {
     on(Scene::with_flows(1 << 17)?, |scene| {
         for way in [(true, true), (true, false), (false, false)] {
@@ -170,7 +170,7 @@ fn an_endpoint_without_ports_is_not_drawn() -> Result<()> {
                 let told = refused.err().context("it was given a port")?;
                 ensure!(told == [Reason::PortsExhausted], "{way:?}: {told:?}");
             } else {
-                // Of UDP flows, the one that was idle longest gives its port up.
+                // Of UDP flows, the one that was idle longest gives up its port.
                 refused.map_err(|reasons| anyhow!("{way:?}: refused: {reasons:?}"))?;
             }
 
@@ -188,13 +188,14 @@ fn an_endpoint_without_ports_is_not_drawn() -> Result<()> {
     })
 }
 
-/// Waits until the programs have forgotten which endpoints had no port (`EXHAUSTED`): twice 0.27 s. Until then, they search
-/// such an endpoint's ports at one place only, and evict a flow.
+/// Waits until the programs have forgotten which endpoints had no port (`EXHAUSTED`): twice 0.27 s. Until then, they
+/// search such an endpoint's ports at one place only, and evict a flow.
 fn forget_exhausted() {
     std::thread::sleep(std::time::Duration::from_millis(600));
 }
 
-/// With every port of nine in twelve endpoints taken, each new flow goes to one of the other three, whichever is drawn first.
+/// If every port of nine in twelve endpoints is taken, each new flow goes to one of the other three, whichever is drawn
+/// first.
 fn one_of_many_endpoints_with_ports_is_found() -> Result<()> {
     const TAKEN: usize = 9;
     on(Scene::with_flows(1 << 20)?, |scene| {
@@ -218,8 +219,8 @@ fn one_of_many_endpoints_with_ports_is_found() -> Result<()> {
     })
 }
 
-/// A service with session affinity: an endpoint that has no port for a client is not remembered for it, and the endpoint
-/// that has one is.
+/// A service with session affinity: an endpoint that has no port for a client is not remembered for it, and the
+/// endpoint that has one is.
 fn a_client_keeps_no_endpoint_that_refused_it() -> Result<()> {
     on(Scene::with_flows(1 << 18)?, |scene| {
         let way = (true, true);
@@ -258,8 +259,8 @@ fn a_client_keeps_no_endpoint_that_refused_it() -> Result<()> {
     })
 }
 
-/// A flood of connections that no client has acknowledged, and one client that has all ports of an endpoint, keep no other
-/// client out: TCP's and UDP's. Nor do they keep the node itself from its endpoint.
+/// A flood of connections that no client has acknowledged, and one client that has all ports of an endpoint, block no
+/// other client, by TCP and by UDP. They do not block the node itself from its endpoint either.
 fn half_open_connections_and_greedy_clients_give_ports_up() -> Result<()> {
     on(Scene::with_flows(1 << 17)?, |scene| {
         for way in [(true, true), (true, false), (false, true)] {
@@ -287,8 +288,8 @@ fn half_open_connections_and_greedy_clients_give_ports_up() -> Result<()> {
     })
 }
 
-/// What a socket of the node sends to an endpoint from a flow's port is refused, and the flow goes on. Once that is over the
-/// port is the socket's.
+/// Packets of a socket of the node to an endpoint from a flow's port are refused, and the flow goes on. When the flow
+/// is over the port belongs to the socket.
 fn a_socket_that_takes_a_flows_port_is_refused() -> Result<()> {
     on(Scene::new()?, |scene| {
         for way in [(true, true), (true, false), (false, true), (false, false)] {

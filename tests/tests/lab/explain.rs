@@ -1,4 +1,4 @@
-//! `dataplane explain`: what it says of a connection, and what the client then sees.
+//! `dataplane explain`: its output for a connection, and the client's result.
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Agent, Host, Lab};
@@ -15,7 +15,7 @@ scenarios! {
     explain_says_what_clients_then_see,
 }
 
-/// What `explain` says of a connection.
+/// Returns the output of `explain` for a connection.
 pub fn explain(agent: &Agent, source: &str, to: &str) -> Result<Value> {
     let arguments = ["explain", source, to, "-o", "json"];
     run_args(agent, arguments)?.exits(0)?.json()
@@ -39,7 +39,7 @@ fn candidates(lab: &Lab, told: &Value) -> Result<Vec<String>> {
 /// From, to, how, the verdict, its reason, and the endpoints.
 type Case<'a> = (&'a Host, &'a str, &'a str, &'a str, &'a str, &'a [&'a str]);
 
-/// Each way in which a connection can end, as `explain` says it, and as the client then sees it.
+/// Each way in which a connection can end, in the output of `explain`, and the client's result.
 fn explain_says_what_clients_then_see() -> Result<()> {
     let cluster = Cluster::start(services)?;
     let (agent, lab) = (&cluster.agent, &cluster.lab);
@@ -139,7 +139,7 @@ fn explain_says_what_clients_then_see() -> Result<()> {
                 ensure!(told["service"].is_string(), "whose? {}", what());
                 reaches(from, to, how, endpoints)?;
             }
-            // Left alone means that whoever has the address answers.
+            // "Left alone" means that the host with the address answers.
             ("left-alone", "10.244.1.5:7") => {
                 reaches(from, to, how, &["far"])?;
             }
@@ -169,7 +169,7 @@ fn explain_says_what_clients_then_see() -> Result<()> {
     Ok(())
 }
 
-/// Before the first connection all are possible, and then the one that was drawn.
+/// Before the first connection all are possible, and then only the one that was drawn.
 fn affinity_is_explained(agent: &Agent, lab: &Lab) -> Result<()> {
     let (sleep, vip) = (lab.pod("sleep"), "10.96.0.11:80");
     let source = format!("netns:{}", sleep.netns());

@@ -1,5 +1,4 @@
-//! What the kernels that we are for do in different ways, or have learned at different times, and no
-//! other scenario shows.
+//! Features of kernels that differ between versions, and that no other scenario shows.
 
 use std::{
     fs::File,
@@ -33,8 +32,8 @@ pub fn on<T: Send>(host: &Host, work: impl FnOnce(&File) -> Result<T> + Send) ->
     thread::scope(|scope| scope.spawn(there).join()).unwrap_or_else(|_| Err(anyhow!("it panicked")))
 }
 
-/// What a proxy that is to be reached without any rewriting stands on: one listener takes the
-/// connections to other ports, and knows which.
+/// The basis of a proxy that is reached without any rewriting: one listener takes the connections to other ports, and
+/// knows the ports.
 fn sk_lookup_steers_connections_to_a_listener() -> Result<()> {
     let lab = Lab::builder().node("node1").build()?;
     on(lab.node("node1"), |netns| {
@@ -58,7 +57,7 @@ fn sk_lookup_steers_connections_to_a_listener() -> Result<()> {
     })
 }
 
-/// By which the programs tell pods from each other, and the node's own loopback from theirs.
+/// The programs distinguish pods by it, and the node's own loopback from theirs.
 fn each_network_namespace_has_its_cookie() -> Result<()> {
     let lab = Lab::builder()
         .node("node1")

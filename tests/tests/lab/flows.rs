@@ -36,7 +36,7 @@ fn service(lab: &Lab, endpoints: &[&str]) -> Service {
         .endpoints(&pods)
 }
 
-/// One UDP socket that sends until it is ended.
+/// Starts one UDP socket that sends until it is ended.
 pub fn sender(from: &Host, to: SocketAddr) -> Result<Process> {
     let to = to.to_string();
     let how = [
@@ -56,12 +56,12 @@ pub fn sender(from: &Host, to: SocketAddr) -> Result<Process> {
     Ok(process)
 }
 
-/// One TCP connection that is used until it is ended.
+/// Starts one TCP connection that is used until it is ended.
 fn connection(from: &Host, to: SocketAddr) -> Result<Process> {
     Ok(from.hold(&to.to_string())?)
 }
 
-/// What `dataplane conntrack list` says.
+/// Returns the output of `dataplane conntrack list`.
 fn list(cluster: &Cluster, filter: &[&str]) -> Result<Vec<serde_json::Value>> {
     let command = ["conntrack", "list", "-o", "json"];
     let list: serde_json::Value = cluster
@@ -164,8 +164,8 @@ fn udp_flows_move_when_their_endpoint_goes() -> Result<()> {
     Ok(())
 }
 
-/// A client whose packets are translated asks a service, and then the service's endpoint itself, from the same
-/// port: the kernel gives ports to connections by their destination, so that happens by itself.
+/// A client whose packets are translated asks a service, and then the service's endpoint itself, from the same port:
+/// the kernel assigns ports to connections by their destination, so this happens by itself.
 fn a_port_that_was_a_services_is_an_endpoints_next() -> Result<()> {
     let one = |lab: &Lab, name: &str, number: u8| {
         let ips = [format!("10.96.0.{number}"), format!("fd00:10:96::{number}")];
@@ -216,7 +216,8 @@ fn a_port_that_was_a_services_is_an_endpoints_next() -> Result<()> {
         );
     }
     ensure!(flows.len() == 16 && reports.len() == flows.len());
-    // While a connection lives, the endpoint sees another from its port come from another one, and `explain` says so.
+    // While a connection lives, the endpoint sees another connection from its port with another port, and `explain`
+    // reports it.
     let held = connection(client, "10.96.0.51:80".parse()?)?;
     eventually(|| {
         let flows = list(&cluster, &["--state", "established"])?;
@@ -282,7 +283,7 @@ fn established_flows_survive_the_takeover() -> Result<()> {
             flows.push(sender(ext, (ip, UDP_PORT).into()));
             flows.push(connection(ext, (ip, TCP_PORT).into()));
             std::thread::sleep(std::time::Duration::from_millis(100));
-            // Not the endpoint that they have: whoever moves is seen.
+            // Not the endpoint that they have, so that a moved flow is noticed.
             vec![service(lab, &["far", "near", "near2"])]
         },
         &[],
@@ -305,15 +306,15 @@ fn established_flows_survive_the_takeover() -> Result<()> {
         iptables(&format!("-D {rule}"))?;
     }
     std::thread::sleep(std::time::Duration::from_millis(300));
-    // New ones come to all endpoints, through us.
+    // New flows reach all endpoints, through the dataplane.
     let ext = cluster.lab.external("ext");
     let all = ["far", "near", "near2"];
     let to = SocketAddr::from((node.ipv4(), UDP_PORT)).to_string();
     reaches(ext, &to, "udp --count 60", &all)?;
     let to = SocketAddr::from((node.ipv4(), TCP_PORT)).to_string();
     reaches(ext, &to, "connect --count 60", &all)?;
-    // To add a clsact qdisc, the kernel stops the interface and drops what is to leave by it for some
-    // milliseconds (docs/kernels.md). TCP sends again; of the datagrams, one for each interface.
+    // To add a clsact qdisc, the kernel stops the interface and drops packets that are to leave by it for some
+    // milliseconds (docs/kernels.md). TCP sends them again; one datagram is lost for each interface.
     let stopped = if Hook::of_kernel() == Hook::Tcx { 0 } else { 4 };
     for process in flows {
         let report: Report = process?.wait_json()?;
@@ -490,7 +491,7 @@ fn flows_that_nobody_translates_any_more_begin_anew() -> Result<()> {
                 flows.push(sender(lab.external("ext"), (address, UDP_PORT).into()));
             }
             std::thread::sleep(std::time::Duration::from_millis(100));
-            // IPv4's goes while IPv6's stays: each is asked about for itself.
+            // IPv4's rules go while IPv6's stay: each family is checked on its own.
             let _ = nat(&node, "iptables", "-F");
             let _ = nat(&node, "iptables", "-X");
             vec![service(lab, &["near"])]
@@ -504,8 +505,8 @@ fn flows_that_nobody_translates_any_more_begin_anew() -> Result<()> {
         "{foreign:?}\n{}",
         cluster.agent.log()
     );
-    // While nobody translated, it was refused until the node said no more of it (its ICMP is limited);
-    // then it waits for an answer, for two seconds.
+    // While no rules translated, it was refused until the node's ICMP limit was reached; then it waits for an answer,
+    // for two seconds.
     eventually(|| {
         let answered = list(&cluster, &["--protocol", "udp", "--state", "answered"])?;
         ensure!(answered.len() == 1, "{answered:?}");
@@ -514,7 +515,7 @@ fn flows_that_nobody_translates_any_more_begin_anew() -> Result<()> {
     std::thread::sleep(std::time::Duration::from_millis(300));
     for process in flows {
         let report: Report = process?.wait_json()?;
-        // What it met with while nobody translated is over.
+        // Its failures from the time without translation are over.
         let last = report.each.iter().rev().take(20);
         ensure!(
             report.answered > 20 && last.clone().all(|attempt| attempt.error.is_none()),

@@ -1,5 +1,5 @@
-//! Rules of others at netfilter's forward hook, which what the packet path sends on does not pass: whoever relies on them
-//! is told.
+//! Rules of others at netfilter's forward hook, which packets of the packet path bypass: `status` warns operators who
+//! rely on them.
 
 use std::fs;
 
@@ -18,7 +18,7 @@ scenarios! {
     rules_that_refuse_are_named_with_their_owner,
 }
 
-/// What there is, by whom it is loaded, and what is said of it; nothing where it is harmless.
+/// Rules, the program that loads them, and the words of `status` about them; none if they are harmless.
 const RULES: [(&str, &str, &[&str]); 8] = [
     (
         "iptables-legacy-restore",
@@ -62,7 +62,7 @@ const RULES: [(&str, &str, &[&str]); 8] = [
          chain passing { type filter hook forward priority 0; policy accept\ncounter accept; }\n}",
         &[],
     ),
-    // Maps decide by themselves, or by other chains; and one that nobody is in does not.
+    // Maps decide by themselves, or by other chains; a map without elements does not.
     (
         "nft -f -",
         "table inet mapped { map decided { type inet_service : verdict; elements = { 80 : accept, 81 : drop }; }\n\

@@ -24,8 +24,8 @@ scenarios! {
     fragments_follow_their_first_in_any_order,
 }
 
-/// Through node ports to an endpoint here, to one elsewhere, and to one here that sees the client; and
-/// from a pod, through a cluster IP. With kube-proxy's rules as with ours.
+/// Through node ports to an endpoint here, to one elsewhere, and to one here that sees the client; and from a pod,
+/// through a cluster IP. With kube-proxy's rules and with the dataplane.
 fn long_datagrams_arrive_in_fragments() -> Result<()> {
     let numbered = |name, number| Numbered { name, number };
     let services = |lab: &Lab| {
@@ -77,8 +77,8 @@ fn long_datagrams_arrive_in_fragments() -> Result<()> {
     Ok(())
 }
 
-/// As a network may deliver them. One that comes before its first cannot be told to be a service's,
-/// unless its address is nobody else's: then it is dropped, and counted.
+/// In the orders of a real network. A fragment that comes before its first does not show whether it belongs to a
+/// service, unless its address is a cluster IP: then it is dropped, and counted.
 fn fragments_follow_their_first_in_any_order() -> Result<()> {
     let cluster = Cluster::start(|lab| {
         vec![
@@ -138,7 +138,7 @@ fn fragments_follow_their_first_in_any_order() -> Result<()> {
             let frames = fragments(vip, order);
             cluster.for_reason(Reason::UnknownFragment, u64::try_from(dropped)?, || {
                 inject(ext, "eth0", &frames)?;
-                // Whatever comes after them has been seen after them.
+                // A later fragment has been seen after them.
                 inject(ext, "eth0", &fragments(vip, &[0, 1, 2]))?;
                 answered(&socket, vip, &data).map(drop)
             })?;

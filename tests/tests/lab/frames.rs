@@ -1,5 +1,5 @@
-//! What is unusual about a frame: a VLAN's tag, options, extension headers, frames that are cut short;
-//! and checksums and segments that are left to the hardware, or are not.
+//! Unusual frames: a VLAN's tag, options, extension headers, frames that are cut short; and checksums and segments that
+//! are left to the hardware, or are not.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -104,8 +104,8 @@ fn options_and_extension_headers_pass() -> Result<()> {
                 },
             )
         };
-        // An option that whoever does not know it skips (RFC 8200 section 4.2; 0x1e is an experimental
-        // one, RFC 4727), in headers of one word and of three.
+        // An option that a receiver skips if it does not know it (RFC 8200 section 4.2; 0x1e is an experimental one,
+        // RFC 4727), in headers of one word and of three.
         let padded = |words: u8| {
             let mut body = vec![words, 0x1e, 4 + 8 * words];
             body.resize(7 + 8 * usize::from(words), 0);
@@ -215,7 +215,7 @@ fn frames_that_are_cut_short_do_no_harm() -> Result<()> {
     Ok(())
 }
 
-/// The kernel puts a tag with VLAN id 0 aside and takes the packet as if it had none. The packet goes on without its tag.
+/// The kernel moves a tag with VLAN id 0 aside and treats the packet as untagged. The packet goes on without its tag.
 fn a_priority_is_no_vlan() -> Result<()> {
     const PRIORITY: [u8; 4] = [0x81, 0, 0x60, 0];
     let lab = Cluster::lab()?;

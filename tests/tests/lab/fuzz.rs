@@ -1,5 +1,5 @@
-//! Packets of all kinds through the packet path's programs, compared with a model of what they ought
-//! to do: some seconds of what `cargo xtask fuzz packet` does for as long as one likes.
+//! Packets of all kinds through the packet path's programs, compared with a model of the expected results: some seconds
+//! of the work that `cargo xtask fuzz packet` does for any time.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ scenarios! {
 }
 
 fn the_packet_programs_do_what_the_model_does() -> Result<()> {
-    // A machine that is given more time for other things is given less to do here.
+    // A machine whose other limits are longer does less here.
     let slowness = patience(Duration::from_secs(1)).as_secs();
     let packets = 100_000 / slowness;
     let seed = 20_261_121;

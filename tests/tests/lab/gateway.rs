@@ -40,7 +40,7 @@ fn part(report: &dataplane_tests::report::Report, name: &str) -> Result<f64> {
     ratio(answers, report.attempts)
 }
 
-/// Two Services and a host of a ServiceEntry, by both families; what `explain` and `plan` say.
+/// Two Services and a host of a ServiceEntry, by both families; and the output of `explain` and `plan`.
 fn weights_hold_over_many_connects() -> Result<()> {
     let cluster = Cluster::start(|_| Vec::new())?;
     let lab = &cluster.lab;
@@ -152,7 +152,7 @@ fn a_backend_without_endpoints_has_its_part_refused_at_sockets_and_by_packets() 
         Ok(())
     })?;
     let node = format!("{}:30080", lab.node("node2").ipv4());
-    // By packets, a refusal is an ICMP error, of which a client gets only so many a second.
+    // With packets, a refusal is an ICMP error, of which a client gets only so many a second.
     for (from, to, count) in [(client, WEB, COUNT), (lab.external("ext"), &*node, 16)] {
         let before = cluster.verdicts(Reason::NoEndpoints)?;
         let report = ask(

@@ -1,4 +1,4 @@
-//! The address that a flow goes to is a service's no longer: the flow goes on until it ends, and no other begins.
+//! The address of a flow no longer belongs to a service: the flow goes on until it ends, and no other begins.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -66,7 +66,7 @@ fn flows_outlive_the_address_that_they_go_to() -> Result<()> {
     begin(client, &INSIDE, &mut held)?;
     std::thread::sleep(Duration::from_millis(300));
     cluster.manifests.write(&[other(lab)])?;
-    // Nothing new begins: there is no such service.
+    // No new flow begins: there is no such service.
     for (from, addresses) in [(ext, &OUTSIDE[..]), (client, &INSIDE[..])] {
         for address in addresses {
             for (how, port) in [("connect", 80), ("udp", 53)] {
@@ -95,7 +95,7 @@ fn flows_outlive_the_address_that_they_go_to() -> Result<()> {
             report.answered
         );
     }
-    // And with a service again, new ones begin.
+    // When the service is back, new flows begin.
     let lab = &cluster.lab;
     cluster.manifests.write(&[service(lab), other(lab)])?;
     eventually(|| reaches(lab.external("ext"), "203.0.113.50:80", "connect", &["near"]).map(drop))?;

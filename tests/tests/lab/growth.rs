@@ -1,5 +1,4 @@
-//! From ten services to tens of thousands, through the agent, while clients connect and somebody
-//! scrapes.
+//! From ten services to tens of thousands, through the agent, while clients connect and metrics are scraped.
 
 use std::{
     collections::hash_map::RandomState,
@@ -32,12 +31,12 @@ scenarios! {
 }
 
 const FEW: u32 = 10;
-/// So many services are in a file at most: well below the 32 MiB that one may have.
+/// The most services in a file: well below the limit of 32 MiB.
 const PER_FILE: u32 = 20_000;
-/// What an agent writes when it is killed.
+/// How many services an agent is writing when it is killed.
 const UNTIL_KILLED: u32 = 10_000;
 
-/// How many services arrive, unless `DATAPLANE_SERVICES` says.
+/// Returns how many services arrive, by default or from `DATAPLANE_SERVICES`.
 fn many() -> Result<u32> {
     let asked = std::env::var("DATAPLANE_SERVICES").ok();
     let many = asked.map_or(Ok(20_000), |asked| asked.parse());
@@ -81,8 +80,7 @@ fn status(agent: &Agent) -> Result<Value> {
     run(agent, "status -o json")?.exits(0)?.json()
 }
 
-/// The memory that the tables which grow take in the kernel: conntrack's have the size that the agent
-/// was told.
+/// Returns the memory of the tables that grow: conntrack's tables have the configured size.
 fn table_bytes(status: &Value) -> u64 {
     let fixed = ["CONNTRACK", "ANSWERS", "FRAGMENTS"];
     let tables = status["tables"].as_array().into_iter().flatten();
@@ -98,7 +96,7 @@ fn resident(agent: &Agent) -> Result<u64> {
     Ok(number.context("no VmRSS")?.parse()?)
 }
 
-/// Waits for so many services to be served. While the agent is busy with them, `status` may say so.
+/// Waits for so many services to be served. While the agent is busy with them, `status` may report that it is late.
 fn wait_for(agent: &Agent, services: u32, patience: Duration) -> Result<Value> {
     let begin = Instant::now();
     loop {
@@ -117,8 +115,8 @@ fn wait_for(agent: &Agent, services: u32, patience: Duration) -> Result<Value> {
     }
 }
 
-/// How long this machine takes for what is in a directory, with everything else that it does: to read it, and to plan
-/// and print what it changes.
+/// Measures how long this machine takes for the services in a directory, with everything else that it does: to read
+/// them, and to plan and print the changes.
 fn plan(agent: &Agent, directory: &Path) -> Result<Duration> {
     let plan = ["plan", "--node-name", "node2", "--manifests"].map(OsStr::new);
     let begin = Instant::now();
@@ -201,7 +199,7 @@ fn many_services_arrive_under_load() -> Result<()> {
         report.answered > 1000,
         "too few to mean anything: {report:?}"
     );
-    // Every one was counted once, whichever table it was counted in.
+    // Each was counted once, in whichever table.
     let counted = Metrics::scrape(node)?.connections("s3");
     #[expect(clippy::cast_precision_loss, reason = "some thousands")]
     let answered = report.answered as f64;
@@ -221,7 +219,7 @@ fn until_served(agent: &Agent, vip: Ipv4Addr, wanted: bool) -> Result<()> {
     let key = FrontendKey::new(Addr::from_v4(vip.octets()), Port::new(80), Protocol::TCP);
     let begin = Instant::now();
     loop {
-        // Opened each time: a table that has grown is another one.
+        // Opened each time, because a grown table replaces the earlier one.
         let tables = Tables::open(agent.bpffs())?;
         if tables.frontend(&key).is_none() != wanted {
             return Ok(());
@@ -233,8 +231,8 @@ fn until_served(agent: &Agent, vip: Ipv4Addr, wanted: bool) -> Result<()> {
     }
 }
 
-/// The agent is killed again and again in the middle of filling and emptying its tables: the next
-/// one goes on from wherever that was.
+/// The agent is killed again and again in the middle of filling and emptying its tables: the next agent continues from
+/// that state.
 fn an_agent_killed_while_it_writes_is_taken_over() -> Result<()> {
     let lab = Cluster::lab()?;
     let mut servers = Vec::new();

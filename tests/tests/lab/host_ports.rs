@@ -1,5 +1,4 @@
-//! `hostPort`: as the CNI plug-in `portmap` does it by rules, and as we do, one after the other in
-//! the same cluster.
+//! `hostPort`: with the rules of the CNI plug-in `portmap`, and with the dataplane, one after the other in one cluster.
 
 use std::{collections::BTreeMap, fmt::Write as _, net::IpAddr};
 
@@ -83,7 +82,7 @@ fn rules(lab: &Lab) -> Result<()> {
         let at = |port| std::net::SocketAddr::new(web, port);
         let mut rules = "*nat\n".to_owned();
         for chain in ["PREROUTING", "OUTPUT"] {
-            // portmap writes no `-d` for an unspecified address, and passes over those of the other family.
+            // portmap writes no `-d` for an unspecified address, and skips those of the other family.
             let of_family = OF_FAMILY
                 .iter()
                 .filter(|(ip, ..)| ip.contains(':') == web.is_ipv6());
@@ -113,8 +112,8 @@ fn rules(lab: &Lab) -> Result<()> {
     Ok(())
 }
 
-/// Whom everybody reaches, and whom it takes the client for; of the node's own processes, whose
-/// source address is chosen otherwise (docs/differences.md), only whom they reach.
+/// Returns the pod that each client reaches, and the client's address that the pod sees; for the node's own processes,
+/// whose source address is chosen in another way (docs/differences.md), only the pod.
 fn seen(lab: &Lab) -> Result<BTreeMap<String, String>> {
     let node = lab.node("node1");
     let clients: [&Host; 4] = [lab.external("outside"), lab.pod("vm"), lab.pod("web"), node];
@@ -260,7 +259,7 @@ fn a_host_port_on_loopback_is_for_the_nodes_own_sockets() -> Result<()> {
         }
         reaches(from, &own[0], "udp --count 3", &["third"])?;
     }
-    // Another address of loopback is not the one that was asked for, and a pod's own is the pod's.
+    // Another address of loopback is not the requested one, and a pod's loopback is its own.
     refused(node, &format!("127.0.0.2:{PORT}"), "connect")?;
     for from in [lab.pod("second"), lab.pod("vm"), outside] {
         refused(from, &loopback, "connect")?;
@@ -287,7 +286,7 @@ fn a_host_port_on_loopback_is_for_the_nodes_own_sockets() -> Result<()> {
 }
 
 /// A pod takes the cloud's metadata address, another pod's and a service's by its `hostIP`. It gets none of them, and
-/// gets one that the node has for as long as the node has it.
+/// gets an address of the node for as long as the node has it.
 fn a_host_port_is_at_no_address_but_the_nodes() -> Result<()> {
     const METADATA: &str = "169.254.169.254";
     const METADATA6: &str = "fd00:ec2::254";

@@ -65,8 +65,8 @@ fn peers(host: &Host) -> Result<Peers> {
     })
 }
 
-/// Without an agent: what a plan would write by the rules in the kernel is what it would write by the manifests that the
-/// rules were made of; and the same from files with what the programs print.
+/// Without an agent: a plan from the rules in the kernel is equal to a plan from the manifests behind the rules; and so
+/// is a plan from files with the programs' output.
 fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
     let lab = Lab::builder()
         .node("node1")
@@ -94,7 +94,7 @@ fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
             let mut answer: Value = serde_json::from_slice(&output.stdout)?;
             // About the rules of the forward hook. Lines that are not understood are errors.
             answer["problems"].take();
-            // These rules do not tell load balancers' addresses from external IPs.
+            // These rules do not distinguish load balancers' addresses from external IPs.
             for change in answer["changes"].as_array_mut().into_iter().flatten() {
                 let is_local = change["service"] == "default/local";
                 if mode == Mode::Nftables && is_local && change["after"]["kind"] == "LoadBalancer" {
@@ -130,8 +130,8 @@ fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
     Ok(())
 }
 
-/// kube-proxy's rules are in native tables, which `nft` prints. A rule of somebody else is in a table that only `iptables-save`
-/// prints, and that program is not there.
+/// kube-proxy's rules are in native tables, which `nft` prints. A rule of another owner is in a table that only
+/// `iptables-save` prints, and this program is missing.
 fn needs_no_program_for_rules_of_others(host: &Host, program: &Path) -> Result<()> {
     let nft = host.command("sh").args(["-c", "command -v nft"]).run()?;
     let only_nft = tempfile::tempdir()?;
@@ -174,7 +174,7 @@ impl Served {
     }
 }
 
-/// kube-proxy's rules are in the kernel, and the agent serves the same; and goes on when the rules are gone.
+/// kube-proxy's rules are in the kernel, and the agent serves their services; and goes on when the rules are gone.
 fn an_agent_serves_what_rules_say() -> Result<()> {
     Mode::ALL.into_iter().try_for_each(serves_what_rules_say)
 }
@@ -237,7 +237,7 @@ fn pid(agent: &dataplane_tests::Agent) -> nix::unistd::Pid {
     nix::unistd::Pid::from_raw(i32::try_from(agent.id()).unwrap_or_default())
 }
 
-/// The one endpoint that a client comes to.
+/// Returns the one endpoint that a client reaches.
 fn reaches_one(client: &Host, to: &str) -> Result<String> {
     let report = crate::cluster::ask(client, to, "connect --count 8")?;
     let mut names = report.endpoints.keys().cloned();
@@ -246,8 +246,8 @@ fn reaches_one(client: &Host, to: &str) -> Result<String> {
     Ok(first)
 }
 
-/// A file is read again when it changes. What is no rule, and with `--strict` what is not understood, is named with its line,
-/// and changes nothing.
+/// A file is read again when it changes. A line that is no rule, and with `--strict` one that is not understood, is
+/// reported with its number, and changes nothing.
 fn a_file_with_rules_is_followed_and_faults_change_nothing() -> Result<()> {
     const TO: &str = "10.96.0.10:80";
     let lab = Cluster::lab()?;
@@ -256,7 +256,7 @@ fn a_file_with_rules_is_followed_and_faults_change_nothing() -> Result<()> {
     let directory = tempfile::tempdir()?;
     let file = directory.path().join("rules");
     let path = file.to_string_lossy().into_owned();
-    // The rules of another node: of this one, no rule serves.
+    // The rules of another node: this node's address is in no rule.
     let web = |pod: &Host| {
         Service::new("web", &["10.96.0.10"])
             .port("tcp", 80, TCP)
@@ -309,7 +309,7 @@ fn a_file_with_rules_is_followed_and_faults_change_nothing() -> Result<()> {
     agent.start()?;
     let client = lab.pod("sleep");
     reaches(client, TO, "connect --count 3", &["far"])?;
-    // Faults: what was read before is served.
+    // Faults: the earlier rules are served.
     fs::write(&file, format!("{good}rubbish\n"))?;
     let place = format!("rules:{}: ", 1 + good.lines().count());
     eventually(|| {
@@ -318,7 +318,7 @@ fn a_file_with_rules_is_followed_and_faults_change_nothing() -> Result<()> {
             .map(drop)
     })?;
     reaches(client, TO, "connect --count 3", &["far"])?;
-    // In the other mode's words, with another endpoint. First as the one of two programs leaves it.
+    // In the other mode's form, with another endpoint. First the output of only one of two programs.
     let print = "nft list table ip kube-proxy; nft list table ip6 kube-proxy";
     let moved = rules(near, print, Mode::Nftables)?;
     let [v4, _] = moved.split_once("table ip6 ").context("no IPv6")?.into();
@@ -351,8 +351,8 @@ fn a_file_with_rules_is_followed_and_faults_change_nothing() -> Result<()> {
     Ok(())
 }
 
-/// What `takeover` does, by hand, with connections that live throughout: one that kube-proxy's rules translated, and
-/// one that the agent's programs did.
+/// The steps of `takeover`, by hand, with connections that live throughout: one that kube-proxy's rules translated, and
+/// one that the agent's programs translated.
 fn a_node_is_moved_by_hand_and_given_back() -> Result<()> {
     const TO: &str = "10.96.0.10:80";
     let Served { lab, _servers } = &Served::start(Mode::Nftables)?;

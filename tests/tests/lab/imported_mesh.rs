@@ -14,7 +14,8 @@ scenarios! {
     istios_own_examples_become_configurations,
 }
 
-/// A sidecar's rules for one family. `lo`: loopback; `six`: the address from which the proxy connects to the application.
+/// A sidecar's rules for one family. `lo`: loopback; `six`: the address from which the proxy connects to the
+/// application.
 pub fn sidecar(lo: &str, six: &str, range: &str) -> String {
     format!(
         "*nat
@@ -112,7 +113,7 @@ fn a_sidecars_rules_become_a_configuration() -> Result<()> {
         code == Some(0) && out.contains("includeGIDs:\n    - 7\n"),
         "{out}{said}"
     );
-    // By which interface a connection leaves, a socket does not know: routes say it.
+    // A socket does not know the interface by which a connection leaves: routes decide it.
     load(
         "iptables-nft-restore --noflush",
         "*nat\n-I OUTPUT -o net1 -j RETURN\nCOMMIT",
@@ -130,7 +131,7 @@ fn a_sidecars_rules_become_a_configuration() -> Result<()> {
             && !out.contains("2001:db8:7::"),
         "{out}{said}"
     );
-    // A routing rule may say otherwise.
+    // A routing rule may decide otherwise.
     pod.ip("rule add from 192.0.2.0/24 lookup 7")?;
     let (code, out, said) = import()?;
     ensure!(code == Some(1) && out.is_empty(), "{out}");
@@ -230,7 +231,7 @@ fn native_rules_become_the_same_configuration() -> Result<()> {
     )?;
     let found = imports(native, &program, &["--file", &path])?;
     ensure!(found == wanted, "{found}\n{wanted}");
-    // Somebody else's rule may come first.
+    // A rule of another owner may come first.
     let other = "*nat\n-A OUTPUT -d 192.0.2.1/32 -j ACCEPT\nCOMMIT";
     load(native, "iptables-nft-restore", other)?;
     let failed = imports(native, &program, &[]).unwrap_err().to_string();
@@ -340,7 +341,7 @@ fn istios_own_examples_become_configurations() -> Result<()> {
             node.command("nft").args(["-f", &path]).run()?;
             command.output()?
         } else {
-            // Its routes say what is reached by an interface.
+            // Its routes tell which addresses an interface reaches.
             let netns = ["--netns", "/proc/self/ns/net"];
             command.args(["--file", &path]).args(netns).output()?
         };
@@ -348,7 +349,7 @@ fn istios_own_examples_become_configurations() -> Result<()> {
         if output.status.success() {
             imported += 1;
             println!("{name}: a configuration");
-            // Istio writes the same for either kind of rules.
+            // Istio writes one text for both kinds of rules.
             let its = said_by(&output.stdout);
             let group = if example.iter().any(|part| part == "cni") {
                 "cni"

@@ -32,7 +32,7 @@ scenarios! {
     machines_at_a_bridge_of_the_node_are_served,
 }
 
-/// What `status` says of the interfaces, by name: their kind, and how programs are on them.
+/// The interfaces in `status`, by name: their kind, and how programs are attached to them.
 fn interfaces(cluster: &Cluster) -> Result<Vec<(String, String, String)>> {
     let status = run(&cluster.agent, "status -o json")?.json()?;
     let all = status["interfaces"].as_array().context("interfaces")?;
@@ -177,8 +177,8 @@ fn programs_that_somebody_removed_are_missed_and_come_back() -> Result<()> {
     Ok(())
 }
 
-/// As filters, also on a kernel that has TCX: somebody else's filter before and after ours, and the
-/// qdisc that they made, are there when we are gone.
+/// As filters, also on a kernel that has TCX: another program's filter before and after ours, and the qdisc that it
+/// made, are there when we are gone.
 fn other_peoples_filters_stay() -> Result<()> {
     let lab = Cluster::lab()?;
     tc(&lab, "qdisc add dev eth0 clsact")?;
@@ -297,9 +297,9 @@ fn off_and_on_again() -> Result<()> {
     Ok(())
 }
 
-/// A pod's interface as a network plug-in makes it: up first, and its address some time later. What begins in between
-/// is not masqueraded to another of the node's addresses, which it would keep. An interface that gets no address has
-/// another's, as with `MASQUERADE`.
+/// A pod's interface as a network plug-in makes it: up first, and its address some time later. A flow that begins in
+/// between is not masqueraded to another of the node's addresses, which it would keep. An interface that gets no
+/// address has another's, as with `MASQUERADE`.
 fn flows_by_a_new_interface_have_its_address() -> Result<()> {
     const NODE_PORT: u16 = 30_053;
     let late: std::net::IpAddr = "10.244.2.77".parse()?;

@@ -22,11 +22,11 @@ scenarios! {
     a_tunnel_encrypts_what_is_no_services_and_nothing_leaves_in_clear,
 }
 
-/// What a policy does: between which ends, and how its packets are to be encrypted.
+/// Fields of a policy: between which ends, and how the kernel is to encrypt its packets.
 const TUNNEL: &str = "tmpl src 192.168.77.2 dst 192.168.77.1 proto esp mode tunnel";
 const TUNNEL6: &str = "tmpl src fd77::2 dst fd77::1 proto esp mode tunnel";
 
-/// How a client asks that is to get no answer, nor an error.
+/// How a client asks when it expects no answer and no error.
 const CONNECT: &str = "connect --timeout-ms 1000";
 const DATAGRAM: &str = "udp --timeout-ms 1000";
 
@@ -51,7 +51,7 @@ fn cluster() -> Result<Cluster> {
     )
 }
 
-/// A node that can be told policies; why not, if it cannot.
+/// Why the node's kernel takes no policies; `None` if it does.
 fn refusal(node: &Host) -> Option<String> {
     let error = node.ip("xfrm policy").err()?;
     Some(format!("this kernel takes no IPsec policies: {error:#}"))
@@ -63,13 +63,13 @@ fn policy(node: &Host, what: &str, rest: &str) -> Result<()> {
     Ok(())
 }
 
-/// What `dataplane status` says, which need not be that all is well.
+/// The output of `dataplane status`, which may report errors.
 fn status(cluster: &Cluster) -> Result<serde_json::Value> {
     let output = cluster.agent.dataplane(["status", "-o", "json"]).output()?;
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// What `dataplane status` says of IPsec, as an error.
+/// The errors that `dataplane status` reports of IPsec.
 fn said(cluster: &Cluster) -> Result<Vec<String>> {
     let status = status(cluster)?;
     let findings = status["findings"].as_array().into_iter().flatten();
@@ -87,7 +87,7 @@ fn refused(cluster: &Cluster) -> Result<u64> {
 }
 
 /// Flows that begin and flows that exist; by the endpoint's address, by that of the service in replies, and by the
-/// node's address that flows are masqueraded to; both families. What is not covered goes on.
+/// node's address that flows are masqueraded to; both families. Flows that the policy does not cover go on.
 fn what_a_policy_covers_is_refused() -> Result<()> {
     let cluster = cluster()?;
     let node = cluster.lab.node("node2");
@@ -120,7 +120,7 @@ fn what_a_policy_covers_is_refused() -> Result<()> {
             let socket = udp(client, SocketAddr::new(unspecified.parse()?, 0))?;
             ask(&socket, at(53), b"before")?;
             policy(node, "add", &format!("{what} {template}"))?;
-            // Whom nobody translates, the kernel itself refuses.
+            // The kernel itself refuses an address that no program translates.
             let direct = SocketAddr::new(direct.parse()?, TCP).to_string();
             fails(client, &direct, CONNECT, "TIMEOUT")?;
             let said = said(&cluster)?;
@@ -162,8 +162,8 @@ fn what_a_policy_covers_is_refused() -> Result<()> {
     }
     let said = said(&cluster)?;
     ensure!(said.is_empty(), "still: {said:?}");
-    // What only the replies match: the service's own address as their source; and what only the packets
-    // match that are masqueraded.
+    // A policy that only replies match, by the service's own address as their source; and one that only masqueraded
+    // packets match.
     let to = "192.168.77.2:30081";
     for covered in [
         "src 192.168.77.2/32 dst 192.168.77.0/24 proto tcp dir out",
@@ -220,7 +220,7 @@ fn what_a_policy_lets_pass_is_served() -> Result<()> {
     reaches(client, "10.96.0.11:80", "connect", &["near"])?;
     policy(node, "delete", block)?;
     eventually(|| reaches(client, "10.96.0.10:80", "connect", &["far"]).map(drop))?;
-    // Without any policy: what is not allowed is blocked.
+    // Without any policy: the default blocks all that no policy allows.
     policy(node, "flush", "")?;
     if node.ip("xfrm policy setdefault fwd block").is_ok() {
         eventually(|| fails(client, "10.96.0.10:80", CONNECT, "TIMEOUT"))?;
@@ -273,8 +273,8 @@ struct Net {
 /// A key for AES with 128 bits, and its salt.
 const KEY: &str = "0x0102030405060708090a0b0c0d0e0f1011121314";
 
-/// What pods say to each other goes by the tunnel, as it would without us; what they say to services whose packets the
-/// tunnel's policies cover is refused; and of both, no packet arrives that was not encrypted.
+/// Packets between pods pass the tunnel, as they would without us; packets to services which the tunnel's policies
+/// cover are refused; and of both, no packet arrives that was not encrypted.
 fn a_tunnel_encrypts_what_is_no_services_and_nothing_leaves_in_clear() -> Result<()> {
     const NAME: &str = "a_tunnel_encrypts_what_is_no_services_and_nothing_leaves_in_clear";
     let cluster = cluster()?;
@@ -302,7 +302,7 @@ fn a_tunnel_encrypts_what_is_no_services_and_nothing_leaves_in_clear() -> Result
         println!("skipped ipsec::{NAME}: this kernel takes no ESP associations: {error:#}");
         return Ok(());
     }
-    // Pods' packets that arrive at the other node in clear. (What was encrypted has a path of its security, XFRM's.)
+    // Pods' packets that arrive at the other node in clear. (Decrypted packets have a security path, XFRM's.)
     let clear = "add table inet clear; \
         add chain inet clear in { type filter hook prerouting priority -300; }; \
         add rule inet clear in ip saddr 10.244.2.0/24 ip daddr 10.244.1.0/24 meta secpath missing counter; \

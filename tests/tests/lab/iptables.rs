@@ -455,7 +455,7 @@ fn owner(report: &Value, name: &str) -> Result<(String, usize, Vec<String>)> {
     Ok((plan, rules, conflicts.map(str::to_owned).collect()))
 }
 
-/// Every way to load rules: Istio's chains and rules of nobody, one with a name that is quoted.
+/// Every way to load rules: Istio's chains and rules without an owner, one with a name that is quoted.
 fn the_report_tells_owners_and_conflicts() -> Result<()> {
     let istio = |to: &str| {
         format!(
@@ -520,7 +520,8 @@ fn the_report_tells_owners_and_conflicts() -> Result<()> {
          table ip mine { map m { type inet_service : verdict; elements = { 80 : drop }; }\n\
          chain x { type filter hook forward priority 0; tcp dport vmap @m; }\n}",
     )?;
-    // Istio's rule for ambient pods, its rule for TPROXY, and somebody's that asks for a bit of our proxy's mark.
+    // Istio's rule for ambient pods, its rule for TPROXY, and another program's that asks for a bit of our proxy's
+    // mark.
     pod.ip("rule add fwmark 0x111/0xfff lookup 100 priority 32764")?;
     pod.ip("rule add fwmark 1337 lookup 133 priority 100")?;
     pod.ip("-6 rule add fwmark 0x2/0x2 lookup 7")?;
@@ -574,7 +575,7 @@ fn the_report_knows_kube_proxys_rules() -> Result<()> {
         let owners = report["owners"].as_array().into_iter().flatten();
         let foreign = owners.filter(|owner| owner["owner"] == "foreign").count();
         ensure!(foreign == 0, "{mode}: {report:#}");
-        // The same from a file, as far as a file can tell.
+        // Then from a file, as far as a file can tell.
         let program = match mode {
             Mode::IptablesLegacy => "iptables-legacy-save",
             Mode::IptablesNft => "iptables-nft-save",
@@ -619,7 +620,7 @@ fn the_report_says_what_it_cannot_read() -> Result<()> {
     // The kernel tells what it has of its own, without nft.
     let owners = report["owners"].to_string();
     ensure!(owners.contains("x counter packets 0 bytes 0"), "{report:#}");
-    // A line that nobody writes is told with its number.
+    // The error of a line that no program writes has its number.
     let file = tempfile::NamedTempFile::new()?;
     fs::write(
         file.path(),
@@ -801,7 +802,7 @@ fn cleanup_leaves_what_is_not_istios() -> Result<()> {
             "{side}: {again:#}"
         );
     }
-    // What is no jump stays, and is told; and without programs nothing is touched.
+    // Rules that are not jumps stay, and the command reports them; and without programs nothing is touched.
     load(
         pod,
         "iptables-nft-restore --noflush",
@@ -860,7 +861,7 @@ fn cleanup_removes_istios_routing_rules() -> Result<()> {
         again["routing"].as_array().is_some_and(Vec::is_empty),
         "{again:#}"
     );
-    // The commands that it names do the same.
+    // The commands in its answer have this effect, too.
     ip(
         "ip rule add fwmark 0x111/0xfff pref 32764 lookup 100; ip route add local default dev lo table 100",
     )?;

@@ -1,5 +1,5 @@
-//! The kernel room against the real kernel: what is adopted, what is refused, what is left alone.
-//! Next to no traffic: the programs are mostly attached to cgroups in which nothing runs.
+//! The crate `kernel` against the real kernel: which objects it adopts, refuses and leaves alone. Next to no traffic:
+//! the programs are mostly attached to cgroups in which nothing runs.
 
 use std::{
     fs,
@@ -131,7 +131,7 @@ fn sorted(mut contents: Contents) -> Contents {
     contents
 }
 
-/// What one agent wrote, the next finds, and its links are the same ones with new programs in them.
+/// The next agent finds all that one wrote, and the links are still those of the first, with new programs in them.
 fn a_second_agent_adopts_what_the_first_wrote() -> Result<()> {
     let place = Place::new()?;
     let mut first = place.open()?;
@@ -167,7 +167,7 @@ fn a_second_agent_adopts_what_the_first_wrote() -> Result<()> {
     Ok(())
 }
 
-/// One writer: the second is told who the first is, and nothing of the first's is touched.
+/// One writer: the second agent's error names the first, and nothing of the first's is touched.
 fn two_agents_do_not_write_at_once() -> Result<()> {
     let place = Place::new()?;
     let first = place.open()?;
@@ -183,7 +183,7 @@ fn two_agents_do_not_write_at_once() -> Result<()> {
     place.assert_attached()
 }
 
-/// A map of somebody else's under the name of one of ours is named, and stays.
+/// Another program's map under the name of one of ours is named, and stays.
 fn a_foreign_pin_is_named_and_left_alone() -> Result<()> {
     let place = Place::new()?;
     drop(place.open()?);
@@ -450,7 +450,7 @@ fn a_directory_on_no_bpffs_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// What the programs logged, as the agent's log would get it.
+/// Messages of the programs, as the agent's log would get them.
 struct Captured(Mutex<Vec<String>>);
 
 static CAPTURED: Captured = Captured(Mutex::new(Vec::new()));
@@ -551,7 +551,7 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
         ensure!(report.peers == ["10.96.0.1:80".parse()?], "{report:?}");
         Ok(())
     };
-    // An element as words: first whose its places are, then what is kept there.
+    // An element as words: first whose its places are, then their contents.
     let peers = Map::Array(MapData::from_pin(place.map("PEERS"))?);
     let mut peers = Array::<MapData, [u64; size_of::<PeerSets>() / 8]>::try_from(peers)?;
     connect()?;
@@ -589,7 +589,7 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
         left.is_empty(),
         "sockets {left:?} are closed and still there"
     );
-    // Cookies count up from 1: these are nobody's.
+    // Cookies count up from 1, so no socket has these.
     let mut full = [0; size_of::<PeerSets>() / 8];
     full[..SOCKET_SETS * SOCKET_WAYS].fill(u64::MAX);
     for set in 0..SOCKET_ELEMENTS {

@@ -23,7 +23,7 @@ const SLICES: &str = include_str!("../../data/kube-proxy-1.36/endpointslices.jso
 const IPTABLES: &str = include_str!("../../data/kube-proxy-1.36/probe-iptables.txt");
 const NFTABLES: &str = include_str!("../../data/kube-proxy-1.36/probe-nftables.txt");
 
-/// What a client saw.
+/// A client's result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Seen {
     /// These endpoints answered; whether all of them saw the client's own address.
@@ -146,7 +146,7 @@ fn see(client: &Host, to: &str) -> Result<Seen> {
         let (error, _) = report.errors.first_key_value().context("an error")?;
         return Ok(match error.as_str() {
             "ECONNREFUSED" => Seen::Refused,
-            // A host without a route is told at once what others find out by waiting.
+            // A host without a route gets an error at once where others time out.
             "TIMEOUT" | "ENETUNREACH" => Seen::TimedOut,
             other => anyhow::bail!("{} to {to}: {other}", client.name()),
         });

@@ -213,8 +213,8 @@ fn what_the_api_has_is_served() -> Result<()> {
     Ok(())
 }
 
-/// At an address that others reach, the metrics are for clients whom the API server knows and lets, by HTTPS; and for
-/// nobody once it does not say so.
+/// At an address that others reach, the agent serves the metrics to clients whom the API server authorizes, by HTTPS;
+/// and to no client once the server does not.
 fn metrics_are_for_those_whom_the_api_server_lets() -> Result<()> {
     let mut site =
         Site::prepare_with(web, |agent| agent.args(["--metrics-addr", "0.0.0.0:15020"]))?;
@@ -247,7 +247,7 @@ fn metrics_are_for_those_whom_the_api_server_lets() -> Result<()> {
         .unwrap_or_default();
     ensure!(status == "200", "{status}: {text}");
     Metrics::read(&text)?;
-    // The next scrapes ask nobody.
+    // The next scrapes cause no review.
     let reviews = || {
         let asked = site.server.faults().asked();
         asked
@@ -260,7 +260,7 @@ fn metrics_are_for_those_whom_the_api_server_lets() -> Result<()> {
         ensure!(ask("https", Some("scraper"))?.ends_with("200"));
     }
     ensure!(reviews() == before, "{} more reviews", reviews() - before);
-    // Whoever comes with tokens of their own making does not have the server asked for each.
+    // A client with many invalid tokens does not make the agent ask the server for each.
     let script = format!(
         "seq 60 | xargs -P 20 -I N curl -ks -o /dev/null -H 'Authorization: Bearer xN' https://{node}:15020/metrics"
     );
@@ -270,7 +270,7 @@ fn metrics_are_for_those_whom_the_api_server_lets() -> Result<()> {
     let most = 10 * (2 + usize::try_from(begun.elapsed().as_secs())?);
     ensure!(reviews() - before <= most, "{} reviews", reviews() - before);
     ensure!(ask("https", Some("scraper"))?.ends_with("200"));
-    // Nobody says who has this token.
+    // The server that would review this token is away.
     site.server.go_away();
     thread::sleep(Duration::from_secs(1));
     refused(Some("new"), "503")?;
@@ -288,8 +288,8 @@ fn metrics_are_for_those_whom_the_api_server_lets() -> Result<()> {
     Ok(())
 }
 
-/// The server goes away under load: nobody notices but `status`. It comes back, and the difference
-/// is written and no more.
+/// The server goes away under load: only `status` shows it. It comes back, and the agent writes the difference and no
+/// more.
 fn a_server_that_is_away_costs_no_connection() -> Result<()> {
     let mut site = Site::start(web)?;
     let client = site.lab.pod("sleep");
@@ -466,7 +466,7 @@ fn takes_no_way_to_the_api_server(claim: Claim) -> Result<()> {
     })
 }
 
-/// The tables of the agent before it are what is served, until the server is back.
+/// The agent serves the tables of the one before it, until the server is back.
 fn an_agent_that_starts_while_the_server_is_away_serves_on() -> Result<()> {
     let mut site = Site::start(web)?;
     site.server.go_away();
@@ -609,7 +609,7 @@ fn without_a_server_or_rights_the_agent_says_so() -> Result<()> {
     site.agent.launch()?;
     eventually(|| {
         let findings = site.findings()?;
-        // A number alone may be in a path, too, in what is said before the server is asked.
+        // A number alone may also be in a path, in a message from before the server is asked.
         let is_refused = findings.contains("401") && findings.contains("token");
         ensure!(is_refused, "{findings}");
         Ok(())
@@ -650,7 +650,7 @@ fn host_ports_of_pods_are_served() -> Result<()> {
             Ok(())
         })
     };
-    // Somebody else's.
+    // A pod of another node, and one that is pending.
     cluster.apply(exposed(lab, "far"));
     let mut pod = exposed(lab, "near");
     pod["status"] = json!({ "phase": "Pending" });
@@ -687,7 +687,7 @@ fn host_ports_of_pods_are_served() -> Result<()> {
     site.reaches(&["far", "near"])
 }
 
-/// Without the permission of pods, `status` says what is not served, and services are.
+/// Without the permission for pods, `status` names what is not served, and services are served.
 fn without_the_right_to_read_pods_the_rest_is_served() -> Result<()> {
     let mut site = Site::prepare(web)?;
     site.server.cluster().apply(exposed(&site.lab, "near"));
@@ -770,8 +770,9 @@ fn labels_of_pods_and_namespaces_capture_and_release() -> Result<()> {
     Ok(())
 }
 
-/// Whoever may only reach what is known may reach the ports that a pod of another node declares, with no service before it: those
-/// are read as soon as somebody's egress policy asks for it, and not forgotten while an agent starts.
+/// A pod that may only reach known addresses may reach the ports that a pod of another node declares, with no service
+/// before it: the agent reads those as soon as an egress policy asks for it, and does not forget them while an agent
+/// starts.
 fn who_may_reach_what_is_known_reaches_pods_elsewhere() -> Result<()> {
     let mesh = json!({ "rules": { "mode": "kernel" } }).to_string();
     let objects = |lab: &Lab| {
@@ -820,7 +821,7 @@ fn who_may_reach_what_is_known_reaches_pods_elsewhere() -> Result<()> {
     refused(&client, &unknown, "connect")?;
     known("near2");
     eventually(|| reaches(&client, &unknown, "connect", &["near2"]).map(drop))?;
-    // Nobody asks any more.
+    // No policy asks any more.
     asks("allow");
     cluster.delete(Resource::Pods, "default", "near2");
     eventually(|| reaches(&client, &unknown, "connect", &["near2"]).map(drop))
@@ -856,7 +857,7 @@ fn a_restless_cluster() -> Result<()> {
                 0 => site.server.faults().end_watches(),
                 1 => site.server.faults().break_watches(),
                 _ => {
-                    // The server restarts, and has forgotten what was.
+                    // The server restarts without its history.
                     site.server.go_away();
                     churn.step();
                     site.server.cluster().compact();
@@ -872,7 +873,7 @@ fn a_restless_cluster() -> Result<()> {
     let addresses = format!("{}/32,::/0", site.lab.node("node2").ipv4());
     eventually(|| {
         let plan = ["plan", "--node-name", "node2", "-f", &path];
-        // What the agent knows from its Node object.
+        // Addresses that the agent knows from its Node object.
         let plan = [&plan[..], &["--nodeport-addresses", &addresses]].concat();
         let output = site.agent.dataplane(plan).output()?;
         let said = String::from_utf8_lossy(&output.stdout);

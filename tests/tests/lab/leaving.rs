@@ -24,7 +24,7 @@ scenarios! {
 
 const TO: &str = "10.96.0.10:80";
 
-/// What a client noticed while the rules went.
+/// Errors of a client while the rules went.
 #[derive(Debug)]
 struct Noticed {
     /// Connections failed, or the first packets of many were lost.
@@ -100,7 +100,7 @@ fn leave(keep: bool, firewall: bool) -> Result<Noticed> {
         return Ok(noticed);
     }
 
-    // The table goes when no translated connection is left, and nobody notices.
+    // The table goes when no translated connection is left, and no client fails.
     let early = run(&agent, "keep-nat --release")?.exits(1)?;
     early.says(&["still translates", "--now"])?;
     thread::sleep(patience(Duration::from_secs(9)));
@@ -112,7 +112,7 @@ fn leave(keep: bool, firewall: bool) -> Result<Noticed> {
     load.fine().context("after the release")?;
     ensure!(!ended(held)?, "a connection ended at the release");
 
-    // What nobody has released, `cleanup` removes.
+    // `cleanup` removes a table that was not released.
     run(&agent, "keep-nat")?.exits(0)?;
     run(&agent, "keep-nat --release --now")?
         .exits(0)?
@@ -201,7 +201,7 @@ fn kube_proxys_rules_go_without_a_hang() -> Result<()> {
     Ok(())
 }
 
-/// What the other scenario prevents: without it, that one would show nothing.
+/// The failure that the other scenario prevents: unless connections fail here, that one shows nothing.
 fn connections_hang_where_nothing_keeps_nat() -> Result<()> {
     let noticed = leave(false, true)?;
     ensure!(noticed.hung && noticed.ended, "{noticed:?}");

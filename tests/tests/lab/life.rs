@@ -1,4 +1,4 @@
-//! The agent's life: killed, restarted, started twice, given nonsense, and removed.
+//! The agent's life: killed, restarted, started twice, with bad manifests, and removed.
 
 use std::{
     collections::hash_map::RandomState,
@@ -89,7 +89,7 @@ fn killing_the_agent_fails_no_connection() -> Result<()> {
     Ok(())
 }
 
-/// What changed while no agent ran is in the tables once one runs again.
+/// An agent that starts writes the changes of the time without one to the tables.
 fn a_new_agent_catches_up() -> Result<()> {
     let mut cluster = Cluster::start(|lab| vec![web(lab)])?;
     cluster.agent.kill();
@@ -263,7 +263,7 @@ fn an_agent_takes_its_place_back() -> Result<()> {
     Ok(())
 }
 
-/// Who starts again whatever ends, as Kubernetes does, has it idle then.
+/// For a supervisor that restarts whatever ends, as Kubernetes does: the replaced agent stays idle.
 fn a_replaced_agent_stays_if_it_is_to() -> Result<()> {
     let mut cluster = Cluster::start_with(|lab| vec![web(lab)], &["--stay"])?;
     let mut before = cluster.agent.replace()?;
@@ -318,8 +318,7 @@ fn cleanup_removes_what_the_agent_left() -> Result<()> {
     fails(cluster.client(), TO, "connect --timeout-ms 300", "TIMEOUT")
 }
 
-/// Somebody else's map under the name of one of ours is named, and neither `run` nor `cleanup`
-/// touches it.
+/// Another program's map under the name of one of ours is named; `run` and `cleanup` do not touch it.
 fn a_foreign_pin_stops_the_start_and_stays() -> Result<()> {
     let mut cluster = Cluster::start(|lab| vec![web(lab)])?;
     cluster.agent.stop()?;
@@ -497,7 +496,7 @@ fn changes_in_the_file_are_picked_up() -> Result<()> {
     eventually(|| refused(cluster.client(), TO, "connect --count 3"))
 }
 
-/// Nonsense changes nothing but `status`, which says what is wrong with it until it is right.
+/// Bad manifests change nothing but `status`, which names the error until it is fixed.
 fn bad_manifests_change_nothing() -> Result<()> {
     let cluster = Cluster::start(|lab| vec![web(lab)])?;
     let status_says = |healthy: bool, what: &str| {

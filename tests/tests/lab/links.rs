@@ -15,7 +15,7 @@ scenarios! {
     links_that_go_down_and_up_lose_no_connection,
 }
 
-/// What happens to the node's interface: each script runs several times, and leaves it as it was.
+/// Changes to the node's interface: each script runs several times, and leaves it as it was.
 const SCRIPTS: [(&str, &str); 6] = [
     ("down and up", "link set eth0 down; link set eth0 up"),
     (
@@ -81,7 +81,7 @@ fn change(node: &Host, ext: &Host, to: &[String; 2], script: &str) -> Result<()>
                 None => node.ip(step)?,
             }
         }
-        // What was lost is sent again by then.
+        // Lost packets are sent again by then.
         thread::sleep(Duration::from_millis(1000 + 50 * round));
     }
     let report: LoadReport = load.wait_json()?;

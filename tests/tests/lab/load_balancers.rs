@@ -1,4 +1,4 @@
-//! What load balancers outside of the cluster ask a node, as they ask it.
+//! Requests of load balancers outside of the cluster to a node, as they send them.
 
 use std::net::TcpStream;
 
@@ -188,7 +188,7 @@ fn a_service_is_asked_about_at_its_own_port() -> Result<()> {
                 \t\"localEndpoints\": 1,\n\t\"serviceProxyHealthy\": true\n}";
     ensure!(answer.body == body, "{answer:?}");
 
-    // One that terminates serves who still comes, and asks for nobody new.
+    // A node with only terminating endpoints serves those that still come, and asks for no new connections.
     let terminating = web(&cluster.lab, Condition::ServingTerminating, 30_999);
     cluster.manifests.write(&[terminating])?;
     eventually(|| {
@@ -252,7 +252,7 @@ fn each_family_has_its_own_answer() -> Result<()> {
     Ok(())
 }
 
-/// Tools ask kube-proxy for its mode on the node, and nobody can elsewhere.
+/// Tools ask kube-proxy for its mode on the node; it answers nowhere else.
 fn tools_learn_the_proxys_mode() -> Result<()> {
     let cluster = Cluster::start(|lab| vec![web(lab, Condition::Ready, 30_999)])?;
     let node = cluster.lab.node("node2");

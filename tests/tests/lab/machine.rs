@@ -1,5 +1,5 @@
-//! The agent as on a node: `dataplane run` that is told nothing but its manifests, so that its
-//! programs see every process of the machine. Runs in a guest, never on somebody's machine.
+//! The agent as on a node: `dataplane run` with no arguments but its manifests, so that its programs see every process
+//! of the machine. Runs in a guest, never on a developer's machine.
 
 use std::{
     ffi::OsString,
@@ -87,7 +87,7 @@ fn check(enter: &[&str], mounted: &str) -> Result<()> {
         doctor.contains(&format!("{mounted} (mounted at {mounted})")),
         "not the root that is mounted at {mounted}: {doctor}"
     );
-    // What the kernel says, not the agent: attached to the root itself.
+    // By the kernel's word, not the agent's: attached to the root itself.
     for attachment in kernel::attachments(&default_paths())? {
         ensure!(attachment.problem.is_none(), "{attachment:?}");
     }

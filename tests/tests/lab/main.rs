@@ -125,7 +125,7 @@ use anyhow::Result;
 use dataplane_tests::{Programs, Requirement, missing, whole_machine};
 use libtest_mimic::{Arguments, Failed, Trial};
 
-/// What loads the machine more than an emulated one can bear.
+/// Scenarios whose load is more than an emulated machine can bear.
 const HEAVY: [&str; 3] = [
     "lab::churn::",
     "lab::growth::",
@@ -237,7 +237,7 @@ fn main() -> ExitCode {
         readers::SCENARIOS,
         ready::SCENARIOS,
         reconcile::SCENARIOS,
-        // What a service means, line by line.
+        // The meaning of a service, line by line.
         socket_tcp::SCENARIOS,
         socket_udp::SCENARIOS,
         stale::SCENARIOS,
@@ -312,8 +312,8 @@ fn main() -> ExitCode {
         }
         let missing = match scenario.needs {
             Requirement::Lab => lab.clone(),
-            // Not for want of a privilege, so never a failure: no host runs it, and the guest,
-            // whose results are counted too, always does.
+            // The missing thing is no privilege, so this is never a failure: no host runs it, and the guest, whose
+            // results are counted too, always does.
             Requirement::Machine if !whole_machine() => {
                 return trial(scenario, machine.clone(), false, &arguments);
             }

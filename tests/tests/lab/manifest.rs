@@ -307,8 +307,8 @@ impl Manifests {
 
     /// Writes anything, likewise.
     pub fn write_text(&self, text: &str) -> io::Result<()> {
-        // Beside the directory that is given to an agent there is nothing; a name with a leading
-        // dot is what editors and Kubernetes use for what is not yet to be read.
+        // The draft is in the agent's directory itself, under a name with a leading dot: editors and Kubernetes use
+        // such names for files that are not yet to be read.
         let draft = self.directory.path().join(Path::new(".draft"));
         fs::write(&draft, text)?;
         fs::rename(draft, self.path())

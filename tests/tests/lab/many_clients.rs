@@ -105,7 +105,8 @@ fn clients_without_room_are_counted() -> Result<()> {
     Ok(())
 }
 
-/// A tenant's service has more clients than there is room for: clients of another tenant's are remembered all the same.
+/// A tenant's service has more clients than there is room for: clients of another tenant's service are still
+/// remembered.
 fn a_namespace_with_many_clients_leaves_room_for_others() -> Result<()> {
     const ROOM: usize = 1024;
     let both = |lab: &Lab| {

@@ -68,7 +68,7 @@ fn flows_survive_endpoints_that_come_and_go() -> Result<()> {
 
     let begin = Instant::now();
     let mut holders = vec![];
-    // A process may have 20 000 files where nobody may raise that.
+    // A process may have 20 000 files where the limit cannot be raised.
     let processes = count().div_ceil(2 * 15_000);
     let share = (count() / (2 * processes)).to_string();
     for client in ["ext", "other"].repeat(processes) {

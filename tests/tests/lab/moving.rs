@@ -85,7 +85,7 @@ fn a_node_moves_and_returns_without_a_failed_connection() -> Result<()> {
     let load = client.load(&["--to", TO, "--threads", "2", "--pause-us", "200"])?;
     let mut agent = lab.agent("node2").manifests(manifests.path()).start()?;
     served("the agent beside kube-proxy")?;
-    // What happens without it: `leaving`.
+    // `leaving` shows the failure without it.
     run(&agent, "keep-nat")?.exits(0)?;
     Rules::remove(node)?;
     served("the agent")?;

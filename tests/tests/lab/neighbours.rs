@@ -80,7 +80,7 @@ impl Scene {
         Ok(())
     }
 
-    /// Somebody else's filter on the uplink, and its name.
+    /// Another program's filter on the uplink, and its name.
     fn filter(&self, name: &str, preference: u32) -> Result<Bystander> {
         let bystander = Bystander::load().context("load")?;
         let pin: PathBuf = self.lab.bpffs()?.join(name);
@@ -116,8 +116,8 @@ fn attached(agent: &Agent, hook: &str) -> Result<()> {
     status.says(&[UPLINK, hook]).map(drop)
 }
 
-/// A qdisc that somebody else made, with a filter before ours and one after, and one that comes when
-/// ours is there. Ours goes, theirs stay.
+/// A qdisc that another program made, with a filter before ours and one after, and one that comes when ours is there.
+/// Ours goes, theirs stay.
 fn others_filters_and_ours_share_clsact() -> Result<()> {
     let scene = Scene::new()?;
     let qdisc = ["qdisc", "add", "dev", UPLINK, "clsact"];
@@ -206,7 +206,7 @@ fn places(scene: &Scene, others: &[&Bystander]) -> Result<(usize, Vec<usize>)> {
     Ok((own, others))
 }
 
-/// Beside somebody else's program, from before or from later, also once that has gone to another place.
+/// Beside another program, from before or from later, also once that has moved in the chain.
 fn ours_stay_beside_an_others() -> Result<()> {
     if Hook::of_kernel() != Hook::Tcx {
         println!(
@@ -241,7 +241,7 @@ fn ours_stay_beside_an_others() -> Result<()> {
         } else {
             [0, 2, 1, 3]
         })?;
-        // It comes again, at the wrong side of ours. Whatever happens to interfaces, the chain is looked at.
+        // It comes again, at the wrong side of ours. Any change of interfaces has the agent look at the chain.
         drop(link);
         // The link lives on for as long as an agent that looks at the chain has it open.
         let mut _link = None;

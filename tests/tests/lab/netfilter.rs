@@ -1,5 +1,5 @@
-//! Other people's rules: iptables in both its forms and nft do their work in the lab, on whatever
-//! kernel this is. What the dataplane is compared with, and lives beside, stands on this.
+//! Other people's rules: iptables in both its forms and nft work in the lab, on whatever kernel this is. The scenarios
+//! that compare the dataplane with them, or run it beside them, depend on this.
 
 use std::net::{AddrParseError, SocketAddr};
 
@@ -69,7 +69,7 @@ fn check(tool: impl Fn(&Addresses) -> (String, String)) -> Result<()> {
         .build()?;
     let _server = serve(lab.pod("far"))?;
     let sleep = lab.pod("sleep");
-    // A packet is routed before it is refused; nobody is at this gateway.
+    // A packet is routed before it is refused; no host has this gateway's address.
     lab.node("node1")
         .ip("route add 10.96.0.0/16 via 192.168.77.200")?;
     lab.node("node1")

@@ -58,7 +58,7 @@ fn lines(listing: &str) -> Vec<String> {
                 .map(|e| e.trim().trim_end_matches(',').to_owned()),
         );
         if ends {
-            // What rules remember for a time is left out.
+            // Elements that rules remember for a time are left out.
             list.retain(|element| !element.is_empty() && !element.contains(" expires "));
             list.sort();
             all.append(list);

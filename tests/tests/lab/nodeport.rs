@@ -48,7 +48,7 @@ fn served(client: &Host, address: &str) -> Result<()> {
 fn lab_with_addresses() -> Result<Lab> {
     let lab = Cluster::lab()?;
     let node = lab.node("node2");
-    // The switch ends in the lab: nobody there forwards what is sent along this route.
+    // The switch ends in the lab: no router forwards packets of this route.
     node.ip("route add default via 192.168.77.1")?;
     node.ip("route add default via fd77::1")?;
     node.ip("addr add 192.168.77.92/24 dev eth0")?;
@@ -148,7 +148,7 @@ fn the_nodes_object_among_the_manifests_decides() -> Result<()> {
     Ok(())
 }
 
-/// What a pod serves on its loopback is reached there, and nothing else is.
+/// A pod reaches its own loopback servers there, and nothing else.
 fn a_pods_loopback_is_its_own() -> Result<()> {
     let cluster = Cluster::start(|lab| vec![web(lab)])?;
     let client = cluster.client();
@@ -215,7 +215,7 @@ fn load_balancers_that_must_be_passed_and_source_ranges() -> Result<()> {
             "TIMEOUT",
         )
     })?;
-    // Somebody else's answer on such an address is what a client gets.
+    // Another program's server at such an address answers the client.
     cluster
         .lab
         .node("node2")
@@ -227,7 +227,7 @@ fn load_balancers_that_must_be_passed_and_source_ranges() -> Result<()> {
     reaches(client, "203.0.113.11:80", "connect --count 5", &["node2"]).map(drop)
 }
 
-/// Unlike a cluster IP, these addresses belong to others too: what is no service's port is theirs.
+/// Unlike a cluster IP, these addresses belong to others too: ports without a service are theirs.
 fn other_ports_of_shared_addresses_are_left_alone() -> Result<()> {
     let services = |lab: &Lab| {
         vec![

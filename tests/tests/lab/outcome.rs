@@ -1,4 +1,4 @@
-//! What a `dataplane` command answered, and what an agent's endpoints say.
+//! Output of a `dataplane` command, and answers of an agent's endpoints.
 
 use std::{
     ffi::OsStr,
@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_tests::{Agent, Host, patience};
 use serde_json::Value;
 
-/// What a command that ended left.
+/// The exit code and output of a command.
 #[derive(Debug)]
 pub struct Outcome {
     /// Its exit code; none: a signal ended it.
@@ -37,7 +37,7 @@ impl Outcome {
         Ok(self)
     }
 
-    /// What it wrote to stdout, which must be one JSON document.
+    /// Its stdout, which must be one JSON document.
     pub fn json(&self) -> Result<Value> {
         serde_json::from_str(&self.stdout).with_context(|| format!("no JSON: {self:?}"))
     }
@@ -90,7 +90,7 @@ pub fn cannot_run(
     })
 }
 
-/// A GET from a host: the status and the body; an error if nobody listens.
+/// A GET from a host: the status and the body; an error if the connection is refused.
 pub fn http(from: &Host, url: &str) -> Result<(u16, String)> {
     let arguments = ["-sS", "--max-time", "20", "-w", "\n%{http_code}", url];
     let answer = from.command("curl").args(arguments).run()?;

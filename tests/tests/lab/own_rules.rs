@@ -58,7 +58,7 @@ const HOWS: [(u16, &str); 3] = [
     (53, "udp --unconnected --timeout-ms 500"),
 ];
 
-/// Who answers a client at these VIPs, by every kind of socket.
+/// Checks that this endpoint answers a client at these VIPs, by every kind of socket.
 fn answers(client: &Host, vips: [&str; 2], endpoint: &str) -> Result<()> {
     for vip in vips {
         for (port, how) in HOWS {
@@ -69,7 +69,7 @@ fn answers(client: &Host, vips: [&str; 2], endpoint: &str) -> Result<()> {
     Ok(())
 }
 
-/// What `status` says of those that are served by packets only: the interface, and why.
+/// The pods that `status` lists as served by packets only: the interface, and why.
 fn listed(cluster: &Cluster) -> Result<Vec<(String, String)>> {
     let status = cluster.status()?;
     let all = status["by_packets"].as_array().context("by_packets")?;
@@ -101,7 +101,7 @@ fn rules_of_a_pod_see_the_vip() -> Result<()> {
     )?;
     run(client, &rules("output", other))?;
     eventually(|| answers(client, VIPS, "near2"))?;
-    // What the rules leave alone is served.
+    // VIPs that the rules leave alone are served.
     answers(client, OTHERS, "near")?;
     is_listed(&cluster, "veth-sleep", "output hook")?;
     ensure!(listed(&cluster)?.len() == 1, "{:?}", listed(&cluster)?);

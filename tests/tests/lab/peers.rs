@@ -1,4 +1,4 @@
-//! Places in the table of connected sockets that nobody frees: of the kernel's own sockets.
+//! Places in the table of connected sockets that no program frees: of the kernel's own sockets.
 
 use anyhow::{Result, ensure};
 use dataplane_tests::report::Report;
@@ -65,7 +65,7 @@ fn places_of_the_kernels_own_sockets_are_freed() -> Result<()> {
         freed == 5 && sweeper.taken() == 1,
         "{freed} places were freed of 5"
     );
-    // The connection that lives has kept its own.
+    // The live connection still has its own.
     held.close_stdin();
     let report: Report = held.wait_json()?;
     peer_is(&report, to)?;

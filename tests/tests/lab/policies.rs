@@ -1,4 +1,4 @@
-//! Who may answer whom: session affinity, and which of two services has an address.
+//! Which endpoint answers whom: session affinity, and which of two services has an address.
 
 use std::time::{Duration, Instant};
 
@@ -100,7 +100,7 @@ fn affinity_is_by_pod_and_by_service() -> Result<()> {
                 !seen.contains(&chosen),
                 "two clients, families or protocols agree: {chosen:?}"
             );
-            // What others chose in between changes nothing.
+            // Choices for other clients in between change nothing.
             seen.push(chosen);
         }
     }
@@ -113,8 +113,8 @@ fn affinity_is_by_pod_and_by_service() -> Result<()> {
     Ok(())
 }
 
-/// Cluster IP, external IP and node port are ways to the same port: whoever came by one of them is
-/// known on the others, as with kube-proxy.
+/// Cluster IP, external IP and node port are ways to one port: affinity of a client that came by one of them holds for
+/// the others, as with kube-proxy.
 fn affinity_holds_for_every_address_of_a_port() -> Result<()> {
     let services = |lab: &Lab| {
         (1..=MANY)
@@ -152,8 +152,8 @@ fn affinity_is_refreshed_by_use_and_expires() -> Result<()> {
     const TIMEOUT: Duration = Duration::from_secs(2);
     let cluster = Cluster::start(|lab| many(lab, 2))?;
     let client = cluster.client();
-    // On a machine that stands still for longer than the timeout, what is kept expires rightly:
-    // such an attempt says nothing.
+    // On a machine that stands still for longer than the timeout, an entry rightly expires: such an attempt proves
+    // nothing.
     'attempt: for _ in 0..20 {
         let mut used = Instant::now();
         let chosen = choices(client, true, false, 1)?;
@@ -176,7 +176,7 @@ fn affinity_is_refreshed_by_use_and_expires() -> Result<()> {
     bail!("this machine stood still for {TIMEOUT:?} in each of 20 attempts");
 }
 
-/// The endpoint of a client goes: it gets another one, and keeps that when the first comes back.
+/// The endpoint of a client goes: the client gets a new one, which stays when the first comes back.
 fn affinity_does_not_return_to_an_endpoint_that_left() -> Result<()> {
     let services = |lab: &Lab, names: &[&str]| {
         let endpoints: Vec<_> = names.iter().map(|name| lab.pod(name)).collect();
@@ -302,7 +302,7 @@ fn the_older_of_two_services_has_the_vip() -> Result<()> {
     let cluster = Cluster::start(|lab| vec![young(lab), old(lab)])?;
     let (client, lab) = (cluster.client(), &cluster.lab);
     reaches(client, "10.96.0.10:80", "connect --count 20", &["far"])?;
-    // What only the younger has is still its own.
+    // A port that only the younger has is still its own.
     reaches(client, "10.96.0.10:81", "connect --count 20", &["near"])?;
     let status = cluster.status()?;
     let conflicts = status["agent"]["conflicts"].as_array();

@@ -56,7 +56,7 @@ pub struct World {
     pub proxy: Process,
     arguments: Vec<String>,
     manifests: Manifests,
-    /// Where it is told to panic.
+    /// Files here make it panic.
     panics: TempDir,
     _servers: Vec<Process>,
     pub lab: Lab,
@@ -152,7 +152,7 @@ impl World {
         }
     }
 
-    /// What the proxy answers, asked from the pod.
+    /// The proxy's answer to a GET from the pod.
     fn get(&self, path: &str) -> Result<String> {
         get(self.app(), path)
     }
@@ -259,7 +259,7 @@ pub fn accept(listener: &TcpListener) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// What reading to the end comes to.
+/// Reads to the end: the bytes, or the error.
 pub fn ending(mut stream: &TcpStream) -> Result<Vec<u8>, ErrorKind> {
     let mut read = Vec::new();
     match stream.read_to_end(&mut read) {
@@ -342,7 +342,7 @@ fn a_vip_leads_to_endpoints_and_is_counted() -> Result<()> {
         "{dump:#}"
     );
     ensure!(world.get("/logging")?.contains("info"), "the log's level");
-    // What is logged is not every process's to say.
+    // Not every process may set the level of the log.
     let post = |to: &str| {
         let curl = world.app().command("curl");
         curl.args(["-sS", "-w", " %{http_code}", "-X", "POST", to])
@@ -413,7 +413,7 @@ pub fn each_end(connect: impl Fn() -> Result<TcpStream>, listener: &TcpListener)
     let server = accept(listener)?;
     reset(client)?;
     is_reset(&server)?;
-    // The server resets, also before the client has said anything.
+    // The server resets, also before the client has sent anything.
     let client = connect()?;
     let mut server = accept(listener)?;
     server.write_all(b"last words")?;
@@ -443,7 +443,7 @@ fn endpoints_that_refuse_or_say_nothing_are_passed_over() -> Result<()> {
     let services = |lab: &Lab| {
         let silent = lab.pod("near2");
         vec![
-            // Nobody listens at this port of `near2`.
+            // No server listens at this port of `near2`.
             Service::new("web", &[VIP])
                 .port("tcp", 80, OWN)
                 .endpoints(&[lab.pod("near"), silent]),
@@ -700,7 +700,7 @@ fn a_restart_refuses_nobody() -> Result<()> {
         thread::sleep(Duration::from_millis(150));
         let another = world.another()?;
         let old = std::mem::replace(&mut world.proxy, another);
-        // What it relays goes on until it ends by itself.
+        // Connections that it relays go on until they end by themselves.
         thread::spawn(move || drop(old.wait()));
     }
     thread::sleep(Duration::from_millis(150));
@@ -733,7 +733,7 @@ fn limits_hold_connections_back_and_draining_cuts_them() -> Result<()> {
     server.read_exact(&mut seen)?;
     ensure!(&seen == b"patience", "{seen:?}");
 
-    // Told to end, it listens no more, waits, and cuts what is left.
+    // On SIGTERM it closes its listeners, drains, and resets the connections that are left.
     world.proxy.signal(Signal::SIGTERM)?;
     eventually(|| {
         let refused = world.connect(vip).is_err();
@@ -794,7 +794,7 @@ fn a_thread_that_dies_ends_the_proxy_with_an_error() -> Result<()> {
         if thread == "manifests" {
             world.manifests.write(&[])?;
         } else {
-            // What becomes of this connection, nobody knows.
+            // This connection may end either way.
             world
                 .app()
                 .probe("connect")

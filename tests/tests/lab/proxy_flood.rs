@@ -28,7 +28,7 @@ scenarios! {
     idle_connections_take_little_memory,
 }
 
-/// A number that the environment may say: the full one takes a while.
+/// A number, which an environment variable may replace: the full one takes a while.
 fn number(variable: &str, usual: u32) -> Result<u32> {
     match std::env::var(variable) {
         Ok(number) => Ok(number.parse()?),
@@ -36,7 +36,7 @@ fn number(variable: &str, usual: u32) -> Result<u32> {
     }
 }
 
-/// Raises this process's limit of open files, which what it starts inherits, as far as it goes.
+/// Raises this process's limit of open files, which its children inherit, as far as possible.
 fn raise_files() -> Result<u32> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let wanted = hard.max(100_000);
@@ -97,9 +97,9 @@ fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {
     };
     talk()?;
 
-    // Slow ones: they connect, and nothing else. The server takes them, and says nothing either.
-    // Which connects in time, and which waits for a place in the queue, is all the same. Of each family
-    // there are as many ports as one address has.
+    // Slow ones: they connect, and send nothing. The server accepts them, and sends nothing either. It does not matter
+    // which of them connects in time, and which waits for a place in the queue. Of each family there are as many ports
+    // as one address has.
     let app = world.app().clone();
     app.sysctl("ipv4/ip_local_port_range", "2000 65000")?;
     let mut clients = Vec::new();
@@ -120,7 +120,7 @@ fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {
         ensure!((now - f64::from(MOST)).abs() < 0.5, "{now} connections");
         Ok(())
     })?;
-    // What it works in two seconds of being full.
+    // Its processor time in two seconds of being full.
     let at_first = ticks(proxy)?;
     thread::sleep(Duration::from_secs(2));
     let spent = ticks(proxy)? - at_first;
@@ -152,7 +152,7 @@ fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {
     })?;
     talk()?;
 
-    // Refused ones, each of which must be told so: there is no endpoint, or it does not listen.
+    // Refused ones, each of which must get a reset: there is no endpoint, or it does not listen.
     let left = Arc::new(AtomicU64::new(refused.into()));
     let clients: Vec<_> = (0..4)
         .map(|_| {
@@ -229,7 +229,7 @@ fn idle_connections_take_little_memory() -> Result<()> {
     let app = world.app();
     app.sysctl("ipv4/ip_local_port_range", "2000 65000")?;
     let proxy = &world.proxy;
-    // What it takes once and for all.
+    // Memory that it allocates once and for all.
     reaches(
         app,
         "10.96.0.10:80",

@@ -39,7 +39,7 @@ fn an_endpoint_whose_interface_is_not_ready_is_passed_over() -> Result<()> {
     let _server = pod.serve_as("late", &["--tcp", &at(TCP), "--udp", &at(UDP)])?;
     let agent = Pid::from_raw(cluster.agent.id().try_into()?);
     kill(agent, Signal::SIGSTOP)?;
-    // What it answers leaves by the interface that the question came by.
+    // Its answers leave by the interface that the request came by.
     node.ip(&format!(
         "link add veth-late type veth peer name late0 netns {}",
         pod.netns()

@@ -30,9 +30,9 @@ scenarios! {
     istios_own_examples_are_reconciled,
 }
 
-/// A port that nobody else has in a lab's namespace.
+/// A port without another listener in a lab's namespace.
 const PORT: u16 = 4242;
-/// How long a connection attempt waits that nobody answers: less than a second, after which the first packet is sent again.
+/// Timeout of a connection attempt without an answer: less than a second, after which TCP sends the first packet again.
 const SHORT: Duration = Duration::from_millis(200);
 
 fn lab() -> Result<Lab> {
@@ -42,7 +42,7 @@ fn lab() -> Result<Lab> {
         .build()?)
 }
 
-/// Whether a host's connection to an address is made; if not, nobody answered.
+/// Whether a host's connection to an address succeeds; if not, it timed out.
 fn connects(from: &Host, to: IpAddr) -> Result<bool> {
     on(from, |_| {
         match TcpStream::connect_timeout(&(to, PORT).into(), SHORT) {
@@ -53,8 +53,8 @@ fn connects(from: &Host, to: IpAddr) -> Result<bool> {
     })
 }
 
-/// Both families, both directions, TCP and datagrams: nothing passes while the guard is up, and all passes when its time is over,
-/// though nobody removes it.
+/// Both families, both directions, TCP and datagrams: nothing passes while the guard is up, and all passes when its
+/// time is over, though no command removes it.
 fn nothing_passes_a_guard_for_its_time() -> Result<()> {
     let lab = lab()?;
     let (node, pod) = (lab.node("node1"), lab.pod("near"));
@@ -155,7 +155,7 @@ fn nothing_passes_a_guard_for_its_time() -> Result<()> {
     ensure!(
         on(pod, |_| Ok(guard::renew(time)))?.is_err_and(|why| why.kind() == ErrorKind::NotFound)
     );
-    // What a dead program has left, the clean-up removes.
+    // `cleanup` removes the guard that a dead program has left.
     on(pod, |_| Ok(guard::up(Duration::from_secs(30))?))?;
     let bpffs = lab.bpffs()?;
     let cleanup = |more: &[&str]| {
@@ -216,7 +216,7 @@ fn answer(output: &Output) -> Result<(String, Value)> {
     Ok((outcome, answer))
 }
 
-/// What a command says that has failed.
+/// The error of a command that has failed.
 fn fails(output: &Output) -> Result<String> {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure!(
@@ -261,8 +261,8 @@ impl Chance {
 const OTHERS: &str = "-A PREROUTING -p udp -m comment --comment \"first \\\"x\\\"\" -j mine\n-A OUTPUT -p sctp -j ACCEPT\n\
     -A mine -p udp -m multiport --dports 1,2 -j RETURN\n-A OUTPUT -p udp -j mine\n";
 
-/// Rules of one family in which some of what is expected is missing, there twice, changed or in another order, others' rules are between,
-/// and older ones are left over.
+/// Rules of one family in which some of the expected ones are missing, twice, changed or in another order, with others'
+/// rules between, and older ones left over.
 fn some_rules(expected: &[String], chance: &mut Chance) -> String {
     let mut lines = vec!["*nat".to_owned()];
     let declared = expected.iter().filter(|line| line.starts_with(':'));
@@ -301,7 +301,7 @@ fn any_rules_of_a_mesh_become_those_that_are_expected() -> Result<()> {
     let runs: u64 = runs.unwrap_or(12);
     let lab = lab()?;
     let pod = lab.pod("near");
-    // What is expected, as each program prints it.
+    // The expected rules, as each program prints them.
     let (outcome, answer) = apply(&lab, &["--mesh", "istio"])?;
     ensure!(outcome == "applied 0", "{answer:#}");
     let (istios, _) = split(pod)?;
@@ -339,7 +339,7 @@ fn any_rules_of_a_mesh_become_those_that_are_expected() -> Result<()> {
             load(pod, "iptables-legacy-restore --noflush", left)?;
         }
         let before = everything(pod)?;
-        // A line that leads to a chain of Istio is Istio's, whoever's chain it is in.
+        // A line that leads to a chain of Istio is Istio's, in any chain.
         let others: Vec<&String> = before.iter().filter(|line| !is_istios(line)).collect();
         if chance.next(4) == 0 {
             apply(&lab, &["--mesh", "istio"])?;
@@ -385,7 +385,7 @@ fn any_rules_of_a_mesh_become_those_that_are_expected() -> Result<()> {
     Ok(())
 }
 
-/// Each outcome in words and by its exit code; what is wrong is an error that changes nothing.
+/// Each outcome in words and by its exit code; bad input is an error that changes nothing.
 fn each_outcome_is_said() -> Result<()> {
     let lab = lab()?;
     let pod = lab.pod("near");
@@ -430,7 +430,7 @@ fn each_outcome_is_said() -> Result<()> {
         "{dry:#}"
     );
     expect(&["--mesh", "osm", "--reconcile"], "reconciled 0")?;
-    // On top: what is left over stays.
+    // On top: older rules stay.
     load(
         pod,
         "iptables-nft-restore --noflush",
@@ -472,7 +472,7 @@ fn each_outcome_is_said() -> Result<()> {
         let said = fails(&command(&lab, &["--mesh", &path, "--reconcile"])?.output()?)?;
         ensure!(said.contains(why), "{said}");
     }
-    // A mesh that nobody knows: its chains are those that the file declares.
+    // A mesh without built-in knowledge: its chains are those that the file declares.
     fs::write(
         &file,
         "*nat\n-N MINE\n-I OUTPUT -p tcp -j MINE\n-A MINE -d 10.0.0.1 -j RETURN\nCOMMIT\n",
@@ -563,7 +563,7 @@ fn a_command_that_dies_or_fails_leaves_no_mixture() -> Result<()> {
         .args(["-c", "command -v ip6tables-nft-restore"])
         .run()?;
     let real = real.trim();
-    // What is expected is written otherwise than what a program has printed.
+    // A program prints rules in another form than that of the expected ones.
     let words = format!(
         "#!/bin/sh\ncase \"$*\" in *version*) exec {real} \"$@\";; esac\ninput=$(cat)\n\
          case \"$input\" in *ISTIO_OLD*) echo 'no more' >&2; exit 1;; esac\nprintf '%s\\n' \"$input\" | {real} \"$@\"\n"

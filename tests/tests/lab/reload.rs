@@ -37,7 +37,7 @@ fn web(lab: &Lab, pods: &[&str]) -> Service {
         .endpoints(&pods)
 }
 
-/// The agent says which file, where in it and what, and ends; nothing was pinned or attached.
+/// The agent names the file, the place in it and the fault, and ends; nothing was pinned or attached.
 fn faults_at_the_start_attach_nothing() -> Result<()> {
     let lab = Cluster::lab()?;
     let manifests = Manifests::new(&[])?;
@@ -75,7 +75,7 @@ fn faults_at_the_start_attach_nothing() -> Result<()> {
         .map(drop)
 }
 
-/// What is no directory of a cgroup v2, such as one of version 1, is named; nothing is pinned for it.
+/// A path that is no directory of a cgroup v2, such as one of version 1, is named; nothing is pinned for it.
 fn a_wrong_cgroup_is_refused_before_anything_is_made() -> Result<()> {
     let lab = Cluster::lab()?;
     let manifests = Manifests::new(&[])?;
@@ -196,7 +196,7 @@ fn files_of_a_directory_come_and_go() -> Result<()> {
     fs::remove_file(first)?;
     eventually(|| fails(client, TO, "connect --timeout-ms 300", "TIMEOUT"))?;
     reaches(client, "10.96.0.11:80", "connect --count 5", &["near"])?;
-    // Nothing at all is more often a mistake than meant, and is said.
+    // Nothing at all is more often a mistake than intended, so `status` reports it.
     fs::remove_dir_all(directory.path().join("deep"))?;
     eventually(|| {
         run(&agent, "status")?
@@ -252,7 +252,7 @@ fn kinds_that_are_not_ours_are_counted_and_ignored() -> Result<()> {
     refused(lab.pod("sleep"), TO, "connect")
 }
 
-/// What goes beyond a limit is left out by itself, named with the table and the option, and served as soon as there is
+/// A service beyond a limit is left out by itself, named with the table and the option, and served as soon as there is
 /// room. Everything else follows its changes meanwhile, also over a restart.
 fn more_than_a_table_may_hold_is_said_and_the_rest_serves_on() -> Result<()> {
     let old = |lab: &Lab, pods: &[&str]| web(lab, pods).created("2025-01-15T09:21:07Z");

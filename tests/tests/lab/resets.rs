@@ -46,7 +46,7 @@ struct Connection<'a> {
     scene: &'a Scene,
     /// Where requests arrive, from whom, to whom.
     request: (&'static str, [(IpAddr, u16); 2]),
-    /// The same of replies.
+    /// Where replies arrive, from whom, to whom.
     reply: (&'static str, [(IpAddr, u16); 2]),
 }
 
@@ -141,7 +141,7 @@ fn connections(work: impl Fn(&Connection) -> Result<()> + Send + Sync) -> Result
     })
 }
 
-/// Who guesses addresses and ports, but not the numbers.
+/// An attacker that guesses addresses and ports, but not the numbers.
 fn strangers_end_no_flow() -> Result<()> {
     connections(|connection| {
         connection.open()?;
@@ -184,7 +184,7 @@ fn each_side_ends_its_flow() -> Result<()> {
         for (replies, bits, numbers) in [
             (false, flags::RST | flags::ACK, [client, server]),
             (true, flags::RST | flags::ACK, [server, client]),
-            // From where nobody knows of the connection any more.
+            // From a host that no longer knows the connection.
             (false, flags::RST, [client, 0]),
             (true, flags::RST, [server, 0]),
             // With data that this node has not seen.
@@ -245,9 +245,9 @@ fn a_reset_that_the_connection_outlives_ends_nothing() -> Result<()> {
     })
 }
 
-/// While the endpoint of a connection takes no new ones, a SYN in the client's name, which anybody may send, goes to that
-/// endpoint, which answers as it likes. Once it has been silent for some seconds, twice, it is taken for gone. One that has
-/// never answered is given up at once.
+/// While the endpoint of a connection takes no new ones, a SYN in the client's name, which anybody may send, goes to
+/// that endpoint, which answers as it likes. Once it has been silent for some seconds, twice, the programs take it for
+/// gone; one that has never answered, at once.
 fn a_syn_moves_no_connection_that_lives() -> Result<()> {
     Scene::new()?.inside(|scene| {
         scene.world.configure(&mut scene.rig, plain_config())?;
@@ -379,7 +379,7 @@ fn an_ended_connection_and_a_syn_keep_the_endpoint() -> Result<()> {
             let ended = if by_reset {
                 request(flags::RST, [CLIENT, 0])?
             } else {
-                // Whose endpoint is the client itself sees an address of the node's.
+                // An endpoint that is the client itself sees an address of the node's.
                 let seen = before.to;
                 let client = match seen.node_addr {
                     0 => client,
@@ -459,8 +459,8 @@ fn a_half_closed_connection_keeps_its_endpoint() -> Result<()> {
     })
 }
 
-/// The client opens another connection from the same port, and the endpoint, which has lost the one before, agrees: what
-/// was closed of that one counts no longer.
+/// The client opens another connection from the same port, and the endpoint, which has lost the one before, agrees:
+/// half-closed state of the old one no longer counts.
 fn a_half_closed_flow_begins_anew_once_the_endpoint_says_so() -> Result<()> {
     connections(|connection| {
         for by_client in [true, false] {
@@ -489,7 +489,7 @@ fn a_half_closed_flow_begins_anew_once_the_endpoint_says_so() -> Result<()> {
     })
 }
 
-/// By sockets: clients that reset and that close, and a port to which nobody listens.
+/// By sockets: clients that reset and that close, and a port without a listener.
 fn real_connections_end_as_they_do() -> Result<()> {
     const NOBODY: u16 = 9;
     let cluster = Cluster::start(|lab| {

@@ -1,4 +1,4 @@
-//! Ways that the packet path cannot send packets on by itself.
+//! Ways by which the packet path cannot send packets on by itself.
 
 use std::{
     fs::{self, File},
@@ -135,7 +135,7 @@ impl Drop for Cable {
     }
 }
 
-/// Carries what there is to the other end. What that does not take is lost, as on any cable.
+/// Copies packets to the other end. A packet that the other end does not take is lost, as on any cable.
 fn carry(from: &mut File, to: &mut File) {
     // More than the devices' MTU.
     let mut packet = [0; 2048];
@@ -199,7 +199,7 @@ fn interfaces_without_a_link_layer_are_ways_too() -> Result<()> {
         status["interfaces"]
     );
 
-    // From a pod whose sockets nobody sees, through the tunnel.
+    // From a pod whose sockets no program sees, through the tunnel.
     for vip in ["10.96.0.11", "[fd00:96::11]"] {
         let client = cluster.client();
         let report = reaches(client, &format!("{vip}:80"), "connect --count 5", &["far"])?;
@@ -277,8 +277,8 @@ fn rules_of_routing_count() -> Result<()> {
     })
 }
 
-/// What was found for a packet's addresses is kept for the next ones, unless the agent forbids it or they bear
-/// a mark; and what has changed is noticed within moments, though nobody told.
+/// The way for a packet's addresses is cached for the next packets, unless the agent forbids it or they bear a mark;
+/// and the programs notice a change within moments, without a message.
 fn ways_are_kept_for_a_moment() -> Result<()> {
     const MARK: u32 = 0;
     let forwarding = |on: bool| {
@@ -338,8 +338,8 @@ fn ways_are_kept_for_a_moment() -> Result<()> {
     })
 }
 
-/// The agent hears of rules that ask for ports, and of next hops that are chosen by them: ways are not
-/// kept by addresses alone then.
+/// The agent hears of rules that ask for ports, and of next hops that are chosen by them: ways are not cached by
+/// addresses alone then.
 fn ports_in_rules_are_noticed() -> Result<()> {
     let lab = Lab::builder()
         .node("node1")
@@ -382,7 +382,7 @@ fn ports_in_rules_are_noticed() -> Result<()> {
     reaches(client, "10.96.0.10:80", "connect --count 5", &["near"])?;
     for (family, policy) in [("ipv4", "1"), ("ipv6", "1"), ("ipv4", "0"), ("ipv6", "0")] {
         node.sysctl(&format!("{family}/fib_multipath_hash_policy"), policy)?;
-        // Nobody tells of that: it is looked at with whatever else happens.
+        // No message reports that: the agent looks with any other change.
         node.ip("link add other type veth peer name another")?;
         by_address(family == "ipv6" && policy == "0")?;
         node.ip("link del other")?;

@@ -1,4 +1,4 @@
-//! What clients of a service see: who answers, under which name, with which error.
+//! Services from a client's view: which endpoint answers, from which address, with which error.
 
 use std::net::IpAddr;
 
@@ -150,7 +150,7 @@ fn what_is_no_service_is_left_alone() -> Result<()> {
     }
     let _server = serve(node)?;
     reaches(client, "192.168.77.2:7", "connect --count 3", &["node2"])?;
-    // Nobody has this address: its packets go to the node, which has no route for it.
+    // No host has this address: its packets go to the node, which has no route for it.
     fails(
         client,
         "10.96.99.99:80",
@@ -202,7 +202,7 @@ fn session_affinity_keeps_a_client_with_its_endpoint() -> Result<()> {
         "connect --count 60",
         &ALL,
     )?;
-    // An endpoint that is gone is not kept.
+    // Affinity does not hold for an endpoint that is gone.
     let left: Vec<&Host> = ALL
         .iter()
         .filter(|n| **n != chosen[0])
@@ -359,7 +359,7 @@ fn only_admitted_external_ips_are_served() -> Result<()> {
     Ok(())
 }
 
-/// What connecting to an address without a route gives: the node knows, a pod waits.
+/// The error of a connection to an address without a route: the node gets one at once, a pod times out.
 fn unreachable_for(host: &Host) -> &'static str {
     if host.node().is_some() {
         "TIMEOUT"

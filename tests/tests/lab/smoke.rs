@@ -111,7 +111,7 @@ fn pods_reach_pods_directly() -> Result<()> {
 fn nothing_leads_out() -> Result<()> {
     let lab = lab()?;
     lab.check_isolation()?;
-    // 192.0.2.1 is for documentation: nobody has it.
+    // 192.0.2.1 is for documentation: no host has it.
     for host in [lab.node("node1"), lab.external("ext"), lab.pod("sleep")] {
         let report: Report = host
             .probe("connect")
@@ -173,7 +173,7 @@ fn programs_end_with_their_handle() -> Result<()> {
     Ok(())
 }
 
-/// What of a lab is to be seen on the machine.
+/// Traces of a lab on the machine.
 fn traces(id: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut look = |directory: &Path| {

@@ -152,7 +152,7 @@ fn endpoints_see_the_pods_own_address() -> Result<()> {
     Ok(())
 }
 
-/// What is refused is refused for the right reason, which `dataplane explain` gives too.
+/// Refusals have the right reason, which `dataplane explain` gives too.
 fn refusals_have_their_reason() -> Result<()> {
     let cluster = Cluster::start(|lab| {
         let local = Service::new("far-only", &["10.96.0.30", "fd00:96::30"])

@@ -78,8 +78,8 @@ fn vip(number: usize, v4: bool) -> SocketAddr {
     text.parse().expect("an address")
 }
 
-/// Services 21 and 22 have the same endpoint, 23 another one. Replies come from the VIP that was
-/// asked, also where the endpoint alone does not tell.
+/// Services 21 and 22 have one endpoint in common, 23 has others. Replies come from the VIP that was asked, also where
+/// the endpoint alone does not tell.
 fn one_socket_talks_to_several_vips() -> Result<()> {
     let cluster = Cluster::start(|lab| {
         vec![
@@ -191,8 +191,8 @@ fn a_socket_connected_again_tells_the_truth() -> Result<()> {
     Ok(())
 }
 
-/// What a stale conntrack entry is to kube-proxy's users: a resolver's socket that goes on sending
-/// to an endpoint that is gone. Here the next datagram goes to one that is there.
+/// The counterpart of a stale conntrack entry with kube-proxy: a resolver's socket that goes on sending to an endpoint
+/// that is gone. Here the next datagram goes to one that is there.
 fn a_socket_leaves_an_endpoint_that_left() -> Result<()> {
     let cluster = Cluster::start(|lab| vec![numbered(21, lab, &["near"])])?;
     let mut sockets = Vec::new();

@@ -45,7 +45,7 @@ pub fn tcp(host: &Host, to: SocketAddr) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// Bytes that are the same each time, and not the same at two places.
+/// Bytes that each call repeats, and that differ from place to place.
 pub fn bytes(length: usize, salt: u8) -> Vec<u8> {
     let byte = |n: u32| n.wrapping_mul(2_654_435_761).to_be_bytes()[0] ^ salt;
     (0..).map(byte).take(length).collect()

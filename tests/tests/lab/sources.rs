@@ -71,7 +71,7 @@ const CASES: &[Case] = &[
     case(false, "fd00:10:244:2::1", true),
     case(false, "10.96.0.10", true),
     case(false, "fd00:96::10", true),
-    // As nobody.
+    // As an address that is no host's.
     case(false, "127.0.0.1", false),
     case(false, "::1", false),
     case(false, "0.0.0.0", false),
@@ -81,7 +81,7 @@ const CASES: &[Case] = &[
     case(false, "192.168.77.255", false),
     case(false, "fe80::99", false),
     case(false, "::ffff:192.168.77.201", true),
-    // From a pod: itself, another pod of this node and of another, another machine, the node, a service, nobody.
+    // From a pod: itself, another pod of this node and of another, another machine, the node, a service, and no host.
     case(true, "10.244.2.11", false),
     case(true, "fd00:10:244:2::11", false),
     case(true, "10.244.2.8", true),
@@ -97,7 +97,7 @@ const CASES: &[Case] = &[
     case(true, "127.0.0.1", false),
 ];
 
-/// What is found in a frame that was sent for a case.
+/// Marks a frame that was sent for a case.
 const MAGIC: [u8; 4] = *b"\x5aSrc";
 
 /// A datagram of a case, to the endpoint itself or to the service.
@@ -261,7 +261,7 @@ struct Shape {
     arguments: &'static [&'static str],
     as_outside: bool,
     as_sleep: bool,
-    /// What `status` says of it.
+    /// Its text in `status`.
     said: Option<&'static str>,
 }
 
@@ -325,8 +325,8 @@ const SHAPES: [Shape; 5] = [
     },
 ];
 
-/// Whatever bridge a pod is plugged into, it reaches services as itself; and as others only where nobody can tell, or the
-/// operator has said so.
+/// A pod on any bridge reaches services as itself; and as others only where the programs cannot tell, or the operator
+/// has allowed it.
 fn pods_of_every_bridge_reach_services() -> Result<()> {
     for shape in &SHAPES {
         reach(shape).with_context(|| shape.name)?;
@@ -423,7 +423,7 @@ fn a_pod_that_is_routed_elsewhere_is_named() -> Result<()> {
     let cluster = Cluster::start_in(lab, &["near"], web, &[])?;
     let wanted = "the node's route to its own pod 10.244.2.11 leads to the uplink eth0: ";
     // The agent looks some seconds after its start, and a minute later, or later if the machine is busy: a pod whose
-    // interface is gone looks the same.
+    // interface is gone looks alike.
     let named = || {
         eventually(|| {
             let status = cluster.status()?.to_string();
@@ -640,7 +640,7 @@ fn no_socket_speaks_as_somebody_else() -> Result<()> {
     Ok(())
 }
 
-/// Nobody tells the programs of a pod that comes while no agent runs. Its address is not free for others.
+/// The agent that would tell the programs of a new pod does not run. The pod's address is still not free for others.
 fn a_new_pod_is_nobody_else_while_no_agent_runs() -> Result<()> {
     let lab = Cluster::lab()?;
     let services = |lab: &dataplane_tests::Lab| {

@@ -77,9 +77,9 @@ fn answers(report: &Report) -> Vec<Option<&str>> {
     report.each.iter().map(|a| a.endpoint.as_deref()).collect()
 }
 
-/// A resolver's socket that goes on sending to a pod that is gone is what users of kube-proxy
-/// complain of most. Here it fails at once, the process makes another, and that one goes to a pod
-/// that is there. What is connected to the pod itself, not through the service, is left alone.
+/// A resolver's socket that goes on sending to a pod that is gone is the most frequent complaint of kube-proxy's users.
+/// Here it fails at once, the process makes another, and that one goes to a pod that is there. A socket that is
+/// connected to the pod itself, not through the service, is left alone.
 fn connected_udp_moves_when_its_endpoint_goes() -> Result<()> {
     let cluster = start(&[])?;
     let near = cluster.lab.pod("near").addresses();
@@ -101,7 +101,7 @@ fn connected_udp_moves_when_its_endpoint_goes() -> Result<()> {
     // A last endpoint that goes is not gone before there is another.
     cluster.manifests.write(&[service(&cluster, &[])])?;
     eventually(|| crate::cluster::refused(cluster.client(), "10.96.0.40:53", "udp"))?;
-    // Nor is one that still serves while it terminates.
+    // An endpoint that still serves while it terminates is not gone either.
     cluster.manifests.write(&[service(
         &cluster,
         &[
@@ -139,7 +139,7 @@ fn connected_udp_moves_when_its_endpoint_goes() -> Result<()> {
             "{to}: not near, then far: {answers:?}"
         );
         let error = report.each[left].error.as_deref();
-        // The socket has no peer any more; a call that waits is told why.
+        // The socket has no peer any more; a call that waits gets the reason as its error.
         ensure!(
             matches!(error, Some("ECONNABORTED" | "EDESTADDRREQ")),
             "{to}: {error:?}"
@@ -283,7 +283,7 @@ fn sockets_beyond_the_table_are_found_too() -> Result<()> {
     let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/PEERS"));
     let peers = Map::Array(MapData::from_pin(pin)?);
     let mut peers = Array::<MapData, [u64; size_of::<PeerSets>() / 8]>::try_from(peers)?;
-    // A cookie that is nobody's.
+    // A cookie that no socket has.
     let mut full = [0; size_of::<PeerSets>() / 8];
     full[..SOCKET_SETS * SOCKET_WAYS].fill(u64::MAX);
     for set in 0..SOCKET_ELEMENTS {

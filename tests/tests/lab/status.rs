@@ -26,7 +26,7 @@ scenarios! {
     a_hung_agent_is_named_and_holds_nobody_up,
 }
 
-/// What is asked of the kernel each time: somebody removes a link behind the agent's back.
+/// `status` asks the kernel each time: the test removes a link behind the agent's back.
 fn status_asks_the_kernel() -> Result<()> {
     let mut cluster = Cluster::start(services)?;
     let status = run(&cluster.agent, "status -o json")?.exits(0)?.json()?;
@@ -71,8 +71,8 @@ fn status_asks_the_kernel() -> Result<()> {
     .map(drop)
 }
 
-/// Somebody clears the filter in front of the frontends: they are not served, and `status` and
-/// `explain` say so. A restart mends it.
+/// The filter in front of the frontends is cleared: they are not served, and `status` and `explain` say so. A restart
+/// mends it.
 fn a_filter_that_misses_vips_is_seen() -> Result<()> {
     let mut cluster = Cluster::start(services)?;
     let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/VIPS"));
@@ -120,7 +120,7 @@ fn status_knows_a_dead_agent_from_none() -> Result<()> {
     Ok(())
 }
 
-/// It is there and answers nobody: clients do not notice, and commands do not wait for ever.
+/// The agent is stopped, and does not answer: clients do not notice, and commands time out.
 fn a_hung_agent_is_named_and_holds_nobody_up() -> Result<()> {
     let cluster = Cluster::start(services)?;
     let agent = &cluster.agent;

@@ -1,4 +1,4 @@
-//! What a supervisor such as systemd hears of an agent (docs/systemd.md).
+//! Messages of an agent to a supervisor such as systemd (docs/systemd.md).
 
 use std::{
     os::unix::net::UnixDatagram,
@@ -19,7 +19,7 @@ scenarios! {
     a_supervisor_hears_how_the_agent_is,
 }
 
-/// Reads what the agent tells until it tells this, and answers what it told before.
+/// Reads the agent's messages until this one; returns those before it.
 fn until(supervisor: &UnixDatagram, wanted: &str) -> Result<Vec<String>> {
     let mut before = Vec::new();
     let limit = Instant::now() + patience(Duration::from_secs(20));

@@ -1,5 +1,5 @@
-//! `dataplane takeover`: a node with kube-proxy's rules of each mode is taken over and given back, with traffic throughout; what
-//! differs or fails stops it; and whoever is killed leaves a node that works.
+//! `dataplane takeover`: takes over a node with kube-proxy's rules of each mode and gives it back, with traffic
+//! throughout; differences and failures stop it; and a kill of any process leaves a node that works.
 
 use std::{
     fs,
@@ -69,7 +69,7 @@ fn load_kube_proxys_rules(node: &Host, mode: Mode, manifests: &Manifests) -> Res
     load_rules(node, mode, &manifests.path(), &peers)
 }
 
-/// A node with kube-proxy's rules, and an agent that serves the same.
+/// A node with kube-proxy's rules, and an agent that serves the services of those rules.
 struct Node {
     // First, because its end needs the lab.
     agent: Agent,
@@ -450,7 +450,7 @@ fn a_takeover_that_fails_brings_the_rules_back() -> Result<()> {
     ensure!(back == before, "{back}\nbefore:\n{before}");
     ensure!(node.files("journal")?.is_empty(), "a journal is left");
     node.is_served()?;
-    // Nor can they come back: the next command goes on.
+    // The old rules cannot come back either: the next command goes on.
     let programs = failing(&[("ip6tables-nft-restore", 1), ("iptables-nft-restore", 2)])?;
     node.takeover(&[], &[("PATH", &path(programs.path()))])?
         .exits(1)?
@@ -462,7 +462,7 @@ fn a_takeover_that_fails_brings_the_rules_back() -> Result<()> {
         .says(&["a take-over was interrupted"])?;
     ensure!(!node.has_rules()?, "rules are left");
     node.is_served()?;
-    // A file that somebody has changed is not loaded, and one that is whole comes back, by its name.
+    // A changed file is not loaded, and one that is whole comes back, by its name.
     let files = node.files("rules-")?;
     let file = files.iter().max().context("no file with rules")?;
     let (name, text) = (
@@ -481,7 +481,7 @@ fn a_takeover_that_fails_brings_the_rules_back() -> Result<()> {
     let back = node.rules()?;
     ensure!(back == before, "{back}\nbefore:\n{before}");
 
-    // With --watch, kube-proxy's rules go again, until the node is given back.
+    // With --watch, kube-proxy's rules go again, until `--revert`.
     let directory = node.directory.path().to_str().context("a path in UTF-8")?;
     let watch = ["takeover", "--takeover-dir", directory, "--watch"];
     let watching = node.agent.dataplane(watch).stdout_piped().spawn()?;
@@ -541,7 +541,7 @@ fn a_takeover_that_is_killed_leaves_a_node_that_works() -> Result<()> {
                     break;
                 }
                 killed[way] += 1;
-                // The same, or the opposite.
+                // The command again, or its opposite.
                 match way {
                     0 if killed[way] % 2 == 0 => {
                         let undone = node.takeover(&["--revert"], &[])?;

@@ -46,7 +46,7 @@ fn clients_stay_in_their_zone_and_on_their_node() -> Result<()> {
             .write_with(std::slice::from_ref(service), &[node2(zone)])?;
         eventually(|| reaches(cluster.client(), TO, "connect --count 20", endpoints).map(drop))?;
     }
-    // Why an endpoint gets nothing is said where one looks for it.
+    // The commands for services show why an endpoint gets nothing.
     cluster.manifests.write_with(&[by_zone], &[node2("a")])?;
     eventually(|| {
         run(&cluster.agent, "services -o wide")?

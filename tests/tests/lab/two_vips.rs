@@ -119,9 +119,9 @@ fn two_vips_of_one_endpoint_see_the_clients_address() -> Result<()> {
     Ok(())
 }
 
-/// A service in another namespace has the address and port of an endpoint as its external IP. Who connects to the endpoint's
-/// service gets that endpoint: what was translated at the socket is not translated again by packets. Who dials the address
-/// itself gets the other service, as with kube-proxy.
+/// A service in another namespace has the address and port of an endpoint as its external IP. A client of the
+/// endpoint's service gets that endpoint: the packet path does not translate again what the socket translated. A client
+/// that dials the address itself gets the other service, as with kube-proxy.
 fn an_external_ip_takes_no_connection_of_the_service_whose_endpoint_has_it() -> Result<()> {
     let services = |lab: &Lab| {
         let far = lab.pod("far");

@@ -1,6 +1,6 @@
-//! Packets in the middle of a TCP connection that nobody knows, to a service's address that is not the node's: as after
-//! a failover of the address. Whoever sends them hears at once that the connection is gone. With kube-proxy's rules the
-//! endpoint says so, by way of the translation.
+//! Packets in the middle of an unknown TCP connection, to a service's address that is not the node's: as after a
+//! failover of the address. Their sender gets a reset at once. With kube-proxy's rules the endpoint sends it, by way of
+//! the translation.
 
 use std::{
     net::SocketAddr,

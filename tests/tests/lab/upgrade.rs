@@ -1,5 +1,4 @@
-//! An agent takes over from one of another layout: what it knows of connections goes on, and nobody is left
-//! without programs in between.
+//! An agent takes over from one of another layout: its connections go on, and no client is without programs in between.
 
 use std::{fs, net::SocketAddr, time::Duration};
 
@@ -73,7 +72,7 @@ fn outlive(arguments: &[&str], before: u32) -> Result<()> {
         held.push(("held by a pod", busy(client, HOLD, VIP)?));
         let udp = SocketAddr::from((node, UDP_PORT));
         held.push(("datagrams", busy(ext, SEND, &udp.to_string())?));
-        // Whose endpoint is kept for its socket, or is drawn anew.
+        // Datagrams, whose endpoint is kept for the socket, or is drawn anew.
         if before == LAYOUT - 1 {
             held.push(("datagrams of a pod", busy(client, SEND, VIP_UDP)?));
         }

@@ -1,4 +1,5 @@
-//! A node with several uplinks, and an uplink with addresses in several networks: by which way answers leave, and which
+//! A node with several uplinks, and an uplink with addresses in several networks: by which of them answers leave, and
+//! which address endpoints see. With kube-proxy's rules as with ours.
 //! address endpoints see. With kube-proxy's rules as with ours.
 
 use std::net::{IpAddr, SocketAddr};
@@ -93,7 +94,7 @@ fn answers_leave_by_the_uplink_that_their_flow_came_by() -> Result<()> {
         let world = World::start_in(lab, worker, &settings, &manifests.path(), servers)?;
         second_uplink(&world)?;
         let (node, ext) = (world.host("node1"), world.host("ext"));
-        // What ext2 is given for ext, it does not send on.
+        // ext2 does not forward packets to ext.
         for v4 in [true, false] {
             for number in [1, 2] {
                 let to: SocketAddr = (address(node, v4), 30_000 + number).into();

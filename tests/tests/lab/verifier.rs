@@ -1,4 +1,4 @@
-//! What the running kernel's verifier makes of the programs, and what it may cost.
+//! The running kernel's verifier on our programs: whether it takes them, and their cost.
 
 use std::{
     collections::BTreeMap,
@@ -17,13 +17,13 @@ scenarios! {
     no_program_outgrows_its_budget,
 }
 
-/// What `every_program_is_taken` has measured, for the scenario after it: a guest takes a quarter of a minute for that.
+/// Costs by `every_program_is_taken`, for the scenario after it: a guest takes a quarter of a minute to measure them.
 static MEASURED: Mutex<BTreeMap<String, Cost>> = Mutex::new(BTreeMap::new());
 
 /// By kernel (`6.1`), then by program. `cargo xtask verifier --write` writes it.
 const BUDGET: &str = include_str!("../../../verifier-budget.json");
 
-/// What a program cost when the file was written.
+/// The cost of a program when the file was written.
 #[derive(Debug, Deserialize)]
 struct Budget {
     processed: u32,
@@ -44,8 +44,8 @@ fn rounds() -> Result<u32> {
 /// For how long rounds go on before a program is found to take longer than it may. A busy machine
 /// disturbs most rounds.
 const MOST: Duration = Duration::from_secs(45);
-/// This share of what all programs take together nobody waits for (1 ms, emulated 27 ms), and what a
-/// tenth of it is no clock says.
+/// A time of less than this share of all programs' together does not matter (1 ms, emulated 27 ms), and a clock cannot
+/// tell a tenth of it.
 const NO_TIME: f64 = 0.005;
 
 /// The running kernel's release, and its first two numbers.
@@ -181,7 +181,7 @@ fn slower(costs: &BTreeMap<String, Cost>, budgets: &BTreeMap<String, Budget>) ->
         .collect()
 }
 
-/// What grew by more than a tenth.
+/// The values that grew by more than a tenth.
 fn excess(cost: &Cost, budget: &Budget) -> Option<String> {
     // Machine code differs by some bytes with the processor and its mitigations; a kernel that
     // interprets programs has none.

@@ -67,7 +67,7 @@ fn cluster() -> Result<Cluster> {
     )
 }
 
-/// Waits until no way is kept that was found before: 16 jiffies, of which a second has 100 at least.
+/// Waits until every cached way has expired: 16 jiffies, of which a second has 100 at least.
 fn forgotten() {
     thread::sleep(Duration::from_millis(200));
 }
@@ -80,7 +80,8 @@ fn narrow(node: &Host) -> Result<()> {
     Ok(())
 }
 
-/// A datagram socket that waits a moment only: for datagrams that nobody answers. An answer is asked for `eventually`.
+/// A datagram socket with a short timeout: for datagrams without an answer. `eventually` repeats a question with an
+/// answer.
 fn hasty(host: &Host, v4: bool) -> Result<UdpSocket> {
     let socket = udp(host, (address(host, v4), 0))?;
     socket.set_read_timeout(Some(Duration::from_millis(300)))?;
@@ -130,7 +131,8 @@ fn a_flow_waits_for_its_route() -> Result<()> {
     Ok(())
 }
 
-/// What `ip route add local` makes the host itself is known as that, and no longer than the route is there.
+/// Addresses that `ip route add local` makes the host's are the host's to the programs, and no longer than the route is
+/// there.
 fn addresses_of_the_host_are_known_by_its_routes() -> Result<()> {
     let cluster = cluster()?;
     let node = cluster.lab.node("node2");
@@ -187,7 +189,7 @@ fn an_idle_neighbour_that_moves_is_found() -> Result<()> {
             ensure!(ask(&socket, to, b"before")? == "far");
             Ok(())
         })?;
-        // It asks nobody, which would tell its new address.
+        // It sends no solicitation, which would tell its new address.
         hop.ip(&format!(
             "{family}neigh replace {here} lladdr {own} dev eth0 nud permanent"
         ))?;
@@ -216,8 +218,8 @@ fn an_idle_neighbour_that_moves_is_found() -> Result<()> {
     Ok(())
 }
 
-/// Most packets leave with the link-layer address that the kernel's table of neighbours has, whether ways are kept or
-/// each packet asks for its own.
+/// Most packets leave with the link-layer address of the kernel's table of neighbours, with cached ways as with a
+/// lookup for each packet.
 fn few_packets_are_left_to_the_kernel() -> Result<()> {
     const PACKETS: u32 = 2000;
     const PATIENCE: Duration = Duration::from_secs(6);
@@ -258,8 +260,8 @@ fn few_packets_are_left_to_the_kernel() -> Result<()> {
     })
 }
 
-/// Segments that are longer than the way on allows, of a packet that is yet to be segmented: whoever sent it is told, as
-/// it is of a single one.
+/// Segments that are longer than the way's MTU, of a packet that is yet to be segmented: their sender gets an error, as
+/// for a single packet.
 fn segments_are_compared_to_the_mtu() -> Result<()> {
     let cluster = cluster()?;
     let client = cluster.client();
@@ -279,11 +281,11 @@ fn segments_are_compared_to_the_mtu() -> Result<()> {
     eventually(|| {
         let counted = cluster.verdicts(Reason::TooBig)? - told;
         ensure!(counted > 0, "it was sent on");
-        // The kernel keeps what it was told for the destination.
+        // The kernel keeps the MTU from the error for the destination.
         ensure!(socket.send_to(&data, vip).is_err(), "nobody was told");
         Ok(())
     })?;
-    // What fits passes, in segments.
+    // Segments that fit pass.
     setsockopt(&socket, sockopt::UdpGsoSegment, &(1400 - 48))?;
     let data = bytes(1400 - 48, 6);
     socket.send_to(&data.repeat(3), vip)?;
@@ -433,7 +435,7 @@ fn refusals_are_limited_as_the_kernel_limits_them() -> Result<()> {
         );
     }
     limit(node, "0")?;
-    // Nobody tells of that: it is looked at with whatever else happens.
+    // No message reports that: the agent looks with any other change.
     node.ip("link add other type veth peer name another")?;
     eventually(|| {
         let errors = PacketTables::open(cluster.agent.bpffs())?.config().errors;

@@ -1,5 +1,5 @@
 //! An agent whose programs are attached to a cgroup without the node's pods, as with a `kernel.cgroup` that is not the
-//! node's: that is said, and nothing fails when it is put right.
+//! node's: `status` reports that, and nothing fails when it is put right.
 
 use std::{
     path::PathBuf,
@@ -168,7 +168,7 @@ fn put_right(restart: impl FnOnce(&mut dataplane_tests::Agent) -> Result<()>) ->
     ensure!(load.errors.is_empty() && load.answered > 100, "{load:?}");
     ensure!(cluster.verdicts(Reason::PortTaken)? == 0);
 
-    // Those from a taken port were given another, or nothing was tried; and nobody got what was another's.
+    // Connections from a taken port got another, or the test tried nothing; and none got a port of another connection.
     let flows: serde_json::Value = cluster
         .agent
         .dataplane(["conntrack", "list", "-o", "json"])

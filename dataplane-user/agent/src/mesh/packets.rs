@@ -538,7 +538,7 @@ fn ways(addresses: &[IpAddr], interfaces: &[Interface]) -> Result<BTreeSet<u32>,
     Ok(found)
 }
 
-/// Removes listening sockets of workloads that are in neither the present tables or the wanted ones.
+/// Removes listening sockets of workloads that are not in the present tables and not in the wanted ones.
 fn forget_listeners(kernel: &Kernel, wanted: &Captured) -> Result<(), kernel::Error> {
     let capture = kernel.capture();
     let locals = capture.held().locals.values().chain(wanted.locals.values());

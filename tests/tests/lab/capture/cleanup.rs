@@ -36,7 +36,7 @@ fn cleanup_leaves_nothing_of_a_mesh() -> Result<()> {
     Ok(())
 }
 
-/// The guard knows every network namespace of the machine, those of another node's pods among them.
+/// The guard knows every network namespace of the machine, including those of another node's pods.
 fn cleanup_leaves_other_nodes_namespaces_alone() -> Result<()> {
     let elsewhere = World::new()?;
     let others = elsewhere.app();

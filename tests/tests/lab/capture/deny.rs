@@ -1,4 +1,4 @@
-//! `egress: deny`: what it refuses, and that nobody but the operator opens it.
+//! `egress: deny`: the connections that it refuses, and that only the operator opens it.
 
 use std::fs;
 
@@ -62,7 +62,7 @@ fn datagrams_to_unknown_destinations_are_refused() -> Result<()> {
         ] {
             reaches(&app, &to, how, &[by]).with_context(|| format!("{how} {to}"))?;
         }
-        // Its own server answers whoever asks.
+        // Its own server answers every client.
         for to in [
             format!("10.244.1.8:{port}"),
             format!("[fd00:10:244:1::8]:{port}"),
@@ -77,7 +77,7 @@ fn datagrams_to_unknown_destinations_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// Neither by its own address, nor by the service's, in no mode and neither family, by sockets or by packets; until the
+/// Not by its own address and not by the service's, in any mode and either family, by sockets or by packets; until the
 /// address is a Pod's. Then the Pod's other ports stay closed.
 fn a_slice_that_names_an_address_opens_nothing() -> Result<()> {
     for by_packets in [false, true] {
@@ -188,7 +188,8 @@ fn a_slice_opens_nothing(by_packets: bool, mode: &str) -> Result<()> {
     eventually(|| closed(all.as_flattened(), &connect))
 }
 
-/// Neither an address that is no Pod's, nor a port that a Pod does not declare but by the entry's own address.
+/// An address that is no Pod's stays closed, and so does a port that a Pod does not declare, except by the entry's own
+/// address.
 fn a_service_entry_opens_nothing() -> Result<()> {
     for mode in ["kernel", "proxy"] {
         let mut world = World::with(|lab| {
@@ -279,7 +280,7 @@ fn labels_and_annotations_do_not_loosen_what_the_configuration_says() -> Result<
         refused(&app, "192.0.2.1:443", "udp").with_context(what)?;
         reaches(&app, "10.96.0.10:80", "connect --count 3", &["far"]).with_context(what)?;
     }
-    // What is enforced is captured by the proxy, too.
+    // The proxy also captures the enforced range.
     let config = json!({
         "rules": { "mode": "proxy" },
         "enforced": { "captured": true },
@@ -316,7 +317,8 @@ fn an_annotation_does_not_make_a_pod_speak_as_the_node() -> Result<()> {
     Ok(())
 }
 
-/// Nor what only the node may reach: the proxy would be the node there.
+/// A machine does not reach destinations that only the node may reach either, because the proxy would connect as the
+/// node.
 fn one_captured_by_packets_does_not_reach_the_node_itself() -> Result<()> {
     let mut world = packets::world()?;
     let node = world.lab.node("node1").clone();

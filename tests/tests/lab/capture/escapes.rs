@@ -1,5 +1,5 @@
-//! Ways past capture that a pod's processes may try: none of them leads to a destination that is denied, and each is
-//! captured to one that is not.
+//! Ways in which a pod's processes may try to bypass capture: none of them leads to a denied destination, and each
+//! connection to an allowed destination is captured.
 
 use std::{fs, net::IpAddr};
 
@@ -26,7 +26,7 @@ scenarios! {
 /// An endpoint that is known, and a pod that is not, of each family.
 const V4: [&str; 2] = ["10.244.2.5:7", "10.244.1.5:7"];
 const V6: [&str; 2] = ["[fd00:10:244:2::5]:7", "[fd00:10:244:1::5]:7"];
-/// How long is waited where nobody is to be reached, in milliseconds: a SYN is sent twice meanwhile.
+/// How long to wait if no server may be reached, in milliseconds: a SYN is sent twice meanwhile.
 const SILENCE: [&str; 2] = ["--patience-ms", "1500"];
 /// The mark of the agent's proxy, by default.
 const MARK: u32 = 15_006;
@@ -37,7 +37,7 @@ fn denied() -> Result<World> {
     Ok(world)
 }
 
-/// What a way comes to: `connect` makes the program that connects to a destination.
+/// Checks that a way is captured: `connect` makes the program that connects to a destination.
 fn is_captured(
     world: &World,
     way: &str,
@@ -88,7 +88,7 @@ fn no_way_of_connecting_escapes() -> Result<()> {
                 };
                 let way = format!("{way} with mark {mark:?}");
                 if mark == Some(MARK | FROM_CLIENT) {
-                    // By this mark, packets come back to sockets of the workload's own namespace: nobody is reached.
+                    // By this mark, packets come back to sockets of the workload's own namespace: no server is reached.
                     is_denied(&world, &way, of, connect)?;
                 } else {
                     is_captured(&world, &way, of, connect)?;
@@ -99,7 +99,7 @@ fn no_way_of_connecting_escapes() -> Result<()> {
     Ok(())
 }
 
-/// Neither a request that the process submits nor one that a thread of the kernel's does.
+/// A request that the process submits does not pass, and one that a thread of the kernel submits does not either.
 fn no_io_uring_escapes() -> Result<()> {
     let world = denied()?;
     for way in ["io-uring", "io-uring-polled"] {
@@ -211,12 +211,12 @@ fn is_from(frame: &[u8], src: IpAddr) -> bool {
     frame.get(12..14) == Some(&kind) && frame[at..].starts_with(&src) && !is_icmp6
 }
 
-/// A connection that nobody redirected has no destination: the proxy accepts none from the workload and relays none from
-/// others.
+/// A connection that was not redirected has no destination: the proxy accepts none from the workload and relays none
+/// from others.
 fn the_proxys_own_port_leads_nowhere() -> Result<()> {
     let world = denied()?;
     let node = world.lab.node("node1");
-    // Connections that the proxy has, and those that it has had.
+    // The proxy's open and closed connections.
     let taken = || -> Result<f64> {
         let now = Metrics::scrape(node)?;
         let names = [
@@ -263,7 +263,7 @@ fn the_proxys_own_port_leads_nowhere() -> Result<()> {
         nowhere(world.lab.pod("one"), to, MARK)?;
     }
     has_taken_none().context("from another pod")?;
-    // It serves others all the same.
+    // It still serves others.
     is_captured(&world, "afterwards", V4, |to| {
         let probe = world.app().probe("escape");
         probe.args(["--by", "plain", "--to", to])

@@ -18,7 +18,7 @@ scenarios! {
     no_unusual_frame_escapes,
 }
 
-/// What the virtual machine sends, and how often the agent's programs count it by a reason.
+/// Frames of the virtual machine, and how often the agent's programs count them by a reason.
 struct Evasion {
     what: &'static str,
     frames: Vec<Vec<u8>>,
@@ -123,7 +123,7 @@ fn is_tcp_to(frame: &[u8], dst: IpAddr) -> bool {
 fn no_unusual_frame_escapes() -> Result<()> {
     let mut world = packets::world()?;
     let node = world.lab.node("node1").clone();
-    // The kernel is to check no sources, so that the test sees what the programs do.
+    // The kernel must check no sources, so that the test sees the programs' effect.
     for which in ["all", "veth-app"] {
         node.sysctl(&format!("ipv4/conf/{which}/rp_filter"), "0")?;
     }
@@ -145,7 +145,7 @@ fn no_unusual_frame_escapes() -> Result<()> {
     }
     let receiver = world.lab.pod("one").clone();
     let receiver_tap = tap(&receiver)?;
-    // Sends what is left alone, and waits for it: what was sent before has arrived by then, or will not.
+    // Sends a frame that is left alone, and waits for it: by then, earlier frames have arrived or never will.
     let settled = |src: IpAddr, dst: IpAddr, port: u16| -> Result<Vec<Vec<u8>>> {
         let payload = Payload::Udp {
             ports: [port, 9],

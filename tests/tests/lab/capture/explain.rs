@@ -1,4 +1,4 @@
-//! What `explain` and `status` say of a mesh, and what connections then get.
+//! The output of `explain` and `status` for a mesh, and the treatment of connections.
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
@@ -25,7 +25,7 @@ pub fn explain(world: &World, source: &str, to: &str, more: &[&str]) -> Result<V
     run_args(world.agent()?, arguments)?.exits(0)?.json()
 }
 
-/// What is said of one connection.
+/// One connection with the expected output.
 struct Case<'a> {
     from: &'a Host,
     to: &'a str,
@@ -33,7 +33,7 @@ struct Case<'a> {
     ids: Option<u32>,
     verdict: &'a str,
     reason: Reason,
-    /// The rule: about what, of which, and who says so.
+    /// The rule: its subject, value and source.
     rule: Option<[&'a str; 3]>,
 }
 
@@ -59,7 +59,7 @@ impl<'a> Case<'a> {
         self
     }
 
-    /// `explain` says so, and a connection is counted as that, and treated so.
+    /// Checks that `explain` returns this, and a connection is counted and treated accordingly.
     fn check(&self, world: &World) -> Result<()> {
         let ids = self.ids.map(|id| id.to_string());
         let more = ids

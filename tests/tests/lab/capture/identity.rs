@@ -1,5 +1,5 @@
-//! Tenants with every right in their own network namespace: whose connections are whose does not depend on what they
-//! set there.
+//! Tenants with every right in their own network namespace: the workload of a connection does not depend on settings
+//! that they can change there.
 
 use std::{
     fmt::Write as _,
@@ -42,7 +42,7 @@ scenarios! {
     no_file_left_releases_nobody,
 }
 
-/// Nobody that is known.
+/// An unknown host.
 const STRANGER: &str = "192.0.2.1:80";
 const STRANGER6: &str = "[2001:db8::1]:80";
 
@@ -167,8 +167,8 @@ impl Nested {
     }
 }
 
-/// Who gets connections, and who decides on them, the attacker's lo does not say; and with a program of its own the
-/// attacker does not speak with the other's proxy.
+/// The attacker's addresses on lo do not change who gets connections and whose rules apply. With a program of its own,
+/// the attacker does not reach the other pod's proxy.
 fn another_tenants_address_on_lo_gets_nothing_of_its() -> Result<()> {
     let mut world = World::new()?;
     let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
@@ -188,7 +188,7 @@ fn another_tenants_address_on_lo_gets_nothing_of_its() -> Result<()> {
         looks(&world, victim.ipv4().octets()[3].into())?;
         let found = status(&world)?;
         ensure!(found["healthy"] == true, "{found:#}");
-        // From behind the attacker, whose address this is there.
+        // From behind the attacker, which has this address there.
         let nested = Nested::new(&world, attacker)?;
         nested.ip(&format!("route add {} via 10.99.0.1", victim.ipv4()))?;
         nested.ip(&format!("route add {} via fd99::1", victim.ipv6()))?;
@@ -245,7 +245,7 @@ fn a_pod_without_its_address_stays_captured() -> Result<()> {
         }
         let log = world.agent()?.log();
         ensure!(!log.contains("released"), "guard {guard}: {log}");
-        // Likewise with an agent that starts now.
+        // Then with an agent that starts now.
         let agent = world.agent.as_mut().context("an agent")?;
         agent.kill();
         agent.start()?;
@@ -340,7 +340,7 @@ fn many_addresses_of_a_pod_slow_nobody() -> Result<()> {
     fs::write(&file, batch)?;
     one.command("ip").arg("-batch").arg(&file).run()?;
     looks(&world, 1)?;
-    // As long as it does on this machine, which may be held up by others meanwhile, but not each time.
+    // As long as before on this machine. Other work may delay it, but not each time.
     let most = before * 3 + Duration::from_secs(1);
     let mut took = Vec::new();
     while took.last().is_none_or(|last| *last >= most) {
@@ -358,7 +358,8 @@ fn many_addresses_of_a_pod_slow_nobody() -> Result<()> {
     Ok(())
 }
 
-/// Of a pod that is not captured it is let go, as is the pod. Both stay what they are over a restart of the agent.
+/// A namespace of a pod that is not captured is let go, like the pod. Both stay as they are over a restart of the
+/// agent.
 fn what_a_captured_pod_makes_for_itself_stays_closed() -> Result<()> {
     let mut world = World::new()?;
     let (app, two) = (world.app().clone(), world.lab.pod("two").clone());
@@ -367,7 +368,7 @@ fn what_a_captured_pod_makes_for_itself_stays_closed() -> Result<()> {
     let config = json!({ "guard": true, "rules": { "mode": "proxy" } });
     with_pods(&mut world, &[object(&app, denied()), free], &config)?;
     for (of, is_open) in [(&two, true), (&app, false)] {
-        // Who makes a network namespace needs to be somebody for as long as it is looked at.
+        // A network namespace needs a process in it for as long as it is looked at.
         let _inside = of.command("sleep").arg("600").spawn()?;
         let nested = Nested::new(&world, of)?;
         nested.speaks_for()?;
@@ -425,7 +426,7 @@ fn in_pods_cgroup(of: &Host, program: &str, arguments: &[&str]) -> Command {
     shell.arg(program).args(arguments)
 }
 
-/// Nothing on the node leads to it, and it would reach others: what it is nobody knows. Those who are known may connect.
+/// No route on the node leads to it, and it would reach others: its workload is unknown. Known pods may connect.
 fn one_that_is_denied_and_not_found_stays_closed() -> Result<()> {
     let mut world = World::new()?;
     let (app, two) = (world.app().clone(), world.lab.pod("two").clone());
@@ -487,8 +488,8 @@ fn one_that_is_denied_and_not_found_stays_closed() -> Result<()> {
     Ok(())
 }
 
-/// Where the node's route does not lead to the pod's own interface, libcni's result says where the pod is. What another
-/// pod has been given is not believed of it.
+/// If the node's route does not lead to the pod's own interface, libcni's result says where the pod is. Another pod's
+/// result does not count for it.
 fn cni_tells_of_a_pod_without_an_interface_of_its_own() -> Result<()> {
     const UID: &str = "8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b60";
     let mut world = World::new()?;
@@ -563,8 +564,8 @@ fn cni_tells_of_a_pod_without_an_interface_of_its_own() -> Result<()> {
     Ok(())
 }
 
-/// At the proxy they are for what the node knows of the workload: neither an address that it gives itself opens a service,
-/// nor is it refused because it comes to the proxy by loopback.
+/// At the proxy, source ranges apply to the workload's addresses that the node knows: an address that the workload adds
+/// opens no service, and a service is not refused because the connection comes to the proxy by loopback.
 fn source_ranges_are_for_the_workloads_own_addresses() -> Result<()> {
     let mut world = World::new()?;
     let app = world.app().clone();
@@ -669,7 +670,7 @@ fn no_file_left_releases_nobody() -> Result<()> {
     ensure!(!log.contains("released"), "{log}");
     ensure!(!log.contains("Too many open files"), "{log}");
     drop(floods);
-    // Nor if there is indeed none left.
+    // Then with none left.
     free_files(world.agent()?, Some(0))?;
     looks(&world, 4)?;
     free_files(world.agent()?, None)?;

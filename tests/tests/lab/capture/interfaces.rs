@@ -46,7 +46,7 @@ pub fn machine(world: &World) -> &Host {
     world.lab.external("inner")
 }
 
-/// Puts a host behind another one, by an interface there. Each has an address of both families.
+/// Connects a host behind another one, by an interface there. Each has an address of both families.
 pub fn join(
     (host, own): (&Host, [&str; 2]),
     interface: &str,
@@ -139,7 +139,7 @@ fn a_machine_inside_a_pod_is_captured_by_its_interface() -> Result<()> {
     let mut world = world()?;
     reaches(machine(&world), "10.244.1.5:7", "connect", &["one"])?;
     world.capture(json!({}), rules())?;
-    // Endpoints here and elsewhere, and a service, whose endpoint the proxy chooses.
+    // Endpoints here and on another node, and a service, whose endpoint the proxy chooses.
     for (to, by) in [
         ("10.244.1.5:7", "one"),
         ("10.244.2.5:7", "far"),
@@ -162,7 +162,7 @@ fn a_machine_inside_a_pod_is_captured_by_its_interface() -> Result<()> {
         reaches(machine(&world), "10.244.1.8:7", "connect", &["app"])
     })?;
     ensure!(counted == 0, "{counted} connections to the pod itself");
-    // The pod's own connections, and those to it.
+    // The pod's own connections, and connections to it.
     let app = world.app().clone();
     let (_, counted) = world.counted(Reason::Captured, || {
         reaches(&app, "10.244.1.5:7", "connect --count 3", &["one"])
@@ -174,7 +174,7 @@ fn a_machine_inside_a_pod_is_captured_by_its_interface() -> Result<()> {
     })?;
     ensure!(counted == 3, "{counted} of those to the pod");
     sources_are(&report, &one.addresses())?;
-    // Nothing of other traffic goes another way.
+    // Other traffic keeps its route.
     let report = reaches(machine(&world), "10.244.1.5:53", "udp", &["one"])?;
     sources_are(&report, &app.addresses())?;
     // An interface that is made again has another number.
@@ -194,7 +194,7 @@ fn pods_name_interfaces_by_annotation() -> Result<()> {
     write(json!({ "istio.io/reroute-virtual-interfaces": INTERFACE }))?;
     world.agent_with(&config, std::slice::from_ref(&path))?;
     eventually(|| asks(&world, "10.244.1.5:7", "one", true))?;
-    // Nonsense has no effect, and is said.
+    // Malformed values have no effect, and are logged.
     write(json!({ "traffic.sidecar.istio.io/kubevirtInterfaces": format!("lo,{INTERFACE}") }))?;
     eventually(|| {
         let log = world.agent()?.log();
@@ -243,7 +243,7 @@ fn somebody_elses_sidecar_takes_its_connections() -> Result<()> {
     Ok(())
 }
 
-/// Whatever is configured: its packets have no other way.
+/// With any setting: its packets have no other way.
 fn without_a_proxy_a_machine_inside_does_not_connect() -> Result<()> {
     let mut world = world()?;
     let mut rules = rules();
@@ -266,7 +266,7 @@ fn without_a_proxy_a_machine_inside_does_not_connect() -> Result<()> {
     };
     agent.start()?;
     eventually(|| asks(&world, "10.244.1.5:7", "one", true))?;
-    // Agents that find the interface named no more, or that have no mesh, and rules of an earlier one.
+    // Agents that no longer find the interface named, or that have no mesh, after the rules of an earlier one.
     let first = killed(&mut world)?;
     world.capture(json!({}), json!({ "mode": "proxy" }))?;
     eventually(|| asks(&world, "10.244.1.5:7", "one", false))?;
@@ -278,13 +278,13 @@ fn without_a_proxy_a_machine_inside_does_not_connect() -> Result<()> {
     let agent = agent.manifests(world.manifests.path()).start()?;
     ensure!(routed(&world)?.is_empty(), "{:?}", routed(&world)?);
     reaches(machine(&world), "10.244.1.5:7", "connect", &["one"])?;
-    // Each removes what is there when it goes, and the others' last.
+    // Each removes what it finds when it ends, and the others' at last.
     drop(agent);
     drop([first, second]);
     Ok(())
 }
 
-/// Kills the agent. What it has made stays as long as the answer lives.
+/// Kills the agent. Its programs and rules stay as long as the result lives.
 fn killed(world: &mut World) -> Result<Agent> {
     let mut agent = world.agent.take().context("an agent")?;
     agent.kill();
@@ -372,7 +372,7 @@ fn what_a_pod_says_does_not_free_its_machine() -> Result<()> {
         // A connection to a known destination goes through the proxy, or fails.
         eventually(|| {
             if is_relayed {
-                // The pod's own connection tells whether the annotation is in force.
+                // The pod's own connection shows whether the annotation is in force.
                 let (_, counted) = world.counted(Reason::ExcludedRange, || {
                     reaches(world.app(), "10.244.2.5:7", "connect", &["far"])
                 })?;
@@ -430,7 +430,7 @@ fn a_machine_answers_connections_that_are_forwarded_to_it() -> Result<()> {
     world.capture(json!({}), denied)?;
     asks(&world, "10.244.2.5:7", "far", true)?;
     works()?;
-    // Another agent does not ask again who has begun it.
+    // Another agent does not repeat the decision which side began the connection.
     let before = one.hold(&to[0])?;
     let first = world.agent.as_mut().context("an agent")?.replace()?;
     works()?;

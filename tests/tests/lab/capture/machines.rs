@@ -1,5 +1,4 @@
-//! A machine inside a pod that wants to get past its capture, and parts of the capture that are missing, or are those of another
-//! time.
+//! A machine inside a pod that tries to bypass its capture, and parts of the capture that are missing or stale.
 
 use std::{
     fs,
@@ -41,7 +40,7 @@ scenarios! {
     rules_of_other_ranges_and_of_an_earlier_agent_go,
 }
 
-/// Packets that nobody waits for may be in a queue of the kernel's for so long.
+/// How long packets may be in a queue of the kernel's after the sender has stopped waiting.
 const QUEUED: Duration = Duration::from_millis(200);
 
 /// A segment of the machine's, without data.
@@ -65,7 +64,8 @@ fn leaves(world: &World, packets: &[Packet], ports: [u16; 2]) -> Result<bool> {
     leaves_after(world, ports, flags::SYN, sends)
 }
 
-/// Whether the pod sends on a packet from a port to a port that has this flag alone, of those that say what a packet is for.
+/// Whether the pod sends on a packet from a port to a port that has only this flag, of those that begin or end
+/// connections.
 fn leaves_after(
     world: &World,
     ports: [u16; 2],
@@ -93,15 +93,14 @@ fn denied() -> Value {
     rules
 }
 
-/// The machine's address of a family, and one that nobody may connect to.
+/// The machine's address of a family, and a destination that is denied.
 fn ends(world: &World, v4: bool, ports: [u16; 2]) -> Result<[SocketAddr; 2]> {
     let own: IpAddr = super::interfaces::MACHINE[usize::from(!v4)].parse()?;
     let other = address(world.lab.pod("one"), v4);
     Ok([(own, ports[0]).into(), (other, ports[1]).into()])
 }
 
-/// By a packet in the name of somebody else, the machine has conntrack take its connection for the answer: now, or before it was
-/// captured.
+/// With a forged packet, the machine makes conntrack treat its connection as an answer: now, or before it was captured.
 fn no_forged_answer_escapes() -> Result<()> {
     let mut world = world()?;
     for interface in ["all", INTERFACE] {
@@ -116,7 +115,7 @@ fn no_forged_answer_escapes() -> Result<()> {
             let [own, other] = ends(world, v4, ports)?;
             let mut forged = segment(world, [other, own], flags::SYN)?;
             if is_silent {
-                // TCP says nothing to what was not for this host alone.
+                // TCP does not answer a packet to several hosts.
                 forged.link[0] = [0xff; 6];
             }
             let own = segment(world, [own, other], flags::SYN)?;
@@ -136,7 +135,7 @@ fn no_forged_answer_escapes() -> Result<()> {
     Ok(())
 }
 
-/// Conntrack has forgotten a connection, and takes its next packet for the first one of a new connection.
+/// Conntrack has forgotten a connection, and treats its next packet as the first of a new connection.
 fn no_forgotten_connection_escapes() -> Result<()> {
     let mut world = world()?;
     let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
@@ -146,7 +145,7 @@ fn no_forgotten_connection_escapes() -> Result<()> {
         app.ipv4()
     );
     app.command("iptables-nft").args(inward.split(' ')).run()?;
-    // The machine knows nothing of it, either, and says so.
+    // The machine does not know it either, and sends a reset.
     let answers = |world: &World, port: u16| -> Result<bool> {
         let [_, other] = ends(world, true, [port, port + 500])?;
         let pod = SocketAddr::new(app.ipv4().into(), port);
@@ -164,8 +163,8 @@ fn no_forgotten_connection_escapes() -> Result<()> {
     Ok(())
 }
 
-/// The kernel's routing rules look behind fifteen extension headers for the protocol, and no further. Of a fragment inside another
-/// one, nobody knows the protocol, and the pod sends on an ordinary fragment.
+/// The kernel's routing rules look behind fifteen extension headers for the protocol, and no further. The protocol of a
+/// fragment inside another one is unknown, and the pod sends on an ordinary fragment.
 fn no_number_of_headers_escapes() -> Result<()> {
     let mut world = world()?;
     let mut port = 48_000;
@@ -224,7 +223,7 @@ fn without_the_agent<T>(world: &World, work: impl FnOnce() -> Result<T>) -> Resu
     done
 }
 
-/// A world in which everybody is captured by these rules, and a file by whose change the agent looks at everything.
+/// A world in which all pods are captured by these rules, and a file whose change makes the agent look at everything.
 fn told_by_a_pod(rules: &Value) -> Result<(World, PathBuf)> {
     let mut world = world()?;
     let path = world.state.path().join("pods.yaml");
@@ -268,7 +267,7 @@ fn an_interface_that_is_made_again_waits_for_the_agent() -> Result<()> {
     without_the_agent(&world, || {
         app.ip(&format!("link del {INTERFACE}"))?;
         connect(&world)?;
-        // As soon as there is a way at all.
+        // As soon as there is any route.
         for to in ["10.244.1.5:53", "[fd00:10:244:1::5]:53"] {
             eventually(|| reaches(machine(&world), to, "udp", &["one"]).map(drop))?;
         }
@@ -326,7 +325,7 @@ fn without_the_table_a_denied_machine_is_cut_off() -> Result<()> {
         } else {
             asks(&world, "10.244.2.5:7", "far", false)?;
         }
-        // The table goes with its owner.
+        // The table is removed with its owner.
         owner.kill();
         eventually(|| asks(&world, "10.244.2.5:7", "far", true))?;
     }
@@ -344,7 +343,7 @@ fn world_of_two() -> Result<World> {
     Ok(world)
 }
 
-/// A path behind the machine has a smaller MTU, of which only the machine knows. It has to tell the proxy.
+/// A path behind the machine has a smaller MTU that only the machine knows. It has to report it to the proxy.
 fn smaller_mtus_on_the_way_are_found() -> Result<()> {
     let mut world = world_of_two()?;
     let (app, inner) = (world.app().clone(), machine(&world).clone());

@@ -1,4 +1,4 @@
-//! Many pods, at the same time and one after the other.
+//! Many pods, at one time and one after the other.
 
 #![expect(
     clippy::cast_precision_loss,
@@ -49,8 +49,8 @@ fn replica(name: &str, deployment: &str, address: &str) -> Value {
     object
 }
 
-/// Many pods, fewer files than they and all connections would have, and more connections than that, all of one pod: the
-/// agent answers nevertheless, serves the other pods, and captures another one. `DATAPLANE_MANY_PODS=250` for more pods.
+/// Many pods, fewer files than they and all connections need, and more connections than that, all of one pod: the agent
+/// still answers, serves the other pods, and captures another one. `DATAPLANE_MANY_PODS=250` for more pods.
 fn pods_and_connections_share_the_open_files_that_there_are() -> Result<()> {
     const CONNECTIONS: usize = 60;
     let count = number("DATAPLANE_MANY_PODS", 20)?;
@@ -74,7 +74,7 @@ fn pods_and_connections_share_the_open_files_that_there_are() -> Result<()> {
         Ok(fs::rename(new, &pods)?)
     };
     write(count - 1)?;
-    // What the agent keeps for itself, and what a pod takes at most.
+    // The files that the agent reserves, and the most that a pod uses.
     let files = 256 + 16 * count + 2 * CONNECTIONS;
     let mesh = json!({ "rules": { "mode": "proxy" }, "proxy": { "accessLog": "off" } });
     let mut agent = lab
@@ -108,7 +108,7 @@ fn pods_and_connections_share_the_open_files_that_there_are() -> Result<()> {
             let connections = now.sum("dataplane_proxy_connections", &[]);
             let max = now.sum("dataplane_proxy_connections_max", &[]);
             ensure!((max - most as f64).abs() < 0.5, "{max} of {most}");
-            // All but what is left for other pods.
+            // All except the part that is left for other pods.
             let share = (CONNECTIONS * 4 / 5) as f64;
             ensure!(connections >= share && connections < max, "{connections}");
             let deferred = now.sum("dataplane_proxy_deferred_total", &[("pod", "pod1")]);
@@ -121,7 +121,7 @@ fn pods_and_connections_share_the_open_files_that_there_are() -> Result<()> {
         })
     };
     is_full(count - 1)?;
-    // Other pods are served meanwhile, and an operator learns who has so many.
+    // Other pods are served meanwhile, and `status` shows the operator which pod has so many.
     for _ in 0..20 {
         reaches(lab.pod("pod2"), "10.244.1.254:7", "connect", &["server"])?;
     }
@@ -148,8 +148,7 @@ fn pods_and_connections_share_the_open_files_that_there_are() -> Result<()> {
     Ok(())
 }
 
-/// The names of the agent's workloads, from the agent alone: `dataplane status` also asks the kernel for all that there
-/// is.
+/// The names of the agent's workloads, from the agent alone: `dataplane status` also reads all of the kernel's state.
 fn workloads(agent: &Agent) -> Result<Vec<String>> {
     let mut socket = UnixStream::connect(agent.socket())?;
     socket.write_all(b"GET /mesh HTTP/1.0\r\n\r\n")?;
@@ -165,7 +164,7 @@ fn workloads(agent: &Agent) -> Result<Vec<String>> {
 /// Pods of one Deployment and of Jobs, each there for a moment. `DATAPLANE_CHURN_ROUNDS=1440`: a day of a
 /// pod a minute.
 fn pods_that_come_and_go_leave_counts_and_no_memory() -> Result<()> {
-    /// What an agent may grow by after the first quarter, in KiB.
+    /// How much an agent may grow after the first quarter, in KiB.
     const FLAT: u64 = 8 << 10;
     let rounds = number("DATAPLANE_CHURN_ROUNDS", 40)?;
     for mode in ["proxy", "kernel"] {
@@ -218,7 +217,7 @@ fn pods_that_come_and_go_leave_counts_and_no_memory() -> Result<()> {
             );
             Ok(())
         })?;
-        // What all of them counted is there still, in as many series as there are names.
+        // The counts of all pods are still there, in as many series as there are names.
         eventually(|| {
             let metrics = Metrics::scrape(world.lab.node("node1"))?;
             let labels = [("reporter", "source"), ("source_workload", "web")];

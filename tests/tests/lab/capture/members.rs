@@ -84,7 +84,7 @@ fn a_guarded_namespace_waits_for_the_agent() -> Result<()> {
 fn processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace() -> Result<()> {
     let mut world = World::new()?;
     let node = world.lab.node("node1").clone();
-    // Relative to the agent's, which is neither the hierarchy's root nor where that is mounted as a rule.
+    // Relative to the agent's cgroup, which is not the hierarchy's root and not its usual mount point.
     let cgroup = node.cgroup().strip_prefix(world.lab.node_cgroup("node1"))?;
     let cgroup = cgroup.to_owned();
     let config = |proxy: Value, rules: Value| {
@@ -100,7 +100,7 @@ fn processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace() -> Result<()>
         ensure!(counted == 5, "{counted} of 5 were captured");
         peer_is(&report, to)?;
     }
-    // Somebody else's, in the same place.
+    // Another pod's namespace, in the same place.
     let (_, counted) = world.counted(Reason::Captured, || {
         reaches(world.app(), "10.244.1.5:7", "connect", &["one"])
     })?;
@@ -111,7 +111,7 @@ fn processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace() -> Result<()>
     )?;
     let told = told.exits(0)?.json()?;
     ensure!(told["verdict"] == "captured", "{told:#}");
-    // What cannot be is said before anything is changed.
+    // An impossible rule is reported before anything is changed.
     let wrong = config(json!({}), json!({ "excludeInboundPorts": [80] }));
     let said = cannot_run(
         world.agent()?,
@@ -129,8 +129,7 @@ fn processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace() -> Result<()>
     Ok(())
 }
 
-/// One has a proxy of its own, by the annotation that whoever put it there leaves; the other has no
-/// network namespace of its own.
+/// One has a proxy of its own, by the annotation of the injector; the other has no network namespace of its own.
 fn pods_that_have_a_proxy_or_the_nodes_network_are_named() -> Result<()> {
     let mut world = World::new()?;
     let pods = world.state.path().join("pods.yaml");

@@ -1,4 +1,4 @@
-//! What captured connections are counted as.
+//! How captured connections are counted.
 
 use std::{collections::BTreeMap, fs};
 
@@ -77,14 +77,14 @@ fn both_modes_count_the_same() -> Result<()> {
         reaches(app, "10.244.1.5:80", "http --count 3", &["one"])?;
         reaches(app, "[fd00:10:244:1::5]:80", "http --count 2", &["one"])?;
         reaches(app, "10.96.0.10:80", "connect --count 4", &["far"])?;
-        // Nobody that is known, a port that nobody has, and where no way leads.
+        // An unknown host, a closed port, and a destination without a route.
         reaches(app, "10.244.1.6:7", "connect --count 2", &["two"])?;
         for to in ["10.244.1.5:9", "192.0.2.1:80"] {
             let report = ask(app, to, "connect")?;
             ensure!(report.answered == 0, "{to}: {report:?}");
         }
-        // And the other way: from somebody who is known, here and elsewhere, from somebody who is not, and
-        // from itself, which is neither.
+        // And inbound: from a known client, here and on another node, from an unknown one, and from itself, which is
+        // neither.
         let (one, two, far) = (
             world.lab.pod("one"),
             world.lab.pod("two"),
@@ -143,8 +143,7 @@ fn both_modes_count_the_same() -> Result<()> {
     Ok(())
 }
 
-/// Two replicas that connect to each other and to a third pod, whose labels say what is shown of those
-/// who are not known.
+/// Two replicas that connect to each other and to a third pod, whose labels are those of unknown peers.
 fn pods_of_one_deployment_are_one_series() -> Result<()> {
     for mode in ["kernel", "proxy"] {
         let mut world = World::new()?;
@@ -186,7 +185,7 @@ fn pods_of_one_deployment_are_one_series() -> Result<()> {
             ("app", "10.244.1.5:7", "one"),
             ("one", "10.244.1.8:7", "app"),
             ("app", "10.244.1.6:7", "two"),
-            // One whom nobody knows.
+            // One with an unknown peer.
             ("one", "10.244.2.5:7", "far"),
             ("one", "10.244.1.6:7", "two"),
         ] {
@@ -218,8 +217,8 @@ fn pods_of_one_deployment_are_one_series() -> Result<()> {
     Ok(())
 }
 
-/// A connection that is measured has a place in a table until it is closed, also one that failed, or never
-/// left; and where there is no place it is measured all the same.
+/// A measured connection has a place in a table until it is closed, also one that failed, or never left; and it is
+/// measured even if there is no place.
 fn what_is_measured_leaves_nothing_and_fits_always() -> Result<()> {
     const OWNERS: usize = SOCKET_SETS * SOCKET_WAYS;
     let mut world = World::new()?;
@@ -229,7 +228,7 @@ fn what_is_measured_leaves_nothing_and_fits_always() -> Result<()> {
     let agent = world.agent.as_ref().context("an agent")?;
     let pin = agent.bpffs().join(format!("v{LAYOUT}/maps/METERS"));
     let meters = Map::Array(MapData::from_pin(pin)?);
-    // As words: first whose the places are, then what is kept there.
+    // As words: first the owners of the places, then their contents.
     let mut meters = Array::<MapData, [u64; size_of::<MeterSets>() / 8]>::try_from(meters)?;
     let count = |family: &str| -> Result<u32> {
         let all = series(&world)?;
@@ -243,7 +242,7 @@ fn what_is_measured_leaves_nothing_and_fits_always() -> Result<()> {
             let report = ask(&app, to, "connect")?;
             ensure!(report.answered == 0, "{to}: {report:?}");
         }
-        // One socket that fails, and then does not.
+        // One socket that fails, and then succeeds.
         reaches(
             &app,
             "10.244.1.5:7",
@@ -278,7 +277,7 @@ fn what_is_measured_leaves_nothing_and_fits_always() -> Result<()> {
         "connections {left:?} are closed and still there"
     );
 
-    // Cookies count up from 1: these are nobody's.
+    // Cookies count up from 1: these are no socket's.
     let mut full = [0; size_of::<MeterSets>() / 8];
     full[..OWNERS].fill(u64::MAX);
     for element in 0..SOCKET_ELEMENTS {
@@ -296,8 +295,8 @@ fn attachments(world: &World) -> Result<Vec<Attachment>> {
     })?)
 }
 
-/// The kernel runs no program of a tracepoint inside of itself, and does not tell it later. Without the one that is told
-/// when connections are established and closed, that one is whom their end is told.
+/// The kernel runs no program of a tracepoint inside of itself, and does not run it later. Without the program for
+/// established and closed connections, the program for destroyed sockets counts their end.
 fn what_the_kernel_does_not_tell_is_made_up_for() -> Result<()> {
     const FAMILIES: [&str; 5] = [
         "connections_opened",
@@ -317,7 +316,7 @@ fn what_the_kernel_does_not_tell_is_made_up_for() -> Result<()> {
             of.filter_map(|(_, value)| value.parse::<u64>().ok()).sum()
         }))
     };
-    // Those that are reset tell a socket that is gone nothing of what they came to.
+    // A connection that is reset leaves no counts in a socket that is gone.
     let connect = || -> Result<()> {
         reaches(world.app(), "10.244.1.5:80", "http --count 20", &["one"])?;
         let report = ask(world.app(), "10.244.1.5:9", "connect")?;
@@ -351,7 +350,7 @@ fn what_the_kernel_does_not_tell_is_made_up_for() -> Result<()> {
     })
 }
 
-/// The kernel asks who is told of connections to a proxy ten times for every connection.
+/// The kernel asks the program for connections to a proxy ten times for every connection.
 fn nobody_is_told_of_connections_to_a_proxy_before_there_is_one() -> Result<()> {
     let mut world = World::new()?;
     let pods = world.state.path().join("pods.yaml");
@@ -387,7 +386,7 @@ fn nobody_is_told_of_connections_to_a_proxy_before_there_is_one() -> Result<()> 
     write("proxy")?;
     captured(&world, Reason::Captured)?;
     ensure!(attached(&world)?, "not attached with a proxy");
-    // What connections there are to the one that was, nobody knows any more.
+    // The connections to the earlier proxy are no longer known.
     write("kernel")?;
     captured(&world, Reason::Direct)?;
     world.agent.as_mut().context("an agent")?.kill();

@@ -1,5 +1,5 @@
-//! Mesh capture: outbound and inbound connections of a pod go to a proxy in its network namespace,
-//! which learns where they were to go.
+//! Mesh capture: outbound and inbound connections of a pod go to a proxy in its network namespace, which gets the
+//! original destination.
 
 mod cleanup;
 mod clients;
@@ -75,7 +75,7 @@ scenarios! {
 /// Open Service Mesh's user.
 const UID: u32 = 1500;
 
-/// A node with a client, `app`, two servers beside it, and one on another node.
+/// A node with a client, `app`, and two servers, and a second node with one server.
 struct World {
     agent: Option<Agent>,
     manifests: Manifests,
@@ -89,7 +89,7 @@ impl World {
         Self::with(|lab| lab.pod("node1", "app", "10.244.1.8"))
     }
 
-    /// Likewise, with an `app` of another kind.
+    /// As [`World::new`], with another kind of `app`.
     fn with(app: impl FnOnce(LabBuilder) -> LabBuilder) -> Result<Self> {
         let lab = app(Lab::builder().node("node1").node("node2"))
             .pod("node1", "one", "10.244.1.5")
@@ -146,7 +146,7 @@ impl World {
         Ok(())
     }
 
-    /// A file with the Pods of everybody but `app`: by it the agent knows which addresses are Pods'.
+    /// A file with the Pods of all hosts except `app`: by it the agent knows which addresses are Pods'.
     fn pods(&self) -> Result<PathBuf> {
         let pods = [("one", "node1"), ("two", "node1"), ("far", "node2")].map(|(name, node)| {
             let addresses = self.lab.pod(name).addresses();
@@ -199,7 +199,7 @@ fn foreign() -> Value {
     json!({ "uid": UID, "inbound": 15003 })
 }
 
-/// Few ports, so that each is used again and again, by captured and by other connections.
+/// Few ports, so that each is reused again and again, by captured and by other connections.
 fn the_original_destination_is_right_in_thousands_of_connections() -> Result<()> {
     let mut world = World::new()?;
     let app = world.app().clone();
@@ -253,8 +253,8 @@ fn our_proxy_takes_both_directions_and_keeps_the_clients_address() -> Result<()>
     takes_both_directions(World::new()?)
 }
 
-/// As some distributions have it: packets are dropped that come by another interface than answers would leave by. Those
-/// between the proxy and the application have clients' addresses, and come by the loopback interface.
+/// As in some distributions: packets are dropped if they come by another interface than answers would leave by. The
+/// packets between the proxy and the application have clients' addresses, and come by the loopback interface.
 fn our_proxy_keeps_the_clients_address_with_strict_reverse_paths() -> Result<()> {
     let world = World::new()?;
     for interface in ["all", "default", "lo", "eth0"] {
@@ -364,7 +364,7 @@ fn rules_change_while_connections_live() -> Result<()> {
     write(excluded, "ambient")?;
     captured(&world, "10.244.1.5:7", "one", false)?;
     captured(&world, "10.244.1.6:7", "two", true)?;
-    // A wrong entry counts for nothing, and the log says what it is. The rest of the annotations counts.
+    // A wrong entry has no effect, and the log names it. The other annotations count.
     let wrong = json!({ "traffic.sidecar.istio.io/excludeOutboundPorts": "80,http" });
     write(wrong, "ambient")?;
     eventually(|| {
@@ -464,8 +464,8 @@ fn what_goes_direct_is_decided_in_the_kernel() -> Result<()> {
     Ok(())
 }
 
-/// To its own address, of either family, or to a service that only it answers, and back: neither direction is captured, also
-/// where the port is to be captured wherever it is, and where unknown destinations are denied.
+/// To its own address, of either family, or to a service that only it answers, and back: neither direction is captured,
+/// also if the port is captured for every destination, or if unknown destinations are denied.
 fn ranges_of_loopback_that_are_named_are_captured() -> Result<()> {
     let mut world = World::new()?;
     let app = world.app().clone();
@@ -528,7 +528,7 @@ fn what_stays_in_a_workload_is_left_alone() -> Result<()> {
             reaches(&app, "10.244.2.5:7", "connect --count 3", &["far"])
         })?;
         ensure!(counted == 3, "{mode}: {counted} of 3");
-        // Who else answers is the proxy's to choose.
+        // If another pod answers too, the proxy chooses.
         let (_, counted) = world.counted(others, || {
             reaches(&app, "10.96.0.21:7", "connect --count 40", &["app", "two"])
         })?;
@@ -537,7 +537,8 @@ fn what_stays_in_a_workload_is_left_alone() -> Result<()> {
     Ok(())
 }
 
-/// Two sockets of one local port connect to several destinations; and one destination's ports are not all that there are.
+/// Two sockets of one local port connect to several destinations; and connections may use more local ports than one
+/// destination has.
 fn a_local_port_is_for_each_destination() -> Result<()> {
     for rules in [
         json!({ "mode": "proxy" }),

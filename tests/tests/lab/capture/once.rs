@@ -1,5 +1,5 @@
-//! A connection is translated at most once, and judged by where its first packet goes: whatever other services claim the
-//! address of its endpoint.
+//! A connection is translated at most once, and judged by the destination of its first packet, whichever other services
+//! claim the address of its endpoint.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -33,7 +33,7 @@ scenarios! {
     whatever_two_tenants_claim_egress_stays_where_it_may_go,
 }
 
-/// A port at which nobody listens.
+/// A port without a listener.
 const FREE: u16 = 4000;
 
 /// A service with these VIPs, by TCP and UDP, for these endpoints.
@@ -47,7 +47,7 @@ fn service(name: &str, number: u8, endpoint: &Host) -> Service {
     .endpoints(&[endpoint])
 }
 
-/// A tenant's service that claims a host's addresses, at the ports of its servers and at one where nobody listens.
+/// A tenant's service that claims a host's addresses, at the ports of its servers and at one without a listener.
 fn thief(name: &str, number: u8, of: &Host, endpoint: &Host) -> Service {
     let addresses = of.addresses().map(|ip| ip.to_string());
     service(name, number, endpoint)
@@ -63,7 +63,7 @@ fn at(host: &Host, port: u16) -> [String; 2] {
         .map(|ip| SocketAddr::from((ip, port)).to_string())
 }
 
-/// A world with somebody who is no Pod.
+/// A world with a host that is no Pod.
 fn with_outside() -> Result<(World, Host, Process)> {
     let world = World::with(|lab| {
         lab.pod("node1", "outside", "10.244.1.9")
@@ -74,8 +74,8 @@ fn with_outside() -> Result<(World, Host, Process)> {
     Ok((world, outside, server))
 }
 
-/// Outbound, to a service whose endpoint's address is another service's external IP; and inbound, to an application whose
-/// address is one.
+/// Outbound, to a service whose endpoint's address is another service's external IP; and inbound, to an application
+/// whose address is a service's.
 fn what_the_proxy_has_routed_goes_there() -> Result<()> {
     for keeps in [true, false] {
         let mut world = World::new()?;
@@ -107,7 +107,7 @@ fn what_the_proxy_has_routed_goes_there() -> Result<()> {
             })?;
             ensure!(counted == 5, "{to}: {counted}");
         }
-        // Who dials the address itself gets the service that has it, as without a proxy.
+        // A client that dials the address itself gets the service that has it, as without a proxy.
         reaches(&app, "10.244.1.5:7", "connect --count 5", &["two"])?;
     }
     Ok(())
@@ -127,7 +127,7 @@ fn no_service_at_a_pods_own_address_opens_egress() -> Result<()> {
             for how in ["connect --count 3", "udp"] {
                 refused(&app, &to, how).context(mode)?;
             }
-            // The kernel tells an error only to sockets that are connected.
+            // The kernel reports an error only to connected sockets.
             let report = ask(&app, &to, "udp --unconnected --timeout-ms 300")?;
             ensure!(report.answered == 0, "{mode}: {report:?}");
         }
@@ -173,8 +173,8 @@ fn no_second_service_opens_egress() -> Result<()> {
     Ok(())
 }
 
-/// Services at what the operator excludes: a tenant's, whose endpoint is no Pod; one of Pods; and one whose endpoint is excluded,
-/// too.
+/// Services at excluded ports and addresses: a tenant's, whose endpoint is no Pod; one of Pods; and one whose endpoint
+/// is excluded, too.
 fn excluded(one: &Host, outside: &Host) -> [Service; 3] {
     let service = |name, number, endpoint, [tcp, udp]: [u16; 2]| {
         service(name, number, endpoint)
@@ -257,7 +257,7 @@ fn explain(world: &World, to: &str) -> Result<Value> {
     Ok(serde_json::from_str(&explain.run()?)?)
 }
 
-/// An exclusion exempts a connection from the egress policy if it excludes the address to which the first packet goes.
+/// An exclusion exempts a connection from the egress policy if it excludes the destination of the first packet.
 fn an_exclusion_exempts_where_the_first_packet_goes() -> Result<()> {
     for (mode, args) in [
         ("kernel", &[][..]),
@@ -276,7 +276,7 @@ fn an_exclusion_exempts_where_the_first_packet_goes() -> Result<()> {
     Ok(())
 }
 
-/// The same, of the connections of a virtual machine.
+/// An exclusion exempts the connections of a virtual machine likewise.
 fn an_exclusion_exempts_where_a_machines_first_packet_goes() -> Result<()> {
     for mode in ["kernel", "proxy"] {
         let mut world = packets::world_with(|lab| lab.pod("node1", "outside", "10.244.1.9"))?;
@@ -297,12 +297,12 @@ fn flips() -> u32 {
         .unwrap_or(if emulated() { 20_000 } else { 200_000 })
 }
 
-/// The services of which one has the endpoints of the other, in turn.
+/// Two services that exchange their endpoints, in turn.
 fn flipping(one: &Host, outside: &Host) -> [Service; 2] {
     [service("flip", 20, one), service("flop", 21, outside)]
 }
 
-/// The endpoint changes between a Pod and somebody who is none, while the workload connects and sends all the time.
+/// The endpoint changes between a Pod and a host that is none, while the workload connects and sends all the time.
 fn no_flip_of_a_slice_opens_egress() -> Result<()> {
     let (mut world, outside, _server) = with_outside()?;
     world.manifests = Manifests::new(&flipping(world.lab.pod("one"), &outside))?;
@@ -311,7 +311,7 @@ fn no_flip_of_a_slice_opens_egress() -> Result<()> {
     flip(&world, &how)
 }
 
-/// The same, by the packets of a virtual machine.
+/// With the packets of a virtual machine.
 fn no_flip_of_a_slice_opens_egress_to_a_machine() -> Result<()> {
     let mut world = packets::world_with(|lab| lab.pod("node1", "outside", "10.244.1.9"))?;
     let outside = world.lab.pod("outside").clone();
@@ -434,8 +434,8 @@ fn a_machine_does_not_reach_the_node_by_two_services() -> Result<()> {
     Ok(())
 }
 
-/// A property: whatever objects two tenants make, of whatever addresses, who is denied egress reaches Pods and itself, by the
-/// way that its own packets take. Exclusions of the configuration open nothing else either.
+/// A property: for any objects of two tenants, with any addresses, a workload whose egress is denied reaches only Pods
+/// and itself, by the route of its own packets. Exclusions of the configuration open nothing else either.
 fn whatever_two_tenants_claim_egress_stays_where_it_may_go() -> Result<()> {
     let said = std::env::var("DATAPLANE_CLAIM_RUNS").ok();
     let rounds: u64 = said.and_then(|said| said.parse().ok()).unwrap_or(1);
@@ -500,12 +500,12 @@ fn whatever_two_tenants_claim_egress_stays_where_it_may_go() -> Result<()> {
     Ok(())
 }
 
-/// The namespace of one of the two tenants.
+/// Returns the namespace of one of the two tenants.
 fn tenant(number: u8) -> &'static str {
     if number.is_multiple_of(2) { "a" } else { "b" }
 }
 
-/// Some addresses: of hosts, and of nobody.
+/// Draws some addresses: of hosts, and of no host.
 fn claims(all: &[&Host], random: &mut StdRng) -> Vec<String> {
     let mut claimed: Vec<String> = Vec::new();
     for _ in 0..random.random_range(0..3) {
@@ -520,7 +520,7 @@ fn claims(all: &[&Host], random: &mut StdRng) -> Vec<String> {
     claimed
 }
 
-/// One or two hosts.
+/// Draws one or two hosts.
 fn some<'a>(all: &[&'a Host], random: &mut StdRng) -> Vec<&'a Host> {
     let mut endpoints: Vec<&Host> = Vec::new();
     for _ in 0..random.random_range(1..3) {
@@ -549,8 +549,8 @@ fn drawn_service(number: u8, all: &[&Host], random: &mut StdRng) -> Service {
     service.endpoints(&some(all, random))
 }
 
-/// A ServiceEntry with endpoints of its own or WorkloadEntries, and a route that splits a Service of the tenant between another
-/// one and hosts.
+/// Draws a ServiceEntry with endpoints of its own or WorkloadEntries, and a route that splits a Service of the tenant
+/// between another Service and hosts.
 fn drawn_others(number: u8, all: &[&Host], random: &mut StdRng) -> Vec<Value> {
     let metadata =
         |name: &str| json!({ "name": format!("{name}{number}"), "namespace": tenant(number) });

@@ -1,4 +1,5 @@
-//! Table ORIGINS: what is in it belongs to a connection that is there, and one who fills his share has no other's.
+//! Table ORIGINS: its entries belong to connections that exist, and a workload that fills its share takes none of
+//! others'.
 
 use std::{
     fs,
@@ -23,7 +24,7 @@ scenarios! {
     entries_of_sockets_that_are_gone_are_swept,
 }
 
-/// That of the proxy's sockets which connect from a client's address.
+/// The mark of the proxy's sockets that connect from a client's address.
 const MARK: u32 = 0x8000_3a9e;
 
 type Tuple = [u8; 48];
@@ -42,8 +43,8 @@ fn entries(world: &World) -> Result<usize> {
     Ok(table(world)?.keys().count())
 }
 
-/// By a process that is not captured, and by one that is: with CAP_NET_RAW, both may mark their sockets. An entry goes when
-/// its socket is closed, so the table is read while the sockets are open.
+/// By a process that is not captured, and by one that is: with CAP_NET_RAW, both may mark their sockets. An entry is
+/// removed when its socket is closed, so the table is read while the sockets are open.
 fn a_mark_like_the_proxys_makes_no_entry() -> Result<()> {
     let mut world = World::new()?;
     world.capture(json!({}), json!({ "mode": "proxy" }))?;
@@ -84,7 +85,7 @@ fn a_mark_like_the_proxys_makes_no_entry() -> Result<()> {
     Ok(())
 }
 
-/// Its proxy accepts nothing, so that all of its connections wait.
+/// Its proxy accepts nothing, so all of its connections wait.
 fn one_who_fills_his_share_of_origins_has_no_others() -> Result<()> {
     let mut world = World::new()?;
     let hog = world.lab.pod("two").clone();
@@ -164,7 +165,7 @@ fn entries_of_sockets_that_are_gone_are_swept() -> Result<()> {
     world.agent.as_mut().context("an agent")?.kill();
     table.insert(living, [0; 20], 0)?;
     for port in 1..100 {
-        // In a namespace that is there, and in one that is gone.
+        // In a namespace that exists, and in one that is gone.
         let netns = if port % 2 == 0 { netns } else { !netns };
         let stale = tuple(netns, SocketAddr::new(at.ip(), port), from);
         table.insert(stale, [0; 20], 0)?;

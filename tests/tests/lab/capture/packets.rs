@@ -1,8 +1,8 @@
-//! A virtual machine, of whose connections this node sees nothing but packets: they go to a proxy on
-//! the node, which learns where they were to go.
+//! A virtual machine, of whose connections this node sees only packets: they go to a proxy on the node, which gets the
+//! original destination.
 //!
-//! A refusal may be counted twice: in a lab the ICMP error arrives while `connect()` holds the socket,
-//! which takes it for a passing trouble and tries again.
+//! A refusal may be counted twice: in a lab the ICMP error arrives while `connect()` holds the socket, which treats it
+//! as a passing trouble and tries again.
 
 use std::{fs, net::SocketAddr};
 
@@ -44,7 +44,7 @@ pub fn world() -> Result<World> {
     world_with(|lab| lab)
 }
 
-/// Likewise, with other pods.
+/// As [`world`], with other pods.
 pub fn world_with(more: impl FnOnce(LabBuilder) -> LabBuilder) -> Result<World> {
     World::with(|lab| more(lab.vm("node1", "app", "10.244.1.8")))
 }
@@ -101,7 +101,7 @@ fn our_proxy_learns_where_a_machines_packets_were_to_go() -> Result<()> {
         // As on most nodes: what comes from elsewhere than its answers would go to is dropped.
         set("conf/all/rp_filter", "1")?;
         capture(&mut world, json!({ "mode": "proxy" }), &["--tc-hook", hook])?;
-        // Endpoints here and elsewhere, and a service, whose endpoint the proxy chooses.
+        // Endpoints here and on another node, and a service, whose endpoint the proxy chooses.
         for (to, name) in [
             ("10.244.1.5:7", "one"),
             ("10.244.2.5:7", "far"),
@@ -118,12 +118,12 @@ fn our_proxy_learns_where_a_machines_packets_were_to_go() -> Result<()> {
             captured(&world, to, "connect --count 5", name)?;
         }
         set("tcp_syncookies", "1")?;
-        // Of somebody else's, nothing.
+        // Nothing of another pod's.
         let (_, counted) = world.counted(Reason::Captured, || {
             reaches(world.lab.pod("one"), "10.244.1.6:7", "connect", &["two"])
         })?;
         ensure!(counted == 0, "{counted} of another pod's");
-        // Nobody serves it: that the proxy learns after it has accepted.
+        // No server listens there: the proxy learns this after it has accepted.
         let report = ask(world.app(), "10.244.1.5:9", "connect")?;
         ensure!(report.answered == 0, "{report:?}");
         // The other way, nothing is captured.
@@ -163,8 +163,8 @@ fn our_proxy_learns_where_a_machines_packets_were_to_go() -> Result<()> {
     Ok(())
 }
 
-/// Programs of others at the same interface, one before ours and one after it: what is captured the second sees, and the
-/// bits of the mark that the first has set are still there when the stack gets it.
+/// Other programs at the interface, one before ours and one after it: the second sees captured packets, and the bits of
+/// the mark that the first has set are still there when the stack gets the packet.
 fn other_peoples_programs_see_what_is_captured() -> Result<()> {
     // Of no mark of ours.
     const THEIRS: i32 = 0x40;
@@ -239,7 +239,7 @@ fn rules_are_the_same_as_for_sockets() -> Result<()> {
         "excludeOutboundIPRanges": ["10.244.1.5/32", "fd00:10:244:1::5/128"],
         "excludeOutboundPorts": [80],
         "includeOutboundPorts": [53],
-        // Whose process it is the packets do not tell.
+        // The packets do not show whose process it is.
         "excludeUIDs": [0],
     });
     capture(&mut world, rules, &[])?;
@@ -262,7 +262,7 @@ fn rules_are_the_same_as_for_sockets() -> Result<()> {
             "http --count 3",
             "two",
         ),
-        // Excluded, and a service all the same: the packet path's.
+        // Excluded, but still a service: the packet path translates it.
         (
             Reason::ExcludedPort,
             "10.96.0.10:80",
@@ -284,7 +284,7 @@ fn rules_are_the_same_as_for_sockets() -> Result<()> {
         refused(world.app(), &format!("{}:15001", node.ipv4()), "connect")
     })?;
     ensure!(counted >= 1, "not refused as recursive");
-    // What a proxy adds nothing to goes as it did, and is decided on all the same.
+    // A connection to which a proxy adds nothing goes direct, and is still decided on.
     capture(&mut world, json!({ "mode": "auto" }), &[])?;
     left_alone(
         &world,
@@ -382,7 +382,7 @@ fn connections_outlive_capture_and_its_end() -> Result<()> {
     eventually(|| captured(&world, "10.244.1.5:7", "connect", "one"))
 }
 
-/// A pod whose sockets are here after all.
+/// A pod whose sockets are here.
 fn connections_outlive_a_change_of_what_captures_them() -> Result<()> {
     let mut world = World::new()?;
     let pods = world.state.path().join("pods.yaml");
@@ -408,8 +408,8 @@ fn connections_outlive_a_change_of_what_captures_them() -> Result<()> {
             ensure!(counted == 1, "{counted} were captured");
             sources_are(&report, &app.addresses())
         })?;
-        // What the kernel remembers of a socket's route brings it packets that nobody gave to it, until
-        // some route changes.
+        // The kernel's cached route of a socket brings it packets that were not assigned to it, until some route
+        // changes.
         world.lab.node("node1").ip("route flush cache")?;
         kept.extend(hold()?);
     }
@@ -448,8 +448,7 @@ fn take_places(of_other_layouts: bool, args: &[&str]) -> Result<()> {
         agent.replace()
     };
     let mut replaced = vec![replace(agent, "agent-1")?];
-    // On an emulated machine one change takes most of the time that an agent gives to the connections that
-    // it leaves.
+    // On an emulated machine one change takes most of the time that a leaving agent grants its connections.
     if !emulated() {
         replaced.push(replace(agent, "agent-2")?);
     }
@@ -501,7 +500,7 @@ fn other_peoples_proxies_on_the_node() -> Result<()> {
     all(&world, &nginx)
 }
 
-/// Rules, routes and what is at the machine's interface.
+/// The rules, routes and programs at the machine's interface.
 fn traces(world: &World) -> Result<String> {
     let node = world.lab.node("node1");
     let mut all = String::new();
@@ -511,7 +510,7 @@ fn traces(world: &World) -> Result<String> {
         "route show table 15006",
         "-6 route show table 15006",
     ] {
-        // A table that is not there is no answer.
+        // A missing table gives an error, which does not count.
         let output = node.command("ip").args(arguments.split(' ')).output()?;
         all += &String::from_utf8_lossy(&output.stdout);
     }
@@ -545,7 +544,7 @@ fn nothing_is_left_behind() -> Result<()> {
     let left = traces(&world)?;
     ensure!(left == clean, "left: {left}\nbefore: {clean}");
     reaches(world.app(), "10.244.1.5:7", "connect", &["one"])?;
-    // An agent without a mesh leaves nothing of one.
+    // An agent without a mesh removes a mesh's programs and rules.
     start(&mut world)?;
     let without = world.lab.agent("node1").in_the_nodes_cgroup();
     let without = without.manifests(world.manifests.path()).args(args);

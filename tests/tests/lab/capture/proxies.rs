@@ -1,5 +1,5 @@
-//! Other people's proxies, and ours in their place: behind Open Service Mesh's iptables rules and
-//! captured by us they see the same, and so do client and servers.
+//! Other proxies, and ours in their place: behind Open Service Mesh's iptables rules and captured by the agent they see
+//! the same connections, and so do client and servers.
 
 use std::fs;
 
@@ -24,7 +24,7 @@ scenarios! {
     our_proxy_sees_what_it_sees_behind_open_service_meshs_rules,
 }
 
-/// The chains that Open Service Mesh's init container makes, for what is told apart here.
+/// The chains that Open Service Mesh's init container makes, as far as they matter here.
 pub const OSM: &str = "\
 *nat
 :PROXY_INBOUND - [0:0]
@@ -49,7 +49,7 @@ pub const OSM: &str = "\
 COMMIT
 ";
 
-/// The same, in our words.
+/// Open Service Mesh's rules as the agent's configuration.
 fn osm() -> Value {
     json!({
         "excludeOutboundIPRanges": ["10.244.1.6/32", "fd00:10:244:1::6/128"],
@@ -58,7 +58,7 @@ fn osm() -> Value {
     })
 }
 
-/// What client, proxy and servers see.
+/// The view of client, proxy and servers.
 #[derive(Debug, PartialEq, Eq)]
 struct Seen {
     client: Vec<(u64, Vec<String>, Vec<String>)>,
@@ -93,7 +93,7 @@ fn outbound(world: &World, proxy: &Relay) -> Result<Seen> {
     Ok(Seen { client, proxy: saw })
 }
 
-/// The same, once by iptables and once by us.
+/// The connections once with iptables and once with the agent.
 fn behind_both(world: &mut World, proxy: &Relay) -> Result<()> {
     let rules = world.state.path().join("rules");
     fs::write(&rules, OSM)?;
@@ -152,7 +152,7 @@ fn haproxy_sees_what_it_sees_behind_open_service_meshs_rules() -> Result<()> {
         world.verdicts(Reason::Recursive)? == 1,
         "not refused as recursive"
     );
-    // Excluded by its port, and a service all the same.
+    // Excluded by its port, but still a service.
     reaches(world.app(), "10.96.0.10:80", "connect", &["far"])?;
     Ok(())
 }
@@ -160,26 +160,26 @@ fn haproxy_sees_what_it_sees_behind_open_service_meshs_rules() -> Result<()> {
 fn haproxy_takes_inbound_connections() -> Result<()> {
     let mut world = World::new()?;
     let one = world.lab.pod("one").clone();
-    // It listens before it is known to be a workload's: its socket is taken over.
+    // It listens before the pod is captured: the agent adopts its socket.
     let proxy = Relay::haproxy(&world)?;
     world.capture(foreign(), osm())?;
     inbound(&world, &proxy)?;
-    // Nobody serves the port: HAProxy accepts, and finds nobody.
+    // No server listens at the port: HAProxy accepts, and cannot connect.
     let report = ask(&one, "10.244.1.8:9", "connect")?;
     ensure!(report.answered == 0, "{report:?}");
-    // It is killed: refused, and not the application's.
+    // It is killed: connections are refused, and do not reach the application.
     drop(proxy);
     refused(&one, "10.244.1.8:7", "connect")?;
     reaches(&one, "10.244.1.8:80", "http", &["app"])?;
-    // It is started: the kernel notices that it listens.
+    // It is started: the programs notice that it listens.
     let proxy = Relay::haproxy(&world)?;
     eventually(|| reaches(&one, "10.244.1.8:7", "connect", &["app"]).map(|_| ()))?;
     drop(proxy);
     Ok(())
 }
 
-/// With the DaemonSet's capabilities, and those that a component of kustomize's adds, no less: nginx is
-/// another user's process. (HAProxy begins as root's, whose descriptors may be listed.)
+/// With the DaemonSet's capabilities, and those that a component of kustomize's adds, and with no fewer: nginx is
+/// another user's process. (HAProxy begins as root, whose descriptors may be listed.)
 fn a_listening_proxys_socket_takes_capabilities() -> Result<()> {
     let world = World::new()?;
     let one = world.lab.pod("one");
@@ -219,7 +219,7 @@ fn nginx_takes_both_directions_as_haproxy_does() -> Result<()> {
     world.capture(foreign(), osm())?;
     let theirs = outbound(&world, &proxy)?;
     drop(proxy);
-    // The kernel notices that another one listens.
+    // The programs notice that another one listens.
     let proxy = Relay::nginx(&world)?;
     let nginxs = outbound(&world, &proxy)?;
     ensure!(

@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::{UID, World};
 use crate::cluster::eventually;
 
-/// A transparent relay: what comes goes on to where it was to go, and it logs where that is.
+/// A transparent relay: it passes connections on to their original destination, and logs it.
 pub struct Relay {
     log: PathBuf,
     _process: Process,
@@ -25,14 +25,14 @@ impl Relay {
         Self::haproxy_on(world, world.app())
     }
 
-    /// Likewise, and at every address of the pod, as rules lead connections of an interface to it.
+    /// As [`Relay::haproxy`], at every address of the pod, because rules lead connections of an interface to it.
     pub fn haproxy_everywhere(world: &World) -> Result<Self> {
         let config = HAPROXY.replace("bind 127.0.0.1:15001", "bind 0.0.0.0:15001");
         let config = config.replace("bind ::1:15001", "bind :::15001 v6only");
         Self::haproxy_with(world, world.app(), &config)
     }
 
-    /// Likewise, elsewhere.
+    /// As [`Relay::haproxy`], on another host.
     pub fn haproxy_on(world: &World, host: &Host) -> Result<Self> {
         Self::haproxy_with(world, host, HAPROXY)
     }
@@ -49,21 +49,21 @@ impl Relay {
         Self::nginx_on(world, world.app())
     }
 
-    /// Likewise, elsewhere.
+    /// As [`Relay::nginx`], on another host.
     pub fn nginx_on(world: &World, host: &Host) -> Result<Self> {
         let directory = world.state.path().join("nginx");
         let config = directory.join("nginx.conf");
         if !directory.exists() {
             fs::create_dir(&directory)?;
         }
-        // It is not root.
+        // The proxy is not root.
         fs::set_permissions(world.state.path(), Permissions::from_mode(0o711))?;
         chown(&directory, Some(UID), Some(UID))?;
         let module = "/usr/lib/nginx/modules/ngx_stream_module.so";
         let load = if Path::new(module).exists() {
             format!("load_module {module};\n")
         } else {
-            // Built in, or nginx will say so.
+            // It is built in, or nginx reports an error.
             String::new()
         };
         let log = directory.join("access.log");
@@ -77,7 +77,7 @@ impl Relay {
         Self::start(world, host, "nginx/access.log", command)
     }
 
-    /// Our own, alone, as if it were somebody else's.
+    /// The dataplane's own proxy, alone, as a proxy that is not the agent's.
     pub fn ours(world: &World) -> Result<Self> {
         fs::set_permissions(world.manifests.path(), Permissions::from_mode(0o755))?;
         let command = world.app().command(world.lab.programs().dataplane()?);
@@ -120,12 +120,12 @@ impl Relay {
         Ok(relay)
     }
 
-    /// What it logged: direction, original destination, client.
+    /// Returns its log: direction, original destination, client.
     fn lines(&self) -> Result<Vec<[String; 3]>> {
         let text = fs::read_to_string(&self.log).unwrap_or_default();
         let mut lines = Vec::new();
         for line in text.lines() {
-            // Where the file was emptied, zeros take the place of what it had.
+            // If the file was emptied, zeros take the place of its earlier contents.
             let line = line.trim_start_matches('\0');
             if line.starts_with('{') {
                 let line: Value = serde_json::from_str(line)?;

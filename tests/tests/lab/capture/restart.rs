@@ -74,8 +74,7 @@ fn take_places(before_layout: Option<u32>) -> Result<()> {
     };
     let agent = world.agent.as_mut().context("an agent")?;
     let mut replaced = Vec::new();
-    // On an emulated machine one takes most of the time that an agent gives to the connections that it
-    // leaves.
+    // On an emulated machine one round takes most of the time that a leaving agent grants its connections.
     for round in 0..if emulated() { 1 } else { 3 } {
         thread::sleep(Duration::from_millis(200));
         let old = agent.id();
@@ -117,15 +116,15 @@ fn take_places(before_layout: Option<u32>) -> Result<()> {
         process.close_stdin();
         process.wait().context("a connection from before")?;
     }
-    // With nothing left to relay, those before end.
+    // With nothing left to relay, the earlier agents end.
     for process in replaced {
         process.wait().context("an agent that was replaced")?;
     }
     Ok(())
 }
 
-/// One that has taken the place and does not accept yet, here for want of an API that tells it what there is:
-/// the one before does, as long as it is there.
+/// An agent that has taken the place and does not accept yet, because its API server does not answer: its predecessor
+/// accepts, as long as it is there.
 fn nobody_waits_for_an_agent_that_takes_long() -> Result<()> {
     let mut world = World::new()?;
     let rules = json!({ "mode": "proxy" });
@@ -163,8 +162,8 @@ fn nobody_waits_for_an_agent_that_takes_long() -> Result<()> {
     Ok(())
 }
 
-/// One that has taken the place and then cannot go on, here because it wants one port twice: the one before
-/// comes back, and no connection has noticed.
+/// An agent that has taken the place and then fails, because its configuration has one port twice: its predecessor
+/// takes the place back, and no connection has noticed.
 fn an_agent_that_fails_gives_the_place_back() -> Result<()> {
     let mut world = World::new()?;
     world.capture(json!({}), json!({ "mode": "proxy" }))?;
@@ -212,8 +211,8 @@ fn an_agent_that_fails_gives_the_place_back() -> Result<()> {
     Ok(())
 }
 
-/// In the end of its successor, with the configuration and the manifests of then. Asked by one that is told to end,
-/// it takes over the sockets, so that nobody is refused.
+/// The idle agent serves after its successor, with the configuration and the manifests of then. Asked by a successor
+/// that ends, it takes over the sockets, so that no client is refused.
 fn an_idle_agent_takes_its_place_back() -> Result<()> {
     let mut world = World::new()?;
     let config = world.state.path().join("config.yaml");
@@ -287,7 +286,7 @@ fn an_idle_agent_takes_its_place_back() -> Result<()> {
     Ok(())
 }
 
-/// Two that wait, and one of them serves when the third is killed; the other when that one is.
+/// Two idle agents: one of them serves when the third is killed, and the other when that one is killed.
 fn one_of_several_idle_agents_takes_the_place_back() -> Result<()> {
     let mut world = World::new()?;
     let config = super::mesh(json!({}), json!({ "mode": "proxy" }));
@@ -332,7 +331,7 @@ fn one_of_several_idle_agents_takes_the_place_back() -> Result<()> {
     Ok(())
 }
 
-/// Told to end, while it relays a connection that does not: nobody else accepts in its place, so it does.
+/// An agent is asked to end while it relays a connection that does not end: no other accepts in its place, so it does.
 fn an_ending_agent_accepts_until_its_end() -> Result<()> {
     let mut world = World::new()?;
     world.capture(json!({}), json!({ "mode": "proxy" }))?;
@@ -375,7 +374,7 @@ fn a_killed_agent_leaves_no_connection_hanging() -> Result<()> {
             }
         }
         agent.start()?;
-        // The earlier agent's programs serve: nobody waits for this one's.
+        // The earlier agent's programs serve: connections do not wait for this one's.
         let log = agent.log();
         let listens = log.rfind("captured: the proxy listens");
         ensure!(

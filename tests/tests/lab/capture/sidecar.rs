@@ -93,7 +93,7 @@ impl Mesh {
         }
     }
 
-    /// The same as `mesh.rules`.
+    /// The rules as `mesh.rules`.
     pub fn rules(self) -> Value {
         match self {
             Self::Istio | Self::IstioNative => json!({
@@ -113,7 +113,7 @@ impl Mesh {
     }
 }
 
-/// A pod with a sidecar and its rules, and with a rule of somebody else.
+/// A pod with a sidecar and its rules, and with a rule of another owner.
 pub struct Pod {
     pub mesh: Mesh,
     pub world: World,
@@ -192,7 +192,7 @@ impl Pod {
         Ok(lines)
     }
 
-    /// Nobody would capture its connections.
+    /// Cleanup leaves it, because nothing else would capture its connections.
     pub fn is_not_cleaned_up(&mut self) -> Result<()> {
         let directory = self.world.state.path().join("takeover");
         let directory = directory.to_string_lossy().into_owned();

@@ -39,7 +39,7 @@ fn istios_tables_in_nf_tables_are_taken_over_and_given_back() -> Result<()> {
 fn there_and_back(mut pod: Pod) -> Result<()> {
     let by_rules = pod.world.app().hold(TO)?;
     let before = pod.rules()?;
-    // Nobody is captured.
+    // No workload is captured.
     pod.world.agent_with(&json!({}), &[])?;
     pod.takeover(&[], None)?.exits(1)?.says(&[
         "captures no workload",
@@ -105,7 +105,7 @@ fn there_and_back(mut pod: Pod) -> Result<()> {
     outcome::run_args(pod.world.agent()?, ["takeover", "--takeover-dir", of_node])?
         .exits(4)?
         .says(&["there are no rules of kube-proxy", "nothing was taken over"])?;
-    // Somebody writes other rules: neither way closes the pod, or writes down that it has begun something.
+    // Another program writes other rules: neither direction closes the pod, and neither records that it has begun.
     pod.load(&|rules| rules.replace("3306", "3307"))?;
     for arguments in [&["--revert", "--dry-run"][..], &["--revert"]] {
         pod.takeover(arguments, None)?
@@ -202,7 +202,7 @@ fn is_finished_or_undone(mut pod: Pod) -> Result<()> {
     Ok(())
 }
 
-/// Connections that come into the pod by an interface go on as those of the pod do.
+/// Connections that come into the pod by an interface are treated like those of the pod.
 fn the_capture_of_a_machine_inside_is_taken_over_and_given_back() -> Result<()> {
     let world = interfaces::world()?;
     let proxy = Relay::haproxy_everywhere(&world)?;
@@ -281,7 +281,7 @@ fn rules_that_do_more_than_capture_stay() -> Result<()> {
             NATIVE_TPROXY,
             ["by TPROXY", "interceptionMode"],
         ),
-        // Somebody else's rule comes first.
+        // A rule of another owner comes first.
         (
             "nft flush ruleset; iptables-nft -t nat -A OUTPUT -d 192.0.2.1 -j ACCEPT; nft -f -",
             NATIVE,

@@ -1,4 +1,4 @@
-//! What becomes of captured workloads when the agent cannot read, find or attach something.
+//! Captured workloads when the agent cannot read, find or attach something.
 
 use std::{
     collections::BTreeSet, fs, os::unix::fs::MetadataExt as _, path::Path, thread, time::Duration,
@@ -27,10 +27,10 @@ scenarios! {
     no_thread_is_in_the_namespace_of_a_pod,
 }
 
-/// Longer than the agent waits until it looks again, when there is a problem.
+/// Longer than the agent's pause before it looks again, when there is a problem.
 pub(super) const LOOKS: Duration = Duration::from_secs(4);
 
-/// Gives a process so many more open files than it has; none: as many as it may have.
+/// Gives a process so many more open files than it has; `None`: as many as it may have.
 pub(super) fn free_files(agent: &Agent, free: Option<usize>) -> Result<()> {
     let soft = match free {
         None => hard_limit(agent)?,
@@ -84,7 +84,7 @@ fn complaints(world: &World) -> Result<String> {
 }
 
 fn what_cannot_be_read_stays_captured() -> Result<()> {
-    // Nobody that is known.
+    // An unknown host.
     const STRANGER: &str = "192.0.2.1:80";
     for captured_by in ["sockets", "packets"] {
         let mut world = World::new()?;
@@ -165,7 +165,7 @@ fn one_that_cannot_be_attached_holds_up_no_other() -> Result<()> {
         .and_then(|row| row["place"].as_str()?.strip_prefix("netns "))
         .with_context(|| format!("{found:#}"))?
         .to_owned();
-    // Where its program is to be pinned there is something else.
+    // Another object is in the place of its program's pin.
     let agent = world.agent.as_mut().context("an agent")?;
     agent.kill();
     let links = agent.bpffs().join(format!("v{LAYOUT}/links"));
@@ -206,7 +206,7 @@ fn one_that_cannot_be_attached_holds_up_no_other() -> Result<()> {
         let failed = metrics.sum("dataplane_mesh_workload_problem", &labels);
         ensure!((failed - wanted).abs() < 0.5, "{name}: {failed}");
     }
-    // The kernel's refusal is the node's affair, and an address that nobody has is not.
+    // The kernel's refusal is an error of the node; an address that no host has is not.
     let found = status(&world)?;
     for (name, wanted) in [("default/one", "error"), ("default/gone", "warning")] {
         let all = found["findings"].as_array().into_iter().flatten();
@@ -226,8 +226,8 @@ fn one_that_cannot_be_attached_holds_up_no_other() -> Result<()> {
     })
 }
 
-/// In a container that is not privileged, without the mount that the component `mesh` adds: whatever is captured is
-/// refused, and that is neither healthy nor ready.
+/// In a container that is not privileged, without the mount that the component `mesh` adds: captured connections are
+/// refused, and the agent is unhealthy and not ready.
 fn what_cannot_be_set_is_an_error() -> Result<()> {
     let world = World::new()?;
     let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
@@ -288,8 +288,8 @@ fn what_cannot_be_set_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// An agent outside of the cgroup that it serves: the kernel tells its proxy of no original destination, so that all that
-/// workloads connect to is reset.
+/// An agent outside of the cgroup that it serves: its proxy gets no original destination from the kernel, so all
+/// connections of workloads are reset.
 fn a_proxy_that_the_programs_do_not_see_is_an_error() -> Result<()> {
     let world = World::new()?;
     let app = world.app().clone();
@@ -330,7 +330,7 @@ fn a_proxy_that_the_programs_do_not_see_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// A thread keeps the namespace alive that it is in, and with it the pod's interfaces.
+/// A thread keeps its namespace alive, and with it the pod's interfaces.
 fn no_thread_is_in_the_namespace_of_a_pod() -> Result<()> {
     let mut world = World::new()?;
     let pods = world.state.path().join("pods.yaml");
@@ -372,7 +372,7 @@ fn a_thread_of_the_proxy_that_dies_ends_the_agent_with_an_error() -> Result<()> 
         reaches(&app, "10.244.1.5:7", "connect --count 2", &["one"])?;
         let agent = world.agent.as_mut().context("an agent")?;
         deaths::ends(agent, thread, |_| {
-            // What becomes of this connection, nobody knows.
+            // The outcome of this connection is not known.
             app.probe("connect")
                 .args(["--to", "10.244.1.5:7", "--timeout-ms", "500"])
                 .output()?;

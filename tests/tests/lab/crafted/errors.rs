@@ -1,4 +1,4 @@
-//! ICMP errors: those about flows, and those that the programs send.
+//! ICMP errors about flows, and ICMP errors that the programs send.
 
 use std::net::IpAddr;
 
@@ -24,8 +24,8 @@ scenarios! {
     errors_are_limited,
 }
 
-/// The beginning of a packet, as an ICMP error quotes it. The transport checksum stays that of
-/// another: nobody corrects it in a quotation.
+/// The beginning of a packet, as an ICMP error quotes it. The transport checksum stays that of another packet: no
+/// router corrects it in a quotation.
 fn quotation(packet: &Packet, summed_as: &Packet, length: usize) -> Vec<u8> {
     let header = if packet.src.is_ipv4() { 20 } else { 40 };
     let (mut bytes, other) = (packet.ip(), summed_as.ip());
@@ -68,7 +68,7 @@ fn icmp_errors_speak_of_what_their_receiver_knows() -> Result<()> {
                     let there = packet(tcp, seen, endpoint, flags::ACK);
                     let asked = packet(tcp, client, vip, flags::ACK);
                     let what = format!("ICMP {kind:?} about {} {}", way.kind, way.service);
-                    // Behind a pod's interface is nobody but the pod.
+                    // Only the pod is behind a pod's interface.
                     let behind = if way.out.starts_with("veth") {
                         endpoint.0
                     } else {
@@ -110,7 +110,7 @@ fn icmp_errors_speak_of_what_their_receiver_knows() -> Result<()> {
                     let at = (way.at, false);
                     check(scene, &what, at, &arrives.frame(), &then, &reasons)?;
                 }
-                // What is no error, and errors about what nobody knows, are the stack's.
+                // Other messages, and errors about unknown packets, are left to the stack.
                 let there = packet(tcp, seen, endpoint, flags::ACK);
                 let quoted = quotation(&there, &there, length);
                 for kind in [[8, 0], [0, 0], [128, 0], [136, 0], [5, 0]] {
@@ -135,7 +135,7 @@ fn icmp_errors_speak_of_what_their_receiver_knows() -> Result<()> {
                     &Then::Alone,
                     &[],
                 )?;
-                // To somebody else than the sender of what is quoted.
+                // To another host than the sender of the quoted packet.
                 let quoted = quotation(&there, &there, length);
                 let other = ip(v4, "10.244.9.10", "fd00:10:244:9::10");
                 let frame = error(kinds[0], endpoint.0, other, quoted).frame();
@@ -204,7 +204,7 @@ fn refusals_are_told_as_reject_tells_them() -> Result<()> {
                     Then::Dropped,
                     &[Reason::NoLocalEndpoint],
                 )?;
-                // A hop too far: whoever asked is told, from the address that it asked.
+                // A hop too far: the client gets an error, from the address that it asked.
                 let mut last = ask(13);
                 last.hops = 1;
                 let then = answered(&last, exceeded, 0);
@@ -228,7 +228,7 @@ fn refusals_are_told_as_reject_tells_them() -> Result<()> {
             // Source ranges.
             let denied = packet(tcp, client, vip(v4, "balancer", 2), flags::SYN);
             check("denied", &denied, Then::Dropped, &[Reason::SourceDenied])?;
-            // What is said of a packet that cannot be answered: nothing.
+            // A packet that cannot be answered is dropped silently.
             let mut odd = packet(tcp, client, vip(v4, "cluster", 6), flags::SYN);
             odd.options = if v4 { vec![1; 8] } else { Vec::new() };
             odd.extensions = vec![(protocol::DESTINATION, [&[1][..], &[0; 14]].concat())];
@@ -238,7 +238,7 @@ fn refusals_are_told_as_reject_tells_them() -> Result<()> {
                 let then = Then::Sent(super::refusal(scene, "eth0", &odd));
                 check("a short extension", &odd, then, &[Reason::NoEndpoints])?;
             }
-            // Addresses that nobody has.
+            // Addresses that no host has.
             for text in [
                 ["127.0.0.1", "::1"],
                 ["0.0.0.0", "::"],
@@ -267,7 +267,7 @@ fn refusals_are_told_as_reject_tells_them() -> Result<()> {
     })
 }
 
-/// Errors to one address and to all are limited as the agent says; errors that tell an MTU never are.
+/// Errors to one address and to all are limited as the agent configures it; errors with an MTU never are.
 fn errors_are_limited() -> Result<()> {
     let limits = ErrorLimits {
         kinds: ErrorLimits::UNREACHABLE_V4 | ErrorLimits::UNREACHABLE_V6 | ErrorLimits::EXCEEDED_V6,
@@ -342,7 +342,7 @@ fn errors_are_limited() -> Result<()> {
         for client in clients {
             all += told(scene, client, nobody, 64, 1)?.0;
         }
-        // One comes back each second.
+        // One token comes back each second.
         ensure!((3..10).contains(&all), "all clients: {all}");
         configure(scene, ErrorLimits::default())?;
         let counts = told(scene, (ip(true, OUTSIDE[0], ""), 2000), nobody, 64, 20)?;

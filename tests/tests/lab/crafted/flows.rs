@@ -1,4 +1,4 @@
-//! What becomes of flows: again, elsewhere, idle, without room.
+//! Flows that begin again, elsewhere, idle, or without room.
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{
@@ -33,7 +33,7 @@ scenarios! {
     a_program_that_was_preempted_keeps_its_place,
 }
 
-/// Who repeats a SYN reaches the same endpoint.
+/// A client that repeats a SYN reaches the same endpoint.
 fn a_syn_again_is_of_the_same_flow() -> Result<()> {
     scene(|scene| {
         for v4 in [true, false] {
@@ -74,8 +74,9 @@ fn a_syn_again_is_of_the_same_flow() -> Result<()> {
     })
 }
 
-/// A SYN on a flow whose service has gone: of a connection that lives, it goes to the endpoint. Otherwise it is another
-/// connection's, which is left alone from the first packet on. So is a connection that begins at the endpoint's own port.
+/// A SYN on a flow whose service has gone: if the connection is live, the SYN goes to the endpoint. Otherwise it
+/// belongs to another connection, which is left alone from the first packet on. So is a connection that begins at the
+/// endpoint's own port.
 fn a_syn_to_no_service_leaves_no_ended_flow() -> Result<()> {
     const BOTH: u8 = 1 | seen::in_replies(1);
     scene(|scene| {
@@ -118,7 +119,7 @@ fn a_syn_to_no_service_leaves_no_ended_flow() -> Result<()> {
                 check(scene, what, uplink, &syn.frame(), &Then::Alone, &[])?;
                 ensure!(!is_there(), "{what}: the flow is there");
                 check(scene, what, uplink, &ack.frame(), &Then::Alone, &[])?;
-                // Somebody else's SYN says nothing of it.
+                // The SYN of another host does not count.
                 begin(small, seen)?;
                 check(
                     scene,
@@ -170,9 +171,9 @@ fn a_syn_to_no_service_leaves_no_ended_flow() -> Result<()> {
     })
 }
 
-/// Who speaks from an address to which the routes do not lead by this interface begins no flow, answers none, and tells
-/// nothing of one: not a pod as another pod, as somebody outside, as the node or as a service; and nobody outside as the node
-/// or as a service. What else the uplink lets in is what its `rp_filter` says.
+/// A host whose address the routes do not reach by this interface begins no flow, answers none, and changes none: not a
+/// pod as another pod, as a host outside, as the node or as a service; and no host outside as the node or as a service.
+/// The uplink's `rp_filter` decides about all other packets.
 fn nobody_speaks_as_somebody_else() -> Result<()> {
     let mut scene = Scene::new()?;
     for reverse_path in [0, Iface::STRICT, Iface::LOOSE] {
@@ -248,9 +249,9 @@ fn forged(mut scene: Scene, reverse_path: u16) -> Result<Scene> {
     Ok(scene)
 }
 
-/// What is asked of a pod's interface that the node's routes do not lead to: one in a segment with the uplink, one of a switch
-/// in which the node has no address, and one whose pod routes for others. None of them speaks as the node or as a service, and
-/// none of the first two as a pod elsewhere.
+/// The check of a pod's interface that the node's routes do not lead to: one in a segment with the uplink, one of a
+/// switch in which the node has no address, and one whose pod routes for others. None of them can send as the node or
+/// as a service, and neither of the first two as a pod elsewhere.
 fn pods_in_a_switch_speak_as_the_routes_let_them() -> Result<()> {
     let mut scene = Scene::new()?;
     for (asked, segments) in [
@@ -324,7 +325,7 @@ fn in_a_switch(mut scene: Scene, asked: u16, segments: [u32; 2]) -> Result<Scene
     Ok(scene)
 }
 
-/// Who forges a source ends nobody's connection, even by a guess of its numbers, and gives nobody's fragments other ports.
+/// A forged source ends no connection, even with the right numbers, and gives no fragments other ports.
 fn what_is_forged_says_nothing_of_a_flow() -> Result<()> {
     scene(|scene| {
         for v4 in [true, false] {
@@ -397,7 +398,7 @@ fn what_is_forged_says_nothing_of_a_flow() -> Result<()> {
     })
 }
 
-/// From the port of a connection by way of a VIP, its client dials the endpoint itself. While the first one lives, the
+/// From the port of a connection through a VIP, its client dials the endpoint itself. While the first one lives, the
 /// endpoint sees another port of the client's; when it is over, the client's own, at once.
 fn who_dials_an_endpoint_itself_hears_from_it() -> Result<()> {
     scene(|scene| {
@@ -432,7 +433,7 @@ fn who_dials_an_endpoint_itself_hears_from_it() -> Result<()> {
                 scene.throw(at, false, &ended.frame())?;
                 Ok(())
             };
-            // While the other lives, the endpoint sees another port: the answers to both are told apart by it.
+            // While the other lives, the endpoint sees another port, which distinguishes the answers to both.
             let lives = |what: &str| -> Result<()> {
                 let (output, counted) = scene.throw(at.0, false, &direct.frame())?;
                 let of = |key: &FlowKey| key.dst == Addr::from(endpoint.0);
@@ -476,7 +477,7 @@ fn who_dials_an_endpoint_itself_hears_from_it() -> Result<()> {
             let old = u64::from(now()?.number().wrapping_sub(u16::try_from(seconds / 4)?));
             ages(&scene.rig.conntrack, Some(Tick::from_ns(old << 32)))?;
             passes("after another that nobody ended")?;
-            // What is removed is nobody's, in both directions.
+            // After its removal, packets of both directions are unknown.
             begin()?;
             for (key, _) in scene.rig.conntrack.entries() {
                 ensure!(scene.rig.conntrack.remove(&key), "{key:?} was there");
@@ -499,7 +500,7 @@ fn now() -> Result<Tick> {
     Ok(Tick::from_ns(seconds * 1_000_000_000))
 }
 
-/// How many seconds ago each flow was used; and makes it another time, if one is given.
+/// Returns how many seconds ago each flow was used, and sets another time if there is one.
 fn ages(table: &Table, to: Option<Tick>) -> Result<Vec<u32>> {
     let mut ages = Vec::new();
     for (key, mut flow) in table.entries() {
@@ -512,8 +513,8 @@ fn ages(table: &Table, to: Option<Tick>) -> Result<Vec<u32>> {
     Ok(ages)
 }
 
-/// By UDP a client may listen for minutes without a word, and an endpoint may be told things for minutes
-/// and not answer: the flow is one as long as either of them speaks.
+/// For UDP a client may listen for minutes without sending, and an endpoint may receive for minutes without answering:
+/// the flow lives as long as either of them sends.
 fn whoever_only_listens_keeps_the_flow() -> Result<()> {
     scene(|scene| {
         for v4 in [true, false] {
@@ -545,7 +546,7 @@ fn whoever_only_listens_keeps_the_flow() -> Result<()> {
                     ("an answer", "veth-small", &answer),
                     ("a request", at, &asked),
                 ] {
-                    // Neither has spoken for almost as long as an answered flow is kept.
+                    // Neither has sent for almost the whole timeout of an answered flow.
                     let ticks = Timeouts::DEFAULT.of(State::Answered) / 4 - 3;
                     let old = u64::from(now()?.number().wrapping_sub(u16::try_from(ticks)?));
                     ages(table, Some(Tick::from_ns(old << 32)))?;
@@ -562,7 +563,7 @@ fn whoever_only_listens_keeps_the_flow() -> Result<()> {
     })
 }
 
-/// A flow that is not over and goes, as another wants its room, is counted.
+/// A live flow that is evicted is counted.
 fn what_is_pushed_out_is_counted() -> Result<()> {
     const FLOWS: usize = 200;
     let mut scene = Scene::with_flows(32)?;
@@ -588,8 +589,8 @@ fn what_is_pushed_out_is_counted() -> Result<()> {
     })
 }
 
-/// Where programs may be preempted, each takes a place of its own and gives it back; if none is left, the packet
-/// is dropped, and nobody's place is used twice.
+/// If programs may be preempted, each takes a place of its own and gives it back. If none is left, the packet is
+/// dropped, and no place is used twice.
 fn a_program_that_was_preempted_keeps_its_place() -> Result<()> {
     const PLACES: u32 = 4;
     Scene::new()?.inside(|scene| {
@@ -624,7 +625,7 @@ fn a_program_that_was_preempted_keeps_its_place() -> Result<()> {
                 left.verdict
             );
         }
-        // Elsewhere nobody asks.
+        // Without preemption the programs do not look.
         scene.world.configure(&mut scene.rig, plain_config())?;
         scene.forget()?;
         let (output, _) = scene.throw("eth0", false, &frame)?;

@@ -1,4 +1,4 @@
-//! Headers: rare ones, lying ones, fragments.
+//! Headers: rare ones, contradictory ones, fragments.
 
 use anyhow::Result;
 use dataplane_common::Reason;
@@ -52,7 +52,7 @@ fn headers_that_are_rare_are_passed_or_left_alone() -> Result<()> {
             many.extensions = vec![extension(DESTINATION, 0); 7];
             let frame = many.frame();
             check(scene, "seven", ("eth0", false), &frame, &Then::Alone, &[])?;
-            // A fragment header of what is no fragment (RFC 6946).
+            // A fragment header of a packet that is not a fragment (RFC 6946).
             let mut atomic = request(false, tcp);
             atomic.part = Some(Part {
                 from: 0,
@@ -99,7 +99,7 @@ fn headers_that_are_rare_are_passed_or_left_alone() -> Result<()> {
                     &[],
                 )?;
             }
-            // A tag within the packet: it is some VLAN's.
+            // A tag within the packet: it belongs to a VLAN.
             let mut tagged = request(v4, true).frame();
             tagged.splice(12..12, [0x81, 0, 0, 42]);
             check(scene, "tagged", ("eth0", false), &tagged, &Then::Alone, &[])?;
@@ -108,7 +108,7 @@ fn headers_that_are_rare_are_passed_or_left_alone() -> Result<()> {
     })
 }
 
-/// Whatever they carry, and to whom; from others than pods they are passed as they are.
+/// For any payload and destination; packets of hosts that are no pods pass unchanged.
 fn source_routes_of_pods_are_refused() -> Result<()> {
     use protocol::{DESTINATION, HOP_BY_HOP, ROUTING};
     let near = |packet: &Packet| Packet {
@@ -148,7 +148,7 @@ fn source_routes_of_pods_are_refused() -> Result<()> {
                 routed(&what, &extended)?;
                 routed(&what, &other(&extended, protocol::ICMP6))?;
                 routed(&what, &other(&extended, 132))?;
-                // To nobody's service, and to many hosts.
+                // To a destination without a service, and to many hosts.
                 extended.dst = "fd66::6".parse()?;
                 routed(&what, &extended)?;
                 for from in [0, 8] {
@@ -232,7 +232,7 @@ fn headers_that_lie_are_left_alone() -> Result<()> {
             for length in LINK + header..whole.len() {
                 malformed(&format!("cut to {length} bytes"), &whole[..length])?;
             }
-            // Cut short honestly: what is left of the transport header does not do.
+            // Cut short with matching lengths: the rest of the transport header is too short.
             let least = if tcp { 20 } else { 8 };
             let at = if v4 { 16 } else { 18 };
             for left in 0..least {
@@ -362,8 +362,8 @@ fn fragments_follow_their_first() -> Result<()> {
                 let then = sent(scene, PLAIN.out, PLAIN.at, &passed(&back, vip, client));
                 check(scene, "back", (PLAIN.out, false), &back.frame(), &then, &[])?;
             }
-            // Another datagram's, whose first nobody saw: at an address that others use too it may be
-            // theirs; a cluster IP is nobody's else.
+            // Of another datagram, whose first fragment was not seen: at an address that has other uses the fragment
+            // may belong to them; a cluster IP has no other use.
             whole.identification = 0x7778;
             whole.part = Some(parts[1]);
             check(

@@ -23,10 +23,10 @@ use dataplane_proof::{
     world::{self, To},
 };
 
-/// What becomes of a packet.
+/// The expected treatment of a packet.
 #[derive(Debug)]
 pub enum Then {
-    /// Left as it was.
+    /// The packet is left alone.
     Alone,
     Dropped,
     /// This, sent on or back.
@@ -40,7 +40,7 @@ pub enum Then {
 /// The families and protocols that everything is tried with.
 const ALL: [(bool, bool); 4] = [(true, true), (true, false), (false, true), (false, false)];
 
-/// The link-layer address of whoever sends.
+/// The link-layer address of the sender.
 const SENDER: [u8; 6] = [2, 8, 8, 8, 8, 8];
 
 pub fn ip(v4: bool, text4: &str, text6: &str) -> IpAddr {
@@ -48,7 +48,7 @@ pub fn ip(v4: bool, text4: &str, text6: &str) -> IpAddr {
     text.parse().expect("an address of this file")
 }
 
-/// The addresses of service `n` (see the world's list): what is in front of it, and its port.
+/// Returns the addresses of service `n` (see the world's list): its VIP and port, by kind.
 pub fn vip(v4: bool, kind: &str, n: u16) -> (IpAddr, u16) {
     match kind {
         "cluster" => (
@@ -88,7 +88,7 @@ pub fn packet(tcp: bool, from: End, to: End, tcp_flags: u8) -> Packet {
     }
 }
 
-/// The same between two others, one hop further.
+/// Returns the packet between two other ends, one hop further.
 fn passed(packet: &Packet, from: End, to: End) -> Packet {
     let mut packet = packet.clone();
     (packet.src, packet.dst) = (from.0, to.0);
@@ -100,8 +100,8 @@ fn passed(packet: &Packet, from: End, to: End) -> Packet {
     packet
 }
 
-/// What leaves by `out` for a packet that arrived at `at`: with the link-layer addresses of the way
-/// if the neighbour's is known; if not, the kernel writes them later, and those that it had stay.
+/// Returns the packet that leaves by `out` for a packet that arrived at `at`: with the link-layer addresses of the way
+/// if the neighbour's is known; if not, the kernel writes them later, and the earlier ones stay.
 fn sent(scene: &Scene, at: &str, out: &str, packet: &Packet) -> Then {
     let mut packet = packet.clone();
     let (at, mac) = scene.world.interface(at);
@@ -190,7 +190,7 @@ fn scene(work: impl FnOnce(&Scene) -> Result<()> + Send) -> Result<()> {
     on(Scene::new()?, work)
 }
 
-/// Does something on a scene where the programs are told what they usually are.
+/// Does something on a scene with the programs' usual configuration.
 pub fn on(mut scene: Scene, work: impl FnOnce(&Scene) -> Result<()> + Send) -> Result<()> {
     scene.inside(|scene| {
         scene.world.configure(&mut scene.rig, plain_config())?;

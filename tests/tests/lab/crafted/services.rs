@@ -1,4 +1,4 @@
-//! What services make of packets.
+//! The translation of packets to services.
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{Addr, Port, Protocol, Reason, packet::FlowKey};
@@ -27,7 +27,7 @@ fn every_kind_of_service_is_translated_there_and_back() -> Result<()> {
                 scene.forget()?;
                 way.begin(scene, v4, tcp)?;
                 way.answer(scene, v4, tcp, flags::SYN | flags::ACK)?;
-                // Whatever comes then is of the same flow.
+                // Later packets belong to the same flow.
                 let (client, vip, seen, endpoint) = way.ends(v4);
                 for bits in [flags::ACK, flags::ACK | flags::PSH, flags::ACK | flags::FIN] {
                     let request = packet(tcp, client, vip, bits);
@@ -55,7 +55,7 @@ fn affinity_and_hairpins() -> Result<()> {
             );
             itself.begin(scene, v4, tcp)?;
             itself.answer(scene, v4, tcp, flags::ACK | flags::SYN)?;
-            // A client keeps its endpoint, whatever its port; of many, not all have the same.
+            // A client keeps its endpoint for all of its ports; many clients have different ones.
             scene.forget()?;
             let protocol = if tcp { Protocol::TCP } else { Protocol::UDP };
             let vip = vip(v4, "cluster", 7);
@@ -107,9 +107,9 @@ fn affinity_and_hairpins() -> Result<()> {
     })
 }
 
-/// What an endpoint's socket sends to a service's port goes to that service before anything sees its packet:
-/// so no client is given such a port, be it its own: neither one that node ports have, usually or here, nor one
-/// of the node's own address. (TCP's answers are no calls.)
+/// If an endpoint's socket sends to a service's port, the packet goes to this service before any program sees it. So no
+/// client gets such a port, even if it is its own: not a node port, in the default range or in use here, and not one of
+/// the node's own address. (TCP's answers are no calls.)
 fn no_answer_goes_to_a_service() -> Result<()> {
     scene(|scene| {
         for (v4, tcp) in ALL {

@@ -12,7 +12,7 @@ use super::{
     vip,
 };
 
-/// A flow of a client through a service with one endpoint, and how that sees it.
+/// A flow of a client through a service with one endpoint, and the endpoint's view of it.
 pub struct Way {
     pub service: u16,
     pub kind: &'static str,
@@ -69,7 +69,7 @@ pub const WAYS: &[Way] = &[
         ("veth-small", SMALL, 80),
         Some(GATEWAY),
     ),
-    // From a pod, to the cluster IP: not masqueraded; to the others it is.
+    // From a pod, to the cluster IP: not masqueraded; to the other addresses it is.
     way(
         (13, "cluster"),
         ("veth-near", NEAR),
@@ -82,7 +82,7 @@ pub const WAYS: &[Way] = &[
         ("veth-small", SMALL, 80),
         Some(GATEWAY),
     ),
-    // Local policy: from outside the endpoint here, who sees the client; from a pod another one.
+    // Local policy: from outside, the endpoint here sees the client; a pod reaches another endpoint.
     way((4, "node"), ("veth-near", NEAR), ("eth0", FAR, 8080), None),
     way(
         (4, "balancer"),
@@ -131,7 +131,7 @@ impl Way {
         let client = (ip(v4, self.client[0], self.client[1]), 20_000);
         let ([a, b], port) = self.endpoint;
         let seen = self.masqueraded.map_or(client.0, |[a, b]| ip(v4, a, b));
-        // The client's own port: it is free, and none of the host's.
+        // The client's own port: it is free, and outside of the host's range.
         let seen = (seen, client.1);
         (
             client,
@@ -202,7 +202,7 @@ impl Way {
     }
 }
 
-/// The way whose flows the odd packets below are of: masqueraded, to a pod.
+/// The way of the flows to which the odd packets below belong: masqueraded, to a pod.
 pub const PLAIN: &Way = &WAYS[0];
 
 /// Wants a packet of a new flow to `PLAIN` to be translated as any other.

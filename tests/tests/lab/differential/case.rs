@@ -1,4 +1,4 @@
-//! What is tried, and what was seen.
+//! The cases, and their results.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -43,7 +43,7 @@ impl At {
 }
 
 impl Numbered {
-    /// The service, with a TCP and a UDP port, of every address that there is.
+    /// Returns the service, with a TCP and a UDP port, at every kind of address.
     pub fn service(self) -> Service {
         let n = self.number;
         let node_port = 30_000 + u16::from(n);
@@ -61,7 +61,7 @@ impl Numbered {
         )
     }
 
-    /// One of its addresses.
+    /// Returns one of its addresses.
     pub fn at(self, at: At, v4: bool) -> SocketAddr {
         let n = self.number;
         let node_port = 30_000 + u16::from(n);
@@ -84,11 +84,11 @@ impl Numbered {
 /// A client that tries an address.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Case {
-    /// Who.
+    /// The client.
     pub client: String,
-    /// What, in words.
+    /// The destination, in words.
     pub what: String,
-    /// Which kind of address of which service, if it is one.
+    /// The service and the kind of its address, if it is one.
     pub service: Option<(Numbered, At)>,
     /// Where to.
     pub to: SocketAddr,
@@ -121,7 +121,7 @@ impl Case {
         cases
     }
 
-    /// A client with an address that is no service's, by TCP and by UDP.
+    /// Returns the cases of a client with an address that does not belong to a service, by TCP and by UDP.
     pub fn other(client: &str, what: &str, to: &str) -> [Self; 2] {
         [false, true].map(|udp| Self {
             client: client.into(),
@@ -133,7 +133,7 @@ impl Case {
         })
     }
 
-    /// Whether it is this kind of address of a service.
+    /// Whether the destination is this kind of address of a service.
     pub fn is_at(&self, at: At) -> bool {
         self.service.is_some_and(|(_, of)| of == at)
     }
@@ -156,12 +156,12 @@ impl fmt::Display for Case {
     }
 }
 
-/// What became of the tries.
+/// The results of a case.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Seen {
     /// Which endpoints answered, and where they saw the client come from.
     pub answers: BTreeMap<String, BTreeSet<IpAddr>>,
-    /// Which of them saw the client's own port most of the time (a random one may be that one).
+    /// Which of them saw the client's own port most of the time (a random port may be the client's).
     pub own_port: BTreeMap<String, bool>,
     /// How others failed: `refused`, `timeout`, or an error's name.
     pub failures: BTreeSet<String>,
@@ -192,7 +192,7 @@ impl Seen {
         seen
     }
 
-    /// Everything that was seen at either time; of the port, what was seen the other time.
+    /// Joins the results of both times; for the port, `other` counts.
     pub fn and(&self, other: &Self) -> Self {
         let mut both = self.clone();
         for (endpoint, sources) in &other.answers {
@@ -219,7 +219,7 @@ impl Seen {
         *self == Self::failed(failure)
     }
 
-    /// The same, with the client's own port at each endpoint.
+    /// Returns the results with the client's own port at each endpoint.
     pub fn with_own_port(mut self) -> Self {
         self.own_port = self
             .answers
@@ -229,7 +229,7 @@ impl Seen {
         self
     }
 
-    /// At least one attempt was answered.
+    /// Whether at least one attempt was answered.
     pub fn answered(&self) -> bool {
         !self.answers.is_empty()
     }

@@ -11,11 +11,10 @@ use super::{
 };
 use crate::manifest::Service;
 
-/// kube-proxy's modes that are compared with. Mode iptables writes the same rules whichever
-/// `iptables` there is.
+/// kube-proxy's modes for the comparison. Mode iptables writes the same rules for every variant of `iptables`.
 pub const MODES: [Mode; 2] = [Mode::IptablesNft, Mode::Nftables];
 
-/// What people read about the differences.
+/// The page of the differences.
 const DOCS: &str = include_str!("../../../../docs/differences.md");
 
 /// A comparison to be made.
@@ -30,8 +29,8 @@ pub struct Comparison<'a> {
 impl Comparison<'_> {
     /// Makes it.
     pub fn run(&self) -> Result<()> {
-        // Ours is the first of them. All are at work at the same time: a case that is tried again is
-        // tried by everybody, or one mode would be held against what was seen for another one's sake.
+        // The dataplane is the first of them. All run at one time: a case that is tried again is tried in all worlds.
+        // Otherwise one mode would be compared with results that were joined for another mode.
         let worlds = || -> Result<Vec<World>> {
             let modes = MODES.into_iter().map(Worker::KubeProxy);
             std::iter::once(Worker::Dataplane)
@@ -54,8 +53,8 @@ impl Comparison<'_> {
             }
         }
         drop(first);
-        // What differs for good does so in another lab, too. What does not was this one's: one flow
-        // among thousands whose endpoint a busy machine never let answer.
+        // A real difference also occurs in another lab. A difference that does not was this lab's: one flow among
+        // thousands whose endpoint a busy machine never let answer.
         let (doubtful, cases) = self.doubtful(&seen);
         if !doubtful.is_empty() {
             for (world, seen) in worlds()?.iter().zip(&mut seen) {
@@ -101,8 +100,8 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    /// The cases that were not seen as they should be with any of the modes, by number. What was seen
-    /// here comes first.
+    /// Returns the cases whose results are not as expected for one of the modes, by number. The results here come
+    /// first.
     fn doubtful(&self, seen: &[Vec<Seen>]) -> (Vec<usize>, Vec<Case>) {
         let (here, there) = seen.split_first().expect("ours");
         let as_it_should_be = |number: &usize| {
@@ -117,8 +116,7 @@ impl Comparison<'_> {
             .unzip()
     }
 
-    /// What should be seen here where `there` was seen with kube-proxy, and which differences make it
-    /// so.
+    /// Returns the expected results here for the results `there` with kube-proxy, and the differences that were used.
     fn expect(&self, mode: Mode, number: usize, there: &Seen) -> (Seen, Vec<usize>) {
         let case = &self.cases[number];
         let mut expected = there.clone();
@@ -135,8 +133,8 @@ impl Comparison<'_> {
     }
 }
 
-/// Tries some of the cases again. What was answered at either time counts; what failed only at first
-/// may have done so because the machine was busy.
+/// Tries some of the cases again. Answers of either time count; a failure only at the first time may have happened
+/// because the machine was busy.
 fn again(
     world: &World,
     cases: &[Case],

@@ -8,10 +8,9 @@ use super::case::{At, Case, Seen};
 
 /// A difference: where kube-proxy shows a client something, we show it something else.
 pub struct Difference {
-    /// What it is, as `docs/differences.md` has it.
+    /// The difference, in the words of `docs/differences.md`.
     pub what: &'static str,
-    /// What is seen here instead of what is seen with kube-proxy in this mode; nothing if it is the
-    /// same.
+    /// Returns the results here for results with kube-proxy in this mode; `None` if they are equal.
     pub here: fn(&Case, Mode, &Seen) -> Option<Seen>,
 }
 
@@ -28,8 +27,8 @@ fn own_address(case: &Case) -> Option<IpAddr> {
 }
 
 impl Case {
-    /// Whether it is a load balancer's address that is only for some. Ranges of one family leave
-    /// the other family's addresses open.
+    /// Whether it is a load balancer's address with source ranges. Ranges of one family leave the other family's
+    /// addresses open.
     fn is_ranged(&self) -> bool {
         self.service.is_some_and(|(service, at)| {
             at == At::LoadBalancer
@@ -60,8 +59,7 @@ pub static OWN_ADDRESS: Difference = Difference {
     },
 };
 
-/// Processes of the node itself keep their port; their address is the one that they are masqueraded
-/// to.
+/// Processes of the node itself keep their port; their address is the one that they are masqueraded to.
 pub static OWN_PORT: Difference = Difference {
     what: "Source port that endpoints see, from the node itself",
     here: |case, _, there| case.is_from_node().then(|| there.clone().with_own_port()),
@@ -129,7 +127,7 @@ pub static PRIMARY_ADDRESS: Difference = Difference {
     },
 };
 
-/// Masqueraded flows keep the client's port where it cannot be one of the node's own.
+/// Masqueraded flows keep the client's port if the port cannot be one of the node's own.
 pub static KEPT_PORT: Difference = Difference {
     what: "Source port that endpoints see, of a masqueraded flow",
     here: |case, _, there| {
@@ -151,7 +149,7 @@ pub static NOT_PERMITTED: Difference = Difference {
     },
 };
 
-/// Mode iptables looks at what the node itself sends only if it is for a cluster IP.
+/// Mode iptables looks at packets of the node itself only if they are for a cluster IP.
 pub static REFUSED_TO_NODE: Difference = Difference {
     what: "A load balancer's address or an external IP without endpoints, from the node itself",
     here: |case, mode, there| {
@@ -161,7 +159,7 @@ pub static REFUSED_TO_NODE: Difference = Difference {
     },
 };
 
-/// At the socket there is a way to say no at once.
+/// At the socket a program can refuse at once.
 pub static NO_LOCAL: Difference = Difference {
     what: "`internalTrafficPolicy: Local` without an endpoint on the node",
     here: |case, _, there| {
@@ -170,7 +168,7 @@ pub static NO_LOCAL: Difference = Difference {
     },
 };
 
-/// What the node itself sends to a load balancer with source ranges goes where the routes lead.
+/// Packets of the node itself to a load balancer with source ranges follow the routes.
 pub static RANGED_FROM_NODE: Difference = Difference {
     what: "Load balancers' addresses with `loadBalancerSourceRanges`, from the node itself",
     here: |case, _, there| {

@@ -1,10 +1,9 @@
-//! kube-proxy's rules and the dataplane, one after the other in the same cluster: whom each client
-//! reaches, whom the endpoint takes it for, and how it fails must be the same.
+//! kube-proxy's rules and the dataplane, one after the other in one cluster: the endpoint that each client reaches, the
+//! client's address that the endpoint sees, and the failures must be equal.
 //!
-//! The rules are those that kube-proxy writes for the same manifests ([`dataplane_peers`]); that they
-//! do what the real ones do is the first scenario. Where the dataplane is meant to differ is listed
-//! in [`differences`], and a difference that is not listed, or one that is listed and not seen, fails
-//! the scenario.
+//! The rules are those that kube-proxy writes for the same manifests ([`dataplane_peers`]); the first scenario proves
+//! that they work like the real ones. The intended differences of the dataplane are listed in [`differences`]. A
+//! difference that is not listed, or one that is listed and does not occur, fails the scenario.
 
 pub mod case;
 mod compare;

@@ -240,7 +240,7 @@ fn traffic_policies_and_terminating_endpoints() -> Result<()> {
     comparison.run()
 }
 
-/// kube-proxy's TestLoadBalancer: who may use a load balancer's addresses.
+/// kube-proxy's TestLoadBalancer: the clients of a load balancer's addresses.
 fn source_ranges() -> Result<()> {
     const EXT: Numbered = numbered("for-ext", 31);
     const PODS: Numbered = numbered("for-pods", 32);
@@ -450,7 +450,7 @@ fn source_ports() -> Result<()> {
     let all = Case::all(
         &clients,
         &[HERE, THERE, HERE_ETP],
-        // One only: from one port through two VIPs to one endpoint, not both can keep it.
+        // Only one: from one port through two VIPs to one endpoint, only one flow can keep the port.
         &[At::NodePort],
     );
     // Within the range that the node's own sockets get theirs from, and beside it.

@@ -1,5 +1,5 @@
-//! What real clients saw with the real kube-proxy (`tests/data/kube-proxy-1.36`): the same is seen
-//! with the rules that the other scenarios take for kube-proxy's.
+//! The results of real clients with the real kube-proxy (`tests/data/kube-proxy-1.36`) are equal to those with the
+//! rules that the other scenarios use for kube-proxy's.
 
 use std::{collections::BTreeSet, fmt, path::Path};
 
@@ -33,8 +33,7 @@ const CLIENTS: [(&str, &str); 6] = [
     ("ping", "pod"),
 ];
 
-/// What a client saw: which endpoints, and whether they saw the client's own address; or how it
-/// failed.
+/// A client's result: the endpoints, and whether they saw the client's own address; or the failure.
 #[derive(Debug, PartialEq, Eq)]
 enum Shown {
     Answered(BTreeSet<(String, bool)>),
@@ -105,7 +104,7 @@ fn shown(client: &str, outcome: &str) -> Option<Shown> {
         "pod" => "10.244.0.10",
         "ext" => "192.168.77.2",
         "b1" => "10.244.0.101",
-        // What the node calls itself is the address that faces the endpoint.
+        // The node's name for itself is the address that faces the endpoint.
         _ => "10.244.0.1",
     };
     let mut words = outcome.split_whitespace();
@@ -169,7 +168,7 @@ fn compare(mode: Mode, recording: &str) -> Result<()> {
         let mut there = row.shown;
         let mut here = answered_or_failed(&seen, &own);
         if row.name.contains("_affinity") {
-            // Which one it is, is drawn: that it is one, is compared.
+            // The endpoint is drawn: the comparison is only that there is one.
             for shown in [&mut there, &mut here] {
                 if let Shown::Answered(endpoints) = shown
                     && let [(_, own)] = *endpoints.iter().collect::<Vec<_>>()

@@ -45,7 +45,7 @@ fn world(worker: Worker) -> Result<World> {
     World::start(worker, &Settings::base(), &services)
 }
 
-/// Each endpoint gets its third, as far as chance goes: with kube-proxy's rules as with ours.
+/// Each endpoint gets its third, within chance: with kube-proxy's rules and with the dataplane.
 fn endpoints_share_equally() -> Result<()> {
     const TRIES: u32 = 900;
     // Five standard deviations of the number of hits among 900 of probability 1/3.
@@ -79,13 +79,12 @@ fn endpoints_share_equally() -> Result<()> {
     Ok(())
 }
 
-/// A client has one endpoint of a service's port, at whichever address of the service, and another
-/// client may have another.
+/// A client has one endpoint of a service's port, at every address of the service, and another client may have another.
 fn a_clients_endpoint_is_kept_by_its_address() -> Result<()> {
     let clients = ["vm", "ext", "ext2", "far"];
     let cases: Vec<Case> = Case::all(&clients, &[STICKY], &At::ALL)
         .into_iter()
-        // Replies of node2's pods to each other need not come back to who translated.
+        // Replies of node2's pods to each other need not come back to the translating node.
         .filter(|case| case.client != "far" || !case.is_at(At::ClusterIp))
         .collect();
     for worker in workers() {

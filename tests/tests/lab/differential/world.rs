@@ -17,7 +17,7 @@ use crate::{
     manifest::{Manifests, Service},
 };
 
-/// Who serves node1.
+/// The worker that serves node1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Worker {
     /// The rules that kube-proxy would write.
@@ -38,7 +38,7 @@ pub struct Tries {
 }
 
 impl Tries {
-    /// Were one of two endpoints missed by chance, the flow would be tried again.
+    /// If chance misses one of two endpoints, the flow is tried again.
     pub const FEW: Self = Self {
         count: 10,
         timeout_ms: 300,
@@ -58,12 +58,12 @@ impl Tries {
     };
 }
 
-/// What both are told, besides the services.
+/// The settings of both workers, besides the services.
 #[derive(Debug, Clone, Default)]
 pub struct Settings {
     /// kube-proxy's settings.
     pub cluster: Cluster,
-    /// The same as arguments of `dataplane run`.
+    /// These settings as arguments of `dataplane run`.
     pub arguments: Vec<&'static str>,
     /// Another address of node1's uplink.
     pub second_address: Option<&'static str>,
@@ -72,7 +72,7 @@ pub struct Settings {
 /// Networks that lead to node1 from everywhere in the lab.
 const VIPS: [&str; 3] = ["10.96.0.0/12", "203.0.113.0/24", "198.51.100.0/24"];
 const VIPS6: [&str; 3] = ["fd00:10:96::/108", "2001:db8:113::/64", "2001:db8:100::/64"];
-/// Who serves as an endpoint: three pods on node1, one on node2, and the nodes themselves.
+/// The hosts that serve as endpoints: three pods on node1, one on node2, and the nodes themselves.
 const SERVERS: [&str; 6] = ["e1", "e2", "e3", "vm", "node1", "node2"];
 
 /// The ports that clients use.
@@ -88,7 +88,7 @@ pub fn pod_networks() -> LocalDetector {
 }
 
 impl Settings {
-    /// Pods are told by their addresses.
+    /// Settings that recognise pods by their addresses.
     pub fn base() -> Self {
         Self {
             cluster: Cluster {
@@ -104,10 +104,9 @@ impl Settings {
     }
 }
 
-/// The lab: endpoints `e1` and `e2` on node1 and `e3` on node2; the clients `vm` (of which node1's
-/// programs see packets only) and `pod` (whose sockets they see) on node1 and `far` on node2; `ext`
-/// and `ext2` outside. `world` is where node1's default route leads: it takes everything and says
-/// nothing.
+/// The lab: endpoints `e1` and `e2` on node1 and `e3` on node2; the clients `vm` (of which node1's programs see packets
+/// only) and `pod` (whose sockets they see) on node1 and `far` on node2; `ext` and `ext2` outside. `world` is where
+/// node1's default route leads: it accepts every packet and answers none.
 pub fn lab() -> Result<Lab> {
     let lab = Lab::builder()
         .node("node1")
@@ -126,17 +125,17 @@ pub fn lab() -> Result<Lab> {
     let world = lab.external("world");
     node1.ip(&format!("route add default via {}", world.ipv4()))?;
     node1.ip(&format!("-6 route add default via {}", world.ipv6()))?;
-    // The pod e2 refuses what is for a port at which nobody listens.
+    // The pod e2 refuses packets to a port without a listener.
     for host in [node1, lab.pod("e2")] {
         unlimited_icmp(host)?;
     }
-    // Told otherwise, it says that it knows no route.
+    // Without these routes it would answer that there is no route.
     world.ip("route add blackhole default")?;
     world.ip("-6 route add blackhole default")?;
     let others = [lab.node("node2"), lab.external("ext"), lab.external("ext2")];
     for host in others {
-        // A node that sends out what came in by the same link tells the sender of a shorter way,
-        // which leads past the translation.
+        // A node that forwards packets by the link at which they came sends redirects to a shorter route, which
+        // bypasses the translation.
         host.sysctl("ipv4/conf/all/accept_redirects", "0")?;
         host.sysctl("ipv4/conf/eth0/accept_redirects", "0")?;
         for (net, net6) in VIPS.iter().zip(VIPS6) {
@@ -165,8 +164,8 @@ pub struct World {
     manifests: Option<Manifests>,
     _servers: Vec<Process>,
     pub lab: Lab,
-    /// Which port a client's next attempt has. Flows from one port of a client through two VIPs to
-    /// one endpoint would be in each other's way, with kube-proxy as with us.
+    /// The port of a client's next attempt. Flows from one port of a client through two VIPs to one endpoint would be
+    /// in each other's way, with kube-proxy and with the dataplane.
     next_port: Cell<u16>,
 }
 
@@ -194,7 +193,7 @@ impl World {
         Ok(world)
     }
 
-    /// Likewise, in a lab that exists, with these manifests and servers; the lab's first node is served.
+    /// As [`World::start`], in an existing lab, with these manifests and servers; the lab's first node is served.
     pub fn start_in(
         lab: Lab,
         worker: Worker,
@@ -228,12 +227,12 @@ impl World {
         })
     }
 
-    /// The dataplane's agent, if there is one.
+    /// Returns the dataplane's agent, if there is one.
     pub fn agent(&self) -> Option<&Agent> {
         self.agent.as_ref()
     }
 
-    /// A host by its name, whatever it is.
+    /// Returns a host by its name, of any role.
     pub fn host(&self, name: &str) -> &Host {
         let hosts = self.lab.hosts();
         hosts
@@ -244,14 +243,14 @@ impl World {
 
     /// Has every case's client try it so many times.
     pub fn see(&self, cases: &[Case], tries: Tries) -> Result<Vec<Seen>> {
-        // So many at a time that those who wait for nothing hold up nobody, and so few that the
-        // others are answered in time.
+        // So many at a time that waits for no answer delay no other client, and so few that the others are answered in
+        // time.
         let parallel = if emulated() { 12 } else { 64 };
         let reports = self.reports(cases, tries, parallel)?;
         Ok(reports.iter().map(Seen::of).collect())
     }
 
-    /// Likewise, so many flows of each client at the same time, with every attempt.
+    /// As [`World::see`], with so many flows of each client at one time, and with every attempt.
     pub fn reports(&self, cases: &[Case], tries: Tries, parallel: usize) -> Result<Vec<Report>> {
         let mut by_client: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
         for (number, case) in cases.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! Situations in which people's nodes are: each is a row, and a row is tried in two equal labs, beside kube-proxy's rules
-//! and beside the dataplane. The client must see the same with both.
+//! Situations in which people's nodes are: each is a row, and a row is tried in two equal labs, beside kube-proxy's
+//! rules and beside the dataplane. The client's results must be equal in both.
 //!
 //! To add a row, add one line to the `ROWS` of the file whose idea it is (`sockets.rs` for what sockets do):
 //!
@@ -79,7 +79,7 @@ fn sockets_in_situations() -> Result<()> {
     compare(sockets::ROWS)
 }
 
-/// What people read about the differences.
+/// The documentation of the differences.
 const DOCS: &str = include_str!("../../../../docs/differences.md");
 
 /// The ports of endpoints, and of the outside host.
@@ -161,7 +161,7 @@ impl Row {
     }
 }
 
-/// A lab in which somebody serves the [services] at node `n`.
+/// A lab in which kube-proxy's rules or the dataplane serve the [services] at node `n`.
 pub struct Situation {
     world: World,
     _manifests: Manifests,

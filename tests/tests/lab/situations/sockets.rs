@@ -1,4 +1,4 @@
-//! What sockets of a node and its pods do.
+//! Rows about sockets of a node and its pods.
 
 use super::{Row, row};
 

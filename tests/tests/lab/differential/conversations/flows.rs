@@ -11,13 +11,13 @@ use nix::sched::{CloneFlags, setns};
 /// A flow.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kept {
-    /// Its state, as `dataplane conntrack` says it.
+    /// Its state, in the words of `dataplane conntrack`.
     pub state: String,
-    /// For how many seconds it is kept, if no packet comes.
+    /// Its remaining time in seconds, if no packet comes.
     pub seconds: u64,
 }
 
-/// Whether it is UDP, and the client's port.
+/// Key of a flow: whether it is UDP, and the client's port.
 pub type By = (bool, u16);
 
 /// Runs something in a thread that is in a host's network namespace.
@@ -32,7 +32,7 @@ pub fn inside<T: Send>(host: &Host, work: impl FnOnce() -> Result<T> + Send) -> 
     })
 }
 
-/// Those of the kernel's own conntrack (`ct_seq_show` in `net/netfilter/nf_conntrack_standalone.c`).
+/// Returns the flows of the kernel's own conntrack (`ct_seq_show` in `net/netfilter/nf_conntrack_standalone.c`).
 pub fn of_the_kernel(node: &Host, v6: bool) -> Result<HashMap<By, Kept>> {
     let text = inside(node, || {
         std::fs::read_to_string("/proc/thread-self/net/nf_conntrack")
@@ -81,7 +81,7 @@ pub fn of_ours(bpffs: &Path, v6: bool) -> Result<HashMap<By, Kept>> {
     while flows.read(&mut batch) {
         for flow in batch.iter().filter(|flow| flow.client().is_ipv6() == v6) {
             if flow.is_over(now, &timeouts) {
-                // Nobody's any more, and collected at leisure.
+                // The flow is over, and will be collected.
                 continue;
             }
             let udp = flow.protocol() == Protocol::UDP;

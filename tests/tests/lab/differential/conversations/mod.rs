@@ -1,6 +1,6 @@
-//! The packet path's flows and the kernel's: the same conversations go, packet by packet, through a node with
-//! kube-proxy's rules, whose flows the kernel's own conntrack keeps, and through a node with the dataplane. After each
-//! packet the same must have arrived at the same end, and the flow must be in the same state and be kept for as long.
+//! The packet path's flows and the kernel's: the conversations go, packet by packet, through a node with kube-proxy's
+//! rules, whose flows the kernel's own conntrack has, and through a node with the dataplane. After each packet both
+//! nodes must have delivered the same packet to the same end, and the flow must be in one state with one timeout.
 //!
 //! The generator knows TCP and UDP, and nothing of either table. Where the dataplane is meant to differ is
 //! listed in [`DIFFERENCES`]; each has a row in `docs/differences.md`.
@@ -37,12 +37,13 @@ scenarios! {
     conversations_end_when_the_kernels_do,
 }
 
-/// Conversations that are tried unless more are asked for; and of one pair of labs with short timeouts, which pass while they are sent.
+/// The default number of conversations; and that for one pair of labs with short timeouts, which pass while packets are
+/// sent.
 const SHORT: usize = 500;
 /// Conversations of one pair of labs: a client has a port for each.
 const BATCH: usize = 5000;
 
-/// For how many seconds flows are kept where their end is waited for.
+/// The timeout of flows in seconds, if the scenario waits for their end.
 const SHORT_TIMEOUT: u64 = 20;
 /// Every timeout of the kernel's (`net.netfilter.nf_conntrack_…`), and of ours.
 const TIMEOUTS: [&str; 12] = [
@@ -62,7 +63,7 @@ const TIMEOUTS: [&str; 12] = [
 const OUR_TIMEOUTS: &str = "packets: {timeouts: {tcpSynSent: 20s, tcpSynReceived: 20s, tcpEstablished: 20s, \
      tcpFinWait: 20s, tcpCloseWait: 20s, tcpLastAck: 20s, tcpTimeWait: 20s, tcpClose: 20s, udp: 20s, udpStream: 20s}}";
 
-/// The node ports of the service, by TCP and by UDP, and the endpoint's port, at which nobody listens.
+/// The node ports of the service, by TCP and by UDP, and the endpoint's port, which has no listener.
 const TCP: u16 = 30_080;
 const UDP: u16 = 30_053;
 const ENDPOINT: u16 = 7777;
@@ -93,7 +94,7 @@ fn conversations_are_the_kernels_by_ipv6() -> Result<()> {
     })
 }
 
-/// With short timeouts: whether the flow is there for as long, and is gone when it is gone.
+/// With short timeouts: both sides have the flow for equally long.
 fn conversations_end_when_the_kernels_do() -> Result<()> {
     compare(Kind {
         v6: false,
@@ -105,7 +106,7 @@ fn conversations_end_when_the_kernels_do() -> Result<()> {
 #[derive(Clone, Copy)]
 struct Kind {
     v6: bool,
-    /// Whether flows are kept for [`SHORT_TIMEOUT`], whatever their state, and their end is waited for.
+    /// Whether flows have the timeout [`SHORT_TIMEOUT`] in every state, and the scenario waits for their end.
     short: bool,
 }
 
@@ -152,7 +153,7 @@ fn compare(kind: Kind) -> Result<()> {
                     Verdict::Same => {}
                     Verdict::Row(row) => {
                         used[row] += 1;
-                        // Only one of them has followed: the rest differs, too.
+                        // Only one of them has followed the packet: later states differ, too.
                         if row == 4 && state(there) != state(here) {
                             break;
                         }
@@ -184,15 +185,15 @@ fn compare(kind: Kind) -> Result<()> {
 /// The observation after a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct After {
-    /// What arrived where.
+    /// The packets that arrived.
     seen: Vec<Seen>,
-    /// The flow, if it is there.
+    /// The flow, if there is one.
     kept: Option<Kept>,
     /// For how many seconds the packets of this step were sent, and what came of them was read.
     seconds: u64,
 }
 
-/// Runs the conversations, all of them at a time: the first steps of all, then the second ones.
+/// Runs all conversations at one time: the first steps of all, then the second ones.
 fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<After>>> {
     let lab = world::lab()?;
     let service = |lab: &Lab| {
@@ -283,7 +284,7 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
     Ok(all)
 }
 
-/// What becomes of a comparison.
+/// The result of a comparison.
 enum Verdict {
     Same,
     /// The number of the row of docs/differences.md.
@@ -291,7 +292,7 @@ enum Verdict {
     Unexplained,
 }
 
-/// Whether both saw the same, or which difference it is. `before`: what we saw in the step before.
+/// Compares the results of both, and finds the difference that explains them. `before`: our result of the step before.
 fn explained(
     talk: &Conversation,
     step: usize,
@@ -314,8 +315,8 @@ fn explained(
                 .iter()
                 .any(|seen| is_for_other_side(talk, step, seen))
         };
-        // What overtakes is one of the connection's own; a stray SYN-ACK may be taken for the answer; and after a stray
-        // segment, the kernel's window may be the stray one's.
+        // A packet that overtakes is one of the connection's own; a stray SYN-ACK may count as the answer; and after a
+        // stray segment, the kernel's window may be the stray one's.
         let own = talk.trouble == Some(Trouble::Order) || talk.has_rst(step);
         let same = states[0] == states[1]
             || before.and_then(state) == states[1]
@@ -364,12 +365,12 @@ fn explained(
     Verdict::Unexplained
 }
 
-/// The state of the flow, if it is there.
+/// Returns the state of the flow, if there is one.
 fn state(after: &After) -> Option<&str> {
     after.kept.as_ref().map(|kept| &*kept.state)
 }
 
-/// Whether what was seen is the packet of a step, at the other side.
+/// Whether a packet that arrived is the packet of a step, at the other side.
 fn is_for_other_side(talk: &Conversation, step: usize, seen: &Seen) -> bool {
     matches!(talk.steps[step], Step::Packet(sent) if sent.by_client != seen.at_client)
 }

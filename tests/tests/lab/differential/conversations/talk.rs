@@ -1,4 +1,4 @@
-//! Conversations: who sends what, one packet after the other.
+//! Conversations: the packets of both sides, one after the other.
 
 use std::fmt;
 
@@ -35,7 +35,7 @@ pub enum About {
     Size,
 }
 
-/// What happens next.
+/// The next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     Packet(Sent),
@@ -47,7 +47,7 @@ pub enum Step {
 /// A disturbance of a conversation, by the network or by a stranger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trouble {
-    /// A packet overtakes the one before it, which may have been lost and sent again.
+    /// A packet overtakes the one before it, which may have been lost and repeated.
     Order,
     /// A packet arrives once more, later.
     Late,
@@ -84,7 +84,7 @@ impl fmt::Debug for Sent {
     }
 }
 
-/// What both sides of a TCP connection send next, and what each has seen of the other.
+/// The next numbers of both sides of a TCP connection, and those that each has seen of the other.
 struct Ends {
     steps: Vec<Step>,
     next: [u32; 2],
@@ -245,7 +245,7 @@ impl Conversation {
             return ends.send(true, ACK, 0);
         }
         match rng.random_range(0..10) {
-            // Nobody answers.
+            // The endpoint does not answer.
             0 => return,
             1 => return ends.send(false, RST | ACK, 0),
             _ => ends.send(false, SYN | ACK, 0),

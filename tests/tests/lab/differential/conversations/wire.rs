@@ -29,10 +29,10 @@ const SILENCE: Duration = Duration::from_millis(60);
 const V6: usize = 40;
 const ETHERTYPE_V6: u16 = 0x86dd;
 
-/// Somebody's address and port.
+/// An address and port.
 type At = (IpAddr, u16);
 
-/// What arrived.
+/// A packet that arrived.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Seen {
     pub at_client: bool,
@@ -71,10 +71,10 @@ impl End {
                 Ok(socket)
             };
             let domain = if v6 { Domain::IPV6 } else { Domain::IPV4 };
-            // IPPROTO_RAW: what is sent has its own header.
+            // IPPROTO_RAW: packets that are sent have their own header.
             let out = open(domain, Type::RAW, 255)?;
             out.set_mark(MARK)?;
-            // A raw socket of IPv6 does not tell the header of what it receives.
+            // A raw socket of IPv6 does not return the header of received packets.
             let ins = if v6 {
                 let link = i32::from(ETHERTYPE_V6.to_be());
                 vec![open(Domain::PACKET, Type::DGRAM, link)?]
@@ -106,7 +106,7 @@ impl End {
     }
 }
 
-/// Both ends, and what is between them.
+/// Both ends, and the node between them.
 pub struct Site<'a> {
     client: End,
     endpoint: End,
@@ -114,7 +114,7 @@ pub struct Site<'a> {
     talks: &'a [Conversation],
     /// Where the endpoint has seen each conversation's client.
     seen_as: Vec<Option<At>>,
-    /// What each side of each conversation has received last, the client first.
+    /// The last packet that each side of each conversation has received, the client first.
     last: Vec<[Vec<u8>; 2]>,
 }
 
@@ -178,7 +178,7 @@ impl<'a> Site<'a> {
             }
         };
         let mut packet = Packet {
-            // By this the other end knows which conversation it is.
+            // The other end recognises the conversation by this number.
             identification: u32::try_from(number + 1)?,
             numbers: sent.numbers,
             ..Packet::new(from.0, to.0, payload)
@@ -195,7 +195,7 @@ impl<'a> Site<'a> {
         end.send(&packet)
     }
 
-    /// Sends an ICMP error, if there is a packet to complain of.
+    /// Sends an ICMP error, if there is a packet for it.
     pub fn complain(&self, number: usize, complaint: Complaint) -> Result<()> {
         let end = self.end(complaint.by_client);
         let quoted = &self.last[number][usize::from(!complaint.by_client)];
@@ -299,7 +299,7 @@ fn number(packet: &[u8], v6: bool) -> Option<usize> {
     usize::from(word(packet, if v6 { 2 } else { 4 })?).checked_sub(1)
 }
 
-/// Reads a packet: of which conversation it is, whom it comes from, and what it says.
+/// Parses a packet: returns its conversation, its sender, and its contents.
 fn read(packet: &[u8], v6: bool, at_client: bool) -> Option<(usize, At, Seen)> {
     let (header, protocol) = header(packet, v6)?;
     let is_icmp = protocol == wire::protocol::ICMP || protocol == wire::protocol::ICMP6;
@@ -326,7 +326,7 @@ fn read(packet: &[u8], v6: bool, at_client: bool) -> Option<(usize, At, Seen)> {
     } else {
         let ports = [word(packet, header)?, word(packet, header + 2)?];
         from.1 = ports[0];
-        // The client's port tells, also of what the node sends; at the endpoint, that may be another one.
+        // The client's port shows the conversation, also for packets of the node; at the endpoint, the port may differ.
         of = if at_client {
             usize::from(ports[1].checked_sub(FIRST_PORT)?)
         } else {
