@@ -156,7 +156,6 @@ fn a_fin_counts_if_both_numbers_are_plausible() {
 
 /// A sender that does not know the numbers cannot move a position to a number that it knows, and cannot begin the flow
 /// anew.
-/// anew.
 #[test]
 fn strangers_move_no_position() {
     let (client, server) = (0x1000_0000, 0x9000_0000);

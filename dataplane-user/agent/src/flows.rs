@@ -178,7 +178,6 @@ pub fn import(
 /// connection.
 ///
 /// These ports take at most half of the room for flows.
-/// They take at most half of the flows that there is room for.
 fn hold_ports(conntrack: &Conntrack, snapshot: &Snapshot) -> io::Result<Listed> {
     let asked = kernel::conntrack::now();
     let most = conntrack.capacity() as usize / 2;

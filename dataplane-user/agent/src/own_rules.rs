@@ -4,7 +4,6 @@
 //! A program at a socket replaces the VIP before any rule of the pod sees it. A sidecar's rules that redirect
 //! connections, and rules of a cluster inside of a pod, then see an endpoint. The kernel does not report rules in other
 //! network namespaces, so the thread looks at them.
-//! so the thread looks at them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,4 +1,4 @@
-//! The packet path's programs on interfaces: where they are, what becomes of them, and of others'.
+//! The packet path's programs on interfaces: where the agent attaches and detaches them, beside others' programs.
 
 use std::fs;
 
@@ -112,13 +112,13 @@ fn programs_follow_interfaces() -> Result<()> {
     node.ip("link delete veth-new")?;
     becomes(&cluster, "veth-new", None)?;
 
-    // A bridge is left alone until it is the way out; a dummy always.
+    // A bridge gets programs only once a default route makes it an uplink; a dummy never does.
     node.ip("link add br9 type bridge")?;
     node.ip("addr add 10.99.0.1/24 dev br9")?;
     node.ip("link set br9 up")?;
     node.ip("route add default via 10.99.0.2 dev br9")?;
     becomes(&cluster, "br9", Some("uplink"))?;
-    // It stays one: a route that goes comes back when the network is restarted.
+    // It stays an uplink: a route that goes comes back when the network is restarted.
     node.ip("route del default via 10.99.0.2 dev br9")?;
     node.ip("link set br9 down")?;
     becomes(&cluster, "br9", Some("uplink"))?;
@@ -132,7 +132,7 @@ fn a_restarted_agent_swaps_programs_in_place() -> Result<()> {
     let before = programs(&cluster)?;
     ensure!(!before.is_empty());
     cluster.agent.kill();
-    // Without the agent they go on, and are known by it.
+    // Without an agent the programs go on; the next agent replaces them in place.
     ensure!(programs(&cluster)? == before);
     cluster.agent.start()?;
     let after = programs(&cluster)?;
@@ -280,7 +280,7 @@ fn off_and_on_again() -> Result<()> {
         (json!({ "conntrackFlows": 4096 }), true, 4096),
         (json!({ "enabled": false }), false, 0),
         (json!({}), true, usual),
-        // Tables that are there keep their size.
+        // Existing tables keep their size.
         (json!({ "conntrackFlows": 4096 }), true, usual),
         (json!({ "enabled": false }), false, 0),
     ] {
@@ -340,7 +340,7 @@ fn flows_by_a_new_interface_have_its_address() -> Result<()> {
     let refused = cluster.verdicts(Reason::NoNodeAddress)? - before;
     ensure!(refused > 0, "nothing was tried in between: {report:?}");
 
-    // The same without an address: then as the kernel would choose.
+    // Without an address: the source that the kernel would choose.
     node.ip("link delete veth-late")?;
     make()?;
     node.ip("link set veth-late up")?;
@@ -351,8 +351,8 @@ fn flows_by_a_new_interface_have_its_address() -> Result<()> {
     })
 }
 
-/// As libvirt makes it: a bridge of the node with an address and taps, which is no network plug-in's. The machine's own port is a
-/// pair here, which the operator excludes from pods'.
+/// As libvirt makes it: a bridge of the node with an address and taps, without a network plug-in. The machine's own
+/// port is a pair here, which the operator excludes from pods' interfaces.
 fn machines_at_a_bridge_of_the_node_are_served() -> Result<()> {
     let lab = Cluster::lab_of_packets()?;
     let (node, machine) = (lab.node("node2"), lab.pod("sleep"));

@@ -1,7 +1,8 @@
-//! IPsec policies of the node: what they cover never leaves in clear by the packet path.
+//! IPsec policies of the node: packets that a policy covers never leave in clear by the packet path.
 //!
-//! Most policies here have templates but no association, so the kernel itself sends nothing that they cover, whether or not
-//! it has ESP: whatever arrives left in clear. On a kernel with ESP, such as the guest's, one scenario has associations.
+//! Most policies here have templates but no association, so the kernel itself sends no covered packet, whether or not
+//! it has ESP: any packet that arrives left in clear. On a kernel with ESP, such as the guest's, one scenario has
+//! associations.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -135,7 +136,7 @@ fn what_a_policy_covers_is_refused() -> Result<()> {
             let told: serde_json::Value = cluster.agent.dataplane(question).json()?;
             ensure!(told["reason"] == Reason::IpsecPolicy.word(), "{told:#}");
             let before = refused(&cluster)?;
-            // Longer than an answer took before, and nothing is to come.
+            // Longer than an answer took before, and no packet may come.
             let moment = Some(patience(Duration::from_secs(2)));
             socket.set_read_timeout(moment)?;
             stream.set_read_timeout(moment)?;
@@ -150,7 +151,7 @@ fn what_a_policy_covers_is_refused() -> Result<()> {
             fails(client, &at(80).to_string(), CONNECT, "TIMEOUT")?;
             fails(client, &at(53).to_string(), DATAGRAM, "TIMEOUT")?;
             ensure!(refused(&cluster)? > before, "{what}: nothing was counted");
-            // Another way, which it does not cover.
+            // Through an endpoint that the policy does not cover.
             let near = vip
                 .replace("10.96.0.10", "10.96.0.11")
                 .replace("::10", "::11");
@@ -178,7 +179,7 @@ fn what_a_policy_covers_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// A policy without templates lets pass what it covers, where it comes before those that have some.
+/// A policy without templates lets the packets that it covers pass, where it comes before policies that have some.
 fn what_a_policy_lets_pass_is_served() -> Result<()> {
     let cluster = cluster()?;
     let node = cluster.lab.node("node2");
@@ -213,7 +214,7 @@ fn what_a_policy_lets_pass_is_served() -> Result<()> {
     }
     // The kernel itself lets it pass, too.
     reaches(client, "10.244.1.5:7", "connect", &["far"])?;
-    // A block among it.
+    // Then with a narrower policy that blocks.
     let block = "src 10.244.2.0/24 dst 10.244.1.5/32 dir out";
     policy(node, "add", &format!("{block} priority 5 action block"))?;
     eventually(|| fails(client, "10.96.0.10:80", CONNECT, "TIMEOUT"))?;
@@ -266,7 +267,7 @@ struct Net {
     node: &'static str,
     pods: &'static str,
     pods6: &'static str,
-    /// The number of the association of what leaves here.
+    /// The SPI of outgoing packets.
     spi: u32,
 }
 

@@ -1,5 +1,5 @@
 //! `dataplane iptables`: which variant of iptables a namespace needs, with real programs and rules on each side of the
-//! kernel; and whose the rules are.
+//! kernel; and the owners of the rules.
 
 use std::{
     fs,
@@ -83,7 +83,7 @@ fn variant(answer: &Value, family: &str) -> Result<String> {
     Ok(decision(answer, family)?.0)
 }
 
-/// Rules of the node's side of the kernel, as those see them who look without a program of iptables.
+/// The legacy tables as the kernel lists them, without a program of iptables.
 fn legacy_tables(host: &Host) -> Result<String> {
     on(host, |_| {
         let names = ["ip", "ip6"].map(|family| {
@@ -202,7 +202,7 @@ fn detect_tells_the_side_that_holds_rules() -> Result<()> {
     ensure!(sides == wanted, "{sides:?}");
     load(lab.pod("near"), "nft -f -", "delete table ip6 filter")?;
 
-    // Rules of nft come first; with both sides there is a problem to tell.
+    // Rules of nft take precedence; with rules of both variants the command reports a problem.
     load(lab.pod("near"), "ip6tables-nft-restore", FILTER6)?;
     load(lab.pod("near"), "iptables-nft-restore", FILTER)?;
     let answer = of_pod()?;
@@ -225,10 +225,10 @@ fn on_path(name: &str) -> Result<PathBuf> {
     Ok(fs::canonicalize(path)?)
 }
 
-/// Copies a program to a place below a root, and its libraries to where they are.
+/// Copies a program to a place below a root, and its libraries to their paths there.
 fn copy_program(name: &str, root: &Path, place: &str) -> Result<()> {
     let program = on_path(name)?;
-    // The loader itself answers; a program without libraries runs, and says something else.
+    // The loader itself answers; a program without libraries runs, and prints something else.
     let libraries = Local::new(&program)
         .arg("--version")
         .env("LD_TRACE_LOADED_OBJECTS", "1")
@@ -251,7 +251,6 @@ fn copy_program(name: &str, root: &Path, place: &str) -> Result<()> {
     Ok(())
 }
 
-/// All files below a directory.
 /// All files below a directory.
 pub fn walk(directory: &Path) -> Result<Vec<PathBuf>> {
     let (mut files, mut open) = (Vec::new(), vec![directory.to_owned()]);
@@ -364,7 +363,7 @@ fn detect_runs_the_programs_of_another_root() -> Result<()> {
         .and_then(|path| path.parent())
         .context("no libxtables")?
         .join("xtables");
-    // Where the library looks: with /lib for a link to /usr/lib, below the latter.
+    // The library looks there: with /lib for a link to /usr/lib, below the latter.
     let outside = fs::canonicalize(Path::new("/").join(inside.strip_prefix(root.path())?))?;
     let inside = root.path().join(outside.strip_prefix("/")?);
     fs::create_dir_all(&inside)?;
@@ -442,7 +441,7 @@ fn detect_without_programs_reads_the_kernel() -> Result<()> {
     Ok(())
 }
 
-/// Of an owner: what becomes of its rules, how many it has, and the words for its conflicts.
+/// An owner in the report: the plan for its rules, their number, and its conflicts in words.
 fn owner(report: &Value, name: &str) -> Result<(String, usize, Vec<String>)> {
     let mut owners = report["owners"].as_array().into_iter().flatten();
     let found = owners
@@ -617,7 +616,7 @@ fn the_report_says_what_it_cannot_read() -> Result<()> {
         missing[0].ends_with("apt-get install iptables"),
         "{missing:?}"
     );
-    // The kernel tells what it has of its own, without nft.
+    // The kernel lists its own form of the rules, without nft.
     let owners = report["owners"].to_string();
     ensure!(owners.contains("x counter packets 0 bytes 0"), "{report:#}");
     // The error of a line that no program writes has its number.
@@ -667,7 +666,7 @@ fn cleanup(lab: &Lab, host: &Host, more: &[&str]) -> Result<Value> {
     Ok(dataplane(lab, host, &[&["cleanup"], more].concat())?.json()?)
 }
 
-/// Rules of others, with a chain of theirs, before those of an owner; and more behind them.
+/// Rules of others, with a chain of theirs, before an owner's rules; and more after them.
 const BEFORE: &str = "*nat\n:mine - [0:0]\n:KUBE-HOSTPORTS - [0:0]\n\
     -A PREROUTING -p tcp -m comment --comment \"first \\\"x\\\"\" -j mine\n-A mine -p udp -j RETURN\n\
     -A KUBE-HOSTPORTS -p tcp -j RETURN\nCOMMIT\n*filter\n-A FORWARD -p udp -m multiport --dports 1,2 -j DROP\nCOMMIT";
@@ -719,7 +718,7 @@ fn cleanup_leaves_what_is_not_kube_proxys() -> Result<()> {
             "{mode}: {done:#}"
         );
         let after = everything(node)?;
-        // This chain is the kubelet's as well.
+        // The kubelet uses this chain, too.
         let kept: Vec<&String> = with
             .iter()
             .filter(|line| {
@@ -827,8 +826,8 @@ fn cleanup_leaves_what_is_not_istios() -> Result<()> {
     Ok(())
 }
 
-/// Those of ambient and of TPROXY go with the routes that only they lead to; those of others stay, and so does a route that
-/// a rule of others leads to.
+/// Ambient's and TPROXY's rules go with the routes that only they lead to; others' rules stay, and so does a route that
+/// one of these leads to.
 fn cleanup_removes_istios_routing_rules() -> Result<()> {
     let lab = lab()?;
     let pod = lab.pod("near");
@@ -903,7 +902,7 @@ fn cleanup_waits_for_what_is_translated() -> Result<()> {
     Ok(())
 }
 
-/// Makes the sets that rules of Istio's agent ask on a node.
+/// Makes the sets that the rules of Istio's agent use on a node.
 pub fn make_istios_sets(host: &Host) -> Result<()> {
     on(host, |_| {
         for v4 in [true, false] {
@@ -914,8 +913,8 @@ pub fn make_istios_sets(host: &Host) -> Result<()> {
     })
 }
 
-/// `DATAPLANE_ISTIO_RULES` names a directory with Istio's source, or its test data: files `*.golden` that have what its programs
-/// write for many configurations. Each that the kernel takes is loaded, and removed.
+/// `DATAPLANE_ISTIO_RULES` names a directory with Istio's source, or its test data: files `*.golden` with the rules
+/// that its programs write for many configurations. Each that the kernel takes is loaded, and removed.
 fn cleanup_removes_istios_own_examples() -> Result<()> {
     let Some(root) = std::env::var_os("DATAPLANE_ISTIO_RULES") else {
         println!(

@@ -218,7 +218,7 @@ fn a_foreign_pin_is_named_and_left_alone() -> Result<()> {
     Ok(())
 }
 
-/// A foreign link in the place of one of ours likewise.
+/// A foreign link in the place of one of ours is named, and stays, too.
 fn a_pin_of_another_kind_is_named() -> Result<()> {
     let place = Place::new()?;
     drop(place.open()?);
@@ -471,8 +471,8 @@ impl log::Log for Captured {
     fn flush(&self) {}
 }
 
-/// A fault that the plan never makes: a key whose pool is not there. Refused rather than passed on
-/// to who knows where, counted, and a line in the agent's log.
+/// A fault that the plan never makes: a key whose pool is missing. The programs refuse the connection instead of
+/// passing it on, and count it, and the agent logs it.
 pub fn a_dangling_reference_is_refused_counted_and_logged() -> Result<()> {
     log::set_logger(&CAPTURED).map_err(|error| anyhow::anyhow!("{error}"))?;
     log::set_max_level(log::LevelFilter::Info);
@@ -555,7 +555,7 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
     let peers = Map::Array(MapData::from_pin(place.map("PEERS"))?);
     let mut peers = Array::<MapData, [u64; size_of::<PeerSets>() / 8]>::try_from(peers)?;
     connect()?;
-    // One that is closed when it is connected to something else, at a port that no endpoint has.
+    // A socket that is closed while it is connected to another address, at a port that no endpoint has.
     let report: Report = node
         .probe("udp")
         .args([
@@ -600,8 +600,8 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
     Ok(())
 }
 
-/// A frontend's bit is there before the frontend is and until the last of its prefix has gone; and
-/// whatever an agent that died left of it, too much or too little, the next puts right.
+/// The agent sets a frontend's bit before it adds the frontend, and clears the bit after the last frontend of the
+/// prefix is gone. If an agent dies in between, the next one puts missing and superfluous bits right.
 fn the_filter_follows_the_frontends() -> Result<()> {
     let place = Place::new()?;
     let mut kernel = place.open()?;
@@ -635,7 +635,7 @@ fn the_filter_follows_the_frontends() -> Result<()> {
     ensure!(seen(&kernel) == [true, false, true]);
     ensure!(kernel.tables().filtered_out()?.is_empty());
 
-    // As an agent leaves it that dies between a bit and its frontend, or worse.
+    // An agent that dies between a bit and its frontend leaves a wrong filter; these are worse.
     drop(kernel);
     let vips = Map::Array(MapData::from_pin(place.map("VIPS"))?);
     let mut vips = Array::<MapData, [u64; 4]>::try_from(vips)?;

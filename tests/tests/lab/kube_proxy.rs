@@ -1,8 +1,8 @@
-//! The same objects, the same clients: what they saw with the real kube-proxy (recorded in
-//! `tests/data/kube-proxy-1.36`, once for each of two of its modes), and what they see here.
+//! Clients' results with the dataplane, compared with their results with the real kube-proxy for the same objects
+//! (recorded in `tests/data/kube-proxy-1.36`, once for each of two of its modes).
 //!
-//! Every difference is in a table below, and in `docs/differences.md` with its reason. Only what
-//! begins at a socket on the node is compared: `ext` is another machine.
+//! Every difference is in a table below, and in `docs/differences.md` with its reason. Only connections that begin at a
+//! socket on the node are compared: `ext` is another machine.
 
 use std::{collections::BTreeMap, fmt, fs};
 
@@ -139,7 +139,7 @@ pub fn endpoint(lab: &Lab, name: &str) -> Result<Process> {
     Ok(pod.serve(&["--tcp", &tcp, "--udp", &udp])?)
 }
 
-/// Asks as often as leaves no doubt who answers.
+/// Connects often enough to see every endpoint.
 fn see(client: &Host, to: &str) -> Result<Seen> {
     let report = ask(client, to, "connect --count 1 --timeout-ms 400")?;
     if report.answered == 0 {
@@ -195,7 +195,7 @@ fn what_clients_see_is_what_kube_proxy_shows_them() -> Result<()> {
             let mut here = see(client, row.to)?;
             let mut there = row.seen;
             if row.name == "pod_affinity" {
-                // Which one it is, is drawn: that it is one, is compared.
+                // The test compares that one endpoint answers, and not which one: that is drawn.
                 for seen in [&mut here, &mut there] {
                     if let Seen::Answered { endpoints, .. } = seen
                         && endpoints.len() == 1
@@ -220,7 +220,7 @@ fn what_clients_see_is_what_kube_proxy_shows_them() -> Result<()> {
     Ok(())
 }
 
-/// Mode and row, what kube-proxy's rules do, and what the dataplane does.
+/// Mode and row, the result with kube-proxy's rules, and the result with the dataplane.
 const DIFFERENCES: &[&str] = &[
     "iptables: hairpin_b1 10.96.1.1:80: b1+b2 masqueraded -> b1+b2",
     "iptables: pod 192.168.77.1:30080: b1+b2 masqueraded -> b1+b2",

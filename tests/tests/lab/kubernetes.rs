@@ -62,7 +62,7 @@ impl Site {
         Self::prepare_with(objects, |agent| agent)
     }
 
-    /// Likewise, with an agent that is made otherwise.
+    /// Likewise, with changes to the agent.
     fn prepare_with(
         objects: impl FnOnce(&Lab) -> Vec<Value>,
         otherwise: impl FnOnce(AgentBuilder) -> AgentBuilder,
@@ -325,7 +325,8 @@ fn a_server_that_is_away_costs_no_connection() -> Result<()> {
     Ok(())
 }
 
-/// No packet says that the way to the server is gone: what a firewall does, or a machine that lost power.
+/// The connection to the server breaks without a packet that says so, as by a firewall, or by a machine that lost
+/// power.
 fn a_connection_that_is_cut_without_a_word_is_noticed() -> Result<()> {
     let site = Site::start(web)?;
     let (node, server) = (site.lab.node("node2"), site.lab.external("ext"));
@@ -361,7 +362,7 @@ fn a_connection_that_is_cut_without_a_word_is_noticed() -> Result<()> {
     Ok(())
 }
 
-/// How an object claims the API server's address and port.
+/// Ways in which an object claims the API server's address and port.
 #[derive(Clone, Copy, Debug)]
 enum Claim {
     ExternalIp,
@@ -372,7 +373,7 @@ enum Claim {
 }
 
 impl Claim {
-    /// The object that has it.
+    /// The object that claims it.
     fn object(self, lab: &Lab, api: Ipv4Addr) -> Result<Value> {
         let mut thief = objects::service("thief", "10.96.0.66".parse()?);
         let spec = &mut thief["spec"];
@@ -423,7 +424,7 @@ fn takes_no_way_to_the_api_server(claim: Claim) -> Result<()> {
         _ => lab.external("ext"),
     };
     let (host, api) = (host.clone(), host.ipv4());
-    // Where it serves itself, as everywhere but in a lab.
+    // Where the node serves itself, as everywhere except in a lab.
     let mut site = Site::prepare_at(lab, host, web, |agent| agent.in_the_nodes_cgroup())?;
     site.agent.start()?;
     let cluster = site.server.cluster();
@@ -495,7 +496,7 @@ fn an_agent_that_starts_while_the_server_is_away_serves_on() -> Result<()> {
     Ok(())
 }
 
-/// Services are known and endpoints are not yet: what an earlier agent left stays as it is.
+/// Services are known and endpoints are not yet: the tables of an earlier agent stay as they are.
 fn nothing_is_written_before_everything_was_listed() -> Result<()> {
     let mut site = Site::start(web)?;
     site.agent.kill();
@@ -517,7 +518,7 @@ fn nothing_is_written_before_everything_was_listed() -> Result<()> {
     site.reaches(&["far", "near"])
 }
 
-/// Of a fresh node: only the kubelet's question about life is answered with yes.
+/// On a fresh node: only the kubelet's liveness probe succeeds.
 fn readiness_waits_for_the_first_sync() -> Result<()> {
     let mut site = Site::prepare(web)?;
     let faults = site.server.faults().clone();
@@ -586,7 +587,7 @@ fn node_ports_are_answered_on_the_addresses_of_the_node_object() -> Result<()> {
     reaches(client, "192.0.2.77:30080", how, &["far", "near"]).map(drop)
 }
 
-/// Settings that say nothing are an error at once; a server that refuses is one in `status`.
+/// Settings without a server are an error at once; a server that refuses is one in `status`.
 fn without_a_server_or_rights_the_agent_says_so() -> Result<()> {
     let mut site = Site::prepare(web)?;
     let missing = site.directory.path().join("missing");
@@ -632,8 +633,7 @@ fn exposed(lab: &Lab, name: &str) -> Value {
     object
 }
 
-/// A pod is scheduled, gets an address, is replaced by another, and ends: its host port is where it
-/// is.
+/// A pod is scheduled, gets an address, is replaced by another, and ends: its host port follows it.
 fn host_ports_of_pods_are_served() -> Result<()> {
     let mut site = Site::start(web)?;
     let (lab, cluster) = (&site.lab, site.server.cluster());
@@ -661,7 +661,7 @@ fn host_ports_of_pods_are_served() -> Result<()> {
     run(&site.agent, "services")?
         .exits(0)?
         .says(&["default/hostport:near"])?;
-    // The agent and the server are away, and it goes on.
+    // The host port stays while the agent and the server are away.
     site.agent.kill();
     served_by("near")?;
     site.server.go_away();
@@ -703,7 +703,7 @@ fn without_the_right_to_read_pods_the_rest_is_served() -> Result<()> {
     site.endpoints(&["near2"]);
     eventually(|| site.reaches(&["near2"]))?;
     site.server.faults().withhold(None);
-    // Sooner than the agent asks again by itself.
+    // A new agent lists the pods at once, before this one would do so by itself.
     site.agent.kill();
     site.agent.start()?;
     let outside = site.lab.external("ext");
@@ -752,7 +752,7 @@ fn labels_of_pods_and_namespaces_capture_and_release() -> Result<()> {
     captured(false)?;
     cluster.apply(objects::namespace("default", &ambient));
     captured(true)?;
-    // The pod's own word counts for more.
+    // The pod's own label takes precedence.
     pod(json!({ "istio.io/dataplane-mode": "none" }));
     captured(false)?;
     pod(json!({}));
@@ -827,8 +827,8 @@ fn who_may_reach_what_is_known_reaches_pods_elsewhere() -> Result<()> {
     eventually(|| reaches(&client, &unknown, "connect", &["near2"]).map(drop))
 }
 
-/// Many services and many changes, watches that break every other second: at the end the tables are
-/// what a fresh start makes of it. (`cargo xtask bench sync --soak` does it for minutes.)
+/// Many services and many changes, watches that break every other second: at the end the tables equal those of a fresh
+/// start. (`cargo xtask bench sync --soak` does it for minutes.)
 fn a_reader_that_dies_ends_the_agent_with_an_error() -> Result<()> {
     let mut site = Site::start(web)?;
     let Site {

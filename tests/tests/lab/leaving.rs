@@ -1,5 +1,5 @@
-//! kube-proxy's rules are removed from a node that has no other NAT rules (docs/kubernetes.md, "Migration
-//! from kube-proxy"): what hangs and ends then, and that `dataplane keep-nat` prevents it.
+//! kube-proxy's rules are removed from a node that has no other NAT rules (docs/kubernetes.md, "Migration from
+//! kube-proxy"): which connections hang and end then, and that `dataplane keep-nat` prevents it.
 
 use std::{iter, thread, time::Duration};
 
@@ -42,8 +42,8 @@ fn nft(node: &Host, rules: &str) -> Result<String> {
     Ok(node.command("nft").args([rules]).run()?)
 }
 
-/// Has clients connect through kube-proxy's rules, then through the agent beside them, then removes
-/// the rules. `keep`: as docs/kubernetes.md says it. `firewall`: where others use conntrack, too.
+/// Has clients connect through kube-proxy's rules, then through the agent beside them, then removes the rules. `keep`:
+/// by the steps of docs/kubernetes.md. `firewall`: with another user of conntrack.
 fn leave(keep: bool, firewall: bool) -> Result<Noticed> {
     let lab = Cluster::lab()?;
     let _server = serve(lab.pod("far"))?;
@@ -127,7 +127,7 @@ fn leave(keep: bool, firewall: bool) -> Result<Noticed> {
     run(&agent, "cleanup -o json")?.exits(0)?.says(&[table])?;
     ensure!(!nft(node, "list tables")?.contains("keep-nat"));
     run(&agent, "keep-nat")?.exits(0)?;
-    // Also where nothing else of the dataplane's is left.
+    // Also when nothing else of the dataplane is left.
     run(&agent, "cleanup -o json")?.exits(0)?.says(&[table])?;
     run(&agent, "cleanup")?.exits(0)?.says(&["Nothing"])?;
     Ok(noticed)

@@ -108,7 +108,7 @@ fn a_new_agent_catches_up() -> Result<()> {
     fails(cluster.client(), TO, "connect --timeout-ms 300", "TIMEOUT")
 }
 
-/// The links are the same ones with new programs in them, the tables are as they were, and the log
+/// The links are still those of the first agent, with new programs in them, the tables are as they were, and the log
 /// says so.
 fn a_restarted_agent_adopts_and_writes_nothing() -> Result<()> {
     let mut cluster = Cluster::start(|lab| vec![web(lab)])?;
@@ -158,7 +158,7 @@ fn a_restarted_agent_adopts_and_writes_nothing() -> Result<()> {
     Ok(())
 }
 
-/// Of fifty services one changed and one went while no agent ran: that is all that is written.
+/// Of fifty services one changed and one went while no agent ran: the next agent writes nothing else.
 fn only_what_changed_meanwhile_is_written() -> Result<()> {
     let name = |n: u8| format!("s{n}");
     let vip = |n: u8| format!("10.96.1.{n}");
@@ -219,7 +219,7 @@ fn a_second_agent_says_who_runs_and_ends() -> Result<()> {
     reaches(cluster.client(), TO, "connect --count 20", &["far", "near"]).map(drop)
 }
 
-/// An agent that takes the place of the one that runs and cannot go on then, because it wants one port twice.
+/// An agent that replaces the running one, and then cannot go on, because it wants one port twice.
 fn an_agent_takes_its_place_back() -> Result<()> {
     let mut cluster = Cluster::start(|lab| vec![web(lab)])?;
     let load = cluster
@@ -235,7 +235,7 @@ fn an_agent_takes_its_place_back() -> Result<()> {
         cluster.agent.id() == process && log.contains("taking over again"),
         "{log}"
     );
-    // It follows its source, and gives its place to one that can have it.
+    // The old agent follows its source, and hands over to an agent that can start.
     let other = Service::new("other", &["10.96.0.11"]).port("tcp", 80, TCP);
     cluster.manifests.write(&[
         web(&cluster.lab),

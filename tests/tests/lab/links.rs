@@ -1,4 +1,4 @@
-//! Links that go down and come up, and what else becomes of an interface while connections go on through it.
+//! Links that go down and come up, and other changes of an interface while connections go on through it.
 
 use std::{net::SocketAddr, thread, time::Duration};
 
@@ -40,7 +40,7 @@ const SCRIPTS: [(&str, &str); 6] = [
     ("not ARP", "link set eth0 arp off; link set eth0 arp on"),
 ];
 
-/// The pauses between the changes are of many lengths, so that they fall into all that the agent does.
+/// The pauses between the changes are of many lengths, so that the changes meet all phases of the agent's work.
 fn links_that_go_down_and_up_lose_no_connection() -> Result<()> {
     let door = |lab: &Lab| {
         let door = Service::new("door", &["10.96.0.14", "fd00:96::14"]);
@@ -49,7 +49,7 @@ fn links_that_go_down_and_up_lose_no_connection() -> Result<()> {
     };
     let cluster = Cluster::start(door)?;
     let (node, ext) = (cluster.lab.node("node2"), cluster.lab.external("ext"));
-    // Without it, a link that goes down loses its addresses of IPv6 for good.
+    // Without this setting, a link that goes down loses its addresses of IPv6 for good.
     node.sysctl("ipv6/conf/eth0/keep_addr_on_down", "1")?;
     let to = node
         .addresses()

@@ -57,8 +57,8 @@ fn get(from: &Host, url: &str) -> Result<Answer> {
     })
 }
 
-/// A client takes all connections of the ports that load balancers, the kubelet and Prometheus ask, and more, and says
-/// nothing: others are answered, and the client itself is with its next connection.
+/// A client takes all connections of the ports that load balancers, the kubelet and Prometheus ask, and more, and sends
+/// nothing: the agent answers others, and answers the client itself at its next connection.
 fn a_client_that_says_nothing_keeps_no_load_balancer_waiting() -> Result<()> {
     const MORE_THAN_THE_ROOM: usize = 300;
     let metrics = ["--metrics-addr", "0.0.0.0:15020", "--metrics-auth", "none"];
@@ -160,7 +160,7 @@ fn healthz_and_livez_answer_as_kube_proxys_do() -> Result<()> {
         findings.contains("ToBeDeletedByClusterAutoscaler") && status["healthy"] == true,
         "{status:#}"
     );
-    // It still says what it has.
+    // The service's own health check still succeeds.
     ensure!(get(ext, &format!("http://{addr}:30999/"))?.status == 200);
     cluster
         .manifests
@@ -199,7 +199,7 @@ fn a_service_is_asked_about_at_its_own_port() -> Result<()> {
         Ok(())
     })?;
 
-    // Another port, and then none, as the service becomes one that is not asked about.
+    // The port changes, and then goes, as the service no longer has a health check.
     cluster
         .manifests
         .write(&[web(&cluster.lab, Condition::Ready, 30_998)])?;
@@ -224,7 +224,7 @@ fn a_service_is_asked_about_at_its_own_port() -> Result<()> {
     .map(drop)
 }
 
-/// A service's endpoints of one family may be here and those of the other not.
+/// A service may have endpoints of one family here, and none of the other.
 fn each_family_has_its_own_answer() -> Result<()> {
     let cluster = Cluster::start(|lab| {
         let v4 = web(lab, Condition::Ready, 30_999);

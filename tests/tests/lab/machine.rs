@@ -31,7 +31,7 @@ scenarios! {
     a_hybrid_hierarchy_is_found,
 }
 
-/// The default directories and ports are there once.
+/// The default directories and ports exist once on a machine.
 static MACHINE: Mutex<()> = Mutex::new(());
 
 /// The root of the one cgroup v2 hierarchy, as the scenarios see it.
@@ -41,8 +41,8 @@ const ROOT: &str = "/sys/fs/cgroup";
 const TO: &str = "10.96.77.10:80";
 const TO_UDP: &str = "10.96.77.10:53";
 
-/// Gives whatever follows the mounts of a hybrid machine, as with systemd before version 243 and in
-/// some managed containers: cgroup v1 where v2 usually is, and v2 below it.
+/// Gives the commands that follow the mounts of a hybrid machine, as with systemd before version 243 and in some
+/// managed containers: cgroup v1 at the usual place of v2, and v2 below it.
 const HYBRID: &str = "set -e
     mount --make-rprivate /
     umount /sys/fs/cgroup
@@ -162,7 +162,7 @@ impl Node {
         })
     }
 
-    /// `dataplane` with these arguments and no others: it has to find everything by itself.
+    /// `dataplane` with these arguments and no others: it has to find its paths by itself.
     fn command(&self, arguments: &[&str]) -> Command {
         let mut words = self.enter.iter();
         let mut command = match words.next() {

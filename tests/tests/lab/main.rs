@@ -1,11 +1,10 @@
 //! The scenarios: real clients and servers in labs.
 //!
-//! A scenario is a function that builds the lab it needs and returns an error when what it saw is
-//! not what it should see. Scenarios run in parallel and do not touch each other; those that measure
-//! run alone. On a machine that
-//! cannot run them they are skipped, and why is printed; with `DATAPLANE_REQUIRE_PRIVILEGES=1`, as
-//! in CI, that is a failure. `DATAPLANE_SCENARIOS='kernel life::x'` leaves out all others: only the module `kernel` runs,
-//! and the scenario `x` of `life`.
+//! A scenario is a function that builds its lab, and returns an error when an observation differs from the expected
+//! one. Scenarios run in parallel and do not touch each other; those that measure run alone. A machine that cannot run
+//! them skips them and prints the reason; with `DATAPLANE_REQUIRE_PRIVILEGES=1`, as in CI, that is a failure.
+//! `DATAPLANE_SCENARIOS='kernel life::x'` leaves out all others: only the module `kernel` runs, and the scenario `x` of
+//! `life`.
 
 /// The scenarios of a module: `scenarios! { Dataplane: a, b }`, what they need and which functions
 /// they are.
@@ -132,9 +131,9 @@ const HEAVY: [&str; 3] = [
     "lab::kubernetes::a_restless_cluster",
 ];
 
-/// Written by scenarios that measure, so that nothing runs beside them. An emulated processor stands
-/// still while another's code is changed, as by every program that is loaded there, and counts that
-/// as time which it worked.
+/// Locked for writing by scenarios that measure, so that no other scenario runs beside them. An emulated processor
+/// stands still while the code of another one is changed, as by every program that is loaded there, and counts that as
+/// time which it worked.
 static ALONE: RwLock<()> = RwLock::new(());
 
 /// How long each scenario took, in the order of their ends.

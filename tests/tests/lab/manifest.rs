@@ -9,7 +9,7 @@ use std::{
 use dataplane_tests::Host;
 use serde_json::{Value, json};
 
-/// The namespace of services that say no other.
+/// The namespace of services that name none.
 const NAMESPACE: &str = "default";
 
 /// A `Service` and its `EndpointSlice`s.

@@ -86,7 +86,7 @@ fn ten_thousand_clients_keep_their_endpoints() -> Result<()> {
     Ok(())
 }
 
-/// With too little room, clients who are remembered keep their endpoint, and each who is not is counted.
+/// With too little room, remembered clients keep their endpoint, and every other client is counted.
 fn clients_without_room_are_counted() -> Result<()> {
     const ROOM: usize = 1024;
     let cluster = cluster(sticky, &["--max-affinity-clients", &ROOM.to_string()])?;

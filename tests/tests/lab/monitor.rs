@@ -89,7 +89,7 @@ fn decisions_are_shown_as_they_are_made() -> Result<()> {
             "nothing of {destination}: {text}"
         );
     }
-    // For people, and without an agent, who knows the names.
+    // As text, and without an agent, which would know the names.
     let line = listen(&cluster.agent, "--reason translated --count 1")?.wait()?;
     ensure!(
         line.contains(" -> 10.244.2.1") && line.contains(" translated default/"),
@@ -133,7 +133,7 @@ fn filters_let_through_what_was_asked_for() -> Result<()> {
             ensure!(text.contains(value), "{filter}: nothing of {value}: {text}");
         }
     }
-    // Only an agent knows names: without one it would wait for ever.
+    // Only an agent knows names: without an agent, the command would wait for ever.
     cluster.agent.kill();
     run(&cluster.agent, "monitor --service default/web --count 1")?
         .exits(1)?
@@ -156,8 +156,7 @@ fn one_listens_at_a_time() -> Result<()> {
     run(&cluster.agent, "monitor --count 1")?.exits(0).map(drop)
 }
 
-/// Nothing is written to the ring of events before anybody listens, and none after the last one
-/// ended, in whichever way.
+/// The programs write no event before a command listens, and none after the last one has ended, by any signal.
 fn nobody_listens_and_nothing_is_written() -> Result<()> {
     let cluster = Cluster::start(services)?;
     let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/EVENTS"));
@@ -171,7 +170,7 @@ fn nobody_listens_and_nothing_is_written() -> Result<()> {
         monitor.wait_for_line()?;
         monitor.signal(signal)?;
         drop(load);
-        // The programs learn of a listener's violent death by not hearing of it any more.
+        // The programs notice that a listener was killed because it no longer renews its lease.
         eventually(|| {
             while ring.next().is_some() {}
             connect()?;

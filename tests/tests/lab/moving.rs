@@ -54,7 +54,7 @@ impl Rules {
         Ok(())
     }
 
-    /// As `kube-proxy --cleanup` does it.
+    /// As `kube-proxy --cleanup` does.
     pub fn remove(node: &Host) -> Result<()> {
         for family in ["ip", "ip6"] {
             let table = ["delete", "table", family, "kube-proxy"];
@@ -89,7 +89,7 @@ fn a_node_moves_and_returns_without_a_failed_connection() -> Result<()> {
     run(&agent, "keep-nat")?.exits(0)?;
     Rules::remove(node)?;
     served("the agent")?;
-    // And back: kube-proxy first, then the agent ends, then what it left is removed.
+    // And back: kube-proxy starts first, then the agent ends, then `cleanup` removes the rest.
     rules.write(node)?;
     served("the agent beside kube-proxy, again")?;
     agent.stop()?;

@@ -1,6 +1,5 @@
-//! Other people's programs on the interfaces that ours are on: a CNI's, a monitor's. They were there
-//! before or come later, and neither side takes anything from the other, by TCX (Linux 6.6) as by
-//! clsact.
+//! Other people's programs on the interfaces that ours are on: a CNI's, a monitor's. They are attached before or after
+//! ours, and neither side takes packets from the other, by TCX (Linux 6.6) as by clsact.
 
 use std::{fs, path::PathBuf};
 
@@ -58,7 +57,7 @@ impl Scene {
         Ok(agent.args(arguments).start()?)
     }
 
-    /// Has the client outside talk to the node, and wants every one of these to see it.
+    /// Has the client outside talk to the node, and checks that each of these programs sees the packets.
     fn all_see(&self, bystanders: &[(&str, &Bystander)]) -> Result<()> {
         let before: Vec<u64> = bystanders
             .iter()

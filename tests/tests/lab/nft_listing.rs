@@ -1,4 +1,4 @@
-//! Rules of nf_tables as the program itself reads them from the kernel, beside what `nft` says of them.
+//! Rules of nf_tables as `dataplane` reads them from the kernel, compared with `nft`'s listing.
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Host, Lab};
@@ -368,7 +368,7 @@ fn rules_that_change_are_read_as_of_one_moment() -> Result<()> {
         let changer = scope.spawn(|| node.command("sh").args(["-c", &script]).run());
         let mut readings = 0;
         while !changer.is_finished() {
-            // It gives up, and says so, where rules do not stand still.
+            // The reader returns an error if the rules do not stand still.
             if let Ok(listing) = ours(node, "ip", "moving") {
                 let of = |port: u16| listing.matches(&format!("dport {port} accept")).count();
                 let element = |port: u16| listing.contains(&format!("elements = {{ {port} }}"));

@@ -70,11 +70,11 @@ fn node_ports_are_on_primary_addresses_and_the_nodes_loopback() -> Result<()> {
             cluster.for_reason(Reason::NotService, 2, refused)?;
         }
     }
-    // The unspecified address is loopback, for who connects to it.
+    // For a client that connects to it, the unspecified address is loopback.
     for address in ["127.0.0.1", "127.7.7.7", "0.0.0.0", "[::1]", "[::]"] {
         served(node, address)?;
     }
-    // A pod's own address is seen, not the node's, and the node's is not its loopback.
+    // Endpoints see a pod's own address, not the node's, and the node's addresses are not the pod's loopback.
     let report = reaches(
         cluster.client(),
         "192.168.77.2:30080",
@@ -129,7 +129,7 @@ fn the_nodes_object_among_the_manifests_decides() -> Result<()> {
     only(told, own)?;
     cluster.manifests.write(&service)?;
     only(own, told)?;
-    // Another agent begins with it, and so does `plan`.
+    // Another agent starts with the object, and so does `plan`.
     cluster.manifests.write_with(&service, &[node])?;
     only(told, own)?;
     let plan = ["plan", "--node-name", "node2", "--manifests"];
@@ -169,8 +169,8 @@ fn a_pods_loopback_is_its_own() -> Result<()> {
     .map(drop)
 }
 
-/// `ipMode: Proxy` says that the load balancer does something that must not be left out. Source
-/// ranges are the packet path's, since a socket's source is not known yet.
+/// `ipMode: Proxy` means that packets must pass the load balancer. Source ranges are the packet path's, because a
+/// socket's source is not known yet.
 fn load_balancers_that_must_be_passed_and_source_ranges() -> Result<()> {
     let cluster = Cluster::start(|lab| {
         let endpoints = ALL.map(|name| lab.pod(name));
@@ -272,7 +272,7 @@ fn other_ports_of_shared_addresses_are_left_alone() -> Result<()> {
             reaches(client, to, "udp --count 5", &["node2"])?;
             reaches(client, to, "udp --count 5 --unconnected", &["node2"])?;
         }
-        // A node port is one of one protocol.
+        // A node port belongs to one protocol.
         refused(client, "192.168.77.2:30053", "connect --count 3")?;
         refused(client, "192.168.77.2:30080", "udp --count 3")?;
         for to in [

@@ -1,4 +1,4 @@
-//! Pods with rules of their own: these see the VIP, as they do with kube-proxy, and not an endpoint.
+//! Pods with rules of their own: the rules see the VIP, as they do with kube-proxy, and not an endpoint.
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::Host;
@@ -32,7 +32,7 @@ fn run(host: &Host, script: &str) -> Result<String> {
     Ok(host.command("sh").args(["-c", script]).run()?)
 }
 
-/// Rules that send what goes to the first service's VIPs to another pod, at a hook.
+/// Rules that send packets for the first service's VIPs to another pod, at a hook.
 fn rules(hook: &str, to: &Host) -> String {
     let (v4, v6) = (to.ipv4(), to.ipv6());
     let [vip4, vip6] = VIPS;
@@ -94,7 +94,7 @@ fn rules_of_a_pod_see_the_vip() -> Result<()> {
     let (client, other) = (cluster.client(), cluster.lab.pod("near2"));
     answers(client, VIPS, "near")?;
     ensure!(listed(&cluster)?.is_empty());
-    // A table without a rule at that hook is none.
+    // A table without a rule at that hook does not count.
     run(
         client,
         "nft add table ip filter && nft add chain ip filter out '{ type nat hook output priority 0; }'",
@@ -115,7 +115,7 @@ fn rules_of_a_pod_see_the_vip() -> Result<()> {
     legacy_rules_are_those_of_the_pod(&cluster)
 }
 
-/// The node's own legacy rules, which kube-proxy may have written there, are no pod's.
+/// The node's own legacy rules, which kube-proxy may have written there, do not count as a pod's.
 fn legacy_rules_are_those_of_the_pod(cluster: &Cluster) -> Result<()> {
     let (client, other) = (cluster.client(), cluster.lab.pod("near2"));
     let [vip, _] = VIPS;
@@ -180,7 +180,7 @@ fn rules_around_a_nested_namespace_see_the_vip() -> Result<()> {
     eventually(|| asks(VIPS, "near2"))?;
     asks(OTHERS, "near")?;
     is_listed(&cluster, "veth-sleep", "nested")?;
-    // The pod's own sockets pass no such rule.
+    // The pod's own sockets do not pass such a rule.
     answers(pod, VIPS, "near")?;
     ensure!(listed(&cluster)?.len() == 1, "{:?}", listed(&cluster)?);
     inner.kill();

@@ -41,7 +41,7 @@ fn places_of_the_kernels_own_sockets_are_freed() -> Result<()> {
         ensure!(sweeper.taken() == 1, "{} places are taken", sweeper.taken());
         Ok(())
     })?;
-    // Those of processes are freed when they are closed.
+    // Places of processes' sockets are freed when the sockets are closed.
     reaches(client, to, "connect --count 5", &["near"])?;
     ensure!(sweeper.taken() == 1, "{} places are left", sweeper.taken());
     let tried = ask(client, to, "connect --count 5 --mptcp")?;

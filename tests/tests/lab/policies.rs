@@ -219,8 +219,8 @@ fn affinity_does_not_return_to_an_endpoint_that_left() -> Result<()> {
     all_reach("near")
 }
 
-/// `internalTrafficPolicy: Local`: the node's own endpoints, their conditions decided among them
-/// alone; without one, a refusal that says so. Cluster IPs only.
+/// `internalTrafficPolicy: Local`: only the node's own endpoints, by their own conditions; without an endpoint, a
+/// refusal with that reason. Cluster IPs only.
 fn a_local_policy_chooses_among_the_nodes_own() -> Result<()> {
     use Condition::{NotReady, Ready, ServingTerminating};
     let service = |lab: &Lab, conditions: [Condition; 3]| {
@@ -246,11 +246,11 @@ fn a_local_policy_chooses_among_the_nodes_own() -> Result<()> {
     for (conditions, answer) in [
         ([Ready, Ready, Ready], &["near", "near2"][..]),
         ([Ready, Ready, NotReady], &["near"]),
-        // A remote one that is ready does not keep the local ones that terminate from serving.
+        // A remote ready endpoint does not keep local ones that terminate from serving.
         ([Ready, ServingTerminating, NotReady], &["near"]),
         ([Ready, ServingTerminating, Ready], &["near2"]),
         ([Ready, NotReady, NotReady], &[]),
-        // Between two states that refuse, one that does not, by which each is seen to come.
+        // A state that serves, between two that refuse, so that each change can be seen.
         ([NotReady, Ready, NotReady], &["near"]),
         ([NotReady, NotReady, NotReady], &[]),
     ] {
@@ -327,7 +327,7 @@ fn the_older_of_two_services_has_the_vip() -> Result<()> {
     }
     cluster.manifests.write(&[young(lab)])?;
     eventually(|| reaches(client, "10.96.0.10:80", "connect --count 20", &["near"]).map(drop))?;
-    // Of two that are equally old, the first by name.
+    // Of two services of one age, the first by name.
     let (young, old) = (young(lab), old(lab).created("2026-01-02T00:00:00Z"));
     cluster.manifests.write(&[old, young])?;
     eventually(|| {

@@ -1,4 +1,4 @@
-//! Ports of the node's that masqueraded flows have.
+//! Ports of the node that masqueraded flows use.
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
@@ -35,7 +35,7 @@ fn flows_get_ports_with_any_range() -> Result<()> {
     reaches(ext, "192.168.77.2:30080", "connect --count 50", &["far"])?;
     let report = each_asks(ext, 50)?;
     ensure!(report.answered == 50, "{:?}", report.errors);
-    // From the port of another client.
+    // From the port that another client uses.
     for local in [FIRST, "198.18.0.2", "198.18.0.3"] {
         let how = [
             "--local",
@@ -51,7 +51,7 @@ fn flows_get_ports_with_any_range() -> Result<()> {
     Ok(())
 }
 
-/// How many: where the node has some thousand ports for them in the short form, and in the long form all that it has.
+/// In the short form the node has some thousand ports for the flows, and in the long form all that it has.
 fn many_flows_to_one_endpoint_get_ports() -> Result<()> {
     let asked = std::env::var("DATAPLANE_PORTS").ok();
     let asked: Option<usize> = asked.and_then(|count| count.parse().ok());
@@ -85,8 +85,8 @@ fn seen_port(ext: &Host, local: u16) -> Result<u16> {
         .port())
 }
 
-/// A port at which a socket of the node receives is no flow's. A socket that takes a flow's port later is refused, and
-/// the flow goes on.
+/// A port at which a socket of the node receives is never a flow's. A socket that takes a flow's port later is refused,
+/// and the flow goes on.
 fn sockets_and_flows_never_share_a_port() -> Result<()> {
     let cluster = cluster(far, &[])?;
     let (ext, node) = (cluster.lab.external("ext"), cluster.lab.node("node2"));
@@ -113,7 +113,7 @@ fn sockets_and_flows_never_share_a_port() -> Result<()> {
         "{report:?}"
     );
     ensure!(cluster.verdicts(Reason::PortTaken)? > before);
-    // One question and its answer are no stream: the node's own socket goes before the flow.
+    // One query and its answer are no stream: the node's own socket takes precedence over the flow.
     let report = ask("udp", "20001", 53)?;
     ensure!(report.answered == 1, "{report:?}");
     let report: Report = held.wait_json()?;

@@ -1,5 +1,5 @@
-//! The L4 proxy, in the pod whose connections it takes, behind the rules by which iptables redirects
-//! them: the original destination is what the kernel's conntrack answers for SO_ORIGINAL_DST.
+//! The L4 proxy, in the pod whose connections it takes, behind the iptables rules that redirect them: the kernel's
+//! conntrack answers SO_ORIGINAL_DST with the original destination.
 
 use std::{
     collections::BTreeMap,
@@ -140,7 +140,7 @@ impl World {
         connect(self.app(), to)
     }
 
-    /// Connects and is reset: at once, which `connect()` says if it has not come back yet.
+    /// Connects and expects a reset, which `connect()` itself returns if the reset comes early.
     fn resets(&self, to: &str) -> Result<()> {
         match self.connect(to) {
             Ok(stream) => is_reset(&stream),
@@ -320,7 +320,7 @@ fn a_vip_leads_to_endpoints_and_is_counted() -> Result<()> {
     let both = ["near", "near2"];
     reaches(world.app(), "10.96.0.10:80", "connect --count 40", &both)?;
     reaches(world.app(), "[fd00:96::10]:80", "connect --count 40", &both)?;
-    // Not a service's address, but a pod's: straight there.
+    // A pod's address instead of a service's: the proxy connects straight to it.
     let pod = format!("{}:{TCP}", world.lab.pod("near2").ipv4());
     reaches(world.app(), &pod, "connect --count 3", &["near2"])?;
 
@@ -388,7 +388,7 @@ fn log(world: World) -> Result<Vec<Value>> {
     Ok(lines.collect::<serde_json::Result<_>>()?)
 }
 
-/// Ends connections from both sides, softly and hard, and wants the other side to see it so.
+/// Ends connections from both sides, with FIN and with RST, and checks that the other side sees the same.
 pub fn each_end(connect: impl Fn() -> Result<TcpStream>, listener: &TcpListener) -> Result<()> {
     // The client ends first.
     let mut client = connect()?;
@@ -463,7 +463,7 @@ fn endpoints_that_refuse_or_say_nothing_are_passed_over() -> Result<()> {
     for _ in 0..12 {
         talk()?;
     }
-    // It does not even refuse.
+    // The pod does not even refuse.
     world.lab.pod("near2").ip("link set eth0 down")?;
     for _ in 0..6 {
         talk()?;
@@ -556,7 +556,7 @@ fn a_stalled_reader_costs_little_and_loses_nothing() -> Result<()> {
     for number in 0..CONNECTIONS {
         let client = world.connect("10.96.0.11:80")?;
         let server = accept(&listener)?;
-        // Every byte is another than its neighbours, and those of other connections.
+        // Every byte differs from its neighbours, and from those of other connections.
         let bytes: Vec<u8> = (0..EACH)
             .map(|at| low((at * 31 + at / 251 + number) as u64))
             .collect();
@@ -569,7 +569,7 @@ fn a_stalled_reader_costs_little_and_loses_nothing() -> Result<()> {
         });
         pairs.push((client, server, bytes, writing));
     }
-    // Until nothing moves any more.
+    // Waits until no byte moves any more.
     let mut moved = 0.0;
     eventually(|| {
         thread::sleep(Duration::from_millis(300));
@@ -579,7 +579,7 @@ fn a_stalled_reader_costs_little_and_loses_nothing() -> Result<()> {
     })?;
     let grown = memory(&world.proxy)?.saturating_sub(before);
     println!("{CONNECTIONS} stalled connections: {grown} KiB more");
-    // At most a large buffer each, whatever is sent, and some for the worker.
+    // At most a large buffer each, however much is sent, and some for the worker.
     let limit = 256 * (CONNECTIONS as u64 + 8);
     ensure!(
         grown < limit,
@@ -689,7 +689,7 @@ fn a_restart_refuses_nobody() -> Result<()> {
     let socket = directory.path().join("proxy.sock");
     let socket = socket.to_str().context("a path")?;
     let mut world = World::start(services, &["--handover", socket, "--drain-time", "20s"])?;
-    // One that lives through it.
+    // A connection that lives through it.
     let mut kept = world.connect("10.96.0.10:80")?;
     let mut greeting = [0; 4];
     kept.read_exact(&mut greeting)?;
@@ -750,8 +750,8 @@ fn limits_hold_connections_back_and_draining_cuts_them() -> Result<()> {
     Ok(())
 }
 
-/// As in a sidecar: what comes in at the pod's port is redirected to the proxy, which connects to the
-/// application from the client's address; marks bring the answers back to it.
+/// As in a sidecar: rules redirect connections to the pod's port to the proxy, which connects to the application from
+/// the client's address; marks bring the answers back to it.
 fn inbound_the_client_keeps_its_address() -> Result<()> {
     let world = World::start(services, &["--inbound", "0.0.0.0:15006", "--transparent"])?;
     let app = world.app();

@@ -81,7 +81,7 @@ fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {
     let proxy = world.proxy.id();
     let before = memory(&world.proxy)?;
 
-    // One that is there from the beginning, and is used all along.
+    // A connection that exists from the beginning, and is used all along.
     let listener = own(&world, false)?;
     let _v6 = own(&world, true)?;
     let mut kept = world.connect("10.96.0.11:80")?;
@@ -133,9 +133,9 @@ fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {
     ensure!(files(proxy)? <= FILES, "{} open files", files(proxy)?);
     let grown = memory(&world.proxy)?.saturating_sub(before);
     ensure!(grown < 32 << 10, "{grown} KiB more");
-    // It does not spin for what it cannot have: half of one processor would be 100 ticks.
+    // It does not spin on connections that it cannot accept: half of one processor would be 100 ticks.
     ensure!(spent < 100, "{spent} ticks in 2 s");
-    // And others on the node do not notice.
+    // Clients of other endpoints on the node do not notice.
     let near2 = format!("{}:{TCP}", world.lab.pod("near2").ipv4());
     reaches(
         world.lab.pod("near"),
@@ -144,7 +144,7 @@ fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {
         &["near2"],
     )?;
     drop(clients);
-    // Those that waited are accepted, found to be gone, and make room.
+    // The waiting ones are accepted, found to be closed, and make room.
     eventually(|| {
         let now = world.metric("dataplane_proxy_connections", "")?;
         ensure!(now < 1.5, "{now} connections");
@@ -222,7 +222,7 @@ fn idle_connections_take_little_memory() -> Result<()> {
     const BYTES: u64 = 3584;
     let usual = if whole_machine() { 20_000 } else { 2_000 };
     let wanted = number("DATAPLANE_IDLE_CONNECTIONS", usual)?;
-    // The proxy has two for each; clients and servers are processes of their own.
+    // The proxy has two files for each; clients and servers are processes of their own.
     let possible = (raise_files()?).saturating_sub(500) / 2;
     let count = wanted.min(possible);
     let world = World::start(services, &["--access-log", "off"])?;
@@ -244,7 +244,7 @@ fn idle_connections_take_little_memory() -> Result<()> {
     ensure!(report.errors.is_empty(), "{report:?}");
     let now = world.metric("dataplane_proxy_connections", "")?;
     ensure!((now - f64::from(count)).abs() < 0.5, "{now} connections");
-    // Of connections that last the proxy thinks again every five seconds, keepalive and all.
+    // The proxy's upkeep of connections that last runs every five seconds, keepalive included.
     thread::sleep(Duration::from_secs(6));
     let each = memory(proxy)?.saturating_sub(before) * 1024 / u64::from(count);
     println!("{count} idle connections (of {wanted}): {each} bytes each");

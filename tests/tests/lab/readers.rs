@@ -1,4 +1,4 @@
-//! Readers of the metrics that ask and do not read.
+//! Clients that request the metrics and do not read the answer.
 
 use std::{fs, thread, time::Duration};
 
@@ -44,7 +44,7 @@ fn many_slow_readers_of_the_metrics_cost_a_bounded_amount_of_memory() -> Result<
     const CONNECTIONS: u64 = 64;
     /// Renderings in memory at the same time (`admin::rendering`).
     const HELD: u64 = 4;
-    // The agent cuts off a few readers at a time, so 400 take two minutes: that many on demand.
+    // The agent cuts off a few readers at a time, so 400 take two minutes: only on demand.
     let number = |name, default| -> Result<u32> {
         match std::env::var(name) {
             Ok(number) => Ok(number.parse()?),
@@ -72,7 +72,7 @@ fn many_slow_readers_of_the_metrics_cost_a_bounded_amount_of_memory() -> Result<
     for (host, key) in [(node, "ipv4/tcp_wmem"), (outside, "ipv4/tcp_rmem")] {
         host.sysctl(key, "4096 4096 4096")?;
     }
-    // As Prometheus does: what one rendering needs, the agent has had.
+    // As Prometheus does: afterwards the agent has allocated the memory of one rendering.
     let (_, text) = http(node, "http://127.0.0.1:15020/metrics")?;
     let rendering = text.len() as u64 >> 10;
     let before = memory(&cluster.agent)?;

@@ -1,4 +1,4 @@
-//! Pods that begin: an endpoint that is in the tables before its pod's interface has programs.
+//! Pods that start: an endpoint that is in the tables before its pod's interface has programs.
 
 use std::net::Ipv4Addr;
 
@@ -19,8 +19,8 @@ scenarios! {
     an_endpoint_whose_interface_is_not_ready_is_passed_over,
 }
 
-/// The agent is stopped while a pod's interface appears, so that the interface has no programs for as long as we look. The
-/// endpoint sees clients' own addresses: what it answers would go to them untranslated.
+/// The agent is stopped while a pod's interface appears, so that the interface has no programs meanwhile. The endpoint
+/// sees clients' own addresses, so its answers would go to them untranslated.
 fn an_endpoint_whose_interface_is_not_ready_is_passed_over() -> Result<()> {
     let late = Ipv4Addr::new(10, 244, 2, 100);
     let cluster = Cluster::start(|lab| {

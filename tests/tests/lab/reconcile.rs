@@ -1,5 +1,5 @@
-//! `dataplane iptables apply`: rules of a mesh that are there, not there, in part or in another form, with real programs; and the
-//! table of nf_tables that lets no packet pass meanwhile.
+//! `dataplane iptables apply`: rules of a mesh that exist, are missing, exist in part or in another form, with real
+//! programs; and the guard, a table of nf_tables that drops every packet meanwhile.
 
 use std::{
     collections::BTreeSet,
@@ -116,7 +116,7 @@ fn nothing_passes_a_guard_for_its_time() -> Result<()> {
         ensure!(listed.contains(words), "no {words:?} in {listed}");
     }
 
-    // Renewed for less, it opens by itself; the packets that waited arrive.
+    // Renewed with a shorter time, it opens by itself; the packets that waited arrive.
     let time = Duration::from_millis(1500);
     let renewed = Instant::now();
     on(pod, |_| Ok(guard::renew(time)?))?;
@@ -413,7 +413,7 @@ fn each_outcome_is_said() -> Result<()> {
         same["changed"] == false && same["steps"].as_array().is_some_and(Vec::is_empty),
         "{same:#}"
     );
-    // Two ports of the proxy in another order; and the owner's rule behind that for everything.
+    // Two ports of the proxy in another order; and the owner's catch-all rule after them.
     let swap = "iptables-nft -t nat -D PROXY_INBOUND 1; iptables-nft -t nat -I PROXY_INBOUND 3 -p tcp --dport 15010 -j RETURN";
     pod.command("sh").args(["-c", swap]).run()?;
     expect(&osm, "same 0")?;
@@ -512,8 +512,8 @@ const OLD: &str = "*nat\n:ISTIO_OUTPUT - [0:0]\n:ISTIO_OLD - [0:0]\n-A OUTPUT -p
     -A OUTPUT -p udp -j ACCEPT\n-A ISTIO_OUTPUT -p tcp -m tcp --dport 9 -j ISTIO_OLD\nCOMMIT\n*mangle\n:ISTIO_OLD - [0:0]\n\
     -A OUTPUT -j ISTIO_OLD\nCOMMIT";
 
-/// kill -9 between the transactions: nothing passes until the guard's time is over, and the next run ends as any. And a program that
-/// refuses the second family's rules: the first family's old ones come back, to their places.
+/// kill -9 between the transactions: nothing passes until the guard's time is over, and the next run ends like any
+/// other. And a program that refuses the second family's rules: the first family's old ones come back, to their places.
 fn a_command_that_dies_or_fails_leaves_no_mixture() -> Result<()> {
     let lab = lab()?;
     let pod = lab.pod("near");
@@ -631,7 +631,7 @@ fn istios_own_examples_are_reconciled() -> Result<()> {
         let output = command(&lab, &["--mesh", &path])?.output()?;
         if output.status.code() == Some(1) {
             let said = fails(&output)?;
-            // Names that stand for others, as tests of Istio's own have them; no rules of a mesh.
+            // Placeholders in the place of names, as tests of Istio's own have them; no rules of a mesh.
             let known = ["-restore does not take", "no chain is declared"];
             let is_builders = example
                 .components()

@@ -108,7 +108,7 @@ impl Directory {
     /// Writes services to a file in it.
     fn write(&self, name: &str, services: &[Service]) -> Result<PathBuf> {
         let manifests = Manifests::new(services)?;
-        // Written beside and moved in: it is seen whole or not at all.
+        // Written beside and moved in: a reader sees the whole file or none.
         let (draft, file) = (self.path().join(".draft"), self.path().join(name));
         fs::create_dir_all(file.parent().context("a directory")?)?;
         fs::copy(manifests.path(), &draft)?;
@@ -207,8 +207,8 @@ fn files_of_a_directory_come_and_go() -> Result<()> {
     reaches(client, "10.96.0.11:80", "connect --count 5", &["near"]).map(drop)
 }
 
-/// The first by name, as both are of one age. `status` and `services` say so, and when it goes the
-/// other takes over.
+/// The first by name, as both are of one age. `status` and `services` say so, and the other takes over when the first
+/// goes.
 fn of_two_services_with_one_vip_one_serves() -> Result<()> {
     let late = |lab: &Lab| {
         let late = Service::new("zebra", &["10.96.0.10"]).port("tcp", 80, TCP);

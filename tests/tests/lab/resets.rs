@@ -1,4 +1,4 @@
-//! Which segments end a TCP flow: those of the connection itself, and no stranger's (`dataplane_common::tcp`).
+//! Which segments end a TCP flow: the connection's own, and not a stranger's (`dataplane_common::tcp`).
 
 use std::net::IpAddr;
 
@@ -119,7 +119,8 @@ impl<'a> Connection<'a> {
         Ok(self.flow()?.state())
     }
 
-    /// Has nothing come for so many ticks since the endpoint was asked whether it lives.
+    /// Sets the time of the last liveness question to the endpoint back by so many ticks, as if no answer had come
+    /// since.
     fn age(&self, ticks: u16) -> Result<()> {
         let (key, conntrack) = (self.key(), &self.scene.rig.conntrack);
         let mut numbers = Numbers::read(conntrack.sequences(&key).context("no flow")?);
@@ -147,7 +148,7 @@ fn strangers_end_no_flow() -> Result<()> {
         connection.open()?;
         for guess in 1..60_u32 {
             let (number, other) = (guess << 26, guess.wrapping_mul(0x0303_0303) ^ 0x5000_0000);
-            // One of them is where the connection is.
+            // One of the guesses is the connection's position.
             if number.abs_diff(CLIENT) < 1 << 25 || number.abs_diff(SERVER) < 1 << 25 {
                 continue;
             }
@@ -162,7 +163,7 @@ fn strangers_end_no_flow() -> Result<()> {
                     flags::RST,
                     flags::FIN | flags::ACK,
                 ] {
-                    // A SYN from where the endpoint is begins a connection of its own.
+                    // A SYN from the endpoint's address begins a connection of its own.
                     if !(replies && bits == flags::SYN) {
                         connection.send(replies, bits, [number, other])?;
                     }
@@ -204,7 +205,7 @@ fn each_side_ends_its_flow() -> Result<()> {
         ensure!(connection.state()? == State::FinWait);
         connection.send(true, flags::ACK, [server, client + 1])?;
         ensure!(connection.state()? == State::CloseWait);
-        // Once more: it is the same one.
+        // A retransmission is not a second FIN.
         connection.send(false, flags::FIN | flags::ACK, [client, server])?;
         ensure!(connection.state()? == State::CloseWait);
         connection.send(true, flags::FIN | flags::ACK, [server, client + 1])?;
@@ -331,14 +332,14 @@ fn a_refused_connection_is_over() -> Result<()> {
             connection.state()? == State::SynSent,
             "another SYN was refused"
         );
-        // `packet` has seven bytes, and who listens to nothing acknowledges none of them.
+        // `packet` has seven bytes, and a host without a listener acknowledges none of them.
         connection.send(true, refusal, [0, CLIENT + 1])?;
         ensure!(connection.state()? == State::Close);
         Ok(())
     })
 }
 
-/// A service of two endpoints. Session affinity would keep a client's endpoint whatever becomes of its flow.
+/// A service of two endpoints. Session affinity would keep a client's endpoint after any end of its flow.
 const WITHOUT_AFFINITY: u16 = 2;
 
 /// A client in a pod of this node, which dials a cluster IP, and one outside, which dials a node port and is masqueraded:
@@ -346,7 +347,8 @@ const WITHOUT_AFFINITY: u16 = 2;
 const CLIENTS: [(&str, [&str; 2], &str); 2] =
     [("veth-near", NEAR, "cluster"), ("eth0", OUTSIDE, "node")];
 
-/// So who sends a RST, or both sides' FINs, and then a SYN in a client's name moves no connection to another endpoint.
+/// So a sender of a RST, or of both sides' FINs, and then of a SYN in a client's name, moves no connection to another
+/// endpoint.
 fn an_ended_connection_and_a_syn_keep_the_endpoint() -> Result<()> {
     on(Scene::new()?, |scene| {
         let kinds = || CLIENTS.into_iter().flat_map(|of| [(true, of), (false, of)]);
@@ -422,7 +424,8 @@ fn at_of(scene: &Scene, endpoint: IpAddr) -> &str {
     }
 }
 
-/// Its other side may send for hours: a SYN, which anybody can send in the client's name, does not move it.
+/// The server's side may send for hours: a SYN, which anybody can send in the client's name, does not move the
+/// connection.
 fn a_half_closed_connection_keeps_its_endpoint() -> Result<()> {
     on(Scene::new()?, |scene| {
         for number in 0..60 {

@@ -40,8 +40,8 @@ scenarios! {
 
 const TUNNEL: &str = "type vxlan dstport 4789 external";
 
-/// A route that encapsulates (LWT), from a pod's node to the endpoint's: the packets to the endpoint
-/// are translated and left to the stack. Those that would get another source are refused.
+/// A route that encapsulates (LWT), from a pod's node to the endpoint's: the programs translate packets to the
+/// endpoint, and leave them to the stack. Packets that would get another source are refused.
 fn the_stack_encapsulates_what_a_route_says() -> Result<()> {
     let lab = Lab::builder()
         .node("node1")
@@ -240,8 +240,8 @@ pub fn release() -> Result<(u32, u32)> {
     Ok((major, minor))
 }
 
-/// Rules of routing are asked as the stack would ask them once the destination is translated; by the
-/// packet's mark where the kernel lets programs ask so.
+/// The programs look up routing rules as the stack would once the destination is translated; with the packet's mark
+/// where the kernel lets programs do so.
 fn rules_of_routing_count() -> Result<()> {
     let by_mark = release()? >= (6, 10);
     Scene::new()?.inside(|scene| {
@@ -300,7 +300,7 @@ fn ways_are_kept_for_a_moment() -> Result<()> {
         };
         let (first, before) = syn(scene, MARK)?;
         ensure!(first == 7, "{first}");
-        // The kernel finds no way for what arrives where it does not forward.
+        // The kernel finds no way for packets that arrive where it does not forward.
         let is_kept = |mark: u32| -> Result<bool> {
             syn(scene, mark)?;
             forwarding(false)?;
@@ -390,8 +390,8 @@ fn ports_in_rules_are_noticed() -> Result<()> {
     Ok(())
 }
 
-/// A client outside begins a flow to the one pod of a node port; what the program says of its SYN,
-/// which bears a mark, and where on the link it goes.
+/// A client outside begins a flow to the one pod of a node port: the program's verdict on its SYN, which bears a mark,
+/// and the link-layer destination.
 fn syn(scene: &Scene, mark: u32) -> Result<(i32, [u8; 6])> {
     scene.forget()?;
     let (ifindex, mac) = scene.world.interface("eth0");

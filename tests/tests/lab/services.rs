@@ -41,7 +41,7 @@ fn web(lab: &Lab) -> Service {
 
 const ALL: [&str; 3] = ["far", "near", "near2"];
 
-/// The addresses under which a host of node2 is seen by pods.
+/// The addresses from which pods see a host of node2.
 fn sources(host: &Host, lab: &Lab) -> Vec<IpAddr> {
     let mut sources = host.addresses().to_vec();
     if host.node().is_none() {
@@ -324,7 +324,7 @@ fn external_addresses_and_node_ports_are_served() -> Result<()> {
     refused(cluster.client(), "127.0.0.1:30080", "connect")
 }
 
-/// The operator admits some, or none. The rest of the service is served, and `status` names the addresses.
+/// The operator admits some addresses, or none. The rest of the service is served, and `status` names the addresses.
 fn only_admitted_external_ips_are_served() -> Result<()> {
     let ips = ["203.0.113.50", "198.51.100.50"];
     for (admits, served) in [("203.0.113.0/24", &ips[..1]), ("none", &[])] {

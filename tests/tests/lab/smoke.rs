@@ -107,7 +107,7 @@ fn pods_reach_pods_directly() -> Result<()> {
     Ok(())
 }
 
-/// The routes say so, and so does a packet: an address outside of the lab cannot be reached.
+/// The routes and a packet show it: an address outside of the lab cannot be reached.
 fn nothing_leads_out() -> Result<()> {
     let lab = lab()?;
     lab.check_isolation()?;
@@ -236,7 +236,7 @@ fn a_lab_leaves_nothing_behind() -> Result<()> {
     Ok(())
 }
 
-/// Says that this program shall only [`abandon`] a lab.
+/// The variable by which this program is to [`abandon`] a lab.
 pub const ABANDON: &str = "DATAPLANE_TEST_ABANDON";
 
 /// Builds a lab, says which, and waits to be killed.
@@ -280,7 +280,7 @@ fn a_dead_creators_lab_is_swept() -> Result<()> {
         id.creator_state() == CreatorState::Dead,
         "{id}'s creator is taken for alive"
     );
-    // Another test's lab may be the first to sweep it: that it is gone is what counts.
+    // Another test's lab may sweep it first: only the result counts.
     sweep();
     ensure!(
         traces(&id.to_string()).is_empty(),

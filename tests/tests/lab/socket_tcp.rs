@@ -74,8 +74,8 @@ fn endpoints_are_drawn_uniformly() -> Result<()> {
     Ok(())
 }
 
-/// The same number means different things over TCP, UDP and SCTP: also when two services share an
-/// address, as DNS behind a load balancer does.
+/// A port number is a different port for TCP, UDP and SCTP: also when two services share an address, as DNS behind a
+/// load balancer does.
 fn a_port_is_a_port_of_one_protocol() -> Result<()> {
     let cluster = Cluster::start(|lab| {
         let shared = vec!["203.0.113.60"];
@@ -106,7 +106,7 @@ fn a_port_is_a_port_of_one_protocol() -> Result<()> {
     reaches(client, "203.0.113.60:53", "udp --count 3", &["near2"])?;
     refused(client, "10.96.0.12:53", "connect --count 3")?;
     refused(client, "10.96.0.11:53", "udp --count 3")?;
-    // Without a port that is served, the address is still the service's.
+    // At a port without a service, the address is still the service's.
     refused(client, "10.96.0.13:53", "connect --count 3")?;
     let status = cluster.status()?;
     let conflicts = status["agent"]["conflicts"].as_array();

@@ -114,14 +114,14 @@ fn one_socket_talks_to_several_vips() -> Result<()> {
             );
         }
     }
-    // Beside VIPs, an address that is none.
+    // Between VIPs, an address that is no VIP.
     let to = [vip(21, true), plain, vip(22, true)];
     let report = in_turn(&cluster, &to, &["--unconnected"], 30)?;
     answers_come_from(to.iter().cycle(), &report.each)
 }
 
-/// A socket remembers so many VIPs. One more, and the least recently added is forgotten, which is
-/// counted; asked again it is remembered again, perhaps with another endpoint.
+/// A socket remembers so many VIPs. Another VIP replaces the least recently added one, which is counted; when the
+/// client uses that VIP again, the socket remembers it again, perhaps with another endpoint.
 fn the_oldest_of_too_many_vips_is_forgotten() -> Result<()> {
     let numbers = 100..100 + UDP_FLOWS + 4;
     let cluster = Cluster::start(|lab| {
@@ -146,7 +146,7 @@ fn the_oldest_of_too_many_vips_is_forgotten() -> Result<()> {
                 fits[number % fits.len()]
             );
         }
-        // In turn, each is forgotten just before it is asked again.
+        // In turn, each VIP is replaced just before it is used again.
         let count = rounds * all.len();
         let forgotten = (count - UDP_FLOWS) as u64;
         let report = cluster.for_reason(Reason::FlowForgotten, forgotten, || {
@@ -179,7 +179,7 @@ fn a_socket_connected_again_tells_the_truth() -> Result<()> {
         for (attempt, to) in report.each.iter().zip(to.iter().cycle()) {
             ensure!(attempt.peer == Some(*to), "{how:?}, {to}: {attempt:?}");
         }
-        // The VIP that it talked to without being connected does not answer for the endpoint.
+        // A VIP that the socket used without being connected does not answer for the endpoint.
         let mut how = vec!["--unconnected", "--connect-after", "2"];
         how.extend(mapped);
         let to = [vip(21, v4), vip(21, v4), plain];

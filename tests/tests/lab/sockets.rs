@@ -51,7 +51,7 @@ pub fn bytes(length: usize, salt: u8) -> Vec<u8> {
     (0..).map(byte).take(length).collect()
 }
 
-/// Sends a datagram to an endpoint and wants it back, behind the endpoint's greeting; who it was.
+/// Sends a datagram to an endpoint and expects it back, behind the endpoint's greeting. Returns the endpoint's name.
 pub fn ask(socket: &UdpSocket, to: SocketAddr, data: &[u8]) -> Result<String> {
     socket.send_to(data, to).context("send")?;
     answered(socket, to, data)
@@ -75,7 +75,8 @@ pub fn answered(socket: &UdpSocket, to: SocketAddr, data: &[u8]) -> Result<Strin
     Ok(who.split(' ').next().unwrap_or_default().to_owned())
 }
 
-/// Sends so much over a connection to an endpoint that echoes, and wants it all back; who it was.
+/// Sends these bytes over a connection to an endpoint that echoes, and expects them all back. Returns the endpoint's
+/// name.
 pub fn transfer(stream: &TcpStream, data: &[u8]) -> Result<String> {
     use io::{BufRead as _, BufReader, Read as _, Write as _};
     let mut reader = BufReader::new(stream);

@@ -128,8 +128,8 @@ fn read(tap: &OwnedFd, marks: &mut BTreeSet<[u8; 2]>) {
     }
 }
 
-/// With each `rp_filter`: what the stack drops of packets to the endpoint begins no flow to the service, and what the stack
-/// takes does, unless the packet path is stricter.
+/// With each `rp_filter`: a packet to the endpoint that the stack drops begins no flow to the service either, and one
+/// that the stack takes does, unless the packet path is stricter.
 fn sources_that_the_kernel_refuses_begin_no_flow() -> Result<()> {
     for reverse_path in 0..=2 {
         let prepare = |node: &Host| {
@@ -251,8 +251,8 @@ fn compare(
     Ok(())
 }
 
-/// Where the pod `near2` is plugged in, and who it may begin flows as besides itself: a host outside, and the pod `sleep`,
-/// which has an interface of its own. As the node or a service it never may.
+/// Where the pod `near2` is plugged in, and as which others it may begin flows: as a host outside, and as the pod
+/// `sleep`, which has an interface of its own. As the node or a service it never may.
 #[derive(Debug)]
 struct Shape {
     name: &'static str,

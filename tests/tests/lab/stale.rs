@@ -56,7 +56,7 @@ fn start(arguments: &[&str]) -> Result<Cluster> {
     )
 }
 
-/// One connected socket that sends until it is ended; a new one when it fails.
+/// One connected socket that sends until the process ends; a new one when it fails.
 fn resolver(cluster: &Cluster, to: &str, how: &[&str]) -> Result<Process> {
     let probe = cluster
         .client()
@@ -98,7 +98,7 @@ fn connected_udp_moves_when_its_endpoint_goes() -> Result<()> {
         reaches(cluster.client(), &to, "udp --count 10", &["near"])?;
     }
 
-    // A last endpoint that goes is not gone before there is another.
+    // A last endpoint that goes leaves its sockets alone until there is another.
     cluster.manifests.write(&[service(&cluster, &[])])?;
     eventually(|| crate::cluster::refused(cluster.client(), "10.96.0.40:53", "udp"))?;
     // An endpoint that still serves while it terminates is not gone either.
@@ -187,8 +187,8 @@ fn tcp_is_destroyed_only_if_asked() -> Result<()> {
     Ok(())
 }
 
-/// A SYN in the name of a TCP connection goes to the connection's endpoint for as long as the service lists that, terminating or
-/// not. Then its address may be another pod's, and the SYN goes elsewhere, although that answers.
+/// A SYN in the name of a TCP connection goes to the connection's endpoint as long as the service lists the endpoint,
+/// terminating or not. Then its address may be another pod's, and the SYN goes elsewhere, although the old pod answers.
 fn a_syn_goes_to_no_endpoint_that_is_not_listed() -> Result<()> {
     let lab = Cluster::lab_of_packets()?;
     let ready = |lab: &dataplane_tests::Lab| vec![on(lab, &[("near", Condition::Ready)])];
@@ -276,8 +276,8 @@ fn nothing_is_destroyed_if_not_asked() -> Result<()> {
     Ok(())
 }
 
-/// Where a socket's set in `PEERS` is full, what `connect` notes is in the socket's own storage,
-/// which the kernel lists of TCP sockets.
+/// If a socket's set in `PEERS` is full, `connect` writes to the socket's own storage, which the kernel lists for TCP
+/// sockets.
 fn sockets_beyond_the_table_are_found_too() -> Result<()> {
     let cluster = start(&["--destroy-stale", "tcp"])?;
     let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/PEERS"));

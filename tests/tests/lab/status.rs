@@ -1,4 +1,4 @@
-//! `dataplane status`: healthy, and the ways of not being so.
+//! `dataplane status`: healthy, and the kinds of unhealthy.
 
 use std::fs;
 

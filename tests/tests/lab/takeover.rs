@@ -57,7 +57,7 @@ fn web(lab: &Lab, endpoints: [&str; 2]) -> Service {
 
 fn load_kube_proxys_rules(node: &Host, mode: Mode, manifests: &Manifests) -> Result<()> {
     if mode == Mode::Nftables {
-        // Chains that are there would have the rules twice.
+        // Existing chains would have the rules twice.
         let delete = "for f in ip ip6; do nft delete table $f kube-proxy 2>/dev/null || true; done";
         node.command("sh").args(["-c", delete]).run()?;
     }
@@ -76,7 +76,7 @@ struct Node {
     lab: Lab,
     directory: TempDir,
     mode: Mode,
-    /// Connections that the rules translated, of a pod and from outside.
+    /// Connections of a pod and from outside that the rules translated.
     by_rules: Vec<Process>,
     manifests: Manifests,
     _servers: Vec<Process>,
@@ -116,7 +116,7 @@ impl Node {
         let addresses: Vec<String> = node.addresses().map(|addr| addr.to_string()).into();
         let directory = tempfile::tempdir()?;
         let agent = lab.agent("node2").in_the_nodes_cgroup();
-        // The rules are the source of one, and manifests that of others.
+        // One mode's agent reads the rules, the others' read manifests.
         let agent = if mode == Mode::Nftables {
             agent.args(["--from-iptables"])
         } else {
@@ -330,7 +330,7 @@ fn there_and_back(mode: Mode) -> Result<()> {
         ensure!(translated >= 16, "{translated} of 16 connections");
         let again = node.takeover(&["-o", "json"], &[])?.exits(0)?.json()?;
         ensure!(again["outcome"] == "taken-over", "{again:#}");
-        // Rules that are gone are no fault of an agent that reads them: it reads the file.
+        // Missing rules are no fault to an agent that reads them: it reads the file.
         kill(Pid::from_raw(node.agent.id().try_into()?), Signal::SIGHUP)?;
         crate::outcome::run(&node.agent, "status")?.exits(0)?;
         let [saved] = &node.files("rules-")?[..] else {
@@ -418,8 +418,8 @@ fn what_differs_stops_a_takeover() -> Result<()> {
     untouched(&node)
 }
 
-/// A directory with programs, each of which fails when it is to change something for the nth time; and the real one on all other
-/// occasions.
+/// A directory with programs, each of which fails when it is to change something for the nth time, and otherwise runs
+/// the real program.
 fn failing(programs: &[(&str, u32)]) -> Result<TempDir> {
     let directory = tempfile::tempdir()?;
     for (name, nth) in programs {
@@ -441,7 +441,7 @@ fn a_takeover_that_fails_brings_the_rules_back() -> Result<()> {
     let mut node = Node::start(Mode::IptablesNft)?;
     let before = node.rules()?;
     let path = |directory: &Path| format!("{}:/usr/sbin:/usr/bin:/sbin:/bin", directory.display());
-    // IPv4's rules have gone when IPv6's cannot.
+    // IPv4's rules are gone when IPv6's cannot be removed.
     let programs = failing(&[("ip6tables-nft-restore", 1)])?;
     node.takeover(&[], &[("PATH", &path(programs.path()))])?
         .exits(1)?
@@ -561,7 +561,7 @@ fn a_takeover_that_is_killed_leaves_a_node_that_works() -> Result<()> {
                     }
                     _ => {
                         let ended = node.takeover(&["--revert"], &[])?;
-                        // Killed behind its last change.
+                        // Killed after its last change.
                         let is_over = ended.stderr.contains("nothing was taken over");
                         ensure!(ended.code == Some(0) || is_over, "{ended:?}");
                         is_back(&node, &point)?;

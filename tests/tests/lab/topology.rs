@@ -1,5 +1,5 @@
-//! Endpoints that are hinted to zones and nodes, as clients see them: `trafficDistribution`, after
-//! the control plane has made hints of it. The cases are in dataplane-user/source/tests/source/topology.rs.
+//! Endpoints with hints for zones and nodes, as clients see them: `trafficDistribution`, after the control plane has
+//! made hints of it. The cases are in dataplane-user/source/tests/source/topology.rs.
 
 use anyhow::Result;
 use serde_json::{Value, json};

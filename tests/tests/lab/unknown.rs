@@ -34,7 +34,7 @@ const ONE: Numbered = Numbered {
     number: 1,
 };
 
-/// A segment as a connection has it in its middle.
+/// A segment from the middle of a connection.
 fn segment(from: SocketAddr, to: SocketAddr, link: [[u8; 6]; 2], bits: u8) -> Packet {
     let payload = Payload::Tcp {
         ports: [from.port(), to.port()],
@@ -48,7 +48,7 @@ fn segment(from: SocketAddr, to: SocketAddr, link: [[u8; 6]; 2], bits: u8) -> Pa
     }
 }
 
-/// The TCP flags of what a frame carries from one end to another, with its sequence number.
+/// The TCP flags of a frame from one address to another, with its sequence number.
 fn carried(frame: &[u8], from: SocketAddr, to: SocketAddr) -> Option<(u8, u32)> {
     let (addresses, l4) = if from.is_ipv4() { (26, 34) } else { (22, 54) };
     let length = octets(from.ip()).len();

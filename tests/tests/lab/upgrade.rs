@@ -44,7 +44,7 @@ fn connections_outlive_a_layout_by_filters() -> Result<()> {
 const HOLD: &str = "hold";
 const SEND: &str = "udp --one-socket --each --until-stdin-closes";
 
-/// A client that says something a hundred times a second: 32 that do so all the time leave the agent no time to start.
+/// A client that sends a hundred times a second: 32 that send all the time leave the agent no time to start.
 fn busy(from: &Host, how: &str, to: &str) -> Result<Process> {
     let mut how = how.split(' ');
     let probe = from.probe(how.next().context("a subcommand")?).args(how);
@@ -64,7 +64,7 @@ fn outlive(arguments: &[&str], before: u32) -> Result<()> {
         lab.node("node2").ipv4(),
     );
     let node_port = SocketAddr::from((node, TCP_PORT));
-    // Enough that each endpoint has some: those elsewhere and those here go different ways.
+    // Enough that each endpoint has some: packets to remote and to local endpoints take different ways.
     let mut held = Vec::new();
     for _ in 0..8 {
         let from_outside = busy(ext, HOLD, &node_port.to_string())?;

@@ -1,6 +1,5 @@
 //! A node with several uplinks, and an uplink with addresses in several networks: by which of them answers leave, and
 //! which address endpoints see. With kube-proxy's rules as with ours.
-//! address endpoints see. With kube-proxy's rules as with ours.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -28,8 +27,8 @@ const NEAR: Numbered = Numbered {
     number: 1,
 };
 
-/// A second uplink of node1, `eth1`, to `ext2`, by which everything leaves that the pod e1 sends; and the marks of
-/// connections by which a network plug-in (AWS') has answers leave where the flow came by.
+/// A second uplink of node1, `eth1`, to `ext2`, by which all packets of the pod e1 leave; and the connection marks with
+/// which a network plug-in (AWS') sends answers out where the flow came in.
 fn second_uplink(world: &World) -> Result<()> {
     let (node, ext2) = (world.host("node1"), world.host("ext2"));
     node.ip(&format!(

@@ -33,9 +33,9 @@ struct Budget {
     microseconds: u32,
 }
 
-/// Rounds for the times that are printed, and written into the budget: the quickest of them. A round
-/// can only be held up, by whatever else this machine does, and never be quicker than it is. Chores ask for several;
-/// one tells whether the kernel takes the programs.
+/// Rounds for the times that are printed, and written into the budget: the quickest one counts, because the machine's
+/// other work can only delay a round. Chores ask for several; one is enough to tell whether the kernel takes the
+/// programs.
 fn rounds() -> Result<u32> {
     let asked = std::env::var("DATAPLANE_VERIFIER_ROUNDS").ok();
     let rounds = asked.map_or(Ok(1), |asked| asked.parse());
@@ -56,7 +56,7 @@ fn kernel() -> Result<(String, String)> {
     Ok((release.to_owned(), series.join(".")))
 }
 
-/// Every program loads; what that costs is printed, one line for each, for `cargo xtask verifier`.
+/// Every program loads; its cost is printed, one line for each, for `cargo xtask verifier`.
 fn every_program_is_taken() -> Result<()> {
     let (release, _) = kernel()?;
     let mut verifier = Verifier::new()?;
@@ -102,7 +102,7 @@ fn quickest(verifier: &mut Verifier, costs: &mut BTreeMap<String, Cost>) -> Vec<
     refused
 }
 
-/// A program that grows takes its budget along, in the same change, so that it is seen.
+/// A program may grow only together with its budget, in one change, so that a reviewer sees it.
 fn no_program_outgrows_its_budget() -> Result<()> {
     let (release, series) = kernel()?;
     let budgets: BTreeMap<String, BTreeMap<String, Budget>> = serde_json::from_str(BUDGET)?;
@@ -117,7 +117,7 @@ fn no_program_outgrows_its_budget() -> Result<()> {
     let mut over = slower(&costs, budgets);
     if costs.is_empty() || !over.is_empty() {
         let mut verifier = Verifier::new()?;
-        // Every program in each round, so that a machine which is slower for a while is so for all.
+        // Every program in each round, so that a machine which is slower for a while is slower for all.
         let limit = Instant::now() + patience(MOST);
         loop {
             quickest(&mut verifier, &mut costs);
@@ -125,7 +125,7 @@ fn no_program_outgrows_its_budget() -> Result<()> {
             if over.is_empty() || Instant::now() > limit {
                 break;
             }
-            // A guest that says nothing for minutes is taken for one that hangs.
+            // A guest without output for minutes is taken for one that hangs.
             println!("another round for {}", over.join("; "));
         }
     }
@@ -147,10 +147,9 @@ fn no_program_outgrows_its_budget() -> Result<()> {
     )
 }
 
-/// The programs whose verification takes a tenth longer than it did, when it is taken into account
-/// how much longer it takes for the programs in the middle: so much slower than the machine where
-/// the budget was written is this one. No program of a known cost can tell that: another processor
-/// took 17 to 33 % more for ours, next to a row of simple instructions which served for it.
+/// The programs whose verification takes a tenth longer than the budget says, after a correction for the speed of this
+/// machine: the median program's ratio. A program of a known cost cannot give that ratio: another processor took 17 to
+/// 33 % more for ours, compared with a row of simple instructions that was tried for it.
 fn slower(costs: &BTreeMap<String, Cost>, budgets: &BTreeMap<String, Budget>) -> Vec<String> {
     let micros = |time: Duration| time.as_secs_f64() * 1e6;
     let both: Vec<(&String, f64, f64)> = costs

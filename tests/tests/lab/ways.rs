@@ -1,4 +1,4 @@
-//! Ways that are not there, neighbours that move, and packets that are too long for their way.
+//! Missing ways, neighbours that move, and packets that are too long for their way.
 
 use std::{
     net::{IpAddr, SocketAddr, UdpSocket},
@@ -161,14 +161,14 @@ fn addresses_of_the_host_are_known_by_its_routes() -> Result<()> {
     Ok(())
 }
 
-/// A next hop that says nothing by itself gets another link-layer address. The kernel's entry of it is stale, and is
-/// found out to be wrong because packets of services ask for it, too.
+/// A next hop that sends nothing by itself gets another link-layer address. The kernel's entry of it is stale, and the
+/// kernel notices because packets of services ask for it, too.
 fn an_idle_neighbour_that_moves_is_found() -> Result<()> {
     let cluster = cluster()?;
     let (hop, node) = (cluster.lab.node("node1"), cluster.lab.node("node2"));
     let ext = cluster.lab.external("ext");
     let mac = |mac: [u8; 6]| mac.map(|byte| format!("{byte:02x}")).join(":");
-    // The kernel's own times, made short: 5 s, then three times one.
+    // The kernel's own times, made short: 5 s, then three times one second.
     for (key, value) in [
         ("delay_first_probe_time", "1"),
         ("ucast_solicit", "1"),
@@ -238,8 +238,8 @@ fn few_packets_are_left_to_the_kernel() -> Result<()> {
                 let started = Instant::now();
                 let mut left = 0;
                 let mut thrown = 0;
-                // A moment lasts 256 jiffies: 2.6 s where a second has 100 of them. The first packets may come within
-                // one of which a packet was left to the kernel before.
+                // A moment lasts 256 jiffies: 2.6 s where a second has 100 of them. The first packets may come within a
+                // moment in which a packet was left to the kernel already.
                 while thrown < PACKETS || (left == 0 && started.elapsed() < PATIENCE) {
                     thrown += 1;
                     let (output, _) = scene.throw("eth0", false, &frame)?;
@@ -266,7 +266,7 @@ fn segments_are_compared_to_the_mtu() -> Result<()> {
     let cluster = cluster()?;
     let client = cluster.client();
     narrow(cluster.lab.node("node2"))?;
-    // Of IPv4 only TCP says that it is not to be fragmented, if there are several segments.
+    // With several segments, only TCP over IPv4 sets "don't fragment".
     let told = cluster.verdicts(Reason::TooBig)?;
     let stream = tcp(client, "10.96.0.11:80".parse()?)?;
     ensure!(transfer(&stream, &bytes(2_000_000, 7))? == "far");
@@ -313,7 +313,7 @@ fn what_may_be_fragmented_is() -> Result<()> {
         cluster.verdicts(Reason::TooBig)? == told,
         "somebody was told"
     );
-    // Masqueraded, it could not: its source would be the node's own address.
+    // The node cannot fragment it if it is masqueraded: its source would be the node's own address.
     let ext = cluster.lab.external("ext");
     ext.sysctl("ipv4/ip_no_pmtu_disc", "1")?;
     let socket = udp(ext, (ext.ipv4(), 0))?;
@@ -325,7 +325,7 @@ fn what_may_be_fragmented_is() -> Result<()> {
     })
 }
 
-/// Packets above 64 KiB, whose headers cannot tell how long they are, between devices that let them be.
+/// Packets above 64 KiB, whose headers cannot hold their length, between devices that allow them.
 fn big_tcp_passes() -> Result<()> {
     const BIG: u32 = 180_000;
     let cluster = cluster()?;

@@ -33,7 +33,7 @@ const LOOK: Duration = Duration::from_secs(40);
 const VIP: &str = "10.96.0.10:80";
 const VIP_UDP: &str = "10.96.0.10:53";
 
-/// A cluster whose client is served by its packets, since the agent has another node's cgroup; and what it should have.
+/// A cluster whose client is served by its packets, because the agent has another node's cgroup; and the right cgroup.
 fn cluster() -> Result<(Cluster, PathBuf)> {
     let lab = Cluster::lab()?;
     let wrong = lab.node_cgroup("node1");
@@ -117,8 +117,8 @@ fn a_cgroup_is_put_right_by_the_next_agent_and_nothing_fails() -> Result<()> {
     })
 }
 
-/// A client with few ports has connections that its packets lead through a service. From then on its sockets do, and
-/// take the same ports to the same endpoints.
+/// A client with few ports has connections that the packet path translates. From then on the socket programs translate,
+/// and take the same ports to the same endpoints.
 fn put_right(restart: impl FnOnce(&mut dataplane_tests::Agent) -> Result<()>) -> Result<()> {
     const HELD: u64 = 120;
     let (mut cluster, right) = cluster()?;

@@ -86,8 +86,7 @@ fn request(random: &mut SmallRng) -> Vec<u8> {
 }
 
 /// Sends the bytes, with an end of the stream if `ends`, and reads until the server has closed. Returns the status of
-/// each answer.
-/// (The server may close a connection that has ended without an answer.)
+/// each answer. (The server may close a connection that has ended without an answer.)
 async fn statuses(at: SocketAddr, bytes: &[u8], ends: bool) -> Vec<u16> {
     let mut stream = TcpStream::connect(at).await.unwrap();
     // Fails if the server has closed already.

@@ -101,7 +101,7 @@ pub struct Row {
     differs: Option<(&'static str, &'static str)>,
 }
 
-/// A row that has nothing but a client.
+/// A row with nothing but a client.
 pub const fn row(what: &'static str, client: &'static str) -> Row {
     Row {
         what,
@@ -286,7 +286,7 @@ impl Situation {
         Ok(process)
     }
 
-    /// Runs a client, and says what it saw.
+    /// Runs a client, and returns its observations.
     fn ask(&self, client: &str, row: &Row) -> Result<String> {
         let (host, words) = self.split(client)?;
         let mut words = words.split_whitespace();
