@@ -82,7 +82,7 @@ layout! {
         pub reserved: u16,
     }
 
-    /// The translation of a flow's packets, and what was seen of them.
+    /// The translation of a flow's packets, and the bits of [`crate::seen`] for them.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Translation {

@@ -53,7 +53,7 @@ reasons! {
     PortNotServed = 5, "port-not-served", "the service of this cluster IP does not have this port; refused";
     /// The affinity table has no room for the client, which may reach another endpoint next time.
     AffinityFull = 6, "affinity-full", "the affinity table is full; the client's endpoint is not kept";
-    /// The VIP could not be kept for the socket: `getpeername` and replies show the endpoint.
+    /// The socket's VIP could not be stored: `getpeername` and replies show the endpoint.
     PeerNotKept = 7, "peer-not-kept", "the kernel had no memory for the socket's VIP; the client sees the endpoint's address";
     /// An unconnected UDP socket talks to more service endpoints than its table holds.
     FlowForgotten = 8, "flow-forgotten", "a UDP socket talks to more endpoints at once than its table holds; its oldest flow is forgotten";

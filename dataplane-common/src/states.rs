@@ -90,7 +90,7 @@ impl State {
         Self::ALL.into_iter().find(|state| state.word() == word)
     }
 
-    /// Returns the state of a flow by what was seen of it: bits of [`seen`].
+    /// Returns the state of a flow by its packets so far: bits of [`seen`].
     #[inline(always)]
     pub const fn of(protocol: Protocol, seen: u8) -> Self {
         if seen & seen::FOREIGN != 0 {
@@ -138,7 +138,7 @@ impl fmt::Display for State {
 }
 
 layout! {
-    /// How long a flow is kept after its last packet, in seconds, by its [`State`].
+    /// The lifetime of a flow after its last packet, in seconds, by its [`State`].
     #[repr(transparent)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Timeouts(pub [u32; 12]);

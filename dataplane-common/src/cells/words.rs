@@ -112,7 +112,7 @@ impl Head {
         Self(self.0 & !Self::KEY | holder.0)
     }
 
-    /// The head of a held cell when it is given back: with a flow's ports and protocol, or free (0).
+    /// The head of a held cell when its holder releases it: with a flow's ports and protocol, or free (0).
     pub(super) const fn given_back(self, ports_and_protocol: u64) -> Self {
         Self((self.0 & !Self::KEY | ports_and_protocol).wrapping_add(Self::NUMBER))
     }
@@ -187,7 +187,7 @@ impl Slot {
     }
 }
 
-/// The last word of a cell: ports, when last used, what was seen.
+/// The last word of a cell: ports, the time of the last use, and the observations of packets ([`crate::seen`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct State(pub u64);
@@ -262,7 +262,8 @@ impl State {
         class << Self::CLASS | (self.used().ticks_before(now) + 1)
     }
 
-    /// From this bit on a rank says what was seen of the flow; the bits below [`Self::CROWD`] say how long it was idle.
+    /// From this bit on a rank tells the class of the flow's packets so far; the bits below [`Self::CROWD`] tell how
+    /// long it was idle.
     const CLASS: u32 = 18;
     /// Within a class, a flow of the client that has most of the cells goes first.
     pub(super) const CROWD: u32 = 1 << 17;

@@ -171,8 +171,8 @@ impl Positions {
     }
 }
 
-/// Whether a sequence number lies at most `before` bytes before or `behind` bytes behind another one. Sequence numbers
-/// wrap.
+/// Whether a sequence number lies at most `before` bytes before or `behind` bytes behind the number `of`. Sequence
+/// numbers wrap.
 #[inline(always)]
 const fn is_within(number: u32, of: u32, before: u32, behind: u32) -> bool {
     number.wrapping_sub(of).wrapping_add(before) <= before + behind

@@ -19,7 +19,7 @@ use super::{
     skb::Skb,
 };
 
-/// Sends a datagram on by the interface that leads to its destination, if the datagram leaves by another one.
+/// Sends a datagram on by the interface that leads to its destination, if the datagram leaves by another interface.
 #[inline(never)]
 pub fn turn(skb: Skb, s: &mut Scratch) -> i32 {
     // A packet that leaves by a pod's interface is for this pod.

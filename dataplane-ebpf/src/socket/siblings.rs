@@ -108,7 +108,7 @@ pub fn note_asked<F: Family>(call: &SockAddr<F>) {
     note(&key(call, Protocol::UDP, addr, port), itself, 0);
 }
 
-/// Whether a destination has asked this socket or another one at its port.
+/// Whether a destination has asked this socket, or another socket at its port.
 #[inline(always)]
 pub fn was_asked<F: Family>(call: &SockAddr<F>, request: &Request) -> bool {
     let used = flows::endpoint_for(call, request.addr, request.port);

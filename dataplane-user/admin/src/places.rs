@@ -122,8 +122,8 @@ impl Places {
 }
 
 impl Held {
-    /// Makes a connection end for another one of `client`, unless one is ending already. `own`: the number of the new
-    /// connection, if it has a place.
+    /// Makes a connection end to make room for a new connection of `client`, unless one is ending already. `own`: the
+    /// number of the new connection, if it has a place.
     fn end_one(&mut self, client: Client, own: Option<u64>) {
         if self.connections.values().any(|held| held.end.is_none()) {
             return;

@@ -238,7 +238,7 @@ pub fn idle(next: Option<UnixStream>, socket: &Path, bpffs: &Path) -> io::Result
                     error.kind(),
                     io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
                 ) => {}
-            // It is gone, or idle itself: the serving agent notifies another one.
+            // It is gone, or idle itself: the serving agent notifies the next in line.
             Ok(_) | Err(_) => next = None,
         }
     }

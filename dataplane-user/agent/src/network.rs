@@ -57,8 +57,9 @@ pub fn network(
     Ok(network)
 }
 
-/// Whether the kernel preempts programs in their middle: a kernel with `PREEMPT_RT`, according to its version
-/// (`UTS_VERSION` in `init/Makefile`), unless softirqs being off is a lock, which the kernel does not report.
+/// Whether the kernel may preempt programs in their middle: a kernel with `PREEMPT_RT`, according to its version
+/// (`UTS_VERSION` in `init/Makefile`). Such a kernel may also take a lock while softirqs are off, and then does not
+/// preempt programs, but it does not report that.
 fn is_preemptible() -> Result<bool, kernel::Error> {
     let name = uname().map_err(|source| kernel::Error::Io {
         what: "cannot ask for the kernel's version".to_owned(),

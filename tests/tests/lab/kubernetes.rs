@@ -687,7 +687,7 @@ fn host_ports_of_pods_are_served() -> Result<()> {
     site.reaches(&["far", "near"])
 }
 
-/// Without the permission for pods, `status` names what is not served, and services are served.
+/// Without the permission for pods, `status` names the missing host ports, and services are served.
 fn without_the_right_to_read_pods_the_rest_is_served() -> Result<()> {
     let mut site = Site::prepare(web)?;
     site.server.cluster().apply(exposed(&site.lab, "near"));

@@ -132,7 +132,7 @@ const HEAVY: [&str; 3] = [
 ];
 
 /// Locked for writing by scenarios that measure, so that no other scenario runs beside them. An emulated processor
-/// stands still while the code of another one is changed, as by every program that is loaded there, and counts that as
+/// stands still while another processor's code is changed, as by every program that is loaded there, and counts that as
 /// time which it worked.
 static ALONE: RwLock<()> = RwLock::new(());
 

@@ -388,7 +388,7 @@ fn log(world: World) -> Result<Vec<Value>> {
     Ok(lines.collect::<serde_json::Result<_>>()?)
 }
 
-/// Ends connections from both sides, with FIN and with RST, and checks that the other side sees the same.
+/// Ends connections from both sides, with FIN and with RST, and checks that the other side sees each end as it was.
 pub fn each_end(connect: impl Fn() -> Result<TcpStream>, listener: &TcpListener) -> Result<()> {
     // The client ends first.
     let mut client = connect()?;

@@ -72,7 +72,7 @@ fn outlive(arguments: &[&str], before: u32) -> Result<()> {
         held.push(("held by a pod", busy(client, HOLD, VIP)?));
         let udp = SocketAddr::from((node, UDP_PORT));
         held.push(("datagrams", busy(ext, SEND, &udp.to_string())?));
-        // Datagrams, whose endpoint is kept for the socket, or is drawn anew.
+        // Datagrams, whose endpoint stays with the socket, or is drawn anew.
         if before == LAYOUT - 1 {
             held.push(("datagrams of a pod", busy(client, SEND, VIP_UDP)?));
         }

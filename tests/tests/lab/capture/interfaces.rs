@@ -46,7 +46,7 @@ pub fn machine(world: &World) -> &Host {
     world.lab.external("inner")
 }
 
-/// Connects a host behind another one, by an interface there. Each has an address of both families.
+/// Connects a host behind another host, by an interface there. Each has an address of both families.
 pub fn join(
     (host, own): (&Host, [&str; 2]),
     interface: &str,

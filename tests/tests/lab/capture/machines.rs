@@ -164,7 +164,7 @@ fn no_forgotten_connection_escapes() -> Result<()> {
 }
 
 /// The kernel's routing rules look behind fifteen extension headers for the protocol, and no further. The protocol of a
-/// fragment inside another one is unknown, and the pod sends on an ordinary fragment.
+/// fragment inside a fragment is unknown, and the pod sends on an ordinary fragment.
 fn no_number_of_headers_escapes() -> Result<()> {
     let mut world = world()?;
     let mut port = 48_000;

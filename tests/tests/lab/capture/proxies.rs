@@ -219,7 +219,7 @@ fn nginx_takes_both_directions_as_haproxy_does() -> Result<()> {
     world.capture(foreign(), osm())?;
     let theirs = outbound(&world, &proxy)?;
     drop(proxy);
-    // The programs notice that another one listens.
+    // The programs notice that another proxy listens.
     let proxy = Relay::nginx(&world)?;
     let nginxs = outbound(&world, &proxy)?;
     ensure!(

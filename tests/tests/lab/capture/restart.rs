@@ -196,7 +196,7 @@ fn an_agent_that_fails_gives_the_place_back() -> Result<()> {
             agent.log()
         );
     }
-    // It is an agent like any other: another one can take its place.
+    // It is an agent like any other: a new agent can take its place.
     let before = agent.replace()?;
     reaches(&app, "10.244.1.5:7", "connect --count 5", &["one"])?;
     let report: Report = kept.wait_json()?;
