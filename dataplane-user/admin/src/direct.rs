@@ -16,7 +16,7 @@ use relay::{CountersKey, Direction, Flag, Labels, Ledger, Party, Totals};
 /// How long the number of a workload that has gone is remembered: its last connections may end later
 /// than it does.
 const LEAVING: Duration = Duration::from_mins(1);
-/// How many entries of TRAFFIC may be in use before workloads with many give some up.
+/// How many entries of TRAFFIC may be in use before namespaces with many give some up.
 const ROOM: usize = TRAFFIC as usize / 2;
 
 /// Totals since the agent started. A number may come to mean somebody else: what was counted before
@@ -177,26 +177,28 @@ impl Direct {
         over
     }
 
-    /// Returns the entries to remove from the kernel's table if more than `room` entries are in use: those without open
-    /// connections, of workloads that have more than their share. The ledger keeps what they counted.
+    /// Returns the entries to remove from the kernel's table if more than `room` entries are in use: of the workloads of namespaces
+    /// that have more than their share, first those without open connections. The ledger keeps what they counted. A connection
+    /// whose entry is gone makes a new entry when it ends.
     fn beyond_shares(&self, room: usize) -> Vec<TrafficKey> {
         if self.seen.len() <= room {
             return Vec::new();
         }
-        // How many entries each workload has, and those without open connections.
-        let mut by_workload: HashMap<u32, (usize, Vec<TrafficKey>)> = HashMap::new();
+        // The entries of each namespace: with open connections, and without. Workloads without a name are one namespace.
+        let mut by_namespace: HashMap<&str, [Vec<TrafficKey>; 2]> = HashMap::new();
         for (key, traffic) in &self.seen {
-            let (has, idle) = by_workload.entry(key.workload).or_default();
-            *has += 1;
+            let numbered = self.workloads.get(&key.workload);
+            let workload = numbered.and_then(|numbered| numbered.workload.as_ref());
+            let namespace = workload.map_or("", |workload| workload.name.namespace());
             // If there was no entry when a connection began, only its end was counted.
-            if traffic.closed >= traffic.opened {
-                idle.push(*key);
-            }
+            let is_idle = traffic.closed >= traffic.opened;
+            by_namespace.entry(namespace).or_default()[usize::from(is_idle)].push(*key);
         }
-        let share = room / by_workload.len().max(1);
+        let share = room / by_namespace.len().max(1);
         let mut over = Vec::new();
-        for (has, idle) in by_workload.into_values() {
-            over.extend(idle.into_iter().take(has.saturating_sub(share)));
+        for [open, idle] in by_namespace.into_values() {
+            let excess = (open.len() + idle.len()).saturating_sub(share);
+            over.extend(idle.into_iter().chain(open).take(excess));
         }
         over
     }
@@ -216,11 +218,12 @@ mod tests {
     }
 
     #[test]
-    fn a_workload_with_most_entries_gives_some_up() {
+    fn a_namespace_with_most_entries_gives_some_up() {
         let mut direct = Direct::default();
         let now = Instant::now();
-        for (number, name) in [(1, "hog"), (2, "other")] {
-            direct.name(number, &workload(name));
+        for (number, namespace) in [(1, "hog"), (2, "other"), (3, "hog")] {
+            let name = WorkloadName::new(namespace, "app");
+            direct.name(number, &Arc::new(Workload::new(name, Place::Address)));
         }
         let entry = |workload, pool, closed| {
             let addr = Addr::UNSPECIFIED;
@@ -236,15 +239,15 @@ mod tests {
             };
             (key, traffic)
         };
-        let hog = (1..=90).map(|pool| entry(1, pool, u64::from(pool > 10)));
+        let hog = (1..=90).map(|pool| entry(1 + pool % 2 * 2, pool, u64::from(pool > 10)));
         let other = (1..=10).map(|pool| entry(2, pool, 1));
         direct.update(hog.chain(other), |_| None, |_| None, now);
         assert_eq!(direct.beyond_shares(100).len(), 0);
         let over = direct.beyond_shares(80);
         assert_eq!(over.len(), 50);
-        assert!(over.iter().all(|key| key.workload == 1 && key.pool > 10));
-        // None that has open connections.
-        assert_eq!(direct.beyond_shares(10).len(), 80 + 5);
+        assert!(over.iter().all(|key| key.workload != 2 && key.pool > 10));
+        // Then those with open connections, too.
+        assert_eq!(direct.beyond_shares(10).len(), 85 + 5);
         let opened = |direct: &Direct| {
             let all = direct.ledger().iter();
             all.map(|(_, series)| series.totals.opened).sum::<u64>()
@@ -254,7 +257,8 @@ mod tests {
         for key in &over {
             direct.seen.remove(key);
         }
-        direct.update([entry(1, over[0].pool, 1)], |_| None, |_| None, now);
+        let again = entry(over[0].workload, over[0].pool, 1);
+        direct.update([again], |_| None, |_| None, now);
         assert_eq!(opened(&direct), 101);
     }
 

@@ -3,7 +3,7 @@
 use std::{
     cmp::Reverse,
     hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher},
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv6Addr, SocketAddr},
     sync::{Arc, OnceLock},
 };
 
@@ -13,6 +13,8 @@ use model::{
 };
 use rand::seq::IteratorRandom;
 use smallvec::SmallVec;
+
+use super::limits::Client;
 
 /// A snapshot, arranged for looking up destinations. A new index costs as much as has changed: its
 /// maps share the rest with the index before.
@@ -25,6 +27,8 @@ pub struct Index {
     vips: imbl::HashMap<IpAddr, u32>,
     /// Addresses of workloads and of endpoints, but for those of ServiceEntries, and how many have each.
     known: imbl::HashMap<IpAddr, u32>,
+    /// The IPv6 networks of 64 bits with such addresses, and how many have each.
+    networks: imbl::HashMap<u64, u32>,
     /// Endpoints over TCP, and how many services have each.
     endpoints: imbl::HashMap<SocketAddr, u32>,
     /// Workloads by their addresses, for metrics.
@@ -106,7 +110,7 @@ impl Index {
             };
             if let Some(old) = old {
                 for addr in &old.addresses {
-                    release(&mut index.known, addr);
+                    index.forget(*addr);
                     if let Some(known) = index.workloads.get_mut(addr) {
                         known.retain(|known| known.name != old.name);
                         if known.is_empty() {
@@ -117,7 +121,7 @@ impl Index {
             }
             if let Some(new) = new {
                 for addr in &new.addresses {
-                    *index.known.entry(*addr).or_default() += 1;
+                    index.know(*addr);
                     let known = index.workloads.entry(*addr).or_default();
                     known.push(Arc::clone(new));
                 }
@@ -156,6 +160,34 @@ impl Index {
         }
     }
 
+    /// The client at an address: the workload that has it; or else the address, by IPv6 the network of 64 bits, because a host
+    /// outside may have any address in its network. In a network of pods, each address is a client: many pods share it, and each
+    /// has its own.
+    pub(crate) fn client(&self, addr: IpAddr) -> Client {
+        match (self.workload(addr), addr) {
+            (Some(workload), _) => Client::Workload(workload.name.clone()),
+            (None, IpAddr::V6(v6)) if !self.networks.contains_key(&network(v6)) => {
+                let base = u128::from(network(v6)) << 64;
+                Client::Address(Ipv6Addr::from_bits(base).into())
+            }
+            (None, _) => Client::Address(addr),
+        }
+    }
+
+    fn know(&mut self, addr: IpAddr) {
+        *self.known.entry(addr).or_default() += 1;
+        if let IpAddr::V6(v6) = addr {
+            *self.networks.entry(network(v6)).or_default() += 1;
+        }
+    }
+
+    fn forget(&mut self, addr: IpAddr) {
+        release(&mut self.known, &addr);
+        if let IpAddr::V6(v6) = addr {
+            release(&mut self.networks, &network(v6));
+        }
+    }
+
     fn add(&mut self, service: &Arc<Service>) {
         for (at, target) in frontends(service, &self.snapshot.node.addresses) {
             let claims = self.frontends.entry(at).or_default();
@@ -167,7 +199,7 @@ impl Index {
             *self.vips.entry(*vip).or_default() += 1;
         }
         for (_, endpoint) in service.own_endpoints() {
-            *self.known.entry(endpoint.addr).or_default() += 1;
+            self.know(endpoint.addr);
         }
         for at in endpoints(service) {
             *self.endpoints.entry(at).or_default() += 1;
@@ -187,7 +219,7 @@ impl Index {
             release(&mut self.vips, vip);
         }
         for (_, endpoint) in service.own_endpoints() {
-            release(&mut self.known, &endpoint.addr);
+            self.forget(endpoint.addr);
         }
         for at in endpoints(service) {
             release(&mut self.endpoints, &at);
@@ -241,6 +273,11 @@ fn endpoints(service: &Service) -> impl Iterator<Item = SocketAddr> {
     let own = service.own_endpoints();
     let tcp = own.filter(|(protocol, _)| *protocol == Protocol::Tcp);
     tcp.map(|(_, endpoint)| SocketAddr::new(endpoint.addr, endpoint.port))
+}
+
+/// The upper 64 bits of an address.
+fn network(addr: Ipv6Addr) -> u64 {
+    (addr.to_bits() >> 64) as u64
 }
 
 fn release<K: std::hash::Hash + Eq + Clone>(counts: &mut imbl::HashMap<K, u32>, key: &K) {
@@ -448,4 +485,41 @@ fn ranked(
     let all = left.chain((0..refused).map(|place| (place, None)));
     let ranks = all.map(|(place, of)| (hasher.hash_one((client, of, place)), of));
     ranks.max_by_key(|(rank, _)| *rank)
+}
+
+#[cfg(test)]
+mod tests {
+    use model::{Place, WorkloadName};
+
+    use super::*;
+
+    #[test]
+    fn a_client_is_a_workload_or_an_address_or_a_network_outside() {
+        let pod = |name: &str, addresses: &[&str]| {
+            let addresses = addresses.iter().map(|addr| addr.parse().unwrap()).collect();
+            let name = WorkloadName::new("default", name);
+            Arc::new(Workload {
+                addresses,
+                ..Workload::new(name, Place::Elsewhere)
+            })
+        };
+        let workloads = [pod("app", &["10.244.1.8", "fd00:1::8"])];
+        let named = workloads.map(|pod| (pod.name.clone(), pod));
+        let snapshot = Snapshot {
+            workloads: named.into_iter().collect(),
+            ..Snapshot::default()
+        };
+        let client = |index: &Index, addr: &str| index.client(addr.parse().unwrap());
+        let index = Index::default().updated(snapshot);
+        let app = Client::Workload(WorkloadName::new("default", "app"));
+        assert_eq!(client(&index, "10.244.1.8"), app);
+        assert_eq!(client(&index, "fd00:1::8"), app);
+        // Pods that the agent does not know, in a network of pods.
+        assert_ne!(client(&index, "fd00:1::9"), client(&index, "fd00:1::a"));
+        // A host outside.
+        assert_eq!(client(&index, "2001:db8::9"), client(&index, "2001:db8::a"));
+        assert_ne!(client(&index, "192.0.2.1"), client(&index, "192.0.2.2"));
+        let index = index.updated(Snapshot::default());
+        assert_eq!(client(&index, "fd00:1::9"), client(&index, "fd00:1::a"));
+    }
 }

@@ -3,7 +3,7 @@
 use std::{
     collections::HashMap,
     io,
-    net::{IpAddr, Ipv6Addr},
+    net::IpAddr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -246,18 +246,8 @@ fn share(free: usize, several: &AtomicUsize, both: bool) -> usize {
 pub enum Client {
     /// A workload, by whichever of its addresses.
     Workload(WorkloadName),
-    /// The host at an address of no workload. By IPv6, the network of 64 bits: a host may have any address in it.
+    /// An address of no workload, or the first of an IPv6 network ([`Index::client`](super::Index::client)).
     Address(IpAddr),
-}
-
-impl Client {
-    /// The client at an address of no workload.
-    pub fn at(addr: IpAddr) -> Self {
-        Self::Address(match addr {
-            IpAddr::V4(_) => addr,
-            IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),
-        })
-    }
 }
 
 /// The number of inbound connections that each client has.
@@ -434,11 +424,9 @@ mod tests {
                 admitted
             };
             let fill = |client: &Client| (0..1000).filter(|_| connects(client)).count();
-            let address = |text: &str| Client::at(text.parse().unwrap());
+            let address = |text: &str| Client::Address(text.parse().unwrap());
             let hog = address("2001:db8::7");
             assert_eq!(fill(&hog), most);
-            // Its other addresses are its own.
-            assert!(!connects(&address("2001:db8::8")));
             let other = Client::Workload(WorkloadName::new("default", "web"));
             let part = fill(&other);
             assert!((30..=most / 4).contains(&part), "{part}");
@@ -451,7 +439,7 @@ mod tests {
         }
         // Few connections are one client's, too.
         let limits = Limits::new(Some(1000), Some(2), 10_000);
-        let (victim, client) = (Holders::default(), Client::at([192, 0, 2, 7].into()));
+        let (victim, client) = (Holders::default(), Client::Address([192, 0, 2, 7].into()));
         for _ in 0..2 {
             assert!(limits.acquire(&victim, Inbound) && limits.admit(&victim, &client));
         }
@@ -476,12 +464,12 @@ mod tests {
             let to = |victim| (0..1000).filter(|_| connects(victim, client)).count();
             to(&one) + to(&two)
         };
-        let hog = Client::at([192, 0, 2, 7].into());
+        let hog = Client::Address([192, 0, 2, 7].into());
         let most = fill(&hog);
         assert!((700..770).contains(&most), "{most}");
-        let others = fill(&Client::at([192, 0, 2, 8].into()));
+        let others = fill(&Client::Address([192, 0, 2, 8].into()));
         assert!(others >= 30, "{others}");
-        assert!(connects(&two, &Client::at([192, 0, 2, 9].into())));
+        assert!(connects(&two, &Client::Address([192, 0, 2, 9].into())));
     }
 
     /// A tenant has fifty pods on the node, which all take what they can get.

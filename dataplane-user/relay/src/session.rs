@@ -57,10 +57,7 @@ impl Permit {
         if self.direction == Direction::Outbound {
             return true;
         }
-        let client = match index.workload(client.ip()) {
-            Some(workload) => Client::Workload(workload.name.clone()),
-            None => Client::at(client.ip()),
-        };
+        let client = index.client(client.ip());
         let admitted = self.attached.limits.admit(&self.attached.holders, &client);
         self.client = admitted.then_some(client);
         admitted

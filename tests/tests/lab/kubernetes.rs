@@ -511,8 +511,12 @@ fn nothing_is_written_before_everything_was_listed() -> Result<()> {
         Ok(())
     })?;
     site.reaches(&["far", "near"])?;
-    let findings = site.findings()?;
-    ensure!(findings.contains("RBAC"), "{findings}");
+    // While an agent loads its programs, it answers nobody.
+    eventually(|| {
+        let findings = site.findings()?;
+        ensure!(findings.contains("RBAC"), "{findings}");
+        Ok(())
+    })?;
     faults.withhold(None);
     site.agent.wait_until_ready()?;
     site.reaches(&["far", "near"])

@@ -17,6 +17,7 @@ use crate::{
 scenarios! {
     Dataplane:
     metrics_count_what_clients_did,
+    a_tenant_with_many_ports_leaves_others_their_series,
     counters_do_not_go_backwards,
     what_nobody_asked_for_is_for_nobody,
     the_admin_endpoint_is_where_it_is_asked_for,
@@ -80,6 +81,42 @@ fn web(lab: &Lab) -> Service {
         .port("tcp", 80, TCP)
         .port("udp", 53, UDP)
         .endpoints(&[lab.pod("far"), lab.pod("near")])
+}
+
+fn a_tenant_with_many_ports_leaves_others_their_series() -> Result<()> {
+    let cluster = Cluster::start(|lab| {
+        let many = ["10.96.1.1", "10.96.1.2"].map(|ip| {
+            let hog = Service::new(&format!("hog-{ip}"), &[ip]).in_namespace("hog");
+            (1..=6000).fold(hog, |hog, port| hog.port(&format!("p{port}"), port, TCP))
+        });
+        [vec![web(lab)], many.to_vec()].concat()
+    })?;
+    // The hog's ports are used more than the others'.
+    refused(cluster.client(), "10.96.1.1:80", "connect --count 40")?;
+    reaches(cluster.client(), WEB, "connect --count 7", &["far", "near"])?;
+    let metrics = Metrics::scrape(cluster.lab.node("node2"))?;
+    let connections = "dataplane_connections_total";
+    let web = [("namespace", "default"), ("service", "web")];
+    metrics.is(connections, &[web[0], web[1], ("port", "80")], 7.0)?;
+    let refusals = [("namespace", "hog"), ("reason", "no-endpoints")];
+    metrics.is("dataplane_refusals_total", &refusals, 40.0)?;
+    let series = |namespace: &str| {
+        let all = metrics.samples().iter();
+        all.filter(|sample| sample.name == connections)
+            .filter(|sample| {
+                sample
+                    .labels
+                    .get("namespace")
+                    .is_some_and(|n| n == namespace)
+            })
+            .count()
+    };
+    let (hogs, others) = (series("hog"), series("default"));
+    ensure!(
+        others == 2 && (5000..10_000).contains(&hogs),
+        "{hogs} series of the hog, {others} of the others"
+    );
+    Ok(())
 }
 
 fn metrics_count_what_clients_did() -> Result<()> {

@@ -162,7 +162,8 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     }
     for suite in &mut here {
         let started = Instant::now();
-        let tally = run(suite, arguments.list)?;
+        let mut tally = run(suite, arguments.list)?;
+        repeat_alone(suite, &mut tally)?;
         total.add(&suite.title, tally, started.elapsed());
     }
     let mut guest_took = None;
@@ -241,6 +242,31 @@ fn side_by_side(suites: &mut [Suite], listing: bool) -> Result<Vec<(Tally, Durat
     done.into_iter()
         .map(|tally| tally.expect("each of them was run"))
         .collect()
+}
+
+/// Repeats scenarios that failed, each alone, if they are few. Scenarios have time limits, and on a slow machine the others
+/// may take one's time: a scenario that passes alone counts as passed, and the summary names it. A fault fails alone, too.
+fn repeat_alone(suite: &Suite, tally: &mut Tally) -> Result<()> {
+    /// More failures are no accident.
+    const FEW: usize = 5;
+
+    let failures = tally.failures().to_vec();
+    if failures.len() > FEW {
+        return Ok(());
+    }
+    for name in failures {
+        let title = format!("{}, alone", suite.title);
+        let mut command = suite.again().command;
+        for (variable, value) in suite.command.get_envs() {
+            command.env(variable, value.unwrap_or_default());
+        }
+        command.args(["--exact", &name]);
+        let again = run_with(&mut command, Results::new(&title, false))?;
+        if again.failed() == 0 && again.passed() == 1 {
+            tally.passed_alone(&name);
+        }
+    }
+    Ok(())
 }
 
 /// Runs a suite, passing on what it writes, and counts its results.

@@ -11,6 +11,8 @@ pub struct Tally {
     /// Tests that found out underway that they could not run: passed, to the harness.
     given_up: u32,
     failures: Vec<String>,
+    /// Tests that failed among others, and passed alone.
+    alone: Vec<String>,
     /// Reason to names of tests that did not run.
     skipped: BTreeMap<String, Vec<String>>,
     /// Name to reason, of tests that said why they cannot run, and whose result is yet to come.
@@ -115,6 +117,19 @@ impl Tally {
         self.failures.push(name);
     }
 
+    /// The names of the tests that failed.
+    pub fn failures(&self) -> &[String] {
+        &self.failures
+    }
+
+    /// Counts a test that failed as passed, because it has passed alone.
+    pub fn passed_alone(&mut self, name: &str) {
+        self.failures.retain(|failure| failure != name);
+        self.alone.push(name.to_owned());
+        self.failed -= 1;
+        self.passed += 1;
+    }
+
     /// Adds another's results, of a suite with this title, and how long it took.
     pub fn add(&mut self, title: &str, other: Self, took: Duration) {
         if other.counted() > 0 {
@@ -124,6 +139,9 @@ impl Tally {
         }
         let name = |(time, name)| (time, format!("{title}: {name}"));
         self.took.extend(other.took.into_iter().map(name));
+        let alone = other.alone.into_iter();
+        self.alone
+            .extend(alone.map(|name| format!("{title}: {name}")));
         self.passed += other.passed;
         self.failed += other.failed;
         self.ignored += other.ignored;
@@ -171,6 +189,9 @@ impl Tally {
         );
         for name in &self.failures {
             println!("Failed: {name}");
+        }
+        for name in &self.alone {
+            println!("Failed among others, passed alone: {name}");
         }
         for (reason, names) in &self.skipped {
             println!("Skipped {}: {reason}: {}", names.len(), names.join(", "));
@@ -322,6 +343,20 @@ mod tests {
             slowest,
             expected.map(|(time, name)| (time, name.to_owned()))
         );
+    }
+
+    #[test]
+    fn a_test_that_passes_alone_has_passed() {
+        let mut lab = tally(
+            "test a ... FAILED\ntest b ... FAILED\ntest result: FAILED. 3 passed; 2 failed; 0 ignored",
+        );
+        assert_eq!(lab.failures(), ["a", "b"]);
+        lab.passed_alone("a");
+        let mut total = Tally::default();
+        total.add("lab", lab, Duration::from_mins(1));
+        assert_eq!(total.last_line(), "4 passed, 1 failed, 0 skipped");
+        assert_eq!(total.failures, ["lab: b"]);
+        assert_eq!(total.alone, ["lab: a"]);
     }
 
     #[test]

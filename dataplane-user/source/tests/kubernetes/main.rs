@@ -2,6 +2,7 @@
 
 mod access;
 mod entries;
+mod hostile;
 mod names;
 mod pods;
 mod reading;

@@ -10,7 +10,7 @@ use dataplane_tests::{
 };
 use serde_json::json;
 
-use super::World;
+use super::{World, mesh};
 use crate::{
     cluster::{eventually, reaches},
     manifest::Service,
@@ -20,6 +20,7 @@ scenarios! {
     Dataplane:
     one_client_holds_as_many_connections_as_it_has_ports,
     a_closed_port_of_a_captured_pod_is_refused_at_once,
+    what_a_stranger_holds_is_the_strangers_own,
     the_proxy_knows_new_endpoints_when_the_tables_do,
 }
 
@@ -79,6 +80,36 @@ fn keeps(client: &Host, to: &str, count: u64) -> Result<u64> {
         "{to}: {made:?}, {kept:?}"
     );
     Ok(kept.alive)
+}
+
+/// A client that takes all the connections it gets takes them neither from the pod's own connections nor from other clients.
+fn what_a_stranger_holds_is_the_strangers_own() -> Result<()> {
+    let mut world = World::new()?;
+    let config = mesh(json!({ "maxConnections": 100 }), json!({ "mode": "proxy" }));
+    let pods = world.pods()?;
+    world.agent_with(&config, &[pods])?;
+    let (app, stranger) = (world.app().clone(), world.lab.pod("one").clone());
+    for (ip, web) in app
+        .addresses()
+        .into_iter()
+        .zip(["10.96.0.10:80", "[fd00:96::10]:80"])
+    {
+        let to = SocketAddr::new(ip, 7).to_string();
+        let keep =
+            stranger
+                .probe("keep")
+                .args(["--to", &to, "--timeout-ms", "500", "--count", "110"]);
+        let mut keep = keep.stdin_piped().stdout_piped().spawn()?;
+        let held: KeepReport = serde_json::from_str(&keep.wait_for_line()?)?;
+        ensure!((40..100).contains(&held.alive), "it holds {held:?}");
+        reaches(&app, web, "connect --count 5", &["far"])?;
+        for other in ["two", "far"] {
+            reaches(world.lab.pod(other), &to, "connect --count 5", &["app"])?;
+        }
+        keep.close_stdin();
+        keep.wait()?;
+    }
+    Ok(())
 }
 
 /// The proxy gives an attempt five seconds.
