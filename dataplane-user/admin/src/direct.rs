@@ -1,4 +1,4 @@
-//! What connections that went direct have come to: in the kernel by numbers, here by names.
+//! Counters of direct connections: the kernel counts by numbers, the agent by names.
 
 use std::{
     collections::HashMap,
@@ -13,14 +13,13 @@ use dataplane_common::{
 use model::{Node, ServiceName, Workload, WorkloadName};
 use relay::{CountersKey, Direction, Flag, Labels, Ledger, Party, Totals};
 
-/// How long the number of a workload that has gone is remembered: its last connections may end later
-/// than it does.
+/// How long the number of a workload that has gone is remembered: its last connections may end later than the workload.
 const LEAVING: Duration = Duration::from_mins(1);
 /// How many entries of TRAFFIC may be in use before namespaces with many give some up.
 const ROOM: usize = TRAFFIC as usize / 2;
 
-/// Totals since the agent started. A number may come to mean somebody else: what was counted before
-/// stays with whom it was counted for.
+/// Totals since the agent started. A number may be reused for another workload: earlier counts stay with the earlier
+/// workload.
 #[derive(Debug, Default)]
 pub struct Direct {
     /// By their numbers in the kernel's tables.
@@ -29,7 +28,7 @@ pub struct Direct {
     ledger: Ledger,
 }
 
-/// Whose an address is: none for those that several have, or the node.
+/// Returns the workload of each address: `None` for addresses of several workloads, or of the node.
 pub fn by_address<'a>(
     workloads: impl IntoIterator<Item = &'a Arc<Workload>>,
     node: &Node,
@@ -50,17 +49,17 @@ pub fn by_address<'a>(
     found
 }
 
-/// Whose a number is.
+/// The workload of a number.
 #[derive(Debug)]
 struct Numbered {
-    /// None if nobody has said.
+    /// `None` if the agent does not know it.
     workload: Option<Arc<Workload>>,
     /// Since when there is no such workload.
     gone: Option<Instant>,
 }
 
 impl Direct {
-    /// Says whose a number is.
+    /// Assigns a number to a workload.
     pub fn name(&mut self, number: u32, workload: &Arc<Workload>) {
         let named = Numbered {
             workload: Some(Arc::clone(workload)),
@@ -69,23 +68,23 @@ impl Direct {
         self.workloads.insert(number, named);
     }
 
-    /// Whether there is nobody to count for.
+    /// Whether there are no workloads to count for.
     pub fn is_idle(&self) -> bool {
         self.workloads.is_empty() && self.ledger.iter().next().is_none()
     }
 
-    /// Those that have a name, and are there.
+    /// Returns the workloads that have a name, and are still there.
     pub fn workloads(&self) -> impl Iterator<Item = &Arc<Workload>> {
         let there = self.workloads.values().filter(|named| named.gone.is_none());
         there.filter_map(|named| named.workload.as_ref())
     }
 
-    /// What they came to.
+    /// Returns the totals of all series.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
-    /// Adds what was counted since the last time. `service`: whose a pool is; `peer`: whose an
+    /// Adds the counts since the last update. `service`: returns the service of a pool; `peer`: the workload of an
     /// address.
     pub fn update(
         &mut self,
@@ -127,7 +126,7 @@ impl Direct {
             };
             let failure = labels(Flag::ConnectFailure);
             self.ledger.add(&failure, failed, 0, now);
-            // From the client and to it, as a proxy between them has it.
+            // From the client and to the client, as a proxy between them counts.
             let (sent, received) = (since(|t| t.sent), since(|t| t.received));
             let (from_client, to_client) = match direction {
                 Direction::Outbound => (sent, received),
@@ -146,9 +145,8 @@ impl Direct {
         }
     }
 
-    /// Forgets workloads that have gone, and what was counted for them when it has been shown for a
-    /// while. `is_there`: whether there is such a workload; `parties`: all that there are. Answers what
-    /// the kernel need not count any more.
+    /// Forgets workloads that have gone, and their counts after these were shown for a while. `is_there`: whether there
+    /// is such a workload; `parties`: all present ones. Returns the entries that the kernel no longer needs to count.
     pub fn forget(
         &mut self,
         is_there: impl Fn(&WorkloadName) -> bool,
@@ -289,10 +287,10 @@ mod tests {
             })
             .collect::<Vec<_>>()
         };
-        // Nobody's.
+        // The number belongs to no workload.
         assert_eq!(update((key(7), traffic(1, 1, 0)), "web"), []);
         update((key(1), traffic(2, 100, 1)), "web");
-        // The pool is another service's by now.
+        // The pool belongs to another service by now.
         let all = update((key(1), traffic(5, 150, 1)), "dns");
         let seen: Vec<_> = all
             .iter()
@@ -399,7 +397,7 @@ mod tests {
             }
             let counted: Vec<_> = kernel.iter().map(|(key, t)| (*key, *t)).collect();
             direct.update(counted, |_| None, |_| None, now);
-            // One is there at a time. The others' connections end a little later.
+            // One workload is there at a time. The connections of the others end a little later.
             let is_there = |name: &WorkloadName| *name == pod.name;
             let parties = || [Party::of(&pod)].into_iter().collect();
             for key in direct.forget(is_there, parties, now) {

@@ -30,14 +30,14 @@ scenarios! {
 pub struct Metrics(Vec<Sample>);
 
 impl Metrics {
-    /// Scrapes them as Prometheus does, on the node, and refuses what is not valid.
+    /// Scrapes them as Prometheus does, on the node, and refuses invalid ones.
     pub fn scrape(node: &Host) -> Result<Self> {
         let (status, body) = http(node, "http://127.0.0.1:15020/metrics")?;
         ensure!(status == 200, "{status} {body}");
         Self::read(&body)
     }
 
-    /// Likewise, of what was scraped.
+    /// Parses a scraped text, likewise.
     pub fn read(text: &str) -> Result<Self> {
         let samples = openmetrics::parse(text);
         Ok(Self(samples.map_err(|error| anyhow!("{error}"))?))
@@ -201,7 +201,7 @@ fn metrics_count_what_clients_did() -> Result<()> {
         );
         ensure!(of("dataplane_table_bytes") > 0.0, "{table} takes no memory");
     }
-    // `services` tells the same.
+    // `services` counts as many.
     let services = run(&cluster.agent, "services web -o json")?
         .exits(0)?
         .json()?;
@@ -213,8 +213,7 @@ fn metrics_count_what_clients_did() -> Result<()> {
     Ok(())
 }
 
-/// Neither other endpoints, nor another port beside it, nor a new agent make a service's counter
-/// smaller.
+/// A service's counter does not become smaller by other endpoints, another port beside it, or a new agent.
 fn counters_do_not_go_backwards() -> Result<()> {
     let mut cluster = Cluster::start(|lab| vec![web(lab)])?;
     let client = cluster.lab.pod("sleep").clone();
@@ -253,7 +252,7 @@ fn counters_do_not_go_backwards() -> Result<()> {
     counted(35.0, "after a restart, with what was connected meanwhile")
 }
 
-/// Wants so many syncs since the agent started.
+/// Checks the number of syncs since the agent started.
 fn synced(cluster: &Cluster, syncs: u64) -> Result<()> {
     let status = run(&cluster.agent, "status -o json")?.json()?;
     let found = &status["agent"]["syncs"];
@@ -261,7 +260,7 @@ fn synced(cluster: &Cluster, syncs: u64) -> Result<()> {
     Ok(())
 }
 
-/// What the agent's socket shows.
+/// Paths that the agent serves at its socket.
 const SOCKETS: [&str; 7] = [
     "/",
     "/status",
@@ -283,7 +282,7 @@ fn what_nobody_asked_for_is_for_nobody() -> Result<()> {
             fails(client, &to, "connect --silent", "ECONNREFUSED")?;
         }
     }
-    // What listens for others, and for the node alone.
+    // Listeners for other hosts, and for the node alone.
     let listens = node.command("ss").args(["-Hltn"]).run()?;
     let at = listens
         .lines()
@@ -297,7 +296,7 @@ fn what_nobody_asked_for_is_for_nobody() -> Result<()> {
         "127.0.0.1:15020",
     ];
     ensure!(at == wanted, "{at:?}");
-    // No port has what the socket has.
+    // No port serves the socket's paths, except for /metrics on loopback.
     let own = node.ipv4().to_string();
     for (client, at, port, has_metrics) in [
         (cluster.client(), &*own, 15021, false),
@@ -320,7 +319,7 @@ fn what_nobody_asked_for_is_for_nobody() -> Result<()> {
     let flush = flush.args(["-w", "%{http_code}"]);
     let said = flush.arg("http://127.0.0.1:15020/dns/cache/flush").run()?;
     ensure!(said.ends_with("404"), "{said}");
-    // The socket is root's, and has it all.
+    // The socket is root's, and serves all paths.
     run(&cluster.agent, "services")?.exits(0)?;
     let socket = cluster.agent.socket();
     let asked = node
@@ -332,7 +331,7 @@ fn what_nobody_asked_for_is_for_nobody() -> Result<()> {
         .user(1000)
         .output()?;
     ensure!(!stranger.status.success(), "{stranger:?}");
-    // Whoever can open these can lock them, and keep the next agent from starting.
+    // A process that can open these files can lock them, and keep the next agent from starting.
     for locked in [cluster.agent.bpffs(), &socket.with_extension("turn")] {
         let mode = fs::metadata(locked)?.permissions().mode();
         ensure!(mode & 0o777 & !0o700 == 0, "{}: {mode:o}", locked.display());
@@ -355,7 +354,7 @@ fn the_admin_endpoint_is_where_it_is_asked_for() -> Result<()> {
         let to = format!("{}:15000", node.ipv4());
         fails(client, &to, "connect --silent", "ECONNREFUSED")?;
     }
-    // Of the two that are for everybody neither shows what is the node's own business.
+    // The two ports for every client do not serve the node's own state.
     for (port, path) in [(15020, "services"), (15021, "status")] {
         let (status, _) = http(node, &format!("http://127.0.0.1:{port}/{path}"))?;
         ensure!(status == 404, "{port} answers /{path}");

@@ -1,4 +1,4 @@
-//! Clients of a captured workload, from elsewhere: they see what they see without capture.
+//! Clients of a captured workload, from elsewhere: their results are those without capture.
 
 use std::net::SocketAddr;
 
@@ -24,7 +24,7 @@ scenarios! {
     the_proxy_knows_new_endpoints_when_the_tables_do,
 }
 
-/// Whatever the client's range of ports is: those of the proxy, all, those of Windows and macOS. The proxy's connections to
+/// With any range of the client's ports: the proxy's own, all, those of Windows and macOS. The proxy's connections to
 /// the application have the client's address, and some of its ports.
 fn one_client_holds_as_many_connections_as_it_has_ports() -> Result<()> {
     let mut world = World::new()?;
@@ -56,7 +56,7 @@ fn one_client_holds_as_many_connections_as_it_has_ports() -> Result<()> {
             );
         }
     }
-    // The application sees the client, and one of its ports is another's no more.
+    // The application sees the client's address, and one of its ports, which no other connection uses any more.
     let report = reaches(&client, "10.244.1.8:7", "connect --count 50", &["app"])?;
     let sources: Vec<_> = report.endpoints["app"].sources.keys().collect();
     ensure!(sources == [&client.ipv4()], "it saw {sources:?}");
