@@ -233,7 +233,7 @@ fn the_charts_values_arrive() {
             "nodeSelectorTerms": [{ "matchExpressions": [{ "key": "dataplane", "operator": "Exists" }] }],
         } } },
         "terminationGracePeriodSeconds": 60,
-        "resources": { "requests": null, "limits": { "memory": "1Gi" } },
+        "resources": { "requests": null, "limits": { "memory": "2Gi" } },
         "updateStrategy": { "type": "OnDelete", "rollingUpdate": null },
     });
     let objects = chart::render("mesh", &values);
@@ -247,7 +247,7 @@ fn the_charts_values_arrive() {
     let agent = &pod["containers"][0];
     assert_eq!(agent["image"], "registry.example/dataplane:1.2.3");
     assert_eq!(agent["imagePullPolicy"], "Always");
-    assert_eq!(agent["resources"]["limits"]["memory"], "1Gi");
+    assert_eq!(agent["resources"]["limits"]["memory"], "2Gi");
     assert_eq!(
         pod["nodeSelector"],
         json!({ "kubernetes.io/os": "linux", "dataplane": "on" })
