@@ -4,6 +4,7 @@
 //! measured is seen from outside: in the server, when the first byte of an answer went out and when
 //! an event did; in the kernel, when the tables had it.
 
+mod neighbour;
 mod pods;
 mod restart;
 mod restless;
@@ -24,6 +25,7 @@ use crate::{
     say,
     stats::{median, percentile},
 };
+use neighbour::{Busy, Neighbour};
 use seen::Seen;
 use site::Site;
 
@@ -73,6 +75,9 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
         measure(&extent, services, &mut rows)?;
     }
     rows.extend(restless(&extent)?);
+    for neighbour in Neighbour::ALL {
+        rows.extend(beside(neighbour, &extent)?);
+    }
     rows.extend(restarts(&extent)?);
     Ok(rows)
 }
@@ -132,6 +137,54 @@ fn restless(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     Ok(vec![
         row("change_p50_ms", median(&mut changes.clone())),
         row("change_p99_ms", p99),
+    ])
+}
+
+/// One change after the other, while another tenant changes as much at once as it may.
+fn beside(neighbour: Neighbour, extent: &Extent) -> anyhow::Result<Vec<Row>> {
+    let services = 1_000;
+    say!("measuring {}", neighbour.case());
+    let directory = tempfile::tempdir()?;
+    let config = directory.path().join("dataplane.yaml");
+    Neighbour::configure(&config)?;
+    let mut site = Site::with_entries(services, &config)?;
+    site.start_from_nothing()?;
+    // Tables grow before.
+    for turn in 0..2 {
+        neighbour.change(site.cluster(), turn);
+        thread::sleep(Duration::from_secs(5));
+    }
+    let mut seen = Seen::new(&site.bpffs)?;
+    let busy = Busy::start(neighbour, site.cluster(), 2);
+    // For some seconds, in which the tenant has some turns.
+    let extent = Extent {
+        changes: extent.changes.max(1_500),
+        ..*extent
+    };
+    let changes = changes(&extent, &site, services, &mut seen)?;
+    busy.stop()?;
+    let rss = site.rss_mib()?;
+    let row = |metric, unit, value| Row {
+        bench: "sync",
+        path: "dataplane",
+        case: neighbour.case(),
+        services,
+        metric,
+        unit,
+        value,
+        baseline: None,
+        ratio: None,
+        failed: 0,
+        rounds: vec![changes.clone()],
+    };
+    let longest = changes.iter().copied().fold(0.0, f64::max);
+    let p50 = median(&mut changes.clone());
+    let p99 = percentile(&mut changes.clone(), 0.99);
+    Ok(vec![
+        row("change_p50_ms", "ms", p50),
+        row("change_p99_ms", "ms", p99),
+        row("change_max_ms", "ms", longest),
+        row("rss_mib", "MiB", rss),
     ])
 }
 
@@ -276,6 +329,15 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
         at_most: 1_000.0,
         uncertainty: row.uncertainty(),
     });
+    let beside = Neighbour::ALL.into_iter().filter_map(|neighbour| {
+        let row = find(rows, "dataplane", 1_000, neighbour.case(), "change_max_ms")?;
+        Some(Target {
+            what: format!("longest change {}, ms", neighbour.case()),
+            value: row.value,
+            at_most: 50.0,
+            uncertainty: 0.0,
+        })
+    });
     let tables = [
         (
             MANY,
@@ -318,5 +380,9 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
             },
         })
     });
-    tables.chain(restless).chain(restart).collect()
+    tables
+        .chain(restless)
+        .chain(beside)
+        .chain(restart)
+        .collect()
 }

@@ -73,6 +73,17 @@ impl Site {
         )
     }
 
+    /// Likewise with Istio's kinds instead, which the agent reads by this configuration.
+    pub fn with_entries(services: u32, config: &Path) -> anyhow::Result<Self> {
+        let config = config.to_str().context("a path")?;
+        let install = |cluster: &Cluster| {
+            cluster.install_istio(Some("v1"));
+            Ok(())
+        };
+        let lab = Lab::builder().node("agent");
+        Self::with(services, lab, install, &["--config", config])
+    }
+
     /// Likewise without the workloads, with these pods on these nodes, these objects, and these arguments of the agent on the
     /// node `agent`.
     pub fn with_dns(

@@ -6,18 +6,16 @@ use std::{
     net::IpAddr,
     path::Path,
     sync::Arc,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
-use model::{
-    Entry, EntryName, Node, Problem, Protocol, Reachable, Service, ServiceName, Snapshot, VipPort,
-};
+use model::{Node, Problem, Protocol, Reachable, Snapshot, VipPort};
 use plan::{
     entries::Entries,
     routes::{Routes, Sources},
 };
 use source::{
-    Admitted, ExternalIps, Feed, Health, Notice, OpenError, Source, View, kubernetes,
+    Admitted, ExternalIps, Feed, Health, Notice, OpenError, Paced, Source, View, kubernetes,
     objects::NodeFacts,
 };
 use tracing::{info, warn};
@@ -80,13 +78,15 @@ pub struct Input {
     /// The facts about this node in the last view.
     facts: Option<NodeFacts>,
     snapshot: Snapshot,
-    /// Every service of the last view.
-    services: imbl::OrdMap<ServiceName, Arc<Service>>,
+    /// The services and entries of the last view, as far as they were taken in.
+    paced: Paced,
+    /// When the oldest of the changes arrived that were not, if that is known.
+    behind_since: Option<Instant>,
+    /// The namespaces of the last view in which something cannot be read.
+    unread: imbl::OrdSet<Arc<str>>,
     /// The problems of the last view.
     problems: Arc<[Problem]>,
     admitted: Admitted,
-    /// Every entry of the last view.
-    view_entries: imbl::OrdMap<EntryName, Arc<Entry>>,
     entries: Entries,
     /// The routes and grants of the last view, for the snapshot.
     routes: Routes,
@@ -137,11 +137,12 @@ impl Input {
                 node,
                 ..Snapshot::default()
             },
-            services: imbl::OrdMap::new(),
+            paced: Paced::default(),
+            behind_since: None,
+            unread: imbl::OrdSet::new(),
             problems: Arc::default(),
             admitted: Admitted::new(external_ips(settings))
                 .with_reserved_ports(settings.reserved_ports.clone()),
-            view_entries: imbl::OrdMap::new(),
             entries,
             routes: Routes::default(),
             remembered,
@@ -194,11 +195,19 @@ impl Input {
         self.feed.refresh();
     }
 
-    /// Takes the newest view into the snapshot, and new results of lookups, if there are any.
+    /// Takes the newest view into the snapshot, and new results of lookups, if there are any. If the changes are too many
+    /// for one step, takes the next part of them: [`Input::is_behind`].
     pub fn take(&mut self) -> Option<Update> {
         let learnt = self.lookups.as_mut();
         let learnt = learnt.and_then(|lookups| lookups.tell(&mut self.entries));
         let Some(view) = self.feed.take() else {
+            if self.is_behind() {
+                let since = self.behind_since;
+                self.step();
+                return Some(Update {
+                    since: [since, learnt].into_iter().flatten().min(),
+                });
+            }
             // The agent looks up names of objects in the last view only, so there is a view.
             learnt?;
             self.serve();
@@ -217,6 +226,16 @@ impl Input {
             }
         }
         Some(self.put(view))
+    }
+
+    /// Whether changes of the last view wait for the next [`Input::take`], which is to come soon.
+    pub fn is_behind(&self) -> bool {
+        self.paced.is_behind()
+    }
+
+    /// The last [`Input::take`], with all that followed from it, took so long.
+    pub fn took(&mut self, time: Duration) {
+        self.paced.took(time);
     }
 
     /// When the addresses that the node had a moment ago must no longer be served, if there are any.
@@ -313,26 +332,44 @@ impl Input {
     fn put(&mut self, view: View) -> Update {
         self.known = true;
         self.facts = view.node;
-        self.services = view.services;
-        self.view_entries = view.entries;
+        self.paced.want(&view.services, &view.entries);
         self.snapshot.routes = view.routes;
         self.snapshot.grants = view.grants;
         self.snapshot.workloads = view.workloads;
         self.snapshot.pods = view.pods;
         self.snapshot.whole = view.whole;
-        self.snapshot.unread.clone_from(&view.unread);
+        self.unread = view.unread;
         self.snapshot.namespaces.clone_from(&view.namespaces);
         let others = !Arc::ptr_eq(&self.problems, &view.problems);
         self.problems = view.problems;
-        if !self.serve() && others {
+        self.behind_since = self.behind_since.or(view.since);
+        if !self.step() && others {
             self.note();
         }
         Update { since: view.since }
     }
 
+    /// Takes in the next changes of the view, and serves the result; returns whether others are left out than before.
+    fn step(&mut self) -> bool {
+        let others = self.paced.step(Instant::now());
+        if !self.is_behind() {
+            self.behind_since = None;
+        }
+        let mut unread = self.unread.clone();
+        unread.extend(self.paced.behind().map(Arc::from));
+        self.snapshot.unread = unread;
+        let noted = self.serve();
+        if others && !noted {
+            self.note();
+        }
+        others | noted
+    }
+
     /// Serves the objects that can be served on this node now; returns whether others are left out than before.
     fn serve(&mut self) -> bool {
-        let (mut services, mut changed) = self.admitted.take(&self.services, &self.snapshot.node);
+        let (mut services, mut changed) = self
+            .admitted
+            .take(self.paced.services(), &self.snapshot.node);
         let listens = self.listens();
         if listens != self.snapshot.node.listens {
             let node = Node {
@@ -341,10 +378,12 @@ impl Input {
             };
             self.snapshot.node = Arc::new(node);
             let others;
-            (services, others) = self.admitted.take(&self.services, &self.snapshot.node);
+            (services, others) = self
+                .admitted
+                .take(self.paced.services(), &self.snapshot.node);
             changed |= others;
         }
-        let (entries, others) = self.admitted.take_entries(&self.view_entries);
+        let (entries, others) = self.admitted.take_entries(self.paced.entries());
         changed |= others;
         let now = admin::now();
         let taken = self.entries.take(&entries, &services, &self.snapshot, now);
@@ -375,7 +414,8 @@ impl Input {
     fn note(&mut self) {
         let remembered = self.remembered.as_ref();
         let remembered = remembered.and_then(Remembered::problem);
-        let here = self.admitted.problems().chain(self.entries.problems());
+        let here = self.paced.problems().chain(self.admitted.problems());
+        let here = here.chain(self.entries.problems());
         let here = here.chain(self.routes.problems());
         let lookups = self.lookups.as_ref().and_then(Lookups::problem);
         let mut here = here.chain(remembered).chain(lookups).peekable();

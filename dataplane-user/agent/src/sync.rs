@@ -136,6 +136,8 @@ impl Sync {
             }
             let next = self.retry.map_or(self.look, |(at, _)| at.min(self.look));
             let next = self.ending.map_or(next, |at| at.min(next));
+            // After what has come meanwhile: changes of others do not wait for the rest of one.
+            let next = if self.goes_on() { Instant::now() } else { next };
             let event = happened.recv_timeout(next.saturating_duration_since(Instant::now()));
             let _busy = state.beats.tables.begin();
             self.state.pulse.busy();
@@ -186,11 +188,21 @@ impl Sync {
         if !self.take()? && moved && self.input.is_known() {
             self.sync(None)?;
         }
+        // All of it is taken in when this returns.
+        while self.goes_on() {
+            self.take()?;
+        }
         Ok(())
+    }
+
+    /// Whether there is more of the source to take in now. What could not be written a moment ago is tried again first.
+    fn goes_on(&self) -> bool {
+        self.retry.is_none() && self.input.is_behind()
     }
 
     /// Takes the source's newest view; returns whether there was a new one.
     fn take(&mut self) -> Result<bool, Error> {
+        let start = Instant::now();
         let Some(taken) = self.input.take() else {
             return Ok(false);
         };
@@ -198,9 +210,10 @@ impl Sync {
         if self.retry.is_none() || taken.since.is_none() {
             self.sync(taken.since)?;
         }
+        self.input.took(start.elapsed());
         // After a list. Changes use little memory, but it adds up.
         self.untidy = true;
-        if taken.since.is_none() || self.tidied.elapsed() > LOOK {
+        if taken.since.is_none() && !self.input.is_behind() || self.tidied.elapsed() > LOOK {
             self.tidy();
         }
         Ok(true)
@@ -208,6 +221,9 @@ impl Sync {
 
     /// Does the work that is due.
     fn pass_time(&mut self) -> Result<(), Error> {
+        if self.goes_on() {
+            self.take()?;
+        }
         let now = Instant::now();
         let again = self.retry.is_some_and(|(at, _)| at <= now) || self.waits();
         let is_due = self.look <= now;

@@ -17,7 +17,9 @@ pub mod manifests;
 pub mod objects;
 mod open;
 mod own_ports;
+mod paced;
 mod reserved;
+mod turns;
 mod watching;
 
 pub use admitted::Admitted;
@@ -27,3 +29,4 @@ pub use external_ips::ExternalIps;
 pub use feed::{Feed, Notice, View};
 pub use health::Health;
 pub use open::Source;
+pub use paced::Paced;

@@ -1,6 +1,7 @@
 //! ServiceEntries, as clients see them: hosts outside of the cluster's services, at addresses of their own.
 
 use std::{
+    collections::BTreeSet,
     fs,
     net::{IpAddr, SocketAddr},
     path::Path,
@@ -8,7 +9,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane_common::{Port, Protocol, decide};
+use dataplane_common::{Port, Protocol, decide, tables::FrontendKey};
 use dataplane_tests::{
     Agent, Lab,
     api::{ApiServer, Cluster as Objects, Options, Resource, objects},
@@ -32,6 +33,7 @@ scenarios! {
     an_address_serves_on_when_a_control_plane_gives_another,
     entries_are_noticed_when_the_cluster_has_them,
     large_entries_cost_a_bounded_amount_of_memory_and_give_it_back,
+    changes_of_one_namespace_come_between_those_of_another,
 }
 
 /// An entry of `default` with the TCP port 80, which leads to these endpoints, with their weights.
@@ -369,47 +371,68 @@ impl<'a> Changes<'a> {
     }
 }
 
+/// An agent on `node2` that reads an API server, ServiceEntries among it.
+struct Site {
+    server: ApiServer,
+    agent: Agent,
+    _directory: tempfile::TempDir,
+}
+
+impl Site {
+    fn start(lab: &Lab) -> Result<Self> {
+        let cluster = Objects::default();
+        let node = lab.node("node2");
+        cluster.apply(objects::node("node2", "zone-a", &[node.ipv4().into()]));
+        cluster.install_istio(Some("v1beta1"));
+        cluster.apply(entry("other", &both(lab, "near"), json!({})));
+        let outside = lab.external("ext").clone();
+        let address = SocketAddr::from((outside.ipv4(), 6443));
+        let options = Options {
+            certified: Some(vec![outside.ipv4().to_string()]),
+            ..Options::default()
+        };
+        let server = ApiServer::bind(cluster, options, Box::new(move || outside.listen(address)))?;
+        let directory = tempfile::tempdir()?;
+        let kubeconfig = server.kubeconfig(directory.path())?;
+        let file = directory.path().join("dataplane.yaml");
+        let source = json!({ "kubernetes": { "kubeconfig": kubeconfig, "serviceEntries": true } });
+        fs::write(&file, json!({ "source": source }).to_string())?;
+        let agent = lab
+            .agent("node2")
+            .args(["--config".as_ref(), file.as_os_str()])
+            .start()?;
+        eventually(|| vips(&agent, "other").map(drop))?;
+        Ok(Self {
+            server,
+            agent,
+            _directory: directory,
+        })
+    }
+}
+
+/// One of a tenant's entries, with so many ranges of 256 addresses.
+fn large(lab: &Lab, number: u32, ranges: u32) -> Value {
+    let ranges =
+        (0..ranges).map(|range| format!("11.{}.{}.0/24", number * 4 + range / 256, range % 256));
+    let addresses: Vec<String> = ranges.collect();
+    let mut entry = entry(
+        &format!("large{number}"),
+        &both(lab, "near"),
+        json!({ "addresses": addresses }),
+    );
+    entry["metadata"]["namespace"] = "tenant".into();
+    entry
+}
+
 /// Ten million addresses in 0.8 MB of entries, which come and go. An earlier agent had gigabytes for them, and never
 /// freed most.
 fn large_entries_cost_a_bounded_amount_of_memory_and_give_it_back() -> Result<()> {
     const MIB: u64 = 1024;
     let lab = Cluster::lab()?;
     let _server = serve(lab.pod("near"))?;
-    let cluster = Objects::default();
-    let node = lab.node("node2");
-    cluster.apply(objects::node("node2", "zone-a", &[node.ipv4().into()]));
-    cluster.install_istio(Some("v1beta1"));
-    cluster.apply(entry("other", &both(&lab, "near"), json!({})));
-    let outside = lab.external("ext").clone();
-    let address = SocketAddr::from((outside.ipv4(), 6443));
-    let options = Options {
-        certified: Some(vec![outside.ipv4().to_string()]),
-        ..Options::default()
-    };
-    let server = ApiServer::bind(cluster, options, Box::new(move || outside.listen(address)))?;
-    let directory = tempfile::tempdir()?;
-    let kubeconfig = server.kubeconfig(directory.path())?;
-    let file = directory.path().join("dataplane.yaml");
-    let source = json!({ "kubernetes": { "kubeconfig": kubeconfig, "serviceEntries": true } });
-    fs::write(&file, json!({ "source": source }).to_string())?;
-    let agent = lab
-        .agent("node2")
-        .args(["--config".as_ref(), file.as_os_str()])
-        .start()?;
-    eventually(|| vips(&agent, "other").map(drop))?;
-    let before = memory(&agent)?;
-    let large = |number: u32, ranges: u32| {
-        let ranges = (0..ranges)
-            .map(|range| format!("11.{}.{}.0/24", number * 4 + range / 256, range % 256));
-        let addresses: Vec<String> = ranges.collect();
-        let mut entry = entry(
-            &format!("large{number}"),
-            &both(&lab, "near"),
-            json!({ "addresses": addresses }),
-        );
-        entry["metadata"]["namespace"] = "tenant".into();
-        entry
-    };
+    let site = Site::start(&lab)?;
+    let Site { server, agent, .. } = &site;
+    let before = memory(agent)?;
     let delete = || {
         for number in 0..40 {
             let name = format!("large{number}");
@@ -420,12 +443,12 @@ fn large_entries_cost_a_bounded_amount_of_memory_and_give_it_back() -> Result<()
     };
     // Nearly as many as a namespace may have: they are served, and a tenant's changes go on.
     let tables = || Tables::open(agent.bpffs());
-    let changes = Changes::begin(&lab, server.cluster(), &agent)?;
+    let changes = Changes::begin(&lab, server.cluster(), agent)?;
     let quiet = changes.longest(20)?;
     let mut longest = Duration::ZERO;
     for round in 0..2 {
         for number in 0..40 {
-            server.cluster().apply(large(number, 9));
+            server.cluster().apply(large(&lab, number, 9));
             if number % 8 == 0 {
                 longest = longest.max(changes.longest(1)?);
             }
@@ -437,7 +460,7 @@ fn large_entries_cost_a_bounded_amount_of_memory_and_give_it_back() -> Result<()
             Ok(())
         })?;
         if round == 0 {
-            let with = memory(&agent)?;
+            let with = memory(agent)?;
             eprintln!("{before} KiB before, {with} KiB with 92 160 addresses");
             ensure!(
                 with < before + 192 * MIB,
@@ -454,22 +477,22 @@ fn large_entries_cost_a_bounded_amount_of_memory_and_give_it_back() -> Result<()
     }
     eprintln!("a change of another tenant took at most {quiet:?}, and {longest:?} meanwhile");
     for number in 0..40 {
-        server.cluster().apply(large(number, 1000));
+        server.cluster().apply(large(&lab, number, 1000));
     }
     eventually(|| {
-        let status = run(&agent, "status -o json")?.json()?.to_string();
+        let status = run(agent, "status -o json")?.json()?.to_string();
         ensure!(
             status.contains("the entries of namespace tenant have more than"),
             "{status}"
         );
         Ok(())
     })?;
-    let with = memory(&agent)?;
+    let with = memory(agent)?;
     delete();
     // The agent gives memory back every half minute.
     let mut after = u64::MAX;
     for _ in 0..patience(Duration::from_mins(3)).as_secs() {
-        after = memory(&agent)?;
+        after = memory(agent)?;
         if after < before + 16 * MIB {
             break;
         }
@@ -484,5 +507,54 @@ fn large_entries_cost_a_bounded_amount_of_memory_and_give_it_back() -> Result<()
         after < before + 16 * MIB,
         "{before} KiB, {after} KiB afterwards"
     );
-    vips(&agent, "other").map(drop)
+    vips(agent, "other").map(drop)
+}
+
+/// What a tenant changes at once is written in parts, and the changes of others come in between: they do not wait for all of
+/// it.
+fn changes_of_one_namespace_come_between_those_of_another() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let site = Site::start(&lab)?;
+    let Site { server, agent, .. } = &site;
+    let changes = Changes::begin(&lab, server.cluster(), agent)?;
+    let all = 40 * 9 * 256;
+    let of_tenant = || -> Result<usize> {
+        let contents = Tables::open(agent.bpffs())?.contents()?;
+        let is_tenants =
+            |key: &FrontendKey| matches!(key.addr.ip(), IpAddr::V4(ip) if ip.octets()[0] == 11);
+        let keys = contents.frontends.iter();
+        Ok(keys.filter(|(key, _)| is_tenants(key)).count())
+    };
+    for comes in [true, false] {
+        for number in 0..40 {
+            if comes {
+                server.cluster().apply(large(&lab, number, 9));
+            } else {
+                let name = format!("large{number}");
+                server
+                    .cluster()
+                    .delete(Resource::ServiceEntries, "tenant", &name);
+            }
+        }
+        // How much of it was written when each of the other's changes was.
+        let mut between = BTreeSet::new();
+        let start = Instant::now();
+        loop {
+            changes.longest(1)?;
+            let now = of_tenant()?;
+            if now == if comes { all } else { 0 } {
+                break;
+            }
+            if now != if comes { 0 } else { all } {
+                between.insert(now);
+            }
+            ensure!(
+                start.elapsed() < patience(Duration::from_mins(2)),
+                "{now} of {all}"
+            );
+        }
+        eprintln!("changes came when {between:?} of {all} were written");
+        ensure!(between.len() >= 5, "{between:?}");
+    }
+    Ok(())
 }

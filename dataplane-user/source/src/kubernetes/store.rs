@@ -22,7 +22,12 @@ use super::{
 use crate::{
     View,
     objects::{self, Candidate, Entries, Findings, Joins, NodeFacts, Slice},
+    turns::Turns,
 };
+
+/// Endpoints, once for each port of a slice, that services get in one view: more wait for the next one, if they are one
+/// namespace's.
+const ENDPOINTS_AT_ONCE: u64 = 1 << 17;
 
 /// What was seen so far.
 #[expect(
@@ -38,6 +43,8 @@ pub struct Store {
     services: imbl::OrdMap<ServiceName, Arc<Service>>,
     /// What becomes of them in the next view.
     pending: BTreeMap<ServiceName, Change>,
+    /// Which of those are next: a view waits for so much work at most.
+    turns: Turns<ServiceName>,
     /// Slices by the service that they name, whether that is there or not.
     slices: HashMap<ServiceName, SmallVec<[Slice; 1]>>,
     /// The service that each slice names.
@@ -89,6 +96,7 @@ impl Store {
             facts: NodeFacts::default(),
             services: imbl::OrdMap::new(),
             pending: BTreeMap::new(),
+            turns: Turns::default(),
             slices: HashMap::new(),
             named: HashMap::new(),
             joins: Joins::default(),
@@ -182,19 +190,19 @@ impl Store {
         {
             return None;
         }
-        self.told = true;
-        self.changed = false;
+        let is_first = !std::mem::replace(&mut self.told, true);
         for name in self.entries.take_dirty_services() {
             self.join(&name);
         }
-        for (name, change) in std::mem::take(&mut self.pending) {
+        for (name, change) in self.take_pending(is_first) {
             self.settle(&name, change);
             let alone = self.slices.contains_key(&name) && !self.services.contains_key(&name);
             self.orphans.note(name, alone);
         }
         for name in self.joins.take_hopeful() {
-            self.settle(&name, Change::Join);
+            self.join(&name);
         }
+        self.changed = self.is_behind();
         let orphans = self.orphans.told().filter(|service| {
             // What cannot be read is there.
             !self
@@ -238,7 +246,30 @@ impl Store {
         })
     }
 
-    /// The namespaces in which a Service or a slice cannot be read: a name there may exist although it is not known.
+    /// The next of the changes of services, or with `all` all of them.
+    fn take_pending(&mut self, all: bool) -> Vec<(ServiceName, Change)> {
+        if all {
+            return std::mem::take(&mut self.pending).into_iter().collect();
+        }
+        for (name, change) in &self.pending {
+            let slices = self.slices.get(name).into_iter().flatten();
+            let endpoints = slices.map(|slice| slice.ports.len() * slice.endpoints.len());
+            let cost = (1 + endpoints.sum::<usize>()) as u64;
+            let stays = !matches!(change, Change::Remove);
+            self.turns.put(name.namespace(), name, cost, stays);
+        }
+        let next = self.turns.take(ENDPOINTS_AT_ONCE).into_iter();
+        let next = next.filter_map(|name| self.pending.remove_entry(&name));
+        next.collect()
+    }
+
+    /// Whether changes of services wait for the next view, which there is to be soon.
+    pub fn is_behind(&self) -> bool {
+        self.told && !self.pending.is_empty()
+    }
+
+    /// The namespaces in which a Service or a slice cannot be read, or is not yet: a name there may exist although it is not
+    /// known.
     fn unread(&self) -> imbl::OrdSet<Arc<str>> {
         let is_unread = |kind: Kind, problems: &[Problem]| {
             let mut problems = problems.iter();
@@ -247,8 +278,10 @@ impl Store {
         };
         let problems = self.problems.iter();
         let unread = problems.filter(|((kind, _), problems)| is_unread(*kind, problems));
+        let unread = unread.map(|((_, name), _)| name.namespace());
         unread
-            .map(|((_, name), _)| Arc::from(name.namespace()))
+            .chain(self.turns.namespaces())
+            .map(Arc::from)
             .collect()
     }
 

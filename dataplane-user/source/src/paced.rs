@@ -1,0 +1,408 @@
+//! How much of a source's changes is taken in at a time.
+//!
+//! All that follows from a change takes time for its size: addresses are looked up, keys planned and written. A step has a
+//! budget, so that a namespace that changes much at once waits with its own further changes, and not with those of
+//! others. Of an object that changes again while it waits, only the newest state is taken in.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use imbl::{OrdMap, ordmap::DiffItem};
+use model::{
+    ADDRESSES_MAX, At, Entry, EntryName, EntryResolution, Gravity, Problem, Records, Service,
+    ServiceName,
+};
+
+use super::turns::Turns;
+
+/// What a step may cost: about as many keys, endpoints and addresses. It adapts to the machine between these.
+const BUDGETS: std::ops::RangeInclusive<u64> = 1 << 11..=1 << 16;
+const FIRST: u64 = 1 << 14;
+/// How long a step is to take.
+const STEP: Duration = Duration::from_millis(20);
+/// What each object costs besides.
+const OBJECT: u64 = 8;
+/// A namespace that has waited for so long is named.
+const NAMED_AFTER: Duration = Duration::from_secs(1);
+
+/// The services and entries of a source as far as they were taken in.
+#[derive(Debug)]
+pub struct Paced {
+    /// Whether anything was ever taken in.
+    is_begun: bool,
+    wanted: Objects,
+    taken: Objects,
+    turns: Turns<Name>,
+    budget: u64,
+    /// Whether the last step has left changes for the next one.
+    is_full: bool,
+    /// Since when namespaces wait.
+    since: BTreeMap<Box<str>, Instant>,
+    problems: BTreeMap<Box<str>, Problem>,
+}
+
+#[derive(Debug, Default)]
+struct Objects {
+    services: OrdMap<ServiceName, Arc<Service>>,
+    entries: OrdMap<EntryName, Arc<Entry>>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Name {
+    Service(ServiceName),
+    Entry(EntryName),
+}
+
+impl Default for Paced {
+    fn default() -> Self {
+        Self {
+            is_begun: false,
+            wanted: Objects::default(),
+            taken: Objects::default(),
+            turns: Turns::default(),
+            budget: FIRST,
+            is_full: false,
+            since: BTreeMap::new(),
+            problems: BTreeMap::new(),
+        }
+    }
+}
+
+impl Paced {
+    /// The source has these objects now. Takes time for what changed since the last call.
+    pub fn want(
+        &mut self,
+        services: &OrdMap<ServiceName, Arc<Service>>,
+        entries: &OrdMap<EntryName, Arc<Entry>>,
+    ) {
+        let wanted = Objects {
+            services: services.clone(),
+            entries: entries.clone(),
+        };
+        // At the start nobody waits for anybody's changes, and all of it is to be served at once.
+        if !self.is_begun {
+            self.is_begun = true;
+            self.taken = Objects {
+                services: services.clone(),
+                entries: entries.clone(),
+            };
+            self.wanted = wanted;
+            return;
+        }
+        for (name, stays) in changes(&self.wanted.services, services) {
+            let [old, new] = [&self.taken.services, services].map(|of| of.get(&name));
+            let cost = [old, new].map(|service| service.map_or(0, |service| cost_of(service)));
+            let namespace = name.namespace();
+            let object = Name::Service(name.clone());
+            self.turns
+                .put(namespace, &object, OBJECT + cost[0] + cost[1], stays);
+        }
+        for (name, stays) in changes(&self.wanted.entries, entries) {
+            let [old, new] = [&self.taken.entries, entries].map(|of| of.get(&name));
+            let cost = [old, new].map(|entry| entry.map_or(0, |entry| cost_of_entry(entry)));
+            let namespace = name.namespace();
+            let object = Name::Entry(name.clone());
+            self.turns
+                .put(namespace, &object, OBJECT + cost[0] + cost[1], stays);
+        }
+        self.wanted = wanted;
+    }
+
+    /// Takes in the next of the changes. Returns whether the [problems](Self::problems) have changed.
+    pub fn step(&mut self, now: Instant) -> bool {
+        for name in self.turns.take(self.budget) {
+            match name {
+                Name::Service(name) => {
+                    bring(&mut self.taken.services, &self.wanted.services, &name);
+                }
+                Name::Entry(name) => bring(&mut self.taken.entries, &self.wanted.entries, &name),
+            }
+        }
+        self.is_full = self.is_behind();
+        let waiting: BTreeSet<&str> = self.turns.namespaces().collect();
+        self.since
+            .retain(|namespace, _| waiting.contains(&**namespace));
+        for namespace in waiting {
+            if !self.since.contains_key(namespace) {
+                self.since.insert(namespace.into(), now);
+            }
+        }
+        self.name(now)
+    }
+
+    /// The last step has taken so long, with all that followed from it. If it was full, the next ones are smaller or larger.
+    pub fn took(&mut self, time: Duration) {
+        if !self.is_full {
+            return;
+        }
+        let budget = if time > STEP {
+            self.budget / 2
+        } else if time < STEP / 4 {
+            self.budget * 2
+        } else {
+            self.budget
+        };
+        self.budget = budget.clamp(*BUDGETS.start(), *BUDGETS.end());
+    }
+
+    /// Whether changes wait for the next step.
+    pub fn is_behind(&self) -> bool {
+        !self.turns.is_empty()
+    }
+
+    /// The namespaces whose changes wait: of a name there, it is not known whether it exists.
+    pub fn behind(&self) -> impl Iterator<Item = &str> {
+        self.turns.namespaces()
+    }
+
+    /// The services that were taken in.
+    pub const fn services(&self) -> &OrdMap<ServiceName, Arc<Service>> {
+        &self.taken.services
+    }
+
+    /// The entries that were taken in.
+    pub const fn entries(&self) -> &OrdMap<EntryName, Arc<Entry>> {
+        &self.taken.entries
+    }
+
+    /// Names the namespaces that have waited for some time.
+    pub fn problems(&self) -> impl Iterator<Item = &Problem> {
+        self.problems.values()
+    }
+
+    fn name(&mut self, now: Instant) -> bool {
+        let long = self
+            .since
+            .iter()
+            .filter(|(_, since)| now.saturating_duration_since(**since) >= NAMED_AFTER);
+        let named = long.map(|(namespace, _)| {
+            let problem = Problem {
+                gravity: Gravity::Warning,
+                place: format!("namespace {namespace}"),
+                text: "its Services and ServiceEntries change faster than the agent takes changes of one namespace in, so \
+                       its latest changes are served later; those of other namespaces do not wait for them. Change fewer \
+                       objects at a time, or smaller ones"
+                    .to_owned(),
+            };
+            (namespace.clone(), problem)
+        });
+        let named: BTreeMap<_, _> = named.collect();
+        let changed = named != self.problems;
+        self.problems = named;
+        changed
+    }
+}
+
+/// The objects that differ, and whether they are still there.
+fn changes<K: Ord + Clone, V: PartialEq>(
+    old: &OrdMap<K, Arc<V>>,
+    new: &OrdMap<K, Arc<V>>,
+) -> Vec<(K, bool)> {
+    let changes = old.diff(new).map(|change| match change {
+        DiffItem::Add(name, _) | DiffItem::Update { new: (name, _), .. } => (name.clone(), true),
+        DiffItem::Remove(name, _) => (name.clone(), false),
+    });
+    changes.collect()
+}
+
+/// Has one object be as it is in another map.
+fn bring<K: Ord + Clone, V>(taken: &mut OrdMap<K, Arc<V>>, wanted: &OrdMap<K, Arc<V>>, name: &K) {
+    match wanted.get(name) {
+        Some(object) => _ = taken.insert(name.clone(), Arc::clone(object)),
+        None => _ = taken.remove(name),
+    }
+}
+
+/// What it takes to bring a service in or out: its keys, and its endpoints, once for each port.
+fn cost_of(service: &Service) -> u64 {
+    let own = service.cluster_ips.len() + service.external_ips.len();
+    let addresses = own + service.load_balancer_ips.len() + 1;
+    let ports = service.ports.iter();
+    let cost: usize = ports.map(|port| addresses + port.endpoints.len()).sum();
+    let named = match &service.records {
+        Records::Object(named) => named.endpoints.len(),
+        Records::ClusterIps | Records::Alias(_) => 0,
+    };
+    (cost + named + service.source_ranges.len()) as u64
+}
+
+/// The same for an entry.
+fn cost_of_entry(entry: &Entry) -> u64 {
+    let addresses = entry.addresses.len() + entry.ranges.len() + 2 * entry.hosts.len();
+    let at = entry.backends.iter().map(|backend| match backend.at {
+        At::Address(_) => 1,
+        At::Name(_) => ADDRESSES_MAX,
+    });
+    let of_hosts = match entry.resolution {
+        EntryResolution::Hosts => entry.hosts.len() * ADDRESSES_MAX,
+        _ => 0,
+    };
+    let endpoints = at.sum::<usize>() + of_hosts;
+    (entry.ports.len().max(1) * (addresses + endpoints)) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::objects::{self, Findings, Outcome};
+
+    /// What an author wrote last.
+    #[derive(Default)]
+    struct Wanted {
+        services: OrdMap<ServiceName, Arc<Service>>,
+        entries: OrdMap<EntryName, Arc<Entry>>,
+    }
+
+    impl Wanted {
+        /// A Service with so many ports at one address, which say how often it has changed.
+        fn service(&mut self, namespace: &str, name: &str, ports: u16, version: u16) {
+            let port =
+                |n: u16| json!({ "name": format!("p{n}"), "port": 1 + n + 10_000 * version });
+            let object = json!({
+                "metadata": { "name": name, "namespace": namespace },
+                "spec": {
+                    "clusterIPs": ["10.96.0.1"],
+                    "ports": (0..ports).map(port).collect::<Vec<_>>(),
+                },
+            });
+            let mut findings = Findings::default();
+            let object = serde_json::from_value(object).unwrap();
+            let Outcome::Served(service) = objects::service(object, &mut findings) else {
+                panic!("{findings:?}");
+            };
+            self.services
+                .insert(service.name.clone(), Arc::new(service));
+        }
+
+        /// A ServiceEntry with so many addresses.
+        fn entry(&mut self, namespace: &str, name: &str, addresses: u32) {
+            let named = (0..addresses).map(|n| std::net::Ipv4Addr::from_bits(0x0b00_0000 + n));
+            let object = json!({
+                "metadata": { "name": name, "namespace": namespace },
+                "spec": {
+                    "hosts": ["db.example.com"], "addresses": named.collect::<Vec<_>>(), "resolution": "STATIC",
+                    "ports": [{ "number": 80, "name": "p", "protocol": "TCP" }],
+                },
+            });
+            let mut findings = Findings::default();
+            let object = serde_json::from_value(object).unwrap();
+            let entry = objects::service_entry(object, &model::Node::default(), &mut findings);
+            assert!(findings.faults.is_empty(), "{findings:?}");
+            self.entries
+                .insert(entry.entry.name.clone(), Arc::new(entry.entry));
+        }
+
+        fn want(&self, paced: &mut Paced) {
+            paced.want(&self.services, &self.entries);
+        }
+    }
+
+    fn name(namespace: &str, name: &str) -> ServiceName {
+        ServiceName::new(namespace, name)
+    }
+
+    fn begun() -> (Paced, Wanted) {
+        let (mut paced, mut wanted) = (Paced::default(), Wanted::default());
+        wanted.service("shop", "web", 1, 0);
+        wanted.want(&mut paced);
+        paced.step(Instant::now());
+        (paced, wanted)
+    }
+
+    #[test]
+    fn the_first_view_is_taken_in_whole() {
+        let (mut paced, mut wanted) = (Paced::default(), Wanted::default());
+        for n in 0..100 {
+            wanted.service("tenant", &format!("s{n}"), 1000, 0);
+        }
+        wanted.want(&mut paced);
+        paced.step(Instant::now());
+        assert!(!paced.is_behind());
+        assert_eq!(*paced.services(), wanted.services);
+    }
+
+    #[test]
+    fn changes_of_one_namespace_do_not_wait_for_those_of_another() {
+        let (mut paced, mut wanted) = begun();
+        for n in 0..100 {
+            wanted.service("tenant", &format!("s{n:02}"), 500, 0);
+            wanted.entry("tenant", &format!("e{n:02}"), 500);
+        }
+        let mut steps = 0;
+        let mut most = 0;
+        while steps == 0 || paced.is_behind() {
+            steps += 1;
+            wanted.service("shop", "web", 1, steps % 6);
+            // The newest state of what waits counts.
+            if steps == 2 {
+                wanted.service("tenant", "s99", 500, 1);
+                wanted.services.remove(&name("tenant", "s98"));
+            }
+            wanted.want(&mut paced);
+            let before = paced.services().len() + paced.entries().len();
+            paced.step(Instant::now());
+            let web = |of: &OrdMap<_, _>| of.get(&name("shop", "web")).map(Arc::clone);
+            assert_eq!(web(paced.services()), web(&wanted.services), "step {steps}");
+            assert!(paced.behind().all(|namespace| namespace == "tenant"));
+            most = most.max(paced.services().len() + paced.entries().len() - before);
+            assert!(steps < 1000);
+        }
+        // A Service of 500 ports is 508 keys and more: about 16 of them are a step.
+        assert!(
+            (5..50).contains(&most),
+            "{most} objects in one of {steps} steps"
+        );
+        assert_eq!(*paced.services(), wanted.services);
+        assert_eq!(*paced.entries(), wanted.entries);
+    }
+
+    #[test]
+    fn who_waits_for_long_is_named_until_all_is_taken_in() {
+        let (mut paced, mut wanted) = begun();
+        let start = Instant::now();
+        for n in 0..100 {
+            wanted.service("tenant", &format!("s{n}"), 500, 0);
+        }
+        wanted.want(&mut paced);
+        assert!(!paced.step(start));
+        assert_eq!(paced.problems().count(), 0);
+        assert!(paced.step(start + NAMED_AFTER));
+        let places: Vec<_> = paced.problems().map(|problem| &*problem.place).collect();
+        assert_eq!(places, ["namespace tenant"]);
+        while paced.is_behind() {
+            paced.step(start + NAMED_AFTER);
+        }
+        assert_eq!(paced.problems().count(), 0);
+    }
+
+    #[test]
+    fn full_steps_adapt_to_the_machine_and_others_do_not() {
+        let (mut paced, mut wanted) = begun();
+        paced.took(Duration::from_secs(1));
+        assert_eq!(paced.budget, FIRST);
+        for n in 0..400 {
+            wanted.service("tenant", &format!("s{n}"), 1000, 0);
+        }
+        wanted.want(&mut paced);
+        for (time, budget) in [(30, FIRST / 2), (10, FIRST / 2), (1, FIRST)] {
+            paced.step(Instant::now());
+            paced.took(Duration::from_millis(time));
+            assert_eq!(paced.budget, budget);
+        }
+        for (time, budget) in [
+            (Duration::from_secs(1), BUDGETS.start()),
+            (Duration::ZERO, BUDGETS.end()),
+        ] {
+            for _ in 0..10 {
+                paced.step(Instant::now());
+                paced.took(time);
+            }
+            assert_eq!(paced.budget, *budget);
+        }
+    }
+}

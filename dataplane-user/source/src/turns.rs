@@ -1,0 +1,210 @@
+//! Whose changes are taken in next.
+//!
+//! A change costs work, and all changes of a moment are taken in together. So that the changes of one author do not make
+//! those of others wait, a step takes so much work at most: first the changes of the namespaces that have least, then as
+//! much of one other namespace's as is left, another one in each step.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    hash::Hash,
+    ops::Bound,
+};
+
+/// Objects that have changed and were not taken in yet, by namespace.
+#[derive(Debug)]
+pub struct Turns<K> {
+    waiting: BTreeMap<Box<str>, Waiting<K>>,
+    /// The namespace of which the last step took a part.
+    last: Box<str>,
+    /// How many objects have come.
+    count: u64,
+}
+
+/// Where an object stands in its namespace's queue: what goes before what comes, so that others may have what it had; then
+/// the one that has waited longest.
+type Place = (bool, u64);
+
+#[derive(Debug)]
+struct Waiting<K> {
+    cost: u64,
+    places: HashMap<K, (Place, u64)>,
+    queue: BTreeMap<Place, K>,
+}
+
+impl<K> Default for Turns<K> {
+    fn default() -> Self {
+        Self {
+            waiting: BTreeMap::new(),
+            last: "".into(),
+            count: 0,
+        }
+    }
+}
+
+impl<K: Clone + Eq + Hash> Turns<K> {
+    /// An object has changed. One that waits already keeps its place. `stays`: it is not gone.
+    pub fn put(&mut self, namespace: &str, object: &K, cost: u64, stays: bool) {
+        if !self.waiting.contains_key(namespace) {
+            self.waiting.insert(namespace.into(), Waiting::default());
+        }
+        let Some(waiting) = self.waiting.get_mut(namespace) else {
+            return;
+        };
+        let before = waiting.remove(object);
+        self.count += 1;
+        let turn = before.map_or(self.count, |(_, turn)| turn);
+        waiting.insert((stays, turn), object.clone(), cost);
+    }
+
+    /// Takes the objects whose turn it is: of this cost together, and one of a namespace that has more, whatever its cost.
+    pub fn take(&mut self, budget: u64) -> Vec<K> {
+        let mut left = budget;
+        let mut taken = Vec::new();
+        let mut by_cost: Vec<(u64, Box<str>)> = self
+            .waiting
+            .iter()
+            .map(|(namespace, waiting)| (waiting.cost, namespace.clone()))
+            .collect();
+        by_cost.sort_unstable();
+        for (cost, namespace) in by_cost {
+            if cost > left {
+                break;
+            }
+            left -= cost;
+            let whole = self.waiting.remove(&namespace);
+            taken.extend(whole.into_iter().flat_map(|of| of.queue.into_values()));
+        }
+        let after = (Bound::Excluded(self.last.clone()), Bound::Unbounded);
+        let next = self.waiting.range(after).next();
+        let next = next.or_else(|| self.waiting.iter().next());
+        let Some(next) = next.map(|(namespace, _)| namespace.clone()) else {
+            return taken;
+        };
+        if let Some(waiting) = self.waiting.get_mut(&next) {
+            waiting.take(left, &mut taken);
+            if waiting.queue.is_empty() {
+                self.waiting.remove(&next);
+            }
+        }
+        self.last = next;
+        taken
+    }
+
+    /// The namespaces that wait.
+    pub fn namespaces(&self) -> impl Iterator<Item = &str> {
+        self.waiting.keys().map(|namespace| &**namespace)
+    }
+
+    /// Whether nobody waits.
+    pub fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+}
+
+impl<K> Default for Waiting<K> {
+    fn default() -> Self {
+        Self {
+            cost: 0,
+            places: HashMap::new(),
+            queue: BTreeMap::new(),
+        }
+    }
+}
+
+impl<K: Clone + Eq + Hash> Waiting<K> {
+    fn insert(&mut self, place: Place, object: K, cost: u64) {
+        self.cost += cost;
+        self.places.insert(object.clone(), (place, cost));
+        self.queue.insert(place, object);
+    }
+
+    fn remove(&mut self, object: &K) -> Option<Place> {
+        let (place, cost) = self.places.remove(object)?;
+        self.cost -= cost;
+        self.queue.remove(&place);
+        Some(place)
+    }
+
+    /// Takes from the front of the queue, one object at least.
+    fn take(&mut self, budget: u64, taken: &mut Vec<K>) {
+        let mut left = budget;
+        let mut is_first = true;
+        while let Some((_, object)) = self.queue.first_key_value() {
+            let object = object.clone();
+            let cost = self.places.get(&object).map_or(0, |(_, cost)| *cost);
+            if cost > left && !is_first {
+                return;
+            }
+            left = left.saturating_sub(cost);
+            is_first = false;
+            self.remove(&object);
+            taken.push(object);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn put(turns: &mut Turns<(&'static str, u32)>, namespace: &'static str, n: u32, cost: u64) {
+        turns.put(namespace, &(namespace, n), cost, true);
+    }
+
+    #[test]
+    fn a_namespace_with_little_never_waits_for_one_with_much() {
+        let mut turns = Turns::default();
+        for n in 0..1000 {
+            put(&mut turns, "much", n, 100);
+        }
+        let mut taken = Vec::new();
+        for step in 0..100 {
+            put(&mut turns, "little", step, 10);
+            put(&mut turns, "other", step, 10);
+            let of_step = turns.take(1000);
+            for namespace in ["little", "other"] {
+                assert!(of_step.contains(&(namespace, step)), "{of_step:?}");
+            }
+            assert!(of_step.len() <= 2 + 9, "{of_step:?}");
+            taken.extend(of_step.into_iter().filter(|(of, _)| *of == "much"));
+        }
+        // In the order in which they came, and none is lost.
+        while !turns.is_empty() {
+            taken.extend(turns.take(1000));
+        }
+        let all: Vec<_> = (0..1000).map(|n| ("much", n)).collect();
+        assert_eq!(taken, all);
+    }
+
+    #[test]
+    fn those_with_much_have_a_step_each_and_one_object_however_large() {
+        let mut turns = Turns::default();
+        for n in 0..4 {
+            put(&mut turns, "a", n, 5000);
+            put(&mut turns, "b", n, 600);
+        }
+        let steps: Vec<Vec<_>> = (0..6).map(|_| turns.take(1000)).collect();
+        let wanted = [
+            vec![("a", 0)],
+            vec![("b", 0)],
+            vec![("a", 1)],
+            vec![("b", 1)],
+            vec![("a", 2)],
+            vec![("b", 2)],
+        ];
+        assert_eq!(steps, wanted);
+    }
+
+    #[test]
+    fn what_goes_makes_room_for_what_comes_and_what_changes_again_keeps_its_place() {
+        let mut turns = Turns::default();
+        for n in 0..3 {
+            turns.put("a", &n, 10, true);
+        }
+        turns.put("a", &2, 10, false);
+        turns.put("a", &0, 10, true);
+        let order: Vec<_> = (0..3).flat_map(|_| turns.take(10)).collect();
+        assert_eq!(order, [2, 0, 1]);
+        assert!(turns.is_empty());
+    }
+}
