@@ -1,4 +1,4 @@
-//! What decides answers besides a snapshot's objects: the cluster's domain and DNS, and the node's resolvers.
+//! The inputs of answers besides a snapshot's objects: the cluster's domain and DNS, and the node's resolvers.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -13,7 +13,7 @@ use super::{
     zone::{CLUSTER_DNS, Ttls, Zone},
 };
 
-/// What the kubelet of a node is told about DNS.
+/// The kubelet's DNS settings on a node.
 #[derive(Clone, Debug)]
 pub struct Basis {
     /// `clusterDomain`.

@@ -8,12 +8,12 @@ use std::{
 
 /// How often a thread says that it goes on.
 pub const EVERY: Duration = Duration::from_millis(500);
-/// A thread that has not said so for so long hangs. A busy machine lets none wait so long.
+/// A thread that has not beaten for this long hangs. On a busy machine no thread waits this long.
 const STUCK: Duration = Duration::from_secs(30);
 /// A thread that was silent for so long may have come back to full sockets.
 pub const AWAY: Duration = Duration::from_secs(2);
 
-/// Is told, whenever a thread goes on, how long ago all of them had read their sockets.
+/// A callback for each beat: its argument says how long ago all threads had read their sockets.
 pub type Renew = Box<dyn Fn(Duration) + Send + Sync>;
 
 /// The last beat of a thread.
@@ -25,7 +25,7 @@ struct Beat {
     reads: Instant,
 }
 
-/// When each thread last said that it goes on; none before and after its life.
+/// The last beat of each thread; `None` before and after its life.
 pub struct Beats {
     last: Box<[Mutex<Option<Beat>>]>,
     renew: Renew,
@@ -95,7 +95,7 @@ impl Beats {
     }
 }
 
-/// What a thread is called.
+/// Returns a thread's name.
 pub fn name(number: usize) -> String {
     format!("dns-{number}")
 }

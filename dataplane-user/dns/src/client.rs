@@ -1,4 +1,4 @@
-//! What a client's `resolv.conf` says, as the kubelet or an administrator wrote it.
+//! A client's `resolv.conf`, as the kubelet or an administrator wrote it.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -19,24 +19,24 @@ const NDOTS_DEFAULT: u8 = 1;
 const SERVERS: usize = 3;
 const SEARCHES: usize = 32;
 
-/// Who asks, as far as answers depend on it.
+/// The client of a query, as far as answers depend on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Client {
-    /// What the client's own resolver appends to names, in its order.
+    /// The ends that the client's own resolver appends to names, in its order.
     pub search: Vec<LowerName>,
     /// How many dots a name has that it asks for as it is at first.
     pub ndots: u8,
     /// The resolvers that it would ask, in its order.
     pub resolvers: Vec<SocketAddr>,
-    /// The pod; none of those who are not known.
+    /// The pod; `None` for a client that the server does not know.
     pub workload: Option<WorkloadName>,
-    /// The Kubernetes namespace, whose clients share what it may have of the room for all; empty for those who have
-    /// none.
+    /// The Kubernetes namespace: its clients share the part of the common room that the namespace may use. Empty for a
+    /// client without one.
     pub namespace: Arc<str>,
 }
 
 impl Client {
-    /// Somebody of whom nothing is known.
+    /// Returns a client of which the server knows only the resolvers.
     pub fn unknown(resolvers: Vec<SocketAddr>) -> Self {
         Self {
             search: Vec::new(),

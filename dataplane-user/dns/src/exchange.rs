@@ -217,7 +217,7 @@ pub async fn pass_on(
     Ok(answer)
 }
 
-/// Sends a query from a socket of its own, and so from a port that nobody can know, and waits for the answer.
+/// Sends a query from a socket of its own, and so from a port that an attacker cannot know, and waits for the answer.
 async fn ask_by_udp<T>(
     resolver: SocketAddr,
     query: &[u8],

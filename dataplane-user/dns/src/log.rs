@@ -65,11 +65,11 @@ pub struct Queries {
     pub lost: u64,
 }
 
-/// The queries that were answered lately, while somebody reads.
+/// The most recent answered queries, recorded while a reader is present.
 #[derive(Debug)]
 pub struct Log {
     start: Instant,
-    /// Until when somebody reads, in milliseconds from the start.
+    /// The time until which a reader counts as present, in milliseconds from the start.
     until: AtomicU64,
     kept: Mutex<Logged>,
 }
@@ -223,7 +223,7 @@ mod tests {
         let late = log.read(Some(third.next), usize::MAX);
         assert_eq!((late.queries.len(), late.lost), (ROOM, 5));
         assert_eq!(log.read(Some(late.next), 10).queries.len(), 0);
-        // Nobody has read for long: nothing is kept, and what was kept is no answer for the next reader.
+        // No reader has come for long: the log records nothing, and the next reader gets none of its old entries.
         log.until.store(0, Ordering::Relaxed);
         put(&log, 3);
         let next = log.read(Some(late.next), 10);

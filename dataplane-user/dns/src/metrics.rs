@@ -1,4 +1,4 @@
-//! What is counted: by Istio's names where it has one.
+//! The server's counters: by Istio's names where it has one.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ use super::cache::Cache;
 /// Upper bounds of the times that resolvers take, in seconds.
 const SECONDS: [f64; 10] = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, 4.0];
 
-/// What is counted.
+/// The server's counters.
 #[derive(Debug)]
 pub struct Metrics {
     /// Queries of clients.
@@ -59,10 +59,10 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Writes what was counted, and the cache's size.
+    /// Writes the counters and the cache's size.
     ///
     /// # Errors
-    /// Whatever the encoder says.
+    /// Any error of the encoder.
     pub fn encode(&self, cache: &Cache, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         for (name, help, counter) in [
             (

@@ -35,8 +35,8 @@ impl Observer {
         Self(shared)
     }
 
-    /// Queries from a number on, at most so many; none: those that are answered from now on. They are kept for a few seconds
-    /// after each call.
+    /// Returns queries from a number on, at most `most` of them; without a number, those that are answered from now on.
+    /// The log records queries for a few seconds after each call.
     pub fn queries(&self, from: Option<u64>, most: usize) -> Queries {
         self.0.log.read(from, most)
     }
@@ -93,10 +93,10 @@ impl Observer {
         self.0.cache().flush(name)
     }
 
-    /// Writes what was counted, and the cache's size.
+    /// Writes the counters and the cache's size.
     ///
     /// # Errors
-    /// Whatever the encoder says.
+    /// Any error of the encoder.
     pub fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         self.0.metrics().encode(self.0.cache(), encoder)
     }

@@ -1,4 +1,4 @@
-//! Answers that resolvers know: from the cache, or by one query for all who ask the same.
+//! Answers that resolvers know: from the cache, or by one query for all clients that ask the same question.
 
 use std::{
     collections::HashMap,
@@ -27,7 +27,7 @@ use super::{
 
 /// How long a client waits for a new answer if there is a stale one (RFC 8767).
 const PATIENCE: Duration = Duration::from_millis(1800);
-/// How long nobody waits for resolvers that did not answer lately, if there is a stale answer (RFC 8767).
+/// How long clients do not wait for resolvers that failed to answer recently, if there is a stale answer (RFC 8767).
 const RECHECK: Duration = Duration::from_secs(30);
 /// How long resolvers are not asked again after they have failed (RFC 9520).
 const FAILED: Duration = Duration::from_secs(1);
@@ -43,12 +43,12 @@ pub struct Reply {
     pub age: u32,
 }
 
-/// What became of a query to resolvers: none of them answered, or this.
+/// The result of a query to resolvers: their answer, or none.
 type Outcome = Option<Arc<Stored>>;
 
-/// What resolvers know, and what they said.
+/// Asks resolvers, and caches their answers.
 pub struct Resolver {
-    /// What they said.
+    /// Their answers.
     pub cache: Arc<Cache>,
     upstream: Upstream,
     /// Questions that resolvers are being asked.
@@ -196,7 +196,7 @@ impl Resolver {
         let landed = timeout(patience, flight.wait_for(Option::is_some)).await;
         let answer = match landed {
             Ok(Ok(outcome)) => outcome.clone().flatten(),
-            // Nobody asks any more, or there was no time.
+            // The task that asks has ended, or the time is up.
             Ok(Err(_)) | Err(_) => None,
         };
         let usable = |stored: &Arc<Stored>| stale.is_none() || !is_failure(stored);
@@ -251,7 +251,7 @@ impl Resolver {
                 }
             };
             let failed = outcome.as_ref().is_none_or(|stored| is_failure(stored));
-            // Fails only if nobody waits any more.
+            // Fails only if no client waits any more.
             let _ = land.send(Some(outcome));
             if failed {
                 sleep(FAILED).await;
@@ -261,7 +261,7 @@ impl Resolver {
         Some(flight)
     }
 
-    /// What a resolver says to a query that nothing here understands.
+    /// Passes on a query that this server does not understand, and returns a resolver's answer.
     pub async fn relay(
         &self,
         client: &Client,
@@ -285,7 +285,7 @@ impl Resolver {
     }
 }
 
-/// What is said if no candidate exists.
+/// The answer if no candidate exists.
 fn otherwise(ask: &Ask) -> Option<Reply> {
     ask.otherwise.as_ref().map(own)
 }
@@ -487,7 +487,7 @@ mod tests {
                     "{what:?}, {round}"
                 );
             }
-            // Nobody to ask.
+            // There is no resolver to ask.
             let client = client("shop", &[]);
             let reply = Arc::clone(&own).resolve(&client, &question, &ask).await;
             assert_eq!(addresses(&reply.unwrap()), ["192.0.2.7"], "{what:?}");
@@ -680,7 +680,7 @@ mod tests {
         assert_eq!(asked, FLIGHTS / 2);
         assert_eq!(own.metrics.refused.get(), (FLIGHTS / 2) as u64);
         assert!(ask(&small, FLIGHTS));
-        // What others have asked already costs nothing.
+        // A question that another client has in flight already costs nothing.
         assert!(ask(&greedy, FLIGHTS));
         assert!(own.relay(&greedy, &[0; 12], Transport::Udp).await.is_none());
         assert_eq!(own.metrics.upstream_requests.get(), 0);
@@ -726,7 +726,7 @@ mod tests {
             .unwrap()
     }
 
-    /// Neither does another resolver answer others, nor do others get stale answers.
+    /// Another resolver then answers the other namespaces, and they get no stale answers.
     #[tokio::test]
     async fn slow_names_of_one_namespace_cost_no_other_namespace() {
         let asks = |query: &Message, word| {
@@ -755,7 +755,7 @@ mod tests {
             client("greedy", &[first, second]),
             client("small", &[first, second]),
         );
-        // What the first said of it once is over.
+        // The first resolver's earlier answer has expired.
         let (old_question, _) = asked("old.example.com");
         own.cache.put(
             &old_question.key(own.set(&[first, second])),

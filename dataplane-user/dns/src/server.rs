@@ -68,8 +68,8 @@ pub struct Captured {
 }
 
 impl Server {
-    /// Starts the threads. Nobody's queries are answered yet. `renew` is told, all the time, how long ago every thread
-    /// went on.
+    /// Starts the threads, which answer no queries yet. Each beat of a thread calls `renew` with the time since all
+    /// threads had read their sockets.
     ///
     /// # Errors
     ///
@@ -214,7 +214,7 @@ impl Drop for Server {
                 thread::sleep(POLL);
             }
             if thread.is_finished() {
-                // One that has died was told.
+                // A thread that died has reported it.
                 let _ = thread.join();
             } else {
                 let name = thread.thread().name().unwrap_or_default();
@@ -243,7 +243,7 @@ impl Worker {
             askers,
             end,
         };
-        // Fails only if the thread has died, which was told.
+        // Fails only if the thread has died, which it has reported.
         let _ = self.jobs.send(job);
     }
 }

@@ -1,4 +1,5 @@
-//! What all workers of a server share: what becomes of queries, and what each client may have in flight.
+//! The state that all workers of a server share: the decision about queries, and the limit of each client's queries in
+//! flight.
 
 use std::{
     collections::HashMap,
@@ -56,14 +57,14 @@ impl Room {
     }
 }
 
-/// What decides answers, besides the names.
+/// The inputs of answers besides the names.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// How many threads.
     pub workers: usize,
-    /// How many bytes of answers of resolvers are kept.
+    /// The size of the cache of resolvers' answers, in bytes.
     pub cache_bytes: usize,
-    /// How long after their TTL they are kept, for clients while resolvers do not answer.
+    /// How long after their TTL the cache retains answers, for clients while resolvers do not answer.
     pub stale: Duration,
     /// How long the records of a resolver's answer are valid at most, in seconds.
     pub longest: u32,
@@ -73,18 +74,18 @@ pub struct Settings {
     pub cluster_dns: Vec<SocketAddr>,
     /// The node's own file.
     pub node: ResolvConf,
-    /// The resolvers that are asked, whoever asks; none: those of the client's own `resolv.conf`.
+    /// The resolvers to ask for every client; `None`: those of the client's own `resolv.conf`.
     pub resolvers: Option<Vec<SocketAddr>>,
 }
 
-/// What all workers share.
+/// The state that all workers share.
 pub struct Shared {
     settings: Settings,
     zone: RwLock<Arc<Zone>>,
     resolver: Arc<Resolver>,
     metrics: Arc<Metrics>,
     pub beats: Arc<Beats>,
-    /// What became of queries, while somebody reads it.
+    /// The results of queries, recorded while a reader is present.
     pub log: Log,
     /// Those of clients that are workloads.
     clients: Mutex<Clients>,
@@ -94,11 +95,11 @@ pub struct Shared {
     nobody: Arc<Client>,
     in_flight: Counts<ClientKey>,
     connections: Counts<ClientKey>,
-    /// The same, of namespaces.
+    /// Connections of each namespace.
     connections_of: Counts<Arc<str>>,
 }
 
-/// Whose queries arrive at a socket.
+/// The clients whose queries arrive at a socket.
 #[derive(Clone)]
 pub enum Askers {
     /// Anybody's: their addresses tell.
@@ -110,14 +111,14 @@ pub enum Askers {
     ByAddress(Arc<HashMap<IpAddr, Arc<Client>>>),
 }
 
-/// Who has sent a query.
+/// The sender of a query.
 #[derive(Clone, Copy)]
 pub struct Asker<'a> {
     pub of: &'a Askers,
     pub addr: IpAddr,
 }
 
-/// What clients are told apart by.
+/// The key by which limits tell clients apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ClientKey {
     /// The address.
@@ -168,12 +169,12 @@ impl Shared {
         }
     }
 
-    /// What is counted.
+    /// Returns the counters.
     pub fn metrics(&self) -> &Metrics {
         &self.metrics
     }
 
-    /// What resolvers said.
+    /// Returns the cache of resolvers' answers.
     pub fn cache(&self) -> &Cache {
         &self.resolver.cache
     }
@@ -246,7 +247,7 @@ impl Shared {
         counted
     }
 
-    /// Notes what became of a query that arrived then, for whoever reads.
+    /// Records the result of a query that arrived then, for readers of the log.
     pub fn note(
         &self,
         arrived: Option<Instant>,
@@ -262,7 +263,7 @@ impl Shared {
         }
     }
 
-    /// Who has sent a query.
+    /// Returns the client that sent a query.
     fn client(&self, zone: &Zone, from: Asker<'_>) -> Arc<Client> {
         match from.of {
             Askers::Anybody => self.client_at(zone, from.addr),
@@ -274,7 +275,7 @@ impl Shared {
         }
     }
 
-    /// Who has an address.
+    /// Returns the client with an address.
     fn client_at(&self, zone: &Zone, addr: IpAddr) -> Arc<Client> {
         let Some(workload) = zone.names.client(addr) else {
             return Arc::clone(&self.nobody);
@@ -389,7 +390,7 @@ impl Shared {
     }
 }
 
-/// What becomes of a query at once.
+/// The immediate result of a query.
 pub enum Now {
     /// The answer is written, by what this says.
     Answered(&'static str),

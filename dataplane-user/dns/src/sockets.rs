@@ -51,7 +51,7 @@ pub fn open(at: SocketAddr) -> io::Result<(net::UdpSocket, net::TcpListener)> {
             socket.set_only_v6(true)?;
         }
         if protocol == Protocol::TCP {
-            // What an earlier server has left must not be in the way of the next.
+            // Connections that an earlier server left must not keep the next server from binding.
             socket.set_reuse_address(true)?;
         }
         socket.bind(&at.into())?;

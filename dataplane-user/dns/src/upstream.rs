@@ -30,7 +30,7 @@ const REST_MAX: Duration = Duration::from_secs(30);
 /// Why resolvers gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// There is nobody to ask.
+    /// The client has no resolver.
     #[error("there is no resolver to ask")]
     Nobody,
     /// None of them answered in time.
@@ -78,7 +78,7 @@ impl Upstream {
         let start = Instant::now();
         let end = start + ALL;
         let mut last = "there was no time".to_owned();
-        // What is said by a resolver that cannot help: better than nothing.
+        // The answer of a resolver that cannot help: better than nothing.
         let mut refused = None;
         for _ in 0..ROUNDS {
             for resolver in self.in_order(namespace, resolvers) {
@@ -174,7 +174,8 @@ impl Upstream {
                     return Ok(answer);
                 }
                 Err(error) => {
-                    // A resolver need not know what nobody understands: it does well, or not, by others.
+                    // A resolver need not understand a query that this server does not understand: other queries decide
+                    // whether it counts as silent.
                     self.metrics.upstream_failures.inc();
                     last = Failure::Silence(format!("{resolver}: {error}"));
                 }

@@ -51,7 +51,7 @@ pub struct Job {
     pub end: watch::Receiver<()>,
 }
 
-/// What a thread needs for the queries of one system call, whichever socket they arrive at.
+/// A thread's buffers and state for the queries of one system call, from any of its sockets.
 struct Desk {
     batch: Batch,
     answers: Vec<(Vec<u8>, SocketAddr)>,
@@ -62,7 +62,7 @@ struct Desk {
     polls: Rc<Notify>,
 }
 
-/// Answers queries until nobody can give it sockets any more, and all that it has have ended.
+/// Answers queries until the server's sender of sockets is dropped and all sockets of this thread have ended.
 pub fn run(
     shared: &Arc<Shared>,
     number: usize,
@@ -187,13 +187,13 @@ async fn answer_datagrams(
         let count = match socket.try_io(Interest::READABLE, answer) {
             Ok(count) => count,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
-            // Somebody to whom an answer went does not listen any more.
+            // A client to which an answer went does not listen any more.
             Err(error) => {
                 tracing::debug!("cannot receive queries: {error}");
                 BATCH
             }
         };
-        // Others on this thread have their turn, too. It costs a system call.
+        // After a batch, other tasks of this thread run. Yielding costs a system call.
         turn += count;
         if turn >= BATCH {
             turn = 0;
@@ -237,8 +237,8 @@ impl Desk {
                 Now::Nothing => spare.push(out),
                 Now::Later(later) => {
                     spare.push(out);
-                    // A socket that nobody receives from any more must be closed at once, for captured queries to go
-                    // to their resolvers again.
+                    // A socket that no task receives from any more must close at once, so that captured queries go to
+                    // their resolvers again.
                     let (own, socket) = (Arc::clone(shared), Arc::downgrade(socket));
                     let (query, of) = (query.to_vec(), askers.clone());
                     tokio::spawn(async move {

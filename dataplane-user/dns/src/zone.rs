@@ -1,4 +1,4 @@
-//! What a name within the cluster's domain means.
+//! The meaning of a name within the cluster's domain.
 //!
 //! The names are those of Kubernetes' specification of DNS-based service discovery, schema 1.1.0.
 
@@ -14,14 +14,14 @@ pub const SCHEMA: &str = "1.1.0";
 /// The Service that Kubernetes' distributions have for the cluster's DNS: namespace and name.
 pub const CLUSTER_DNS: (&str, &str) = ("kube-system", "kube-dns");
 
-/// What a name means.
+/// The meaning of a name.
 #[derive(Clone, Debug)]
 pub enum Meaning<'a> {
     /// It is in no zone of ours: resolvers know.
     Foreign,
     /// It may be a service that is not read: resolvers know.
     Unsure,
-    /// It means this by what was read. There may be news that was not read: resolvers know.
+    /// The name has this meaning by the objects that were read. A newer object may be unread: resolvers know.
     Doubtful(Box<Meaning<'a>>),
     /// It does not exist.
     Missing,
@@ -187,7 +187,7 @@ impl Zone {
         self.names.has_namespace(namespace)
     }
 
-    /// What a name with labels before `svc` means; `count` labels are before the domain.
+    /// Returns the meaning of a name with labels before `svc`; `count` labels are before the domain.
     fn below_svc(&self, name: &LowerName, count: usize) -> Meaning<'_> {
         let label = |from_end: usize| {
             let at = count.checked_sub(from_end)?;

@@ -131,7 +131,7 @@ mod tests {
             let mut kept: Vec<(u32, Vec<u8>)> = vec![];
             let mut most = 0;
             for (index, bytes) in puts {
-                // Two of three are kept.
+                // The test retains two of three.
                 if bytes[0] % 3 == 0 && !kept.is_empty() {
                     let (first, _) = kept.swap_remove(index.index(kept.len()));
                     cells.free(first);
@@ -146,7 +146,7 @@ mod tests {
                     other[range.start] ^= 1;
                     prop_assert!(!cells.starts_with(*first, &other));
                 }
-                // Whatever their lengths, freed cells are used again before there are more.
+                // The cells reuse freed cells of any length before they allocate more.
                 prop_assert_eq!(cells.chunks.len(), usize::div_ceil(most, CHUNK * CELL));
             }
         }

@@ -1,4 +1,4 @@
-//! Answers of resolvers, kept for others who ask the same: bounded by bytes, which namespaces share.
+//! A cache of resolvers' answers for clients that ask the same question: bounded by bytes, which namespaces share.
 //!
 //! An answer belongs to the namespace whose query brought it. If there is no room for another answer, the namespace with
 //! the most bytes loses one. So a namespace that asks for many names evicts its own answers, once it has more than any
@@ -32,12 +32,12 @@ use super::{
 
 /// How many parts there are, each with a lock of its own.
 const SHARDS: usize = 16;
-/// What an entry takes besides the cells of its key and answer. Tables and queues are at least half full.
+/// The bytes of an entry besides the cells of its key and answer. Tables and queues are at least half full.
 const OVERHEAD: usize = size_of::<Entry>() + 4 * size_of::<usize>();
 /// Bytes of a key before the name.
 const BEFORE_NAME: usize = 7;
 
-/// What answers differ by: the resolvers, the type, the query's bits, the name.
+/// The key of an answer: the resolvers, the type, the query's bits, the name.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Key(Arc<[u8]>);
 
@@ -73,7 +73,7 @@ pub struct Hit {
 /// How good an answer still is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// It can be given.
+    /// Clients may get it.
     Fresh,
     /// Likewise; it is asked for often, and nearly over, so resolvers should be asked again.
     Fading,
@@ -158,7 +158,7 @@ impl Cache {
         self.find(key, now, true)
     }
 
-    /// Returns the same, without marking the answer as used.
+    /// Returns the answer to a question, without marking it as used.
     pub fn look(&self, key: &Key, now: Instant) -> Option<Hit> {
         self.find(key, now, false)
     }
@@ -248,7 +248,7 @@ impl Cache {
         self.room * SHARDS
     }
 
-    /// How many answers went before their time, for want of room.
+    /// Returns how many answers the cache evicted to make room.
     pub fn evictions(&self) -> u64 {
         self.evictions.load(Ordering::Relaxed)
     }
@@ -283,7 +283,7 @@ impl Shard {
 
     fn put(&mut self, (hash, key): (u64, &Key), owner: &Arc<str>, stored: &Stored, now: Instant) {
         let found = self.find(hash, key);
-        // A fresh answer belongs to whom the old one belonged to: nobody else pays for it.
+        // A fresh answer belongs to the namespace that the old one belonged to: no other namespace pays for it.
         let owner = Arc::clone(found.map_or(owner, |at| &self.entries[at].owner));
         let bytes = [&*key.0, stored.packed()].concat();
         let entry = Entry {

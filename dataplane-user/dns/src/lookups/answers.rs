@@ -283,7 +283,7 @@ mod tests {
         let problem = resolved.problem.unwrap();
         assert!(problem.contains("a link-local address"), "{problem}");
         assert!(problem.ends_with("it has no endpoints"), "{problem}");
-        // Nor does it lead connections round.
+        // A server must not lead connections round either.
         let vip = RData::A(rdata::A::new(240, 240, 1, 2));
         let found = stored("db.example.com", &[("db.example.com", 60, vip)]);
         assert!(answer(&name, &found).unwrap().addresses.is_empty());

@@ -85,7 +85,7 @@ enum Job {
     End(EndpointName),
 }
 
-/// Results that nobody has taken yet.
+/// Results that the agent has not taken yet.
 struct Found {
     news: Mutex<News>,
     notify: Box<dyn Fn() + Send + Sync>,
@@ -194,7 +194,7 @@ impl Lookups {
                 *count -= 1;
             }
             found.news().found.remove(name);
-            // Fails only if the thread has died, of which it has told.
+            // Fails only if the thread has died, which it has reported.
             jobs.send(Job::End(name.clone())).unwrap_or_default();
             false
         });
@@ -437,7 +437,7 @@ mod tests {
         Lookups::start_with(move || Ok(vec![resolver]), pace, domain, || {}, deaths).unwrap()
     }
 
-    /// What is found of a name next.
+    /// Waits for the next result of a name.
     fn next_of(lookups: &mut Lookups, name: &EndpointName) -> Resolved {
         let start = Instant::now();
         loop {
@@ -488,7 +488,7 @@ mod tests {
         }
         lookups.want(Vec::new(), |_| ips(&[]));
         assert!(lookups.wanted.is_empty() && lookups.counts.is_empty());
-        // What was under way ends; then nobody asks any more.
+        // The lookups in flight end; after that nothing asks the resolver any more.
         thread::sleep(Duration::from_millis(300));
         let before = asked.load(Ordering::Relaxed);
         thread::sleep(Duration::from_millis(300));
@@ -551,7 +551,7 @@ mod tests {
         let refused = names[NAMES - 1].clone();
         let told = next_of(&mut lookups, &refused).problem.unwrap();
         assert!(told.contains("name fewer"), "{told}");
-        // It is told once, until it has a place.
+        // `want` reports the refusal once, until the name has a place.
         thread::sleep(PAUSE);
         lookups.want(names.clone(), last);
         assert!(lookups.take().0.is_empty());

@@ -1,4 +1,4 @@
-//! Messages as bytes: what a query asks, and answers that are put together from what is already bytes.
+//! Messages as bytes: the reader of queries, and a writer of answers from bytes that are composed already.
 //!
 //! The common query is read and answered here, without a value for each record. [`compose`](super::compose) makes all
 //! other answers.
@@ -14,11 +14,11 @@ use super::name::LowerName;
 pub const HEADER: usize = 12;
 /// Length of the OPT record that answers have: without options.
 const OPT_LENGTH: usize = 11;
-/// What we say that we can take by UDP, and what we ask resolvers for: no fragments on any network.
+/// The UDP payload size that our answers and our queries to resolvers announce: no network fragments it.
 pub const PAYLOAD: u16 = 1232;
-/// What a client gets by UDP at most, whatever it says that it can take.
+/// The maximum length of an answer by UDP, even if the client announces more.
 const PAYLOAD_MAX: u16 = 4096;
-/// What a client can take that does not say it.
+/// The maximum length of an answer by UDP for a client that announces none.
 const PAYLOAD_MIN: u16 = 512;
 /// The opcode by which a server hears that a zone has changed.
 const NOTIFY: u8 = 4;
@@ -82,7 +82,7 @@ pub struct Query<'a> {
     edns: Option<Edns>,
 }
 
-/// What a client says in its OPT record.
+/// The content of a client's OPT record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Edns {
     payload: u16,
@@ -90,7 +90,7 @@ struct Edns {
     dnssec: bool,
 }
 
-/// What bytes from a client are.
+/// The meaning of bytes from a client.
 #[derive(Clone, Debug)]
 pub enum Parsed<'a> {
     /// A query to answer.

@@ -5,7 +5,7 @@ use hickory_proto::op::ResponseCode;
 use super::{HEADER, IN, Record, counts, end_of_name, question, read_u32, skip_name, types, word};
 use crate::name::LowerName;
 
-/// An answer that was checked, and is kept to answer others with: one question, no OPT record.
+/// A checked answer, stored to answer other queries with: one question, no OPT record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stored {
     /// The message, and then where its times to live are: two bytes for each.
@@ -24,7 +24,7 @@ pub struct Shape {
     pub(super) authoritative: bool,
     /// The upper bits of its code.
     pub(super) upper: u8,
-    /// How long it may be kept, in seconds.
+    /// How long caches may retain it, in seconds.
     pub ttl: u32,
 }
 
@@ -121,7 +121,7 @@ impl Stored {
         }
         let is_negative = bytes[3] & 0x0f == 3 || counts[1] == 0;
         let ttl = match (bytes[3] & 0x0f, upper) {
-            // Without SOA a negative answer is not kept.
+            // No cache retains a negative answer without SOA.
             (0 | 3, 0) if is_negative => negative.map_or(0, |ttl| ttl.min(shortest)),
             // An alias that leads to nothing has a SOA record, too.
             (0, 0) => negative.map_or(shortest, |ttl| ttl.min(shortest)),
@@ -245,8 +245,8 @@ impl Stored {
         self.bytes()[2] & 0x02 != 0
     }
 
-    /// Appends its records to another message, in which the name of its question is at `name`. The records' times to live
-    /// are shorter by `age` seconds. Data of types that nobody knows is kept as it is.
+    /// Appends its records to another message, in which the name of its question is at `name`. The records' times to
+    /// live are shorter by `age` seconds. Data of unknown types stays as it is.
     ///
     /// None: it is malformed, or a pointer would be too long.
     pub fn append_to(&self, out: &mut Vec<u8>, name: usize, age: u32) -> Option<()> {
@@ -265,7 +265,7 @@ impl Stored {
             if let Some(at) = pointer {
                 let to = usize::from(word(bytes, at)?) & FAR;
                 let (_, further) = end_of_name(bytes, to)?;
-                // A name in data of a type that nobody knows has a pointer that stays as it is.
+                // A name in data of an unknown type has a pointer that stays as it is.
                 if further.is_some_and(|further| moved.binary_search(&further).is_err()) {
                     return None;
                 }
@@ -302,13 +302,13 @@ impl Stored {
         Some(())
     }
 
-    /// The same with other times to live.
+    /// Returns this answer with other times to live.
     #[must_use]
     pub fn with_ttl(&self, ttl: u32) -> Self {
         self.with_ttls(|_| ttl)
     }
 
-    /// The same with times to live that are at most so long.
+    /// Returns this answer with times to live of at most `ttl` seconds.
     #[must_use]
     pub fn at_most(&self, ttl: u32) -> Self {
         let mut other = self.with_ttls(|of| of.min(ttl));

@@ -66,7 +66,7 @@ fn the_entry_that_the_client_sees_decides() {
     let of_lab = given(&zone, "lab", "api.example.com");
     assert_ne!(only, of_lab);
     for (namespace, name, wanted) in [
-        // Its own before an older one; else the oldest that it sees, and of a range only what is named.
+        // Its own before an older one; else the oldest that it sees, and of a range only the addresses that are named.
         ("shop", "api.example.com.", "NoError; A 203.0.113.3"),
         ("default", "api.example.com.", "NoError; A 203.0.113.1"),
         ("third", "api.example.com.", "NoError; A 203.0.113.1"),
@@ -83,7 +83,7 @@ fn the_entry_that_the_client_sees_decides() {
         ("shop", "example.com.", "ask example.com."),
         ("shop", "notexample.com.", "ask notexample.com."),
         ("shop", "none.example.com.", "ask none.example.com."),
-        // What clients are told to connect to.
+        // The addresses that clients connect to.
         ("shop", "given.example.net.", "NoError; A 240.240.9.9"),
         ("shop", "plain.example.net.", "NoError; A 203.0.113.4"),
         ("shop", "range.example.net.", "ask range.example.net."),
@@ -142,7 +142,7 @@ fn a_host_has_addresses_and_resolvers_know_the_rest() {
             "{name} {of_type}"
         );
     }
-    // Without the node's own list nobody needs to be asked.
+    // Without the node's own search list the server needs to ask no resolver.
     let mut cart = client("shop");
     cart.search.truncate(3);
     let name = "db.example.net.shop.svc.cluster.local.";

@@ -52,12 +52,12 @@ fn zone() -> Zone {
     Zone::new(Names::of(&cluster()), TTLS)
 }
 
-/// Somebody without a search list.
+/// Returns a client without a search list.
 fn nobody() -> Arc<Client> {
     Arc::new(Client::unknown(Vec::new()))
 }
 
-/// What a client is told about a name.
+/// The server's reply to a client about a name.
 #[derive(Debug)]
 enum Told {
     Answer(Box<Message>),

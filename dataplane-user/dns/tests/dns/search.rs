@@ -1,4 +1,4 @@
-//! What a client's search list makes of a name: what its own resolver would ask next is answered at once.
+//! A client's search list: the server answers at once the names that the client's own resolver would ask for next.
 
 use std::net::SocketAddr;
 
@@ -58,7 +58,8 @@ fn what_a_pod_would_ask_next_is_answered_at_once() {
              inner.default.svc.cluster.local. CNAME kubernetes.default.svc.cluster.local.; \
              kubernetes.default.svc.cluster.local. A 10.3.0.1",
         ),
-        // A stranger: what is missing in the cluster is left out, and resolvers are asked for the rest in order.
+        // A foreign name: the server leaves out names that the cluster does not have, and asks resolvers for the rest
+        // in order.
         (
             "www.example.com.shop.svc.cluster.local.",
             A,
@@ -102,7 +103,7 @@ fn a_pod_without_the_clusters_list_gets_what_it_asks_for() {
             "www.example.com.svc.cluster.local.",
             "ask www.example.com.corp.example. else NXDomain",
         ),
-        // Its second is not, so that only resolvers know what is there.
+        // Its second entry is not of the cluster, so only resolvers know whether the name exists.
         ("web.corp.example.", "ask web.corp.example."),
     ] {
         assert_eq!(ask(&zone, &other, name, A).text(name), wanted, "{name}");

@@ -398,7 +398,7 @@ const DEPLOYED: &[(&str, &str, RecordType, &str)] = &[
         SRV,
         "NoError; SRV 0 100 3868 web.shop.svc.cluster.local.",
     ),
-    // Whoever serves it.
+    // Services that any proxy serves.
     (
         "another proxy's",
         "theirs.shop.svc.cluster.local.",

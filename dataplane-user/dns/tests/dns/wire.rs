@@ -1,4 +1,4 @@
-//! Whatever bytes a client sends: an answer to it, or silence.
+//! Any bytes from a client lead to an answer to them, or to silence.
 
 use std::{
     env,
@@ -243,7 +243,7 @@ fn endpoints_are_in_every_order() {
     assert_eq!(firsts.len(), 4);
 }
 
-/// What an answer must be, whatever was asked.
+/// Checks an answer to any query.
 fn check(query: &[u8], decision: &Decision, out: &[u8]) -> Result<(), String> {
     match decision {
         Decision::Answered(_) => {
