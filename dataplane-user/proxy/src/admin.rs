@@ -1,4 +1,4 @@
-//! What a proxy shows over HTTP.
+//! A proxy's HTTP pages.
 
 use std::{fmt, sync::Arc};
 
@@ -14,13 +14,13 @@ use serde::Deserialize;
 
 use super::Observer;
 
-/// Sets what is logged.
+/// Sets the log's level.
 type SetLevel = dyn Fn(&str) -> Result<(), String> + Send + Sync;
 
-/// Reads and sets what is logged.
+/// Reads and sets the log's level.
 #[derive(Clone)]
 pub struct Logging {
-    /// What is logged now, as `RUST_LOG` has it.
+    /// The present level, as `RUST_LOG` has it.
     pub current: Arc<dyn Fn() -> String + Send + Sync>,
     /// Sets it.
     pub set: Arc<SetLevel>,
@@ -49,12 +49,12 @@ pub fn metrics(observer: &Observer) -> Router {
         .with_state(Arc::new(registry))
 }
 
-/// What a client of the admin endpoint may do.
+/// The rights of a client of the admin endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rights {
     /// Read: every process that reaches an address may.
     Read,
-    /// Also change what is logged: who may open the Unix socket may.
+    /// Also change the log's level: every process that may open the Unix socket may.
     Change,
 }
 
@@ -114,7 +114,7 @@ async fn get_logging(State(context): State<Arc<Context>>) -> String {
     format!("{}\n", (context.logging.current)())
 }
 
-/// What to log.
+/// The log's new level.
 #[derive(Debug, Deserialize)]
 struct Level {
     level: String,

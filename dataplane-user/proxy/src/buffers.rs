@@ -1,20 +1,20 @@
 //! A worker's buffers.
 //!
-//! Bytes are read into one buffer that all of a worker's connections share, and written from there
-//! at once. So a connection holds memory only for what its reader has not taken: an idle one, and
-//! one whose reader keeps up, hold none.
+//! Bytes are read into one buffer that all of a worker's connections share, and written from there at once. So a
+//! connection holds memory only for bytes that its reader has not taken: an idle connection, and one whose reader keeps
+//! up, hold none.
 //!
-//! What connections hold is bounded by the worker's budget. Above half of it, less is read at a time; above all of it,
-//! the worker ends connections ([`Buffers::is_over`]).
+//! The worker's budget limits the bytes that connections hold. Above half of it, the worker reads less at a time; above
+//! all of it, the worker ends connections ([`Buffers::is_over`]).
 
 /// The most that is read at a time.
 pub const LARGE: usize = 256 << 10;
-/// What is read at a time from a connection that has not shown yet that it has more, or whose
-/// reader does not keep up: as much is held then.
+/// The most that is read at a time from a connection that has not shown yet that it has more, or whose reader does not
+/// keep up: as much is held then.
 pub const SMALL: usize = 16 << 10;
-/// What is held beyond this takes the whole shared buffer along, rather than being copied.
+/// A connection that holds more bytes than this takes the whole shared buffer, and nothing is copied.
 const COPIED: usize = 64 << 10;
-/// Large buffers that are kept for the next one to hold something.
+/// The maximum number of large buffers that wait for reuse.
 const SPARE: usize = 4;
 
 /// A worker's buffers.
@@ -26,7 +26,7 @@ pub struct Buffers {
     budget: usize,
 }
 
-/// What was read and not yet written.
+/// Bytes that were read and not yet written.
 #[derive(Debug)]
 pub struct Held {
     buffer: Box<[u8]>,
@@ -35,7 +35,7 @@ pub struct Held {
 }
 
 impl Held {
-    /// What is left to write.
+    /// Returns the bytes that are left to write.
     pub fn bytes(&self) -> &[u8] {
         &self.buffer[self.start as usize..self.end as usize]
     }
@@ -95,7 +95,7 @@ impl Buffers {
         held
     }
 
-    /// Takes back what was written, or will never be.
+    /// Takes back bytes that were written, or never will be.
     pub fn release(&mut self, held: Held) {
         self.held -= held.size();
         if held.buffer.len() == LARGE && self.spare.len() < SPARE {
@@ -103,7 +103,7 @@ impl Buffers {
         }
     }
 
-    /// Gives back to the system what nobody uses.
+    /// Returns unused buffers to the system.
     pub fn trim(&mut self) {
         self.spare.clear();
     }
@@ -132,8 +132,8 @@ impl Buffers {
         self.held > self.budget
     }
 
-    /// Bytes that are to be given back when connections hold more than they may: an eighth of what they may besides, so
-    /// that it does not happen again at once.
+    /// Returns how many bytes connections must release when they hold more than the budget: an eighth of the budget
+    /// besides, so that they do not exceed it again at once.
     pub fn excess(&self) -> usize {
         self.held.saturating_sub(self.budget - self.budget / 8)
     }

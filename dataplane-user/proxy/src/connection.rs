@@ -137,11 +137,10 @@ impl Connection {
         std::iter::once(&self.client).chain(&self.endpoint)
     }
 
-    /// Carries in both directions what there is to carry.
+    /// Carries the bytes that wait in both directions.
     ///
     /// # Errors
-    /// How the connection ended, if one side broke. What could still be read from that side was passed
-    /// on.
+    /// How the connection ended, if one side broke. Bytes that could still be read from that side were passed on.
     pub fn pump(&mut self, buffers: &mut Buffers) -> Result<Step, Flag> {
         let Some(endpoint) = &mut self.endpoint else {
             return Ok(Step::Waiting);
@@ -157,11 +156,11 @@ impl Connection {
             (Ok(_), Ok(_)) if endpoint.broken => Err(Flag::EndpointReset),
             (Ok(_), Ok(_)) if client.broken => Err(Flag::ClientReset),
             (Ok(_), Ok(_)) => Ok(Step::Waiting),
-            // What the endpoint sent before it broke has been passed on by the other direction.
+            // The other direction has passed on the bytes that the endpoint sent before it broke.
             (Err(Broken::Receiver), _) | (Ok(_), Err(Broken::Sender)) => Err(Flag::EndpointReset),
             (Err(Broken::Sender), _) => Err(Flag::ClientReset),
             (Ok(_), Err(Broken::Receiver)) => {
-                // The client is gone. What the client sent before may be unread still.
+                // The client is gone. Bytes that it sent before may still be unread.
                 client.readable = true;
                 let _ = self.up.run(client, endpoint, buffers, received);
                 Err(Flag::ClientReset)

@@ -1,11 +1,11 @@
-//! Listening sockets, given by a proxy that ends to the one that takes its place: the same sockets,
-//! with the connections that wait in them, so that none is refused in between.
+//! Hands over listening sockets from a proxy that ends to the proxy that replaces it: the same sockets, with the
+//! connections that wait in them, so that none is refused in between.
 //!
-//! The older one listens on a Unix socket. The newer one connects, and is sent the sockets with
-//! their names. When it takes the older one's place it says so, the older one leaves it, and says that
-//! it has. A proxy accepts by then, and the older one drains at once; an agent has its programs to load
-//! first, and the older one goes on accepting until the newer one says that it serves ([`outcome`]). If that
-//! one ends without, the older one can take its place back.
+//! The older proxy listens on a Unix socket. The newer proxy connects, and receives the sockets with their names. It
+//! then announces that it takes the older proxy's place; the older proxy leaves the place and confirms. A proxy accepts
+//! by then, and the older proxy drains at once. An agent still has to load its programs: the older agent goes on
+//! accepting until the newer agent reports that it serves ([`outcome`]). If the newer agent ends before that, the older
+//! agent can take its place back.
 
 use std::{
     fs,
@@ -40,10 +40,10 @@ const NEXT: [u8; 1] = [2];
 /// "I serve".
 const SERVING: [u8; 1] = [3];
 
-/// What becomes of one that took another's place.
+/// The result of a process that took another's place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It serves; or it is there and has not said so in time.
+    /// It serves; or it is running and has not reported in time that it serves.
     Stays,
     /// It ended without having served.
     Gone,
@@ -67,8 +67,8 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-/// Offers sockets to whoever has connected, and returns when they were taken: the time to leave.
-/// What is returned is to be given to [`gone`] then.
+/// Offers sockets to the process that has connected, and returns once it has taken them: the time to leave. Pass the
+/// returned stream to [`gone`] then.
 ///
 /// # Errors
 /// If they were not taken; then nothing has changed.
@@ -143,8 +143,8 @@ pub fn serves(mut stream: UnixStream) {
     let _ = stream.write_all(&SERVING);
 }
 
-/// Asks the proxy that waits at `path`, if there is one, for its sockets. To be given to
-/// [`taken`]; dropped before, nothing has changed.
+/// Asks the proxy that waits at `path`, if there is one, for its sockets. Pass the stream to [`taken`]; if it is
+/// dropped before, nothing has changed.
 ///
 /// # Errors
 /// If there is one, and it does not give any.
@@ -204,8 +204,8 @@ fn receive(stream: &UnixStream) -> io::Result<(Named, usize)> {
     Ok((pairs.collect(), left))
 }
 
-/// Tells the older one that its place is taken, and waits until it has left it. What is returned is for
-/// [`serves`]; dropped before, the older one comes back if it can.
+/// Announces to the older proxy that its place is taken, and waits until it has left. Pass the returned stream to
+/// [`serves`]; if it is dropped before, the older proxy comes back if it can.
 ///
 /// # Errors
 /// If it does not answer.
@@ -294,7 +294,7 @@ mod tests {
         assert_eq!(outcome(old, long), Outcome::Gone);
     }
 
-    /// Whatever waits at the socket, or asks there: it is understood or refused, and no descriptor is left.
+    /// Each message to or from any process at the socket is understood or refused, and no descriptor leaks.
     #[test]
     fn any_message_is_taken_or_refused() {
         let file = fs::File::open("/dev/null").unwrap();

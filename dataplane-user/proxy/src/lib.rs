@@ -1,4 +1,4 @@
-//! The L4 proxy: accepts connections whose original destination the capture kept, decides by the
+//! The L4 proxy: accepts captured connections, whose original destination the capture programs recorded, decides by the
 //! [`Snapshot`] where they go, and relays them in plaintext.
 //!
 //! [`relay`] has the decision, the limits, the counters and the access log. This room has
@@ -69,7 +69,7 @@ pub struct Settings {
     pub keepalive: Option<Duration>,
     /// The maximum number of connections; `None`: as many as the limit of open files allows.
     pub max_connections: Option<usize>,
-    /// Open files that are kept for the DNS server of the same process.
+    /// Open files that are reserved for the DNS server of the same process.
     pub dns_files: DnsFiles,
     /// The maximum number of connections of one workload; `None`: no limit of its own.
     pub max_per_workload: Option<usize>,
@@ -79,7 +79,7 @@ pub struct Settings {
     pub access_log: AccessLog,
 }
 
-/// What connections may hold: what a thousand of them hold whose readers have stalled.
+/// The bytes that connections may hold: as many as a thousand connections hold whose readers have stalled.
 const MAX_HELD: usize = 128 << 20;
 
 impl Default for Settings {
@@ -132,7 +132,7 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    /// Starts the workers, without workloads. The access log goes to standard output. A thread that dies is told to
+    /// Starts the workers, without workloads. The access log goes to standard output. A thread that dies reports to
     /// `deaths`.
     ///
     /// # Errors
@@ -215,7 +215,7 @@ impl Proxy {
         self.relay.drains(workload)
     }
 
-    /// Says what is missing for as many connections as the settings ask for; `None` if nothing is.
+    /// Describes the resources that are missing for as many connections as the settings ask for; `None` if none are.
     pub fn shortage(&self) -> Option<String> {
         self.relay.shortage()
     }
@@ -234,7 +234,7 @@ impl Proxy {
         self.relay.drain(deadline, &mut self.workers);
         self.relay.log.close();
         if let Some(writer) = self.writer.take() {
-            // A panic of the writer has been told.
+            // A writer that panicked has reported it.
             let _ = writer.join();
         }
     }
@@ -267,7 +267,7 @@ impl Observer {
         metrics::register(registry, &self.0);
     }
 
-    /// What connections have come to.
+    /// Returns the totals of connections.
     pub fn connections(&self) -> Connections {
         self.0.relay.connections()
     }

@@ -10,11 +10,11 @@ use rustix::{
 
 use super::buffers::{Buffers, Held, LARGE, SMALL};
 
-/// The maximum number of reads for one direction before other connections have their turn.
+/// The maximum number of reads for one direction before the worker serves other connections.
 const TURNS: usize = 8;
 
-/// One of the two sockets of a connection, and its readiness. Readiness is edge-triggered: the kernel
-/// reports it once, so it is kept here until a system call finds otherwise.
+/// One of the two sockets of a connection, and its readiness. Readiness is edge-triggered: the kernel reports it once,
+/// so this struct records it until a system call finds otherwise.
 #[derive(Debug)]
 #[expect(
     clippy::struct_excessive_bools,

@@ -1,4 +1,4 @@
-//! What workers share: the relay, the settings, and each worker's load and mailbox.
+//! The state that workers share: the relay, the settings, and each worker's load and mailbox.
 
 use std::{
     fmt, io,
@@ -20,11 +20,11 @@ use rustix::{
 
 use super::Settings;
 
-/// What workers share.
+/// The state that workers share.
 pub struct Shared {
-    /// What they relay.
+    /// The relay: the decision, the limits and the counters of connections.
     pub relay: Arc<Relay>,
-    /// How they relay.
+    /// The proxy's settings.
     pub settings: Settings,
     /// Each worker's load.
     pub loads: Box<[Load]>,

@@ -2,13 +2,13 @@
 
 use super::connection::Connection;
 
-/// Names a connection. A number is given out again; with the generation it is not mistaken for
-/// the one that had it before.
+/// Names a connection. Numbers are reused; the generation distinguishes the connection from earlier ones with its
+/// number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Key {
     /// Below 2^31.
     pub number: u32,
-    /// How often the number was given out before.
+    /// How often the number was in use before.
     pub generation: u32,
 }
 

@@ -75,7 +75,7 @@ fn proxy(settings: &Settings, endpoints: &[SocketAddr], egress: Egress) -> (Prox
     proxy_after(settings, endpoints, egress, |_| {})
 }
 
-/// The same, for clients that are there before the proxy: what they say waits in their sockets.
+/// Returns a proxy as `proxy` does, for clients that connect before it starts: their bytes wait in their sockets.
 fn proxy_after(
     settings: &Settings,
     endpoints: &[SocketAddr],
@@ -132,7 +132,7 @@ fn connect(to: SocketAddr) -> TcpStream {
     stream
 }
 
-/// What reading comes to.
+/// Reads to the end: the bytes, or the error.
 fn ending(mut stream: &TcpStream) -> Result<Vec<u8>, ErrorKind> {
     let mut read = Vec::new();
     match stream.read_to_end(&mut read) {
@@ -247,7 +247,7 @@ fn what_was_said_before_it_was_accepted_gets_there() {
         loop {
             let mut stream = accept(&listener);
             thread::spawn(move || {
-                // Who has reset may come this far.
+                // A client that reset its connection may come this far.
                 let _ = io::copy(&mut stream.try_clone().unwrap(), &mut stream);
             });
         }
@@ -333,7 +333,7 @@ fn draining_waits_for_connections_and_cuts_the_rest() {
         proxy.drain(PATIENCE);
         sender.send(()).unwrap();
     });
-    // Nobody listens any more, and the connection goes on.
+    // The proxy has closed its listener, and the connection goes on.
     while TcpStream::connect(vip).is_ok() {
         thread::sleep(Duration::from_millis(5));
     }
@@ -341,7 +341,7 @@ fn draining_waits_for_connections_and_cuts_the_rest() {
     assert!(drained.try_recv().is_err());
     drop(client);
     assert_eq!(ending(&server).unwrap(), b"still");
-    // With it go connections of the loop above that nobody took.
+    // The drop also ends connections of the loop above that the endpoint did not accept.
     drop((server, listener));
     drained.recv_timeout(PATIENCE).unwrap();
 
@@ -449,7 +449,7 @@ fn silence_ends_a_connection_where_that_is_asked_for() {
     assert_eq!(ending(&server), Err(ErrorKind::ConnectionReset));
 }
 
-/// Writes until nobody takes any more.
+/// Writes until the reader takes no more bytes.
 fn fill(mut stream: &TcpStream) -> usize {
     stream.set_nonblocking(true).unwrap();
     let (mut written, mut refused) = (0, 0);

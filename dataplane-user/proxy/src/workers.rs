@@ -23,7 +23,7 @@ pub struct Workers {
 }
 
 impl Workers {
-    /// Starts a worker for each of the mailboxes of [`Shared::new`]. One that dies is told to `deaths`.
+    /// Starts a worker for each of the mailboxes of [`Shared::new`]. A worker that dies reports to `deaths`.
     ///
     /// # Errors
     /// If a thread cannot be started.
@@ -42,7 +42,7 @@ impl Workers {
         Ok(Self { shared, threads })
     }
 
-    /// What the workers share.
+    /// Returns the state that the workers share.
     pub fn shared(&self) -> &Arc<Shared> {
         &self.shared
     }
@@ -62,7 +62,7 @@ impl Engine for Workers {
     fn drain(&mut self, deadline: Instant) {
         self.shared.send_all(|| Command::Drain(deadline));
         for thread in self.threads.drain(..) {
-            // A panic has been told.
+            // A worker that panicked has reported it.
             let _ = thread.join();
         }
     }

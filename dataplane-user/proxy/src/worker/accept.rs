@@ -22,7 +22,7 @@ use crate::{
 const ACCEPTS: usize = 16;
 /// How long the worker leaves a listening socket alone when it can accept nothing.
 const PAUSE: Duration = Duration::from_millis(50);
-/// A worker with this many connections more than another one gives new ones to that worker.
+/// A worker hands new connections to the least loaded worker if it has this many more than that worker.
 const LEAD: usize = 8;
 
 /// A listening socket that this worker accepts from, as the other workers do.
@@ -42,7 +42,7 @@ impl Acceptor {
         &self.listeners[self.which]
     }
 
-    /// Accepts a connection that waits; `None` if its client has given up.
+    /// Accepts a connection that waits; `None` if its client has gone.
     fn accept(&self, permit: Permit) -> Result<Option<Accepted>, Errno> {
         let listener = self.listener();
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -107,9 +107,8 @@ impl Worker {
         }
     }
 
-    /// Stops accepting. Another process may go on with the same sockets. Connections for which the
-    /// kernel has woken this worker are still accepted, because the kernel has told nobody else of
-    /// them.
+    /// Stops accepting. Another process may go on with the same sockets. The worker still accepts connections for which
+    /// the kernel has woken it, because the kernel has woken no other worker for them.
     pub fn close(&mut self, which: impl Fn(&Attached) -> bool) {
         for number in 0..self.acceptors.len() {
             let Some(acceptor) = self.acceptors[number].take_if(|a| which(&a.attached)) else {
@@ -152,7 +151,7 @@ impl Worker {
                     self.pause(number);
                     return;
                 }
-                // The client has given up.
+                // The client has gone.
                 Ok(None) | Err(_) => continue,
             };
             let Some(other) = self.shared.less_loaded(self.number, LEAD) else {

@@ -109,7 +109,7 @@ impl Worker {
         self.clock.wake_by(self.next_upkeep);
     }
 
-    /// Does what is due, and sets the timer for what is due next.
+    /// Performs the tasks that are due, and sets the timer for the next.
     pub fn on_timer(&mut self) {
         self.clock.clear_alarm();
         let attempt = self.give_up();

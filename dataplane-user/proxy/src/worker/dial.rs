@@ -113,7 +113,7 @@ impl Worker {
         None
     }
 
-    /// Whether this attempt has neither succeeded nor failed yet.
+    /// Whether this attempt is still in progress: it has not succeeded or failed yet.
     fn is_pending(&mut self, key: Key, attempt: usize) -> bool {
         let connection = self.table.get_mut(key);
         connection.is_some_and(|connection| connection.session.attempt() == Some(attempt))

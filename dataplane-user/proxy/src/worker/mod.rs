@@ -70,7 +70,7 @@ pub struct Worker {
     drain: Option<Instant>,
 }
 
-/// What the kernel is to report of a connection's socket.
+/// The events of a connection's socket that the kernel should report.
 fn interest(end: &End) -> EventFlags {
     let flags = EventFlags::IN | EventFlags::RDHUP | EventFlags::ET;
     if end.asks_for_space {

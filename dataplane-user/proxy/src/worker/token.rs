@@ -4,7 +4,7 @@ use rustix::event::epoll::EventData;
 
 use crate::{connection::Side, table::Key};
 
-/// What an event is about.
+/// The subject of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Token {
     /// The worker has commands.
