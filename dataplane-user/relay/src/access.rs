@@ -139,8 +139,8 @@ pub struct Log {
 }
 
 impl Log {
-    /// Starts the thread that writes, if the log is on. If it dies, `deaths` is told. The thread ends after [`Log::close`], when
-    /// everything is written.
+    /// Starts the thread that writes, if the log is on. If it dies, it reports to `deaths`. The thread ends after
+    /// [`Log::close`], when everything is written.
     ///
     /// # Errors
     /// If the thread cannot be started.

@@ -262,12 +262,12 @@ impl Attached {
         Arc::clone(counters.entry(key).or_default())
     }
 
-    /// Moves what was counted to the ledger, and drops counters that no connection has any more.
+    /// Moves the counts to the ledger, and drops counters that no connection has any more.
     pub fn collect(&self, ledger: &mut Ledger, now: Instant) {
         let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
         counters.retain(|key, counters| {
-            // Read before the counters are: a connection that has dropped them has counted before,
-            // and nobody gets them while the lock is held.
+            // Read before the counters are: a connection that has dropped them has counted before, and no connection
+            // gets them while the lock is held.
             let in_use = Arc::strong_count(counters) > 1;
             fence(Ordering::Acquire);
             let labels = Labels {

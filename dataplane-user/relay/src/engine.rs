@@ -1,4 +1,4 @@
-//! The seam between what is relayed and how it is carried.
+//! The interface between the relay, which decides where connections go, and the engine that carries their bytes.
 
 use std::{sync::Arc, time::Instant};
 

@@ -25,7 +25,7 @@ pub struct Index {
     /// Cluster IPs, and how many services claim each. A connection to a port of a cluster IP that no
     /// service has is refused.
     vips: imbl::HashMap<IpAddr, u32>,
-    /// Addresses of workloads and of endpoints, but for those of ServiceEntries, and how many have each.
+    /// Addresses of workloads and of endpoints, except those of ServiceEntries, and how many have each.
     known: imbl::HashMap<IpAddr, u32>,
     /// The IPv6 networks of 64 bits with such addresses, and how many have each.
     networks: imbl::HashMap<u64, u32>,
@@ -239,7 +239,7 @@ impl Index {
                             || pods.iter().any(|pod| pod.ports.contains(&declared))
                     })
             }
-            // Nobody has told which addresses are Pods'.
+            // The snapshot does not say which addresses are Pods'.
             None => self.known.contains_key(&to.ip()),
         }
     }

@@ -70,7 +70,7 @@ impl Party {
         .map(|value| if value.is_empty() { "unknown" } else { value })
     }
 
-    /// A copy without what the labels do not show, so that it can be kept for long.
+    /// A copy that has only what the labels show, so that it can live long.
     fn alone(&self) -> Self {
         let alone = |workload: &Arc<Workload>| {
             Arc::new(Workload {
@@ -120,7 +120,7 @@ pub struct Labels {
 }
 
 impl Labels {
-    /// Returns the labels for connections without a series of their own: they name neither the service nor the other side.
+    /// Returns the labels for connections without a series of their own: the service and the other side are left out.
     #[must_use]
     pub fn rest(&self) -> Self {
         Self {
@@ -181,7 +181,7 @@ impl EncodeLabelSet for Labels {
 }
 
 impl Labels {
-    /// A copy without what the labels do not show, so that it can be kept for long.
+    /// A copy that has only what the labels show, so that it can live long.
     pub(super) fn alone(&self) -> Self {
         Self {
             workload: self.workload.alone(),

@@ -1,4 +1,4 @@
-//! What every relayed connection has, whatever carries it: where it goes, what counts it, and its line
+//! The parts that every relayed connection has, with any engine: the decision where it goes, its counters, and its line
 //! in the access log.
 //!
 //! This room is below the rooms that carry connections: it reads [`model`], and opens no
@@ -62,7 +62,7 @@ pub struct Relay {
     version: AtomicU64,
     attachments: Mutex<Vec<Entry>>,
     next_id: AtomicU64,
-    /// What was counted for the attachments that there are and that there were.
+    /// The totals of present and past attachments.
     ledger: Mutex<Ledger>,
 }
 
@@ -195,8 +195,8 @@ impl Relay {
         })
     }
 
-    /// Forgets attachments that are not in use any more, which keep their network namespaces. Says what is missing for as
-    /// many connections as the settings ask for; `None` if nothing is.
+    /// Forgets attachments that are not in use any more, which hold their network namespaces. Describes the resources
+    /// that are missing for as many connections as the settings ask for; `None` if none are.
     pub fn shortage(&self) -> Option<String> {
         drop(self.collect());
         let workloads = self.lock_attachments().len();
@@ -230,7 +230,7 @@ impl Relay {
         self.lock_attachments().clone()
     }
 
-    /// What connections have come to.
+    /// Returns the totals of connections.
     pub fn connections(&self) -> Connections {
         let ledger = self.collect();
         let all = ledger.iter();
@@ -271,7 +271,7 @@ impl Relay {
         ledger
     }
 
-    /// Forgets, from time to time, what was counted for workloads that have gone.
+    /// Forgets, from time to time, the totals of workloads that have gone.
     fn prune(&self, snapshot: &Snapshot) {
         let now = Instant::now();
         let mut ledger = self.collect();

@@ -17,16 +17,15 @@ use super::direction::Direction;
 
 /// File descriptors of the process itself: tables, links, the API, clients of the HTTP endpoints.
 const CONTROL: usize = 256;
-/// File descriptors of a workload: four listening sockets, for both directions and families; a copy of
-/// each for the agent's successor, and another one during the handover; the network namespace three
-/// times; one to spare.
+/// File descriptors of a workload: four listening sockets, for both directions and families; a copy of each for the
+/// agent's successor, and a second copy during the handover; the network namespace three times; one to spare.
 const WORKLOAD: usize = 16;
 /// File descriptors of a connection: the client's socket and the endpoint's.
 const EACH: usize = 2;
-/// A workload among others, and a namespace among others, has at most this many times as many connections as are free, so
-/// one alone gets four fifths of all, two get four ninths each, and there is room for each further one (dynamic
-/// thresholds: Choudhury and Hahne, 1998). A client among others likewise, of what is free for the workload that it connects to, and
-/// for the workload's namespace.
+/// A workload among others, and a namespace among others, has at most this many times as many connections as are free,
+/// so one alone gets four fifths of all, two get four ninths each, and there is room for each further one (dynamic
+/// thresholds: Choudhury and Hahne, 1998). This limit also holds for a client among others: the free connections are
+/// then those of the workload that it connects to, and of the workload's namespace.
 const SHARE: usize = 4;
 
 /// Raises the limit of open files as far as this process may, and returns it.
@@ -52,7 +51,7 @@ pub struct DnsFiles {
     pub per_workload: usize,
 }
 
-/// The number of open files that are kept from connections.
+/// Returns the number of open files that are reserved, so that connections do not use them.
 fn reserved(workloads: usize, dns: DnsFiles) -> usize {
     let each = WORKLOAD.saturating_add(dns.per_workload);
     let shared = CONTROL.saturating_add(dns.shared);
@@ -241,7 +240,7 @@ fn share(free: usize, several: &AtomicUsize, both: bool) -> usize {
     }
 }
 
-/// Who connects to a workload.
+/// The client of a workload.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Client {
     /// A workload, by whichever of its addresses.
@@ -353,7 +352,7 @@ mod tests {
         let (hog, other, third) = (Holders::default(), Holders::default(), Holders::default());
         let fill = |workload: &Holders| while limits.acquire(workload, Outbound) {};
         let now = Holders::connections;
-        // With nobody to share with, all.
+        // One workload alone gets all.
         limits.reserve(1, 1);
         fill(&hog);
         assert_eq!(now(&hog), 1000);
@@ -364,7 +363,7 @@ mod tests {
         fill(&hog);
         assert_eq!(now(&hog), 800);
         assert!(limits.is_reached(&hog) && !limits.is_reached(&other));
-        // Who comes later gets connections at once, and the first one's share shrinks as its connections end.
+        // A later workload gets connections at once, and the first workload's share shrinks as its connections end.
         fill(&other);
         assert_eq!(now(&other), 160);
         fill(&third);
@@ -501,7 +500,7 @@ mod tests {
         }
         let has = [other.connections(), third.connections()];
         assert!(has.iter().all(|share| *share >= 290), "{has:?}");
-        // Nobody else to share with.
+        // One workload alone.
         let alone = Limits::new(Some(1000), None, 10_000);
         alone.reserve(1, 1);
         let workload = Holders::default();
@@ -515,7 +514,7 @@ mod tests {
         assert_eq!(Limits::connections(1024, 0, none), 384);
         assert_eq!(Limits::connections(1024, 40, none), 64);
         assert_eq!(Limits::connections(10, 0, none), 1);
-        // What is asked for is what is had when there is one workload.
+        // With one workload, the files suffice for exactly the connections that are asked for.
         assert_eq!(Limits::connections(Limits::files(144), 1, none), 144);
     }
 
@@ -527,7 +526,7 @@ mod tests {
         assert_eq!(limits.shortage(250), None);
         limits.reserve(0, 0);
         assert_eq!(limits.max(), 9872);
-        // More than there are files for: said, whether connections were asked for or not.
+        // Reservations exceed the files: `shortage` reports it, with and without a configured number of connections.
         let short = Limits::new(None, None, 1024);
         short.reserve(64, 1);
         assert_eq!(short.max(), 1);

@@ -1,4 +1,5 @@
-//! Sockets in workloads' network namespaces. A socket belongs to the namespace in which it was made, whoever uses it.
+//! Sockets in workloads' network namespaces. A socket belongs to the namespace in which it was made, whichever process
+//! uses it.
 
 use std::{collections::HashMap, io, net::IpAddr, os::fd::OwnedFd};
 
@@ -54,7 +55,7 @@ impl Stock {
         first.ok_or_else(|| io::Error::other("no socket was opened"))
     }
 
-    /// Closes what is kept for an attachment: sockets keep their namespace alive, and with it the interfaces of a pod
+    /// Closes an attachment's spare sockets: sockets keep their namespace alive, and with it the interfaces of a pod
     /// that has gone.
     pub fn leave(&mut self, attachment: u64) {
         for v4 in [true, false] {
@@ -63,12 +64,12 @@ impl Stock {
         }
     }
 
-    /// Closes all that is kept.
+    /// Closes all spare sockets.
     pub fn clear(&mut self) {
         *self = Self::default();
     }
 
-    /// Whether something is kept.
+    /// Whether there are spare sockets.
     pub fn has_some(&self) -> bool {
         self.kept > 0
     }

@@ -31,7 +31,7 @@ use super::{
 pub struct Permit {
     attached: Arc<Attached>,
     direction: Direction,
-    /// Whose connection it is counted for, besides.
+    /// The client that the connection also counts for.
     client: Option<Client>,
 }
 

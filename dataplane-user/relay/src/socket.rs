@@ -49,8 +49,7 @@ const ON_ITS_WAY: usize = 256 << 10;
 /// The number of unanswered probes after which the kernel gives a peer up.
 const KEEPALIVE_PROBES: u32 = 5;
 
-/// Sets up a listening socket. Its connections inherit what is set here, which saves a system call for
-/// each of them.
+/// Sets up a listening socket. Its connections inherit its options, which saves a system call for each of them.
 ///
 /// # Errors
 /// The kernel's.

@@ -128,7 +128,7 @@ fn destinations() -> impl Iterator<Item = SocketAddr> {
     vips.chain(node).chain(pods)
 }
 
-/// What `find` says, in a form that can be compared.
+/// Returns the result of `find` as text, for comparison.
 fn told(index: &Index, destination: SocketAddr) -> String {
     match index.find(destination) {
         Found::Service(target) => {
@@ -157,7 +157,7 @@ fn targets(index: &Index) -> BTreeMap<SocketAddr, Arc<Target>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// Whatever came before, an index says what one made of the snapshot alone says.
+    /// After any updates, an index finds the targets that an index made of the last snapshot alone finds.
     #[test]
     fn a_changed_index_is_as_good_as_a_new_one(
         steps in prop::collection::vec(prop::collection::vec(service(), 0..6), 1..5),
@@ -197,8 +197,8 @@ proptest! {
         }
     }
 
-    /// Those that this node should use come first, each once; then others that are ready; nobody
-    /// that was tried in vain, and none of the other family.
+    /// Endpoints that this node should use come first, each once; then others that are ready; an endpoint that was
+    /// tried in vain is not tried again, and the other family is left out.
     #[test]
     fn endpoints_are_tried_in_order_of_preference(
         services in prop::collection::vec(service(), 1..6),
@@ -233,7 +233,7 @@ proptest! {
             }
             let all: BTreeSet<SocketAddr> = near.union(&ready).copied().collect();
             prop_assert_eq!(tried.into_iter().collect::<BTreeSet<_>>(), all);
-            // With session affinity a client stays where it is, whoever else comes or goes.
+            // With session affinity a client stays at its endpoint when others come or go.
             if service.affinity.is_some() {
                 let first = target.choose(v4, client, &[]);
                 prop_assert!((0..10).all(|_| target.choose(v4, client, &[]) == first));
@@ -302,7 +302,7 @@ fn endpoints_are_drawn_uniformly() {
     }
 }
 
-/// An address tells who somebody is only as long as one workload has it, and the node does not.
+/// An address identifies a workload only as long as exactly one workload has it, and the node does not.
 #[test]
 fn an_address_that_several_have_or_the_node_is_nobodys() {
     let workload = |name: &str, addresses: &[IpAddr]| {
