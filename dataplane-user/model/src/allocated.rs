@@ -1,4 +1,4 @@
-//! The addresses that hosts of ServiceEntries are given.
+//! The addresses of ServiceEntries' hosts that a control plane, or this node, allocates.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

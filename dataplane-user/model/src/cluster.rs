@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-/// What the names of a cluster's services and identities end or begin with.
+/// The parts that the names of a cluster's services, and its identities, have in common.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cluster {
     /// The domain of its services' names (the kubelet's `clusterDomain`), in lower case, without dots around it.

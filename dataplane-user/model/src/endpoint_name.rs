@@ -32,10 +32,10 @@ impl fmt::Display for EndpointName {
     }
 }
 
-/// Whether an address can be an endpoint's, as the API server has it; otherwise, what it is. Loopback and link-local
-/// addresses mean something else on each host: an author of endpoints could lead clients to what a node keeps to itself,
-/// such as its own services at 127.0.0.1 and the cloud's metadata at 169.254.169.254. The addresses that hosts of
-/// ServiceEntries are given lead to endpoints: as endpoints themselves they would be translated twice.
+/// Whether an address can be an endpoint's, as the API server has it; otherwise, its kind. Loopback and link-local
+/// addresses mean something else on each host: an author of endpoints could lead clients to services that a node has
+/// for itself, such as its own services at 127.0.0.1 and the cloud's metadata at 169.254.169.254. The allocated
+/// addresses of ServiceEntries' hosts lead to endpoints: as endpoints themselves they would be translated twice.
 ///
 /// # Errors
 ///

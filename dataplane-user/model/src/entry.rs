@@ -42,13 +42,13 @@ pub struct Host {
     /// Its DNS name in lower case, without a dot at its end. A name that begins with `*.` stands for all names that end
     /// with the rest.
     pub name: Arc<str>,
-    /// The addresses that a control plane has given to it (`status.addresses`), at most one of each family.
+    /// The addresses that a control plane has allocated to it (`status.addresses`), at most one of each family.
     pub assigned: SmallVec<[IpAddr; 2]>,
-    /// What DNS answers: the addresses that the node's tables serve for it, or, with [`EntryResolution::None`], those that
-    /// the entry says. Empty until the plan has seen the entry, and if nothing answers at this node: then the name is for
-    /// the resolver that the client asked.
+    /// The addresses of DNS answers: those that the node's tables serve for it, or, with [`EntryResolution::None`],
+    /// those of the entry. Empty until the plan has seen the entry, and if nothing answers at this node: then the name
+    /// is for the resolver that the client asked.
     pub vips: SmallVec<[IpAddr; 2]>,
-    /// The addresses that this node has given to it: those that DNS answers, and those that clients may still know.
+    /// The addresses that this node has allocated to it: those of DNS answers, and those that clients may still know.
     pub given: SmallVec<[IpAddr; 2]>,
     /// The addresses that a control plane gave to it before, and that clients may still know.
     pub former: SmallVec<[IpAddr; 0]>,
@@ -63,13 +63,13 @@ pub struct EntryPort {
     pub name: Box<str>,
     /// `number`, on the VIPs.
     pub port: u16,
-    /// What `protocol` is carried by.
+    /// The protocol below `protocol`: TCP or UDP.
     pub protocol: Protocol,
     /// `targetPort`, on endpoints that do not name their own.
     pub target: Option<u16>,
 }
 
-/// What answers for an entry.
+/// A workload or address that answers for an entry.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Backend {
     /// Where it is.
@@ -133,7 +133,7 @@ impl Entry {
         }
     }
 
-    /// The addresses that others than this node have given to the entry: its author, or a control plane.
+    /// The addresses that the entry has from others than this node: from its author, or from a control plane.
     pub fn named_addresses(&self) -> impl Iterator<Item = IpAddr> + '_ {
         let assigned = self.hosts.iter().flat_map(|host| &host.assigned);
         let own = self.addresses.iter().chain(&self.ranges);

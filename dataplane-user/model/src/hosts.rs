@@ -20,7 +20,7 @@ const LOOKED_AT: usize = 16;
 #[derive(Clone, Debug, Default)]
 pub(super) struct Hosts {
     entries: imbl::OrdMap<EntryName, Arc<Entry>>,
-    /// Who names each host, sorted. The key of a wildcard is its end, which begins with a dot.
+    /// The entries that name each host, sorted. The key of a wildcard is its end, which begins with a dot.
     claims: imbl::HashMap<Arc<str>, SmallVec<[Claim; 1]>>,
 }
 

@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr, sync::Arc};
 
-/// What every identity begins with.
+/// The beginning of every identity.
 const SCHEME: &str = "spiffe://";
 /// The longest trust domain that SPIFFE allows, in bytes.
 const LONGEST_TRUST_DOMAIN: usize = 255;
@@ -12,7 +12,7 @@ const LONGEST: usize = 2048;
 /// A workload's identity: the SPIFFE ID of its service account, as Istio forms it
 /// (`spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT`).
 ///
-/// All pods of a service account have one identity. What is displayed is parsed to an equal identity.
+/// All pods of a service account have one identity. The displayed text parses to an equal identity.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Identity {
     trust_domain: Arc<str>,

@@ -1,6 +1,6 @@
 //! The domain: what a node should serve, wherever the description came from.
 //!
-//! Pure values: this room imports none of its siblings, and neither tokio nor aya.
+//! Pure values: this room imports no sibling, no tokio and no aya.
 
 #![forbid(unsafe_code)]
 
@@ -56,7 +56,7 @@ pub use workload::{
     is_virtual_interface,
 };
 
-/// What is known of this node itself.
+/// The properties of this node itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
     /// The name by which EndpointSlices say that an endpoint is here (`nodeName`).
@@ -65,7 +65,7 @@ pub struct Node {
     pub addresses: Vec<IpAddr>,
     /// Where each of them was learnt from, in the same order.
     pub addresses_from: Vec<AddressFrom>,
-    /// Every address that its interfaces have, but for loopback and link-local ones; sorted.
+    /// The addresses of its interfaces, except loopback and link-local ones; sorted.
     pub own: Vec<IpAddr>,
     /// The ports that its kernel gives to sockets.
     pub ephemeral: Ephemeral,
@@ -86,7 +86,7 @@ pub struct Node {
 /// Where it was learnt from that node ports are answered on an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AddressFrom {
-    /// It is in a range that was given.
+    /// It is in a configured range.
     Given,
     /// The Node object has it.
     NodeObject,
@@ -141,7 +141,7 @@ pub struct Problem {
     pub gravity: Gravity,
     /// Where: a file with line, or an object.
     pub place: String,
-    /// What happened, and what to do.
+    /// The event, and the remedy.
     pub text: String,
 }
 
@@ -188,9 +188,10 @@ pub struct Snapshot {
     pub unread: imbl::OrdSet<Arc<str>>,
     /// All namespaces of the cluster; none if the source does not have them.
     pub namespaces: Option<imbl::OrdSet<Arc<str>>>,
-    /// What the operator has stated to be reachable from workloads with `egress: deny`; none if nobody asks.
+    /// The destinations that the operator has stated to be reachable from workloads with `egress: deny`; `None` if no
+    /// setting asks for them.
     pub reachable: Option<Arc<Reachable>>,
-    /// What the source could not make sense of.
+    /// Problems in the source's input.
     pub problems: Arc<[Problem]>,
 }
 

@@ -1,4 +1,5 @@
-//! What DNS needs of a snapshot: services by name and by address, hosts of entries by name, and clients by address.
+//! The parts of a snapshot that DNS needs: services by name and by address, hosts of entries by name, and clients by
+//! address.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -9,7 +10,7 @@ use super::{
     Entry, Host, Service, ServiceName, ServiceType, Snapshot, Workload, WorkloadName, hosts::Hosts,
 };
 
-/// What has each address.
+/// The names of the objects that have each address.
 type ByAddress<Name> = imbl::HashMap<IpAddr, SmallVec<[Name; 1]>>;
 
 /// An index of a [`Snapshot`]: its services by their names in DNS and by their addresses, and its workloads by their
@@ -81,7 +82,7 @@ impl Names {
         &self.domain
     }
 
-    /// Whether every service is here, but for those of namespaces of which something cannot be read.
+    /// Whether every service is here, except those of namespaces of which something cannot be read.
     pub fn is_whole(&self) -> bool {
         self.whole
     }
@@ -199,7 +200,7 @@ fn remove<Name: Clone + PartialEq>(
     }
 }
 
-/// What there was and what there is.
+/// Returns the old and the new value of a change.
 fn sides<'a, K, V>(change: &DiffItem<'a, 'a, K, V>) -> (Option<&'a V>, Option<&'a V>) {
     match *change {
         DiffItem::Add(_, new) => (None, Some(new)),

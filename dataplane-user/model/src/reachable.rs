@@ -1,4 +1,4 @@
-//! What the operator has stated to be reachable.
+//! The destinations that the operator has stated to be reachable.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -7,7 +7,7 @@ use ipnet::IpNet;
 /// The port of DNS.
 const DNS: u16 = 53;
 
-/// What workloads with `egress: deny` may reach, besides Services whose endpoints are Pods.
+/// The destinations that workloads with `egress: deny` may reach, besides Services whose endpoints are Pods.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reachable {
     /// Ranges, at all ports.

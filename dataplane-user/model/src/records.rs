@@ -1,4 +1,4 @@
-//! What DNS says of a service. A name does not depend on the proxy that serves the service.
+//! DNS records of a service. A name does not depend on the proxy that serves the service.
 
 use std::{net::IpAddr, sync::Arc};
 

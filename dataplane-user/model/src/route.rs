@@ -95,7 +95,7 @@ pub struct BackendRef {
     pub weight: u32,
 }
 
-/// What an element of `backendRefs` names.
+/// The target of an element of `backendRefs`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BackendTo {
     /// A Service.

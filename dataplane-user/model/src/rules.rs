@@ -84,7 +84,7 @@ impl Mode {
         }
     }
 
-    /// Whether connections go to the proxy; `foreign`: whether that is another one than the agent's.
+    /// Whether connections go to the proxy; `foreign`: whether that proxy is not the agent's own.
     pub const fn is_proxied(self, foreign: bool) -> bool {
         match self {
             Self::Auto => foreign,
@@ -219,7 +219,7 @@ pub struct Rules {
     pub captured_by: Option<CapturedBy>,
     /// Whether annotations may say by what. Only the configuration says so.
     pub allow_packets: Option<bool>,
-    /// Who relays.
+    /// Whether the proxy or the kernel carries connections.
     pub mode: Option<Mode>,
     /// Unknown destinations.
     pub egress: Option<Egress>,
@@ -231,8 +231,8 @@ pub struct Rules {
     pub dns: Option<bool>,
     /// Whether inbound connections are captured.
     pub inbound: Option<bool>,
-    /// Outbound destination ranges: whether they are captured. A list of what is included is the
-    /// range 0.0.0.0/0 or ::/0 that is not, and the ranges of the list that are.
+    /// Outbound destination ranges: whether they are captured. A list of included ranges becomes the range 0.0.0.0/0 or
+    /// ::/0 with `false`, and the ranges of the list with `true`.
     pub outbound_ranges: BTreeMap<IpNet, bool>,
     /// Outbound destination ports: whether they are captured.
     pub outbound_ports: BTreeMap<u16, bool>,
@@ -257,9 +257,9 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// These, and where they say nothing, what is said by less specific ones. Of two that say
-    /// something of the same range, port or setting, these win; users, groups and interfaces are
-    /// excluded, users and groups included, and interfaces virtual, if either says so.
+    /// Returns these rules, completed by less specific ones. Where both have a value for a range, port or setting,
+    /// these win; users, groups and interfaces are excluded, users and groups included, and interfaces virtual, if
+    /// either has them so.
     #[must_use]
     pub fn over(&self, general: &Self) -> Self {
         fn maps<K: Ord + Clone>(
@@ -377,7 +377,7 @@ impl Layers {
 pub struct Policy {
     /// By what connections are captured.
     pub captured_by: CapturedBy,
-    /// Who relays.
+    /// Whether the proxy or the kernel carries connections.
     pub mode: Mode,
     /// Unknown destinations.
     pub egress: Egress,
@@ -389,13 +389,13 @@ pub struct Policy {
     pub without_dns: bool,
     /// Whether DNS queries are captured and connections are not.
     pub only_queries: bool,
-    /// Outbound destination ranges: whether they are captured. The longest prefix decides; what is
-    /// in none is captured.
+    /// Outbound destination ranges: whether they are captured. The longest prefix decides; an address in none of them
+    /// is captured.
     pub outbound_ranges: BTreeMap<IpNet, bool>,
     /// Outbound destination ports: whether they are captured, wherever they are. Decide before
     /// ranges.
     pub outbound_ports: BTreeMap<u16, bool>,
-    /// Ranges that are not captured, and that the egress policy is about all the same.
+    /// Ranges that are not captured, but that the egress policy still judges.
     pub judged_ranges: BTreeSet<IpNet>,
     /// Ports of that kind.
     pub judged_ports: BTreeSet<u16>,
@@ -419,8 +419,8 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// Returns the destinations of a family at which connections are captured that come in by virtual interfaces: the included
-    /// ranges and those that the egress policy is about all the same, or the range of all addresses.
+    /// Returns the destinations of a family at which connections are captured that come in by virtual interfaces: the
+    /// included ranges and those that only the egress policy judges, or the range of all addresses.
     pub fn ranges_of_interfaces(&self, v4: bool) -> Vec<IpNet> {
         let all = if v4 {
             IpNet::V4(ipnet::Ipv4Net::default())

@@ -8,7 +8,7 @@
 
 use super::Node;
 
-/// What `networking.istio.io/traffic-distribution` asks for.
+/// The preference that `networking.istio.io/traffic-distribution` asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Preference {
     /// Nothing: the hints of EndpointSlices count, if there are any.
@@ -19,8 +19,8 @@ pub enum Preference {
     SameNode,
 }
 
-/// What an endpoint's hints (`hints.forZones`, `hints.forNodes`) say, as seen from this node. One
-/// byte: there is one for each endpoint of a cluster.
+/// An endpoint's hints (`hints.forZones`, `hints.forNodes`), as seen from this node. One byte: there is one for each
+/// endpoint of a cluster.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Hints(u8);
 
@@ -139,9 +139,9 @@ pub enum Reach {
 }
 
 impl Reach {
-    /// What the hints of a service's ready endpoints come to. Hints only count if every endpoint
-    /// has one and at least one is for here: otherwise the controller is half-way through writing
-    /// them, or a node of a new zone would be left without endpoints.
+    /// Returns the reach that the hints of a service's ready endpoints result in. Hints only count if every endpoint
+    /// has one and at least one is for this node: otherwise the controller is half-way through writing them, or a node
+    /// of a new zone would be left without endpoints.
     pub(super) fn of(ready: impl Iterator<Item = Hints>) -> Self {
         let (mut all, mut any) = (!0, 0);
         for Hints(bits) in ready {

@@ -21,7 +21,7 @@ impl Weights {
         (!equal).then(|| Box::new(Self(weights)))
     }
 
-    /// That of the endpoint at an index.
+    /// Returns the weight of the endpoint at an index.
     pub fn get(&self, index: usize) -> u32 {
         self.0.get(index).copied().unwrap_or(1).max(1)
     }
@@ -70,7 +70,7 @@ pub fn places(weights: &[u32]) -> Vec<u32> {
             left -= 1;
         }
     }
-    // Those that were given a place for less than one took it from the largest.
+    // Weights that got a place for less than one took it from the largest.
     let mut over = places.iter().sum::<u64>().saturating_sub(most);
     while over > 0 {
         let Some(largest) = places.iter_mut().max() else {

@@ -26,7 +26,7 @@ pub fn is_virtual_interface(name: &str) -> bool {
     (1..16).contains(&name.len()) && !name.contains(is_wrong) && !matches!(name, "lo" | "." | "..")
 }
 
-/// Somebody who makes and takes connections: a pod, or processes of a plain Linux node.
+/// A client and server of connections: a pod, or processes of a plain Linux node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Workload {
     /// Its name.
@@ -37,7 +37,7 @@ pub struct Workload {
     pub ports: Box<[(Protocol, u16)]>,
     /// How the processes are found on this node.
     pub place: Place,
-    /// What tells it from others of its name, before and after it; none if the source does not say.
+    /// The ID that distinguishes it from others of its name, before and after it; `None` if the source has none.
     pub uid: Option<Uid>,
     /// The node that it is on; empty if it is not known.
     pub node: Arc<str>,
@@ -45,13 +45,13 @@ pub struct Workload {
     pub network: Arc<str>,
     /// Its service account; empty if it is not known.
     pub service_account: Arc<str>,
-    /// What metrics and logs call it.
+    /// Its names in metrics and logs.
     pub telemetry: Telemetry,
     /// How it looks up names; none: as a pod that says nothing of it.
     pub resolution: Option<Box<Resolution>>,
     /// Whether it is to be served by packets only, or at its sockets, if it says so.
     pub by_packets: Option<bool>,
-    /// What it and its namespace ask for.
+    /// The rules that it and its namespace ask for.
     pub rules: Arc<Layers>,
     /// By which rules its connections are captured; `None`: they are not.
     pub capture: Option<Arc<Policy>>,
@@ -186,7 +186,7 @@ impl Exempt {
     }
 }
 
-/// What metrics and access logs call a workload: Istio's names, and its rules to find them.
+/// A workload's names in metrics and access logs: Istio's names, and its rules to find them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Telemetry {
     /// The Deployment, `StatefulSet`, … that made it (`source_workload`, `destination_workload`);

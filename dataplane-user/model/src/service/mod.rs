@@ -44,9 +44,8 @@ pub type VipPort = (IpAddr, Protocol, u16);
 
 /// A service with its endpoints.
 ///
-/// What the source left out is not here: SCTP ports, headless services' cluster IPs (`None`),
-/// load-balancer addresses with `ipMode: Proxy`. A service that is left to another proxy has no VIPs and no ports: only
-/// `records`.
+/// The source leaves out SCTP ports, headless services' cluster IPs (`None`) and load-balancer addresses with
+/// `ipMode: Proxy`. A service that is left to another proxy has no VIPs and no ports: only `records`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Service {
     /// Its name.
@@ -60,7 +59,7 @@ pub struct Service {
     pub cluster_ips: SmallVec<[IpAddr; 1]>,
     /// `spec.externalIPs`.
     pub external_ips: SmallVec<[IpAddr; 0]>,
-    /// `status.loadBalancer.ingress[].ip` whose `ipMode` is `VIP` or not given.
+    /// `status.loadBalancer.ingress[].ip` whose `ipMode` is `VIP` or absent.
     pub load_balancer_ips: SmallVec<[IpAddr; 0]>,
     /// `spec.loadBalancerSourceRanges`: who may use the load balancer's addresses; empty: all.
     pub source_ranges: SmallVec<[IpNet; 0]>,
@@ -93,7 +92,7 @@ pub struct ServicePort {
     pub node_port: Option<u16>,
     /// Sorted by address and port, without duplicates.
     pub endpoints: Vec<Endpoint>,
-    /// Which part of the connections each endpoint gets; none: all get the same.
+    /// The part of the connections that each endpoint gets; `None`: all parts are equal.
     pub weights: Option<Box<Weights>>,
     /// How a route splits the connections; `endpoints` are then those of all of its backends.
     pub split: Option<Arc<Split>>,
@@ -198,7 +197,7 @@ impl ServicePort {
         self.weighted(v4, policy).map(|(endpoint, _)| endpoint)
     }
 
-    /// Returns the same with their weights.
+    /// Returns the endpoints of [`Self::usable`] with their weights.
     pub fn weighted(
         &self,
         v4: bool,

@@ -25,7 +25,7 @@ pub struct Part {
     pub backend: Option<(Arc<Service>, usize)>,
 }
 
-/// The endpoints among which a port's connections are drawn, with their weights, and the weight of what is refused.
+/// The endpoints among which a port's connections are drawn, with their weights, and the weight of refused connections.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Shares<'a> {
     /// The endpoints. One that several backends have is there once for each.
