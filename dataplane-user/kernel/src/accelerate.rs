@@ -1,5 +1,5 @@
-//! What applications say to their proxy, past the TCP stack: programs and tables of their own, which
-//! are there while somebody holds them. Nothing is pinned: a proxy that is gone has no connections.
+//! Carries bytes from applications to their proxy past the TCP stack, by programs and tables of their own, which exist
+//! while a process holds them. Nothing is pinned: a proxy that is gone has no connections.
 
 use std::{
     fs::File,
@@ -40,7 +40,7 @@ const SEND: &str = "accelerate_send";
 pub struct Accelerator {
     proxies: Hash<ProxyKey, u32>,
     grants: Hash<Tuple, u64>,
-    /// Dropped first: nobody is noted any more.
+    /// Dropped first: from then on the program records no socket.
     _link: OwnedFd,
     _ebpf: Ebpf,
 }
@@ -53,7 +53,7 @@ impl Accelerator {
     /// The kernel's refusal.
     pub fn start(cgroup: &Path) -> Result<Self, Error> {
         let mut loader = EbpfLoader::new();
-        // The object's other tables: nobody uses these.
+        // The object's other tables, which these programs do not use.
         for map in MAPS.iter().filter(|map| map.is_hash() || map.is_of_flows()) {
             loader.map_max_entries(map.name, 1);
         }

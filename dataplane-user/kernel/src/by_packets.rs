@@ -21,7 +21,7 @@ use super::{
 /// The place of `by_packets` among the words of [`Config`].
 const WORD: usize = 4;
 
-/// The table, for its one writer and for those who show it.
+/// The table, for its one writer and for readers that show it.
 #[derive(Debug)]
 pub struct ByPackets {
     table: Hash<u64, u64>,
@@ -53,7 +53,7 @@ impl ByPackets {
         })
     }
 
-    /// The namespaces by their cookies, and what is said of each ([`dataplane_common::tables::by_packets`]).
+    /// Returns the namespaces by their cookies, with the entry of each ([`dataplane_common::tables::by_packets`]).
     ///
     /// # Errors
     /// If the kernel does not let it be read.

@@ -26,7 +26,7 @@ pub fn cgroup_id(directory: &File, path: &Path) -> Result<u64, Error> {
 /// [`Error::NoCgroup2`] if there is none.
 pub fn cgroup2_root() -> Result<PathBuf, Error> {
     cgroup2_mounts()?.into_iter().next().ok_or_else(|| {
-        // Not to be read without privilege, and then not said.
+        // Without privilege this file cannot be read, and the message then leaves it out.
         let of_init = fs::read_to_string("/proc/1/mountinfo").unwrap_or_default();
         Error::NoCgroup2 {
             hidden: of_init.lines().find_map(cgroup2_mount),
@@ -41,7 +41,7 @@ pub fn cgroup2_mounts() -> Result<Vec<PathBuf>, Error> {
     Ok(mounts.lines().filter_map(cgroup2_mount).collect())
 }
 
-/// Refuses what is no directory of a cgroup v2 file system: the kernel would only say `EBADF`.
+/// Refuses a path that is no directory of a cgroup v2 file system: the kernel would only say `EBADF`.
 ///
 /// # Errors
 /// [`Error::NotCgroup2`]; or the directory cannot be opened.

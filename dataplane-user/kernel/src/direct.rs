@@ -1,5 +1,5 @@
-//! Whether the programs look for flows that are no service's: connections to an endpoint itself from a port from which
-//! their client already has a flow to it (`packet/direct.rs` in `dataplane-ebpf`).
+//! Whether the programs look for flows that do not belong to a service: connections to an endpoint itself from a port
+//! from which their client already has a flow to it (`packet/direct.rs` in `dataplane-ebpf`).
 
 use std::{
     os::fd::AsFd as _,
@@ -30,8 +30,8 @@ pub struct DirectFlows {
 }
 
 impl DirectFlows {
-    /// That of loaded programs, which look until they are told that they need not: an earlier agent's programs may
-    /// have made such flows.
+    /// Returns the word of loaded programs, which look until the agent clears it: an earlier agent's programs may have
+    /// made such flows.
     ///
     /// # Errors
     /// If the object has no such table, or it cannot be mapped.
@@ -49,8 +49,8 @@ impl DirectFlows {
         })
     }
 
-    /// Sockets are served from now on whose packets were until now: for as long as their flows are kept, datagrams, too,
-    /// may begin such flows.
+    /// Starts a period in which datagrams, too, may begin such flows: the programs now serve sockets whose packets they
+    /// translated until now, and the flows of these packets have not expired.
     pub fn sockets_are_new(&self) {
         let until = Instant::now()
             + Duration::from_secs(Timeouts::DEFAULT.of(State::Stream).into())

@@ -38,7 +38,7 @@ pub enum Error {
         /// A cgroup v2 that process 1 sees, if there is one.
         hidden: Option<PathBuf>,
     },
-    /// The directory given as a cgroup is not on a cgroup v2 file system.
+    /// The directory that was set as the cgroup is not on a cgroup v2 file system.
     #[error(
         "{path} is not a directory on a cgroup v2 file system; nothing was changed{}",
         root.as_ref().map(|root| format!(". Set --cgroup to a directory at or below {}", root.display()))
@@ -58,9 +58,9 @@ pub enum Error {
     Foreign {
         /// The pin.
         path: PathBuf,
-        /// What it is.
+        /// The kind of object that was found.
         found: String,
-        /// What it should be.
+        /// The kind of object that was expected.
         wanted: String,
     },
     /// Our own pins are incomplete while programs are attached.
@@ -71,7 +71,7 @@ pub enum Error {
     Damaged {
         /// The pin.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault.
         what: String,
     },
     /// A table would have to be larger than its limit.

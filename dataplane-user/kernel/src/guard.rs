@@ -34,8 +34,8 @@ const NEW_SET: u16 = SUBSYSTEM << 8 | 9;
 const NEW_ELEMENTS: u16 = SUBSYSTEM << 8 | 0x0c;
 const DELETE_ELEMENTS: u16 = SUBSYSTEM << 8 | 0x0e;
 
-/// Lets no packet pass in the network namespace that this thread is in, for so long at most. A table of this name that is there
-/// already gives way in the same step, whatever it has: a pod's root may have made it.
+/// Lets no packet pass in the network namespace that this thread is in, for so long at most. The same step replaces an
+/// existing table of this name, whatever it has: a pod's root may have made it.
 ///
 /// # Errors
 /// If the kernel refuses, or has no nf_tables.

@@ -25,9 +25,9 @@ pub struct Interface {
     pub index: u32,
     /// Its name.
     pub name: String,
-    /// What made it: `veth`, `bridge`, `vxlan` and so on; empty for a piece of hardware.
+    /// Its kind: `veth`, `bridge`, `vxlan` and so on; empty for hardware.
     pub kind: String,
-    /// What its packets have before the IP header.
+    /// The header of its packets before the IP header.
     pub link: Link,
     /// Whether it is up.
     pub up: bool,
@@ -45,11 +45,12 @@ pub struct Interface {
     /// in, in the kernel's order; secondary and deprecated ones, and those that are not usable yet,
     /// are left out.
     pub addresses: Vec<IpNet>,
-    /// Whether it will have such an IPv6 address in a moment, if nobody else on the link has it (RFC 4862 section 5.4).
+    /// Whether it will have such an IPv6 address in a moment, if no other host on the link has it (RFC 4862 section
+    /// 5.4).
     pub tentative: bool,
 }
 
-/// What packets have before the IP header at an interface.
+/// The header before the IP header of packets at an interface.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Link {
     /// Ethernet's header.
@@ -94,7 +95,7 @@ pub fn way_to(addr: IpAddr) -> io::Result<Option<u32>> {
     way_by(&mut Netlink::open()?, addr)
 }
 
-/// The same, in the network namespace in which the socket was opened.
+/// As [`way_to`], in the network namespace in which the socket was opened.
 pub fn way_by(netlink: &mut Netlink, addr: IpAddr) -> io::Result<Option<u32>> {
     let way = way_out(netlink, addr)?;
     Ok(way.filter(|way| !way.has_another_hop).map(|way| way.index))
@@ -362,8 +363,8 @@ impl News {
         open().doing(|| "cannot listen for changes of the network interfaces".to_owned())
     }
 
-    /// Waits until something has changed. What it was is asked anew: so nothing is lost if news
-    /// come faster than they are read.
+    /// Waits until something has changed. The caller asks for the new state, so nothing is lost if news come faster
+    /// than they are read.
     ///
     /// # Errors
     /// If the kernel does not tell any more.

@@ -23,7 +23,7 @@ use super::{
 pub const TABLE: &str = "dataplane-keep-nat";
 
 const CHAIN: &str = "postrouting";
-/// What `nft list table` shows beside the rule.
+/// The comment that `nft list table` shows beside the rule.
 const COMMENT: &str = "keeps conntrack and NAT on: dataplane keep-nat";
 
 /// Adds the table to the network namespace that this thread is in. `false`: it is there already.

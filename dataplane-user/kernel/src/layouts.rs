@@ -14,10 +14,10 @@ use super::{
     sys,
 };
 
-/// Tables of connections that exist, each with the layout since which it is as it is now: an agent of a later
-/// layout takes over what one of that layout has in it. Those in one line refer to each other, and go together.
-/// What they hold must mean the same to every agent that takes them: addresses, ports and places in each other,
-/// no numbers of pools or workloads, which each layout gives anew.
+/// Tables of connections that exist, each with the layout since which it has its present form: an agent of a later
+/// layout adopts the content of such a table. Tables in one line refer to each other, and go together. Their content
+/// must mean the same thing to every agent that adopts them: addresses, ports and places in each other, no numbers of
+/// pools or workloads, which each layout assigns anew.
 const CONNECTIONS: [(u32, &[&[&str]]); 2] =
     [(12, &[&FLOW_MAPS, &["NODE_ADDRS"]]), (12, &[&SOCKET_MAPS])];
 
@@ -48,10 +48,10 @@ impl Pins {
         self.other_layouts().into_iter().flat_map(links).count() > 0
     }
 
-    /// Pins here what an older layout knows of connections that exist ([`CONNECTIONS`]), as far as it means the
-    /// same here: both layouts' programs have it until the older one's pins go. Answers which tables.
+    /// Pins here an older layout's tables of connections that exist ([`CONNECTIONS`]), if their content means the same
+    /// thing in this layout: both layouts' programs use them until the older one's pins go. Returns the tables' names.
     ///
-    /// What is there, but not as it should be, is left where it is.
+    /// A table that is there, but not as it should be, stays where it is.
     pub fn take_connections(&self, with_flows: bool) -> Result<Vec<&'static str>, Error> {
         let mut taken = Vec::new();
         let older = layouts(self.root());
@@ -80,8 +80,8 @@ impl Pins {
         Ok(taken)
     }
 
-    /// Moves pins of links that are `wanted` by their names from other layouts' directories here, unless there is
-    /// such a one here: whoever attaches that program finds it, and swaps the program in place.
+    /// Moves pins of links that are `wanted` by their names from other layouts' directories here, unless such a pin
+    /// exists here: the code that attaches that program finds it, and swaps the program in place.
     pub fn take_links(&self, wanted: impl Fn(&str) -> bool) -> Result<(), Error> {
         for layout in self.other_layouts().into_iter().rev() {
             let entries = fs::read_dir(layout.join("links")).into_iter().flatten();

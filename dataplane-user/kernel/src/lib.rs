@@ -132,7 +132,7 @@ impl Paths {
         Ok(Self { bpffs, cgroup })
     }
 
-    /// Returns the same for commands that only read: without a cgroup v2, its usual path.
+    /// Returns the paths as [`Self::find`] does, for commands that only read: without a cgroup v2, its usual path.
     pub fn find_or_guess(bpffs: PathBuf, cgroup: Option<PathBuf>) -> Self {
         let cgroup = cgroup.or_else(|| cgroup2_root().ok());
         let cgroup = cgroup.unwrap_or_else(|| "/sys/fs/cgroup".into());
@@ -150,14 +150,14 @@ pub struct Kernel {
     direct: Arc<DirectFlows>,
     capture: Capture,
     adopted: bool,
-    /// What the programs say of themselves; `None` if the kernel does not let us read it.
+    /// The programs' log; `None` if the kernel does not let us read it.
     log: Option<ProgramLog>,
     /// The programs, until they are attached: those of another layout serve.
     waiting: Option<Waiting>,
     _lock: Flock<File>,
 }
 
-/// What it takes to attach the programs.
+/// The inputs for attaching the programs.
 #[derive(Debug)]
 struct Waiting {
     ebpf: Ebpf,
@@ -289,7 +289,7 @@ impl Kernel {
         self.services.read()
     }
 
-    /// What the tables hold.
+    /// Returns the tables' contents.
     ///
     /// # Errors
     /// If the kernel does not let it be read.
@@ -319,7 +319,7 @@ impl Kernel {
         self.services.apply(writes)
     }
 
-    /// Waits until no program that runs now can still see what was removed.
+    /// Waits until no program that runs now can still see removed entries.
     ///
     /// # Errors
     /// The kernel's refusal.
@@ -360,7 +360,7 @@ impl Kernel {
         self.packet.set_policies(&mut self.services, policies)
     }
 
-    /// Whether the programs look for flows that are no service's.
+    /// Whether the programs look for flows that do not belong to a service.
     pub fn direct_flows(&self) -> Arc<DirectFlows> {
         Arc::clone(&self.direct)
     }
@@ -370,12 +370,11 @@ impl Kernel {
         &self.capture
     }
 
-    /// Brings the tables of capture in line with `wanted`, and has inbound connections to
-    /// `namespaces`, and to no others, go by our program. `levels`: at which levels of the hierarchy
-    /// there are cgroups.
+    /// Brings the tables of capture in line with `wanted`, and leads inbound connections to `namespaces`, and to no
+    /// others, through our program. `levels`: the levels of the hierarchy that have cgroups.
     ///
     /// # Errors
-    /// The kernel's refusal; what was written before it is in force.
+    /// The kernel's refusal; earlier writes of this call are in force.
     pub fn set_captured(
         &mut self,
         wanted: &Captured,
@@ -434,14 +433,14 @@ impl Kernel {
         }
     }
 
-    /// Has the programs serve in place of those of another layout, once the tables say what: the ones in
-    /// its links are swapped for ours, so that no packet and no call finds both or none. What is left of it is
-    /// removed. To be followed by [`Kernel::set_network`], and what settles capture: until then, interfaces and
-    /// network namespaces have the other layout's programs.
+    /// Makes the programs serve in place of those of another layout, once the tables have their entries: the agent
+    /// swaps the programs in its links for ours, so that no packet and no call finds both or none. The agent then
+    /// removes the remaining pins of that layout. Call [`Kernel::set_network`] after it, and settle capture: until
+    /// then, interfaces and network namespaces have the other layout's programs.
     ///
     /// # Errors
-    /// If a link cannot be taken over or a pin not be removed. What was not reached serves as before; the
-    /// next agent goes on from there.
+    /// If a link cannot be taken over or a pin not be removed. The objects that this call did not reach serve as
+    /// before; the next agent goes on from there.
     pub fn replace_other_layouts(&mut self) -> Result<Vec<CleanupItem>, Error> {
         if let Some(waiting) = &self.waiting {
             let Waiting { ebpf, capture } = waiting;
@@ -504,8 +503,8 @@ fn load_while(
     })
 }
 
-/// Whether there is something to adopt. Pins that are incomplete, with no program attached, serve
-/// nobody and are removed: an agent that died while it made them left them.
+/// Whether there is something to adopt. Incomplete pins without an attached program serve nothing and are removed: an
+/// agent that died while it made them left them.
 fn prepare(pins: &Pins) -> Result<bool, Error> {
     let attached = pins.any_link()?;
     let mut there = 0;
@@ -532,11 +531,12 @@ fn prepare(pins: &Pins) -> Result<bool, Error> {
     }
 }
 
-/// Flows' tables are there as long as the packet path is on. Where it is not any more, they go; where
-/// it is new, what is left of an agent that died while it made them goes.
+/// Flows' tables are there as long as the packet path is on. If it is off, they go; if it is new, the remains of an
+/// agent that died while it made them go.
 fn prepare_flows(pins: &Pins, on: bool) -> Result<(), Error> {
     if !on {
-        // What cannot be detached now is tried again with every change of interfaces, and told.
+        // The agent tries again, with every change of interfaces, to detach programs that cannot be detached now, and
+        // reports them.
         let _ = tc::keep_none(pins)?;
         return pins.remove_flow_maps();
     }
@@ -556,7 +556,7 @@ fn prepare_flows(pins: &Pins, on: bool) -> Result<(), Error> {
     }
 }
 
-/// Who writes the tables below `bpffs` now, if anybody does.
+/// Returns the process that writes the tables below `bpffs` now, if there is one.
 pub fn writer(bpffs: &Path) -> Option<u32> {
     Pins::new(bpffs).writer()
 }

@@ -1,4 +1,4 @@
-//! Who listens in a network namespace.
+//! The sockets that listen in a network namespace.
 
 use std::{
     fs, io,
@@ -17,7 +17,7 @@ const LISTEN: &str = "0A";
 /// `TCP_CLOSE`, in `/proc/net/udp`: a socket that is not connected.
 const UNCONNECTED: &str = "07";
 
-/// A socket that takes what nobody has asked for: a TCP socket that listens, or a UDP socket that is not connected.
+/// A socket that takes unsolicited traffic: a TCP socket that listens, or a UDP socket that is not connected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Listener {
     /// TCP or UDP.
@@ -68,7 +68,7 @@ pub struct Listening {
 }
 
 impl Listening {
-    /// Whether it takes what is connected to loopback in a family, as far as is known.
+    /// Whether it takes connections to loopback in a family, as far as the kernel shows it.
     pub fn takes_loopback(&self, v4: bool) -> bool {
         match self.addr {
             IpAddr::V4(addr) => v4 && (addr == Ipv4Addr::LOCALHOST || addr.is_unspecified()),

@@ -1,5 +1,5 @@
-//! What the programs log: faults of ours that cannot happen, one line each. (Verdicts are no log
-//! lines: they are counted, and `dataplane monitor` shows them.)
+//! The programs' log: faults of ours that cannot happen, one line each. (Verdicts are no log lines: they are counted,
+//! and `dataplane monitor` shows them.)
 
 use std::fmt;
 
@@ -15,7 +15,7 @@ impl ProgramLog {
         EbpfLogger::init(ebpf).map(Self).ok()
     }
 
-    /// Passes on what was logged since the last call.
+    /// Passes on the records since the last call.
     pub fn pass_on(&mut self) {
         self.0.flush();
     }

@@ -15,7 +15,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::sys::{self, Shape};
 
-/// What can be a key or a value: plain bytes both ways.
+/// A type of keys or values: plain bytes both ways.
 pub trait Plain: FromBytes + IntoBytes + Immutable + Copy {}
 impl<T: FromBytes + IntoBytes + Immutable + Copy> Plain for T {}
 
@@ -36,7 +36,7 @@ pub struct Hash<K, V> {
 }
 
 impl<K: Plain, V: Plain> Hash<K, V> {
-    /// What such a hash looks like.
+    /// Returns the shape of such a hash.
     pub const fn shape(kind: bpf_map_type) -> Shape {
         Shape {
             kind,
@@ -46,7 +46,7 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         }
     }
 
-    /// What a hash looks like whose elements take memory only while they are there (`BPF_F_NO_PREALLOC`).
+    /// Returns the shape of a hash whose elements take memory only while they are there (`BPF_F_NO_PREALLOC`).
     pub const fn on_demand() -> Shape {
         Shape {
             flags: 1,
@@ -155,10 +155,10 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         Ok(entries)
     }
 
-    /// Everything, a few thousand entries at a time.
+    /// Returns all entries, a few thousand at a time.
     ///
-    /// What is added or removed meanwhile may or may not be among them; what is there all the time
-    /// is, and not twice.
+    /// Entries that are added or removed meanwhile may or may not be among them; an entry that is there all the time
+    /// appears exactly once.
     pub fn batches(&self) -> Batches<'_, K, V> {
         Batches {
             hash: self,
@@ -251,7 +251,7 @@ unsafe impl<T: Send> Send for Mapped<T> {}
 unsafe impl<T: Sync> Sync for Mapped<T> {}
 
 impl<T: Plain> Mapped<T> {
-    /// What such an array looks like; `inner`: whether arrays of another size may take its place.
+    /// Returns the shape of such an array; `inner`: whether arrays of another size may take its place.
     pub const fn shape(inner: bool) -> Shape {
         const MMAPABLE: u32 = 1 << 10; // BPF_F_MMAPABLE
         const INNER_MAP: u32 = 1 << 12; // BPF_F_INNER_MAP
@@ -366,9 +366,8 @@ where
     /// The words of an element, for atomic access.
     pub fn words(&self, index: u32) -> Option<&[AtomicU64; N]> {
         let element = self.at(index)?;
-        // SAFETY: in bounds by the check in `at`; aligned to eight bytes, which is what the atomic type asks for,
-        // which is otherwise laid out as a word is; lives as long as `self`; whoever changes a word meanwhile does
-        // so by an atomic access, too.
+        // SAFETY: in bounds by the check in `at`; aligned to eight bytes, as the atomic type requires, whose layout is
+        // otherwise a word's; lives as long as `self`; every other writer of a word also uses atomic access.
         Some(unsafe { element.cast::<[AtomicU64; N]>().as_ref() })
     }
 }
@@ -380,7 +379,7 @@ where
     /// The words of an element, for atomic access.
     pub fn words(&self, index: u32) -> Option<&[AtomicU32; N]> {
         let element = self.at(index)?;
-        // SAFETY: as above; four bytes are what is asked for.
+        // SAFETY: as above; the type requires four bytes.
         Some(unsafe { element.cast::<[AtomicU32; N]>().as_ref() })
     }
 }

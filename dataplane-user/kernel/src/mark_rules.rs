@@ -1,4 +1,4 @@
-//! Routing rules that ask for a packet's mark, whoever made them.
+//! Routing rules with a condition on a packet's mark, by any owner.
 
 use std::{collections::BTreeSet, fmt, io};
 
@@ -54,9 +54,9 @@ pub fn mark_rules() -> Result<Vec<MarkRule>, Error> {
     read().doing(|| "cannot list the routing rules".to_owned())
 }
 
-/// Removes rules, and the routes by which the tables that they lead to deliver every packet to this host (`ip route add local
-/// default dev lo`), unless another rule leads to the table. Returns the commands of `ip` that do the same. `dry_run`: it
-/// only returns them.
+/// Removes rules, and the routes by which the tables that they lead to deliver every packet to this host
+/// (`ip route add local default dev lo`), unless another rule leads to the table. Returns the equivalent commands of
+/// `ip`. `dry_run`: it only returns them.
 ///
 /// # Errors
 /// If the kernel does not tell, or refuses.

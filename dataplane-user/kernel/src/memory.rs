@@ -1,9 +1,9 @@
 //! The agent's own memory, and giving it back.
 
-/// Gives memory that was freed back to the kernel.
+/// Returns freed memory to the kernel.
 ///
-/// Reading manifests and programs takes a lot of memory for a moment, in small pieces all over the
-/// heap, and the C library gives back by itself only what is free at the heap's end.
+/// Reading manifests and programs takes a lot of memory for a moment, in small pieces all over the heap, and the C
+/// library by itself returns only memory that is free at the heap's end.
 pub fn give_back_freed_memory() {
     // SAFETY: may be called at any time (`malloc_trim(3)`).
     #[cfg(target_env = "gnu")]

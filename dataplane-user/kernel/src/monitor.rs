@@ -23,7 +23,7 @@ use super::{
     pins::{Pins, spec},
 };
 
-/// How long the programs write events after the listener last said that it listens.
+/// How long the programs write events after the listener last renewed its lease.
 const LEASE: Duration = Duration::from_secs(3);
 /// How long the listener sleeps before it looks for events again. The ring has room for some 1 900 events: 190 000 a
 /// second.
@@ -44,7 +44,7 @@ impl Monitor {
     /// Starts to listen.
     ///
     /// # Errors
-    /// [`Error::Busy`] if somebody else listens; otherwise if the pins are not there.
+    /// [`Error::Busy`] if another process listens; otherwise if the pins are not there.
     pub fn open(bpffs: &Path) -> Result<Self, Error> {
         let pins = Pins::new(bpffs);
         let open = |name: &str| {
@@ -81,7 +81,7 @@ impl Monitor {
             .map_err(std::io::Error::other)
             .doing(doing)?;
         let config = Mapped::map(config, 1, true).doing(doing)?;
-        // What is left from an earlier listener is old.
+        // Events from an earlier listener are old.
         while ring.next().is_some() {}
         let mut monitor = Self {
             ring,
@@ -93,8 +93,8 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// Waits for events, and returns those that are there, the oldest first. The programs wake nobody, so this sleeps
-    /// for a short time before it looks, again and again.
+    /// Waits for events, and returns those that are there, the oldest first. The programs wake no reader, so this
+    /// sleeps for a short time before it looks, again and again.
     pub fn wait(&mut self) -> Vec<Event> {
         loop {
             self.renew();

@@ -245,7 +245,7 @@ mod tests {
             assert_eq!(visited.found, [own]);
             assert_eq!(unread, [broken]);
         } else {
-            // Nobody else may enter even his own.
+            // Without privilege, a user may not even enter his own.
             assert_eq!(unread, [broken, own]);
         }
     }

@@ -73,10 +73,10 @@ impl Netlink {
         self.socket.set_netlink_get_strict_chk(true)
     }
 
-    /// Asks for a list; `each` is given every item.
+    /// Asks for a list; `each` gets every item.
     ///
     /// # Errors
-    /// [`io::ErrorKind::Interrupted`]: what is listed has changed meanwhile, so `each` may have missed some of it.
+    /// [`io::ErrorKind::Interrupted`]: the list has changed meanwhile, so `each` may have missed some of it.
     pub fn dump(
         &mut self,
         kind: u16,
@@ -86,7 +86,7 @@ impl Netlink {
         self.dump_kinds(kind, request, |_, item| each(item))
     }
 
-    /// As [`Netlink::dump`]; `each` is given the message's kind, too.
+    /// As [`Netlink::dump`]; `each` also gets the message's kind.
     pub fn dump_kinds(
         &mut self,
         kind: u16,
@@ -102,7 +102,7 @@ impl Netlink {
         self.request(kind, 0, request, |_, _| {})
     }
 
-    /// Asks for one thing; `each` is given it.
+    /// Asks for one thing; `each` gets it.
     pub fn get(
         &mut self,
         kind: u16,
@@ -112,8 +112,8 @@ impl Netlink {
         self.request(kind, 0, request, |_, answer| each(answer))
     }
 
-    /// Sends one request that the kernel acknowledges, with `flags` besides (`NLM_F_CREATE`…); `each` is given the kind
-    /// and the content of every answer.
+    /// Sends one request that the kernel acknowledges, with `flags` besides (`NLM_F_CREATE`…); `each` gets the kind and
+    /// the content of every answer.
     pub fn request(
         &mut self,
         kind: u16,
@@ -187,7 +187,7 @@ impl Netlink {
                     break;
                 };
                 rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
-                // The late answer to a question that was given up.
+                // The late answer to a question that the caller abandoned.
                 if header.sequence != self.sequence {
                     continue;
                 }

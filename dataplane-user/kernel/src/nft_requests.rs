@@ -115,8 +115,8 @@ pub fn is_there(table: &str) -> io::Result<bool> {
     }
 }
 
-/// The same of a table whose rules ask conntrack, and so have it loaded. Without that, the kernel is not asked: this would load
-/// nf_tables, which some machines have left out on purpose.
+/// Whether there is a table whose rules ask conntrack, and so have it loaded. Without conntrack, this function does not
+/// ask the kernel: the question would load nf_tables, which some machines have left out on purpose.
 pub fn is_there_with_conntrack(table: &str) -> io::Result<bool> {
     Ok(nf_conntrack::is_loaded() && is_there(table)?)
 }
@@ -151,19 +151,19 @@ pub fn conntrack(key: u32) -> Vec<u8> {
     expression("ct", &[number(1, REGISTER), number(2, key)].concat())
 }
 
-/// Gives a packet's circumstances what was loaded.
+/// Writes the loaded value to a packet's circumstances.
 pub fn set_meta(key: u32) -> Vec<u8> {
     // NFTA_META_KEY, NFTA_META_SREG
     expression("meta", &[number(2, key), number(3, REGISTER)].concat())
 }
 
-/// Has conntrack keep what was loaded.
+/// Writes the loaded value to conntrack's entry.
 pub fn set_conntrack(key: u32) -> Vec<u8> {
     // NFTA_CT_KEY, NFTA_CT_SREG
     expression("ct", &[number(2, key), number(4, REGISTER)].concat())
 }
 
-/// Goes on with the rule if what was loaded is ([`EQUAL`]), or is not ([`NOT_EQUAL`]), this.
+/// Goes on with the rule if the loaded value is ([`EQUAL`]), or is not ([`NOT_EQUAL`]), this.
 pub fn compare(how: u32, value: &[u8]) -> Vec<u8> {
     // NFTA_CMP_SREG, _OP, _DATA
     let value = nested(3, &attribute(1, value));

@@ -26,7 +26,7 @@ pub struct PodNamespace {
     pub own: Option<Own>,
 }
 
-/// What a network namespace has of its own.
+/// The reason why the rules in a network namespace have to see the destinations of its sockets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Own {
     /// Rules of NAT for what it sends, at the output hook.
@@ -49,7 +49,7 @@ struct Visited {
     has_rules: bool,
 }
 
-/// What does not change about a pod's namespace: its cookie, and the pod's interfaces on the node.
+/// The constant facts about a pod's namespace: its cookie, and the pod's interfaces on the node.
 #[derive(Debug, Default)]
 pub struct KnownPods(HashMap<Key, (u64, Vec<u32>)>);
 
@@ -122,8 +122,8 @@ fn process(path: &Path) -> Option<u32> {
     rest.iter().next()?.to_str()?.parse().ok()
 }
 
-/// The interface of the pod in whose namespace an ancestor of a process is, if the process has left that for another one. A
-/// pod's first processes have ancestors in the node's namespace only.
+/// Returns the interface of a pod if an ancestor of a process is in that pod's namespace and the process is in a
+/// different one. A pod's first processes have ancestors in the node's namespace only.
 fn around_of(mut process: u32, own: Key, of_pods: &HashMap<Key, u32>) -> Option<u32> {
     /// Namespaces are not nested more often than that.
     const STEPS: u32 = 64;

@@ -8,18 +8,18 @@ use rustix::{
     },
 };
 
-/// What the agent needs besides what the opener does for it: to make tables and load programs, to read the kernel's
-/// structures in them, and for interfaces, routes and sockets.
+/// The agent's capabilities beside the opener's: to make tables and load programs, to read the kernel's structures in
+/// them, and for interfaces, routes and sockets.
 const AGENT: CapabilitySet = CapabilitySet::BPF
     .union(CapabilitySet::PERFMON)
     .union(CapabilitySet::NET_ADMIN);
-/// What finds and takes the sockets of other users' processes, where the operator grants it.
+/// The capabilities that find and take the sockets of other users' processes, if the operator grants them.
 const OTHER_PROCESSES: CapabilitySet =
     CapabilitySet::SYS_PTRACE.union(CapabilitySet::DAC_READ_SEARCH);
 /// For sockets at port 53 of the resolvers of workloads that are captured by their packets, if the operator grants it.
 const LOW_PORTS: CapabilitySet = CapabilitySet::NET_BIND_SERVICE;
-/// What the opener needs: to enter network namespaces and open objects by their ids; and for sockets at which the
-/// kernel asks who has opened them.
+/// The opener's capabilities: to enter network namespaces and open objects by their ids; and for sockets at which the
+/// kernel checks who has opened them.
 const OPENER: CapabilitySet = CapabilitySet::SYS_ADMIN.union(CapabilitySet::NET_ADMIN);
 
 /// Whether an agent that was started with these can leave CAP_SYS_ADMIN to an opener. Without CAP_BPF and CAP_PERFMON the
@@ -89,7 +89,7 @@ pub fn keep_only(kept: CapabilitySet) -> Result<()> {
     for capability in CapabilitySet::all().difference(kept).iter() {
         match remove_capability_from_bounding_set(capability) {
             // Without CAP_SETPCAP it stays there, and `no_new_privs` keeps programs from having it. A kernel that does
-            // not know it gives it to nobody.
+            // not know a capability grants it to no process.
             Ok(()) | Err(Errno::PERM | Errno::INVAL) => {}
             Err(error) => return Err(error),
         }

@@ -1,4 +1,4 @@
-//! What this machine can do: asked of it by trying, not guessed from its version.
+//! The abilities of this machine: found by trying, not guessed from its version.
 
 use std::{borrow::Cow, fs, io, path::Path};
 
@@ -36,19 +36,19 @@ use super::{
 /// One thing that the dataplane needs of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Feature {
-    /// What it is.
+    /// Its name.
     pub name: &'static str,
-    /// What it is needed for.
+    /// The part of the dataplane that needs it.
     pub needed_for: &'static str,
     /// Whether it is here.
     pub present: bool,
     /// Whether nothing works without it.
     pub required: bool,
-    /// What is done without it, and what that costs.
+    /// The behaviour without it, and its cost.
     pub without: Cow<'static, str>,
-    /// What was found.
+    /// The result of the probe.
     pub detail: String,
-    /// What to do if it is missing.
+    /// The remedy if it is missing.
     pub remedy: &'static str,
 }
 
@@ -279,10 +279,10 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
     features
 }
 
-/// What is done without it.
+/// The effect on a mesh.
 const NO_MESH: &str = "no connections can be captured: leave `mesh` out of the configuration";
 
-/// What only a node with a mesh needs.
+/// A feature that only a node with a mesh needs.
 fn mesh(name: &'static str, needed_for: &'static str, found: Result<String, String>) -> Feature {
     Feature::useful(name, needed_for, found, NO_MESH, OLD_KERNEL)
 }
@@ -414,8 +414,8 @@ fn load(
         .map_err(word)
 }
 
-/// What the agent raises its limit to: enough for as many pods as a node has as a rule, and some
-/// thousand connections.
+/// The limit that the agent raises its own to: enough for as many pods as a node usually has, and some thousand
+/// connections.
 fn open_files() -> Result<String, String> {
     const ENOUGH: u64 = 16_384;
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(|error| error.to_string())?;

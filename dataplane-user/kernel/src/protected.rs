@@ -1,4 +1,4 @@
-//! What IPsec policies protect, in `SOURCES`: sets of networks, of which the configuration names the first
+//! The networks that IPsec policies protect, in `SOURCES`: sets of networks, of which the configuration names the first
 //! ([`PacketConfig::policies`]). A change writes new sets beside those in use, and then the one word.
 
 use dataplane_common::{
@@ -13,7 +13,7 @@ use plan::{
 
 use super::{error::Error, packet::PacketTables, sources::Sources};
 
-/// What tells the two halves of the sets from each other: one is in use, the other is written.
+/// The bit that distinguishes the two halves of the sets: one is in use, the other is written.
 const HALF: u32 = 1 << 30;
 
 /// The sets' one writer.
@@ -21,11 +21,11 @@ const HALF: u32 = 1 << 30;
 pub struct Protected {
     /// The first set in use.
     first: u32,
-    /// What it was made from; `None` before anything was.
+    /// The policies that it was made from; `None` before the first write.
     policies: Option<Vec<Policy>>,
 }
 
-/// What became of a change.
+/// The result of a change.
 #[derive(Debug)]
 pub enum Change {
     /// There is none.

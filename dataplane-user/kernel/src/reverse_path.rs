@@ -1,4 +1,4 @@
-//! What the kernel asks of the sources of IPv4 packets (`rp_filter`), and whether the programs can ask the same.
+//! The kernel's check of the sources of IPv4 packets (`rp_filter`), and whether the programs can make this check too.
 
 use std::{fs, io};
 
@@ -14,15 +14,15 @@ use super::{
     rtnetlink::Netlink,
 };
 
-/// What the kernel asks of sources at an interface: 0 nothing, 1 that the route back leads to it, 2 that there is one. The
-/// greater number counts of the interface's and that of all.
+/// Returns the kernel's check of sources at an interface: 0 none, 1 that the route back leads to it, 2 that there is a
+/// route back. The greater number of the interface's and of `all` counts.
 pub fn reverse_path(interface: &str) -> u8 {
     let of = |name: &str| number(&format!("ipv4/conf/{name}/rp_filter"));
     of("all").max(of(interface)).unwrap_or(0)
 }
 
-/// What the kernel asks of sources at each interface of the network namespace that this thread is in, at `all` and for new
-/// ones (`default`), if it asks anything.
+/// Returns the kernel's check of sources at each interface of the network namespace that this thread is in, at `all`
+/// and for new ones (`default`), if there is a check.
 ///
 /// # Errors
 /// If the kernel does not tell.
@@ -81,7 +81,8 @@ fn has_several_hops(route: &RouteMessage) -> bool {
         match attribute {
             RouteAttribute::MultiPath(hops) => return hops.len() > 1,
             RouteAttribute::Oif(_) => return false,
-            // Next hops that are objects of their own may be told by their number alone (`net.ipv4.nexthop_compat_mode`).
+            // The kernel may list next hops that are objects of their own by their number alone
+            // (`net.ipv4.nexthop_compat_mode`).
             RouteAttribute::NhId(_) => by_number = true,
             _ => {}
         }

@@ -1,9 +1,9 @@
-//! The packet path's programs on a rig: loaded with tables of their own and on no interface, and run
-//! packet by packet by whoever holds it (`BPF_PROG_TEST_RUN`), who sees what they return, what
-//! became of the packet and what is in the tables. For tests; on a node nothing of this runs.
+//! The packet path's programs on a rig: loaded with tables of their own and on no interface, and run packet by packet
+//! by the rig's holder (`BPF_PROG_TEST_RUN`), which sees their return values, the packets afterwards and the tables.
+//! For tests; on a node nothing of this runs.
 //!
-//! Routes and neighbours are those of the network namespace of the thread that asks: a redirected
-//! packet goes nowhere, but where it would go is looked up.
+//! Routes and neighbours are those of the network namespace of the thread that asks: a redirected packet is not sent,
+//! but the programs look up its route.
 
 use std::{
     fs, io,
@@ -57,10 +57,10 @@ pub struct Rig {
     pub fragments: Hash<FragmentKey, Fragment>,
 }
 
-/// What a run left.
+/// The result of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ran {
-    /// What the program returned: a `TC_ACT_…`, or -1 (`TCX_NEXT`).
+    /// The program's return value: a `TC_ACT_…`, or -1 (`TCX_NEXT`).
     pub verdict: i32,
     /// How long the frame is afterwards.
     pub len: usize,
@@ -69,8 +69,8 @@ pub struct Ran {
 }
 
 impl Rig {
-    /// Loads the programs with empty tables, pinned below `bpffs` while nobody else is there.
-    /// `cells`: how many cells there are for flows, a power of two.
+    /// Loads the programs with empty tables, pinned below `bpffs` while no agent is there. `cells`: how many cells
+    /// there are for flows, a power of two.
     ///
     /// # Errors
     /// The kernel's refusal.
@@ -140,7 +140,7 @@ impl Rig {
         self.tables.reasons()
     }
 
-    /// What a pool has counted so far.
+    /// Returns a pool's counters so far.
     pub fn pool_stats(&self, pool: u32) -> PoolStats {
         self.tables.pool_stats(pool)
     }
@@ -251,8 +251,8 @@ fn absent(pins: &Pins, name: &str) -> Error {
     }
 }
 
-/// The programs of an agent's mesh that are told of all of the machine's sockets. For benchmarks, in which others are
-/// to be measured without them.
+/// The programs of an agent's mesh that trace all of the machine's sockets. For benchmarks, which measure other
+/// programs without them.
 #[derive(Debug)]
 pub struct Traced(Vec<(PathBuf, OwnedFd)>);
 
@@ -274,7 +274,7 @@ impl Traced {
         Ok(Self(found))
     }
 
-    /// Has them told of nothing.
+    /// Detaches them.
     ///
     /// # Errors
     /// The kernel's refusal.
@@ -285,7 +285,7 @@ impl Traced {
         Ok(())
     }
 
-    /// Has them told as before.
+    /// Attaches them again.
     ///
     /// # Errors
     /// The kernel's refusal.

@@ -45,7 +45,7 @@ impl Netlink {
         ))
     }
 
-    /// What is answered to a question that is no list.
+    /// Returns the answers to a question that is no list.
     pub fn ask(&mut self, question: &RouteNetlinkMessage) -> io::Result<Vec<RouteNetlinkMessage>> {
         let mut answers = Vec::new();
         let kind = question.message_type();

@@ -1,5 +1,5 @@
-//! The tables of services and their one writer. What is done to interfaces and network namespaces takes
-//! tens of milliseconds a piece, so these tables can be written meanwhile, by another thread.
+//! The tables of services and their one writer. Changes to interfaces and network namespaces take tens of milliseconds
+//! each, so another thread can write these tables meanwhile.
 
 use std::{
     collections::{BTreeSet, HashSet},
@@ -47,12 +47,12 @@ impl ServiceTables {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The tables, for reading. Whoever writes waits meanwhile.
+    /// Returns the tables, for reading. Writers wait meanwhile.
     pub(super) fn read(&self) -> impl Deref<Target = Tables> {
         Reading(self.lock())
     }
 
-    /// What the tables hold.
+    /// Returns the tables' contents.
     ///
     /// # Errors
     /// If the kernel does not let it be read.
@@ -92,7 +92,7 @@ impl ServiceTables {
         self.lock().tables.keep_flows(vips, since);
     }
 
-    /// Waits until no program that runs now can still see what was removed.
+    /// Waits until no program that runs now can still see removed entries.
     ///
     /// # Errors
     /// The kernel's refusal.
@@ -122,7 +122,7 @@ impl Filter for ServiceTables {
     }
 }
 
-/// The tables, while nobody else has them.
+/// The tables, while no other thread has them.
 struct Reading<'a>(MutexGuard<'a, Inner>);
 
 impl Deref for Reading<'_> {

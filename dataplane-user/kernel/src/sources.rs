@@ -19,7 +19,7 @@ pub struct Sources {
     fd: OwnedFd,
 }
 
-/// What the table has for each network of pools and pods: that it is there.
+/// The table's value for each network of pools and pods: the network is there.
 const PRESENT: u32 = 1;
 
 impl Sources {
@@ -31,7 +31,7 @@ impl Sources {
         self.said(set, addr).map(|said| said.is_some())
     }
 
-    /// What a set has for the longest of its networks that an address is in.
+    /// Returns the value of the longest network of a set that an address is in.
     pub(super) fn said(&self, set: u32, addr: Addr) -> Result<Option<u32>, Error> {
         let mut value = [0; 4];
         let found = sys::map_lookup(

@@ -1,6 +1,5 @@
-//! Small programs, in raw instructions, that show on a kernel what none of ours shows: what it can
-//! do that they do not need yet, and how they get on with somebody else's. For tests; on a node
-//! nothing of this runs.
+//! Small programs, in raw instructions, that show on a kernel what no program of ours shows: abilities that our
+//! programs do not need yet, and how ours run beside another owner's. For tests; on a node nothing of this runs.
 
 use std::{
     fs::{File, OpenOptions},
@@ -76,9 +75,9 @@ fn look_up_first(map: &OwnedFd) -> [u64; 6] {
     ]
 }
 
-/// Hands every connection to the network namespace, whatever its port, to a socket that listens
-/// there: by an `sk_lookup` program, so that nothing is rewritten, and `getsockname()` of what is
-/// accepted is the address that the client asked for. Until the link is dropped.
+/// Hands every connection to the network namespace, at any port, to a socket that listens there: by an `sk_lookup`
+/// program, so that nothing is rewritten, and `getsockname()` of an accepted connection is the address that the client
+/// asked for. Until the link is dropped.
 ///
 /// # Errors
 /// The kernel's refusal.
@@ -110,7 +109,7 @@ pub fn steer(netns: BorrowedFd<'_>, listener: BorrowedFd<'_>) -> io::Result<Owne
     sys::link_create_cgroup(program.as_fd(), netns, BPF_SK_LOOKUP)
 }
 
-/// Somebody else's program on an interface: counts packets, and leaves them to whoever comes next.
+/// Another owner's program on an interface: counts packets, and leaves them to the next program.
 #[derive(Debug)]
 pub struct Bystander {
     program: OwnedFd,
@@ -178,8 +177,8 @@ impl Bystander {
     }
 }
 
-/// Somebody else's program that adds bits to the mark of what arrives on an interface, before all that are there, and
-/// leaves it to whoever comes next. Until the link is dropped.
+/// Another owner's program that adds bits to the mark of packets that arrive on an interface, before all programs that
+/// are there, and leaves the packets to the next program. Until the link is dropped.
 ///
 /// # Errors
 /// The kernel's refusal; those before Linux 6.6 know no TCX.
@@ -197,7 +196,7 @@ pub fn mark(ifindex: u32, bits: i32) -> io::Result<OwnedFd> {
     sys::link_create_tcx(program.as_fd(), ifindex, BPF_TCX_INGRESS, true)
 }
 
-/// Somebody else's program that drops what leaves by an interface. Until the link is dropped.
+/// Another owner's program that drops the packets that leave by an interface. Until the link is dropped.
 ///
 /// # Errors
 /// The kernel's refusal; those before Linux 6.6 know no TCX.
@@ -215,19 +214,19 @@ pub fn tcx_ingress(ifindex: u32) -> io::Result<Vec<u32>> {
     sys::tcx_programs(ifindex, BPF_TCX_INGRESS)
 }
 
-/// What a network device may do for the stack, or leave to it (`ethtool -K`).
+/// The work that a network device may do for the stack, or leave to it (`ethtool -K`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Offload {
-    /// Checksums of what is sent.
+    /// Checksums of sent packets.
     Checksum,
-    /// Cutting what is sent into segments; without it, the stack does it before the device sees them.
+    /// Cutting sent packets into segments; without it, the stack does it before the device sees them.
     Segments,
     /// Putting segments together that arrive.
     Receive,
 }
 
-/// Makes a tun device in this thread's network namespace: what is read from the file left by the
-/// device, what is written to it arrives there. Until the file is closed.
+/// Makes a tun device in this thread's network namespace: reads of the file return packets that left by the device, and
+/// written packets arrive there. Until the file is closed.
 ///
 /// # Errors
 /// The kernel's refusal, such as that it has no tun devices.

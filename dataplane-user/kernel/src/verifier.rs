@@ -1,7 +1,7 @@
-//! What this kernel's verifier makes of our programs: whether it takes them, and what that costs.
+//! This kernel's verifier and our programs: whether it accepts them, and their cost.
 //!
-//! Each program is loaded by itself, on tables that nobody else sees, and is gone when this
-//! returns. aya keeps the verifier's log only of programs that were refused; so it is asked here.
+//! Each program is loaded by itself, on tables that no other process sees, and is gone when this returns. aya returns
+//! the verifier's log only for programs that were refused, so this module asks for the log itself.
 
 use std::{
     collections::HashSet,
@@ -45,7 +45,7 @@ fn type_and_hook(section: &ProgramSection) -> Option<(bpf_prog_type, bpf_attach_
         ProgramSection::CgroupSockopt { attach_type } => {
             (BPF_PROG_TYPE_CGROUP_SOCKOPT, attach_type.into())
         }
-        // Where it is attached is said then; 0, which is this, to load it.
+        // The hook matters only when it is attached; loading takes 0, which is this.
         ProgramSection::SchedClassifier => (BPF_PROG_TYPE_SCHED_CLS, BPF_CGROUP_INET_INGRESS),
         ProgramSection::SkLookup => (BPF_PROG_TYPE_SK_LOOKUP, BPF_SK_LOOKUP),
         ProgramSection::SkMsg => (BPF_PROG_TYPE_SK_MSG, BPF_SK_MSG_VERDICT),
@@ -55,16 +55,16 @@ fn type_and_hook(section: &ProgramSection) -> Option<(bpf_prog_type, bpf_attach_
     })
 }
 
-/// What the verifier said of a program.
+/// The verifier's result for a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verified {
     /// The program's name.
     pub program: String,
-    /// What it cost, or the verifier's word.
+    /// Its cost, or the verifier's message.
     pub outcome: Result<Cost, String>,
 }
 
-/// What it costs to verify and to run a program.
+/// The cost to verify and to run a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cost {
     /// Instructions that the verifier followed, each as often as it did; it gives up at a million.
@@ -92,7 +92,7 @@ pub struct Verifier {
 }
 
 impl Verifier {
-    /// Prepares the programs in the binary, and tables that nobody else sees.
+    /// Prepares the programs in the binary, and tables that no other process sees.
     ///
     /// # Errors
     /// If the programs cannot be prepared: the binary has none, or their maps cannot be created.
@@ -130,7 +130,7 @@ impl Verifier {
         names
     }
 
-    /// Has a program verified. Changes nothing. That it is refused is in [`Verified::outcome`].
+    /// Has a program verified. Changes nothing. A refusal is in [`Verified::outcome`].
     pub fn verify(&mut self, program: &str) -> Verified {
         let (loaded, time) = match self.traced(program) {
             Ok(traced) => timed(|| load(&self.object, self.btf.as_ref(), program, traced)),
@@ -171,7 +171,7 @@ fn timed<T>(what: impl FnOnce() -> T) -> (T, Duration) {
     (done, now().saturating_sub(before))
 }
 
-/// Loads a program by itself. Returns it with the verifier's statistics, or what the kernel said.
+/// Loads a program by itself. Returns it with the verifier's statistics, or the kernel's message.
 fn load(
     object: &Object,
     btf: Option<&OwnedFd>,
@@ -231,7 +231,7 @@ fn refusal(ebpf: &mut Ebpf, types: Option<&Types>, name: &str) -> Option<String>
     loaded.err().map(|error| error.to_string())
 }
 
-/// So much of the verifier's log is kept, from its end, where it says what it does not like.
+/// The last lines of the verifier's log that a report has: the reason for a refusal is at the end.
 const LOG_LINES: usize = 400;
 
 fn end(log: &str) -> String {

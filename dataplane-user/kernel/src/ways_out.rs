@@ -94,7 +94,7 @@ fn is_usual(rule: &RuleMessage) -> bool {
             // A socket's own packets come by loopback (`flowi_iif`).
             RuleAttribute::Iifname(name) if name != "lo" => by_interface = true,
             RuleAttribute::Table(found) => table = *found,
-            // The numbers are what the kernel answers where nobody has said one.
+            // These numbers are the kernel's answers for attributes that the owner has not set.
             RuleAttribute::Priority(_)
             | RuleAttribute::Protocol(_)
             | RuleAttribute::SuppressPrefixLen(u32::MAX)

@@ -75,12 +75,12 @@ struct Id {
 const _: () = assert!(size_of::<Selector>() == 56 && size_of::<Info>() == 168);
 const _: () = assert!(size_of::<Id>() == 64);
 
-/// The policies, in no order, with what becomes of packets that none of them covers.
+/// Returns the policies, in no order, with the default for packets that no policy covers.
 ///
-/// Left out are those of IPsec's own interfaces (`if_id`): such an interface encrypts what it is given.
+/// Policies of IPsec's own interfaces (`if_id`) are left out: such an interface encrypts the packets that it gets.
 ///
 /// # Errors
-/// If the kernel does not tell. One that has no such policies has none.
+/// If the kernel does not tell. A kernel without IPsec has no policies.
 pub fn policies() -> Result<Vec<Policy>, Error> {
     list().doing(|| "cannot ask for the IPsec policies".to_owned())
 }
@@ -105,7 +105,7 @@ fn list() -> io::Result<Vec<Policy>> {
         }
     });
     match asked {
-        // Older than Linux 5.15: nothing is blocked for want of a policy.
+        // Older than Linux 5.15: the kernel blocks no packets that lack a policy.
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
         asked => asked?,
     }
@@ -116,7 +116,7 @@ fn is_absent(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EPROTONOSUPPORT)
 }
 
-/// What a message says, if it is about packets that the packet path could have.
+/// Returns the policy of a message, if it is about packets that the packet path could have.
 fn policy(message: &[u8]) -> Option<Policy> {
     let (info, rest) = Info::read_from_prefix(message).ok()?;
     let selector = &info.selector;
@@ -184,7 +184,7 @@ impl PolicyNews {
         Ok(Self { socket })
     }
 
-    /// Waits until something has changed; for ever if nothing can. What it was is asked anew.
+    /// Waits until something has changed; for ever if nothing can. The caller asks for the new state.
     ///
     /// # Errors
     /// If the kernel does not tell any more.

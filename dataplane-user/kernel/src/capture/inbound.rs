@@ -1,7 +1,7 @@
 //! The program at the socket lookup of workloads' network namespaces. Each namespace has an instance of its own, which
-//! has the namespace's cookie for a constant: `sk_lookup` programs have no helper that tells where they run, and one that
-//! does not know would hand a connection to the socket of another workload, whose address somebody has given to an
-//! interface of his own.
+//! has the namespace's cookie for a constant: `sk_lookup` programs have no helper that returns their network namespace.
+//! Without the cookie, a process that assigns another workload's address to an interface of its own would get its
+//! connections handed to that workload's socket.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet, btree_map::Entry},

@@ -192,7 +192,7 @@ pub fn interface_rules(
     Ok(ours.collect())
 }
 
-/// Nobody else's rule has this table and an interface.
+/// Returns our rule in a message: only our rules have both this table and an interface.
 fn ours(rule: &RuleMessage) -> Option<(InterfaceRule, u32)> {
     if !rule.attributes.contains(&RuleAttribute::Table(TABLE)) {
         return None;

@@ -17,7 +17,7 @@ use super::super::{
 /// The place of `queries_until` among the words of [`Config`].
 pub const WORD: usize = 3;
 
-/// The lease, for those who renew it.
+/// The lease, for the threads that renew it.
 #[derive(Clone, Debug)]
 pub struct QueryLease(Arc<Mapped<Config>>);
 

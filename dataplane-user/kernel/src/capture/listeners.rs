@@ -27,7 +27,7 @@ pub struct Listeners {
 /// also those for what connects to the workload.
 ///
 /// # Errors
-/// The kernel's refusal: most likely, somebody else listens there.
+/// The kernel's refusal: most likely, another process listens there.
 pub fn open_listeners(options: &CaptureOptions, inbound: bool) -> io::Result<Listeners> {
     Ok(Listeners {
         outbound: listen_at(options.outbound)?,
@@ -39,9 +39,9 @@ pub fn open_listeners(options: &CaptureOptions, inbound: bool) -> io::Result<Lis
     })
 }
 
-/// Opens the proxy's listening sockets for a workload that is captured by its packets, in the network
-/// namespace that this thread is in: at ports that the kernel chooses, and taking connections to any
-/// address (`IP_TRANSPARENT`), since nobody is led to them but by capture.
+/// Opens the proxy's listening sockets for a workload that is captured by its packets, in the network namespace that
+/// this thread is in: at ports that the kernel chooses, and taking connections to any address (`IP_TRANSPARENT`),
+/// because only capture leads connections to them.
 ///
 /// # Errors
 /// The kernel's refusal.
@@ -71,7 +71,7 @@ pub struct QuerySockets {
 /// IPv6 is off.
 ///
 /// # Errors
-/// The kernel's refusal: most likely, somebody else has the port.
+/// The kernel's refusal: most likely, another process has the port.
 pub fn open_query_sockets(port: u16, v4: bool) -> io::Result<Option<QuerySockets>> {
     let loopback: IpAddr = if v4 {
         Ipv4Addr::LOCALHOST.into()
@@ -129,7 +129,7 @@ pub fn open_resolver_sockets(resolver: IpAddr, mark: u32) -> io::Result<QuerySoc
     })
 }
 
-/// At loopback of both families: nobody reaches them from elsewhere, but by capture.
+/// Listens at loopback of both families: other hosts reach these sockets only by capture.
 fn listen_at(port: u16) -> io::Result<Vec<TcpListener>> {
     let mut sockets = vec![listen_on((Ipv4Addr::LOCALHOST, port).into())?];
     match listen_on((Ipv6Addr::LOCALHOST, port).into()) {

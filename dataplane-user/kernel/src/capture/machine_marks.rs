@@ -7,9 +7,10 @@
 //! forgotten connection for the first packet of a new one. With `closed`, a packet is therefore an answer only if the SYN of its
 //! connection came by another interface and was forwarded. The table records this in conntrack's mark.
 //!
-//! A rule that matches the absence of the mark would fail closed without the table. But for each packet that goes to the machine,
-//! IPv4 looks up the reverse path: a packet by the machine's interface, usually without a mark (`fib_validate_source`,
-//! `net/ipv4/fib_frontend.c`). Such a rule would make this path local, and the kernel would drop the packet.
+//! A rule that matches the absence of the mark would fail closed without the table. IPv4, however, looks up the reverse
+//! path for each packet that goes to the machine: a packet by the machine's interface, usually without a mark
+//! (`fib_validate_source`, `net/ipv4/fib_frontend.c`). Such a rule would make this path local, and the kernel would
+//! drop the packet.
 
 use std::{collections::BTreeMap, io};
 
@@ -86,7 +87,7 @@ pub fn write(marks: &Marks, is_new: bool) -> io::Result<()> {
         .iter()
         .filter(|(kind, ..)| *kind == nft_requests::NEW_RULE)
         .count();
-    // A list that the kernel could not give whole, because somebody changed a table meanwhile, is no reason to keep this one.
+    // The kernel cannot list the table whole if a process changes a table meanwhile. Then the agent writes it again.
     if is_there && !is_new && rules(&mut netlink, TABLE).is_ok_and(|there| there == ours) {
         return Ok(());
     }
@@ -137,7 +138,8 @@ fn table(marks: &Marks) -> Vec<Request> {
     let (bits, others) = (bit.to_ne_bytes(), (!bit).to_ne_bytes());
     let marks = || [meta(MARK), bitwise(&others, &bits), set_meta(MARK)].concat();
     for name in interfaces.keys() {
-        // Conntrack reassembles fragments. A fragment header that is left is nested in another one and hides the protocol.
+        // Conntrack reassembles fragments. A fragment header that remains is nested in an outer one and hides the
+        // protocol.
         let is_fragment = [has_header(FRAGMENT), compare(EQUAL, &[1])].concat();
         rule(FIRST, &[by(name), is_fragment, drop()]);
         // ICMP errors about the proxy's packets to the machine, such as a smaller MTU on the path, are for the proxy.
@@ -224,8 +226,8 @@ mod tests {
 
     use super::*;
 
-    /// In a network namespace of its own, in which somebody else changes tables all the time: lists that the kernel cannot give whole
-    /// are no errors.
+    /// In a network namespace of its own, in which another thread changes tables all the time: lists that the kernel
+    /// cannot give whole are no errors.
     #[test]
     fn changes_of_others_do_not_keep_it_from_being_written() {
         let in_a_namespace = || {

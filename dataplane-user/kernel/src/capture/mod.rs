@@ -51,7 +51,7 @@ use super::{
     tc::{self, CaptureProgram, Hook},
 };
 
-/// What all captured workloads have in common.
+/// The options that all captured workloads have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CaptureOptions {
     /// The proxy's port for outbound connections, at loopback in the workload's namespace.
@@ -62,9 +62,9 @@ pub struct CaptureOptions {
     pub mark: u32,
     /// Whether the proxy is not the agent's.
     pub foreign: bool,
-    /// Whether the configuration denies egress to somebody, so that datagrams are judged from the start.
+    /// Whether the configuration denies egress to any workload, so that datagrams are judged from the start.
     pub denies: bool,
-    /// The port of the agent's DNS server; none: nobody's queries are captured.
+    /// The port of the agent's DNS server; `None`: no queries are captured.
     pub dns: Option<u16>,
 }
 
@@ -72,7 +72,7 @@ pub struct CaptureOptions {
 #[derive(Debug)]
 pub struct Capture {
     tables: CaptureTables,
-    /// What they hold.
+    /// The tables' contents.
     held: Captured,
     options: Option<CaptureOptions>,
     inbound: Option<Inbound>,
@@ -98,9 +98,8 @@ fn cgroup_of_another_layout(pins: &Pins) -> u64 {
 }
 
 impl Capture {
-    /// Opens the tables, and takes what is left of an earlier agent: what it captured goes on being
-    /// captured until [`Capture::apply`] says otherwise. Without `options`, nothing is captured from
-    /// here on.
+    /// Opens the tables, and adopts an earlier agent's: the workloads that it captured stay captured until
+    /// [`Capture::apply`] says otherwise. Without `options`, nothing is captured from here on.
     ///
     /// Nothing can be attached before [`Capture::set_programs`].
     pub(super) fn open(
@@ -128,7 +127,7 @@ impl Capture {
             };
             let cgroups = [agent_cgroup, before];
             capture.set_config(options, cgroups, earlier.levels, &capture.held);
-            // Whose they are, only the earlier agent knew.
+            // Only the earlier agent knew the workloads of these counters.
             for (key, _) in capture.tables.traffic()? {
                 let _ = capture.tables.traffic.remove(&key);
             }
@@ -140,7 +139,7 @@ impl Capture {
             interface_rules::unroute(&routed.map(|(cookie, _)| *cookie).collect())
                 .doing(|| "cannot remove the routing rules for virtual interfaces".to_owned())?;
             capture.write(&Captured::default())?;
-            // What cannot be detached is listed by `cleanup`; without tables it does nothing.
+            // `cleanup` lists the programs that cannot be detached; without tables they do nothing.
             let _ = tc::keep_no_capture(pins)?;
             let mark = capture.tables.config().mark;
             if mark != 0 {
@@ -199,7 +198,7 @@ impl Capture {
         );
     }
 
-    /// What the tables hold.
+    /// Returns the tables' contents.
     pub fn held(&self) -> &Captured {
         &self.held
     }
@@ -209,8 +208,8 @@ impl Capture {
         &self.tables
     }
 
-    /// Has a program be told of connections to a proxy if `wanted` has one, or anybody may be one: before the first of
-    /// them is made.
+    /// Attaches the program that follows connections to a proxy if `wanted` has a proxy, or if any process may be one:
+    /// before the first of these connections is made.
     pub(super) fn attach_events(
         &self,
         pins: &Pins,
@@ -231,11 +230,10 @@ impl Capture {
         self.lease.clone()
     }
 
-    /// Brings the tables in line with `wanted`: new rules first, then the workloads that refer to
-    /// them, each in one write, then what nobody refers to any more goes. `levels`: at which levels
-    /// of the hierarchy there are cgroups; `guard`: whether connections are refused from network namespaces that are not
-    /// in `wanted`. Answers what the programs are then to be told of it
-    /// ([`Tables::set_mesh`]).
+    /// Brings the tables in line with `wanted`: new rules first, then the workloads that refer to them, each in one
+    /// write, then the rules that no workload refers to any more go. `levels`: the levels of the hierarchy that have
+    /// cgroups; `guard`: whether connections are refused from network namespaces that are not in `wanted`. Returns the
+    /// word that the programs then need ([`Tables::set_mesh`]).
     pub(super) fn apply(
         &mut self,
         wanted: &Captured,
@@ -434,8 +432,8 @@ fn add<K: Plain + Ord, V: Plain + PartialEq>(
     Ok(())
 }
 
-/// Where a table cannot hold what is new beside what is not wanted any longer: removes what is not, of which `may` says
-/// that it may go first.
+/// Makes room if a table cannot hold the new entries beside the unwanted ones: removes those unwanted entries for which
+/// `may` allows it.
 fn make_room<K: Plain + Ord, V: Plain>(
     name: &str,
     table: &Hash<K, V>,

@@ -1,4 +1,4 @@
-//! What is known of a network namespace.
+//! Network namespaces: their identity, addresses and links.
 
 use std::{
     collections::BTreeMap,
@@ -26,7 +26,7 @@ pub struct Namespace {
     pub file: OwnedFd,
     /// Its number for programs (`SO_NETNS_COOKIE`).
     pub cookie: u64,
-    /// Its file's device and number, which are the same by whatever path.
+    /// The device and the inode number of its file, which are equal by every path.
     pub inode: (u64, u64),
 }
 
@@ -44,7 +44,7 @@ pub fn this_namespace() -> io::Result<Namespace> {
     })
 }
 
-/// The addresses of the network namespace that this thread is in, but for loopback and link-local ones.
+/// Returns the addresses of the network namespace that this thread is in, without loopback and link-local ones.
 ///
 /// # Errors
 /// The kernel's refusal.
@@ -94,8 +94,9 @@ pub fn indices(namespace: &Namespace) -> io::Result<BTreeMap<String, u32>> {
     Ok(found.collect())
 }
 
-/// Whether a network namespace belongs to this process's user namespace, which is the node's: so somebody made it who may
-/// do as much as root on the node. One that a container has made for itself belongs to the container's.
+/// Whether a network namespace belongs to this process's user namespace, which is the node's: then a process made it
+/// that may do as much as root on the node. A namespace that a container has made for itself belongs to the container's
+/// user namespace.
 ///
 /// # Errors
 /// The kernel's refusal.

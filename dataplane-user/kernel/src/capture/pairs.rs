@@ -70,8 +70,8 @@ fn same(before: &BTreeMap<u32, i32>, now: &BTreeMap<u32, i32>, number: i32) -> b
     leading(before) == leading(now)
 }
 
-/// The number of the network namespace that has the other end of a pair; none if the interface is no end of a pair, or
-/// both are here. (An interface on top of another one has such a number, too.)
+/// Returns the number of the network namespace that has the other end of a pair; `None` if the interface is no end of a
+/// pair, or both are here. (An interface on top of a second one has such a number, too.)
 fn other_end(link: &LinkMessage) -> Option<i32> {
     let (mut is_pair, mut number) = (false, None);
     for attribute in &link.attributes {

@@ -1,6 +1,6 @@
 //! The rules and routes of a mesh, in workloads' network namespaces and the node's: by these, answers to a client's
-//! address come back to the proxy ([`route_answers`]), and packets go to the sockets that they were given to
-//! ([`route_to_sockets`]).
+//! address come back to the proxy ([`route_answers`]), and packets go to the sockets to which the programs assigned
+//! them ([`route_to_sockets`]).
 
 use std::{
     fs::File,
@@ -20,12 +20,12 @@ use crate::{opener, rtnetlink::Netlink, sysctl};
 
 /// The routing table by which answers to a client's address come back to the proxy.
 pub const TABLE: u32 = 15_006;
-/// What a rule asks of a packet's mark.
+/// The condition of a rule on a packet's mark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark {
     /// The bits that are looked at.
     pub mask: u32,
-    /// What they are.
+    /// Their value.
     pub value: u32,
 }
 
@@ -123,14 +123,15 @@ fn route_family(netlink: &mut Netlink, family: AddressFamily, mark: u32) -> io::
     Ok(())
 }
 
-/// The inverse of [`route_answers`] and [`route_to_sockets`], but for the settings, which somebody else may rely on by now.
+/// The inverse of [`route_answers`] and [`route_to_sockets`]. It leaves the settings as they are, because another
+/// process may rely on them by now.
 ///
 /// # Errors
 /// The kernel's refusal.
 pub fn route_answers_no_more(mark: u32) -> io::Result<()> {
     let mut netlink = Netlink::open()?;
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        // Several, of agents that did not look. What is not there is gone.
+        // There may be several, of agents that did not look. A rule that is not there is gone.
         let rules = rules(&mut netlink, family).unwrap_or_default();
         for known in rules.into_iter().filter(|known| known.value == mark) {
             let rule = RouteNetlinkMessage::DelRule(answers_rule(family, known));
@@ -169,8 +170,8 @@ pub fn answers_route(family: AddressFamily) -> RouteMessage {
     route
 }
 
-/// The marks of our rules: one that is there is not to be made again, since the kernel takes two rules
-/// of which nobody said the preference for different ones.
+/// Returns the marks of our rules. An agent must not make such a rule again: the kernel takes two rules without a
+/// preference for different ones.
 pub fn rules(netlink: &mut Netlink, family: AddressFamily) -> io::Result<Vec<Mark>> {
     let mut question = RuleMessage::default();
     question.header.family = family;
@@ -182,7 +183,7 @@ pub fn rules(netlink: &mut Netlink, family: AddressFamily) -> io::Result<Vec<Mar
     Ok(ours.collect())
 }
 
-/// Nobody else's rule has this table and this bit.
+/// Returns the mark of our rule in a message: only our rules have both this table and this bit.
 fn our_mark(rule: &RuleMessage) -> Option<Mark> {
     let table = RuleAttribute::Table(TABLE);
     if !rule.attributes.contains(&table) {

@@ -69,7 +69,7 @@ impl CaptureTables {
         })
     }
 
-    /// What they hold.
+    /// Returns the tables' contents.
     ///
     /// # Errors
     /// If the kernel does not let it be read.
@@ -84,12 +84,12 @@ impl CaptureTables {
         })
     }
 
-    /// What all captured workloads have in common.
+    /// Returns the configuration that all captured workloads have in common.
     pub fn config(&self) -> CaptureConfig {
         self.config.get(0).unwrap_or_default()
     }
 
-    /// What connections that went direct have come to.
+    /// Returns the traffic of connections that went direct.
     ///
     /// # Errors
     /// If the kernel does not let it be read.
@@ -99,14 +99,13 @@ impl CaptureTables {
             .doing(|| "cannot read table TRAFFIC".to_owned())
     }
 
-    /// For whom there is somebody who takes connections: of a family, to a network namespace or from
-    /// a workload that is captured by its packets.
+    /// Returns the keys under which a proxy listens: of a family, to a network namespace or from a workload that is
+    /// captured by its packets.
     ///
     /// # Errors
     /// If the kernel does not let it be read.
     pub fn listeners(&self) -> Result<BTreeSet<ListenerKey>, Error> {
-        // Sockets that were closed are gone by themselves. What is in it the kernel does not tell,
-        // but what there is.
+        // The kernel removes closed sockets from the table by itself. It lists the keys, but not the sockets.
         let mut found = BTreeSet::new();
         let mut before: Option<ListenerKey> = None;
         let mut bytes = [0; size_of::<ListenerKey>()];

@@ -1,4 +1,4 @@
-//! Removing what is ours from this machine: pins, filters, and the rules and routes of a mesh.
+//! Removes our objects from this machine: pins, filters, and the rules and routes of a mesh.
 
 mod item;
 mod routes;
@@ -91,7 +91,7 @@ fn remove_tables(dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     Ok(items)
 }
 
-/// Removes what is ours in one layout's directory.
+/// Removes our objects in one layout's directory.
 pub fn remove_layout(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut items = Vec::new();
     items.extend(tc::remove_links(layout, dry_run)?);
@@ -175,8 +175,8 @@ fn remove_directory(
     Ok(())
 }
 
-/// What a pin is, and whether it is ours: of the right kind, and the map or the program in it has
-/// the name of the pin. (Other layouts' shapes are not known here.)
+/// Describes a pin, and returns whether it is ours: of the right kind, and the map or the program in it has the name of
+/// the pin. (Other layouts' shapes are not known here.)
 fn classify(path: &Path, wanted: ObjectKind) -> (String, bool) {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     // Links that replace another, or are of one namespace of several, have more after a hyphen.

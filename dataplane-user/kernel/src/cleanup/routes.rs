@@ -1,4 +1,4 @@
-//! What a mesh leaves in workloads' network namespaces besides a program, and in the node's: rules and routes
+//! The rules and routes that a mesh leaves in workloads' network namespaces besides a program, and in the node's
 //! (`capture/routing.rs`).
 
 use std::{io, os::fd::AsFd, path::PathBuf};
@@ -65,7 +65,7 @@ impl What {
 /// says what it would remove.
 pub fn remove(pins: &Pins, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut enrolled = Vec::new();
-    // Of another shape, or of nobody: then links tell.
+    // If the table has another shape or is missing, only the links show the namespaces.
     if let Ok(Some((map, info))) = pins.open_map(spec("NAMESPACES")) {
         let map = Hash::<u64, Enrolled>::from_fd(map, info.max_entries);
         let entries = map

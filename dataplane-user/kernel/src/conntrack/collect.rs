@@ -1,4 +1,4 @@
-//! Removes flows that are over, a few thousand at a time: whoever calls decides how fast.
+//! Removes expired flows, a few thousand at a time: the caller decides how fast.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -12,18 +12,18 @@ use dataplane_common::{
 
 use super::{Conntrack, Flow, Flows, State, now};
 
-/// What a walk through all flows found.
+/// The result of a walk through all flows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Census {
     /// How many flows there are, by protocol and state. Those that were removed are not among them.
     pub flows: BTreeMap<(Protocol, State), u64>,
     /// Flows that were over, and removed.
     pub removed: u64,
-    /// Cells that somebody had held who died meanwhile, and that were freed.
+    /// Cells whose holders had died meanwhile, and that were freed.
     pub freed: u64,
     /// The services' addresses that the flows go to ([`Flow::our_vip`]).
     pub vips: HashSet<Addr>,
-    /// How many flows are no service's ([`Flow::is_direct`]).
+    /// How many flows do not belong to a service ([`Flow::is_direct`]).
     pub direct: u64,
     /// The endpoints that have the most ports of the node's, the one with most first: at most `BUSIEST`.
     pub ports: Vec<Ports>,
@@ -61,7 +61,7 @@ enum Foreign {
     Unknown,
 }
 
-/// The ports that the kernel's own conntrack has given to connections to our endpoints.
+/// The ports that the kernel's own conntrack has assigned to connections to our endpoints.
 #[derive(Clone, Debug, Default)]
 pub struct Listed {
     /// Ports of the node that endpoints see ([`Conntrack::hold_port`]).
@@ -81,13 +81,13 @@ pub struct Collector<'a> {
     ports: HashMap<(Protocol, Addr, Port), u32>,
     /// The flows that the kernel's own conntrack translates.
     foreign: Foreign,
-    /// The ports that it has given.
+    /// The ports that it has assigned.
     listed: Option<&'a Listed>,
 }
 
 impl<'a> Collector<'a> {
-    /// Begins a walk. `listed`: which ports the kernel's own conntrack
-    /// has given; others that were held before are free. `None` if nobody asked, or it cannot be read.
+    /// Begins a walk. `listed`: the ports that the kernel's own conntrack has assigned; other ports that were held
+    /// before become free. `None` if the caller did not ask for them, or they cannot be read.
     pub fn new(conntrack: &'a Conntrack, listed: Option<&'a Listed>) -> Self {
         Self {
             conntrack,
@@ -100,11 +100,11 @@ impl<'a> Collector<'a> {
         }
     }
 
-    /// Looks at the next few thousand flows, and removes those that are over. Answers what was
-    /// found, when there are no more.
+    /// Looks at the next few thousand flows, and removes those that are over. Returns the result when there are no
+    /// more.
     ///
-    /// `foreign` asks which flows the kernel's own conntrack has; none if that cannot be read: its flows then stay
-    /// until a later walk.
+    /// `foreign` asks which flows the kernel's own conntrack has; `None` if they cannot be read: they then stay until a
+    /// later walk.
     pub fn step(&mut self, foreign: impl FnOnce() -> Option<HashSet<FlowKey>>) -> Option<Census> {
         if self.flows.read(&mut self.batch) {
             self.remove(now(), foreign);

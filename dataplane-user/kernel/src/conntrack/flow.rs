@@ -14,7 +14,7 @@ use dataplane_common::{
 pub struct Flow {
     /// Client and VIP.
     pub key: FlowKey,
-    /// What its packets are turned into, and what was seen of them.
+    /// The addresses and ports of its translated packets, and which packets the programs have seen.
     pub to: Translation,
 }
 
@@ -29,7 +29,7 @@ impl Flow {
         socket(self.key.src, self.key.src_port)
     }
 
-    /// What the client talks to.
+    /// Returns the address and port that the client connects to.
     pub fn vip(&self) -> SocketAddr {
         socket(self.key.dst, self.key.dst_port)
     }
@@ -56,13 +56,13 @@ impl Flow {
         !self.is_foreign() && self.is_to_destination() && self.to.node_port == Port::ANY
     }
 
-    /// Whether it is no service's: a connection to the endpoint itself, which sees another port of the client's because
-    /// the client already had a flow to it from its own.
+    /// Whether it does not belong to a service: a connection to the endpoint itself, which sees another port of the
+    /// client's because the client already had a flow to it from its own.
     pub fn is_direct(&self) -> bool {
         !self.is_foreign() && self.is_to_destination() && !self.is_asked()
     }
 
-    /// Who answers.
+    /// Returns the endpoint, which answers.
     pub fn endpoint(&self) -> SocketAddr {
         socket(self.to.endpoint, self.to.endpoint_port)
     }
@@ -97,17 +97,17 @@ impl Flow {
         self.to.used.age_seconds(now)
     }
 
-    /// How many seconds it is kept after its last packet.
+    /// Returns its timeout: how many seconds after its last packet it expires.
     pub fn keep(&self, timeouts: &Timeouts) -> u32 {
         timeouts.of(self.state())
     }
 
-    /// Whether it has been idle for longer than it is kept.
+    /// Whether it has been idle for longer than its timeout.
     pub fn is_over(&self, now: Tick, timeouts: &Timeouts) -> bool {
         self.idle(now) > self.keep(timeouts)
     }
 
-    /// What its replies carry, if it is not masqueraded.
+    /// Returns the key of its replies, if it is not masqueraded.
     pub fn reply_key(&self) -> FlowKey {
         FlowKey::new(
             self.to.endpoint,
@@ -118,7 +118,7 @@ impl Flow {
         )
     }
 
-    /// What its replies carry, if it is masqueraded.
+    /// Returns the key of its replies, if it is masqueraded.
     pub fn port_key(&self) -> PortKey {
         PortKey::new(
             self.to.endpoint,

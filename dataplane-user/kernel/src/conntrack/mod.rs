@@ -35,7 +35,7 @@ use super::{
 #[derive(Debug)]
 pub struct Conntrack {
     table: Table,
-    /// What [`Translation::node_addr`] refers to.
+    /// The addresses that [`Translation::node_addr`] refers to.
     node_addrs: Mapped<Addr>,
 }
 
@@ -52,7 +52,7 @@ impl Conntrack {
     /// pinned at all.
     ///
     /// # Errors
-    /// If what is there is not ours, or may not be opened.
+    /// If the pins are not ours, or may not be opened.
     pub fn open(bpffs: &Path) -> Result<Option<Self>, Error> {
         let pins = Pins::new(bpffs);
         let (Some(table), Some(addresses)) =
@@ -78,12 +78,12 @@ impl Conntrack {
         })
     }
 
-    /// How many flows there is room for: the number that the agent was told, rounded up to a power of two.
+    /// Returns how many flows there is room for: the agent's configured number, rounded up to a power of two.
     pub fn capacity(&self) -> u32 {
         self.table.capacity()
     }
 
-    /// Returns how long flows are kept.
+    /// Returns the timeouts of flows.
     pub fn timeouts(&self) -> Timeouts {
         self.table.timeouts()
     }
@@ -95,8 +95,8 @@ impl Conntrack {
             .filter(|addr| *addr != Addr::UNSPECIFIED)
     }
 
-    /// Every flow, a few thousand at a time. What comes and goes meanwhile may or may not be among
-    /// them.
+    /// Returns a reader of every flow, a few thousand at a time. Flows that come or go meanwhile may or may not be
+    /// among them.
     pub fn flows(&self) -> Flows<'_> {
         Flows {
             walk: self.table.walk(),
@@ -123,11 +123,10 @@ impl Conntrack {
         (self.node_addr(flow.to.node_addr) == Some(key.dst)).then_some(flow)
     }
 
-    /// Removes a flow, if `still` holds of the flow as it is now. Answers whether it was removed.
+    /// Removes a flow, if `still` holds of its present state. Returns whether it was removed.
     ///
-    /// A packet may come at any moment, so `still` is asked once more when no packet can find the flow any longer. What
-    /// remains is this: a packet that comes in the microsecond until the flow is there again finds none, and begins
-    /// none.
+    /// A packet may come at any moment, so `still` is asked once more when no packet can find the flow any longer. One
+    /// gap remains: a packet that comes in the microsecond until the flow is there again finds none, and begins none.
     pub fn remove_if(&self, flow: &Flow, still: impl Fn(&Flow) -> bool) -> bool {
         let still = |to: &Translation| {
             still(&Flow {
@@ -144,7 +143,7 @@ impl Conntrack {
         self.table.depart(&flow.key);
     }
 
-    /// Adds a flow, leaving alone what is there already; whether it was added.
+    /// Adds a flow and leaves an existing one alone; returns whether it was added.
     pub fn add(&self, flow: &Flow) -> bool {
         self.table.add(&flow.key, &flow.to)
     }
@@ -165,9 +164,9 @@ impl Conntrack {
         })
     }
 
-    /// Holds a port of the node's for a connection that the kernel's own conntrack masquerades: no other flow to the endpoint is
-    /// given it. `key`: what the endpoint sees, from the node to itself. `false`: the port is not held, because a flow of ours
-    /// has it, or because there is no room.
+    /// Holds a port of the node's for a connection that the kernel's own conntrack masquerades: no other flow to the
+    /// endpoint gets it. `key`: the connection as the endpoint sees it, from the node to itself. `false`: the port is
+    /// not held, because a flow of ours has it, or because there is no room.
     pub fn hold_port(&self, key: FlowKey) -> bool {
         self.table.touch(&key)
             || self.add(&Flow {
@@ -231,7 +230,7 @@ pub struct Flows<'a> {
 }
 
 impl Flows<'_> {
-    /// The next flows, in no order and perhaps none, instead of what is in `flows`; `false` if there were no more.
+    /// Replaces the content of `flows` by the next flows, in no order and perhaps none; `false` if there were no more.
     pub fn read(&mut self, flows: &mut Vec<Flow>) -> bool {
         flows.clear();
         self.entries.clear();
@@ -240,7 +239,7 @@ impl Flows<'_> {
         more
     }
 
-    /// Frees the cells that somebody held who died meanwhile; how many.
+    /// Frees the cells whose holders have died meanwhile; returns how many.
     pub fn free_held(&self) -> u64 {
         self.walk.free_held()
     }

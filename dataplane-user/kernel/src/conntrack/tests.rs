@@ -40,7 +40,7 @@ fn ago(seconds: u64) -> Tick {
     let now = std::time::Duration::from(
         nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap(),
     );
-    // Machines that just booted: the clock's beginning is far in the past all the same.
+    // Also on machines that just booted, the clock's beginning is then far in the past.
     Tick::from_ns(
         u64::try_from(now.as_nanos())
             .unwrap()
@@ -107,7 +107,7 @@ fn a_flow_is_found_from_both_ends() {
         ..masqueraded.reply_key()
     };
     assert_eq!(conntrack.find_by_reply(&to_node), Some(masqueraded));
-    // The client's own address the endpoint has not seen, nor any of the node's other ones.
+    // The endpoint has not seen the client's own address, or any of the node's other ones.
     for dst in [masqueraded.key.src, VIP] {
         let reply = FlowKey { dst, ..to_node };
         assert_eq!(conntrack.find_by_reply(&reply), None);
@@ -174,7 +174,7 @@ fn what_is_over_is_removed_and_nothing_else() {
         flow.to.seen |= seen::ASSURED;
         flow
     };
-    // Every second port, as clients take them: each has a cell of its own, and none gives way to another.
+    // Every second port, as clients take them: each has a cell of its own, and none evicts another.
     let kept = [
         assured(flow(2, Protocol::TCP, ago(7200), both, both)),
         flow(16, Protocol::TCP, ago(50), both, both),
@@ -189,7 +189,7 @@ fn what_is_over_is_removed_and_nothing_else() {
             both,
         ),
         assured(masqueraded(10, Protocol::TCP, ago(7200))),
-        // Where nobody needs its room.
+        // While no other flow needs its room.
         flow(
             12,
             Protocol::TCP,
@@ -251,7 +251,7 @@ fn a_flow_that_was_used_meanwhile_stays() {
     assert!(!conntrack.remove_if(&old, |f| f.is_over(now(), &Timeouts::DEFAULT)));
     assert_eq!(conntrack.find(&old.key), Some(revived));
 
-    // The packet comes after the last look: `still` is asked again of what was taken out.
+    // The packet comes after the last look: `still` is asked again of the removed flow.
     let asked = std::cell::Cell::new(0);
     let still = |_: &Flow| {
         asked.set(asked.get() + 1);
@@ -275,7 +275,7 @@ fn foreign_flows_live_elsewhere() {
         // Its replies are none of ours.
         assert_eq!(conntrack.find_by_reply(&flow.reply_key()), None);
     }
-    // What cannot be read is not taken for gone.
+    // The collector does not treat an unreadable flow as gone.
     let mut unreadable = Collector::new(&conntrack, None);
     let census = std::iter::repeat_with(|| unreadable.step(|| None)).find_map(|census| census);
     assert_eq!(census.unwrap().removed, 0);
@@ -292,7 +292,7 @@ fn foreign_flows_live_elsewhere() {
     assert_eq!((found.to.endpoint, found.state()), (VIP, State::Foreign));
 }
 
-/// A port that the kernel's own conntrack has given is given to no other flow, until the kernel lists it no longer.
+/// A port that the kernel's own conntrack has assigned goes to no other flow, until the kernel lists it no longer.
 #[test]
 fn ports_of_the_kernels_own_are_held() {
     let Some(conntrack) = conntrack() else { return };
@@ -335,7 +335,7 @@ fn ports_of_the_kernels_own_are_held() {
     assert!(conntrack.add(&masqueraded(2002, Protocol::TCP, now())));
 }
 
-/// Somebody who makes a flow dies before it is there.
+/// A writer that makes a flow dies before the flow is there.
 #[test]
 fn a_held_cell_that_nobody_gives_back_is_freed() {
     let Some(conntrack) = conntrack() else { return };

@@ -22,7 +22,7 @@ const ANSWERED: u32 = 1 << 1 | 1 << 2;
 /// As long conntrack keeps a flow at least, in seconds. The next packet sets it anew.
 const SECONDS: u32 = 10;
 
-/// The flows that were given.
+/// The result of a hand-over of flows to conntrack.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HandedOver {
     /// Flows that conntrack translates now.
@@ -153,7 +153,7 @@ fn message(flow: &Flow, seen: (Addr, Port), seconds: u32) -> Vec<u8> {
 
 /// Of any window: conntrack has not seen the numbers so far.
 fn tcp(state: State) -> Vec<u8> {
-    const LIBERAL: [u8; 2] = [8, 8]; // IP_CT_TCP_FLAG_BE_LIBERAL, and the same as mask
+    const LIBERAL: [u8; 2] = [8, 8]; // IP_CT_TCP_FLAG_BE_LIBERAL, as value and as mask
     // enum tcp_conntrack (include/uapi/linux/netfilter/nf_conntrack_tcp.h)
     let state = match state {
         State::SynSent => 1,

@@ -1,5 +1,6 @@
-//! What the kernel's own conntrack translates: asked for by netlink, never changed
-//! (`include/uapi/linux/netfilter/nfnetlink_conntrack.h`), but for a flow of our own, and those that it is [`give`]n.
+//! The flows that the kernel's own conntrack translates: read by netlink, never changed
+//! (`include/uapi/linux/netfilter/nfnetlink_conntrack.h`), except for a flow of our own, and flows that the agent hands
+//! over ([`give()`]).
 
 mod give;
 
@@ -33,7 +34,7 @@ const LOOPBACK: [IpAddr; 2] = [
 /// A flow whose destination the kernel translates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Translated {
-    /// What the client's packets carry.
+    /// The addresses and ports of the client's packets.
     pub key: FlowKey,
     /// Where they go.
     pub endpoint: (Addr, Port),
@@ -66,7 +67,7 @@ impl Listed {
 /// it. Where loopback is exempt (`NOTRACK`) it is not, and flows begin anew that need not.
 struct Probe {
     key: FlowKey,
-    /// Nobody else has its ports while it is looked for.
+    /// No other socket gets its ports during the lookup.
     _sockets: [UdpSocket; 2],
 }
 
@@ -93,7 +94,7 @@ fn translates(netlink: &mut Netlink) -> io::Result<[bool; 2]> {
     let mut translates = [false; 2];
     for (translates, loopback) in translates.iter_mut().zip(LOOPBACK) {
         let Ok(probe) = Probe::send(loopback) else {
-            // Without loopback nothing can be said.
+            // Without loopback the answer is unknown.
             *translates = true;
             continue;
         };
@@ -154,7 +155,7 @@ pub fn translated_udp() -> io::Result<Vec<Translated>> {
         return Ok(Vec::new());
     }
     let probes = LOOPBACK.map(Probe::send);
-    // Without loopback nothing can be said of a family: its flows count as translated.
+    // Without loopback it is unknown whether the kernel translates a family: its flows count as translated.
     let mut translates = probes.each_ref().map(Result::is_err);
     let mut flows = Vec::new();
     Netlink::open(NETLINK_NETFILTER)?.dump(GET, &ANY_FAMILY, |answer| {
@@ -176,9 +177,10 @@ pub fn translated_udp() -> io::Result<Vec<Translated>> {
     Ok(flows)
 }
 
-/// What endpoints see of connections and UDP flows whose source the kernel's own conntrack translates, in the network namespace
-/// that this thread is in: from the node's address and port to the endpoint. At most `most` of those that are `wanted`; and
-/// whether there are more. None if it has no conntrack, and none that it only lists still.
+/// Returns connections and UDP flows whose source the kernel's own conntrack translates, as endpoints see them, in the
+/// network namespace that this thread is in: from the node's address and port to the endpoint. At most `most` of those
+/// that are `wanted`; and whether there are more. Empty if the namespace has no conntrack; flows that conntrack lists
+/// but no longer translates are left out.
 ///
 /// # Errors
 /// If the kernel does not answer.

@@ -39,13 +39,13 @@ thread_local! {
 struct Opener {
     /// One request at a time.
     socket: Mutex<OwnedFd>,
-    /// Until somebody waits for it.
+    /// Until a thread waits for it.
     process: Mutex<Option<Child>>,
 }
 
-/// Starts the opener and gives up what only the opener needs, and what nobody needs. To be called before there are other
-/// threads. Without the capabilities for an opener there is none: whatever is missing is named when it is needed.
-/// `reads_rules`: the agent runs programs that print netfilter's rules.
+/// Starts the opener and gives up the capabilities that only the opener needs, and those that neither process needs. To
+/// be called before there are other threads. Without the capabilities for an opener there is none: the agent names a
+/// missing capability when it needs it. `reads_rules`: the agent runs programs that print netfilter's rules.
 ///
 /// # Errors
 /// If the opener cannot be started, or the kernel does not take the capabilities back.
@@ -81,7 +81,7 @@ pub fn separate(reads_rules: bool) -> io::Result<()> {
     Ok(privileges::keep_only(kept)?)
 }
 
-/// Has `died` told if the opener ends, and why: without it, the agent finds no workload any more.
+/// Calls `died` with the reason if the opener ends: without it, the agent finds no workload any more.
 ///
 /// # Errors
 /// If no thread can be started.
@@ -143,7 +143,7 @@ fn one(answer: io::Result<Vec<OwnedFd>>) -> io::Result<OwnedFd> {
 /// # Errors
 /// If it is no network namespace, or the opener cannot enter it; otherwise what `work` answers.
 pub fn within<T>(namespace: BorrowedFd<'_>, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-    /// Puts back what was there, also after a panic.
+    /// Restores the earlier namespace, also after a panic.
     struct Back(Option<OwnedFd>);
     impl Drop for Back {
         fn drop(&mut self) {

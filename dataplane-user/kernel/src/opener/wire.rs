@@ -1,4 +1,4 @@
-//! What the agent and its opener send each other: one packet each, of a fixed size, with descriptors.
+//! The messages between the agent and its opener: one packet each, of a fixed size, with descriptors.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -40,7 +40,7 @@ impl Table {
     }
 }
 
-/// What is asked for. The first four are about the network namespace whose descriptor comes along.
+/// The requests. The first four are about the network namespace whose descriptor comes along.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
     /// Whether the opener can enter it.
@@ -279,7 +279,8 @@ mod tests {
         assert_eq!(error.raw_os_error(), Some(libc::EPERM));
     }
 
-    /// Whatever the agent sends, once somebody else runs in it: the opener gets a request that it knows, or none.
+    /// For any bytes from the agent, also once an attacker runs in it, the opener gets a request that it knows, or
+    /// none.
     #[test]
     fn any_bytes_are_a_request_or_an_error() {
         let (agent, opener) = UnixDatagram::pair().unwrap();

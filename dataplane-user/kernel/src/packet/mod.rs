@@ -54,7 +54,7 @@ pub struct AttachOptions {
     pub order: model::Order,
 }
 
-/// What the packet path is to take interfaces and networks for.
+/// The interfaces and networks of the packet path, and their roles.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Network {
     /// The interfaces, by number.
@@ -67,12 +67,12 @@ pub struct Network {
     pub host: BTreeSet<SourceKey>,
     /// The IPsec policies of the node.
     pub policies: Vec<Policy>,
-    /// The rest, but for [`PacketConfig::cells`], [`PacketConfig::secret`] and [`PacketConfig::policies`]: those are what the
-    /// tables are.
+    /// The rest, except [`PacketConfig::cells`], [`PacketConfig::secret`] and [`PacketConfig::policies`]: those depend
+    /// on the tables.
     pub config: PacketConfig,
 }
 
-/// What the packet path is to take an interface for.
+/// The role of an interface for the packet path.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NetworkInterface {
     /// Flags of [`Iface`]; programs are on those with [`Iface::ATTACHED`].
@@ -89,7 +89,7 @@ pub trait Filter {
     fn let_through(&mut self, addr: Addr);
     /// After an address was masqueraded to for the last time.
     fn let_through_no_more(&mut self, addr: Addr);
-    /// Waits until no program that runs now can still see what was in use before.
+    /// Waits until no program that runs now can still see entries that were in use before.
     fn wait_for_programs(&mut self) -> Result<(), Error>;
 }
 
@@ -210,8 +210,8 @@ impl PacketPath {
         Ok(())
     }
 
-    /// Brings tables and, if `to_attach`, programs in line with `network`. What programs rely
-    /// on is there before they are, and goes after them.
+    /// Brings tables and, if `to_attach`, programs in line with `network`. Entries that programs rely on are there
+    /// before the programs are, and go after them.
     pub fn set(
         &mut self,
         pins: &Pins,
@@ -270,7 +270,7 @@ impl PacketPath {
             if iface.flags & Iface::ATTACHED != 0 {
                 attach.insert(ifindex, iface);
                 if is_new && to_attach {
-                    // Nothing is sent there before the programs are there to see what is answered.
+                    // The programs send no packet there before they are there to see the answers.
                     let flags = iface.flags & !Iface::ATTACHED;
                     now = (flags & Iface::LOCAL != 0).then_some(Iface { flags, ..iface });
                 }
@@ -286,7 +286,7 @@ impl PacketPath {
         problems.extend(match &mut self.programs {
             Some(programs) if to_attach => {
                 let wanted = attach.keys().copied().collect();
-                // Also where that failed: `status` names what is missing.
+                // Also after failures: `status` names the missing programs.
                 let tables = &self.tables;
                 programs.attach(pins, &wanted, |ifindex| match attach.get(&ifindex) {
                     Some(iface) if before.get(&ifindex) != Some(iface) => {

@@ -15,7 +15,7 @@ use crate::{
     tc,
 };
 
-/// What the programs know of interfaces and of who may use what.
+/// The programs' tables of interfaces, and of the networks that may use each service.
 #[derive(Debug)]
 pub struct PacketTables {
     ifaces: Hash<u32, Iface>,
@@ -52,7 +52,7 @@ impl PacketTables {
         })
     }
 
-    /// What the programs take each interface for.
+    /// Returns the entry of each interface.
     ///
     /// # Errors
     /// If the kernel does not let it be read.
@@ -65,7 +65,7 @@ impl PacketTables {
         Ok(all)
     }
 
-    /// What the programs take an interface for.
+    /// Returns the entry of an interface.
     ///
     /// # Errors
     /// If the kernel does not let it be read.
@@ -103,7 +103,7 @@ impl PacketTables {
         self.node_addrs.set(index.into(), addr);
     }
 
-    /// What the programs are told.
+    /// Returns the programs' configuration.
     pub fn config(&self) -> PacketConfig {
         self.config.get(0).unwrap_or_default()
     }

@@ -74,7 +74,7 @@ const fn on_demand<K: Plain, V: Plain>(
     }
 }
 
-/// An array that is as large as the agent was told ([`MapSpec::entries`]): one of those of flows
+/// An array whose size the agent configures ([`MapSpec::entries`]): one of those of flows
 /// ([`dataplane_common::cells`]).
 const fn as_told<T: Plain>(name: &'static str) -> MapSpec {
     MapSpec {

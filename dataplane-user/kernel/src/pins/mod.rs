@@ -1,7 +1,7 @@
-//! What is pinned, and where: one directory per layout, `<bpffs>/v<LAYOUT>/{maps,links}`.
+//! The pins and their places: one directory per layout, `<bpffs>/v<LAYOUT>/{maps,links}`.
 //!
-//! A pin is ours if it has the name, the kind and the shape that we give it. Whatever else lies
-//! there is named and left alone.
+//! A pin is ours if it has the name, the kind and the shape that we use. The agent names any other object there and
+//! leaves it alone.
 
 mod maps;
 mod secret;
@@ -99,7 +99,8 @@ impl Pins {
             fs::create_dir_all(&directory)
                 .doing(|| format!("cannot create {}", directory.display()))?;
         }
-        // Whoever can open a directory can lock it ([`Pins::lock`]). That of all of the node's users is not ours to close.
+        // A process that can open a directory can lock it ([`Pins::lock`]). All users of the node share the usual
+        // directory, so we do not close it.
         if self.root != Path::new(USUAL_BPFFS) {
             fs::set_permissions(&self.root, Permissions::from_mode(0o700))
                 .doing(|| format!("cannot close {} to others", self.root.display()))?;
@@ -155,7 +156,7 @@ impl Pins {
         })
     }
 
-    /// Who is the writer now, if there is one and `/proc/locks` names it.
+    /// Returns the present writer, if there is one and `/proc/locks` names it.
     pub fn writer(&self) -> Option<u32> {
         holder(&fs::metadata(&self.root).ok()?)
     }

@@ -28,9 +28,9 @@ use super::{
 
 /// Loads the programs. Maps that are pinned are used; those that are not are created and pinned.
 ///
-/// `flows`: how many the tables of conntrack have room for, if they are created; `packet`: whether
-/// the packet path's programs are loaded too, and its tables made; `capture`: those of mesh capture, but for the one that
-/// each network namespace has an instance of.
+/// `flows`: how many flows the tables of conntrack have room for, if they are created; `packet`: whether the packet
+/// path's programs are loaded too, and its tables made; `capture`: whether those of mesh capture are, except the one of
+/// which each network namespace has an instance.
 pub fn load(pins: &Pins, flows: u32, packet: bool, capture: bool) -> Result<Ebpf, Error> {
     let types = if capture { Some(Types::read()?) } else { None };
     let load = |level| load_logging(pins, flows, packet, types.as_ref(), level);
@@ -78,7 +78,7 @@ fn load_logging(
     Ok(ebpf)
 }
 
-/// Whether the kernel has MPTCP, as the programs are told: 1 if it has.
+/// Returns the constant by which the programs know whether the kernel has MPTCP: 1 if it has.
 pub(crate) fn has_mptcp() -> &'static u32 {
     if Path::new("/proc/sys/net/mptcp/enabled").exists() {
         &1
@@ -175,7 +175,7 @@ fn load_once(
     result.map_err(|source| load_error(name, source))
 }
 
-/// A descriptor of its own of the loaded program that is told of connections to a proxy.
+/// Returns a separate descriptor of the loaded program that follows connections to a proxy.
 pub fn events_program(ebpf: &Ebpf) -> Result<OwnedFd, Error> {
     descriptor(ebpf, &TCP_EVENTS)?
         .try_clone_to_owned()

@@ -30,15 +30,14 @@ use super::{
     tc::Direction,
 };
 
-/// Attaches every program to a cgroup or its tracepoint, or, where its link is there already, swaps the program in
-/// place: no moment without one. The one that is told of connections to a proxy is only swapped.
+/// Attaches every program to a cgroup or its tracepoint, or, if its link is there already, swaps the program in place:
+/// no moment without one. The program that follows connections to a proxy is only swapped.
 ///
-/// The kernel runs programs of a cgroup in the order in which they were attached. So where those of
-/// capture are new, those for services that have the same hook are attached anew after them, and
-/// only then lose the link they had: for a moment they run twice, and the second time find
-/// nothing to translate.
+/// The kernel runs programs of a cgroup in the order in which they were attached. So if those of capture are new, those
+/// for services that have the same hook are attached anew after them, and only then lose the link they had: for a
+/// moment they run twice, and the second time find nothing to translate.
 ///
-/// Answers whether they were attached to another cgroup.
+/// Returns whether they were attached to another cgroup.
 pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<bool, Error> {
     let directory =
         File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
@@ -58,8 +57,8 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<
                 sys::link_update(link.as_fd(), fd)
                     .doing(|| format!("cannot swap program {}", spec.name))?;
             }
-            // On another cgroup, or on one that is gone, or on a tracepoint, whose links know no other program: attached
-            // anew, then the pin is replaced. For a moment both are told.
+            // The link is to another cgroup, or to one that is gone, or to a tracepoint, whose links accept no other
+            // program: the program is attached anew, then the pin is replaced. For a moment both programs run.
             Some((_, info)) => {
                 moved |= !spec.is_traced() && info.target != LinkTarget::Cgroup(id);
                 create(spec, fd, &directory, &pins.link(spec.name), true)?;
@@ -76,7 +75,7 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<
     Ok(moved)
 }
 
-/// Has a program be told of connections to a proxy, from now on; nothing if one is.
+/// Attaches the program that follows connections to a proxy; does nothing if it is attached already.
 pub fn attach_events(program: BorrowedFd<'_>, pins: &Pins, cgroup: &Path) -> Result<(), Error> {
     if pins.open_link(&TCP_EVENTS)?.is_some() {
         return Ok(());
@@ -98,7 +97,7 @@ pub fn is_link(name: &str, capture: bool) -> bool {
             .is_some_and(|(direction, _)| capture || Direction::ALL.contains(&direction))
 }
 
-/// Frees the places of connections that were closed while no program was told of it.
+/// Frees the places of connections that were closed while no attached program noticed it.
 fn forget_meters(pins: &Pins) -> Result<(), Error> {
     let what = || "cannot clear table METERS".to_owned();
     let Some((table, info)) = pins.open_map(spec("METERS"))? else {
@@ -165,7 +164,7 @@ pub struct Attachment {
     pub program_id: Option<u32>,
     /// A hash of the program's instructions.
     pub tag: Option<u64>,
-    /// What is wrong, if anything: it is attached, and runs for the cgroup, if this is `None`.
+    /// The fault, if there is one: with `None` the program is attached, and runs for the cgroup.
     pub problem: Option<String>,
 }
 
@@ -173,14 +172,13 @@ pub struct Attachment {
 /// cgroup really runs them.
 ///
 /// # Errors
-/// If the cgroup cannot be opened. What is wrong with a single program is in its
-/// [`Attachment::problem`].
+/// If the cgroup cannot be opened. A single program's fault is in its [`Attachment::problem`].
 pub fn attachments(pins: &Pins, cgroup: &Path) -> Result<Vec<Attachment>, Error> {
     let directory =
         File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
     let id = cgroup_id(&directory, cgroup)?;
-    // A mesh is not everywhere: without its first pin, there is none. And one without a proxy has nobody that is told
-    // of connections to it.
+    // A mesh is not everywhere: without its first pin, there is none. In a mesh without a proxy, the program that
+    // follows connections to a proxy need not be attached.
     let capture = pins.link(CAPTURE_PROGRAMS[0].name).exists();
     Ok(wanted(capture)
         .filter(|spec| spec.name != TCP_EVENTS.name || pins.link(spec.name).exists())

@@ -51,9 +51,9 @@ pub const PROGRAMS: [Spec; 9] = [
     sock_addr("connect6", BPF_CGROUP_INET6_CONNECT),
 ];
 
-/// The programs of mesh capture, which are attached only where there is a mesh, and before those
-/// above: what they leave alone, and what goes direct, is then a service's or not. Those come first that are told when
-/// what the others begin is over.
+/// The programs of mesh capture, which are attached only where there is a mesh, and before those above: these then find
+/// out whether a connection that capture leaves alone, or sends direct, belongs to a service. The two programs that see
+/// the end of connections, which the others begin, come first.
 pub const CAPTURE_PROGRAMS: [Spec; 8] = [
     traced("tcp_states"),
     traced("tcp_gone"),
@@ -66,12 +66,12 @@ pub const CAPTURE_PROGRAMS: [Spec; 8] = [
     sock_addr("getsockname6", BPF_CGROUP_INET6_GETSOCKNAME),
     sock_addr("capture4", BPF_CGROUP_INET4_CONNECT),
     sock_addr("capture6", BPF_CGROUP_INET6_CONNECT),
-    // Where it is swapped: what it asks of a socket, those above have said.
+    // Swapped last: the programs above have recorded the data of a socket that it asks for.
     TCP_EVENTS,
 ];
 
-/// The program that is told of connections to a proxy. The kernel asks it ten times for every connection, so it is
-/// attached when there is somebody with a proxy ([`attach_events`](super::attach_events)), and stays from then on.
+/// The program that follows connections to a proxy. The kernel asks it ten times for every connection, so it is
+/// attached when a workload has a proxy ([`attach_events`](super::attach_events)), and stays from then on.
 pub const TCP_EVENTS: Spec = Spec {
     name: "tcp_events",
     kind: BPF_PROG_TYPE_SOCK_OPS,
@@ -105,7 +105,7 @@ impl Spec {
 /// The program that is attached to workloads' network namespaces.
 pub const INBOUND: &str = "inbound_lookup";
 
-/// What the name of a link's pin ends with while it replaces another.
+/// The ending of a link's pin while it replaces another.
 pub const REPLACEMENT: &str = "-new";
 
 /// The programs that are attached to the cgroup or to tracepoints, in the order in which they are.

@@ -1,5 +1,5 @@
-//! Whether the sockets of this node's pods are in the cgroup that the programs are attached to: what the kernel says of
-//! the sockets themselves, so that neither processes nor the paths of their cgroups have to be seen.
+//! Whether the sockets of this node's pods are in the cgroup that the programs are attached to. The kernel's data of
+//! the sockets themselves answers this, without a look at processes or at the paths of their cgroups.
 //!
 //! A pod is a network namespace that has the other end of a link which is a pod's side on this node. It can be looked into
 //! if it has a name in `/run/netns`, which container runtimes give it, or if a process in it may be looked at.
@@ -113,7 +113,7 @@ pub fn pod_cgroups(cgroup: &Path, pods: &BTreeSet<u32>) -> Result<PodCgroups, Er
     Ok(found)
 }
 
-/// Where this process's sockets are, if that is neither the cgroup that the programs are attached to nor below it.
+/// The place of this process's sockets, if they are outside the cgroup that the programs are attached to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Elsewhere {
     /// The cgroup, if it is mounted where this process sees it.
@@ -232,7 +232,7 @@ pub fn other_ends(own: BorrowedFd<'_>, pods: &BTreeSet<u32>) -> io::Result<Vec<u
 /// The cgroups of the sockets in this thread's network namespace, by their ids.
 fn sockets() -> io::Result<BTreeSet<u64>> {
     // Established, SYN sent, close-wait, listening; and closed, as UDP's are that are not connected
-    // (`include/net/tcp_states.h`). What waits for late segments is no socket of a process any more.
+    // (`include/net/tcp_states.h`). A socket that waits for late segments belongs to no process any more.
     const STATES: u32 = 1 << 1 | 1 << 2 | 1 << 7 | 1 << 8 | 1 << 10;
     let mut cgroups = BTreeSet::new();
     for protocol in [Protocol::TCP, Protocol::UDP] {

@@ -1,12 +1,11 @@
-//! Connected sockets whose endpoint is gone: found by what `connect` noted for them, and destroyed
-//! (`SOCK_DESTROY`, `sock_diag(7)`), so that whoever has one learns of it at once.
+//! Connected sockets whose endpoint is gone: found by the records that `connect` made for them, and destroyed
+//! (`SOCK_DESTROY`, `sock_diag(7)`), so that their processes learn of it at once.
 //!
-//! What is noted says which VIP a socket was connected to, so a socket that was connected to the
-//! same endpoint without a VIP is not touched. It is in `PEERS` by the socket's cookie, which the
-//! kernel tells of each socket that it lists; or, where its set there is full, in the socket's own
-//! storage, which the kernel adds to its list of TCP sockets (`INET_DIAG_REQ_SK_BPF_STORAGES`). It
-//! does not add it to that of UDP sockets (`inet_sk_diag_fill` in net/ipv4/inet_diag.c), so those
-//! whose set is full are not found.
+//! A record says which VIP a socket was connected to, so a socket that was connected to an endpoint without a VIP is
+//! not touched. The record is in `PEERS` by the socket's cookie, which the kernel shows of each socket that it lists;
+//! or, if its set there is full, in the socket's own storage, which the kernel adds to its list of TCP sockets
+//! (`INET_DIAG_REQ_SK_BPF_STORAGES`). The kernel does not add the storage to its list of UDP sockets
+//! (`inet_sk_diag_fill` in net/ipv4/inet_diag.c), so those whose set is full are not found.
 
 mod cgroups;
 mod origins;
@@ -115,7 +114,7 @@ impl Listed {
     }
 }
 
-/// What was noted for connected sockets.
+/// The records of connected sockets.
 #[derive(Debug)]
 pub struct Peers {
     noted: Mapped<PeerSets>,
@@ -123,17 +122,17 @@ pub struct Peers {
     stored: OwnedFd,
 }
 
-/// What was destroyed.
+/// The destroyed sockets.
 #[derive(Debug, Default)]
 pub struct Destroyed {
-    /// The sockets: protocol, and what was noted.
+    /// The sockets: protocol, and record.
     pub sockets: Vec<(Protocol, Peer)>,
     /// How many namespaces were looked into.
     pub namespaces: usize,
     /// How many sockets should have been destroyed and were found nowhere: they were closed, are
     /// just being connected, or are in a namespace that cannot be entered.
     pub not_found: usize,
-    /// What went wrong, and where.
+    /// The errors, and where they happened.
     pub errors: Vec<(PathBuf, io::Error)>,
 }
 
@@ -141,7 +140,7 @@ impl Peers {
     /// Opens the pinned tables; `None` if there are none.
     ///
     /// # Errors
-    /// If what is there is not ours, or may not be opened.
+    /// If the pins are not ours, or may not be opened.
     pub fn open(bpffs: &Path) -> Result<Option<Self>, Error> {
         let pins = Pins::new(bpffs);
         let open = |name: &str| {
@@ -158,8 +157,8 @@ impl Peers {
         }))
     }
 
-    /// What is in the table, by cookie. A place that is taken or freed just now may be read half
-    /// and half: nothing is destroyed that the kernel does not list with that very peer.
+    /// Returns the table's records, by cookie. A place that is taken or freed just now may be read half and half:
+    /// `destroy` destroys only sockets that the kernel lists with that very peer.
     fn in_sets(&self) -> impl Iterator<Item = (u64, Peer)> {
         let sets = (0..SOCKET_ELEMENTS).filter_map(|index| self.noted.get(index));
         sets.flat_map(|sets| sets.owners.into_iter().zip(sets.peers))
@@ -177,8 +176,7 @@ impl Peers {
         noted.collect()
     }
 
-    /// Destroys the connected sockets, in every network namespace, for which `stale` holds of what
-    /// was noted for them.
+    /// Destroys the connected sockets, in every network namespace, whose record `stale` holds of.
     pub fn destroy(
         &self,
         protocols: &[Protocol],
@@ -264,7 +262,7 @@ impl Here<'_> {
                 states: u32::MAX,
                 id: socket.id,
             };
-            // By its cookie too: a socket that took its place is another one.
+            // By its cookie too: the socket that took its place is a different one.
             match self.netlink.ask(SOCK_DESTROY, request.as_bytes()) {
                 Ok(()) => self.destroyed.push((protocol, peer)),
                 // Closed, or connected elsewhere since.
@@ -330,7 +328,7 @@ pub(super) fn listening(port: u16) -> io::Result<Vec<Listens>> {
     Ok(found)
 }
 
-/// A request for the connected sockets of a protocol and family, with what is in their storage.
+/// A request for the connected sockets of a protocol and family, with their stored records.
 fn list(protocol: Protocol, family: u8, stored: Option<&OwnedFd>) -> Vec<u8> {
     const SK_BPF_STORAGES: u16 = 2; // INET_DIAG_REQ_SK_BPF_STORAGES
     const MAP_FD: u16 = 1; // SK_DIAG_BPF_STORAGE_REQ_MAP_FD
@@ -353,7 +351,7 @@ fn list(protocol: Protocol, family: u8, stored: Option<&OwnedFd>) -> Vec<u8> {
     bytes
 }
 
-/// What is in the socket's own storage.
+/// Returns the record in the socket's own storage.
 fn noted(rest: &[u8]) -> Option<Peer> {
     const SK_BPF_STORAGES: u16 = 20; // INET_DIAG_SK_BPF_STORAGES
     const STORAGE: u16 = 1; // SK_DIAG_BPF_STORAGE

@@ -1,5 +1,5 @@
-//! Entries of `ORIGINS` whose sockets are gone, and of which nobody told: programs of an earlier layout, or none that was
-//! attached when the socket was closed.
+//! Entries of `ORIGINS` whose sockets are gone, and whose end no program reported: the programs were of an earlier
+//! layout, or none was attached when the socket was closed.
 
 use std::{collections::HashSet, io, sync::atomic::Ordering};
 

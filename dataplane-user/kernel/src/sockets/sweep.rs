@@ -1,4 +1,4 @@
-//! Places in `PEERS`, and entries of `ORIGINS`, whose sockets are gone, and of which nobody told.
+//! Places in `PEERS`, and entries of `ORIGINS`, whose sockets are gone, and whose end no program reported.
 //!
 //! The kernel tells the programs that a socket is closed, but not of its own (`inet_release` leaves out those with
 //! `sk_kern_sock`): NFS's, and the subflows of MPTCP, one for each socket that a process has. Their places are found by
@@ -40,18 +40,19 @@ const MOMENT: Duration = Duration::from_millis(100);
 pub struct Sweeper {
     noted: Mapped<PeerSets>,
     origins: Option<Origins>,
-    /// Whose processes' sockets have places, as `/proc/PID/cgroup` has it.
+    /// The cgroup whose processes' sockets have places, as `/proc/PID/cgroup` has it.
     cgroup: PathBuf,
     /// The sockets that were not there the last time.
     missed: HashSet<u64>,
 }
 
 impl Sweeper {
-    /// Opens the pinned table of an agent that serves the processes of a cgroup; `None` if there is none, or if there may be sockets that this process does not get to
-    /// see: those of network namespaces that only processes outside of its PID namespace are in.
+    /// Opens the pinned table of an agent that serves the processes of a cgroup; `None` if there is none, or if there
+    /// may be sockets that this process cannot see: those of network namespaces that only processes outside of its PID
+    /// namespace are in.
     ///
     /// # Errors
-    /// If what is there is not ours, or may not be opened.
+    /// If the pins are not ours, or may not be opened.
     pub fn open(bpffs: &Path, cgroup: &Path) -> Result<Option<Self>, Error> {
         let sees_all = namespaces::sees_all_processes()
             .doing(|| "cannot ask for this process's PID namespace".to_owned())?;
@@ -199,7 +200,7 @@ fn tuple(netns: u64, socket: &Listed) -> Tuple {
     }
 }
 
-/// Whether a process is in a cgroup, which is given as `/proc/PID/cgroup` has it. One that has ended is nowhere.
+/// Whether a process is in a cgroup, in the form of `/proc/PID/cgroup`. A process that has ended is nowhere.
 fn is_in(process: &Path, cgroup: &Path) -> bool {
     let Ok(all) = fs::read_to_string(process.join("cgroup")) else {
         return false;

@@ -1,4 +1,4 @@
-//! What the kernel says of a map, a program or a link.
+//! The kernel's information about a map, a program or a link.
 
 use std::{
     ffi::{CStr, c_char},
@@ -25,7 +25,7 @@ unsafe fn info<T>(object: BorrowedFd<'_>) -> io::Result<T> {
     Ok(info)
 }
 
-/// What a pinned object is.
+/// The kind of a pinned object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ObjectKind {
     /// A map.
@@ -108,7 +108,7 @@ pub fn prog_info(program: BorrowedFd<'_>) -> io::Result<ProgInfo> {
     })
 }
 
-/// What a link attaches its program to.
+/// The object that a link attaches its program to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkTarget {
     /// A cgroup, by its id (its directory's inode number); 0 once it is gone.
@@ -128,7 +128,7 @@ pub enum LinkTarget {
 pub struct LinkInfo {
     /// Its id, unique while the machine runs.
     pub id: u32,
-    /// What it is attached to.
+    /// The object that it is attached to.
     pub target: LinkTarget,
     /// Its program.
     pub program: u32,

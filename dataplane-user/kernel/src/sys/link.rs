@@ -37,7 +37,7 @@ pub fn link_create_netns(
 /// by being closed (`bpf_raw_tp_link_lops` in `kernel/bpf/syscall.c`).
 pub fn link_create_traced(program: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let mut attr = attr();
-    // SAFETY: no name is given: the program knows its tracepoint.
+    // SAFETY: the name is null: the program knows its tracepoint.
     unsafe {
         attr.raw_tracepoint.prog_fd = raw(program);
         bpf_fd(bpf_cmd::BPF_RAW_TRACEPOINT_OPEN, &mut attr)
@@ -110,7 +110,7 @@ pub fn link_update(link: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::Result<
     }
 }
 
-/// Detaches a link's program now, whoever else holds the link; also one that is detached already.
+/// Detaches a link's program now, even if others hold the link; also one that is detached already.
 pub fn link_detach(link: BorrowedFd<'_>) -> io::Result<()> {
     let mut attr = attr();
     // SAFETY: no pointers in this command's attributes.

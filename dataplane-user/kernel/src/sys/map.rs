@@ -27,8 +27,8 @@ pub fn map_create(name: &str, shape: &Shape, max_entries: u32) -> io::Result<Own
     create(name, shape, max_entries, None)
 }
 
-/// Creates a table of what is kept for sockets, one word each: for probing. The kernel wants its
-/// types described (`bpf_local_storage_map_alloc_check`).
+/// Creates a table of sockets' storage, one word each: for probing. The kernel requires a description of its types
+/// (`bpf_local_storage_map_alloc_check`).
 pub fn socket_storage_create() -> io::Result<OwnedFd> {
     let described = btf_load(&[
         // Header (`struct btf_header`): magic, version 1, length; types and strings after it.

@@ -80,7 +80,7 @@ pub fn obj_pin(object: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
     unsafe { bpf(bpf_cmd::BPF_OBJ_PIN, &mut attr) }.map(|_| ())
 }
 
-/// Opens what is pinned, of whatever kind.
+/// Opens a pinned object of any kind.
 pub fn obj_get(path: &Path) -> io::Result<OwnedFd> {
     let path = c_path(path)?;
     let mut attr = attr();

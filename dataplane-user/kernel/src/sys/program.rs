@@ -75,8 +75,8 @@ pub struct Types<'a> {
     pub size: usize,
 }
 
-/// Loads a program with the verifier's statistics, which are returned; with an error, so is what
-/// the verifier said. `traced`: of a program for a tracepoint, that one's type in the kernel's BTF.
+/// Loads a program and returns the verifier's statistics; with an error, also the verifier's log. `traced`: of a
+/// program for a tracepoint, that one's type in the kernel's BTF.
 pub fn prog_verify(
     kind: bpf_prog_type,
     attach_type: bpf_attach_type,
@@ -122,16 +122,15 @@ pub fn prog_verify(
 pub fn prog_test_run(program: BorrowedFd<'_>) -> io::Result<u32> {
     let mut attr = attr();
     attr.test.prog_fd = raw(program);
-    // SAFETY: no data and no context are given.
+    // SAFETY: the call passes no data and no context.
     unsafe {
         bpf(bpf_cmd::BPF_PROG_TEST_RUN, &mut attr)?;
         Ok(attr.test.retval)
     }
 }
 
-/// What a test run lets one say of a packet's buffer: `struct __sk_buff` in `include/uapi/linux/bpf.h`
-/// up to `gso_size`. All fields that are not named here must be zero (`convert___skb_to_skb` in
-/// `net/bpf/test_run.c`).
+/// The settings of a packet's buffer for a test run: `struct __sk_buff` in `include/uapi/linux/bpf.h` up to `gso_size`.
+/// All fields that are not named here must be zero (`convert___skb_to_skb` in `net/bpf/test_run.c`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SkbContext {
@@ -162,7 +161,7 @@ impl SkbContext {
         }
     }
 
-    /// The same packet with a mark that somebody gave it.
+    /// Returns this packet with a mark, as another program may have set it.
     #[must_use]
     pub fn marked(self, mark: u32) -> Self {
         Self { mark, ..self }
@@ -191,8 +190,8 @@ pub fn prog_test_run_packet(
     attr.test.data_size_out = u32::try_from(out.len()).map_err(io::Error::other)?;
     attr.test.ctx_in = std::ptr::from_ref(context) as u64;
     attr.test.ctx_size_in = u32::try_from(size_of::<SkbContext>()).map_err(io::Error::other)?;
-    // SAFETY: frame and context are read only, and as long as we say, as is `out`; the context is
-    // given, but not asked for.
+    // SAFETY: frame and context are read only, and as long as we say, as is `out`; the call passes the context in, and
+    // does not ask for it back.
     unsafe {
         bpf(bpf_cmd::BPF_PROG_TEST_RUN, &mut attr)?;
         Ok((

@@ -1,6 +1,6 @@
-//! Clients whose endpoints are remembered: the programs add them, and the agent removes those who were not heard of
-//! for longer than their service remembers them. If there is little room left, the agent also removes clients of the
-//! namespaces that have most.
+//! Clients whose endpoints are remembered: the programs add them, and the agent removes each client that was idle for
+//! longer than its service remembers it. If there is little room left, the agent also removes clients of the namespaces
+//! that have most.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -14,7 +14,7 @@ use super::{
     Tables,
 };
 
-/// What AFFINITY holds after the agent has looked at all of it.
+/// The content of AFFINITY after the agent has looked at all of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Remembered {
     /// Clients that are there.
@@ -109,7 +109,8 @@ fn is_over(entry: &Affinity, seconds: u64, now: u64) -> bool {
     now.saturating_sub(entry.used_at) > seconds * 1_000_000_000
 }
 
-/// The most that each may have of `room`, so that together they have no more: whoever has less keeps all.
+/// Returns the most that each may have of `room`, so that together they have no more: a namespace with less retains
+/// all.
 fn share(mut counts: Vec<u64>, room: u64) -> u64 {
     counts.sort_unstable();
     let (mut left, mut others) = (room, counts.len() as u64);

@@ -123,7 +123,7 @@ impl Tables {
     /// Whether there are pinned tables at all.
     ///
     /// # Errors
-    /// If what is there is not ours.
+    /// If the pins are not ours.
     pub fn exist(bpffs: &Path) -> Result<bool, Error> {
         Ok(Pins::new(bpffs).open_map(&MAPS[0])?.is_some())
     }
@@ -232,7 +232,7 @@ impl Tables {
         &self.sources
     }
 
-    /// What a pool has seen, on all CPUs, since it came into being.
+    /// Returns a pool's counters, summed over all CPUs, since it came into being.
     pub fn pool_stats(&self, pool: u32) -> PoolStats {
         self.stats.pool(pool)
     }
@@ -280,15 +280,15 @@ impl Tables {
         self.config.get(0).map_or(0, |config| config.host_netns)
     }
 
-    /// What there is of a mesh (`MESH_NAMESPACES` and so on); 0: nothing.
+    /// Returns the flags of the mesh (`MESH_NAMESPACES` and so on); 0: there is no mesh.
     pub fn mesh(&self) -> u64 {
         self.config
             .word(0, MESH_WORD)
             .map_or(0, |word| word.load(Ordering::Acquire))
     }
 
-    /// For how long nobody has said that the agent's DNS server goes on, if captured queries go to their resolvers for
-    /// that reason. [`Duration::MAX`]: nobody ever has.
+    /// Returns how long ago the agent's DNS server last renewed its lease, if captured queries go to their resolvers
+    /// because the lease has expired. [`Duration::MAX`]: it was never renewed.
     pub fn queries_are_bypassed(&self) -> Option<Duration> {
         if self.mesh() >> MESH_DNS == 0 {
             return None;
@@ -376,8 +376,8 @@ impl Tables {
         Ok(len(entries.len()))
     }
 
-    /// Frontends that the filter in front of them (`VIPS`) does not let through: none, unless
-    /// somebody else wrote to our tables. Connections to them are left alone.
+    /// Returns frontends that the filter in front of them (`VIPS`) does not let through: none, as long as only the
+    /// agent writes to our tables. The programs leave connections to them alone.
     ///
     /// # Errors
     /// If the kernel does not let it be read.
@@ -398,8 +398,8 @@ impl Tables {
         Ok(missed)
     }
 
-    /// Services' addresses of flows that the filter does not let through: none, unless somebody else wrote to our
-    /// tables. Requests of these flows are left alone.
+    /// Returns services' addresses of flows that the filter does not let through: none, as long as only the agent
+    /// writes to our tables. The programs leave requests of these flows alone.
     pub fn filtered_flows(&self, vips: &HashSet<Addr>) -> Vec<Addr> {
         let mut missed: Vec<Addr> = vips
             .iter()
@@ -422,9 +422,9 @@ impl Tables {
         Ok(self.vips.rebuild(&frontends, flows))
     }
 
-    /// Puts the filter in line with `FRONTENDS` and the addresses that flows are masqueraded to, after it is not known
-    /// any longer how many of them stand behind each bit. What flows go to is let through until a walk has found which
-    /// addresses those are.
+    /// Puts the filter in line with `FRONTENDS` and the addresses that flows are masqueraded to, after the number of
+    /// them behind each bit was lost. The filter lets the addresses that flows go to through until a walk has found
+    /// them.
     pub(super) fn recount_filter(&mut self, masquerade: &[Addr]) -> Result<(), Error> {
         let frontends = self.all_let_through(masquerade)?;
         self.vips.recount(&frontends);
@@ -580,7 +580,7 @@ impl decide::Tables for Tables {
     }
 }
 
-/// What an address that is masqueraded to is counted as in the filter.
+/// Returns the entry as which the filter counts an address that is masqueraded to.
 fn node_address(addr: Addr) -> (FrontendKey, Frontend) {
     (
         FrontendKey::address(addr),

@@ -11,8 +11,8 @@ use zerocopy::IntoBytes;
 
 use super::super::{map::Mapped, sys};
 
-/// The counters. Mapped only while somebody reads them: a mapping counts as this process's memory
-/// in full, which on a node with many CPUs would be most of it.
+/// The counters. Mapped only while a caller reads them: a mapping counts as this process's memory in full, which on a
+/// node with many CPUs would be most of it.
 #[derive(Debug)]
 pub struct Stats {
     fd: OwnedFd,
@@ -73,7 +73,7 @@ impl Stats {
         Mapped::map(self.fd.try_clone()?, self.capacity, writable)
     }
 
-    /// What a pool has seen, on all CPUs.
+    /// Returns a pool's counters, summed over all CPUs.
     pub fn pool(&self, pool: u32) -> PoolStats {
         let Some(mapped) = self.mapped.get_or_init(|| self.map(false).ok()) else {
             return PoolStats::default();
@@ -93,7 +93,7 @@ impl Stats {
     /// Starts a pool from zero, before a program can see it.
     pub fn reset(&mut self, pool: u32) -> io::Result<()> {
         if pool >= self.used {
-            // The kernel made the array zero, and nobody has counted here.
+            // The kernel made the array zero, and no program has counted here.
             self.used = pool + 1;
             return Ok(());
         }

@@ -1,9 +1,9 @@
-//! The filter in front of `FRONTENDS`, kept in line with it.
+//! The filter in front of `FRONTENDS`, and its counts, which follow that table.
 //!
-//! How many frontends stand behind each bit is counted here and not in the kernel: it is known from
-//! `FRONTENDS`, and is counted anew whenever an agent starts. A bit is set before a frontend is
-//! added, and cleared after the last of its frontends was removed. So an agent that dies in between
-//! leaves bits that are set for nothing, which cost a lookup, and never one that is missing.
+//! This module, and not the kernel, counts how many frontends stand behind each bit: it derives the counts from
+//! `FRONTENDS`, anew whenever an agent starts. A bit is set before a frontend is added, and cleared after the last of
+//! its frontends was removed. So an agent that dies in between may leave bits without a frontend, which cost a lookup,
+//! and never lacks a bit.
 //!
 //! A flow goes on until it ends, also if the last frontend with its address goes. So a bit without frontends stays
 //! until a walk through all flows, which began later, found no flow that needs it ([`Vips::keep_flows`]).
@@ -174,8 +174,8 @@ impl Vips {
         }
     }
 
-    /// A walk through all flows, which began at `since`, found that they go to these addresses: lets them through, and
-    /// clears the bits that neither a frontend nor a flow needs any longer.
+    /// Takes the result of a walk through all flows, which began at `since`: the addresses that flows go to. Lets these
+    /// through, and clears the bits that no frontend and no flow needs any longer.
     pub fn keep_flows(&mut self, vips: &HashSet<Addr>, since: Instant) {
         let flows = self.counts.bits_of_flows(vips);
         for bit in flows.difference(&self.kept.flows) {
@@ -292,7 +292,7 @@ impl Counts {
         vips.into_iter().filter_map(needed).collect()
     }
 
-    /// What a word of the filter should be.
+    /// Returns the word that the filter should have.
     fn word(&self, index: u32, word: usize) -> u64 {
         let from = index as usize * BITS + word * 64;
         let counts = self.0.get(from..from + 64).unwrap_or_default();
@@ -341,8 +341,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
-        /// Whatever came and went, the bits are those of what is left; and each step says exactly
-        /// which bit changes.
+        /// After any additions and removals, the bits are those of the remaining frontends; and each step reports
+        /// exactly the bits that change.
         #[test]
         fn bits_are_those_of_what_is_there(
             stay in prop::collection::vec(frontends(), 0..8),

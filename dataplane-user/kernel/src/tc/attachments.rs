@@ -24,15 +24,14 @@ pub struct InterfaceAttachment {
     pub hook: Option<Hook>,
     /// The kernel's number of the program.
     pub program_id: Option<u32>,
-    /// What is wrong, if anything: it runs if this is `None`.
+    /// The fault, if there is one: with `None` the program runs.
     pub problem: Option<String>,
 }
 
 /// Asks the kernel whether our programs run on these interfaces.
 ///
 /// # Errors
-/// If the kernel cannot be asked. What is wrong on one interface is in its
-/// [`InterfaceAttachment::problem`].
+/// If the kernel cannot be asked. The fault on one interface is in its [`InterfaceAttachment::problem`].
 pub fn attachments(pins: &Pins, wanted: &[u32]) -> Result<Vec<InterfaceAttachment>, Error> {
     let filters = Clsact::open(pins.root())?.ours()?;
     let mut all = Vec::new();

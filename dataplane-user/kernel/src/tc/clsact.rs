@@ -1,8 +1,8 @@
 //! Filters of clsact qdiscs, for kernels without TCX: by netlink, as `tc filter` does it.
 //!
-//! A filter is ours by its name, which tells the directory of our pins and the program. A qdisc is
-//! nobody's by itself: that we made one is noted by a directory, `qdiscs/IFINDEX`, beside those of our layouts:
-//! which layout's program is in a filter is nothing that the filter, or the qdisc, would have to do with.
+//! A filter is ours by its name, which tells the directory of our pins and the program. A qdisc has no such name: a
+//! directory, `qdiscs/IFINDEX`, beside those of our layouts, records that we made one. A filter and a qdisc do not
+//! depend on the layout of the program in the filter.
 
 use std::{
     collections::BTreeMap,
@@ -285,7 +285,7 @@ impl Clsact {
         let request = RouteNetlinkMessage::NewQueueDiscipline(qdisc(ifindex));
         match self.netlink.request(&request, NLM_F_CREATE | NLM_F_EXCL) {
             Ok(()) => Ok(()),
-            // Somebody was faster: it is theirs.
+            // Another process was faster, and owns it.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 fs::remove_dir(&marker).doing(|| format!("cannot remove {}", marker.display()))
             }
@@ -345,8 +345,8 @@ impl Clsact {
         found
     }
 
-    /// Removes the qdiscs that we made, on the interfaces that are `given_up`, unless somebody else
-    /// has a filter there now.
+    /// Removes the qdiscs that we made, on the interfaces that are `given_up`; a qdisc in which another owner has a
+    /// filter now stays.
     pub fn remove_qdiscs(&mut self, given_up: impl Fn(u32) -> bool) -> Result<(), Error> {
         let mut made = self.markers();
         made.retain(|ifindex| given_up(*ifindex));
@@ -366,7 +366,7 @@ impl Clsact {
                     _ => {}
                 }
             }
-            // What others use now is theirs from here on.
+            // From here on, a qdisc that others use belongs to them.
             let marker = self.marker(ifindex);
             fs::remove_dir(&marker).doing(|| format!("cannot remove {}", marker.display()))?;
         }

@@ -1,4 +1,4 @@
-//! What others have put on the way out of interfaces: programs, filters and queueing disciplines.
+//! Other owners' programs, filters and queueing disciplines on the way out of interfaces.
 //!
 //! `bpf_redirect_peer` hands a packet to the other end of a pair and passes by all of these. So the packet path sends
 //! packets by the ordinary way where there is something: a policy that drops packets, or a limit of the rate.
@@ -14,7 +14,8 @@ use crate::{error::Error, pins::Pins, sys};
 /// The queueing discipline of an interface that has no queue, as pairs have by default.
 const NO_QUEUE: &str = "noqueue";
 
-/// What others have on the way out of these interfaces, in words, by interface. An interface without any is left out.
+/// Returns other owners' objects on the way out of these interfaces, in words, by interface. An interface without any
+/// is left out.
 ///
 /// # Errors
 /// If the kernel does not tell.

@@ -1,5 +1,5 @@
-//! Our programs on network interfaces: by pinned TCX links where the kernel has them (Linux 6.6), by
-//! filters of a clsact qdisc where it has not. What others have there is left alone.
+//! Our programs on network interfaces: by pinned TCX links if the kernel has them (Linux 6.6), otherwise by filters of
+//! a clsact qdisc. Other owners' programs there are left alone.
 
 mod attachments;
 mod clsact;
@@ -48,8 +48,8 @@ impl Hook {
         }
     }
 
-    /// What this kernel has, by asking which programs TCX runs on the loopback interface: older
-    /// kernels do not know the question.
+    /// Returns the hook of this kernel. It asks which programs TCX runs on the loopback interface: older kernels do not
+    /// know the question.
     pub fn of_kernel() -> Self {
         match sys::tcx_programs(1, BPF_TCX_INGRESS) {
             Ok(_) => Self::Tcx,

@@ -33,7 +33,7 @@ fn place(order: Order, chain: &Chain) -> Place {
     Place {
         before,
         relative,
-        // Whatever else changes, at the ends it is right.
+        // At the ends of the chain the place stays right when the chain changes.
         revision: relative.map_or(0, |_| chain.revision),
     }
 }

@@ -1,4 +1,4 @@
-//! Puts loaded programs on interfaces: swaps what is there in place, puts back what somebody removed.
+//! Puts loaded programs on interfaces: swaps earlier ones in place, restores removed ones.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -66,10 +66,9 @@ impl PacketPrograms {
         self.ingress.hook
     }
 
-    /// Lets the programs be on exactly these interfaces. Where older ones of ours are, they are
-    /// swapped in place; where somebody removed ours, they are put back. Answers what did not work,
-    /// which does not keep the rest from being done. `done` is told of each interface as soon as nothing more can be done
-    /// there.
+    /// Lets the programs be on exactly these interfaces. Older programs of ours are swapped in place; programs of ours
+    /// that another process removed are restored. Returns the failures, which do not stop the rest of the work. `done`
+    /// is called for each interface as soon as nothing more can be done there.
     pub fn attach(
         &mut self,
         pins: &Pins,
@@ -178,7 +177,7 @@ impl CaptureProgram {
     /// Takes a loaded program; `hook`: none for what this kernel has.
     pub fn new(program: OwnedFd, hook: Option<Hook>) -> Result<Self, Error> {
         let hook = hook.unwrap_or_else(Hook::of_kernel);
-        // Whatever the packet path's order: it has to be before that one.
+        // With any order of the packet path, it has to be before the packet path's program.
         let program = Program::new(program, Direction::Capture, hook, Order::First)?;
         Ok(Self(program))
     }
@@ -283,8 +282,8 @@ impl Program {
                 sys::link_update(link.as_fd(), self.fd.as_fd())
                     .doing(|| format!("cannot swap program {program} on {}", name(ifindex)))
             }
-            // There is none, or somebody detached it, or its interface is gone and this is another
-            // one with the same number; or it is at the wrong place.
+            // There is none, or another process detached it, or its interface is gone and this is a different one with
+            // its number; or it is at the wrong place.
             link => {
                 if let Some((link, info)) = &link
                     && info.program == self.id
@@ -315,7 +314,8 @@ impl Program {
         }
     }
 
-    /// Whether it is to be before the packet path's program, and is not, or on another side of somebody else's.
+    /// Whether it has to be before the packet path's program, and is not, or is on the wrong side of another owner's
+    /// program.
     fn is_misplaced(&self, pins: &Pins, own: &LinkInfo) -> bool {
         let LinkTarget::Tcx(ifindex) = own.target else {
             return false;

@@ -59,7 +59,7 @@ pub(super) fn elsewhere(
 pub fn remove_links(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut items = Vec::new();
     for (path, direction, ifindex) in links(layout) {
-        // What is not ours is named by whoever lists the other pins.
+        // The code that lists the other pins names foreign objects.
         if let Ok(Some((_, info))) = ours(&path, direction) {
             let place = match info.target {
                 LinkTarget::Tcx(0) => "no interface any more".to_owned(),

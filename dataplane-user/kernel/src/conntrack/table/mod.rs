@@ -77,10 +77,10 @@ impl<'a> Memory for &'a Table {
 }
 
 impl Table {
-    /// Opens the pinned one; `None` if there is none.
+    /// Opens the pinned table; `None` if there is none.
     ///
     /// # Errors
-    /// If what is there is not ours, or may not be opened.
+    /// If the pins are not ours, or may not be opened.
     pub(crate) fn open(pins: &Pins) -> Result<Option<Self>, Error> {
         let Some((config, _)) = pins.open_map(spec("PACKET_CONFIG"))? else {
             return Ok(None);
@@ -120,7 +120,7 @@ impl Table {
         })
     }
 
-    /// Returns how long flows are kept: as the agent has told the programs, or the defaults before it has.
+    /// Returns the timeouts of flows: those that the agent has written for the programs, or the defaults before that.
     pub fn timeouts(&self) -> Timeouts {
         let config = self.config.get(0).unwrap_or_default();
         match config.timeouts.of(State::SynSent) {
@@ -152,7 +152,7 @@ impl Table {
             + u64::from(self.sequences.capacity()) * size_of::<Sequences>() as u64
     }
 
-    /// What a flow's packets are turned into, if it is there.
+    /// Returns the translation of a flow, if the flow is there.
     pub fn get(&self, key: &FlowKey) -> Option<Translation> {
         self.find(key).map(|(_, found)| found.value())
     }
@@ -201,8 +201,8 @@ impl Table {
     }
 
     /// Adds a flow; `false` if it is there, if its replies lead to another, if it is masqueraded and the slot of its
-    /// port is another's, or if somebody else does something with its cells at this moment. Where there is no room,
-    /// another flow goes.
+    /// port is another's, or if another writer holds its cells at this moment. If there is no room, the table evicts
+    /// another flow.
     pub fn add(&self, key: &FlowKey, to: &Translation) -> bool {
         let flow = Flow { key: *key, to: *to };
         if self.find(key).is_some() {
@@ -227,8 +227,8 @@ impl Table {
         cells::publish(line, key, self.holder(now))
     }
 
-    /// Gives a flow another value, or adds it if it is not there: only while nobody else changes any. `false` if it
-    /// is not there afterwards.
+    /// Replaces a flow's value, or adds the flow if it is not there: only while no other writer changes any flow.
+    /// `false` if it is not there afterwards.
     pub fn set(&self, key: &FlowKey, to: &Translation) -> bool {
         if let Some((index, found)) = self.find(key)
             && let Some(line) = self.cell(index)
@@ -297,8 +297,8 @@ impl Table {
 
     /// Every flow, a few thousand at a time.
     ///
-    /// What is added or removed meanwhile may or may not be among them, or, if it is removed and added again, twice;
-    /// what is there all the time is, and once. To be read is not to be used.
+    /// A flow that is added or removed meanwhile may or may not be among them, and a flow that is removed and added
+    /// again may appear twice. A flow that is there all the time appears once. Reading a flow does not count as use.
     pub fn walk(&self) -> Walk<'_> {
         Walk {
             table: self,
@@ -355,7 +355,7 @@ impl Walk<'_> {
         true
     }
 
-    /// Frees the cells that somebody held who died meanwhile; how many.
+    /// Frees the cells whose holders have died meanwhile; returns how many.
     pub fn free_held(&self) -> u64 {
         let table = self.table;
         let freed = self

@@ -32,7 +32,7 @@ fn flow_key(number: u32) -> FlowKey {
     )
 }
 
-/// What tells whose it is; not over.
+/// A translation that identifies its flow; not expired.
 fn to(key: &FlowKey) -> Translation {
     Translation {
         endpoint: key.src,
@@ -81,8 +81,8 @@ fn neighbours<const N: usize>(table: &Table) -> [FlowKey; N] {
     std::array::from_fn(|_| keys.next().expect("there is no end of keys"))
 }
 
-/// All that is there is these, found from both ends; everything else is free, and nobody is counted who is not
-/// there.
+/// The table has exactly these flows, found from both ends; all other cells and slots are free, and the counts include
+/// no absent flow.
 fn is_left(table: &Table, flows: &[(FlowKey, Translation)]) {
     let entries = table.entries();
     assert_eq!(entries.len(), flows.len());
@@ -129,7 +129,7 @@ fn two_flows_have_one_home() {
     is_left(table, &[first]);
     add(&second);
 
-    // The other way round: what is elsewhere stays there.
+    // The reverse: a flow in a cell other than its home stays there.
     assert_eq!(table.take(&first.0), Some(first.1));
     assert!(head(table, place).is_free() && head(table, place).has_more());
     is_left(table, &[second]);
@@ -164,7 +164,7 @@ fn what_is_there_is_not_added() {
     is_left(table, &flows);
 }
 
-/// What an endpoint answers to one port of the node's, or of a client's, is one flow's.
+/// An endpoint's answers to one port of the node's, or of a client's, belong to one flow.
 #[test]
 fn what_replies_carry_is_one_flows() {
     let Some(table) = &table_for(1024) else {
@@ -201,7 +201,7 @@ fn what_replies_carry_is_one_flows() {
     is_left(table, &[]);
 }
 
-/// Whose replies the kernel's own conntrack translates has no slot.
+/// A flow whose replies the kernel's own conntrack translates has no slot.
 #[test]
 fn nothing_leads_to_foreign_flows() {
     let Some(table) = &table_for(1024) else {
@@ -218,7 +218,7 @@ fn nothing_leads_to_foreign_flows() {
     assert!((0..=table.slots()).all(|index| slot(table, index).cell().is_none()));
     assert!(table.remove(&key));
     is_left(table, &[]);
-    // But for a port that one holds.
+    // The exception is a port that a flow holds.
     let holds = Translation {
         node_port: key.src_port,
         node_addr: 1,
@@ -316,7 +316,7 @@ fn what_is_not_to_go_is_put_back() {
     for (key, value) in &flows {
         let stays = |found: &Translation| {
             assert_eq!(found, value);
-            // Meanwhile nobody finds it, or makes it anew.
+            // Meanwhile no lookup finds it, and no writer can add it.
             assert_eq!(table.get(key), None);
             assert!(!table.add(key, value));
             false
@@ -330,7 +330,8 @@ fn what_is_not_to_go_is_put_back() {
     assert_eq!(table.take_if(&first, |_| panic!("it is gone")), None);
 }
 
-/// What somebody held long ago is freed, and what leads to it; what is held now is not.
+/// Cells that a writer held long ago are freed, with the slots that lead to them; cells that a writer holds now are
+/// not.
 #[test]
 fn what_the_dead_held_is_freed() {
     let Some(table) = &table_for(1024) else {
@@ -358,7 +359,7 @@ fn what_the_dead_held_is_freed() {
     cells::give_back(&table, index, &key, long_ago);
     assert_eq!(head(table, index), before);
 
-    // Held, given back, and held again by somebody else.
+    // Held, released, and held again by another writer.
     assert_eq!(cells::hold(&table, &key, long_ago), index);
     cells::give_back(&table, index, &key, long_ago);
     assert_eq!(cells::hold(&table, &key, now()), index);
@@ -452,7 +453,7 @@ fn threads_share_a_home() {
     };
     let [common, own @ ..]: [_; 4] = neighbours(table);
     let value = to(&common);
-    // What is the same whoever's it is.
+    // The part that is equal for all flows.
     let to = move |key: &FlowKey| Translation {
         used: value.used,
         ..to(key)
@@ -462,7 +463,7 @@ fn threads_share_a_home() {
         let owners = own.map(|key| {
             scope.spawn(move || {
                 for round in 0..ROUNDS {
-                    // It gives up where somebody holds a cell that it might have.
+                    // `add` fails while another thread holds a cell that it needs.
                     while !table.add(&key, &to(&key)) {
                         std::hint::spin_loop();
                     }
