@@ -12,7 +12,6 @@ use anyhow::{Context as _, ensure};
 use clap::Args;
 use dataplane_peers::{Mode, rules};
 use dataplane_tests::Lab;
-use imbl::OrdMap;
 use serde::{Deserialize, Serialize};
 use source::iptables::{Imported, Text, import};
 
@@ -89,7 +88,7 @@ impl Import {
 fn import_file(file: &Path) -> anyhow::Result<Imported> {
     let text = fs::read_to_string(file)?;
     let origin = file.display().to_string();
-    Ok(import(&[Text { origin, text }], &OrdMap::new())?)
+    Ok(import(&[Text { origin, text }])?)
 }
 
 /// The largest size of this process so far, in bytes.

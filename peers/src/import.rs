@@ -15,7 +15,7 @@ use model::{
 };
 use proptest::prelude::*;
 use smallvec::SmallVec;
-use source::iptables::{Error, Imported, Masquerade, Text, import};
+use source::iptables::{Error, Imported, Masquerade, Text, import, write};
 
 use super::{Cluster, Family, LocalDetector, iptables, nftables, port::ports};
 
@@ -334,7 +334,7 @@ fn check(is_nft: bool, mut wanted: Snapshot, cluster: &Cluster) {
             .collect::<Vec<_>>()
             .join("\n")
     };
-    let imported = import(&texts, &wanted_none());
+    let imported = import(&texts);
     if let Err(Error::NoServices(_)) = imported {
         let none = Snapshot {
             services: wanted_none(),
@@ -348,7 +348,6 @@ fn check(is_nft: bool, mut wanted: Snapshot, cluster: &Cluster) {
         facts,
         leftovers,
         more,
-        families: _,
         stale,
     } = imported.unwrap_or_else(|error| panic!("{error}\n{}", all()));
     assert!(
@@ -370,6 +369,18 @@ fn check(is_nft: bool, mut wanted: Snapshot, cluster: &Cluster) {
         "missing {missing:#?}\nextra {extra:#?}\n{}",
         all()
     );
+    // And the same once more from the manifests that they become.
+    let mut file = tempfile::NamedTempFile::with_suffix(".yaml").unwrap();
+    let imported = Imported {
+        services: found.services.clone(),
+        ..Imported::default()
+    };
+    let left_out = write(&imported, &wanted.node.name, &mut file).unwrap();
+    assert_eq!(left_out, [""; 0]);
+    let read = source::manifests::load(&[file.path().into()], &wanted.node).unwrap();
+    let of_manifests = lines(&rules(is_nft, &read.snapshot, cluster));
+    let differs: Vec<_> = first.symmetric_difference(&of_manifests).collect();
+    assert!(differs.is_empty(), "{differs:#?}\n{}", all());
     for (v4, said) in [true, false].into_iter().zip(facts.masquerade) {
         if let Some(said) = said {
             assert_eq!(said, masquerade(cluster, v4), "{}", all());

@@ -212,7 +212,7 @@ const KNOTS: [(&str, usize); 6] = [
     ("dataplane-common", 2),
     ("dataplane-ebpf", 5),
     ("dataplane-user/kernel", 66),
-    ("dataplane-user/source", 19),
+    ("dataplane-user/source", 13),
     ("proof", 2),
 ];
 

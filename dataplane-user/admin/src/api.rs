@@ -244,8 +244,6 @@ pub enum SourceKind {
     Manifests,
     /// The Kubernetes API.
     Kubernetes,
-    /// kube-proxy's rules.
-    Rules,
     /// Several sources.
     Combined,
 }
@@ -256,7 +254,6 @@ impl SourceKind {
         match self {
             Self::Manifests => "manifests",
             Self::Kubernetes => "kubernetes",
-            Self::Rules => "rules",
             Self::Combined => "combined",
         }
     }

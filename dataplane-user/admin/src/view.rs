@@ -144,7 +144,6 @@ fn service_port(
 pub fn source(health: &Health) -> api::Source {
     let (kind, parts) = match health {
         Health::Manifests(_) => (api::SourceKind::Manifests, Vec::new()),
-        Health::Rules(_) => (api::SourceKind::Rules, Vec::new()),
         Health::Kubernetes { .. } => (api::SourceKind::Kubernetes, Vec::new()),
         Health::Combined(parts) => (
             api::SourceKind::Combined,

@@ -20,7 +20,7 @@ use source::{
 };
 use tracing::{info, warn};
 
-use super::{kept_addresses::KeptAddresses, lookups::Lookups, node, remembered::Remembered, rules};
+use super::{kept_addresses::KeptAddresses, lookups::Lookups, node, remembered::Remembered};
 
 /// How many problems of a view are logged one by one.
 const LOGGED: usize = 20;
@@ -39,9 +39,6 @@ pub enum InputError {
 /// Returns the configured source. Of the API, it reads no more than `scope`, and with `names` also the parts that DNS
 /// needs.
 pub fn source(settings: &settings::Source, scope: kubernetes::Scope, names: bool) -> Source {
-    if let Some(rules) = rules::source(settings) {
-        return Source::Iptables(rules);
-    }
     let Some(api) = &settings.kubernetes else {
         return Source::Manifests(settings.manifests.clone());
     };
@@ -107,6 +104,29 @@ pub struct Update {
     pub since: Option<Instant>,
 }
 
+/// What an agent would serve of this view on this node.
+///
+/// # Errors
+///
+/// The kernel does not tell the node's name or addresses.
+pub fn snapshot_of(view: View, settings: &settings::Node) -> Result<Snapshot, InputError> {
+    let feed = |_: &Arc<Node>| Ok(Box::new(Once(Some(view))) as Box<dyn Feed>);
+    Ok(Input::with(feed, settings, None, |_| {})?.snapshot)
+}
+
+/// A feed of one view.
+struct Once(Option<View>);
+
+impl Feed for Once {
+    fn take(&mut self) -> Option<View> {
+        self.0.take()
+    }
+
+    fn health(&self) -> Health {
+        Health::Combined(Vec::new())
+    }
+}
+
 impl Input {
     /// Begins to read a source. Manifests are read before this returns. `keeping`: the parts that only an agent has.
     ///
@@ -115,6 +135,17 @@ impl Input {
     /// The source cannot be used, or the kernel does not return the node's name or addresses.
     pub fn open(
         source: &Source,
+        settings: &settings::Node,
+        keeping: Option<Keeping<'_>>,
+        notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
+    ) -> Result<Self, InputError> {
+        let tell = notify.clone();
+        let feed = |node: &Arc<Node>| source.open(node, tell);
+        Self::with(feed, settings, keeping, notify)
+    }
+
+    fn with(
+        feed: impl FnOnce(&Arc<Node>) -> Result<Box<dyn Feed>, OpenError>,
         settings: &settings::Node,
         keeping: Option<Keeping<'_>>,
         notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
@@ -130,7 +161,7 @@ impl Input {
         let entries = entries.with_stated_addresses(!settings.external_ips.is_empty());
         let node = Arc::new(node::of(settings, None).map_err(InputError::Node)?);
         let mut input = Self {
-            feed: source.open(&node, notify)?,
+            feed: feed(&node)?,
             settings: settings.clone(),
             facts: None,
             snapshot: Snapshot {

@@ -23,7 +23,6 @@ mod network;
 mod node;
 mod own_rules;
 mod remembered;
-mod rules;
 mod source_checks;
 mod supervisor;
 mod sync;
@@ -43,7 +42,7 @@ use attacher::{Attacher, Inputs, Returned};
 use flows::Flows;
 use handover::{Draining, Inherited, Turn};
 use input::Keeping;
-pub use input::{Input, InputError, source};
+pub use input::{Input, InputError, snapshot_of, source};
 use interfaces::PacketSettings;
 use kernel::{Kernel, ServiceTables, opener};
 use mesh::Mesh;
@@ -51,7 +50,6 @@ pub use mesh::namespace_with;
 use own_rules::OwnRules;
 use plan::{AdoptError, Planner};
 use proxy::handover::Outcome;
-pub use rules::{node_of_rules, with_rules};
 use settings::{Dns, MetricsAuth, OnExit, Settings};
 use source::{
     Notice, OpenError, Source,
@@ -197,9 +195,7 @@ pub fn run(
     read: impl Fn() -> Result<Settings, String>,
 ) -> Result<(), Error> {
     // Before there are other threads, and before any input is read that others write.
-    let source = &settings.source.iptables;
-    let reads_rules = source.as_ref().is_some_and(|rules| rules.file.is_none());
-    opener::separate(reads_rules).map_err(Error::Opener)?;
+    opener::separate().map_err(Error::Opener)?;
     let mut outdated = None;
     let mut back = None;
     loop {
@@ -251,9 +247,6 @@ fn serve(
         endpoints: settings.limits.endpoints.unwrap_or(default.endpoints),
         affinity: settings.limits.affinity_clients.unwrap_or(default.affinity),
     };
-    let said = settings;
-    let (settings, rules) = with_rules(settings).map_err(InputError::Open)?;
-    let settings = &settings;
     let packet = PacketSettings::new(&settings.packets);
     let names = settings.dns.as_ref().is_some_and(Dns::is_on);
     let source = source(&settings.source, scope(settings), names);
@@ -263,11 +256,9 @@ fn serve(
         directory: socket.parent().unwrap_or(Path::new("/")),
         dns: settings.dns.as_ref(),
     };
-    let opened = source.clone().having_read(rules);
     let mut node = settings.node.clone();
     node.reserved_ports.extend(settings.listen.ports());
-    let input = Input::open(&opened, &node, Some(keeping), notices(&events))?;
-    drop(opened);
+    let input = Input::open(&source, &node, Some(keeping), notices(&events))?;
     let mut input = input.with_reachable(reachable);
     let asks = settings.replace || back.is_some();
     let Back { given, mut left } = back.unwrap_or_default();
@@ -350,7 +341,7 @@ fn serve(
         planner,
         input.snapshot().clone(),
         input.health(),
-        learnt(said, &paths, &packet, outdated),
+        learnt(settings, &paths, &packet, outdated),
     ));
     let (jobs, todo) = mpsc::channel();
     let place = handover::Place::open(&socket, events.clone()).map_err(Error::Replace)?;
@@ -569,13 +560,10 @@ fn learnt(
     };
     let detector = &packet.detector;
     let networks = detector.networks.iter().map(ToString::to_string);
-    let by = |flag: &'static str, given: bool| if given { flag } else { "kube-proxy's rules" };
-    let by_address = by("--pod-cidr", !settings.packets.pod_cidrs.is_empty());
-    let mut pod_networks: Vec<_> = networks.map(|net| from(net, by_address)).collect();
+    let mut pod_networks: Vec<_> = networks.map(|net| from(net, "--pod-cidr")).collect();
     if detector.interface {
         let any = "whatever arrives at a pod's interface".to_owned();
-        let by_interface = by("--pods-by-interface", settings.packets.pods_by_interface);
-        pod_networks.push(from(any, by_interface));
+        pod_networks.push(from(any, "--pods-by-interface"));
     }
     admin::Learnt {
         outdated,

@@ -11,7 +11,7 @@ use clap::{ArgMatches, Args, FromArgMatches as _, error::ErrorKind, parser::Valu
 use kernel::probe;
 use settings::{Dns, LogFormat, Mesh, MetricsAuth, Settings, config, faults};
 
-use super::{Command, PathArgs, Refusal, SocketArgs, exit, settled, source::SourceArgs, takeover};
+use super::{Command, PathArgs, Refusal, SocketArgs, exit, settled, source::SourceArgs};
 
 /// Run the agent on this node.
 ///
@@ -65,10 +65,9 @@ pub struct RunArgs {
 
 /// Flags without a value. For clap, a missing flag has the value false.
 type Switch = (&'static str, fn(&mut Settings) -> &mut bool);
-const SWITCHES: [Switch; 5] = [
+const SWITCHES: [Switch; 4] = [
     ("replace", |settings| &mut settings.replace),
     ("stay", |settings| &mut settings.stay),
-    ("takeover", |settings| &mut settings.takeover),
     ("pods-by-interface", |settings| {
         &mut settings.packets.pods_by_interface
     }),
@@ -142,9 +141,6 @@ fn read_again() -> Result<Settings, String> {
 impl RunArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         self.start_log();
-        if self.settings.takeover {
-            takeover::when_it_serves(self.settings.clone(), self.socket.client())?;
-        }
         let run = agent::run(self.settings.clone(), read_again);
         match run {
             Ok(()) => Ok(ExitCode::SUCCESS),

@@ -225,7 +225,6 @@ mod tests {
         ("on-exit", "detach"),
         ("replace", ""),
         ("stay", ""),
-        ("takeover", ""),
         ("destroy-stale", "udp,tcp"),
         ("log-format", "json"),
         ("verbose", ""),
@@ -293,7 +292,6 @@ mod tests {
         tried.extend(["mesh", "dns"]);
         // These exclude others. They are tried elsewhere.
         tried.extend(["kubernetes", "kubeconfig", "api-server", "pod-cidr"]);
-        tried.extend(["from-iptables", "strict", "takeover-dir"]);
         // Not for a file.
         tried.extend(["config", "help", "version"]);
         let command = Cli::command();

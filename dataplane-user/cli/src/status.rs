@@ -305,7 +305,7 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
             status.source.paths.join(", "),
             match (status.source.kind, status.source.read) {
                 (_, 0) => "not read yet".to_owned(),
-                (SourceKind::Manifests | SourceKind::Rules, at) => format!("read {} ago", ago(at)),
+                (SourceKind::Manifests, at) => format!("read {} ago", ago(at)),
                 (_, at) => format!("heard {} ago", ago(at)),
             }
         ),

@@ -28,16 +28,9 @@ pub fn are_enough_for_two(permitted: CapabilitySet) -> bool {
     permitted.contains(AGENT | CapabilitySet::SYS_ADMIN)
 }
 
-/// For `iptables-legacy-save`, which asks a raw socket.
-const LEGACY_RULES: CapabilitySet = CapabilitySet::NET_RAW;
-
-/// The agent's capabilities that it uses of those that it was started with. `reads_rules`: it runs programs that print
-/// netfilter's rules.
-pub fn of_the_agent(permitted: CapabilitySet, reads_rules: bool) -> CapabilitySet {
-    let mut used = AGENT | OTHER_PROCESSES | LOW_PORTS;
-    if reads_rules {
-        used |= LEGACY_RULES;
-    }
+/// The agent's capabilities that it uses of those that it was started with.
+pub fn of_the_agent(permitted: CapabilitySet) -> CapabilitySet {
+    let used = AGENT | OTHER_PROCESSES | LOW_PORTS;
     if are_enough_for_two(permitted) {
         permitted & used
     } else {
@@ -115,17 +108,13 @@ mod tests {
     #[test]
     fn the_agent_keeps_what_it_uses_and_is_granted() {
         let in_the_daemon_set = AGENT | CapabilitySet::SYS_ADMIN;
-        assert_eq!(of_the_agent(in_the_daemon_set, false), AGENT);
+        assert_eq!(of_the_agent(in_the_daemon_set), AGENT);
         let all = CapabilitySet::all();
-        assert_eq!(
-            of_the_agent(all, false),
-            AGENT | OTHER_PROCESSES | LOW_PORTS
-        );
-        assert!(of_the_agent(all, true).contains(LEGACY_RULES));
+        assert_eq!(of_the_agent(all), AGENT | OTHER_PROCESSES | LOW_PORTS);
         // As in the DaemonSet of an earlier version, which has what the opener has.
-        assert_eq!(of_the_agent(OPENER, false), OPENER);
+        assert_eq!(of_the_agent(OPENER), OPENER);
         assert!(are_enough_for_two(in_the_daemon_set) && !are_enough_for_two(OPENER));
-        assert!(of_the_agent(CapabilitySet::empty(), true).is_empty());
+        assert!(of_the_agent(CapabilitySet::empty()).is_empty());
         assert_eq!(of_the_opener(CapabilitySet::all()), OPENER);
     }
 

@@ -34,7 +34,7 @@ pub use pattern::{Pattern, Patterns};
 pub use range::{ExternalIps, Range};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-pub use source::{Iptables, Kubernetes, Source};
+pub use source::{Kubernetes, Source};
 pub use timeout::Timeout;
 
 /// Configuration of the agent. Every key except `source` has a default. Flags and environment
@@ -43,7 +43,7 @@ pub use timeout::Timeout;
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 #[schemars(title = "Configuration of the dataplane agent")]
 pub struct Settings {
-    /// Where the services come from: `manifests`, `kubernetes` or `iptables`.
+    /// Where the services come from: `manifests` or `kubernetes`.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub source: Source,
@@ -74,13 +74,6 @@ pub struct Settings {
     #[serde(skip_serializing_if = "is_default")]
     #[arg(long, env = "DATAPLANE_STAY", hide_env_values = true)]
     pub stay: bool,
-
-    /// Take the node over from kube-proxy once the agent serves, as `dataplane takeover` does
-    ///
-    /// The log has the steps. If something differs, or a step fails, the agent goes on serving beside the rules.
-    #[serde(skip_serializing_if = "is_default")]
-    #[arg(long, env = "DATAPLANE_TAKEOVER", hide_env_values = true)]
-    pub takeover: bool,
 
     /// Destroy sockets of these protocols if they are connected through a service to an endpoint that is gone
     /// [default: udp]

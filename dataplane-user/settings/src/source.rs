@@ -18,30 +18,6 @@ pub struct Source {
     /// The Kubernetes API; `{}` is enough in a pod.
     #[serde(skip_serializing_if = "is_default")]
     pub kubernetes: Option<Kubernetes>,
-    /// kube-proxy's rules; `{}` means those in the kernel.
-    #[serde(skip_serializing_if = "is_default")]
-    pub iptables: Option<Iptables>,
-}
-
-/// kube-proxy's rules.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
-pub struct Iptables {
-    /// A file with what `iptables-save` and `ip6tables-save`, or `nft list ruleset`, printed. Default: the rules in the
-    /// kernel.
-    #[serde(skip_serializing_if = "is_default")]
-    pub file: Option<PathBuf>,
-    /// Refuse rules of kube-proxy that have a line that is not understood. Without this, the agent names the lines and
-    /// leaves out the services that they concern.
-    #[serde(skip_serializing_if = "is_default")]
-    pub strict: bool,
-    /// Directory in which `dataplane takeover` saves rules: once it has removed those in the kernel, the agent reads the saved
-    /// ones. Default: `/var/lib/dataplane/takeover`.
-    #[serde(skip_serializing_if = "is_default")]
-    pub takeover_dir: Option<PathBuf>,
-    /// Read the rules in the kernel only, also after a take-over.
-    #[serde(skip)]
-    pub kernel_only: bool,
 }
 
 impl Source {
@@ -50,7 +26,6 @@ impl Source {
         let sources = [
             ("manifests", !self.manifests.is_empty()),
             ("kubernetes", self.kubernetes.is_some()),
-            ("iptables", self.iptables.is_some()),
         ];
         sources
             .iter()

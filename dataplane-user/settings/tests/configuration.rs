@@ -128,7 +128,6 @@ fn every_key_is_documented() {
             // The example has what excludes these.
             assert!(
                 path.starts_with("source.kubernetes")
-                    || path.starts_with("source.iptables")
                     || path == "packets.podCidrs"
                     || example.get(key).is_some(),
                 "tests/config/all.yaml lacks {path}"

@@ -1,6 +1,6 @@
 //! Why a source cannot be opened.
 
-use super::{iptables, kubernetes, manifests};
+use super::{kubernetes, manifests};
 
 /// Why a source cannot be opened.
 #[derive(Debug, thiserror::Error)]
@@ -14,9 +14,6 @@ pub enum OpenError {
     /// Nothing says how to reach the API.
     #[error(transparent)]
     Connect(#[from] kubernetes::ConnectError),
-    /// The rules cannot be served.
-    #[error("{0}\nnothing was changed")]
-    Rules(#[from] iptables::ReadError),
     /// A thread cannot be started.
     #[error("cannot start the thread that reads {what}: {error}")]
     Thread {

@@ -19,8 +19,6 @@ pub enum Health {
         /// How reading each kind of object goes.
         kinds: Arc<kubernetes::Health>,
     },
-    /// The health of a feed that reads kube-proxy's rules.
-    Rules(Arc<manifests::Health>),
     /// Of several feeds that yield views together.
     Combined(Vec<Health>),
 }
@@ -29,7 +27,7 @@ impl Health {
     /// Files and directories, or the server.
     pub fn places(&self) -> Vec<String> {
         match self {
-            Self::Manifests(files) | Self::Rules(files) => files.paths(),
+            Self::Manifests(files) => files.paths(),
             Self::Kubernetes { server, .. } => vec![server.clone()],
             Self::Combined(parts) => parts.iter().flat_map(Self::places).collect(),
         }
@@ -38,7 +36,7 @@ impl Health {
     /// When everything was last known to be as the newest view says; 0: not everything was read yet.
     pub fn heard(&self) -> u64 {
         match self {
-            Self::Manifests(files) | Self::Rules(files) => files.read(),
+            Self::Manifests(files) => files.read(),
             Self::Kubernetes { kinds, .. } => kinds.heard(),
             Self::Combined(parts) => parts.iter().map(Self::heard).min().unwrap_or_default(),
         }
@@ -47,7 +45,7 @@ impl Health {
     /// Since when the source cannot be read, and why; what was read before is still valid.
     pub fn failure(&self) -> Option<(u64, String)> {
         match self {
-            Self::Manifests(files) | Self::Rules(files) => files.failure(),
+            Self::Manifests(files) => files.failure(),
             Self::Kubernetes { kinds, .. } => kinds.failure(),
             Self::Combined(parts) => parts.iter().filter_map(Self::failure).min(),
         }
@@ -59,7 +57,7 @@ impl Health {
         let since = match self {
             Self::Kubernetes { kinds, .. } => kinds.behind_since(),
             Self::Combined(parts) => return parts.iter().any(|part| part.is_behind(now)),
-            Self::Manifests(_) | Self::Rules(_) => self.failure().map(|(since, _)| since),
+            Self::Manifests(_) => self.failure().map(|(since, _)| since),
         };
         since.is_some_and(|since| now.saturating_sub(since) >= BEHIND)
     }
@@ -67,7 +65,7 @@ impl Health {
     /// How often the source could not be read.
     pub fn failures(&self) -> u64 {
         match self {
-            Self::Manifests(files) | Self::Rules(files) => files.failures(),
+            Self::Manifests(files) => files.failures(),
             Self::Kubernetes { kinds, .. } => kubernetes::Kind::ALL
                 .iter()
                 .map(|&kind| kinds.of(kind).failures())

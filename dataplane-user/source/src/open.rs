@@ -4,7 +4,7 @@ use std::{path::PathBuf, sync::Arc};
 
 use model::Node;
 
-use super::{Feed, Notice, OpenError, iptables, kubernetes, manifests};
+use super::{Feed, Notice, OpenError, kubernetes, manifests};
 
 /// What to read, and where it is.
 #[derive(Clone, Debug)]
@@ -13,20 +13,9 @@ pub enum Source {
     Manifests(Vec<PathBuf>),
     /// The Kubernetes API.
     Kubernetes(kubernetes::Settings),
-    /// kube-proxy's rules.
-    Iptables(iptables::Settings),
 }
 
 impl Source {
-    /// Opens the rules of kube-proxy with what was read of them a moment ago.
-    #[must_use]
-    pub fn having_read(mut self, first: Option<iptables::First>) -> Self {
-        if let Self::Iptables(settings) = &mut self {
-            settings.first = first;
-        }
-        self
-    }
-
     /// Begins to read, for this node. Manifests are read before this returns; an API server may be away, and is
     /// then waited for.
     ///
@@ -43,7 +32,6 @@ impl Source {
             Self::Kubernetes(settings) => {
                 Box::new(kubernetes::Api::open(settings.clone(), node, notify)?)
             }
-            Self::Iptables(settings) => Box::new(iptables::Rules::open(settings.clone(), notify)?),
         })
     }
 }

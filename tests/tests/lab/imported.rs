@@ -1,26 +1,30 @@
-//! `--from-iptables`: kube-proxy's rules as the source, in each of its modes, live and from a file.
+//! `iptables import`: kube-proxy's rules become manifests, in each of its modes, from the kernel and from a file.
 
-use std::{fs, os::unix::fs::symlink, path::Path};
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
 use dataplane_peers::{Cluster as Peers, LocalDetector, Mode};
 use dataplane_tests::{Host, Lab};
-use nix::sys::signal::{Signal, kill};
 use serde_json::Value;
+use tempfile::TempDir;
 
 use crate::{
-    cluster::{Cluster, TCP, UDP, counted, eventually, lived, peer_is, reaches, refused, serve},
+    cluster::{Cluster, TCP, UDP, counted, lived, peer_is, reaches, refused, serve},
     differential::world::load_rules,
     manifest::{Manifests, Service},
-    outcome::{cannot_run, run, run_args},
+    outcome::{Outcome, run, run_args},
 };
 
 scenarios! {
     Dataplane:
     plans_are_the_same_by_rules_and_by_manifests,
     an_agent_serves_what_rules_say,
-    a_file_with_rules_is_followed_and_faults_change_nothing,
+    a_fault_in_rules_is_named_with_its_line,
     a_node_is_moved_by_hand_and_given_back,
 }
 
@@ -65,8 +69,60 @@ fn peers(host: &Host) -> Result<Peers> {
     })
 }
 
-/// Without an agent: a plan from the rules in the kernel is equal to a plan from the manifests behind the rules; and so
-/// is a plan from files with the programs' output.
+/// What `iptables import` made of rules: manifests, and keys of the configuration.
+struct Imported {
+    directory: TempDir,
+}
+
+impl Imported {
+    /// Imports rules on a node, those in the kernel without a file.
+    fn of(node: &Host, program: &Path, more: &[&str]) -> Result<Self> {
+        let outcome = import(node, program, more)?.exits(0)?;
+        let directory = tempfile::tempdir()?;
+        let found = Self { directory };
+        let keys: Vec<&str> = (outcome.stdout.lines().skip(1))
+            .map_while(|line| line.strip_prefix("# "))
+            .filter(|line| !line.starts_with("On the way"))
+            .collect();
+        fs::write(found.path("config.yaml"), keys.join("\n"))?;
+        fs::write(found.path("services.yaml"), outcome.stdout)?;
+        Ok(found)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// The options of commands that read both.
+    fn options(&self) -> Result<[String; 4]> {
+        let path = |name| -> Result<String> {
+            let path = self.path(name);
+            Ok(path.to_str().context("a path in UTF-8")?.to_owned())
+        };
+        Ok([
+            "--config".to_owned(),
+            path("config.yaml")?,
+            "--manifests".to_owned(),
+            path("services.yaml")?,
+        ])
+    }
+}
+
+fn import(node: &Host, program: &Path, more: &[&str]) -> Result<Outcome> {
+    let command = node.command(program).args(["iptables", "import"]);
+    let output = command
+        .args(["--node-name", node.name()])
+        .args(more)
+        .output()?;
+    Ok(Outcome {
+        code: output.status.code(),
+        stdout: String::from_utf8(output.stdout)?,
+        stderr: String::from_utf8(output.stderr)?,
+    })
+}
+
+/// Without an agent: what a plan would write by the rules in the kernel is what it would write by the manifests that the
+/// rules were made of; and the same from files with what the programs print.
 fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
     let lab = Lab::builder()
         .node("node1")
@@ -92,7 +148,7 @@ fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
             let said = String::from_utf8_lossy(&output.stderr).into_owned();
             ensure!(output.status.code() == Some(2), "{mode}: {said}");
             let mut answer: Value = serde_json::from_slice(&output.stdout)?;
-            // About the rules of the forward hook. Lines that are not understood are errors.
+            // About the rules of the forward hook.
             answer["problems"].take();
             // These rules do not distinguish load balancers' addresses from external IPs.
             for change in answer["changes"].as_array_mut().into_iter().flatten() {
@@ -106,7 +162,11 @@ fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
         let addresses = host.addresses().map(|addr| addr.to_string()).join(",");
         let path = manifests.path().to_string_lossy().into_owned();
         let wanted = plan(&["-f", &path, "--nodeport-addresses", &addresses])?;
-        let live = plan(&["--strict", "--from-iptables"])?;
+        let by_rules = |more: &[&str]| -> Result<Value> {
+            let imported = Imported::of(host, &program, more)?;
+            plan(&imported.options()?.each_ref().map(String::as_str))
+        };
+        let live = by_rules(&[])?;
         ensure!(live == wanted, "{mode}: {live:#}\nby manifests: {wanted:#}");
         if mode == Mode::Nftables {
             needs_no_program_for_rules_of_others(host, &program)?;
@@ -120,7 +180,7 @@ fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
             let file = directory.path().join("rules");
             fs::write(&file, host.command("sh").args(["-c", print]).run()?)?;
             let file = file.to_string_lossy().into_owned();
-            let saved = plan(&["--strict", "--from-iptables", &file])?;
+            let saved = by_rules(&["--file", &file])?;
             ensure!(
                 saved == wanted,
                 "{print}: {saved:#}\nby manifests: {wanted:#}"
@@ -138,14 +198,10 @@ fn needs_no_program_for_rules_of_others(host: &Host, program: &Path) -> Result<(
     symlink(nft.trim(), only_nft.path().join("nft"))?;
     let rule = ["-A", "FORWARD", "-p", "sctp", "-j", "DROP"];
     host.command("iptables-nft").args(rule).run()?;
-    let plan = host
-        .command(program)
-        .args(["plan", "--node-name", host.name(), "--strict"])
-        .args(["--bpffs", "/sys/fs/bpf/none", "--from-iptables"])
-        .env("PATH", only_nft.path());
-    let output = plan.output()?;
+    let import = host.command(program).args(["iptables", "import"]);
+    let output = import.env("PATH", only_nft.path()).output()?;
     let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.code() == Some(2), "{said}");
+    ensure!(output.status.code() == Some(0), "{said}");
     let rule = ["-D", "FORWARD", "-p", "sctp", "-j", "DROP"];
     host.command("iptables-nft").args(rule).run()?;
     Ok(())
@@ -174,14 +230,16 @@ impl Served {
     }
 }
 
-/// kube-proxy's rules are in the kernel, and the agent serves their services; and goes on when the rules are gone.
+/// kube-proxy's rules are in the kernel, and the agent serves what they became; and goes on when the rules are gone.
 fn an_agent_serves_what_rules_say() -> Result<()> {
     Mode::ALL.into_iter().try_for_each(serves_what_rules_say)
 }
 
 fn serves_what_rules_say(mode: Mode) -> Result<()> {
     let Served { lab, _servers } = &Served::start(mode)?;
-    let agent = lab.agent("node2").args(["--from-iptables"]).start()?;
+    let program = lab.programs().dataplane()?;
+    let imported = Imported::of(lab.node("node2"), &program, &[])?;
+    let agent = lab.agent("node2").args(imported.options()?).start()?;
     let client = lab.pod("sleep");
     let check = || -> Result<()> {
         for (to, how, endpoints) in [
@@ -213,31 +271,19 @@ fn serves_what_rules_say(mode: Mode) -> Result<()> {
     check()?;
     let status = run(&agent, "status -o json")?.json()?;
     let networks = status["agent"]["pod_networks"].to_string();
-    ensure!(
-        networks.contains("10.244.0.0/16") && networks.contains("kube-proxy's rules"),
-        "{networks}"
-    );
-    ensure!(status["agent"]["source"]["kind"] == "rules", "{status:#}");
+    ensure!(networks.contains("10.244.0.0/16"), "{networks}");
     run_args(
         &agent,
         ["iptables", "cleanup", "--owner", "kube-proxy", "--force"],
     )?
     .exits(0)?;
-    kill(pid(&agent), Signal::SIGHUP)?;
-    eventually(|| {
-        let status = run(&agent, "status")?;
-        status
-            .says(&["no rules of kube-proxy", "last rules that it read"])
-            .map(drop)
-    })?;
+    import(lab.node("node2"), &program, &[])?
+        .exits(1)?
+        .says(&["no rules of kube-proxy"])?;
     check()
 }
 
-fn pid(agent: &dataplane_tests::Agent) -> nix::unistd::Pid {
-    nix::unistd::Pid::from_raw(i32::try_from(agent.id()).unwrap_or_default())
-}
-
-/// Returns the one endpoint that a client reaches.
+/// The one endpoint that a client comes to.
 fn reaches_one(client: &Host, to: &str) -> Result<String> {
     let report = crate::cluster::ask(client, to, "connect --count 8")?;
     let mut names = report.endpoints.keys().cloned();
@@ -246,108 +292,59 @@ fn reaches_one(client: &Host, to: &str) -> Result<String> {
     Ok(first)
 }
 
-/// A file is read again when it changes. A line that is no rule, and with `--strict` one that is not understood, is
-/// reported with its number, and changes nothing.
-fn a_file_with_rules_is_followed_and_faults_change_nothing() -> Result<()> {
-    const TO: &str = "10.96.0.10:80";
-    let lab = Cluster::lab()?;
-    let [far, near] = ["far", "near"].map(|name| lab.pod(name));
-    let servers = [serve(far)?, serve(near)?];
-    let directory = tempfile::tempdir()?;
-    let file = directory.path().join("rules");
-    let path = file.to_string_lossy().into_owned();
-    // The rules of another node: this node's address is in no rule.
-    let web = |pod: &Host| {
+/// What is no rule, and what is not understood, is named with its line. The service with such a line is left out, and no other.
+fn a_fault_in_rules_is_named_with_its_line() -> Result<()> {
+    let lab = Lab::builder()
+        .node("node1")
+        .pod("node1", "far", "10.244.1.5")
+        .build()?;
+    let node = lab.node("node1");
+    let program = lab.programs().dataplane()?;
+    let manifests = Manifests::new(&[
         Service::new("web", &["10.96.0.10"])
             .port("tcp", 80, TCP)
-            .endpoints(&[pod])
-    };
-    let rules = |pod: &Host, print: &str, mode| -> Result<String> {
-        let manifests = Manifests::new(&[
-            web(pod),
-            Service::new("other", &["10.96.0.11"]).port("tcp", 80, TCP),
-        ])?;
-        load_rules(
-            lab.node("node1"),
-            mode,
-            &manifests.path(),
-            &Peers::default(),
-        )?;
-        Ok(lab.node("node1").command("sh").args(["-c", print]).run()?)
-    };
-    let good = rules(
-        far,
-        "iptables-nft-save; ip6tables-nft-save",
+            .endpoints(&[lab.pod("far")]),
+        Service::new("other", &["10.96.0.11"]).port("tcp", 80, TCP),
+    ])?;
+    load_rules(
+        node,
         Mode::IptablesNft,
+        &manifests.path(),
+        &Peers::default(),
     )?;
-
-    let agent = lab
-        .agent("node2")
-        .args(["--from-iptables", &path])
-        .prepare()?;
+    let print = ["-c", "iptables-nft-save; ip6tables-nft-save"];
+    let good: String = node.command("sh").args(print).run()?;
     let line = 1 + good
         .lines()
         .position(|line| line.contains("-j DNAT"))
         .context("no DNAT")?;
     let odd = good.replace("-j DNAT", "-m time --timestart 08:00 -j DNAT");
-    for (text, more, place) in [
-        (good.replace("\nCOMMIT", "\nCOMIT"), &[][..], "rules:"),
-        ("hello\n".to_owned(), &[], "rules:1: "),
-        ("*nat\nCOMMIT\n".to_owned(), &[], "no rules of kube-proxy"),
-        ("{\"nftables\": [\n{]}".to_owned(), &[], "rules:2:2: "),
-        (odd.clone(), &["--strict"], &*format!("rules:{line}: ")),
+    let directory = tempfile::tempdir()?;
+    let file = directory.path().join("rules");
+    let path = file.to_string_lossy().into_owned();
+    for (text, place) in [
+        (good.replace("\nCOMMIT", "\nCOMIT"), "rules:"),
+        ("hello\n".to_owned(), "rules:1: "),
+        ("*nat\nCOMMIT\n".to_owned(), "no rules of kube-proxy"),
+        ("{\"nftables\": [\n{]}".to_owned(), "rules:2:2: "),
     ] {
         fs::write(&file, text)?;
-        cannot_run(&agent, [&["--from-iptables", &path], more].concat())?
-            .exits(1)?
-            .says(&[place, "nothing was changed"])?;
-        ensure!(!agent.bpffs().exists(), "something was pinned");
+        let outcome = import(node, &program, &["--file", &path])?.exits(1)?;
+        ensure!(outcome.stdout.is_empty(), "{}", outcome.stdout);
+        outcome.says(&[place])?;
     }
-
-    fs::write(&file, &good)?;
-    let mut agent = agent;
-    agent.start()?;
-    let client = lab.pod("sleep");
-    reaches(client, TO, "connect --count 3", &["far"])?;
-    // Faults: the earlier rules are served.
-    fs::write(&file, format!("{good}rubbish\n"))?;
-    let place = format!("rules:{}: ", 1 + good.lines().count());
-    eventually(|| {
-        run(&agent, "status")?
-            .says(&[&place, "last rules that it read"])
-            .map(drop)
-    })?;
-    reaches(client, TO, "connect --count 3", &["far"])?;
-    // In the other mode's form, with another endpoint. First the output of only one of two programs.
-    let print = "nft list table ip kube-proxy; nft list table ip6 kube-proxy";
-    let moved = rules(near, print, Mode::Nftables)?;
-    let [v4, _] = moved.split_once("table ip6 ").context("no IPv6")?.into();
-    fs::write(&file, v4)?;
-    eventually(|| {
-        run(&agent, "status")?
-            .says(&[
-                "rules for IPv6, and they are gone",
-                "last rules that it read",
-            ])
-            .map(drop)
-    })?;
-    reaches(client, TO, "connect --count 3", &["far"])?;
-    fs::write(&file, moved)?;
-    eventually(|| reaches(client, TO, "connect --count 3", &["near"]).map(drop))?;
-    // The service with such a line is left out, and no other.
     fs::write(&file, odd)?;
-    eventually(|| {
-        run(&agent, "status")?
-            .says(&["service default/web is left out", "--timestart"])
-            .map(drop)
-    })?;
-    let named = run(&agent, "services -o json")?.exits(0)?.json()?;
-    let named = named.as_array().context("no list")?.iter();
-    let named: Vec<&str> = named
-        .filter_map(|service| service["name"].as_str())
-        .collect();
-    ensure!(named == ["other"], "{named:?}");
-    drop(servers);
+    let outcome = import(node, &program, &["--file", &path])?.exits(2)?;
+    ensure!(
+        outcome.stdout.contains("name: other") && !outcome.stdout.contains("name: web"),
+        "{}",
+        outcome.stdout
+    );
+    outcome.says(&[
+        &format!("rules:{line}: "),
+        "service default/web is left out",
+        "--timestart",
+    ])?;
     Ok(())
 }
 
@@ -375,10 +372,8 @@ fn a_node_is_moved_by_hand_and_given_back() -> Result<()> {
     let by_rules = client.hold(TO)?;
     reaches(client, TO, "connect --count 16", &["far", "near"])?;
 
-    let mut agent = lab
-        .agent("node2")
-        .args(["--from-iptables", &rules])
-        .start()?;
+    let imported = Imported::of(node, &lab.programs().dataplane()?, &["--file", &rules])?;
+    let mut agent = lab.agent("node2").args(imported.options()?).start()?;
     let compare = |more: &[&str]| run_args(&agent, [&["iptables", "compare"], more].concat());
     compare(&[])?.exits(0)?.says(&["none differs"])?;
     let differs = compare(&["--file", &other])?.exits(2)?;

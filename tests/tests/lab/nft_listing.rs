@@ -2,7 +2,6 @@
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Host, Lab};
-use imbl::OrdMap;
 use kernel::netfilter;
 use source::iptables::{Imported, Text, import};
 
@@ -86,7 +85,7 @@ fn same(host: &Host, family: &str, table: &str) -> Result<()> {
 
 fn imported(text: String) -> Result<Imported> {
     let origin = "rules".to_owned();
-    Ok(import(&[Text { origin, text }], &OrdMap::new())?)
+    Ok(import(&[Text { origin, text }])?)
 }
 
 fn kube_proxys_rules_are_read_as_nft_lists_them() -> Result<()> {

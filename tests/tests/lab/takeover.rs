@@ -14,10 +14,6 @@ use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_common::Reason;
 use dataplane_peers::{Cluster as Peers, LocalDetector, Mode};
 use dataplane_tests::{Agent, Host, Lab, Process, report::LoadReport};
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
 use tempfile::TempDir;
 
 use crate::{
@@ -84,11 +80,6 @@ struct Node {
 
 impl Node {
     fn start(mode: Mode) -> Result<Self> {
-        Self::with(mode, &[])
-    }
-
-    /// With further options of the agent.
-    fn with(mode: Mode, options: &[&str]) -> Result<Self> {
         let lab = Cluster::lab()?;
         let [far, near] = ["far", "near"].map(|name| lab.pod(name));
         let servers = [far, near].map(serve).into_iter().collect::<Result<_>>()?;
@@ -116,19 +107,11 @@ impl Node {
         let addresses: Vec<String> = node.addresses().map(|addr| addr.to_string()).into();
         let directory = tempfile::tempdir()?;
         let agent = lab.agent("node2").in_the_nodes_cgroup();
-        // One mode's agent reads the rules, the others' read manifests.
-        let agent = if mode == Mode::Nftables {
-            agent.args(["--from-iptables"])
-        } else {
-            let networks = ["--pod-cidr", "10.244.0.0/16"];
-            let addresses = ["--nodeport-addresses", &addresses.join(",")];
-            agent
-                .manifests(manifests.path())
-                .args(networks)
-                .args(addresses)
-        };
-        let path = directory.path().to_str().context("a path in UTF-8")?;
-        let agent = agent.args(["--takeover-dir", path]).args(options).start()?;
+        let agent = agent
+            .manifests(manifests.path())
+            .args(["--pod-cidr", "10.244.0.0/16"])
+            .args(["--nodeport-addresses", &addresses.join(",")])
+            .start()?;
         Ok(Self {
             agent,
             lab,
@@ -330,8 +313,6 @@ fn there_and_back(mode: Mode) -> Result<()> {
         ensure!(translated >= 16, "{translated} of 16 connections");
         let again = node.takeover(&["-o", "json"], &[])?.exits(0)?.json()?;
         ensure!(again["outcome"] == "taken-over", "{again:#}");
-        // Missing rules are no fault to an agent that reads them: it reads the file.
-        kill(Pid::from_raw(node.agent.id().try_into()?), Signal::SIGHUP)?;
         crate::outcome::run(&node.agent, "status")?.exits(0)?;
         let [saved] = &node.files("rules-")?[..] else {
             bail!("not one file with rules");
@@ -579,21 +560,22 @@ fn a_takeover_that_is_killed_leaves_a_node_that_works() -> Result<()> {
     Ok(())
 }
 
-/// `run --takeover`, with the rules as the source: an agent that starts later reads those that were saved.
+/// `takeover --wait`, as a unit or a container starts it with the agent.
 fn an_agent_takes_over_when_it_serves() -> Result<()> {
-    let mut node = Node::with(Mode::Nftables, &["--takeover"])?;
-    eventually(|| {
-        ensure!(!node.has_rules()?, "{}", node.agent.log());
-        Ok(())
-    })?;
-    eventually(|| {
-        let log = node.agent.log();
-        ensure!(
-            log.contains("take-over: connect") && log.contains("without the rules"),
-            "{log}"
-        );
-        Ok(())
-    })?;
+    let mut node = Node::start(Mode::Nftables)?;
+    node.agent.stop()?;
+    let directory = node.directory.path().to_str().context("a path in UTF-8")?;
+    let wait = ["takeover", "--takeover-dir", directory, "--wait"];
+    let waiting = node.agent.dataplane(wait).stdout_piped().spawn()?;
+    thread::sleep(Duration::from_secs(1));
+    ensure!(node.has_rules()?, "the rules are gone, and no agent serves");
+    node.agent.start()?;
+    let said = waiting.wait()?;
+    ensure!(
+        said.contains("connect") && said.contains("without the rules"),
+        "{said}"
+    );
+    ensure!(!node.has_rules()?, "{}", node.rules()?);
     node.agent.stop()?;
     node.is_served()?;
     node.agent.start()?;

@@ -88,16 +88,6 @@ fn source(source: &Source, inherited: bool, add: &mut impl FnMut(Severity, Strin
                 add(Severity::Error, text);
             }
         }
-        SourceKind::Rules => {
-            if let Some(failure) = &source.error {
-                let text = &failure.text;
-                let text = format!(
-                    "kube-proxy's rules cannot be read; the agent still serves the services of the last rules that it \
-                     read:\n{text}"
-                );
-                add(Severity::Error, text);
-            }
-        }
         SourceKind::Kubernetes => {
             if let Some((severity, text)) = kubernetes(source, inherited, crate::now()) {
                 add(severity, text);

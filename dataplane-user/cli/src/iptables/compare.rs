@@ -19,10 +19,10 @@ use model::Snapshot;
 use plan::{Answer, Contents, Empty, Planner};
 use serde::Serialize;
 
+use super::rules;
 use crate::{
     PathArgs, exit,
     output::{self, BAD, GOOD, Table, WARN},
-    source,
 };
 
 /// As many endpoints of an address are shown.
@@ -86,7 +86,7 @@ struct Difference {
 
 impl CompareArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let snapshot = source::of_rules(self.file.clone())?;
+        let snapshot = rules::snapshot(self.file.as_deref())?;
         let found = compare(&snapshot, &self.paths.bpffs())?;
         self.output.print(&found, text)?;
         Ok(if found.is_same() {

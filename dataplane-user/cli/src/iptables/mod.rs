@@ -4,8 +4,10 @@ mod apply;
 mod cleanup;
 pub(super) mod compare;
 mod detect;
+mod import;
 pub(super) mod import_mesh;
 mod report;
+pub(super) mod rules;
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -15,7 +17,7 @@ use settings::Settings;
 use super::netns::{self, Namespace};
 
 /// Show the rules of iptables, nftables and IPVS on a node and whose they are; compare kube-proxy's with the dataplane's
-/// tables; remove those of one owner; convert those of a sidecar; make a sidecar's rules those that are expected.
+/// tables; convert them to manifests; remove those of one owner; convert those of a sidecar; make a sidecar's rules those that are expected.
 #[derive(Debug, Args)]
 pub struct IptablesArgs {
     #[command(subcommand)]
@@ -28,6 +30,7 @@ enum IptablesCommand {
     Cleanup(cleanup::CleanupArgs),
     Compare(compare::CompareArgs),
     Detect(detect::DetectArgs),
+    Import(import::ImportArgs),
     ImportMesh(import_mesh::ImportMeshArgs),
     Report(report::ReportArgs),
 }
@@ -41,6 +44,7 @@ impl IptablesArgs {
             IptablesCommand::Apply(_)
             | IptablesCommand::Cleanup(_)
             | IptablesCommand::Detect(_)
+            | IptablesCommand::Import(_)
             | IptablesCommand::ImportMesh(_) => {}
         }
     }
@@ -51,6 +55,7 @@ impl IptablesArgs {
             IptablesCommand::Cleanup(args) => args.run(),
             IptablesCommand::Compare(args) => args.run(),
             IptablesCommand::Detect(args) => args.run(),
+            IptablesCommand::Import(args) => args.run(),
             IptablesCommand::ImportMesh(args) => args.run(),
             IptablesCommand::Report(args) => args.run(),
         }

@@ -15,7 +15,10 @@ use super::{
     place::Place,
     told::{Outcome, Tell},
 };
-use crate::{iptables::compare::compare, netns, source};
+use crate::{
+    iptables::{compare::compare, rules},
+    netns,
+};
 
 /// Brings the rules back, and removes the dataplane once no agent runs.
 pub fn revert(
@@ -206,8 +209,7 @@ fn detach(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
 
 /// Says what the rules of the file do not serve as the tables do: services changed since they were saved.
 fn changed_since(place: &Place, file: &Path, tell: &mut Tell<'_>) {
-    let found =
-        source::of_rules(Some(file.to_owned())).and_then(|rules| compare(&rules, &place.bpffs));
+    let found = rules::snapshot(Some(file)).and_then(|rules| compare(&rules, &place.bpffs));
     match found {
         Ok(found) if found.is_same() => {
             tell.step(

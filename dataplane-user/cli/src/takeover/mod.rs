@@ -22,7 +22,6 @@ use takeover::{
     journal::{DIRECTORY, OF_NETNS},
     owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, OSM, Owner},
 };
-pub(super) use waits::when_it_serves;
 
 use self::{
     place::{OWNERS, Place},
@@ -74,6 +73,11 @@ pub struct TakeoverArgs {
     /// Print the steps and the rules that they would change, and change nothing
     #[arg(long)]
     dry_run: bool,
+
+    /// Wait until the agent serves, and try again for 20 s if something differs, for a unit or a container that starts with the
+    /// agent
+    #[arg(long, conflicts_with_all = ["dry_run", "revert"])]
+    wait: bool,
 
     /// Stay, and take over again, with all checks, when kube-proxy writes its rules; until the node is given back
     #[arg(long, conflicts_with_all = ["dry_run", "revert", "output"])]
@@ -156,6 +160,7 @@ impl TakeoverArgs {
         let mut out = output::stdout();
         let mut tell = Tell::new(self.output, &mut out);
         let mut outcome = match &self.revert {
+            None if self.wait => waits::take_over(&place, &mut tell),
             None => steps::take_over(&place, self.dry_run, &mut tell),
             Some(_) => back::revert(&place, self.file(), self.dry_run, &mut tell),
         };
@@ -169,8 +174,8 @@ impl TakeoverArgs {
     /// All of it is done inside the network namespace.
     fn of_pod(&self, name: &str, owners: &'static [&'static Owner]) -> anyhow::Result<Outcome> {
         ensure!(
-            !self.watch,
-            "--watch is for kube-proxy's rules: a mesh writes a pod's rules once"
+            !self.watch && !self.wait,
+            "--watch and --wait are for kube-proxy's rules: a mesh writes a pod's rules once"
         );
         let namespace = netns::of_option(self.netns.as_deref())?;
         // Each network namespace has a journal of its own, for each owner.

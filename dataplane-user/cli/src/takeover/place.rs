@@ -72,8 +72,8 @@ impl Place {
     /// No agent serves, or it is not healthy.
     pub fn serving(&self) -> anyhow::Result<Report> {
         let report: Report = self.agent.get("/status").context(
-            "an agent has to serve before rules can go: start `dataplane run` (for kube-proxy's rules, with --from-iptables if it has \
-             no access to the cluster)",
+            "an agent has to serve before rules can go: start `dataplane run` (if it has no access to the cluster, with the manifests \
+             that `dataplane iptables import` prints)",
         )?;
         let errors: Vec<&str> = (report.findings.iter())
             .filter(|finding| finding.severity == Severity::Error && finding.object.is_none())

@@ -23,9 +23,9 @@ use super::{
     place::Place,
     told::{Outcome, Tell},
 };
-use crate::{
-    iptables::compare::{Comparison, compare},
-    source,
+use crate::iptables::{
+    compare::{Comparison, compare},
+    rules,
 };
 
 /// Takes kube-proxy's rules over, or says what it would do.
@@ -321,7 +321,7 @@ enum Verdict {
 /// Compares the rules with the tables, and asks the services. The rules are those in the kernel, or in a file if some have gone.
 fn verify(place: &Place, file: Option<&Path>, tell: &mut Tell<'_>) -> anyhow::Result<Verdict> {
     let report = place.healthy()?;
-    let snapshot = source::of_rules(file.map(Path::to_owned))?;
+    let snapshot = rules::snapshot(file)?;
     let found: Comparison = compare(&snapshot, &place.bpffs)?;
     if !found.is_same() {
         tell.differs(&found);

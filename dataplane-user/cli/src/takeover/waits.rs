@@ -1,23 +1,14 @@
-//! `run --takeover`: the take-over that begins when this process's agent serves.
+//! `--wait`: the take-over that begins when an agent serves.
 
-use std::{
-    io::{self, Write},
-    thread,
-    time::Duration,
-};
+use std::{thread, time::Duration};
 
-use admin::{client::Client, report::Report};
-use anstream::adapter::strip_str;
-use settings::Settings;
-use takeover::journal::DIRECTORY;
-use tracing::{error, info, warn};
+use admin::report::Report;
 
 use super::{
-    place::{OWNERS, Place},
+    place::Place,
     steps,
     told::{Outcome, Tell},
 };
-use crate::output::Format;
 
 /// How often the agent is asked whether it serves.
 const LOOK: Duration = Duration::from_millis(200);
@@ -26,76 +17,23 @@ const TRIES: u32 = 5;
 /// How long it is waited before the next try.
 const PAUSE: Duration = Duration::from_secs(5);
 
-/// Starts a thread that takes the node over as soon as the agent calls itself healthy.
-///
-/// # Errors
-/// No thread can be started.
-pub fn when_it_serves(settings: Settings, agent: Client) -> io::Result<()> {
-    let take_over = move || {
-        let of_rules = settings.source.iptables.as_ref();
-        let directory = of_rules.and_then(|of| of.takeover_dir.clone());
-        let place = Place {
-            directory: directory.unwrap_or_else(|| DIRECTORY.into()),
-            bpffs: settings.kernel.bpffs(),
-            cgroup: kernel::Paths::find_or_guess(
-                settings.kernel.bpffs(),
-                settings.kernel.cgroup.clone(),
-            )
-            .cgroup,
-            agent,
-            owners: OWNERS,
-        };
-        let is_ready = || {
-            place
-                .agent
-                .get::<Report>("/status")
-                .is_ok_and(|report| report.healthy)
-        };
-        while !is_ready() {
-            thread::sleep(LOOK);
-        }
-        for nth in 1..=TRIES {
-            let mut out = Lines::default();
-            match steps::take_over(&place, false, &mut Tell::new(Format::Text, &mut out)) {
-                Ok(Outcome::Differs) if nth < TRIES => {
-                    warn!("take-over: something differs; trying again in {PAUSE:?}");
-                    thread::sleep(PAUSE);
-                }
-                Ok(Outcome::Differs) => {
-                    return error!(
-                        "take-over: something differs: the agent serves beside kube-proxy's rules; see `dataplane takeover --dry-run`"
-                    );
-                }
-                Ok(_) => return,
-                Err(why) => return error!("take-over: {why:#}; the agent goes on serving"),
-            }
-        }
+/// Takes the node over as soon as the agent calls itself healthy.
+pub fn take_over(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<Outcome> {
+    let is_ready = || {
+        let report = place.agent.get::<Report>("/status");
+        report.is_ok_and(|report| report.healthy)
     };
-    thread::Builder::new()
-        .name("takeover".to_owned())
-        .spawn(take_over)?;
-    Ok(())
-}
-
-/// Logs each line.
-#[derive(Default)]
-struct Lines(Vec<u8>);
-
-impl Write for Lines {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        for byte in bytes {
-            if *byte == b'\n' {
-                let line = String::from_utf8_lossy(&self.0);
-                info!("take-over: {}", strip_str(&line));
-                self.0.clear();
-            } else {
-                self.0.push(*byte);
-            }
+    while !is_ready() {
+        thread::sleep(LOOK);
+    }
+    for _ in 1..TRIES {
+        let outcome = steps::take_over(place, false, tell)?;
+        if outcome != Outcome::Differs {
+            return Ok(outcome);
         }
-        Ok(bytes.len())
+        let text = format!("something differs: trying again in {PAUSE:?}");
+        tell.step("wait", text);
+        thread::sleep(PAUSE);
     }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
+    steps::take_over(place, false, tell)
 }

@@ -45,13 +45,13 @@ struct Opener {
 
 /// Starts the opener and gives up the capabilities that only the opener needs, and those that neither process needs. To
 /// be called before there are other threads. Without the capabilities for an opener there is none: the agent names a
-/// missing capability when it needs it. `reads_rules`: the agent runs programs that print netfilter's rules.
+/// missing capability when it needs it.
 ///
 /// # Errors
 /// If the opener cannot be started, or the kernel does not take the capabilities back.
-pub fn separate(reads_rules: bool) -> io::Result<()> {
+pub fn separate() -> io::Result<()> {
     let permitted = privileges::permitted()?;
-    let kept = privileges::of_the_agent(permitted, reads_rules);
+    let kept = privileges::of_the_agent(permitted);
     if !privileges::are_enough_for_two(permitted) {
         if privileges::include_sys_admin(permitted) {
             warn!(

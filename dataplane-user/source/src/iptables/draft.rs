@@ -206,11 +206,6 @@ impl Draft {
         self.unhooked.push((v4, error));
     }
 
-    /// Of which families there are rules: IPv4, IPv6.
-    pub fn families(&self) -> [bool; 2] {
-        self.origins.each_ref().map(Option::is_some)
-    }
-
     /// Whether no rule is about a service.
     pub fn is_empty(&self) -> bool {
         self.services.is_empty()
@@ -267,11 +262,7 @@ impl Draft {
     }
 
     /// The services, and what is said of the node.
-    pub fn finish(
-        self,
-        previous: &OrdMap<ServiceName, Arc<Service>>,
-        leftovers: &mut Leftovers,
-    ) -> (OrdMap<ServiceName, Arc<Service>>, Facts) {
+    pub fn finish(self, leftovers: &mut Leftovers) -> (OrdMap<ServiceName, Arc<Service>>, Facts) {
         let mut services = OrdMap::new();
         for (name, draft) in self.services {
             if draft.left_out {
@@ -282,10 +273,7 @@ impl Draft {
                 leftovers.add(At::Nowhere, "", why);
                 continue;
             }
-            let service = draft.finish(name.clone());
-            let known = previous.get(&name).filter(|known| ***known == service);
-            let service = known.map_or_else(|| Arc::new(service), Arc::clone);
-            services.insert(name, service);
+            services.insert(name.clone(), Arc::new(draft.finish(name)));
         }
         (services, self.facts)
     }

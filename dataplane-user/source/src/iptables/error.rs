@@ -1,15 +1,12 @@
 //! Why rules have no services to serve.
 
-use std::{fmt, path::PathBuf};
+use std::fmt;
 
 use super::{
     Text,
     facts::family,
-    leftover::{At, Leftover, locate},
+    leftover::{At, locate},
 };
-
-/// As many lines are listed in an error.
-const LISTED: usize = 20;
 
 /// Why a text has no services to serve.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -143,50 +140,4 @@ impl Error {
         );
         Self::at(text, at, what)
     }
-}
-
-/// Why there are no rules to serve.
-#[derive(Debug, thiserror::Error)]
-pub enum ReadError {
-    /// The file cannot be read.
-    #[error("{path}: {why}", path = path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        why: String,
-    },
-    /// The kernel's rules cannot be had.
-    #[error("cannot read kube-proxy's rules in the kernel: {0}")]
-    Live(String),
-    /// The text has no rules to serve.
-    #[error(transparent)]
-    Import(#[from] Error),
-    /// A family that had rules has none.
-    #[error(
-        "{place}: kube-proxy had rules for {family}, and they are gone; restart the agent if this is intended"
-    )]
-    Gone {
-        /// A file, or the kernel.
-        place: String,
-        /// The family.
-        family: &'static str,
-    },
-    /// Lines are not understood.
-    #[error("{}", strict_text(.0, *.1))]
-    Strict(Vec<Leftover>, usize),
-}
-
-fn strict_text(leftovers: &[Leftover], more: usize) -> String {
-    let mut lines: Vec<String> = leftovers
-        .iter()
-        .take(LISTED)
-        .map(Leftover::to_string)
-        .collect();
-    let more = more + leftovers.len().saturating_sub(LISTED);
-    if more > 0 {
-        lines.push(format!("and {more} more"));
-    }
-    lines.push("without --strict, the services that these lines concern are left out".to_owned());
-    lines.join("\n")
 }

@@ -3,7 +3,6 @@
 
 use std::{collections::HashSet, fmt::Write as _, net::IpAddr, time::Duration};
 
-use imbl::OrdMap;
 use iptables::chance::{self, Change, shortest};
 use proptest::prelude::*;
 
@@ -39,7 +38,7 @@ fn take(text: &str) {
         text: text.into(),
     }];
     let lines = text.split('\n').count();
-    match import(&given, &OrdMap::new()) {
+    match import(&given) {
         Err(super::Error::Line { line, .. }) => {
             assert!((1..=lines).contains(&line), "{line} of {lines}: {text}");
         }
@@ -70,10 +69,8 @@ fn take(text: &str) {
                     }
                 }
             }
-            let again = import(&given, &imported.services).unwrap();
-            assert!(
-                again.services.ptr_eq(&imported.services) || again.services == imported.services
-            );
+            let again = import(&given).unwrap();
+            assert_eq!(again.services, imported.services);
         }
     }
 }
@@ -277,7 +274,7 @@ fn importing_takes_time_by_the_length() {
                 origin: "rules".into(),
                 text: make(count),
             }];
-            shortest(|| import(&given, &OrdMap::new()).unwrap().services.len())
+            shortest(|| import(&given).unwrap().services.len())
         };
         let (less, more) = (time(few), time(10 * few));
         eprintln!("{what}: {less:?} for {few}, {more:?} for ten times as many");

@@ -1,4 +1,4 @@
-//! kube-proxy's rules as a source: the text of `iptables-save`, or what `nft list ruleset` prints as text or as JSON, becomes
+//! kube-proxy's rules: the text of `iptables-save`, or what `nft list ruleset` prints as text or as JSON, becomes
 //! the services that kube-proxy wrote the rules for.
 //!
 //! [`import`] is pure. It takes for a service only what has the form that kube-proxy writes, and lists every other line of
@@ -9,7 +9,6 @@ mod draft;
 mod endpoints;
 mod error;
 mod facts;
-mod feed;
 mod form;
 #[cfg(test)]
 mod fuzz;
@@ -19,17 +18,16 @@ mod saved;
 mod shares;
 #[cfg(test)]
 mod tests;
-mod texts;
+mod written;
 
 use std::sync::Arc;
 
-pub use error::{Error, ReadError};
+pub use error::Error;
 pub use facts::{Facts, Masquerade, all_of};
-pub use feed::{First, Rules, Settings, read};
 use imbl::OrdMap;
 pub use leftover::Leftover;
 use model::{Service, ServiceName};
-pub use texts::Live;
+pub use written::write;
 
 use self::{draft::Draft, form::Form, leftover::Leftovers};
 
@@ -53,21 +51,16 @@ pub struct Imported {
     pub leftovers: Vec<Leftover>,
     /// How many more there are.
     pub more: usize,
-    /// Which families have rules: IPv4, IPv6.
-    pub families: [bool; 2],
     /// Chains of services and endpoints to which no packet comes. Their rules serve nothing.
     pub stale: usize,
 }
 
-/// Reads the services out of rules. Shares with `previous` the services that did not change.
+/// Reads the services out of rules.
 ///
 /// # Errors
 ///
 /// A text is not of one of the three forms, or no text has rules of kube-proxy, or none of the rules is about a service.
-pub fn import(
-    texts: &[Text],
-    previous: &OrdMap<ServiceName, Arc<Service>>,
-) -> Result<Imported, Error> {
+pub fn import(texts: &[Text]) -> Result<Imported, Error> {
     let mut draft = Draft::default();
     let mut leftovers = Leftovers::default();
     let mut found = false;
@@ -94,15 +87,14 @@ pub fn import(
         return Err(Error::NoServices(origins.join(", ")));
     }
     draft.check_hooks(&mut leftovers)?;
-    let (families, stale) = (draft.families(), draft.stale);
-    let (services, facts) = draft.finish(previous, &mut leftovers);
+    let stale = draft.stale;
+    let (services, facts) = draft.finish(&mut leftovers);
     let (leftovers, more) = leftovers.finish();
     Ok(Imported {
         services,
         facts,
         leftovers,
         more,
-        families,
         stale,
     })
 }

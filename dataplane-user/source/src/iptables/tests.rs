@@ -2,7 +2,6 @@
 
 use std::{sync::Arc, time::Duration};
 
-use imbl::OrdMap;
 use model::{Service, ServiceName, ServiceType, TrafficPolicy};
 
 use super::{Error, Facts, Imported, Masquerade, Text, import};
@@ -16,7 +15,7 @@ fn read(text: &str) -> Result<Imported, Error> {
         origin: "rules".into(),
         text: text.into(),
     };
-    import(&[text], &OrdMap::new())
+    import(&[text])
 }
 
 fn good(text: &str) -> Imported {
@@ -203,30 +202,6 @@ fn json_says_the_same_as_text() {
     let (json, listed) = (good(JSON), good(LISTED));
     assert_eq!(json.services, listed.services);
     assert_eq!(json.facts, listed.facts);
-}
-
-#[test]
-fn what_did_not_change_is_shared() {
-    let first = good(SAVED);
-    let text = Text {
-        origin: "rules".into(),
-        text: SAVED
-            .replace("10.244.0.102:8053", "10.244.0.109:8053")
-            .replace(
-                "-A KUBE-SEP-ZHHO6FA62Q577MW7 -s 10.244.0.102/32",
-                "-A KUBE-SEP-ZHHO6FA62Q577MW7 -s 10.244.0.109/32",
-            ),
-    };
-    let second = import(&[text], &first.services).unwrap();
-    assert_eq!(second.leftovers, []);
-    let shared = |name: &&ServiceName| Arc::ptr_eq(&first.services[*name], &second.services[*name]);
-    let others: Vec<&str> = first
-        .services
-        .keys()
-        .filter(|name| !shared(name))
-        .map(ServiceName::name)
-        .collect();
-    assert_eq!(others, ["udp"]);
 }
 
 /// Each change of a line is one that kube-proxy does not write, or that makes another service of it: the line is named,
@@ -584,7 +559,7 @@ fn a_text_that_is_none_is_an_error_with_its_line() {
         origin: "rules".into(),
         text: text.into(),
     });
-    let twice = import(&both, &OrdMap::new());
+    let twice = import(&both);
     assert!(
         matches!(twice, Err(Error::Twice { family: "IPv4", .. })),
         "{twice:?}"
@@ -898,7 +873,7 @@ fn rules_that_no_packet_comes_to_are_an_error() {
         origin: "rules".into(),
         text: text.into(),
     });
-    let imported = import(&both, &OrdMap::new()).unwrap();
+    let imported = import(&both).unwrap();
     assert_eq!(imported.services, good(LISTED).services);
     assert_eq!(imported.leftovers.len(), 1, "{:?}", imported.leftovers);
 }
@@ -914,11 +889,6 @@ fn rules_without_a_service_are_an_error() {
         let found = read(text);
         assert!(matches!(found, Err(Error::NoServices(_))), "{found:?}");
     }
-    assert_eq!(good(LISTED).families, [true, true]);
-    assert_eq!(good(SAVED).families, [true, false]);
-    // A family whose rules were flushed counts as gone.
-    let v6 = saved.replace("by iptables-save", "by ip6tables-save");
-    assert_eq!(good(&format!("{SAVED}{v6}")).families, [true, false]);
 }
 
 #[test]
@@ -930,4 +900,56 @@ fn a_family_that_is_there_twice_in_one_file_is_named_once() {
         "{error}"
     );
     assert!(error.contains("twice"), "{error}");
+}
+
+/// What is written for manifests is read as what was imported.
+#[test]
+fn manifests_say_what_the_rules_say() {
+    let node = model::Node {
+        name: "node1".into(),
+        ..model::Node::default()
+    };
+    for text in [
+        SAVED,
+        LISTED,
+        JSON,
+        include_str!("../../../../tests/data/kube-proxy-1.37/iptables-save.txt"),
+        include_str!("../../../../tests/data/kube-proxy-1.37/nft-ruleset.txt"),
+    ] {
+        let imported = good(text);
+        let mut file = tempfile::NamedTempFile::with_suffix(".yaml").unwrap();
+        let left_out = super::write(&imported, &node.name, &mut file).unwrap();
+        assert_eq!(left_out, [""; 0]);
+        let loaded = crate::manifests::load(&[file.path().into()], &node).unwrap();
+        assert_eq!(
+            loaded.snapshot.problems.len(),
+            0,
+            "{:?}",
+            loaded.snapshot.problems
+        );
+        let lines = |services: &imbl::OrdMap<ServiceName, Arc<Service>>| -> Vec<String> {
+            services.values().map(|service| line(service)).collect()
+        };
+        assert_eq!(lines(&loaded.snapshot.services), lines(&imported.services));
+    }
+}
+
+/// An EndpointSlice has no weights.
+#[test]
+fn services_with_weights_are_not_written() {
+    let text = SAVED.replacen(
+        "--probability 0.50000000000",
+        "--probability 0.75000000000",
+        1,
+    );
+    let imported = good(&text);
+    let mut out = Vec::new();
+    let left_out = super::write(&imported, "node1", &mut out).unwrap();
+    assert!(
+        left_out.len() == 1 && left_out[0].contains("unequal"),
+        "{left_out:?}"
+    );
+    let written = String::from_utf8(out).unwrap();
+    let written = written.matches("\nkind: Service\n").count();
+    assert_eq!(written, imported.services.len() - 1);
 }

@@ -1,54 +1,128 @@
-//! kube-proxy's rules as the source: gets the rules in the kernel, and takes settings of the node from them where the
-//! operator has none.
+//! kube-proxy's rules, in a file or in the kernel, and what they serve.
 
 use std::{
+    fs,
+    hash::{DefaultHasher, Hasher as _},
     path::Path,
-    sync::{Mutex, PoisonError},
 };
 
+use anyhow::Context as _;
 use kernel::netfilter::{self, Kind, Table};
-use settings::{Node, Packets, Range, Settings};
+use model::{Gravity, Problem, Snapshot};
+use settings::{Node, Packets, Range};
 use source::{
-    OpenError,
-    iptables::{self, Facts, First, Masquerade, Text},
+    View,
+    iptables::{self, Facts, Imported, Leftover, Masquerade, Text},
 };
 use takeover::{
-    binaries::{self, Binaries},
+    binaries,
     collect::{self, Printed},
-    journal::{self, Journal},
     ruleset::Form,
 };
-use tracing::info;
 
-/// The programs that print rules, as found on `PATH`: each was asked for its version.
-static PROGRAMS: Mutex<Option<Binaries>> = Mutex::new(None);
+/// How often the kernel's rules are read at most until two readings are the same.
+const READS: usize = 5;
 
-/// Returns kube-proxy's rules in the kernel, of this thread's network namespace; or, by the journal in `takeover`, the
-/// rules that a take-over saved, because it removed those in the kernel.
-///
-/// # Errors
-///
-/// The kernel or a program does not print them, or a program is missing; or the saved rules cannot be read.
-pub fn live(takeover: Option<&Path>) -> Result<Vec<Text>, String> {
-    if let Some(directory) = takeover {
-        let journal = Journal::read(directory).map_err(|error| error.to_string())?;
-        if let Some(journal) = journal.filter(Journal::has_the_rules) {
-            let saved = journal.saved().map_err(|error| error.to_string())?;
-            return Ok(texts(saved.into_printed()));
+/// Reads the services out of kube-proxy's rules: those in a file, or those in the kernel, of the network namespace that this
+/// thread is in.
+pub fn read(file: Option<&Path>) -> anyhow::Result<Imported> {
+    let texts = match file {
+        Some(path) => {
+            let origin = path.display().to_string();
+            let text = fs::read_to_string(path).with_context(|| origin.clone())?;
+            vec![Text { origin, text }]
         }
-    }
-    let tables = netfilter::tables().map_err(|error| error.to_string())?;
-    let tables: Vec<Table> = tables.into_iter().filter(is_kube_proxys).collect();
-    let mut programs = PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(found) = &*programs {
-        let texts = print(found, &tables);
-        // On failure another program may be there now.
-        if texts.is_ok() {
-            return texts;
+        None => steady(in_the_kernel).context("cannot read kube-proxy's rules in the kernel")?,
+    };
+    Ok(iptables::import(&texts)?)
+}
+
+/// What an agent of this node would serve by kube-proxy's rules.
+pub fn snapshot(file: Option<&Path>) -> anyhow::Result<Snapshot> {
+    let imported = read(file)?;
+    let mut own = Node::default();
+    node(&mut own, &imported.facts);
+    let view = View {
+        services: imported.services,
+        problems: problems(&imported.leftovers, imported.more).into(),
+        ..View::default()
+    };
+    Ok(agent::snapshot_of(view, &own)?)
+}
+
+/// Lines that the import did not understand, as problems.
+pub fn problems(leftovers: &[Leftover], more: usize) -> Vec<Problem> {
+    let problem = |place: String, text: String| Problem {
+        gravity: Gravity::Warning,
+        place,
+        text,
+    };
+    let listed = leftovers
+        .iter()
+        .map(|leftover| problem(leftover.place(), leftover.what()));
+    let more = (more > 0).then(|| {
+        let place = "kube-proxy's rules".to_owned();
+        problem(
+            place,
+            format!("and {more} more lines that are not understood"),
+        )
+    });
+    listed.chain(more).collect()
+}
+
+/// Reads the kernel's rules until two readings are the same. `iptables-save` reads one table after the other, and kube-proxy
+/// may write in between: a service that loses its last endpoint is then in neither table. A table of nf_tables is read at once.
+fn steady(read: impl Fn() -> anyhow::Result<Vec<Text>>) -> anyhow::Result<Vec<Text>> {
+    let of_saved = |texts: &[Text]| -> Option<u64> {
+        let saved = (texts.iter()).filter(|text| Form::of(&text.text) == Form::Saved);
+        let mut hasher = DefaultHasher::new();
+        let mut found = false;
+        for text in saved {
+            found = true;
+            for line in text.text.lines().filter_map(without_counters) {
+                hasher.write(line.as_bytes());
+                hasher.write_u8(b'\n');
+            }
         }
+        found.then(|| hasher.finish())
+    };
+    let mut texts = read()?;
+    let mut last = of_saved(&texts);
+    for _ in 1..READS {
+        if last.is_none() {
+            return Ok(texts);
+        }
+        texts = read()?;
+        let next = of_saved(&texts);
+        if next == last {
+            return Ok(texts);
+        }
+        last = next;
     }
-    let found = binaries::find(None).map_err(|error| error.to_string())?;
-    print(programs.insert(found), &tables)
+    anyhow::bail!("kube-proxy changed them during each of {READS} readings")
+}
+
+/// What a line says of rules, without counters and times.
+fn without_counters(line: &str) -> Option<&str> {
+    let line = line.trim_ascii();
+    match line.as_bytes().first()? {
+        b'#' => None,
+        // `:OUTPUT ACCEPT [7:420]`
+        b':' => Some(line.split_once(" [").map_or(line, |(chain, _)| chain)),
+        _ => Some(line),
+    }
+}
+
+/// Prints kube-proxy's rules in the kernel, of the network namespace that this thread is in.
+fn in_the_kernel() -> anyhow::Result<Vec<Text>> {
+    let tables = netfilter::tables()?.into_iter();
+    let tables: Vec<Table> = tables.filter(is_kube_proxys).collect();
+    let found = binaries::find(None)?;
+    let collected = collect::collect(None, &found, &tables, collect::Native::Read)?;
+    if !collected.missing.is_empty() {
+        anyhow::bail!(collected.missing.join("\n"));
+    }
+    Ok(texts(collected.texts))
 }
 
 /// Whether a table has rules of kube-proxy's for services. kube-proxy makes chain `KUBE-SERVICES` in each table of
@@ -62,15 +136,6 @@ fn is_kube_proxys(table: &Table) -> bool {
         }
         Kind::Native => table.name == "kube-proxy" && matches!(table.family, "ip" | "ip6"),
     }
-}
-
-fn print(found: &Binaries, tables: &[Table]) -> Result<Vec<Text>, String> {
-    let collected = collect::collect(None, found, tables, collect::Native::Read);
-    let collected = collected.map_err(|error| error.to_string())?;
-    if !collected.missing.is_empty() {
-        return Err(collected.missing.join("\n"));
-    }
-    Ok(texts(collected.texts))
 }
 
 /// Joins the tables that one program printed one by one into one text, because kube-proxy's rules of a family are in two tables.
@@ -90,63 +155,8 @@ fn texts(printed: Vec<Printed>) -> Vec<Text> {
     texts
 }
 
-/// Returns the settings, with those from kube-proxy's rules where the operator has none, if the rules are the source;
-/// and the rules that were read for it.
-///
-/// # Errors
-///
-/// The rules cannot be read.
-pub fn with_rules(settings: &Settings) -> Result<(Settings, Option<First>), OpenError> {
-    let mut settings = settings.clone();
-    let first = first(&settings.source)?;
-    if let Some(First { imported, .. }) = &first {
-        node(&mut settings.node, &imported.facts);
-        packets(&mut settings.packets, &imported.facts);
-    }
-    Ok((settings, first))
-}
-
-/// As [`with_rules`], for a command that needs the node only.
-///
-/// # Errors
-///
-/// The rules cannot be read.
-pub fn node_of_rules(
-    source: &settings::Source,
-    of: &Node,
-) -> Result<(Node, Option<First>), OpenError> {
-    let mut of = of.clone();
-    let first = first(source)?;
-    if let Some(First { imported, .. }) = &first {
-        node(&mut of, &imported.facts);
-    }
-    Ok((of, first))
-}
-
-/// Returns the rules to read, if they are the source.
-pub fn source(settings: &settings::Source) -> Option<iptables::Settings> {
-    let rules = settings.iptables.as_ref()?;
-    Some(iptables::Settings {
-        file: rules.file.clone(),
-        live,
-        takeover: (!rules.kernel_only).then(|| {
-            let directory = rules.takeover_dir.clone();
-            directory.unwrap_or_else(|| journal::DIRECTORY.into())
-        }),
-        strict: rules.strict,
-        first: None,
-    })
-}
-
-fn first(from: &settings::Source) -> Result<Option<First>, OpenError> {
-    let rules = source(from);
-    Ok(rules.as_ref().map(iptables::read).transpose()?)
-}
-
-fn node(node: &mut Node, facts: &Facts) {
-    if !node.node_port_addresses.is_empty() {
-        return;
-    }
+/// Takes over which addresses answer node ports.
+pub fn node(node: &mut Node, facts: &Facts) {
     // No range means the primary addresses. The agent answers node ports at loopback in any case.
     let loopback = ["127.0.0.0/8", "::1/128"].map(|net| Range(net.parse().expect("written here")));
     let said: Vec<Range> = facts.node_ports.iter().copied().map(Range).collect();
@@ -157,21 +167,8 @@ fn node(node: &mut Node, facts: &Facts) {
     };
 }
 
-/// Takes over from the rules which clients are masqueraded on the way to a cluster IP.
-fn packets(packets: &mut Packets, facts: &Facts) {
-    let is_said =
-        packets.masquerade_all || packets.pods_by_interface || !packets.pod_cidrs.is_empty();
-    for (family, masquerade) in ["IPv4", "IPv6"].into_iter().zip(&facts.masquerade) {
-        if let Some(masquerade) = masquerade {
-            let mark = facts.mark.unwrap_or_default();
-            info!(
-                "kube-proxy's rules masquerade {masquerade} of {family} on the way to a cluster IP, by mark {mark:#x}"
-            );
-        }
-    }
-    if is_said {
-        return;
-    }
+/// Takes over which clients are masqueraded on the way to a cluster IP.
+pub fn packets(packets: &mut Packets, facts: &Facts) {
     let known: Vec<&Masquerade> = facts.masquerade.iter().flatten().collect();
     for masquerade in &known {
         let prefix = match masquerade {
@@ -181,9 +178,7 @@ fn packets(packets: &mut Packets, facts: &Facts) {
         };
         packets.pods_by_interface = true;
         let pattern = prefix.and_then(|prefix| format!("{prefix}*").parse().ok());
-        if packets.pod_interfaces.is_empty() {
-            packets.pod_interfaces.extend(pattern);
-        }
+        packets.pod_interfaces.extend(pattern);
         return;
     }
     let all = |of: Masquerade| known.iter().all(|masquerade| **masquerade == of);
@@ -206,10 +201,13 @@ fn packets(packets: &mut Packets, facts: &Facts) {
 
 #[cfg(test)]
 mod tests {
-    use imbl::OrdMap;
+    use std::cell::RefCell;
+
     use kernel::netfilter::Listed;
 
     use super::*;
+
+    const SAVED: &str = include_str!("../../../../tests/data/kube-proxy-1.36/iptables-save.txt");
 
     fn of(v4: Option<Masquerade>, v6: Option<Masquerade>) -> Packets {
         let mut found = Packets::default();
@@ -257,7 +255,6 @@ mod tests {
     /// If a program prints nothing for all tables at once, each table is printed alone.
     #[test]
     fn what_is_printed_table_by_table_is_one_text() {
-        const SAVED: &str = include_str!("../../../tests/data/kube-proxy-1.36/iptables-save.txt");
         let start = SAVED.find("*nat\n").unwrap();
         let print = |origin: &str, form, text: &str| Printed {
             origin: origin.into(),
@@ -280,7 +277,7 @@ mod tests {
             "nft list table",
         ];
         assert_eq!(origins, wanted);
-        let services = |texts: &[Text]| iptables::import(texts, &OrdMap::new()).unwrap().services;
+        let services = |texts: &[Text]| iptables::import(texts).unwrap().services;
         let whole = Text {
             origin: "rules".into(),
             text: SAVED.into(),
@@ -334,25 +331,34 @@ mod tests {
         }
     }
 
+    /// A service loses its last endpoint, and is in neither table while kube-proxy writes.
     #[test]
-    fn what_the_operator_says_counts() {
-        let mut said = Packets {
-            pod_cidrs: vec!["10.0.0.0/8".parse().unwrap()],
-            ..Packets::default()
+    fn rules_that_change_while_they_are_read_are_read_again() {
+        let line = SAVED
+            .lines()
+            .find(|line| line.contains("bench/noeps:p has no endpoints"));
+        let torn = SAVED.replacen(line.unwrap(), "", 1);
+        let later = SAVED
+            .replace("20:29:32", "21:00:00")
+            .replace("ACCEPT [0:0]", "ACCEPT [12:345]");
+        let get = |given: &[&str]| {
+            let given = RefCell::new(given.iter());
+            let read = || {
+                let text = given.borrow_mut().next().context("no more is read")?;
+                let (origin, text) = ("rules".into(), (*text).into());
+                Ok(vec![Text { origin, text }])
+            };
+            let found = steady(read).map(|texts| texts[0].text.clone());
+            let left = given.borrow().len();
+            (found.map_err(|error| error.to_string()), left)
         };
-        let before = said.clone();
-        let facts = Facts {
-            masquerade: [Some(Masquerade::All), None],
-            node_ports: ["10.0.0.1/32".parse().unwrap()].into(),
-            ..Facts::default()
-        };
-        packets(&mut said, &facts);
-        assert_eq!(said, before);
-        let mut own = Node::default();
-        node(&mut own, &facts);
-        assert_eq!(own.node_port_addresses, ["10.0.0.1".parse().unwrap()]);
-        own.node_port_addresses = vec!["192.0.2.0/24".parse().unwrap()];
-        node(&mut own, &facts);
-        assert_eq!(own.node_port_addresses, ["192.0.2.0/24".parse().unwrap()]);
+        assert_eq!(get(&[&torn, SAVED, SAVED]), (Ok(SAVED.into()), 0));
+        assert_eq!(get(&[SAVED, &later]), (Ok(later.clone()), 0));
+        let (never, left) = get(&[SAVED, &torn, SAVED, &torn, SAVED, &torn]);
+        assert!(never.unwrap_err().contains("during each of 5"));
+        assert_eq!(left, 1);
+        // A table of nf_tables is read at once.
+        let listed = "table ip kube-proxy {\n}\n";
+        assert_eq!(get(&[listed]), (Ok(listed.into()), 0));
     }
 }
