@@ -608,6 +608,15 @@ impl World {
         self.frontends.contains_key(&node_port) || self.frontends.contains_key(&exact)
     }
 
+    /// Whether a datagram comes from a service's address and port. Only of ports that are not a cluster IP's alone, the programs
+    /// know that at once.
+    pub(crate) fn comes_from_service(&self, headers: &Headers) -> bool {
+        let mut back = headers.clone();
+        (back.src, back.dst) = (headers.dst, headers.src);
+        back.ports.swap(0, 1);
+        self.frontend(&back).is_some() && self.is_claimed(headers.ports[0])
+    }
+
     /// Whether a service has this UDP port at an address that may be a host's.
     pub(crate) fn is_claimed(&self, port: Port) -> bool {
         self.frontends.iter().any(|(key, (_, kind))| {

@@ -24,13 +24,10 @@ fn denied(key: &FlowKey) -> Option<(Local, bool)> {
     if local.flags & denies != denies {
         return None;
     }
-    // Only the socket shows whether its user or group is excluded. Datagrams are judged at sockets only.
-    let is_seen = if local.is_by_packets() {
-        key.protocol == Protocol::TCP
-    } else {
-        local.flags & Enrolled::HAS_USERS == 0
-    };
-    if !is_seen {
+    // Datagrams of a workload that is captured by packets are judged at sockets only. Whether a rule excludes the user or
+    // group of a socket is not seen here, so such a rule exempts nothing: a packet that it would exempt is refused, because
+    // another user's packet looks the same.
+    if local.is_by_packets() && key.protocol != Protocol::TCP {
         return None;
     }
     let (to, port) = (key.dst, key.dst_port);

@@ -60,7 +60,7 @@ pub fn is_answer(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
 #[inline(never)]
 pub fn remember(s: &mut Scratch, now: Tick) {
     let key = &s.packet.key;
-    if key.protocol != Protocol::UDP || !is_claimed(key.src_port) || !is_served(key) {
+    if !is_of_service(key) {
         return;
     }
     if conntrack::request(key, &s.packet.segment, &mut s.flow, now) != NEW {
@@ -87,9 +87,12 @@ pub fn remember(s: &mut Scratch, now: Tick) {
     }
 }
 
-/// Whether the packet's source belongs to a service.
-#[inline(always)]
-fn is_served(key: &FlowKey) -> bool {
+/// Whether a datagram's source is a service's address and port.
+#[inline(never)]
+pub fn is_of_service(key: &FlowKey) -> bool {
+    if key.protocol != Protocol::UDP || !is_claimed(key.src_port) {
+        return false;
+    }
     let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
     let frontend: Frontend = begin::frontend(&back);
     !frontend.is_none()

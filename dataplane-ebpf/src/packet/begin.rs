@@ -11,7 +11,7 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, LEAVE_ALONE, chosen, client_port,
+    DROP, LEAVE_ALONE, asked, chosen, client_port,
     conntrack::{self, REQUEST},
     direct,
     error::Complaint,
@@ -261,13 +261,19 @@ pub fn is_refused(skb: Skb, s: &mut Scratch) -> bool {
     is_refused
 }
 
-/// Whether a pod's socket sends the packet to an endpoint that was chosen at the socket, from an address that is not
-/// the pod's: the process, the pod's routes or its NAT rules have chosen it. If so, the program refuses the packet. It
-/// checks the source first, because the CPU remembers valid sources.
+/// Whether a pod's packet, whose destination is not a service's, has a source that the pod does not have, and so harms others. If
+/// so, the program drops the packet. There are two such packets:
+///
+/// - A socket sends it to an endpoint that was chosen at the socket: the process, the pod's routes or its NAT rules have chosen
+///   the source.
+/// - It is a datagram from a service's address and port: its receiver would seem to have [asked](super::asked) for it, and the
+///   receiver's requests to the service would be left alone as answers.
+///
+/// The program checks the source first, because the CPU remembers valid sources.
 #[inline(never)]
 pub fn is_forged(skb: Skb, s: &mut Scratch) -> bool {
     let is_forged = !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS)
-        && chosen::is_destination(skb, &s.packet.key);
+        && (asked::is_of_service(&s.packet.key) || chosen::is_destination(skb, &s.packet.key));
     if is_forged {
         refuse(skb, s, 0, Reason::SourceForged);
     }

@@ -124,6 +124,19 @@ pub fn translate<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> bool 
     true
 }
 
+/// Whether the socket is connected to a VIP, and sends to the endpoint that was chosen for the VIP then. The kernel calls the
+/// hook for each `send()` of a connected IPv6 socket whose peer is an IPv4 address (`udpv6_sendmsg` in `net/ipv6/udp.c`).
+#[inline(always)]
+pub fn is_endpoint<F: Family>(call: &SockAddr<F>) -> bool {
+    let port = call.port();
+    if !call.is_connected() || !ports::has(&PEER_PORTS, port) {
+        return false;
+    }
+    let kept = find(&call.ctx);
+    // SAFETY: checked for null; the socket's place stays while the socket does.
+    !kept.is_null() && unsafe { (*kept).endpoint_port == port && (*kept).endpoint == call.addr() }
+}
+
 /// Frees the place of a socket that is closed for good. (A socket that was connected elsewhere while none of our
 /// programs was attached may keep its place.)
 #[inline(always)]

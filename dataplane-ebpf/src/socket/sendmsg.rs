@@ -4,7 +4,7 @@
 
 use dataplane_common::{Hook, Reason, decide, tables::Endpoint};
 
-use super::{Family, GO_ON, REFUSED, SockAddr, config, events, flows, siblings};
+use super::{Family, GO_ON, REFUSED, SockAddr, config, events, flows, peers, siblings};
 use crate::{
     capture::{datagrams, outbound},
     select::{self, Live, Request, Verdict, count},
@@ -17,6 +17,10 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     let Some(request) = call.request() else {
         return GO_ON;
     };
+    if peers::is_endpoint(call) {
+        count(Reason::NotService);
+        return GO_ON;
+    }
     let mut goes = GO_ON;
     if datagrams::are_judged(mesh) {
         goes = judge(call, &request, mesh);

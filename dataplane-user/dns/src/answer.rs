@@ -286,7 +286,7 @@ fn write_addresses(
 ) -> bool {
     let mut v4 = SmallVec::<[[u8; 4]; 8]>::new();
     let mut v6 = SmallVec::<[[u8; 16]; 4]>::new();
-    for addr in compose::addresses(meaning) {
+    for addr in compose::addresses(meaning, query.of_type) {
         match addr {
             std::net::IpAddr::V4(addr) if query.of_type == types::A => v4.push(addr.octets()),
             std::net::IpAddr::V6(addr) if query.of_type == types::AAAA => v6.push(addr.octets()),

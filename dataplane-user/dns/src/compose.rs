@@ -1,6 +1,10 @@
 //! Answers with records of several types, put together record by record.
 
-use std::{collections::HashSet, net::IpAddr};
+use std::{
+    collections::HashSet,
+    net::IpAddr,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
 use hickory_proto::{
     op::{Message, OpCode, Query, ResponseCode},
@@ -22,6 +26,12 @@ const NEGATIVE: u32 = 5;
 /// Of records that say nothing of a preference.
 const PRIORITY: u16 = 0;
 const WEIGHT: u16 = 100;
+
+/// The maximum number of addresses and ports of a service's endpoints that one answer is made of. No message has room for so
+/// many: an address takes 16 bytes of the 65 535, a record of type SRV more.
+const MOST: usize = 4096;
+/// The maximum number of bytes of the records of type SRV and their addresses: the rest of a message is the question's.
+const SRV_ROOM: usize = 64_000;
 
 /// The records of a name.
 #[derive(Clone, Debug, Default)]
@@ -86,8 +96,15 @@ pub fn records(zone: &Zone, owner: &LowerName, meaning: &Meaning, of_type: u16) 
         _ if of_type == types::SRV => {
             let mut targets = targets(zone, meaning);
             targets.sort_unstable_by(|a, b| (a.0.bytes(), a.1).cmp(&(b.0.bytes(), b.1)));
-            let mut last = None;
+            let (mut last, mut room) = (None, SRV_ROOM);
             for (target, number, addresses) in targets {
+                // The name is in the record and before each address; 10 bytes are type, class, TTL and length.
+                let length = target.bytes().len();
+                let takes = 18 + length + addresses.len() * (26 + length);
+                if takes > room {
+                    break;
+                }
+                room -= takes;
                 let name = target.to_name();
                 if last.as_ref() != Some(&(target.clone(), number)) {
                     let srv = SRV::new(PRIORITY, WEIGHT, number, name.clone());
@@ -106,7 +123,7 @@ pub fn records(zone: &Zone, owner: &LowerName, meaning: &Meaning, of_type: u16) 
         }
         meaning => {
             let fits = |addr: &IpAddr| wants(family(*addr));
-            let addresses = addresses(meaning).into_iter().filter(fits);
+            let addresses = addresses(meaning, of_type).into_iter().filter(fits);
             found
                 .answers
                 .extend(addresses.map(|addr| record(address(addr))));
@@ -115,17 +132,34 @@ pub fn records(zone: &Zone, owner: &LowerName, meaning: &Meaning, of_type: u16) 
     found
 }
 
-/// The addresses of a name.
-pub fn addresses(meaning: &Meaning) -> Vec<IpAddr> {
+/// The addresses of a name, for a question of this type: at most [`MOST`] of a service's endpoints, and others each time.
+pub fn addresses(meaning: &Meaning, of_type: u16) -> Vec<IpAddr> {
     match meaning {
         Meaning::Service(service) => service.named_ips().to_vec(),
-        Meaning::Headless(service) => once_each(service.records.published().iter()),
+        Meaning::Headless(service) => {
+            let all = service.records.published();
+            let (v4, v6) = all.split_at(all.partition_point(|of| of.addr.is_ipv4()));
+            let all = match of_type {
+                types::A => v4,
+                types::AAAA => v6,
+                _ => all,
+            };
+            let skipped = match all.len() {
+                0..=MOST => 0,
+                count => NEXT.fetch_add(MOST, Ordering::Relaxed) % count,
+            };
+            let (before, after) = all.split_at(skipped);
+            once_each(after.iter().chain(before).take(MOST))
+        }
         Meaning::Endpoints(_, endpoints) => once_each(endpoints.iter().copied()),
         Meaning::Pod(addr) => vec![*addr],
         Meaning::Host(_, host) => host.vips.to_vec(),
         _ => Vec::new(),
     }
 }
+
+/// Where the next answer begins among endpoints that are too many for one answer.
+static NEXT: AtomicUsize = AtomicUsize::new(0);
 
 /// The addresses of endpoints that are sorted by them.
 fn once_each<'a>(endpoints: impl Iterator<Item = &'a Published>) -> Vec<IpAddr> {
@@ -178,10 +212,13 @@ fn pointers(zone: &Zone, addr: IpAddr) -> Vec<LowerName> {
 /// endpoint has all ports, also those without a name: this is what peers of a database ask for.
 fn targets(zone: &Zone, meaning: &Meaning) -> Vec<(LowerName, u16, Vec<IpAddr>)> {
     let of_endpoints = |service: &Service,
-                        endpoints: &[&Published],
+                        endpoints: &mut dyn Iterator<Item = &Published>,
                         fits: &dyn Fn(&str, NamedProtocol) -> bool| {
         let mut targets = Vec::new();
         for endpoint in endpoints {
+            if targets.len() >= MOST {
+                break;
+            }
             let ports = endpoint
                 .ports
                 .iter()
@@ -189,14 +226,13 @@ fn targets(zone: &Zone, meaning: &Meaning) -> Vec<(LowerName, u16, Vec<IpAddr>)>
             let name = zone.of_endpoint(service, endpoint);
             let target =
                 |port: &PublishedPort| Some((name.clone()?, port.number, vec![endpoint.addr]));
-            targets.extend(ports.filter_map(target));
+            targets.extend(ports.filter_map(target).take(MOST));
         }
         targets
     };
     let of_service = |service: &Service, fits: &dyn Fn(&str, NamedProtocol) -> bool| {
         if service.records.is_headless() {
-            let endpoints: Vec<_> = service.records.published().iter().collect();
-            return of_endpoints(service, &endpoints, fits);
+            return of_endpoints(service, &mut service.records.published().iter(), fits);
         }
         let ports = service
             .named_ports()
@@ -207,7 +243,9 @@ fn targets(zone: &Zone, meaning: &Meaning) -> Vec<(LowerName, u16, Vec<IpAddr>)>
     };
     match meaning {
         Meaning::Service(service) | Meaning::Headless(service) => of_service(service, &|_, _| true),
-        Meaning::Endpoints(service, endpoints) => of_endpoints(service, endpoints, &|_, _| true),
+        Meaning::Endpoints(service, endpoints) => {
+            of_endpoints(service, &mut endpoints.iter().copied(), &|_, _| true)
+        }
         Meaning::Port(service, port, protocol) => of_service(service, &|name, of| {
             of == *protocol && name.eq_ignore_ascii_case(port)
         }),

@@ -382,15 +382,7 @@ impl Model<'_> {
     /// A datagram leaves; if it comes from a service's port, what is said to it is remembered to be for the node.
     pub(super) fn asks(&mut self, headers: &Headers, now: Tick) -> Result<(), String> {
         let key = headers.key();
-        let mut back = headers.clone();
-        (back.src, back.dst) = (headers.dst, headers.src);
-        back.ports.swap(0, 1);
-        let frontend = self.world.frontend(&back);
-        if headers.is_tcp() || frontend.is_none() {
-            return Ok(());
-        }
-        // Only of ports that no cluster IP's are, too, is that known at once.
-        if !self.world.is_claimed(headers.ports[0]) {
+        if headers.is_tcp() || !self.world.comes_from_service(headers) {
             return Ok(());
         }
         if !matches!(self.request(&key, Some(headers), now), Known::No) {

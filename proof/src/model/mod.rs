@@ -315,6 +315,10 @@ impl<'a> Model<'a> {
             if may_answer && matches!(known, Known::No) {
                 known = self.answer(&key, packet, at.tick, true);
             }
+            if matches!(known, Known::No) && self.feigns_a_service(input, &headers) {
+                self.count(Reason::SourceForged);
+                return Ok(DROP);
+            }
             // A datagram to a service is nobody's own answer.
             if may_answer && !to_service && matches!(known, Known::No) {
                 known = self.answer(&key, packet, at.tick, false);
@@ -348,6 +352,16 @@ impl<'a> Model<'a> {
             return self.pass(input, &headers, again, at, drawn);
         }
         self.begin(input, &headers, again, at, drawn)
+    }
+
+    /// Whether a pod's datagram to no service has a service's address and port as its source, and the pod does not have the
+    /// address.
+    fn feigns_a_service(&self, input: &Input, headers: &Headers) -> bool {
+        !headers.is_tcp()
+            && self.world.interfaces[&input.ifindex].pod
+            && self.world.frontend(headers).is_none()
+            && self.world.comes_from_service(headers)
+            && !self.world.is_right(input.ifindex, headers, true)
     }
 
     /// Whether an IPsec policy forbids that a packet goes on with these ends.

@@ -29,6 +29,7 @@ scenarios! {
     a_local_default_route_makes_no_address_the_nodes_own,
     a_new_pod_is_nobody_else_while_no_agent_runs,
     no_socket_speaks_as_somebody_else,
+    no_forged_datagram_takes_a_service_from_a_client,
 }
 
 const VIPS: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
@@ -633,9 +634,55 @@ fn no_socket_speaks_as_somebody_else() -> Result<()> {
             for (port, how) in unbound {
                 reaches_nobody(source, port, how)?;
             }
-            client.ip(&format!("{flag} route replace {} src {own}", route.trim()))?;
+            client.ip(&format!("{flag} route replace {}", route.trim()))?;
             client.ip(&format!("addr del {source}/{bits} dev lo"))?;
         }
+    }
+    Ok(())
+}
+
+/// A pod sends a datagram from a service's address and port to a client, as if the client had asked for it by way of this node. The
+/// client's requests would be taken for the answers to it.
+fn no_forged_datagram_takes_a_service_from_a_client() -> Result<()> {
+    let lab = Cluster::lab()?;
+    for which in ["all", "default", "veth-near2"] {
+        let key = format!("ipv4/conf/{which}/rp_filter");
+        lab.node("node2").sysctl(&key, "0")?;
+    }
+    let vips = ["203.0.113.50", "2001:db8:113::50"];
+    let services = |lab: &dataplane_tests::Lab| {
+        let service = Service::new("sip", &VIPS).set("externalIPs", vips.to_vec());
+        vec![service.port("udp", 5060, UDP).endpoints(&[lab.pod("far")])]
+    };
+    let cluster = Cluster::start_in(lab, &["far"], services, &[])?;
+    let lab = &cluster.lab;
+    let (node, pod, ext) = (lab.node("node2"), lab.pod("near2"), lab.external("ext"));
+    ext.ip(&format!("route add {} via {}", vips[0], node.ipv4()))?;
+    ext.ip(&format!("-6 route add {} via {}", vips[1], node.ipv6()))?;
+    for (vip, client) in vips.into_iter().zip(ext.addresses()) {
+        let vip: IpAddr = vip.parse()?;
+        let to = SocketAddr::new(vip, 5060).to_string();
+        reaches(ext, &to, "udp --local-port 5059", &["far"])?;
+        let before = cluster.verdicts(Reason::SourceForged)?;
+        let forged = Packet {
+            link: [link(node, "veth-near2")?, link(pod, "eth0")?],
+            ..Packet::new(
+                vip,
+                client,
+                Payload::Udp {
+                    ports: [5060, 5061],
+                    summed: true,
+                    data: MAGIC.to_vec(),
+                },
+            )
+        };
+        inject(pod, "eth0", &[forged.frame()])?;
+        eventually(|| {
+            let counted = cluster.verdicts(Reason::SourceForged)?;
+            ensure!(counted == before + 1, "{to}: not counted");
+            Ok(())
+        })?;
+        reaches(ext, &to, "udp --local-port 5061", &["far"])?;
     }
     Ok(())
 }

@@ -1,13 +1,28 @@
 //! The index of names follows the snapshot.
 
-use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    sync::Arc,
+};
 
+use dataplane_dns::{
+    LowerName, Transport, Zone,
+    answer::{Decision, answer},
+    question,
+};
+use hickory_proto::{
+    op::{Message, ResponseCode},
+    rr::RecordType,
+};
 use model::{
-    Named, Names, Place, Published, Records, Service, ServiceName, ServiceType, Snapshot,
-    TrafficPolicy, Workload, WorkloadName,
+    Named, NamedProtocol, Names, Place, Published, PublishedPort, Records, Service, ServiceName,
+    ServiceType, Snapshot, TrafficPolicy, Workload, WorkloadName,
 };
 use proptest::prelude::*;
 use smallvec::SmallVec;
+
+use crate::{TTLS, nobody};
 
 fn addr(last: u8) -> IpAddr {
     [10, 0, 0, last].into()
@@ -96,5 +111,68 @@ proptest! {
                 }
             }
         }
+    }
+}
+
+/// What one message has no room for costs nothing: a tenant's service with ten million pairs of an endpoint and a port.
+#[test]
+fn a_large_service_has_answers_that_fit() {
+    let port = |number: u16| PublishedPort {
+        name: format!("p{number}").into(),
+        protocol: NamedProtocol::Tcp,
+        number,
+    };
+    let ports: Arc<[_]> = (1..=1000).map(port).collect();
+    let published = |addr: IpAddr| Published {
+        addr,
+        hostname: "".into(),
+        ports: Arc::clone(&ports),
+    };
+    let v4 = (0..10_000_u32).map(|n| Ipv4Addr::from_bits(0x0a00_0000 + n).into());
+    let v6 = (0..10_000_u128).map(|n| Ipv6Addr::from_bits(0xfd << 120 | n).into());
+    let mut large = service(0, &BTreeSet::new(), true);
+    large.records = Records::Object(Box::new(Named {
+        headless: true,
+        endpoints: v4.chain(v6).map(published).collect(),
+        ..Named::default()
+    }));
+    let services = [(large.name.clone(), Arc::new(large))];
+    let snapshot = Snapshot {
+        services: services.into_iter().collect(),
+        ..Snapshot::default()
+    };
+    let zone = Zone::new(Names::of(&snapshot), TTLS);
+    let asked = |of_type: RecordType| -> BTreeSet<String> {
+        let name = LowerName::parse("web-0.shop.svc.cluster.local.").unwrap();
+        let query = question(7, &name, of_type.into(), 1, true);
+        let (mut out, client) = (Vec::new(), nobody());
+        let decision = answer(
+            &zone,
+            &query,
+            Transport::Tcp,
+            || client,
+            &mut rand::rng(),
+            &mut out,
+        );
+        assert!(matches!(decision, Decision::Answered(_)), "{of_type}");
+        let message = Message::from_vec(&out).unwrap();
+        assert_eq!(message.metadata.response_code, ResponseCode::NoError);
+        let answers = message.answers.iter().map(|of| of.data.to_string());
+        answers.collect()
+    };
+    let srv = asked(RecordType::SRV).len();
+    assert!((300..1600).contains(&srv), "{srv} of type SRV");
+    for of_type in [RecordType::A, RecordType::AAAA] {
+        let mut all = asked(of_type);
+        assert!(
+            (1000..=4096).contains(&all.len()),
+            "{} of type {of_type}",
+            all.len()
+        );
+        // Each endpoint is in some answer.
+        for _ in 0..100 {
+            all.extend(asked(of_type));
+        }
+        assert!(all.len() > 9_900, "{} of type {of_type}", all.len());
     }
 }

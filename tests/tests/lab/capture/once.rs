@@ -306,8 +306,15 @@ fn flipping(one: &Host, outside: &Host) -> [Service; 2] {
 fn no_flip_of_a_slice_opens_egress() -> Result<()> {
     let (mut world, outside, _server) = with_outside()?;
     world.manifests = Manifests::new(&flipping(world.lab.pod("one"), &outside))?;
-    world.capture(json!({}), json!({ "egress": "deny", "mode": "kernel" }))?;
     let how = [("tcp", 80), ("connected", 53), ("unconnected", 53)];
+    // Rules that name users, and services by packets only: the program that draws sees no user.
+    let config = super::mesh(
+        json!({}),
+        json!({ "egress": "deny", "mode": "kernel", "excludeUIDs": [super::UID] }),
+    );
+    world.agent_with_args(&config, &[], &["--packets-only", "veth-app"])?;
+    flip(&world, &how).context("by packets, with users")?;
+    world.capture(json!({}), json!({ "egress": "deny", "mode": "kernel" }))?;
     flip(&world, &how)
 }
 
