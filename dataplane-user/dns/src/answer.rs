@@ -1,5 +1,5 @@
-//! What becomes of a query: an answer from what is known here, or what resolvers are to be asked. Pure: no socket, no
-//! clock.
+//! Decides how the server handles a query: it answers from the names that it has, or asks resolvers. Pure: no socket,
+//! no clock.
 
 use std::{cell::LazyCell, slice};
 
@@ -96,7 +96,7 @@ impl Rule {
     }
 }
 
-/// What becomes of a query.
+/// The server's decision about a query.
 #[derive(Clone, Debug)]
 pub enum Decision {
     /// The answer is written.
@@ -109,14 +109,14 @@ pub enum Decision {
     Nothing,
 }
 
-/// What resolvers are to be asked.
+/// A question for resolvers.
 #[derive(Clone, Debug)]
 pub struct Ask {
     /// By which rule.
     pub rule: Rule,
-    /// The names, in this order: one that does not exist gives way to the next.
+    /// The names, in this order: if resolvers say that one does not exist, the next is asked for.
     pub candidates: SmallVec<[Candidate; 1]>,
-    /// The answer if none of them exists; none: what is said of the last.
+    /// The answer if none of them exists; `None`: the resolvers' answer about the last.
     pub otherwise: Option<Stored>,
 }
 
@@ -169,7 +169,7 @@ pub fn answer<C: AsRef<Client>>(
     let client = LazyCell::new(client);
     let client = || (*client).as_ref();
     match zone.meaning(&query.name, || &client().namespace) {
-        // What most clients ask for most of the time.
+        // The queries that most clients send most of the time.
         meaning @ (Meaning::Service(_)
         | Meaning::Headless(_)
         | Meaning::Endpoints(..)
@@ -239,7 +239,7 @@ fn one(rule: Rule, candidate: Candidate) -> Box<Ask> {
     })
 }
 
-/// A name to ask resolvers for, and what is known of it; `aliases` lead to it.
+/// A name to ask resolvers for, with the records that the zone has for it; `aliases` lead to it.
 fn doubtful(
     zone: &Zone,
     question: (&LowerName, u16),
@@ -259,8 +259,8 @@ const fn is_of_address(of_type: u16) -> bool {
     matches!(of_type, types::A | types::AAAA)
 }
 
-/// Asks resolvers for other records of a host than addresses. If they do not know the host, it exists all the same: a client
-/// that heard otherwise would not ask for addresses any more.
+/// Asks resolvers for other records of a host than addresses. If they do not know the host, the answer still says that
+/// it exists: a client that learns otherwise stops asking for addresses.
 fn ask_of_host(
     zone: &Zone,
     question: (&LowerName, u16),
@@ -336,7 +336,7 @@ fn write_stored(
     Decision::Answered(rule)
 }
 
-/// What the rest of a client's search list leads to.
+/// Where the rest of a client's search list leads.
 enum Searched {
     /// To a name that exists here.
     Here(Stored),

@@ -261,7 +261,7 @@ fn below(domain: &LowerName, labels: &[&[u8]]) -> Name {
     name.map_or_else(|_| Name::root(), |name| name.to_name())
 }
 
-/// The record that begins a zone: it says how long a negative answer may be kept.
+/// The record that begins a zone: it limits how long clients cache a negative answer.
 fn soa(domain: &LowerName) -> Record {
     let (server, person) = (below(domain, SERVER), below(domain, &[b"hostmaster"]));
     let soa = SOA::new(server, person, 1, 7200, 1800, 86_400, NEGATIVE);
@@ -291,8 +291,8 @@ pub fn own(
     Stored::read(&bytes, name, of_type, true).ok()
 }
 
-/// An answer that begins with aliases of our own, and goes on with what resolvers know of the name that the last of them
-/// leads to. `age`: the seconds that have passed since they said so. The name that was asked for is ours, so the answer is
+/// An answer that begins with aliases of our own, and goes on with the resolvers' records of the name that the last
+/// alias leads to. `age`: the seconds since the resolvers answered. The name in the question is ours, so the answer is
 /// authoritative (RFC 1035, 4.1.1). SERVFAIL if the records cannot be joined.
 pub fn joined(
     (name, of_type): (&LowerName, u16),
@@ -305,7 +305,7 @@ pub fn joined(
     joined.unwrap_or_else(|| bare((name, of_type), ResponseCode::ServFail))
 }
 
-/// An answer with a code and no record, which nobody keeps.
+/// An answer with a code and no record, which no client caches.
 pub fn bare((name, of_type): (&LowerName, u16), code: ResponseCode) -> Stored {
     Stored::bare(
         name,
