@@ -13,19 +13,18 @@ use core::ptr::read_volatile;
 use dataplane_common::{
     ClaimedPort, Port, Protocol,
     cells::{BUSY, MADE, NOWHERE},
+    decide,
     packet::{FlowKey, Tick},
-    tables::Frontend,
 };
 
 use super::{
-    begin,
     conntrack::{self, FOREIGN, NEW},
     plain,
     scratch::Scratch,
     skb::Skb,
     sockets, table,
 };
-use crate::tables::VIPS;
+use crate::{select::Live, tables::VIPS};
 
 /// Whether a service may have this UDP port, at an address that may be this host's.
 #[inline(always)]
@@ -93,7 +92,5 @@ pub fn is_of_service(key: &FlowKey) -> bool {
     if key.protocol != Protocol::UDP || !is_claimed(key.src_port) {
         return false;
     }
-    let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
-    let frontend: Frontend = begin::frontend(&back);
-    !frontend.is_none()
+    !decide::find_frontend(&Live, key.src, key.src_port, key.protocol, false).is_none()
 }

@@ -174,7 +174,7 @@ fn without_bookmarks_nothing_is_missed() {
     let site = Site::new(server((0..20).flat_map(|number| web(number, &[1]))));
     site.server
         .faults()
-        .bookmarks_every(Duration::from_secs(3600));
+        .bookmarks_every(Duration::from_hours(1));
     site.view(|view| view.services.len() == 20);
     site.watching();
     for round in 2..6 {
