@@ -28,6 +28,9 @@ use super::{
     supervisor::Supervisor,
 };
 
+/// How long a reload may take in one part after the other before this thread does its other work.
+const RELOADING: Duration = Duration::from_secs(5);
+
 /// Writes to the tables of services.
 pub struct Sync {
     tables: ServiceTables,
@@ -188,8 +191,10 @@ impl Sync {
         if !self.take()? && moved && self.input.is_known() {
             self.sync(None)?;
         }
-        // All of it is taken in when this returns.
-        while self.goes_on() {
+        // An operator expects that a reload is over when all is taken in. But objects that change all the time do not keep this
+        // thread from its other work: `run` takes in the rest.
+        let limit = Instant::now() + RELOADING;
+        while self.goes_on() && Instant::now() < limit {
             self.take()?;
         }
         Ok(())
@@ -209,8 +214,8 @@ impl Sync {
         // A failed write is not retried at each change of one object.
         if self.retry.is_none() || taken.since.is_none() {
             self.sync(taken.since)?;
+            self.input.took(start.elapsed());
         }
-        self.input.took(start.elapsed());
         // After a list. Changes use little memory, but it adds up.
         self.untidy = true;
         if taken.since.is_none() && !self.input.is_behind() || self.tidied.elapsed() > LOOK {
@@ -348,7 +353,7 @@ impl Sync {
     fn tell(&self, writes: usize, planned: Duration, written: Duration, is_change: bool) {
         let services = self.input.snapshot().services.len();
         // One line for an action of a person, and none for a look that found no change.
-        if is_change || writes == 0 && self.settled {
+        if is_change || writes == 0 && self.settled || self.input.is_behind() {
             debug!(
                 services,
                 writes,

@@ -78,13 +78,17 @@ impl Services {
         }
     }
 
-    /// Waits for a change. May be dropped and called anew.
+    /// Waits for a change, or takes the next part of a large one. May be dropped and called anew.
     pub async fn next(&mut self) -> Option<Snapshot> {
-        self.changed.notified().await;
+        if self.input.is_behind() {
+            tokio::task::yield_now().await;
+        } else {
+            self.changed.notified().await;
+        }
         self.take()
     }
 
-    /// Reads the source anew where it does not tell of changes itself.
+    /// Reads the source anew if it does not report changes itself. If the change is large, [`Services::next`] has the rest.
     pub fn read(&mut self) -> Option<Snapshot> {
         self.input.look();
         self.input.refresh();

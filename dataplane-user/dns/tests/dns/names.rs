@@ -139,6 +139,7 @@ fn a_large_service_has_answers_that_fit() {
     let services = [(large.name.clone(), Arc::new(large))];
     let snapshot = Snapshot {
         services: services.into_iter().collect(),
+        whole: true,
         ..Snapshot::default()
     };
     let zone = Zone::new(Names::of(&snapshot), TTLS);
