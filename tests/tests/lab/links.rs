@@ -68,7 +68,7 @@ fn change(node: &Host, ext: &Host, to: &[String; 2], script: &str) -> Result<()>
     let script = script.replace("V4", &v4).replace("V6", &v6);
     let [to4, to6] = to;
     let held = [ext.hold(to4)?, ext.hold(to6)?];
-    let how = "--threads 4 --pause-us 500 --timeout-ms 20000";
+    let how = "--threads 4 --pause-us 500";
     let load: Vec<&str> = ["--to", to4, "--to", to6]
         .into_iter()
         .chain(how.split(' '))
