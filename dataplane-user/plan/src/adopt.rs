@@ -1,4 +1,4 @@
-//! Taking over tables that an earlier agent wrote.
+//! Adopts tables that an earlier agent wrote.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -16,114 +16,115 @@ use super::{
     wanted::{WantedKey, key_text},
 };
 
-/// Why tables cannot be taken over: they are not what this program writes. Nothing was changed.
+/// The reason why tables cannot be adopted: this program does not write such tables. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum AdoptError {
-    /// A frontend that cannot be.
+    /// Two frontends have the same key.
     #[error("table FRONTENDS: {} is there twice", key_text(.0))]
     DuplicateKey(FrontendKey),
-    /// A frontend of no known kind.
+    /// A frontend has an unknown kind.
     #[error("table FRONTENDS: {} is of kind {number}, which does not exist", key_text(.key))]
     UnknownKind {
-        /// Which.
+        /// The frontend's key.
         key: FrontendKey,
-        /// [`Kind::number`].
+        /// Its kind as a number ([`Kind::number`]).
         number: u8,
     },
-    /// A frontend that refers to no pool.
+    /// A frontend refers to a pool that does not exist.
     #[error("table FRONTENDS: {} ({kind:?}) refers to pool {pool} of {pools}", key_text(.key))]
     PoolOutOfRange {
-        /// Which.
+        /// The frontend's key.
         key: FrontendKey,
-        /// Its kind; of [`Kind::NODE_ADDRESS`], pool 0 is expected, else a pool from 1 on.
+        /// Its kind. A frontend of [`Kind::NODE_ADDRESS`] must refer to pool 0, every other frontend to a pool from 1
+        /// on.
         kind: Kind,
         /// The pool it refers to.
         pool: u32,
         /// How many pools there are, with pool 0.
         pools: usize,
     },
-    /// A pool whose affinity group is no pool.
+    /// The affinity group of a pool is not a pool.
     #[error("table POOLS: the affinity group of pool {pool} is pool {group} of {pools}")]
     GroupOutOfRange {
-        /// Which.
+        /// The index of the pool.
         pool: u32,
         /// Its group.
         group: u32,
         /// How many pools there are, with pool 0.
         pools: usize,
     },
-    /// A pool whose clients from outside are another's, which is no pool.
+    /// A pool refers to another pool for clients from outside, and that pool does not exist.
     #[error("table POOLS: clients from outside of pool {pool} get pool {external} of {pools}")]
     ExternalOutOfRange {
-        /// Which.
+        /// The index of the pool.
         pool: u32,
         /// The pool for clients from outside.
         external: u32,
         /// How many pools there are, with pool 0.
         pools: usize,
     },
-    /// A pool with endpoints beyond the table's end.
+    /// The endpoints of a pool lie beyond the end of the table.
     #[error("table POOLS: pool {pool} has slots {base}+{len} of {slots}")]
     BlockOutOfRange {
-        /// Which.
+        /// The index of the pool.
         pool: u32,
         /// Its first slot.
         base: u32,
-        /// How many.
+        /// Number of its endpoints.
         len: u16,
-        /// How many slots there are.
+        /// Number of slots of the table.
         slots: usize,
     },
-    /// A pool whose block does not begin where a block of its size can.
+    /// The block of a pool does not begin at a multiple of its size.
     #[error("table POOLS: the block at slot {base} is not aligned to its size")]
     MisalignedBlock {
         /// Its first slot.
         base: u32,
     },
-    /// Two pools that share slots.
+    /// Two pools share slots.
     #[error("table POOLS: the blocks at slots {first} and {second} overlap")]
     OverlappingBlocks {
-        /// The first slot of one.
+        /// First slot of the first pool.
         first: u32,
-        /// The first slot of the other.
+        /// First slot of the second pool.
         second: u32,
     },
-    /// A block that is not sorted.
+    /// The endpoints of a block are not sorted.
     #[error("table ENDPOINTS: slot {slot}, of pool {pool}, is out of order")]
     UnsortedBlock {
         /// The pool.
         pool: u32,
-        /// The slot that is less than the one before.
+        /// The slot that is less than the slot before it.
         slot: u32,
     },
 }
 
-/// The pools of a service's port in one family; 0: none.
+/// Indices of the pools of a service's port in one family. 0 means that there is no pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct PortPools {
-    /// Of all endpoints, and the affinity group of both.
+    /// The pool of all endpoints, which is also the affinity group of both pools.
     pub(super) cluster: u32,
-    /// Of those on this node.
+    /// The pool of the endpoints on this node.
     pub(super) local: u32,
 }
 
-/// What is known of adopted tables until the first plan has found their owners.
+/// References to adopted pools, for use until the first plan has found the owners of the pools.
 #[derive(Debug, Default)]
 pub(super) struct Adopted {
-    /// How many keys refer to each pool.
+    /// Number of keys that refer to each pool.
     keys: HashMap<u32, u32>,
 }
 
 impl Adopted {
-    /// The pool for the ports that a service does not have, if the service can have it: every key
-    /// that refers to it is one of `keys`.
+    /// Returns the pool for the ports that a service does not have. The service can have this pool only if every key
+    /// that refers to the pool is one of `keys`.
     pub(super) fn address_pool(&self, mirror: &Mirror, keys: &[WantedKey]) -> Option<u32> {
         self.candidates(mirror, keys).into_iter().next()
     }
 
-    /// The pools of a service's port in one family, if the service can have them: every key that
-    /// refers to them is one of `keys`. So nobody is shown another's endpoints on the way to
-    /// what the first plan wants.
+    /// Returns the pools of a service's port in one family. The service can have a pool only if every key that refers
+    /// to the pool is one of `keys`: otherwise clients of another service would see endpoints of this service while the
+    /// first plan is being written.
     pub(super) fn pools<'a>(
         &self,
         mirror: &Mirror,
@@ -133,7 +134,7 @@ impl Adopted {
         let group = |index: u32| mirror.pools[index as usize].pool.affinity_group;
         let free = |index: u32| {
             let slot = &mirror.pools[index as usize];
-            // A group without keys of its own is this pool's alone.
+            // A group without keys of its own belongs to this pool only.
             slot.live
                 && slot.owner.is_none()
                 && group(index) == index
@@ -163,7 +164,7 @@ impl Adopted {
         }
     }
 
-    /// The pools without an owner to which none but `keys` refer, each as it should.
+    /// Returns the pools without an owner that only `keys` refer to, each with the kind and policy that it wants.
     fn candidates<'a>(
         &self,
         mirror: &Mirror,

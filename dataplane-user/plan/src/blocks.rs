@@ -1,9 +1,8 @@
 //! Which slots of `ENDPOINTS` are free: a buddy allocator.
 //!
-//! Blocks are powers of two, aligned to their size. That wastes at most half of a block, and in
-//! return a freed block always fits the next one of its size, so that endless churn does not
-//! fragment the table. What is free depends on what is live alone, not on history: an agent that
-//! adopts the tables goes on exactly as the one before would have.
+//! Blocks are powers of two, aligned to their size. At most half of a block is unused, and a freed block always fits
+//! the next block of its size, so endless churn does not fragment the table. The free slots follow from the live blocks
+//! alone, not from history: an agent that adopts the tables allocates exactly as the agent before it would have done.
 
 use std::collections::BTreeSet;
 
@@ -15,25 +14,25 @@ const LARGEST: u32 = 16;
 
 const _: () = assert!(1 << LARGEST > Block::MAX_LEN && LARGEST as usize == ORDERS - 1);
 
-/// The free slots below [`Blocks::top`]; everything from there on is free too.
+/// The free slots below [`Blocks::top`]. All slots from there on are free, too.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Blocks {
-    /// Free blocks by order, never two buddies, none that ends at `top`.
+    /// Free blocks by order. Two buddies are never both free, and no free block ends at `top`.
     free: [BTreeSet<u32>; ORDERS],
     /// The end of the last live block.
     top: u32,
 }
 
-/// Why [`Blocks::rebuild`] refuses.
+/// The reason why [`Blocks::rebuild`] fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Damage {
-    /// The two blocks (by their bases) share slots.
+    /// Two blocks, named by their bases, share slots.
     Overlap(u32, u32),
     /// The block does not begin at a multiple of its size.
     Misaligned(u32),
 }
 
-/// How many slots a block of `len` endpoints occupies.
+/// Returns the number of slots that a block of `len` endpoints occupies.
 pub(super) fn slots(len: usize) -> u32 {
     1 << order(len)
 }
@@ -44,7 +43,7 @@ fn order(len: usize) -> u32 {
 }
 
 impl Blocks {
-    /// The allocator in which exactly the blocks `live`, given as (base, len), are taken.
+    /// Returns the allocator in which exactly the blocks `live`, as (base, len), are taken.
     pub(super) fn rebuild(mut live: Vec<(u32, u16)>) -> Result<Self, Damage> {
         live.sort_unstable();
         let mut blocks = Self::default();
@@ -64,7 +63,7 @@ impl Blocks {
         Ok(blocks)
     }
 
-    /// The end of the last live block.
+    /// Returns the end of the last live block.
     pub(super) fn top(&self) -> u32 {
         self.top
     }
@@ -72,7 +71,7 @@ impl Blocks {
     /// Takes a block for `len` endpoints (at least one) and returns its base.
     pub(super) fn take(&mut self, len: usize) -> u32 {
         let order = order(len);
-        // The smallest that fits, and of those the lowest: keeps large blocks whole and the table
+        // The smallest free block that fits, and among equals the lowest: this leaves large blocks whole and the table
         // short.
         let found = (order..)
             .zip(&mut self.free[order as usize..])
@@ -89,7 +88,7 @@ impl Blocks {
         base
     }
 
-    /// Gives back a block that [`Blocks::take`] returned for `len` endpoints.
+    /// Frees a block that [`Blocks::take`] returned for `len` endpoints.
     pub(super) fn give_back(&mut self, mut base: u32, len: usize) {
         let mut order = order(len) as usize;
         while order < ORDERS - 1 && self.free[order].remove(&(base ^ (1 << order))) {
@@ -106,7 +105,7 @@ impl Blocks {
         }
     }
 
-    /// Whether there is room below `limit` for blocks of these lengths. Nothing is taken.
+    /// Returns whether blocks of these lengths fit below `limit`. Takes no block.
     pub(super) fn has_room(&mut self, lens: &[usize], limit: u32) -> bool {
         let mut taken = Vec::with_capacity(lens.len());
         let mut fits = true;
@@ -122,7 +121,7 @@ impl Blocks {
                 break;
             }
         }
-        // What is free depends on what is live alone: it is as it was.
+        // The free slots follow from the live blocks alone, so the allocator has its former state again.
         for (base, len) in taken {
             self.give_back(base, len);
         }
@@ -181,7 +180,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a model that knows only which blocks are live.
+        /// Compares with a model that knows only the live blocks.
         #[test]
         fn live_blocks_never_overlap_and_free_ones_depend_on_them_alone(
             steps in prop::collection::vec((any::<bool>(), 1usize..40, any::<prop::sample::Index>()), 1..120),

@@ -1,4 +1,4 @@
-//! From policies of capture to the tables that hold them.
+//! Writes policies of capture as entries of the capture tables.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -13,7 +13,7 @@ use dataplane_common::{
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use model::{Egress, Inbound, Policy, WithoutProxy};
 
-/// What the tables of capture hold, or should.
+/// Contents of the capture tables, present or wanted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Captured {
     /// Workloads with a network namespace of their own, by its cookie.
@@ -22,19 +22,18 @@ pub struct Captured {
     pub cgroups: BTreeMap<u64, Enrolled>,
     /// Workloads' own addresses.
     pub locals: BTreeMap<Addr, Local>,
-    /// Ports, users, interfaces.
+    /// Rules for ports, users, groups and interfaces.
     pub rules: BTreeMap<RuleKey, u32>,
     /// Destination ranges.
     pub ranges: BTreeMap<RangeKey, u32>,
-    /// Endpoints that are Pods', and resolvers; and workloads' addresses as such, for labels.
+    /// Endpoints at Pods' addresses; resolvers; and addresses of workloads without a port, for labels.
     pub known: BTreeMap<FrontendKey, u32>,
 }
 
 impl Captured {
-    /// Takes over from `held` the entries of workloads that could not be looked at, with all rules that
-    /// they refer to. `keep` says for which numbers of workloads ([`Enrolled::workload`]), and for which
-    /// network namespaces (0: for none of its own), that is so. Entries of this table decide before
-    /// those of `held`.
+    /// Adds the entries of `held` for workloads that could not be inspected, with all rules that these entries refer
+    /// to. `keep` selects them by the number of the workload ([`Enrolled::workload`]) and the cookie of its network
+    /// namespace (0 if it has no namespace of its own). An entry that is already here wins over an entry of `held`.
     pub fn keep(&mut self, held: &Self, keep: impl Fn(u32, u64) -> bool) {
         let mut kept = BTreeSet::new();
         let mut policies = BTreeSet::new();
@@ -57,7 +56,8 @@ impl Captured {
         }
         for (addr, local) in &held.locals {
             if keep(local.workload, local.netns) && !self.locals.contains_key(addr) {
-                // The DNS server does not know a workload that was not looked at: its resolvers answer it.
+                // The DNS server does not know a workload that was not inspected, so the workload's own resolvers must
+                // answer it.
                 let kept_local = Local {
                     resolvers: 0,
                     ..*local
@@ -83,8 +83,8 @@ impl Captured {
         }
     }
 
-    /// The range of a policy that decides on an address, the one with the longest prefix, and what
-    /// it says.
+    /// Returns the range of a policy that decides about an address, which is the range with the longest prefix, and its
+    /// value.
     pub fn longest_range(&self, policy: u32, addr: Addr) -> Option<(IpNet, u32)> {
         let number = |addr: Addr| u128::from_be_bytes(addr.octets());
         let contains = |key: &RangeKey| {
@@ -99,7 +99,7 @@ impl Captured {
     }
 }
 
-/// The tables, looked at as the programs do.
+/// Looks the tables up as the programs do.
 impl capture::Rules for Captured {
     fn rule(&self, key: &RuleKey) -> u32 {
         self.rules.get(key).copied().unwrap_or_default()
@@ -110,10 +110,10 @@ impl capture::Rules for Captured {
     }
 }
 
-/// To which addresses a workload's queries are captured, and to which not: the longest prefix decides.
+/// Address ranges, and whether a workload's queries to them are captured. The longest prefix decides.
 pub type Resolvers = BTreeMap<IpNet, bool>;
 
-/// Policies and sets of resolvers by their numbers. Those that say the same are one; a number is not used twice.
+/// Numbers of policies and of sets of resolvers. Equal policies share a number. A number is never reused.
 #[derive(Debug, Default)]
 pub struct Policies {
     numbers: HashMap<Policy, u32>,
@@ -122,7 +122,7 @@ pub struct Policies {
 }
 
 impl Policies {
-    /// Numbers begin after `last`, the highest that an earlier agent used.
+    /// Starts numbering after `last`, the highest number that an earlier agent used.
     pub fn after(last: u32) -> Self {
         Self {
             last,
@@ -130,9 +130,9 @@ impl Policies {
         }
     }
 
-    /// Adds what a policy says to the tables, unless it is there; answers its number and flags.
+    /// Adds a policy to the tables if it is not there. Returns its number and flags.
     ///
-    /// `foreign`: as [`model::Mode::is_proxied`] wants to know it.
+    /// `foreign`: see [`model::Mode::is_proxied`].
     pub fn add(&mut self, policy: &Policy, foreign: bool, tables: &mut Captured) -> (u32, u32) {
         let number = if let Some(number) = self.numbers.get(policy) {
             *number
@@ -182,14 +182,14 @@ impl Policies {
                 verdict(*captured, false),
             );
         }
-        // IPv4 is in the table as v4-mapped IPv6, of which ranges such as ::/0 say nothing.
+        // The table holds IPv4 as v4-mapped IPv6. Ranges of IPv6 such as ::/0 must not match those addresses.
         if policy.outbound_ranges.keys().any(|r| r.addr().is_ipv6()) {
             let all = IpNet::V4(Ipv4Net::default());
             tables.ranges.insert(range_key(number, &all), CAPTURED);
         }
         let captures_loopback = captures_loopback(policy);
         if captures_loopback {
-            // Wider ranges say nothing of it.
+            // Wider ranges do not decide about the proxies' address.
             tables
                 .ranges
                 .insert(range_key(number, &LOOPBACK.into()), EXCLUDED);
@@ -210,7 +210,8 @@ impl Policies {
         (number, flags(policy, foreign))
     }
 
-    /// Adds resolvers to the tables, unless they are there; answers their number, 0 if there are none.
+    /// Adds resolvers to the tables if they are not there. Returns their number, or 0 if the list has no captured
+    /// resolver.
     pub fn add_resolvers(&mut self, resolvers: &Resolvers, tables: &mut Captured) -> u32 {
         if !resolvers.values().any(|is_captured| *is_captured) {
             return 0;
@@ -229,14 +230,14 @@ impl Policies {
         number
     }
 
-    /// Forgets policies and resolvers that are not in use any more.
+    /// Forgets policies and resolvers that are no longer in use.
     pub fn keep(&mut self, used: impl Fn(u32) -> bool) {
         self.numbers.retain(|_, number| used(*number));
         self.resolvers.retain(|_, number| used(*number));
     }
 }
 
-/// A range of a policy, as a key.
+/// Returns a range of a policy as a key.
 pub fn range_key(policy: u32, range: &IpNet) -> RangeKey {
     let before = if range.addr().is_ipv4() { 96 } else { 0 };
     RangeKey {
@@ -246,7 +247,7 @@ pub fn range_key(policy: u32, range: &IpNet) -> RangeKey {
     }
 }
 
-/// The inverse of [`range_key`]; `None` for what is none of its keys.
+/// The inverse of [`range_key`]; `None` for any other key.
 fn range(key: &RangeKey) -> Option<IpNet> {
     let addr = key.addr.ip();
     let before = if addr.is_ipv4() { 96 } else { 0 };
@@ -254,12 +255,12 @@ fn range(key: &RangeKey) -> Option<IpNet> {
     IpNet::new(addr, u8::try_from(bits).ok()?).ok()
 }
 
-/// Loopback of IPv4.
+/// The loopback network of IPv4.
 const LOOPBACK: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8);
-/// The address at which proxies listen, and the application for its proxy: never captured.
+/// The address at which proxies listen, and at which the application listens for its proxy. It is never captured.
 const PROXYS: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::LOCALHOST, 32);
 
-/// Whether a policy names a range of loopback as captured.
+/// Returns whether a policy captures a range of the loopback network.
 pub fn captures_loopback(policy: &Policy) -> bool {
     let mut ranges = policy.outbound_ranges.iter();
     ranges.any(|(range, is_captured)| match range {
@@ -277,8 +278,8 @@ fn flags(policy: &Policy, foreign: bool) -> u32 {
         return flags_of(of_users);
     }
     let inbound = policy.inbound != Inbound::None;
-    // A workload without a proxy has nobody who relays its machines' connections, and nobody who judges them: the programs
-    // refuse them.
+    // A workload without a proxy has no program that relays or judges its machines' connections, so the BPF programs
+    // refuse these connections.
     let is_virtual = proxied || policy.egress == Egress::Deny;
     let of_connections = [
         (Enrolled::CAPTURED, true),
@@ -480,7 +481,7 @@ mod tests {
         // Every process of the test has group 0.
         let group = rules(|r| r.included_gids = [0].into()).over(&one);
         assert_eq!(said(&group, "192.0.2.1", 80, 7), Reason::Captured);
-        // What is excluded is, by whatever layer.
+        // A user or group that any layer excludes is excluded.
         let excluded = rules(|r| r.excluded_uids = [1500].into());
         for both in [group.over(&excluded), excluded.over(&group)] {
             assert_eq!(said(&both, "192.0.2.1", 80, 1500), Reason::ExcludedUser);
@@ -539,7 +540,7 @@ mod tests {
         let mut none = Captured::default();
         none.keep(&held, |_, _| false);
         assert_eq!(none, Captured::default());
-        // What is known anew decides.
+        // An entry that was read again wins over the old entry.
         let mut one = Captured::default();
         one.namespaces.insert(12, Enrolled::default());
         one.keep(&held, |workload, _| workload != 1);

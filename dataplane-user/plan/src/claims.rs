@@ -1,4 +1,4 @@
-//! Which service a key belongs to, where several want it.
+//! Decides which service owns a key that several services claim.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, hash_map::Entry};
 
@@ -10,17 +10,17 @@ use super::{
     wanted::{Claim, WantedKey},
 };
 
-/// Who wants which key, and who has it.
+/// The claims to keys, and the owner of each key.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
-    /// Every key that is wanted, whose it is, and by which claim.
+    /// The owner of each claimed key, with its claim.
     owners: HashMap<FrontendKey, (ServiceName, Claim)>,
-    /// The keys that several services want, with all of them. Each change costs little, however many they are.
+    /// All claimants of each key that several services claim. The cost of a change does not grow with their number.
     contested: BTreeMap<FrontendKey, BTreeSet<Rank>>,
 }
 
-/// A service that wants a key. The least of several has it: whose claim is of the stronger kind, then the older, then the
-/// first by name.
+/// The claim of a service, ordered by precedence. The least rank owns the key: first the stronger kind of claim, then
+/// the older service, then the first name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Rank {
     claim: Claim,
@@ -30,7 +30,7 @@ pub(super) struct Rank {
 }
 
 impl Rank {
-    /// Of a service, by its claim to a key.
+    /// The rank of a service's claim to a key.
     pub(super) fn of(service: &Service, claim: Claim) -> Self {
         Self {
             claim,
@@ -42,31 +42,31 @@ impl Rank {
 }
 
 impl Claims {
-    /// Makes room for so many keys more.
+    /// Reserves memory for `keys` more keys.
     pub(super) fn reserve(&mut self, keys: usize) {
         self.owners.reserve(keys);
     }
 
-    /// Gives back memory that it does not need any more.
+    /// Frees memory that is no longer needed.
     pub(super) fn shrink(&mut self) {
         shrink(&mut self.owners);
     }
 
-    /// Leaves the keys that are `service`'s of those that it wants.
+    /// Removes from `keys` the keys that belong to other services.
     pub(super) fn retain_owned(&self, keys: &mut Vec<WantedKey>, service: &ServiceName) {
-        // Without conflicts, whoever wants a key has it.
+        // Without conflicts, each service owns all keys that it wants.
         if !self.contested.is_empty() {
             keys.retain(|wanted| self.owner(&wanted.key) == Some(service));
         }
     }
 
-    /// Whose `key` is.
+    /// Returns the owner of `key`.
     pub(super) fn owner(&self, key: &FrontendKey) -> Option<&ServiceName> {
         self.owners.get(key).map(|(owner, _)| owner)
     }
 
-    /// `service` wants a key from now on. True if others want it too: then [`Claims::settle`] it. `known`: the service that
-    /// has the key, as its claims are known here.
+    /// Adds the claim of `service` to `key`. Returns true if other services claim the key, too: the caller then calls
+    /// [`Claims::settle`]. `known` finds the present owner as its claims are known here.
     pub(super) fn add<'a>(
         &mut self,
         wanted: &WantedKey,
@@ -93,7 +93,8 @@ impl Claims {
         }
     }
 
-    /// A service wants `key` by another claim, or with another age. True if others want it too: then settle it.
+    /// Replaces a service's claim to `key` by a claim of another kind or age. Returns true if the caller must settle
+    /// the key.
     pub(super) fn change(&mut self, key: &FrontendKey, before: &Rank, after: Rank) -> bool {
         if let Some(claimants) = self.contested.get_mut(key) {
             claimants.remove(before);
@@ -106,7 +107,7 @@ impl Claims {
         false
     }
 
-    /// A service does not want `key` any more. True if others did and do: then settle it.
+    /// Removes a service's claim to `key`. Returns true if the caller must settle the key, because it was contested.
     pub(super) fn remove(&mut self, key: &FrontendKey, rank: &Rank) -> bool {
         if let Some(claimants) = self.contested.get_mut(key) {
             claimants.remove(rank);
@@ -116,7 +117,7 @@ impl Claims {
         false
     }
 
-    /// Decides whose a contested key is. If the key changed hands, returns who had it and who has it.
+    /// Decides about a contested key. If the owner changes, returns the former and the new owner.
     pub(super) fn settle(&mut self, key: &FrontendKey) -> Option<(ServiceName, ServiceName)> {
         let claimants = self.contested.get(key)?;
         let Some(Rank { claim, name, .. }) = claimants.first() else {
@@ -133,13 +134,13 @@ impl Claims {
         (before != first).then_some((before, first))
     }
 
-    /// How many keys are contested.
+    /// Returns the number of contested keys.
     pub(super) fn conflict_count(&self) -> usize {
         self.contested.len()
     }
 
-    /// The contested keys, in the order of the keys. The address of a host as such is none: entries of one namespace that name
-    /// the host have it together, each at its own ports.
+    /// Returns the contested keys in their order. The bare address of a host is not a conflict: entries of one
+    /// namespace that name the host share the address, each at its own ports.
     pub(super) fn conflicts(&self) -> impl Iterator<Item = Conflict> {
         let is_shared = |key: &FrontendKey, claimants: &BTreeSet<Rank>| {
             let mut claims = claimants.iter().map(|rank| rank.claim);
@@ -158,7 +159,7 @@ impl Claims {
     }
 }
 
-/// Gives back what a map has room for, if that is much more than it has.
+/// Frees memory of a map that has much more capacity than entries.
 pub(super) fn shrink<K: Eq + std::hash::Hash, V>(map: &mut HashMap<K, V>) {
     let len = map.len().max(1024);
     if map.capacity() > 8 * len {

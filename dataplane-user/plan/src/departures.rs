@@ -1,12 +1,11 @@
-//! Which endpoints went away, and so which flows and sockets that lead to them must end.
+//! Finds the endpoints that a service lost. Flows and sockets that lead to them must end.
 //!
-//! The rules are kube-proxy's (`CleanStaleEntries` in its `conntrack` package): what leads from a
-//! service's address to something that is not one of the service's *serving* endpoints ends. A
-//! service without any is left alone: what it has is as good as nothing else, and ends when there
-//! is something better. So is what belongs to a service or an address that is gone, until another service has the address.
+//! The rules are kube-proxy's (`CleanStaleEntries` in its `conntrack` package): a flow from a service's address to an
+//! address that is not a *serving* endpoint of the service ends. If a service has no serving endpoint, its flows stay
+//! until it has one. Flows of a removed service or address stay until another service has the address.
 //!
-//! TCP connections go on as long as their endpoint answers. But once a service no longer lists an endpoint, serving or not, the
-//! endpoint's address may be another pod's: a SYN in such a connection's name must not go there.
+//! TCP connections continue as long as their endpoint answers. But when a service no longer lists an endpoint, serving
+//! or not, the endpoint's address may belong to another pod: a SYN of such a connection must not go there.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -22,40 +21,40 @@ use model::{Endpoint, Service, ServiceName, ServicePort, Snapshot};
 
 use super::{Planner, wanted};
 
-/// The endpoints that may still be talked to through some VIPs. Whatever else is talked to through
-/// them is stale.
+/// The endpoints that remain valid behind some VIPs. A flow or socket through one of these VIPs to any other endpoint
+/// is stale.
 #[derive(Clone, Debug, Default)]
 pub struct Departed {
-    /// By VIP and port: sorted.
+    /// The serving endpoints.
     serving: Endpoints,
-    /// The same, with those that do not serve: of TCP.
+    /// All listed endpoints of TCP services, whether they serve or not.
     listed: Endpoints,
 }
 
-/// Endpoints, sorted, by VIP and port.
+/// Sorted endpoints by VIP and port.
 type Endpoints = HashMap<FrontendKey, Arc<[(Addr, Port)]>>;
 
 impl Departed {
-    /// Whether there is nothing to look for.
+    /// Returns whether no endpoint has left.
     pub fn is_empty(&self) -> bool {
         self.serving.is_empty() && self.listed.is_empty()
     }
 
-    /// Whether a flow or socket may be stale.
+    /// Returns whether a flow or socket may be stale.
     pub fn has_stale(&self) -> bool {
         !self.serving.is_empty()
     }
 
-    /// Adds what is newer.
+    /// Adds newer departures; they replace older ones of the same key.
     pub fn extend(&mut self, newer: Self) {
         self.serving.extend(newer.serving);
         self.listed.extend(newer.listed);
     }
 
-    /// Whether a flow or a socket that talks to `endpoint` through `vip` is to end.
+    /// Returns whether a flow or a socket from `vip` to `endpoint` must end.
     ///
-    /// `is_frontend` tells whether a key has an entry of its own: an address of this node may be
-    /// another service's external IP, and then its ports are no node ports.
+    /// `is_frontend` reports whether a key has an entry of its own. An address of this node may be the external IP of
+    /// another service, and its ports are then not node ports.
     pub fn is_stale(
         &self,
         vip: (Addr, Port),
@@ -66,7 +65,8 @@ impl Departed {
         is_missing(&self.serving, vip, protocol, endpoint, is_frontend)
     }
 
-    /// Whether `endpoint` is no longer among those of a TCP service, `vip`, whether they serve or not; likewise.
+    /// Returns whether the TCP service at `vip` no longer lists `endpoint`, whether it serves or not. `is_frontend`:
+    /// see [`Departed::is_stale`].
     pub fn is_unlisted(
         &self,
         vip: (Addr, Port),
@@ -93,7 +93,7 @@ fn is_missing(
     endpoints.is_some_and(|endpoints| endpoints.binary_search(&endpoint).is_err())
 }
 
-/// Notices what goes away, from one plan to the next.
+/// Compares consecutive plans to find endpoints that left.
 #[derive(Debug)]
 pub struct Departures {
     protocols: Vec<Protocol>,
@@ -101,8 +101,7 @@ pub struct Departures {
 }
 
 impl Departures {
-    /// For services of these protocols. What the first plan has is compared with nothing: all that
-    /// leads elsewhere is stale.
+    /// Watches services of these protocols. The first plan has no predecessor: every flow to another endpoint is stale.
     pub fn new(protocols: &[Protocol]) -> Self {
         Self {
             protocols: protocols.to_vec(),
@@ -110,7 +109,7 @@ impl Departures {
         }
     }
 
-    /// What went away with the last plan that was written.
+    /// Returns the endpoints that left with the last written plan.
     pub fn after(&mut self, planner: &Planner) -> Departed {
         let mut departed = Departed::default();
         let last = std::mem::replace(&mut self.last, planner.snapshot().clone());
@@ -146,7 +145,7 @@ impl Departures {
         planner: &Planner,
         departed: &mut Departed,
     ) {
-        // A service may have every port.
+        // A map, because a service may have every port.
         let id = |port: &ServicePort| (port.port, port.protocol);
         let old = old.map_or(&[][..], |old| &old.ports[..]);
         let before: HashMap<_, _> = old.iter().map(|port| (id(port), port)).collect();
@@ -189,7 +188,7 @@ impl Departures {
     }
 }
 
-/// The other services that have keys of this one now: flows to its endpoints are none of theirs.
+/// Returns the other services that now own keys of `old`: flows to the endpoints of `old` do not belong to them.
 fn heirs_of(old: &Service, planner: &Planner) -> BTreeSet<ServiceName> {
     let mut keys = Vec::new();
     wanted::keys(old, &mut keys);
@@ -199,11 +198,11 @@ fn heirs_of(old: &Service, planner: &Planner) -> BTreeSet<ServiceName> {
     others.map(|owner| owner.service.clone()).collect()
 }
 
-/// What a port is found by: family, protocol and whether it is a node port; and its number.
+/// Identifies a port: (IPv4, protocol, node port), and the number.
 type PortId = ((bool, Protocol, bool), u16);
 
-/// Notes the endpoints of a port that are wanted, for each of the port's numbers, if some have left. What it was before, and
-/// what it is now.
+/// Records the present endpoints of a port that `wanted` selects, for each number of the port, if an endpoint has left.
+/// `before` and `now` are the port in the former and in the present plan.
 fn note(
     left: &mut HashMap<PortId, Arc<[(Addr, Port)]>>,
     key: impl Fn(bool) -> (bool, Protocol, bool),
@@ -222,7 +221,7 @@ fn note(
     let (Some(port), before, now) = (now, of(before), of(now)) else {
         return;
     };
-    // Without any before, flows may lead to some that left earlier.
+    // Without a former state, flows may lead to endpoints that left earlier.
     let has_left = before.is_empty()
         || before
             .iter()

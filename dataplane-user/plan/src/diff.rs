@@ -1,5 +1,4 @@
-//! A plan as a person reads it: what is answered differently, rather than which words are
-//! written.
+//! Describes a plan for people: keys whose answers change, instead of words that are written.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,54 +11,54 @@ use serde::Serialize;
 
 use super::{Contents, Planner, PoolOwner, wanted::key_text};
 
-/// A key that is answered differently after a plan.
+/// A key whose answer a plan changes.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Change {
-    /// The key, as [`key_text`] has it.
+    /// The key as text ([`key_text`]).
     pub key: String,
-    /// The service that it belongs to after the plan; none if it is removed or the node's.
+    /// The service that owns the key after the plan. `None` if the plan removes the key, or if the key is the node's.
     pub service: Option<String>,
     /// The route that splits the service's port after the plan.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub route: Option<String>,
-    /// How it was answered; none if the key is new.
+    /// The answer before the plan. `None` if the key is new.
     pub before: Option<Answer>,
-    /// How it will be answered; none if the key is removed.
+    /// The answer after the plan. `None` if the plan removes the key.
     pub after: Option<Answer>,
-    /// Whether the key is given to another pool, as when it changes owner.
+    /// Whether the key moves to another pool, for example because its owner changes.
     pub moved: bool,
 }
 
-/// How a key is answered.
+/// The answer of a key.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Answer {
-    /// [`Kind::word`].
+    /// Its kind ([`Kind::word`]).
     pub kind: &'static str,
-    /// Among which endpoints the connections are shared out, sorted.
+    /// The endpoints that share the connections, sorted.
     pub endpoints: Vec<SocketAddr>,
-    /// The part of each, from 0 to 1, if they differ; the rest is refused.
+    /// The part of each endpoint, from 0 to 1, if the parts differ. Connections of the remaining part are refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parts: Option<Vec<f64>>,
-    /// If there is no endpoint: why.
+    /// The reason if there is no endpoint.
     pub refuses: Option<Empty>,
-    /// Session affinity's timeout in seconds.
+    /// Timeout of the session affinity in seconds.
     pub affinity_seconds: Option<u32>,
 }
 
-/// Why a key has no endpoint.
+/// The reason why a key has no endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Empty {
-    /// The service has none that is ready.
+    /// The service has no ready endpoint.
     NoEndpoints,
-    /// The service has none on this node, and its traffic policy is Local.
+    /// The service has no endpoint on this node, and its traffic policy is Local.
     NoLocalEndpoint,
     /// The service does not have the port.
     PortNotServed,
 }
 
-/// What is answered differently by the tables that `after` has planned than by `before`, in the
-/// order of the keys. Costs what there is, not what changed: for people, not for the sync.
+/// Returns the keys whose answers differ between `before` and the tables of `after`, in the order of the keys. The cost
+/// grows with the tables, not with the change: for commands, not for the sync.
 ///
 /// Both must be consistent: [`Planner::adopt`] has accepted `before`.
 pub fn changes(before: &Contents, after: &Planner) -> Vec<Change> {
@@ -93,13 +92,13 @@ pub fn changes(before: &Contents, after: &Planner) -> Vec<Change> {
                     .zip(new)
                     .is_some_and(|(old, new)| old.pool() != new.pool()),
             };
-            // Where only the pool is another, clients see the same.
+            // A move to an equal pool changes nothing for clients.
             (change.before != change.after).then_some(change)
         })
         .collect()
 }
 
-/// The route that splits the port of a pool's owner.
+/// Returns the route that splits the port of a pool's owner.
 fn route(after: &Planner, owner: &PoolOwner) -> Option<String> {
     let service = after.snapshot().services.get(&owner.service)?;
     let mut ports = service.ports.iter();
@@ -139,7 +138,7 @@ impl Answer {
     }
 }
 
-/// So many slots of a block.
+/// Returns the part of a block that `slots` slots are.
 fn part(slots: usize, of: usize) -> f64 {
     let [slots, of] = [slots, of].map(|count| f64::from(u32::try_from(count).unwrap_or(u32::MAX)));
     slots / of
@@ -155,8 +154,7 @@ impl fmt::Display for Empty {
     }
 }
 
-/// One line per key: `+` added, `-` removed, `~` answered differently, with the endpoints that
-/// come (`+`) and go (`-`).
+/// Prints one line per key: `+` added, `-` removed, `~` changed, with the added (`+`) and removed (`-`) endpoints.
 impl fmt::Display for Change {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let sign = match (&self.before, &self.after) {

@@ -1,10 +1,10 @@
-//! IPsec policies of the kernel (XFRM), as the packet path's programs look them up: by a packet's destination, and then,
-//! in a set of that destination's network, by its source.
+//! IPsec policies of the kernel (XFRM), in the form in which the packet path's programs look them up: by a packet's
+//! destination, and then, in a set of that destination's network, by its source.
 //!
-//! By addresses the answer is exact: in each direction the kernel goes by the first policy that covers a packet. What
-//! else a policy asks for (ports, a protocol, an interface, a mark) the programs do not look at: such a policy covers all
-//! between its networks if it protects, and nothing if it lets pass. And what is covered in any direction is refused in
-//! all of them.
+//! The result is exact for addresses: in each direction the kernel applies the first policy that covers a packet. The
+//! programs ignore all other selectors (ports, a protocol, an interface, a mark). A policy with such a selector covers
+//! all packets between its networks if it protects, and no packet if it lets packets pass. A pair of addresses that is
+//! covered in any direction is refused in all directions.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,26 +13,26 @@ use std::{
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
-/// A policy.
+/// A policy of the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
-    /// `XFRM_POLICY_IN` and so on, and the type (main or sub): policies are compared to those of the same kind.
+    /// Direction (`XFRM_POLICY_IN` and so on) and type (main or sub). Only policies of one kind precede each other.
     pub kind: (u8, u8),
-    /// The lower comes first.
+    /// Policies with a lower number come first.
     pub priority: u32,
-    /// Where packets come from.
+    /// The network of sources.
     pub src: IpNet,
-    /// Where they go.
+    /// The network of destinations.
     pub dst: IpNet,
-    /// Whether it asks for more than addresses.
+    /// Whether it selects by more than addresses.
     pub narrow: bool,
-    /// Whether its packets are to be encrypted, or dropped; otherwise they may pass as they are.
+    /// Whether its packets must be encrypted or dropped. Otherwise they may pass unencrypted.
     pub protects: bool,
 }
 
 impl fmt::Display for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // `include/uapi/linux/xfrm.h`, as `ip xfrm policy` names them.
+        // The names are those of `ip xfrm policy`; the numbers are in `include/uapi/linux/xfrm.h`.
         let direction = match self.kind.0 {
             0 => "in",
             1 => "out",
@@ -42,15 +42,15 @@ impl fmt::Display for Policy {
     }
 }
 
-/// For a network that packets go to, the networks that they come from, and whether those packets are refused. Of
-/// networks within each other, the longest counts.
+/// Whether packets are refused, by the network of their destination and then of their source. The longest network
+/// decides.
 pub type Selectors = BTreeMap<IpNet, BTreeMap<IpNet, bool>>;
 
-/// How many networks there may be: beyond, everything is refused. A node with a policy to each of 10 000 others has
-/// some 40 000.
+/// Maximum number of networks. Beyond it, all packets are refused. A node with a policy to each of 10 000 other nodes
+/// has about 40 000.
 const ENOUGH: usize = 1 << 18;
 
-/// What is refused; `None` if that is more than can be told, and so everything.
+/// Returns the refused networks. `None` if there are too many; then all packets must be refused.
 pub fn selectors(policies: &[Policy]) -> Option<Selectors> {
     if !policies.iter().any(|policy| policy.protects) {
         return Some(Selectors::new());
@@ -60,7 +60,7 @@ pub fn selectors(policies: &[Policy]) -> Option<Selectors> {
         .filter(|policy| policy.protects || !policy.narrow)
         .collect();
     let destinations: BTreeSet<IpNet> = counted.iter().map(|policy| policy.dst).collect();
-    // First only counted: what is refused takes the square of what there is of policies.
+    // Counts first, because the result grows with the square of the number of policies.
     let (mut entries, mut all) = (0, Vec::new());
     for dst in destinations {
         let here: Vec<&Policy> = counted
@@ -84,8 +84,8 @@ pub fn selectors(policies: &[Policy]) -> Option<Selectors> {
     Some(all.collect())
 }
 
-/// Whether of policies that all cover a packet the first of any kind protects. Of two with the same priority that is
-/// the one which protects: the kernel goes by which was there first, and does not tell.
+/// Returns whether the first policy of any kind protects. All policies cover the same packet. Of two policies with
+/// equal priority the protecting one counts as first: the kernel applies the older one, and does not report the age.
 fn is_refused<'a>(covering: impl Iterator<Item = &'a &'a Policy>) -> bool {
     let mut first: BTreeMap<(u8, u8), &Policy> = BTreeMap::new();
     for &policy in covering {
@@ -98,7 +98,8 @@ fn is_refused<'a>(covering: impl Iterator<Item = &'a &'a Policy>) -> bool {
     first.values().any(|policy| policy.protects)
 }
 
-/// Policies that block, for both families, what no other policy of a direction covers (`ip xfrm policy setdefault`).
+/// Returns policies that block, for both families, all packets of a direction that no other policy covers (`ip xfrm
+/// policy setdefault`).
 pub fn block_by_default(direction: u8) -> [Policy; 2] {
     [IpNet::V4(Ipv4Net::default()), IpNet::V6(Ipv6Net::default())].map(|all| Policy {
         kind: (direction, 0),
@@ -129,7 +130,7 @@ mod tests {
         }
     }
 
-    /// As the programs look it up.
+    /// Looks a packet up as the programs do.
     fn looked_up(selectors: &Selectors, src: IpAddr, dst: IpAddr) -> bool {
         fn longest<'a, T>(all: &'a BTreeMap<IpNet, T>, addr: &IpAddr) -> Option<&'a T> {
             let containing = all.iter().filter(|(net, _)| net.contains(addr));
@@ -156,11 +157,11 @@ mod tests {
         assert!(!is_looked_up(&policies, "10.1.0.1", "10.2.0.1"));
         assert!(!is_looked_up(&policies, "10.1.0.1", "11.0.0.1"));
         assert!(!is_looked_up(&policies, "fd00::1", "fd00::2"));
-        // Another direction's is another's.
+        // A policy of another direction is compared separately.
         policies.push(policy(2, 90, "10.1.0.0/16", "10.2.9.0/24", true));
         assert!(is_looked_up(&policies, "10.1.0.1", "10.2.9.1"));
         assert!(!is_looked_up(&policies, "10.1.0.1", "10.2.8.1"));
-        // What asks for ports lets nothing pass for sure, and may protect anything.
+        // A policy that selects ports never lets a packet pass for sure, and may protect any packet.
         policies[1].narrow = true;
         assert!(is_looked_up(&policies, "10.1.0.1", "10.2.8.1"));
     }
@@ -192,7 +193,7 @@ mod tests {
     }
 
     fn network() -> impl Strategy<Value = IpNet> {
-        // Few addresses, so that networks are within each other.
+        // Few addresses, so that networks contain each other.
         (0_u32..8, 29_u8..=32).prop_map(|(host, prefix)| {
             let addr = Ipv4Addr::from(0x0a00_0000 | host);
             IpNet::new(addr.into(), prefix).unwrap().trunc()
@@ -216,7 +217,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// Two lookups say for any addresses what all policies, one after the other, say.
+        /// Two lookups agree, for any addresses, with a search of all policies in order.
         #[test]
         fn two_lookups_are_enough(policies in prop::collection::vec(any_policy(), 0..8)) {
             let selectors = selectors(&policies).unwrap();

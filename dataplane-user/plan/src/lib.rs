@@ -1,8 +1,8 @@
-//! From a [`Snapshot`](model::Snapshot) to the tables that the kernel should hold, and the
-//! difference to what it holds. Pure and deterministic: no clock, no randomness, no I/O.
+//! Computes the tables that the kernel should hold for a [`Snapshot`](model::Snapshot), and the difference from the
+//! present tables. Pure and deterministic: no clock, no randomness, no I/O.
 //!
-//! A [`Planner`] mirrors what the kernel holds. [`Planner::plan`] compares a snapshot with the last
-//! one, and so costs what changed, not what there is.
+//! A [`Planner`] mirrors the tables of the kernel. [`Planner::plan`] compares a snapshot with the last one, so its cost
+//! grows with the change and not with the tables.
 //!
 //! # Order of writes
 //!
@@ -14,17 +14,17 @@
 //! 3. then new keys appear, whose pools are complete;
 //! 4. then keys change owner, then keys disappear, then the source ranges of their pools.
 //!
-//! A pool that lives on loses source ranges right after step 2. So while they change, both those
-//! before and those after are let in, and never by a key that was not there before.
+//! A pool that stays loses source ranges right after step 2. So during a change both the former and the new ranges are
+//! allowed, but only at keys that were there before.
 //!
-//! Among the keys, an address as such comes after its ports and goes before them, since it refuses
-//! every port that has no key.
+//! An address without a port is inserted after its ports and removed before them, because it refuses every port that
+//! has no key.
 //!
-//! A key that moves from one pool to another (step 4) may, until it has moved, already show what the
-//! pool that it leaves shows after step 2: new endpoints of the service it belonged to, as a whole.
+//! A key that moves from one pool to another (step 4) may show, before it moves, the state of its former pool after
+//! step 2: the complete new endpoints of its former service.
 //!
-//! What is freed (slots, pools) is *retired*: not used again before a grace period has passed,
-//! after which no running program can still read it ([`Planner::grace_passed`]).
+//! Freed slots and pools are *retired*: they are not reused before a grace period has passed, after which no running
+//! program can still read them ([`Planner::grace_passed`]).
 
 #![forbid(unsafe_code)]
 
@@ -64,86 +64,85 @@ pub use wanted::{key_text, source_key};
 /// One write to the kernel's tables.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Write {
-    /// Fills slots from `base` on, none of which is in use.
+    /// Fills slots from `base` on. None of them is in use.
     Endpoints {
         /// First slot.
         base: u32,
-        /// What goes there; sorted as [`dataplane_common::decide::order`] has it.
+        /// The endpoints, sorted by [`dataplane_common::decide::order`].
         endpoints: Vec<Endpoint>,
     },
-    /// Lets a network use a load balancer: adds it to the set of a pool.
+    /// Allows a network at a load balancer: adds it to the source ranges of a pool.
     AddSource {
-        /// Not in the table.
+        /// A key that is not in the table.
         key: SourceKey,
     },
-    /// Sets a pool: its affinity, then, in one store, its block. `fresh`: the pool was not in use,
-    /// and its counters start from 0.
+    /// Sets a pool: its affinity, then, in one store, its block. If `fresh`, the pool was not in use, and its counters
+    /// start from 0.
     Pool {
-        /// Which.
+        /// Index of the pool.
         index: u32,
         /// Its new value.
         pool: Pool,
-        /// Not in use before.
+        /// Whether the pool was not in use before.
         fresh: bool,
     },
     /// Adds a key.
     Insert {
-        /// Not in the table.
+        /// A key that is not in the table.
         key: FrontendKey,
         /// Its value.
         frontend: Frontend,
     },
-    /// Gives a key to another service's pool. Frees a hash element: the kernel room waits for a
-    /// grace period before the next [`Write::Insert`] or [`Write::Replace`].
+    /// Moves a key to the pool of another service. Frees a hash element: the kernel crate waits for a grace period
+    /// before the next [`Write::Insert`] or [`Write::Replace`].
     Replace {
-        /// In the table.
+        /// A key that is in the table.
         key: FrontendKey,
         /// Its new value.
         frontend: Frontend,
     },
     /// Removes a key. Frees a hash element, as [`Write::Replace`] does.
     Remove {
-        /// In the table.
+        /// A key that is in the table.
         key: FrontendKey,
     },
-    /// Removes a network from the set of a pool, which may be gone.
+    /// Removes a network from the source ranges of a pool. The pool may already be removed.
     RemoveSource {
-        /// In the table.
+        /// A key that is in the table.
         key: SourceKey,
     },
 }
 
-/// How large the tables must be before a plan is applied. Pools and endpoints count from index 0,
-/// used or not.
+/// Minimum sizes of the tables for a plan. Pools and endpoints count from index 0, used or unused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Demand {
-    /// Keys in `FRONTENDS`, at the most at any moment of the plan.
+    /// Maximum number of keys in `FRONTENDS` during the plan.
     pub frontends: u32,
     /// One more than the highest pool index.
     pub pools: u32,
     /// One more than the highest slot.
     pub endpoints: u32,
-    /// How many affinity groups there are.
+    /// Number of affinity groups.
     pub affinity_groups: u32,
-    /// Source ranges, at the most at any moment of the plan.
+    /// Maximum number of source ranges during the plan.
     pub sources: u32,
 }
 
-/// How many entries the tables of services have room for, at the most at any moment.
+/// Maximum number of entries in the tables of services at any moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// Of `FRONTENDS`.
+    /// Keys in `FRONTENDS`.
     pub frontends: u32,
-    /// Of `POOLS`, without the first, which is never used.
+    /// Pools in `POOLS`, without the first, which is never used.
     pub pools: u32,
     /// Slots of `ENDPOINTS`.
     pub endpoints: u32,
-    /// Of `SOURCES`.
+    /// Source ranges in `SOURCES`.
     pub sources: u32,
 }
 
 impl Default for Room {
-    /// For whatever there is.
+    /// Room without limits.
     fn default() -> Self {
         Self {
             frontends: u32::MAX,
@@ -154,16 +153,16 @@ impl Default for Room {
     }
 }
 
-/// What the kernel holds, as read from its tables.
+/// Contents of the kernel's tables.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
     /// Every frontend, in any order.
     pub frontends: Vec<(FrontendKey, Frontend)>,
-    /// Every pool by index; trailing unused ones may be left out.
+    /// Every pool by index. Unused pools at the end may be missing.
     pub pools: Vec<Pool>,
-    /// Every slot by index; trailing unused ones may be left out.
+    /// Every slot by index. Unused slots at the end may be missing.
     pub endpoints: Vec<Endpoint>,
-    /// Every source range, in any order; not the networks of pods.
+    /// Every source range, in any order, without the networks of pods.
     pub sources: Vec<SourceKey>,
 }
 
@@ -177,52 +176,52 @@ impl Contents {
     }
 }
 
-/// What is to be done, in order.
+/// Writes to the tables, in order.
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
     /// The writes.
     pub writes: Vec<Write>,
-    /// What the tables must hold first.
+    /// Sizes that the tables must have before the first write.
     pub demand: Demand,
 }
 
 impl Plan {
-    /// Whether the kernel already holds what it should.
+    /// Returns whether the tables are already as wanted.
     pub fn is_empty(&self) -> bool {
         self.writes.is_empty()
     }
 }
 
-/// A frontend that two services claim.
+/// A key that several services claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Conflict {
     /// The key.
     pub key: FrontendKey,
-    /// Who serves it: whose claim is of the stronger kind, then the older service, then the first by name.
+    /// The service that serves it: first the stronger kind of claim, then the older service, then the first name.
     pub winner: ServiceName,
-    /// Who does not.
+    /// The other services.
     pub losers: Vec<ServiceName>,
 }
 
-/// Whose a pool is. Its family is that of the keys that refer to it.
+/// The owner of a pool. The family of a pool is that of the keys that refer to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolOwner {
     /// The service.
     pub service: ServiceName,
-    /// The service's port, as on its VIPs; none for [`PoolRole::NoSuchPort`].
+    /// The service's port, as on its VIPs. `None` for [`PoolRole::NoSuchPort`].
     pub port: Option<(u16, Protocol)>,
-    /// What it is for.
+    /// The purpose of the pool.
     pub role: PoolRole,
 }
 
-/// What a pool is for.
+/// Purposes of a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PoolRole {
-    /// All endpoints that may be used.
+    /// All usable endpoints.
     Cluster,
-    /// Those on this node: for the cluster IPs of a service with `internalTrafficPolicy: Local`, and
-    /// for clients from outside of the cluster if `externalTrafficPolicy` is Local.
+    /// The endpoints on this node: for the cluster IPs of a service with `internalTrafficPolicy: Local`, and for
+    /// clients from outside of the cluster if `externalTrafficPolicy` is Local.
     Local,
-    /// The ports that a cluster address does not have: always empty.
+    /// Ports that a cluster address does not have: always empty.
     NoSuchPort,
 }

@@ -1,5 +1,4 @@
-//! What the kernel's tables hold once the writes so far are done, and which of their slots and
-//! pools may be used next.
+//! Contents of the kernel's tables after the planned writes, and the slots and pools that are free.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -10,7 +9,7 @@ use dataplane_common::{
 
 use super::{Demand, PoolOwner, Room, Write, blocks, blocks::Blocks, shares::Entries};
 
-/// The tables, and what is free in them.
+/// The tables, with their free slots and pools.
 #[derive(Debug)]
 pub(super) struct Mirror {
     pub(super) keys: HashMap<FrontendKey, Frontend>,
@@ -20,19 +19,19 @@ pub(super) struct Mirror {
     pub(super) endpoints: Vec<Endpoint>,
     pub(super) blocks: Blocks,
     pub(super) free_pools: BTreeSet<u32>,
-    /// Blocks that no pool refers to any more, but perhaps a running program does.
+    /// Blocks that no pool refers to. A running program may still read them.
     pub(super) retired_blocks: Vec<Block>,
-    /// Likewise pools.
+    /// Pools that no key refers to. A running program may still read them.
     pub(super) retired_pools: Vec<u32>,
     /// Slots of `retired_blocks`.
     pub(super) retired_slots: u32,
     /// Slots of blocks that pools refer to.
     pub(super) live_slots: u32,
-    /// Pools that are the affinity group of some, with affinity.
+    /// Number of pools that are the affinity group of pools with affinity.
     pub(super) affinity_groups: u32,
-    /// The source ranges of pools that have some.
+    /// The source ranges of each pool that has some.
     pub(super) sources: HashMap<u32, BTreeSet<SourceKey>>,
-    /// How many those are.
+    /// Total number of source ranges.
     pub(super) source_count: usize,
 }
 
@@ -42,12 +41,11 @@ pub(super) struct Slot {
     pub(super) pool: Pool,
     /// Whether keys refer to it, or another pool's affinity group does.
     pub(super) live: bool,
-    /// Who uses it. A live pool without an owner is one that was adopted and whose owner has not
-    /// been found yet.
+    /// The owner of the pool. A live pool without an owner was adopted, and its owner has not been found yet.
     pub(super) owner: Option<PoolOwner>,
 }
 
-/// What a pool should hold.
+/// Wanted contents of a pool.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Contents<'a> {
     pub(super) endpoints: &'a [Endpoint],
@@ -56,11 +54,11 @@ pub(super) struct Contents<'a> {
     pub(super) affinity_group: u32,
     /// The pool of the local endpoints, if clients from outside get those; 0: none.
     pub(super) external: u32,
-    /// Who may use the load balancer's addresses; empty: everybody.
+    /// The networks that may use the load balancer's addresses; empty: all networks.
     pub(super) sources: &'a BTreeSet<SourceKey>,
 }
 
-/// The writes of a plan, each kind in its turn.
+/// The writes of a plan, by kind.
 #[derive(Debug, Default)]
 pub(super) struct Writes {
     endpoints: Vec<Write>,
@@ -69,9 +67,9 @@ pub(super) struct Writes {
     inserts: Vec<(FrontendKey, Frontend)>,
     replaces: Vec<(FrontendKey, Frontend)>,
     removes: Vec<FrontendKey>,
-    /// Of pools that live on.
+    /// Source ranges of pools that stay.
     drop_sources: Vec<SourceKey>,
-    /// Of pools that are given up.
+    /// Source ranges of pools that are retired.
     remove_sources: Vec<SourceKey>,
 }
 
@@ -95,7 +93,7 @@ impl Default for Mirror {
 }
 
 impl Mirror {
-    /// The endpoints of a block.
+    /// Returns the endpoints of a block.
     pub(super) fn block(&self, block: Block) -> &[Endpoint] {
         let base = block.base() as usize;
         self.endpoints
@@ -103,13 +101,13 @@ impl Mirror {
             .unwrap_or_default()
     }
 
-    /// Whether the pool is that of a port's local endpoints: its affinity group is another pool,
-    /// that of all endpoints.
+    /// Returns whether the pool holds a port's local endpoints: its affinity group is another pool, the pool of all
+    /// endpoints.
     pub(super) fn is_local(&self, index: u32) -> bool {
         self.pools[index as usize].pool.affinity_group != index
     }
 
-    /// A pool that is not in use, for `owner`.
+    /// Returns a free pool, with `owner` as its owner.
     pub(super) fn take_pool(&mut self, owner: PoolOwner) -> u32 {
         let index = self.free_pools.pop_first().unwrap_or_else(|| {
             let len = self.pools.len() + 1;
@@ -125,7 +123,7 @@ impl Mirror {
         index
     }
 
-    /// Lets the pool hold `contents`: at most one write to it, and none if it does already.
+    /// Makes the pool hold `contents`, by at most one write. Writes nothing if the pool already holds them.
     pub(super) fn set_pool(&mut self, index: u32, contents: Contents<'_>, writes: &mut Writes) {
         let Slot {
             pool: before, live, ..
@@ -160,14 +158,14 @@ impl Mirror {
         slot.live = true;
     }
 
-    /// Lets the set of a pool have these source ranges.
+    /// Makes a pool have these source ranges.
     pub(super) fn set_sources(
         &mut self,
         index: u32,
         wanted: &BTreeSet<SourceKey>,
         writes: &mut Writes,
     ) {
-        // Nearly every pool has none, before and after.
+        // Nearly every pool has no source ranges, before and after.
         if wanted.is_empty() && !self.sources.contains_key(&index) {
             return;
         }
@@ -209,9 +207,9 @@ impl Mirror {
         }
     }
 
-    /// Gives up a pool, which no key refers to once the plan is done.
+    /// Retires a pool that no key refers to after the plan.
     pub(super) fn retire_pool(&mut self, index: u32, writes: &mut Writes) {
-        // Keys refer to it until they are removed: its ranges go after them.
+        // Keys refer to the pool until they are removed, so its source ranges are removed after them.
         let sources = self.sources.remove(&index).unwrap_or_default();
         self.source_count -= sources.len();
         writes.remove_sources.extend(sources);
@@ -223,7 +221,7 @@ impl Mirror {
         self.retired_pools.push(index);
     }
 
-    /// What was retired may be used again.
+    /// Makes retired blocks and pools free.
     pub(super) fn reuse_retired(&mut self) {
         for block in std::mem::take(&mut self.retired_blocks) {
             self.blocks.give_back(block.base(), block.len().into());
@@ -232,7 +230,7 @@ impl Mirror {
         self.free_pools.extend(self.retired_pools.drain(..));
     }
 
-    /// Lets `key` have this value, or none.
+    /// Sets the value of `key`, or removes the key.
     pub(super) fn set_key(
         &mut self,
         key: FrontendKey,
@@ -253,20 +251,21 @@ impl Mirror {
         }
     }
 
-    /// What the tables need for a plan that inserts so many keys before it removes any.
+    /// Returns the table sizes for a plan that had `keys_before` keys and inserts before it removes.
     pub(super) fn demand(&self, keys_before: usize, writes: &Writes) -> Demand {
         Demand {
             frontends: count(keys_before + writes.inserts.len()),
             pools: count(self.pools.len()),
             endpoints: count(self.endpoints.len()),
             affinity_groups: self.affinity_groups,
-            // Those that are removed are there till the end.
+            // Removed source ranges stay until the end of the plan.
             sources: count(self.source_count + writes.gone_sources()),
         }
     }
 
-    /// Whether the tables stay within `room` if a service gets so many keys, pools and source ranges more, and slots of new
-    /// blocks, in a plan that had `keys_before`. `lens`: the lengths of the blocks, asked for only if slots are scarce.
+    /// Returns whether the tables stay within `room` if a service gets `more` keys, pools, slots and source ranges in a
+    /// plan that had `keys_before` keys. `lens` returns the lengths of the new blocks; it is called only if slots are
+    /// scarce.
     pub(super) fn has_room(
         &mut self,
         room: &Room,
@@ -281,51 +280,51 @@ impl Mirror {
         within(keys_before + writes.inserts.len(), keys, room.frontends)
             && within(self.pools.len() - 1, new_pools, room.pools)
             && within(known_sources, sources, room.sources)
-            // Each block's base is the next multiple of its size.
+            // The base of each block is the next multiple of the block's size.
             && (within(self.blocks.top() as usize, 2 * slots, room.endpoints)
                 || self.blocks.has_room(&lens(), room.endpoints))
     }
 }
 
-/// What slots hold that were never written.
+/// Contents of slots that were never written.
 pub(super) const NO_ENDPOINT: Endpoint = Endpoint::new(
     dataplane_common::Addr::UNSPECIFIED,
     dataplane_common::Port::ANY,
 );
 
-/// Makes room for `len` elements, and an eighth more: a `Vec` by itself doubles, which for a large
-/// table is memory for nothing.
+/// Reserves memory for `len` elements and an eighth more. A `Vec` would double, which wastes memory for a large table.
 fn grow<T>(elements: &mut Vec<T>, len: usize) {
     if len > elements.capacity() {
         elements.reserve_exact(len + len / 8 + 16 - elements.len());
     }
 }
 
-/// A number of elements of a table. Tables have fewer than 2^32: their indices are 32 bits wide.
+/// Converts a number of elements of a table. Tables have fewer than 2^32 elements, because their indices are 32 bits
+/// wide.
 pub(super) fn count(elements: usize) -> u32 {
     u32::try_from(elements).expect("a table of 2^32 elements does not fit into any node")
 }
 
-/// Whether the pool stands for an affinity group that is in use.
+/// Returns whether the pool stands for an affinity group that is in use.
 pub(super) fn has_group(index: u32, pool: &Pool) -> bool {
     pool.affinity_group == index && pool.affinity_seconds != 0
 }
 
 impl Writes {
-    /// How many source ranges are removed at the end.
+    /// Number of source ranges that the plan removes.
     fn gone_sources(&self) -> usize {
         self.drop_sources.len() + self.remove_sources.len()
     }
 
-    /// Whether keys change owner or disappear.
+    /// Returns whether keys change owner or disappear.
     pub(super) fn frees_keys(&self) -> bool {
         !(self.replaces.is_empty() && self.removes.is_empty())
     }
 
-    /// All of them, in the order that the module describes.
+    /// Returns all writes in the order that the crate documents.
     pub(super) fn in_order(mut self) -> Vec<Write> {
-        // An address as such refuses the ports that have no key of their own. So it comes after
-        // its ports and goes before them: nobody is refused on the way.
+        // An address without a port refuses the ports that have no key. So it is inserted after its ports and removed
+        // before them: no client is refused during the change.
         self.inserts
             .sort_unstable_by_key(|(key, _)| (key.is_address(), *key));
         self.replaces
@@ -348,7 +347,7 @@ impl Writes {
         let add = |key| Write::AddSource { key };
         writes.extend(self.add_sources.into_iter().map(add));
         writes.append(&mut self.pools);
-        // Before a key appears that would otherwise be open to those who were let in until now.
+        // Before a new key appears, which would otherwise be open to the networks that were allowed until now.
         let drop = |key| Write::RemoveSource { key };
         writes.extend(self.drop_sources.into_iter().map(drop));
         let insert = |(key, frontend)| Write::Insert { key, frontend };

@@ -1,5 +1,5 @@
-//! Which endpoints a workload with `egress: deny` may reach: those at the addresses of Pods, and those in ranges that the
-//! operator has stated. An EndpointSlice may name any address, and says by itself whether that is a Pod's.
+//! Endpoints that a workload with `egress: deny` may reach: those at addresses of Pods, and those in ranges that the
+//! operator has stated. An EndpointSlice may name any address and declare it a Pod's, so the declaration is not used.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -11,19 +11,19 @@ use dataplane_common::tables::{Block, Endpoint};
 use imbl::ordmap::DiffItem;
 use model::{Reachable, Service, ServiceName, Snapshot, Workload};
 
-/// Whether blocks are reachable, as far as anybody asks.
+/// Decides whether blocks are reachable. Tracks nothing if no mesh needs it.
 #[derive(Debug, Default)]
 pub(super) struct Reach {
-    /// What the operator has stated; none if there is no mesh, so that nobody asks.
+    /// The ranges that the operator has stated. `None` if there is no mesh.
     stated: Option<Arc<Reachable>>,
-    /// How many Pods have an address.
+    /// Number of Pods at each address.
     pods: HashMap<IpAddr, u32>,
-    /// The services that have an endpoint at an address.
+    /// The services that have an endpoint at each address.
     services: HashMap<IpAddr, BTreeSet<ServiceName>>,
 }
 
 impl Reach {
-    /// Takes over the Pods of a snapshot. Returns the services of which something else may be true now.
+    /// Records the Pods of a snapshot. Returns the services whose reachability may have changed.
     pub(super) fn update(&mut self, last: &Snapshot, new: &Snapshot) -> BTreeSet<ServiceName> {
         self.stated.clone_from(&new.reachable);
         if self.stated.is_none() {
@@ -63,7 +63,7 @@ impl Reach {
         services.flatten().cloned().collect()
     }
 
-    /// A service's endpoints are others.
+    /// Records that a service's endpoints have changed.
     pub(super) fn change(&mut self, old: Option<&Service>, new: Option<&Service>) {
         if self.stated.is_none() {
             return;
@@ -91,7 +91,7 @@ impl Reach {
         }
     }
 
-    /// The flag of a block with these endpoints.
+    /// Returns the flag of a block with these endpoints.
     pub(super) fn flag(&self, endpoints: &[Endpoint]) -> u16 {
         let Some(stated) = &self.stated else {
             return 0;

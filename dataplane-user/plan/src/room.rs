@@ -1,8 +1,8 @@
-//! Which services the tables have room for.
+//! Decides which services fit into the tables.
 //!
-//! A service that its namespace's budget has no room for is left out by itself: the largest of a namespace first, then
-//! the younger. The set follows from the objects alone. Half of each table is for changes, during which old and new
-//! entries are there at the same time.
+//! A service that exceeds its namespace's budget is left out by itself: the largest of a namespace first, then the
+//! younger. The set follows from the objects alone. Half of each table is reserved for changes, during which old and
+//! new entries coexist.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ use super::{
     wanted::{self, WantedKey},
 };
 
-/// The tables that services fill, and the options that say how large they may be.
+/// The tables that services fill, and the options that set their sizes.
 const TABLES: [(&str, Option<&str>); 4] = [
     ("FRONTENDS", Some("limits.frontends (--max-frontends)")),
     ("POOLS", Some("limits.frontends (--max-frontends)")),
@@ -23,31 +23,31 @@ const TABLES: [(&str, Option<&str>); 4] = [
 ];
 const ENDPOINTS: usize = 2;
 
-/// What is left out of the tables.
+/// The part of a service that is left out of the tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LeftOut {
-    /// The service: the tables have nothing of it.
+    /// The whole service: the tables have no entry of it.
     Whole,
-    /// Its endpoints: connections to it are refused.
+    /// Its endpoints: connections to the service are refused.
     Endpoints,
 }
 
-/// What services want, and which of them get it.
+/// The needs of services, and the services that fit.
 #[derive(Debug)]
 pub(super) struct Budgets {
     room: Room,
     shares: Shares<4>,
     left_out: BTreeMap<ServiceName, LeftOut>,
-    /// What services of one namespace want less and more of since the last time: most changes are of one namespace.
+    /// Sum of the changes of one namespace since the last call (less, more): most changes concern one namespace.
     pending: Option<(ServiceName, Entries, Entries)>,
-    /// A service of each namespace that wants less or more.
+    /// One service of each namespace whose needs have changed.
     touched: Vec<ServiceName>,
 }
 
 impl Budgets {
     pub(super) fn of(room: Room) -> Self {
         let limits = [room.frontends, room.pools, room.endpoints, room.sources];
-        // The node's own addresses and networks have a sixteenth.
+        // One sixteenth is reserved for the node's own addresses and networks.
         let capacity = limits.map(|limit| u64::from(limit - limit / 16) / 2);
         Self {
             room,
@@ -62,17 +62,17 @@ impl Budgets {
         &self.room
     }
 
-    /// What is left out of a service.
+    /// Returns the part of a service that is left out.
     pub(super) fn left(&self, service: &ServiceName) -> Option<LeftOut> {
         self.left_out.get(service).copied()
     }
 
-    /// All that is left out.
+    /// Returns all services that are left out, in whole or in part.
     pub(super) fn left_out(&self) -> &BTreeMap<ServiceName, LeftOut> {
         &self.left_out
     }
 
-    /// A service wants this in place of that, or has another age.
+    /// Records that the needs of a service change from `less` to `more`, or that its age changes.
     pub(super) fn change(
         &mut self,
         name: &ServiceName,
@@ -105,8 +105,8 @@ impl Budgets {
         }
     }
 
-    /// Decides what is left out of `snapshot`, whose changes are known. Returns the services that are dealt with otherwise
-    /// than before.
+    /// Decides which services of `snapshot` are left out, after all changes were recorded. Returns the services whose
+    /// case has changed.
     pub(super) fn settle(&mut self, snapshot: &Snapshot) -> BTreeSet<ServiceName> {
         let pending = self.pending.take();
         self.flush(pending);
@@ -117,7 +117,7 @@ impl Budgets {
             let before = self.left_out.keys();
             namespaces.extend(before.map(|name| Box::from(name.namespace())));
         } else {
-            // Nearly always all of them fit.
+            // Nearly always all services fit.
             let is_known = |namespace: &str| {
                 self.shares.is_over(namespace)
                     || !self.left_out.is_empty()
@@ -133,7 +133,7 @@ impl Budgets {
         changed
     }
 
-    /// Decides what is left out of a namespace.
+    /// Decides which services of a namespace are left out.
     fn judge(&mut self, namespace: &str, snapshot: &Snapshot, changed: &mut BTreeSet<ServiceName>) {
         let mut after = BTreeMap::new();
         if self.shares.is_over(namespace) {
@@ -153,7 +153,7 @@ impl Budgets {
             });
             let mut left = self.shares.budget();
             for (service, cost, _) in services {
-                // Connections to a service without endpoints are refused, which is better than to let them pass.
+                // A service without endpoints refuses connections, which is better than to let them pass.
                 let mut keys = cost;
                 keys[ENDPOINTS] = 0;
                 if shares::take(&cost, &mut left) {
@@ -183,11 +183,11 @@ impl Budgets {
         }
     }
 
-    /// Names what is left out of a service, and why.
+    /// Returns the problem of a service that is left out, with the reason.
     pub(super) fn problem(&self, service: &Service, keys: &[WantedKey], left: LeftOut) -> Problem {
         let cost = wanted::cost(service, keys);
         let budget = self.shares.budget();
-        // The table of which it takes the largest part.
+        // The table of which the service needs the largest part.
         let part = |n: &usize| cost[*n].saturating_mul(1 << 20) / budget[*n].max(1);
         let candidates = match left {
             LeftOut::Endpoints => &[ENDPOINTS][..],
@@ -214,7 +214,7 @@ impl Budgets {
     }
 }
 
-/// What is left out of a namespace.
+/// Returns the services of a namespace that are left out.
 fn of_namespace<'a>(
     left_out: &'a BTreeMap<ServiceName, LeftOut>,
     namespace: &'a str,
@@ -223,7 +223,7 @@ fn of_namespace<'a>(
     all.take_while(move |(name, _)| name.namespace() == namespace)
 }
 
-/// The services of a namespace.
+/// Returns the services of a namespace.
 fn of_namespace_in<'a>(
     snapshot: &'a Snapshot,
     namespace: &'a str,

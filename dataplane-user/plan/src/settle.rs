@@ -1,4 +1,4 @@
-//! Lets one service's pools and keys be as they should.
+//! Gives one service the pools and keys that it should have.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,17 +17,17 @@ use super::{
     wanted::{self, WantedKey},
 };
 
-/// The pools that a service has.
+/// The pools of a service.
 #[derive(Debug, Default)]
 pub(super) struct ServicePools {
-    /// Of its cluster addresses; 0: none.
+    /// The pool of its cluster addresses; 0: none.
     pub(super) address: u32,
-    /// Of its ports, by number and protocol.
+    /// The pools of its ports, by number and protocol, for each family.
     pub(super) ports: SmallVec<[(u16, Protocol, [PortPools; 2]); 1]>,
 }
 
 impl ServicePools {
-    /// The indices of all of them.
+    /// Returns the indices of all pools.
     pub(super) fn indices(&self) -> impl Iterator<Item = u32> {
         let ports = self.ports.iter().flat_map(|(_, _, families)| families);
         let ports = ports.flat_map(|pools| [pools.cluster, pools.local]);
@@ -35,7 +35,7 @@ impl ServicePools {
     }
 }
 
-/// What settling works on.
+/// The state of one service's update.
 pub(super) struct Settle<'a> {
     pub(super) mirror: &'a mut Mirror,
     pub(super) reach: &'a Reach,
@@ -44,14 +44,14 @@ pub(super) struct Settle<'a> {
     /// Buffers.
     pub(super) cluster: &'a mut Vec<Endpoint>,
     pub(super) local: &'a mut Vec<Endpoint>,
-    /// Whether there is no room for its endpoints.
+    /// Whether the tables have no room for its endpoints.
     pub(super) without_endpoints: bool,
     pub(super) problems: Vec<Problem>,
 }
 
 impl Settle<'_> {
-    /// Gives `service` the pools that `keys`, which it wants and owns, call for, and the keys
-    /// their values. `before` are the pools that it has; returns those that it has now.
+    /// Gives `service` the pools that its `keys` need, and the keys their values. `keys` are the keys that it wants and
+    /// owns. `before` are its present pools. Returns its new pools.
     pub(super) fn settle(
         &mut self,
         service: &Service,
@@ -59,7 +59,8 @@ impl Settle<'_> {
         mut before: ServicePools,
     ) -> ServicePools {
         let mut after = ServicePools::default();
-        // A handful of ports is what nearly every service has. One that has all of them is not searched for each.
+        // Nearly every service has few ports. A map serves those with many, because a search for each port would be
+        // quadratic.
         let mut many = BTreeMap::new();
         if before.ports.len() > 16 {
             let ports = before.ports.drain(..);
@@ -94,8 +95,7 @@ impl Settle<'_> {
         after
     }
 
-    /// The pool of the cluster addresses: always empty, so that a port that has no key of its
-    /// own is refused.
+    /// Returns the pool of the cluster addresses. It is always empty, so a port without a key of its own is refused.
     fn address(&mut self, service: &Service, keys: &[WantedKey], mut index: u32) -> u32 {
         let owner = PoolOwner {
             service: service.name.clone(),
@@ -127,11 +127,11 @@ impl Settle<'_> {
         index
     }
 
-    /// The pools and keys of one port in one family.
+    /// Updates the pools and keys of one port in one family.
     ///
-    /// The pool of all endpoints is there whenever the port has a key: it stands for the port's
-    /// affinity, which its cluster IP shares with its node port. The pool of the local ones is
-    /// there if a key is narrowed to them, or is for clients from outside.
+    /// The pool of all endpoints exists whenever the port has a key: it stands for the port's affinity, which the
+    /// cluster IP shares with the node port. The pool of the local endpoints exists if a key is limited to them, or if
+    /// clients from outside get them.
     fn family(
         &mut self,
         service: &Service,
@@ -152,7 +152,7 @@ impl Settle<'_> {
             return;
         }
         let narrowed = keys.clone().any(|w| w.policy == TrafficPolicy::Local);
-        // Whatever keys there are: one that changes owner refers to these pools until the end.
+        // The keys do not matter here: a key that changes owner refers to these pools until the end of the plan.
         let outside_is_local = service.external_policy == TrafficPolicy::Local;
         if pools.cluster == 0
             && let Some(adopted) = self.adopted
@@ -213,8 +213,8 @@ impl Settle<'_> {
             external: if outside_is_local { pools.local } else { 0 },
             sources: &sources,
         };
-        // The local ones are complete before clients from outside are sent there, and change only
-        // after they are not sent there any more.
+        // The pool of the local endpoints is complete before clients from outside are sent there, and changes only
+        // after they are no longer sent there.
         let before = self.mirror.pools[pools.cluster as usize].pool;
         let given_up = before.external != 0 && !outside_is_local;
         if wants_local && !given_up {
@@ -238,7 +238,7 @@ impl Settle<'_> {
         }
     }
 
-    /// Finds the endpoints that a pool of a port is to hold. Returns how many there are in truth.
+    /// Collects the endpoints of a pool of a port. Returns their number before truncation.
     fn endpoints(&mut self, port: &ServicePort, v4: bool, policy: TrafficPolicy) -> usize {
         let endpoints = match policy {
             TrafficPolicy::Cluster => &mut *self.cluster,
@@ -251,7 +251,7 @@ impl Settle<'_> {
         wanted::endpoints(port, v4, policy, endpoints)
     }
 
-    /// The pool `index`, or if that is 0 a new one, for `owner`.
+    /// Returns the pool `index`, or a new pool if `index` is 0, with `owner` as its owner.
     fn take(&mut self, index: u32, owner: PoolOwner) -> u32 {
         if index == 0 {
             return self.mirror.take_pool(owner);
@@ -260,7 +260,7 @@ impl Settle<'_> {
         index
     }
 
-    /// Names what the service asks for and does not get here.
+    /// Reports settings of the service that have no effect here.
     fn note_left_out(&mut self, service: &Service) {
         let lists = [
             ("spec.clusterIPs", &service.cluster_ips[..]),

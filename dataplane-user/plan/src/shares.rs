@@ -1,42 +1,42 @@
-//! How much of each table a namespace may have.
+//! Divides each table among namespaces.
 //!
-//! As long as everything fits, a namespace may have all there is. If it does not, the budget of every namespace is
-//! lowered, by the same steps for all, until what the namespaces want within it fits. So the largest lose first, and
-//! a namespace that wants little loses nothing, whatever the others want. Budgets follow from the objects alone, so
-//! that each node and each restart comes to the same; steps are coarse, so that budgets seldom change.
+//! As long as all entries fit, namespaces have no limit. Otherwise the budget of every namespace is lowered, by the
+//! same steps for all, until the needs of all namespaces within it fit. So the largest namespaces lose first, and a
+//! namespace with small needs loses nothing, however much the others want. Budgets follow from the objects alone, so
+//! each node and each restart computes the same budgets. The steps are coarse, so budgets seldom change.
 
 use std::collections::HashMap;
 
-/// What something takes of each of several tables.
+/// Entries needed in each of several tables.
 pub(super) type Cost<const N: usize> = [u64; N];
 
-/// What a service takes of FRONTENDS, POOLS, ENDPOINTS and SOURCES.
+/// Entries that a service needs in FRONTENDS, POOLS, ENDPOINTS and SOURCES.
 pub(super) type Entries = Cost<4>;
 
-/// Budgets between a power of two and the next.
+/// Number of budgets between a power of two and the next.
 const STEPS_PER_OCTAVE: usize = 4;
-/// Down to a budget of less than one entry.
+/// Number of steps, down to a budget of less than one entry.
 const STEPS: usize = 33 * STEPS_PER_OCTAVE;
 
-/// What namespaces want, and may have.
+/// The needs and the budgets of namespaces.
 #[derive(Debug)]
 pub(super) struct Shares<const N: usize> {
     capacity: Cost<N>,
-    /// What each namespace may have.
+    /// The budget of each namespace.
     budget: Cost<N>,
-    /// What all namespaces want together within the budget of each step.
+    /// For each step, the sum of all needs within the budget of the step.
     sums: Box<[[u64; STEPS]; N]>,
     wanted: HashMap<Box<str>, Cost<N>>,
 }
 
-/// The budget of a step, of so many entries for all.
+/// Returns the budget of a step for a table of `capacity` entries.
 fn at(capacity: u64, step: usize) -> u64 {
     let eighths = (8 - step % STEPS_PER_OCTAVE) as u64;
     (capacity >> (step / STEPS_PER_OCTAVE)) * eighths / 8
 }
 
 impl<const N: usize> Shares<N> {
-    /// Of tables that have room for so many entries.
+    /// Divides tables of these capacities.
     pub(super) fn of(capacity: Cost<N>) -> Self {
         Self {
             capacity,
@@ -46,7 +46,7 @@ impl<const N: usize> Shares<N> {
         }
     }
 
-    /// A namespace wants less of this, and more of that. [`Shares::settle`] it.
+    /// Records that the needs of a namespace change from `less` to `more`. The caller then calls [`Shares::settle`].
     pub(super) fn change(&mut self, namespace: &str, less: &Cost<N>, more: &Cost<N>) {
         if less == more {
             return;
@@ -69,7 +69,7 @@ impl<const N: usize> Shares<N> {
         }
     }
 
-    /// Sets the budgets for what is wanted now. Returns whether any of them has changed.
+    /// Computes the budgets for the present needs. Returns whether a budget has changed.
     pub(super) fn settle(&mut self) -> bool {
         let before = self.budget;
         for ((budget, sums), capacity) in self.budget.iter_mut().zip(&*self.sums).zip(self.capacity)
@@ -80,19 +80,19 @@ impl<const N: usize> Shares<N> {
         before != self.budget
     }
 
-    /// What each namespace may have.
+    /// Returns the budget of each namespace.
     pub(super) fn budget(&self) -> Cost<N> {
         self.budget
     }
 
-    /// Whether a namespace wants more than it may have.
+    /// Returns whether a namespace wants more than its budget.
     pub(super) fn is_over(&self, namespace: &str) -> bool {
         self.wanted
             .get(namespace)
             .is_some_and(|wanted| !fits(wanted, &self.budget))
     }
 
-    /// The namespaces that want more than they may have.
+    /// Returns the namespaces that want more than their budget.
     pub(super) fn over(&self) -> impl Iterator<Item = &str> {
         let over = self
             .wanted
@@ -101,8 +101,8 @@ impl<const N: usize> Shares<N> {
         over.map(|(namespace, _)| &**namespace)
     }
 
-    /// How small something is: the least part of a table that it takes, as the power of two that the table holds of it.
-    /// Who wants more than there is has 0.
+    /// Returns how small a cost is: 1 plus the logarithm of how many such costs the scarcest table holds. A cost that
+    /// exceeds a table has 0.
     pub(super) fn smallness(&self, cost: &Cost<N>) -> u32 {
         let parts = cost.iter().zip(self.capacity);
         let parts = parts.map(|(cost, capacity)| match capacity.checked_div(*cost) {
@@ -114,12 +114,12 @@ impl<const N: usize> Shares<N> {
     }
 }
 
-/// Whether `cost` is within `room` in every table.
+/// Returns whether `cost` fits into `room` in every table.
 fn fits<const N: usize>(cost: &Cost<N>, room: &Cost<N>) -> bool {
     cost.iter().zip(room).all(|(cost, room)| cost <= room)
 }
 
-/// Takes `cost` out of `room`, if it is there.
+/// Subtracts `cost` from `room` if it fits. Returns whether it fits.
 pub(super) fn take<const N: usize>(cost: &Cost<N>, room: &mut Cost<N>) -> bool {
     let fits = fits(cost, room);
     if fits {
@@ -175,8 +175,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever happens, what is within the budgets fits, and who is within a fair part has all that it wants. The way
-        /// there does not matter.
+        /// After any changes, the needs within the budgets fit, and a namespace within a fair part gets all it wants.
+        /// The order of the changes does not matter.
         #[test]
         fn what_is_within_the_budgets_fits(
             capacity in 0u64..5000,
@@ -193,7 +193,7 @@ mod tests {
                 prop_assert!(within <= capacity);
                 let namespaces = wanted.iter().filter(|wanted| **wanted != 0).count() as u64;
                 let fair = capacity.checked_div(namespaces).unwrap_or(capacity);
-                // The budget is the next step below.
+                // The budget may be one step below the fair part.
                 prop_assert!(budget >= (fair * 4 / 5).saturating_sub(1), "{budget} of {fair}");
                 if wanted.iter().sum::<u64>() <= capacity {
                     prop_assert_eq!(all.over().count(), 0);

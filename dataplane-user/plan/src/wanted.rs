@@ -1,10 +1,9 @@
-//! What a service wants of the tables: its keys, and the endpoints behind them. The semantics of
-//! services are here and nowhere else; they are kube-proxy's.
+//! The keys that a service wants, and the endpoints behind them. This file alone holds the semantics of services; they
+//! are kube-proxy's.
 //!
-//! A client at the socket is on this node by definition, and so `externalTrafficPolicy: Local`
-//! does not narrow its choice: kube-proxy gives it every endpoint too. For the packet path, the
-//! pool says which other one answers clients from outside. Source addresses are not known at the
-//! socket, so what depends on them is left to the packet path.
+//! A client at the socket is on this node by definition, so `externalTrafficPolicy: Local` does not limit its choice:
+//! kube-proxy gives it every endpoint, too. For the packet path, the pool names the pool for clients from outside. The
+//! socket programs do not know source addresses, so the packet path handles all rules about source addresses.
 
 use std::{
     collections::BTreeSet,
@@ -28,14 +27,14 @@ pub(super) struct WantedKey {
     pub(super) kind: Kind,
     /// Index of the service's port; [`WantedKey::ADDRESS`] for a cluster address.
     pub(super) port: u16,
-    /// Which of the port's endpoints may answer.
+    /// The policy that selects the endpoints of the port.
     pub(super) policy: TrafficPolicy,
-    /// By what the service claims it: of several, the strongest.
+    /// The strongest of the service's claims to the key.
     pub(super) claim: Claim,
 }
 
-/// What a service claims a key by. A claim of an earlier kind wins, however old the services are: what the cluster
-/// gave to a service is not taken by what an author wrote into another one.
+/// Kinds of claims to a key, the strongest first. A stronger claim wins, whatever the age of the services: an author
+/// cannot take an address that the cluster assigned to another service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Claim {
     /// `spec.clusterIPs`.
@@ -44,7 +43,7 @@ pub(super) enum Claim {
     NodePort,
     /// `status.loadBalancer.ingress`.
     LoadBalancer,
-    /// An address that this node gave to a host of a ServiceEntry.
+    /// An address that this node assigned to a host of a ServiceEntry.
     GivenToEntry,
     /// `spec.externalIPs`.
     ExternalIp,
@@ -55,11 +54,11 @@ pub(super) enum Claim {
 }
 
 impl WantedKey {
-    /// In place of a port's index: the key is an address as such.
+    /// Stands for a port's index if the key is an address without a port.
     pub(super) const ADDRESS: u16 = u16::MAX;
 }
 
-/// The number of a protocol in keys.
+/// Returns the number of a protocol in keys.
 pub(super) const fn protocol(protocol: model::Protocol) -> Protocol {
     match protocol {
         model::Protocol::Tcp => Protocol::TCP,
@@ -67,8 +66,8 @@ pub(super) const fn protocol(protocol: model::Protocol) -> Protocol {
     }
 }
 
-/// A key as people write it: `10.96.0.10:53/udp`, `[fd00::a]:53/udp`, `10.96.0.10` (an address as
-/// such), `*:30080/tcp` and `[*]:30080/tcp` (a node port of IPv4 and IPv6).
+/// Formats a key for people: `10.96.0.10:53/udp`, `[fd00::a]:53/udp`, `10.96.0.10` (an address without a port),
+/// `*:30080/tcp` and `[*]:30080/tcp` (a node port of IPv4 and IPv6).
 pub fn key_text(key: &FrontendKey) -> String {
     let FrontendKey {
         addr,
@@ -85,21 +84,22 @@ pub fn key_text(key: &FrontendKey) -> String {
     }
 }
 
-/// Whether `ip` can be a VIP. The others would catch what is no service's: `0.0.0.0` and `::` are
-/// the keys of node ports, and loopback is every pod's own.
+/// Returns whether `ip` can be a VIP. `0.0.0.0` and `::` cannot, because they are the keys of node ports. Loopback
+/// cannot, because every pod has its own.
 pub(super) fn can_be_vip(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     !(ip.is_unspecified() || ip.is_loopback() || ip.is_multicast())
 }
 
-/// Whether `service` may have this external IP: a pod's host ports also have the node's own loopback addresses.
+/// Returns whether `service` may have this external IP. A pod's host ports may have the node's own loopback addresses,
+/// too.
 pub(super) fn can_be_external_ip(service: &Service, ip: IpAddr) -> bool {
     let of_node = service.kind == ServiceType::HostPort && ip.to_canonical().is_loopback();
     of_node || can_be_vip(ip)
 }
 
-/// The networks of one family that may use the load balancer's addresses; none if all may. Ranges
-/// of the other family leave this one open.
+/// Returns the networks of one family that may use the load balancer's addresses. Empty if all may. Ranges of the other
+/// family do not limit this family.
 pub(super) fn source_ranges(service: &Service, v4: bool) -> impl Iterator<Item = &IpNet> {
     let of_family = move |range: &&IpNet| range.addr().is_ipv4() == v4;
     let ranges = service.source_ranges.iter().filter(of_family);
@@ -107,7 +107,7 @@ pub(super) fn source_ranges(service: &Service, v4: bool) -> impl Iterator<Item =
     ranges.filter(move |_| !everybody)
 }
 
-/// A network as the sets of `SOURCES` have it.
+/// Returns a network as a key of `SOURCES`.
 pub fn source_key(set: u32, network: &IpNet) -> SourceKey {
     let network = network.trunc();
     let of_v6 = 128 - u32::from(network.max_prefix_len());
@@ -115,12 +115,12 @@ pub fn source_key(set: u32, network: &IpNet) -> SourceKey {
     SourceKey::network(set, network.network().into(), length)
 }
 
-/// The keys that `service` wants: grouped by port, in the order of its ports, then its addresses.
-/// No key twice: of two kinds of address that are the same, the first of cluster IP, external IP
-/// and load balancer counts.
+/// Collects the keys that `service` wants: grouped by port, in the order of its ports, then its addresses. No key
+/// occurs twice: of several kinds of address that are equal, the first of cluster IP, external IP and load balancer
+/// counts.
 pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
     keys.clear();
-    // A headless service has no VIP of any kind, nor has a mere name.
+    // A headless service has no VIP of any kind. A service of type ExternalName has none either.
     let headless = service.kind == ServiceType::ClusterIp && service.cluster_ips.is_empty();
     if headless || service.kind == ServiceType::ExternalName {
         return;
@@ -140,7 +140,7 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
         .map(|ip| Addr::from(*ip))
         .collect();
     let load_balancer_ips = vips(&service.load_balancer_ips);
-    // An address that is both is claimed as the load balancer's.
+    // An address of both kinds is claimed as the load balancer's.
     let of_both: BTreeSet<Addr> = match &external_ips[..] {
         [] => BTreeSet::new(),
         _ => load_balancer_ips.iter().copied().collect(),
@@ -196,7 +196,8 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
             }
         }
     }
-    // Of an address that a process of this node has, no port is refused.
+    // An address at which a process of this node listens gets no key without a port, so its other ports are not
+    // refused.
     let is_of_node = |addr: &&Addr| service.aside.iter().any(|(ip, ..)| *ip == addr.ip());
     let addresses = cluster_ips.iter().filter(|addr| !is_of_node(addr));
     keys.extend(addresses.map(|addr| WantedKey {
@@ -209,9 +210,9 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
     without_duplicates(keys);
 }
 
-/// What `service` takes of the tables if it has `keys`, which are all that it wants, and nobody else wants one of them:
-/// keys, pools, slots and source ranges. At least what it takes, whichever of its endpoints are ready and on this node:
-/// so it is the same on every node, and does not change with each pod's readiness.
+/// Returns the number of keys, pools, slots and source ranges that `service` needs if it owns all of `keys`, which are
+/// all keys that it wants. This is an upper bound for any readiness and location of its endpoints, so it is the same on
+/// every node and does not change with each pod's readiness.
 pub(super) fn cost(service: &Service, keys: &[WantedKey]) -> Entries {
     let policies = [service.internal_policy, service.external_policy];
     let copies = 1 + u64::from(policies.contains(&TrafficPolicy::Local));
@@ -246,7 +247,7 @@ pub(super) fn cost(service: &Service, keys: &[WantedKey]) -> Entries {
     [keys.len() as u64, pools, taken, sources]
 }
 
-/// The lengths of the blocks that `service` has for `keys`, if all of them are new.
+/// Returns the lengths of the blocks that `service` needs for `keys` if all of them are new.
 pub(super) fn blocks(service: &Service, keys: &[WantedKey]) -> Vec<usize> {
     let policies = [service.internal_policy, service.external_policy];
     let has_local = policies.contains(&TrafficPolicy::Local);
@@ -271,7 +272,7 @@ pub(super) fn blocks(service: &Service, keys: &[WantedKey]) -> Vec<usize> {
 }
 
 fn without_duplicates(keys: &mut Vec<WantedKey>) {
-    // A handful of keys is what nearly every service has.
+    // Nearly every service has few keys.
     if keys.len() <= 16 {
         let mut kept = 0;
         for i in 0..keys.len() {
@@ -288,9 +289,9 @@ fn without_duplicates(keys: &mut Vec<WantedKey>) {
     }
 }
 
-/// The endpoints that may answer for `port` in one family, as a pool holds them: sorted, at most [`Block::MAX_LEN`].
-/// Each is there once, or as often as its weight asks, and so is [`Endpoint::NONE`] for connections that are refused. Returns
-/// how many there are in truth.
+/// Collects the endpoints that may answer for `port` in one family, as a pool holds them: sorted, at most
+/// [`Block::MAX_LEN`]. Each occurs once, or as often as its weight asks; so does [`Endpoint::NONE`], for connections
+/// that are refused. Returns their number before truncation.
 pub(super) fn endpoints(
     port: &ServicePort,
     v4: bool,
@@ -313,7 +314,7 @@ pub(super) fn endpoints(
             .map(|(e, weight)| (endpoint(e), weight))
             .collect();
         weighted.extend((refused > 0).then_some((Endpoint::NONE, refused)));
-        // One that several backends of a route have gets the parts of all.
+        // An endpoint of several backends of a route gets the parts of all of them.
         weighted.sort_unstable_by(|(a, _), (b, _)| decide::order(a, b));
         weighted.dedup_by(|(b, more), (a, weight)| {
             let same = a == b;
@@ -334,7 +335,7 @@ pub(super) fn endpoints(
     found
 }
 
-/// The timeout of session affinity in seconds as a pool holds it; 0: none.
+/// Returns the timeout of session affinity in seconds; 0: no affinity.
 pub(super) fn affinity_seconds(service: &Service) -> u32 {
     service
         .affinity

@@ -1,20 +1,20 @@
-//! What labels and annotations may not say: they do not loosen what the configuration says.
+//! Limits labels and annotations: they cannot loosen the rules of the configuration.
 
 use ipnet::IpNet;
 use model::{Egress, Mode, Policy, Rules};
 
 use super::budgets::without_lists;
 
-/// What the configuration says of a workload.
+/// The configuration's rules for a workload.
 pub(super) struct Bounds {
-    /// All of it.
+    /// All rules of the configuration.
     pub(super) stated: Rules,
-    /// What it enforces.
+    /// The rules that labels and annotations cannot change.
     pub(super) enforced: Rules,
 }
 
 impl Bounds {
-    /// What is left of the rules of an object, which is called `by`, and why something is not.
+    /// Returns the rules of the object `by` that remain in force, and for each other rule the reason.
     pub(super) fn bind(&self, by: &str, rules: &Rules) -> (Rules, Vec<String>) {
         let mut rules = rules.clone();
         let mut ineffective = Vec::new();
@@ -25,7 +25,7 @@ impl Bounds {
                     "{by}: label istio.io/dataplane-mode: none has no effect: the configuration enforces the capture"
                 ));
             } else if self.denies() {
-                // No proxy, and the egress policy.
+                // The workload has no proxy, but the egress policy stays.
                 rules.captured = None;
                 rules.mode = Some(Mode::Kernel);
                 ineffective.push(format!(
@@ -64,12 +64,13 @@ impl Bounds {
         (rules, ineffective)
     }
 
-    /// Whether the configuration denies egress.
+    /// Returns whether the configuration denies egress.
     pub(super) fn denies(&self) -> bool {
         self.stated.egress == Some(Egress::Deny)
     }
 
-    /// Has the egress policy be about what only labels and annotations exclude, if the configuration denies egress.
+    /// If the configuration denies egress, applies the egress policy to all ranges and ports that only labels and
+    /// annotations exclude.
     pub(super) fn judge(&self, policy: &mut Policy) {
         if !self.denies() {
             return;
@@ -127,7 +128,7 @@ mod tests {
         }
     }
 
-    /// What becomes of a pod that says `own`, where the configuration says `all` and enforces `enforced`.
+    /// Returns the member for a pod with the rules `own` under the configuration `all` and `enforced`.
     fn member(all: Rules, enforced: Rules, own: Rules, place: Place) -> Option<Member> {
         let pod = Workload {
             rules: Arc::new(Layers {
@@ -164,22 +165,22 @@ mod tests {
             assert_eq!(member.policy.egress, Egress::Deny);
             assert_eq!(member.workload.place, Place::Address);
         }
-        // By its label, it is left alone by the proxy; it says so itself.
+        // The pod's label keeps its connections from the proxy. The pod's own egress policy has the same result.
         let member_of = |own| member(denying(), none(), own, Place::Address).unwrap();
         let label = member_of(captured(false));
         assert!(!label.policy.mode.is_proxied(true));
         assert!(label.ineffective[0].contains("Pod shop/web: label istio.io/dataplane-mode"));
         assert!(member_of(allow).ineffective[0].contains("dataplane.io/egress: allow"));
-        // What the configuration only allows is the pod's to say.
+        // The pod may decide about a setting that the configuration only allows.
         assert!(member(captured(true), none(), captured(false), Place::Address).is_none());
         let strict = member(captured(true), none(), denying(), Place::Address).unwrap();
         assert_eq!(strict.policy.egress, Egress::Deny);
-        // What is enforced is not.
+        // The pod may not decide about an enforced setting.
         let whole = member(none(), captured(true), captured(false), Place::Address).unwrap();
         assert_eq!(whole.ineffective.len(), 1);
     }
 
-    /// What only encrypted transport will do is not passed over in silence.
+    /// A pod's waypoint needs encrypted transport, which does not exist yet: the agent reports this.
     #[test]
     fn a_captured_pod_says_that_its_waypoint_has_no_effect() {
         let with = |waypoint: &str| Rules {
@@ -215,7 +216,7 @@ mod tests {
         };
         let allowed = member(allowed, none(), own, Place::Address).unwrap();
         assert!(allowed.is_by_packets() && allowed.ineffective.is_empty());
-        // Nor out of it.
+        // And the label does not open egress.
         let by_packets = Rules {
             captured_by: Some(CapturedBy::Packets),
             ..none()
@@ -231,7 +232,7 @@ mod tests {
         );
     }
 
-    /// A connection to a destination that nobody knows.
+    /// Circumstances of a connection to a destination that is not in the tables.
     struct Unknown<'a>(&'a Captured);
 
     impl capture::Rules for Unknown<'_> {
@@ -286,7 +287,7 @@ mod tests {
         let of_all = member(excluding(denying()), captured(true));
         assert_eq!(reason(&of_all, [10, 1, 1, 1], 80), Reason::ExcludedRange);
         assert_eq!(reason(&of_all, [192, 0, 2, 1], 22), Reason::ExcludedPort);
-        // A narrower range of what the configuration excludes, and a wider one.
+        // A narrower and a wider range than the configuration excludes.
         let own = |range: &str| Rules {
             outbound_ranges: [(range.parse().unwrap(), false)].into(),
             ..captured(true)
@@ -296,18 +297,18 @@ mod tests {
         let wide = member(excluding(denying()), own("0.0.0.0/0"));
         assert_eq!(reason(&wide, [10, 1, 1, 1], 80), Reason::ExcludedRange);
         assert_eq!(reason(&wide, [11, 1, 1, 1], 80), Reason::EgressDenied);
-        // Who denies it to itself may say what it means.
+        // A pod that denies egress to itself may also make exceptions.
         let itself = member(captured(true), excluding(denying()));
         assert_eq!(reason(&itself, [10, 1, 1, 1], 80), Reason::ExcludedRange);
     }
 
-    /// A port of the proxy's.
+    /// A port of the proxy.
     const PROXYS: u16 = 15001;
-    /// The interface of machines inside the workload, in its rules and in its network namespace.
+    /// Interface of machines inside the workload: its name in the rules, and its index in the network namespace.
     const INTERFACE: (&str, u32) = ("virt0", 7);
 
-    /// What becomes of a connection that comes by [`INTERFACE`]. `None`: the workload captures nothing of it, or not at this
-    /// destination.
+    /// Returns the reason for a connection that arrives at [`INTERFACE`]. `None` if the workload does not capture such
+    /// connections, or does not capture this destination.
     fn by_interface(member: &Member, addr: [u8; 4], port: u16, foreign: bool) -> Option<Reason> {
         let mut tables = Captured::default();
         let mut enroller = Enroller::after(&Captured::default(), foreign);
@@ -333,7 +334,7 @@ mod tests {
         (reason != Reason::NotService).then_some(reason)
     }
 
-    /// Whether nothing is relayed that comes by [`INTERFACE`], unless the agent's proxy has judged it.
+    /// Returns whether a connection from [`INTERFACE`] is relayed only after the agent's proxy has judged it.
     fn is_judged(reason: Option<Reason>, foreign: bool) -> bool {
         match reason {
             Some(Reason::EgressDenied | Reason::Recursive) => true,
@@ -368,7 +369,7 @@ mod tests {
     }
 
     fn rules() -> impl Strategy<Value = Rules> {
-        // All addresses, as lists of what is included exclude them, often.
+        // A range of all addresses, because lists of included ranges often exclude all others.
         let bits = prop_oneof![1 => Just(0), 3 => 6u8..=32];
         let range = (0u8..4, bits).prop_map(|(net, bits)| {
             let addr = std::net::Ipv4Addr::new(10 + net, 1, 1, 1);
@@ -405,7 +406,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
-        /// Whatever a pod says: what the configuration by itself denies is denied.
+        /// A pod's rules cannot open a destination that the configuration alone denies.
         #[test]
         fn nothing_that_a_pod_says_opens_what_the_configuration_denies(
             all in rules(), own in rules(), net in 0u8..4,
@@ -421,7 +422,8 @@ mod tests {
                 prop_assert!(with.is_some());
                 let with = with.unwrap();
                 prop_assert_eq!(reason(&with, to, port), Reason::EgressDenied);
-                // Nor to a machine inside, whatever the configuration says of its destination.
+                // They cannot open it for a machine inside the pod either, however the configuration treats the
+                // destination.
                 let comes = by_interface(&alone, to, port, foreign);
                 if comes.is_some() {
                     prop_assert!(is_judged(comes, foreign), "{comes:?}");

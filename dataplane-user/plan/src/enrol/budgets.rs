@@ -1,9 +1,9 @@
-//! What of capture's tables each workload and namespace may have.
+//! Divides the capture tables among workloads and namespaces.
 //!
-//! The tables have a fixed size. As long as all fits into them, all is there. If it does not, each namespace gets its
-//! [share](super::super::shares), and what does not fit into that is left out by itself: a workload's own rules, so that
-//! all of its connections are captured; a service's endpoints, so that they are unknown destinations; some of a
-//! workload's addresses. Nothing is open because it was left out.
+//! The tables have a fixed size. As long as all entries fit, all are written. Otherwise each namespace gets its
+//! [share](super::super::shares), and the agent leaves out single objects that exceed the share: a workload's own
+//! rules, so that all of its connections are captured; a service's endpoints, so that they are unknown destinations;
+//! some of a workload's addresses. An entry that is left out never opens a destination.
 
 use std::{
     cmp::Reverse,
@@ -28,16 +28,16 @@ use super::{
     Member,
 };
 
-/// Half of a table: the other half is for what changes, during which new and old rules are there. The configuration's own
-/// rules have a sixteenth.
+/// Half of a table. The other half is for changes, during which the table holds old and new rules. One sixteenth is
+/// reserved for the configuration's own rules.
 const fn part(table: u32) -> u64 {
     (table - table / 16) as u64 / 2
 }
 
-/// What there is of `RULES` and of `RANGES`.
+/// Space in `RULES` and in `RANGES`.
 pub(super) const ROOM: [u64; 2] = [part(capture::RULES); 2];
 
-/// What a policy takes of `RULES` and of `RANGES`.
+/// Returns the number of entries of `RULES` and of `RANGES` that a policy needs.
 fn cost(policy: &Policy) -> [u64; 2] {
     let rules = policy.outbound_ports.len()
         + policy.inbound_ports.len()
@@ -47,13 +47,13 @@ fn cost(policy: &Policy) -> [u64; 2] {
         + policy.excluded_gids.len()
         + policy.excluded_interfaces.len();
     let ranges = policy.outbound_ranges.len();
-    // With all of IPv4, and what wider ranges do not say of loopback.
+    // A policy with ranges also needs an entry for all of IPv4, and entries that except parts of loopback.
     let more = u64::from(ranges > 0) + 3 * u64::from(captures_loopback(policy));
     [rules as u64, ranges as u64 + more]
 }
 
-/// Which of the members have more rules than there is room for in their namespaces' budgets: by their index. Of a
-/// namespace those with the most rules come first, then the last by name. Equal policies of a namespace count once.
+/// Returns the indices of the members whose rules exceed their namespace's budget: in each namespace first the members
+/// with the most rules, then the last by name. Equal policies of a namespace count once.
 pub(super) fn over_budget(members: &[Member], room: [u64; 2]) -> BTreeSet<usize> {
     let costs = members.iter().map(|member| cost(&member.policy));
     let all = costs.fold([0; 2], |all, cost| [all[0] + cost[0], all[1] + cost[1]]);
@@ -94,8 +94,8 @@ pub(super) fn over_budget(members: &[Member], room: [u64; 2]) -> BTreeSet<usize>
     over
 }
 
-/// Rules without their lists, which do not fit: whether, by what and how connections are captured. Virtual interfaces stay,
-/// since there are few of them, and without them fewer connections would be captured.
+/// Returns rules without the lists that do not fit: only whether, by which means and in which mode connections are
+/// captured. Virtual interfaces stay, because they are few, and fewer connections would be captured without them.
 pub(super) fn without_lists(rules: &Rules) -> Rules {
     Rules {
         captured: rules.captured,
@@ -112,13 +112,13 @@ pub(super) fn without_lists(rules: &Rules) -> Rules {
     }
 }
 
-/// Adds whom connections may reach whose egress policy is deny, and whose addresses are worth a label. Returns the
-/// services and pods that are not among them, because their namespaces have too many endpoints.
+/// Adds the destinations that a workload with `egress: deny` may reach, and the addresses that get a label. Returns the
+/// services and pods that are left out because their namespaces have too many endpoints.
 pub fn known(snapshot: &Snapshot, members: &[Member], wanted: &mut Captured) -> Vec<ServiceName> {
     known_within(snapshot, members, wanted, part(capture::KNOWN))
 }
 
-/// The same, with so much room in `KNOWN`.
+/// As [`known`], with `room` entries in `KNOWN`.
 fn known_within(
     snapshot: &Snapshot,
     members: &[Member],
@@ -127,9 +127,9 @@ fn known_within(
 ) -> Vec<ServiceName> {
     let workloads = snapshot.workloads.values().map(|w| &w.addresses);
     let named = members.iter().map(|member| &member.workload.addresses);
-    // Those of the configuration first.
+    // Addresses of the configured workloads come first.
     for addr in named.chain(workloads).flatten() {
-        // Labels have half of it.
+        // Labels may fill half of the table.
         if wanted.known.len() as u64 >= room / 2 {
             break;
         }
@@ -191,7 +191,7 @@ fn known_within(
     left_out
 }
 
-/// What a service or a pod adds to `KNOWN`.
+/// The entries of a service or a pod in `KNOWN`.
 struct Item {
     name: ServiceName,
     created: Option<i64>,
@@ -199,7 +199,7 @@ struct Item {
 }
 
 impl Item {
-    /// The Service's own endpoints that are Pods'.
+    /// Returns the Service's own endpoints at addresses of Pods.
     fn of_service(service: &Service, pods: &HashSet<IpAddr>) -> Self {
         let own = service.own_endpoints();
         let of_pods = own.filter(|(_, endpoint)| pods.contains(&endpoint.addr));
@@ -212,7 +212,7 @@ impl Item {
         }
     }
 
-    /// The ports that it declares.
+    /// Returns the ports that a pod declares.
     fn of_pod(pod: &Workload) -> Self {
         let keys = pod.addresses.iter().flat_map(|addr| {
             let ports = pod.ports.iter();
@@ -231,11 +231,11 @@ impl Item {
     }
 }
 
-/// Adds what the operator has stated.
+/// Adds the ranges that the operator has stated.
 fn state(stated: &Reachable, wanted: &mut Captured) {
     let is_v6 = |range: &IpNet| range.addr().is_ipv6();
     if stated.ranges.iter().any(is_v6) {
-        // IPv4 is in the table as v4-mapped IPv6, of which ranges such as ::/0 say nothing.
+        // The table holds IPv4 as v4-mapped IPv6. Ranges of IPv6 such as ::/0 must not match those addresses.
         let all = IpNet::V4(Ipv4Net::default());
         wanted.ranges.insert(range_key(REACHABLE, &all), EXCLUDED);
     }
@@ -251,8 +251,8 @@ fn state(stated: &Reachable, wanted: &mut Captured) {
     }
 }
 
-/// Leaves out addresses of workloads that have so many that not all fit. Returns how many of each workload, by its
-/// number.
+/// Removes addresses of workloads with the most addresses until the rest fits. Returns the number of removed addresses
+/// by the workload's number.
 pub fn fit_addresses(wanted: &mut Captured) -> BTreeMap<u32, usize> {
     let room = part(capture::WORKLOADS * 4);
     let mut left_out = BTreeMap::new();
@@ -273,7 +273,7 @@ pub fn fit_addresses(wanted: &mut Captured) -> BTreeMap<u32, usize> {
     wanted.locals.retain(|_, local| {
         let taken = taken.entry(local.workload).or_default();
         *taken += 1;
-        // Those of no workload are the node's.
+        // Addresses without a workload are the node's.
         let fits = local.workload == 0 || *taken <= budget;
         if !fits {
             *left_out.entry(local.workload).or_default() += 1;
@@ -297,12 +297,12 @@ mod tests {
     use super::*;
     use crate::enrol::{Enroller, MeshStatements, members, members::members_within};
 
-    /// A pod whose annotations exclude so many ports and ask for `egress: deny`.
+    /// A pod with `egress: deny` whose annotations exclude `ports` ports.
     fn pod(namespace: &str, name: &str, ports: u16) -> Workload {
         let own = Rules {
             captured: Some(true),
             egress: Some(Egress::Deny),
-            // Different policies.
+            // Makes the policies differ.
             excluded_uids: name.bytes().map(u32::from).collect(),
             outbound_ports: (1..=ports).map(|port| (port, false)).collect(),
             inbound_others: Some(false),
@@ -328,7 +328,7 @@ mod tests {
         }
     }
 
-    /// Eight pods of a tenant with 41 500 excluded ports each: they lose their exclusions, and others keep theirs.
+    /// Eight pods of a tenant exclude 41 500 ports each. They lose their exclusions; pods of others do not.
     #[test]
     fn a_tenant_with_more_rules_than_the_table_holds_is_captured_whole() {
         let hogs = (0..8).map(|n| pod("hog", &format!("p{n}"), 41_500));
@@ -352,7 +352,7 @@ mod tests {
         let mut whole = 0;
         for member in &members {
             let entry = enroller.enrol(member, &mut tables);
-            // Closed stays closed, whatever does not fit.
+            // Egress stays denied even if the rules do not fit.
             assert_ne!(entry.flags & Enrolled::EGRESS_DENY, 0);
             let name = &member.workload.name;
             if member.over_budget {
@@ -454,7 +454,7 @@ mod tests {
             })
         };
         let mut snapshot = snapshot([pod("shop", "web", 1)]);
-        // More than a namespace may have, and less than there is: labels have the other half of the table.
+        // More than one namespace may have, but less than the table holds: labels fill the other half.
         let huge = 450;
         for service in [
             service("hog", "a", 0x0b00_0000, huge),
@@ -465,7 +465,7 @@ mod tests {
         }
         let members = members(&MeshStatements::default(), &snapshot);
         let mut wanted = Captured::default();
-        // None of them is a Pod's.
+        // No endpoint has the address of a Pod.
         known_within(&snapshot, &members, &mut wanted, 1000);
         assert_eq!(wanted.known.len(), 0);
         let pods = [(0x0a00_0000, 100), (0x0b00_0000, huge), (0x0c00_0000, 10)];
@@ -480,14 +480,14 @@ mod tests {
                 snapshot.workloads.insert(name, Arc::new(pod));
             }
         }
-        // A ServiceEntry makes no port of a Pod known.
+        // A ServiceEntry does not open a port of a Pod.
         let mut entry = service("shop", "entry", 0x0a00_0000, 100);
         let opened = Arc::make_mut(&mut entry);
         opened.kind = ServiceType::Entry;
         for endpoint in &mut opened.ports[0].endpoints {
             endpoint.port = 81;
         }
-        // Nor does a route that leads there. The Service's own endpoints stay known.
+        // A route to a Pod does not open it either. The Service's own endpoints stay reachable.
         let mut routed = service("shop", "routed", 0x0a00_0000, 100);
         let mut own = service("shop", "routed", 0x0a00_0000, 1);
         Arc::make_mut(&mut own).ports[0].endpoints[0].port = 82;
@@ -521,7 +521,7 @@ mod tests {
         assert!(is_known([10, 0, 0, 99]) && is_known([12, 0, 0, 9]) && !is_known([11, 0, 0, 0]));
     }
 
-    /// What the tables say of each pod of a namespace, without the numbers.
+    /// The entries of each pod of a namespace, without numbers.
     type Told =
         BTreeMap<WorkloadName, (u32, BTreeSet<(u32, u32, u32)>, BTreeSet<(u32, Addr, u32)>)>;
 
@@ -598,10 +598,10 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
-        /// Whatever the annotations of a tenant's pods say, the tables say the same of others' pods.
+        /// Annotations of one tenant's pods never change the entries of other tenants' pods.
         #[test]
         fn a_tenants_annotations_change_nothing_of_others(
-            // At most three policies of two ports, two ranges and one user.
+            // At most three policies of two ports, two ranges and one user each.
             others in prop::collection::vec(own_rules(3), 0..4),
             hostile in prop::collection::vec(own_rules(60), 0..8),
         ) {

@@ -1,8 +1,8 @@
-//! Which entries stay although nothing is known of them now.
+//! Decides which entries stay although the agent cannot read their workloads now.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Where a workload may be that could not be looked for.
+/// A place that could not be searched for a workload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unknown {
     /// In a network namespace.
@@ -13,30 +13,30 @@ pub enum Unknown {
     Packets,
 }
 
-/// Which entries of the tables stay because what they are about could not be looked at.
+/// The entries that stay because the agent could not inspect their workloads or namespaces.
 pub struct Retained<'a> {
-    /// Network namespaces that could be read, but for the agent's own.
+    /// Network namespaces that the agent could read, without its own.
     pub seen: &'a BTreeSet<u64>,
-    /// The cookie of the agent's own.
+    /// Cookie of the agent's own network namespace.
     pub own_cookie: u64,
-    /// Numbers up to this one are an earlier agent's.
+    /// Highest number that an earlier agent assigned.
     pub earlier: u32,
-    /// Whether there is a guard, and namespaces that it has let go may not have been read.
+    /// Whether a guard exists, and some namespaces that it released may be unread.
     pub guarded_unread: bool,
-    /// Workloads that were not found and may be here, by their numbers.
+    /// Workloads that were not found, by number, and the place where each may be.
     pub unknown: &'a BTreeMap<u32, Unknown>,
 }
 
 impl Retained<'_> {
-    /// Whether an entry stays. `workload`: its number, 0 for a namespace that the guard has let go. `cookie`: of its network
-    /// namespace, 0 if it has none of its own.
+    /// Returns whether an entry stays. `workload`: its number, or 0 for a namespace that the guard has released.
+    /// `cookie`: of its network namespace, or 0 if it has no namespace of its own.
     pub fn has(&self, workload: u32, cookie: u64) -> bool {
         if self.seen.contains(&cookie) || cookie == self.own_cookie {
             return false;
         }
         match workload {
             0 => cookie != 0 && self.guarded_unread,
-            // Nobody knows whose it is.
+            // Only the earlier agent knew the workload of this number.
             number if number <= self.earlier => !self.unknown.is_empty(),
             number => self.unknown.contains_key(&number),
         }
@@ -61,7 +61,7 @@ mod tests {
             };
             kept.has(workload, cookie)
         };
-        // Those that were not found, where they may be.
+        // Workloads that were not found stay where they may be.
         assert!(kept(false, &unknown, 7, 13));
         assert!(kept(false, &unknown, 8, 0));
         assert!(!kept(false, &unknown, 7, 11), "it was read");
@@ -69,10 +69,10 @@ mod tests {
             !kept(false, &unknown, 9, 13),
             "it was found, or is wanted no more"
         );
-        // An earlier agent's, which may be any of those.
+        // A number of an earlier agent may stand for any workload that was not found.
         assert!(kept(false, &unknown, 5, 13));
         assert!(!kept(false, &unknown, 5, 12));
-        // What the guard has let go, and the node's own addresses.
+        // Namespaces that the guard has released, and the node's own addresses.
         assert!(kept(true, &unknown, 0, 13));
         assert!(!kept(false, &unknown, 0, 13));
         assert!(!kept(true, &unknown, 0, 0) && !kept(true, &unknown, 0, 1));

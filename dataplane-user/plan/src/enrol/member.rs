@@ -1,4 +1,4 @@
-//! One who is captured.
+//! A workload whose connections are captured.
 
 use std::sync::Arc;
 
@@ -6,31 +6,31 @@ use model::{CapturedBy, Place, Policy, Snapshot, Workload, WorkloadName};
 
 use super::Statement;
 
-/// A workload, and how it is captured.
+/// A workload, and the way in which it is captured.
 #[derive(Debug)]
 pub struct Member {
     /// The workload.
     pub workload: Arc<Workload>,
-    /// What its rules come to.
+    /// The policy that results from its rules.
     pub policy: Policy,
-    /// What that comes from.
+    /// The rules from which the policy results.
     pub rules: Vec<Statement>,
-    /// Whether there is no room for the ports, ranges, users, groups and interfaces of its own and its Namespace's rules:
-    /// then all of its connections are captured, but for those that the configuration excludes.
+    /// Whether the ports, ranges, users, groups and interfaces of its own and its Namespace's rules exceed the budget.
+    /// Then all of its connections are captured, except those that the configuration excludes.
     pub over_budget: bool,
-    /// Why something has no effect that labels and annotations say: the configuration says otherwise.
+    /// Reasons why labels or annotations have no effect: the configuration overrides them.
     pub ineffective: Vec<String>,
     /// Whether the configuration denies it egress, and not only its own labels and annotations.
     pub denied_by_operator: bool,
 }
 
 impl Member {
-    /// Whether it is to be captured by the packets that it sends.
+    /// Returns whether the agent captures it by the packets that it sends.
     pub fn is_by_packets(&self) -> bool {
         self.policy.captured_by == CapturedBy::Packets && self.workload.place == Place::Address
     }
 
-    /// The node itself, whose own processes have the network namespace in common.
+    /// Returns the node itself as a member. The node's own processes share its network namespace.
     pub fn of_node(snapshot: &Snapshot) -> Self {
         let name = &*snapshot.node.name;
         Self {

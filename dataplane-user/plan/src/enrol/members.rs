@@ -1,4 +1,4 @@
-//! Who is captured on this node, and by which rules.
+//! Selects the workloads on this node that are captured, with their rules.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -11,33 +11,33 @@ use super::{
     statements::statements,
 };
 
-/// What the node's configuration says of capture. Each layer has the name that people know it by.
+/// The node's configuration of capture. Each layer has a name for people.
 #[derive(Clone, Debug, Default)]
 pub struct MeshStatements {
-    /// Workloads by their names; whether they are among the source's or not.
+    /// Workloads that the configuration names, whether the source has them or not.
     pub workloads: Vec<(String, Rules, Workload)>,
     /// Rules of namespaces, by their names.
     pub namespaces: BTreeMap<String, (String, Rules)>,
-    /// Rules of namespaces that labels and annotations do not change.
+    /// Rules of namespaces that labels and annotations cannot change.
     pub enforced_in: BTreeMap<String, (String, Rules)>,
-    /// Such rules for everybody.
+    /// Rules for all workloads that labels and annotations cannot change.
     pub enforced: (String, Rules),
-    /// Rules for everybody, the most specific first.
+    /// Rules for all workloads, the most specific first.
     pub all: Vec<(String, Rules)>,
-    /// Whether the proxy is each workload's own, beside it: a workload that says so can be captured.
+    /// Whether each workload has its own proxy beside it. A workload that declares a sidecar can then be captured.
     pub sidecars: bool,
-    /// Whether only queries are captured, because no mesh is configured.
+    /// Whether only queries are captured, because the configuration has no mesh.
     pub without_mesh: bool,
-    /// Whether the queries of workloads are captured whose connections are not.
+    /// Whether queries of workloads are captured whose connections are not.
     pub all_queries: bool,
 }
 
-/// Everybody on this node who is to be captured, with all rules that there are for them.
+/// Returns all workloads on this node that are to be captured, with their rules.
 pub fn members(said: &MeshStatements, snapshot: &Snapshot) -> Vec<Member> {
     members_within(said, snapshot, ROOM)
 }
 
-/// The same, with so much room in `RULES` and `RANGES`.
+/// As [`members`], with `room` entries in `RULES` and `RANGES`.
 pub(super) fn members_within(
     said: &MeshStatements,
     snapshot: &Snapshot,
@@ -64,7 +64,7 @@ pub(super) fn members_within(
         let rules = general.fold(Rules::default(), |general, (_, rules)| rules.over(&general));
         let policy = rules.policy().filter(|_| !said.without_mesh);
         let Some(mut policy) = policy else {
-            // Only a pod with a network namespace of its own has a resolv.conf that is known.
+            // The agent knows the resolv.conf only of a pod with a network namespace of its own.
             let is_asked = said.all_queries && workload.place == Place::Address;
             return is_asked
                 .then(|| rules.policy_of_queries())
@@ -101,18 +101,18 @@ pub(super) fn members_within(
     members
 }
 
-/// What is said of a workload.
+/// The rules of a workload.
 struct Layered {
-    /// Who says what, the most specific first.
+    /// The layers with their names, the most specific first.
     layers: Vec<(String, Rules)>,
-    /// Why something has no effect that labels and annotations say.
+    /// Reasons why labels or annotations have no effect.
     ineffective: Vec<String>,
     bounds: Bounds,
-    /// Whether the configuration has its own sidecar be its proxy.
+    /// Whether the configuration makes the workload's sidecar its proxy.
     by_sidecar: bool,
 }
 
-/// `over_budget`: without the lists of those who are not the configuration.
+/// Collects the layers of a workload. `over_budget`: lists of labels and annotations are left out.
 fn layers(said: &MeshStatements, workload: &Workload, over_budget: bool) -> Layered {
     let name = &workload.name;
     let mut above = Vec::new();
@@ -120,7 +120,7 @@ fn layers(said: &MeshStatements, workload: &Workload, over_budget: bool) -> Laye
     let named = named.find(|(_, _, known)| known.name == *name);
     if let Some((by, rules, _)) = named {
         let mut rules = rules.clone();
-        // To be named is to be captured.
+        // A workload that the configuration names is captured.
         rules.captured = rules.captured.or(Some(true));
         above.push((by.clone(), rules));
     }
@@ -182,9 +182,9 @@ fn layers(said: &MeshStatements, workload: &Workload, over_budget: bool) -> Laye
     }
 }
 
-/// The workload, as it is captured. One that says that it has a proxy of its own is not captured, unless the
-/// configuration names it and has that proxy be its proxy, or denies it egress: then its connections go directly, as that
-/// policy lets them.
+/// Returns the workload as it is captured. A workload that declares a proxy of its own is not captured. There are two
+/// exceptions: the configuration names it and makes that proxy its proxy, or the configuration denies it egress. In the
+/// second case its connections go directly, as far as that policy allows them.
 fn judged(workload: &Arc<Workload>, bounds: &Bounds, by_sidecar: bool) -> Arc<Workload> {
     let is_captured = bounds.stated.captured == Some(true) && (bounds.denies() || by_sidecar);
     if workload.place != Place::Exempt(Exempt::Sidecar) || !is_captured {
@@ -200,7 +200,7 @@ fn judged(workload: &Arc<Workload>, bounds: &Bounds, by_sidecar: bool) -> Arc<Wo
 mod tests {
     use super::*;
 
-    /// A pod that says that it has a sidecar: whether that is its proxy, and in which mode.
+    /// A pod that declares a sidecar: whether the sidecar is its proxy, and in which mode.
     #[test]
     fn a_sidecar_is_the_proxy_of_a_workload_that_the_configuration_names() {
         let name = WorkloadName::new("shop", "web");
@@ -230,7 +230,7 @@ mod tests {
         }
     }
 
-    /// Which pods are members, and whether only their queries are captured.
+    /// Returns the pods that are members, and whether only their queries are captured.
     fn told(said: &MeshStatements) -> Vec<(String, bool)> {
         let pod = |name: &str, place: Place, own: Rules| {
             let workload = Workload {

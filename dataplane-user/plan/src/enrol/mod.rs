@@ -1,5 +1,5 @@
-//! Enrolment: who is captured, by which rules, and what the tables are to say of them. Where workloads are, others find
-//! out.
+//! Enrolment: the workloads that are captured, their rules, and their entries in the tables. The caller finds the
+//! places of the workloads.
 
 mod bounds;
 mod budgets;
@@ -24,35 +24,35 @@ pub use statements::{Statement, statements};
 
 use super::{Captured, Policies, Resolvers};
 
-/// A workload that is to be captured, and what has become of that.
+/// A workload that is to be captured, and the result.
 #[derive(Clone, Debug)]
 pub struct Enrolment {
     /// The workload.
     pub workload: Arc<Workload>,
     /// Its number in the tables ([`Enrolled::workload`]).
     pub number: u32,
-    /// What is said of it.
+    /// Its rules, for people.
     pub rules: Vec<Statement>,
-    /// Why it is not captured as it should be.
+    /// The reason why it is not captured as its rules ask.
     pub problem: Option<Problem>,
-    /// Whether what it says to the agent's proxy goes past the TCP stack.
+    /// Whether its bytes to the agent's proxy bypass the TCP stack.
     pub acceleration: Acceleration,
-    /// Why that is off though it was asked for.
+    /// The reason why acceleration is off although the rules ask for it.
     pub not_accelerated: Option<String>,
 }
 
-/// Why a workload is not captured as it should be.
+/// The reason why a workload is not captured as its rules ask.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
-    /// What happened, and what to do.
+    /// The event, and the remedy.
     pub text: String,
-    /// Whether the node is at fault: the agent, the kernel or the operator's configuration. Otherwise the
-    /// workload is, or its author, and the node is healthy.
+    /// Whether the cause is the node: the agent, the kernel or the operator's configuration. Otherwise the cause is the
+    /// workload or its author, and the node is healthy.
     pub of_node: bool,
 }
 
 impl Problem {
-    /// One that the workload has itself, or its author.
+    /// A problem caused by the workload or its author.
     pub fn of_workload(text: impl fmt::Display) -> Self {
         Self {
             text: text.to_string(),
@@ -60,7 +60,7 @@ impl Problem {
         }
     }
 
-    /// One of the agent, the kernel or the operator's configuration.
+    /// A problem caused by the agent, the kernel or the operator's configuration.
     pub fn of_node(text: impl fmt::Display) -> Self {
         Self {
             text: text.to_string(),
@@ -69,30 +69,30 @@ impl Problem {
     }
 }
 
-/// A network namespace in which a workload is.
+/// A network namespace with a workload in it.
 #[derive(Clone, Copy, Debug)]
 pub struct Home<'a> {
-    /// Its number for programs (`SO_NETNS_COOKIE`).
+    /// Its cookie (`SO_NETNS_COOKIE`), by which programs know it.
     pub cookie: u64,
-    /// The interfaces there that its policy names, by name.
+    /// Indices of the interfaces that the workload's policy names.
     pub interfaces: &'a BTreeMap<String, u32>,
 }
 
-/// Gives workloads and their policies numbers, and writes what the tables are to say of them.
+/// Assigns numbers to workloads and their policies, and writes their entries.
 #[derive(Debug)]
 pub struct Enroller {
     /// Whether the proxy is not the agent's.
     foreign: bool,
     policies: Policies,
-    /// Workloads by their numbers in the tables.
+    /// Numbers of workloads in the tables.
     numbers: HashMap<WorkloadName, u32>,
     last: u32,
-    /// Numbers up to this one are an earlier agent's, and only that one knew whose.
+    /// Highest number that an earlier agent assigned. Only that agent knew the workloads of its numbers.
     earlier: u32,
 }
 
 impl Enroller {
-    /// After an earlier agent, of which the tables hold this. `foreign`: whether the proxy is not the agent's.
+    /// Continues after an earlier agent, whose tables hold `held`. `foreign`: whether the proxy is not the agent's.
     pub fn after(held: &Captured, foreign: bool) -> Self {
         let enrolled = || held.namespaces.values().chain(held.cgroups.values());
         let rules = held
@@ -116,17 +116,17 @@ impl Enroller {
         }
     }
 
-    /// Numbers up to this one are an earlier agent's, and only that one knew whose.
+    /// Returns the highest number that an earlier agent assigned. Only that agent knew the workloads of its numbers.
     pub fn earlier(&self) -> u32 {
         self.earlier
     }
 
-    /// The workloads that have numbers.
+    /// Returns the workloads with numbers.
     pub fn numbers(&self) -> impl Iterator<Item = (&WorkloadName, u32)> {
         self.numbers.iter().map(|(name, number)| (name, *number))
     }
 
-    /// The number of a workload, which it has from now on.
+    /// Returns the number of a workload, and assigns one if it has none.
     pub fn number(&mut self, name: &WorkloadName) -> u32 {
         if let Some(number) = self.numbers.get(name) {
             return *number;
@@ -136,7 +136,7 @@ impl Enroller {
         self.last
     }
 
-    /// What the tables say of a workload; adds its policy to `wanted`.
+    /// Returns the entry of a workload, and adds its policy to `wanted`.
     pub fn enrol(&mut self, member: &Member, wanted: &mut Captured) -> Enrolled {
         let (policy, flags) = self.policies.add(&member.policy, self.foreign, wanted);
         Enrolled {
@@ -147,7 +147,8 @@ impl Enroller {
         }
     }
 
-    /// The same, of one that has a network namespace of its own: with its entries.
+    /// Returns the entry of a workload with a network namespace of its own, and adds the entries of that namespace to
+    /// `wanted`.
     pub fn enrol_namespace(
         &mut self,
         member: &Member,
@@ -191,7 +192,7 @@ impl Enroller {
         entry
     }
 
-    /// Has the queries captured that a workload in a network namespace sends to these resolvers.
+    /// Captures the queries that a workload in a network namespace sends to these resolvers.
     pub fn capture_queries(&mut self, cookie: u64, to: &Resolvers, wanted: &mut Captured) {
         let resolvers = self.resolvers(to, wanted);
         if let Some(entry) = wanted.namespaces.get_mut(&cookie) {
@@ -199,18 +200,18 @@ impl Enroller {
         }
     }
 
-    /// The number of resolvers ([`Enrolled::resolvers`]); adds them to `wanted`.
+    /// Returns the number of resolvers ([`Enrolled::resolvers`]), and adds them to `wanted`.
     pub fn resolvers(&mut self, to: &Resolvers, wanted: &mut Captured) -> u32 {
         self.policies.add_resolvers(to, wanted)
     }
 
-    /// Forgets the numbers of all workloads but those that are wanted. Where entries of the tables have them still, they
-    /// are those of connections that go on.
+    /// Forgets the numbers of all workloads that are not in `wanted`. Entries that still have such a number belong to
+    /// connections that continue.
     pub fn keep_numbers(&mut self, wanted: &BTreeSet<u32>) {
         self.numbers.retain(|_, number| wanted.contains(number));
     }
 
-    /// Forgets the policies that no entry has.
+    /// Forgets the policies that no entry refers to.
     pub fn keep_policies(&mut self, wanted: &Captured) {
         let used: BTreeSet<u32> = wanted
             .namespaces

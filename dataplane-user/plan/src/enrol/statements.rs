@@ -1,32 +1,32 @@
-//! What rules of capture say, for people.
+//! Lists rules of capture for people.
 
 use std::collections::{HashMap, hash_map::Entry};
 
 use model::{Acceleration, CapturedBy, Egress, Mode, Rules, WithoutProxy};
 
-/// A rule by which a workload's connections are captured or not.
+/// A rule that captures or excludes connections of a workload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Statement {
     /// The subject: `outbound-range`, `outbound-port`, `inbound-port`, `inbound`, `inbound-others`,
     /// `user`, `group`, `interface`, `captured-by`, `mode`, `egress`, `without-proxy`, `acceleration` or
     /// `dns`.
     pub about: &'static str,
-    /// Which range, port, user, group or interface; empty for a setting.
+    /// The range, port, user, group or interface; empty for a setting.
     pub of: String,
-    /// `captured` or `excluded`; of a setting, its value.
+    /// `captured` or `excluded`, or the value of a setting.
     pub says: &'static str,
-    /// Who says so, such as `mesh.rules` or `Pod default/web`.
+    /// The origin of the rule, such as `mesh.rules` or `Pod default/web`.
     pub by: String,
 }
 
-/// What is said of a workload. `layers`: who says what, the most specific first. Of two that say something of the same
-/// thing, only the one that counts.
+/// Returns the rules of a workload. `layers`: the rules by origin, the most specific first. Of several rules about one
+/// subject, only the effective rule is listed.
 pub fn statements(layers: &[(String, Rules)]) -> Vec<Statement> {
     let mut all: Vec<Statement> = Vec::new();
     let mut known = HashMap::new();
     for (by, rules) in layers {
         for (about, of, says) in said(rules) {
-            // A pod's annotations may name every port.
+            // `known` is a map, because a pod's annotations may name every port.
             let statement = Statement {
                 about,
                 of,
@@ -54,7 +54,7 @@ pub fn statements(layers: &[(String, Rules)]) -> Vec<Statement> {
 
 const EXCLUDED: &str = "excluded";
 
-/// What rules say: about what, of which, and what.
+/// Lists rules as subject, object and value.
 fn said(rules: &Rules) -> Vec<(&'static str, String, &'static str)> {
     let word = |captured: bool| if captured { "captured" } else { EXCLUDED };
     let mut said = Vec::new();
@@ -100,7 +100,7 @@ mod tests {
 
     use super::*;
 
-    /// States rules about so many ports, which two layers name.
+    /// Lists rules about `count` ports, which two layers name, and returns the time it took.
     fn state(count: u16) -> Duration {
         let rules = Rules {
             outbound_ports: (1..=count).map(|port| (port, false)).collect(),
@@ -145,7 +145,7 @@ mod tests {
     fn every_port_there_is_costs_what_each_costs() {
         let few = state(2_000).max(Duration::from_millis(1));
         let all = state(65_535);
-        // 33 times as many: 33 times as long, or 1000 times if each looks at all others.
+        // 33 times as many rules take 33 times as long, or 1000 times if each is compared with all others.
         assert!(all < few * 200, "{all:?} for all, {few:?} for 2000");
     }
 }

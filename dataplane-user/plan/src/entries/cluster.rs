@@ -1,5 +1,5 @@
-//! Endpoints of entries by the names of Services: what answers for a Service answers for the name, without a second
-//! translation by the Service's own address.
+//! Endpoints of entries that are names of Services. The Service's endpoints answer for the name, without a second
+//! translation at the Service's own address.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,7 +15,7 @@ use model::{
 /// The Services of the cluster.
 pub(super) type Services = OrdMap<ServiceName, Arc<Service>>;
 
-/// The Service whose name a DNS name is: `SERVICE.NAMESPACE.svc`, with the cluster's domain or without.
+/// Returns the Service that a DNS name stands for: `SERVICE.NAMESPACE.svc`, with or without the cluster's domain.
 pub(super) fn service(name: &str, domain: &str) -> Option<ServiceName> {
     let below = name.strip_suffix(domain).filter(|_| !domain.is_empty());
     let below = below.and_then(|below| below.strip_suffix('.'));
@@ -24,12 +24,12 @@ pub(super) fn service(name: &str, domain: &str) -> Option<ServiceName> {
     (!namespace.contains('.')).then(|| ServiceName::new(namespace, service))
 }
 
-/// The endpoints of a Service that are ready, at the ports that the ports of an entry lead to; `backend` is the entry's own
-/// endpoint, which has the Service's name.
+/// Returns the ready endpoints of a Service for the ports of an entry. `backend` is the entry's own endpoint, which has
+/// the Service's name.
 ///
 /// # Errors
 ///
-/// The reason why there can be none, as a clause.
+/// The reason why the Service has no endpoint for the entry, as a clause.
 pub(super) fn endpoints(
     name: &ServiceName,
     services: &Services,
@@ -46,9 +46,9 @@ pub(super) fn endpoints(
         return Err(format!("there is no Service {name} with endpoints"));
     };
     if service.records.is_headless() {
-        // A client connects to the addresses of a headless Service at whatever port.
+        // A client connects to the addresses of a headless Service at any port.
         let published = service.records.published().iter().map(|of| of.addr);
-        // Pods of the host's network have one address.
+        // Pods in the host's network share one address.
         let addresses: BTreeSet<IpAddr> = published.collect();
         let backends = addresses.into_iter().take(ADDRESSES_MAX);
         let backends = backends.map(|address| Backend {

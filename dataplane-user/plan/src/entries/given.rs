@@ -1,4 +1,4 @@
-//! The addresses that hosts are given: by this node, or by a control plane; and those that clients may still know.
+//! Addresses of hosts, from this node or from a control plane, and former addresses that clients may still know.
 
 use std::{
     borrow::Cow,
@@ -14,25 +14,25 @@ use super::{
     Entries, is_served,
 };
 
-/// An address that DNS gave out, and that the host does not have any more.
+/// An address that DNS gave out for a host, and that the host no longer has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Former {
     host: Arc<str>,
     address: IpAddr,
-    /// Until when clients may know it, in seconds since the epoch.
+    /// Time until which clients may know it, in seconds since the epoch.
     until: u64,
-    /// Whether this node had given it.
+    /// Whether this node had assigned it.
     is_own: bool,
 }
 
 impl Entries {
-    /// Gives numbers to the hosts that want one. Returns what is to be remembered.
+    /// Assigns numbers to the hosts that want one. Returns the records to store.
     pub(super) fn number(&mut self, now: u64, dirty: &mut BTreeSet<EntryName>) -> Vec<Record> {
         self.vips.defer(self.defers && !self.assigned.is_empty());
         let mut records = Vec::new();
         let mut asked = BTreeSet::new();
         loop {
-            // A number that is given or taken may be the address that a status has.
+            // A number that this node assigns or takes back may lead to an address in the `status` of an entry.
             for name in dirty.difference(&asked).cloned().collect::<Vec<_>>() {
                 self.ask(&name);
                 asked.insert(name);
@@ -55,7 +55,7 @@ impl Entries {
         }
     }
 
-    /// Asks for numbers for the hosts of an entry, as it is now.
+    /// Requests numbers for the hosts of an entry in its present state.
     fn ask(&mut self, name: &EntryName) {
         let mut asking = Vec::new();
         if let Some(entry) = self.last.get(name) {
@@ -80,7 +80,7 @@ impl Entries {
         }
     }
 
-    /// The addresses that a control plane has given to a host; for each that the host may not have, why.
+    /// Returns the addresses that a control plane assigned to a host, each with the reason if the host may not have it.
     pub(super) fn assigned<'a>(
         &'a self,
         entry: &'a Entry,
@@ -100,7 +100,8 @@ impl Entries {
         })
     }
 
-    /// The host whose an address is, or was a moment ago: by this node, or the oldest that has it from a control plane.
+    /// Returns the host that has an address, or had it a moment ago: the host to which this node assigned it, else the
+    /// oldest host to which a control plane assigned it.
     fn holder(&self, address: IpAddr) -> Option<Cow<'_, HostName>> {
         let given = self.vips.holder(address).map(Cow::Borrowed);
         let former = || {
@@ -121,7 +122,8 @@ impl Entries {
         given.or_else(former).or_else(assigned)
     }
 
-    /// Notes which addresses an entry's hosts do not have any more that DNS gave out. `before`: the hosts as they were.
+    /// Records the addresses that DNS gave out and that an entry's hosts no longer have. `before`: the hosts in their
+    /// former state.
     pub(super) fn note_former(&mut self, entry: &mut Entry, now: u64) {
         let all = self.former.remove(&entry.name).unwrap_or_default();
         let mut known: HashSet<IpAddr> = all.iter().map(|former| former.address).collect();
@@ -138,7 +140,7 @@ impl Entries {
         let mut all = Vec::new();
         for host in &mut entry.hosts {
             let mut own = by_host.remove(&host.name).unwrap_or_default();
-            // What this node had given is remembered, also by the agent before this one.
+            // The store remembers the addresses of this node, also those of the agent before this one.
             let number = self.vips.former(&host_name_of(&entry.name, &host.name));
             if let Some((number, until)) = number.filter(|(_, until)| *until > now) {
                 let new = number.addresses().into_iter();
@@ -186,7 +188,7 @@ impl Entries {
         }
     }
 
-    /// Forgets the former addresses that clients do not know any more.
+    /// Forgets former addresses that clients no longer know.
     pub(super) fn forget_former(&mut self, now: u64, dirty: &mut BTreeSet<EntryName>) {
         for (entry, all) in &mut self.former {
             let entry_is_gone = !self.last.contains_key(entry);
@@ -207,7 +209,7 @@ fn set(asking: &[(HostName, Age)]) -> BTreeSet<&(HostName, Age)> {
     asking.iter().collect()
 }
 
-/// Whether a host is given a number, if no control plane has given it an address.
+/// Returns whether this node may assign a number to a host to which no control plane has assigned an address.
 pub(super) fn may_have_number(entry: &Entry, host: &Host) -> bool {
     entry.wants_vips && is_served(entry) && host.wildcard().is_none()
 }

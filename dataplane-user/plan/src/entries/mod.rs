@@ -1,15 +1,16 @@
 //! ServiceEntries as services of the tables.
 //!
-//! An entry becomes a [`Service`] of its own kind, with a name that no Service can have. Its VIPs are those that its
-//! hosts were given and those that it names itself. So budgets, claims and the order of writes are those of services.
+//! An entry becomes a [`Service`] of its own kind, with a name that no Service can have. Its VIPs are the assigned
+//! addresses of its hosts and the addresses that the entry names. So budgets, claims and the order of writes are those
+//! of services.
 //!
-//! An entry takes no address that a Service, an endpoint of a Service, a Pod or a node has, on whatever port, and has none
-//! from a control plane that is another host's. An address that DNS gave out is served for ten minutes after the host has
-//! another.
+//! An entry does not get an address that a Service, an endpoint of a Service, a Pod or a node has, on any port, and
+//! gets no address from a control plane that belongs to another host. After a host's address has changed, the former
+//! address is served for ten minutes, because DNS gave it out.
 //!
-//! The author of an EndpointSlice can write any address. So an endpoint that is no Pod's protects no address that the operator
-//! has stated to be an external IP, and none in the ranges of hosts. The owner of any other address is unknown: the address
-//! stays with the endpoint.
+//! The author of an EndpointSlice can write any address. So an endpoint that is not a Pod's does not reserve an address
+//! that the operator has stated to be an external IP, and does not reserve an address in the ranges of hosts. The owner
+//! of any other address is unknown, so the endpoint reserves it.
 
 mod cluster;
 mod given;
@@ -39,11 +40,11 @@ use super::vips::{Age, HostName, Record, Vips};
 /// The Service of the API server.
 const API_SERVER: &str = "default/kubernetes";
 
-/// Adds the services of entries to those of the cluster. Each step takes time for what changed.
+/// Adds the services of entries to the cluster's services. The cost of each step grows with the change.
 #[derive(Debug)]
 pub struct Entries {
     vips: Vips,
-    /// As they were last.
+    /// The entries of the last snapshot.
     last: OrdMap<EntryName, Arc<Entry>>,
     base: OrdMap<ServiceName, Arc<Service>>,
     workloads: OrdMap<WorkloadName, Arc<Workload>>,
@@ -54,19 +55,19 @@ pub struct Entries {
     pods: PodAddresses,
     /// Whether the operator has stated which external addresses are served.
     has_stated: bool,
-    /// The entries that name each address, or have it from a control plane.
+    /// The entries that name each address, or that have it from a control plane.
     naming: HashMap<IpAddr, BTreeSet<EntryName>>,
-    /// The hosts to which a control plane has given each address.
+    /// The hosts to which a control plane has assigned each address.
     assigned: HashMap<IpAddr, BTreeSet<(Age, HostName)>>,
-    /// Whether new hosts wait for a control plane that gives addresses.
+    /// Whether new hosts wait for a control plane that assigns addresses.
     defers: bool,
     /// The hosts of each entry that want a number.
     asking: HashMap<EntryName, Vec<(HostName, Age)>>,
-    /// Addresses that were hosts' a moment ago.
+    /// Addresses that hosts had a moment ago.
     former: BTreeMap<EntryName, Vec<Former>>,
-    /// The names at whose addresses entries have endpoints.
+    /// DNS names of endpoints.
     names: Names,
-    /// The entries whose names lead elsewhere than when they were served.
+    /// The entries whose names resolve to other addresses than when the entries were last served.
     moved: BTreeSet<EntryName>,
     /// The services of each entry.
     made: HashMap<EntryName, SmallVec<[ServiceName; 1]>>,
@@ -75,7 +76,7 @@ pub struct Entries {
     problems: BTreeMap<EntryName, Vec<Problem>>,
 }
 
-/// How many have an address.
+/// Number of holders of an address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Holders {
     /// Services, Pods, and endpoints of the API server.
@@ -104,32 +105,32 @@ enum Holder {
     Endpoint,
 }
 
-/// The services and entries that result from entries.
+/// The services and entries of a snapshot, with entries served.
 #[derive(Clone, Debug)]
 pub struct Derived {
-    /// All services, those of entries among them.
+    /// All services, including those of entries.
     pub services: OrdMap<ServiceName, Arc<Service>>,
     /// The entries, with the addresses of their hosts.
     pub entries: OrdMap<EntryName, Arc<Entry>>,
-    /// Whether the [problems](Entries::problems) are others than before.
+    /// Whether the [problems](Entries::problems) have changed.
     pub other_problems: bool,
-    /// What is to be remembered of the addresses before anybody is told of them.
+    /// Records of addresses, which the caller stores before it publishes the addresses.
     pub records: Vec<Record>,
 }
 
-/// The name of the service that an entry becomes.
+/// Returns the name of the service that an entry becomes.
 pub fn service_name(entry: &EntryName) -> ServiceName {
     ServiceName::new(entry.namespace(), &format!("serviceentry:{}", entry.name()))
 }
 
-/// The name of the service that a further host of an entry becomes, if each host is its own endpoint.
+/// Returns the name of the service of a further host of an entry, for entries whose hosts are their own endpoints.
 fn host_service_name(entry: &EntryName, host: &str) -> ServiceName {
     let name = format!("serviceentry:{}:{host}", entry.name());
     ServiceName::new(entry.namespace(), &name)
 }
 
 impl Entries {
-    /// With the addresses that were remembered.
+    /// Starts with stored addresses.
     pub fn new(records: impl IntoIterator<Item = Record>) -> Self {
         Self {
             vips: Vips::new(records),
@@ -154,7 +155,7 @@ impl Entries {
         }
     }
 
-    /// `stated`: whether entries have only addresses that the operator has stated to be external ones, and those of the
+    /// Sets whether entries may have only addresses that the operator has stated to be external, and addresses in the
     /// ranges of hosts.
     #[must_use]
     pub fn with_stated_addresses(self, stated: bool) -> Self {
@@ -164,8 +165,8 @@ impl Entries {
         }
     }
 
-    /// Has new hosts wait a moment for a control plane, if one has given addresses to others. The caller serves the entries
-    /// again while [`Entries::defers`] says so.
+    /// Makes new hosts wait a moment for a control plane, if a control plane has assigned addresses to other hosts. The
+    /// caller serves the entries again while [`Entries::defers`] returns true.
     #[must_use]
     pub fn with_control_plane(self) -> Self {
         Self {
@@ -174,8 +175,8 @@ impl Entries {
         }
     }
 
-    /// Has the names of endpoints looked up: the caller reports addresses by [`Entries::learn`]. `last`: the last known
-    /// addresses.
+    /// Requests the addresses of endpoints' names. The caller reports them by [`Entries::learn`]. `last`: the last
+    /// known addresses.
     #[must_use]
     pub fn with_names(self, last: HashMap<EndpointName, Resolved>) -> Self {
         Self {
@@ -184,7 +185,7 @@ impl Entries {
         }
     }
 
-    /// Takes in the addresses of names. Returns true if they change an entry; the next [`Entries::take`] serves the change.
+    /// Records addresses of names. Returns true if they change an entry; the next [`Entries::take`] serves the change.
     pub fn learn(&mut self, resolved: impl IntoIterator<Item = (EndpointName, Resolved)>) -> bool {
         for (name, resolved) in resolved {
             self.moved.extend(self.names.learn(name, resolved));
@@ -192,7 +193,7 @@ impl Entries {
         !self.moved.is_empty()
     }
 
-    /// Returns the names that have to be looked up, if they have changed since the last call.
+    /// Returns the names to look up, if they have changed since the last call.
     pub fn take_wanted_names(&mut self) -> Option<Vec<EndpointName>> {
         self.names.take_wanted()
     }
@@ -202,7 +203,7 @@ impl Entries {
         self.names.known()
     }
 
-    /// Adds the services of `entries` to `services`. Takes the other objects from `snapshot`. `now`: in seconds since the
+    /// Adds the services of `entries` to `services`, with the other objects of `snapshot`. `now`: in seconds since the
     /// epoch.
     pub fn take(
         &mut self,
@@ -269,12 +270,12 @@ impl Entries {
         }
     }
 
-    /// What is left out of entries.
+    /// Returns the parts of entries that are not served.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
         self.problems.values().flatten()
     }
 
-    /// Whether hosts wait for addresses, which may be free when some time has passed, or give addresses up then.
+    /// Returns whether hosts wait for addresses that will be free later, or will give addresses up later.
     pub fn is_waiting(&self) -> bool {
         let mut assigned = self.assigned.keys();
         self.vips.is_waiting()
@@ -282,17 +283,17 @@ impl Entries {
             || assigned.any(|address| self.vips.is_gone(*address))
     }
 
-    /// Whether hosts wait for a control plane, for some seconds.
+    /// Returns whether hosts wait for a control plane, which takes some seconds.
     pub fn defers(&self) -> bool {
         self.vips.defers()
     }
 
-    /// All that is to be remembered.
+    /// Returns all records to store.
     pub fn records(&self) -> Vec<Record> {
         self.vips.records()
     }
 
-    /// Notes what an entry names, or does not name any more.
+    /// Adds the names and addresses of an entry, or removes them.
     fn note(&mut self, entry: &Entry, is_there: bool, dirty: &mut BTreeSet<EntryName>) {
         if is_served(entry) {
             self.names.note(entry, is_there);
@@ -327,7 +328,7 @@ impl Entries {
         }
     }
 
-    /// Takes in the services of the cluster.
+    /// Records the services of the cluster.
     fn base(
         &mut self,
         services: &OrdMap<ServiceName, Arc<Service>>,
@@ -351,7 +352,7 @@ impl Entries {
         }
     }
 
-    /// Takes in the workloads.
+    /// Records the workloads.
     fn workloads(
         &mut self,
         workloads: &OrdMap<WorkloadName, Arc<Workload>>,
@@ -373,7 +374,7 @@ impl Entries {
         }
     }
 
-    /// Takes in the addresses of Pods and nodes.
+    /// Records the addresses of Pods and nodes.
     fn pods(&mut self, pods: &PodAddresses, dirty: &mut BTreeSet<EntryName>) {
         let last = std::mem::replace(&mut self.pods, pods.clone());
         if last.everywhere != pods.everywhere {
@@ -386,14 +387,13 @@ impl Entries {
         }
     }
 
-    /// Whether changes are counted: not while no entry names an address, nor when that has just become otherwise, since
-    /// all is counted anew then.
+    /// Returns whether changes of addresses are counted. They are not counted while no entry names an address, and not
+    /// right after the first entry has named one, because everything is then counted from the start.
     fn counts(&self, knew_none: bool) -> bool {
         !self.naming.is_empty() && !knew_none
     }
 
-    /// Counts addresses that were taken and are taken now. Entries are dirty that name an address whose case is another
-    /// one.
+    /// Counts the holders of addresses. Marks the entries dirty that name an address whose kinds of holders change.
     fn recount(
         &mut self,
         old: impl IntoIterator<Item = (IpAddr, Holder)>,
@@ -426,7 +426,7 @@ impl Entries {
         }
     }
 
-    /// Serves an entry as it is now. Returns what is left out of it.
+    /// Serves an entry in its present state. Returns the parts that are not served.
     fn serve(&mut self, entry: &Entry, now: u64) -> Vec<Problem> {
         let mut problems = Vec::new();
         let mut problem = |text: String| {
@@ -481,7 +481,7 @@ impl Entries {
             self.note_former(&mut entry, now);
             let services: Vec<Service> = services(&entry).collect();
             for (index, host) in entry.hosts.iter_mut().enumerate() {
-                // A host has a service of its own, or all have the first.
+                // Each host has a service of its own, or all hosts have the first service.
                 let service = services.get(index).unwrap_or(&services[0]);
                 if host.vips.is_empty() && (index == 0 || services.len() == 1) {
                     host.vips.extend(entry.addresses.iter().copied());
@@ -499,7 +499,7 @@ impl Entries {
         } else {
             self.put(&entry.name, iter::empty());
             if entry.resolution == EntryResolution::None {
-                // Clients connect to these, which nothing translates.
+                // Clients connect to these addresses directly, without translation.
                 for host in &mut entry.hosts {
                     host.vips = entry.addresses.iter().copied().collect();
                 }
@@ -512,7 +512,7 @@ impl Entries {
         problems
     }
 
-    /// Why an entry may not have an address.
+    /// Checks whether an entry may have an address. The error is the reason.
     fn allowed(&self, address: IpAddr) -> Result<(), &'static str> {
         let holders = self.taken.get(&address).copied().unwrap_or_default();
         if self.own.contains(&address) {
@@ -536,7 +536,7 @@ impl Entries {
         }
     }
 
-    /// Why a host was given no address.
+    /// Returns the reason why a host has no address.
     fn without_number(&self, host: &HostName, index: usize) -> String {
         let why = if self.vips.is_over(host) {
             "its namespace has more hosts than it may have of the 65521 addresses that there are; name fewer hosts"
@@ -546,7 +546,7 @@ impl Entries {
         format!("spec.hosts[{index}]: {} has no address: {why}", host.host)
     }
 
-    /// Has an entry have these services, and no others.
+    /// Replaces the services of an entry.
     fn put(&mut self, entry: &EntryName, services: impl Iterator<Item = Service>) {
         let mut names = SmallVec::new();
         for service in services {
@@ -577,17 +577,17 @@ impl Entries {
     }
 }
 
-/// Whether the tables can lead anywhere for an entry.
+/// Returns whether the tables can serve an entry.
 pub(super) fn is_served(entry: &Entry) -> bool {
     !entry.ports.is_empty() && entry.resolution != EntryResolution::None
 }
 
-/// The addresses that a service has: its own, and those of its endpoints.
+/// Returns the addresses that a service has: its own, and those of its endpoints.
 fn taken_by(service: &Service) -> impl Iterator<Item = (IpAddr, Holder)> + '_ {
     let own = service.cluster_ips.iter().chain(&service.external_ips);
     let own = own.chain(&service.load_balancer_ips);
     let own = own.map(|address| (*address, Holder::Owner));
-    // The operator's own: nobody else can write there.
+    // Only the operator can write the endpoints of the API server.
     let is_api_server = service.name.as_str() == API_SERVER;
     let endpoint = if is_api_server {
         Holder::Owner
@@ -598,7 +598,7 @@ fn taken_by(service: &Service) -> impl Iterator<Item = (IpAddr, Holder)> + '_ {
     own.chain(endpoints.map(move |of| (of.addr, endpoint)))
 }
 
-/// The key of a change, and what was there before and is there now.
+/// Returns the key of a change, with the former and the present value.
 fn sides<'a, K: Ord, V: PartialEq>(
     change: &DiffItem<'a, 'a, K, V>,
 ) -> (&'a K, Option<&'a V>, Option<&'a V>) {
@@ -612,7 +612,7 @@ fn sides<'a, K: Ord, V: PartialEq>(
     }
 }
 
-/// Whether a service has an endpoint of IPv4, and of IPv6.
+/// Returns whether a service has endpoints of IPv4 and of IPv6.
 fn families(service: &Service) -> [bool; 2] {
     [true, false].map(|v4| {
         let mut endpoints = service.ports.iter().flat_map(|port| &port.endpoints);
@@ -620,7 +620,7 @@ fn families(service: &Service) -> [bool; 2] {
     })
 }
 
-/// The services that an entry becomes: one, or if each host is its own endpoint, one for each.
+/// Returns the services of an entry: one in all, or one for each host if each host is its own endpoint.
 pub(super) fn services(entry: &Entry) -> impl Iterator<Item = Service> + '_ {
     let count = match entry.resolution {
         EntryResolution::Hosts => entry.hosts.len().max(1),
@@ -629,9 +629,10 @@ pub(super) fn services(entry: &Entry) -> impl Iterator<Item = Service> + '_ {
     (0..count).map(move |index| service(entry, (count > 1).then_some(index)))
 }
 
-/// The service of all hosts of an entry, or of one of them.
+/// Returns the service of all hosts of an entry, or of the host `only`.
 fn service(entry: &Entry, only: Option<usize>) -> Service {
-    // Only addresses that this node has given are as good as cluster IPs: a status has whatever its author wrote.
+    // Only addresses from this node claim as strongly as cluster IPs, because the author of a `status` can write any
+    // address.
     let (mut given, mut others) = (SmallVec::new(), SmallVec::<[IpAddr; 0]>::new());
     let hosts = match only {
         Some(index) => &entry.hosts[index..=index],
@@ -654,7 +655,7 @@ fn service(entry: &Entry, only: Option<usize>) -> Service {
         Some(host) if !is_first => host_service_name(&entry.name, &host.name),
         _ => service_name(&entry.name),
     };
-    // Each host's own addresses, or what answers for all of them.
+    // The host's own addresses, or the endpoints of all hosts.
     let own: Vec<Backend>;
     let backends = if entry.resolution == EntryResolution::Hosts {
         let endpoints = hosts.iter().flat_map(|host| &host.endpoints);

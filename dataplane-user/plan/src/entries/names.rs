@@ -1,4 +1,4 @@
-//! Endpoints of entries at the addresses of DNS names.
+//! Endpoints of entries at addresses of DNS names.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -15,24 +15,24 @@ use super::cluster::{self, Services};
 /// Maximum number of names of one entry whose problems are listed.
 const TOLD: usize = 4;
 
-/// The DNS names of entries' endpoints, and their addresses.
+/// DNS names of entries' endpoints, and their addresses.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     known: HashMap<EndpointName, Resolved>,
-    /// The names that entries need, each with these entries.
+    /// The needed names, each with the entries that need it.
     wanted: BTreeMap<EndpointName, BTreeSet<EntryName>>,
     /// Whether the set of names has changed.
     others: bool,
     /// Whether the names are looked up.
     are_resolved: bool,
-    /// The cluster's domain. Names below it are not looked up: the services are known.
+    /// The cluster's domain. Names below it are not looked up, because the services are known.
     domain: Arc<str>,
-    /// The entries whose endpoints each Service's name stands for.
+    /// The entries that have the name of a Service as an endpoint.
     of_services: BTreeMap<ServiceName, BTreeSet<EntryName>>,
 }
 
 impl Names {
-    /// Names that the agent looks up, with their last known addresses.
+    /// Makes the agent look up names. `known`: their last known addresses.
     pub fn resolved(known: HashMap<EndpointName, Resolved>) -> Self {
         Self {
             known,
@@ -41,17 +41,17 @@ impl Names {
         }
     }
 
-    /// Says what the cluster's domain is, before any entry is noted.
+    /// Sets the cluster's domain, before any entry is added.
     pub fn set_domain(&mut self, domain: &Arc<str>) {
         self.domain = Arc::clone(domain);
     }
 
-    /// The entries that have endpoints by the name of a Service.
+    /// Returns the entries that have the name of a Service as an endpoint.
     pub fn of_service(&self, service: &ServiceName) -> impl Iterator<Item = &EntryName> {
         self.of_services.get(service).into_iter().flatten()
     }
 
-    /// The Service that the name of an endpoint stands for.
+    /// Returns the Service that the name of an endpoint stands for.
     fn service(&self, entry: &Entry, name: &str) -> Option<ServiceName> {
         let is_endpoint = entry.resolution != EntryResolution::Hosts;
         cluster::service(name, &self.domain).filter(|_| is_endpoint)
@@ -84,7 +84,7 @@ impl Names {
         }
     }
 
-    /// Returns the names that entries need, if they have changed since the last call.
+    /// Returns the needed names, if they have changed since the last call.
     pub fn take_wanted(&mut self) -> Option<Vec<EndpointName>> {
         if !std::mem::take(&mut self.others) {
             return None;
@@ -95,12 +95,12 @@ impl Names {
         Some(self.wanted.keys().cloned().collect())
     }
 
-    /// Returns the addresses of names, also of names that no entry has needed yet.
+    /// Returns the addresses of names, including names that no entry has needed yet.
     pub const fn known(&self) -> &HashMap<EndpointName, Resolved> {
         &self.known
     }
 
-    /// Takes in the addresses of a name. Returns the entries that they change.
+    /// Records the addresses of a name. Returns the entries that they change.
     pub fn learn(&mut self, name: EndpointName, resolved: Resolved) -> Vec<EntryName> {
         let Some(concerned) = self.wanted.get(&name) else {
             return Vec::new();
@@ -112,8 +112,8 @@ impl Names {
         concerned.iter().cloned().collect()
     }
 
-    /// Replaces the names in an entry by their addresses, or those of Services by what answers for these. Returns the
-    /// names' problems.
+    /// Replaces the names in an entry by their addresses, or the names of Services by the Services' endpoints. Returns
+    /// the names' problems.
     pub fn fill(&self, entry: &mut Entry, services: &Services) -> Vec<String> {
         let mut problems: BTreeSet<String> = BTreeSet::new();
         let namespace: Arc<str> = entry.name.namespace().into();

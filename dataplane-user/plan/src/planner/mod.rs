@@ -1,4 +1,4 @@
-//! The planner: what changed in the snapshot, and which writes follow from it.
+//! The planner: finds the changes of a snapshot, and the writes that follow from them.
 
 mod serve;
 
@@ -26,13 +26,13 @@ use super::{
     wanted::{self, WantedKey},
 };
 
-/// Retired slots that are worth a grace period, whatever the table's size.
+/// Minimum number of retired slots for which a grace period is worthwhile, whatever the table's size.
 const RETIRED_AT_LEAST: u32 = 1024;
 
-/// Mirrors the kernel's tables and says what to write for the next snapshot.
+/// Mirrors the kernel's tables and plans the writes for the next snapshot.
 ///
-/// If a plan could not be applied as a whole, throw the planner away and [`Planner::adopt`] what
-/// the kernel holds: there is no way back in here.
+/// If a plan could not be applied completely, drop the planner and [`Planner::adopt`] the kernel's tables: a planner
+/// cannot take a plan back.
 #[derive(Debug)]
 pub struct Planner {
     last: Snapshot,
@@ -40,21 +40,21 @@ pub struct Planner {
     claims: Claims,
     budgets: Budgets,
     reach: Reach,
-    /// Services that wait for a grace period, after which there is room for what they are to become.
+    /// Services that wait for a grace period, after which the tables have room for their new state.
     waiting: BTreeSet<ServiceName>,
-    /// The pools of every service that has some.
+    /// The pools of every service that has pools.
     services: HashMap<ServiceName, ServicePools>,
     /// This node's addresses.
     node: BTreeSet<Addr>,
     problems: BTreeMap<ServiceName, Vec<Problem>>,
-    /// Between adoption and the first plan.
+    /// Set between adoption and the first plan.
     adopted: Option<Adopted>,
     /// Whether keys were removed or changed owner since the last grace period.
     freed_keys: bool,
     scratch: Scratch,
 }
 
-/// Buffers that are the same in every plan.
+/// Buffers, reused from plan to plan.
 #[derive(Debug, Default)]
 struct Scratch {
     keys: Vec<WantedKey>,
@@ -68,7 +68,7 @@ struct Dirty {
     name: ServiceName,
     old: Option<Arc<Service>>,
     new: Option<Arc<Service>>,
-    /// What the new one takes of the tables.
+    /// Entries of the tables that the new state needs.
     cost: Entries,
 }
 
@@ -92,28 +92,28 @@ impl Default for Planner {
 }
 
 impl Planner {
-    /// For empty tables.
+    /// Returns a planner for empty tables.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// For tables with so much room, before the first plan: no plan demands more. Services that there is no room for are
-    /// [left out](Planner::left_out).
+    /// Sets the size of the tables, before the first plan. No plan demands more. Services without room are [left
+    /// out](Planner::left_out).
     #[must_use]
     pub fn with_room(mut self, room: Room) -> Self {
         self.budgets = Budgets::of(room);
         self
     }
 
-    /// For tables that an earlier agent wrote. The first plan then compares everything, removes
-    /// what nobody wants, and leaves alone what is right already.
+    /// Returns a planner for tables that an earlier agent wrote. The first plan compares everything, removes unwanted
+    /// entries, and leaves correct entries alone.
     ///
-    /// What that agent had freed is free at once: wait for a grace period between reading
-    /// `contents` and applying the first plan.
+    /// Slots and pools that the earlier agent freed are free at once, so the caller must wait for a grace period
+    /// between reading `contents` and applying the first plan.
     ///
     /// # Errors
     ///
-    /// If the tables are not what this program writes, and so must not be relied on.
+    /// If this program does not write such tables. They must then not be used.
     pub fn adopt(contents: Contents) -> Result<Self, AdoptError> {
         let (mirror, adopted) = adopt::adopt(contents)?;
         Ok(Self {
@@ -123,8 +123,7 @@ impl Planner {
         })
     }
 
-    /// What to write so that the tables are those of `snapshot`. Takes for granted that it is
-    /// written before the next plan.
+    /// Returns the writes that make the tables those of `snapshot`. The caller applies them before the next plan.
     pub fn plan(&mut self, snapshot: &Snapshot) -> Plan {
         let mut writes = Writes::default();
         let keys_before = self.mirror.keys.len();
@@ -155,8 +154,8 @@ impl Planner {
         }
     }
 
-    /// Whether a grace period is worth its wait now: keys changed owner or were removed, or much
-    /// of the table is retired.
+    /// Returns whether a grace period is worthwhile now: keys changed owner or were removed, or much of the table is
+    /// retired.
     pub fn wants_grace(&self) -> bool {
         let Mirror {
             live_slots,
@@ -172,61 +171,61 @@ impl Planner {
             || retired_pools.len() > pool_bound
     }
 
-    /// Whether services wait for a grace period, and so for the next plan, which may be of the same snapshot.
+    /// Returns whether services wait for a grace period, and so for the next plan, which may be of the same snapshot.
     pub fn is_waiting(&self) -> bool {
         !self.waiting.is_empty()
     }
 
-    /// The services that the tables have no room for, with what is left out of each.
+    /// Returns the services without room in the tables, and the parts of each that are left out.
     pub fn left_out(&self) -> &BTreeMap<ServiceName, LeftOut> {
         self.budgets.left_out()
     }
 
-    /// Every program that was running when the last plan had been written has ended: what was
-    /// retired until then may be used again.
+    /// Makes retired slots and pools free. The caller reports that every program has ended that was running when the
+    /// last plan had been written.
     pub fn grace_passed(&mut self) {
         self.freed_keys = false;
         self.mirror.reuse_retired();
-        // One that was large and is gone leaves no room behind that others do not need.
+        // Frees the buffers that a large former state needed.
         self.scratch = Scratch::default();
         shrink(&mut self.mirror.keys);
         self.claims.shrink();
     }
 
-    /// The keys that several services claim, in the order of the keys.
+    /// Returns the keys that several services claim, in the order of the keys.
     pub fn conflicts(&self) -> Vec<Conflict> {
         self.claims.conflicts().collect()
     }
 
-    /// How many keys several services claim.
+    /// Returns the number of keys that several services claim.
     pub fn conflict_count(&self) -> usize {
         self.claims.conflict_count()
     }
 
-    /// What is not served as written, by service. Conflicts are apart: [`Planner::conflicts`].
+    /// Returns the parts of services that are not served as written. [`Planner::conflicts`] lists conflicts separately.
     pub fn problems(&self) -> impl Iterator<Item = (&ServiceName, &Problem)> {
         self.problems
             .iter()
             .flat_map(|(name, problems)| problems.iter().map(move |p| (name, p)))
     }
 
-    /// The last planned snapshot.
+    /// Returns the last planned snapshot.
     pub fn snapshot(&self) -> &Snapshot {
         &self.last
     }
 
-    /// Who uses the pool; none if nobody does.
+    /// Returns the owner of a pool. `None` if the pool is not in use.
     pub fn pool_owner(&self, index: u32) -> Option<&PoolOwner> {
         self.mirror.pools.get(index as usize)?.owner.as_ref()
     }
 
-    /// Every pool in use, with its index and its owner, in the order of the indices.
+    /// Returns every pool in use, with its index and its owner, in the order of the indices.
     pub fn pools(&self) -> impl Iterator<Item = (u32, &PoolOwner, Pool)> {
         let slots = (0..).zip(&self.mirror.pools);
         slots.filter_map(|(index, slot)| Some((index, slot.owner.as_ref()?, slot.pool)))
     }
 
-    /// The pools of one service, with their owner's details; cheap.
+    /// Returns the pools of one service, with their owners. Cheap.
     pub fn service_pools(&self, service: &ServiceName) -> Vec<(u32, &PoolOwner, Pool)> {
         let Some(pools) = self.services.get(service) else {
             return Vec::new();
@@ -240,7 +239,7 @@ impl Planner {
             .collect()
     }
 
-    /// The keys of one service, those that it claims in vain left out; cheap.
+    /// Returns the keys that one service owns. Keys that it only claims are left out. Cheap.
     pub fn service_keys(&self, name: &ServiceName) -> Vec<(FrontendKey, Frontend)> {
         let mut keys = Vec::new();
         if let Some(service) = self.last.services.get(name)
@@ -255,12 +254,12 @@ impl Planner {
             .collect()
     }
 
-    /// What a key is answered with.
+    /// Returns the value of a key.
     pub fn frontend(&self, key: &FrontendKey) -> Option<Frontend> {
         self.mirror.keys.get(key).copied()
     }
 
-    /// A pool in use and its endpoints.
+    /// Returns a pool in use and its endpoints.
     pub fn pool(&self, index: u32) -> Option<(Pool, &[Endpoint])> {
         let slot = self
             .mirror
@@ -270,21 +269,21 @@ impl Planner {
         Some((slot.pool, self.mirror.block(slot.pool.block)))
     }
 
-    /// Every key with its value, in the order of the keys.
+    /// Returns every key with its value, in the order of the keys.
     pub fn frontends(&self) -> Vec<(FrontendKey, Frontend)> {
         let mut keys: Vec<_> = self.mirror.keys.iter().map(|(k, f)| (*k, *f)).collect();
         keys.sort_unstable_by_key(|(key, _)| *key);
         keys
     }
 
-    /// The node's addresses that came or went.
+    /// Returns the addresses that the node gained or lost.
     fn node_changes(&mut self, snapshot: &Snapshot) -> Vec<Addr> {
         if Arc::ptr_eq(&self.last.node, &snapshot.node)
             || self.last.node.addresses == snapshot.node.addresses
         {
             return Vec::new();
         }
-        // Loopback is the node's own without an entry, and every pod's too.
+        // Loopback belongs to the node without an entry, and to every pod as well.
         let addresses = snapshot
             .node
             .addresses
@@ -296,16 +295,15 @@ impl Planner {
         changed
     }
 
-    /// Brings the claims up to date; returns the services that changed, and those that won or
-    /// lost a key by it.
+    /// Updates the claims. Returns the services that changed, and those that won or lost a key because of the changes.
     fn claim(&mut self, snapshot: &Snapshot, scratch: &mut Scratch) -> Vec<Dirty> {
         let mut dirty = Vec::new();
         let mut contested = Vec::new();
         let reach = self.reach.update(&self.last, snapshot);
-        // A clone costs nothing, and lets the services be used beside `self`.
+        // A clone is free, and lets the services be read while `self` is borrowed.
         let last = self.last.services.clone();
         if last.is_empty() {
-            // Most have a port and an address.
+            // Most services have one port and one address.
             self.claims.reserve(2 * snapshot.services.len());
             self.mirror.keys.reserve(2 * snapshot.services.len());
             self.services.reserve(snapshot.services.len());
@@ -342,7 +340,7 @@ impl Planner {
             }
         }
         for name in others {
-            // The changes are in the order of the names.
+            // The changes are sorted by name.
             if dirty[..changed]
                 .binary_search_by(|d| d.name.cmp(&name))
                 .is_err()
@@ -363,8 +361,8 @@ impl Planner {
         dirty
     }
 
-    /// Claims the keys of a service that has changed, and notes which are contested. Returns what it takes of the tables.
-    /// Services come in the order of their names: those before are claimed as they are in `snapshot`.
+    /// Claims the keys of a service that has changed, and notes which are contested. Returns the entries that it needs.
+    /// Services come in the order of their names, so claims of earlier services are those of `snapshot`.
     fn claim_keys(
         &mut self,
         snapshot: &Snapshot,
@@ -431,20 +429,19 @@ impl Planner {
         costs[1]
     }
 
-    /// Whether a key is a service's that is served. A service that is left out keeps others from its keys all the same.
+    /// Returns whether a key belongs to a service that is served. A service that is left out still owns its keys.
     fn is_taken(&self, key: &FrontendKey) -> bool {
         let owner = self.claims.owner(key);
         owner.is_some_and(|owner| self.budgets.left(owner) != Some(LeftOut::Whole))
     }
 
-    /// What a key is that no service has.
+    /// Returns the value of a key that no service owns.
     fn unclaimed(&self, key: &FrontendKey) -> Option<Frontend> {
         let is_node = key.is_address() && self.node.contains(&key.addr);
         is_node.then_some(Frontend::new(0, Kind::NODE_ADDRESS))
     }
 
-    /// After adoption: removes the keys that nobody wants and gives up the pools whose owner was
-    /// not found.
+    /// Removes unclaimed keys after adoption, and retires the pools whose owner was not found.
     fn remove_strays(&mut self, writes: &mut Writes) {
         let strays = self
             .mirror

@@ -1,4 +1,4 @@
-//! Brings one service into the tables, or leaves it out.
+//! Writes one service into the tables, or leaves it out.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,7 @@ use super::{
 };
 
 impl Planner {
-    /// Lets the service's pools and keys be as they should.
+    /// Gives the service the pools and keys that it should have.
     pub(super) fn settle(
         &mut self,
         service: &Dirty,
@@ -79,8 +79,8 @@ impl Planner {
         }
     }
 
-    /// Whether the tables have room for what a service is to become, beside what they have and what is retired. They
-    /// always do, unless nearly all that is in them changes at once, or the free slots are scattered.
+    /// Returns whether the tables have room for the new state of a service, beside their present and retired entries.
+    /// There is room unless nearly all entries change in one plan, or the free slots are scattered.
     fn has_room(
         &mut self,
         service: &Dirty,
@@ -104,7 +104,7 @@ impl Planner {
         if mirror.has_room(&room, keys_before, writes, more, lens) {
             return true;
         }
-        // Nearly always, most of it is there.
+        // Nearly always, the tables already hold most of the service.
         let known = |wanted: &&WantedKey| !mirror.keys.contains_key(&wanted.key);
         let new_keys = keys.iter().filter(known).count() as u64;
         let new_pools = pools.saturating_sub(before.indices().count() as u64);
@@ -112,8 +112,8 @@ impl Planner {
         mirror.has_room(&room, keys_before, writes, more, lens)
     }
 
-    /// Lets a service be as it is until there is room for what it is to become. None of its keys may lead to a pool that is
-    /// not its own.
+    /// Leaves a service in its present state until there is room for its new state. Removes its keys that lead to a
+    /// pool of another service.
     fn wait(
         &mut self,
         service: &Service,
@@ -131,7 +131,7 @@ impl Planner {
                 self.mirror.set_key(*key, self.unclaimed(key), writes);
             }
         }
-        // Pools that have lost their keys are given up, but for those of clients from outside and of affinity.
+        // Retires pools without keys, except those for clients from outside and those of an affinity group.
         let external = |index: &u32| (*index, self.mirror.pools[*index as usize].pool.external);
         let externals: BTreeMap<u32, u32> = own.iter().map(external).collect();
         let mirror = &mut self.mirror;

@@ -1,4 +1,4 @@
-//! What routes lead to: Services, as far as grants permit, and hosts of ServiceEntries.
+//! Backends of routes: Services, as far as grants permit, and hosts of ServiceEntries.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -13,53 +13,53 @@ use model::{
 
 use super::super::{entries, vips::Age};
 
-/// A Service, and which of its ports.
+/// A Service, and the index of its port.
 pub type Backend = (Arc<Service>, usize);
-/// Why a route cannot lead to a backend: the reason, as Gateway API names it, and a sentence.
+/// The reason why a route cannot lead to a backend: Gateway API's name for it, and a sentence.
 pub type Refusal = (&'static str, String);
 
 const NOT_FOUND: &str = "BackendNotFound";
 const NOT_PERMITTED: &str = "RefNotPermitted";
 const UNSUPPORTED: &str = "UnsupportedValue";
 
-/// All that routes may lead to. To find one takes no longer however many there are.
+/// All possible backends. The cost of a lookup does not grow with their number.
 #[derive(Debug, Default)]
 pub struct Backends {
-    /// Without what routes make of them.
+    /// The services before routes split them.
     pub services: OrdMap<ServiceName, Arc<Service>>,
     pub entries: OrdMap<EntryName, Arc<Entry>>,
-    /// How many grants say so.
+    /// Number of grants for each permission.
     permits: HashMap<Permit, u32>,
     hosts: HashMap<Arc<str>, Named>,
-    /// The services of entries to which routes lead.
+    /// The services of entries that routes lead to.
     made: HashMap<EntryName, Vec<Arc<Service>>>,
-    /// What hosts came to for namespaces since the last change.
+    /// The entry that each host resolved to for each namespace, since the last change.
     found: HashMap<(Arc<str>, Box<str>), Option<EntryName>>,
 }
 
-/// What a grant permits.
+/// A permission from a grant.
 #[derive(Debug, PartialEq, Eq, Hash)]
 struct Permit {
     to: Box<str>,
     from: Box<str>,
     kind: RouteKind,
-    /// None: each Service.
+    /// The Service; `None`: every Service of the namespace.
     service: Option<Box<str>>,
 }
 
-/// The entries that have a host.
+/// The entries that name a host.
 #[derive(Debug, Default)]
 struct Named {
     /// By their own namespace, if they are visible there.
     own: BTreeSet<(Box<str>, Age)>,
-    /// Those that all namespaces see.
+    /// Entries that all namespaces see.
     public: BTreeSet<Age>,
-    /// Those that some namespaces see.
+    /// Entries that only some namespaces see.
     limited: BTreeSet<Age>,
 }
 
 impl Backends {
-    /// Notes that a grant is there, or is not there any more.
+    /// Adds a grant, or removes it.
     pub fn note_grant(&mut self, grant: &Grant, is_there: bool) {
         for (kind, from) in &grant.from {
             let permit = |service: Option<&Box<str>>| Permit {
@@ -78,7 +78,7 @@ impl Backends {
         }
     }
 
-    /// Notes that an entry is there, or is not there any more.
+    /// Adds an entry, or removes it.
     pub fn note_entry(&mut self, entry: &Entry, is_there: bool) {
         self.found.clear();
         self.made.remove(&entry.name);
@@ -100,7 +100,7 @@ impl Backends {
         }
     }
 
-    /// Whether grants let the routes of a kind and a namespace lead to a Service.
+    /// Returns whether grants permit routes of a kind and a namespace to lead to a Service.
     pub fn permits(&self, from: &str, kind: RouteKind, service: &ServiceName) -> bool {
         let permit = |service: Option<&str>, to: &str| Permit {
             to: to.into(),
@@ -114,7 +114,7 @@ impl Backends {
             || self.permits.contains_key(&permit(Some(service.name()), to))
     }
 
-    /// The destination of one of a route's references. `parent`: the Service to which it is attached.
+    /// Returns the backend of a route's reference. `parent`: the Service that the route is attached to.
     pub fn of(
         &mut self,
         parent: &Service,
@@ -195,7 +195,7 @@ impl Backends {
             .ok_or_else(|| (NOT_FOUND, format!("there is no host {host}")))
     }
 
-    /// The entry that has a host: of the namespace itself, then the oldest, then the first by name.
+    /// Returns the entry for a host: an entry of the namespace itself, then the oldest, then the first by name.
     fn entry(&mut self, host: &Arc<str>, namespace: &str) -> Option<Arc<Entry>> {
         let named = self.hosts.get(host)?;
         let entries = &self.entries;
@@ -218,8 +218,8 @@ impl Backends {
     }
 }
 
-/// Whether clients outside of the cluster reach a Service: a route would lead them to what another namespace may have for
-/// the cluster only. Those inside reach the other Service anyway.
+/// Returns whether clients outside of the cluster reach a Service. A route would give them access to backends that
+/// another namespace may offer to the cluster only. Clients inside reach the backends' Service anyway.
 fn is_exposed(service: &Service) -> bool {
     let addresses = service.external_ips.len() + service.load_balancer_ips.len();
     addresses > 0 || service.ports.iter().any(|port| port.node_port.is_some())

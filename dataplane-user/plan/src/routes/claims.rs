@@ -1,4 +1,4 @@
-//! Which route has which port of a Service.
+//! Decides which route has which port of a Service.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -11,12 +11,12 @@ const NO_PARENT: &str = "NoMatchingParent";
 const UNSUPPORTED: &str = "UnsupportedValue";
 const CONFLICTED: &str = "Conflicted";
 
-/// What routes come to that are attached to one Service.
+/// The result for the routes that are attached to one Service.
 #[derive(Debug, Default)]
 pub struct Claims {
-    /// The routes that are followed, with the indices of the ports that each has.
+    /// The routes in force, with the indices of the ports that each has.
     pub won: Vec<(Arc<Route>, Vec<usize>)>,
-    /// The routes, or ports of routes, that are not accepted: the reason, as Gateway API names it, and a sentence.
+    /// The routes, or ports of routes, that are not accepted: Gateway API's name for the reason, and a sentence.
     pub lost: Vec<(RouteName, &'static str, String)>,
 }
 
@@ -26,8 +26,8 @@ enum Claimed {
     Some(BTreeSet<usize>),
 }
 
-/// Sorts routes: the kind that says most about a connection first (GEP-1294), then the oldest, then the first by name.
-/// Those of TLS come last: they split a port only if no other route claims it.
+/// Sorts routes: first the kind that says most about a connection (GEP-1294), then the oldest, then the first by name.
+/// TLS routes come last: they split a port only if no other route claims it.
 pub fn sort(routes: &mut [Arc<Route>]) {
     routes.sort_by_cached_key(|route| {
         let rank = match route.name.kind {
@@ -46,7 +46,7 @@ pub fn sort(routes: &mut [Arc<Route>]) {
 }
 
 impl Claims {
-    /// Those of routes in their order. Takes time for the routes and the ports, not for each of one with each of the other.
+    /// Decides about routes in their order. The cost grows with routes plus ports, not with their product.
     pub fn of(name: &ServiceName, service: Option<&Service>, routes: &[Arc<Route>]) -> Self {
         let mut claims = Self::default();
         let Some(service) = service else {
@@ -85,7 +85,7 @@ impl Claims {
             }
             Claimed::Some(some)
         };
-        // How many routes claim each port, whether they are followed or not.
+        // Number of routes that claim each port, in force or not.
         let mut claiming: HashMap<usize, usize> = HashMap::new();
         let mut claiming_all = 0;
         for route in routes {
@@ -98,7 +98,8 @@ impl Claims {
                 }
             }
         }
-        // What layer 4 cannot tell apart in one route, it cannot tell apart in two that belong together.
+        // If layer 4 cannot tell the connections of one route apart, it cannot tell those of two routes on one port
+        // apart either.
         let mut needing: HashMap<(RouteKind, usize), &Route> = HashMap::new();
         for route in routes.iter().filter(|route| route.unsupported.is_some()) {
             let ports = match claimed_by(route) {
@@ -193,7 +194,7 @@ impl Claims {
     }
 }
 
-/// Why a Service's connections cannot be split.
+/// Returns the reason why a Service's connections cannot be split.
 fn wrong_parent(service: &Service) -> Option<&'static str> {
     match service.kind {
         ServiceType::HostPort | ServiceType::Entry => Some("does not exist"),

@@ -1,12 +1,12 @@
-//! Routes as splits of the ports of services.
+//! Routes: they split the connections to ports of services.
 //!
-//! A route that is attached to a Service replaces the endpoints of its ports by those of its backends, each with its part
-//! of the connections. A backend that does not exist, or that the route may not lead to, keeps its part, which is refused:
-//! so a mistake in one backend does not send more to the others.
+//! A route that is attached to a Service replaces the endpoints of its ports by those of its backends. Each backend
+//! gets its part of the connections. If a backend does not exist, or the route may not lead to it, the connections of
+//! its part are refused: so a mistake in one backend does not send more connections to the others.
 //!
-//! Routes split Services of their own namespace only, so that no author splits what is another's. Each step takes time for
-//! what changed, and if that is a backend, for the routes that are followed there: not for all that are attached to their
-//! Services, since anybody may lead anywhere.
+//! Routes split only Services of their own namespace, so authors cannot split Services of other namespaces. The cost of
+//! each step grows with the change, and if a backend changes, with the routes in force that lead to it. It does not
+//! grow with all routes that are attached to their Services, because any author may lead a route to any backend.
 
 mod backends;
 mod claims;
@@ -26,11 +26,12 @@ use model::{
 
 use self::{backends::Backends, claims::Claims};
 
-/// The most endpoints that the routes of one namespace lead to together, each counted once for each port of a Service and each
-/// backend that has it. Without a bound, a thousand routes that lead to a thousand endpoints would be a million.
+/// Maximum number of endpoints that the routes of one namespace lead to together. An endpoint counts once for each port
+/// of a Service and each backend that has it. Without a bound, a thousand routes to a thousand endpoints would need a
+/// million.
 const ENDPOINTS_MAX: usize = 100_000;
 
-/// Splits the ports of services as routes say.
+/// Splits the ports of services according to routes.
 #[derive(Debug)]
 pub struct Routes {
     known: OrdMap<RouteName, Arc<Route>>,
@@ -38,17 +39,18 @@ pub struct Routes {
     backends: Backends,
     /// The routes that are attached to each Service.
     attached: BTreeMap<ServiceName, BTreeSet<RouteName>>,
-    /// The Services whose followed routes lead to each Service.
+    /// The Services whose routes in force lead to each Service.
     leading: BTreeMap<ServiceName, BTreeSet<ServiceName>>,
-    /// The routes that lead to Services of each namespace, by their own.
+    /// The routes from other namespaces that lead to Services of each namespace, by the namespace of the route.
     abroad_to: BTreeMap<Box<str>, OfNamespaces>,
-    /// The routes that lead to each host, by their namespaces.
+    /// The routes that lead to each host, by the namespace of the route.
     to_host: BTreeMap<Arc<str>, OfNamespaces>,
-    /// The routes that are followed of those of each Service, and what is wrong with the others.
+    /// The routes in force of each Service, and the problems of the others.
     claimed: BTreeMap<ServiceName, Claimed>,
     /// The result of the routes of each Service.
     wanted: BTreeMap<ServiceName, Routing>,
-    /// How many endpoints the routes of each namespace lead to, and the Services for which that is too many.
+    /// Number of endpoints that the routes of each namespace lead to. `most` is the limit, and `over` the Services
+    /// beyond it.
     sums: HashMap<Box<str>, usize>,
     most: usize,
     over: BTreeSet<ServiceName>,
@@ -61,10 +63,10 @@ pub struct Routes {
 /// Routes by their namespaces and kinds.
 type OfNamespaces = BTreeMap<(Box<str>, RouteKind), BTreeSet<RouteName>>;
 
-/// Which routes of a Service are followed.
+/// The routes in force of a Service.
 #[derive(Debug, Default)]
 struct Claimed {
-    /// Each with the indices of its ports.
+    /// Each route with the indices of its ports.
     won: Vec<(Arc<Route>, Vec<usize>)>,
     problems: Vec<Problem>,
 }
@@ -72,34 +74,34 @@ struct Claimed {
 /// The result of a Service's routes.
 #[derive(Debug, Default)]
 struct Routing {
-    /// How ports are split, by their indices.
+    /// The splits of ports, by the index of the port.
     splits: Vec<(usize, Arc<Split>)>,
-    /// The routes that split them.
+    /// The routes that split the ports.
     routes: Vec<RouteName>,
-    /// How many endpoints these lead to.
+    /// Number of endpoints that these routes lead to.
     endpoints: usize,
     problems: Vec<Problem>,
 }
 
-/// What services come to.
+/// The services after routes have split them.
 #[derive(Clone, Debug)]
 pub struct Routed {
     /// All services, with their ports split.
     pub services: OrdMap<ServiceName, Arc<Service>>,
-    /// Whether the [problems](Routes::problems) are others than before.
+    /// Whether the [problems](Routes::problems) have changed.
     pub other_problems: bool,
 }
 
-/// What routes are read from.
+/// The objects that the result depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct Sources<'a> {
     /// The routes.
     pub routes: &'a OrdMap<RouteName, Arc<Route>>,
-    /// Who may lead to Services of other namespaces.
+    /// Permissions to lead to Services of other namespaces.
     pub grants: &'a OrdMap<ServiceName, Arc<Grant>>,
-    /// The services, those of entries among them.
+    /// The services, including those of entries.
     pub services: &'a OrdMap<ServiceName, Arc<Service>>,
-    /// The entries, as they are served.
+    /// The entries with the addresses that are served.
     pub entries: &'a OrdMap<EntryName, Arc<Entry>>,
 }
 
@@ -110,7 +112,7 @@ impl Default for Routes {
 }
 
 impl Routes {
-    /// The routes of one namespace lead to so many endpoints together at most.
+    /// Sets the limit of endpoints that the routes of one namespace lead to together.
     fn within(most: usize) -> Self {
         Self {
             known: OrdMap::new(),
@@ -131,10 +133,10 @@ impl Routes {
         }
     }
 
-    /// Splits services as routes say.
+    /// Splits services according to routes.
     pub fn take(&mut self, from: Sources<'_>) -> Routed {
-        // The Services whose routes may be followed otherwise, those whose ports may be split otherwise, and the routes that
-        // may lead elsewhere.
+        // The Services whose routes in force may change, the Services whose splits may change, and the routes whose
+        // backends may change.
         let mut claimed: BTreeSet<ServiceName> = BTreeSet::new();
         let mut dirty: BTreeSet<ServiceName> = BTreeSet::new();
         let mut moved: BTreeSet<RouteName> = BTreeSet::new();
@@ -172,7 +174,7 @@ impl Routes {
         }
     }
 
-    /// What routes ask for and do not get.
+    /// Returns the parts of routes that have no effect.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
         let lost = self.claimed.values().flat_map(|of| &of.problems);
         let others = self.problems.values().flatten();
@@ -295,7 +297,7 @@ impl Routes {
         }
     }
 
-    /// Finds out which routes of a Service are followed; whether other ones than before are refused, or for other reasons.
+    /// Updates the routes in force of a Service. Returns whether the refused routes or their reasons have changed.
     fn claim(&mut self, name: &ServiceName) -> bool {
         let before = self.claimed.remove(name).unwrap_or_default();
         for to in before.won.iter().flat_map(|(route, _)| services_of(route)) {
@@ -326,7 +328,7 @@ impl Routes {
         others
     }
 
-    /// Finds out what the routes of a Service come to.
+    /// Updates the result of a Service's routes.
     fn settle(&mut self, name: &ServiceName) {
         let sum = self.sums.entry(name.namespace().into()).or_default();
         if let Some(before) = self.wanted.remove(name) {
@@ -357,7 +359,7 @@ impl Routes {
         self.wanted.insert(name.clone(), wanted);
     }
 
-    /// The backends of a route that get a part, and what is wrong with the others.
+    /// Returns the backends of a route that get a part, and adds the problems of the others.
     fn parts(&mut self, parent: &Service, route: &Route, problems: &mut Vec<Problem>) -> Vec<Part> {
         let weights = route.backends.iter().map(|of| u64::from(of.weight));
         let sum: u64 = weights.sum();
@@ -394,8 +396,8 @@ impl Routes {
         parts
     }
 
-    /// Notes which Services of a namespace are not split, because its routes lead to too many endpoints: the first by name
-    /// have them. Returns those for which that is otherwise than before.
+    /// Updates the Services of a namespace that are not split because its routes lead to too many endpoints. The first
+    /// by name are split. Returns the Services whose case has changed.
     fn bound(&mut self, namespace: &str) -> Vec<ServiceName> {
         let is_within = |name: &ServiceName| name.namespace() == namespace;
         let from = ServiceName::new(namespace, "");
@@ -424,7 +426,7 @@ impl Routes {
         changed
     }
 
-    /// Splits a Service's ports as they should be now. Returns what is wrong with its routes.
+    /// Updates the splits of a Service's ports. Returns the problems of its routes.
     fn serve(&mut self, name: &ServiceName) -> Vec<Problem> {
         let wanted = self.wanted.get(name);
         let mut problems = wanted.map_or_else(Vec::new, |wanted| wanted.problems.clone());
@@ -462,13 +464,14 @@ impl Routes {
     }
 }
 
-/// The endpoints of all backends.
+/// Returns the endpoints of all backends.
 fn endpoints(split: &Split) -> Vec<Endpoint> {
     let backends = split.parts.iter().filter_map(|part| part.backend.as_ref());
     let all = backends.flat_map(|(of, port)| &of.ports[*port].endpoints);
     let mut endpoints: Vec<_> = all.copied().collect();
     endpoints.sort_unstable();
-    // An endpoint that several backends have is what it is for any of them.
+    // An endpoint of several backends is local, ready or serving if it is so for any of them, and terminating if it is
+    // so for all.
     endpoints.dedup_by(|more, known| {
         let same = (more.addr, more.port) == (known.addr, known.port);
         if same {
@@ -490,7 +493,7 @@ fn problem(route: &RouteName, condition: &str, reason: &str, text: &str) -> Prob
     }
 }
 
-/// The sides of a difference: what was there (`false`), and what is.
+/// Returns the sides of a change: the former value (`false`), and the present value.
 fn sides<'a, K, V>(
     change: &DiffItem<'a, 'a, K, V>,
 ) -> impl Iterator<Item = (&'a K, &'a V, bool)> + use<'a, K, V> {
@@ -504,7 +507,7 @@ fn sides<'a, K, V>(
         .chain(new.map(|(key, new)| (key, new, true)))
 }
 
-/// The Services to which a route leads.
+/// Returns the Services that a route leads to.
 fn services_of(route: &Route) -> impl Iterator<Item = &ServiceName> {
     route
         .backends

@@ -122,7 +122,7 @@ impl World {
         }
     }
 
-    /// What routes come to that have seen nothing before.
+    /// The result of routes that have seen no earlier state.
     fn fresh(&self) -> (Routes, Routed) {
         let mut routes = Routes::within(MOST);
         let outcome = routes.take(self.sources());
@@ -130,10 +130,10 @@ impl World {
     }
 }
 
-/// So few that some routes have too many.
+/// A limit so low that some routes exceed it.
 const MOST: usize = 8;
 
-/// What an author writes or takes away.
+/// A change that an author makes.
 #[derive(Clone, Debug)]
 enum Change {
     Service(usize, usize, Option<(u16, u32)>),
@@ -286,7 +286,7 @@ fn said(routes: &Routes) -> Vec<Problem> {
 }
 
 proptest! {
-    /// Whatever came before, routes come to what they would if all had come at once.
+    /// After any history, the result equals that of adding all objects in one step.
     #[test]
     fn what_came_before_makes_no_difference(steps in prop::collection::vec(prop::collection::vec(change(), 1..5), 1..25)) {
         let (mut world, mut routes) = (World::default(), Routes::within(MOST));
@@ -305,7 +305,7 @@ proptest! {
         }
     }
 
-    /// An author's routes change nothing of Services of other namespaces, nor of what their routes come to.
+    /// Changes to an author's routes do not affect Services of other namespaces or the results of their routes.
     #[test]
     fn routes_of_one_namespace_change_nothing_of_anothers(changes in prop::collection::vec(change(), 1..60)) {
         let mut world = World::default();
@@ -361,14 +361,15 @@ fn a_namespace_that_leads_to_too_many_endpoints_loses_its_last_services_by_name(
         "Accepted=False (UnsupportedValue): the routes of namespace one lead to more than 8 endpoints together, and \
          Service one/b is beyond that"
     ));
-    // There is room for it once another leads to less.
+    // The service fits when another route leads to fewer endpoints.
     let fewer = Arc::new(service(0, "a-v1", 1, 1));
     world.services.insert(fewer.name.clone(), fewer);
     let outcome = routes.take(world.sources());
     assert_eq!(split(&outcome), [true, true, false, true]);
 }
 
-/// How long routes take: `count` of them, and as many of whatever else an author can write against the number of routes.
+/// Returns the time for `count` routes with `count` of each other object that an author can write against the number of
+/// routes.
 fn settle(count: usize) -> std::time::Duration {
     let mut world = World::default();
     let ports = u16::try_from(count).unwrap();
@@ -416,7 +417,8 @@ fn routes_take_time_for_what_was_written_and_not_for_each_of_one_kind_with_each_
     assert!(more < some * 30, "{some:?} for 500, {more:?} for 4000");
 }
 
-/// How long the changes of another namespace's Service and grants take, to which so many routes of one Service lead.
+/// Returns the time for changes of another namespace's Service and grants, when `count` routes of one Service lead
+/// there.
 fn settle_beside(count: usize) -> std::time::Duration {
     let mut world = World::default();
     let far = service(0, "far", 1, 1);
@@ -426,7 +428,7 @@ fn settle_beside(count: usize) -> std::time::Duration {
         made.parents.push(parent(2, "web", None));
         world.routes.insert(made.name.clone(), Arc::new(made));
     }
-    // One of them is followed.
+    // One of the routes is in force.
     let web = Arc::new(service(2, "web", 1, 1));
     world.services.insert(web.name.clone(), web);
     let mut routes = Routes::default();

@@ -1,16 +1,16 @@
-//! The addresses that hosts of ServiceEntries are given: one of 240.240.0.0/16 and one of 2001:2::/48 each.
+//! Assigns addresses to hosts of ServiceEntries: one of 240.240.0.0/16 and one of 2001:2::/48 each.
 //!
-//! A host's number, from which both addresses follow, is the first free one of a sequence that its namespace and name
-//! determine. Of several hosts that are new at once, the older chooses first. So nodes that know the same objects come
-//! to the same numbers without talking to each other, in whatever order they heard of the objects.
+//! Both addresses follow from the host's number. The number is the first free one of a sequence that the host's
+//! namespace and name determine. Of several new hosts, the older chooses first. So nodes that know the same objects
+//! assign the same numbers without talking to each other, in whatever order they heard of the objects.
 //!
-//! A host keeps its number for as long as it is there. A host that is gone keeps its number for ten minutes, since
-//! clients may still know the address. Both hold over restarts: the caller keeps [`Record`]s.
+//! A host keeps its number as long as it exists. The number of a removed host stays reserved for ten minutes, because
+//! clients may still know the address. Both hold over restarts: the caller stores [`Record`]s.
 //!
-//! So numbers depend on what a node has seen in two cases. If a host was removed, another one may have been given a
-//! later number of its sequence because of it. If a host was added to an entry that is older than others, it does not
-//! take the number of a host that has one: otherwise the author of an old entry could choose hosts that move those of
-//! others, and get their connections.
+//! The numbers depend on a node's history in two cases. If a host was removed, another host may have a later number of
+//! its sequence because of it. If a host was added to an entry that is older than others, it does not displace a host
+//! that has a number: otherwise the author of an old entry could choose hosts that move the hosts of others, and get
+//! their connections.
 
 mod number;
 
@@ -25,17 +25,17 @@ pub use self::number::{HostName, Number};
 use self::number::{NUMBERS, sequence};
 use super::shares::Shares;
 
-/// Hosts that may have a number at the same time. The rest is for hosts that are gone, and keeps sequences short.
+/// Maximum number of hosts with a number. The remaining numbers are for removed hosts, and shorten the searches.
 const CAPACITY: u64 = (NUMBERS - NUMBERS / 8) as u64;
-/// How long the number of a host that is gone is not another's, in seconds.
+/// Time for which the number of a removed host stays reserved, in seconds.
 pub(super) const KEPT: u64 = 600;
-/// How long a control plane that gives addresses is waited for, in seconds: it writes the address of a new host a moment
+/// Time to wait for a control plane that assigns addresses, in seconds. It writes the address of a new host a moment
 /// after the host.
 const PATIENCE: u64 = 5;
-/// The age of an entry in seconds from which on a control plane is not expected to give it an address.
+/// Age of an entry, in seconds, from which on a control plane is not expected to assign it an address.
 const SETTLED: i64 = 60;
 
-/// By what one host precedes another: the older entry, and then the first by name.
+/// Precedence of hosts: first the older entry, then the first name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Age {
     has_none: bool,
@@ -44,7 +44,7 @@ pub struct Age {
 }
 
 impl Age {
-    /// That of an entry's hosts.
+    /// Returns the precedence of an entry's hosts.
     pub fn of(entry: EntryName, created: Option<i64>) -> Self {
         Self {
             has_none: created.is_none(),
@@ -53,34 +53,34 @@ impl Age {
         }
     }
 
-    /// Before all.
+    /// Returns the precedence before all others.
     pub(super) fn first() -> Self {
         Self::of(EntryName::new("", ""), Some(i64::MIN))
     }
 
-    /// Whose it is.
+    /// Returns the entry of this precedence.
     pub(super) const fn entry(&self) -> &EntryName {
         &self.entry
     }
 }
 
-/// What is to be remembered of a host.
+/// The stored state of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Which.
+    /// The host.
     pub host: HostName,
     /// Its number.
     pub number: Number,
-    /// When the host went, in seconds since the epoch; none: it is there.
+    /// Time of the removal, in seconds since the epoch. `None`: the host exists.
     pub gone: Option<u64>,
 }
 
-/// Hosts that are gone, whose numbers are not another's yet.
+/// Removed hosts whose numbers are still reserved.
 #[derive(Debug, Default)]
 struct Gone {
     numbers: HashMap<HostName, (Number, u64)>,
     hosts: HashMap<Number, HostName>,
-    /// The same by time.
+    /// The numbers by the time of removal.
     times: BTreeSet<(u64, Number)>,
 }
 
@@ -102,7 +102,7 @@ impl Gone {
         }
     }
 
-    /// Forgets those that have been gone for long enough. Returns their numbers.
+    /// Forgets the hosts whose reservation has ended. Returns their numbers.
     fn pass(&mut self, now: u64) -> Vec<Number> {
         let mut free = Vec::new();
         while let Some((at, number)) = self.times.first().copied() {
@@ -119,36 +119,36 @@ impl Gone {
     }
 }
 
-/// Gives numbers to hosts.
+/// Assigns numbers to hosts.
 #[derive(Debug)]
 pub struct Vips {
-    /// The hosts that want a number, each with the entries that name it: the first of them counts.
+    /// The hosts that want a number, each with the entries that name it. The first entry counts.
     wanted: BTreeMap<HostName, BTreeSet<Age>>,
     numbers: HashMap<HostName, Number>,
-    /// Whose each number is.
+    /// The host of each number.
     holders: HashMap<Number, HostName>,
-    /// Hosts that are gone, by number and by name, and when they went.
+    /// Removed hosts by number and by name, with the time of removal.
     gone: Gone,
-    /// How many hosts each namespace may have.
+    /// Maximum number of hosts of each namespace.
     shares: Shares<1>,
-    /// Hosts beyond that.
+    /// Hosts beyond that limit.
     over: BTreeSet<HostName>,
-    /// Hosts that found no number that is free.
+    /// Hosts for which no number was free.
     waiting: BTreeSet<HostName>,
-    /// Numbers whose addresses a control plane has given, and how often.
+    /// Numbers whose addresses a control plane has assigned, and how often.
     foreign: HashMap<Number, u32>,
-    /// Hosts that came or went since the last time.
+    /// Hosts added or removed since the last call.
     touched: BTreeSet<HostName>,
-    /// Numbers that may be another's from now on.
+    /// Numbers that other hosts may have from now on.
     free: Vec<Number>,
-    /// Whether a control plane gives addresses, too.
+    /// Whether a control plane assigns addresses, too.
     defers: bool,
-    /// Hosts that wait for it, and since when.
+    /// Hosts that wait for the control plane, and since when.
     deferred: BTreeMap<HostName, u64>,
 }
 
 impl Vips {
-    /// With what was remembered. The hosts that are not wanted by the first [`Vips::settle`] are gone then.
+    /// Starts with stored records. The first [`Vips::settle`] treats hosts that are not wanted by then as removed.
     pub fn new(records: impl IntoIterator<Item = Record>) -> Self {
         let mut vips = Self {
             wanted: BTreeMap::new(),
@@ -165,7 +165,7 @@ impl Vips {
             deferred: BTreeMap::new(),
         };
         for Record { host, number, gone } in records {
-            // The last word counts; a number that two have is the first one's.
+            // The last record of a host counts. If two hosts have one number, the first keeps it.
             if let Some(before) = vips.numbers.remove(&host) {
                 vips.holders.remove(&before);
             }
@@ -188,7 +188,7 @@ impl Vips {
         vips
     }
 
-    /// An entry names a host that wants a number.
+    /// Records that an entry names a host that wants a number.
     pub fn want(&mut self, host: &HostName, age: Age) {
         let entries = self.wanted.entry(host.clone()).or_default();
         if entries.is_empty() {
@@ -198,7 +198,7 @@ impl Vips {
         entries.insert(age);
     }
 
-    /// An entry does not name it any more.
+    /// Records that an entry no longer names a host.
     pub fn unwant(&mut self, host: &HostName, age: &Age) {
         let Some(entries) = self.wanted.get_mut(host) else {
             return;
@@ -211,7 +211,7 @@ impl Vips {
         }
     }
 
-    /// A control plane has given an address, or not any more.
+    /// Records that a control plane has assigned an address, or has withdrawn it.
     pub fn foreign(&mut self, address: IpAddr, given: bool) {
         let Some(number) = Number::of(address) else {
             return;
@@ -227,56 +227,56 @@ impl Vips {
         }
     }
 
-    /// Has new hosts wait for a control plane that gives addresses, for five seconds.
+    /// Sets whether new hosts wait five seconds for a control plane that assigns addresses.
     pub fn defer(&mut self, does: bool) {
         self.defers = does;
     }
 
-    /// Whether a host waits for the control plane.
+    /// Returns whether a host waits for the control plane.
     pub fn is_deferred(&self, host: &HostName) -> bool {
         self.deferred.contains_key(host)
     }
 
-    /// Whether any does.
+    /// Returns whether any host waits for the control plane.
     pub fn defers(&self) -> bool {
         !self.deferred.is_empty()
     }
 
-    /// The host that has the number of an address, or had it so short ago that clients may still know it.
+    /// Returns the host that has an address, or had it so recently that clients may still know it.
     pub fn holder(&self, address: IpAddr) -> Option<&HostName> {
         let number = Number::of(address)?;
         let gone = || self.gone.hosts.get(&number);
         self.holders.get(&number).or_else(gone)
     }
 
-    /// Returns the numbers that may be another's since the last call.
+    /// Returns the numbers that have become free since the last call.
     pub fn take_free(&mut self) -> Vec<Number> {
         std::mem::take(&mut self.free)
     }
 
-    /// Whether the number of an address will be free when some time has passed.
+    /// Returns whether the number of an address is reserved and will be free later.
     pub fn is_gone(&self, address: IpAddr) -> bool {
         Number::of(address).is_some_and(|number| self.gone.hosts.contains_key(&number))
     }
 
-    /// The number that a host had, and the time after which another host may have it.
+    /// Returns the former number of a host, and the time after which another host may have it.
     pub fn former(&self, host: &HostName) -> Option<(Number, u64)> {
         let (number, at) = self.gone.numbers.get(host)?;
         Some((*number, at + KEPT))
     }
 
-    /// The number of a host; none if it is not wanted, or there is none for it.
+    /// Returns the number of a host. `None` if the host does not want one, or if none is free.
     pub fn number(&self, host: &HostName) -> Option<Number> {
         self.numbers.get(host).copied()
     }
 
-    /// The entries that name a host.
+    /// Returns the entries that name a host.
     pub fn entries(&self, host: &HostName) -> impl Iterator<Item = &EntryName> {
         let ages = self.wanted.get(host).into_iter().flatten();
         ages.map(|age| &age.entry)
     }
 
-    /// All that is to be remembered.
+    /// Returns all records to store.
     pub fn records(&self) -> Vec<Record> {
         let there = self
             .numbers
@@ -296,18 +296,18 @@ impl Vips {
         records
     }
 
-    /// Whether a host is one of too many in its namespace.
+    /// Returns whether a host exceeds the limit of its namespace.
     pub fn is_over(&self, host: &HostName) -> bool {
         self.over.contains(host)
     }
 
-    /// Whether hosts wait for numbers to be free.
+    /// Returns whether hosts wait for free numbers.
     pub fn is_waiting(&self) -> bool {
         !self.waiting.is_empty()
     }
 
-    /// Gives numbers to the hosts that want one, and takes those of others. `now`: in seconds since the epoch. Returns
-    /// what has changed, to be remembered before it is told.
+    /// Assigns numbers to the hosts that want one, and takes back the numbers of others. `now`: in seconds since the
+    /// epoch. Returns the changed records, which the caller stores before it publishes the addresses.
     pub fn settle(&mut self, now: u64) -> Vec<Record> {
         let mut records = Vec::new();
         self.free.extend(self.gone.pass(now));
@@ -361,7 +361,7 @@ impl Vips {
         records
     }
 
-    /// Decides which hosts are beyond what their namespaces may have. Returns the hosts whose case may be another one.
+    /// Decides which hosts exceed the limits of their namespaces. Returns the hosts whose case may have changed.
     fn bounds(&mut self, touched: &BTreeSet<HostName>) -> BTreeSet<HostName> {
         let changed = self.shares.settle();
         let mut namespaces: BTreeSet<Box<str>> = BTreeSet::new();
@@ -405,8 +405,8 @@ impl Vips {
         others
     }
 
-    /// The number for a host that has none: its own if it was gone for a moment, else the first free one of its
-    /// sequence.
+    /// Returns a number for a host that has none: its former number if it is still reserved, else the first free one of
+    /// its sequence.
     fn free(&self, host: &HostName) -> Option<Number> {
         let is_free = |number: &Number| {
             !self.holders.contains_key(number) && !self.foreign.contains_key(number)
@@ -419,7 +419,7 @@ impl Vips {
     }
 }
 
-/// Those of a namespace.
+/// Returns the hosts of a namespace.
 fn of_namespace<'a>(
     hosts: &'a BTreeSet<HostName>,
     namespace: &'a str,

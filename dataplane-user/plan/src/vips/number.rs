@@ -2,26 +2,26 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// Numbers are 1 to this: a prime, so that every step comes by all of them.
+/// The numbers are 1 to this. It is a prime, so a sequence with any step visits all numbers.
 pub const NUMBERS: u32 = 65_521;
 /// A number that leads to a host's addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Number(u16);
 
 impl Number {
-    /// From 1 to 65521.
+    /// Returns the number; `None` outside of 1 to 65521.
     pub fn new(number: u16) -> Option<Self> {
         (1..=NUMBERS)
             .contains(&number.into())
             .then_some(Self(number))
     }
 
-    /// As a number.
+    /// Returns the number as an integer.
     pub fn get(self) -> u16 {
         self.0
     }
 
-    /// Both addresses: 240.240.1.2 and 2001:2::f0f0:102 of 258.
+    /// Returns both addresses, for example 240.240.1.2 and 2001:2::f0f0:102 for 258.
     pub fn addresses(self) -> [IpAddr; 2] {
         let [high, low] = self.0.to_be_bytes();
         [
@@ -30,7 +30,7 @@ impl Number {
         ]
     }
 
-    /// The number that leads to an address; none if none does.
+    /// Returns the number of an address. `None` if no number leads to the address.
     pub fn of(address: IpAddr) -> Option<Self> {
         let number = match address {
             IpAddr::V4(v4) => {
@@ -43,7 +43,7 @@ impl Number {
     }
 }
 
-/// A host as a namespace has it.
+/// A host name in a namespace.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostName {
     /// The namespace.
@@ -52,10 +52,10 @@ pub struct HostName {
     pub host: Box<str>,
 }
 
-/// All numbers, in an order that a namespace and host determine. It must stay what it is: nodes of different versions
-/// agree by it.
+/// Returns all numbers, in an order that the namespace and the host determine. The order must never change, because
+/// nodes of different versions agree by it.
 pub fn sequence(host: &HostName) -> impl Iterator<Item = Number> + use<> {
-    // FNV-1a, and the finisher of SplitMix64.
+    // FNV-1a, and the finaliser of SplitMix64.
     let bytes = host
         .namespace
         .bytes()

@@ -1,4 +1,4 @@
-//! Who gets which address, and keeps it.
+//! Assignment of addresses to hosts, and its stability.
 
 use std::collections::HashSet;
 
@@ -15,7 +15,7 @@ fn host(namespace: &str, host: &str) -> HostName {
     }
 }
 
-/// An entry of one host, by number: the number is its age.
+/// Returns entry `number` with one host. The number is the entry's age.
 fn entry(number: u32) -> (HostName, Age) {
     let name = format!("e{number}");
     let namespace = format!("ns{}", number % 7);
@@ -37,7 +37,7 @@ fn all(vips: &Vips) -> BTreeMap<HostName, Number> {
         .collect()
 }
 
-/// Shuffles by a fixed rule.
+/// Returns a fixed permutation for each `turn`.
 fn order(of: u32, turn: u32) -> Vec<u32> {
     let mut numbers: Vec<u32> = (0..of).collect();
     numbers.sort_by_key(|number| number.wrapping_mul(0x9e37_79b1).rotate_left(turn * 7) ^ turn);
@@ -60,7 +60,7 @@ fn sixteen_thousand_hosts_have_as_many_addresses_on_three_agents() {
         .collect();
     assert_eq!(distinct.len(), HOSTS as usize);
     assert!(agents[0] == agents[1] && agents[1] == agents[2]);
-    // And one that heard of them one after the other, as they were made.
+    // A node that heard of the entries one after the other, in the order of their creation.
     let mut vips = Vips::new([]);
     for number in 0..HOSTS {
         want(&mut vips, [number]);
@@ -113,7 +113,7 @@ fn the_older_of_two_that_want_one_number_has_it_and_the_younger_never_moves_it()
         let first = |host| sequence(host).next();
         assert_eq!(vips.number(&names[0]), first(&names[0]));
         assert_ne!(vips.number(&names[1]), first(&names[1]));
-        // When the older is gone, the younger stays where it is.
+        // When the older host is removed, the younger keeps its number.
         let before = vips.number(&names[1]);
         vips.unwant(&names[0], &ages[0]);
         vips.settle(NOW + 1);
@@ -152,7 +152,7 @@ fn a_tenant_with_too_many_hosts_loses_its_youngest_and_the_others_lose_nothing()
         let (host, age) = named("shop", n);
         vips.want(&host, age);
     }
-    // Those of the greedy that make room are given to nobody for a while; there is room beside them.
+    // The numbers that hosts of the greedy namespace give up stay reserved for a while; there is room beside them.
     vips.settle(NOW + 1);
     for n in 0..1000 {
         assert!(vips.number(&named("shop", n).0).is_some(), "{n}");
@@ -160,8 +160,8 @@ fn a_tenant_with_too_many_hosts_loses_its_youngest_and_the_others_lose_nothing()
 }
 
 proptest! {
-    /// Whatever comes and goes: nobody moves, no number is two hosts', none is another's within ten minutes, and
-    /// what was remembered is what there is, at whatever moment the agent starts anew.
+    /// After any changes no host has moved, no number has two hosts or a new host within ten minutes, and the stored
+    /// records equal the state, whenever the agent restarts.
     #[test]
     fn nobody_moves_and_no_number_is_anothers_too_early(
         steps in prop::collection::vec((0u32..60, any::<bool>(), 0u64..400, prop::bool::weighted(0.1)), 1..80),
