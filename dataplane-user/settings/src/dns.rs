@@ -119,7 +119,7 @@ impl Dns {
         self.cluster_domain.as_deref().unwrap_or("cluster.local")
     }
 
-    /// Where the node's resolvers are.
+    /// Returns the path of the file with the node's resolvers.
     pub fn resolv_conf(&self) -> &Path {
         let default = Path::new("/etc/resolv.conf");
         self.resolv_conf.as_deref().unwrap_or(default)
@@ -135,23 +135,23 @@ impl Dns {
         self.service_entry_ttl_seconds.unwrap_or(30)
     }
 
-    /// How many bytes of answers the cache has room for.
+    /// Returns the capacity of the cache in bytes.
     pub fn cache_bytes(&self) -> usize {
         let bytes = self.cache_bytes.unwrap_or(32 << 20);
         usize::try_from(bytes).unwrap_or(usize::MAX)
     }
 
-    /// How long a resolver's answer is valid at most, in seconds.
+    /// Returns the maximum age of a resolver's answer, in seconds.
     pub fn max_ttl(&self) -> u32 {
         self.max_ttl_seconds.unwrap_or(3600)
     }
 
-    /// How long after its TTL clients get an answer, while resolvers do not answer.
+    /// Returns the time after its TTL for which clients get an answer while resolvers do not answer.
     pub fn stale(&self) -> Duration {
         Duration::from_secs(self.stale_seconds.unwrap_or(86_400).into())
     }
 
-    /// What is well written and cannot be: key and what is wrong with it.
+    /// Returns keys with their faults: values that the types allow and that cannot work.
     pub fn faults(&self) -> Vec<(String, String)> {
         let mut faults = Vec::new();
         if let Some(domain) = &self.cluster_domain

@@ -1,8 +1,8 @@
-//! Values that the types allow and that make no sense.
+//! Checks values that the types allow and that cannot work.
 
 use super::{Dns, Mesh, Settings};
 
-/// Returns keys with their faults: those that the types do not exclude.
+/// Returns keys with their faults.
 pub fn faults(settings: &Settings) -> Vec<(String, String)> {
     let mut faults: Vec<(String, String)> = Vec::new();
     let sources = settings.source.given();

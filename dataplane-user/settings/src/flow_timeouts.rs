@@ -43,7 +43,7 @@ pub struct FlowTimeouts {
 }
 
 impl FlowTimeouts {
-    /// Returns each key with its value and the states that it is for.
+    /// Returns each key with its value and the states that the key sets.
     fn each(&self) -> [(&'static str, Option<Timeout>, &'static [State]); 10] {
         [
             ("tcpSynSent", self.tcp_syn_sent, &[State::SynSent]),

@@ -1,8 +1,8 @@
-//! What an operator can ask of the agent: one value, [`Settings`], which a configuration file and the flags of
-//! `dataplane run` build.
+//! The settings of the agent: one value, [`Settings`], which a configuration file and the flags of `dataplane run`
+//! build.
 //!
-//! A key and its flag are one field. The comments are what `--help` and the schema of the file say of it.
-//! `None`, and an empty list, mean that nothing was said; the methods here fill in the defaults.
+//! A key and its flag are one field. The field's comment is its text in `--help` and in the schema of the file. `None`
+//! and an empty list mean that the operator set nothing; the methods here return the defaults.
 
 #![forbid(unsafe_code)]
 
@@ -48,7 +48,7 @@ pub struct Settings {
     #[arg(skip)]
     pub source: Source,
 
-    // Options without a heading of their own come first: they would be shown below that of the ones before.
+    // Options without a heading come first: clap would show them below the heading of the options before them.
     /// Whether the programs and tables stay when the agent ends [default: keep]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(long, value_enum, env = "DATAPLANE_ON_EXIT", hide_env_values = true)]

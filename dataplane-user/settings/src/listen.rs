@@ -251,7 +251,8 @@ mod tests {
         }
     }
 
-    /// Nothing that a pod on the node's network, or another host, can read unless somebody asks for it.
+    /// By default the admin server has no TCP address, and the metrics are on loopback. Metrics on other addresses need a
+    /// token if the source is the Kubernetes API, unless the operator opens them.
     #[test]
     fn what_is_not_asked_for_is_not_for_everybody() {
         let listeners = Listeners::default();

@@ -256,7 +256,7 @@ impl MeshRules {
         rules
     }
 
-    /// The keys for inbound connections that it says something for.
+    /// Returns the keys for inbound connections that are set.
     fn inbound_keys(&self) -> impl Iterator<Item = &'static str> {
         let given = [
             ("inbound", self.inbound.is_none()),
@@ -308,7 +308,7 @@ impl MeshRules {
 }
 
 impl Mesh {
-    /// Whether there is an egress policy in it that needs to know whom there is.
+    /// Returns whether a rule has an egress policy that needs the known destinations.
     pub fn denies(&self) -> bool {
         let namespaces = self.namespaces.iter();
         let namespaces = namespaces.flat_map(|namespace| [&namespace.rules, &namespace.enforced]);
@@ -320,7 +320,7 @@ impl Mesh {
         all.any(|rules| rules.egress == Some(Egress::Deny))
     }
 
-    /// What workloads with `egress: deny` may reach besides Services of Pods.
+    /// Returns the destinations, besides Services of Pods, that workloads with `egress: deny` may reach.
     pub fn reachable(&self) -> Reachable {
         let workloads = self.workloads.iter();
         let addresses = workloads.flat_map(|workload| &workload.addresses);
@@ -331,7 +331,7 @@ impl Mesh {
         }
     }
 
-    /// What is well written and cannot be: key and what is wrong with it.
+    /// Returns keys with their faults: values that the types allow and that cannot work.
     pub fn faults(&self) -> Vec<(String, String)> {
         let mut faults = Vec::new();
         self.rules.faults("mesh.rules", &mut faults);

@@ -21,7 +21,7 @@ pub struct Source {
 }
 
 impl Source {
-    /// Returns the keys of the sources that are given.
+    /// Returns the keys of the configured sources.
     pub fn given(&self) -> Vec<&'static str> {
         let sources = [
             ("manifests", !self.manifests.is_empty()),

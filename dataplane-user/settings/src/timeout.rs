@@ -12,12 +12,12 @@ use serde::{Deserialize, Serialize};
 pub struct Timeout(#[schemars(with = "String")] u32);
 
 impl Timeout {
-    /// A timeout of so many seconds; `None` for 0.
+    /// Returns a timeout of `seconds` seconds; `None` for 0.
     pub fn of_seconds(seconds: u32) -> Option<Self> {
         (seconds > 0).then_some(Self(seconds))
     }
 
-    /// Its seconds.
+    /// Returns the timeout in seconds.
     pub fn seconds(self) -> u32 {
         self.0
     }
@@ -73,7 +73,7 @@ mod tests {
     fn timeouts_are_whole_seconds() {
         for (text, seconds, shown) in [
             ("1h", 3600, "1h"),
-            // As Go writes it.
+            // Go writes durations in this form.
             ("24h0m0s", 86_400, "24h"),
             ("1h30m", 5400, "90m"),
             ("1.5h", 5400, "90m"),

@@ -1,5 +1,4 @@
-//! The configuration file: what is wrong with one is said, all of it; and what becomes of
-//! kube-proxy's.
+//! The configuration file: all faults are reported, and kube-proxy's file is imported.
 
 use std::path::Path;
 
@@ -105,7 +104,7 @@ fn what_is_no_yaml_is_said_with_its_line() {
     }
 }
 
-/// Every key of the schema has a description, and the guide and the full example know it.
+/// Every key of the schema has a description, and occurs in the guide and in the full example.
 #[test]
 fn every_key_is_documented() {
     let guide = include_str!("../../../docs/configuration.md");
@@ -125,14 +124,14 @@ fn every_key_is_documented() {
                 "docs/configuration.md lacks {path}"
             );
             keys += 1;
-            // The example has what excludes these.
+            // The example has keys that exclude these.
             assert!(
                 path.starts_with("source.kubernetes")
                     || path == "packets.podCidrs"
                     || example.get(key).is_some(),
                 "tests/config/all.yaml lacks {path}"
             );
-            // Its keys are those of mesh.rules.
+            // The keys below are those of mesh.rules.
             if path != "mesh.enforced" {
                 let below = example.get(key).cloned().unwrap_or_default();
                 open.push((format!("{path}."), schema.clone(), below));
@@ -158,7 +157,7 @@ fn kubeadms_configuration() {
         imported.config.packets.pod_cidrs,
         ["10.244.0.0/16".parse().unwrap()]
     );
-    // Ours, as a file.
+    // The imported settings, written as a file and read again.
     assert_eq!(
         parse(&config::to_yaml(&imported.config)),
         Ok(imported.config.clone())

@@ -1,4 +1,4 @@
-//! Tables that do not have room for everything.
+//! Tables without room for all services.
 
 use std::{
     sync::Arc,
@@ -17,7 +17,7 @@ use model::{
 
 use super::sim::Sim;
 
-/// A service with a cluster IP and so many ports, of so many endpoints each.
+/// A service with a cluster IP and `ports` ports of `endpoints` endpoints each.
 fn service(
     namespace: &str,
     name: &str,
@@ -70,7 +70,7 @@ fn key(vip: u32, port: u16) -> FrontendKey {
     FrontendKey::new(Addr::from(address(vip)), Port::new(port), tcp)
 }
 
-/// Tables with little room, and the plan for them.
+/// Small tables, and their planner.
 struct Small {
     planner: Planner,
     sim: Sim,
@@ -116,7 +116,7 @@ impl Small {
         plan
     }
 
-    /// How many endpoints a port has; none: it is left alone.
+    /// Returns the number of endpoints of a port. `None` if no frontend exists, so packets are left alone.
     fn endpoints(&self, vip: u32, port: u16) -> Option<usize> {
         let frontend = self.sim.keys.get(&key(vip, port))?;
         Some(self.sim.resolve(*frontend).endpoints.len())
@@ -141,7 +141,7 @@ const FEW_SLOTS: Room = Room {
     sources: 100,
 };
 
-/// 4 300 ports of 1 000 endpoints each are more than the table of the default size holds: so here, on a smaller scale.
+/// 4 300 ports of 1 000 endpoints each exceed a table of the default size. This test does the same on a smaller scale.
 #[test]
 fn a_service_that_fills_a_table_is_left_out_by_itself() {
     let mut small = Small::new(FEW_SLOTS);
@@ -161,12 +161,12 @@ fn a_service_that_fills_a_table_is_left_out_by_itself() {
     ] {
         assert!(problem.contains(word), "{problem}");
     }
-    // Connections to it are refused, to all others they go as before, and what is new is served.
+    // Connections to the large service are refused. Other services stay, and new ones are served.
     assert_eq!(small.endpoints(1000, 430), Some(0));
     small.set([service("shop", "new", (200, 51), 1, 5)]);
     assert_eq!(small.endpoints(51, 1), Some(5));
     assert!((0..50).all(|n| small.endpoints(n, 1) == Some(3)));
-    // What does not change does not flap, and a restart comes to the same.
+    // Without changes the result is stable, also over a restart.
     let plan = small.plan();
     assert!(plan.is_empty(), "{:?}", plan.writes);
     small.sim.grace();
@@ -175,7 +175,7 @@ fn a_service_that_fills_a_table_is_left_out_by_itself() {
     let plan = small.plan();
     assert!(plan.is_empty(), "{:?}", plan.writes);
     assert_eq!(small.left_out(), [("thief/huge", LeftOut::Endpoints)]);
-    // Once it fits it is served.
+    // When the service fits, it is served.
     small.set([service("thief", "huge", (1, 1000), 43, 100)]);
     assert_eq!(small.endpoints(1000, 43), Some(100));
     assert!(small.left_out().is_empty() && small.problems().is_empty());
@@ -184,7 +184,7 @@ fn a_service_that_fills_a_table_is_left_out_by_itself() {
 #[test]
 fn of_a_namespace_the_largest_lose_first_then_the_younger() {
     let mut small = Small::new(FEW_SLOTS);
-    // 9375 slots: eight services of 1024, of which the oldest comes last by its name.
+    // 9375 slots: eight services of 1024 each. The oldest is the last by name.
     let middle = |n: u32| {
         let age = 100 - i64::from(n);
         service("hog", &format!("s{n:02}"), (age, n), 1, 1000)
@@ -198,11 +198,11 @@ fn of_a_namespace_the_largest_lose_first_then_the_younger() {
         panic!("{left:?}")
     };
     assert_eq!(*large, "hog/large");
-    // The others' 1024 are theirs: the next step leaves seven eighths.
+    // The 1024 slots of others stay theirs: the next step leaves seven eighths.
     assert_eq!(younger, ["hog/s00", "hog/s01", "hog/s02", "hog/s03"]);
     assert_eq!(small.endpoints(21, 1), Some(2));
     assert_eq!(small.endpoints(22, 1), Some(600));
-    // One that is served goes: the oldest of those that are not takes its place.
+    // A served service is removed: the oldest of the services that were left out takes its place.
     small.remove("hog", "s11");
     assert_eq!(small.endpoints(3, 1), Some(1000));
     assert_eq!(small.endpoints(2, 1), Some(0));
@@ -225,7 +225,7 @@ fn a_service_without_room_for_its_keys_keeps_others_from_its_address() {
     assert_eq!(small.endpoints(2, 1), Some(1));
     assert_eq!(small.endpoints(1, 1), None);
     assert_eq!(small.planner.conflicts().len(), 1);
-    // What is the node's own is the node's while nobody is served there.
+    // An address of the node stays the node's while no service is served there.
     small.snapshot.node = Arc::new(model::Node {
         addresses: vec![address(1)],
         ..model::Node::default()
@@ -249,7 +249,7 @@ fn pools_that_come_and_go_are_used_again() {
     let mut planner = Planner::new();
     let mut pools = 0;
     for turn in 0..5000 {
-        // Without endpoints nothing but a pool is retired.
+        // A service without endpoints retires only its pool.
         let mut web = service("shop", "web", (1, 1), 1, 0);
         if turn % 2 == 0 {
             web.external_policy = TrafficPolicy::Local;
@@ -264,7 +264,7 @@ fn pools_that_come_and_go_are_used_again() {
     assert!(pools < 1100, "{pools}");
 }
 
-/// With all that there is room for, one service changes, and another one that is left out.
+/// While one namespace exceeds its budget, a new service of another namespace costs only its own writes.
 #[test]
 fn a_change_costs_the_same_beside_a_namespace_that_is_over_its_budget() {
     let mut small = Small::new(FEW_SLOTS);
@@ -277,7 +277,7 @@ fn a_change_costs_the_same_beside_a_namespace_that_is_over_its_budget() {
     assert_eq!(plan.writes.len(), 5, "{:?}", plan.writes);
 }
 
-/// How long it takes to plan snapshots one after the other, and to say what has departed.
+/// Returns the time to plan snapshots one after the other, and to find the departures.
 fn time(snapshots: &[Snapshot]) -> Duration {
     let mut planner = Planner::new();
     let mut departures = Departures::new(&[dataplane_common::Protocol::TCP]);
@@ -289,10 +289,10 @@ fn time(snapshots: &[Snapshot]) -> Duration {
     start.elapsed()
 }
 
-/// Whatever one author writes, thirty times as much costs about thirty times as long: not a thousand times, as if each
-/// were compared with each.
+/// Thirty times as many objects of one author cost about thirty times as much, and not a thousand times, as a
+/// comparison of each with each would.
 fn assert_linear(what: &str, snapshots: impl Fn(u16) -> Vec<Snapshot>) {
-    // Another process may have the processor meanwhile, but hardly three times.
+    // Another process may use the CPU for a while, but hardly in three runs.
     let mut seen = Vec::new();
     for _ in 0..3 {
         let few = time(&snapshots(1000)).max(Duration::from_millis(2));

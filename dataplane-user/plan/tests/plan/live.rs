@@ -1,20 +1,20 @@
-//! What clients can reach in the tables: which keys lead to a pool, and in which slots live pools lie.
+//! The part of the tables that clients can reach: keys that lead to a pool, and slots of live pools.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use dataplane_common::tables::{Block, FrontendKey, Pool};
 
-/// Follows each write, so that a write costs what it changes and not what the tables hold.
+/// Follows each write. The cost of a write grows with its change and not with the tables.
 ///
-/// A pool is live if a key refers to it, or if a pool does to which a key refers: as its affinity group, or as its
+/// A pool is live if a key refers to it, or if another pool that a key refers to has it as its affinity group or as its
 /// pool for clients from outside.
 #[derive(Clone, Debug, Default)]
 pub struct Live {
-    /// The keys that refer to a pool.
+    /// The keys that refer to each pool.
     keys: BTreeMap<u32, BTreeSet<FrontendKey>>,
-    /// The pools of keys that refer to a pool. Each of them refers to itself.
+    /// For each live pool, the pools of keys that refer to it, including itself.
     pools: BTreeMap<u32, BTreeSet<u32>>,
-    /// How many live pools have a slot.
+    /// Number of live pools that have each slot.
     slots: BTreeMap<u32, u32>,
 }
 
@@ -22,7 +22,7 @@ pub fn slots(block: Block) -> impl Iterator<Item = u32> {
     block.base()..block.base() + u32::from(block.len())
 }
 
-/// What a pool of keys refers to.
+/// Returns the pools that the pool of a key refers to.
 fn referred(index: u32, pools: &BTreeMap<u32, Pool>) -> impl Iterator<Item = u32> + use<> {
     let pool = pools.get(&index).copied().unwrap_or_default();
     let referred = BTreeSet::from([index, pool.affinity_group, pool.external]);
@@ -30,7 +30,7 @@ fn referred(index: u32, pools: &BTreeMap<u32, Pool>) -> impl Iterator<Item = u32
 }
 
 impl Live {
-    /// A key comes that refers to a pool.
+    /// Adds a key that refers to a pool.
     pub fn add(&mut self, key: FrontendKey, pool: u32, pools: &BTreeMap<u32, Pool>) {
         if pool == 0 {
             return;
@@ -43,7 +43,7 @@ impl Live {
         }
     }
 
-    /// A key goes that referred to a pool.
+    /// Removes a key that referred to a pool.
     pub fn remove(&mut self, key: &FrontendKey, pool: u32, pools: &BTreeMap<u32, Pool>) {
         if let Some(keys) = self.keys.get_mut(&pool) {
             keys.remove(key);
@@ -54,7 +54,7 @@ impl Live {
         }
     }
 
-    /// A pool is about to be written.
+    /// Prepares for a write to a pool.
     pub fn before_write(&mut self, index: u32, pools: &BTreeMap<u32, Pool>) {
         if self.keys.contains_key(&index) {
             self.forget(index, pools);
@@ -64,7 +64,7 @@ impl Live {
         }
     }
 
-    /// The pool has been written.
+    /// Follows a write to a pool.
     pub fn after_write(&mut self, index: u32, pools: &BTreeMap<u32, Pool>) {
         if self.pools.contains_key(&index) {
             self.hold(index, pools);
@@ -115,23 +115,23 @@ impl Live {
         }
     }
 
-    /// Whether clients can reach a slot.
+    /// Returns whether clients can reach a slot.
     pub fn has_slot(&self, slot: u32) -> bool {
         self.slots.contains_key(&slot)
     }
 
-    /// The keys whose answers a pool is part of.
+    /// Returns the keys whose answers use a pool.
     pub fn keys_of(&self, index: u32) -> impl Iterator<Item = &FrontendKey> {
         let pools = self.pools.get(&index).into_iter().flatten();
         pools.flat_map(|pool| &self.keys[pool])
     }
 
-    /// All live pools.
+    /// Returns all live pools.
     pub fn pools(&self) -> BTreeSet<u32> {
         self.pools.keys().copied().collect()
     }
 
-    /// All slots of live pools.
+    /// Returns all slots of live pools.
     pub fn slots(&self) -> BTreeSet<u32> {
         self.slots.keys().copied().collect()
     }

@@ -1,5 +1,5 @@
-//! The plan room from outside: a simulated kernel executes its plans, and what each key resolves
-//! to is compared with a naive reading of Kubernetes' rules.
+//! Tests of the plan crate's interface: a simulated kernel executes plans, and a naive implementation of Kubernetes'
+//! rules checks the answer of each key.
 
 mod budgets;
 mod live;

@@ -1,4 +1,4 @@
-//! Kubernetes' rules, read naively: everything from scratch, every time.
+//! A naive implementation of Kubernetes' rules, which computes everything from scratch.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,14 +13,14 @@ use model::{Protocol, Service, ServiceName, ServiceType, Snapshot, TrafficPolicy
 
 use super::sim::Resolved;
 
-/// A service, one of its ports, and which of its endpoints may answer.
+/// A service, one of its ports, and the policy that selects its endpoints.
 pub type Owner = (ServiceName, Option<(u16, Protocol)>, TrafficPolicy);
 
-/// What a key is, and for whom.
+/// The wanted answer of a key, and the owner of the key.
 #[derive(Clone, Debug)]
 pub struct Expected {
     pub resolved: Resolved,
-    /// None for a node's address.
+    /// `None` for a node's address.
     pub owner: Option<Owner>,
 }
 
@@ -62,7 +62,7 @@ fn usable(endpoints: &[model::Endpoint], v4: bool, only_local: bool) -> Vec<Endp
     chosen
 }
 
-/// The address of the network that everybody is in; no other network of the tests has it.
+/// An address in the network that contains all addresses; no other network of the tests contains it.
 fn any_address(v4: bool) -> Addr {
     if v4 {
         Addr::from_v4([0; 4])
@@ -71,7 +71,7 @@ fn any_address(v4: bool) -> Addr {
     }
 }
 
-/// What a key of `kind` of a service's port resolves to.
+/// Returns the answer of a key of `kind` of a service's port.
 pub fn answer(
     service: &Service,
     port: (u16, Protocol),
@@ -124,7 +124,7 @@ pub fn answer(
     })
 }
 
-/// Whether no service before claims `key` by a field that counts more.
+/// Returns whether no earlier service claims `key` by a stronger field.
 fn wins(service: &Service, key: FrontendKey, strengths: &mut BTreeMap<FrontendKey, usize>) -> bool {
     let is = |ips: &[IpAddr]| ips.iter().any(|ip| Addr::from(*ip) == key.addr);
     let of_pod = service.kind == ServiceType::HostPort;
@@ -149,7 +149,7 @@ fn wins(service: &Service, key: FrontendKey, strengths: &mut BTreeMap<FrontendKe
     wins
 }
 
-/// Everything that the tables should hold for `snapshot`.
+/// Returns all entries that the tables should hold for `snapshot`.
 pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
     let claims = claims(snapshot).into_iter();
     let expected = claims.map(|(key, claim)| {
@@ -171,7 +171,7 @@ pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
     expected.collect()
 }
 
-/// What an address as such resolves to.
+/// Returns the answer of an address without a port.
 fn address(kind: Kind, flags: u16) -> Resolved {
     Resolved {
         kind,
@@ -183,17 +183,17 @@ fn address(kind: Kind, flags: u16) -> Resolved {
     }
 }
 
-/// Who has a key.
+/// The owner of a key.
 #[derive(Clone, Copy, Debug)]
 pub enum Claim<'a> {
     Node,
-    /// All ports that have no key of their own.
+    /// All ports without a key of their own.
     Address(&'a Service),
     Port(&'a Service, (u16, Protocol), Kind, TrafficPolicy),
 }
 
 impl Claim<'_> {
-    /// None for a node's address.
+    /// Returns the service. `None` for a node's address.
     pub fn service(&self) -> Option<&ServiceName> {
         match self {
             Self::Node => None,
@@ -202,14 +202,14 @@ impl Claim<'_> {
     }
 }
 
-/// Every key that the tables should hold for `snapshot`.
+/// Returns every key that the tables should hold for `snapshot`.
 pub fn claims(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Claim<'_>> {
     let mut keys = BTreeMap::new();
     for addr in &snapshot.node.addresses {
         keys.insert(FrontendKey::address((*addr).into()), Claim::Node);
     }
     let mut strengths = BTreeMap::new();
-    // The last to write a key wins: so the worst claim first, but none over one of a stronger kind.
+    // The last writer of a key wins. So the weakest claim comes first, and never overwrites a stronger kind of claim.
     let mut services: Vec<_> = snapshot.services.values().collect();
     services.sort_by_key(|s| (s.created.is_none(), s.created, s.name.clone()));
     for service in services.into_iter().rev() {

@@ -1,4 +1,4 @@
-//! Whatever the sequence of snapshots, and wherever it is interrupted.
+//! Properties that hold for any sequence of snapshots, and for an interruption at any write.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -37,12 +37,12 @@ pub enum Change {
     NodeAddresses(Vec<IpAddr>),
 }
 
-/// What happens between two snapshots.
+/// The changes between two snapshots.
 #[derive(Clone, Debug)]
 struct Step {
     changes: Vec<Change>,
     grace: bool,
-    /// The agent is replaced before this step: adopts, and looks at the old snapshot first or not.
+    /// Whether a new agent adopts the tables before this step. If so, whether it plans the old snapshot first.
     restart: Option<bool>,
 }
 
@@ -86,7 +86,7 @@ pub fn endpoints() -> impl Strategy<Value = Vec<Endpoint>> {
     })
 }
 
-/// As a node `here` in the zone `near` sees them.
+/// Hints as a node `here` in the zone `near` sees them.
 fn hints() -> impl Strategy<Value = Hints> {
     let node = Node {
         name: "here".into(),
@@ -271,10 +271,11 @@ pub fn apply(snapshot: &mut Snapshot, change: Change) {
     }
 }
 
-/// Which affinity group each service's port has, by family.
+/// The affinity group of each service's port, by family.
 type Groups = BTreeMap<(ServiceName, (u16, Protocol), bool), u32>;
 
-/// The groups; one per service's port and family, whoever its keys are, and never shared.
+/// Returns the affinity groups. Each port of a service has one per family, for all its keys, and shares it with no
+/// other.
 fn groups(sim: &Sim, expected: &BTreeMap<FrontendKey, Expected>) -> Groups {
     let mut groups = Groups::new();
     for (key, Expected { owner, .. }) in expected {
@@ -297,8 +298,8 @@ fn groups(sim: &Sim, expected: &BTreeMap<FrontendKey, Expected>) -> Groups {
     groups
 }
 
-/// What a key may resolve to while the tables go from one snapshot to the next: what it did, what
-/// it will, and, if it moves to another pool, what the pool that it leaves will.
+/// Returns the permitted answers of a key while the tables change from one snapshot to the next: its former answer, its
+/// new answer, and, if it moves to another pool, the new answer of its former pool.
 fn allowed(
     key: &FrontendKey,
     before: &BTreeMap<FrontendKey, Expected>,
@@ -320,9 +321,8 @@ fn allowed(
     allowed
 }
 
-/// Whether what a key is now can be, for each kind of client by itself, on the way between what is
-/// allowed: endpoints as a whole, and of source ranges at least those that all of it has, and none
-/// that nothing of it has.
+/// Returns whether the present answer of a key is permitted for each kind of client: it has the endpoints of one
+/// permitted answer, all source ranges that every permitted answer has, and none that no permitted answer has.
 fn is_between(now: Option<&Resolved>, allowed: &[Option<Resolved>]) -> bool {
     let Some(now) = now else {
         return allowed.contains(&None);
@@ -345,7 +345,7 @@ fn is_between(now: Option<&Resolved>, allowed: &[Option<Resolved>]) -> bool {
 
 /// A destination that is a cluster IP's port is never refused on its way in or out.
 fn destination(sim: &Sim, key: &FrontendKey) -> Option<Resolved> {
-    // Nobody asks for an address as such: its key stands for ports without an entry.
+    // No client connects to an address without a port: such a key stands for ports without an entry.
     let protocol = match key.protocol {
         dataplane_common::Protocol::ANY => dataplane_common::Protocol::TCP,
         of => of,
@@ -389,7 +389,7 @@ fn run(steps: Vec<Step>) {
                     is_between(now.as_ref(), &allowed),
                     "{key:?} is {now:?}, not one of {allowed:?}"
                 );
-                // The same through the addresses as such, node ports apart.
+                // The same lookup through addresses without a port, except node ports.
                 if key.addr != FrontendKey::node_port(true, Port::ANY, key.protocol).addr
                     && key.addr != Addr::UNSPECIFIED
                 {
@@ -455,8 +455,8 @@ fn run(steps: Vec<Step>) {
     }
 }
 
-/// The same in tables that are too small: no plan demands more than there is, what is left out follows from the last
-/// snapshot alone, and everything else is as it would be with room for all.
+/// Runs the steps in tables that are too small. No plan exceeds the tables, the services left out follow from the last
+/// snapshot alone, and all others are as in tables with room for all.
 fn run_within(room: Room, steps: Vec<Step>) {
     let mut sim = Sim::default();
     let mut planner = Planner::new().with_room(room);
@@ -479,7 +479,7 @@ fn run_within(room: Room, steps: Vec<Step>) {
             let now = sim.keys.get(&key).map(|frontend| sim.resolve(*frontend));
             let left = owner.and_then(|(owner, ..)| planner.left_out().get(&owner).copied());
             match left {
-                // Scattered slots may keep a service as it was.
+                // Scattered slots may leave a service in its former state.
                 None if planner.is_waiting() => {}
                 None => assert_eq!(now, Some(resolved), "{key:?}"),
                 Some(LeftOut::Endpoints) => {
@@ -525,7 +525,7 @@ pub fn settle_within(room: Room, planner: &mut Planner, sim: &mut Sim, snapshot:
 }
 
 proptest! {
-    /// A table that is full leaves out what does not fit, the same whatever came before, and nothing else.
+    /// A full table leaves out the services that do not fit, independent of history, and no others.
     #[test]
     fn a_full_table_leaves_out_what_does_not_fit_and_nothing_else(
         steps in steps(),
@@ -535,14 +535,14 @@ proptest! {
         run_within(Room { frontends, pools, endpoints, sources }, steps);
     }
 
-    /// Any sequence of snapshots ends in the tables of the last alone; on the way, after every
-    /// single write, every service is whole; also over restarts of the agent.
+    /// Any sequence of snapshots ends in the tables of the last snapshot. After every single write every service is
+    /// whole, also over restarts of the agent.
     #[test]
     fn every_service_is_whole_at_any_moment(steps in steps()) {
         run(steps);
     }
 
-    /// The binary search that the programs run finds what is there, and nothing else.
+    /// The binary search of the programs finds exactly the listed endpoints.
     #[test]
     fn contains_agrees_with_a_naive_search(
         ports in prop::collection::btree_set(1u16..2000, 0..700),
@@ -551,7 +551,7 @@ proptest! {
     ) {
         let mut sim = Sim::default();
         let endpoint = |port| {
-            // Port and address matter, all of the latter's words, and their highest bits.
+            // Port and address matter, including all words of the address and their highest bits.
             let [high, low] = [(port % 3) as u8, (port % 7) as u8].map(|n| n.wrapping_mul(0x70));
             let addr = if port % 2 == 0 {
                 Addr::from_v4([high, 0, 0, low])
@@ -570,14 +570,14 @@ proptest! {
         }
     }
 
-    /// A draw is one of the block's slots, and all of them are drawn equally often.
+    /// A draw returns a slot of the block, and all slots equally often.
     #[test]
     fn draw_is_uniform_and_in_range(base in any::<u16>(), len in 1u16..200) {
         let block = Block::new(base.into(), len, Block::NO_LOCAL);
         let mut drawn = vec![0u32; len.into()];
         let rounds = 1000 * u32::from(len);
         for i in 0..rounds {
-            // Every part of the range of 32 bits equally often.
+            // Takes values from the whole range of 32 bits, equally spaced.
             let random = ((u64::from(i) << 32) / u64::from(rounds)).try_into().unwrap();
             let slot = decide::draw(block, random) - block.base();
             drawn[slot as usize] += 1;

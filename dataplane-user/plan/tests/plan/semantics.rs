@@ -1,4 +1,4 @@
-//! Each rule by itself, as a table.
+//! Tables of cases, one for each rule.
 
 use std::{sync::Arc, time::Duration};
 
@@ -30,8 +30,8 @@ fn vip(text: &str, port: u16) -> FrontendKey {
     FrontendKey::new(addr(text), Port::new(port), TCP)
 }
 
-/// An endpoint on port 8080: `10.0.0.1`, with the words that apply: `local`, `unready`,
-/// `terminating` (and serving), `gone` (terminating, not serving).
+/// An endpoint on port 8080: `10.0.0.1` and words: `local`, `unready`, `terminating` (and serving), `gone`
+/// (terminating, not serving).
 fn endpoint(text: &str) -> Endpoint {
     let mut words = text.split(' ');
     let addr = words.next().unwrap().parse().unwrap();
@@ -95,7 +95,7 @@ fn snapshot(services: impl IntoIterator<Item = Service>) -> Snapshot {
     }
 }
 
-/// Something that went wrong with the tables.
+/// A change that damages the tables.
 type Damage = Box<dyn Fn(&mut dataplane_plan::Contents)>;
 
 /// A planner and the tables that it has written.
@@ -118,8 +118,8 @@ impl Node1 {
         plan
     }
 
-    /// How a destination is answered: `left alone`, or the kind, and the endpoints' addresses or
-    /// the reason for a refusal.
+    /// Returns the answer to a destination: `left alone`, or the kind, and the endpoints' addresses or the reason for a
+    /// refusal.
     fn answer(&self, to: &str, port: u16) -> String {
         let found = decide::find_frontend(&self.sim, addr(to), Port::new(port), TCP, true);
         if found.is_none() {
@@ -143,7 +143,7 @@ impl Node1 {
 #[test]
 fn usable_endpoints() {
     let table: &[(&[&str], &str, &str)] = &[
-        // Endpoints; answer by policy Cluster; by policy Local.
+        // Endpoints, answer under policy Cluster, answer under policy Local.
         (
             &["10.0.0.1", "10.0.0.2 local"],
             "10.0.0.1 10.0.0.2",
@@ -238,7 +238,7 @@ fn addresses_of_each_kind() {
     ] {
         assert_eq!(node.answer(to, port), expected, "{to}:{port}");
     }
-    // The service goes: its cluster IP is the node's again.
+    // The service is removed: its cluster IP belongs to the node again.
     node.plan(&Snapshot {
         node: with_node.node.clone(),
         ..Snapshot::default()
@@ -317,15 +317,15 @@ fn source_ranges_are_left_to_the_packet_path_family_by_family() {
         let node = Node1::new([service]);
         assert_eq!(node.answer("203.0.113.1", 80), *v4, "{ranges:?}");
         assert_eq!(node.answer("2001:db8::1", 80), *v6, "{ranges:?}");
-        // They are of the load balancer's addresses only.
+        // Source ranges apply to the load balancer's addresses only.
         assert_eq!(node.answer("10.96.0.1", 80), "ClusterIP 10.0.0.1");
         assert_eq!(node.answer("127.0.0.1", 30080), "NodePort 10.0.0.1");
         assert_eq!(node.planner.problems().count(), 0);
     }
 }
 
-/// `externalTrafficPolicy: Local`: who comes from outside gets the endpoints here or is dropped,
-/// and is refused only if there are none anywhere.
+/// With `externalTrafficPolicy: Local`, clients from outside get the endpoints of this node. Without such endpoints
+/// their packets are dropped, and refused only if the service has no endpoint at all.
 #[test]
 fn clients_from_outside_and_local_endpoints() {
     let table: &[(&[&str], u16, &[&str])] = &[
@@ -358,7 +358,7 @@ fn clients_from_outside_and_local_endpoints() {
             assert_eq!(found, Some((*flags, wanted.clone())), "{to} {endpoints:?}");
         }
         assert_eq!(outside(&node, "10.96.0.1", 80), None);
-        // The cluster IP's own policy takes the same pool.
+        // The cluster IP's own policy uses the same pool.
         let pools = node.sim.pools.len();
         service.internal_policy = TrafficPolicy::Local;
         node.plan(&snapshot([service]));
@@ -380,7 +380,7 @@ fn source_ranges_are_in_the_set_of_their_pool() {
     let wanted = SourceKey::network(pool, addr("198.51.100.0"), 96 + 24);
     assert_eq!(node.sim.sources.iter().collect::<Vec<_>>(), [&wanted]);
     assert_eq!(node.sim.pools[&pool].ranged, 1);
-    // Everybody's network leaves nothing to ask.
+    // With a range of all addresses, the table needs no source ranges.
     service.source_ranges.push("0.0.0.0/0".parse().unwrap());
     node.plan(&snapshot([service]));
     assert!(node.sim.sources.is_empty());
@@ -423,7 +423,7 @@ fn the_older_service_wins_then_the_name() {
         s.created = created;
         s
     };
-    // In every order of arrival.
+    // The result is the same in every order of arrival.
     for (all, ranking) in [
         (
             [("a", Some(2)), ("b", Some(1)), ("c", None)],
@@ -452,13 +452,13 @@ fn the_older_service_wins_then_the_name() {
             }
             let ranked = ranking.map(|name| ServiceName::new("test", name));
             let conflicts = node.planner.conflicts();
-            // The port, and the address as such.
+            // Two conflicts: the port, and the address without a port.
             assert_eq!(conflicts.len(), 2);
             for conflict in conflicts {
                 assert_eq!(conflict.winner, ranked[0]);
                 assert_eq!(conflict.losers, ranked[1..]);
             }
-            // The winner goes: the next takes over, by Replace.
+            // The winner is removed, and the next service takes over with a Replace.
             now.services.remove(&ranked[0]);
             let plan = node.plan(&now);
             let replaced = plan
@@ -484,7 +484,7 @@ fn the_older_service_wins_then_the_name() {
     }
 }
 
-/// By what a service claims an address decides before its age.
+/// The kind of a service's claim to an address counts before the service's age.
 #[test]
 fn an_older_service_takes_nothing_that_was_given_to_another() {
     let by = |claim: &str, name: &str, created: i64| {
@@ -512,7 +512,7 @@ fn an_older_service_takes_nothing_that_was_given_to_another() {
     for ranking in [&at_address[..], &at_node[..]] {
         for (at, stronger) in ranking.iter().enumerate() {
             for weaker in &ranking[at + 1..] {
-                // The weaker claim is older, first by name, and first to come or last.
+                // The weaker claim is older and first by name, and is added first or last.
                 let (thief, owner) = (by(weaker, "a", 1), by(stronger, "b", 2));
                 for order in [[&thief, &owner], [&owner, &thief]] {
                     let mut node = Node1::default();
@@ -535,7 +535,7 @@ fn an_older_service_takes_nothing_that_was_given_to_another() {
     }
 }
 
-/// A service that has an address by another field than before may win or lose it by that.
+/// A service that claims an address by another field than before may win or lose the address.
 #[test]
 fn a_claim_that_becomes_another_kind_is_settled_again() {
     let mut a = service("a", &[], &["10.0.0.1"]);
@@ -605,7 +605,7 @@ fn writes_are_few() {
     let mut a = service("a", &["10.96.0.1"], &["10.0.0.1", "10.0.0.2"]);
     a.ports[0].node_port = Some(30080);
     let mut node = Node1::new([a.clone()]);
-    // Endpoints: a new block and one flip, for the cluster IP and the node port.
+    // Endpoints change: a new block and one flip, for the cluster IP and the node port.
     a.ports[0].endpoints[1] = endpoint("10.0.0.3");
     let plan = node.plan(&snapshot([a.clone()]));
     assert!(
@@ -616,7 +616,7 @@ fn writes_are_few() {
         "{:?}",
         plan.writes
     );
-    // Affinity: no new block.
+    // Affinity changes: no new block.
     let before = node.sim.pools.clone();
     a.affinity = Some(Duration::from_hours(3));
     let plan = node.plan(&snapshot([a.clone()]));
@@ -632,11 +632,12 @@ fn writes_are_few() {
     };
     assert_eq!(pool.block, before[&index].block);
     assert_eq!(pool.affinity_seconds, 10_800);
-    // What clients do not notice: nothing.
+    // A change that no client notices: no write.
     a.created = Some(3);
     a.ports[0].endpoints.push(endpoint("10.0.0.9 unready"));
     assert_eq!(node.plan(&snapshot([a.clone()])).writes, []);
-    // Clients from outside get the endpoints here: their pool, then who refers to it.
+    // Clients from outside get the endpoints of this node: first their pool is written, then the pool that refers to
+    // it.
     a.external_policy = TrafficPolicy::Local;
     let plan = node.plan(&snapshot([a.clone()]));
     assert!(
@@ -652,7 +653,7 @@ fn writes_are_few() {
     );
     a.external_policy = TrafficPolicy::Cluster;
     node.plan(&snapshot([a.clone()]));
-    // The last endpoint goes: one flip.
+    // The last endpoint is removed: one flip.
     a.ports[0].endpoints.clear();
     let plan = node.plan(&snapshot([a]));
     assert!(
@@ -719,7 +720,7 @@ fn thousand_flips_a_second_want_a_grace_every_few_hundred() {
     assert_eq!(graces, 3);
     let highest = *node.sim.slots.last_key_value().unwrap().0;
     assert!(highest < 1100, "slots are used again: {highest}");
-    // A key that goes wants one at once.
+    // A removed key needs a grace period at once.
     node.plan(&snapshot([]));
     assert!(node.planner.wants_grace());
 }
@@ -750,7 +751,7 @@ fn large_tables_may_retire_an_eighth() {
             planner.wants_grace()
         })
     };
-    // The first only inserts.
+    // The first plan only inserts.
     assert_eq!(flips_to_grace(&[&large]), Some(2 + 2048 / 4));
     assert_eq!(
         flips_to_grace(&[]),
@@ -868,8 +869,8 @@ fn damaged_tables_are_named() {
 
 #[test]
 fn pools_that_another_owner_had_are_not_shown_to_their_keys() {
-    // The agent is away while the key, alone in its pool, goes to another service, of another
-    // kind of address or traffic policy.
+    // While no agent runs, the key, alone in its pool, moves to another service, with another kind of address or
+    // traffic policy.
     let mut was = service("was", &[], &[]);
     was.external_ips = ips(&["192.0.2.7"]);
     let mut load_balancer = service("is", &[], &["10.0.0.1"]);
@@ -942,7 +943,7 @@ fn changes_as_a_person_reads_them() {
     assert_eq!(dataplane_plan::changes(&adopted, &planner), []);
 }
 
-/// A service that loses an address to another leaves flows behind: to endpoints that are none of the other's.
+/// A service that loses an address to another leaves flows behind, to endpoints that the other service does not have.
 #[test]
 fn an_address_that_changes_hands_leaves_flows_behind() {
     const VIP: &str = "192.0.2.1";

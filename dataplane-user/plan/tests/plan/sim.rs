@@ -1,4 +1,4 @@
-//! A kernel that executes plans and objects to everything a real one would suffer from.
+//! A simulated kernel that executes plans and rejects writes that would harm a real one.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,21 +12,21 @@ use dataplane_plan::{Contents, Plan, Planner, Write};
 
 use super::live::{Live, slots};
 
-/// How a key is answered, with everything that a client can notice.
+/// The answer of a key, with all properties that a client can notice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resolved {
     pub kind: Kind,
     pub flags: u16,
     pub affinity_seconds: u32,
     pub endpoints: Vec<Endpoint>,
-    /// Flags and endpoints for clients from outside of the cluster, if those are others.
+    /// Flags and endpoints for clients from outside of the cluster, if they differ.
     pub external: Option<(u16, Vec<Endpoint>)>,
-    /// Who may come at all: prefix length and address; none: everybody.
+    /// The networks of permitted clients: prefix length and address. `None`: all clients.
     pub ranges: Option<BTreeSet<(u32, Addr)>>,
 }
 
 impl Resolved {
-    /// As a client of the cluster sees it.
+    /// Returns the answer for clients of the cluster.
     pub fn inside(&self) -> (Kind, u16, u32, &[Endpoint]) {
         (
             self.kind,
@@ -36,7 +36,7 @@ impl Resolved {
         )
     }
 
-    /// As a client from outside sees it.
+    /// Returns the answer for clients from outside.
     pub fn outside(&self) -> (Kind, u16, &[Endpoint]) {
         match &self.external {
             Some((flags, endpoints)) => (self.kind, *flags, endpoints),
@@ -51,7 +51,7 @@ pub struct Sim {
     pub pools: BTreeMap<u32, Pool>,
     pub slots: BTreeMap<u32, Endpoint>,
     pub sources: BTreeSet<SourceKey>,
-    /// Not to be written before a grace period.
+    /// Slots that must not be written before a grace period.
     retired_slots: BTreeSet<u32>,
     retired_pools: BTreeSet<u32>,
     live: Live,
@@ -80,7 +80,7 @@ impl Tables for Sim {
 }
 
 impl Sim {
-    /// Resolves a frontend as the programs do; panics on anything dangling.
+    /// Resolves a frontend as the programs do. Panics on a dangling reference.
     pub fn resolve(&self, frontend: Frontend) -> Resolved {
         if frontend.kind() == Kind::NODE_ADDRESS {
             assert_eq!(frontend.pool(), 0);
@@ -98,7 +98,7 @@ impl Sim {
         let pool = self
             .pool(frontend.pool())
             .expect("a pool that was never written");
-        // As the packet path reads them: by the kind of frontend.
+        // The packet path reads the pool for outside by the kind of frontend.
         let from_outside = [Kind::NODE_PORT, Kind::EXTERNAL_IP, Kind::LOAD_BALANCER];
         let external = (pool.external != 0 && from_outside.contains(&kind)).then(|| {
             let external = self.pool(pool.external).expect("a pool never written");
@@ -134,7 +134,7 @@ impl Sim {
         endpoints
     }
 
-    /// What every key resolves to.
+    /// Returns the answer of every key.
     pub fn resolved(&self) -> BTreeMap<FrontendKey, Resolved> {
         self.keys
             .iter()
@@ -142,7 +142,7 @@ impl Sim {
             .collect()
     }
 
-    /// The pools that keys refer to, their affinity groups, and those for clients from outside.
+    /// Returns the pools that keys refer to, their affinity groups, and those for clients from outside.
     fn live_pools(&self) -> BTreeSet<u32> {
         let referred: BTreeSet<_> = self.keys.values().map(|f| f.pool()).collect();
         let of = |p: &u32| {
@@ -160,8 +160,8 @@ impl Sim {
             .collect()
     }
 
-    /// Executes the plan. After each write, every key that it changes resolves to something whole; `after_each` looks
-    /// at the tables, too.
+    /// Executes the plan. After each write, checks that every changed key resolves to a whole service, and calls
+    /// `after_each`.
     pub fn apply(&mut self, plan: &Plan, mut after_each: impl FnMut(&Self)) {
         let live_before = self.live.pools();
         let mut flipped = BTreeSet::new();
@@ -239,7 +239,7 @@ impl Sim {
             }
             after_each(self);
         }
-        // What was followed write by write is what the tables say as a whole.
+        // The state that was updated write by write equals the state of the whole tables.
         let live = self.live_pools();
         assert_eq!(self.live.pools(), live);
         assert_eq!(self.live.slots(), self.live_slots());
@@ -267,7 +267,7 @@ impl Sim {
         self.retired_slots.clear();
     }
 
-    /// The tables as an agent reads them.
+    /// Returns the tables as an agent reads them.
     pub fn contents(&self) -> Contents {
         let pools = self.pools.last_key_value().map_or(0, |(last, _)| last + 1);
         let slots = self.slots.last_key_value().map_or(0, |(last, _)| last + 1);
@@ -284,11 +284,11 @@ impl Sim {
         }
     }
 
-    /// That the planner knows what is in the tables.
+    /// Asserts that the planner's mirror equals the tables.
     pub fn assert_mirrored_by(&self, planner: &Planner) {
         let keys: Vec<_> = self.keys.iter().map(|(k, f)| (*k, *f)).collect();
         assert_eq!(planner.frontends(), keys);
-        // Nothing leaks.
+        // No pool or slot leaks.
         let pools: BTreeSet<_> = planner.pools().map(|(index, ..)| index).collect();
         assert_eq!(pools, self.live_pools());
         for (_, frontend) in keys {

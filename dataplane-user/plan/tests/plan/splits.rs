@@ -1,5 +1,5 @@
-//! Changes of routes as the kernel sees them: each is one write of a pool's word, before which clients get the old split
-//! and after which they get the new one.
+//! Changes of routes as the kernel sees them: each is one write of a pool's word. Clients get the old split before the
+//! write and the new split after it.
 
 use std::sync::Arc;
 
@@ -104,7 +104,7 @@ impl Node {
         node
     }
 
-    /// Follows this route. Returns the writes.
+    /// Applies this route. Returns the writes.
     fn take(&mut self, route: Option<Route>, after_each: impl FnMut(&Sim)) -> Vec<Write> {
         let routes = route.map(|route| (route.name.clone(), Arc::new(route)));
         let taken = self.routes.take(Sources {
@@ -146,7 +146,7 @@ fn each_change_of_a_route_is_one_flip_and_until_then_clients_get_the_old_split()
     for (policy, flips) in [(TrafficPolicy::Cluster, 1), (TrafficPolicy::Local, 2)] {
         let mut node = Node::new(policy);
         for (what, route) in &steps {
-            // The old endpoints stay until a grace period has passed, as a program may read them.
+            // The old endpoints stay until a grace period has passed, because a program may still read them.
             node.sim.grace();
             node.planner.grace_passed();
             let before = clients.map(|(addr, outside)| view(&node.sim, addr, outside));
@@ -164,7 +164,7 @@ fn each_change_of_a_route_is_one_flip_and_until_then_clients_get_the_old_split()
             let other = |write: &&Write| !is_flip(write);
             let fills = |write: &Write| matches!(write, Write::Endpoints { .. });
             assert!(writes.iter().filter(other).all(fills), "{what}");
-            // Whoever asks in between gets the old split or the new one, and the new one from its flip on.
+            // A client gets the old split before the flip of its pool, and the new split from the flip on.
             for (client, (old, new)) in before.iter().zip(&after).enumerate() {
                 assert_ne!(old, new, "{what}");
                 let views: Vec<_> = seen.iter().map(|views| &views[client]).collect();
@@ -176,7 +176,7 @@ fn each_change_of_a_route_is_one_flip_and_until_then_clients_get_the_old_split()
     }
 }
 
-/// The endpoints of an address, for clients of the cluster or from outside.
+/// Returns the endpoints of an address, for clients of the cluster or from outside.
 fn view(sim: &Sim, addr: [u8; 4], outside: bool) -> String {
     let key = FrontendKey::new(
         std::net::IpAddr::from(addr).into(),

@@ -1,5 +1,5 @@
-//! Whatever a tenant does with its own objects, the tables have of every other tenant what they would have without it,
-//! but for the claims that it wins by rule. So has DNS.
+//! Isolation of tenants: changes by one tenant do not change the entries of other tenants in the tables or in DNS,
+//! except for addresses that the tenant's claims win by rule.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -31,7 +31,7 @@ use super::{
 
 const HOSTILE: &str = "evil";
 
-/// So much that each of the three namespaces has room for the most that the two of the others ever want.
+/// Large enough that each of the three namespaces may have as much as the other tenants' two ever want.
 const ROOM: Room = Room {
     frontends: 900,
     pools: 600,
@@ -39,13 +39,13 @@ const ROOM: Room = Room {
     sources: 200,
 };
 
-/// Entries of the others.
+/// Number of entries of the other tenants.
 const ENTRIES: usize = 4;
 
-/// When everything happens: no number is free again within a run.
+/// The time of all steps, in seconds since the epoch: no number becomes free again within a run.
 const NOW: u64 = 1_800_000_000;
 
-/// What happens at a time.
+/// The changes of one step.
 #[derive(Clone, Debug)]
 struct Step {
     others: Vec<Change>,
@@ -67,7 +67,7 @@ const HOSTS: [&str; 4] = [
     "*.example.com",
 ];
 
-/// The addresses that hosts of the others are given if nobody else has them.
+/// Addresses that hosts of the other tenants get if no other host has them.
 static GIVEN: LazyLock<Vec<IpAddr>> = LazyLock::new(|| {
     let entries = (0..2).map(|index| {
         let hosts = HOSTS.map(|name| host(name, None));
@@ -127,7 +127,7 @@ fn given() -> impl Strategy<Value = IpAddr> {
     prop::sample::select(GIVEN.clone())
 }
 
-/// An entry as anybody can write it.
+/// An entry with valid fields.
 fn entry(assigned: impl Strategy<Value = Option<IpAddr>>) -> impl Strategy<Value = Entry> {
     let addresses = ips(
         &[
@@ -199,7 +199,8 @@ fn entry(assigned: impl Strategy<Value = Option<IpAddr>>) -> impl Strategy<Value
         )
 }
 
-/// Everything that an author can write, too much of it, older than all, and with the others' addresses.
+/// An entry that claims as much as an author can write: too many fields, older than all others, with the others'
+/// addresses.
 fn hostile_entry() -> impl Strategy<Value = Entry> {
     let ports = prop_oneof![3 => Just(0u16), 1 => 1u16..200];
     let backends = prop_oneof![3 => Just(0u32), 1 => 1u32..200];
@@ -225,7 +226,7 @@ fn hostile_entry() -> impl Strategy<Value = Entry> {
     )
 }
 
-/// The same with Services, and host ports of pods.
+/// A Service or the host ports of a pod that claim as much as an author can write.
 fn hostile() -> impl Strategy<Value = Service> {
     let ports = prop_oneof![3 => Just(0u16), 2 => 1u16..5, 2 => 5u16..250];
     let endpoints = prop_oneof![2 => 0u32..5, 2 => 5u32..120];
@@ -311,7 +312,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..7)
 }
 
-/// Either all external IPs, or those in a range, or none.
+/// All external IPs, or those in a range, or none.
 fn admits() -> impl Strategy<Value = ExternalIps> {
     prop_oneof![
         2 => Just(ExternalIps::Any),
@@ -320,16 +321,16 @@ fn admits() -> impl Strategy<Value = ExternalIps> {
     ]
 }
 
-/// A node: its planner, its tables, and what they are to hold.
+/// A node: its planner, its tables, and their wanted contents.
 struct Node {
     planner: Planner,
     sim: Sim,
     admits: ExternalIps,
     admitted: Admitted,
     joined: Entries,
-    /// As the source has it.
+    /// The objects of the source.
     said: Snapshot,
-    /// What is served of it.
+    /// The snapshot that is served.
     snapshot: Snapshot,
 }
 
@@ -384,7 +385,7 @@ impl Node {
         }
     }
 
-    /// The addresses that hosts were given, of which another node may have given others.
+    /// Returns the addresses assigned to hosts. Another node may have assigned others.
     fn given(&self) -> BTreeSet<IpAddr> {
         let services = self.snapshot.services.values();
         let entries = services.filter(|service| service.kind == ServiceType::Entry);
@@ -393,7 +394,7 @@ impl Node {
             .collect()
     }
 
-    /// Where the ports of the hosts of others' entries lead, at the addresses that they were given.
+    /// Returns the answers of the ports of the other tenants' hosts, at their assigned addresses.
     fn hosts(&self) -> BTreeMap<(EntryName, Arc<str>, bool, u16), Option<Resolved>> {
         let mut found = BTreeMap::new();
         for entry in self.snapshot.entries.values() {
@@ -421,7 +422,7 @@ impl Node {
         found
     }
 
-    /// What DNS says of the services of others.
+    /// Returns the DNS answers for the other tenants' services.
     fn names(&self) -> (Vec<Arc<Service>>, Vec<BTreeSet<ServiceName>>) {
         let names = Names::of(&self.snapshot);
         let others = (self.said.services.keys()).filter(|name| name.namespace() != HOSTILE);
@@ -472,7 +473,7 @@ fn run(admits: &ExternalIps, steps: Vec<Step>) {
         let given = &alone.given() | &beside.given();
         let claimed = oracle::claims(&beside.snapshot);
         let owner = |key: &FrontendKey| claimed.get(key)?.service();
-        // An address that a Service has, or an endpoint of one, is no entry's, on whatever port.
+        // An entry cannot have an address that a Service or an endpoint of a Service has, on any port.
         let services = beside.snapshot.services.values();
         let hostile = services.filter(|service| {
             service.name.namespace() == HOSTILE && service.kind != ServiceType::Entry
@@ -501,7 +502,7 @@ fn run(admits: &ExternalIps, steps: Vec<Step>) {
         assert_eq!(of_others(&beside), of_others(&alone));
         let hosts = |node: &Node| {
             let mut hosts = node.hosts();
-            // What a Service's field takes, or an older entry of a host that has the address.
+            // A host has no answer if a Service's field or an older entry claims its address.
             hosts.retain(|_, resolved| resolved.is_some());
             hosts
         };
@@ -543,7 +544,7 @@ fn run(admits: &ExternalIps, steps: Vec<Step>) {
     }
 }
 
-/// How many runs: as many as `DATAPLANE_TENANT_RUNS` says.
+/// Number of runs (`DATAPLANE_TENANT_RUNS`).
 fn runs() -> u32 {
     let given = std::env::var("DATAPLANE_TENANT_RUNS");
     given.map_or(500, |given| {
@@ -551,7 +552,7 @@ fn runs() -> u32 {
     })
 }
 
-/// The runs are shared among threads, as many as there are processors.
+/// The runs are shared among as many threads as there are processors.
 #[test]
 fn a_tenant_changes_nothing_of_others() {
     let threads = thread::available_parallelism().map_or(1, NonZero::get);
@@ -565,7 +566,7 @@ fn a_tenant_changes_nothing_of_others() {
                     source_file: Some(file!()),
                     ..ProptestConfig::default()
                 };
-                // With one seed for all, they would all draw the same.
+                // With one seed, all threads would draw the same cases.
                 if let RngSeed::Fixed(seed) = config.rng_seed {
                     config.rng_seed = RngSeed::Fixed(seed.wrapping_add(thread.into()));
                 }

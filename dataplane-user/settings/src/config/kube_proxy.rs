@@ -11,9 +11,9 @@ const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
 /// An imported file of kube-proxy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Imported {
-    /// In our terms.
+    /// The imported settings.
     pub config: Settings,
-    /// What a person should know, key by key, in the order of the keys.
+    /// Notes for the operator, in the order of the keys.
     pub notes: Vec<NotImported>,
 }
 
@@ -24,7 +24,7 @@ pub struct NotImported {
     pub key: String,
     /// Its value, in JSON.
     pub value: String,
-    /// The reason, and what to do.
+    /// The reason, and the remedy.
     pub why: String,
 }
 
@@ -33,7 +33,7 @@ pub struct NotImported {
 ///
 /// # Errors
 ///
-/// If the text is neither.
+/// If the text is neither of them.
 pub fn import(text: &str) -> Result<Imported, String> {
     let parse = |text: &str| {
         yaml(text).map_err(|(position, text)| match position {
@@ -75,7 +75,7 @@ pub fn import(text: &str) -> Result<Imported, String> {
     })
 }
 
-/// Leaves that say something, with their paths. A list is a leaf, and so is a map of names.
+/// Collects the leaves with a value, with their paths. A list is a leaf, and so is a map of names.
 fn flatten(at: &str, value: &Value, leaves: &mut Vec<(String, Value)>) {
     let silent = match value {
         Value::Null => true,
@@ -115,8 +115,8 @@ impl Import<'_> {
         });
     }
 
-    /// Imports the addresses that answer node ports. In the modes other than nftables the default is all addresses, and
-    /// the imported file says so.
+    /// Imports the addresses that answer node ports. The default in modes other than nftables is all addresses, and the
+    /// imported file states it.
     fn node_ports(&mut self, value: &Value) {
         const KEY: &str = "nodePortAddresses";
         let all = ["0.0.0.0/0", "::/0"].map(|net| Range(net.parse().expect("written here")));
@@ -206,8 +206,8 @@ impl Import<'_> {
         }
     }
 
-    /// Says which sysctls of the kernel's own conntrack kube-proxy has set, with its defaults for absent keys. The agent
-    /// leaves them alone.
+    /// Notes the sysctls of the kernel's own conntrack that kube-proxy has set, with its defaults for absent keys. The
+    /// agent does not change them.
     fn conntrack(&mut self, block: &Value) {
         let sets = |key: &str, default: bool| match &block[key] {
             Value::Null => default,
@@ -307,7 +307,7 @@ impl Import<'_> {
         parsed.ok()
     }
 
-    /// Returns why a key has no counterpart. `None` if the key needs no note.
+    /// Returns the reason why a key has no counterpart. `None` if the key needs no note.
     fn why_not(&self, key: &str, value: &Value) -> Option<&'static str> {
         let (room, rest) = key.split_once('.').unwrap_or((key, ""));
         Some(match (room, rest) {
@@ -360,7 +360,7 @@ impl Import<'_> {
         })
     }
 
-    /// Tells if kube-proxy ran in the mode that these keys belong to.
+    /// Returns whether kube-proxy ran in the mode that these keys belong to.
     fn in_use(&self, room: &str) -> bool {
         match self.mode {
             "" => room == "iptables",

@@ -1,7 +1,7 @@
-//! The configuration file: what `dataplane run` is told by flags, in YAML.
+//! The configuration file: the settings of `dataplane run`, in YAML.
 //!
-//! Its types are those of [`Settings`], which are the schema, too: `dataplane config
-//! schema` prints it, with their comments.
+//! Its types are those of [`Settings`]. They are the schema, too: `dataplane config schema` prints it, with their
+//! comments.
 
 mod kube_proxy;
 mod read;
@@ -13,8 +13,8 @@ pub use schema::schema;
 
 use crate::Settings;
 
-/// Writes settings as a file would have them.
+/// Returns settings as the text of a configuration file.
 pub fn to_yaml(settings: &Settings) -> String {
-    // Nothing in it fails to be written: no maps with keys that are no strings, no bytes.
+    // Serialization cannot fail: every key of a map is a string, and there are no bytes.
     serde_saphyr::to_string(settings).unwrap_or_default()
 }

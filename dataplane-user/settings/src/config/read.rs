@@ -1,4 +1,4 @@
-//! A configuration file is read as a whole: all that is wrong with it is said at once.
+//! Reads a configuration file as a whole, and reports all faults in one error.
 
 use std::path::Path;
 
@@ -9,14 +9,14 @@ use source::manifests::{Errors, Fault, Position, locate, plain, read_file};
 use super::schema::{paths, properties, schema};
 use crate::{Dns, Mesh, Settings};
 
-/// How alike two names are that might be meant for each other, from 0 to 1.
+/// Minimum likeness of two names for a suggestion, from 0 to 1.
 const ALIKE: f64 = 0.8;
 
 /// Reads a configuration file.
 ///
 /// # Errors
 ///
-/// Everything that is wrong with it, with line and key.
+/// All faults, with line and key.
 pub fn read(path: &Path) -> Result<Settings, Errors> {
     let text = read_file(path).map_err(|text| {
         Errors::of(vec![Fault {
@@ -30,11 +30,11 @@ pub fn read(path: &Path) -> Result<Settings, Errors> {
     parse(path, &text)
 }
 
-/// Reads a configuration; `path` is where it comes from, for messages.
+/// Reads a configuration. `path` is its origin, for messages.
 ///
 /// # Errors
 ///
-/// Everything that is wrong with it, with line and key.
+/// All faults, with line and key.
 pub fn parse(path: &Path, text: &str) -> Result<Settings, Errors> {
     let fault = |position, path_in: String, text| Fault {
         file: path.to_owned(),
@@ -77,25 +77,25 @@ pub fn parse(path: &Path, text: &str) -> Result<Settings, Errors> {
     }
 }
 
-/// Reads what a file has below `mesh:`.
+/// Reads the text below `mesh:` in a file.
 ///
 /// # Errors
 ///
-/// The first thing that is wrong with it, with its key.
+/// The first fault, with its key.
 pub fn mesh(text: &str) -> Result<Mesh, String> {
     part(text, Mesh::faults)
 }
 
-/// Reads what a file has below `dns:`.
+/// Reads the text below `dns:` in a file.
 ///
 /// # Errors
 ///
-/// The first thing that is wrong with it, with its key.
+/// The first fault, with its key.
 pub fn dns(text: &str) -> Result<Dns, String> {
     part(text, Dns::faults)
 }
 
-/// Reads what a file has below a key.
+/// Reads the text below a key of a file.
 fn part<T: DeserializeOwned>(
     text: &str,
     faults: impl FnOnce(&T) -> Vec<(String, String)>,
@@ -112,7 +112,7 @@ fn part<T: DeserializeOwned>(
 /// A YAML document without types.
 pub(super) fn yaml(text: &str) -> Result<Value, (Option<Position>, String)> {
     let options = serde_saphyr::options! {
-        // `off` is a word.
+        // Makes `off` a string and not a boolean.
         strict_booleans: true,
         with_snippet: false,
     };
@@ -127,8 +127,8 @@ pub(super) fn yaml(text: &str) -> Result<Value, (Option<Position>, String)> {
     })
 }
 
-/// Takes out the keys that the schema does not have, and says which may have been meant. Keys
-/// without a value, as in `node:`, are empty objects, or as if they were not there.
+/// Removes the keys that the schema does not have, and reports each with a similar key. A key without a value, such as
+/// `node:`, counts as an empty object if the schema has an object there, and as absent otherwise.
 fn unknown_keys(
     value: &mut Value,
     schema: &Value,
@@ -166,7 +166,7 @@ fn unknown_keys(
     });
 }
 
-/// The key that somebody may have meant: one beside it, or one elsewhere.
+/// Returns the key that is most similar to `key`: a sibling, or a key elsewhere in the schema.
 fn meant(key: &str, siblings: &[&str], root: &Value) -> Option<String> {
     let likeness = |name: &str| strsim::normalized_damerau_levenshtein(&bare(key), &bare(name));
     let best = |names: &mut dyn Iterator<Item = (String, f64)>| {
@@ -182,7 +182,7 @@ fn meant(key: &str, siblings: &[&str], root: &Value) -> Option<String> {
     let all = paths(root);
     let elsewhere = best(&mut all.into_iter().map(|path| {
         let last = path.rsplit('.').next().unwrap_or(&path);
-        // As in the flag `node-name`.
+        // A flag such as `node-name` is spelled with the whole path.
         let alike = likeness(last).max(likeness(&path.replace('.', "-")));
         (path, alike)
     }));
@@ -193,17 +193,16 @@ fn meant(key: &str, siblings: &[&str], root: &Value) -> Option<String> {
     }
 }
 
-/// Without what differs between the ways to write a name.
+/// Removes the differences between the spellings of a name.
 fn bare(name: &str) -> String {
     let name = name.to_ascii_lowercase().replace(['-', '_'], "");
-    // As in the flag `metrics-addr`.
+    // Flags such as `metrics-addr` end so.
     name.strip_suffix("addr").unwrap_or(&name).to_owned()
 }
 
-/// The values in their types; those that have another are taken out one after the other, so that
-/// all of them are found.
+/// Deserializes the values. Values of a wrong type are removed one after the other, so that all of them are reported.
 fn typed(mut value: Value, faults: &mut Vec<(String, String)>) -> Option<Settings> {
-    // Of lists: which items are not there any more.
+    // The removed items of lists, because later errors count the remaining items.
     let mut taken: Vec<(String, usize)> = Vec::new();
     loop {
         let error = match serde_path_to_error::deserialize::<_, Settings>(&value) {
@@ -218,8 +217,7 @@ fn typed(mut value: Value, faults: &mut Vec<(String, String)>) -> Option<Setting
     }
 }
 
-/// Takes out what is at a path, and says where it was in the file; `None` if there is no such
-/// thing.
+/// Removes the value at a path, and returns its place in the file. `None` if the path does not exist.
 fn take_out(value: &mut Value, path: &str, taken: &mut Vec<(String, usize)>) -> Option<String> {
     let steps = path.replace('[', ".").replace(']', "").replace('.', "/");
     let pointer = format!("/{steps}");

@@ -6,8 +6,7 @@ use crate::Settings;
 
 /// The JSON schema of a configuration file.
 pub fn schema() -> Value {
-    // References to definitions help who generates code; for a reader, and for the checks here,
-    // everything is in its place.
+    // Definitions with references help generators of code. Readers, and the checks here, need each schema in its place.
     let settings = schemars::generate::SchemaSettings::draft2020_12()
         .with(|settings| settings.inline_subschemas = true);
     settings
@@ -25,7 +24,7 @@ pub(super) fn properties(schema: &Value) -> Option<&serde_json::Map<String, Valu
     })
 }
 
-/// Every key, as its path.
+/// Returns the path of every key.
 pub(super) fn paths(schema: &Value) -> Vec<String> {
     let mut all = Vec::new();
     for (key, inner) in properties(schema).into_iter().flatten() {
