@@ -17,10 +17,10 @@ use serde_json::{Value, json};
 
 /// The tenant's namespace.
 const TENANT: &str = "tenant";
-/// The tenant rests for so long after each change, so that most of it is taken in before the next one.
+/// Time for which the tenant rests after each change, so that the agent takes in most of it before the next one.
 const REST: Duration = Duration::from_millis(700);
 
-/// What the tenant changes.
+/// The objects that the tenant changes.
 #[derive(Clone, Copy, Debug)]
 pub enum Neighbour {
     /// 43 ServiceEntries with 99 072 addresses come and go: a namespace may have 100 000.
@@ -44,7 +44,7 @@ impl Neighbour {
         }
     }
 
-    /// What the agent must be told to read.
+    /// Writes the configuration with which the agent reads these objects.
     pub fn configure(file: &Path) -> anyhow::Result<()> {
         let config = json!({ "source": { "kubernetes": { "serviceEntries": true } } });
         Ok(std::fs::write(file, config.to_string())?)

@@ -3,8 +3,8 @@
 //! `CONNTRACK` is an array of cells of 64 bytes, one line of a cache. A cell has a flow's key and the translation of
 //! its packets, for both directions. Requests carry the key. A key has one cell that is its home ([`CellKey::place`])
 //! and sixteen others: the one beside the home, and then any. If another flow has the home, the flow is in the first
-//! free one of the others. The home records whether flows of its keys are elsewhere. Nearly always none is, and then a
-//! search in vain reads one line.
+//! free one of the others. The home records whether flows of its keys are elsewhere. Nearly always none is, and then the
+//! lookup of a missing flow reads one line.
 //!
 //! Replies carry other addresses: `ANSWERS` has for each cell two slots of 32 bits. The addresses and ports of a reply
 //! lead to a home slot, which says which cell has the flow. Sixteen slots are in one line, and one of the slots that a
@@ -314,8 +314,8 @@ fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head, now: Tick)
     let Some(line) = memory.cell(home) else {
         return NOWHERE;
     };
-    // Counted before the flow is there: a reader that sees the count without the flow searches in vain, but a reader
-    // that saw the flow without the count would not search.
+    // The count grows before the flow is written. A reader that sees the count without the flow makes one needless
+    // search, but a reader that saw the flow without the count would not search.
     let before = if index == home {
         head
     } else if Head(line.load(HEAD)).counts() {
@@ -426,7 +426,7 @@ fn one_less<L: Line>(home: L) {
     let mut tries = 0;
     while tries < TRIES {
         let head = Head(home.load(HEAD));
-        // If the count stays one too high, a search in vain takes longer.
+        // If the count stays one too high, lookups of missing flows read more cells.
         if !head.has_more()
             || !head.counts()
             || home.exchange(HEAD, head.0, head.0.wrapping_sub(Head::ONE_MORE))
@@ -586,8 +586,8 @@ pub fn hold_flow<L: Line>(line: L, head: Head, holder: Holder) -> bool {
 /// Frees a cell whose holder is dead ([`Holder::is_dead`]), and the slot that leads to it; `false` if the cell has no
 /// dead holder, or another CPU has taken it.
 ///
-/// The key of the flow that was to be made is not known. If it was counted, the count stays, and searches in vain take
-/// longer.
+/// The key of the unfinished flow is unknown. If the flow was counted, the count stays, and lookups of missing flows
+/// read more cells.
 pub fn free_held<M: Memory>(memory: &M, index: u32, now: Tick) -> bool {
     let Some(line) = memory.cell(index) else {
         return false;

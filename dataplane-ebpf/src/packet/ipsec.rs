@@ -1,8 +1,9 @@
-//! IPsec: the packet path forwards packets without the kernel's policies (XFRM), so they would not be encrypted. So it
-//! neither forwards nor accepts packets that a policy protects. The agent writes the policies (`plan/ipsec.rs`).
+//! IPsec: the kernel's policies (XFRM) do not see the packets that the packet path forwards, so the kernel would not
+//! encrypt these packets. Therefore the program does not forward or accept packets that a policy protects. The
+//! agent writes the policies (`dataplane-user/plan/src/ipsec.rs`).
 //!
-//! The check runs for every translated packet, with the addresses before and after the translation, if there are
-//! policies at all; a node without policies pays for one look at a word.
+//! If there are policies, the check runs for every translated packet, with the addresses before and after the
+//! translation. On a node without policies it reads one word.
 
 use aya_ebpf::btf_maps::lpm_trie::Key;
 use dataplane_common::{

@@ -115,7 +115,7 @@ fn is_exhausted(key: &PortKey) -> bool {
     };
     // SAFETY: an aligned word of the array's element, which stays.
     let then = unsafe { read_volatile(place) };
-    // 0 is no endpoint's: one endpoint in 2^32 is searched again and again.
+    // 0 stands for no endpoint. An endpoint whose word is 0, one in 2^32, is searched every time.
     then != 0 && then >> 16 == now >> 16 && now.wrapping_sub(then) & 0xffff <= 1
 }
 

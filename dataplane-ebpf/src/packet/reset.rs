@@ -1,10 +1,10 @@
-//! Packets in the middle of an unknown TCP connection to a service's address: neither our tables nor the kernel's own
-//! conntrack know it. Such a packet comes after a failover of the address, or after a reboot. The program tells the
-//! client at once that the connection is gone, as the endpoint would (RFC 9293, section 3.10.7.1).
+//! Answers packets in the middle of an unknown TCP connection to a service's address, of which neither the program's
+//! tables nor the kernel's conntrack have an entry. Such a packet arrives after a failover of the address, or after a
+//! reboot. The program resets the connection at once, as the endpoint would (RFC 9293, section 3.10.7.1).
 //!
-//! The program on the way in cannot ask the kernel's conntrack, which may have the connection. So it only marks the
-//! packet as unknown ([`Skb::is_unknown`]). The kernel translates its own connections before it routes them. A packet
-//! that then leaves with a service's address as its destination belongs to no connection.
+//! The program at ingress cannot look into the kernel's conntrack, which may have an entry. So it only marks the packet
+//! as unknown ([`Skb::is_unknown`]). The kernel translates packets of its own connections before it routes them. If a
+//! packet then still leaves with a service's address as its destination, no connection of the kernel has it.
 
 use dataplane_common::{
     Reason, decide,

@@ -254,12 +254,12 @@ impl Skb {
         unsafe { bpf_l4_csum_replace(self.0, offset, 0, u64::from(difference), flags) == 0 }
     }
 
-    /// Makes the packet as long as `length` bytes from its network header on, which begins at `l3`. The caller then has
-    /// to write its contents.
+    /// Makes the packet `length` bytes long from its network header on, which begins at `l3`. The caller must then
+    /// write the contents.
     ///
-    /// From then on neither a network card nor the stack writes a checksum into the packet. A packet that this machine
-    /// sent, or put together from several (GRO), has a place for a transport checksum that is not written yet
-    /// (`CHECKSUM_PARTIAL`), and keeps the place even if a program writes there. The kernel forgets the place when the
+    /// Afterwards a network card or the stack no longer writes a checksum into the packet. A packet that this machine
+    /// sent, or put together from several packets (GRO), has a position for a transport checksum that is not computed
+    /// yet (`CHECKSUM_PARTIAL`). The position stays valid when a program writes there. The kernel drops it when the
     /// bytes before it are removed (`skb_postpull_rcsum` in `include/linux/skbuff.h`, by `bpf_skb_generic_pop` in
     /// `net/core/filter.c`).
     #[inline(always)]

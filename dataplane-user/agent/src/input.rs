@@ -104,11 +104,11 @@ pub struct Update {
     pub since: Option<Instant>,
 }
 
-/// What an agent would serve of this view on this node.
+/// Returns the snapshot that an agent on this node would serve for this view.
 ///
 /// # Errors
 ///
-/// The kernel does not tell the node's name or addresses.
+/// If the kernel does not report the node's name or addresses.
 pub fn snapshot_of(view: View, settings: &settings::Node) -> Result<Snapshot, InputError> {
     let feed = |_: &Arc<Node>| Ok(Box::new(Once(Some(view))) as Box<dyn Feed>);
     Ok(Input::with(feed, settings, None, |_| {})?.snapshot)

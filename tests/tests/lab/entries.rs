@@ -510,8 +510,8 @@ fn large_entries_cost_a_bounded_amount_of_memory_and_give_it_back() -> Result<()
     vips(agent, "other").map(drop)
 }
 
-/// What a tenant changes at once is written in parts, and the changes of others come in between: they do not wait for all of
-/// it.
+/// A tenant's large change is written in parts. Changes of other tenants are written between the parts, so they do not
+/// wait for the whole change.
 fn changes_of_one_namespace_come_between_those_of_another() -> Result<()> {
     let lab = Cluster::lab()?;
     let site = Site::start(&lab)?;

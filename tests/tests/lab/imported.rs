@@ -69,7 +69,7 @@ fn peers(host: &Host) -> Result<Peers> {
     })
 }
 
-/// What `iptables import` made of rules: manifests, and keys of the configuration.
+/// The output of `iptables import`: manifests, and keys of the configuration.
 struct Imported {
     directory: TempDir,
 }
@@ -121,8 +121,8 @@ fn import(node: &Host, program: &Path, more: &[&str]) -> Result<Outcome> {
     })
 }
 
-/// Without an agent: what a plan would write by the rules in the kernel is what it would write by the manifests that the
-/// rules were made of; and the same from files with what the programs print.
+/// Without an agent, the plan from the rules in the kernel equals the plan from the manifests of which kube-proxy's
+/// rules were made. The plans from files with the output of the programs are the same, too.
 fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
     let lab = Lab::builder()
         .node("node1")
@@ -230,7 +230,8 @@ impl Served {
     }
 }
 
-/// kube-proxy's rules are in the kernel, and the agent serves what they became; and goes on when the rules are gone.
+/// The agent serves the manifests that `iptables import` made of kube-proxy's rules in the kernel, and continues when
+/// the rules are removed.
 fn an_agent_serves_what_rules_say() -> Result<()> {
     Mode::ALL.into_iter().try_for_each(serves_what_rules_say)
 }
@@ -292,7 +293,8 @@ fn reaches_one(client: &Host, to: &str) -> Result<String> {
     Ok(first)
 }
 
-/// What is no rule, and what is not understood, is named with its line. The service with such a line is left out, and no other.
+/// The import names each line that is not a rule or that it cannot interpret. It leaves out the service with such a
+/// line, and no other service.
 fn a_fault_in_rules_is_named_with_its_line() -> Result<()> {
     let lab = Lab::builder()
         .node("node1")

@@ -511,7 +511,7 @@ fn nothing_is_written_before_everything_was_listed() -> Result<()> {
         Ok(())
     })?;
     site.reaches(&["far", "near"])?;
-    // While an agent loads its programs, it answers nobody.
+    // While an agent loads its programs, it answers no command.
     eventually(|| {
         let findings = site.findings()?;
         ensure!(findings.contains("RBAC"), "{findings}");

@@ -37,7 +37,7 @@ pub fn read(file: Option<&Path>) -> anyhow::Result<Imported> {
     Ok(iptables::import(&texts)?)
 }
 
-/// What an agent of this node would serve by kube-proxy's rules.
+/// Returns the snapshot that an agent on this node would serve for kube-proxy's rules.
 pub fn snapshot(file: Option<&Path>) -> anyhow::Result<Snapshot> {
     let imported = read(file)?;
     let mut own = Node::default();
@@ -102,7 +102,7 @@ fn steady(read: impl Fn() -> anyhow::Result<Vec<Text>>) -> anyhow::Result<Vec<Te
     anyhow::bail!("kube-proxy changed them during each of {READS} readings")
 }
 
-/// What a line says of rules, without counters and times.
+/// Returns a line of rules without counters. `None` for a comment, which holds the time.
 fn without_counters(line: &str) -> Option<&str> {
     let line = line.trim_ascii();
     match line.as_bytes().first()? {

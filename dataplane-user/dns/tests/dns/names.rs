@@ -114,7 +114,8 @@ proptest! {
     }
 }
 
-/// What one message has no room for costs nothing: a tenant's service with ten million pairs of an endpoint and a port.
+/// A message has a cost only for the records that fit into it: here a tenant's service has ten million pairs of an
+/// endpoint and a port.
 #[test]
 fn a_large_service_has_answers_that_fit() {
     let port = |number: u16| PublishedPort {

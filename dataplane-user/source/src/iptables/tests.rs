@@ -902,7 +902,7 @@ fn a_family_that_is_there_twice_in_one_file_is_named_once() {
     assert!(error.contains("twice"), "{error}");
 }
 
-/// What is written for manifests is read as what was imported.
+/// Manifests written from the imported rules are read as the services that were imported.
 #[test]
 fn manifests_say_what_the_rules_say() {
     let node = model::Node {
