@@ -1,4 +1,4 @@
-//! Which services and ServiceEntries of a source this node serves, and at which addresses.
+//! Decides which services and ServiceEntries of a source this node serves, and at which addresses.
 
 use std::{collections::BTreeMap, mem, net::IpAddr, sync::Arc};
 
@@ -7,22 +7,23 @@ use model::{Entry, EntryName, Node, Problem, Service, ServiceName};
 
 use super::{external_ips::ExternalIps, host_ips, own_ports, reserved};
 
-/// Leaves out of a source's services the host ports at addresses that this node does not have and what would take a
-/// reserved port of the node, and out of services and ServiceEntries the external addresses that the operator does not admit. Names what it leaves out.
+/// Leaves out parts of a source's services: host ports at addresses that this node does not have, and ports that are
+/// reserved on the node. Leaves out external addresses of services and ServiceEntries that the operator does not admit.
+/// Reports the parts that it leaves out.
 #[derive(Debug)]
 pub struct Admitted {
     services: Filter<ServiceName, Service>,
     entries: Filter<EntryName, Entry>,
-    /// Of the node, only what is judged by.
+    /// The properties of the node that the decisions depend on.
     node: Node,
-    /// The services with cluster IPs that the node has on an interface, and these.
+    /// The services with cluster IPs that the node has on an interface, with these IPs.
     owned: BTreeMap<ServiceName, Vec<IpAddr>>,
     external_ips: ExternalIps,
     reserved_ports: Vec<u16>,
 }
 
 impl Admitted {
-    /// Has seen no service yet.
+    /// Returns a filter that has seen no service.
     pub fn new(external_ips: ExternalIps) -> Self {
         Self {
             services: Filter::default(),
@@ -34,15 +35,15 @@ impl Admitted {
         }
     }
 
-    /// Serves nothing at these ports of the node.
+    /// Sets ports of the node at which no object is served.
     #[must_use]
     pub fn with_reserved_ports(mut self, ports: Vec<u16>) -> Self {
         self.reserved_ports = ports;
         self
     }
 
-    /// Returns the services that are served, and whether the [problems](Self::problems) have changed. Takes time for
-    /// what changed, however much is left out; for all services if the node's addresses changed.
+    /// Returns the services to serve, and whether the [problems](Self::problems) have changed. The cost grows with the
+    /// change, not with the parts that are left out. If the node's addresses changed, all services are checked.
     pub fn take(
         &mut self,
         services: &OrdMap<ServiceName, Arc<Service>>,
@@ -78,7 +79,7 @@ impl Admitted {
             if let Some(problem) = host_ips::problem(service, &node.own) {
                 return (None, Some(problem));
             }
-            // Each step takes what the step before has left, and says what it left out.
+            // Each step receives the result of the step before, and reports the parts that it removes.
             let steps: [Step<'_>; 3] = [
                 &|service| reserved::left_out(service, &node.own, &self.reserved_ports),
                 &|service| self.external_ips.left_out(service),
@@ -97,12 +98,12 @@ impl Admitted {
             }
             (Some(served), said)
         });
-        // Judged anew, all that is left out looks new.
+        // After a check of all services, every problem looks new, so the problems are compared.
         let changed = before.map_or(changed, |before| before != self.services.left_out);
         (self.services.served.clone(), changed)
     }
 
-    /// The same for ServiceEntries.
+    /// Returns the ServiceEntries to serve, and whether the [problems](Self::problems) have changed.
     pub fn take_entries(
         &mut self,
         entries: &OrdMap<EntryName, Arc<Entry>>,
@@ -114,19 +115,19 @@ impl Admitted {
         (self.entries.served.clone(), changed)
     }
 
-    /// The cluster IPs of services that the node has on an interface.
+    /// Returns the cluster IPs of services that the node has on an interface.
     pub fn owned(&self) -> impl Iterator<Item = IpAddr> {
         self.owned.values().flatten().copied()
     }
 
-    /// Names what is left out.
+    /// Returns the parts that are left out.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
         let of_services = self.services.left_out.values();
         of_services.chain(self.entries.left_out.values())
     }
 }
 
-/// What is served of an object, and what is left out of it.
+/// Returns the part of an object that is served, and the problem of the part that is left out.
 fn rest<T>(object: &Arc<T>, left_out: Option<(T, Problem)>) -> (Option<Arc<T>>, Option<Problem>) {
     match left_out {
         Some((rest, problem)) => (Some(Arc::new(rest)), Some(problem)),
@@ -134,10 +135,10 @@ fn rest<T>(object: &Arc<T>, left_out: Option<(T, Problem)>) -> (Option<Arc<T>>, 
     }
 }
 
-/// A service without its refused parts, and the problem that names these parts; no problem if nothing was refused.
+/// Returns a service without its refused parts, and the problem that names these parts. `None` if nothing was refused.
 type Step<'a> = &'a dyn Fn(&Service) -> Option<(Service, Problem)>;
 
-/// The objects of one kind, without what is left out of them.
+/// The objects of one kind, before and after the filter.
 #[derive(Debug)]
 struct Filter<K: Ord, V> {
     last: OrdMap<K, Arc<V>>,
@@ -156,7 +157,7 @@ impl<K: Ord, V> Default for Filter<K, V> {
 }
 
 impl<K: Ord + Clone, V: PartialEq> Filter<K, V> {
-    /// Takes in what changed. Returns whether something else is left out than before.
+    /// Applies changes. Returns whether the parts that are left out have changed.
     fn take(
         &mut self,
         objects: &OrdMap<K, Arc<V>>,

@@ -1,8 +1,8 @@
-//! The time as sources tell it.
+//! The time in the unit that sources use.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Seconds since the epoch.
+/// Returns the seconds since the epoch.
 pub(super) fn now() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)

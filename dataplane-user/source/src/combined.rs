@@ -1,31 +1,32 @@
-//! Several feeds as one: services from one of them, workloads from another.
+//! Combines feeds: for example services from one feed and workloads from another.
 
 use std::sync::Arc;
 
 use super::{Feed, Health, View};
 
-/// A feed, and which share of its views counts.
+/// A feed, and the kinds of objects that are used from its views.
 #[derive(Debug)]
 pub struct Part {
     /// The feed.
     pub feed: Box<dyn Feed>,
-    /// Whether its services count.
+    /// Whether its services are used.
     pub services: bool,
-    /// Whether its workloads count.
+    /// Whether its workloads are used.
     pub workloads: bool,
 }
 
-/// Feeds that yield views together. If two name the same service or workload, that of the first part counts. What
-/// this node's own object tells is that of the first part that says something.
+/// Feeds that yield views together. If two of them have a service or workload of one name, the first part's object is
+/// used. The facts about this node come from the first part that has some.
 ///
-/// There is no view until each part has yielded one, so that what a part has not read yet is not taken for gone.
+/// There is no view until each part has yielded one, so that objects that a part has not read yet do not count as
+/// removed.
 #[derive(Debug)]
 pub struct Combined {
     parts: Vec<(Part, Option<View>)>,
 }
 
 impl Combined {
-    /// Of these feeds.
+    /// Combines these parts.
     pub fn new(parts: impl IntoIterator<Item = Part>) -> Self {
         Self {
             parts: parts.into_iter().map(|part| (part, None)).collect(),
@@ -51,13 +52,13 @@ impl Feed for Combined {
             .map(|(part, view)| Some((part, view.as_ref()?)))
             .collect();
         let mut whole = View {
-            // Only if that is known of each new view.
+            // The age of the view is known only if it is known of each new view.
             since: since.into_iter().min().flatten(),
             ..View::default()
         };
         let mut problems = Vec::new();
         for (part, view) in views? {
-            // The left one's entries count in a union.
+            // In a union, the entries of the left map win.
             if part.services {
                 whole.services = whole.services.union(view.services.clone());
                 whole.whole = view.whole;
@@ -70,7 +71,7 @@ impl Feed for Combined {
             if part.workloads {
                 whole.workloads = whole.workloads.union(view.workloads.clone());
             }
-            // Whatever else counts of it: more that is known of Pods takes away, and gives nothing.
+            // Pods' addresses are used from every part, because they only take addresses from entries.
             whole.pods.counts = whole.pods.counts.union(view.pods.counts.clone());
             if part.workloads {
                 whole.pods.everywhere |= view.pods.everywhere;
@@ -108,7 +109,7 @@ mod tests {
     use super::*;
     use crate::Source;
 
-    /// A feed of a file with a service of this name and cluster IP.
+    /// Returns a feed of a file with a service of this name and cluster IP.
     fn services(directory: &Path, name: &str, cluster_ip: &str) -> Box<dyn Feed> {
         let path = directory.join(format!("{cluster_ip}.yaml"));
         let text = format!(
@@ -128,7 +129,7 @@ mod tests {
         }
     }
 
-    /// A feed that has read nothing yet.
+    /// A feed that has not read anything yet.
     struct Silent(Health);
 
     impl Feed for Silent {

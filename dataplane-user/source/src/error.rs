@@ -1,8 +1,8 @@
-//! Why a source cannot be opened.
+//! Reasons why a source cannot be opened.
 
 use super::{kubernetes, manifests};
 
-/// Why a source cannot be opened.
+/// The reason why a source cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// The manifests cannot be served.
@@ -11,7 +11,7 @@ pub enum OpenError {
     /// The manifests cannot be watched.
     #[error(transparent)]
     Watch(#[from] manifests::WatchError),
-    /// Nothing says how to reach the API.
+    /// No setting leads to the API server.
     #[error(transparent)]
     Connect(#[from] kubernetes::ConnectError),
     /// A thread cannot be started.
@@ -19,7 +19,7 @@ pub enum OpenError {
     Thread {
         /// The source.
         what: &'static str,
-        /// Why.
+        /// The reason.
         error: std::io::Error,
     },
 }

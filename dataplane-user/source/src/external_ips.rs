@@ -1,8 +1,8 @@
-//! Which `externalIPs` of Services, and addresses of ServiceEntries, the operator admits.
+//! Decides which `externalIPs` of Services, and addresses of ServiceEntries, the operator admits.
 //!
-//! An author of Services in one namespace writes `externalIPs`, and so takes an address of the world for every client of
-//! the node. A ServiceEntry's `addresses` do the same. Kubernetes' admission plugin `DenyServiceExternalIPs` forbids new
-//! `externalIPs` and leaves those that there are; it knows no ServiceEntries.
+//! An author of Services in one namespace writes `externalIPs`, and so takes any address for all clients of the node. A
+//! ServiceEntry's `addresses` do the same. Kubernetes' admission plugin `DenyServiceExternalIPs` forbids new
+//! `externalIPs` and leaves existing ones. It does not check ServiceEntries.
 
 use std::net::IpAddr;
 
@@ -12,16 +12,17 @@ use model::{Entry, Gravity, Problem, Service, ServiceType, is_allocated};
 /// The external addresses that are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExternalIps {
-    /// All of them.
+    /// All addresses.
     Any,
-    /// Those in these ranges.
+    /// Addresses in these ranges.
     Within(Vec<IpNet>),
 }
 
 impl ExternalIps {
-    /// A service without the external IPs that are not admitted, and what is said of these; none if all are admitted.
+    /// Returns a service without the external IPs that are not admitted, and the problem that names them. `None` if all
+    /// are admitted.
     pub fn left_out(&self, service: &Service) -> Option<(Service, Problem)> {
-        // Of a host port they are the node's own addresses.
+        // The external IPs of host ports are the node's own addresses.
         if service.kind == ServiceType::HostPort {
             return None;
         }
@@ -45,9 +46,11 @@ impl ExternalIps {
         Some((rest, problem))
     }
 
-    /// A ServiceEntry without the addresses that are not admitted, and what is said of these; none if all are admitted.
+    /// Returns a ServiceEntry without the addresses that are not admitted, and the problem that names them. `None` if
+    /// all are admitted.
     pub fn left_out_of(&self, entry: &Entry) -> Option<(Entry, Problem)> {
-        // An author takes nothing of others in those: addresses that this node gave go before.
+        // Addresses in the ranges of hosts cannot take addresses from others, because the node's own assignments come
+        // first.
         let admits = |ip: &IpAddr| self.admits(*ip) || is_allocated(*ip);
         let left_out = entry.named_addresses().filter(|ip| !admits(ip));
         let left_out: Vec<_> = left_out.map(|ip| ip.to_string()).collect();

@@ -1,5 +1,4 @@
-//! The one way to be a source: a [`Feed`] yields [`View`]s, says how it is doing ([`Health`]), and ends when it
-//! is dropped.
+//! The interface of sources: a [`Feed`] yields [`View`]s, reports its state ([`Health`]), and ends when it is dropped.
 
 use std::{fmt, sync::Arc, time::Instant};
 
@@ -11,54 +10,53 @@ use threads::Deaths;
 
 use super::{health::Health, objects::NodeFacts};
 
-/// A source that is being read, until it is dropped.
+/// A source that is read until it is dropped.
 pub trait Feed: Send {
-    /// Takes the newest view; none if there is nothing newer than the last one that was taken.
+    /// Returns the newest view. `None` if there is no newer view than the last one that was returned.
     ///
-    /// A view is whole: a feed that does not know everything yet, or cannot read it any more, has none, and
-    /// [`Feed::health`] says why.
+    /// A view is complete: a feed that does not know everything yet, or can no longer read its source, returns none,
+    /// and [`Feed::health`] has the reason.
     fn take(&mut self) -> Option<View>;
 
-    /// Reads everything anew before the next [`Feed::take`], although nothing told of a change. A feed that is
-    /// told of every change by its server need not.
+    /// Makes the next [`Feed::take`] read everything again. A feed whose server reports every change need not do so.
     fn refresh(&mut self) {}
 
-    /// How reading goes, for other threads to look at. It stays the same one for the life of the feed.
+    /// Returns the state of the feed, for use in other threads. It is the same object during the life of the feed.
     fn health(&self) -> Health;
 }
 
-/// Everything that a source says at one moment.
+/// The state of a source at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct View {
-    /// Every service, host ports of pods among them; shares with the view before what did not change.
+    /// Every service, including host ports of pods. Shares unchanged services with the view before.
     pub services: imbl::OrdMap<ServiceName, Arc<Service>>,
-    /// Every ServiceEntry with its endpoints; without the addresses that this node gives to hosts.
+    /// Every ServiceEntry with its endpoints, without the addresses that this node assigns to hosts.
     pub entries: imbl::OrdMap<EntryName, Arc<Entry>>,
     /// Every route that is attached to a Service.
     pub routes: imbl::OrdMap<RouteName, Arc<Route>>,
     /// Every ReferenceGrant.
     pub grants: imbl::OrdMap<ServiceName, Arc<Grant>>,
-    /// The pods of this node, and of others, as far as they were asked for.
+    /// The pods of this node, and of other nodes if they are wanted.
     pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// The addresses of these pods and their nodes, if entries are read.
     pub pods: PodAddresses,
-    /// Whether every Service of the cluster is among them.
+    /// Whether the view has every Service of the cluster.
     pub whole: bool,
-    /// Namespaces in which a Service or an EndpointSlice cannot be read, so that this is true of other namespaces only.
+    /// Namespaces in which a Service or an EndpointSlice cannot be read. There, `whole` does not hold.
     pub unread: imbl::OrdSet<Arc<str>>,
-    /// All namespaces of the cluster; none if the source does not have them.
+    /// All namespaces of the cluster. `None` if the source does not have them.
     pub namespaces: Option<imbl::OrdSet<Arc<str>>>,
-    /// What this node's own object tells; none if the source has nothing to say about nodes.
+    /// Facts from this node's own object. `None` if the source has no nodes.
     pub node: Option<NodeFacts>,
-    /// What is known to be left out, because it cannot be served as it is written.
+    /// Parts that are left out because they cannot be served as written.
     pub problems: Arc<[Problem]>,
-    /// When the oldest change since the last view that was taken arrived; none if that is no measure of
-    /// anything, as for a list of everything.
+    /// Arrival time of the oldest change since the last view that was taken. `None` if it is unknown, as for a complete
+    /// list.
     pub since: Option<Instant>,
 }
 
 impl View {
-    /// Has this view take the place of an older one that nobody took.
+    /// Replaces an older view that was not taken.
     pub(super) fn follows(&mut self, untaken: &Self) {
         self.since = match (self.since, untaken.since) {
             (Some(a), Some(b)) => Some(a.min(b)),
@@ -67,21 +65,21 @@ impl View {
     }
 }
 
-/// What a feed tells the thread that takes its views. May be called from any thread.
+/// A message from a feed to the thread that takes its views. The feed may send it from any thread.
 #[derive(Debug)]
 pub enum Notice {
-    /// There is something to [take](Feed::take).
+    /// There is a view to [take](Feed::take).
     Changed,
-    /// The feed has ended by a fault of its own.
+    /// The feed has ended because of a bug in this program.
     Died {
         /// The thread that ended.
         thread: &'static str,
-        /// What it said.
+        /// The reason.
         why: String,
     },
 }
 
-/// Tells of a thread of a feed's that has died.
+/// Reports threads of a feed that have died.
 pub(super) fn deaths(
     thread: &'static str,
     notify: impl Fn(Notice) + Send + Sync + 'static,

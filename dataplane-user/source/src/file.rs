@@ -7,14 +7,14 @@ use std::{
     path::Path,
 };
 
-/// Why a file has no text.
+/// The reason why a file cannot be read.
 #[derive(Debug)]
 pub enum Fault {
-    /// The kernel does not read it.
+    /// The kernel refuses to read it.
     Unreadable(io::Error),
     /// It is a directory, a pipe or a device.
     NotRegular,
-    /// It has so many bytes, and at most so many are read.
+    /// Its size, and the largest size that is read, in bytes.
     TooLarge(u64, u64),
     /// The text of this line is not UTF-8.
     NotUtf8(usize),
@@ -41,9 +41,9 @@ impl fmt::Display for Fault {
 ///
 /// # Errors
 ///
-/// The file is larger, or is no regular file, or cannot be read, or is not UTF-8.
+/// If the file is larger, is not a regular file, cannot be read, or is not UTF-8.
 pub fn read(path: &Path, most: u64) -> Result<String, Fault> {
-    // Asked first: opening a pipe would wait for its writer.
+    // Checks before opening, because opening a pipe would wait for its writer.
     let metadata = fs::metadata(path).map_err(Fault::Unreadable)?;
     if !metadata.is_file() {
         return Err(Fault::NotRegular);
@@ -74,7 +74,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("rules");
         let file = File::create(&path).unwrap();
-        // Sparse: the size alone would take all memory.
+        // The file is sparse: a buffer of its size would not fit into memory.
         file.set_len(8 << 40).unwrap();
         let fault = read(&path, 256 << 20).unwrap_err();
         assert!(matches!(fault, Fault::TooLarge(..)), "{fault}");

@@ -1,30 +1,30 @@
-//! How reading a source goes.
+//! The state of reading a source.
 
 use std::sync::Arc;
 
 use super::{kubernetes, manifests};
 
-/// Seconds for which a source has failed when others may know more than it has said.
+/// Seconds of failure after which other replicas may have newer objects than this source.
 const BEHIND: u64 = 5;
 
-/// How reading a source goes. Times are in seconds since the epoch.
+/// The state of reading a source. Times are in seconds since the epoch.
 #[derive(Clone, Debug)]
 pub enum Health {
-    /// Of files and directories.
+    /// The state of files and directories.
     Manifests(Arc<manifests::Health>),
-    /// Of the Kubernetes API.
+    /// The state of the Kubernetes API.
     Kubernetes {
-        /// The server, as a person knows it.
+        /// The server's name for people.
         server: String,
-        /// How reading each kind of object goes.
+        /// The state of each kind of object.
         kinds: Arc<kubernetes::Health>,
     },
-    /// Of several feeds that yield views together.
+    /// The states of several feeds that yield views together.
     Combined(Vec<Health>),
 }
 
 impl Health {
-    /// Files and directories, or the server.
+    /// Returns the files and directories, or the server.
     pub fn places(&self) -> Vec<String> {
         match self {
             Self::Manifests(files) => files.paths(),
@@ -33,7 +33,7 @@ impl Health {
         }
     }
 
-    /// When everything was last known to be as the newest view says; 0: not everything was read yet.
+    /// Returns the time at which the newest view was last known to be current. 0: not everything has been read yet.
     pub fn heard(&self) -> u64 {
         match self {
             Self::Manifests(files) => files.read(),
@@ -42,7 +42,7 @@ impl Health {
         }
     }
 
-    /// Since when the source cannot be read, and why; what was read before is still valid.
+    /// Returns the time since which the source cannot be read, and the reason. The objects read before are still valid.
     pub fn failure(&self) -> Option<(u64, String)> {
         match self {
             Self::Manifests(files) => files.failure(),
@@ -51,8 +51,8 @@ impl Health {
         }
     }
 
-    /// Whether the source has failed for so long that what it said last of services may be old. `now`: in seconds since
-    /// 1970.
+    /// Returns whether the source has failed for so long that its services may be stale. `now`: in seconds since the
+    /// epoch.
     pub fn is_behind(&self, now: u64) -> bool {
         let since = match self {
             Self::Kubernetes { kinds, .. } => kinds.behind_since(),
@@ -62,7 +62,7 @@ impl Health {
         since.is_some_and(|since| now.saturating_sub(since) >= BEHIND)
     }
 
-    /// How often the source could not be read.
+    /// Returns the number of failed reads.
     pub fn failures(&self) -> u64 {
         match self {
             Self::Manifests(files) => files.failures(),
@@ -74,7 +74,7 @@ impl Health {
         }
     }
 
-    /// The health of each source that is not made of others.
+    /// Returns the state of each source that does not combine others.
     pub fn each(&self) -> Vec<&Self> {
         match self {
             Self::Combined(parts) => parts.iter().flat_map(Self::each).collect(),

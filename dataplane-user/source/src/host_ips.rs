@@ -1,13 +1,14 @@
 //! A pod's `hostIP` is served only if it is an address of this node.
 //!
-//! Whoever may create pods writes `hostIP`. Another pod's address, a service's, the API server's or the cloud's
-//! metadata address (169.254.169.254) would otherwise be the pod's for every process of the node.
+//! The author of a pod writes `hostIP`. Without this check, the pod could take the address of another pod, of a
+//! service, of the API server, or the cloud's metadata address (169.254.169.254) for every process of the node.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use model::{Gravity, Problem, Service, ServiceType};
 
-/// Says why a host port is not served on the node that has the addresses `own`; none if it is served, or is no host port.
+/// Returns the reason why the node with the addresses `own` does not serve a host port. `None` if it serves the port,
+/// or if the service is not a host port.
 pub fn problem(service: &Service, own: &[IpAddr]) -> Option<Problem> {
     if service.kind != ServiceType::HostPort {
         return None;
@@ -43,7 +44,7 @@ mod tests {
         objects::{self, Findings},
     };
 
-    /// The host ports of pods on this node, by pod and `hostIP`.
+    /// Returns the host ports of pods on this node, by pod and `hostIP`.
     fn services(pods: &[(&str, &str)]) -> OrdMap<ServiceName, Arc<Service>> {
         let node = Node {
             name: "here".into(),
@@ -101,7 +102,7 @@ mod tests {
         ] {
             let mut host_ips = Admitted::new(ExternalIps::Any);
             let (served, changed) = host_ips.take(&services(&[("web", ip)]), &node);
-            // The port at all addresses is served, whatever becomes of the other one.
+            // The port at all addresses is served, independent of the other port.
             assert!(served.contains_key(&ServiceName::new("shop", "hostport:web")));
             assert_eq!(served.len(), 1 + usize::from(is_own), "{ip}");
             assert_eq!(changed, !is_own, "{ip}");
@@ -128,7 +129,7 @@ mod tests {
         assert!(changed);
         let (served, changed) = host_ips.take(&floating, &with);
         assert_eq!((names(&served).len(), changed), (3, false));
-        // A pod that is served goes, and another one comes that is not.
+        // A served pod is removed, and a pod that cannot be served is added.
         let others = services(&[("b", "169.254.169.254"), ("c", "192.0.2.9")]);
         let (served, changed) = host_ips.take(&others, &with);
         assert_eq!(
@@ -137,7 +138,7 @@ mod tests {
         );
         let (served, changed) = host_ips.take(&floating, &with);
         assert_eq!((names(&served), changed), (all.to_vec(), true));
-        // The pods go while the address does.
+        // The pods are removed together with the address.
         let (served, changed) = host_ips.take(&OrdMap::new(), &without);
         assert_eq!((served.len(), changed), (0, true));
         assert_eq!(host_ips.problems().count(), 0);

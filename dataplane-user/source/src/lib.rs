@@ -1,4 +1,4 @@
-//! Where the model comes from: a [`Source`] is opened, and the [`Feed`] yields what it says.
+//! Sources of the model: a [`Source`] is opened as a [`Feed`], which yields views.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! What to read, and how it becomes a feed.
+//! Opens a source as a feed.
 
 use std::{path::PathBuf, sync::Arc};
 
@@ -6,7 +6,7 @@ use model::Node;
 
 use super::{Feed, Notice, OpenError, kubernetes, manifests};
 
-/// What to read, and where it is.
+/// A source and its place.
 #[derive(Clone, Debug)]
 pub enum Source {
     /// Files and directories.
@@ -16,12 +16,12 @@ pub enum Source {
 }
 
 impl Source {
-    /// Begins to read, for this node. Manifests are read before this returns; an API server may be away, and is
-    /// then waited for.
+    /// Begins to read for this node. Reads manifests before it returns. Does not wait for an API server that is down:
+    /// the feed keeps trying.
     ///
     /// # Errors
     ///
-    /// The settings or the manifests cannot be used, or no thread can be started.
+    /// If the settings or the manifests cannot be used, or no thread can be started.
     pub fn open(
         &self,
         node: &Arc<Node>,

@@ -1,17 +1,19 @@
-//! Ports at addresses of this node that stay the node's own, although a service claims them.
+//! Ports at addresses of this node that stay the node's own even if a service claims them.
 //!
-//! **Its ephemeral UDP ports.** The answers to what a process of the node asks by UDP arrive at the node's address and one of
-//! these ports. A Service with `externalIPs: [the node's address]` and such ports would take them. (Connections to a port are
-//! not answers: services may have the TCP ports.)
+//! **The node's ephemeral UDP ports.** Answers to UDP requests of the node's processes arrive at the node's address and
+//! one of these ports. A Service with `externalIPs: [the node's address]` and such ports would receive them. A
+//! connection to a TCP port is never an answer, so services may have the TCP ports.
 //!
-//! **Where a process of the node listens at a cluster IP**: the node has the cluster IP on an interface of its own, as with
-//! NodeLocal DNSCache. kube-proxy's users then exempt the address from connection tracking, and so from its rules.
+//! **Ports at a cluster IP where a process of the node listens.** The node has the cluster IP on an interface of its
+//! own, as with NodeLocal DNSCache. With kube-proxy, operators exempt the address from connection tracking, and so from
+//! its rules.
 
 use std::net::{IpAddr, SocketAddr};
 
 use model::{Gravity, Node, Problem, Protocol, Service, ServiceType, VipPort};
 
-/// The service without the ports that are the node's own, and what is said of them; none if none are.
+/// Returns the service without the node's own ports, and the problem that names them. `None` if the service claims
+/// none.
 pub fn set_aside(service: &Service, node: &Node) -> Option<(Service, Problem)> {
     if service.kind == ServiceType::HostPort {
         return None;
@@ -65,7 +67,7 @@ pub fn set_aside(service: &Service, node: &Node) -> Option<(Service, Problem)> {
     Some((rest, problem))
 }
 
-/// The addresses among a service's cluster IPs that the node has on an interface.
+/// Returns the cluster IPs of a service that the node has on an interface.
 pub fn owned<'a>(service: &'a Service, node: &'a Node) -> impl Iterator<Item = IpAddr> + 'a {
     let ips = service.cluster_ips.iter().copied();
     ips.filter(|ip| node.own.binary_search(ip).is_ok())
@@ -75,7 +77,7 @@ fn text((ip, protocol, port): VipPort) -> String {
     format!("{}/{}", SocketAddr::new(ip, port), protocol.word())
 }
 
-/// The first of them, and how many more there are; with the verb.
+/// Returns the first few names and the number of the others, with the verb.
 fn few(all: &[String]) -> String {
     const NAMED: usize = 4;
     let named = all[..all.len().min(NAMED)].join(", ");
@@ -156,7 +158,7 @@ mod tests {
             problem.text.contains("10.96.0.10:53/udp is left"),
             "{problem:?}"
         );
-        // Elsewhere than on this node, a listener counts for nothing.
+        // A listener on another node does not matter.
         node.own.clear();
         assert_eq!(set_aside(&service, &node), None);
     }

@@ -1,8 +1,8 @@
-//! How much of a source's changes is taken in at a time.
+//! Limits the changes of a source that are applied at a time.
 //!
-//! All that follows from a change takes time for its size: addresses are looked up, keys planned and written. A step has a
-//! budget, so that a namespace that changes much at once waits with its own further changes, and not with those of
-//! others. Of an object that changes again while it waits, only the newest state is taken in.
+//! The work that follows from a change grows with its size: lookups of addresses, and planning and writing of keys.
+//! Each step has a budget. So a namespace with many changes delays its own further changes, and not those of other
+//! namespaces. If an object changes again while it waits, only its newest state is applied.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,28 +18,28 @@ use model::{
 
 use super::turns::Turns;
 
-/// What a step may cost: about as many keys, endpoints and addresses. It adapts to the machine between these.
+/// Bounds of a step's budget, roughly in keys, endpoints and addresses. The budget adapts to the machine between them.
 const BUDGETS: std::ops::RangeInclusive<u64> = 1 << 11..=1 << 16;
 const FIRST: u64 = 1 << 14;
-/// How long a step is to take.
+/// Target duration of a step.
 const STEP: Duration = Duration::from_millis(20);
-/// What each object costs besides.
+/// Cost of each object in addition to its keys, endpoints and addresses.
 const OBJECT: u64 = 8;
-/// A namespace that has waited for so long is named.
+/// Time after which a waiting namespace is reported.
 const NAMED_AFTER: Duration = Duration::from_secs(1);
 
-/// The services and entries of a source as far as they were taken in.
+/// The services and entries of a source, as far as their changes have been applied.
 #[derive(Debug)]
 pub struct Paced {
-    /// Whether anything was ever taken in.
+    /// Whether the first objects have been applied.
     is_begun: bool,
     wanted: Objects,
     taken: Objects,
     turns: Turns<Name>,
     budget: u64,
-    /// Whether the last step has left changes for the next one.
+    /// Whether the last step left changes for the next one.
     is_full: bool,
-    /// Since when namespaces wait.
+    /// The time since which each namespace waits.
     since: BTreeMap<Box<str>, Instant>,
     problems: BTreeMap<Box<str>, Problem>,
 }
@@ -72,7 +72,7 @@ impl Default for Paced {
 }
 
 impl Paced {
-    /// The source has these objects now. Takes time for what changed since the last call.
+    /// Sets the wanted objects. The cost grows with the changes since the last call.
     pub fn want(
         &mut self,
         services: &OrdMap<ServiceName, Arc<Service>>,
@@ -82,7 +82,7 @@ impl Paced {
             services: services.clone(),
             entries: entries.clone(),
         };
-        // At the start nobody waits for anybody's changes, and all of it is to be served at once.
+        // The first objects are applied at once: there are no earlier services that could be delayed.
         if !self.is_begun {
             self.is_begun = true;
             self.taken = Objects {
@@ -111,7 +111,7 @@ impl Paced {
         self.wanted = wanted;
     }
 
-    /// Takes in the next of the changes. Returns whether the [problems](Self::problems) have changed.
+    /// Applies the next changes. Returns whether the [problems](Self::problems) have changed.
     pub fn step(&mut self, now: Instant) -> bool {
         for name in self.turns.take(self.budget) {
             match name {
@@ -133,7 +133,7 @@ impl Paced {
         self.name(now)
     }
 
-    /// The last step has taken so long, with all that followed from it. If it was full, the next ones are smaller or larger.
+    /// Records the duration of the last step with all its consequences. If the step was full, this adapts the budget.
     pub fn took(&mut self, time: Duration) {
         if !self.is_full {
             return;
@@ -148,27 +148,27 @@ impl Paced {
         self.budget = budget.clamp(*BUDGETS.start(), *BUDGETS.end());
     }
 
-    /// Whether changes wait for the next step.
+    /// Returns whether changes wait for the next step.
     pub fn is_behind(&self) -> bool {
         !self.turns.is_empty()
     }
 
-    /// The namespaces whose changes wait: of a name there, it is not known whether it exists.
+    /// Returns the namespaces whose changes wait. A name in them may exist although it is not known.
     pub fn behind(&self) -> impl Iterator<Item = &str> {
         self.turns.namespaces()
     }
 
-    /// The services that were taken in.
+    /// Returns the services with all applied changes.
     pub const fn services(&self) -> &OrdMap<ServiceName, Arc<Service>> {
         &self.taken.services
     }
 
-    /// The entries that were taken in.
+    /// Returns the entries with all applied changes.
     pub const fn entries(&self) -> &OrdMap<EntryName, Arc<Entry>> {
         &self.taken.entries
     }
 
-    /// Names the namespaces that have waited for some time.
+    /// Returns a problem for each namespace that has waited for some time.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
         self.problems.values()
     }
@@ -196,7 +196,7 @@ impl Paced {
     }
 }
 
-/// The objects that differ, and whether they are still there.
+/// Returns the names of the objects that differ, and whether each still exists.
 fn changes<K: Ord + Clone, V: PartialEq>(
     old: &OrdMap<K, Arc<V>>,
     new: &OrdMap<K, Arc<V>>,
@@ -208,7 +208,7 @@ fn changes<K: Ord + Clone, V: PartialEq>(
     changes.collect()
 }
 
-/// Has one object be as it is in another map.
+/// Copies the state of one object from `wanted`, or removes the object.
 fn bring<K: Ord + Clone, V>(taken: &mut OrdMap<K, Arc<V>>, wanted: &OrdMap<K, Arc<V>>, name: &K) {
     match wanted.get(name) {
         Some(object) => _ = taken.insert(name.clone(), Arc::clone(object)),
@@ -216,7 +216,7 @@ fn bring<K: Ord + Clone, V>(taken: &mut OrdMap<K, Arc<V>>, wanted: &OrdMap<K, Ar
     }
 }
 
-/// What it takes to bring a service in or out: its keys, and its endpoints, once for each port.
+/// Returns the cost to add or remove a service: its keys, and its endpoints once for each port.
 fn cost_of(service: &Service) -> u64 {
     let own = service.cluster_ips.len() + service.external_ips.len();
     let addresses = own + service.load_balancer_ips.len() + 1;
@@ -229,7 +229,7 @@ fn cost_of(service: &Service) -> u64 {
     (cost + named + service.source_ranges.len()) as u64
 }
 
-/// The same for an entry.
+/// Returns the cost to add or remove an entry.
 fn cost_of_entry(entry: &Entry) -> u64 {
     let addresses = entry.addresses.len() + entry.ranges.len() + 2 * entry.hosts.len();
     let at = entry.backends.iter().map(|backend| match backend.at {
@@ -251,7 +251,7 @@ mod tests {
     use super::*;
     use crate::objects::{self, Findings, Outcome};
 
-    /// What an author wrote last.
+    /// The newest objects of the authors.
     #[derive(Default)]
     struct Wanted {
         services: OrdMap<ServiceName, Arc<Service>>,
@@ -259,7 +259,7 @@ mod tests {
     }
 
     impl Wanted {
-        /// A Service with so many ports at one address, which say how often it has changed.
+        /// Sets a Service with `ports` ports at one address. The port numbers show the version.
         fn service(&mut self, namespace: &str, name: &str, ports: u16, version: u16) {
             let port =
                 |n: u16| json!({ "name": format!("p{n}"), "port": 1 + n + 10_000 * version });
@@ -279,7 +279,7 @@ mod tests {
                 .insert(service.name.clone(), Arc::new(service));
         }
 
-        /// A ServiceEntry with so many addresses.
+        /// Sets a ServiceEntry with `addresses` addresses.
         fn entry(&mut self, namespace: &str, name: &str, addresses: u32) {
             let named = (0..addresses).map(|n| std::net::Ipv4Addr::from_bits(0x0b00_0000 + n));
             let object = json!({
@@ -338,7 +338,7 @@ mod tests {
         while steps == 0 || paced.is_behind() {
             steps += 1;
             wanted.service("shop", "web", 1, steps % 6);
-            // The newest state of what waits counts.
+            // The newest state of a waiting object counts.
             if steps == 2 {
                 wanted.service("tenant", "s99", 500, 1);
                 wanted.services.remove(&name("tenant", "s98"));
@@ -352,7 +352,7 @@ mod tests {
             most = most.max(paced.services().len() + paced.entries().len() - before);
             assert!(steps < 1000);
         }
-        // A Service of 500 ports is 508 keys and more: about 16 of them are a step.
+        // A Service of 500 ports has at least 508 keys, so a step holds about 16 of them.
         assert!(
             (5..50).contains(&most),
             "{most} objects in one of {steps} steps"

@@ -1,14 +1,14 @@
 //! Ports of the node at which no object is served: the agent's own, and those that the operator reserves.
 //!
-//! An author of Pods writes `hostPort`, and one of Services `nodePort` and addresses of the node. Otherwise a Pod could
-//! answer the kubelet's probe of the agent, or a connection to the kubelet.
+//! Authors of Pods write `hostPort`, and authors of Services write `nodePort` and addresses of the node. Without this
+//! check, a Pod could answer the kubelet's probe of the agent, or a connection to the kubelet.
 
 use std::net::IpAddr;
 
 use model::{Gravity, Problem, Service, ServiceType};
 
-/// A service without what it would take of these ports on the node that has the addresses `own`, and what is said of it;
-/// none if it takes nothing.
+/// Returns a service without its claims to `ports` at the addresses `own` of the node, and the problem that names them.
+/// `None` if it claims none.
 pub fn left_out(service: &Service, own: &[IpAddr], ports: &[u16]) -> Option<(Service, Problem)> {
     let mut rest = service.clone();
     let mut left_out = Vec::new();
@@ -125,7 +125,7 @@ mod tests {
                 .text
                 .contains("port 15021 at 192.0.2.1, port 15021 at 2001:db8::1")
         );
-        // Elsewhere the port is free.
+        // At other addresses the port is free.
         assert!(judged(&service(&at, &["203.0.113.1"])).is_none());
         assert!(judged(&service(&json!([{ "port": 80, "nodePort": 30000 }]), &OWN)).is_none());
     }

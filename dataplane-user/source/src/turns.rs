@@ -1,8 +1,8 @@
-//! Whose changes are taken in next.
+//! Chooses the changes that are applied next.
 //!
-//! A change costs work, and all changes of a moment are taken in together. So that the changes of one author do not make
-//! those of others wait, a step takes so much work at most: first the changes of the namespaces that have least, then as
-//! much of one other namespace's as is left, another one in each step.
+//! Each change costs work, and the changes of one step are applied together. A step has a limit of work, so that the
+//! changes of one author do not delay those of others. A step first takes the complete changes of the namespaces with
+//! the least work. The rest of its limit goes to one other namespace, a different one in each step.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -10,18 +10,18 @@ use std::{
     ops::Bound,
 };
 
-/// Objects that have changed and were not taken in yet, by namespace.
+/// Changed objects that were not applied yet, by namespace.
 #[derive(Debug)]
 pub struct Turns<K> {
     waiting: BTreeMap<Box<str>, Waiting<K>>,
-    /// The namespace of which the last step took a part.
+    /// The namespace from which the last step took a part.
     last: Box<str>,
-    /// How many objects have come.
+    /// Number of changes so far.
     count: u64,
 }
 
-/// Where an object stands in its namespace's queue: what goes before what comes, so that others may have what it had; then
-/// the one that has waited longest.
+/// The position of an object in its namespace's queue. Removed objects come first, because they free space for others.
+/// Then the object that has waited longest comes first.
 type Place = (bool, u64);
 
 #[derive(Debug)]
@@ -42,7 +42,8 @@ impl<K> Default for Turns<K> {
 }
 
 impl<K: Clone + Eq + Hash> Turns<K> {
-    /// An object has changed. One that waits already keeps its place. `stays`: it is not gone.
+    /// Adds a changed object. An object that already waits does not lose its position. `stays`: the object still
+    /// exists.
     pub fn put(&mut self, namespace: &str, object: &K, cost: u64, stays: bool) {
         if !self.waiting.contains_key(namespace) {
             self.waiting.insert(namespace.into(), Waiting::default());
@@ -56,7 +57,8 @@ impl<K: Clone + Eq + Hash> Turns<K> {
         waiting.insert((stays, turn), object.clone(), cost);
     }
 
-    /// Takes the objects whose turn it is: of this cost together, and one of a namespace that has more, whatever its cost.
+    /// Takes the next objects, with a total cost of `budget`. Of one namespace with more, takes at least one object at
+    /// any cost.
     pub fn take(&mut self, budget: u64) -> Vec<K> {
         let mut left = budget;
         let mut taken = Vec::new();
@@ -90,12 +92,12 @@ impl<K: Clone + Eq + Hash> Turns<K> {
         taken
     }
 
-    /// The namespaces that wait.
+    /// Returns the namespaces with waiting objects.
     pub fn namespaces(&self) -> impl Iterator<Item = &str> {
         self.waiting.keys().map(|namespace| &**namespace)
     }
 
-    /// Whether nobody waits.
+    /// Returns whether no object waits.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
@@ -125,7 +127,7 @@ impl<K: Clone + Eq + Hash> Waiting<K> {
         Some(place)
     }
 
-    /// Takes from the front of the queue, one object at least.
+    /// Takes objects from the front of the queue, at least one.
     fn take(&mut self, budget: u64, taken: &mut Vec<K>) {
         let mut left = budget;
         let mut is_first = true;
@@ -168,7 +170,7 @@ mod tests {
             assert!(of_step.len() <= 2 + 9, "{of_step:?}");
             taken.extend(of_step.into_iter().filter(|(of, _)| *of == "much"));
         }
-        // In the order in which they came, and none is lost.
+        // The objects come in their order of arrival, and none is lost.
         while !turns.is_empty() {
             taken.extend(turns.take(1000));
         }

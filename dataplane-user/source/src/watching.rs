@@ -1,4 +1,4 @@
-//! A thread that says when a source may have changed.
+//! A thread that reports changes of a source.
 
 use std::{
     io,
@@ -14,7 +14,7 @@ use tokio::{runtime::Builder, sync::oneshot};
 
 use super::feed::{self, Notice};
 
-/// A thread that says when a source may have changed, until it is dropped.
+/// A thread that reports changes of a source until it is dropped.
 #[derive(Debug)]
 pub struct Watching {
     changed: Arc<AtomicBool>,
@@ -23,11 +23,11 @@ pub struct Watching {
 }
 
 impl Watching {
-    /// Starts the thread. `next`: waits for the next change.
+    /// Starts the thread. `next` waits for the next change.
     ///
     /// # Errors
     ///
-    /// The thread cannot be started.
+    /// If the thread cannot be started.
     pub fn start(
         thread: &'static str,
         notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
@@ -61,12 +61,12 @@ impl Watching {
         })
     }
 
-    /// Whether there was a change since the last call.
+    /// Returns whether there was a change since the last call.
     pub fn changed(&self) -> bool {
         self.changed.swap(false, Ordering::Acquire)
     }
 
-    /// Acts as if there was a change.
+    /// Reports a change without a change of the source.
     pub fn refresh(&self) {
         self.changed.store(true, Ordering::Release);
     }
@@ -74,7 +74,7 @@ impl Watching {
 
 impl Drop for Watching {
     fn drop(&mut self) {
-        // The thread may have ended on its own: then nobody waits for either.
+        // The thread may have ended on its own, and then no receiver is left.
         if let Some(stop) = self.stop.take() {
             let _ = stop.send(());
         }

@@ -1,4 +1,4 @@
-//! The way to the API server: where it is, whom it must be, and who we are.
+//! Connections to the API server: its address, its identity, and the agent's own credentials.
 
 use std::{env, fs, io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
@@ -30,35 +30,34 @@ use super::{
     token::TokenFile,
 };
 
-/// How long a connection may take to be made.
+/// Time limit for establishing a connection.
 const CONNECT: Duration = Duration::from_secs(5);
-/// When nothing was heard for so long, the kernel asks whether the other side is there, and again in these
-/// intervals; and it gives a connection up on which nothing was acknowledged for so long. So one that was cut
-/// without a word ends after some 15 s.
+/// Idle time after which the kernel probes a connection, and the interval of the probes. The kernel closes a connection
+/// on which data stays unacknowledged for the same time. So a connection that was cut silently ends after about 15 s.
 const KEEPALIVE: Duration = Duration::from_secs(9);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(3);
 const UNHEARD: Duration = Duration::from_secs(12);
 
-/// Where a pod finds what it needs to talk to the API server.
+/// Directory of the service account's files in a pod.
 const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
-/// How to read the API.
+/// Settings for reading the API.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Where the API server is.
+    /// The API server.
     pub target: Target,
-    /// What to read it for.
+    /// The kinds to read.
     pub wanted: WantedKinds,
-    /// How long to wait for what.
+    /// Time limits.
     pub patience: Patience,
 }
 
-/// Where the API server is, and what proves who is who.
+/// The API server's address, and the credentials of both sides.
 #[derive(Clone, Debug)]
 pub struct Target {
-    /// A kubeconfig file; none: the service account of the pod.
+    /// A kubeconfig file. `None`: the pod's service account.
     pub kubeconfig: Option<PathBuf>,
-    /// The server's URL, if not the one in the file or, of a pod, in its environment.
+    /// The server's URL. `None`: the URL of the kubeconfig or, in a pod, of the environment.
     pub server: Option<String>,
     /// The directory with the service account's `token` and `ca.crt`.
     pub service_account: PathBuf,
@@ -75,12 +74,12 @@ impl Default for Target {
 }
 
 impl Target {
-    /// Whether only the environment of a pod says where it is: at the address of a service.
+    /// Returns whether only a pod's environment has the server's address, which is that of a service.
     pub fn is_a_service(&self) -> bool {
         self.kubeconfig.is_none() && self.server.is_none()
     }
 
-    /// The server as a person knows it, also if there is no way to it.
+    /// Returns the server's name for people, also if there is no connection to it.
     pub fn server_text(&self) -> String {
         match (&self.server, &self.kubeconfig) {
             (Some(server), _) => server.clone(),
@@ -91,11 +90,11 @@ impl Target {
         }
     }
 
-    /// Whether files and variables say where it is.
+    /// Checks that files and variables have the server's address.
     ///
     /// # Errors
     ///
-    /// If they do not, or say nothing that makes sense.
+    /// If they do not have it, or have an invalid value.
     pub fn check(&self) -> Result<(), ConnectError> {
         let connector = Connector::new(self.clone());
         match &self.kubeconfig {
@@ -108,35 +107,35 @@ impl Target {
 /// Makes connections to the API server.
 #[derive(Debug)]
 pub struct Connector {
-    /// Where it is.
+    /// The API server.
     pub target: Target,
-    /// Changes when reading a kind works again.
+    /// Changes when reading of a kind works again.
     pub back: watch::Sender<()>,
 }
 
-/// A connection to the API server, or several.
+/// One or more connections to the API server.
 #[derive(Clone)]
 pub struct Connection {
-    /// To ask it.
+    /// The client for requests.
     pub client: Client,
-    /// Its URL.
+    /// The server's URL.
     pub server: String,
-    /// What proves who we are, if that is in a file.
+    /// The agent's token, if it is in a file.
     pub token: Option<Arc<TokenFile>>,
 }
 
 impl Connector {
-    /// For this one.
+    /// Returns a connector for this server.
     pub fn new(target: Target) -> Self {
         let back = watch::Sender::new(());
         Self { target, back }
     }
 
-    /// A new connection: files are read again, since tokens, certificates and addresses change.
+    /// Returns a new connection. Reads files again, because tokens, certificates and addresses change.
     ///
     /// # Errors
     ///
-    /// If files or variables are of no use. The server is not asked.
+    /// If files or variables cannot be used. This does not contact the server.
     pub async fn connect(&self) -> Result<Connection, ConnectError> {
         let (mut kubeconfig, bundle) = match &self.target.kubeconfig {
             Some(path) => (self.kubeconfig(path)?, None),
@@ -156,7 +155,7 @@ impl Connector {
                 path: path.clone(),
                 error: error.into(),
             })?;
-        // Read again now and then, as the cluster's certificate authority may change.
+        // The client reads the file again from time to time, because the cluster's certificate authority may change.
         config.root_cert_file = bundle;
         if config.cluster_url.host().is_none() {
             return Err(ConnectError::Url {
@@ -167,7 +166,7 @@ impl Connector {
             Some(url) => Some(url.parse().map_err(|_| ConnectError::Url { url })?),
             None => proxy_in_environment(&config.cluster_url),
         };
-        // We have our own patience, which tells what goes wrong meanwhile.
+        // The followers have their own retries, which report the failures.
         config.default_retry = false;
         config.connect_timeout = Some(CONNECT);
         let server = config.cluster_url.to_string();
@@ -193,7 +192,7 @@ impl Connector {
         Ok(kubeconfig)
     }
 
-    /// What a kubeconfig of the pod would be, and where the certificate authority is.
+    /// Returns a kubeconfig for the pod's service account, and the path of the certificate authority.
     fn service_account(&self) -> Result<(Kubeconfig, Option<PathBuf>), ConnectError> {
         let server = match &self.target.server {
             Some(server) => checked(server)?,
@@ -204,7 +203,7 @@ impl Connector {
             path: directory.clone(),
             text,
         };
-        // Without encryption (`kubectl proxy`) there is nobody to prove anything to.
+        // Without encryption (`kubectl proxy`) no token is sent.
         let plain = server.starts_with("http://");
         let token = directory.join("token");
         let bundle = directory.join("ca.crt");
@@ -249,8 +248,8 @@ impl Connector {
     }
 }
 
-/// Connects to the API server, past all services but those of cluster IPs. The connection is looked after by TCP: a
-/// watch may be silent for minutes, and a connection that was cut without a word would be as silent.
+/// Connects to the API server. The connection bypasses all services except cluster IPs. TCP keepalive checks it,
+/// because a watch may be silent for minutes and then looks like a connection that was cut silently.
 async fn dial(server: Uri) -> io::Result<TokioIo<TcpStream>> {
     let host = server.host().unwrap_or_default();
     let host = host.trim_start_matches('[').trim_end_matches(']');
@@ -273,7 +272,7 @@ async fn dial_address(address: SocketAddr) -> io::Result<TcpStream> {
         TcpSocket::new_v6()?
     };
     let options = SockRef::from(&socket);
-    // A command of a user without CAP_NET_ADMIN may not, and then services are translated for it.
+    // A command of a user without CAP_NET_ADMIN cannot set the priority, so services translate its connection.
     let _ = options.set_priority(OF_AGENT);
     let keepalive = TcpKeepalive::new()
         .with_time(KEEPALIVE)
@@ -298,7 +297,7 @@ fn client(config: Config) -> kube::Result<Client> {
     Ok(Client::new(service, config.default_namespace))
 }
 
-/// Takes the file with the token out of a kubeconfig: we read it ourselves.
+/// Removes the token's file from a kubeconfig, because the agent reads the file itself.
 fn take_token_file(kubeconfig: &mut Kubeconfig) -> Option<String> {
     let name = kubeconfig.current_context.as_ref()?;
     let context = kubeconfig.contexts.iter().find(|c| c.name == *name)?;
@@ -306,12 +305,12 @@ fn take_token_file(kubeconfig: &mut Kubeconfig) -> Option<String> {
     let mut users = kubeconfig.auth_infos.iter_mut();
     let user = users.find(|u| u.name == *user)?.auth_info.as_mut()?;
     let file = user.token_file.take()?;
-    // As kubectl has it, the file is the one that counts.
+    // As for kubectl, the file wins over the token.
     user.token = None;
     Some(file)
 }
 
-/// The API server that Kubernetes tells a pod.
+/// Returns the API server from a pod's environment.
 fn from_environment() -> Option<String> {
     let host = env::var("KUBERNETES_SERVICE_HOST")
         .ok()
@@ -324,7 +323,7 @@ fn from_environment() -> Option<String> {
     })
 }
 
-/// The proxy that a kubeconfig names for its cluster.
+/// Returns the proxy of a kubeconfig's cluster.
 fn proxy_of(kubeconfig: &Kubeconfig) -> Option<String> {
     let name = kubeconfig.current_context.as_ref()?;
     let context = kubeconfig.contexts.iter().find(|c| c.name == *name)?;
@@ -338,7 +337,7 @@ fn proxy_of(kubeconfig: &Kubeconfig) -> Option<String> {
 /// encryption) or `ALL_PROXY`, unless `NO_PROXY` has the server.
 fn proxy_in_environment(server: &Uri) -> Option<Uri> {
     let found = Matcher::from_env().intercept(server)?;
-    // What was found has no user's name and password any more.
+    // The found URL no longer has user and password.
     let plain = server.scheme_str() == Some("http");
     let names = if plain {
         ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"]
@@ -359,7 +358,7 @@ fn proxy_in_environment(server: &Uri) -> Option<Uri> {
         .or_else(|| Some(found.uri().clone()))
 }
 
-/// A URL as it was given; `ADDRESS:PORT` will do.
+/// Returns a URL with a scheme. Accepts `ADDRESS:PORT`, too.
 fn checked(url: &str) -> Result<String, ConnectError> {
     let full = if url.contains("://") {
         url.to_owned()

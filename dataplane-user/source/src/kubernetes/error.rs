@@ -1,55 +1,55 @@
-//! Why there is no way to the API server.
+//! Reasons why the agent cannot connect to the API server.
 
 use std::{error::Error, path::PathBuf};
 
 use kube::config::KubeconfigError;
 
-/// Why there is no way to the API server: something in files or variables.
+/// The reason why the agent cannot connect to the API server: files or variables are wrong.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// Nothing says where it is.
+    /// No setting has the server's address.
     #[error(
         "nothing says where the API server is: give --kubeconfig FILE (or KUBECONFIG), or in a pod \
          --api-server URL (or KUBERNETES_SERVICE_HOST)"
     )]
     Nowhere,
-    /// The kubeconfig is of no use.
+    /// The kubeconfig cannot be used.
     #[error("{}: {error}", path.display())]
     Kubeconfig {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         #[source]
         error: Box<KubeconfigError>,
     },
-    /// The service account is of no use.
+    /// The service account cannot be used.
     #[error("the service account in {}: {text}", path.display())]
     ServiceAccount {
         /// Its directory.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         text: String,
     },
-    /// The URL is none.
+    /// The URL is invalid.
     #[error("`{url}` is not a URL of an API server; expected one like https://192.0.2.1:6443")]
     Url {
-        /// As given.
+        /// The configured URL.
         url: String,
     },
-    /// There is no token in the file that has it.
+    /// The file has no token.
     #[error("the token in {}: {text}", path.display())]
     Token {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         text: String,
     },
-    /// Keys, certificates or a proxy are of no use.
+    /// Keys, certificates or a proxy cannot be used.
     #[error("cannot make a connection: {0}")]
     Client(String),
 }
 
-/// An error and its causes, those left out that an error's own words already tell.
+/// Returns the text of an error with its causes, without causes that an error's own text repeats.
 pub(super) fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

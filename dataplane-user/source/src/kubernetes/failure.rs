@@ -1,4 +1,4 @@
-//! Why the API could not be read.
+//! Reasons why the API could not be read.
 
 use std::time::Duration;
 
@@ -6,37 +6,37 @@ use serde::Deserialize;
 
 use super::{Kind, error::ConnectError};
 
-/// Why the API could not be read.
+/// The reason why the API could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// There is no way to it.
+    /// The settings for the connection are wrong.
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    /// It cannot be reached, or does not speak HTTP.
+    /// The server cannot be reached, or does not speak HTTP.
     #[error("cannot reach it: {0}")]
     Unreachable(String),
-    /// It refused.
+    /// The server refused.
     #[error("it answered {code}{}: {message}", hint(*code))]
     Refused {
         /// The HTTP status.
         code: u16,
-        /// What it said.
+        /// The server's message.
         message: String,
-        /// How long it wants to be left alone.
+        /// Time that the server asks the client to wait.
         retry_after: Option<Duration>,
     },
-    /// Nothing came, or nothing more.
+    /// The answer did not begin, or did not continue.
     #[error("nothing came from it for {0:?}")]
     Silent(Duration),
     /// The connection ended in the middle of an answer.
     #[error("the connection broke: {0}")]
     Broken(String),
-    /// It does not speak as an API server does.
+    /// The answer is not that of an API server.
     #[error("its answer makes no sense: {0}")]
     Nonsense(#[from] serde_json::Error),
 }
 
-/// What a person should do about it.
+/// Returns the remedy for a status code.
 fn hint(code: u16) -> &'static str {
     match code {
         401 => " (it does not accept our token or certificate)",
@@ -49,13 +49,13 @@ fn hint(code: u16) -> &'static str {
 }
 
 impl Failure {
-    /// Whether what we know is too old to go on from: everything is to be listed anew.
+    /// Returns whether the known version is too old to continue from, so that all objects must be listed again.
     pub(super) fn is_expired(&self) -> bool {
         match self {
             Self::Refused { code, message, .. } => match code {
-                // The server was set back to an older state: our version is of its future.
+                // The server was reset to an older state, and the known version is newer than its newest.
                 500 | 504 => message.contains("Too large resource version"),
-                // Gone; or it is there, it knows us, it is not busy, and does not want this.
+                // The version is gone. Or the server works and knows the agent, and rejects this request.
                 400 | 404 | 405 | 409 | 410 | 422 => true,
                 _ => false,
             },
@@ -63,27 +63,27 @@ impl Failure {
         }
     }
 
-    /// Whether the server has no such kind.
+    /// Returns whether the server does not have the kind.
     pub(super) fn is_missing(&self) -> bool {
         matches!(self, Self::Refused { code: 404, .. })
     }
 
-    /// Whether we may not read this.
+    /// Returns whether the agent has no permission to read.
     pub(super) fn is_forbidden(&self) -> bool {
         matches!(self, Self::Refused { code: 403, .. })
     }
 
-    /// Whether another connection, with what the files say now, may help.
+    /// Returns whether another connection, with the present files, may help.
     pub(super) fn is_of_connection(&self) -> bool {
         !matches!(self, Self::Refused { code, .. } if *code != 401)
     }
 
-    /// Whether the server was not reached, or is silent.
+    /// Returns whether the server was not reached, or is silent.
     pub(super) fn is_of_network(&self) -> bool {
         matches!(self, Self::Unreachable(_) | Self::Silent(_))
     }
 
-    /// How long the server wants to be left alone.
+    /// Returns the time that the server asks the client to wait.
     pub(super) fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Refused { retry_after, .. } => *retry_after,
@@ -91,13 +91,13 @@ impl Failure {
         }
     }
 
-    /// For a person: what was tried, and why it did not work.
+    /// Returns a message for people: the request, and the reason why it failed.
     pub(super) fn told(&self, server: &str, doing: &str, kind: Kind) -> String {
         format!("cannot {doing} {kind} of {server}: {self}")
     }
 }
 
-/// `Status`, as the API server answers with if it does not want to, and sends in a watch.
+/// `Status`, which the API server sends as an error, or in a watch.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct Status {

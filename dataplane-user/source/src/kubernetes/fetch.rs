@@ -1,4 +1,4 @@
-//! Requests and their answers, in pieces as they come.
+//! Requests, and answers that arrive in pieces.
 
 use std::{future::Future, sync::LazyLock, time::Duration};
 
@@ -18,27 +18,27 @@ use super::{
     Failure, Patience, error::chain, failure::Status, health::KindHealth, token::TokenFile,
 };
 
-/// Who we are, for the server's log and its audit.
+/// The agent's name in the server's log and audit.
 static USER_AGENT: LazyLock<HeaderValue> = LazyLock::new(|| {
     let (version, arch) = (env!("CARGO_PKG_VERSION"), std::env::consts::ARCH);
     let text = format!("dataplane/{version} (linux/{arch})");
     HeaderValue::from_str(&text).unwrap_or_else(|_| HeaderValue::from_static("dataplane"))
 });
-/// More than that of an error is of no use to anybody.
+/// Maximum length of an error's text that is read.
 const ERROR_MAX: usize = 64 * 1024;
 
-/// Asks the API server for objects of a kind.
+/// Requests for objects of a kind.
 pub struct Fetch<'a> {
     pub client: &'a Client,
     pub token: Option<&'a TokenFile>,
-    /// Where the API server has them.
+    /// The path of the objects at the API server.
     pub path: &'static str,
     pub patience: Patience,
     pub health: &'a KindHealth,
 }
 
 impl<'a> Fetch<'a> {
-    /// A page of a list, as it is.
+    /// Returns a page of a list as text.
     pub async fn page(&self, what: &ListParams) -> Result<Vec<u8>, Failure> {
         let request = Request::new(self.path).list(what);
         let mut body = self.answer(request).await?;
@@ -50,7 +50,7 @@ impl<'a> Fetch<'a> {
         Ok(page)
     }
 
-    /// Watches from a version on.
+    /// Starts a watch at a version.
     pub async fn watch(&self, what: &WatchParams, from: &str) -> Result<Lines<'a>, Failure> {
         let request = Request::new(self.path).watch(what, from);
         Ok(Lines {
@@ -62,7 +62,7 @@ impl<'a> Fetch<'a> {
         })
     }
 
-    /// The body of the answer, if it is not an error.
+    /// Returns the body of the answer, or an error.
     async fn answer(
         &self,
         request: Result<http::Request<Vec<u8>>, kube::core::request::Error>,
@@ -72,8 +72,8 @@ impl<'a> Fetch<'a> {
     }
 }
 
-/// Sends a request, and returns the body of the answer if it is not an error. `patience`: for the answer to begin, and
-/// for the next piece of an error.
+/// Sends a request, and returns the body of the answer, or an error. `patience`: time limit for the beginning of the
+/// answer, and for the next piece of an error.
 pub async fn send(
     client: &Client,
     token: Option<&TokenFile>,
@@ -94,7 +94,7 @@ pub async fn send(
     }
     let mut body = answer.into_body();
     let mut text = Vec::new();
-    // Half of an explanation is better than none.
+    // A part of the error's text is better than none.
     while let Ok(Some(piece)) = next(&mut body, patience).await {
         text.extend_from_slice(&piece);
         if text.len() > ERROR_MAX {
@@ -112,20 +112,20 @@ pub async fn send(
     .into())
 }
 
-/// The lines of a watch, as they come.
+/// The lines of a watch.
 pub struct Lines<'a> {
     body: Body,
-    /// What has come.
+    /// Received text.
     text: Vec<u8>,
-    /// How much of it was taken.
+    /// Number of bytes that were already returned.
     taken: usize,
-    /// How much of the rest has no end of a line in it.
+    /// Number of further bytes that contain no end of a line.
     searched: usize,
     health: &'a KindHealth,
 }
 
 impl Lines<'_> {
-    /// The next line; none when the server has ended the watch.
+    /// Returns the next line. `None` when the server has ended the watch.
     pub async fn next(&mut self, patience: Duration) -> Result<Option<&[u8]>, Failure> {
         loop {
             let rest = &self.text[self.taken..];
@@ -143,14 +143,14 @@ impl Lines<'_> {
                     self.health.hear();
                     self.text.extend_from_slice(&piece);
                 }
-                // A line without its end was cut off: it will be sent again.
+                // A line without an end is incomplete. The server sends it again.
                 None => return Ok(None),
             }
         }
     }
 }
 
-/// The next piece of an answer.
+/// Returns the next piece of an answer.
 pub async fn next(
     body: &mut Body,
     patience: Duration,
@@ -160,7 +160,7 @@ pub async fn next(
             None => return Ok(None),
             Some(Err(error)) => return Err(Failure::Broken(chain(&error))),
             Some(Ok(frame)) => {
-                // Trailers are none of it.
+                // Trailers do not belong to the text.
                 if let Ok(piece) = frame.into_data() {
                     return Ok(Some(piece));
                 }

@@ -1,4 +1,4 @@
-//! Follows one kind: lists it, watches it from there, and begins anew where it must.
+//! Follows one kind: lists it, watches it from there, and lists it again when it must.
 
 use std::{borrow::Cow, sync::Arc, time::Duration};
 
@@ -21,31 +21,31 @@ use super::{
     sight::{KindPerspective, Perspective},
 };
 
-/// How long a watch may last, in seconds: each one some time in between, so that the watches of a
-/// cluster's nodes do not all end at once.
+/// Range of the duration of a watch, in seconds. Each watch draws its own, so that the watches of a cluster's nodes do
+/// not end at the same time.
 const WATCH_SECONDS: std::ops::RangeInclusive<u32> = 230..=290;
-/// What may be wrong if the API server cannot be reached at the address that pods are told.
+/// Appended to the failure if the API server cannot be reached at the address in a pod's environment.
 const AT_A_SERVICE: &str = ". That is the address of a service (KUBERNETES_SERVICE_HOST), which nothing serves on a \
      node whose only service proxy is this agent: give the server's own address, or that of a load balancer before \
      it, with --api-server (apiServer in the manifests and the chart)";
-/// A watch that lasted that long was no failure, even if nothing came.
+/// A watch that lasted at least this long did not fail, even if it had no event.
 const LASTED: Duration = Duration::from_secs(5);
 
-/// What became known.
+/// A message to the store.
 #[derive(Debug)]
 pub enum Message {
-    /// A list begins: what is not in it is gone.
+    /// A list begins. Objects that are missing in it are removed.
     Begin(Kind),
-    /// An object of a list, or one that came or changed.
+    /// A listed, new or changed object.
     Put(Kind, Object, Instant),
-    /// An object that is gone.
+    /// A removed object.
     Gone(Kind, Object, Instant),
-    /// The list is at its end; as it was seen.
+    /// The list is complete; it was read from this perspective.
     End(Kind, KindPerspective),
-    /// Reading a kind works again.
+    /// Reading of a kind works again.
     Back,
-    /// The API server does not let it be read, as it says, and the rest goes on without; or, with
-    /// nothing, lets it be read again.
+    /// The API server refuses to let the kind be read, with its reason, and the agent continues without the kind.
+    /// `None`: the server permits it again.
     Refused(Kind, Option<String>),
 }
 
@@ -54,33 +54,33 @@ pub struct Follower {
     pub kind: Kind,
     pub connector: Arc<Connector>,
     pub patience: Patience,
-    /// This node, without what its object says.
+    /// This node, without the facts of its object.
     pub node: Arc<Node>,
-    /// As [`WantedKinds::names`](super::WantedKinds::names).
+    /// See [`WantedKinds::names`](super::WantedKinds::names).
     pub names: bool,
     pub health: Arc<Health>,
     pub messages: mpsc::Sender<Message>,
 }
 
-/// Why a watch ended.
+/// The reason why a watch ended.
 enum Ended {
-    /// Whoever takes messages is gone: nobody wants to know any more.
+    /// The receiver of the messages is gone.
     Unwanted,
-    /// Things look otherwise: everything is to be read with other eyes.
+    /// The perspective has changed, so everything must be read again.
     Otherwise,
-    /// The server ended it, as it does after a time.
+    /// The server ended the watch, as it does after some time.
     ByServer,
-    /// The cluster has no such kind.
+    /// The cluster does not have the kind.
     Missing,
-    /// It did not work.
+    /// A request failed.
     Failed(Failure),
 }
 
-/// A list that was read to its end.
+/// A list that was read completely.
 struct Listed {
-    /// Where it was.
+    /// The path of the list.
     path: &'static str,
-    /// What it is of, and what has come since.
+    /// The version of the list, or of the last event since then.
     version: String,
 }
 
@@ -116,14 +116,14 @@ struct Event<'a> {
     object: &'a RawValue,
 }
 
-/// A bookmark: everything up to this version was told.
+/// A bookmark: all changes up to this version were sent.
 #[derive(Deserialize)]
 struct Bookmark {
     metadata: PageMetadata,
 }
 
 impl Follower {
-    /// Follows until nobody takes the messages any more.
+    /// Follows the kind until the receiver of the messages is gone.
     pub async fn run(self, mut eyes: watch::Receiver<Perspective>) {
         let mut backoff = Backoff::new(self.patience);
         let mut connection = None;
@@ -137,7 +137,7 @@ impl Follower {
                 return;
             };
             let Some(sight) = sight else { continue };
-            // It may have changed while nothing was watched.
+            // The perspective may have changed while no watch was running.
             if before.is_some_and(|before| before != sight) {
                 version = None;
             }
@@ -163,7 +163,7 @@ impl Follower {
                 }
                 _ => None,
             };
-            // The server asks for patience, or has no such kind: others' success says nothing of that.
+            // After `Retry-After`, or without the kind, the success of other kinds does not shorten the wait.
             let waits = match &ended {
                 Ended::Failed(failure) => failure.retry_after().is_some() || forbidden.is_some(),
                 _ => true,
@@ -196,7 +196,8 @@ impl Follower {
             }
             let mut rest = backoff.next();
             if let Some(since) = forbidden {
-                // What can be done without is done without from then on, not from the attempt after.
+                // When the patience for a forbidden kind ends, the agent continues without the kind at once, not at the
+                // next attempt.
                 let left = self.patience.forbidden.saturating_sub(since.elapsed());
                 if !left.is_zero() {
                     rest = rest.min(left);
@@ -204,16 +205,16 @@ impl Follower {
             }
             tokio::select! {
                 () = sleep(rest) => {}
-                // The server is there again.
+                // The server answers again.
                 Ok(()) = back.changed(), if !waits => {}
             }
         }
     }
 
-    /// How its objects are looked at; `None`: that is not known yet.
+    /// Returns the perspective on this kind. `None` if it is not known yet.
     fn sight(&self, eyes: &Perspective) -> Option<KindPerspective> {
         let (node, everywhere) = match self.kind {
-            // Their endpoints are in this node's zone and region, or are not.
+            // Their endpoints are compared with this node's zone and region.
             Kind::Slice | Kind::ServiceEntry | Kind::WorkloadEntry => (eyes.node.as_ref()?, false),
             Kind::Pod => (eyes.node.as_ref()?, eyes.everywhere),
             _ => (&self.node, false),
@@ -226,7 +227,7 @@ impl Follower {
     }
 }
 
-/// What is done again and again.
+/// One round of listing and watching.
 struct Step<'a> {
     follower: &'a Follower,
     health: &'a KindHealth,
@@ -234,7 +235,7 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// Lists if there is no version to go on from, and watches from there until that ends.
+    /// Lists if there is no version to continue from, and watches from there until the watch ends.
     async fn take(
         &self,
         connection: &mut Option<Connection>,
@@ -280,7 +281,7 @@ impl Step<'_> {
                 self.follower.kind
             );
             self.follower.connector.back.send_replace(());
-            // Views depend on how old they are.
+            // The age of views depends on this.
             if let Err(ended) = self.send(Message::Back).await {
                 return ended;
             }
@@ -301,7 +302,7 @@ impl Step<'_> {
             backoff.reset();
         }
         match ended {
-            // Connections break. It is a failure if there is no new one.
+            // A broken connection is normal. It is a failure only if there is no new connection.
             Ended::Failed(failure @ (Failure::Broken(_) | Failure::Silent(_))) => {
                 info!("{}: watching them anew: {failure}", self.follower.kind);
                 *connection = None;
@@ -311,14 +312,14 @@ impl Step<'_> {
         }
     }
 
-    /// Waits until things look otherwise than now; for ever, where they never do.
+    /// Waits until the perspective changes, forever if it never does.
     async fn seen_otherwise(&self, eyes: &mut watch::Receiver<Perspective>) -> bool {
         let sight = |eyes: &Perspective| self.follower.sight(eyes);
         let other = |eyes: &Perspective| sight(eyes).is_some_and(|sight| sight != *self.sight);
         eyes.wait_for(other).await.is_ok()
     }
 
-    /// Lists all of it, in the newest version of the API that the server has of it.
+    /// Lists all objects, in the newest version of the API that the server has for the kind.
     async fn find<'a>(&self, fetch: impl Fn(&'static str) -> Fetch<'a>) -> Result<Listed, Ended> {
         let kind = self.follower.kind;
         for path in kind.paths() {
@@ -333,7 +334,7 @@ impl Step<'_> {
                 Err(ended) => return Err(ended),
             }
         }
-        // As good as a list of none.
+        // An empty list has the same effect.
         self.send(Message::Begin(kind)).await?;
         self.send(Message::End(kind, self.sight.clone())).await?;
         if !self.health.miss(true) {
@@ -343,14 +344,14 @@ impl Step<'_> {
         Err(Ended::Missing)
     }
 
-    /// Lists all of it; the version that it is of.
+    /// Lists all objects. Returns the version of the list.
     async fn list(&self, fetch: &Fetch<'_>) -> Result<String, Ended> {
         let kind = self.follower.kind;
         let mut what = kind.list(self.sight);
         if self.health.lists() == 0 {
-            // What the API server has in memory will do to begin with, and the watch brings what is newer.
-            // Later it must not: that may be older than what was seen already. In one piece, which is how
-            // servers answer it.
+            // The first list may come from the API server's cache, because the watch brings newer changes. A later list
+            // must not, because the cache may be older than known objects. The first list has one page, because servers
+            // answer such a list that way.
             what.limit = None;
             what = what.match_any();
         }
@@ -364,7 +365,7 @@ impl Step<'_> {
                     .await?;
             }
             what.continue_token = page.metadata.rest.filter(|rest| !rest.is_empty());
-            // The token says of which version the rest is.
+            // The token names the version of the remaining pages.
             (what.version_match, what.resource_version) = (None, None);
             if what.continue_token.is_none() {
                 self.send(Message::End(kind, self.sight.clone())).await?;
@@ -374,11 +375,10 @@ impl Step<'_> {
         }
     }
 
-    /// Reads a watch to its end. `version` is what it has got to, and `told` whether it said
-    /// anything.
+    /// Reads a watch to its end. Updates `version` with each event, and sets `told` if there was any event.
     async fn watch(&self, lines: &mut Lines<'_>, version: &mut String, told: &mut bool) -> Ended {
         let kind = self.follower.kind;
-        // A server that says nothing of bookmarks may be silent until the watch is over.
+        // A server that sends no bookmarks may be silent until the watch ends.
         let longest = Duration::from_secs(u64::from(*WATCH_SECONDS.end()));
         let mut idle = self.follower.patience.idle.max(longest) + self.follower.patience.answer;
         loop {
@@ -416,7 +416,7 @@ impl Step<'_> {
                     }))
                     .into();
                 }
-                // A later version of the API may have more to tell, to those who asked for it.
+                // A later version of the API may have further events for clients that ask for them.
                 other => {
                     debug!("{kind}: an event of an unknown type, {other:?}");
                     continue;
@@ -444,7 +444,7 @@ impl Step<'_> {
         sent.map_err(|_| Ended::Unwanted)
     }
 
-    /// What can be done without is done without.
+    /// Continues without the kind, if the agent can serve without it.
     async fn refused(&self, failure: &Failure) -> Result<(), Ended> {
         let kind = self.follower.kind;
         if kind.without().is_none() || self.health.refuse(true) {
@@ -454,8 +454,7 @@ impl Step<'_> {
             .await
     }
 
-    /// Tells that something did not work, in the log only if it is `lasting`, and has the next attempt
-    /// make its own connection if that may help.
+    /// Reports a failure, in the log only if it is `lasting`. Makes the next attempt connect again if that may help.
     fn failed(
         &self,
         failure: &Failure,
@@ -482,7 +481,7 @@ impl Step<'_> {
     }
 }
 
-/// How long to wait between attempts: longer each time, and never the same as everybody else.
+/// The delay between attempts. It grows with each attempt and has a random part, so that nodes do not retry together.
 struct Backoff {
     patience: Patience,
     delay: Duration,
@@ -502,7 +501,7 @@ impl Backoff {
         self.delay = self.patience.retry;
     }
 
-    /// The next wait is no shorter.
+    /// Makes the next delay at least this long.
     fn at_least(&mut self, least: Option<Duration>) {
         self.least = least.unwrap_or_default();
     }

@@ -1,4 +1,4 @@
-//! How old what we know is, and why it is not newer.
+//! The age of the known objects, and the reason if they are stale.
 
 use std::sync::{
     Mutex, MutexGuard, PoisonError,
@@ -8,26 +8,26 @@ use std::sync::{
 use super::{Kind, WantedKinds};
 use crate::clock::now;
 
-/// How reading the API goes: written by those who read, read by whoever asks.
+/// The state of reading the API. The followers write it, and any thread may read it.
 #[derive(Debug, Default)]
 pub struct Health {
     kinds: [KindHealth; Kind::ALL.len()],
 }
 
-/// How reading one kind goes. Times are seconds since the epoch.
+/// The state of reading one kind. Times are in seconds since the epoch.
 #[derive(Debug, Default)]
 pub struct KindHealth {
-    /// Whether it is read at all.
+    /// Whether the kind is read at all.
     wanted: AtomicBool,
-    /// Whether the API server does not let it be read, and the rest is served without it.
+    /// Whether the API server refuses to let the kind be read, and the agent continues without it.
     refused: AtomicBool,
-    /// Whether the cluster has no such kind.
+    /// Whether the cluster does not have the kind.
     missing: AtomicBool,
-    /// When the server last said something about it, if only that there is nothing new.
+    /// Time of the last sign of life of the server for this kind, including bookmarks.
     heard: AtomicU64,
-    /// Whether it was ever listed to its end.
+    /// Whether a list was ever complete.
     listed: AtomicBool,
-    /// Whether it is being watched.
+    /// Whether a watch is running.
     watching: AtomicBool,
     lists: AtomicU64,
     watches: AtomicU64,
@@ -36,39 +36,39 @@ pub struct KindHealth {
     failing: Mutex<Option<Failing>>,
 }
 
-/// Reading a kind does not work.
+/// The present failure of reading a kind.
 #[derive(Debug)]
 struct Failing {
-    /// Since when, in seconds since the epoch.
+    /// Beginning, in seconds since the epoch.
     since: u64,
-    /// What last went wrong.
+    /// The last failure.
     text: String,
-    /// What of that was last logged, if anything.
+    /// The failure that was last logged, if any.
     told: Option<String>,
 }
 
 impl Health {
-    /// That of one kind.
+    /// Returns the state of one kind.
     pub fn of(&self, kind: Kind) -> &KindHealth {
         &self.kinds[kind as usize]
     }
 
-    /// These kinds are read from now on.
+    /// Marks the kinds that are read from now on.
     pub(super) fn want(&self, wanted: WantedKinds) {
         for kind in Kind::ALL.into_iter().filter(|kind| wanted.includes(*kind)) {
             self.of(kind).wanted.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Those that are read, but for those that we may not read and those that the cluster does not have.
+    /// Returns the kinds that are read, without those that the server refuses or that the cluster does not have.
     fn read(&self) -> impl Iterator<Item = &KindHealth> {
         self.kinds.iter().filter(|kind| {
             kind.wanted.load(Ordering::Relaxed) && !kind.is_refused() && !kind.is_missing()
         })
     }
 
-    /// When everything that we know was last known to be so: the server sends word of each kind
-    /// at least every minute or so. 0: not everything was listed yet.
+    /// Returns the time at which all known objects were last known to be current. The server sends an event or bookmark
+    /// for each kind at least every minute or so. 0: not all kinds have been listed yet.
     pub fn heard(&self) -> u64 {
         let listed = |kind: &KindHealth| {
             if kind.listed.load(Ordering::Acquire) {
@@ -80,18 +80,18 @@ impl Health {
         self.read().map(listed).min().unwrap_or_default()
     }
 
-    /// Whether every kind is being watched.
+    /// Returns whether every kind is being watched.
     pub fn is_watching(&self) -> bool {
         let mut kinds = self.read().peekable();
         kinds.peek().is_some() && kinds.all(|kind| kind.watching.load(Ordering::Relaxed))
     }
 
-    /// Since when something does not work, in seconds since the epoch, and what: the oldest.
+    /// Returns the oldest present failure: its beginning, in seconds since the epoch, and its text.
     pub fn failure(&self) -> Option<(u64, String)> {
         self.read().filter_map(KindHealth::failure).min()
     }
 
-    /// Since when Services or EndpointSlices cannot be read, in seconds since the epoch.
+    /// Returns the time since which Services or EndpointSlices cannot be read, in seconds since the epoch.
     pub fn behind_since(&self) -> Option<u64> {
         let kinds = [Kind::Service, Kind::Slice].into_iter();
         kinds
@@ -101,37 +101,37 @@ impl Health {
 }
 
 impl KindHealth {
-    /// Times that all of it was listed to the end.
+    /// Returns the number of complete lists.
     pub fn lists(&self) -> u64 {
         self.lists.load(Ordering::Relaxed)
     }
 
-    /// Watches that were begun.
+    /// Returns the number of watches.
     pub fn watches(&self) -> u64 {
         self.watches.load(Ordering::Relaxed)
     }
 
-    /// Changes that watches told of, bookmarks not counted.
+    /// Returns the number of changes from watches, without bookmarks.
     pub fn events(&self) -> u64 {
         self.events.load(Ordering::Relaxed)
     }
 
-    /// Lists and watches that did not work.
+    /// Returns the number of failed lists and watches.
     pub fn failures(&self) -> u64 {
         self.failures.load(Ordering::Relaxed)
     }
 
-    /// Whether the API server does not let it be read, and the rest is served without it.
+    /// Returns whether the API server refuses to let the kind be read, and the agent continues without it.
     pub fn is_refused(&self) -> bool {
         self.refused.load(Ordering::Relaxed)
     }
 
-    /// Whether the cluster has no such kind.
+    /// Returns whether the cluster does not have the kind.
     pub fn is_missing(&self) -> bool {
         self.missing.load(Ordering::Relaxed)
     }
 
-    /// The cluster has no such kind, or has it now; what was so before. That it could not be read is over.
+    /// Sets whether the cluster lacks the kind, and returns the former value. If it lacks the kind, clears the failure.
     pub(super) fn miss(&self, missing: bool) -> bool {
         if missing {
             self.failing().take();
@@ -148,19 +148,19 @@ impl KindHealth {
         self.failing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The server said something.
+    /// Records a sign of life of the server.
     pub(super) fn hear(&self) {
         self.heard.store(now(), Ordering::Relaxed);
     }
 
-    /// It was listed to its end.
+    /// Records a complete list.
     pub(super) fn list(&self) {
         self.hear();
         self.lists.fetch_add(1, Ordering::Relaxed);
         self.listed.store(true, Ordering::Release);
     }
 
-    /// A watch begins. If something did not work before, and that was logged: for how many seconds.
+    /// Records the beginning of a watch. If a logged failure ends with it, returns its duration in seconds.
     pub(super) fn watch(&self) -> Option<u64> {
         self.hear();
         self.watches.fetch_add(1, Ordering::Relaxed);
@@ -170,22 +170,22 @@ impl KindHealth {
         is_known.then(|| now().saturating_sub(failed.since))
     }
 
-    /// The rest is served without it, or not any more; what it was before.
+    /// Sets whether the agent continues without the kind, and returns the former value.
     pub(super) fn refuse(&self, refused: bool) -> bool {
         self.refused.swap(refused, Ordering::Relaxed)
     }
 
-    /// A watch has ended.
+    /// Records the end of a watch.
     pub(super) fn unwatch(&self) {
         self.watching.store(false, Ordering::Relaxed);
     }
 
-    /// A watch told of a change.
+    /// Records a change from a watch.
     pub(super) fn event(&self) {
         self.events.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Something did not work. `lasting`: whether that is worth a line in the log. Answers whether to write one.
+    /// Records a failure. `lasting`: whether the failure deserves a line in the log. Returns whether to write one.
     pub(super) fn fail(&self, text: &str, lasting: bool) -> bool {
         self.failures.fetch_add(1, Ordering::Relaxed);
         let mut failing = self.failing();

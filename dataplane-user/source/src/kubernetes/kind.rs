@@ -1,4 +1,4 @@
-//! The kinds that are read, and one object of each in the model's terms.
+//! The kinds of objects that are read, and their conversion into the model.
 
 use std::{fmt, net::IpAddr, sync::Arc};
 
@@ -13,9 +13,9 @@ use crate::objects::{
     wire::{self, Metadata, Named},
 };
 
-/// What kube-proxy asks for, too: neither what belongs to another proxy nor what is headless.
+/// The label selector that kube-proxy uses, too: without services of other proxies, and without headless services.
 const OURS: &str = "!service.kubernetes.io/headless,!service.kubernetes.io/service-proxy-name";
-/// How many objects to ask for at once. Each page is in memory as text while it is read.
+/// Number of objects in one page of a list. The text of a whole page is in memory while it is read.
 const PAGE: u32 = 500;
 
 /// A kind that is read.
@@ -27,7 +27,7 @@ pub enum Kind {
     Slice,
     /// This node's own object.
     Node,
-    /// The Pods on this node, or on all of them.
+    /// The Pods on this node, or on all nodes.
     Pod,
     /// Namespaces.
     Namespace,
@@ -47,17 +47,17 @@ pub enum Kind {
     ReferenceGrant,
 }
 
-/// Which kinds are read.
+/// The kinds to read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WantedKinds {
-    /// What of Kubernetes' own objects.
+    /// The part of Kubernetes' own objects.
     pub scope: Scope,
-    /// Whether Istio's ServiceEntries are read, and what they select: WorkloadEntries, and pods.
+    /// Whether to read Istio's ServiceEntries, and the WorkloadEntries and pods that they select.
     pub entries: bool,
-    /// Whether Gateway API's routes are read, and ReferenceGrants.
+    /// Whether to read Gateway API's routes and ReferenceGrants.
     pub routes: bool,
-    /// Whether the names of services are answered: then headless services and those of other proxies are read with their
-    /// slices, because they have names.
+    /// Whether to answer the names of services. If so, headless services and services of other proxies are read with
+    /// their slices, because they have names.
     pub names: bool,
 }
 
@@ -73,7 +73,7 @@ impl From<Scope> for WantedKinds {
 }
 
 impl WantedKinds {
-    /// Whether a kind is read.
+    /// Returns whether a kind is read.
     pub fn includes(self, kind: Kind) -> bool {
         match kind {
             Kind::ServiceEntry | Kind::WorkloadEntry => self.entries,
@@ -84,7 +84,7 @@ impl WantedKinds {
     }
 }
 
-/// What the API is read for: each with what is before it.
+/// The purpose of reading the API. Each purpose includes those before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Scope {
     /// Services, their endpoints, and this node.
@@ -92,15 +92,15 @@ pub enum Scope {
     Services,
     /// The host ports of this node's pods.
     HostPorts,
-    /// Which of this node's pods are captured, and by which rules; and the pods of all nodes while
-    /// one of these says that it may only reach what is known (`dataplane.io/egress: deny`).
+    /// The pods of this node that are captured, with their rules. Also the pods of all nodes while a pod of this node
+    /// may reach only known destinations (`dataplane.io/egress: deny`).
     Mesh,
-    /// Likewise, and the pods of all nodes in any case.
+    /// As [`Scope::Mesh`], and the pods of all nodes in any case.
     Registry,
 }
 
 impl Kind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 12] = [
         Self::Service,
         Self::Slice,
@@ -116,7 +116,7 @@ impl Kind {
         Self::ReferenceGrant,
     ];
 
-    /// What it is read for; none: for entries or routes.
+    /// Returns the purpose of reading the kind. `None` if the kind is for entries or routes.
     const fn scope(self) -> Option<Scope> {
         match self {
             Self::Service | Self::Slice | Self::Node => Some(Scope::Services),
@@ -132,7 +132,7 @@ impl Kind {
         }
     }
 
-    /// The kind of its routes; none: it is none of routes.
+    /// Returns the kind of route. `None` if the kind is not a route.
     pub(super) const fn route(self) -> Option<RouteKind> {
         match self {
             Self::TcpRoute => Some(RouteKind::Tcp),
@@ -147,13 +147,13 @@ impl Kind {
         self.route().is_some() || matches!(self, Self::ReferenceGrant)
     }
 
-    /// Whether it is a custom resource, which a cluster may not have.
+    /// Returns whether the kind is a custom resource, which a cluster may not have.
     pub(super) const fn may_be_missing(self) -> bool {
         matches!(self, Self::ServiceEntry | Self::WorkloadEntry) || self.is_of_gateway_api()
     }
 
-    /// What becomes of the rest of the node if the API server does not let it be read: it is
-    /// served. `None`: nothing is, of what is new.
+    /// Returns the consequence for the node if the API server refuses to let the kind be read. `None` if the agent
+    /// cannot serve new objects without the kind.
     pub(super) const fn without(self) -> Option<&'static str> {
         match self {
             Self::Service | Self::Slice | Self::Node => None,
@@ -170,7 +170,7 @@ impl Kind {
         }
     }
 
-    /// As the API's paths, RBAC rules and metrics have it.
+    /// Returns the kind's name in paths of the API, RBAC rules and metrics.
     pub const fn resource(self) -> &'static str {
         match self {
             Self::Service => "services",
@@ -188,7 +188,7 @@ impl Kind {
         }
     }
 
-    /// As objects have it.
+    /// Returns the kind's name in objects.
     pub const fn word(self) -> &'static str {
         match self {
             Self::Service => "Service",
@@ -206,7 +206,8 @@ impl Kind {
         }
     }
 
-    /// Where the API server has them, the newest version first: a custom resource may have an older one only.
+    /// Returns the paths of the kind, the newest version first. A cluster may have only an older version of a custom
+    /// resource.
     pub(super) const fn paths(self) -> &'static [&'static str] {
         match self {
             Self::Service => &["/api/v1/services"],
@@ -248,12 +249,12 @@ impl Kind {
         }
     }
 
-    /// Whether its objects are in no namespace.
+    /// Returns whether objects of the kind have no namespace.
     pub(super) const fn is_of_the_cluster(self) -> bool {
         matches!(self, Self::Node | Self::Namespace)
     }
 
-    /// What to ask for in a list.
+    /// Returns the parameters of a list.
     pub(super) fn list(self, sight: &KindPerspective) -> ListParams {
         ListParams {
             label_selector: self.labels(sight).map(str::to_owned),
@@ -262,7 +263,7 @@ impl Kind {
         }
     }
 
-    /// What to ask for in a watch.
+    /// Returns the parameters of a watch.
     pub(super) fn watch(self, sight: &KindPerspective) -> WatchParams {
         WatchParams {
             label_selector: self.labels(sight).map(str::to_owned),
@@ -271,17 +272,18 @@ impl Kind {
         }
     }
 
-    /// The objects that are read, by their labels; none: all.
+    /// Returns the label selector of the objects to read. `None`: all objects.
     fn labels(self, sight: &KindPerspective) -> Option<&'static str> {
         match self {
-            // Names do not depend on the proxy.
+            // Names do not depend on the proxy, so no service is left out.
             Self::Service | Self::Slice if sight.names => None,
             Self::Service | Self::Slice => Some(OURS),
             _ => None,
         }
     }
 
-    /// The objects that are read, by their fields; none: all. Those of this node: a cluster's others are many.
+    /// Returns the field selector of the objects to read. `None`: all objects. It selects the objects of this node,
+    /// because a cluster has many others.
     fn fields(self, sight: &KindPerspective) -> Option<String> {
         let field = match self {
             Self::Pod if !sight.everywhere => "spec.nodeName",
@@ -291,7 +293,7 @@ impl Kind {
         Some(format!("{field}={}", sight.node.name))
     }
 
-    /// An object in the model's terms, as `node` sees it.
+    /// Converts an object into the model, as `node` sees the object.
     pub(super) fn read(self, text: &str, node: &Node) -> Object {
         self.try_read(text, node).unwrap_or_else(|_| {
             let mut findings = Findings::default();
@@ -405,7 +407,7 @@ impl Kind {
         })
     }
 
-    /// Which field of an object cannot be read, and why not.
+    /// Returns the field of an object that cannot be read, and the reason.
     fn explain(self, text: &str) -> (String, String) {
         fn why<T: DeserializeOwned>(text: &str) -> Option<(String, String)> {
             let mut json = serde_json::Deserializer::from_str(text);
@@ -435,7 +437,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// By what an object is known that is in no namespace.
+/// Returns the key of an object without a namespace.
 pub(super) fn of_the_cluster(name: &str) -> ServiceName {
     objects::object_name(&Metadata {
         name: Some(name.to_owned()),
@@ -447,20 +449,20 @@ fn from_json<T: DeserializeOwned>(text: &str) -> Result<T, serde_json::Error> {
     serde_json::from_str(text)
 }
 
-/// An object in the model's terms.
+/// An object after its conversion into the model.
 #[derive(Debug)]
 pub(super) struct Object {
     /// Its namespace and name.
     pub name: ServiceName,
     /// Its `resourceVersion`.
     pub version: String,
-    /// What it came to.
+    /// The result.
     pub body: Body,
-    /// What is wrong with it.
+    /// Problems of the object.
     pub findings: Findings,
 }
 
-/// What an object came to; nothing if it is left alone, or if nothing can be made of it.
+/// The result of an object. `None` if the object is left to others, or if it is invalid.
 #[derive(Debug)]
 pub(super) enum Body {
     Service(Option<Service>, ByIstio),
@@ -474,21 +476,21 @@ pub(super) enum Body {
     Grant(Option<Arc<Grant>>),
 }
 
-/// What there is to know of a pod.
+/// The properties of a pod.
 #[derive(Debug)]
 pub(super) struct Pod {
-    /// Its host ports; `None` if they make no sense, and stay what they were.
+    /// Its host ports. `None` if they are invalid; then the former ones stay.
     pub host_ports: Option<Vec<Service>>,
-    /// Itself, by its own rules; `None` if it has no connections of its own (any more).
+    /// The pod as a workload, with its own rules. `None` if it has no connections of its own, or no longer has them.
     pub workload: Option<Workload>,
     /// Its addresses and those of its node.
     pub addresses: SmallVec<[IpAddr; 4]>,
-    /// As what a ServiceEntry may select it.
+    /// The pod as a ServiceEntry may select it.
     pub candidate: Option<Box<Candidate>>,
 }
 
 impl Pod {
-    /// One is not left out for the other's faults.
+    /// Converts each part by itself, so that a fault in one part does not remove the others.
     fn new(pod: &wire::Pod, node: &Node, findings: &mut Findings) -> Self {
         let of = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
         if of != Some(&*node.name) {
@@ -512,7 +514,7 @@ impl Pod {
         }
     }
 
-    /// Of one on another node only who it is matters here; what is wrong with it is told there.
+    /// Converts a pod on another node. Only its identity matters here, and its own node reports its problems.
     fn elsewhere(pod: &wire::Pod, node: &Node) -> Self {
         let workload = objects::pod(pod, node, &mut Findings::default());
         Self {

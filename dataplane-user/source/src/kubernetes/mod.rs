@@ -1,16 +1,16 @@
-//! The Kubernetes API as a source: Services, EndpointSlices, and this node's own Node object;
-//! where they are asked for ([`WantedKinds`]), the Pods on this node or on all of them, Namespaces, and Istio's ServiceEntries
-//! and WorkloadEntries.
+//! The Kubernetes API as a source. It reads Services, EndpointSlices, and this node's own Node object. On request
+//! ([`WantedKinds`]) it also reads the Pods on this node or on all nodes, Namespaces, and Istio's ServiceEntries and
+//! WorkloadEntries.
 //!
-//! Each kind is listed once, page by page, and watched from there on (`follow`). What was seen is
-//! kept in the model's terms only, and put together into views (`store`): the first when every
-//! kind was listed to its end, so that nothing is taken for gone that was not read yet; then one
-//! for whatever has come by the time that somebody looks for a new one.
+//! Each kind is listed once, page by page, and watched from there on (`follow`). Objects are stored only in the terms
+//! of the model, and combined into views (`store`). The first view appears when every kind was listed completely, so
+//! that an object that has not been read yet does not count as removed. A later view contains all changes until the
+//! caller takes it.
 //!
-//! Nothing here ends when the API server is away. It is asked again and again, at growing
-//! intervals, and [`Health`] tells since when nothing was heard, and why.
+//! The source does not end when the API server is down. It retries with growing delays, and [`Health`] has the time of
+//! the last contact, and the failure.
 //!
-//! A [`Reviewer`] asks the API server what the bearer of a token may do.
+//! A [`Reviewer`] asks the API server for the permissions of the bearer of a token.
 
 mod connect;
 mod error;
@@ -57,28 +57,27 @@ use super::{Feed, Notice, OpenError, View, feed};
 
 /// The name of the thread that reads.
 const THREAD: &str = "kubernetes";
-/// Messages that may wait to be taken in: beyond that, reading waits.
+/// Maximum number of messages that wait for the store. Beyond it, reading waits.
 const QUEUE: usize = 1024;
 
-/// How long to wait for what.
+/// Time limits.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
-    /// For an answer to begin, and for the next piece of one.
+    /// Limit for the beginning of an answer, and for the next piece of it.
     pub answer: Duration,
-    /// For the next word of a watch, if the server is known to send bookmarks. It does so every
-    /// minute.
+    /// Limit for the next line of a watch, if the server is known to send bookmarks, which it sends every minute.
     pub idle: Duration,
-    /// Before what did not work is tried again, for the first time. Doubled each time.
+    /// Delay before the first retry. It doubles with each retry.
     pub retry: Duration,
-    /// The longest time before what did not work is tried again.
+    /// Maximum delay before a retry.
     pub retry_max: Duration,
-    /// How long we may be refused what can be done without, before it is. An API server that has
-    /// just started refuses for some seconds what it allows once it knows its own rules.
+    /// Time for which the server may refuse an optional kind before the agent continues without it. An API server that
+    /// has just started refuses for some seconds because it does not know the RBAC rules yet.
     pub forbidden: Duration,
-    /// Before a kind that the cluster does not have is asked for again.
+    /// Delay before the agent asks again for a kind that the cluster does not have.
     pub missing: Duration,
-    /// How long the Service of an EndpointSlice may be missing before that is said: controllers make
-    /// and delete the two one after the other.
+    /// Time for which the Service of an EndpointSlice may be missing before it is reported: controllers create and
+    /// delete the two one after the other.
     pub orphan: Duration,
 }
 
@@ -96,20 +95,19 @@ impl Default for Patience {
     }
 }
 
-/// The newest view that nobody has taken yet.
+/// The newest view that was not taken yet.
 ///
-/// A reader that is slow finds the last view, not all of those before it: changes that come while
-/// the kernel is written to are written together.
+/// A slow reader finds only the last view: changes that arrive during a write to the kernel are written together.
 #[derive(Debug, Default)]
 struct Latest(Mutex<Option<View>>);
 
 impl Latest {
-    /// Takes the newest view; none if it was taken before.
+    /// Returns the newest view. `None` if it was already taken.
     fn take(&self) -> Option<View> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Puts a view there; whether the one before had been taken.
+    /// Stores a view. Returns whether the view before it had been taken.
     fn put(&self, mut view: View) -> bool {
         let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let untaken = slot.take();
@@ -131,11 +129,12 @@ pub struct Api {
 }
 
 impl Api {
-    /// Begins to read the API, for this node.
+    /// Begins to read the API for this node.
     ///
     /// # Errors
     ///
-    /// Nothing says where the API server is, or no thread can be started. A server that is away is no error.
+    /// If no setting has the API server's address, or no thread can be started. It is not an error if the server is
+    /// down.
     pub fn open(
         settings: Settings,
         node: &Arc<Node>,
@@ -180,7 +179,7 @@ impl Feed for Api {
     }
 }
 
-/// A thread that reads the API. Dropping it ends it.
+/// A thread that reads the API. It ends when this is dropped.
 #[derive(Debug)]
 struct Reader {
     stop: Option<oneshot::Sender<()>>,
@@ -188,13 +187,12 @@ struct Reader {
 }
 
 impl Reader {
-    /// Starts to read, for this node. `changed` is called when there is a new view in `latest`
-    /// after the one before was taken; `deaths` if nothing is read any more, with the reason, which is a fault
-    /// of ours.
+    /// Starts to read for this node. Calls `changed` when there is a new view in `latest` and the view before it was
+    /// taken. Calls `deaths` with the reason if reading ends, which is a bug in this program.
     ///
     /// # Errors
     ///
-    /// If no thread can be started. That the server is not there is none: it will be.
+    /// If no thread can be started. It is not an error if the server is down: reading begins when it is up.
     fn start(
         settings: Settings,
         node: Arc<Node>,
@@ -218,7 +216,7 @@ impl Reader {
                     _ = stopped => {}
                 }
             });
-            // A name that is being looked up does not hold up the end.
+            // A pending DNS lookup does not delay the end.
             runtime.shutdown_background();
         })?;
         Ok(Self {
@@ -230,7 +228,7 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        // It may have ended on its own, and then there is nobody to tell.
+        // The thread may have ended on its own, and then no receiver is left.
         if let Some(stop) = self.stop.take() {
             let _ = stop.send(());
         }
@@ -240,7 +238,7 @@ impl Drop for Reader {
     }
 }
 
-/// Reads for ever; or until a task dies, and why.
+/// Reads until a task dies, and returns the reason.
 async fn read(
     connector: Arc<Connector>,
     patience: Patience,
@@ -251,7 +249,7 @@ async fn read(
     changed: impl Fn(),
 ) -> String {
     let (messages, mut taken) = mpsc::channel(QUEUE);
-    // How EndpointSlices look depends on the node's zone, so they are read when that is known.
+    // The perspective on EndpointSlices depends on the node's zone, so they are read after the node.
     let (eyes, seen) = watch::channel(Perspective::default());
     let mut followers = JoinSet::new();
     health.want(wanted);
@@ -273,7 +271,7 @@ async fn read(
     loop {
         let far = || Instant::now() + Duration::from_hours(1);
         let due = if store.is_behind() {
-            // What has come meanwhile goes with the rest.
+            // Messages that have arrived in the meantime are taken together with the waiting changes.
             yield_now().await;
             Instant::now()
         } else {
@@ -286,7 +284,7 @@ async fn read(
                 Ok(_) => {}
                 Err(_) => store.pass_time(),
             },
-            // They go on for as long as their messages are taken.
+            // Followers run as long as their messages are received.
             Some(ended) = followers.join_next() => {
                 return ended.err().map_or_else(|| "a kind is not read any more".to_owned(), |died| died.to_string());
             }

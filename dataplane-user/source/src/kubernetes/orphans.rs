@@ -1,20 +1,20 @@
-//! Services that slices name and that are not there.
+//! Services that slices name and that do not exist.
 
 use std::{collections::BTreeMap, time::Duration};
 
 use model::ServiceName;
 use tokio::time::Instant;
 
-/// Services that slices name and that are not there. Told after some time only: a Service that is
-/// deleted goes before its slices, and the two kinds are watched separately.
+/// Services that slices name and that do not exist. They are reported only after some time, because a deleted Service
+/// disappears before its slices, and watches of two kinds are independent.
 pub struct Orphans {
     patience: Duration,
-    /// Since when each is missing, and whether that is told.
+    /// The time since which each service is missing, and whether it was reported.
     missing: BTreeMap<ServiceName, (Instant, bool)>,
 }
 
 impl Orphans {
-    /// None, of which nothing is told for that long.
+    /// Starts without missing services. Each is reported after `patience`.
     pub fn new(patience: Duration) -> Self {
         Self {
             patience,
@@ -22,7 +22,7 @@ impl Orphans {
         }
     }
 
-    /// Notes whether slices name a service that is not there.
+    /// Records whether a service that slices name is missing.
     pub fn note(&mut self, service: ServiceName, missing: bool) {
         if missing {
             let since = (Instant::now(), false);
@@ -32,13 +32,13 @@ impl Orphans {
         }
     }
 
-    /// When the next one is to be told.
+    /// Returns the time at which the next service must be reported.
     pub fn due(&self) -> Option<Instant> {
         let untold = self.missing.values().filter(|(_, told)| !told);
         Some(untold.map(|(since, _)| *since).min()? + self.patience)
     }
 
-    /// Tells those that have been missing for long enough; whether there is a new one.
+    /// Marks the services that have been missing for long enough as reported. Returns whether there is a new one.
     pub fn tell(&mut self, now: Instant) -> bool {
         let mut news = false;
         for (since, told) in self.missing.values_mut() {
@@ -50,7 +50,7 @@ impl Orphans {
         news
     }
 
-    /// Those that are told.
+    /// Returns the services that were reported.
     pub fn told(&self) -> impl Iterator<Item = &ServiceName> {
         let told = self.missing.iter().filter(|(_, (_, told))| *told);
         told.map(|(service, _)| service)

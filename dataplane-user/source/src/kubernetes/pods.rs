@@ -1,5 +1,4 @@
-//! The pods of this node, and what their namespaces say of them; and those of other nodes, if they are
-//! to be known.
+//! The pods of this node with the rules of their namespaces, and the pods of other nodes if they are wanted.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -13,29 +12,29 @@ use smallvec::SmallVec;
 use super::kind::Pod;
 use crate::objects::NamespaceRules;
 
-/// What was seen of them so far.
+/// The known pods and namespaces.
 #[derive(Default)]
 pub struct Pods {
     seen: BTreeMap<ServiceName, ReadPod>,
     namespaces: HashMap<Arc<str>, Rules>,
-    /// Their names.
+    /// Names of all namespaces.
     pub namespace_names: imbl::OrdSet<Arc<str>>,
-    /// Of all that were seen.
+    /// Addresses of all known pods.
     addresses: PodAddresses,
-    /// As in the last view.
+    /// The workloads of the last view.
     workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
-    /// Those that may be others in the next.
+    /// The pods that may differ in the next view.
     changed: BTreeSet<ServiceName>,
-    /// Whether one of this node's may only reach what is known; none: to be found out.
+    /// Whether a pod of this node may reach only known destinations. `None`: not computed yet.
     denies: Option<bool>,
     texts: Texts,
 }
 
-/// One copy of each text that many workloads have: what made them, their labels, their nodes.
+/// Shares texts that many workloads have: names of their controllers, labels, nodes.
 #[derive(Default)]
 struct Texts {
     known: HashSet<Arc<str>>,
-    /// How many texts there may be before those that no workload has any more go.
+    /// Number of texts at which unused texts are removed.
     room: usize,
 }
 
@@ -47,7 +46,7 @@ impl Texts {
         });
         if self.known.len() > self.room {
             self.known.retain(|text| Arc::strong_count(text) > 1);
-            // Twice as many as there are: a sweep costs each new text a constant.
+            // Twice the number of used texts, so a sweep has constant cost for each new text.
             self.room = 2 * self.known.len() + 64;
         }
     }
@@ -56,28 +55,28 @@ impl Texts {
 /// A pod.
 #[derive(Default, PartialEq)]
 struct ReadPod {
-    /// The services that its host ports are.
+    /// Its host ports as services.
     host_ports: Vec<Arc<Service>>,
-    /// Itself, by its own rules.
+    /// The pod as a workload, with its own rules.
     workload: Option<Workload>,
     /// Its addresses and those of its node.
     addresses: SmallVec<[IpAddr; 4]>,
 }
 
 impl ReadPod {
-    /// Whether it is a workload on this node.
+    /// Returns whether it is a workload on this node.
     fn is_here(&self) -> bool {
         let workload = self.workload.as_ref();
         workload.is_some_and(|workload| workload.place != Place::Elsewhere)
     }
 }
 
-/// A service that takes the place of what was there; or none does.
+/// A service and its new state. `None`: the service is removed.
 pub type Change = (ServiceName, Option<Arc<Service>>);
 
 impl Pods {
-    /// A pod came or changed: what becomes of its host ports. `None`: nothing that matters here has
-    /// changed, as is the rule, since a pod's status changes all the time.
+    /// Stores a new or changed pod. Returns the changes to the services of its host ports. `None` if no relevant field
+    /// has changed, which is the usual case, because a pod's status changes often.
     pub fn put(&mut self, name: &ServiceName, pod: Pod) -> Option<Vec<Change>> {
         let seen = self.seen.entry(name.clone()).or_default();
         let host_ports = match pod.host_ports {
@@ -112,7 +111,7 @@ impl Pods {
         Some(gone.map(|name| (name.clone(), None)).chain(put).collect())
     }
 
-    /// A pod is gone: so are its host ports.
+    /// Removes a pod. Returns the removal of its host ports.
     pub fn remove(&mut self, name: &ServiceName) -> Vec<Change> {
         let Some(seen) = self.seen.remove(name) else {
             return Vec::new();
@@ -126,7 +125,7 @@ impl Pods {
         gone.map(|service| (service.name.clone(), None)).collect()
     }
 
-    /// A namespace came or changed.
+    /// Stores a new or changed namespace.
     pub fn put_namespace(&mut self, namespace: NamespaceRules) {
         let name = Arc::clone(&namespace.name);
         self.namespace_names.insert(Arc::clone(&name));
@@ -136,7 +135,7 @@ impl Pods {
         }
     }
 
-    /// A namespace is gone.
+    /// Removes a namespace.
     pub fn remove_namespace(&mut self, name: &str) {
         self.namespace_names.remove(name);
         if self.namespaces.remove(name).is_some() {
@@ -144,7 +143,7 @@ impl Pods {
         }
     }
 
-    /// The rules of a namespace are others.
+    /// Marks the pods of a namespace whose rules have changed.
     fn changed_in(&mut self, namespace: &str) {
         self.denies = None;
         let those = self.seen.range(ServiceName::new(namespace, "")..);
@@ -152,7 +151,7 @@ impl Pods {
         self.changed.extend(those.map(|(name, _)| name.clone()));
     }
 
-    /// Whether one of this node's may only reach what is known.
+    /// Returns whether a pod of this node may reach only known destinations.
     pub fn denies(&mut self) -> bool {
         *self.denies.get_or_insert_with(|| {
             let here = self.seen.values().filter(|seen| seen.is_here());
@@ -165,7 +164,7 @@ impl Pods {
         })
     }
 
-    /// Their addresses; `everywhere`: whether those of all nodes were seen.
+    /// Returns the addresses of the known pods. `everywhere`: whether the pods of all nodes are known.
     pub fn addresses(&self, everywhere: bool) -> PodAddresses {
         PodAddresses {
             counts: self.addresses.counts.clone(),
@@ -173,12 +172,12 @@ impl Pods {
         }
     }
 
-    /// Those that there are.
+    /// Returns the names of the known pods.
     pub fn names(&self) -> Vec<ServiceName> {
         self.seen.keys().cloned().collect()
     }
 
-    /// The namespaces that there are.
+    /// Returns the names of the known namespaces.
     pub fn namespaces(&self) -> Vec<ServiceName> {
         let names = self.namespaces.keys();
         names
@@ -186,7 +185,8 @@ impl Pods {
             .collect()
     }
 
-    /// Who there is; who can be captured, by its own rules over those of its namespace.
+    /// Returns the known workloads. A workload that can be captured has its own rules, and those of its namespace below
+    /// them.
     pub fn workloads(&mut self) -> imbl::OrdMap<WorkloadName, Arc<Workload>> {
         for name in std::mem::take(&mut self.changed) {
             let seen = self.seen.get(&name);

@@ -1,7 +1,7 @@
-//! Asks the API server what the bearer of a token may do, as Kubernetes' own components do for their metrics: a
-//! TokenReview tells whose token it is, and a SubjectAccessReview whether this user may get the path.
+//! Asks the API server for the permissions of the bearer of a token, as Kubernetes' own components do for their
+//! metrics. A TokenReview returns the user of the token, and a SubjectAccessReview whether this user may get the path.
 //!
-//! Answers are kept for a while. Without an answer of the API server nobody is allowed anything: it fails closed.
+//! Answers are cached for some time. Without an answer of the API server no request is allowed: reviews fail closed.
 
 use std::{
     collections::HashMap,
@@ -22,39 +22,39 @@ use super::{
     fetch::{next, send},
 };
 
-/// How long the API server has for an answer: a scrape does not wait longer.
+/// Time limit for the API server's answer, because a scrape does not wait longer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How long a token is allowed, or refused, without another question. A right that was taken away is still had for so
-/// long.
+/// Time for which an answer is valid, if it allows or refuses. A withdrawn permission therefore stays in force for up
+/// to this time.
 const ALLOWED: Duration = Duration::from_mins(1);
 const REFUSED: Duration = Duration::from_secs(10);
-/// How long a token that was allowed is asked about before tokens that nobody knows.
+/// Time for which a token that was allowed is not limited as an unknown token.
 const KNOWN: Duration = Duration::from_hours(1);
-/// Answers that are kept, of each kind.
+/// Maximum number of cached answers of each kind.
 const ALLOWED_KEPT: usize = 64;
 const REFUSED_KEPT: usize = 256;
-/// Questions at the same time.
+/// Maximum number of reviews at the same time.
 const AT_ONCE: usize = 4;
-/// Tokens that nobody knows: questions about them in each second. Whoever reaches the port may send as many as they
-/// like, and the API server shall not notice.
+/// Maximum number of reviews of unknown tokens per second. Any client that reaches the port may send tokens, and this
+/// must not load the API server.
 const STRANGERS: u32 = 10;
-/// More than that is no answer to a review.
+/// Maximum length of an answer to a review, in bytes.
 const ANSWER_MAX: usize = 256 * 1024;
-/// A warning is not repeated within this time.
+/// Time within which a warning is not repeated.
 const QUIET: Duration = Duration::from_mins(1);
 
-/// What the API server says of a token and a path.
+/// The API server's answer for a token and a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Review {
     /// The bearer may get the path.
     Allowed,
-    /// The token is nobody's.
+    /// The token belongs to no user.
     Unknown,
     /// The bearer may not get the path.
     Forbidden,
 }
 
-/// Why there is no review. The bearer gets nothing.
+/// The reason why there is no answer. The bearer gets no data.
 #[derive(Debug, thiserror::Error)]
 pub enum ReviewError {
     /// The API server was not asked, because too many unknown tokens came within a second.
@@ -65,7 +65,7 @@ pub enum ReviewError {
     Failed(#[from] Failure),
 }
 
-/// What a person should know of a failed review.
+/// Returns the operator's message for a failed review.
 fn told(failure: &Failure) -> String {
     match failure {
         Failure::Refused {
@@ -78,7 +78,7 @@ fn told(failure: &Failure) -> String {
     }
 }
 
-/// Asks the API server what bearers of tokens may do.
+/// Asks the API server for the permissions of bearers.
 pub struct Reviewer {
     connector: Connector,
     connection: Shared<Option<Connection>>,
@@ -88,25 +88,25 @@ pub struct Reviewer {
 
 impl fmt::Debug for Reviewer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Tokens are nobody's business.
+        // Tokens must not appear in output.
         write!(f, "Reviewer({})", self.connector.target.server_text())
     }
 }
 
-/// Token and path.
+/// A token and a path.
 type Question = (String, String);
 
-/// What was answered.
+/// The cached answers.
 struct Memory {
     allowed: HashMap<Question, Instant>,
     refused: HashMap<Question, (Instant, Review)>,
-    /// When the second began in which strangers are counted, and how many came.
+    /// The beginning of the second in which unknown tokens are counted, and their number.
     strangers: (Instant, u32),
     warned: Option<Instant>,
 }
 
 impl Reviewer {
-    /// Asks this API server. Nothing is asked yet.
+    /// Returns a reviewer for this API server. Sends no request yet.
     pub fn new(target: Target) -> Self {
         Self {
             connector: Connector::new(target),
@@ -123,16 +123,15 @@ impl Reviewer {
 
     /// Returns whether the bearer of a token may get a path.
     ///
-    /// # Errors
-    /// If the API server does not say, or was not asked.
+    /// # Errors If the API server does not answer, or was not asked.
     pub async fn may_get(&self, token: &str, path: &str) -> Result<Review, ReviewError> {
         let question = (token.to_owned(), path.to_owned());
         if let Some(known) = self.memory().ask(&question, Instant::now())? {
             return Ok(known);
         }
-        // It is never closed, so this never fails.
+        // The semaphore is never closed, so this never fails.
         let _place = self.places.acquire().await.ok();
-        // Somebody else may have asked meanwhile.
+        // Another request may have asked the same in the meantime.
         if let Some(known) = self.memory().known(&question, Instant::now()) {
             return Ok(known);
         }
@@ -204,7 +203,7 @@ impl Reviewer {
         };
         let answer = self.answer(&connection, path, body).await;
         if answer.as_ref().is_err_and(Failure::is_of_connection) {
-            // Files may say something else by now: tokens, certificates, addresses.
+            // Tokens, certificates and addresses in files may have changed.
             *self.connection.lock().await = None;
         }
         Ok(serde_json::from_slice(&answer?)?)
@@ -234,7 +233,7 @@ impl Reviewer {
 }
 
 impl Memory {
-    /// Returns an answer that still counts.
+    /// Returns a cached answer that is still valid.
     fn known(&self, question: &Question, now: Instant) -> Option<Review> {
         if let Some(at) = self.allowed.get(question)
             && now < *at + ALLOWED
@@ -245,7 +244,8 @@ impl Memory {
         (now < *at + REFUSED).then_some(*review)
     }
 
-    /// Likewise; or `None` if the API server is to be asked, which it is not about too many strangers.
+    /// Returns a cached answer that is still valid, or `None` if the API server must be asked. Limits the number of
+    /// unknown tokens.
     fn ask(&mut self, question: &Question, now: Instant) -> Result<Option<Review>, ReviewError> {
         if let Some(known) = self.known(question, now) {
             return Ok(Some(known));
@@ -264,7 +264,7 @@ impl Memory {
         Ok(None)
     }
 
-    /// Keeps an answer. Refused tokens never push out an allowed one.
+    /// Caches an answer. Refused tokens never evict an allowed one.
     fn keep(&mut self, question: Question, review: Review, now: Instant) {
         if review == Review::Allowed {
             self.allowed.retain(|_, at| now < *at + KNOWN);
@@ -285,7 +285,7 @@ impl Memory {
         }
     }
 
-    /// Whether it is time for another warning.
+    /// Returns whether a warning may be written again.
     fn warns(&mut self, now: Instant) -> bool {
         let quiet = self.warned.is_some_and(|at| now < at + QUIET);
         if !quiet {
@@ -295,7 +295,7 @@ impl Memory {
     }
 }
 
-/// `TokenReview`, as far as it is read.
+/// The fields of `TokenReview` that are read.
 #[derive(Debug, Deserialize)]
 struct TokenReview {
     status: TokenReviewStatus,
@@ -308,7 +308,7 @@ struct TokenReviewStatus {
     user: User,
 }
 
-/// Who has a token: handed on to the second question as it is.
+/// The user of a token, which goes unchanged into the SubjectAccessReview.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct User {
@@ -318,7 +318,7 @@ struct User {
     extra: HashMap<String, Vec<String>>,
 }
 
-/// `SubjectAccessReview`, as far as it is read.
+/// The fields of `SubjectAccessReview` that are read.
 #[derive(Debug, Deserialize)]
 struct AccessReview {
     status: AccessReviewStatus,
@@ -357,10 +357,10 @@ mod tests {
         assert_eq!(memory.known(&question("a"), later), Some(Review::Allowed));
         assert_eq!(memory.known(&question("b"), later), None);
         assert_eq!(memory.known(&question("a"), now + ALLOWED), None);
-        // A right that is gone is gone.
+        // A withdrawn permission ends.
         memory.keep(question("a"), Review::Forbidden, later);
         assert_eq!(memory.known(&question("a"), later), Some(Review::Forbidden));
-        // Another path is another question.
+        // Another path needs another review.
         let other = ("a".to_owned(), "/proxyMode".to_owned());
         assert_eq!(memory.known(&other, now), None);
     }
@@ -380,7 +380,7 @@ mod tests {
             }
         }
         assert_eq!(asked, STRANGERS);
-        // The one that was allowed before is asked about meanwhile.
+        // The token that was allowed before is reviewed in spite of the limit.
         let asked = memory.ask(&question("prometheus"), later);
         assert!(matches!(asked, Ok(None)), "{asked:?}");
         for n in 0..10_000 {

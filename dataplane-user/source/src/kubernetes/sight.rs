@@ -1,25 +1,25 @@
-//! What decides how objects look to this node.
+//! The conditions on which this node's view of objects depends.
 
 use std::sync::Arc;
 
 use model::Node;
 
-/// What decides how things look, and which of them are looked at.
+/// The conditions on which the view of all objects depends.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Perspective {
-    /// This node as its object has it; none: that is not known yet.
+    /// This node with the facts of its object. `None`: the object is not known yet.
     pub node: Option<Arc<Node>>,
-    /// Whether the pods of all nodes are wanted, rather than those of this one.
+    /// Whether the pods of all nodes are read, instead of those of this node.
     pub everywhere: bool,
 }
 
-/// [`Perspective`], as far as it concerns one kind.
+/// The part of a [`Perspective`] that concerns one kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KindPerspective {
-    /// This node: for slices, as its object has it.
+    /// This node. For slices, with the facts of its object.
     pub node: Arc<Node>,
-    /// Whether the pods of all nodes are looked at.
+    /// Whether the pods of all nodes are read.
     pub everywhere: bool,
-    /// As [`WantedKinds::names`](super::WantedKinds::names).
+    /// See [`WantedKinds::names`](super::WantedKinds::names).
     pub names: bool,
 }

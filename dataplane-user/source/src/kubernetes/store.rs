@@ -1,4 +1,4 @@
-//! What was seen, put together.
+//! Stores objects, and combines them into views.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -25,27 +25,27 @@ use crate::{
     turns::Turns,
 };
 
-/// Endpoints, once for each port of a slice, that services get in one view: more wait for the next one, if they are one
-/// namespace's.
+/// Maximum number of endpoints, each counted for each port of a slice, that services of one namespace gain in one view.
+/// The others wait for the next view.
 const ENDPOINTS_AT_ONCE: u64 = 1 << 17;
 
-/// What was seen so far.
+/// The known objects.
 #[expect(
     clippy::struct_excessive_bools,
     reason = "each is a fact of its own, and all of their combinations can be"
 )]
 pub struct Store {
-    /// This node, without what its object says.
+    /// This node, without the facts of its object.
     base: Arc<Node>,
     wanted: WantedKinds,
     facts: NodeFacts,
-    /// As in the last view.
+    /// The services of the last view.
     services: imbl::OrdMap<ServiceName, Arc<Service>>,
-    /// What becomes of them in the next view.
+    /// The changes for the next view.
     pending: BTreeMap<ServiceName, Change>,
-    /// Which of those are next: a view waits for so much work at most.
+    /// The order of those changes. A view has a limit of work.
     turns: Turns<ServiceName>,
-    /// Slices by the service that they name, whether that is there or not.
+    /// Slices by the service that they name, whether the service exists or not.
     slices: HashMap<ServiceName, SmallVec<[Slice; 1]>>,
     /// The service that each slice names.
     named: HashMap<ServiceName, ServiceName>,
@@ -59,36 +59,36 @@ pub struct Store {
     problems: BTreeMap<(Kind, ServiceName), Vec<Problem>>,
     problems_seen: Arc<[Problem]>,
     orphans: Orphans,
-    /// Whether this node's own object was ever there.
+    /// Whether this node's own object was ever found.
     node_seen: bool,
-    /// What the list that is being read has had so far.
+    /// The objects of the list that is being read.
     listing: HashMap<Kind, HashSet<ServiceName>>,
-    /// Kinds that were listed to their end.
+    /// Kinds that were listed completely.
     listed: BTreeSet<Kind>,
     /// Whether the pods of all nodes were listed.
     everywhere: bool,
-    /// Whether a view was given.
+    /// Whether a view was returned.
     told: bool,
-    /// Kinds that we may not read, and that the rest goes on without.
+    /// Kinds that the server refuses, and without which the agent continues.
     refused: BTreeSet<Kind>,
     changed: bool,
     since: Option<Instant>,
 }
 
-/// What becomes of a service.
+/// A change of a service.
 enum Change {
-    /// This one takes its place; it has no endpoints yet.
+    /// A new state, without endpoints.
     Put(Arc<Service>),
-    /// This one takes its place, and needs no slices.
+    /// A new state that needs no slices.
     Whole(Arc<Service>),
-    /// It stays, with other endpoints.
+    /// The same state with other endpoints.
     Join,
-    /// It goes.
+    /// The removal.
     Remove,
 }
 
 impl Store {
-    /// Nothing yet.
+    /// Returns a store without objects.
     pub fn new(base: Arc<Node>, wanted: WantedKinds, patience: Patience) -> Self {
         Self {
             base,
@@ -119,7 +119,7 @@ impl Store {
         }
     }
 
-    /// Takes in what became known.
+    /// Applies a message.
     pub fn take(&mut self, message: Message) {
         match message {
             Message::Begin(kind) => _ = self.listing.insert(kind, HashSet::new()),
@@ -152,8 +152,8 @@ impl Store {
         }
     }
 
-    /// This node as its object has it, once that is known, as far as it decides how slices are
-    /// read; and whose pods are.
+    /// Returns the perspective: this node with the facts of its object, once they are known, as far as slices depend on
+    /// them; and whether the pods of all nodes are wanted.
     pub fn eyes(&mut self) -> Perspective {
         let node = || Node {
             leaving: None,
@@ -165,7 +165,7 @@ impl Store {
         }
     }
 
-    /// Whether the pods of all nodes are to be known.
+    /// Returns whether the pods of all nodes are wanted.
     fn wants_everywhere(&mut self) -> bool {
         let scope = self.wanted.scope;
         scope >= Scope::Registry
@@ -174,15 +174,15 @@ impl Store {
             || self.entries.name_addresses()
     }
 
-    /// A view, if there is anything new, and everything was seen once.
+    /// Returns a view if there is a change, and if every kind was read once.
     pub fn view(&mut self) -> Option<View> {
         let mut kinds = Kind::ALL.iter().filter(|kind| self.wanted.includes(**kind));
         let known = |kind| self.listed.contains(kind) || self.refused.contains(kind);
         if !self.changed || !kinds.all(known) {
             return None;
         }
-        // Of what an earlier agent let its pods reach, nothing is taken away for not being read yet.
-        // Later, services do not wait for the pods of all nodes.
+        // The first view waits for the pods of all nodes, so that the destinations that an earlier agent allowed do not
+        // disappear. Later views do not wait.
         if !self.told
             && !self.refused.contains(&Kind::Pod)
             && self.wants_everywhere()
@@ -204,7 +204,7 @@ impl Store {
         }
         self.changed = self.is_behind();
         let orphans = self.orphans.told().filter(|service| {
-            // What cannot be read is there.
+            // A Service that cannot be read exists.
             !self
                 .problems
                 .contains_key(&(Kind::Service, (*service).clone()))
@@ -228,7 +228,7 @@ impl Store {
         if *self.problems_seen != *problems {
             self.problems_seen = problems.into();
         }
-        // Without the right to read them, others may have come.
+        // Without permission to read pods, there may be further pods.
         let everywhere = self.everywhere && !self.refused.contains(&Kind::Pod);
         Some(View {
             services: self.services.clone(),
@@ -246,7 +246,7 @@ impl Store {
         })
     }
 
-    /// The next of the changes of services, or with `all` all of them.
+    /// Returns the next changes of services, or all of them if `all` is set.
     fn take_pending(&mut self, all: bool) -> Vec<(ServiceName, Change)> {
         if all {
             return std::mem::take(&mut self.pending).into_iter().collect();
@@ -263,13 +263,13 @@ impl Store {
         next.collect()
     }
 
-    /// Whether changes of services wait for the next view, which there is to be soon.
+    /// Returns whether changes of services wait for the next view, which should then be taken soon.
     pub fn is_behind(&self) -> bool {
         self.told && !self.pending.is_empty()
     }
 
-    /// The namespaces in which a Service or a slice cannot be read, or is not yet: a name there may exist although it is not
-    /// known.
+    /// Returns the namespaces in which a Service or a slice cannot be read, or waits: a name there may exist although
+    /// it is not known.
     fn unread(&self) -> imbl::OrdSet<Arc<str>> {
         let is_unread = |kind: Kind, problems: &[Problem]| {
             let mut problems = problems.iter();
@@ -285,7 +285,7 @@ impl Store {
             .collect()
     }
 
-    /// All namespaces, if they are read for names.
+    /// Returns all namespaces, if names need them.
     fn all_namespaces(&self) -> Option<imbl::OrdSet<Arc<str>>> {
         let known = self.wanted.names
             && self.listed.contains(&Kind::Namespace)
@@ -321,12 +321,12 @@ impl Store {
         self.serve(name, service);
     }
 
-    /// When a slice's service has been missing for long enough to say so; none: none is.
+    /// Returns the time at which a missing Service of a slice must be reported. `None` if none is missing.
     pub fn due(&self) -> Option<Instant> {
         self.orphans.due()
     }
 
-    /// It is that time.
+    /// Reports the missing Services whose time has come.
     pub fn pass_time(&mut self) {
         self.changed |= self.orphans.tell(Instant::now());
     }
@@ -338,7 +338,7 @@ impl Store {
         }
     }
 
-    /// What becomes of the services that are host ports.
+    /// Records changes of services that are host ports.
     fn host_ports(&mut self, changes: Vec<pods::Change>) {
         let changes = changes.into_iter();
         self.pending.extend(changes.map(|(name, service)| {
@@ -347,7 +347,7 @@ impl Store {
         }));
     }
 
-    /// A kind can be read no more (or was never), or can be again.
+    /// Records that a kind cannot be read, or can be read again.
     fn refuse(&mut self, kind: Kind, why: Option<String>) {
         self.changed = true;
         let key = (kind, no_object());
@@ -370,7 +370,7 @@ impl Store {
         self.problems.insert(key, vec![problem]);
     }
 
-    /// Takes in an object; whether anything may be otherwise than before.
+    /// Stores an object. Returns whether the next view may differ.
     fn put(&mut self, kind: Kind, object: Object) -> bool {
         let Object {
             name,
@@ -380,8 +380,7 @@ impl Store {
         } = object;
         let faulty = !findings.faults.is_empty();
         let told = self.found(kind, &name, &findings);
-        // Of an object that makes no sense, what was there before stays; a pod says itself which
-        // half of it does.
+        // An invalid object keeps its former state. A pod decides this for each of its parts.
         if faulty && kind != Kind::Pod {
             return told;
         }
@@ -447,7 +446,7 @@ impl Store {
         true
     }
 
-    /// A pod is what entries may select, or not any more; whether that is news.
+    /// Stores a pod that entries may select, or removes it. Returns whether an entry may differ.
     fn candidate(&mut self, name: &ServiceName, candidate: Option<Box<Candidate>>) -> bool {
         match candidate {
             Some(candidate) => self.entries.put_candidate(*candidate),
@@ -461,7 +460,7 @@ impl Store {
         self.forget(kind, name);
     }
 
-    /// What was known of an object is not so any more.
+    /// Forgets an object.
     fn forget(&mut self, kind: Kind, name: &ServiceName) {
         match kind {
             Kind::Service => {
@@ -501,7 +500,7 @@ impl Store {
         }
     }
 
-    /// Forgets a slice, unless it is one of the service `but`.
+    /// Forgets a slice, unless it belongs to the service `but`.
     fn forget_slice(&mut self, name: &ServiceName, but: Option<&ServiceName>) {
         let Some(service) = self.named.get(name).filter(|named| Some(*named) != but) else {
             return;
@@ -517,7 +516,7 @@ impl Store {
         self.join(&service);
     }
 
-    /// A namespace's services get other endpoints, if clients prefer others.
+    /// Joins the services of a namespace again if the preference of its clients has changed.
     fn prefer(&mut self, namespace: &str, preference: Option<Preference>) {
         if !self.wanted.entries || !self.entries.prefer(namespace, preference) {
             return;
@@ -530,14 +529,14 @@ impl Store {
         }
     }
 
-    /// A service gets other endpoints.
+    /// Joins a service and its endpoints again.
     fn join(&mut self, service: &ServiceName) {
         if !self.pending.contains_key(service) {
             self.pending.insert(service.clone(), Change::Join);
         }
     }
 
-    /// What a list did not have is gone.
+    /// Removes the objects that a list did not have.
     fn keep(&mut self, kind: Kind, seen: &HashSet<ServiceName>) {
         let known: Vec<ServiceName> = match kind {
             Kind::Service => {
@@ -589,7 +588,7 @@ impl Store {
         }
     }
 
-    /// This node's own object is not there, or not any more.
+    /// Records that this node's own object does not exist.
     fn missing_node(&mut self) {
         self.facts = NodeFacts::of_no_object();
         let text = if self.node_seen {
@@ -612,7 +611,7 @@ impl Store {
         self.problems.insert((Kind::Node, name), vec![problem]);
     }
 
-    /// Notes what is wrong with an object; whether that is news.
+    /// Records the problems of an object. Returns whether they have changed.
     fn found(&mut self, kind: Kind, name: &ServiceName, findings: &Findings) -> bool {
         if kind == Kind::Node {
             self.problems.retain(|(of, _), _| *of != Kind::Node);
@@ -653,7 +652,7 @@ impl Store {
     }
 }
 
-/// In the place of an object's name, for problems of a kind as such.
+/// Stands for an object's name in problems of a kind.
 fn no_object() -> ServiceName {
     ServiceName::new("", "")
 }

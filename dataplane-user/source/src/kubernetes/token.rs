@@ -1,4 +1,4 @@
-//! The token of a file, as requests carry it.
+//! The token of a file, in the form of a request's header.
 
 use std::{
     fs,
@@ -11,11 +11,11 @@ use http::HeaderValue;
 
 use super::error::ConnectError;
 
-/// How long a token is used before its file is read again: the kubelet writes a new one long before the
-/// old one expires.
+/// Time for which a token is used before its file is read again. The kubelet writes a new token long before the old one
+/// expires.
 const FRESH: Duration = Duration::from_mins(1);
 
-/// A file with a token. White space around the token, such as an editor's last line break, is no part of it.
+/// A file with a token. White space around the token, such as a trailing line break, is ignored.
 #[derive(Debug)]
 pub struct TokenFile {
     path: PathBuf,
@@ -23,7 +23,7 @@ pub struct TokenFile {
 }
 
 impl TokenFile {
-    /// The one at this path, which is read when it is needed.
+    /// Returns the file at this path. It is read when the token is needed.
     pub fn new(path: PathBuf) -> Self {
         Self {
             path,
@@ -31,10 +31,9 @@ impl TokenFile {
         }
     }
 
-    /// The value of the header `Authorization`.
+    /// Returns the value of the header `Authorization`.
     ///
-    /// # Errors
-    /// If there is no token in the file, and none was read before.
+    /// # Errors If the file has no token, and none was read before.
     pub fn header(&self) -> Result<HeaderValue, ConnectError> {
         let mut last = self
             .last
@@ -47,7 +46,7 @@ impl TokenFile {
         }
         let header = match (self.read(), &*last) {
             (Ok(header), _) => header,
-            // Some remove the file once they think that it was read.
+            // Some programs remove the file after the first read.
             (Err(_), Some((_, header))) => header.clone(),
             (Err(text), None) => {
                 return Err(ConnectError::Token {
@@ -96,7 +95,7 @@ mod tests {
                 (got, wanted) => panic!("{got:?}, not {wanted:?}"),
             }
         }
-        // Once it was read, it is used on.
+        // After the first read, the token stays in use.
         fs::remove_file(&path).unwrap();
         assert_eq!(file.header().unwrap(), "Bearer abc");
     }

@@ -1,12 +1,11 @@
 //! One document of a manifest: an object, or a list of objects.
 //!
-//! Objects are turned into the model one by one as they are read and then dropped, so that a file
-//! with thousands of them never lies in memory as Kubernetes' types.
+//! Objects are converted into the model one by one as they are read, and then dropped. So a file with thousands of
+//! objects is never in memory as Kubernetes' types.
 //!
-//! kubectl prints keys in alphabetical order: an object's `apiVersion` and `kind` come before its
-//! `spec`, and an EndpointSlice's `apiVersion`, which only slices have, before its `endpoints`. So
-//! the types of the fields are known when they are read. In an object written in another order,
-//! what comes too early is kept as an untyped value until its kind is known.
+//! kubectl prints keys in alphabetical order: an object's `apiVersion` and `kind` come before its `spec`, and an
+//! EndpointSlice's `apiVersion`, which only slices have, before its `endpoints`. So the types of the fields are known
+//! when they are read. In an object with another order, early fields stay untyped values until the kind is known.
 
 use std::fmt;
 
@@ -23,10 +22,10 @@ use crate::objects::{
 
 const CORE: &str = "v1";
 const DISCOVERY: &str = "discovery.k8s.io/v1";
-/// The group of Istio's objects; they are the same in each of its versions.
+/// The group of Istio's objects. They are equal in all its versions.
 const ISTIO: &str = "networking.istio.io/";
 const ISTIO_VERSIONS: [&str; 3] = ["v1", "v1beta1", "v1alpha3"];
-/// The group of Gateway API's objects; of each kind, the fields that count are the same in each version.
+/// The group of Gateway API's objects. The fields that are read are equal in all versions of a kind.
 const GATEWAY: &str = "gateway.networking.k8s.io/";
 
 /// The kinds that are read.
@@ -48,50 +47,51 @@ const KINDS: [&str; 12] = [
 /// An object of a document.
 #[derive(Debug)]
 pub struct Entry {
-    /// Its place in the document's list; `None` if it is the document.
+    /// Its index in the document's list. `None` if it is the whole document.
     pub item: Option<usize>,
     /// Its namespace and name.
     pub name: ServiceName,
-    /// What it came to.
+    /// The result.
     pub body: Body,
-    /// What is wrong with it.
+    /// Problems of the object.
     pub findings: Findings,
 }
 
-/// What an object came to.
+/// The result of an object.
 #[derive(Debug)]
 pub enum Body {
     /// A Service.
     Service(Outcome<Service>, ByIstio),
-    /// An EndpointSlice, and another node than this one that an endpoint of it is on.
+    /// An EndpointSlice, and another node that one of its endpoints is on.
     Slice(Outcome<Slice>, Option<String>),
-    /// A Node: this one or another.
+    /// A Node: this node or another one.
     Node(NodeFacts),
-    /// A Pod: its host ports, itself unless it has no connections of its own, and as what a ServiceEntry may select it.
+    /// A Pod: its host ports; the workload, unless it has no connections of its own; and the pod as a ServiceEntry may
+    /// select it.
     Pod(Vec<Service>, Option<Box<Workload>>, Option<Box<Candidate>>),
-    /// A ServiceEntry; none if it makes no sense.
+    /// A ServiceEntry. `None` if it is invalid.
     ServiceEntry(Option<Box<ServiceEntry>>),
-    /// A WorkloadEntry; none if it makes no sense.
+    /// A WorkloadEntry. `None` if it is invalid.
     WorkloadEntry(Option<Box<Candidate>>),
-    /// A route; none if it makes no sense, or if it is attached to no Service.
+    /// A route. `None` if it is invalid, or if it is not attached to a Service.
     Route(RouteKind, Option<Box<Route>>),
-    /// A ReferenceGrant; none if it makes no sense.
+    /// A ReferenceGrant. `None` if it is invalid.
     Grant(Option<Box<Grant>>),
     /// A Namespace.
     Namespace(Box<NamespaceRules>),
     /// An object of a kind that is not served here.
     Ignored(String),
-    /// An object whose kind nothing tells.
+    /// An object without a kind.
     Unknown,
 }
 
 impl Entry {
-    /// The object as a person names it: `Service default/web`.
+    /// Returns the object's name for people: `Service default/web`.
     pub fn label(&self) -> Option<String> {
         let kind = match &self.body {
             Body::Service(..) => "Service",
             Body::Slice(..) => "EndpointSlice",
-            // A node is in no namespace.
+            // A node has no namespace.
             Body::Node(node) => {
                 return (!node.name.is_empty()).then(|| format!("Node {}", node.name));
             }
@@ -114,7 +114,7 @@ impl Entry {
 pub struct Document<'a> {
     /// This node.
     pub node: &'a Node,
-    /// Where the objects go.
+    /// The list that receives the objects.
     pub entries: &'a mut Vec<Entry>,
 }
 
@@ -133,10 +133,10 @@ impl<'de> DeserializeSeed<'de> for Document<'_> {
     }
 }
 
-/// An object that does not say its kind, in a list that has not said its own yet.
+/// An object without a kind, in a list whose own kind is not known yet.
 type Untyped = Object;
 
-/// Which fields an object has.
+/// The kinds of fields that an object has.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Sort {
     Service,
@@ -152,7 +152,7 @@ enum Sort {
     NotKnownYet,
 }
 
-/// The fields of all that is served, as far as they were read.
+/// The fields of all served kinds, as far as they were read.
 #[derive(Default)]
 struct Object {
     item: Option<usize>,
@@ -168,7 +168,7 @@ struct Object {
     address_type: Option<String>,
     endpoints: Option<Vec<wire::Endpoint>>,
     ports: Option<Vec<wire::EndpointPort>>,
-    /// Fields that were met before the kind was known.
+    /// Fields that came before the kind.
     early: Map<String, Value>,
 }
 
@@ -203,7 +203,7 @@ impl Object {
         of.is_some_and(|of| of.is_empty() || KINDS.contains(&of))
     }
 
-    /// What the items of this list are, if they do not say it: `(apiVersion, kind)`.
+    /// Returns the type of this list's items if they do not state it: `(apiVersion, kind)`.
     fn of_items(&self) -> (Option<String>, Option<String>) {
         match self
             .kind
@@ -230,7 +230,7 @@ impl Object {
                         .or_else(|| early(&mut self.early, "status", &mut findings)),
                     metadata: self.metadata,
                 };
-                // What follows from a field that could not be read is no news.
+                // Consequences of a field that could not be read are not reported.
                 if findings.faults.is_empty() {
                     let by_istio = objects::by_istio(&object, &mut findings);
                     Body::Service(objects::service(object, &mut findings), by_istio)
@@ -385,7 +385,7 @@ impl Object {
                 .push(("kind".into(), "missing; expected the object's kind".into()));
             return Body::Unknown;
         }
-        // A kind of the same name in another group is another kind.
+        // Another group may have a kind of the same name.
         Body::Ignored(match (kind, version.split_once('/')) {
             (kind, Some((group, _))) if KINDS.contains(&kind) => format!("{kind}.{group}"),
             _ => kind.to_owned(),
@@ -393,13 +393,13 @@ impl Object {
     }
 }
 
-/// Whether an API version is one in which Istio's objects are known.
+/// Returns whether Istio's objects are known in an API version.
 fn is_istio(version: &str) -> bool {
     let version = version.strip_prefix(ISTIO);
     version.is_some_and(|version| ISTIO_VERSIONS.contains(&version))
 }
 
-/// A field that was read before its type was known.
+/// Returns a field that was read before its type was known.
 fn early<T: DeserializeOwned>(
     fields: &mut Map<String, Value>,
     key: &str,
@@ -477,7 +477,7 @@ impl<'de> Visitor<'de> for ObjectReader<'_> {
                         (Sort::Slice, "addressType") => object.address_type = map.next_value()?,
                         (Sort::Slice, "endpoints") => object.endpoints = map.next_value()?,
                         (Sort::Slice, "ports") => object.ports = map.next_value()?,
-                        // An entry that makes no sense is no reason not to read the rest of the document.
+                        // An invalid entry does not keep the rest of the document from being read.
                         (
                             Sort::ServiceEntry
                             | Sort::WorkloadEntry
@@ -518,7 +518,7 @@ impl<'de> Visitor<'de> for ObjectReader<'_> {
                 "missing or not a list; expected List",
             ));
         } else if has_items || object.is_list() {
-            // Its items were read.
+            // The items of this list were already read.
         } else if self.item.is_some() && object.kind.is_none() {
             self.untyped.push(object);
         } else {

@@ -1,24 +1,24 @@
-//! What is wrong with manifests.
+//! Faults of manifests.
 
 use std::{error::Error, fmt, path::PathBuf};
 
 use super::locate::Position;
 
-/// How many faults are listed; the rest are counted.
+/// Maximum number of faults that are listed. Further faults are counted.
 pub const FAULTS_LISTED: usize = 100;
 
-/// One thing that is wrong in a manifest.
+/// A fault in a manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The file.
     pub file: PathBuf,
-    /// Where in it, if it is about a place in it.
+    /// The position in the file, if the fault has one.
     pub position: Option<Position>,
-    /// The field, such as `items[3].spec.ports[0].port`; empty if it is about no field.
+    /// The field, such as `items[3].spec.ports[0].port`. Empty if the fault concerns no field.
     pub path: String,
-    /// The object, such as `Service default/web`, if that much could be read.
+    /// The object, such as `Service default/web`, if its name could be read.
     pub object: Option<String>,
-    /// What is wrong, and what is expected.
+    /// The fault, and the expected value.
     pub text: String,
 }
 
@@ -38,18 +38,17 @@ impl fmt::Display for Fault {
     }
 }
 
-/// All that is wrong in manifests: with any of it, none of them is served, and what was served
-/// before still is.
+/// All faults of manifests. If there is a fault, no manifest is served, and the services from before stay.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Errors {
-    /// In the order of files and lines; at most [`FAULTS_LISTED`].
+    /// The faults in the order of files and lines, at most [`FAULTS_LISTED`].
     pub faults: Vec<Fault>,
-    /// How many more there are.
+    /// Number of further faults.
     pub more: usize,
 }
 
 impl Errors {
-    /// All of them, cut to what is listed.
+    /// Cuts the list to its maximum length.
     pub fn of(mut faults: Vec<Fault>) -> Self {
         let more = faults.len().saturating_sub(FAULTS_LISTED);
         faults.truncate(FAULTS_LISTED);

@@ -1,4 +1,4 @@
-//! Faults on the way to a person: their lines are only looked for when all of them are known.
+//! Collects faults for people. The lines are searched once all faults are known.
 
 use std::{
     collections::BTreeMap,
@@ -12,7 +12,7 @@ use super::{
     parse::{self, Format},
 };
 
-/// Where an object was read.
+/// The origin of an object.
 #[derive(Clone, Copy, Debug)]
 pub struct Origin {
     /// Index of the file.
@@ -24,7 +24,7 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// The path of one of the object's fields, within the document.
+    /// Returns the path of a field of the object within the document.
     fn path(self, field: &str) -> String {
         match self.item {
             Some(item) => format!("items[{item}].{field}"),
@@ -33,35 +33,35 @@ impl Origin {
     }
 }
 
-/// A fault whose line is not known yet.
+/// A fault without a line.
 struct Unplaced {
     origin: Origin,
-    /// Within the document.
+    /// The path within the document.
     path: String,
     object: Option<String>,
     text: String,
-    /// The position within the document, where the parser gave it.
+    /// The position within the document, if the parser has it.
     position: Option<Position>,
-    /// Where the other one of two objects is.
+    /// The origin of the other object, if the fault concerns two.
     other: Option<Origin>,
 }
 
 /// The faults found so far.
 #[derive(Default)]
 pub struct Faults {
-    /// Those of files as a whole.
+    /// Faults of whole files.
     whole: Vec<Fault>,
     unplaced: Vec<Unplaced>,
     more: usize,
 }
 
 impl Faults {
-    /// Whether there are none.
+    /// Returns whether there is no fault.
     pub fn is_empty(&self) -> bool {
         self.whole.is_empty() && self.unplaced.is_empty()
     }
 
-    /// Adds one of a file or directory as a whole.
+    /// Adds a fault of a file or directory.
     pub fn whole(&mut self, file: PathBuf, text: String) {
         let path = String::new();
         self.whole.push(Fault {
@@ -73,7 +73,7 @@ impl Faults {
         });
     }
 
-    /// Adds one that keeps a document from being read to its end.
+    /// Adds a fault that ends the reading of a document.
     pub fn stop(&mut self, document: Origin, stop: parse::Stop) {
         self.add(Unplaced {
             origin: document,
@@ -85,7 +85,7 @@ impl Faults {
         });
     }
 
-    /// Adds one of an object's field.
+    /// Adds a fault of an object's field.
     pub fn field(&mut self, origin: Origin, field: &str, object: Option<String>, text: String) {
         let path = origin.path(field);
         self.add(Unplaced {
@@ -98,7 +98,7 @@ impl Faults {
         });
     }
 
-    /// Adds an object that was defined before.
+    /// Adds an object that was already defined.
     pub fn twice(&mut self, origin: Origin, object: Option<String>, first: Origin) {
         self.add(Unplaced {
             origin,
@@ -118,7 +118,7 @@ impl Faults {
         }
     }
 
-    /// All of them, for a person. `read` are the files by index.
+    /// Returns all faults for people. `read`: the files by index.
     pub fn place(self, read: &[PathBuf]) -> Errors {
         let positions = self.positions(read);
         let file = |origin: Origin| &read[origin.file as usize];
@@ -145,11 +145,11 @@ impl Faults {
         errors
     }
 
-    /// The positions of the faults in their files, and of the other object where there are two.
+    /// Returns the positions of the faults in their files, and of the other object if a fault concerns two.
     ///
-    /// The files are read once more: a run without faults, which is the rule, keeps no text.
+    /// Reads the files again: a run without faults, which is the usual case, stores no text.
     fn positions(&self, read: &[PathBuf]) -> Vec<(Option<Position>, Option<Position>)> {
-        // What is asked of each document: a path, and for which fault.
+        // The paths to find in each document, and the fault of each.
         let mut asked: BTreeMap<(u32, u32), Vec<(usize, String)>> = BTreeMap::new();
         let faults = self.unplaced.len();
         for (number, fault) in self.unplaced.iter().enumerate() {
@@ -171,7 +171,7 @@ impl Faults {
         for ((file, document), questions) in asked {
             let path: &Path = &read[file as usize];
             if text.0 != Some(file) {
-                // A file that has gone since has no lines.
+                // A file that was removed in the meantime has no lines.
                 text = (Some(file), files::read(path).unwrap_or_default());
             }
             let documents = parse::documents(&text.1, Format::of(path));
@@ -181,7 +181,7 @@ impl Faults {
             let before = &text.1[..document.as_ptr().addr() - text.1.as_ptr().addr()];
             let paths: Vec<&str> = questions.iter().map(|(_, path)| path.as_str()).collect();
             for ((number, _), found) in questions.iter().zip(locate(document, &paths)) {
-                // The parser knows better where it stopped.
+                // The parser's position is more exact.
                 let known = self.unplaced.get(*number).and_then(|fault| fault.position);
                 positions[*number] = known.or(found).map(|position| position.after(before));
             }

@@ -11,16 +11,16 @@ use crate::{Feed, Notice, OpenError, View, watching::Watching};
 /// The name of the thread that watches.
 const THREAD: &str = "manifests";
 
-/// Files and directories that are read, and read again whenever one of them has changed.
+/// Files and directories. They are read again when one of them has changed.
 ///
-/// They are read by the thread that [takes](Feed::take) a view.
+/// The thread that [takes](Feed::take) a view reads them.
 #[derive(Debug)]
 pub struct Files {
-    /// This node, without what its object says.
+    /// This node, without the facts of its object.
     node: Arc<Node>,
-    /// What was read last, to share what did not change.
+    /// The last snapshot, which shares unchanged objects with the next.
     last: Snapshot,
-    /// The view that was read when the files were opened.
+    /// The view from opening the files.
     first: Option<View>,
     watching: Watching,
     health: Arc<Health>,
@@ -31,13 +31,13 @@ impl Files {
     ///
     /// # Errors
     ///
-    /// The manifests have faults, the paths cannot be watched, or no thread can be started.
+    /// If the manifests have faults, the paths cannot be watched, or no thread can be started.
     pub fn open(
         paths: &[PathBuf],
         node: &Arc<Node>,
         notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
     ) -> Result<Self, OpenError> {
-        // Before the files are read, so that no change is missed in between.
+        // Watches before the files are read, so that no change is missed in between.
         let mut watcher = Watcher::new(paths)?;
         let watching = Watching::start(THREAD, notify, async move || watcher.changed().await);
         let mut files = Self {

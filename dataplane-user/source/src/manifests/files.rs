@@ -1,4 +1,4 @@
-//! Which files there are, and what is in them.
+//! Finds manifests and reads them.
 
 use std::{
     collections::BTreeSet,
@@ -9,12 +9,12 @@ use std::{
 
 use crate::file::{self, Fault};
 
-/// The largest file that is read, in bytes. The objects of 100 000 services fit in a few such
-/// files, and a file of the wrong kind (a disk image, a log) does not end up in memory.
+/// Maximum size of a file in bytes. A few such files hold the objects of 100 000 services, and a wrong file (a disk
+/// image, a log) does not fill the memory.
 pub const FILE_SIZE_MAX: u64 = 32 << 20;
 
-/// The files at `paths`, each once, in the order of the paths and by name within a directory, and
-/// the paths at which there is nothing to read, with the reason.
+/// Returns the files at `paths`, each once, in the order of the paths and by name within a directory. Also returns the
+/// paths without a manifest, with the reason.
 pub fn find(paths: &[PathBuf]) -> (Vec<PathBuf>, Vec<(PathBuf, String)>) {
     let mut found = Found::default();
     for path in paths {
@@ -43,11 +43,11 @@ pub fn find(paths: &[PathBuf]) -> (Vec<PathBuf>, Vec<(PathBuf, String)>) {
 struct Found {
     files: Vec<PathBuf>,
     faults: Vec<(PathBuf, String)>,
-    /// The real paths of `files`: links, and paths that overlap, lead to one twice.
+    /// The real paths of `files`, because links and overlapping paths may lead to one file twice.
     real: BTreeSet<PathBuf>,
-    /// The real paths of the directories below the path at hand: links may lead in circles.
+    /// The real paths of the directories below the current path, because links may form circles.
     directories: BTreeSet<PathBuf>,
-    /// How many manifests there were below the path at hand, new or not.
+    /// Number of manifests below the current path, new or not.
     met: usize,
 }
 
@@ -84,7 +84,7 @@ impl Found {
         names.sort_unstable();
         for name in names.into_iter().filter(|name| !is_hidden(name)) {
             let child = path.join(name);
-            // A name that is gone by now is a change, which the watcher reports.
+            // A name that was removed in the meantime is a change, which the watcher reports.
             match fs::metadata(&child) {
                 Ok(metadata) if metadata.is_dir() => self.directory(&child),
                 _ if is_manifest(&child) => self.file(&child),
@@ -95,8 +95,8 @@ impl Found {
     }
 }
 
-/// Among them `..data` and its like: the versions of a mounted ConfigMap, to which the visible
-/// names link.
+/// Returns whether a name is hidden. `..data` and similar names are the versions of a mounted ConfigMap, and the
+/// visible names link to them.
 pub fn is_hidden(name: &OsStr) -> bool {
     name.as_encoded_bytes().starts_with(b".")
 }
@@ -107,10 +107,9 @@ fn is_manifest(path: &Path) -> bool {
         .is_some_and(|extension| matches!(extension, "yaml" | "yml" | "json"))
 }
 
-/// A file's text, or what is wrong with it.
+/// Returns the text of a file.
 ///
-/// # Errors
-/// The reason, in words: what the kernel says, or a file that is too large or no UTF-8.
+/// # Errors The reason, as a text: the kernel's error, or a file that is too large or not UTF-8.
 pub fn read(path: &Path) -> Result<String, String> {
     file::read(path, FILE_SIZE_MAX).map_err(|fault| {
         let hint = match fault {

@@ -1,4 +1,4 @@
-//! How reading manifests goes.
+//! The state of reading manifests.
 
 use std::{
     path::PathBuf,
@@ -10,18 +10,18 @@ use std::{
 
 use crate::clock::now;
 
-/// How reading manifests goes: written by the feed, read by other threads. Times are in seconds since the epoch.
+/// The state of reading manifests. The feed writes it, and other threads read it. Times are in seconds since the epoch.
 #[derive(Debug, Default)]
 pub struct Health {
     pub(crate) paths: Vec<PathBuf>,
     read: AtomicU64,
     failures: AtomicU64,
-    /// When they could not be read, and why; none: they were read since.
+    /// Time and reason of a failed read. `None` if a later read succeeded.
     failure: Mutex<Option<(u64, String)>>,
 }
 
 impl Health {
-    /// Of files and directories that were not read yet.
+    /// Returns the state of files and directories that were not read yet.
     pub(crate) fn of(paths: &[PathBuf]) -> Self {
         Self {
             paths: paths.to_vec(),
@@ -29,29 +29,29 @@ impl Health {
         }
     }
 
-    /// Files and directories, as they were given.
+    /// Returns the configured files and directories.
     pub fn paths(&self) -> Vec<String> {
         let text = |path: &PathBuf| path.display().to_string();
         self.paths.iter().map(text).collect()
     }
 
-    /// When they were last read without an error; 0: never.
+    /// Returns the time of the last read without an error. 0: never.
     pub fn read(&self) -> u64 {
         self.read.load(Ordering::Relaxed)
     }
 
-    /// How often they could not be read.
+    /// Returns the number of failed reads.
     pub fn failures(&self) -> u64 {
         self.failures.load(Ordering::Relaxed)
     }
 
-    /// When they could not be read, and why; none if they were read since.
+    /// Returns time and reason of a failed read. `None` if a later read succeeded.
     pub fn failure(&self) -> Option<(u64, String)> {
         let failure = self.failure.lock();
         failure.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// They were read; or could not be, and why.
+    /// Records a read, or the reason of its failure.
     pub(crate) fn set(&self, failure: Option<String>) {
         if failure.is_some() {
             self.failures.fetch_add(1, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Where in a document a field is: only looked for when there is something to say about it.
+//! Finds the position of a field in a document. It is searched only for a message.
 
 use serde_saphyr::granit_parser::{Event, Parser};
 
@@ -12,8 +12,7 @@ pub struct Position {
 }
 
 impl Position {
-    /// A position in a document as the position in its file; `before` is the file's text before
-    /// the document.
+    /// Returns the position in the file. `before`: the file's text before the document.
     #[must_use]
     pub fn after(self, before: &str) -> Self {
         let lines = before.matches('\n').count();
@@ -36,16 +35,16 @@ enum Step {
     Index(usize),
 }
 
-/// Finds the positions of field paths such as `items[3].spec.ports[0].port` in the first document
-/// of `text`, YAML or JSON (which YAML's grammar includes).
+/// Finds the positions of field paths such as `items[3].spec.ports[0].port` in the first document of `text`, YAML or
+/// JSON (which YAML's grammar includes).
 ///
-/// Of a field that is not there, the position of the innermost one around it that is.
+/// For a missing field, returns the position of the innermost present field around it.
 pub fn locate(text: &str, paths: &[&str]) -> Vec<Option<Position>> {
     let wanted: Vec<Vec<Step>> = paths.iter().map(|path| steps(path)).collect();
     let mut found: Vec<Option<(usize, Position)>> = vec![None; paths.len()];
     walk(text, |here, position| {
         for (wanted, found) in wanted.iter().zip(&mut found) {
-            // The last step differs most often.
+            // Compares from the end, because the last step differs most often.
             let depth = here.len();
             if depth <= wanted.len()
                 && here.last() == wanted[..depth].last()
@@ -62,7 +61,7 @@ pub fn locate(text: &str, paths: &[&str]) -> Vec<Option<Position>> {
         .collect()
 }
 
-/// The steps of a path; keys with dots are written `["like.this"]`.
+/// Returns the steps of a path. Keys with dots are written `["like.this"]`.
 fn steps(path: &str) -> Vec<Step> {
     let mut steps = Vec::new();
     let mut rest = path;
@@ -85,21 +84,20 @@ fn steps(path: &str) -> Vec<Step> {
     steps
 }
 
-/// A collection whose end has not come yet.
+/// A collection whose end was not reached.
 enum Open {
     Sequence {
         next: usize,
     },
     Mapping {
-        /// The next node is a value: its key was read.
+        /// Whether the next node is a value, because its key was read.
         value: bool,
     },
-    /// A collection as a key: its inside has no path.
+    /// A collection as a key. Nodes inside it have no path.
     Key,
 }
 
-/// Calls `visit` with path and position of every node of the first document, parents first; up to
-/// where the text cannot be parsed.
+/// Calls `visit` with path and position of every node of the first document, parents first, until a syntax error.
 fn walk(text: &str, mut visit: impl FnMut(&[Step], Position)) {
     let mut open: Vec<Open> = Vec::new();
     let mut path: Vec<Step> = Vec::new();
@@ -114,7 +112,7 @@ fn walk(text: &str, mut visit: impl FnMut(&[Step], Position)) {
             Event::SequenceStart(..) => (true, Some(Open::Sequence { next: 0 })),
             Event::MappingStart(..) => (true, Some(Open::Mapping { value: false })),
             Event::SequenceEnd | Event::MappingEnd => {
-                // After a key comes its value.
+                // The value follows the key.
                 if !matches!(open.pop(), Some(Open::Key)) {
                     close_node(&mut open, &mut path);
                 }
@@ -162,7 +160,7 @@ fn walk(text: &str, mut visit: impl FnMut(&[Step], Position)) {
     }
 }
 
-/// After the last event of a node.
+/// Updates the state after the last event of a node.
 fn close_node(open: &mut [Open], path: &mut Vec<Step>) {
     match open.last_mut() {
         Some(Open::Mapping {

@@ -1,11 +1,10 @@
 //! Manifests: files with Kubernetes' objects, as `kubectl get services,endpointslices -A -o yaml`
 //! (or json) prints them.
 //!
-//! [`load`] reads them all and either yields a [`Snapshot`] or every fault that it found, with
-//! file, line and field: never half of what is written. What can be left out without harm is
-//! reported with the snapshot ([`Snapshot::problems`]).
+//! [`load`] reads all files. It returns a [`Snapshot`], or every fault with file, line and field, and never a part of
+//! the manifests. Harmless parts that are left out are reported with the snapshot ([`Snapshot::problems`]).
 //!
-//! See `docs/manifests.md` for what is accepted.
+//! `docs/manifests.md` lists the accepted objects.
 
 mod document;
 mod error;
@@ -32,23 +31,23 @@ pub use watch::{WatchError, Watcher};
 
 use crate::objects::NodeFacts;
 
-/// What manifests came to.
+/// The result of reading manifests.
 #[derive(Clone, Debug, Default)]
 pub struct Loaded {
-    /// What to serve.
+    /// The snapshot to serve.
     pub snapshot: Snapshot,
-    /// What this node's own object tells, if there is one.
+    /// Facts from this node's own object, if there is one.
     pub facts: Option<NodeFacts>,
-    /// How many objects there were of each kind that is not served here.
+    /// Number of objects of each kind that is not served.
     pub ignored: BTreeMap<String, usize>,
-    /// How many services and slices were left to others, as their labels ask.
+    /// Number of services and slices that their labels leave to others.
     pub left_alone: usize,
-    /// How many files were read.
+    /// Number of files.
     pub files: usize,
 }
 
 impl Loaded {
-    /// A line for the log on the objects that were ignored, if there were any.
+    /// Returns a line for the log about ignored objects, if there are any.
     pub fn ignored_line(&self) -> Option<String> {
         let total: usize = self.ignored.values().sum();
         let mut kinds: Vec<_> = self.ignored.iter().collect();
@@ -69,23 +68,21 @@ impl Loaded {
 
 /// Reads manifests: files, and directories with all `*.yaml`, `*.yml` and `*.json` below them.
 ///
-/// # Errors
-/// Everything that is wrong with them, if anything is.
+/// # Errors All faults.
 pub fn load(paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
     load_reusing(&Snapshot::default(), paths, node)
 }
 
-/// Like [`load`], but shares with `previous` what did not change, so that the difference between
-/// the two is found at the cost of what did ([`imbl::OrdMap::diff`]).
+/// As [`load`], but shares unchanged objects with `previous`, so that the cost of the difference grows with the changes
+/// ([`imbl::OrdMap::diff`]).
 ///
-/// `node` is what is known without the manifests: if its own Node object is among them, the
-/// snapshot's node has what that adds.
+/// `node` is the node as known without the manifests. If they contain its Node object, the snapshot's node has the
+/// facts of that object.
 ///
-/// # Errors
-/// As for [`load`].
+/// # Errors As for [`load`].
 pub fn load_reusing(previous: &Snapshot, paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
-    // Hints are read with the eyes of the node's zone, which may be told by the last object of the
-    // last file. It is hardly ever another one than it was.
+    // Hints depend on the node's zone, and the last object of the last file may state the zone. The zone hardly ever
+    // changes, so the former one is assumed.
     let mut assumed = node.clone();
     if assumed.zone.is_empty() {
         assumed.zone = previous.node.zone.clone();
@@ -99,7 +96,7 @@ pub fn load_reusing(previous: &Snapshot, paths: &[PathBuf], node: &Node) -> Resu
     let (zone, region) = (told.zone, told.region);
     (assumed.zone, assumed.region) = (zone.clone(), region.clone());
     let (stage, told) = read(paths, &assumed, node);
-    // Should it be yet another one by now: that is a change on disk, which will be read.
+    // If the zone differs again, the files have changed and will be read again.
     let known = Node {
         zone,
         region,
@@ -108,7 +105,7 @@ pub fn load_reusing(previous: &Snapshot, paths: &[PathBuf], node: &Node) -> Resu
     stage.finish(previous, &known)
 }
 
-/// Reads all files with the eyes of `assumed`; and what the manifests make of `node`.
+/// Reads all files for the node `assumed`. Also returns `node` with the facts of its object.
 fn read<'a>(paths: &[PathBuf], assumed: &'a Node, node: &Node) -> (stage::Stage<'a>, Node) {
     let (files, missing) = files::find(paths);
     let mut stage = stage::Stage::new(assumed);

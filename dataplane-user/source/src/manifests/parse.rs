@@ -1,4 +1,4 @@
-//! A file's documents, and their objects.
+//! Splits a file into documents, and reads their objects.
 
 use std::path::Path;
 
@@ -12,20 +12,20 @@ use super::{
     locate::Position,
 };
 
-/// Paths of fields are much shorter; those of broken files need not be shown to their end.
+/// Maximum length of a displayed path. Valid paths are much shorter.
 const PATH_MAX: usize = 120;
 
-/// How a file is written.
+/// The format of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// YAML, of which JSON is a part.
+    /// YAML, which includes JSON.
     Yaml,
-    /// JSON: its parser is faster.
+    /// JSON, whose parser is faster.
     Json,
 }
 
 impl Format {
-    /// By the file's name.
+    /// Returns the format that the file's name suggests.
     pub fn of(path: &Path) -> Self {
         if path
             .extension()
@@ -38,22 +38,21 @@ impl Format {
     }
 }
 
-/// What keeps a document from being read to its end.
+/// The reason why the reading of a document ended early.
 #[derive(Debug)]
 pub struct Stop {
-    /// Where, within the document.
+    /// The position within the document.
     pub position: Option<Position>,
     /// The field that was being read.
     pub path: String,
-    /// What is wrong.
+    /// The fault.
     pub text: String,
 }
 
-/// The documents of a file, without those that hold nothing but comments.
+/// Returns the documents of a file, without those that hold only comments.
 ///
-/// YAML allows no line that starts with `---` inside of a document, not even in a quoted or block
-/// string; so documents can be told apart before they are parsed, and one that is broken does not
-/// hide what is wrong in the others.
+/// In YAML no line inside a document may start with `---`, even in a quoted or block string. So the documents can be
+/// separated before they are parsed, and a broken document does not hide faults in the others.
 pub fn documents(text: &str, format: Format) -> Vec<&str> {
     let mut documents = match format {
         Format::Yaml => yaml_documents(text),
@@ -81,7 +80,7 @@ fn yaml_documents(text: &str) -> Vec<&str> {
     documents
 }
 
-/// Directives such as `%YAML 1.2` belong to the document whose `---` comes next.
+/// Returns whether a text is a directive such as `%YAML 1.2`, which belongs to the document after the next `---`.
 fn is_prologue(text: &str) -> bool {
     text.lines().any(|line| line.starts_with('%'))
         && text
@@ -94,7 +93,7 @@ fn json_documents(text: &str) -> Vec<&str> {
     let mut start = 0;
     let mut values = serde_json::Deserializer::from_str(text).into_iter::<IgnoredAny>();
     while let Some(value) = values.next() {
-        // What cannot be parsed is the last document, to its end: reading it tells the reason.
+        // Text that cannot be parsed is the last document. Reading it yields the fault.
         let end = if value.is_ok() {
             values.byte_offset()
         } else {
@@ -121,8 +120,7 @@ fn is_blank(text: &str) -> bool {
     })
 }
 
-/// Reads a document's objects into `entries`: all of them, or those before the place where it
-/// stops.
+/// Reads a document's objects into `entries`: all of them, or those before the fault.
 pub fn parse(
     text: &str,
     format: Format,
@@ -146,7 +144,7 @@ pub fn parse(
     }
 }
 
-/// Reads it again, this time keeping track of the field: that costs time, so not on the first run.
+/// Reads the document again and tracks the field. This is slower, so the first run does not do it.
 fn explain(text: &str, format: Format, node: &Node) -> Stop {
     let mut track = Track::new();
     let document = Document {
@@ -185,8 +183,8 @@ fn yaml<F>(text: &str, read: F) -> Result<(), serde_saphyr::Error>
 where
     F: FnOnce(serde_saphyr::Deserializer<'_, '_>) -> Result<(), serde_saphyr::Error>,
 {
-    // A file's size is limited already, and lists of thousands of objects are what it is for. What
-    // stays limited is what can grow beyond the file: nesting, which takes stack, and aliases.
+    // The size of a file is already limited, and long lists are normal. The remaining limits are for growth beyond the
+    // file: nesting, which needs stack, and aliases.
     let options = options! {
         budget: budget! {
             max_events: usize::MAX,
@@ -230,8 +228,8 @@ fn describe_json(error: &serde_json::Error) -> (Option<Position>, String) {
     ((error.line() > 0).then_some(position), plain(&text))
 }
 
-/// The parsers' messages without the position within the document, which is not that in the file,
-/// and without words that only those know who write Rust.
+/// Returns a parser's message without the position, which is that in the document and not in the file, and without
+/// terms of Rust.
 pub fn plain(text: &str) -> String {
     let cut = [" at line ", " at (line "]
         .iter()
@@ -251,9 +249,9 @@ pub fn plain(text: &str) -> String {
     }
 }
 
-/// As the path in which the parser stopped, as far as it helps to find the place.
+/// Returns the path at which the parser stopped, as far as it helps to find the place.
 fn shown(path: &str) -> String {
-    // What has no name yet.
+    // Steps without a name.
     let path = path.trim_end_matches(['?', '.']);
     match path.char_indices().nth(PATH_MAX) {
         Some((end, _)) => format!("{}…", &path[..end]),

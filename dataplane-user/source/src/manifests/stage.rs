@@ -1,4 +1,4 @@
-//! Objects from files, on their way to a snapshot.
+//! Collects objects from files for a snapshot.
 
 use std::{
     collections::{BTreeMap, HashMap, btree_map},
@@ -25,12 +25,12 @@ use crate::objects::{
     Sources,
 };
 
-/// What was read so far.
+/// The objects that were read.
 pub struct Stage<'a> {
     node: &'a Node,
     files: Vec<PathBuf>,
-    /// Without their endpoints; `None` if left alone. Each has its final place in memory from the
-    /// start: a table of a hundred thousand of them by value would be copied as it grows.
+    /// Services without their endpoints. `None` if left to others. Each has its final place in memory from the start,
+    /// because a table of a hundred thousand services by value would be copied as it grows.
     services: BTreeMap<ServiceName, (Option<Arc<Service>>, Origin)>,
     by_istio: HashMap<ServiceName, ByIstio>,
     slices: Vec<Slice>,
@@ -39,18 +39,18 @@ pub struct Stage<'a> {
     /// This node's own object.
     node_object: Option<(NodeFacts, Origin)>,
     pods: HashMap<ServiceName, Origin>,
-    /// Those of the pods on this node, with their endpoints.
+    /// Host ports of the pods on this node, with their endpoints.
     host_ports: BTreeMap<ServiceName, Arc<Service>>,
     workloads: BTreeMap<WorkloadName, Workload>,
     namespaces: HashMap<Arc<str>, (NamespaceRules, Origin)>,
-    /// None: it makes no sense, and stays what it was.
+    /// `None` if the entry is invalid; then its former state stays.
     entries: HashMap<ServiceName, (Option<Box<ServiceEntry>>, Origin)>,
     workload_entries: HashMap<ServiceName, Origin>,
-    /// What entries may select.
+    /// Pods and WorkloadEntries that entries may select.
     candidates: Vec<Candidate>,
-    /// None: it is attached to no Service, or makes no sense (true), and stays what it was.
+    /// `None` if the route is not attached to a Service, or is invalid (true); then its former state stays.
     routes: BTreeMap<RouteName, (Option<Arc<Route>>, bool, Origin)>,
-    /// None: it makes no sense, and stays what it was.
+    /// `None` if the grant is invalid; then its former state stays.
     grants: BTreeMap<ServiceName, (Option<Arc<Grant>>, Origin)>,
     ignored: BTreeMap<String, usize>,
     left_alone: usize,
@@ -59,7 +59,7 @@ pub struct Stage<'a> {
 }
 
 impl<'a> Stage<'a> {
-    /// For this node.
+    /// Returns an empty stage for this node.
     pub fn new(node: &'a Node) -> Self {
         Self {
             node,
@@ -86,7 +86,7 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// Notes a file or directory that cannot be read.
+    /// Adds a file or directory that cannot be read.
     pub fn unreadable(&mut self, path: PathBuf, text: String) {
         self.faults.whole(path, text);
     }
@@ -145,7 +145,7 @@ impl<'a> Stage<'a> {
             let text = format!("{field}: {text}");
             self.problem(Gravity::Warning, origin, object.as_deref(), text);
         }
-        // Without a name, what is wrong was said, and two of them are not the same.
+        // The missing name is already reported. Two objects without a name are not the same object.
         let named = object.is_some();
         match entry.body {
             Body::Service(outcome, by_istio) => {
@@ -249,13 +249,13 @@ impl<'a> Stage<'a> {
                 }
             }
             Body::Ignored(kind) => *self.ignored.entry(kind).or_default() += 1,
-            // What other nodes are like is no concern of this one.
+            // Facts of other nodes do not matter to this node.
             Body::Node(other) => self.whereabouts.node(&other.name),
             Body::Unknown => {}
         }
     }
 
-    /// Names what is left out, or not followed.
+    /// Adds a problem of an object that is left out or has no effect.
     fn problem(&mut self, gravity: Gravity, origin: Origin, object: Option<&str>, text: String) {
         let file = self.files[origin.file as usize].display();
         let place = object.map_or_else(|| file.to_string(), |o| format!("{file}: {o}"));
@@ -266,17 +266,17 @@ impl<'a> Stage<'a> {
         });
     }
 
-    /// What this node's own object tells, if there is one.
+    /// Returns facts from this node's own object, if there is one.
     pub fn node_facts(&self) -> Option<&NodeFacts> {
         self.node_object.as_ref().map(|(facts, _)| facts)
     }
 
-    /// Whether something is wrong already.
+    /// Returns whether there is a fault.
     pub fn has_faults(&self) -> bool {
         !self.faults.is_empty()
     }
 
-    /// Joins services and slices, or tells what is wrong with them.
+    /// Joins services and slices. Returns all faults if there are any.
     pub fn finish(mut self, previous: &Snapshot, node: &Node) -> Result<Loaded, Errors> {
         self.slices
             .sort_unstable_by(|a, b| (&a.service, &a.name).cmp(&(&b.service, &b.name)));
@@ -410,7 +410,7 @@ impl<'a> Stage<'a> {
         matches!(self.services.get(name), Some((Some(_), _))) || self.host_ports.contains_key(name)
     }
 
-    /// Leaves out slices without a service.
+    /// Removes slices without a service.
     fn orphans(&mut self) {
         let is_orphan = |slice: &mut Slice| !self.services.contains_key(&slice.service);
         for slice in self.slices.extract_if(.., is_orphan) {
@@ -426,12 +426,12 @@ impl<'a> Stage<'a> {
     }
 }
 
-/// What was there, if it is the same.
+/// Returns the former object if it is equal.
 fn kept<T: PartialEq + ?Sized>(old: &Arc<T>, new: &T, make: impl FnOnce() -> Arc<T>) -> Arc<T> {
     if **old == *new { old.clone() } else { make() }
 }
 
-/// Likewise.
+/// Returns the former object if it is equal.
 fn kept_arc<T: PartialEq>(old: Option<&Arc<T>>, new: Arc<T>) -> Arc<T> {
     old.filter(|old| ***old == *new).cloned().unwrap_or(new)
 }

@@ -1,11 +1,10 @@
-//! When manifests change on disk.
+//! Watches manifests on disk.
 //!
-//! The kernel's notifications only say *when to look*: whether something changed is decided by
-//! comparing the files' stamps (device, inode, size, times). So one kind of change is not missed
-//! because it announces itself in another way: a ConfigMap's `..data` link that is swapped, an
-//! editor that renames a new file over the old one, a directory that is removed and made anew.
-//! And since notifications can get lost (a full queue, a network file system, a limit on
-//! watches), the stamps are compared every ten seconds anyway.
+//! The kernel's notifications say only when to look. Whether a file changed is decided by its stamp (device, inode,
+//! size, times). So the watcher does not miss kinds of changes that the kernel announces in other ways: a ConfigMap's
+//! `..data` link that is swapped, an editor that renames a new file over the old one, a directory that is removed and
+//! created again. Because notifications can get lost (a full queue, a network file system, a limit on watches), stamps
+//! are also compared every ten seconds.
 
 use std::{
     collections::BTreeSet,
@@ -26,15 +25,15 @@ use tokio::{
 
 use super::files;
 
-/// No event for so long: the writer is done.
+/// Time without an event after which the writer counts as done.
 const QUIET: Duration = Duration::from_millis(50);
-/// A writer that never rests is read after this.
+/// Maximum time to wait for a writer that does not stop.
 const QUIET_MAX: Duration = Duration::from_secs(1);
-/// How often stamps are compared without an event.
+/// Interval of comparing stamps without an event.
 const POLL: Duration = Duration::from_secs(10);
-/// The same, where the kernel gives no notifications.
+/// Interval of comparing stamps if the kernel gives no notifications.
 const POLL_ALONE: Duration = Duration::from_secs(1);
-/// As many links as the kernel follows in a path.
+/// Maximum number of links that the kernel follows in a path.
 const LINKS_MAX: usize = 40;
 
 /// Manifests cannot be watched.
@@ -45,23 +44,22 @@ pub enum WatchError {
     Path {
         /// The path.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         error: io::Error,
     },
 }
 
-/// Watches manifests: files, or directories with all below them. They need not exist yet.
+/// Watches manifests: files, or directories with all files below them. They need not exist yet.
 ///
-/// Make it before the first [`load`](super::load): then no change is missed in between.
+/// Create it before the first [`load`](super::load), so that no change is missed in between.
 pub struct Watcher {
     paths: Vec<PathBuf>,
     stamps: Stamps,
-    /// `None` where the kernel gives no notifications (its limit is reached, say).
+    /// `None` if the kernel gives no notifications, for example because its limit is reached.
     notifier: Option<RecommendedWatcher>,
     watched: BTreeSet<PathBuf>,
     events: mpsc::UnboundedReceiver<Event>,
-    /// The first event since the stamps were compared. Kept here so that nothing is lost if the
-    /// future is dropped.
+    /// Time of the first event since the stamps were compared. It is a field, so that a dropped future loses nothing.
     pending_since: Option<Instant>,
     next_poll: Instant,
 }
@@ -69,11 +67,9 @@ pub struct Watcher {
 impl Watcher {
     /// Starts to watch.
     ///
-    /// Where the kernel gives no notifications, that is logged, and stamps are compared every
-    /// second instead.
+    /// If the kernel gives no notifications, logs this and compares stamps every second.
     ///
-    /// # Errors
-    /// A path is relative, and there is no current directory.
+    /// # Errors If a path is relative, and there is no current directory.
     pub fn new(paths: &[PathBuf]) -> Result<Self, WatchError> {
         let paths = paths
             .iter()
@@ -86,7 +82,7 @@ impl Watcher {
             .collect::<Result<Vec<_>, _>>()?;
         let (sender, events) = mpsc::unbounded_channel();
         let notifier = notify::recommended_watcher(move |event: notify::Result<Event>| {
-            // An error (such as an overflow of the queue) is a reason to look, too.
+            // An error, such as an overflow of the queue, is a reason to look, too.
             let event = event.unwrap_or_else(|_| Event::new(EventKind::Any));
             if !is_read(event.kind) {
                 // Fails only while the watcher is being dropped.
@@ -114,9 +110,8 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// Waits until something changed and the writer is done. Then it is time to
-    /// [`load_reusing`](super::load_reusing). May be dropped and called anew (as in
-    /// `tokio::select!`): nothing is lost.
+    /// Waits until a file has changed and the writer is done. The caller then calls
+    /// [`load_reusing`](super::load_reusing). May be dropped and called again (as in `tokio::select!`) without loss.
     pub async fn changed(&mut self) {
         loop {
             self.due().await;
@@ -127,7 +122,7 @@ impl Watcher {
         }
     }
 
-    /// Waits until it is time to compare stamps.
+    /// Waits until stamps must be compared.
     async fn due(&mut self) {
         loop {
             let quiet = match self.pending_since {
@@ -153,7 +148,7 @@ impl Watcher {
         }
     }
 
-    /// Whether an event is about manifests, rather than about their neighbours.
+    /// Returns whether an event concerns manifests, and not other files in the directory.
     fn concerns(&self, event: &Event) -> bool {
         event.paths.is_empty()
             || event.paths.iter().any(|path| {
@@ -165,11 +160,11 @@ impl Watcher {
             })
     }
 
-    /// Compares stamps, and follows directories that came or went.
+    /// Compares stamps, and updates the watched directories.
     fn look(&mut self) -> bool {
         let mut stamps = Stamps::of(&self.paths);
         if self.watch(&stamps) {
-            // Something may have happened before the new watches were there.
+            // Files may have changed before the new watches existed.
             stamps = Stamps::of(&self.paths);
             self.watch(&stamps);
         }
@@ -184,21 +179,21 @@ impl Watcher {
         changed
     }
 
-    /// Watches the directories that matter; whether there are new ones.
+    /// Watches the needed directories. Returns whether there are new ones.
     fn watch(&mut self, stamps: &Stamps) -> bool {
         let Some(notifier) = &mut self.notifier else {
             return false;
         };
         let wanted: BTreeSet<PathBuf> = stamps.outside.union(&stamps.inside).cloned().collect();
         for gone in self.watched.difference(&wanted) {
-            // The kernel has dropped the watch of a directory that was removed.
+            // The kernel has removed the watch of a removed directory.
             _ = notifier.unwatch(gone);
         }
         let mut grew = false;
         let mut watched = BTreeSet::new();
         for directory in wanted {
-            // A directory may have been replaced by another of the same name: the watch is then
-            // still that of the old one, so it is set anew. For the same one this changes nothing.
+            // Another directory of the same name may have replaced this one, and then the watch is still on the old
+            // one. So the watch is set again, which changes nothing for an unchanged directory.
             match notifier.watch(&directory, RecursiveMode::NonRecursive) {
                 Ok(()) => {
                     grew |= !self.watched.contains(&directory);
@@ -216,22 +211,22 @@ impl Watcher {
     }
 }
 
-/// Whether something was only read, as the agent does itself.
+/// Returns whether a file was only read, as the agent does itself.
 fn is_read(kind: EventKind) -> bool {
     matches!(kind, EventKind::Access(access) if access != AccessKind::Close(AccessMode::Write))
 }
 
-/// What the files look like from outside, and where they are.
+/// The stamps of the files, and the directories to watch.
 #[derive(Default)]
 struct Stamps {
-    /// Device, inode, size, and times of modification and of status change in seconds and
-    /// nanoseconds. A path without a file has none.
+    /// Device, inode, size, and times of modification and of status change in seconds and nanoseconds. `None` if the
+    /// path has no file.
     files: Vec<(PathBuf, Option<[i64; 7]>)>,
-    /// Directories in which everything matters.
+    /// Directories in which all names matter.
     inside: BTreeSet<PathBuf>,
-    /// Directories in which only some names matter...
+    /// Directories in which only the names in `places` matter.
     outside: BTreeSet<PathBuf>,
-    /// ...which are these.
+    /// The names that matter in `outside`, as paths.
     places: BTreeSet<PathBuf>,
 }
 
@@ -257,15 +252,15 @@ impl Stamps {
         stamps
     }
 
-    /// The directories in which the way to `path` can change: that of every name on it that is a
-    /// link or may vanish.
+    /// Adds the directories in which the way to `path` can change: the directory of every name on it that is a link or
+    /// may disappear.
     fn around(&mut self, path: &Path, links: &mut usize) {
         for place in path.ancestors() {
             let Some(parent) = place.parent() else { break };
             let link = fs::read_link(place).ok();
             let exists = place.symlink_metadata().is_ok();
-            // The path itself, links on the way, and what is missing with the first directory
-            // above it that is there. Other directories hardly ever move: the poll sees it.
+            // The path itself, links on the way, and missing names with the first existing directory above them. Other
+            // directories hardly ever move, and the regular comparison notices it.
             if place == path || link.is_some() || !exists {
                 self.places.insert(place.to_owned());
                 if parent.is_dir() {
@@ -282,7 +277,7 @@ impl Stamps {
         }
     }
 
-    /// The directories in `path`.
+    /// Adds the directories in `path`.
     fn below(&mut self, path: &Path, seen: &mut BTreeSet<PathBuf>) {
         let (Ok(real), Ok(entries)) = (path.canonicalize(), fs::read_dir(path)) else {
             return;

@@ -1,4 +1,4 @@
-//! Whether manifests know this node.
+//! Checks whether manifests know this node.
 
 use std::collections::BTreeSet;
 
@@ -6,22 +6,22 @@ use model::{Gravity, Node, Problem};
 
 use crate::objects::{Outcome, Slice};
 
-/// Names that are shown as examples.
+/// Maximum number of names that are shown as examples.
 const SHOWN: usize = 3;
 
-/// Which nodes manifests name.
+/// The nodes that manifests name.
 #[derive(Default)]
 pub struct Whereabouts {
-    /// Whether something is on this node: an endpoint or a pod.
+    /// Whether an endpoint or a pod is on this node.
     pub here: bool,
-    /// Other nodes that have an object of their own: the first by name, and how many.
+    /// The first names of other nodes with an object, and the number of such nodes.
     nodes: (BTreeSet<String>, usize),
     /// Another node that an endpoint is on.
     elsewhere: Option<String>,
 }
 
 impl Whereabouts {
-    /// Notes another node's object.
+    /// Records the object of another node.
     pub fn node(&mut self, name: &str) {
         let (names, count) = &mut self.nodes;
         *count += 1;
@@ -31,7 +31,7 @@ impl Whereabouts {
         }
     }
 
-    /// Notes a slice, and another node that one of its endpoints is on.
+    /// Records a slice, and another node that one of its endpoints is on.
     pub fn slice(&mut self, slice: &Outcome<Slice>, elsewhere: Option<String>) {
         if let Outcome::Served(slice) = slice {
             self.here |= slice.endpoints.iter().any(|endpoint| endpoint.local);
@@ -41,8 +41,8 @@ impl Whereabouts {
         }
     }
 
-    /// What is wrong if there is no object of this node: it may have another name. A name that the operator
-    /// gave is believed unless the manifests have Nodes.
+    /// Returns a problem if no object mentions this node, because the node may have another name. A name from the
+    /// operator is trusted if the manifests have no Nodes.
     pub fn problem(&self, node: &Node) -> Option<Problem> {
         let (names, count) = &self.nodes;
         let example = if self.here {
