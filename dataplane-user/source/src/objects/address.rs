@@ -1,16 +1,16 @@
-//! Addresses and ranges as Kubernetes writes them.
+//! Parses Kubernetes' addresses and ranges.
 
 use std::net::IpAddr;
 
 use ipnet::IpNet;
 use model::can_be_endpoint;
 
-/// The longest DNS name.
+/// Maximum length of a DNS name.
 const NAME_MAX: usize = 253;
 
-/// An address. Leading zeros in IPv4 octets are decimal (`010.0.0.1` is 10.0.0.1), as they are
-/// for kube-proxy: objects from before Kubernetes refused them may still have them. An
-/// IPv4-mapped IPv6 address is the IPv4 address.
+/// Parses an address. Leading zeros in IPv4 octets are decimal (`010.0.0.1` is 10.0.0.1), as for kube-proxy: objects
+/// from before Kubernetes refused such addresses may still have them. An IPv4-mapped IPv6 address becomes the IPv4
+/// address.
 pub fn address(text: &str) -> Result<IpAddr, String> {
     let stripped;
     let plain = if text.contains(':') {
@@ -27,8 +27,8 @@ pub fn address(text: &str) -> Result<IpAddr, String> {
         })
 }
 
-/// A range as `ADDRESS/LENGTH`, with the bits after the length cleared. White space around it is
-/// tolerated, as Kubernetes tolerates it in `loadBalancerSourceRanges`.
+/// Parses a range `ADDRESS/LENGTH`, and clears the bits after the length. White space around it is allowed, as
+/// Kubernetes allows it in `loadBalancerSourceRanges`.
 pub fn range(text: &str) -> Result<IpNet, String> {
     let wrong =
         || format!("{text:?} is not an address range; expected one like 10.0.0.0/8 or fd00::/64");
@@ -41,8 +41,7 @@ pub fn range(text: &str) -> Result<IpNet, String> {
     Ok(IpNet::new(base, length).map_err(|_| wrong())?.trunc())
 }
 
-/// Whether an address can be a virtual one. Loopback cannot: taking it over would cut the node's
-/// own programs from each other.
+/// Parses an address that can be virtual. A loopback address cannot, because the node's own programs use it.
 pub fn virtual_address(text: &str) -> Result<IpAddr, String> {
     let address = reachable_address(text)?;
     if address.is_loopback() {
@@ -53,7 +52,7 @@ pub fn virtual_address(text: &str) -> Result<IpAddr, String> {
     Ok(address)
 }
 
-/// An endpoint's address.
+/// Parses the address of an endpoint.
 pub fn endpoint_address(text: &str) -> Result<IpAddr, String> {
     let address = reachable_address(text)?;
     can_be_endpoint(address)
@@ -61,7 +60,7 @@ pub fn endpoint_address(text: &str) -> Result<IpAddr, String> {
         .map_err(|kind| format!("{address} is {kind}, which cannot be an endpoint's"))
 }
 
-/// Whether an address is valid on one link only.
+/// Returns whether an address is valid on one link only.
 pub fn is_link_local(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(v4) => v4.is_link_local(),
@@ -69,7 +68,7 @@ pub fn is_link_local(ip: IpAddr) -> bool {
     }
 }
 
-/// Whether something can be reached at an address at all.
+/// Parses an address that a host can have.
 pub fn reachable_address(text: &str) -> Result<IpAddr, String> {
     let address = address(text)?;
     let kind = match address {
@@ -81,7 +80,7 @@ pub fn reachable_address(text: &str) -> Result<IpAddr, String> {
     Err(format!("{address} is {kind}, to which nothing can connect"))
 }
 
-/// Whether something is a DNS name as hosts have it: labels of letters, digits, `-` and `_`.
+/// Returns whether a text is a DNS name of a host: labels of letters, digits, `-` and `_`.
 pub fn is_dns_name(name: &str) -> bool {
     name.len() <= NAME_MAX
         && name.split('.').all(|label| {
@@ -94,7 +93,7 @@ pub fn is_dns_name(name: &str) -> bool {
         })
 }
 
-/// `IPv4` or `IPv6`, as Kubernetes has them.
+/// Returns `IPv4` or `IPv6`, the names that Kubernetes uses.
 pub fn family(address: IpAddr) -> &'static str {
     if address.is_ipv4() { "IPv4" } else { "IPv6" }
 }

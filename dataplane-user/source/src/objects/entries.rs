@@ -1,4 +1,4 @@
-//! ServiceEntries and what they select: pods and WorkloadEntries; and the WorkloadEntries that Services select.
+//! ServiceEntries with the pods and WorkloadEntries that they select, and the WorkloadEntries that Services select.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -16,48 +16,48 @@ use smallvec::SmallVec;
 
 use super::{Candidate, Selection, ServiceEntry, Slice, Sums, addresses_of};
 
-/// Endpoints that the ServiceEntries of one namespace may have together, each counted once for each port of its entry, as
-/// the tables have it. Without a bound, one object of a megabyte would be hundreds of millions of endpoints, and a
-/// thousand entries that select a thousand WorkloadEntries a million.
+/// Maximum number of endpoints of all ServiceEntries of one namespace. Each counts once for each port of its entry, as
+/// in the tables. Without a bound, an object of a megabyte could need hundreds of millions of endpoints, and a thousand
+/// entries that select a thousand WorkloadEntries a million.
 const ENDPOINTS_MAX: usize = 100_000;
 
-/// Addresses at which the ServiceEntries of one namespace may be served together, each counted once for each port: two for
-/// each host, and those that entries name. A range of 20 bytes is 256 of them.
+/// Maximum number of addresses of all ServiceEntries of one namespace, each counted for each port: two for each host,
+/// and those that entries name. A range, which is a text of 20 bytes, counts as up to 256 addresses.
 const ADDRESSES_TOGETHER: usize = 100_000;
 
-/// What is selected: whether it is a pod, and its name.
+/// Identifies a candidate: whether it is a pod, and its name.
 type CandidateName = (bool, ServiceName);
-/// A namespace, and a label within it.
+/// A namespace, and a label in it.
 type LabelIn = (Box<str>, Box<str>, Box<str>);
 
-/// The ServiceEntries of a source with their endpoints. A change takes time for what it changes.
+/// The ServiceEntries of a source with their endpoints. The cost of a change grows with its effects.
 #[derive(Debug)]
 pub struct Entries {
-    /// Entries with a selector, and others whose endpoints are not in `joined`.
+    /// Entries with a selector, and other entries whose endpoints are not in `joined`.
     selecting: HashMap<EntryName, ServiceEntry>,
-    /// Entries with a selector by the first label that they ask for.
+    /// Entries with a selector, by the first label that they ask for.
     by_label: HashMap<LabelIn, BTreeSet<EntryName>>,
-    /// Entries with addresses that may be another's.
+    /// Entries with addresses that other objects may have.
     naming: BTreeSet<EntryName>,
     candidates: HashMap<CandidateName, Candidate>,
     candidates_by_label: HashMap<LabelIn, BTreeSet<CandidateName>>,
-    /// What entries of each namespace have: endpoints, and addresses.
+    /// The numbers of endpoints and of addresses of the entries of each namespace.
     endpoints: Sums,
     addresses: Sums,
     /// Services with a selector.
     services: HashMap<ServiceName, Box<Selection>>,
-    /// The same by the first label that they ask for.
+    /// Services with a selector, by the first label that they ask for.
     services_by_label: HashMap<LabelIn, BTreeSet<ServiceName>>,
-    /// Services whose WorkloadEntries may be others.
+    /// Services whose WorkloadEntries may have changed.
     dirty_services: BTreeSet<ServiceName>,
-    /// How many endpoints each of them has by WorkloadEntries, and the sums of namespaces.
+    /// Number of endpoints of each such Service from WorkloadEntries, and the sum of each namespace.
     service_sizes: HashMap<ServiceName, usize>,
     service_sums: HashMap<Box<str>, usize>,
-    /// Services that select more than their namespace may.
+    /// Services that select more endpoints than their namespace may have.
     services_over: BTreeMap<ServiceName, Problem>,
-    /// What namespaces prefer.
+    /// The traffic distribution of each namespace.
     preferences: HashMap<Box<str>, Preference>,
-    /// Entries whose endpoints may be others.
+    /// Entries whose endpoints may have changed.
     dirty: BTreeSet<EntryName>,
     joined: OrdMap<EntryName, Arc<Entry>>,
 }
@@ -86,7 +86,7 @@ impl Default for Entries {
 }
 
 impl Entries {
-    /// None yet; what is the same as in `previous` is shared with it.
+    /// Returns an empty collection that shares equal entries with `previous`.
     pub fn like(previous: OrdMap<EntryName, Arc<Entry>>) -> Self {
         Self {
             joined: previous,
@@ -94,7 +94,7 @@ impl Entries {
         }
     }
 
-    /// An entry came or changed.
+    /// Stores a new or changed entry.
     pub fn put(&mut self, entry: ServiceEntry) {
         let name = entry.entry.name.clone();
         self.forget(&name);
@@ -111,7 +111,7 @@ impl Entries {
         self.selecting.insert(name, entry);
     }
 
-    /// An entry is gone.
+    /// Removes an entry.
     pub fn remove(&mut self, name: &EntryName) {
         self.forget(name);
         let name_of = ServiceName::new(name.namespace(), name.name());
@@ -120,7 +120,7 @@ impl Entries {
         self.joined.remove(name);
     }
 
-    /// A pod or WorkloadEntry came or changed; whether that makes a difference to an entry.
+    /// Stores a new or changed pod or WorkloadEntry. Returns whether an entry or Service may differ.
     pub fn put_candidate(&mut self, candidate: Candidate) -> bool {
         if self.candidates.get(&candidate.name) == Some(&candidate) {
             return false;
@@ -136,7 +136,8 @@ impl Entries {
         !self.dirty.is_empty() || !self.dirty_services.is_empty()
     }
 
-    /// Who asks for this label may get other endpoints. Services select no pods: their EndpointSlices have these.
+    /// Marks the objects that ask for this label, because their endpoints may have changed. Services do not select
+    /// pods: EndpointSlices have these endpoints.
     fn touch(&mut self, label: &LabelIn, pod: bool) {
         let entries = self.by_label.get(label).into_iter().flatten();
         self.dirty.extend(entries.cloned());
@@ -145,7 +146,7 @@ impl Entries {
         self.dirty_services.extend(services);
     }
 
-    /// A Service came or changed. Its endpoints are to be asked for again in any case.
+    /// Stores a new or changed Service. The caller must ask for its endpoints again in any case.
     pub fn put_service(&mut self, name: &ServiceName, selection: Option<Box<Selection>>) {
         self.remove_service(name);
         if let Some(selection) = selection {
@@ -157,7 +158,7 @@ impl Entries {
         }
     }
 
-    /// A Service is gone.
+    /// Removes a Service.
     pub fn remove_service(&mut self, name: &ServiceName) {
         self.free_service(name);
         let gone = self.services.remove(name);
@@ -176,19 +177,19 @@ impl Entries {
             if let Some(sum) = self.service_sums.get_mut(name.namespace()) {
                 *sum -= size;
             }
-            // There may be room for these now.
+            // There may now be room for these Services.
             let over = self.services_over.keys().filter(|other| *other != name);
             self.dirty_services.extend(over.cloned());
         }
         self.services_over.remove(name);
     }
 
-    /// The Services that select WorkloadEntries which have come, changed or gone since the last call.
+    /// Returns the Services that select WorkloadEntries which were added, changed or removed since the last call.
     pub fn take_dirty_services(&mut self) -> BTreeSet<ServiceName> {
         std::mem::take(&mut self.dirty_services)
     }
 
-    /// The WorkloadEntries that a Service selects, each as a slice of the Service.
+    /// Returns the WorkloadEntries that a Service selects, each as a slice of the Service.
     pub fn slices(&mut self, name: &ServiceName) -> Vec<Slice> {
         self.free_service(name);
         let Some(selection) = self.services.get(name) else {
@@ -228,7 +229,7 @@ impl Entries {
         slices
     }
 
-    /// What clients of the entries in a namespace prefer. Returns true if it is something else than before.
+    /// Sets the traffic distribution of the entries in a namespace. Returns whether it has changed.
     pub fn prefer(&mut self, namespace: &str, preference: Option<Preference>) -> bool {
         let before = match preference {
             Some(preference) => self.preferences.insert(namespace.into(), preference),
@@ -248,12 +249,12 @@ impl Entries {
         true
     }
 
-    /// The traffic distribution of the services in a namespace.
+    /// Returns the traffic distribution of the services in a namespace.
     pub fn preferred_in(&self, namespace: &str) -> Option<Preference> {
         self.preferences.get(namespace).copied()
     }
 
-    /// A pod or WorkloadEntry is gone; whether that makes a difference to an entry.
+    /// Removes a pod or WorkloadEntry. Returns whether an entry or Service may differ.
     pub fn remove_candidate(&mut self, name: &CandidateName) -> bool {
         let Some(candidate) = self.candidates.remove(name) else {
             return false;
@@ -270,28 +271,28 @@ impl Entries {
         !self.dirty.is_empty() || !self.dirty_services.is_empty()
     }
 
-    /// Whether an entry selects pods, wherever they are.
+    /// Returns whether an entry selects pods, on any node.
     pub fn select(&self) -> bool {
         !self.by_label.is_empty()
     }
 
-    /// Whether an entry has addresses that may be a Pod's or a node's, wherever they are.
+    /// Returns whether an entry has addresses that a Pod or a node may have.
     pub fn name_addresses(&self) -> bool {
         !self.naming.is_empty()
     }
 
-    /// The entries that there are.
+    /// Returns the names of all entries.
     pub fn names(&self) -> impl Iterator<Item = &EntryName> {
         self.joined.keys().chain(self.selecting.keys())
     }
 
-    /// The pods (`true`) or WorkloadEntries that there are.
+    /// Returns the names of all pods (`true`) or WorkloadEntries.
     pub fn candidates(&self, pods: bool) -> impl Iterator<Item = &ServiceName> {
         let names = self.candidates.keys();
         names.filter_map(move |(pod, name)| (*pod == pods).then_some(name))
     }
 
-    /// The entries with their endpoints.
+    /// Returns the entries with their endpoints.
     pub fn view(&mut self) -> OrdMap<EntryName, Arc<Entry>> {
         for name in std::mem::take(&mut self.dirty) {
             self.join(&name);
@@ -303,7 +304,7 @@ impl Entries {
         self.joined.clone()
     }
 
-    /// Names entries and services that have no endpoints, or are not served, because their namespace has too many.
+    /// Reports entries and services without endpoints or addresses, because their namespace has too many.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
         let of_entries = self.addresses.problems().chain(self.endpoints.problems());
         of_entries.chain(self.services_over.values())
@@ -327,7 +328,7 @@ impl Entries {
             self.endpoints.remove(&name_of);
             let mut joined = without_endpoints(&entry.entry);
             joined.addresses.clear();
-            // Without ports, nothing of it is served.
+            // An entry without ports is not served.
             joined.ports.clear();
             return self.keep(joined);
         }
@@ -355,7 +356,7 @@ impl Entries {
         if !self.endpoints.put(&name_of, size, why) {
             let mut joined = without_endpoints(&entry.entry);
             joined.ranges = ranges(entry);
-            // The hosts are not its endpoints either.
+            // The hosts must not become the endpoints either.
             joined.resolution = EntryResolution::Static;
             return self.keep(joined);
         }
@@ -385,7 +386,7 @@ impl Entries {
         self.keep(joined);
     }
 
-    /// Puts an entry into the view, and shares it with the view before if it is the same.
+    /// Puts an entry into the view. Shares it with the view before if it is equal.
     fn keep(&mut self, mut entry: Entry) {
         entry.preference[1] = self.preferred_in(entry.name.namespace());
         if self
@@ -412,7 +413,7 @@ impl Entries {
     }
 }
 
-/// At how many addresses an entry is served at most, each counted for each of its ports.
+/// Returns the maximum number of addresses of an entry, each counted for each of its ports.
 fn how_many_addresses(entry: &ServiceEntry) -> usize {
     let ServiceEntry { entry, ranges, .. } = entry;
     let sizes = ranges.iter().map(|range| {
@@ -424,14 +425,14 @@ fn how_many_addresses(entry: &ServiceEntry) -> usize {
     all.saturating_mul(entry.ports.len().max(1))
 }
 
-/// The addresses of an entry's ranges, each once, without those that it names by themselves.
+/// Returns the addresses of an entry's ranges, each once, without those that the entry names singly.
 fn ranges(entry: &ServiceEntry) -> SmallVec<[IpAddr; 0]> {
     let mut seen: HashSet<IpAddr> = entry.entry.addresses.iter().copied().collect();
     let all = entry.ranges.iter().flat_map(addresses_of);
     all.filter(|ip| seen.insert(*ip)).collect()
 }
 
-/// How many endpoints these are at most, whatever addresses names have.
+/// Returns the maximum number of endpoints, for any number of addresses of their names.
 fn most_endpoints<'a>(backends: impl IntoIterator<Item = &'a Backend>) -> usize {
     let each = backends.into_iter().map(|backend| match backend.at {
         At::Address(_) => 1,
@@ -440,7 +441,7 @@ fn most_endpoints<'a>(backends: impl IntoIterator<Item = &'a Backend>) -> usize 
     each.sum()
 }
 
-/// An entry as it is without its endpoints.
+/// Returns an entry without its endpoints.
 fn without_endpoints(entry: &Entry) -> Entry {
     Entry {
         backends: Vec::new(),
@@ -454,7 +455,7 @@ fn without_endpoints(entry: &Entry) -> Entry {
     }
 }
 
-/// The first label that an entry asks for; none if it has no selector.
+/// Returns the first label that an entry asks for. `None` if it has no selector.
 fn first_label(entry: &ServiceEntry) -> Option<LabelIn> {
     let (key, value) = entry.selector.as_ref()?.first_key_value()?;
     let namespace = entry.entry.name.namespace();

@@ -1,10 +1,10 @@
 //! `hostPort`: ports of this node that lead to a pod on it.
 //!
-//! What the CNI plug-in `portmap` does with rules: a port of the node's addresses, of those of one
-//! family (`hostIP` is `0.0.0.0` or `::`), or of one of them (`hostIP`), leads to the container's
-//! port, and the pod sees who asks. In the model that is a service of its own, whose only endpoint
-//! is the pod: a node port, or an external IP, with `externalTrafficPolicy: Local`. A `hostIP` on loopback is the node's own: sockets of its network namespace reach
-//! the pod there, and nobody else does.
+//! This does the work of the CNI plug-in `portmap`: a port of the node leads to the container's port, and the pod sees
+//! the client's address. The port is at all addresses of the node, at those of one family (`hostIP` is `0.0.0.0` or
+//! `::`), or at one address (`hostIP`). In the model this is a service of its own, with the pod as its only endpoint: a
+//! node port, or an external IP, with `externalTrafficPolicy: Local`. A `hostIP` on loopback belongs to the node: only
+//! sockets of its network namespace reach the pod there.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -18,16 +18,16 @@ use smallvec::SmallVec;
 
 use super::{Findings, address, object_name, wire as api};
 
-/// What the names of such services begin with: no name of an object has a colon.
+/// Prefix of the names of such services. Names of objects have no colon.
 const PREFIX: &str = "hostport:";
 
-/// Whether a service is made of a pod's host ports.
+/// Returns whether a service stands for host ports of a pod.
 pub fn is_of_host_ports(service: &ServiceName) -> bool {
     service.name().starts_with(PREFIX)
 }
 
-/// The host ports of a pod on this node, as services; none of a pod that has ended, that has no
-/// address yet, or that is on another node. A pod on the host's network has its ports itself.
+/// Returns the host ports of a pod on this node as services. Empty if the pod has ended, has no address yet, or is on
+/// another node. Also empty for a pod in the host's network, which has its ports itself.
 pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Vec<Service> {
     let Some(spec) = &object.spec else {
         return Vec::new();
@@ -126,7 +126,7 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
     by_address.into_iter().map(service).collect()
 }
 
-/// The ports of all containers that run beside each other, with their field paths.
+/// Returns the ports of all containers that run at the same time, with their field paths.
 pub fn ports(spec: &api::PodSpec) -> impl Iterator<Item = (String, &api::ContainerPort)> {
     let sidecars = spec.init_containers.iter().flatten().enumerate();
     let sidecars = sidecars
@@ -140,7 +140,7 @@ pub fn ports(spec: &api::PodSpec) -> impl Iterator<Item = (String, &api::Contain
     })
 }
 
-/// `hostIP`: none for all of the node's addresses, an unspecified address for all of its family.
+/// Parses `hostIP`. `None` stands for all of the node's addresses, and an unspecified address for all of its family.
 fn host_ip(text: &str) -> Result<Option<IpAddr>, String> {
     if text.is_empty() {
         return Ok(None);
@@ -148,7 +148,7 @@ fn host_ip(text: &str) -> Result<Option<IpAddr>, String> {
     address::address(text).map(Some)
 }
 
-/// Whether a port is at no address in particular.
+/// Returns whether a port is at all addresses of the node, or at all of one family.
 fn at_all(host_ip: Option<IpAddr>) -> bool {
     host_ip.is_none_or(|ip| ip.is_unspecified())
 }

@@ -1,4 +1,4 @@
-//! Services and their slices.
+//! Joins Services and their slices.
 
 use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
@@ -9,24 +9,24 @@ use model::{
 
 use super::{Slice, Sums};
 
-/// Endpoints that the Services of one namespace may have together, each counted once for each port that has it. Slices name
-/// an endpoint once for all of their ports: without a bound, some megabytes of slices would be gigabytes of endpoints.
+/// Maximum number of endpoints of all Services of one namespace, each counted for each port that has it. Slices name an
+/// endpoint once for all their ports, so without a bound some megabytes of slices would become gigabytes of endpoints.
 const ENDPOINTS_MAX: usize = 1_000_000;
 
 /// Gives Services their endpoints, as many as their namespace may have.
 #[derive(Debug)]
 pub struct Joins(Sums);
 
-/// What a Service's endpoints come from.
+/// The objects from which a Service gets its endpoints.
 #[derive(Clone, Copy, Debug)]
 pub struct Sources<'a> {
-    /// Its EndpointSlices. Those of a headless service, and of one that is left to another proxy, have endpoints in DNS only.
+    /// Its EndpointSlices. Slices of a headless service, and of a service of another proxy, have endpoints only in DNS.
     pub slices: &'a [Slice],
-    /// The WorkloadEntries that it selects. Only clients of its VIPs know them: the cluster's DNS does not have them.
+    /// The WorkloadEntries that it selects. Only clients of its VIPs reach them: the cluster's DNS does not have them.
     pub selected: &'a [Slice],
     /// Whether its endpoints get names in DNS.
     pub names: bool,
-    /// What its clients prefer, if a control plane does not say it by hints.
+    /// The preference of its clients, if a control plane does not set hints.
     pub preference: Preference,
 }
 
@@ -65,24 +65,24 @@ impl Joins {
         }
     }
 
-    /// A service is gone.
+    /// Removes a service.
     pub fn remove(&mut self, name: &ServiceName) {
         self.0.remove(name);
     }
 
-    /// Services without their endpoints that there may be room for since the last call.
+    /// Returns services without endpoints for which there may be room since the last call.
     pub fn take_hopeful(&mut self) -> Vec<ServiceName> {
         self.0.take_hopeful()
     }
 
-    /// Names services that have none of their endpoints.
+    /// Reports services that have none of their endpoints.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
         self.0.problems()
     }
 }
 
-/// The slices that have endpoints for a port, by the port's name and protocol, with the number that they have for it. A
-/// Service and its slices may have thousands of ports: they are not compared each with each.
+/// The slices by name and protocol of their ports, with the number of the port. Sorted, because a comparison of each
+/// port of a Service with each port of its slices would take too long for thousands of ports.
 struct ByPort<'a>(Vec<(PortName<'a>, &'a Slice, u16)>);
 
 type PortName<'a> = (&'a str, NamedProtocol);
@@ -96,12 +96,12 @@ impl<'a> ByPort<'a> {
             ports.map(move |of| ((&*of.name, of.protocol), slice, of.number))
         });
         let mut all: Vec<_> = ports.collect();
-        // Of one port, the slices stay in their order.
+        // The sort is stable, so the slices of one port stay in order.
         all.sort_by_key(|(port, ..)| *port);
         Self(all)
     }
 
-    /// The slices that have endpoints for a port, each with the number that it has for it.
+    /// Returns the slices with endpoints for a port, each with its number for the port.
     fn slices(&self, port: &ServicePort) -> impl Iterator<Item = (&'a Slice, u16)> {
         let wanted: PortName<'_> = (&port.name, port.protocol.into());
         let start = self.0.partition_point(|(of, ..)| *of < wanted);
@@ -110,17 +110,17 @@ impl<'a> ByPort<'a> {
         slices.map(|(_, slice, number)| (*slice, *number))
     }
 
-    /// How many endpoints a port has, if none is in two slices.
+    /// Returns the maximum number of endpoints of a port, reached if no endpoint is in two slices.
     fn most_endpoints(&self, port: &ServicePort) -> usize {
         let slices = self.slices(port);
         slices.map(|(slice, _)| slice.endpoints.len()).sum()
     }
 }
 
-/// Gives each port of a service the endpoints that its slices have for it: by name and protocol.
+/// Gives each port of a service the endpoints of its slices, by name and protocol.
 ///
-/// An endpoint may be in two slices for a moment, while the controller moves it between them. Then
-/// it is one endpoint, and the better conditions hold: ready before not, as for kube-proxy.
+/// While the controller moves an endpoint, it may be in two slices for a moment. It is then one endpoint with the
+/// better conditions, ready before not ready, as for kube-proxy.
 fn join(service: &mut Service, by_port: &ByPort<'_>, preference: Preference) {
     for port in &mut service.ports {
         let matching = || by_port.slices(port);
@@ -145,7 +145,7 @@ fn join(service: &mut Service, by_port: &ByPort<'_>, preference: Preference) {
         });
         endpoints.dedup_by(|next, kept| {
             let same = (next.addr, next.port) == (kept.addr, kept.port);
-            // Of an endpoint that is here by one slice and nowhere by another, the first is true.
+            // The endpoint is local if any slice says so.
             kept.local |= same && next.local;
             same
         });
@@ -165,8 +165,8 @@ fn join(service: &mut Service, by_port: &ByPort<'_>, preference: Preference) {
     }
 }
 
-/// The ready endpoints of all slices. Endpoints of one address are several if their hostnames or ports differ: pods of the
-/// host's network.
+/// Returns the ready endpoints of all slices. Endpoints with one address and different hostnames or ports are
+/// different: they are pods in the host's network.
 fn published(slices: &[Slice]) -> Box<[Published]> {
     let mut all: Vec<Published> = Vec::new();
     for slice in slices {
@@ -201,7 +201,7 @@ mod tests {
     use super::*;
     use crate::objects::{self, Findings, Outcome};
 
-    /// A Service with so many ports, and a slice with so many endpoints for each of them.
+    /// Returns a Service with `ports` ports, and a slice with `endpoints` endpoints for each of them.
     fn service(name: &str, ports: u32, endpoints: u8) -> (Service, Slice) {
         let named = |number: u32| json!({ "name": format!("p{number}"), "port": 1000 + number });
         let ports: Vec<_> = (0..ports).map(named).collect();
@@ -248,7 +248,7 @@ mod tests {
         assert_eq!(has("a", 1), 20_000);
         assert_eq!(has("b", 1), 20_000);
         assert_eq!(has("c", 1), 0, "nothing is expanded");
-        // One that grows gives up what it had.
+        // A service that grows beyond the limit frees its former share.
         assert_eq!(has("a", 3), 0);
         let hopeful = joins.take_hopeful();
         assert_eq!(hopeful.len(), 2, "{hopeful:?}");
@@ -270,7 +270,7 @@ mod tests {
             assert!(service.ports.iter().all(|port| port.endpoints.len() == 1));
             took
         };
-        // Others may take the processor in between.
+        // Takes the shortest run, because other processes may use the CPU.
         let shortest = |ports| (0..3).map(|_| join(ports)).min().unwrap_or_default();
         let (few, many) = (shortest(500), shortest(8000));
         assert!(many < few * 60, "{few:?} for 500, {many:?} for 8000");

@@ -1,11 +1,11 @@
-//! Kubernetes' objects in the model's terms, however they came here.
+//! Converts Kubernetes' objects into the model.
 //!
-//! [`service`], [`slice()`] and [`node()`] turn one object each into the model, and say with its
-//! field path what is wrong with it. [`host_ports()`] are those of a pod. `join` gives a service the endpoints of its slices.
+//! [`service`], [`slice()`] and [`node()`] convert one object each, and report its problems with their field paths.
+//! [`host_ports()`] returns those of a pod. `join` gives a service the endpoints of its slices.
 //!
-//! What kube-proxy leaves alone is left alone here, too: services with another proxy
-//! (`service.kubernetes.io/service-proxy-name`), services that are marked as headless
-//! (`service.kubernetes.io/headless`), load-balancer addresses with `ipMode: Proxy`. Such services have names in DNS.
+//! As for kube-proxy, services with another proxy (`service.kubernetes.io/service-proxy-name`), services that are
+//! marked as headless (`service.kubernetes.io/headless`), and load-balancer addresses with `ipMode: Proxy` are left to
+//! others. Such services have names in DNS.
 
 mod address;
 mod entries;
@@ -41,28 +41,28 @@ use sums::Sums;
 use wire::Metadata;
 pub use workload_entry::{Candidate, candidate, workload_entry};
 
-/// A label that gives a service, and its slices, to another proxy.
+/// Label that assigns a service and its slices to another proxy.
 const LABEL_PROXY: &str = "service.kubernetes.io/service-proxy-name";
-/// A label of the slices of headless services, which have endpoints in DNS only, as a service that has it is in DNS only.
+/// Label of the slices of headless services. A service or slice with it is only in DNS.
 const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
-/// The label by which a slice names its service.
+/// Label with the name of a slice's service.
 const LABEL_SERVICE: &str = "kubernetes.io/service-name";
 
-/// What an object came to.
+/// The result of a conversion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome<T> {
-    /// Something to serve.
+    /// An object to serve.
     Served(T),
-    /// Left to others, on purpose: another proxy's, or a slice of no service.
+    /// An object that is left to others: another proxy's, or a slice without a service.
     LeftAlone,
 }
 
-/// What is wrong with an object, found while it was turned into the model.
+/// Problems of an object, found during its conversion.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Findings {
-    /// What keeps it from being served: field path within the object, and what is wrong there.
+    /// Faults that keep it from being served: field path within the object, and text.
     pub faults: Vec<(String, String)>,
-    /// What is left out of it, while the rest is served.
+    /// Parts that are left out, while the rest is served.
     pub notes: Vec<(String, String)>,
 }
 
@@ -76,7 +76,7 @@ impl Findings {
     }
 }
 
-/// An object's name, with the namespace that kubectl would give it if it has none.
+/// Returns an object's name, with kubectl's default namespace if the object has none.
 pub fn object_name(metadata: &Metadata) -> ServiceName {
     let namespace = metadata
         .namespace
@@ -108,7 +108,7 @@ fn label<'a>(labels: &'a BTreeMap<String, String>, key: &str) -> Option<&'a str>
     labels.get(key).map(String::as_str)
 }
 
-/// A port number, or what is wrong with it.
+/// Checks a port number.
 fn port(value: impl Into<i64>) -> Result<u16, String> {
     let value = value.into();
     u16::try_from(value)
@@ -117,7 +117,7 @@ fn port(value: impl Into<i64>) -> Result<u16, String> {
         .ok_or_else(|| format!("{value} is not a port; expected a number from 1 to 65535"))
 }
 
-/// A protocol of Kubernetes. SCTP has names, and is not served.
+/// Parses a protocol. SCTP has names in DNS, and is not served.
 fn protocol(value: Option<&str>) -> Result<NamedProtocol, String> {
     match value {
         None | Some("" | "TCP") => Ok(NamedProtocol::Tcp),

@@ -1,4 +1,4 @@
-//! A Kubernetes Node in the model's terms.
+//! Converts a Kubernetes Node into the model.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -6,14 +6,14 @@ use model::{Leaving, Node};
 
 use super::{Findings, address, check_name, label, wire as api};
 
-/// The label that tells a node's zone.
+/// Label with a node's zone.
 pub const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
-/// The label that tells a node's region.
+/// Label with a node's region.
 pub const LABEL_REGION: &str = "topology.kubernetes.io/region";
-/// The taint that the cluster autoscaler gives to a node before it deletes it.
+/// Taint that the cluster autoscaler gives to a node before it deletes the node.
 const TAINT_TO_BE_DELETED: &str = "ToBeDeletedByClusterAutoscaler";
 
-/// What a Node object tells of the node, besides what the node knows itself.
+/// Facts of a Node object that the node itself does not know.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeFacts {
     /// Its name.
@@ -22,14 +22,14 @@ pub struct NodeFacts {
     pub zone: Arc<str>,
     /// Its region; empty if it has none.
     pub region: Arc<str>,
-    /// Why it is about to go; none: it stays.
+    /// The reason why it will leave the cluster. `None`: it stays.
     pub leaving: Option<Leaving>,
-    /// Its own addresses, at most one of each family: internal ones before external ones.
+    /// Its own addresses, at most one of each family, internal addresses before external ones.
     pub addresses: Vec<IpAddr>,
 }
 
 impl NodeFacts {
-    /// Of a node that the cluster does not know, or not any more: nothing new should come to it.
+    /// Returns the facts of a node without an object: new connections should not go there.
     pub fn of_no_object() -> Self {
         Self {
             leaving: Some(Leaving::Unknown),
@@ -37,7 +37,7 @@ impl NodeFacts {
         }
     }
 
-    /// `node` with these facts. A zone that it was given by hand stays.
+    /// Returns `node` with these facts. A zone from the operator stays.
     pub fn applied_to(&self, node: &Node) -> Node {
         Node {
             zone: if node.zone.is_empty() {
@@ -52,7 +52,7 @@ impl NodeFacts {
     }
 }
 
-/// Turns a Node into what is needed of it.
+/// Converts a Node.
 pub fn node(object: &api::Node, findings: &mut Findings) -> NodeFacts {
     check_name(&object.metadata, findings);
     let mut taints = object.spec.iter().flat_map(|spec| &spec.taints).flatten();
@@ -75,7 +75,7 @@ pub fn node(object: &api::Node, findings: &mut Findings) -> NodeFacts {
     }
 }
 
-/// As kube-proxy takes the primary ones.
+/// Returns the primary addresses, by kube-proxy's rules.
 fn addresses(object: &api::Node) -> Vec<IpAddr> {
     let mut found = Vec::<IpAddr>::new();
     for kind in ["InternalIP", "ExternalIP"] {

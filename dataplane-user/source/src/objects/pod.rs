@@ -1,6 +1,6 @@
-//! Pods and namespaces: who is captured, and what they ask for.
+//! Pods and namespaces: the pods that are captured, and their rules.
 //!
-//! The names are those that people already have: Istio's and Open Service Mesh's.
+//! Labels and annotations are those of Istio and of Open Service Mesh.
 
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
@@ -19,17 +19,17 @@ use super::{
     wire::{self as api, Metadata},
 };
 
-/// A label: `ambient` captures, `none` does not. Of a namespace for all its pods, or of a pod.
+/// A label of a namespace, for all its pods, or of a pod: `ambient` captures, `none` does not.
 const LABEL_MODE: &str = "istio.io/dataplane-mode";
-/// A label: the proxy that reads what is sent to a pod, or to those of a namespace.
+/// A label with the proxy that reads the bytes sent to a pod, or to the pods of a namespace.
 const LABEL_WAYPOINT: &str = "istio.io/use-waypoint";
-/// A label of pods: the network that their addresses are of.
+/// A label of pods: the network of their addresses.
 const LABEL_NETWORK: &str = "topology.istio.io/network";
 /// A label of pods: the name of their workload in metrics.
 const LABEL_WORKLOAD: &str = "service.istio.io/workload-name";
-/// An annotation of pods with a mesh's proxy in them: whoever put it there, or asked for it.
+/// An annotation of pods that contain a mesh's proxy, injected or configured.
 const SIDECAR: &str = "sidecar.istio.io/status";
-/// What ours begin with.
+/// Prefix of this project's annotations.
 const OURS: &str = "dataplane.io/";
 const ISTIO: &str = "traffic.sidecar.istio.io/";
 /// Istio's annotation of pods whose inbound connections are not captured, such as ingress gateways.
@@ -38,18 +38,18 @@ const BYPASS_INBOUND: &str = "ambient.istio.io/bypass-inbound-capture";
 const DNS_CAPTURE: &str = "ambient.istio.io/dns-capture";
 const OSM: &str = "openservicemesh.io/";
 
-/// What a namespace says.
+/// The rules of a namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NamespaceRules {
     /// Its name.
     pub name: Arc<str>,
-    /// What it asks for, for its pods.
+    /// The rules for its pods.
     pub rules: Rules,
-    /// Which endpoints clients of its services and entries prefer, unless these say it themselves.
+    /// The traffic distribution of its services and entries, unless they have their own.
     pub preference: Option<Preference>,
 }
 
-/// Turns a Namespace into what is needed of it.
+/// Converts a Namespace.
 pub fn namespace(metadata: &Metadata, findings: &mut Findings) -> NamespaceRules {
     check_name(metadata, findings);
     NamespaceRules {
@@ -59,7 +59,7 @@ pub fn namespace(metadata: &Metadata, findings: &mut Findings) -> NamespaceRules
     }
 }
 
-/// Turns a Pod into a workload; none if it is no more, or has no address of its own and does not ask to be
+/// Converts a Pod into a workload. `None` if it has ended, or if it has no address of its own and does not ask to be
 /// captured.
 pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Workload> {
     check_name(&object.metadata, findings);
@@ -68,7 +68,7 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
         annotations: &object.metadata.annotations,
         findings,
     };
-    // Istio reads it at Pods only.
+    // Istio reads this annotation at Pods only.
     if asked.truth(BYPASS_INBOUND) == Some(true) {
         rules.inbound = Some(false);
     }
@@ -85,12 +85,12 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
     };
     let mut addresses = addresses(status, findings);
     if spec.host_network == Some(true) {
-        // Only for who asked for what it cannot have.
+        // Such a pod is a workload only to report that it cannot be captured.
         if rules.captured != Some(true) || place == Place::Elsewhere {
             return None;
         }
         place = Place::Exempt(Exempt::HostNetwork);
-        // They are the node's.
+        // The addresses are the node's.
         addresses.clear();
     }
     let name = object_name(&object.metadata);
@@ -118,13 +118,14 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
     })
 }
 
-/// The addresses of a Pod and of its node, each once. A Pod with the node's network has those of the node.
+/// Returns the addresses of a Pod and of its node, each once. A Pod in the node's network has the addresses of the
+/// node.
 pub fn pod_addresses(object: &api::Pod) -> SmallVec<[IpAddr; 4]> {
     let mut found = SmallVec::new();
     let Some(status) = &object.status else {
         return found;
     };
-    // The addresses of a Pod that has ended may be another's.
+    // The addresses of a Pod that has ended may already belong to another Pod.
     let is_over = matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
     let own = status.pod_ips.iter().flatten().map(|ip| &ip.ip);
     let own = own.chain(&status.pod_ip).filter(|_| !is_over);
@@ -139,7 +140,7 @@ pub fn pod_addresses(object: &api::Pod) -> SmallVec<[IpAddr; 4]> {
     found
 }
 
-/// The ports that its containers declare; nonsense is left out.
+/// Returns the ports that the pod's containers declare, without invalid ones.
 fn declared(spec: &api::PodSpec) -> Box<[(Protocol, u16)]> {
     let declared = super::host_ports::ports(spec).filter_map(|(_, port)| {
         let protocol = match port.protocol.as_deref() {
@@ -176,8 +177,9 @@ fn addresses(status: Option<&api::PodStatus>, findings: &mut Findings) -> SmallV
     found
 }
 
-/// The name of a pod's workload, as Istio has it: of what its author wrote, such as a Deployment or CronJob, and not of the
-/// `ReplicaSet` or Job in between. A pod that nothing made has its own name, such as a static pod, which its Node owns.
+/// Returns the name of a pod's workload, by Istio's rules: that of the object that the author wrote, such as a
+/// Deployment or CronJob, and not of the `ReplicaSet` or Job in between. A pod without a controller, such as a static
+/// pod, which its Node owns, has its own name.
 fn workload_name(metadata: &Metadata) -> &str {
     if let Some(name) = label(&metadata.labels, LABEL_WORKLOAD).filter(|name| !name.is_empty()) {
         return name;
@@ -191,7 +193,7 @@ fn workload_name(metadata: &Metadata) -> &str {
         return own;
     };
     let stem = match &*owner.kind {
-        // Of a Deployment, or of a Rollout of Argo's.
+        // The ReplicaSet of a Deployment, or of an Argo Rollout.
         "ReplicaSet" => ["pod-template-hash", "rollouts-pod-template-hash"]
             .iter()
             .filter_map(|key| label(&metadata.labels, key))
@@ -203,7 +205,7 @@ fn workload_name(metadata: &Metadata) -> &str {
     stem.filter(|stem| !stem.is_empty()).unwrap_or(&owner.name)
 }
 
-/// Whether a pod is to be served by packets only.
+/// Returns whether a pod asks to be served by packets only.
 fn by_packets(metadata: &Metadata, findings: &mut Findings) -> Option<bool> {
     let mut asked = Asked {
         annotations: &metadata.annotations,
@@ -212,16 +214,16 @@ fn by_packets(metadata: &Metadata, findings: &mut Findings) -> Option<bool> {
     asked.word("packets-only", &[("true", true), ("false", false)], None)
 }
 
-/// The name of the CronJob that made a Job of this name; none if none did. The controller appends the minute of the run,
-/// formerly its second.
+/// Returns the name of the CronJob that created a Job of this name. `None` if the Job has no such name. The controller
+/// appends the minute of the run, formerly the second.
 fn of_cron_job(job: &str) -> Option<&str> {
     let (name, time) = job.rsplit_once('-')?;
     let is_time = (8..=10).contains(&time.len()) && time.bytes().all(|byte| byte.is_ascii_digit());
     is_time.then_some(name)
 }
 
-/// Reads what labels and annotations ask for. A value that makes no sense is noted, and harms neither the rest of the object nor others:
-/// it counts as the strictest value that there is, or does not count.
+/// Reads the rules in labels and annotations. An invalid value is reported. It counts as the strictest value, or has no
+/// effect, and does not affect other settings or objects.
 fn rules(metadata: &Metadata, findings: &mut Findings) -> Rules {
     let mut rules = Rules::default();
     if let Some(mode) = label(&metadata.labels, LABEL_MODE) {
@@ -346,7 +348,7 @@ impl Asked<'_> {
         rules.dns = self.truth(DNS_CAPTURE);
     }
 
-    /// What an annotation of Istio's says that is true or false.
+    /// Returns the value of a boolean annotation of Istio's.
     fn truth(&mut self, name: &str) -> Option<bool> {
         let said = self.annotations.get(name)?;
         let found = truth(said);
@@ -357,7 +359,7 @@ impl Asked<'_> {
         found
     }
 
-    /// A list with commas; `None` if it is not there.
+    /// Returns a list with commas. `None` if the annotation is missing.
     fn list(&self, name: &str) -> Option<Vec<String>> {
         let text = self.annotations.get(name)?;
         let items = text.split(',').map(str::trim);
@@ -390,8 +392,8 @@ impl Asked<'_> {
         found
     }
 
-    /// The elements of a list beyond which nothing is captured. If one of them makes no sense, it is not known what that
-    /// is: then the list has no effect.
+    /// Parses a list of everything that is captured. If an element is invalid, the list is incomplete, so the whole
+    /// list has no effect.
     fn whole<T>(
         &mut self,
         name: &str,
@@ -404,7 +406,7 @@ impl Asked<'_> {
             .ok()
     }
 
-    /// One of some words, in an annotation of ours. `else_`: the word for which any other counts.
+    /// Reads one of several words in an annotation of this project. `else_`: the word that any other value counts as.
     fn word<T: Copy>(&mut self, name: &str, words: &[(&str, T)], else_: Option<&str>) -> Option<T> {
         let name = format!("{OURS}{name}");
         let said = self.annotations.get(&name)?;
@@ -428,7 +430,7 @@ impl Asked<'_> {
     }
 }
 
-/// A truth value as Go reads it (`strconv.ParseBool`), which is how Istio reads those of its annotations.
+/// Parses a boolean as Go does (`strconv.ParseBool`), because Istio reads its annotations this way.
 fn truth(text: &str) -> Option<bool> {
     match text {
         "1" | "t" | "T" | "TRUE" | "true" | "True" => Some(true),

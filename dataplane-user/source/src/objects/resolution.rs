@@ -1,4 +1,4 @@
-//! How a pod looks up names.
+//! Reads a pod's settings for looking up names.
 
 use std::net::IpAddr;
 
@@ -6,8 +6,8 @@ use model::{DnsPolicy, Resolution};
 
 use super::{Findings, wire::PodSpec};
 
-/// What a pod's `dnsPolicy` and `dnsConfig` say; none if that is what they say by default. A field that makes no sense
-/// is reported, and left out by itself.
+/// Returns the settings of a pod's `dnsPolicy` and `dnsConfig`. `None` if they equal the defaults. An invalid field is
+/// reported and ignored by itself.
 pub fn resolution(spec: &PodSpec, findings: &mut Findings) -> Option<Box<Resolution>> {
     let hosts = spec.host_network == Some(true);
     let policy = match spec.dns_policy.as_deref() {
@@ -44,7 +44,7 @@ pub fn resolution(spec: &PodSpec, findings: &mut Findings) -> Option<Box<Resolut
         resolution.searches = searches.map(String::into_boxed_str).collect();
         let mut options = config.options.iter().flatten();
         let ndots = options.find(|option| option.name.as_deref() == Some("ndots"));
-        // As the C library has it: at most 15.
+        // The C library's maximum is 15.
         let ndots = ndots.and_then(|option| option.value.as_deref()?.parse::<u8>().ok());
         resolution.ndots = ndots.map(|ndots| ndots.min(15));
     }

@@ -1,4 +1,4 @@
-//! Gateway API's routes in the model's terms, as far as they are attached to Services, and ReferenceGrants.
+//! Converts Gateway API's routes that are attached to Services, and ReferenceGrants.
 
 use std::collections::BTreeSet;
 
@@ -10,16 +10,16 @@ use super::{
 };
 
 const GROUP: &str = "gateway.networking.k8s.io";
-/// The most that Gateway API allows.
+/// Gateway API's maximum weight.
 const WEIGHT_MAX: i64 = 1_000_000;
 const NEEDS_PROXY: &str = "needs a proxy that reads requests; expected none";
 const PARENTS_MAX: usize = 32;
 const BACKENDS_MAX: usize = 16;
-/// The most elements of `from`, and of `to`, of a ReferenceGrant.
+/// Maximum number of elements of `from`, and of `to`, of a ReferenceGrant.
 const GRANTED_MAX: usize = 16;
 
-/// Turns a route into the model; none if it is attached to no Service, and so is for others. What it returns is only of use
-/// if `findings` has no faults.
+/// Converts a route. `None` if it is not attached to a Service, and so is left to others. The result is valid only if
+/// `findings` has no faults.
 pub fn route(kind: RouteKind, object: api::Route, findings: &mut Findings) -> Option<Route> {
     check_name(&object.metadata, findings);
     let own = object_name(&object.metadata);
@@ -96,12 +96,13 @@ pub fn route(kind: RouteKind, object: api::Route, findings: &mut Findings) -> Op
     })
 }
 
-/// A word of an author's as messages may have it. A name stays as it is: what is escaped is no name of anything.
+/// Returns an author's word in a form for messages. Valid names stay as they are, because they have no characters to
+/// escape.
 fn word(given: &str) -> String {
     given.escape_debug().to_string()
 }
 
-/// The elements of a list with their indices, as many as Gateway API allows.
+/// Returns the elements of a list with their indices, up to Gateway API's limit.
 fn bounded<'a, T>(
     list: Option<&'a [T]>,
     most: usize,
@@ -119,9 +120,9 @@ fn bounded<'a, T>(
     list.iter().take(most).enumerate()
 }
 
-/// What a route asks for that only a proxy can do which reads what is sent.
+/// Returns the feature of a route that needs a proxy which reads requests.
 fn needs_layer_7(kind: RouteKind, spec: &RouteSpec) -> Option<String> {
-    // Those of HTTPRoutes and GRPCRoutes have no effect on a route that is attached to a Service.
+    // Hostnames of HTTPRoutes and GRPCRoutes have no effect on a route that is attached to a Service.
     let hostnames = spec.hostnames.as_deref().unwrap_or_default();
     if kind == RouteKind::Tls && !hostnames.is_empty() {
         return Some("spec.hostnames: the server's name is in what the client sends, which the kernel does not read".to_owned());
@@ -209,7 +210,7 @@ fn backend(given: &api::BackendRef, own: &str, path: &str, findings: &mut Findin
     }
 }
 
-/// Turns a ReferenceGrant into the model, as far as it is about routes that lead to Services.
+/// Converts a ReferenceGrant, as far as it concerns routes that lead to Services.
 pub fn grant(object: &api::ReferenceGrant, findings: &mut Findings) -> Grant {
     check_name(&object.metadata, findings);
     let spec = object.spec.as_ref();
@@ -244,7 +245,7 @@ pub fn grant(object: &api::ReferenceGrant, findings: &mut Findings) -> Grant {
     }
 }
 
-/// The kind of a route by its word.
+/// Returns the kind of a route by its name.
 pub fn kind(word: &str) -> Option<RouteKind> {
     let kinds = [
         RouteKind::Tcp,

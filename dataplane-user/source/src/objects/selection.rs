@@ -1,4 +1,4 @@
-//! What Istio reads of a Kubernetes Service: which WorkloadEntries it selects, and which endpoints its clients prefer.
+//! Istio's settings of a Kubernetes Service: the WorkloadEntries that it selects, and the preference of its clients.
 
 use model::{At, Endpoint, NamedProtocol, Preference, PublishedPort, ServiceName, ServiceType};
 use smallvec::SmallVec;
@@ -9,19 +9,19 @@ use super::{
     wire::{self as api, Metadata, TargetPort},
 };
 
-/// The annotation that says which endpoints clients prefer.
+/// Annotation with the traffic distribution.
 const DISTRIBUTION: &str = "networking.istio.io/traffic-distribution";
 
-/// What Istio reads of a Service.
+/// Istio's settings of a Service.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ByIstio {
-    /// Which WorkloadEntries are endpoints.
+    /// The WorkloadEntries that are its endpoints.
     pub selection: Option<Box<Selection>>,
-    /// Which endpoints clients prefer; none: what the namespace says counts.
+    /// The traffic distribution. `None`: that of the namespace counts.
     pub preference: Option<Preference>,
 }
 
-/// Which WorkloadEntries are endpoints of a Service, and at which ports.
+/// The WorkloadEntries that are endpoints of a Service, and their ports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selection {
     /// `spec.selector`, sorted; not empty.
@@ -29,14 +29,14 @@ pub struct Selection {
     ports: SmallVec<[Port; 1]>,
 }
 
-/// A port of a Service, and where WorkloadEntries have it.
+/// A port of a Service, and its port on WorkloadEntries.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Port {
     name: Box<str>,
     protocol: NamedProtocol,
-    /// `targetPort` that is a name: a WorkloadEntry without a port of this name does not have the port.
+    /// A `targetPort` that is a name. A WorkloadEntry without a port of this name does not have the Service's port.
     target: Option<Box<str>>,
-    /// The number on a WorkloadEntry that does not name the port, if `target` is none.
+    /// The number on a WorkloadEntry that does not name the port, if `target` is `None`.
     number: u16,
 }
 
@@ -45,7 +45,7 @@ pub fn by_istio(object: &api::Service, findings: &mut Findings) -> ByIstio {
     let Some(spec) = &object.spec else {
         return ByIstio::default();
     };
-    // The control plane turns the field into hints.
+    // The control plane turns this field into hints.
     let preference = match spec.traffic_distribution.as_deref() {
         Some(own) if !own.is_empty() => Some(Preference::Any),
         _ => preference(&object.metadata, findings),
@@ -56,8 +56,8 @@ pub fn by_istio(object: &api::Service, findings: &mut Findings) -> ByIstio {
     }
 }
 
-/// What the annotation of a Service, Namespace or ServiceEntry asks for; none: there is none. As Istio has it, upper and
-/// lower case are the same, and an unknown value asks for nothing.
+/// Returns the traffic distribution in the annotation of a Service, Namespace or ServiceEntry. `None` if there is no
+/// annotation. As for Istio, case does not matter, and an unknown value asks for no preference.
 pub(super) fn preference(metadata: &Metadata, findings: &mut Findings) -> Option<Preference> {
     let value = metadata.annotations.get(DISTRIBUTION)?;
     let preference = match value.to_ascii_lowercase().as_str() {
@@ -78,7 +78,7 @@ pub(super) fn preference(metadata: &Metadata, findings: &mut Findings) -> Option
     Some(preference)
 }
 
-/// None: the Service selects nothing, is headless or of type ExternalName, or is left to another proxy.
+/// Returns `None` if the Service selects nothing, is headless or of type ExternalName, or is left to another proxy.
 fn selection(object: &api::Service, spec: &api::ServiceSpec) -> Option<Selection> {
     let labels = &object.metadata.labels;
     let is_anothers = labels.contains_key(LABEL_PROXY) || labels.contains_key(LABEL_HEADLESS);
@@ -113,19 +113,19 @@ fn selection(object: &api::Service, spec: &api::ServiceSpec) -> Option<Selection
 }
 
 impl Selection {
-    /// How many ports it has.
+    /// Returns the number of its ports.
     pub fn ports(&self) -> usize {
         self.ports.len()
     }
 
-    /// Whether it selects a WorkloadEntry.
+    /// Returns whether it selects a WorkloadEntry.
     pub fn selects(&self, candidate: &Candidate) -> bool {
         let mut wanted = self.labels.iter();
         let own = &candidate.labels;
         wanted.all(|(key, value)| own.get(&**key).map(String::as_str) == Some(&**value))
     }
 
-    /// A WorkloadEntry as an EndpointSlice of the Service would have it; none if it is at a DNS name.
+    /// Returns a WorkloadEntry as an EndpointSlice of the Service. `None` if it is at a DNS name.
     pub fn slice(&self, service: &ServiceName, candidate: &Candidate) -> Option<Slice> {
         let backend = candidate.backends.first()?;
         let At::Address(addr) = backend.at else {

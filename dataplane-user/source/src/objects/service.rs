@@ -1,4 +1,4 @@
-//! A Kubernetes Service in the model's terms.
+//! Converts a Kubernetes Service into the model.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -18,27 +18,27 @@ use super::{
 
 /// Kubernetes' default for `sessionAffinityConfig.clientIP.timeoutSeconds`: three hours.
 const AFFINITY_SECONDS: i32 = 10_800;
-/// Its limit: a day.
+/// Kubernetes' maximum for it: a day.
 const AFFINITY_SECONDS_MAX: i32 = 86_400;
-/// Ports times addresses of one Service: all ports there are, of TCP and UDP, at one address of each family. Without a bound,
-/// a Service of a megabyte would be a thousand million.
+/// Maximum product of ports and addresses of one Service: all ports of TCP and UDP, at one address of each family.
+/// Without a bound, a Service of a megabyte could need a thousand million keys.
 const KEYS_MAX: usize = 4 * 65_536;
 /// The ports of a service.
 struct Ports {
     served: SmallVec<[ServicePort; 1]>,
-    /// Those that have names only.
+    /// Ports that are only in DNS.
     named: Vec<PublishedPort>,
 }
 
-/// Turns a Service into the model, without endpoints. A service that is left to another proxy has a name only. What it
-/// returns is only of use if `findings` has no faults.
+/// Converts a Service, without endpoints. A service of another proxy gets only a name. The result is valid only if
+/// `findings` has no faults.
 pub fn service(object: api::Service, findings: &mut Findings) -> Outcome<Service> {
     let labels = &object.metadata.labels;
     if label(labels, LABEL_PROXY).is_none() && label(labels, LABEL_HEADLESS).is_none() {
         return Outcome::Served(read(object, findings));
     }
     check_name(&object.metadata, findings);
-    // The other proxy reports what is wrong with the service.
+    // The other proxy reports the service's faults.
     let mut ignored = Findings::default();
     let all = read(object, &mut ignored);
     if !ignored.faults.is_empty() {
@@ -121,11 +121,11 @@ fn read(object: api::Service, findings: &mut Findings) -> Service {
     }
 }
 
-/// Where the name of a service of type ExternalName leads.
+/// Returns the name that a service of type ExternalName leads to.
 fn alias(spec: &ServiceSpec, findings: &mut Findings) -> Records {
     let name = spec.external_name.as_deref().unwrap_or_default();
     let name = name.strip_suffix('.').unwrap_or(name);
-    // Services of this type are not served otherwise, so the rest of the node does not depend on it.
+    // Services of this type are not served otherwise, so a fault in them must not affect the rest of the node.
     if name.is_empty() || name.len() > 253 || name.split('.').any(|label| !is_label(label)) {
         findings.note(
             "spec.externalName",
@@ -136,7 +136,7 @@ fn alias(spec: &ServiceSpec, findings: &mut Findings) -> Records {
     Records::Alias(name.to_ascii_lowercase().into())
 }
 
-/// Whether a text can be a label of a name. Underscores occur, as in names of SRV records.
+/// Returns whether a text can be a label of a name. Underscores occur, for example in names of SRV records.
 fn is_label(text: &str) -> bool {
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
     (1..=63).contains(&text.len()) && text.bytes().all(fits)
@@ -238,8 +238,8 @@ fn external_ips(spec: &ServiceSpec, findings: &mut Findings) -> SmallVec<[IpAddr
         let path = format!("spec.externalIPs[{index}]");
         match address::virtual_address(text) {
             Err(wrong) => findings.fault(path, wrong),
-            // As the API server has it: whoever may write services could take over the cloud's
-            // metadata address otherwise.
+            // The API server refuses these addresses, too. Otherwise an author of services could take the cloud's
+            // metadata address.
             Ok(ip) if address::is_link_local(ip) => findings.fault(
                 path,
                 format!("{ip} is a link-local address, which cannot be an external IP"),
@@ -356,12 +356,11 @@ fn ports(spec: &ServiceSpec, kind: ServiceType, findings: &mut Findings) -> Port
     if given.is_empty() && kind != ServiceType::ExternalName && !is_headless(spec) {
         findings.fault("spec.ports", "missing or empty; expected at least one port");
     }
-    // A service may have every port, of each protocol: the numbers and names of those so far, by their index.
+    // Maps from number and from name to the index of a port, because a service may have every port of each protocol.
     let (mut numbers, mut names) = (HashMap::new(), HashSet::new());
     for (index, given) in given.iter().enumerate() {
         let path = |field: &str| format!("spec.ports[{index}].{field}");
-        // All of a port's fields are looked at before any is given up on, so that one run names
-        // every fault.
+        // Checks all fields of a port before it gives up, so that one run reports every fault.
         let number = super::port(given.port).map_err(|wrong| findings.fault(path("port"), wrong));
         let node_port = optional_port(&path("nodePort"), given.node_port, findings);
         let protocol = super::protocol(given.protocol.as_deref())
@@ -432,7 +431,7 @@ mod tests {
 
     use super::*;
 
-    /// Reads a service with `count` ports of each protocol.
+    /// Returns the time to read a service with `count` ports of each protocol.
     fn read(count: i32) -> Duration {
         let given = (1..=count).flat_map(|port| {
             ["TCP", "UDP"].map(|protocol| api::ServicePort {
@@ -460,7 +459,7 @@ mod tests {
     fn every_port_there_is_costs_what_each_costs() {
         let few = read(2_000).max(Duration::from_millis(1));
         let all = read(65_535);
-        // 33 times as many: 33 times as long, or 1000 times if each looks at all others.
+        // 33 times as many ports take 33 times as long, or 1000 times if each is compared with all others.
         assert!(all < few * 200, "{all:?} for all, {few:?} for 2000");
     }
 }

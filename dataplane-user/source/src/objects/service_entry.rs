@@ -1,4 +1,4 @@
-//! Istio's ServiceEntry in the model's terms.
+//! Converts Istio's ServiceEntry into the model.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -20,22 +20,22 @@ use super::{
     workload_entry::backend,
 };
 
-/// The label that keeps a control plane, and this node, from giving addresses to an entry's hosts.
+/// Label that keeps a control plane, and this node, from assigning addresses to an entry's hosts.
 const LABEL_AUTOALLOCATE: &str = "networking.istio.io/enable-autoallocate-ip";
-/// The largest range of `spec.addresses`: each of its addresses is an entry of the tables.
+/// Maximum size of a range in `spec.addresses`, because each of its addresses is an entry of the tables.
 const RANGE_MAX: u128 = 256;
 /// A ServiceEntry in the model's terms.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServiceEntry {
-    /// With those of its endpoints that it names itself.
+    /// The entry, with the endpoints that it names itself.
     pub entry: Entry,
-    /// The ranges of `spec.addresses`: [`Entries`](super::Entries) makes addresses of them.
+    /// The ranges of `spec.addresses`. [`Entries`](super::Entries) expands them into addresses.
     pub ranges: Vec<IpNet>,
     /// `spec.workloadSelector`: pods and WorkloadEntries of its namespace with these labels are its endpoints.
     pub selector: Option<BTreeMap<String, String>>,
 }
 
-/// Turns a ServiceEntry into the model. What it returns is only of use if `findings` has no faults.
+/// Converts a ServiceEntry. The result is valid only if `findings` has no faults.
 pub fn service_entry(
     object: api::ServiceEntry,
     node: &Node,
@@ -79,7 +79,7 @@ pub fn service_entry(
         );
     }
     if export_to != ExportTo::All && is_translated {
-        // A node's tables are the same for all of its clients.
+        // A node has one set of tables for all its clients.
         findings.note(
             "spec.addresses",
             "not served, because spec.exportTo names namespaces, and a node would translate connections to these \
@@ -92,8 +92,8 @@ pub fn service_entry(
     let forbidden = label(&object.metadata.labels, LABEL_AUTOALLOCATE)
         .is_some_and(|value| value.eq_ignore_ascii_case("false"));
     let wants_vips = !has_addresses && !forbidden && resolution != EntryResolution::None;
-    // A control plane does not take back what is in the status of an entry that wants no addresses any more. It may have
-    // given them to another host since.
+    // An entry that no longer wants addresses may still have some in its `status`. The control plane does not remove
+    // them, and may have assigned them to another host since.
     if wants_vips {
         let status = object.status.and_then(|status| status.addresses);
         assign(&mut hosts, &status.unwrap_or_default(), findings);
@@ -158,7 +158,7 @@ fn location(spec: &ServiceEntrySpec, findings: &mut Findings) -> Location {
     }
 }
 
-/// `spec.exportTo`, in which `.` is the entry's own namespace and `~` none.
+/// Parses `spec.exportTo`, in which `.` is the entry's own namespace and `~` no namespace.
 fn export_to(spec: &ServiceEntrySpec, own: &str) -> ExportTo {
     let given = spec.export_to.as_deref().unwrap_or_default();
     if given.is_empty() || given.iter().any(|namespace| namespace == "*") {
@@ -198,8 +198,9 @@ fn hosts(spec: &ServiceEntrySpec, own: &str, findings: &mut Findings) -> SmallVe
     hosts
 }
 
-/// Why clients of others may mean something else by a host of an entry in namespace `own`: they ask for names without a
-/// search list's domain, too. [`Names::host`](model::Names::host) knows which namespaces and Services there are.
+/// Returns the reason why clients of other namespaces may mean another host by this name, for an entry in namespace
+/// `own`: they ask for names without a search list's domain, too. [`Names::host`](model::Names::host) knows the
+/// namespaces and Services.
 fn anothers(host: &str, own: &str) -> Option<&'static str> {
     let mut labels = host.strip_prefix("*.").unwrap_or(host).rsplit('.');
     let (last, before) = (labels.next(), labels.next());
@@ -217,7 +218,7 @@ fn anothers(host: &str, own: &str) -> Option<&'static str> {
     }
 }
 
-/// A DNS name, or `*.` and one.
+/// Parses a DNS name, with or without `*.` before it.
 fn host(text: &str) -> Result<Arc<str>, String> {
     let name = text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase();
     let whole = name.strip_prefix("*.").unwrap_or(&name);
@@ -269,7 +270,7 @@ fn ports(spec: &ServiceEntrySpec, findings: &mut Findings) -> SmallVec<[EntryPor
     ports
 }
 
-/// Istio's protocols, by what they are carried.
+/// Returns the transport protocol of one of Istio's protocols.
 fn protocol(value: Option<&str>) -> Result<Protocol, String> {
     let value = value.unwrap_or_default();
     match value.to_ascii_uppercase().as_str() {
@@ -349,7 +350,7 @@ fn backends(
             "resolution NONE has no endpoints; use STATIC or DNS",
         );
     }
-    // One wrong endpoint does not cut clients from the others.
+    // An invalid endpoint does not remove the valid ones.
     for (path, text) in wrong {
         if backends.is_empty() {
             findings.fault(path, text);
@@ -362,7 +363,7 @@ fn backends(
     backends
 }
 
-/// `spec.addresses`: single addresses, and small ranges.
+/// Parses `spec.addresses` into single addresses and small ranges.
 fn addresses(
     spec: &ServiceEntrySpec,
     resolution: EntryResolution,
@@ -385,7 +386,7 @@ fn addresses(
         };
         let bits = range.max_prefix_len() - range.prefix_len();
         if bits > 8 {
-            // Without endpoints, connections to a range go where they went.
+            // Without endpoints, connections to a range are left alone.
             if resolution != EntryResolution::None {
                 findings.note(
                     path(),
@@ -397,7 +398,7 @@ fn addresses(
             }
             continue;
         }
-        // In so small a range, only the first two addresses and the last can be other ones than the rest.
+        // In so small a range, only the first two addresses and the last can differ from the others in validity.
         let mut some = addresses_of(&range).take(2).chain([range.broadcast()]);
         match some.find_map(|ip| servable(ip).err()) {
             Some(wrong) => findings.fault(path(), wrong),
@@ -410,7 +411,7 @@ fn addresses(
     (single.into(), ranges)
 }
 
-/// All addresses of a small range.
+/// Returns all addresses of a small range.
 pub(super) fn addresses_of(range: &IpNet) -> impl Iterator<Item = IpAddr> + use<> {
     let (first, last) = match range {
         IpNet::V4(range) => (
@@ -430,7 +431,7 @@ pub(super) fn addresses_of(range: &IpNet) -> impl Iterator<Item = IpAddr> + use<
     })
 }
 
-/// Whether an entry may have an address: as a Service's external IP.
+/// Checks that an entry may have an address, by the rules for external IPs of Services.
 fn servable(ip: IpAddr) -> Result<(), String> {
     let ip = address::virtual_address(&ip.to_string())?;
     if address::is_link_local(ip) {
@@ -441,7 +442,7 @@ fn servable(ip: IpAddr) -> Result<(), String> {
     Ok(())
 }
 
-/// The addresses that a control plane has given to hosts. What names no host is not for all of them.
+/// Stores the addresses that a control plane assigned to hosts. An address without a host is not valid for all hosts.
 fn assign(hosts: &mut [Host], given: &[api::ServiceEntryAddress], findings: &mut Findings) {
     let index_of: HashMap<Arc<str>, usize> = hosts
         .iter()

@@ -1,4 +1,4 @@
-//! A Kubernetes EndpointSlice in the model's terms.
+//! Converts a Kubernetes EndpointSlice into the model.
 
 use std::net::IpAddr;
 
@@ -11,12 +11,12 @@ use super::{
     wire::{self as api, EndpointConditions, EndpointHints, EndpointPort},
 };
 
-/// What a slice adds to its service.
+/// The endpoints that a slice adds to its service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slice {
     /// Its namespace and its own name.
     pub name: ServiceName,
-    /// The service that it names by its label.
+    /// The service named by its label.
     pub service: ServiceName,
     /// Its ports, with the number on every endpoint. Ports without a number (all ports) are left out.
     pub ports: SmallVec<[PublishedPort; 1]>,
@@ -170,7 +170,7 @@ fn endpoints(
     (endpoints.into(), hostnames.into())
 }
 
-/// The hostname of an endpoint, in lower case; none if it has none that makes sense.
+/// Returns the hostname of an endpoint, in lower case. `None` if there is no valid one.
 fn hostname(given: &api::Endpoint) -> Option<Box<str>> {
     let name = given.hostname.as_deref()?;
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
@@ -190,7 +190,7 @@ fn endpoint_address(text: &str, v4: bool) -> Result<IpAddr, String> {
     ))
 }
 
-/// Ready, serving, terminating, with what unknown stands for.
+/// Returns whether an endpoint is ready, serving and terminating, with Kubernetes' defaults for unknown conditions.
 fn conditions(conditions: Option<&EndpointConditions>) -> (bool, bool, bool) {
     let ready = conditions.and_then(|c| c.ready).unwrap_or(true);
     let serving = conditions.and_then(|c| c.serving).unwrap_or(true);
@@ -198,7 +198,8 @@ fn conditions(conditions: Option<&EndpointConditions>) -> (bool, bool, bool) {
     (ready, serving, terminating)
 }
 
-/// A clusterful of endpoints is hinted to other zones: what they are called is of no use here.
+/// Returns whether an endpoint is hinted to this node or its zone. Names of other zones are not stored for every
+/// endpoint.
 fn hints(hints: Option<&EndpointHints>, node: &Node) -> Hints {
     hints.map_or_else(Hints::default, |hints| {
         let zones = hints.for_zones.iter().flatten();

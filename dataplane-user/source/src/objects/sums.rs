@@ -1,20 +1,20 @@
-//! How much the objects of each namespace come to, before it is expanded.
+//! Limits the expanded size of the objects of each namespace, before they are expanded.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use model::{Gravity, Problem, ServiceName};
 
-/// A bound on what the objects of one kind and one namespace come to together. An object that exceeds it is over by
+/// Limits the total size of the objects of one kind in each namespace. An object that exceeds the limit is refused by
 /// itself, and the others stay.
 #[derive(Debug)]
 pub struct Sums {
     most: usize,
-    /// The object's kind, as problems name it.
+    /// The kind of the objects, for problems.
     kind: &'static str,
     sizes: HashMap<ServiceName, usize>,
     by_namespace: HashMap<Box<str>, usize>,
     over: BTreeMap<ServiceName, Problem>,
-    /// Namespaces in which an object gave something back, so that there may be room for those that are over.
+    /// Namespaces in which an object freed space, so that there may be room for refused objects.
     freed: BTreeSet<Box<str>>,
 }
 
@@ -30,8 +30,8 @@ impl Sums {
         }
     }
 
-    /// Whether an object of this size is within what its namespace may have, in place of what it had. Objects without a
-    /// size cost nothing here. `why`: completes the problem's text, if it is not.
+    /// Replaces the size of an object, and returns whether the object is within the limit of its namespace. An object
+    /// of size 0 is always within it. `why` returns the problem's text if the object is refused.
     pub fn put(&mut self, name: &ServiceName, size: usize, why: impl FnOnce() -> String) -> bool {
         let before = self.take_back(name);
         self.over.remove(name);
@@ -61,7 +61,7 @@ impl Sums {
         true
     }
 
-    /// An object is gone.
+    /// Removes an object.
     pub fn remove(&mut self, name: &ServiceName) {
         self.over.remove(name);
         let before = self.take_back(name);
@@ -85,7 +85,7 @@ impl Sums {
         size
     }
 
-    /// Objects that are over, and that there may be room for since the last call.
+    /// Returns refused objects for which there may be room since the last call.
     pub fn take_hopeful(&mut self) -> Vec<ServiceName> {
         let freed = std::mem::take(&mut self.freed);
         let over = self
@@ -95,12 +95,12 @@ impl Sums {
         over.cloned().collect()
     }
 
-    /// What the objects of one namespace may come to.
+    /// Returns the maximum size of one namespace.
     pub fn most(&self) -> usize {
         self.most
     }
 
-    /// Names the objects that are over.
+    /// Returns a problem for each refused object.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
         self.over.values()
     }
@@ -125,7 +125,7 @@ mod tests {
         assert_eq!(sums.take_hopeful(), [name("b")]);
         assert!(sums.put(&name("b"), 5, why));
         assert_eq!(sums.problems().count(), 0);
-        // One that grows too large gives back what it had.
+        // An object that grows too large frees its former size.
         assert!(!sums.put(&name("b"), 100, why));
         assert!(sums.put(&name("a"), 6, why));
         assert!(!sums.put(&name("a"), usize::MAX, why));

@@ -1,9 +1,8 @@
-//! The fields of Kubernetes' objects that are read, as the API and manifests have them.
+//! The fields of Kubernetes' objects that are read, in the form of the API and of manifests.
 //!
-//! Every other field is skipped, whatever is in it. The API server lets much through that its published
-//! types do not have, such as a condition with `lastTransitionTime: null`: a field that nobody needs must
-//! not keep an object from being read. As for Kubernetes itself, `null` is the same as a field that is not
-//! there.
+//! All other fields are skipped, with any value. The API server accepts values that its published types do not allow,
+//! such as a condition with `lastTransitionTime: null`: an unused field must not make an object unreadable. As for
+//! Kubernetes, `null` equals a missing field.
 
 #![expect(
     missing_docs,
@@ -24,7 +23,7 @@ pub struct Metadata {
     pub uid: Option<String>,
     pub resource_version: Option<String>,
     pub creation_timestamp: Option<Time>,
-    /// Only whether there is one counts.
+    /// Only its presence matters.
     pub deletion_timestamp: Option<IgnoredAny>,
     #[serde(deserialize_with = "words")]
     pub labels: BTreeMap<String, String>,
@@ -43,7 +42,7 @@ pub struct OwnerReference {
     pub controller: Option<bool>,
 }
 
-/// What is read of an object of which nothing else can be read.
+/// The part of an object that is read if the rest cannot be read.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Named {
@@ -251,7 +250,7 @@ pub struct Pod {
     pub status: Option<PodStatus>,
 }
 
-/// Without volumes, environments and whatever else a container needs to run.
+/// Without volumes, environments and other settings of containers.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct PodSpec {
@@ -299,7 +298,7 @@ pub struct ContainerPort {
     pub host_ip: Option<String>,
 }
 
-/// Without the states of its containers, which change the most.
+/// Without the states of its containers, which change most often.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct PodStatus {
@@ -396,7 +395,7 @@ pub struct WorkloadEntry {
     pub status: Option<WorkloadEntryStatus>,
 }
 
-/// Of a WorkloadEntry whose proxy checks its health.
+/// The status of a WorkloadEntry whose proxy checks its health.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct WorkloadEntryStatus {
@@ -417,7 +416,7 @@ pub struct WorkloadEntrySpec {
     pub locality: String,
 }
 
-/// A route of `gateway.networking.k8s.io`, of whatever kind: fields that a kind does not have are not given.
+/// A route of any kind of `gateway.networking.k8s.io`. Fields that a kind does not have are empty.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Route {
@@ -457,7 +456,7 @@ pub struct RouteRule {
 }
 
 impl RouteRule {
-    /// A field that asks for something besides backends; none: there is none.
+    /// Returns a field that asks for more than backends. `None` if there is no such field.
     pub fn other_field(&self) -> Option<&str> {
         given(&self.others)
     }
@@ -481,7 +480,7 @@ struct PathMatch {
 }
 
 impl RouteMatch {
-    /// Whether it matches each request: Gateway API's default is the prefix `/`.
+    /// Returns whether it matches each request. Gateway API's default is the prefix `/`.
     pub fn matches_all(&self) -> bool {
         let is_all = |path: &PathMatch| {
             path.kind.as_deref().unwrap_or("PathPrefix") == "PathPrefix"
@@ -491,7 +490,7 @@ impl RouteMatch {
     }
 }
 
-/// The first field that is given, and not empty.
+/// Returns the name of the first field with a value that is not empty.
 fn given(fields: &BTreeMap<String, serde_json::Value>) -> Option<&str> {
     let is_empty = |value: &serde_json::Value| match value {
         serde_json::Value::Null => true,
@@ -517,7 +516,7 @@ pub struct BackendRef {
 }
 
 impl BackendRef {
-    /// As [`RouteRule::other_field`].
+    /// Returns a field that asks for more than a backend, as [`RouteRule::other_field`] does.
     pub fn other_field(&self) -> Option<&str> {
         given(&self.others)
     }
@@ -560,7 +559,7 @@ pub struct ReferenceGrantTo {
     pub name: Option<String>,
 }
 
-/// `null` is the field's default.
+/// Reads `null` as the field's default.
 fn or_default<'de, D, T>(deserializer: D) -> Result<T, D::Error>
 where
     D: Deserializer<'de>,
@@ -569,7 +568,7 @@ where
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }
 
-/// Labels or annotations; a value of `null` is an empty one.
+/// Reads labels or annotations. A value of `null` becomes an empty text.
 fn words<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, String>, D::Error> {
     let given: Option<BTreeMap<String, Option<String>>> = Option::deserialize(deserializer)?;
     let words = given.into_iter().flatten();

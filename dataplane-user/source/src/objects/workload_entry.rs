@@ -1,4 +1,4 @@
-//! Istio's WorkloadEntry in the model's terms, and the endpoints of a ServiceEntry, which have the same fields.
+//! Converts Istio's WorkloadEntry, and endpoints of a ServiceEntry, which have the same fields.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -15,19 +15,19 @@ use super::{
 /// The annotation of a WorkloadEntry whose proxy checks its health.
 const HEALTH_CHECKED: &str = "proxy.istio.io/health-checks-enabled";
 
-/// A pod or WorkloadEntry that a ServiceEntry may select, and a WorkloadEntry that a Service may.
+/// A pod or WorkloadEntry that a ServiceEntry may select, or a WorkloadEntry that a Service may select.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Candidate {
-    /// Whether it is a pod, and its name: a pod and a WorkloadEntry may have the same.
+    /// Whether it is a pod, and its name. A pod and a WorkloadEntry may have one name.
     pub name: (bool, ServiceName),
     /// Its labels.
     pub labels: BTreeMap<String, String>,
-    /// What it adds to a ServiceEntry: a pod has an address of each family.
+    /// The endpoints that it adds to a ServiceEntry. A pod has an address of each family.
     pub backends: Vec<Backend>,
 }
 
-/// Turns a WorkloadEntry into the model. What it returns is only of use if `findings` has no faults.
-/// As for Istio, one that says that its proxy checks its health has no endpoint until it is found to be healthy.
+/// Converts a WorkloadEntry. The result is valid only if `findings` has no faults. As for Istio, an entry whose proxy
+/// checks its health has no endpoint until it is healthy.
 pub fn workload_entry(
     object: &api::WorkloadEntry,
     node: &Node,
@@ -36,7 +36,7 @@ pub fn workload_entry(
     check_name(&object.metadata, findings);
     let spec = object.spec.as_ref();
     let mut labels = spec.map(|spec| spec.labels.clone()).unwrap_or_default();
-    // As Istio has it: the object's own labels count, too, and before those of its spec.
+    // As for Istio, the object's own labels count, too, and win over those of its spec.
     labels.extend(object.metadata.labels.clone());
     let nothing = WorkloadEntrySpec::default();
     let backend = backend(spec.unwrap_or(&nothing), "spec", node);
@@ -55,7 +55,7 @@ pub fn workload_entry(
     }
 }
 
-/// What a ServiceEntry may select of a pod; none if it is not ready, or no more.
+/// Returns a pod as a candidate for ServiceEntries. `None` if it is not ready, or has ended.
 pub fn candidate(pod: &api::Pod, node: &Node) -> Option<Candidate> {
     let status = pod.status.as_ref()?;
     let conditions = status.conditions.iter().flatten();
@@ -74,7 +74,7 @@ pub fn candidate(pod: &api::Pod, node: &Node) -> Option<Candidate> {
     ips.sort_unstable();
     ips.dedup();
     let ports = pod.spec.as_ref().map(named_ports).unwrap_or_default();
-    // Kubernetes 1.35 gives pods the labels of their nodes.
+    // Kubernetes 1.35 and newer give pods the labels of their nodes.
     let zone = label(&pod.metadata.labels, LABEL_ZONE).unwrap_or_default();
     let region = label(&pod.metadata.labels, LABEL_REGION);
     let hints = Hints::default().located(node, zone, region);
@@ -92,7 +92,7 @@ pub fn candidate(pod: &api::Pod, node: &Node) -> Option<Candidate> {
     })
 }
 
-/// The TCP ports of a pod's containers and sidecars by their names; of several of one name, the first.
+/// Returns the TCP ports of a pod's containers and sidecars by name. If several have one name, the first.
 fn named_ports(spec: &api::PodSpec) -> SmallVec<[(Box<str>, u16); 0]> {
     let mut named = SmallVec::<[(Box<str>, u16); 0]>::new();
     for (_, port) in super::host_ports::ports(spec) {
@@ -108,14 +108,14 @@ fn named_ports(spec: &api::PodSpec) -> SmallVec<[(Box<str>, u16); 0]> {
     named
 }
 
-/// An endpoint; otherwise the field that is wrong, and what is wrong with it.
+/// Converts an endpoint. The error is the field, and the reason.
 pub(super) fn backend(
     given: &WorkloadEntrySpec,
     path: &str,
     node: &Node,
 ) -> Result<Backend, (String, String)> {
     let ports = given.ports.iter().flatten().map(|(name, port)| {
-        // The author's own text, which must not write to a terminal or begin a line of its own.
+        // The author's text is escaped, so that it cannot control a terminal or begin a line of its own.
         let path = || format!("{path}.ports.{}", name.escape_debug());
         let port = super::port(*port).map_err(|wrong| (path(), wrong))?;
         Ok((name.as_str().into(), port))
@@ -138,7 +138,8 @@ pub(super) fn backend(
     })
 }
 
-/// Where an endpoint is by its `locality`: `REGION/ZONE/SUBZONE`, of which the last ones may be missing.
+/// Returns the location of an endpoint from its `locality`: `REGION/ZONE/SUBZONE`, of which the last parts may be
+/// missing.
 fn hints(locality: &str, node: &Node) -> Hints {
     let mut parts = locality.split('/');
     let (region, zone) = (parts.next().unwrap_or_default(), parts.next());
@@ -146,7 +147,7 @@ fn hints(locality: &str, node: &Node) -> Hints {
     Hints::default().located(node, zone.unwrap_or_default(), region)
 }
 
-/// Where an endpoint is: at an address, or at those of a name.
+/// Parses the place of an endpoint: an address, or a DNS name.
 fn at(text: &str) -> Result<At, String> {
     if text.is_empty() {
         return Err("missing; expected an IP address or a DNS name".to_owned());
