@@ -1,4 +1,4 @@
-//! The way to the server: TLS, tokens, proxies.
+//! Connections to the server: TLS, tokens, proxies.
 
 use std::{
     fs,
@@ -48,7 +48,7 @@ fn a_server_that_somebody_else_certifies_is_not_believed() {
     let (_, text) = site.health.failure().unwrap();
     assert!(text.contains("certificate"), "{text}");
     assert!(site.untaken().is_none());
-    // The file is mended: it is read again without a restart.
+    // The file becomes valid: it is read again without a restart.
     fs::write(
         site.directory.path().join("ca.crt"),
         site.server.authority(),
@@ -76,7 +76,7 @@ fn as_a_pod_with_a_token_that_changes() {
         patience(),
         |target, directory, server| {
             server.service_account(directory.path(), "secret").unwrap();
-            // As an editor leaves it.
+            // An editor adds a line break.
             fs::write(directory.path().join("token"), "secret\n").unwrap();
             target.service_account = directory.path().to_owned();
             target.server = Some(server.url());
@@ -84,12 +84,12 @@ fn as_a_pod_with_a_token_that_changes() {
     );
     site.view(|view| endpoints(view, "web-1") == [1]);
     site.watching();
-    // The old token is not good any more when the watches end.
+    // The old token is no longer accepted when the watches end.
     site.server.accept_tokens(&["newer"]);
     site.cluster().apply_all(web(2, &[2]));
     site.server.go_away();
     site.server.come_back().unwrap();
-    // Of three watches, some may tell yet that nobody was there: what is looked at is one text.
+    // Of three watches, some may still report that the server is down. The condition needs both words in one text.
     site.wait("it is told", |site| {
         site.health
             .failure()
@@ -100,7 +100,8 @@ fn as_a_pod_with_a_token_that_changes() {
     assert_eq!(site.lists(), [1, 1, 1]);
 }
 
-/// Passes connections on to whom `CONNECT` asks for; how many there were.
+/// Starts a proxy that forwards connections to the address in `CONNECT`. Returns its address, and the number of
+/// connections.
 fn proxy() -> io::Result<(SocketAddr, Arc<AtomicUsize>)> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?;
@@ -189,10 +190,10 @@ fn what_says_nothing_of_use_is_told_before_anything_is_done() {
     }
 }
 
-/// Says to this program, started by itself, that it is the child.
+/// Variable that marks this program, started by itself, as the child.
 const CHILD: &str = "DATAPLANE_TEST_CHILD";
 
-/// Variables are a process's, so this test starts itself with them.
+/// Variables belong to a process, so this test starts itself with them.
 #[test]
 fn through_the_proxy_that_the_environment_names() {
     if std::env::var_os(CHILD).is_some() {
@@ -232,7 +233,7 @@ fn another_server_than_the_one_in_the_file() {
         |target, directory, server| {
             let path = server.kubeconfig(directory.path()).unwrap();
             let config = fs::read_to_string(&path).unwrap();
-            // The cluster IP that pods are told, say.
+            // An address such as the cluster IP in the environment of pods.
             let config = config.replace(&server.url(), "https://192.0.2.1:443");
             fs::write(&path, config).unwrap();
             target.kubeconfig = Some(path);

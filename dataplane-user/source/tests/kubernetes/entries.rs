@@ -58,7 +58,8 @@ fn workload(name: &str, address: &str, labels: &Value) -> Value {
     })
 }
 
-/// The addresses of an entry's endpoints, with a star at those on this node; none if it is not there.
+/// Returns the addresses of an entry's endpoints, with a star at those on this node. `None` if the entry does not
+/// exist.
 fn found(view: &View, name: &str) -> Option<Vec<String>> {
     let entry = view.entries.get(&EntryName::new("default", name))?;
     let of = entry.backends.iter().map(|backend| {
@@ -83,7 +84,7 @@ fn a_cluster_without_the_kinds_is_no_failure_and_they_are_noticed_in_each_versio
         assert!(site.health.of(Kind::ServiceEntry).is_missing());
         thread::sleep(Duration::from_millis(200));
         assert_eq!(site.health.failure(), None);
-        // It is installed, with an object.
+        // The kind is installed, and has an object.
         site.cluster().apply(fixed("db", "192.0.2.1"));
         site.cluster().install_istio(Some(version));
         site.view(|view| found(view, "db").as_deref() == Some(&["192.0.2.1".to_owned()]));
@@ -91,7 +92,7 @@ fn a_cluster_without_the_kinds_is_no_failure_and_they_are_noticed_in_each_versio
         site.watching();
         site.cluster().apply(fixed("db", "192.0.2.2"));
         site.view(|view| found(view, "db").as_deref() == Some(&["192.0.2.2".to_owned()]));
-        // And removed.
+        // The kind is removed.
         site.cluster().install_istio(None);
         site.cluster().compact();
         site.server.faults().end_watches();
@@ -150,7 +151,7 @@ fn a_wrong_entry_is_named_and_stays_what_it_was() {
          before, if it was ever served"
     );
     assert_eq!(found(&view, "db").unwrap(), ["192.0.2.1"]);
-    // A field of another type is no reason not to read the others, either.
+    // A field of an unexpected type does not keep the other entries from being read.
     site.cluster()
         .apply(entry("db", json!({ "hosts": "db.example.com" })));
     site.cluster().apply(fixed("other", "192.0.2.8"));
@@ -165,7 +166,8 @@ fn a_wrong_entry_is_named_and_stays_what_it_was() {
     assert_eq!(found(&view, "db").unwrap(), ["192.0.2.3"]);
 }
 
-/// Ready pods of all nodes and WorkloadEntries, with all of the labels, of the entry's namespace.
+/// A selector selects ready pods of all nodes, and WorkloadEntries, which have all of the labels and the entry's
+/// namespace.
 #[test]
 fn a_selector_selects_pods_wherever_they_are_and_workload_entries() {
     let labels = json!({ "app": "db", "tier": "a" });
@@ -189,7 +191,7 @@ fn a_selector_selects_pods_wherever_they_are_and_workload_entries() {
     server.cluster().install_istio(Some("v1"));
     let site = Site::of(server, WANTED);
     site.view(|_| true);
-    // The pods of other nodes are not asked for before somebody selects them.
+    // Pods of other nodes are not read until an entry selects some.
     site.cluster().apply(selecting("db", &labels));
     let is = |wanted: &[&str]| {
         let wanted: Vec<String> = wanted.iter().map(|&text| text.to_owned()).collect();
@@ -219,7 +221,7 @@ fn a_selector_selects_pods_wherever_they_are_and_workload_entries() {
     site.view(|view| found(view, "db").is_none());
 }
 
-/// Kubelets tell them: of Pods without a mesh, of Pods with the node's network, and of nodes.
+/// Kubelets report the addresses: of Pods without a mesh, of Pods in the node's network, and of nodes.
 #[test]
 fn the_addresses_of_pods_and_nodes_are_known_and_everywhere_while_an_entry_names_addresses() {
     let pod = |name: &str, node: &str, addresses: &[&str], host: &str| {
@@ -266,23 +268,24 @@ fn the_addresses_of_pods_and_nodes_are_known_and_everywhere_while_an_entry_names
     assert_eq!(known(&view), all);
     site.cluster().delete(Resource::Pods, "default", "there");
     let view = site.view(|view| !known(view).contains(&"10.244.2.1".to_owned()));
-    // Another Pod is on the same node.
+    // Another Pod is on that node, so the node's address stays.
     assert!(known(&view).contains(&"192.0.2.2".to_owned()));
-    // Without the right to read Pods, there may be others.
+    // Without permission to read Pods, there may be further Pods.
     site.server.faults().withhold(Some((Resource::Pods, 403)));
     site.server.faults().end_watches();
     let view = site.view(|view| !view.pods.everywhere);
     assert!(known(&view).contains(&"192.0.2.2".to_owned()));
     site.server.faults().withhold(None);
     site.view(|view| view.pods.everywhere);
-    // An address of the ranges from which hosts get theirs is no Pod's.
+    // A Pod cannot have an address in the ranges of hosts.
     named["spec"]["addresses"] = json!(["240.240.0.9"]);
     site.cluster().apply(named);
     let view = site.view(|view| !view.pods.everywhere);
     assert_eq!(known(&view), here);
 }
 
-/// A Service's WorkloadEntries come, change and go while the agent runs; a Namespace's annotation changes what is used.
+/// A Service's WorkloadEntries are added, changed and removed while the agent runs. A Namespace's annotation changes
+/// the used endpoints.
 #[test]
 fn a_service_follows_the_workload_entries_that_it_selects_and_what_its_clients_prefer() {
     let labels = json!({ "app": "web" });

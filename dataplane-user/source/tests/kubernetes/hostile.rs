@@ -1,4 +1,4 @@
-//! Objects that an author writes to harm others. The API server checks the types of its own kinds, but the conversion of a
+//! Objects that an author writes to harm others. The API server checks the types of its own kinds. The conversion of a
 //! custom resource, or another API server, may return anything.
 
 use std::time::Duration;
@@ -16,12 +16,12 @@ const ALL: WantedKinds = WantedKinds {
     names: true,
 };
 
-/// The deepest values that `serde_json` makes without a limit of its own: the reader's parser stops at 128.
+/// Returns a value as deep as `serde_json` can build it. The reader's parser stops at depth 128.
 fn nested(depth: usize) -> Value {
     (0..depth).fold(json!("x"), |inner, _| json!([inner]))
 }
 
-/// Objects of each kind, each with something that no honest author writes.
+/// Objects of each kind, each with a value that no honest author writes.
 fn hostile() -> Vec<Value> {
     let bases = [
         objects::service("hostile", vip(9)),
@@ -85,7 +85,7 @@ fn hostile() -> Vec<Value> {
                 "/metadata/labels".into(),
                 "/unknown".into(),
             ])
-            // Without these the server itself does not know where to keep the object.
+            // The server itself needs these fields to store the object.
             .filter(|field| {
                 ![
                     "/metadata",
@@ -131,7 +131,7 @@ fn whatever_an_object_says_the_others_are_served() {
     let is_served = |view: &dataplane_source::View| {
         endpoints(view, "web-1").contains(&1) && endpoints(view, "web-2") == [2]
     };
-    // In the first list, and then by a watch.
+    // Once in the first list, and once from a watch.
     for listed in [true, false] {
         let site = if listed {
             site([hostile.clone(), honest()].concat())
@@ -150,7 +150,7 @@ fn whatever_an_object_says_the_others_are_served() {
         for kind in [Kind::Service, Kind::Slice] {
             assert_eq!(site.health.of(kind).lists(), 1, "listed: {listed}");
         }
-        // They go, and nothing of them stays.
+        // The objects are removed, and no trace of them stays.
         for object in &hostile {
             let resource = match object["kind"].as_str().unwrap() {
                 "Service" => Resource::Services,
@@ -168,7 +168,8 @@ fn whatever_an_object_says_the_others_are_served() {
     }
 }
 
-/// Without bookmarks, a watch that breaks is behind what the server remembers: everything is listed anew, and nothing is missed.
+/// Without bookmarks, the version of a broken watch is older than the server's history. Everything is listed again, and
+/// no change is missed.
 #[test]
 fn without_bookmarks_nothing_is_missed() {
     let site = Site::new(server((0..20).flat_map(|number| web(number, &[1]))));

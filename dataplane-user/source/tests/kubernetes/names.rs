@@ -22,7 +22,7 @@ fn labelled(mut object: Value, key: &str) -> Value {
     object
 }
 
-/// A headless service, and its slice as the controller marks it.
+/// Returns a headless service, and its slice with the controller's label.
 fn headless(number: u16, endpoints: &[u16]) -> [Value; 2] {
     let [mut service, slice] = web(number, endpoints);
     service["spec"]["clusterIP"] = json!("None");
@@ -30,7 +30,7 @@ fn headless(number: u16, endpoints: &[u16]) -> [Value; 2] {
     [service, labelled(slice, "service.kubernetes.io/headless")]
 }
 
-/// How many endpoints of a headless service have names.
+/// Returns the number of endpoints of a headless service that have names.
 fn published(view: &View, name: &str) -> usize {
     let service = view.services.get(&ServiceName::new("default", name));
     service.map_or(0, |service| service.records.published().len())
@@ -48,7 +48,7 @@ fn headless_services_have_their_endpoints_and_all_names_are_known() {
         headless.ports[0].endpoints.is_empty(),
         "there is no VIP to serve"
     );
-    // A service of another proxy has a name, too: nobody's names depend on who serves it.
+    // A service of another proxy has a name, too: names do not depend on the proxy.
     let other = labelled(
         objects::service("other", vip(9)),
         "service.kubernetes.io/service-proxy-name",
@@ -63,7 +63,7 @@ fn headless_services_have_their_endpoints_and_all_names_are_known() {
     site.cluster()
         .delete(Resource::Services, "default", "other");
     site.view(|view| !view.services.contains_key(&name));
-    // A service that cannot be read may have any name in its namespace, and in no other.
+    // A service that cannot be read may have any name in its namespace. Other namespaces are not affected.
     let mut nonsense = objects::service("nonsense", vip(8));
     nonsense["metadata"]["namespace"] = json!("theirs");
     nonsense["spec"]["ports"][0]["port"] = json!("eighty");
@@ -101,7 +101,7 @@ fn services_of_others_that_go_while_nobody_watches_are_forgotten() {
     site.view(|view| view.services.is_empty());
 }
 
-/// Names are in doubt while the server is away, also if nothing has changed meanwhile.
+/// While the server is down, names are uncertain, even if nothing has changed in the meantime.
 #[test]
 fn a_server_that_is_there_again_makes_a_view() {
     let mut site = Site::of(server(web(1, &[1])), NAMES);

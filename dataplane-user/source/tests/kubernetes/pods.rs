@@ -1,4 +1,4 @@
-//! The pods of this node: their host ports, and what they and their namespaces ask of a mesh.
+//! The pods of this node: their host ports, and the mesh settings of pods and namespaces.
 
 use std::{
     net::IpAddr,
@@ -23,7 +23,7 @@ fn exposed(name: &str, number: u16) -> Value {
     object
 }
 
-/// Whom the pod's host port leads to.
+/// Returns the endpoints of a pod's host port.
 fn exposes(view: &View, name: &str) -> Vec<u16> {
     endpoints(view, &format!("hostport:{name}"))
 }
@@ -67,10 +67,10 @@ fn host_ports_come_and_go_with_their_pods() {
             .all(|a| a.resource != Some(Resource::Namespaces))
     );
 
-    // The kubelet tells its address.
+    // The kubelet reports the pod's address.
     site.cluster().apply(exposed("late", 7));
     site.view(|view| exposes(view, "late") == [7]);
-    // What changes all the time is no reason to look at everything again.
+    // A change of fields that change often, such as the status, does not make a view.
     let events = || site.health.of(Kind::Pod).events();
     let before = events();
     let mut busy = exposed("late", 7);
@@ -86,12 +86,12 @@ fn host_ports_come_and_go_with_their_pods() {
     site.wait("the change was told", |_| events() > before + 1);
     std::thread::sleep(Duration::from_millis(50));
     assert!(site.untaken().is_none());
-    // It is over, and its object stays for a while.
+    // The pod has ended, and its object stays for a while.
     let mut over = exposed("late", 7);
     over["status"]["phase"] = json!("Succeeded");
     site.cluster().apply(over);
     site.view(|view| !has(view, "hostport:late"));
-    // Services' lists and changes leave them alone.
+    // Lists and changes of services do not affect host ports.
     site.cluster().apply(slice_of("web-1", "web-1-a", &[2]));
     let view = site.view(|view| endpoints(view, "web-1") == [2]);
     assert_eq!(exposes(&view, "first"), [6]);
@@ -121,7 +121,7 @@ fn labels_of_pods_and_namespaces_are_rules() {
     let object = |name: &str| objects::pod(name, NODE, &[pod(1)]);
     let mut of_host = object("host");
     of_host["spec"]["hostNetwork"] = json!(true);
-    // One that asks for what it cannot have is named.
+    // A pod whose settings cannot take effect is reported.
     let mut asks = labelled(object("asks"), "ambient");
     asks["spec"]["hostNetwork"] = json!(true);
     let mut sidecar = labelled(object("sidecar"), "ambient");
@@ -142,13 +142,13 @@ fn labels_of_pods_and_namespaces_are_rules() {
     assert_eq!(plain.addresses.as_slice(), [pod(1)] as [IpAddr; 1]);
     assert_eq!(&*plain.telemetry.canonical_service, "plain");
 
-    // The namespace is enrolled, but for a pod that is exempt.
+    // The namespace is enrolled, except a pod that is exempt.
     let cluster = site.cluster();
     let mark = json!({ "istio.io/dataplane-mode": "ambient" });
     cluster.apply(objects::namespace("default", &mark));
     cluster.apply(labelled(object("own"), "none"));
     site.view(|view| captured(view, "plain") == Some(true) && captured(view, "own") == Some(false));
-    // And released.
+    // The namespace is no longer enrolled.
     cluster.apply(objects::namespace("default", &json!({})));
     site.view(|view| captured(view, "plain").is_none());
     cluster.apply(objects::namespace("default", &mark));
@@ -159,7 +159,7 @@ fn labels_of_pods_and_namespaces_are_rules() {
     site.view(|view| rules(view, "plain").is_none());
 }
 
-/// Who a pod is, both sources tell alike: its manifest, and the API.
+/// Both sources, the manifest and the API, return the same identity of a pod.
 #[test]
 fn who_a_pod_is() {
     let uid = "8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b60";
@@ -200,7 +200,7 @@ fn who_a_pod_is() {
         view.workloads[&WorkloadName::new("default", "full")],
     );
 
-    // A pod that took the place of another of its name is another pod.
+    // A pod that replaces a pod of its name is another pod.
     let next = "8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b61";
     full["metadata"]["uid"] = json!(next);
     site.cluster().apply(full);
@@ -214,7 +214,7 @@ fn who_a_pod_is() {
     });
 }
 
-/// The pods of other nodes are read while somebody's egress policy asks whom there is, and no longer.
+/// The pods of other nodes are read only while an egress policy needs the known destinations.
 #[test]
 fn pods_of_all_nodes_are_known_to_whom_they_matter() {
     let object = |name: &str, egress: &str| {
@@ -222,7 +222,7 @@ fn pods_of_all_nodes_are_known_to_whom_they_matter() {
         object["metadata"]["annotations"] = json!({ "dataplane.io/egress": egress });
         object
     };
-    // What it asks for itself is its own node's business, and so is what is wrong with it.
+    // The settings of a pod on another node, and its problems, are up to that node.
     let mut other = labelled(objects::pod("other", "node2", &[pod(2)]), "ambeint");
     other["metadata"]["annotations"] = json!({ "dataplane.io/egress": "deny" });
     other["spec"]["containers"][0]["ports"][0]["hostPort"] = json!(8480);
@@ -242,7 +242,7 @@ fn pods_of_all_nodes_are_known_to_whom_they_matter() {
     site.view(|view| elsewhere(view).is_some());
     site.cluster().apply(object("one", "allow"));
     site.view(|view| elsewhere(view).is_none());
-    // The namespace says so, to those who have no word of their own.
+    // The namespace sets the policy for pods without their own.
     let mark = json!({ "istio.io/dataplane-mode": "ambient" });
     let mut namespace = objects::namespace("default", &mark);
     namespace["metadata"]["annotations"] = json!({ "dataplane.io/egress": "deny" });
@@ -250,7 +250,7 @@ fn pods_of_all_nodes_are_known_to_whom_they_matter() {
     site.cluster()
         .apply(labelled(objects::pod("two", NODE, &[pod(3)]), "ambient"));
     site.view(|view| elsewhere(view).is_some());
-    // One that starts has them from its first view on, and only that has the namespace's rules.
+    // A reader that starts has the pods in its first view, with the rules of the namespace.
     let again = Site::of(site.server, Scope::Mesh);
     let view = again.view(|_| true);
     assert!(elsewhere(&view).is_some());
@@ -258,12 +258,12 @@ fn pods_of_all_nodes_are_known_to_whom_they_matter() {
     again.watching();
     again.cluster().delete(Resource::Pods, "default", "two");
     again.view(|view| elsewhere(view).is_none());
-    // Or the configuration does.
+    // The configuration sets the policy.
     let always = Site::of(again.server, Scope::Registry);
     assert!(elsewhere(&always.view(|_| true)).is_some());
 }
 
-/// Rules that make no sense harm nothing else of a pod, and ports that make none stay what they were.
+/// Invalid rules do not affect other parts of a pod. Invalid ports leave the former ones in place.
 #[test]
 fn one_half_of_a_pod_is_not_left_out_for_the_other() {
     let sense = labelled(exposed("web", 1), "ambient");
@@ -276,7 +276,7 @@ fn one_half_of_a_pod_is_not_left_out_for_the_other() {
     assert_eq!(captured(&view, "web"), None);
     let workload = &view.workloads[&WorkloadName::new("default", "web")];
     assert_eq!(workload.addresses.as_slice(), [pod(2)]);
-    // A value that may have been meant to close the pod closes it.
+    // A value that may have been meant to deny egress denies it.
     assert_eq!(workload.rules.own.egress, Some(Egress::Deny));
     let problems: Vec<_> = view.problems.iter().map(|p| format!("{p:?}")).collect();
     assert!(
@@ -288,7 +288,7 @@ fn one_half_of_a_pod_is_not_left_out_for_the_other() {
     site.cluster().apply(wrong);
     let view = site.view(|view| captured(view, "web") == Some(false));
     assert_eq!(exposes(&view, "web"), [2]);
-    // Nothing can be made of it.
+    // The object cannot be converted at all.
     let mut wrong = sense.clone();
     wrong["spec"]["containers"] = json!("none");
     site.cluster().apply(wrong);
@@ -305,7 +305,7 @@ fn one_half_of_a_pod_is_not_left_out_for_the_other() {
     assert!(view.problems.is_empty());
 }
 
-/// What we may not read is done without, and said; services do not wait for it for long.
+/// The agent continues without a kind that it may not read, and reports it. Services wait only a short time.
 #[test]
 fn without_the_right_to_read_pods_services_are_served() {
     let server = server(web(1, &[1]).into_iter().chain([exposed("web", 2)]));
@@ -329,11 +329,11 @@ fn without_the_right_to_read_pods_services_are_served() {
     assert!(site.health.heard() > 0);
     site.cluster().apply(slice_of("web-1", "web-1-a", &[3]));
     site.view(|view| endpoints(view, "web-1") == [3]);
-    // The right is given.
+    // The permission is granted.
     site.server.faults().withhold(None);
     let view = site.view(|view| exposes(view, "web") == [2] && view.problems.is_empty());
     assert!(has(&view, "web-1"));
-    // And taken again: what was read stays, and that it is old is said.
+    // The permission is withdrawn: the objects stay, and are reported as old.
     site.watching();
     site.server.faults().withhold(Some((Resource::Pods, 403)));
     site.server.faults().break_watches();
@@ -350,7 +350,7 @@ fn without_the_right_to_read_pods_services_are_served() {
     );
 }
 
-/// Other troubles are waited for: an earlier agent's host ports are not taken away for them.
+/// Other failures are waited for: they do not remove the host ports of an earlier agent.
 #[test]
 fn pods_that_cannot_be_read_just_now_are_waited_for() {
     let server = server([exposed("web", 2)]);
@@ -378,8 +378,7 @@ fn what_may_not_be_read_is_done_without_when_patience_ends() {
     let start = Instant::now();
     let site = Site::patient(server, Scope::HostPorts, patient);
     site.view(|view| endpoints(view, "web-1") == [1]);
-    // The attempts are at 0.4 to 0.8 s, at 1.2 to 2.4 s, and at twice that: without that one at the end of
-    // patience.
+    // The attempts are at 0.4 to 0.8 s, at 1.2 to 2.4 s, and at twice that, and one more at the end of the patience.
     let took = start.elapsed();
     assert!(
         took >= Duration::from_millis(1_500) && took < Duration::from_millis(2_300),

@@ -19,7 +19,7 @@ fn nothing_is_known_before_everything_was_listed() {
         let site = Site::new(server);
         site.wait("the others were listed", |site| {
             let done = site.lists().into_iter().filter(|&n| n > 0).count();
-            // EndpointSlices are read with the eyes of a node that is known.
+            // EndpointSlices are read after the node.
             done == if resource == Resource::Nodes { 1 } else { 2 }
         });
         site.wait("it was refused several times", |site| {
@@ -28,7 +28,7 @@ fn nothing_is_known_before_everything_was_listed() {
                     .iter()
                     .any(|&kind| site.health.of(kind).failures() > 3)
         });
-        // Changes of the others do not make it known, either.
+        // Changes of other kinds do not complete the first view either.
         site.cluster().apply_all(web(2, &[2]));
         site.cluster().apply(objects::node("node1", "zone-c", &[]));
         thread::sleep(Duration::from_millis(50));
@@ -45,7 +45,7 @@ fn nothing_is_known_before_everything_was_listed() {
     }
 }
 
-/// What is forbidden for good is asked for as seldom as anything else that does not work.
+/// A kind that stays forbidden is requested as rarely as after any other failure.
 #[test]
 fn a_server_that_forbids_is_not_asked_without_a_pause() {
     for (resource, scope) in [
@@ -55,7 +55,7 @@ fn a_server_that_forbids_is_not_asked_without_a_pause() {
         let server = server(web(1, &[1]));
         server.faults().withhold(Some((resource, 403)));
         let site = Site::of(server, scope);
-        // The longest pause, and longer than it takes until the server is known to mean it.
+        // The longest pause. It is longer than the patience for a forbidden kind.
         let Patience {
             retry_max,
             forbidden,
@@ -73,8 +73,8 @@ fn a_server_that_forbids_is_not_asked_without_a_pause() {
     }
 }
 
-/// The first list is what the server has in memory, in one piece; what was seen since is not to be lost, so
-/// later lists are the newest there is.
+/// The first list comes from the server's cache, in one page. Later lists are of the newest version, because a known
+/// change must not be lost.
 #[test]
 fn the_first_list_may_be_old_and_later_ones_are_read_by_pages_of_one_version() {
     let server = server((0..1_250).flat_map(|number| web(number, &[number])));
@@ -96,7 +96,7 @@ fn the_first_list_may_be_old_and_later_ones_are_read_by_pages_of_one_version() {
         let first = [(Some("0".to_owned()), false)];
         assert_eq!(lists(&site, resource), first, "{resource:?}");
     }
-    // What the watches have got to is forgotten.
+    // The versions of the watches are no longer in the server's history.
     site.server.faults().note_requests(true);
     site.server.go_away();
     site.cluster().apply_all(web(4_999, &[1]));
@@ -150,7 +150,7 @@ fn changes_that_come_together_are_seen_together() {
         slice_of(&name, &format!("{name}-a"), &[2])
     });
     site.cluster().apply_all(changes);
-    // Whoever does not look meanwhile finds the last view, and when the first change came.
+    // A slow reader finds the last view, with the time of the first change.
     site.wait("all were told", |site| {
         site.health.of(Kind::Slice).events() == 500
     });
@@ -187,8 +187,8 @@ fn bookmarks_carry_a_watch_over_what_is_forgotten() {
         site.cluster()
             .apply(objects::node(&format!("other-{number}"), "zone-b", &[]));
     }
-    // Nothing of that concerns services: only bookmarks tell how far things have got. Two of them,
-    // since the first may have been on its way.
+    // Services did not change: only bookmarks carry the newer version. Two bookmarks, because the first may have been
+    // sent before.
     for _ in 0..2 {
         let heard = site.cluster().version();
         thread::sleep(Duration::from_millis(500));

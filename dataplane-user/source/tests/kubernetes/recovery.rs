@@ -1,4 +1,4 @@
-//! What is done when things go wrong.
+//! Recovery from failures.
 
 use std::{
     sync::{Arc, mpsc},
@@ -34,7 +34,8 @@ fn broken_watches_go_on_and_miss_nothing() {
     assert_eq!(site.lists(), [1, 1, 1], "resumed, not listed anew");
 }
 
-/// A watch from a version that is forgotten: told by an event, or by the status of the answer.
+/// A watch starts at a version that the server no longer has. The server reports this by an event, or by the status of
+/// the answer.
 fn forgotten(as_status: bool) {
     let mut site = Site::new(server((0..20).flat_map(|number| web(number, &[1]))));
     site.server.faults().gone_as_status(as_status);
@@ -50,7 +51,7 @@ fn forgotten(as_status: bool) {
     cluster.compact();
     site.server.come_back().unwrap();
     let view = site.view(|view| !has(view, "web-3") && endpoints(view, "web-4").is_empty());
-    // A list begins with what is new, and ends with what is gone.
+    // A list adds new objects at once, and removes missing objects at its end.
     let view = if has(&view, "web-30") && endpoints(&view, "web-5") == [2] {
         view
     } else {
@@ -79,7 +80,7 @@ fn a_version_that_is_forgotten_between_pages() {
     let mut site = Site::new(server);
     site.view(|view| view.services.len() == 1_250);
     site.watching();
-    // The first list is not read by pages; this one is.
+    // The first list is not read in pages, and this list is.
     site.server.faults().note_requests(true);
     site.server.go_away();
     site.cluster().apply_all(web(1_999, &[1]));
@@ -94,7 +95,7 @@ fn a_version_that_is_forgotten_between_pages() {
             .iter()
             .any(|a| a.resource == Some(Resource::Services) && !a.watch)
     });
-    // What is newest is never forgotten.
+    // The server always has its newest version.
     site.cluster().apply_all(web(2_000, &[1]));
     site.cluster().compact();
     site.server.faults().slow(None);
@@ -108,7 +109,7 @@ fn nothing_is_scaled_down_by_a_list_that_breaks_off() {
     let site = Site::new(server((0..1_000).flat_map(|number| web(number, &[1]))));
     site.view(|view| view.services.len() == 1_000);
     site.watching();
-    // History is gone, so all is listed anew; and that breaks in the middle, several times.
+    // The history is gone, so all objects are listed again. The list breaks in the middle, several times.
     site.server.faults().cut_lists(8);
     site.server.faults().mute(true);
     site.cluster().apply_all(web(2_000, &[1]));
@@ -236,7 +237,7 @@ fn a_busy_server_is_left_alone_as_long_as_it_asks_for() {
     assert!(again.at - asked[busy].at >= Duration::from_secs(1));
 }
 
-/// Whatever a thread of ours does wrong while it reads, somebody is told that nothing is read any more.
+/// A panic in the reading thread is reported as the end of reading.
 #[test]
 fn a_reader_that_panics_is_told_of() {
     let server = server(web(1, &[1]));
@@ -252,7 +253,7 @@ fn a_reader_that_panics_is_told_of() {
     };
     let (sender, died) = mpsc::channel();
     let notify = move |notice| match notice {
-        // On the reader's own thread.
+        // Runs on the reader's own thread.
         Notice::Changed => panic!("something is wrong"),
         Notice::Died { thread, why } => sender.send((thread, why)).unwrap(),
     };

@@ -27,7 +27,7 @@ fn route(kind: &str, parent: &str, weight: i64) -> Value {
     })
 }
 
-/// The weight of the first backend; none if the route is not there.
+/// Returns the weight of the first backend. `None` if the route does not exist.
 fn weight(view: &View, kind: RouteKind) -> Option<u32> {
     let (namespace, name) = ("default".into(), "split".into());
     let route = view.routes.get(&RouteName {
@@ -47,7 +47,7 @@ fn a_cluster_without_the_kinds_is_no_failure_and_each_is_noticed_when_it_appears
     site.watching();
     assert_eq!(site.health.failure(), None);
     assert!(site.health.of(Kind::TcpRoute).is_missing());
-    // HTTPRoutes, which a cluster has before TCPRoutes, in the newest version; the others in older ones.
+    // HTTPRoutes, which a cluster has before TCPRoutes, in the newest version; other kinds in older versions.
     site.cluster().apply(route("HTTPRoute", "Service", 3));
     site.cluster().install_gateway_api(&["v1/httproutes"]);
     let view = site.view(|view| weight(view, RouteKind::Http) == Some(3));
@@ -69,7 +69,7 @@ fn a_cluster_without_the_kinds_is_no_failure_and_each_is_noticed_when_it_appears
     ]);
     let name = ServiceName::new("default", "in");
     site.view(|view| weight(view, RouteKind::Tcp) == Some(4) && view.grants.get(&name).is_some());
-    // Changes, what makes no sense, what is for others, and what goes.
+    // Changed, invalid, foreign and removed routes.
     site.watching();
     site.cluster().apply(route("TCPRoute", "Service", 5));
     site.view(|view| weight(view, RouteKind::Tcp) == Some(5));

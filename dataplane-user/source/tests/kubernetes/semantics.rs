@@ -1,4 +1,4 @@
-//! What objects come to.
+//! The results of objects.
 
 use std::sync::Arc;
 
@@ -48,15 +48,15 @@ fn slices_find_their_service_in_any_order() {
     let [service, _] = web(1, &[]);
     site.cluster().apply(service.clone());
     site.view(|view| endpoints(view, "web-1") == [1, 2]);
-    // Several, with one endpoint in both.
+    // Several slices, with one endpoint in both.
     site.cluster().apply(slice_of("web-1", "b", &[2, 3]));
     site.view(|view| endpoints(view, "web-1") == [1, 2, 3]);
-    // A slice may be given to another service.
+    // A slice may move to another service.
     site.cluster().apply_all(web(2, &[]));
     site.cluster().apply(slice_of("web-2", "a", &[1, 2]));
     let view = site.view(|view| endpoints(view, "web-2") == [1, 2]);
     assert_eq!(endpoints(&view, "web-1"), [2, 3]);
-    // A service that comes back has the endpoints that its slices still name.
+    // A service that is created again has the endpoints that its slices still name.
     site.cluster()
         .delete(Resource::Services, "default", "web-1");
     site.view(|view| !has(view, "web-1"));
@@ -91,7 +91,7 @@ fn other_proxies_services_and_headless_ones_are_left_alone() {
             .any(|q| q.query.contains("service-proxy-name")),
         "what is not ours does not even come here"
     );
-    // A label that goes makes it ours, one that comes gives it away.
+    // Without the label the service is kube-proxy's, with the label it is another proxy's.
     site.cluster().apply(service);
     site.view(|view| endpoints(view, "web-1") == [1]);
     site.cluster().apply(other);
@@ -138,13 +138,13 @@ fn an_object_that_makes_no_sense_is_a_problem_and_the_rest_is_served() {
     assert_eq!(problem.place, "Service default/nonsense");
     assert_eq!(problem.gravity, Gravity::NotFollowed);
     assert!(problem.text.contains("spec.ports[0].port"), "{problem:?}");
-    // What was served before still is.
+    // The former state is still served.
     let [mut service, _] = web(1, &[]);
     service["spec"]["sessionAffinity"] = json!("Sometimes");
     site.cluster().apply(service.clone());
     let view = site.view(|view| view.problems.len() == 2);
     assert_eq!(endpoints(&view, "web-1"), [1]);
-    // It is mended, or it goes: no problem any more.
+    // The service becomes valid or is removed, and the problem ends.
     service["spec"]["sessionAffinity"] = json!("None");
     site.cluster().apply(service);
     site.cluster()
@@ -169,7 +169,7 @@ fn hints_are_read_with_the_eyes_of_the_nodes_zone() {
     site.cluster().apply(objects::node("node1", "zone-b", &[]));
     let view = site.view(|view| here(view) == [false, true]);
     assert_eq!(&*facts(&view).zone, "zone-b");
-    // It changes while slices are not being watched.
+    // The zone changes while slices are not being watched.
     site.watching();
     site.server
         .faults()
@@ -188,7 +188,7 @@ fn hints_are_read_with_the_eyes_of_the_nodes_zone() {
 fn a_node_that_the_cluster_does_not_know_is_told() {
     let server = server(web(1, &[1]));
     server.cluster().delete(Resource::Nodes, "", "node1");
-    // Others are none of its business.
+    // Other nodes do not matter.
     server
         .cluster()
         .apply(objects::node("node2", "zone-b", &[]));
@@ -201,7 +201,7 @@ fn a_node_that_the_cluster_does_not_know_is_told() {
         view.problems
     );
     assert_eq!(&*facts(&view).zone, "");
-    // As for kube-proxy: load balancers are told to look elsewhere.
+    // As for kube-proxy, load balancers should send no new connections here.
     assert_eq!(facts(&view).leaving, Some(Leaving::Unknown));
     let address = "192.0.2.1".parse().unwrap();
     site.cluster()
@@ -213,8 +213,8 @@ fn a_node_that_the_cluster_does_not_know_is_told() {
     site.view(|view| facts(view).addresses.is_empty() && facts(view).leaving.is_some());
 }
 
-/// The API server takes and returns such a condition, and Kubernetes' own client cannot be made to write
-/// it: a cloud's controller did.
+/// The API server accepts and returns such a condition. Kubernetes' own client cannot write it, but the controller of a
+/// cloud did.
 #[test]
 fn what_is_not_needed_of_a_service_may_be_anything() {
     let [mut service, slice] = web(1, &[1]);
@@ -260,7 +260,7 @@ fn a_node_that_goes_while_it_is_watched_is_told_with_the_reason() {
     };
     assert_eq!(problem.gravity, Gravity::Place);
     assert!(problem.text.contains("was deleted"), "{problem:?}");
-    // What it serves goes on.
+    // Services continue.
     assert_eq!(endpoints(&view, "web-1"), [2]);
     site.cluster().apply(objects::node("node1", "zone-a", &[]));
     site.view(|view| view.problems.is_empty() && facts(view).leaving.is_none());

@@ -1,4 +1,4 @@
-//! An API server and a reader of it.
+//! An API server, and a reader of it.
 
 use std::{
     cell::RefCell,
@@ -17,12 +17,12 @@ use model::{Node, Service, ServiceName};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// The name of the node that reads.
+/// The name of the reader's node.
 pub const NODE: &str = "node1";
-/// What takes longer than that will not happen.
+/// Time after which a condition counts as failed.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// A reader of an API server, and what it reads.
+/// A reader of an API server, with the objects that it has read.
 pub struct Site {
     pub server: ApiServer,
     pub health: Arc<Health>,
@@ -31,12 +31,12 @@ pub struct Site {
     feed: RefCell<Api>,
 }
 
-/// A server with this node and these objects. Bookmarks come often.
+/// Returns a server with this node and these objects. It sends bookmarks often.
 pub fn server(objects: impl IntoIterator<Item = Value>) -> ApiServer {
     server_with(objects, Options::default())
 }
 
-/// The same, with options.
+/// Returns a server with this node and these objects, and with options.
 pub fn server_with(objects: impl IntoIterator<Item = Value>, options: Options) -> ApiServer {
     let cluster = Cluster::default();
     cluster.apply(objects::node(NODE, "zone-a", &[]));
@@ -46,7 +46,7 @@ pub fn server_with(objects: impl IntoIterator<Item = Value>, options: Options) -
     server
 }
 
-/// Patience of those who have little time.
+/// Returns short time limits for tests.
 pub fn patience() -> Patience {
     Patience {
         answer: Duration::from_secs(5),
@@ -60,17 +60,17 @@ pub fn patience() -> Patience {
 }
 
 impl Site {
-    /// Reads a server by its kubeconfig.
+    /// Reads a server, using its kubeconfig.
     pub fn new(server: ApiServer) -> Self {
         Self::of(server, Scope::Services)
     }
 
-    /// Likewise, and what is in this scope.
+    /// Reads the objects in this scope, using the server's kubeconfig.
     pub fn of(server: ApiServer, wanted: impl Into<WantedKinds>) -> Self {
         Self::patient(server, wanted, patience())
     }
 
-    /// Likewise, with other patience.
+    /// Reads the objects in this scope with other time limits.
     pub fn patient(server: ApiServer, wanted: impl Into<WantedKinds>, patience: Patience) -> Self {
         Self::start(
             server,
@@ -82,7 +82,7 @@ impl Site {
         )
     }
 
-    /// Reads a server as `target` says.
+    /// Reads a server, using `target`.
     pub fn with(
         server: ApiServer,
         patience: Patience,
@@ -126,12 +126,12 @@ impl Site {
         }
     }
 
-    /// The objects that it reads.
+    /// Returns the objects of the server.
     pub fn cluster(&self) -> &Cluster {
         self.server.cluster()
     }
 
-    /// The first view that is as wanted.
+    /// Returns the first view that fulfils the condition.
     #[track_caller]
     pub fn view(&self, wanted: impl Fn(&View) -> bool) -> View {
         let limit = Instant::now() + LIMIT;
@@ -151,12 +151,12 @@ impl Site {
         );
     }
 
-    /// No view that nobody has taken.
+    /// Returns the view that was not taken yet, if there is one.
     pub fn untaken(&self) -> Option<View> {
         self.feed.borrow_mut().take()
     }
 
-    /// Waits until something is so.
+    /// Waits until a condition holds.
     #[track_caller]
     pub fn wait(&self, what: &str, so: impl Fn(&Self) -> bool) {
         let limit = Instant::now() + LIMIT;
@@ -173,12 +173,12 @@ impl Site {
         self.wait("every kind is watched", |site| site.health.is_watching());
     }
 
-    /// How often each kind was listed: services, slices, nodes.
+    /// Returns the number of lists of services, slices and nodes.
     pub fn lists(&self) -> [u64; 3] {
         [Kind::Service, Kind::Slice, Kind::Node].map(|kind| self.health.of(kind).lists())
     }
 
-    /// Watches that were asked for, of one resource, by version.
+    /// Returns the versions at which watches of a resource were started.
     pub fn watched_from(&self, resource: Resource) -> Vec<u64> {
         let asked = self.server.faults().asked().into_iter();
         asked
@@ -188,19 +188,19 @@ impl Site {
     }
 }
 
-/// `10.96.x.y`.
+/// Returns `10.96.x.y`.
 pub fn vip(number: u16) -> IpAddr {
     let [high, low] = number.to_be_bytes();
     Ipv4Addr::new(10, 96, high, low).into()
 }
 
-/// `10.244.x.y`.
+/// Returns `10.244.x.y`.
 pub fn pod(number: u16) -> IpAddr {
     let [high, low] = number.to_be_bytes();
     Ipv4Addr::new(10, 244, high, low).into()
 }
 
-/// A service by number, and its one slice with endpoints by number.
+/// Returns a service by number, and its slice with endpoints by number.
 pub fn web(number: u16, endpoints: &[u16]) -> [Value; 2] {
     let name = format!("web-{number}");
     [
@@ -209,7 +209,7 @@ pub fn web(number: u16, endpoints: &[u16]) -> [Value; 2] {
     ]
 }
 
-/// A slice with endpoints by number, the even ones of which are on this node.
+/// Returns a slice with endpoints by number. Endpoints with even numbers are on this node.
 pub fn slice_of(service: &str, name: &str, endpoints: &[u16]) -> Value {
     let endpoints: Vec<Value> = endpoints
         .iter()
@@ -221,12 +221,12 @@ pub fn slice_of(service: &str, name: &str, endpoints: &[u16]) -> Value {
     objects::slice(service, name, 8080, &endpoints)
 }
 
-/// What a view says of the node that reads.
+/// Returns a view's facts about the reader's node.
 pub fn facts(view: &View) -> &NodeFacts {
     view.node.as_ref().unwrap()
 }
 
-/// The last two bytes of each endpoint's address of a service's first port.
+/// Returns the last two bytes of the address of each endpoint of a service's first port.
 pub fn endpoints(view: &View, name: &str) -> Vec<u16> {
     let service = view.services.get(&ServiceName::new("default", name));
     service.map_or_else(Vec::new, |service| endpoints_of(service))
@@ -246,7 +246,7 @@ pub fn endpoints_of(service: &Service) -> Vec<u16> {
         .collect()
 }
 
-/// Whether a view has a service.
+/// Returns whether a view has a service.
 pub fn has(view: &View, name: &str) -> bool {
     let name = ServiceName::new("default", name);
     view.services.contains_key(&name)

@@ -1,7 +1,7 @@
-//! Every bad manifest in `manifests/bad`, and all that is said about it: `NAME.expected`.
+//! Every bad manifest in `manifests/bad`, with all its messages in `NAME.expected`.
 //!
-//! After a change of the messages: `DATAPLANE_BLESS=1 cargo test --test source bad_manifests`, and read
-//! the difference.
+//! After a change of the messages run `DATAPLANE_BLESS=1 cargo test --test source bad_manifests`, and read the
+//! difference.
 
 use std::{fs, path::Path};
 

@@ -1,4 +1,4 @@
-//! What Istio reads of a Service: the WorkloadEntries that it selects, and `networking.istio.io/traffic-distribution`.
+//! Istio's settings of a Service: the WorkloadEntries that it selects, and `networking.istio.io/traffic-distribution`.
 
 use dataplane_source::manifests;
 use model::{EntryName, Node, Protocol, ServiceName, Snapshot, TrafficPolicy};
@@ -17,7 +17,7 @@ fn load(objects: &[Value]) -> Snapshot {
     loaded.unwrap_or_else(|errors| panic!("{errors}")).snapshot
 }
 
-/// Applies these fields to an object.
+/// Merges fields into an object.
 fn with(mut object: Value, fields: Value) -> Value {
     fn merge(into: &mut Value, from: Value) {
         match from {
@@ -54,7 +54,7 @@ fn vm(name: &str, address: &str, fields: Value) -> Value {
     with(entry, fields)
 }
 
-/// The endpoints of each port, with weights other than 1.
+/// Returns the endpoints of each port, with weights other than 1.
 fn endpoints(snapshot: &Snapshot) -> Vec<String> {
     let service = &snapshot.services[&ServiceName::new("shop", "web")];
     let ports = service.ports.iter().map(|port| {
@@ -93,7 +93,7 @@ fn a_service_serves_the_workload_entries_that_it_selects_beside_its_slices() {
             "192.0.2.9",
             json!({ "spec": { "labels": { "app": "db" } } }),
         ),
-        // The object's own labels count before those of its spec.
+        // The object's own labels win over those of its spec.
         vm(
             "c",
             "192.0.2.3",
@@ -106,7 +106,7 @@ fn a_service_serves_the_workload_entries_that_it_selects_beside_its_slices() {
                 "metadata": { "labels": { "app": "web" } }, "spec": { "labels": { "app": "db" } },
             }),
         ),
-        // A name cannot be an endpoint of a Service.
+        // A DNS name cannot be an endpoint of a Service.
         vm("e", "vm.example.com", json!({})),
         foreign,
     ]);
@@ -139,7 +139,7 @@ fn ports_are_found_as_istio_finds_them() {
         endpoints(&snapshot),
         [
             "192.0.2.1:8080 192.0.2.2:8081",
-            // The name of `targetPort` has to be there.
+            // The WorkloadEntry must have the port that `targetPort` names.
             "192.0.2.2:9091",
             "192.0.2.1:70 192.0.2.2:7071",
             "192.0.2.1:5353 192.0.2.2:5353",
@@ -179,8 +179,8 @@ fn who_has_no_workload_entries() {
     }
 }
 
-/// In zone `us-1a` of region `us-1`: an endpoint on this node, others in the zone, in the region, elsewhere; those that
-/// are not named are not there.
+/// In zone `us-1a` of region `us-1`: endpoints on this node, in the zone, in the region and elsewhere, of which only
+/// the listed ones exist.
 fn cluster(service: Value, namespace: Value, there: &[&str]) -> Vec<Value> {
     let all = [
         (
@@ -224,7 +224,7 @@ fn cluster(service: Value, namespace: Value, there: &[&str]) -> Vec<Value> {
     ]
 }
 
-/// The last numbers of the addresses that clients on this node use.
+/// Returns the last numbers of the addresses that clients on this node use.
 fn used(snapshot: &Snapshot, name: &ServiceName) -> String {
     let port = &snapshot.services[name].ports[0];
     let used = port.usable(true, TrafficPolicy::Cluster);
@@ -250,7 +250,7 @@ fn the_nearest_endpoints_are_used_as_the_annotation_asks() {
         (annotated("PreferSameNode"), nothing(), &all[2..], "3"),
         (annotated("PreferSameZone"), nothing(), &all[2..], "3"),
         (annotated("PreferSameZone"), nothing(), &all[3..], "4"),
-        // The namespace's counts for services without their own, and the Service's field before both.
+        // The namespace's annotation counts for services without their own. The Service's field wins over both.
         (nothing(), annotated("PreferSameNode"), all, "1"),
         (
             annotated("PreferSameZone"),
@@ -295,7 +295,7 @@ fn workload_entries_and_entries_are_near_by_their_locality() {
         at(4, ""),
     ];
     for (there, wanted) in [(&all[..], "1"), (&all[1..], "2"), (&all[2..], "3 4")] {
-        // Endpoints of a ServiceEntry, by its own annotation and by its namespace's.
+        // Endpoints of a ServiceEntry, by its own annotation and by that of its namespace.
         for own in [true, false] {
             let entry = json!({
                 "apiVersion": "networking.istio.io/v1", "kind": "ServiceEntry",

@@ -1,4 +1,4 @@
-//! What manifests become in the model: what is read, what is refused, and in which words.
+//! Manifests as objects of the model: the accepted objects, the refused ones, and the messages.
 
 mod bad_manifests;
 mod by_istio;

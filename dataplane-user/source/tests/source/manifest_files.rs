@@ -1,4 +1,4 @@
-//! Which files are read, and what is said of those that cannot be.
+//! The files that are read, and the messages about those that cannot be read.
 
 use std::{
     fs::{self, File},
@@ -16,7 +16,7 @@ fn service(name: &str) -> String {
     )
 }
 
-/// The names of the services that are loaded, or what is said, without the directory.
+/// Returns the names of the loaded services, or the messages without the directory.
 fn load(directory: &Path, paths: &[&str]) -> Result<Vec<String>, String> {
     let paths: Vec<PathBuf> = paths.iter().map(|path| directory.join(path)).collect();
     match manifests::load(&paths, &Node::default()) {
@@ -57,7 +57,7 @@ fn directories_are_read_to_the_bottom_and_each_file_once() {
         load(directory.path(), &["a/one.yaml", "a", "a/b", "a/two.yml"]),
         Ok(wanted)
     );
-    // What is named is read, whatever its name.
+    // A path of a file is read, whatever its name.
     assert_eq!(
         load(directory.path(), &["a/seven.txt"]),
         Ok(vec!["seven".into()])
@@ -104,7 +104,7 @@ fn what_cannot_be_read() {
     ] {
         assert_eq!(load(directory.path(), &[path]), Err(wanted.into()));
     }
-    // One bad file of several: nothing is served, and every fault is told.
+    // If one of several files is bad, no service is served, and every fault is reported.
     fs::write(at("good.yaml"), service("good")).unwrap();
     fs::write(
         at("bad.yaml"),
@@ -146,7 +146,7 @@ fn a_flood_of_faults_is_cut() {
     let said = load(directory.path(), &["bad.yaml"]).unwrap_err();
     let lines: Vec<_> = said.lines().collect();
     assert_eq!(lines.len(), FAULTS_LISTED + 1);
-    // Each of these documents has five lines with its marker.
+    // Each of these documents has five lines, including its marker.
     assert!(
         lines[99].starts_with("bad.yaml:499:45: Service default/web-99: "),
         "{}",

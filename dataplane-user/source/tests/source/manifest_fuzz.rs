@@ -1,4 +1,4 @@
-//! Whatever a file holds, loading it ends: in a snapshot or in errors with a file and a text.
+//! Loading any file ends in a snapshot, or in errors with a file and a text.
 
 use std::{env, fs, path::PathBuf};
 
@@ -55,7 +55,7 @@ fn load(bytes: &[u8]) {
     }
 }
 
-/// A change of a file: at a place, so many bytes are replaced by others.
+/// A change of a file: at a position, it replaces a number of bytes by others.
 fn change() -> impl Strategy<Value = (prop::sample::Index, usize, Vec<u8>)> {
     let piece = prop_oneof![
         prop::collection::vec(any::<u8>(), 0..4),
@@ -95,7 +95,7 @@ fn change() -> impl Strategy<Value = (prop::sample::Index, usize, Vec<u8>)> {
     (any::<prop::sample::Index>(), 0_usize..40, piece)
 }
 
-/// 200, unless `DATAPLANE_FUZZ_RUNS` says.
+/// Number of runs: 200, or `DATAPLANE_FUZZ_RUNS`.
 fn runs() -> u32 {
     env::var("DATAPLANE_FUZZ_RUNS").map_or(200, |runs| runs.parse().unwrap())
 }

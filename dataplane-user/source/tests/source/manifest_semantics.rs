@@ -1,4 +1,4 @@
-//! What fields mean: Kubernetes' defaults, and kube-proxy's reading of them.
+//! The meaning of fields: Kubernetes' defaults, and kube-proxy's interpretation.
 
 use dataplane_source::manifests::{self, Loaded};
 use model::{Endpoint, Gravity, Node, Service, ServiceName, TrafficPolicy};
@@ -19,7 +19,7 @@ fn web(loaded: &Loaded) -> &Service {
     &loaded.snapshot.services[&ServiceName::new("default", "web")]
 }
 
-/// A service `web` with these fields of `spec` (and what follows it).
+/// A service `web` with these fields of `spec`, and any further text.
 fn service(fields: &str) -> String {
     let fields = fields.trim_matches('\n').replace('\n', "\n  ");
     format!("apiVersion: v1\nkind: Service\nmetadata: {{name: web}}\nspec:\n  {fields}\n")
@@ -38,8 +38,7 @@ fn slice(name: &str, endpoints: &[&str], ports: &str) -> String {
 
 const PORT_80: &str = "clusterIP: 10.96.0.1\nports: [{port: 80}]";
 
-/// What a service's first port has, as `address:port` with letters: here, ready, serving,
-/// terminating.
+/// Returns the endpoints of a service's port as `address:port` with letters: local, ready, serving, terminating.
 fn endpoints(service: &Service, port: usize) -> Vec<String> {
     let letter = |is: bool, letter: char| if is { letter } else { '-' };
     let show = |e: &Endpoint| {
@@ -103,7 +102,7 @@ fn ports_are_joined_by_name_and_protocol() {
                 "{name: dns, port: 5353, protocol: UDP}, {name: dns-tcp, port: 5454}, {name: \
                  other}, {name: stranger, port: 1}, {name: dns, port: 7}",
             )
-            // Another slice may have another number for the same port.
+            // Another slice may have another number for one port of the service.
             + &slice(
                 "web-2",
                 &["addresses: [10.0.0.2]"],
@@ -116,7 +115,7 @@ fn ports_are_joined_by_name_and_protocol() {
         ["10.0.0.1:5353 -rs-", "10.0.0.2:53 -rs-"]
     );
     assert_eq!(endpoints(web, 1), ["10.0.0.1:5454 -rs-"]);
-    // Neither a port without number nor one of another protocol.
+    // A port without a number, or of another protocol, gets no endpoint.
     assert!(endpoints(web, 2).is_empty());
 }
 
@@ -158,7 +157,7 @@ fn what_has_no_cluster_ip() {
         assert!(web(&loaded).cluster_ips.is_empty(), "{spec}");
         assert!(loaded.snapshot.problems.is_empty(), "{spec}");
     }
-    // Not one that the cluster has seen.
+    // A cluster IP that the API server has not assigned.
     let loaded = load(&service("ports: [{port: 80}]"));
     assert!(web(&loaded).cluster_ips.is_empty());
     assert!(
@@ -170,7 +169,7 @@ fn what_has_no_cluster_ip() {
 
 #[test]
 fn addresses_as_old_objects_have_them() {
-    // As in kube-proxy's TestBadIPs.
+    // The addresses of kube-proxy's TestBadIPs.
     let spec = "clusterIP: 172.030.000.041\nexternalIPs: [192.168.099.022]\n\
                 loadBalancerSourceRanges: [\" 203.0.113.000/025 \", 10.1.2.3/8]\n\
                 type: LoadBalancer\nports: [{port: 80, nodePort: 3001}]";
@@ -247,7 +246,7 @@ fn what_belongs_to_others_is_left_alone() {
     let loaded = load(&format!(
         "{other_proxy}{their_slice}{headless}---\n{marked}"
     ));
-    // They have names, and nothing that is served.
+    // Such services have names, and nothing is served at an address.
     for service in loaded.snapshot.services.values() {
         assert!(service.cluster_ips.is_empty() && service.ports.is_empty());
         assert!(service.records.is_elsewhere());
@@ -287,7 +286,7 @@ fn the_order_of_keys_does_not_matter() {
             "---\n{{{item}, kind: Service, apiVersion: v1}}\n--- # the slice\n\
              {{{slice}, kind: EndpointSlice, apiVersion: discovery.k8s.io/v1}}\n"
         ),
-        // As the API server answers: the items do not say what they are.
+        // In the API server's answers the items do not state their kind.
         format!(
             "{{{core} ServiceList, items: [{{{item}}}]}}\n---\n\
              {{kind: EndpointSliceList, apiVersion: discovery.k8s.io/v1, items: [{{{slice}}}]}}\n"
@@ -305,7 +304,7 @@ fn the_order_of_keys_does_not_matter() {
     }
 }
 
-/// A dump of a whole cluster has such slices: they stop nothing.
+/// A dump of a whole cluster has such slices. They are not a reason to stop.
 #[test]
 fn a_slice_of_no_service_is_a_warning_and_one_without_the_label_is_nothing() {
     let orphan = slice("gone-1", &["addresses: [10.0.0.9]"], "{port: 8080}")
@@ -323,7 +322,7 @@ fn a_slice_of_no_service_is_a_warning_and_one_without_the_label_is_nothing() {
     assert!(place.ends_with("EndpointSlice default/gone-1"), "{place}");
     let text = &problem.text;
     assert!(text.contains("there is no Service default/gone"), "{text}");
-    // The Service may be deleted first.
+    // The Service may be deleted before its slices.
     let loaded = load(&(own + &orphan));
     assert!(loaded.snapshot.services.is_empty());
     assert_eq!(loaded.snapshot.problems.len(), 2);

@@ -26,7 +26,7 @@ fn load(paths: &[&str]) -> Snapshot {
         .snapshot
 }
 
-/// `name: address:port…` per port, with `*` after those on this node.
+/// Returns `name: address:port…` per port, with `*` after endpoints on this node.
 fn summary(snapshot: &Snapshot) -> Vec<String> {
     let mut lines = Vec::new();
     for (name, service) in &snapshot.services {
@@ -70,7 +70,7 @@ fn examples() {
             "kube-system/kube-dns 10.96.0.10 53/udp: 10.244.1.2:53* 10.244.2.2:53",
             "kube-system/kube-dns 10.96.0.10 53/tcp: 10.244.1.2:53* 10.244.2.2:53",
             "kube-system/kube-dns 10.96.0.10 9153/tcp: 10.244.1.2:9153* 10.244.2.2:9153",
-            // A route of the example splits it; that is for the plan.
+            // A route of the example splits this service, which is up to the plan.
             "shop/shop-api 10.96.7.10 9000/tcp:",
             "shop/shop-api-v1 10.96.7.11 9000/tcp: 10.244.1.21:9000*",
             "shop/shop-api-v2 10.96.7.12 9000/tcp: 10.244.1.22:9000*",

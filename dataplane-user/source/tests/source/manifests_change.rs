@@ -1,4 +1,4 @@
-//! Manifests that change on disk: every way in which they do, and what is kept of a snapshot.
+//! Manifests that change on disk: the ways in which they change, and the objects that two snapshots share.
 
 use std::{
     fs,
@@ -12,7 +12,7 @@ use std::{
 use dataplane_source::manifests::{self, Watcher};
 use model::{Node, ServiceName, Snapshot};
 
-/// Far more than any of them takes: less than it means that a change was not seen.
+/// Much longer than any change takes. A timeout means that a change was not seen.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn service(name: &str, port: u16) -> String {
@@ -67,7 +67,7 @@ fn files_written_renamed_over_added_and_removed() {
         let mut watcher = Watcher::new(&paths).unwrap();
         fs::write(&file, service("web", 81)).unwrap();
         until(&mut watcher, &paths, Some(81)).await;
-        // As editors do.
+        // Editors write this way.
         let new = directory.path().join(".web.yaml.swp");
         fs::write(&new, service("web", 82)).unwrap();
         fs::rename(&new, &file).unwrap();
@@ -90,7 +90,7 @@ fn to_json(name: &str, port: u16) -> String {
     )
 }
 
-/// Writes a version of a mounted ConfigMap as kubelet does, and swaps `..data` to it.
+/// Writes a version of a mounted ConfigMap as the kubelet does, and swaps `..data` to it.
 fn mount(volume: &Path, version: &str, text: &str) {
     let data = volume.join(version);
     fs::create_dir_all(&data).unwrap();
@@ -151,8 +151,8 @@ fn what_is_no_change_is_not_reported() {
     let paths = [file.clone()];
     run(async {
         let mut watcher = Watcher::new(&paths).unwrap();
-        // Reading, and a neighbour that changes. The wait only gives a false report the time to
-        // come: it cannot fail for being too short.
+        // A read, and a change of a neighbour. The wait gives a false report time to arrive; the test cannot fail
+        // because the wait is too short.
         manifests::load(&paths, &Node::default()).unwrap();
         fs::write(directory.path().join("neighbour"), "x").unwrap();
         tokio::select! {
@@ -200,7 +200,7 @@ fn unchanged_services_are_shared() {
     assert_eq!((port(&second, "c"), port(&second, "d")), (None, Some(80)));
     assert_eq!(first.services.diff(&second.services).count(), 3);
     assert!(Arc::ptr_eq(&first.node, &second.node) || *first.node == *second.node);
-    // A fault changes nothing: there is no snapshot at all.
+    // With a fault there is no snapshot at all.
     write("b", 0);
     let errors = manifests::load_reusing(&second, &paths, &node).unwrap_err();
     assert_eq!(errors.faults.len(), 1);

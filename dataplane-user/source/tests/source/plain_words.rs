@@ -1,4 +1,4 @@
-//! What an author of objects writes comes back in messages: it moves no cursor, sets no title, and begins no line of its own.
+//! Texts of authors in messages: they cannot move the cursor, set the title, or begin a line of their own.
 
 use std::collections::BTreeSet;
 
@@ -7,10 +7,10 @@ use model::{Node, Snapshot};
 use plan::routes::{Routes, Sources};
 use serde_json::{Value, json};
 
-/// Ends a line, sets a terminal's title, and looks like a message.
+/// A text that ends a line, sets a terminal's title, and looks like a message.
 const HOSTILE: &str = "x\u{1b}]0;y\u{7}\u{9b}2J\nerror: forged";
 
-/// The parts of objects in which the API server takes any text. It takes only names as names.
+/// The parts of objects in which the API server accepts any text. It restricts names.
 const PLACES: [&str; 7] = [
     "/spec",
     "/status",
@@ -150,7 +150,7 @@ fn objects() -> Vec<Value> {
     ]
 }
 
-/// The object with each of its texts, and each of its keys, replaced by a hostile one; one at a time.
+/// Returns copies of the object. In each, one text or key is replaced by a hostile one.
 fn each_replaced(object: &Value) -> Vec<Value> {
     match object {
         Value::String(_) => vec![HOSTILE.into()],
@@ -214,7 +214,7 @@ fn said(objects: &[Value]) -> Vec<String> {
                 .map(|problem| format!("{}: {}", problem.place, problem.text))
                 .collect()
         }
-        // One fault a line.
+        // One fault per line.
         Err(errors) => errors.to_string().lines().map(str::to_owned).collect(),
     }
 }
@@ -227,7 +227,7 @@ fn what_an_author_writes_stays_a_word_in_messages() {
             for hostile in object.pointer(place).map_or_else(Vec::new, each_replaced) {
                 let mut changed = object.clone();
                 *changed.pointer_mut(place).unwrap() = hostile;
-                // A route says more if there is the Service to which it is attached.
+                // A route has more messages if its Service exists.
                 let service = (!place.starts_with("/status")).then(|| objects().remove(0));
                 let service = service.filter(|service| service["kind"] != object["kind"]);
                 for text in said(&service.into_iter().chain([changed]).collect::<Vec<_>>()) {

@@ -1,4 +1,4 @@
-//! What routes make of the services to which they are attached: from manifests to the slots of the tables.
+//! The effect of routes on their Services: from manifests to the slots of the tables.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -80,7 +80,7 @@ fn split(backends: Value) -> Value {
     route("TCPRoute", "split", rule)
 }
 
-/// What routes come to, step by step.
+/// The state of objects and routes over several steps.
 #[derive(Default)]
 struct World {
     entries: Option<Entries>,
@@ -119,7 +119,7 @@ impl World {
             services: &taken.services,
             entries: &taken.entries,
         });
-        // Whatever was before, it is as if it had been read at once.
+        // The result equals that of reading all objects in one step.
         let fresh = Routes::default().take(Sources {
             routes: &self.snapshot.routes,
             grants: &self.snapshot.grants,
@@ -130,7 +130,8 @@ impl World {
         self.services = routed.services;
     }
 
-    /// The part of each backend of `web`'s TCP port: by the third byte of its endpoints' addresses; 0: refused.
+    /// Returns the part of each backend of `web`'s TCP port, by the third byte of its endpoints' addresses. 0 stands
+    /// for refused connections.
     fn parts(&self) -> BTreeMap<u8, f64> {
         self.parts_of("web", TrafficPolicy::Cluster)
     }
@@ -186,7 +187,7 @@ impl World {
     }
 }
 
-/// Its own endpoints only.
+/// The Service's own endpoints only.
 const OWN: &[(u8, f64)] = &[(1, 1.0)];
 
 #[test]
@@ -201,10 +202,10 @@ fn weights_are_those_of_backends_however_many_endpoints_each_has() {
         let sum = f64::from(a + b);
         world.are(&[(2, f64::from(a) / sum), (3, f64::from(b) / sum)]);
         assert!(world.says().is_empty() && world.loaded.is_empty());
-        // UDP is no route's.
+        // Routes do not apply to UDP.
         let web = &world.services[&ServiceName::new("shop", "web")];
         assert!(web.ports[1].split.is_none() && web.ports[1].endpoints.len() == 1);
-        // A backend's own address leads to it alone.
+        // The backend's own address leads only to the backend.
         let a = &world.services[&ServiceName::new("shop", "a")];
         assert!(a.ports.iter().all(|port| port.split.is_none()));
     }
@@ -244,7 +245,7 @@ fn a_change_of_weight_is_one_flip_and_a_route_that_goes_gives_the_endpoints_back
             "the slots, and one pool"
         );
     }
-    // An endpoint of a backend comes.
+    // A backend gets another endpoint.
     let more = [service("web", 1, 1), service("a", 2, 4), service("b", 3, 2)].concat();
     world.next(&[more.as_slice(), &[weighted(5)]].concat());
     world.are(&[(2, 5.0 / 6.0), (3, 1.0 / 6.0)]);
@@ -253,7 +254,7 @@ fn a_change_of_weight_is_one_flip_and_a_route_that_goes_gives_the_endpoints_back
     assert!(world.says().is_empty());
 }
 
-/// Each row: what the backends are, the parts that come of them, and what `status` says.
+/// Each row: the backends, their resulting parts, and the messages in `status`.
 #[test]
 fn a_backend_that_cannot_be_reached_keeps_its_part_which_is_refused() {
     let entry = json!({
@@ -365,7 +366,7 @@ fn a_backend_that_cannot_be_reached_keeps_its_part_which_is_refused() {
             world.says_only(&format!("TCPRoute shop/split: {says}"));
         }
     }
-    // None is left: nothing is chosen.
+    // No backend is left, so no endpoint is chosen.
     let world = World::with(&[split(json!([{ "name": "none", "port": 80 }]))]);
     assert!(
         world.services[&ServiceName::new("shop", "web")].ports[0]
@@ -379,7 +380,7 @@ fn a_backend_that_cannot_be_reached_keeps_its_part_which_is_refused() {
     );
 }
 
-/// An entry does not know that its endpoint is on this node, and says that it is ready.
+/// An entry does not know that its endpoint is on this node, and states that it is ready.
 #[test]
 fn an_endpoint_that_several_backends_have_is_what_it_is_for_any_of_them() {
     let mut unready = service("b", 3, 2);
@@ -422,7 +423,7 @@ fn an_endpoint_that_several_backends_have_is_what_it_is_for_any_of_them() {
     );
 }
 
-/// A backend is its Service's own endpoints, whatever routes are attached to that: there is no loop.
+/// A backend stands for its Service's own endpoints, even if routes are attached to that Service: there is no loop.
 #[test]
 fn routes_that_lead_to_each_other_and_to_themselves_lead_to_endpoints() {
     let attached = |to: &str, backends: Value| {
@@ -445,7 +446,7 @@ fn routes_that_lead_to_each_other_and_to_themselves_lead_to_endpoints() {
     assert!(world.says().is_empty(), "{:?}", world.says());
 }
 
-/// Clients of cluster IPs reach the other namespace's Service anyway; those from outside do not.
+/// Clients of cluster IPs can reach the other namespace's Service without the route; clients from outside cannot.
 #[test]
 fn a_grant_lets_a_route_of_an_exposed_service_lead_into_another_namespace() {
     let far = split(json!([{ "name": "far", "namespace": "other", "port": 80 }]));
@@ -526,7 +527,7 @@ fn a_grant_lets_a_route_of_an_exposed_service_lead_into_another_namespace() {
     }
 }
 
-/// Each row: a route that needs more than layer 4, or is not for this node, and how it begins what it says.
+/// Each row: a route that needs more than layer 4, or is not for this node, and the beginning of its message.
 #[test]
 fn what_needs_layer_7_is_named_and_the_service_keeps_its_endpoints() {
     let refs = json!([{ "name": "a", "port": 80 }]);
@@ -614,7 +615,7 @@ fn what_needs_layer_7_is_named_and_the_service_keeps_its_endpoints() {
             "{kind} shop/split: Accepted=False (UnsupportedValue): spec.rules[0].{wanted}: needs a proxy"
         ));
     }
-    // Nothing in these needs layer 7.
+    // None of these needs layer 7.
     for (kind, matches) in [
         ("HTTPRoute", json!(null)),
         ("HTTPRoute", json!([])),
@@ -690,7 +691,7 @@ fn a_route_is_for_the_ports_of_services_of_its_own_namespace() {
         world.are(OWN);
         world.says_only(&format!("TCPRoute shop/split: {says}"));
     }
-    // A consumer's route would be for clients of one namespace, and takes nothing of another's Service.
+    // A consumer's route would be for clients of one namespace. It does not affect a Service of another namespace.
     let other = of("other", "far", 7, 1);
     let theirs =
         attached(json!({ "group": "", "kind": "Service", "name": "far", "namespace": "other" }));
@@ -698,11 +699,11 @@ fn a_route_is_for_the_ports_of_services_of_its_own_namespace() {
     let far = &world.services[&ServiceName::new("other", "far")];
     assert!(far.ports.iter().all(|port| port.split.is_none()));
     assert_eq!(world.says().len(), 1, "{:?}", world.says());
-    // A Gateway's is not for this node.
+    // A route of a Gateway is not for this node.
     let world = World::with(&[attached(json!({ "name": "edge" }))]);
     world.are(OWN);
     assert!(world.says().is_empty() && world.loaded.is_empty());
-    // Nobody connects to a headless Service by its address.
+    // No client connects to a headless Service by its address.
     let mut headless = service("web", 1, 1);
     headless[0]["spec"]["clusterIP"] = json!("None");
     let world = World::of(
@@ -749,7 +750,7 @@ fn of_two_routes_the_oldest_has_a_port_and_then_the_first_by_name() {
             2,
             "TCPRoute shop/x: Accepted=False (Conflicted)",
         ),
-        // Gateway API's order of kinds comes before age.
+        // Gateway API's order of kinds counts before age.
         (
             [
                 to("HTTPRoute", "y", old, "a"),
@@ -758,7 +759,7 @@ fn of_two_routes_the_oldest_has_a_port_and_then_the_first_by_name() {
             3,
             "HTTPRoute shop/y: Accepted=False (Conflicted)",
         ),
-        // Without the server's name, which is in what clients send, a TLSRoute is for all connections or none.
+        // Clients send the server's name. Without it, a TLSRoute applies to all connections or none.
         (
             [to("TLSRoute", "y", old, "a"), to("TCPRoute", "x", new, "b")],
             3,
@@ -768,7 +769,7 @@ fn of_two_routes_the_oldest_has_a_port_and_then_the_first_by_name() {
         let world = World::with(&routes);
         world.are(&[(has, 1.0)]);
         world.says_only(says);
-        // The other one takes over.
+        // The other route takes over.
         let mut world = world;
         let base = [service("web", 1, 1), service("a", 2, 3), service("b", 3, 2)].concat();
         let other = &routes[usize::from(has == 2)];
@@ -805,7 +806,7 @@ fn policies_and_affinity_are_those_of_the_routes_service() {
     let world = World::of(&[base.as_slice(), std::slice::from_ref(&route)].concat());
     let web = &world.services[&ServiceName::new("shop", "web")];
     assert!(web.affinity.is_some() && web.internal_policy == TrafficPolicy::Local);
-    // One of each is on this node.
+    // One endpoint of each backend is on this node.
     let local = world.parts_of("web", TrafficPolicy::Local);
     assert!(
         (local[&2] - 0.75).abs() < 0.001 && (local[&3] - 0.25).abs() < 0.001,
@@ -813,7 +814,7 @@ fn policies_and_affinity_are_those_of_the_routes_service() {
     );
     let shares = web.ports[0].shares(true, TrafficPolicy::Local);
     assert_eq!(shares.endpoints.len(), 2);
-    // A backend without an endpoint on this node keeps its part, which is refused.
+    // A backend without an endpoint on this node keeps its part of the connections, which are refused.
     for slice in base.iter_mut().filter(|of| of["metadata"]["name"] == "b-x") {
         slice["endpoints"][0]["nodeName"] = json!("node2");
     }
@@ -826,7 +827,8 @@ fn policies_and_affinity_are_those_of_the_routes_service() {
     world.are(&[(2, 0.75), (3, 0.25)]);
 }
 
-/// Gateway API refuses the TCPRoute, for those who follow the HTTPRoute.
+/// Gateway API gives the port to the HTTPRoute and refuses the TCPRoute. Here the HTTPRoute is not accepted, so the
+/// TCPRoute has the port.
 #[test]
 fn a_route_that_is_not_followed_leaves_its_port_to_the_next() {
     let mut http = route(
@@ -844,7 +846,8 @@ fn a_route_that_is_not_followed_leaves_its_port_to_the_next() {
     world.says_only("HTTPRoute shop/http: Accepted=False (UnsupportedValue)");
 }
 
-/// Routes of one kind belong together: what layer 4 cannot tell apart in one of them, it cannot tell apart in two.
+/// Routes of one kind belong together: if layer 4 cannot tell the connections of one apart, it cannot tell those of two
+/// apart.
 #[test]
 fn a_route_of_the_same_kind_that_is_not_followed_takes_the_others_of_the_port_with_it() {
     for (kind, wrong) in [
@@ -882,7 +885,7 @@ fn a_route_of_the_same_kind_that_is_not_followed_takes_the_others_of_the_port_wi
                         .any(|said| said.replace("shop/web", "web").starts_with(&told)),
                 "{says:#?}"
             );
-            // At other ports it is alone, and another kind is apart.
+            // At other ports the route is alone, and other kinds are separate.
             admin["spec"]["parentRefs"][0]["sectionName"] = json!("dns");
             World::with(&[admin.clone(), all.clone()]).are(&[(3, 1.0)]);
             admin["spec"]["parentRefs"][0]["sectionName"] = json!(null);
@@ -898,7 +901,7 @@ fn a_route_of_the_same_kind_that_is_not_followed_takes_the_others_of_the_port_wi
     }
 }
 
-/// Gateway API's default for a parent's group is its own.
+/// The default group of a parent is Gateway API's own.
 #[test]
 fn a_parent_without_its_group_is_named() {
     let mut route = split(json!([{ "name": "a", "port": 80 }]));

@@ -1,4 +1,4 @@
-//! What a ServiceEntry comes to: from manifests to the services of the tables.
+//! The results of ServiceEntries: from manifests to the services of the tables.
 
 use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
@@ -69,7 +69,7 @@ fn web(ip: &str) -> Value {
     })
 }
 
-/// What the node serves, and what it says of it.
+/// The served objects of a node, and its messages.
 struct Served {
     snapshot: Snapshot,
     problems: Vec<Problem>,
@@ -84,12 +84,12 @@ impl Served {
         Self::beside(entries, objects, PodAddresses::default())
     }
 
-    /// With these addresses of Pods and nodes.
+    /// Serves the objects with these addresses of Pods and nodes.
     fn beside(entries: &mut Entries, objects: &[Value], pods: PodAddresses) -> Self {
         Self::then(entries, objects, pods, NOW)
     }
 
-    /// At a time in seconds since the epoch.
+    /// Serves the objects at a time in seconds since the epoch.
     fn at(entries: &mut Entries, objects: &[Value], now: u64) -> Self {
         Self::then(entries, objects, PodAddresses::default(), now)
     }
@@ -115,7 +115,7 @@ impl Served {
         vips.map(ToString::to_string).collect()
     }
 
-    /// The endpoints of a service's first port, with weights other than 1.
+    /// Returns the endpoints of a service's first port, with weights other than 1.
     fn endpoints(&self, name: &str) -> Vec<String> {
         let Some(service) = self.service(name) else {
             return Vec::new();
@@ -160,7 +160,7 @@ fn a_host_without_addresses_gets_one_of_each_family_and_dns_answers_by_the_endpo
     );
     assert_eq!(served.vips("db"), [v4.to_string()]);
     assert_eq!(served.vips("both").len(), 2);
-    // Without endpoints clients are refused, which is better than that the name is not there.
+    // Without endpoints connections are refused, which is better than a name that does not exist.
     assert_eq!(served.vips("none").len(), 2);
     assert_eq!(served.endpoints("db"), ["198.51.100.1:5432"]);
 }
@@ -203,7 +203,7 @@ fn what_a_control_plane_has_given_counts() {
     assert_ne!(vips[1], "240.240.7.7");
     let service = served.service("db").unwrap();
     assert_eq!(service.cluster_ips.len(), 2);
-    // Whoever may write a status gets no stronger claim by it.
+    // The author of a `status` gets no stronger claim from it.
     assert_eq!(
         service.external_ips.to_vec(),
         [ip("240.240.7.7"), ip("2001:2::77")]
@@ -228,7 +228,7 @@ fn ports_targets_weights_and_protocols() {
         ],
     }))]);
     assert!(served.problems.is_empty(), "{:?}", served.problems);
-    // What is there twice has both weights; equal ones are none.
+    // An endpoint that occurs twice has the sum of the weights. Equal weights are not stored.
     assert_eq!(
         served.endpoints("db"),
         ["198.51.100.1:6432", "198.51.100.2:7432"]
@@ -269,7 +269,7 @@ fn addresses_are_served_and_small_ranges_as_what_is_in_them() {
         "2001:db8:1::1",
     ];
     assert_eq!(shown, wanted);
-    // A name leads to no range, and to no family that no endpoint has.
+    // A host does not lead to a range, or to a family without an endpoint.
     assert_eq!(served.vips("db"), wanted[..1]);
     let both = json!({
         "addresses": ["203.0.113.4", "2001:db8:1::4"],
@@ -288,12 +288,12 @@ fn addresses_are_served_and_small_ranges_as_what_is_in_them() {
           entry may have 256; use a smaller range or the addresses that clients use"
         ]
     );
-    // Without endpoints there is nothing to serve.
+    // Without endpoints nothing is served.
     let none = json!({ "resolution": "NONE", "endpoints": null, "addresses": ["203.0.0.0/16"] });
     assert!(Served::of(&[db(none)]).problems.is_empty());
 }
 
-/// Each is named with its field and reason, and keeps no other from being served.
+/// Each fault is reported with its field and reason, and does not keep other entries from being served.
 #[test]
 fn a_wrong_entry_is_named_and_the_others_are_served() {
     for (fields, wanted) in [
@@ -443,7 +443,7 @@ fn a_wrong_entry_stays_what_it_was() {
     assert!(third.entries.is_empty());
 }
 
-/// A tenant writes entries: they take no address that a Service or the node has, on whatever port.
+/// A tenant's entries do not get an address that a Service or the node has, on any port.
 #[test]
 fn an_entry_takes_no_address_of_a_service_or_of_the_node() {
     let mut exposed = web("10.96.0.1");
@@ -466,7 +466,7 @@ fn an_entry_takes_no_address_of_a_service_or_of_the_node() {
             "spec.addresses: 192.0.2.200 is not served: it is an address of this node",
         ]
     );
-    // However young the Service is, and when it goes, the address is free.
+    // This holds for a younger Service, too. When the Service is removed, the address is free.
     let served = Served::next(&mut entries, std::slice::from_ref(&thief));
     assert_eq!(served.says().len(), 1);
     assert_eq!(served.service("db").unwrap().external_ips.len(), 4);
@@ -484,7 +484,7 @@ const BY_ENDPOINT: &str =
 const MAY_BE_POD: &str = "an endpoint of a Service has it, and the endpoint may be a Pod: the agent does not know the Pods \
                           of all nodes";
 
-/// A slice of Service `web` of `default`, or of the API server's.
+/// Returns a slice of Service `web` of `default`, or of the API server's Service.
 fn slice(service: &str, addresses: &[&str]) -> Value {
     json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
@@ -502,7 +502,7 @@ fn refused(all: &[(&str, &str)]) -> Vec<String> {
     all.iter().map(says).collect()
 }
 
-/// An entry with the address of a Pod, or of the API server, would get the connections of every client of the node.
+/// An entry with the address of a Pod, or of the API server, would get the connections of all clients of the node.
 #[test]
 fn an_entry_takes_no_address_of_a_pod_or_an_endpoint() {
     let pod = json!({
@@ -535,14 +535,14 @@ fn an_entry_takes_no_address_of_a_pod_or_an_endpoint() {
     }
 }
 
-/// A status of an address for a host.
+/// Adds an address for a host to the status of an entry.
 fn with_status(mut entry: Value, host: &str, address: &str) -> Value {
     entry["status"] = json!({ "addresses": [{ "host": host, "value": address }] });
     entry
 }
 
-/// Where a control plane gives addresses, too, a new host waits for its word, and an address that a client may know leads to
-/// the host for ten minutes, whether the agent or a control plane gave it, and whatever happens then.
+/// If a control plane assigns addresses, too, a new host waits for it. An address that a client may know leads to the
+/// host for ten minutes, whether the agent or the control plane assigned it, and whatever happens afterwards.
 #[test]
 fn an_address_that_was_given_out_serves_for_ten_minutes() {
     let of_status = with_status(db(json!({})), "db.example.com", "240.240.7.7");
@@ -557,7 +557,7 @@ fn an_address_that_was_given_out_serves_for_ten_minutes() {
     for (now, objects, vips, others) in [
         (1, &of_status, vec!["240.240.7.7"], vec!["240.240.7.7"]),
         (599, &of_status, vec!["240.240.7.7"], vec!["240.240.7.7"]),
-        // The control plane takes its word back.
+        // The control plane withdraws the address.
         (610, &db(json!({})), vec![], vec!["240.240.7.7"]),
         (
             700,
@@ -589,7 +589,7 @@ fn an_address_that_was_given_out_serves_for_ten_minutes() {
         }
     }
     assert!(!entries.is_waiting());
-    // The agent after this one knows, too.
+    // The agent after this one knows the address, too.
     let mut entries = Entries::new([]);
     Served::next(&mut entries, &[db(json!({}))]);
     Served::at(&mut entries, std::slice::from_ref(&of_status), NOW + 1);
@@ -606,7 +606,7 @@ fn a_new_host_waits_a_moment_for_a_control_plane_that_gives_addresses() {
         "240.240.7.7",
     );
     let mut new = db(json!({}));
-    // Of the moment: 1 800 000 000 seconds after the epoch.
+    // Created at this moment, 1 800 000 000 seconds after the epoch.
     new["metadata"]["creationTimestamp"] = json!("2027-01-15T08:00:00Z");
     let mut entries = Entries::new([]).with_control_plane();
     let served = Served::next(&mut entries, &[new.clone(), other.clone()]);
@@ -619,11 +619,11 @@ fn a_new_host_waits_a_moment_for_a_control_plane_that_gives_addresses() {
     let served = Served::at(&mut told, &[said, other.clone()], NOW + 1);
     assert_eq!(served.vips("db"), ["240.240.7.8"]);
     assert!(!told.defers());
-    // It may have left the namespace alone.
+    // The control plane may ignore the namespace.
     let served = Served::at(&mut entries, &[new.clone(), other.clone()], NOW + 5);
     assert_eq!(served.vips("db").len(), 1);
     assert!(!entries.defers());
-    // A host waits for an address only if there is a control plane, and if its entry is new.
+    // A host waits for an address only if there is a control plane and its entry is new.
     let mut alone = Entries::new([]).with_control_plane();
     assert_eq!(Served::next(&mut alone, &[new]).vips("db").len(), 1);
     let mut late = Entries::new([]).with_control_plane();
@@ -635,7 +635,7 @@ fn a_new_host_waits_a_moment_for_a_control_plane_that_gives_addresses() {
     );
 }
 
-/// The agent and a control plane give addresses of one range: no host gets the number of another host.
+/// The agent and a control plane assign addresses of one range: no host gets the number of another host.
 #[test]
 fn a_status_is_no_claim_to_the_address_of_another_host() {
     let mut entries = Entries::new([]);
@@ -657,7 +657,7 @@ fn a_status_is_no_claim_to_the_address_of_another_host() {
         "status.addresses: {taken} is not served: host db.example.com of namespace shop has it"
     );
     assert_eq!(served.says(), std::slice::from_ref(&says));
-    // Clients may know it for ten minutes more.
+    // Clients may know the former address for ten minutes more.
     let served = Served::at(&mut entries, std::slice::from_ref(&thief), NOW + 1);
     assert_eq!(
         (served.vips("thief"), served.says()),
@@ -665,9 +665,9 @@ fn a_status_is_no_claim_to_the_address_of_another_host() {
     );
     let served = Served::at(&mut entries, std::slice::from_ref(&thief), NOW + 602);
     assert_eq!(served.vips("thief"), [taken.as_str()]);
-    // And what it was given instead stays for as long.
+    // The address that it had in the meantime stays as long.
     assert_eq!(served.service("thief").unwrap().cluster_ips.len(), 2);
-    // Of two to which a control plane has given one address, the first has it.
+    // If a control plane has assigned one address to two hosts, the first has it.
     let both = ["a", "b"].map(|name| {
         with_status(
             named(name, json!({})),
@@ -679,7 +679,7 @@ fn a_status_is_no_claim_to_the_address_of_another_host() {
     assert_eq!(served.vips("a"), ["240.240.9.9"]);
     assert_eq!(served.vips("b").len(), 1);
     assert!(served.says()[0].contains("host a.example.com of namespace shop has it"));
-    // One host of two entries has it for both.
+    // A host of two entries has the address for both.
     let shared = json!({ "hosts": ["db.example.com"], "ports": [{ "number": 80, "name": "web" }] });
     let both = [db(json!({})), named("more", shared)]
         .map(|entry| with_status(entry, "db.example.com", "240.240.9.9"));
@@ -705,12 +705,12 @@ fn a_status_that_is_out_of_date_is_not_answered() {
         assert_eq!(served.vips("db"), <[&str; 0]>::default(), "{entry}");
         assert_eq!(served.service("db"), None, "{entry}");
     }
-    // Whose it is, a status says.
+    // The status must name the host of an address.
     let served = Served::of(&[with_status(db(json!({})), "", "240.240.7.7")]);
     assert!(!served.vips("db").contains(&"240.240.7.7".to_owned()));
 }
 
-/// Two entries of a namespace may have one host, each its own ports of it.
+/// Two entries of a namespace may share a host, each with its own ports.
 #[test]
 fn entries_of_one_host_share_its_address() {
     let more = json!({ "hosts": ["db.example.com"], "ports": [{ "number": 80, "name": "web" }] });
@@ -719,7 +719,7 @@ fn entries_of_one_host_share_its_address() {
     let mut planner = Planner::new();
     planner.plan(&served.snapshot);
     assert_eq!(planner.conflicts(), []);
-    // At one port, one of them has it.
+    // If both have a port, one of the entries has it.
     let same = json!({ "hosts": ["db.example.com"] });
     let served = Served::of(&[db(json!({})), named("more", same)]);
     let mut planner = Planner::new();
@@ -727,7 +727,7 @@ fn entries_of_one_host_share_its_address() {
     assert_eq!(planner.conflicts().len(), 2);
 }
 
-/// A Service by another name: what answers for it answers for the entry, at the ports that lead there.
+/// A Service by another name: the Service's endpoints answer for the entry, at the ports that lead there.
 #[test]
 fn an_endpoint_that_is_a_services_name_has_its_endpoints() {
     let of = |endpoint: &str| {
@@ -772,10 +772,10 @@ fn an_endpoint_that_is_a_services_name_has_its_endpoints() {
             ports(&served),
             [wanted(443), wanted(443), alone(53), alone(80)]
         );
-        // Nobody is asked for it.
+        // No resolver is asked for the name.
         assert!(wanted_names(&mut entries).is_empty());
     }
-    // As the Service's endpoints come and go.
+    // The endpoints follow those of the Service.
     endpoints["endpoints"] = json!([{ "addresses": ["10.244.1.9"] }]);
     let served = Served::next(
         &mut entries,
@@ -791,7 +791,7 @@ fn an_endpoint_that_is_a_services_name_has_its_endpoints() {
         served.says(),
         ["spec.endpoints: web.default.svc: there is no Service default/web with endpoints"]
     );
-    // Of a headless one, the addresses.
+    // For a headless Service, the entry has the addresses.
     service["spec"]["clusterIP"] = json!("None");
     endpoints["metadata"]["labels"]["service.kubernetes.io/headless"] = json!("");
     let served = Served::next(&mut entries, &[of("web.default.svc"), service, endpoints]);
@@ -805,7 +805,7 @@ fn wanted_names(entries: &mut Entries) -> Vec<String> {
     wanted(entries).unwrap_or_default()
 }
 
-/// Names that clients in other namespaces may ask for and mean something else.
+/// Names that clients in other namespaces may use for other hosts.
 #[test]
 fn a_host_that_may_be_a_name_of_the_cluster_is_refused() {
     let served = |hosts: &[&str]| Served::of(&[db(json!({ "hosts": hosts }))]);
@@ -862,7 +862,7 @@ fn an_address_that_was_given_is_no_endpoint() {
         let alone = Served::of(&[db(json!({ "endpoints": [{ "address": address }] }))]);
         assert_eq!(alone.service("db"), None);
     }
-    // Nor is it one of a slice that somebody wrote.
+    // A slice cannot have such an address either.
     let slice = slice("web", &["240.240.1.2"]);
     let file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
     let list = json!({ "apiVersion": "v1", "kind": "List", "items": [web("10.96.0.1"), slice] });
@@ -879,7 +879,7 @@ fn an_address_that_was_given_is_no_endpoint() {
     );
 }
 
-/// One wrong endpoint is left out, and the others serve.
+/// A wrong endpoint is left out, and the others serve.
 #[test]
 fn a_wrong_endpoint_harms_no_other() {
     for wrong in [
@@ -901,7 +901,7 @@ fn a_wrong_endpoint_harms_no_other() {
                 && says[0].ends_with("the endpoint is left out"),
             "{says:?}"
         );
-        // If none is right, the hosts are not their own endpoints in their place.
+        // If no endpoint is valid, the hosts do not become the endpoints.
         for resolution in ["STATIC", "DNS"] {
             let fields = json!({ "resolution": resolution, "endpoints": [wrong] });
             let alone = Served::of(&[db(fields)]);
@@ -914,7 +914,8 @@ fn a_wrong_endpoint_harms_no_other() {
     }
 }
 
-/// As Istio's control plane has it: the container port of the entry's port's name, then `targetPort`, then the number.
+/// As in Istio's control plane: the container port with the name of the entry's port, then `targetPort`, then the
+/// number.
 #[test]
 fn a_selected_pod_has_the_ports_of_its_containers_names() {
     let pod = json!({
@@ -959,7 +960,7 @@ fn a_selected_pod_has_the_ports_of_its_containers_names() {
     assert_eq!(numbers, [7000, 8003, 7002, 9001, 7003, 8007, 8008]);
 }
 
-/// What one object says wrongly about the mesh is noted, and harms nothing else.
+/// An invalid mesh setting of an object is reported, and does not affect other objects.
 #[test]
 fn what_a_pod_says_wrongly_about_the_mesh_harms_nobody() {
     let said = |annotations: Value| {
@@ -995,7 +996,8 @@ fn what_a_pod_says_wrongly_about_the_mesh_harms_nobody() {
         "ambient.istio.io/dns-capture": "perhaps", "ambient.istio.io/bypass-inbound-capture": "perhaps",
     }));
     assert_eq!(says.len(), 9, "{says:#?}");
-    // What makes no sense is the strictest value, or none: a list of what alone is captured would free the rest.
+    // An invalid value counts as the strictest value, or has no effect: a partial list of captured ports would free the
+    // others.
     let wanted = Rules {
         outbound_ports: [(22, false)].into(),
         egress: Some(Egress::Deny),
@@ -1009,7 +1011,7 @@ fn what_a_pod_says_wrongly_about_the_mesh_harms_nobody() {
     assert_eq!(rules.inbound, None);
 }
 
-/// The labels of metrics, as Istio's control plane has them.
+/// The labels of metrics, as in Istio's control plane.
 #[test]
 fn a_pods_workload_is_what_its_author_wrote() {
     let of = |labels: Value, owner: Value| {
@@ -1067,8 +1069,8 @@ fn a_pods_workload_is_what_its_author_wrote() {
     }
 }
 
-/// An author of EndpointSlices writes any address. What the operator says, and what kubelets say of Pods and nodes, goes
-/// before that.
+/// An author of EndpointSlices writes any address. The operator's statements, and the kubelets' reports about Pods and
+/// nodes, win over it.
 #[test]
 fn an_author_of_slices_takes_no_address_that_the_operator_has_stated_to_be_external() {
     let mut api_server = web("10.96.0.9");
@@ -1097,7 +1099,7 @@ fn an_author_of_slices_takes_no_address_that_the_operator_has_stated_to_be_exter
     let (by_endpoint, may_be) = (every(BY_ENDPOINT), every(MAY_BE_POD));
     let by_node = |ip| (ip, "a Pod or a node has it");
     for (stated, steps) in [
-        // Nobody has said whose they are: they stay with the endpoints.
+        // Without a statement of the operator, the addresses stay with the endpoints.
         (
             false,
             [
@@ -1105,7 +1107,7 @@ fn an_author_of_slices_takes_no_address_that_the_operator_has_stated_to_be_exter
                 (pods(true, &[]), by_endpoint),
             ],
         ),
-        // They might be Pods' that this node does not know.
+        // The addresses might be those of Pods that this node does not know.
         (
             true,
             [
@@ -1169,12 +1171,12 @@ fn an_entry_has_only_addresses_that_the_operator_admits() {
             said.iter()
                 .all(|p| p.place == "ServiceEntry shop/db" && p.text.contains("198.51.100.7"))
         );
-        // Named for as long as the addresses are there.
+        // Reported as long as the addresses are there.
         assert!(!admitted.take_entries(&entries).1);
     }
 }
 
-/// Endpoints count once for each port: the tables and the agent's memory have them so.
+/// Endpoints count once for each port, as in the tables and in the agent's memory.
 #[test]
 fn a_namespace_has_a_bound_on_endpoints_at_ports() {
     let large = |name: &str| {
@@ -1205,7 +1207,7 @@ fn a_namespace_has_a_bound_on_endpoints_at_ports() {
     assert_eq!(Served::of(&[large("b")]).says(), [""; 0]);
 }
 
-/// A range of 20 bytes is 256 addresses, each of them at each port.
+/// A range, which is a text of 20 bytes, has 256 addresses, each at every port.
 #[test]
 fn a_namespace_has_a_bound_on_addresses_at_ports() {
     let large = |name: &str, second: u32| {
@@ -1233,7 +1235,7 @@ fn a_namespace_has_a_bound_on_addresses_at_ports() {
     assert_eq!(Served::of(&[large("b", 2)]).says(), [""; 0]);
 }
 
-/// An older Service's external IP does not take an address that a host was given.
+/// An older Service's external IP does not take an address that this node assigned to a host.
 #[test]
 fn a_service_takes_no_address_that_a_host_was_given() {
     let mut entries = Entries::new([]);
@@ -1252,7 +1254,8 @@ fn a_service_takes_no_address_that_a_host_was_given() {
     assert_eq!(conflicts[0].winner, entry);
 }
 
-/// An address that one entry was given is not taken by another that names it, even if that is older.
+/// An entry does not get an address that this node assigned to another entry, even if it names the address and is
+/// older.
 #[test]
 fn an_entry_takes_no_address_that_another_was_given() {
     let mut entries = Entries::new([]);
@@ -1285,7 +1288,7 @@ fn entries_are_seen_where_they_are_exported_to() {
     assert_eq!(seen(json!(["."])), [true, false]);
     assert_eq!(seen(json!(["web"])), [false, true]);
     assert_eq!(seen(json!(["~"])), [false, false]);
-    // The tables are one for all namespaces.
+    // One set of tables serves all namespaces.
     let entry = db(json!({ "exportTo": ["."], "addresses": ["203.0.113.1"] }));
     let served = Served::of(&[entry]);
     assert!(
@@ -1297,7 +1300,7 @@ fn entries_are_seen_where_they_are_exported_to() {
     assert!(matches!(entry.export_to, ExportTo::Namespaces(_)));
 }
 
-/// Endpoints by name, and fields besides.
+/// Returns an entry with endpoints by name, and further fields.
 fn by_name(fields: Value) -> Value {
     let mut entry = db(json!({ "resolution": "DNS", "endpoints": null }));
     if let Value::Object(fields) = fields {
@@ -1337,7 +1340,7 @@ fn a_host_without_endpoints_is_its_own() {
     let before = Served::next(&mut entries, &objects);
     assert_eq!(wanted(&mut entries).unwrap(), ["shop/db.example.com"]);
     assert_eq!(wanted(&mut entries), None);
-    // Until its name is looked up, clients are refused at the addresses that it will have.
+    // Until the name is looked up, connections to its future addresses are refused.
     assert!(before.endpoints("db").is_empty() && before.problems.is_empty());
     let vips = before.vips("db");
     assert_eq!(vips.len(), 2);
@@ -1353,7 +1356,7 @@ fn a_host_without_endpoints_is_its_own() {
         ["198.51.100.1:5432", "198.51.100.2:5432"]
     );
     assert_eq!(served.vips("db"), vips[..1], "it has IPv4 only");
-    // What is wrong with the name is said, and its addresses stay.
+    // A problem with the name is reported, and its addresses stay.
     learn(
         &mut entries,
         "db.example.com",
@@ -1363,7 +1366,7 @@ fn a_host_without_endpoints_is_its_own() {
     let served = Served::next(&mut entries, &objects);
     assert_eq!(served.endpoints("db"), ["198.51.100.1:5432"]);
     assert_eq!(served.says(), ["spec.hosts: db.example.com: no resolver"]);
-    // Names that nobody needs are forgotten.
+    // Names that no entry needs are forgotten.
     Served::next(&mut entries, &[]);
     assert_eq!(wanted(&mut entries).unwrap(), [""; 0]);
     let served = Served::next(&mut entries, &objects);
@@ -1406,7 +1409,7 @@ fn the_addresses_of_a_name_share_its_part() {
         None,
     );
     let served = Served::next(&mut entries, &objects);
-    // b is not known yet.
+    // The addresses of b are not known yet.
     assert_eq!(
         served.endpoints("db"),
         ["192.0.2.1:1*3", "192.0.2.2:1*3", "198.51.100.9:5432*2"]
@@ -1457,7 +1460,7 @@ fn each_host_that_is_its_own_endpoint_has_its_own_service() {
             .cluster_ips
             .contains(&vips[1])
     );
-    // Addresses of the entry itself are the first one's.
+    // Addresses of the entry itself lead to the first host.
     let served = Served::next(&mut entries, &two(json!({ "addresses": ["203.0.113.1"] })));
     assert_eq!(
         served.service("db").unwrap().external_ips[..],
@@ -1519,7 +1522,7 @@ fn names_count_as_the_addresses_that_they_may_have() {
             .collect();
         by_name(json!({ "endpoints": endpoints }))
     };
-    // 16 each.
+    // Each name counts as 16 endpoints.
     let served = Served::of(&[names(6250)]);
     assert!(!served.says().iter().any(|text| text.contains("more than")));
     let served = Served::of(&[names(6251)]);
@@ -1590,7 +1593,7 @@ fn addresses_stay_over_a_restart_whatever_else_changes() {
         let name = format!("e{n}");
         assert_eq!(before.vips(&name), after.vips(&name));
     }
-    // The one that was away for a moment, too.
+    // The same holds for the host that was removed for a moment.
     let again = Served::next(&mut second, &all);
     assert_eq!(before.vips("e0"), again.vips("e0"));
 }
@@ -1617,7 +1620,7 @@ fn what_did_not_change_is_shared() {
     assert_eq!(second.services.diff(&third.services).count(), 0);
 }
 
-/// What docs/service-entries.md shows of examples/service-entry.yaml.
+/// The output in docs/service-entries.md for examples/service-entry.yaml.
 #[test]
 fn the_address_in_the_docs_is_the_one_that_the_example_gets() {
     let example = concat!(

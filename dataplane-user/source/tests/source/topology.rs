@@ -1,12 +1,12 @@
-//! Which endpoints this node uses: kube-proxy's cases (its `TestCategorizeEndpoints`), read from
-//! EndpointSlices and Nodes as the control plane writes them.
+//! The endpoints that this node uses: kube-proxy's cases (its `TestCategorizeEndpoints`), read from EndpointSlices and
+//! Nodes as the control plane writes them.
 
 use std::fmt::Write;
 
 use dataplane_source::manifests;
 use model::{Gravity, Node, ServiceName, Snapshot, TrafficPolicy};
 
-/// A service with two slices, so that each case also has endpoints from more than one.
+/// A service with two slices, so that each case also has endpoints from several slices.
 const SERVICE: &str = "\
 apiVersion: v1
 kind: Service
@@ -23,8 +23,8 @@ spec: {podCIDR: 10.244.0.0/24}
 status: {conditions: []}
 ";
 
-/// An endpoint: `1` is 10.0.0.1; then what applies of `zone=a+b`, `node=here+there`, `local`,
-/// `unready`, `leaving` (serving while it terminates), `gone` (terminating, not serving).
+/// An endpoint: `1` is 10.0.0.1, followed by words: `zone=a+b`, `node=here+there`, `local`, `unready`, `leaving`
+/// (serving while it terminates), `gone` (terminating, not serving).
 fn endpoint(text: &str) -> String {
     let mut words = text.split(' ');
     let mut yaml = format!("addresses: [10.0.0.{}]", words.next().unwrap());
@@ -76,7 +76,7 @@ fn here(zone: &str) -> Node {
     }
 }
 
-/// The last numbers of the addresses that `policy` uses.
+/// Returns the last numbers of the addresses that `policy` uses.
 fn used(snapshot: &Snapshot, policy: TrafficPolicy) -> String {
     let port = &snapshot.services[&ServiceName::new("default", "web")].ports[0];
     let last = |addr: std::net::IpAddr| addr.to_string().rsplit('.').next().unwrap().to_owned();
@@ -84,7 +84,7 @@ fn used(snapshot: &Snapshot, policy: TrafficPolicy) -> String {
     used.join(" ")
 }
 
-/// What kube-proxy calls it; the zone; the endpoints; those for policy Cluster; those for Local.
+/// kube-proxy's name of the case; the zone; the endpoints; those used for policy Cluster; those used for Local.
 type Case = (
     &'static str,
     &'static str,
@@ -325,7 +325,7 @@ fn the_node_object_tells_the_zone_wherever_it_is() {
         assert_eq!(&*snapshot.node.zone, "a");
         assert_eq!(snapshot.node.leaving, None);
         assert_eq!(used(&snapshot, TrafficPolicy::Cluster), "3");
-        // What was said by hand is not overruled.
+        // The operator's setting wins.
         let snapshot = load(&text, &here("b"));
         assert_eq!(used(&snapshot, TrafficPolicy::Cluster), "4");
     }
@@ -400,7 +400,7 @@ fn a_name_that_the_manifests_do_not_know_is_told() {
         "{SERVICE}{}",
         slice(1, &["3"]).replace("addresses:", "nodeName: there, addresses:")
     );
-    // The operator's word is taken for it, unless the Nodes are there.
+    // The operator's name is trusted unless the manifests have Nodes.
     assert_eq!(problems(&elsewhere, &given(true)), []);
     let [problem] = &problems(&elsewhere, &given(false))[..] else {
         panic!("{:?}", problems(&elsewhere, &given(false)))
@@ -418,7 +418,7 @@ fn a_name_that_the_manifests_do_not_know_is_told() {
     assert_eq!(problems(&known, &given(false)), []);
     let here = slice(2, &["4 local"]);
     assert_eq!(problems(&format!("{elsewhere}{here}"), &given(false)), []);
-    // It matters to whom it matters.
+    // The name matters only if an object depends on it.
     let snapshot = load(&elsewhere, &given(false));
     assert_eq!(snapshot.depends_on_place(), None);
     let local = elsewhere.replacen("spec: {", "spec: {internalTrafficPolicy: Local, ", 1);

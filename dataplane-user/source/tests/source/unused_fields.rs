@@ -1,4 +1,4 @@
-//! Fields that nobody needs: whatever the API server lets through in them changes nothing of what is read.
+//! Unused fields: any value that the API server accepts in them leaves the result unchanged.
 
 use std::{
     fmt::{Debug, Write as _},
@@ -14,7 +14,7 @@ use proptest::prelude::*;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-/// One object of each kind, with every field that is read: what else there is in a field of theirs is not.
+/// One object of each kind with every field that is read.
 fn objects() -> Vec<Value> {
     let metadata = |name: &str, labels: Value| {
         json!({
@@ -84,7 +84,7 @@ fn objects() -> Vec<Value> {
     ]
 }
 
-/// Names that Kubernetes' fields have somewhere, and some that they do not.
+/// Names of fields: some that Kubernetes has somewhere, and some that it does not have.
 const NAMES: &[&str] = &[
     "conditions",
     "lastTransitionTime",
@@ -141,7 +141,8 @@ fn junk() -> impl Strategy<Value = Value> {
     })
 }
 
-/// The object's own objects, in some order, but labels, annotations and selectors, every one of which may count.
+/// Visits the objects inside an object, in some order, except labels, annotations and selectors, whose entries may all
+/// count.
 fn maps(value: &mut Value, visit: &mut impl FnMut(&mut serde_json::Map<String, Value>)) {
     match value {
         Value::Array(items) => items.iter_mut().for_each(|item| maps(item, visit)),
@@ -157,7 +158,7 @@ fn maps(value: &mut Value, visit: &mut impl FnMut(&mut serde_json::Map<String, V
     }
 }
 
-/// Adds fields to an object: each at one of its own objects, unless that has the field.
+/// Adds fields to an object, each at one of its inner objects, unless that object has the field.
 fn add(object: &Value, more: &[(prop::sample::Index, &str, Value)]) -> Value {
     let mut object = object.clone();
     let mut count = 0;
@@ -179,7 +180,7 @@ fn node() -> Node {
     }
 }
 
-/// As the API's reader has it.
+/// Reads an object with the API's reader.
 fn by_api(object: &Value) -> String {
     fn read<T: DeserializeOwned>(object: &Value) -> T {
         let text = object.to_string();
@@ -213,7 +214,7 @@ fn by_api(object: &Value) -> String {
     }
 }
 
-/// As a manifest.
+/// Reads objects as a manifest.
 fn by_manifest(objects: &[Value]) -> String {
     let list = json!({"apiVersion": "v1", "kind": "List", "items": objects}).to_string();
     let mut told = String::new();
