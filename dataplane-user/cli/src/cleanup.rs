@@ -50,7 +50,7 @@ pub struct CleanupArgs {
 struct Row {
     path: String,
     what: String,
-    /// Removed, or with --dry-run to be removed; what is not ours stays.
+    /// Whether it was removed, or with --dry-run would be removed. Objects of others stay.
     removed: bool,
 }
 

@@ -20,7 +20,7 @@ pub struct CompletionsArgs {
 
 impl CompletionsArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        // Into memory first: the generator panics where it cannot write.
+        // Generates into memory, because the generator panics on a write error.
         let mut script = Vec::new();
         clap_complete::generate(self.shell, &mut Cli::command(), "dataplane", &mut script);
         std::io::stdout().write_all(&script)?;

@@ -151,7 +151,7 @@ fn state(word: &str) -> Result<State, String> {
     })
 }
 
-/// One end of flows.
+/// An address, with or without a port, of one end of a flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Socket(SocketAddr),
@@ -205,12 +205,12 @@ impl Filter {
             && self.vip.is_none_or(|place| place.has(flow.vip()))
             && self.endpoint.is_none_or(|place| place.has(flow.endpoint()))
             && (self.state.is_empty() || self.state.contains(&flow.state()))
-            // Last, since it may have to ask.
+            // Checked last, because it may ask the agent.
             && (self.service.is_none() || self.service == service())
     }
 }
 
-/// A flow, for printing.
+/// A flow as it is printed.
 #[derive(Debug, Serialize)]
 struct Line {
     protocol: String,
@@ -218,13 +218,13 @@ struct Line {
     client: String,
     vip: String,
     endpoint: String,
-    /// What the endpoint takes for the client, if that is an address of the node's.
+    /// The client's address and port as the endpoint sees them, if the flow is masqueraded.
     #[serde(skip_serializing_if = "Option::is_none")]
     masqueraded_as: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     service: Option<String>,
     idle_seconds: u32,
-    /// How many seconds it is kept from now on, if no packet comes.
+    /// Seconds until the flow expires if no packet arrives.
     expires_seconds: u32,
 }
 
@@ -249,7 +249,7 @@ impl ConntrackArgs {
     }
 }
 
-/// What the commands work on.
+/// The tables and names that the commands use.
 struct Open {
     conntrack: Conntrack,
     tables: Tables,
@@ -263,7 +263,8 @@ impl Open {
                 service.split('/').filter(|part| !part.is_empty()).count() == 2,
                 "`{service}` is not a service's name; expected NAMESPACE/NAME"
             );
-            // Without an agent no flow would ever match, and nothing would say why.
+            // The agent knows the names of services. Without an agent no flow would match, and the output would
+            // not say why.
             common.socket.client().get_text("/version")?;
         }
         let bpffs = common.paths.bpffs();
@@ -282,14 +283,14 @@ impl Open {
         })
     }
 
-    /// Whose VIP it is.
+    /// Returns the service of a flow's VIP.
     fn service(&self, key: &FlowKey) -> Option<String> {
         let frontend =
             decide::find_frontend(&self.tables, key.dst, key.dst_port, key.protocol, true);
         self.names.of_pool(frontend.pool())
     }
 
-    /// Every flow that passes the filter.
+    /// Calls `work` for every flow that passes the filter.
     fn each(
         &self,
         filter: &Filter,
@@ -344,7 +345,7 @@ fn list(filter: &Filter, common: &Common) -> anyhow::Result<()> {
     open.each(filter, |flow| {
         let line = open.line(flow, now());
         match common.output {
-            // A million flows are not held to be printed.
+            // Prints each flow at once, because a million flows would need much memory.
             Format::Json => {
                 write!(out, "{}", if first { "[\n  " } else { ",\n  " })?;
                 serde_json::to_writer(&mut out, &line)?;
@@ -381,7 +382,7 @@ fn text(out: &mut dyn Write, line: &Line) -> io::Result<()> {
     )
 }
 
-/// How many flows there are of a kind, as JSON.
+/// Number of flows of a protocol and state.
 #[derive(Debug, Serialize)]
 struct Kind {
     protocol: String,
@@ -392,7 +393,7 @@ struct Kind {
 #[derive(Debug, Serialize)]
 struct Counted {
     flows: u64,
-    /// How many there is room for.
+    /// Number of flows that fit into the tables.
     capacity: u32,
     kinds: Vec<Kind>,
 }
@@ -461,7 +462,7 @@ fn flush(filter: &Filter, common: &Common) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Says on a terminal how far it is, when it takes longer than a second.
+/// Shows the progress on a terminal if the work takes longer than a second.
 struct Progress {
     start: Instant,
     told: Instant,

@@ -37,7 +37,7 @@ pub struct DoctorArgs {
     pub(super) paths: PathArgs,
 }
 
-/// What to do if programs do not see sockets that they should.
+/// The remedy if programs do not see sockets that they should see.
 const WIDER_CGROUP: &str = "set kernel.cgroup (--cgroup, DATAPLANE_CGROUP) to a cgroup that holds all pods and, with a \
      mesh, the agent; best the root of the cgroup v2 hierarchy";
 
@@ -87,7 +87,7 @@ impl DoctorArgs {
     }
 }
 
-/// Whether nobody relies on the forward hook, which services' packets pass by.
+/// Checks that no rules at the forward hook refuse packets, because services' packets bypass this hook.
 fn forward_hook() -> Feature {
     let found = match netfilter::forward_chains() {
         Ok(chains) => forward::named(&chains),
@@ -108,7 +108,7 @@ fn forward_hook() -> Feature {
     }
 }
 
-/// Whether the cgroup that the programs are attached to holds the pods of this node.
+/// Checks that the pods of this node are in the cgroup to which the programs are attached.
 fn pods(paths: &kernel::Paths) -> Feature {
     let found = kernel::interfaces().and_then(|all| {
         let pods = all.iter().filter(|i| i.up && Role::of(i) == Role::Pod);
@@ -145,7 +145,7 @@ fn pods(paths: &kernel::Paths) -> Feature {
     }
 }
 
-/// Whether the cgroup that the programs are attached to holds an agent that is started as this process was.
+/// Checks that an agent that is started like this process is in the cgroup to which the programs are attached.
 fn agent(paths: &kernel::Paths) -> Feature {
     let cgroup = paths.cgroup.display();
     let (present, detail) = match own_elsewhere(&paths.cgroup) {
@@ -171,7 +171,7 @@ fn agent(paths: &kernel::Paths) -> Feature {
     }
 }
 
-/// Whether the node has resolvers, as its C library has them.
+/// Checks that the node has resolvers, by the rules of its C library.
 fn resolvers() -> Feature {
     const FILE: &str = "/etc/resolv.conf";
     let (present, detail) = match fs::read_to_string(FILE) {
@@ -224,7 +224,7 @@ fn text(out: &mut dyn Write, features: &[Feature]) -> io::Result<()> {
             "Everything is there: `dataplane run` works on this machine."
         );
     }
-    // One remedy may mend many.
+    // One remedy may apply to several features.
     let mut remedies: Vec<(&str, bool, Vec<&str>)> = Vec::new();
     for f in &missing {
         match remedies

@@ -79,7 +79,7 @@ fn release(translated: anyhow::Result<usize>, now: bool) -> anyhow::Result<ExitC
 fn explain(error: &io::Error) -> anyhow::Error {
     let why = match error.raw_os_error() {
         Some(libc::EPERM) => "; run as root or add CAP_NET_ADMIN",
-        // What the kernel says of a subsystem, a chain type or an expression that it does not have.
+        // The kernel's errors for a missing subsystem, chain type or expression.
         Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOENT | libc::EPROTONOSUPPORT) => {
             "; the kernel needs nf_tables with NAT (CONFIG_NF_TABLES_INET, CONFIG_NFT_NAT, CONFIG_NFT_CT)"
         }

@@ -41,17 +41,16 @@ use settings::{Kernel, Listeners, LogLevel};
 pub use settled::{Refusal, parse};
 use tracing_subscriber::EnvFilter;
 
-/// What a command ends with, besides 0 (done, healthy, no change) and 1 (it did not work, not
-/// healthy).
+/// Exit codes of commands, besides 0 (success, healthy, no change) and 1 (failure, not healthy).
 pub mod exit {
-    /// `plan`: something would change. `iptables compare`, `takeover`: something differs. `iptables apply`: rules were applied
-    /// on top of others, or with `--dry-run` would change.
+    /// `plan`: there are changes. `iptables compare`, `takeover`: there are differences. `iptables apply`: rules of
+    /// others existed and stay beside the applied ones, or with `--dry-run` there are changes.
     pub const CHANGES: u8 = 2;
-    /// `run`, `cleanup`, `takeover --revert`: an agent runs on this node already.
+    /// `run`, `cleanup`, `takeover --revert`: another agent runs on this node.
     pub const BUSY: u8 = 3;
     /// `takeover`: there are no rules to take over.
     pub const NOTHING: u8 = 4;
-    /// The command line makes no sense (`EX_USAGE`); not clap's 2, which is a plan's answer.
+    /// The command line is invalid (`EX_USAGE`). This is not clap's 2, which is an answer of `plan`.
     pub const USAGE: u8 = 64;
 }
 
@@ -108,11 +107,11 @@ enum Command {
 }
 
 impl Cli {
-    /// Does what was asked.
+    /// Executes the command.
     ///
     /// # Errors
     ///
-    /// If it did not work; the message is for the person who asked.
+    /// If it fails. The message is for the operator.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Run(args) => args.run(),
@@ -161,7 +160,7 @@ struct PathArgs {
 }
 
 impl PathArgs {
-    /// For looking at what is there: a missing cgroup v2 is then looked for where it usually is.
+    /// Returns the paths for commands that only read. If cgroup v2 is not found, guesses its usual place.
     fn or_guess(&self) -> kernel::Paths {
         kernel::Paths::find_or_guess(self.bpffs(), self.cgroup.clone())
     }
@@ -207,7 +206,7 @@ impl SocketArgs {
     }
 }
 
-/// A destination, as people write it: `10.96.0.1:443`, `10.96.0.10:53/udp`, `[fd00::1]:80`.
+/// Parses destinations: `10.96.0.1:443`, `10.96.0.10:53/udp`, `[fd00::1]:80`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Destination {
     addr: IpAddr,
@@ -239,7 +238,7 @@ impl FromStr for Destination {
     }
 }
 
-/// Takes the protocol from the end of a destination.
+/// Splits the protocol from the end of a destination.
 fn with_protocol(text: &str) -> Result<(&str, Protocol), String> {
     match text.rsplit_once('/') {
         None => Ok((text, Protocol::TCP)),
@@ -262,15 +261,15 @@ impl std::fmt::Display for Destination {
     }
 }
 
-/// Nanoseconds since boot, on the programs' clock.
+/// Returns the nanoseconds since boot, on the clock of the programs.
 fn monotonic_ns() -> u64 {
-    // This clock is always there.
+    // The kernel always has this clock.
     clock_gettime(ClockId::CLOCK_MONOTONIC)
         .map(|now| u64::try_from(std::time::Duration::from(now).as_nanos()).unwrap_or(u64::MAX))
         .unwrap_or_default()
 }
 
-/// How much is logged by so many `--verbose`; `None`: as the file has it.
+/// Returns the level for the number of `--verbose` flags. `None`: the level of the file.
 fn log_level(verbose: u8) -> Option<LogLevel> {
     match verbose {
         0 => None,
@@ -279,10 +278,10 @@ fn log_level(verbose: u8) -> Option<LogLevel> {
     }
 }
 
-/// What is logged; `RUST_LOG` is finer.
+/// Returns the filter of the log. `RUST_LOG` replaces it.
 fn log_filter(level: LogLevel) -> EnvFilter {
     let level = match level {
-        // What libraries have to say is of use to few; of requests that fail we tell ourselves.
+        // Messages of libraries help few readers, and the agent itself reports failed requests.
         LogLevel::Info => "info,kube_client=off",
         LogLevel::Debug => "info,kube_client=off,dataplane=debug",
         LogLevel::Trace => "debug,dataplane=trace",
@@ -323,7 +322,7 @@ mod tests {
         }
     }
 
-    /// The defaults are the kernel room's, and written by hand in the comments.
+    /// The kernel crate has the defaults, and the comments repeat them.
     #[test]
     fn help_says_the_defaults_of_limits() {
         let command = Cli::command();

@@ -1,4 +1,4 @@
-//! What a server that runs alone is told, by whom: its source, and signals.
+//! Inputs of a server that runs without an agent: its source, and signals.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use tokio::{
     sync::Notify,
 };
 
-/// The signal by which a server reads its source again.
+/// The signal that makes a server read its source again.
 pub const SIGHUP: &str = "SIGHUP";
 
-/// The signals that mean something to a server.
+/// The signals that a server handles.
 pub struct Signals {
     terminate: Signal,
     interrupt: Signal,
@@ -31,7 +31,7 @@ impl Signals {
         })
     }
 
-    /// Waits for the next.
+    /// Waits for the next signal.
     pub async fn next(&mut self) -> &'static str {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",
@@ -40,7 +40,7 @@ impl Signals {
         }
     }
 
-    /// Waits for one that ends it.
+    /// Waits for a signal that ends the server.
     pub async fn end(&mut self) -> &'static str {
         loop {
             let signal = self.next().await;
@@ -51,7 +51,7 @@ impl Signals {
     }
 }
 
-/// Where the services come from.
+/// The source of the services.
 pub struct Services {
     input: Input,
     changed: Arc<Notify>,
@@ -68,7 +68,7 @@ impl Services {
         Ok(Self { input, changed })
     }
 
-    /// What there is first.
+    /// Waits for the first snapshot.
     pub async fn first(&mut self) -> Snapshot {
         loop {
             if self.input.is_known() {
@@ -78,7 +78,7 @@ impl Services {
         }
     }
 
-    /// Waits for a change, or takes the next part of a large one. May be dropped and called anew.
+    /// Waits for a change, or returns the next part of a large change. May be dropped and called again.
     pub async fn next(&mut self) -> Option<Snapshot> {
         if self.input.is_behind() {
             tokio::task::yield_now().await;
@@ -88,14 +88,14 @@ impl Services {
         self.take()
     }
 
-    /// Reads the source anew if it does not report changes itself. If the change is large, [`Services::next`] has the rest.
+    /// Reads the source again if it does not report changes. If the change is large, [`Services::next`] has the rest.
     pub fn read(&mut self) -> Option<Snapshot> {
         self.input.look();
         self.input.refresh();
         self.take()
     }
 
-    /// Whether the source has failed for so long that the snapshot may be old.
+    /// Returns whether the source has failed for so long that the snapshot may be stale.
     pub fn is_behind(&self) -> bool {
         self.input.health().is_behind(admin::now())
     }

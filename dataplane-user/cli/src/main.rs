@@ -13,7 +13,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
         Err(Refusal::Usage(error)) => {
-            // Nobody is left to tell if this fails.
+            // If this fails, there is no way to report it.
             let _ = error.print();
             return match error.kind() {
                 ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => ExitCode::SUCCESS,
@@ -23,7 +23,7 @@ fn main() -> ExitCode {
     };
     match cli.run() {
         Ok(code) => code,
-        // The reader has seen enough, as in `dataplane services | head`.
+        // The reader closed the pipe, as in `dataplane services | head`.
         Err(error) if is(&error, io::ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("dataplane: {}", chain(&error));
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The error and its causes, those left out that an error's own words already tell.
+/// Returns the text of an error with its causes, without causes that an error's own text repeats.
 fn chain(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {
@@ -48,7 +48,7 @@ fn chain(error: &anyhow::Error) -> String {
     text
 }
 
-/// Whether an I/O error of this kind is the cause.
+/// Returns whether an I/O error of this kind is the cause.
 fn is(error: &anyhow::Error, kind: io::ErrorKind) -> bool {
     error.chain().any(|cause| {
         let io = cause.downcast_ref::<io::Error>().map(io::Error::kind);

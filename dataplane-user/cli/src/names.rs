@@ -1,4 +1,4 @@
-//! Names of what the kernel's tables know by number: a running agent knows them.
+//! Names for numbers in the kernel's tables. A running agent knows them.
 
 use std::{
     cell::{Cell, RefCell},
@@ -12,21 +12,21 @@ use admin::{
     report::Report,
 };
 
-/// A pool can be given to another service: a name is asked for again after this time. So is an
-/// agent that did not answer.
+/// Time for which a name is cached, because a pool may move to another service. An agent that did not answer is asked
+/// again after this time.
 const FRESH: Duration = Duration::from_secs(5);
 
-/// Looks up names, and remembers them for a short while.
+/// Looks up names, and caches them for a short time.
 #[derive(Debug)]
 pub struct Names {
     client: Client,
     known: RefCell<HashMap<u32, (Instant, Option<Pool>)>>,
-    /// When the agent last did not answer: one that hangs must not hold up every line.
+    /// Time of the last request without an answer, so that an agent that hangs does not delay every line.
     silent: Cell<Option<Instant>>,
 }
 
 impl Names {
-    /// Asks this agent.
+    /// Returns names from this agent.
     pub fn new(client: Client) -> Self {
         Self {
             client,
@@ -35,18 +35,18 @@ impl Names {
         }
     }
 
-    /// Whose a pool is, as `namespace/name`; none if nobody's, or if no agent answers.
+    /// Returns the service of a pool, as `namespace/name`. `None` if the pool has no service, or if no agent answers.
     pub fn of_pool(&self, pool: u32) -> Option<String> {
         let pool = self.pool(pool)?;
         Some(format!("{}/{}", pool.namespace, pool.name))
     }
 
-    /// The route that splits the connections to a pool; none likewise.
+    /// Returns the route that splits the connections to a pool. `None` if there is no route, or if no agent answers.
     pub fn route_of_pool(&self, pool: u32) -> Option<String> {
         self.pool(pool)?.route
     }
 
-    /// The agent's explanation for a destination of a service that it does not serve.
+    /// Returns the agent's explanation for a destination of a service that it does not serve.
     pub fn left_out(&self, destination: &str) -> Vec<String> {
         let report = self.client.get::<Report>("/status");
         let Some(agent) = report.ok().and_then(|report| report.agent) else {
@@ -115,7 +115,7 @@ mod tests {
         let names = Names::new(Client::new(&socket));
         assert_eq!(names.of_pool(3).as_deref(), Some("shop/web"));
         assert!(agent.join().unwrap().starts_with("GET /pools?pool=3 "));
-        // Nobody listens any more.
+        // The server is closed now.
         assert_eq!(names.of_pool(3).as_deref(), Some("shop/web"));
         assert_eq!(names.of_pool(4), None);
         assert_eq!(names.of_pool(0), None);

@@ -1,4 +1,4 @@
-//! Which network namespace a client is in.
+//! Finds the network namespace of a client.
 
 use std::{
     fmt,
@@ -16,16 +16,16 @@ use kernel::namespaces;
 /// A network namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Namespace {
-    /// What the kernel's programs know it by (`SO_NETNS_COOKIE`).
+    /// Its cookie (`SO_NETNS_COOKIE`), by which programs know it.
     pub cookie: u64,
-    /// Where it was found.
+    /// The place where it was found.
     pub place: String,
-    /// The file to enter it by; `None`: it is this process's own.
+    /// The file to enter it with. `None`: this process's own namespace.
     pub path: Option<PathBuf>,
 }
 
 impl Namespace {
-    /// Does something in it, on a thread of its own.
+    /// Runs `work` in the namespace, on a thread of its own.
     pub fn inside<T: Send>(&self, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
         match &self.path {
             Some(path) => inside(path, work),
@@ -40,7 +40,7 @@ impl fmt::Display for Namespace {
     }
 }
 
-/// This process's own: the node's, for a command that runs on the node.
+/// Returns this process's own namespace, which is the node's for a command that runs on the node.
 pub fn own() -> anyhow::Result<Namespace> {
     let cookie = kernel::netns_cookie().context("cannot ask for the network namespace's cookie")?;
     Ok(Namespace {
@@ -50,7 +50,8 @@ pub fn own() -> anyhow::Result<Namespace> {
     })
 }
 
-/// The one that an option names: a name of `ip netns`, a path, or `pid:NUMBER`; without one, this process's own.
+/// Returns the namespace of an option: a name of `ip netns`, a path, or `pid:NUMBER`. Without an option, this process's
+/// own.
 pub fn of_option(name: Option<&str>) -> anyhow::Result<Namespace> {
     match name {
         None => own(),
@@ -64,7 +65,7 @@ pub fn of_option(name: Option<&str>) -> anyhow::Result<Namespace> {
     }
 }
 
-/// By its name in /run/netns (`ip netns`), or by a path to it.
+/// Returns the namespace with a name in /run/netns (`ip netns`), or with a path.
 pub fn named(name: &str) -> anyhow::Result<Namespace> {
     let path = if name.contains('/') {
         PathBuf::from(name)
@@ -74,13 +75,13 @@ pub fn named(name: &str) -> anyhow::Result<Namespace> {
     at(&path)
 }
 
-/// That of a process.
+/// Returns the namespace of a process.
 pub fn of_process(pid: u32) -> anyhow::Result<Namespace> {
     at(Path::new(&format!("/proc/{pid}/ns/net")))
 }
 
-/// The one that this address was given to, as the node knows: which addresses there are in a pod, the pod decides. This
-/// process's own if one of its interfaces has the address.
+/// Returns the namespace that has this address, by the node's routes and interfaces, because a pod controls the
+/// addresses in its own namespace. Returns this process's own namespace if one of its interfaces has the address.
 pub fn with_address(addr: IpAddr) -> anyhow::Result<Option<Namespace>> {
     if addr.is_loopback() || addresses::of_interfaces()?.iter().any(|i| i.addr == addr) {
         return own().map(Some);
@@ -89,13 +90,13 @@ pub fn with_address(addr: IpAddr) -> anyhow::Result<Option<Namespace>> {
     found.map(|path| at(&path)).transpose()
 }
 
-/// The one with this cookie.
+/// Returns the namespace with this cookie.
 pub fn with_cookie(cookie: u64) -> anyhow::Result<Option<Namespace>> {
     find(|| Ok(kernel::netns_cookie().map_err(io::Error::other)? == cookie))
 }
 
-/// The first of all namespaces in which this is so. Those that cannot be looked into, such as of
-/// processes that have just ended, are passed over.
+/// Returns the first namespace for which the condition holds. Skips namespaces that cannot be entered, such as those of
+/// processes that have just ended.
 fn find(is: impl Fn() -> io::Result<bool> + Sync) -> anyhow::Result<Option<Namespace>> {
     let mut found = None;
     namespaces::visit(|path| {
@@ -117,7 +118,7 @@ fn at(path: &Path) -> anyhow::Result<Namespace> {
     })
 }
 
-/// Does something in the namespace at `path`, on a thread of its own.
+/// Runs `work` in the namespace at `path`, on a thread of its own.
 fn inside<T: Send>(path: &Path, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
     namespaces::within(File::open(path)?.as_fd(), work)
 }

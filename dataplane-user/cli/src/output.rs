@@ -1,4 +1,4 @@
-//! How commands write their answers: tables and JSON on stdout, colour only on a terminal.
+//! Output of commands: tables and JSON on stdout, with colour only on a terminal.
 
 use std::io::{self, Write};
 
@@ -7,13 +7,13 @@ use serde::Serialize;
 
 /// A heading.
 pub const BOLD: Style = Style::new().bold();
-/// As it should be.
+/// A good value.
 pub const GOOD: Style = AnsiColor::Green.on_default();
-/// Worth a look.
+/// A value that deserves attention.
 pub const WARN: Style = AnsiColor::Yellow.on_default();
-/// Wrong.
+/// A bad value.
 pub const BAD: Style = AnsiColor::Red.on_default().bold();
-/// Less important than the rest.
+/// A less important value.
 pub const DIM: Style = Style::new().dimmed();
 
 /// How to print an answer.
@@ -27,11 +27,11 @@ pub enum Format {
 }
 
 impl Format {
-    /// Prints an answer to standard output: as JSON, or by `text`.
+    /// Prints an answer to standard output, as JSON or with `text`.
     ///
     /// # Errors
     ///
-    /// Standard output cannot be written.
+    /// If standard output cannot be written.
     pub fn print<T: Serialize>(
         self,
         answer: &T,
@@ -45,8 +45,7 @@ impl Format {
     }
 }
 
-/// Standard output, without the escape sequences where it is not a terminal (or `NO_COLOR` is
-/// set).
+/// Returns standard output, without escape sequences if it is not a terminal, or if `NO_COLOR` is set.
 pub fn stdout() -> anstream::AutoStream<io::StdoutLock<'static>> {
     anstream::AutoStream::auto(io::stdout().lock())
 }
@@ -57,12 +56,12 @@ pub fn json(out: &mut dyn Write, value: &impl Serialize) -> io::Result<()> {
     writeln!(out)
 }
 
-/// `text` in `style`.
+/// Returns `text` in `style`.
 pub fn styled(style: Style, text: impl std::fmt::Display) -> String {
     format!("{style}{text}{style:#}")
 }
 
-/// Text in a table.
+/// A cell of a table.
 #[derive(Clone, Debug)]
 pub struct Cell {
     text: String,
@@ -70,7 +69,7 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// Text in a style.
+    /// Returns a cell in a style.
     pub fn new(text: impl Into<String>, style: Style) -> Self {
         Self {
             text: text.into(),
@@ -85,7 +84,7 @@ impl<T: Into<String>> From<T> for Cell {
     }
 }
 
-/// Columns, as wide as their widest cell, two spaces apart.
+/// A table. Its columns are as wide as their widest cell, and two spaces apart.
 #[derive(Debug)]
 pub struct Table {
     header: Vec<Cell>,
@@ -93,7 +92,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table with these headings.
+    /// Returns a table with these headings.
     pub fn new(header: &[&str]) -> Self {
         Self {
             header: header.iter().map(|&text| Cell::new(text, BOLD)).collect(),
@@ -101,19 +100,19 @@ impl Table {
         }
     }
 
-    /// Adds a row: as many cells as headings.
+    /// Adds a row with as many cells as headings.
     pub fn row(&mut self, cells: impl Into<Vec<Cell>>) {
         let cells = cells.into();
         debug_assert_eq!(cells.len(), self.header.len());
         self.rows.push(cells);
     }
 
-    /// Whether it has no row.
+    /// Returns whether the table has no row.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
 
-    /// Prints it.
+    /// Prints the table.
     pub fn write(&self, out: &mut dyn Write) -> io::Result<()> {
         let lines = || std::iter::once(&self.header).chain(&self.rows);
         let widths: Vec<usize> = (0..self.header.len())
@@ -127,7 +126,7 @@ impl Table {
         for line in lines() {
             for (column, (Cell { text, style }, width)) in line.iter().zip(&widths).enumerate() {
                 write!(out, "{style}{text}{style:#}")?;
-                // No trailing spaces: the last column is as wide as its text.
+                // The last column is as wide as its text, so there are no trailing spaces.
                 if column + 1 < line.len() {
                     let padding = width - text.chars().count() + 2;
                     write!(out, "{:padding$}", "")?;
@@ -139,7 +138,7 @@ impl Table {
     }
 }
 
-/// How long ago, or how long: the two largest units.
+/// Formats a duration with its two largest units.
 pub fn duration(seconds: u64) -> String {
     match seconds {
         0..60 => format!("{seconds}s"),
@@ -149,7 +148,7 @@ pub fn duration(seconds: u64) -> String {
     }
 }
 
-/// A number of bytes, in binary units.
+/// Formats a number of bytes in binary units.
 #[expect(clippy::cast_precision_loss, reason = "one decimal place is printed")]
 pub fn bytes(bytes: u64) -> String {
     match bytes {

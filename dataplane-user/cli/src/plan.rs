@@ -63,7 +63,7 @@ impl PlanArgs {
             );
             Contents::default()
         };
-        // Without a mesh's configuration, nobody here knows what is reachable.
+        // Without the configuration of a mesh, this command does not know the reachable endpoints.
         contents.forget_reachable();
         let mut planner = Planner::adopt(contents.clone())
             .with_context(|| format!("the tables in {}", bpffs.display()))?;
@@ -99,7 +99,7 @@ impl PlanArgs {
     }
 }
 
-/// Rules that services' packets would pass by.
+/// Returns the rules at the forward hook that services' packets would bypass.
 fn forward_hook() -> Option<String> {
     match netfilter::forward_chains() {
         Ok(chains) => forward::warning(&chains),

@@ -110,7 +110,7 @@ impl RunArgs {
             return Err(clap::Error::raw(ErrorKind::ArgumentConflict, text));
         }
         if let Some((key, what)) = faults(&settings).into_iter().next() {
-            // The file has none by itself.
+            // The file alone has no such fault: it comes from the combination with flags.
             let text = format!("{key}: {what}\n");
             return Err(clap::Error::raw(ErrorKind::ArgumentConflict, text));
         }
@@ -119,17 +119,17 @@ impl RunArgs {
     }
 }
 
-/// The settings by the configuration as it is now.
+/// Returns the settings by the present configuration file.
 fn read_again() -> Result<Settings, String> {
     let cli = super::parse(env::args_os()).map_err(|refusal| match refusal {
         Refusal::Usage(error) => error.to_string(),
         Refusal::Config(errors) => errors.to_string(),
     })?;
     let Command::Run(args) = cli.command else {
-        // As it was when this process started.
+        // Not possible: the command line is that of this process.
         return Err("the command line is not `run`".to_owned());
     };
-    // The agent asks for the paths again when it serves, and an error there would end it.
+    // A running agent finds the paths again, and an error there would end it. So they are checked here.
     let found = kernel::Paths::find(
         args.settings.kernel.bpffs(),
         args.settings.kernel.cgroup.clone(),

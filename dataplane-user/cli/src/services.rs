@@ -112,7 +112,7 @@ impl ServicesArgs {
         }
     }
 
-    /// Tells if the command line names this service, or names none.
+    /// Returns whether the command line names this service, or no service.
     fn names(&self, service: &api::Service) -> bool {
         self.names.is_empty()
             || self.names.iter().any(|name| match name.split_once('/') {
@@ -224,7 +224,7 @@ fn row(service: &api::Service, port: &api::ServicePort) -> [Cell; 7] {
 /// Returns the VIP column's text for a service without a cluster IP.
 fn without_vip(service: &api::Service, port: &api::ServicePort) -> Cell {
     match (service.external_ips.first(), port.node_port) {
-        // A pod's host port, on one of the node's addresses or on all of them.
+        // A pod's host port, at one of the node's addresses or at all of them.
         (Some(ip), _) => disputed(service, vip(ip, port)).into(),
         (None, Some(host)) => format!("host:{host}/{}", port.protocol).into(),
         (None, None) => Cell::new(format!("headless:{}/{}", port.port, port.protocol), DIM),
@@ -282,7 +282,8 @@ fn wide_row(service: &api::Service, port: &api::ServicePort) -> [Cell; 4] {
     ]
 }
 
-/// Who else claims a frontend of a service: the service that serves it, or those that claim it in vain.
+/// Returns the competitors for a frontend of a service: the service that serves it, or those that claim it without
+/// success.
 fn dispute(service: &api::Service, frontend: &str) -> Option<String> {
     let all = &service.conflicts;
     let conflict = all.iter().find(|of| of.frontend == frontend)?;
@@ -294,7 +295,7 @@ fn dispute(service: &api::Service, frontend: &str) -> Option<String> {
     })
 }
 
-/// A frontend, and who else claims it.
+/// Returns a frontend with its competitors.
 fn disputed(service: &api::Service, frontend: String) -> String {
     match dispute(service, &frontend) {
         Some(dispute) => format!("{frontend} {dispute}"),
@@ -342,7 +343,7 @@ fn policy(service: &api::Service) -> String {
         &service.internal_traffic_policy,
         &service.external_traffic_policy,
     );
-    // A cluster IP has no outside.
+    // A cluster IP is not reachable from outside.
     if internal == external || service.kind == "ClusterIP" {
         internal.clone()
     } else {

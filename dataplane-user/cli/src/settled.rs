@@ -1,5 +1,5 @@
-//! The command line together with the configuration file that it names: what neither the command line nor the
-//! environment says, the file says.
+//! Combines the command line with its configuration file: the file has the values that the command line and the
+//! environment do not set.
 
 use std::{env, ffi::OsString, path::PathBuf};
 
@@ -9,10 +9,10 @@ use source::manifests;
 
 use super::{Cli, Command, PathArgs, SocketArgs, source::SourceArgs};
 
-/// Why there is nothing to do.
+/// The reason why the command does not run.
 #[derive(Debug)]
 pub enum Refusal {
-    /// The command line makes no sense, or asked for help.
+    /// The command line is invalid, or asks for help.
     Usage(clap::Error),
     /// The configuration file has faults.
     Config(manifests::Errors),
@@ -22,11 +22,11 @@ pub enum Refusal {
 ///
 /// # Errors
 ///
-/// If one of them makes no sense.
+/// If one of them is invalid.
 pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refusal> {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     let mut command = Cli::command();
-    // What is wrong with it, or missing, is said by the second reading.
+    // The second reading reports invalid or missing options.
     let first = command
         .clone()
         .ignore_errors(true)
@@ -53,7 +53,7 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refus
     Ok(cli)
 }
 
-/// Has a command, and those below it, do without a source on the command line.
+/// Makes the source optional for a command and its subcommands.
 fn without_source(command: clap::Command) -> clap::Command {
     let takes_source = (command.get_groups()).any(|group| group.get_id() == SourceArgs::GROUP);
     let command = command.mut_subcommands(without_source);
@@ -65,8 +65,7 @@ fn without_source(command: clap::Command) -> clap::Command {
 }
 
 impl Command {
-    /// Adds what the file says and the command line does not. A command without an option for something needs no such
-    /// thing.
+    /// Completes the command's options from the file. Keys of the file without an option of the command are ignored.
     fn settle(&mut self, file: &Settings, given: &ArgMatches) -> Result<(), clap::Error> {
         match self {
             Self::Run(args) => args.settle(file, given)?,
@@ -100,14 +99,14 @@ fn both(paths: &mut PathArgs, socket: &mut SocketArgs, file: &Settings) {
     socket.settle(file);
 }
 
-/// What was not said, the file says.
+/// Sets a missing value from the file.
 pub(super) fn fill<T: Clone>(said: &mut Option<T>, file: Option<&T>) {
     if said.is_none() {
         *said = file.cloned();
     }
 }
 
-/// Has a node be the file's, with what the command line and the environment say in place of it.
+/// Makes a node that of the file, with the values that the command line and the environment set.
 pub(super) fn node(
     node: &mut Node,
     file: &Settings,
@@ -119,7 +118,7 @@ pub(super) fn node(
     Ok(())
 }
 
-/// Takes the name that DaemonSets tell by the downward API, if there is no other.
+/// Sets the name that a DaemonSet passes by the downward API, if there is no other.
 pub(super) fn name(node: &mut Node) {
     if node.name.is_none() {
         node.name = env::var("NODE_NAME").ok();
@@ -177,7 +176,7 @@ mod tests {
             assert!(cli.contains(part), "{part} in {cli}");
         }
         assert!(!cli.contains("z-file"), "{cli}");
-        // A command takes what it knows.
+        // A command uses only the keys for its own options.
         let cli = parsed(ALL, &["status"]).unwrap();
         assert!(cli.contains("\"/run/other/agent.sock\""), "{cli}");
     }
@@ -212,7 +211,7 @@ mod tests {
         );
     }
 
-    /// What the same as `tests/config/all.yaml` is on a command line.
+    /// The command-line flags for the settings of `tests/config/all.yaml`.
     const FLAGS: &[(&str, &str)] = &[
         (
             "manifests",
@@ -260,8 +259,7 @@ mod tests {
         }
     }
 
-    /// The file and the flags build the same; and a flag that the file cannot say is one that a DaemonSet's
-    /// ConfigMap cannot say.
+    /// The file and the flags build equal settings. A flag without a key could not be set in a DaemonSet's ConfigMap.
     #[test]
     fn flags_say_what_the_file_says() {
         let file = config::parse("all.yaml".as_ref(), ALL).unwrap();
@@ -284,15 +282,15 @@ mod tests {
         by_flags.node.reserved_ports.clear();
         by_flags.packets.timeouts = settings::FlowTimeouts::default();
         assert_eq!(settings(&words), by_flags);
-        // And over a file that says everything, too.
+        // With a file that sets every key, and all flags, the settings are those of the file.
         words.extend(["--config".into(), place.path().into()]);
         assert_eq!(settings(&words), file);
 
         let mut tried: BTreeSet<&str> = FLAGS.iter().map(|(flag, _)| *flag).collect();
         tried.extend(["mesh", "dns"]);
-        // These exclude others. They are tried elsewhere.
+        // Options that exclude others are tried elsewhere.
         tried.extend(["kubernetes", "kubeconfig", "api-server", "pod-cidr"]);
-        // Not for a file.
+        // Options that a file does not have.
         tried.extend(["config", "help", "version"]);
         let command = Cli::command();
         let run = command.find_subcommand("run").unwrap();
@@ -349,7 +347,7 @@ mod tests {
         assert!(wrong.unwrap_err().contains("cannot be used with"));
     }
 
-    /// Options of commands below commands, too, and a command's own `--verbose` is not the log's.
+    /// Options of nested commands count, too. A command's own `--verbose` is not that of the log.
     #[test]
     fn every_command_takes_the_places_of_the_file() {
         for words in [

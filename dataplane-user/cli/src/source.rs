@@ -1,4 +1,4 @@
-//! Where the services come from.
+//! The source of the services.
 
 use std::{
     env,
@@ -14,9 +14,9 @@ use model::Snapshot;
 use settings::{Kubernetes, Node, Settings};
 use source::{Notice, Source, kubernetes};
 
-/// What the API server has not told by then, a command does not wait for.
+/// Maximum time that a command waits for the API server.
 const LIMIT: Duration = Duration::from_mins(1);
-/// Nor for a server that cannot be read for so long.
+/// Maximum time that a command waits for a server that cannot be read.
 const AWAY: Duration = Duration::from_secs(10);
 
 /// Where the services come from.
@@ -72,7 +72,7 @@ impl SourceArgs {
     /// The group of these options.
     pub(super) const GROUP: &str = "SourceArgs";
 
-    /// Takes the file's source if none of these options was given.
+    /// Uses the file's source if none of these options is set.
     pub(super) fn settle(&mut self, file: &Settings) {
         let api = self.kubernetes || self.kubeconfig.is_some() || self.api_server.is_some();
         let of_file = file.source.kubernetes.as_ref();
@@ -97,12 +97,12 @@ impl SourceArgs {
         }
     }
 
-    /// What was said, by whichever means.
+    /// Returns the source settings of the command line or the file.
     pub(super) fn settled(&self) -> &settings::Source {
         &self.settled
     }
 
-    /// The same, as a source; of the API, no more is read than `scope`.
+    /// Returns the source for these settings. Of the API, it reads at most `scope`.
     pub(super) fn source(&self, scope: kubernetes::Scope) -> Source {
         agent::source(&self.settled, scope, false)
     }
@@ -114,12 +114,12 @@ impl SourceArgs {
 }
 
 impl SourceArgs {
-    /// Reads what the source has to serve now.
+    /// Reads the objects that the source serves now.
     pub(super) fn snapshot(&self, node: &Node) -> anyhow::Result<Snapshot> {
         read(&self.source(kubernetes::Scope::HostPorts), node)
     }
 
-    /// Reads what the source has to answer now.
+    /// Reads the objects whose names the source answers now.
     pub(super) fn names(&self, node: &Node) -> anyhow::Result<Snapshot> {
         read(&self.source_of_names(), node)
     }
@@ -128,7 +128,7 @@ impl SourceArgs {
 fn read(source: &Source, node: &Node) -> anyhow::Result<Snapshot> {
     let (sender, notices) = mpsc::channel();
     let notify = move |notice| {
-        // Fails only when nobody waits any more.
+        // Fails only when the receiver is gone.
         sender.send(notice).unwrap_or_default();
     };
     let mut input = Input::open(source, node, None, notify)?;

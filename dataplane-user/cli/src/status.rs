@@ -36,7 +36,7 @@ pub struct StatusArgs {
 impl StatusArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let report = match self.socket.client().get::<Report>("/status") {
-            // It looked at the kernel just now, and knows best where its things are.
+            // The agent has just inspected the kernel, and knows its own paths.
             Ok(mut report) => {
                 env!("CARGO_PKG_VERSION").clone_into(&mut report.versions.command);
                 report
@@ -44,7 +44,7 @@ impl StatusArgs {
             Err(error @ client::Error::Denied { .. }) => return Err(error.into()),
             Err(error) => {
                 let limits = kernel::Limits::default();
-                // Whoever may not look must not call it unhealthy.
+                // Without permission to look, this command must not report an unhealthy agent.
                 if let Err(denied) = kernel::Tables::open(&self.paths.bpffs())
                     && denied.is_permission()
                 {
@@ -77,7 +77,7 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
             WARN
         };
         let sign = output::styled(style, finding.severity);
-        // Several lines, such as the errors of manifests, stay one finding to the eye.
+        // A finding of several lines, such as the errors of manifests, stays one item.
         writeln!(out, "  {sign}: {}", finding.text.replace('\n', "\n    "))?;
     }
     if let Some(status) = &report.agent {
@@ -188,7 +188,7 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
     )
 }
 
-/// How packets are delivered to an interface, and why not at once.
+/// Returns the way in which packets are delivered to an interface, with the reason if it is not the fast one.
 fn delivery(interface: &Interface) -> String {
     if interface.egress_of_others.is_empty() {
         return interface.delivery.clone();
@@ -197,7 +197,7 @@ fn delivery(interface: &Interface) -> String {
     format!("{} ({others})", interface.delivery)
 }
 
-/// What is said of the table of `dataplane keep-nat`.
+/// Returns the text about the table of `dataplane keep-nat`.
 fn keep_nat(is_there: bool) -> String {
     let table = kernel::keep_nat::TABLE;
     if is_there {
@@ -210,7 +210,7 @@ fn keep_nat(is_there: bool) -> String {
     }
 }
 
-/// Whose connections are captured.
+/// Prints the workloads whose connections are captured.
 fn mesh(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {
     if report.mesh.is_empty() {
         return Ok(());
@@ -267,7 +267,7 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
     )?;
     let addresses = match (&status.node_port_addresses[..], &status.node_addresses[..]) {
         ([], []) => "loopback only".to_owned(),
-        // An agent of an earlier version.
+        // The report is from an agent of an earlier version.
         ([], some) => some.join(", "),
         (some, _) => learnt(some),
     };
@@ -330,7 +330,7 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
     )
 }
 
-/// How many pods' sockets are in the cgroup.
+/// Returns the number of pods whose sockets are in the cgroup, as a text.
 fn pods(pods: &PodCgroups) -> String {
     let mut text = format!("; {} pods in it", pods.inside);
     if pods.outside > 0 {
@@ -346,7 +346,7 @@ fn pods(pods: &PodCgroups) -> String {
     text
 }
 
-/// Values, each with where it was learnt from, which is said once for those that follow each other.
+/// Lists values with their origins. Consecutive values of one origin share its mention.
 fn learnt(all: &[Learnt]) -> String {
     let groups = all.chunk_by(|a, b| a.from == b.from);
     let groups = groups.map(|group| {

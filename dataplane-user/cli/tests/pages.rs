@@ -1,8 +1,8 @@
-//! The pages of the commands are compared with what the commands print of themselves.
+//! Compares the pages of the commands with the commands' help.
 
 use std::{collections::BTreeSet, fs, path::Path, process::Command};
 
-/// Options that docs/cli/README.md has for all commands, and those that need no page.
+/// Options that docs/cli/README.md documents for all commands, and options that need no page.
 const COMMON: [&str; 6] = [
     "--bpffs", "--cgroup", "--config", "--help", "--output", "--socket",
 ];
@@ -21,19 +21,19 @@ fn page(name: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// The commands in a help text.
+/// Returns the commands in a help text.
 fn commands(help: &str) -> Vec<&str> {
     let list = help.split("Commands:\n").nth(1).unwrap_or_default();
     list.lines()
         .take_while(|line| !line.is_empty())
-        // A description goes on further to the right.
+        // The text of a description is indented further.
         .filter_map(|line| line.strip_prefix("  ")?.split(' ').next())
         .filter(|name| !name.is_empty())
         .filter(|name| *name != "help")
         .collect()
 }
 
-/// The long options in a help text.
+/// Returns the long options in a help text.
 fn options(help: &str) -> BTreeSet<&str> {
     help.lines()
         .map(str::trim_start)

@@ -28,7 +28,7 @@ enum DnsCommand {
 }
 
 impl DnsArgs {
-    /// Adds what the file says and the command line does not.
+    /// Completes the options from the configuration file.
     pub(super) fn settle(
         &mut self,
         file: &Settings,
@@ -95,7 +95,7 @@ fn domain_of(text: &str) -> Result<LowerName, String> {
 }
 
 impl CommonArgs {
-    /// Adds what the file says of DNS and the command line does not.
+    /// Completes the options from the file's DNS section.
     fn settle(&mut self, file: &Settings, given: &ArgMatches) {
         let Some(file) = &file.dns else { return };
         self.dns.clone_from(file);
@@ -114,7 +114,7 @@ impl CommonArgs {
         }
     }
 
-    /// What decides answers besides the source.
+    /// Returns the settings that decide answers, besides the source.
     fn basis(&self) -> anyhow::Result<Basis> {
         let path = &self.resolv_conf;
         let text = fs::read_to_string(path).with_context(|| {

@@ -63,12 +63,12 @@ fn workload(text: &str) -> Result<WorkloadName, String> {
     }
 }
 
-/// What was found out.
+/// The result of a query.
 #[derive(Debug, Serialize)]
 struct Answer {
-    /// A step for each name, as the client's resolver would ask.
+    /// The queries of the client's resolver, one step for each name.
     steps: Vec<Step>,
-    /// The problems of the source's objects: an object that is left out has no names.
+    /// The problems of the source's objects, because an object that is left out has no names.
     problems: Vec<String>,
 }
 

@@ -26,9 +26,9 @@ use crate::{
     log_filter, log_level, settled,
 };
 
-/// How often the server looks whether its source can be read.
+/// Interval at which the server checks that its source can be read.
 const LOOK: Duration = Duration::from_secs(5);
-/// The port of resolvers.
+/// The port of DNS resolvers.
 const PORT: u16 = 53;
 
 /// Run a DNS server alone, in this network namespace.
@@ -87,7 +87,7 @@ fn resolver(text: &str) -> Result<SocketAddr, String> {
 }
 
 impl ServeArgs {
-    /// Adds what the file says and the command line does not.
+    /// Completes the options from the configuration file.
     pub(super) fn settle(&mut self, file: &settings::Settings) {
         settled::fill(&mut self.log_format, file.log.format.as_ref());
         let level = log_level(self.verbose).or(file.log.level);
@@ -107,7 +107,7 @@ impl ServeArgs {
         let _inside = runtime.enter();
         let (tell, mut died) = tokio::sync::mpsc::unbounded_channel();
         let deaths: Deaths = Arc::new(move |thread, why| {
-            // Fails only if the server ends anyway.
+            // Fails only while the server ends.
             let _ = tell.send(format!("the thread {thread} has died ({why})"));
         });
         let source = self.common.source.source_of_names();
@@ -206,7 +206,7 @@ impl ServeArgs {
         Ok(server)
     }
 
-    /// Serves metrics; returns only if that fails.
+    /// Serves metrics. Returns only an error.
     async fn metrics(&self, server: &Server) -> anyhow::Error {
         let Some(at) = self.metrics_addr.and_then(|listen| listen.0) else {
             return std::future::pending().await;
@@ -216,7 +216,7 @@ impl ServeArgs {
         let registry = Arc::new(registry);
         let show = move || {
             let mut page = String::new();
-            // Writing to memory does not fail.
+            // A write to memory does not fail.
             let _ = text::encode(&mut page, &registry);
             let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
             std::future::ready(([(header::CONTENT_TYPE, kind)], page))

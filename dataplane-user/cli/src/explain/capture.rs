@@ -1,5 +1,5 @@
-//! Whether a connection goes to a workload's proxy, told step by step: by the code that the kernel's
-//! programs run, on the tables as they are now.
+//! Explains step by step whether a connection goes to a workload's proxy. Uses the code of the kernel's programs, on
+//! the present tables.
 
 use std::{
     collections::BTreeSet,
@@ -28,92 +28,92 @@ use serde::Serialize;
 use super::{Destination, Namespace};
 use crate::netns;
 
-/// What becomes of a connection on its way out of a workload, or into one.
+/// The decision about a connection of a workload, outbound or inbound.
 #[derive(Debug, Serialize)]
 pub struct Outcome {
     /// `outbound` or `inbound`.
     pub direction: &'static str,
-    /// Owner connection; none if only a running agent knows.
+    /// The workload. `None` if its name is unknown because no agent runs.
     pub workload: Option<String>,
     /// `captured`, `direct`, `left-alone` or `refused`.
     pub verdict: &'static str,
     /// The word of the [`Reason`].
     pub reason: &'static str,
-    /// The rule that decided; none if it was no rule.
+    /// The rule that decided. `None` if no rule decided.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rule: Option<Rule>,
-    /// What goes past the TCP stack; none of a connection that is not captured.
+    /// The parts that bypass the TCP stack. `None` if the connection is not captured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub acceleration: Option<Acceleration>,
-    /// For a person.
+    /// The steps, for people.
     #[serde(skip)]
     pub steps: Vec<String>,
 }
 
-/// A rule, and who says so; unless a running agent knows that, nobody does.
+/// A rule and its origin. Only a running agent knows the origin.
 #[derive(Debug, Serialize)]
 pub struct Rule {
-    /// As [`api::MeshRule::about`].
+    /// See [`api::MeshRule::about`].
     pub about: &'static str,
-    /// As [`api::MeshRule::of`].
+    /// See [`api::MeshRule::of`].
     pub of: String,
-    /// As [`api::MeshRule::says`].
+    /// See [`api::MeshRule::says`].
     pub says: String,
-    /// As [`api::MeshRule::by`].
+    /// See [`api::MeshRule::by`].
     pub by: Option<String>,
 }
 
-/// What is said to the proxy on a captured connection. What the proxy says goes by TCP always.
+/// The ways of the bytes to the proxy on a captured connection. Bytes from the proxy always use TCP.
 #[derive(Debug, Serialize)]
 pub struct Acceleration {
-    /// By who connects.
+    /// The client's bytes.
     pub client: Leg,
-    /// By whom the proxy connects to.
+    /// The destination's bytes.
     pub destination: Leg,
 }
 
-/// How something gets to the proxy.
+/// The way of one side's bytes to the proxy.
 #[derive(Clone, Debug, Serialize)]
 pub struct Leg {
-    /// Whether it goes past the TCP stack; none if only a running agent knows.
+    /// Whether they bypass the TCP stack. `None` if only a running agent knows.
     pub accelerated: Option<bool>,
-    /// Why it does not.
+    /// The reason why they do not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
 }
 
-/// Who connects.
+/// The client of a connection.
 #[derive(Debug, Default)]
 pub struct Client<'a> {
     /// The network namespace, if it is known.
     pub namespace: Option<&'a Namespace>,
-    /// Whether that is the node's own.
+    /// Whether the namespace is the node's own.
     pub own: bool,
     /// Its address, if it is known.
     pub address: Option<IpAddr>,
     /// The process's cgroups, the innermost first; empty if they are not known.
     pub cgroups: Vec<(u64, PathBuf)>,
-    /// The process's user and group; `None`: nobody that rules are about.
+    /// The process's user. `None` if rules do not apply to it.
     pub user: Option<u32>,
-    /// As `user`.
+    /// The process's group. `None` if rules do not apply to it.
     pub group: Option<u32>,
 }
 
-/// A mesh, as its tables are now.
+/// A mesh with its present tables.
 #[derive(Debug)]
 pub struct Mesh {
     word: u64,
     config: CaptureConfig,
     held: Captured,
     listeners: BTreeSet<ListenerKey>,
-    /// The node's network namespace.
+    /// Cookie of the node's network namespace.
     host_netns: u64,
-    /// What the agent says; none if it does not answer.
+    /// The workloads that the agent reports. `None` if the agent does not answer.
     workloads: Option<Vec<api::MeshWorkload>>,
 }
 
 impl Mesh {
-    /// Reads the tables; none if there is no mesh on this node.
+    /// Reads the tables. `None` if there is no mesh on this node.
     pub fn open(tables: &Tables, bpffs: &Path, agent: &Agent) -> anyhow::Result<Option<Self>> {
         let word = tables.mesh();
         if word == 0 {
@@ -130,7 +130,7 @@ impl Mesh {
         }))
     }
 
-    /// The network namespace or the cgroup of a workload, by its name.
+    /// Returns the place of the workload with this name.
     pub fn find(&self, name: &str) -> anyhow::Result<Place> {
         let workloads = self.workloads.as_ref().with_context(|| {
             format!(
@@ -162,13 +162,13 @@ impl Mesh {
         )
     }
 
-    /// The cookie of the network namespace of the workload with this address, if it is captured by its sockets.
+    /// Returns the cookie of the network namespace of the workload with this address, if it is captured by its sockets.
     pub fn namespace_with(&self, addr: IpAddr) -> Option<u64> {
         let local = self.held.locals.get(&addr.into())?;
         (local.netns != 0 && !local.is_by_packets()).then_some(local.netns)
     }
 
-    /// What becomes of a connection that a client makes; none if it is not captured's business.
+    /// Explains a client's connection. `None` if capture does not apply to it.
     pub fn outbound(
         &self,
         tables: &Tables,
@@ -200,7 +200,7 @@ impl Mesh {
             to: (to.addr.into(), Port::new(to.port)),
             protocol: to.protocol,
         };
-        // No process has these.
+        // No process has these numbers.
         let (user, group) = (
             client.user.unwrap_or(u32::MAX),
             client.group.unwrap_or(u32::MAX),
@@ -266,12 +266,12 @@ impl Mesh {
         Some(told)
     }
 
-    /// What becomes of a connection when it arrives at an address of a workload's; none if it is no
-    /// such address, or nothing that comes in there is captured.
+    /// Explains a connection to an address of a workload. `None` if it is not such an address, or if inbound
+    /// connections of the workload are not captured.
     pub fn inbound(&self, client: &Client<'_>, to: Destination) -> Option<Outcome> {
         let local = self.held.locals.get(&to.addr.into())?;
         let from_itself = client.namespace.is_some_and(|n| n.cookie == local.netns);
-        // Somebody else's proxy, to which rules may redirect.
+        // The port belongs to the workload's own proxy, to which its rules may redirect.
         let of_sidecar = self.config.flags & CaptureConfig::FOREIGN != 0
             && self.config.inbound == Port::new(to.port);
         if of_sidecar && !from_itself {
@@ -313,7 +313,7 @@ impl Mesh {
         Some(told)
     }
 
-    /// Who a client is.
+    /// Returns the workload of a client.
     fn whose(&self, client: &Client<'_>) -> Owner {
         if let Some(address) = client.address
             && let Some(local) = self.held.locals.get(&address.into())
@@ -361,7 +361,7 @@ impl Mesh {
         }
     }
 
-    /// The steps that say by what it was decided.
+    /// Adds the steps with the rule and the reason.
     fn close(&self, told: &mut Outcome, reason: Reason, by_packets: bool) {
         if let Some(Rule {
             about,
@@ -406,8 +406,8 @@ impl Mesh {
         });
     }
 
-    /// What goes past the TCP stack. `here`: whether client and destination are sockets in the
-    /// workload's network namespace.
+    /// Adds the ways of the bytes to the proxy. `here`: whether client and destination are sockets in the workload's
+    /// network namespace.
     fn accelerate(&self, told: &mut Outcome, workload: u32, here: [bool; 2]) {
         if told.verdict != "captured" {
             return;
@@ -442,7 +442,7 @@ impl Mesh {
         });
     }
 
-    /// Why nothing that is said to a workload's proxy is accelerated; none if something is.
+    /// Returns the reason why no bytes to a workload's proxy bypass the TCP stack. `None` if some do.
     fn unaccelerated(&self, workload: u32) -> Option<Leg> {
         let known = self.workload(workload);
         let foreign = self.config.flags & CaptureConfig::FOREIGN != 0;
@@ -490,7 +490,7 @@ impl Mesh {
             Reason::ExcludedUser if held(RuleKey::GROUP, group) == Some(EXCLUDED) => {
                 ("group", group.to_string(), "excluded")
             }
-            // Rules name the only ones that are captured.
+            // Rules name the users and groups that are captured, and exclude all others.
             Reason::ExcludedUser => {
                 let rules = self.workload(enrolled.workload).map(|w| w.rules.iter());
                 let is_one = |rule: &&api::MeshRule| {
@@ -510,7 +510,7 @@ impl Mesh {
                     ("outbound-port", port.to_string(), "captured")
                 } else {
                     let (range, said) = self.held.longest_range(enrolled.policy, addr)?;
-                    // That everything is captured which no rule excludes goes without saying.
+                    // A range of all addresses is the default, which needs no mention.
                     if said == CAPTURED && range.prefix_len() == 0 {
                         return None;
                     }
@@ -566,7 +566,7 @@ impl Mesh {
         })
     }
 
-    /// The setting that decides where no rule does.
+    /// Returns the setting that decides if no rule does.
     fn setting(&self, reason: Reason, workload: u32) -> Option<Rule> {
         let (about, says) = match reason {
             Reason::Direct => ("mode", "kernel"),
@@ -581,7 +581,7 @@ impl Mesh {
         Some(Rule {
             about,
             of: String::new(),
-            // Such as auto, which comes to the same.
+            // The rule's value may be auto, which has this effect here.
             says: said.map_or(says, |rule| &rule.says).to_owned(),
             by: self.said_by(workload, about, ""),
         })
@@ -594,27 +594,27 @@ impl Mesh {
     }
 }
 
-/// Owner connection it is.
+/// The owner of a connection.
 enum Owner {
-    /// A workload's; and how that is known.
+    /// A workload, and the evidence for it.
     Workload(Enrolled, String),
-    /// It is refused, since the agent has not looked at its namespace.
+    /// The namespace is still guarded, because the agent has not inspected it yet. The connection is refused.
     Guarded,
     Nobody,
 }
 
-/// Where a workload is.
+/// The place of a workload.
 #[derive(Debug)]
 pub enum Place {
-    /// It has a network namespace of its own.
+    /// A network namespace of its own.
     Namespace(Namespace),
-    /// In the node's, in the cgroup with this id.
+    /// The node's network namespace, in the cgroup with this id.
     Cgroup(u64),
-    /// Where its sockets are nobody here knows; its packets have this address.
+    /// The place of its sockets is unknown here. Its packets have this address.
     Packets(IpAddr),
 }
 
-/// A connection, for what the decision asks.
+/// A connection, with the data that the decision needs.
 struct Call<'a> {
     mesh: &'a Mesh,
     tables: &'a Tables,
@@ -676,7 +676,7 @@ impl capture::Circumstances for Call<'_> {
 }
 
 impl Call<'_> {
-    /// Whether somebody listens at a port of loopback in the client's network namespace.
+    /// Returns whether a process listens at a port of loopback in the client's network namespace.
     fn listens_at(&self, port: Port) -> bool {
         let (port, v4) = (port.host(), self.to.0.is_v4());
         self.client.namespace.is_some_and(|namespace| {
@@ -685,7 +685,7 @@ impl Call<'_> {
         })
     }
 
-    /// How many slots of a service's endpoints the egress policy denies, and how many there are.
+    /// Returns the number of slots of a service's endpoints that the egress policy denies, and the number of all slots.
     fn denied(&self) -> (usize, usize) {
         let pool = decide::Tables::pool(self.tables, self.frontend().pool());
         let Some(block) = pool.map(|pool| pool.block) else {
@@ -704,11 +704,11 @@ impl Call<'_> {
         (all.iter().filter(is_denied).count(), all.len())
     }
 
-    /// Whether it is an address that the proxy has: with capture by sockets, one of the workload itself.
+    /// Returns whether the proxy has an address. With capture by sockets, its addresses are the workload's own.
     fn has(&self, addr: Addr) -> bool {
         let local = self.mesh.held.locals.get(&addr);
         let own = if self.is_by_packets() {
-            // The proxy is on the node.
+            // The proxy is in the node's network namespace.
             Some(self.mesh.host_netns)
         } else {
             self.client.namespace.map(|namespace| namespace.cookie)
@@ -728,7 +728,7 @@ fn whose(told: &Outcome) -> String {
     )
 }
 
-/// The interface of a namespace that has an address: its name and number.
+/// Returns the interface of a namespace that has an address: its name and index.
 fn interface_of(cookie: u64, to: Destination) -> Option<(String, u32)> {
     let look = move || {
         let all = addresses::of_interfaces()?;
@@ -740,7 +740,7 @@ fn interface_of(cookie: u64, to: Destination) -> Option<(String, u32)> {
     netns::with_cookie(cookie).ok()??.inside(look).ok()
 }
 
-/// A process's cgroups, the innermost first, with the numbers by which programs know them.
+/// Returns a process's cgroups, the innermost first, with the numbers by which programs know them.
 pub fn cgroups_of(pid: u32) -> anyhow::Result<Vec<(u64, PathBuf)>> {
     let file = format!("/proc/{pid}/cgroup");
     let text = fs::read_to_string(&file).with_context(|| format!("cannot read {file}"))?;
@@ -754,7 +754,7 @@ pub fn cgroups_of(pid: u32) -> anyhow::Result<Vec<(u64, PathBuf)>> {
     Ok(all.collect())
 }
 
-/// A process's user and group, as programs are told them: the real ones.
+/// Returns a process's real user and group, which are those that programs see.
 pub fn ids_of(pid: u32) -> anyhow::Result<(u32, u32)> {
     let file = format!("/proc/{pid}/status");
     let text = fs::read_to_string(&file).with_context(|| format!("cannot read {file}"))?;

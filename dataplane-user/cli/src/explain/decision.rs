@@ -1,4 +1,4 @@
-//! The decision that the programs would take, told step by step.
+//! Explains the decision of the programs step by step.
 
 use std::{
     cell::{Cell, RefCell},
@@ -16,15 +16,16 @@ use serde::Serialize;
 use super::{Destination, Namespace, capture::Outcome};
 use crate::monotonic_ns;
 
-/// What would happen.
+/// The explanation of a decision.
 #[derive(Debug, Serialize)]
 pub struct Explanation {
     pub source: String,
     pub destination: String,
-    /// `translated`, `refused` or `left-alone`; of a workload's connection also `captured`; `no-address` if the name has none
-    /// that is known here.
+    /// `translated`, `refused` or `left-alone`. Also `captured` for a connection of a workload, and `no-address` if the
+    /// name has no address that is known here.
     pub verdict: &'static str,
-    /// The word of the [`Reason`]; of a name without address `not-found`, or `resolvers` if they would be asked.
+    /// The word of the [`Reason`]. For a name without an address `not-found`, or `resolvers` if the agent would ask
+    /// them.
     pub reason: &'static str,
     pub steps: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -33,20 +34,20 @@ pub struct Explanation {
     pub kind: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pool: Option<u32>,
-    /// The route that splits the port's connections.
+    /// The route that splits the connections to the port.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub route: Option<String>,
     pub endpoints: Vec<Choice>,
-    /// How the client finds the address, if the destination is a name.
+    /// The lookup of the address, if the destination is a name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lookup: Option<DnsLookup>,
-    /// What capture makes of it, where there is a mesh: on its way out of a workload, and into one.
+    /// The decisions of capture if there is a mesh: outbound and inbound.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub capture: Vec<Outcome>,
 }
 
 impl Explanation {
-    /// An explanation without steps: the connection is left alone.
+    /// Returns an explanation without steps: the connection is left alone.
     pub fn of(source: String, destination: String) -> Self {
         Self {
             source,
@@ -64,7 +65,7 @@ impl Explanation {
         }
     }
 
-    /// Adds the endpoints of which one is chosen.
+    /// Adds the endpoints from which the programs choose.
     pub fn choose(&mut self, endpoints: Vec<Choice>) {
         let equal = endpoints
             .windows(2)
@@ -78,14 +79,13 @@ impl Explanation {
         self.endpoints = endpoints;
     }
 
-    /// Adds what capture makes of it. Out of a workload, it decides before services do; into one,
-    /// after.
+    /// Adds the decisions of capture. The outbound decision comes before services, the inbound decision after.
     pub fn capture(&mut self, outbound: Option<Outcome>, inbound: Option<Outcome>) {
         let went_on = self.verdict == "left-alone";
         if let Some(mut told) = outbound {
             let stays = matches!(told.verdict, "captured" | "refused");
             if stays {
-                // Where the client is, which services want to know as well.
+                // Only the step about the client's place stays.
                 self.steps.truncate(1);
                 self.endpoints.clear();
                 (self.service, self.kind, self.pool) = (None, None, None);
@@ -108,15 +108,15 @@ impl Explanation {
     }
 }
 
-/// An endpoint that could be chosen.
+/// An endpoint that the programs may choose.
 #[derive(Debug, Serialize)]
 pub struct Choice {
     pub endpoint: String,
-    /// From 0 to 1.
+    /// A probability from 0 to 1.
     pub probability: f64,
 }
 
-/// The tables, and what was looked up in them.
+/// The tables, with the lookups made in them.
 pub struct Recorded<'a, T> {
     pub tables: &'a T,
     pub filter: Cell<VipWords>,
@@ -295,7 +295,7 @@ pub fn choices(tables: &impl decide::Tables, block: Block) -> Vec<Choice> {
     .collect()
 }
 
-/// In the place of an endpoint: the backend of a route has none.
+/// Stands for an endpoint if the backend of a route has none.
 const REFUSED: &str = "refused";
 
 fn refuse(told: &mut Explanation, reason: Reason) {
@@ -371,7 +371,7 @@ pub fn affinity<T: decide::Tables + AffinityTable>(
     }
 }
 
-/// An endpoint as people write it.
+/// Formats an endpoint.
 pub fn socket(endpoint: &Endpoint) -> String {
     SocketAddr::new(endpoint.addr.ip(), endpoint.port.host()).to_string()
 }
@@ -382,14 +382,14 @@ mod tests {
 
     use super::*;
 
-    /// Tables in this process: what is under test is the account that is given of them.
+    /// Tables in this process, because only the explanation is tested.
     #[derive(Default)]
     struct Fake {
         frontends: HashMap<FrontendKey, Frontend>,
         pools: Vec<Pool>,
         endpoints: Vec<Endpoint>,
         affinity: HashMap<AffinityKey, (Endpoint, u64)>,
-        /// The filter lets nothing through.
+        /// Whether the address filter lets no destination through.
         blind: bool,
     }
 
@@ -469,7 +469,7 @@ mod tests {
         }
     }
 
-    /// The node's own network namespace.
+    /// Cookie of the node's own network namespace.
     const HOST: u64 = 1;
 
     fn told(fake: &Fake, cookie: Option<u64>, to: &str) -> Explanation {
@@ -504,7 +504,7 @@ mod tests {
         let kept = told(&fake, Some(7), "10.96.0.1:80");
         assert_eq!((kept.reason, kept.endpoints.len()), ("kept", 1));
         assert_eq!(kept.endpoints[0].endpoint, "10.244.1.6:80");
-        // Another client, a client that is not known, an old entry, an endpoint that left.
+        // Another client, an unknown client, an old entry, an endpoint that left.
         assert_eq!(told(&fake, Some(8), "10.96.0.1:80").reason, "translated");
         assert_eq!(told(&fake, None, "10.96.0.1:80").reason, "translated");
         fake.affinity.insert(key, (endpoint(6), 60_000_000_000));
@@ -523,7 +523,7 @@ mod tests {
         );
         let alone = told(&fake, Some(7), "192.0.2.9:80");
         assert_eq!((alone.verdict, alone.reason), ("left-alone", "not-service"));
-        // UDP is another key.
+        // UDP has another key.
         assert_eq!(told(&fake, Some(7), "10.96.0.1:80/udp").verdict, "refused");
     }
 

@@ -81,7 +81,7 @@ pub struct ExplainArgs {
     pub(super) socket: SocketArgs,
 }
 
-/// Who connects.
+/// The client of a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Source {
     Node,
@@ -94,7 +94,7 @@ enum Source {
 }
 
 impl Source {
-    /// The network namespace that it is in; none if nobody here has the address.
+    /// Returns the client's network namespace. `None` if no namespace here has the address.
     fn namespace(&self, host_netns: u64, mesh: Option<&Mesh>) -> anyhow::Result<Option<Namespace>> {
         match self {
             Self::Node => Ok(Some(Namespace {
@@ -118,7 +118,7 @@ impl Source {
     }
 }
 
-/// The network namespace that an address was given to: by the tables, or else as the node knows.
+/// Returns the network namespace of an address: by the tables, else by the node's routes and interfaces.
 fn with_address(addr: IpAddr, mesh: Option<&Mesh>) -> anyhow::Result<Option<Namespace>> {
     let captured = mesh.and_then(|mesh| mesh.namespace_with(addr));
     match captured.map(netns::with_cookie).transpose()? {

@@ -284,7 +284,7 @@ fn begin(
     seen_as(live, key, masquerade, told)
 }
 
-/// Tells if IPsec policies protect the flow to every endpoint that it could get.
+/// Returns whether IPsec policies protect the flow to every endpoint that it could get.
 fn is_protected(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyhow::Result<bool> {
     if !live.packet.protects_any() {
         return Ok(false);

@@ -70,7 +70,8 @@ pub struct Found {
     /// The queries, as sentences.
     pub steps: Vec<String>,
     pub lookup: DnsLookup,
-    /// The first address, which the client most likely uses; none if there is none, or if the agent would ask resolvers.
+    /// The first address, which the client most likely uses. `None` if there is no address, or if the agent would ask
+    /// resolvers.
     pub address: Option<IpAddr>,
 }
 
@@ -126,8 +127,8 @@ pub fn find(
     let mut steps = Vec::new();
     let asks = |steps: &[Step]| steps.iter().any(|step| step.ask.is_some());
     let has = |steps: &[Step]| addresses(steps).next().is_some();
-    // Both queries take the same way, unless only one family exists. As long as it is not known whether there is an IPv4
-    // address, an IPv6 address is not what the client uses.
+    // Both queries take one way, unless only one family exists. While it is unknown whether there is an IPv4 address,
+    // the client may not use an IPv6 address.
     let only_v6 = has(&lookup.ipv6) && !has(&lookup.ipv4) && !asks(&lookup.ipv4);
     let told = if only_v6 { &lookup.ipv6 } else { &lookup.ipv4 };
     for step in told {

@@ -110,17 +110,17 @@ fn hook(word: &str) -> Result<Shown, String> {
         })
 }
 
-/// One decision, as JSON.
+/// A decision as JSON.
 #[derive(Debug, Serialize)]
 struct Line {
     /// Seconds since the epoch.
     time: f64,
     hook: &'static str,
     protocol: String,
-    /// A packet's; at the socket there is none yet.
+    /// The packet's source. `None` at the socket, which may not have an address yet.
     #[serde(skip_serializing_if = "Option::is_none")]
     source: Option<String>,
-    /// Where a packet is.
+    /// The packet's interface.
     #[serde(skip_serializing_if = "Option::is_none")]
     interface: Option<String>,
     destination: String,
@@ -130,12 +130,12 @@ struct Line {
     #[serde(skip_serializing_if = "Option::is_none")]
     service: Option<String>,
     pool: u32,
-    /// Who asked at the socket.
+    /// The client's process, at the socket.
     #[serde(flatten)]
     process: Option<Process>,
 }
 
-/// A client at the socket.
+/// A process that uses a socket.
 #[derive(Debug, Serialize)]
 struct Process {
     pid: u32,
@@ -151,7 +151,8 @@ impl MonitorArgs {
                 service.split('/').filter(|part| !part.is_empty()).count() == 2,
                 "`{service}` is not a service's name; expected NAMESPACE/NAME"
             );
-            // Without an agent no event would ever match, and nothing would say why.
+            // The agent knows the names of services. Without an agent no event would match, and the output
+            // would not say why.
             self.socket.client().get_text("/version")?;
         }
         let is_of_queries = |shown: &Shown| *shown == Shown::Queries;
@@ -165,7 +166,7 @@ impl MonitorArgs {
         let names = Names::new(self.socket.client());
         let mut monitor = Monitor::open(&self.paths.bpffs())?;
         let boot = boot_time();
-        // Written when the events that are there have been formatted: not each line by itself.
+        // Written after all present events have been formatted, and not line by line.
         let mut out = BufWriter::new(output::stdout());
         let mut left = self.count.unwrap_or(u64::MAX);
         while left > 0 {
@@ -190,7 +191,7 @@ impl MonitorArgs {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// An event that passes the filters.
+    /// Returns the line of an event that passes the filters.
     fn line(&self, names: &Names, event: &Event, boot: Duration) -> Option<Line> {
         let reason = Reason::from_number(event.reason);
         if !self.reason.is_empty() && !reason.is_some_and(|r| self.reason.contains(&r)) {
@@ -229,7 +230,7 @@ impl MonitorArgs {
             pool: event.pool,
             process: (hook != Some(Hook::Packet)).then(|| Process {
                 pid: event.pid,
-                // A process may call itself anything.
+                // A process may have any name.
                 command: String::from_utf8_lossy(&event.comm[..end])
                     .chars()
                     .map(|c| if c.is_control() { '?' } else { c })
@@ -241,7 +242,7 @@ impl MonitorArgs {
     }
 }
 
-/// When the clock of the events started.
+/// Returns the time at which the clock of the events was 0.
 fn boot_time() -> Duration {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
@@ -371,7 +372,7 @@ mod tests {
             source: Addr::from_v4([192, 0, 2, 7]),
             source_port: Port::new(40112),
             hook: Hook::Packet as u8,
-            // Loopback is the first of every network namespace.
+            // Loopback is interface 1 of every network namespace.
             ifindex: 1,
             comm: [0; 16],
             ..event(Reason::Masqueraded)

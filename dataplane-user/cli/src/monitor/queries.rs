@@ -18,7 +18,7 @@ const POLL: Duration = Duration::from_millis(100);
 /// Pause between two attempts to reach an agent.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Shows queries until the command is ended, or has shown as many as it was asked for.
+/// Shows queries until the user stops the command, or the requested number is reached.
 pub fn show(args: &MonitorArgs) -> anyhow::Result<ExitCode> {
     anyhow::ensure!(
         args.reason.is_empty() && args.iface.is_none() && args.service.is_none(),
@@ -55,7 +55,7 @@ pub fn show(args: &MonitorArgs) -> anyhow::Result<ExitCode> {
         }
         let next = format!("/dns/queries?from={}", page.next);
         page = match client.get(&next) {
-            // The agent may come back, for example after an upgrade. Its numbers then begin again.
+            // Another agent may start, for example after an upgrade. Its numbers begin again.
             Err(client::Error::NotRunning { .. }) => {
                 eprintln!("note: no agent runs; waiting for one");
                 wait_for_agent(&client)

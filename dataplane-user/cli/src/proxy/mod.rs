@@ -225,7 +225,7 @@ fn workload_name(text: &str) -> Result<WorkloadName, String> {
 }
 
 impl ProxyArgs {
-    /// Adds what the file says and the command line does not.
+    /// Completes the options from the configuration file.
     pub(super) fn settle(
         &mut self,
         file: &settings::Settings,
@@ -242,7 +242,7 @@ impl ProxyArgs {
         Ok(())
     }
 
-    /// Where the proxy answers questions.
+    /// Returns the addresses at which the proxy answers commands and scrapes.
     fn listeners(&self) -> settings::Listeners {
         settings::Listeners {
             metrics: self.listen.metrics,
@@ -272,7 +272,7 @@ impl ProxyArgs {
         }
     }
 
-    /// Has what applications say to these sockets go past the TCP stack, if that is wanted.
+    /// Makes the bytes from applications to these sockets bypass the TCP stack, if the options ask for it.
     fn acceleration(&self, outbound: &[TcpListener]) -> anyhow::Result<Option<Acceleration>> {
         if self.acceleration == model::Acceleration::Off {
             return Ok(None);
@@ -304,7 +304,7 @@ impl ProxyArgs {
         Ok(Arc::new(Workload::new(name, Place::Elsewhere)))
     }
 
-    /// Starts to log, and says how to change what is logged.
+    /// Starts the log, and returns the handle that changes its filter.
     fn start_log(&self) -> Logging {
         let filter = super::log_filter(self.log_level);
         let log = tracing_subscriber::fmt()

@@ -1,4 +1,4 @@
-//! The proxy's life: what it is told, by whom, until it ends.
+//! Runs the proxy: reads its source and signals, and hands over.
 
 use std::{
     net::TcpListener,
@@ -27,13 +27,13 @@ use super::{
 };
 use crate::live::{SIGHUP, Services, Signals};
 
-/// Why it ends.
+/// The reason why the proxy ends.
 #[derive(Debug)]
 enum End {
     Signal(&'static str),
-    /// A thread or a task that should not have ended, and what it said.
+    /// A thread or task died, with its message.
     Died(String),
-    /// Another one has taken its place, and wants to know when nobody else accepts.
+    /// Another proxy has taken the sockets. It waits at this stream until this proxy no longer accepts.
     Replaced(UnixStream),
 }
 
@@ -43,12 +43,12 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
     let source = arguments.source.source(Scope::Services);
     let (tell, mut died) = tokio::sync::mpsc::unbounded_channel();
     let deaths: Deaths = Arc::new(move |thread, why| {
-        // Fails only if the proxy ends anyway.
+        // Fails only while the proxy ends.
         let _ = tell.send(format!("the thread {thread} has died ({why})"));
     });
     let mut services = Services::open(&source, &arguments.node, Arc::clone(&deaths))?;
     let mut signals = Signals::new()?;
-    // Before there are sockets: nobody shall be answered before it is known where they go.
+    // The source is read before the sockets exist, so that no connection is accepted without a route.
     let first = runtime.block_on(async {
         tokio::select! {
             snapshot = services.first() => Ok(snapshot),
@@ -120,7 +120,7 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
     });
     let drain = arguments.limits.drain_time;
     if let End::Signal(_) | End::Died(_) = &end {
-        // Nobody listens there any more.
+        // The sockets at these paths have no listener any more.
         for path in [&arguments.handover, &arguments.listen.admin_socket] {
             let _ = path.as_ref().map(std::fs::remove_file);
         }
@@ -140,16 +140,16 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
         "{why}: draining {} connections for at most {drain:?}",
         proxy.connections()
     );
-    // The copies keep the sockets open.
+    // The copies would keep the sockets open.
     drop((copies, waiting));
     let start = Instant::now();
     let (done, drained) = mpsc::channel();
     thread::spawn(move || {
         proxy.drain(drain);
-        // Fails if the other side does not wait any more.
+        // Fails if the receiver no longer waits.
         let _ = done.send(());
     });
-    // Metrics are answered in the meantime, if nobody else has the port.
+    // Metrics stay available in the meantime, unless another proxy has taken the port.
     let handed_over = other.is_some();
     if let Some(stream) = other {
         http.abort_all();
@@ -179,7 +179,7 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
             ""
         }
     );
-    // Whoever was just asking does not hold up the end.
+    // A pending request does not delay the end.
     runtime.shutdown_background();
     Ok(if died {
         ExitCode::FAILURE
@@ -188,13 +188,13 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
     })
 }
 
-/// Tells the proxy before that its sockets are in use, and waits in its place for the next.
+/// Tells the former proxy that its sockets are in use, and returns the listener at which the next proxy may ask.
 fn take_place(
     arguments: &ProxyArgs,
     sockets: &mut Sockets,
 ) -> anyhow::Result<Option<tokio::net::UnixListener>> {
     if let Some(before) = sockets.before.take() {
-        // Both accept until it has stopped. If it does not say so, that may go on for a while.
+        // Both proxies accept until the former one has stopped. Without its answer this may take a while.
         match handover::taken(before) {
             Ok(_) => info!("took over from the earlier proxy"),
             Err(error) => warn!("the earlier proxy does not say that it has stopped: {error}"),
@@ -212,7 +212,7 @@ fn take_place(
     Ok(Some(listener))
 }
 
-/// Waits until somebody has taken the sockets.
+/// Waits until another proxy has taken the sockets.
 async fn replaced(waiting: Option<&tokio::net::UnixListener>, copies: &Named) -> UnixStream {
     let Some(waiting) = waiting else {
         return std::future::pending().await;
@@ -227,7 +227,7 @@ async fn replaced(waiting: Option<&tokio::net::UnixListener>, copies: &Named) ->
             Ok(stream) => return stream,
             Err(error) => {
                 warn!("cannot hand the listening sockets over to the next proxy: {error}");
-                // Not in a busy loop, whatever is wrong.
+                // The pause prevents a busy loop after an error.
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }

@@ -1,4 +1,4 @@
-//! The proxy's sockets: opened, or taken over from the one before.
+//! The proxy's sockets: opened, or taken over from the former proxy.
 
 use std::{
     io,
@@ -16,7 +16,7 @@ use socket2::{Domain, Socket, Type};
 
 use super::ProxyArgs;
 
-/// Connections that wait to be accepted, at most; `net.core.somaxconn` may allow fewer.
+/// Maximum length of the backlog. `net.core.somaxconn` may allow less.
 const BACKLOG: i32 = 4096;
 
 /// All sockets of a proxy.
@@ -26,14 +26,14 @@ pub struct Sockets {
     pub metrics: Option<TcpListener>,
     pub admin: Option<TcpListener>,
     pub admin_socket: Option<UnixListener>,
-    /// For the one that takes this one's place.
+    /// Copies for the proxy that takes over.
     copies: Named,
-    /// To be told when the sockets are in use.
+    /// The former proxy, which waits for a message that the sockets are in use.
     pub before: Option<UnixStream>,
 }
 
 impl Sockets {
-    /// Takes over what the proxy before has, and opens the rest.
+    /// Takes over the sockets of the former proxy, and opens the others.
     pub fn open(arguments: &ProxyArgs) -> anyhow::Result<Self> {
         let asked = match &arguments.handover {
             None => None,
@@ -104,13 +104,13 @@ impl Sockets {
         })
     }
 
-    /// Copies to hand over. While they are there, the sockets stay open.
+    /// Returns the copies to hand over. While they exist, the sockets stay open.
     pub fn take_copies(&mut self) -> Named {
         std::mem::take(&mut self.copies)
     }
 }
 
-/// Sockets, to be offered.
+/// Returns the sockets for an offer.
 pub fn borrowed(named: &Named) -> Vec<(String, BorrowedFd<'_>)> {
     let named = named.iter();
     named.map(|(name, fd)| (name.clone(), fd.as_fd())).collect()

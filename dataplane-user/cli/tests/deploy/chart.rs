@@ -4,13 +4,13 @@ use dataplane_tests::chart;
 
 use super::*;
 
-/// Renders the chart, with `values` laid over its own.
+/// Renders the chart, with `values` over the chart's own.
 pub fn render(namespace: &str, values: &Value) -> Objects {
     let documents = chart::render(namespace, values).unwrap_or_else(|error| panic!("{error}"));
     objects(documents.iter().map(String::as_str))
 }
 
-/// The same, for a version of Kubernetes.
+/// Renders the chart for a version of Kubernetes, with `values` over the chart's own.
 pub fn render_for(version: &str, namespace: &str, values: &Value) -> Objects {
     let documents = chart::render_for(version, namespace, values);
     let documents = documents.unwrap_or_else(|error| panic!("{error}"));

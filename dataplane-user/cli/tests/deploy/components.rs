@@ -1,9 +1,8 @@
-//! What can be added to the base: kustomize components, and the chart's values that do the same.
+//! Additions to the base: kustomize components, and the equivalent values of the chart.
 
 use super::*;
 
-/// The base with a component of kustomize's: its files, its patches, and the files that it makes a
-/// `ConfigMap` of.
+/// Returns the base with a kustomize component: its files, its patches, and the files for its `ConfigMap`.
 pub fn with(component: &str) -> Objects {
     let directory = deploy().join("kustomize").join(component);
     let read = |name: &Value| fs::read_to_string(directory.join(name.as_str().unwrap())).unwrap();
@@ -44,7 +43,7 @@ pub fn with(component: &str) -> Objects {
     all
 }
 
-/// One change of a JSON patch (RFC 6902), of the kinds that are used here.
+/// Applies a change of a JSON patch (RFC 6902). Supports only the operations in use here.
 fn apply(object: &mut Value, change: &Value) {
     let path = change["path"].as_str().unwrap();
     let (parent, key) = path.rsplit_once('/').unwrap();
@@ -71,7 +70,7 @@ fn apply(object: &mut Value, change: &Value) {
     }
 }
 
-/// Components, and the chart's values that do the same.
+/// Returns the components, each with the equivalent values of the chart.
 fn pairs() -> [(&'static str, Value); 5] {
     [
         ("surge", json!({ "surge": true })),
@@ -159,8 +158,8 @@ fn helm_renders_the_same() {
     }
 }
 
-/// A pod in the host's network that names ports keeps other pods of the node from having them, also
-/// its successor. And the agents know what they are to do.
+/// A pod in the host's network that declares ports keeps the node from running other pods with them, and so its own
+/// successor. The agents must be configured to share the node.
 #[test]
 fn agents_that_take_each_others_place_can_be_on_one_node() {
     let objects = with("surge");
@@ -190,7 +189,7 @@ fn agents_that_take_each_others_place_can_be_on_one_node() {
     }
 }
 
-/// The pod is the same where nothing but the configuration changed, so that only this restarts agents.
+/// The pod template changes only if the configuration changes, so that only such a change restarts agents.
 #[test]
 fn a_changed_configuration_restarts_the_agents() {
     let sum = |values: &Value| {
@@ -203,7 +202,7 @@ fn a_changed_configuration_restarts_the_agents() {
     assert_ne!(before, after);
 }
 
-/// Clean-up by the chart is what the Job is, for each node that is named.
+/// The chart's clean-up equals the Job, for each named node.
 #[test]
 fn the_chart_cleans_up_nodes() {
     let long = "ip-10-0-0-1.".repeat(20) + "ec2.internal";
@@ -222,7 +221,7 @@ fn the_chart_cleans_up_nodes() {
         let name = job["metadata"]["name"].as_str().unwrap();
         let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
         assert!(name.len() <= 63 && name.chars().all(fits), "{name}");
-        // A release's history: Helm makes the Job anew at each upgrade, and waits for it.
+        // Helm creates the Job again at each upgrade, and waits for it.
         let hook = &job["metadata"]["annotations"]["helm.sh/hook"];
         assert_eq!(hook, "post-install,post-upgrade");
         let node = job["spec"]["template"]["spec"]["nodeName"].take();

@@ -1,8 +1,8 @@
-//! The manifests in `deploy/`: Kubernetes' types know every field of them, the chart renders what
-//! the kustomize base is, and what they say of each other is true.
+//! The manifests in `deploy/`: Kubernetes' types know all their fields, the chart renders the objects of the kustomize
+//! base, and the files agree with each other.
 //!
-//! Base and components are rendered by `kubectl kustomize` too, where there is a kubectl. The chart is
-//! rendered by an engine for Go's templates, and by Helm too, where there is a helm.
+//! If kubectl is installed, `kubectl kustomize` renders base and components, too. An engine for Go's templates renders
+//! the chart, and Helm, too, if it is installed.
 
 mod chart;
 mod components;
@@ -28,7 +28,7 @@ fn deploy() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy")
 }
 
-/// A file of the project's.
+/// Reads a file of the project.
 fn read(path: &str) -> String {
     let path = deploy().join("..").join(path);
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
@@ -45,7 +45,7 @@ fn objects<'a>(texts: impl IntoIterator<Item = &'a str>) -> Objects {
     let mut objects = Objects::new();
     for document in texts.into_iter().flat_map(|text| text.split("\n---\n")) {
         let object = yaml(document);
-        // What the chart's values leave out.
+        // A document that the chart's values switch off.
         if object.is_null() {
             continue;
         }
@@ -57,7 +57,7 @@ fn objects<'a>(texts: impl IntoIterator<Item = &'a str>) -> Objects {
     objects
 }
 
-/// The base, as kustomize would put it together: it only has a list of files.
+/// Returns the base as kustomize would combine it. It only has a list of files.
 fn base() -> Objects {
     let directory = deploy().join("kustomize/base");
     let read = |name: &str| fs::read_to_string(directory.join(name)).unwrap();
@@ -69,8 +69,8 @@ fn base() -> Objects {
     objects(texts.iter().map(String::as_str))
 }
 
-/// Every field is one that Kubernetes knows, of the right type: what a type does not know is gone
-/// when it is written again.
+/// Asserts that Kubernetes knows every field, with the right type: an unknown field is missing when the object is
+/// written again.
 fn is_known<T: DeserializeOwned + Serialize>(object: &Value) {
     let typed: T = serde_path_to_error::deserialize(object)
         .unwrap_or_else(|error| panic!("{}: {error}", object["kind"]));
@@ -98,14 +98,14 @@ fn all_known(objects: &Objects) {
     }
 }
 
-/// With the configuration as what it says, not how it is written.
+/// Returns the objects with a parsed configuration, so that its notation does not matter.
 fn meaning(mut objects: Objects) -> Objects {
     let config = &mut objects.get_mut("ConfigMap dataplane").unwrap()["data"]["config.yaml"];
     *config = yaml(config.as_str().unwrap());
     objects
 }
 
-/// Without what the chart's agents are restarted by when the configuration changes.
+/// Returns the objects without the checksum by which the chart restarts agents after a change of the configuration.
 fn without_checksum(mut objects: Objects) -> Objects {
     let daemon_set = objects.get_mut("DaemonSet dataplane").unwrap();
     let metadata = &mut daemon_set["spec"]["template"]["metadata"];
@@ -129,7 +129,7 @@ fn kubernetes_knows_every_field() {
     all_known(&chart::render("kube-system", &json!({})));
 }
 
-/// What is mounted below the cgroups is read-only too, where the API has a field for it.
+/// Mounts below the cgroups are read-only, too, if the API has a field for it.
 #[test]
 fn the_cgroups_are_read_only_with_what_is_mounted_below() {
     let field = |version: &str| {
@@ -151,7 +151,7 @@ fn the_cgroups_are_read_only_with_what_is_mounted_below() {
     assert_eq!(field("v1.29.9"), [Value::Null, Value::Null]);
 }
 
-/// The clean-up runs where the agent ran, with what the agent had.
+/// The clean-up runs on the nodes of the agent, with the agent's mounts.
 #[test]
 fn the_cleanup_is_of_the_same_places() {
     let jobs = objects([&*read("deploy/kustomize/cleanup/job.yaml")]);
@@ -264,7 +264,7 @@ fn the_charts_values_arrive() {
     assert_eq!(subject["namespace"], "mesh");
 }
 
-/// What a role allows: to read, to ask about clients, and nothing else.
+/// Returns the permissions of a role: to read, to ask about clients, and no other.
 fn allowed(role: &Value) -> Vec<String> {
     let mut may = Vec::new();
     for rule in role["rules"].as_array().unwrap() {
@@ -286,7 +286,7 @@ fn allowed(role: &Value) -> Vec<String> {
     may
 }
 
-/// Namespaces are read where there is a mesh, and only there.
+/// The agent may read namespaces only if there is a mesh.
 #[test]
 fn a_mesh_may_read_namespaces_too() {
     let values = json!({ "config": { "mesh": { "rules": { "captured": true } } } });
@@ -294,7 +294,7 @@ fn a_mesh_may_read_namespaces_too() {
     assert!(configured(&chart).mesh.is_some());
     let may = allowed(&chart["ClusterRole dataplane"]);
     assert!(may.contains(&"/namespaces".to_owned()), "{may:?}");
-    // So does DNS for all pods, whose annotations count.
+    // DNS for all pods needs namespaces, too, because the annotations of pods count.
     let dns = json!({ "config": { "dns": { "capture": "all" } } });
     let of_dns = chart::render("kube-system", &dns);
     assert_eq!(may, allowed(&of_dns["ClusterRole dataplane"]));
@@ -305,7 +305,7 @@ fn a_mesh_may_read_namespaces_too() {
         yaml(&read("kustomization.yaml"))["resources"],
         json!(["rbac.yaml"])
     );
-    // And the settings of pods' network namespaces can be written to.
+    // The agent may also write the settings of pods' network namespaces.
     let pod =
         |objects: &Objects| objects["DaemonSet dataplane"]["spec"]["template"]["spec"].clone();
     assert_eq!(pod(&chart), pod(&components::with("mesh")));
@@ -324,7 +324,7 @@ fn a_mesh_may_read_namespaces_too() {
     assert_eq!(binding["subjects"], *of_base);
 }
 
-/// ServiceEntries and routes are read where the configuration asks for them, and only there.
+/// The agent may read ServiceEntries and routes only if the configuration asks for them.
 #[test]
 fn entries_and_routes_may_be_read_if_they_are_asked_for() {
     let istio = ["serviceentries", "workloadentries"];
@@ -386,8 +386,8 @@ fn it_may_read_what_is_watched_and_write_nothing() {
     assert_eq!(binding["subjects"][0]["name"], pod["serviceAccountName"]);
 }
 
-/// The metrics are at the node's own address, in both families, for those whom the API server knows; and where the
-/// operator says otherwise, the DaemonSet does not say so again.
+/// The metrics are at the node's own address, in both families, for clients that the API server knows. If the operator
+/// configures another address, the DaemonSet does not override it.
 #[test]
 fn the_metrics_are_not_for_everybody() {
     let base = base();
@@ -430,7 +430,7 @@ fn the_metrics_are_not_for_everybody() {
     assert_eq!(configured(&chart).listen.metrics(), None);
 }
 
-/// Ports, paths and mounts are said twice: to Kubernetes and to the agent.
+/// Ports, paths and mounts occur twice: for Kubernetes and for the agent.
 #[test]
 fn the_daemon_set_and_the_configuration_agree() {
     let base = base();
@@ -461,7 +461,7 @@ fn the_daemon_set_and_the_configuration_agree() {
     };
     assert!(mounted(config.kernel.bpffs.as_deref().unwrap(), true));
     assert!(mounted(config.kernel.cgroup.as_deref().unwrap(), false));
-    // The socket's default place.
+    // The default path of the socket.
     assert!(config.listen.socket.is_none() && mounted(Path::new("/run/dataplane"), true));
     let env = agent["env"].as_array().unwrap();
     let file = env
@@ -470,8 +470,8 @@ fn the_daemon_set_and_the_configuration_agree() {
         .unwrap();
     assert!(mounted(Path::new(file["value"].as_str().unwrap()), false));
 
-    // The agent leaves programs and tables behind when it ends (`--on-exit keep` is the default),
-    // so replacing it interrupts nothing.
+    // The agent leaves programs and tables when it ends (`--on-exit keep` is the default), so its replacement
+    // interrupts no connection.
     assert!(config.on_exit.is_none_or(|it| it == OnExit::Keep));
     assert_eq!(spec["updateStrategy"]["type"], "RollingUpdate");
     assert_eq!(pod["priorityClassName"], "system-node-critical");

@@ -1,5 +1,4 @@
-//! What dashboard and alerts ask for is what there is: the metrics of docs/metrics.md, which are those
-//! of the code.
+//! Dashboard and alerts use only metrics that exist: those of docs/metrics.md, which are those of the code.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +7,7 @@ use serde::Deserialize;
 
 use super::*;
 
-/// Of the Prometheus Operator's `monitoring.coreos.com/v1`, the fields that are used.
+/// The fields of the Prometheus Operator's `monitoring.coreos.com/v1` that are used.
 #[derive(Deserialize, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodMonitor {
@@ -67,7 +66,7 @@ struct RelabelConfig {
     action: Option<String>,
 }
 
-/// Likewise.
+/// The fields of a PrometheusRule that are used.
 #[derive(Deserialize, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PrometheusRule {
@@ -97,14 +96,14 @@ struct Rule {
     annotations: BTreeMap<String, String>,
 }
 
-/// Words that begin like a metric of ours.
+/// Returns the words that begin like a metric of this project.
 fn metrics_in(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
     let ours = |word: &&str| word.starts_with("dataplane_") || word.starts_with("istio_tcp_");
     words.filter(ours).map(str::to_owned).collect()
 }
 
-/// The first cells of the rows of docs/metrics.md. `dataplane_proxy_*` stands for those of docs/proxy.md.
+/// Returns the first cells of the rows of docs/metrics.md. `dataplane_proxy_*` stands for the rows of docs/proxy.md.
 fn documented() -> BTreeSet<String> {
     let rows = read("docs/metrics.md") + &read("docs/proxy.md");
     let cells = rows
@@ -116,7 +115,7 @@ fn documented() -> BTreeSet<String> {
         .collect()
 }
 
-/// A histogram's name, from that of one of its series.
+/// Returns the name of a histogram for one of its series.
 fn family<'a>(name: &'a str, known: &BTreeSet<String>) -> &'a str {
     let histogram = ["_bucket", "_sum", "_count"]
         .iter()
@@ -147,7 +146,7 @@ fn the_page_lists_the_metrics_of_the_code() {
         .concat();
     let documented = documented();
     for name in &documented {
-        // Counters get their ending when they are written.
+        // Counters get their suffix when they are written.
         let name = name.strip_suffix("_total").unwrap_or(name);
         assert!(
             code.contains(&format!("\"{name}\"")),
@@ -199,7 +198,7 @@ fn dashboard_and_alerts_ask_for_metrics_that_there_are() {
     }
 }
 
-/// Who is woken by an alert finds what to do.
+/// Every alert has a section with its remedy.
 #[test]
 fn every_alert_has_its_page() {
     let page = read("docs/alerts.md");
@@ -241,7 +240,7 @@ fn alerts_link_to_where_the_page_is() {
     assert_eq!(monitor["spec"]["podMetricsEndpoints"][0]["interval"], "15s");
 }
 
-/// Prometheus has a token that is good for the metrics, and for nothing else.
+/// Prometheus has a token with permission for the metrics, and for nothing else.
 #[test]
 fn prometheus_may_read_the_metrics_and_nothing_else() {
     let all = components::with("monitoring");
@@ -249,7 +248,7 @@ fn prometheus_may_read_the_metrics_and_nothing_else() {
     assert_eq!(endpoint["scheme"], "https");
     let credentials = &endpoint["authorization"]["credentials"];
     let secret = &all[&format!("Secret {}", credentials["name"].as_str().unwrap())];
-    // The API server writes it there.
+    // The API server writes the token there.
     assert_eq!(credentials["key"], "token");
     assert_eq!(secret["type"], "kubernetes.io/service-account-token");
     let account = &secret["metadata"]["annotations"]["kubernetes.io/service-account.name"];
@@ -262,7 +261,7 @@ fn prometheus_may_read_the_metrics_and_nothing_else() {
     );
 }
 
-/// The PodMonitor asks at the port that the agent's metrics are on.
+/// The PodMonitor scrapes the port of the agent's metrics.
 #[test]
 fn what_is_scraped_is_what_listens() {
     let monitor = yaml(&read("deploy/kustomize/monitoring/podmonitor.yaml"));

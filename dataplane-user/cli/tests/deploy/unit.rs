@@ -1,4 +1,4 @@
-//! The unit for systemd: what it says of the agent is true.
+//! The unit for systemd agrees with the agent.
 
 use dataplane_cli::exit;
 use settings::Listeners;
@@ -7,7 +7,7 @@ use super::*;
 
 const UNIT: &str = "deploy/systemd/dataplane.service";
 
-/// The values of a setting, in order.
+/// Returns the values of a setting, in order.
 fn all(setting: &str) -> Vec<String> {
     let unit = read(UNIT);
     let values = unit
@@ -16,7 +16,7 @@ fn all(setting: &str) -> Vec<String> {
     values.map(str::to_owned).collect()
 }
 
-/// The one value of a setting.
+/// Returns the only value of a setting.
 fn value(setting: &str) -> String {
     let [value] = all(setting)
         .try_into()
@@ -28,14 +28,14 @@ fn value(setting: &str) -> String {
 fn it_runs_the_agent_with_options_that_there_are() {
     let command = value("ExecStart");
     let words: Vec<&str> = command.split(' ').collect();
-    // The source is in the configuration file, which is not read here.
+    // The configuration file has the source, and this test does not read the file.
     let words_and_source = words.iter().chain(&["--manifests", "."]);
     let matches = Cli::command()
         .try_get_matches_from(words_and_source)
         .unwrap();
     assert_eq!(matches.subcommand_name(), Some("run"));
     let config = matches.get_one::<PathBuf>("config").unwrap();
-    // As in the DaemonSet, and in docs/systemd.md.
+    // The path of the DaemonSet, and of docs/systemd.md.
     assert_eq!(config, Path::new("/etc/dataplane/config.yaml"));
     let page = read("docs/systemd.md");
     for place in [words[0], "/etc/dataplane/config.yaml", UNIT] {
@@ -58,9 +58,9 @@ fn it_gives_what_the_daemon_set_gives() {
         .map(|name| name.strip_prefix("CAP_").unwrap().into())
         .collect();
     assert_eq!(*added, Value::Array(capabilities));
-    // Where the agent writes, by default.
+    // The directories in which the agent writes by default.
     let writable = value("ReadWritePaths");
-    // At the first start, it is not there, and systemd runs nothing where a path is missing that has no `-`.
+    // The directory does not exist at the first start, and systemd starts no program if a path without `-` is missing.
     let pins = format!("-{}", settings::DEFAULT_BPFFS);
     assert!(writable.split(' ').any(|path| path == pins), "{writable}");
     let listeners = Listeners::default();
@@ -90,7 +90,7 @@ fn it_does_not_take_the_pins_directory_away() {
     }
 }
 
-/// systemd itself reads it, with another program in place of the agent, which is not installed here.
+/// systemd itself reads the unit, with another program in place of the agent, which is not installed here.
 #[test]
 fn systemd_knows_every_setting() {
     let directory = tempfile::tempdir().unwrap();
@@ -109,13 +109,13 @@ fn systemd_knows_every_setting() {
         return;
     };
     let said = String::from_utf8_lossy(&output.stderr);
-    // What it does not know it passes over, with a warning.
+    // systemd ignores an unknown setting with a warning.
     let about: Vec<&str> = said
         .lines()
         .filter(|line| line.contains("dataplane.service"))
         .collect();
     assert!(output.status.success() && about.is_empty(), "{said}");
-    // Of 100, the more the worse: what is left is what the agent is for.
+    // The exposure from 0 to 100, where more is worse. The rest is what the agent needs for its work.
     let output = analyze(&["security", "--offline=true", "--threshold=30", "--no-pager"]).unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(
