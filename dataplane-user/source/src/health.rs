@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{kubernetes, manifests};
 
-/// Seconds of failure after which other replicas may have newer objects than this source.
+/// Seconds of failure after which the known services may be stale.
 const BEHIND: u64 = 5;
 
 /// The state of reading a source. Times are in seconds since the epoch.

@@ -32,8 +32,8 @@ use super::{
 
 /// Time limit for establishing a connection.
 const CONNECT: Duration = Duration::from_secs(5);
-/// Idle time after which the kernel probes a connection, and the interval of the probes. The kernel closes a connection
-/// on which data stays unacknowledged for the same time. So a connection that was cut silently ends after about 15 s.
+/// Idle time after which the kernel probes a connection, the interval of the probes, and the time after which the kernel
+/// closes a connection without an acknowledgement. So a connection that was cut silently ends after about 15 s.
 const KEEPALIVE: Duration = Duration::from_secs(9);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(3);
 const UNHEARD: Duration = Duration::from_secs(12);
