@@ -1,4 +1,4 @@
-//! The services of the rules that the real kube-proxy wrote, of versions 1.36 and 1.37; and lines that are not its own.
+//! The services of the rules that the real kube-proxy wrote, of versions 1.33 to 1.37; and lines that are not its own.
 
 use std::{sync::Arc, time::Duration};
 
@@ -9,6 +9,9 @@ use super::{Error, Facts, Imported, Masquerade, Text, import};
 const SAVED: &str = include_str!("../../../../tests/data/kube-proxy-1.36/iptables-save.txt");
 const LISTED: &str = include_str!("../../../../tests/data/kube-proxy-1.36/nft-ruleset.txt");
 const JSON: &str = include_str!("../../../../tests/data/kube-proxy-1.36/nft-ruleset.json");
+const SAVED_33: &str = include_str!("../../../../tests/data/kube-proxy-1.33/iptables-save.txt");
+const LISTED_33: &str = include_str!("../../../../tests/data/kube-proxy-1.33/nft-ruleset.txt");
+const JSON_34: &str = include_str!("../../../../tests/data/kube-proxy-1.34/nft-ruleset.json");
 
 fn read(text: &str) -> Result<Imported, Error> {
     let text = Text {
@@ -100,6 +103,33 @@ fn the_rules_of_both_modes_of_1_37_become_the_same_services() {
         let known = &saved.services[name];
         assert_eq!(ports(service), ports(known), "{name}");
         assert_eq!(service.cluster_ips, known.cluster_ips, "{name}");
+    }
+}
+
+/// Before 1.36, in mode nftables, each endpoint has a chain, and a port's chain says which clients are masqueraded. The rules
+/// of these versions are for the same objects as those of 1.36.
+#[test]
+fn the_rules_before_1_36_become_the_services_of_1_36() {
+    let saved = good(SAVED);
+    assert_eq!(good(SAVED_33).services, saved.services);
+    let new = good(LISTED);
+    // The old rules say which endpoints are on this node only where a policy asks for them.
+    let line = |service: &Service, policies: [TrafficPolicy; 2]| {
+        let line = line(service);
+        if policies.contains(&TrafficPolicy::Local) {
+            line
+        } else {
+            line.replace('*', "")
+        }
+    };
+    for text in [LISTED_33, JSON_34] {
+        let old = good(text);
+        assert_eq!(old.facts, new.facts);
+        assert!(old.services.keys().eq(new.services.keys()));
+        for (name, service) in &old.services {
+            let policies = [service.internal_policy, service.external_policy];
+            assert_eq!(line(service, policies), line(&new.services[name], policies));
+        }
     }
 }
 
@@ -451,6 +481,34 @@ fn what_is_not_kube_proxys_is_named_and_never_guessed() {
         ("\t\treject\n", "\t\treject with tcp reset\n", None),
     ];
     check(LISTED, listed);
+    let listed: &[(&str, &str, Option<&str>)] = &[
+        (
+            "ip saddr 10.9.0.1 jump mark-for-masquerade",
+            "ip saddr 10.9.0.2 jump mark-for-masquerade",
+            Some("kubernetes"),
+        ),
+        (
+            "ip daddr 10.96.0.1 tcp dport 443 ip saddr",
+            "ip daddr 10.96.0.1 tcp dport 444 ip saddr",
+            Some("kubernetes"),
+        ),
+        (
+            "ip daddr 10.96.0.1 tcp dport 443 ip saddr",
+            "ip daddr 10.96.0.2 tcp dport 443 ip saddr",
+            Some("kubernetes"),
+        ),
+        (
+            "meta l4proto tcp dnat to 10.9.0.1:6443",
+            "meta l4proto tcp dnat to 10.9.0.1:6443 persistent",
+            Some("kubernetes"),
+        ),
+        (
+            "meta mark & 0x00004000 == 0x00000000 return",
+            "meta mark & 0x00004000 == 0x00000000 accept",
+            None,
+        ),
+    ];
+    check(LISTED_33, listed);
     let json: &[(&str, &str, Option<&str>)] = &[
         (
             "[[0, {\"concat\": [\"10.9.0.1\", 6443]}]]",
@@ -913,6 +971,9 @@ fn manifests_say_what_the_rules_say() {
         SAVED,
         LISTED,
         JSON,
+        SAVED_33,
+        LISTED_33,
+        JSON_34,
         include_str!("../../../../tests/data/kube-proxy-1.37/iptables-save.txt"),
         include_str!("../../../../tests/data/kube-proxy-1.37/nft-ruleset.txt"),
     ] {

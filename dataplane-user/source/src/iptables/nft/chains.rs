@@ -12,10 +12,10 @@ use super::{
     super::{
         draft::{Affinity, Draft, PortName, agree},
         endpoints::{Share, of_lists},
-        facts,
+        facts::{self, Masquerade},
         leftover::{At, Leftovers},
     },
-    fixed::added_mark,
+    fixed::{MARKS, added_mark, clients},
     port::{Chains, Hairpins},
     tables::{Rule, Table},
 };
@@ -70,14 +70,19 @@ fn port(
     }
     let mut affinity = None;
     let mut lists: [Vec<Share>; 2] = Default::default();
-    for (list, (wanted, chain)) in lists
-        .iter_mut()
-        .zip(wanted.into_iter().zip([&service, &local]))
-    {
+    let chains = [
+        (&service, TrafficPolicy::Cluster),
+        (&local, TrafficPolicy::Local),
+    ];
+    for (list, (wanted, (chain, policy))) in lists.iter_mut().zip(wanted.into_iter().zip(chains)) {
         if !wanted {
             continue;
         }
-        let (endpoints, remembers) = choice(table, chain, name, hairpins)?;
+        let vip = of_port.vip.filter(|_| of_port.internal == Some(policy));
+        let (endpoints, remembers, masquerade) = choice(table, chain, name, vip, hairpins)?;
+        if masquerade.is_some_and(|found| !draft.facts.masquerades(table.v4, found)) {
+            return Err(whole("it masquerades other clients than other services do"));
+        }
         if endpoints.is_empty() {
             return Err(whole("a chain of it leads to no endpoint"));
         }
@@ -126,8 +131,8 @@ fn external(
             {
                 to_service = true;
             }
-            ["fib", "saddr", "type", "local", mark @ ..] if added_mark(mark).is_some() => {}
-            mark if added_mark(mark).is_some() && !to_service => masquerades = true,
+            ["fib", "saddr", "type", "local", mark @ ..] if marks(mark) => {}
+            mark if marks(mark) && !to_service => masquerades = true,
             _ => return fault(&rule, "kube-proxy writes no such rule here"),
         }
     }
@@ -139,15 +144,46 @@ fn external(
     Ok((to_service.then_some(policy), to_local))
 }
 
-/// The endpoints of a chain that chooses one, and how long it remembers clients.
+/// Whether words mark packets to masquerade.
+fn marks(words: &[&str]) -> bool {
+    added_mark(words).is_some() || *words == ["jump", MARKS]
+}
+
+/// The clients of a cluster IP that a rule masquerades, before 1.36: the rule names the port only up to 1.33.
+fn masquerade(
+    table: &Table<'_>,
+    rule: &Rule<'_>,
+    name: &PortName<'_>,
+    vip: (IpAddr, u16),
+) -> Option<Masquerade> {
+    let [of, "daddr", ip, rest @ ..] = &rule.words[..] else {
+        return None;
+    };
+    let rest = match rest {
+        [word, "dport", port, rest @ ..]
+            if *word == name.protocol.word() && port.parse() == Ok(vip.1) =>
+        {
+            rest
+        }
+        rest => rest,
+    };
+    let (found, mark) = clients(table, rest)?;
+    let good = *of == table.ip() && ip.parse() == Ok(vip.0) && mark == ["jump", MARKS];
+    good.then_some(found)
+}
+
+/// The endpoints of a chain that chooses one, how long it remembers clients, and which clients of the cluster IP `vip` it
+/// masquerades, if it says so.
 fn choice(
     table: &Table<'_>,
     chain: &str,
     name: &PortName<'_>,
+    vip: Option<(IpAddr, u16)>,
     hairpins: &Hairpins,
-) -> Result<(Vec<Share>, Affinity), Fault> {
+) -> Result<(Vec<Share>, Affinity, Option<Masquerade>), Fault> {
     let (mut endpoints, mut affinity, mut remembered) = (Vec::new(), None, Vec::new());
-    let mut done = false;
+    let (mut first, mut done) = (true, false);
+    let mut masqueraded = None;
     let share = |ip: IpAddr, port: u16| Share {
         addr: SocketAddr::new(ip, port),
         weight: 1,
@@ -156,6 +192,12 @@ fn choice(
     for rule in table.rules(chain) {
         if done {
             return fault(&rule, "no packet comes to this rule");
+        }
+        if std::mem::take(&mut first) {
+            masqueraded = vip.and_then(|vip| masquerade(table, &rule, name, vip));
+            if masqueraded.is_some() {
+                continue;
+            }
         }
         // One endpoint, since 1.37.
         if let Some(to) = translated(table, &rule, name) {
@@ -237,11 +279,15 @@ fn choice(
                 wanted.sort_unstable();
                 wanted.dedup();
                 remembered.sort_unstable();
-                if wanted != remembered {
-                    return fault(&rule, "not every endpoint's clients are remembered");
+                let differ = || fault(&rule, "not every endpoint's clients are remembered");
+                if !remembered.is_empty() && wanted != remembered {
+                    return differ();
                 }
                 for chain in chains {
-                    let addr = endpoint(table, chain, &rule, name)?;
+                    let (addr, remembers) = endpoint(table, chain, &rule, name)?;
+                    if remembers == remembered.is_empty() {
+                        return differ();
+                    }
                     endpoints.push(share(addr.ip(), addr.port()));
                 }
                 done = true;
@@ -249,35 +295,49 @@ fn choice(
             _ => return fault(&rule, "kube-proxy writes no such rule here"),
         }
     }
-    Ok((endpoints, Affinity(affinity)))
+    Ok((endpoints, Affinity(affinity), masqueraded))
 }
 
-/// The endpoint of a chain that remembers its clients.
+/// The endpoint of an endpoint's chain, and whether the chain remembers its clients. Before 1.36, each endpoint has such a
+/// chain, which begins with a rule for connections of the endpoint to itself. Since then, only endpoints that remember have it.
 fn endpoint(
     table: &Table<'_>,
     chain: &str,
     from: &Rule<'_>,
     name: &PortName<'_>,
-) -> Result<SocketAddr, Fault> {
-    let mut rules = table.rules(chain);
-    let (Some(update), Some(dnat), None) = (rules.next(), rules.next(), rules.next()) else {
-        return fault(from, "an endpoint's chain has two rules");
+) -> Result<(SocketAddr, bool), Fault> {
+    let rules: Vec<Rule<'_>> = table.rules(chain).collect();
+    let Some((dnat, mut before)) = rules.split_last() else {
+        return fault(from, "an endpoint's chain has rules");
     };
-    let own = chain.strip_prefix("endpoint-").unwrap_or_default();
-    let remembers = match update.words[..] {
-        ["update", set, "{", ip, "saddr", "}"] => {
-            ip == table.ip() && set.strip_prefix("@affinity-") == Some(own)
-        }
-        _ => false,
+    let Some(to) = translated(table, dnat, name) else {
+        return fault(dnat, "an endpoint's chain translates the port's packets");
     };
-    if !remembers {
-        return fault(&update, "an endpoint's chain remembers the client");
+    let Ok(addr) = to.parse::<SocketAddr>() else {
+        return fault(dnat, "it translates to no address with a port");
+    };
+    let mut reaches_itself = false;
+    if let [first, rest @ ..] = before
+        && let [ip, "saddr", client, mark @ ..] = &first.words[..]
+        && *ip == table.ip()
+        && client.parse() == Ok(addr.ip())
+        && marks(mark)
+    {
+        (reaches_itself, before) = (true, rest);
     }
-    let Some(to) = translated(table, &dnat, name) else {
-        return fault(&dnat, "an endpoint's chain translates the port's packets");
-    };
-    to.parse()
-        .or_else(|_| fault(&dnat, "it translates to no address with a port"))
+    let own = chain.strip_prefix("endpoint-").unwrap_or_default();
+    match before {
+        [] if reaches_itself => Ok((addr, false)),
+        [update] => match update.words[..] {
+            ["update", set, "{", ip, "saddr", "}"]
+                if ip == table.ip() && set.strip_prefix("@affinity-") == Some(own) =>
+            {
+                Ok((addr, true))
+            }
+            _ => fault(update, "an endpoint's chain remembers the client"),
+        },
+        _ => fault(from, "an endpoint's chain has other rules"),
+    }
 }
 
 /// Where a rule translates all packets of a port.

@@ -51,6 +51,9 @@ const LEADING: &[(&str, &[&str])] = &[
     ),
 ];
 
+/// The chain that marks packets to masquerade, in the rules of versions before 1.36.
+pub const MARKS: &str = "mark-for-masquerade";
+
 /// A chain's prefix, of those that belong to a service's port or endpoint.
 const OF_PORTS: &[&str] = &["service-", "local-", "external-", "firewall-", "endpoint-"];
 
@@ -78,6 +81,7 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
                 ("services" | "nodeport-endpoints-check", _) => services(table, &rule, draft)?,
                 ("masquerading", _) => masquerading(table, &rule, draft),
                 ("cluster-ips-check", _) => unused(table, &rule),
+                (MARKS, _) => added_mark(&rule.words).is_some_and(|bit| draft.facts.marks(bit)),
                 ("reject-chain", _) => is_reject(&rule.words),
                 // Since 1.37, if its feature gate is on: node ports on loopback.
                 (chain, _) if chain.starts_with("localhost-nodeport-reject-") => {
@@ -194,12 +198,23 @@ fn but_loopback(ip: &str, words: &[&str]) -> bool {
 
 /// Reads the rule that says which clients are masqueraded on the way to a cluster IP.
 fn masquerade(table: &Table<'_>, words: &[&str], draft: &mut Draft) -> bool {
-    let (found, mark) = match words {
+    let Some((found, mark)) = clients(table, words) else {
+        return false;
+    };
+    let Some(bit) = added_mark(mark) else {
+        return false;
+    };
+    draft.facts.masquerades(table.v4, found) && draft.facts.marks(bit)
+}
+
+/// The clients that words name, and the words after them, which mark the clients' packets. None: the words name a wrong network.
+pub fn clients<'w, 't>(
+    table: &Table<'_>,
+    words: &'w [&'t str],
+) -> Option<(Masquerade, &'w [&'t str])> {
+    let found = match words {
         [of, "saddr", "!=", net, mark @ ..] if *of == table.ip() => {
-            let Some(net) = facts::net(net) else {
-                return false;
-            };
-            (Masquerade::OutsideOf(net), mark)
+            (Masquerade::OutsideOf(facts::net(net)?), mark)
         }
         ["iifname", "!=", name, mark @ ..] => {
             let name = name.trim_matches('"');
@@ -211,10 +226,7 @@ fn masquerade(table: &Table<'_>, words: &[&str], draft: &mut Draft) -> bool {
         }
         mark => (Masquerade::All, mark),
     };
-    let Some(bit) = added_mark(mark) else {
-        return false;
-    };
-    draft.facts.masquerades(table.v4, found) && draft.facts.marks(bit)
+    Some(found)
 }
 
 /// Reads the rules that masquerade marked packets, and endpoints that reach themselves.
@@ -243,6 +255,16 @@ fn masquerading(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> bool {
                 && number(zero) == Some(0)
                 && bit.is_some_and(|bit| draft.facts.marks(bit))
         }
+        // Before 1.36, in three rules.
+        ["meta", "mark", "&" | "and", bit, "==", zero, "return"]
+        // As JSON becomes words.
+        | ["meta", "mark", "&" | "and", bit, zero, "return"] => {
+            number(zero) == Some(0) && number(bit).is_some_and(|bit| draft.facts.marks(bit))
+        }
+        ["meta", "mark", "set", "meta", "mark", "^" | "xor", bit] => {
+            number(bit).is_some_and(|bit| draft.facts.marks(bit))
+        }
+        ["masquerade", "fully-random"] => true,
         _ => is(table, rule, own),
     }
 }

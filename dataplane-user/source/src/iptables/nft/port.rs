@@ -13,6 +13,8 @@ pub struct Chains<'t> {
     pub name: &'t str,
     /// The policy of its cluster IPs, if a chain serves them.
     pub internal: Option<TrafficPolicy>,
+    /// Its cluster IP of the table's family and its port there, if a chain serves them.
+    pub vip: Option<(IpAddr, u16)>,
     /// Whether a chain serves its other addresses.
     pub external: bool,
     /// The first element that leads to one of its chains.

@@ -32,10 +32,6 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
     let cluster_ips: HashSet<IpAddr> = elements::addresses(table, "cluster-ips")?
         .into_iter()
         .collect();
-    if !cluster_ips.is_empty() {
-        // Without a rule, which was read before.
-        draft.facts.masquerades(table.v4, Masquerade::Nobody);
-    }
     let mut restricted = Restricted::new();
     for element in elements::by_address(table, "firewall-ips") {
         let element = element?;
@@ -107,6 +103,10 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
         if let Some(name) = PortName::of_chain(name) {
             chains::read(table, &name, of_port, &hairpins, draft, leftovers);
         }
+    }
+    if !cluster_ips.is_empty() {
+        // Without a rule, which was read before.
+        draft.facts.masquerades(table.v4, Masquerade::Nobody);
     }
     Ok(())
 }
@@ -216,6 +216,7 @@ fn of_port<'p, 't>(
     ports.entry(name).or_insert(Chains {
         name,
         internal: None,
+        vip: None,
         external: false,
         at,
     })
@@ -262,6 +263,7 @@ fn vip<'t>(
             TrafficPolicy::Local
         };
         service.at_cluster_ip(port, ip);
+        of_port.vip = Some((ip, number));
         agrees &= agree(&mut service.internal_policy, policy);
         agrees &= agree(&mut of_port.internal, policy);
     }
