@@ -140,10 +140,31 @@ impl Request {
     }
 }
 
-/// Decides, given the endpoint that this client already uses for this destination, if any. `only_cluster_ips`: the
-/// client may use no other frontends ([`dataplane_common::OF_AGENT`]).
+/// Decides. `verdict` becomes the decision; its endpoint is the one that this client already uses for this destination,
+/// if any. `only_cluster_ips`: the client may use no other frontends ([`dataplane_common::OF_AGENT`]).
 #[inline(always)]
-pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Verdict {
+pub fn decide(request: &Request, only_cluster_ips: bool, verdict: &mut Verdict) {
+    select_decide(request, u32::from(only_cluster_ips), verdict);
+}
+
+/// [`decide`]. With external linkage: the verifier looks at it once, not on each way that leads to it.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn select_decide(
+    request: *const Request,
+    only_cluster_ips: u32,
+    verdict: *mut Verdict,
+) -> u32 {
+    // SAFETY: values, or null: the verifier sees to it where it is called.
+    if let (Some(request), Some(verdict)) = unsafe { (request.as_ref(), verdict.as_mut()) } {
+        *verdict = find(request, &verdict.endpoint, only_cluster_ips != 0);
+    }
+    0
+}
+
+#[inline(always)]
+fn find(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Verdict {
     let frontend = decide::find_frontend(
         &Live,
         request.addr,

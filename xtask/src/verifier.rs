@@ -79,7 +79,7 @@ type Budgets = BTreeMap<String, BTreeMap<String, Budget>>;
 pub const SCENARIO: &str = "verifier::every_program_is_taken";
 /// The environment variable that says how often it has each program verified, and how often we ask for that: the
 /// quickest counts.
-pub const ROUNDS: (&str, &str) = ("DATAPLANE_VERIFIER_ROUNDS", "7");
+pub const ROUNDS: (&str, &str) = ("DATAPLANE_VERIFIER_ROUNDS", "3");
 
 /// The scenario as a guest runs it.
 pub fn guest_task(scenarios: &Suite) -> Task<'static> {

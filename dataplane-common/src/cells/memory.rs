@@ -1,7 +1,7 @@
 //! Access to cells and slots, and the operations on one of their words.
 
 use super::{
-    Choice, find_elsewhere, find_led_elsewhere, hold, look, make_room, remove,
+    Choice, find_elsewhere, find_led_elsewhere, look, make_room, remove, try_hold_or_find,
     words::{Head, Holder, Slot},
 };
 use crate::{
@@ -93,13 +93,13 @@ pub trait Memory {
         find_led_elsewhere(self, reply)
     }
 
-    /// [`hold`].
+    /// [`try_hold_or_find`].
     #[inline(always)]
-    fn hold(&self, key: &FlowKey, now: Tick) -> u32
+    fn try_hold_or_find(&self, key: &FlowKey, now: Tick) -> u32
     where
         Self: Sized,
     {
-        hold(self, key, now)
+        try_hold_or_find(self, key, now)
     }
 
     /// [`make_room`].

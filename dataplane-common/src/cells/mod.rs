@@ -287,16 +287,23 @@ const PATIENCE: u32 = 256;
 pub fn hold_or_find<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     let mut tries = 0;
     while tries < PATIENCE {
-        let index = memory.hold(key, now);
+        let index = memory.try_hold_or_find(key, now);
         if index != BUSY {
             return index;
-        }
-        if let Some((index, _)) = find(memory, key) {
-            return index | MADE;
         }
         tries += 1;
     }
     BUSY
+}
+
+/// One try of [`hold_or_find`].
+#[inline(always)]
+pub fn try_hold_or_find<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
+    let index = hold(memory, key, now);
+    if index != BUSY {
+        return index;
+    }
+    find(memory, key).map_or(BUSY, |(index, _)| index | MADE)
 }
 
 /// Takes a free cell, and counts it at the key's home if it is another cell.

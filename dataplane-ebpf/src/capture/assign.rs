@@ -438,10 +438,21 @@ impl capture::Circumstances for Asked<'_> {
     }
 }
 
-#[inline(never)]
+#[inline(always)]
 fn is_known(key: &FlowKey) -> bool {
-    let (dst, port) = (key.dst, key.dst_port);
-    let protocol = key.protocol;
+    capture_knows_packet(key) != 0
+}
+
+/// [`is_known`]. With external linkage: the verifier looks at it once.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_knows_packet(key: *const FlowKey) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    let Some(key) = (unsafe { key.as_ref() }) else {
+        return 0;
+    };
+    let (dst, port, protocol) = (key.dst, key.dst_port, key.protocol);
     let frontend = decide::find_frontend(&select::Live, dst, port, protocol, false);
-    super::is_known(frontend, dst, port, protocol)
+    u32::from(super::is_known(frontend, dst, port, protocol))
 }

@@ -33,8 +33,14 @@ pub fn connect<F: Family>(call: &SockAddr<F>) -> i32 {
     if request.protocol == Protocol::TCP {
         outbound::run(call, &request, mesh)
     } else {
-        judge(call, &request, mesh, Hook::Connect)
+        connect_datagrams(call, &request, mesh)
     }
+}
+
+/// Not inlined: a function with its own frame gives its stack back.
+#[inline(never)]
+fn connect_datagrams<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
+    judge(call, request, mesh, Hook::Connect)
 }
 
 /// Whether the programs judge datagrams at all.
@@ -108,7 +114,7 @@ fn decide<F: Family>(
     let Some(config) = config() else {
         return (Reason::NotService, GO_ON);
     };
-    let enrolled = match enrolled(request, config, mesh) {
+    let enrolled = match enrolled(request, mesh) {
         Copied::Found(enrolled) => enrolled,
         Copied::Changing => return (Reason::Guarded, GO_ON),
         Copied::Absent if mesh & MESH_GUARD != 0 && !request.own_loopback => {
@@ -161,10 +167,10 @@ fn feigns<F: Family>(call: &SockAddr<F>, request: &Request, is_sent: bool) -> bo
 /// A datagram has arrived at a socket that is not connected: the socket may answer its sender.
 #[inline(always)]
 pub fn arrived<F: Family>(call: &SockAddr<F>, mesh: u64) {
-    let (Some(config), Some(request)) = (config(), call.request()) else {
+    let Some(request) = call.request() else {
         return;
     };
-    if let Copied::Found(enrolled) = enrolled(&request, config, mesh)
+    if let Copied::Found(enrolled) = enrolled(&request, mesh)
         && enrolled.flags & Enrolled::EGRESS_DENY != 0
     {
         askers::note(call, request.addr, request.port);

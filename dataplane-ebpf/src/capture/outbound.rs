@@ -36,8 +36,25 @@ const CURRENT_NETNS: u64 = u64::MAX;
 /// mesh. Connections that it leaves alone and direct connections reach the services' program unchanged.
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
+    let mut judgement = Judgement {
+        reason: Reason::NotService,
+        workload: 0,
+        is_judged: 0,
+    };
+    capture_judge(call.ctx.sock_addr, request, mesh, &raw mut judgement);
+    carry_out(call, request, mesh, &judgement)
+}
+
+/// Not inlined: a function with its own frame gives its stack back.
+#[inline(never)]
+fn carry_out<F: Family>(
+    call: &SockAddr<F>,
+    request: &Request,
+    mesh: u64,
+    judgement: &Judgement,
+) -> i32 {
     let ctx = call.ctx.sock_addr;
-    let (mut reason, workload, is_judged) = judge(call, request, mesh);
+    let mut reason = judgement.reason;
     if reason == Reason::Captured && !origin::has_room(request.netns) {
         reason = Reason::OriginLost;
     }
@@ -46,12 +63,12 @@ pub fn run<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
     }
     count(reason);
     if reason == Reason::Direct {
-        meters::begin(ctx, workload);
+        meters::begin(ctx, judgement.workload);
     }
     let is_query = reason == Reason::CapturedDns;
     let captured = reason == Reason::Captured || is_query;
     if !captured && !reason.is_refusal() {
-        if is_judged {
+        if judgement.is_judged != 0 {
             leave_to_judge();
         }
         return GO_ON;
@@ -172,29 +189,58 @@ extern "C" fn capture_exempts(
     let (Some(request), Some(to)) = (unsafe { (request.as_ref(), to.as_ref()) }) else {
         return 0;
     };
-    let (Some(config), Some(mesh)) = (config(), socket::config().map(|config| config.mesh)) else {
+    let Some(mesh) = socket::config().map(|config| config.mesh) else {
         return 0;
     };
-    let Copied::Found(enrolled) = enrolled(request, config, mesh) else {
+    let Copied::Found(enrolled) = enrolled(request, mesh) else {
         return 0;
     };
     let is_judged_later = by_packets == 0 || enrolled.flags & Enrolled::HAS_USERS == 0;
     u32::from(is_judged_later && capture::exempts(&Live, &enrolled, to.addr, to.port))
 }
 
+/// The decision about a connection.
+struct Judgement {
+    reason: Reason,
+    workload: u32,
+    /// Whether the verdict is [left to be judged](leave_to_judge): 1 or 0.
+    is_judged: u32,
+}
+
+/// [`judge`]. With external linkage, as [`capture_leads_back`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_judge(
+    ctx: *mut bpf_sock_addr,
+    request: *const Request,
+    mesh: u64,
+    judgement: *mut Judgement,
+) -> u32 {
+    // SAFETY: as above.
+    if let (Some(request), Some(judgement)) = unsafe { (request.as_ref(), judgement.as_mut()) } {
+        let (reason, workload, is_judged) = judge(ctx, request, mesh);
+        *judgement = Judgement {
+            reason,
+            workload,
+            is_judged: u32::from(is_judged),
+        };
+    }
+    0
+}
+
 /// Returns the reason, the workload, and whether the verdict is [left to be judged](leave_to_judge).
 #[inline(always)]
-fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason, u32, bool) {
+fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> (Reason, u32, bool) {
     let Some(config) = config() else {
         return (Reason::NotService, 0, false);
     };
-    let ctx = call.ctx.sock_addr;
     let mark = mark(ctx);
     // Also in a namespace that is no longer captured, or not yet: `sk_lookup` may not know that.
     if has_mark(mark, config.mark | FROM_CLIENT) && is_agent(config) {
         return (Reason::ProxysOwn, 0, false);
     }
-    let enrolled = match enrolled(request, config, mesh) {
+    let enrolled = match enrolled(request, mesh) {
         Copied::Found(enrolled) => enrolled,
         Copied::Changing => return (Reason::Guarded, 0, false),
         Copied::Absent if mesh & MESH_GUARD != 0 && !request.own_loopback => {
@@ -261,7 +307,42 @@ fn is_bound_to_interface(ctx: *mut bpf_sock_addr) -> bool {
 
 /// Returns the workload of the process that calls.
 #[inline(always)]
-pub fn enrolled(request: &Request, config: &CaptureConfig, mesh: u64) -> Copied<Enrolled> {
+pub fn enrolled(request: &Request, mesh: u64) -> Copied<Enrolled> {
+    let mut enrolled = Enrolled::default();
+    match capture_enrolled(request, mesh, &raw mut enrolled) {
+        FOUND => Copied::Found(enrolled),
+        ABSENT => Copied::Absent,
+        _ => Copied::Changing,
+    }
+}
+
+/// [`capture_enrolled`]: [`Copied::Found`].
+const FOUND: u32 = 1;
+/// [`capture_enrolled`]: [`Copied::Absent`].
+const ABSENT: u32 = 2;
+
+/// [`enrolled`]. With external linkage, as [`capture_leads_back`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_enrolled(request: *const Request, mesh: u64, enrolled: *mut Enrolled) -> u32 {
+    // SAFETY: as above.
+    let values = unsafe { (request.as_ref(), enrolled.as_mut()) };
+    let ((Some(request), Some(enrolled)), Some(config)) = (values, config()) else {
+        return 0;
+    };
+    match find(request, config, mesh) {
+        Copied::Found(found) => {
+            *enrolled = found;
+            FOUND
+        }
+        Copied::Absent => ABSENT,
+        Copied::Changing => 0,
+    }
+}
+
+#[inline(always)]
+fn find(request: &Request, config: &CaptureConfig, mesh: u64) -> Copied<Enrolled> {
     let mut found = Copied::Absent;
     if mesh & MESH_NAMESPACES != 0 {
         found = copy(|| NAMESPACES.get_ptr(request.netns));
@@ -470,6 +551,24 @@ fn frontend(request: &Request) -> Frontend {
 /// unlike a flag, and works for any proxy.
 #[inline(always)]
 fn listens(ctx: *mut bpf_sock_addr, protocol: Protocol, addr: Addr, port: Port) -> bool {
+    let at = Endpoint::new(addr, port);
+    capture_listens(ctx, u32::from(protocol == Protocol::TCP), &raw const at) != 0
+}
+
+/// [`listens`]. With external linkage, as [`capture_leads_back`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_listens(ctx: *mut bpf_sock_addr, tcp: u32, at: *const Endpoint) -> u32 {
+    // SAFETY: as above.
+    match unsafe { at.as_ref() } {
+        Some(at) => u32::from(has_socket(ctx, tcp != 0, at.addr, at.port)),
+        None => 0,
+    }
+}
+
+#[inline(always)]
+fn has_socket(ctx: *mut bpf_sock_addr, tcp: bool, addr: Addr, port: Port) -> bool {
     // As `struct bpf_sock_tuple`: source, destination, ports.
     let mut tuple = [0u32; 9];
     let size = if addr.is_v4() {
@@ -484,7 +583,7 @@ fn listens(ctx: *mut bpf_sock_addr, protocol: Protocol, addr: Addr, port: Port) 
     // SAFETY: the program's context, and as much of the stack as we say.
     unsafe {
         let tuple = (&raw mut tuple).cast::<bpf_sock_tuple>();
-        let sk = if protocol == Protocol::TCP {
+        let sk = if tcp {
             bpf_sk_lookup_tcp(ctx.cast(), tuple, size, CURRENT_NETNS, 0)
         } else {
             bpf_sk_lookup_udp(ctx.cast(), tuple, size, CURRENT_NETNS, 0)

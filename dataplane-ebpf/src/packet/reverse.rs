@@ -18,8 +18,8 @@
 
 use aya_ebpf::{
     bindings::{
-        BPF_FIB_LKUP_RET_FRAG_NEEDED, BPF_FIB_LKUP_RET_FWD_DISABLED, BPF_FIB_LKUP_RET_NO_NEIGH,
-        BPF_FIB_LKUP_RET_SUCCESS, BPF_FIB_LKUP_RET_UNSUPP_LWT,
+        __sk_buff, BPF_FIB_LKUP_RET_FRAG_NEEDED, BPF_FIB_LKUP_RET_FWD_DISABLED,
+        BPF_FIB_LKUP_RET_NO_NEIGH, BPF_FIB_LKUP_RET_SUCCESS, BPF_FIB_LKUP_RET_UNSUPP_LWT,
     },
     btf_maps::PerCpuArray,
     macros::btf_map,
@@ -72,8 +72,30 @@ fn place(src: &Addr, from: u32) -> u32 {
 }
 
 /// Whether the packet may have this source. `route`: room for the lookup.
-#[inline(never)]
+#[inline(always)]
 pub fn is_right(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -> bool {
+    packet_is_right(skb.0, packet, route, does) != 0
+}
+
+/// [`is_right`]. With external linkage, as in `table.rs`: the verifier looks at it once.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn packet_is_right(
+    skb: *mut __sk_buff,
+    packet: *const Packet,
+    route: *mut Route,
+    does: u32,
+) -> u32 {
+    // SAFETY: a packet and a route, or null: the verifier sees to it where it is called.
+    match (unsafe { packet.as_ref() }, unsafe { route.as_mut() }) {
+        (Some(packet), Some(route)) => u32::from(look(Skb(skb), packet, route, does)),
+        _ => 0,
+    }
+}
+
+#[inline(always)]
+fn look(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -> bool {
     let from = skb.ifindex();
     let src = &packet.key.src;
     let kept = if is_undisturbed() {

@@ -31,7 +31,9 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         return GO_ON;
     }
     let mut verdict = Verdict::without_endpoint(Reason::NotService, 0);
-    decide(call, &request, &mut verdict);
+    // In the node's own namespace, where the agent is.
+    let only_cluster_ips = request.own_loopback && call.is_of_agent();
+    select::decide(&request, only_cluster_ips, &mut verdict);
     if mesh != 0 && verdict.reason != Reason::NotService && outbound::stays(&request) {
         verdict = Verdict::without_endpoint(Reason::NotService, 0);
     }
@@ -49,13 +51,6 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
 fn goes_itself<F: Family>(call: &SockAddr<F>, request: &Request) {
     let itself = Endpoint::new(request.addr, request.port);
     peers::remember(call, &request.peer(&itself));
-}
-
-#[inline(never)]
-fn decide<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mut Verdict) {
-    // In the node's own namespace, where the agent is.
-    let only_cluster_ips = request.own_loopback && call.is_of_agent();
-    *verdict = select::decide(request, &Endpoint::NONE, only_cluster_ips);
 }
 
 #[inline(never)]

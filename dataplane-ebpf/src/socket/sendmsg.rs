@@ -43,7 +43,8 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         return GO_ON;
     }
     let mut verdict = Verdict::without_endpoint(Reason::NotService, 0);
-    choose(call, &request, &mut verdict);
+    find_used(call, &request, &mut verdict);
+    select::decide(&request, false, &mut verdict);
     if mesh != 0 && verdict.reason != Reason::NotService && outbound::stays(&request) {
         verdict = Verdict::without_endpoint(Reason::NotService, 0);
     }
@@ -91,12 +92,11 @@ fn remember_itself<F: Family>(call: &SockAddr<F>, request: &Request) {
 
 /// Not inlined, as the other steps are not: the variables of all do not fit on the stack.
 #[inline(never)]
-fn choose<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mut Verdict) {
-    let used = flows::endpoint_for(call, request.addr, request.port);
-    *verdict = select::decide(request, &used, false);
+fn find_used<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mut Verdict) {
+    verdict.endpoint = flows::endpoint_for(call, request.addr, request.port);
 }
 
-/// See [`choose`].
+/// See [`find_used`].
 #[inline(never)]
 fn carry_out<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &Verdict) -> i32 {
     events::report(call, Hook::Sendmsg, request, verdict);
@@ -108,7 +108,7 @@ fn carry_out<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &Verdict
     if is_new { answer | NEW } else { answer }
 }
 
-/// See [`choose`].
+/// See [`find_used`].
 #[inline(never)]
 fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
     datagrams::judge(call, request, mesh, Hook::Sendmsg)

@@ -13,17 +13,18 @@ use core::ptr::read_volatile;
 
 use aya_ebpf::{
     EbpfContext,
-    bindings::{SO_REUSEPORT, SOL_SOCKET},
+    bindings::{SO_REUSEPORT, SOL_SOCKET, bpf_sock_addr},
     helpers::generated::{
         bpf_get_netns_cookie, bpf_get_prandom_u32, bpf_get_socket_cookie, bpf_getsockopt,
     },
+    programs::SockAddrContext,
 };
 use dataplane_common::{
     Addr, Port, Protocol, Reason, decide,
     tables::{Block, Endpoint, Kind, PeerSets, Sibling, SiblingKey},
 };
 
-use super::{Family, SockAddr, flows, ports};
+use super::{Family, SockAddr, V4, flows, ports};
 use crate::{
     select::{Live, Request, Verdict},
     sets::place_of,
@@ -126,8 +127,33 @@ const OTHERS: u32 = 8;
 /// Chooses an endpoint that no other socket of this port has for another VIP, for a socket that is bound to a port. If
 /// every endpoint is taken, a pod's connection is left to the packet path, which can use another port; a process of the
 /// node gets the kernel's error.
-#[inline(never)]
+#[inline(always)]
 pub fn keep_apart<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mut Verdict) {
+    siblings_keep_apart(call.ctx.sock_addr, request, verdict);
+}
+
+/// [`keep_apart`]. With external linkage: the verifier looks at it once.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn siblings_keep_apart(
+    ctx: *mut bpf_sock_addr,
+    request: *const Request,
+    verdict: *mut Verdict,
+) -> u32 {
+    // SAFETY: a request and a verdict, or null: the verifier sees to it where it is called.
+    if let (Some(request), Some(verdict)) =
+        (unsafe { request.as_ref() }, unsafe { verdict.as_mut() })
+    {
+        // The family does not matter: nothing here reads or writes the address of the call.
+        let call = SockAddr::<V4>::new(SockAddrContext::new(ctx));
+        separate(&call, request, verdict);
+    }
+    0
+}
+
+#[inline(always)]
+fn separate<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &mut Verdict) {
     let protocol = request.protocol;
     let chosen = verdict.endpoint;
     let key = key(call, protocol, chosen.addr, chosen.port);
