@@ -182,9 +182,9 @@ impl Paced {
             let problem = Problem {
                 gravity: Gravity::Warning,
                 place: format!("namespace {namespace}"),
-                text: "its Services and ServiceEntries change faster than the agent takes changes of one namespace in, so \
-                       its latest changes are served later; those of other namespaces do not wait for them. Change fewer \
-                       objects at a time, or smaller ones"
+                text: "changes of its Services and ServiceEntries are not applied yet, because this namespace or another has \
+                       more changes than the agent applies at a time; what was served before is served until then. Where \
+                       this stays, change fewer objects at a time, or smaller ones, in the namespaces that are named so"
                     .to_owned(),
             };
             (namespace.clone(), problem)
