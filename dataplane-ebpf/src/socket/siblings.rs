@@ -142,9 +142,7 @@ extern "C" fn siblings_keep_apart(
     verdict: *mut Verdict,
 ) -> u32 {
     // SAFETY: a request and a verdict, or null: the verifier sees to it where it is called.
-    if let (Some(request), Some(verdict)) =
-        (unsafe { request.as_ref() }, unsafe { verdict.as_mut() })
-    {
+    if let (Some(request), Some(verdict)) = unsafe { (request.as_ref(), verdict.as_mut()) } {
         // The family does not matter: nothing here reads or writes the address of the call.
         let call = SockAddr::<V4>::new(SockAddrContext::new(ctx));
         separate(&call, request, verdict);

@@ -123,7 +123,9 @@ impl Reviewer {
 
     /// Returns whether the bearer of a token may get a path.
     ///
-    /// # Errors If the API server does not answer, or was not asked.
+    /// # Errors
+    ///
+    /// If the API server does not answer, or was not asked.
     pub async fn may_get(&self, token: &str, path: &str) -> Result<Review, ReviewError> {
         let question = (token.to_owned(), path.to_owned());
         if let Some(known) = self.memory().ask(&question, Instant::now())? {

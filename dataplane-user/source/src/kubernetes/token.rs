@@ -33,7 +33,9 @@ impl TokenFile {
 
     /// Returns the value of the header `Authorization`.
     ///
-    /// # Errors If the file has no token, and none was read before.
+    /// # Errors
+    ///
+    /// If the file has no token, and none was read before.
     pub fn header(&self) -> Result<HeaderValue, ConnectError> {
         let mut last = self
             .last

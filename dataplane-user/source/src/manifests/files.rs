@@ -109,7 +109,9 @@ fn is_manifest(path: &Path) -> bool {
 
 /// Returns the text of a file.
 ///
-/// # Errors The reason, as a text: the kernel's error, or a file that is too large or not UTF-8.
+/// # Errors
+///
+/// The reason, as a text: the kernel's error, or a file that is too large or not UTF-8.
 pub fn read(path: &Path) -> Result<String, String> {
     file::read(path, FILE_SIZE_MAX).map_err(|fault| {
         let hint = match fault {

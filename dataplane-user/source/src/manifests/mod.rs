@@ -68,7 +68,9 @@ impl Loaded {
 
 /// Reads manifests: files, and directories with all `*.yaml`, `*.yml` and `*.json` below them.
 ///
-/// # Errors All faults.
+/// # Errors
+///
+/// All faults.
 pub fn load(paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
     load_reusing(&Snapshot::default(), paths, node)
 }
@@ -79,7 +81,9 @@ pub fn load(paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
 /// `node` is the node as known without the manifests. If they contain its Node object, the snapshot's node has the
 /// facts of that object.
 ///
-/// # Errors As for [`load`].
+/// # Errors
+///
+/// As for [`load`].
 pub fn load_reusing(previous: &Snapshot, paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
     // Hints depend on the node's zone, and the last object of the last file may state the zone. The zone hardly ever
     // changes, so the former one is assumed.

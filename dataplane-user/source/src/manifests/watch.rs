@@ -69,7 +69,9 @@ impl Watcher {
     ///
     /// If the kernel gives no notifications, logs this and compares stamps every second.
     ///
-    /// # Errors If a path is relative, and there is no current directory.
+    /// # Errors
+    ///
+    /// If a path is relative, and there is no current directory.
     pub fn new(paths: &[PathBuf]) -> Result<Self, WatchError> {
         let paths = paths
             .iter()
