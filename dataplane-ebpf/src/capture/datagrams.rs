@@ -12,8 +12,10 @@ use dataplane_common::{
 };
 
 use super::{
-    askers, config,
-    outbound::{self, Call, enrolled, excludes_user, is_agent, mark},
+    askers,
+    caller::{enrolled, excludes_user, is_agent, mark},
+    config,
+    outbound::{self, Call},
 };
 use crate::{
     select::{Live, Request, Verdict, count},
@@ -33,14 +35,8 @@ pub fn connect<F: Family>(call: &SockAddr<F>) -> i32 {
     if request.protocol == Protocol::TCP {
         outbound::run(call, &request, mesh)
     } else {
-        connect_datagrams(call, &request, mesh)
+        judge::<F, false>(call, &request, mesh)
     }
-}
-
-/// Not inlined: a function with its own frame gives its stack back.
-#[inline(never)]
-fn connect_datagrams<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
-    judge(call, request, mesh, Hook::Connect)
 }
 
 /// Whether the programs judge datagrams at all.
@@ -62,19 +58,20 @@ pub const ANSWERS: i32 = 3;
 /// [`judge`] of a datagram that is sent: it goes to the agent's DNS server, before any other rule for its destination.
 pub const CAPTURED: i32 = 4;
 
-/// Decides, and applies the decision.
-#[inline(always)]
-pub fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: Hook) -> i32 {
+/// Decides, and applies the decision. `SENT`: the call is `sendmsg()`, not `connect()`. (Not inlined: a function with its own
+/// frame gives its stack back.)
+#[inline(never)]
+pub fn judge<F: Family, const SENT: bool>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
     if !are_judged(mesh) {
         return GO_ON;
     }
-    let (reason, goes) = decide(call, request, mesh, hook);
+    let (reason, goes) = decide(call, request, mesh, SENT);
     let is_captured = reason == Reason::CapturedDns;
     if reason == Reason::DnsBypassed {
         count(reason);
     }
     if !is_captured && !reason.is_refusal() {
-        if hook as u8 == Hook::Sendmsg as u8 {
+        if SENT {
             return goes;
         }
         if goes == JUDGED {
@@ -88,19 +85,19 @@ pub fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: 
         let (addr, port) = outbound::dns_server(mesh, request.addr.is_v4());
         verdict.endpoint = Endpoint::new(addr, port);
     }
+    let hook = if SENT { Hook::Sendmsg } else { Hook::Connect };
     events::report(call, hook, request, &verdict);
     if !is_captured {
         return refuse();
     }
     let peer = request.peer(&verdict.endpoint);
-    let is_sent = hook as u8 == Hook::Sendmsg as u8;
-    if is_sent {
+    if SENT {
         flows::remember(call, &peer);
     } else {
         peers::remember(call, &peer);
     }
     call.set(peer.endpoint, peer.endpoint_port);
-    if is_sent { CAPTURED } else { GO_ON }
+    if SENT { CAPTURED } else { GO_ON }
 }
 
 /// Returns the reason, and how the datagram goes on if it does.
@@ -109,7 +106,7 @@ fn decide<F: Family>(
     call: &SockAddr<F>,
     request: &Request,
     mesh: u64,
-    hook: Hook,
+    is_sent: bool,
 ) -> (Reason, i32) {
     let Some(config) = config() else {
         return (Reason::NotService, GO_ON);
@@ -129,7 +126,6 @@ fn decide<F: Family>(
     if has_mark(mark(ctx), config.mark) && is_agent(config) {
         return (Reason::ProxysOwn, GO_ON);
     }
-    let is_sent = hook as u8 == Hook::Sendmsg as u8;
     if enrolled.flags & Enrolled::EGRESS_DENY != 0 && feigns(call, request, is_sent) {
         return (Reason::SourceForged, GO_ON);
     }

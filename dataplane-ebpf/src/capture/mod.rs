@@ -2,6 +2,7 @@
 
 mod askers;
 pub mod assign;
+pub mod caller;
 pub mod datagrams;
 pub mod inbound;
 pub mod meters;

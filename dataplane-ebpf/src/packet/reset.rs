@@ -1,6 +1,6 @@
-//! Answers packets in the middle of an unknown TCP connection to a service's address, of which neither the program's
-//! tables nor the kernel's conntrack have an entry. Such a packet arrives after a failover of the address, or after a
-//! reboot. The program resets the connection at once, as the endpoint would (RFC 9293, section 3.10.7.1).
+//! Answers packets in the middle of a TCP connection to a service's address, if both the program's tables and the
+//! kernel's conntrack lack the connection. Such a packet arrives after a failover of the address, or after a reboot.
+//! The program resets the connection at once, as the endpoint would (RFC 9293, section 3.10.7.1).
 //!
 //! The program at ingress cannot look into the kernel's conntrack, which may have an entry. So it only marks the packet
 //! as unknown ([`Skb::is_unknown`]). The kernel translates packets of its own connections before it routes them. If a

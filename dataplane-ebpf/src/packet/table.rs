@@ -220,7 +220,7 @@ impl Memory for Maps {
 
     #[inline(always)]
     fn try_hold_or_find(&self, key: &FlowKey, now: Tick) -> u32 {
-        conntrack_hold(key, u32::from(now.number()))
+        conntrack_try_hold_or_find(key, u32::from(now.number()))
     }
 
     #[inline(always)]
@@ -336,7 +336,7 @@ pub fn find_by_node(reply: &PortKey) -> Option<(Place, Snapshot)> {
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
-extern "C" fn conntrack_hold(key: *const FlowKey, now: u32) -> u32 {
+extern "C" fn conntrack_try_hold_or_find(key: *const FlowKey, now: u32) -> u32 {
     // SAFETY: a key, or null: the verifier sees to it where it is called.
     match unsafe { key.as_ref() } {
         Some(key) => cells::try_hold_or_find(&Maps::get(), key, Tick::from_number(now as u16)),

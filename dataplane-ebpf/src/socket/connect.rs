@@ -4,7 +4,7 @@ use dataplane_common::{Hook, Protocol, Reason, capture::is_proxy, tables::Endpoi
 
 use super::{Family, GO_ON, SockAddr, config, events, flows, peers, siblings};
 use crate::{
-    capture::{meters, outbound},
+    capture::{caller, meters, outbound},
     select::{self, Request, Verdict},
 };
 
@@ -25,7 +25,7 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         return GO_ON;
     }
     let mesh = config().map_or(0, |config| config.mesh);
-    if mesh != 0 && outbound::is_proxys_own(call.ctx.sock_addr) {
+    if mesh != 0 && caller::is_proxys_own(call.ctx.sock_addr) {
         // The proxy has chosen the endpoint: no service that claims its address translates it again, here or by packets.
         goes_itself(call, &request);
         return GO_ON;

@@ -23,7 +23,7 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     }
     let mut goes = GO_ON;
     if datagrams::are_judged(mesh) {
-        goes = judge(call, &request, mesh);
+        goes = datagrams::judge::<F, true>(call, &request, mesh);
         if goes == REFUSED {
             return REFUSED;
         }
@@ -106,10 +106,4 @@ fn carry_out<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &Verdict
     }
     let answer = call.carry_out(verdict);
     if is_new { answer | NEW } else { answer }
-}
-
-/// See [`find_used`].
-#[inline(never)]
-fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
-    datagrams::judge(call, request, mesh, Hook::Sendmsg)
 }
