@@ -12,6 +12,7 @@ const JSON: &str = include_str!("../../../../tests/data/kube-proxy-1.36/nft-rule
 const SAVED_33: &str = include_str!("../../../../tests/data/kube-proxy-1.33/iptables-save.txt");
 const LISTED_33: &str = include_str!("../../../../tests/data/kube-proxy-1.33/nft-ruleset.txt");
 const JSON_34: &str = include_str!("../../../../tests/data/kube-proxy-1.34/nft-ruleset.json");
+const LISTED_35: &str = include_str!("../../../../tests/data/kube-proxy-1.35/nft-ruleset.txt");
 
 fn read(text: &str) -> Result<Imported, Error> {
     let text = Text {
@@ -122,7 +123,7 @@ fn the_rules_before_1_36_become_the_services_of_1_36() {
             line.replace('*', "")
         }
     };
-    for text in [LISTED_33, JSON_34] {
+    for text in [LISTED_33, JSON_34, LISTED_35] {
         let old = good(text);
         assert_eq!(old.facts, new.facts);
         assert!(old.services.keys().eq(new.services.keys()));
@@ -974,6 +975,7 @@ fn manifests_say_what_the_rules_say() {
         SAVED_33,
         LISTED_33,
         JSON_34,
+        LISTED_35,
         include_str!("../../../../tests/data/kube-proxy-1.37/iptables-save.txt"),
         include_str!("../../../../tests/data/kube-proxy-1.37/nft-ruleset.txt"),
     ] {
