@@ -374,7 +374,7 @@ fn entries_of_one_host_cost_what_each_costs() {
         let mut names = Names::of(&snapshot);
         names.follow(&Snapshot::default());
         assert!(!names.has_hosts());
-        threads::computed() - before
+        threads::computed().saturating_sub(before)
     };
     // Others may use the processor's caches in between.
     let shortest = |count| (0..3).map(|_| follow(count)).min().unwrap_or_default();
