@@ -116,7 +116,8 @@ mod socket_udp;
 
 use std::{
     process::ExitCode,
-    sync::{Mutex, PoisonError, RwLock},
+    sync::{Mutex, MutexGuard, PoisonError, RwLock},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -138,6 +139,13 @@ static ALONE: RwLock<()> = RwLock::new(());
 
 /// How long each scenario took, in the order of their ends.
 static TOOK: Mutex<Vec<(&str, Duration)>> = Mutex::new(Vec::new());
+
+/// The scenarios that run, and since when.
+static RUNNING: Mutex<Vec<(&str, Instant)>> = Mutex::new(Vec::new());
+
+/// A scenario that runs for so long is named, again and again: what waits for a guest's words tells a long scenario from a
+/// guest that hangs, and whose it was.
+const LONG: Duration = Duration::from_mins(1);
 
 /// A scenario, and what it needs.
 #[derive(Clone, Copy)]
@@ -288,7 +296,7 @@ fn main() -> ExitCode {
     // Scenarios wait more than they compute: alone, three seconds for one of a processor's. But with three for each processor,
     // those that are under load starve on a slow machine. An emulated machine computes.
     if !emulated && arguments.test_threads.is_none() {
-        arguments.test_threads = std::thread::available_parallelism()
+        arguments.test_threads = thread::available_parallelism()
             .ok()
             .map(|processors| 2 * processors.get());
     }
@@ -320,11 +328,30 @@ fn main() -> ExitCode {
         };
         trial(scenario, missing, required, &arguments)
     });
+    if !arguments.list {
+        thread::spawn(name_long_scenarios);
+    }
     let conclusion = libtest_mimic::run(&arguments, trials.collect());
     if !arguments.list {
         print_slowest();
     }
     conclusion.exit_code()
+}
+
+fn lock<T>(list: &Mutex<T>) -> MutexGuard<'_, T> {
+    list.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Names the scenarios that run for long, for as long as this program runs.
+fn name_long_scenarios() {
+    loop {
+        thread::sleep(LONG);
+        for (name, since) in lock(&RUNNING).iter() {
+            if since.elapsed() >= LONG {
+                println!("running for {:.0} s: {name}", since.elapsed().as_secs_f64());
+            }
+        }
+    }
 }
 
 /// Prints which scenarios took longest, so that a reader sees what makes a run long.
@@ -333,7 +360,7 @@ fn print_slowest() {
     const FEW: usize = 20;
     const SHOWN: usize = 20;
 
-    let mut took = TOOK.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let mut took = lock(&TOOK).clone();
     if took.len() < FEW {
         return;
     }
@@ -363,11 +390,10 @@ fn trial(
         None => Trial::test(name, move || {
             let timed = || {
                 let started = Instant::now();
+                lock(&RUNNING).push((name, started));
                 let done = run();
-                let took = (name, started.elapsed());
-                TOOK.lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push(took);
+                lock(&RUNNING).retain(|(running, _)| *running != name);
+                lock(&TOOK).push((name, started.elapsed()));
                 done
             };
             let done = if measures {

@@ -177,7 +177,7 @@ impl Tally {
         self.failed
     }
 
-    /// What ran, what failed, and what was skipped and why.
+    /// What ran, what was skipped and why, and what failed: last, where a log that is cut still has it.
     pub fn print(&self) {
         println!(
             "Ran: {}.",
@@ -187,12 +187,6 @@ impl Tally {
                 self.suites.join(", ")
             }
         );
-        for name in &self.failures {
-            println!("Failed: {name}");
-        }
-        for name in &self.alone {
-            println!("Failed among others, passed alone: {name}");
-        }
         for (reason, names) in &self.skipped {
             println!("Skipped {}: {reason}: {}", names.len(), names.join(", "));
         }
@@ -202,6 +196,12 @@ impl Tally {
         }
         for (seconds, name) in slowest {
             println!("{seconds:6.1} s  {name}");
+        }
+        for name in &self.failures {
+            println!("Failed: {name}");
+        }
+        for name in &self.alone {
+            println!("Failed among others, passed alone: {name}");
         }
     }
 

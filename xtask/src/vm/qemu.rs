@@ -27,7 +27,8 @@ struct Limits {
     total: Duration,
 }
 
-/// The longest test takes a minute and emulation makes four of it; all of them took eight minutes.
+/// The lab names each minute what runs for long, so a guest that works is never silent for long; the longest task takes
+/// eight minutes.
 const LIMITS: Limits = Limits {
     silence: Duration::from_mins(4),
     total: Duration::from_hours(1),
