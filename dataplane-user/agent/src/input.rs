@@ -233,11 +233,9 @@ impl Input {
         let learnt = learnt.and_then(|lookups| lookups.tell(&mut self.entries));
         let Some(view) = self.feed.take() else {
             if self.is_behind() {
-                let since = self.behind_since;
+                let waited = self.behind_since;
                 self.step();
-                return Some(Update {
-                    since: [since, learnt].into_iter().flatten().min(),
-                });
+                return Some(self.update(waited, learnt));
             }
             // The agent looks up names of objects in the last view only, so there is a view.
             learnt?;
@@ -363,8 +361,7 @@ impl Input {
     fn put(&mut self, view: View) -> Update {
         self.known = true;
         self.facts = view.node;
-        self.paced.want(&view.services, &view.entries);
-        self.snapshot.routes = view.routes;
+        self.paced.want(&view.services, &view.entries, &view.routes);
         self.snapshot.grants = view.grants;
         self.snapshot.workloads = view.workloads;
         self.snapshot.pods = view.pods;
@@ -373,11 +370,20 @@ impl Input {
         self.snapshot.namespaces.clone_from(&view.namespaces);
         let others = !Arc::ptr_eq(&self.problems, &view.problems);
         self.problems = view.problems;
-        self.behind_since = self.behind_since.or(view.since);
+        let waited = self.behind_since;
+        self.behind_since = waited.or(view.since);
         if !self.step() && others {
             self.note();
         }
-        Update { since: view.since }
+        self.update(waited, view.since)
+    }
+
+    /// After a step: the changes that waited since then take effect, as a whole, with the last of them.
+    fn update(&self, waited: Option<Instant>, since: Option<Instant>) -> Update {
+        let caught_up = waited.filter(|_| !self.is_behind());
+        Update {
+            since: [caught_up, since].into_iter().flatten().min(),
+        }
     }
 
     /// Takes in the next changes of the view, and serves the result; returns whether others are left out than before.
@@ -389,6 +395,7 @@ impl Input {
         let mut unread = self.unread.clone();
         unread.extend(self.paced.behind().map(Arc::from));
         self.snapshot.unread = unread;
+        self.snapshot.routes.clone_from(self.paced.routes());
         let noted = self.serve();
         if others && !noted {
             self.note();

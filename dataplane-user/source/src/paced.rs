@@ -12,8 +12,8 @@ use std::{
 
 use imbl::{OrdMap, ordmap::DiffItem};
 use model::{
-    ADDRESSES_MAX, At, Entry, EntryName, EntryResolution, Gravity, Problem, Records, Service,
-    ServiceName,
+    ADDRESSES_MAX, At, BackendTo, Entry, EntryName, EntryResolution, Gravity, Problem, Records,
+    Route, RouteName, Service, ServiceName,
 };
 
 use super::turns::Turns;
@@ -28,7 +28,10 @@ const OBJECT: u64 = 8;
 /// Time after which a waiting namespace is reported.
 const NAMED_AFTER: Duration = Duration::from_secs(1);
 
-/// The services and entries of a source, as far as their changes have been applied.
+/// The services, entries and routes of a source, as far as their changes have been applied.
+///
+/// A route costs little, but it belongs to Services: one that leads to a Service which is not applied yet would refuse the
+/// Service's part of the connections. So a changed route waits for the namespaces of its Services.
 #[derive(Debug)]
 pub struct Paced {
     /// Whether the first objects have been applied.
@@ -44,10 +47,11 @@ pub struct Paced {
     problems: BTreeMap<Box<str>, Problem>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Objects {
     services: OrdMap<ServiceName, Arc<Service>>,
     entries: OrdMap<EntryName, Arc<Entry>>,
+    routes: OrdMap<RouteName, Arc<Route>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -77,18 +81,17 @@ impl Paced {
         &mut self,
         services: &OrdMap<ServiceName, Arc<Service>>,
         entries: &OrdMap<EntryName, Arc<Entry>>,
+        routes: &OrdMap<RouteName, Arc<Route>>,
     ) {
         let wanted = Objects {
             services: services.clone(),
             entries: entries.clone(),
+            routes: routes.clone(),
         };
         // The first objects are applied at once: there are no earlier services that could be delayed.
         if !self.is_begun {
             self.is_begun = true;
-            self.taken = Objects {
-                services: services.clone(),
-                entries: entries.clone(),
-            };
+            self.taken = wanted.clone();
             self.wanted = wanted;
             return;
         }
@@ -123,6 +126,15 @@ impl Paced {
         }
         self.is_full = self.is_behind();
         let waiting: BTreeSet<&str> = self.turns.namespaces().collect();
+        for (name, _) in changes(&self.taken.routes, &self.wanted.routes) {
+            let waits = [&self.taken.routes, &self.wanted.routes]
+                .into_iter()
+                .filter_map(|of| of.get(&name))
+                .any(|route| concerns(route, &waiting));
+            if !waits {
+                bring(&mut self.taken.routes, &self.wanted.routes, &name);
+            }
+        }
         self.since
             .retain(|namespace, _| waiting.contains(&**namespace));
         for namespace in waiting {
@@ -168,6 +180,11 @@ impl Paced {
         &self.taken.entries
     }
 
+    /// Returns the routes with all applied changes.
+    pub const fn routes(&self) -> &OrdMap<RouteName, Arc<Route>> {
+        &self.taken.routes
+    }
+
     /// Returns a problem for each namespace that has waited for some time.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
         self.problems.values()
@@ -208,6 +225,20 @@ fn changes<K: Ord + Clone, V: PartialEq>(
     changes.collect()
 }
 
+/// Returns whether a route is in one of these namespaces, as its parents are, or leads to a Service in one. (A host's entry
+/// can be in any namespace, and is not waited for.)
+fn concerns(route: &Route, namespaces: &BTreeSet<&str>) -> bool {
+    let of_backends = route
+        .backends
+        .iter()
+        .filter_map(|backend| match &backend.to {
+            BackendTo::Service(name) => Some(name.namespace()),
+            BackendTo::Host(_) | BackendTo::Invalid(..) => None,
+        });
+    let mut all = of_backends.chain([&*route.name.namespace]);
+    all.any(|namespace| namespaces.contains(namespace))
+}
+
 /// Copies the state of one object from `wanted`, or removes the object.
 fn bring<K: Ord + Clone, V>(taken: &mut OrdMap<K, Arc<V>>, wanted: &OrdMap<K, Arc<V>>, name: &K) {
     match wanted.get(name) {
@@ -246,7 +277,9 @@ fn cost_of_entry(entry: &Entry) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use model::{BackendRef, Parent, RouteKind};
     use serde_json::json;
+    use smallvec::smallvec;
 
     use super::*;
     use crate::objects::{self, Findings, Outcome};
@@ -256,9 +289,36 @@ mod tests {
     struct Wanted {
         services: OrdMap<ServiceName, Arc<Service>>,
         entries: OrdMap<EntryName, Arc<Entry>>,
+        routes: OrdMap<RouteName, Arc<Route>>,
     }
 
     impl Wanted {
+        /// Sets a route of the namespace's Service `web` to a Service of a namespace.
+        fn route(&mut self, namespace: &str, to: &str) {
+            let name = RouteName {
+                namespace: namespace.into(),
+                name: "route".into(),
+                kind: RouteKind::Tcp,
+            };
+            let route = Route {
+                name: name.clone(),
+                created: None,
+                parents: smallvec![Parent {
+                    service: ServiceName::new(namespace, "web"),
+                    port: None,
+                    section: None,
+                }],
+                abroad: None,
+                unsupported: None,
+                backends: vec![BackendRef {
+                    to: BackendTo::Service(ServiceName::new(to, "s99")),
+                    port: Some(1),
+                    weight: 1,
+                }],
+            };
+            self.routes.insert(name, Arc::new(route));
+        }
+
         /// Sets a Service with `ports` ports at one address. The port numbers show the version.
         fn service(&mut self, namespace: &str, name: &str, ports: u16, version: u16) {
             let port =
@@ -298,7 +358,7 @@ mod tests {
         }
 
         fn want(&self, paced: &mut Paced) {
-            paced.want(&self.services, &self.entries);
+            paced.want(&self.services, &self.entries, &self.routes);
         }
     }
 
@@ -359,6 +419,50 @@ mod tests {
         );
         assert_eq!(*paced.services(), wanted.services);
         assert_eq!(*paced.entries(), wanted.entries);
+    }
+
+    #[test]
+    fn a_route_waits_for_its_services_and_for_no_others() {
+        let (mut paced, mut wanted) = begun();
+        wanted.route("shop", "shop");
+        wanted.route("other", "shop");
+        wanted.want(&mut paced);
+        paced.step(Instant::now());
+        assert_eq!(*paced.routes(), wanted.routes);
+        for n in 0..100 {
+            wanted.service("tenant", &format!("s{n:02}"), 500, 0);
+        }
+        wanted.route("shop", "tenant");
+        wanted.route("tenant", "shop");
+        wanted.route("third", "shop");
+        let gone = wanted
+            .routes
+            .keys()
+            .find(|name| &*name.namespace == "other");
+        let gone = gone.cloned().unwrap();
+        wanted.routes.remove(&gone);
+        wanted.want(&mut paced);
+        let mut steps = 0;
+        while steps == 0 || paced.is_behind() {
+            steps += 1;
+            paced.step(Instant::now());
+            let routes = paced.routes();
+            assert!(!routes.contains_key(&gone));
+            let has = |namespace: &str| routes.keys().any(|name| *name.namespace == *namespace);
+            assert!(has("third"));
+            // The route in `shop` leads where it led, and that in `tenant` is new.
+            let is_there = paced.services().contains_key(&name("tenant", "s99"));
+            let leads = routes.values().any(|route| {
+                matches!(&route.backends[0].to, BackendTo::Service(to) if to.namespace() == "tenant")
+            });
+            assert!(is_there || !leads, "step {steps}");
+            assert_eq!(
+                (leads, has("tenant")),
+                (!paced.is_behind(), !paced.is_behind())
+            );
+        }
+        assert!(steps > 2);
+        assert_eq!(*paced.routes(), wanted.routes);
     }
 
     #[test]
