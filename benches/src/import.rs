@@ -12,8 +12,8 @@ use anyhow::{Context as _, ensure};
 use clap::Args;
 use dataplane_peers::{Mode, rules};
 use dataplane_tests::Lab;
+use migrate::kube_proxy::{Imported, Text, import};
 use serde::{Deserialize, Serialize};
-use source::iptables::{Imported, Text, import};
 
 use crate::{
     fleet::Fleet,

@@ -9,13 +9,13 @@ use std::{
 };
 
 use ipnet::IpNet;
+use migrate::kube_proxy::{Error, Imported, Masquerade, Text, import, write};
 use model::{
     Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
     Snapshot, TrafficPolicy,
 };
 use proptest::prelude::*;
 use smallvec::SmallVec;
-use source::iptables::{Error, Imported, Masquerade, Text, import, write};
 
 use super::{Cluster, Family, LocalDetector, iptables, nftables, port::ports};
 

@@ -16,6 +16,7 @@ use crate::{
     identity::create_dir,
     lab::{Host, Lab},
     patience::patience,
+    programs::Programs,
 };
 
 /// How long an agent may take until it is ready.
@@ -138,6 +139,7 @@ impl<'a> AgentBuilder<'a> {
         create_dir(&cgroup)?;
         Ok(Agent {
             program,
+            programs: programs.clone(),
             probe: programs.probe()?,
             cgroup,
             node_cgroup: self.lab.node_cgroup(self.node.name()),
@@ -157,6 +159,7 @@ impl<'a> AgentBuilder<'a> {
 #[derive(Debug)]
 pub struct Agent {
     program: PathBuf,
+    programs: Programs,
     probe: PathBuf,
     node: Host,
     cgroup: PathBuf,
@@ -213,6 +216,18 @@ impl Agent {
     /// A `dataplane` command about this agent, to be run on its node.
     pub fn dataplane(&self, arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Command {
         self.program(self.program.as_os_str()).args(arguments)
+    }
+
+    /// A `dataplane-migrate` command about this agent, to be run on its node.
+    ///
+    /// # Errors
+    /// When the program has not been built.
+    pub fn migrate(
+        &self,
+        arguments: impl IntoIterator<Item = impl AsRef<OsStr>>,
+    ) -> Result<Command> {
+        let program = self.programs.migrate()?;
+        Ok(self.program(program.as_os_str()).args(arguments))
     }
 
     /// A program with the variables by which it finds this agent.

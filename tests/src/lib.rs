@@ -32,6 +32,7 @@ mod lab;
 mod netns;
 mod network;
 pub mod openmetrics;
+pub mod pages;
 mod patience;
 mod programs;
 pub mod report;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Doing, Error, Result};
 
-/// A directory of built programs. `DATAPLANE_PROBE_BIN` and `DATAPLANE_BIN` name others.
+/// A directory of built programs. `DATAPLANE_PROBE_BIN`, `DATAPLANE_BIN` and `DATAPLANE_MIGRATE_BIN` name others.
 #[derive(Debug, Clone)]
 pub struct Programs {
     directory: PathBuf,
@@ -51,6 +51,18 @@ impl Programs {
     /// When it has not been built.
     pub fn dataplane(&self) -> Result<PathBuf> {
         self.find("dataplane", "DATAPLANE_BIN", "cargo xtask build --debug")
+    }
+
+    /// The program that takes rules over.
+    ///
+    /// # Errors
+    /// When it has not been built.
+    pub fn migrate(&self) -> Result<PathBuf> {
+        self.find(
+            "dataplane-migrate",
+            "DATAPLANE_MIGRATE_BIN",
+            "cargo xtask build --debug",
+        )
     }
 
     fn find(

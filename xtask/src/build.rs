@@ -1,4 +1,4 @@
-//! `cargo xtask build`: the kernel programs, then the binaries that carry them.
+//! `cargo xtask build`: the kernel programs, then the binaries.
 
 use std::{
     env, fs,
@@ -15,10 +15,10 @@ use crate::{
     workspace,
 };
 
-/// Compile the kernel programs, and the binaries that contain them
+/// Compile the kernel programs, and the binaries
 ///
 /// The kernel programs go to target/bpf/dataplane-ebpf. The build of the binary `dataplane` embeds
-/// them, so a node needs only the binary.
+/// them, so a node needs only the binary. `dataplane-migrate` is a binary of its own.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     /// Build the binaries in the dev profile (target/debug), which compiles faster, not in the release
@@ -66,7 +66,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
             } else {
                 Profile::Release
             },
-            &BINARIES,
+            &ALL,
         )?;
     }
     Ok(ExitCode::SUCCESS)
@@ -172,6 +172,9 @@ pub const TESTING: &str = "dataplane-cli/testing";
 
 /// What a node or a lab runs.
 pub const BINARIES: [&str; 2] = ["dataplane-cli", "dataplane-tests"];
+
+/// Likewise, with the program for a node that is full of the rules of others.
+pub const ALL: [&str; 3] = [BINARIES[0], "dataplane-migrate", BINARIES[1]];
 
 /// Compiles the binaries of these packages, with the kernel programs in them.
 pub fn binaries(profile: Profile, packages: &[&str]) -> Result<()> {

@@ -5,11 +5,10 @@ use std::{io::Write as _, process::ExitCode};
 use anyhow::bail;
 use clap::Args;
 use serde::Serialize;
-
-use super::{
-    PathArgs, SocketArgs, exit,
+use terminal::{
+    GIVE_BACK, KeptArgs, PathArgs, SocketArgs, exit,
     output::{self, Cell, Format, Table},
-    takeover::{GIVE_BACK, KeptArgs, pods_that_need_it},
+    pods_that_need_it,
 };
 
 /// Remove all programs, tables and rules of the dataplane from the kernel.
@@ -17,7 +16,7 @@ use super::{
 /// Detaches the programs and removes the tables, of every layout: services are no longer served.
 /// Removes the filters and qdiscs on interfaces, and a mesh's rules and routes in workloads'
 /// network namespaces. Does not touch programs and rules of others. Refuses while an agent runs, and
-/// while pods depend on it whose mesh rules `dataplane takeover` has removed.
+/// while pods depend on it whose mesh rules `dataplane-migrate takeover` has removed.
 #[derive(Debug, Args)]
 pub struct CleanupArgs {
     /// List the programs, tables and rules that would be removed, and remove nothing
@@ -67,7 +66,7 @@ impl CleanupArgs {
             _ if self.force || self.dry_run => {}
             Ok(pods) if pods.is_empty() => {}
             Ok(pods) => bail!(
-                "nothing was removed: `dataplane takeover` removed the mesh's rules in {}, and without the dataplane's programs connections \
+                "nothing was removed: `dataplane-migrate takeover` removed the mesh's rules in {}, and without the dataplane's programs connections \
                  there bypass the proxy. Restore the rules first ({GIVE_BACK}), or use --force",
                 pods.join(", ")
             ),

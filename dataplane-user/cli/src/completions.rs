@@ -1,6 +1,6 @@
 //! `dataplane completions`.
 
-use std::{io::Write, process::ExitCode};
+use std::process::ExitCode;
 
 use clap::{Args, CommandFactory};
 
@@ -20,10 +20,7 @@ pub struct CompletionsArgs {
 
 impl CompletionsArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        // Generates into memory, because the generator panics on a write error.
-        let mut script = Vec::new();
-        clap_complete::generate(self.shell, &mut Cli::command(), "dataplane", &mut script);
-        std::io::stdout().write_all(&script)?;
+        terminal::completions(self.shell, Cli::command())?;
         Ok(ExitCode::SUCCESS)
     }
 }

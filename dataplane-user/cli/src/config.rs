@@ -9,8 +9,7 @@ use std::{
 use anyhow::{Context, anyhow};
 use clap::{Args, Subcommand};
 use settings::config;
-
-use super::output;
+use terminal::output;
 
 /// Check a configuration file, print the schema, or convert kube-proxy's configuration.
 #[derive(Debug, Args)]

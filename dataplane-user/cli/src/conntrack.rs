@@ -21,12 +21,12 @@ use kernel::{
     conntrack::{Conntrack, Flow, State, now},
 };
 use serde::Serialize;
-
-use super::{
+use terminal::{
     PathArgs, SocketArgs,
-    names::Names,
     output::{self, Cell, DIM, Format, Table},
 };
+
+use super::names::Names;
 
 /// List, count or remove the flows of the packet path.
 ///

@@ -17,8 +17,7 @@ use kernel::{
 };
 use serde::Serialize;
 use takeover::forward;
-
-use super::{
+use terminal::{
     PathArgs,
     output::{self, BAD, Cell, DIM, Format, GOOD, Table, WARN},
 };

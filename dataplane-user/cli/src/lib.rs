@@ -9,14 +9,11 @@ mod conntrack;
 mod dns;
 mod doctor;
 mod explain;
-mod iptables;
 mod keep_nat;
 mod live;
 mod monitor;
 mod names;
-mod netns;
 mod opener;
-mod output;
 mod plan;
 mod proxy;
 mod run;
@@ -24,7 +21,6 @@ mod services;
 mod settled;
 mod source;
 mod status;
-mod takeover;
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -33,26 +29,12 @@ use std::{
     str::FromStr,
 };
 
-use admin::client;
-use clap::{Args, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 use dataplane_common::Protocol;
 use nix::time::{ClockId, clock_gettime};
-use settings::{Kernel, Listeners, LogLevel};
-pub use settled::{Refusal, parse};
+use settings::LogLevel;
+pub use settled::parse;
 use tracing_subscriber::EnvFilter;
-
-/// Exit codes of commands, besides 0 (success, healthy, no change) and 1 (failure, not healthy).
-pub mod exit {
-    /// `plan`: there are changes. `iptables compare`, `takeover`: there are differences. `iptables apply`: rules of
-    /// others existed and stay beside the applied ones, or with `--dry-run` there are changes.
-    pub const CHANGES: u8 = 2;
-    /// `run`, `cleanup`, `takeover --revert`: another agent runs on this node.
-    pub const BUSY: u8 = 3;
-    /// `takeover`: there are no rules to take over.
-    pub const NOTHING: u8 = 4;
-    /// The command line is invalid (`EX_USAGE`). This is not clap's 2, which is an answer of `plan`.
-    pub const USAGE: u8 = 64;
-}
 
 /// Kubernetes services without iptables: translated at the socket, by eBPF programs.
 ///
@@ -79,8 +61,7 @@ pub struct Cli {
 }
 
 const EXIT_CODES: &str = "\
-Exit codes: 0 success; 1 error, or not healthy; 2 `plan`: something would change, `iptables compare`, `takeover`: something differs, `iptables apply`: the result is not guaranteed; 3 another agent runs; \
-64 wrong command line.
+Exit codes: 0 success; 1 error, or not healthy; 2 `plan`: something would change; 3 another agent runs; 64 wrong command line.
 
 Start with `dataplane doctor`, which tests if this machine can run the dataplane.";
 
@@ -97,8 +78,6 @@ enum Command {
     Dns(Box<dns::DnsArgs>),
     Doctor(doctor::DoctorArgs),
     Config(config::ConfigArgs),
-    Iptables(iptables::IptablesArgs),
-    Takeover(takeover::TakeoverArgs),
     KeepNat(keep_nat::KeepNatArgs),
     Cleanup(cleanup::CleanupArgs),
     Completions(completions::CompletionsArgs),
@@ -125,84 +104,11 @@ impl Cli {
             Command::Dns(args) => args.run(),
             Command::Doctor(args) => args.run(),
             Command::Config(args) => args.run(),
-            Command::Iptables(args) => args.run(),
-            Command::Takeover(args) => args.run(),
             Command::KeepNat(args) => args.run(),
             Command::Cleanup(args) => args.run(),
             Command::Completions(args) => args.run(),
             Command::Opener(args) => args.run(),
         }
-    }
-}
-
-/// Where the kernel's side of things is.
-#[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Paths")]
-struct PathArgs {
-    /// Directory for pinned programs and tables, on a BPF file system [default:
-    /// /sys/fs/bpf/dataplane]
-    #[arg(
-        long,
-        value_name = "DIR",
-        env = "DATAPLANE_BPFFS",
-        hide_env_values = true
-    )]
-    bpffs: Option<PathBuf>,
-
-    /// Directory of the cgroup v2 whose processes the agent serves [default: the root of cgroup v2]
-    #[arg(
-        long,
-        value_name = "DIR",
-        env = "DATAPLANE_CGROUP",
-        hide_env_values = true
-    )]
-    cgroup: Option<PathBuf>,
-}
-
-impl PathArgs {
-    /// Returns the paths for commands that only read. If cgroup v2 is not found, guesses its usual place.
-    fn or_guess(&self) -> kernel::Paths {
-        kernel::Paths::find_or_guess(self.bpffs(), self.cgroup.clone())
-    }
-
-    fn bpffs(&self) -> PathBuf {
-        self.kernel().bpffs()
-    }
-
-    fn kernel(&self) -> Kernel {
-        Kernel {
-            bpffs: self.bpffs.clone(),
-            cgroup: self.cgroup.clone(),
-        }
-    }
-}
-
-/// Where the agent listens.
-#[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Paths")]
-struct SocketArgs {
-    /// The agent's Unix socket, which commands such as `status` and `services` ask [default:
-    /// /run/dataplane/agent.sock]
-    #[arg(
-        long,
-        value_name = "PATH",
-        env = "DATAPLANE_SOCKET",
-        hide_env_values = true
-    )]
-    socket: Option<PathBuf>,
-}
-
-impl SocketArgs {
-    fn client(&self) -> client::Client {
-        client::Client::new(&self.path())
-    }
-
-    fn path(&self) -> PathBuf {
-        let listeners = Listeners {
-            socket: self.socket.clone(),
-            ..Listeners::default()
-        };
-        listeners.socket().to_owned()
     }
 }
 

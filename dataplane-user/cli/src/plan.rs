@@ -10,12 +10,12 @@ use plan::{Change, Contents, Planner};
 use serde::Serialize;
 use settings::Node;
 use takeover::forward;
-
-use super::{
+use terminal::{
     PathArgs, exit,
     output::{self, BAD, Format, GOOD, WARN},
-    source::SourceArgs,
 };
+
+use super::source::SourceArgs;
 
 /// Show what would change in the kernel's tables, without changing it.
 ///

@@ -10,8 +10,9 @@ use agent::InputError;
 use clap::{ArgMatches, Args, FromArgMatches as _, error::ErrorKind, parser::ValueSource};
 use kernel::probe;
 use settings::{Dns, LogFormat, Mesh, MetricsAuth, Settings, config, faults};
+use terminal::{PathArgs, Refusal, SocketArgs, exit};
 
-use super::{Command, PathArgs, Refusal, SocketArgs, exit, settled, source::SourceArgs};
+use super::{Command, settled, source::SourceArgs};
 
 /// Run the agent on this node.
 ///
@@ -98,9 +99,9 @@ impl RunArgs {
         settings.kernel.bpffs.clone_from(&self.paths.bpffs);
         settings.kernel.cgroup.clone_from(&self.paths.cgroup);
         settings.listen.socket.clone_from(&self.socket.socket);
-        settled::fill(&mut self.mesh, file.mesh.as_ref());
+        terminal::fill(&mut self.mesh, file.mesh.as_ref());
         settings.mesh.clone_from(&self.mesh);
-        settled::fill(&mut self.dns, file.dns.as_ref());
+        terminal::fill(&mut self.dns, file.dns.as_ref());
         settings.dns.clone_from(&self.dns);
         settings.log.level = super::log_level(self.verbose).or(file.log.level);
         let from_api = settings.source.kubernetes.is_some();

@@ -16,8 +16,7 @@ use dataplane_common::{
 };
 use kernel::Tables;
 use serde::Serialize;
-
-use super::{
+use terminal::{
     PathArgs, SocketArgs,
     output::{self, BAD, Cell, DIM, GOOD, Table, WARN},
 };

@@ -5,18 +5,9 @@ use std::{env, ffi::OsString, path::PathBuf};
 
 use clap::{ArgMatches, CommandFactory, FromArgMatches as _};
 use settings::{Node, Settings, Source, config};
-use source::manifests;
+use terminal::{PathArgs, Refusal, SocketArgs};
 
-use super::{Cli, Command, PathArgs, SocketArgs, source::SourceArgs};
-
-/// The reason why the command does not run.
-#[derive(Debug)]
-pub enum Refusal {
-    /// The command line is invalid, or asks for help.
-    Usage(clap::Error),
-    /// The configuration file has faults.
-    Config(manifests::Errors),
-}
+use super::{Cli, Command, source::SourceArgs};
 
 /// Reads the command line and the configuration file.
 ///
@@ -81,13 +72,11 @@ impl Command {
             Self::Explain(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Monitor(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Cleanup(args) => both(&mut args.paths, &mut args.socket, file),
-            Self::Takeover(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Conntrack(args) => {
                 let common = args.common();
                 both(&mut common.paths, &mut common.socket, file);
             }
             Self::Doctor(args) => args.paths.settle(file),
-            Self::Iptables(args) => args.settle(file),
             Self::Config(_) | Self::KeepNat(_) | Self::Completions(_) | Self::Opener(_) => {}
         }
         Ok(())
@@ -97,13 +86,6 @@ impl Command {
 fn both(paths: &mut PathArgs, socket: &mut SocketArgs, file: &Settings) {
     paths.settle(file);
     socket.settle(file);
-}
-
-/// Sets a missing value from the file.
-pub(super) fn fill<T: Clone>(said: &mut Option<T>, file: Option<&T>) {
-    if said.is_none() {
-        *said = file.cloned();
-    }
 }
 
 /// Makes a node that of the file, with the values that the command line and the environment set.
@@ -122,19 +104,6 @@ pub(super) fn node(
 pub(super) fn name(node: &mut Node) {
     if node.name.is_none() {
         node.name = env::var("NODE_NAME").ok();
-    }
-}
-
-impl PathArgs {
-    pub(super) fn settle(&mut self, file: &Settings) {
-        fill(&mut self.bpffs, file.kernel.bpffs.as_ref());
-        fill(&mut self.cgroup, file.kernel.cgroup.as_ref());
-    }
-}
-
-impl SocketArgs {
-    pub(super) fn settle(&mut self, file: &Settings) {
-        fill(&mut self.socket, file.listen.socket.as_ref());
     }
 }
 

@@ -8,8 +8,7 @@ use admin::{
     report::{self, Interface, OnInterface, Report, Severity},
 };
 use clap::Args;
-
-use super::{
+use terminal::{
     PathArgs, SocketArgs,
     output::{self, BAD, BOLD, Cell, Format, GOOD, Table, WARN},
 };

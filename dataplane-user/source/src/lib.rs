@@ -11,7 +11,6 @@ mod feed;
 mod file;
 mod health;
 mod host_ips;
-pub mod iptables;
 pub mod kubernetes;
 pub mod manifests;
 pub mod objects;

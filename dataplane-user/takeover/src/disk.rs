@@ -11,6 +11,9 @@ use std::{
 use super::may_die;
 
 /// Writes a file for root alone, in one step and onto the disk.
+///
+/// # Errors
+/// The file cannot be written. It is then as before.
 pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     let new = path.with_extension("new");
     let write = || {
@@ -30,6 +33,9 @@ pub fn replace(path: &Path, text: &str) -> io::Result<()> {
 }
 
 /// Has what was done in a directory be on the disk.
+///
+/// # Errors
+/// The directory cannot be opened, or the disk fails.
 pub fn sync(directory: &Path) -> io::Result<()> {
     File::open(directory)?.sync_all()
 }

@@ -12,7 +12,6 @@ use serde::{Deserialize, Serialize};
 use super::{
     disk::{at, replace, sync},
     may_die,
-    saved::Saved,
 };
 
 /// Where rules and the journal are kept.
@@ -139,14 +138,6 @@ impl Journal {
             }
         }
         Ok(cookies)
-    }
-
-    /// The rules as they were.
-    ///
-    /// # Errors
-    /// The file cannot be read, or is not the one that was written.
-    pub fn saved(&self) -> io::Result<Saved> {
-        Ok(Saved::read(&self.file, Some(&self.sha256))?.0)
     }
 }
 

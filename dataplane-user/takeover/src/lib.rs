@@ -1,24 +1,12 @@
-//! What others have on the node, and what the dataplane means for it.
+//! The facts about rules of other programs that the agent, `dataplane` and `dataplane-migrate` share: their owners, those that
+//! refuse packets which the packet path sends on, and the journal of a take-over.
 
 #![forbid(unsafe_code)]
 
-pub mod binaries;
-pub mod capture;
-pub mod cleanup;
-pub mod collect;
-pub mod detect;
-mod disk;
+pub mod disk;
 pub mod forward;
 pub mod journal;
 pub mod owners;
-pub mod rails;
-pub mod reconcile;
-pub mod report;
-pub mod restore;
-pub mod ruleset;
-pub mod saved;
-#[cfg(test)]
-mod simulated;
 
 /// The variable by which a test says at which point a command is to die: 1 for the first. Only builds with debug assertions look
 /// there: the binary that is shipped does not know the variable.

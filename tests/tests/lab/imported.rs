@@ -1,4 +1,4 @@
-//! `iptables import`: kube-proxy's rules become manifests, in each of its modes, from the kernel and from a file.
+//! `dataplane-migrate import`: kube-proxy's rules become manifests, in each of its modes, from the kernel and from a file.
 
 use std::{
     fs,
@@ -17,7 +17,7 @@ use crate::{
     cluster::{Cluster, TCP, UDP, counted, lived, peer_is, reaches, refused, serve},
     differential::world::load_rules,
     manifest::{Manifests, Service},
-    outcome::{Outcome, run, run_args},
+    outcome::{Outcome, migrate, run},
 };
 
 scenarios! {
@@ -69,7 +69,7 @@ fn peers(host: &Host) -> Result<Peers> {
     })
 }
 
-/// The output of `iptables import`: manifests, and keys of the configuration.
+/// The output of `dataplane-migrate import`: manifests, and keys of the configuration.
 struct Imported {
     directory: TempDir,
 }
@@ -109,16 +109,12 @@ impl Imported {
 }
 
 fn import(node: &Host, program: &Path, more: &[&str]) -> Result<Outcome> {
-    let command = node.command(program).args(["iptables", "import"]);
+    let command = node.command(program).arg("import");
     let output = command
         .args(["--node-name", node.name()])
         .args(more)
         .output()?;
-    Ok(Outcome {
-        code: output.status.code(),
-        stdout: String::from_utf8(output.stdout)?,
-        stderr: String::from_utf8(output.stderr)?,
-    })
+    Outcome::of(&output)
 }
 
 /// Without an agent, the plan from the rules in the kernel equals the plan from the manifests of which kube-proxy's
@@ -134,6 +130,7 @@ fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
         .build()?;
     let manifests = Manifests::new(&services(&lab))?;
     let program = lab.programs().dataplane()?;
+    let migrate = lab.programs().migrate()?;
     let directory = tempfile::tempdir()?;
     for (host, mode) in ["node1", "node2", "node3"].into_iter().zip(Mode::ALL) {
         let host = lab.node(host);
@@ -163,13 +160,13 @@ fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
         let path = manifests.path().to_string_lossy().into_owned();
         let wanted = plan(&["-f", &path, "--nodeport-addresses", &addresses])?;
         let by_rules = |more: &[&str]| -> Result<Value> {
-            let imported = Imported::of(host, &program, more)?;
+            let imported = Imported::of(host, &migrate, more)?;
             plan(&imported.options()?.each_ref().map(String::as_str))
         };
         let live = by_rules(&[])?;
         ensure!(live == wanted, "{mode}: {live:#}\nby manifests: {wanted:#}");
         if mode == Mode::Nftables {
-            needs_no_program_for_rules_of_others(host, &program)?;
+            needs_no_program_for_rules_of_others(host, &migrate)?;
         }
         let prints: &[&str] = match mode {
             Mode::IptablesLegacy => &["iptables-legacy-save; ip6tables-legacy-save"],
@@ -198,7 +195,7 @@ fn needs_no_program_for_rules_of_others(host: &Host, program: &Path) -> Result<(
     symlink(nft.trim(), only_nft.path().join("nft"))?;
     let rule = ["-A", "FORWARD", "-p", "sctp", "-j", "DROP"];
     host.command("iptables-nft").args(rule).run()?;
-    let import = host.command(program).args(["iptables", "import"]);
+    let import = host.command(program).arg("import");
     let output = import.env("PATH", only_nft.path()).output()?;
     let said = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.code() == Some(0), "{said}");
@@ -230,7 +227,7 @@ impl Served {
     }
 }
 
-/// The agent serves the manifests that `iptables import` made of kube-proxy's rules in the kernel, and continues when
+/// The agent serves the manifests that `dataplane-migrate import` made of kube-proxy's rules in the kernel, and continues when
 /// the rules are removed.
 fn an_agent_serves_what_rules_say() -> Result<()> {
     Mode::ALL.into_iter().try_for_each(serves_what_rules_say)
@@ -238,7 +235,7 @@ fn an_agent_serves_what_rules_say() -> Result<()> {
 
 fn serves_what_rules_say(mode: Mode) -> Result<()> {
     let Served { lab, _servers } = &Served::start(mode)?;
-    let program = lab.programs().dataplane()?;
+    let program = lab.programs().migrate()?;
     let imported = Imported::of(lab.node("node2"), &program, &[])?;
     let agent = lab.agent("node2").args(imported.options()?).start()?;
     let client = lab.pod("sleep");
@@ -273,11 +270,7 @@ fn serves_what_rules_say(mode: Mode) -> Result<()> {
     let status = run(&agent, "status -o json")?.json()?;
     let networks = status["agent"]["pod_networks"].to_string();
     ensure!(networks.contains("10.244.0.0/16"), "{networks}");
-    run_args(
-        &agent,
-        ["iptables", "cleanup", "--owner", "kube-proxy", "--force"],
-    )?
-    .exits(0)?;
+    migrate(&agent, ["cleanup", "--owner", "kube-proxy", "--force"])?.exits(0)?;
     import(lab.node("node2"), &program, &[])?
         .exits(1)?
         .says(&["no rules of kube-proxy"])?;
@@ -301,7 +294,7 @@ fn a_fault_in_rules_is_named_with_its_line() -> Result<()> {
         .pod("node1", "far", "10.244.1.5")
         .build()?;
     let node = lab.node("node1");
-    let program = lab.programs().dataplane()?;
+    let program = lab.programs().migrate()?;
     let manifests = Manifests::new(&[
         Service::new("web", &["10.96.0.10"])
             .port("tcp", 80, TCP)
@@ -374,9 +367,9 @@ fn a_node_is_moved_by_hand_and_given_back() -> Result<()> {
     let by_rules = client.hold(TO)?;
     reaches(client, TO, "connect --count 16", &["far", "near"])?;
 
-    let imported = Imported::of(node, &lab.programs().dataplane()?, &["--file", &rules])?;
+    let imported = Imported::of(node, &lab.programs().migrate()?, &["--file", &rules])?;
     let mut agent = lab.agent("node2").args(imported.options()?).start()?;
-    let compare = |more: &[&str]| run_args(&agent, [&["iptables", "compare"], more].concat());
+    let compare = |more: &[&str]| migrate(&agent, [&["compare"], more].concat());
     compare(&[])?.exits(0)?.says(&["none differs"])?;
     let differs = compare(&["--file", &other])?.exits(2)?;
     differs.says(&[TO, "default/web", "10.244.1.6:7", "10.244.1.5:7", "differ."])?;
@@ -393,7 +386,7 @@ fn a_node_is_moved_by_hand_and_given_back() -> Result<()> {
     ])?;
     let by_programs = client.hold(TO)?;
     run(&agent, "keep-nat")?.exits(0)?;
-    run(&agent, "iptables cleanup --owner kube-proxy")?.exits(0)?;
+    migrate(&agent, ["cleanup", "--owner", "kube-proxy"])?.exits(0)?;
     compare(&[])?.exits(1)?.says(&["no rules of kube-proxy"])?;
     compare(&["--file", &rules])?
         .exits(0)?

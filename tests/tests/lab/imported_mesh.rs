@@ -1,4 +1,4 @@
-//! `dataplane iptables import-mesh`: a mesh's rules become a configuration.
+//! `dataplane-migrate import-mesh`: a mesh's rules become a configuration.
 
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -53,9 +53,9 @@ fn a_sidecars_rules_become_a_configuration() -> Result<()> {
         .pod("node1", "near", "10.244.1.5")
         .build()?;
     let (node, pod) = (lab.node("node1"), lab.pod("near"));
-    let program = lab.programs().dataplane()?;
+    let program = lab.programs().migrate()?;
     let import = || -> Result<(Option<i32>, String, String)> {
-        let command = node.command(&program).args(["iptables", "import-mesh"]);
+        let command = node.command(&program).arg("import-mesh");
         let output = command.args(["--netns", pod.netns()]).output()?;
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         let code = output.status.code();
@@ -84,7 +84,9 @@ fn a_sidecars_rules_become_a_configuration() -> Result<()> {
     let directory = tempfile::tempdir()?;
     let file = directory.path().join("config.yaml");
     fs::write(&file, &out)?;
-    let check = node.command(&program).args(["config", "check"]);
+    let check = node
+        .command(lab.programs().dataplane()?)
+        .args(["config", "check"]);
     check.arg(file.to_string_lossy().into_owned()).run()?;
     let lines: Vec<&str> = out.lines().map(str::trim).collect();
     for wanted in [
@@ -180,7 +182,7 @@ add rule inet istio-proxy-nat istio-output counter jump istio-redirect
 
 /// Runs `import-mesh` for the rules of a host, and returns the configuration without remarks.
 fn imports(host: &Host, program: &Path, more: &[&str]) -> Result<String> {
-    let command = host.command(program).args(["iptables", "import-mesh"]);
+    let command = host.command(program).arg("import-mesh");
     let output = command.args(more).output()?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure!(output.status.success(), "{said}");
@@ -201,7 +203,7 @@ fn native_rules_become_the_same_configuration() -> Result<()> {
         .pod("node1", "usual", "10.244.1.6")
         .build()?;
     let (native, usual) = (lab.pod("native"), lab.pod("usual"));
-    let program = lab.programs().dataplane()?;
+    let program = lab.programs().migrate()?;
     let load = |host: &Host, program: &str, rules: &str| -> Result<()> {
         let script = format!("{program} <<'end'\n{rules}\nend");
         host.command("sh").args(["-c", &script]).run()?;
@@ -285,7 +287,7 @@ fn native_rules_become_the_same_configuration() -> Result<()> {
     )?;
     let failed = imports(native, &program, &[]).unwrap_err().to_string();
     ensure!(
-        failed.starts_with("dataplane: nft:5: ") && failed.contains("not understood"),
+        failed.starts_with("dataplane-migrate: nft:5: ") && failed.contains("not understood"),
         "{failed}"
     );
     Ok(())
@@ -301,7 +303,7 @@ fn istios_own_examples_become_configurations() -> Result<()> {
         return Ok(());
     };
     let lab = Lab::builder().node("node1").build()?;
-    let (node, program) = (lab.node("node1"), lab.programs().dataplane()?);
+    let (node, program) = (lab.node("node1"), lab.programs().migrate()?);
     let directory = tempfile::tempdir()?;
     let file = directory.path().join("rules");
     let path = file.to_string_lossy().into_owned();
@@ -326,7 +328,7 @@ fn istios_own_examples_become_configurations() -> Result<()> {
             continue;
         }
         fs::write(&file, named(if native { &text } else { &rules }))?;
-        let command = node.command(&program).args(["iptables", "import-mesh"]);
+        let command = node.command(&program).arg("import-mesh");
         let output = if native {
             node.command("nft").args(["flush", "ruleset"]).run()?;
             // The sets that some rules ask.

@@ -44,19 +44,19 @@ fn lab() -> Result<Lab> {
         .build()?)
 }
 
-/// `dataplane iptables COMMAND -o json`.
-fn dataplane(lab: &Lab, host: &Host, arguments: &[&str]) -> Result<Command> {
-    let command = host.command(lab.programs().dataplane()?);
-    Ok(command.arg("iptables").args(arguments).args(["-o", "json"]))
+/// `dataplane-migrate COMMAND -o json`.
+fn migrate(lab: &Lab, host: &Host, arguments: &[&str]) -> Result<Command> {
+    let command = host.command(lab.programs().migrate()?);
+    Ok(command.args(arguments).args(["-o", "json"]))
 }
 
 fn detect(lab: &Lab, host: &Host, more: &[&str]) -> Result<Value> {
-    Ok(dataplane(lab, host, &[&["detect"], more].concat())?.json()?)
+    Ok(migrate(lab, host, &[&["detect"], more].concat())?.json()?)
 }
 
 /// The report, and whether all was read.
 fn report(lab: &Lab, host: &Host, more: &[&str]) -> Result<(Value, bool)> {
-    let output = dataplane(lab, host, &[&["report"], more].concat())?.output()?;
+    let output = migrate(lab, host, &[&["report"], more].concat())?.output()?;
     let report = serde_json::from_slice(&output.stdout)
         .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
     Ok((report, output.status.success()))
@@ -383,15 +383,14 @@ fn detect_runs_the_programs_of_another_root() -> Result<()> {
     ensure!(left == wanted, "{left:?}");
     let osm = ["apply", "--mesh", "osm", "--host-root", path];
     for outcome in ["applied", "same"] {
-        let answer: Value = dataplane(&lab, node, &osm)?.json()?;
+        let answer: Value = migrate(&lab, node, &osm)?.json()?;
         ensure!(answer["outcome"] == outcome, "{answer:#}");
     }
-    let removed: Value =
-        dataplane(&lab, node, &[&osm[..], &["--cleanup-only"]].concat())?.json()?;
+    let removed: Value = migrate(&lab, node, &[&osm[..], &["--cleanup-only"]].concat())?.json()?;
     ensure!(removed["outcome"] == "removed", "{removed:#}");
     ensure!(everything(node)? == wanted, "{:?}", everything(node)?);
     let gone = at("gone");
-    let failed = dataplane(
+    let failed = migrate(
         &lab,
         node,
         &["detect", "--host-root", gone.to_str().context("no text")?],
@@ -412,7 +411,7 @@ fn detect_without_programs_reads_the_kernel() -> Result<()> {
         "table inet istio-ambient-nat { chain x { counter; }\n}",
     )?;
     let empty = tempfile::tempdir()?;
-    let command = dataplane(&lab, pod, &["detect"])?.env("PATH", empty.path());
+    let command = migrate(&lab, pod, &["detect"])?.env("PATH", empty.path());
     let answer: Value = command.json()?;
     let tables = answer["tables"].as_array().context("no tables")?;
     let rules: Vec<_> = tables
@@ -430,9 +429,7 @@ fn detect_without_programs_reads_the_kernel() -> Result<()> {
     }
     let (variant, _, problems) = decision(&answer, "IPv4")?;
     ensure!(variant.is_empty() && problems == 2, "{answer:#}");
-    let text = pod
-        .command(lab.programs().dataplane()?)
-        .args(["iptables", "detect"]);
+    let text = pod.command(lab.programs().migrate()?).arg("detect");
     let text = text.env("PATH", empty.path()).run()?;
     ensure!(
         text.contains("IPv4: none: ") && text.contains("filter (1 rule)"),
@@ -600,7 +597,7 @@ fn the_report_says_what_it_cannot_read() -> Result<()> {
     load(pod, "iptables-legacy-restore", FILTER)?;
     load(pod, "nft -f -", "table inet mine { chain x { counter; }\n}")?;
     let empty = tempfile::tempdir()?;
-    let output = dataplane(&lab, pod, &["report"])?
+    let output = migrate(&lab, pod, &["report"])?
         .env("PATH", empty.path())
         .output()?;
     let report: Value = serde_json::from_slice(&output.stdout)?;
@@ -663,7 +660,7 @@ pub fn everything(host: &Host) -> Result<Vec<String>> {
 }
 
 fn cleanup(lab: &Lab, host: &Host, more: &[&str]) -> Result<Value> {
-    Ok(dataplane(lab, host, &[&["cleanup"], more].concat())?.json()?)
+    Ok(migrate(lab, host, &[&["cleanup"], more].concat())?.json()?)
 }
 
 /// Rules of others, with a chain of theirs, before an owner's rules; and more after them.
@@ -815,7 +812,7 @@ fn cleanup_leaves_what_is_not_istios() -> Result<()> {
     );
     let before = everything(pod)?;
     let empty = tempfile::tempdir()?;
-    let failed = dataplane(&lab, pod, &["cleanup", "--owner", "kube-proxy"])?;
+    let failed = migrate(&lab, pod, &["cleanup", "--owner", "kube-proxy"])?;
     let failed = failed.env("PATH", empty.path()).output()?;
     let said = String::from_utf8_lossy(&failed.stderr).into_owned();
     ensure!(
@@ -886,7 +883,7 @@ fn cleanup_waits_for_what_is_translated() -> Result<()> {
     node.ip("route add 10.96.0.0/16 via 192.168.77.200")?;
     reaches(node, "10.96.0.10:80", "connect", &["near"])?;
     let before = everything(node)?;
-    let failed = dataplane(&lab, node, &["cleanup", "--owner", "kube-proxy"])?.output()?;
+    let failed = migrate(&lab, node, &["cleanup", "--owner", "kube-proxy"])?.output()?;
     let said = String::from_utf8_lossy(&failed.stderr).into_owned();
     ensure!(
         !failed.status.success() && said.contains("keep-nat"),

@@ -303,7 +303,8 @@ fn main() -> ExitCode {
     let required = std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_some_and(|v| v == "1");
     let lab = missing(Requirement::Lab);
     let dataplane = missing(Requirement::Dataplane).or_else(|| {
-        let built = Programs::beside_this_one().and_then(|programs| programs.dataplane());
+        let built = Programs::beside_this_one()
+            .and_then(|programs| programs.dataplane().and_then(|_| programs.migrate()));
         built.err().map(|error| error.to_string())
     });
     let machine = missing(Requirement::Machine);

@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Host, Lab};
 use kernel::netfilter;
-use source::iptables::{Imported, Text, import};
+use migrate::kube_proxy::{Imported, Text, import};
 
 use crate::{features::on, iptables::load};
 

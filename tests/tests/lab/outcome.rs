@@ -1,8 +1,9 @@
-//! Output of a `dataplane` command, and answers of an agent's endpoints.
+//! Output of a command, and answers of an agent's endpoints.
 
 use std::{
     ffi::OsStr,
     fs::{self, File},
+    process::Output,
     time::{Duration, Instant},
 };
 
@@ -20,6 +21,15 @@ pub struct Outcome {
 }
 
 impl Outcome {
+    /// The outcome of a command that has ended.
+    pub fn of(output: &Output) -> Result<Self> {
+        Ok(Self {
+            code: output.status.code(),
+            stdout: String::from_utf8(output.stdout.clone())?,
+            stderr: String::from_utf8(output.stderr.clone())?,
+        })
+    }
+
     /// Wants this exit code.
     pub fn exits(self, code: i32) -> Result<Self> {
         ensure!(self.code == Some(code), "not exit code {code}: {self:?}");
@@ -53,12 +63,15 @@ pub fn run_args(
     agent: &Agent,
     arguments: impl IntoIterator<Item = impl AsRef<OsStr>>,
 ) -> Result<Outcome> {
-    let output = agent.dataplane(arguments).output()?;
-    Ok(Outcome {
-        code: output.status.code(),
-        stdout: String::from_utf8(output.stdout)?,
-        stderr: String::from_utf8(output.stderr)?,
-    })
+    Outcome::of(&agent.dataplane(arguments).output()?)
+}
+
+/// Runs a `dataplane-migrate` command about an agent, on its node.
+pub fn migrate(
+    agent: &Agent,
+    arguments: impl IntoIterator<Item = impl AsRef<OsStr>>,
+) -> Result<Outcome> {
+    Outcome::of(&agent.migrate(arguments)?.output()?)
 }
 
 /// Runs a `dataplane run` that should end by itself, because it cannot do its work.

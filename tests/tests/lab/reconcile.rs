@@ -1,4 +1,4 @@
-//! `dataplane iptables apply`: rules of a mesh that exist, are missing, exist in part or in another form, with real
+//! `dataplane-migrate apply`: rules of a mesh that exist, are missing, exist in part or in another form, with real
 //! programs; and the guard, a table of nf_tables that drops every packet meanwhile.
 
 use std::{
@@ -195,10 +195,10 @@ fn mapped(to: IpAddr) -> IpAddr {
     }
 }
 
-/// `dataplane iptables apply … -o json`.
+/// `dataplane-migrate apply … -o json`.
 fn command(lab: &Lab, more: &[&str]) -> Result<Command> {
-    let command = lab.pod("near").command(lab.programs().dataplane()?);
-    let command = command.args(["iptables", "apply", "-o", "json"]);
+    let command = lab.pod("near").command(lab.programs().migrate()?);
+    let command = command.args(["apply", "-o", "json"]);
     Ok(command.args(more))
 }
 
@@ -446,8 +446,8 @@ fn each_outcome_is_said() -> Result<()> {
     ensure!(jumps.len() == 2, "{all:#?}");
     expect(&["--mesh", "osm", "--reconcile"], "reconciled 0")?;
     let text = pod
-        .command(lab.programs().dataplane()?)
-        .args(["iptables", "apply", "--mesh", "osm"])
+        .command(lab.programs().migrate()?)
+        .args(["apply", "--mesh", "osm"])
         .run()?;
     ensure!(
         text.contains("as expected") && text.contains("nothing was changed"),
@@ -499,10 +499,7 @@ fn each_outcome_is_said() -> Result<()> {
         let name = net::SocketAddr::from_abstract_name("dataplane-iptables-apply")?;
         let _other = net::UnixListener::bind_addr(&name)?;
         let said = fails(&command(&lab, &osm)?.output()?)?;
-        ensure!(
-            said.contains("another `dataplane iptables apply`"),
-            "{said}"
-        );
+        ensure!(said.contains("another `dataplane-migrate apply`"), "{said}");
         Ok(())
     })
 }

@@ -1,4 +1,4 @@
-//! `dataplane takeover`: takes over a node with kube-proxy's rules of each mode and gives it back, with traffic
+//! `dataplane-migrate takeover`: takes over a node with kube-proxy's rules of each mode and gives it back, with traffic
 //! throughout; differences and failures stop it; and a kill of any process leaves a node that works.
 
 use std::{
@@ -131,20 +131,16 @@ impl Node {
         self.lab.pod("sleep")
     }
 
-    /// Runs `dataplane takeover`, with variables.
+    /// Runs `dataplane-migrate takeover`, with variables.
     fn takeover(&self, arguments: &[&str], variables: &[(&str, &str)]) -> Result<Outcome> {
         let directory = self.directory.path().to_str().context("a path in UTF-8")?;
         let all = ["takeover", "--takeover-dir", directory];
-        let mut command = self.agent.dataplane([&all, arguments].concat());
+        let mut command = self.agent.migrate([&all, arguments].concat())?;
         for (name, value) in variables {
             command = command.env(name, value);
         }
         let output = command.output()?;
-        Ok(Outcome {
-            code: output.status.code(),
-            stdout: String::from_utf8(output.stdout)?,
-            stderr: String::from_utf8(output.stderr)?,
-        })
+        Outcome::of(&output)
     }
 
     /// All rules, without counters and remarks.
@@ -318,8 +314,8 @@ fn there_and_back(mode: Mode) -> Result<()> {
             bail!("not one file with rules");
         };
         let saved = saved.to_str().context("a path in UTF-8")?;
-        let compare = ["iptables", "compare", "--file", saved];
-        crate::outcome::run_args(&node.agent, compare)?.exits(0)?;
+        let compare = ["compare", "--file", saved];
+        crate::outcome::migrate(&node.agent, compare)?.exits(0)?;
 
         node.takeover(&["--revert"], &[])?
             .exits(3)?
@@ -465,7 +461,7 @@ fn a_takeover_that_fails_brings_the_rules_back() -> Result<()> {
     // With --watch, kube-proxy's rules go again, until `--revert`.
     let directory = node.directory.path().to_str().context("a path in UTF-8")?;
     let watch = ["takeover", "--takeover-dir", directory, "--watch"];
-    let watching = node.agent.dataplane(watch).stdout_piped().spawn()?;
+    let watching = node.agent.migrate(watch)?.stdout_piped().spawn()?;
     let gone = |node: &Node| {
         eventually(|| {
             ensure!(!node.has_rules()?, "rules are there");
@@ -566,7 +562,7 @@ fn an_agent_takes_over_when_it_serves() -> Result<()> {
     node.agent.stop()?;
     let directory = node.directory.path().to_str().context("a path in UTF-8")?;
     let wait = ["takeover", "--takeover-dir", directory, "--wait"];
-    let waiting = node.agent.dataplane(wait).stdout_piped().spawn()?;
+    let waiting = node.agent.migrate(wait)?.stdout_piped().spawn()?;
     thread::sleep(Duration::from_secs(1));
     ensure!(node.has_rules()?, "the rules are gone, and no agent serves");
     node.agent.start()?;

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use anyhow::{Result, bail};
 
 use crate::{
-    build::{BINARIES, TESTING},
+    build::{ALL, TESTING},
     command::{cargo, output},
 };
 
@@ -14,7 +14,7 @@ use crate::{
 /// # Errors
 /// Cargo's; otherwise names these crates with the features of the node's build.
 pub fn check() -> Result<()> {
-    let packages = BINARIES.iter().flat_map(|package| ["--package", *package]);
+    let packages = ALL.iter().flat_map(|package| ["--package", *package]);
     let of_node = crates("normal,build", packages.chain(["--features", TESTING]))?;
     let of_tests = crates("normal,build,dev", [])?;
     let others: Vec<&str> = of_node.difference(&of_tests).map(String::as_str).collect();

@@ -140,6 +140,10 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
         let command = &mut suite.command;
         command
             .env("DATAPLANE_BIN", Profile::Debug.binary("dataplane"))
+            .env(
+                "DATAPLANE_MIGRATE_BIN",
+                Profile::Debug.binary("dataplane-migrate"),
+            )
             .env("DATAPLANE_PROBE_BIN", Profile::Debug.binary("probe"));
         if in_ci(env::var_os("CI").as_deref()) {
             command.env("DATAPLANE_REQUIRE_PRIVILEGES", "1");
@@ -306,6 +310,10 @@ pub fn guest_task(scenarios: &Suite, filter: Option<&str>) -> Task<'static> {
             ("lab", scenarios.command.get_program().into()),
             ("probe", Profile::Debug.binary("probe")),
             ("dataplane", Profile::Debug.binary("dataplane")),
+            (
+                "dataplane-migrate",
+                Profile::Debug.binary("dataplane-migrate"),
+            ),
         ],
         script: script.map(quoted).collect::<Vec<_>>().join(" "),
     }

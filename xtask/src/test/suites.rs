@@ -70,6 +70,7 @@ pub fn compile() -> Result<Vec<Suite>> {
         .args([
             "build",
             "--bin=dataplane",
+            "--bin=dataplane-migrate",
             "--bin=probe",
             "--tests",
             "--message-format=json-render-diagnostics",

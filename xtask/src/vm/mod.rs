@@ -119,9 +119,10 @@ fn script(task: &Task<'_>, accelerator: Accelerator) -> String {
         }
     }
     format!(
-        "{keep}{numbers}export DATAPLANE_BIN={} DATAPLANE_PROBE_BIN={} DATAPLANE_REQUIRE_PRIVILEGES=1 \
+        "{keep}{numbers}export DATAPLANE_BIN={} DATAPLANE_MIGRATE_BIN={} DATAPLANE_PROBE_BIN={} DATAPLANE_REQUIRE_PRIVILEGES=1 \
          DATAPLANE_EMULATED={}\n{}\n",
         path("dataplane"),
+        path("dataplane-migrate"),
         path("probe"),
         u8::from(emulated),
         task.script

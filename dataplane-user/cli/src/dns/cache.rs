@@ -6,8 +6,7 @@ use admin::api;
 use clap::Args;
 use dns::LowerName;
 use form_urlencoded::byte_serialize;
-
-use super::super::{
+use terminal::{
     SocketArgs,
     output::{self, Cell, Format, Table},
 };

@@ -8,9 +8,9 @@ use dns::{Client, Step};
 use hickory_proto::rr::RecordType;
 use model::WorkloadName;
 use serde::Serialize;
+use terminal::output::{self, BAD, BOLD, DIM, Format, GOOD, WARN};
 
 use super::CommonArgs;
-use crate::output::{self, BAD, BOLD, DIM, Format, GOOD, WARN};
 
 /// Show how a query would be answered, by which rule, and from which object.
 ///

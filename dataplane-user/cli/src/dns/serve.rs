@@ -23,7 +23,7 @@ use tracing::{error, info};
 use super::CommonArgs;
 use crate::{
     live::{SIGHUP, Services, Signals},
-    log_filter, log_level, settled,
+    log_filter, log_level,
 };
 
 /// Interval at which the server checks that its source can be read.
@@ -89,7 +89,7 @@ fn resolver(text: &str) -> Result<SocketAddr, String> {
 impl ServeArgs {
     /// Completes the options from the configuration file.
     pub(super) fn settle(&mut self, file: &settings::Settings) {
-        settled::fill(&mut self.log_format, file.log.format.as_ref());
+        terminal::fill(&mut self.log_format, file.log.format.as_ref());
         let level = log_level(self.verbose).or(file.log.level);
         self.log_level = level.unwrap_or_default();
     }

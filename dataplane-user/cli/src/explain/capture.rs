@@ -24,9 +24,9 @@ use dataplane_common::{
 use kernel::{CaptureTables, Tables};
 use plan::Captured;
 use serde::Serialize;
+use terminal::netns;
 
 use super::{Destination, Namespace};
-use crate::netns;
 
 /// The decision about a connection of a workload, outbound or inbound.
 #[derive(Debug, Serialize)]

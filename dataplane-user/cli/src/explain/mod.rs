@@ -13,19 +13,20 @@ use std::{
     str::FromStr,
 };
 
+use agent::addresses;
 use anyhow::Context as _;
 use capture::{Client, Mesh, Place};
 use clap::Args;
 use decision::{Explanation, decide};
 use kernel::{PacketTables, Tables, conntrack::Conntrack};
 use target::Target;
-
-use super::{
-    Destination, PathArgs, SocketArgs,
-    names::Names,
+use terminal::{
+    PathArgs, SocketArgs,
     netns::{self, Namespace},
     output::{self, BOLD, Cell, DIM, Format, GOOD, Table, WARN},
 };
+
+use super::{Destination, names::Names};
 
 /// Explain what happens to a connection, and why.
 ///
@@ -110,7 +111,7 @@ impl Source {
                 Some(mesh) => match mesh.find(name)? {
                     Place::Namespace(namespace) => Ok(Some(namespace)),
                     Place::Cgroup(_) => Self::Node.namespace(host_netns, None),
-                    Place::Packets(addr) => netns::with_address(addr),
+                    Place::Packets(addr) => by_routes(addr),
                 },
                 None => anyhow::bail!("cannot find the workload {name}: this node has no mesh"),
             },
@@ -123,8 +124,18 @@ fn with_address(addr: IpAddr, mesh: Option<&Mesh>) -> anyhow::Result<Option<Name
     let captured = mesh.and_then(|mesh| mesh.namespace_with(addr));
     match captured.map(netns::with_cookie).transpose()? {
         Some(Some(namespace)) => Ok(Some(namespace)),
-        _ => netns::with_address(addr),
+        _ => by_routes(addr),
     }
+}
+
+/// Returns the namespace that has this address, by the node's routes and interfaces, because a pod controls the
+/// addresses in its own namespace. Returns this process's own namespace if one of its interfaces has the address.
+fn by_routes(addr: IpAddr) -> anyhow::Result<Option<Namespace>> {
+    if addr.is_loopback() || addresses::of_interfaces()?.iter().any(|i| i.addr == addr) {
+        return netns::own().map(Some);
+    }
+    let found = agent::namespace_with(addr).map_err(anyhow::Error::msg)?;
+    found.map(|path| netns::at(&path)).transpose()
 }
 
 impl fmt::Display for Source {

@@ -16,12 +16,12 @@ use kernel::{
     conntrack::{Conntrack, Flow, now},
 };
 use nix::net::if_::if_nametoindex;
+use terminal::output::duration;
 
 use super::{
     Destination,
     decision::{self, Choice, Explanation, Recorded, affinity, holds, lookup},
 };
-use crate::output::duration;
 
 /// The packet to explain.
 pub struct Packet<'a> {

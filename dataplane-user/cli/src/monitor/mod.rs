@@ -13,12 +13,12 @@ use clap::Args;
 use dataplane_common::{Addr, Event, Hook, Port, Reason};
 use kernel::{Monitor, interface_name};
 use serde::Serialize;
-
-use super::{
+use terminal::{
     PathArgs, SocketArgs,
-    names::Names,
     output::{self, BAD, DIM, Format, GOOD},
 };
+
+use super::names::Names;
 
 /// Show the programs' decisions as they are made.
 ///

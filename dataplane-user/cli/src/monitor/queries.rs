@@ -9,9 +9,9 @@ use std::{
 
 use admin::client::{self, Client};
 use dns::{Answered, Queries};
+use terminal::output::{self, BAD, DIM, Format, GOOD};
 
 use super::{MonitorArgs, begin};
-use crate::output::{self, BAD, DIM, Format, GOOD};
 
 /// Pause after an answer of the agent without a query.
 const POLL: Duration = Duration::from_millis(100);

@@ -233,10 +233,10 @@ impl ProxyArgs {
     ) -> Result<(), clap::Error> {
         self.source.settle(file);
         settled::node(&mut self.node, file, given)?;
-        settled::fill(&mut self.cgroup, file.kernel.cgroup.as_ref());
-        settled::fill(&mut self.listen.metrics, file.listen.metrics.as_ref());
-        settled::fill(&mut self.listen.admin, file.listen.admin.as_ref());
-        settled::fill(&mut self.log_format, file.log.format.as_ref());
+        terminal::fill(&mut self.cgroup, file.kernel.cgroup.as_ref());
+        terminal::fill(&mut self.listen.metrics, file.listen.metrics.as_ref());
+        terminal::fill(&mut self.listen.admin, file.listen.admin.as_ref());
+        terminal::fill(&mut self.log_format, file.log.format.as_ref());
         let level = super::log_level(self.verbose).or(file.log.level);
         self.log_level = level.unwrap_or_default();
         Ok(())

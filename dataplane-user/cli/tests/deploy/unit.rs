@@ -1,7 +1,7 @@
 //! The unit for systemd agrees with the agent.
 
-use dataplane_cli::exit;
 use settings::Listeners;
+use terminal::exit;
 
 use super::*;
 

@@ -165,17 +165,13 @@ impl Pod {
         let all = [&all, &["--takeover-dir", &directory][..], arguments].concat();
         let agent = self.world.agent()?;
         let Some(point) = dies else {
-            return outcome::run_args(agent, all);
+            return outcome::migrate(agent, all);
         };
-        let command = agent.dataplane(all);
+        let command = agent.migrate(all)?;
         let output = command
             .env("DATAPLANE_TAKEOVER_DIES", point.to_string())
             .output()?;
-        Ok(Outcome {
-            code: output.status.code(),
-            stdout: String::from_utf8(output.stdout)?,
-            stderr: String::from_utf8(output.stderr)?,
-        })
+        Outcome::of(&output)
     }
 
     /// The rules of the pod, without counters.

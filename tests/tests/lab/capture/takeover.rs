@@ -1,4 +1,4 @@
-//! `dataplane takeover --owner`: a sidecar's rules in a pod go, and its capture stays.
+//! `dataplane-migrate takeover --owner`: a sidecar's rules in a pod go, and its capture stays.
 
 use std::fs;
 
@@ -102,7 +102,7 @@ fn there_and_back(mut pod: Pod) -> Result<()> {
     // The node has no rules of kube-proxy: that is no success.
     let of_node = tempfile::tempdir()?;
     let of_node = of_node.path().to_str().context("a path in UTF-8")?;
-    outcome::run_args(pod.world.agent()?, ["takeover", "--takeover-dir", of_node])?
+    outcome::migrate(pod.world.agent()?, ["takeover", "--takeover-dir", of_node])?
         .exits(4)?
         .says(&["there are no rules of kube-proxy", "nothing was taken over"])?;
     // Another program writes other rules: neither direction closes the pod, and neither records that it has begun.
@@ -113,10 +113,10 @@ fn there_and_back(mut pod: Pod) -> Result<()> {
             .says(&["somebody has written other rules", "nothing was changed"])?;
         pod.works()?;
     }
-    let cleanup = ["iptables", "cleanup", "--owner", "istio", "--netns"];
+    let cleanup = ["cleanup", "--owner", "istio", "--netns"];
     let agent = pod.world.agent()?;
     let netns = pod.world.app().netns();
-    outcome::run_args(agent, [&cleanup[..], &[netns]].concat())?.exits(0)?;
+    outcome::migrate(agent, [&cleanup[..], &[netns]].concat())?.exits(0)?;
     pod.takeover(&[], None)?
         .exits(0)?
         .says(&["taken over already"])?;
@@ -309,7 +309,7 @@ fn rules_that_do_more_than_capture_stay() -> Result<()> {
                 &netns,
                 "--takeover-dir",
             ];
-            let command = world.agent()?.dataplane(all);
+            let command = world.agent()?.migrate(all)?;
             let output = command.arg(&directory).args(more).output()?;
             let said = String::from_utf8_lossy(&output.stderr).into_owned();
             ensure!(

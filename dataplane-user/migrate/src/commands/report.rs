@@ -1,0 +1,398 @@
+//! `dataplane-migrate report`.
+
+use std::{
+    fs,
+    io::{self, Write},
+    path::PathBuf,
+    process::ExitCode,
+};
+
+use anyhow::Context as _;
+use clap::Args;
+use kernel::{MarkRule, netfilter};
+use serde::Serialize;
+use settings::{Mesh, Settings};
+use takeover::owners::{self, Plan};
+use terminal::output::{self, BAD, BOLD, Cell, DIM, Format, GOOD, Table, WARN};
+
+use super::WhereArgs;
+use crate::rules::{
+    collect,
+    report::{self, Conflict, Own, Report},
+    ruleset::{Form, Line, Text},
+};
+
+/// How many lines of a kind are printed, if not all are asked for.
+const SHOWN: usize = 3;
+
+/// Show whose rules are on a node, which of them the dataplane takes over, and which conflict with it.
+///
+/// The report recognises owners by the names of tables, chains and sets, by comments, marks and interfaces. Rules of the owner
+/// `foreign` have no such sign. A conflict is a rule that stays, and that loses its effect or interferes with the dataplane.
+/// This command changes nothing.
+///
+/// The report reads the rules from the output of iptables-save, of the variant that holds them, and of nft. If a program is
+/// missing, the report names the tables that it does not cover, and the package.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Exit codes: 0 all rules were read; 1 rules could not be read, or lines were not understood.
+
+Examples:
+  dataplane-migrate report                          this node
+  dataplane-migrate report --netns pid:4711         a pod
+  dataplane-migrate report --file saved.txt         rules that iptables-save printed elsewhere
+  dataplane-migrate report -o json | jq '.owners[] | select(.owner == \"foreign\") | .rules'")]
+pub struct ReportArgs {
+    #[command(flatten)]
+    place: WhereArgs,
+
+    /// Read rules from this file in place of the kernel's: output of iptables-save or `nft list ruleset`
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["netns", "host_root"])]
+    file: Option<PathBuf>,
+
+    /// Print all lines of each owner, not only the first three
+    #[arg(long)]
+    lines: bool,
+
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Format,
+
+    /// The marks and ports that the agent uses, by the configuration file.
+    #[arg(skip = own(&Mesh::default()))]
+    own: Own,
+}
+
+#[derive(Serialize)]
+struct Answer {
+    /// The network namespace, or the file.
+    namespace: String,
+    owners: Vec<OwnerRow>,
+    /// How many services IPVS has; null: IPVS is not loaded.
+    ipvs_services: Option<usize>,
+    /// Routing rules that ask for marks.
+    routing_rules: Vec<RoutingRow>,
+    /// Interfaces at which the kernel checks the sources of IPv4 packets.
+    reverse_paths: Vec<ReversePathRow>,
+    /// Lines that were not understood.
+    unread: Vec<UnreadRow>,
+    /// Tables whose rules could not be read, and what to do.
+    missing: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct OwnerRow {
+    owner: &'static str,
+    /// `take over`, `ours` or `leave`.
+    plan: &'static str,
+    note: &'static str,
+    tables: Vec<String>,
+    chains: usize,
+    rules: Vec<LineRow>,
+    conflicts: Vec<ConflictRow>,
+}
+
+#[derive(Serialize)]
+struct ConflictRow {
+    conflict: &'static str,
+    means: &'static str,
+    lines: Vec<LineRow>,
+}
+
+#[derive(Serialize)]
+struct RoutingRow {
+    family: &'static str,
+    priority: u32,
+    /// As `ip rule` prints it: `fwmark 0x111/0xfff lookup 100`.
+    rule: String,
+    owner: &'static str,
+    plan: &'static str,
+    /// `mark`: the rule asks for the mark of the agent's proxy.
+    conflict: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+struct ReversePathRow {
+    interface: String,
+    /// 1: strict; 2: loose.
+    rp_filter: u8,
+}
+
+#[derive(Serialize)]
+struct UnreadRow {
+    #[serde(flatten)]
+    line: LineRow,
+    why: String,
+}
+
+#[derive(Serialize)]
+struct LineRow {
+    table: String,
+    /// The line's number in what the program printed; 0: not a line of its own.
+    line: usize,
+    text: String,
+}
+
+impl From<&Line<'_>> for LineRow {
+    fn from(line: &Line<'_>) -> Self {
+        Self {
+            table: line.table.clone(),
+            line: line.number,
+            // It may come from anybody, and goes to a terminal.
+            text: line
+                .text
+                .chars()
+                .map(|c| if c.is_control() { '\u{fffd}' } else { c })
+                .collect(),
+        }
+    }
+}
+
+impl ReportArgs {
+    pub fn settle(&mut self, file: &Settings) {
+        if let Some(mesh) = &file.mesh {
+            self.own = own(mesh);
+        }
+    }
+
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        let answer = match &self.file {
+            Some(path) => {
+                let text =
+                    fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+                let text = String::from_utf8_lossy(&text);
+                let origin = path.file_name().unwrap_or_default().to_string_lossy();
+                let (form, origin) = (Form::of(&text), &*origin);
+                let report = report::report(
+                    &[Text {
+                        origin,
+                        form,
+                        text: &text,
+                    }],
+                    self.own,
+                );
+                answer(path.display().to_string(), &report)
+            }
+            None => self.live()?,
+        };
+        self.output
+            .print(&answer, |out, answer| self.text(out, answer))?;
+        Ok(if answer.unread.is_empty() && answer.missing.is_empty() {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::FAILURE
+        })
+    }
+
+    fn live(&self) -> anyhow::Result<Answer> {
+        let namespace = self.place.namespace()?;
+        let root = self.place.host_root.as_deref();
+        let read = || {
+            let collected = collect::all(root)?;
+            let ipvs = netfilter::ipvs_services().map_err(io::Error::other)?;
+            let rules = kernel::mark_rules().map_err(io::Error::other)?;
+            Ok((collected, ipvs, rules, kernel::reverse_paths()?))
+        };
+        let (collected, ipvs_services, rules, reverse_paths) = namespace
+            .inside(read)
+            .with_context(|| format!("cannot look into {namespace}"))?;
+        let texts: Vec<Text<'_>> = collected
+            .texts
+            .iter()
+            .map(collect::Printed::as_text)
+            .collect();
+        let report = report::report(&texts, self.own);
+        let reverse_paths =
+            (reverse_paths.into_iter()).map(|(interface, rp_filter)| ReversePathRow {
+                interface,
+                rp_filter,
+            });
+        Ok(Answer {
+            ipvs_services,
+            routing_rules: rules.iter().map(|rule| routing(rule, self.own)).collect(),
+            reverse_paths: reverse_paths.collect(),
+            missing: collected.missing,
+            ..answer(namespace.to_string(), &report)
+        })
+    }
+
+    fn text(&self, out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
+        writeln!(out, "Rules in: {}\n", answer.namespace)?;
+        if answer.owners.is_empty() {
+            writeln!(out, "No rules were found.")?;
+        } else {
+            let mut table = Table::new(&[
+                "OWNER",
+                "WHAT TO DO",
+                "CHAINS",
+                "RULES",
+                "CONFLICTS",
+                "WHAT THE RULES DO",
+            ]);
+            for row in &answer.owners {
+                let plan = match row.plan {
+                    plan if plan == Plan::TakeOver.word() => Cell::new(plan, GOOD),
+                    plan => plan.into(),
+                };
+                let conflicts: usize = row
+                    .conflicts
+                    .iter()
+                    .map(|conflict| conflict.lines.len())
+                    .sum();
+                let conflicts = match conflicts {
+                    0 => Cell::from("0"),
+                    many => Cell::new(many.to_string(), WARN),
+                };
+                table.row([
+                    Cell::new(row.owner, BOLD),
+                    plan,
+                    row.chains.to_string().into(),
+                    row.rules.len().to_string().into(),
+                    conflicts,
+                    row.note.into(),
+                ]);
+            }
+            table.write(out)?;
+        }
+        if let Some(services) = answer.ipvs_services {
+            writeln!(out, "IPVS has {services} services.")?;
+        }
+        for row in &answer.owners {
+            let name = output::styled(BOLD, row.owner);
+            writeln!(
+                out,
+                "\n{name} ({}), in {}:",
+                row.plan,
+                row.tables.join(", ")
+            )?;
+            self.lines(out, &row.rules)?;
+            for ConflictRow {
+                conflict,
+                means,
+                lines,
+            } in &row.conflicts
+            {
+                writeln!(
+                    out,
+                    "  conflict {}: {means}:",
+                    output::styled(WARN, conflict)
+                )?;
+                self.lines(out, lines)?;
+            }
+        }
+        if !answer.routing_rules.is_empty() {
+            writeln!(out, "\nRouting rules that ask for marks:")?;
+        }
+        for row in &answer.routing_rules {
+            let RoutingRow {
+                family,
+                priority,
+                rule,
+                owner,
+                plan,
+                conflict,
+            } = row;
+            write!(out, "  {family} {priority}: {rule} ({owner}, {plan})")?;
+            match conflict {
+                None => writeln!(out)?,
+                Some(word) => {
+                    let means = Conflict::Mark.means();
+                    writeln!(out, ", conflict {}: {means}", output::styled(WARN, word))?;
+                }
+            }
+        }
+        if !answer.reverse_paths.is_empty() {
+            let all = answer.reverse_paths.iter();
+            let all: Vec<_> = all
+                .map(|row| format!("{} {}", row.interface, row.rp_filter))
+                .collect();
+            writeln!(
+                out,
+                "\nrp_filter (1: the way back must lead to the interface; 2: there must be one): {}\n  The packet path asks the \
+                 same of clients outside of the node.",
+                all.join(", ")
+            )?;
+        }
+        for unread in &answer.unread {
+            let LineRow { table, line, text } = &unread.line;
+            let what = output::styled(BAD, "Not understood");
+            writeln!(
+                out,
+                "\n{what}: {table}, line {line}: {text}\n  {}",
+                unread.why
+            )?;
+        }
+        for missing in &answer.missing {
+            writeln!(out, "\n{}: {missing}", output::styled(BAD, "Not read"))?;
+        }
+        Ok(())
+    }
+
+    fn lines(&self, out: &mut dyn Write, lines: &[LineRow]) -> io::Result<()> {
+        let shown = if self.lines { lines.len() } else { SHOWN };
+        for LineRow { table, line, text } in lines.iter().take(shown) {
+            writeln!(
+                out,
+                "  {}  {text}",
+                output::styled(DIM, format!("{table}:{line}"))
+            )?;
+        }
+        match lines.len().saturating_sub(shown) {
+            0 => Ok(()),
+            more => writeln!(out, "  and {more} more (--lines)"),
+        }
+    }
+}
+
+fn own(mesh: &Mesh) -> Own {
+    Own {
+        mark: mesh.mark(),
+        ports: [mesh.outbound(), mesh.inbound()],
+    }
+}
+
+fn routing(rule: &MarkRule, own: Own) -> RoutingRow {
+    let owner = owners::of_routing_rule(rule);
+    let asks = rule.mark != 0 && own.mark & rule.bits == rule.mark && owner.plan == Plan::Leave;
+    RoutingRow {
+        family: if rule.v4 { "IPv4" } else { "IPv6" },
+        priority: rule.priority,
+        rule: rule.to_string(),
+        owner: owner.name,
+        plan: owner.plan.word(),
+        conflict: asks.then(|| Conflict::Mark.word()),
+    }
+}
+
+/// What texts alone tell.
+fn answer(namespace: String, report: &Report<'_>) -> Answer {
+    let rows = |lines: &[Line<'_>]| lines.iter().map(LineRow::from).collect::<Vec<_>>();
+    let owners = report.owners.iter().map(|found| OwnerRow {
+        owner: found.owner.name,
+        plan: found.owner.plan.word(),
+        note: found.owner.note,
+        tables: found.tables.iter().cloned().collect(),
+        chains: found.chains,
+        rules: rows(&found.rules),
+        conflicts: (found.conflicts.iter())
+            .map(|(conflict, lines)| ConflictRow {
+                conflict: conflict.word(),
+                means: conflict.means(),
+                lines: rows(lines),
+            })
+            .collect(),
+    });
+    let unread = report.unread.iter().map(|unread| UnreadRow {
+        line: LineRow::from(&unread.line),
+        why: unread.why.clone(),
+    });
+    Answer {
+        namespace,
+        owners: owners.collect(),
+        ipvs_services: None,
+        routing_rules: Vec::new(),
+        reverse_paths: Vec::new(),
+        unread: unread.collect(),
+        missing: Vec::new(),
+    }
+}

@@ -1,0 +1,114 @@
+//! kube-proxy's tables in a text of `nft list ruleset`.
+
+use std::borrow::Cow;
+
+use super::{
+    super::leftover::At,
+    TABLE,
+    tables::{Set, Table},
+};
+use crate::text::nft::{Entry, Error, entries, words};
+
+/// Reads kube-proxy's tables.
+///
+/// # Errors
+///
+/// A line is not of this format.
+pub fn read(text: &str) -> Result<Vec<Table<'_>>, Error<'_>> {
+    let mut tables: Vec<Table<'_>> = Vec::new();
+    let mut ours = false;
+    for entry in entries(text) {
+        let entry = entry?;
+        if let Entry::Table { family, name } = entry {
+            ours = name == TABLE && matches!(family, "ip" | "ip6");
+            if ours {
+                tables.push(Table::new(family == "ip"));
+            }
+            continue;
+        }
+        let Some(table) = tables.last_mut().filter(|_| ours) else {
+            continue;
+        };
+        match entry {
+            Entry::Chain { name } => {
+                table.chain(name.into());
+            }
+            Entry::Rule { line, chain, text } => {
+                let chain = table.chain(chain.into());
+                table.add(chain, At::Line(line), text.into());
+            }
+            Entry::Elements { line, name, text } => table.add_set(name.into(), set(line, text)),
+            // The hooks are where they are.
+            Entry::Base { .. } | Entry::Table { .. } => {}
+        }
+    }
+    tables.iter_mut().for_each(Table::finish);
+    Ok(tables)
+}
+
+/// A set or a map by its lines, the first of which has this number.
+fn set(line: usize, text: &str) -> Set<'_> {
+    const ELEMENTS: &str = "elements = {";
+    let (said, elements) = match text.split_once(ELEMENTS) {
+        Some((said, rest)) => (
+            said,
+            rest.rsplit_once('}').map_or(rest, |(inside, _)| inside),
+        ),
+        None => (text, ""),
+    };
+    let lines = said.bytes().filter(|byte| *byte == b'\n').count();
+    let mut timeouts = said
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("timeout "));
+    Set {
+        at: At::Line(line + lines),
+        timeout: timeouts.next().and_then(seconds),
+        elements: Cow::Borrowed(elements),
+    }
+}
+
+/// `3h`, `1d2h3m4s`.
+fn seconds(text: &str) -> Option<u64> {
+    let mut rest = words(text).next()?;
+    let mut all = 0_u64;
+    while !rest.is_empty() {
+        let end = rest.find(|c: char| !c.is_ascii_digit())?;
+        let (number, unit) = rest.split_at(end);
+        let end = unit
+            .find(|c: char| c.is_ascii_digit())
+            .unwrap_or(unit.len());
+        let (unit, more) = unit.split_at(end);
+        let number: u64 = number.parse().ok()?;
+        let factor = match unit {
+            "w" => 7 * 24 * 3600,
+            "d" => 24 * 3600,
+            "h" => 3600,
+            "m" => 60,
+            "s" => 1,
+            _ => return None,
+        };
+        all = all.checked_add(number.checked_mul(factor)?)?;
+        rest = more;
+    }
+    Some(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::seconds;
+
+    #[test]
+    fn times_are_read() {
+        for (text, wanted) in [
+            ("10s", Some(10)),
+            ("3h", Some(10_800)),
+            ("1d2h3m4s", Some(93_784)),
+            ("788ms", None),
+            ("3", None),
+            ("99999999999999999999s", None),
+            ("9999999999999999w", None),
+        ] {
+            assert_eq!(seconds(text), wanted, "{text}");
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! The rules of kube-proxy's chains in a text of `iptables-save`, chain by chain.
+
+use std::{cell::Cell, collections::HashMap};
+
+use super::{super::leftover::At, rule::Rule};
+use crate::text::{Entry, Words};
+
+/// A table of one family.
+#[derive(Debug, Default)]
+pub struct Table<'a> {
+    chains: HashMap<&'a str, Chain>,
+    /// By chain, and in their order.
+    rows: Vec<Row<'a>>,
+}
+
+/// A chain.
+#[derive(Debug)]
+struct Chain {
+    number: u32,
+    /// Whether its rules were asked for.
+    read: Cell<bool>,
+}
+
+/// A rule, not read yet.
+#[derive(Clone, Copy, Debug)]
+struct Row<'a> {
+    chain: u32,
+    line: u32,
+    text: &'a str,
+}
+
+/// A rule with its place.
+#[derive(Clone, Copy, Debug)]
+pub struct Line<'a> {
+    /// The line's number.
+    pub at: At,
+    /// Its options, as they are written.
+    pub text: &'a str,
+}
+
+/// Tables `nat` and `filter` of one family.
+#[derive(Debug, Default)]
+pub struct Family<'a> {
+    pub nat: Option<Table<'a>>,
+    pub filter: Option<Table<'a>>,
+}
+
+/// Chains that are built in, whose rules matter if they lead to kube-proxy's.
+const BUILT_IN: &[&str] = &["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
+
+/// The prefixes of the names of chains that belong to a service, or to an endpoint.
+const OF_SERVICES: &[&str] = &[
+    "KUBE-SVC-",
+    "KUBE-SVL-",
+    "KUBE-EXT-",
+    "KUBE-FW-",
+    "KUBE-SEP-",
+];
+
+/// Sorts the rules of a text: IPv4, IPv6.
+///
+/// # Errors
+///
+/// A line is not of this format, or does not say where its rule is in a chain, or a table is there twice.
+pub fn read(text: &str) -> Result<[Family<'_>; 2], crate::text::Error> {
+    let mut families = <[Family<'_>; 2]>::default();
+    // By table in their order: what the comment above says of the family.
+    let mut said = headers(text).into_iter();
+    let mut table: Option<(&str, Option<bool>, Table<'_>)> = None;
+    let mut tables = Vec::new();
+    let mut last = 0;
+    for entry in crate::text::entries(text) {
+        match entry? {
+            Entry::Table(name) => table = Some((name, said.next().flatten(), Table::default())),
+            Entry::Chain { line, name, .. } => {
+                last = line;
+                if let Some((.., table)) = &mut table
+                    && is_kube_proxys(name)
+                {
+                    table.chain(name);
+                }
+            }
+            Entry::Rule(rule) => {
+                last = rule.line;
+                let Some((.., table)) = &mut table else {
+                    continue;
+                };
+                let leads = || BUILT_IN.contains(&rule.chain) && rule.text.contains(" KUBE-");
+                if !is_kube_proxys(rule.chain) && !leads() {
+                    continue;
+                }
+                if rule.before.is_some() {
+                    return Err(crate::text::Error {
+                        line: rule.line,
+                        what: "iptables-save prints no -I, so the order of the rules is not known",
+                    });
+                }
+                let chain = table.chain(rule.chain);
+                table.rows.push(Row {
+                    chain,
+                    line: u32::try_from(rule.line).unwrap_or(u32::MAX),
+                    text: rule.text,
+                });
+            }
+            Entry::Commit => {
+                if let Some((name, v4, mut table)) = table.take() {
+                    table.rows.sort_by_key(|row| row.chain);
+                    let v4 = v4.or_else(|| table.is_v4());
+                    tables.push((name, v4, table, last));
+                }
+            }
+        }
+    }
+    let known: Vec<Option<bool>> = tables.iter().map(|(_, v4, ..)| *v4).collect();
+    for (index, (name, v4, table, line)) in tables.into_iter().enumerate() {
+        // Tables of one family follow each other. Nothing depends on the family of one without addresses that is alone.
+        let (before, after) = known.split_at(index);
+        let near = || {
+            let next = after.iter().flatten().next();
+            next.or_else(|| before.iter().flatten().next_back())
+        };
+        let v4 = v4.or_else(|| near().copied()).unwrap_or(true);
+        let family = &mut families[usize::from(!v4)];
+        let place = match name {
+            "nat" => &mut family.nat,
+            "filter" => &mut family.filter,
+            _ => continue,
+        };
+        if place.is_some() {
+            return Err(crate::text::Error {
+                line: line.max(1),
+                what: "the same table of the same family is there a second time",
+            });
+        }
+        *place = Some(table);
+    }
+    Ok(families)
+}
+
+/// For each table whether the comment above it says that IPv4's program printed it.
+fn headers(text: &str) -> Vec<Option<bool>> {
+    let (mut said, mut all) = (None, Vec::new());
+    for line in text.lines().map(str::trim_ascii) {
+        if let Some(by) = line.strip_prefix("# Generated by ") {
+            let is = |program: &str| by.starts_with(program);
+            said = match () {
+                () if is("ip6tables") => Some(false),
+                () if is("iptables") => Some(true),
+                () => None,
+            };
+        } else if line.starts_with('*') {
+            all.push(said.take());
+        }
+    }
+    all
+}
+
+fn is_kube_proxys(chain: &str) -> bool {
+    chain.starts_with("KUBE-")
+}
+
+impl<'a> Table<'a> {
+    fn chain(&mut self, name: &'a str) -> u32 {
+        let next = u32::try_from(self.chains.len()).unwrap_or(u32::MAX);
+        let read = Cell::new(false);
+        let chain = self.chains.entry(name);
+        chain.or_insert(Chain { number: next, read }).number
+    }
+
+    /// Whether the first address in its rules is one of IPv4.
+    fn is_v4(&self) -> Option<bool> {
+        let of_rule = |row: &Row<'a>| {
+            if row.text.contains("icmp6-") {
+                return Some(false);
+            }
+            let rule = Rule::read(row.text).ok()?;
+            let net = rule.source.or(rule.destination);
+            let of_nets = net.map(|net| net.addr().is_ipv4());
+            of_nets.or(rule.to.map(|to| to.is_ipv4()))
+        };
+        self.rows.iter().find_map(of_rule)
+    }
+
+    /// Whether the table has a chain.
+    pub fn has(&self, chain: &str) -> bool {
+        self.chains.contains_key(chain)
+    }
+
+    /// How many chains of services and endpoints have rules to which no packet comes. kube-proxy leaves such chains for a while
+    /// after their service or endpoint is gone, if there are more than a thousand endpoints.
+    pub fn stale(&self) -> usize {
+        let mut by_number: Vec<(&str, bool)> = vec![("", false); self.chains.len()];
+        for (name, chain) in &self.chains {
+            by_number[chain.number as usize] = (name, chain.read.get());
+        }
+        let of_service = |name: &str| OF_SERVICES.iter().any(|prefix| name.starts_with(prefix));
+        let count = |reached: &dyn Fn(usize) -> bool| {
+            let chains = self.rows.chunk_by(|a, b| a.chain == b.chain);
+            let numbers = chains.map(|rows| rows[0].chain as usize);
+            numbers
+                .filter(|number| of_service(by_number[*number].0) && !reached(*number))
+                .count()
+        };
+        if count(&|number| by_number[number].1) == 0 {
+            return 0;
+        }
+        // A chain that was not read because of a fault in the one before is not stale.
+        let mut reached: Vec<bool> = by_number.iter().map(|(_, read)| *read).collect();
+        let mut open: Vec<usize> = (0..reached.len())
+            .filter(|number| reached[*number])
+            .collect();
+        while let Some(number) = open.pop() {
+            let first = self
+                .rows
+                .partition_point(|row| (row.chain as usize) < number);
+            let rows = self.rows[first..].iter();
+            for row in rows.take_while(|row| row.chain as usize == number) {
+                let mut words = Words::new(row.text).filter_map(Result::ok);
+                let jump = words.find(|word| matches!(word.raw, "-j" | "-g" | "--jump" | "--goto"));
+                let target = jump.and_then(|_| words.next());
+                if let Some(chain) = target.and_then(|target| self.chains.get(target.raw))
+                    && !std::mem::replace(&mut reached[chain.number as usize], true)
+                {
+                    open.push(chain.number as usize);
+                }
+            }
+        }
+        count(&|number| reached[number])
+    }
+
+    /// The rules of a chain in their order.
+    pub fn rules(&self, chain: &str) -> impl Iterator<Item = Line<'a>> + use<'a, '_> {
+        let chain = self.chains.get(chain);
+        let number = chain.map(|chain| {
+            chain.read.set(true);
+            chain.number
+        });
+        let first = number.map_or(self.rows.len(), |number| {
+            self.rows.partition_point(|row| row.chain < number)
+        });
+        let rows = self.rows[first..].iter();
+        rows.take_while(move |row| Some(row.chain) == number)
+            .map(|row| Line {
+                at: At::Line(row.line as usize),
+                text: row.text,
+            })
+    }
+}

@@ -1,0 +1,134 @@
+//! The rules of other programs on a node: shown, compared with the dataplane's tables, taken over and given back, converted,
+//! removed. One file or folder per subcommand.
+
+#![forbid(unsafe_code)]
+
+mod commands;
+mod completions;
+pub mod kube_proxy;
+mod rules;
+mod takeover;
+mod text;
+
+use std::{ffi::OsString, path::PathBuf, process::ExitCode};
+
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use commands::{
+    apply::ApplyArgs, cleanup::CleanupArgs, compare::CompareArgs, detect::DetectArgs,
+    import::ImportArgs, import_mesh::ImportMeshArgs, report::ReportArgs,
+};
+use completions::CompletionsArgs;
+use settings::{Settings, config};
+use takeover::TakeoverArgs;
+use terminal::Refusal;
+
+/// Move a node or a pod from the rules of iptables, nftables and IPVS to the dataplane, and back.
+///
+/// Shows the rules on a node and whose they are; compares kube-proxy's with the dataplane's tables; takes a node or a pod
+/// over, and gives it back; converts kube-proxy's rules to manifests, and a sidecar's to the agent's configuration; makes a
+/// sidecar's rules those that are expected; removes the rules of one owner. Asks a running agent over its socket, as
+/// `dataplane status` does. The programs of iptables and nft read and write the rules.
+#[derive(Debug, Parser)]
+#[command(name = "dataplane-migrate", version, after_help = EXIT_CODES)]
+pub struct Cli {
+    /// The agent's configuration file (YAML). Flags and environment variables override its values. See
+    /// docs/configuration.md
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "DATAPLANE_CONFIG",
+        hide_env_values = true,
+        global = true
+    )]
+    config: Option<PathBuf>,
+
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXIT_CODES: &str = "\
+Exit codes: 0 success; 1 error; 2 `compare`, `takeover`: something differs, `import`: some rules were not understood, `apply`: the result is \
+not guaranteed; 3 an agent runs; 4 nothing to take over; 64 wrong command line.
+
+Start with `dataplane-migrate report`, which says what a take-over means for the rules of others.";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Detect(DetectArgs),
+    Report(ReportArgs),
+    Compare(CompareArgs),
+    Takeover(TakeoverArgs),
+    Import(ImportArgs),
+    ImportMesh(ImportMeshArgs),
+    Apply(ApplyArgs),
+    Cleanup(CleanupArgs),
+    Completions(CompletionsArgs),
+}
+
+/// Reads the command line and the configuration file.
+///
+/// # Errors
+///
+/// If one of them is invalid.
+pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refusal> {
+    let mut cli = Cli::command()
+        .try_get_matches_from(arguments)
+        .and_then(|matches| Cli::from_arg_matches(&matches))
+        .map_err(Refusal::Usage)?;
+    if let Some(path) = &cli.config {
+        let file = config::read(path).map_err(Refusal::Config)?;
+        cli.command.settle(&file);
+    }
+    Ok(cli)
+}
+
+impl Command {
+    /// Completes the command's options from the file. Keys of the file without an option of the command are ignored.
+    fn settle(&mut self, file: &Settings) {
+        match self {
+            Self::Report(args) => args.settle(file),
+            Self::Compare(args) => args.paths.settle(file),
+            Self::Takeover(args) => {
+                args.paths.settle(file);
+                args.socket.settle(file);
+            }
+            Self::Detect(_)
+            | Self::Import(_)
+            | Self::ImportMesh(_)
+            | Self::Apply(_)
+            | Self::Cleanup(_)
+            | Self::Completions(_) => {}
+        }
+    }
+}
+
+impl Cli {
+    /// Executes the command.
+    ///
+    /// # Errors
+    ///
+    /// If it fails. The message is for the operator.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        match self.command {
+            Command::Detect(args) => args.run(),
+            Command::Report(args) => args.run(),
+            Command::Compare(args) => args.run(),
+            Command::Takeover(args) => args.run(),
+            Command::Import(args) => args.run(),
+            Command::ImportMesh(args) => args.run(),
+            Command::Apply(args) => args.run(),
+            Command::Cleanup(args) => args.run(),
+            Command::Completions(args) => args.run(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}

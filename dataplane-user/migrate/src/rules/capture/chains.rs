@@ -1,0 +1,50 @@
+//! The chains of meshes, and the ports of their sidecars.
+
+use crate::text::Rule;
+
+/// The chains of a mesh in table `nat`.
+#[derive(Debug)]
+pub struct Chains {
+    pub owner: &'static str,
+    pub prefix: &'static str,
+    pub inbound: &'static str,
+    pub to_inbound: &'static str,
+    pub output: &'static str,
+    pub to_outbound: &'static str,
+    pub dns: &'static str,
+}
+
+pub const MESHES: [Chains; 2] = [
+    Chains {
+        owner: "Istio",
+        prefix: "ISTIO_",
+        inbound: "ISTIO_INBOUND",
+        to_inbound: "ISTIO_IN_REDIRECT",
+        output: "ISTIO_OUTPUT",
+        to_outbound: "ISTIO_REDIRECT",
+        dns: "ISTIO_OUTPUT_DNS",
+    },
+    Chains {
+        owner: "Open Service Mesh",
+        prefix: "PROXY_",
+        inbound: "PROXY_INBOUND",
+        to_inbound: "PROXY_IN_REDIRECT",
+        output: "PROXY_OUTPUT",
+        to_outbound: "PROXY_REDIRECT",
+        dns: "",
+    },
+];
+
+/// The ports that sidecars have for themselves. A configuration cannot name most of them.
+pub const OWN_PORTS: &[u16] = &[
+    15000, 15001, 15003, 15006, 15008, 15010, 15020, 15021, 15053, 15090, 15901, 15902, 15903,
+];
+
+impl Chains {
+    /// Whether a rule is in a chain of the mesh, or leads to one.
+    pub fn has(&self, row: &Rule<'_>) -> bool {
+        let is = |name: &str| name.starts_with(self.prefix) && !name.starts_with("PROXY_INIT_");
+        let mut values = row.options().flat_map(|option| option.values);
+        is(row.chain) || values.any(|word| is(word.raw))
+    }
+}

@@ -1,0 +1,523 @@
+//! Removes the rules of an owner and nothing else: first, in pure functions, what has to go and in which words of
+//! `iptables-restore`; then, by the programs and the kernel, until nothing is found any more.
+
+use std::{
+    collections::BTreeSet,
+    fmt::Write as _,
+    io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use kernel::netfilter::{self, Kind};
+use takeover::{
+    may_die,
+    owners::{self, FOREIGN, KUBE_PROXY, Owner},
+};
+
+use super::{
+    binaries::{self, Binaries, Family, Role, Variant},
+    collect,
+    report::{of_chains, of_rule},
+    ruleset::{self, Rule, Table, Text},
+};
+
+/// How long a program may take to change rules: legacy tables wait for a lock.
+const PATIENCE: Duration = Duration::from_mins(2);
+/// How much of what it says is read.
+const SAID: u64 = 1 << 20;
+/// How often it is looked again whether something is left or has come back.
+const PASSES: usize = 3;
+
+/// What has to go from the tables of one text.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Removal {
+    /// For `iptables-restore --noflush`; empty if nothing has to go.
+    pub input: String,
+    /// Rules in chains of others that go.
+    pub jumps: usize,
+    /// Chains that go.
+    pub chains: usize,
+    /// Rules of the owner that stay, and why.
+    pub stays: Vec<String>,
+    /// Rules in chains that others have made, which go because they lead to a chain of the owner.
+    pub of_others: Vec<String>,
+}
+
+/// Plans the removal of what `owners` have in a text of `iptables-save`.
+///
+/// Chains of theirs go with all of their rules, and every rule that leads to such a chain. A chain that rules of another known
+/// owner lead to stays, with the chains that it leads to. Rules that lead nowhere, in chains of others, stay; only those go that
+/// Istio's sidecar writes there in its TPROXY mode, which have its marks.
+///
+/// # Errors
+/// If a line is not understood: it may be anybody's.
+pub fn plan(text: &Text<'_>, owners: &[&Owner]) -> Result<Removal, String> {
+    let tables = tables(text)?;
+    let mut removal = Removal::default();
+    for table in &tables {
+        let going = going(table, &tables, owners);
+        going.write(&mut removal);
+        let is_built_in =
+            |chain| (table.chains.get(chain)).is_some_and(|chain| chain.hook.is_some());
+        let of_others = going.rules.iter().filter(|rule| !is_built_in(rule.chain));
+        let named = of_others.map(|rule| format!("{}: {}", table.title(), rule.text));
+        removal.of_others.extend(named);
+        removal.stays.extend(going.stays);
+    }
+    Ok(removal)
+}
+
+/// Reads a text whose every line has to be understood, but for the targets of rules: one that is not known leads to no chain
+/// of theirs.
+pub(super) fn tables<'a>(text: &Text<'a>) -> Result<Vec<Table<'a>>, String> {
+    let (tables, unread) = ruleset::read(std::slice::from_ref(text));
+    match unread.iter().find(|unread| !unread.is_rule) {
+        None => Ok(tables),
+        Some(unread) => {
+            let line = &unread.line;
+            Err(format!(
+                "{} line {}: {}: {}",
+                line.table, line.number, unread.why, line.text
+            ))
+        }
+    }
+}
+
+/// What goes of a table.
+pub(super) struct Going<'t, 'a> {
+    /// The table.
+    pub table: &'t Table<'a>,
+    /// The chains that go, with their rules.
+    pub chains: Vec<&'a str>,
+    /// The rules in chains of others that go.
+    pub rules: Vec<&'t Rule<'a>>,
+    /// Rules of the owner that stay, and why.
+    stays: Vec<String>,
+}
+
+impl Going<'_, '_> {
+    /// Whether nothing goes.
+    pub fn is_empty(&self) -> bool {
+        self.rules.is_empty() && self.chains.is_empty()
+    }
+
+    fn write(&self, removal: &mut Removal) {
+        if self.is_empty() {
+            return;
+        }
+        removal.jumps += self.rules.len();
+        removal.chains += self.chains.len();
+        let mut write = |line: std::fmt::Arguments<'_>| {
+            // A String takes everything.
+            let _ = writeln!(removal.input, "{line}");
+        };
+        write(format_args!("*{}", self.table.name));
+        // With --noflush this empties the chain.
+        for chain in &self.chains {
+            write(format_args!(":{chain} - [0:0]"));
+        }
+        for rule in &self.rules {
+            let text = rule.text.strip_prefix("-A").unwrap_or(&rule.text);
+            write(format_args!("-D{text}"));
+        }
+        for chain in &self.chains {
+            write(format_args!("-X {chain}"));
+        }
+        write(format_args!("COMMIT"));
+    }
+}
+
+/// Finds what goes of one of all tables of a text.
+pub(super) fn going<'t, 'a>(
+    table: &'t Table<'a>,
+    all: &[Table<'a>],
+    owners: &[&Owner],
+) -> Going<'t, 'a> {
+    let of_chains = of_chains(table, all);
+    let owner = |chain: &str| of_chains.get(chain).copied();
+    let is_theirs =
+        |owner: Option<&'static Owner>| owner.is_some_and(|owner| owners.contains(&owner));
+    let mut stays = Vec::new();
+    // What others need stays.
+    let mut needed: BTreeSet<&str> = BTreeSet::new();
+    let mut open: Vec<&str> = Vec::new();
+    for rule in &table.rules {
+        let of = owner(rule.chain);
+        if of.is_some_and(|of| of != FOREIGN) && !is_theirs(of) {
+            for to in rule.jumps.iter().copied().filter(|to| is_theirs(owner(to))) {
+                let by = of.map_or("", |of| of.name);
+                stays.push(format!(
+                    "{}: chain {to}: {by} needs it: {}",
+                    table.title(),
+                    rule.text
+                ));
+                open.push(to);
+            }
+        }
+    }
+    while let Some(chain) = open.pop() {
+        if needed.insert(chain) {
+            let rules = table.rules.iter().filter(|rule| rule.chain == chain);
+            open.extend(
+                rules
+                    .flat_map(|rule| rule.jumps.iter().copied())
+                    .filter(|to| is_theirs(owner(to))),
+            );
+        }
+    }
+    let goes = |chain: &str| is_theirs(owner(chain)) && !needed.contains(chain);
+    let chains: Vec<&str> = table
+        .chains
+        .keys()
+        .copied()
+        .filter(|chain| goes(chain))
+        .collect();
+    let mut rules = Vec::new();
+    for rule in table.rules.iter().filter(|rule| !goes(rule.chain)) {
+        if rule.jumps.iter().any(|to| goes(to)) {
+            rules.push(rule);
+        } else if owner(rule.chain).is_none()
+            && is_theirs(of_rule(rule, &of_chains))
+            && rule.jumps.is_empty()
+        {
+            let by_mark = rule
+                .marks
+                .iter()
+                .any(|mark| is_theirs(owners::of_mark(*mark)));
+            if by_mark && !chains.is_empty() {
+                rules.push(rule);
+            } else {
+                stays.push(format!(
+                    "{}: in a chain of others, and no jump: {}",
+                    table.title(),
+                    rule.text
+                ));
+            }
+        }
+    }
+    Going {
+        table,
+        chains,
+        rules,
+        stays,
+    }
+}
+
+/// A change of the kernel's rules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// The command that makes it, or would: `iptables-nft-restore --noflush`, `nft delete table ip kube-proxy`.
+    pub command: String,
+    /// The command's input.
+    pub input: String,
+    /// Rules in chains of others that go.
+    pub jumps: usize,
+    /// Chains that go; those of native tables are counted too.
+    pub chains: usize,
+}
+
+/// The steps that the command has done, or would do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Done {
+    /// The changes.
+    pub steps: Vec<Step>,
+    /// Rules of the owner that stay, and why.
+    pub stays: Vec<String>,
+}
+
+/// Removes what `owners` have in the network namespace that this thread is in. Looks again after it, since somebody may have added
+/// rules meanwhile.
+///
+/// # Errors
+/// If rules cannot be read, a program is missing or refuses, or rules come back. What is not readable stops it before the first
+/// change.
+pub fn clean_up(root: Option<&Path>, owners: &[&Owner], dry_run: bool) -> io::Result<Done> {
+    let found = binaries::find(root)?;
+    let mut done = Done::default();
+    for _ in 0..PASSES {
+        let (steps, stays) = look(root, &found, owners)?;
+        done.stays = stays;
+        if dry_run {
+            done.steps = steps.into_iter().map(|(step, _)| step).collect();
+            return Ok(done);
+        }
+        if steps.is_empty() {
+            return Ok(done);
+        }
+        for (step, by) in steps {
+            may_die();
+            by.run(root, &step)?;
+            may_die();
+            done.steps.push(step);
+        }
+    }
+    let (left, _) = look(root, &found, owners)?;
+    match left.first() {
+        None => Ok(done),
+        Some((step, _)) => Err(io::Error::other(format!(
+            "rules come back after they were removed ({}): stop the program that writes them first",
+            step.command
+        ))),
+    }
+}
+
+/// What makes a change.
+pub(super) enum By {
+    /// A program of iptables.
+    Restore(PathBuf),
+    /// `nft`.
+    Nft(PathBuf),
+    /// The kernel: a native table's family and name.
+    Kernel(&'static str, String),
+}
+
+impl By {
+    pub fn run(&self, root: Option<&Path>, step: &Step) -> io::Result<()> {
+        let (program, arguments) = match self {
+            Self::Kernel(family, name) => {
+                netfilter::delete_table(family, name).map_err(io::Error::other)?;
+                return Ok(());
+            }
+            Self::Restore(program) => (program, &["--noflush", "-w", "60"][..]),
+            Self::Nft(program) => (program, &["-f", "-"][..]),
+        };
+        binaries::below(root, || {
+            let input = step.input.as_bytes();
+            let said = binaries::run_with(program, arguments, input, PATIENCE, SAID)?;
+            if said.success {
+                return Ok(());
+            }
+            let why = said.stderr.lines().next();
+            let why = why.unwrap_or("it failed without a word");
+            Err(io::Error::other(format!("{}: {why}", program.display())))
+        })
+    }
+}
+
+/// The changes that are to be made, with what makes them, and what stays as it is.
+pub(super) type Found = (Vec<(Step, By)>, Vec<String>);
+
+/// Looks for what is to be changed now.
+fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<Found> {
+    let tables = netfilter::tables().map_err(io::Error::other)?;
+    let collected = collect::collect(root, found, &tables, collect::Native::Leave)?;
+    if let Some(missing) = collected.missing.first() {
+        return Err(io::Error::other(format!(
+            "cannot read all rules, and changed nothing: {missing}"
+        )));
+    }
+    let (mut steps, mut stays) = (Vec::new(), Vec::new());
+    for printed in &collected.texts {
+        let removal = plan(&printed.as_text(), owners)
+            .map_err(|why| io::Error::other(format!("a rule is not understood: {why}")))?;
+        stays.extend(removal.stays);
+        if removal.input.is_empty() {
+            continue;
+        }
+        let restore = restore_program(found, &printed.origin)?;
+        let step = Step {
+            command: format!("{}-restore --noflush", printed.origin),
+            input: removal.input,
+            jumps: removal.jumps,
+            chains: removal.chains,
+        };
+        steps.push((step, By::Restore(restore)));
+    }
+    for table in tables.iter().filter(|table| table.kind == Kind::Native) {
+        if is_of(table, owners) {
+            let step = Step {
+                command: format!("nft delete table {} {}", table.family, table.name),
+                input: String::new(),
+                jumps: 0,
+                chains: table.chains.len(),
+            };
+            steps.push((step, By::Kernel(table.family, table.name.clone())));
+        }
+    }
+    Ok((steps, stays))
+}
+
+/// Whether a table of nf_tables belongs to one of the owners. kube-proxy has one for each family, and others may have names that
+/// begin like it.
+pub(super) fn is_of(table: &netfilter::Table, owners: &[&Owner]) -> bool {
+    let owner = owners::of_table(&table.name).filter(|owner| owners.contains(owner));
+    let is_kube_proxys = || table.name == "kube-proxy" && matches!(table.family, "ip" | "ip6");
+    owner.is_some_and(|owner| owner != KUBE_PROXY || is_kube_proxys())
+}
+
+/// The program that loads what one with this name has printed: `ip6tables-nft`.
+pub(super) fn restore_program(found: &Binaries, origin: &str) -> io::Result<PathBuf> {
+    for family in Family::BOTH {
+        for variant in [Variant::Legacy, Variant::Nft] {
+            if binaries::name(family, Some(variant), Role::Command) == origin
+                && let Some(binary) = found.program(family, variant, Role::Restore)
+            {
+                return Ok(binary.path.clone());
+            }
+        }
+    }
+    let get = super::detect::GET_IPTABLES;
+    Err(io::Error::other(format!(
+        "no {origin}-restore is here: {get}"
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use takeover::owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, OSM};
+
+    use super::{
+        super::{
+            ruleset::Form,
+            simulated::{data, load},
+        },
+        *,
+    };
+
+    const ISTIO: &[&Owner] = &[ISTIO_SIDECAR, ISTIO_AMBIENT];
+
+    fn removal(rules: &str, owners: &[&Owner]) -> Removal {
+        let text = Text {
+            origin: "iptables-nft",
+            form: Form::Saved,
+            text: rules,
+        };
+        plan(&text, owners).unwrap()
+    }
+
+    /// Chains and rules that are left after a removal.
+    fn after(rules: &str, removal: &Removal) -> Vec<String> {
+        let left = load(rules, &removal.input);
+        let (mut table, mut all) = ("", Vec::new());
+        for line in left.lines() {
+            match line.strip_prefix('*') {
+                Some(name) => table = name,
+                None if line == "COMMIT" => {}
+                None => all.push(format!("{table} {}", line.trim_end_matches(" - [0:0]"))),
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn nothing_of_the_owner_is_left_and_everything_of_others() {
+        for (name, owners, signs) in [
+            (
+                "kube-proxy-1.36/iptables-save.txt",
+                &[KUBE_PROXY][..],
+                &["KUBE-"][..],
+            ),
+            ("rules/ipvs.save", &[KUBE_PROXY], &["KUBE-"]),
+            ("rules/sidecar.save", ISTIO, &["ISTIO"]),
+            (
+                "rules/sidecar-tproxy.save",
+                ISTIO,
+                &["ISTIO", "0x539", "0x53a"],
+            ),
+            ("rules/ambient.save", ISTIO, &["ISTIO", "0x111"]),
+            ("rules/ambient-host.save", ISTIO, &["ISTIO", "ztunnel-P"]),
+            (
+                "rules/meshes.save",
+                &[OSM],
+                &[
+                    "PROXY_IN_",
+                    "PROXY_INBOUND",
+                    "PROXY_OUTPUT",
+                    "PROXY_REDIRECT",
+                ],
+            ),
+            (
+                "rules/node.save",
+                &[KUBE_PROXY],
+                &["KUBE-FORWARD", "KUBE-SERVICES"],
+            ),
+        ] {
+            let rules = data(name);
+            let removal = removal(&rules, owners);
+            let left = after(&rules, &removal);
+            let stays = |line: &String| {
+                removal
+                    .stays
+                    .iter()
+                    .any(|stays| stays.ends_with(line.split_once(' ').unwrap().1))
+            };
+            for line in left
+                .iter()
+                .filter(|line| !line.contains("KUBE-FIREWALL") && !stays(line))
+            {
+                let owned = signs.iter().any(|sign| line.contains(sign));
+                assert!(!owned, "{name}: {line}");
+            }
+            // Others' lines are those that have no sign of the owner.
+            let others = Removal::default();
+            let before = after(&rules, &others);
+            let gone: Vec<&String> = before.iter().filter(|line| !left.contains(line)).collect();
+            for line in gone {
+                assert!(
+                    signs.iter().any(|sign| line.contains(sign)) || line.contains("ztunnel-"),
+                    "{name}: {line} is gone"
+                );
+            }
+            assert!(
+                removal.chains > 0 && removal.jumps > 0,
+                "{name}: {removal:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_others_need_stays_and_rules_that_are_no_jumps() {
+        let rules = "*nat\n:POSTROUTING ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n:KUBE-HP-X - [0:0]\n:KUBE-MARK-MASQ - [0:0]\n\
+            :KUBE-SERVICES - [0:0]\n:mine - [0:0]\n\
+            -A OUTPUT -j KUBE-SERVICES\n-A OUTPUT -j mine\n-A OUTPUT -j KUBE-SERVICES\n\
+            -A POSTROUTING -m set --match-set KUBE-LOOP-BACK dst,dst,src -j MASQUERADE\n\
+            -A KUBE-HP-X -s 10.244.1.5/32 -j KUBE-MARK-MASQ\n-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000\n\
+            -A KUBE-SERVICES -j KUBE-MARK-MASQ\n-A mine -g KUBE-SERVICES\n-A mine -j ACCEPT\nCOMMIT\n";
+        let removal = removal(rules, &[KUBE_PROXY]);
+        let wanted = "*nat\n:KUBE-SERVICES - [0:0]\n-D OUTPUT -j KUBE-SERVICES\n-D OUTPUT -j KUBE-SERVICES\n\
+            -D mine -g KUBE-SERVICES\n-X KUBE-SERVICES\nCOMMIT\n";
+        assert_eq!(removal.input, wanted);
+        assert_eq!((removal.jumps, removal.chains), (3, 1));
+        assert_eq!(removal.stays.len(), 2, "{:?}", removal.stays);
+        assert!(
+            removal.stays[0].contains("chain KUBE-MARK-MASQ: host ports needs it"),
+            "{:?}",
+            removal.stays
+        );
+        assert!(
+            removal.stays[1].contains("KUBE-LOOP-BACK"),
+            "{:?}",
+            removal.stays
+        );
+        assert_eq!(removal_of_nothing(), Removal::default());
+    }
+
+    fn removal_of_nothing() -> Removal {
+        removal(
+            "*nat\n:OUTPUT ACCEPT [0:0]\n-A OUTPUT -j ACCEPT\nCOMMIT\n",
+            &[KUBE_PROXY],
+        )
+    }
+
+    #[test]
+    fn a_text_that_is_not_understood_is_left_alone() {
+        let of = |text| {
+            let text = Text {
+                origin: "iptables-nft",
+                form: Form::Saved,
+                text,
+            };
+            plan(&text, &[KUBE_PROXY])
+        };
+        let error = of("*nat\n:KUBE-SERVICES - [0:0]\nrubbish\nCOMMIT\n").unwrap_err();
+        assert!(
+            error.contains("line 3") && error.contains("rubbish"),
+            "{error}"
+        );
+        // A target of a module that is not known is somebody's own affair.
+        let known =
+            of("*nat\n:KUBE-SERVICES - [0:0]\n-A OUTPUT -j NOSUCH --a 1\nCOMMIT\n").unwrap();
+        assert_eq!(known.chains, 1);
+    }
+}

@@ -1,0 +1,331 @@
+//! Whether two rules that follow each other may change places: no packet notices it. In doubt they may not.
+
+use std::{net::IpAddr, ops::RangeInclusive};
+
+use crate::text::{Rule, RuleOption};
+
+/// A field that the packet's way through the rules does not change. Of two rules that ask for different values, a packet
+/// matches one at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Field {
+    Source,
+    Destination,
+    In,
+    Out,
+    SourcePort,
+    DestinationPort,
+    User,
+    Group,
+}
+
+/// The values of a field that a rule is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Values<'a> {
+    Prefix(IpAddr, u8),
+    Name(&'a str),
+    Numbers(Vec<RangeInclusive<u32>>),
+}
+
+/// A rule of `iptables-save`, as far as it is understood.
+#[derive(Debug, Default)]
+struct Read<'a> {
+    /// The protocol, and whether it is excluded.
+    protocol: Option<(bool, &'a str)>,
+    /// Each with whether the values are excluded.
+    fields: Vec<(Field, bool, Values<'a>)>,
+    /// The target with its options, as they are written.
+    effect: Vec<String>,
+    /// Whether it decides about the packet, changes nothing that other rules ask for, and no other rule is asked.
+    is_final: bool,
+}
+
+/// Matches whose answer depends on nothing but the packet and its connection.
+const PURE: [&str; 8] = [
+    "tcp",
+    "udp",
+    "multiport",
+    "owner",
+    "mark",
+    "connmark",
+    "conntrack",
+    "comment",
+];
+
+/// Targets after which no other rule of the chain is asked, and which change nothing that a rule asks for.
+const FINAL: [&str; 5] = ["ACCEPT", "DROP", "RETURN", "REDIRECT", "REJECT"];
+
+/// Whether two rules of one chain, as `iptables-save` prints them without the chain's name, may change places.
+pub fn commute(one: &str, other: &str) -> bool {
+    let (Some(one), Some(other)) = (read(one), read(other)) else {
+        return false;
+    };
+    // They rewrite addresses, and then other rules are asked.
+    let rewrites = |rule: &Read<'_>| {
+        let mut words = rule.effect.iter();
+        words.any(|word| word.contains("SNPT") || word.contains("DNPT"))
+    };
+    if rewrites(&one) || rewrites(&other) {
+        return false;
+    }
+    let same = one.is_final && other.is_final && one.effect == other.effect;
+    same || are_disjoint(&one, &other)
+}
+
+fn are_disjoint(one: &Read<'_>, other: &Read<'_>) -> bool {
+    let protocol = |(excluded, name)| (excluded, Values::Name(name));
+    if let (Some(one), Some(other)) = (one.protocol.map(protocol), other.protocol.map(protocol))
+        && are_apart((one.0, &one.1), (other.0, &other.1))
+    {
+        return true;
+    }
+    // Ports of two protocols, or of a protocol that is excluded, say nothing.
+    let is_one_protocol =
+        one.protocol.is_some_and(|(excluded, _)| !excluded) && one.protocol == other.protocol;
+    one.fields.iter().any(|(field, excluded, values)| {
+        let is_port = matches!(field, Field::SourcePort | Field::DestinationPort);
+        let mut same = other.fields.iter().filter(|(of, _, _)| of == field);
+        (!is_port || is_one_protocol)
+            && same.any(|(_, other_excluded, other)| {
+                are_apart((*excluded, values), (*other_excluded, other))
+            })
+    })
+}
+
+/// Whether no value is both one that a rule is for and one that another is for. Each is for some values, or for all but those.
+fn are_apart(one: (bool, &Values<'_>), other: (bool, &Values<'_>)) -> bool {
+    match (one, other) {
+        ((false, one), (false, other)) => one.is_apart_from(other),
+        ((false, some), (true, excluded)) | ((true, excluded), (false, some)) => {
+            some.is_in(excluded)
+        }
+        ((true, _), (true, _)) => false,
+    }
+}
+
+impl Values<'_> {
+    /// Whether no value is in both.
+    fn is_apart_from(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Prefix(one, length), Self::Prefix(other, other_length)) => {
+                !share(*one, *other, (*length).min(*other_length))
+            }
+            (Self::Name(one), Self::Name(other)) => one != other,
+            (Self::Numbers(one), Self::Numbers(other)) => {
+                let meets = |a: &RangeInclusive<u32>, b: &RangeInclusive<u32>| {
+                    a.start() <= b.end() && b.start() <= a.end()
+                };
+                !one.iter().any(|a| other.iter().any(|b| meets(a, b)))
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether all values are among the other's.
+    fn is_in(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Prefix(one, length), Self::Prefix(other, other_length)) => {
+                length >= other_length && share(*one, *other, *other_length)
+            }
+            (Self::Name(one), Self::Name(other)) => one == other,
+            (Self::Numbers(one), Self::Numbers(other)) => one.iter().all(|a| {
+                let has = |b: &RangeInclusive<u32>| b.start() <= a.start() && a.end() <= b.end();
+                other.iter().any(has)
+            }),
+            _ => false,
+        }
+    }
+}
+
+/// Whether two addresses have the same first bits.
+fn share(one: IpAddr, other: IpAddr, bits: u8) -> bool {
+    let first = |value: u128, width: u32| {
+        value
+            .checked_shr(width.saturating_sub(bits.into()))
+            .filter(|_| bits > 0)
+    };
+    match (one, other) {
+        (IpAddr::V4(one), IpAddr::V4(other)) => {
+            first(one.to_bits().into(), 32) == first(other.to_bits().into(), 32)
+        }
+        (IpAddr::V6(one), IpAddr::V6(other)) => {
+            first(one.to_bits(), 128) == first(other.to_bits(), 128)
+        }
+        // Not in one table.
+        _ => true,
+    }
+}
+
+/// Reads a rule; `None`: something of it is not understood.
+fn read(text: &str) -> Option<Read<'_>> {
+    let rule = Rule {
+        line: 0,
+        chain: "",
+        before: None,
+        counters: None,
+        text,
+    };
+    let mut read = Read::default();
+    let mut options = rule.options();
+    for option in options.by_ref() {
+        let first = option.values.first().map(|word| word.raw);
+        match (option.name?, first?) {
+            ("-j", target) => {
+                read.effect.push(target.to_owned());
+                read.is_final = FINAL.contains(&target);
+                break;
+            }
+            ("-g", target) => {
+                read.effect.push(format!("-g {target}"));
+                break;
+            }
+            ("-m", module) if PURE.contains(&module) && !option.negated => {}
+            ("-p", protocol) => read.protocol = Some((option.negated, protocol)),
+            ("--comment" | "--mark" | "--ctstate", _) => {}
+            (name, value) => {
+                let (field, values) = field(name, value)?;
+                read.fields.push((field, option.negated, values));
+            }
+        }
+        if option.values.len() > 1 {
+            return None;
+        }
+    }
+    read.effect.extend(options.map(|option| words(&option)));
+    Some(read)
+}
+
+fn field<'a>(name: &str, value: &'a str) -> Option<(Field, Values<'a>)> {
+    Some(match name {
+        "-s" => (Field::Source, prefix(value)?),
+        "-d" => (Field::Destination, prefix(value)?),
+        // A name that ends so is the beginning of names.
+        "-i" if !value.ends_with('+') => (Field::In, Values::Name(value)),
+        "-o" if !value.ends_with('+') => (Field::Out, Values::Name(value)),
+        "--sport" | "--sports" => (Field::SourcePort, numbers(value, ':')?),
+        "--dport" | "--dports" => (Field::DestinationPort, numbers(value, ':')?),
+        "--uid-owner" => (Field::User, numbers(value, '-')?),
+        "--gid-owner" => (Field::Group, numbers(value, '-')?),
+        _ => return None,
+    })
+}
+
+fn prefix(value: &str) -> Option<Values<'static>> {
+    let (addr, length) = value.split_once('/')?;
+    Some(Values::Prefix(addr.parse().ok()?, length.parse().ok()?))
+}
+
+/// `53,15000:15010`
+fn numbers(value: &str, to: char) -> Option<Values<'static>> {
+    let ranges = value.split(',').map(|range| {
+        let (first, last) = range.split_once(to).unwrap_or((range, range));
+        Some(first.parse().ok()?..=last.parse().ok()?)
+    });
+    ranges.collect::<Option<Vec<_>>>().map(Values::Numbers)
+}
+
+fn words(option: &RuleOption<'_>) -> String {
+    let not = option.negated.then_some("!");
+    let values = option.values.iter().map(|word| word.raw);
+    let words: Vec<&str> = not.into_iter().chain(option.name).chain(values).collect();
+    words.join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_change_places_only_if_no_packet_notices() {
+        for (wanted, one, other) in [
+            // The same effect.
+            (
+                true,
+                "-s 10.0.0.0/8 -j RETURN",
+                "-m owner --uid-owner 1337 -j RETURN",
+            ),
+            (
+                true,
+                "-p tcp -j REDIRECT --to-ports 1",
+                "-p tcp -m tcp --dport 2 -j REDIRECT --to-ports 1",
+            ),
+            (
+                false,
+                "-p tcp -j REDIRECT --to-ports 1",
+                "-p tcp -m tcp --dport 2 -j REDIRECT --to-ports 2",
+            ),
+            (false, "-j RETURN", "-p tcp -j ACCEPT"),
+            // A chain may set the mark that the other asks for.
+            (false, "-p tcp -j X", "-p tcp -m mark --mark 0x1 -j X"),
+            (
+                false,
+                "-p tcp -j MARK --set-xmark 0x1/0xffffffff",
+                "-m mark --mark 0x1 -j MARK --set-xmark 0x1/0xffffffff",
+            ),
+            // No packet matches both.
+            (
+                true,
+                "-p tcp -m tcp --dport 80 -j X",
+                "-p tcp -m tcp --dport 81 -j Y",
+            ),
+            (
+                false,
+                "-p tcp -m tcp --dport 80 -j X",
+                "-p tcp -m tcp --dport 80:81 -j Y",
+            ),
+            (
+                true,
+                "-p tcp -m multiport --dports 80,90:95 -j X",
+                "-p tcp -m tcp --dport 81 -j Y",
+            ),
+            (
+                true,
+                "-p tcp -m tcp ! --dport 53 -j X",
+                "-p tcp -m multiport --dports 53 -j Y",
+            ),
+            (
+                false,
+                "-p tcp -m tcp ! --dport 53 -j X",
+                "-p tcp -m multiport --dports 53,54 -j Y",
+            ),
+            (
+                false,
+                "-p tcp -m tcp ! --dport 53 -j X",
+                "-p tcp -m tcp ! --dport 54 -j Y",
+            ),
+            (true, "-p tcp -j X", "-p udp -j Y"),
+            (true, "-p tcp -j X", "! -p tcp -j Y"),
+            (false, "-p tcp -j X", "! -p udp -j Y"),
+            (false, "-p tcp -j X", "-j Y"),
+            (true, "-d 10.0.0.0/8 -j X", "-d 11.0.0.0/8 -j Y"),
+            (false, "-d 10.0.0.0/8 -j X", "-d 10.1.0.0/16 -j Y"),
+            (false, "-d 0.0.0.0/0 -j X", "-d 10.1.0.0/16 -j Y"),
+            (true, "! -d 10.0.0.0/8 -j X", "-d 10.1.0.0/16 -j Y"),
+            (false, "! -d 10.1.0.0/16 -j X", "-d 10.0.0.0/8 -j Y"),
+            (true, "-d ::1/128 -j X", "-d ::2/128 -j Y"),
+            (false, "-s ::1/128 -j X", "-d ::2/128 -j Y"),
+            (true, "-i eth0 -j X", "-i eth1 -j Y"),
+            (false, "-i eth+ -j X", "-i eth1 -j Y"),
+            (
+                true,
+                "-o lo -m owner ! --uid-owner 1337 -j X",
+                "-o lo -m owner --uid-owner 1337 -j Y",
+            ),
+            (
+                false,
+                "-m owner ! --uid-owner 1337 -j X",
+                "-m owner --gid-owner 1337 -j Y",
+            ),
+            // Not understood, or with a memory.
+            (false, "-m limit --limit 1/sec -j RETURN", "-j RETURN"),
+            (false, "-m later --x 1 -p tcp -j X", "-p udp -j Y"),
+            (
+                false,
+                "-p tcp -m tcp --tcp-flags SYN,ACK SYN -j X",
+                "-p udp -j Y",
+            ),
+        ] {
+            assert_eq!(commute(one, other), wanted, "{one} and {other}");
+            assert_eq!(commute(other, one), wanted, "{other} and {one}");
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Brings back the rules that an owner had: in pure functions, what is missing, and in which words of `iptables-restore`. Rules of
+//! others stay as they are now, also where they have changed since.
+
+use std::{collections::BTreeMap, fmt::Write as _};
+
+use takeover::owners::Owner;
+
+use super::{
+    cleanup::{Going, going, tables},
+    ruleset::{Table, Text},
+};
+
+/// What brings an owner's rules back into the tables of one text.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Restoration {
+    /// For `iptables-restore --noflush`; empty if nothing is missing.
+    pub input: String,
+    /// Rules in chains of others that come back.
+    pub jumps: usize,
+    /// Chains that come back, or whose rules do.
+    pub chains: usize,
+    /// Rules that cannot come back, and why.
+    pub lost: Vec<String>,
+}
+
+/// Plans what brings back the rules that `owners` had in `saved` into what is there `now`. Both are texts of `iptables-save` of the same
+/// program.
+///
+/// A rule in a chain of others comes back behind the nearest of the rules before it that is still there.
+///
+/// # Errors
+/// If a line is not understood.
+pub fn plan(saved: &Text<'_>, now: &Text<'_>, owners: &[&Owner]) -> Result<Restoration, String> {
+    let (saved, now) = (tables(saved)?, tables(now)?);
+    let mut restoration = Restoration::default();
+    for table in &saved {
+        let went = going(table, &saved, owners);
+        let now = now.iter().find(|now| now.name == table.name);
+        of_table(&went, now, &mut restoration);
+    }
+    Ok(restoration)
+}
+
+fn of_table(went: &Going<'_, '_>, now: Option<&Table<'_>>, restoration: &mut Restoration) {
+    let table = went.table;
+    let before = by_chain(table);
+    let there = now.map(by_chain).unwrap_or_default();
+    let is_there = |chain: &str| now.is_some_and(|now| now.chains.contains_key(chain));
+    let of = |all: &BTreeMap<&str, Vec<String>>, chain: &str| all.get(chain).cloned();
+    let chains: Vec<&str> = (went.chains.iter().copied())
+        .filter(|chain| !is_there(chain) || of(&before, chain) != of(&there, chain))
+        .collect();
+    let mut inserts = Vec::new();
+    let mut open: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for rule in &went.rules {
+        open.entry(rule.chain).or_default().push(&rule.text);
+    }
+    for (chain, returning) in open {
+        let is_built_in = (table.chains.get(chain)).is_some_and(|chain| chain.hook.is_some());
+        if is_built_in || is_there(chain) {
+            let before = before.get(chain).map_or(&[][..], Vec::as_slice);
+            let there = of(&there, chain).unwrap_or_default();
+            inserts.extend(inserted(chain, before, &returning, there));
+        } else {
+            let lost = returning.iter().map(|rule| {
+                let title = table.title();
+                format!("{title}: chain {chain} of others is gone: {rule}")
+            });
+            restoration.lost.extend(lost);
+        }
+    }
+    if chains.is_empty() && inserts.is_empty() {
+        return;
+    }
+    restoration.jumps += inserts.len();
+    restoration.chains += chains.len();
+    let mut write = |line: std::fmt::Arguments<'_>| {
+        // A String takes everything.
+        let _ = writeln!(restoration.input, "{line}");
+    };
+    write(format_args!("*{}", table.name));
+    for chain in &chains {
+        write(format_args!(":{chain} - [0:0]"));
+    }
+    for rule in chains
+        .iter()
+        .filter_map(|chain| before.get(chain))
+        .flatten()
+    {
+        write(format_args!("{rule}"));
+    }
+    for insert in &inserts {
+        write(format_args!("{insert}"));
+    }
+    write(format_args!("COMMIT"));
+}
+
+/// The rules of each chain.
+fn by_chain<'a>(table: &Table<'a>) -> BTreeMap<&'a str, Vec<String>> {
+    let mut all: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for rule in &table.rules {
+        all.entry(rule.chain)
+            .or_default()
+            .push(rule.text.to_string());
+    }
+    all
+}
+
+/// The words that bring rules back into a chain of others. `before` had all of them, and `there` are those of now. A rule that is
+/// there stays where it is.
+pub(super) fn inserted(
+    chain: &str,
+    before: &[String],
+    returning: &[&str],
+    mut there: Vec<String>,
+) -> Vec<String> {
+    // Where a rule is: of equal ones, the one that has as many before it.
+    let find = |there: &[String], index: usize| {
+        let same = |rule: &&String| **rule == before[index];
+        let nth = before[..index].iter().filter(same).count();
+        let mut all = there.iter().enumerate().filter(|(_, rule)| same(rule));
+        all.nth(nth).map(|(at, _)| at)
+    };
+    let mut words = Vec::new();
+    // Behind the last of the owner's rules, which keep their order also where others have moved theirs.
+    let mut least = 0;
+    for (index, rule) in before.iter().enumerate() {
+        if !returning.contains(&rule.as_str()) {
+            continue;
+        }
+        if let Some(at) = find(&there, index) {
+            least = least.max(at + 1);
+            continue;
+        }
+        let behind = (0..index).rev().find_map(|index| find(&there, index));
+        let at = behind.map_or(0, |at| at + 1).max(least);
+        least = at + 1;
+        let rest = rule.strip_prefix("-A ").unwrap_or(rule);
+        let rest = rest.strip_prefix(chain).unwrap_or(rest);
+        words.push(format!("-I {chain} {}{rest}", at + 1));
+        there.insert(at, rule.clone());
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use takeover::owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, KUBE_PROXY, OSM};
+
+    use super::{
+        super::{
+            cleanup,
+            ruleset::Form,
+            simulated::{data, load},
+        },
+        *,
+    };
+
+    fn text(rules: &str) -> Text<'_> {
+        Text {
+            origin: "iptables-nft",
+            form: Form::Saved,
+            text: rules,
+        }
+    }
+
+    /// Removes the rules of the owners, and brings them back; what is there then.
+    fn there_and_back(before: &str, owners: &[&Owner]) -> (String, Restoration) {
+        let removal = cleanup::plan(&text(before), owners).unwrap();
+        let without = load(before, &removal.input);
+        let back = plan(&text(before), &text(&without), owners).unwrap();
+        assert_eq!(back.jumps, removal.jumps);
+        (load(&without, &back.input), back)
+    }
+
+    #[test]
+    fn rules_come_back_as_they_were() {
+        for (name, owners) in [
+            ("kube-proxy-1.36/iptables-save.txt", &[KUBE_PROXY][..]),
+            ("rules/ipvs.save", &[KUBE_PROXY]),
+            ("rules/sidecar.save", &[ISTIO_SIDECAR, ISTIO_AMBIENT]),
+            ("rules/sidecar-tproxy.save", &[ISTIO_SIDECAR]),
+            ("rules/ambient-host.save", &[ISTIO_AMBIENT]),
+            ("rules/meshes.save", &[OSM]),
+            ("rules/node.save", &[KUBE_PROXY]),
+        ] {
+            let before = load("", &data(name));
+            let (after, _) = there_and_back(&before, owners);
+            assert_eq!(after, before, "{name}");
+            let again = plan(&text(&before), &text(&after), owners).unwrap();
+            assert_eq!(again, Restoration::default(), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_chain_of_others_that_is_gone_is_told() {
+        let before = "*nat\n:KUBE-SERVICES - [0:0]\n:MINE - [0:0]\n-A MINE -j KUBE-SERVICES\n\
+                      -A KUBE-SERVICES -j RETURN\nCOMMIT\n";
+        let back = plan(&text(before), &text("*nat\nCOMMIT\n"), &[KUBE_PROXY]).unwrap();
+        assert_eq!(back.lost.len(), 1, "{back:?}");
+        assert!(back.lost[0].contains("chain MINE of others is gone: -A MINE"));
+        assert!(!back.input.contains("MINE"), "{back:?}");
+    }
+
+    proptest! {
+        /// Whatever others have between them, have added or removed since: the owner's rules are all there, in their order; and the
+        /// rules of others are as they were just before.
+        #[test]
+        fn rules_come_back_between_those_of_others(
+            rules in prop::collection::vec((0..2_usize, 0..4_u8), 1..12),
+            removed in prop::collection::vec(any::<prop::sample::Index>(), 0..4),
+            added in prop::collection::vec((any::<prop::sample::Index>(), 0..3_u8), 0..4),
+        ) {
+            const CHAINS: [&str; 2] = ["PREROUTING", "OUTPUT"];
+            let foreign = |rule: &String| !rule.contains("KUBE-");
+            let mut before = String::from("*nat\n:PREROUTING ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n:KUBE-A - [0:0]\n:KUBE-B - [0:0]\n");
+            before += "-A KUBE-A -j KUBE-B\n-A KUBE-B -j RETURN\n";
+            for (chain, kind) in rules {
+                let rest = match kind {
+                    0 => "-j KUBE-A".to_owned(),
+                    1 => "-m comment --comment two -j KUBE-B".to_owned(),
+                    other => format!("-p tcp -m tcp --dport {other} -j ACCEPT"),
+                };
+                writeln!(before, "-A {} {rest}", CHAINS[chain]).unwrap();
+            }
+            before += "COMMIT\n";
+            let before = load("", &before);
+            prop_assert_eq!(&there_and_back(&before, &[KUBE_PROXY]).0, &before);
+
+            let removal = cleanup::plan(&text(&before), &[KUBE_PROXY]).unwrap();
+            let mut now: Vec<String> = load(&before, &removal.input).lines().map(str::to_owned).collect();
+            for index in removed {
+                let of_others: Vec<usize> = (0..now.len()).filter(|at| now[*at].starts_with("-A")).collect();
+                if !of_others.is_empty() {
+                    now.remove(of_others[index.index(of_others.len())]);
+                }
+            }
+            for (index, port) in added {
+                let first = now.iter().position(|line| line.starts_with("-A")).unwrap_or(now.len() - 1);
+                let at = first + index.index(now.len() - first);
+                now.insert(at, format!("-A OUTPUT -p udp -m udp --dport {port} -j ACCEPT"));
+            }
+            let now = now.join("\n") + "\n";
+            let back = plan(&text(&before), &text(&now), &[KUBE_PROXY]).unwrap();
+            let after = load(&now, &back.input);
+            for chain in CHAINS {
+                let of = |all: &str, ours: bool| -> Vec<String> {
+                    let lines = all.lines().map(str::to_owned);
+                    lines.filter(|line| line.starts_with(&format!("-A {chain}")) && foreign(line) != ours).collect()
+                };
+                prop_assert_eq!(of(&after, true), of(&before, true));
+                prop_assert_eq!(of(&after, false), of(&now, false));
+            }
+        }
+    }
+}

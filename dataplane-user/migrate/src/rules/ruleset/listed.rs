@@ -1,0 +1,207 @@
+//! Rules of the text of `nft list ruleset`.
+
+use std::borrow::Cow;
+
+use super::{Line, Rule, Table, Text, Unread, is_link_local, number};
+use crate::text::nft;
+
+/// Reads a text.
+pub(super) fn read<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mut Vec<Unread<'a>>) {
+    let first = tables.len();
+    for entry in nft::entries(text.text) {
+        match (entry, tables[first..].last_mut()) {
+            (Ok(nft::Entry::Table { family, name }), _) => {
+                tables.push(Table::new(
+                    text.origin,
+                    format!("{family} {name}"),
+                    Some(name),
+                ));
+            }
+            (Ok(nft::Entry::Chain { name }), Some(table)) => {
+                table.chains.entry(name).or_default();
+            }
+            (Ok(nft::Entry::Base { line, chain, text }), Some(table)) => {
+                let words: Vec<&str> = text
+                    .split([' ', ';'])
+                    .filter(|word| !word.is_empty())
+                    .collect();
+                let after = |word: &str| {
+                    words
+                        .iter()
+                        .position(|w| *w == word)
+                        .and_then(|at| words.get(at + 1))
+                };
+                let found = table.chains.entry(chain).or_default();
+                if let Some(hook) = after("hook") {
+                    found.hook = Some((*hook).to_owned());
+                }
+                if after("policy") == Some(&"drop") {
+                    found.drops = Some(line);
+                }
+            }
+            (Ok(nft::Entry::Rule { line, chain, text }), Some(table)) => {
+                let words: Vec<&str> = nft::words(text).collect();
+                let of_iptables = |word: &&str| {
+                    matches!(*word, "xt" | "[match]" | "[target]") || word.starts_with("xt_")
+                };
+                let is_compat = words.iter().any(of_iptables);
+                if words.first() == Some(&"#") || is_compat {
+                    let why = if is_compat {
+                        "iptables-nft wrote it, and nf_tables does not show all of it"
+                    } else {
+                        "it does more than this program can say"
+                    };
+                    unread.push(Unread {
+                        line: table.line(line, format!("{chain} {text}").into()),
+                        why: why.to_owned(),
+                        is_rule: true,
+                    });
+                }
+                table.rules.push(of_nft(line, chain, text, &words));
+            }
+            (Ok(nft::Entry::Elements { name, text, .. }), Some(table)) => {
+                let of_map = of_nft(0, name, text, &nft::words(text).collect::<Vec<_>>());
+                let map = table.maps.entry(name).or_default();
+                map.0.extend(of_map.jumps);
+                map.1 = map.1.or(of_map.effects);
+            }
+            (Err(error), table) => unread.push(Unread {
+                line: Line {
+                    table: table.map_or(text.origin.to_owned(), |table| table.title()),
+                    number: error.line,
+                    text: error.text.into(),
+                },
+                why: error.what.to_owned(),
+                is_rule: false,
+            }),
+            (Ok(_), None) => {}
+        }
+    }
+}
+
+fn of_nft<'a>(line: usize, chain: &'a str, text: &'a str, words: &[&'a str]) -> Rule<'a> {
+    let mut rule = Rule {
+        line,
+        chain,
+        text: format!(
+            "{chain} {}",
+            text.split_whitespace().collect::<Vec<_>>().join(" ")
+        )
+        .into(),
+        ..Rule::default()
+    };
+    let unquoted = |word: &&'a str| word.trim_matches('"');
+    let mut words = words.iter().peekable();
+    while let Some(word) = words.next() {
+        match *word {
+            "jump" | "goto" => rule.jumps.extend(words.next()),
+            "drop" | "reject" | "queue" | "synproxy" => rule.effects.refuses = true,
+            "dnat" | "redirect" | "tproxy" => rule.effects.translates = true,
+            "notrack" => rule.effects.untracks = true,
+            "daddr" => {
+                let one = words.next_if(|word| **word != "!=");
+                rule.to_one |= one.is_some_and(|to| !is_link_local(to));
+            }
+            // Of a connection: what was done to it.
+            "status" => {
+                let is_status = |word: &&&str| {
+                    matches!(
+                        **word,
+                        "!=" | "==" | "&" | "|" | "and" | "," | "dnat" | "snat"
+                    )
+                };
+                while words.next_if(is_status).is_some() {}
+            }
+            "comment" => rule
+                .comments
+                .extend(words.next().map(unquoted).map(Cow::Borrowed)),
+            "iifname" | "oifname" | "iif" | "oif" => {
+                let name = words.find(|word| !matches!(**word, "!=" | "==" | "{" | ","));
+                rule.interfaces.extend(name.map(unquoted));
+            }
+            "mark" => {
+                // `mark and 0xfff != 0x539`, `mark set mark | 0x4000`
+                let (mut excluded, mut sets, mut alters) = (false, false, false);
+                let mut numbers = Vec::new();
+                while let Some(word) = words.next_if(|word| {
+                    let joins = ["set", "and", "or", "xor", "&", "|", "^", "==", "!="];
+                    // Behind a comparison, the next statement begins.
+                    let is_mark = matches!(**word, "meta" | "ct" | "mark");
+                    let is_next = is_mark && !sets && !numbers.is_empty();
+                    (joins.contains(word) || is_mark || number(word).is_some()) && !is_next
+                }) {
+                    excluded |= *word == "!=";
+                    sets |= *word == "set";
+                    alters |= matches!(*word, "|" | "^" | "or" | "xor");
+                    numbers.extend(number(word));
+                }
+                if !sets && !alters {
+                    rule.asks.extend(match (&numbers[..], excluded) {
+                        (&[value], false) => Some((value, u32::MAX)),
+                        (&[mask, value], false) => Some((value, mask)),
+                        // The bit is there.
+                        (&[mask, 0], true) if mask.is_power_of_two() => Some((mask, mask)),
+                        _ => None,
+                    });
+                }
+                rule.marks.extend(numbers);
+            }
+            word => {
+                rule.sets.extend(word.strip_prefix('@'));
+                let port = word
+                    .strip_prefix(':')
+                    .and_then(|port| port.parse::<u16>().ok());
+                rule.to_ports.extend(port);
+            }
+        }
+    }
+    rule
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_about_translated_connections_translates_none() {
+        let translates = |text: &str| {
+            let words: Vec<&str> = text.split(' ').collect();
+            of_nft(1, "c", text, &words).effects.translates
+        };
+        assert!(!translates("ct status dnat accept"));
+        assert!(!translates("ct status & dnat == dnat masquerade"));
+        assert!(translates("ct status dnat tcp dport 80 dnat to 10.0.0.1"));
+    }
+
+    #[test]
+    fn a_rule_of_nf_tables_asks_for_the_marks_that_it_compares() {
+        let asks = |text: &str| {
+            let words: Vec<&str> = text.split(' ').collect();
+            of_nft(1, "c", text, &words).asks
+        };
+        let all = u32::MAX;
+        for (text, wanted) in [
+            ("meta mark 0x539 accept", vec![(0x539, all)]),
+            ("meta mark & 0xfff == 0x539 accept", vec![(0x539, 0xfff)]),
+            // The next statement begins behind a comparison.
+            (
+                "meta mark & 0xfff == 0x539 ct mark set ct mark & 0xfffff000 | 0x111",
+                vec![(0x539, 0xfff)],
+            ),
+            ("meta mark 0x539 ct mark != 0x1 accept", vec![(0x539, all)]),
+            ("ct mark 0x1 meta mark 0x2 accept", vec![(1, all), (2, all)]),
+            // A bit that is there.
+            (
+                "meta mark & 0x4000 != 0x0 masquerade",
+                vec![(0x4000, 0x4000)],
+            ),
+            ("meta mark & 0xfff != 0x111 masquerade", vec![]),
+            ("meta mark != 0x1 accept", vec![]),
+            // The result is compared, which is not the packet's mark.
+            ("meta mark | 0x4000 == 0x5000 accept", vec![]),
+            ("meta mark set meta mark ^ 0x4000", vec![]),
+        ] {
+            assert_eq!(asks(text), wanted, "{text}");
+        }
+    }
+}

@@ -1,0 +1,523 @@
+//! The rules of an owner as they are before a take-over: read from the kernel, kept in a file, and brought back.
+
+use std::{
+    fmt::Write as _,
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use kernel::netfilter::{self, Kind};
+use sha2::{Digest as _, Sha256};
+use takeover::{disk, journal::Journal, may_die, owners::Owner};
+
+use super::{
+    binaries::{self, Binaries},
+    cleanup::{self, By, Step, is_of, restore_program},
+    collect::{self, Printed},
+    restore,
+    ruleset::{self, Form, Text},
+};
+
+/// How a section of the file begins. The origin of the section follows: a program's name. (The command was one of `dataplane`
+/// when the format was made.)
+const SECTION: &str = "# Saved by `dataplane takeover`: ";
+
+/// How the file ends.
+const END: &str = "# The end of what `dataplane takeover` saved\n";
+/// As often rules are read until two readings are the same.
+const READS: usize = 5;
+
+/// Rules as they were.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Saved {
+    /// What each program printed.
+    texts: Vec<Printed>,
+}
+
+/// How many rules there are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Count {
+    /// The program that printed them, with the table if it is of nf_tables alone: `iptables-nft`, `nft ip kube-proxy`.
+    pub origin: String,
+    /// The owner's chains, or those of the owner's tables.
+    pub chains: usize,
+    /// Rules in chains of others that lead there.
+    pub jumps: usize,
+}
+
+impl Saved {
+    /// Prints the rules of `owners` that are in the kernel, of the network namespace that this thread is in, with the rules of others
+    /// between them.
+    ///
+    /// # Errors
+    /// Rules cannot be read, or a line is not understood.
+    pub fn of_kernel(owners: &[&Owner]) -> io::Result<Self> {
+        let found = binaries::find(None)?;
+        // The programs print one table after the other, and somebody may write in between.
+        let mut last = Self::printed(&found, owners)?;
+        for _ in 1..READS {
+            let now = Self::printed(&found, owners)?;
+            if now.has_the_same_rules(&last) {
+                return Ok(now);
+            }
+            last = now;
+        }
+        Err(io::Error::other(format!(
+            "the rules are others each time they are read ({READS} times): stop the program that writes them first"
+        )))
+    }
+
+    /// Whether both have the same rules, whatever their counters, and whatever sets have that forget by themselves.
+    pub fn has_the_same_rules(&self, other: &Self) -> bool {
+        let rules = |saved: &Self| -> Vec<(String, String)> {
+            let texts = saved.texts.iter();
+            texts
+                .map(|text| (text.origin.clone(), rules(&text.text)))
+                .collect()
+        };
+        rules(self) == rules(other)
+    }
+
+    /// Whether the kernel has rules of the owners that are not among these: somebody has written since.
+    ///
+    /// # Errors
+    /// Rules cannot be read, or a line is not understood.
+    pub fn were_written_since(&self, owners: &[&Owner]) -> io::Result<bool> {
+        for now in Self::of_kernel(owners)?.texts {
+            let is_same = |saved: &&Printed| match now.form {
+                Form::Nft => rules(&saved.text) == rules(&now.text),
+                Form::Saved => saved.origin == now.origin,
+            };
+            let Some(saved) = self.texts.iter().find(is_same) else {
+                return Ok(true);
+            };
+            if now.form == Form::Saved {
+                // What would have to be added to the saved rules.
+                let more = restore::plan(&now.as_text(), &saved.as_text(), owners);
+                if more.map_err(not_understood)? != restore::Restoration::default() {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Rules in chains that others have made, which go with the owners' chains.
+    ///
+    /// # Errors
+    /// A line is not understood.
+    pub fn of_others(&self, owners: &[&Owner]) -> io::Result<Vec<String>> {
+        let mut all = Vec::new();
+        for text in self.texts.iter().filter(|text| text.form == Form::Saved) {
+            let removal = cleanup::plan(&text.as_text(), owners).map_err(not_understood)?;
+            all.extend(removal.of_others);
+        }
+        Ok(all)
+    }
+
+    fn printed(found: &Binaries, owners: &[&Owner]) -> io::Result<Self> {
+        let mut saved = Self::default();
+        for printed in printed(found, owners)? {
+            if printed.form == Form::Nft || count(&printed, owners)?.chains > 0 {
+                saved.texts.push(printed);
+            }
+        }
+        Ok(saved)
+    }
+
+    /// The texts.
+    pub fn as_texts(&self) -> Vec<Text<'_>> {
+        self.texts.iter().map(Printed::as_text).collect()
+    }
+
+    /// Whether the owners have no rules.
+    pub fn is_empty(&self) -> bool {
+        self.texts.is_empty()
+    }
+
+    /// How many there are, for each program that printed some.
+    ///
+    /// # Errors
+    /// A line is not understood.
+    pub fn counts(&self, owners: &[&Owner]) -> io::Result<Vec<Count>> {
+        self.texts.iter().map(|text| count(text, owners)).collect()
+    }
+
+    /// Whether both iptables and nf_tables' own tables have rules.
+    pub fn is_mixed(&self) -> bool {
+        let first = self.texts.first().map(|text| text.form);
+        self.texts.iter().any(|text| Some(text.form) != first)
+    }
+
+    /// Writes the rules to a file, in one step and onto the disk. Returns the file's SHA-256.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn write(&self, path: &Path) -> io::Result<String> {
+        let text = self.to_text();
+        disk::replace(path, &text)?;
+        Ok(sha256(&text))
+    }
+
+    fn to_text(&self) -> String {
+        let mut all = String::new();
+        for printed in &self.texts {
+            // A String takes everything.
+            let _ = writeln!(all, "{SECTION}{}", printed.origin);
+            all += printed.text.trim_end();
+            all.push('\n');
+        }
+        all += END;
+        all
+    }
+
+    /// Reads the rules that a take-over saved.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is not the one that was written.
+    pub fn of(journal: &Journal) -> io::Result<Self> {
+        Ok(Self::read(&journal.file, Some(&journal.sha256))?.0)
+    }
+
+    /// Reads a file that [`Saved::write`] wrote, and returns its SHA-256. With a checksum, the file must have it.
+    ///
+    /// # Errors
+    /// The file cannot be read, has another checksum, or was not written so.
+    pub fn read(path: &Path, wanted: Option<&str>) -> io::Result<(Self, String)> {
+        let error = |why: String| io::Error::other(format!("{}: {why}", path.display()));
+        let text = fs::read_to_string(path).map_err(|why| error(why.to_string()))?;
+        let has = sha256(&text);
+        if let Some(wanted) = wanted.filter(|wanted| *wanted != has) {
+            return Err(error(format!(
+                "the SHA-256 is {has}, and was {wanted} when the rules were saved: the file was changed"
+            )));
+        }
+        Ok((Self::of_text(&text).map_err(error)?, has))
+    }
+
+    fn of_text(text: &str) -> Result<Self, String> {
+        let Some(text) = text.strip_suffix(END) else {
+            return Err(
+                "was not written by `dataplane-migrate takeover`, or its end is missing".to_owned(),
+            );
+        };
+        let mut saved = Self::default();
+        for line in text.split_inclusive('\n') {
+            if let Some(origin) = line.strip_prefix(SECTION) {
+                let origin = origin.trim_end().to_owned();
+                let form = if origin == "nft" {
+                    Form::Nft
+                } else {
+                    Form::Saved
+                };
+                let text = String::new();
+                saved.texts.push(Printed { origin, form, text });
+            } else if let Some(printed) = saved.texts.last_mut() {
+                printed.text += line;
+            } else {
+                return Err(format!(
+                    "was not written by `dataplane-migrate takeover`: it begins with {}",
+                    line.trim_end()
+                ));
+            }
+        }
+        if saved.is_empty() {
+            return Err("has no rules".to_owned());
+        }
+        Ok(saved)
+    }
+
+    /// Brings the rules back, into what is there now.
+    ///
+    /// # Errors
+    /// Rules cannot be read, a program is missing or refuses, or rules are still missing then.
+    pub fn bring_back(&self, owners: &[&Owner], dry_run: bool) -> io::Result<Back> {
+        let found = binaries::find(None)?;
+        let (steps, lost) = self.missing(&found, owners)?;
+        let mut back = Back {
+            steps: Vec::new(),
+            lost,
+        };
+        for (step, by) in steps {
+            if !dry_run {
+                may_die();
+                by.run(None, &step)?;
+                may_die();
+            }
+            back.steps.push(step);
+        }
+        if !dry_run
+            && let (left, _) = self.missing(&found, owners)?
+            && let Some((step, _)) = left.first()
+        {
+            return Err(io::Error::other(format!(
+                "rules are missing although {} succeeded",
+                step.command
+            )));
+        }
+        Ok(back)
+    }
+
+    /// What brings back what is missing.
+    fn missing(&self, found: &Binaries, owners: &[&Owner]) -> io::Result<cleanup::Found> {
+        let now = printed(found, owners)?;
+        let (mut steps, mut lost) = (Vec::new(), Vec::new());
+        for text in &self.texts {
+            if text.form == Form::Nft {
+                steps.extend(listed(text, found, &now)?);
+                continue;
+            }
+            let there = now.iter().find(|now| now.origin == text.origin);
+            let there = Printed {
+                text: there.map(|now| now.text.clone()).unwrap_or_default(),
+                ..text.clone()
+            };
+            let back = restore::plan(&text.as_text(), &there.as_text(), owners);
+            let back = back.map_err(not_understood)?;
+            lost.extend(back.lost);
+            if back.input.is_empty() {
+                continue;
+            }
+            let program = restore_program(found, &text.origin)?;
+            let step = Step {
+                command: format!("{}-restore --noflush", text.origin),
+                input: back.input,
+                jumps: back.jumps,
+                chains: back.chains,
+            };
+            steps.push((step, By::Restore(program)));
+        }
+        Ok((steps, lost))
+    }
+}
+
+/// All tables of iptables that hold rules, a text for each program; and the owners' tables of nf_tables.
+fn printed(found: &Binaries, owners: &[&Owner]) -> io::Result<Vec<Printed>> {
+    let mut tables = netfilter::tables().map_err(io::Error::other)?;
+    tables.retain(|table| table.kind != Kind::Native || is_of(table, owners));
+    let collected = collect::collect(None, found, &tables, collect::Native::Save)?;
+    if let Some(missing) = collected.missing.first() {
+        return Err(io::Error::other(format!(
+            "cannot read all rules: {missing}"
+        )));
+    }
+    // A program that prints nothing of all tables at once prints each.
+    let mut texts: Vec<Printed> = Vec::new();
+    for printed in collected.texts {
+        let is_same =
+            |known: &&mut Printed| known.form == Form::Saved && known.origin == printed.origin;
+        match texts
+            .iter_mut()
+            .find(is_same)
+            .filter(|_| printed.form == Form::Saved)
+        {
+            Some(known) => known.text.push_str(&printed.text),
+            None => texts.push(printed),
+        }
+    }
+    Ok(texts)
+}
+
+/// What was brought back, or would be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Back {
+    /// The changes.
+    pub steps: Vec<Step>,
+    /// Rules that cannot come back, and why.
+    pub lost: Vec<String>,
+}
+
+/// What brings back a table that `nft` printed, unless the same is there.
+fn listed(text: &Printed, found: &Binaries, now: &[Printed]) -> io::Result<Option<(Step, By)>> {
+    let (saved, _) = ruleset::read(&[text.as_text()]);
+    let [table] = &saved[..] else {
+        return Err(io::Error::other("a text of nft has other than one table"));
+    };
+    if now
+        .iter()
+        .any(|now| now.form == Form::Nft && rules(&now.text) == rules(&text.text))
+    {
+        return Ok(None);
+    }
+    let Some(nft) = &found.nft else {
+        return Err(io::Error::other(format!(
+            "no nft is here: {}",
+            super::detect::GET_NFT
+        )));
+    };
+    let name = &table.name;
+    // One transaction: a part that is there gives way to the whole.
+    let input = format!("add table {name}\ndelete table {name}\n{}", text.text);
+    let step = Step {
+        command: "nft -f -".to_owned(),
+        input,
+        jumps: 0,
+        chains: table.chains.len(),
+    };
+    Ok(Some((step, By::Nft(nft.path.clone()))))
+}
+
+/// A text without what changes by itself: remarks, counters, and the elements of sets that forget.
+fn rules(text: &str) -> String {
+    let mut all = String::new();
+    let (mut forgets, mut in_elements) = (false, false);
+    for line in text.lines().map(str::trim) {
+        if line.ends_with('{') && !line.starts_with("elements") {
+            forgets = false;
+        }
+        forgets |=
+            line.starts_with("timeout ") || line.starts_with("flags ") && line.contains("timeout");
+        in_elements |= forgets && line.starts_with("elements = {");
+        if in_elements {
+            in_elements = !line.ends_with('}');
+            continue;
+        }
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let line = if line.starts_with(':') {
+            line.split(" [").next().unwrap_or(line)
+        } else {
+            line
+        };
+        let is_nft = !line.starts_with('-');
+        let (mut words, mut last) = (line.split(' '), "");
+        while let Some(word) = words.next() {
+            // nft: `counter packets 7 bytes 420`
+            if is_nft && last == "counter" && matches!(word, "packets" | "bytes") {
+                words.next();
+                continue;
+            }
+            all += word;
+            all.push(' ');
+            last = word;
+        }
+        all.push('\n');
+    }
+    all
+}
+
+fn not_understood(why: impl std::fmt::Display) -> io::Error {
+    io::Error::other(format!("a rule is not understood: {why}"))
+}
+
+fn count(printed: &Printed, owners: &[&Owner]) -> io::Result<Count> {
+    let origin = printed.origin.clone();
+    if printed.form == Form::Nft {
+        let (tables, _) = ruleset::read(&[printed.as_text()]);
+        let chains = tables.iter().map(|table| table.chains.len()).sum();
+        let names: Vec<&str> = tables.iter().map(|table| table.name.as_str()).collect();
+        return Ok(Count {
+            origin: format!("{origin} {}", names.join(", ")),
+            chains,
+            jumps: 0,
+        });
+    }
+    let removal = cleanup::plan(&printed.as_text(), owners).map_err(not_understood)?;
+    Ok(Count {
+        origin,
+        chains: removal.chains,
+        jumps: removal.jumps,
+    })
+}
+
+fn sha256(text: &str) -> String {
+    format!("{:x}", Sha256::digest(text.as_bytes()))
+}
+
+/// The name of a new file for rules that are saved now, and when that is. The file of an earlier take-over may be needed still.
+pub fn new_file(directory: &Path) -> (PathBuf, String) {
+    let now = jiff::Timestamp::now();
+    let now = now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
+    let name = format!("rules-{}", now.replace(':', ""));
+    let names = (2..).map(|number| format!("{name}-{number}"));
+    let mut paths = [name.clone()]
+        .into_iter()
+        .chain(names)
+        .map(|name| directory.join(name));
+    let path = paths.find(|path| !path.exists());
+    (path.unwrap_or_else(|| directory.join(name)), now)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_and_what_was_changed_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("rules");
+        let printed = |origin: &str, form, text: &str| Printed {
+            origin: origin.to_owned(),
+            form,
+            text: text.to_owned(),
+        };
+        let saved = Saved {
+            texts: vec![
+                printed(
+                    "iptables-legacy",
+                    Form::Saved,
+                    "*nat\n-A OUTPUT -j KUBE-SERVICES\nCOMMIT\n",
+                ),
+                printed("nft", Form::Nft, "table ip kube-proxy {\n}\n"),
+            ],
+        };
+        let sum = saved.write(&path).unwrap();
+        assert_eq!(
+            Saved::read(&path, Some(&sum)).unwrap(),
+            (saved, sum.clone())
+        );
+        let text = fs::read_to_string(&path).unwrap();
+        fs::write(&path, text.replace("OUTPUT", "INPUT")).unwrap();
+        let why = Saved::read(&path, Some(&sum)).unwrap_err().to_string();
+        assert!(why.contains("was changed"), "{why}");
+        for other in ["", "*nat\nCOMMIT\n", text.trim_end_matches(END)] {
+            fs::write(&path, other).unwrap();
+            assert!(Saved::read(&path, None).is_err(), "{other}");
+        }
+    }
+
+    #[test]
+    fn no_file_of_an_earlier_take_over_is_written_over() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut names = std::collections::BTreeSet::new();
+        for _ in 0..3 {
+            let (path, _) = new_file(directory.path());
+            fs::write(&path, "").unwrap();
+            assert!(names.insert(path));
+        }
+    }
+
+    #[test]
+    fn counters_and_what_sets_forget_make_no_difference() {
+        let table = |counter: u32, element: &str, to: &str| {
+            format!(
+                "table ip kube-proxy {{\n\tset affinity {{\n\t\ttype ipv4_addr\n\t\tflags dynamic,timeout\n\t\ttimeout 3h\n\
+                 \t\telements = {{ {element} }}\n\t}}\n\tmap services {{\n\t\ttype ipv4_addr : verdict\n\
+                 \t\telements = {{ 10.96.0.10 : goto {to} }}\n\t}}\n\tchain web {{\n\
+                 \t\tcounter packets {counter} bytes 7 accept\n\t}}\n}}\n"
+            )
+        };
+        let first = rules(&table(
+            1,
+            "10.0.0.1 expires 2h59m,\n 10.0.0.2 expires 5s",
+            "web",
+        ));
+        assert_eq!(first, rules(&table(2, "10.0.0.3 expires 1s", "web")));
+        assert_ne!(first, rules(&table(1, "10.0.0.1 expires 2h59m", "other")));
+        assert_ne!(rules("quota 5 bytes return"), rules("quota 5 bytes drop"));
+        let saved = |counters: &str, rule: &str| {
+            rules(&format!(
+                "# at 7\n*nat\n:OUTPUT ACCEPT {counters}\n{rule}\nCOMMIT\n"
+            ))
+        };
+        assert_eq!(
+            saved("[0:0]", "-A OUTPUT -j X"),
+            saved("[7:420]", "-A OUTPUT -j X")
+        );
+        assert_ne!(
+            saved("[0:0]", "-A OUTPUT -j X"),
+            saved("[0:0]", "-A OUTPUT -j Y")
+        );
+    }
+}

@@ -1,0 +1,333 @@
+//! The text that `iptables-save` and `ip6tables-save` write and their `-restore` commands read, line by line. Pure: it
+//! borrows from the text, allocates nothing for a line, and keeps options that it does not know as they are. An entry
+//! prints as the line that it was read from.
+
+#[cfg(test)]
+pub mod chance;
+#[cfg(test)]
+mod fuzz;
+pub mod nft;
+mod words;
+
+use std::fmt;
+
+pub use words::{Word, Words};
+
+/// Packets and bytes.
+pub type Counters = (u64, u64);
+
+/// A line that is not of this format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Error {
+    /// The line's number, from 1.
+    pub line: usize,
+    /// The fault.
+    pub what: &'static str,
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "line {}: {}", self.line, self.what)
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// The content of a line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Entry<'a> {
+    /// A table begins.
+    Table(&'a str),
+    /// A chain of the table.
+    Chain {
+        /// The line's number, from 1.
+        line: usize,
+        /// The chain's name.
+        name: &'a str,
+        /// The policy of a built-in chain.
+        policy: Option<&'a str>,
+        /// The packets and bytes that the policy decided about.
+        counters: Option<Counters>,
+    },
+    /// A rule at the end (`-A`) or at a place (`-I`) of a chain.
+    Rule(Rule<'a>),
+    /// The table ends.
+    Commit,
+}
+
+/// A rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rule<'a> {
+    /// The line's number, from 1.
+    pub line: usize,
+    /// The chain that has the rule.
+    pub chain: &'a str,
+    /// The number of the rule, from 1, before which this one goes (`-I`); `None`: at the end (`-A`).
+    pub before: Option<u32>,
+    /// The packets and bytes that the rule has matched.
+    pub counters: Option<Counters>,
+    /// The options, as they are written.
+    pub text: &'a str,
+}
+
+impl fmt::Display for Entry<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Table(name) => write!(f, "*{name}"),
+            Self::Chain {
+                name,
+                policy,
+                counters,
+                ..
+            } => {
+                write!(f, ":{name} {}", policy.unwrap_or("-"))?;
+                match counters {
+                    None => Ok(()),
+                    Some((packets, bytes)) => write!(f, " [{packets}:{bytes}]"),
+                }
+            }
+            Self::Rule(rule) => rule.fmt(f),
+            Self::Commit => f.write_str("COMMIT"),
+        }
+    }
+}
+
+impl fmt::Display for Rule<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some((packets, bytes)) = self.counters {
+            write!(f, "[{packets}:{bytes}] ")?;
+        }
+        match self.before {
+            None => write!(f, "-A {}", self.chain)?,
+            Some(number) => write!(f, "-I {} {number}", self.chain)?,
+        }
+        if !self.text.is_empty() {
+            write!(f, " {}", self.text)?;
+        }
+        Ok(())
+    }
+}
+
+impl<'a> Rule<'a> {
+    /// The options in their order, whether known or not.
+    pub fn options(&self) -> impl Iterator<Item = RuleOption<'a>> {
+        let mut words = Words::new(self.text).filter_map(Result::ok).peekable();
+        std::iter::from_fn(move || {
+            let mut option = RuleOption {
+                negated: words.next_if(|word| word.is("!")).is_some(),
+                name: words.next_if(Word::is_option).map(|word| word.raw),
+                ..RuleOption::default()
+            };
+            while let Some(word) = words.next_if(|word| !word.is("!") && !word.is_option()) {
+                option.values.push(word);
+            }
+            let empty = !option.negated && option.name.is_none() && option.values.is_empty();
+            (!empty).then_some(option)
+        })
+    }
+}
+
+/// An option of a rule with its values: `! -s 10.0.0.0/8`, `--to-ports 15001`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RuleOption<'a> {
+    /// Whether `!` precedes the option.
+    pub negated: bool,
+    /// The option with its dashes; `None` if values stand alone.
+    pub name: Option<&'a str>,
+    /// The option's values.
+    pub values: Vec<Word<'a>>,
+}
+
+/// The entries of a text. An error concerns its own line; the lines after it are read.
+pub fn entries(text: &str) -> impl Iterator<Item = Result<Entry<'_>, Error>> {
+    let mut table: Option<usize> = None;
+    let mut lines = text.lines().enumerate();
+    std::iter::from_fn(move || {
+        loop {
+            let Some((index, line)) = lines.next() else {
+                let what = "the table has no COMMIT";
+                return table.take().map(|line| Err(Error { line, what }));
+            };
+            let line = line.trim_ascii();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let number = index + 1;
+            let entry = entry(number, line, table.is_some());
+            match entry {
+                Ok(Entry::Table(_)) => table = Some(number),
+                Ok(Entry::Commit) => table = None,
+                Ok(_) | Err(_) => {}
+            }
+            return Some(entry.map_err(|what| Error { line: number, what }));
+        }
+    })
+}
+
+fn entry(number: usize, line: &str, in_table: bool) -> Result<Entry<'_>, &'static str> {
+    if let Some(name) = line.strip_prefix('*') {
+        let name = name.trim_ascii();
+        return match name.is_empty() || name.contains(char::is_whitespace) {
+            _ if in_table => Err("a table begins before the COMMIT of the table before"),
+            true => Err("a table needs one name"),
+            false => Ok(Entry::Table(name)),
+        };
+    }
+    if !in_table {
+        return Err("the line is outside of a table");
+    }
+    if line == "COMMIT" {
+        return Ok(Entry::Commit);
+    }
+    if let Some(chain) = line.strip_prefix(':') {
+        return self::chain(number, chain);
+    }
+    let (counters, rest) = match line.strip_prefix('[') {
+        None => (None, line),
+        Some(rest) => {
+            let (inside, rest) = rest.split_once(']').ok_or("the counters have no end")?;
+            (Some(counters(inside)?), rest.trim_ascii_start())
+        }
+    };
+    let (command, rest) = cut(rest);
+    let (name, text) = cut(rest);
+    if name.is_empty() {
+        return Err("the command names no chain");
+    }
+    if let Some(error) = Words::new(text).find_map(Result::err) {
+        return Err(error);
+    }
+    let rule = |before, text| {
+        Ok(Entry::Rule(Rule {
+            line: number,
+            chain: name,
+            before,
+            counters,
+            text,
+        }))
+    };
+    match command {
+        "-A" | "--append" => rule(None, text),
+        "-I" | "--insert" => match cut(text) {
+            (before, text) if before.starts_with(|c: char| c.is_ascii_digit()) => {
+                let before = before.parse().ok().filter(|number| *number > 0);
+                let before =
+                    before.ok_or("the number of the rule before which this one goes is wrong")?;
+                rule(Some(before), text)
+            }
+            _ => rule(Some(1), text),
+        },
+        "-N" | "--new-chain" if text.is_empty() => Ok(Entry::Chain {
+            line: number,
+            name,
+            policy: None,
+            counters: None,
+        }),
+        _ => Err("the line is no table, chain, rule, comment or COMMIT"),
+    }
+}
+
+fn chain(line: usize, text: &str) -> Result<Entry<'_>, &'static str> {
+    let (name, rest) = cut(text);
+    let (policy, rest) = cut(rest);
+    if name.is_empty() || policy.is_empty() {
+        return Err("a chain needs a name and a policy");
+    }
+    let counters = match rest.strip_prefix('[').map(|rest| rest.strip_suffix(']')) {
+        None if rest.is_empty() => None,
+        Some(Some(inside)) => Some(counters(inside)?),
+        _ => return Err("counters are [PACKETS:BYTES]"),
+    };
+    Ok(Entry::Chain {
+        line,
+        name,
+        policy: (policy != "-").then_some(policy),
+        counters,
+    })
+}
+
+fn counters(inside: &str) -> Result<Counters, &'static str> {
+    let numbers = inside.split_once(':');
+    numbers
+        .and_then(|(packets, bytes)| Some((packets.parse().ok()?, bytes.parse().ok()?)))
+        .ok_or("counters are [PACKETS:BYTES]")
+}
+
+/// The first word, and the rest.
+fn cut(text: &str) -> (&str, &str) {
+    let (word, rest) = text
+        .split_once(|c: char| c.is_ascii_whitespace())
+        .unwrap_or((text, ""));
+    (word, rest.trim_ascii_start())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SAVED: &str = "# Generated by iptables-save v1.8.9\n*nat\n:OUTPUT ACCEPT [7:420]\n:KUBE-SVC - [0:0]\n\
+        [3:180] -A KUBE-SVC ! -s 10.244.0.0/16 -m comment --comment \"ns/web:\\\"a b\\\" x\" -j KUBE-MARK-MASQ\n\
+        -A OUTPUT -m later --unknown 1 2 -j KUBE-SVC\nCOMMIT\n";
+
+    #[test]
+    fn a_saved_table_is_read() {
+        let all: Vec<Entry<'_>> = entries(SAVED).collect::<Result<_, _>>().unwrap();
+        assert_eq!(all.len(), 6);
+        assert_eq!(all[0], Entry::Table("nat"));
+        let output = Entry::Chain {
+            line: 3,
+            name: "OUTPUT",
+            policy: Some("ACCEPT"),
+            counters: Some((7, 420)),
+        };
+        assert_eq!(all[1], output);
+        let Entry::Rule(rule) = all[3] else {
+            panic!("{:?}", all[3])
+        };
+        assert_eq!(
+            (rule.line, rule.chain, rule.counters),
+            (5, "KUBE-SVC", Some((3, 180)))
+        );
+        let options: Vec<_> = rule.options().collect();
+        assert_eq!((options[0].negated, options[0].name), (true, Some("-s")));
+        assert_eq!(options[2].values[0].text(), "ns/web:\"a b\" x");
+        assert_eq!(options.len(), 4);
+        let Entry::Rule(rule) = all[4] else {
+            panic!("{:?}", all[4])
+        };
+        let unknown = rule.options().nth(1).unwrap();
+        assert_eq!((unknown.name, unknown.values.len()), (Some("--unknown"), 2));
+    }
+
+    #[test]
+    fn errors_have_their_line() {
+        for (text, line) in [
+            ("-A X -j Y", 1),
+            ("*nat\n:X", 2),
+            ("*nat\n\n:X - [1]\nCOMMIT", 3),
+            ("*nat\n-A X --comment \"a", 2),
+            ("*nat\n[1:2 -A X", 2),
+            ("*nat\n-F X\nCOMMIT", 2),
+            ("*nat\n*filter", 2),
+            ("*nat\n:X - [0:0]\n", 1),
+            ("*\n", 1),
+            ("*nat\n-I X 0 -j Y\nCOMMIT", 2),
+            ("*nat\n-I X 4294967296 -j Y\nCOMMIT", 2),
+        ] {
+            let error = entries(text).find_map(Result::err);
+            assert_eq!(error.map(|error| error.line), Some(line), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_error_ends_nothing() {
+        let text = "*nat\nwhat?\n-I X 2 -j Y\n*filter\n-I X -j Y\nCOMMIT\nCOMMIT\n";
+        let all: Vec<_> = entries(text).collect();
+        let errors: Vec<usize> = (all.iter())
+            .filter_map(|entry| entry.err().map(|error| error.line))
+            .collect();
+        assert_eq!(errors, [2, 4, 7]);
+        let printed: Vec<String> = all.iter().flatten().map(Entry::to_string).collect();
+        assert_eq!(printed, ["*nat", "-I X 2 -j Y", "-I X 1 -j Y", "COMMIT"]);
+    }
+}
