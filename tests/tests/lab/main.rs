@@ -107,7 +107,6 @@ mod wrong_cgroup;
 
 mod differential;
 mod kube_proxy;
-mod nft_listing;
 mod nodeport;
 mod peers;
 mod policies;
@@ -267,7 +266,6 @@ fn main() -> ExitCode {
         asked::SCENARIOS,
         frames::SCENARIOS,
         policies::SCENARIOS,
-        nft_listing::SCENARIOS,
         nodeport::SCENARIOS,
         host_ports::SCENARIOS,
         imported::SCENARIOS,

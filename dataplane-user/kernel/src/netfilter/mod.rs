@@ -3,7 +3,6 @@
 
 mod egress;
 mod legacy;
-mod listing;
 mod nf_tables;
 
 use std::{fs, io};
@@ -137,17 +136,6 @@ pub fn tables() -> Result<Vec<Table>, Error> {
         Ok(tables)
     };
     read().doing(|| "cannot list netfilter's tables".to_owned())
-}
-
-/// A table of nf_tables in the words of `nft list table`, from the network namespace that this thread is in. A rule that this
-/// program cannot say whole is a line that begins with `#`. It leaves out elements that rules add for a time, flow tables
-/// and stateful objects.
-///
-/// # Errors
-/// If there is no such table, if the kernel does not tell, or if a name in it cannot be written.
-pub fn listed(family: &str, name: &str) -> Result<String, Error> {
-    listing::listed(family, name)
-        .doing(|| format!("cannot read the nf_tables table {family} {name}"))
 }
 
 /// Removes a table of nf_tables, in one transaction, from the network namespace that this thread is in. `false`: it is not there.

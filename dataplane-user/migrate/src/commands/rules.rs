@@ -119,7 +119,7 @@ fn in_the_kernel() -> anyhow::Result<Vec<Text>> {
     let tables = netfilter::tables()?.into_iter();
     let tables: Vec<Table> = tables.filter(is_kube_proxys).collect();
     let found = binaries::find(None)?;
-    let collected = collect::collect(None, &found, &tables, collect::Native::Read)?;
+    let collected = collect::collect(None, &found, &tables, collect::Native::Print)?;
     if !collected.missing.is_empty() {
         anyhow::bail!(collected.missing.join("\n"));
     }

@@ -1,5 +1,4 @@
-//! Gets the rules of a network namespace as text: those of iptables from the programs that can print them, and those of nf_tables
-//! from the kernel.
+//! Gets the rules of a network namespace as text, from the programs that can print them: those of iptables, and `nft`.
 
 use std::{io, path::Path, time::Duration};
 
@@ -20,7 +19,7 @@ const LIMIT: u64 = 256 * 1024 * 1024;
 /// A text with rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Printed {
-    /// Which program printed it, or whose words it has: `iptables-nft`, `nft`.
+    /// Which program printed it: `iptables-nft`, `nft`.
     pub origin: String,
     /// Its form.
     pub form: Form,
@@ -48,16 +47,13 @@ pub struct Collected {
     pub missing: Vec<String>,
 }
 
-/// How tables of nf_tables are read that iptables does not know.
+/// Whether tables of nf_tables are read that iptables does not know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Native {
     /// They are not.
     Leave,
-    /// From the kernel, which needs no program: without what rules remember, and with a remark in place of a rule that this
-    /// program cannot say.
-    Read,
     /// By `nft`, which can restore what it prints.
-    Save,
+    Print,
 }
 
 /// Prints every table of iptables that holds rules, and native tables of nf_tables as `native` says. To be called in the network namespace that has them.
@@ -83,31 +79,24 @@ pub fn collect(
                 all.saved(found, family, variant, &held.collect::<Vec<_>>());
             }
         }
-        for table in tables.iter().filter(|table| table.kind == Kind::Native) {
-            match (native, &found.nft) {
-                (Native::Leave, _) => {}
-                (Native::Read, _) => {
-                    all.listed(table);
-                }
-                (Native::Save, Some(nft)) => all.printed(table, &nft.path),
-                (Native::Save, None) => {
-                    let why = format!("no nft is here, by which it could be restored: {GET_NFT}");
-                    all.miss(table, &why);
-                }
-            }
+        let native = tables
+            .iter()
+            .filter(|table| table.kind == Kind::Native && native == Native::Print);
+        for table in native {
+            all.printed(found, table);
         }
         Ok(all)
     })
 }
 
-/// Reads all rules of the network namespace that this thread is in, from the kernel where no program is needed.
+/// Reads all rules of the network namespace that this thread is in, by the programs that are here.
 ///
 /// # Errors
 /// The tables cannot be listed, or `root` cannot be made the root of a thread.
 pub fn all(root: Option<&Path>) -> io::Result<Collected> {
     let tables = netfilter::tables().map_err(io::Error::other)?;
     let found = binaries::find(root)?;
-    collect(root, &found, &tables, Native::Read)
+    collect(root, &found, &tables, Native::Print)
 }
 
 impl Collected {
@@ -130,7 +119,7 @@ impl Collected {
             let name = binaries::name(family, Some(variant), Role::Save);
             for table in tables {
                 // nf_tables shows compatibility tables as well, but not what extensions of iptables do.
-                let listed = variant == Variant::Nft && self.listed(table);
+                let listed = variant == Variant::Nft && self.printed(found, table);
                 let listed = if listed {
                     ", so only what nf_tables shows of it was read"
                 } else {
@@ -155,7 +144,7 @@ impl Collected {
             match print(&save.path, &["-t", &table.name]) {
                 Ok(text) if has(&text, table) => self.push(&origin, text),
                 Ok(_) if why.is_empty() => {
-                    let listed = variant == Variant::Nft && self.listed(table);
+                    let listed = variant == Variant::Nft && self.printed(found, table);
                     let listed = if listed {
                         ", so only what nf_tables shows of it was read"
                     } else {
@@ -180,28 +169,20 @@ impl Collected {
         });
     }
 
-    /// One table of nf_tables, as `nft` prints it.
-    fn printed(&mut self, table: &Table, nft: &Path) {
-        match print(nft, &["list", "table", table.family, &table.name]) {
-            Ok(text) => self.texts.push(Printed {
-                origin: "nft".to_owned(),
-                form: Form::Nft,
-                text,
-            }),
-            Err(error) => self.miss(table, &format!("{}: {error}", nft.display())),
-        }
-    }
-
-    /// One table of nf_tables, as the kernel has it; false if it cannot be read, which is then said.
-    fn listed(&mut self, table: &Table) -> bool {
-        match netfilter::listed(table.family, &table.name) {
+    /// One table of nf_tables, as `nft` prints it; false if it cannot be read, which is then said.
+    fn printed(&mut self, found: &Binaries, table: &Table) -> bool {
+        let Some(nft) = &found.nft else {
+            self.miss(table, &format!("no nft is here: {GET_NFT}"));
+            return false;
+        };
+        match print(&nft.path, &["list", "table", table.family, &table.name]) {
             Ok(text) => self.texts.push(Printed {
                 origin: "nft".to_owned(),
                 form: Form::Nft,
                 text,
             }),
             Err(error) => {
-                self.miss(table, &error.to_string());
+                self.miss(table, &format!("{}: {error}", nft.path.display()));
                 return false;
             }
         }

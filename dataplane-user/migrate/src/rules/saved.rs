@@ -295,7 +295,7 @@ impl Saved {
 fn printed(found: &Binaries, owners: &[&Owner]) -> io::Result<Vec<Printed>> {
     let mut tables = netfilter::tables().map_err(io::Error::other)?;
     tables.retain(|table| table.kind != Kind::Native || is_of(table, owners));
-    let collected = collect::collect(None, found, &tables, collect::Native::Save)?;
+    let collected = collect::collect(None, found, &tables, collect::Native::Print)?;
     if let Some(missing) = collected.missing.first() {
         return Err(io::Error::other(format!(
             "cannot read all rules: {missing}"
