@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context as _, Result, anyhow};
 
 use crate::{
-    command::on_path,
+    command::{on_path, output},
     progress::{self, note},
     workspace,
 };
@@ -44,9 +44,13 @@ const SETS: &[Set] = &[
     Set {
         name: "istio",
         module: "istio.io/istio",
-        packages: &["pilot/cmd/pilot-discovery", "istioctl/cmd/istioctl"],
-        judges: "Istio's objects: istiod is pilot-discovery",
-        needs: "etcd and kube-apiserver of kubernetes-1.36 to run",
+        packages: &[
+            "pilot/cmd/pilot-discovery",
+            "istioctl/cmd/istioctl",
+            "./workloads",
+        ],
+        judges: "Istio's objects: istiod is pilot-discovery; `cargo xtask cluster istiod` compares",
+        needs: "etcd, and kube-apiserver, kube-controller-manager and kubectl of kubernetes-1.36 to run",
     },
     Set {
         name: "kube-router",
@@ -98,7 +102,7 @@ struct Set {
     name: &'static str,
     /// The module that has the programs.
     module: &'static str,
-    /// The programs' packages below the module.
+    /// The programs' packages below the module. One that begins with `./` is this project's own, in the set's directory.
     packages: &'static [&'static str],
     /// What they judge.
     judges: &'static str,
@@ -128,6 +132,15 @@ pub fn main(arguments: &Arguments) -> Result<ExitCode> {
 /// The directory in which the programs of a set are once they are built.
 pub fn directory(set: &str) -> PathBuf {
     workspace::target().join("judges").join(set)
+}
+
+/// The directory of a module that a set is made of, for files in it that are no program: definitions of resources.
+///
+/// # Errors
+/// If Go does not find it.
+pub fn module_directory(set: &str, module: &str) -> Result<PathBuf> {
+    let set = SETS.iter().find(|known| known.name == set);
+    set.context("a set's name")?.module_directory(module)
 }
 
 /// Finds what the names mean; without names, everything.
@@ -261,6 +274,8 @@ impl Set {
     fn path(&self, package: &str) -> String {
         if package.is_empty() {
             self.module.to_owned()
+        } else if package.starts_with("./") {
+            package.to_owned()
         } else {
             format!("{}/{package}", self.module)
         }
@@ -274,6 +289,13 @@ impl Set {
         let minor = version.split('.').nth(1).unwrap_or_default();
         let name = "k8s.io/component-base/version.git";
         format!("-s -w -X {name}Version={version} -X {name}Major=1 -X {name}Minor={minor}")
+    }
+
+    /// The directory of a module that the set is made of.
+    fn module_directory(&self, module: &str) -> Result<PathBuf> {
+        let mut go = self.go();
+        go.args(["list", "-m", "-f", "{{.Dir}}", module]);
+        Ok(output(&mut go)?.trim().into())
     }
 
     /// `go` in the module's directory: exactly the pinned versions, and the machine's own toolchain.
@@ -304,7 +326,8 @@ mod tests {
             assert!(set.version().unwrap().starts_with('v'), "{}", set.name);
             let file = set.source().join("programs.go");
             let imports = fs::read_to_string(file).unwrap();
-            for package in set.packages {
+            let others = |package: &&&str| !package.starts_with("./");
+            for package in set.packages.iter().filter(others) {
                 let path = format!("\"{}\"", set.path(package));
                 assert!(imports.contains(&path), "{}: {path}", set.name);
             }
@@ -322,7 +345,8 @@ mod tests {
         };
         assert_eq!(programs("coredns").unwrap(), ["coredns"]);
         assert_eq!(programs("kubernetes-1.36/e2e.test").unwrap(), ["e2e.test"]);
-        assert_eq!(programs("istio").unwrap(), ["pilot-discovery", "istioctl"]);
+        let istio = ["pilot-discovery", "istioctl", "workloads"];
+        assert_eq!(programs("istio").unwrap(), istio);
         for unknown in ["dns", "istio/ztunnel", "coredns/"] {
             let error = programs(unknown).unwrap_err().to_string();
             assert!(

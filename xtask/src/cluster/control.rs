@@ -24,7 +24,10 @@ use super::{
     place::{self, CONTROL, CONTROL_V4, DNS_SERVICE, POD_RANGES, SERVICE_RANGES},
     programs::Programs,
 };
-use crate::command::{output, shown};
+use crate::{
+    command::{output, shown},
+    judges,
+};
 
 /// Where etcd answers, in the control plane's namespace.
 pub const ETCD: &str = "127.0.0.1:2379";
@@ -39,6 +42,9 @@ pub enum Part {
     Controllers,
     Scheduler,
     Dns,
+    /// The controllers, but of EndpointSlices and what Pods take to be made, alone: nodes that are only objects stay.
+    Slices,
+    Istiod,
 }
 
 impl Part {
@@ -46,9 +52,10 @@ impl Part {
         match self {
             Self::Etcd => "etcd",
             Self::ApiServer => "kube-apiserver",
-            Self::Controllers => "kube-controller-manager",
+            Self::Controllers | Self::Slices => "kube-controller-manager",
             Self::Scheduler => "kube-scheduler",
             Self::Dns => "dns",
+            Self::Istiod => "istiod",
         }
     }
 
@@ -57,7 +64,7 @@ impl Part {
     }
 
     /// Whether it runs.
-    fn runs(self) -> bool {
+    pub fn runs(self) -> bool {
         fs::read_to_string(self.pid_file()).is_ok_and(|pid| runs(pid.trim()))
     }
 
@@ -85,6 +92,8 @@ impl Part {
             Self::ApiServer => (programs.kubernetes(self.name()), api_server()?),
             Self::Controllers => (programs.kubernetes(self.name()), controllers()),
             Self::Scheduler => (programs.kubernetes(self.name()), scheduler()),
+            Self::Slices => (programs.kubernetes(self.name()), slices()),
+            Self::Istiod => (judges::directory("istio").join("pilot-discovery"), istiod()),
             Self::Dns => (
                 env::current_exe().context("cannot find this program's own path")?,
                 dns(programs),
@@ -99,6 +108,11 @@ impl Part {
             .arg(format!("--net={}", place::netns(CONTROL).display()))
             .arg(program)
             .args(arguments)
+            .envs(
+                if self == Self::Istiod { ISTIOD } else { &[] }
+                    .iter()
+                    .copied(),
+            )
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
@@ -134,6 +148,15 @@ pub fn start(programs: &Programs, kubectl: &Kubectl) -> Result<()> {
     Part::Scheduler.start(programs)?;
     Part::Dns.start(programs)?;
     kubectl.apply(&dns_service())
+}
+
+/// Starts what objects take to be kept, and Services to have EndpointSlices; nothing that needs nodes.
+pub fn start_without_nodes(programs: &Programs, kubectl: &Kubectl) -> Result<()> {
+    cgroups::create(&Path::new(CGROUP).join(CONTROL))?;
+    Part::Etcd.start(programs)?;
+    Part::ApiServer.start(programs)?;
+    wait_for_api_server(kubectl)?;
+    Part::Slices.start(programs)
 }
 
 /// Waits until the API server is ready.
@@ -266,6 +289,36 @@ fn scheduler() -> Vec<String> {
         "--leader-elect=false".into(),
     ]);
     arguments
+}
+
+fn slices() -> Vec<String> {
+    let mut arguments = controllers();
+    arguments.push("--controllers=endpointslice-controller,serviceaccount-controller".into());
+    arguments
+}
+
+/// istiod as it serves ztunnels, without what needs certificates, webhooks or other replicas.
+const ISTIOD: &[(&str, &str)] = &[
+    ("PILOT_ENABLE_AMBIENT", "true"),
+    ("PILOT_ENABLE_IP_AUTOALLOCATE", "true"),
+    ("ENABLE_LEADER_ELECTION", "false"),
+    ("ENABLE_CA_SERVER", "false"),
+    ("VALIDATION_WEBHOOK_CONFIG_NAME", ""),
+    ("INJECTION_WEBHOOK_CONFIG_NAME", ""),
+    ("POD_NAMESPACE", "istio-system"),
+    ("POD_NAME", "istiod"),
+];
+
+fn istiod() -> Vec<String> {
+    vec![
+        "discovery".into(),
+        option("kubeconfig", file("admin.conf")),
+        "--grpcAddr=127.0.0.1:15010".into(),
+        "--httpAddr=127.0.0.1:8080".into(),
+        "--monitoringAddr=127.0.0.1:15014".into(),
+        "--httpsAddr=".into(),
+        "--secureGRPCAddr=".into(),
+    ]
 }
 
 fn dns(programs: &Programs) -> Vec<String> {

@@ -12,6 +12,7 @@ mod dns;
 mod e2e;
 mod identity;
 mod images;
+mod istiod;
 mod kube_proxy;
 mod kubectl;
 mod network;
@@ -67,6 +68,7 @@ Examples:
     cargo xtask cluster exec n1 -- ip address           a program on a node
     cargo xtask cluster e2e 'session affinity'          Kubernetes' own tests whose names match
     cargo xtask cluster e2e --with nftables             the same with kube-proxy, to compare
+    cargo xtask cluster istiod                          the plan beside Istio's own control plane
     cargo xtask cluster down
 
 Kubernetes' programs:
@@ -90,6 +92,8 @@ enum Command {
     Run(Run),
     /// Run Kubernetes' own tests of its network ([sig-network])
     E2e(e2e::Arguments),
+    /// Compare the plan with what Istio's own control plane tells a ztunnel about the same objects
+    Istiod,
     /// Run kubectl as the cluster's administrator
     Kubectl {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -185,6 +189,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
             };
             e2e::main(arguments, &programs, no_install)
         }
+        Command::Istiod => istiod::main(no_install),
         Command::Kubectl { arguments } => {
             let mut kubectl = Kubectl::new(&wanted(&[])?).command();
             kubectl.args(arguments);

@@ -9,7 +9,7 @@ use crate::{command::on_path, judges};
 pub const VARIABLE: &str = "KUBERNETES_BIN";
 
 /// The judges that a cluster is made of without that variable.
-const JUDGES: &str = "kubernetes-1.36";
+pub const JUDGES: &str = "kubernetes-1.36";
 
 /// Kubernetes' own, which every cluster needs.
 const KUBERNETES: [&str; 5] = [
@@ -77,11 +77,7 @@ impl Programs {
     /// # Errors
     /// Says what is missing.
     pub fn find(besides: &[&str]) -> Result<Self, Missing> {
-        let named = env::var_os(VARIABLE).filter(|value| !value.is_empty());
-        let built = || Some(judges::directory(JUDGES)).filter(|directory| directory.is_dir());
-        let Some(kubernetes) = named.map(PathBuf::from).or_else(built) else {
-            return Err(Missing::NoDirectory);
-        };
+        let kubernetes = Self::directory().ok_or(Missing::NoDirectory)?;
         let mut missing = Vec::new();
         for name in KUBERNETES.iter().chain(besides) {
             if !kubernetes.join(name).is_file() {
@@ -110,6 +106,13 @@ impl Programs {
                 Err(Missing::Programs(missing))
             }
         }
+    }
+
+    /// The directory with Kubernetes', if there is one.
+    pub fn directory() -> Option<PathBuf> {
+        let named = env::var_os(VARIABLE).filter(|value| !value.is_empty());
+        let built = || Some(judges::directory(JUDGES)).filter(|directory| directory.is_dir());
+        named.map(PathBuf::from).or_else(built)
     }
 
     /// Definitions of custom resources, if they are given.

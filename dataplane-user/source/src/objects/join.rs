@@ -150,15 +150,21 @@ fn join(service: &mut Service, by_port: &ByPort<'_>, preference: Preference) {
             same
         });
         endpoints.shrink_to_fit();
-        let weighted = matching().filter(|(slice, _)| slice.weight > 1);
-        let weighted: HashMap<(IpAddr, u16), u32> = weighted
-            .flat_map(|(slice, number)| {
-                let endpoints = slice.endpoints.iter();
-                endpoints.map(move |e| ((e.addr, number), slice.weight))
-            })
-            .collect();
+        // As a ServiceEntry's: WorkloadEntries of one address have the sum of their weights.
+        let mut weighted = HashMap::<(IpAddr, u16), u32>::new();
+        for (slice, number) in matching() {
+            let Some(weight) = slice.weight else {
+                continue;
+            };
+            for endpoint in &slice.endpoints {
+                let sum = weighted.entry((endpoint.addr, number)).or_default();
+                *sum = sum.saturating_add(weight);
+            }
+        }
         let weight = |e: &Endpoint| weighted.get(&(e.addr, e.port)).copied().unwrap_or(1);
-        port.weights = (!weighted.is_empty())
+        port.weights = weighted
+            .values()
+            .any(|weight| *weight > 1)
             .then(|| Weights::of(endpoints.iter().map(weight).collect()))
             .flatten();
         port.endpoints = endpoints;

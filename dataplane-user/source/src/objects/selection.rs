@@ -161,7 +161,7 @@ impl Selection {
             }]),
             names_only: false,
             hostnames: Box::default(),
-            weight: backend.weight,
+            weight: Some(backend.weight),
         })
     }
 }

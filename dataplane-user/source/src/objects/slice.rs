@@ -27,8 +27,8 @@ pub struct Slice {
     /// The hostnames that its endpoints have in DNS, in lower case: one for each endpoint, in the same order, empty if it
     /// has none. May be shorter: the endpoints after its end have none.
     pub hostnames: Box<[Box<str>]>,
-    /// The weight of each of its endpoints, at least 1. An EndpointSlice has none, which is 1.
-    pub weight: u32,
+    /// The weight of a WorkloadEntry, at least 1. `None`: an EndpointSlice's endpoints have weight 1.
+    pub weight: Option<u32>,
 }
 
 impl Slice {
@@ -94,7 +94,7 @@ pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) 
         ports: ports(object.ports.as_deref().unwrap_or_default(), findings),
         endpoints,
         hostnames,
-        weight: 1,
+        weight: None,
     })
 }
 

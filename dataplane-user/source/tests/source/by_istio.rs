@@ -117,6 +117,23 @@ fn a_service_serves_the_workload_entries_that_it_selects_beside_its_slices() {
 }
 
 #[test]
+fn workload_entries_of_one_address_have_the_sum_of_their_weights() {
+    let heavy = |weight: u32| json!({ "spec": { "weight": weight } });
+    let snapshot = load(&[
+        web(json!({})),
+        vm("a", "192.0.2.1", json!({})),
+        vm("b", "192.0.2.1", json!({})),
+        vm("c", "192.0.2.2", heavy(3)),
+        vm("d", "192.0.2.2", heavy(4)),
+        vm("e", "192.0.2.3", json!({})),
+    ]);
+    assert_eq!(
+        endpoints(&snapshot),
+        ["192.0.2.1:8080*2 192.0.2.2:8080*7 192.0.2.3:8080"]
+    );
+}
+
+#[test]
 fn ports_are_found_as_istio_finds_them() {
     let ports = json!({ "spec": { "ports": [
         { "name": "http", "port": 80, "targetPort": 8080 },
