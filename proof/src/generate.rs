@@ -17,7 +17,7 @@ use rand::{Rng, RngExt as _, SeedableRng as _, rngs::SmallRng, seq::IndexedRando
 use crate::{
     model::{Input, begin::is_nobody, sequences::Numbers, state::State},
     wire::{LINK, Packet, Part, Payload, flags, protocol},
-    world::{EPHEMERAL, NEARLY_ALL, To, World},
+    world::{EPHEMERAL, NEARLY_ALL, To, World, is_own},
 };
 
 /// Longer frames a test run does not take.
@@ -237,7 +237,8 @@ fn event(rng: &mut SmallRng, world: &World, state: &State) -> Option<Op> {
                     seen |= (u8::from(rng.random_ratio(1, 3)) * flag) << direction;
                 }
             }
-            if vip.is_v4() != client.is_v4() || is_nobody(client) {
+            // Of the node's own flows, the programs know by which interface they go.
+            if vip.is_v4() != client.is_v4() || is_nobody(client) || is_own(client) {
                 return None;
             }
             Op::Orphan(
@@ -296,7 +297,19 @@ impl Maker<'_> {
             Kind::Answer | Kind::Beside => self.rng.random_ratio(1, 3),
             _ => self.rng.random_ratio(1, 12),
         };
-        let shape = (kind != Kind::Raw).then(|| self.shape(kind));
+        let mut shape = (kind != Kind::Raw).then(|| self.shape(kind));
+        // A raw socket of the node.
+        if let Some(packet) = &mut shape
+            && leaves
+            && kind == Kind::Request
+            && self.rng.random_ratio(3, 4)
+        {
+            packet.src = if packet.dst.is_ipv4() {
+                [192, 168, 77, 1].into()
+            } else {
+                [0xfd77, 0, 0, 0, 0, 0, 0, 1].into()
+            };
+        }
         let ifindex = self.interface(shape.as_ref().map(|packet| packet.src), leaves);
         let mac = self.world.interfaces[&ifindex].mac;
         let to = match self.rng.random_range(0..40) {
@@ -337,6 +350,9 @@ impl Maker<'_> {
     fn interface(&mut self, src: Option<IpAddr>, leaves: bool) -> u32 {
         let ifindices: Vec<u32> = self.world.interfaces.keys().copied().collect();
         let any = *ifindices.choose(&mut self.rng).unwrap_or(&1);
+        if leaves && self.rng.random() {
+            return self.world.interface("eth0").0;
+        }
         let Some(src) = src.filter(|_| !leaves && self.rng.random_ratio(7, 8)) else {
             return any;
         };

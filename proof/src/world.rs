@@ -601,6 +601,11 @@ impl World {
         }
     }
 
+    /// Whether services, or masqueraded flows, have an address.
+    pub(crate) fn is_vip(&self, addr: Addr) -> bool {
+        self.frontends.keys().any(|key| key.addr == addr)
+    }
+
     /// Whether a service has this port, at this address or as a node port.
     pub(crate) fn is_served(&self, addr: Addr, port: Port, protocol: Protocol) -> bool {
         let node_port = FrontendKey::node_port(addr.is_v4(), port, protocol);
@@ -773,7 +778,7 @@ impl World {
 const ROUTER: [u8; 6] = [2, 0, 0, 0, 0xfe, 0xfe];
 
 /// Whether the node's routes say that an address is its own.
-fn is_own(address: Addr) -> bool {
+pub fn is_own(address: Addr) -> bool {
     HOST.iter()
         .any(|(of, bits)| within(address, addr(of), *bits))
 }

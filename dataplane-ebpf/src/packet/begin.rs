@@ -100,10 +100,11 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         action = go(skb, s, now);
     }
     match action {
+        ANOTHER if s.way.answer == route::LOCAL => barred(skb, s),
         ANOTHER if s.way.answer == route::UNREADY => refuse(skb, s, s.index, Reason::NoRoute),
         ANOTHER => refuse(skb, s, s.index, Reason::PortsExhausted),
         DENIED => refuse(skb, s, s.index, Reason::EgressDenied),
-        DELIVER => super::deliver(skb, s),
+        DELIVER if s.of_node == 0 => super::deliver(skb, s),
         action => action,
     }
 }
@@ -123,12 +124,12 @@ fn keep_endpoint(s: &mut Scratch, now: Tick) {
 }
 
 /// [`enter_flow`]: every port of the endpoint's that was tried is taken; or the endpoint's interface is not ready
-/// ([`route::UNREADY`]).
+/// ([`route::UNREADY`]); or the endpoint is on the node itself, which the packet comes from.
 const ANOTHER: i32 = 260;
 /// [`go`]: the packet's workload may not go to the endpoint.
 const DENIED: i32 = 261;
 /// [`enter_flow`]: the packet is to be sent on.
-const DELIVER: i32 = 259;
+pub const DELIVER: i32 = 259;
 
 /// [`Scratch::masquerade`]: the endpoint sees an address of the node's.
 const MASQUERADE: u32 = 1;
@@ -181,6 +182,7 @@ const CHOOSE: i32 = 257;
 #[inline(never)]
 fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     let key = &s.packet.key;
+    let of_node = s.of_node != 0;
     if key.src.is_nobody() {
         return LEAVE_ALONE;
     }
@@ -194,10 +196,10 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
         return DROP;
     }
     let mut index = s.frontend.pool();
-    if !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS) {
+    if !of_node && !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS) {
         return refuse(skb, s, index, Reason::SourceForged);
     }
-    s.flow.came_by = uplink(skb);
+    s.flow.came_by = if of_node { skb.ifindex() } else { uplink(skb) };
     let Some(pool) = decide::Tables::pool(&Live, index) else {
         count(Reason::Dangling);
         return DROP;
@@ -212,8 +214,8 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
         if kind == Kind::LOAD_BALANCER && s.pool.ranged != 0 && !contains(index, &s.packet) {
             return refuse(skb, s, index, Reason::SourceDenied);
         }
-        masquerade = s.pool.external == 0;
-        if s.pool.external != 0 && !is_from_pod(skb, &s.packet, config) {
+        masquerade = of_node || s.pool.external == 0;
+        if s.pool.external != 0 && !of_node && !is_from_pod(skb, &s.packet, config) {
             index = s.pool.external;
             let Some(external) = decide::Tables::pool(&Live, index) else {
                 count(Reason::Dangling);
@@ -223,7 +225,8 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
         }
     } else {
         let detected = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::DETECT_BY_INTERFACE;
-        masquerade = config & PacketConfig::MASQUERADE_ALL != 0
+        masquerade = of_node
+            || config & PacketConfig::MASQUERADE_ALL != 0
             || (config & detected != 0 && !is_from_pod(skb, &s.packet, config));
     }
     if s.pool.block.is_empty() {
@@ -315,8 +318,13 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         s.endpoint.port,
         &mut s.way,
     );
-    if s.way.answer == route::UNREADY && s.keep == 0 && index != 0 {
+    // The stack takes no packet of the node itself from an interface.
+    let is_barred = s.way.answer == route::LOCAL && s.of_node != 0;
+    if (s.way.answer == route::UNREADY || is_barred) && s.keep == 0 && index != 0 {
         return ANOTHER;
+    }
+    if is_barred {
+        return barred(skb, s);
     }
     if s.way.answer == route::NOWHERE || s.way.answer == route::UNREADY {
         return refuse(skb, s, index, Reason::NoRoute);
@@ -473,6 +481,36 @@ pub fn pass(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         DELIVER => super::deliver(skb, s),
         action => action,
     }
+}
+
+/// A packet of the node itself whose service has endpoints on the node only. A load balancer's is left alone, as the program
+/// at the socket has left it: the load balancer may take it.
+#[inline(never)]
+fn barred(skb: Skb, s: &mut Scratch) -> i32 {
+    if s.frontend.kind() == Kind::LOAD_BALANCER {
+        return LEAVE_ALONE;
+    }
+    refuse(skb, s, s.index, Reason::NoRoute)
+}
+
+/// Enters a flow of the node itself to the endpoint that a program at the socket has chosen: masqueraded, by the interface
+/// in [`Route::iface`](route::Route::iface). `false`: it is not entered, for one because the endpoint has no port left. The
+/// packet then goes as it is, since it may find its way back.
+#[inline(always)]
+pub fn masquerade_itself(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
+    s.flow.forward = s.packet.key;
+    s.flow.endpoint = s.endpoint.addr;
+    s.flow.endpoint_port = s.endpoint.port;
+    s.flow.came_by = 0;
+    s.masquerade = MASQUERADE;
+    s.reason = Reason::Translated as u32;
+    let reason = enter(skb, s, true, now);
+    if reason == Reason::Kept || reason.is_refusal() {
+        return false;
+    }
+    count(reason);
+    events::report(skb, &s.packet, reason, 0, &s.endpoint);
+    true
 }
 
 /// A SYN on the flow in `s` ([`Scratch::keep`]), to an address and port that no service has any longer. A live

@@ -47,6 +47,10 @@ pub struct Flow {
     pub seen: u8,
     /// The interface by which the client's packets come, for a reply if it matters ([`table::came_by`]); else 0.
     pub came_by: u32,
+    /// Its cell, if a reply has led to it; else [`NOWHERE`](cells::NOWHERE).
+    pub cell: u32,
+    /// Its cell, if a request has led to it.
+    pub request_cell: u32,
 }
 
 impl Flow {
@@ -286,6 +290,8 @@ pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
     flow.node_addr = value.node_addr;
     flow.seen = value.seen;
     flow.came_by = 0;
+    flow.cell = cells::NOWHERE;
+    flow.request_cell = entry.index;
     if value.used != now && key.protocol != Protocol::TCP && is_idle(key.protocol, &value, now) {
         // Timed out, but not yet collected.
         table::remove_found(entry, &found, now);
@@ -388,6 +394,7 @@ fn answered(
     flow.node_port = value.node_port;
     flow.node_addr = value.node_addr;
     flow.came_by = table::came_by(entry.index);
+    flow.cell = entry.index;
     mark(entry, found, true, segment, now);
     ANSWER
 }

@@ -116,7 +116,9 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     if !write(skb, &s.packet, &s.quoted, &s.ends, hops) {
         return DROP;
     }
-    if local {
+    if !LEAVING && local {
+        super::to_host(skb, s)
+    } else if local {
         LEAVE_ALONE
     } else {
         route::send(skb, &s.packet, &s.way)

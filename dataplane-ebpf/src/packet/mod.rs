@@ -22,6 +22,7 @@ mod ipsec;
 mod limits;
 mod masquerade;
 pub mod neighbours;
+mod node;
 mod options;
 mod own;
 pub mod parse;
@@ -93,7 +94,14 @@ pub fn ingress(ctx: &TcContext) -> i32 {
         count(Reason::Malformed);
         return DROP;
     }
-    if vlan == OTHER_VLAN || capture::is_taken(skb.mark()) || skb.is_own_answer() {
+    if vlan == OTHER_VLAN || capture::is_taken(skb.mark()) {
+        return LEAVE_ALONE;
+    }
+    if skb.is_own_answer() {
+        // It may have the link-layer address of another interface.
+        if skb.kind() == PACKET_OTHERHOST {
+            skb.address_to_host();
+        }
         return LEAVE_ALONE;
     }
     // Packets that a pod sends through a bridge are addressed to the bridge or to another port of it.
@@ -300,8 +308,8 @@ pub fn egress(ctx: &TcContext) -> i32 {
     if is_forwarded && skb.is_unknown() {
         return unknown(skb);
     }
-    if is_forwarded
-        && (skb.is_sent_by_us() || !asked::may_ask(skb, route::link_length(skb.ifindex())))
+    if skb.is_sent_by_us()
+        || (is_forwarded && !asked::may_ask(skb, route::link_length(skb.ifindex())))
     {
         return LEAVE_ALONE;
     }
@@ -359,6 +367,29 @@ fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
         }
         return LEAVE_ALONE;
     }
+    // With a tag, the packet comes from a VLAN's interface, where the program has seen it.
+    if skb.has_tag() {
+        asked::remember(s, now);
+        return LEAVE_ALONE;
+    }
+    let mut action = node::OTHER;
+    let place = VipPlace::of(s.packet.key.dst);
+    if place.is_set(decide::Tables::vips(&Live, place.index())) {
+        action = node::request(skb, s, now);
+    }
+    if action == node::OTHER && node::is_from_elsewhere(skb, s) {
+        // A datagram whose interface is not that of its way comes by again.
+        if !s.packet.is_tcp() {
+            let turned = own::turn(skb, s);
+            if turned != LEAVE_ALONE {
+                return turned;
+            }
+        }
+        action = node::chosen_at_socket(skb, s, now);
+    }
+    if action != node::OTHER {
+        return action;
+    }
     // A socket that has taken a flow's port since is refused. For a connection, its first packet decides.
     let begins = s.packet.is_syn() || !s.packet.is_tcp();
     if begins
@@ -397,6 +428,24 @@ pub fn go_back(skb: Skb, s: &mut Scratch) {
     }
 }
 
+/// Hands a translated packet to the stack. A reply to the node itself ([`node`]) comes from a VIP now, so it arrives at the
+/// interface to which the routes to the VIP lead: otherwise `rp_filter` would reject it. (Not inlined: see [`has_ports`].)
+#[inline(never)]
+fn to_host(skb: Skb, s: &Scratch) -> i32 {
+    if s.ends.src != s.packet.key.src {
+        let by = table::came_by_ever(s.flow.cell);
+        if by != 0 && by != skb.ifindex() {
+            return if s.packet.l3 == 0 && !skb.add_link() {
+                DROP
+            } else {
+                skb.arrive_at(by)
+            };
+        }
+    }
+    skb.is_for_host();
+    LEAVE_ALONE
+}
+
 /// Translates a packet and sends it on its way, if there is one: up the stack or on.
 #[inline(never)]
 fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
@@ -424,7 +473,7 @@ fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
     if s.way.answer == route::LOCAL || s.way.answer == route::STACK {
         return if rewrite(skb, &s.packet, &s.ends, hops) {
             if s.way.answer == route::LOCAL {
-                skb.is_for_host();
+                return to_host(skb, s);
             }
             LEAVE_ALONE
         } else {

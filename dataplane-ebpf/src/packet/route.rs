@@ -378,6 +378,19 @@ pub fn send(skb: Skb, packet: &Packet, route: &Route) -> i32 {
 
 /// As [`send`], for a packet that leaves this host: always by the interface's queues, also into a pod.
 #[inline(always)]
+pub fn send_out(skb: Skb, packet: &Packet, route: &Route) -> i32 {
+    if route.neighbour == 0 || route.iface.flags & Iface::BARE != 0 {
+        return send_by_neighbour(skb, packet, route);
+    }
+    if (packet.l3 == 0 && !skb.add_link()) || !skb.store::<_, false>(0, &route.link) {
+        return DROP;
+    }
+    // SAFETY: no memory of ours is involved.
+    unsafe { bpf_redirect(route.ifindex, 0) as i32 }
+}
+
+/// As [`send_out`], with the neighbour that the kernel finds.
+#[inline(always)]
 pub fn send_by_neighbour(skb: Skb, packet: &Packet, route: &Route) -> i32 {
     if packet.l3 == 0 && !skb.add_link() {
         return DROP;

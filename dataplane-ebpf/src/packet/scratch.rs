@@ -54,6 +54,9 @@ pub struct Scratch {
     /// [`KEEP_ENDED`](super::begin::KEEP_ENDED). Here instead of in a register: Linux 6.1's verifier would treat two
     /// paths that differ only in this register as one, and remove code that only the second path has.
     pub keep: u32,
+    /// Whether a packet of the node itself begins the flow ([`super::node`]): 1 or 0. It is 0 whenever a program begins.
+    /// Here for the same reason.
+    pub of_node: u32,
     pub way: Route,
     /// The packet's workload, for capture.
     pub local: Local,

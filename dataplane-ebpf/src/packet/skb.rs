@@ -49,7 +49,7 @@ pub const NESTED_PRIORITY: Vlan = 2;
 /// `tc_index` of a packet that this host's program made for this host: no other program on an interface's way in uses
 /// it.
 const OWN_ANSWER: u32 = 0xda7a;
-/// `tc_index` of a datagram that our program sends on, until our program on the way out has seen it.
+/// `tc_index` of a packet that our program sends on, until our program on the way out has seen it.
 const SENT_ON: u32 = 0xda7b;
 /// `tc_index` of a packet of a TCP connection that our program on the way in does not know.
 const UNKNOWN: u32 = 0xda7c;
@@ -94,7 +94,7 @@ impl Skb {
 
     /// Whether the kernel has moved a VLAN tag from the frame to the packet's metadata.
     #[inline(always)]
-    fn has_tag(self) -> bool {
+    pub fn has_tag(self) -> bool {
         // SAFETY: see `len`.
         unsafe { read_volatile(&raw const (*self.0).vlan_present) != 0 }
     }
@@ -153,6 +153,13 @@ impl Skb {
     pub fn mark(self) -> u32 {
         // SAFETY: see `len`.
         unsafe { read_volatile(&raw const (*self.0).mark) }
+    }
+
+    /// The priority of the socket that sends it (`SO_PRIORITY`), unless a later program or rule has changed it.
+    #[inline(always)]
+    pub fn priority(self) -> u32 {
+        // SAFETY: see `len`.
+        unsafe { read_volatile(&raw const (*self.0).priority) }
     }
 
     /// Adds bits to its mark.
@@ -311,6 +318,14 @@ impl Skb {
     pub fn is_for_host(self) {
         // SAFETY: see `len`.
         unsafe { write_volatile(&raw mut (*self.0).tc_index, OWN_ANSWER) };
+    }
+
+    /// Makes the packet arrive at another interface of this host, whose program leaves it alone.
+    #[inline(always)]
+    pub fn arrive_at(self, ifindex: u32) -> i32 {
+        self.is_for_host();
+        // SAFETY: no memory of ours is involved.
+        unsafe { bpf_redirect(ifindex, u64::from(BPF_F_INGRESS)) as i32 }
     }
 
     /// Marks the packet as sent on by our program ([`Skb::is_sent_by_us`]).

@@ -19,6 +19,12 @@ pub fn contains(set: u32, addr: Addr) -> bool {
     SOURCES.get(&key).is_some()
 }
 
+/// Whether an interface of the node has an address. (Not inlined, likewise.)
+#[inline(never)]
+pub fn is_of_interface(ifindex: u32, addr: &Addr) -> bool {
+    contains(SourceKey::of_interface(ifindex), *addr)
+}
+
 /// Whether an address is the node's own according to its routes. (Not inlined: the key's stack is given back.)
 #[inline(never)]
 pub fn is_host(addr: &Addr) -> bool {

@@ -607,6 +607,12 @@ pub fn came_by(index: u32) -> u32 {
     if flags & PacketConfig::SEVERAL_UPLINKS == 0 {
         return 0;
     }
+    came_by_ever(index)
+}
+
+/// Returns the interface by which the packets of a flow's client come; 0: a pod's.
+#[inline(always)]
+pub fn came_by_ever(index: u32) -> u32 {
     came_by_at(index).map_or(0, |by| {
         // SAFETY: an aligned half of an array's element, which stays.
         unsafe { read_volatile(by) }
@@ -619,6 +625,15 @@ pub fn set_came_by(index: u32, interface: u32) {
     if let Some(by) = came_by_at(index) {
         // SAFETY: as above.
         unsafe { write_volatile(by, interface) };
+    }
+}
+
+/// Records another interface for a live cell's flow, if it has one.
+#[inline(always)]
+pub fn follow_came_by(index: u32, interface: u32) {
+    let by = came_by_ever(index);
+    if by != 0 && by != interface {
+        set_came_by(index, interface);
     }
 }
 

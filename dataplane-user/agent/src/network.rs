@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, io};
 
 use dataplane_common::packet::{Iface, PacketConfig, SourceKey};
+use ipnet::IpNet;
 use kernel::{Interface, Network};
 use nix::sys::utsname::uname;
 use plan::source_key;
@@ -54,6 +55,18 @@ pub fn network(
     network.policies = kernel::ipsec_policies()?;
     let host = kernel::host_networks()?.into_iter();
     network.host = host.map(|net| source_key(SourceKey::HOST, &net)).collect();
+    for interface in interfaces {
+        let known = network.interfaces.get(&interface.index);
+        if known
+            .is_some_and(|known| known.flags & (Iface::ATTACHED | Iface::LOCAL) == Iface::ATTACHED)
+        {
+            let set = SourceKey::of_interface(interface.index);
+            let own = interface.addresses.iter().map(IpNet::addr);
+            network
+                .host
+                .extend(own.map(|addr| SourceKey::host(set, addr.into())));
+        }
+    }
     Ok(network)
 }
 

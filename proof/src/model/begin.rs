@@ -14,7 +14,7 @@ use super::{
     read::{Fragment, Headers},
     sequences::Numbers,
 };
-use crate::world::{Pool, To};
+use crate::world::{Pool, To, is_own};
 
 impl Model<'_> {
     /// A packet of a flow that is not known; or, with `again`, a SYN on one that is.
@@ -44,7 +44,8 @@ impl Model<'_> {
             self.count(Reason::UnknownFragment);
             return Ok(DROP);
         }
-        if !self.world.is_right(input.ifindex, headers, true) {
+        let of_node = input.leaves;
+        if !of_node && !self.world.is_right(input.ifindex, headers, true) {
             return Ok(self.refuse(input, headers, Reason::SourceForged));
         }
         let Some(pool) = self.world.pools.get(&index) else {
@@ -52,7 +53,7 @@ impl Model<'_> {
             return Ok(DROP);
         };
         let interface = &self.world.interfaces[&input.ifindex];
-        let inside = self.world.is_from_pod(interface, headers.src);
+        let inside = of_node || self.world.is_from_pod(interface, headers.src);
         let (mut index, mut pool) = (index, pool);
         let masquerade;
         if [Kind::NODE_PORT, Kind::EXTERNAL_IP, Kind::LOAD_BALANCER].contains(&kind) {
@@ -62,13 +63,14 @@ impl Model<'_> {
             {
                 return Ok(self.refuse(input, headers, Reason::SourceDenied));
             }
-            masquerade = pool.external == 0;
+            masquerade = of_node || pool.external == 0;
             if pool.external != 0 && !inside {
                 index = pool.external;
                 pool = &self.world.pools[&index];
             }
         } else {
-            masquerade = self.world.masquerade_all() || (self.world.knows_pods() && !inside);
+            masquerade =
+                of_node || self.world.masquerade_all() || (self.world.knows_pods() && !inside);
         }
         if pool.endpoints.is_empty() {
             let reason = match pool.flags {
@@ -78,7 +80,20 @@ impl Model<'_> {
             };
             return Ok(self.refuse(input, headers, reason));
         }
-        let mut choice = self.choose(pool, headers, again.as_ref(), at, drawn)?;
+        // The stack takes no packet of the node itself from an interface.
+        let mut elsewhere = pool.clone();
+        if of_node {
+            elsewhere
+                .endpoints
+                .retain(|endpoint| !is_own(endpoint.addr) || self.protects_flow(headers, endpoint));
+            if elsewhere.endpoints.is_empty() && kind == Kind::LOAD_BALANCER {
+                return Ok(NEXT);
+            }
+            if elsewhere.endpoints.is_empty() {
+                return Ok(self.refuse(input, headers, Reason::NoRoute));
+            }
+        }
+        let mut choice = self.choose(&elsewhere, headers, again.as_ref(), at, drawn)?;
         if let Some(flow) = &again
             && choice.1 != Reason::Kept
             && !flow.is_ended()
@@ -158,15 +173,11 @@ impl Model<'_> {
         drawn: &dyn Drawn,
     ) -> Answer {
         let world = self.world;
-        if world.protects(headers.src, headers.dst)
-            || world.protects(headers.src, endpoint.addr)
-            || world.protects(headers.dst, headers.src)
-            || world.protects(endpoint.addr, headers.src)
-        {
+        if self.protects_flow(headers, &endpoint) {
             return Ok(self.refuse(input, headers, Reason::IpsecPolicy));
         }
         let (to, iface) = world.way(headers.src, endpoint.addr, input.ifindex);
-        if to == To::Nowhere {
+        if to == To::Nowhere || (input.leaves && to == To::Here) {
             return Ok(self.refuse(input, headers, Reason::NoRoute));
         }
         if !headers.may_be_fragmented
@@ -232,6 +243,15 @@ impl Model<'_> {
         self.count(reason);
         let ends = self.toward_endpoint(&flow);
         Ok(self.deliver(input, headers, &ends, &to))
+    }
+
+    /// Whether an IPsec policy forbids a flow to an endpoint.
+    fn protects_flow(&self, headers: &Headers, endpoint: &Endpoint) -> bool {
+        let world = self.world;
+        world.protects(headers.src, headers.dst)
+            || world.protects(headers.src, endpoint.addr)
+            || world.protects(headers.dst, headers.src)
+            || world.protects(endpoint.addr, headers.src)
     }
 
     /// A flow begins anew, to the same endpoint.
@@ -377,6 +397,35 @@ impl Model<'_> {
             return Err(format!("port {port} is another flow's"));
         }
         Ok(Some(entered.node_port))
+    }
+
+    /// A packet of the node itself to a VIP, as from a raw socket: it is masqueraded. `None`: it is none of these.
+    pub(super) fn of_node(
+        &mut self,
+        input: &Input,
+        headers: &Headers,
+        at: Moment,
+        drawn: &dyn Drawn,
+    ) -> Result<Option<Output>, String> {
+        if self.world.interfaces[&input.ifindex].pod || !self.world.is_vip(headers.dst) {
+            return Ok(None);
+        }
+        let again = match self.request(&headers.key(), Some(headers), at.tick) {
+            Known::Request(flow) if !headers.is_syn() => {
+                let ends = self.toward_endpoint(&flow);
+                let (to, _) = self.world.way(headers.src, ends.dst, input.ifindex);
+                return Ok(Some(self.deliver(input, headers, &ends, &to)));
+            }
+            Known::Request(flow) => Some(flow),
+            Known::No if !headers.is_tcp() || headers.is_syn() => None,
+            _ => return Ok(None),
+        };
+        let kind = self.world.frontend(headers).map(|(_, kind)| kind);
+        let begins = kind.is_some_and(|kind| kind != Kind::EXTERNAL_IP);
+        if !begins || is_nobody(headers.src) || !is_own(headers.src) {
+            return Ok(None);
+        }
+        self.begin(input, headers, again, at, drawn).map(Some)
     }
 
     /// A datagram leaves; if it comes from a service's port, what is said to it is remembered to be for the node.

@@ -150,7 +150,7 @@ impl<'a> Model<'a> {
         self.guesses = 1;
         self.counted.clear();
         let mut output = if input.leaves {
-            self.egress(input, at)?
+            self.egress(input, at, drawn)?
         } else {
             self.ingress(input, at, drawn)?
         };
@@ -215,7 +215,7 @@ impl<'a> Model<'a> {
         }
     }
 
-    fn egress(&mut self, input: &Input, at: Moment) -> Answer {
+    fn egress(&mut self, input: &Input, at: Moment, drawn: &dyn Drawn) -> Answer {
         Ok(match read::frame(&input.frame, input.segmented) {
             Read::Icmp(headers) => self.error(input, &headers, at),
             Read::Flow(mut headers) if has_flags(&headers) => {
@@ -233,6 +233,9 @@ impl<'a> Model<'a> {
                         return Ok(DROP);
                     }
                     return Ok(up(input, &headers, &ends));
+                }
+                if let Some(output) = self.of_node(input, &headers, at, drawn)? {
+                    return Ok(output);
                 }
                 // A socket of the node's, from the port of a flow that is masqueraded to the same endpoint.
                 let begins = headers.is_syn() || !headers.is_tcp();
@@ -410,7 +413,32 @@ impl<'a> Model<'a> {
         self.deliver(input, headers, ends, &to)
     }
 
+    /// A packet of the node itself, of a flow: the stack has already sent it.
+    fn deliver_of_node(
+        &mut self,
+        input: &Input,
+        headers: &Headers,
+        ends: &Ends,
+        to: &To,
+    ) -> Output {
+        let To::Onward(way) = to else {
+            self.count(Reason::NoRoute);
+            return DROP;
+        };
+        if self.is_protected(headers, ends) {
+            return DROP;
+        }
+        if let Some(Fit::Told(output)) = self.too_big(input, headers, to, false) {
+            return output;
+        }
+        let frame = write::translated(&input.frame, headers, ends, headers.hops);
+        self.send(frame, way)
+    }
+
     fn deliver(&mut self, input: &Input, headers: &Headers, ends: &Ends, to: &To) -> Output {
+        if input.leaves {
+            return self.deliver_of_node(input, headers, ends, to);
+        }
         if self.is_protected(headers, ends) {
             return DROP;
         }
@@ -420,7 +448,9 @@ impl<'a> Model<'a> {
             None => {}
         }
         let To::Onward(way) = to else {
-            return up(input, headers, ends);
+            let mut output = up(input, headers, ends);
+            output.verdict = self.here(input, headers, ends);
+            return output;
         };
         if headers.hops <= 1 {
             self.count(Reason::TimeExceeded);
@@ -428,6 +458,16 @@ impl<'a> Model<'a> {
         }
         let frame = write::translated(&input.frame, headers, ends, headers.hops - 1);
         self.send(frame, way)
+    }
+
+    /// How a translated packet comes to the node itself: a reply from a VIP by the interface to which the routes to the VIP
+    /// lead.
+    fn here(&self, input: &Input, headers: &Headers, ends: &Ends) -> Verdict {
+        if ends.src == headers.src || input.ifindex == self.world.interface("eth0").0 {
+            Verdict::Next
+        } else {
+            Verdict::Redirect
+        }
     }
 
     fn send(&self, mut frame: Vec<u8>, way: &Way) -> Output {
@@ -512,10 +552,10 @@ impl<'a> Model<'a> {
         if matches!(known, Known::No) {
             known = self.answer(&back, None, at.tick, false);
         }
-        let ends = match known {
+        let (ends, answers) = match known {
             Known::No | Known::Foreign => return NEXT,
-            Known::Answer(flow) => flow.toward_client(),
-            Known::Request(flow) => self.toward_endpoint(&flow),
+            Known::Answer(flow) => (flow.toward_client(), true),
+            Known::Request(flow) => (self.toward_endpoint(&flow), false),
         };
         if self.is_protected(outer, &ends) {
             return DROP;
@@ -545,7 +585,11 @@ impl<'a> Model<'a> {
         match onward {
             Some(way) => self.send(frame, &way),
             None => Output {
-                verdict: Verdict::Next,
+                verdict: if answers && !input.leaves {
+                    self.here(input, outer, &ends)
+                } else {
+                    Verdict::Next
+                },
                 frame: Some(frame),
                 unaddressed: None,
             },

@@ -24,7 +24,7 @@ use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::socket::{ControlMessage, MsgFlags, SockaddrStorage, sendmsg},
 };
-use socket2::Type;
+use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::client::{Target, name, ns, parse_greeting, plain};
 
@@ -54,6 +54,9 @@ pub struct Arguments {
     /// Name the interface that each datagram is to leave by (IP_PKTINFO, IPV6_PKTINFO)
     #[arg(long, value_name = "NAME", requires = "unconnected")]
     pktinfo: Option<String>,
+    /// Send each datagram by a raw socket, from the address and port that the client is bound to
+    #[arg(long, requires_all = ["local", "local_port"])]
+    raw: bool,
     /// Name the source of each datagram (IP_PKTINFO, IPV6_PKTINFO)
     #[arg(long, value_name = "ADDRESS", conflicts_with = "pktinfo")]
     source: Option<IpAddr>,
@@ -143,7 +146,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 
 fn open(arguments: &Arguments, to: SocketAddr) -> io::Result<UdpSocket> {
     let socket = arguments.target.socket(to, Type::DGRAM)?;
-    if !arguments.unconnected {
+    if !arguments.unconnected && !arguments.raw {
         socket.connect(&to.into())?;
     }
     Ok(socket.into())
@@ -191,6 +194,36 @@ fn send_by(
     Ok(())
 }
 
+/// Sends a datagram by a raw socket, from the address and port of another socket.
+fn send_raw(from: SocketAddr, payload: &[u8], to: SocketAddr) -> io::Result<()> {
+    let [from_octets, to_octets] = [from, to].map(|end| match end.ip() {
+        IpAddr::V4(ip) => ip.octets().to_vec(),
+        IpAddr::V6(ip) => ip.octets().to_vec(),
+    });
+    let length = u16::try_from(8 + payload.len()).map_err(io::Error::other)?;
+    let mut datagram = from.port().to_be_bytes().to_vec();
+    for word in [to.port(), length, 0] {
+        datagram.extend(word.to_be_bytes());
+    }
+    datagram.extend(payload);
+    // RFC 768; the pseudo headers of both families have the same sum.
+    let [high, low] = length.to_be_bytes();
+    let summed = [&from_octets[..], &to_octets, &[0, 17, high, low], &datagram].concat();
+    let words = summed.chunks(2);
+    let mut sum: u32 = words
+        .map(|word| u32::from(word[0]) << 8 | u32::from(*word.get(1).unwrap_or(&0)))
+        .sum();
+    while sum > 0xffff {
+        sum = (sum >> 16) + (sum & 0xffff);
+    }
+    let sum = u16::try_from(!sum & 0xffff).map_err(io::Error::other)?;
+    datagram[6..8].copy_from_slice(&if sum == 0 { 0xffff } else { sum }.to_be_bytes());
+    let raw = Socket::new(Domain::for_address(to), Type::RAW, Some(Protocol::UDP))?;
+    raw.bind(&SocketAddr::new(from.ip(), 0).into())?;
+    raw.send_to(&datagram, &SocketAddr::new(to.ip(), 0).into())?;
+    Ok(())
+}
+
 /// The sockets that share a port.
 fn workers(arguments: &Arguments) -> io::Result<Vec<UdpSocket>> {
     let count = arguments.workers.unwrap_or_default();
@@ -223,6 +256,8 @@ fn exchange(
     let begin = Instant::now();
     if let Some(worker) = workers.get(number as usize % workers.len().max(1)) {
         worker.send_to(&payload, address)?;
+    } else if arguments.raw {
+        send_raw(socket.local_addr()?, &payload, address)?;
     } else if arguments.pktinfo.is_some() || arguments.source.is_some() {
         let by = (arguments.pktinfo.as_deref(), arguments.source);
         send_by(socket, &payload, address, by, !arguments.unconnected)?;

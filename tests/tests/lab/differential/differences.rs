@@ -62,7 +62,9 @@ pub static OWN_ADDRESS: Difference = Difference {
 /// Processes of the node itself keep their port; their address is the one that they are masqueraded to.
 pub static OWN_PORT: Difference = Difference {
     what: "Source port that endpoints see, from the node itself",
-    here: |case, _, there| case.is_from_node().then(|| there.clone().with_own_port()),
+    here: |case, _, there| {
+        (case.is_from_node() && !case.is_ranged()).then(|| there.clone().with_own_port())
+    },
 };
 
 /// Where kube-proxy does not masquerade them, they have the address that faces the VIP, not the
@@ -134,7 +136,8 @@ pub static KEPT_PORT: Difference = Difference {
         let kept = case
             .from_port
             .is_some_and(|port| !(32_768..=60_999).contains(&port));
-        kept.then(|| there.clone().with_own_port())
+        // The node's own socket has its port.
+        (kept && !case.is_from_node()).then(|| there.clone().with_own_port())
     },
 };
 
@@ -165,15 +168,6 @@ pub static NO_LOCAL: Difference = Difference {
     here: |case, _, there| {
         (case.at_socket() && case.is_at(At::ClusterIp) && there.is("timeout"))
             .then(|| Seen::failed("refused"))
-    },
-};
-
-/// Packets of the node itself to a load balancer with source ranges follow the routes.
-pub static RANGED_FROM_NODE: Difference = Difference {
-    what: "Load balancers' addresses with `loadBalancerSourceRanges`, from the node itself",
-    here: |case, _, there| {
-        (case.is_from_node() && case.is_ranged() && !there.is("EPERM"))
-            .then(|| Seen::failed("timeout"))
     },
 };
 

@@ -280,7 +280,6 @@ fn source_ranges() -> Result<()> {
         differences: &[
             &but::OWN_ADDRESS,
             &but::RANGED_NONE,
-            &but::RANGED_FROM_NODE,
             &but::OWN_PORT,
             &but::NOT_PERMITTED,
         ],

@@ -20,6 +20,7 @@
 //! A new file of rows is a scenario below. So is what needs more than rows: take [`Situation`] and its labs for that.
 
 mod answers;
+mod node;
 mod sockets;
 
 use std::{
@@ -42,6 +43,7 @@ scenarios! {
     answers_belong_to_the_flow_that_asked,
     a_tenant_takes_no_answers_of_the_node,
     sockets_in_situations,
+    packets_of_the_node,
 }
 
 fn answers_belong_to_the_flow_that_asked() -> Result<()> {
@@ -77,6 +79,10 @@ fn a_tenant_takes_no_answers_of_the_node() -> Result<()> {
 
 fn sockets_in_situations() -> Result<()> {
     compare(sockets::ROWS)
+}
+
+fn packets_of_the_node() -> Result<()> {
+    compare(node::ROWS)
 }
 
 /// The documentation of the differences.
@@ -116,7 +122,6 @@ pub const fn row(what: &'static str, client: &'static str) -> Row {
     }
 }
 
-#[expect(dead_code, reason = "words that rows of the table may use")]
 impl Row {
     /// Shell commands before the client: `HOST: COMMAND`.
     pub const fn after(mut self, commands: &'static [&'static str]) -> Self {
@@ -197,8 +202,8 @@ fn lab() -> Result<Lab> {
 }
 
 /// Service `one` has the endpoint b1, cluster IPs 10.96.1.12 and fd00:96::112, node ports 30081 (TCP) and 30054 (UDP), the
-/// load balancer's addresses 203.0.113.12 and 2001:db8:113::12; `web` has the endpoints b1, b2 and r1, 10.96.1.11,
-/// fd00:96::111, 30080 and 30053, 203.0.113.11 and 2001:db8:113::11. Both serve 80/tcp and 53/udp.
+/// load balancer's addresses 203.0.113.12 and 2001:db8:113::12, the external IP 198.51.100.12; `web` has the endpoints b1, b2 and r1, 10.96.1.11,
+/// fd00:96::111, 30080 and 30053, 203.0.113.11 and 2001:db8:113::11, 198.51.100.11. Both serve 80/tcp and 53/udp.
 fn services(lab: &Lab) -> Vec<Service> {
     let service = |name: &str, number: u16, endpoints: &[&Host]| {
         Service::new(
@@ -209,6 +214,7 @@ fn services(lab: &Lab) -> Vec<Service> {
         .node_port("udp", 53, UDP, 30_042 + number)
         .load_balancer(&format!("203.0.113.{number}"))
         .load_balancer(&format!("2001:db8:113::{number}"))
+        .set("externalIPs", vec![format!("198.51.100.{number}")])
         .endpoints(endpoints)
     };
     let [b1, b2, r1] = ["b1", "b2", "r1"].map(|name| lab.pod(name));
