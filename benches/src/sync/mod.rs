@@ -11,6 +11,7 @@ mod restless;
 mod seen;
 pub(crate) mod site;
 pub mod soak;
+mod together;
 
 use std::{
     thread,
@@ -79,6 +80,7 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
         rows.extend(beside(neighbour, &extent)?);
     }
     rows.extend(restarts(&extent)?);
+    rows.extend(together(&extent)?);
     Ok(rows)
 }
 
@@ -103,6 +105,38 @@ fn restarts(extent: &Extent) -> anyhow::Result<Vec<Row>> {
         row("captured_first_ms", times.iter().map(|t| t.first).collect()),
         row("captured_last_ms", times.iter().map(|t| t.last).collect()),
     ])
+}
+
+/// One change after the other, as a captured pod sees it, while an unrelated Service changes.
+fn together(extent: &Extent) -> anyhow::Result<Vec<Row>> {
+    let services = 1_000;
+    say!("measuring what a captured pod sees of changes");
+    let times = together::run(services, extent.changes / 2)?;
+    let seen = [
+        ("tables_p50_ms", "tables_p99_ms", times.tables),
+        ("proxy_p50_ms", "proxy_p99_ms", times.proxy),
+        ("names_p50_ms", "names_p99_ms", times.names),
+    ];
+    let rows = seen.into_iter().flat_map(|(p50, p99, times)| {
+        let row = |metric, value| Row {
+            bench: "sync",
+            path: "dataplane",
+            case: "together",
+            services,
+            metric,
+            unit: "ms",
+            value,
+            baseline: None,
+            ratio: None,
+            failed: 0,
+            rounds: vec![times.clone()],
+        };
+        [
+            row(p50, median(&mut times.clone())),
+            row(p99, percentile(&mut times.clone(), 0.99)),
+        ]
+    });
+    Ok(rows.collect())
 }
 
 /// One change after the other, while pods and interfaces change a hundred times a second each. The
@@ -329,6 +363,20 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
         at_most: 1_000.0,
         uncertainty: row.uncertainty(),
     });
+    let together = [
+        ("tables_p99_ms", "the tables have"),
+        ("proxy_p99_ms", "a captured pod's proxy follows"),
+        ("names_p99_ms", "the agent's DNS knows"),
+    ];
+    let together = together.into_iter().filter_map(|(metric, who)| {
+        let row = find(rows, "dataplane", 1_000, "together", metric)?;
+        Some(Target {
+            what: format!("a change that {who}, while another Service changes, p99, ms"),
+            value: row.value,
+            at_most: 10.0,
+            uncertainty: 0.0,
+        })
+    });
     let beside = Neighbour::ALL.into_iter().filter_map(|neighbour| {
         let row = find(rows, "dataplane", 1_000, neighbour.case(), "change_max_ms")?;
         Some(Target {
@@ -384,5 +432,6 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
         .chain(restless)
         .chain(beside)
         .chain(restart)
+        .chain(together)
         .collect()
 }
