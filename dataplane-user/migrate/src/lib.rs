@@ -48,7 +48,8 @@ pub struct Cli {
 
 const EXIT_CODES: &str = "\
 Exit codes: 0 success; 1 error; 2 `compare`, `takeover`: something differs, `import`: some rules were not understood, `apply`: the result is \
-not guaranteed; 3 an agent runs; 4 nothing to take over; 64 wrong command line.
+not guaranteed, or with --dry-run something would change; 3 `takeover --revert`: an agent still runs, or captures the pod; 4 `takeover`: nothing \
+to take over; 64 wrong command line.
 
 Start with `dataplane-migrate report`, which says what a take-over means for the rules of others.";
 

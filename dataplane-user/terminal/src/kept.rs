@@ -8,7 +8,7 @@ use takeover::journal::{DIRECTORY, Journal};
 use super::netns;
 
 /// How the rules of a mesh come back.
-pub const GIVE_BACK: &str = "`dataplane-migrate takeover --revert --owner istio --netns …`";
+pub const GIVE_BACK: &str = "`dataplane-migrate takeover --revert --owner istio|osm --netns …`";
 
 /// Where a take-over keeps files.
 #[derive(Debug, Args)]

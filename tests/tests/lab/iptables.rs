@@ -1,4 +1,4 @@
-//! `dataplane iptables`: which variant of iptables a namespace needs, with real programs and rules on each side of the
+//! `dataplane-migrate`: which variant of iptables a namespace needs, with real programs and rules on each side of the
 //! kernel; and the owners of the rules.
 
 use std::{

@@ -151,7 +151,8 @@ fn the_cgroups_are_read_only_with_what_is_mounted_below() {
     assert_eq!(field("v1.29.9"), [Value::Null, Value::Null]);
 }
 
-/// The clean-up runs on the nodes of the agent, with the agent's mounts.
+/// The clean-up runs on the nodes of the agent, with the agent's mounts, and with the journals of take-overs, by which it
+/// refuses.
 #[test]
 fn the_cleanup_is_of_the_same_places() {
     let jobs = objects([&*read("deploy/kustomize/cleanup/job.yaml")]);
@@ -162,13 +163,23 @@ fn the_cleanup_is_of_the_same_places() {
     let (cleanup, run) = (&job["containers"][0], &agent["containers"][0]);
     assert_eq!(cleanup["image"], run["image"]);
     assert_eq!(cleanup["securityContext"], run["securityContext"]);
-    for volume in job["volumes"].as_array().unwrap() {
+    let of_agent = |named: &&Value| named["name"] != "takeover";
+    let directory = json!({ "path": "/var/lib/dataplane/takeover", "type": "DirectoryOrCreate" });
+    let volumes = job["volumes"].as_array().unwrap();
+    assert!(volumes.iter().any(|volume| volume["hostPath"] == directory));
+    for volume in volumes.iter().filter(of_agent) {
         assert!(
             agent["volumes"].as_array().unwrap().contains(volume),
             "{volume:#}"
         );
     }
-    for mount in cleanup["volumeMounts"].as_array().unwrap() {
+    let mounts = cleanup["volumeMounts"].as_array().unwrap();
+    assert!(
+        mounts
+            .iter()
+            .any(|mount| mount["mountPath"] == directory["path"])
+    );
+    for mount in mounts.iter().filter(of_agent) {
         assert!(
             run["volumeMounts"].as_array().unwrap().contains(mount),
             "{mount:#}"

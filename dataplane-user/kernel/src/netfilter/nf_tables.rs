@@ -13,12 +13,12 @@ use crate::netlink::{Netlink, attribute, attributes};
 /// `NFNL_SUBSYS_NFTABLES << 8`, with which a message's type begins.
 pub(super) const TABLES: u16 = 0x0a00;
 /// `NFT_MSG_GETTABLE`, `NFT_MSG_GETCHAIN`, `NFT_MSG_GETRULE`, `NFT_MSG_GETSET`.
-pub(super) const GET_TABLE: u16 = TABLES | 1;
+const GET_TABLE: u16 = TABLES | 1;
 pub(super) const GET_CHAIN: u16 = TABLES | 4;
-pub(super) const GET_RULE: u16 = TABLES | 7;
-pub(super) const GET_SET: u16 = TABLES | 0x0a;
+const GET_RULE: u16 = TABLES | 7;
+const GET_SET: u16 = TABLES | 0x0a;
 /// `NFT_MSG_GETSETELEM`.
-pub(super) const GET_ELEMENTS: u16 = TABLES | 0x0d;
+const GET_ELEMENTS: u16 = TABLES | 0x0d;
 
 /// `struct nfgenmsg`: a family, a version, and a number.
 pub(super) const HEADER: usize = 4;
@@ -66,7 +66,7 @@ const VERDICT: u32 = 0;
 pub(super) type TableName = (u8, String);
 
 /// How often rules are read that change while they are.
-pub(super) const TRIES: usize = 8;
+const TRIES: usize = 8;
 
 /// The tables of IP packets that `iptables-nft` knows (`xtables_builtin_table` in `iptables/nft.c`).
 const OF_IPTABLES: [&str; 5] = ["filter", "nat", "mangle", "raw", "security"];
@@ -99,7 +99,7 @@ pub fn tables() -> io::Result<Vec<Table>> {
 }
 
 /// The number of a family.
-pub(super) fn number_of(family: &str) -> Option<u8> {
+fn number_of(family: &str) -> Option<u8> {
     (1..=10).find(|number| self::family(*number) == family)
 }
 
@@ -330,7 +330,7 @@ fn read(netlink: &mut Netlink) -> io::Result<Option<Vec<Chain>>> {
 }
 
 /// A question about a table, with names.
-pub(super) fn about(table: &TableName, names: &[(u16, &String)]) -> Vec<u8> {
+fn about(table: &TableName, names: &[(u16, &String)]) -> Vec<u8> {
     let name = |(kind, name): &(u16, &String)| attribute(*kind, &[name.as_bytes(), &[0]].concat());
     let names = names.iter().flat_map(name);
     [table.0, 0, 0, 0].into_iter().chain(names).collect()

@@ -101,7 +101,7 @@ impl CompareArgs {
 pub fn compare(snapshot: &Snapshot, bpffs: &Path) -> anyhow::Result<Comparison> {
     ensure!(
         Tables::exist(bpffs)?,
-        "no tables in {}: no agent has run; start `dataplane run` first",
+        "no tables in {}: start `dataplane run`, or name its directory by --bpffs (in a container, mount /sys/fs/bpf)",
         bpffs.display()
     );
     let mut contents = Tables::open(bpffs)?.contents()?;

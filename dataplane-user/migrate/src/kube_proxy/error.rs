@@ -97,7 +97,7 @@ impl fmt::Display for Error {
                 family,
             } => write!(
                 f,
-                "kube-proxy has rules for {family} in {first} and in {second}; one of them is out of date: remove it first"
+                "kube-proxy has rules for {family} in {first} and in {second}; one of them is out of date: restart kube-proxy, which removes those of its other mode"
             ),
         }
     }

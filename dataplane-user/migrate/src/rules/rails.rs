@@ -40,7 +40,9 @@ impl Rails {
         let renew = move || {
             while stopped.recv_timeout(RENEW) == Err(RecvTimeoutError::Timeout) {
                 if let Err(error) = guard::renew(TIME) {
-                    tracing::warn!("cannot renew the guard (nftables table inet {table}): {error}");
+                    eprintln!(
+                        "dataplane-migrate: cannot renew the guard (nftables table inet {table}), so packets may pass again before the end: {error}"
+                    );
                 }
             }
         };

@@ -189,7 +189,7 @@ impl Saved {
         let has = sha256(&text);
         if let Some(wanted) = wanted.filter(|wanted| *wanted != has) {
             return Err(error(format!(
-                "the SHA-256 is {has}, and was {wanted} when the rules were saved: the file was changed"
+                "the SHA-256 is {has}, and was {wanted} when the rules were saved: the file was changed; --revert FILE brings it back as it is now"
             )));
         }
         Ok((Self::of_text(&text).map_err(error)?, has))

@@ -37,7 +37,7 @@ pub struct Outcomes {
 
 /// Connects to each address.
 pub fn ask(addresses: &[ClusterIp], bpffs: &Path) -> anyhow::Result<Outcomes> {
-    let peers = Peers::open(bpffs)?.context("the dataplane has no table of connected sockets")?;
+    let peers = Peers::open(bpffs)?.context("the dataplane has no table of connected sockets: restart the agent, and run this command again")?;
     let mut asked = Outcomes::default();
     for batch in addresses.chunks(AT_ONCE) {
         let mut open: Vec<&ClusterIp> = batch.iter().collect();

@@ -37,7 +37,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
     if let Some(found) = journal.take_if(|journal| journal.state == State::Restoring) {
         ensure!(
             !dry_run,
-            "`takeover --revert` was interrupted: run it again first"
+            "`dataplane-migrate takeover --revert` was interrupted: run it again first"
         );
         tell.step(
             "restore",
@@ -144,7 +144,7 @@ fn go_on(
     tell: &mut Tell<'_>,
 ) -> anyhow::Result<Outcome> {
     let same = is_same(place, saved, "compare", tell).context(
-        "a take-over was interrupted, and some of the rules may be gone: run `takeover` or `takeover --revert` again",
+        "a take-over was interrupted, and some of the rules may be gone: run `dataplane-migrate takeover` or `dataplane-migrate takeover --revert` again",
     )?;
     if dry_run {
         return if same {
@@ -246,7 +246,7 @@ fn remove_or_restore(
         tell.step("restore", format!("{why:#}: the rules come back"));
         come_back(place, saved, tell).with_context(|| {
             let file = journal.file.display();
-            format!("{why:#}; the rules could not be brought back: they are in {file}, and the next `takeover` goes on")
+            format!("{why:#}; the rules could not be brought back: they are in {file}, and the next `dataplane-migrate takeover` goes on")
         })?;
         Ok(Some(why))
     })?;

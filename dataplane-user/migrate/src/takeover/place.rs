@@ -81,7 +81,7 @@ impl Place {
             .collect();
         ensure!(
             errors.is_empty(),
-            "the agent is not healthy: {}",
+            "the agent is not healthy (`dataplane status` says what to do): {}",
             errors.join("\n")
         );
         Ok(report)

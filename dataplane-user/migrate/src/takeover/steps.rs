@@ -41,7 +41,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
     if let Some(found) = journal.take_if(|journal| journal.state == State::Restoring) {
         ensure!(
             !dry_run,
-            "`takeover --revert` was interrupted: run it again first"
+            "`dataplane-migrate takeover --revert` was interrupted: run it again first"
         );
         tell.step(
             "restore",
@@ -75,7 +75,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
     }
     ensure!(
         !saved.is_mixed(),
-        "kube-proxy has rules of mode iptables and of mode nftables: one of them is out of date; remove it first. Nothing was changed"
+        "kube-proxy has rules of mode iptables and of mode nftables: one of them is out of date. Restart kube-proxy, which removes those of its other mode, and run this command again. Nothing was changed"
     );
     let journal = save(place, &saved, dry_run, tell)?;
     let file = (!dry_run).then_some(&*journal.file);
@@ -111,7 +111,7 @@ fn finish(
     );
     tell.saved(&journal.file, &journal.sha256);
     let begun = begin(place, Some(&journal.file), saved, dry_run, tell);
-    let addresses = match begun.context("a take-over was interrupted, and some of the rules may be gone: run `takeover` or `takeover --revert` again")? {
+    let addresses = match begun.context("a take-over was interrupted, and some of the rules may be gone: run `dataplane-migrate takeover` or `dataplane-migrate takeover --revert` again")? {
         Verdict::Serves(addresses) => addresses,
         Verdict::Differs if dry_run => return Ok(Outcome::Differs),
         Verdict::Differs => {
@@ -210,7 +210,7 @@ fn remove_or_restore(
         tell.step("restore", format!("{why:#}: the rules come back"));
         let are_back = bring_back(place, saved, tell).with_context(|| {
             let file = journal.file.display();
-            format!("{why:#}; the rules could not be brought back: they are in {file}, and the next `takeover` goes on")
+            format!("{why:#}; the rules could not be brought back: they are in {file}, and the next `dataplane-migrate takeover` goes on")
         })?;
         Journal::remove(&place.directory)?;
         ensure!(

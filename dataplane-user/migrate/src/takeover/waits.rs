@@ -2,7 +2,7 @@
 
 use std::{thread, time::Duration};
 
-use admin::report::Report;
+use admin::{client::Error, report::Report};
 
 use super::{
     place::Place,
@@ -19,11 +19,18 @@ const PAUSE: Duration = Duration::from_secs(5);
 
 /// Takes the node over as soon as the agent calls itself healthy.
 pub fn take_over(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<Outcome> {
-    let is_ready = || {
-        let report = place.agent.get::<Report>("/status");
-        report.is_ok_and(|report| report.healthy)
-    };
-    while !is_ready() {
+    let mut said = String::new();
+    loop {
+        let why = match place.agent.get::<Report>("/status") {
+            Ok(report) if report.healthy => break,
+            Ok(_) => "the agent is not healthy: `dataplane status` says why".to_owned(),
+            Err(error @ Error::Denied { .. }) => return Err(error.into()),
+            Err(error) => error.to_string(),
+        };
+        if said != why {
+            tell.step("wait", why.clone());
+            said = why;
+        }
         thread::sleep(LOOK);
     }
     for _ in 1..TRIES {
