@@ -55,7 +55,7 @@ layout! {
     pub struct SourceKey {
         /// How many bits count, [`SourceKey::SET_BITS`] included.
         pub prefix: u32,
-        /// The set: [`SourceKey::PODS`], [`SourceKey::HOST`], an interface's ([`SourceKey::of_interface`]), or the pool of a load balancer whose source ranges they
+        /// The set: [`SourceKey::PODS`], [`SourceKey::HOST`], [`SourceKey::BRIDGES`], or the pool of a load balancer whose source ranges they
         /// are.
         pub set: u32,
         /// The address.
@@ -220,8 +220,9 @@ impl SourceKey {
     pub const PODS: u32 = 0;
     /// The set of the node's own addresses: destinations of its routes of type `local` (no pool has this index).
     pub const HOST: u32 = u32::MAX;
-    /// Sets from this one on are the addresses of an uplink ([`SourceKey::of_interface`]). No pool has such an index.
-    pub const INTERFACES: u32 = 1 << 30;
+    /// The set of the addresses of the node's bridges that are no uplinks: as a rule, no other machine has a route to them.
+    /// No pool has this index.
+    pub const BRIDGES: u32 = 1 << 30;
     /// Sets from this one on are networks of IPsec policies ([`PacketConfig::policies`]). No pool has such an index;
     /// [`SourceKey::HOST`] is none of these sets.
     pub const POLICIES: u32 = 1 << 31;
@@ -239,14 +240,7 @@ impl SourceKey {
 
     /// Whether the network is of pods or of the node, and not a load balancer's source range.
     pub const fn is_of_node(&self) -> bool {
-        let is_of_interface = self.set >= Self::INTERFACES && self.set < Self::POLICIES;
-        self.set == Self::PODS || self.set == Self::HOST || is_of_interface
-    }
-
-    /// The set of an interface's addresses (its index is less than 2^30).
-    #[inline(always)]
-    pub const fn of_interface(ifindex: u32) -> u32 {
-        Self::INTERFACES | (ifindex & (Self::INTERFACES - 1))
+        self.set == Self::PODS || self.set == Self::HOST || self.set == Self::BRIDGES
     }
 
     /// A whole address, for lookups.

@@ -320,6 +320,11 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     );
     // The stack takes no packet of the node itself from an interface.
     let is_barred = s.way.answer == route::LOCAL && s.of_node != 0;
+    if is_barred && s.keep != 0 {
+        // Its endpoint is listed no longer.
+        s.flow.remove(now);
+        s.keep = 0;
+    }
     if (s.way.answer == route::UNREADY || is_barred) && s.keep == 0 && index != 0 {
         return ANOTHER;
     }

@@ -367,7 +367,7 @@ fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
         }
         return LEAVE_ALONE;
     }
-    // With a tag, the packet comes from a VLAN's interface, where the program has seen it.
+    // With a tag, the packet comes from a VLAN's interface: its own program has seen it, if it has one.
     if skb.has_tag() {
         asked::remember(s, now);
         return LEAVE_ALONE;
@@ -434,7 +434,8 @@ pub fn go_back(skb: Skb, s: &mut Scratch) {
 fn to_host(skb: Skb, s: &Scratch) -> i32 {
     if s.ends.src != s.packet.key.src {
         let by = table::came_by_ever(s.flow.cell);
-        if by != 0 && by != skb.ifindex() {
+        let is_there = by != 0 && route::interface(by).flags & Iface::ATTACHED != 0;
+        if is_there && by != skb.ifindex() {
             return if s.packet.l3 == 0 && !skb.add_link() {
                 DROP
             } else {

@@ -53,6 +53,8 @@ pub fn request(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     }
     s.keep = 0;
     if known == REQUEST {
+        // The routes to the VIP may have changed since the flow began.
+        table::follow_came_by(s.flow.request_cell, skb.ifindex());
         if !s.packet.is_syn() {
             return go_on(skb, s);
         }
@@ -100,8 +102,6 @@ fn may_begin(skb: Skb, s: &mut Scratch) -> bool {
 /// Sends a packet of a known flow to its endpoint.
 #[inline(never)]
 fn go_on(skb: Skb, s: &mut Scratch) -> i32 {
-    // The routes to the VIP may have changed since the flow began.
-    table::follow_came_by(s.flow.request_cell, skb.ifindex());
     s.flow.toward_endpoint(&mut s.ends);
     ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
     send(skb, s)
@@ -132,7 +132,8 @@ fn send(skb: Skb, s: &mut Scratch) -> i32 {
     route::send_out(skb, &s.packet, &s.way)
 }
 
-/// Whether a packet leaves with an address that its interface does not have.
+/// Whether a packet leaves with a source to which the endpoint's machine has no way back, as a rule: loopback's or a
+/// bridge's. The kernel, or an operator's route, chooses other addresses for this way.
 #[inline(never)]
 pub fn is_from_elsewhere(skb: Skb, s: &mut Scratch) -> bool {
     s.way.iface = route::interface(skb.ifindex());
@@ -149,7 +150,7 @@ pub fn is_from_elsewhere(skb: Skb, s: &mut Scratch) -> bool {
     };
     index != 0
         && conntrack::node_addr(index) != *src
-        && !sources::is_of_interface(skb.ifindex(), src)
+        && (src.is_nobody() || sources::is_of_bridge(src))
 }
 
 /// Masquerades a packet to an endpoint that was chosen at the socket: [`OTHER`] if it is left as it is. With external

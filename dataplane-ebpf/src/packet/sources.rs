@@ -19,10 +19,10 @@ pub fn contains(set: u32, addr: Addr) -> bool {
     SOURCES.get(&key).is_some()
 }
 
-/// Whether an interface of the node has an address. (Not inlined, likewise.)
+/// Whether a bridge of the node that is no uplink has an address. (Not inlined, likewise.)
 #[inline(never)]
-pub fn is_of_interface(ifindex: u32, addr: &Addr) -> bool {
-    contains(SourceKey::of_interface(ifindex), *addr)
+pub fn is_of_bridge(addr: &Addr) -> bool {
+    contains(SourceKey::BRIDGES, *addr)
 }
 
 /// Whether an address is the node's own according to its routes. (Not inlined: the key's stack is given back.)

@@ -55,16 +55,12 @@ pub fn network(
     network.policies = kernel::ipsec_policies()?;
     let host = kernel::host_networks()?.into_iter();
     network.host = host.map(|net| source_key(SourceKey::HOST, &net)).collect();
-    for interface in interfaces {
-        let known = network.interfaces.get(&interface.index);
-        if known
-            .is_some_and(|known| known.flags & (Iface::ATTACHED | Iface::LOCAL) == Iface::ATTACHED)
-        {
-            let set = SourceKey::of_interface(interface.index);
-            let own = interface.addresses.iter().map(IpNet::addr);
-            network
-                .host
-                .extend(own.map(|addr| SourceKey::host(set, addr.into())));
+    for bridge in interfaces.iter().filter(|known| known.kind == "bridge") {
+        let known = network.interfaces.get(&bridge.index);
+        if known.is_none_or(|known| known.flags & Iface::ATTACHED == 0) {
+            let own = bridge.addresses.iter().map(IpNet::addr);
+            let own = own.map(|addr| SourceKey::host(SourceKey::BRIDGES, addr.into()));
+            network.host.extend(own);
         }
     }
     Ok(network)
