@@ -68,6 +68,10 @@ pub fn request(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         return OTHER;
     }
     if !may_begin(skb, s) {
+        if known == REQUEST && sources::is_host(&s.packet.key.src) {
+            // A new connection that is no service's. Its later packets are not the flow's either.
+            s.flow.remove(now);
+        }
         return OTHER;
     }
     s.of_node = 1;
@@ -82,7 +86,8 @@ pub fn request(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
 }
 
 /// Finds the frontend of a packet that begins a flow; `false`: it does not, because no service has the destination, or only
-/// as an external IP, a program at the socket has chosen it, or the source is not the node's. (Not inlined: its stack is given back.)
+/// as an external IP, a program at the socket has chosen it, or the source is not the node's. (Not inlined: its stack is given
+/// back.)
 #[inline(never)]
 fn may_begin(skb: Skb, s: &mut Scratch) -> bool {
     s.frontend = begin::frontend(&s.packet.key);
