@@ -1,5 +1,6 @@
 //! The benchmark harness, and the peers that it compares with.
 
+mod clock;
 pub mod dns;
 pub mod extent;
 pub mod fleet;

@@ -16,6 +16,7 @@ use dataplane_tests::{
 use serde_json::{Value, json};
 
 use crate::{
+    clock::monotonic_ms,
     stage::{carry_out, start_client},
     sync::site,
     worker::{Job, Order, Transport},
@@ -238,10 +239,4 @@ impl Site {
         let values = crate::stage::values(&answer)?;
         Ok(values.first().context("no time")? - before)
     }
-}
-
-/// The machine's clock, the same for all processes, in milliseconds.
-fn monotonic_ms() -> anyhow::Result<f64> {
-    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
-    Ok(Duration::from(now).as_secs_f64() * 1e3)
 }

@@ -16,11 +16,11 @@ use dataplane_tests::{
     api::{Churn, Cluster, objects},
     report::LoadReport,
 };
-use nix::time::{ClockId, clock_gettime};
 use serde_json::json;
 
 use super::{seen::Seen, site::Site};
 use crate::{
+    clock::monotonic_ms,
     stage::{carry_out, first, start_client, values},
     worker::{Job, Order, Transport},
 };
@@ -137,6 +137,7 @@ fn endpoints(site: &Site, changes: u32) -> anyhow::Result<(Vec<f64>, Vec<f64>)> 
         tables.push(monotonic_ms()? - at);
         done.push((at, server));
     }
+    // The client reports when it ends, and has to see the last change before.
     thread::sleep(Duration::from_secs(1));
     let report: LoadReport = client.wait_json()?;
     ensure!(
@@ -194,9 +195,4 @@ fn names(site: &Site, changes: u32) -> anyhow::Result<Vec<f64>> {
         times.push(found - before);
     }
     Ok(times)
-}
-
-/// The machine's clock, the same for all processes, in milliseconds.
-fn monotonic_ms() -> anyhow::Result<f64> {
-    Ok(Duration::from(clock_gettime(ClockId::CLOCK_MONOTONIC)?).as_secs_f64() * 1e3)
 }

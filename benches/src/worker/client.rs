@@ -16,7 +16,10 @@ use super::{
     ANSWERED, Answer, DATAGRAM, ECHO, HOLD, Job, Order, SILENT, STEADY, STEADY_SEND, STREAM,
     Transport, WARM_UP, WINDOW, socket,
 };
-use crate::stats::{median, percentile};
+use crate::{
+    clock::monotonic_ms,
+    stats::{median, percentile},
+};
 
 /// An answer that takes longer is a fault of the path, not a slow path.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -196,8 +199,7 @@ fn wait_for_name(order: &Order) -> anyhow::Result<f64> {
             order.name
         );
     }
-    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
-    Ok(Duration::from(now).as_secs_f64() * 1e3)
+    monotonic_ms()
 }
 
 fn round_trips(order: &Order, count: usize) -> anyhow::Result<Vec<f64>> {
