@@ -1,7 +1,7 @@
 //! Joins the views of a source with the node's own facts.
 
 use std::{
-    collections::{BTreeSet, HashSet},
+    collections::BTreeSet,
     io,
     net::IpAddr,
     path::Path,
@@ -20,10 +20,9 @@ use source::{
 };
 use tracing::{info, warn};
 
-use super::{kept_addresses::KeptAddresses, lookups::Lookups, node, remembered::Remembered};
-
-/// How many problems of a view are logged one by one.
-const LOGGED: usize = 20;
+use super::{
+    kept_addresses::KeptAddresses, lookups::Lookups, node, problems, remembered::Remembered,
+};
 
 /// Why a source cannot be read on this node.
 #[derive(Debug, thiserror::Error)]
@@ -462,7 +461,7 @@ impl Input {
         } else {
             self.problems.iter().chain(here).cloned().collect()
         };
-        log(&problems, &self.snapshot.problems);
+        problems::log(&problems, &self.snapshot.problems);
         self.snapshot.problems = problems;
     }
 }
@@ -474,30 +473,4 @@ fn external_ips(settings: &settings::Node) -> ExternalIps {
         return ExternalIps::Any;
     }
     ExternalIps::Within(said.iter().filter_map(|ips| ips.0).collect())
-}
-
-/// Logs new problems, and those that are over.
-fn log(problems: &[Problem], before: &[Problem]) {
-    let known: HashSet<(&str, &str)> = before.iter().map(|p| (&*p.place, &*p.text)).collect();
-    let mut news = problems
-        .iter()
-        .filter(|p| !known.contains(&(&*p.place, &*p.text)));
-    for problem in news.by_ref().take(LOGGED) {
-        warn!("{}: {}", problem.place, problem.text);
-    }
-    let more = news.count();
-    if more > 0 {
-        warn!("and {more} more; `dataplane status` names them all");
-    }
-    let now: HashSet<(&str, &str)> = problems.iter().map(|p| (&*p.place, &*p.text)).collect();
-    let mut over = before
-        .iter()
-        .filter(|p| !now.contains(&(&*p.place, &*p.text)));
-    for problem in over.by_ref().take(LOGGED) {
-        info!("{}: no longer so: {}", problem.place, problem.text);
-    }
-    let more = over.count();
-    if more > 0 {
-        info!("and {more} more problems are over");
-    }
 }

@@ -22,6 +22,7 @@ mod mesh;
 mod network;
 mod node;
 mod own_rules;
+mod problems;
 mod remembered;
 mod source_checks;
 mod supervisor;

@@ -5,6 +5,7 @@
 mod admitted;
 mod clock;
 mod combined;
+mod cost;
 mod error;
 mod external_ips;
 mod feed;

@@ -12,11 +12,10 @@ use std::{
 
 use imbl::{OrdMap, ordmap::DiffItem};
 use model::{
-    ADDRESSES_MAX, At, BackendTo, Entry, EntryName, EntryResolution, Gravity, Problem, Records,
-    Route, RouteName, Service, ServiceName,
+    BackendTo, Entry, EntryName, Gravity, Problem, Route, RouteName, Service, ServiceName,
 };
 
-use super::turns::Turns;
+use super::{cost, turns::Turns};
 
 /// Bounds of a step's budget, roughly in keys, endpoints and addresses. The budget adapts to the machine between them.
 const BUDGETS: std::ops::RangeInclusive<u64> = 1 << 11..=1 << 16;
@@ -97,7 +96,8 @@ impl Paced {
         }
         for (name, stays) in changes(&self.wanted.services, services) {
             let [old, new] = [&self.taken.services, services].map(|of| of.get(&name));
-            let cost = [old, new].map(|service| service.map_or(0, |service| cost_of(service)));
+            let cost =
+                [old, new].map(|service| service.map_or(0, |service| cost::of_service(service)));
             let namespace = name.namespace();
             let object = Name::Service(name.clone());
             self.turns
@@ -105,7 +105,7 @@ impl Paced {
         }
         for (name, stays) in changes(&self.wanted.entries, entries) {
             let [old, new] = [&self.taken.entries, entries].map(|of| of.get(&name));
-            let cost = [old, new].map(|entry| entry.map_or(0, |entry| cost_of_entry(entry)));
+            let cost = [old, new].map(|entry| entry.map_or(0, |entry| cost::of_entry(entry)));
             let namespace = name.namespace();
             let object = Name::Entry(name.clone());
             self.turns
@@ -245,34 +245,6 @@ fn bring<K: Ord + Clone, V>(taken: &mut OrdMap<K, Arc<V>>, wanted: &OrdMap<K, Ar
         Some(object) => _ = taken.insert(name.clone(), Arc::clone(object)),
         None => _ = taken.remove(name),
     }
-}
-
-/// Returns the cost to add or remove a service: its keys, and its endpoints once for each port.
-fn cost_of(service: &Service) -> u64 {
-    let own = service.cluster_ips.len() + service.external_ips.len();
-    let addresses = own + service.load_balancer_ips.len() + 1;
-    let ports = service.ports.iter();
-    let cost: usize = ports.map(|port| addresses + port.endpoints.len()).sum();
-    let named = match &service.records {
-        Records::Object(named) => named.endpoints.len(),
-        Records::ClusterIps | Records::Alias(_) => 0,
-    };
-    (cost + named + service.source_ranges.len()) as u64
-}
-
-/// Returns the cost to add or remove an entry.
-fn cost_of_entry(entry: &Entry) -> u64 {
-    let addresses = entry.addresses.len() + entry.ranges.len() + 2 * entry.hosts.len();
-    let at = entry.backends.iter().map(|backend| match backend.at {
-        At::Address(_) => 1,
-        At::Name(_) => ADDRESSES_MAX,
-    });
-    let of_hosts = match entry.resolution {
-        EntryResolution::Hosts => entry.hosts.len() * ADDRESSES_MAX,
-        _ => 0,
-    };
-    let endpoints = at.sum::<usize>() + of_hosts;
-    (entry.ports.len().max(1) * (addresses + endpoints)) as u64
 }
 
 #[cfg(test)]
