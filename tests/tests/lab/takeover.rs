@@ -568,7 +568,9 @@ fn an_agent_takes_over_when_it_serves() -> Result<()> {
     node.agent.start()?;
     let said = waiting.wait()?;
     ensure!(
-        said.contains("connect") && said.contains("without the rules"),
+        said.contains("no agent listens")
+            && said.contains("connect")
+            && said.contains("without the rules"),
         "{said}"
     );
     ensure!(!node.has_rules()?, "{}", node.rules()?);

@@ -176,7 +176,7 @@ fn run(cluster: &Cluster, kept: &Path) -> Result<ExitCode> {
     })
 }
 
-/// Waits until neither the controllers nor istiod change an object any more, and returns the objects.
+/// Waits until the controllers and istiod have changed no object for some seconds, and returns the objects.
 fn settled(cluster: &Cluster) -> Result<Value> {
     let limit = Instant::now() + Duration::from_mins(3);
     let (mut last, mut since) = (Value::Null, Instant::now());

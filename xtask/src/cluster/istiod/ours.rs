@@ -1,4 +1,4 @@
-//! What the dataplane makes of the same objects: `dataplane plan` and `dataplane dns query`.
+//! The plan and the DNS answers of the dataplane for the same objects, by `dataplane plan` and `dataplane dns query`.
 
 use std::{collections::BTreeSet, net::IpAddr, path::Path, process::Command};
 
@@ -71,7 +71,8 @@ pub fn read(dataplane: &Path, objects: &Value, file: &Path) -> Result<(Side, Vec
     Ok((side, list(&plan["problems"]).map(text).collect()))
 }
 
-/// What the command prints. `plan` ends with 2 if something changes, `dns query` with 1 if a name does not exist.
+/// Returns the JSON document that the command prints. The exit code says no more: `plan` exits with 2 if something changes,
+/// `dns query` with 1 if a name does not exist.
 fn ask(command: &mut Command) -> Result<Value> {
     let output = command
         .output()

@@ -41,9 +41,7 @@ pub(super) fn read<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mu
             }
             (Ok(nft::Entry::Rule { line, chain, text }), Some(table)) => {
                 let words: Vec<&str> = nft::words(text).collect();
-                let of_iptables = |word: &&str| {
-                    matches!(*word, "xt" | "[match]" | "[target]") || word.starts_with("xt_")
-                };
+                let of_iptables = |word: &&str| *word == "xt" || word.starts_with("xt_");
                 let is_compat = words.iter().any(of_iptables);
                 if words.first() == Some(&"#") || is_compat {
                     let why = if is_compat {
