@@ -68,7 +68,8 @@ impl Collector for Scrape {
 }
 
 fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-    let snapshot = state.snapshot();
+    let served = state.served();
+    let snapshot = &served.snapshot;
     let mut number = |name, help, value: i64| {
         encoder
             .encode_descriptor(name, help, None, MetricType::Gauge)?
@@ -82,12 +83,12 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     number(
         "dataplane_endpoints",
         "Endpoints of all services' ports",
-        signed(state::endpoints(&snapshot)),
+        signed(state::endpoints(snapshot)),
     )?;
     number(
         "dataplane_conflicts",
         "Frontends that several services claim; the strongest claim is served",
-        signed(state.conflicts()),
+        signed(served.conflict_count()),
     )?;
     number(
         "dataplane_problems",
@@ -98,7 +99,7 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         "dataplane_services_left_out",
         "Services left out of the kernel's tables, wholly or without endpoints, because their namespace exceeds its \
          budget; `dataplane status` names them",
-        signed(state.left_out()),
+        signed(served.left_out),
     )?;
     number(
         "dataplane_ready",
@@ -242,7 +243,7 @@ fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         None,
         MetricType::Counter,
     )?;
-    let snapshot = state.snapshot();
+    let snapshot = state.served().snapshot;
     let mut ports = Vec::new();
     for service in snapshot.services.values() {
         let vips = service.cluster_ips.len()

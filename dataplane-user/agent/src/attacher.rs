@@ -23,6 +23,7 @@ use dataplane_common::packet::{Iface, PacketConfig};
 use kernel::Kernel;
 use model::Snapshot;
 use nix::time::{ClockId, clock_gettime};
+use source::Health;
 use threads::may_panic;
 use tracing::{debug, error, info, warn};
 
@@ -80,6 +81,7 @@ pub struct Died;
 pub struct Inputs {
     pub kernel: Kernel,
     pub state: Arc<State>,
+    pub health: Health,
     pub packet: PacketSettings,
     pub mesh: Option<Mesh>,
     /// The agent whose place this one has taken, until this one serves: if there is a mesh, the thread knows when.
@@ -109,6 +111,7 @@ impl Attacher {
         let Inputs {
             kernel,
             state,
+            health,
             packet,
             mesh,
             before,
@@ -124,6 +127,7 @@ impl Attacher {
         let mut worker = Worker {
             kernel,
             state,
+            health,
             packet,
             mesh,
             before,
@@ -222,6 +226,7 @@ impl Due {
 struct Worker {
     kernel: Kernel,
     state: Arc<State>,
+    health: Health,
     packet: PacketSettings,
     mesh: Option<Mesh>,
     before: Option<UnixStream>,
@@ -385,7 +390,7 @@ impl Worker {
             self.capture.done(start, RETRY);
             return;
         };
-        let is_behind = self.state.source.is_behind(admin::now());
+        let is_behind = self.health.is_behind(admin::now());
         mesh.published().doubt(is_behind);
         let snapshot = snapshot.in_doubt(is_behind);
         match mesh.settle(&mut self.kernel, &snapshot) {

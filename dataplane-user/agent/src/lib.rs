@@ -49,7 +49,7 @@ use kernel::{Kernel, ServiceTables, opener};
 use mesh::Mesh;
 pub use mesh::namespace_with;
 use own_rules::OwnRules;
-use plan::{AdoptError, Planner};
+use plan::{AdoptError, Planner, Served};
 use proxy::handover::Outcome;
 use settings::{Dns, MetricsAuth, OnExit, Settings};
 use source::{
@@ -59,6 +59,7 @@ use source::{
 };
 use sync::Sync;
 use threads::Deaths;
+use tokio::sync::watch;
 use tracing::{error, info, warn};
 use waiter::{Network, Ready};
 
@@ -336,11 +337,13 @@ fn serve(
     }
     let tables = kernel.services();
     let planner = adopt(&tables, &paths, limits)?;
+    let is_inherited = !planner.frontends().is_empty();
+    let (publish, served) = watch::channel(Served::before_first_plan(input.snapshot().clone()));
     let state = Arc::new(State::new(
         paths.clone(),
         limits,
-        planner,
-        input.snapshot().clone(),
+        served.clone(),
+        is_inherited,
         input.health(),
         learnt(settings, &paths, &packet, outdated),
     ));
@@ -361,13 +364,14 @@ fn serve(
     let destroy = settings.stale_protocols();
     let direct = kernel.direct_flows();
     let flows = Flows::start(
-        Arc::clone(&state),
+        &state,
+        served.clone(),
         destroy.clone(),
         direct,
         packet.clone(),
         &events,
     )?;
-    let own_rules = OwnRules::start(Arc::clone(&state), &packet, &events)?;
+    let own_rules = OwnRules::start(paths.bpffs.clone(), served, &packet, &events)?;
     let on_exit = settings.on_exit.unwrap_or_default();
     let stay = settings.stay;
     let bpffs = paths.bpffs.clone();
@@ -399,6 +403,7 @@ fn serve(
     let means = Inputs {
         kernel,
         state: Arc::clone(&state),
+        health: input.health(),
         packet,
         mesh,
         before,
@@ -407,6 +412,8 @@ fn serve(
     let attacher = Attacher::start(means, events, jobs, todo).map_err(Error::Thread)?;
     let mut sync = Sync::new(
         tables,
+        planner,
+        publish,
         Arc::clone(&state),
         &destroy,
         input,

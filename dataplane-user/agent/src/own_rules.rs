@@ -8,23 +8,22 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     convert::Infallible,
-    sync::{
-        Arc,
-        mpsc::{self, Receiver, RecvTimeoutError, Sender},
-    },
+    path::PathBuf,
+    sync::mpsc::{self, Receiver, RecvTimeoutError, Sender},
     thread::JoinHandle,
     time::{Duration, Instant},
 };
 
-use admin::State;
 use dataplane_common::{
     packet::Iface,
     tables::by_packets::{ASKED, NESTED, RULES},
 };
 use kernel::{ByPackets, KnownPods, Own, PacketTables, PodNamespace};
 use model::Place;
+use plan::Served;
 use settings::Patterns;
 use threads::may_panic;
+use tokio::sync::watch;
 use tracing::{info, warn};
 
 use super::{Event, deaths, interfaces::PacketSettings};
@@ -51,16 +50,18 @@ impl OwnRules {
     /// # Errors
     /// If the pinned tables are not ours, or the thread cannot be started.
     pub fn start(
-        state: Arc<State>,
+        bpffs: PathBuf,
+        served: watch::Receiver<Served>,
         packet: &PacketSettings,
         events: &Sender<Event>,
     ) -> Result<Self, kernel::Error> {
         let (stop, stopped) = mpsc::channel();
         let mut worker = Worker {
-            table: ByPackets::open(&state.paths.bpffs, true)?,
+            table: ByPackets::open(&bpffs, true)?,
             is_on: packet.attach.is_some(),
             chosen: packet.by_packets.clone(),
-            state,
+            bpffs,
+            served,
             known: KnownPods::default(),
             before: None,
             failed: None,
@@ -81,7 +82,8 @@ impl OwnRules {
 }
 
 struct Worker {
-    state: Arc<State>,
+    bpffs: PathBuf,
+    served: watch::Receiver<Served>,
     table: ByPackets,
     /// Whether there is a packet path that can serve them.
     is_on: bool,
@@ -117,9 +119,8 @@ impl Worker {
         let mut wanted = BTreeMap::new();
         let mut of_pods: BTreeMap<u32, usize> = BTreeMap::new();
         if self.is_on {
-            let bpffs = &self.state.paths.bpffs;
             let ready = Iface::LOCAL | Iface::ATTACHED;
-            let all = PacketTables::open(bpffs)?.ifaces()?.into_iter();
+            let all = PacketTables::open(&self.bpffs)?.ifaces()?.into_iter();
             let pods = all.filter(|(_, iface)| iface.flags & ready == ready);
             let pods: BTreeSet<u32> = pods.map(|(index, _)| index).collect();
             let captured = self.table.captured()?;
@@ -159,9 +160,9 @@ impl Worker {
 impl Worker {
     /// The pods' interfaces whose pods choose by an annotation how to be served.
     fn asked(&self) -> BTreeMap<u32, bool> {
-        let snapshot = self.state.snapshot();
+        let workloads = self.served.borrow().snapshot.workloads.clone();
         let mut asked = BTreeMap::new();
-        for workload in snapshot.workloads.values() {
+        for workload in workloads.values() {
             if let (Some(by_packets), Place::Address | Place::Exempt(_)) =
                 (workload.by_packets, &workload.place)
             {

@@ -9,13 +9,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use admin::{State, lock};
+use admin::State;
 use dataplane_common::{
     Addr, Port, Protocol,
     tables::{Frontend, FrontendKey, Kind},
 };
 use kernel::ServiceTables;
-use plan::{Departures, Plan, Planner};
+use plan::{Departures, Plan, Planner, Served};
+use source::Health;
+use tokio::sync::watch;
 use tracing::{debug, error, info, warn};
 
 use super::{
@@ -34,7 +36,13 @@ const RELOADING: Duration = Duration::from_secs(5);
 /// Writes to the tables of services.
 pub struct Sync {
     tables: ServiceTables,
+    /// The contents of the tables.
+    planner: Planner,
+    /// Publishes what is served to the other threads.
+    serves: watch::Sender<Served>,
     state: Arc<State>,
+    /// The health of the source.
+    health: Health,
     /// The objects to serve. Until they are known the tables stay as they are.
     input: Input,
     /// Ends flows and sockets that lead to endpoints that go away.
@@ -66,6 +74,8 @@ pub struct Sync {
 impl Sync {
     pub fn new(
         tables: ServiceTables,
+        planner: Planner,
+        serves: watch::Sender<Served>,
         state: Arc<State>,
         destroy: &[Protocol],
         input: Input,
@@ -74,12 +84,15 @@ impl Sync {
         before: Option<UnixStream>,
     ) -> Self {
         let now = Instant::now();
-        let empty_tables = lock(&state.planner).frontends().is_empty();
+        let empty_tables = planner.frontends().is_empty();
         let protocols = [&[Protocol::UDP], destroy].concat();
         let departures = Departures::new(&protocols);
         Self {
             tables,
+            planner,
+            serves,
             state,
+            health: input.health(),
             input,
             flows,
             published: None,
@@ -245,7 +258,7 @@ impl Sync {
 
     /// Whether services wait for room, which a grace period may free.
     fn waits(&self) -> bool {
-        lock(&self.state.planner).is_waiting()
+        self.planner.is_waiting()
     }
 
     /// Looks at the node's addresses; returns whether they changed.
@@ -294,15 +307,14 @@ impl Sync {
     /// Writes the changes. Failures are retried later; the only error is that the tables cannot be understood any more.
     fn sync_once(&mut self, since: Option<Instant>) -> Result<(), Error> {
         let start = Instant::now();
-        let plan = self.state.plan(self.input.snapshot());
+        let plan = self.planner.plan(self.input.snapshot());
         let thinking = start.elapsed();
         let start = Instant::now();
         let result = self.write(&plan);
         if let (Ok(()), Some(published)) = (&result, &self.published) {
-            let is_behind = self.state.source.is_behind(admin::now());
+            let is_behind = self.health.is_behind(admin::now());
             published.publish(self.input.snapshot(), is_behind);
         }
-        self.state.written();
         let writing = start.elapsed();
         if let (Ok(()), Some(since)) = (&result, since) {
             self.state
@@ -320,16 +332,11 @@ impl Sync {
                     first.map_err(|_| Self::died())?;
                 }
                 let changes = plan.writes.len();
-                self.state.synced(
-                    self.input.snapshot(),
-                    plan.demand.pools,
-                    changes,
-                    thinking,
-                    writing,
-                );
+                self.serves.send_replace(self.planner.served());
+                self.state.synced(changes, thinking, writing);
                 self.retry = None;
                 self.tell(changes, thinking, writing, since.is_some());
-                let departed = self.departures.after(&lock(&self.state.planner));
+                let departed = self.departures.after(&self.planner);
                 self.flows.departed(departed);
                 if !self.settled {
                     self.settle()?;
@@ -342,8 +349,7 @@ impl Sync {
                 self.state.sync_failed(why.to_string());
                 self.retry = Some((Instant::now() + next, next));
                 // The plan was written in part, or not at all: only the kernel knows its tables.
-                let planner = adopt(&self.tables, &self.state.paths, self.state.limits)?;
-                *lock(&self.state.planner) = planner;
+                self.planner = adopt(&self.tables, &self.state.paths, self.state.limits)?;
                 Ok(())
             }
         }
@@ -391,9 +397,8 @@ impl Sync {
     /// Imports flows before the first service is served: flows that the kernel's own conntrack translates for our VIPs
     /// stay with it.
     fn take_over(&self) {
-        let planner = lock(&self.state.planner);
-        let is_vip = |addr, port, protocol| is_vip(&planner, addr, port, protocol);
-        match flows::import(&self.state.paths.bpffs, planner.snapshot(), is_vip) {
+        let is_vip = |addr, port, protocol| is_vip(&self.planner, addr, port, protocol);
+        match flows::import(&self.state.paths.bpffs, self.planner.snapshot(), is_vip) {
             Ok(Imported { flows: 0, ports: 0 }) => {}
             Ok(Imported { flows, ports }) => info!(
                 flows,
@@ -410,9 +415,9 @@ impl Sync {
 
     /// After the flips: makes the slots that they freed usable again.
     fn grace(&mut self) -> Result<(), kernel::Error> {
-        if lock(&self.state.planner).wants_grace() {
+        if self.planner.wants_grace() {
             self.tables.grace()?;
-            lock(&self.state.planner).grace_passed();
+            self.planner.grace_passed();
         }
         Ok(())
     }

@@ -69,7 +69,8 @@ impl PlanArgs {
             .with_context(|| format!("the tables in {}", bpffs.display()))?;
         let plan = planner.plan(&snapshot);
         let changes = plan::changes(&contents, &planner);
-        let conflicts = planner.conflicts();
+        let served = planner.served();
+        let conflicts: Vec<_> = served.conflicts().collect();
         let conflicts = conflicts.iter().map(|c| {
             let losers: Vec<&str> = c.losers.iter().map(ServiceName::as_str).collect();
             format!(
@@ -81,7 +82,7 @@ impl PlanArgs {
         });
         let problems = snapshot.problems.iter();
         let problems = problems
-            .chain(planner.problems().map(|(_, problem)| problem))
+            .chain(served.problems().map(|(_, problem)| problem))
             .map(|p| format!("{}: {}", p.place, p.text))
             .chain(forward_hook());
         let answer = Answer {

@@ -136,7 +136,7 @@ impl Adopted {
             let slot = &mirror.pools[index as usize];
             // A group without keys of its own belongs to this pool only.
             slot.live
-                && slot.owner.is_none()
+                && mirror.owner(index).is_none()
                 && group(index) == index
                 && (candidates.contains(&index) || !self.keys.contains_key(&index))
         };
@@ -152,7 +152,7 @@ impl Adopted {
         let only_outside = outside != 0
             && outside != cluster
             && group(outside) == cluster
-            && mirror.pools[outside as usize].owner.is_none()
+            && mirror.owner(outside).is_none()
             && !self.keys.contains_key(&outside);
         let local = candidates
             .into_iter()
@@ -178,7 +178,7 @@ impl Adopted {
             if let Some(frontend) = mirror.keys.get(key)
                 && frontend.kind() == *kind
                 && mirror.is_local(frontend.pool()) == (*policy == TrafficPolicy::Local)
-                && mirror.pools[frontend.pool() as usize].owner.is_none()
+                && mirror.owner(frontend.pool()).is_none()
             {
                 *referring.entry(frontend.pool()).or_default() += 1;
             }
@@ -203,6 +203,7 @@ pub(super) fn adopt(contents: Contents) -> Result<(Mirror, Adopted), AdoptError>
     if mirror.pools.is_empty() {
         mirror.pools.push(Slot::default());
     }
+    mirror.owners = mirror.pools.iter().map(|_| None).collect();
     mirror.endpoints = contents.endpoints;
 
     let pools = mirror.pools.len();

@@ -1,14 +1,12 @@
 //! Decides which service owns a key that several services claim.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, hash_map::Entry};
+use std::collections::{HashMap, hash_map::Entry};
 
 use dataplane_common::tables::FrontendKey;
+use imbl::{OrdMap, OrdSet};
 use model::{Service, ServiceName};
 
-use super::{
-    Conflict,
-    wanted::{Claim, WantedKey},
-};
+use super::wanted::{Claim, WantedKey};
 
 /// The claims to keys, and the owner of each key.
 #[derive(Debug, Default)]
@@ -16,17 +14,17 @@ pub(super) struct Claims {
     /// The owner of each claimed key, with its claim.
     owners: HashMap<FrontendKey, (ServiceName, Claim)>,
     /// All claimants of each key that several services claim. The cost of a change does not grow with their number.
-    contested: BTreeMap<FrontendKey, BTreeSet<Rank>>,
+    contested: OrdMap<FrontendKey, OrdSet<Rank>>,
 }
 
 /// The claim of a service, ordered by precedence. The least rank owns the key: first the stronger kind of claim, then
 /// the older service, then the first name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Rank {
-    claim: Claim,
+    pub(super) claim: Claim,
     has_no_age: bool,
     created: Option<i64>,
-    name: ServiceName,
+    pub(super) name: ServiceName,
 }
 
 impl Rank {
@@ -120,7 +118,7 @@ impl Claims {
     /// Decides about a contested key. If the owner changes, returns the former and the new owner.
     pub(super) fn settle(&mut self, key: &FrontendKey) -> Option<(ServiceName, ServiceName)> {
         let claimants = self.contested.get(key)?;
-        let Some(Rank { claim, name, .. }) = claimants.first() else {
+        let Some(Rank { claim, name, .. }) = claimants.get_min() else {
             self.contested.remove(key);
             self.owners.remove(key);
             return None;
@@ -134,28 +132,9 @@ impl Claims {
         (before != first).then_some((before, first))
     }
 
-    /// Returns the number of contested keys.
-    pub(super) fn conflict_count(&self) -> usize {
-        self.contested.len()
-    }
-
-    /// Returns the contested keys in their order. The bare address of a host is not a conflict: entries of one
-    /// namespace that name the host share the address, each at its own ports.
-    pub(super) fn conflicts(&self) -> impl Iterator<Item = Conflict> {
-        let is_shared = |key: &FrontendKey, claimants: &BTreeSet<Rank>| {
-            let mut claims = claimants.iter().map(|rank| rank.claim);
-            key.is_address() && claims.all(|claim| claim == Claim::GivenToEntry)
-        };
-        let contested = self.contested.iter();
-        let contested = contested.filter(move |(key, claimants)| !is_shared(key, claimants));
-        contested.filter_map(|(key, claimants)| {
-            let mut names = claimants.iter().map(|rank| rank.name.clone());
-            Some(Conflict {
-                key: *key,
-                winner: names.next()?,
-                losers: names.collect(),
-            })
-        })
+    /// Returns all claimants of each key that several services claim. Cheap.
+    pub(super) fn contested(&self) -> OrdMap<FrontendKey, OrdSet<Rank>> {
+        self.contested.clone()
     }
 }
 

@@ -42,6 +42,7 @@ mod planner;
 mod reach;
 mod room;
 pub mod routes;
+mod served;
 mod settle;
 mod shares;
 pub mod vips;
@@ -59,6 +60,7 @@ pub use diff::{Answer, Change, Empty, changes};
 use model::{Protocol, ServiceName};
 pub use planner::Planner;
 pub use room::LeftOut;
+pub use served::Served;
 pub use wanted::{key_text, source_key};
 
 /// One write to the kernel's tables.

@@ -1,11 +1,15 @@
 //! Contents of the kernel's tables after the planned writes, and the slots and pools that are free.
 
-use std::collections::{BTreeSet, HashMap};
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
 
 use dataplane_common::{
     packet::SourceKey,
     tables::{Block, Endpoint, Frontend, FrontendKey, Pool},
 };
+use imbl::Vector;
 
 use super::{Demand, PoolOwner, Room, Write, blocks, blocks::Blocks, shares::Entries};
 
@@ -15,6 +19,8 @@ pub(super) struct Mirror {
     pub(super) keys: HashMap<FrontendKey, Frontend>,
     /// By index. The first is never used.
     pub(super) pools: Vec<Slot>,
+    /// The owners of the pools. A live pool without an owner was adopted, and its owner has not been found yet.
+    pub(super) owners: Vector<Option<Arc<PoolOwner>>>,
     /// By slot.
     pub(super) endpoints: Vec<Endpoint>,
     pub(super) blocks: Blocks,
@@ -41,8 +47,6 @@ pub(super) struct Slot {
     pub(super) pool: Pool,
     /// Whether keys refer to it, or another pool's affinity group does.
     pub(super) live: bool,
-    /// The owner of the pool. A live pool without an owner was adopted, and its owner has not been found yet.
-    pub(super) owner: Option<PoolOwner>,
 }
 
 /// Wanted contents of a pool.
@@ -78,6 +82,7 @@ impl Default for Mirror {
         Self {
             keys: HashMap::new(),
             pools: vec![Slot::default()],
+            owners: Vector::unit(None),
             endpoints: Vec::new(),
             blocks: Blocks::default(),
             free_pools: BTreeSet::new(),
@@ -113,14 +118,24 @@ impl Mirror {
             let len = self.pools.len() + 1;
             grow(&mut self.pools, len);
             self.pools.push(Slot::default());
+            self.owners.push_back(None);
             count(self.pools.len() - 1)
         });
-        self.pools[index as usize] = Slot {
-            pool: Pool::default(),
-            live: false,
-            owner: Some(owner),
-        };
+        self.pools[index as usize] = Slot::default();
+        self.set_owner(index, Some(owner));
         index
+    }
+
+    /// Sets the owner of a pool.
+    pub(super) fn set_owner(&mut self, index: u32, owner: Option<PoolOwner>) {
+        if self.owner(index) != owner.as_ref() {
+            self.owners.set(index as usize, owner.map(Arc::new));
+        }
+    }
+
+    /// Returns the owner of a pool.
+    pub(super) fn owner(&self, index: u32) -> Option<&PoolOwner> {
+        self.owners.get(index as usize)?.as_deref()
     }
 
     /// Makes the pool hold `contents`, by at most one write. Writes nothing if the pool already holds them.
@@ -213,6 +228,7 @@ impl Mirror {
         let sources = self.sources.remove(&index).unwrap_or_default();
         self.source_count -= sources.len();
         writes.remove_sources.extend(sources);
+        self.set_owner(index, None);
         let slot = std::mem::take(&mut self.pools[index as usize]);
         if slot.live {
             self.affinity_groups -= u32::from(has_group(index, &slot.pool));

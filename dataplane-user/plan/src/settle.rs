@@ -256,7 +256,7 @@ impl Settle<'_> {
         if index == 0 {
             return self.mirror.take_pool(owner);
         }
-        self.mirror.pools[index as usize].owner = Some(owner);
+        self.mirror.set_owner(index, Some(owner));
         index
     }
 

@@ -98,8 +98,9 @@ fn answer(state: &State, node_eligible: Option<bool>) -> Response {
 mod tests {
     use axum::body::to_bytes;
     use model::{Leaving, Node, Snapshot};
-    use plan::{Contents, Planner};
+    use plan::Served;
     use serde_json::Value;
+    use tokio::sync::watch;
 
     use super::*;
     use crate::Learnt;
@@ -119,8 +120,8 @@ mod tests {
                 cgroup: "/nowhere".into(),
             },
             kernel::Limits::default(),
-            Planner::adopt(Contents::default()).unwrap(),
-            snapshot,
+            watch::channel(Served::before_first_plan(snapshot)).1,
+            false,
             source::Health::Combined(Vec::new()),
             Learnt::default(),
         )

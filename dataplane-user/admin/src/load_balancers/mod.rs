@@ -101,14 +101,14 @@ pub async fn serve(healthz: Option<SocketAddr>, proxy_mode: Option<SocketAddr>, 
         shared: all_checks(),
         tasks: JoinSet::new(),
     };
+    let mut changes = state.changes();
     loop {
-        let changed = state.synced_again.notified();
-        let snapshot = state.snapshot();
+        let snapshot = changes.borrow_and_update().snapshot.clone();
         desk.checks.update(&snapshot);
         desk.arrange(&snapshot).await;
         let retry = desk.refused.values().map(|refusal| refusal.again).min();
         tokio::select! {
-            () = changed => {}
+            Ok(()) = changes.changed() => {}
             () = until(retry) => {}
             Some(ended) = desk.tasks.join_next() => desk.close(ended),
         }

@@ -3,12 +3,12 @@
 
 use std::{env, time::Duration};
 
-use model::Snapshot;
-use plan::{Contents, Planner};
+use plan::Served;
 use rand::{RngExt as _, SeedableRng as _, rngs::SmallRng};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{TcpListener, TcpStream},
+    sync::watch,
     time::timeout,
 };
 
@@ -116,8 +116,8 @@ async fn whatever_is_sent_is_answered_or_closed() {
             cgroup: "/nowhere".into(),
         },
         kernel::Limits::default(),
-        Planner::adopt(Contents::default()).unwrap(),
-        Snapshot::default(),
+        watch::channel(Served::default()).1,
+        false,
         source::Health::Combined(Vec::new()),
         Learnt::default(),
     ));

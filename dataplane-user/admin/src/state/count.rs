@@ -2,8 +2,7 @@
 
 use std::{sync::MutexGuard, time::Instant};
 
-use dataplane_common::tables::PoolStats;
-use plan::Planner;
+use plan::PoolOwner;
 
 use super::State;
 use crate::{
@@ -11,9 +10,6 @@ use crate::{
     direct::{Direct, by_address},
     lock::lock,
 };
-
-/// Pools looked at while the planner is locked: it must not wait for long.
-const POOLS_AT_ONCE: u32 = 4096;
 
 impl State {
     /// Returns the counters of direct connections.
@@ -27,17 +23,16 @@ impl State {
         let Ok(traffic) = tables.and_then(|tables| tables.traffic()) else {
             return direct;
         };
-        let snapshot = self.snapshot();
+        let served = self.served();
+        let snapshot = &served.snapshot;
         let all = direct.workloads().chain(snapshot.workloads.values());
         let by_address = by_address(all, &snapshot.node);
-        let planner = lock(&self.planner);
         direct.update(
             traffic,
-            |pool| owner(&planner, pool).map(|key| key.service),
+            |pool| Some(served.pool_owner(pool)?.service.clone()),
             |addr| by_address.get(&addr).cloned().flatten(),
             Instant::now(),
         );
-        drop(planner);
         direct
     }
 
@@ -59,27 +54,24 @@ impl State {
         let Ok(tables) = tables else {
             return;
         };
-        let end = lock(&self.known).pools;
-        let runs = (1..end).step_by(POOLS_AT_ONCE as usize);
-        counters.update(runs.flat_map(|from| {
-            let planner = lock(&self.planner);
-            let given = lock(&self.given);
-            let stats = |pool| match given.binary_search(&pool) {
-                Ok(_) => PoolStats::default(),
-                Err(_) => tables.pool_stats(pool),
-            };
-            let run = from..from.saturating_add(POOLS_AT_ONCE).min(end);
-            run.filter_map(|pool| Some((pool, owner(&planner, pool)?, stats(pool))))
-                .collect::<Vec<_>>()
-        }));
+        let before = self.served();
+        let counted: Vec<_> = before
+            .pools_after(0)
+            .map(|(pool, owner)| (pool, owner, tables.pool_stats(pool)))
+            .collect();
+        // A pool is reused for another service only after a view was published in which the pool has no owner.
+        let after = self.served();
+        let is_still = |pool, owner| after.pool_owner(pool) == Some(owner);
+        let counted = counted.into_iter();
+        let counted = counted.filter(|(pool, owner, _)| is_still(*pool, owner));
+        counters.update(counted.map(|(pool, owner, stats)| (pool, key(owner), stats)));
     }
 }
 
 /// Returns the service's port of a pool.
-pub(super) fn owner(planner: &Planner, pool: u32) -> Option<PortKey> {
-    let owner = planner.pool_owner(pool)?;
-    Some(PortKey {
+fn key(owner: &PoolOwner) -> PortKey {
+    PortKey {
         service: owner.service.clone(),
         port: owner.port,
-    })
+    }
 }

@@ -13,13 +13,13 @@ use std::{
 };
 
 use dataplane_common::capture::TrafficKey;
-use model::{Leaving, Problem, Snapshot, WorkloadName};
-use plan::{Plan, Planner, Write, enrol::Enrolment};
+use model::{Leaving, Problem, WorkloadName};
+use plan::{Served, enrol::Enrolment};
 use prometheus_client::metrics::{counter::Counter, histogram::Histogram};
 use proxy::Observer;
 use relay::Party;
 use source::Health;
-use tokio::sync::Notify;
+use tokio::sync::watch;
 
 pub use self::show::endpoints;
 use super::{
@@ -34,8 +34,8 @@ pub struct State {
     pub paths: kernel::Paths,
     /// How far the tables may grow.
     pub limits: kernel::Limits,
-    /// The contents of the kernel's tables, with their services. The sync holds this lock while it plans.
-    pub planner: Mutex<Planner>,
+    /// What the agent serves.
+    served: watch::Receiver<Served>,
     /// How long syncs take, in seconds.
     pub sync_duration: Histogram,
     /// Syncs that failed.
@@ -44,8 +44,6 @@ pub struct State {
     pub pulse: Pulse,
     /// Whether the threads that write make progress.
     pub beats: Beats,
-    /// Notifies tasks that show the served objects.
-    pub synced_again: Notify,
     /// How long it takes from the arrival of a change to the tables, in seconds.
     pub change_duration: Histogram,
     /// Counters of flows and sockets.
@@ -64,9 +62,6 @@ pub struct State {
     started: u64,
     known: Mutex<Known>,
     counters: Mutex<Counters>,
-    /// Pools that are being reused for another service: until this is written they hold the counts of the earlier
-    /// service. Sorted; changed only while the planner is locked.
-    given: Mutex<Vec<u32>>,
     /// Held while tables grow, and while they are opened for counting.
     growing: Mutex<()>,
 }
@@ -86,9 +81,6 @@ pub struct Learnt {
 
 #[derive(Debug)]
 struct Known {
-    snapshot: Snapshot,
-    /// One more than the highest pool that the plan uses.
-    pools: u32,
     last_sync: Option<api::Sync>,
     syncs: u64,
     sync_error: Option<api::Failure>,
@@ -115,12 +107,12 @@ fn micros(duration: Duration) -> u64 {
 }
 
 impl State {
-    /// The state before the first sync.
+    /// The state before the first sync. `inherited`: whether the tables have entries.
     pub fn new(
         paths: kernel::Paths,
         limits: kernel::Limits,
-        planner: Planner,
-        snapshot: Snapshot,
+        served: watch::Receiver<Served>,
+        inherited: bool,
         source: Health,
         learnt: Learnt,
     ) -> Self {
@@ -128,16 +120,14 @@ impl State {
         let buckets = [
             0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
         ];
-        let inherited = !planner.frontends().is_empty();
         Self {
             paths,
             limits,
-            planner: Mutex::new(planner),
+            served,
             sync_duration: Histogram::new(buckets),
             sync_errors: Counter::default(),
             pulse: Pulse::default(),
             beats: Beats::default(),
-            synced_again: Notify::new(),
             change_duration: Histogram::new(buckets),
             flows: FlowFigures::default(),
             source,
@@ -149,8 +139,6 @@ impl State {
             ready: AtomicBool::new(false),
             started: now(),
             known: Mutex::new(Known {
-                snapshot,
-                pools: 0,
                 last_sync: None,
                 syncs: 0,
                 sync_error: None,
@@ -165,7 +153,6 @@ impl State {
                 led_elsewhere: None,
             }),
             counters: Mutex::default(),
-            given: Mutex::default(),
             growing: Mutex::default(),
         }
     }
@@ -175,27 +162,6 @@ impl State {
         let beats = self.beats.stuck(now);
         let beats = beats.map(|(name, busy)| (name.to_owned(), busy));
         beats.or_else(|| self.dns.get()?.stuck(now))
-    }
-
-    /// Plans for `snapshot`: returns the writes. [`State::written`] follows.
-    pub fn plan(&self, snapshot: &Snapshot) -> Plan {
-        let mut planner = lock(&self.planner);
-        let plan = planner.plan(snapshot);
-        let fresh = plan.writes.iter().filter_map(|write| match write {
-            Write::Pool {
-                index, fresh: true, ..
-            } => Some(*index),
-            _ => None,
-        });
-        let mut given: Vec<u32> = fresh.collect();
-        given.sort_unstable();
-        *lock(&self.given) = given;
-        plan
-    }
-
-    /// Records that the plan was written, or failed.
-    pub fn written(&self) {
-        *lock(&self.given) = Vec::new();
     }
 
     /// Makes tables larger. No reader of counters begins meanwhile: a copy lags behind until the counts during the
@@ -215,19 +181,10 @@ impl State {
         self.ready.store(false, Ordering::Release);
     }
 
-    /// Records that the tables are in line with `snapshot`.
-    pub fn synced(
-        &self,
-        snapshot: &Snapshot,
-        pools: u32,
-        writes: usize,
-        plan: Duration,
-        write: Duration,
-    ) {
+    /// Records that the tables are in line with the source.
+    pub fn synced(&self, writes: usize, plan: Duration, write: Duration) {
         self.sync_duration.observe((plan + write).as_secs_f64());
         let mut known = lock(&self.known);
-        known.snapshot = snapshot.clone();
-        known.pools = pools;
         known.syncs += 1;
         known.sync_error = None;
         known.last_sync = Some(api::Sync {
@@ -237,7 +194,6 @@ impl State {
             writes: writes as u64,
         });
         self.ready.store(true, Ordering::Release);
-        self.synced_again.notify_one();
     }
 
     /// Sets the problems of ports at which load balancers get no answer.
@@ -321,8 +277,8 @@ impl State {
         known.mesh_shortage = shortage;
         known.mesh_left_out = left_out;
         known.captured = workloads.iter().map(view::mesh_workload).collect();
-        let snapshot = known.snapshot.clone();
         drop(known);
+        let snapshot = self.served().snapshot;
         // Not only on request, because pools may belong to other services by then.
         let mut direct = self.direct();
         let captured: Vec<_> = direct.workloads().map(Party::of).collect();
@@ -341,14 +297,19 @@ impl State {
         lock(&self.known).mesh_failure = Some(text);
     }
 
-    /// Returns the served snapshot.
-    pub fn snapshot(&self) -> Snapshot {
-        lock(&self.known).snapshot.clone()
+    /// Returns what the agent serves.
+    pub fn served(&self) -> Served {
+        self.served.borrow().clone()
+    }
+
+    /// Returns a receiver that notices when the agent serves something else.
+    pub fn changes(&self) -> watch::Receiver<Served> {
+        self.served.clone()
     }
 
     /// Why load balancers are asked to send this node no new connections.
     pub fn leaving(&self) -> Option<Leaving> {
-        lock(&self.known).snapshot.node.leaving
+        self.served.borrow().snapshot.node.leaving
     }
 
     /// When the last sync that succeeded ended.

@@ -8,10 +8,10 @@ use std::{
 };
 
 use model::{ServiceName, Snapshot};
-use plan::Conflict;
+use plan::{Conflict, PoolOwner};
 use proxy::Observer;
 
-use super::{Known, State, count::owner};
+use super::{Known, State};
 use crate::{api, lock::lock, view};
 
 /// How many workloads are named that share one problem of the node's.
@@ -42,10 +42,10 @@ impl State {
     /// How many problems there are with the plan, with the source, with ports for load balancers, with the packet
     /// path and with capture.
     pub fn problems(&self) -> usize {
-        let of_plan = lock(&self.planner).problems().count();
+        let served = self.served();
         let known = lock(&self.known);
-        of_plan
-            + known.snapshot.problems.len()
+        served.problems().count()
+            + served.snapshot.problems.len()
             + usize::from(self.learnt.outdated.is_some())
             + usize::from(self.learnt.source_routes_pass)
             + known.unasked.len()
@@ -85,28 +85,21 @@ impl State {
         })
     }
 
-    /// How many services the tables have no room for.
-    pub fn left_out(&self) -> usize {
-        lock(&self.planner).left_out().len()
-    }
-
-    /// How many services claim a frontend that another service serves.
-    pub fn conflicts(&self) -> usize {
-        lock(&self.planner).conflict_count()
-    }
-
     /// For `GET /status`.
     pub fn status(&self) -> api::AgentStatus {
-        let planner = lock(&self.planner);
-        let conflicts = planner.conflicts().iter().map(view::conflict).collect();
-        let mut problems: Vec<_> = planner
+        let served = self.served();
+        let conflicts = served.conflicts();
+        let conflicts = conflicts
+            .map(|conflict| view::conflict(&conflict))
+            .collect();
+        let mut problems: Vec<_> = served
             .problems()
             .map(|(_, problem)| view::problem(problem, || false))
             .collect();
-        drop(planner);
+        let snapshot = served.snapshot;
         let known = lock(&self.known);
-        let place_matters = || known.snapshot.depends_on_place().is_some();
-        let of_source = known.snapshot.problems.iter();
+        let place_matters = || snapshot.depends_on_place().is_some();
+        let of_source = snapshot.problems.iter();
         problems.extend(of_source.map(|problem| view::problem(problem, place_matters)));
         let unasked = known.unasked.iter();
         problems.extend(unasked.map(|problem| view::problem(problem, || false)));
@@ -131,7 +124,7 @@ impl State {
         problems.extend(mesh_problems(&known));
         problems.extend(self.at_limit());
         problems.extend(self.stalled());
-        let node = &known.snapshot.node;
+        let node = &snapshot.node;
         api::AgentStatus {
             version: api::Version::own(),
             started: self.started,
@@ -154,8 +147,8 @@ impl State {
             late_seconds: self.pulse.late(Instant::now()).map(|late| late.as_secs()),
             inherited: self.inherited,
             source: view::source(&self.source),
-            services: known.snapshot.services.len() as u64,
-            endpoints: endpoints(&known.snapshot),
+            services: snapshot.services.len() as u64,
+            endpoints: endpoints(&snapshot),
             last_sync: known.last_sync.clone(),
             syncs: known.syncs,
             sync_errors: self.sync_errors.get(),
@@ -195,8 +188,9 @@ impl State {
         if after.is_none() {
             self.count();
         }
-        let snapshot = self.snapshot();
-        let conflicts = lock(&self.planner).conflicts();
+        let served = self.served();
+        let snapshot = &served.snapshot;
+        let conflicts: Vec<_> = served.conflicts().collect();
         let mut disputes: HashMap<&ServiceName, Vec<&Conflict>> = HashMap::new();
         for conflict in &conflicts {
             for name in conflict.losers.iter().chain([&conflict.winner]) {
@@ -232,34 +226,40 @@ impl State {
     }
 
     /// Returns the services of the pools after `after`, at most `limit`.
-    pub fn pools(&self, after: u32, limit: u32) -> api::Page<api::Pool> {
-        let end = lock(&self.known).pools;
-        let stop = after.saturating_add(limit).saturating_add(1).min(end);
-        let items = (after + 1..stop)
-            .filter_map(|pool| self.pool(pool))
+    pub fn pools(&self, after: u32, limit: usize) -> api::Page<api::Pool> {
+        let served = self.served();
+        let mut pools = served.pools_after(after);
+        let page = pools.by_ref().take(limit);
+        let items: Vec<_> = page
+            .map(|(pool, owner)| pool_of(pool, owner, &served.snapshot))
             .collect();
+        let next = pools.next().and(items.last());
         api::Page {
+            next: next.map(|last| last.pool.to_string()),
             items,
-            next: (stop < end).then(|| (stop - 1).to_string()),
         }
     }
 
     /// Returns the service of a pool.
     pub fn pool(&self, pool: u32) -> Option<api::Pool> {
-        let planner = lock(&self.planner);
-        let key = owner(&planner, pool)?;
-        let service = planner.snapshot().services.get(&key.service);
-        let ports = service.iter().flat_map(|service| &service.ports);
-        let mut ports = ports.filter(|port| Some((port.port, port.protocol)) == key.port);
-        let split = ports.next().and_then(|port| port.split.as_ref());
-        Some(api::Pool {
-            pool,
-            route: split.map(|split| format!("{}, spec.rules[0]", split.by)),
-            namespace: key.service.namespace().to_owned(),
-            name: key.service.name().to_owned(),
-            port: key.port.map(|(port, _)| port),
-            protocol: key.port.map(|(_, protocol)| protocol.word().to_owned()),
-        })
+        let served = self.served();
+        let owner = served.pool_owner(pool)?;
+        Some(pool_of(pool, owner, &served.snapshot))
+    }
+}
+
+fn pool_of(pool: u32, owner: &PoolOwner, snapshot: &Snapshot) -> api::Pool {
+    let service = snapshot.services.get(&owner.service);
+    let ports = service.iter().flat_map(|service| &service.ports);
+    let mut ports = ports.filter(|port| Some((port.port, port.protocol)) == owner.port);
+    let split = ports.next().and_then(|port| port.split.as_ref());
+    api::Pool {
+        pool,
+        route: split.map(|split| format!("{}, spec.rules[0]", split.by)),
+        namespace: owner.service.namespace().to_owned(),
+        name: owner.service.name().to_owned(),
+        port: owner.port.map(|(port, _)| port),
+        protocol: owner.port.map(|(_, protocol)| protocol.word().to_owned()),
     }
 }
 

@@ -11,11 +11,11 @@ use dataplane_common::{
     Addr,
     tables::{Endpoint, Frontend, FrontendKey, Kind, Pool},
 };
-use imbl::ordmap::DiffItem;
+use imbl::{OrdMap, ordmap::DiffItem};
 use model::{Problem, Service, ServiceName, Snapshot};
 
 use super::{
-    AdoptError, Conflict, Contents, Plan, PoolOwner, Room,
+    AdoptError, Contents, Plan, PoolOwner, Room, Served,
     adopt::{self, Adopted},
     claims::{Claims, Rank, shrink},
     mirror::{Mirror, Writes},
@@ -46,7 +46,7 @@ pub struct Planner {
     services: HashMap<ServiceName, ServicePools>,
     /// This node's addresses.
     node: BTreeSet<Addr>,
-    problems: BTreeMap<ServiceName, Vec<Problem>>,
+    problems: OrdMap<ServiceName, Vec<Problem>>,
     /// Set between adoption and the first plan.
     adopted: Option<Adopted>,
     /// Whether keys were removed or changed owner since the last grace period.
@@ -83,7 +83,7 @@ impl Default for Planner {
             waiting: BTreeSet::new(),
             services: HashMap::new(),
             node: BTreeSet::new(),
-            problems: BTreeMap::new(),
+            problems: OrdMap::new(),
             adopted: None,
             freed_keys: false,
             scratch: Scratch::default(),
@@ -192,21 +192,15 @@ impl Planner {
         self.claims.shrink();
     }
 
-    /// Returns the keys that several services claim, in the order of the keys.
-    pub fn conflicts(&self) -> Vec<Conflict> {
-        self.claims.conflicts().collect()
-    }
-
-    /// Returns the number of keys that several services claim.
-    pub fn conflict_count(&self) -> usize {
-        self.claims.conflict_count()
-    }
-
-    /// Returns the parts of services that are not served as written. [`Planner::conflicts`] lists conflicts separately.
-    pub fn problems(&self) -> impl Iterator<Item = (&ServiceName, &Problem)> {
-        self.problems
-            .iter()
-            .flat_map(|(name, problems)| problems.iter().map(move |p| (name, p)))
+    /// Returns a view of the state after the last plan, for other threads. Cheap.
+    pub fn served(&self) -> Served {
+        Served {
+            snapshot: self.last.clone(),
+            left_out: self.budgets.left_out().len(),
+            owners: self.mirror.owners.clone(),
+            contested: self.claims.contested(),
+            problems: self.problems.clone(),
+        }
     }
 
     /// Returns the last planned snapshot.
@@ -216,13 +210,7 @@ impl Planner {
 
     /// Returns the owner of a pool. `None` if the pool is not in use.
     pub fn pool_owner(&self, index: u32) -> Option<&PoolOwner> {
-        self.mirror.pools.get(index as usize)?.owner.as_ref()
-    }
-
-    /// Returns every pool in use, with its index and its owner, in the order of the indices.
-    pub fn pools(&self) -> impl Iterator<Item = (u32, &PoolOwner, Pool)> {
-        let slots = (0..).zip(&self.mirror.pools);
-        slots.filter_map(|(index, slot)| Some((index, slot.owner.as_ref()?, slot.pool)))
+        self.mirror.owner(index)
     }
 
     /// Returns the pools of one service, with their owners. Cheap.
@@ -234,7 +222,7 @@ impl Planner {
             .indices()
             .filter_map(|index| {
                 let slot = self.mirror.pools.get(index as usize)?;
-                Some((index, slot.owner.as_ref()?, slot.pool))
+                Some((index, self.mirror.owner(index)?, slot.pool))
             })
             .collect()
     }
@@ -452,7 +440,8 @@ impl Planner {
             self.mirror.set_key(key, self.unclaimed(&key), writes);
         }
         let ownerless = (0..).zip(&self.mirror.pools);
-        let ownerless = ownerless.filter(|(_, slot)| slot.live && slot.owner.is_none());
+        let ownerless =
+            ownerless.filter(|(index, slot)| slot.live && self.mirror.owner(*index).is_none());
         for index in ownerless.map(|(index, _)| index).collect::<Vec<_>>() {
             self.mirror.retire_pool(index, writes);
         }

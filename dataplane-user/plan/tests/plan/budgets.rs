@@ -128,7 +128,8 @@ impl Small {
     }
 
     fn problems(&self) -> Vec<String> {
-        let all = self.planner.problems();
+        let served = self.planner.served();
+        let all = served.problems();
         all.map(|(_, problem)| format!("{}: {}", problem.place, problem.text))
             .collect()
     }
@@ -224,7 +225,7 @@ fn a_service_without_room_for_its_keys_keeps_others_from_its_address() {
     small.set([taker]);
     assert_eq!(small.endpoints(2, 1), Some(1));
     assert_eq!(small.endpoints(1, 1), None);
-    assert_eq!(small.planner.conflicts().len(), 1);
+    assert_eq!(small.planner.served().conflict_count(), 1);
     // An address of the node stays the node's while no service is served there.
     small.snapshot.node = Arc::new(model::Node {
         addresses: vec![address(1)],

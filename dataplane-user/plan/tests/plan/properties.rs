@@ -11,7 +11,7 @@ use dataplane_common::{
     Addr, Port, decide,
     tables::{Block, FrontendKey, Kind},
 };
-use dataplane_plan::{LeftOut, Planner, Room};
+use dataplane_plan::{LeftOut, Planner, Room, Write};
 use model::{
     Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
     Snapshot, TrafficPolicy,
@@ -377,7 +377,17 @@ fn run(steps: Vec<Step>) {
         }
         let after = oracle::expected(&snapshot);
         let start = sim.clone();
+        let shown = planner.served();
         let plan = planner.plan(&snapshot);
+        for write in &plan.writes {
+            if let Write::Pool {
+                index, fresh: true, ..
+            } = write
+            {
+                // So that whoever counts by the view never counts one service's connections as another's.
+                assert_eq!(shown.pool_owner(*index), None, "pool {index} is reused");
+            }
+        }
         let mut end = sim.clone();
         end.apply(&plan, |_| {});
         let keys: BTreeSet<_> = before.keys().chain(after.keys()).copied().collect();
@@ -494,7 +504,8 @@ fn run_within(room: Room, steps: Vec<Step>) {
                 }
             }
         }
-        let problems: BTreeSet<_> = planner.problems().map(|(name, _)| name).collect();
+        let served = planner.served();
+        let problems: BTreeSet<_> = served.problems().map(|(name, _)| name).collect();
         assert!(
             planner
                 .left_out()

@@ -320,7 +320,7 @@ fn source_ranges_are_left_to_the_packet_path_family_by_family() {
         // Source ranges apply to the load balancer's addresses only.
         assert_eq!(node.answer("10.96.0.1", 80), "ClusterIP 10.0.0.1");
         assert_eq!(node.answer("127.0.0.1", 30080), "NodePort 10.0.0.1");
-        assert_eq!(node.planner.problems().count(), 0);
+        assert_eq!(node.planner.served().problems().count(), 0);
     }
 }
 
@@ -413,7 +413,7 @@ fn addresses_that_cannot_be_vips_are_reported() {
     service.external_ips = ips(&bad);
     let node = Node1::new([service]);
     assert_eq!(node.sim.keys.len(), 2, "{:?}", node.sim.keys);
-    assert_eq!(node.planner.problems().count(), bad.len());
+    assert_eq!(node.planner.served().problems().count(), bad.len());
 }
 
 #[test]
@@ -451,7 +451,7 @@ fn the_older_service_wins_then_the_name() {
                 node.plan(&now);
             }
             let ranked = ranking.map(|name| ServiceName::new("test", name));
-            let conflicts = node.planner.conflicts();
+            let conflicts: Vec<_> = node.planner.served().conflicts().collect();
             // Two conflicts: the port, and the address without a port.
             assert_eq!(conflicts.len(), 2);
             for conflict in conflicts {
@@ -479,7 +479,7 @@ fn the_older_service_wins_then_the_name() {
             );
             now.services.remove(&ranked[2]);
             node.plan(&now);
-            assert_eq!(node.planner.conflicts(), []);
+            assert_eq!(node.planner.served().conflict_count(), 0);
         }
     }
 }
@@ -521,7 +521,7 @@ fn an_older_service_takes_nothing_that_was_given_to_another() {
                         now.services.insert(s.name.clone(), Arc::new(s.clone()));
                         node.plan(&now);
                     }
-                    let conflicts = node.planner.conflicts();
+                    let conflicts: Vec<_> = node.planner.served().conflicts().collect();
                     assert_eq!(conflicts.len(), 1, "{stronger} and {weaker}: {conflicts:?}");
                     assert_eq!(conflicts[0].winner, owner.name, "{stronger} and {weaker}");
                     assert_eq!(conflicts[0].losers, std::slice::from_ref(&thief.name));
@@ -543,7 +543,16 @@ fn a_claim_that_becomes_another_kind_is_settled_again() {
     a.external_ips = ips(&["192.0.2.80"]);
     b.external_ips = ips(&["192.0.2.80"]);
     let mut node = Node1::new([a.clone(), b.clone()]);
-    let winner = |node: &Node1| node.planner.conflicts()[0].winner.name().to_owned();
+    let winner = |node: &Node1| {
+        node.planner
+            .served()
+            .conflicts()
+            .next()
+            .unwrap()
+            .winner
+            .name()
+            .to_owned()
+    };
     assert_eq!(winner(&node), "a");
     b.load_balancer_ips = std::mem::take(&mut b.external_ips);
     node.plan(&snapshot([a.clone(), b.clone()]));
@@ -697,7 +706,7 @@ fn a_pool_has_so_many_endpoints_and_no_more() {
         let (_, found) = planner.pool(pool).unwrap();
         assert_eq!(found.len(), (count as usize).min(Block::MAX_LEN));
         assert_eq!(found[0].addr, addr("10.0.0.0"), "the first are kept");
-        assert_eq!(planner.problems().count(), problems);
+        assert_eq!(planner.served().problems().count(), problems);
     }
 }
 

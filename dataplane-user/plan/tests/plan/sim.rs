@@ -289,7 +289,8 @@ impl Sim {
         let keys: Vec<_> = self.keys.iter().map(|(k, f)| (*k, *f)).collect();
         assert_eq!(planner.frontends(), keys);
         // No pool or slot leaks.
-        let pools: BTreeSet<_> = planner.pools().map(|(index, ..)| index).collect();
+        let served = planner.served();
+        let pools: BTreeSet<_> = served.pools_after(0).map(|(index, _)| index).collect();
         assert_eq!(pools, self.live_pools());
         for (_, frontend) in keys {
             if frontend.kind() != Kind::NODE_ADDRESS {

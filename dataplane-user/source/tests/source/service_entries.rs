@@ -718,13 +718,13 @@ fn entries_of_one_host_share_its_address() {
     assert_eq!(served.vips("db"), served.vips("more"));
     let mut planner = Planner::new();
     planner.plan(&served.snapshot);
-    assert_eq!(planner.conflicts(), []);
+    assert_eq!(planner.served().conflict_count(), 0);
     // If both have a port, one of the entries has it.
     let same = json!({ "hosts": ["db.example.com"] });
     let served = Served::of(&[db(json!({})), named("more", same)]);
     let mut planner = Planner::new();
     planner.plan(&served.snapshot);
-    assert_eq!(planner.conflicts().len(), 2);
+    assert_eq!(planner.served().conflict_count(), 2);
 }
 
 /// A Service by another name: the Service's endpoints answer for the entry, at the ports that lead there.
@@ -1248,7 +1248,7 @@ fn a_service_takes_no_address_that_a_host_was_given() {
     let served = Served::next(&mut entries, &[db(json!({})), thief]);
     let mut planner = Planner::new();
     planner.plan(&served.snapshot);
-    let conflicts = planner.conflicts();
+    let conflicts: Vec<_> = planner.served().conflicts().collect();
     assert_eq!(conflicts.len(), 1);
     let entry = service_name(&EntryName::new("shop", "db"));
     assert_eq!(conflicts[0].winner, entry);
@@ -1266,7 +1266,7 @@ fn an_entry_takes_no_address_that_another_was_given() {
     let served = Served::next(&mut entries, &[db(json!({})), thief]);
     let mut planner = Planner::new();
     planner.plan(&served.snapshot);
-    let conflicts = planner.conflicts();
+    let conflicts: Vec<_> = planner.served().conflicts().collect();
     assert_eq!(conflicts.len(), 1);
     assert_eq!(
         conflicts[0].winner,
