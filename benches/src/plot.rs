@@ -74,16 +74,11 @@ const PLOTS: [Plot; 4] = [
 ];
 
 /// Paths in the order in which they are drawn, their names, and colours that stand out from white and from black.
-const PATHS: [(&str, &str, RGBColor); 12] = [
+const PATHS: [(&str, &str, RGBColor); 11] = [
     ("dataplane", "dataplane", RGBColor(0x1f, 0x8a, 0xd2)),
     (
         "dataplane-kernel",
         "dataplane, mode: kernel",
-        RGBColor(0x1f, 0x8a, 0xd2),
-    ),
-    (
-        "dataplane-sockmap",
-        "dataplane, sockmap",
         RGBColor(0x1f, 0x8a, 0xd2),
     ),
     ("plain", "no rules, no programs", GREY),

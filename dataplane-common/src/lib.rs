@@ -24,7 +24,6 @@ macro_rules! layout {
     )*};
 }
 
-pub mod accelerate;
 mod addr;
 pub mod capture;
 pub mod cells;

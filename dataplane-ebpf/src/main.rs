@@ -14,7 +14,6 @@
 #[cfg(target_endian = "big")]
 compile_error!("nobody has run the programs on a big-endian machine");
 
-mod accelerate;
 mod atomic;
 mod capture;
 mod events;
@@ -27,15 +26,14 @@ mod tables;
 use aya_ebpf::{
     macros::{
         btf_tracepoint, cgroup_sock, cgroup_sock_addr, cgroup_sockopt, classifier, sk_lookup,
-        sk_msg, sock_ops,
+        sock_ops,
     },
     programs::{
-        BtfTracePointContext, SkLookupContext, SkMsgContext, SockAddrContext, SockContext,
-        SockOpsContext, SockoptContext, TcContext,
+        BtfTracePointContext, SkLookupContext, SockAddrContext, SockContext, SockOpsContext,
+        SockoptContext, TcContext,
     },
 };
 
-use crate::accelerate::{legs, message};
 use crate::capture::{assign, datagrams, inbound, origin, sockopt, states};
 use crate::socket::{SockAddr, V4, V6, connect, getpeername, recvmsg, release, sendmsg};
 
@@ -146,20 +144,6 @@ fn tcp_gone(ctx: BtfTracePointContext) -> i32 {
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn tcp_events(ctx: SockOpsContext) -> u32 {
     origin::run(ctx.ops)
-}
-
-/// A TCP socket is established or closed: it may be an end of an accelerated connection to a proxy.
-#[sock_ops]
-#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
-fn accelerate_legs(ctx: SockOpsContext) -> u32 {
-    legs::run(ctx.ops)
-}
-
-/// An application sends bytes to its proxy.
-#[sk_msg]
-#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
-fn accelerate_send(ctx: SkMsgContext) -> u32 {
-    message::run(ctx.msg)
 }
 
 /// Chooses the socket that takes an incoming connection in a workload's network namespace.

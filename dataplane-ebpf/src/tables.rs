@@ -18,7 +18,6 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Event, Reason, VIP_ELEMENTS, VipElement,
-    accelerate::{CONNECTIONS, PROXIES as PROXIES_CAPACITY, ProxyKey, Sender},
     capture::{
         Askers, CaptureConfig, Enrolled, KNOWN as KNOWN_CAPACITY, ListenerKey, Local, Meter,
         MeterSets, ORIGINS as ORIGINS_CAPACITY, Origin, RULES as RULES_CAPACITY, RuleKey,
@@ -206,21 +205,3 @@ pub static MORE_METERS: SkStorage<Meter> = SkStorage::new();
 #[btf_map]
 pub static TRAFFIC: HashMap<TrafficKey, Traffic, { TRAFFIC_CAPACITY as usize }, ON_DEMAND> =
     HashMap::new();
-
-// Between applications and their proxy: `dataplane_common::accelerate`. Not pinned: they exist while the proxy runs.
-
-#[btf_map]
-pub static PROXIES: HashMap<ProxyKey, u32, { PROXIES_CAPACITY as usize }, ON_DEMAND> =
-    HashMap::new();
-
-#[btf_map]
-pub static SENDERS: SockHash<Tuple, { CONNECTIONS as usize }> = SockHash::new();
-
-#[btf_map]
-pub static SENDING: SkStorage<Sender> = SkStorage::new();
-
-#[btf_map]
-pub static RECEIVERS: SockHash<Tuple, { CONNECTIONS as usize }> = SockHash::new();
-
-#[btf_map]
-pub static GRANTS: HashMap<Tuple, u64, { CONNECTIONS as usize }, ON_DEMAND> = HashMap::new();

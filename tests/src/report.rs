@@ -77,8 +77,6 @@ pub struct TalkReport {
     pub answered: u64,
     /// How many bytes were sent on them.
     pub bytes: u64,
-    /// How often a read that should have waited did not (EAGAIN), and was tried again.
-    pub impatient: u64,
     /// Why others failed, and what they were at.
     pub errors: Errors,
 }

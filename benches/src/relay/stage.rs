@@ -1,10 +1,10 @@
 //! A pod in which everything runs: the client, the proxies, and the server. Between them is nothing
 //! but loopback, so that what a proxy costs is not lost in what a network costs.
 //!
-//! Three more pods on nodes of their own are alike, with a client and a server each: in one connections
-//! are captured, in one they are accelerated, in one they are left alone. Programs that see every socket of a
-//! cgroup are so in nobody else's way; those that see every socket of the machine are attached for the turn of who is
-//! captured. And who dials directly has as little to do between its turns as who is captured.
+//! Two more pods on nodes of their own are alike, with a client and a server each: in one connections
+//! are captured, in one they are left alone. Programs that see every socket of a cgroup are so in nobody
+//! else's way; those that see every socket of the machine are attached for the turn of who is captured. And
+//! who dials directly has as little to do between its turns as who is captured.
 
 use std::{
     fmt::Write as _,
@@ -42,8 +42,6 @@ pub enum Relay {
     Dataplane,
     /// Nobody: the client is captured, `mode: kernel`, and dials a VIP.
     Kernel,
-    /// `dataplane proxy --acceleration sockmap`.
-    Sockmap,
     /// HAProxy with one thread.
     Haproxy,
     /// HAProxy with two threads and `splice-auto`.
@@ -56,11 +54,10 @@ pub enum Relay {
 
 impl Relay {
     /// All of them, as declared.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 7] = [
         Self::Direct,
         Self::Dataplane,
         Self::Kernel,
-        Self::Sockmap,
         Self::Haproxy,
         Self::Haproxy2,
         Self::Nginx,
@@ -73,7 +70,6 @@ impl Relay {
             Self::Direct => "direct",
             Self::Dataplane => "dataplane",
             Self::Kernel => "dataplane-kernel",
-            Self::Sockmap => "dataplane-sockmap",
             Self::Haproxy => "haproxy",
             Self::Haproxy2 => "haproxy-2",
             Self::Nginx => "nginx",
@@ -91,7 +87,6 @@ impl Relay {
         match self {
             Self::Direct => 1,
             Self::Kernel => 2,
-            Self::Sockmap => 3,
             _ => 0,
         }
     }
@@ -100,7 +95,7 @@ impl Relay {
     fn address(self) -> SocketAddr {
         let port = match self {
             Self::Direct => return server(self.seat()),
-            Self::Dataplane | Self::Kernel | Self::Sockmap => return VIP,
+            Self::Dataplane | Self::Kernel => return VIP,
             Self::Haproxy => 15_011,
             Self::Haproxy2 => 15_012,
             Self::Nginx => 15_013,
@@ -111,17 +106,16 @@ impl Relay {
 }
 
 /// The pods, each on the node after it.
-const SEATS: [(&str, &str); 4] = [
+const SEATS: [(&str, &str); 3] = [
     ("bench", "node1"),
     ("direct", "node2"),
     ("captured", "node3"),
-    ("sockmap", "node4"),
 ];
 /// The service; where a proxy listens at its VIP, the pod has it.
 const VIP: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::new(10, 96, 0, 1)), 15_001);
 /// The server of a pod.
 fn server(seat: usize) -> SocketAddr {
-    let node = [1, 2, 3, 4][seat];
+    let node = [1, 2, 3][seat];
     (Ipv4Addr::new(10, 244, node, 10), 8_080).into()
 }
 
@@ -271,23 +265,14 @@ impl Stage {
         let connections = self.connections;
         let command = match relay {
             Relay::Direct | Relay::Kernel => return Ok(None),
-            Relay::Dataplane | Relay::Sockmap => {
-                let mut command = pod
-                    .command(self.lab.programs().dataplane()?)
-                    .args(["proxy", "--access-log", "off", "--admin-addr", "off"])
-                    .args(["--metrics-addr", "off", "--node-name", "node1"])
-                    .args(["--outbound", &format!("0.0.0.0:{}", at.port())])
-                    .arg("--manifests")
-                    .arg(manifest(self.files.path(), relay.seat()))
-                    .env("RUST_LOG", "warn");
-                if relay == Relay::Sockmap {
-                    let (_, node) = SEATS[relay.seat()];
-                    command = command
-                        .args(["--acceleration", "sockmap", "--mark", "1337", "--cgroup"])
-                        .arg(self.lab.node_cgroup(node));
-                }
-                command
-            }
+            Relay::Dataplane => pod
+                .command(self.lab.programs().dataplane()?)
+                .args(["proxy", "--access-log", "off", "--admin-addr", "off"])
+                .args(["--metrics-addr", "off", "--node-name", "node1"])
+                .args(["--outbound", &format!("0.0.0.0:{}", at.port())])
+                .arg("--manifests")
+                .arg(manifest(self.files.path(), relay.seat()))
+                .env("RUST_LOG", "warn"),
             Relay::Haproxy | Relay::Haproxy2 => {
                 let (threads, options) = if relay == Relay::Haproxy {
                     (1, "")

@@ -154,7 +154,7 @@ pub fn has_room(netns: u64) -> bool {
 
 /// Enables the events for changes of the socket's state.
 #[inline(always)]
-pub fn watch(ctx: *mut bpf_sock_ops) {
+fn watch(ctx: *mut bpf_sock_ops) {
     // SAFETY: the program's context and a field of it.
     unsafe {
         let flags = read_volatile(&raw const (*ctx).bpf_sock_ops_cb_flags);
@@ -266,7 +266,7 @@ fn listening(ctx: *mut bpf_sock_ops) {
 
 /// The storage of the program's socket in a table, or null.
 #[inline(always)]
-pub fn storage(
+fn storage(
     ctx: *mut bpf_sock_ops,
     table: *const core::ffi::c_void,
     flags: u64,
@@ -283,7 +283,7 @@ pub fn storage(
 
 /// As [`storage`], made from `value` if it is not there; the value is of the table's type.
 #[inline(always)]
-pub fn storage_with<V>(
+fn storage_with<V>(
     ctx: *mut bpf_sock_ops,
     table: *const core::ffi::c_void,
     value: *mut V,
@@ -306,7 +306,7 @@ fn is_to_proxy(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
 
 /// The connection, as the client sees it (`client`) or the proxy.
 #[inline(always)]
-pub fn tuple(ctx: *mut bpf_sock_ops, client: bool) -> Tuple {
+fn tuple(ctx: *mut bpf_sock_ops, client: bool) -> Tuple {
     // SAFETY: the program's context and a field of it, in host order.
     let (netns, local_port) = unsafe {
         (

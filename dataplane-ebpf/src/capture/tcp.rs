@@ -10,7 +10,6 @@ use crate::socket::read_words;
 // States of a TCP socket (`include/net/tcp_states.h`).
 pub const ESTABLISHED: u32 = 1;
 pub const SYN_RECV: u32 = 3;
-pub const FIN_WAIT1: u32 = 4;
 pub const FIN_WAIT2: u32 = 5;
 pub const CLOSE: u32 = 7;
 pub const CLOSE_WAIT: u32 = 8;

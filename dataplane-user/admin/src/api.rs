@@ -186,13 +186,6 @@ pub struct MeshWorkload {
     /// Whether the node is at fault for that: the agent, the kernel or the operator's configuration.
     #[serde(default)]
     pub problem_of_node: bool,
-    /// `sockmap` if its bytes bypass the TCP stack on the way to the agent's proxy, else `off`. `None` from an agent
-    /// that does not report it.
-    #[serde(default)]
-    pub acceleration: Option<String>,
-    /// Why it is `off` though `sockmap` is configured.
-    #[serde(default)]
-    pub not_accelerated: Option<String>,
     /// Its rules. Of two rules about one subject, only the one that counts. Not in `GET /status`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<MeshRule>,
@@ -209,8 +202,7 @@ impl MeshWorkload {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeshRule {
     /// The subject: `outbound-range`, `outbound-port`, `inbound-port`, `inbound`, `inbound-others`, `user`,
-    /// `group`, `interface`, `virtual-interface`, `captured-by`, `mode`, `egress`, `without-proxy`, `acceleration` or
-    /// `dns`.
+    /// `group`, `interface`, `virtual-interface`, `captured-by`, `mode`, `egress`, `without-proxy` or `dns`.
     pub about: String,
     /// The range, port, user, group or interface; empty for a setting.
     pub of: String,

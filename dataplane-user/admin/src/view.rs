@@ -44,8 +44,6 @@ pub fn mesh_workload(enrolment: &Enrolment) -> api::MeshWorkload {
         name: name.name().to_owned(),
         problem: problem.map(|problem| problem.text.clone()),
         problem_of_node: problem.is_some_and(|problem| problem.of_node),
-        acceleration: Some(enrolment.acceleration.word().to_owned()),
-        not_accelerated: enrolment.not_accelerated.clone(),
         rules: enrolment.rules.iter().map(mesh_rule).collect(),
     }
 }

@@ -221,7 +221,6 @@ fn mesh(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {
         "EGRESS",
         "PROXY",
         "WITHOUT IT",
-        "ACCELERATION",
         "PROBLEM",
     ]);
     for workload in &report.mesh {
@@ -230,11 +229,6 @@ fn mesh(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {
             "ready" => Cell::new("ready", GOOD),
             other => Cell::new(other.to_owned(), WARN),
         };
-        let acceleration = workload.acceleration.as_deref().unwrap_or("?");
-        let acceleration = match &workload.not_accelerated {
-            Some(why) => Cell::new(format!("{acceleration}: {why}"), WARN),
-            None => acceleration.into(),
-        };
         table.row([
             workload.name.as_deref().unwrap_or("?").into(),
             workload.place.as_str().into(),
@@ -242,7 +236,6 @@ fn mesh(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {
             workload.egress.as_str().into(),
             proxy,
             workload.without_proxy.as_str().into(),
-            acceleration,
             workload.problem.as_deref().unwrap_or("-").into(),
         ]);
     }

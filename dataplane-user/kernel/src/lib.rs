@@ -1,7 +1,6 @@
 //! The kernel: loading, attaching, pinning and adopting our programs and tables, and writing the
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
-mod accelerate;
 mod by_packets;
 mod capture;
 mod cgroup;
@@ -65,7 +64,6 @@ use std::{
     thread,
 };
 
-pub use accelerate::Accelerator;
 use aya::Ebpf;
 pub use by_packets::ByPackets;
 pub use capture::{

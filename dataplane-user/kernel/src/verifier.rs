@@ -14,13 +14,12 @@ use aya_obj::{
     Object, ProgramSection,
     generated::{
         bpf_attach_type::{
-            self, BPF_CGROUP_INET_INGRESS, BPF_CGROUP_SOCK_OPS, BPF_SK_LOOKUP, BPF_SK_MSG_VERDICT,
-            BPF_TRACE_RAW_TP,
+            self, BPF_CGROUP_INET_INGRESS, BPF_CGROUP_SOCK_OPS, BPF_SK_LOOKUP, BPF_TRACE_RAW_TP,
         },
         bpf_prog_type::{
             self, BPF_PROG_TYPE_CGROUP_SOCK, BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
             BPF_PROG_TYPE_CGROUP_SOCKOPT, BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP,
-            BPF_PROG_TYPE_SK_MSG, BPF_PROG_TYPE_SOCK_OPS, BPF_PROG_TYPE_TRACING,
+            BPF_PROG_TYPE_SOCK_OPS, BPF_PROG_TYPE_TRACING,
         },
     },
 };
@@ -48,7 +47,6 @@ fn type_and_hook(section: &ProgramSection) -> Option<(bpf_prog_type, bpf_attach_
         // The hook matters only when it is attached; loading takes 0, which is this.
         ProgramSection::SchedClassifier => (BPF_PROG_TYPE_SCHED_CLS, BPF_CGROUP_INET_INGRESS),
         ProgramSection::SkLookup => (BPF_PROG_TYPE_SK_LOOKUP, BPF_SK_LOOKUP),
-        ProgramSection::SkMsg => (BPF_PROG_TYPE_SK_MSG, BPF_SK_MSG_VERDICT),
         ProgramSection::SockOps => (BPF_PROG_TYPE_SOCK_OPS, BPF_CGROUP_SOCK_OPS),
         ProgramSection::BtfTracePoint => (BPF_PROG_TYPE_TRACING, BPF_TRACE_RAW_TP),
         _ => return None,
@@ -221,7 +219,6 @@ fn refusal(ebpf: &mut Ebpf, types: Option<&Types>, name: &str) -> Option<String>
         Some(Program::CgroupSockopt(program)) => program.load(),
         Some(Program::SchedClassifier(program)) => program.load(),
         Some(Program::SkLookup(program)) => program.load(),
-        Some(Program::SkMsg(program)) => program.load(),
         Some(Program::SockOps(program)) => program.load(),
         Some(Program::BtfTracePoint(program)) => {
             program.load(programs::tracepoint(name)?, &types?.btf)

@@ -43,9 +43,7 @@ pub use reachable::Reachable;
 pub use records::{Named, NamedProtocol, Published, PublishedPort, Records};
 pub use resolution::{DnsPolicy, Resolution};
 pub use route::{BackendRef, BackendTo, Grant, Parent, Route, RouteKind, RouteName};
-pub use rules::{
-    Acceleration, CapturedBy, DNS, Egress, Inbound, Layers, Mode, Policy, Rules, WithoutProxy,
-};
+pub use rules::{CapturedBy, DNS, Egress, Inbound, Layers, Mode, Policy, Rules, WithoutProxy};
 pub use service::{
     Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy, VipPort,
 };

@@ -128,41 +128,6 @@ impl WithoutProxy {
     }
 }
 
-/// Whether bytes from a workload to its proxy bypass the TCP stack.
-#[derive(
-    Clone,
-    Copy,
-    Debug,
-    Default,
-    PartialEq,
-    Eq,
-    PartialOrd,
-    Ord,
-    Hash,
-    Serialize,
-    Deserialize,
-    JsonSchema,
-    ValueEnum,
-)]
-#[serde(rename_all = "lowercase")]
-pub enum Acceleration {
-    /// Bytes go through the TCP stack.
-    #[default]
-    Off,
-    /// Bytes go from socket to socket, by a sockmap.
-    Sockmap,
-}
-
-impl Acceleration {
-    /// As in configurations.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::Off => "off",
-            Self::Sockmap => "sockmap",
-        }
-    }
-}
-
 /// Where a workload's outbound connections are captured.
 #[derive(
     Clone,
@@ -225,8 +190,6 @@ pub struct Rules {
     pub egress: Option<Egress>,
     /// While the proxy does not listen.
     pub without_proxy: Option<WithoutProxy>,
-    /// Between the workload and the agent's proxy.
-    pub acceleration: Option<Acceleration>,
     /// Whether DNS queries are captured, where others' are.
     pub dns: Option<bool>,
     /// Whether inbound connections are captured.
@@ -280,7 +243,6 @@ impl Rules {
             mode: self.mode.or(general.mode),
             egress: self.egress.or(general.egress),
             without_proxy: self.without_proxy.or(general.without_proxy),
-            acceleration: self.acceleration.or(general.acceleration),
             dns: self.dns.or(general.dns),
             inbound: self.inbound.or(general.inbound),
             outbound_ranges: maps(&self.outbound_ranges, &general.outbound_ranges),
@@ -304,7 +266,6 @@ impl Rules {
             mode: self.mode.unwrap_or_default(),
             egress: self.egress.unwrap_or_default(),
             without_proxy: self.without_proxy.unwrap_or_default(),
-            acceleration: self.acceleration.unwrap_or_default(),
             without_dns: self.dns == Some(false),
             only_queries: false,
             outbound_ranges: self.outbound_ranges.clone(),
@@ -383,8 +344,6 @@ pub struct Policy {
     pub egress: Egress,
     /// While the proxy does not listen.
     pub without_proxy: WithoutProxy,
-    /// Between the workload and the agent's proxy.
-    pub acceleration: Acceleration,
     /// Whether DNS queries are left alone.
     pub without_dns: bool,
     /// Whether DNS queries are captured and connections are not.

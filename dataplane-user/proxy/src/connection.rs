@@ -1,12 +1,7 @@
 //! A connection through the proxy.
 
-use std::{io, net::SocketAddr, os::fd::OwnedFd, time::Duration};
+use std::{io, os::fd::OwnedFd, time::Duration};
 
-use dataplane_common::{
-    Port,
-    accelerate::{STEP, WINDOW},
-    capture::{self, Tuple},
-};
 use relay::{Flag, Session, socket};
 
 use super::{
@@ -21,8 +16,6 @@ pub struct Connection {
     pub session: Session,
     /// When it last carried something, by the worker's clock.
     pub active: u32,
-    /// Up to where senders past the TCP stack may go on: from the client, and to the client.
-    granted: [u64; 2],
     /// Whether keepalive is on. The proxy does not turn it on at the start, because most connections
     /// have ended before it would matter.
     pub kept_alive: bool,
@@ -49,18 +42,16 @@ pub enum Side {
 impl Connection {
     /// A connection that was accepted and is not connected further yet.
     pub fn new(session: Session, socket: OwnedFd) -> Self {
-        let accelerated = session.attached().acceleration.is_some();
         Self {
             session,
             active: 0,
-            granted: [0; 2],
             kept_alive: false,
             shares_port: false,
             queued: false,
             client: End {
                 writable: true,
                 // Inherited from the listening socket.
-                ..End::new(socket, Haste::Ensured, accelerated)
+                ..End::new(socket, Haste::Ensured)
             },
             endpoint: None,
             up: Pump::default(),
@@ -75,8 +66,7 @@ impl Connection {
 
     /// Replaces the endpoint's socket. The previous one is closed.
     pub fn set_endpoint_socket(&mut self, socket: Option<OwnedFd>) {
-        let accelerated = self.session.attached().acceleration.is_some();
-        self.endpoint = socket.map(|socket| End::new(socket, Haste::Unsent, accelerated));
+        self.endpoint = socket.map(|socket| End::new(socket, Haste::Unsent));
     }
 
     /// Has the client's socket take packets from the interface only by which they come, if that is known.
@@ -166,55 +156,6 @@ impl Connection {
                 Err(Flag::ClientReset)
             }
         }
-    }
-
-    /// Tells the kernel, every so many bytes, how far senders past the TCP stack may go on.
-    pub fn grant(&mut self) {
-        let Some(acceleration) = &self.session.attached().acceleration else {
-            return;
-        };
-        for (way, bytes) in self.session.bytes.into_iter().enumerate() {
-            if bytes < self.granted[way] + STEP {
-                continue;
-            }
-            self.granted[way] = bytes;
-            // The ends of the connection that the bytes come by, its client first.
-            let ends = match (way, &self.endpoint) {
-                (0, _) => self
-                    .own_addresses()
-                    .map(|own| own.map(|own| own.map(|own| (self.session.client(), own)))),
-                (_, Some(endpoint)) => socket::own_address(&endpoint.socket)
-                    .map(|own| [Some((own, self.session.endpoint())), None]),
-                (_, None) => continue,
-            };
-            for (client, proxy) in ends.into_iter().flatten().flatten() {
-                let tuple = Tuple {
-                    netns: acceleration.netns,
-                    client: client.ip().into(),
-                    proxy: proxy.ip().into(),
-                    client_port: Port::new(client.port()),
-                    proxy_port: Port::new(proxy.port()),
-                    reserved: 0,
-                };
-                // Fails if there is no such connection, or not any more.
-                (acceleration.grant)(&tuple, bytes + WINDOW);
-            }
-        }
-    }
-
-    /// The addresses one of which the proxy has in the connection that the client has made: the listener's, or that of the
-    /// destination ([`capture::spread`]).
-    fn own_addresses(&self) -> io::Result<[Option<SocketAddr>; 2]> {
-        let v4 = self.session.client().is_ipv4();
-        let Some(own) = self.session.attached().listener(v4) else {
-            return socket::own_address(&self.client.socket).map(|own| [Some(own), None]);
-        };
-        let to = self.session.destination();
-        let spread = v4.then(|| {
-            let addr = capture::spread(to.ip().into(), Port::new(to.port()));
-            SocketAddr::new(addr.ip(), own.port())
-        });
-        Ok([Some(own), spread])
     }
 
     /// Makes both sides see a reset when the sockets are closed.

@@ -39,9 +39,6 @@ pub struct End {
     pub haste: Haste,
     /// Whether [`socket::bound_if_near`] has been called.
     pub weighed: bool,
-    /// Whether bytes may come past the TCP stack. They have a queue of their own, and one read takes
-    /// from one queue, so a read that was not filled may leave bytes in the other.
-    pub two_queues: bool,
 }
 
 /// Whether the kernel holds a short write back until the peer has acknowledged the bytes before it
@@ -62,7 +59,7 @@ const SEGMENT: usize = 512;
 
 impl End {
     /// A socket whose readiness is not known yet.
-    pub fn new(socket: OwnedFd, haste: Haste, two_queues: bool) -> Self {
+    pub fn new(socket: OwnedFd, haste: Haste) -> Self {
         Self {
             socket,
             readable: false,
@@ -72,7 +69,6 @@ impl End {
             broken: false,
             haste,
             weighed: false,
-            two_queues,
         }
     }
 }
@@ -137,7 +133,7 @@ impl Pump {
             ) {
                 Ok((read, _)) => {
                     // An end is found again by the next read.
-                    from.readable = read == SMALL || read == 0 || from.two_queues;
+                    from.readable = read == SMALL || read == 0;
                     return Ok(read);
                 }
                 Err(Errno::AGAIN) => return Ok(0),
@@ -224,7 +220,7 @@ impl Pump {
                 RecvFlags::empty(),
             ) {
                 // Nothing more comes from a connection that has broken. The kernel has reported the
-                // reset before, or does not report it for a socket in a sockmap.
+                // reset before.
                 Ok((0, _)) | Err(Errno::AGAIN) if from.broken => return Err(Broken::Sender),
                 Ok((0, _)) => {
                     self.ended = true;
@@ -239,7 +235,7 @@ impl Pump {
                 Err(_) => return Err(Broken::Sender),
             };
             // The kernel reports what comes from now on.
-            from.readable = read == size || from.closing || from.two_queues;
+            from.readable = read == size || from.closing;
             to.writable = true;
             let written = write(to, &buffers.shared()[..read])?;
             *bytes += written as u64;

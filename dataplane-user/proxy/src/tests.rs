@@ -100,7 +100,6 @@ fn proxy_after(
         outbound: vec![listener],
         inbound: vec![],
         egress,
-        acceleration: None,
     };
     let vip = SocketAddr::new(VIP, port);
     before(vip);
@@ -364,7 +363,6 @@ fn a_removed_workload_can_be_attached_again() {
         outbound: vec![],
         inbound: vec![],
         egress: Egress::Allow,
-        acceleration: None,
     };
     assert!(matches!(proxy.add(again()), Err(AttachError::Attached(_))));
     let client = connect(vip);
@@ -501,7 +499,6 @@ fn readers_that_stall_cost_their_own_workload_its_connections() {
             outbound: vec![other],
             inbound: vec![],
             egress: Egress::Allow,
-            acceleration: None,
         })
         .unwrap();
     let slow = connect(vip);

@@ -12,7 +12,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use dataplane_common::capture::Tuple;
 use model::{Egress, Workload, WorkloadName};
 use smallvec::SmallVec;
 
@@ -63,8 +62,6 @@ pub struct Attachment {
     pub inbound: Vec<TcpListener>,
     /// Whether the workload may connect to destinations that are not in the snapshot.
     pub egress: Egress,
-    /// Set if bytes may come past the TCP stack.
-    pub acceleration: Option<Acceleration>,
 }
 
 /// Why a workload cannot be attached.
@@ -81,28 +78,6 @@ pub enum AttachError {
         /// Why.
         cause: io::Error,
     },
-}
-
-/// How an engine tells the kernel how many bytes it has passed on of those that come past the TCP
-/// stack. A sender that is more than [`dataplane_common::accelerate::WINDOW`] bytes ahead falls back to
-/// TCP.
-#[derive(Clone)]
-pub struct Acceleration {
-    /// The network namespace's cookie.
-    pub netns: u64,
-    /// Sets how many bytes may have come by a connection in all.
-    pub grant: Arc<Grant>,
-}
-
-/// Sets how many bytes may have come by a connection in all.
-pub type Grant = dyn Fn(&Tuple, u64) + Send + Sync;
-
-impl fmt::Debug for Acceleration {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Acceleration")
-            .field("netns", &self.netns)
-            .finish_non_exhaustive()
-    }
 }
 
 /// A listening socket.
@@ -138,8 +113,6 @@ pub struct Attached {
     pub namespace: Option<Namespace>,
     /// Whether destinations that are not in the snapshot are allowed.
     pub egress: Egress,
-    /// Set if bytes may come past the TCP stack.
-    pub acceleration: Option<Acceleration>,
     /// The addresses of the listening sockets.
     own: SmallVec<[SocketAddr; 4]>,
     /// Addresses of the network namespace, besides the workload's.
@@ -186,7 +159,6 @@ impl Attached {
             workload: attachment.workload,
             namespace: attachment.namespace,
             egress: attachment.egress,
-            acceleration: attachment.acceleration,
             here,
             own: listeners.iter().map(|listener| listener.address).collect(),
             holders,
@@ -236,12 +208,6 @@ impl Attached {
             Direction::Outbound => own.unwrap_or(client),
             Direction::Inbound => client,
         }
-    }
-
-    /// The address of a listening socket of this family, if a socket is bound to one address.
-    pub fn listener(&self, v4: bool) -> Option<SocketAddr> {
-        let own = self.own.iter().filter(|own| own.is_ipv4() == v4);
-        own.copied().find(|own| !own.ip().is_unspecified())
     }
 
     /// The counters of a kind of connection.

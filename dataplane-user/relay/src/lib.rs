@@ -34,7 +34,7 @@ use std::{
 };
 
 pub use access::{AccessLog, Log, Record};
-pub use attachment::{Acceleration, AttachError, Attached, Attachment, Listener, Namespace};
+pub use attachment::{AttachError, Attached, Attachment, Listener, Namespace};
 pub use counters::{Counters, Totals};
 pub use direction::Direction;
 pub use engine::Engine;

@@ -165,16 +165,6 @@ impl Session {
         self.client
     }
 
-    /// The destination that the client has asked for.
-    pub fn destination(&self) -> SocketAddr {
-        self.destination
-    }
-
-    /// The endpoint of the last attempt; the destination before the first one.
-    pub fn endpoint(&self) -> SocketAddr {
-        self.endpoint
-    }
-
     /// Decides where the connection goes.
     ///
     /// # Errors
@@ -346,7 +336,6 @@ mod tests {
             outbound: vec![],
             inbound: vec![],
             egress: Egress::Allow,
-            acceleration: None,
         };
         let shared = (limits, Holders::default(), Arc::clone(&log));
         let (attached, _) = Attached::new(0, attachment, Box::default(), shared).unwrap();

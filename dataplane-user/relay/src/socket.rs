@@ -91,7 +91,7 @@ pub fn original_destination(
 ///
 /// # Errors
 /// If the connection is gone.
-pub fn own_address(socket: impl AsFd) -> io::Result<SocketAddr> {
+fn own_address(socket: impl AsFd) -> io::Result<SocketAddr> {
     address(net::getsockname(socket.as_fd())?)
 }
 

@@ -5,8 +5,8 @@ use std::{net::IpAddr, path::PathBuf};
 use dataplane_common::capture::FROM_CLIENT;
 use ipnet::IpNet;
 use model::{
-    Acceleration, CapturedBy, Egress, Mode, Reachable, Rules, VIRTUAL_INTERFACES, WithoutProxy,
-    is_reserved, is_virtual_interface,
+    CapturedBy, Egress, Mode, Reachable, Rules, VIRTUAL_INTERFACES, WithoutProxy, is_reserved,
+    is_virtual_interface,
 };
 use relay::AccessLog;
 use schemars::JsonSchema;
@@ -114,9 +114,6 @@ pub struct MeshRules {
     /// Policy for captured connections while no proxy listens. Default: refuse.
     #[serde(skip_serializing_if = "is_default")]
     pub without_proxy: Option<WithoutProxy>,
-    /// Whether bytes from the workload to the agent's proxy bypass the TCP stack. Default: off.
-    #[serde(skip_serializing_if = "is_default")]
-    pub acceleration: Option<Acceleration>,
     /// Whether DNS queries are captured, if `dns.capture` says so. Default: true.
     #[serde(skip_serializing_if = "is_default")]
     pub dns: Option<bool>,
@@ -214,7 +211,6 @@ impl MeshRules {
             mode: self.mode,
             egress: self.egress,
             without_proxy: self.without_proxy,
-            acceleration: self.acceleration,
             dns: self.dns,
             inbound: self.inbound,
             included_uids: self.include_uids.iter().copied().collect(),

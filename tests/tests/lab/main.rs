@@ -19,7 +19,6 @@ macro_rules! scenarios {
     };
 }
 
-mod accelerate;
 mod asked;
 mod capture;
 mod cells;
@@ -176,7 +175,6 @@ fn main() -> ExitCode {
     }
     let scenarios = [
         smoke::SCENARIOS,
-        accelerate::SCENARIOS,
         capture::SCENARIOS,
         cells::SCENARIOS,
         capture::CLEANUP,

@@ -17,7 +17,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use dataplane_tests::{Command, Host, Lab, PANICS, Process, patience};
+use dataplane_tests::{Command, Host, Lab, PANICS, Process, patience, report::TalkReport};
 use nix::{
     sched::{CloneFlags, setns},
     sys::signal::Signal,
@@ -40,6 +40,7 @@ scenarios! {
     what_leads_nowhere_is_reset,
     egress_is_denied_to_what_nobody_knows,
     a_stalled_reader_costs_little_and_loses_nothing,
+    conversations_keep_their_bytes,
     many_short_connections_keep_their_bytes,
     a_restart_refuses_nobody,
     limits_hold_connections_back_and_draining_cuts_them,
@@ -593,6 +594,41 @@ fn a_stalled_reader_costs_little_and_loses_nothing() -> Result<()> {
             .join()
             .map_err(|_| anyhow::anyhow!("a writer panicked"))??;
         drop((client, server));
+    }
+    Ok(())
+}
+
+/// Applications with blocking sockets: random sizes, both directions at once, questions and answers, half-closed
+/// connections, resets. Every byte is compared.
+fn conversations_keep_their_bytes() -> Result<()> {
+    let world = World::start(services, &["--access-log", "off"])?;
+    let near = world.lab.pod("near");
+    let mut servers = Vec::new();
+    for at in near.addresses() {
+        let at = SocketAddr::new(at, OWN);
+        let server = near.probe("talk").args(["--serve", &at.to_string()]);
+        let mut server = server.stdout_piped().spawn()?;
+        server.wait_for_line()?;
+        servers.push(server);
+    }
+    let count = if dataplane_tests::emulated() { 20 } else { 200 };
+    let clients: Vec<Process> = ["10.96.0.11:80", "[fd00:96::11]:80"]
+        .into_iter()
+        .enumerate()
+        .map(|(seed, to)| {
+            let client = world.app().probe("talk").args(["--to", to]);
+            let client = client.args(["--count", &count.to_string()]);
+            let client = client.args(["--seed", &(seed * 100_000).to_string()]);
+            client.stdout_piped().spawn()
+        })
+        .collect::<dataplane_tests::Result<_>>()?;
+    for client in clients {
+        let report: TalkReport = client.wait_json()?;
+        println!("{report:?}");
+        ensure!(
+            report.answered == count && report.errors.is_empty(),
+            "{report:?}"
+        );
     }
     Ok(())
 }

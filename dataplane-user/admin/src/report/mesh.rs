@@ -32,11 +32,6 @@ pub struct Workload {
     /// Whether the proxy listens, now: `ready`, `down`, `no-outbound` or `no-inbound` (it listens for
     /// the other direction only); `-` if it needs none.
     pub proxy: String,
-    /// Whether its bytes bypass the TCP stack on the way to the agent's proxy: `sockmap` or `off`; `None` if only an
-    /// agent that does not answer knows.
-    pub acceleration: Option<String>,
-    /// Why it is `off` though `sockmap` is configured.
-    pub not_accelerated: Option<String>,
     /// Why it is not captured as it should be.
     pub problem: Option<String>,
 }
@@ -72,8 +67,6 @@ pub fn workloads(
                 (true, [false, false]) => "down",
             }
             .to_owned(),
-            acceleration: known.and_then(|w| w.acceleration.clone()),
-            not_accelerated: known.and_then(|w| w.not_accelerated.clone()),
             problem: known.and_then(|w| w.problem.clone()),
         }
     };

@@ -10,12 +10,12 @@ use std::{
 };
 
 use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey};
-use kernel::{Accelerator, Capture, CaptureOptions, Kernel, Listeners, Namespace, namespaces};
-use model::{Acceleration, Egress, Inbound, Workload, WorkloadName};
+use kernel::{Capture, CaptureOptions, Kernel, Listeners, Namespace, namespaces};
+use model::{Egress, Inbound, Workload, WorkloadName};
 use plan::enrol::{Member, Problem};
 use proxy::handover::Named;
 use relay::Attachment;
-use tracing::{debug, info, warn};
+use tracing::{debug, info};
 
 use super::{Mesh, RELEASED, dns::Dns, found::Found, problems::Problems};
 use crate::foreign;
@@ -28,10 +28,7 @@ pub(super) struct Attached {
     pub name: WorkloadName,
     pub namespace: OwnedFd,
     egress: Egress,
-    acceleration: Acceleration,
     takes_inbound: bool,
-    /// Why its bytes go to the proxy by TCP, though acceleration is configured.
-    pub not_accelerated: Option<String>,
     /// Its listening sockets, for this agent's successor.
     sockets: Named,
 }
@@ -83,7 +80,6 @@ impl Mesh {
         self.attached.get(&cookie).is_some_and(|attached| {
             member.workload.name == attached.name
                 && member.policy.egress == attached.egress
-                && member.policy.acceleration == attached.acceleration
                 && takes_inbound(member) == attached.takes_inbound
         })
     }
@@ -156,14 +152,6 @@ impl Mesh {
             Problem::of_node(format!("cannot enter its network namespace: {error}"))
         })??;
         hand_over(capture, namespace.cookie, &listeners).map_err(Problem::of_node)?;
-        let (acceleration, not_accelerated) = match self.accelerate(member, namespace) {
-            Ok(acceleration) => (acceleration, None),
-            // Its bytes go by TCP then.
-            Err(error) => {
-                warn!("mesh: {}: {error}", member.workload.name);
-                (None, Some(error))
-            }
-        };
         let clone = || namespace.file.try_clone().map_err(Problem::of_node);
         let sockets = named(namespace.cookie, &listeners).map_err(Problem::of_node)?;
         let name = member.workload.name.clone();
@@ -180,7 +168,6 @@ impl Mesh {
                 outbound: listeners.outbound,
                 inbound: listeners.inbound,
                 egress: member.policy.egress,
-                acceleration,
             })
             .map_err(Problem::of_node)?;
         info!(workload = %name, "captured: the proxy listens in its network namespace");
@@ -188,39 +175,11 @@ impl Mesh {
             name,
             namespace: clone()?,
             egress: member.policy.egress,
-            acceleration: member.policy.acceleration,
             takes_inbound: takes_inbound(member),
-            not_accelerated,
             sockets,
         };
         self.attached.insert(namespace.cookie, attached);
         Ok(())
-    }
-
-    /// Makes a workload's bytes bypass the TCP stack on the way to the proxy, if this is configured.
-    fn accelerate(
-        &mut self,
-        member: &Member,
-        namespace: &Namespace,
-    ) -> Result<Option<relay::Acceleration>, String> {
-        if member.policy.acceleration == Acceleration::Off {
-            return Ok(None);
-        }
-        let told = |error: kernel::Error| format!("cannot accelerate it: {error}");
-        let accelerator = if let Some(accelerator) = &self.accelerator {
-            Arc::clone(accelerator)
-        } else {
-            let started = Arc::new(Accelerator::start(&self.cgroup).map_err(told)?);
-            Arc::clone(self.accelerator.insert(started))
-        };
-        let CaptureOptions { outbound, mark, .. } = self.options;
-        accelerator
-            .add(namespace.cookie, &[outbound], Some(mark))
-            .map_err(told)?;
-        Ok(Some(relay::Acceleration {
-            netns: namespace.cookie,
-            grant: Arc::new(move |connection, bytes| accelerator.grant(connection, bytes)),
-        }))
     }
 
     /// Takes the listening socket of a proxy that is not the agent's, if it began to listen before the workload was
@@ -294,12 +253,6 @@ impl Mesh {
         let Some(attached) = self.attached.remove(&cookie) else {
             return;
         };
-        if attached.acceleration != Acceleration::Off
-            && let Some(accelerator) = &self.accelerator
-            && let Err(error) = accelerator.remove(cookie, &[self.options.outbound])
-        {
-            debug!("{}: {error}", attached.name);
-        }
         if let Some(proxy) = &self.proxy {
             proxy.remove(&attached.name, deadline);
         }

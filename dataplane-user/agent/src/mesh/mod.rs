@@ -23,15 +23,14 @@ use std::{
         unix::net::UnixStream,
     },
     path::{Path, PathBuf},
-    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
 use ::dns::Room;
 use dataplane_common::capture::{Enrolled, FROM_CLIENT};
-use kernel::{Accelerator, Capture, CaptureOptions, Kernel, Namespace, namespaces};
-use model::{Acceleration, Place, ServiceName, Snapshot, Workload, WorkloadName};
+use kernel::{Capture, CaptureOptions, Kernel, Namespace, namespaces};
+use model::{Place, ServiceName, Snapshot, Workload, WorkloadName};
 use plan::{
     Captured,
     enrol::{
@@ -153,8 +152,6 @@ pub struct Mesh {
     cgroup: PathBuf,
     /// Why connections to the proxy are reset, if the programs do not see the agent's own sockets.
     unseen: Option<String>,
-    /// Made when a workload first asks for acceleration.
-    accelerator: Option<Arc<Accelerator>>,
 }
 
 impl Mesh {
@@ -235,7 +232,6 @@ impl Mesh {
             own_cookie: kernel::netns_cookie()?,
             cgroup: cgroup.to_owned(),
             unseen,
-            accelerator: None,
             config,
         })
     }
@@ -264,11 +260,7 @@ impl Mesh {
         }
         self.published.publish(snapshot, false);
         let mut members = members(&self.said, snapshot);
-        members.retain(|member| {
-            member.workload.place == Place::Address
-                && !member.is_by_packets()
-                && member.policy.acceleration == Acceleration::Off
-        });
+        members.retain(|member| member.workload.place == Place::Address && !member.is_by_packets());
         let wanted = self.wanted(&members, &[], capture.held());
         let found = Found::look(&wanted, self.own_cookie);
         for member in &members {

@@ -369,7 +369,6 @@ impl Mesh {
                 outbound: listeners,
                 inbound: Vec::new(),
                 egress,
-                acceleration: None,
             })
             .map_err(Problem::of_node)?;
         if is_new {

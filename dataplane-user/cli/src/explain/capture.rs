@@ -42,9 +42,6 @@ pub struct Outcome {
     /// The rule that decided. `None` if no rule decided.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rule: Option<Rule>,
-    /// The parts that bypass the TCP stack. `None` if the connection is not captured.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub acceleration: Option<Acceleration>,
     /// The steps, for people.
     #[serde(skip)]
     pub steps: Vec<String>,
@@ -61,25 +58,6 @@ pub struct Rule {
     pub says: String,
     /// See [`api::MeshRule::by`].
     pub by: Option<String>,
-}
-
-/// The ways of the bytes to the proxy on a captured connection. Bytes from the proxy always use TCP.
-#[derive(Debug, Serialize)]
-pub struct Acceleration {
-    /// The client's bytes.
-    pub client: Leg,
-    /// The destination's bytes.
-    pub destination: Leg,
-}
-
-/// The way of one side's bytes to the proxy.
-#[derive(Clone, Debug, Serialize)]
-pub struct Leg {
-    /// Whether they bypass the TCP stack. `None` if only a running agent knows.
-    pub accelerated: Option<bool>,
-    /// The reason why they do not.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub why: Option<String>,
 }
 
 /// The client of a connection.
@@ -258,11 +236,6 @@ impl Mesh {
         }
         told.rule = self.outbound_rule(reason, &enrolled, call.to, ids);
         self.close(&mut told, reason, call.is_by_packets());
-        if reason == Reason::CapturedDns {
-            return Some(told);
-        }
-        let to_itself = capture::Circumstances::is_own(&call);
-        self.accelerate(&mut told, enrolled.workload, [true, to_itself]);
         Some(told)
     }
 
@@ -309,7 +282,6 @@ impl Mesh {
         let interface = interface.map(|(name, _)| name);
         told.rule = self.inbound_rule(reason, local, to.port, interface.as_deref());
         self.close(&mut told, reason, false);
-        self.accelerate(&mut told, local.workload, [false, true]);
         Some(told)
     }
 
@@ -356,7 +328,6 @@ impl Mesh {
             },
             reason: reason.word(),
             rule: None,
-            acceleration: None,
             steps: Vec::new(),
         }
     }
@@ -404,66 +375,6 @@ impl Mesh {
             ),
             reason => reason.text().to_owned(),
         });
-    }
-
-    /// Adds the ways of the bytes to the proxy. `here`: whether client and destination are sockets in the workload's
-    /// network namespace.
-    fn accelerate(&self, told: &mut Outcome, workload: u32, here: [bool; 2]) {
-        if told.verdict != "captured" {
-            return;
-        }
-        let legs = if let Some(leg) = self.unaccelerated(workload) {
-            let why = leg.why.as_deref().unwrap_or_default();
-            told.steps.push(match leg.accelerated {
-                Some(_) => format!("not accelerated: {why}"),
-                None => format!("unknown whether it is accelerated: {why}"),
-            });
-            [leg.clone(), leg]
-        } else {
-            let elsewhere = "it is not in the workload's network namespace";
-            let legs = here.map(|here| Leg {
-                accelerated: Some(here),
-                why: (!here).then(|| elsewhere.to_owned()),
-            });
-            for (whose, leg) in ["client", "destination"].iter().zip(&legs) {
-                let how = match &leg.why {
-                    None => "past the TCP stack (acceleration sockmap)".to_owned(),
-                    Some(why) => format!("by TCP, because {why}"),
-                };
-                let step = format!("the {whose}'s bytes go to the proxy {how}");
-                told.steps.push(step);
-            }
-            legs
-        };
-        let [client, destination] = legs;
-        told.acceleration = Some(Acceleration {
-            client,
-            destination,
-        });
-    }
-
-    /// Returns the reason why no bytes to a workload's proxy bypass the TCP stack. `None` if some do.
-    fn unaccelerated(&self, workload: u32) -> Option<Leg> {
-        let known = self.workload(workload);
-        let foreign = self.config.flags & CaptureConfig::FOREIGN != 0;
-        let not = |why: String| Leg {
-            accelerated: Some(false),
-            why: Some(why),
-        };
-        match known.map(|w| (w.acceleration.as_deref(), &w.not_accelerated)) {
-            Some((Some("sockmap"), _)) => None,
-            Some((Some(_), Some(why))) => Some(not(why.clone())),
-            Some((Some(_), None)) => {
-                let by = self.said_by(workload, "acceleration", "");
-                let by = by.unwrap_or_default();
-                Some(not(format!("acceleration is off, says {by}")))
-            }
-            _ if foreign => Some(not("its proxy is not the agent's".to_owned())),
-            _ => Some(Leg {
-                accelerated: None,
-                why: Some("only a running agent knows".to_owned()),
-            }),
-        }
     }
 
     fn workload(&self, number: u32) -> Option<&api::MeshWorkload> {

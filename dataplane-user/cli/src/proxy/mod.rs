@@ -6,7 +6,7 @@ mod sockets;
 use std::{
     env,
     io::{self, IsTerminal},
-    net::{SocketAddr, TcpListener},
+    net::SocketAddr,
     path::PathBuf,
     process::ExitCode,
     sync::Arc,
@@ -16,10 +16,9 @@ use std::{
 use anyhow::Context as _;
 use clap::{ArgMatches, Args};
 use jiff::SignedDuration;
-use kernel::Accelerator;
 use model::{Egress, Place, Workload, WorkloadName};
 use proxy::{Settings, admin::Logging};
-use relay::{Acceleration, AccessLog};
+use relay::AccessLog;
 use settings::{Listen, LogFormat, LogLevel, Node};
 use tracing_subscriber::EnvFilter;
 
@@ -92,20 +91,6 @@ pub struct ProxyArgs {
     /// Format of the access log, which has a line for each connection, at its end
     #[arg(long, value_enum, default_value_t)]
     access_log: AccessLog,
-
-    /// Whether bytes to the proxy in this network namespace bypass the TCP stack. Needs CAP_BPF and
-    /// CAP_NET_ADMIN. docs/proxy.md describes the effects on applications
-    #[arg(long, value_enum, default_value_t)]
-    acceleration: model::Acceleration,
-
-    /// Directory of the cgroup v2 whose processes are accelerated [default: the root of cgroup v2]
-    #[arg(
-        long,
-        value_name = "DIR",
-        env = "DATAPLANE_CGROUP",
-        hide_env_values = true
-    )]
-    cgroup: Option<PathBuf>,
 
     #[command(flatten)]
     limits: LimitArgs,
@@ -233,7 +218,6 @@ impl ProxyArgs {
     ) -> Result<(), clap::Error> {
         self.source.settle(file);
         settled::node(&mut self.node, file, given)?;
-        terminal::fill(&mut self.cgroup, file.kernel.cgroup.as_ref());
         terminal::fill(&mut self.listen.metrics, file.listen.metrics.as_ref());
         terminal::fill(&mut self.listen.admin, file.listen.admin.as_ref());
         terminal::fill(&mut self.log_format, file.log.format.as_ref());
@@ -270,25 +254,6 @@ impl ProxyArgs {
             access_log: self.access_log,
             ..Settings::default()
         }
-    }
-
-    /// Makes the bytes from applications to these sockets bypass the TCP stack, if the options ask for it.
-    fn acceleration(&self, outbound: &[TcpListener]) -> anyhow::Result<Option<Acceleration>> {
-        if self.acceleration == model::Acceleration::Off {
-            return Ok(None);
-        }
-        let cgroup = self.cgroup.clone().map_or_else(kernel::cgroup2_root, Ok)?;
-        let accelerator = Accelerator::start(&cgroup)?;
-        let netns = kernel::netns_cookie()?;
-        let ports: Vec<u16> = outbound
-            .iter()
-            .map(|socket| Ok(socket.local_addr()?.port()))
-            .collect::<io::Result<_>>()?;
-        accelerator.add(netns, &ports, self.mark)?;
-        Ok(Some(Acceleration {
-            netns,
-            grant: Arc::new(move |connection, bytes| accelerator.grant(connection, bytes)),
-        }))
     }
 
     fn workload(&self) -> anyhow::Result<Arc<Workload>> {

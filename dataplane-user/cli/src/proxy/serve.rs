@@ -74,14 +74,12 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
         serve_http(metrics, admin, observer.clone(), logging),
         runtime.handle(),
     );
-    let acceleration = arguments.acceleration(&sockets.outbound)?;
     let attachment = Attachment {
         workload: arguments.workload()?,
         namespace: None,
         outbound: std::mem::take(&mut sockets.outbound),
         inbound: std::mem::take(&mut sockets.inbound),
         egress: arguments.egress,
-        acceleration,
     };
     proxy.set_snapshot(snapshot);
     proxy.add(attachment)?;

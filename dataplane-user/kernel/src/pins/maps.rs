@@ -262,11 +262,6 @@ impl MapSpec {
         FLOW_MAPS.contains(&self.name)
     }
 
-    /// Whether it takes memory for as many entries as it has room for.
-    pub fn is_hash(&self) -> bool {
-        matches!(self.shape.kind, BPF_MAP_TYPE_HASH | BPF_MAP_TYPE_LRU_HASH)
-    }
-
     fn describe(kind: u32, key: u32, value: u32, flags: u32) -> String {
         let kind = bpf_map_type::try_from(kind)
             .map_or_else(|_| format!("type {kind}"), |kind| format!("{kind:?}"));

@@ -133,7 +133,7 @@ const TRIES: usize = 5;
 
 /// Loads a program, and again if a signal came meanwhile, such as when a process that this one has started ends: the verifier then
 /// gives up with `EAGAIN` (`do_check` in kernel/bpf/verifier.c).
-pub fn patiently<T, E: StdError + 'static>(mut load: impl FnMut() -> Result<T, E>) -> Result<T, E> {
+fn patiently<T, E: StdError + 'static>(mut load: impl FnMut() -> Result<T, E>) -> Result<T, E> {
     for _ in 1..TRIES {
         match load() {
             Err(why) if is_interrupted(&why) => {}
@@ -207,14 +207,14 @@ pub fn descriptor<'a>(ebpf: &'a Ebpf, spec: &Spec) -> Result<BorrowedFd<'a>, Err
     Ok(fd.map_err(|source| load_error(spec.name, source))?.as_fd())
 }
 
-pub fn absent(program: &str) -> Error {
+fn absent(program: &str) -> Error {
     Error::Io {
         what: format!("the object has no program {program}"),
         source: io::ErrorKind::NotFound.into(),
     }
 }
 
-pub fn load_error(program: &'static str, source: ProgramError) -> Error {
+fn load_error(program: &'static str, source: ProgramError) -> Error {
     Error::Load {
         program,
         source: Box::new(source),

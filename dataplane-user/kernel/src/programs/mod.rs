@@ -16,7 +16,7 @@ use dataplane_common::capture::MeterSets;
 use load::descriptor;
 #[cfg(feature = "testing")]
 pub(super) use load::has_mptcp;
-pub use load::{absent, events_program, load, load_error, packet_program, patiently};
+pub use load::{events_program, load, packet_program};
 pub use specs::{CAPTURE_PROGRAMS, INBOUND, PROGRAMS, REPLACEMENT, Spec, tracepoint};
 use specs::{TCP_EVENTS, wanted};
 use zerocopy::FromZeros as _;

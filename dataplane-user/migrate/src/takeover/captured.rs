@@ -19,7 +19,7 @@ use crate::commands::import_mesh;
 use crate::rules::capture::Capture;
 
 /// Settings that rules of a sidecar do not have.
-const SETTINGS: &[&str] = &["captured-by", "mode", "egress", "acceleration", "dns"];
+const SETTINGS: &[&str] = &["captured-by", "mode", "egress", "dns"];
 
 /// The port of the metrics of Istio's sidecar.
 const METRICS: u16 = 15090;

@@ -104,7 +104,6 @@ pub(super) fn without_lists(rules: &Rules) -> Rules {
         mode: rules.mode,
         egress: rules.egress,
         without_proxy: rules.without_proxy,
-        acceleration: rules.acceleration,
         dns: rules.dns,
         virtual_interfaces: rules.virtual_interfaces.clone(),
         waypoint: rules.waypoint.clone(),

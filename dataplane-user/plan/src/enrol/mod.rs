@@ -19,7 +19,7 @@ use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, Local, RuleKey};
 pub use kept::{Retained, Unknown};
 pub use member::Member;
 pub use members::{MeshStatements, members};
-use model::{Acceleration, Workload, WorkloadName};
+use model::{Workload, WorkloadName};
 pub use statements::{Statement, statements};
 
 use super::{Captured, Policies, Resolvers};
@@ -35,10 +35,6 @@ pub struct Enrolment {
     pub rules: Vec<Statement>,
     /// The reason why it is not captured as its rules ask.
     pub problem: Option<Problem>,
-    /// Whether its bytes to the agent's proxy bypass the TCP stack.
-    pub acceleration: Acceleration,
-    /// The reason why acceleration is off although the rules ask for it.
-    pub not_accelerated: Option<String>,
 }
 
 /// The reason why a workload is not captured as its rules ask.

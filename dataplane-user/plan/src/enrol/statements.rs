@@ -2,14 +2,13 @@
 
 use std::collections::{HashMap, hash_map::Entry};
 
-use model::{Acceleration, CapturedBy, Egress, Mode, Rules, WithoutProxy};
+use model::{CapturedBy, Egress, Mode, Rules, WithoutProxy};
 
 /// A rule that captures or excludes connections of a workload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Statement {
     /// The subject: `outbound-range`, `outbound-port`, `inbound-port`, `inbound`, `inbound-others`,
-    /// `user`, `group`, `interface`, `captured-by`, `mode`, `egress`, `without-proxy`, `acceleration` or
-    /// `dns`.
+    /// `user`, `group`, `interface`, `captured-by`, `mode`, `egress`, `without-proxy` or `dns`.
     pub about: &'static str,
     /// The range, port, user, group or interface; empty for a setting.
     pub of: String,
@@ -82,7 +81,6 @@ fn said(rules: &Rules) -> Vec<(&'static str, String, &'static str)> {
         ("mode", rules.mode.map(Mode::word)),
         ("egress", rules.egress.map(Egress::word)),
         ("without-proxy", rules.without_proxy.map(WithoutProxy::word)),
-        ("acceleration", rules.acceleration.map(Acceleration::word)),
         ("dns", rules.dns.map(word)),
     ];
     let given = settings

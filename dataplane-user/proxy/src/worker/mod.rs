@@ -244,7 +244,6 @@ impl Worker {
         }
         connection.active = ticks;
         let step = connection.pump(&mut self.buffers);
-        connection.grant();
         for side in [Side::Client, Side::Endpoint] {
             if let Some(end) = connection
                 .end_mut(side)

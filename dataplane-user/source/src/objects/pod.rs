@@ -6,8 +6,8 @@ use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
 use ipnet::IpNet;
 use model::{
-    Acceleration, CapturedBy, Egress, Exempt, Layers, Mode, Node, Place, Preference, Protocol,
-    Rules, Telemetry, Uid, VIRTUAL_INTERFACES, WithoutProxy, Workload, WorkloadName, is_reserved,
+    CapturedBy, Egress, Exempt, Layers, Mode, Node, Place, Preference, Protocol, Rules, Telemetry,
+    Uid, VIRTUAL_INTERFACES, WithoutProxy, Workload, WorkloadName, is_reserved,
     is_virtual_interface,
 };
 use smallvec::SmallVec;
@@ -340,11 +340,6 @@ impl Asked<'_> {
             ("pass", WithoutProxy::Pass),
         ];
         rules.without_proxy = self.word("without-proxy", &without, Some("refuse"));
-        let ways = [
-            ("off", Acceleration::Off),
-            ("sockmap", Acceleration::Sockmap),
-        ];
-        rules.acceleration = self.word("acceleration", &ways, None);
         rules.dns = self.truth(DNS_CAPTURE);
     }
 

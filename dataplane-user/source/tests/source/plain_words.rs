@@ -30,7 +30,7 @@ fn objects() -> Vec<Value> {
         },
         "annotations": {
             "dataplane.io/mode": "proxy", "dataplane.io/egress": "deny", "dataplane.io/captured-by": "packets",
-            "dataplane.io/without-proxy": "pass", "dataplane.io/acceleration": "off",
+            "dataplane.io/without-proxy": "pass",
             "ambient.istio.io/dns-capture": "true", "sidecar.istio.io/status": "{}",
             "traffic.sidecar.istio.io/excludeOutboundPorts": "22",
             "traffic.sidecar.istio.io/excludeOutboundIPRanges": "192.0.2.0/24",

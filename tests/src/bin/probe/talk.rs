@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use clap::Args;
 use dataplane_tests::report::TalkReport;
 use rand::{
@@ -36,12 +36,6 @@ pub struct Arguments {
     /// The seed of sizes and bytes
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Send so many bytes and read them back, so many times, on one connection; then wait for a line on stdin
-    #[arg(long, value_name = "TIMES")]
-    ask: Option<u32>,
-    /// Send bytes that are not read, until no more are taken or so many are sent; then wait for a line on stdin
-    #[arg(long, value_name = "BYTES")]
-    fill: Option<u64>,
 }
 
 pub fn run(arguments: &Arguments) -> Result<()> {
@@ -52,26 +46,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         return Ok(());
     };
     let mut report = TalkReport::default();
-    if let Some(times) = arguments.ask {
-        let mut stream = TcpStream::connect(to)?;
-        let question = [7; 100];
-        for _ in 0..times {
-            stream.write_all(&question)?;
-            let mut answer = [0; 100];
-            stream.read_exact(&mut answer)?;
-            ensure!(answer == question, "another answer");
-        }
-        println!("asked from port {}", stream.local_addr()?.port());
-        io::stdin().read_line(&mut String::new())?;
-        return Ok(());
-    }
-    if let Some(most) = arguments.fill {
-        return fill(to, most);
-    }
     for number in 0..arguments.count {
         let mut dice = StdRng::seed_from_u64(arguments.seed.wrapping_add(number));
         let kind = number % 4;
-        match talk(to, kind, &mut dice, &mut report.impatient) {
+        match talk(to, kind, &mut dice) {
             Ok(bytes) => {
                 report.answered += 1;
                 report.bytes += bytes;
@@ -88,7 +66,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 
 const KINDS: [&str; 4] = ["exchange", "questions", "half-close", "reset"];
 
-fn talk(to: SocketAddr, kind: u64, dice: &mut StdRng, impatient: &mut u64) -> io::Result<u64> {
+fn talk(to: SocketAddr, kind: u64, dice: &mut StdRng) -> io::Result<u64> {
     let mut stream = TcpStream::connect(to)?;
     stream.set_nodelay(true)?;
     // Nothing takes as long here; what it does is to find what hangs.
@@ -126,13 +104,7 @@ fn talk(to: SocketAddr, kind: u64, dice: &mut StdRng, impatient: &mut u64) -> io
                     }
                     writer.shutdown(Shutdown::Write)
                 });
-                // The bytes that it has read so far stay.
-                let read = loop {
-                    match stream.read_to_end(&mut back) {
-                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => *impatient += 1,
-                        read => break read,
-                    }
-                };
+                let read = stream.read_to_end(&mut back);
                 (writing.join(), read)
             });
             wrote.map_err(|_| io::Error::other("a writer panicked"))??;
@@ -176,25 +148,6 @@ fn talk(to: SocketAddr, kind: u64, dice: &mut StdRng, impatient: &mut u64) -> io
         }
     }
     Ok(total as u64)
-}
-
-/// Sends as many bytes as are taken. Byte `n` is `n % 251`.
-fn fill(to: SocketAddr, most: u64) -> Result<()> {
-    let mut stream = TcpStream::connect(to)?;
-    stream.set_write_timeout(Some(Duration::from_secs(2)))?;
-    let bytes: Vec<u8> = (0..251u8).cycle().take(251 * 262).collect();
-    let mut taken = 0_u64;
-    while taken < most {
-        let start = (taken % 251) as usize;
-        match stream.write(&bytes[start..]) {
-            Ok(count) => taken += count as u64,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-            Err(error) => return Err(error.into()),
-        }
-    }
-    println!("taken {taken}");
-    io::stdin().read_line(&mut String::new())?;
-    Ok(())
 }
 
 fn serve(at: SocketAddr) -> Result<()> {
