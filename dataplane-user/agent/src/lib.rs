@@ -410,18 +410,18 @@ fn serve(
         turn: Some(turn),
     };
     let attacher = Attacher::start(means, events, jobs, todo).map_err(Error::Thread)?;
-    let mut sync = Sync::new(
+    let inputs = sync::Inputs {
         tables,
         planner,
-        publish,
-        Arc::clone(&state),
-        &destroy,
+        serves: publish,
+        state: Arc::clone(&state),
         input,
         flows,
+        published,
         attacher,
-        before_this,
-    )
-    .publishing(published);
+        before: before_this,
+    };
+    let mut sync = Sync::new(inputs, &destroy);
     let result = sync.run(&happened);
     state.not_ready();
     waiter.stop();

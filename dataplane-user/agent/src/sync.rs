@@ -38,18 +38,13 @@ pub struct Sync {
     tables: ServiceTables,
     /// The contents of the tables.
     planner: Planner,
-    /// Publishes what is served to the other threads.
     serves: watch::Sender<Served>,
     state: Arc<State>,
+    input: Input,
     /// The health of the source.
     health: Health,
-    /// The objects to serve. Until they are known the tables stay as they are.
-    input: Input,
-    /// Ends flows and sockets that lead to endpoints that go away.
     flows: Flows,
-    /// Publishes to the proxy and the DNS server; `None`: there is no mesh.
     published: Option<Published>,
-    /// Does the slower work: interfaces and network namespaces.
     attacher: Attacher,
     departures: Departures,
     /// Whether the tables were ever in line with the source.
@@ -65,42 +60,61 @@ pub struct Sync {
     /// Whether there were changes since then.
     untidy: bool,
     supervisor: Supervisor,
-    /// The agent whose place this one has taken.
     before: Option<UnixStream>,
     /// While the agent ends: until when that agent may take its place back.
     ending: Option<Instant>,
 }
 
+/// The parts of the agent that the thread works with.
+pub struct Inputs {
+    pub tables: ServiceTables,
+    /// Knows the contents of the tables.
+    pub planner: Planner,
+    /// Publishes what is served to the other threads.
+    pub serves: watch::Sender<Served>,
+    pub state: Arc<State>,
+    /// The objects to serve. Until they are known the tables stay as they are.
+    pub input: Input,
+    /// Ends flows and sockets that lead to endpoints that go away.
+    pub flows: Flows,
+    /// Publishes to the proxy and the DNS server; `None`: there is no mesh.
+    pub published: Option<Published>,
+    /// Does the slower work: interfaces and network namespaces.
+    pub attacher: Attacher,
+    /// The agent whose place this one has taken.
+    pub before: Option<UnixStream>,
+}
+
 impl Sync {
-    pub fn new(
-        tables: ServiceTables,
-        planner: Planner,
-        serves: watch::Sender<Served>,
-        state: Arc<State>,
-        destroy: &[Protocol],
-        input: Input,
-        flows: Flows,
-        attacher: Attacher,
-        before: Option<UnixStream>,
-    ) -> Self {
-        let now = Instant::now();
-        let empty_tables = planner.frontends().is_empty();
-        let protocols = [&[Protocol::UDP], destroy].concat();
-        let departures = Departures::new(&protocols);
-        Self {
+    /// `destroy`: the protocols whose sockets are destroyed if they are connected to endpoints that went away.
+    pub fn new(inputs: Inputs, destroy: &[Protocol]) -> Self {
+        let Inputs {
             tables,
             planner,
             serves,
             state,
-            health: input.health(),
             input,
             flows,
-            published: None,
+            published,
             attacher,
-            departures,
+            before,
+        } = inputs;
+        let now = Instant::now();
+        let protocols = [&[Protocol::UDP], destroy].concat();
+        Self {
+            health: input.health(),
+            empty_tables: planner.frontends().is_empty(),
+            tables,
+            planner,
+            serves,
+            state,
+            input,
+            flows,
+            published,
+            attacher,
+            departures: Departures::new(&protocols),
             settled: false,
             retry: None,
-            empty_tables,
             look: now + LOOK,
             tidied: now,
             untidy: false,
@@ -108,13 +122,6 @@ impl Sync {
             before,
             ending: None,
         }
-    }
-
-    /// Publishes the tables' contents.
-    #[must_use]
-    pub fn publishing(mut self, published: Option<Published>) -> Self {
-        self.published = published;
-        self
     }
 
     /// Ends the other threads that it works with, except the proxy's. Returns `None` if one of them has died, which

@@ -67,10 +67,8 @@ impl Flows {
         let (jobs, received) = mpsc::channel();
         let mut worker = Worker {
             sockets: Sockets::open(Arc::clone(state))?,
-            walk: match Conntrack::open(bpffs)? {
-                Some(_) => Some(Walk::new(Arc::clone(state), served.clone(), direct)),
-                None => None,
-            },
+            walk: Conntrack::open(bpffs)?
+                .map(|_| Walk::new(Arc::clone(state), served.clone(), direct)),
             affinity: Affinity::new(Arc::clone(state), served.clone()),
             endings: Endings::new(
                 received,
