@@ -209,24 +209,35 @@ fn note(
     [before, now]: [Option<&ServicePort>; 2],
     wanted: impl Fn(&Endpoint) -> bool,
 ) {
-    let of = |port: Option<&ServicePort>| {
-        let all = port.into_iter().flat_map(|port| &port.endpoints);
-        let wanted = all.filter(|endpoint| wanted(endpoint));
-        let mut endpoints: Vec<_> = wanted
-            .map(|e| (Addr::from(e.addr), Port::new(e.port)))
-            .collect();
-        endpoints.sort_unstable();
-        endpoints
-    };
-    let (Some(port), before, now) = (now, of(before), of(now)) else {
+    let Some(port) = now else { return };
+    let id = |endpoint: &Endpoint| (Addr::from(endpoint.addr), Port::new(endpoint.port));
+    let selected = port.endpoints.iter().filter(|endpoint| wanted(endpoint));
+    let mut now: Vec<_> = selected.map(id).collect();
+    now.sort_unstable();
+    if now.is_empty() {
         return;
-    };
+    }
+    let earlier = before.map_or(&[][..], |port| &port.endpoints);
+    let mut earlier = earlier
+        .iter()
+        .filter(|endpoint| wanted(endpoint))
+        .map(id)
+        .peekable();
     // Without a former state, flows may lead to endpoints that left earlier.
-    let has_left = before.is_empty()
-        || before
-            .iter()
-            .any(|endpoint| now.binary_search(endpoint).is_err());
-    if now.is_empty() || !has_left {
+    let mut has_left = earlier.peek().is_none();
+    let mut next = 0;
+    for endpoint in earlier {
+        // Nearly all stay where they were; a search for each would hold up changes of others.
+        if now.get(next) != Some(&endpoint) {
+            let Ok(found) = now.binary_search(&endpoint) else {
+                has_left = true;
+                break;
+            };
+            next = found;
+        }
+        next += 1;
+    }
+    if !has_left {
         return;
     }
     let now: Arc<[_]> = now.into();
