@@ -223,9 +223,6 @@ pub struct Source {
     pub read: u64,
     /// Why they could not be read since: the agent still serves the earlier objects. `at` is when the failure began.
     pub error: Option<Failure>,
-    /// The sources that this one is combined from; empty if it is not combined.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub parts: Vec<Source>,
 }
 
 /// The kinds of sources.
@@ -236,8 +233,6 @@ pub enum SourceKind {
     Manifests,
     /// The Kubernetes API.
     Kubernetes,
-    /// Several sources.
-    Combined,
 }
 
 impl SourceKind {
@@ -246,7 +241,6 @@ impl SourceKind {
         match self {
             Self::Manifests => "manifests",
             Self::Kubernetes => "kubernetes",
-            Self::Combined => "combined",
         }
     }
 }

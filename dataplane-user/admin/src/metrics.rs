@@ -173,11 +173,7 @@ fn source(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
             MetricType::Counter,
         )?
         .encode_counter::<[(&str, &str); 0], u64, f64>(&state.source.failures(), None)?;
-    let kubernetes = |source: &Health| match source {
-        Health::Kubernetes { kinds, .. } => Some(Arc::clone(kinds)),
-        _ => None,
-    };
-    let Some(health) = state.source.each().into_iter().find_map(kubernetes) else {
+    let Health::Kubernetes { kinds: health, .. } = &state.source else {
         return Ok(());
     };
     encoder

@@ -140,19 +140,13 @@ fn service_port(
 
 /// The health of a source.
 pub fn source(health: &Health) -> api::Source {
-    let (kind, parts) = match health {
-        Health::Manifests(_) => (api::SourceKind::Manifests, Vec::new()),
-        Health::Kubernetes { .. } => (api::SourceKind::Kubernetes, Vec::new()),
-        Health::Combined(parts) => (
-            api::SourceKind::Combined,
-            parts.iter().map(source).collect(),
-        ),
-    };
     api::Source {
-        kind,
+        kind: match health {
+            Health::Manifests(_) => api::SourceKind::Manifests,
+            Health::Kubernetes { .. } => api::SourceKind::Kubernetes,
+        },
         paths: health.places(),
         read: health.heard(),
         error: health.failure().map(|(at, text)| api::Failure { at, text }),
-        parts,
     }
 }

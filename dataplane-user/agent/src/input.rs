@@ -122,7 +122,7 @@ impl Feed for Once {
     }
 
     fn health(&self) -> Health {
-        Health::Combined(Vec::new())
+        Health::default()
     }
 }
 

@@ -19,8 +19,13 @@ pub enum Health {
         /// The state of each kind of object.
         kinds: Arc<kubernetes::Health>,
     },
-    /// The states of several feeds that yield views together.
-    Combined(Vec<Health>),
+}
+
+/// The state of a source without files and without a server.
+impl Default for Health {
+    fn default() -> Self {
+        Self::Manifests(Arc::default())
+    }
 }
 
 impl Health {
@@ -29,7 +34,6 @@ impl Health {
         match self {
             Self::Manifests(files) => files.paths(),
             Self::Kubernetes { server, .. } => vec![server.clone()],
-            Self::Combined(parts) => parts.iter().flat_map(Self::places).collect(),
         }
     }
 
@@ -38,7 +42,6 @@ impl Health {
         match self {
             Self::Manifests(files) => files.read(),
             Self::Kubernetes { kinds, .. } => kinds.heard(),
-            Self::Combined(parts) => parts.iter().map(Self::heard).min().unwrap_or_default(),
         }
     }
 
@@ -47,7 +50,6 @@ impl Health {
         match self {
             Self::Manifests(files) => files.failure(),
             Self::Kubernetes { kinds, .. } => kinds.failure(),
-            Self::Combined(parts) => parts.iter().filter_map(Self::failure).min(),
         }
     }
 
@@ -56,7 +58,6 @@ impl Health {
     pub fn is_behind(&self, now: u64) -> bool {
         let since = match self {
             Self::Kubernetes { kinds, .. } => kinds.behind_since(),
-            Self::Combined(parts) => return parts.iter().any(|part| part.is_behind(now)),
             Self::Manifests(_) => self.failure().map(|(since, _)| since),
         };
         since.is_some_and(|since| now.saturating_sub(since) >= BEHIND)
@@ -70,15 +71,6 @@ impl Health {
                 .iter()
                 .map(|&kind| kinds.of(kind).failures())
                 .sum(),
-            Self::Combined(parts) => parts.iter().map(Self::failures).sum(),
-        }
-    }
-
-    /// Returns the state of each source that does not combine others.
-    pub fn each(&self) -> Vec<&Self> {
-        match self {
-            Self::Combined(parts) => parts.iter().flat_map(Self::each).collect(),
-            one => vec![one],
         }
     }
 }

@@ -4,7 +4,6 @@
 
 mod admitted;
 mod clock;
-mod combined;
 mod cost;
 mod error;
 mod external_ips;
@@ -23,7 +22,6 @@ mod turns;
 mod watching;
 
 pub use admitted::Admitted;
-pub use combined::{Combined, Part};
 pub use error::OpenError;
 pub use external_ips::ExternalIps;
 pub use feed::{Feed, Notice, View};

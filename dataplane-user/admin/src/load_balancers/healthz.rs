@@ -122,7 +122,7 @@ mod tests {
             kernel::Limits::default(),
             watch::channel(Served::before_first_plan(snapshot)).1,
             false,
-            source::Health::Combined(Vec::new()),
+            source::Health::default(),
             Learnt::default(),
         )
     }

@@ -93,11 +93,6 @@ fn source(source: &Source, inherited: bool, add: &mut impl FnMut(Severity, Strin
                 add(severity, text);
             }
         }
-        SourceKind::Combined => {
-            for part in &source.parts {
-                self::source(part, inherited, add);
-            }
-        }
     }
 }
 
@@ -166,7 +161,6 @@ mod tests {
                 paths: Vec::new(),
                 read: 0,
                 error: None,
-                parts: Vec::new(),
             },
             services: 1,
             endpoints: 1,
@@ -259,7 +253,6 @@ mod tests {
     fn an_api_that_is_away_is_a_warning_first() {
         let mut source = Source {
             kind: SourceKind::Kubernetes,
-            parts: Vec::new(),
             paths: Vec::new(),
             read: 1_000,
             error: None,

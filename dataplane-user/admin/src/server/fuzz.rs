@@ -118,7 +118,7 @@ async fn whatever_is_sent_is_answered_or_closed() {
         kernel::Limits::default(),
         watch::channel(Served::default()).1,
         false,
-        source::Health::Combined(Vec::new()),
+        source::Health::default(),
         Learnt::default(),
     ));
     let registry = metrics::registry(&state);
