@@ -29,12 +29,7 @@ pub fn host_networks() -> Result<Vec<IpNet>, Error> {
             let mut question = RouteMessage::default();
             question.header.address_family = family;
             question.header.kind = RouteType::Local;
-            let answers = match netlink.list(&RouteNetlinkMessage::GetRoute(question)) {
-                // A kernel without that family.
-                Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => continue,
-                answers => answers?,
-            };
-            for answer in answers {
+            for answer in netlink.list_of_family(&RouteNetlinkMessage::GetRoute(question))? {
                 if let RouteNetlinkMessage::NewRoute(route) = answer
                     && route.header.kind == RouteType::Local
                 {

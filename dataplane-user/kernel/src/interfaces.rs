@@ -176,16 +176,9 @@ fn list() -> io::Result<Vec<Interface>> {
         }
     }
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        let mut question = RouteMessage::default();
-        question.header.address_family = family;
-        question.header.table = RouteHeader::RT_TABLE_MAIN;
-        for answer in netlink.list(&RouteNetlinkMessage::GetRoute(question))? {
-            if let RouteNetlinkMessage::NewRoute(route) = answer {
-                for index in ways_out(&route) {
-                    if let Some(interface) = found.get_mut(&index) {
-                        interface.default_route = true;
-                    }
-                }
+        for index in netlink.routes(family)?.iter().flat_map(ways_out) {
+            if let Some(interface) = found.get_mut(&index) {
+                interface.default_route = true;
             }
         }
     }
@@ -300,16 +293,7 @@ pub fn ways_by_address() -> bool {
     let rules = || -> io::Result<bool> {
         let mut netlink = Netlink::open()?;
         for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-            let mut question = RuleMessage::default();
-            question.header.family = family;
-            let rules = match netlink.list(&RouteNetlinkMessage::GetRule(question)) {
-                // A kernel without that family.
-                Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => continue,
-                rules => rules?,
-            };
-            if rules.iter().any(
-                |answer| matches!(answer, RouteNetlinkMessage::NewRule(rule) if by_ports(rule)),
-            ) {
+            if netlink.rules(family)?.iter().any(by_ports) {
                 return Ok(false);
             }
         }

@@ -75,7 +75,7 @@ pub fn remove_mark_rules(
             let ip = if rule.v4 { "ip" } else { "ip -6" };
             commands.push(format!("{ip} rule del {rule} priority {}", rule.priority));
             if !dry_run {
-                remove(&mut netlink, &RouteNetlinkMessage::DelRule(message.clone()))?;
+                netlink.remove_if_there(&RouteNetlinkMessage::DelRule(message.clone()))?;
             }
         }
         let left: Vec<_> = left.iter().map(leads_to).collect();
@@ -86,7 +86,7 @@ pub fn remove_mark_rules(
                 let ip = if v4 { "ip" } else { "ip -6" };
                 commands.push(format!("{ip} route del local default dev lo table {table}"));
                 if !dry_run {
-                    remove(&mut netlink, &RouteNetlinkMessage::DelRoute(route))?;
+                    netlink.remove_if_there(&RouteNetlinkMessage::DelRoute(route))?;
                 }
             }
         }
@@ -95,52 +95,29 @@ pub fn remove_mark_rules(
     work().doing(|| "cannot remove the routing rules".to_owned())
 }
 
-/// Removes something that may be gone meanwhile.
-fn remove(netlink: &mut Netlink, what: &RouteNetlinkMessage) -> io::Result<()> {
-    match netlink.request(what, 0) {
-        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => Ok(()),
-        done => done,
-    }
-}
-
 /// The routes of a table that deliver every packet to this host.
 fn to_this_host(netlink: &mut Netlink, v4: bool, table: u32) -> io::Result<Vec<RouteMessage>> {
-    let mut question = RouteMessage::default();
-    question.header.address_family = if v4 {
+    let family = if v4 {
         AddressFamily::Inet
     } else {
         AddressFamily::Inet6
     };
-    let answers = netlink.list(&RouteNetlinkMessage::GetRoute(question))?;
-    let routes = answers.into_iter().filter_map(|answer| match answer {
-        RouteNetlinkMessage::NewRoute(route) => Some(route),
-        _ => None,
-    });
     let is_meant = |route: &RouteMessage| {
         let has = |wanted: RouteAttribute| route.attributes.contains(&wanted);
         route.header.kind == RouteType::Local
             && route.header.destination_prefix_length == 0
-            && (route.header.address_family == AddressFamily::Inet) == v4
             && has(RouteAttribute::Table(table))
             && has(RouteAttribute::Oif(LOOPBACK))
     };
-    Ok(routes.filter(is_meant).collect())
+    let mut routes = netlink.routes(family)?;
+    routes.retain(is_meant);
+    Ok(routes)
 }
 
 /// All rules.
 fn list(netlink: &mut Netlink) -> io::Result<Vec<RuleMessage>> {
-    let mut all = Vec::new();
-    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        let mut question = RuleMessage::default();
-        question.header.family = family;
-        for answer in netlink.list(&RouteNetlinkMessage::GetRule(question))? {
-            if let RouteNetlinkMessage::NewRule(rule) = answer
-                && rule.header.family == family
-            {
-                all.push(rule);
-            }
-        }
-    }
+    let mut all = netlink.rules(AddressFamily::Inet)?;
+    all.extend(netlink.rules(AddressFamily::Inet6)?);
     Ok(all)
 }
 

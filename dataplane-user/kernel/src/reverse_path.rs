@@ -3,7 +3,7 @@
 use std::{fs, io};
 
 use netlink_packet_route::{
-    AddressFamily, RouteNetlinkMessage,
+    AddressFamily,
     route::{RouteAttribute, RouteMessage, RouteType},
     rule::{RuleAttribute, RuleMessage},
 };
@@ -49,27 +49,17 @@ pub fn reverse_paths() -> io::Result<Vec<(String, u8)>> {
 pub fn shows_reverse_paths() -> Result<bool, Error> {
     let ask = || -> io::Result<bool> {
         let mut netlink = Netlink::open()?;
-        let mut question = RouteMessage::default();
-        question.header.address_family = AddressFamily::Inet;
-        let routes = netlink.list(&RouteNetlinkMessage::GetRoute(question))?;
-        let mut question = RuleMessage::default();
-        question.header.family = AddressFamily::Inet;
-        let rules = netlink.list(&RouteNetlinkMessage::GetRule(question))?;
-        Ok(!routes.iter().chain(&rules).any(hides_reverse_path))
+        let routes = netlink.routes(AddressFamily::Inet)?;
+        let rules = netlink.rules(AddressFamily::Inet)?;
+        Ok(!routes.iter().any(has_several_hops) && !rules.iter().any(asks_for_arrival))
     };
     ask().doing(|| "cannot ask for the routes and their rules".to_owned())
 }
 
-fn hides_reverse_path(answer: &RouteNetlinkMessage) -> bool {
-    match answer {
-        RouteNetlinkMessage::NewRoute(route) => has_several_hops(route),
-        RouteNetlinkMessage::NewRule(rule) => {
-            let arrives =
-                |attribute: &RuleAttribute| matches!(attribute, RuleAttribute::Iifname(_));
-            rule.attributes.iter().any(arrives)
-        }
-        _ => false,
-    }
+/// Whether a rule asks by which interface a packet has arrived.
+fn asks_for_arrival(rule: &RuleMessage) -> bool {
+    let arrives = |attribute: &RuleAttribute| matches!(attribute, RuleAttribute::Iifname(_));
+    rule.attributes.iter().any(arrives)
 }
 
 fn has_several_hops(route: &RouteMessage) -> bool {
@@ -124,11 +114,9 @@ mod tests {
     fn a_rule_that_asks_where_packets_arrive_is_noticed() {
         let mut rule = RuleMessage::default();
         rule.attributes = vec![RuleAttribute::Table(100)];
-        assert!(!hides_reverse_path(&RouteNetlinkMessage::NewRule(
-            rule.clone()
-        )));
+        assert!(!asks_for_arrival(&rule));
         rule.attributes
             .push(RuleAttribute::Iifname("eth1".to_owned()));
-        assert!(hides_reverse_path(&RouteNetlinkMessage::NewRule(rule)));
+        assert!(asks_for_arrival(&rule));
     }
 }

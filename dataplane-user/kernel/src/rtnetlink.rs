@@ -3,7 +3,9 @@
 use std::{io, ops::RangeInclusive};
 
 use netlink_packet_core::{NetlinkDeserializable as _, NetlinkHeader, NetlinkSerializable as _};
-use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::{
+    AddressFamily, RouteNetlinkMessage, route::RouteMessage, rule::RuleMessage,
+};
 use netlink_sys::protocols::NETLINK_ROUTE;
 
 use super::netlink;
@@ -43,6 +45,52 @@ impl Netlink {
         Err(io::Error::other(
             "the list changes faster than it can be read",
         ))
+    }
+
+    /// Returns the routing rules of a family. A kernel without the family has none.
+    pub fn rules(&mut self, family: AddressFamily) -> io::Result<Vec<RuleMessage>> {
+        let mut question = RuleMessage::default();
+        question.header.family = family;
+        let answers = self.list_of_family(&RouteNetlinkMessage::GetRule(question))?;
+        let rules = answers.into_iter().filter_map(|answer| match answer {
+            RouteNetlinkMessage::NewRule(rule) if rule.header.family == family => Some(rule),
+            _ => None,
+        });
+        Ok(rules.collect())
+    }
+
+    /// Returns the routes of a family, in all tables. A kernel without the family has none.
+    pub fn routes(&mut self, family: AddressFamily) -> io::Result<Vec<RouteMessage>> {
+        let mut question = RouteMessage::default();
+        question.header.address_family = family;
+        let answers = self.list_of_family(&RouteNetlinkMessage::GetRoute(question))?;
+        let is_its = |route: &RouteMessage| route.header.address_family == family;
+        let routes = answers.into_iter().filter_map(|answer| match answer {
+            RouteNetlinkMessage::NewRoute(route) if is_its(&route) => Some(route),
+            _ => None,
+        });
+        Ok(routes.collect())
+    }
+
+    /// As [`Netlink::list`], for a question about a family: nothing, if the kernel does not have the family.
+    pub fn list_of_family(
+        &mut self,
+        question: &RouteNetlinkMessage,
+    ) -> io::Result<Vec<RouteNetlinkMessage>> {
+        match self.list(question) {
+            Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => Ok(Vec::new()),
+            answers => answers,
+        }
+    }
+
+    /// Removes a rule or route, which may be gone meanwhile.
+    pub fn remove_if_there(&mut self, what: &RouteNetlinkMessage) -> io::Result<()> {
+        match self.request(what, 0) {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => {
+                Ok(())
+            }
+            done => done,
+        }
     }
 
     /// Returns the answers to a question that is no list.

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, io, net::IpAddr};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use netlink_packet_route::{
-    AddressFamily, RouteNetlinkMessage,
+    AddressFamily,
     route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteType},
     rule::{RuleAction, RuleAttribute, RuleFlags, RuleMessage},
 };
@@ -43,22 +43,9 @@ pub fn ways_out() -> Result<Option<Vec<Way>>, Error> {
             if !goes_by_main(&mut netlink, family)? {
                 return Ok(None);
             }
-            let mut question = RouteMessage::default();
-            question.header.address_family = family;
-            let answers = match netlink.list(&RouteNetlinkMessage::GetRoute(question)) {
-                // A kernel without that family.
-                Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => continue,
-                answers => answers?,
-            };
-            for answer in answers {
-                if let RouteNetlinkMessage::NewRoute(route) = answer
-                    && route.header.address_family == family
-                {
-                    all.extend(way(&route, |index| {
-                        names.get(&index).cloned().unwrap_or_default()
-                    }));
-                }
-            }
+            let name = |index: u32| names.get(&index).cloned().unwrap_or_default();
+            let routes = netlink.routes(family)?;
+            all.extend(routes.iter().filter_map(|route| way(route, name)));
         }
         Ok(Some(all))
     };
@@ -68,13 +55,7 @@ pub fn ways_out() -> Result<Option<Vec<Way>>, Error> {
 /// Whether the only routing rules are the kernel's own, and those for packets with a mark or by an interface, which a socket's
 /// first packet does not have.
 fn goes_by_main(netlink: &mut Netlink, family: AddressFamily) -> io::Result<bool> {
-    let mut question = RuleMessage::default();
-    question.header.family = family;
-    let answers = netlink.list(&RouteNetlinkMessage::GetRule(question))?;
-    Ok(answers.iter().all(|answer| match answer {
-        RouteNetlinkMessage::NewRule(rule) if rule.header.family == family => is_usual(rule),
-        _ => true,
-    }))
+    Ok(netlink.rules(family)?.iter().all(is_usual))
 }
 
 /// Anything that is not known here may tell sockets' packets apart, or send them elsewhere.

@@ -158,23 +158,13 @@ fn route_family(
     }
     for (rule, place) in there.iter().filter(|(rule, _)| !wanted.contains(rule)) {
         let message = message(family, rule, Some(*place));
-        remove(netlink, &RouteNetlinkMessage::DelRule(message))?;
+        netlink.remove_if_there(&RouteNetlinkMessage::DelRule(message))?;
     }
     if wanted.is_empty() && !there.is_empty() && routing::rules(netlink, family)?.is_empty() {
-        remove(
-            netlink,
-            &RouteNetlinkMessage::DelRoute(routing::answers_route(family)),
-        )?;
+        let route = RouteNetlinkMessage::DelRoute(routing::answers_route(family));
+        netlink.remove_if_there(&route)?;
     }
     Ok(())
-}
-
-/// Removes something that may be gone meanwhile.
-fn remove(netlink: &mut Netlink, what: &RouteNetlinkMessage) -> io::Result<()> {
-    match netlink.request(what, 0) {
-        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => Ok(()),
-        done => done,
-    }
 }
 
 /// Ours of a family, in the network namespace of this socket, each with its priority.
@@ -182,14 +172,7 @@ pub fn interface_rules(
     netlink: &mut Netlink,
     family: AddressFamily,
 ) -> io::Result<Vec<(InterfaceRule, u32)>> {
-    let mut question = RuleMessage::default();
-    question.header.family = family;
-    let answers = netlink.list(&RouteNetlinkMessage::GetRule(question))?;
-    let ours = answers.into_iter().filter_map(|answer| match answer {
-        RouteNetlinkMessage::NewRule(rule) if rule.header.family == family => ours(&rule),
-        _ => None,
-    });
-    Ok(ours.collect())
+    Ok(netlink.rules(family)?.iter().filter_map(ours).collect())
 }
 
 /// Returns our rule in a message: only our rules have both this table and an interface.

@@ -173,14 +173,7 @@ pub fn answers_route(family: AddressFamily) -> RouteMessage {
 /// Returns the marks of our rules. An agent must not make such a rule again: the kernel takes two rules without a
 /// preference for different ones.
 pub fn rules(netlink: &mut Netlink, family: AddressFamily) -> io::Result<Vec<Mark>> {
-    let mut question = RuleMessage::default();
-    question.header.family = family;
-    let answers = netlink.list(&RouteNetlinkMessage::GetRule(question))?;
-    let ours = answers.into_iter().filter_map(|answer| match answer {
-        RouteNetlinkMessage::NewRule(rule) if rule.header.family == family => our_mark(&rule),
-        _ => None,
-    });
-    Ok(ours.collect())
+    Ok(netlink.rules(family)?.iter().filter_map(our_mark).collect())
 }
 
 /// Returns the mark of our rule in a message: only our rules have both this table and this bit.
@@ -202,18 +195,9 @@ fn our_mark(rule: &RuleMessage) -> Option<Mark> {
 
 /// Whether our route is there.
 pub fn has_our_route(netlink: &mut Netlink, family: AddressFamily) -> io::Result<bool> {
-    let mut question = RouteMessage::default();
-    question.header.address_family = family;
-    let answers = netlink.list(&RouteNetlinkMessage::GetRoute(question))?;
-    Ok(answers.iter().any(|answer| is_our_route(answer, family)))
-}
-
-/// Whether a route is ours.
-fn is_our_route(answer: &RouteNetlinkMessage, family: AddressFamily) -> bool {
-    let RouteNetlinkMessage::NewRoute(route) = answer else {
-        return false;
+    let is_ours = |route: &RouteMessage| {
+        route.header.kind == RouteType::Local
+            && route.attributes.contains(&RouteAttribute::Table(TABLE))
     };
-    route.header.address_family == family
-        && route.header.kind == RouteType::Local
-        && route.attributes.contains(&RouteAttribute::Table(TABLE))
+    Ok(netlink.routes(family)?.iter().any(is_ours))
 }

@@ -152,12 +152,7 @@ fn remove_here(what: &[(AddressFamily, What)]) -> io::Result<()> {
             }
             What::Route => RouteNetlinkMessage::DelRoute(routing::answers_route(*family)),
         };
-        match netlink.request(&request, 0) {
-            Err(error) if !matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => {
-                return Err(error);
-            }
-            _ => {}
-        }
+        netlink.remove_if_there(&request)?;
     }
     Ok(())
 }
