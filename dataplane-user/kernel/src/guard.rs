@@ -13,10 +13,10 @@ use std::{io, time::Duration};
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use super::{
-    netlink::{Netlink, attribute},
+    netlink::{Netlink, attribute, nested, string},
     nft_requests::{
         self, CREATE, INET, NOT_EQUAL, REGISTER, Request, SUBSYSTEM, compare, delete_table, drop,
-        exists, expression, meta, nested, new_chain, new_rule, new_table, number, string,
+        exists, expression, meta, new_chain, new_rule, new_table, number,
     },
 };
 

@@ -4,10 +4,7 @@ use std::{collections::BTreeSet, io};
 
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
-use super::{
-    netlink::{Netlink, attribute},
-    nft_requests::{nested, string},
-};
+use super::netlink::{Netlink, attribute, nested, string};
 
 /// `NFNL_SUBSYS_IPSET` and `IPSET_CMD_CREATE`.
 const CREATE: u16 = 6 << 8 | 2;

@@ -221,6 +221,13 @@ pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     })
 }
 
+/// Returns the content of the first attribute of a kind.
+pub fn content(bytes: &[u8], kind: u16) -> Option<&[u8]> {
+    attributes(bytes)
+        .find(|(found, _)| *found == kind)
+        .map(|(_, content)| content)
+}
+
 /// One attribute.
 pub fn attribute(kind: u16, content: &[u8]) -> Vec<u8> {
     let length = u16::try_from(4 + content.len()).expect("our attributes are small");
@@ -228,6 +235,25 @@ pub fn attribute(kind: u16, content: &[u8]) -> Vec<u8> {
     bytes.extend_from_slice(content);
     bytes.resize(bytes.len().next_multiple_of(4), 0);
     bytes
+}
+
+/// One attribute that contains others.
+pub fn nested(kind: u16, content: &[u8]) -> Vec<u8> {
+    const NESTED: u16 = 0x8000; // NLA_F_NESTED
+    attribute(NESTED | kind, content)
+}
+
+/// One attribute that is a text, with a zero at its end.
+pub fn string(kind: u16, text: &str) -> Vec<u8> {
+    attribute(kind, &[text.as_bytes(), &[0]].concat())
+}
+
+/// Whether this error says that the kernel has no netfilter, or not the subsystem of it that was asked.
+pub fn is_without_netfilter(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EPROTONOSUPPORT | libc::EOPNOTSUPP | libc::EINVAL)
+    )
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::io;
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use super::{
-    netlink::{Netlink, attribute},
+    netlink::{Netlink, attribute, is_without_netfilter, nested, string},
     nf_conntrack,
 };
 
@@ -100,17 +100,10 @@ pub fn exists(netlink: &mut Netlink, table: &str) -> io::Result<bool> {
 
 /// Whether there is a table, in the network namespace that this thread is in. A kernel without nf_tables has none.
 pub fn is_there(table: &str) -> io::Result<bool> {
-    const UNKNOWN: [i32; 3] = [libc::EPROTONOSUPPORT, libc::EOPNOTSUPP, libc::EINVAL];
     let asked =
         Netlink::open(NETLINK_NETFILTER).and_then(|mut netlink| exists(&mut netlink, table));
     match asked {
-        Err(error)
-            if error
-                .raw_os_error()
-                .is_some_and(|why| UNKNOWN.contains(&why)) =>
-        {
-            Ok(false)
-        }
+        Err(error) if is_without_netfilter(&error) => Ok(false),
         asked => asked,
     }
 }
@@ -238,15 +231,6 @@ fn decide(verdict: &[u8]) -> Vec<u8> {
     // NFTA_IMMEDIATE_DREG, NFTA_IMMEDIATE_DATA
     let data = [number(1, VERDICT), nested(2, &verdict)].concat();
     expression("immediate", &data)
-}
-
-pub fn nested(kind: u16, content: &[u8]) -> Vec<u8> {
-    const NESTED: u16 = 0x8000; // NLA_F_NESTED
-    attribute(NESTED | kind, content)
-}
-
-pub fn string(kind: u16, text: &str) -> Vec<u8> {
-    attribute(kind, &[text.as_bytes(), &[0]].concat())
 }
 
 /// Numbers of nf_tables' own attributes are in network order.

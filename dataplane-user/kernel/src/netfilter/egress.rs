@@ -7,8 +7,8 @@ use std::io;
 
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
-use super::nf_tables::{GET_CHAIN, HEADER, content, hook, text};
-use crate::netlink::{Netlink, attributes};
+use super::nf_tables::{GET_CHAIN, HEADER, hook, text};
+use crate::netlink::{Netlink, attributes, content, is_without_netfilter};
 
 const NETDEV: u8 = 5;
 const NFTA_CHAIN_TABLE: u16 = 1;
@@ -54,7 +54,6 @@ impl EgressChain {
 /// # Errors
 /// If the kernel does not tell.
 pub fn egress_chains() -> io::Result<Vec<EgressChain>> {
-    const UNKNOWN: [i32; 3] = [libc::EPROTONOSUPPORT, libc::EOPNOTSUPP, libc::EINVAL];
     let mut chains = Vec::new();
     let listed = Netlink::open(NETLINK_NETFILTER).and_then(|mut netlink| {
         netlink.dump(GET_CHAIN, &[NETDEV, 0, 0, 0], |message| {
@@ -64,13 +63,7 @@ pub fn egress_chains() -> io::Result<Vec<EgressChain>> {
     match listed {
         // What has changed meanwhile is seen at the next look.
         Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(chains),
-        Err(error)
-            if error
-                .raw_os_error()
-                .is_some_and(|why| UNKNOWN.contains(&why)) =>
-        {
-            Ok(Vec::new())
-        }
+        Err(error) if is_without_netfilter(&error) => Ok(Vec::new()),
         listed => listed.map(|()| chains),
     }
 }
@@ -99,7 +92,10 @@ fn chain(message: &[u8]) -> Option<EgressChain> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nft_requests::{nested, number, string};
+    use crate::{
+        netlink::{nested, string},
+        nft_requests::number,
+    };
 
     #[test]
     fn chains_tell_their_interfaces() {

@@ -8,7 +8,7 @@ use std::{
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use super::{Base, Chain, FORWARD, HOOKS, Kind, Listed, Rule, Table, Verdict};
-use crate::netlink::{Netlink, attribute, attributes};
+use crate::netlink::{Netlink, attributes, content, is_without_netfilter, string};
 
 /// `NFNL_SUBSYS_NFTABLES << 8`, with which a message's type begins.
 pub(super) const TABLES: u16 = 0x0a00;
@@ -108,7 +108,7 @@ fn as_a_whole<T>(read: impl Fn(&mut Netlink) -> io::Result<Option<Vec<T>>>) -> i
     for last in (0..TRIES).map(|tried| tried + 1 == TRIES) {
         let mut netlink = match Netlink::open(NETLINK_NETFILTER) {
             Ok(netlink) => netlink,
-            Err(error) if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) => break,
+            Err(error) if is_without_netfilter(&error) => break,
             Err(error) => return Err(error),
         };
         match read(&mut netlink) {
@@ -124,9 +124,7 @@ fn as_a_whole<T>(read: impl Fn(&mut Netlink) -> io::Result<Option<Vec<T>>>) -> i
 /// A dump; `None` if the kernel has no nf_tables.
 fn dump(netlink: &mut Netlink, kind: u16, each: impl FnMut(&[u8])) -> io::Result<Option<()>> {
     match netlink.dump(kind, &[0; HEADER], each) {
-        Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {
-            Ok(None)
-        }
+        Err(error) if is_without_netfilter(&error) => Ok(None),
         dumped => dumped.map(Some),
     }
 }
@@ -331,8 +329,7 @@ fn read(netlink: &mut Netlink) -> io::Result<Option<Vec<Chain>>> {
 
 /// A question about a table, with names.
 fn about(table: &TableName, names: &[(u16, &String)]) -> Vec<u8> {
-    let name = |(kind, name): &(u16, &String)| attribute(*kind, &[name.as_bytes(), &[0]].concat());
-    let names = names.iter().flat_map(name);
+    let names = names.iter().flat_map(|(kind, name)| string(*kind, name));
     [table.0, 0, 0, 0].into_iter().chain(names).collect()
 }
 
@@ -421,12 +418,6 @@ fn verdict(name: &str, data: &[u8]) -> Option<Verdict> {
     }
 }
 
-pub(super) fn content(bytes: &[u8], kind: u16) -> Option<&[u8]> {
-    attributes(bytes)
-        .find(|(k, _)| *k == kind)
-        .map(|(_, content)| content)
-}
-
 /// In network order, as nf_tables has them all.
 fn number(content: &[u8]) -> Option<u32> {
     content
@@ -442,14 +433,12 @@ pub(super) fn text(content: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::netlink::attribute;
 
     fn immediate(code: u32, chain: &str) -> Vec<u8> {
         let mut verdict = attribute(NFTA_VERDICT_CODE, &code.to_be_bytes());
         if !chain.is_empty() {
-            verdict.extend(attribute(
-                NFTA_VERDICT_CHAIN,
-                &[chain.as_bytes(), &[0]].concat(),
-            ));
+            verdict.extend(string(NFTA_VERDICT_CHAIN, chain));
         }
         attribute(NFTA_IMMEDIATE_DATA, &attribute(NFTA_DATA_VERDICT, &verdict))
     }
@@ -493,13 +482,12 @@ mod tests {
     #[test]
     fn chains_at_other_hooks_are_no_base() {
         let of = |family: u8, hook: u32| {
-            let name = |kind, name: &str| attribute(kind, &[name.as_bytes(), &[0]].concat());
             let hook = attribute(NFTA_HOOK_HOOKNUM, &hook.to_be_bytes());
             let policy = attribute(NFTA_CHAIN_POLICY, &DROP.to_be_bytes());
             let all = [
                 vec![family, 0, 0, 0],
-                name(NFTA_CHAIN_TABLE, "filter"),
-                name(NFTA_CHAIN_NAME, "FORWARD"),
+                string(NFTA_CHAIN_TABLE, "filter"),
+                string(NFTA_CHAIN_NAME, "FORWARD"),
                 attribute(NFTA_CHAIN_HOOK, &hook),
                 policy,
             ];

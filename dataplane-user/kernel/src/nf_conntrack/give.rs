@@ -8,7 +8,7 @@ use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use super::super::{
     conntrack::{Conntrack, Flow, State, now},
-    netlink::{Netlink, attribute},
+    netlink::{Netlink, attribute, nested},
 };
 
 /// `NFNL_SUBSYS_CTNETLINK`, `IPCTNL_MSG_CT_NEW`.
@@ -209,9 +209,4 @@ fn v6(ip: IpAddr) -> [u8; 16] {
         IpAddr::V4(ip) => ip.to_ipv6_mapped().octets(),
         IpAddr::V6(ip) => ip.octets(),
     }
-}
-
-pub(super) fn nested(kind: u16, content: &[u8]) -> Vec<u8> {
-    const NESTED: u16 = 0x8000; // NLA_F_NESTED
-    attribute(NESTED | kind, content)
 }

@@ -16,7 +16,7 @@ pub use give::{HandedOver, forget_ended, give};
 use netlink_sys::protocols::NETLINK_NETFILTER;
 use zerocopy::FromBytes;
 
-use super::netlink::{Netlink, attribute, attributes};
+use super::netlink::{Netlink, attribute, content, nested};
 
 /// `NFNL_SUBSYS_CTNETLINK`, `IPCTNL_MSG_CT_GET`.
 const GET: u16 = 1 << 8 | 1;
@@ -106,7 +106,7 @@ fn translates(netlink: &mut Netlink) -> io::Result<[bool; 2]> {
         };
         let mut request = vec![u8::try_from(family).unwrap_or_default(), 0, 0, 0];
         let (from, to) = ((key.src, key.src_port), (key.dst, key.dst_port));
-        request.extend(give::nested(1, &give::tuple(from, to, key.protocol))); // CTA_TUPLE_ORIG
+        request.extend(nested(1, &give::tuple(from, to, key.protocol))); // CTA_TUPLE_ORIG
         let asked = netlink.get(GET, &request, |answer| {
             let status = answer.get(4..).and_then(status);
             *translates = status.is_some_and(|status| status & NAT_DONE == NAT_DONE);
@@ -224,7 +224,7 @@ fn family(key: &FlowKey) -> usize {
 fn parse(answer: &[u8]) -> Option<Listed> {
     const ORIGINAL: u16 = 1; // CTA_TUPLE_ORIG
     const REPLY: u16 = 2; // CTA_TUPLE_REPLY
-    let tuple = |kind| tuple(inside(answer, kind)?);
+    let tuple = |kind| tuple(content(answer, kind)?);
     let original = tuple(ORIGINAL)?;
     let reply = tuple(REPLY)?;
     Some(Listed {
@@ -238,7 +238,7 @@ fn parse(answer: &[u8]) -> Option<Listed> {
 /// A flow's `IPS_…` bits.
 fn status(answer: &[u8]) -> Option<u32> {
     const STATUS: u16 = 3; // CTA_STATUS, in network order
-    let status = <[u8; 4]>::read_from_bytes(inside(answer, STATUS)?).ok()?;
+    let status = <[u8; 4]>::read_from_bytes(content(answer, STATUS)?).ok()?;
     Some(u32::from_be_bytes(status))
 }
 
@@ -246,35 +246,28 @@ fn status(answer: &[u8]) -> Option<u32> {
 fn tuple(bytes: &[u8]) -> Option<FlowKey> {
     const IP: u16 = 1; // CTA_TUPLE_IP
     const PROTOCOL: u16 = 2; // CTA_TUPLE_PROTO
-    let ip = inside(bytes, IP)?;
+    let ip = content(bytes, IP)?;
     // CTA_IP_V4_SRC and so on: source and destination of each family.
     let addr = |v4, v6| {
-        let v4 = inside(ip, v4).and_then(|b| <[u8; 4]>::read_from_bytes(b).ok());
-        let v6 = || inside(ip, v6).and_then(|b| <[u8; 16]>::read_from_bytes(b).ok());
+        let v4 = content(ip, v4).and_then(|b| <[u8; 4]>::read_from_bytes(b).ok());
+        let v6 = || content(ip, v6).and_then(|b| <[u8; 16]>::read_from_bytes(b).ok());
         v4.map(Addr::from_v4).or_else(|| v6().map(Addr::from_v6))
     };
     let (src, dst) = (addr(1, 3)?, addr(2, 4)?);
-    let protocol = inside(bytes, PROTOCOL)?;
-    let number = *inside(protocol, 1)?.first()?; // CTA_PROTO_NUM
+    let protocol = content(bytes, PROTOCOL)?;
+    let number = *content(protocol, 1)?.first()?; // CTA_PROTO_NUM
     // CTA_PROTO_SRC_PORT, CTA_PROTO_DST_PORT: in network order.
     let port = |kind| {
-        let bytes = <[u8; 2]>::read_from_bytes(inside(protocol, kind)?).ok()?;
+        let bytes = <[u8; 2]>::read_from_bytes(content(protocol, kind)?).ok()?;
         Some(Port::from_be(u16::from_ne_bytes(bytes)))
     };
     let protocol = Protocol::from_number(number);
     Some(FlowKey::new(src, port(2)?, dst, port(3)?, protocol))
 }
 
-fn inside(bytes: &[u8], kind: u16) -> Option<&[u8]> {
-    attributes(bytes)
-        .find(|(found, _)| *found == kind)
-        .map(|(_, content)| content)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::netlink::attribute;
 
     fn tuple(src: [u8; 4], src_port: u16, dst: [u8; 4], dst_port: u16, number: u8) -> Vec<u8> {
         let ip = [attribute(1, &src), attribute(2, &dst)].concat();

@@ -30,7 +30,7 @@ use crate::{
     cgroup::{cgroup2_mounts, own_cgroup},
     error::{Doing, Error},
     namespaces,
-    netlink::{Netlink, attributes},
+    netlink::{Netlink, content},
     rtnetlink,
 };
 
@@ -260,8 +260,8 @@ fn list(protocol: Protocol, states: u32, mut each: impl FnMut(&Listed, u64)) -> 
             let Ok((socket, rest)) = Listed::read_from_prefix(answer) else {
                 return;
             };
-            let id = attributes(rest).find(|(kind, _)| *kind == CGROUP_ID);
-            if let Some(id) = id.and_then(|(_, id)| Some(u64::read_from_prefix(id).ok()?.0)) {
+            let id = content(rest, CGROUP_ID);
+            if let Some(id) = id.and_then(|id| Some(u64::read_from_prefix(id).ok()?.0)) {
                 each(&socket, id);
             }
         });

@@ -33,7 +33,7 @@ use super::{
     error::{Doing, Error},
     map::Mapped,
     namespaces,
-    netlink::{Netlink, attribute, attributes},
+    netlink::{Netlink, attribute, content},
     pins::{MAPS, MapSpec, Pins},
 };
 
@@ -356,8 +356,7 @@ fn noted(rest: &[u8]) -> Option<Peer> {
     const SK_BPF_STORAGES: u16 = 20; // INET_DIAG_SK_BPF_STORAGES
     const STORAGE: u16 = 1; // SK_DIAG_BPF_STORAGE
     const VALUE: u16 = 3; // SK_DIAG_BPF_STORAGE_MAP_VALUE
-    let inside = |bytes, kind| attributes(bytes).find(|(k, _)| *k == kind).map(|(_, c)| c);
-    let value = inside(inside(inside(rest, SK_BPF_STORAGES)?, STORAGE)?, VALUE)?;
+    let value = content(content(content(rest, SK_BPF_STORAGES)?, STORAGE)?, VALUE)?;
     Peer::read_from_prefix(value).ok().map(|(peer, _)| peer)
 }
 
