@@ -11,6 +11,7 @@ mod doctor;
 mod explain;
 mod keep_nat;
 mod live;
+mod log;
 mod monitor;
 mod names;
 mod opener;
@@ -32,9 +33,7 @@ use std::{
 use clap::{Parser, Subcommand};
 use dataplane_common::Protocol;
 use nix::time::{ClockId, clock_gettime};
-use settings::LogLevel;
 pub use settled::parse;
-use tracing_subscriber::EnvFilter;
 
 /// Kubernetes services without iptables: translated at the socket, by eBPF programs.
 ///
@@ -173,26 +172,6 @@ fn monotonic_ns() -> u64 {
     clock_gettime(ClockId::CLOCK_MONOTONIC)
         .map(|now| u64::try_from(std::time::Duration::from(now).as_nanos()).unwrap_or(u64::MAX))
         .unwrap_or_default()
-}
-
-/// Returns the level for the number of `--verbose` flags. `None`: the level of the file.
-fn log_level(verbose: u8) -> Option<LogLevel> {
-    match verbose {
-        0 => None,
-        1 => Some(LogLevel::Debug),
-        _ => Some(LogLevel::Trace),
-    }
-}
-
-/// Returns the filter of the log. `RUST_LOG` replaces it.
-fn log_filter(level: LogLevel) -> EnvFilter {
-    let level = match level {
-        // Messages of libraries help few readers, and the agent itself reports failed requests.
-        LogLevel::Info => "info,kube_client=off",
-        LogLevel::Debug => "info,kube_client=off,dataplane=debug",
-        LogLevel::Trace => "debug,dataplane=trace",
-    };
-    EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level))
 }
 
 #[cfg(test)]

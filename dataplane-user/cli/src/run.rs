@@ -1,18 +1,14 @@
 //! `dataplane run`.
 
-use std::{
-    env,
-    io::{self, IsTerminal},
-    process::ExitCode,
-};
+use std::{env, process::ExitCode};
 
 use agent::InputError;
 use clap::{ArgMatches, Args, FromArgMatches as _, error::ErrorKind, parser::ValueSource};
 use kernel::probe;
-use settings::{Dns, LogFormat, Mesh, MetricsAuth, Settings, config, faults};
+use settings::{Dns, Mesh, MetricsAuth, Settings, config, faults};
 use terminal::{PathArgs, Refusal, SocketArgs, exit};
 
-use super::{Command, settled, source::SourceArgs};
+use super::{Command, log, settled, source::SourceArgs};
 
 /// Run the agent on this node.
 ///
@@ -103,7 +99,7 @@ impl RunArgs {
         settings.mesh.clone_from(&self.mesh);
         terminal::fill(&mut self.dns, file.dns.as_ref());
         settings.dns.clone_from(&self.dns);
-        settings.log.level = super::log_level(self.verbose).or(file.log.level);
+        settings.log.level = log::level(self.verbose).or(file.log.level);
         let from_api = settings.source.kubernetes.is_some();
         if settings.listen.metrics_auth == Some(MetricsAuth::Kubernetes) && !from_api {
             let text = "listen.metricsAuth (--metrics-auth): kubernetes needs the Kubernetes API as the source; \
@@ -141,7 +137,11 @@ fn read_again() -> Result<Settings, String> {
 
 impl RunArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        self.start_log();
+        let settings = &self.settings.log;
+        log::start(
+            settings.level.unwrap_or_default(),
+            settings.format.unwrap_or_default(),
+        );
         let run = agent::run(self.settings.clone(), read_again);
         match run {
             Ok(()) => Ok(ExitCode::SUCCESS),
@@ -179,20 +179,5 @@ impl RunArgs {
         eprintln!("What to do: {}", first.remedy);
         eprintln!("`dataplane doctor` lists all requirements.");
         ExitCode::FAILURE
-    }
-
-    fn start_log(&self) {
-        let settings = &self.settings.log;
-        let filter = super::log_filter(settings.level.unwrap_or_default());
-        let log = tracing_subscriber::fmt()
-            .with_env_filter(filter)
-            .with_writer(io::stderr);
-        match settings.format.unwrap_or_default() {
-            LogFormat::Json => log.json().init(),
-            LogFormat::Text => {
-                let colour = io::stderr().is_terminal() && env::var_os("NO_COLOR").is_none();
-                log.with_ansi(colour).with_target(false).init();
-            }
-        }
     }
 }

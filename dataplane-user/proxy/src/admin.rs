@@ -42,7 +42,7 @@ struct Context {
 pub fn metrics(observer: &Observer) -> Router {
     let mut registry = Registry::default();
     observer.register(&mut registry);
-    let show = async |State(registry): State<Arc<Registry>>| show(&registry);
+    let show = async |State(registry): State<Arc<Registry>>| metrics_page(&registry);
     Router::new()
         .route("/metrics", get(show))
         .route("/stats/prometheus", get(show))
@@ -82,7 +82,8 @@ pub fn all(observer: &Observer, logging: Logging, rights: Rights) -> Router {
         .merge(metrics(observer))
 }
 
-fn show(registry: &Registry) -> Response {
+/// Returns the page of metrics, as OpenMetrics.
+pub fn metrics_page(registry: &Registry) -> Response {
     let mut body = String::new();
     match text::encode(&mut body, registry) {
         Ok(()) => {

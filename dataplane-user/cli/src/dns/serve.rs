@@ -1,7 +1,6 @@
 //! `dataplane dns serve`.
 
 use std::{
-    io::{self, IsTerminal as _},
     net::{IpAddr, SocketAddr},
     process::ExitCode,
     sync::Arc,
@@ -9,11 +8,12 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use axum::{Router, http::header, routing::get};
+use axum::{Router, routing::get};
 use clap::Args;
 use dns::{Basis, Room, Server, Settings};
 use model::Snapshot;
-use prometheus_client::{encoding::text, registry::Registry};
+use prometheus_client::registry::Registry;
+use proxy::admin::metrics_page;
 use relay::raise_open_files;
 use settings::{Listen, LogFormat, LogLevel};
 use threads::Deaths;
@@ -23,7 +23,7 @@ use tracing::{error, info};
 use super::CommonArgs;
 use crate::{
     live::{SIGHUP, Services, Signals},
-    log_filter, log_level,
+    log,
 };
 
 /// Interval at which the server checks that its source can be read.
@@ -90,12 +90,12 @@ impl ServeArgs {
     /// Completes the options from the configuration file.
     pub(super) fn settle(&mut self, file: &settings::Settings) {
         terminal::fill(&mut self.log_format, file.log.format.as_ref());
-        let level = log_level(self.verbose).or(file.log.level);
+        let level = log::level(self.verbose).or(file.log.level);
         self.log_level = level.unwrap_or_default();
     }
 
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        self.start_log();
+        log::start(self.log_level, self.log_format.unwrap_or_default());
         for at in &self.listen {
             ensure!(
                 !at.ip().is_unspecified(),
@@ -214,13 +214,7 @@ impl ServeArgs {
         let mut registry = Registry::default();
         registry.register_collector(Box::new(server.observer()));
         let registry = Arc::new(registry);
-        let show = move || {
-            let mut page = String::new();
-            // A write to memory does not fail.
-            let _ = text::encode(&mut page, &registry);
-            let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-            std::future::ready(([(header::CONTENT_TYPE, kind)], page))
-        };
+        let show = move || std::future::ready(metrics_page(&registry));
         let routes = Router::new().route("/metrics", get(show));
         let page = async {
             let listener = tokio::net::TcpListener::bind(at).await?;
@@ -231,19 +225,6 @@ impl ServeArgs {
         match page.await {
             Ok(()) => anyhow::anyhow!(place),
             Err(error) => anyhow::Error::from(error).context(place),
-        }
-    }
-
-    fn start_log(&self) {
-        let log = tracing_subscriber::fmt()
-            .with_env_filter(log_filter(self.log_level))
-            .with_writer(io::stderr);
-        match self.log_format.unwrap_or_default() {
-            LogFormat::Json => log.json().init(),
-            LogFormat::Text => {
-                let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-                log.with_ansi(colour).with_target(false).init();
-            }
         }
     }
 }

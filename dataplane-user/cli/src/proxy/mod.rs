@@ -4,8 +4,7 @@ mod serve;
 mod sockets;
 
 use std::{
-    env,
-    io::{self, IsTerminal},
+    env, io,
     net::SocketAddr,
     path::PathBuf,
     process::ExitCode,
@@ -17,12 +16,11 @@ use anyhow::Context as _;
 use clap::{ArgMatches, Args};
 use jiff::SignedDuration;
 use model::{Egress, Place, Workload, WorkloadName};
-use proxy::{Settings, admin::Logging};
+use proxy::Settings;
 use relay::AccessLog;
 use settings::{Listen, LogFormat, LogLevel, Node};
-use tracing_subscriber::EnvFilter;
 
-use super::{settled, source::SourceArgs};
+use super::{log, settled, source::SourceArgs};
 
 /// Run the L4 proxy alone, in this network namespace.
 ///
@@ -221,7 +219,7 @@ impl ProxyArgs {
         terminal::fill(&mut self.listen.metrics, file.listen.metrics.as_ref());
         terminal::fill(&mut self.listen.admin, file.listen.admin.as_ref());
         terminal::fill(&mut self.log_format, file.log.format.as_ref());
-        let level = super::log_level(self.verbose).or(file.log.level);
+        let level = log::level(self.verbose).or(file.log.level);
         self.log_level = level.unwrap_or_default();
         Ok(())
     }
@@ -236,7 +234,7 @@ impl ProxyArgs {
     }
 
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let logging = self.start_log();
+        let logging = log::start(self.log_level, self.log_format.unwrap_or_default());
         serve::run(&self, logging)
     }
 
@@ -267,44 +265,6 @@ impl ProxyArgs {
         };
         let name = self.who.workload.clone().map_or_else(own_name, Ok)?;
         Ok(Arc::new(Workload::new(name, Place::Elsewhere)))
-    }
-
-    /// Starts the log, and returns the handle that changes its filter.
-    fn start_log(&self) -> Logging {
-        let filter = super::log_filter(self.log_level);
-        let log = tracing_subscriber::fmt()
-            .with_env_filter(filter)
-            .with_writer(io::stderr);
-        match self.log_format.unwrap_or_default() {
-            LogFormat::Json => {
-                let log = log.json().with_filter_reloading();
-                let logging = logging(log.reload_handle());
-                log.init();
-                logging
-            }
-            LogFormat::Text => {
-                let colour = io::stderr().is_terminal() && env::var_os("NO_COLOR").is_none();
-                let log = log.with_ansi(colour).with_target(false);
-                let log = log.with_filter_reloading();
-                let logging = logging(log.reload_handle());
-                log.init();
-                logging
-            }
-        }
-    }
-}
-
-fn logging<S: 'static>(handle: tracing_subscriber::reload::Handle<EnvFilter, S>) -> Logging {
-    let current = handle.clone();
-    Logging {
-        current: Arc::new(move || {
-            let current = current.with_current(ToString::to_string);
-            current.unwrap_or_else(|error| error.to_string())
-        }),
-        set: Arc::new(move |text| {
-            let filter = EnvFilter::try_new(text).map_err(|error| error.to_string())?;
-            handle.reload(filter).map_err(|error| error.to_string())
-        }),
     }
 }
 
