@@ -10,7 +10,7 @@ use model::ServiceName;
 use nix::sys::resource::{Resource, getrlimit};
 use prometheus_client::{
     collector::Collector,
-    encoding::{DescriptorEncoder, EncodeLabelSet, MetricEncoder},
+    encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeLabelSet, MetricEncoder},
     metrics::MetricType,
     registry::Registry,
 };
@@ -70,11 +70,7 @@ impl Collector for Scrape {
 fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let served = state.served();
     let snapshot = &served.snapshot;
-    let mut number = |name, help, value: i64| {
-        encoder
-            .encode_descriptor(name, help, None, MetricType::Gauge)?
-            .encode_gauge(&value)
-    };
+    let mut number = |name, help, value: i64| gauge(encoder, name, help, &value);
     number(
         "dataplane_services",
         "Services that this node knows",
@@ -176,23 +172,19 @@ fn source(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let Health::Kubernetes { kinds: health, .. } = &state.source else {
         return Ok(());
     };
-    encoder
-        .encode_descriptor(
-            "dataplane_source_heard_timestamp_seconds",
-            "Time of the API server's last message, also if nothing changed, for the kind with the oldest one; 0: not \
-             every kind has been read yet",
-            None,
-            MetricType::Gauge,
-        )?
-        .encode_gauge(&signed(health.heard()))?;
-    encoder
-        .encode_descriptor(
-            "dataplane_source_watching",
-            "1 if the agent watches every kind, 0 if not",
-            None,
-            MetricType::Gauge,
-        )?
-        .encode_gauge(&i64::from(health.is_watching()))?;
+    gauge(
+        encoder,
+        "dataplane_source_heard_timestamp_seconds",
+        "Time of the API server's last message, also if nothing changed, for the kind with the oldest one; 0: not \
+         every kind has been read yet",
+        &signed(health.heard()),
+    )?;
+    gauge(
+        encoder,
+        "dataplane_source_watching",
+        "1 if the agent watches every kind, 0 if not",
+        &i64::from(health.is_watching()),
+    )?;
     let columns: [(&str, &str, OfKind); 4] = [
         (
             "dataplane_source_lists",
@@ -325,39 +317,31 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
                 ])?
                 .encode_gauge(&signed(*number))?;
         }
-        encoder
-            .encode_descriptor(
-                "dataplane_flows_walk_seconds",
-                "Duration of the last walk through all flows, without its pauses",
-                None,
-                MetricType::Gauge,
-            )?
-            .encode_gauge(&took.as_secs_f64())?;
-        encoder
-            .encode_descriptor(
-                "dataplane_flows_walked_timestamp_seconds",
-                "Time of the last walk through all flows",
-                None,
-                MetricType::Gauge,
-            )?
-            .encode_gauge(&signed(at))?;
+        gauge(
+            encoder,
+            "dataplane_flows_walk_seconds",
+            "Duration of the last walk through all flows, without its pauses",
+            &took.as_secs_f64(),
+        )?;
+        gauge(
+            encoder,
+            "dataplane_flows_walked_timestamp_seconds",
+            "Time of the last walk through all flows",
+            &signed(at),
+        )?;
         let most = census.ports.iter().map(|ports| ports.used).max();
-        for (name, help, number) in [
-            (
-                "dataplane_masquerade_ports",
-                "Ports of the node in use by masqueraded flows to one endpoint, for the endpoint that uses most",
-                most.unwrap_or_default(),
-            ),
-            (
-                "dataplane_masquerade_ports_limit",
-                "Ports of the node that masqueraded flows to one endpoint may use",
-                census.most_ports,
-            ),
-        ] {
-            encoder
-                .encode_descriptor(name, help, None, MetricType::Gauge)?
-                .encode_gauge(&signed(number))?;
-        }
+        gauge(
+            encoder,
+            "dataplane_masquerade_ports",
+            "Ports of the node in use by masqueraded flows to one endpoint, for the endpoint that uses most",
+            &signed(most.unwrap_or_default()),
+        )?;
+        gauge(
+            encoder,
+            "dataplane_masquerade_ports_limit",
+            "Ports of the node that masqueraded flows to one endpoint may use",
+            &signed(census.most_ports),
+        )?;
     }
     let mut metric = encoder.encode_descriptor(
         "dataplane_flows_removed",
@@ -429,14 +413,12 @@ fn tables_in_kernel(
         return Ok(());
     };
     let conntrack = Conntrack::open(&state.paths.bpffs).unwrap_or_default();
-    encoder
-        .encode_descriptor(
-            "dataplane_packet_path",
-            "1 if the packet path is on; 0 if not, and then there are no flows",
-            None,
-            MetricType::Gauge,
-        )?
-        .encode_gauge(&i64::from(conntrack.is_some()))?;
+    gauge(
+        encoder,
+        "dataplane_packet_path",
+        "1 if the packet path is on; 0 if not, and then there are no flows",
+        &i64::from(conntrack.is_some()),
+    )?;
     let counted = state.flows.last().map(|walk| walk.census.total());
     let flows = conntrack.map(|conntrack| conntrack.usage(counted.unwrap_or_default()));
     let columns: [(&str, &str, Column); 4] = [
@@ -492,6 +474,18 @@ fn count(metric: &mut MetricEncoder<'_>, labels: &impl EncodeLabelSet, value: u6
     metric
         .encode_family(labels)?
         .encode_counter::<[(&str, &str); 0], u64, f64>(&value, None)
+}
+
+/// Writes a gauge without labels.
+fn gauge(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    value: &impl EncodeGaugeValue,
+) -> fmt::Result {
+    encoder
+        .encode_descriptor(name, help, None, MetricType::Gauge)?
+        .encode_gauge(value)
 }
 
 /// Gauges are signed.
