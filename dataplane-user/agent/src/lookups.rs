@@ -13,13 +13,13 @@ use std::{
 };
 
 use dns::LowerName;
-use model::{ADDRESSES_MAX, EndpointName, Gravity, Problem, Resolved, can_be_endpoint};
+use model::{ADDRESSES_MAX, EndpointName, Problem, Resolved, can_be_endpoint};
 use plan::entries::Entries;
 use source::Notice;
 use threads::Deaths;
 use tracing::{debug, warn};
 
-use super::remembered::replace;
+use super::remembered::{note_problem, replace};
 
 /// The file is written at most this often.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -145,18 +145,8 @@ impl Lookups {
         self.written = Some(Instant::now());
         let result = replace(&self.path, &text(entries));
         self.unwritten = result.is_err();
-        let problem = result.err().map(|error| Problem {
-            gravity: Gravity::Warning,
-            place: self.path.display().to_string(),
-            text: format!(
-                "cannot be written: {error}; after a restart, ServiceEntries have no endpoints at names until they are looked \
-                 up"
-            ),
-        });
-        if let Some(problem) = problem.as_ref().filter(|_| self.problem.is_none()) {
-            warn!("{}: {}", problem.place, problem.text);
-        }
-        self.problem = problem;
+        let then = "ServiceEntries have no endpoints at names until they are looked up";
+        note_problem(&mut self.problem, &self.path, result, then);
     }
 
     /// Returns the reason why the agent cannot write the file.

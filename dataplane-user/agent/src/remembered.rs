@@ -90,17 +90,26 @@ impl Remembered {
     }
 
     fn told(&mut self, result: io::Result<()>) {
-        let problem = result.err().map(|error| Problem {
-            gravity: Gravity::Warning,
-            place: self.path.display().to_string(),
-            text: format!(
-                "cannot be written: {error}; after a restart, hosts of ServiceEntries may get other addresses"
-            ),
-        });
-        if let Some(problem) = problem.as_ref().filter(|_| self.problem.is_none()) {
-            warn!("{}: {}", problem.place, problem.text);
-        }
-        self.problem = problem;
+        let then = "hosts of ServiceEntries may get other addresses";
+        note_problem(&mut self.problem, &self.path, result, then);
+    }
+}
+
+/// Sets the problem of a file by the result of writing it, and logs a new one. `then`: the effect after a restart.
+pub fn note_problem(
+    problem: &mut Option<Problem>,
+    path: &Path,
+    written: io::Result<()>,
+    then: &str,
+) {
+    let is_new = problem.is_none();
+    *problem = written.err().map(|error| Problem {
+        gravity: Gravity::Warning,
+        place: path.display().to_string(),
+        text: format!("cannot be written: {error}; after a restart, {then}"),
+    });
+    if let Some(problem) = problem.as_ref().filter(|_| is_new) {
+        warn!("{}: {}", problem.place, problem.text);
     }
 }
 

@@ -45,7 +45,7 @@ use limits::Holders;
 pub use limits::{DnsFiles, Limits, raise_open_files};
 pub use metrics::{Connections, encode_connections};
 use model::{Snapshot, WorkloadName};
-pub use namespace::Stock;
+pub use namespace::{Stock, local_addresses};
 pub use outcome::Flag;
 pub use session::{Permit, Session};
 
@@ -134,7 +134,7 @@ impl Relay {
         }
         // In another namespace the workload's own addresses are enough.
         let here = match attachment.namespace {
-            None => namespace::local_addresses(),
+            None => local_addresses().unwrap_or_default(),
             Some(_) => Box::default(),
         };
         let mut attachments = self.lock_attachments();

@@ -76,12 +76,14 @@ impl Stock {
 }
 
 /// The addresses of this network namespace's interfaces.
-pub fn local_addresses() -> Box<[IpAddr]> {
-    let interfaces = nix::ifaddrs::getifaddrs().into_iter().flatten();
-    let addresses = interfaces.filter_map(|interface| {
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn local_addresses() -> io::Result<Box<[IpAddr]>> {
+    let addresses = nix::ifaddrs::getifaddrs()?.filter_map(|interface| {
         let address = interface.address?;
         let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
         v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
     });
-    addresses.collect()
+    Ok(addresses.collect())
 }

@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs, io,
+    fs,
     net::IpAddr,
     path::Path,
 };
@@ -25,7 +25,7 @@ pub fn findings(tables: &kernel::Tables) -> Vec<Finding> {
         .map_err(|error| format!("cannot find out which processes listen on this node: {error}"))
         .and_then(|listeners| {
             let contents = tables.contents().map_err(|error| error.to_string())?;
-            let own = own_addresses().map_err(|error| {
+            let own = relay::local_addresses().map_err(|error| {
                 format!("cannot find out which addresses this node has: {error}")
             })?;
             Ok(tell(&hidden(&listeners, &contents.frontends, &own)))
@@ -36,25 +36,11 @@ pub fn findings(tables: &kernel::Tables) -> Vec<Finding> {
     }
 }
 
-/// The addresses of this node's interfaces.
-fn own_addresses() -> io::Result<BTreeSet<IpAddr>> {
-    let mut own = BTreeSet::new();
-    for interface in nix::ifaddrs::getifaddrs()? {
-        let Some(addr) = interface.address else {
-            continue;
-        };
-        let v4 = addr.as_sockaddr_in().map(|addr| IpAddr::V4(addr.ip()));
-        let v6 = addr.as_sockaddr_in6().map(|addr| IpAddr::V6(addr.ip()));
-        own.extend(v4.or(v6));
-    }
-    Ok(own)
-}
-
 /// Returns the listeners whose port a service has at an address of the node, each with the frontend.
 fn hidden<'a>(
     listeners: &'a [Listener],
     frontends: &[(FrontendKey, Frontend)],
-    own: &BTreeSet<IpAddr>,
+    own: &[IpAddr],
 ) -> Vec<(&'a Listener, FrontendKey)> {
     let mut by_port: BTreeMap<_, Vec<&Listener>> = BTreeMap::new();
     for listener in listeners {
@@ -185,7 +171,7 @@ mod tests {
             at("198.51.100.1", 444, Kind::EXTERNAL_IP),
             at("10.96.0.1", 53, Kind::CLUSTER_IP),
         ];
-        let own = BTreeSet::from(["192.0.2.1".parse().unwrap()]);
+        let own: [IpAddr; 1] = ["192.0.2.1".parse().unwrap()];
         for (addr, port, protocol, count) in [
             ("0.0.0.0", 8080, tcp, 1),
             ("127.0.0.1", 8080, tcp, 1),
