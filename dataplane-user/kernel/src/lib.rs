@@ -295,11 +295,6 @@ impl Kernel {
         self.services.contents()
     }
 
-    /// The packet path's tables, for reading.
-    pub fn packet_tables(&self) -> &PacketTables {
-        self.packet.tables()
-    }
-
     /// Makes the tables large enough for a plan, while the programs run.
     ///
     /// # Errors

@@ -129,7 +129,7 @@ impl Rig {
 
     /// The index of an address that flows are masqueraded to.
     pub fn node_addr(&self, addr: Addr) -> Option<u8> {
-        (1..=u8::MAX).find(|index| self.packet.tables().node_addr(*index) == Some(addr))
+        (1..=u8::MAX).find(|index| self.packet.tables.node_addr(*index) == Some(addr))
     }
 
     /// Verdicts so far, by reason.

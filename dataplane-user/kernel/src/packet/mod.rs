@@ -110,7 +110,7 @@ impl Filter for Tables {
 /// The packet path of a node, for its one writer.
 #[derive(Debug)]
 pub struct PacketPath {
-    tables: PacketTables,
+    pub(super) tables: PacketTables,
     programs: Option<PacketPrograms>,
     node_addrs: NodeAddrs,
     protected: Protected,
@@ -143,10 +143,6 @@ impl PacketPath {
             cells,
             secret: pins.flow_secret()?,
         })
-    }
-
-    pub fn tables(&self) -> &PacketTables {
-        &self.tables
     }
 
     /// How the programs are put on interfaces; none if they are not.

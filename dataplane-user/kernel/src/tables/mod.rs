@@ -364,18 +364,6 @@ impl Tables {
         ]
     }
 
-    /// Entries in the affinity table now.
-    ///
-    /// # Errors
-    /// If the kernel does not let it be read.
-    pub fn affinity_entries(&self) -> Result<u32, Error> {
-        let entries = self
-            .affinity
-            .entries()
-            .doing(|| "cannot read table AFFINITY".to_owned())?;
-        Ok(len(entries.len()))
-    }
-
     /// Returns frontends that the filter in front of them (`VIPS`) does not let through: none, as long as only the
     /// agent writes to our tables. The programs leave connections to them alone.
     ///
