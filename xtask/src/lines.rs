@@ -13,8 +13,8 @@ use crate::workspace;
 
 /// Count the lines of code, comments and tests, by crate
 ///
-/// Lines of tests are lines of modules that only tests compile, and of the folder `tests` of a crate. Empty lines do not
-/// count.
+/// Lines of tests are lines of modules that only tests compile (`cfg(test)`, or the feature `testing`), and of the folder
+/// `tests` of a crate. Empty lines do not count.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {}
 
@@ -106,6 +106,9 @@ fn count_folder(folder: &Path, tests: bool, lines: &mut Lines) -> Result<()> {
     Ok(())
 }
 
+/// The attributes of modules that only tests compile.
+const FOR_TESTS: [&str; 2] = ["#[cfg(test)]", "#[cfg(feature = \"testing\")]"];
+
 /// Adds a file's lines. Returns the names of its modules that only tests compile, and that have files of their own.
 fn count(text: &str, lines: &mut Lines, mut tests: bool) -> Vec<String> {
     let mut found = Vec::new();
@@ -120,7 +123,7 @@ fn count(text: &str, lines: &mut Lines, mut tests: bool) -> Vec<String> {
                 None => {}
             }
         }
-        is_for_tests = line == "#[cfg(test)]";
+        is_for_tests = FOR_TESTS.contains(&line);
         if tests {
             lines.tests += 1;
         } else if line.starts_with("//") {
@@ -139,10 +142,11 @@ mod tests {
     #[test]
     fn lines_are_of_three_kinds() {
         let mut lines = Lines::default();
-        let text = "//! A file.\n\nfn f() {}\n#[cfg(test)]\nmod fuzz;\n\n#[cfg(test)]\nmod tests {\n    // One.\n}\n";
-        assert_eq!(count(text, &mut lines, false), ["fuzz"]);
+        let text = "//! A file.\n\nfn f() {}\n#[cfg(test)]\nmod fuzz;\n#[cfg(feature = \"testing\")]\npub mod rig;\n\n\
+                    #[cfg(test)]\nmod tests {\n    // One.\n}\n";
+        assert_eq!(count(text, &mut lines, false), ["fuzz", "rig"]);
         let wanted = Lines {
-            code: 4,
+            code: 6,
             comments: 1,
             tests: 3,
         };
