@@ -3,14 +3,7 @@
 mod serve;
 mod sockets;
 
-use std::{
-    env, io,
-    net::SocketAddr,
-    path::PathBuf,
-    process::ExitCode,
-    sync::Arc,
-    time::Duration,
-};
+use std::{env, net::SocketAddr, path::PathBuf, process::ExitCode, sync::Arc, time::Duration};
 
 use anyhow::Context as _;
 use clap::{ArgMatches, Args};
