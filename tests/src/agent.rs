@@ -179,6 +179,23 @@ impl Agent {
         &self.cgroup
     }
 
+    /// A line of the memory of its process in `/proc/PID/status`, such as `VmRSS`, in KiB.
+    ///
+    /// # Errors
+    /// When it does not run, or there is no such line.
+    pub fn memory(&self, line: &str) -> Result<u64> {
+        let file = format!("/proc/{}/status", self.id());
+        let status = fs::read_to_string(&file).doing(|| format!("read {file}"))?;
+        let number = status.lines().find_map(|all| {
+            let rest = all.strip_prefix(line)?.strip_prefix(':')?;
+            rest.split_whitespace().next()?.parse().ok()
+        });
+        number.ok_or_else(|| Error::Io {
+            doing: format!("find {line} in {file}"),
+            source: std::io::ErrorKind::NotFound.into(),
+        })
+    }
+
     /// The node that it runs on.
     pub fn node(&self) -> &Host {
         &self.node

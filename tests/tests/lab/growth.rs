@@ -88,14 +88,6 @@ fn table_bytes(status: &Value) -> u64 {
     grow.filter_map(|table| table["bytes"].as_u64()).sum()
 }
 
-/// The memory of the agent's process, in KiB.
-fn resident(agent: &Agent) -> Result<u64> {
-    let status = fs::read_to_string(format!("/proc/{}/status", agent.id()))?;
-    let line = status.lines().find(|line| line.starts_with("VmRSS:"));
-    let number = line.and_then(|line| line.split_whitespace().nth(1));
-    Ok(number.context("no VmRSS")?.parse()?)
-}
-
 /// Waits for so many services to be served. While the agent is busy with them, `status` may report that it is late.
 fn wait_for(agent: &Agent, services: u32, patience: Duration) -> Result<Value> {
     let begin = Instant::now();
@@ -134,7 +126,7 @@ fn figures(services: u32, agent: &Agent, status: &Value) -> Result<()> {
         ms("plan_us"),
         ms("write_us"),
         table_bytes(status) / 1024,
-        resident(agent)?,
+        agent.memory("VmRSS")?,
     );
     Ok(())
 }

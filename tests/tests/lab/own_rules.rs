@@ -118,6 +118,17 @@ fn rules_of_a_pod_see_the_vip() -> Result<()> {
 /// The node's own legacy rules, which kube-proxy may have written there, do not count as a pod's.
 fn legacy_rules_are_those_of_the_pod(cluster: &Cluster) -> Result<()> {
     let (client, other) = (cluster.client(), cluster.lab.pod("near2"));
+    // A table of 40 MB without a rule at that hook: it is not read.
+    let many = "{ echo '*nat'; yes -- '-A PREROUTING -d 192.0.2.1 -j ACCEPT' | head -n 250000; echo COMMIT; } | \
+                iptables-legacy-restore --noflush";
+    let before = cluster.agent.memory("VmHWM")?;
+    run(client, many)?;
+    // Two looks later.
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    let after = cluster.agent.memory("VmHWM")?;
+    ensure!(after < before + 20_000, "{before} KiB, then {after} KiB");
+    ensure!(listed(cluster)?.is_empty(), "{:?}", listed(cluster)?);
+    run(client, "iptables-legacy -t nat -F")?;
     let [vip, _] = VIPS;
     let rule = format!(
         "iptables-legacy -t nat -A OUTPUT -p tcp -d {vip} --dport 80 -j DNAT --to {}:{TCP}",

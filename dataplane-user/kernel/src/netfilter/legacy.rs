@@ -21,6 +21,8 @@ const TABLES: [&str; 3] = ["filter", "mangle", "security"];
 
 /// The chains that are built in, by the number of their hook.
 const HOOKS: [&str; 5] = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
+/// `NF_INET_LOCAL_OUT`.
+const OUTPUT: usize = 3;
 
 /// A family's numbers.
 struct Family {
@@ -117,13 +119,14 @@ pub fn tables() -> io::Result<Vec<Table>> {
     Ok(all)
 }
 
-/// Whether a table `nat` that is in use has a rule in its chain of the output hook.
+/// Whether a table `nat` that is in use has a rule in its chain of the output hook. The rules are not read: a pod may have
+/// millions.
 pub fn has_nat_at_output() -> io::Result<bool> {
     for family in &FAMILIES {
         if in_use(family)?.lines().any(|name| name == "nat") {
-            let chains = read(family, "nat")?;
-            let mut output = chains.iter().filter(|chain| chain.name == "OUTPUT");
-            if output.any(|chain| !chain.rules.is_empty()) {
+            let info = info(family, socket(family)?.as_fd(), "nat")?;
+            // A chain without rules begins with its policy.
+            if info.hooks[OUTPUT] != info.underflows[OUTPUT] {
                 return Ok(true);
             }
         }
@@ -148,22 +151,32 @@ fn in_use(family: &Family) -> io::Result<String> {
     }
 }
 
-fn read(family: &Family, table: &str) -> io::Result<Vec<Chain>> {
+fn socket(family: &Family) -> io::Result<OwnedFd> {
     let domain = if family.level == libc::SOL_IP {
         Domain::IPV4
     } else {
         Domain::IPV6
     };
-    let socket = opener::socket(domain, Type::DGRAM, None)?;
+    opener::socket(domain, Type::DGRAM, None)
+}
+
+/// Returns the size of a table, and where its chains begin.
+fn info(family: &Family, socket: BorrowedFd<'_>, table: &str) -> io::Result<Info> {
+    let mut info = Info::new_zeroed();
+    let name = info
+        .name
+        .get_mut(..table.len())
+        .ok_or(io::ErrorKind::InvalidData)?;
+    name.copy_from_slice(table.as_bytes());
+    get(socket, family.level, GET_INFO, info.as_mut_bytes())?;
+    Ok(info)
+}
+
+fn read(family: &Family, table: &str) -> io::Result<Vec<Chain>> {
+    let socket = socket(family)?;
     // A table that is changed in between has another size.
     for _ in 0..8 {
-        let mut info = Info::new_zeroed();
-        let name = info
-            .name
-            .get_mut(..table.len())
-            .ok_or(io::ErrorKind::InvalidData)?;
-        name.copy_from_slice(table.as_bytes());
-        get(socket.as_fd(), family.level, GET_INFO, info.as_mut_bytes())?;
+        let info = info(family, socket.as_fd(), table)?;
         let mut answer = vec![0; BEFORE + info.size as usize];
         answer[..32].copy_from_slice(&info.name);
         answer[32..36].copy_from_slice(&info.size.to_ne_bytes());

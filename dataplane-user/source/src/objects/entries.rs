@@ -14,7 +14,10 @@ use model::{
 };
 use smallvec::SmallVec;
 
-use super::{Candidate, Selection, ServiceEntry, Slice, Sums, addresses_of};
+use super::{
+    Candidate, Selection, ServiceEntry, Slice, Sums, addresses_of,
+    by_label::{ByLabel, LabelIn},
+};
 
 /// Maximum number of endpoints of all ServiceEntries of one namespace. Each counts once for each port of its entry, as
 /// in the tables. Without a bound, an object of a megabyte could need hundreds of millions of endpoints, and a thousand
@@ -27,27 +30,25 @@ const ADDRESSES_TOGETHER: usize = 100_000;
 
 /// Identifies a candidate: whether it is a pod, and its name.
 type CandidateName = (bool, ServiceName);
-/// A namespace, and a label in it.
-type LabelIn = (Box<str>, Box<str>, Box<str>);
 
 /// The ServiceEntries of a source with their endpoints. The cost of a change grows with its effects.
 #[derive(Debug)]
 pub struct Entries {
     /// Entries with a selector, and other entries whose endpoints are not in `joined`.
     selecting: HashMap<EntryName, ServiceEntry>,
-    /// Entries with a selector, by the first label that they ask for.
-    by_label: HashMap<LabelIn, BTreeSet<EntryName>>,
+    /// Entries with a selector, by one of the labels that they ask for.
+    by_label: ByLabel<EntryName>,
     /// Entries with addresses that other objects may have.
     naming: BTreeSet<EntryName>,
     candidates: HashMap<CandidateName, Candidate>,
-    candidates_by_label: HashMap<LabelIn, BTreeSet<CandidateName>>,
+    candidates_by_label: ByLabel<CandidateName>,
     /// The numbers of endpoints and of addresses of the entries of each namespace.
     endpoints: Sums,
     addresses: Sums,
     /// Services with a selector.
     services: HashMap<ServiceName, Box<Selection>>,
-    /// Services with a selector, by the first label that they ask for.
-    services_by_label: HashMap<LabelIn, BTreeSet<ServiceName>>,
+    /// Services with a selector, by one of the labels that they ask for.
+    services_by_label: ByLabel<ServiceName>,
     /// Services whose WorkloadEntries may have changed.
     dirty_services: BTreeSet<ServiceName>,
     /// Number of endpoints of each such Service from WorkloadEntries, and the sum of each namespace.
@@ -66,14 +67,14 @@ impl Default for Entries {
     fn default() -> Self {
         Self {
             selecting: HashMap::new(),
-            by_label: HashMap::new(),
+            by_label: ByLabel::default(),
             naming: BTreeSet::new(),
             candidates: HashMap::new(),
-            candidates_by_label: HashMap::new(),
+            candidates_by_label: ByLabel::default(),
             endpoints: Sums::new("ServiceEntry", ENDPOINTS_MAX),
             addresses: Sums::new("ServiceEntry", ADDRESSES_TOGETHER),
             services: HashMap::new(),
-            services_by_label: HashMap::new(),
+            services_by_label: ByLabel::default(),
             dirty_services: BTreeSet::new(),
             service_sizes: HashMap::new(),
             service_sums: HashMap::new(),
@@ -98,9 +99,7 @@ impl Entries {
     pub fn put(&mut self, entry: ServiceEntry) {
         let name = entry.entry.name.clone();
         self.forget(&name);
-        if let Some(label) = first_label(&entry) {
-            self.by_label.entry(label).or_default().insert(name.clone());
-        }
+        self.by_label.insert_at_one(asked_for(&entry), &name);
         let ranges = entry.ranges.iter().map(IpNet::addr);
         let mut named = entry.entry.named_addresses().chain(ranges);
         if named.any(|address| !is_allocated(address)) {
@@ -127,33 +126,37 @@ impl Entries {
         }
         let name = candidate.name.clone();
         self.remove_candidate(&name);
-        for label in labels(&candidate) {
-            self.touch(&label, candidate.name.0);
-            let named = self.candidates_by_label.entry(label).or_default();
-            named.insert(name.clone());
-        }
+        self.touch(&candidate);
+        self.candidates_by_label.insert(labels(&candidate), &name);
         self.candidates.insert(name, candidate);
         !self.dirty.is_empty() || !self.dirty_services.is_empty()
     }
 
-    /// Marks the objects that ask for this label, because their endpoints may have changed. Services do not select
-    /// pods: EndpointSlices have these endpoints.
-    fn touch(&mut self, label: &LabelIn, pod: bool) {
-        let entries = self.by_label.get(label).into_iter().flatten();
-        self.dirty.extend(entries.cloned());
-        let services = self.services_by_label.get(label).into_iter().flatten();
-        let services = services.filter(|_| !pod).cloned();
-        self.dirty_services.extend(services);
+    /// Marks the objects that select a pod or WorkloadEntry, because their endpoints may have changed. Services do not
+    /// select pods: EndpointSlices have these endpoints.
+    fn touch(&mut self, candidate: &Candidate) {
+        for label in labels(candidate) {
+            let entries = self.by_label.at(&label).filter(|name| {
+                let entry = self.selecting.get(name);
+                entry.is_some_and(|entry| selects(entry, candidate))
+            });
+            self.dirty.extend(entries.cloned());
+            if !candidate.name.0 {
+                let services = self.services_by_label.at(&label).filter(|name| {
+                    let selection = self.services.get(name);
+                    selection.is_some_and(|selection| selection.selects(candidate))
+                });
+                self.dirty_services.extend(services.cloned());
+            }
+        }
     }
 
     /// Stores a new or changed Service. The caller must ask for its endpoints again in any case.
     pub fn put_service(&mut self, name: &ServiceName, selection: Option<Box<Selection>>) {
         self.remove_service(name);
         if let Some(selection) = selection {
-            if let Some(label) = selection_label(name, &selection) {
-                let named = self.services_by_label.entry(label).or_default();
-                named.insert(name.clone());
-            }
+            let labels = selection.labels_in(name.namespace());
+            self.services_by_label.insert_at_one(labels, name);
             self.services.insert(name.clone(), selection);
         }
     }
@@ -161,14 +164,9 @@ impl Entries {
     /// Removes a Service.
     pub fn remove_service(&mut self, name: &ServiceName) {
         self.free_service(name);
-        let gone = self.services.remove(name);
-        if let Some(label) = gone.and_then(|gone| selection_label(name, &gone))
-            && let Some(named) = self.services_by_label.get_mut(&label)
-        {
-            named.remove(name);
-            if named.is_empty() {
-                self.services_by_label.remove(&label);
-            }
+        if let Some(gone) = self.services.remove(name) {
+            let labels = gone.labels_in(name.namespace());
+            self.services_by_label.remove(labels, name);
         }
     }
 
@@ -195,9 +193,9 @@ impl Entries {
         let Some(selection) = self.services.get(name) else {
             return Vec::new();
         };
-        let label = selection_label(name, selection);
-        let named = label.and_then(|label| self.candidates_by_label.get(&label));
-        let named = named.into_iter().flatten().filter(|(pod, _)| !pod);
+        let labels = selection.labels_in(name.namespace());
+        let named = self.candidates_by_label.at_rarest(labels);
+        let named = named.filter(|(pod, _)| !pod);
         let chosen = named
             .filter_map(|name| self.candidates.get(name))
             .filter(|candidate| selection.selects(candidate));
@@ -259,15 +257,8 @@ impl Entries {
         let Some(candidate) = self.candidates.remove(name) else {
             return false;
         };
-        for label in labels(&candidate) {
-            self.touch(&label, candidate.name.0);
-            if let Some(named) = self.candidates_by_label.get_mut(&label) {
-                named.remove(name);
-                if named.is_empty() {
-                    self.candidates_by_label.remove(&label);
-                }
-            }
-        }
+        self.touch(&candidate);
+        self.candidates_by_label.remove(labels(&candidate), name);
         !self.dirty.is_empty() || !self.dirty_services.is_empty()
     }
 
@@ -332,12 +323,11 @@ impl Entries {
             joined.ports.clear();
             return self.keep(joined);
         }
-        let label = first_label(entry);
-        let named = label.and_then(|label| self.candidates_by_label.get(&label));
+        let named = self.candidates_by_label.at_rarest(asked_for(entry));
+        let all = named.filter_map(|name| self.candidates.get(name));
+        let chosen: Vec<_> = all.filter(|candidate| selects(entry, candidate)).collect();
         let size = if entry.selector.is_some() {
-            let candidates = named.into_iter().flatten();
-            let candidates = candidates.filter_map(|name| self.candidates.get(name));
-            most_endpoints(candidates.flat_map(|candidate| &candidate.backends))
+            most_endpoints(chosen.iter().flat_map(|candidate| &candidate.backends))
         } else {
             let hosts = match entry.entry.resolution {
                 EntryResolution::Hosts => entry.entry.hosts.len(),
@@ -360,21 +350,16 @@ impl Entries {
             joined.resolution = EntryResolution::Static;
             return self.keep(joined);
         }
-        let Some(wanted) = &entry.selector else {
+        if entry.selector.is_none() {
             if let Some(mut entry) = self.selecting.remove(name) {
                 entry.entry.ranges = ranges(&entry);
                 self.keep(entry.entry);
             }
             return;
-        };
+        }
         let mut joined = without_endpoints(&entry.entry);
         joined.ranges = ranges(entry);
-        let all = named.into_iter().flatten();
-        let all = all.filter_map(|name| self.candidates.get(name));
-        let chosen = all.filter(|candidate| {
-            let mut wanted = wanted.iter();
-            wanted.all(|(key, value)| candidate.labels.get(key) == Some(value))
-        });
+        let chosen = chosen.into_iter();
         joined.backends = chosen.flat_map(|chosen| chosen.backends.clone()).collect();
         joined.backends.sort_unstable();
         joined.backends.dedup_by(|a, b| {
@@ -401,14 +386,8 @@ impl Entries {
     fn forget(&mut self, name: &EntryName) {
         self.naming.remove(name);
         self.dirty.remove(name);
-        let entry = self.selecting.remove(name);
-        if let Some(label) = entry.as_ref().and_then(first_label)
-            && let Some(named) = self.by_label.get_mut(&label)
-        {
-            named.remove(name);
-            if named.is_empty() {
-                self.by_label.remove(&label);
-            }
+        if let Some(entry) = self.selecting.remove(name) {
+            self.by_label.remove(asked_for(&entry), name);
         }
     }
 }
@@ -455,20 +434,119 @@ fn without_endpoints(entry: &Entry) -> Entry {
     }
 }
 
-/// Returns the first label that an entry asks for. `None` if it has no selector.
-fn first_label(entry: &ServiceEntry) -> Option<LabelIn> {
-    let (key, value) = entry.selector.as_ref()?.first_key_value()?;
+/// Returns the labels that an entry asks for; none if it has no selector.
+fn asked_for(entry: &ServiceEntry) -> impl Iterator<Item = LabelIn> + use<'_> {
+    let labels = entry.selector.iter().flatten();
     let namespace = entry.entry.name.namespace();
-    Some((namespace.into(), key.as_str().into(), value.as_str().into()))
+    labels.map(|(key, value)| (namespace.into(), key.as_str().into(), value.as_str().into()))
 }
 
-fn selection_label(name: &ServiceName, selection: &Selection) -> Option<LabelIn> {
-    let (key, value) = selection.labels.first()?.clone();
-    Some((name.namespace().into(), key, value))
+/// Returns whether an entry with a selector selects a pod or WorkloadEntry of its namespace.
+fn selects(entry: &ServiceEntry, candidate: &Candidate) -> bool {
+    let mut wanted = entry.selector.iter().flatten();
+    wanted.all(|(key, value)| candidate.labels.get(key) == Some(value))
 }
 
 fn labels(candidate: &Candidate) -> impl Iterator<Item = LabelIn> + use<> {
     let namespace: Box<str> = candidate.name.1.namespace().into();
     let labels = candidate.labels.clone().into_iter();
     labels.map(move |(key, value)| (namespace.clone(), key.into(), value.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use model::Node;
+    use serde_json::{Value, json};
+    use threads::computed;
+
+    use super::*;
+    use crate::objects::{self, Findings};
+
+    fn read<T: serde::de::DeserializeOwned>(object: Value) -> T {
+        serde_json::from_value(object).unwrap()
+    }
+
+    /// Returns a ServiceEntry that selects WorkloadEntries with all of these labels.
+    fn entry(number: usize, labels: &Value) -> ServiceEntry {
+        let object = json!({
+            "metadata": { "name": format!("e{number}"), "namespace": "tenant" },
+            "spec": {
+                "hosts": [format!("e{number}.example.com")], "resolution": "STATIC",
+                "ports": [{ "number": 80, "name": "p", "protocol": "TCP" }],
+                "workloadSelector": { "labels": labels },
+            },
+        });
+        let mut findings = Findings::default();
+        let entry = objects::service_entry(read(object), &Node::default(), &mut findings);
+        assert!(findings.faults.is_empty(), "{findings:?}");
+        entry
+    }
+
+    fn workload(number: usize, labels: &Value) -> Candidate {
+        let address = std::net::Ipv4Addr::from_bits(0x0a01_0000 + u32::try_from(number).unwrap());
+        let object = json!({
+            "metadata": { "name": format!("w{number}"), "namespace": "tenant" },
+            "spec": { "address": address, "labels": labels },
+        });
+        let mut findings = Findings::default();
+        let workload = objects::workload_entry(&read(object), &Node::default(), &mut findings);
+        assert!(findings.faults.is_empty(), "{findings:?}");
+        workload
+    }
+
+    fn endpoints(entries: &mut Entries, number: usize) -> usize {
+        let name = EntryName::new("tenant", &format!("e{number}"));
+        entries.view()[&name].backends.len()
+    }
+
+    #[test]
+    fn an_entry_has_the_endpoints_with_all_of_its_labels() {
+        let mut entries = Entries::default();
+        entries.put(entry(1, &json!({ "app": "a", "tier": "1" })));
+        entries.put(entry(2, &json!({ "app": "a" })));
+        entries.put_candidate(workload(
+            1,
+            &json!({ "app": "a", "tier": "1", "more": "x" }),
+        ));
+        entries.put_candidate(workload(2, &json!({ "app": "a", "tier": "2" })));
+        entries.put_candidate(workload(3, &json!({ "tier": "1" })));
+        assert_eq!([1, 2].map(|n| endpoints(&mut entries, n)), [1, 2]);
+        entries.put_candidate(workload(2, &json!({ "app": "a", "tier": "1" })));
+        assert_eq!([1, 2].map(|n| endpoints(&mut entries, n)), [2, 2]);
+        // The label at which an entry is found may be another one after a change.
+        entries.put(entry(1, &json!({ "tier": "1" })));
+        assert_eq!([1, 2].map(|n| endpoints(&mut entries, n)), [3, 2]);
+        entries.remove_candidate(&(false, ServiceName::new("tenant", "w3")));
+        assert_eq!([1, 2].map(|n| endpoints(&mut entries, n)), [2, 2]);
+        entries.remove(&EntryName::new("tenant", "e1"));
+        entries.put_candidate(workload(4, &json!({ "app": "a", "tier": "1" })));
+        assert_eq!(endpoints(&mut entries, 2), 3);
+    }
+
+    #[test]
+    fn objects_with_one_label_in_common_do_not_all_meet() {
+        let time = |number: usize| -> Duration {
+            let labels = |n: usize| json!({ "app": "common", "number": n.to_string() });
+            let selecting: Vec<_> = (0..number).map(|n| entry(n, &labels(n))).collect();
+            let workloads: Vec<_> = (0..number).map(|n| workload(n, &labels(n))).collect();
+            let start = computed();
+            let mut entries = Entries::default();
+            selecting.into_iter().for_each(|entry| entries.put(entry));
+            for workload in workloads {
+                entries.put_candidate(workload);
+            }
+            assert!(
+                entries
+                    .view()
+                    .values()
+                    .all(|entry| entry.backends.len() == 1)
+            );
+            computed().saturating_sub(start)
+        };
+        let shortest = |number| (0..3).map(|_| time(number)).min().unwrap_or_default();
+        let (few, many) = (shortest(250), shortest(2000));
+        assert!(many < few * 24, "{few:?} for 250, {many:?} for 2000");
+    }
 }

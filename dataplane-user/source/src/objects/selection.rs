@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 
 use super::{
     Candidate, Findings, LABEL_HEADLESS, LABEL_PROXY, Slice,
+    by_label::LabelIn,
     service::is_headless,
     wire::{self as api, Metadata, TargetPort},
 };
@@ -25,7 +26,7 @@ pub struct ByIstio {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selection {
     /// `spec.selector`, sorted; not empty.
-    pub labels: Box<[(Box<str>, Box<str>)]>,
+    labels: Box<[(Box<str>, Box<str>)]>,
     ports: SmallVec<[Port; 1]>,
 }
 
@@ -116,6 +117,13 @@ impl Selection {
     /// Returns the number of its ports.
     pub fn ports(&self) -> usize {
         self.ports.len()
+    }
+
+    /// Returns the labels that it asks for, in the Service's namespace.
+    pub fn labels_in(&self, namespace: &str) -> impl Iterator<Item = LabelIn> + use<'_> {
+        let namespace: Box<str> = namespace.into();
+        let labels = self.labels.iter();
+        labels.map(move |(key, value)| (namespace.clone(), key.clone(), value.clone()))
     }
 
     /// Returns whether it selects a WorkloadEntry.

@@ -187,12 +187,7 @@ fn pods_that_come_and_go_leave_counts_and_no_memory() -> Result<()> {
         write(0)?;
         let config = json!({ "rules": { "mode": mode }, "proxy": { "accessLog": "off" } });
         world.agent_with(&config, std::slice::from_ref(&pods))?;
-        let memory = |world: &World| -> Result<u64> {
-            let text = fs::read_to_string(format!("/proc/{}/status", world.agent()?.id()))?;
-            let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-            let words = line.and_then(|line| line.split_whitespace().next());
-            Ok(words.context("VmRSS")?.parse()?)
-        };
+        let memory = |world: &World| -> Result<u64> { Ok(world.agent()?.memory("VmRSS")?) };
         let mut early = 0;
         for round in 1..=rounds {
             write(round)?;
