@@ -438,7 +438,7 @@ impl PacketConfig {
     /// A client is a pod if its packets arrive at an interface with [`Iface::LOCAL`] (BridgeInterface and
     /// InterfaceNamePrefix).
     pub const DETECT_BY_INTERFACE: u32 = 2;
-    /// Every flow to a cluster IP is masqueraded (`--masquerade-all`).
+    /// Every flow to a cluster IP is masqueraded (`packets.masqueradeAll`).
     pub const MASQUERADE_ALL: u32 = 4;
     /// A packet's route does not depend on its ports: no routing rule matches ports, and no multipath route hashes
     /// them.

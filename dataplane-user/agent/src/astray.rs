@@ -82,7 +82,7 @@ impl Astray {
         Some(format!(
             "the node's route to its own pod {pod} leads to the uplink {uplink}{others}: if such a pod has an interface \
              on this node, its packets to services are dropped (source-forged). Correct the route; or, if the network \
-             plug-in means it so, do not check that interface: --no-source-check 'veth*'"
+             plug-in means it so, do not check that interface: packets.noSourceCheck: [\"veth*\"]"
         ))
     }
 }

@@ -210,7 +210,7 @@ impl PacketSettings {
                 Some(format!(
                     "interface {name}: services are not served for its packets, because the packet path cannot read \
                      their link-layer header (hardware type {kind}). If no client of a service is behind this \
-                     interface, exclude it: --uplink '!{name}'"
+                     interface, exclude it: packets.uplinks: [\"!{name}\"]"
                 ))
             }
             _ => None,

@@ -568,10 +568,10 @@ fn learnt(
     };
     let detector = &packet.detector;
     let networks = detector.networks.iter().map(ToString::to_string);
-    let mut pod_networks: Vec<_> = networks.map(|net| from(net, "--pod-cidr")).collect();
+    let mut pod_networks: Vec<_> = networks.map(|net| from(net, "packets.podCidrs")).collect();
     if detector.interface {
         let any = "whatever arrives at a pod's interface".to_owned();
-        pod_networks.push(from(any, "--pods-by-interface"));
+        pod_networks.push(from(any, "packets.podsByInterface"));
     }
     admin::Learnt {
         outdated,

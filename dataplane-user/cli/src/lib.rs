@@ -209,18 +209,31 @@ mod tests {
 
     /// The kernel crate has the defaults, and the comments repeat them.
     #[test]
-    fn help_says_the_defaults_of_limits() {
+    fn the_schema_says_the_defaults_of_limits() {
+        let schema = settings::config::schema();
+        let limits = &schema["properties"]["limits"]["properties"];
+        let default = kernel::Limits::default();
+        for (key, default) in [
+            ("frontends", default.frontends),
+            ("endpoints", default.endpoints),
+            ("affinityClients", default.affinity),
+        ] {
+            let text = limits[key]["description"].as_str().unwrap();
+            assert!(text.contains(&format!("Default: {default}.")), "{text}");
+        }
+    }
+
+    /// Flags are for the settings that one types by hand. All other settings are keys of the configuration file only.
+    #[test]
+    fn the_agent_has_few_flags() {
         let command = Cli::command();
         let run = command.find_subcommand("run").unwrap();
-        let default = kernel::Limits::default();
-        for (id, default) in [
-            ("max-frontends", default.frontends),
-            ("max-endpoints", default.endpoints),
-            ("max-affinity-clients", default.affinity),
-        ] {
-            let argument = run.get_arguments().find(|a| a.get_id() == id).unwrap();
-            let help = argument.get_help().unwrap().to_string();
-            assert!(help.ends_with(&format!("[default: {default}]")), "{help}");
-        }
+        let common = command.get_arguments().filter(|a| a.is_global_set());
+        let flags = run.get_arguments().chain(common);
+        let mut flags: Vec<_> = flags.filter_map(clap::Arg::get_long).collect();
+        flags.sort_unstable();
+        flags.dedup();
+        flags.retain(|flag| !["help", "version"].contains(flag));
+        assert!(flags.len() <= 25, "{} flags: {flags:?}", flags.len());
     }
 }

@@ -62,15 +62,9 @@ pub struct RunArgs {
 
 /// Flags without a value. For clap, a missing flag has the value false.
 type Switch = (&'static str, fn(&mut Settings) -> &mut bool);
-const SWITCHES: [Switch; 4] = [
+const SWITCHES: [Switch; 2] = [
     ("replace", |settings| &mut settings.replace),
     ("stay", |settings| &mut settings.stay),
-    ("pods-by-interface", |settings| {
-        &mut settings.packets.pods_by_interface
-    }),
-    ("masquerade-all", |settings| {
-        &mut settings.packets.masquerade_all
-    }),
 ];
 
 impl RunArgs {
@@ -102,8 +96,8 @@ impl RunArgs {
         settings.log.level = log::level(self.verbose).or(file.log.level);
         let from_api = settings.source.kubernetes.is_some();
         if settings.listen.metrics_auth == Some(MetricsAuth::Kubernetes) && !from_api {
-            let text = "listen.metricsAuth (--metrics-auth): kubernetes needs the Kubernetes API as the source; \
-                        use --kubernetes, or --metrics-auth none\n";
+            let text = "listen.metricsAuth: kubernetes needs the Kubernetes API as the source; use --kubernetes, or \
+                        `metricsAuth: none`\n";
             return Err(clap::Error::raw(ErrorKind::ArgumentConflict, text));
         }
         if let Some((key, what)) = faults(&settings).into_iter().next() {

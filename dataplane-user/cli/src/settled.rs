@@ -111,6 +111,8 @@ pub(super) fn name(node: &mut Node) {
 mod tests {
     use std::collections::BTreeSet;
 
+    use settings::{Limits, Listeners, Packets};
+
     use super::*;
 
     /// Every key of the file, with a value.
@@ -189,35 +191,18 @@ mod tests {
         ("node-name", "node1"),
         ("zone", "z-file"),
         ("nodeport-addresses", "10.0.0.0/8,fd00::/64"),
-        ("external-ips", "198.51.100.0/24,none"),
         ("on-exit", "detach"),
         ("replace", ""),
         ("stay", ""),
-        ("destroy-stale", "udp,tcp"),
         ("log-format", "json"),
         ("verbose", ""),
         ("socket", "/run/other/agent.sock"),
         ("metrics-addr", "0.0.0.0:9100"),
-        ("metrics-auth", "none"),
-        ("health-addr", "127.0.0.1:9101"),
-        ("healthz-addr", "[::]:10256"),
-        ("proxy-mode-addr", "off"),
         ("admin-addr", "off"),
         ("packet-path", "off"),
-        ("uplink", "eth*,!eth9"),
-        ("pod-interface", "veth*"),
-        ("no-source-check", "veth-vpn*"),
-        ("packets-only", "veth-ci*"),
-        ("pods-by-interface", ""),
-        ("masquerade-all", ""),
-        ("tc-order", "last"),
         ("tc-hook", "clsact"),
-        ("conntrack-flows", "4096"),
         ("bpffs", "/sys/fs/bpf/other"),
         ("cgroup", "/sys/fs/cgroup/unified"),
-        ("max-frontends", "1000"),
-        ("max-endpoints", "2000"),
-        ("max-affinity-clients", "5000"),
     ];
 
     fn settings(words: &[OsString]) -> Settings {
@@ -225,6 +210,32 @@ mod tests {
         match parse(words).unwrap().command {
             Command::Run(args) => args.settings.clone(),
             other => panic!("{other:?}"),
+        }
+    }
+
+    /// The file without the keys that have no flag.
+    fn with_flags_only(file: &Settings) -> Settings {
+        Settings {
+            destroy_stale: Vec::new(),
+            node: Node {
+                external_ips: Vec::new(),
+                reserved_ports: Vec::new(),
+                ..file.node.clone()
+            },
+            listen: Listeners {
+                metrics_auth: None,
+                health: None,
+                healthz: None,
+                proxy_mode: None,
+                ..file.listen.clone()
+            },
+            packets: Packets {
+                enabled: file.packets.enabled,
+                hook: file.packets.hook,
+                ..Packets::default()
+            },
+            limits: Limits::default(),
+            ..file.clone()
         }
     }
 
@@ -246,11 +257,7 @@ mod tests {
             "" => format!("--{flag}").into(),
             value => format!("--{flag}={value}").into(),
         }));
-        let mut by_flags = file.clone();
-        // Keys without a flag.
-        by_flags.node.reserved_ports.clear();
-        by_flags.packets.timeouts = settings::FlowTimeouts::default();
-        assert_eq!(settings(&words), by_flags);
+        assert_eq!(settings(&words), with_flags_only(&file));
         // With a file that sets every key, and all flags, the settings are those of the file.
         words.extend(["--config".into(), place.path().into()]);
         assert_eq!(settings(&words), file);
@@ -278,7 +285,7 @@ mod tests {
         std::fs::write(place.path(), ALL).unwrap();
         let words = [
             "--zone=z-flag",
-            "--uplink=ens*",
+            "--tc-hook=tcx",
             "--on-exit=keep",
             "--metrics-addr=off",
             "-vv",
@@ -289,7 +296,7 @@ mod tests {
         let found = settings(&words);
         let mut wanted = config::parse("all.yaml".as_ref(), ALL).unwrap();
         wanted.node.zone = Some("z-flag".to_owned());
-        wanted.packets.uplinks = vec!["ens*".parse().unwrap()];
+        wanted.packets.hook = Some(settings::TcHook::Tcx);
         wanted.on_exit = Some(settings::OnExit::Keep);
         wanted.listen.metrics = "off".parse().ok();
         wanted.log.level = Some(settings::LogLevel::Trace);
@@ -298,22 +305,15 @@ mod tests {
 
     #[test]
     fn the_file_and_a_flag_may_contradict_each_other() {
-        let file = "source: {kubernetes: {}}\npackets: {podCidrs: [10.0.0.0/8]}\n";
-        let wrong = parsed(file, &["run", "--pods-by-interface"]).unwrap_err();
+        let file = "source: {kubernetes: {}}\npackets: {podsByInterface: true}\n";
+        let wrong = parsed(file, &["run", "--pod-cidr=10.0.0.0/8"]).unwrap_err();
         assert!(
             wrong.contains("both podCidrs and podsByInterface"),
             "{wrong}"
         );
-        let wrong = parsed(
-            "",
-            &[
-                "run",
-                "--kubernetes",
-                "--pods-by-interface",
-                "--pod-cidr=10.0.0.0/8",
-            ],
-        );
-        assert!(wrong.unwrap_err().contains("cannot be used with"));
+        let file = "listen: {metricsAuth: kubernetes}\n";
+        let wrong = parsed(file, &["run", "--manifests=a"]).unwrap_err();
+        assert!(wrong.contains("listen.metricsAuth"), "{wrong}");
     }
 
     /// Options of nested commands count, too. A command's own `--verbose` is not that of the log.

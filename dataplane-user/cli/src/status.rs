@@ -271,7 +271,7 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
         "Pods",
         match &status.pod_networks[..] {
             [] => {
-                "no pod detection (no --pod-cidr): no client is masqueraded on the way to a cluster IP"
+                "no pod detection (no packets.podCidrs): no client is masqueraded on the way to a cluster IP"
                     .to_owned()
             }
             some => learnt(some),

@@ -77,7 +77,7 @@ pub enum Error {
     /// A table would have to be larger than its limit.
     #[error(
         "table {table} is full: {needed} entries are needed, the limit is {limit}. The tables keep serving without \
-             this change; raise the limit with {knob}"
+             this change; raise {knob}"
     )]
     TableFull {
         /// Its name.
@@ -86,7 +86,7 @@ pub enum Error {
         needed: u64,
         /// How many are allowed.
         limit: u32,
-        /// The option that raises the limit.
+        /// The setting that raises the limit.
         knob: &'static str,
     },
     /// Services have more source ranges than there is room for.

@@ -16,9 +16,9 @@ use super::{
 
 /// The tables that services fill, and the options that set their sizes.
 const TABLES: [(&str, Option<&str>); 4] = [
-    ("FRONTENDS", Some("limits.frontends (--max-frontends)")),
-    ("POOLS", Some("limits.frontends (--max-frontends)")),
-    ("ENDPOINTS", Some("limits.endpoints (--max-endpoints)")),
+    ("FRONTENDS", Some("limits.frontends")),
+    ("POOLS", Some("limits.frontends")),
+    ("ENDPOINTS", Some("limits.endpoints")),
     ("SOURCES", None),
 ];
 const ENDPOINTS: usize = 2;

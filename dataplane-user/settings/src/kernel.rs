@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -12,17 +11,15 @@ use super::is_default;
 pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/dataplane";
 
 /// Paths in the kernel's file systems.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct Kernel {
     /// Directory of the pinned programs and tables, on a BPF file system. Default:
     /// /sys/fs/bpf/dataplane.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(skip)]
     pub bpffs: Option<PathBuf>,
     /// Directory of the cgroup v2 whose processes the agent serves. Default: the root of cgroup v2.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(skip)]
     pub cgroup: Option<PathBuf>,
 }
 
@@ -35,45 +32,22 @@ impl Kernel {
 }
 
 /// Maximum sizes of tables.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
-#[command(next_help_heading = "Limits (tables start small and grow)")]
 pub struct Limits {
-    /// Maximum number of VIP ports, cluster IPs and node ports together [default: 2097152]
+    /// Maximum number of VIP ports, cluster IPs and node ports together. Default: 2097152.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1))]
-    #[arg(
-        id = "max-frontends",
-        long,
-        value_name = "N",
-        env = "DATAPLANE_MAX_FRONTENDS",
-        hide_env_values = true
-    )]
     pub frontends: Option<u32>,
-    /// Maximum number of endpoint slots [default: 4194304]
+    /// Maximum number of endpoint slots. Default: 4194304.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1))]
-    #[arg(
-        id = "max-endpoints",
-        long,
-        value_name = "N",
-        env = "DATAPLANE_MAX_ENDPOINTS",
-        hide_env_values = true
-    )]
     pub endpoints: Option<u32>,
-    /// Maximum number of clients of services with session affinity whose endpoints are kept [default: 131072]
+    /// Maximum number of clients of services with session affinity whose endpoints are kept. Default: 131072.
     ///
     /// Each takes 16 bytes of kernel memory as soon as a service has affinity, and each present client 128
     /// bytes more.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1024, max = 16_777_216))]
-    #[arg(
-        id = "max-affinity-clients",
-        long,
-        value_name = "N",
-        env = "DATAPLANE_MAX_AFFINITY_CLIENTS",
-        hide_env_values = true,
-        value_parser = clap::value_parser!(u32).range(1024..=16_777_216)
-    )]
     pub affinity_clients: Option<u32>,
 }

@@ -1,8 +1,9 @@
 //! The settings of the agent: one value, [`Settings`], which a configuration file and the flags of `dataplane run`
 //! build.
 //!
-//! A key and its flag are one field. The field's comment is its text in `--help` and in the schema of the file. `None`
-//! and an empty list mean that the operator set nothing; the methods here return the defaults.
+//! Every setting is a key of the file. The few that an operator types by hand are flags, too: a key and its flag are one
+//! field, and the field's comment is its text in `--help` and in the schema of the file. `None` and an empty list mean
+//! that the operator set nothing; the methods here return the defaults.
 
 #![forbid(unsafe_code)]
 
@@ -75,22 +76,14 @@ pub struct Settings {
     #[arg(long, env = "DATAPLANE_STAY", hide_env_values = true)]
     pub stay: bool,
 
-    /// Destroy sockets of these protocols if they are connected through a service to an endpoint that is gone
-    /// [default: udp]
+    /// Protocols of the sockets that the agent destroys if they are connected through a service to an endpoint that
+    /// is gone: `udp`, `tcp`, or `none`. Default: udp.
     ///
     /// The process gets an error at once and connects again. As with kube-proxy, a service's last endpoint is
     /// not gone until the service has another endpoint. The agent sees sockets in pods only if it has the
     /// host's /run/netns or the host's PID namespace.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        long,
-        value_enum,
-        num_args = 1..,
-        value_delimiter = ',',
-        value_name = "PROTOCOL",
-        env = "DATAPLANE_DESTROY_STALE",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     pub destroy_stale: Vec<Stale>,
 
     /// The log on standard error.
@@ -126,12 +119,12 @@ pub struct Settings {
 
     /// Paths in the kernel's file systems, and sysctls.
     #[serde(skip_serializing_if = "is_default")]
-    #[command(flatten)]
+    #[arg(skip)]
     pub kernel: Kernel,
 
     /// Maximum sizes of tables. Tables start small and grow while they serve.
     #[serde(skip_serializing_if = "is_default")]
-    #[command(flatten)]
+    #[arg(skip)]
     pub limits: Limits,
 }
 
@@ -149,14 +142,14 @@ pub enum OnExit {
 }
 
 /// A protocol whose stale sockets the agent destroys.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Stale {
-    /// UDP, whose clients would otherwise wait for their own timeouts
+    /// UDP, whose clients would otherwise wait for their own timeouts.
     Udp,
-    /// TCP. An endpoint that is not ready may still answer its existing connections
+    /// TCP. An endpoint that is not ready may still answer its existing connections.
     Tcp,
-    /// No sockets
+    /// No sockets.
     None,
 }
 

@@ -6,7 +6,7 @@ use std::{
     str::FromStr,
 };
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -32,52 +32,28 @@ pub struct Listeners {
         hide_env_values = true
     )]
     pub metrics: Option<Listen>,
-    /// Who may read the metrics [default: kubernetes if the metrics are not on loopback and the source is the
-    /// Kubernetes API; otherwise none]
+    /// Who may read the metrics: `none` or `kubernetes`. Default: kubernetes if the metrics are not on loopback and
+    /// the source is the Kubernetes API; otherwise none.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        id = "metrics-auth",
-        long,
-        value_enum,
-        env = "DATAPLANE_METRICS_AUTH",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     pub metrics_auth: Option<MetricsAuth>,
-    /// Serve readiness, at /healthz/ready, and liveness, at /healthz/live [default: 0.0.0.0:15021]
+    /// Serve readiness, at /healthz/ready, and liveness, at /healthz/live. Default: 0.0.0.0:15021.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        id = "health-addr",
-        long,
-        value_name = "ADDR",
-        env = "DATAPLANE_HEALTH_ADDR",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     pub health: Option<Listen>,
-    /// Serve /healthz and /livez for load balancers, like kube-proxy [default: 0.0.0.0:10256]
+    /// Serve /healthz and /livez for load balancers, like kube-proxy. Default: 0.0.0.0:10256.
     ///
     /// If another process (kube-proxy) has the port, `dataplane status` reports it, and the agent tries
     /// again. The agent answers a service's `healthCheckNodePort` at the addresses of node ports.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        id = "healthz-addr",
-        long,
-        value_name = "ADDR",
-        env = "DATAPLANE_HEALTHZ_ADDR",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     pub healthz: Option<Listen>,
-    /// Serve /proxyMode for tools that ask for kube-proxy's mode; the answer is `nftables` [default:
-    /// 127.0.0.1:10249]
+    /// Serve /proxyMode for tools that ask for kube-proxy's mode; the answer is `nftables`. Default:
+    /// 127.0.0.1:10249.
     ///
     /// If another process (kube-proxy) has the port, `dataplane status` warns, and the agent tries again.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        id = "proxy-mode-addr",
-        long,
-        value_name = "ADDR",
-        env = "DATAPLANE_PROXY_MODE_ADDR",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     pub proxy_mode: Option<Listen>,
     /// Serve the pages of the Unix socket by TCP: /status, /services, /pools [default: off]
     ///
@@ -159,16 +135,14 @@ fn at(said: Option<Listen>, ip: Ipv4Addr, port: u16) -> Option<SocketAddr> {
 }
 
 /// Who may read the metrics.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum,
-)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum MetricsAuth {
-    /// Every client, by HTTP
+    /// Every client, by HTTP.
     #[default]
     None,
     /// Clients with a bearer token whose user may get /metrics in the cluster, by HTTPS. The agent
-    /// asks the API server (TokenReview, SubjectAccessReview), and refuses clients while it does not answer
+    /// asks the API server (TokenReview, SubjectAccessReview), and refuses clients while it does not answer.
     Kubernetes,
 }
 

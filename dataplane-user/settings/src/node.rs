@@ -37,7 +37,7 @@ pub struct Node {
         hide_env_values = true
     )]
     pub node_port_addresses: Vec<Range>,
-    /// Serve `externalIPs` of Services and addresses of ServiceEntries only in these ranges, or `none` [default: all]
+    /// Serve `externalIPs` of Services and addresses of ServiceEntries only in these ranges, or `none`. Default: all.
     ///
     /// `dataplane status` names the external IPs that are left out. Kubernetes' admission plugin
     /// `DenyServiceExternalIPs` forbids new external IPs and leaves existing ones.
@@ -45,14 +45,7 @@ pub struct Node {
         skip_serializing_if = "is_default",
         deserialize_with = "one_or_several"
     )]
-    #[arg(
-        long,
-        value_name = "CIDR",
-        num_args = 1..,
-        value_delimiter = ',',
-        env = "DATAPLANE_EXTERNAL_IPS",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     #[serde(rename = "externalIPs")]
     pub external_ips: Vec<ExternalIps>,
     /// Ports of the node at which no `hostPort`, no node port and no external IP is served, besides the agent's own.

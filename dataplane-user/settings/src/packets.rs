@@ -28,63 +28,30 @@ pub struct Packets {
         value_parser = PossibleValuesParser::new(["on", "off"]).map(|word| word == "on")
     )]
     pub enabled: Option<bool>,
-    /// Interfaces that lead to other machines: names or shell patterns; `!` excludes [default:
-    /// interfaces with a default route or an address, except pods' interfaces, bridges and dummies]
+    /// Interfaces that lead to other machines: names or shell patterns; `!` excludes. Default: interfaces with a
+    /// default route or an address, except pods' interfaces, bridges and dummies.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        id = "uplink",
-        long,
-        value_name = "PATTERN",
-        num_args = 1..,
-        value_delimiter = ',',
-        env = "DATAPLANE_UPLINK",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     pub uplinks: Vec<Pattern>,
-    /// The node's ends of pods' interfaces: names or shell patterns; `!` excludes [default: every
-    /// veth and netkit with its other end in another network namespace, and without a default route and a
-    /// network of its own]
+    /// The node's ends of pods' interfaces: names or shell patterns; `!` excludes. Default: every veth and netkit
+    /// with its other end in another network namespace, and without a default route and a network of its own.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        id = "pod-interface",
-        long,
-        value_name = "PATTERN",
-        num_args = 1..,
-        value_delimiter = ',',
-        env = "DATAPLANE_POD_INTERFACE",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     pub pod_interfaces: Vec<Pattern>,
     /// Pods' interfaces at which sources are not checked, because their pods route for others: names or shell
-    /// patterns; `!` excludes [default: none]
+    /// patterns; `!` excludes. Default: none.
     ///
     /// For VPN servers, subnet routers and gateways in pods, whose packets to services come from addresses that are
     /// not the pod's. Such a pod can speak through services as any other pod or host, but not as the node.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        id = "no-source-check",
-        long,
-        value_name = "PATTERN",
-        num_args = 1..,
-        value_delimiter = ',',
-        env = "DATAPLANE_NO_SOURCE_CHECK",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     pub no_source_check: Vec<Pattern>,
     /// Pods' interfaces whose pods are served by packets only, not at their sockets: names or shell patterns; `!`
-    /// excludes [default: pods with NAT rules of their own, and network namespaces nested in pods]
+    /// excludes. Default: pods with NAT rules of their own, and network namespaces nested in pods.
     ///
     /// The rules of such a pod see the VIP, as with kube-proxy. Use it for pods with rules that the agent cannot find.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        id = "packets-only",
-        long,
-        value_name = "PATTERN",
-        num_args = 1..,
-        value_delimiter = ',',
-        env = "DATAPLANE_PACKETS_ONLY",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     pub packets_only: Vec<Pattern>,
     /// Ranges of pods' addresses: masquerade clients with other addresses on the way to a cluster IP
     /// [default: masquerade no client there]
@@ -98,32 +65,21 @@ pub struct Packets {
         num_args = 1..,
         value_delimiter = ',',
         env = "DATAPLANE_POD_CIDR",
-        hide_env_values = true,
-        conflicts_with = "pods-by-interface"
+        hide_env_values = true
     )]
     pub pod_cidrs: Vec<Range>,
-    /// Masquerade clients on the way to a cluster IP if their packets do not arrive at a pod's
-    /// interface
+    /// Masquerade clients on the way to a cluster IP if their packets do not arrive at a pod's interface. Default:
+    /// false.
     ///
     /// Corresponds to kube-proxy's detectLocalMode BridgeInterface and InterfaceNamePrefix.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        id = "pods-by-interface",
-        long,
-        env = "DATAPLANE_PODS_BY_INTERFACE",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     pub pods_by_interface: bool,
-    /// Masquerade every connection to a cluster IP
+    /// Masquerade every connection to a cluster IP. Default: false.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        id = "masquerade-all",
-        long,
-        env = "DATAPLANE_MASQUERADE_ALL",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     pub masquerade_all: bool,
-    /// Position of the agent's programs among other programs on an interface [default: first]
+    /// Position of the agent's programs among other programs on an interface. Default: first.
     ///
     /// `first`: no other program can hide a service. Most programs end the chain for packets that they allow.
     /// `last`: other programs see packets to a service before the translation, and may drop them.
@@ -131,13 +87,7 @@ pub struct Packets {
     /// `before:NAME` and `after:NAME`: directly next to the program with this name, also if that program is
     /// attached later (TCX only). `program:ID` or `link:ID` names the program by the kernel's number.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        id = "tc-order",
-        long,
-        value_name = "first|last|before:NAME|after:NAME",
-        env = "DATAPLANE_TC_ORDER",
-        hide_env_values = true
-    )]
+    #[arg(skip)]
     pub order: Option<Order>,
     /// How the agent attaches its programs to interfaces [default: auto]
     #[serde(skip_serializing_if = "is_default")]
@@ -150,23 +100,15 @@ pub struct Packets {
         hide_env_values = true
     )]
     pub hook: Option<TcHook>,
-    /// Number of flows that conntrack has room for, rounded up to a power of two [default: by cores and
-    /// memory]
+    /// Number of flows that conntrack has room for, rounded up to a power of two. Default: by cores and memory.
     ///
     /// Each flow takes 176 bytes of kernel memory. The default is 32 768 for each core and at least 131 072
     /// (22 MiB), but the tables take at most a 64th of the node's memory, and at most a quarter of the memory
     /// limit of the agent's own cgroup. Existing tables keep their size until `dataplane cleanup`
-    /// or an agent with --packet-path off removes them.
+    /// or an agent with `enabled: false` removes them.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1024, max = 8_388_608))]
-    #[arg(
-        id = "conntrack-flows",
-        long,
-        value_name = "N",
-        env = "DATAPLANE_CONNTRACK_FLOWS",
-        hide_env_values = true,
-        value_parser = clap::value_parser!(u32).range(1024..=8_388_608)
-    )]
+    #[arg(skip)]
     pub conntrack_flows: Option<u32>,
     /// How long flows are kept after their last packet, by their state
     #[serde(skip_serializing_if = "is_default")]

@@ -37,7 +37,7 @@ impl ExternalIps {
             place: format!("service {}", service.name),
             text: format!(
                 "externalIPs {} are not served, because node.externalIPs does not admit them. Remove them from the \
-                 Service, or add them to node.externalIPs (--external-ips)",
+                 Service, or add them to node.externalIPs",
                 left_out.join(", ")
             ),
         };
@@ -62,7 +62,7 @@ impl ExternalIps {
             place: format!("ServiceEntry {}", entry.name),
             text: format!(
                 "addresses {} are not served, because node.externalIPs does not admit them. Remove them from the \
-                 ServiceEntry, or add them to node.externalIPs (--external-ips)",
+                 ServiceEntry, or add them to node.externalIPs",
                 left_out.join(", ")
             ),
         };

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use crate::{
     cluster::{Cluster, UDP, eventually, reaches, refused, sources_are},
     commands::services,
-    manifest::Service,
+    manifest::{Config, Service},
     metrics::Metrics,
     outcome::run,
 };
@@ -210,8 +210,9 @@ fn other_peoples_filters_stay() -> Result<()> {
 
 fn patterns_choose_interfaces() -> Result<()> {
     let lab = Cluster::lab()?;
-    let arguments = ["--uplink", "!eth*", "--pod-interface", "veth-*,!veth-far"];
-    let cluster = Cluster::start_in(lab, &["far", "near"], services, &arguments)?;
+    let config =
+        Config::new(r#"packets: {uplinks: ["!eth*"], podInterfaces: ["veth-*", "!veth-far"]}"#)?;
+    let cluster = Cluster::start_in(lab, &["far", "near"], services, &config.arguments())?;
     let all = interfaces(&cluster)?;
     ensure!(
         all.iter()
@@ -384,15 +385,10 @@ fn machines_at_a_bridge_of_the_node_are_served() -> Result<()> {
             .port("udp", 53, UDP);
         vec![web.endpoints(&[lab.pod("far"), lab.pod("near")])]
     };
-    let arguments = [
-        "--pod-interface",
-        "!veth-vm",
-        "--pod-cidr",
-        "10.244.0.0/16",
-        "--pod-cidr",
-        "fd00:10:244::/48",
-    ];
-    let cluster = Cluster::start_in(lab, &["far", "near"], web, &arguments)?;
+    let config = Config::new(
+        r#"packets: {podInterfaces: ["!veth-vm"], podCidrs: ["10.244.0.0/16", "fd00:10:244::/48"]}"#,
+    )?;
+    let cluster = Cluster::start_in(lab, &["far", "near"], web, &config.arguments())?;
     becomes(&cluster, "virbr0", Some("uplink"))?;
     let machine = cluster.lab.pod("sleep");
     for to in ["10.96.0.10", "[fd00:96::10]"] {

@@ -377,7 +377,7 @@ fn a_full_table_names_its_knob() -> Result<()> {
     kernel.apply(&few)?;
     let before = sorted(kernel.contents()?);
     for (services, words) in [
-        (400, ["FRONTENDS", "400", "300", "--max-frontends"]),
+        (400, ["FRONTENDS", "400", "300", "limits.frontends"]),
         (299, ["", "", "", ""]),
     ] {
         let (mut demand, _) = writes(services);
@@ -388,7 +388,7 @@ fn a_full_table_names_its_knob() -> Result<()> {
                     .reserve(&demand)
                     .expect_err("too many endpoints")
                     .to_string();
-                for word in ["ENDPOINTS", "2001", "2000", "--max-endpoints"] {
+                for word in ["ENDPOINTS", "2001", "2000", "limits.endpoints"] {
                     ensure!(text.contains(word), "`{word}` is not in: {text}");
                 }
             }

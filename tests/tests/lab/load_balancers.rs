@@ -61,7 +61,7 @@ fn get(from: &Host, url: &str) -> Result<Answer> {
 /// nothing: the agent answers others, and answers the client itself at its next connection.
 fn a_client_that_says_nothing_keeps_no_load_balancer_waiting() -> Result<()> {
     const MORE_THAN_THE_ROOM: usize = 300;
-    let metrics = ["--metrics-addr", "0.0.0.0:15020", "--metrics-auth", "none"];
+    let metrics = ["--metrics-addr", "0.0.0.0:15020"];
     let services = |lab: &Lab| vec![web(lab, Condition::Ready, 30_999)];
     let cluster = Cluster::start_with(services, &metrics)?;
     let (ext, addr) = (

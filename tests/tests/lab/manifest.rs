@@ -278,6 +278,30 @@ pub struct Manifests {
     directory: tempfile::TempDir,
 }
 
+/// A configuration file, for settings that are no flags of `dataplane run`. Dropping it removes the file.
+#[derive(Debug)]
+pub struct Config {
+    _file: tempfile::NamedTempFile,
+    path: String,
+}
+
+impl Config {
+    /// Writes the text of a configuration file; an empty text is one, too.
+    pub fn new(text: &str) -> io::Result<Self> {
+        let file = tempfile::NamedTempFile::new()?;
+        fs::write(file.path(), text)?;
+        Ok(Self {
+            path: file.path().display().to_string(),
+            _file: file,
+        })
+    }
+
+    /// The arguments by which the agent reads it.
+    pub fn arguments(&self) -> [&str; 2] {
+        ["--config", &self.path]
+    }
+}
+
 impl Manifests {
     /// Writes these services.
     pub fn new(services: &[Service]) -> io::Result<Self> {

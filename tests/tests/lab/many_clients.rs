@@ -10,7 +10,7 @@ use dataplane_tests::{Host, Lab, report::Report};
 
 use crate::{
     cluster::{Cluster, UDP},
-    manifest::Service,
+    manifest::{Config, Service},
 };
 
 scenarios! {
@@ -86,10 +86,16 @@ fn ten_thousand_clients_keep_their_endpoints() -> Result<()> {
     Ok(())
 }
 
+/// The configuration that limits the clients whose endpoints are remembered.
+fn with_room_for(clients: usize) -> std::io::Result<Config> {
+    Config::new(&format!("limits: {{affinityClients: {clients}}}"))
+}
+
 /// With too little room, remembered clients keep their endpoint, and every other client is counted.
 fn clients_without_room_are_counted() -> Result<()> {
     const ROOM: usize = 1024;
-    let cluster = cluster(sticky, &["--max-affinity-clients", &ROOM.to_string()])?;
+    let config = with_room_for(ROOM)?;
+    let cluster = cluster(sticky, &config.arguments())?;
     let first = endpoints(&cluster, 2 * ROOM)?;
     let again = endpoints(&cluster, ROOM)?;
     ensure!(first[..ROOM] == again, "some have another endpoint");
@@ -101,7 +107,7 @@ fn clients_without_room_are_counted() -> Result<()> {
     );
     let told = cluster.agent.dataplane(["status"]).output()?;
     let told = String::from_utf8_lossy(&told.stdout).into_owned();
-    ensure!(told.contains("--max-affinity-clients"), "{told}");
+    ensure!(told.contains("limits.affinityClients"), "{told}");
     Ok(())
 }
 
@@ -114,7 +120,8 @@ fn a_namespace_with_many_clients_leaves_room_for_others() -> Result<()> {
         let other = Service::new("other", &["10.96.0.11"]).node_port("udp", 53, UDP, 30054);
         vec![sticky(lab, web), sticky(lab, other.in_namespace("shop"))]
     };
-    let cluster = cluster_of(both, &["--max-affinity-clients", &ROOM.to_string()])?;
+    let config = with_room_for(ROOM)?;
+    let cluster = cluster_of(both, &config.arguments())?;
     let ext = cluster.lab.external("ext");
     each_asks(ext, 2 * ROOM)?;
     let others = || -> Result<Vec<Option<String>>> {

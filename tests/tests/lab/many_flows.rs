@@ -10,7 +10,7 @@ use dataplane_tests::{
 
 use crate::{
     cluster::{TCP, serve},
-    manifest::{Manifests, Service},
+    manifest::{Config, Manifests, Service},
 };
 
 scenarios! {
@@ -62,9 +62,10 @@ fn flows_survive_endpoints_that_come_and_go() -> Result<()> {
         ]
     };
     let manifests = Manifests::new(&services(&["e1", "e2", "e3", "e4"]))?;
-    let flows = (count() * 3).max(65_536).to_string();
+    let flows = (count() * 3).max(65_536);
+    let config = Config::new(&format!("packets: {{conntrackFlows: {flows}}}"))?;
     let agent = lab.agent("node1").manifests(manifests.path());
-    let _agent = agent.args(["--conntrack-flows", &flows]).start()?;
+    let _agent = agent.args(config.arguments()).start()?;
 
     let begin = Instant::now();
     let mut holders = vec![];

@@ -10,7 +10,7 @@ use dataplane_tests::{
 
 use crate::{
     cluster::{Cluster, TCP, UDP, ask, eventually, fails, reaches, refused},
-    manifest::{Manifests, Service},
+    manifest::{Config, Manifests, Service},
     outcome::{cannot_run, http, run},
 };
 
@@ -363,9 +363,8 @@ fn the_admin_endpoint_is_where_it_is_asked_for() -> Result<()> {
 }
 
 fn every_endpoint_can_be_turned_off() -> Result<()> {
-    let flags = ["--metrics-addr", "--health-addr", "--admin-addr"];
-    let off: Vec<&str> = flags.iter().flat_map(|flag| [*flag, "off"]).collect();
-    let cluster = Cluster::start_with(|lab| vec![web(lab)], &off)?;
+    let off = Config::new("listen: {metrics: off, health: off, admin: off}")?;
+    let cluster = Cluster::start_with(|lab| vec![web(lab)], &off.arguments())?;
     let node = cluster.lab.node("node2");
     for port in [15000, 15020, 15021] {
         let to = format!("127.0.0.1:{port}");
@@ -396,7 +395,7 @@ fn a_port_in_use_is_named_before_anything_is_touched() -> Result<()> {
     cannot_run(&agent, arguments)?.exits(1)?.says(&[
         "0.0.0.0:15021",
         "health",
-        "--health-addr off",
+        "listen.health",
         "in use",
     ])?;
     if agent.bpffs().exists() {

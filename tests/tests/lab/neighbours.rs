@@ -13,7 +13,7 @@ use kernel::{
 use crate::{
     cluster::{TCP, eventually, reaches, serve},
     features::on,
-    manifest::{Manifests, Service},
+    manifest::{Config, Manifests, Service},
     outcome::run,
 };
 
@@ -226,7 +226,8 @@ fn ours_stay_beside_an_others() -> Result<()> {
         let _head = attach(&head, true)?;
         let link = attach(&anchor, false)?;
         let _tail = attach(&tail, false)?;
-        let _agent = scene.agent(&["--tc-order", &order])?;
+        let config = Config::new(&format!("packets: {{order: \"{order}\"}}"))?;
+        let _agent = scene.agent(&config.arguments())?;
         let beside = |wanted: [usize; 4]| {
             eventually(|| {
                 let (own, others) = places(&scene, &[&head, &anchor, &tail])?;

@@ -6,7 +6,7 @@ use serde_json::json;
 
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually, reaches},
-    manifest::Service,
+    manifest::{Config, Service},
 };
 
 scenarios! {
@@ -199,8 +199,8 @@ fn rules_around_a_nested_namespace_see_the_vip() -> Result<()> {
 }
 
 fn the_operator_chooses_who_is_served_by_packets() -> Result<()> {
-    let arguments = ["--packets-only", "veth-near2,!veth-sleep"];
-    let cluster = Cluster::start_with(services, &arguments)?;
+    let config = Config::new(r#"packets: {packetsOnly: ["veth-near2", "!veth-sleep"]}"#)?;
+    let cluster = Cluster::start_with(services, &config.arguments())?;
     let (client, other) = (cluster.client(), cluster.lab.pod("near2"));
     eventually(|| is_listed(&cluster, "veth-near2", "packetsOnly"))?;
     run(client, &rules("output", other))?;

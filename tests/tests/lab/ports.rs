@@ -6,7 +6,7 @@ use dataplane_tests::{Host, Lab, report::Report};
 
 use crate::{
     cluster::reaches,
-    manifest::Service,
+    manifest::{Config, Service},
     many_clients::{FIRST, cluster, each_asks},
 };
 
@@ -55,7 +55,8 @@ fn flows_get_ports_with_any_range() -> Result<()> {
 fn many_flows_to_one_endpoint_get_ports() -> Result<()> {
     let asked = std::env::var("DATAPLANE_PORTS").ok();
     let asked: Option<usize> = asked.and_then(|count| count.parse().ok());
-    let cluster = cluster(far, &["--conntrack-flows", "131072"])?;
+    let config = Config::new("packets: {conntrackFlows: 131072}")?;
+    let cluster = cluster(far, &config.arguments())?;
     let node = cluster.lab.node("node2");
     if asked.is_none() {
         node.sysctl("ipv4/ip_local_port_range", "3072 65535")?;

@@ -65,7 +65,7 @@ fn many_slow_readers_of_the_metrics_cost_a_bounded_amount_of_memory() -> Result<
         };
         (1..=count).map(service).collect()
     };
-    let arguments = ["--metrics-addr", "0.0.0.0:15020", "--metrics-auth", "none"];
+    let arguments = ["--metrics-addr", "0.0.0.0:15020"];
     let cluster = Cluster::start_with(services, &arguments)?;
     let node = cluster.lab.node("node2");
     let outside = cluster.lab.external("ext");

@@ -11,7 +11,7 @@ use dataplane_tests::Lab;
 
 use crate::{
     cluster::{Cluster, TCP, eventually, fails, reaches, refused, serve},
-    manifest::{Manifests, Service},
+    manifest::{Config, Manifests, Service},
     metrics::Metrics,
     outcome::{cannot_run, run},
 };
@@ -257,7 +257,8 @@ fn kinds_that_are_not_ours_are_counted_and_ignored() -> Result<()> {
 fn more_than_a_table_may_hold_is_said_and_the_rest_serves_on() -> Result<()> {
     let old = |lab: &Lab, pods: &[&str]| web(lab, pods).created("2025-01-15T09:21:07Z");
     let few = |lab: &Lab| vec![old(lab, &["near"])];
-    let mut cluster = Cluster::start_with(few, &["--max-frontends", "12"])?;
+    let config = Config::new("limits: {frontends: 12}")?;
+    let mut cluster = Cluster::start_with(few, &config.arguments())?;
     let many = |lab: &Lab, count: u8| {
         let service = |n| Service::new(&format!("s{n:02}"), &[&format!("10.96.1.{n}")]);
         let services = (0..count).map(|n| service(n).port("tcp", 80, TCP));
@@ -273,7 +274,7 @@ fn more_than_a_table_may_hold_is_said_and_the_rest_serves_on() -> Result<()> {
             "service default/s02: is not served",
             "service default/s19: is not served",
             "2 entries of table POOLS",
-            "--max-frontends",
+            "limits.frontends",
         ])?;
         let says = |service: &str| {
             status

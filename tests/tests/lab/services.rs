@@ -9,7 +9,7 @@ use crate::{
     cluster::{
         Cluster, TCP, UDP, ask, eventually, fails, peer_is, reaches, refused, serve, sources_are,
     },
-    manifest::{Condition, Service},
+    manifest::{Condition, Config, Service},
 };
 
 scenarios! {
@@ -333,7 +333,8 @@ fn only_admitted_external_ips_are_served() -> Result<()> {
             let web = web.set("externalIPs", ips.to_vec());
             vec![web.endpoints(&[lab.pod("far"), lab.pod("near"), lab.pod("near2")])]
         };
-        let cluster = Cluster::start_with(services, &["--external-ips", admits])?;
+        let config = Config::new(&format!("node: {{externalIPs: [\"{admits}\"]}}"))?;
+        let cluster = Cluster::start_with(services, &config.arguments())?;
         let client = cluster.client();
         let vip = format!("{VIP4}:80");
         reaches(client, &vip, "connect --count 60", &ALL)?;

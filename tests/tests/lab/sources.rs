@@ -15,7 +15,7 @@ use dataplane_tests::Host;
 
 use crate::{
     cluster::{Cluster, UDP, ask, eventually, fails, reaches},
-    manifest::Service,
+    manifest::{Config, Service},
     sockets::{address, arrived, inject, link, tap},
 };
 
@@ -259,7 +259,8 @@ struct Shape {
     name: &'static str,
     /// For `ip`, on the node.
     script: &'static str,
-    arguments: &'static [&'static str],
+    /// The agent's configuration file.
+    config: &'static str,
     as_outside: bool,
     as_sleep: bool,
     /// Its text in `status`.
@@ -271,7 +272,7 @@ const SHAPES: [Shape; 5] = [
         name: "its own interface",
         script: "route add 10.244.2.11 dev veth-near2
                  -6 route add fd00:10:244:2::11 dev veth-near2",
-        arguments: &[],
+        config: "",
         as_outside: false,
         as_sleep: false,
         said: None,
@@ -286,7 +287,7 @@ const SHAPES: [Shape; 5] = [
                  link set veth-near2 master br0
                  route add 10.244.2.11 dev br0
                  -6 route add fd00:10:244:2::11 dev br0",
-        arguments: &[],
+        config: "",
         as_outside: true,
         as_sleep: false,
         said: None,
@@ -301,7 +302,7 @@ const SHAPES: [Shape; 5] = [
                  addr add 10.97.0.1/24 dev gateway
                  route add 10.244.2.11 dev gateway
                  -6 route add fd00:10:244:2::11 dev gateway",
-        arguments: &[],
+        config: "",
         as_outside: false,
         as_sleep: false,
         said: None,
@@ -310,7 +311,7 @@ const SHAPES: [Shape; 5] = [
         name: "a bridge without the node",
         script: "link add br3 up type bridge
                  link set veth-near2 master br3",
-        arguments: &[],
+        config: "",
         as_outside: true,
         as_sleep: false,
         said: Some("interfaces veth-near2: the source addresses of their pods are not checked"),
@@ -319,7 +320,7 @@ const SHAPES: [Shape; 5] = [
         name: "an interface that is excluded",
         script: "route add 10.244.2.11 dev veth-near2
                  -6 route add fd00:10:244:2::11 dev veth-near2",
-        arguments: &["--no-source-check", "veth-near2"],
+        config: "packets: {noSourceCheck: [veth-near2]}",
         as_outside: true,
         as_sleep: true,
         said: None,
@@ -356,7 +357,8 @@ fn reach(shape: &Shape) -> Result<()> {
         let web = Service::new("web", &VIPS).port("udp", 53, UDP);
         vec![web.endpoints(&[lab.pod("near")])]
     };
-    let cluster = Cluster::start_in(lab, &["near"], web, shape.arguments)?;
+    let config = Config::new(shape.config)?;
+    let cluster = Cluster::start_in(lab, &["near"], web, &config.arguments())?;
     let lab = &cluster.lab;
     let (node, near, pod) = (lab.node("node2"), lab.pod("near"), lab.pod("near2"));
     for to in near.addresses() {

@@ -20,7 +20,7 @@ use kernel::conntrack::Conntrack;
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually, reaches},
     crafted::packet,
-    manifest::{Condition, Service},
+    manifest::{Condition, Config, Service},
     metrics::Metrics,
     sockets::{address, inject, link, tcp, transfer},
 };
@@ -49,10 +49,12 @@ fn on(lab: &dataplane_tests::Lab, endpoints: &[(&str, Condition)]) -> Service {
     )
 }
 
-fn start(arguments: &[&str]) -> Result<Cluster> {
+/// Starts an agent with this configuration, which it reads once.
+fn start(config: &str) -> Result<Cluster> {
+    let config = Config::new(config)?;
     Cluster::start_with(
         |lab| vec![on(lab, &[("near", Condition::Ready)])],
-        arguments,
+        &config.arguments(),
     )
 }
 
@@ -81,7 +83,7 @@ fn answers(report: &Report) -> Vec<Option<&str>> {
 /// Here it fails at once, the process makes another, and that one goes to a pod that is there. A socket that is
 /// connected to the pod itself, not through the service, is left alone.
 fn connected_udp_moves_when_its_endpoint_goes() -> Result<()> {
-    let cluster = start(&[])?;
+    let cluster = start("")?;
     let near = cluster.lab.pod("near").addresses();
     let mut moving = Vec::new();
     let mut staying = Vec::new();
@@ -158,7 +160,7 @@ fn connected_udp_moves_when_its_endpoint_goes() -> Result<()> {
 }
 
 fn tcp_is_destroyed_only_if_asked() -> Result<()> {
-    let cluster = start(&["--destroy-stale", "tcp,udp"])?;
+    let cluster = start("destroyStale: [tcp, udp]")?;
     let through = connection(&cluster, "10.96.0.40:80")?;
     let resolver = resolver(&cluster, "[fd00:96::40]:53", &[])?;
     let direct = connection(&cluster, &format!("10.244.2.10:{TCP}"))?;
@@ -259,7 +261,7 @@ fn transfer_more(stream: &mut TcpStream) -> Result<()> {
 }
 
 fn nothing_is_destroyed_if_not_asked() -> Result<()> {
-    let cluster = start(&["--destroy-stale", "none"])?;
+    let cluster = start("destroyStale: [none]")?;
     let socket = resolver(&cluster, "10.96.0.40:53", &[])?;
     cluster
         .manifests
@@ -279,7 +281,7 @@ fn nothing_is_destroyed_if_not_asked() -> Result<()> {
 /// If a socket's set in `PEERS` is full, `connect` writes to the socket's own storage, which the kernel lists for TCP
 /// sockets.
 fn sockets_beyond_the_table_are_found_too() -> Result<()> {
-    let cluster = start(&["--destroy-stale", "tcp"])?;
+    let cluster = start("destroyStale: [tcp]")?;
     let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/PEERS"));
     let peers = Map::Array(MapData::from_pin(pin)?);
     let mut peers = Array::<MapData, [u64; size_of::<PeerSets>() / 8]>::try_from(peers)?;

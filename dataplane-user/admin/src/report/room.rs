@@ -31,7 +31,7 @@ pub fn of_clients(usage: &Usage) -> Option<Finding> {
     }
     let text = format!(
         "session affinity: {used} clients are remembered, and there is room for {room}: without room, a new client \
-         may reach another endpoint with each connection (`affinity-full`); raise --max-affinity-clients"
+         may reach another endpoint with each connection (`affinity-full`); raise limits.affinityClients"
     );
     Some(Finding::new(Severity::Warning, text))
 }

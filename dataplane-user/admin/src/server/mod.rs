@@ -65,15 +65,15 @@ pub enum Error {
     },
     /// The address cannot be listened on.
     #[error(
-        "cannot listen on {addr} for {what}: {cause}; choose another address with {flag}, or `{flag} off`"
+        "cannot listen on {addr} for {what}: {cause}; choose another address for {key}, or `off`"
     )]
     Address {
         /// The address.
         addr: SocketAddr,
         /// The purpose.
         what: &'static str,
-        /// The option that chooses another.
-        flag: &'static str,
+        /// The setting that chooses another.
+        key: &'static str,
         /// The reason.
         cause: io::Error,
     },
@@ -113,7 +113,7 @@ impl Listeners {
         let socket = unix(settings.socket())?;
         // From here on the file is ours to remove.
         let path = SocketFile(settings.socket().to_owned());
-        let tcp = |addr: Option<SocketAddr>, what, flag| {
+        let tcp = |addr: Option<SocketAddr>, what, key| {
             addr.map(|addr| {
                 let listener = TcpListener::bind(addr);
                 listener
@@ -121,7 +121,7 @@ impl Listeners {
                     .map_err(|cause| Error::Address {
                         addr,
                         what,
-                        flag,
+                        key,
                         cause,
                     })
             })
@@ -129,15 +129,23 @@ impl Listeners {
         };
         Ok(Self {
             socket,
-            metrics: tcp(settings.metrics(), "metrics", "--metrics-addr")?,
-            health: tcp(settings.health(), "health checks", "--health-addr")?,
+            metrics: tcp(
+                settings.metrics(),
+                "metrics",
+                "listen.metrics (--metrics-addr)",
+            )?,
+            health: tcp(settings.health(), "health checks", "listen.health")?,
             // Opened later, because the port may become free later: kube-proxy has it until it is gone.
             healthz: settings.healthz(),
             // kube-proxy has both at one port; so has the agent if this is configured.
             proxy_mode: settings
                 .proxy_mode()
                 .filter(|at| settings.metrics() != Some(*at)),
-            admin: tcp(settings.admin(), "the admin endpoint", "--admin-addr")?,
+            admin: tcp(
+                settings.admin(),
+                "the admin endpoint",
+                "listen.admin (--admin-addr)",
+            )?,
             path,
         })
     }
@@ -469,7 +477,10 @@ mod tests {
         let mut asked = asked(dir.path());
         asked.metrics = Some(settings::Listen(taken.local_addr().ok()));
         let error = Listeners::open(&asked).unwrap_err().to_string();
-        assert!(error.contains("--metrics-addr off"), "{error}");
+        assert!(
+            error.contains("listen.metrics (--metrics-addr), or `off`"),
+            "{error}"
+        );
         assert!(!asked.socket().exists(), "nothing is left behind");
     }
 }

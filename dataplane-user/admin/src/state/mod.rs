@@ -210,7 +210,7 @@ impl State {
             text: format!(
                 "session affinity: the services of this namespace have more clients than their share of the room; the \
                  {clients} clients that were silent for longest may reach another endpoint; start the agent with more \
-                 --max-affinity-clients"
+                 limits.affinityClients"
             ),
         });
         lock(&self.known).crowded = crowded.collect();

@@ -75,7 +75,7 @@ pub fn hold_ports(conntrack: &Conntrack, snapshot: &Snapshot) -> io::Result<List
     if are_more {
         warn!(
             "the kernel's conntrack masquerades more than {most} connections to endpoints; the packet path does not know the ports of \
-             the others, and may give them to its own flows; raise --conntrack-flows"
+             the others, and may give them to its own flows; raise packets.conntrackFlows"
         );
     }
     for key in &ports {

@@ -256,7 +256,7 @@ fn begin(
     } else if config.flags & PacketConfig::MASQUERADE_ALL != 0 {
         masquerade = true;
         told.steps
-            .push("every client of a cluster IP is masqueraded (--masquerade-all)".to_owned());
+            .push("every client of a cluster IP is masqueraded (packets.masqueradeAll)".to_owned());
     } else if !inside && config.flags & DETECTS != 0 {
         masquerade = true;
         told.steps
@@ -330,7 +330,8 @@ fn is_from_pod(
     } else if by_interface {
         format!("packets that arrive at {} come from pods", packet.iface)
     } else if flags & DETECTS == 0 {
-        "neither --pod-cidr nor --pods-by-interface is set: no client counts as a pod".to_owned()
+        "neither packets.podCidrs nor packets.podsByInterface is set: no client counts as a pod"
+            .to_owned()
     } else {
         format!("{} is not a pod's address", key.src)
     });

@@ -9,7 +9,7 @@ use crate::cgroup::cgroup2_root;
 /// Flows for each core, and at least: kube-proxy's `conntrack.maxPerCore` and `conntrack.min`.
 const FOR_EACH_CORE: u64 = 32_768;
 const AT_LEAST: u64 = 131_072;
-/// Flows whatever the machine: the least that `--conntrack-flows` takes, and the most.
+/// Flows whatever the machine: the least that `packets.conntrackFlows` takes, and the most.
 const LEAST: u64 = 1024;
 const MOST: u64 = 1 << 23;
 /// Kernel memory for each flow, in bytes: two cells with their sequences, four slots.

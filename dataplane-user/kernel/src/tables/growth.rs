@@ -16,13 +16,13 @@ use super::{
 /// How large tables may become.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// VIP ports, cluster addresses and node ports together (`--max-frontends`). 100 000 services
+    /// VIP ports, cluster addresses and node ports together (`limits.frontends`). 100 000 services
     /// with one port have 200 000.
     pub frontends: u32,
-    /// Endpoint slots (`--max-endpoints`): pools' endpoints, each pool's rounded up to a power of
+    /// Endpoint slots (`limits.endpoints`): pools' endpoints, each pool's rounded up to a power of
     /// two.
     pub endpoints: u32,
-    /// Clients of services with session affinity whose endpoints are remembered (`--max-affinity-clients`).
+    /// Clients of services with session affinity whose endpoints are remembered (`limits.affinityClients`).
     pub affinity: u32,
 }
 
@@ -83,19 +83,19 @@ impl Tables {
             "FRONTENDS",
             demand.frontends,
             (self.frontends.capacity(), limits.frontends),
-            "--max-frontends",
+            "limits.frontends",
         )?;
         check(
             "POOLS",
             demand.pools,
             (self.pools.capacity(), limits.frontends.saturating_add(1)),
-            "--max-frontends",
+            "limits.frontends",
         )?;
         check(
             "ENDPOINTS",
             demand.endpoints,
             (self.endpoints.capacity(), limits.endpoints),
-            "--max-endpoints",
+            "limits.endpoints",
         )?;
         if demand.sources > packet::SOURCES {
             return Err(Error::SourcesFull {

@@ -49,7 +49,7 @@ impl PacketPrograms {
             return Err(io::Error::from(io::ErrorKind::Unsupported)).doing(|| {
                 format!(
                     "cannot put programs at the place {order}: it takes TCX (Linux 6.6), and here they are \
-                     filters; use --tc-order first or last"
+                     filters; use packets.order: first or last"
                 )
             });
         }

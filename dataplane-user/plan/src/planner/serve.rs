@@ -158,7 +158,7 @@ impl Planner {
             place: format!("service {}", service.name),
             text: "the earlier state is served: the change waits for room, because too much of a table changes at \
                    once or its free entries are scattered. If this stays so, raise limits.frontends \
-                   (--max-frontends) and limits.endpoints (--max-endpoints)"
+                   and limits.endpoints"
                 .to_owned(),
         }
     }

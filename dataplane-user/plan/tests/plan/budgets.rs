@@ -158,7 +158,7 @@ fn a_service_that_fills_a_table_is_left_out_by_itself() {
         "service thief/huge",
         "55040 entries of table ENDPOINTS",
         "namespace thief",
-        "--max-endpoints",
+        "limits.endpoints",
     ] {
         assert!(problem.contains(word), "{problem}");
     }

@@ -638,7 +638,7 @@ fn no_file_left_releases_nobody() -> Result<()> {
         "--metrics-addr",
         "0.0.0.0:15020",
     ]);
-    world.agent = Some(agent.args(["--metrics-auth", "none"]).start()?);
+    world.agent = Some(agent.start()?);
     let flood = |from: &Host, to: &str, count: usize| -> Result<Process> {
         let keep = from.probe("keep").args(["--slow", "--to", to]);
         let keep = keep.args(["--count", &count.to_string()]);

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::{World, packets};
 use crate::{
     cluster::{UDP, ask, reaches, refused, serve},
-    manifest::{Manifests, Service},
+    manifest::{Config, Manifests, Service},
 };
 
 scenarios! {
@@ -257,21 +257,21 @@ fn explain(world: &World, to: &str) -> Result<Value> {
     Ok(serde_json::from_str(&explain.run()?)?)
 }
 
+/// The configuration by which services are served for the pod `app` by packets only.
+const BY_PACKETS: &str = "packets: {packetsOnly: [veth-app]}";
+
 /// An exclusion exempts a connection from the egress policy if it excludes the destination of the first packet.
 fn an_exclusion_exempts_where_the_first_packet_goes() -> Result<()> {
-    for (mode, args) in [
-        ("kernel", &[][..]),
-        ("proxy", &[]),
-        ("kernel", &["--packets-only", "veth-app"]),
-    ] {
+    for (mode, keys) in [("kernel", ""), ("proxy", ""), ("kernel", BY_PACKETS)] {
         let (mut world, outside, _server) = with_outside()?;
         let _free = serve_free(&outside)?;
         let one = world.lab.pod("one").clone();
         world.manifests = Manifests::new(&excluded(&one, &outside))?;
         let config = super::mesh(json!({}), exclusions(mode));
-        world.agent_with_args(&config, &[], args)?;
+        let keys = Config::new(keys)?;
+        world.agent_with_args(&config, &[], &keys.arguments())?;
         exempts_endpoints(&world, &outside, &["udp", "udp --unconnected"])
-            .with_context(|| format!("{mode} {args:?}"))?;
+            .with_context(|| format!("{mode} {keys:?}"))?;
     }
     Ok(())
 }
@@ -312,7 +312,8 @@ fn no_flip_of_a_slice_opens_egress() -> Result<()> {
         json!({}),
         json!({ "egress": "deny", "mode": "kernel", "excludeUIDs": [super::UID] }),
     );
-    world.agent_with_args(&config, &[], &["--packets-only", "veth-app"])?;
+    let by_packets = Config::new(BY_PACKETS)?;
+    world.agent_with_args(&config, &[], &by_packets.arguments())?;
     flip(&world, &how).context("by packets, with users")?;
     world.capture(json!({}), json!({ "egress": "deny", "mode": "kernel" }))?;
     flip(&world, &how)

@@ -111,7 +111,8 @@ fn who_is_masqueraded_if_all_are() -> Result<()> {
             masquerade_all: true,
             ..base.cluster
         },
-        arguments: [base.arguments, vec!["--masquerade-all"]].concat(),
+        arguments: base.arguments,
+        config: "packets: {masqueradeAll: true}",
         ..Settings::default()
     };
     masquerade(
@@ -126,7 +127,7 @@ fn who_is_masqueraded_if_all_are_and_without_a_detector() -> Result<()> {
             masquerade_all: true,
             ..Cluster::default()
         },
-        arguments: vec!["--masquerade-all"],
+        config: "packets: {masqueradeAll: true}",
         ..Settings::default()
     };
     masquerade(
@@ -146,7 +147,7 @@ fn who_is_masqueraded_by_interface() -> Result<()> {
             local: LocalDetector::InterfacePrefix("veth-".into()),
             ..Cluster::default()
         },
-        arguments: vec!["--pods-by-interface"],
+        config: "packets: {podsByInterface: true}",
         ..Settings::default()
     };
     masquerade(
@@ -422,6 +423,7 @@ fn node_ports_on_chosen_addresses() -> Result<()> {
         ]
         .concat(),
         second_address: Some("192.168.77.92/24"),
+        ..Settings::default()
     };
     let comparison = Comparison {
         settings,

@@ -14,7 +14,7 @@ use source::manifests;
 use super::case::{Case, Seen};
 use crate::{
     cluster,
-    manifest::{Manifests, Service},
+    manifest::{Config, Manifests, Service},
 };
 
 /// The worker that serves node1.
@@ -65,6 +65,8 @@ pub struct Settings {
     pub cluster: Cluster,
     /// These settings as arguments of `dataplane run`.
     pub arguments: Vec<&'static str>,
+    /// Further settings of the agent, as the text of a configuration file.
+    pub config: &'static str,
     /// Another address of node1's uplink.
     pub second_address: Option<&'static str>,
 }
@@ -99,7 +101,7 @@ impl Settings {
                 ..Cluster::default()
             },
             arguments: vec!["--pod-cidr", "10.244.0.0/16,fd00:10:244::/48"],
-            second_address: None,
+            ..Self::default()
         }
     }
 }
@@ -215,7 +217,9 @@ impl World {
             }
             Worker::Dataplane => {
                 let agent = lab.agent(node.name()).manifests(manifests);
-                Some(agent.args(&settings.arguments).start()?)
+                let config = Config::new(settings.config)?;
+                let agent = agent.args(config.arguments()).args(&settings.arguments);
+                Some(agent.start()?)
             }
         };
         Ok(Self {

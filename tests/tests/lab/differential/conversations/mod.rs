@@ -203,7 +203,7 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
             .endpoints(&[lab.pod("e1")])
     };
     let manifests = Manifests::new(&[service(&lab)])?;
-    let (directory, mut settings) = (tempfile::tempdir()?, Settings::base());
+    let mut settings = Settings::base();
     let node = lab.node("node1");
     // kube-proxy's own.
     let mut times = vec![
@@ -212,10 +212,7 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
     ];
     if kind.short {
         times = TIMEOUTS.map(|name| (name, SHORT_TIMEOUT)).into();
-        let file = directory.path().join("config.yaml");
-        std::fs::write(&file, OUR_TIMEOUTS)?;
-        let file: &'static str = file.display().to_string().leak();
-        settings.arguments.extend(["--config", file]);
+        settings.config = OUR_TIMEOUTS;
     }
     for (name, seconds) in times {
         node.sysctl(
