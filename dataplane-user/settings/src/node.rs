@@ -4,7 +4,10 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{ExternalIps, Range, is_default, range::one_or_several};
+use super::{
+    ExternalIps, Range, is_default,
+    range::{one_or_several, one_or_several_schema},
+};
 
 /// The identity of this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
@@ -45,6 +48,7 @@ pub struct Node {
         skip_serializing_if = "is_default",
         deserialize_with = "one_or_several"
     )]
+    #[schemars(schema_with = "one_or_several_schema")]
     #[arg(skip)]
     #[serde(rename = "externalIPs")]
     pub external_ips: Vec<ExternalIps>,

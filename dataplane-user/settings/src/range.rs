@@ -3,7 +3,7 @@
 use std::{net::IpAddr, str::FromStr};
 
 use ipnet::IpNet;
-use schemars::JsonSchema;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 use serde_json::Value;
 
@@ -82,6 +82,11 @@ pub fn one_or_several<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<External
         several => several,
     };
     serde_json::from_value(ips).map_err(D::Error::custom)
+}
+
+/// Returns the schema of the values that [`one_or_several`] reads.
+pub fn one_or_several_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": ["string", "array"], "items": { "type": "string" } })
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ mod chart;
 mod components;
 mod monitoring;
 mod unit;
+mod values;
 
 use std::{
     collections::BTreeMap,
@@ -32,6 +33,16 @@ fn deploy() -> PathBuf {
 fn read(path: &str) -> String {
     let path = deploy().join("..").join(path);
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// The command that writes the files that these tests compare with the code.
+const WRITE: &str = "write it by `DATAPLANE_WRITE=1 cargo test -p dataplane-cli --test deploy`";
+
+/// Writes a file of the project if `DATAPLANE_WRITE=1` asks for it.
+fn write_if_asked(path: &str, text: &str) {
+    if std::env::var_os("DATAPLANE_WRITE").is_some_and(|value| value == "1") {
+        fs::write(deploy().join("..").join(path), text).unwrap();
+    }
 }
 
 fn yaml(text: &str) -> Value {

@@ -198,6 +198,21 @@ fn dashboard_and_alerts_ask_for_metrics_that_there_are() {
     }
 }
 
+/// The chart and the component have the same dashboard, each in a file of its own: Helm warns of symbolic links at each
+/// command, and kustomize refuses those that lead elsewhere.
+#[test]
+fn the_chart_has_the_dashboard() {
+    const CHARTS: &str = "deploy/helm/dataplane/dashboard.json";
+    let dashboard = read("deploy/kustomize/monitoring/dashboard.json");
+    write_if_asked(CHARTS, &dashboard);
+    let metadata = fs::symlink_metadata(deploy().join("..").join(CHARTS)).unwrap();
+    assert!(metadata.is_file(), "{CHARTS} is no regular file");
+    assert!(
+        read(CHARTS) == dashboard,
+        "{CHARTS} is not the component's dashboard: {WRITE}"
+    );
+}
+
 /// Every alert has a section with its remedy.
 #[test]
 fn every_alert_has_its_page() {
