@@ -16,6 +16,9 @@ use super::{Command, log, settled, source::SourceArgs};
 /// tables in line with them, and attaches the programs that serve them. Runs in the foreground; SIGTERM and
 /// Ctrl-C end the agent. SIGHUP makes it read the manifests again; it also notices changes by itself.
 /// Services stay up while the agent is killed or restarted: the next agent adopts the tables.
+///
+/// The options here are the settings that one types by hand. The configuration file (--config) has all settings:
+/// docs/configuration.md, `dataplane config schema`.
 #[derive(Debug, Args)]
 pub struct RunArgs {
     #[command(flatten)]

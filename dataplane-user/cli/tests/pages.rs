@@ -1,6 +1,6 @@
 //! Compares the pages of the commands with the commands' help.
 
-use std::{fs, path::Path};
+use std::{collections::BTreeSet, fs, path::Path};
 
 use dataplane_tests::pages::{commands, help, options};
 
@@ -12,7 +12,11 @@ const COMMON: [&str; 6] = [
 const DATAPLANE: &str = env!("CARGO_BIN_EXE_dataplane");
 
 fn page(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/cli/{name}.md"));
+    read(&format!("cli/{name}.md"))
+}
+
+fn read(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/{name}"));
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
@@ -35,4 +39,19 @@ fn every_command_has_a_page_with_its_options() {
         }
     }
     assert!(lacking.is_empty(), "{}", lacking.join("\n"));
+}
+
+/// The table of keys names the flag of each key that has one, and no other flag.
+#[test]
+fn the_flags_of_keys_are_those_of_run() {
+    let guide = read("configuration.md");
+    let rows = guide.lines().filter_map(|line| line.strip_prefix("| `"));
+    let cells = rows.filter_map(|row| row.split(" | ").nth(1));
+    let words = cells.flat_map(|cell| cell.split(['`', ' ', ',']));
+    let documented: BTreeSet<&str> = words.filter(|word| word.starts_with("--")).collect();
+    let help = help(DATAPLANE, &["run"]);
+    let mut flags = options(&help);
+    // `log.level` has `-v`.
+    flags.retain(|flag| !["--config", "--help", "--verbose"].contains(flag));
+    assert_eq!(documented, flags);
 }
