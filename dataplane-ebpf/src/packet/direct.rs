@@ -7,7 +7,7 @@
 //! after the programs of a cgroup began to serve their sockets, while the packet path served them before.
 //!
 //! A packet that does not go to a service has no bit in `VIPS`, so the program does not look it up as a request. It
-//! does while such flows exist. The agent finds out when none is left (`agent/flows.rs` in `dataplane-user`).
+//! does while such flows exist. The agent finds out when none is left (`agent/flows/walk.rs` in `dataplane-user`).
 
 use core::ptr::read_volatile;
 

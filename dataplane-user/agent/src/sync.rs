@@ -16,7 +16,6 @@ use dataplane_common::{
 };
 use kernel::ServiceTables;
 use plan::{Departures, Plan, Planner, Served};
-use source::Health;
 use tokio::sync::watch;
 use tracing::{debug, error, info, warn};
 
@@ -41,8 +40,6 @@ pub struct Sync {
     serves: watch::Sender<Served>,
     state: Arc<State>,
     input: Input,
-    /// The health of the source.
-    health: Health,
     flows: Flows,
     published: Option<Published>,
     attacher: Attacher,
@@ -102,7 +99,6 @@ impl Sync {
         let now = Instant::now();
         let protocols = [&[Protocol::UDP], destroy].concat();
         Self {
-            health: input.health(),
             empty_tables: planner.frontends().is_empty(),
             tables,
             planner,
@@ -319,7 +315,7 @@ impl Sync {
         let start = Instant::now();
         let result = self.write(&plan);
         if let (Ok(()), Some(published)) = (&result, &self.published) {
-            let is_behind = self.health.is_behind(admin::now());
+            let is_behind = self.input.health().is_behind(admin::now());
             published.publish(self.input.snapshot(), is_behind);
         }
         let writing = start.elapsed();
@@ -330,6 +326,7 @@ impl Sync {
         }
         match result.and_then(|()| self.grace()) {
             Ok(()) => {
+                self.serves.send_replace(self.planner.served());
                 // Services first, because a proxy's connections use them; ready means that both are in line.
                 let served = self.input.snapshot().clone();
                 if self.settled {
@@ -339,7 +336,6 @@ impl Sync {
                     first.map_err(|_| Self::died())?;
                 }
                 let changes = plan.writes.len();
-                self.serves.send_replace(self.planner.served());
                 self.state.synced(changes, thinking, writing);
                 self.retry = None;
                 self.tell(changes, thinking, writing, since.is_some());
@@ -357,6 +353,11 @@ impl Sync {
                 self.retry = Some((Instant::now() + next, next));
                 // The plan was written in part, or not at all: only the kernel knows its tables.
                 self.planner = adopt(&self.tables, &self.state.paths, self.state.limits)?;
+                // The next plan may use pools that the published view still names.
+                let planner = &self.planner;
+                self.serves.send_modify(|served| {
+                    served.retain_owners(|pool| planner.pool(pool).is_some());
+                });
                 Ok(())
             }
         }

@@ -8,7 +8,7 @@ use model::{Problem, ServiceName, Snapshot};
 
 use super::{Conflict, PoolOwner, claims::Rank, wanted::Claim};
 
-/// The state after a plan, as of [`Planner::served`](super::Planner::served). It does not change, and a clone is cheap.
+/// What a plan serves and leaves out: [`Planner::served`](super::Planner::served) makes it. A clone is cheap.
 #[derive(Clone, Debug, Default)]
 pub struct Served {
     /// The planned objects.
@@ -26,6 +26,15 @@ impl Served {
         Self {
             snapshot,
             ..Self::default()
+        }
+    }
+
+    /// Removes the owners of pools that are not in use any more: for a view that stays while the tables are no longer those
+    /// of its plan.
+    pub fn retain_owners(&mut self, is_in_use: impl Fn(u32) -> bool) {
+        let gone: Vec<_> = self.pools_after(0).map(|(pool, _)| pool).collect();
+        for pool in gone.into_iter().filter(|pool| !is_in_use(*pool)) {
+            self.owners.set(pool as usize, None);
         }
     }
 

@@ -11,6 +11,9 @@ use crate::{
     lock::lock,
 };
 
+/// Pools whose counters are read before their owners are looked at again.
+const POOLS_AT_ONCE: usize = 4096;
+
 impl State {
     /// Returns the counters of direct connections.
     pub fn direct(&self) -> MutexGuard<'_, Direct> {
@@ -54,17 +57,23 @@ impl State {
         let Ok(tables) = tables else {
             return;
         };
-        let before = self.served();
-        let counted: Vec<_> = before
-            .pools_after(0)
-            .map(|(pool, owner)| (pool, owner, tables.pool_stats(pool)))
-            .collect();
-        // A pool is reused for another service only after a view was published in which the pool has no owner.
-        let after = self.served();
-        let is_still = |pool, owner| after.pool_owner(pool) == Some(owner);
-        let counted = counted.into_iter();
-        let counted = counted.filter(|(pool, owner, _)| is_still(*pool, owner));
-        counters.update(counted.map(|(pool, owner, stats)| (pool, key(owner), stats)));
+        let served = self.served();
+        let mut pools = served.pools_after(0);
+        let runs = std::iter::from_fn(|| {
+            let run = pools.by_ref().take(POOLS_AT_ONCE);
+            let counted: Vec<_> = run
+                .map(|(pool, owner)| (pool, owner, tables.pool_stats(pool)))
+                .collect();
+            // A pool is reused for another service only after a view was published in which it has no owner.
+            let now = self.served.borrow();
+            let is_still = |pool, owner| now.pool_owner(pool) == Some(owner);
+            let known = counted
+                .iter()
+                .filter(|(pool, owner, _)| is_still(*pool, owner));
+            let known = known.map(|(pool, owner, stats)| (*pool, key(owner), *stats));
+            (!counted.is_empty()).then(|| known.collect::<Vec<_>>())
+        });
+        counters.update(runs.flatten());
     }
 }
 

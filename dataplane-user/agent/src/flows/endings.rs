@@ -30,9 +30,9 @@ const AGAIN: Duration = Duration::from_secs(1);
 pub struct Endings {
     jobs: Receiver<Job>,
     state: Arc<State>,
-    /// The sockets to destroy; `None`: none are.
+    /// Finds the sockets to destroy; `None`: no sockets are destroyed.
     peers: Option<Peers>,
-    /// Their protocols.
+    /// The protocols of these sockets.
     destroy: Vec<Protocol>,
     /// The earliest time of the next walk: if endpoints come and go all the time, walks take their share and no more.
     next: Option<Instant>,
@@ -54,7 +54,7 @@ impl Endings {
         }
     }
 
-    /// Handles jobs for at least so long.
+    /// Handles jobs for at least `limit`.
     ///
     /// # Errors
     /// If the thread is to end.

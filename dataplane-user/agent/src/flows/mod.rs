@@ -1,9 +1,10 @@
 //! The upkeep of flows and sockets, on a thread of its own so that it delays nothing else: the thread removes flows
-//! that are over, and ends flows and sockets that lead to an endpoint that went away.
+//! that are over, ends flows and sockets that lead to an endpoint that went away, removes session affinity that is over, and
+//! checks where pods' sockets are and where the node's routes to pods lead.
 
 mod affinity;
 mod endings;
-mod kernels;
+mod nf_conntrack;
 mod pods;
 mod sockets;
 mod walk;
@@ -24,13 +25,13 @@ use kernel::{DirectFlows, conntrack::Conntrack, sockets::Peers};
 use plan::{Departed, Served};
 use tokio::sync::watch;
 
-pub use self::kernels::{Imported, import};
+pub use self::nf_conntrack::{Imported, import};
 use self::{affinity::Affinity, endings::Endings, pods::Pods, sockets::Sockets, walk::Walk};
 use super::{Event, deaths, interfaces::PacketSettings};
 
 /// How long to rest between two walks through all flows.
 const REST: Duration = Duration::from_secs(10);
-/// A walk rests between its steps, so that it takes at most one part in so many of one CPU.
+/// A job that walks or looks rests afterwards, so that it takes at most one part in so many of one CPU.
 const SHARE: u32 = 20;
 
 /// The running thread.

@@ -42,7 +42,8 @@ impl Pods {
         }
     }
 
-    /// Checks that the sockets of pods are in the cgroup that the programs are attached to, if that is due.
+    /// Checks that the sockets of pods are in the cgroup that the programs are attached to, and that the node's routes lead to
+    /// its pods, if that is due.
     pub fn check(&mut self) {
         let start = Instant::now();
         if start < self.next {

@@ -16,7 +16,7 @@ use tracing::{debug, info, warn};
 
 use super::{
     SHARE, Stopped,
-    kernels::{foreign, hold_ports},
+    nf_conntrack::{foreign, hold_ports},
 };
 
 /// Walks through all flows.

@@ -4,7 +4,7 @@
 use std::{
     collections::BTreeMap,
     io,
-    os::fd::{AsFd as _, AsRawFd as _, BorrowedFd},
+    os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd},
 };
 
 use socket2::{Domain, Type};

@@ -384,7 +384,7 @@ fn run(steps: Vec<Step>) {
                 index, fresh: true, ..
             } = write
             {
-                // So that whoever counts by the view never counts one service's connections as another's.
+                // Otherwise the connections of one service would be counted as another's.
                 assert_eq!(shown.pool_owner(*index), None, "pool {index} is reused");
             }
         }

@@ -533,7 +533,9 @@ mod tests {
             let workloads: Vec<_> = (0..number).map(|n| workload(n, &labels(n))).collect();
             let start = computed();
             let mut entries = Entries::default();
-            selecting.into_iter().for_each(|entry| entries.put(entry));
+            for entry in selecting {
+                entries.put(entry);
+            }
             for workload in workloads {
                 entries.put_candidate(workload);
             }
