@@ -69,7 +69,7 @@ pub fn request(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     }
     if !may_begin(skb, s) {
         if known == REQUEST && sources::is_host(&s.packet.key.src) {
-            // A new connection that is no service's. Its later packets are not the flow's either.
+            // A new connection to no service: its later packets do not belong to the flow either.
             s.flow.remove(now);
         }
         return OTHER;

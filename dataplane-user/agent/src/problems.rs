@@ -10,10 +10,7 @@ const LOGGED: usize = 20;
 
 /// Logs new problems, and those that are over.
 pub fn log(problems: &[Problem], before: &[Problem]) {
-    let known: HashSet<(&str, &str)> = before.iter().map(|p| (&*p.place, &*p.text)).collect();
-    let mut news = problems
-        .iter()
-        .filter(|p| !known.contains(&(&*p.place, &*p.text)));
+    let mut news = not_among(problems, before);
     for problem in news.by_ref().take(LOGGED) {
         warn!("{}: {}", problem.place, problem.text);
     }
@@ -21,10 +18,7 @@ pub fn log(problems: &[Problem], before: &[Problem]) {
     if more > 0 {
         warn!("and {more} more; `dataplane status` names them all");
     }
-    let now: HashSet<(&str, &str)> = problems.iter().map(|p| (&*p.place, &*p.text)).collect();
-    let mut over = before
-        .iter()
-        .filter(|p| !now.contains(&(&*p.place, &*p.text)));
+    let mut over = not_among(before, problems);
     for problem in over.by_ref().take(LOGGED) {
         info!("{}: no longer so: {}", problem.place, problem.text);
     }
@@ -32,4 +26,12 @@ pub fn log(problems: &[Problem], before: &[Problem]) {
     if more > 0 {
         info!("and {more} more problems are over");
     }
+}
+
+/// Returns the problems of `some` whose place or text is not in `others`.
+fn not_among<'a>(some: &'a [Problem], others: &'a [Problem]) -> impl Iterator<Item = &'a Problem> {
+    let key = |problem: &'a Problem| (&*problem.place, &*problem.text);
+    let known: HashSet<_> = others.iter().map(key).collect();
+    some.iter()
+        .filter(move |problem| !known.contains(&key(problem)))
 }

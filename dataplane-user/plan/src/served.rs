@@ -8,7 +8,8 @@ use model::{Problem, ServiceName, Snapshot};
 
 use super::{Conflict, PoolOwner, claims::Rank, wanted::Claim};
 
-/// What a plan serves and leaves out: [`Planner::served`](super::Planner::served) makes it. A clone is cheap.
+/// The objects that a plan serves, and those that it leaves out, as of [`Planner::served`](super::Planner::served). A clone
+/// is cheap.
 #[derive(Clone, Debug, Default)]
 pub struct Served {
     /// The planned objects.

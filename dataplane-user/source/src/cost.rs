@@ -1,4 +1,4 @@
-//! What a change of an object costs, roughly in keys, endpoints and addresses.
+//! The cost of a change of an object, roughly in keys, endpoints and addresses.
 
 use model::{ADDRESSES_MAX, At, Entry, EntryResolution, Records, Service};
 

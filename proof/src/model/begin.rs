@@ -423,7 +423,7 @@ impl Model<'_> {
         let kind = self.world.frontend(headers).map(|(_, kind)| kind);
         let begins = kind.is_some_and(|kind| kind != Kind::EXTERNAL_IP);
         if !begins || is_nobody(headers.src) || !is_own(headers.src) {
-            // A new connection that is no service's takes the place of the flow.
+            // A new connection to no service replaces the flow.
             if let Some(flow) = again.filter(|_| is_own(headers.src)) {
                 self.state.flows.remove(&flow.key);
             }

@@ -34,7 +34,7 @@ pub struct State {
     pub paths: kernel::Paths,
     /// How far the tables may grow.
     pub limits: kernel::Limits,
-    /// What the agent serves.
+    /// The objects that the agent serves, and those that it leaves out.
     served: watch::Receiver<Served>,
     /// How long syncs take, in seconds.
     pub sync_duration: Histogram,

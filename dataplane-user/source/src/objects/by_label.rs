@@ -23,8 +23,9 @@ impl<N: Ord + Clone> ByLabel<N> {
         }
     }
 
-    /// Adds an object that asks for all of these labels to one of them: whoever has all of them has this one. It is the one
-    /// with the fewest objects, so that objects which have one label in common and differ in another do not all meet.
+    /// Adds an object that asks for all of these labels to one of them, since an object that has all of them has this one.
+    /// It is the one with the fewest objects, so that objects which have one label in common and differ in another do not all
+    /// meet.
     pub fn insert_at_one(&mut self, labels: impl IntoIterator<Item = LabelIn>, name: &N) {
         let number = |label: &LabelIn| self.0.get(label).map_or(0, BTreeSet::len);
         let rarest = labels.into_iter().min_by_key(number);
