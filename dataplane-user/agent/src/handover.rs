@@ -35,7 +35,7 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{Event, LOADING, deaths, mesh::Mesh};
+use super::{Event, deaths, mesh::Mesh};
 
 /// Only root opens the file of a [`Turn`].
 const PRIVATE: u32 = 0o600;
@@ -45,6 +45,8 @@ const FOR_GOOD: Duration = Duration::from_hours(365 * 24);
 
 /// How often an idle agent checks whether it is its turn, if no other agent notifies it.
 const LOOK: Duration = Duration::from_millis(50);
+/// How long an agent whose place was taken accepts connections at most.
+pub const LOADING: Duration = Duration::from_mins(1);
 /// How long an agent waits for one that has the turn and does not hand over its place, because it starts or ends.
 const STARTING: Duration = Duration::from_secs(10);
 /// The pause before the next agent is accepted, after accepting failed.

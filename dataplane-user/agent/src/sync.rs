@@ -20,8 +20,9 @@ use tokio::sync::watch;
 use tracing::{debug, error, info, warn};
 
 use super::{
-    End, Error, Event, LOOK, LOOK_SOON, RETRY, RETURNING, adopt,
+    Error, Event, LOOK, LOOK_SOON, RETRY, RETURNING, adopt,
     attacher::{Attacher, Job, Returned},
+    ending::End,
     flows::{self, Flows, Imported},
     handover,
     input::Input,
