@@ -233,7 +233,7 @@ impl<'a> Wanted<'a> {
         let tables = kernel.services();
         let planner = adopt(&tables, &self.paths, self.limits)?;
         let is_inherited = !planner.frontends().is_empty();
-        let (serves, served) = watch::channel(Served::before_first_plan(input.snapshot().clone()));
+        let (publish, served) = watch::channel(Served::before_first_plan(input.snapshot().clone()));
         let state = Arc::new(State::new(
             self.paths.clone(),
             self.limits,
@@ -291,7 +291,7 @@ impl<'a> Wanted<'a> {
         let inputs = sync::Inputs {
             tables,
             planner,
-            serves,
+            serves: publish,
             state: Arc::clone(&state),
             input,
             flows,
