@@ -63,9 +63,9 @@ pub(super) struct Dns {
     guests: GuestQueries,
     server: Server,
     basis: Basis,
-    /// The cluster's DNS, after [`Dns::settle`].
+    /// The cluster's DNS, after [`Dns::answer_enrolled`].
     cluster: Vec<SocketAddr>,
-    /// The addresses of the pods that are the cluster's DNS or one of the node's resolvers, after [`Dns::settle`].
+    /// The addresses of the pods that are the cluster's DNS or one of the node's resolvers, after [`Dns::answer_enrolled`].
     servers: BTreeSet<IpAddr>,
     resolv_conf: PathBuf,
     /// Why the file cannot be read, or why queries to its resolvers cannot be captured.
@@ -158,7 +158,7 @@ impl Dns {
 
     /// Answers the queries of these workloads, and of no others. If a workload's sockets cannot be opened, it has a
     /// problem, and its queries go to its resolvers. `given`: an earlier agent's sockets.
-    pub fn settle(
+    pub fn answer_enrolled(
         &mut self,
         snapshot: &Snapshot,
         published: &Published,
@@ -246,9 +246,9 @@ impl Dns {
             .collect()
     }
 
-    /// Answers the queries of workloads that are captured by their packets, after [`Dns::settle`]. Returns the resolvers to
+    /// Answers the queries of workloads that are captured by their packets, after [`Dns::answer_enrolled`]. Returns the resolvers to
     /// which the agent captures the queries of each workload. `own`: the node's addresses.
-    pub fn settle_guests(
+    pub fn answer_guests(
         &mut self,
         guests: &[&Member],
         mark: u32,
@@ -266,7 +266,7 @@ impl Dns {
         });
         let guests: Vec<_> = guests.collect();
         self.guests
-            .settle(&self.server, &guests, mark, own, given, problems)
+            .answer(&self.server, &guests, mark, own, given, problems)
     }
 
     /// How a workload looks up names, with the resolvers whose queries are captured.

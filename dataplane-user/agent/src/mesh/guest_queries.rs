@@ -38,7 +38,7 @@ impl GuestQueries {
     /// Answers the queries of these workloads, and of no others. Returns the resolvers of each for which there are
     /// sockets. If the sockets for a resolver cannot be opened, the workloads that have it have a problem. `own`:
     /// addresses of the node, at which its own servers are asked.
-    pub fn settle(
+    pub fn answer(
         &mut self,
         server: &Server,
         guests: &[(&Member, Client)],

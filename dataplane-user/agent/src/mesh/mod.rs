@@ -11,8 +11,8 @@ mod guest_queries;
 mod packets;
 mod places;
 mod problems;
-mod publish;
 mod published;
+mod settle;
 mod statements;
 mod virtual_interfaces;
 
@@ -29,34 +29,22 @@ use std::{
 
 use ::dns::Room;
 use dataplane_common::capture::{Enrolled, FROM_CLIENT};
-use kernel::{Capture, CaptureOptions, Kernel, Namespace, namespaces};
-use model::{Place, ServiceName, Snapshot, Workload, WorkloadName};
+use kernel::{Capture, CaptureOptions, namespaces};
+use model::{Place, Snapshot, WorkloadName};
 use plan::{
     Captured,
-    enrol::{
-        Enroller, Enrolment, Member, MeshStatements, Problem, Retained, Unknown, fit_addresses,
-        known, members,
-    },
+    enrol::{Enroller, MeshStatements, members},
 };
-use proxy::{
-    Observer, Proxy,
-    handover::{self, Named},
-};
+use proxy::{Observer, Proxy, handover::Named};
 use relay::raise_open_files;
 use settings::Settings;
 use threads::Deaths;
-use tracing::{debug, error};
+use tracing::debug;
 
 use self::{
-    attach::Attached,
-    discover::{Placed, is_to_be_denied},
-    dns::Dns,
-    found::Found,
-    guard::Closed,
-    packets::Packets,
-    problems::Problems,
+    attach::Attached, dns::Dns, found::Found, guard::Closed, packets::Packets, problems::Problems,
 };
-pub use self::{places::namespace_with, published::Published};
+pub use self::{places::namespace_with, published::Published, settle::Settled};
 
 /// How long the connections of a workload may go on that is still there and no longer captured: without a limit.
 /// (Clocks can still represent this time.)
@@ -70,25 +58,8 @@ const LAST: Duration = Duration::from_millis(500);
 /// How often an ending agent checks whether it still relays connections.
 const POLL: Duration = Duration::from_millis(20);
 
-/// The problem of a workload whose rules do not fit.
-const OVER_BUDGET: &str = "its rules name more ports, ranges, users, groups and interfaces than its namespace's budget \
-     in tables RULES and RANGES has room for, so these lists have no effect: all of its connections are captured that \
-     the configuration does not exclude. Use shorter lists";
-
 /// The problem of a workload that may be here.
 const AS_BEFORE: &str = "if it was captured before, it still is, by the rules that it had then";
-
-/// The state of capture after [`Mesh::settle`].
-pub struct Settled {
-    /// The workloads, for `status` and metrics.
-    pub workloads: Vec<Enrolment>,
-    /// Why some of it may be wrong: facts that could not be read.
-    pub trouble: Option<String>,
-    /// Why the proxy takes fewer connections than configured.
-    pub shortage: Option<String>,
-    /// Entries that the tables have no room for, and that no captured workload has asked for.
-    pub left_out: Vec<String>,
-}
 
 /// Whether workloads are captured, or their DNS queries.
 pub fn is_wanted(settings: &Settings) -> bool {
@@ -143,7 +114,7 @@ pub struct Mesh {
     absent: HashMap<WorkloadName, Instant>,
     /// The network namespaces of workloads, the last one last, as long as both exist.
     homes: HashMap<WorkloadName, Vec<u64>>,
-    /// Whether connections are refused from unknown network namespaces, since the last settle.
+    /// Whether connections are refused from unknown network namespaces, since the last [`Mesh::settle`].
     guarded: bool,
     /// Network namespaces that the guard keeps closed.
     closed: Closed,
@@ -294,177 +265,6 @@ impl Mesh {
         }
     }
 
-    /// Brings everything in line with a snapshot and with the present network namespaces. A workload that cannot be
-    /// found or attached delays no other: it has a problem. If a fact cannot be read, the earlier state stays.
-    ///
-    /// # Errors
-    /// The kernel refuses tables or programs; the workloads that were captured before still are.
-    pub fn settle(
-        &mut self,
-        kernel: &mut Kernel,
-        snapshot: &Snapshot,
-    ) -> Result<Settled, kernel::Error> {
-        let mut problems = Problems::default();
-        let members = members(&self.said, snapshot);
-        let by_packets: Vec<&Member> = members.iter().filter(|m| m.is_by_packets()).collect();
-        let held = kernel.capture().held();
-        // If the guard may have to let other namespaces go, their workloads have to be known.
-        let careful = self.config.guard || self.guarded || members.iter().any(is_to_be_denied);
-        let others = guard::others(snapshot, &members).filter(|_| careful);
-        let others: Vec<&Workload> = others.collect();
-        let look = self.wanted(&members, &others, held);
-        let found = Found::look(&look, self.own_cookie);
-        let mut wanted = Captured::default();
-        let Placed {
-            mut enrolled,
-            machines,
-            mut levels,
-            mut unknown,
-            sought,
-        } = self.enrol_all(&members, &found, held, &mut wanted, &mut problems);
-        // The kernel distinguishes workloads in the node's own namespace, but the proxy does not: it treats them as the
-        // node.
-        let of_node = Member::of_node(snapshot);
-        let by_cgroup = |wanted: &Captured| {
-            let mut entries = wanted.cgroups.values();
-            entries.any(|e| e.flags & Enrolled::PROXY != 0)
-        };
-        if let Ok(own) = &found.own
-            && by_cgroup(&wanted)
-        {
-            enrolled.push((&of_node, own, Enrolled::CAPTURED | Enrolled::PROXY));
-        }
-        for member in members.iter().filter(|member| member.over_budget) {
-            problems.add(&member.workload.name, Problem::of_workload(OVER_BUDGET));
-        }
-        for member in &members {
-            for text in &member.ineffective {
-                problems.add(&member.workload.name, Problem::of_workload(text));
-            }
-        }
-        let mut left_out = Vec::new();
-        let mut trouble = found.trouble();
-        let everybody = self.config.guard || sought.by_operator;
-        let some = !sought.uids.is_empty() && namespaces::sees_all_processes().unwrap_or(false);
-        let guard = everybody || some;
-        // Namespaces that the guard let go are in the table until there is no guard any more.
-        if guard || self.guarded {
-            let only = (guard && !everybody).then_some(&sought.uids);
-            let others = self.let_go_of_others(&others, &found, held, only, &mut wanted);
-            left_out.extend(others.said);
-            trouble = trouble.or(others.trouble);
-        }
-        self.change_over(&enrolled, &by_packets);
-        // While another layout's programs serve, the earlier proxy serves, too: its programs would not recognise this
-        // proxy's connections.
-        let waits = kernel.waits();
-        if !waits {
-            self.listen(kernel, &enrolled, &mut problems);
-            self.listen_for_interfaces(kernel, &enrolled, &mut problems);
-            if let Some(dns) = &mut self.dns {
-                let given = &mut self.given;
-                for (cookie, to) in
-                    dns.settle(snapshot, &self.published, &enrolled, given, &mut problems)
-                {
-                    self.enroller.capture_queries(cookie, &to, &mut wanted);
-                }
-            }
-        }
-        left_out.extend(self.dns.as_ref().and_then(Dns::unread).cloned());
-        self.remember_packets(kernel.capture().held(), &members);
-        let packets = self.settle_packets(kernel, &by_packets, &found, &mut wanted, &mut problems);
-        unknown.extend(packets.unknown);
-        trouble = trouble.or(packets.trouble);
-        let kept = Retained {
-            seen: &found.told(),
-            own_cookie: self.own_cookie,
-            earlier: self.enroller.earlier(),
-            guarded_unread: guard && found.trouble().is_some(),
-            unknown: &unknown,
-        };
-        wanted.keep(kernel.capture().held(), |workload, cookie| {
-            kept.has(workload, cookie)
-        });
-        if unknown.values().any(|place| *place == Unknown::Cgroup) {
-            levels |= kernel.capture().tables().config().levels;
-        }
-        if !members.is_empty() {
-            let unknown = known(snapshot, &members, &mut wanted);
-            left_out.extend(unknown_endpoints(&unknown));
-        }
-        let names: HashMap<u32, &WorkloadName> = self
-            .enroller
-            .numbers()
-            .map(|(name, number)| (number, name))
-            .collect();
-        for (number, count) in fit_addresses(&mut wanted) {
-            if let Some(name) = names.get(&number) {
-                problems.add(name, too_many_addresses(count));
-            }
-        }
-        let inbound: Vec<&Namespace> = enrolled
-            .iter()
-            .filter(|(_, _, flags)| flags & Enrolled::LOOKED_UP != 0)
-            .map(|(_, namespace, _)| *namespace)
-            .collect();
-        self.unroute_interfaces(&found, &wanted);
-        let failed = kernel.set_captured(&wanted, levels, &inbound, guard)?;
-        self.guarded = guard;
-        if !waits {
-            let failed = |cookie| failed.contains_key(&cookie);
-            self.route_interfaces(&enrolled, &machines, failed, &mut problems);
-        }
-        for (member, namespace, _) in &enrolled {
-            if let Some(error) = failed.get(&namespace.cookie) {
-                problems.add(&member.workload.name, Problem::of_node(error));
-            }
-        }
-        let mut flags = enrolled.iter().map(|(_, _, flags)| flags);
-        let by_sockets = flags.any(|flags| flags & Enrolled::PROXY != 0);
-        let own_unread = found.own.is_err() && by_cgroup(&wanted);
-        let own_cookie = self.own_cookie;
-        self.release(&enrolled, &found, |cookie| {
-            let is_kept =
-                !found.seen.contains_key(&cookie) && wanted.namespaces.contains_key(&cookie);
-            is_kept || cookie == own_cookie && own_unread
-        });
-        if !waits {
-            if trouble.is_none() {
-                // The workloads of these sockets are no longer captured.
-                self.given.clear();
-            }
-            if let Some(before) = self.before.take() {
-                handover::serves(before);
-            }
-        }
-        self.enroller.keep_policies(&wanted);
-        problems.tell(&self.problems);
-        self.problems = problems;
-        let publish = |member| self.publish(member);
-        let workloads: Vec<_> = members.into_iter().map(publish).collect();
-        let shortage = self.proxy.as_ref().and_then(Proxy::shortage);
-        let unseen = self.unseen.clone().filter(|_| by_sockets);
-        let trouble = unseen.into_iter().chain(trouble);
-        let trouble = trouble.reduce(|first, second| format!("{first}; {second}"));
-        for (text, before) in [(&trouble, &self.trouble), (&shortage, &self.shortage)] {
-            if let Some(text) = text
-                && before.as_ref() != Some(text)
-            {
-                error!("mesh: {text}");
-            }
-        }
-        self.trouble.clone_from(&trouble);
-        self.shortage.clone_from(&shortage);
-        let numbers = workloads.iter().map(|enrolment| enrolment.number);
-        self.enroller.keep_numbers(&numbers.collect());
-        Ok(Settled {
-            workloads,
-            trouble,
-            shortage,
-            left_out,
-        })
-    }
-
     /// Stops when the agent ends without a successor: no other process accepts connections, so the proxy accepts as
     /// long as it relays some, for so long at most.
     pub fn stop_last(self, at_most: Duration) {
@@ -523,24 +323,4 @@ impl Mesh {
             }
         }
     }
-}
-
-/// Names the services and pods whose endpoints are not known to workloads with `egress: deny`.
-fn unknown_endpoints(services: &[ServiceName]) -> Option<String> {
-    let (first, more) = services.split_first()?;
-    let others = match more.len() {
-        0 => String::new(),
-        more => format!(" and of {more} more services and pods"),
-    };
-    Some(format!(
-        "table KNOWN has no room for the endpoints of {first}{others}, whose namespaces have too many: workloads \
-         with egress: deny cannot connect to these endpoints. Use fewer endpoints and ports"
-    ))
-}
-
-fn too_many_addresses(left_out: usize) -> Problem {
-    Problem::of_workload(format!(
-        "it has too many addresses: table LOCALS has no room for {left_out} of them, and connections to these are not \
-         captured. Name fewer addresses"
-    ))
 }

@@ -63,9 +63,9 @@ struct Guest<'a> {
     interfaces: BTreeSet<u32>,
 }
 
-/// The failures of [`Mesh::settle_packets`].
+/// The failures of [`Mesh::capture_packets`].
 #[derive(Default)]
-pub struct Settled {
+pub struct Failures {
     /// Workloads that may be here, and could not be looked for, by their numbers.
     pub unknown: BTreeMap<u32, Unknown>,
     /// A problem that no workload has caused.
@@ -95,35 +95,35 @@ impl Packets {
 impl Mesh {
     /// Captures the connections of these workloads by the packets that they send. The programs for the packets are
     /// attached before the tables name the workloads.
-    pub(super) fn settle_packets(
+    pub(super) fn capture_packets(
         &mut self,
         kernel: &Kernel,
         guests: &[&Member],
         found: &Found,
         wanted: &mut Captured,
         problems: &mut Problems,
-    ) -> Settled {
-        let mut settled = Settled::default();
+    ) -> Failures {
+        let mut failures = Failures::default();
         if guests.is_empty()
             && self.packets.released.is_empty()
             && self.packets.routed == Some(false)
         {
             self.answer_guests(&mut [], &[], wanted, problems);
-            return settled;
+            return failures;
         }
-        let places = self.find(guests, found, wanted, problems, &mut settled);
+        let places = self.find(guests, found, wanted, problems, &mut failures);
         let (mut here, own, mut on) = match places {
             Ok(places) => places,
             Err(error) => {
                 for member in guests {
                     let name = &member.workload.name;
                     problems.add(name, Problem::of_node(format!("{error}; {AS_BEFORE}")));
-                    settled
+                    failures
                         .unknown
                         .insert(self.enroller.number(name), Unknown::Packets);
                 }
-                settled.trouble = Some(error);
-                return settled;
+                failures.trouble = Some(error);
+                return failures;
             }
         };
         on.extend(here.iter().flat_map(|g| &g.interfaces));
@@ -138,7 +138,7 @@ impl Mesh {
             .into_iter()
             .chain(attached.as_ref().err().cloned());
         let common: Vec<String> = common.collect();
-        settled.trouble = common.first().cloned();
+        failures.trouble = common.first().cloned();
         let failed = attached.unwrap_or_default();
         // These addresses recognise a connection to the proxy's own port.
         let addresses = if here.is_empty() {
@@ -152,7 +152,7 @@ impl Mesh {
             }
             Ok(_) => {}
             Err(error) => {
-                settled.trouble = Some(format!("cannot read the node's addresses: {error}"));
+                failures.trouble = Some(format!("cannot read the node's addresses: {error}"));
             }
         }
         let addresses = addresses.unwrap_or_default();
@@ -184,9 +184,9 @@ impl Mesh {
         }
         self.release_packets(&here, guests);
         if let Err(error) = forget_listeners(kernel, wanted) {
-            settled.trouble = Some(error.to_string());
+            failures.trouble = Some(error.to_string());
         }
-        settled
+        failures
     }
 
     /// Answers the DNS queries of these workloads, and of no others that are captured by their packets.
@@ -201,7 +201,7 @@ impl Mesh {
         let members: Vec<&Member> = here.iter().map(|guest| guest.member).collect();
         let own = addresses.iter().copied().collect();
         let (mark, given) = (self.options.mark, &mut self.given);
-        let resolvers = dns.settle_guests(&members, mark, &own, given, problems);
+        let resolvers = dns.answer_guests(&members, mark, &own, given, problems);
         for (guest, to) in here.iter_mut().zip(resolvers) {
             guest.entry.resolvers = self.enroller.resolvers(&to, wanted);
         }
@@ -218,7 +218,7 @@ impl Mesh {
         found: &'a Found,
         wanted: &mut Captured,
         problems: &mut Problems,
-        settled: &mut Settled,
+        failures: &mut Failures,
     ) -> Result<(Vec<Guest<'a>>, &'a Namespace, BTreeSet<u32>), String> {
         let own = found
             .own
@@ -256,7 +256,7 @@ impl Mesh {
                     };
                     on.extend(before);
                     known.insert(name.clone(), before.clone());
-                    settled
+                    failures
                         .unknown
                         .insert(self.enroller.number(name), Unknown::Packets);
                     problems.add(name, Problem::of_node(format!("{text}; {AS_BEFORE}")));

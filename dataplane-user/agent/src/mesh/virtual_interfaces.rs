@@ -181,7 +181,7 @@ impl Mesh {
         }
     }
 
-    /// Writes the rules and the table if they are missing. This happens on every settle, because another program may
+    /// Writes the rules and the table if they are missing. This happens at each [`Mesh::settle`], because another program may
     /// have removed them.
     fn write_machines(&mut self, namespace: &Namespace, wanted: Machines) -> Result<(), Unrouted> {
         let unheld = |error| Unrouted {
