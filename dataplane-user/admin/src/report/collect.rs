@@ -1,22 +1,21 @@
 //! Reads the kernel's state, and joins it with the agent's.
 
-use std::{collections::BTreeMap, fs};
+use std::fs;
 
 use dataplane_common::{
-    Reason,
     packet::Iface,
     tables::by_packets::{NESTED, RULES},
 };
-use kernel::{conntrack::Conntrack, keep_nat};
+use kernel::keep_nat;
 
 use super::{
-    ByPackets, Finding, Interface, OnInterface, Program, Report, Severity, Table, Versions,
-    Workload,
+    ByPackets, Finding, Interface, OnInterface, Program, Report, Versions, Workload,
     judge::{healthy, judge},
-    listeners, mesh, others, queries, room,
+    mesh, others, room,
+    tables::{self, Contents},
 };
 use crate::{
-    api::{AgentStatus, Version},
+    api::{AgentStatus, MeshWorkload, Version},
     client,
 };
 
@@ -27,195 +26,21 @@ pub fn examine(
     agent: Result<AgentStatus, client::Error>,
 ) -> Report {
     let mut findings = Vec::new();
-    let mut error = |text: String| findings.push(Finding::new(Severity::Error, text));
-
-    let programs: Vec<Program> = kernel::attachments(paths).map_or_else(
-        |e| {
-            error(format!(
-                "cannot ask the kernel for the attached programs: {e}"
-            ));
-            Vec::new()
-        },
-        |all| {
-            all.into_iter()
-                .map(|a| Program {
-                    name: a.program.to_owned(),
-                    attached: a.problem.is_none(),
-                    link_id: a.link_id,
-                    program_id: a.program_id,
-                    problem: a.problem,
-                })
-                .collect()
-        },
-    );
-    let attached = programs.iter().filter(|p| p.attached).count();
-    if !programs.is_empty() && programs.iter().all(|p| p.link_id.is_none()) {
-        error("none of the programs is attached".to_owned());
-    } else {
-        for program in programs.iter().filter(|p| !p.attached) {
-            let problem = program.problem.as_deref().unwrap_or("nothing is attached");
-            error(format!("{}: {problem}", program.name));
-        }
-    }
-
-    let interfaces = interfaces(paths).unwrap_or_else(|e| {
-        error(format!(
-            "cannot ask the kernel what runs on the interfaces: {e}"
-        ));
-        Vec::new()
-    });
-    for interface in &interfaces {
-        for (word, on) in [
-            ("ingress", &interface.ingress),
-            ("egress", &interface.egress),
-        ] {
-            if let Some(problem) = &on.problem {
-                error(format!("{} {word}: {problem}", interface.name));
-            }
-        }
-    }
-
-    let mut scarce = Vec::new();
-    let mut live = Vec::new();
-    let mut tables = Vec::new();
-    let mut verdicts = BTreeMap::new();
-    match kernel::Tables::open(&paths.bpffs) {
-        Ok(open) => {
-            live = listeners::findings(&open);
-            live.extend(open.queries_are_bypassed().map(queries::finding));
-            // The agent has counted them. Without an agent, this runs rarely.
-            let counted = agent.as_ref().ok().and_then(|agent| agent.flows.as_ref());
-            let flows = Conntrack::open(&paths.bpffs).map(|conntrack| {
-                let conntrack = conntrack?;
-                let flows = counted.map_or_else(|| conntrack.count(), |flows| flows.total);
-                Some(conntrack.usage(flows))
-            });
-            match open.usage(limits).and_then(|usage| Ok((usage, flows?))) {
-                Ok((usage, flows)) => {
-                    scarce.extend(usage.iter().filter_map(room::of_clients));
-                    tables.extend(usage.into_iter().chain(flows).map(|t| Table {
-                        name: t.table.to_owned(),
-                        used: t.used.into(),
-                        capacity: t.capacity.into(),
-                        limit: t.limit.into(),
-                        bytes: t.bytes,
-                    }));
-                }
-                Err(e) => error(format!("cannot read how full the tables are: {e}")),
-            }
-            match open.filtered_out() {
-                Ok(missed) if missed.is_empty() => {}
-                Ok(missed) => error(format!(
-                    "the filter VIPS does not let {} of the frontends through, for example {}: \
-                     connections to them are left alone; restart the agent, which computes the filter \
-                     anew, and please report this",
-                    missed.len(),
-                    plan::key_text(&missed[0]),
-                )),
-                Err(e) => error(format!("cannot check the filter: {e}")),
-            }
-            if let Ok(Some(conntrack)) = Conntrack::open(&paths.bpffs) {
-                let missed = open.filtered_flows(&conntrack.vips());
-                if let Some(vip) = missed.first() {
-                    error(format!(
-                        "the filter VIPS does not let {} of the addresses through that flows go to, for \
-                         example {vip}: requests of these flows are left alone; restart the agent, \
-                         which computes the filter anew, and please report this",
-                        missed.len(),
-                    ));
-                }
-            }
-            match open.reasons() {
-                Ok(counts) => verdicts.extend(
-                    Reason::ALL
-                        .iter()
-                        .map(|&reason| (reason.word().to_owned(), counts[reason as usize])),
-                ),
-                Err(e) => error(format!("cannot read the verdicts: {e}")),
-            }
-        }
-        Err(e) => error(format!("cannot open the tables: {e}")),
-    }
-
-    let agent = match agent {
-        Ok(agent) => {
-            judge(&agent, &mut findings);
-            Some(agent)
-        }
-        Err(why) => {
-            let meanwhile = if attached > 0 {
-                "the programs serve from the agent's last tables; changes are not served"
-            } else {
-                "and no program is attached: services are not served"
-            };
-            error(match why {
-                client::Error::NotRunning { .. } => {
-                    format!("the agent is not running ({why}); {meanwhile}")
-                }
-                _ => format!("{why}; {meanwhile}"),
-            });
-            None
-        }
-    };
-    let flows = agent.as_ref().and_then(|agent| agent.flows.as_ref());
-    findings.extend(flows.and_then(room::of_ports));
-    findings.extend(agent.as_ref().and_then(others::pods_elsewhere));
+    let programs = programs(paths, &mut findings);
+    let interfaces = checked_interfaces(paths, &mut findings);
+    // The agent has counted the flows. Without an agent, this runs rarely.
+    let counted = agent.as_ref().ok().and_then(|agent| agent.flows.as_ref());
+    let Contents { tables, verdicts } = tables::read(paths, limits, counted, &mut findings);
+    let is_attached = programs.iter().any(|p| p.attached);
+    let agent = judged(agent, is_attached, &mut findings);
     if !interfaces.is_empty() {
         findings.extend(forwarding());
+        findings.extend(others::findings());
     }
     findings.extend(others::egress_chains(&interfaces));
     let named = agent.as_ref().map_or(&[][..], |agent| &agent.mesh);
-    let mesh = match mesh::workloads(paths, named) {
-        Ok(mesh) => mesh,
-        Err(e) => {
-            findings.push(Finding::new(
-                Severity::Error,
-                format!("cannot read which workloads are captured: {e}"),
-            ));
-            Vec::new()
-        }
-    };
-    // If a problem is known, the report shows the problem instead.
-    let silent = |w: &&Workload| !matches!(&*w.proxy, "ready" | "-") && w.problem.is_none();
-    for workload in mesh.iter().filter(silent) {
-        let name = workload.name.as_ref().unwrap_or(&workload.place);
-        findings.push(Finding::new(
-            Severity::Warning,
-            format!(
-                "mesh: the proxy of {name} does not listen ({}): until it does, withoutProxy decides \
-                 about the workload's connections ({})",
-                workload.proxy, workload.without_proxy
-            ),
-        ));
-    }
-    if verdicts
-        .get(Reason::Dangling.word())
-        .is_some_and(|&n| n > 0)
-    {
-        findings.push(Finding::new(
-            Severity::Warning,
-            Reason::Dangling.text().to_owned(),
-        ));
-    }
-    findings.extend(scarce);
-    findings.extend(live);
-    if !interfaces.is_empty() {
-        findings.extend(others::findings());
-    }
-
-    let keep_nat = match keep_nat::is_there() {
-        Ok(is_there) => Some(is_there),
-        Err(e) => {
-            findings.push(Finding::new(
-                Severity::Warning,
-                format!(
-                    "cannot ask the kernel for nftables table inet {} (dataplane keep-nat): {e}",
-                    keep_nat::TABLE
-                ),
-            ));
-            None
-        }
-    };
+    let mesh = workloads(paths, named, &mut findings);
+    let keep_nat = keep_nat(&mut findings);
 
     findings.sort();
     Report {
@@ -238,6 +63,124 @@ pub fn examine(
         tables,
         verdicts,
     }
+}
+
+/// Returns the programs at their hooks, and adds their problems.
+fn programs(paths: &kernel::Paths, findings: &mut Vec<Finding>) -> Vec<Program> {
+    let all = match kernel::attachments(paths) {
+        Ok(all) => all,
+        Err(e) => {
+            findings.push(Finding::error(format!(
+                "cannot ask the kernel for the attached programs: {e}"
+            )));
+            return Vec::new();
+        }
+    };
+    let programs = all.into_iter().map(|a| Program {
+        name: a.program.to_owned(),
+        attached: a.problem.is_none(),
+        link_id: a.link_id,
+        program_id: a.program_id,
+        problem: a.problem,
+    });
+    let programs: Vec<Program> = programs.collect();
+    if !programs.is_empty() && programs.iter().all(|p| p.link_id.is_none()) {
+        let text = "none of the programs is attached".to_owned();
+        findings.push(Finding::error(text));
+    } else {
+        for program in programs.iter().filter(|p| !p.attached) {
+            let problem = program.problem.as_deref().unwrap_or("nothing is attached");
+            findings.push(Finding::error(format!("{}: {problem}", program.name)));
+        }
+    }
+    programs
+}
+
+/// Returns the interfaces of the packet path, and adds their problems.
+fn checked_interfaces(paths: &kernel::Paths, findings: &mut Vec<Finding>) -> Vec<Interface> {
+    let interfaces = interfaces(paths).unwrap_or_else(|e| {
+        findings.push(Finding::error(format!(
+            "cannot ask the kernel what runs on the interfaces: {e}"
+        )));
+        Vec::new()
+    });
+    for interface in &interfaces {
+        for (word, on) in [
+            ("ingress", &interface.ingress),
+            ("egress", &interface.egress),
+        ] {
+            if let Some(problem) = &on.problem {
+                let text = format!("{} {word}: {problem}", interface.name);
+                findings.push(Finding::error(text));
+            }
+        }
+    }
+    interfaces
+}
+
+/// Returns the agent's status, and adds the problems in it. `is_attached`: whether a program runs.
+fn judged(
+    agent: Result<AgentStatus, client::Error>,
+    is_attached: bool,
+    findings: &mut Vec<Finding>,
+) -> Option<AgentStatus> {
+    let why = match agent {
+        Ok(agent) => {
+            judge(&agent, findings);
+            findings.extend(agent.flows.as_ref().and_then(room::of_ports));
+            findings.extend(others::pods_elsewhere(&agent));
+            return Some(agent);
+        }
+        Err(why) => why,
+    };
+    let meanwhile = if is_attached {
+        "the programs serve from the agent's last tables; changes are not served"
+    } else {
+        "and no program is attached: services are not served"
+    };
+    findings.push(Finding::error(match why {
+        client::Error::NotRunning { .. } => {
+            format!("the agent is not running ({why}); {meanwhile}")
+        }
+        _ => format!("{why}; {meanwhile}"),
+    }));
+    None
+}
+
+/// Returns the captured workloads, and adds the problems of their proxies. `named`: the workloads that the agent knows.
+fn workloads(
+    paths: &kernel::Paths,
+    named: &[MeshWorkload],
+    findings: &mut Vec<Finding>,
+) -> Vec<Workload> {
+    let mesh = mesh::workloads(paths, named).unwrap_or_else(|e| {
+        findings.push(Finding::error(format!(
+            "cannot read which workloads are captured: {e}"
+        )));
+        Vec::new()
+    });
+    // If a problem is known, the report shows the problem instead.
+    let silent = |w: &&Workload| !matches!(&*w.proxy, "ready" | "-") && w.problem.is_none();
+    for workload in mesh.iter().filter(silent) {
+        let name = workload.name.as_ref().unwrap_or(&workload.place);
+        findings.push(Finding::warning(format!(
+            "mesh: the proxy of {name} does not listen ({}): until it does, withoutProxy decides \
+             about the workload's connections ({})",
+            workload.proxy, workload.without_proxy
+        )));
+    }
+    mesh
+}
+
+/// Returns whether the table of `dataplane keep-nat` exists, if the kernel returns it.
+fn keep_nat(findings: &mut Vec<Finding>) -> Option<bool> {
+    let is_there = keep_nat::is_there().map_err(|e| {
+        findings.push(Finding::warning(format!(
+            "cannot ask the kernel for nftables table inet {} (dataplane keep-nat): {e}",
+            keep_nat::TABLE
+        )));
+    });
+    is_there.ok()
 }
 
 /// Returns the interfaces that the packet path's programs belong on, and whether they run there.
@@ -331,13 +274,10 @@ fn forwarding() -> Vec<Finding> {
         fs::read_to_string(format!("/proc/sys/net/{file}")).is_ok_and(|value| value.trim() == "0")
     })
     .map(|(name, _)| {
-        Finding::new(
-            Severity::Warning,
-            format!(
-                "{name} is 0: the node does not forward packets to endpoints at other addresses than \
-                 its own; run `sysctl -w {name}=1`"
-            ),
-        )
+        Finding::warning(format!(
+            "{name} is 0: the node does not forward packets to endpoints at other addresses than \
+             its own; run `sysctl -w {name}=1`"
+        ))
     })
     .collect()
 }

@@ -17,10 +17,10 @@ pub fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
         findings.push(match problem.gravity {
             Gravity::Object => Finding {
                 object: Some(problem.place.clone()),
-                ..Finding::new(Severity::Error, text)
+                ..Finding::error(text)
             },
-            Gravity::Node => Finding::new(Severity::Error, text),
-            Gravity::Warning => Finding::new(Severity::Warning, text),
+            Gravity::Node => Finding::error(text),
+            Gravity::Warning => Finding::warning(text),
         });
     }
     let mut add = |severity, text| findings.push(Finding::new(severity, text));

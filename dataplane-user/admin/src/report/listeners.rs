@@ -10,7 +10,7 @@ use std::{
 use dataplane_common::tables::{Frontend, FrontendKey, Kind};
 use kernel::Listener;
 
-use super::{Finding, Severity};
+use super::Finding;
 
 /// How many processes are named.
 const NAMED: usize = 16;
@@ -32,7 +32,7 @@ pub fn findings(tables: &kernel::Tables) -> Vec<Finding> {
         });
     match looked {
         Ok(findings) => findings,
-        Err(text) => vec![Finding::new(Severity::Warning, text)],
+        Err(text) => vec![Finding::warning(text)],
     }
 }
 
@@ -91,12 +91,12 @@ fn tell(hidden: &[(&Listener, FrontendKey)]) -> Vec<Finding> {
             listener.protocol,
             plan::key_text(key),
         );
-        Finding::new(Severity::Warning, text)
+        Finding::warning(text)
     };
     let mut findings: Vec<_> = hidden.iter().take(NAMED).map(finding).collect();
     if let Some(more) = hidden.len().checked_sub(NAMED).filter(|more| *more > 0) {
         let text = format!("processes of this node listen at {more} more ports that are served");
-        findings.push(Finding::new(Severity::Warning, text));
+        findings.push(Finding::warning(text));
     }
     findings
 }

@@ -7,6 +7,7 @@ mod mesh;
 mod others;
 mod queries;
 mod room;
+mod tables;
 
 use std::{collections::BTreeMap, fmt};
 
@@ -85,6 +86,14 @@ impl Finding {
             text,
             object: None,
         }
+    }
+
+    fn error(text: String) -> Self {
+        Self::new(Severity::Error, text)
+    }
+
+    fn warning(text: String) -> Self {
+        Self::new(Severity::Warning, text)
     }
 }
 

@@ -4,7 +4,7 @@ use kernel::netfilter;
 use plan::ipsec::Policy;
 use takeover::forward;
 
-use super::{super::api::AgentStatus, Finding, Interface, Severity};
+use super::{super::api::AgentStatus, Finding, Interface};
 
 /// How many policies are named.
 const NAMED: usize = 3;
@@ -14,11 +14,11 @@ pub fn findings() -> Vec<Finding> {
     let mut findings = Vec::new();
     match kernel::ipsec_policies() {
         Ok(policies) => findings.extend(ipsec(&policies)),
-        Err(why) => findings.push(error(why.to_string())),
+        Err(why) => findings.push(Finding::error(why.to_string())),
     }
     match netfilter::forward_chains() {
-        Ok(chains) => findings.extend(forward::warning(&chains).map(warning)),
-        Err(why) => findings.push(warning(why.to_string())),
+        Ok(chains) => findings.extend(forward::warning(&chains).map(Finding::warning)),
+        Err(why) => findings.push(Finding::warning(why.to_string())),
     }
     findings
 }
@@ -30,13 +30,13 @@ pub fn egress_chains(interfaces: &[Interface]) -> Vec<Finding> {
         Ok(chains) => chains,
         Err(why) => {
             let text = format!("cannot list nf_tables' chains of interfaces: {why}");
-            return vec![warning(text)];
+            return vec![Finding::warning(text)];
         }
     };
     let mut findings = Vec::new();
     for interface in interfaces {
         for chain in chains.iter().filter(|chain| chain.is_on(&interface.name)) {
-            findings.push(warning(format!(
+            findings.push(Finding::warning(format!(
                 "interface {}: packets of services that the packet path sends on do not pass {} (the kernel skips the hook \
                  egress of netfilter for them); use a program or a filter of TC there, or rules in the pod's network \
                  namespace",
@@ -59,7 +59,7 @@ pub fn pods_elsewhere(agent: &AgentStatus) -> Option<Finding> {
         || "the root of the cgroup v2 hierarchy, mounted where the agent sees it".to_owned(),
         |root| format!("{root}, the root of the hierarchy"),
     );
-    Some(warning(format!(
+    Some(Finding::warning(format!(
         "kernel.cgroup is {}, and {} of {} pods have their sockets in other cgroups, {example}: only the packet \
          path serves these pods; set kernel.cgroup (--cgroup, DATAPLANE_CGROUP) to {root}, or to a cgroup that holds all \
          pods, and restart the agent",
@@ -67,14 +67,6 @@ pub fn pods_elsewhere(agent: &AgentStatus) -> Option<Finding> {
         pods.outside,
         pods.inside + pods.outside + pods.unknown,
     )))
-}
-
-fn error(text: String) -> Finding {
-    Finding::new(Severity::Error, text)
-}
-
-fn warning(text: String) -> Finding {
-    Finding::new(Severity::Warning, text)
 }
 
 fn ipsec(policies: &[Policy]) -> Option<Finding> {
@@ -91,7 +83,7 @@ fn ipsec(policies: &[Policy]) -> Option<Finding> {
         0 => String::new(),
         more => format!(" and {more} more"),
     };
-    Some(error(format!(
+    Some(Finding::error(format!(
         "IPsec policies protect packets that the packet path would send on without encryption: {}{more}; it \
          refuses flows to services that they cover (ipsec-policy); have the packets encrypted by an \
          interface (WireGuard, an XFRM interface), or run with `packets.enabled: false` (--packet-path off) beside kube-proxy",

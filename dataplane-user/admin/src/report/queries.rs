@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Finding, Severity};
+use super::Finding;
 
 /// Returns the finding, if the threads of the server have been silent for so long.
 pub fn finding(silent: Duration) -> Finding {
@@ -11,14 +11,11 @@ pub fn finding(silent: Duration) -> Finding {
     } else {
         format!("has been silent for {} s", silent.as_secs())
     };
-    Finding::new(
-        Severity::Warning,
-        format!(
-            "the agent's DNS server {since}, so queries of captured workloads go to their resolvers \
-             (reason dns-bypassed), and clients do not find names that only the agent knows; if this lasts, restart \
-             the agent"
-        ),
-    )
+    Finding::warning(format!(
+        "the agent's DNS server {since}, so queries of captured workloads go to their resolvers \
+         (reason dns-bypassed), and clients do not find names that only the agent knows; if this lasts, restart \
+         the agent"
+    ))
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use kernel::Usage;
 
-use super::{super::api::Flows, Finding, Severity};
+use super::{super::api::Flows, Finding};
 
 /// Reports endpoints whose masqueraded flows have four fifths of the node's ports.
 pub fn of_ports(flows: &Flows) -> Option<Finding> {
@@ -20,7 +20,7 @@ pub fn of_ports(flows: &Flows) -> Option<Finding> {
          (`ports-exhausted`); add endpoints or nodes, or keep clients' addresses with externalTrafficPolicy: Local",
         most.endpoint, most.protocol, most.used, most.limit
     );
-    Some(Finding::new(Severity::Warning, text))
+    Some(Finding::warning(text))
 }
 
 /// Reports a table of clients with session affinity that is full to four fifths.
@@ -33,12 +33,12 @@ pub fn of_clients(usage: &Usage) -> Option<Finding> {
         "session affinity: {used} clients are remembered, and there is room for {room}: without room, a new client \
          may reach another endpoint with each connection (`affinity-full`); raise limits.affinityClients"
     );
-    Some(Finding::new(Severity::Warning, text))
+    Some(Finding::warning(text))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::Severity, *};
     use crate::api::Ports;
 
     #[test]
