@@ -62,120 +62,34 @@ impl Claims {
             }
             return claims;
         }
-        let tcp = |(index, port): (usize, &model::ServicePort)| {
-            (port.protocol == Protocol::Tcp).then_some(index)
-        };
-        let tcp: BTreeSet<usize> = service.ports.iter().enumerate().filter_map(tcp).collect();
-        let numbers: HashMap<u16, usize> =
-            tcp.iter().map(|&at| (service.ports[at].port, at)).collect();
-        let names: HashMap<&str, usize> = tcp
-            .iter()
-            .map(|&at| (&*service.ports[at].name, at))
-            .collect();
-        let claimed_by = |route: &Route| -> Claimed {
-            let mut some = BTreeSet::new();
-            for Parent { port, section, .. } in route.parents_at(name) {
-                let by_port = port.map(|port| numbers.get(&port).copied());
-                let by_name = section.as_ref().map(|name| names.get(&**name).copied());
-                match (by_port, by_name) {
-                    (None, None) => return Claimed::All,
-                    (Some(at), None) | (None, Some(at)) => some.extend(at),
-                    (Some(at), Some(other)) => some.extend(at.filter(|_| at == other)),
-                }
-            }
-            Claimed::Some(some)
-        };
-        // Number of routes that claim each port, in force or not.
-        let mut claiming: HashMap<usize, usize> = HashMap::new();
-        let mut claiming_all = 0;
-        for route in routes {
-            match claimed_by(route) {
-                Claimed::All => claiming_all += 1,
-                Claimed::Some(ports) => {
-                    for at in ports {
-                        *claiming.entry(at).or_default() += 1;
-                    }
-                }
-            }
-        }
-        // If layer 4 cannot tell the connections of one route apart, it cannot tell those of two routes on one port
-        // apart either.
-        let mut needing: HashMap<(RouteKind, usize), &Route> = HashMap::new();
-        for route in routes.iter().filter(|route| route.unsupported.is_some()) {
-            let ports = match claimed_by(route) {
-                Claimed::All => tcp.clone(),
-                Claimed::Some(ports) => ports,
-            };
-            for at in ports {
-                needing.entry((route.name.kind, at)).or_insert(route);
-            }
-        }
-        let is_sole =
-            |at: &usize| claiming_all + claiming.get(at).copied().unwrap_or_default() == 1;
-        let mut free = tcp.clone();
+        let ports = Ports::of(name, service);
+        let demand = Demand::of(&ports, routes);
+        let mut free = ports.tcp.clone();
         let mut has: HashMap<usize, RouteName> = HashMap::new();
         for route in routes {
             if let Some(why) = &route.unsupported {
                 claims.lose(route, UNSUPPORTED, why.to_string());
                 continue;
             }
-            let is_tls = route.name.kind == RouteKind::Tls;
-            let (wanted, mut won): (usize, Vec<usize>) = match claimed_by(route) {
-                Claimed::All if is_tls && claiming_all > 1 => (tcp.len(), Vec::new()),
-                Claimed::All => (tcp.len(), free.iter().copied().collect()),
-                Claimed::Some(ports) => {
-                    let won = ports.iter().copied().filter(|at| free.contains(at));
-                    (ports.len(), won.collect())
-                }
-            };
+            let claimed = ports.claimed_by(route);
+            let wanted = ports.count(&claimed);
             if wanted == 0 {
                 let text = format!("Service {name} has no TCP port that parentRefs names");
                 claims.lose(route, NO_PARENT, text);
                 continue;
             }
-            let sibling = |at: usize| needing.get(&(route.name.kind, at)).copied();
-            if is_tls {
-                won.retain(is_sole);
-            } else {
-                won.retain(|at| sibling(*at).is_none());
-            }
+            let won = demand.won(route, &claimed, &free);
             if won.len() < wanted {
-                let lost = match claimed_by(route) {
-                    Claimed::All => tcp
-                        .iter()
-                        .copied()
-                        .find(|at| won.binary_search(at).is_err()),
-                    Claimed::Some(ports) => ports.into_iter().find(|at| !won.contains(at)),
-                };
+                let lost = ports.first_lost(&claimed, &won);
+                let winner = lost.and_then(|at| has.get(&at));
+                let sibling = lost.and_then(|at| demand.sibling(route, at));
                 let port = lost.map_or(0, |at| service.ports[at].port);
                 let more = match wanted - won.len() {
                     1 => String::new(),
                     all => format!(" and {} more of its ports", all - 1),
                 };
-                let winner = lost.and_then(|at| has.get(&at));
-                let sibling = lost.and_then(sibling).filter(|_| !is_tls);
-                let of = name;
-                let (reason, text) = match (winner, sibling) {
-                    (Some(winner), _) => (
-                        CONFLICTED,
-                        format!("port {port} of Service {of}{more}: {winner} comes before it"),
-                    ),
-                    (None, Some(sibling)) => (
-                        UNSUPPORTED,
-                        format!(
-                            "port {port} of Service {of}{more}: {} has it, too, which the agent does not follow, and \
-                             routes of one kind belong together",
-                            sibling.name
-                        ),
-                    ),
-                    (None, None) => (
-                        UNSUPPORTED,
-                        format!(
-                            "port {port} of Service {of}{more}: another route claims it, and nothing but the server's name, \
-                             which the kernel does not read, tells their connections apart"
-                        ),
-                    ),
-                };
+                let (reason, why) = reason(winner, sibling);
+                let text = format!("port {port} of Service {name}{more}: {why}");
                 claims.lose(route, reason, text);
             }
             for at in &won {
@@ -191,6 +105,148 @@ impl Claims {
 
     fn lose(&mut self, route: &Route, reason: &'static str, text: String) {
         self.lost.push((route.name.clone(), reason, text));
+    }
+}
+
+/// The TCP ports of a Service, by their indices, as the parents of routes name them.
+struct Ports<'a> {
+    service: &'a ServiceName,
+    tcp: BTreeSet<usize>,
+    numbers: HashMap<u16, usize>,
+    names: HashMap<&'a str, usize>,
+}
+
+impl<'a> Ports<'a> {
+    fn of(name: &'a ServiceName, service: &'a Service) -> Self {
+        let all = service.ports.iter().enumerate();
+        let tcp = all.filter(|(_, port)| port.protocol == Protocol::Tcp);
+        Self {
+            service: name,
+            numbers: tcp.clone().map(|(at, port)| (port.port, at)).collect(),
+            names: tcp.clone().map(|(at, port)| (&*port.name, at)).collect(),
+            tcp: tcp.map(|(at, _)| at).collect(),
+        }
+    }
+
+    fn claimed_by(&self, route: &Route) -> Claimed {
+        let mut some = BTreeSet::new();
+        for Parent { port, section, .. } in route.parents_at(self.service) {
+            let by_port = port.map(|port| self.numbers.get(&port).copied());
+            let section = section.as_ref();
+            let by_name = section.map(|name| self.names.get(&**name).copied());
+            match (by_port, by_name) {
+                (None, None) => return Claimed::All,
+                (Some(at), None) | (None, Some(at)) => some.extend(at),
+                (Some(at), Some(other)) => some.extend(at.filter(|_| at == other)),
+            }
+        }
+        Claimed::Some(some)
+    }
+
+    /// Returns the number of the claimed ports.
+    fn count(&self, claimed: &Claimed) -> usize {
+        match claimed {
+            Claimed::All => self.tcp.len(),
+            Claimed::Some(ports) => ports.len(),
+        }
+    }
+
+    /// Returns the first of the claimed ports that is not among the ports that the route has.
+    fn first_lost(&self, claimed: &Claimed, won: &[usize]) -> Option<usize> {
+        let mut claimed = match claimed {
+            Claimed::All => self.tcp.iter(),
+            Claimed::Some(ports) => ports.iter(),
+        };
+        claimed.find(|at| won.binary_search(at).is_err()).copied()
+    }
+}
+
+/// The claims of all routes of a Service together, in force or not.
+#[derive(Default)]
+struct Demand<'a> {
+    /// The number of routes that claim each port by itself, and of those that claim all ports.
+    claiming: HashMap<usize, usize>,
+    claiming_all: usize,
+    /// The first route of each kind that claims a port and is not supported. If layer 4 cannot tell the connections of
+    /// one route apart, it cannot tell those of two routes on one port apart either.
+    needing: HashMap<(RouteKind, usize), &'a Route>,
+}
+
+impl<'a> Demand<'a> {
+    fn of(ports: &Ports<'_>, routes: &'a [Arc<Route>]) -> Self {
+        let mut demand = Self::default();
+        for route in routes {
+            let claimed = match ports.claimed_by(route) {
+                Claimed::All => {
+                    demand.claiming_all += 1;
+                    if route.unsupported.is_none() {
+                        continue;
+                    }
+                    ports.tcp.clone()
+                }
+                Claimed::Some(ports) => {
+                    for at in &ports {
+                        *demand.claiming.entry(*at).or_default() += 1;
+                    }
+                    ports
+                }
+            };
+            if route.unsupported.is_some() {
+                for at in claimed {
+                    let key = (route.name.kind, at);
+                    demand.needing.entry(key).or_insert(route);
+                }
+            }
+        }
+        demand
+    }
+
+    /// Returns the ports that a route has of those that it claims, in ascending order. `free`: the ports that no earlier
+    /// route has.
+    fn won(&self, route: &Route, claimed: &Claimed, free: &BTreeSet<usize>) -> Vec<usize> {
+        let is_tls = route.name.kind == RouteKind::Tls;
+        let won = |at: &usize| {
+            if is_tls {
+                self.claiming_all + self.claiming.get(at).copied().unwrap_or_default() == 1
+            } else {
+                self.sibling(route, *at).is_none()
+            }
+        };
+        match claimed {
+            Claimed::All if is_tls && self.claiming_all > 1 => Vec::new(),
+            Claimed::All => free.iter().copied().filter(won).collect(),
+            Claimed::Some(ports) => {
+                let ports = ports.iter().copied().filter(|at| free.contains(at));
+                ports.filter(won).collect()
+            }
+        }
+    }
+
+    /// Returns the route of the same kind that keeps a route from a port. TLS routes have none: see [`Demand::won`].
+    fn sibling(&self, route: &Route, at: usize) -> Option<&'a Route> {
+        let kind = route.name.kind;
+        let sibling = self.needing.get(&(kind, at)).copied();
+        sibling.filter(|_| kind != RouteKind::Tls)
+    }
+}
+
+/// Returns the reason why a route does not have a port that it claims, and the sentence about it.
+fn reason(winner: Option<&RouteName>, sibling: Option<&Route>) -> (&'static str, String) {
+    match (winner, sibling) {
+        (Some(winner), _) => (CONFLICTED, format!("{winner} comes before it")),
+        (None, Some(sibling)) => (
+            UNSUPPORTED,
+            format!(
+                "{} has it, too, which the agent does not follow, and routes of one kind belong together",
+                sibling.name
+            ),
+        ),
+        (None, None) => (
+            UNSUPPORTED,
+            "another route claims it, and nothing but the server's name, which the kernel does not read, tells their \
+             connections apart"
+                .to_owned(),
+        ),
     }
 }
 
