@@ -5,7 +5,7 @@ use std::{fmt::Write as _, io::Write, process::ExitCode};
 use admin::{
     api::{AgentStatus, Learnt, PodCgroups, SourceKind, Sync},
     client,
-    report::{self, Interface, OnInterface, Report, Severity},
+    report::{self, ByPackets, Interface, OnInterface, Program, Report, Severity},
 };
 use clap::Args;
 use terminal::{
@@ -85,84 +85,15 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
     }
 
     writeln!(out)?;
-    let mut table = Table::new(&["PROGRAM", "ATTACHED", "LINK", "PROGRAM ID"]);
-    let number = |id: Option<u32>| id.map_or_else(|| "-".to_owned(), |id| id.to_string());
-    for program in &report.programs {
-        let attached = if program.attached {
-            Cell::new("yes", GOOD)
-        } else {
-            Cell::new("NO", BAD)
-        };
-        table.row([
-            program.name.as_str().into(),
-            attached,
-            number(program.link_id).into(),
-            number(program.program_id).into(),
-        ]);
+    for table in [
+        programs(&report.programs),
+        interfaces(&report.interfaces),
+        by_packets(&report.by_packets),
+    ] {
+        print(out, &table)?;
     }
-    if !table.is_empty() {
-        table.write(out)?;
-        writeln!(out)?;
-    }
-
-    let mut table = Table::new(&[
-        "INTERFACE",
-        "IS",
-        "INGRESS",
-        "EGRESS",
-        "DELIVERY",
-        "MASQUERADES TO",
-    ]);
-    for interface in &report.interfaces {
-        let cell = |on: &OnInterface| match (&on.hook, on.attached) {
-            (Some(hook), true) => Cell::new(hook.clone(), GOOD),
-            _ => Cell::new("NO", BAD),
-        };
-        table.row([
-            interface.name.as_str().into(),
-            interface.role.as_str().into(),
-            cell(&interface.ingress),
-            cell(&interface.egress),
-            delivery(interface).into(),
-            interface.masquerade.join(", ").into(),
-        ]);
-    }
-    if !table.is_empty() {
-        table.write(out)?;
-        writeln!(out)?;
-    }
-
-    let mut table = Table::new(&["BY PACKETS ONLY", "NETWORK NAMESPACE", "BECAUSE"]);
-    for pod in &report.by_packets {
-        table.row([
-            pod.interface.as_str().into(),
-            pod.netns_cookie.to_string().into(),
-            pod.reason.as_str().into(),
-        ]);
-    }
-    if !table.is_empty() {
-        table.write(out)?;
-        writeln!(out)?;
-    }
-
     mesh(out, report)?;
-
-    let mut table = Table::new(&["TABLE", "USED", "ROOM", "LIMIT", "OF LIMIT", "MEMORY"]);
-    for t in &report.tables {
-        let percent = (t.used * 100).checked_div(t.limit).unwrap_or_default();
-        table.row([
-            t.name.as_str().into(),
-            t.used.to_string().into(),
-            t.capacity.to_string().into(),
-            t.limit.to_string().into(),
-            format!("{percent}%").into(),
-            output::bytes(t.bytes).into(),
-        ]);
-    }
-    if !table.is_empty() {
-        table.write(out)?;
-        writeln!(out)?;
-    }
+    print(out, &tables(&report.tables))?;
 
     let counts: Vec<String> = report
         .verdicts
@@ -185,6 +116,88 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
         versions.layout,
         versions.kernel,
     )
+}
+
+/// Prints a table that has rows.
+fn print(out: &mut dyn Write, table: &Table) -> std::io::Result<()> {
+    if table.is_empty() {
+        return Ok(());
+    }
+    table.write(out)?;
+    writeln!(out)
+}
+
+fn programs(all: &[Program]) -> Table {
+    let mut table = Table::new(&["PROGRAM", "ATTACHED", "LINK", "PROGRAM ID"]);
+    let number = |id: Option<u32>| id.map_or_else(|| "-".to_owned(), |id| id.to_string());
+    for program in all {
+        let attached = if program.attached {
+            Cell::new("yes", GOOD)
+        } else {
+            Cell::new("NO", BAD)
+        };
+        table.row([
+            program.name.as_str().into(),
+            attached,
+            number(program.link_id).into(),
+            number(program.program_id).into(),
+        ]);
+    }
+    table
+}
+
+fn interfaces(all: &[Interface]) -> Table {
+    let mut table = Table::new(&[
+        "INTERFACE",
+        "IS",
+        "INGRESS",
+        "EGRESS",
+        "DELIVERY",
+        "MASQUERADES TO",
+    ]);
+    for interface in all {
+        let cell = |on: &OnInterface| match (&on.hook, on.attached) {
+            (Some(hook), true) => Cell::new(hook.clone(), GOOD),
+            _ => Cell::new("NO", BAD),
+        };
+        table.row([
+            interface.name.as_str().into(),
+            interface.role.as_str().into(),
+            cell(&interface.ingress),
+            cell(&interface.egress),
+            delivery(interface).into(),
+            interface.masquerade.join(", ").into(),
+        ]);
+    }
+    table
+}
+
+fn by_packets(all: &[ByPackets]) -> Table {
+    let mut table = Table::new(&["BY PACKETS ONLY", "NETWORK NAMESPACE", "BECAUSE"]);
+    for pod in all {
+        table.row([
+            pod.interface.as_str().into(),
+            pod.netns_cookie.to_string().into(),
+            pod.reason.as_str().into(),
+        ]);
+    }
+    table
+}
+
+fn tables(all: &[report::Table]) -> Table {
+    let mut table = Table::new(&["TABLE", "USED", "ROOM", "LIMIT", "OF LIMIT", "MEMORY"]);
+    for t in all {
+        let percent = (t.used * 100).checked_div(t.limit).unwrap_or_default();
+        table.row([
+            t.name.as_str().into(),
+            t.used.to_string().into(),
+            t.capacity.to_string().into(),
+            t.limit.to_string().into(),
+            format!("{percent}%").into(),
+            output::bytes(t.bytes).into(),
+        ]);
+    }
+    table
 }
 
 /// Returns the way in which packets are delivered to an interface, with the reason if it is not the fast one.
