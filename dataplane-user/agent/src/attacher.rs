@@ -64,7 +64,7 @@ pub enum Job {
     /// As [`Job::Served`], for the first time: the answer comes when capture is in line, too.
     First(Snapshot, SyncSender<()>),
     /// The tables and programs of another layout can be removed.
-    Settle(SyncSender<Result<(), kernel::Error>>),
+    ReplaceOtherLayouts(SyncSender<Result<(), kernel::Error>>),
     /// Another agent asks to take this agent's place.
     Replace(UnixStream),
     /// Another agent has our sockets, or did not take them.
@@ -285,7 +285,7 @@ impl Worker {
             // One after the other, so that new interfaces wait for at most one of them.
             if self.kernel.has_provisional_programs() {
                 let _busy = state.beats.attacher.begin();
-                if let Err(error) = self.kernel.settle_programs() {
+                if let Err(error) = self.kernel.replace_provisional_programs() {
                     warn!("packet path: {error}; trying again");
                     self.network.soon();
                 }
@@ -343,10 +343,7 @@ impl Worker {
                 // Fails only if the agent ends.
                 let _ = answer.send(());
             }
-            Job::Settle(answer) => {
-                let settled = self.settle();
-                let _ = answer.send(settled);
-            }
+            Job::ReplaceOtherLayouts(answer) => _ = answer.send(self.replace_other_layouts()),
             Job::Replace(stream) => {
                 let sockets = self.mesh.iter().flat_map(Mesh::sockets);
                 let turn = self.turn.iter().map(Turn::named);
@@ -361,7 +358,7 @@ impl Worker {
 
     /// The tables of services are in line with the source for the first time: removes the tables and programs of other
     /// layouts.
-    fn settle(&mut self) -> Result<(), kernel::Error> {
+    fn replace_other_layouts(&mut self) -> Result<(), kernel::Error> {
         let waited = self.kernel.waits();
         let removed = self.kernel.replace_other_layouts()?;
         if waited {
@@ -537,7 +534,7 @@ fn give_up(todo: &Receiver<Job>) {
             Job::Stop => return,
             // These fail only if the agent has ended.
             Job::First(_, answer) => _ = answer.send(()),
-            Job::Settle(answer) => _ = answer.send(Ok(())),
+            Job::ReplaceOtherLayouts(answer) => _ = answer.send(Ok(())),
             Job::Network | Job::Policies | Job::Served(_) | Job::Replace(_) | Job::Offered(_) => {}
         }
     }
@@ -551,14 +548,14 @@ mod tests {
     fn whoever_waits_for_an_agent_without_a_place_waits_no_longer() {
         let (jobs, todo) = mpsc::channel();
         let (first, first_done) = mpsc::sync_channel(1);
-        let (settle, settled) = mpsc::sync_channel(1);
+        let (replace, replaced) = mpsc::sync_channel(1);
         jobs.send(Job::Network).unwrap();
         jobs.send(Job::First(Snapshot::default(), first)).unwrap();
-        jobs.send(Job::Settle(settle)).unwrap();
+        jobs.send(Job::ReplaceOtherLayouts(replace)).unwrap();
         jobs.send(Job::Stop).unwrap();
         give_up(&todo);
         first_done.recv().unwrap();
-        settled.recv().unwrap().unwrap();
+        replaced.recv().unwrap().unwrap();
     }
 
     #[test]

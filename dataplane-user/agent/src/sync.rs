@@ -283,9 +283,11 @@ impl Sync {
     }
 
     /// The tables are in line with the source for the first time: removes the tables and programs of other layouts.
-    fn settle(&mut self) -> Result<(), Error> {
+    fn replace_other_layouts(&mut self) -> Result<(), Error> {
         self.settled = true;
-        self.attacher.ask(Job::Settle).map_err(|_| Self::died())??;
+        self.attacher
+            .ask(Job::ReplaceOtherLayouts)
+            .map_err(|_| Self::died())??;
         self.supervisor.ready();
         self.tidy();
         Ok(())
@@ -343,7 +345,7 @@ impl Sync {
                 let departed = self.departures.after(&self.planner);
                 self.flows.departed(departed);
                 if !self.settled {
-                    self.settle()?;
+                    self.replace_other_layouts()?;
                 }
                 Ok(())
             }

@@ -28,7 +28,7 @@ pub struct RunArgs {
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
 
-    /// The values of the flags; after `settle`, also those of the file.
+    /// The values of the flags; after `fill_from`, also those of the file.
     #[command(flatten)]
     pub(super) settings: Settings,
 
@@ -72,7 +72,7 @@ const SWITCHES: [Switch; 2] = [
 
 impl RunArgs {
     /// Fills the settings from the file, and overrides them from the environment and the command line.
-    pub(super) fn settle(
+    pub(super) fn fill_from(
         &mut self,
         file: &Settings,
         given: &ArgMatches,
@@ -85,9 +85,9 @@ impl RunArgs {
             }
         }
         settled::name(&mut settings.node);
-        self.source.settle(file);
-        self.paths.settle(file);
-        self.socket.settle(file);
+        self.source.fill_from(file);
+        self.paths.fill_from(file);
+        self.socket.fill_from(file);
         settings.source = self.source.settled().clone();
         settings.kernel.bpffs.clone_from(&self.paths.bpffs);
         settings.kernel.cgroup.clone_from(&self.paths.cgroup);

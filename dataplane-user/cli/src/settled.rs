@@ -38,7 +38,7 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refus
         .map_err(Refusal::Usage)?;
     let mut cli = Cli::from_arg_matches(&matches).map_err(Refusal::Usage)?;
     if let Some((_, given)) = matches.subcommand() {
-        let settled = cli.command.settle(&file, given);
+        let settled = cli.command.fill_from(&file, given);
         settled.map_err(|error| Refusal::Usage(error.format(&mut command)))?;
     }
     Ok(cli)
@@ -57,15 +57,15 @@ fn without_source(command: clap::Command) -> clap::Command {
 
 impl Command {
     /// Completes the command's options from the file. Keys of the file without an option of the command are ignored.
-    fn settle(&mut self, file: &Settings, given: &ArgMatches) -> Result<(), clap::Error> {
+    fn fill_from(&mut self, file: &Settings, given: &ArgMatches) -> Result<(), clap::Error> {
         match self {
-            Self::Run(args) => args.settle(file, given)?,
-            Self::Proxy(args) => args.settle(file, given)?,
-            Self::Dns(args) => args.settle(file, given)?,
+            Self::Run(args) => args.fill_from(file, given)?,
+            Self::Proxy(args) => args.fill_from(file, given)?,
+            Self::Dns(args) => args.fill_from(file, given)?,
             Self::Plan(args) => {
-                args.source.settle(file);
+                args.source.fill_from(file);
                 node(&mut args.node, file, given)?;
-                args.paths.settle(file);
+                args.paths.fill_from(file);
             }
             Self::Status(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Services(args) => both(&mut args.paths, &mut args.socket, file),
@@ -76,7 +76,7 @@ impl Command {
                 let common = args.common();
                 both(&mut common.paths, &mut common.socket, file);
             }
-            Self::Doctor(args) => args.paths.settle(file),
+            Self::Doctor(args) => args.paths.fill_from(file),
             Self::Config(_) | Self::KeepNat(_) | Self::Completions(_) | Self::Opener(_) => {}
         }
         Ok(())
@@ -84,8 +84,8 @@ impl Command {
 }
 
 fn both(paths: &mut PathArgs, socket: &mut SocketArgs, file: &Settings) {
-    paths.settle(file);
-    socket.settle(file);
+    paths.fill_from(file);
+    socket.fill_from(file);
 }
 
 /// Makes a node that of the file, with the values that the command line and the environment set.

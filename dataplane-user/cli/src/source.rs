@@ -73,7 +73,7 @@ impl SourceArgs {
     pub(super) const GROUP: &str = "SourceArgs";
 
     /// Uses the file's source if none of these options is set.
-    pub(super) fn settle(&mut self, file: &Settings) {
+    pub(super) fn fill_from(&mut self, file: &Settings) {
         let api = self.kubernetes || self.kubeconfig.is_some() || self.api_server.is_some();
         let of_file = file.source.kubernetes.as_ref();
         self.settled = if api || !self.manifests.is_empty() {
@@ -172,7 +172,7 @@ mod tests {
     fn parse(arguments: &[&str]) -> Result<Source, String> {
         let arguments = [&["dataplane"], arguments].concat();
         let mut command = Command::try_parse_from(arguments).map_err(|e| e.to_string())?;
-        command.source.settle(&Settings::default());
+        command.source.fill_from(&Settings::default());
         Ok(command.source.source(kubernetes::Scope::Services))
     }
 

@@ -341,8 +341,8 @@ impl Kernel {
     ///
     /// # Errors
     /// The kernel's refusal. The next [`Kernel::set_network`] tries again.
-    pub fn settle_programs(&mut self) -> Result<(), Error> {
-        self.packet.settle_programs(&self.pins)
+    pub fn replace_provisional_programs(&mut self) -> Result<(), Error> {
+        self.packet.replace_provisional_programs(&self.pins)
     }
 
     /// Tells the packet path of IPsec policies, and of nothing else. Answers what did not work.
@@ -428,7 +428,7 @@ impl Kernel {
 
     /// Makes the programs serve in place of those of another layout, once the tables have their entries: the agent
     /// swaps the programs in its links for ours, so that no packet and no call finds both or none. The agent then
-    /// removes the remaining pins of that layout. Call [`Kernel::set_network`] after it, and settle capture: until
+    /// removes the remaining pins of that layout. Call [`Kernel::set_network`] after it, and bring capture in line: until
     /// then, interfaces and network namespaces have the other layout's programs.
     ///
     /// # Errors

@@ -78,20 +78,20 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refus
         .map_err(Refusal::Usage)?;
     if let Some(path) = &cli.config {
         let file = config::read(path).map_err(Refusal::Config)?;
-        cli.command.settle(&file);
+        cli.command.fill_from(&file);
     }
     Ok(cli)
 }
 
 impl Command {
     /// Completes the command's options from the file. Keys of the file without an option of the command are ignored.
-    fn settle(&mut self, file: &Settings) {
+    fn fill_from(&mut self, file: &Settings) {
         match self {
-            Self::Report(args) => args.settle(file),
-            Self::Compare(args) => args.paths.settle(file),
+            Self::Report(args) => args.fill_from(file),
+            Self::Compare(args) => args.paths.fill_from(file),
             Self::Takeover(args) => {
-                args.paths.settle(file);
-                args.socket.settle(file);
+                args.paths.fill_from(file);
+                args.socket.fill_from(file);
             }
             Self::Detect(_)
             | Self::Import(_)

@@ -64,7 +64,7 @@ impl Claims {
     }
 
     /// Adds the claim of `service` to `key`. Returns true if other services claim the key, too: the caller then calls
-    /// [`Claims::settle`]. `known` finds the present owner as its claims are known here.
+    /// [`Claims::decide`]. `known` finds the present owner as its claims are known here.
     pub(super) fn add<'a>(
         &mut self,
         wanted: &WantedKey,
@@ -91,8 +91,8 @@ impl Claims {
         }
     }
 
-    /// Replaces a service's claim to `key` by a claim of another kind or age. Returns true if the caller must settle
-    /// the key.
+    /// Replaces a service's claim to `key` by a claim of another kind or age. Returns true if the caller must
+    /// decide about the key.
     pub(super) fn change(&mut self, key: &FrontendKey, before: &Rank, after: Rank) -> bool {
         if let Some(claimants) = self.contested.get_mut(key) {
             claimants.remove(before);
@@ -105,7 +105,7 @@ impl Claims {
         false
     }
 
-    /// Removes a service's claim to `key`. Returns true if the caller must settle the key, because it was contested.
+    /// Removes a service's claim to `key`. Returns true if the caller must decide about the key, because it was contested.
     pub(super) fn remove(&mut self, key: &FrontendKey, rank: &Rank) -> bool {
         if let Some(claimants) = self.contested.get_mut(key) {
             claimants.remove(rank);
@@ -116,7 +116,7 @@ impl Claims {
     }
 
     /// Decides about a contested key. If the owner changes, returns the former and the new owner.
-    pub(super) fn settle(&mut self, key: &FrontendKey) -> Option<(ServiceName, ServiceName)> {
+    pub(super) fn decide(&mut self, key: &FrontendKey) -> Option<(ServiceName, ServiceName)> {
         let claimants = self.contested.get(key)?;
         let Some(Rank { claim, name, .. }) = claimants.get_min() else {
             self.contested.remove(key);

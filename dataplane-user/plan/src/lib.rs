@@ -43,7 +43,7 @@ mod reach;
 mod room;
 pub mod routes;
 mod served;
-mod settle;
+mod service_update;
 mod shares;
 pub mod vips;
 mod wanted;

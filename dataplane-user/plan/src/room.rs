@@ -107,12 +107,12 @@ impl Budgets {
 
     /// Decides which services of `snapshot` are left out, after all changes were recorded. Returns the services whose
     /// case has changed.
-    pub(super) fn settle(&mut self, snapshot: &Snapshot) -> BTreeSet<ServiceName> {
+    pub(super) fn decide(&mut self, snapshot: &Snapshot) -> BTreeSet<ServiceName> {
         let pending = self.pending.take();
         self.flush(pending);
         let touched = std::mem::take(&mut self.touched);
         let mut namespaces: BTreeSet<Box<str>> = BTreeSet::new();
-        if self.shares.settle() {
+        if self.shares.divide() {
             namespaces.extend(self.shares.over().map(Box::from));
             let before = self.left_out.keys();
             namespaces.extend(before.map(|name| Box::from(name.namespace())));

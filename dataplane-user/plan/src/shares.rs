@@ -46,7 +46,7 @@ impl<const N: usize> Shares<N> {
         }
     }
 
-    /// Records that the needs of a namespace change from `less` to `more`. The caller then calls [`Shares::settle`].
+    /// Records that the needs of a namespace change from `less` to `more`. The caller then calls [`Shares::divide`].
     pub(super) fn change(&mut self, namespace: &str, less: &Cost<N>, more: &Cost<N>) {
         if less == more {
             return;
@@ -70,7 +70,7 @@ impl<const N: usize> Shares<N> {
     }
 
     /// Computes the budgets for the present needs. Returns whether a budget has changed.
-    pub(super) fn settle(&mut self) -> bool {
+    pub(super) fn divide(&mut self) -> bool {
         let before = self.budget;
         for ((budget, sums), capacity) in self.budget.iter_mut().zip(&*self.sums).zip(self.capacity)
         {
@@ -141,7 +141,7 @@ mod tests {
         for (n, wanted) in wanted.iter().enumerate() {
             shares.change(&format!("ns{n}"), &[0], &[*wanted]);
         }
-        shares.settle();
+        shares.divide();
         shares
     }
 
@@ -151,7 +151,7 @@ mod tests {
         assert_eq!(shares.budget(), [750]);
         assert_eq!(shares.over().collect::<Vec<_>>(), ["ns2"]);
         shares.change("ns2", &[5000], &[750]);
-        assert!(shares.settle());
+        assert!(shares.divide());
         assert_eq!(shares.budget(), [1000], "everything fits");
         assert!(!shares.is_over("ns2"));
     }
@@ -187,7 +187,7 @@ mod tests {
             for (n, more) in changes {
                 all.change(&format!("ns{n}"), &[wanted[n]], &[more]);
                 wanted[n] = more;
-                all.settle();
+                all.divide();
                 let [budget] = all.budget();
                 let within: u64 = wanted.iter().map(|wanted| budget.min(*wanted)).sum();
                 prop_assert!(within <= capacity);

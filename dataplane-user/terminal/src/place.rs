@@ -50,7 +50,7 @@ impl PathArgs {
     }
 
     /// Sets the values that the command line does not set from the file.
-    pub fn settle(&mut self, file: &Settings) {
+    pub fn fill_from(&mut self, file: &Settings) {
         fill(&mut self.bpffs, file.kernel.bpffs.as_ref());
         fill(&mut self.cgroup, file.kernel.cgroup.as_ref());
     }
@@ -87,7 +87,7 @@ impl SocketArgs {
     }
 
     /// Sets the value that the command line does not set from the file.
-    pub fn settle(&mut self, file: &Settings) {
+    pub fn fill_from(&mut self, file: &Settings) {
         fill(&mut self.socket, file.listen.socket.as_ref());
     }
 }

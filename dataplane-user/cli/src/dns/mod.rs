@@ -29,7 +29,7 @@ enum DnsCommand {
 
 impl DnsArgs {
     /// Completes the options from the configuration file.
-    pub(super) fn settle(
+    pub(super) fn fill_from(
         &mut self,
         file: &Settings,
         given: &ArgMatches,
@@ -37,17 +37,17 @@ impl DnsArgs {
         let given = given.subcommand().map_or(given, |(_, given)| given);
         let common = match &mut self.command {
             DnsCommand::Cache(args) => {
-                args.socket.settle(file);
+                args.socket.fill_from(file);
                 return Ok(());
             }
             DnsCommand::Query(args) => &mut args.common,
             DnsCommand::Serve(args) => {
-                args.settle(file);
+                args.fill_from(file);
                 &mut args.common
             }
         };
-        common.source.settle(file);
-        common.settle(file, given);
+        common.source.fill_from(file);
+        common.fill_from(file, given);
         settled::node(&mut common.node, file, given)
     }
 
@@ -96,7 +96,7 @@ fn domain_of(text: &str) -> Result<LowerName, String> {
 
 impl CommonArgs {
     /// Completes the options from the file's DNS section.
-    fn settle(&mut self, file: &Settings, given: &ArgMatches) {
+    fn fill_from(&mut self, file: &Settings, given: &ArgMatches) {
         let Some(file) = &file.dns else { return };
         self.dns.clone_from(file);
         let is_given = |id| given.value_source(id) == Some(ValueSource::CommandLine);

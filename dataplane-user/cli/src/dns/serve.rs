@@ -88,7 +88,7 @@ fn resolver(text: &str) -> Result<SocketAddr, String> {
 
 impl ServeArgs {
     /// Completes the options from the configuration file.
-    pub(super) fn settle(&mut self, file: &settings::Settings) {
+    pub(super) fn fill_from(&mut self, file: &settings::Settings) {
         terminal::fill(&mut self.log_format, file.log.format.as_ref());
         let level = log::level(self.verbose).or(file.log.level);
         self.log_level = level.unwrap_or_default();

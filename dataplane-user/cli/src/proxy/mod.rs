@@ -202,12 +202,12 @@ fn workload_name(text: &str) -> Result<WorkloadName, String> {
 
 impl ProxyArgs {
     /// Completes the options from the configuration file.
-    pub(super) fn settle(
+    pub(super) fn fill_from(
         &mut self,
         file: &settings::Settings,
         given: &ArgMatches,
     ) -> Result<(), clap::Error> {
-        self.source.settle(file);
+        self.source.fill_from(file);
         settled::node(&mut self.node, file, given)?;
         terminal::fill(&mut self.listen.metrics, file.listen.metrics.as_ref());
         terminal::fill(&mut self.listen.admin, file.listen.admin.as_ref());

@@ -150,16 +150,16 @@ impl PacketPath {
         self.programs.as_ref().map(PacketPrograms::hook)
     }
 
-    /// Whether programs are to be put elsewhere in time ([`PacketPath::settle_programs`]).
+    /// Whether programs are to be put elsewhere in time ([`PacketPath::replace_provisional_programs`]).
     pub fn has_provisional_programs(&self) -> bool {
         let programs = self.programs.as_ref();
         programs.is_some_and(PacketPrograms::has_provisional)
     }
 
     /// Puts the programs of one interface where they stay.
-    pub fn settle_programs(&mut self, pins: &Pins) -> Result<(), Error> {
+    pub fn replace_provisional_programs(&mut self, pins: &Pins) -> Result<(), Error> {
         match &mut self.programs {
-            Some(programs) => programs.settle_one(pins),
+            Some(programs) => programs.replace_one_provisional(pins),
             None => Ok(()),
         }
     }

@@ -133,7 +133,7 @@ impl PacketPrograms {
 
     /// Puts links in the place of one such interface's filters. For a moment both are there: what the first program has decided
     /// on, the second one leaves alone.
-    pub fn settle_one(&mut self, pins: &Pins) -> Result<(), Error> {
+    pub fn replace_one_provisional(&mut self, pins: &Pins) -> Result<(), Error> {
         let Some(ifindex) = self.provisional.pop_first() else {
             return Ok(());
         };

@@ -149,7 +149,7 @@ impl From<&Line<'_>> for LineRow {
 }
 
 impl ReportArgs {
-    pub fn settle(&mut self, file: &Settings) {
+    pub fn fill_from(&mut self, file: &Settings) {
         if let Some(mesh) = &file.mesh {
             self.own = own(mesh);
         }

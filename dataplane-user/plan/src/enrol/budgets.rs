@@ -73,7 +73,7 @@ pub(super) fn over_budget(members: &[Member], room: [u64; 2]) -> BTreeSet<usize>
             shares.change(namespace, &[0; 2], &cost(policy));
         }
     }
-    shares.settle();
+    shares.divide();
     let mut over = BTreeSet::new();
     for (namespace, policies) in policies {
         if !shares.is_over(namespace) {
@@ -166,7 +166,7 @@ fn known_within(
     for item in &items {
         shares.change(item.name.namespace(), &[0], &item.cost());
     }
-    shares.settle();
+    shares.divide();
     items.sort_by(|a, b| a.name.namespace().cmp(b.name.namespace()));
     let mut left_out = Vec::new();
     for items in items.chunk_by_mut(|a, b| a.name.namespace() == b.name.namespace()) {
@@ -266,7 +266,7 @@ pub fn fit_addresses(wanted: &mut Captured) -> BTreeMap<u32, usize> {
     for (workload, count) in &counts {
         shares.change(&workload.to_string(), &[0], &[*count]);
     }
-    shares.settle();
+    shares.divide();
     let [budget] = shares.budget();
     let mut taken: BTreeMap<u32, u64> = BTreeMap::new();
     wanted.locals.retain(|_, local| {

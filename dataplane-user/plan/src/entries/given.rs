@@ -37,7 +37,7 @@ impl Entries {
                 self.ask(&name);
                 asked.insert(name);
             }
-            let more = self.vips.settle(now);
+            let more = self.vips.assign(now);
             for record in &more {
                 dirty.extend(self.vips.entries(&record.host).cloned());
             }

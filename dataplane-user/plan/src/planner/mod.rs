@@ -21,7 +21,7 @@ use super::{
     mirror::{Mirror, Writes},
     reach::Reach,
     room::{Budgets, LeftOut},
-    settle::ServicePools,
+    service_update::ServicePools,
     shares::Entries,
     wanted::{self, WantedKey},
 };
@@ -138,7 +138,7 @@ impl Planner {
             }
         }
         for service in &dirty {
-            self.settle(service, keys_before, &mut scratch, &mut writes);
+            self.update_service(service, keys_before, &mut scratch, &mut writes);
         }
         if self.adopted.take().is_some() {
             self.remove_strays(&mut writes);
@@ -319,11 +319,11 @@ impl Planner {
         let changed = dirty.len();
         contested.sort_unstable();
         contested.dedup();
-        let mut others = self.budgets.settle(snapshot);
+        let mut others = self.budgets.decide(snapshot);
         others.append(&mut self.waiting);
         others.extend(reach);
         for key in contested {
-            if let Some((loser, winner)) = self.claims.settle(&key) {
+            if let Some((loser, winner)) = self.claims.decide(&key) {
                 others.extend([loser, winner]);
             }
         }

@@ -8,7 +8,7 @@ use super::{
     super::{
         mirror::Writes,
         room::LeftOut,
-        settle::{ServicePools, Settle},
+        service_update::{ServicePools, ServiceUpdate},
         wanted::{self, WantedKey},
     },
     Dirty, Planner, Scratch,
@@ -16,7 +16,7 @@ use super::{
 
 impl Planner {
     /// Gives the service the pools and keys that it should have.
-    pub(super) fn settle(
+    pub(super) fn update_service(
         &mut self,
         service: &Dirty,
         keys_before: usize,
@@ -36,7 +36,7 @@ impl Planner {
         match new {
             Some(new) if left != Some(LeftOut::Whole) => {
                 if self.has_room(service, left, keys_before, &before, &scratch.keys, writes) {
-                    let mut settle = Settle {
+                    let mut update = ServiceUpdate {
                         mirror: &mut self.mirror,
                         reach: &self.reach,
                         adopted: self.adopted.as_ref(),
@@ -46,8 +46,8 @@ impl Planner {
                         without_endpoints: left.is_some(),
                         problems,
                     };
-                    let after = settle.settle(new, &scratch.keys, before);
-                    problems = settle.problems;
+                    let after = update.apply(new, &scratch.keys, before);
+                    problems = update.problems;
                     if after.indices().next().is_some() {
                         self.services.insert(name.clone(), after);
                     }

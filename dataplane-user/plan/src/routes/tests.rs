@@ -370,7 +370,7 @@ fn a_namespace_that_leads_to_too_many_endpoints_loses_its_last_services_by_name(
 
 /// Returns the time for `count` routes with `count` of each other object that an author can write against the number of
 /// routes.
-fn settle(count: usize) -> std::time::Duration {
+fn time_of(count: usize) -> std::time::Duration {
     let mut world = World::default();
     let ports = u16::try_from(count).unwrap();
     let put = Arc::new(service(2, "web", ports, 1));
@@ -412,14 +412,14 @@ fn settle(count: usize) -> std::time::Duration {
 
 #[test]
 fn routes_take_time_for_what_was_written_and_not_for_each_of_one_kind_with_each_of_another() {
-    settle(100);
-    let (some, more) = (settle(500), settle(4000));
+    time_of(100);
+    let (some, more) = (time_of(500), time_of(4000));
     assert!(more < some * 30, "{some:?} for 500, {more:?} for 4000");
 }
 
 /// Returns the time for changes of another namespace's Service and grants, when `count` routes of one Service lead
 /// there.
-fn settle_beside(count: usize) -> std::time::Duration {
+fn time_beside(count: usize) -> std::time::Duration {
     let mut world = World::default();
     let far = service(0, "far", 1, 1);
     for which in 0..count {
@@ -450,7 +450,7 @@ fn settle_beside(count: usize) -> std::time::Duration {
 
 #[test]
 fn routes_that_are_not_followed_cost_those_nothing_to_whom_they_lead() {
-    settle_beside(10);
-    let (few, many) = (settle_beside(10), settle_beside(10_000));
+    time_beside(10);
+    let (few, many) = (time_beside(10), time_beside(10_000));
     assert!(many < few * 10, "{few:?} beside 10, {many:?} beside 10 000");
 }

@@ -148,7 +148,7 @@ pub struct Vips {
 }
 
 impl Vips {
-    /// Starts with stored records. The first [`Vips::settle`] treats hosts that are not wanted by then as removed.
+    /// Starts with stored records. The first [`Vips::assign`] treats hosts that are not wanted by then as removed.
     pub fn new(records: impl IntoIterator<Item = Record>) -> Self {
         let mut vips = Self {
             wanted: BTreeMap::new(),
@@ -308,7 +308,7 @@ impl Vips {
 
     /// Assigns numbers to the hosts that want one, and takes back the numbers of others. `now`: in seconds since the
     /// epoch. Returns the changed records, which the caller stores before it publishes the addresses.
-    pub fn settle(&mut self, now: u64) -> Vec<Record> {
+    pub fn assign(&mut self, now: u64) -> Vec<Record> {
         let mut records = Vec::new();
         self.free.extend(self.gone.pass(now));
         let touched = std::mem::take(&mut self.touched);
@@ -363,7 +363,7 @@ impl Vips {
 
     /// Decides which hosts exceed the limits of their namespaces. Returns the hosts whose case may have changed.
     fn bounds(&mut self, touched: &BTreeSet<HostName>) -> BTreeSet<HostName> {
-        let changed = self.shares.settle();
+        let changed = self.shares.divide();
         let mut namespaces: BTreeSet<Box<str>> = BTreeSet::new();
         if changed {
             namespaces.extend(self.shares.over().map(Box::from));

@@ -50,7 +50,7 @@ fn sixteen_thousand_hosts_have_as_many_addresses_on_three_agents() {
     let agents = [1, 2, 3].map(|turn| {
         let mut vips = Vips::new([]);
         want(&mut vips, order(HOSTS, turn));
-        vips.settle(NOW);
+        vips.assign(NOW);
         all(&vips)
     });
     assert_eq!(agents[0].len(), HOSTS as usize);
@@ -64,7 +64,7 @@ fn sixteen_thousand_hosts_have_as_many_addresses_on_three_agents() {
     let mut vips = Vips::new([]);
     for number in 0..HOSTS {
         want(&mut vips, [number]);
-        vips.settle(NOW);
+        vips.assign(NOW);
     }
     assert!(all(&vips) == agents[0]);
 }
@@ -109,15 +109,15 @@ fn the_older_of_two_that_want_one_number_has_it_and_the_younger_never_moves_it()
         for (host, age) in names.iter().zip(&ages) {
             vips.want(host, age.clone());
         }
-        vips.settle(NOW);
+        vips.assign(NOW);
         let first = |host| sequence(host).next();
         assert_eq!(vips.number(&names[0]), first(&names[0]));
         assert_ne!(vips.number(&names[1]), first(&names[1]));
         // When the older host is removed, the younger keeps its number.
         let before = vips.number(&names[1]);
         vips.unwant(&names[0], &ages[0]);
-        vips.settle(NOW + 1);
-        vips.settle(NOW + 2 * KEPT);
+        vips.assign(NOW + 1);
+        vips.assign(NOW + 2 * KEPT);
         assert_eq!(vips.number(&names[1]), before);
     }
 }
@@ -145,7 +145,7 @@ fn a_tenant_with_too_many_hosts_loses_its_youngest_and_the_others_lose_nothing()
         let (host, age) = named("greedy", n);
         vips.want(&host, age);
     }
-    vips.settle(NOW);
+    vips.assign(NOW);
     assert!(vips.is_over(&named("greedy", 69_999).0));
     assert!(!vips.is_over(&named("greedy", 0).0));
     for n in 0..1000 {
@@ -153,7 +153,7 @@ fn a_tenant_with_too_many_hosts_loses_its_youngest_and_the_others_lose_nothing()
         vips.want(&host, age);
     }
     // The numbers that hosts of the greedy namespace give up stay reserved for a while; there is room beside them.
-    vips.settle(NOW + 1);
+    vips.assign(NOW + 1);
     for n in 0..1000 {
         assert!(vips.number(&named("shop", n).0).is_some(), "{n}");
     }
@@ -197,7 +197,7 @@ proptest! {
                 vips.unwant(&host, &age);
                 there.remove(&number);
             }
-            kept.extend(vips.settle(now));
+            kept.extend(vips.assign(now));
             let after = all(&vips);
             prop_assert_eq!(after.len(), there.len());
             let distinct: HashSet<_> = after.values().collect();

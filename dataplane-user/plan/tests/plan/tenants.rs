@@ -360,7 +360,7 @@ impl Node {
         }
     }
 
-    fn settle(&mut self, step: &Step) {
+    fn take(&mut self, step: &Step) {
         if step.restart {
             self.sim.grace();
             let adopted = Planner::adopt(self.sim.contents()).expect("consistent tables");
@@ -467,8 +467,8 @@ fn run(admits: &ExternalIps, steps: Vec<Step>) {
             let name = EntryName::new(HOSTILE, &format!("x{index}"));
             beside.put(name, entry.as_ref());
         }
-        alone.settle(&step);
-        beside.settle(&step);
+        alone.take(&step);
+        beside.take(&step);
         assert!(alone.planner.left_out().is_empty(), "there is room for all");
         let given = &alone.given() | &beside.given();
         let claimed = oracle::claims(&beside.snapshot);

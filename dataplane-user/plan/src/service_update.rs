@@ -36,7 +36,7 @@ impl ServicePools {
 }
 
 /// The state of one service's update.
-pub(super) struct Settle<'a> {
+pub(super) struct ServiceUpdate<'a> {
     pub(super) mirror: &'a mut Mirror,
     pub(super) reach: &'a Reach,
     pub(super) adopted: Option<&'a Adopted>,
@@ -49,10 +49,10 @@ pub(super) struct Settle<'a> {
     pub(super) problems: Vec<Problem>,
 }
 
-impl Settle<'_> {
+impl ServiceUpdate<'_> {
     /// Gives `service` the pools that its `keys` need, and the keys their values. `keys` are the keys that it wants and
     /// owns. `before` are its present pools. Returns its new pools.
-    pub(super) fn settle(
+    pub(super) fn apply(
         &mut self,
         service: &Service,
         keys: &[WantedKey],
@@ -164,7 +164,6 @@ impl Settle<'_> {
             port: Some((port.port, port.protocol)),
             role,
         };
-        let affinity_seconds = wanted::affinity_seconds(service);
 
         let found = self.endpoints(port, v4, TrafficPolicy::Cluster);
         if found > Block::MAX_LEN {
@@ -178,17 +177,32 @@ impl Settle<'_> {
             );
         }
         pools.cluster = self.take(pools.cluster, owner(PoolRole::Cluster));
-        let affinity_group = pools.cluster;
-        let nobody = BTreeSet::new();
-
-        let wants_local = narrowed || outside_is_local;
-        if wants_local {
+        if narrowed || outside_is_local {
             self.endpoints(port, v4, TrafficPolicy::Local);
             pools.local = self.take(pools.local, owner(PoolRole::Local));
         } else if pools.local != 0 {
             let index = std::mem::take(&mut pools.local);
             self.mirror.retire_pool(index, self.writes);
         }
+        self.write_pools(service, v4, pools);
+        for wanted in keys {
+            let pool = match wanted.policy {
+                TrafficPolicy::Cluster => pools.cluster,
+                TrafficPolicy::Local => pools.local,
+            };
+            self.mirror.set_key(
+                wanted.key,
+                Some(Frontend::new(pool, wanted.kind)),
+                self.writes,
+            );
+        }
+    }
+
+    /// Writes the pools of one port in one family, with the endpoints that were collected for them.
+    fn write_pools(&mut self, service: &Service, v4: bool, pools: &PortPools) {
+        let affinity_seconds = wanted::affinity_seconds(service);
+        let outside_is_local = service.external_policy == TrafficPolicy::Local;
+        let wants_local = pools.local != 0;
         let none_here = self.local.is_empty() && !self.cluster.is_empty();
         let local = mirror::Contents {
             endpoints: self.local,
@@ -198,9 +212,9 @@ impl Settle<'_> {
                 self.reach.flag(self.local)
             },
             affinity_seconds,
-            affinity_group,
+            affinity_group: pools.cluster,
             external: 0,
-            sources: &nobody,
+            sources: &BTreeSet::new(),
         };
         let sources = wanted::source_ranges(service, v4)
             .map(|range| wanted::source_key(pools.cluster, range))
@@ -209,7 +223,7 @@ impl Settle<'_> {
             endpoints: self.cluster,
             flags: self.reach.flag(self.cluster),
             affinity_seconds,
-            affinity_group,
+            affinity_group: pools.cluster,
             external: if outside_is_local { pools.local } else { 0 },
             sources: &sources,
         };
@@ -223,18 +237,6 @@ impl Settle<'_> {
         self.mirror.set_pool(pools.cluster, cluster, self.writes);
         if wants_local && given_up {
             self.mirror.set_pool(pools.local, local, self.writes);
-        }
-
-        for wanted in keys {
-            let pool = match wanted.policy {
-                TrafficPolicy::Cluster => pools.cluster,
-                TrafficPolicy::Local => pools.local,
-            };
-            self.mirror.set_key(
-                wanted.key,
-                Some(Frontend::new(pool, wanted.kind)),
-                self.writes,
-            );
         }
     }
 
