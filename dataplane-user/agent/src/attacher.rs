@@ -31,6 +31,7 @@ use super::{
     Event, LOOK, RETRY,
     addresses::{self, NodeAddresses},
     deaths,
+    due::{Due, NEVER},
     earlier::History,
     handover::{Offers, Turn},
     interfaces::PacketSettings,
@@ -38,14 +39,8 @@ use super::{
     network::network,
 };
 
-/// After a piece of work the thread rests for this many times the work's duration.
-const REST_FOR: u32 = 4;
-
 /// How often to look for programs and rules of others on the way out of pods' interfaces.
 const EGRESS: Duration = Duration::from_millis(250);
-
-/// Longer than any agent runs. (Clocks can still represent it.)
-const NEVER: Duration = Duration::from_hours(365 * 24);
 
 /// The running thread.
 pub struct Attacher {
@@ -108,15 +103,6 @@ impl Attacher {
         jobs: Sender<Job>,
         todo: Receiver<Job>,
     ) -> io::Result<Self> {
-        let Inputs {
-            kernel,
-            state,
-            health,
-            packet,
-            mesh,
-            before,
-            turn,
-        } = means;
         let now = Instant::now();
         let offered = jobs.clone();
         let offers = Offers::new(move |outcome| {
@@ -125,13 +111,13 @@ impl Attacher {
         });
         let told = deaths(&events);
         let mut worker = Worker {
-            kernel,
-            state,
-            health,
-            packet,
-            mesh,
-            before,
-            turn,
+            kernel: means.kernel,
+            state: means.state,
+            health: means.health,
+            packet: means.packet,
+            mesh: means.mesh,
+            before: means.before,
+            turn: means.turn,
             offers,
             events,
             snapshot: None,
@@ -175,51 +161,6 @@ impl Attacher {
             kernel, mesh, turn, ..
         } = worker;
         Ok(Returned { kernel, mesh, turn })
-    }
-}
-
-/// When a kind of work is due.
-struct Due {
-    at: Instant,
-    /// The end of the thread's rest: not before this time.
-    rested: Instant,
-}
-
-impl Due {
-    fn at(at: Instant) -> Self {
-        Self { at, rested: at }
-    }
-
-    /// Not due before an event.
-    fn never(now: Instant) -> Self {
-        Self {
-            at: now + NEVER,
-            rested: now,
-        }
-    }
-
-    /// As soon as the thread has rested.
-    fn soon(&mut self) {
-        self.at = self.at.min(self.rested);
-    }
-
-    /// The work was done and took so much of a processor's time. It is due again after `patience` at the latest.
-    fn done_in(&mut self, took: Duration, patience: Duration) {
-        let end = Instant::now();
-        self.rested = end + took * REST_FOR;
-        self.at = self.rested.max(end + patience);
-    }
-
-    /// The work has run since `start`. It is due again after `patience` at the latest.
-    fn done(&mut self, start: Instant, patience: Duration) {
-        self.done_resting(REST_FOR, start, patience);
-    }
-
-    /// As [`Due::done`], with a rest of so many times the work's duration.
-    fn done_resting(&mut self, times: u32, start: Instant, patience: Duration) {
-        let end = Instant::now();
-        self.rested = end + (end - start) * times;
-        self.at = self.rested.max(end + patience);
     }
 }
 
@@ -556,23 +497,5 @@ mod tests {
         give_up(&todo);
         first_done.recv().unwrap();
         replaced.recv().unwrap().unwrap();
-    }
-
-    #[test]
-    fn the_thread_rests_whatever_happens() {
-        let start = Instant::now();
-        let mut due = Due::at(start);
-        std::thread::sleep(Duration::from_millis(2));
-        due.done(start, LOOK);
-        let took = start.elapsed();
-        assert!(due.at >= start + LOOK, "nothing happens: later");
-        due.soon();
-        assert_eq!(due.at, due.rested);
-        assert!(
-            due.rested >= start + 4 * Duration::from_millis(2) && due.rested <= start + 6 * took
-        );
-        // A second change does not make it due sooner.
-        due.soon();
-        assert_eq!(due.at, due.rested);
     }
 }

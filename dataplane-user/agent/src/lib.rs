@@ -10,6 +10,7 @@
 pub mod addresses;
 mod astray;
 mod attacher;
+mod due;
 mod earlier;
 mod ending;
 mod flows;
