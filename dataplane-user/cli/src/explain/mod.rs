@@ -2,6 +2,7 @@
 
 mod capture;
 mod decision;
+mod explanation;
 mod packet;
 mod target;
 
@@ -17,7 +18,8 @@ use agent::addresses;
 use anyhow::Context as _;
 use capture::{Client, Mesh, Place};
 use clap::Args;
-use decision::{Explanation, decide};
+use decision::decide;
+use explanation::Explanation;
 use kernel::{PacketTables, Tables, conntrack::Conntrack};
 use target::Target;
 use terminal::{

@@ -20,7 +20,8 @@ use terminal::output::duration;
 
 use super::{
     Destination,
-    decision::{self, Choice, Explanation, Recorded, affinity, holds, lookup},
+    decision::{self, Recorded, affinity, holds, lookup},
+    explanation::{Choice, Explanation},
 };
 
 /// The packet to explain.

@@ -7,7 +7,7 @@ use anyhow::{Context as _, bail};
 use dataplane_common::Protocol;
 use dns::{LowerName, Step};
 
-use super::{Destination, Namespace, decision::Explanation};
+use super::{Destination, Namespace, explanation::Explanation};
 use crate::with_protocol;
 
 /// A destination.

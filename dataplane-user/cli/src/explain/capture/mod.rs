@@ -1,6 +1,9 @@
 //! Explains step by step whether a connection goes to a workload's proxy. Uses the code of the kernel's programs, on
 //! the present tables.
 
+mod call;
+mod rule;
+
 use std::{
     collections::BTreeSet,
     fs,
@@ -13,19 +16,19 @@ use admin::{api, client::Client as Agent};
 use agent::addresses;
 use anyhow::Context as _;
 use dataplane_common::{
-    Addr, Port, Protocol, Reason,
+    Port, Protocol, Reason,
     capture::{
-        self, CAPTURED, CaptureConfig, EXCLUDED, Enrolled, ListenerKey, Local, MESH_CGROUPS,
-        MESH_DENIES, MESH_DNS, MESH_GUARD, MESH_NAMESPACES, REACHABLE, RuleKey,
+        self, CaptureConfig, Enrolled, ListenerKey, Local, MESH_CGROUPS, MESH_DENIES, MESH_DNS,
+        MESH_GUARD, MESH_NAMESPACES,
     },
-    decide,
-    tables::{Block, Endpoint, Frontend, FrontendKey},
 };
 use kernel::{CaptureTables, Tables};
 use plan::Captured;
 use serde::Serialize;
 use terminal::netns;
 
+use self::call::Call;
+pub use self::rule::Rule;
 use super::{Destination, Namespace};
 
 /// The decision about a connection of a workload, outbound or inbound.
@@ -45,19 +48,6 @@ pub struct Outcome {
     /// The steps, for people.
     #[serde(skip)]
     pub steps: Vec<String>,
-}
-
-/// A rule and its origin. Only a running agent knows the origin.
-#[derive(Debug, Serialize)]
-pub struct Rule {
-    /// See [`api::MeshRule::about`].
-    pub about: &'static str,
-    /// See [`api::MeshRule::of`].
-    pub of: String,
-    /// See [`api::MeshRule::says`].
-    pub says: String,
-    /// See [`api::MeshRule::by`].
-    pub by: Option<String>,
 }
 
 /// The client of a connection.
@@ -376,133 +366,6 @@ impl Mesh {
             reason => reason.text().to_owned(),
         });
     }
-
-    fn workload(&self, number: u32) -> Option<&api::MeshWorkload> {
-        let mut workloads = self.workloads.iter().flatten();
-        workloads.find(|workload| workload.number == number)
-    }
-
-    fn outbound_rule(
-        &self,
-        reason: Reason,
-        enrolled: &Enrolled,
-        (addr, port): (Addr, Port),
-        (user, group): (u32, u32),
-    ) -> Option<Rule> {
-        let held = |kind, id| {
-            let of = enrolled.policy;
-            let said = capture::Rules::rule(&self.held, &RuleKey { of, kind, id });
-            (said != 0).then_some(said)
-        };
-        let (about, of, says) = match reason {
-            Reason::ExcludedUser if held(RuleKey::USER, user) == Some(EXCLUDED) => {
-                ("user", user.to_string(), "excluded")
-            }
-            Reason::ExcludedUser if held(RuleKey::GROUP, group) == Some(EXCLUDED) => {
-                ("group", group.to_string(), "excluded")
-            }
-            // Rules name the users and groups that are captured, and exclude all others.
-            Reason::ExcludedUser => {
-                let rules = self.workload(enrolled.workload).map(|w| w.rules.iter());
-                let is_one = |rule: &&api::MeshRule| {
-                    matches!(&*rule.about, "user" | "group") && rule.says == "captured"
-                };
-                return Some(Rule {
-                    about: "other-users",
-                    of: String::new(),
-                    says: "excluded".to_owned(),
-                    by: rules.and_then(|mut rules| Some(rules.find(is_one)?.by.clone())),
-                });
-            }
-            Reason::ExcludedPort => ("outbound-port", port.host().to_string(), "excluded"),
-            Reason::ExcludedRange | Reason::Captured => {
-                let port = port.host();
-                if held(RuleKey::OUTBOUND_PORT, port.into()) == Some(CAPTURED) {
-                    ("outbound-port", port.to_string(), "captured")
-                } else {
-                    let (range, said) = self.held.longest_range(enrolled.policy, addr)?;
-                    // A range of all addresses is the default, which needs no mention.
-                    if said == CAPTURED && range.prefix_len() == 0 {
-                        return None;
-                    }
-                    let says = if said == CAPTURED {
-                        "captured"
-                    } else {
-                        "excluded"
-                    };
-                    ("outbound-range", range.to_string(), says)
-                }
-            }
-            Reason::EgressDenied => ("egress", String::new(), "deny"),
-            _ => return self.setting(reason, enrolled.workload),
-        };
-        let by = self.said_by(enrolled.workload, about, &of);
-        Some(Rule {
-            about,
-            of,
-            says: says.to_owned(),
-            by,
-        })
-    }
-
-    fn inbound_rule(
-        &self,
-        reason: Reason,
-        local: &Local,
-        port: u16,
-        interface: Option<&str>,
-    ) -> Option<Rule> {
-        let key = RuleKey {
-            of: local.policy,
-            kind: RuleKey::INBOUND_PORT,
-            id: port.into(),
-        };
-        let listed = capture::Rules::rule(&self.held, &key) != 0;
-        let (about, of, says) = match reason {
-            Reason::ExcludedInterface => ("interface", interface?.to_owned(), "excluded"),
-            Reason::ExcludedPort if listed => ("inbound-port", port.to_string(), "excluded"),
-            Reason::ExcludedPort if local.flags & Enrolled::INBOUND == 0 => {
-                ("inbound", String::new(), "excluded")
-            }
-            Reason::ExcludedPort => ("inbound-others", String::new(), "excluded"),
-            Reason::CapturedInbound if listed => ("inbound-port", port.to_string(), "captured"),
-            _ => return self.setting(reason, local.workload),
-        };
-        let by = self.said_by(local.workload, about, &of);
-        Some(Rule {
-            about,
-            of,
-            says: says.to_owned(),
-            by,
-        })
-    }
-
-    /// Returns the setting that decides if no rule does.
-    fn setting(&self, reason: Reason, workload: u32) -> Option<Rule> {
-        let (about, says) = match reason {
-            Reason::Direct => ("mode", "kernel"),
-            Reason::ProxyDown => ("without-proxy", "refuse"),
-            Reason::ProxyBypassed => ("without-proxy", "pass"),
-            _ => return None,
-        };
-        let said = self.workload(workload).and_then(|w| {
-            let mut rules = w.rules.iter();
-            rules.find(|rule| rule.about == about)
-        });
-        Some(Rule {
-            about,
-            of: String::new(),
-            // The rule's value may be auto, which has this effect here.
-            says: said.map_or(says, |rule| &rule.says).to_owned(),
-            by: self.said_by(workload, about, ""),
-        })
-    }
-
-    fn said_by(&self, workload: u32, about: &str, of: &str) -> Option<String> {
-        let mut rules = self.workload(workload)?.rules.iter();
-        let rule = rules.find(|rule| rule.about == about && rule.of == of);
-        Some(rule.map_or_else(|| "the default".to_owned(), |rule| rule.by.clone()))
-    }
 }
 
 /// The owner of a connection.
@@ -523,113 +386,6 @@ pub enum Place {
     Cgroup(u64),
     /// The place of its sockets is unknown here. Its packets have this address.
     Packets(IpAddr),
-}
-
-/// A connection, with the data that the decision needs.
-struct Call<'a> {
-    mesh: &'a Mesh,
-    tables: &'a Tables,
-    client: &'a Client<'a>,
-    enrolled: &'a Enrolled,
-    to: (Addr, Port),
-    protocol: Protocol,
-}
-
-impl Call<'_> {
-    fn frontend(&self) -> Frontend {
-        let (addr, port) = self.to;
-        decide::find_frontend(self.tables, addr, port, self.protocol, self.client.own)
-    }
-}
-
-impl capture::Rules for Call<'_> {
-    fn rule(&self, key: &RuleKey) -> u32 {
-        self.mesh.held.rule(key)
-    }
-
-    fn range(&self, policy: u32, addr: Addr) -> u32 {
-        self.mesh.held.range(policy, addr)
-    }
-}
-
-impl capture::Circumstances for Call<'_> {
-    fn is_own(&self) -> bool {
-        self.has(self.to.0)
-    }
-
-    fn is_itself(&self) -> bool {
-        if self.is_by_packets() {
-            return false;
-        }
-        let (addr, _) = self.to;
-        let endpoint = decide::only_endpoint(self.tables, self.frontend());
-        self.has(addr) || !endpoint.is_none() && self.has(endpoint.addr)
-    }
-
-    fn is_known(&self) -> bool {
-        let (addr, port) = self.to;
-        let frontend = self.frontend();
-        if !frontend.is_none() {
-            return decide::is_reachable(self.tables, frontend);
-        }
-        let key = FrontendKey::new(addr, port, self.protocol);
-        self.mesh.held.known.contains_key(&key)
-            || capture::Rules::range(&self.mesh.held, REACHABLE, addr) == CAPTURED
-    }
-
-    fn listens(&self) -> bool {
-        if self.is_by_packets() {
-            let key = ListenerKey::of_packets(self.enrolled.workload, self.to.0.is_v4());
-            return self.mesh.listeners.contains(&key);
-        }
-        self.listens_at(self.mesh.config.outbound)
-    }
-}
-
-impl Call<'_> {
-    /// Returns whether a process listens at a port of loopback in the client's network namespace.
-    fn listens_at(&self, port: Port) -> bool {
-        let (port, v4) = (port.host(), self.to.0.is_v4());
-        self.client.namespace.is_some_and(|namespace| {
-            let found = namespace.inside(move || kernel::listening(port));
-            found.is_ok_and(|all| all.iter().any(|socket| socket.takes_loopback(v4)))
-        })
-    }
-
-    /// Returns the number of slots of a service's endpoints that the egress policy denies, and the number of all slots.
-    fn denied(&self) -> (usize, usize) {
-        let pool = decide::Tables::pool(self.tables, self.frontend().pool());
-        let Some(block) = pool.map(|pool| pool.block) else {
-            return (0, 0);
-        };
-        if self.frontend().is_none() || block.flags() & Block::REACHABLE != 0 {
-            return (0, 0);
-        }
-        let slots = (0..u32::from(block.len())).map(|offset| block.base() + offset);
-        let endpoints = slots.filter_map(|slot| decide::Tables::endpoint(self.tables, slot));
-        let all: Vec<_> = endpoints.filter(|endpoint| !endpoint.is_none()).collect();
-        let is_denied = |endpoint: &&Endpoint| {
-            let is_own = !self.is_by_packets() && self.has(endpoint.addr);
-            !is_own && !capture::exempts(self, self.enrolled, endpoint.addr, endpoint.port)
-        };
-        (all.iter().filter(is_denied).count(), all.len())
-    }
-
-    /// Returns whether the proxy has an address. With capture by sockets, its addresses are the workload's own.
-    fn has(&self, addr: Addr) -> bool {
-        let local = self.mesh.held.locals.get(&addr);
-        let own = if self.is_by_packets() {
-            // The proxy is in the node's network namespace.
-            Some(self.mesh.host_netns)
-        } else {
-            self.client.namespace.map(|namespace| namespace.cookie)
-        };
-        local.is_some_and(|local| Some(local.netns) == own)
-    }
-
-    fn is_by_packets(&self) -> bool {
-        self.enrolled.flags & Enrolled::PACKETS != 0
-    }
 }
 
 fn whose(told: &Outcome) -> String {
