@@ -10,7 +10,9 @@ use smallvec::SmallVec;
 use super::{
     client::Client,
     compose::{self, Found},
+    join::joined,
     name::LowerName,
+    rule::Rule,
     wire::{Parsed, Query, Stored, Transport, refusal, types},
     zone::{Meaning, Zone},
 };
@@ -19,82 +21,6 @@ use super::{
 const CHAIN: usize = 8;
 /// How many names resolvers are asked for one query of a client, at most.
 const ASKED: usize = 8;
-
-/// By which rule a query is answered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Rule {
-    /// A service's cluster IPs.
-    Service,
-    /// The endpoints of a headless service.
-    Headless,
-    /// An endpoint of a service.
-    Endpoint,
-    /// A port of a service.
-    Port,
-    /// A service that stands for another name.
-    Alias,
-    /// A service or an endpoint that has an address.
-    Pointer,
-    /// An address that the name itself has.
-    Pod,
-    /// The cluster's domain itself.
-    Apex,
-    /// The version of the schema.
-    Schema,
-    /// A host of a ServiceEntry.
-    Host,
-    /// A name of the cluster that has no records.
-    Empty,
-    /// A name of the cluster that does not exist.
-    Missing,
-    /// A name further on in the client's search list.
-    Search,
-    /// Resolvers are asked.
-    Forward,
-    /// The query makes no sense, or asks for something that is refused.
-    Refused,
-}
-
-impl Rule {
-    /// As metrics and people have it.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::Service => "service",
-            Self::Headless => "headless",
-            Self::Endpoint => "endpoint",
-            Self::Port => "port",
-            Self::Alias => "alias",
-            Self::Pointer => "pointer",
-            Self::Pod => "pod",
-            Self::Apex => "apex",
-            Self::Schema => "schema",
-            Self::Host => "service-entry",
-            Self::Empty => "empty",
-            Self::Missing => "missing",
-            Self::Search => "search",
-            Self::Forward => "forward",
-            Self::Refused => "refused",
-        }
-    }
-
-    fn of(meaning: &Meaning) -> Self {
-        match meaning {
-            Meaning::Foreign | Meaning::Unsure | Meaning::Doubtful(_) => Self::Forward,
-            Meaning::Missing => Self::Missing,
-            Meaning::Empty => Self::Empty,
-            Meaning::Apex(_) => Self::Apex,
-            Meaning::Schema => Self::Schema,
-            Meaning::Service(_) => Self::Service,
-            Meaning::Headless(_) => Self::Headless,
-            Meaning::Endpoints(..) => Self::Endpoint,
-            Meaning::Port(..) => Self::Port,
-            Meaning::Alias(..) => Self::Alias,
-            Meaning::Pod(_) => Self::Pod,
-            Meaning::Pointer(_) => Self::Pointer,
-            Meaning::Host(..) => Self::Host,
-        }
-    }
-}
 
 /// The server's decision about a query.
 #[derive(Clone, Debug)]
@@ -389,35 +315,16 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
             }
             meaning => {
                 is_host = matches!(meaning, Meaning::Host(..));
-                let alias = alias(&other);
+                let (question, alias) = ((name, of_type), alias(&other));
                 here = match &meaning {
                     Meaning::Alias(..) if of_type != types::CNAME => {
-                        match chase(zone, (&other, of_type), client) {
-                            Chased::Here(found) => {
-                                Some(compose::joined((name, of_type), &[alias], &found, 0))
-                            }
-                            Chased::Ask(ask) => {
-                                for mut candidate in ask.candidates {
-                                    candidate.records.insert(0, alias.clone());
-                                    let with_alias = |known: Stored| {
-                                        compose::joined(
-                                            (name, of_type),
-                                            slice::from_ref(&alias),
-                                            &known,
-                                            0,
-                                        )
-                                    };
-                                    candidate.known = candidate.known.map(with_alias);
-                                    candidates.push(candidate);
-                                }
-                                None
-                            }
-                        }
+                        let chased = chase(zone, (&other, of_type), client);
+                        chased.through(question, &alias, &mut candidates)
                     }
                     meaning => {
                         let mut found = compose::records(zone, &other, meaning, of_type);
                         found.answers.insert(0, alias);
-                        compose::own(zone, (name, of_type), found, true)
+                        compose::own(zone, question, found, true)
                     }
                 };
                 break;
@@ -454,6 +361,30 @@ enum Chased {
     Here(Stored),
     /// To a name that resolvers know.
     Ask(Box<Ask>),
+}
+
+impl Chased {
+    /// Puts an alias that leads to the chased name before the records. Returns the answer that is known here, or adds the
+    /// names for resolvers to `candidates`.
+    fn through(
+        self,
+        question: (&LowerName, u16),
+        alias: &Record,
+        candidates: &mut SmallVec<[Candidate; 1]>,
+    ) -> Option<Stored> {
+        let with_alias = |stored: &Stored| joined(question, slice::from_ref(alias), stored, 0);
+        match self {
+            Self::Here(found) => Some(with_alias(&found)),
+            Self::Ask(ask) => {
+                for mut candidate in ask.candidates {
+                    candidate.records.insert(0, alias.clone());
+                    candidate.known = candidate.known.as_ref().map(with_alias);
+                    candidates.push(candidate);
+                }
+                None
+            }
+        }
+    }
 }
 
 /// Follows a service that stands for another name, and the next. The answer to aliases that lead round, or through too many

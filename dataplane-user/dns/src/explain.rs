@@ -9,9 +9,10 @@ use hickory_proto::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    answer::{Ask, Decision, Rule, answer},
+    answer::{Ask, Decision, answer},
     client::Client,
     name::LowerName,
+    rule::Rule,
     wire::{Transport, question},
     zone::{Meaning, Zone},
 };
@@ -21,7 +22,7 @@ use super::{
 pub struct Step {
     /// The name, with a dot at its end.
     pub name: String,
-    /// The word of the [`Rule`](super::answer::Rule).
+    /// The word of the [`Rule`].
     pub rule: String,
     /// The object that the answer is from.
     #[serde(default, skip_serializing_if = "Option::is_none")]

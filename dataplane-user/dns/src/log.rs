@@ -44,7 +44,7 @@ pub struct Answered {
     /// The type of records, such as `AAAA`.
     #[serde(rename = "type")]
     pub of_type: String,
-    /// The rule that decided: the word of a [`Rule`](super::answer::Rule), `cache`, or `limit` if the client or its namespace
+    /// The rule that decided: the word of a [`Rule`](super::Rule), `cache`, or `limit` if the client or its namespace
     /// has too many queries in flight.
     pub by: String,
     /// The code of the answer.

@@ -25,11 +25,11 @@ use tokio::{
 };
 
 use super::{
-    answer::Rule,
     batch::{BATCH, Batch},
     beats,
     busy_poll::BusyPoll,
     exchange::{receive, send},
+    rule::Rule,
     shared::{Asker, Askers, Now, Shared},
     sockets::Listener,
     wire::Transport,
