@@ -15,24 +15,25 @@
 mod cluster;
 mod given;
 mod names;
+mod serve;
+mod service;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
-    iter,
+    collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,
     sync::Arc,
 };
 
 use imbl::{OrdMap, ordmap::DiffItem};
 use model::{
-    At, Backend, Endpoint, EndpointName, Entry, EntryName, EntryPort, EntryResolution, Gravity,
-    Hints, PodAddresses, Preference, Problem, Records, Resolved, Service, ServiceName, ServicePort,
-    ServiceType, Snapshot, TrafficPolicy, Weights, Workload, WorkloadName, is_allocated,
+    EndpointName, Entry, EntryName, EntryResolution, PodAddresses, Problem, Resolved, Service,
+    ServiceName, Snapshot, Workload, WorkloadName,
 };
 use smallvec::SmallVec;
 
+pub(super) use self::service::services;
 use self::{
-    given::{Former, host_name, may_have_number},
+    given::{Former, host_name},
     names::Names,
 };
 use super::vips::{Age, HostName, Record, Vips};
@@ -121,12 +122,6 @@ pub struct Derived {
 /// Returns the name of the service that an entry becomes.
 pub fn service_name(entry: &EntryName) -> ServiceName {
     ServiceName::new(entry.namespace(), &format!("serviceentry:{}", entry.name()))
-}
-
-/// Returns the name of the service of a further host of an entry, for entries whose hosts are their own endpoints.
-fn host_service_name(entry: &EntryName, host: &str) -> ServiceName {
-    let name = format!("serviceentry:{}:{host}", entry.name());
-    ServiceName::new(entry.namespace(), &name)
 }
 
 impl Entries {
@@ -425,156 +420,6 @@ impl Entries {
             }
         }
     }
-
-    /// Serves an entry in its present state. Returns the parts that are not served.
-    fn serve(&mut self, entry: &Entry, now: u64) -> Vec<Problem> {
-        let mut problems = Vec::new();
-        let mut problem = |text: String| {
-            problems.push(Problem {
-                gravity: Gravity::Warning,
-                place: format!("ServiceEntry {}", entry.name),
-                text,
-            });
-        };
-        let mut entry = entry.clone();
-        for text in self.names.fill(&mut entry, &self.base) {
-            problem(text);
-        }
-        if is_served(&entry) {
-            let allowed = |address: &IpAddr| self.allowed(*address);
-            let mut refuse = |field: &str, address: &IpAddr| match allowed(address) {
-                Ok(()) => true,
-                Err(why) => {
-                    problem(format!("{field}: {address} is not served: {why}"));
-                    false
-                }
-            };
-            entry
-                .addresses
-                .retain(|address| refuse("spec.addresses", address));
-            entry
-                .ranges
-                .retain(|address| refuse("spec.addresses", address));
-            for index in 0..entry.hosts.len() {
-                let mut vips = SmallVec::new();
-                for address in self.assigned(&entry, &entry.hosts[index]) {
-                    match address {
-                        Ok(address) => vips.push(address),
-                        Err((address, why)) => {
-                            problem(format!("status.addresses: {address} is not served: {why}"));
-                        }
-                    }
-                }
-                let name = host_name(&entry, &entry.hosts[index]);
-                if vips.is_empty() && may_have_number(&entry, &entry.hosts[index]) {
-                    match self.vips.number(&name) {
-                        Some(number) => {
-                            vips = number.addresses().into();
-                            entry.hosts[index].given = number.addresses().into();
-                        }
-                        None if self.vips.is_deferred(&name) => {}
-                        None => problem(self.without_number(&name, index)),
-                    }
-                }
-                entry.hosts[index].vips = vips;
-            }
-            self.note_former(&mut entry, now);
-            let services: Vec<Service> = services(&entry).collect();
-            for (index, host) in entry.hosts.iter_mut().enumerate() {
-                // Each host has a service of its own, or all hosts have the first service.
-                let service = services.get(index).unwrap_or(&services[0]);
-                if host.vips.is_empty() && (index == 0 || services.len() == 1) {
-                    host.vips.extend(entry.addresses.iter().copied());
-                }
-                let families = families(service);
-                if families.contains(&true) {
-                    host.vips
-                        .retain(|vip| families[usize::from(!vip.is_ipv4())]);
-                }
-            }
-            let has_vips = |service: &Service| {
-                !service.cluster_ips.is_empty() || !service.external_ips.is_empty()
-            };
-            self.put(&entry.name, services.into_iter().filter(has_vips));
-        } else {
-            self.put(&entry.name, iter::empty());
-            if entry.resolution == EntryResolution::None {
-                // Clients connect to these addresses directly, without translation.
-                for host in &mut entry.hosts {
-                    host.vips = entry.addresses.iter().copied().collect();
-                }
-            }
-        }
-        let known = self.served.get(&entry.name);
-        if known.is_none_or(|known| **known != entry) {
-            self.served.insert(entry.name.clone(), Arc::new(entry));
-        }
-        problems
-    }
-
-    /// Checks whether an entry may have an address. The error is the reason.
-    fn allowed(&self, address: IpAddr) -> Result<(), &'static str> {
-        let holders = self.taken.get(&address).copied().unwrap_or_default();
-        if self.own.contains(&address) {
-            Err("it is an address of this node")
-        } else if holders.owners > 0 {
-            Err("a Service, a Pod or the API server has it")
-        } else if self.pods.has(address) {
-            Err("a Pod or a node has it")
-        } else if holders.endpoints == 0 || is_allocated(address) {
-            Ok(())
-        } else if !self.has_stated {
-            Err(
-                "an endpoint of a Service has it; if it is an external IP, add its range to node.externalIPs",
-            )
-        } else if !self.pods.everywhere {
-            Err(
-                "an endpoint of a Service has it, and the endpoint may be a Pod: the agent does not know the Pods of all nodes",
-            )
-        } else {
-            Ok(())
-        }
-    }
-
-    /// Returns the reason why a host has no address.
-    fn without_number(&self, host: &HostName, index: usize) -> String {
-        let why = if self.vips.is_over(host) {
-            "its namespace has more hosts than it may have of the 65521 addresses that there are; name fewer hosts"
-        } else {
-            "none of the 65521 addresses is free; it gets one when some time has passed"
-        };
-        format!("spec.hosts[{index}]: {} has no address: {why}", host.host)
-    }
-
-    /// Replaces the services of an entry.
-    fn put(&mut self, entry: &EntryName, services: impl Iterator<Item = Service>) {
-        let mut names = SmallVec::new();
-        for service in services {
-            let name = service.name.clone();
-            if self
-                .services
-                .get(&name)
-                .is_none_or(|known| **known != service)
-            {
-                self.services.insert(name.clone(), Arc::new(service));
-            }
-            names.push(name);
-        }
-        let now: HashSet<&ServiceName> = names.iter().collect();
-        for name in self.made.remove(entry).unwrap_or_default() {
-            if !now.contains(&name) {
-                self.services.remove(&name);
-            }
-        }
-        if !names.is_empty() {
-            self.made.insert(entry.clone(), names);
-        }
-    }
-
-    fn forget(&mut self, entry: &EntryName) {
-        self.put(entry, iter::empty());
-        self.served.remove(entry);
-    }
 }
 
 /// Returns whether the tables can serve an entry.
@@ -609,117 +454,5 @@ fn sides<'a, K: Ord, V: PartialEq>(
             new: (key, new),
         } => (key, Some(old), Some(new)),
         DiffItem::Remove(key, old) => (key, Some(old), None),
-    }
-}
-
-/// Returns whether a service has endpoints of IPv4 and of IPv6.
-fn families(service: &Service) -> [bool; 2] {
-    [true, false].map(|v4| {
-        let mut endpoints = service.ports.iter().flat_map(|port| &port.endpoints);
-        endpoints.any(|endpoint| endpoint.addr.is_ipv4() == v4)
-    })
-}
-
-/// Returns the services of an entry: one in all, or one for each host if each host is its own endpoint.
-pub(super) fn services(entry: &Entry) -> impl Iterator<Item = Service> + '_ {
-    let count = match entry.resolution {
-        EntryResolution::Hosts => entry.hosts.len().max(1),
-        _ => 1,
-    };
-    (0..count).map(move |index| service(entry, (count > 1).then_some(index)))
-}
-
-/// Returns the service of all hosts of an entry, or of the host `only`.
-fn service(entry: &Entry, only: Option<usize>) -> Service {
-    // Only addresses from this node claim as strongly as cluster IPs, because the author of a `status` can write any
-    // address.
-    let (mut given, mut others) = (SmallVec::new(), SmallVec::<[IpAddr; 0]>::new());
-    let hosts = match only {
-        Some(index) => &entry.hosts[index..=index],
-        None => &entry.hosts[..],
-    };
-    let mut seen = HashSet::new();
-    for host in hosts {
-        for vip in &host.given {
-            if seen.insert(*vip) {
-                given.push(*vip);
-            }
-        }
-        let assigned = host.vips.iter().filter(|vip| !host.given.contains(vip));
-        others.extend(assigned.chain(&host.former).copied());
-    }
-    let is_first = only.is_none_or(|index| index == 0);
-    let own = entry.addresses.iter().chain(&entry.ranges);
-    others.extend(own.filter(|_| is_first).copied());
-    let name = match hosts.first() {
-        Some(host) if !is_first => host_service_name(&entry.name, &host.name),
-        _ => service_name(&entry.name),
-    };
-    // The host's own addresses, or the endpoints of all hosts.
-    let own: Vec<Backend>;
-    let backends = if entry.resolution == EntryResolution::Hosts {
-        let endpoints = hosts.iter().flat_map(|host| &host.endpoints);
-        own = endpoints.map(|address| Backend::at(*address)).collect();
-        &own
-    } else {
-        &entry.backends
-    };
-    others.sort_unstable();
-    others.dedup();
-    Service {
-        name,
-        kind: ServiceType::Entry,
-        created: entry.created,
-        cluster_ips: given,
-        external_ips: others,
-        load_balancer_ips: SmallVec::new(),
-        source_ranges: SmallVec::new(),
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
-        ports: entry
-            .ports
-            .iter()
-            .map(|port| service_port(entry, backends, port))
-            .collect(),
-    }
-}
-
-fn service_port(entry: &Entry, backends: &[Backend], port: &EntryPort) -> ServicePort {
-    let [own, of_namespace] = entry.preference;
-    let preference = own.or(of_namespace).unwrap_or(Preference::Any);
-    let mut found: BTreeMap<(IpAddr, u16), (u32, bool, Hints)> = BTreeMap::new();
-    for backend in backends {
-        let number = backend.port_of(port);
-        if let At::Address(addr) = backend.at
-            && number != Backend::NO_PORT
-        {
-            let (weight, local, hints) = found.entry((addr, number)).or_default();
-            *weight = weight.saturating_add(backend.weight);
-            *local |= backend.local;
-            *hints = backend.hints.max(*hints);
-        }
-    }
-    let endpoint =
-        |(&(addr, port), &(_, local, hints)): (&(IpAddr, u16), &(u32, bool, Hints))| Endpoint {
-            addr,
-            port,
-            local,
-            ready: true,
-            serving: true,
-            terminating: false,
-            hints: hints.preferring(preference, local),
-        };
-    ServicePort {
-        name: port.name.clone(),
-        port: port.port,
-        protocol: port.protocol,
-        node_port: None,
-        endpoints: found.iter().map(endpoint).collect(),
-        weights: Weights::of(found.values().map(|(weight, ..)| *weight).collect()),
-        split: None,
     }
 }

@@ -10,6 +10,7 @@
 
 mod backends;
 mod claims;
+mod index;
 #[cfg(test)]
 mod tests;
 
@@ -24,7 +25,11 @@ use model::{
     RouteName, Service, ServiceName, Split,
 };
 
-use self::{backends::Backends, claims::Claims};
+use self::{
+    backends::Backends,
+    claims::Claims,
+    index::{OfNamespaces, note, note_by_namespace, services_of, sides},
+};
 
 /// Maximum number of endpoints that the routes of one namespace lead to together. An endpoint counts once for each port
 /// of a Service and each backend that has it. Without a bound, a thousand routes to a thousand endpoints would need a
@@ -59,9 +64,6 @@ pub struct Routes {
     /// Routes that are attached to Services of other namespaces.
     abroad: BTreeMap<RouteName, Problem>,
 }
-
-/// Routes by their namespaces and kinds.
-type OfNamespaces = BTreeMap<(Box<str>, RouteKind), BTreeSet<RouteName>>;
 
 /// The routes in force of a Service.
 #[derive(Debug, Default)]
@@ -153,7 +155,7 @@ impl Routes {
         }
         let mut namespaces: BTreeSet<Box<str>> = BTreeSet::new();
         for name in &dirty {
-            self.settle(name);
+            self.update_routing(name);
             namespaces.insert(name.namespace().into());
         }
         for namespace in namespaces {
@@ -329,7 +331,7 @@ impl Routes {
     }
 
     /// Updates the result of a Service's routes.
-    fn settle(&mut self, name: &ServiceName) {
+    fn update_routing(&mut self, name: &ServiceName) {
         let sum = self.sums.entry(name.namespace().into()).or_default();
         if let Some(before) = self.wanted.remove(name) {
             *sum -= before.endpoints;
@@ -490,60 +492,5 @@ fn problem(route: &RouteName, condition: &str, reason: &str, text: &str) -> Prob
         gravity: Gravity::Warning,
         place: route.to_string(),
         text: format!("{condition} ({reason}): {text}"),
-    }
-}
-
-/// Returns the sides of a change: the former value (`false`), and the present value.
-fn sides<'a, K, V>(
-    change: &DiffItem<'a, 'a, K, V>,
-) -> impl Iterator<Item = (&'a K, &'a V, bool)> + use<'a, K, V> {
-    let (old, new) = match *change {
-        DiffItem::Add(key, new) => (None, Some((key, new))),
-        DiffItem::Update { old, new } => (Some(old), Some(new)),
-        DiffItem::Remove(key, old) => (Some((key, old)), None),
-    };
-    let old = old.map(|(key, old)| (key, old, false));
-    old.into_iter()
-        .chain(new.map(|(key, new)| (key, new, true)))
-}
-
-/// Returns the Services that a route leads to.
-fn services_of(route: &Route) -> impl Iterator<Item = &ServiceName> {
-    route
-        .backends
-        .iter()
-        .filter_map(|backend| match &backend.to {
-            BackendTo::Service(to) => Some(to),
-            BackendTo::Host(_) | BackendTo::Invalid(..) => None,
-        })
-}
-
-fn note_by_namespace<K: Ord + Clone>(
-    map: &mut BTreeMap<K, OfNamespaces>,
-    key: &K,
-    name: &RouteName,
-    is_there: bool,
-) {
-    let of = map.entry(key.clone()).or_default();
-    note(of, &(name.namespace.clone(), name.kind), name, is_there);
-    if of.is_empty() {
-        map.remove(key);
-    }
-}
-
-fn note<K: Ord + Clone, Name: Ord + Clone>(
-    map: &mut BTreeMap<K, BTreeSet<Name>>,
-    key: &K,
-    name: &Name,
-    is_there: bool,
-) {
-    let names = map.entry(key.clone()).or_default();
-    if is_there {
-        names.insert(name.clone());
-    } else {
-        names.remove(name);
-        if names.is_empty() {
-            map.remove(key);
-        }
     }
 }
