@@ -1,5 +1,6 @@
 //! Mesh capture: its one writer, and its programs in workloads' network namespaces and on their interfaces.
 
+mod differences;
 mod inbound;
 pub(super) mod interface_rules;
 pub(super) mod lease;
@@ -28,7 +29,10 @@ use dataplane_common::{
 use plan::Captured;
 use zerocopy::{FromBytes, IntoBytes};
 
-use self::inbound::Inbound;
+use self::{
+    differences::{add, any, make_room, remove},
+    inbound::Inbound,
+};
 pub use self::{
     interface_rules::{InterfaceRule, Machines, Unrouted, route_interfaces, unroute_interfaces},
     lease::QueryLease,
@@ -44,7 +48,6 @@ pub use self::{
 };
 use super::{
     error::{Doing, Error},
-    map::{Hash, Plain},
     pins::{self, Pins},
     programs, sys,
     tables::Tables,
@@ -410,74 +413,6 @@ impl Capture {
             .doing(|| "cannot take a listening socket back from the kernel".to_owned())
             .map(|_| ())
     }
-}
-
-fn add<K: Plain + Ord, V: Plain + PartialEq>(
-    name: &str,
-    table: &Hash<K, V>,
-    held: &mut BTreeMap<K, V>,
-    wanted: &BTreeMap<K, V>,
-) -> Result<(), Error> {
-    for (key, value) in wanted {
-        if held.get(key) != Some(value) {
-            table.set(key, value).doing(|| {
-                format!(
-                    "cannot add to {name}, which has room for {} entries",
-                    table.capacity()
-                )
-            })?;
-            held.insert(*key, *value);
-        }
-    }
-    Ok(())
-}
-
-/// Makes room if a table cannot hold the new entries beside the unwanted ones: removes those unwanted entries for which
-/// `may` allows it.
-fn make_room<K: Plain + Ord, V: Plain>(
-    name: &str,
-    table: &Hash<K, V>,
-    held: &mut BTreeMap<K, V>,
-    wanted: &BTreeMap<K, V>,
-    may: impl Fn(&V) -> bool,
-) -> Result<(), Error> {
-    let new = wanted.keys().filter(|key| !held.contains_key(key)).count();
-    if held.len() + new <= table.capacity() as usize {
-        return Ok(());
-    }
-    let gone = held.iter();
-    let gone = gone.filter(|(key, value)| !wanted.contains_key(key) && may(value));
-    let gone: Vec<K> = gone.map(|(key, _)| *key).collect();
-    for key in gone {
-        let doing = || format!("cannot remove from {name}");
-        table.remove(&key).doing(doing)?;
-        held.remove(&key);
-    }
-    Ok(())
-}
-
-fn any<V>(_: &V) -> bool {
-    true
-}
-
-fn remove<K: Plain + Ord, V: Plain>(
-    name: &str,
-    table: &Hash<K, V>,
-    held: &mut BTreeMap<K, V>,
-    wanted: &BTreeMap<K, V>,
-) -> Result<(), Error> {
-    let gone: Vec<K> = held
-        .keys()
-        .filter(|key| !wanted.contains_key(key))
-        .copied()
-        .collect();
-    for key in gone {
-        table
-            .remove(&key)
-            .doing(|| format!("cannot remove from {name}"))?;
-        held.remove(&key);
-    }
-    Ok(())
 }
 
 /// Whether anybody's connections go to a proxy.

@@ -1,33 +1,34 @@
 //! The live tables: reading them, and replacing one by a larger copy while programs run.
 
 mod affinity;
+mod filter;
 mod growth;
 mod retire;
 mod stats;
+mod usage;
 mod vips;
 
 use std::{
-    collections::HashSet,
     io,
     os::fd::{AsFd, AsRawFd, OwnedFd},
     path::Path,
     sync::atomic::Ordering,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use aya_obj::generated::bpf_map_type::BPF_MAP_TYPE_HASH;
 use dataplane_common::{
-    Addr, Reason, VipWords,
+    Reason, VipWords,
     capture::MESH_DNS,
     decide,
     tables::{
-        Affinity, AffinityKey, Block, Config, Endpoint, Frontend, FrontendKey, Kind, Pool,
-        PoolStats,
+        Affinity, AffinityKey, Block, Config, Endpoint, Frontend, FrontendKey, Pool, PoolStats,
     },
 };
 pub use growth::{Growth, Limits};
 use plan::{Contents, Demand};
 use stats::Stats;
+pub use usage::Usage;
 use vips::Vips;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -39,21 +40,6 @@ use super::{
     sources::Sources,
     sys::{self, Shape},
 };
-
-/// How full a table is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Usage {
-    /// Its name.
-    pub table: &'static str,
-    /// Entries in use; for pools and endpoints, up to the highest in use.
-    pub used: u32,
-    /// Entries there is room for now.
-    pub capacity: u32,
-    /// Entries there may be room for, by its limit.
-    pub limit: u32,
-    /// Kernel memory that it holds, about: elements and buckets.
-    pub bytes: u64,
-}
 
 const SMALLEST: Demand = Demand {
     frontends: 256,
@@ -302,150 +288,6 @@ impl Tables {
         Some(over + lease::QueryLease::LENGTH)
     }
 
-    /// How full the tables are.
-    ///
-    /// # Errors
-    /// If the kernel does not let them be read.
-    pub fn usage(&self, limits: Limits) -> Result<Vec<Usage>, Error> {
-        let contents = self.contents()?;
-        let affinity = self
-            .affinity
-            .entries()
-            .doing(|| "cannot read table AFFINITY".to_owned())?;
-        Ok(self.usage_of(
-            limits,
-            &Demand {
-                frontends: len(contents.frontends.len()),
-                pools: len(contents.pools.len()),
-                endpoints: len(contents.endpoints.len()),
-                affinity_groups: 0,
-                sources: len(contents.sources.len()),
-            },
-            len(affinity.len()),
-        ))
-    }
-
-    /// As [`Tables::usage`], by what a planner knows to be in them.
-    pub fn usage_of(&self, limits: Limits, used: &Demand, affinity: u32) -> Vec<Usage> {
-        // A hash's element: 48 bytes of `struct htab_elem`, then key and value, each rounded up to
-        // eight; and a bucket of 16 for each.
-        let hash = |capacity: u32, value: u64| u64::from(capacity) * (48 + 24 + value + 16);
-        let array = |capacity: u32, value: usize| u64::from(capacity) * value as u64;
-        vec![
-            Usage {
-                table: "FRONTENDS",
-                used: used.frontends,
-                capacity: self.frontends.capacity(),
-                limit: limits.frontends,
-                bytes: hash(self.frontends.capacity(), 8),
-            },
-            Usage {
-                table: "POOLS",
-                used: used.pools,
-                capacity: self.pools.capacity(),
-                limit: limits.frontends,
-                bytes: array(self.pools.capacity(), size_of::<Pool>())
-                    + array(self.stats.capacity(), size_of::<PoolStats>()),
-            },
-            Usage {
-                table: "ENDPOINTS",
-                used: used.endpoints,
-                capacity: self.endpoints.capacity(),
-                limit: limits.endpoints,
-                bytes: array(self.endpoints.capacity(), size_of::<Endpoint>()),
-            },
-            Usage {
-                table: "AFFINITY",
-                used: affinity,
-                capacity: self.affinity.capacity(),
-                limit: limits.affinity.max(self.affinity.capacity()),
-                bytes: affinity::bytes(self.affinity.capacity(), affinity),
-            },
-        ]
-    }
-
-    /// Returns frontends that the filter in front of them (`VIPS`) does not let through: none, as long as only the
-    /// agent writes to our tables. The programs leave connections to them alone.
-    ///
-    /// # Errors
-    /// If the kernel does not let it be read.
-    pub fn filtered_out(&self) -> Result<Vec<FrontendKey>, Error> {
-        let frontends = self
-            .frontends
-            .entries()
-            .doing(|| "cannot read table FRONTENDS".to_owned())?;
-        let mut missed = Vec::new();
-        for (key, _) in frontends {
-            // One that has just been removed is not missed.
-            let there = || decide::Tables::frontend(self, &key) != Frontend::NONE;
-            if !self.vips.passes(&key) && there() && !self.vips.passes(&key) {
-                missed.push(key);
-            }
-        }
-        missed.sort_unstable();
-        Ok(missed)
-    }
-
-    /// Returns services' addresses of flows that the filter does not let through: none, as long as only the agent
-    /// writes to our tables. The programs leave requests of these flows alone.
-    pub fn filtered_flows(&self, vips: &HashSet<Addr>) -> Vec<Addr> {
-        let mut missed: Vec<Addr> = vips
-            .iter()
-            .filter(|vip| !decide::may_be_vip(self, **vip))
-            .copied()
-            .collect();
-        missed.sort_unstable();
-        missed
-    }
-
-    /// Puts the filter in line with `FRONTENDS`, whatever it was, and lets other addresses through as well: those that
-    /// flows are masqueraded to, because replies come to them, and those that flows go to. Without a packet path the
-    /// latter are `None`. Returns how many of its words were wrong.
-    pub(super) fn rebuild_filter(
-        &mut self,
-        masquerade: &[Addr],
-        flows: Option<&HashSet<Addr>>,
-    ) -> Result<usize, Error> {
-        let frontends = self.all_let_through(masquerade)?;
-        Ok(self.vips.rebuild(&frontends, flows))
-    }
-
-    /// Puts the filter in line with `FRONTENDS` and the addresses that flows are masqueraded to, after the number of
-    /// them behind each bit was lost. The filter lets the addresses that flows go to through until a walk has found
-    /// them.
-    pub(super) fn recount_filter(&mut self, masquerade: &[Addr]) -> Result<(), Error> {
-        let frontends = self.all_let_through(masquerade)?;
-        self.vips.recount(&frontends);
-        Ok(())
-    }
-
-    fn all_let_through(&self, masquerade: &[Addr]) -> Result<Vec<(FrontendKey, Frontend)>, Error> {
-        let mut frontends = self
-            .frontends
-            .entries()
-            .doing(|| "cannot read table FRONTENDS".to_owned())?;
-        frontends.extend(masquerade.iter().map(|addr| node_address(*addr)));
-        Ok(frontends)
-    }
-
-    /// Lets the addresses through that flows go to, as a walk found them that began at `since`, and no longer those
-    /// that only earlier flows went to.
-    pub(super) fn keep_flows(&mut self, vips: &HashSet<Addr>, since: Instant) {
-        self.vips.keep_flows(vips, since);
-    }
-
-    /// Before an address is masqueraded to: lets it through the filter.
-    pub(super) fn let_through(&mut self, addr: Addr) {
-        let (key, frontend) = node_address(addr);
-        self.vips.add(&key, frontend);
-    }
-
-    /// After an address was masqueraded to for the last time.
-    pub(super) fn let_through_no_more(&mut self, addr: Addr) {
-        let (key, frontend) = node_address(addr);
-        self.vips.remove(&key, frontend);
-    }
-
     /// Adds frontends that are not there.
     pub(super) fn insert_frontends(
         &mut self,
@@ -569,13 +411,6 @@ impl decide::Tables for Tables {
 }
 
 /// Returns the entry as which the filter counts an address that is masqueraded to.
-fn node_address(addr: Addr) -> (FrontendKey, Frontend) {
-    (
-        FrontendKey::address(addr),
-        Frontend::new(0, Kind::NODE_ADDRESS),
-    )
-}
-
 fn len(len: usize) -> u32 {
     u32::try_from(len).unwrap_or(u32::MAX)
 }
