@@ -13,10 +13,7 @@ use std::{
 use dataplane_common::packet::Iface;
 use kernel::Interface;
 
-use super::{
-    interfaces::{PacketSettings, Role},
-    source_checks::Segments,
-};
+use super::{interfaces::PacketSettings, roles::Role, source_checks::Segments};
 
 /// The routes that the last looks found.
 #[derive(Debug, Default)]

@@ -332,13 +332,12 @@ impl Worker {
         mesh.published().doubt(is_behind);
         let snapshot = snapshot.in_doubt(is_behind);
         match mesh.settle(&mut self.kernel, &snapshot) {
-            Ok(settled) => {
-                let mesh::Settled {
-                    workloads,
-                    trouble,
-                    shortage,
-                    left_out,
-                } = settled;
+            Ok(mesh::Settled {
+                workloads,
+                trouble,
+                shortage,
+                left_out,
+            }) => {
                 let over = self.state.captured(&workloads, trouble, shortage, left_out);
                 self.kernel.capture().forget_traffic(&over);
             }

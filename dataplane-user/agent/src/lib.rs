@@ -26,6 +26,7 @@ mod node;
 mod own_rules;
 mod problems;
 mod remembered;
+pub mod roles;
 mod source_checks;
 mod start;
 mod supervisor;

@@ -7,7 +7,7 @@ use std::{
 };
 
 use admin::api::PodCgroups;
-use agent::interfaces::Role;
+use agent::roles::Role;
 use clap::Args;
 use dns::ResolvConf;
 use kernel::{

@@ -12,10 +12,7 @@ use tokio::sync::watch;
 use tracing::{debug, warn};
 
 use super::SHARE;
-use crate::{
-    astray::Astray,
-    interfaces::{PacketSettings, Role},
-};
+use crate::{astray::Astray, interfaces::PacketSettings, roles::Role};
 
 /// How long to rest between two checks.
 const PODS: Duration = Duration::from_mins(1);

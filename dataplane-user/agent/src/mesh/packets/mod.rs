@@ -21,7 +21,7 @@ use tracing::{debug, info};
 
 use self::sockets::{Attached, forget_listeners};
 use super::{AS_BEFORE, Mesh, RELEASED, attach::DRAIN, found::Found, problems::Problems};
-use crate::interfaces::Role;
+use crate::roles::Role;
 
 /// Flags of a workload's entry that its packets cannot show, or that do not apply to packets.
 const NOT_THERE: u32 = Enrolled::INBOUND
