@@ -1,7 +1,8 @@
 //! `dataplane services`.
 
+mod frontends;
+
 use std::{
-    collections::BTreeMap,
     io::Write,
     net::{IpAddr, SocketAddr},
     process::ExitCode,
@@ -9,17 +10,13 @@ use std::{
 
 use admin::{api, client};
 use clap::{Args, ValueEnum};
-use dataplane_common::{
-    Protocol,
-    decide::Tables as _,
-    tables::{FrontendKey, Kind},
-};
 use kernel::Tables;
-use serde::Serialize;
 use terminal::{
     PathArgs, SocketArgs,
     output::{self, BAD, Cell, DIM, GOOD, Table, WARN},
 };
+
+use self::frontends::{frontends, print};
 
 /// List the services that this node serves.
 ///
@@ -106,7 +103,7 @@ impl ServicesArgs {
                 eprintln!("note: {error}; listing the kernel's tables, which hold no names");
                 let mut frontends = frontends(&Tables::open(&self.paths.bpffs())?)?;
                 frontends.retain(|f| !self.not_ready || f.endpoints.is_empty());
-                self.print_frontends(&frontends)
+                print(&frontends, self.output)
             }
         }
     }
@@ -134,32 +131,6 @@ impl ServicesArgs {
                 }
             }
         }
-        Ok(ExitCode::SUCCESS)
-    }
-
-    fn print_frontends(&self, frontends: &[Frontend]) -> anyhow::Result<ExitCode> {
-        let mut out = output::stdout();
-        if self.output == Format::Json {
-            output::json(&mut out, &frontends)?;
-            return Ok(ExitCode::SUCCESS);
-        }
-        let mut table = Table::new(&["VIP", "TYPE", "ENDPOINTS", "AFFINITY", "CONNECTIONS"]);
-        for f in frontends {
-            let ready = f.endpoints.len();
-            let endpoints = if self.output == Format::Wide && ready > 0 {
-                f.endpoints.join(", ")
-            } else {
-                ready.to_string()
-            };
-            table.row([
-                f.vip.as_str().into(),
-                f.kind.into(),
-                Cell::new(endpoints, if ready == 0 { BAD } else { GOOD }),
-                affinity(f.affinity_seconds.map(u64::from)).into(),
-                f.connections.to_string().into(),
-            ]);
-        }
-        table.write(&mut out)?;
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -357,45 +328,10 @@ fn affinity(seconds: Option<u64>) -> String {
     )
 }
 
-/// An address and port in the kernel's tables.
-#[derive(Debug, Serialize)]
-struct Frontend {
-    vip: String,
-    #[serde(rename = "type")]
-    kind: &'static str,
-    pool: u32,
-    endpoints: Vec<String>,
-    affinity_seconds: Option<u32>,
-    connections: u64,
-}
-
-fn frontends(tables: &Tables) -> Result<Vec<Frontend>, kernel::Error> {
-    let contents = tables.contents()?;
-    let sorted: BTreeMap<FrontendKey, _> = contents.frontends.into_iter().collect();
-    let ports = sorted
-        .into_iter()
-        .filter(|(key, f)| key.protocol != Protocol::ANY && f.kind() != Kind::NODE_ADDRESS);
-    Ok(ports
-        .map(|(key, frontend)| {
-            let pool = tables.pool(frontend.pool()).unwrap_or_default();
-            let slots = (0..u32::from(pool.block.len())).map(|offset| pool.block.base() + offset);
-            let endpoints = slots.filter_map(|slot| tables.endpoint(slot));
-            Frontend {
-                vip: plan::key_text(&key),
-                kind: frontend.kind().word(),
-                pool: frontend.pool(),
-                endpoints: endpoints
-                    .map(|e| SocketAddr::new(e.addr.ip(), e.port.host()).to_string())
-                    .collect(),
-                affinity_seconds: (pool.affinity_seconds > 0).then_some(pool.affinity_seconds),
-                connections: tables.pool_stats(frontend.pool()).translated,
-            }
-        })
-        .collect())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
     fn service() -> api::Service {
