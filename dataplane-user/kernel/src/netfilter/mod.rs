@@ -4,6 +4,7 @@
 mod egress;
 mod legacy;
 mod nf_tables;
+mod nf_verdicts;
 
 use std::{fs, io};
 

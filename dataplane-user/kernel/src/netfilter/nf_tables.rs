@@ -7,8 +7,11 @@ use std::{
 
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
-use super::{Base, Chain, FORWARD, HOOKS, Kind, Listed, Rule, Table, Verdict};
-use crate::netlink::{Netlink, attributes, content, is_without_netfilter, string};
+use super::{
+    Base, Chain, FORWARD, HOOKS, Kind, Listed, Rule, Table,
+    nf_verdicts::{DROP, NFTA_RULE_CHAIN, elements, rule},
+};
+use crate::netlink::{Netlink, content, is_without_netfilter, string};
 
 /// `NFNL_SUBSYS_NFTABLES << 8`, with which a message's type begins.
 pub(super) const TABLES: u16 = 0x0a00;
@@ -38,30 +41,8 @@ const NFTA_CHAIN_USE: u16 = 6;
 const NFTA_HOOK_HOOKNUM: u16 = 1;
 const NFTA_HOOK_PRIORITY: u16 = 2;
 const NFTA_RULE_TABLE: u16 = 1;
-const NFTA_RULE_CHAIN: u16 = 2;
-const NFTA_RULE_EXPRESSIONS: u16 = 4;
-const NFTA_EXPR_NAME: u16 = 1;
-const NFTA_EXPR_DATA: u16 = 2;
-const NFTA_IMMEDIATE_DATA: u16 = 2;
-const NFTA_DATA_VERDICT: u16 = 2;
-const NFTA_VERDICT_CODE: u16 = 1;
-const NFTA_VERDICT_CHAIN: u16 = 2;
-const NFTA_LOOKUP_SET: u16 = 1;
-const NFTA_LOOKUP_DREG: u16 = 3;
 const NFTA_SET_ELEM_LIST_TABLE: u16 = 1;
 const NFTA_SET_ELEM_LIST_SET: u16 = 2;
-const NFTA_SET_ELEM_LIST_ELEMENTS: u16 = 3;
-const NFTA_SET_ELEM_DATA: u16 = 2;
-const NFTA_TARGET_NAME: u16 = 1;
-
-/// `NF_DROP` and `NF_ACCEPT`; and nf_tables' own verdicts, which are negative.
-const DROP: u32 = 0;
-const ACCEPT: u32 = 1;
-const JUMP: u32 = (-3_i32).cast_unsigned();
-const GOTO: u32 = (-4_i32).cast_unsigned();
-/// `NFT_REG_VERDICT`.
-const VERDICT: u32 = 0;
-
 /// A table: its family's number and its name.
 pub(super) type TableName = (u8, String);
 
@@ -333,16 +314,6 @@ fn about(table: &TableName, names: &[(u16, &String)]) -> Vec<u8> {
     [table.0, 0, 0, 0].into_iter().chain(names).collect()
 }
 
-/// What elements of a map do with a packet.
-fn elements(message: &[u8]) -> Vec<Verdict> {
-    let rest = message.get(HEADER..).unwrap_or_default();
-    let list = content(rest, NFTA_SET_ELEM_LIST_ELEMENTS).unwrap_or_default();
-    let does = |element| decided(content(element, NFTA_SET_ELEM_DATA)?);
-    attributes(list)
-        .filter_map(|(_, element)| does(element))
-        .collect()
-}
-
 /// A chain of a family that is forwarded, without its rules.
 fn chain(message: &[u8]) -> Option<(TableName, Chain)> {
     let family = *message.first()?;
@@ -367,59 +338,8 @@ fn chain(message: &[u8]) -> Option<(TableName, Chain)> {
     Some(((family, table), chain))
 }
 
-/// A rule, and the chain that it is in; and the maps that it has decide.
-fn rule(message: &[u8]) -> Option<(String, Rule, Vec<String>)> {
-    let rest = message.get(HEADER..)?;
-    let chain = text(content(rest, NFTA_RULE_CHAIN)?);
-    let expressions = content(rest, NFTA_RULE_EXPRESSIONS).unwrap_or_default();
-    let (mut does, mut maps) = (Vec::new(), Vec::new());
-    for (_, expression) in attributes(expressions) {
-        let name = content(expression, NFTA_EXPR_NAME).map(text);
-        let data = content(expression, NFTA_EXPR_DATA).unwrap_or_default();
-        does.extend(name.as_ref().and_then(|name| verdict(name, data)));
-        maps.extend(name.and_then(|name| map(&name, data)));
-    }
-    Some((chain, Rule { does }, maps))
-}
-
-/// The map of verdicts that an expression asks.
-fn map(name: &str, data: &[u8]) -> Option<String> {
-    let to_verdict = number(content(data, NFTA_LOOKUP_DREG)?) == Some(VERDICT);
-    (name == "lookup" && to_verdict).then(|| content(data, NFTA_LOOKUP_SET).map(text))?
-}
-
-/// What a verdict does with a packet.
-fn decided(data: &[u8]) -> Option<Verdict> {
-    let verdict = content(data, NFTA_DATA_VERDICT)?;
-    let code = number(content(verdict, NFTA_VERDICT_CODE)?)?;
-    match code {
-        JUMP | GOTO => content(verdict, NFTA_VERDICT_CHAIN)
-            .map(text)
-            .map(Verdict::Jump),
-        // `NF_DROP` has the error in its higher half; `NF_QUEUE` and others are somebody's to decide.
-        ACCEPT => None,
-        code if code >> 31 != 0 => None,
-        _ => Some(Verdict::Refuse),
-    }
-}
-
-/// What an expression does with a packet.
-fn verdict(name: &str, data: &[u8]) -> Option<Verdict> {
-    match name {
-        "immediate" => decided(content(data, NFTA_IMMEDIATE_DATA)?),
-        "reject" | "queue" | "synproxy" => Some(Verdict::Refuse),
-        // What iptables-nft has of iptables' own.
-        "target" => {
-            let target = text(content(data, NFTA_TARGET_NAME)?);
-            let refuses = matches!(&*target, "REJECT" | "DROP" | "NFQUEUE" | "QUEUE" | "TARPIT");
-            refuses.then_some(Verdict::Refuse)
-        }
-        _ => None,
-    }
-}
-
 /// In network order, as nf_tables has them all.
-fn number(content: &[u8]) -> Option<u32> {
+pub(super) fn number(content: &[u8]) -> Option<u32> {
     content
         .first_chunk()
         .map(|bytes| u32::from_be_bytes(*bytes))
@@ -434,50 +354,6 @@ pub(super) fn text(content: &[u8]) -> String {
 mod tests {
     use super::*;
     use crate::netlink::attribute;
-
-    fn immediate(code: u32, chain: &str) -> Vec<u8> {
-        let mut verdict = attribute(NFTA_VERDICT_CODE, &code.to_be_bytes());
-        if !chain.is_empty() {
-            verdict.extend(string(NFTA_VERDICT_CHAIN, chain));
-        }
-        attribute(NFTA_IMMEDIATE_DATA, &attribute(NFTA_DATA_VERDICT, &verdict))
-    }
-
-    #[test]
-    fn verdicts() {
-        let of = |code| verdict("immediate", &immediate(code, ""));
-        assert_eq!(of(DROP), Some(Verdict::Refuse));
-        assert_eq!(of(1 << 16), Some(Verdict::Refuse), "a drop with an error");
-        assert_eq!(of(ACCEPT), None);
-        assert_eq!(of((-5_i32).cast_unsigned()), None, "return");
-        let jump = verdict("immediate", &immediate(JUMP, "other"));
-        assert_eq!(jump, Some(Verdict::Jump("other".to_owned())));
-        let target = |name: &str| verdict("target", &attribute(NFTA_TARGET_NAME, name.as_bytes()));
-        assert_eq!(target("REJECT\0\0"), Some(Verdict::Refuse));
-        assert_eq!(target("MARK\0"), None);
-        let lookup = |register: u32| {
-            let data = [
-                attribute(NFTA_LOOKUP_SET, b"__map0\0"),
-                attribute(NFTA_LOOKUP_DREG, &register.to_be_bytes()),
-            ];
-            map("lookup", &data.concat())
-        };
-        assert_eq!((lookup(0), lookup(1)), (Some("__map0".to_owned()), None));
-        let element = |code| {
-            let data = content(&immediate(code, ""), NFTA_IMMEDIATE_DATA)
-                .unwrap()
-                .to_vec();
-            attribute(1, &attribute(NFTA_SET_ELEM_DATA, &data))
-        };
-        let list = [element(ACCEPT), element(DROP)].concat();
-        let message = [
-            vec![2, 0, 0, 0],
-            attribute(NFTA_SET_ELEM_LIST_ELEMENTS, &list),
-        ]
-        .concat();
-        assert_eq!(elements(&message), [Verdict::Refuse]);
-        assert_eq!(verdict("immediate", &[]), None);
-    }
 
     #[test]
     fn chains_at_other_hooks_are_no_base() {
