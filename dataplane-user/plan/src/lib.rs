@@ -31,6 +31,7 @@
 mod adopt;
 mod blocks;
 mod capture;
+mod captured;
 mod claims;
 mod departures;
 mod diff;
@@ -50,7 +51,8 @@ mod wanted;
 
 pub use adopt::AdoptError;
 use capture::captures_loopback;
-pub use capture::{Captured, Policies, Resolvers, range_key};
+pub use capture::{Policies, Resolvers};
+pub use captured::{Captured, range_key};
 use dataplane_common::{
     packet::SourceKey,
     tables::{Block, Endpoint, Frontend, FrontendKey, Pool},

@@ -7,30 +7,23 @@
 
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, BTreeSet, HashSet},
-    net::IpAddr,
+    collections::{BTreeMap, BTreeSet},
 };
 
-use dataplane_common::{
-    Port, Protocol,
-    capture::{self, CAPTURED, EXCLUDED, REACHABLE},
-    tables::FrontendKey,
-};
-use ipnet::{IpNet, Ipv4Net};
-use model::{Egress, Policy, Reachable, Rules, Service, ServiceName, Snapshot, Workload};
+use dataplane_common::capture;
+use model::{Policy, Rules};
 
 use super::{
     super::{
-        Captured, captures_loopback, range_key,
+        Captured, captures_loopback,
         shares::{self, Shares},
-        wanted::protocol,
     },
     Member,
 };
 
 /// Half of a table. The other half is for changes, during which the table holds old and new rules. One sixteenth is
 /// reserved for the configuration's own rules.
-const fn part(table: u32) -> u64 {
+pub(super) const fn part(table: u32) -> u64 {
     (table - table / 16) as u64 / 2
 }
 
@@ -111,145 +104,6 @@ pub(super) fn without_lists(rules: &Rules) -> Rules {
     }
 }
 
-/// Adds the destinations that a workload with `egress: deny` may reach, and the addresses that get a label. Returns the
-/// services and pods that are left out because their namespaces have too many endpoints.
-pub fn known(snapshot: &Snapshot, members: &[Member], wanted: &mut Captured) -> Vec<ServiceName> {
-    known_within(snapshot, members, wanted, part(capture::KNOWN))
-}
-
-/// As [`known`], with `room` entries in `KNOWN`.
-fn known_within(
-    snapshot: &Snapshot,
-    members: &[Member],
-    wanted: &mut Captured,
-    room: u64,
-) -> Vec<ServiceName> {
-    let workloads = snapshot.workloads.values().map(|w| &w.addresses);
-    let named = members.iter().map(|member| &member.workload.addresses);
-    // Addresses of the configured workloads come first.
-    for addr in named.chain(workloads).flatten() {
-        // Labels may fill half of the table.
-        if wanted.known.len() as u64 >= room / 2 {
-            break;
-        }
-        let key = FrontendKey::address((*addr).into());
-        wanted.known.insert(key, 1);
-    }
-    if members.iter().all(|m| m.policy.egress != Egress::Deny) {
-        return Vec::new();
-    }
-    if let Some(stated) = &snapshot.reachable {
-        state(stated, wanted);
-    }
-    let workloads = snapshot.workloads.values();
-    let pods: HashSet<IpAddr> = workloads
-        .flat_map(|w| w.addresses.iter().copied())
-        .collect();
-    let mut items: Vec<_> = snapshot
-        .services
-        .values()
-        .map(|service| Item::of_service(service, &pods))
-        .chain(snapshot.workloads.values().map(|w| Item::of_pod(w)))
-        .filter(|item| !item.keys.is_empty())
-        .collect();
-    let mut all: BTreeSet<FrontendKey> = BTreeSet::new();
-    let room = room.saturating_sub(wanted.known.len() as u64);
-    let fits = items.iter().all(|item| {
-        all.extend(&item.keys);
-        all.len() as u64 <= room
-    });
-    if fits {
-        wanted.known.extend(all.into_iter().map(|key| (key, 1)));
-        return Vec::new();
-    }
-    let mut shares = Shares::of([room]);
-    for item in &items {
-        shares.change(item.name.namespace(), &[0], &item.cost());
-    }
-    shares.divide();
-    items.sort_by(|a, b| a.name.namespace().cmp(b.name.namespace()));
-    let mut left_out = Vec::new();
-    for items in items.chunk_by_mut(|a, b| a.name.namespace() == b.name.namespace()) {
-        items.sort_by_cached_key(|item| {
-            let age = (item.created.is_none(), item.created);
-            (
-                Reverse(shares.smallness(&item.cost())),
-                age,
-                item.name.clone(),
-            )
-        });
-        let mut left = shares.budget();
-        for item in items {
-            if shares::take(&item.cost(), &mut left) {
-                wanted.known.extend(item.keys.iter().map(|key| (*key, 1)));
-            } else {
-                left_out.push(item.name.clone());
-            }
-        }
-    }
-    left_out
-}
-
-/// The entries of a service or a pod in `KNOWN`.
-struct Item {
-    name: ServiceName,
-    created: Option<i64>,
-    keys: BTreeSet<FrontendKey>,
-}
-
-impl Item {
-    /// Returns the Service's own endpoints at addresses of Pods.
-    fn of_service(service: &Service, pods: &HashSet<IpAddr>) -> Self {
-        let own = service.own_endpoints();
-        let of_pods = own.filter(|(_, endpoint)| pods.contains(&endpoint.addr));
-        let endpoints =
-            of_pods.map(|(of, e)| FrontendKey::new(e.addr.into(), Port::new(e.port), protocol(of)));
-        Self {
-            name: service.name.clone(),
-            created: service.created,
-            keys: endpoints.collect(),
-        }
-    }
-
-    /// Returns the ports that a pod declares.
-    fn of_pod(pod: &Workload) -> Self {
-        let keys = pod.addresses.iter().flat_map(|addr| {
-            let ports = pod.ports.iter();
-            ports
-                .map(|(of, port)| FrontendKey::new((*addr).into(), Port::new(*port), protocol(*of)))
-        });
-        Self {
-            name: ServiceName::new(pod.name.namespace(), pod.name.name()),
-            created: None,
-            keys: keys.collect(),
-        }
-    }
-
-    fn cost(&self) -> [u64; 1] {
-        [self.keys.len() as u64]
-    }
-}
-
-/// Adds the ranges that the operator has stated.
-fn state(stated: &Reachable, wanted: &mut Captured) {
-    let is_v6 = |range: &IpNet| range.addr().is_ipv6();
-    if stated.ranges.iter().any(is_v6) {
-        // The table holds IPv4 as v4-mapped IPv6. Ranges of IPv6 such as ::/0 must not match those addresses.
-        let all = IpNet::V4(Ipv4Net::default());
-        wanted.ranges.insert(range_key(REACHABLE, &all), EXCLUDED);
-    }
-    let ranges = stated.ranges.iter();
-    let ranges = ranges.map(|range| (range_key(REACHABLE, range), CAPTURED));
-    wanted.ranges.extend(ranges);
-    for server in stated.servers() {
-        for protocol in [Protocol::TCP, Protocol::UDP] {
-            let port = Port::new(server.port());
-            let key = FrontendKey::new(server.ip().into(), port, protocol);
-            wanted.known.insert(key, 1);
-        }
-    }
-}
-
 /// Removes addresses of workloads with the most addresses until the rest fits. Returns the number of removed addresses
 /// by the workload's number.
 pub fn fit_addresses(wanted: &mut Captured) -> BTreeMap<u32, usize> {
@@ -283,21 +137,22 @@ pub fn fit_addresses(wanted: &mut Captured) -> BTreeMap<u32, usize> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::{sync::Arc, time::Instant};
+pub(super) mod tests {
+    use std::{net::IpAddr, sync::Arc, time::Instant};
 
     use dataplane_common::{
         Addr,
         capture::{Enrolled, Local},
     };
-    use model::{Inbound, Layers, Node, Part, Place, Split, WorkloadName};
+    use ipnet::IpNet;
+    use model::{Egress, Inbound, Layers, Node, Place, Snapshot, Workload, WorkloadName};
     use proptest::prelude::*;
 
     use super::*;
     use crate::enrol::{Enroller, MeshStatements, members, members::members_within};
 
     /// A pod with `egress: deny` whose annotations exclude `ports` ports.
-    fn pod(namespace: &str, name: &str, ports: u16) -> Workload {
+    pub fn pod(namespace: &str, name: &str, ports: u16) -> Workload {
         let own = Rules {
             captured: Some(true),
             egress: Some(Egress::Deny),
@@ -316,7 +171,7 @@ mod tests {
         }
     }
 
-    fn snapshot(pods: impl IntoIterator<Item = Workload>) -> Snapshot {
+    pub fn snapshot(pods: impl IntoIterator<Item = Workload>) -> Snapshot {
         let pods = pods
             .into_iter()
             .map(|pod| (pod.name.clone(), Arc::new(pod)));
@@ -411,113 +266,6 @@ mod tests {
             wanted.locals.values().filter(|l| l.workload == 0).count(),
             3
         );
-    }
-
-    #[test]
-    fn a_namespace_with_too_many_endpoints_is_unknown_and_the_others_are_known() {
-        use model::{Endpoint, Hints, Protocol, Records, ServicePort, ServiceType, TrafficPolicy};
-        let service = |namespace: &str, name: &str, first: u32, count: u32| {
-            let endpoints = (first..first + count).map(|n| Endpoint {
-                addr: std::net::Ipv4Addr::from_bits(n).into(),
-                port: 80,
-                local: false,
-                ready: true,
-                serving: true,
-                terminating: false,
-                hints: Hints::default(),
-            });
-            let port = ServicePort {
-                name: "".into(),
-                port: 80,
-                protocol: Protocol::Tcp,
-                node_port: None,
-                endpoints: endpoints.collect(),
-                weights: None,
-                split: None,
-            };
-            Arc::new(Service {
-                name: ServiceName::new(namespace, name),
-                kind: ServiceType::ClusterIp,
-                created: None,
-                cluster_ips: [].into_iter().collect(),
-                external_ips: [].into_iter().collect(),
-                load_balancer_ips: [].into_iter().collect(),
-                source_ranges: [].into_iter().collect(),
-                affinity: None,
-                internal_policy: TrafficPolicy::Cluster,
-                external_policy: TrafficPolicy::Cluster,
-                health_check_node_port: None,
-                aside: Vec::new(),
-                records: Records::ClusterIps,
-                ports: [port].into_iter().collect(),
-            })
-        };
-        let mut snapshot = snapshot([pod("shop", "web", 1)]);
-        // More than one namespace may have, but less than the table holds: labels fill the other half.
-        let huge = 450;
-        for service in [
-            service("hog", "a", 0x0b00_0000, huge),
-            service("hog", "b", 0x0c00_0000, 10),
-            service("shop", "db", 0x0a00_0000, 100),
-        ] {
-            snapshot.services.insert(service.name.clone(), service);
-        }
-        let members = members(&MeshStatements::default(), &snapshot);
-        let mut wanted = Captured::default();
-        // No endpoint has the address of a Pod.
-        known_within(&snapshot, &members, &mut wanted, 1000);
-        assert_eq!(wanted.known.len(), 0);
-        let pods = [(0x0a00_0000, 100), (0x0b00_0000, huge), (0x0c00_0000, 10)];
-        for (first, count) in pods {
-            for n in first..first + count {
-                let addr: IpAddr = std::net::Ipv4Addr::from_bits(n).into();
-                let name = WorkloadName::new("pods", &n.to_string());
-                let pod = Workload {
-                    addresses: [addr].into_iter().collect(),
-                    ..Workload::new(name.clone(), Place::Elsewhere)
-                };
-                snapshot.workloads.insert(name, Arc::new(pod));
-            }
-        }
-        // A ServiceEntry does not open a port of a Pod.
-        let mut entry = service("shop", "entry", 0x0a00_0000, 100);
-        let opened = Arc::make_mut(&mut entry);
-        opened.kind = ServiceType::Entry;
-        for endpoint in &mut opened.ports[0].endpoints {
-            endpoint.port = 81;
-        }
-        // A route to a Pod does not open it either. The Service's own endpoints stay reachable.
-        let mut routed = service("shop", "routed", 0x0a00_0000, 100);
-        let mut own = service("shop", "routed", 0x0a00_0000, 1);
-        Arc::make_mut(&mut own).ports[0].endpoints[0].port = 82;
-        let split = Arc::make_mut(&mut routed);
-        split.ports[0]
-            .endpoints
-            .clone_from(&entry.ports[0].endpoints);
-        split.ports[0].split = Some(Arc::new(Split {
-            by: "TCPRoute shop/r".into(),
-            own,
-            parts: vec![Part {
-                weight: 1,
-                backend: Some((Arc::clone(&entry), 0)),
-            }],
-        }));
-        for service in [entry, routed] {
-            snapshot.services.insert(service.name.clone(), service);
-        }
-        let left_out = known_within(&snapshot, &members, &mut wanted, 1000);
-        assert_eq!(left_out, [ServiceName::new("hog", "a")]);
-        assert!(wanted.known.len() <= 1000);
-        let is_known = |ip: [u8; 4]| {
-            let (addr, port) = (IpAddr::from(ip).into(), Port::new(80));
-            let key = |port| FrontendKey::new(addr, port, dataplane_common::Protocol::TCP);
-            assert!(!wanted.known.contains_key(&key(Port::new(81))));
-            wanted.known.contains_key(&key(port))
-        };
-        let own = IpAddr::from([10, 0, 0, 0]).into();
-        let own = FrontendKey::new(own, Port::new(82), dataplane_common::Protocol::TCP);
-        assert!(wanted.known.contains_key(&own));
-        assert!(is_known([10, 0, 0, 99]) && is_known([12, 0, 0, 9]) && !is_known([11, 0, 0, 0]));
     }
 
     /// The entries of each pod of a namespace, without numbers.

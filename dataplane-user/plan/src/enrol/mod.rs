@@ -4,6 +4,7 @@
 mod bounds;
 mod budgets;
 mod kept;
+mod known;
 mod member;
 mod members;
 mod statements;
@@ -14,9 +15,10 @@ use std::{
     sync::Arc,
 };
 
-pub use budgets::{fit_addresses, known};
+pub use budgets::fit_addresses;
 use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, Local, RuleKey};
 pub use kept::{Retained, Unknown};
+pub use known::known;
 pub use member::Member;
 pub use members::{MeshStatements, members};
 use model::{Workload, WorkloadName};
