@@ -161,6 +161,12 @@ impl Frontend {
         Self(word)
     }
 
+    /// The word in the table.
+    #[inline(always)]
+    pub const fn word(self) -> u64 {
+        self.0
+    }
+
     /// Index into `POOLS`.
     #[inline(always)]
     pub const fn pool(self) -> u32 {

@@ -87,8 +87,22 @@ pub fn remember(s: &mut Scratch, now: Tick) {
 }
 
 /// Whether a datagram's source is a service's address and port.
-#[inline(never)]
+#[inline(always)]
 pub fn is_of_service(key: &FlowKey) -> bool {
+    packet_is_of_service(key) != 0
+}
+
+/// [`is_of_service`]. With external linkage, as in `table.rs`.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn packet_is_of_service(key: *const FlowKey) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    unsafe { key.as_ref() }.map_or(0, |key| u32::from(has_service(key)))
+}
+
+#[inline(always)]
+fn has_service(key: &FlowKey) -> bool {
     if key.protocol != Protocol::UDP || !is_claimed(key.src_port) {
         return false;
     }

@@ -2,12 +2,12 @@
 //! sees.
 
 use dataplane_common::{
-    Addr, Port, Reason,
+    Port, Reason,
     cells::{BUSY, MADE, NOWHERE},
     decide,
     packet::{FlowKey, Iface, PacketConfig, SourceKey, Tick},
     seen,
-    tables::{Endpoint, Frontend, Kind, Pool},
+    tables::{Endpoint, Frontend, Kind},
 };
 
 use super::{
@@ -35,20 +35,36 @@ fn contains(set: u32, packet: &Packet) -> bool {
     sources::contains(set, packet.key.src)
 }
 
-/// Returns the frontend that a packet is for. (Not inlined, like others here: a function with its own frame gives its
-/// stack back.)
-#[inline(never)]
+/// Returns the frontend that a packet is for.
+#[inline(always)]
 pub fn frontend(key: &FlowKey) -> Frontend {
-    decide::find_frontend(&Live, key.dst, key.dst_port, key.protocol, false)
+    Frontend::from_word(packet_frontend(key))
 }
 
-/// Chooses an endpoint. `endpoint` is the one in use, or [`Endpoint::NONE`] if there is none, and becomes the chosen
-/// one.
+/// [`frontend`]. With external linkage, as in `table.rs`.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
 #[inline(never)]
-fn pick(pool: &Pool, index: u32, client: &Addr, endpoint: &mut Endpoint) -> Reason {
-    let verdict = choose::<false>(pool, index, *client, endpoint);
-    *endpoint = verdict.endpoint;
-    verdict.reason()
+extern "C" fn packet_frontend(key: *const FlowKey) -> u64 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    let found = unsafe { key.as_ref() }.map_or(Frontend::NONE, |key| {
+        decide::find_frontend(&Live, key.dst, key.dst_port, key.protocol, false)
+    });
+    found.word()
+}
+
+/// Chooses an endpoint, and returns the reason. [`Scratch::endpoint`] is the one in use, or [`Endpoint::NONE`] if there is
+/// none, and becomes the chosen one. With external linkage, as in `table.rs`.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn packet_pick(s: *mut Scratch) -> u32 {
+    // SAFETY: the place of this CPU, or null: the verifier sees to it where it is called.
+    unsafe { s.as_mut() }.map_or(Reason::Dangling as u32, |s| {
+        let verdict = choose::<false>(&s.pool, s.index, s.packet.key.src, &s.endpoint);
+        s.endpoint = verdict.endpoint;
+        verdict.reason() as u32
+    })
 }
 
 /// Whether the packet comes from a pod, by the configured way to detect pods.
@@ -81,11 +97,10 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     } else {
         Endpoint::NONE
     };
-    let chosen = pick(&s.pool, s.index, &s.packet.key.src, &mut s.endpoint);
+    s.reason = packet_pick(s);
     if s.endpoint.is_none() {
-        return refuse(skb, s, s.index, chosen);
+        return refuse(skb, s, s.index, Reason::Dangling);
     }
-    s.reason = chosen as u32;
     keep_endpoint(s, now);
     let mut action = go(skb, s, now);
     for nth in 0..OTHERS {

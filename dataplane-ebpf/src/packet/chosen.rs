@@ -4,7 +4,10 @@
 
 use core::ptr::{from_ref, null_mut, read_volatile};
 
-use aya_ebpf::helpers::generated::{bpf_get_socket_cookie, bpf_sk_fullsock, bpf_sk_storage_get};
+use aya_ebpf::{
+    bindings::__sk_buff,
+    helpers::generated::{bpf_get_socket_cookie, bpf_sk_fullsock, bpf_sk_storage_get},
+};
 use dataplane_common::{
     packet::FlowKey,
     tables::{Peer, PeerSets, UdpFlows},
@@ -19,8 +22,25 @@ use crate::{
 
 /// Whether the packet's own socket sends it, and got this destination instead of a VIP. A packet from another machine
 /// or from a virtual machine has no socket here.
-#[inline(never)]
+#[inline(always)]
 pub fn is_destination(skb: Skb, key: &FlowKey) -> bool {
+    packet_is_to_chosen(skb.0, key) != 0
+}
+
+/// [`is_destination`]. With external linkage, as in `table.rs`.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn packet_is_to_chosen(skb: *mut __sk_buff, key: *const FlowKey) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    match unsafe { key.as_ref() } {
+        Some(key) => u32::from(has_chosen(Skb(skb), key)),
+        None => 0,
+    }
+}
+
+#[inline(always)]
+fn has_chosen(skb: Skb, key: &FlowKey) -> bool {
     // SAFETY: the program's context.
     let cookie = unsafe { bpf_get_socket_cookie(skb.0.cast()) };
     if cookie == 0 {

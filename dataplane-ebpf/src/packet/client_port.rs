@@ -14,10 +14,22 @@ const TRIES: u32 = 16;
 /// Gives a flow that is not masqueraded the client's port. If a live flow of the same client and port to the same
 /// endpoint goes through another VIP, gives it a different port, because the endpoint's replies to both would be alike.
 /// `false` if none was found. The function holds no cell meanwhile.
-#[inline(never)]
+#[inline(always)]
 pub fn choose(flow: &mut Flow, now: Tick) -> bool {
-    flow.node_port = Port::ANY;
-    !flow.replies_taken(now) || find_another(flow, now)
+    packet_client_port(flow, u32::from(now.number())) != 0
+}
+
+/// [`choose`]. With external linkage, as in `table.rs`.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn packet_client_port(flow: *mut Flow, now: u32) -> u32 {
+    // SAFETY: a flow, or null: the verifier sees to it where it is called.
+    unsafe { flow.as_mut() }.map_or(0, |flow| {
+        let now = Tick::from_number(now as u16);
+        flow.node_port = Port::ANY;
+        u32::from(!flow.replies_taken(now) || find_another(flow, now))
+    })
 }
 
 /// Gives the flow a port at random from the range of the client's own port, which no live flow of the client to the

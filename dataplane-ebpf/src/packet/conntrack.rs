@@ -267,8 +267,32 @@ fn is_foreign(found: &Snapshot) -> bool {
 }
 
 /// Looks for the flow of a request, by (client, VIP).
-#[inline(never)]
+#[inline(always)]
 pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
+    conntrack_request(key, segment, flow, u32::from(now.number()))
+}
+
+/// [`request`]. With external linkage, as in `table.rs`.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_request(
+    key: *const FlowKey,
+    segment: *const Segment,
+    flow: *mut Flow,
+    now: u32,
+) -> Known {
+    // SAFETY: a key, a segment and a flow, or null: the verifier sees to it where it is called.
+    match unsafe { (key.as_ref(), segment.as_ref(), flow.as_mut()) } {
+        (Some(key), Some(segment), Some(flow)) => {
+            find_request(key, segment, flow, Tick::from_number(now as u16))
+        }
+        _ => NEW,
+    }
+}
+
+#[inline(always)]
+fn find_request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
     let Some((entry, found)) = table::find(key) else {
         return NEW;
     };
@@ -314,8 +338,32 @@ pub fn begin_anew(key: &FlowKey, syn: &Segment, now: Tick) {
 }
 
 /// Looks for the flow of a reply to a masqueraded client, by (endpoint, the node's port).
-#[inline(never)]
+#[inline(always)]
 pub fn masqueraded_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
+    conntrack_masqueraded_answer(key, segment, flow, u32::from(now.number()))
+}
+
+/// [`masqueraded_answer`]. With external linkage, as in `table.rs`.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_masqueraded_answer(
+    key: *const FlowKey,
+    segment: *const Segment,
+    flow: *mut Flow,
+    now: u32,
+) -> Known {
+    // SAFETY: a key, a segment and a flow, or null: the verifier sees to it where it is called.
+    match unsafe { (key.as_ref(), segment.as_ref(), flow.as_mut()) } {
+        (Some(key), Some(segment), Some(flow)) => {
+            find_masqueraded_answer(key, segment, flow, Tick::from_number(now as u16))
+        }
+        _ => NEW,
+    }
+}
+
+#[inline(always)]
+fn find_masqueraded_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
     let port_key = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
     let Some((entry, found)) = table::find_by_node(&port_key) else {
         return NEW;
@@ -360,8 +408,32 @@ fn is_idle(protocol: Protocol, value: &Translation, now: Tick) -> bool {
 }
 
 /// Looks for the flow of a reply to a client that is not masqueraded, by (endpoint, client).
-#[inline(never)]
+#[inline(always)]
 pub fn answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
+    conntrack_answer(key, segment, flow, u32::from(now.number()))
+}
+
+/// [`answer`]. With external linkage, as in `table.rs`.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_answer(
+    key: *const FlowKey,
+    segment: *const Segment,
+    flow: *mut Flow,
+    now: u32,
+) -> Known {
+    // SAFETY: a key, a segment and a flow, or null: the verifier sees to it where it is called.
+    match unsafe { (key.as_ref(), segment.as_ref(), flow.as_mut()) } {
+        (Some(key), Some(segment), Some(flow)) => {
+            find_answer(key, segment, flow, Tick::from_number(now as u16))
+        }
+        _ => NEW,
+    }
+}
+
+#[inline(always)]
+fn find_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
     let Some((entry, found)) = table::find_by_client(key) else {
         return NEW;
     };

@@ -70,15 +70,18 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
         quoted.src_port,
         quoted.protocol,
     );
+    // Not the constant itself: the verifier takes no pointer to memory that the function could not write to.
+    s.packet.segment = Segment::QUOTED;
+    let segment = &s.packet.segment;
     let mut known = NEW;
     if !LEAVING {
-        known = conntrack::request(&back, &Segment::QUOTED, &mut s.flow, now);
+        known = conntrack::request(&back, segment, &mut s.flow, now);
         if known == NEW {
-            known = conntrack::masqueraded_answer(&back, &Segment::QUOTED, &mut s.flow, now);
+            known = conntrack::masqueraded_answer(&back, segment, &mut s.flow, now);
         }
     }
     if known == NEW {
-        known = conntrack::answer(&back, &Segment::QUOTED, &mut s.flow, now);
+        known = conntrack::answer(&back, segment, &mut s.flow, now);
     }
     // The ends of a packet the other way round, after translation.
     if known == ANSWER {

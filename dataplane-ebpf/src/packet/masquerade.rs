@@ -40,32 +40,44 @@ pub fn take_address(skb: Skb, s: &mut Scratch) {
         return;
     }
     let chosen = s.way.source(s.packet.is_v4());
-    let index = masquerade_index_of(&raw const chosen);
-    if index != 0 {
+    let mut index = UNKNOWN;
+    for group in 0..NODE_ADDRS / GROUP {
+        if index == UNKNOWN {
+            index = masquerade_index_of(&raw const chosen, group * GROUP);
+        }
+    }
+    if index != UNKNOWN && index != 0 {
         s.flow.node_addr = index as u8;
     }
 }
 
-/// The index of an address in `NODE_ADDRS`; 0 if it has none. With external linkage, as in `table.rs`.
+/// So many indices are looked at in one go: the verifier walks a loop round by round.
+const GROUP: u32 = 16;
+/// [`masquerade_index_of`]: the address is not in this group.
+const UNKNOWN: u32 = NODE_ADDRS;
+
+/// The index of an address in `NODE_ADDRS`, if it is in the group of indices from `first` on; 0 if neither this group nor
+/// a later one has it. With external linkage, as in `table.rs`.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
-extern "C" fn masquerade_index_of(addr: *const Addr) -> u32 {
+extern "C" fn masquerade_index_of(addr: *const Addr, first: u32) -> u32 {
     // SAFETY: an address, or null: the verifier sees to it where it is called.
     let Some(addr) = (unsafe { addr.as_ref() }) else {
         return 0;
     };
-    // The agent gives the lowest first.
-    for index in 1..NODE_ADDRS {
+    for nth in 0..GROUP {
+        let index = first + nth;
         let known = node_addr(index as u8);
-        if known == *addr {
+        if index != 0 && known == *addr {
             return index;
         }
-        if known.is_unspecified() {
-            break;
+        // The agent gives the lowest first. There is no index 0.
+        if index != 0 && known.is_unspecified() {
+            return 0;
         }
     }
-    0
+    UNKNOWN
 }
 
 /// At how many places to search for a free port; at each, sixteen ports. The first places are for [`need::LITTLE`], as
@@ -230,8 +242,30 @@ fn port_at(flow: &Flow, config: &PacketConfig, place: u32) -> Port {
 /// `how`: [`THOROUGHLY`] and so on.
 ///
 /// The function holds nothing meanwhile: the flow owns the port when its slot leads to its cell ([`Flow::lead`]).
-#[inline(never)]
+#[inline(always)]
 pub fn find_port(skb: Skb, flow: &mut Flow, how: u32, now: Tick) -> bool {
+    masquerade_find_port(skb.0, flow, how, u32::from(now.number())) != 0
+}
+
+/// [`find_port`]. With external linkage, too.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn masquerade_find_port(
+    skb: *mut __sk_buff,
+    flow: *mut Flow,
+    how: u32,
+    now: u32,
+) -> u32 {
+    // SAFETY: a flow, or null: the verifier sees to it where it is called.
+    match unsafe { flow.as_mut() } {
+        Some(flow) => u32::from(search(Skb(skb), flow, how, Tick::from_number(now as u16))),
+        None => 0,
+    }
+}
+
+#[inline(always)]
+fn search(skb: Skb, flow: &mut Flow, how: u32, now: Tick) -> bool {
     let Some(config) = PACKET_CONFIG.get(0) else {
         return false;
     };

@@ -656,9 +656,21 @@ pub fn publish(index: u32, key: &FlowKey, value: &Translation, first: &Segment, 
 }
 
 /// Gives back a held cell that no slot leads to.
-#[inline(never)]
+#[inline(always)]
 pub fn give_back(index: u32, key: &FlowKey, now: Tick) {
-    cells::give_back(&Maps::get(), index, key, now);
+    conntrack_give_back(index, key, u32::from(now.number()));
+}
+
+/// [`cells::give_back`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_give_back(index: u32, key: *const FlowKey, now: u32) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    if let Some(key) = unsafe { key.as_ref() } {
+        cells::give_back(&Maps::get(), index, key, Tick::from_number(now as u16));
+    }
+    0
 }
 
 /// Removes the key's flow, if there is one.
