@@ -7,7 +7,10 @@ use std::io;
 
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
-use super::nf_tables::{GET_CHAIN, HEADER, hook, text};
+use super::{
+    nf_message::{HEADER, text},
+    nf_tables::{GET_CHAIN, hook},
+};
 use crate::netlink::{Netlink, attributes, content, is_without_netfilter};
 
 const NETDEV: u8 = 5;

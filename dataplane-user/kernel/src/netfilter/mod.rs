@@ -3,6 +3,7 @@
 
 mod egress;
 mod legacy;
+mod nf_message;
 mod nf_tables;
 mod nf_verdicts;
 

@@ -9,6 +9,7 @@ use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use super::{
     Base, Chain, FORWARD, HOOKS, Kind, Listed, Rule, Table,
+    nf_message::{HEADER, number, text},
     nf_verdicts::{DROP, NFTA_RULE_CHAIN, elements, rule},
 };
 use crate::netlink::{Netlink, content, is_without_netfilter, string};
@@ -22,9 +23,6 @@ const GET_RULE: u16 = TABLES | 7;
 const GET_SET: u16 = TABLES | 0x0a;
 /// `NFT_MSG_GETSETELEM`.
 const GET_ELEMENTS: u16 = TABLES | 0x0d;
-
-/// `struct nfgenmsg`: a family, a version, and a number.
-pub(super) const HEADER: usize = 4;
 
 const NFTA_TABLE_NAME: u16 = 1;
 const NFTA_SET_TABLE: u16 = 1;
@@ -336,18 +334,6 @@ fn chain(message: &[u8]) -> Option<(TableName, Chain)> {
         rules: Vec::new(),
     };
     Some(((family, table), chain))
-}
-
-/// In network order, as nf_tables has them all.
-pub(super) fn number(content: &[u8]) -> Option<u32> {
-    content
-        .first_chunk()
-        .map(|bytes| u32::from_be_bytes(*bytes))
-}
-
-pub(super) fn text(content: &[u8]) -> String {
-    let end = content.iter().position(|byte| *byte == 0);
-    String::from_utf8_lossy(&content[..end.unwrap_or(content.len())]).into_owned()
 }
 
 #[cfg(test)]

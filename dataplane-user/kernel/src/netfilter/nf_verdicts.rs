@@ -2,7 +2,7 @@
 
 use super::{
     Rule, Verdict,
-    nf_tables::{HEADER, number, text},
+    nf_message::{HEADER, number, text},
 };
 use crate::netlink::{attributes, content};
 
