@@ -139,21 +139,18 @@ fn is_kube_proxys(table: &Table) -> bool {
     }
 }
 
-/// Joins the tables that one program printed one by one into one text, because kube-proxy's rules of a family are in two tables.
+/// The texts that programs printed, each with the command as its origin.
 fn texts(printed: Vec<Printed>) -> Vec<Text> {
-    let mut texts: Vec<Text> = Vec::new();
-    for Printed { origin, form, text } in printed {
-        let origin = match form {
-            Form::Saved => format!("{origin}-save"),
-            Form::Nft => format!("{origin} list table"),
+    let texts = collect::joined(printed).into_iter().map(|printed| {
+        let of = match printed.form {
+            Form::Saved => "-save",
+            Form::Nft => " list table",
         };
-        let mut known = texts.iter_mut();
-        match known.find(|known| form == Form::Saved && known.origin == origin) {
-            Some(known) => known.text.push_str(&text),
-            None => texts.push(Text { origin, text }),
-        }
-    }
-    texts
+        let origin = format!("{}{of}", printed.origin);
+        let text = printed.text;
+        Text { origin, text }
+    });
+    texts.collect()
 }
 
 /// Takes over which addresses answer node ports.

@@ -248,6 +248,56 @@ impl Draft {
         (service, index)
     }
 
+    /// Notes that a port refuses connections at an address, or at its node port. `policy`: the traffic policy for which the
+    /// service has no endpoints; `None`: it has none anywhere. False: another rule says something else.
+    pub fn refuse(
+        &mut self,
+        name: &PortName<'_>,
+        ip: Option<IpAddr>,
+        is_cluster_ip: bool,
+        number: u16,
+        policy: Option<TrafficPolicy>,
+    ) -> bool {
+        let v4 = self.v4;
+        let (service, port) = self.port(name);
+        match ip {
+            Some(ip) if is_cluster_ip => {
+                service.at_cluster_ip(port, ip);
+            }
+            // Other rules have the addresses of ports that have endpoints anywhere, and their kind. Without endpoints, nothing
+            // depends on the kind.
+            Some(ip) if !service.is_load_balancers(ip) => {
+                service.outside().external_ips.insert(ip);
+            }
+            _ => {}
+        }
+        let port = service.at(port);
+        let known = if ip.is_some() {
+            &mut port.port
+        } else {
+            &mut port.node_port
+        };
+        let mut agrees = agree(known, number);
+        match policy {
+            None => port.rules[usize::from(!v4)].refused = true,
+            Some(policy) if is_cluster_ip => agrees &= agree(&mut service.internal_policy, policy),
+            Some(policy) => agrees &= agree(&mut service.external_policy, policy),
+        }
+        agrees
+    }
+
+    /// Adds endpoints of a port. False: its ports differ in session affinity.
+    pub fn serve(
+        &mut self,
+        name: &PortName<'_>,
+        endpoints: Vec<(Endpoint, u32)>,
+        affinity: Option<Affinity>,
+    ) -> bool {
+        let (service, port) = self.port(name);
+        service.at(port).serve(endpoints);
+        affinity.is_none_or(|affinity| agree(&mut service.affinity, affinity))
+    }
+
     /// Lists a line that concerns a service, and leaves the service out.
     pub fn leave_out(
         &mut self,
@@ -379,7 +429,7 @@ impl ServiceDraft {
 impl PortDraft {
     /// Adds the endpoints of one family with their weights. There are more endpoints than of anything else, so that they
     /// get no room that they do not need.
-    pub fn serve(&mut self, endpoints: Vec<(Endpoint, u32)>) {
+    fn serve(&mut self, endpoints: Vec<(Endpoint, u32)>) {
         if !self.weights.is_empty() || endpoints.iter().any(|(_, weight)| *weight != 1) {
             self.weights.resize(self.endpoints.len(), 1);
             let weights = endpoints.iter().map(|(_, weight)| *weight);
@@ -388,11 +438,6 @@ impl PortDraft {
         self.endpoints.reserve_exact(endpoints.len());
         let endpoints = endpoints.into_iter().map(|(endpoint, _)| endpoint);
         self.endpoints.extend(endpoints);
-    }
-
-    /// Notes a rule that refuses the port because the service has no endpoint anywhere.
-    pub fn refuse(&mut self, v4: bool) {
-        self.rules[usize::from(!v4)].refused = true;
     }
 
     /// What the rules of the port leave open, or contradict each other in.

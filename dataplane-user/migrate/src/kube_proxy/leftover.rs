@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::text::printable;
+
 /// As many are listed; the others are counted.
 const LISTED: usize = 1000;
 /// As many characters of a line are shown.
@@ -93,10 +95,7 @@ impl Leftovers {
                 words.truncate(end);
                 words.push('…');
             }
-            words
-                .chars()
-                .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-                .collect()
+            printable(&words)
         };
         let line = if let At::Line(line) = at { line } else { 0 };
         let leftover = Leftover {

@@ -9,11 +9,11 @@ mod draft;
 mod endpoints;
 mod error;
 mod facts;
-mod form;
 #[cfg(test)]
 mod fuzz;
 mod leftover;
 mod nft;
+mod rows;
 mod saved;
 mod shares;
 #[cfg(test)]
@@ -29,7 +29,8 @@ pub use leftover::Leftover;
 use model::{Service, ServiceName};
 pub use written::write;
 
-use self::{draft::Draft, form::Form, leftover::Leftovers};
+use self::{draft::Draft, leftover::Leftovers};
+use crate::rules::ruleset::Form;
 
 /// A text with rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,6 +39,13 @@ pub struct Text {
     pub origin: String,
     /// The text.
     pub text: String,
+}
+
+impl Text {
+    /// Whether it is the output of `nft -j`.
+    fn is_json(&self) -> bool {
+        self.text.trim_start().starts_with('{')
+    }
 }
 
 /// The result of an import.
@@ -66,17 +74,17 @@ pub fn import(texts: &[Text]) -> Result<Imported, Error> {
     let mut found = false;
     for text in texts {
         leftovers.begin(&text.origin);
-        found |= match form::of(&text.text) {
-            Form::Saved => saved::read(text, &mut draft, &mut leftovers)?,
-            Form::Listed => nft::listed(text, &mut draft, &mut leftovers)?,
-            Form::Json => nft::json(text, &mut draft, &mut leftovers)?,
+        found |= match Form::of(&text.text) {
+            Form::Saved if !text.is_json() => saved::read(text, &mut draft, &mut leftovers)?,
+            _ => nft::read(text, &mut draft, &mut leftovers)?,
         };
     }
     let origins: Vec<&str> = texts.iter().map(|text| &*text.origin).collect();
     if !found {
         draft.check_hooks(&mut leftovers)?;
         let of_iptables = |text: &Text| {
-            text.text.contains("KUBE-SERVICES") && form::of(&text.text) != Form::Saved
+            text.text.contains("KUBE-SERVICES")
+                && (text.is_json() || Form::of(&text.text) == Form::Nft)
         };
         return Err(match texts.iter().find(|text| of_iptables(text)) {
             Some(text) => Error::OfIptables(text.origin.clone()),

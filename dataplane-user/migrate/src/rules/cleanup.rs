@@ -10,6 +10,7 @@ use std::{
 };
 
 use kernel::netfilter::{self, Kind};
+use serde::Serialize;
 use takeover::{
     may_die,
     owners::{self, FOREIGN, KUBE_PROXY, Owner},
@@ -205,7 +206,7 @@ pub(super) fn going<'t, 'a>(
 }
 
 /// A change of the kernel's rules.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Step {
     /// The command that makes it, or would: `iptables-nft-restore --noflush`, `nft delete table ip kube-proxy`.
     pub command: String,

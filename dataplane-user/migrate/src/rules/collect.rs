@@ -100,6 +100,20 @@ pub fn all(root: Option<&Path>) -> io::Result<Collected> {
 }
 
 impl Collected {
+    /// The rules, if all could be read: a text for each program of iptables, which may have printed one table after the other, and one
+    /// for each table that `nft` printed.
+    ///
+    /// # Errors
+    /// Some could not be read.
+    pub fn whole(self) -> io::Result<Vec<Printed>> {
+        match self.missing.first() {
+            Some(missing) => Err(io::Error::other(format!(
+                "cannot read all rules: {missing}"
+            ))),
+            None => Ok(joined(self.texts)),
+        }
+    }
+
     fn miss(&mut self, table: &Table, why: &str) {
         let kind = match table.kind {
             Kind::Legacy => "legacy table",
@@ -188,6 +202,24 @@ impl Collected {
         }
         true
     }
+}
+
+/// Joins the tables that one program of iptables printed one by one into one text.
+pub fn joined(printed: Vec<Printed>) -> Vec<Printed> {
+    let mut texts: Vec<Printed> = Vec::new();
+    for printed in printed {
+        let mut known = texts.iter_mut();
+        let is_same = |known: &&mut Printed| {
+            printed.form == Form::Saved
+                && known.form == Form::Saved
+                && known.origin == printed.origin
+        };
+        match known.find(is_same) {
+            Some(known) => known.text.push_str(&printed.text),
+            None => texts.push(printed),
+        }
+    }
+    texts
 }
 
 /// Whether a text of `iptables-save` has a table.

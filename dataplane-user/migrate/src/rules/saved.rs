@@ -295,27 +295,7 @@ impl Saved {
 fn printed(found: &Binaries, owners: &[&Owner]) -> io::Result<Vec<Printed>> {
     let mut tables = netfilter::tables().map_err(io::Error::other)?;
     tables.retain(|table| table.kind != Kind::Native || is_of(table, owners));
-    let collected = collect::collect(None, found, &tables, collect::Native::Print)?;
-    if let Some(missing) = collected.missing.first() {
-        return Err(io::Error::other(format!(
-            "cannot read all rules: {missing}"
-        )));
-    }
-    // A program that prints nothing of all tables at once prints each.
-    let mut texts: Vec<Printed> = Vec::new();
-    for printed in collected.texts {
-        let is_same =
-            |known: &&mut Printed| known.form == Form::Saved && known.origin == printed.origin;
-        match texts
-            .iter_mut()
-            .find(is_same)
-            .filter(|_| printed.form == Form::Saved)
-        {
-            Some(known) => known.text.push_str(&printed.text),
-            None => texts.push(printed),
-        }
-    }
-    Ok(texts)
+    collect::collect(None, found, &tables, collect::Native::Print)?.whole()
 }
 
 /// What was brought back, or would be.

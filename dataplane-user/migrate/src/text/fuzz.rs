@@ -7,7 +7,8 @@ use proptest::prelude::*;
 use super::{
     Entry, Words,
     chance::{self, Change, changed, shortest},
-    entries, nft,
+    entries, nft, tree,
+    words::Word,
 };
 
 /// Rules that kube-proxy 1.36 wrote, and what istio-iptables and others write besides.
@@ -43,6 +44,28 @@ fn unnumbered(entry: Entry<'_>) -> Entry<'_> {
     }
 }
 
+/// Reads the parts of a rule. All words are in them, in their order.
+fn read_parts(rule: &str) {
+    let mut words = Words::new(rule).filter_map(Result::ok).peekable();
+    let is_value = |word: &Word<'_>| !word.is("!") && !word.is_option();
+    for part in tree::saved(rule) {
+        let first = part.not.then_some("!").into_iter();
+        for word in first.chain(Some(part.name).filter(|name| !name.is_empty())) {
+            assert_eq!(words.next().map(|word| word.raw), Some(word), "{rule}");
+        }
+        let value = words.next_if(is_value).map(|word| {
+            let text = word.text();
+            assert!(text.len() <= word.raw.len(), "{rule}");
+            text
+        });
+        assert_eq!(value.unwrap_or_default(), part.value, "{rule}");
+        let more = words.next_if(is_value).map(|word| word.raw);
+        assert_eq!(more, part.more, "{rule}");
+        while words.next_if(is_value).is_some() {}
+    }
+    assert_eq!(words.next(), None, "{rule}");
+}
+
 /// Reads `text`; prints what was read, and reads that.
 fn read(text: &str) {
     let lines = text.lines().count();
@@ -56,20 +79,7 @@ fn read(text: &str) {
             Ok(entry) => {
                 if let Entry::Rule(rule) = entry {
                     assert!((1..=lines).contains(&rule.line));
-                    let of_options: usize = rule
-                        .options()
-                        .map(|option| {
-                            usize::from(option.negated)
-                                + usize::from(option.name.is_some())
-                                + option.values.len()
-                        })
-                        .sum();
-                    assert_eq!(of_options, Words::new(rule.text).count(), "{}", rule.text);
-                    assert!(
-                        rule.options()
-                            .flat_map(|o| o.values)
-                            .all(|word| word.text().len() <= word.raw.len())
-                    );
+                    read_parts(rule.text);
                 }
                 read.push(unnumbered(entry));
             }
@@ -102,6 +112,8 @@ fn read_listing(text: &str) {
             "{line} after {last} of {lines}: {text}"
         );
         last = line;
+        let parts = tree::listed(part).parts;
+        assert!(parts.iter().all(|part| part.value.len() <= 2 * text.len()));
         let words: usize = nft::words(part).map(str::len).sum();
         assert!(words <= part.len() && part.len() <= text.len());
     }
@@ -187,7 +199,7 @@ fn reading_takes_time_by_the_length() {
         --dport 80 -j KUBE-MARK-MASQ\n";
     let options = |text: &str| {
         let rules = entries(text).filter_map(|entry| match entry {
-            Ok(Entry::Rule(rule)) => Some(rule.options().count()),
+            Ok(Entry::Rule(rule)) => Some(rule.parts().count()),
             _ => None,
         });
         rules.sum()

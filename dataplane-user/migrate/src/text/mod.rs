@@ -7,11 +7,16 @@ pub mod chance;
 #[cfg(test)]
 mod fuzz;
 pub mod nft;
+pub mod tree;
 mod words;
 
 use std::fmt;
 
-pub use words::{Word, Words};
+use tree::Part;
+pub use words::Words;
+
+/// The chains at hooks.
+pub const BUILT_IN: &[&str] = &["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
 
 /// Packets and bytes.
 pub type Counters = (u64, u64);
@@ -109,33 +114,10 @@ impl fmt::Display for Rule<'_> {
 }
 
 impl<'a> Rule<'a> {
-    /// The options in their order, whether known or not.
-    pub fn options(&self) -> impl Iterator<Item = RuleOption<'a>> {
-        let mut words = Words::new(self.text).filter_map(Result::ok).peekable();
-        std::iter::from_fn(move || {
-            let mut option = RuleOption {
-                negated: words.next_if(|word| word.is("!")).is_some(),
-                name: words.next_if(Word::is_option).map(|word| word.raw),
-                ..RuleOption::default()
-            };
-            while let Some(word) = words.next_if(|word| !word.is("!") && !word.is_option()) {
-                option.values.push(word);
-            }
-            let empty = !option.negated && option.name.is_none() && option.values.is_empty();
-            (!empty).then_some(option)
-        })
+    /// The parts in their order, whether known or not.
+    pub fn parts(&self) -> impl Iterator<Item = Part<'a>> + use<'a> {
+        tree::saved(self.text)
     }
-}
-
-/// An option of a rule with its values: `! -s 10.0.0.0/8`, `--to-ports 15001`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RuleOption<'a> {
-    /// Whether `!` precedes the option.
-    pub negated: bool,
-    /// The option with its dashes; `None` if values stand alone.
-    pub name: Option<&'a str>,
-    /// The option's values.
-    pub values: Vec<Word<'a>>,
 }
 
 /// The entries of a text. An error concerns its own line; the lines after it are read.
@@ -261,6 +243,12 @@ fn cut(text: &str) -> (&str, &str) {
     (word, rest.trim_ascii_start())
 }
 
+/// A text for a terminal. It may come from anybody: marks in place of control characters.
+pub fn printable(text: &str) -> String {
+    let printed = |c: char| if c.is_control() { '\u{fffd}' } else { c };
+    text.chars().map(printed).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -288,15 +276,18 @@ mod tests {
             (rule.line, rule.chain, rule.counters),
             (5, "KUBE-SVC", Some((3, 180)))
         );
-        let options: Vec<_> = rule.options().collect();
-        assert_eq!((options[0].negated, options[0].name), (true, Some("-s")));
-        assert_eq!(options[2].values[0].text(), "ns/web:\"a b\" x");
-        assert_eq!(options.len(), 4);
+        let parts: Vec<_> = rule.parts().collect();
+        assert_eq!((parts[0].not, parts[0].name), (true, "-s"));
+        assert_eq!(parts[2].value, "ns/web:\"a b\" x");
+        assert_eq!(parts.len(), 4);
         let Entry::Rule(rule) = all[4] else {
             panic!("{:?}", all[4])
         };
-        let unknown = rule.options().nth(1).unwrap();
-        assert_eq!((unknown.name, unknown.values.len()), (Some("--unknown"), 2));
+        let unknown = rule.parts().nth(1).unwrap();
+        let Part {
+            name, value, more, ..
+        } = unknown;
+        assert_eq!((name, &*value, more), ("--unknown", "1", Some("2")));
     }
 
     #[test]

@@ -13,8 +13,14 @@ pub struct Word<'a> {
 impl<'a> Word<'a> {
     /// The word without quotes and backslashes.
     pub fn text(&self) -> Cow<'a, str> {
-        if !self.raw.contains('"') {
-            return Cow::Borrowed(self.raw);
+        let inside = self
+            .raw
+            .strip_prefix('"')
+            .and_then(|raw| raw.strip_suffix('"'));
+        match inside {
+            Some(inside) if !inside.contains(['"', '\\']) => return Cow::Borrowed(inside),
+            _ if !self.raw.contains('"') => return Cow::Borrowed(self.raw),
+            _ => {}
         }
         let (mut text, mut quoted) = (String::with_capacity(self.raw.len()), false);
         let mut chars = self.raw.chars();

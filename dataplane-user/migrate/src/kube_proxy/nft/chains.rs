@@ -95,11 +95,7 @@ fn port(
     let endpoints = of_lists(&cluster, &local, is_local);
     let endpoints =
         endpoints.ok_or_else(|| whole("its chains give endpoints different weights"))?;
-    let (service, port) = draft.port(name);
-    service.at(port).serve(endpoints);
-    if let Some(affinity) = affinity
-        && !agree(&mut service.affinity, affinity)
-    {
+    if !draft.serve(name, endpoints, affinity) {
         return Err(whole("its ports differ in session affinity"));
     }
     Ok(())

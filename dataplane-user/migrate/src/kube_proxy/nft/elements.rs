@@ -28,6 +28,8 @@ struct Reader<'t> {
     words: Box<dyn Iterator<Item = &'t str> + 't>,
     text: &'t str,
     first: At,
+    /// The lines so far, and the byte to which they were counted.
+    passed: (usize, usize),
 }
 
 impl<'t> Reader<'t> {
@@ -36,19 +38,21 @@ impl<'t> Reader<'t> {
             words: Box::new(words(&set.elements)),
             text: &set.elements,
             first: set.at,
+            passed: (0, 0),
         }
     }
 
-    /// The place of a word.
-    fn at(&self, word: &str) -> At {
-        match self.first {
-            At::Line(first) => {
-                let start = (word.as_ptr() as usize).saturating_sub(self.text.as_ptr() as usize);
-                let before = self.text.get(..start).unwrap_or_default();
-                At::Line(first + before.matches('\n').count())
-            }
-            other => other,
-        }
+    /// The place of a word behind those before. Each line is counted once.
+    fn at(&mut self, word: &str) -> At {
+        let At::Line(first) = self.first else {
+            return self.first;
+        };
+        let start = (word.as_ptr() as usize).saturating_sub(self.text.as_ptr() as usize);
+        let (lines, byte) = &mut self.passed;
+        let passed = self.text.get(*byte..start).unwrap_or_default();
+        *lines += passed.matches('\n').count();
+        *byte = start;
+        At::Line(first + *lines)
     }
 
     /// The next words, with `.` between.
@@ -114,44 +118,34 @@ fn of_map<'t, K>(
     name: &'t str,
     key: impl Fn(&mut Reader<'t>, &'t str) -> Option<K>,
 ) -> impl Iterator<Item = Result<Element<'t, K>, Broken>> {
-    let mut reader = table.set(name).map(Reader::of);
-    let mut lines = Lines::default();
-    std::iter::from_fn(move || {
-        let reader = reader.as_mut()?;
-        let first = reader.words.next()?;
-        let at = lines.at(reader, first);
-        let element = key(reader, first).and_then(|key| {
-            let (comment, verdict) = reader.rest()?;
-            Some(Element {
-                at,
-                key,
-                comment,
-                verdict,
-            })
-        });
-        let what = "kube-proxy writes no such element";
-        Some(element.ok_or_else(|| Broken::element(at, name, first, what)))
+    let what = "kube-proxy writes no such element";
+    all(table, name, what, move |reader, at, first| {
+        let key = key(reader, first)?;
+        let (comment, verdict) = reader.rest()?;
+        Some(Element {
+            at,
+            key,
+            comment,
+            verdict,
+        })
     })
 }
 
-/// The lines of words that follow each other: each is counted once.
-#[derive(Default)]
-struct Lines {
-    byte: usize,
-    lines: usize,
-}
-
-impl Lines {
-    fn at(&mut self, reader: &Reader<'_>, word: &str) -> At {
-        let At::Line(first) = reader.first else {
-            return reader.first;
-        };
-        let start = (word.as_ptr() as usize).saturating_sub(reader.text.as_ptr() as usize);
-        let passed = reader.text.get(self.byte..start).unwrap_or_default();
-        self.lines += passed.matches('\n').count();
-        self.byte = start;
-        At::Line(first + self.lines)
-    }
+/// The elements of a set or a map. `read` reads the one that begins with a word, at a place.
+fn all<'t, E>(
+    table: &'t Table<'_>,
+    name: &'t str,
+    what: &'static str,
+    read: impl Fn(&mut Reader<'t>, At, &'t str) -> Option<E>,
+) -> impl Iterator<Item = Result<E, Broken>> {
+    let mut reader = table.set(name).map(Reader::of);
+    std::iter::from_fn(move || {
+        let reader = reader.as_mut()?;
+        let first = reader.words.next()?;
+        let at = reader.at(first);
+        let element = read(reader, at, first);
+        Some(element.ok_or_else(|| Broken::element(at, name, first, what)))
+    })
 }
 
 /// The addresses of a set.
@@ -160,17 +154,8 @@ impl Lines {
 ///
 /// The set has something else.
 pub fn addresses(table: &Table<'_>, name: &str) -> Result<Vec<IpAddr>, Broken> {
-    let mut found = Vec::new();
-    let Some(set) = table.set(name) else {
-        return Ok(found);
-    };
-    let mut reader = Reader::of(set);
-    while let Some(word) = reader.words.next() {
-        let ip = word.parse();
-        let broken = |_| Broken::element(reader.at(word), name, word, "the element is no address");
-        found.push(ip.map_err(broken)?);
-    }
-    Ok(found)
+    let what = "the element is no address";
+    all(table, name, what, |_, _, word| word.parse().ok()).collect()
 }
 
 /// The endpoints on this node: the elements of set `hairpin-connections`.
@@ -178,21 +163,12 @@ pub fn addresses(table: &Table<'_>, name: &str) -> Result<Vec<IpAddr>, Broken> {
 /// # Errors
 ///
 /// The set has something else.
-pub fn hairpins(table: &Table<'_>) -> Result<Vec<(IpAddr, String, u16)>, Broken> {
-    const NAME: &str = "hairpin-connections";
-    let mut found = Vec::new();
-    let Some(set) = table.set(NAME) else {
-        return Ok(found);
-    };
-    let mut reader = Reader::of(set);
-    while let Some(first) = reader.words.next() {
-        let element = reader.concatenated(first).and_then(|all| {
-            let [ip, same, protocol, port]: [&str; 4] = all;
-            let ip = ip.parse().ok().filter(|_| ip == same)?;
-            Some((ip, protocol.to_owned(), port.parse().ok()?))
-        });
-        let what = "the element is no endpoint on this node";
-        found.push(element.ok_or_else(|| Broken::element(reader.at(first), NAME, first, what))?);
-    }
-    Ok(found)
+pub fn hairpins<'t>(table: &'t Table<'_>) -> Result<Vec<Key<'t>>, Broken> {
+    let what = "the element is no endpoint on this node";
+    let elements = all(table, "hairpin-connections", what, |reader, _, first| {
+        let [ip, same, protocol, port] = reader.concatenated(first)?;
+        let ip = ip.parse().ok().filter(|_| ip == same)?;
+        Some((ip, protocol, port.parse().ok()?))
+    });
+    elements.collect()
 }

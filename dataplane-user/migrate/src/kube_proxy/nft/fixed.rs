@@ -6,48 +6,34 @@ use super::{
     Broken, elements,
     tables::{Rule, Table},
 };
+use crate::text::tree::number;
 
-/// Chains whose rules lead packets to other chains, and these rules; `IP` stands for `ip` or `ip6`.
-const LEADING: &[(&str, &[&str])] = &[
+/// Chains whose rules lead packets to other chains, each with such a rule; `IP` stands for `ip` or `ip6`.
+const LEADING: &[(&str, &str)] = &[
     (
         "filter-prerouting-pre-dnat",
-        &["ct state new jump firewall-check"],
+        "ct state new jump firewall-check",
     ),
-    (
-        "filter-output-pre-dnat",
-        &["ct state new jump firewall-check"],
-    ),
-    (
-        "filter-input",
-        &[
-            "ct state new jump nodeport-endpoints-check",
-            "ct state new jump service-endpoints-check",
-        ],
-    ),
+    ("filter-output-pre-dnat", "ct state new jump firewall-check"),
+    ("filter-input", "ct state new jump nodeport-endpoints-check"),
+    ("filter-input", "ct state new jump service-endpoints-check"),
     (
         "filter-forward",
-        &[
-            "ct state new jump service-endpoints-check",
-            "ct state new jump cluster-ips-check",
-        ],
+        "ct state new jump service-endpoints-check",
     ),
-    (
-        "filter-output",
-        &[
-            "ct state new jump service-endpoints-check",
-            "ct state new jump cluster-ips-check",
-        ],
-    ),
-    ("nat-prerouting", &["jump services"]),
-    ("nat-output", &["jump services"]),
-    ("nat-postrouting", &["jump masquerading"]),
+    ("filter-forward", "ct state new jump cluster-ips-check"),
+    ("filter-output", "ct state new jump service-endpoints-check"),
+    ("filter-output", "ct state new jump cluster-ips-check"),
+    ("nat-prerouting", "jump services"),
+    ("nat-output", "jump services"),
+    ("nat-postrouting", "jump masquerading"),
     (
         "service-endpoints-check",
-        &["IP daddr . meta l4proto . th dport vmap @no-endpoint-services"],
+        "IP daddr . meta l4proto . th dport vmap @no-endpoint-services",
     ),
     (
         "firewall-check",
-        &["IP daddr . meta l4proto . th dport vmap @firewall-ips"],
+        "IP daddr . meta l4proto . th dport vmap @firewall-ips",
     ),
 ];
 
@@ -63,28 +49,24 @@ const OF_PORTS: &[&str] = &["service-", "local-", "external-", "firewall-", "end
 ///
 /// The set of the addresses that answer node ports has a fault.
 pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<(), Broken> {
-    let mut chains: Vec<&str> = table.chains().collect();
+    let mut chains: Vec<&str> = table.rows.names().map(|(name, _)| name).collect();
     chains.sort_unstable();
     for chain in chains {
-        if OF_PORTS.iter().any(|prefix| chain.starts_with(prefix))
-            && LEADING.iter().all(|(name, _)| *name != chain)
-        {
+        let mut leading = LEADING.iter().filter(|(name, _)| *name == chain).peekable();
+        let leads = leading.peek().is_some();
+        if OF_PORTS.iter().any(|prefix| chain.starts_with(prefix)) && !leads {
             continue;
         }
-        let wanted = LEADING.iter().find(|(name, _)| *name == chain);
         for rule in table.rules(chain) {
-            let good = match (chain, wanted) {
-                (_, Some((_, wanted))) => {
-                    let is = |line: &&str| is(table, &rule, line);
-                    wanted.iter().any(is)
-                }
-                ("services" | "nodeport-endpoints-check", _) => services(table, &rule, draft)?,
-                ("masquerading", _) => masquerading(table, &rule, draft),
-                ("cluster-ips-check", _) => unused(table, &rule),
-                (MARKS, _) => added_mark(&rule.words).is_some_and(|bit| draft.facts.marks(bit)),
-                ("reject-chain", _) => is_reject(&rule.words),
+            let good = match chain {
+                _ if leads => leading.clone().any(|(_, line)| is(table, &rule, line)),
+                "services" | "nodeport-endpoints-check" => services(table, &rule, draft)?,
+                "masquerading" => masquerading(table, &rule, draft),
+                "cluster-ips-check" => unused(table, &rule),
+                MARKS => added_mark(&rule.words).is_some_and(|bit| draft.facts.marks(bit)),
+                "reject-chain" => is_reject(&rule.words),
                 // Since 1.37, if its feature gate is on: node ports on loopback.
-                (chain, _) if chain.starts_with("localhost-nodeport-reject-") => {
+                chain if chain.starts_with("localhost-nodeport-reject-") => {
                     matches!(rule.words[..], ["counter", "name", _, ref reject @ ..] if is_reject(reject))
                 }
                 _ => false,
@@ -122,13 +104,6 @@ pub fn added_mark(words: &[&str]) -> Option<u32> {
     match words {
         ["meta", "mark", "set", "meta", "mark", "|" | "or", bit] => number(bit),
         _ => None,
-    }
-}
-
-fn number(text: &str) -> Option<u32> {
-    match text.strip_prefix("0x") {
-        Some(hex) => u32::from_str_radix(hex, 16).ok(),
-        None => text.parse().ok(),
     }
 }
 

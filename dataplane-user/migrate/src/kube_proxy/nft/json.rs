@@ -2,25 +2,16 @@
 //!
 //! An object of the JSON is read alone, so that what is needed for it is soon free again.
 
-use std::{borrow::Cow, fmt::Write as _};
+use std::{borrow::Cow, fmt::Write as _, net::SocketAddr};
 
 use serde::Deserialize;
 use serde_json::{Value, value::RawValue};
 
 use super::{
     super::leftover::At,
-    TABLE,
+    Broken, TABLE,
     tables::{Set, Table},
 };
-
-/// The text is no JSON of nft.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fault {
-    /// The place, in bytes.
-    pub byte: usize,
-    /// The fault.
-    pub what: String,
-}
 
 #[derive(Deserialize)]
 struct Ruleset<'a> {
@@ -28,50 +19,35 @@ struct Ruleset<'a> {
     nftables: Vec<&'a RawValue>,
 }
 
+/// An entry of the ruleset, of which one field is there.
 #[derive(Deserialize)]
 struct Item<'a> {
     #[serde(borrow)]
-    table: Option<Named<'a>>,
+    table: Option<Object<'a>>,
     #[serde(borrow)]
-    chain: Option<Named<'a>>,
+    chain: Option<Object<'a>>,
     #[serde(borrow)]
-    rule: Option<RuleItem<'a>>,
+    rule: Option<Object<'a>>,
     #[serde(borrow)]
-    set: Option<SetItem<'a>>,
+    set: Option<Object<'a>>,
     #[serde(borrow)]
-    map: Option<SetItem<'a>>,
+    map: Option<Object<'a>>,
 }
 
 #[derive(Deserialize)]
-struct Named<'a> {
+struct Object<'a> {
     #[serde(borrow)]
     family: Cow<'a, str>,
-    #[serde(borrow)]
+    #[serde(borrow, default)]
     name: Cow<'a, str>,
     #[serde(borrow, default)]
     table: Cow<'a, str>,
-}
-
-#[derive(Deserialize)]
-struct RuleItem<'a> {
-    #[serde(borrow)]
-    family: Cow<'a, str>,
-    #[serde(borrow)]
-    table: Cow<'a, str>,
-    #[serde(borrow)]
+    /// Of a rule.
+    #[serde(borrow, default)]
     chain: Cow<'a, str>,
-    #[serde(borrow)]
+    #[serde(borrow, default)]
     expr: Vec<&'a RawValue>,
-}
-
-#[derive(Deserialize)]
-struct SetItem<'a> {
-    #[serde(borrow)]
-    family: Cow<'a, str>,
-    #[serde(borrow)]
-    table: Cow<'a, str>,
-    #[serde(borrow)]
-    name: Cow<'a, str>,
+    /// Of a set or a map.
     timeout: Option<u64>,
     #[serde(borrow, default)]
     elem: Vec<&'a RawValue>,
@@ -82,7 +58,7 @@ struct SetItem<'a> {
 /// # Errors
 ///
 /// The text is no JSON of `nft -j list ruleset`.
-pub fn read(text: &str) -> Result<Vec<Table<'static>>, Fault> {
+pub fn read(text: &str) -> Result<Vec<Table<'static>>, Broken> {
     let of_raw = |raw: &RawValue| (raw.get().as_ptr() as usize) - (text.as_ptr() as usize);
     let ruleset: Ruleset<'_> =
         serde_json::from_str(text).map_err(|error| fault(text, 0, &error))?;
@@ -92,59 +68,41 @@ pub fn read(text: &str) -> Result<Vec<Table<'static>>, Fault> {
         let item: Item<'_> =
             serde_json::from_str(raw.get()).map_err(|error| fault(raw.get(), byte, &error))?;
         let at = At::Byte(byte);
-        if let Some(named) = item.table {
-            if named.name == TABLE && matches!(&*named.family, "ip" | "ip6") {
-                tables.push(Table::new(named.family == "ip"));
+        if let Some(table) = item.table {
+            if table.name == TABLE && matches!(&*table.family, "ip" | "ip6") {
+                tables.push(Table::new(table.family == "ip"));
             }
-        } else if let Some(named) = item.chain {
-            if let Some(table) = of(&mut tables, &named.family, &named.table) {
-                table.chain(named.name.into_owned().into());
+        } else if let Some(chain) = item.chain {
+            if let Some(table) = of(&mut tables, &chain) {
+                table.rows.chain(chain.name.into_owned().into());
             }
         } else if let Some(rule) = item.rule {
-            if let Some(table) = of(&mut tables, &rule.family, &rule.table) {
-                let mut words = String::new();
-                for expr in &rule.expr {
-                    if !words.is_empty() {
-                        words.push(' ');
-                    }
-                    if statement(expr, &mut words).is_none() {
-                        // As it is: no rule of kube-proxy's begins so.
-                        let _ = write!(words, "{}", expr.get());
-                    }
-                }
-                let chain = table.chain(rule.chain.into_owned().into());
-                words.shrink_to_fit();
-                table.add(chain, at, words.into());
+            if let Some(table) = of(&mut tables, &rule) {
+                // What has no words stays as it is: no rule of kube-proxy's begins so.
+                let words = all_words(rule.expr.iter().copied(), " ", statement);
+                let chain = rule.chain.into_owned().into();
+                table.rows.add(chain, (at, words.into()));
             }
         } else if let Some(set) = item.set.or(item.map)
-            && let Some(table) = of(&mut tables, &set.family, &set.table)
+            && let Some(table) = of(&mut tables, &set)
         {
-            let mut elements = String::new();
             // Clients that are remembered are of no interest.
             let is_affinity = set.name.starts_with("affinity-");
-            for element in set.elem.iter().filter(|_| !is_affinity) {
-                if self::element(element, &mut elements).is_none() {
-                    let _ = write!(elements, "{}", element.get());
-                }
-                elements.push('\n');
-            }
-            elements.shrink_to_fit();
-            table.add_set(
-                set.name.into_owned().into(),
-                Set {
-                    at,
-                    timeout: set.timeout,
-                    elements: elements.into(),
-                },
-            );
+            let elements = set.elem.iter().copied().filter(|_| !is_affinity);
+            let set_of = Set {
+                at,
+                timeout: set.timeout,
+                elements: all_words(elements, "\n", element).into(),
+            };
+            table.add_set(set.name.into_owned().into(), set_of);
         }
     }
-    tables.iter_mut().for_each(Table::finish);
+    tables.iter_mut().for_each(|table| table.rows.finish());
     Ok(tables)
 }
 
 /// The fault of a part of a text that begins at a byte.
-fn fault(part: &str, byte: usize, error: &serde_json::Error) -> Fault {
+fn fault(part: &str, byte: usize, error: &serde_json::Error) -> Broken {
     let mut lines = part.split_inclusive('\n');
     let before: usize = lines
         .by_ref()
@@ -156,24 +114,40 @@ fn fault(part: &str, byte: usize, error: &serde_json::Error) -> Fault {
     let what = text
         .rsplit_once(" at line ")
         .map_or(&*text, |(what, _)| what);
-    Fault {
-        byte: byte + before + error.column().saturating_sub(1),
+    Broken {
+        at: At::Byte(byte + before + error.column().saturating_sub(1)),
         what: format!("not the JSON of `nft -j list ruleset`: {what}"),
     }
 }
 
-fn of<'t>(
-    tables: &'t mut [Table<'static>],
-    family: &str,
-    table: &str,
-) -> Option<&'t mut Table<'static>> {
-    let v4 = match family {
+fn of<'t>(tables: &'t mut [Table<'static>], object: &Object<'_>) -> Option<&'t mut Table<'static>> {
+    let v4 = match &*object.family {
         "ip" => true,
         "ip6" => false,
         _ => return None,
     };
     let mut tables = tables.iter_mut();
-    tables.find(|known| table == TABLE && known.v4 == v4)
+    tables.find(|known| object.table == TABLE && known.v4 == v4)
+}
+
+/// The words of values, one after the other. A value without words stays as it is.
+fn all_words<'a>(
+    values: impl Iterator<Item = &'a RawValue>,
+    between: &str,
+    words: fn(&Value, &mut String) -> Option<()>,
+) -> String {
+    let mut all = String::new();
+    for value in values {
+        if !all.is_empty() {
+            all.push_str(between);
+        }
+        let read: Option<Value> = serde_json::from_str(value.get()).ok();
+        if read.and_then(|read| words(&read, &mut all)).is_none() {
+            all.push_str(value.get());
+        }
+    }
+    all.shrink_to_fit();
+    all
 }
 
 /// The object, if it has these fields at most.
@@ -183,20 +157,24 @@ fn only<'v>(value: &'v Value, fields: &[&str]) -> Option<&'v Value> {
     names.all(|name| fields.contains(&&**name)).then_some(value)
 }
 
+/// The only field of an object.
+fn single(value: &Value) -> Option<(&str, &Value)> {
+    let object = value.as_object()?;
+    let (word, of) = object.iter().next().filter(|_| object.len() == 1)?;
+    Some((word, of))
+}
+
 /// An element of a set, or of a map with its verdict.
-fn element(raw: &RawValue, to: &mut String) -> Option<()> {
-    let value: Value = serde_json::from_str(raw.get()).ok()?;
-    match &value {
-        Value::Array(pair) => {
-            let [key, verdict] = &pair[..] else {
-                return None;
-            };
-            key_text(key, to)?;
-            to.push_str(" : ");
-            self::verdict(verdict, to)
-        }
-        key => key_text(key, to),
-    }
+fn element(value: &Value, to: &mut String) -> Option<()> {
+    let Value::Array(pair) = value else {
+        return key_text(value, to);
+    };
+    let [key, verdict] = &pair[..] else {
+        return None;
+    };
+    key_text(key, to)?;
+    to.push_str(" : ");
+    self::verdict(verdict, to)
 }
 
 /// A key, with its comment.
@@ -227,9 +205,8 @@ fn name(text: &str) -> Option<&str> {
 }
 
 fn verdict(value: &Value, to: &mut String) -> Option<()> {
-    let object = value.as_object()?;
-    let (word, of) = object.iter().next().filter(|_| object.len() == 1)?;
-    match &**word {
+    let (word, of) = single(value)?;
+    match word {
         "goto" | "jump" => {
             let of = only(of, &["target"])?;
             let _ = write!(to, "{word} {}", name(of.get("target")?.as_str()?)?);
@@ -247,10 +224,10 @@ fn operand(value: &Value, to: &mut String) -> Option<()> {
         Value::Number(number) => {
             let _ = write!(to, "{number}");
         }
-        Value::Object(object) => {
-            let (word, of) = object.iter().next().filter(|_| object.len() == 1)?;
+        Value::Object(_) => {
+            let (word, of) = single(value)?;
             let text = |key: &str| of.get(key).and_then(Value::as_str).and_then(name);
-            match &**word {
+            match word {
                 "payload" => {
                     only(of, &["protocol", "field"])?;
                     let _ = write!(to, "{} {}", text("protocol")?, text("field")?);
@@ -267,16 +244,7 @@ fn operand(value: &Value, to: &mut String) -> Option<()> {
                 }
                 "fib" => {
                     only(of, &["flags", "result"])?;
-                    let flags = of.get("flags")?;
-                    let flags = match flags {
-                        Value::String(flag) => name(flag)?,
-                        Value::Array(flags) => match &flags[..] {
-                            [Value::String(flag)] => name(flag)?,
-                            _ => return None,
-                        },
-                        _ => return None,
-                    };
-                    let _ = write!(to, "fib {flags} {}", text("result")?);
+                    let _ = write!(to, "fib {} {}", flag(of)?, text("result")?);
                 }
                 "numgen" => {
                     only(of, &["mode", "mod", "offset"])?;
@@ -320,81 +288,55 @@ fn joined(list: &Value, between: &str, to: &mut String) -> Option<()> {
     Some(())
 }
 
-/// The data of a map in a rule: its name, or its elements.
-fn map_data(
-    raw: &RawValue,
+/// The only one of an object's flags.
+fn flag(of: &Value) -> Option<&str> {
+    let flags = of.get("flags")?;
+    let flag = match flags.as_array().map(Vec::as_slice) {
+        Some([flag]) => flag,
+        Some(_) => return None,
+        None => flags,
+    };
+    name(flag.as_str()?)
+}
+
+/// A map in a rule: its key, and its name or its elements.
+fn map(
+    map: &Value,
+    word: &str,
     of_element: fn(&Value, &mut String) -> Option<()>,
     to: &mut String,
 ) -> Option<()> {
-    #[derive(Deserialize)]
-    #[serde(deny_unknown_fields)]
-    struct Inside<'a> {
-        #[serde(borrow)]
-        set: Vec<&'a RawValue>,
-    }
-    if let Ok(of) = serde_json::from_str::<String>(raw.get()) {
-        to.push_str(name(&of)?);
+    only(map, &["key", "data"])?;
+    operand(map.get("key")?, to)?;
+    let _ = write!(to, " {word} ");
+    let data = map.get("data")?;
+    if let Some(of) = data.as_str() {
+        to.push_str(name(of)?);
         return Some(());
     }
-    let inside: Inside<'_> = serde_json::from_str(raw.get()).ok()?;
     to.push_str("{ ");
-    for (index, raw) in inside.set.iter().enumerate() {
+    let set = only(data, &["set"])?.get("set")?.as_array()?;
+    for (index, pair) in set.iter().enumerate() {
         if index > 0 {
             to.push_str(", ");
         }
-        let (key, value): (Value, Value) = serde_json::from_str(raw.get()).ok()?;
-        operand(&key, to)?;
+        let [key, value] = &pair.as_array()?[..] else {
+            return None;
+        };
+        operand(key, to)?;
         to.push_str(" : ");
-        of_element(&value, to)?;
+        of_element(value, to)?;
     }
     to.push_str(" }");
     Some(())
 }
 
-/// A statement that may have an element for each endpoint: it is read element by element.
-#[derive(Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum Long<'a> {
-    #[serde(borrow)]
-    Vmap(Map<'a>),
-    #[serde(borrow)]
-    Dnat(Dnat<'a>),
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Map<'a> {
-    key: Value,
-    #[serde(borrow)]
-    data: &'a RawValue,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Dnat<'a> {
-    #[serde(borrow)]
-    family: Option<Cow<'a, str>>,
-    #[serde(borrow)]
-    addr: &'a RawValue,
-    port: Option<u16>,
-}
-
 /// A part of a rule.
-fn statement(raw: &RawValue, to: &mut String) -> Option<()> {
-    match serde_json::from_str(raw.get()) {
-        Ok(Long::Vmap(map)) => {
-            operand(&map.key, to)?;
-            to.push_str(" vmap ");
-            return map_data(map.data, verdict, to);
-        }
-        Ok(Long::Dnat(dnat)) => return translation(&dnat, to),
-        // Another statement, or one of these that kube-proxy does not write.
-        Err(_) => {}
-    }
-    let value: Value = serde_json::from_str(raw.get()).ok()?;
-    let object = value.as_object()?;
-    let (word, of) = object.iter().next().filter(|_| object.len() == 1)?;
-    match &**word {
+fn statement(value: &Value, to: &mut String) -> Option<()> {
+    let (word, of) = single(value)?;
+    match word {
+        "vmap" => map(of, "vmap", verdict, to)?,
+        "dnat" => translation(of, to)?,
         "match" => {
             only(of, &["op", "left", "right"])?;
             operand(of.get("left")?, to)?;
@@ -416,15 +358,8 @@ fn statement(raw: &RawValue, to: &mut String) -> Option<()> {
             if !of.is_null() {
                 only(of, &["flags"])?;
             }
-            if let Some(flags) = of.get("flags") {
-                let flags = match flags {
-                    Value::Array(flags) => match &flags[..] {
-                        [flag] => flag,
-                        _ => return None,
-                    },
-                    flags => flags,
-                };
-                let _ = write!(to, " {}", name(flags.as_str()?)?);
+            if of.get("flags").is_some() {
+                let _ = write!(to, " {}", flag(of)?);
             }
         }
         "reject" if is_reject(of) => to.push_str("reject"),
@@ -436,7 +371,7 @@ fn statement(raw: &RawValue, to: &mut String) -> Option<()> {
             key_text(of.get("elem")?, to)?;
             to.push_str(" }");
         }
-        _ => return verdict(&value, to),
+        _ => return verdict(value, to),
     }
     Some(())
 }
@@ -452,27 +387,19 @@ fn is_reject(of: &Value) -> bool {
 }
 
 /// `dnat to 10.244.0.101:8080`, `dnat ip to numgen random mod 2 map { … }`.
-fn translation(dnat: &Dnat<'_>, to: &mut String) -> Option<()> {
-    #[derive(Deserialize)]
-    #[serde(deny_unknown_fields)]
-    struct ByMap<'a> {
-        #[serde(borrow)]
-        map: Map<'a>,
-    }
+fn translation(dnat: &Value, to: &mut String) -> Option<()> {
+    only(dnat, &["family", "addr", "port"])?;
     to.push_str("dnat");
-    if let Some(family) = &dnat.family {
-        let _ = write!(to, " {}", name(family)?);
+    if let Some(family) = dnat.get("family") {
+        let _ = write!(to, " {}", name(family.as_str()?)?);
     }
     to.push_str(" to ");
-    if let Ok(addr) = serde_json::from_str::<std::net::IpAddr>(dnat.addr.get()) {
-        let _ = write!(to, "{}", std::net::SocketAddr::new(addr, dnat.port?));
+    let (addr, port) = (dnat.get("addr")?, dnat.get("port"));
+    if let Some(addr) = addr.as_str() {
+        let port = u16::try_from(port?.as_u64()?).ok()?;
+        let _ = write!(to, "{}", SocketAddr::new(addr.parse().ok()?, port));
         return Some(());
     }
-    let by: ByMap<'_> = serde_json::from_str(dnat.addr.get()).ok()?;
-    if dnat.port.is_some() {
-        return None;
-    }
-    operand(&by.map.key, to)?;
-    to.push_str(" map ");
-    map_data(by.map.data, operand, to)
+    let by = only(addr, &["map"]).filter(|_| port.is_none())?;
+    map(by.get("map")?, "map", operand, to)
 }

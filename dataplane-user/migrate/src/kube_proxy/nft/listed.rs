@@ -4,21 +4,24 @@ use std::borrow::Cow;
 
 use super::{
     super::leftover::At,
-    TABLE,
+    Broken, TABLE,
     tables::{Set, Table},
 };
-use crate::text::nft::{Entry, Error, entries, words};
+use crate::text::nft::{Entry, entries, words};
 
 /// Reads kube-proxy's tables.
 ///
 /// # Errors
 ///
 /// A line is not of this format.
-pub fn read(text: &str) -> Result<Vec<Table<'_>>, Error<'_>> {
+pub fn read(text: &str) -> Result<Vec<Table<'_>>, Broken> {
     let mut tables: Vec<Table<'_>> = Vec::new();
     let mut ours = false;
     for entry in entries(text) {
-        let entry = entry?;
+        let entry = entry.map_err(|error| Broken {
+            at: At::Line(error.line),
+            what: error.what.to_owned(),
+        })?;
         if let Entry::Table { family, name } = entry {
             ours = name == TABLE && matches!(family, "ip" | "ip6");
             if ours {
@@ -31,18 +34,17 @@ pub fn read(text: &str) -> Result<Vec<Table<'_>>, Error<'_>> {
         };
         match entry {
             Entry::Chain { name } => {
-                table.chain(name.into());
+                table.rows.chain(name.into());
             }
             Entry::Rule { line, chain, text } => {
-                let chain = table.chain(chain.into());
-                table.add(chain, At::Line(line), text.into());
+                table.rows.add(chain.into(), (At::Line(line), text.into()));
             }
             Entry::Elements { line, name, text } => table.add_set(name.into(), set(line, text)),
             // The hooks are where they are.
             Entry::Base { .. } | Entry::Table { .. } => {}
         }
     }
-    tables.iter_mut().for_each(Table::finish);
+    tables.iter_mut().for_each(|table| table.rows.finish());
     Ok(tables)
 }
 

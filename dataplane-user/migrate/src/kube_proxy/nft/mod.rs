@@ -42,32 +42,18 @@ impl Broken {
     }
 }
 
-/// Reads kube-proxy's tables out of a text of `nft list ruleset`, and says whether there are some.
+/// Reads kube-proxy's tables out of what `nft list ruleset` prints, as JSON or as text, and says whether there are some.
 ///
 /// # Errors
 ///
-/// A line is not of this format, or rules of the same family were read before, or no packet comes to the services.
-pub fn listed(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<bool, Error> {
-    let tables = listed::read(&text.text).map_err(|error| Error::Line {
-        origin: text.origin.clone(),
-        line: error.line,
-        column: None,
-        what: error.what.to_owned(),
-    })?;
-    all(&tables, text, draft, leftovers)
-}
-
-/// Imports the output of `nft -j list ruleset`.
-///
-/// # Errors
-///
-/// The text is no such JSON, or rules of the same family were read before.
-pub fn json(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<bool, Error> {
-    let tables = json::read(&text.text).map_err(|fault| {
-        let json::Fault { byte, what } = fault;
-        let at = At::Byte(byte);
-        Broken { at, what }.of(text)
-    })?;
+/// The text is not of this form, or rules of the same family were read before, or no packet comes to the services.
+pub fn read(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<bool, Error> {
+    let tables = if text.is_json() {
+        json::read(&text.text)
+    } else {
+        listed::read(&text.text)
+    };
+    let tables = tables.map_err(|broken| broken.of(text))?;
     let found = all(&tables, text, draft, leftovers);
     leftovers.locate(&text.text);
     found

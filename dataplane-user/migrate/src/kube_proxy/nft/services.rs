@@ -50,53 +50,25 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
     for element in elements::by_address(table, "no-endpoint-services") {
         let element = element?;
         let (ip, word, number) = element.key;
-        let is_internal = cluster_ips.contains(&ip);
         let text = format!("no-endpoint-services: {ip} . {word} . {number}");
-        let Some((name, policy)) = refused(&element, word, &text, draft, leftovers)? else {
-            continue;
-        };
-        let (service, port) = draft.port(&name);
-        let known = if is_internal {
-            service.at_cluster_ip(port, ip);
-            &mut service.internal_policy
-        } else {
-            if !service.is_load_balancers(ip) {
-                service.outside().external_ips.insert(ip);
-            }
-            &mut service.external_policy
-        };
-        let agrees = policy.is_none_or(|policy| agree(known, policy));
-        let port = service.at(port);
-        if policy.is_none() {
-            port.refuse(table.v4);
-        }
-        let agrees = agree(&mut port.port, number) && agrees;
-        if !agrees {
-            let why = "it contradicts another element";
-            draft.leave_out(&name.service(), element.at, &text, why, leftovers);
+        if let Some((name, policy)) = refused(&element, word, &text, draft, leftovers)? {
+            let is_cluster_ip = cluster_ips.contains(&ip);
+            let agrees = draft.refuse(&name, Some(ip), is_cluster_ip, number, policy);
+            contradicts(!agrees, &name, element.at, &text, draft, leftovers);
         }
     }
     for element in elements::by_port(table, "no-endpoint-nodeports") {
         let element = element?;
         let (word, number) = element.key;
         let text = format!("no-endpoint-nodeports: {word} . {number}");
-        let Some((name, policy)) = refused(&element, word, &text, draft, leftovers)? else {
-            continue;
-        };
-        let (service, port) = draft.port(&name);
-        let agrees = policy.is_none_or(|policy| agree(&mut service.external_policy, policy))
-            && agree(&mut service.at(port).node_port, number);
-        if policy.is_none() {
-            service.at(port).refuse(table.v4);
-        }
-        if !agrees {
-            let why = "it contradicts another element";
-            draft.leave_out(&name.service(), element.at, &text, why, leftovers);
+        if let Some((name, policy)) = refused(&element, word, &text, draft, leftovers)? {
+            let agrees = draft.refuse(&name, None, false, number, policy);
+            contradicts(!agrees, &name, element.at, &text, draft, leftovers);
         }
     }
     let hairpins: Hairpins = elements::hairpins(table)?
         .into_iter()
-        .filter_map(|(ip, word, port)| Some((ip, protocol(&word)?, port)))
+        .filter_map(|(ip, word, port)| Some((ip, protocol(word)?, port)))
         .collect();
     for of_port in ports.values() {
         let name = of_port.name.split_once('-').map_or("", |(_, name)| name);
@@ -114,7 +86,8 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
 /// Lists the first rule of each chain to which no rule and no map leads. Left out are the chains of services that are left out: a
 /// rule that leads to them was not understood.
 pub fn list_unread(table: &Table<'_>, draft: &Draft, leftovers: &mut Leftovers) {
-    let mut chains = table.unread();
+    let unread = table.rows.names().filter(|(_, is_read)| !is_read);
+    let mut chains: Vec<&str> = unread.map(|(name, _)| name).collect();
     chains.sort_unstable();
     for chain in chains {
         // An endpoint follows the name of its port.
@@ -157,6 +130,21 @@ fn refused<'t, K>(
         }
     };
     Ok(Some((name, policy)))
+}
+
+/// Lists an element, and leaves the service out that it is about, if it contradicts another.
+fn contradicts(
+    does: bool,
+    name: &PortName<'_>,
+    at: At,
+    text: &str,
+    draft: &mut Draft,
+    leftovers: &mut Leftovers,
+) {
+    if does {
+        let why = "it contradicts another element";
+        draft.leave_out(&name.service(), at, text, why, leftovers);
+    }
 }
 
 /// Lists an element of a protocol that is not served.
@@ -267,10 +255,7 @@ fn vip<'t>(
         agrees &= agree(&mut service.internal_policy, policy);
         agrees &= agree(&mut of_port.internal, policy);
     }
-    if !agrees {
-        let why = "it contradicts another element";
-        draft.leave_out(&service_name, at, &text, why, leftovers);
-    }
+    contradicts(!agrees, &name, at, &text, draft, leftovers);
     Ok(())
 }
 
@@ -300,17 +285,10 @@ fn firewall(
     };
     let (service, port) = draft.port(&name);
     service.outside().load_balancer_ips.insert(ip);
-    if !agree(&mut service.at(port).port, number)
-        || !agree(
-            &mut service.outside().source_ranges[usize::from(!table.v4)],
-            ranges,
-        )
-    {
-        let why = "it contradicts another element";
-        draft.leave_out(&service_name, at, &text, why, leftovers);
-        return Ok(None);
-    }
-    Ok(Some(service_name))
+    let known = &mut service.outside().source_ranges[usize::from(!table.v4)];
+    let agrees = agree(known, ranges) && agree(&mut service.at(port).port, number);
+    contradicts(!agrees, &name, at, &text, draft, leftovers);
+    Ok(agrees.then_some(service_name))
 }
 
 /// An element for a node port.
@@ -328,9 +306,7 @@ fn node_port<'t>(
     };
     let (service, port) = draft.port(&name);
     of_port(ports, common, element.at).external = true;
-    if !agree(&mut service.at(port).node_port, number) {
-        let why = "it contradicts another element";
-        draft.leave_out(&name.service(), element.at, &text, why, leftovers);
-    }
+    let agrees = agree(&mut service.at(port).node_port, number);
+    contradicts(!agrees, &name, element.at, &text, draft, leftovers);
     Ok(())
 }

@@ -128,12 +128,12 @@ fn outside<'a>(
     let Some(endpoints) = of_lists(&cluster, &local, is_local) else {
         return fault(first, "its chains give endpoints different weights");
     };
-    let (service, port) = draft.port(name);
-    service.at(port).serve(endpoints);
-    if let Some((line, affinity)) = affinity
-        && !agree(&mut service.affinity, affinity)
-    {
-        return fault(line, "its ports differ in session affinity");
+    let (line, affinity) = affinity.unzip();
+    if !draft.serve(name, endpoints, affinity) {
+        return fault(
+            line.unwrap_or(first),
+            "its ports differ in session affinity",
+        );
     }
     Ok(())
 }
@@ -168,11 +168,13 @@ fn choice<'a>(
         if rule.target == "KUBE-MARK-MASQ" {
             let masquerade = match (rule.source, rule.interface.strip_suffix('+')) {
                 _ if rule.is(VIP) => Masquerade::All,
-                (Some(net), _) if rule.is(VIP | has::NOT_SOURCE) => Masquerade::OutsideOf(net),
-                (_, Some(prefix)) if rule.is(VIP | has::NOT_INTERFACE) => {
+                (Some(net), _) if rule.is(VIP | has::not(has::SOURCE)) => {
+                    Masquerade::OutsideOf(net)
+                }
+                (_, Some(prefix)) if rule.is(VIP | has::not(has::INTERFACE)) => {
                     Masquerade::NotFromPrefix(prefix.to_owned())
                 }
-                (_, None) if rule.is(VIP | has::NOT_INTERFACE) => {
+                (_, None) if rule.is(VIP | has::not(has::INTERFACE)) => {
                     Masquerade::NotFromInterface(rule.interface.to_owned())
                 }
                 _ => return fault(line, "kube-proxy masquerades no such clients"),

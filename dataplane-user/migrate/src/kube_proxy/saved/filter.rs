@@ -19,7 +19,7 @@ const VIP: u32 = has::DESTINATION | has::PROTOCOL | has::COMMENT | has::PORT | h
 const NODE: u32 = has::TO_LOCAL | has::PROTOCOL | has::COMMENT | has::PORT | has::JUMP;
 
 /// Reads the table, after table `nat`.
-pub fn read(filter: &Table<'_>, v4: bool, draft: &mut Draft, leftovers: &mut Leftovers) {
+pub fn read(filter: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
     for chain in [
         "KUBE-SERVICES",
         "KUBE-EXTERNAL-SERVICES",
@@ -31,7 +31,7 @@ pub fn read(filter: &Table<'_>, v4: bool, draft: &mut Draft, leftovers: &mut Lef
             let read = read.and_then(|rule| match chain {
                 "KUBE-NODEPORTS" => health_check(&rule, line, draft),
                 "KUBE-PROXY-FIREWALL" => firewall(&rule, line, draft),
-                _ => refused(&rule, line, chain == "KUBE-SERVICES", v4, draft),
+                _ => refused(&rule, line, chain == "KUBE-SERVICES", draft),
             });
             if let Err(fault) = read {
                 fault.list(line, draft, leftovers);
@@ -55,7 +55,6 @@ fn refused<'a>(
     rule: &Rule<'_>,
     line: Line<'a>,
     is_cluster_ip: bool,
-    v4: bool,
     draft: &mut Draft,
 ) -> Result<(), Fault<'a>> {
     let of_node = !is_cluster_ip && rule.is(NODE);
@@ -65,31 +64,7 @@ fn refused<'a>(
         return Fault::unread("it is no rule for a service without endpoints");
     };
     let name = named(name, rule)?;
-    let (service, port) = draft.port(&name);
-    match ip {
-        Some(ip) if is_cluster_ip => {
-            service.at_cluster_ip(port, ip);
-        }
-        // Table nat has the addresses of ports that have endpoints anywhere, and their kind. Without endpoints, nothing depends
-        // on the kind.
-        Some(ip) if !service.is_load_balancers(ip) => {
-            service.outside().external_ips.insert(ip);
-        }
-        _ => {}
-    }
-    let port = service.at(port);
-    let number = if of_node {
-        &mut port.node_port
-    } else {
-        &mut port.port
-    };
-    let mut agrees = agree(number, rule.port);
-    match policy {
-        None => port.refuse(v4),
-        Some(policy) if is_cluster_ip => agrees &= agree(&mut service.internal_policy, policy),
-        Some(policy) => agrees &= agree(&mut service.external_policy, policy),
-    }
-    if agrees {
+    if draft.refuse(&name, ip, is_cluster_ip, rule.port, policy) {
         Ok(())
     } else {
         Fault::of(&name, line, CONTRADICTS)

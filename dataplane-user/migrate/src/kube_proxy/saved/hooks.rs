@@ -5,6 +5,7 @@ use super::{
     rule::{Rule, has},
     tables::{Line, Table},
 };
+use crate::text::BUILT_IN;
 
 /// kube-proxy's chains that built-in chains lead to.
 const ENTRIES: &[&str] = &[
@@ -27,7 +28,7 @@ pub fn leads_to_services(nat: &Table<'_>) -> bool {
 
 /// Lists rules that lead to kube-proxy's chains in another way than kube-proxy writes them.
 pub fn read(table: &Table<'_>, leftovers: &mut Leftovers) {
-    for hook in ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"] {
+    for hook in BUILT_IN {
         for Line { at, text } in table.rules(hook) {
             match Rule::read(text) {
                 Ok(rule) if !ENTRIES.contains(&rule.target) => {}

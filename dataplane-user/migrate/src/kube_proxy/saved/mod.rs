@@ -46,7 +46,7 @@ pub fn read(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result
             family: family(v4),
         })?;
         hooks::read(filter, leftovers);
-        filter::read(filter, v4, draft, leftovers);
+        filter::read(filter, draft, leftovers);
         draft.stale += nat.stale();
     }
     Ok(found)

@@ -19,7 +19,7 @@ use super::{
     rule::{Rule, has},
     tables::{Line, Table},
 };
-use crate::text::Words;
+use crate::text::tree::{self, Key};
 
 /// Ports with their chains, by the names in comments. The comment is one that a rule has.
 type Ports<'a> = HashMap<(String, Protocol), Chains<'a>>;
@@ -53,7 +53,9 @@ impl<'a> Fault<'a> {
                 draft.leave_out(&name, at, text, &why, leftovers);
             }
             Self::Unread(why) => {
-                let comment = comment(line.text);
+                let mut parts = tree::saved(line.text);
+                let comment = parts.find(|part| part.key == Key::Comment);
+                let comment = comment.map(|part| part.value);
                 let first = comment.as_deref().and_then(|text| text.split(' ').next());
                 // The protocol does not matter here: only the service's name does.
                 match first.and_then(|name| PortName::of_comment(name, Protocol::Tcp)) {
@@ -65,13 +67,6 @@ impl<'a> Fault<'a> {
             }
         }
     }
-}
-
-/// The comment of a rule.
-fn comment(text: &str) -> Option<String> {
-    let mut words = Words::new(text).filter_map(Result::ok);
-    words.by_ref().find(|word| word.raw == "--comment")?;
-    words.next().map(|word| word.text().into_owned())
 }
 
 /// Reads the table.
@@ -117,7 +112,9 @@ fn mark(nat: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
                     Some(bit).filter(|bit| *bit == mask)
                 }
                 ("KUBE-POSTROUTING", "MARK", Some((bit, 0))) if rule.is(has::JUMP) => Some(bit),
-                ("KUBE-POSTROUTING", "RETURN", None) if rule.is(has::NOT_MARK | has::JUMP) => {
+                ("KUBE-POSTROUTING", "RETURN", None)
+                    if rule.is(has::not(has::MARK) | has::JUMP) =>
+                {
                     Some(rule.mark.0).filter(|bit| *bit == rule.mark.1)
                 }
                 ("KUBE-POSTROUTING", "MASQUERADE", None)
@@ -148,7 +145,7 @@ fn node_addresses<'a>(rule: &Rule<'_>, v4: bool, draft: &mut Draft) -> Result<()
     };
     match rule.destination {
         None if rule.is(ALL) => draft.facts.all_answer(v4),
-        Some(net) if rule.is(ALL | has::NOT_DESTINATION) && loopback(net) => {
+        Some(net) if rule.is(ALL | has::not(has::DESTINATION)) && loopback(net) => {
             draft.facts.all_answer(v4);
         }
         Some(net) if rule.is(has::COMMENT | has::DESTINATION | has::JUMP) => {

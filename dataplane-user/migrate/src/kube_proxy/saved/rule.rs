@@ -8,56 +8,53 @@ use std::{
 use ipnet::IpNet;
 
 use super::super::facts;
-use crate::text::{Word, Words};
+use crate::text::tree::{self, Key, Part};
 
 /// Which options a rule has, one bit each.
 pub mod has {
     /// `-s`
     pub const SOURCE: u32 = 1;
-    /// `! -s`
-    pub const NOT_SOURCE: u32 = 1 << 1;
     /// `-d`
-    pub const DESTINATION: u32 = 1 << 2;
-    /// `! -d`
-    pub const NOT_DESTINATION: u32 = 1 << 3;
+    pub const DESTINATION: u32 = 1 << 1;
     /// `-i`
-    pub const INTERFACE: u32 = 1 << 4;
-    /// `! -i`
-    pub const NOT_INTERFACE: u32 = 1 << 5;
+    pub const INTERFACE: u32 = 1 << 2;
+    /// `--mark`
+    pub const MARK: u32 = 1 << 3;
     /// `-p`
-    pub const PROTOCOL: u32 = 1 << 6;
+    pub const PROTOCOL: u32 = 1 << 4;
     /// `--dport`
-    pub const PORT: u32 = 1 << 7;
+    pub const PORT: u32 = 1 << 5;
     /// `--comment`
-    pub const COMMENT: u32 = 1 << 8;
+    pub const COMMENT: u32 = 1 << 6;
     /// `-m recent --set`
-    pub const REMEMBERS: u32 = 1 << 10;
+    pub const REMEMBERS: u32 = 1 << 7;
     /// `-m recent --rcheck --seconds --reap`
     pub const REMEMBERED: u32 = CHECKED | SECONDS | REAPED;
     /// `--dst-type LOCAL`
-    pub const TO_LOCAL: u32 = 1 << 12;
+    pub const TO_LOCAL: u32 = 1 << 8;
     /// `--src-type LOCAL`
-    pub const FROM_LOCAL: u32 = 1 << 13;
+    pub const FROM_LOCAL: u32 = 1 << 9;
     /// `--ctstate`
-    pub const STATE: u32 = 1 << 14;
-    /// `--mark`
-    pub const MARK: u32 = 1 << 15;
-    /// `! --mark`
-    pub const NOT_MARK: u32 = 1 << 16;
+    pub const STATE: u32 = 1 << 10;
     /// `--nfacct-name`
-    pub const COUNTED: u32 = 1 << 17;
+    pub const COUNTED: u32 = 1 << 11;
     /// `-j`
-    pub const JUMP: u32 = 1 << 18;
+    pub const JUMP: u32 = 1 << 12;
     /// `--random-fully`
-    pub const RANDOMLY: u32 = 1 << 19;
+    pub const RANDOMLY: u32 = 1 << 13;
     /// `-m statistic --mode random --probability`
     pub const PROBABILITY: u32 = RANDOM | SHARE;
 
-    pub(super) const SHARE: u32 = 1 << 9;
-    pub(super) const CHECKED: u32 = 1 << 11;
-    pub(super) const SECONDS: u32 = 1 << 20;
-    pub(super) const REAPED: u32 = 1 << 21;
-    pub(super) const RANDOM: u32 = 1 << 22;
+    pub(super) const SHARE: u32 = 1 << 14;
+    pub(super) const CHECKED: u32 = 1 << 15;
+    pub(super) const SECONDS: u32 = 1 << 16;
+    pub(super) const REAPED: u32 = 1 << 17;
+    pub(super) const RANDOM: u32 = 1 << 18;
+
+    /// The bit of an option that excludes its value.
+    pub const fn not(option: u32) -> u32 {
+        option << 24
+    }
 }
 
 /// A rule.
@@ -93,13 +90,7 @@ impl<'a> Rule<'a> {
     /// The rule has an option that kube-proxy does not write, or one twice.
     pub fn read(text: &'a str) -> Result<Self, String> {
         let mut rule = Self::default();
-        let mut words = Words::new(text).filter_map(Result::ok);
-        while let Some(word) = words.next() {
-            let negated = word.raw == "!";
-            let word = if negated { words.next() } else { Some(word) };
-            let option = word.map_or("", |word| word.raw);
-            rule.option(option, negated, &mut words)?;
-        }
+        tree::saved(text).try_for_each(|part| rule.part(part))?;
         Ok(rule)
     }
 
@@ -108,154 +99,104 @@ impl<'a> Rule<'a> {
         self.has == options
     }
 
-    fn set(&mut self, option: u32, name: &str) -> Result<(), String> {
-        if self.has & option != 0 {
-            return Err(format!("option {name} is there twice"));
-        }
-        self.has |= option;
-        Ok(())
-    }
-
-    fn option(
-        &mut self,
-        name: &str,
-        negated: bool,
-        words: &mut impl Iterator<Item = Word<'a>>,
-    ) -> Result<(), String> {
-        let unknown = || Err(format!("kube-proxy writes no option {name:?} here"));
-        let mut value = || words.next().map_or("", |word| word.raw);
-        match (name, negated) {
-            ("-s" | "--source", _) => {
-                let net = value();
-                self.source = Some(network(net)?);
-                self.set(
-                    if negated {
-                        has::NOT_SOURCE
-                    } else {
-                        has::SOURCE
-                    },
-                    name,
-                )?;
+    fn part(&mut self, part: Part<'a>) -> Result<(), String> {
+        let (name, plain, value) = (part.name, part.plain(), &*part.value);
+        let unknown = |word: &str| Err(format!("kube-proxy writes no option {word:?} here"));
+        let text = plain.unwrap_or_default();
+        let mut more = part.more;
+        let bit = match (part.key, name) {
+            (Key::Source, _) => put(&mut self.source, Some(network(value)?), has::SOURCE),
+            (Key::Destination, _) => put(
+                &mut self.destination,
+                Some(network(value)?),
+                has::DESTINATION,
+            ),
+            (Key::In, _) => put(&mut self.interface, text, has::INTERFACE),
+            (Key::Mark, _) => put(&mut self.mark, mark(value)?, has::MARK),
+            // Only the guard of node ports on loopback has it, in a chain that is not read.
+            (Key::State, _) if part.not => return unknown(name),
+            (Key::State, _) => put(&mut self.state, text, has::STATE),
+            _ if part.not => return Err(format!("kube-proxy writes no `! {name}` here")),
+            (Key::Protocol, _) => put(&mut self.protocol, text, has::PROTOCOL),
+            (Key::Port, "--dport" | "--destination-port") => {
+                put(&mut self.port, number(value)?, has::PORT)
             }
-            ("-d" | "--destination", _) => {
-                let net = value();
-                self.destination = Some(network(net)?);
-                let option = if negated {
-                    has::NOT_DESTINATION
-                } else {
-                    has::DESTINATION
-                };
-                self.set(option, name)?;
+            (Key::Comment, _) => put(&mut self.comment, part.value, has::COMMENT),
+            (Key::Target, _) => put(&mut self.target, text, has::JUMP),
+            (_, "--mode") if value == "random" => has::RANDOM,
+            (_, "--probability") => {
+                let share = value.parse();
+                let share = share.map_err(|_| format!("{value:?} is no probability"))?;
+                put(&mut self.probability, share, has::SHARE)
             }
-            ("-i" | "--in-interface", _) => {
-                self.interface = value();
-                let option = if negated {
-                    has::NOT_INTERFACE
-                } else {
-                    has::INTERFACE
-                };
-                self.set(option, name)?;
-            }
-            ("--mark", _) => {
-                self.mark = mark(value())?;
-                self.set(if negated { has::NOT_MARK } else { has::MARK }, name)?;
-            }
-            ("--ctstate", _) => {
-                self.state = value();
-                // Only the guard of node ports on loopback has it, in a chain that is not read.
-                if negated {
-                    return unknown();
-                }
-                self.set(has::STATE, name)?;
-            }
-            (_, true) => return Err(format!("kube-proxy writes no `! {name}` here")),
-            ("-p" | "--protocol", _) => {
-                self.protocol = value();
-                self.set(has::PROTOCOL, name)?;
-            }
-            ("--dport" | "--destination-port", _) => {
-                let port = value();
-                self.port = number(port)?;
-                self.set(has::PORT, name)?;
-            }
-            ("--comment", _) => {
-                let comment = words.next();
-                self.comment = comment.map_or(Cow::Borrowed(""), |word| quoted(word.raw));
-                self.set(has::COMMENT, name)?;
-            }
-            ("--mode", _) => {
-                if value() != "random" {
-                    return unknown();
-                }
-                self.set(has::RANDOM, name)?;
-            }
-            ("--probability", _) => {
-                let text = value();
-                let probability = text.parse();
-                self.probability =
-                    probability.map_err(|_| format!("{text:?} is no probability"))?;
-                self.set(has::SHARE, name)?;
-            }
-            ("--set", _) => self.set(has::REMEMBERS, name)?,
-            ("--rcheck", _) => self.set(has::CHECKED, name)?,
-            ("--seconds", _) => {
-                self.seconds = number(value())?;
-                self.set(has::SECONDS, name)?;
-            }
-            ("--reap", _) => self.set(has::REAPED, name)?,
-            ("--name", _) => self.list = value(),
-            ("--mask", _) => match value().parse() {
-                Ok(IpAddr::V4(Ipv4Addr::BROADCAST)) => {}
-                Ok(IpAddr::V6(mask)) if mask.to_bits() == u128::MAX => {}
+            (_, "--seconds") => put(&mut self.seconds, number(value)?, has::SECONDS),
+            (_, "--name") => put(&mut self.list, text, 0),
+            (_, "--mask") => match value.parse() {
+                Ok(IpAddr::V4(Ipv4Addr::BROADCAST)) => 0,
+                Ok(IpAddr::V6(mask)) if mask.to_bits() == u128::MAX => 0,
                 _ => return Err("kube-proxy remembers whole addresses".to_owned()),
             },
-            ("--reject-with", _) => {
-                if !matches!(value(), "icmp-port-unreachable" | "icmp6-port-unreachable") {
-                    return unknown();
-                }
+            (_, "--reject-with")
+                if matches!(value, "icmp-port-unreachable" | "icmp6-port-unreachable") =>
+            {
+                0
             }
-            ("--rsource", _) => {}
-            ("--random-fully", _) => self.set(has::RANDOMLY, name)?,
-            ("--dst-type" | "--src-type", _) => {
-                if value() != "LOCAL" {
-                    return unknown();
-                }
-                let option = if name == "--dst-type" {
-                    has::TO_LOCAL
-                } else {
-                    has::FROM_LOCAL
-                };
-                self.set(option, name)?;
+            (_, "--dst-type") if value == "LOCAL" => has::TO_LOCAL,
+            (_, "--src-type") if value == "LOCAL" => has::FROM_LOCAL,
+            (_, "--nfacct-name") => has::COUNTED,
+            (_, "--to-destination") => {
+                let to = value.parse();
+                let to = to.map_err(|_| format!("{value:?} is no address with a port"))?;
+                put(&mut self.to, Some(to), 0)
             }
-            ("--nfacct-name", _) => {
-                value();
-                self.set(has::COUNTED, name)?;
-            }
-            ("-j" | "--jump", _) => {
-                self.target = value();
-                self.set(has::JUMP, name)?;
-            }
-            ("--to-destination", _) => {
-                let text = value();
-                let to = text.parse();
-                self.to = Some(to.map_err(|_| format!("{text:?} is no address with a port"))?);
-            }
-            ("--set-xmark", _) => self.set = Some(mark(value())?),
-            ("--or-mark", _) => {
-                let bit = mark(value())?.0;
-                self.set = Some((bit, bit));
-            }
-            ("--xor-mark", _) => self.set = Some((mark(value())?.0, 0)),
+            (_, "--set-xmark") => put(&mut self.set, Some(mark(value)?), 0),
+            (_, "--or-mark") => put(&mut self.set, Some((mark(value)?.0, mark(value)?.0)), 0),
+            (_, "--xor-mark") => put(&mut self.set, Some((mark(value)?.0, 0)), 0),
             // The options of these matches follow.
-            ("-m" | "--match", _) => match value() {
-                "tcp" | "udp" | "sctp" | "comment" | "conntrack" | "addrtype" | "statistic"
-                | "recent" | "mark" | "nfacct" => {}
-                other => return Err(format!("kube-proxy writes no match {other:?}")),
-            },
-            _ => return unknown(),
+            (Key::Module, _) if MODULES.contains(&value) => 0,
+            (Key::Module, _) => return Err(format!("kube-proxy writes no match {value:?}")),
+            (_, "--set" | "--rcheck" | "--reap" | "--rsource" | "--random-fully") => {
+                more = Some(text).filter(|text| !text.is_empty());
+                match name {
+                    "--set" => has::REMEMBERS,
+                    "--rcheck" => has::CHECKED,
+                    "--reap" => has::REAPED,
+                    "--random-fully" => has::RANDOMLY,
+                    _ => 0,
+                }
+            }
+            (_, "") => return unknown(value),
+            _ => return unknown(name),
+        };
+        if let Some(more) = more {
+            return unknown(more);
         }
+        let bit = if part.not { has::not(bit) } else { bit };
+        if self.has & bit != 0 {
+            return Err(format!("option {name} is there twice"));
+        }
+        self.has |= bit;
         Ok(())
     }
+}
+
+/// The matches that kube-proxy writes.
+const MODULES: &[&str] = &[
+    "tcp",
+    "udp",
+    "sctp",
+    "comment",
+    "conntrack",
+    "addrtype",
+    "statistic",
+    "recent",
+    "mark",
+    "nfacct",
+];
+
+fn put<T>(place: &mut T, value: T, bit: u32) -> u32 {
+    *place = value;
+    bit
 }
 
 fn network(text: &str) -> Result<IpNet, String> {
@@ -267,22 +208,6 @@ fn number<T: std::str::FromStr>(text: &str) -> Result<T, String> {
         .map_err(|_| format!("{text:?} is no number that fits"))
 }
 
-/// `0x4000/0x4000`, with a full mask if there is none.
 fn mark(text: &str) -> Result<(u32, u32), String> {
-    let number = |text: &str| match text.strip_prefix("0x") {
-        Some(hex) => u32::from_str_radix(hex, 16).ok(),
-        None => text.parse().ok(),
-    };
-    let (value, mask) = text.split_once('/').unwrap_or((text, "0xffffffff"));
-    let found = number(value).zip(number(mask));
-    found.ok_or_else(|| format!("{text:?} is no mark"))
-}
-
-/// A word without quotes and backslashes; borrowed if it has no backslashes.
-fn quoted(raw: &str) -> Cow<'_, str> {
-    let inside = raw.strip_prefix('"').and_then(|raw| raw.strip_suffix('"'));
-    match inside {
-        Some(inside) if !inside.contains(['"', '\\']) => Cow::Borrowed(inside),
-        _ => Cow::Owned(Word { raw }.text().into_owned()),
-    }
+    tree::mark(text).ok_or_else(|| format!("{text:?} is no mark"))
 }

@@ -1,33 +1,19 @@
 //! The rules of kube-proxy's chains in a text of `iptables-save`, chain by chain.
 
-use std::{cell::Cell, collections::HashMap};
+use std::collections::HashSet;
 
-use super::{super::leftover::At, rule::Rule};
-use crate::text::{Entry, Words};
+use super::{
+    super::{leftover::At, rows::Rows},
+    rule::Rule,
+};
+use crate::text::{
+    BUILT_IN, Entry,
+    tree::{self, Key, Part},
+};
 
-/// A table of one family.
+/// A table of one family: the rules of its chains, each with its line's number and its options, not read yet.
 #[derive(Debug, Default)]
-pub struct Table<'a> {
-    chains: HashMap<&'a str, Chain>,
-    /// By chain, and in their order.
-    rows: Vec<Row<'a>>,
-}
-
-/// A chain.
-#[derive(Debug)]
-struct Chain {
-    number: u32,
-    /// Whether its rules were asked for.
-    read: Cell<bool>,
-}
-
-/// A rule, not read yet.
-#[derive(Clone, Copy, Debug)]
-struct Row<'a> {
-    chain: u32,
-    line: u32,
-    text: &'a str,
-}
+pub struct Table<'a>(Rows<&'a str, (u32, &'a str)>);
 
 /// A rule with its place.
 #[derive(Clone, Copy, Debug)]
@@ -44,9 +30,6 @@ pub struct Family<'a> {
     pub nat: Option<Table<'a>>,
     pub filter: Option<Table<'a>>,
 }
-
-/// Chains that are built in, whose rules matter if they lead to kube-proxy's.
-const BUILT_IN: &[&str] = &["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
 
 /// The prefixes of the names of chains that belong to a service, or to an endpoint.
 const OF_SERVICES: &[&str] = &[
@@ -77,7 +60,7 @@ pub fn read(text: &str) -> Result<[Family<'_>; 2], crate::text::Error> {
                 if let Some((.., table)) = &mut table
                     && is_kube_proxys(name)
                 {
-                    table.chain(name);
+                    table.0.chain(name);
                 }
             }
             Entry::Rule(rule) => {
@@ -95,16 +78,12 @@ pub fn read(text: &str) -> Result<[Family<'_>; 2], crate::text::Error> {
                         what: "iptables-save prints no -I, so the order of the rules is not known",
                     });
                 }
-                let chain = table.chain(rule.chain);
-                table.rows.push(Row {
-                    chain,
-                    line: u32::try_from(rule.line).unwrap_or(u32::MAX),
-                    text: rule.text,
-                });
+                let line = u32::try_from(rule.line).unwrap_or(u32::MAX);
+                table.0.add(rule.chain, (line, rule.text));
             }
             Entry::Commit => {
                 if let Some((name, v4, mut table)) = table.take() {
-                    table.rows.sort_by_key(|row| row.chain);
+                    table.0.finish();
                     let v4 = v4.or_else(|| table.is_v4());
                     tables.push((name, v4, table, last));
                 }
@@ -160,89 +139,57 @@ fn is_kube_proxys(chain: &str) -> bool {
 }
 
 impl<'a> Table<'a> {
-    fn chain(&mut self, name: &'a str) -> u32 {
-        let next = u32::try_from(self.chains.len()).unwrap_or(u32::MAX);
-        let read = Cell::new(false);
-        let chain = self.chains.entry(name);
-        chain.or_insert(Chain { number: next, read }).number
-    }
-
     /// Whether the first address in its rules is one of IPv4.
     fn is_v4(&self) -> Option<bool> {
-        let of_rule = |row: &Row<'a>| {
-            if row.text.contains("icmp6-") {
+        self.0.all().find_map(|(_, text)| {
+            if text.contains("icmp6-") {
                 return Some(false);
             }
-            let rule = Rule::read(row.text).ok()?;
+            let rule = Rule::read(text).ok()?;
             let net = rule.source.or(rule.destination);
             let of_nets = net.map(|net| net.addr().is_ipv4());
             of_nets.or(rule.to.map(|to| to.is_ipv4()))
-        };
-        self.rows.iter().find_map(of_rule)
+        })
     }
 
     /// Whether the table has a chain.
     pub fn has(&self, chain: &str) -> bool {
-        self.chains.contains_key(chain)
+        self.0.name(chain).is_some()
     }
 
     /// How many chains of services and endpoints have rules to which no packet comes. kube-proxy leaves such chains for a while
     /// after their service or endpoint is gone, if there are more than a thousand endpoints.
     pub fn stale(&self) -> usize {
-        let mut by_number: Vec<(&str, bool)> = vec![("", false); self.chains.len()];
-        for (name, chain) in &self.chains {
-            by_number[chain.number as usize] = (name, chain.read.get());
-        }
         let of_service = |name: &str| OF_SERVICES.iter().any(|prefix| name.starts_with(prefix));
-        let count = |reached: &dyn Fn(usize) -> bool| {
-            let chains = self.rows.chunk_by(|a, b| a.chain == b.chain);
-            let numbers = chains.map(|rows| rows[0].chain as usize);
-            numbers
-                .filter(|number| of_service(by_number[*number].0) && !reached(*number))
-                .count()
-        };
-        if count(&|number| by_number[number].1) == 0 {
+        let mut unread: Vec<&str> = (self.0.names())
+            .filter(|(name, is_read)| !is_read && of_service(name))
+            .filter(|(name, _)| self.0.unasked(name).next().is_some())
+            .map(|(name, _)| name)
+            .collect();
+        if unread.is_empty() {
             return 0;
         }
         // A chain that was not read because of a fault in the one before is not stale.
-        let mut reached: Vec<bool> = by_number.iter().map(|(_, read)| *read).collect();
-        let mut open: Vec<usize> = (0..reached.len())
-            .filter(|number| reached[*number])
-            .collect();
-        while let Some(number) = open.pop() {
-            let first = self
-                .rows
-                .partition_point(|row| (row.chain as usize) < number);
-            let rows = self.rows[first..].iter();
-            for row in rows.take_while(|row| row.chain as usize == number) {
-                let mut words = Words::new(row.text).filter_map(Result::ok);
-                let jump = words.find(|word| matches!(word.raw, "-j" | "-g" | "--jump" | "--goto"));
-                let target = jump.and_then(|_| words.next());
-                if let Some(chain) = target.and_then(|target| self.chains.get(target.raw))
-                    && !std::mem::replace(&mut reached[chain.number as usize], true)
-                {
-                    open.push(chain.number as usize);
-                }
+        let read = self.0.names().filter(|(_, is_read)| *is_read);
+        let mut reached: HashSet<&str> = read.map(|(name, _)| name).collect();
+        let mut open: Vec<&str> = reached.iter().copied().collect();
+        while let Some(chain) = open.pop() {
+            for (_, text) in self.0.unasked(chain) {
+                let jump = |part: &Part<'_>| matches!(part.key, Key::Target | Key::Chain);
+                let target = tree::saved(text).find(jump);
+                let target = target.and_then(|target| self.0.name(&target.value));
+                open.extend(target.filter(|chain| reached.insert(*chain)));
             }
         }
-        count(&|number| reached[number])
+        unread.retain(|chain| !reached.contains(chain));
+        unread.len()
     }
 
     /// The rules of a chain in their order.
     pub fn rules(&self, chain: &str) -> impl Iterator<Item = Line<'a>> + use<'a, '_> {
-        let chain = self.chains.get(chain);
-        let number = chain.map(|chain| {
-            chain.read.set(true);
-            chain.number
-        });
-        let first = number.map_or(self.rows.len(), |number| {
-            self.rows.partition_point(|row| row.chain < number)
-        });
-        let rows = self.rows[first..].iter();
-        rows.take_while(move |row| Some(row.chain) == number)
-            .map(|row| Line {
-                at: At::Line(row.line as usize),
-                text: row.text,
-            })
+        self.0.of(chain).map(|&(line, text)| Line {
+            at: At::Line(line as usize),
+            text,
+        })
     }
 }

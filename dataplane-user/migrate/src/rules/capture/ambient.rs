@@ -1,10 +1,10 @@
 //! Rules of Istio's ambient mode in a pod: ztunnel has sockets in the pod, which its mark tells from those of the pod.
 
 use super::{
+    Row,
     family::{Family, Wrong, is_loopback},
     options::{Mark, Options, options},
 };
-use crate::text::Rule;
 
 /// Whose rules they are.
 pub const OWNER: &str = "Istio's ambient mode";
@@ -16,13 +16,14 @@ const ZTUNNEL: Mark = Mark::new(0x539, 0xfff);
 const OF_ZTUNNEL: Mark = Mark::new(0x111, 0xfff);
 
 /// Whether the rules of a table are ambient's.
-pub fn is_ambient(rows: &[Rule<'_>]) -> bool {
-    rows.iter()
-        .any(|row| row.chain == PREROUTING || row.text == "-j ISTIO_PRERT")
+pub fn is_ambient(rows: &[Row<'_>]) -> bool {
+    rows.iter().any(|row| {
+        row.chain == PREROUTING || matches!(&row.parts[..], [part] if part.value == PREROUTING)
+    })
 }
 
 /// Checks table `mangle`: only marks are set.
-pub fn mangle(rows: &[Rule<'_>]) -> Result<(), Wrong> {
+pub fn mangle(rows: &[Row<'_>]) -> Result<(), Wrong> {
     each(rows, |chain, options| {
         let (shape, target) = (&*options.shape, &*options.target);
         match (chain, shape, target) {
@@ -36,14 +37,14 @@ pub fn mangle(rows: &[Rule<'_>]) -> Result<(), Wrong> {
 }
 
 /// Reads table `nat` of one family.
-pub fn nat(rows: &[Rule<'_>]) -> Result<Family, Wrong> {
+pub fn nat(rows: &[Row<'_>]) -> Result<Family, Wrong> {
     let mut found = Family::default();
     found.capture.owner = OWNER;
     let mut hooked = false;
     // The kubelet's probes are known before what is sent to them.
-    let mut sorted = rows.to_vec();
+    let mut sorted: Vec<&Row<'_>> = rows.iter().collect();
     sorted.sort_by_key(|row| row.chain != PREROUTING);
-    each(&sorted, |chain, options| {
+    each(sorted, |chain, options| {
         row(&mut found, &mut hooked, chain, options)
     })?;
     let last = rows.last().map_or(1, |row| row.line);
@@ -64,14 +65,14 @@ pub fn nat(rows: &[Rule<'_>]) -> Result<Family, Wrong> {
     Ok(found)
 }
 
-fn each(
-    rows: &[Rule<'_>],
+fn each<'r>(
+    rows: impl IntoIterator<Item = &'r Row<'r>>,
     mut read: impl FnMut(&str, &Options) -> Result<(), String>,
 ) -> Result<(), Wrong> {
     for row in rows {
-        if matches!(row.chain, "PREROUTING" | "OUTPUT") || row.chain.starts_with("ISTIO_") {
-            let read = options(row).and_then(|options| read(row.chain, &options));
-            read.map_err(|what| (row.line, what, row.to_string()))?;
+        if matches!(&*row.chain, "PREROUTING" | "OUTPUT") || row.chain.starts_with("ISTIO_") {
+            let read = options(row).and_then(|options| read(&row.chain, &options));
+            read.map_err(|what| row.wrong(&what))?;
         }
     }
     Ok(())

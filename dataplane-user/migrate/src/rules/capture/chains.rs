@@ -1,6 +1,7 @@
 //! The chains of meshes, and the ports of their sidecars.
 
-use crate::text::Rule;
+use super::Row;
+use crate::text::tree::Key;
 
 /// The chains of a mesh in table `nat`.
 #[derive(Debug)]
@@ -42,9 +43,9 @@ pub const OWN_PORTS: &[u16] = &[
 
 impl Chains {
     /// Whether a rule is in a chain of the mesh, or leads to one.
-    pub fn has(&self, row: &Rule<'_>) -> bool {
+    pub fn has(&self, row: &Row<'_>) -> bool {
         let is = |name: &str| name.starts_with(self.prefix) && !name.starts_with("PROXY_INIT_");
-        let mut values = row.options().flat_map(|option| option.values);
-        is(row.chain) || values.any(|word| is(word.raw))
+        let mut parts = row.parts.iter();
+        is(&row.chain) || parts.any(|part| part.key != Key::Comment && is(&part.value))
     }
 }

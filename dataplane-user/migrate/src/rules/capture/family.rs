@@ -7,13 +7,14 @@ use std::{
 
 use ipnet::IpNet;
 
+use super::Row;
 use super::{
     chains::{Chains, OWN_PORTS},
     inbound::Inbound,
     options::{Options, options},
     said::Capture,
 };
-use crate::text::Rule;
+use crate::text::tree::Key;
 
 /// A line's number, what is wrong with it, and its text.
 pub type Wrong = (usize, String, String);
@@ -61,26 +62,24 @@ pub struct Family {
 
 /// Zones of conntrack, which DNS capture needs with iptables and not with sockets.
 /// `are_all`: every rule of the table goes with the mesh's, as in a table of its own.
-pub fn raw(mesh: &Chains, rows: &[Rule<'_>], are_all: bool) -> Result<(), Wrong> {
+pub fn raw(mesh: &Chains, rows: &[Row<'_>], are_all: bool) -> Result<(), Wrong> {
     for row in rows.iter().filter(|row| are_all || mesh.has(row)) {
-        let targets = row.options().filter(|option| option.name == Some("-j"));
-        let mut targets = targets.filter_map(|option| option.values.first().map(|word| word.raw));
-        if !targets.all(|to| to == "CT" || to.starts_with(mesh.prefix)) {
-            let what = "only zones of conntrack are understood in table raw";
-            return Err((row.line, what.to_owned(), row.text.to_owned()));
+        let mut targets = row.parts.iter().filter(|part| part.key == Key::Target);
+        if !targets.all(|part| part.value == "CT" || part.value.starts_with(mesh.prefix)) {
+            return Err(row.wrong("only zones of conntrack are understood in table raw"));
         }
     }
     Ok(())
 }
 
 /// Reads table `nat` of one family.
-pub fn family(mesh: &Chains, rows: &[Rule<'_>]) -> Result<Family, Wrong> {
+pub fn family(mesh: &Chains, rows: &[Row<'_>]) -> Result<Family, Wrong> {
     let mut found = Family::default();
     found.capture.owner = mesh.owner;
     for row in rows {
-        let wrong = |what: String| (row.line, what, row.to_string());
+        let wrong = |what: String| row.wrong(&what);
         // Only these two chains lead to the mesh's, and every rule of theirs may keep packets from them.
-        if !matches!(row.chain, "PREROUTING" | "OUTPUT") && !mesh.has(row) {
+        if !matches!(&*row.chain, "PREROUTING" | "OUTPUT") && !mesh.has(row) {
             continue;
         }
         let options = options(row).map_err(wrong)?;
@@ -147,9 +146,9 @@ impl Family {
         Ok(())
     }
 
-    fn row(&mut self, mesh: &Chains, row: &Rule<'_>, options: &Options) -> Result<(), String> {
+    fn row(&mut self, mesh: &Chains, row: &Row<'_>, options: &Options) -> Result<(), String> {
         let shape = &*options.shape;
-        let (chain, target) = (row.chain, &*options.target);
+        let (chain, target) = (&*row.chain, &*options.target);
         let tcp = options.protocol == "tcp";
         match (chain, shape) {
             ("OUTPUT", "" | "p") if target == mesh.output && (shape.is_empty() || tcp) => {
@@ -170,7 +169,7 @@ impl Family {
                     .virtuals
                     .entry(options.interface.clone())
                     .or_default();
-                *at = (row.line, row.to_string());
+                *at = (row.line, row.text.clone());
                 return Ok(());
             }
             ("OUTPUT", "o") if target == "RETURN" => {
@@ -181,7 +180,7 @@ impl Family {
                     return Err("the rule is for several interfaces".to_owned());
                 }
                 let interface = options.interface.clone();
-                let at = (row.line, row.to_string());
+                let at = (row.line, row.text.clone());
                 self.outbound.at_interfaces.insert(interface, at);
                 return Ok(());
             }
@@ -233,7 +232,7 @@ impl Family {
         Err("this rule has no counterpart in mesh.rules".to_owned())
     }
 
-    fn output(&mut self, mesh: &Chains, row: &Rule<'_>, options: &Options) -> Result<(), String> {
+    fn output(&mut self, mesh: &Chains, row: &Row<'_>, options: &Options) -> Result<(), String> {
         let (shape, target) = (&*options.shape, &*options.target);
         let lo = options.interface == "lo";
         let outbound = &mut self.outbound;
@@ -267,11 +266,11 @@ impl Family {
                 }
                 outbound
                     .included
-                    .insert(net.trunc(), (row.line, row.to_string()));
+                    .insert(net.trunc(), (row.line, row.text.clone()));
             }
             ("p port", to) if to == mesh.to_outbound && options.protocol == "tcp" => {
                 for port in &options.ports {
-                    outbound.ports.insert(*port, (row.line, row.to_string()));
+                    outbound.ports.insert(*port, (row.line, row.text.clone()));
                 }
             }
             ("d", "RETURN") => {

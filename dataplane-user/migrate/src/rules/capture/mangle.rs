@@ -2,12 +2,12 @@
 //! The marks serve TPROXY alone.
 
 use super::{
+    Row,
     chains::Chains,
     family::{Wrong, is_loopback},
     inbound::Inbound,
     options::options,
 };
-use crate::text::Rule;
 
 /// The rules of one family.
 #[derive(Debug, Default)]
@@ -18,11 +18,11 @@ pub struct Mangle {
 }
 
 /// Reads table `mangle` of one family.
-pub fn mangle(mesh: &Chains, rows: &[Rule<'_>]) -> Result<Mangle, Wrong> {
+pub fn mangle(mesh: &Chains, rows: &[Row<'_>]) -> Result<Mangle, Wrong> {
     let mut found = Mangle::default();
     for row in rows {
-        if matches!(row.chain, "PREROUTING" | "OUTPUT") || mesh.has(row) {
-            let wrong = |what: String| (row.line, what, row.to_string());
+        if matches!(&*row.chain, "PREROUTING" | "OUTPUT") || mesh.has(row) {
+            let wrong = |what: String| row.wrong(&what);
             found.row(mesh, row).map_err(wrong)?;
         }
     }
@@ -36,11 +36,11 @@ pub fn mangle(mesh: &Chains, rows: &[Rule<'_>]) -> Result<Mangle, Wrong> {
 }
 
 impl Mangle {
-    fn row(&mut self, mesh: &Chains, row: &Rule<'_>) -> Result<(), String> {
+    fn row(&mut self, mesh: &Chains, row: &Row<'_>) -> Result<(), String> {
         let options = options(row)?;
         let (shape, target) = (&*options.shape, &*options.target);
         let (tcp, lo) = (options.protocol == "tcp", options.interface == "lo");
-        match (row.chain, shape, target) {
+        match (&*row.chain, shape, target) {
             ("PREROUTING", "p", to) if tcp && to == mesh.inbound => self.inbound.hooked = true,
             ("PREROUTING", "i", "RETURN") => self.inbound.leave_alone(&options.interface)?,
             ("PREROUTING", "state" | "p state", "ISTIO_DROP") if options.state == "INVALID" => {

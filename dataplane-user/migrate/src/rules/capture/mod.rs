@@ -16,6 +16,8 @@ mod said;
 #[cfg(test)]
 mod tests;
 
+use std::borrow::Cow;
+
 pub use ambient::OWNER as AMBIENT;
 pub use said::{Capture, Fault};
 
@@ -26,7 +28,36 @@ use self::{
     merge::{Tables, merge},
 };
 use super::ruleset::{Form, Text};
-use crate::text::{Entry, Rule, nft};
+use crate::text::{
+    Entry, Rule, nft,
+    tree::{self, Part},
+};
+
+/// A rule in a chain.
+#[derive(Clone, Debug)]
+pub struct Row<'a> {
+    line: usize,
+    /// As iptables calls it.
+    chain: Cow<'a, str>,
+    /// As it is printed, with the chain if iptables printed it.
+    text: String,
+    parts: Vec<Part<'a>>,
+}
+
+impl<'a> Row<'a> {
+    fn of_saved(rule: &Rule<'a>) -> Self {
+        Self {
+            line: rule.line,
+            chain: rule.chain.into(),
+            text: rule.to_string(),
+            parts: tree::saved(rule.text).collect(),
+        }
+    }
+
+    fn wrong(&self, what: &str) -> Wrong {
+        (self.line, what.to_owned(), self.text.clone())
+    }
+}
 
 /// The fault of Istio's rules on a node.
 const NODES: &str = "the rules are the node's, for probes of the kubelet, and capture no connection; read those in a pod";
@@ -47,9 +78,9 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
     for text in texts {
         let fault = |wrong| fault_in(text, wrong);
         match text.form {
-            Form::Saved => tables.read(text.origin, text.text, None).map_err(fault)?,
+            Form::Saved => tables.read(text).map_err(fault)?,
             Form::Nft => {
-                let native = native::in_iptables_words(text.text).map_err(fault)?;
+                let native = native::read(text.text).map_err(fault)?;
                 if native.is_none()
                     && let Some(name) = of_iptables(text.text)
                 {
@@ -68,21 +99,17 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
     }
     // Tables of nf_tables are of both families. Istio was told to capture those of which it names addresses.
     let are_named = [0, 1].map(|of| natives.iter().any(|(_, native)| native.are_named[of]));
-    for (text, native) in &natives {
-        if let Some((line, rule)) = native.first.clone().filter(|_| are_named == [false; 2]) {
+    for (text, native) in natives {
+        if let Some(row) = native.first.filter(|_| are_named == [false; 2]) {
             let what = "no rule names an address, so none says of which family the rules are";
-            return Err(fault_in(text, (line, what.to_owned(), rule)));
+            return Err(fault_in(text, row.wrong(what)));
         }
-        let both = native.texts.iter().zip(are_named);
-        for ((rules, is_named), v4) in both.zip([true, false]) {
-            if !is_named {
-                continue;
+        let both = native.tables.into_iter().zip(are_named);
+        for ((of_family, is_named), v4) in both.zip([true, false]) {
+            for (table, rows) in of_family.into_iter().filter(|_| is_named) {
+                let read = tables.read_table(text.origin, table, &rows, Some(v4));
+                read.map_err(|wrong| fault_in(text, wrong))?;
             }
-            let read = tables.read(text.origin, rules, Some(v4));
-            read.map_err(|(line, what, _)| {
-                let rule = text.text.lines().nth(line - 1).unwrap_or_default();
-                fault_in(text, (line, what, rule.trim().to_owned()))
-            })?;
         }
     }
     let captured = [true, false].map(|v4| {
@@ -127,48 +154,54 @@ fn of_iptables(text: &str) -> Option<&str> {
 }
 
 impl<'a> Tables<'a> {
-    /// Reads what `iptables-save` prints. `v4`: the family, if it is known.
-    fn read(&mut self, origin: &'a str, text: &str, v4: Option<bool>) -> Result<(), Wrong> {
+    /// Reads what `iptables-save` prints.
+    fn read(&mut self, text: &Text<'a>) -> Result<(), Wrong> {
         let mut table = "";
-        let mut rows: Vec<Rule<'_>> = Vec::new();
-        for entry in crate::text::entries(text) {
+        let mut rows: Vec<Row<'_>> = Vec::new();
+        for entry in crate::text::entries(text.text) {
             match entry.map_err(|error| (error.line, error.what.to_owned(), String::new()))? {
                 Entry::Table(name) => (table, rows) = (name, Vec::new()),
-                Entry::Rule(rule) => match rule.before {
+                Entry::Rule(rule) => {
                     // `-I` puts it at a place before others.
-                    Some(before) => {
-                        let of_chain = rows.iter().enumerate();
-                        let of_chain = of_chain.filter(|(_, row)| row.chain == rule.chain);
-                        let at = of_chain.map(|(at, _)| at).nth(before as usize - 1);
-                        rows.insert(at.unwrap_or(rows.len()), rule);
-                    }
-                    None => rows.push(rule),
-                },
-                Entry::Chain { .. } => {}
-                Entry::Commit => {
-                    let mesh = MESHES
-                        .iter()
-                        .find(|mesh| rows.iter().any(|row| mesh.has(row)));
-                    let Some(mesh) = mesh else {
-                        match (v4, rows.first()) {
-                            (Some(_), Some(row)) => {
-                                let what = "the table has no chain of Istio's";
-                                return Err((row.line, what.to_owned(), row.to_string()));
-                            }
-                            _ if table == "nat" => {
-                                let other = others::in_iptables(&rows);
-                                self.others.extend(other.map(|other| (origin, other)));
-                            }
-                            _ => {}
-                        }
-                        continue;
-                    };
-                    self.table(origin, mesh, table, &rows, v4.is_some())?;
-                    if let Some((_, family)) = self.families.last_mut() {
-                        family.v4 = family.v4.or(v4);
-                    }
+                    let of_chain = rows.iter().enumerate();
+                    let mut of_chain = of_chain.filter(|(_, row)| row.chain == rule.chain);
+                    let before = rule.before.map(|before| before as usize - 1);
+                    let at = before.and_then(|before| of_chain.nth(before));
+                    let at = at.map_or(rows.len(), |(at, _)| at);
+                    rows.insert(at, Row::of_saved(&rule));
                 }
+                Entry::Chain { .. } => {}
+                Entry::Commit => self.read_table(text.origin, table, &rows, None)?,
             }
+        }
+        Ok(())
+    }
+
+    /// Reads a table. `v4`: the family, if it is known, of a table that is the mesh's own.
+    fn read_table(
+        &mut self,
+        origin: &'a str,
+        table: &str,
+        rows: &[Row<'_>],
+        v4: Option<bool>,
+    ) -> Result<(), Wrong> {
+        let mut meshes = MESHES.iter();
+        let Some(mesh) = meshes.find(|mesh| rows.iter().any(|row| mesh.has(row))) else {
+            match (v4, rows.first()) {
+                (Some(_), Some(row)) => {
+                    return Err(row.wrong("the table has no chain of Istio's"));
+                }
+                _ if table == "nat" => {
+                    let other = others::in_iptables(rows);
+                    self.others.extend(other.map(|other| (origin, other)));
+                }
+                _ => {}
+            }
+            return Ok(());
+        };
+        self.table(origin, mesh, table, rows, v4.is_some())?;
+        if let Some((_, family)) = self.families.last_mut() {
+            family.v4 = family.v4.or(v4);
         }
         Ok(())
     }
@@ -179,7 +212,7 @@ impl<'a> Tables<'a> {
         origin: &'a str,
         mesh: &'static Chains,
         table: &str,
-        rows: &[Rule<'_>],
+        rows: &[Row<'_>],
         is_native: bool,
     ) -> Result<(), Wrong> {
         match table {
@@ -188,9 +221,9 @@ impl<'a> Tables<'a> {
             }
             "nat" => {
                 let is_of_node =
-                    |row: &&Rule<'_>| mesh.has(row) && row.text.contains("ISTIO_POSTRT");
+                    |row: &&Row<'_>| mesh.has(row) && row.text.contains("ISTIO_POSTRT");
                 if let Some(row) = rows.iter().find(is_of_node) {
-                    return Err((row.line, NODES.to_owned(), row.to_string()));
+                    return Err(row.wrong(NODES));
                 }
                 self.families.push((origin, family(mesh, rows)?));
             }
@@ -201,7 +234,7 @@ impl<'a> Tables<'a> {
                 let row = rows.iter().find(|row| mesh.has(row));
                 let row = row.expect("has one");
                 let what = format!("table {table} of {} has no counterpart", mesh.owner);
-                return Err((row.line, what, row.text.to_owned()));
+                return Err(row.wrong(&what));
             }
         }
         Ok(())

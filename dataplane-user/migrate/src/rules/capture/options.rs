@@ -4,7 +4,8 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use crate::text::{Rule, Word};
+use super::Row;
+use crate::text::tree::{self, Key, Part};
 
 /// A mark and the bits of it that count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,15 +17,6 @@ pub struct Mark {
 impl Mark {
     pub const fn new(mark: u32, bits: u32) -> Self {
         Self { mark, bits }
-    }
-
-    fn parse(text: &str) -> Option<Self> {
-        let number = |text: &str| match text.strip_prefix("0x") {
-            Some(digits) => u32::from_str_radix(digits, 16).ok(),
-            None => text.parse().ok(),
-        };
-        let (mark, bits) = text.split_once('/').unwrap_or((text, "0xffffffff"));
-        Some(Self::new(number(mark)?, number(bits)?))
     }
 }
 
@@ -64,103 +56,108 @@ const MODULES: [&str; 8] = [
     "conntrack",
 ];
 
+/// Options of targets that set marks.
+const OF_MARKS: [&str; 8] = [
+    "--set-mark",
+    "--set-xmark",
+    "--save-mark",
+    "--restore-mark",
+    "--nfmask",
+    "--ctmask",
+    "--tproxy-mark",
+    "--on-ip",
+];
+
 /// Reads the options of a rule.
 ///
 /// # Errors
 ///
 /// An option or a match is not one that a sidecar's rules have.
-pub fn options(rule: &Rule<'_>) -> Result<Options, String> {
+pub fn options(row: &Row<'_>) -> Result<Options, String> {
     let mut found = Options::default();
     let mut shape = Vec::new();
-    let mut module = String::new();
-    for option in rule.options() {
-        let name = option.name.unwrap_or_default();
-        let value = option.values.first().map(Word::text).unwrap_or_default();
+    for part in &row.parts {
+        let Part {
+            not, name, value, ..
+        } = part;
         let net = || -> Result<Option<IpNet>, String> {
             let net = value.parse::<IpNet>();
             let net = net.or_else(|_| value.parse::<IpAddr>().map(IpNet::from));
             net.map(Some).map_err(|_| format!("{value:?} is no range"))
         };
         let port = |text: &str| text.parse().map_err(|_| format!("{text:?} is no port"));
-        let word = match name {
-            "-j" | "--jump" if !option.negated => {
-                found.target = value.into_owned();
+        let word = match part.key {
+            Key::Target if !not => {
+                found.target = value.to_string();
                 continue;
             }
-            "--to-ports" | "--to-port" | "--on-port" if !option.negated => {
-                found.to_port = Some(port(&value)?);
+            Key::ToPort if !not => {
+                found.to_port = Some(port(value)?);
                 continue;
             }
-            "-m" | "--match" => {
-                if !MODULES.contains(&&*value) {
+            Key::Module => {
+                if !MODULES.contains(&&**value) {
                     return Err(format!("match {value:?} is not understood"));
                 }
-                module = value.into_owned();
                 continue;
             }
-            "--comment" => continue,
-            // Of targets that set marks.
-            "--set-mark" | "--set-xmark" | "--save-mark" | "--restore-mark" | "--nfmask"
-            | "--ctmask" | "--tproxy-mark" | "--on-ip"
-                if !option.negated =>
-            {
-                continue;
-            }
-            "--mark" => {
-                let mark = Mark::parse(&value);
-                found.mark = Some(mark.ok_or_else(|| format!("{value:?} is no mark"))?);
-                if module == "connmark" {
-                    "connmark"
-                } else {
+            Key::Comment | Key::Bits => continue,
+            _ if !not && OF_MARKS.contains(name) => continue,
+            Key::Mark | Key::ConnMark => {
+                let mark = tree::mark(value).ok_or_else(|| format!("{value:?} is no mark"))?;
+                found.mark = Some(Mark::new(mark.0, mark.1));
+                if part.key == Key::Mark {
                     "mark"
+                } else {
+                    "connmark"
                 }
             }
-            "--ctstate" => {
-                found.state = value.into_owned();
+            Key::State => {
+                found.state = value.to_string();
                 "state"
             }
-            "-s" | "--source" => {
+            Key::Source => {
                 found.source = net()?;
                 "s"
             }
-            "-d" | "--destination" => {
+            Key::Destination => {
                 found.destination = net()?;
                 "d"
             }
-            "-i" | "--in-interface" => {
-                found.interface = value.into_owned();
+            Key::In => {
+                found.interface = value.to_string();
                 "i"
             }
-            "-o" | "--out-interface" => {
-                found.interface = value.into_owned();
+            Key::Out => {
+                found.interface = value.to_string();
                 "o"
             }
-            "-p" | "--protocol" if !option.negated => {
-                found.protocol = value.into_owned();
+            Key::Protocol if !not => {
+                found.protocol = value.to_string();
                 "p"
             }
-            "--dport" | "--dports" | "--destination-port" | "--destination-ports" => {
+            Key::Port => {
                 let ports: Result<Vec<u16>, String> = value.split(',').map(port).collect();
                 found.ports = ports?;
                 "port"
             }
-            "--uid-owner" | "--gid-owner" => {
+            Key::Uid | Key::Gid => {
                 let id = value.parse();
                 let id = id.map_err(|_| format!("{value:?} is no number of a user or group"))?;
-                let (word, not) = if name == "--uid-owner" {
+                let (word, others) = if part.key == Key::Uid {
                     ("uid", &mut found.not_uids)
                 } else {
                     ("gid", &mut found.not_gids)
                 };
-                if option.negated {
-                    not.push(id);
+                if *not {
+                    others.push(id);
                 }
                 found.ids.push(id);
                 word
             }
             _ => return Err(format!("option {name:?} is not understood")),
         };
-        shape.push(format!("{}{word}", if option.negated { "!" } else { "" }));
+        shape.push(format!("{}{word}", if *not { "!" } else { "" }));
     }
     shape.sort_unstable();
     found.shape = shape.join(" ");

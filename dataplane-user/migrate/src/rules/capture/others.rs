@@ -1,18 +1,18 @@
 //! Rules of others that may translate connections before a mesh's rules see them, so that the mesh does not capture them. Which
 //! they are is not read: each is an error.
 
-use super::{family::Wrong, native};
-use crate::text::{Rule, nft};
+use super::{Row, family::Wrong, native};
+use crate::text::nft;
 
 /// The priority of the chains of a mesh that translate, in both kinds of tables (`NF_IP_PRI_NAT_DST`).
 const PRIORITY: i32 = -100;
 
 /// The first rule of iptables' table `nat`, which has no rule of the mesh, that may keep connections from those of the mesh. They are in the
 /// other variant of iptables, or in nf_tables.
-pub fn in_iptables(rows: &[Rule<'_>]) -> Option<Wrong> {
+pub fn in_iptables(rows: &[Row<'_>]) -> Option<Wrong> {
     let mut rows = rows.iter();
-    let row = rows.find(|row| matches!(row.chain, "PREROUTING" | "OUTPUT"))?;
-    Some(may_keep(row.line, row.to_string()))
+    let row = rows.find(|row| matches!(&*row.chain, "PREROUTING" | "OUTPUT"))?;
+    Some(may_keep(row.line, row.text.clone()))
 }
 
 /// Whether connections of the family of iptables' rules are captured. `captured`: those of IPv4, and those of IPv6. Programs' names tell the

@@ -2,7 +2,10 @@
 
 use std::{net::IpAddr, ops::RangeInclusive};
 
-use crate::text::{Rule, RuleOption};
+use crate::text::{
+    Words,
+    tree::{self, Key},
+};
 
 /// A field that the packet's way through the rules does not change. Of two rules that ask for different values, a packet
 /// matches one at most.
@@ -34,7 +37,7 @@ struct Read<'a> {
     /// Each with whether the values are excluded.
     fields: Vec<(Field, bool, Values<'a>)>,
     /// The target with its options, as they are written.
-    effect: Vec<String>,
+    effect: Vec<&'a str>,
     /// Whether it decides about the packet, changes nothing that other rules ask for, and no other rule is asked.
     is_final: bool,
 }
@@ -157,54 +160,48 @@ fn share(one: IpAddr, other: IpAddr, bits: u8) -> bool {
 
 /// Reads a rule; `None`: something of it is not understood.
 fn read(text: &str) -> Option<Read<'_>> {
-    let rule = Rule {
-        line: 0,
-        chain: "",
-        before: None,
-        counters: None,
-        text,
+    let words = Words::new(text).filter_map(Result::ok);
+    let words = words.map(|word| word.raw);
+    let mut read = Read {
+        effect: words
+            .skip_while(|word| !matches!(*word, "-j" | "-g"))
+            .collect(),
+        ..Read::default()
     };
-    let mut read = Read::default();
-    let mut options = rule.options();
-    for option in options.by_ref() {
-        let first = option.values.first().map(|word| word.raw);
-        match (option.name?, first?) {
-            ("-j", target) => {
-                read.effect.push(target.to_owned());
-                read.is_final = FINAL.contains(&target);
+    for part in tree::saved(text) {
+        match (part.key, part.plain()) {
+            _ if part.value.is_empty() => return None,
+            (Key::Target, target) => {
+                read.is_final = target.is_some_and(|target| FINAL.contains(&target));
                 break;
             }
-            ("-g", target) => {
-                read.effect.push(format!("-g {target}"));
-                break;
-            }
-            ("-m", module) if PURE.contains(&module) && !option.negated => {}
-            ("-p", protocol) => read.protocol = Some((option.negated, protocol)),
-            ("--comment" | "--mark" | "--ctstate", _) => {}
-            (name, value) => {
-                let (field, values) = field(name, value)?;
-                read.fields.push((field, option.negated, values));
+            (Key::Chain, _) => break,
+            (Key::Module, Some(module)) if PURE.contains(&module) && !part.not => {}
+            (Key::Protocol, Some(protocol)) => read.protocol = Some((part.not, protocol)),
+            (Key::Comment | Key::Mark | Key::ConnMark | Key::State, _) => {}
+            (key, value) => {
+                let (field, values) = field(key, value?)?;
+                read.fields.push((field, part.not, values));
             }
         }
-        if option.values.len() > 1 {
+        if part.more.is_some() {
             return None;
         }
     }
-    read.effect.extend(options.map(|option| words(&option)));
     Some(read)
 }
 
-fn field<'a>(name: &str, value: &'a str) -> Option<(Field, Values<'a>)> {
-    Some(match name {
-        "-s" => (Field::Source, prefix(value)?),
-        "-d" => (Field::Destination, prefix(value)?),
+fn field(key: Key, value: &str) -> Option<(Field, Values<'_>)> {
+    Some(match key {
+        Key::Source => (Field::Source, prefix(value)?),
+        Key::Destination => (Field::Destination, prefix(value)?),
         // A name that ends so is the beginning of names.
-        "-i" if !value.ends_with('+') => (Field::In, Values::Name(value)),
-        "-o" if !value.ends_with('+') => (Field::Out, Values::Name(value)),
-        "--sport" | "--sports" => (Field::SourcePort, numbers(value, ':')?),
-        "--dport" | "--dports" => (Field::DestinationPort, numbers(value, ':')?),
-        "--uid-owner" => (Field::User, numbers(value, '-')?),
-        "--gid-owner" => (Field::Group, numbers(value, '-')?),
+        Key::In if !value.ends_with('+') => (Field::In, Values::Name(value)),
+        Key::Out if !value.ends_with('+') => (Field::Out, Values::Name(value)),
+        Key::SourcePort => (Field::SourcePort, numbers(value, ':')?),
+        Key::Port => (Field::DestinationPort, numbers(value, ':')?),
+        Key::Uid => (Field::User, numbers(value, '-')?),
+        Key::Gid => (Field::Group, numbers(value, '-')?),
         _ => return None,
     })
 }
@@ -221,13 +218,6 @@ fn numbers(value: &str, to: char) -> Option<Values<'static>> {
         Some(first.parse().ok()?..=last.parse().ok()?)
     });
     ranges.collect::<Option<Vec<_>>>().map(Values::Numbers)
-}
-
-fn words(option: &RuleOption<'_>) -> String {
-    let not = option.negated.then_some("!");
-    let values = option.values.iter().map(|word| word.raw);
-    let words: Vec<&str> = not.into_iter().chain(option.name).chain(values).collect();
-    words.join(" ")
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::{
 use takeover::owners::{self, ISTIO_AMBIENT, ISTIO_SIDECAR, KUMA, LINKERD, OSM, Owner};
 
 use super::super::binaries::Family;
-use crate::text::{Entry, Rule};
+use crate::text::{BUILT_IN, Entry, Rule, tree::Key};
 
 /// The rules that `istio-iptables` writes for a sidecar without settings: outbound connections to 15001, inbound ones to 15006, but for the
 /// sidecar's own ports and its user. `LOOP` and `SELF` are addresses of a family.
@@ -111,15 +111,10 @@ impl ExpectedTable {
             Ok(Entry::Rule(rule)) => Some(rule),
             _ => None,
         });
-        let mut sets = BTreeSet::new();
-        for rule in rules {
-            for option in rule.options() {
-                if let Some("--match-set" | "--add-set" | "--del-set" | "--map-set") = option.name {
-                    sets.extend(option.values.first().map(|name| name.text().into_owned()));
-                }
-            }
-        }
-        sets
+        let of_sets = ["--match-set", "--add-set", "--del-set", "--map-set"];
+        let parts = rules.flat_map(|rule| rule.parts());
+        let parts = parts.filter(|part| of_sets.contains(&part.name) && !part.value.is_empty());
+        parts.map(|part| part.value.into_owned()).collect()
     }
 }
 
@@ -224,14 +219,9 @@ fn declared(table: &ExpectedTable) -> impl Iterator<Item = (usize, &str)> {
             name,
             policy: None,
             ..
-        } if !is_built_in(name) => Some((table.line + line - 1, name)),
+        } if !BUILT_IN.contains(&name) => Some((table.line + line - 1, name)),
         _ => None,
     })
-}
-
-/// Whether a chain is at a hook.
-pub fn is_built_in(chain: &str) -> bool {
-    ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"].contains(&chain)
 }
 
 fn blocks(text: &str) -> Result<Vec<Block>, String> {
@@ -262,7 +252,7 @@ fn blocks(text: &str) -> Result<Vec<Block>, String> {
             let mut by_addresses = None;
             for entry in crate::text::entries(&table.text).filter_map(Result::ok) {
                 let Entry::Rule(rule) = entry else { continue };
-                if rule.before.is_some() && is_built_in(rule.chain) {
+                if rule.before.is_some() && BUILT_IN.contains(&rule.chain) {
                     *table.in_front.entry(rule.chain.to_owned()).or_default() += 1;
                 }
                 let families = [by_addresses, family(&rule), heading];
@@ -310,12 +300,9 @@ fn family_of_heading(comment: &str) -> Option<Family> {
 
 /// The family of a rule, by its addresses.
 fn family(rule: &Rule<'_>) -> Option<Family> {
-    let options = rule
-        .options()
-        .filter(|option| option.name != Some("--comment"));
-    let mut words = options.flat_map(|option| option.values);
-    words.find_map(|word| {
-        let addr = word.raw.split('/').next()?;
+    let mut parts = rule.parts().filter(|part| part.key != Key::Comment);
+    parts.find_map(|part| {
+        let addr = part.value.split('/').next()?;
         Some(match addr.parse().ok()? {
             IpAddr::V4(_) => Family::V4,
             IpAddr::V6(_) => Family::V6,

@@ -1,7 +1,6 @@
 //! Makes the rules of a mesh those that are expected, in the network namespace that the thread is in.
 
 use std::{
-    collections::BTreeMap,
     io,
     os::{
         linux::net::SocketAddrExt as _,
@@ -365,24 +364,7 @@ impl Place<'_> {
 
     /// The rules of all tables of iptables, a text for each program.
     fn read(&self, listed: &[netfilter::Table]) -> io::Result<Vec<Printed>> {
-        let collected = collect::collect(self.root, &self.found, listed, collect::Native::Leave)?;
-        if let Some(missing) = collected.missing.first() {
-            return Err(io::Error::other(format!(
-                "cannot read all rules: {missing}"
-            )));
-        }
-        let mut texts: BTreeMap<String, Printed> = BTreeMap::new();
-        for printed in collected.texts {
-            let known = texts
-                .entry(printed.origin.clone())
-                .or_insert_with(|| Printed {
-                    text: String::new(),
-                    ..printed.clone()
-                });
-            known.text += &printed.text;
-            known.text.push('\n');
-        }
-        Ok(texts.into_values().collect())
+        collect::collect(self.root, &self.found, listed, collect::Native::Leave)?.whole()
     }
 
     /// The expected rules of a family.

@@ -1,9 +1,7 @@
 //! Rules of the text of `nft list ruleset`.
 
-use std::borrow::Cow;
-
-use super::{Line, Rule, Table, Text, Unread, is_link_local, number};
-use crate::text::nft;
+use super::{Line, Rule, Table, Text, Unread};
+use crate::text::{nft, tree};
 
 /// Reads a text.
 pub(super) fn read<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mut Vec<Unread<'a>>) {
@@ -55,10 +53,10 @@ pub(super) fn read<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mu
                         is_rule: true,
                     });
                 }
-                table.rules.push(of_nft(line, chain, text, &words));
+                table.rules.push(of_nft(line, chain, text));
             }
             (Ok(nft::Entry::Elements { name, text, .. }), Some(table)) => {
-                let of_map = of_nft(0, name, text, &nft::words(text).collect::<Vec<_>>());
+                let of_map = of_nft(0, name, text);
                 let map = table.maps.entry(name).or_default();
                 map.0.extend(of_map.jumps);
                 map.1 = map.1.or(of_map.effects);
@@ -77,83 +75,10 @@ pub(super) fn read<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mu
     }
 }
 
-fn of_nft<'a>(line: usize, chain: &'a str, text: &'a str, words: &[&'a str]) -> Rule<'a> {
-    let mut rule = Rule {
-        line,
-        chain,
-        text: format!(
-            "{chain} {}",
-            text.split_whitespace().collect::<Vec<_>>().join(" ")
-        )
-        .into(),
-        ..Rule::default()
-    };
-    let unquoted = |word: &&'a str| word.trim_matches('"');
-    let mut words = words.iter().peekable();
-    while let Some(word) = words.next() {
-        match *word {
-            "jump" | "goto" => rule.jumps.extend(words.next()),
-            "drop" | "reject" | "queue" | "synproxy" => rule.effects.refuses = true,
-            "dnat" | "redirect" | "tproxy" => rule.effects.translates = true,
-            "notrack" => rule.effects.untracks = true,
-            "daddr" => {
-                let one = words.next_if(|word| **word != "!=");
-                rule.to_one |= one.is_some_and(|to| !is_link_local(to));
-            }
-            // Of a connection: what was done to it.
-            "status" => {
-                let is_status = |word: &&&str| {
-                    matches!(
-                        **word,
-                        "!=" | "==" | "&" | "|" | "and" | "," | "dnat" | "snat"
-                    )
-                };
-                while words.next_if(is_status).is_some() {}
-            }
-            "comment" => rule
-                .comments
-                .extend(words.next().map(unquoted).map(Cow::Borrowed)),
-            "iifname" | "oifname" | "iif" | "oif" => {
-                let name = words.find(|word| !matches!(**word, "!=" | "==" | "{" | ","));
-                rule.interfaces.extend(name.map(unquoted));
-            }
-            "mark" => {
-                // `mark and 0xfff != 0x539`, `mark set mark | 0x4000`
-                let (mut excluded, mut sets, mut alters) = (false, false, false);
-                let mut numbers = Vec::new();
-                while let Some(word) = words.next_if(|word| {
-                    let joins = ["set", "and", "or", "xor", "&", "|", "^", "==", "!="];
-                    // Behind a comparison, the next statement begins.
-                    let is_mark = matches!(**word, "meta" | "ct" | "mark");
-                    let is_next = is_mark && !sets && !numbers.is_empty();
-                    (joins.contains(word) || is_mark || number(word).is_some()) && !is_next
-                }) {
-                    excluded |= *word == "!=";
-                    sets |= *word == "set";
-                    alters |= matches!(*word, "|" | "^" | "or" | "xor");
-                    numbers.extend(number(word));
-                }
-                if !sets && !alters {
-                    rule.asks.extend(match (&numbers[..], excluded) {
-                        (&[value], false) => Some((value, u32::MAX)),
-                        (&[mask, value], false) => Some((value, mask)),
-                        // The bit is there.
-                        (&[mask, 0], true) if mask.is_power_of_two() => Some((mask, mask)),
-                        _ => None,
-                    });
-                }
-                rule.marks.extend(numbers);
-            }
-            word => {
-                rule.sets.extend(word.strip_prefix('@'));
-                let port = word
-                    .strip_prefix(':')
-                    .and_then(|port| port.parse::<u16>().ok());
-                rule.to_ports.extend(port);
-            }
-        }
-    }
-    rule
+fn of_nft<'a>(line: usize, chain: &'a str, text: &'a str) -> Rule<'a> {
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let whole = format!("{chain} {}", words.join(" "));
+    Rule::of(line, chain, whole, tree::listed(text).parts)
 }
 
 #[cfg(test)]
@@ -162,10 +87,7 @@ mod tests {
 
     #[test]
     fn a_rule_about_translated_connections_translates_none() {
-        let translates = |text: &str| {
-            let words: Vec<&str> = text.split(' ').collect();
-            of_nft(1, "c", text, &words).effects.translates
-        };
+        let translates = |text: &str| of_nft(1, "c", text).effects.translates;
         assert!(!translates("ct status dnat accept"));
         assert!(!translates("ct status & dnat == dnat masquerade"));
         assert!(translates("ct status dnat tcp dport 80 dnat to 10.0.0.1"));
@@ -173,10 +95,7 @@ mod tests {
 
     #[test]
     fn a_rule_of_nf_tables_asks_for_the_marks_that_it_compares() {
-        let asks = |text: &str| {
-            let words: Vec<&str> = text.split(' ').collect();
-            of_nft(1, "c", text, &words).asks
-        };
+        let asks = |text: &str| of_nft(1, "c", text).asks;
         let all = u32::MAX;
         for (text, wanted) in [
             ("meta mark 0x539 accept", vec![(0x539, all)]),

@@ -6,6 +6,8 @@ mod saved;
 
 use std::{borrow::Cow, collections::BTreeMap};
 
+use crate::text::tree::{self, Key, Part};
+
 /// A text with rules.
 #[derive(Clone, Copy, Debug)]
 #[expect(
@@ -154,6 +156,92 @@ pub struct Rule<'a> {
     pub to_one: bool,
 }
 
+/// Targets of iptables without an effect that counts here (`extensions/lib*t_*.c` of iptables 1.8).
+const HARMLESS: &[&str] = &[
+    "ACCEPT",
+    "AUDIT",
+    "CHECKSUM",
+    "CLASSIFY",
+    "CONNMARK",
+    "CONNSECMARK",
+    "CT",
+    "DSCP",
+    "ECN",
+    "HL",
+    "HMARK",
+    "IDLETIMER",
+    "LED",
+    "LOG",
+    "MARK",
+    "MASQUERADE",
+    "NFLOG",
+    "RATEEST",
+    "RETURN",
+    "SECMARK",
+    "SET",
+    "SNAT",
+    "SNPT",
+    "TCPMSS",
+    "TCPOPTSTRIP",
+    "TEE",
+    "TOS",
+    "TRACE",
+    "TTL",
+    "ULOG",
+];
+const REFUSING: &[&str] = &["DROP", "REJECT", "QUEUE", "NFQUEUE", "SYNPROXY", "TARPIT"];
+const TRANSLATING: &[&str] = &["DNAT", "REDIRECT", "TPROXY", "NETMAP", "CLUSTERIP", "DNPT"];
+
+impl<'a> Rule<'a> {
+    /// A rule by its parts.
+    fn of(
+        line: usize,
+        chain: &'a str,
+        text: String,
+        parts: impl IntoIterator<Item = Part<'a>>,
+    ) -> Self {
+        let mut rule = Self {
+            line,
+            chain,
+            text: text.into(),
+            ..Self::default()
+        };
+        for part in parts {
+            let (not, plain) = (part.not, part.plain());
+            let value = &*part.value;
+            match part.key {
+                Key::Target if REFUSING.contains(&value) => rule.effects.refuses = true,
+                Key::Target if TRANSLATING.contains(&value) => rule.effects.translates = true,
+                Key::Target if value == "NOTRACK" => rule.effects.untracks = true,
+                Key::Target if HARMLESS.contains(&value) => {}
+                Key::Target | Key::Chain => {
+                    rule.jumps.extend(plain.filter(|to| !to.is_empty()));
+                }
+                Key::Destination => {
+                    rule.to_loopback = !not && is_loopback(value);
+                    let mut of_set = value.split(',');
+                    rule.to_one |= !not && of_set.any(|to| !is_link_local(to));
+                }
+                Key::Set => rule.sets.extend(plain),
+                Key::In | Key::Out => rule.interfaces.extend(plain),
+                Key::ToPort => rule.to_ports.extend(value.parse::<u16>().ok()),
+                Key::Mark | Key::ConnMark => {
+                    let mark = tree::mark(value);
+                    rule.marks.extend(mark.map(|(value, _)| value));
+                    rule.asks.extend(mark.filter(|_| !not));
+                }
+                Key::SetMark | Key::Bits => {
+                    rule.marks.extend(tree::mark(value).map(|(value, _)| value));
+                }
+                Key::Comment => rule.comments.push(part.value),
+                Key::Other if part.name == "--notrack" => rule.effects.untracks = true,
+                _ => {}
+            }
+        }
+        rule
+    }
+}
+
 impl<'a> Table<'a> {
     fn new(origin: &'a str, name: String, native: Option<&'a str>) -> Self {
         Self {
@@ -240,18 +328,5 @@ fn finish<'a>(table: &mut Table<'a>, unread: &mut Vec<Unread<'a>>) {
                 is_rule: true,
             });
         }
-    }
-}
-
-/// `0x539`, `1337`, `0x111/0xfff`.
-fn mark(text: &str) -> Option<(u32, u32)> {
-    let (value, mask) = text.split_once('/').unwrap_or((text, "0xffffffff"));
-    Some((number(value)?, number(mask)?))
-}
-
-fn number(text: &str) -> Option<u32> {
-    match text.strip_prefix("0x") {
-        Some(hex) => u32::from_str_radix(hex, 16).ok(),
-        None => text.parse().ok(),
     }
 }

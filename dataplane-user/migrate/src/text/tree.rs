@@ -1,0 +1,567 @@
+//! A rule by its parts: what it asks of a packet, and what it does with it. Reads the options of `iptables-save` ([`saved`]) and
+//! the words of `nft` ([`listed`]) into the same parts, in their order. A part that is not known keeps its name.
+
+use std::borrow::Cow;
+
+use super::{Words, nft};
+
+/// What a part is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Key {
+    Source,
+    Destination,
+    In,
+    Out,
+    Protocol,
+    SourcePort,
+    Port,
+    Uid,
+    Gid,
+    /// A packet's mark, with its mask if it has one: `0x111/0xfff`.
+    Mark,
+    /// A connection's mark.
+    ConnMark,
+    /// States of conntrack, as iptables writes them.
+    State,
+    Comment,
+    /// A set of addresses, by its name.
+    Set,
+    /// A match of iptables, whose options follow.
+    Module,
+    /// A target, as iptables calls it; of iptables also a chain.
+    Target,
+    /// A chain.
+    Chain,
+    /// A port of this host.
+    ToPort,
+    /// A mark that is set.
+    SetMark,
+    /// A number beside a mark, as nft writes it.
+    Bits,
+    /// An option without a key here.
+    Other,
+}
+
+/// A part of a rule.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part<'a> {
+    /// What it is about.
+    pub key: Key,
+    /// Whether it is excluded.
+    pub not: bool,
+    /// The option's name, as iptables calls it; empty if values stand alone.
+    pub name: &'a str,
+    /// Its value, without quotes; empty if it has none. Values of a set are joined by commas.
+    pub value: Cow<'a, str>,
+    /// The first word behind the value.
+    pub more: Option<&'a str>,
+}
+
+impl<'a> Part<'a> {
+    /// The value, if it is written as it is meant.
+    pub fn plain(&self) -> Option<&'a str> {
+        match self.value {
+            Cow::Borrowed(value) => Some(value),
+            Cow::Owned(_) => None,
+        }
+    }
+}
+
+/// `0x4000/0x4000`, `1337`: a mark with its mask, which is full if there is none.
+pub fn mark(text: &str) -> Option<(u32, u32)> {
+    let (value, mask) = text.split_once('/').unwrap_or((text, "0xffffffff"));
+    Some((number(value)?, number(mask)?))
+}
+
+/// `0x539`, `1337`.
+pub fn number(text: &str) -> Option<u32> {
+    match text.strip_prefix("0x") {
+        Some(hex) => u32::from_str_radix(hex, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+/// The parts of a rule of `iptables-save`.
+pub fn saved(rule: &str) -> impl Iterator<Item = Part<'_>> {
+    let mut words = Words::new(rule).filter_map(Result::ok).peekable();
+    let mut module = "";
+    std::iter::from_fn(move || {
+        words.peek()?;
+        let not = words.next_if(|word| word.is("!")).is_some();
+        let name = words.next_if(|word| word.is_option());
+        let name = name.map_or("", |word| word.raw);
+        let mut value = || words.next_if(|word| !word.is("!") && !word.is_option());
+        let first = value();
+        let more = value().map(|word| word.raw);
+        while value().is_some() {}
+        let value = first.map(|word| word.text()).unwrap_or_default();
+        let key = match name {
+            "-s" | "--source" => Key::Source,
+            "-d" | "--destination" => Key::Destination,
+            "-i" | "--in-interface" => Key::In,
+            "-o" | "--out-interface" => Key::Out,
+            "-p" | "--protocol" => Key::Protocol,
+            "--sport" | "--sports" | "--source-port" | "--source-ports" => Key::SourcePort,
+            "--dport" | "--dports" | "--destination-port" | "--destination-ports" => Key::Port,
+            "--uid-owner" => Key::Uid,
+            "--gid-owner" => Key::Gid,
+            "--mark" if module == "connmark" => Key::ConnMark,
+            "--mark" => Key::Mark,
+            "--ctstate" => Key::State,
+            "--comment" => Key::Comment,
+            "--match-set" => Key::Set,
+            "-j" | "--jump" => Key::Target,
+            "-g" | "--goto" => Key::Chain,
+            "--to-ports" | "--to-port" | "--on-port" => Key::ToPort,
+            "--set-mark" | "--set-xmark" | "--or-mark" | "--tproxy-mark" => Key::SetMark,
+            "-m" | "--match" => {
+                module = first.map_or("", |word| word.raw);
+                Key::Module
+            }
+            _ => Key::Other,
+        };
+        Some(Part {
+            key,
+            not,
+            name,
+            value,
+            more,
+        })
+    })
+}
+
+/// A rule of nft.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Listed<'a> {
+    /// Its parts, each with the word of nft as its name.
+    pub parts: Vec<Part<'a>>,
+    /// Whether it is for IPv4 or IPv6 only.
+    pub v4: Option<bool>,
+    /// The first thing in it that has no part.
+    pub fault: Option<String>,
+    protocol: &'a str,
+    target: &'a str,
+}
+
+/// The parts of a rule of nft. A word that is not known is a fault, and the words behind it are read.
+pub fn listed(rule: &str) -> Listed<'_> {
+    // As `nft -a` prints it.
+    let rule = rule.split(" # handle ").next().unwrap_or_default();
+    let words: Vec<&str> = nft::words(rule).collect();
+    let mut found = Listed::default();
+    let (mut before, mut rest) = ("", &words[..]);
+    while let [word, behind @ ..] = rest {
+        rest = found.statement(before, *word, behind);
+        before = word;
+    }
+    if found.target.is_empty() {
+        found.fault(|| "the rule decides nothing".to_owned());
+    }
+    found
+}
+
+/// Words, and those of which one has to follow each.
+const FOLLOW: &[(&str, &[&str])] = &[
+    (
+        "meta",
+        &["l4proto", "mark", "skuid", "skgid", "iifname", "oifname"],
+    ),
+    ("ct", &["mark", "state", "zone"]),
+    ("ip", &["saddr", "daddr"]),
+    ("ip6", &["saddr", "daddr"]),
+    ("tcp", &["sport", "dport"]),
+    ("udp", &["sport", "dport"]),
+];
+
+/// Words of which each has to follow one of these.
+const BEHIND: &[&str] = &[
+    "saddr", "daddr", "sport", "dport", "state", "zone", "l4proto",
+];
+
+/// What a statement leaves of a rule's words.
+type Rest<'w, 'a> = &'w [&'a str];
+
+impl<'a> Listed<'a> {
+    fn fault(&mut self, what: impl FnOnce() -> String) {
+        self.fault.get_or_insert_with(what);
+    }
+
+    fn unknown(&mut self, word: &str) {
+        self.fault(|| format!("{word:?} is not understood"));
+    }
+
+    fn add(&mut self, key: Key, not: bool, name: &'a str, value: impl Into<Cow<'a, str>>) {
+        self.parts.push(Part {
+            key,
+            not,
+            name,
+            value: value.into(),
+            more: None,
+        });
+    }
+
+    /// Reads what begins with a word, and follows another.
+    fn statement<'w>(&mut self, before: &str, word: &'a str, rest: Rest<'w, 'a>) -> Rest<'w, 'a> {
+        let follows = |lead: &str| FOLLOW.iter().find(|(of, _)| *of == lead);
+        match (follows(word), rest.first()) {
+            (Some((_, follow)), Some(next)) if !follow.contains(next) => self.unknown(next),
+            (Some(_), None) => self.fault(|| format!("nothing follows {word}")),
+            _ => {}
+        }
+        let leads = |(_, follow): &(&str, &[&str])| follow.contains(&word);
+        if BEHIND.contains(&word) && !follows(before).is_some_and(leads) {
+            self.unknown(word);
+        }
+        match word {
+            "meta" | "ct" | "counter" => rest,
+            "packets" | "bytes" => rest.get(1..).unwrap_or_default(),
+            "ip" | "ip6" => {
+                self.only(word == "ip");
+                rest
+            }
+            "tcp" | "udp" => {
+                self.protocol(word, word);
+                rest
+            }
+            "saddr" => self.value(Key::Source, word, rest),
+            "daddr" => self.value(Key::Destination, word, rest),
+            "sport" => self.value(Key::SourcePort, word, rest),
+            "dport" => self.value(Key::Port, word, rest),
+            "skuid" => self.value(Key::Uid, word, rest),
+            "skgid" => self.value(Key::Gid, word, rest),
+            "l4proto" => self.value(Key::Protocol, word, rest),
+            "iifname" => self.value(Key::In, word, rest),
+            "oifname" => self.value(Key::Out, word, rest),
+            "iif" | "oif" => {
+                self.unknown(word);
+                self.value(if word == "iif" { Key::In } else { Key::Out }, word, rest)
+            }
+            "comment" => self.value(Key::Comment, word, rest),
+            "mark" if before == "ct" => self.mark(Key::ConnMark, rest),
+            "mark" => self.mark(Key::Mark, rest),
+            "state" => {
+                let states = ["established", "related", "new", "invalid", "untracked"];
+                let (found, rest) = split(rest, |state| states.contains(&state));
+                let mut found: Vec<_> = found.iter().map(|of| of.to_ascii_uppercase()).collect();
+                // As iptables prints them.
+                found.sort_unstable_by_key(|state| state != "RELATED");
+                self.add(Key::State, false, word, found.join(","));
+                rest
+            }
+            "zone" => {
+                self.target(word, "CT");
+                match rest {
+                    ["set", _, rest @ ..] => rest,
+                    _ => {
+                        self.fault(|| "a zone is not set".to_owned());
+                        rest
+                    }
+                }
+            }
+            // What was done to a connection.
+            "status" => {
+                self.unknown(word);
+                let joins = ["!=", "==", "&", "|", "and", "dnat", "snat"];
+                split(rest, |word| joins.contains(&word)).1
+            }
+            "return" | "drop" | "accept" | "reject" | "queue" | "synproxy" | "dnat" | "notrack"
+            | "redirect" | "tproxy" => self.verdict(word, rest),
+            "jump" | "goto" => {
+                let Some((chain, rest)) = rest.split_first() else {
+                    self.fault(|| format!("nothing follows {word}"));
+                    return rest;
+                };
+                self.decides(*chain);
+                self.add(Key::Chain, false, word, *chain);
+                rest
+            }
+            _ => {
+                self.unknown(word);
+                if let Some(set) = word.strip_prefix('@') {
+                    self.add(Key::Set, false, word, set);
+                }
+                self.to_port(word);
+                rest
+            }
+        }
+    }
+
+    /// `!= 53` excludes `53`; `{ 53, 15008 }` is `53,15008`. A word that is no value is left where it is.
+    fn value<'w>(&mut self, key: Key, name: &'a str, rest: Rest<'w, 'a>) -> Rest<'w, 'a> {
+        let (not, rest) = match rest {
+            ["!=", rest @ ..] => (true, rest),
+            ["==", rest @ ..] => (false, rest),
+            _ => (false, rest),
+        };
+        let (values, rest) = match rest {
+            ["{", rest @ ..] => {
+                let (values, rest) = split(rest, |word| word != "}");
+                (values, rest.get(1..).unwrap_or_default())
+            }
+            [word, ..] if word.starts_with(['@', '<', '>', '.']) || *word == "vmap" => {
+                self.unknown(word);
+                return rest;
+            }
+            _ => rest.split_at(rest.len().min(1)),
+        };
+        match (key, values) {
+            (_, []) => self.fault(|| "a value is missing".to_owned()),
+            (Key::Protocol, _) if not => {
+                self.fault(|| format!("\"!= {}\" is not understood", values.join(",")));
+            }
+            (Key::Protocol, _) => self.protocol(name, &values.join(",")),
+            (Key::In | Key::Out | Key::Comment, _) => {
+                if values.len() > 1 {
+                    self.fault(|| "it is for several interfaces".to_owned());
+                }
+                for value in values {
+                    self.add(key, not, name, value.trim_matches('"'));
+                }
+            }
+            (_, [value]) => self.add(key, not, name, *value),
+            _ => self.add(key, not, name, values.join(",")),
+        }
+        rest
+    }
+
+    /// A mark that is asked for or set: of the packet, or of its connection.
+    fn mark<'w>(&mut self, key: Key, rest: Rest<'w, 'a>) -> Rest<'w, 'a> {
+        let (mut sets, mut counts) = (false, false);
+        let joins = ["set", "and", "or", "xor", "&", "|", "^", "==", "!="];
+        let (words, rest) = split(rest, |word| {
+            let is_number = number(word).is_some();
+            // Behind a comparison, the next statement begins.
+            let is_mark = matches!(word, "meta" | "ct" | "mark") && (sets || !counts);
+            sets |= word == "set";
+            counts |= is_number;
+            joins.contains(&word) || is_number || is_mark
+        });
+        let said: Vec<&str> = (words.iter().copied())
+            .map(|word| match word {
+                "and" => "&",
+                // Of bits that are cleared, "or" and "xor" are the same.
+                "or" | "xor" | "^" => "|",
+                word => word,
+            })
+            .collect();
+        for bits in words.iter().filter(|word| number(word).is_some()) {
+            self.add(Key::Bits, false, "mark", *bits);
+        }
+        let is_bit = |mask| number(mask).is_some_and(u32::is_power_of_two);
+        let asked = match said[..] {
+            ["==", value] | [value] => Some((false, value.to_owned())),
+            ["!=", value] => Some((true, value.to_owned())),
+            // The bit is there.
+            ["&", mask, "!=", none] if number(none) == Some(0) && is_bit(mask) => {
+                Some((false, format!("{mask}/{mask}")))
+            }
+            ["&", mask, "!=", value] => Some((true, format!("{value}/{mask}"))),
+            ["&", mask, "==", value] | ["&", mask, value] => {
+                Some((false, format!("{value}/{mask}")))
+            }
+            _ => None,
+        };
+        if let Some((not, value)) = asked.filter(|(_, value)| mark(value).is_some()) {
+            self.add(key, not, "mark", value);
+            return rest;
+        }
+        match (key, &said[..]) {
+            // TPROXY sets a mark, too.
+            (_, ["set", ..]) if self.target == "TPROXY" => {}
+            (Key::Mark, ["set", "ct", "mark"]) => self.target("mark", "MARK"),
+            (_, ["set", value]) if number(value).is_some() => {
+                self.target("mark", if key == Key::Mark { "MARK" } else { "CONNMARK" });
+            }
+            (Key::ConnMark, ["set", "mark"] | ["set", "meta", "mark"])
+            | (Key::ConnMark, ["set", "ct", "mark", "&", _, "|", _]) => {
+                self.target("mark", "CONNMARK");
+            }
+            (_, ["set", ..]) => {
+                self.fault(|| format!("a mark is set to {:?}", words[1..].join(" ")));
+            }
+            _ => self.unknown(rest.first().copied().unwrap_or("mark")),
+        }
+        rest
+    }
+
+    fn protocol(&mut self, name: &'a str, protocol: &str) {
+        let known = ["tcp", "udp"].into_iter().find(|known| *known == protocol);
+        match (known, self.protocol) {
+            (None, _) => self.fault(|| format!("protocol {protocol:?} is not understood")),
+            (Some(protocol), "") => {
+                self.add(Key::Protocol, false, name, protocol);
+                self.protocol = protocol;
+            }
+            (_, before) if before != protocol => {
+                self.fault(|| "the rule is for two protocols".to_owned());
+            }
+            _ => {}
+        }
+    }
+
+    fn only(&mut self, v4: bool) {
+        if *self.v4.get_or_insert(v4) != v4 {
+            self.fault(|| "the rule is for both families at once".to_owned());
+        }
+    }
+
+    fn decides(&mut self, target: &'a str) {
+        if !std::mem::replace(&mut self.target, target).is_empty() {
+            self.fault(|| "the rule does two things".to_owned());
+        }
+    }
+
+    fn target(&mut self, name: &'a str, target: &'a str) {
+        self.decides(target);
+        self.add(Key::Target, false, name, target);
+    }
+
+    /// Reads a verdict, or a statement of the same kind.
+    fn verdict<'w>(&mut self, word: &'a str, mut rest: Rest<'w, 'a>) -> Rest<'w, 'a> {
+        // Behind TPROXY, the packet is done.
+        if word == "accept" && self.target == "TPROXY" {
+            return rest;
+        }
+        let (target, is_known) = match word {
+            "return" => ("RETURN", true),
+            "drop" => ("DROP", true),
+            "accept" => ("ACCEPT", true),
+            "redirect" => ("REDIRECT", true),
+            "tproxy" => ("TPROXY", true),
+            "queue" => ("QUEUE", false),
+            "synproxy" => ("SYNPROXY", false),
+            "dnat" => ("DNAT", false),
+            "notrack" => ("NOTRACK", false),
+            _ => ("REJECT", false),
+        };
+        self.target(word, target);
+        if !is_known {
+            self.unknown(word);
+        }
+        if matches!(word, "redirect" | "tproxy") {
+            if let (["ip" | "ip6", behind @ ..], "tproxy") = (rest, word) {
+                self.only(rest[0] == "ip");
+                rest = behind;
+            }
+            match rest {
+                ["to", port, behind @ ..] if self.to_port(*port) => return behind,
+                _ => self.fault(|| "it names no port".to_owned()),
+            }
+        }
+        rest
+    }
+
+    /// `:15001`
+    fn to_port(&mut self, word: &'a str) -> bool {
+        let port = word.strip_prefix(':');
+        let port = port.filter(|port| port.parse::<u16>().is_ok());
+        port.map(|port| self.add(Key::ToPort, false, "to", port))
+            .is_some()
+    }
+}
+
+/// The first words that go on, and those behind them.
+fn split<'w, 'a>(
+    words: Rest<'w, 'a>,
+    mut goes_on: impl FnMut(&'a str) -> bool,
+) -> (Rest<'w, 'a>, Rest<'w, 'a>) {
+    let end = words.iter().position(|word| !goes_on(*word));
+    words.split_at(end.unwrap_or(words.len()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Parts by their names and values.
+    fn printed(parts: &[Part<'_>]) -> String {
+        let parts = parts.iter().filter(|part| part.key != Key::Bits);
+        let words = parts.map(|part| {
+            let not = if part.not { "! " } else { "" };
+            format!("{not}{} {}", part.name, part.value)
+        });
+        words.collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn rules_of_nft_are_read_by_their_parts() {
+        for (rule, wanted, family) in [
+            (
+                "meta l4proto tcp tcp dport 15008 counter packets 0 bytes 7 return",
+                "l4proto tcp dport 15008 return RETURN",
+                None,
+            ),
+            (
+                "oifname \"lo\" meta l4proto tcp ip daddr != 127.0.0.1 tcp dport != { 53, 15008 } meta skuid 3 counter packets 0 \
+                 bytes 0 jump istio-in-redirect",
+                "oifname lo l4proto tcp ! daddr 127.0.0.1 ! dport 53,15008 skuid 3 jump istio-in-redirect",
+                Some(true),
+            ),
+            (
+                "skgid != 201 skgid != 202 return # handle 7",
+                "! skgid 201 ! skgid 202 return RETURN",
+                None,
+            ),
+            (
+                "iifname \"eth*\" ip6 daddr fd00::/8 jump istio-redirect",
+                "iifname eth* daddr fd00::/8 jump istio-redirect",
+                Some(false),
+            ),
+            (
+                "meta l4proto tcp ip6 daddr != ::1 tproxy ip6 to :15006 meta mark set 0x539 counter accept",
+                "l4proto tcp ! daddr ::1 tproxy TPROXY to 15006",
+                Some(false),
+            ),
+            (
+                "meta l4proto tcp ct state established,related tcp dport 80 jump istio-divert",
+                "l4proto tcp state RELATED,ESTABLISHED dport 80 jump istio-divert",
+                None,
+            ),
+            (
+                "meta mark & 0x00000fff == 0x00000539 ct mark set ct mark & 0xfffff000 | 0x00000111",
+                "mark 0x00000539/0x00000fff mark CONNMARK",
+                None,
+            ),
+            (
+                "ct mark and 0xfff == 0x111 meta mark set ct mark",
+                "mark 0x111/0xfff mark MARK",
+                None,
+            ),
+            (
+                "udp sport 15053 meta skuid 3 counter ct zone set 2",
+                "udp udp sport 15053 skuid 3 zone CT",
+                None,
+            ),
+        ] {
+            let found = listed(rule);
+            assert_eq!(
+                (&*printed(&found.parts), found.v4),
+                (wanted, family),
+                "{rule}"
+            );
+            assert_eq!(found.fault, None, "{rule}");
+        }
+    }
+
+    #[test]
+    fn what_istio_does_not_write_is_an_error() {
+        for rule in [
+            "counter",
+            "tcp flags syn return",
+            "meta l4proto != tcp return",
+            "meta l4proto sctp return",
+            "tcp dport 1 udp dport 1 return",
+            "ip daddr 127.0.0.1 ip6 daddr ::1 return",
+            "ip daddr @some return",
+            "redirect to 127.0.0.1:1",
+            "redirect",
+            "tcp dport > 5 return",
+            "meta mark set meta mark ^ 1",
+            "return return",
+            "snat to 169.254.7.127",
+            "iifname { \"eth1\", \"eth2\" } return",
+        ] {
+            assert!(listed(rule).fault.is_some(), "{rule}: {:?}", listed(rule));
+        }
+    }
+}
