@@ -15,12 +15,15 @@ use terminal::{
 };
 
 use super::WhereArgs;
-use crate::rules::{
-    binaries::Variant,
-    reconcile::{
-        expected::Expected,
-        run::{self, Done, Options, Outcome},
+use crate::{
+    rules::{
+        binaries::Variant,
+        reconcile::{
+            expected::Expected,
+            run::{self, Done, Options, Outcome},
+        },
     },
+    text::printable,
 };
 
 /// How many differences are printed.
@@ -179,11 +182,6 @@ fn answer(namespace: String, mesh: String, changes: bool, done: Done) -> Answer 
 }
 
 fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
-    let printable = |text: &str| -> String {
-        text.chars()
-            .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-            .collect()
-    };
     for row in &answer.families {
         let variant = row.variant.unwrap_or("none");
         writeln!(out, "{}: {variant}: {}", row.family, row.reason)?;

@@ -13,7 +13,10 @@ use takeover::owners::{self, ISTIO_AMBIENT, ISTIO_SIDECAR, KUBE_PROXY, OSM, Owne
 use terminal::output::{self, DIM, Format, WARN};
 
 use super::WhereArgs;
-use crate::rules::cleanup::{self, Done};
+use crate::{
+    rules::cleanup::{self, Done, Step},
+    text::printable,
+};
 
 /// Remove the rules of one owner, in both variants of iptables, both families, and nf_tables.
 ///
@@ -78,19 +81,11 @@ struct Answer {
     namespace: String,
     /// Whether the changes were made.
     changed: bool,
-    steps: Vec<StepRow>,
+    steps: Vec<Step>,
     /// The routing rules and routes of the owner, as the commands of `ip` that remove them.
     routing: Vec<String>,
     /// Rules of the owner that stay, and why.
     stays: Vec<String>,
-}
-
-#[derive(Serialize)]
-struct StepRow {
-    command: String,
-    input: String,
-    jumps: usize,
-    chains: usize,
 }
 
 impl CleanupArgs {
@@ -122,16 +117,10 @@ impl CleanupArgs {
         let (Done { steps, stays }, routing) = namespace
             .inside(work)
             .with_context(|| format!("cannot clean up in {namespace}"))?;
-        let steps = steps.into_iter().map(|step| StepRow {
-            command: step.command,
-            input: step.input,
-            jumps: step.jumps,
-            chains: step.chains,
-        });
         let answer = Answer {
             namespace: namespace.to_string(),
             changed: !self.dry_run,
-            steps: steps.collect(),
+            steps,
             routing,
             stays,
         };
@@ -141,15 +130,10 @@ impl CleanupArgs {
 }
 
 fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
-    let printable = |text: &str| -> String {
-        text.chars()
-            .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-            .collect()
-    };
     if answer.steps.is_empty() && answer.routing.is_empty() {
         writeln!(out, "No rules of this owner in {}.", answer.namespace)?;
     }
-    for StepRow {
+    for Step {
         command,
         input,
         jumps,

@@ -16,10 +16,13 @@ use takeover::owners::{self, Plan};
 use terminal::output::{self, BAD, BOLD, Cell, DIM, Format, GOOD, Table, WARN};
 
 use super::WhereArgs;
-use crate::rules::{
-    collect,
-    report::{self, Conflict, Own, Report},
-    ruleset::{Form, Line, Text},
+use crate::{
+    rules::{
+        collect,
+        report::{self, Conflict, Own, Report},
+        ruleset::{Form, Line, Text},
+    },
+    text::printable,
 };
 
 /// How many lines of a kind are printed, if not all are asked for.
@@ -139,11 +142,7 @@ impl From<&Line<'_>> for LineRow {
             table: line.table.clone(),
             line: line.number,
             // It may come from anybody, and goes to a terminal.
-            text: line
-                .text
-                .chars()
-                .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-                .collect(),
+            text: printable(&line.text),
         }
     }
 }

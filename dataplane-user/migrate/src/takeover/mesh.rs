@@ -13,14 +13,13 @@ use super::{
     back::{bring_back, wanted},
     captured,
     place::Place,
-    steps::{keep_nat, save, would_remove},
+    steps::{keep_nat, remove_rules, save, would_remove},
     told::{Outcome, Tell},
 };
 use crate::{
     commands::import_mesh,
     rules::{
         capture::{self, Capture},
-        cleanup,
         rails::{self, Rails},
         saved::Saved,
     },
@@ -265,13 +264,7 @@ fn remove_or_restore(
 
 /// Removes the rules, and looks whether the dataplane still captures as they did.
 fn remove(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<()> {
-    let done = cleanup::clean_up(None, place.owners, false).context("rules cannot be removed")?;
-    for step in &done.steps {
-        tell.change("remove", step, false);
-    }
-    for stays in done.stays {
-        tell.stays(&stays);
-    }
+    remove_rules(place, tell)?;
     ensure!(
         is_same(place, saved, "check", tell).context("without the rules")?,
         "without the rules, the dataplane captures other connections than they did"

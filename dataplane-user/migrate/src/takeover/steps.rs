@@ -411,8 +411,8 @@ pub fn keep_nat(dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Removes the rules, and asks again.
-fn remove(place: &Place, addresses: &[ClusterIp], tell: &mut Tell<'_>) -> anyhow::Result<()> {
+/// Removes the rules, and says what goes and what stays.
+pub fn remove_rules(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     let done = cleanup::clean_up(None, place.owners, false).context("rules cannot be removed")?;
     for step in &done.steps {
         tell.change("remove", step, false);
@@ -420,6 +420,12 @@ fn remove(place: &Place, addresses: &[ClusterIp], tell: &mut Tell<'_>) -> anyhow
     for stays in done.stays {
         tell.stays(&stays);
     }
+    Ok(())
+}
+
+/// Removes the rules, and asks again.
+fn remove(place: &Place, addresses: &[ClusterIp], tell: &mut Tell<'_>) -> anyhow::Result<()> {
+    remove_rules(place, tell)?;
     if addresses.is_empty() {
         return Ok(());
     }

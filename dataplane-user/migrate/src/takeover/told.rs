@@ -10,6 +10,7 @@ use super::captured::Difference;
 use crate::{
     commands::compare::{self, Comparison},
     rules::cleanup::Step,
+    text::printable,
 };
 
 /// How a command ended.
@@ -108,16 +109,8 @@ impl<'a> Tell<'a> {
         );
         if dry_run {
             for line in step.input.lines() {
-                let line: String = line
-                    .chars()
-                    .map(|c| {
-                        if c.is_control() && c != '\t' {
-                            '\u{fffd}'
-                        } else {
-                            c
-                        }
-                    })
-                    .collect();
+                let words: Vec<String> = line.split('\t').map(printable).collect();
+                let line = words.join("\t");
                 self.line(&format!("  {}", output::styled(DIM, line)));
             }
             if let Some(told) = self.told.last_mut() {
@@ -128,10 +121,7 @@ impl<'a> Tell<'a> {
 
     /// A rule of the owner stays.
     pub fn stays(&mut self, text: &str) {
-        let text: String = text
-            .chars()
-            .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-            .collect();
+        let text = printable(text);
         self.line(&format!("{}: {text}", output::styled(WARN, "stays")));
         self.told.push(StepLine {
             step: "stays",
