@@ -1,6 +1,7 @@
 //! `dataplane-migrate report`.
 
 use std::{
+    collections::BTreeSet,
     fs,
     io::{self, Write},
     path::PathBuf,
@@ -20,7 +21,7 @@ use crate::{
     rules::{
         collect,
         report::{self, Conflict, Own, Report},
-        ruleset::{Form, Line, Text},
+        ruleset::{Form, Line, Text, Unread},
     },
     text::printable,
 };
@@ -67,10 +68,10 @@ pub struct ReportArgs {
 }
 
 #[derive(Serialize)]
-struct Answer {
+struct Answer<'a> {
     /// The network namespace, or the file.
     namespace: String,
-    owners: Vec<OwnerRow>,
+    owners: Vec<OwnerRow<'a>>,
     /// How many services IPVS has; null: IPVS is not loaded.
     ipvs_services: Option<usize>,
     /// Routing rules that ask for marks.
@@ -78,28 +79,28 @@ struct Answer {
     /// Interfaces at which the kernel checks the sources of IPv4 packets.
     reverse_paths: Vec<ReversePathRow>,
     /// Lines that were not understood.
-    unread: Vec<UnreadRow>,
+    unread: &'a [Unread<'a>],
     /// Tables whose rules could not be read, and what to do.
     missing: Vec<String>,
 }
 
 #[derive(Serialize)]
-struct OwnerRow {
+struct OwnerRow<'a> {
     owner: &'static str,
     /// `take over`, `ours` or `leave`.
     plan: &'static str,
     note: &'static str,
-    tables: Vec<String>,
+    tables: &'a BTreeSet<String>,
     chains: usize,
-    rules: Vec<LineRow>,
-    conflicts: Vec<ConflictRow>,
+    rules: &'a [Line<'a>],
+    conflicts: Vec<ConflictRow<'a>>,
 }
 
 #[derive(Serialize)]
-struct ConflictRow {
+struct ConflictRow<'a> {
     conflict: &'static str,
     means: &'static str,
-    lines: Vec<LineRow>,
+    lines: &'a [Line<'a>],
 }
 
 #[derive(Serialize)]
@@ -121,32 +122,6 @@ struct ReversePathRow {
     rp_filter: u8,
 }
 
-#[derive(Serialize)]
-struct UnreadRow {
-    #[serde(flatten)]
-    line: LineRow,
-    why: String,
-}
-
-#[derive(Serialize)]
-struct LineRow {
-    table: String,
-    /// The line's number in what the program printed; 0: not a line of its own.
-    line: usize,
-    text: String,
-}
-
-impl From<&Line<'_>> for LineRow {
-    fn from(line: &Line<'_>) -> Self {
-        Self {
-            table: line.table.clone(),
-            line: line.number,
-            // It may come from anybody, and goes to a terminal.
-            text: printable(&line.text),
-        }
-    }
-}
-
 impl ReportArgs {
     pub fn fill_from(&mut self, file: &Settings) {
         if let Some(mesh) = &file.mesh {
@@ -155,27 +130,25 @@ impl ReportArgs {
     }
 
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let answer = match &self.file {
-            Some(path) => {
-                let text =
-                    fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-                let text = String::from_utf8_lossy(&text);
-                let origin = path.file_name().unwrap_or_default().to_string_lossy();
-                let (form, origin) = (Form::of(&text), &*origin);
-                let report = report::report(
-                    &[Text {
-                        origin,
-                        form,
-                        text: &text,
-                    }],
-                    self.own,
-                );
-                answer(path.display().to_string(), &report)
-            }
-            None => self.live()?,
+        let Some(path) = &self.file else {
+            return self.live();
         };
+        let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text = String::from_utf8_lossy(&text);
+        let origin = path.file_name().unwrap_or_default().to_string_lossy();
+        let form = Form::of(&text);
+        let text = Text {
+            origin: &origin,
+            form,
+            text: &text,
+        };
+        let report = report::report(&[text], self.own);
+        self.print(&answer(path.display().to_string(), &report))
+    }
+
+    fn print(&self, answer: &Answer<'_>) -> anyhow::Result<ExitCode> {
         self.output
-            .print(&answer, |out, answer| self.text(out, answer))?;
+            .print(answer, |out, answer| self.text(out, answer))?;
         Ok(if answer.unread.is_empty() && answer.missing.is_empty() {
             ExitCode::SUCCESS
         } else {
@@ -183,7 +156,7 @@ impl ReportArgs {
         })
     }
 
-    fn live(&self) -> anyhow::Result<Answer> {
+    fn live(&self) -> anyhow::Result<ExitCode> {
         let namespace = self.place.namespace()?;
         let root = self.place.host_root.as_deref();
         let read = || {
@@ -206,7 +179,7 @@ impl ReportArgs {
                 interface,
                 rp_filter,
             });
-        Ok(Answer {
+        self.print(&Answer {
             ipvs_services,
             routing_rules: rules.iter().map(|rule| routing(rule, self.own)).collect(),
             reverse_paths: reverse_paths.collect(),
@@ -215,7 +188,7 @@ impl ReportArgs {
         })
     }
 
-    fn text(&self, out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
+    fn text(&self, out: &mut dyn Write, answer: &Answer<'_>) -> io::Result<()> {
         writeln!(out, "Rules in: {}\n", answer.namespace)?;
         if answer.owners.is_empty() {
             writeln!(out, "No rules were found.")?;
@@ -262,9 +235,9 @@ impl ReportArgs {
                 out,
                 "\n{name} ({}), in {}:",
                 row.plan,
-                row.tables.join(", ")
+                Vec::from_iter(row.tables.iter().map(String::as_str)).join(", ")
             )?;
-            self.lines(out, &row.rules)?;
+            self.lines(out, row.rules)?;
             for ConflictRow {
                 conflict,
                 means,
@@ -312,14 +285,10 @@ impl ReportArgs {
                 all.join(", ")
             )?;
         }
-        for unread in &answer.unread {
-            let LineRow { table, line, text } = &unread.line;
+        for Unread { line, why, .. } in answer.unread {
             let what = output::styled(BAD, "Not understood");
-            writeln!(
-                out,
-                "\n{what}: {table}, line {line}: {text}\n  {}",
-                unread.why
-            )?;
+            let (table, number, text) = (&line.table, line.number, printable(&line.text));
+            writeln!(out, "\n{what}: {table}, line {number}: {text}\n  {why}")?;
         }
         for missing in &answer.missing {
             writeln!(out, "\n{}: {missing}", output::styled(BAD, "Not read"))?;
@@ -327,14 +296,11 @@ impl ReportArgs {
         Ok(())
     }
 
-    fn lines(&self, out: &mut dyn Write, lines: &[LineRow]) -> io::Result<()> {
+    fn lines(&self, out: &mut dyn Write, lines: &[Line<'_>]) -> io::Result<()> {
         let shown = if self.lines { lines.len() } else { SHOWN };
-        for LineRow { table, line, text } in lines.iter().take(shown) {
-            writeln!(
-                out,
-                "  {}  {text}",
-                output::styled(DIM, format!("{table}:{line}"))
-            )?;
+        for line in lines.iter().take(shown) {
+            let place = output::styled(DIM, format!("{}:{}", line.table, line.number));
+            writeln!(out, "  {place}  {}", printable(&line.text))?;
         }
         match lines.len().saturating_sub(shown) {
             0 => Ok(()),
@@ -364,26 +330,21 @@ fn routing(rule: &MarkRule, own: Own) -> RoutingRow {
 }
 
 /// What texts alone tell.
-fn answer(namespace: String, report: &Report<'_>) -> Answer {
-    let rows = |lines: &[Line<'_>]| lines.iter().map(LineRow::from).collect::<Vec<_>>();
+fn answer<'a>(namespace: String, report: &'a Report<'a>) -> Answer<'a> {
     let owners = report.owners.iter().map(|found| OwnerRow {
         owner: found.owner.name,
         plan: found.owner.plan.word(),
         note: found.owner.note,
-        tables: found.tables.iter().cloned().collect(),
+        tables: &found.tables,
         chains: found.chains,
-        rules: rows(&found.rules),
+        rules: &found.rules,
         conflicts: (found.conflicts.iter())
             .map(|(conflict, lines)| ConflictRow {
                 conflict: conflict.word(),
                 means: conflict.means(),
-                lines: rows(lines),
+                lines,
             })
             .collect(),
-    });
-    let unread = report.unread.iter().map(|unread| UnreadRow {
-        line: LineRow::from(&unread.line),
-        why: unread.why.clone(),
     });
     Answer {
         namespace,
@@ -391,7 +352,7 @@ fn answer(namespace: String, report: &Report<'_>) -> Answer {
         ipvs_services: None,
         routing_rules: Vec::new(),
         reverse_paths: Vec::new(),
-        unread: unread.collect(),
+        unread: &report.unread,
         missing: Vec::new(),
     }
 }

@@ -1,7 +1,9 @@
 //! A rule by its parts: what it asks of a packet, and what it does with it. Reads the options of `iptables-save` ([`saved`]) and
 //! the words of `nft` ([`listed`]) into the same parts, in their order. A part that is not known keeps its name.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, net::IpAddr};
+
+use ipnet::IpNet;
 
 use super::{Words, nft};
 
@@ -79,6 +81,13 @@ pub fn number(text: &str) -> Option<u32> {
         Some(hex) => u32::from_str_radix(hex, 16).ok(),
         None => text.parse().ok(),
     }
+}
+
+/// A network, or an address.
+pub fn net(text: &str) -> Option<IpNet> {
+    let net = text.parse();
+    net.or_else(|_| text.parse::<IpAddr>().map(IpNet::from))
+        .ok()
 }
 
 /// The parts of a rule of `iptables-save`.
@@ -300,6 +309,7 @@ impl<'a> Listed<'a> {
             }
             [word, ..] if word.starts_with(['@', '<', '>', '.']) || *word == "vmap" => {
                 self.unknown(word);
+                self.add(key, not, name, *word);
                 return rest;
             }
             _ => rest.split_at(rest.len().min(1)),

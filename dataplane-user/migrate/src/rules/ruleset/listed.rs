@@ -93,6 +93,34 @@ mod tests {
         assert!(translates("ct status dnat tcp dport 80 dnat to 10.0.0.1"));
     }
 
+    /// In doubt a rule is for an address that is a service's.
+    #[test]
+    fn destinations_of_a_rule_are_told_apart() {
+        for (text, to_loopback, to_one) in [
+            ("ip daddr 127.0.0.1 drop", true, true),
+            ("ip daddr { 127.0.0.1, 127.0.0.53 } drop", true, true),
+            ("ip daddr { 127.0.0.1, 10.0.0.1 } drop", false, true),
+            ("ip daddr != 127.0.0.1 drop", false, false),
+            ("ip daddr 169.254.20.10 notrack", false, false),
+            (
+                "ip daddr { 169.254.20.10, 10.96.0.10 } notrack",
+                false,
+                true,
+            ),
+            ("ip daddr @dns notrack", false, true),
+            (
+                "ip daddr . udp dport { 10.96.0.10 . 53 } notrack",
+                false,
+                true,
+            ),
+            ("ip saddr 127.0.0.1 drop", false, false),
+        ] {
+            let rule = of_nft(1, "c", text);
+            let found = (rule.to_loopback, rule.to_one);
+            assert_eq!(found, (to_loopback, to_one), "{text}");
+        }
+    }
+
     #[test]
     fn a_rule_of_nf_tables_asks_for_the_marks_that_it_compares() {
         let asks = |text: &str| of_nft(1, "c", text).asks;

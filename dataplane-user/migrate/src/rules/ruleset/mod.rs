@@ -6,7 +6,12 @@ mod saved;
 
 use std::{borrow::Cow, collections::BTreeMap};
 
-use crate::text::tree::{self, Key, Part};
+use serde::{Serialize, Serializer};
+
+use crate::text::{
+    printable,
+    tree::{self, Key, Part},
+};
 
 /// A text with rules.
 #[derive(Clone, Copy, Debug)]
@@ -47,25 +52,33 @@ impl Form {
 }
 
 /// A line of a text.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Line<'a> {
     /// The text's origin and the table: `iptables-nft nat`.
     pub table: String,
-    /// The line's number, from 1.
+    /// The line's number in what the program printed, from 1.
+    #[serde(rename = "line")]
     pub number: usize,
     /// The rule, with its chain.
+    #[serde(serialize_with = "for_a_terminal")]
     pub text: Cow<'a, str>,
 }
 
 /// A line that was not understood.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Unread<'a> {
     /// The line.
+    #[serde(flatten)]
     pub line: Line<'a>,
     /// Why.
     pub why: String,
     /// Whether the line is a rule, of which only the target is not known.
+    #[serde(skip)]
     pub is_rule: bool,
+}
+
+fn for_a_terminal<S: Serializer>(text: &str, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&printable(text))
 }
 
 /// A table.
@@ -218,8 +231,8 @@ impl<'a> Rule<'a> {
                     rule.jumps.extend(plain.filter(|to| !to.is_empty()));
                 }
                 Key::Destination => {
-                    rule.to_loopback = !not && is_loopback(value);
                     let mut of_set = value.split(',');
+                    rule.to_loopback |= !not && of_set.clone().all(is_loopback);
                     rule.to_one |= !not && of_set.any(|to| !is_link_local(to));
                 }
                 Key::Set => rule.sets.extend(plain),
