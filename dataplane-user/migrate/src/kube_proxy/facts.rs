@@ -82,10 +82,3 @@ pub fn all_of(v4: bool) -> IpNet {
 pub fn host(net: IpNet) -> Option<IpAddr> {
     (net.prefix_len() == net.max_prefix_len()).then(|| net.addr())
 }
-
-/// A network, or an address.
-pub fn net(text: &str) -> Option<IpNet> {
-    let net = text.parse();
-    net.or_else(|_| text.parse::<IpAddr>().map(IpNet::from))
-        .ok()
-}

@@ -135,12 +135,21 @@ pub(super) fn inserted(
         let behind = (0..index).rev().find_map(|index| find(&there, index));
         let at = behind.map_or(0, |at| at + 1).max(least);
         least = at + 1;
-        let rest = rule.strip_prefix("-A ").unwrap_or(rule);
-        let rest = rest.strip_prefix(chain).unwrap_or(rest);
-        words.push(format!("-I {chain} {}{rest}", at + 1));
+        words.push(insert(chain, at + 1, rule));
         there.insert(at, rule.clone());
     }
     words
+}
+
+/// The words that put a rule at a place of its chain.
+pub(super) fn insert(chain: &str, place: usize, rule: &str) -> String {
+    format!("-I {chain} {place}{}", behind(chain, rule))
+}
+
+/// What a rule has behind its chain.
+pub(super) fn behind<'r>(chain: &str, rule: &'r str) -> &'r str {
+    let rest = rule.strip_prefix("-A ").unwrap_or(rule);
+    rest.strip_prefix(chain).unwrap_or(rest)
 }
 
 #[cfg(test)]

@@ -12,13 +12,14 @@ use super::{
     super::{
         draft::{Affinity, Draft, PortName, agree},
         endpoints::{Share, of_lists},
-        facts::{self, Masquerade},
+        facts::Masquerade,
         leftover::{At, Leftovers},
     },
     fixed::{MARKS, added_mark, clients},
     port::{Chains, Hairpins},
     tables::{Rule, Table},
 };
+use crate::text::tree;
 
 /// A rule that was not understood, and why.
 type Fault = (At, String, String);
@@ -118,7 +119,7 @@ fn external(
             ["goto", to] if *to == service && masquerades => to_service = true,
             ["goto", to] if *to == local && !masquerades => to_local = true,
             [ip, "saddr", net, "goto", to]
-                if *ip == table.ip() && *to == service && facts::net(net).is_some() =>
+                if *ip == table.ip() && *to == service && tree::net(net).is_some() =>
             {
                 to_service = true;
             }
@@ -222,54 +223,28 @@ fn choice(
                 }
                 remembered.push((*to).to_owned());
             }
-            [
-                "meta",
-                "l4proto",
-                of,
-                "dnat",
-                ip,
-                "to",
-                "numgen",
-                "random",
-                "mod",
-                count,
-                "map",
-                "{",
-                slots @ ..,
-                "}",
-            ] if *of == name.protocol.word() && *ip == table.ip() => {
-                let found = slots.chunks(5).enumerate().map(|(index, slot)| match slot {
-                    [number, ":", ip, ".", port] if number.parse() == Ok(index) => {
-                        Some(share(ip.parse().ok()?, port.parse().ok()?))
-                    }
+            ["meta", "l4proto", of, "dnat", ip, "to", slots @ ..]
+                if *of == name.protocol.word()
+                    && *ip == table.ip()
+                    && slots.starts_with(RANDOM) =>
+            {
+                let found = numbered(slots, "map", 3, |slot| match slot {
+                    [ip, ".", port] => Some(share(ip.parse().ok()?, port.parse().ok()?)),
                     _ => None,
                 });
-                let found: Option<Vec<Share>> = found.collect();
-                let found = found.filter(|found| count.parse() == Ok(found.len()));
                 let Some(found) = found.filter(|_| remembered.is_empty()) else {
-                    return fault(&rule, "its slots are not numbered from 0 to the last");
+                    return fault(&rule, UNNUMBERED);
                 };
                 endpoints = found;
                 done = true;
             }
-            [
-                "numgen",
-                "random",
-                "mod",
-                count,
-                "vmap",
-                "{",
-                slots @ ..,
-                "}",
-            ] => {
-                let chains = slots.chunks(4).enumerate().map(|(index, slot)| match slot {
-                    [number, ":", "goto", chain] if number.parse() == Ok(index) => Some(*chain),
+            slots if slots.starts_with(RANDOM) => {
+                let chains = numbered(slots, "vmap", 2, |slot| match slot {
+                    ["goto", chain] => Some(*chain),
                     _ => None,
                 });
-                let chains: Option<Vec<&str>> = chains.collect();
-                let chains = chains.filter(|chains| count.parse() == Ok(chains.len()));
                 let Some(chains) = chains else {
-                    return fault(&rule, "its slots are not numbered from 0 to the last");
+                    return fault(&rule, UNNUMBERED);
                 };
                 let mut wanted: Vec<&str> = chains.clone();
                 wanted.sort_unstable();
@@ -292,6 +267,31 @@ fn choice(
         }
     }
     Ok((endpoints, Affinity(affinity), masqueraded))
+}
+
+/// How a choice by chance begins.
+const RANDOM: &[&str] = &["numgen", "random", "mod"];
+
+/// Why the slots of a choice do not count.
+const UNNUMBERED: &str = "its slots are not numbered from 0 to the last";
+
+/// The slots of `numgen random mod 2 map { 0 : …, 1 : … }`, of so many words each.
+fn numbered<'t, T>(
+    words: &[&'t str],
+    map: &str,
+    length: usize,
+    read: impl Fn(&[&'t str]) -> Option<T>,
+) -> Option<Vec<T>> {
+    let [_, _, _, count, of, "{", slots @ .., "}"] = words else {
+        return None;
+    };
+    let slots = slots.chunks(length + 2).enumerate();
+    let slots = slots.map(|(index, slot)| match slot {
+        [number, ":", slot @ ..] if number.parse() == Ok(index) => read(slot),
+        _ => None,
+    });
+    let found: Option<Vec<T>> = slots.collect();
+    found.filter(|found| *of == map && count.parse() == Ok(found.len()))
 }
 
 /// The endpoint of an endpoint's chain, and whether the chain remembers its clients. Before 1.36, each endpoint has such a
@@ -363,6 +363,6 @@ pub fn ranges(table: &Table<'_>, chain: &str) -> Result<Vec<IpNet>, Option<(At, 
         [ip, "saddr", "!=", net, "drop"] if *ip == table.ip() => std::slice::from_ref(net),
         _ => return other(&rule),
     };
-    let nets: Option<Vec<IpNet>> = nets.iter().map(|net| facts::net(net)).collect();
+    let nets: Option<Vec<IpNet>> = nets.iter().map(|net| tree::net(net)).collect();
     nets.map_or_else(|| other(&rule), Ok)
 }

@@ -2,11 +2,11 @@
 //! which addresses answer node ports.
 
 use super::{
-    super::{Masquerade, draft::Draft, facts, leftover::Leftovers},
+    super::{Masquerade, draft::Draft, leftover::Leftovers},
     Broken, elements,
     tables::{Rule, Table},
 };
-use crate::text::tree::number;
+use crate::text::tree::{self, number};
 
 /// Chains whose rules lead packets to other chains, each with such a rule; `IP` stands for `ip` or `ip6`.
 const LEADING: &[(&str, &str)] = &[
@@ -189,7 +189,7 @@ pub fn clients<'w, 't>(
 ) -> Option<(Masquerade, &'w [&'t str])> {
     let found = match words {
         [of, "saddr", "!=", net, mark @ ..] if *of == table.ip() => {
-            (Masquerade::OutsideOf(facts::net(net)?), mark)
+            (Masquerade::OutsideOf(tree::net(net)?), mark)
         }
         ["iifname", "!=", name, mark @ ..] => {
             let name = name.trim_matches('"');
@@ -271,10 +271,10 @@ fn unused(table: &Table<'_>, rule: &Rule<'_>) -> bool {
         [ip, "daddr", "@cluster-ips", ref reject @ ..] if reject.first() == Some(&"reject") => {
             ip == table.ip() && is_reject(reject)
         }
-        [ip, "daddr", net, "drop"] => ip == table.ip() && facts::net(net).is_some(),
+        [ip, "daddr", net, "drop"] => ip == table.ip() && tree::net(net).is_some(),
         // Several ranges.
         [ip, "daddr", "{", ref nets @ .., "}", "drop"] => {
-            ip == table.ip() && nets.iter().all(|net| facts::net(net).is_some())
+            ip == table.ip() && nets.iter().all(|net| tree::net(net).is_some())
         }
         _ => false,
     }

@@ -7,7 +7,6 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::super::facts;
 use crate::text::tree::{self, Key, Part};
 
 /// Which options a rule has, one bit each.
@@ -200,7 +199,7 @@ fn put<T>(place: &mut T, value: T, bit: u32) -> u32 {
 }
 
 fn network(text: &str) -> Result<IpNet, String> {
-    facts::net(text).ok_or_else(|| format!("{text:?} is no network"))
+    tree::net(text).ok_or_else(|| format!("{text:?} is no network"))
 }
 
 fn number<T: std::str::FromStr>(text: &str) -> Result<T, String> {

@@ -1,7 +1,5 @@
 //! A rule by its options.
 
-use std::net::IpAddr;
-
 use ipnet::IpNet;
 
 use super::Row;
@@ -80,10 +78,9 @@ pub fn options(row: &Row<'_>) -> Result<Options, String> {
         let Part {
             not, name, value, ..
         } = part;
-        let net = || -> Result<Option<IpNet>, String> {
-            let net = value.parse::<IpNet>();
-            let net = net.or_else(|_| value.parse::<IpAddr>().map(IpNet::from));
-            net.map(Some).map_err(|_| format!("{value:?} is no range"))
+        let net = || {
+            let net = tree::net(value).map(Some);
+            net.ok_or_else(|| format!("{value:?} is no range"))
         };
         let port = |text: &str| text.parse().map_err(|_| format!("{text:?} is no port"));
         let word = match part.key {

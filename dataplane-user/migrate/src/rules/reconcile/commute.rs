@@ -1,6 +1,8 @@
 //! Whether two rules that follow each other may change places: no packet notices it. In doubt they may not.
 
-use std::{net::IpAddr, ops::RangeInclusive};
+use std::ops::RangeInclusive;
+
+use ipnet::IpNet;
 
 use crate::text::{
     Words,
@@ -24,7 +26,7 @@ enum Field {
 /// The values of a field that a rule is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Values<'a> {
-    Prefix(IpAddr, u8),
+    Prefix(IpNet),
     Name(&'a str),
     Numbers(Vec<RangeInclusive<u32>>),
 }
@@ -109,8 +111,11 @@ impl Values<'_> {
     /// Whether no value is in both.
     fn is_apart_from(&self, other: &Self) -> bool {
         match (self, other) {
-            (Self::Prefix(one, length), Self::Prefix(other, other_length)) => {
-                !share(*one, *other, (*length).min(*other_length))
+            (Self::Prefix(one), Self::Prefix(other)) => {
+                // Addresses of both families are not in one table.
+                one.addr().is_ipv4() == other.addr().is_ipv4()
+                    && !one.contains(other)
+                    && !other.contains(one)
             }
             (Self::Name(one), Self::Name(other)) => one != other,
             (Self::Numbers(one), Self::Numbers(other)) => {
@@ -126,9 +131,7 @@ impl Values<'_> {
     /// Whether all values are among the other's.
     fn is_in(&self, other: &Self) -> bool {
         match (self, other) {
-            (Self::Prefix(one, length), Self::Prefix(other, other_length)) => {
-                length >= other_length && share(*one, *other, *other_length)
-            }
+            (Self::Prefix(one), Self::Prefix(other)) => other.contains(one),
             (Self::Name(one), Self::Name(other)) => one == other,
             (Self::Numbers(one), Self::Numbers(other)) => one.iter().all(|a| {
                 let has = |b: &RangeInclusive<u32>| b.start() <= a.start() && a.end() <= b.end();
@@ -136,25 +139,6 @@ impl Values<'_> {
             }),
             _ => false,
         }
-    }
-}
-
-/// Whether two addresses have the same first bits.
-fn share(one: IpAddr, other: IpAddr, bits: u8) -> bool {
-    let first = |value: u128, width: u32| {
-        value
-            .checked_shr(width.saturating_sub(bits.into()))
-            .filter(|_| bits > 0)
-    };
-    match (one, other) {
-        (IpAddr::V4(one), IpAddr::V4(other)) => {
-            first(one.to_bits().into(), 32) == first(other.to_bits().into(), 32)
-        }
-        (IpAddr::V6(one), IpAddr::V6(other)) => {
-            first(one.to_bits(), 128) == first(other.to_bits(), 128)
-        }
-        // Not in one table.
-        _ => true,
     }
 }
 
@@ -193,8 +177,8 @@ fn read(text: &str) -> Option<Read<'_>> {
 
 fn field(key: Key, value: &str) -> Option<(Field, Values<'_>)> {
     Some(match key {
-        Key::Source => (Field::Source, prefix(value)?),
-        Key::Destination => (Field::Destination, prefix(value)?),
+        Key::Source => (Field::Source, Values::Prefix(value.parse().ok()?)),
+        Key::Destination => (Field::Destination, Values::Prefix(value.parse().ok()?)),
         // A name that ends so is the beginning of names.
         Key::In if !value.ends_with('+') => (Field::In, Values::Name(value)),
         Key::Out if !value.ends_with('+') => (Field::Out, Values::Name(value)),
@@ -204,11 +188,6 @@ fn field(key: Key, value: &str) -> Option<(Field, Values<'_>)> {
         Key::Gid => (Field::Group, numbers(value, '-')?),
         _ => return None,
     })
-}
-
-fn prefix(value: &str) -> Option<Values<'static>> {
-    let (addr, length) = value.split_once('/')?;
-    Some(Values::Prefix(addr.parse().ok()?, length.parse().ok()?))
 }
 
 /// `53,15000:15010`

@@ -10,7 +10,7 @@ use takeover::owners;
 
 use super::{
     super::{
-        restore::inserted,
+        restore::{behind, insert, inserted},
         ruleset::{Rule, Table},
     },
     commute::commute,
@@ -234,10 +234,7 @@ fn compare(chain: &str, now: &[&str], wanted: &[&str]) -> Vec<String> {
     if places.len() > COMPARED {
         return vec![format!("another order: chain {chain}")];
     }
-    let rest = |place: usize| {
-        let rule = wanted[place].strip_prefix("-A ").unwrap_or(wanted[place]);
-        rule.strip_prefix(chain).unwrap_or(rule).trim_start()
-    };
+    let rest = |place: usize| behind(chain, wanted[place]);
     for (at, place) in places.iter().enumerate() {
         for later in &places[at + 1..] {
             if later < place && !commute(rest(*later), rest(*place)) {
@@ -275,22 +272,17 @@ fn additions(
         let there = now.elsewhere.get(chain).filter(|_| how == How::OnTop);
         let is_missing = |rule: &&&str| there.is_none_or(|there| !there.contains(rule));
         let (first, last) = rules.split_at(in_front(chain).min(rules.len()));
-        let at = |place: usize, rule: &str| {
-            let rest = rule.strip_prefix("-A ").unwrap_or(rule);
-            let rest = rest.strip_prefix(chain).unwrap_or(rest);
-            format!("-I {chain} {place}{rest}")
-        };
         let first = first.iter().filter(is_missing);
         let first: Vec<String> = (1..)
             .zip(first)
-            .map(|(place, rule)| at(place, rule))
+            .map(|(place, rule)| insert(chain, place, rule))
             .collect();
         let behind = now.behind.get(chain).filter(|_| how == How::Replace);
         let behind = behind.map(|others| first.len() + others + 1);
         all.extend(first);
         let last = last.iter().filter(is_missing).enumerate();
         all.extend(last.map(|(index, rule)| match behind {
-            Some(place) => at(place + index, rule),
+            Some(place) => insert(chain, place + index, rule),
             None => (*rule).to_owned(),
         }));
     }
