@@ -132,13 +132,7 @@ impl Collected {
         let Some(save) = found.program(family, variant, Role::Save) else {
             let name = binaries::name(family, Some(variant), Role::Save);
             for table in tables {
-                // nf_tables shows compatibility tables as well, but not what extensions of iptables do.
-                let listed = variant == Variant::Nft && self.printed(found, table);
-                let listed = if listed {
-                    ", so only what nf_tables shows of it was read"
-                } else {
-                    ""
-                };
+                let listed = self.listed(found, variant, table);
                 self.miss(table, &format!("no {name} is here{listed}: {GET_IPTABLES}"));
             }
             return;
@@ -158,20 +152,23 @@ impl Collected {
             match print(&save.path, &["-t", &table.name]) {
                 Ok(text) if has(&text, table) => self.push(&origin, text),
                 Ok(_) if why.is_empty() => {
-                    let listed = variant == Variant::Nft && self.printed(found, table);
-                    let listed = if listed {
-                        ", so only what nf_tables shows of it was read"
-                    } else {
-                        ""
-                    };
-                    self.miss(
-                        table,
-                        &format!("{} prints nothing of it{listed}", save.path.display()),
-                    );
+                    let listed = self.listed(found, variant, table);
+                    let program = save.path.display();
+                    self.miss(table, &format!("{program} prints nothing of it{listed}"));
                 }
                 Ok(_) => self.miss(table, &format!("{}: {why}", save.path.display())),
                 Err(error) => self.miss(table, &format!("{}: {error}", save.path.display())),
             }
+        }
+    }
+
+    /// Reads a table that iptables does not print, and says so. nf_tables shows compatibility tables as well, but not what
+    /// extensions of iptables do.
+    fn listed(&mut self, found: &Binaries, variant: Variant, table: &Table) -> &'static str {
+        if variant == Variant::Nft && self.printed(found, table) {
+            ", so only what nf_tables shows of it was read"
+        } else {
+            ""
         }
     }
 

@@ -1,6 +1,6 @@
 //! Whatever the text, reading it ends, in time that grows with its length; and what is printed of it reads the same.
 
-use std::{fs, path::PathBuf, time::Duration};
+use std::{fmt, fs, path::PathBuf, time::Duration};
 
 use proptest::prelude::*;
 
@@ -20,6 +20,28 @@ fn examples() -> [String; 2] {
         :cali-FORWARD - [0:0]\n:FORWARD DROP [12:34]\n\
         -A cali-FORWARD -m comment --comment \"cali:_-9\\\"x\\\\ y\" -m set --match-set cali40s:x src -j DROP\nCOMMIT\n";
     [fs::read_to_string(saved).unwrap(), others.to_owned()]
+}
+
+impl fmt::Display for Entry<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Table(name) => write!(f, "*{name}"),
+            Self::Chain {
+                name,
+                policy,
+                counters,
+                ..
+            } => {
+                write!(f, ":{name} {}", policy.unwrap_or("-"))?;
+                match counters {
+                    None => Ok(()),
+                    Some((packets, bytes)) => write!(f, " [{packets}:{bytes}]"),
+                }
+            }
+            Self::Rule(rule) => rule.fmt(f),
+            Self::Commit => f.write_str("COMMIT"),
+        }
+    }
 }
 
 /// An entry without its line's number.

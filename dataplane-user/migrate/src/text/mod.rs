@@ -1,5 +1,5 @@
 //! The text that `iptables-save` and `ip6tables-save` write and their `-restore` commands read, line by line. Pure: it
-//! borrows from the text, allocates nothing for a line, and keeps options that it does not know as they are. An entry
+//! borrows from the text, allocates nothing for a line, and keeps options that it does not know as they are. A rule
 //! prints as the line that it was read from.
 
 #[cfg(test)]
@@ -73,28 +73,6 @@ pub struct Rule<'a> {
     pub counters: Option<Counters>,
     /// The options, as they are written.
     pub text: &'a str,
-}
-
-impl fmt::Display for Entry<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Table(name) => write!(f, "*{name}"),
-            Self::Chain {
-                name,
-                policy,
-                counters,
-                ..
-            } => {
-                write!(f, ":{name} {}", policy.unwrap_or("-"))?;
-                match counters {
-                    None => Ok(()),
-                    Some((packets, bytes)) => write!(f, " [{packets}:{bytes}]"),
-                }
-            }
-            Self::Rule(rule) => rule.fmt(f),
-            Self::Commit => f.write_str("COMMIT"),
-        }
-    }
 }
 
 impl fmt::Display for Rule<'_> {

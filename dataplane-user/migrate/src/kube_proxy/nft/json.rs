@@ -2,7 +2,7 @@
 //!
 //! An object of the JSON is read alone, so that what is needed for it is soon free again.
 
-use std::{borrow::Cow, fmt::Write as _, net::SocketAddr};
+use std::{borrow::Cow, net::SocketAddr};
 
 use serde::Deserialize;
 use serde_json::{Value, value::RawValue};
@@ -134,7 +134,7 @@ fn of<'t>(tables: &'t mut [Table<'static>], object: &Object<'_>) -> Option<&'t m
 fn all_words<'a>(
     values: impl Iterator<Item = &'a RawValue>,
     between: &str,
-    words: fn(&Value, &mut String) -> Option<()>,
+    words: Words,
 ) -> String {
     let mut all = String::new();
     for value in values {
@@ -142,19 +142,20 @@ fn all_words<'a>(
             all.push_str(between);
         }
         let read: Option<Value> = serde_json::from_str(value.get()).ok();
-        if read.and_then(|read| words(&read, &mut all)).is_none() {
-            all.push_str(value.get());
+        match read.as_ref().and_then(words) {
+            Some(words) => all.push_str(&words),
+            None => all.push_str(value.get()),
         }
     }
     all.shrink_to_fit();
     all
 }
 
-/// The object, if it has these fields at most.
-fn only<'v>(value: &'v Value, fields: &[&str]) -> Option<&'v Value> {
-    let object = value.as_object()?;
-    let mut names = object.keys();
-    names.all(|name| fields.contains(&&**name)).then_some(value)
+/// The fields of an object, if it has no others.
+fn fields<'v, const N: usize>(of: &'v Value, names: [&str; N]) -> Option<[Option<&'v Value>; N]> {
+    let mut all = of.as_object()?.keys();
+    let is_whole = all.all(|name| names.contains(&&**name));
+    is_whole.then(|| names.map(|name| of.get(name)))
 }
 
 /// The only field of an object.
@@ -164,242 +165,192 @@ fn single(value: &Value) -> Option<(&str, &Value)> {
     Some((word, of))
 }
 
+/// A name: it has no white space and no mark that ends a word.
+fn name(value: Option<&Value>) -> Option<&str> {
+    let odd =
+        |c: char| c.is_whitespace() || c.is_control() || matches!(c, '"' | ',' | ';' | '{' | '}');
+    value?.as_str().filter(|text| !text.contains(odd))
+}
+
+/// How a value is written.
+type Words = fn(&Value) -> Option<String>;
+
 /// An element of a set, or of a map with its verdict.
-fn element(value: &Value, to: &mut String) -> Option<()> {
-    let Value::Array(pair) = value else {
-        return key_text(value, to);
-    };
-    let [key, verdict] = &pair[..] else {
+fn element(value: &Value) -> Option<String> {
+    match value {
+        Value::Array(_) => pair(value, key, verdict),
+        value => key(value),
+    }
+}
+
+/// A key of a map and its value.
+fn pair(value: &Value, of_key: Words, of_value: Words) -> Option<String> {
+    let [key, value] = &value.as_array()?[..] else {
         return None;
     };
-    key_text(key, to)?;
-    to.push_str(" : ");
-    self::verdict(verdict, to)
+    Some(format!("{} : {}", of_key(key)?, of_value(value)?))
 }
 
 /// A key, with its comment.
-fn key_text(value: &Value, to: &mut String) -> Option<()> {
-    let Some(element) = value.get("elem") else {
-        return operand(value, to);
-    };
-    only(value, &["elem"])?;
-    only(element, &["val", "comment"])?;
-    operand(element.get("val")?, to)?;
-    if let Some(comment) = element.get("comment") {
-        let _ = write!(to, " comment \"{}\"", plain(comment.as_str()?)?);
+fn key(value: &Value) -> Option<String> {
+    if value.get("elem").is_none() {
+        return operand(value);
     }
-    Some(())
+    let [element] = fields(value, ["elem"])?;
+    let [value, comment] = fields(element?, ["val", "comment"])?;
+    let key = operand(value?)?;
+    let Some(comment) = comment else {
+        return Some(key);
+    };
+    let comment = comment.as_str()?;
+    let is_odd = comment.contains(|c: char| c.is_control() || c == '"');
+    (!is_odd).then(|| format!("{key} comment \"{comment}\""))
 }
 
-/// A text that is one word of nft's.
-fn plain(text: &str) -> Option<&str> {
-    let odd = |c: char| c.is_control() || c == '"';
-    (!text.contains(odd)).then_some(text)
-}
-
-/// A name: it has no white space and no mark that ends a word.
-fn name(text: &str) -> Option<&str> {
-    let odd =
-        |c: char| c.is_whitespace() || c.is_control() || matches!(c, '"' | ',' | ';' | '{' | '}');
-    (!text.contains(odd)).then_some(text)
-}
-
-fn verdict(value: &Value, to: &mut String) -> Option<()> {
+fn verdict(value: &Value) -> Option<String> {
     let (word, of) = single(value)?;
     match word {
         "goto" | "jump" => {
-            let of = only(of, &["target"])?;
-            let _ = write!(to, "{word} {}", name(of.get("target")?.as_str()?)?);
+            let [target] = fields(of, ["target"])?;
+            Some(format!("{word} {}", name(target)?))
         }
-        "drop" | "accept" | "return" if of.is_null() => to.push_str(word),
-        _ => return None,
+        "drop" | "accept" | "return" if of.is_null() => Some(word.to_owned()),
+        _ => None,
     }
-    Some(())
 }
 
 /// The left side of a match, or a key of a map.
-fn operand(value: &Value, to: &mut String) -> Option<()> {
-    match value {
-        Value::String(text) => to.push_str(name(text)?),
-        Value::Number(number) => {
-            let _ = write!(to, "{number}");
+fn operand(value: &Value) -> Option<String> {
+    if let Value::Number(number) = value {
+        return Some(number.to_string());
+    }
+    if value.is_string() {
+        return name(Some(value)).map(str::to_owned);
+    }
+    let (word, of) = single(value)?;
+    Some(match word {
+        "payload" => {
+            let [protocol, field] = fields(of, ["protocol", "field"])?;
+            format!("{} {}", name(protocol)?, name(field)?)
         }
-        Value::Object(_) => {
-            let (word, of) = single(value)?;
-            let text = |key: &str| of.get(key).and_then(Value::as_str).and_then(name);
-            match word {
-                "payload" => {
-                    only(of, &["protocol", "field"])?;
-                    let _ = write!(to, "{} {}", text("protocol")?, text("field")?);
-                }
-                "meta" => match only(of, &["key"]).and_then(|_| text("key"))? {
-                    key @ ("iifname" | "oifname") => to.push_str(key),
-                    key => {
-                        let _ = write!(to, "meta {key}");
-                    }
-                },
-                "ct" => {
-                    only(of, &["key"])?;
-                    let _ = write!(to, "ct {}", text("key")?);
-                }
-                "fib" => {
-                    only(of, &["flags", "result"])?;
-                    let _ = write!(to, "fib {} {}", flag(of)?, text("result")?);
-                }
-                "numgen" => {
-                    only(of, &["mode", "mod", "offset"])?;
-                    let offset = of.get("offset").and_then(Value::as_u64).unwrap_or(0);
-                    let modulus = of.get("mod")?.as_u64().filter(|_| offset == 0)?;
-                    let _ = write!(to, "numgen {} mod {modulus}", text("mode")?);
-                }
-                "concat" => joined(of, " . ", to)?,
-                "prefix" => {
-                    only(of, &["addr", "len"])?;
-                    let _ = write!(to, "{}/{}", text("addr")?, of.get("len")?.as_u64()?);
-                }
-                "set" => {
-                    to.push_str("{ ");
-                    joined(of, ", ", to)?;
-                    to.push_str(" }");
-                }
-                "&" | "|" | "^" => {
-                    let [left, right] = &of.as_array()?[..] else {
-                        return None;
-                    };
-                    operand(left, to)?;
-                    let _ = write!(to, " {word} ");
-                    operand(right, to)?;
-                }
-                _ => return None,
+        "meta" | "ct" => {
+            let [key] = fields(of, ["key"])?;
+            match name(key)? {
+                key @ ("iifname" | "oifname") => key.to_owned(),
+                key => format!("{word} {key}"),
             }
         }
+        "fib" => {
+            let [flags, result] = fields(of, ["flags", "result"])?;
+            format!("fib {} {}", flag(flags?)?, name(result)?)
+        }
+        "numgen" => {
+            let [mode, modulus, offset] = fields(of, ["mode", "mod", "offset"])?;
+            let offset = offset.and_then(Value::as_u64).unwrap_or(0);
+            let modulus = modulus?.as_u64().filter(|_| offset == 0)?;
+            format!("numgen {} mod {modulus}", name(mode)?)
+        }
+        "concat" => joined(of, " . ", operand)?,
+        "prefix" => {
+            let [addr, length] = fields(of, ["addr", "len"])?;
+            format!("{}/{}", name(addr)?, length?.as_u64()?)
+        }
+        "set" => format!("{{ {} }}", joined(of, ", ", operand)?),
+        "&" | "|" | "^" if of.as_array()?.len() == 2 => joined(of, &format!(" {word} "), operand)?,
         _ => return None,
-    }
-    Some(())
+    })
 }
 
-fn joined(list: &Value, between: &str, to: &mut String) -> Option<()> {
-    for (index, part) in list.as_array()?.iter().enumerate() {
-        if index > 0 {
-            to.push_str(between);
-        }
-        operand(part, to)?;
-    }
-    Some(())
+fn joined(list: &Value, between: &str, words: impl Fn(&Value) -> Option<String>) -> Option<String> {
+    let parts: Option<Vec<String>> = list.as_array()?.iter().map(words).collect();
+    Some(parts?.join(between))
 }
 
 /// The only one of an object's flags.
-fn flag(of: &Value) -> Option<&str> {
-    let flags = of.get("flags")?;
-    let flag = match flags.as_array().map(Vec::as_slice) {
-        Some([flag]) => flag,
-        Some(_) => return None,
-        None => flags,
-    };
-    name(flag.as_str()?)
+fn flag(flags: &Value) -> Option<&str> {
+    match flags.as_array().map(Vec::as_slice) {
+        Some([flag]) => name(Some(flag)),
+        Some(_) => None,
+        None => name(Some(flags)),
+    }
 }
 
 /// A map in a rule: its key, and its name or its elements.
-fn map(
-    map: &Value,
-    word: &str,
-    of_element: fn(&Value, &mut String) -> Option<()>,
-    to: &mut String,
-) -> Option<()> {
-    only(map, &["key", "data"])?;
-    operand(map.get("key")?, to)?;
-    let _ = write!(to, " {word} ");
-    let data = map.get("data")?;
-    if let Some(of) = data.as_str() {
-        to.push_str(name(of)?);
-        return Some(());
-    }
-    to.push_str("{ ");
-    let set = only(data, &["set"])?.get("set")?.as_array()?;
-    for (index, pair) in set.iter().enumerate() {
-        if index > 0 {
-            to.push_str(", ");
+fn map(map: &Value, word: &str, of_value: Words) -> Option<String> {
+    let [key, data] = fields(map, ["key", "data"])?;
+    let data = match data? {
+        data if data.is_string() => name(Some(data))?.to_owned(),
+        data => {
+            let [set] = fields(data, ["set"])?;
+            let pairs = joined(set?, ", ", |value| pair(value, operand, of_value));
+            format!("{{ {} }}", pairs?)
         }
-        let [key, value] = &pair.as_array()?[..] else {
-            return None;
-        };
-        operand(key, to)?;
-        to.push_str(" : ");
-        of_element(value, to)?;
-    }
-    to.push_str(" }");
-    Some(())
+    };
+    Some(format!("{} {word} {data}", operand(key?)?))
 }
 
 /// A part of a rule.
-fn statement(value: &Value, to: &mut String) -> Option<()> {
+fn statement(value: &Value) -> Option<String> {
     let (word, of) = single(value)?;
-    match word {
-        "vmap" => map(of, "vmap", verdict, to)?,
-        "dnat" => translation(of, to)?,
+    Some(match word {
+        "vmap" => map(of, "vmap", verdict)?,
+        "dnat" => translation(of)?,
         "match" => {
-            only(of, &["op", "left", "right"])?;
-            operand(of.get("left")?, to)?;
-            match of.get("op")?.as_str()? {
-                "==" | "in" => to.push(' '),
-                "!=" => to.push_str(" != "),
+            let [op, left, right] = fields(of, ["op", "left", "right"])?;
+            let not = match op?.as_str()? {
+                "==" | "in" => "",
+                "!=" => "!= ",
                 _ => return None,
-            }
-            operand(of.get("right")?, to)?;
+            };
+            format!("{} {not}{}", operand(left?)?, operand(right?)?)
         }
         "mangle" => {
-            only(of, &["key", "value"])?;
-            operand(of.get("key")?, to)?;
-            to.push_str(" set ");
-            operand(of.get("value")?, to)?;
+            let [key, value] = fields(of, ["key", "value"])?;
+            format!("{} set {}", operand(key?)?, operand(value?)?)
         }
-        "masquerade" => {
-            to.push_str("masquerade");
-            if !of.is_null() {
-                only(of, &["flags"])?;
-            }
-            if of.get("flags").is_some() {
-                let _ = write!(to, " {}", flag(of)?);
-            }
-        }
-        "reject" if is_reject(of) => to.push_str("reject"),
+        "masquerade" if of.is_null() => word.to_owned(),
+        "masquerade" => match fields(of, ["flags"])? {
+            [Some(flags)] => format!("{word} {}", flag(flags)?),
+            [None] => word.to_owned(),
+        },
+        "reject" if is_reject(of) => word.to_owned(),
         "set" => {
-            only(of, &["op", "elem", "set"])?;
-            let [op, set] = ["op", "set"].map(|key| of.get(key).and_then(Value::as_str));
-            let (op, set) = (name(op?)?, name(set?)?);
-            let _ = write!(to, "{op} {set} {{ ");
-            key_text(of.get("elem")?, to)?;
-            to.push_str(" }");
+            let [op, elem, set] = fields(of, ["op", "elem", "set"])?;
+            format!("{} {} {{ {} }}", name(op)?, name(set)?, key(elem?)?)
         }
-        _ => return verdict(value, to),
-    }
-    Some(())
+        _ => return verdict(value),
+    })
 }
 
 /// Whether a refusal is that of a port where nobody listens, as nft prints it without a word.
 fn is_reject(of: &Value) -> bool {
-    let Some(kind) = of.get("type") else {
-        return of.is_null() || of.as_object().is_some_and(serde_json::Map::is_empty);
+    let is = |value: Option<&Value>, words: &[&str]| {
+        let word = value.and_then(Value::as_str);
+        word.is_some_and(|word| words.contains(&word))
     };
-    only(of, &["type", "expr"]).is_some()
-        && matches!(kind.as_str(), Some("icmp" | "icmpv6" | "icmpx"))
-        && of.get("expr").and_then(Value::as_str) == Some("port-unreachable")
+    match fields(of, ["type", "expr"]) {
+        None => of.is_null(),
+        Some([None, None]) => true,
+        Some([kind, expr]) => {
+            is(kind, &["icmp", "icmpv6", "icmpx"]) && is(expr, &["port-unreachable"])
+        }
+    }
 }
 
 /// `dnat to 10.244.0.101:8080`, `dnat ip to numgen random mod 2 map { … }`.
-fn translation(dnat: &Value, to: &mut String) -> Option<()> {
-    only(dnat, &["family", "addr", "port"])?;
-    to.push_str("dnat");
-    if let Some(family) = dnat.get("family") {
-        let _ = write!(to, " {}", name(family.as_str()?)?);
-    }
-    to.push_str(" to ");
-    let (addr, port) = (dnat.get("addr")?, dnat.get("port"));
-    if let Some(addr) = addr.as_str() {
+fn translation(dnat: &Value) -> Option<String> {
+    let [family, addr, port] = fields(dnat, ["family", "addr", "port"])?;
+    let family = match family {
+        Some(family) => format!(" {}", name(Some(family))?),
+        None => String::new(),
+    };
+    let addr = addr?;
+    let to = if let Some(addr) = addr.as_str() {
         let port = u16::try_from(port?.as_u64()?).ok()?;
-        let _ = write!(to, "{}", SocketAddr::new(addr.parse().ok()?, port));
-        return Some(());
-    }
-    let by = only(addr, &["map"]).filter(|_| port.is_none())?;
-    map(by.get("map")?, "map", operand, to)
+        SocketAddr::new(addr.parse().ok()?, port).to_string()
+    } else {
+        let [by] = fields(addr, ["map"]).filter(|_| port.is_none())?;
+        map(by?, "map", operand)?
+    };
+    Some(format!("dnat{family} to {to}"))
 }
