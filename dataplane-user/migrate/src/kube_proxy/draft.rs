@@ -16,7 +16,7 @@ use model::{
 use smallvec::SmallVec;
 
 use super::{
-    Error, Facts,
+    Error, Facts, Imported,
     facts::family,
     leftover::{At, Leftovers},
 };
@@ -31,10 +31,12 @@ pub struct Draft {
     services: BTreeMap<ServiceName, Box<ServiceDraft>>,
     /// Facts about the node.
     pub facts: Facts,
+    /// Lines that were not understood.
+    pub leftovers: Leftovers,
     /// The text that has kube-proxy's rules for IPv4, and that for IPv6.
     origins: [Option<String>; 2],
     /// Whether the rules that are read now are for IPv4.
-    v4: bool,
+    pub v4: bool,
     /// Chains to which no packet comes.
     pub stale: usize,
     /// Chains of services of a family, to which no rule leads.
@@ -216,12 +218,12 @@ impl Draft {
     /// # Errors
     ///
     /// No packet comes to them, and there are no others of the family.
-    pub fn check_hooks(&mut self, leftovers: &mut Leftovers) -> Result<(), Error> {
+    pub fn check_hooks(&mut self) -> Result<(), Error> {
         for (v4, error) in std::mem::take(&mut self.unhooked) {
             if self.origins[usize::from(!v4)].is_none() {
                 return Err(error);
             }
-            leftovers.add(At::Nowhere, "", error.to_string());
+            self.leftovers.add(At::Nowhere, "", error.to_string());
         }
         Ok(())
     }
@@ -299,20 +301,14 @@ impl Draft {
     }
 
     /// Lists a line that concerns a service, and leaves the service out.
-    pub fn leave_out(
-        &mut self,
-        name: &ServiceName,
-        at: At,
-        text: &str,
-        why: &str,
-        leftovers: &mut Leftovers,
-    ) {
+    pub fn leave_out(&mut self, name: &ServiceName, at: At, text: &str, why: &str) {
         self.service(name).left_out = true;
-        leftovers.add(at, text, format!("{why}, so service {name} is left out"));
+        self.leftovers
+            .add(at, text, format!("{why}, so service {name} is left out"));
     }
 
-    /// The services, and what is said of the node.
-    pub fn finish(self, leftovers: &mut Leftovers) -> (OrdMap<ServiceName, Arc<Service>>, Facts) {
+    /// The services, what is said of the node, and what was not understood.
+    pub fn finish(mut self) -> Imported {
         let mut services = OrdMap::new();
         for (name, draft) in self.services {
             if draft.left_out {
@@ -320,12 +316,19 @@ impl Draft {
             }
             if let Some(why) = draft.ports.iter().find_map(PortDraft::fault) {
                 let why = format!("{why}, so service {name} is left out");
-                leftovers.add(At::Nowhere, "", why);
+                self.leftovers.add(At::Nowhere, "", why);
                 continue;
             }
             services.insert(name.clone(), Arc::new(draft.finish(name)));
         }
-        (services, self.facts)
+        let (leftovers, more) = self.leftovers.finish();
+        Imported {
+            services,
+            facts: self.facts,
+            leftovers,
+            more,
+            stale: self.stale,
+        }
     }
 }
 

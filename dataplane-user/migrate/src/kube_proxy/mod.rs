@@ -29,7 +29,7 @@ pub use leftover::Leftover;
 use model::{Service, ServiceName};
 pub use written::write;
 
-use self::{draft::Draft, leftover::Leftovers};
+use self::draft::Draft;
 use crate::rules::ruleset::Form;
 
 /// A text with rules.
@@ -70,18 +70,17 @@ pub struct Imported {
 /// A text is not of one of the three forms, or no text has rules of kube-proxy, or none of the rules is about a service.
 pub fn import(texts: &[Text]) -> Result<Imported, Error> {
     let mut draft = Draft::default();
-    let mut leftovers = Leftovers::default();
     let mut found = false;
     for text in texts {
-        leftovers.begin(&text.origin);
+        draft.leftovers.begin(&text.origin);
         found |= match Form::of(&text.text) {
-            Form::Saved if !text.is_json() => saved::read(text, &mut draft, &mut leftovers)?,
-            _ => nft::read(text, &mut draft, &mut leftovers)?,
+            Form::Saved if !text.is_json() => saved::read(text, &mut draft)?,
+            _ => nft::read(text, &mut draft)?,
         };
     }
     let origins: Vec<&str> = texts.iter().map(|text| &*text.origin).collect();
     if !found {
-        draft.check_hooks(&mut leftovers)?;
+        draft.check_hooks()?;
         let of_iptables = |text: &Text| {
             text.text.contains("KUBE-SERVICES")
                 && (text.is_json() || Form::of(&text.text) == Form::Nft)
@@ -94,15 +93,6 @@ pub fn import(texts: &[Text]) -> Result<Imported, Error> {
     if draft.is_empty() {
         return Err(Error::NoServices(origins.join(", ")));
     }
-    draft.check_hooks(&mut leftovers)?;
-    let stale = draft.stale;
-    let (services, facts) = draft.finish(&mut leftovers);
-    let (leftovers, more) = leftovers.finish();
-    Ok(Imported {
-        services,
-        facts,
-        leftovers,
-        more,
-        stale,
-    })
+    draft.check_hooks()?;
+    Ok(draft.finish())
 }

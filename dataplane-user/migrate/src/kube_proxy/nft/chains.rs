@@ -13,7 +13,7 @@ use super::{
         draft::{Affinity, Draft, PortName, agree},
         endpoints::{Share, of_lists},
         facts::Masquerade,
-        leftover::{At, Leftovers},
+        leftover::At,
     },
     fixed::{MARKS, added_mark, clients},
     port::{Chains, Hairpins},
@@ -35,10 +35,9 @@ pub fn read(
     of_port: &Chains<'_>,
     hairpins: &Hairpins,
     draft: &mut Draft,
-    leftovers: &mut Leftovers,
 ) {
     if let Err((at, text, why)) = port(table, name, of_port, hairpins, draft) {
-        draft.leave_out(&name.service(), at, &text, &why, leftovers);
+        draft.leave_out(&name.service(), at, &text, &why);
     }
 }
 

@@ -2,7 +2,7 @@
 //! which addresses answer node ports.
 
 use super::{
-    super::{Masquerade, draft::Draft, leftover::Leftovers},
+    super::{Masquerade, draft::Draft},
     Broken, elements,
     tables::{Rule, Table},
 };
@@ -48,7 +48,7 @@ const OF_PORTS: &[&str] = &["service-", "local-", "external-", "firewall-", "end
 /// # Errors
 ///
 /// The set of the addresses that answer node ports has a fault.
-pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<(), Broken> {
+pub fn read(table: &Table<'_>, draft: &mut Draft) -> Result<(), Broken> {
     let mut chains: Vec<&str> = table.rows.names().map(|(name, _)| name).collect();
     chains.sort_unstable();
     for chain in chains {
@@ -73,7 +73,7 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
             };
             if !good {
                 let why = format!("kube-proxy writes no such rule in chain {chain}");
-                leftovers.add(rule.at, rule.text, why);
+                draft.leftovers.add(rule.at, rule.text, why);
             }
         }
     }

@@ -11,11 +11,7 @@ mod tables;
 
 use tables::Table;
 
-use super::{
-    Error, Text,
-    draft::Draft,
-    leftover::{At, Leftovers},
-};
+use super::{Error, Text, draft::Draft, leftover::At};
 
 /// The name of kube-proxy's tables.
 const TABLE: &str = "kube-proxy";
@@ -47,24 +43,19 @@ impl Broken {
 /// # Errors
 ///
 /// The text is not of this form, or rules of the same family were read before, or no packet comes to the services.
-pub fn read(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<bool, Error> {
+pub fn read(text: &Text, draft: &mut Draft) -> Result<bool, Error> {
     let tables = if text.is_json() {
         json::read(&text.text)
     } else {
         listed::read(&text.text)
     };
     let tables = tables.map_err(|broken| broken.of(text))?;
-    let found = all(&tables, text, draft, leftovers);
-    leftovers.locate(&text.text);
+    let found = all(&tables, text, draft);
+    draft.leftovers.locate(&text.text);
     found
 }
 
-fn all(
-    tables: &[Table<'_>],
-    text: &Text,
-    draft: &mut Draft,
-    leftovers: &mut Leftovers,
-) -> Result<bool, Error> {
+fn all(tables: &[Table<'_>], text: &Text, draft: &mut Draft) -> Result<bool, Error> {
     for table in tables {
         if !fixed::leads_to_services(table) {
             let first = table.rules("services").next();
@@ -72,10 +63,10 @@ fn all(
             return Err(Error::unhooked(text, at, table.v4, "services"));
         }
         draft.begin(table.v4, &text.origin)?;
-        fixed::read(table, draft, leftovers)
-            .and_then(|()| services::read(table, draft, leftovers))
+        fixed::read(table, draft)
+            .and_then(|()| services::read(table, draft))
             .map_err(|broken| broken.of(text))?;
-        services::list_unread(table, draft, leftovers);
+        services::list_unread(table, draft);
     }
     Ok(!tables.is_empty())
 }

@@ -11,7 +11,7 @@ use super::{
     super::{
         Masquerade,
         draft::{Draft, PortName, agree, protocol},
-        leftover::{At, Leftovers},
+        leftover::At,
     },
     Broken, chains,
     elements::{self, Element, Key},
@@ -28,42 +28,42 @@ type Restricted<'t> = HashMap<Key<'t>, Option<ServiceName>>;
 /// # Errors
 ///
 /// A map has a fault, or an element that names no service.
-pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<(), Broken> {
+pub fn read(table: &Table<'_>, draft: &mut Draft) -> Result<(), Broken> {
     let cluster_ips: HashSet<IpAddr> = elements::addresses(table, "cluster-ips")?
         .into_iter()
         .collect();
     let mut restricted = Restricted::new();
     for element in elements::by_address(table, "firewall-ips") {
         let element = element?;
-        let name = firewall(table, &element, draft, leftovers)?;
+        let name = firewall(table, &element, draft)?;
         restricted.insert(element.key, name);
     }
     let mut ports: BTreeMap<&str, Chains<'_>> = BTreeMap::new();
     for element in elements::by_address(table, "service-ips") {
         let element = element?;
-        vip(&element, &restricted, &mut ports, draft, leftovers)?;
+        vip(&element, &restricted, &mut ports, draft)?;
     }
     for element in elements::by_port(table, "service-nodeports") {
         let element = element?;
-        node_port(&element, &mut ports, draft, leftovers)?;
+        node_port(&element, &mut ports, draft)?;
     }
     for element in elements::by_address(table, "no-endpoint-services") {
         let element = element?;
         let (ip, word, number) = element.key;
         let text = format!("no-endpoint-services: {ip} . {word} . {number}");
-        if let Some((name, policy)) = refused(&element, word, &text, draft, leftovers)? {
+        if let Some((name, policy)) = refused(&element, word, &text, draft)? {
             let is_cluster_ip = cluster_ips.contains(&ip);
             let agrees = draft.refuse(&name, Some(ip), is_cluster_ip, number, policy);
-            contradicts(!agrees, &name, element.at, &text, draft, leftovers);
+            contradicts(!agrees, &name, element.at, &text, draft);
         }
     }
     for element in elements::by_port(table, "no-endpoint-nodeports") {
         let element = element?;
         let (word, number) = element.key;
         let text = format!("no-endpoint-nodeports: {word} . {number}");
-        if let Some((name, policy)) = refused(&element, word, &text, draft, leftovers)? {
+        if let Some((name, policy)) = refused(&element, word, &text, draft)? {
             let agrees = draft.refuse(&name, None, false, number, policy);
-            contradicts(!agrees, &name, element.at, &text, draft, leftovers);
+            contradicts(!agrees, &name, element.at, &text, draft);
         }
     }
     let hairpins: Hairpins = elements::hairpins(table)?
@@ -73,7 +73,7 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
     for of_port in ports.values() {
         let name = of_port.name.split_once('-').map_or("", |(_, name)| name);
         if let Some(name) = PortName::of_chain(name) {
-            chains::read(table, &name, of_port, &hairpins, draft, leftovers);
+            chains::read(table, &name, of_port, &hairpins, draft);
         }
     }
     if !cluster_ips.is_empty() {
@@ -85,7 +85,7 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
 
 /// Lists the first rule of each chain to which no rule and no map leads. Left out are the chains of services that are left out: a
 /// rule that leads to them was not understood.
-pub fn list_unread(table: &Table<'_>, draft: &Draft, leftovers: &mut Leftovers) {
+pub fn list_unread(table: &Table<'_>, draft: &mut Draft) {
     let unread = table.rows.names().filter(|(_, is_read)| !is_read);
     let mut chains: Vec<&str> = unread.map(|(name, _)| name).collect();
     chains.sort_unstable();
@@ -98,7 +98,7 @@ pub fn list_unread(table: &Table<'_>, draft: &Draft, leftovers: &mut Leftovers) 
         }
         if let Some(rule) = table.rules(chain).next() {
             let why = format!("no packet comes to chain {chain}");
-            leftovers.add(rule.at, rule.text, why);
+            draft.leftovers.add(rule.at, rule.text, why);
         }
     }
 }
@@ -110,11 +110,10 @@ fn refused<'t, K>(
     word: &str,
     text: &str,
     draft: &mut Draft,
-    leftovers: &mut Leftovers,
 ) -> Result<Option<(PortName<'t>, Option<TrafficPolicy>)>, Broken> {
     let at = element.at;
     let Some(protocol) = protocol(word) else {
-        unserved(at, word, text, leftovers)?;
+        unserved(at, word, text, draft)?;
         return Ok(None);
     };
     let Some(name) = PortName::of_comment(element.comment, protocol) else {
@@ -125,7 +124,7 @@ fn refused<'t, K>(
         ("drop", _) => Some(TrafficPolicy::Local),
         _ => {
             let why = "it does not refuse connections as kube-proxy does";
-            draft.leave_out(&name.service(), at, text, why, leftovers);
+            draft.leave_out(&name.service(), at, text, why);
             return Ok(None);
         }
     };
@@ -133,26 +132,19 @@ fn refused<'t, K>(
 }
 
 /// Lists an element, and leaves the service out that it is about, if it contradicts another.
-fn contradicts(
-    does: bool,
-    name: &PortName<'_>,
-    at: At,
-    text: &str,
-    draft: &mut Draft,
-    leftovers: &mut Leftovers,
-) {
+fn contradicts(does: bool, name: &PortName<'_>, at: At, text: &str, draft: &mut Draft) {
     if does {
         let why = "it contradicts another element";
-        draft.leave_out(&name.service(), at, text, why, leftovers);
+        draft.leave_out(&name.service(), at, text, why);
     }
 }
 
 /// Lists an element of a protocol that is not served.
-fn unserved(at: At, word: &str, text: &str, leftovers: &mut Leftovers) -> Result<(), Broken> {
+fn unserved(at: At, word: &str, text: &str, draft: &mut Draft) -> Result<(), Broken> {
     if word != "sctp" {
         return Err(nameless(at, text));
     }
-    leftovers.add(at, text, format!("protocol {word} is not served: keep kube-proxy on this node, or remove the port from the Service"));
+    draft.leftovers.add(at, text, format!("protocol {word} is not served: keep kube-proxy on this node, or remove the port from the Service"));
     Ok(())
 }
 
@@ -170,11 +162,10 @@ fn leads_to<'t, K>(
     prefixes: &[&str],
     text: &str,
     draft: &mut Draft,
-    leftovers: &mut Leftovers,
 ) -> Result<Option<(&'t str, &'t str, PortName<'t>)>, Broken> {
     let (at, (verdict, chain)) = (element.at, element.verdict);
     let Some((prefix, common, name)) = of_chain(chain) else {
-        unserved(at, word, text, leftovers)?;
+        unserved(at, word, text, draft)?;
         return Ok(None);
     };
     let why = if name.protocol.word() != word {
@@ -184,7 +175,7 @@ fn leads_to<'t, K>(
     } else {
         return Ok(Some((prefix, common, name)));
     };
-    draft.leave_out(&name.service(), at, text, why, leftovers);
+    draft.leave_out(&name.service(), at, text, why);
     Ok(None)
 }
 
@@ -216,14 +207,12 @@ fn vip<'t>(
     restricted: &Restricted<'_>,
     ports: &mut BTreeMap<&'t str, Chains<'t>>,
     draft: &mut Draft,
-    leftovers: &mut Leftovers,
 ) -> Result<(), Broken> {
     let (ip, word, number) = element.key;
     let (at, (verdict, chain)) = (element.at, element.verdict);
     let text = format!("service-ips: {ip} . {word} . {number} : {verdict} {chain}");
     let prefixes = ["service", "local", "external"];
-    let Some((prefix, common, name)) = leads_to(element, word, &prefixes, &text, draft, leftovers)?
-    else {
+    let Some((prefix, common, name)) = leads_to(element, word, &prefixes, &text, draft)? else {
         return Ok(());
     };
     let service_name = name.service();
@@ -233,7 +222,7 @@ fn vip<'t>(
     match restricted.get(&element.key) {
         Some(of) if prefix != "external" || of.as_ref() != Some(&service_name) => {
             let why = "no rule that is understood says which clients may use this address";
-            draft.leave_out(&service_name, at, &text, why, leftovers);
+            draft.leave_out(&service_name, at, &text, why);
             return Ok(());
         }
         _ => {}
@@ -255,7 +244,7 @@ fn vip<'t>(
         agrees &= agree(&mut service.internal_policy, policy);
         agrees &= agree(&mut of_port.internal, policy);
     }
-    contradicts(!agrees, &name, at, &text, draft, leftovers);
+    contradicts(!agrees, &name, at, &text, draft);
     Ok(())
 }
 
@@ -265,12 +254,11 @@ fn firewall(
     table: &Table<'_>,
     element: &Element<'_, Key<'_>>,
     draft: &mut Draft,
-    leftovers: &mut Leftovers,
 ) -> Result<Option<ServiceName>, Broken> {
     let (ip, word, number) = element.key;
     let (at, (verdict, chain)) = (element.at, element.verdict);
     let text = format!("firewall-ips: {ip} . {word} . {number} : {verdict} {chain}");
-    let Some((.., name)) = leads_to(element, word, &["firewall"], &text, draft, leftovers)? else {
+    let Some((.., name)) = leads_to(element, word, &["firewall"], &text, draft)? else {
         return Ok(None);
     };
     let service_name = name.service();
@@ -279,7 +267,7 @@ fn firewall(
         Err(rule) => {
             let why = "its rules about clients are not kube-proxy's";
             let (at, text) = rule.unwrap_or((at, text));
-            draft.leave_out(&service_name, at, &text, why, leftovers);
+            draft.leave_out(&service_name, at, &text, why);
             return Ok(None);
         }
     };
@@ -287,7 +275,7 @@ fn firewall(
     service.outside().load_balancer_ips.insert(ip);
     let known = &mut service.outside().source_ranges[usize::from(!table.v4)];
     let agrees = agree(known, ranges) && agree(&mut service.at(port).port, number);
-    contradicts(!agrees, &name, at, &text, draft, leftovers);
+    contradicts(!agrees, &name, at, &text, draft);
     Ok(agrees.then_some(service_name))
 }
 
@@ -296,17 +284,15 @@ fn node_port<'t>(
     element: &Element<'t, (&'t str, u16)>,
     ports: &mut BTreeMap<&'t str, Chains<'t>>,
     draft: &mut Draft,
-    leftovers: &mut Leftovers,
 ) -> Result<(), Broken> {
     let ((word, number), (verdict, chain)) = (element.key, element.verdict);
     let text = format!("service-nodeports: {word} . {number} : {verdict} {chain}");
-    let Some((_, common, name)) = leads_to(element, word, &["external"], &text, draft, leftovers)?
-    else {
+    let Some((_, common, name)) = leads_to(element, word, &["external"], &text, draft)? else {
         return Ok(());
     };
     let (service, port) = draft.port(&name);
     of_port(ports, common, element.at).external = true;
     let agrees = agree(&mut service.at(port).node_port, number);
-    contradicts(!agrees, &name, element.at, &text, draft, leftovers);
+    contradicts(!agrees, &name, element.at, &text, draft);
     Ok(())
 }

@@ -9,7 +9,6 @@ use super::{
         Masquerade,
         draft::{Affinity, Draft, PortName, agree},
         endpoints::{Share, of_lists},
-        leftover::Leftovers,
         shares,
     },
     port::Chains,
@@ -29,22 +28,14 @@ fn read_rule(line: Line<'_>) -> Result<Rule<'_>, Fault<'_>> {
 }
 
 /// Reads the chains of a port.
-pub fn read<'a>(
-    nat: &Table<'a>,
-    v4: bool,
-    name: &PortName<'_>,
-    of_port: &Chains<'a>,
-    draft: &mut Draft,
-    leftovers: &mut Leftovers,
-) {
-    if let Err((Line { at, text }, why)) = port(nat, v4, name, of_port, draft) {
-        draft.leave_out(&name.service(), at, text, &why, leftovers);
+pub fn read<'a>(nat: &Table<'a>, name: &PortName<'_>, of_port: &Chains<'a>, draft: &mut Draft) {
+    if let Err((Line { at, text }, why)) = port(nat, name, of_port, draft) {
+        draft.leave_out(&name.service(), at, text, &why);
     }
 }
 
 fn port<'a>(
     nat: &Table<'a>,
-    v4: bool,
     name: &PortName<'_>,
     of_port: &Chains<'a>,
     draft: &mut Draft,
@@ -61,7 +52,10 @@ fn port<'a>(
         return outside(nat, name, of_port, None, line, draft);
     };
     let internal = choice(nat, chain, first, name)?;
-    if !draft.facts.masquerades(v4, internal.masquerade.clone()) {
+    if !draft
+        .facts
+        .masquerades(draft.v4, internal.masquerade.clone())
+    {
         let line = internal.masquerade_at.unwrap_or(first);
         return fault(line, "other services masquerade other clients");
     }

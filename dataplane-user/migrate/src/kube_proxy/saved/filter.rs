@@ -6,7 +6,6 @@ use super::{
     super::{
         draft::{Draft, agree},
         facts,
-        leftover::Leftovers,
     },
     nat::{Fault, named},
     rule::{Rule, has},
@@ -19,7 +18,7 @@ const VIP: u32 = has::DESTINATION | has::PROTOCOL | has::COMMENT | has::PORT | h
 const NODE: u32 = has::TO_LOCAL | has::PROTOCOL | has::COMMENT | has::PORT | has::JUMP;
 
 /// Reads the table, after table `nat`.
-pub fn read(filter: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
+pub fn read(filter: &Table<'_>, draft: &mut Draft) {
     for chain in [
         "KUBE-SERVICES",
         "KUBE-EXTERNAL-SERVICES",
@@ -34,7 +33,7 @@ pub fn read(filter: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
                 _ => refused(&rule, line, chain == "KUBE-SERVICES", draft),
             });
             if let Err(fault) = read {
-                fault.list(line, draft, leftovers);
+                fault.list(line, draft);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The rules by which packets come to kube-proxy's chains, and those that are the same for all services.
 
 use super::{
-    super::leftover::Leftovers,
+    super::draft::Draft,
     rule::{Rule, has},
     tables::{Line, Table},
 };
@@ -27,7 +27,7 @@ pub fn leads_to_services(nat: &Table<'_>) -> bool {
 }
 
 /// Lists rules that lead to kube-proxy's chains in another way than kube-proxy writes them.
-pub fn read(table: &Table<'_>, leftovers: &mut Leftovers) {
+pub fn read(table: &Table<'_>, draft: &mut Draft) {
     for hook in BUILT_IN {
         for Line { at, text } in table.rules(hook) {
             match Rule::read(text) {
@@ -35,18 +35,24 @@ pub fn read(table: &Table<'_>, leftovers: &mut Leftovers) {
                 Ok(rule) if rule.is(has::COMMENT | has::JUMP) => {}
                 Ok(rule)
                     if rule.is(has::COMMENT | has::STATE | has::JUMP) && rule.state == "NEW" => {}
-                Ok(_) => leftovers.add(at, text, "only some packets come to kube-proxy's chain"),
+                Ok(_) => {
+                    draft
+                        .leftovers
+                        .add(at, text, "only some packets come to kube-proxy's chain")
+                }
                 // A rule of another program that leads to a chain of a similar name.
                 Err(_) if !ENTRIES.iter().any(|chain| text.ends_with(chain)) => {}
-                Err(why) => leftovers.add(at, text, why),
+                Err(why) => draft.leftovers.add(at, text, why),
             }
         }
     }
     for Line { at, text } in table.rules("KUBE-FORWARD") {
         match Rule::read(text) {
             Ok(rule) if forwards(&rule) => {}
-            Ok(_) => leftovers.add(at, text, "kube-proxy writes no such rule"),
-            Err(why) => leftovers.add(at, text, why),
+            Ok(_) => draft
+                .leftovers
+                .add(at, text, "kube-proxy writes no such rule"),
+            Err(why) => draft.leftovers.add(at, text, why),
         }
     }
 }

@@ -8,14 +8,14 @@ mod port;
 mod rule;
 mod tables;
 
-use super::{Error, Text, draft::Draft, facts::family, leftover::Leftovers};
+use super::{Error, Text, draft::Draft, facts::family};
 
 /// Reads kube-proxy's rules out of a text, and says whether there are some.
 ///
 /// # Errors
 ///
 /// A line is not of this format, or rules of the same family were read before, or table `filter` is missing.
-pub fn read(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<bool, Error> {
+pub fn read(text: &Text, draft: &mut Draft) -> Result<bool, Error> {
     let families = tables::read(&text.text).map_err(|error| Error::Line {
         origin: text.origin.clone(),
         line: error.line,
@@ -37,16 +37,16 @@ pub fn read(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result
             continue;
         }
         draft.begin(v4, &text.origin)?;
-        hooks::read(nat, leftovers);
-        nat::read(nat, v4, draft, leftovers);
+        hooks::read(nat, draft);
+        nat::read(nat, draft);
         let filter = tables.filter.as_ref();
         let filter = filter.filter(|filter| filter.has("KUBE-SERVICES"));
         let filter = filter.ok_or_else(|| Error::Half {
             origin: text.origin.clone(),
             family: family(v4),
         })?;
-        hooks::read(filter, leftovers);
-        filter::read(filter, draft, leftovers);
+        hooks::read(filter, draft);
+        filter::read(filter, draft);
         draft.stale += nat.stale();
     }
     Ok(found)

@@ -12,7 +12,6 @@ use super::{
     super::{
         draft::{Draft, PortName, agree, protocol},
         facts,
-        leftover::Leftovers,
     },
     chains,
     port::Chains,
@@ -46,11 +45,11 @@ impl<'a> Fault<'a> {
     }
 
     /// Lists it, and leaves out the service that it is about.
-    pub fn list(self, line: Line<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
+    pub fn list(self, line: Line<'_>, draft: &mut Draft) {
         match self {
-            Self::Alone(why) => leftovers.add(line.at, line.text, why),
+            Self::Alone(why) => draft.leftovers.add(line.at, line.text, why),
             Self::Of(name, Line { at, text }, why) => {
-                draft.leave_out(&name, at, text, &why, leftovers);
+                draft.leave_out(&name, at, text, &why);
             }
             Self::Unread(why) => {
                 let mut parts = tree::saved(line.text);
@@ -60,9 +59,9 @@ impl<'a> Fault<'a> {
                 // The protocol does not matter here: only the service's name does.
                 match first.and_then(|name| PortName::of_comment(name, Protocol::Tcp)) {
                     Some(name) => {
-                        draft.leave_out(&name.service(), line.at, line.text, &why, leftovers);
+                        draft.leave_out(&name.service(), line.at, line.text, &why);
                     }
-                    None => leftovers.add(line.at, line.text, why),
+                    None => draft.leftovers.add(line.at, line.text, why),
                 }
             }
         }
@@ -70,19 +69,19 @@ impl<'a> Fault<'a> {
 }
 
 /// Reads the table.
-pub fn read(nat: &Table<'_>, v4: bool, draft: &mut Draft, leftovers: &mut Leftovers) {
-    mark(nat, draft, leftovers);
+pub fn read(nat: &Table<'_>, draft: &mut Draft) {
+    mark(nat, draft);
     let mut ports = Ports::default();
     for chain in ["KUBE-SERVICES", "KUBE-NODEPORTS"] {
         for line in nat.rules(chain) {
             let read = Rule::read(line.text).map_err(Fault::Unread);
             let read = read.and_then(|rule| match chain {
                 "KUBE-NODEPORTS" => node_port(&rule, line, draft, &mut ports),
-                _ if rule.target == "KUBE-NODEPORTS" => node_addresses(&rule, v4, draft),
+                _ if rule.target == "KUBE-NODEPORTS" => node_addresses(&rule, draft),
                 _ => vip(&rule, line, nat, draft, &mut ports),
             });
             if let Err(fault) = read {
-                fault.list(line, draft, leftovers);
+                fault.list(line, draft);
             }
         }
     }
@@ -90,20 +89,20 @@ pub fn read(nat: &Table<'_>, v4: bool, draft: &mut Draft, leftovers: &mut Leftov
     ports.sort_unstable_by(|a, b| a.0.cmp(&b.0));
     for ((name, protocol), of_port) in &ports {
         if let Some(name) = PortName::of_comment(name, *protocol) {
-            chains::read(nat, v4, &name, of_port, draft, leftovers);
+            chains::read(nat, &name, of_port, draft);
         }
     }
 }
 
 /// The bit of the mark that asks for masquerading, and what is done by it.
-fn mark(nat: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
+fn mark(nat: &Table<'_>, draft: &mut Draft) {
     const MASQUERADE: u32 = has::COMMENT | has::JUMP;
     for chain in ["KUBE-MARK-MASQ", "KUBE-POSTROUTING"] {
         for Line { at, text } in nat.rules(chain) {
             let rule = match Rule::read(text) {
                 Ok(rule) => rule,
                 Err(why) => {
-                    leftovers.add(at, text, why);
+                    draft.leftovers.add(at, text, why);
                     continue;
                 }
             };
@@ -126,7 +125,7 @@ fn mark(nat: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
             };
             let bit = bit.filter(|bit| bit.is_power_of_two());
             if !bit.is_some_and(|bit| draft.facts.marks(bit)) {
-                leftovers.add(
+                draft.leftovers.add(
                     at,
                     text,
                     "kube-proxy masquerades by one bit of the mark, in other words",
@@ -137,16 +136,16 @@ fn mark(nat: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
 }
 
 /// The last rules of `KUBE-SERVICES`: which addresses answer node ports.
-fn node_addresses<'a>(rule: &Rule<'_>, v4: bool, draft: &mut Draft) -> Result<(), Fault<'a>> {
+fn node_addresses<'a>(rule: &Rule<'_>, draft: &mut Draft) -> Result<(), Fault<'a>> {
     const ALL: u32 = has::COMMENT | has::TO_LOCAL | has::JUMP;
     let loopback = |net: IpNet| match net {
         IpNet::V4(net) => net.addr().is_loopback(),
         IpNet::V6(net) => net.addr().is_loopback(),
     };
     match rule.destination {
-        None if rule.is(ALL) => draft.facts.all_answer(v4),
+        None if rule.is(ALL) => draft.facts.all_answer(draft.v4),
         Some(net) if rule.is(ALL | has::not(has::DESTINATION)) && loopback(net) => {
-            draft.facts.all_answer(v4);
+            draft.facts.all_answer(draft.v4);
         }
         Some(net) if rule.is(has::COMMENT | has::DESTINATION | has::JUMP) => {
             draft.facts.node_ports.insert(net);
