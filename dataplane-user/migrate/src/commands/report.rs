@@ -235,7 +235,11 @@ impl ReportArgs {
                 out,
                 "\n{name} ({}), in {}:",
                 row.plan,
-                Vec::from_iter(row.tables.iter().map(String::as_str)).join(", ")
+                row.tables
+                    .iter()
+                    .map(String::as_str)
+                    .collect::<Vec<_>>()
+                    .join(", ")
             )?;
             self.lines(out, row.rules)?;
             for ConflictRow {

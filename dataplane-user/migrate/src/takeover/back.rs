@@ -145,7 +145,7 @@ pub fn bring_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::
     }
     let back = saved.bring_back(place.owners, false)?;
     if back.steps.is_empty() {
-        tell.step("restore", "nothing was missing".to_owned());
+        tell.step("restore", "nothing was missing");
     }
     for step in &back.steps {
         tell.change("restore", step, false);
@@ -199,7 +199,7 @@ fn changed_since(place: &Place, file: &Path, tell: &mut Tell<'_>) {
         Ok(found) if found.is_same() => {
             tell.step(
                 "compare",
-                "no service has changed since the rules were saved".to_owned(),
+                "no service has changed since the rules were saved",
             );
         }
         Ok(found) => {

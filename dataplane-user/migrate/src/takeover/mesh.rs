@@ -38,10 +38,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
             !dry_run,
             "`dataplane-migrate takeover --revert` was interrupted: run it again first"
         );
-        tell.step(
-            "restore",
-            "a revert was interrupted, and is finished first".to_owned(),
-        );
+        tell.step("restore", "a revert was interrupted, and is finished first");
         let saved = Saved::of(&found)?;
         no_others_are_there(place, &saved)?;
         guarded(tell, |tell| come_back(place, &saved, tell))?;
@@ -81,7 +78,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
         return Ok(Outcome::Differs);
     }
     if dry_run {
-        tell.step("guard", "would let no packet pass meanwhile".to_owned());
+        tell.step("guard", "would let no packet pass meanwhile");
         return would_remove(place, tell);
     }
     remove_or_restore(place, &new, &saved, tell)
@@ -123,7 +120,7 @@ fn only_capture() -> anyhow::Result<()> {
 fn check(place: &Place, saved: &Saved, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<bool> {
     only_capture()?;
     if !is_same(place, saved, "compare", tell)? {
-        tell.step("compare", "nothing was changed".to_owned());
+        tell.step("compare", "nothing was changed");
         return Ok(false);
     }
     keep_nat(dry_run, tell)?;
@@ -343,7 +340,7 @@ pub fn revert(
     tell.saved(&journal.file, &journal.sha256);
     let missing = saved.bring_back(place.owners, true)?;
     if missing.steps.is_empty() {
-        tell.step("restore", "the rules are there".to_owned());
+        tell.step("restore", "the rules are there");
         // A command may have been killed behind its last change.
         if !dry_run {
             guard::down()?;
@@ -392,7 +389,7 @@ pub fn revert(
     Journal::remove(directory)?;
     tell.step(
         "release",
-        "the dataplane captures nobody in this network namespace".to_owned(),
+        "the dataplane captures nobody in this network namespace",
     );
     Ok(Outcome::GivenBack)
 }

@@ -43,10 +43,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
             !dry_run,
             "`dataplane-migrate takeover --revert` was interrupted: run it again first"
         );
-        tell.step(
-            "restore",
-            "a revert was interrupted, and is finished first".to_owned(),
-        );
+        tell.step("restore", "a revert was interrupted, and is finished first");
         bring_back(place, &Saved::of(&found)?, tell)?;
         Journal::remove(directory)?;
     }

@@ -87,7 +87,8 @@ impl<'a> Tell<'a> {
     }
 
     /// A step was done.
-    pub fn step(&mut self, step: &'static str, text: String) {
+    pub fn step(&mut self, step: &'static str, text: impl Into<String>) {
+        let text = text.into();
         self.line(&format!("{BOLD}{step:<10}{BOLD:#}{text}"));
         self.told.push(StepLine {
             step,
@@ -174,7 +175,7 @@ impl<'a> Tell<'a> {
         }
         self.step(
             "compare",
-            "the dataplane captures other connections than the rules".to_owned(),
+            "the dataplane captures other connections than the rules",
         );
         self.comparison = serde_json::to_value(found).ok();
     }

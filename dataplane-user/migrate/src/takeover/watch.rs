@@ -22,21 +22,17 @@ pub fn watch(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
         if !journal
             .is_some_and(|journal| matches!(journal.state, State::TakenOver | State::Removing))
         {
-            tell.step(
-                "watch",
-                "the node was given back: not watching any more".to_owned(),
-            );
+            tell.step("watch", "the node was given back: not watching any more");
             return Ok(());
         }
         if !has_rules()? {
             continue;
         }
-        tell.step("watch", "kube-proxy has written its rules again".to_owned());
+        tell.step("watch", "kube-proxy has written its rules again");
         match take_over(place, false, tell) {
-            Ok(Outcome::Differs) => tell.step(
-                "watch",
-                "the rules stay for now, because they differ".to_owned(),
-            ),
+            Ok(Outcome::Differs) => {
+                tell.step("watch", "the rules stay for now, because they differ")
+            }
             Ok(_) => {}
             // The next look may be better.
             Err(why) => tell.step("watch", format!("{why:#}")),

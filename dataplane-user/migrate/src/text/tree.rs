@@ -160,7 +160,7 @@ pub fn listed(rule: &str) -> Listed<'_> {
     let mut found = Listed::default();
     let (mut before, mut rest) = ("", &words[..]);
     while let [word, behind @ ..] = rest {
-        rest = found.statement(before, *word, behind);
+        rest = found.statement(before, word, behind);
         before = word;
     }
     if found.target.is_empty() {
@@ -259,13 +259,11 @@ impl<'a> Listed<'a> {
             }
             "zone" => {
                 self.target(word, "CT");
-                match rest {
-                    ["set", _, rest @ ..] => rest,
-                    _ => {
-                        self.fault(|| "a zone is not set".to_owned());
-                        rest
-                    }
+                if let ["set", _, rest @ ..] = rest {
+                    return rest;
                 }
+                self.fault(|| "a zone is not set".to_owned());
+                rest
             }
             // What was done to a connection.
             "status" => {
@@ -280,7 +278,7 @@ impl<'a> Listed<'a> {
                     self.fault(|| format!("nothing follows {word}"));
                     return rest;
                 };
-                self.decides(*chain);
+                self.decides(chain);
                 self.add(Key::Chain, false, word, *chain);
                 rest
             }
@@ -382,10 +380,10 @@ impl<'a> Listed<'a> {
             (_, ["set", value]) if number(value).is_some() => {
                 self.target("mark", if key == Key::Mark { "MARK" } else { "CONNMARK" });
             }
-            (Key::ConnMark, ["set", "mark"] | ["set", "meta", "mark"])
-            | (Key::ConnMark, ["set", "ct", "mark", "&", _, "|", _]) => {
-                self.target("mark", "CONNMARK");
-            }
+            (
+                Key::ConnMark,
+                ["set", "mark"] | ["set", "meta", "mark"] | ["set", "ct", "mark", "&", _, "|", _],
+            ) => self.target("mark", "CONNMARK"),
             (_, ["set", ..]) => {
                 self.fault(|| format!("a mark is set to {:?}", words[1..].join(" ")));
             }
@@ -454,7 +452,7 @@ impl<'a> Listed<'a> {
                 rest = behind;
             }
             match rest {
-                ["to", port, behind @ ..] if self.to_port(*port) => return behind,
+                ["to", port, behind @ ..] if self.to_port(port) => return behind,
                 _ => self.fault(|| "it names no port".to_owned()),
             }
         }
@@ -475,7 +473,7 @@ fn split<'w, 'a>(
     words: Rest<'w, 'a>,
     mut goes_on: impl FnMut(&'a str) -> bool,
 ) -> (Rest<'w, 'a>, Rest<'w, 'a>) {
-    let end = words.iter().position(|word| !goes_on(*word));
+    let end = words.iter().position(|word| !goes_on(word));
     words.split_at(end.unwrap_or(words.len()))
 }
 
