@@ -492,6 +492,79 @@ mod tests {
     }
 
     #[test]
+    fn rules_of_iptables_are_read_by_their_parts() {
+        let rule = r#"! -s 10.0.0.0/8 -m comment --comment "a \"b\" c" -m connmark --mark 0x1/0xf --what 1 2 3 ! x -g Y"#;
+        let parts: Vec<Part<'_>> = saved(rule).collect();
+        let found = parts.iter().map(|part| {
+            let Part {
+                key,
+                not,
+                name,
+                value,
+                more,
+            } = part;
+            (*key, *not, *name, &**value, *more)
+        });
+        let wanted = [
+            (Key::Source, true, "-s", "10.0.0.0/8", None),
+            (Key::Module, false, "-m", "comment", None),
+            (Key::Comment, false, "--comment", "a \"b\" c", None),
+            (Key::Module, false, "-m", "connmark", None),
+            (Key::ConnMark, false, "--mark", "0x1/0xf", None),
+            (Key::Other, false, "--what", "1", Some("2")),
+            (Key::Other, true, "", "x", None),
+            (Key::Chain, false, "-g", "Y", None),
+        ];
+        assert_eq!(found.collect::<Vec<_>>(), wanted);
+        let plain: Vec<bool> = parts.iter().map(|part| part.plain().is_some()).collect();
+        assert_eq!(plain.iter().filter(|plain| !**plain).count(), 1);
+    }
+
+    /// Whichever program prints it, a rule has the same parts.
+    #[test]
+    fn both_notations_say_the_same() {
+        for (iptables, nft) in [
+            (
+                "-p tcp -m tcp --dport 15008 -j RETURN",
+                "meta l4proto tcp tcp dport 15008 counter packets 0 bytes 7 return",
+            ),
+            (
+                "! -d 127.0.0.1 -o lo -p tcp -m multiport ! --dports 53,15008 -m owner --uid-owner 1337 -j ACCEPT",
+                "oifname \"lo\" meta l4proto tcp ip daddr != 127.0.0.1 tcp dport != { 53, 15008 } meta skuid 1337 accept",
+            ),
+            (
+                "-m conntrack --ctstate RELATED,ESTABLISHED -m owner ! --gid-owner 3 -j DROP",
+                "ct state established,related meta skgid != 3 drop",
+            ),
+            (
+                "-s fd00::/8 -p udp -m udp --sport 53 -j CT",
+                "ip6 saddr fd00::/8 udp sport 53 ct zone set 1",
+            ),
+            (
+                "-m mark ! --mark 0x539/0xfff -m connmark --mark 0x1 -j REJECT",
+                "meta mark & 0xfff != 0x539 ct mark 0x1 reject",
+            ),
+            (
+                "-i eth0 -m comment --comment \"a b\" -p tcp -j REDIRECT --to-ports 15006",
+                "iifname \"eth0\" meta l4proto tcp redirect to :15006 comment \"a b\"",
+            ),
+            ("-g chain", "goto chain"),
+        ] {
+            let parts = |all: Vec<Part<'_>>| {
+                let parts = all.into_iter();
+                let parts = parts.filter(|part| !matches!(part.key, Key::Module | Key::Bits));
+                let mut parts: Vec<String> = parts
+                    .map(|part| format!("{:?} {} {}", part.key, part.not, part.value))
+                    .collect();
+                parts.sort();
+                parts
+            };
+            let (saved, listed) = (saved(iptables).collect(), listed(nft).parts);
+            assert_eq!(parts(saved), parts(listed), "{iptables} and {nft}");
+        }
+    }
+
+    #[test]
     fn rules_of_nft_are_read_by_their_parts() {
         for (rule, wanted, family) in [
             (
