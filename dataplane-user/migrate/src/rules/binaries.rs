@@ -121,6 +121,13 @@ pub fn name(family: Family, named: Option<Variant>, role: Role) -> String {
     format!("{}{named}{}", family.program(), role.ending())
 }
 
+/// The commands of both families and variants, by their names.
+pub fn commands() -> impl Iterator<Item = (Family, Variant, String)> {
+    let variants = |family| [Variant::Nft, Variant::Legacy].map(|variant| (family, variant));
+    let all = Family::BOTH.into_iter().flat_map(variants);
+    all.map(|(family, variant)| (family, variant, name(family, Some(variant), Role::Command)))
+}
+
 /// A program of iptables.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Binary {

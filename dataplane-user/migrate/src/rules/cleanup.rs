@@ -17,7 +17,7 @@ use takeover::{
 };
 
 use super::{
-    binaries::{self, Binaries, Family, Role, Variant},
+    binaries::{self, Binaries, Role},
     collect,
     report::{of_chains, of_rule},
     ruleset::{self, Rule, Table, Text},
@@ -349,13 +349,11 @@ pub(super) fn is_of(table: &netfilter::Table, owners: &[&Owner]) -> bool {
 
 /// The program that loads what one with this name has printed: `ip6tables-nft`.
 pub(super) fn restore_program(found: &Binaries, origin: &str) -> io::Result<PathBuf> {
-    for family in Family::BOTH {
-        for variant in [Variant::Legacy, Variant::Nft] {
-            if binaries::name(family, Some(variant), Role::Command) == origin
-                && let Some(binary) = found.program(family, variant, Role::Restore)
-            {
-                return Ok(binary.path.clone());
-            }
+    for (family, variant, command) in binaries::commands() {
+        if command == origin
+            && let Some(binary) = found.program(family, variant, Role::Restore)
+        {
+            return Ok(binary.path.clone());
         }
     }
     let get = super::detect::GET_IPTABLES;

@@ -305,34 +305,26 @@ impl Place<'_> {
             texts: self.read(&listed)?,
             ..Found::default()
         };
-        for family in Family::BOTH {
-            for variant in [Variant::Nft, Variant::Legacy] {
-                let origin = binaries::name(family, Some(variant), Role::Command);
-                let known = self.printing(family)?;
-                let is_wanted = !self.only_remove
-                    && self
-                        .printings
-                        .iter()
-                        .any(|printing| (printing.family, printing.variant) == (family, variant));
-                let wanted = if is_wanted { &known[..] } else { &[] };
-                let now = of_origin(&found.texts, &origin)?;
-                let in_front =
-                    |table: &str, chain: &str| self.expected.in_front(family, table, chain);
-                let changes = plan::changes(&now, wanted, &known, whose, how, &in_front);
-                let mut steps = Vec::new();
-                for change in changes {
-                    found.has_some |= change.has_some;
-                    let title = format!("{origin} {}", change.table);
-                    let named = change
-                        .differences
-                        .iter()
-                        .map(|line| format!("{title}: {line}"));
-                    found.differences.extend(named);
-                    if !change.input.is_empty() {
-                        steps.push(change);
-                    }
-                }
-                for change in steps {
+        for (family, variant, origin) in binaries::commands() {
+            let known = self.printing(family)?;
+            let is_wanted = !self.only_remove
+                && self
+                    .printings
+                    .iter()
+                    .any(|printing| (printing.family, printing.variant) == (family, variant));
+            let wanted = if is_wanted { &known[..] } else { &[] };
+            let now = of_origin(&found.texts, &origin)?;
+            let in_front = |table: &str, chain: &str| self.expected.in_front(family, table, chain);
+            let changes = plan::changes(&now, wanted, &known, whose, how, &in_front);
+            for change in changes {
+                found.has_some |= change.has_some;
+                let title = format!("{origin} {}", change.table);
+                let named = change
+                    .differences
+                    .iter()
+                    .map(|line| format!("{title}: {line}"));
+                found.differences.extend(named);
+                if !change.input.is_empty() {
                     found.changes.push(self.step(&origin, change)?);
                 }
             }
@@ -393,11 +385,10 @@ impl Place<'_> {
         for family in Family::BOTH {
             let is_expected = self.expected.families().any(|expected| expected == family);
             let of_family = |line: &String| {
-                let mut variants = [Variant::Nft, Variant::Legacy].into_iter();
-                variants.any(|variant| {
-                    let origin = binaries::name(family, Some(variant), Role::Command);
-                    line.strip_prefix(&origin)
-                        .is_some_and(|rest| rest.starts_with(' '))
+                let mut commands = binaries::commands().filter(|(of, ..)| *of == family);
+                commands.any(|(.., origin)| {
+                    let rest = line.strip_prefix(&origin);
+                    rest.is_some_and(|rest| rest.starts_with(' '))
                 })
             };
             if !self.only_remove && !is_expected && done.differences.iter().any(of_family) {
@@ -446,19 +437,16 @@ impl Place<'_> {
         let mut is_changed = false;
         let listed = netfilter::tables().map_err(io::Error::other)?;
         let texts = self.read(&listed)?;
-        for family in Family::BOTH {
-            for variant in [Variant::Nft, Variant::Legacy] {
-                let origin = binaries::name(family, Some(variant), Role::Command);
-                let (was, now) = (of_origin(before, &origin)?, of_origin(&texts, &origin)?);
-                let known = self.printing(family)?;
-                for name in ["raw", "mangle", "nat", "filter", "security"] {
-                    let [was, now, known] = [&was, &now, &known]
-                        .map(|tables| tables.iter().find(|table| table.name == name));
-                    if let Some(change) = plan::back(was, now, known, &self.expected.whose) {
-                        let (step, by) = self.step(&origin, change)?;
-                        by.run(self.root, &step)?;
-                        is_changed = true;
-                    }
+        for (family, _, origin) in binaries::commands() {
+            let (was, now) = (of_origin(before, &origin)?, of_origin(&texts, &origin)?);
+            let known = self.printing(family)?;
+            for name in ["raw", "mangle", "nat", "filter", "security"] {
+                let [was, now, known] = [&was, &now, &known]
+                    .map(|tables| tables.iter().find(|table| table.name == name));
+                if let Some(change) = plan::back(was, now, known, &self.expected.whose) {
+                    let (step, by) = self.step(&origin, change)?;
+                    by.run(self.root, &step)?;
+                    is_changed = true;
                 }
             }
         }
