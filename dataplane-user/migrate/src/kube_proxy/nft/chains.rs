@@ -223,11 +223,9 @@ fn choice(
                 remembered.push((*to).to_owned());
             }
             ["meta", "l4proto", of, "dnat", ip, "to", slots @ ..]
-                if *of == name.protocol.word()
-                    && *ip == table.ip()
-                    && slots.starts_with(RANDOM) =>
+                if *of == name.protocol.word() && *ip == table.ip() && is_choice(slots, "map") =>
             {
-                let found = numbered(slots, "map", 3, |slot| match slot {
+                let found = numbered(slots, 3, |slot| match slot {
                     [ip, ".", port] => Some(share(ip.parse().ok()?, port.parse().ok()?)),
                     _ => None,
                 });
@@ -237,8 +235,8 @@ fn choice(
                 endpoints = found;
                 done = true;
             }
-            slots if slots.starts_with(RANDOM) => {
-                let chains = numbered(slots, "vmap", 2, |slot| match slot {
+            slots if is_choice(slots, "vmap") => {
+                let chains = numbered(slots, 2, |slot| match slot {
                     ["goto", chain] => Some(*chain),
                     _ => None,
                 });
@@ -268,20 +266,21 @@ fn choice(
     Ok((endpoints, Affinity(affinity), masqueraded))
 }
 
-/// How a choice by chance begins.
-const RANDOM: &[&str] = &["numgen", "random", "mod"];
+/// Whether words choose by chance: `numgen random mod 2 map { … }`.
+fn is_choice(words: &[&str], map: &str) -> bool {
+    matches!(words, ["numgen", "random", "mod", _, of, "{", .., "}"] if *of == map)
+}
 
 /// Why the slots of a choice do not count.
 const UNNUMBERED: &str = "its slots are not numbered from 0 to the last";
 
-/// The slots of `numgen random mod 2 map { 0 : …, 1 : … }`, of so many words each.
+/// The slots of a choice, of so many words each, numbered from 0.
 fn numbered<'t, T>(
     words: &[&'t str],
-    map: &str,
     length: usize,
     read: impl Fn(&[&'t str]) -> Option<T>,
 ) -> Option<Vec<T>> {
-    let [_, _, _, count, of, "{", slots @ .., "}"] = words else {
+    let [_, _, _, count, _, "{", slots @ .., "}"] = words else {
         return None;
     };
     let slots = slots.chunks(length + 2).enumerate();
@@ -290,7 +289,7 @@ fn numbered<'t, T>(
         _ => None,
     });
     let found: Option<Vec<T>> = slots.collect();
-    found.filter(|found| *of == map && count.parse() == Ok(found.len()))
+    found.filter(|found| count.parse() == Ok(found.len()))
 }
 
 /// The endpoint of an endpoint's chain, and whether the chain remembers its clients. Before 1.36, each endpoint has such a

@@ -46,6 +46,9 @@ impl Chains {
     pub fn has(&self, row: &Row<'_>) -> bool {
         let is = |name: &str| name.starts_with(self.prefix) && !name.starts_with("PROXY_INIT_");
         let mut parts = row.parts.iter();
-        is(&row.chain) || parts.any(|part| part.key != Key::Comment && is(&part.value))
+        is(&row.chain)
+            || parts.any(|part| {
+                part.key != Key::Comment && (is(&part.value) || part.more.is_some_and(is))
+            })
     }
 }

@@ -65,7 +65,8 @@ pub struct Family {
 pub fn raw(mesh: &Chains, rows: &[Row<'_>], are_all: bool) -> Result<(), Wrong> {
     for row in rows.iter().filter(|row| are_all || mesh.has(row)) {
         let mut targets = row.parts.iter().filter(|part| part.key == Key::Target);
-        if !targets.all(|part| part.value == "CT" || part.value.starts_with(mesh.prefix)) {
+        let is_known = |to: &str| matches!(to, "" | "CT") || to.starts_with(mesh.prefix);
+        if !targets.all(|part| is_known(&part.value)) {
             return Err(row.wrong("only zones of conntrack are understood in table raw"));
         }
     }
