@@ -199,7 +199,7 @@ impl ServiceUpdate<'_> {
     }
 
     /// Writes the pools of one port in one family, with the endpoints that were collected for them.
-    fn write_pools(&mut self, service: &Service, v4: bool, pools: &PortPools) {
+    fn write_pools(&mut self, service: &Service, v4: bool, pools: PortPools) {
         let affinity_seconds = wanted::affinity_seconds(service);
         let outside_is_local = service.external_policy == TrafficPolicy::Local;
         let wants_local = pools.local != 0;
