@@ -11,6 +11,7 @@ mod feed;
 mod file;
 mod health;
 mod host_ips;
+mod ingest;
 pub mod kubernetes;
 pub mod manifests;
 pub mod objects;

@@ -32,7 +32,7 @@ pub struct Fetch<'a> {
     pub client: &'a Client,
     pub token: Option<&'a TokenFile>,
     /// The path of the objects at the API server.
-    pub path: &'static str,
+    pub path: String,
     pub patience: Patience,
     pub health: &'a KindHealth,
 }
@@ -40,7 +40,7 @@ pub struct Fetch<'a> {
 impl<'a> Fetch<'a> {
     /// Returns a page of a list as text.
     pub async fn page(&self, what: &ListParams) -> Result<Vec<u8>, Failure> {
-        let request = Request::new(self.path).list(what);
+        let request = Request::new(&self.path).list(what);
         let mut body = self.answer(request).await?;
         let mut page = Vec::new();
         while let Some(piece) = next(&mut body, self.patience.answer).await? {
@@ -52,7 +52,7 @@ impl<'a> Fetch<'a> {
 
     /// Starts a watch at a version.
     pub async fn watch(&self, what: &WatchParams, from: &str) -> Result<Lines<'a>, Failure> {
-        let request = Request::new(self.path).watch(what, from);
+        let request = Request::new(&self.path).watch(what, from);
         Ok(Lines {
             body: self.answer(request).await?,
             text: Vec::new(),

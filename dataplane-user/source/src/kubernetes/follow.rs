@@ -17,9 +17,9 @@ use super::{
     failure::Status,
     fetch::{Fetch, Lines},
     health::KindHealth,
-    kind::Object,
-    sight::{KindPerspective, Perspective},
+    sight::KindPerspective,
 };
+use crate::ingest::{Message, Object, Perspective, Text};
 
 /// Range of the duration of a watch, in seconds. Each watch draws its own, so that the watches of a cluster's nodes do
 /// not end at the same time.
@@ -30,24 +30,6 @@ const AT_A_SERVICE: &str = ". That is the address of a service (KUBERNETES_SERVI
      it, with --api-server (apiServer in the manifests and the chart)";
 /// A watch that lasted at least this long did not fail, even if it had no event.
 const LASTED: Duration = Duration::from_secs(5);
-
-/// A message to the store.
-#[derive(Debug)]
-pub enum Message {
-    /// A list begins. Objects that are missing in it are removed.
-    Begin(Kind),
-    /// A listed, new or changed object.
-    Put(Kind, Object, Instant),
-    /// A removed object.
-    Gone(Kind, Object, Instant),
-    /// The list is complete; it was read from this perspective.
-    End(Kind, KindPerspective),
-    /// Reading of a kind works again.
-    Back,
-    /// The API server refuses to let the kind be read, with its reason, and the agent continues without the kind.
-    /// `None`: the server permits it again.
-    Refused(Kind, Option<String>),
-}
 
 /// Follows one kind.
 pub struct Follower {
@@ -79,7 +61,7 @@ enum Ended {
 /// A list that was read completely.
 struct Listed {
     /// The path of the list.
-    path: &'static str,
+    path: String,
     /// The version of the list, or of the last event since then.
     version: String,
 }
@@ -250,10 +232,10 @@ impl Step<'_> {
                 Err(error) => return Ended::Failed(error.into()),
             },
         };
-        let fetch = |path| Fetch {
+        let fetch = |path: &str| Fetch {
             client: &connected.client,
             token: connected.token.as_deref(),
-            path,
+            path: path.to_owned(),
             patience: self.follower.patience,
             health: self.health,
         };
@@ -265,11 +247,8 @@ impl Step<'_> {
             },
         };
         let fetch = fetch(path);
-        let mut watch = self
-            .follower
-            .kind
-            .watch(self.sight)
-            .timeout(rand::random_range(WATCH_SECONDS));
+        let watch = self.sight.watch(self.follower.kind);
+        let mut watch = watch.timeout(rand::random_range(WATCH_SECONDS));
         watch.bookmarks = true;
         let mut lines = match fetch.watch(&watch, version).await {
             Ok(lines) => lines,
@@ -320,11 +299,13 @@ impl Step<'_> {
     }
 
     /// Lists all objects, in the newest version of the API that the server has for the kind.
-    async fn find<'a>(&self, fetch: impl Fn(&'static str) -> Fetch<'a>) -> Result<Listed, Ended> {
+    async fn find<'a>(&self, fetch: impl Fn(&str) -> Fetch<'a>) -> Result<Listed, Ended> {
         let kind = self.follower.kind;
-        for path in kind.paths() {
-            match self.list(&fetch(path)).await {
-                Err(Ended::Failed(failure)) if kind.may_be_missing() && failure.is_missing() => {}
+        for version in kind.api_versions() {
+            let apis = if version.contains('/') { "apis" } else { "api" };
+            let path = format!("/{apis}/{version}/{}", kind.resource());
+            match self.list(&fetch(&path)).await {
+                Err(Ended::Failed(failure)) if kind.is_custom() && failure.is_missing() => {}
                 Ok(version) => {
                     if self.health.miss(false) {
                         info!("{kind}: the cluster has them now");
@@ -336,7 +317,7 @@ impl Step<'_> {
         }
         // An empty list has the same effect.
         self.send(Message::Begin(kind)).await?;
-        self.send(Message::End(kind, self.sight.clone())).await?;
+        self.send(Message::End(kind, self.sight.everywhere)).await?;
         if !self.health.miss(true) {
             let again = self.follower.patience.missing;
             info!("{kind}: the cluster does not have this kind; asking again every {again:?}");
@@ -347,7 +328,7 @@ impl Step<'_> {
     /// Lists all objects. Returns the version of the list.
     async fn list(&self, fetch: &Fetch<'_>) -> Result<String, Ended> {
         let kind = self.follower.kind;
-        let mut what = kind.list(self.sight);
+        let mut what = self.sight.list(kind);
         if self.health.lists() == 0 {
             // The first list may come from the API server's cache, because the watch brings newer changes. A later list
             // must not, because the cache may be older than known objects. The first list has one page, because servers
@@ -360,15 +341,14 @@ impl Step<'_> {
             let text = fetch.page(&what).await?;
             let page: Page<'_> = serde_json::from_slice(&text).map_err(Failure::from)?;
             for item in page.items.into_iter().flatten() {
-                let object = kind.read(item.get(), &self.sight.node);
-                self.send(Message::Put(kind, object, Instant::now()))
-                    .await?;
+                let object = kind.read(Text::Json(item.get()), &self.sight.node);
+                self.send(Message::Put(object, Instant::now())).await?;
             }
             what.continue_token = page.metadata.rest.filter(|rest| !rest.is_empty());
             // The token names the version of the remaining pages.
             (what.version_match, what.resource_version) = (None, None);
             if what.continue_token.is_none() {
-                self.send(Message::End(kind, self.sight.clone())).await?;
+                self.send(Message::End(kind, self.sight.everywhere)).await?;
                 self.health.list();
                 return Ok(page.metadata.resource_version);
             }
@@ -395,7 +375,7 @@ impl Step<'_> {
                 Ok(event) => event,
                 Err(error) => return Failure::from(error).into(),
             };
-            let message: fn(Kind, Object, Instant) -> Message = match &*event.kind {
+            let message: fn(Object, Instant) -> Message = match &*event.kind {
                 "ADDED" | "MODIFIED" => Message::Put,
                 "DELETED" => Message::Gone,
                 "BOOKMARK" => {
@@ -422,7 +402,7 @@ impl Step<'_> {
                     continue;
                 }
             };
-            let object = kind.read(event.object.get(), &self.sight.node);
+            let object = kind.read(Text::Json(event.object.get()), &self.sight.node);
             if object.version.is_empty() {
                 warn!(
                     "{kind}: an event without resourceVersion, of {}",
@@ -433,7 +413,7 @@ impl Step<'_> {
             }
             self.health.event();
             *told = true;
-            if let Err(ended) = self.send(message(kind, object, now)).await {
+            if let Err(ended) = self.send(message(object, now)).await {
                 return ended;
             }
         }

@@ -2,10 +2,9 @@
 //! ([`WantedKinds`]) it also reads the Pods on this node or on all nodes, Namespaces, and Istio's ServiceEntries and
 //! WorkloadEntries.
 //!
-//! Each kind is listed once, page by page, and watched from there on (`follow`). Objects are stored only in the terms
-//! of the model, and combined into views (`store`). The first view appears when every kind was listed completely, so
-//! that an object that has not been read yet does not count as removed. A later view contains all changes until the
-//! caller takes it.
+//! Each kind is listed once, page by page, and watched from there on (`follow`). The store combines the objects into
+//! views. The first view appears when every kind was listed completely, so that an object that has not been read yet
+//! does not count as removed. A later view contains all changes until the caller takes it.
 //!
 //! The source does not end when the API server is down. It retries with growing delays, and [`Health`] has the time of
 //! the last contact, and the failure.
@@ -18,12 +17,8 @@ mod failure;
 mod fetch;
 mod follow;
 mod health;
-mod kind;
-mod orphans;
-mod pods;
 mod review;
 mod sight;
-mod store;
 mod token;
 
 use std::{
@@ -39,11 +34,8 @@ pub use error::ConnectError;
 pub use failure::Failure;
 use follow::Follower;
 pub use health::{Health, KindHealth};
-pub use kind::{Kind, Scope, WantedKinds};
 use model::Node;
 pub use review::{Review, ReviewError, Reviewer};
-use sight::Perspective;
-use store::Store;
 use threads::{Deaths, may_panic};
 use tokio::{
     runtime::Builder,
@@ -53,12 +45,18 @@ use tokio::{
 };
 use tracing::info;
 
-use super::{Feed, Notice, OpenError, View, feed};
+use super::{
+    Feed, Notice, OpenError, View, feed,
+    ingest::{Perspective, Store},
+};
+pub use crate::ingest::{Kind, Scope, WantedKinds};
 
 /// The name of the thread that reads.
 const THREAD: &str = "kubernetes";
 /// Maximum number of messages that wait for the store. Beyond it, reading waits.
 const QUEUE: usize = 1024;
+/// Maximum number of endpoints that services of one namespace gain in one view. The others wait for the next view.
+const ENDPOINTS_AT_ONCE: u64 = 1 << 17;
 
 /// Time limits.
 #[derive(Clone, Copy, Debug)]
@@ -266,7 +264,7 @@ async fn read(
         followers.spawn(follower.run(seen.clone()));
     }
     drop(messages);
-    let mut store = Store::new(node, wanted, patience);
+    let mut store = Store::new(node, wanted, Some(ENDPOINTS_AT_ONCE), patience.orphan);
     let mut batch = Vec::new();
     loop {
         let far = || Instant::now() + Duration::from_hours(1);

@@ -1,431 +1,177 @@
 //! One document of a manifest: an object, or a list of objects.
 //!
-//! Objects are converted into the model one by one as they are read, and then dropped. So a file with thousands of
-//! objects is never in memory as Kubernetes' types.
-//!
-//! kubectl prints keys in alphabetical order: an object's `apiVersion` and `kind` come before its `spec`, and an
-//! EndpointSlice's `apiVersion`, which only slices have, before its `endpoints`. So the types of the fields are known
-//! when they are read. In an object with another order, early fields stay untyped values until the kind is known.
+//! The objects are given to a sink one by one as they are read. So a file with thousands of objects is never in memory
+//! as their fields.
 
 use std::fmt;
 
-use model::{Grant, Node, Route, RouteKind, Service, ServiceName, Workload};
-use serde::de::{
-    DeserializeOwned, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor,
+use serde::{
+    Deserialize,
+    de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, value::RawValue};
 
-use crate::objects::{
-    self, ByIstio, Candidate, Findings, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
-    wire::{self, Metadata},
-};
-
-const CORE: &str = "v1";
-const DISCOVERY: &str = "discovery.k8s.io/v1";
-/// The group of Istio's objects. They are equal in all its versions.
-const ISTIO: &str = "networking.istio.io/";
-const ISTIO_VERSIONS: [&str; 3] = ["v1", "v1beta1", "v1alpha3"];
-/// The group of Gateway API's objects. The fields that are read are equal in all versions of a kind.
-const GATEWAY: &str = "gateway.networking.k8s.io/";
-
-/// The kinds that are read.
-const KINDS: [&str; 12] = [
-    "Service",
-    "EndpointSlice",
-    "Node",
-    "Pod",
-    "Namespace",
-    "ServiceEntry",
-    "WorkloadEntry",
-    "TCPRoute",
-    "TLSRoute",
-    "HTTPRoute",
-    "GRPCRoute",
-    "ReferenceGrant",
-];
+use crate::ingest::{Kind, Text};
 
 /// An object of a document.
 #[derive(Debug)]
-pub struct Entry {
-    /// Its index in the document's list. `None` if it is the whole document.
-    pub item: Option<usize>,
-    /// Its namespace and name.
-    pub name: ServiceName,
-    /// The result.
-    pub body: Body,
-    /// Problems of the object.
-    pub findings: Findings,
-}
-
-/// The result of an object.
-#[derive(Debug)]
-pub enum Body {
-    /// A Service.
-    Service(Outcome<Service>, ByIstio),
-    /// An EndpointSlice, and another node that one of its endpoints is on.
-    Slice(Outcome<Slice>, Option<String>),
-    /// A Node: this node or another one.
-    Node(NodeFacts),
-    /// A Pod: its host ports; the workload, unless it has no connections of its own; and the pod as a ServiceEntry may
-    /// select it.
-    Pod(Vec<Service>, Option<Box<Workload>>, Option<Box<Candidate>>),
-    /// A ServiceEntry. `None` if it is invalid.
-    ServiceEntry(Option<Box<ServiceEntry>>),
-    /// A WorkloadEntry. `None` if it is invalid.
-    WorkloadEntry(Option<Box<Candidate>>),
-    /// A route. `None` if it is invalid, or if it is not attached to a Service.
-    Route(RouteKind, Option<Box<Route>>),
-    /// A ReferenceGrant. `None` if it is invalid.
-    Grant(Option<Box<Grant>>),
-    /// A Namespace.
-    Namespace(Box<NamespaceRules>),
+pub enum Found<'a> {
+    /// An object of a kind that is read.
+    Object(Kind, Text<'a>),
     /// An object of a kind that is not served here.
     Ignored(String),
-    /// An object without a kind.
-    Unknown,
+    /// A fault of an object or list: the object's kind and text if they are known, the field, and the text.
+    Fault(Option<(Kind, Text<'a>)>, &'static str, String),
 }
 
-impl Entry {
-    /// Returns the object's name for people: `Service default/web`.
-    pub fn label(&self) -> Option<String> {
-        let kind = match &self.body {
-            Body::Service(..) => "Service",
-            Body::Slice(..) => "EndpointSlice",
-            // A node has no namespace.
-            Body::Node(node) => {
-                return (!node.name.is_empty()).then(|| format!("Node {}", node.name));
-            }
-            Body::Pod(..) => "Pod",
-            Body::ServiceEntry(_) => "ServiceEntry",
-            Body::WorkloadEntry(_) => "WorkloadEntry",
-            Body::Route(kind, _) => kind.word(),
-            Body::Grant(_) => "ReferenceGrant",
-            Body::Namespace(found) => {
-                return (!found.name.is_empty()).then(|| format!("Namespace {}", found.name));
-            }
-            Body::Ignored(kind) => kind,
-            Body::Unknown => return None,
-        };
-        (!self.name.name().is_empty()).then(|| format!("{kind} {}", self.name))
-    }
-}
+/// Receives the objects, each with its index in the document's list. `None` if it is the whole document.
+pub type Sink<'a> = dyn FnMut(Option<usize>, Found<'_>) + 'a;
 
-/// Reads a document's objects into `entries`.
-pub struct Document<'a> {
-    /// This node.
-    pub node: &'a Node,
-    /// The list that receives the objects.
-    pub entries: &'a mut Vec<Entry>,
-}
-
-impl<'de> DeserializeSeed<'de> for Document<'_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        let reader = ObjectReader {
-            node: self.node,
-            entries: self.entries,
-            item: None,
-            inherited: (None, None),
-            untyped: &mut Vec::new(),
-        };
-        deserializer.deserialize_map(reader)
-    }
-}
-
-/// An object without a kind, in a list whose own kind is not known yet.
-type Untyped = Object;
-
-/// The kinds of fields that an object has.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Sort {
-    Service,
-    Slice,
-    Node,
-    Pod,
-    Namespace,
-    ServiceEntry,
-    WorkloadEntry,
-    Route(RouteKind),
-    Grant,
-    Other,
-    NotKnownYet,
-}
-
-/// The fields of all served kinds, as far as they were read.
-#[derive(Default)]
-struct Object {
-    item: Option<usize>,
+/// The type of an object, as far as it is stated.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Type {
     api_version: Option<String>,
     kind: Option<String>,
-    metadata: Metadata,
-    spec: Option<wire::ServiceSpec>,
-    node_spec: Option<wire::NodeSpec>,
-    node_status: Option<wire::NodeStatus>,
-    pod_spec: Option<wire::PodSpec>,
-    pod_status: Option<wire::PodStatus>,
-    status: Option<wire::ServiceStatus>,
-    address_type: Option<String>,
-    endpoints: Option<Vec<wire::Endpoint>>,
-    ports: Option<Vec<wire::EndpointPort>>,
-    /// Fields that came before the kind.
-    early: Map<String, Value>,
 }
 
-impl Object {
-    fn sort(&self) -> Sort {
-        match (self.kind.as_deref(), self.api_version.as_deref()) {
-            (Some("Service"), Some(CORE)) => Sort::Service,
-            (Some("Node"), Some(CORE)) => Sort::Node,
-            (Some("Pod"), Some(CORE)) => Sort::Pod,
-            (Some("Namespace"), Some(CORE)) => Sort::Namespace,
-            (Some("ServiceEntry"), Some(version)) if is_istio(version) => Sort::ServiceEntry,
-            (Some("WorkloadEntry"), Some(version)) if is_istio(version) => Sort::WorkloadEntry,
-            (Some(kind), Some(version)) if version.starts_with(GATEWAY) => {
-                match objects::route_kind(kind) {
-                    Some(kind) => Sort::Route(kind),
-                    None if kind == "ReferenceGrant" => Sort::Grant,
-                    None => Sort::Other,
-                }
-            }
-            (Some("EndpointSlice") | None, Some(DISCOVERY)) => Sort::Slice,
-            (None, None | Some(CORE)) => Sort::NotKnownYet,
-            (Some(kind), None) if KINDS.contains(&kind) => Sort::NotKnownYet,
-            _ => Sort::Other,
-        }
-    }
-
+impl Type {
     fn is_list(&self) -> bool {
-        let of = self
-            .kind
-            .as_deref()
-            .and_then(|kind| kind.strip_suffix("List"));
-        of.is_some_and(|of| of.is_empty() || KINDS.contains(&of))
+        let kind = self.kind.as_deref();
+        let of = kind.and_then(|kind| kind.strip_suffix("List"));
+        of.is_some_and(|of| of.is_empty() || Kind::of(of).is_some())
     }
 
-    /// Returns the type of this list's items if they do not state it: `(apiVersion, kind)`.
-    fn of_items(&self) -> (Option<String>, Option<String>) {
-        match self
-            .kind
-            .as_deref()
-            .and_then(|kind| kind.strip_suffix("List"))
-        {
-            None | Some("") => (None, None),
-            Some(kind) => (self.api_version.clone(), Some(kind.to_owned())),
+    /// Returns the type of this list's items if they do not state it.
+    fn of_items(&self) -> Self {
+        let kind = self.kind.as_deref();
+        match kind.and_then(|kind| kind.strip_suffix("List")) {
+            None | Some("") => Self::default(),
+            Some(kind) => Self {
+                api_version: self.api_version.clone(),
+                kind: Some(kind.to_owned()),
+            },
         }
     }
 
-    fn finish(mut self, node: &Node) -> Entry {
-        let mut findings = Findings::default();
-        let item = self.item;
-        let name = objects::object_name(&self.metadata);
-        let body = match self.sort() {
-            Sort::Service => {
-                let object = wire::Service {
-                    spec: self
-                        .spec
-                        .or_else(|| early(&mut self.early, "spec", &mut findings)),
-                    status: self
-                        .status
-                        .or_else(|| early(&mut self.early, "status", &mut findings)),
-                    metadata: self.metadata,
-                };
-                // Consequences of a field that could not be read are not reported.
-                if findings.faults.is_empty() {
-                    let by_istio = objects::by_istio(&object, &mut findings);
-                    Body::Service(objects::service(object, &mut findings), by_istio)
-                } else {
-                    Body::Service(Outcome::LeftAlone, ByIstio::default())
-                }
-            }
-            Sort::Slice if self.kind.is_some() => {
-                let fields = &mut self.early;
-                let object = wire::EndpointSlice {
-                    address_type: self
-                        .address_type
-                        .or_else(|| early(fields, "addressType", &mut findings))
-                        .unwrap_or_default(),
-                    endpoints: self
-                        .endpoints
-                        .or_else(|| early(fields, "endpoints", &mut findings)),
-                    ports: self.ports.or_else(|| early(fields, "ports", &mut findings)),
-                    metadata: self.metadata,
-                };
-                if findings.faults.is_empty() {
-                    let outcome = objects::slice(&object, node, &mut findings);
-                    let endpoints = object.endpoints.into_iter().flatten();
-                    let mut nodes = endpoints.filter_map(|endpoint| endpoint.node_name);
-                    Body::Slice(outcome, nodes.find(|name| **name != *node.name))
-                } else {
-                    Body::Slice(Outcome::LeftAlone, None)
-                }
-            }
-            Sort::Node => {
-                let object = wire::Node {
-                    spec: self
-                        .node_spec
-                        .or_else(|| early(&mut self.early, "spec", &mut findings)),
-                    status: self
-                        .node_status
-                        .or_else(|| early(&mut self.early, "status", &mut findings)),
-                    metadata: self.metadata,
-                };
-                Body::Node(objects::node(&object, &mut findings))
-            }
-            Sort::Pod => {
-                let fields = &mut self.early;
-                let object = wire::Pod {
-                    spec: self
-                        .pod_spec
-                        .or_else(|| early(fields, "spec", &mut findings)),
-                    status: self
-                        .pod_status
-                        .or_else(|| early(fields, "status", &mut findings)),
-                    metadata: self.metadata,
-                };
-                let workload = objects::pod(&object, node, &mut findings).map(Box::new);
-                let candidate = objects::candidate(&object, node).map(Box::new);
-                let host_ports = objects::host_ports(&object, node, &mut findings);
-                Body::Pod(host_ports, workload, candidate)
-            }
-            Sort::ServiceEntry => {
-                let fields = &mut self.early;
-                let object = wire::ServiceEntry {
-                    spec: early(fields, "spec", &mut findings),
-                    status: early(fields, "status", &mut findings),
-                    metadata: self.metadata,
-                };
-                let readable = findings.faults.is_empty();
-                let entry = readable.then(|| objects::service_entry(object, node, &mut findings));
-                let entry = entry.filter(|_| findings.faults.is_empty());
-                Body::ServiceEntry(entry.map(Box::new))
-            }
-            Sort::WorkloadEntry => {
-                let object = wire::WorkloadEntry {
-                    spec: early(&mut self.early, "spec", &mut findings),
-                    status: early(&mut self.early, "status", &mut findings),
-                    metadata: self.metadata,
-                };
-                let readable = findings.faults.is_empty();
-                let entry = readable.then(|| objects::workload_entry(&object, node, &mut findings));
-                let entry = entry.filter(|_| findings.faults.is_empty());
-                Body::WorkloadEntry(entry.map(Box::new))
-            }
-            Sort::Route(kind) => {
-                let object = wire::Route {
-                    spec: early(&mut self.early, "spec", &mut findings),
-                    metadata: self.metadata,
-                };
-                let readable = findings.faults.is_empty();
-                let route = readable.then(|| objects::route(kind, object, &mut findings));
-                let route = route.flatten().filter(|_| findings.faults.is_empty());
-                Body::Route(kind, route.map(Box::new))
-            }
-            Sort::Grant => {
-                let object = wire::ReferenceGrant {
-                    spec: early(&mut self.early, "spec", &mut findings),
-                    metadata: self.metadata,
-                };
-                let readable = findings.faults.is_empty();
-                let grant = readable.then(|| objects::grant(&object, &mut findings));
-                let grant = grant.filter(|_| findings.faults.is_empty());
-                Body::Grant(grant.map(Box::new))
-            }
-            Sort::Namespace => {
-                Body::Namespace(Box::new(objects::namespace(&self.metadata, &mut findings)))
-            }
-            Sort::Other => self.other(&mut findings),
-            Sort::Slice | Sort::NotKnownYet => {
-                let (field, example) = match &self.kind {
-                    None => ("kind", "Service, EndpointSlice or List"),
-                    Some(kind) if kind == "EndpointSlice" => ("apiVersion", DISCOVERY),
-                    Some(kind) if kind.ends_with("Entry") => {
-                        ("apiVersion", "networking.istio.io/v1")
-                    }
-                    Some(kind) if kind.ends_with("Route") || kind == "ReferenceGrant" => {
-                        ("apiVersion", "gateway.networking.k8s.io/v1")
-                    }
-                    Some(_) => ("apiVersion", CORE),
-                };
-                findings
-                    .faults
-                    .push((field.into(), format!("missing; expected {example}")));
-                Body::Unknown
-            }
+    fn or(self, other: &Self) -> Self {
+        Self {
+            api_version: self.api_version.or_else(|| other.api_version.clone()),
+            kind: self.kind.or_else(|| other.kind.clone()),
+        }
+    }
+
+    /// Returns whether no kind that is read has this name.
+    fn is_of_others(&self) -> bool {
+        let kind = self.kind.as_deref();
+        kind.is_some_and(|kind| Kind::of(kind).is_none())
+    }
+
+    /// Gives the object to `sink`, unless it is a list. Its items, if it `has_items`, were already given.
+    fn give(&self, item: Option<usize>, has_items: bool, text: Text<'_>, sink: &mut Sink<'_>) {
+        let kind = self.kind.as_deref();
+        let fault = |text: &str| Found::Fault(None, "kind", text.to_owned());
+        let found = if item.is_some() && self.is_list() {
+            fault("a list within a list; expected an object")
+        } else if has_items && kind.is_none_or(|kind| !kind.ends_with("List")) {
+            fault("missing or not a list; expected List")
+        } else if has_items || self.is_list() {
+            return;
+        } else {
+            self.found(text)
         };
-        Entry {
-            item,
-            name,
-            body,
-            findings,
-        }
+        sink(item, found);
     }
 
-    fn other(&self, findings: &mut Findings) -> Body {
-        let version = self.api_version.as_deref().unwrap_or_default();
-        let kind = self.kind.as_deref().unwrap_or_default();
-        let expected = match kind {
-            "Service" | "Node" | "Pod" | "Namespace" if !version.contains('/') => CORE,
-            "EndpointSlice" if version.starts_with("discovery.k8s.io/") => DISCOVERY,
-            "ServiceEntry" | "WorkloadEntry" if version.starts_with(ISTIO) => {
-                "networking.istio.io/v1"
-            }
-            _ => "",
+    fn found<'a>(&self, text: Text<'a>) -> Found<'a> {
+        let Some(word) = self.kind.as_deref() else {
+            let expected = "missing; expected Service, EndpointSlice or List";
+            return Found::Fault(None, "kind", expected.to_owned());
         };
-        if !expected.is_empty() {
-            findings.faults.push((
-                "apiVersion".into(),
-                format!("{version:?} is not a known version of {kind}; expected {expected}"),
-            ));
-            return Body::Ignored(kind.to_owned());
+        let Some(kind) = Kind::of(word) else {
+            return Found::Ignored(word.to_owned());
+        };
+        let expected = || kind.api_versions().next().unwrap_or_default();
+        let Some(given) = &self.api_version else {
+            let text = format!("missing; expected {}", expected());
+            return Found::Fault(None, "apiVersion", text);
+        };
+        let (group, version) = given.split_once('/').unwrap_or(("", given));
+        if group == kind.group() && kind.has_version(version) {
+            Found::Object(kind, text)
+        } else if group == kind.group() {
+            let fault = format!(
+                "{given:?} is not a known version of {word}; expected {}",
+                expected()
+            );
+            Found::Fault(Some((kind, text)), "apiVersion", fault)
+        } else if group.is_empty() {
+            Found::Ignored(word.to_owned())
+        } else {
+            // Another group may have a kind of the same name.
+            Found::Ignored(format!("{word}.{group}"))
         }
-        if kind.is_empty() {
-            findings
-                .faults
-                .push(("kind".into(), "missing; expected the object's kind".into()));
-            return Body::Unknown;
-        }
-        // Another group may have a kind of the same name.
-        Body::Ignored(match (kind, version.split_once('/')) {
-            (kind, Some((group, _))) if KINDS.contains(&kind) => format!("{kind}.{group}"),
-            _ => kind.to_owned(),
-        })
     }
 }
 
-/// Returns whether Istio's objects are known in an API version.
-fn is_istio(version: &str) -> bool {
-    let version = version.strip_prefix(ISTIO);
-    version.is_some_and(|version| ISTIO_VERSIONS.contains(&version))
+/// Gives the objects of the first document of JSON to `sink`, as text. Returns the end of the document. `None` if it
+/// cannot be read in this way: then no object was given.
+pub fn json(text: &str, sink: &mut Sink<'_>) -> Option<usize> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct List<'a> {
+        api_version: Option<String>,
+        kind: Option<String>,
+        #[serde(borrow)]
+        items: Option<Vec<&'a RawValue>>,
+    }
+    let mut documents = serde_json::Deserializer::from_str(text).into_iter::<List<'_>>();
+    let List {
+        api_version,
+        kind,
+        items,
+    } = documents.next()?.ok()?;
+    let end = documents.byte_offset();
+    let of = Type { api_version, kind };
+    of.kind.as_ref()?;
+    let texts = || items.iter().flatten().map(|item| item.get());
+    let types: Result<Vec<Type>, _> = texts().map(serde_json::from_str).collect();
+    let of_items = of.of_items();
+    for (item, (text, of)) in texts().zip(types.ok()?).enumerate() {
+        let of = of.or(&of_items);
+        of.give(Some(item), false, Text::Json(text), sink);
+    }
+    of.give(None, items.is_some(), Text::Json(&text[..end]), sink);
+    Some(end)
 }
 
-/// Returns a field that was read before its type was known.
-fn early<T: DeserializeOwned>(
-    fields: &mut Map<String, Value>,
-    key: &str,
-    findings: &mut Findings,
-) -> Option<T> {
-    let value = fields.remove(key)?;
-    serde_path_to_error::deserialize::<_, Option<T>>(value).unwrap_or_else(|error| {
-        let path = match error.path().to_string() {
-            root if root == "." => key.to_owned(),
-            path if path.starts_with('[') => format!("{key}{path}"),
-            path => format!("{key}.{path}"),
-        };
-        findings.faults.push((path, error.inner().to_string()));
-        None
-    })
-}
-
-struct ObjectReader<'a> {
-    node: &'a Node,
-    entries: &'a mut Vec<Entry>,
+/// Reads a document, or an item of its list.
+pub struct Document<'a, 'b> {
     item: Option<usize>,
-    inherited: (Option<String>, Option<String>),
-    untyped: &'a mut Vec<Untyped>,
+    /// The type if it is not stated.
+    inherited: Type,
+    /// Receives an item without a kind, whose list may state it later.
+    later: &'a mut Vec<(usize, Type, Value)>,
+    sink: &'a mut Sink<'b>,
 }
 
-impl<'de> DeserializeSeed<'de> for ObjectReader<'_> {
+impl<'a, 'b> Document<'a, 'b> {
+    /// Reads a document into `sink`.
+    pub fn read<'de, D: Deserializer<'de>>(
+        deserializer: D,
+        sink: &'a mut Sink<'b>,
+    ) -> Result<(), D::Error> {
+        let document = Document {
+            item: None,
+            inherited: Type::default(),
+            later: &mut Vec::new(),
+            sink,
+        };
+        document.deserialize(deserializer)
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Document<'_, '_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
@@ -433,7 +179,7 @@ impl<'de> DeserializeSeed<'de> for ObjectReader<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for ObjectReader<'_> {
+impl<'de> Visitor<'de> for Document<'_, '_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -441,113 +187,49 @@ impl<'de> Visitor<'de> for ObjectReader<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        let (api_version, kind) = self.inherited;
-        let mut object = Object {
-            api_version,
-            kind,
-            item: self.item,
-            ..Object::default()
-        };
+        let Self { item, sink, .. } = self;
+        let mut of = self.inherited;
+        let mut fields = Map::new();
         let mut has_items = false;
-        let mut untyped_items = Vec::new();
+        let mut later = Vec::new();
         while let Some(key) = map.next_key::<String>()? {
             match key.as_str() {
-                "apiVersion" => object.api_version = map.next_value::<Option<_>>()?,
-                "kind" => object.kind = map.next_value::<Option<_>>()?,
-                "metadata" => {
-                    object.metadata = map.next_value::<Option<_>>()?.unwrap_or_default();
-                }
-                "items" if self.item.is_none() => {
+                "apiVersion" => of.api_version = map.next_value()?,
+                "kind" => of.kind = map.next_value()?,
+                "items" if item.is_none() => {
                     has_items = true;
                     map.next_value_seed(Items {
-                        node: self.node,
-                        entries: self.entries,
-                        inherited: object.of_items(),
-                        untyped: &mut untyped_items,
+                        inherited: of.of_items(),
+                        later: &mut later,
+                        sink: &mut *sink,
                     })?;
                 }
-                "spec" | "status" | "addressType" | "endpoints" | "ports" => {
-                    match (object.sort(), key.as_str()) {
-                        (Sort::Service, "spec") => object.spec = map.next_value()?,
-                        (Sort::Node, "spec") => object.node_spec = map.next_value()?,
-                        (Sort::Node, "status") => object.node_status = map.next_value()?,
-                        (Sort::Pod, "spec") => object.pod_spec = map.next_value()?,
-                        (Sort::Pod, "status") => object.pod_status = map.next_value()?,
-                        (Sort::Service, "status") => object.status = map.next_value()?,
-                        (Sort::Slice, "addressType") => object.address_type = map.next_value()?,
-                        (Sort::Slice, "endpoints") => object.endpoints = map.next_value()?,
-                        (Sort::Slice, "ports") => object.ports = map.next_value()?,
-                        // An invalid entry does not keep the rest of the document from being read.
-                        (
-                            Sort::ServiceEntry
-                            | Sort::WorkloadEntry
-                            | Sort::Route(_)
-                            | Sort::Grant
-                            | Sort::NotKnownYet,
-                            _,
-                        ) => {
-                            object.early.insert(key, map.next_value()?);
-                        }
-                        _ => _ = map.next_value::<IgnoredAny>()?,
-                    }
-                }
-                _ => _ = map.next_value::<IgnoredAny>()?,
+                _ if of.is_of_others() => _ = map.next_value::<IgnoredAny>()?,
+                _ => _ = fields.insert(key, map.next_value()?),
             }
         }
-        let inherited = object.of_items();
-        for mut untyped in untyped_items {
-            untyped.api_version = untyped.api_version.or_else(|| inherited.0.clone());
-            untyped.kind = untyped.kind.or_else(|| inherited.1.clone());
-            self.entries.push(untyped.finish(self.node));
+        let fields = Value::Object(fields);
+        if let (Some(item), None) = (item, &of.kind) {
+            self.later.push((item, of, fields));
+            return Ok(());
         }
-        if self.item.is_some() && object.is_list() {
-            self.entries.push(fault(
-                &object,
-                "kind",
-                "a list within a list; expected an object",
-            ));
-        } else if has_items
-            && object
-                .kind
-                .as_deref()
-                .is_none_or(|kind| !kind.ends_with("List"))
-        {
-            self.entries.push(fault(
-                &object,
-                "kind",
-                "missing or not a list; expected List",
-            ));
-        } else if has_items || object.is_list() {
-            // The items of this list were already read.
-        } else if self.item.is_some() && object.kind.is_none() {
-            self.untyped.push(object);
-        } else {
-            self.entries.push(object.finish(self.node));
+        let inherited = of.of_items();
+        for (item, of, fields) in later {
+            let of = of.or(&inherited);
+            of.give(Some(item), false, Text::Value(&fields), sink);
         }
+        of.give(item, has_items, Text::Value(&fields), sink);
         Ok(())
     }
 }
 
-fn fault(object: &Object, path: &str, text: &str) -> Entry {
-    Entry {
-        item: object.item,
-        name: objects::object_name(&object.metadata),
-        body: Body::Unknown,
-        findings: Findings {
-            faults: vec![(path.into(), text.into())],
-            notes: Vec::new(),
-        },
-    }
+struct Items<'a, 'b> {
+    inherited: Type,
+    later: &'a mut Vec<(usize, Type, Value)>,
+    sink: &'a mut Sink<'b>,
 }
 
-struct Items<'a> {
-    node: &'a Node,
-    entries: &'a mut Vec<Entry>,
-    inherited: (Option<String>, Option<String>),
-    untyped: &'a mut Vec<Untyped>,
-}
-
-impl<'de> DeserializeSeed<'de> for Items<'_> {
+impl<'de> DeserializeSeed<'de> for Items<'_, '_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
@@ -555,7 +237,7 @@ impl<'de> DeserializeSeed<'de> for Items<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Items<'_> {
+impl<'de> Visitor<'de> for Items<'_, '_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -576,14 +258,13 @@ impl<'de> Visitor<'de> for Items<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
         for item in 0.. {
-            let reader = ObjectReader {
-                node: self.node,
-                entries: self.entries,
+            let document = Document {
                 item: Some(item),
                 inherited: self.inherited.clone(),
-                untyped: self.untyped,
+                later: self.later,
+                sink: self.sink,
             };
-            if seq.next_element_seed(reader)?.is_none() {
+            if seq.next_element_seed(document)?.is_none() {
                 break;
             }
         }

@@ -27,6 +27,7 @@ impl Origin {
     /// Returns the path of a field of the object within the document.
     fn path(self, field: &str) -> String {
         match self.item {
+            Some(item) if field.starts_with('[') => format!("items[{item}]{field}"),
             Some(item) => format!("items[{item}].{field}"),
             None => field.to_owned(),
         }
@@ -99,11 +100,11 @@ impl Faults {
     }
 
     /// Adds an object that was already defined.
-    pub fn twice(&mut self, origin: Origin, object: Option<String>, first: Origin) {
+    pub fn twice(&mut self, origin: Origin, object: String, first: Origin) {
         self.add(Unplaced {
             origin,
             path: origin.path("metadata.name"),
-            object,
+            object: Some(object),
             text: "defined twice, first in".into(),
             position: None,
             other: Some(first),

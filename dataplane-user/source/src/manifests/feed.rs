@@ -2,10 +2,10 @@
 
 use std::{path::PathBuf, sync::Arc};
 
-use model::{Node, Snapshot};
+use model::Node;
 use tracing::{error, info};
 
-use super::{Health, Loaded, Watcher, load_reusing};
+use super::{Health, Manifests, Watcher};
 use crate::{Feed, Notice, OpenError, View, watching::Watching};
 
 /// The name of the thread that watches.
@@ -16,10 +16,7 @@ const THREAD: &str = "manifests";
 /// The thread that [takes](Feed::take) a view reads them.
 #[derive(Debug)]
 pub struct Files {
-    /// This node, without the facts of its object.
-    node: Arc<Node>,
-    /// The last snapshot, which shares unchanged objects with the next.
-    last: Snapshot,
+    manifests: Manifests,
     /// The view from opening the files.
     first: Option<View>,
     watching: Watching,
@@ -40,19 +37,14 @@ impl Files {
         // Watches before the files are read, so that no change is missed in between.
         let mut watcher = Watcher::new(paths)?;
         let watching = Watching::start(THREAD, notify, async move || watcher.changed().await);
-        let mut files = Self {
-            node: Arc::clone(node),
-            last: Snapshot::default(),
-            first: None,
-            watching: watching.map_err(|error| OpenError::Thread {
-                what: "the manifests",
-                error,
-            })?,
-            health: Arc::new(Health::of(paths)),
-        };
-        let loaded = load_reusing(&files.last, paths, node)?;
+        let watching = watching.map_err(|error| OpenError::Thread {
+            what: "the manifests",
+            error,
+        })?;
+        let mut manifests = Manifests::new(node);
+        let loaded = manifests.read(paths)?;
         info!(
-            services = loaded.snapshot.services.len(),
+            services = loaded.view.services.len(),
             files = loaded.files,
             node = &*node.name,
             "read the manifests"
@@ -60,29 +52,14 @@ impl Files {
         if let Some(line) = loaded.ignored_line() {
             info!("{line}");
         }
-        files.first = Some(files.keep(loaded));
-        Ok(files)
-    }
-
-    fn keep(&mut self, loaded: Loaded) -> View {
-        self.health.set(None);
-        let snapshot = &loaded.snapshot;
-        let view = View {
-            services: snapshot.services.clone(),
-            entries: snapshot.entries.clone(),
-            routes: snapshot.routes.clone(),
-            grants: snapshot.grants.clone(),
-            workloads: snapshot.workloads.clone(),
-            pods: snapshot.pods.clone(),
-            whole: snapshot.whole,
-            unread: snapshot.unread.clone(),
-            namespaces: None,
-            node: loaded.facts,
-            problems: Arc::clone(&snapshot.problems),
-            since: None,
-        };
-        self.last = loaded.snapshot;
-        view
+        let health = Health::of(paths);
+        health.set(None);
+        Ok(Self {
+            manifests,
+            first: Some(loaded.view),
+            watching,
+            health: Arc::new(health),
+        })
     }
 }
 
@@ -92,11 +69,12 @@ impl Feed for Files {
         if !self.watching.changed() {
             return first;
         }
-        match load_reusing(&self.last, &self.health.paths, &self.node) {
+        match self.manifests.read(&self.health.paths) {
             Ok(loaded) => {
-                let services = loaded.snapshot.services.len();
+                let services = loaded.view.services.len();
                 info!(services, files = loaded.files, "read the manifests again");
-                Some(self.keep(loaded))
+                self.health.set(None);
+                Some(loaded.view)
             }
             Err(errors) => {
                 for fault in &errors.faults {

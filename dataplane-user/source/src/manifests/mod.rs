@@ -18,7 +18,7 @@ mod stage;
 mod watch;
 mod whereabouts;
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
 pub use error::{Errors, FAULTS_LISTED, Fault};
 pub use feed::Files;
@@ -26,18 +26,22 @@ pub use files::{FILE_SIZE_MAX, read as read_file};
 pub use health::Health;
 pub use locate::{Position, locate};
 use model::{Node, Snapshot};
-pub use parse::plain;
 pub use watch::{WatchError, Watcher};
 
-use crate::objects::NodeFacts;
+pub use crate::ingest::plain;
+use crate::{
+    View,
+    ingest::{Store, WantedKinds},
+};
+use stage::Stage;
 
 /// The result of reading manifests.
 #[derive(Clone, Debug, Default)]
 pub struct Loaded {
-    /// The snapshot to serve.
+    /// The objects as a view.
+    pub view: View,
+    /// The objects as a snapshot, with the node.
     pub snapshot: Snapshot,
-    /// Facts from this node's own object, if there is one.
-    pub facts: Option<NodeFacts>,
     /// Number of objects of each kind that is not served.
     pub ignored: BTreeMap<String, usize>,
     /// Number of services and slices that their labels leave to others.
@@ -68,60 +72,62 @@ impl Loaded {
 
 /// Reads manifests: files, and directories with all `*.yaml`, `*.yml` and `*.json` below them.
 ///
-/// # Errors
-///
-/// All faults.
-pub fn load(paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
-    load_reusing(&Snapshot::default(), paths, node)
-}
-
-/// As [`load`], but shares unchanged objects with `previous`, so that the cost of the difference grows with the changes
-/// ([`imbl::OrdMap::diff`]).
-///
 /// `node` is the node as known without the manifests. If they contain its Node object, the snapshot's node has the
 /// facts of that object.
 ///
 /// # Errors
 ///
-/// As for [`load`].
-pub fn load_reusing(previous: &Snapshot, paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
-    // Hints depend on the node's zone, and the last object of the last file may state the zone. The zone hardly ever
-    // changes, so the former one is assumed.
-    let mut assumed = node.clone();
-    if assumed.zone.is_empty() {
-        assumed.zone = previous.node.zone.clone();
-    }
-    assumed.region = previous.node.region.clone();
-    let (stage, told) = read(paths, &assumed, node);
-    if (&told.zone, &told.region) == (&assumed.zone, &assumed.region) || stage.has_faults() {
-        return stage.finish(previous, &told);
-    }
-    drop(stage);
-    let (zone, region) = (told.zone, told.region);
-    (assumed.zone, assumed.region) = (zone.clone(), region.clone());
-    let (stage, told) = read(paths, &assumed, node);
-    // If the zone differs again, the files have changed and will be read again.
-    let known = Node {
-        zone,
-        region,
-        ..told
-    };
-    stage.finish(previous, &known)
+/// All faults.
+pub fn load(paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
+    Manifests::new(node).read(paths)
 }
 
-/// Reads all files for the node `assumed`. Also returns `node` with the facts of its object.
-fn read<'a>(paths: &[PathBuf], assumed: &'a Node, node: &Node) -> (stage::Stage<'a>, Node) {
-    let (files, missing) = files::find(paths);
-    let mut stage = stage::Stage::new(assumed);
-    for (path, text) in missing {
-        stage.unreadable(path, text);
+/// Manifests that are read again and again. A snapshot shares unchanged objects with the snapshot before, so that the
+/// cost of the difference grows with the changes ([`imbl::OrdMap::diff`]).
+#[derive(Debug)]
+pub struct Manifests {
+    /// This node, without the facts of its object.
+    node: Node,
+    /// This node with the facts of its object, as far as they were read.
+    told: Arc<Node>,
+    store: Store,
+}
+
+impl Manifests {
+    /// Returns manifests for this node that were not read yet.
+    pub fn new(node: &Node) -> Self {
+        let told = Arc::new(node.clone());
+        // A view has all changes, however many, and names a missing Service at once.
+        let store = Store::new(Arc::clone(&told), WantedKinds::ALL, None, Duration::ZERO);
+        Self {
+            node: node.clone(),
+            told,
+            store,
+        }
     }
-    for file in files {
-        stage.file(file);
+
+    /// Reads the manifests, as [`load`] does. With a fault, the objects stay as they were.
+    ///
+    /// # Errors
+    ///
+    /// All faults.
+    pub fn read(&mut self, paths: &[PathBuf]) -> Result<Loaded, Errors> {
+        // Hints depend on the node's zone, and the last object of the last file may state the zone. The zone hardly
+        // ever changes, so the former one is assumed.
+        let mut assumed = Arc::clone(&self.told);
+        let mut stage = Stage::read(paths, &assumed);
+        let mut told = stage.told(&self.node);
+        let place = |node: &Node| (Arc::clone(&node.zone), Arc::clone(&node.region));
+        if place(&told) != place(&assumed) && !stage.has_faults() {
+            drop(stage);
+            assumed = Arc::new(told);
+            stage = Stage::read(paths, &assumed);
+            // If the zone differs again, the files have changed and will be read again.
+            told = stage.told(&self.node);
+        }
+        let told = Arc::new(told);
+        let loaded = stage.finish(&mut self.store, &told)?;
+        self.told = told;
+        Ok(loaded)
     }
-    let told = match stage.node_facts() {
-        Some(facts) => facts.applied_to(node),
-        None => node.clone(),
-    };
-    (stage, told)
 }

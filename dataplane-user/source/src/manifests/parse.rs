@@ -2,15 +2,15 @@
 
 use std::path::Path;
 
-use model::Node;
-use serde::de::{DeserializeSeed, IgnoredAny};
-use serde_path_to_error::Track;
+use serde::de::IgnoredAny;
+use serde_path_to_error::{Deserializer as Tracked, Track};
 use serde_saphyr::{budget, options};
 
 use super::{
-    document::{Document, Entry},
+    document::{self, Document, Found, Sink},
     locate::Position,
 };
+use crate::ingest::plain;
 
 /// Maximum length of a displayed path. Valid paths are much shorter.
 const PATH_MAX: usize = 120;
@@ -120,63 +120,59 @@ fn is_blank(text: &str) -> bool {
     })
 }
 
-/// Reads a document's objects into `entries`: all of them, or those before the fault.
+/// Gives the objects of a file to `sink`, each with the index of its document. Returns the number of documents, and the
+/// faults that ended the reading of one.
 pub fn parse(
     text: &str,
     format: Format,
-    node: &Node,
-    entries: &mut Vec<Entry>,
-) -> Result<(), Stop> {
-    let fast = match format {
-        Format::Yaml => yaml(text, |deserializer| {
-            Document { node, entries }.deserialize(deserializer)
-        })
-        .is_ok(),
-        Format::Json => json(text, |deserializer| {
-            Document { node, entries }.deserialize(deserializer)
-        })
-        .is_ok(),
-    };
-    if fast {
-        Ok(())
-    } else {
-        Err(explain(text, format, node))
+    sink: &mut dyn FnMut(usize, Option<usize>, Found<'_>),
+) -> (usize, Vec<(usize, Stop)>) {
+    let (mut number, mut rest, mut stops) = (0, text, Vec::new());
+    while format == Format::Json && !rest.trim_start().is_empty() {
+        let read = document::json(rest, &mut |item, found| sink(number, item, found));
+        let Some(end) = read else { break };
+        rest = &rest[end..];
+        number += 1;
     }
+    for text in documents(rest, format) {
+        let read = document(text, format, &mut |item, found| sink(number, item, found));
+        stops.extend(read.err().map(|stop| (number, stop)));
+        number += 1;
+    }
+    (number, stops)
 }
 
-/// Reads the document again and tracks the field. This is slower, so the first run does not do it.
-fn explain(text: &str, format: Format, node: &Node) -> Stop {
-    let mut track = Track::new();
-    let document = Document {
-        node,
-        entries: &mut Vec::new(),
+/// Gives a document's objects to `sink`: all of them, or those before the fault.
+fn document(text: &str, format: Format, sink: &mut Sink<'_>) -> Result<(), Stop> {
+    let read = match format {
+        Format::Yaml => yaml(text, |deserializer| Document::read(deserializer, sink))
+            .map_err(|error| describe_yaml(&error)),
+        Format::Json => json(text, |deserializer| Document::read(deserializer, sink))
+            .map_err(|error| describe_json(&error)),
     };
-    let (position, text) = match format {
+    let Err((position, fault)) = read else {
+        return Ok(());
+    };
+    // Reads the document again and tracks the field. This is slower, so the first run does not do it.
+    let mut track = Track::new();
+    let sink: &mut Sink<'_> = &mut |_, _| {};
+    match format {
         Format::Yaml => {
-            let result = yaml(text, |deserializer| {
-                document.deserialize(serde_path_to_error::Deserializer::new(
-                    deserializer,
-                    &mut track,
-                ))
+            _ = yaml(text, |of| {
+                Document::read(Tracked::new(of, &mut track), sink)
             });
-            result.err().map(|error| describe_yaml(&error))
         }
         Format::Json => {
-            let result = json(text, |deserializer| {
-                document.deserialize(serde_path_to_error::Deserializer::new(
-                    deserializer,
-                    &mut track,
-                ))
+            _ = json(text, |of| {
+                Document::read(Tracked::new(of, &mut track), sink)
             });
-            result.err().map(|error| describe_json(&error))
         }
     }
-    .unwrap_or_else(|| (None, "cannot be read".into()));
-    Stop {
+    Err(Stop {
         position,
         path: shown(&track.path().to_string()),
-        text,
-    }
+        text: fault,
+    })
 }
 
 fn yaml<F>(text: &str, read: F) -> Result<(), serde_saphyr::Error>
@@ -226,27 +222,6 @@ fn describe_json(error: &serde_json::Error) -> (Option<Position>, String) {
     };
     let text = error.to_string();
     ((error.line() > 0).then_some(position), plain(&text))
-}
-
-/// Returns a parser's message without the position, which is that in the document and not in the file, and without
-/// terms of Rust.
-pub fn plain(text: &str) -> String {
-    let cut = [" at line ", " at (line "]
-        .iter()
-        .filter_map(|mark| text.find(mark))
-        .min();
-    let text = text[..cut.unwrap_or(text.len())].trim_end();
-    if text.starts_with("budget breached") {
-        return "more aliases or deeper nesting than a manifest has".into();
-    }
-    match text {
-        "invalid i32" | "invalid i64" => "not a whole number; expected one".into(),
-        "expected mapping start" => "not an object; expected a mapping of fields".into(),
-        "expected sequence start" => "not a list; expected one".into(),
-        _ => text
-            .replace("expected i32", "expected a whole number")
-            .replace("expected u32", "expected a whole number from 0"),
-    }
 }
 
 /// Returns the path at which the parser stopped, as far as it helps to find the place.

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use model::{Gravity, Node, Problem};
 
-use crate::objects::{Outcome, Slice};
+use crate::objects::Slice;
 
 /// Maximum number of names that are shown as examples.
 const SHOWN: usize = 3;
@@ -32,12 +32,10 @@ impl Whereabouts {
     }
 
     /// Records a slice, and another node that one of its endpoints is on.
-    pub fn slice(&mut self, slice: &Outcome<Slice>, elsewhere: Option<String>) {
-        if let Outcome::Served(slice) = slice {
-            self.here |= slice.endpoints.iter().any(|endpoint| endpoint.local);
-        }
+    pub fn slice(&mut self, slice: &Slice, elsewhere: Option<&str>) {
+        self.here |= slice.endpoints.iter().any(|endpoint| endpoint.local);
         if self.elsewhere.is_none() {
-            self.elsewhere = elsewhere;
+            self.elsewhere = elsewhere.map(str::to_owned);
         }
     }
 

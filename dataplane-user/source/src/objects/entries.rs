@@ -87,14 +87,6 @@ impl Default for Entries {
 }
 
 impl Entries {
-    /// Returns an empty collection that shares equal entries with `previous`.
-    pub fn like(previous: OrdMap<EntryName, Arc<Entry>>) -> Self {
-        Self {
-            joined: previous,
-            ..Self::default()
-        }
-    }
-
     /// Stores a new or changed entry.
     pub fn put(&mut self, entry: ServiceEntry) {
         let name = entry.entry.name.clone();
@@ -270,17 +262,6 @@ impl Entries {
     /// Returns whether an entry has addresses that a Pod or a node may have.
     pub fn name_addresses(&self) -> bool {
         !self.naming.is_empty()
-    }
-
-    /// Returns the names of all entries.
-    pub fn names(&self) -> impl Iterator<Item = &EntryName> {
-        self.joined.keys().chain(self.selecting.keys())
-    }
-
-    /// Returns the names of all pods (`true`) or WorkloadEntries.
-    pub fn candidates(&self, pods: bool) -> impl Iterator<Item = &ServiceName> {
-        let names = self.candidates.keys();
-        names.filter_map(move |(pod, name)| (*pod == pods).then_some(name))
     }
 
     /// Returns the entries with their endpoints.

@@ -77,6 +77,18 @@ fn headless_services_have_their_endpoints_and_all_names_are_known() {
     site.cluster()
         .delete(Resource::Services, "theirs", "nonsense");
     site.view(|view| view.unread.is_empty());
+    // A wrong service of another proxy is not reported, and may have any name, too.
+    let mut wrong = labelled(
+        objects::service("wrong", vip(8)),
+        "service.kubernetes.io/service-proxy-name",
+    );
+    wrong["metadata"]["namespace"] = json!("theirs");
+    wrong["spec"]["ports"][0]["port"] = json!(0);
+    site.cluster().apply(wrong);
+    let view = site.view(|view| !view.unread.is_empty());
+    assert!(view.problems.is_empty());
+    site.cluster().delete(Resource::Services, "theirs", "wrong");
+    site.view(|view| view.unread.is_empty());
     let [_, mut slice] = self::headless(2, &[2]);
     slice["endpoints"][0]["addresses"] = json!("nonsense");
     site.cluster().apply(slice);

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use dataplane_source::manifests::{self, Watcher};
+use dataplane_source::manifests::{self, Manifests, Watcher};
 use model::{Node, ServiceName, Snapshot};
 
 /// Much longer than any change takes. A timeout means that a change was not seen.
@@ -184,13 +184,12 @@ fn unchanged_services_are_shared() {
     for name in ["a", "b", "c"] {
         write(name, 80);
     }
-    let first = manifests::load(&paths, &node).unwrap().snapshot;
+    let mut manifests = Manifests::new(&node);
+    let first = manifests.read(&paths).unwrap().snapshot;
     write("b", 81);
     fs::remove_file(directory.path().join("c.yaml")).unwrap();
     write("d", 80);
-    let second = manifests::load_reusing(&first, &paths, &node)
-        .unwrap()
-        .snapshot;
+    let second = manifests.read(&paths).unwrap().snapshot;
     let same = |name: &str| {
         let name = ServiceName::new("shop", name);
         Arc::ptr_eq(&first.services[&name], &second.services[&name])
@@ -202,6 +201,6 @@ fn unchanged_services_are_shared() {
     assert!(Arc::ptr_eq(&first.node, &second.node) || *first.node == *second.node);
     // With a fault there is no snapshot at all.
     write("b", 0);
-    let errors = manifests::load_reusing(&second, &paths, &node).unwrap_err();
+    let errors = manifests.read(&paths).unwrap_err();
     assert_eq!(errors.faults.len(), 1);
 }

@@ -192,7 +192,7 @@ fn said(objects: &[Value]) -> Vec<String> {
         ..Node::default()
     };
     let paths = [file.path().to_owned()];
-    match manifests::load_reusing(&Snapshot::default(), &paths, &node) {
+    match manifests::load(&paths, &node) {
         Ok(loaded) => {
             let Snapshot {
                 routes,

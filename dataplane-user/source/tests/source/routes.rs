@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use dataplane_source::manifests::{self, Loaded};
+use dataplane_source::manifests::{self, Loaded, Manifests};
 use model::{Node, Service, ServiceName, Snapshot, TrafficPolicy, Weights};
 use plan::{
     Planner,
@@ -11,16 +11,12 @@ use plan::{
 };
 use serde_json::{Value, json};
 
-fn load(objects: &[Value], previous: &Snapshot) -> Loaded {
+fn load(objects: &[Value], manifests: &mut Manifests) -> Loaded {
     let file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
     let list = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
     std::fs::write(file.path(), list.to_string()).unwrap();
-    let node = Node {
-        name: "node1".into(),
-        ..Node::default()
-    };
-    manifests::load_reusing(previous, &[file.path().to_owned()], &node)
-        .unwrap_or_else(|errors| panic!("{errors}"))
+    let loaded = manifests.read(&[file.path().to_owned()]);
+    loaded.unwrap_or_else(|errors| panic!("{errors}"))
 }
 
 /// A Service of `shop` at the TCP port 80 and the UDP port 53, with endpoints 10.244.NUMBER.1, 2, ….
@@ -84,6 +80,7 @@ fn split(backends: Value) -> Value {
 #[derive(Default)]
 struct World {
     entries: Option<Entries>,
+    manifests: Option<Manifests>,
     routes: Routes,
     snapshot: Snapshot,
     services: imbl::OrdMap<ServiceName, Arc<Service>>,
@@ -104,7 +101,12 @@ impl World {
     }
 
     fn next(&mut self, objects: &[Value]) {
-        let loaded = load(objects, &self.snapshot);
+        let node = Node {
+            name: "node1".into(),
+            ..Node::default()
+        };
+        let manifests = self.manifests.get_or_insert_with(|| Manifests::new(&node));
+        let loaded = load(objects, manifests);
         self.snapshot = loaded.snapshot;
         let problems = self.snapshot.problems.iter();
         self.loaded = problems.map(|of| of.text.clone()).collect();
@@ -952,8 +954,7 @@ fn a_wrong_route_stays_what_it_was_and_the_rest_is_served() {
 #[test]
 fn the_example_does_what_its_comment_says() {
     let example = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/tcp-route.yaml");
-    let loaded =
-        manifests::load_reusing(&Snapshot::default(), &[example.into()], &Node::default()).unwrap();
+    let loaded = manifests::load(&[example.into()], &Node::default()).unwrap();
     let Snapshot {
         routes,
         grants,

@@ -4,7 +4,7 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use dataplane_source::{
     Admitted, ExternalIps,
-    manifests::{self, Loaded},
+    manifests::{self, Loaded, Manifests},
 };
 use model::{
     Egress, EndpointName, EntryName, ExportTo, Gravity, Node, PodAddresses, Problem, Resolved,
@@ -18,17 +18,25 @@ use serde_json::{Value, json};
 
 const NOW: u64 = 1_800_000_000;
 
-fn load(objects: &[Value], previous: &Snapshot) -> Loaded {
-    let file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
-    let list = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
-    std::fs::write(file.path(), list.to_string()).unwrap();
-    let node = Node {
+fn load(objects: &[Value]) -> Loaded {
+    then_load(&mut unread(), objects)
+}
+
+/// Manifests that were not read yet.
+fn unread() -> Manifests {
+    Manifests::new(&Node {
         name: "node1".into(),
         own: vec![ip("192.0.2.200")],
         ..Node::default()
-    };
-    manifests::load_reusing(previous, &[file.path().to_owned()], &node)
-        .unwrap_or_else(|errors| panic!("{errors}"))
+    })
+}
+
+fn then_load(manifests: &mut Manifests, objects: &[Value]) -> Loaded {
+    let file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
+    std::fs::write(file.path(), list.to_string()).unwrap();
+    let loaded = manifests.read(&[file.path().to_owned()]);
+    loaded.unwrap_or_else(|errors| panic!("{errors}"))
 }
 
 fn ip(text: &str) -> IpAddr {
@@ -95,7 +103,7 @@ impl Served {
     }
 
     fn then(entries: &mut Entries, objects: &[Value], pods: PodAddresses, now: u64) -> Self {
-        let mut snapshot = load(objects, &Snapshot::default()).snapshot;
+        let mut snapshot = load(objects).snapshot;
         snapshot.pods = pods;
         let taken = entries.take(&snapshot.entries, &snapshot.services, &snapshot, now);
         let mut problems = snapshot.problems.to_vec();
@@ -436,11 +444,28 @@ fn a_wrong_entry_is_named_and_the_others_are_served() {
 
 #[test]
 fn a_wrong_entry_stays_what_it_was() {
-    let first = load(&[db(json!({}))], &Snapshot::default()).snapshot;
-    let second = load(&[db(json!({ "hosts": [] }))], &first).snapshot;
+    let mut manifests = unread();
+    let first = then_load(&mut manifests, &[db(json!({}))]).snapshot;
+    let second = then_load(&mut manifests, &[db(json!({ "hosts": [] }))]).snapshot;
     assert_eq!(first.entries, second.entries);
-    let third = load(&[web("10.96.0.1")], &second).snapshot;
+    let third = then_load(&mut manifests, &[web("10.96.0.1")]).snapshot;
     assert!(third.entries.is_empty());
+    // So does a WorkloadEntry, which is an endpoint of the entry.
+    let selecting =
+        db(json!({ "workloadSelector": { "labels": { "app": "db" } }, "endpoints": null }));
+    let mut workload = json!({
+        "apiVersion": "networking.istio.io/v1", "kind": "WorkloadEntry",
+        "metadata": { "name": "vm", "namespace": "shop" },
+        "spec": { "address": "192.0.2.1", "labels": { "app": "db" } },
+    });
+    let first = then_load(&mut manifests, &[selecting.clone(), workload.clone()]).snapshot;
+    workload["spec"]["address"] = json!("127.0.0.1");
+    let second = then_load(&mut manifests, &[selecting.clone(), workload]).snapshot;
+    let name = EntryName::new("shop", "db");
+    assert_eq!(first.entries[&name].backends.len(), 1);
+    assert!(Arc::ptr_eq(&first.entries[&name], &second.entries[&name]));
+    let third = then_load(&mut manifests, &[selecting]).snapshot;
+    assert!(third.entries[&name].backends.is_empty());
 }
 
 /// A tenant's entries do not get an address that a Service or the node has, on any port.
@@ -867,11 +892,7 @@ fn an_address_that_was_given_is_no_endpoint() {
     let file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
     let list = json!({ "apiVersion": "v1", "kind": "List", "items": [web("10.96.0.1"), slice] });
     std::fs::write(file.path(), list.to_string()).unwrap();
-    let errors = manifests::load_reusing(
-        &Snapshot::default(),
-        &[file.path().to_owned()],
-        &Node::default(),
-    );
+    let errors = manifests::load(&[file.path().to_owned()], &Node::default());
     let errors = errors.err().unwrap().to_string();
     assert!(
         errors.contains("an address that nodes give to hosts"),
@@ -1138,9 +1159,7 @@ fn an_author_of_slices_takes_no_address_that_the_operator_has_stated_to_be_exter
 #[test]
 fn an_entry_has_only_addresses_that_the_operator_admits() {
     let entry = db(json!({ "addresses": ["192.0.2.1", "198.51.100.7", "240.240.0.9"] }));
-    let entries = load(&[entry, named("e", json!({}))], &Snapshot::default())
-        .snapshot
-        .entries;
+    let entries = load(&[entry, named("e", json!({}))]).snapshot.entries;
     let db = EntryName::new("shop", "db");
     let ranges = |ranges: &[&str]| ranges.iter().map(|range| range.parse().unwrap()).collect();
     for (admits, wanted) in [
@@ -1573,7 +1592,7 @@ fn each_version_is_read_and_others_are_not() {
     }
     let mut entry = db(json!({}));
     entry["apiVersion"] = json!("example.com/v1");
-    let loaded = load(&[entry], &Snapshot::default());
+    let loaded = load(&[entry]);
     assert_eq!(
         loaded.ignored.keys().collect::<Vec<_>>(),
         ["ServiceEntry.example.com"]
@@ -1605,14 +1624,15 @@ fn what_did_not_change_is_shared() {
         .map(|n| named(&format!("e{n}"), json!({})))
         .collect();
     let mut entries = Entries::new([]);
-    let before = load(&all, &Snapshot::default()).snapshot;
+    let mut manifests = unread();
+    let before = then_load(&mut manifests, &all).snapshot;
     let first = entries.take(&before.entries, &before.services, &before, NOW);
     let mut others = all.clone();
     others[7] = named(
         "e7",
         json!({ "endpoints": [{ "address": "198.51.100.9" }] }),
     );
-    let after = load(&others, &before).snapshot;
+    let after = then_load(&mut manifests, &others).snapshot;
     let second = entries.take(&after.entries, &after.services, &after, NOW);
     assert_eq!(first.services.diff(&second.services).count(), 1);
     assert_eq!(second.records, []);
@@ -1629,7 +1649,7 @@ fn the_address_in_the_docs_is_the_one_that_the_example_gets() {
     );
     let page = include_str!("../../../../docs/service-entries.md");
     let node = Node::default();
-    let loaded = manifests::load_reusing(&Snapshot::default(), &[example.into()], &node).unwrap();
+    let loaded = manifests::load(&[example.into()], &node).unwrap();
     let snapshot = loaded.snapshot;
     let taken = Entries::new([]).take(&snapshot.entries, &snapshot.services, &snapshot, NOW);
     let service = &taken.services[&service_name(&EntryName::new("shop", "orders-db"))];

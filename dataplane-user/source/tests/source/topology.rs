@@ -3,7 +3,7 @@
 
 use std::fmt::Write;
 
-use dataplane_source::manifests;
+use dataplane_source::manifests::{self, Manifests};
 use model::{Gravity, Node, ServiceName, Snapshot, TrafficPolicy};
 
 /// A service with two slices, so that each case also has endpoints from several slices.
@@ -338,17 +338,16 @@ fn another_zone_is_a_change() {
     let file = tempfile::Builder::new().suffix(".yaml").tempfile().unwrap();
     let paths = [file.path().to_owned()];
     let rest = format!("{SERVICE}{}---\n", slice(1, &["3 zone=a", "4 zone=b"]));
-    let mut previous = Snapshot::default();
+    let mut manifests = Manifests::new(&here(""));
     for (node, zone, wanted) in [
         (NODE.to_owned(), "a", "3"),
         (NODE.replace("zone: a", "zone: b"), "b", "4"),
         ("# no node\n".to_owned(), "", "3 4"),
     ] {
         std::fs::write(file.path(), format!("{rest}{node}")).unwrap();
-        let loaded = manifests::load_reusing(&previous, &paths, &here("")).unwrap();
+        let loaded = manifests.read(&paths).unwrap();
         assert_eq!(&*loaded.snapshot.node.zone, zone);
         assert_eq!(used(&loaded.snapshot, TrafficPolicy::Cluster), wanted);
-        previous = loaded.snapshot;
     }
 }
 

@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 /// Services that slices name and that do not exist. They are reported only after some time, because a deleted Service
 /// disappears before its slices, and watches of two kinds are independent.
+#[derive(Debug)]
 pub struct Orphans {
     patience: Duration,
     /// The time since which each service is missing, and whether it was reported.
@@ -25,7 +26,7 @@ impl Orphans {
     /// Records whether a service that slices name is missing.
     pub fn note(&mut self, service: ServiceName, missing: bool) {
         if missing {
-            let since = (Instant::now(), false);
+            let since = (Instant::now(), self.patience.is_zero());
             self.missing.entry(service).or_insert(since);
         } else {
             self.missing.remove(&service);

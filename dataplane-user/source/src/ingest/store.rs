@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     sync::Arc,
+    time::Duration,
 };
 
 use model::{
@@ -12,24 +13,36 @@ use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use super::{
-    Kind, Patience, Scope,
-    follow::Message,
-    kind::{Body, Object, WantedKinds},
+    Body, Kind, Object, Perspective, Scope, WantedKinds,
     orphans::Orphans,
     pods::{self, Pods},
-    sight::Perspective,
 };
 use crate::{
     View,
-    objects::{self, Candidate, Entries, Findings, Joins, NodeFacts, Slice},
+    objects::{self, Candidate, Entries, Joins, NodeFacts, Slice},
     turns::Turns,
 };
 
-/// Maximum number of endpoints, each counted for each port of a slice, that services of one namespace gain in one view.
-/// The others wait for the next view.
-const ENDPOINTS_AT_ONCE: u64 = 1 << 17;
+/// A message to the store.
+#[derive(Debug)]
+pub enum Message {
+    /// A list begins. Objects that are missing in it are removed.
+    Begin(Kind),
+    /// A listed, new or changed object.
+    Put(Object, Instant),
+    /// A removed object.
+    Gone(Object, Instant),
+    /// The list is complete. Whether it had the objects of all nodes.
+    End(Kind, bool),
+    /// Reading of a kind works again. There is a view without a change, too.
+    Back,
+    /// The API server refuses to let the kind be read, with its reason, and the agent continues without the kind.
+    /// `None`: the server permits it again.
+    Refused(Kind, Option<String>),
+}
 
 /// The known objects.
+#[derive(Debug)]
 #[expect(
     clippy::struct_excessive_bools,
     reason = "each is a fact of its own, and all of their combinations can be"
@@ -38,6 +51,9 @@ pub struct Store {
     /// This node, without the facts of its object.
     base: Arc<Node>,
     wanted: WantedKinds,
+    /// Maximum number of endpoints, each counted for each port of a slice, that services of one namespace gain in one
+    /// view. The others wait for the next view. `None`: no maximum.
+    endpoints_at_once: Option<u64>,
     facts: NodeFacts,
     /// The services of the last view.
     services: imbl::OrdMap<ServiceName, Arc<Service>>,
@@ -45,10 +61,13 @@ pub struct Store {
     pending: BTreeMap<ServiceName, Change>,
     /// The order of those changes. A view has a limit of work.
     turns: Turns<ServiceName>,
-    /// Slices by the service that they name, whether the service exists or not.
+    /// Slices by the service that they name, whether the service exists or not. Those of a service are in the order of
+    /// their names.
     slices: HashMap<ServiceName, SmallVec<[Slice; 1]>>,
-    /// The service that each slice names.
-    named: HashMap<ServiceName, ServiceName>,
+    /// The service that each slice names, and the slice's file.
+    named: HashMap<ServiceName, (ServiceName, Option<Arc<str>>)>,
+    /// Services of other proxies that cannot be read. They have names.
+    unreadable: BTreeSet<ServiceName>,
     joins: Joins,
     pods: Pods,
     entries: Entries,
@@ -61,6 +80,8 @@ pub struct Store {
     orphans: Orphans,
     /// Whether this node's own object was ever found.
     node_seen: bool,
+    /// The objects of each kind, valid or not.
+    known: HashMap<Kind, HashSet<ServiceName>>,
     /// The objects of the list that is being read.
     listing: HashMap<Kind, HashSet<ServiceName>>,
     /// Kinds that were listed completely.
@@ -76,6 +97,7 @@ pub struct Store {
 }
 
 /// A change of a service.
+#[derive(Debug)]
 enum Change {
     /// A new state, without endpoints.
     Put(Arc<Service>),
@@ -88,17 +110,25 @@ enum Change {
 }
 
 impl Store {
-    /// Returns a store without objects.
-    pub fn new(base: Arc<Node>, wanted: WantedKinds, patience: Patience) -> Self {
+    /// Returns a store without objects. `endpoints_at_once`: the maximum number of endpoints that services of one
+    /// namespace gain in one view. `orphan`: the time for which the Service of a slice may be missing.
+    pub fn new(
+        base: Arc<Node>,
+        wanted: WantedKinds,
+        endpoints_at_once: Option<u64>,
+        orphan: Duration,
+    ) -> Self {
         Self {
             base,
             wanted,
+            endpoints_at_once,
             facts: NodeFacts::default(),
             services: imbl::OrdMap::new(),
             pending: BTreeMap::new(),
             turns: Turns::default(),
             slices: HashMap::new(),
             named: HashMap::new(),
+            unreadable: BTreeSet::new(),
             joins: Joins::default(),
             pods: Pods::default(),
             entries: Entries::default(),
@@ -107,8 +137,9 @@ impl Store {
             grants: imbl::OrdMap::new(),
             problems: BTreeMap::new(),
             problems_seen: Arc::default(),
-            orphans: Orphans::new(patience.orphan),
+            orphans: Orphans::new(orphan),
             node_seen: false,
+            known: HashMap::new(),
             listing: HashMap::new(),
             listed: BTreeSet::new(),
             everywhere: false,
@@ -122,29 +153,42 @@ impl Store {
     /// Applies a message.
     pub fn take(&mut self, message: Message) {
         match message {
-            Message::Begin(kind) => _ = self.listing.insert(kind, HashSet::new()),
-            Message::Put(kind, object, at) => {
-                let listing = self.listing.get_mut(&kind);
-                let listed = listing.map(|listing| listing.insert(object.name.clone()));
-                if self.put(kind, object) {
+            Message::Begin(kind) => {
+                // The list before may have ended early.
+                let before = self.listing.insert(kind, HashSet::new());
+                let known = self.known.entry(kind).or_default();
+                known.extend(before.into_iter().flatten());
+            }
+            Message::Put(object, at) => {
+                let listing = self.listing.get_mut(&object.kind);
+                let is_listed = listing.is_some();
+                let known = match listing {
+                    Some(listing) => listing,
+                    None => self.known.entry(object.kind).or_default(),
+                };
+                known.insert(object.name.clone());
+                if self.put(object) {
                     self.changed = true;
-                    if listed.is_none() {
+                    if !is_listed {
                         self.since.get_or_insert(at);
                     }
                 }
             }
-            Message::Gone(kind, object, at) => {
+            Message::Gone(object, at) => {
                 self.since.get_or_insert(at);
-                self.remove(kind, &object.name);
+                if let Some(known) = self.known.get_mut(&object.kind) {
+                    known.remove(&object.name);
+                }
+                self.remove(object.kind, &object.name);
             }
-            Message::End(kind, sight) => {
+            Message::End(kind, everywhere) => {
                 if let Some(seen) = self.listing.remove(&kind) {
-                    self.keep(kind, &seen);
+                    self.keep(kind, seen);
                 }
                 self.changed |= self.listed.insert(kind);
                 if kind == Kind::Pod {
-                    self.changed |= self.everywhere != sight.everywhere;
-                    self.everywhere = sight.everywhere;
+                    self.changed |= self.everywhere != everywhere;
+                    self.everywhere = everywhere;
                 }
             }
             Message::Back => self.changed = true,
@@ -205,18 +249,20 @@ impl Store {
         self.changed = self.is_behind();
         let orphans = self.orphans.told().filter(|service| {
             // A Service that cannot be read exists.
-            !self
-                .problems
-                .contains_key(&(Kind::Service, (*service).clone()))
+            let key = (Kind::Service, (*service).clone());
+            !self.problems.contains_key(&key) && !self.unreadable.contains(&key.1)
         });
         let orphans = orphans.filter_map(|service| self.slices.get(service));
-        let orphans = orphans.flatten().map(|slice| Problem {
-            gravity: Gravity::Warning,
-            place: format!("{} {}", Kind::Slice.word(), slice.name),
-            text: slice.orphan(),
+        let orphans = orphans.flatten().map(|slice| {
+            let (_, file) = &self.named[&slice.name];
+            Problem {
+                gravity: Gravity::Warning,
+                place: place(Kind::Slice, &slice.name, file.as_deref()),
+                text: slice.orphan(),
+            }
         });
         let entries = self.entries.view();
-        let problems: Vec<Problem> = self
+        let mut problems: Vec<Problem> = self
             .problems
             .values()
             .flatten()
@@ -225,6 +271,7 @@ impl Store {
             .cloned()
             .chain(orphans)
             .collect();
+        problems.sort();
         if *self.problems_seen != *problems {
             self.problems_seen = problems.into();
         }
@@ -248,9 +295,9 @@ impl Store {
 
     /// Returns the next changes of services, or all of them if `all` is set.
     fn take_pending(&mut self, all: bool) -> Vec<(ServiceName, Change)> {
-        if all {
+        let Some(most) = self.endpoints_at_once.filter(|_| !all) else {
             return std::mem::take(&mut self.pending).into_iter().collect();
-        }
+        };
         for (name, change) in &self.pending {
             let slices = self.slices.get(name).into_iter().flatten();
             let endpoints = slices.map(|slice| slice.ports.len() * slice.endpoints.len());
@@ -258,7 +305,7 @@ impl Store {
             let stays = !matches!(change, Change::Remove);
             self.turns.put(name.namespace(), name, cost, stays);
         }
-        let next = self.turns.take(ENDPOINTS_AT_ONCE).into_iter();
+        let next = self.turns.take(most).into_iter();
         let next = next.filter_map(|name| self.pending.remove_entry(&name));
         next.collect()
     }
@@ -279,7 +326,9 @@ impl Store {
         let problems = self.problems.iter();
         let unread = problems.filter(|((kind, _), problems)| is_unread(*kind, problems));
         let unread = unread.map(|((_, name), _)| name.namespace());
+        let unreadable = self.unreadable.iter().map(ServiceName::namespace);
         unread
+            .chain(unreadable)
             .chain(self.turns.namespaces())
             .map(Arc::from)
             .collect()
@@ -371,21 +420,24 @@ impl Store {
     }
 
     /// Stores an object. Returns whether the next view may differ.
-    fn put(&mut self, kind: Kind, object: Object) -> bool {
+    fn put(&mut self, object: Object) -> bool {
+        let told = self.found(&object);
         let Object {
+            kind,
             name,
+            file,
             body,
             findings,
             ..
         } = object;
-        let faulty = !findings.faults.is_empty();
-        let told = self.found(kind, &name, &findings);
         // An invalid object keeps its former state. A pod decides this for each of its parts.
-        if faulty && kind != Kind::Pod {
+        let faulty = !findings.faults.is_empty() && kind != Kind::Pod;
+        let Some(body) = body.filter(|_| !faulty) else {
             return told;
-        }
+        };
         match body {
-            Body::Service(Some(service), by_istio) => {
+            Body::Service(service, by_istio) => {
+                self.unreadable.remove(&name);
                 if self.wanted.entries {
                     self.entries.put_service(&name, by_istio.selection);
                     match by_istio.preference {
@@ -393,23 +445,24 @@ impl Store {
                         None => _ = self.preferences.remove(&name),
                     }
                 }
-                self.pending.insert(name, Change::Put(Arc::new(service)));
+                self.pending.insert(name, Change::Put(service));
             }
-            Body::Slice(Some(slice)) => {
+            Body::Slice(slice, _) => {
                 self.forget_slice(&name, Some(&slice.service));
-                self.named.insert(name.clone(), slice.service.clone());
+                let named = (slice.service.clone(), file);
+                self.named.insert(name.clone(), named);
                 self.join(&slice.service);
                 let slices = self.slices.entry(slice.service.clone()).or_default();
-                match slices.iter_mut().find(|known| known.name == name) {
-                    Some(known) => *known = slice,
-                    None => slices.push(slice),
+                match slices.binary_search_by(|known| known.name.cmp(&name)) {
+                    Ok(at) => slices[at] = slice,
+                    Err(at) => slices.insert(at, slice),
                 }
             }
             Body::Node(facts) => {
                 self.facts = facts;
                 self.node_seen = true;
             }
-            Body::Pod(Some(mut pod)) => {
+            Body::Pod(mut pod) => {
                 if self.wanted.scope < Scope::Mesh {
                     pod.workload = None;
                 }
@@ -417,31 +470,35 @@ impl Store {
                     pod.addresses.clear();
                 }
                 let selected = self.wanted.entries && self.candidate(&name, pod.candidate.take());
-                let Some(changes) = self.pods.put(&name, pod) else {
+                let Some(changes) = self.pods.put(&name, *pod) else {
                     return told || selected;
                 };
                 self.host_ports(changes);
             }
-            Body::Pod(None) => return told,
             Body::Namespace(namespace) => {
                 self.prefer(&namespace.name, namespace.preference);
                 self.pods.put_namespace(namespace);
             }
-            Body::ServiceEntry(Some(entry)) => self.entries.put(*entry),
-            Body::WorkloadEntry(Some(entry)) => return self.entries.put_candidate(*entry) || told,
-            Body::Route(Some(route)) => {
+            Body::ServiceEntry(entry) => self.entries.put(*entry),
+            Body::WorkloadEntry(entry) => return self.entries.put_candidate(*entry) || told,
+            Body::Route(route) => {
                 if self.routes.get(&route.name) == Some(&route) {
                     return told;
                 }
                 self.routes.insert(route.name.clone(), route);
             }
-            Body::Grant(Some(grant)) => _ = self.grants.insert(grant.name.clone(), grant),
-            Body::Service(None, _)
-            | Body::Slice(None)
-            | Body::Route(None)
-            | Body::Grant(None)
-            | Body::ServiceEntry(None)
-            | Body::WorkloadEntry(None) => self.forget(kind, &name),
+            Body::Grant(grant) => {
+                if self.grants.get(&grant.name) == Some(&grant) {
+                    return told;
+                }
+                self.grants.insert(grant.name.clone(), grant);
+            }
+            Body::Others => {
+                self.forget(kind, &name);
+                if kind == Kind::Service {
+                    self.unreadable.insert(name);
+                }
+            }
         }
         true
     }
@@ -466,6 +523,7 @@ impl Store {
             Kind::Service => {
                 self.entries.remove_service(name);
                 self.preferences.remove(name);
+                self.unreadable.remove(name);
                 self.pending.insert(name.clone(), Change::Remove);
             }
             Kind::Slice => self.forget_slice(name, None),
@@ -502,7 +560,8 @@ impl Store {
 
     /// Forgets a slice, unless it belongs to the service `but`.
     fn forget_slice(&mut self, name: &ServiceName, but: Option<&ServiceName>) {
-        let Some(service) = self.named.get(name).filter(|named| Some(*named) != but) else {
+        let named = self.named.get(name).map(|(service, _)| service);
+        let Some(service) = named.filter(|named| Some(*named) != but) else {
             return;
         };
         let service = service.clone();
@@ -537,54 +596,19 @@ impl Store {
     }
 
     /// Removes the objects that a list did not have.
-    fn keep(&mut self, kind: Kind, seen: &HashSet<ServiceName>) {
-        let known: Vec<ServiceName> = match kind {
-            Kind::Service => {
-                let put = |(name, change): (&ServiceName, &Change)| {
-                    matches!(change, Change::Put(_)).then(|| name.clone())
-                };
-                let pending = self.pending.iter().filter_map(put);
-                let served = self.services.keys();
-                let served = served.filter(|name| !objects::is_of_host_ports(name));
-                served.cloned().chain(pending).collect()
+    fn keep(&mut self, kind: Kind, seen: HashSet<ServiceName>) {
+        if kind == Kind::Node {
+            if seen.is_empty() {
+                self.changed = true;
+                self.missing_node();
             }
-            Kind::Slice => self.named.keys().cloned().collect(),
-            Kind::Pod => {
-                let mut names = self.pods.names();
-                names.extend(self.entries.candidates(true).cloned());
-                names
-            }
-            Kind::Namespace => self.pods.namespaces(),
-            Kind::ServiceEntry => {
-                let names = self.entries.names();
-                let names = names.map(|name| ServiceName::new(name.namespace(), name.name()));
-                names.collect()
-            }
-            Kind::WorkloadEntry => self.entries.candidates(false).cloned().collect(),
-            Kind::ReferenceGrant => self.grants.keys().cloned().collect(),
-            Kind::TcpRoute | Kind::TlsRoute | Kind::HttpRoute | Kind::GrpcRoute => {
-                let routes = self
-                    .routes
-                    .keys()
-                    .filter(|name| Some(name.kind) == kind.route());
-                let names = routes.map(|name| ServiceName::new(&name.namespace, &name.name));
-                names.collect()
-            }
-            Kind::Node => {
-                if seen.is_empty() {
-                    self.changed = true;
-                    self.missing_node();
-                }
-                return;
-            }
-        };
-        let faulty = self.problems.keys();
-        let faulty = faulty.filter(|(of, name)| *of == kind && *name != no_object());
-        let faulty: Vec<_> = faulty.map(|(_, name)| name.clone()).collect();
-        for name in known.into_iter().chain(faulty) {
-            if !seen.contains(&name) {
-                self.remove(kind, &name);
-            }
+            return;
+        }
+        let mut gone = self.known.remove(&kind).unwrap_or_default();
+        gone.retain(|name| !seen.contains(name));
+        self.known.insert(kind, seen);
+        for name in gone {
+            self.remove(kind, &name);
         }
     }
 
@@ -607,40 +631,46 @@ impl Store {
             place: format!("Node {}", self.base.name),
             text: text.to_owned(),
         };
+        self.note_node(Some(problem));
+    }
+
+    /// Replaces the problem of this node's own object.
+    pub fn note_node(&mut self, problem: Option<Problem>) {
         let name = ServiceName::new("", &self.base.name);
-        self.problems.insert((Kind::Node, name), vec![problem]);
+        self.changed |= self.note((Kind::Node, name), problem.into_iter().collect());
     }
 
     /// Records the problems of an object. Returns whether they have changed.
-    fn found(&mut self, kind: Kind, name: &ServiceName, findings: &Findings) -> bool {
-        if kind == Kind::Node {
+    fn found(&mut self, object: &Object) -> bool {
+        let Object {
+            kind,
+            name,
+            file,
+            findings,
+            ..
+        } = object;
+        if *kind == Kind::Node {
             self.problems.retain(|(of, _), _| *of != Kind::Node);
         }
+        let problem = |gravity, text| Problem {
+            gravity,
+            place: place(*kind, name, file.as_deref()),
+            text,
+        };
         let faults = findings.faults.iter().map(|(field, text)| {
             let text = format!("{field}: {text}; it stays as it was before, if it was ever served");
-            (Gravity::NotFollowed, text)
+            problem(Gravity::NotFollowed, text)
         });
         let notes = findings.notes.iter();
-        let notes = notes.map(|(field, text)| (Gravity::Warning, format!("{field}: {text}")));
-        let place = || {
-            if kind.is_of_the_cluster() {
-                format!("{} {}", kind.word(), name.name())
-            } else {
-                format!("{} {name}", kind.word())
-            }
-        };
-        let problems: Vec<Problem> = faults
-            .chain(notes)
-            .map(|(gravity, text)| Problem {
-                gravity,
-                place: place(),
-                text,
-            })
-            .collect();
-        let key = (kind, name.clone());
-        if self.problems.get(&key).is_none_or(Vec::is_empty) && problems.is_empty()
-            || self.problems.get(&key) == Some(&problems)
-        {
+        let notes =
+            notes.map(|(field, text)| problem(Gravity::Warning, format!("{field}: {text}")));
+        self.note((*kind, name.clone()), faults.chain(notes).collect())
+    }
+
+    /// Replaces the problems of an object. Returns whether they have changed.
+    fn note(&mut self, key: (Kind, ServiceName), problems: Vec<Problem>) -> bool {
+        let known = self.problems.get(&key).map(Vec::as_slice);
+        if known.unwrap_or_default() == problems {
             return false;
         }
         if problems.is_empty() {
@@ -649,6 +679,15 @@ impl Store {
             self.problems.insert(key, problems);
         }
         true
+    }
+}
+
+/// Returns the place of an object's problem.
+fn place(kind: Kind, name: &ServiceName, file: Option<&str>) -> String {
+    match file {
+        None => kind.label(name),
+        Some(file) if name.name().is_empty() => file.to_owned(),
+        Some(file) => format!("{file}: {}", kind.label(name)),
     }
 }
 

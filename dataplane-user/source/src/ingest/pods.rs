@@ -13,7 +13,7 @@ use super::kind::Pod;
 use crate::objects::NamespaceRules;
 
 /// The known pods and namespaces.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Pods {
     seen: BTreeMap<ServiceName, ReadPod>,
     namespaces: HashMap<Arc<str>, Rules>,
@@ -31,7 +31,7 @@ pub struct Pods {
 }
 
 /// Shares texts that many workloads have: names of their controllers, labels, nodes.
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Texts {
     known: HashSet<Arc<str>>,
     /// Number of texts at which unused texts are removed.
@@ -53,7 +53,7 @@ impl Texts {
 }
 
 /// A pod.
-#[derive(Default, PartialEq)]
+#[derive(Debug, Default, PartialEq)]
 struct ReadPod {
     /// Its host ports as services.
     host_ports: Vec<Arc<Service>>,
@@ -170,19 +170,6 @@ impl Pods {
             counts: self.addresses.counts.clone(),
             everywhere,
         }
-    }
-
-    /// Returns the names of the known pods.
-    pub fn names(&self) -> Vec<ServiceName> {
-        self.seen.keys().cloned().collect()
-    }
-
-    /// Returns the names of the known namespaces.
-    pub fn namespaces(&self) -> Vec<ServiceName> {
-        let names = self.namespaces.keys();
-        names
-            .map(|name| super::kind::of_the_cluster(name))
-            .collect()
     }
 
     /// Returns the known workloads. A workload that can be captured has its own rules, and those of its namespace below

@@ -1,0 +1,437 @@
+//! The kinds of objects that are read, and their conversion into the model.
+//!
+//! A new kind has a row in [`Kind::names`], an arm in [`Kind::try_read`], and its place in the store.
+
+use std::{fmt, net::IpAddr, sync::Arc};
+
+use model::{Grant, Node, Place, Route, RouteKind, Service, ServiceName, Workload};
+use smallvec::SmallVec;
+
+use super::Text;
+use crate::objects::{
+    self, ByIstio, Candidate, Findings, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
+    wire::{self, Metadata},
+};
+
+/// Istio's group. Its objects are equal in all versions.
+const ISTIO: &str = "networking.istio.io";
+/// Gateway API's group. The fields that are read are equal in all versions of a kind.
+const GATEWAY: &str = "gateway.networking.k8s.io";
+const DISCOVERY: &str = "discovery.k8s.io";
+const OF_ISTIO: &[&str] = &["v1", "v1beta1", "v1alpha3"];
+
+/// A kind that is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    /// Services.
+    Service,
+    /// EndpointSlices.
+    Slice,
+    /// This node's own object.
+    Node,
+    /// The Pods on this node, or on all nodes.
+    Pod,
+    /// Namespaces.
+    Namespace,
+    /// Istio's ServiceEntries.
+    ServiceEntry,
+    /// Istio's WorkloadEntries.
+    WorkloadEntry,
+    /// Gateway API's TCPRoutes.
+    TcpRoute,
+    /// Gateway API's TLSRoutes.
+    TlsRoute,
+    /// Gateway API's HTTPRoutes.
+    HttpRoute,
+    /// Gateway API's GRPCRoutes.
+    GrpcRoute,
+    /// Gateway API's ReferenceGrants.
+    ReferenceGrant,
+}
+
+/// The kinds to read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WantedKinds {
+    /// The part of Kubernetes' own objects.
+    pub scope: Scope,
+    /// Whether to read Istio's ServiceEntries, and the WorkloadEntries and pods that they select.
+    pub entries: bool,
+    /// Whether to read Gateway API's routes and ReferenceGrants.
+    pub routes: bool,
+    /// Whether to answer the names of services. If so, headless services and services of other proxies are read with
+    /// their slices, because they have names.
+    pub names: bool,
+}
+
+impl From<Scope> for WantedKinds {
+    fn from(scope: Scope) -> Self {
+        Self {
+            scope,
+            ..Self::default()
+        }
+    }
+}
+
+impl WantedKinds {
+    /// All kinds, with names.
+    pub const ALL: Self = Self {
+        scope: Scope::Registry,
+        entries: true,
+        routes: true,
+        names: true,
+    };
+
+    /// Returns whether a kind is read.
+    pub fn includes(self, kind: Kind) -> bool {
+        match kind {
+            Kind::Service | Kind::Slice | Kind::Node => true,
+            Kind::Pod => self.entries || self.scope >= Scope::HostPorts,
+            Kind::Namespace => self.scope >= Scope::Mesh,
+            Kind::ServiceEntry | Kind::WorkloadEntry => self.entries,
+            _ => self.routes,
+        }
+    }
+}
+
+/// The purpose of reading the API. Each purpose includes those before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Scope {
+    /// Services, their endpoints, and this node.
+    #[default]
+    Services,
+    /// The host ports of this node's pods.
+    HostPorts,
+    /// The pods of this node that are captured, with their rules. Also the pods of all nodes while a pod of this node
+    /// may reach only known destinations (`dataplane.io/egress: deny`).
+    Mesh,
+    /// As [`Scope::Mesh`], and the pods of all nodes in any case.
+    Registry,
+}
+
+/// The names of a kind: in objects, in the API, its group, and the versions that are read, the newest first.
+struct Names(
+    &'static str,
+    &'static str,
+    &'static str,
+    &'static [&'static str],
+);
+
+impl Kind {
+    /// All kinds.
+    pub const ALL: [Self; 12] = [
+        Self::Service,
+        Self::Slice,
+        Self::Node,
+        Self::Pod,
+        Self::Namespace,
+        Self::ServiceEntry,
+        Self::WorkloadEntry,
+        Self::TcpRoute,
+        Self::TlsRoute,
+        Self::HttpRoute,
+        Self::GrpcRoute,
+        Self::ReferenceGrant,
+    ];
+
+    const fn names(self) -> Names {
+        const V1: &[&str] = &["v1"];
+        match self {
+            Self::Service => Names("Service", "services", "", V1),
+            Self::Slice => Names("EndpointSlice", "endpointslices", DISCOVERY, V1),
+            Self::Node => Names("Node", "nodes", "", V1),
+            Self::Pod => Names("Pod", "pods", "", V1),
+            Self::Namespace => Names("Namespace", "namespaces", "", V1),
+            Self::ServiceEntry => Names("ServiceEntry", "serviceentries", ISTIO, OF_ISTIO),
+            Self::WorkloadEntry => Names("WorkloadEntry", "workloadentries", ISTIO, OF_ISTIO),
+            Self::TcpRoute => Names("TCPRoute", "tcproutes", GATEWAY, &["v1", "v1alpha2"]),
+            Self::TlsRoute => {
+                let versions = &["v1", "v1alpha3", "v1alpha2"];
+                Names("TLSRoute", "tlsroutes", GATEWAY, versions)
+            }
+            Self::HttpRoute => Names("HTTPRoute", "httproutes", GATEWAY, &["v1", "v1beta1"]),
+            Self::GrpcRoute => Names("GRPCRoute", "grpcroutes", GATEWAY, &["v1", "v1alpha2"]),
+            Self::ReferenceGrant => {
+                let versions = &["v1", "v1beta1"];
+                Names("ReferenceGrant", "referencegrants", GATEWAY, versions)
+            }
+        }
+    }
+
+    /// Returns the kind's name in objects.
+    pub const fn word(self) -> &'static str {
+        self.names().0
+    }
+
+    /// Returns the kind's name in paths of the API, RBAC rules and metrics.
+    pub const fn resource(self) -> &'static str {
+        self.names().1
+    }
+
+    /// Returns the kind with this name in objects.
+    pub fn of(word: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.word() == word)
+    }
+
+    /// Returns the kind's group. Empty for Kubernetes' core.
+    pub const fn group(self) -> &'static str {
+        self.names().2
+    }
+
+    /// Returns whether objects of the kind are read in this version of its group.
+    pub fn has_version(self, version: &str) -> bool {
+        // The fields of Gateway API that are read are equal in all versions of a kind.
+        self.group() == GATEWAY || self.names().3.contains(&version)
+    }
+
+    /// Returns the kind's `apiVersion`s, the newest first. A cluster may have only an older one of a custom resource.
+    pub fn api_versions(self) -> impl Iterator<Item = String> {
+        let Names(.., group, versions) = self.names();
+        let slash = if group.is_empty() { "" } else { "/" };
+        let versions = versions.iter();
+        versions.map(move |version| format!("{group}{slash}{version}"))
+    }
+
+    /// Returns whether the kind is a custom resource: a cluster may not have it, and other programs than Kubernetes
+    /// check its objects.
+    pub fn is_custom(self) -> bool {
+        [ISTIO, GATEWAY].contains(&self.group())
+    }
+
+    /// Returns whether objects of the kind have no namespace.
+    pub const fn is_of_the_cluster(self) -> bool {
+        matches!(self, Self::Node | Self::Namespace)
+    }
+
+    /// Returns the consequence for the node if the API server refuses to let the kind be read. `None` if the agent
+    /// cannot serve new objects without the kind.
+    pub const fn without(self) -> Option<&'static str> {
+        match self {
+            Self::Service | Self::Slice | Self::Node => None,
+            Self::Pod => Some(
+                "host ports of pods (hostPort) are not served, and no pod is captured by its labels",
+            ),
+            Self::Namespace => Some("no pod is captured by the labels of its namespace"),
+            Self::ServiceEntry => Some("no host of a ServiceEntry is served"),
+            Self::WorkloadEntry => Some("ServiceEntries select pods only"),
+            Self::TcpRoute | Self::TlsRoute | Self::HttpRoute | Self::GrpcRoute => {
+                Some("no Service is split by a route of this kind")
+            }
+            Self::ReferenceGrant => Some("no route leads to a Service of another namespace"),
+        }
+    }
+
+    /// Converts an object into the model, as `node` sees the object.
+    pub fn read(self, text: Text<'_>, node: &Node) -> Object {
+        let mut findings = Findings::default();
+        let read = self.try_read(text, node, &mut findings);
+        let ((name, version), body) = match read {
+            Some((key, body)) => (key, Some(body)),
+            None => (key(&text.metadata()), None),
+        };
+        Object {
+            kind: self,
+            name,
+            version,
+            file: None,
+            body,
+            findings,
+        }
+    }
+
+    fn try_read(
+        self,
+        text: Text<'_>,
+        node: &Node,
+        findings: &mut Findings,
+    ) -> Option<((ServiceName, String), Body)> {
+        Some(match self {
+            Self::Service => {
+                let service: wire::Service = text.read(findings)?;
+                let key = key(&service.metadata);
+                let by_istio = objects::by_istio(&service, findings);
+                let body = match objects::service(service, findings) {
+                    Outcome::Served(service) => Body::Service(Arc::new(service), by_istio),
+                    Outcome::LeftAlone => Body::Others,
+                };
+                (key, body)
+            }
+            Self::Slice => {
+                let slice: wire::EndpointSlice = text.read(findings)?;
+                let key = key(&slice.metadata);
+                let body = match objects::slice(&slice, node, findings) {
+                    Outcome::Served(served) => {
+                        let endpoints = slice.endpoints.into_iter().flatten();
+                        let mut nodes = endpoints.filter_map(|endpoint| endpoint.node_name);
+                        Body::Slice(served, nodes.find(|name| **name != *node.name))
+                    }
+                    Outcome::LeftAlone => Body::Others,
+                };
+                (key, body)
+            }
+            Self::Node => {
+                let node: wire::Node = text.read(findings)?;
+                let facts = objects::node(&node, findings);
+                (key(&node.metadata), Body::Node(facts))
+            }
+            Self::Pod => {
+                let pod: wire::Pod = text.read(findings)?;
+                let body = Pod::new(&pod, node, findings);
+                (key(&pod.metadata), Body::Pod(Box::new(body)))
+            }
+            Self::Namespace => {
+                let metadata = text.read::<wire::Namespace>(findings)?.metadata;
+                let rules = objects::namespace(&metadata, findings);
+                (key(&metadata), Body::Namespace(rules))
+            }
+            Self::ServiceEntry => {
+                let entry: wire::ServiceEntry = text.read(findings)?;
+                let key = key(&entry.metadata);
+                let entry = objects::service_entry(entry, node, findings);
+                (key, Body::ServiceEntry(Box::new(entry)))
+            }
+            Self::WorkloadEntry => {
+                let entry: wire::WorkloadEntry = text.read(findings)?;
+                let candidate = objects::workload_entry(&entry, node, findings);
+                let body = Body::WorkloadEntry(Box::new(candidate));
+                (key(&entry.metadata), body)
+            }
+            Self::TcpRoute | Self::TlsRoute | Self::HttpRoute | Self::GrpcRoute => {
+                let route: wire::Route = text.read(findings)?;
+                let key = key(&route.metadata);
+                let route = objects::route(self.route()?, route, findings);
+                let body = route.map_or(Body::Others, |route| Body::Route(Arc::new(route)));
+                (key, body)
+            }
+            Self::ReferenceGrant => {
+                let grant: wire::ReferenceGrant = text.read(findings)?;
+                let body = objects::grant(&grant, findings);
+                (key(&grant.metadata), Body::Grant(Arc::new(body)))
+            }
+        })
+    }
+
+    /// Returns the kind of route. `None` if the kind is not a route.
+    pub fn route(self) -> Option<RouteKind> {
+        objects::route_kind(self.word())
+    }
+
+    /// Returns an object's name for people: `Service default/web`, `Node node1`.
+    pub fn label(self, name: &ServiceName) -> String {
+        if self.is_of_the_cluster() {
+            format!("{} {}", self.word(), name.name())
+        } else {
+            format!("{} {name}", self.word())
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.resource())
+    }
+}
+
+/// Returns an object's name, and its `resourceVersion`.
+fn key(metadata: &Metadata) -> (ServiceName, String) {
+    let version = metadata.resource_version.clone();
+    (objects::object_name(metadata), version.unwrap_or_default())
+}
+
+/// An object after its conversion into the model.
+#[derive(Debug)]
+pub struct Object {
+    /// Its kind.
+    pub kind: Kind,
+    /// Its namespace and name.
+    pub name: ServiceName,
+    /// Its `resourceVersion`.
+    pub version: String,
+    /// The file that has it. `None`: the API.
+    pub file: Option<Arc<str>>,
+    /// The result. `None` if a field cannot be read.
+    pub body: Option<Body>,
+    /// Problems of the object.
+    pub findings: Findings,
+}
+
+/// The result of an object. It is valid only if its findings have no faults.
+#[derive(Debug)]
+pub enum Body {
+    /// A Service without endpoints.
+    Service(Arc<Service>, ByIstio),
+    /// A slice, and another node that one of its endpoints is on.
+    Slice(Slice, Option<String>),
+    /// A Node.
+    Node(NodeFacts),
+    /// A Pod.
+    Pod(Box<Pod>),
+    /// A Namespace.
+    Namespace(NamespaceRules),
+    /// A ServiceEntry.
+    ServiceEntry(Box<ServiceEntry>),
+    /// A WorkloadEntry.
+    WorkloadEntry(Box<Candidate>),
+    /// A route that is attached to a Service.
+    Route(Arc<Route>),
+    /// A ReferenceGrant.
+    Grant(Arc<Grant>),
+    /// An object that is left to others.
+    Others,
+}
+
+/// The properties of a pod.
+#[derive(Debug)]
+pub struct Pod {
+    /// Its host ports. `None` if they are invalid; then the former ones stay.
+    pub host_ports: Option<Vec<Service>>,
+    /// The pod as a workload, with its own rules. `None` if it has no connections of its own, or no longer has them.
+    pub workload: Option<Workload>,
+    /// Its addresses and those of its node.
+    pub addresses: SmallVec<[IpAddr; 4]>,
+    /// The pod as a ServiceEntry may select it.
+    pub candidate: Option<Box<Candidate>>,
+}
+
+impl Pod {
+    /// Converts each part by itself, so that a fault in one part does not remove the others.
+    fn new(pod: &wire::Pod, node: &Node, findings: &mut Findings) -> Self {
+        let of = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
+        if of != Some(&*node.name) {
+            return Self::elsewhere(pod, node, findings);
+        }
+        let mut of_ports = Findings::default();
+        let host_ports = objects::host_ports(pod, node, &mut of_ports);
+        let host_ports = of_ports.faults.is_empty().then_some(host_ports);
+        let workload = objects::pod(pod, node, findings);
+        for fault in of_ports.faults {
+            if !findings.faults.contains(&fault) {
+                findings.faults.push(fault);
+            }
+        }
+        findings.notes.extend(of_ports.notes);
+        Self {
+            host_ports,
+            workload,
+            addresses: objects::pod_addresses(pod),
+            candidate: objects::candidate(pod, node).map(Box::new),
+        }
+    }
+
+    /// Converts a pod on another node. Only its identity matters here, and its own node reports its problems.
+    fn elsewhere(pod: &wire::Pod, node: &Node, findings: &mut Findings) -> Self {
+        let mut found = Findings::default();
+        let workload = objects::pod(pod, node, &mut found);
+        // Without a valid name it has no identity.
+        findings.faults.extend(found.faults);
+        Self {
+            host_ports: Some(Vec::new()),
+            workload: workload.map(|workload| Workload {
+                place: Place::Elsewhere,
+                rules: Arc::default(),
+                ..workload
+            }),
+            addresses: objects::pod_addresses(pod),
+            candidate: objects::candidate(pod, node).map(Box::new),
+        }
+    }
+}
