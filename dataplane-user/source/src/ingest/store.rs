@@ -243,7 +243,9 @@ impl Store {
             let alone = self.slices.contains_key(&name) && !self.services.contains_key(&name);
             self.orphans.note(name, alone);
         }
-        for name in self.joins.take_hopeful() {
+        let mut hopeful = self.joins.take_hopeful();
+        hopeful.extend(self.entries.take_dirty_services());
+        for name in hopeful {
             self.join(&name);
         }
         self.changed = self.is_behind();

@@ -145,6 +145,10 @@ impl Entries {
 
     /// Stores a new or changed Service. The caller must ask for its endpoints again in any case.
     pub fn put_service(&mut self, name: &ServiceName, selection: Option<Box<Selection>>) {
+        // It keeps its part of what its namespace may have.
+        if self.services.get(name) == selection.as_ref() {
+            return;
+        }
         self.remove_service(name);
         if let Some(selection) = selection {
             let labels = selection.labels_in(name.namespace());

@@ -1,19 +1,27 @@
 //! Istio's settings of a Service: the WorkloadEntries that it selects, and `networking.istio.io/traffic-distribution`.
 
-use dataplane_source::manifests;
+use dataplane_source::manifests::Manifests;
 use model::{EntryName, Node, Protocol, ServiceName, Snapshot, TrafficPolicy};
 use plan::entries::{Entries, service_name};
 use serde_json::{Value, json};
 
 fn load(objects: &[Value]) -> Snapshot {
+    then_load(&mut unread(), objects)
+}
+
+/// Manifests that were not read yet.
+fn unread() -> Manifests {
+    Manifests::new(&Node {
+        name: "here".into(),
+        ..Node::default()
+    })
+}
+
+fn then_load(manifests: &mut Manifests, objects: &[Value]) -> Snapshot {
     let file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
     let list = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
     std::fs::write(file.path(), list.to_string()).unwrap();
-    let node = Node {
-        name: "here".into(),
-        ..Node::default()
-    };
-    let loaded = manifests::load(&[file.path().to_owned()], &node);
+    let loaded = manifests.read(&[file.path().to_owned()]);
     loaded.unwrap_or_else(|errors| panic!("{errors}")).snapshot
 }
 
@@ -131,6 +139,45 @@ fn workload_entries_of_one_address_have_the_sum_of_their_weights() {
         endpoints(&snapshot),
         ["192.0.2.1:8080*2 192.0.2.2:8080*7 192.0.2.3:8080"]
     );
+}
+
+#[test]
+fn a_service_with_too_many_workload_entries_has_them_when_there_is_room() {
+    let ports = |count: u16| -> Vec<Value> {
+        let ports = (1..=count).map(|port| json!({ "name": format!("p{port}"), "port": port }));
+        ports.collect()
+    };
+    let named = |name: &str, address: &str, count: u16| {
+        let spec = json!({ "clusterIP": address, "ports": ports(count) });
+        web(json!({ "metadata": { "name": name }, "spec": spec }))
+    };
+    let vms: Vec<Value> = (0..600)
+        .map(|n| {
+            vm(
+                &format!("vm-{n}"),
+                &format!("192.0.2.{}", 1 + n % 200),
+                json!({}),
+            )
+        })
+        .collect();
+    let mut manifests = unread();
+    let mut next = |services: &[Value], entries: usize| {
+        then_load(&mut manifests, &[services, &vms[..entries]].concat())
+    };
+    let has = |snapshot: &Snapshot, name: &str| {
+        let service = &snapshot.services[&ServiceName::new("shop", name)];
+        service.ports.iter().any(|port| !port.endpoints.is_empty())
+    };
+    let [a, z] = [named("a", "10.96.0.2", 100), named("z", "10.96.0.3", 100)];
+    let one = next(std::slice::from_ref(&z), 600);
+    assert!(has(&one, "z") && one.problems.is_empty());
+    // The one that was there first has its part.
+    let both = next(&[a.clone(), z.clone()], 600);
+    assert!(has(&both, "z") && !has(&both, "a"));
+    assert_eq!(both.problems.len(), 1);
+    let both = next(&[a, z], 500);
+    assert!(has(&both, "z") && has(&both, "a"));
+    assert_eq!(both.problems.len(), 0);
 }
 
 #[test]
