@@ -220,10 +220,10 @@ impl Kind {
         }
     }
 
-    /// Converts an object into the model, as `node` sees the object.
-    pub fn read(self, text: Text<'_>, node: &Node) -> Object {
+    /// Converts an object into the model, as `node` sees the object. `file`: the file that has it. `None`: the API.
+    pub fn read(self, text: Text<'_>, node: &Node, file: Option<&Arc<str>>) -> Object {
         let mut findings = Findings::default();
-        let read = self.try_read(text, node, &mut findings);
+        let read = self.try_read(text, node, file.is_some(), &mut findings);
         let ((name, version), body) = match read {
             Some((key, body)) => (key, Some(body)),
             None => (key(&text.metadata()), None),
@@ -232,7 +232,7 @@ impl Kind {
             kind: self,
             name,
             version,
-            file: None,
+            file: file.cloned(),
             body,
             findings,
         }
@@ -242,6 +242,7 @@ impl Kind {
         self,
         text: Text<'_>,
         node: &Node,
+        is_in_file: bool,
         findings: &mut Findings,
     ) -> Option<((ServiceName, String), Body)> {
         Some(match self {
@@ -275,7 +276,7 @@ impl Kind {
             }
             Self::Pod => {
                 let pod: wire::Pod = text.read(findings)?;
-                let body = Pod::new(&pod, node, findings);
+                let body = Pod::new(&pod, node, is_in_file, findings);
                 (key(&pod.metadata), Body::Pod(Box::new(body)))
             }
             Self::Namespace => {
@@ -393,10 +394,12 @@ pub struct Pod {
 }
 
 impl Pod {
-    /// Converts each part by itself, so that a fault in one part does not remove the others.
-    fn new(pod: &wire::Pod, node: &Node, findings: &mut Findings) -> Self {
+    /// Converts each part by itself, so that a fault in one part does not remove the others. A Pod without a node is on
+    /// this node if it is in a file. In the API it is not scheduled yet.
+    fn new(pod: &wire::Pod, node: &Node, is_in_file: bool, findings: &mut Findings) -> Self {
         let of = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
-        if of != Some(&*node.name) {
+        let of = of.unwrap_or_default();
+        if *of != *node.name && !(is_in_file && of.is_empty()) {
             return Self::elsewhere(pod, node, findings);
         }
         let mut of_ports = Findings::default();

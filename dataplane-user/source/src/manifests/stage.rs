@@ -96,11 +96,7 @@ impl<'a> Stage<'a> {
                 self.faults.field(origin, field, object, text);
             }
             Found::Object(kind, text) => {
-                let object = Object {
-                    file: Some(Arc::clone(file)),
-                    ..kind.read(text, self.node)
-                };
-                self.object(origin, object);
+                self.object(origin, kind.read(text, self.node, Some(file)));
             }
         }
     }

@@ -112,8 +112,9 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// Waits until a file has changed and the writer is done. The caller then calls
-    /// [`load_reusing`](super::load_reusing). May be dropped and called again (as in `tokio::select!`) without loss.
+    /// Waits until a file has changed and the writer is done. The caller then reads the files again
+    /// ([`Manifests::read`](super::Manifests::read)). May be dropped and called again (as in `tokio::select!`) without
+    /// loss.
     pub async fn changed(&mut self) {
         loop {
             self.due().await;

@@ -214,6 +214,38 @@ fn who_a_pod_is() {
     });
 }
 
+/// The author of a file may leave the node out. In the API, such a pod is not scheduled yet.
+#[test]
+fn a_pod_without_a_node_is_here_in_a_file_only() {
+    let mut object = labelled(exposed("web", 1), "ambient");
+    object["spec"].as_object_mut().unwrap().remove("nodeName");
+    object["metadata"]["annotations"] =
+        json!({ "dataplane.io/egress": "deny", "dataplane.io/mode": "nonsense" });
+    let site = Site::of(server([object.clone()]), Scope::Registry);
+    let name = WorkloadName::new("default", "web");
+    let view = site.view(|view| view.workloads.contains_key(&name));
+    let workload = &view.workloads[&name];
+    assert_eq!(workload.place, Place::Elsewhere);
+    assert_eq!(*workload.rules, Layers::default());
+
+    let file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
+    std::fs::write(&file, object.to_string()).unwrap();
+    let node = Node {
+        name: NODE.into(),
+        ..Node::default()
+    };
+    let loaded = manifests::load(&[file.path().to_owned()], &node).unwrap();
+    let workload = &loaded.view.workloads[&name];
+    assert_eq!(workload.place, Place::Address);
+    let rules = workload.rules.merged();
+    assert_eq!(
+        (rules.captured, rules.egress),
+        (Some(true), Some(Egress::Deny))
+    );
+    assert_eq!(loaded.view.problems.len(), 1);
+    assert!(!has(&loaded.view, "hostport:web"));
+}
+
 /// The pods of other nodes are read only while an egress policy needs the known destinations.
 #[test]
 fn pods_of_all_nodes_are_known_to_whom_they_matter() {
