@@ -1,7 +1,7 @@
 //! ServiceEntries with the pods and WorkloadEntries that they select, and the WorkloadEntries that Services select.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    collections::{BTreeSet, HashMap, HashSet},
     net::IpAddr,
     sync::Arc,
 };
@@ -9,7 +9,7 @@ use std::{
 use imbl::OrdMap;
 use ipnet::IpNet;
 use model::{
-    ADDRESSES_MAX, At, Backend, Entry, EntryName, EntryResolution, Gravity, Preference, Problem,
+    ADDRESSES_MAX, At, Backend, Entry, EntryName, EntryResolution, Preference, Problem,
     ServiceName, is_allocated,
 };
 use smallvec::SmallVec;
@@ -51,11 +51,8 @@ pub struct Entries {
     services_by_label: ByLabel<ServiceName>,
     /// Services whose WorkloadEntries may have changed.
     dirty_services: BTreeSet<ServiceName>,
-    /// Number of endpoints of each such Service from WorkloadEntries, and the sum of each namespace.
-    service_sizes: HashMap<ServiceName, usize>,
-    service_sums: HashMap<Box<str>, usize>,
-    /// Services that select more endpoints than their namespace may have.
-    services_over: BTreeMap<ServiceName, Problem>,
+    /// The numbers of endpoints that the Services of each namespace have from WorkloadEntries.
+    service_endpoints: Sums,
     /// The traffic distribution of each namespace.
     preferences: HashMap<Box<str>, Preference>,
     /// Entries whose endpoints may have changed.
@@ -76,9 +73,7 @@ impl Default for Entries {
             services: HashMap::new(),
             services_by_label: ByLabel::default(),
             dirty_services: BTreeSet::new(),
-            service_sizes: HashMap::new(),
-            service_sums: HashMap::new(),
-            services_over: BTreeMap::new(),
+            service_endpoints: Sums::new("Service", ENDPOINTS_MAX),
             preferences: HashMap::new(),
             dirty: BTreeSet::new(),
             joined: OrdMap::new(),
@@ -159,33 +154,23 @@ impl Entries {
 
     /// Removes a Service.
     pub fn remove_service(&mut self, name: &ServiceName) {
-        self.free_service(name);
+        self.service_endpoints.remove(name);
         if let Some(gone) = self.services.remove(name) {
             let labels = gone.labels_in(name.namespace());
             self.services_by_label.remove(labels, name);
         }
     }
 
-    fn free_service(&mut self, name: &ServiceName) {
-        if let Some(size) = self.service_sizes.remove(name) {
-            if let Some(sum) = self.service_sums.get_mut(name.namespace()) {
-                *sum -= size;
-            }
-            // There may now be room for these Services.
-            let over = self.services_over.keys().filter(|other| *other != name);
-            self.dirty_services.extend(over.cloned());
-        }
-        self.services_over.remove(name);
-    }
-
-    /// Returns the Services that select WorkloadEntries which were added, changed or removed since the last call.
+    /// Returns the Services that select WorkloadEntries which were added, changed or removed since the last call, or for
+    /// whose WorkloadEntries there may be room since then.
     pub fn take_dirty_services(&mut self) -> BTreeSet<ServiceName> {
-        std::mem::take(&mut self.dirty_services)
+        let mut all = std::mem::take(&mut self.dirty_services);
+        all.extend(self.service_endpoints.take_hopeful());
+        all
     }
 
     /// Returns the WorkloadEntries that a Service selects, each as a slice of the Service.
     pub fn slices(&mut self, name: &ServiceName) -> Vec<Slice> {
-        self.free_service(name);
         let Some(selection) = self.services.get(name) else {
             return Vec::new();
         };
@@ -199,28 +184,18 @@ impl Entries {
             .filter_map(|candidate| selection.slice(name, candidate))
             .collect();
         let size = slices.len() * selection.ports();
-        if size == 0 {
-            return slices;
-        }
-        let sum = self.service_sums.entry(name.namespace().into());
-        let sum = sum.or_default();
-        if *sum + size > ENDPOINTS_MAX {
-            let text = format!(
+        let why = || {
+            format!(
                 "has none of the WorkloadEntries that it selects: the Services of namespace {} select more than \
                  {ENDPOINTS_MAX} together, each counted for each port. Select fewer",
                 name.namespace()
-            );
-            let problem = Problem {
-                gravity: Gravity::Warning,
-                place: format!("Service {name}"),
-                text,
-            };
-            self.services_over.insert(name.clone(), problem);
-            return Vec::new();
+            )
+        };
+        if self.service_endpoints.put(name, size, why) {
+            slices
+        } else {
+            Vec::new()
         }
-        *sum += size;
-        self.service_sizes.insert(name.clone(), size);
-        slices
     }
 
     /// Sets the traffic distribution of the entries in a namespace. Returns whether it has changed.
@@ -283,7 +258,7 @@ impl Entries {
     /// Reports entries and services without endpoints or addresses, because their namespace has too many.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
         let of_entries = self.addresses.problems().chain(self.endpoints.problems());
-        of_entries.chain(self.services_over.values())
+        of_entries.chain(self.service_endpoints.problems())
     }
 
     fn join(&mut self, name: &EntryName) {
@@ -508,6 +483,32 @@ mod tests {
         entries.remove(&EntryName::new("tenant", "e1"));
         entries.put_candidate(workload(4, &json!({ "app": "a", "tier": "1" })));
         assert_eq!(endpoints(&mut entries, 2), 3);
+    }
+
+    #[test]
+    fn a_service_that_takes_its_part_again_makes_no_room() {
+        let mut entries = Entries::default();
+        for number in 0..101 {
+            entries.put_candidate(workload(number, &json!({ "app": "a" })));
+        }
+        let ports = (1..=600).map(|port| json!({ "name": port.to_string(), "port": port }));
+        let spec = json!({ "selector": { "app": "a" }, "ports": ports.collect::<Vec<_>>() });
+        let [one, two] = ["one", "two"].map(|name| ServiceName::new("tenant", name));
+        for name in [&one, &two] {
+            let metadata = json!({ "name": name.name(), "namespace": "tenant" });
+            let service = read(json!({ "metadata": metadata, "spec": spec }));
+            let by_istio = objects::by_istio(&service, &mut Findings::default());
+            entries.put_service(name, by_istio.selection);
+        }
+        for _ in 0..2 {
+            assert_eq!(entries.slices(&one).len(), 101);
+            assert!(entries.take_dirty_services().is_empty());
+            assert!(entries.slices(&two).is_empty());
+        }
+        entries.remove_service(&one);
+        assert_eq!(entries.take_dirty_services(), [two.clone()].into());
+        assert_eq!(entries.slices(&two).len(), 101);
+        assert_eq!(entries.problems().count(), 0);
     }
 
     #[test]
