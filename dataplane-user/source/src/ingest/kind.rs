@@ -226,7 +226,7 @@ impl Kind {
         let read = self.try_read(text, node, file.is_some(), &mut findings);
         let ((name, version), body) = match read {
             Some((key, body)) => (key, Some(body)),
-            None => (key(&text.metadata()), None),
+            None => (self.key(&text.metadata()), None),
         };
         Object {
             kind: self,
@@ -248,7 +248,7 @@ impl Kind {
         Some(match self {
             Self::Service => {
                 let service: wire::Service = text.read(findings)?;
-                let key = key(&service.metadata);
+                let key = self.key(&service.metadata);
                 let by_istio = objects::by_istio(&service, findings);
                 let body = match objects::service(service, findings) {
                     Outcome::Served(service) => Body::Service(Arc::new(service), by_istio),
@@ -258,7 +258,7 @@ impl Kind {
             }
             Self::Slice => {
                 let slice: wire::EndpointSlice = text.read(findings)?;
-                let key = key(&slice.metadata);
+                let key = self.key(&slice.metadata);
                 let body = match objects::slice(&slice, node, findings) {
                     Outcome::Served(served) => {
                         let endpoints = slice.endpoints.into_iter().flatten();
@@ -272,21 +272,21 @@ impl Kind {
             Self::Node => {
                 let node: wire::Node = text.read(findings)?;
                 let facts = objects::node(&node, findings);
-                (key(&node.metadata), Body::Node(facts))
+                (self.key(&node.metadata), Body::Node(facts))
             }
             Self::Pod => {
                 let pod: wire::Pod = text.read(findings)?;
                 let body = Pod::new(&pod, node, is_in_file, findings);
-                (key(&pod.metadata), Body::Pod(Box::new(body)))
+                (self.key(&pod.metadata), Body::Pod(Box::new(body)))
             }
             Self::Namespace => {
                 let metadata = text.read::<wire::Namespace>(findings)?.metadata;
                 let rules = objects::namespace(&metadata, findings);
-                (key(&metadata), Body::Namespace(rules))
+                (self.key(&metadata), Body::Namespace(rules))
             }
             Self::ServiceEntry => {
                 let entry: wire::ServiceEntry = text.read(findings)?;
-                let key = key(&entry.metadata);
+                let key = self.key(&entry.metadata);
                 let entry = objects::service_entry(entry, node, findings);
                 (key, Body::ServiceEntry(Box::new(entry)))
             }
@@ -294,11 +294,11 @@ impl Kind {
                 let entry: wire::WorkloadEntry = text.read(findings)?;
                 let candidate = objects::workload_entry(&entry, node, findings);
                 let body = Body::WorkloadEntry(Box::new(candidate));
-                (key(&entry.metadata), body)
+                (self.key(&entry.metadata), body)
             }
             Self::TcpRoute | Self::TlsRoute | Self::HttpRoute | Self::GrpcRoute => {
                 let route: wire::Route = text.read(findings)?;
-                let key = key(&route.metadata);
+                let key = self.key(&route.metadata);
                 let route = objects::route(self.route()?, route, findings);
                 let body = route.map_or(Body::Others, |route| Body::Route(Arc::new(route)));
                 (key, body)
@@ -306,7 +306,7 @@ impl Kind {
             Self::ReferenceGrant => {
                 let grant: wire::ReferenceGrant = text.read(findings)?;
                 let body = objects::grant(&grant, findings);
-                (key(&grant.metadata), Body::Grant(Arc::new(body)))
+                (self.key(&grant.metadata), Body::Grant(Arc::new(body)))
             }
         })
     }
@@ -314,6 +314,21 @@ impl Kind {
     /// Returns the kind of route. `None` if the kind is not a route.
     pub fn route(self) -> Option<RouteKind> {
         objects::route_kind(self.word())
+    }
+
+    /// Returns an object's name, and its `resourceVersion`.
+    fn key(self, metadata: &Metadata) -> (ServiceName, String) {
+        let version = metadata.resource_version.clone();
+        (self.name(metadata), version.unwrap_or_default())
+    }
+
+    /// Returns an object's name. An object of the cluster has no namespace, whatever `metadata` says.
+    pub fn name(self, metadata: &Metadata) -> ServiceName {
+        if self.is_of_the_cluster() {
+            ServiceName::new("", metadata.name.as_deref().unwrap_or_default())
+        } else {
+            objects::object_name(metadata)
+        }
     }
 
     /// Returns an object's name for people: `Service default/web`, `Node node1`.
@@ -330,12 +345,6 @@ impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.resource())
     }
-}
-
-/// Returns an object's name, and its `resourceVersion`.
-fn key(metadata: &Metadata) -> (ServiceName, String) {
-    let version = metadata.resource_version.clone();
-    (objects::object_name(metadata), version.unwrap_or_default())
 }
 
 /// An object after its conversion into the model.

@@ -1,12 +1,11 @@
 //! Objects in the form in which they are read.
 
-use model::ServiceName;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use serde_path_to_error::{Path, Segment};
 
 use crate::objects::{
-    self, Findings,
+    Findings,
     wire::{Metadata, Named},
 };
 
@@ -32,8 +31,14 @@ impl Text<'_> {
                 serde_path_to_error::deserialize::<_, T>(&mut json).err()
             }
             Self::Value(value) => serde_path_to_error::deserialize::<_, T>(value).err(),
-        }?;
-        let fault = (shown(error.path()), plain(&error.inner().to_string()));
+        };
+        let fault = match error {
+            Some(error) => {
+                let text = plain(&error.inner().to_string());
+                (shown(error.path()), format!("{text}{}", advice(&text)))
+            }
+            None => (String::new(), "cannot be read".to_owned()),
+        };
         findings.faults.push(fault);
         None
     }
@@ -48,17 +53,13 @@ impl Text<'_> {
     /// Returns the object's name and version, even if the rest cannot be read.
     pub fn metadata(self) -> Metadata {
         let name = self.try_read::<Named>().unwrap_or_default().metadata;
+        let text = |value: Value| value.as_str().map(str::to_owned);
         Metadata {
-            name: name.name,
-            namespace: name.namespace,
-            resource_version: name.resource_version,
+            name: text(name.name),
+            namespace: text(name.namespace),
+            resource_version: text(name.resource_version),
             ..Metadata::default()
         }
-    }
-
-    /// Returns the object's name, even if the rest cannot be read.
-    pub fn name(self) -> ServiceName {
-        objects::object_name(&self.metadata())
     }
 }
 
@@ -76,13 +77,31 @@ fn shown(path: &Path) -> String {
     path.strip_prefix('.').unwrap_or(&path).to_owned()
 }
 
+/// Returns what to write instead of a value, if its quotes are wrong.
+fn advice(fault: &str) -> &'static str {
+    let types = fault.strip_prefix("invalid type: ");
+    let Some((found, expected)) = types.and_then(|types| types.rsplit_once(", expected ")) else {
+        return "";
+    };
+    let is_number = |text: &str| text.parse::<i64>().is_ok();
+    match (found.split(' ').next(), expected) {
+        (Some("integer" | "floating" | "boolean"), "a string") => "; write it in quotes",
+        (Some("string"), "a boolean") => "; write true or false, without quotes",
+        (Some("string"), "a whole number") if found.split('"').nth(1).is_some_and(is_number) => {
+            "; write it without quotes"
+        }
+        _ => "",
+    }
+}
+
 /// Returns a parser's message without the position, which is that in the document and not in the file, and without
 /// terms of Rust.
 pub fn plain(text: &str) -> String {
+    // A quoted value may have such words, too. The position comes after it.
     let cut = [" at line ", " at (line "]
         .iter()
-        .filter_map(|mark| text.find(mark))
-        .min();
+        .filter_map(|mark| text.rfind(mark))
+        .find(|cut| !text[*cut..].contains('"'));
     let text = text[..cut.unwrap_or(text.len())].trim_end();
     if text.starts_with("budget breached") {
         return "more aliases or deeper nesting than a manifest has".into();
@@ -92,7 +111,12 @@ pub fn plain(text: &str) -> String {
         "expected mapping start" => "not an object; expected a mapping of fields".into(),
         "expected sequence start" => "not a list; expected one".into(),
         _ => text
+            .replace(
+                "rejected by the configured policy",
+                "has no value; write text in quotes",
+            )
             .replace("expected i32", "expected a whole number")
+            .replace("expected i64", "expected a whole number")
             .replace("expected u32", "expected a whole number from 0"),
     }
 }

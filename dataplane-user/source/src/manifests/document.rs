@@ -24,6 +24,16 @@ pub enum Found<'a> {
     Fault(Option<(Kind, Text<'a>)>, &'static str, String),
 }
 
+/// The fields that are read of an object of any kind, besides its type ([`wire`](crate::objects::wire)).
+const FIELDS: [&str; 6] = [
+    "metadata",
+    "spec",
+    "status",
+    "addressType",
+    "endpoints",
+    "ports",
+];
+
 /// Receives the objects, each with its index in the document's list. `None` if it is the whole document.
 pub type Sink<'a> = dyn FnMut(Option<usize>, Found<'_>) + 'a;
 
@@ -84,7 +94,7 @@ impl Type {
     }
 
     fn found<'a>(&self, text: Text<'a>) -> Found<'a> {
-        let Some(word) = self.kind.as_deref() else {
+        let Some(word) = self.kind.as_deref().filter(|kind| !kind.is_empty()) else {
             let expected = "missing; expected Service, EndpointSlice or List";
             return Found::Fault(None, "kind", expected.to_owned());
         };
@@ -93,8 +103,8 @@ impl Type {
         };
         let expected = || kind.api_versions().next().unwrap_or_default();
         let Some(given) = &self.api_version else {
-            let text = format!("missing; expected {}", expected());
-            return Found::Fault(None, "apiVersion", text);
+            let fault = format!("missing; expected {}", expected());
+            return Found::Fault(Some((kind, text)), "apiVersion", fault);
         };
         let (group, version) = given.split_once('/').unwrap_or(("", given));
         if group == kind.group() && kind.has_version(version) {
@@ -204,8 +214,10 @@ impl<'de> Visitor<'de> for Document<'_, '_> {
                         sink: &mut *sink,
                     })?;
                 }
-                _ if of.is_of_others() => _ = map.next_value::<IgnoredAny>()?,
-                _ => _ = fields.insert(key, map.next_value()?),
+                field if FIELDS.contains(&field) && !of.is_of_others() => {
+                    _ = fields.insert(key, map.next_value()?);
+                }
+                _ => _ = map.next_value::<IgnoredAny>()?,
             }
         }
         let fields = Value::Object(fields);

@@ -44,8 +44,6 @@ pub struct Loaded {
     pub snapshot: Snapshot,
     /// Number of objects of each kind that is not served.
     pub ignored: BTreeMap<String, usize>,
-    /// Number of services and slices that their labels leave to others.
-    pub left_alone: usize,
     /// Number of files.
     pub files: usize,
 }

@@ -15,6 +15,9 @@ use crate::ingest::plain;
 /// Maximum length of a displayed path. Valid paths are much shorter.
 const PATH_MAX: usize = 120;
 
+/// Maximum number of bytes that aliases add to a document.
+const ALIASED_MAX: usize = 4 << 20;
+
 /// The format of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
@@ -180,14 +183,16 @@ where
     F: FnOnce(serde_saphyr::Deserializer<'_, '_>) -> Result<(), serde_saphyr::Error>,
 {
     // The size of a file is already limited, and long lists are normal. The remaining limits are for growth beyond the
-    // file: nesting, which needs stack, and aliases.
+    // file: nesting, which needs stack, and aliases, whose text counts each time.
     let options = options! {
         budget: budget! {
             max_events: usize::MAX,
             max_nodes: usize::MAX,
-            max_total_scalar_bytes: usize::MAX,
+            max_total_scalar_bytes: text.len() + ALIASED_MAX,
             max_recorded_anchor_events: 100_000,
         },
+        // Words such as `no` and `y` are also names.
+        strict_booleans: true,
         with_snippet: false,
     };
     serde_saphyr::with_deserializer_from_str_with_options(text, options, read)

@@ -34,7 +34,6 @@ pub struct Stage<'a> {
     /// Facts of this node's own object.
     facts: Option<NodeFacts>,
     ignored: BTreeMap<String, usize>,
-    left_alone: usize,
     faults: Faults,
 }
 
@@ -49,7 +48,6 @@ impl<'a> Stage<'a> {
             whereabouts: Whereabouts::default(),
             facts: None,
             ignored: BTreeMap::new(),
-            left_alone: 0,
             faults: Faults::default(),
         };
         let (files, missing) = files::find(paths);
@@ -92,7 +90,7 @@ impl<'a> Stage<'a> {
         match found {
             Found::Ignored(kind) => *self.ignored.entry(kind).or_default() += 1,
             Found::Fault(of, field, text) => {
-                let object = of.and_then(|(kind, text)| label(kind, &text.name()));
+                let object = of.and_then(|(kind, text)| label(kind, &kind.name(&text.metadata())));
                 self.faults.field(origin, field, object, text);
             }
             Found::Object(kind, text) => {
@@ -116,18 +114,12 @@ impl<'a> Stage<'a> {
                 return self.whereabouts.node(&facts.name);
             }
             Some(Body::Node(facts)) => self.facts = Some(facts.clone()),
-            Some(Body::Service(service, _)) => {
-                self.left_alone += usize::from(service.records.is_elsewhere());
-            }
             Some(Body::Slice(slice, elsewhere)) => {
                 self.whereabouts.slice(slice, elsewhere.as_deref());
             }
             Some(Body::Pod(pod)) => {
                 let host_ports = pod.host_ports.as_ref();
                 self.whereabouts.here |= host_ports.is_some_and(|all| !all.is_empty());
-            }
-            Some(Body::Others) if matches!(kind, Kind::Service | Kind::Slice) => {
-                self.left_alone += 1;
             }
             _ => {}
         }
@@ -202,7 +194,6 @@ impl<'a> Stage<'a> {
             },
             view,
             ignored: self.ignored,
-            left_alone: self.left_alone,
             files: self.files.len(),
         })
     }

@@ -94,7 +94,7 @@ fn check_name(metadata: &Metadata, findings: &mut Findings) {
         findings.fault("metadata.name", "missing; expected the object's name");
     }
     for (path, value) in [("metadata.name", name), ("metadata.namespace", namespace)] {
-        if value.contains(|c: char| c == '/' || c.is_whitespace() || c.is_control()) {
+        if value.contains(|c: char| matches!(c, '/' | ':') || c.is_whitespace() || c.is_control()) {
             findings.fault(
                 path,
                 format!(

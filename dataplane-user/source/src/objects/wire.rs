@@ -42,7 +42,7 @@ pub struct OwnerReference {
     pub controller: Option<bool>,
 }
 
-/// The part of an object that is read if the rest cannot be read.
+/// The part of an object that is read if the rest cannot be read. Each field is read by itself.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Named {
@@ -52,9 +52,9 @@ pub struct Named {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Name {
-    pub name: Option<String>,
-    pub namespace: Option<String>,
-    pub resource_version: Option<String>,
+    pub name: serde_json::Value,
+    pub namespace: serde_json::Value,
+    pub resource_version: serde_json::Value,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -39,6 +39,25 @@ fn messages() {
     assert!(wrong.is_empty(), "not as expected:\n{wrong}");
 }
 
+/// A text in a field that is not used is copied for each alias, too.
+#[test]
+fn a_long_text_is_not_repeated_by_aliases() {
+    let file = tempfile::Builder::new().suffix(".yaml").tempfile().unwrap();
+    for (copies, is_fault) in [(3, false), (20, true)] {
+        let text = format!(
+            "apiVersion: v1\nkind: Service\nmetadata: {{name: web}}\nspec:\n  \
+             clusterIP: 10.96.0.1\n  ports: [{{port: 80}}]\n  unused: [&a {}{}]\n",
+            "x".repeat(1 << 20),
+            ", *a".repeat(copies),
+        );
+        fs::write(file.path(), text).unwrap();
+        let errors = manifests::load(&[file.path().to_owned()], &Node::default()).err();
+        assert_eq!(errors.is_some(), is_fault, "{copies}");
+        let errors = errors.map(|errors| errors.to_string()).unwrap_or_default();
+        assert!(!is_fault || errors.contains("more aliases"), "{errors}");
+    }
+}
+
 #[test]
 fn the_guide_shows_what_is_said() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -10,7 +10,7 @@ use std::{
 };
 
 use dataplane_source::manifests::{self, Manifests, Watcher};
-use model::{Node, ServiceName, Snapshot};
+use model::{Egress, Node, ServiceName, Snapshot, WorkloadName};
 
 /// Much longer than any change takes. A timeout means that a change was not seen.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -203,4 +203,34 @@ fn unchanged_services_are_shared() {
     write("b", 0);
     let errors = manifests.read(&paths).unwrap_err();
     assert_eq!(errors.faults.len(), 1);
+    // The objects stay as they were.
+    write("b", 81);
+    let third = manifests.read(&paths).unwrap().snapshot;
+    assert_eq!(second.services.diff(&third.services).count(), 0);
+}
+
+#[test]
+fn a_namespace_has_no_namespace() {
+    let file = tempfile::Builder::new().suffix(".yaml").tempfile().unwrap();
+    let paths = [file.path().to_owned()];
+    let namespace = |within: &str| {
+        format!(
+            "apiVersion: v1\nkind: Namespace\nmetadata: {{name: shop, namespace: {within}, \
+             annotations: {{dataplane.io/egress: deny}}}}\n---\n"
+        )
+    };
+    let pod = "apiVersion: v1\nkind: Pod\nmetadata: {name: web, namespace: shop}\nspec: {}\n";
+    let mut manifests = Manifests::new(&Node::default());
+    for within in ["x", "", "y"] {
+        fs::write(file.path(), namespace(within) + pod).unwrap();
+        let loaded = manifests.read(&paths).unwrap();
+        let web = &loaded.view.workloads[&WorkloadName::new("shop", "web")];
+        assert_eq!(web.rules.merged().egress, Some(Egress::Deny), "{within:?}");
+    }
+    fs::write(file.path(), namespace("x") + &namespace("")).unwrap();
+    let errors = manifests.read(&paths).unwrap_err().to_string();
+    assert!(
+        errors.contains("Namespace shop: metadata.name: defined twice"),
+        "{errors}"
+    );
 }

@@ -448,6 +448,12 @@ fn a_wrong_entry_stays_what_it_was() {
     let first = then_load(&mut manifests, &[db(json!({}))]).snapshot;
     let second = then_load(&mut manifests, &[db(json!({ "hosts": [] }))]).snapshot;
     assert_eq!(first.entries, second.entries);
+    let mut unreadable = db(json!({}));
+    unreadable["metadata"]["resourceVersion"] = json!(123);
+    let second = then_load(&mut manifests, &[unreadable]).snapshot;
+    assert_eq!(first.entries, second.entries);
+    let place = &second.problems[0].place;
+    assert!(place.ends_with(": ServiceEntry shop/db"), "{place}");
     let third = then_load(&mut manifests, &[web("10.96.0.1")]).snapshot;
     assert!(third.entries.is_empty());
     // So does a WorkloadEntry, which is an endpoint of the entry.
