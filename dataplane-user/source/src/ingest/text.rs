@@ -98,11 +98,12 @@ fn advice(fault: &str) -> &'static str {
 /// terms of Rust.
 pub fn plain(text: &str) -> String {
     // A quoted value may have such words, too. The position comes after it.
+    let start = text.rfind('"').unwrap_or_default();
     let cut = [" at line ", " at (line "]
         .iter()
-        .filter_map(|mark| text.rfind(mark))
-        .find(|cut| !text[*cut..].contains('"'));
-    let text = text[..cut.unwrap_or(text.len())].trim_end();
+        .filter_map(|mark| text[start..].find(mark))
+        .min();
+    let text = text[..cut.map_or(text.len(), |cut| start + cut)].trim_end();
     if text.starts_with("budget breached") {
         return "more aliases or deeper nesting than a manifest has".into();
     }
