@@ -184,7 +184,7 @@ impl ServiceUpdate<'_> {
             let index = std::mem::take(&mut pools.local);
             self.mirror.retire_pool(index, self.writes);
         }
-        self.write_pools(service, v4, pools);
+        self.write_pools(service, v4, *pools);
         for wanted in keys {
             let pool = match wanted.policy {
                 TrafficPolicy::Cluster => pools.cluster,

@@ -31,7 +31,7 @@ pub fn watch(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
         tell.step("watch", "kube-proxy has written its rules again");
         match take_over(place, false, tell) {
             Ok(Outcome::Differs) => {
-                tell.step("watch", "the rules stay for now, because they differ")
+                tell.step("watch", "the rules stay for now, because they differ");
             }
             Ok(_) => {}
             // The next look may be better.

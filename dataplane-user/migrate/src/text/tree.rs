@@ -97,7 +97,7 @@ pub fn saved(rule: &str) -> impl Iterator<Item = Part<'_>> {
     std::iter::from_fn(move || {
         words.peek()?;
         let not = words.next_if(|word| word.is("!")).is_some();
-        let name = words.next_if(|word| word.is_option());
+        let name = words.next_if(super::words::Word::is_option);
         let name = name.map_or("", |word| word.raw);
         let mut value = || words.next_if(|word| !word.is("!") && !word.is_option());
         let first = value();
@@ -287,7 +287,7 @@ impl<'a> Listed<'a> {
                 if let Some(set) = word.strip_prefix('@') {
                     self.add(Key::Set, false, word, set);
                 }
-                self.to_port(word);
+                self.take_port(word);
                 rest
             }
         }
@@ -452,7 +452,7 @@ impl<'a> Listed<'a> {
                 rest = behind;
             }
             match rest {
-                ["to", port, behind @ ..] if self.to_port(port) => return behind,
+                ["to", port, behind @ ..] if self.take_port(port) => return behind,
                 _ => self.fault(|| "it names no port".to_owned()),
             }
         }
@@ -460,7 +460,7 @@ impl<'a> Listed<'a> {
     }
 
     /// `:15001`
-    fn to_port(&mut self, word: &'a str) -> bool {
+    fn take_port(&mut self, word: &'a str) -> bool {
         let port = word.strip_prefix(':');
         let port = port.filter(|port| port.parse::<u16>().is_ok());
         port.map(|port| self.add(Key::ToPort, false, "to", port))

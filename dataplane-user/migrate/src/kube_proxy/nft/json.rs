@@ -97,7 +97,9 @@ pub fn read(text: &str) -> Result<Vec<Table<'static>>, Broken> {
             table.add_set(set.name.into_owned().into(), set_of);
         }
     }
-    tables.iter_mut().for_each(|table| table.rows.finish());
+    for table in &mut tables {
+        table.rows.finish();
+    }
     Ok(tables)
 }
 

@@ -44,7 +44,9 @@ pub fn read(text: &str) -> Result<Vec<Table<'_>>, Broken> {
             Entry::Base { .. } | Entry::Table { .. } => {}
         }
     }
-    tables.iter_mut().for_each(|table| table.rows.finish());
+    for table in &mut tables {
+        table.rows.finish();
+    }
     Ok(tables)
 }
 

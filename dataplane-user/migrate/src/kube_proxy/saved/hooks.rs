@@ -38,7 +38,7 @@ pub fn read(table: &Table<'_>, draft: &mut Draft) {
                 Ok(_) => {
                     draft
                         .leftovers
-                        .add(at, text, "only some packets come to kube-proxy's chain")
+                        .add(at, text, "only some packets come to kube-proxy's chain");
                 }
                 // A rule of another program that leads to a chain of a similar name.
                 Err(_) if !ENTRIES.iter().any(|chain| text.ends_with(chain)) => {}
