@@ -20,12 +20,14 @@ mod own_ports;
 mod paced;
 mod reserved;
 mod turns;
+mod view;
 mod watching;
 
 pub use admitted::Admitted;
 pub use error::OpenError;
 pub use external_ips::ExternalIps;
-pub use feed::{Feed, Notice, View};
+pub use feed::{Feed, Notice};
 pub use health::Health;
 pub use open::Source;
 pub use paced::Paced;
+pub use view::View;

@@ -154,9 +154,11 @@ pub struct Listed<'a> {
 
 /// The parts of a rule of nft. A word that is not known is a fault, and the words behind it are read.
 pub fn listed(rule: &str) -> Listed<'_> {
+    let mut words: Vec<&str> = nft::words(rule).collect();
     // As `nft -a` prints it.
-    let rule = rule.split(" # handle ").next().unwrap_or_default();
-    let words: Vec<&str> = nft::words(rule).collect();
+    if let [.., "#", "handle", _] = words[..] {
+        words.truncate(words.len() - 3);
+    }
     let mut found = Listed::default();
     let (mut before, mut rest) = ("", &words[..]);
     while let [word, behind @ ..] = rest {
@@ -222,8 +224,24 @@ impl<'a> Listed<'a> {
             self.unknown(word);
         }
         match word {
-            "meta" | "ct" | "counter" => rest,
-            "packets" | "bytes" => rest.get(1..).unwrap_or_default(),
+            "meta" | "ct" => rest,
+            "counter" => {
+                let mut rest = rest;
+                while let ["packets" | "bytes", _, behind @ ..] = rest {
+                    rest = behind;
+                }
+                rest
+            }
+            // Addresses of the connection or of an inner packet: the packet may have others.
+            "original" | "reply" | "vxlan" | "geneve" | "gre" | "gretap" => {
+                self.unknown(word);
+                match rest {
+                    ["ip" | "ip6", "saddr" | "daddr", rest @ ..] => {
+                        self.value(Key::Other, word, rest)
+                    }
+                    _ => rest,
+                }
+            }
             "ip" | "ip6" => {
                 self.only(word == "ip");
                 rest
@@ -376,7 +394,7 @@ impl<'a> Listed<'a> {
         match (key, &said[..]) {
             // TPROXY sets a mark, too.
             (_, ["set", ..]) if self.target == "TPROXY" => {}
-            (Key::Mark, ["set", "ct", "mark"]) => self.target("mark", "MARK"),
+            (Key::Mark, ["set", "ct", "mark"]) => self.target("mark", "CONNMARK"),
             (_, ["set", value]) if number(value).is_some() => {
                 self.target("mark", if key == Key::Mark { "MARK" } else { "CONNMARK" });
             }
@@ -605,7 +623,7 @@ mod tests {
             ),
             (
                 "ct mark and 0xfff == 0x111 meta mark set ct mark",
-                "mark 0x111/0xfff mark MARK",
+                "mark 0x111/0xfff mark CONNMARK",
                 None,
             ),
             (

@@ -53,6 +53,21 @@ struct Object<'a> {
     elem: Vec<&'a RawValue>,
 }
 
+impl Object<'_> {
+    /// The field that an object of its kind has, and this one lacks.
+    fn lacks(&self, kind: &str) -> Option<&'static str> {
+        let is_rule = kind == "rule";
+        [
+            ("name", !is_rule && self.name.is_empty()),
+            ("table", kind != "table" && self.table.is_empty()),
+            ("chain", is_rule && self.chain.is_empty()),
+            ("expr", is_rule && self.expr.is_empty()),
+        ]
+        .into_iter()
+        .find_map(|(field, lacks)| lacks.then_some(field))
+    }
+}
+
 /// Reads kube-proxy's tables.
 ///
 /// # Errors
@@ -68,6 +83,23 @@ pub fn read(text: &str) -> Result<Vec<Table<'static>>, Broken> {
         let item: Item<'_> =
             serde_json::from_str(raw.get()).map_err(|error| fault(raw.get(), byte, &error))?;
         let at = At::Byte(byte);
+        let objects = [
+            ("table", &item.table),
+            ("chain", &item.chain),
+            ("rule", &item.rule),
+            ("set", &item.set),
+            ("map", &item.map),
+        ];
+        for (kind, object) in objects {
+            if let Some(field) = object.as_ref().and_then(|object| object.lacks(kind)) {
+                return Err(Broken {
+                    at,
+                    what: format!(
+                        "not the JSON of `nft -j list ruleset`: a {kind} without {field}"
+                    ),
+                });
+            }
+        }
         if let Some(table) = item.table {
             if table.name == TABLE && matches!(&*table.family, "ip" | "ip6") {
                 tables.push(Table::new(table.family == "ip"));

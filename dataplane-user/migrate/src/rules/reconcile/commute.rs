@@ -148,7 +148,7 @@ fn read(text: &str) -> Option<Read<'_>> {
     let words = words.map(|word| word.raw);
     let mut read = Read {
         effect: words
-            .skip_while(|word| !matches!(*word, "-j" | "-g"))
+            .skip_while(|word| !matches!(*word, "-j" | "--jump" | "-g" | "--goto"))
             .collect(),
         ..Read::default()
     };

@@ -93,6 +93,21 @@ mod tests {
         assert!(translates("ct status dnat tcp dport 80 dnat to 10.0.0.1"));
     }
 
+    #[test]
+    fn what_follows_a_limit_counts() {
+        for text in [
+            "udp dport 53 limit rate over 10/second burst 5 packets drop",
+            "limit rate over 1 mbytes/second burst 512 bytes drop",
+            "quota over 1000 bytes drop",
+            "log prefix \"a # handle 1\" drop",
+            "counter packets 0 bytes 0 drop # handle 7",
+        ] {
+            assert!(of_nft(1, "c", text).effects.refuses, "{text}");
+        }
+        let rule = of_nft(1, "c", "limit rate 25/minute burst 5 packets jump web");
+        assert_eq!(rule.jumps, ["web"]);
+    }
+
     /// In doubt a rule is for an address that is a service's.
     #[test]
     fn destinations_of_a_rule_are_told_apart() {
@@ -114,6 +129,9 @@ mod tests {
                 true,
             ),
             ("ip saddr 127.0.0.1 drop", false, false),
+            ("ip daddr 127.0.0.0-191.255.255.255 drop", false, true),
+            ("ip daddr 127.0.0.0/7 drop", false, true),
+            ("ct original ip daddr 127.0.0.1 drop", false, false),
         ] {
             let rule = of_nft(1, "c", text);
             let found = (rule.to_loopback, rule.to_one);

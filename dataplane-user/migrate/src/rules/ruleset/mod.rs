@@ -6,6 +6,7 @@ mod saved;
 
 use std::{borrow::Cow, collections::BTreeMap};
 
+use ipnet::IpNet;
 use serde::{Serialize, Serializer};
 
 use crate::text::{
@@ -120,7 +121,11 @@ pub struct Effects {
 
 /// Whether a destination is loopback's.
 fn is_loopback(destination: &str) -> bool {
-    destination.starts_with("127.") || matches!(destination, "::1" | "::1/128")
+    let net = tree::net(destination);
+    net.is_some_and(|net| match net {
+        IpNet::V4(net) => net.network().is_loopback() && net.prefix_len() >= 8,
+        IpNet::V6(net) => net.network().is_loopback() && net.prefix_len() == 128,
+    })
 }
 
 /// Whether a destination is a link-local one.
