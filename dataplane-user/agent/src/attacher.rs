@@ -103,6 +103,15 @@ impl Attacher {
         jobs: Sender<Job>,
         todo: Receiver<Job>,
     ) -> io::Result<Self> {
+        let Inputs {
+            kernel,
+            state,
+            health,
+            packet,
+            mesh,
+            before,
+            turn,
+        } = means;
         let now = Instant::now();
         let offered = jobs.clone();
         let offers = Offers::new(move |outcome| {
@@ -111,13 +120,13 @@ impl Attacher {
         });
         let told = deaths(&events);
         let mut worker = Worker {
-            kernel: means.kernel,
-            state: means.state,
-            health: means.health,
-            packet: means.packet,
-            mesh: means.mesh,
-            before: means.before,
-            turn: means.turn,
+            kernel,
+            state,
+            health,
+            packet,
+            mesh,
+            before,
+            turn,
             offers,
             events,
             snapshot: None,

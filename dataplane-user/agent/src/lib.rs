@@ -17,7 +17,7 @@ mod flows;
 mod foreign;
 mod handover;
 mod input;
-pub mod interfaces;
+mod interfaces;
 mod kept_addresses;
 mod lookups;
 mod mesh;

@@ -45,6 +45,8 @@ struct View<'a> {
     /// Other workloads, whose namespaces the guard may have to let go.
     others: Vec<&'a Workload>,
     found: Found,
+    /// Whether another layout's programs still serve.
+    waits: bool,
 }
 
 /// The result of one run before it is written and reported. Each phase adds to it.
@@ -80,25 +82,31 @@ impl Mesh {
         let members = members(&self.said, snapshot);
         let of_node = Member::of_node(snapshot);
         let held = kernel.capture().held();
-        let view = self.look(snapshot, &members, held);
+        let view = self.look(snapshot, &members, held, kernel.waits());
         let mut draft = Draft {
             trouble: view.found.trouble(),
             ..Draft::default()
         };
         let mut placed = self.place(&view, &of_node, held, &mut draft);
-        let guard = self.close_unknown(&view, &placed.sought, held, &mut draft);
+        let guard = self.decide_guard(&view, &placed.sought, held, &mut draft);
         self.open_sockets(kernel, &view, &placed, &mut draft);
         self.add_packets(kernel, &view, &mut placed, &mut draft);
         self.complete_tables(kernel.capture(), &view, &mut placed, guard, &mut draft);
         self.write(kernel, &view, &placed, guard, &mut draft)?;
-        self.close_sockets(kernel.waits(), &view, &placed, &draft);
+        self.close_sockets(&view, &placed, &draft);
         let mut flags = placed.enrolled.iter().map(|(_, _, flags)| flags);
         let by_sockets = flags.any(|flags| flags & Enrolled::PROXY != 0);
         Ok(self.report(members, by_sockets, draft))
     }
 
     /// Looks for the workloads. `held`: the present contents of the tables.
-    fn look<'a>(&self, snapshot: &'a Snapshot, members: &'a [Member], held: &Captured) -> View<'a> {
+    fn look<'a>(
+        &self,
+        snapshot: &'a Snapshot,
+        members: &'a [Member],
+        held: &Captured,
+        waits: bool,
+    ) -> View<'a> {
         // If the guard may have to let other namespaces go, their workloads have to be known.
         let careful = self.config.guard || self.guarded || members.iter().any(is_to_be_denied);
         let others = guard::others(snapshot, members).filter(|_| careful);
@@ -110,6 +118,7 @@ impl Mesh {
             by_packets: members.iter().filter(|m| m.is_by_packets()).collect(),
             found: Found::look(&search, self.own_cookie),
             others,
+            waits,
         }
     }
 
@@ -143,8 +152,9 @@ impl Mesh {
         placed
     }
 
-    /// Makes the guard let go the network namespaces that need not stay closed. Returns whether there is a guard.
-    fn close_unknown(
+    /// Decides whether a guard keeps unknown network namespaces closed, and lets go those that need not stay closed.
+    /// Returns whether there is a guard.
+    fn decide_guard(
         &mut self,
         view: &View<'_>,
         sought: &Sought,
@@ -177,7 +187,7 @@ impl Mesh {
         self.change_over(enrolled, &view.by_packets);
         // While another layout's programs serve, the earlier proxy serves, too: its programs would not recognise this
         // proxy's connections.
-        if !kernel.waits() {
+        if !view.waits {
             let problems = &mut draft.problems;
             self.listen(kernel, enrolled, problems);
             self.listen_for_interfaces(kernel, enrolled, problems);
@@ -267,7 +277,7 @@ impl Mesh {
         let failed = kernel.set_captured(&draft.wanted, placed.levels, &inbound, guard)?;
         self.guarded = guard;
         let problems = &mut draft.problems;
-        if !kernel.waits() {
+        if !view.waits {
             let failed = |cookie| failed.contains_key(&cookie);
             self.route_interfaces(enrolled, &placed.machines, failed, problems);
         }
@@ -279,9 +289,8 @@ impl Mesh {
         Ok(())
     }
 
-    /// Releases the workloads that are no longer captured, and the earlier agent. `waits`: whether another layout's
-    /// programs serve.
-    fn close_sockets(&mut self, waits: bool, view: &View<'_>, placed: &Placed<'_>, draft: &Draft) {
+    /// Releases the workloads that are no longer captured, and the earlier agent.
+    fn close_sockets(&mut self, view: &View<'_>, placed: &Placed<'_>, draft: &Draft) {
         let (found, own_cookie) = (&view.found, self.own_cookie);
         let own_unread = found.own.is_err() && draft.has_cgroups();
         self.release(&placed.enrolled, found, |cookie| {
@@ -289,7 +298,7 @@ impl Mesh {
                 !found.seen.contains_key(&cookie) && draft.wanted.namespaces.contains_key(&cookie);
             is_kept || cookie == own_cookie && own_unread
         });
-        if !waits {
+        if !view.waits {
             if draft.trouble.is_none() {
                 // The workloads of these sockets are no longer captured.
                 self.given.clear();

@@ -394,11 +394,11 @@ impl<'a> Listed<'a> {
         match (key, &said[..]) {
             // TPROXY sets a mark, too.
             (_, ["set", ..]) if self.target == "TPROXY" => {}
-            (Key::Mark, ["set", "ct", "mark"]) => self.target("mark", "CONNMARK"),
             (_, ["set", value]) if number(value).is_some() => {
                 self.target("mark", if key == Key::Mark { "MARK" } else { "CONNMARK" });
             }
-            (
+            (Key::Mark, ["set", "ct", "mark"])
+            | (
                 Key::ConnMark,
                 ["set", "mark"] | ["set", "meta", "mark"] | ["set", "ct", "mark", "&", _, "|", _],
             ) => self.target("mark", "CONNMARK"),
