@@ -140,12 +140,12 @@ impl Entries {
 
     /// Stores a new or changed Service. The caller must ask for its endpoints again in any case.
     pub fn put_service(&mut self, name: &ServiceName, selection: Option<Box<Selection>>) {
+        let Some(selection) = selection else {
+            return self.remove_service(name);
+        };
         // It keeps its part of what its namespace may have.
-        if self.services.get(name) == selection.as_ref() {
-            return;
-        }
-        self.remove_service(name);
-        if let Some(selection) = selection {
+        if self.services.get(name) != Some(&selection) {
+            self.forget_selection(name);
             let labels = selection.labels_in(name.namespace());
             self.services_by_label.insert_at_one(labels, name);
             self.services.insert(name.clone(), selection);
@@ -155,6 +155,10 @@ impl Entries {
     /// Removes a Service.
     pub fn remove_service(&mut self, name: &ServiceName) {
         self.service_endpoints.remove(name);
+        self.forget_selection(name);
+    }
+
+    fn forget_selection(&mut self, name: &ServiceName) {
         if let Some(gone) = self.services.remove(name) {
             let labels = gone.labels_in(name.namespace());
             self.services_by_label.remove(labels, name);
@@ -491,19 +495,27 @@ mod tests {
         for number in 0..101 {
             entries.put_candidate(workload(number, &json!({ "app": "a" })));
         }
-        let ports = (1..=600).map(|port| json!({ "name": port.to_string(), "port": port }));
-        let spec = json!({ "selector": { "app": "a" }, "ports": ports.collect::<Vec<_>>() });
         let [one, two] = ["one", "two"].map(|name| ServiceName::new("tenant", name));
-        for name in [&one, &two] {
+        let put = |entries: &mut Entries, name: &ServiceName, first: &str| {
+            let names = (1..=600).map(|port| match port {
+                1 => json!({ "name": first, "port": port }),
+                _ => json!({ "name": port.to_string(), "port": port }),
+            });
+            let spec = json!({ "selector": { "app": "a" }, "ports": names.collect::<Vec<_>>() });
             let metadata = json!({ "name": name.name(), "namespace": "tenant" });
             let service = read(json!({ "metadata": metadata, "spec": spec }));
             let by_istio = objects::by_istio(&service, &mut Findings::default());
             entries.put_service(name, by_istio.selection);
+        };
+        for name in [&one, &two] {
+            put(&mut entries, name, "first");
         }
         for _ in 0..2 {
             assert_eq!(entries.slices(&one).len(), 101);
             assert!(entries.take_dirty_services().is_empty());
             assert!(entries.slices(&two).is_empty());
+            // Nor does one that changes.
+            put(&mut entries, &one, "renamed");
         }
         entries.remove_service(&one);
         assert_eq!(entries.take_dirty_services(), [two.clone()].into());

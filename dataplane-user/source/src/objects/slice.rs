@@ -76,7 +76,8 @@ pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) 
     let Some(service) = label(labels, LABEL_SERVICE).filter(|name| !name.is_empty()) else {
         return Outcome::LeftAlone;
     };
-    if service.contains('/') {
+    // A colon is in the names of host ports.
+    if service.contains(['/', ':']) {
         findings.fault(
             format!("metadata.labels[\"{LABEL_SERVICE}\"]"),
             format!(

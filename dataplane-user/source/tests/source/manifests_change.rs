@@ -203,10 +203,12 @@ fn unchanged_services_are_shared() {
     write("b", 0);
     let errors = manifests.read(&paths).unwrap_err();
     assert_eq!(errors.faults.len(), 1);
-    // The objects stay as they were.
+    // The objects stay as they were: the same ones, not others like them.
     write("b", 81);
     let third = manifests.read(&paths).unwrap().snapshot;
     assert_eq!(second.services.diff(&third.services).count(), 0);
+    let same = |(name, service)| Arc::ptr_eq(service, &third.services[name]);
+    assert!(second.services.iter().all(same));
 }
 
 #[test]
