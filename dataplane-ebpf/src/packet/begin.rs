@@ -99,7 +99,13 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     };
     s.reason = packet_pick(s);
     if s.endpoint.is_none() {
-        return refuse(skb, s, s.index, Reason::Dangling);
+        // A backend of a route without endpoints has slots, too.
+        let reason = if s.reason == Reason::Dangling as u32 {
+            Reason::Dangling
+        } else {
+            Reason::NoEndpoints
+        };
+        return refuse(skb, s, s.index, reason);
     }
     keep_endpoint(s, now);
     let mut action = go(skb, s, now);

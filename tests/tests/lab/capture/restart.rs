@@ -104,9 +104,10 @@ fn take_places(before_layout: Option<u32>) -> Result<()> {
             world.agent.as_ref().context("an agent")?.log()
         );
     }
+    let captured = world.verdicts(Reason::Captured)?;
     ensure!(
-        world.verdicts(Reason::Captured)? > before + 40,
-        "captured no more"
+        captured > before + 40,
+        "captured {captured}, {before} before"
     );
     for reason in [Reason::ProxyDown, Reason::ProxyBypassed, Reason::OriginLost] {
         let count = world.verdicts(reason)?;
