@@ -266,6 +266,24 @@ fn is_foreign(found: &Snapshot) -> bool {
     found.value().seen & seen::FOREIGN != 0
 }
 
+/// Calls a function with the arguments that the verifier lets a function with external linkage have.
+#[inline(always)]
+fn with(
+    key: *const FlowKey,
+    segment: *const Segment,
+    flow: *mut Flow,
+    now: u32,
+    find: impl Fn(&FlowKey, &Segment, &mut Flow, Tick) -> Known,
+) -> Known {
+    // SAFETY: a key, a segment and a flow, or null: the verifier sees to it where it is called.
+    match unsafe { (key.as_ref(), segment.as_ref(), flow.as_mut()) } {
+        (Some(key), Some(segment), Some(flow)) => {
+            find(key, segment, flow, Tick::from_number(now as u16))
+        }
+        _ => NEW,
+    }
+}
+
 /// Looks for the flow of a request, by (client, VIP).
 #[inline(always)]
 pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
@@ -282,13 +300,7 @@ extern "C" fn conntrack_request(
     flow: *mut Flow,
     now: u32,
 ) -> Known {
-    // SAFETY: a key, a segment and a flow, or null: the verifier sees to it where it is called.
-    match unsafe { (key.as_ref(), segment.as_ref(), flow.as_mut()) } {
-        (Some(key), Some(segment), Some(flow)) => {
-            find_request(key, segment, flow, Tick::from_number(now as u16))
-        }
-        _ => NEW,
-    }
+    with(key, segment, flow, now, find_request)
 }
 
 #[inline(always)]
@@ -353,13 +365,7 @@ extern "C" fn conntrack_masqueraded_answer(
     flow: *mut Flow,
     now: u32,
 ) -> Known {
-    // SAFETY: a key, a segment and a flow, or null: the verifier sees to it where it is called.
-    match unsafe { (key.as_ref(), segment.as_ref(), flow.as_mut()) } {
-        (Some(key), Some(segment), Some(flow)) => {
-            find_masqueraded_answer(key, segment, flow, Tick::from_number(now as u16))
-        }
-        _ => NEW,
-    }
+    with(key, segment, flow, now, find_masqueraded_answer)
 }
 
 #[inline(always)]
@@ -423,13 +429,7 @@ extern "C" fn conntrack_answer(
     flow: *mut Flow,
     now: u32,
 ) -> Known {
-    // SAFETY: a key, a segment and a flow, or null: the verifier sees to it where it is called.
-    match unsafe { (key.as_ref(), segment.as_ref(), flow.as_mut()) } {
-        (Some(key), Some(segment), Some(flow)) => {
-            find_answer(key, segment, flow, Tick::from_number(now as u16))
-        }
-        _ => NEW,
-    }
+    with(key, segment, flow, now, find_answer)
 }
 
 #[inline(always)]

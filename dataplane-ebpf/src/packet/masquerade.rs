@@ -40,24 +40,26 @@ pub fn take_address(skb: Skb, s: &mut Scratch) {
         return;
     }
     let chosen = s.way.source(s.packet.is_v4());
-    let mut index = UNKNOWN;
     for group in 0..NODE_ADDRS / GROUP {
-        if index == UNKNOWN {
-            index = masquerade_index_of(&raw const chosen, group * GROUP);
+        let index = masquerade_index_of(&raw const chosen, group * GROUP);
+        if index == ELSEWHERE {
+            continue;
         }
-    }
-    if index != UNKNOWN && index != 0 {
-        s.flow.node_addr = index as u8;
+        if index != 0 {
+            s.flow.node_addr = index as u8;
+        }
+        return;
     }
 }
 
-/// So many indices are looked at in one go: the verifier walks a loop round by round.
+/// Number of indices that one call compares. The verifier walks each round of a loop, so one loop over all indices is
+/// expensive.
 const GROUP: u32 = 16;
-/// [`masquerade_index_of`]: the address is not in this group.
-const UNKNOWN: u32 = NODE_ADDRS;
+/// [`masquerade_index_of`]: the address is not in this group, but a later group may have it.
+const ELSEWHERE: u32 = NODE_ADDRS;
 
-/// The index of an address in `NODE_ADDRS`, if it is in the group of indices from `first` on; 0 if neither this group nor
-/// a later one has it. With external linkage, as in `table.rs`.
+/// Returns the index of an address in `NODE_ADDRS`, from the group of indices that begins with `first`; 0 if neither this
+/// group nor a later one has the address. With external linkage, as in `table.rs`.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
@@ -77,7 +79,7 @@ extern "C" fn masquerade_index_of(addr: *const Addr, first: u32) -> u32 {
             return 0;
         }
     }
-    UNKNOWN
+    ELSEWHERE
 }
 
 /// At how many places to search for a free port; at each, sixteen ports. The first places are for [`need::LITTLE`], as
