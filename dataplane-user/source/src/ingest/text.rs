@@ -9,14 +9,9 @@ use crate::objects::{
     wire::{Metadata, Named},
 };
 
-/// An object in the form in which it is read.
+/// An object in the form in which it is read: the text of JSON.
 #[derive(Clone, Copy, Debug)]
-pub enum Text<'a> {
-    /// JSON.
-    Json(&'a str),
-    /// A value of JSON.
-    Value(&'a Value),
-}
+pub struct Text<'a>(pub &'a str);
 
 impl Text<'_> {
     /// Reads the fields of `T`. `None` if one cannot be read, which becomes a fault.
@@ -25,13 +20,8 @@ impl Text<'_> {
             return Some(read);
         }
         // Tracks the field. This is slower, so the first run does not do it.
-        let error = match self {
-            Self::Json(text) => {
-                let mut json = serde_json::Deserializer::from_str(text);
-                serde_path_to_error::deserialize::<_, T>(&mut json).err()
-            }
-            Self::Value(value) => serde_path_to_error::deserialize::<_, T>(value).err(),
-        };
+        let mut json = serde_json::Deserializer::from_str(self.0);
+        let error = serde_path_to_error::deserialize::<_, T>(&mut json).err();
         let fault = match error {
             Some(error) => {
                 let text = plain(&error.inner().to_string());
@@ -44,10 +34,7 @@ impl Text<'_> {
     }
 
     fn try_read<T: DeserializeOwned>(self) -> Option<T> {
-        match self {
-            Self::Json(text) => serde_json::from_str(text).ok(),
-            Self::Value(value) => T::deserialize(value).ok(),
-        }
+        serde_json::from_str(self.0).ok()
     }
 
     /// Returns the object's name and version, even if the rest cannot be read.

@@ -341,7 +341,7 @@ impl Step<'_> {
             let text = fetch.page(&what).await?;
             let page: Page<'_> = serde_json::from_slice(&text).map_err(Failure::from)?;
             for item in page.items.into_iter().flatten() {
-                let object = kind.read(Text::Json(item.get()), &self.sight.node, None);
+                let object = kind.read(Text(item.get()), &self.sight.node, None);
                 self.send(Message::Put(object, Instant::now())).await?;
             }
             what.continue_token = page.metadata.rest.filter(|rest| !rest.is_empty());
@@ -402,7 +402,7 @@ impl Step<'_> {
                     continue;
                 }
             };
-            let object = kind.read(Text::Json(event.object.get()), &self.sight.node, None);
+            let object = kind.read(Text(event.object.get()), &self.sight.node, None);
             if object.version.is_empty() {
                 warn!(
                     "{kind}: an event without resourceVersion, of {}",

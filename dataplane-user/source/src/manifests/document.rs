@@ -9,8 +9,9 @@ use serde::{
     Deserialize,
     de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
-use serde_json::{Map, Value, value::RawValue};
+use serde_json::value::RawValue;
 
+use super::json::{Json, quote, separate};
 use crate::ingest::{Kind, Text};
 
 /// An object of a document.
@@ -149,9 +150,9 @@ pub fn json(text: &str, sink: &mut Sink<'_>) -> Option<usize> {
     let of_items = of.of_items();
     for (item, (text, of)) in texts().zip(types.ok()?).enumerate() {
         let of = of.or(&of_items);
-        of.give(Some(item), false, Text::Json(text), sink);
+        of.give(Some(item), false, Text(text), sink);
     }
-    of.give(None, items.is_some(), Text::Json(&text[..end]), sink);
+    of.give(None, items.is_some(), Text(&text[..end]), sink);
     Some(end)
 }
 
@@ -161,7 +162,7 @@ pub struct Document<'a, 'b> {
     /// The type if it is not stated.
     inherited: Type,
     /// Receives an item without a kind, whose list may state it later.
-    later: &'a mut Vec<(usize, Type, Value)>,
+    later: &'a mut Vec<(usize, Type, String)>,
     sink: &'a mut Sink<'b>,
 }
 
@@ -199,7 +200,7 @@ impl<'de> Visitor<'de> for Document<'_, '_> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         let Self { item, sink, .. } = self;
         let mut of = self.inherited;
-        let mut fields = Map::new();
+        let mut fields = String::from("{");
         let mut has_items = false;
         let mut later = Vec::new();
         while let Some(key) = map.next_key::<String>()? {
@@ -215,12 +216,15 @@ impl<'de> Visitor<'de> for Document<'_, '_> {
                     })?;
                 }
                 field if FIELDS.contains(&field) && !of.is_of_others() => {
-                    _ = fields.insert(key, map.next_value()?);
+                    separate(&mut fields);
+                    quote(&mut fields, field);
+                    fields.push(':');
+                    map.next_value_seed(Json(&mut fields))?;
                 }
                 _ => _ = map.next_value::<IgnoredAny>()?,
             }
         }
-        let fields = Value::Object(fields);
+        fields.push('}');
         if let (Some(item), None) = (item, &of.kind) {
             self.later.push((item, of, fields));
             return Ok(());
@@ -228,16 +232,16 @@ impl<'de> Visitor<'de> for Document<'_, '_> {
         let inherited = of.of_items();
         for (item, of, fields) in later {
             let of = of.or(&inherited);
-            of.give(Some(item), false, Text::Value(&fields), sink);
+            of.give(Some(item), false, Text(&fields), sink);
         }
-        of.give(item, has_items, Text::Value(&fields), sink);
+        of.give(item, has_items, Text(&fields), sink);
         Ok(())
     }
 }
 
 struct Items<'a, 'b> {
     inherited: Type,
-    later: &'a mut Vec<(usize, Type, Value)>,
+    later: &'a mut Vec<(usize, Type, String)>,
     sink: &'a mut Sink<'b>,
 }
 

@@ -12,6 +12,7 @@ mod faults;
 mod feed;
 mod files;
 mod health;
+mod json;
 mod locate;
 mod parse;
 mod stage;
