@@ -235,6 +235,29 @@ fn json_says_the_same_as_text() {
     assert_eq!(json.facts, listed.facts);
 }
 
+#[test]
+fn json_without_a_needed_field_is_an_error() {
+    for (object, lacks) in [
+        (r#"{"table": {"family": "ip"}}"#, "a table without name"),
+        (
+            r#"{"map": {"family": "ip", "table": "kube-proxy", "elem": []}}"#,
+            "a map without name",
+        ),
+        (
+            r#"{"set": {"family": "ip", "name": "x"}}"#,
+            "a set without table",
+        ),
+        (
+            r#"{"rule": {"family": "ip", "table": "kube-proxy", "chain": "services"}}"#,
+            "a rule without expr",
+        ),
+    ] {
+        let text = format!(r#"{{"nftables": [{object}]}}"#);
+        let error = read(&text).unwrap_err().to_string();
+        assert!(error.contains(lacks), "{object}: {error}");
+    }
+}
+
 /// Each change of a line is one that kube-proxy does not write, or that makes another service of it: the line is named,
 /// and the service that it concerns is left out, no other. None: the line concerns no service alone, and all are served.
 #[test]

@@ -146,7 +146,7 @@ pub(super) fn insert(chain: &str, place: usize, rule: &str) -> String {
     format!("-I {chain} {place}{}", behind(chain, rule))
 }
 
-/// What a rule has behind its chain.
+/// Returns the words of a rule behind its chain.
 pub(super) fn behind<'r>(chain: &str, rule: &'r str) -> &'r str {
     let rest = rule.strip_prefix("-A ").unwrap_or(rule);
     rest.strip_prefix(chain).unwrap_or(rest)

@@ -110,7 +110,7 @@ pub fn read(text: &str) -> Result<Vec<Table<'static>>, Broken> {
             }
         } else if let Some(rule) = item.rule {
             if let Some(table) = of(&mut tables, &rule) {
-                // What has no words stays as it is: no rule of kube-proxy's begins so.
+                // A statement without words stays JSON, so the rule is a leftover: no rule of kube-proxy's begins with it.
                 let words = all_words(rule.expr.iter().copied(), " ", statement);
                 let chain = rule.chain.into_owned().into();
                 table.rows.add(chain, (at, words.into()));

@@ -1,143 +1,8 @@
-//! A rule by its parts: what it asks of a packet, and what it does with it. Reads the options of `iptables-save` ([`saved`]) and
-//! the words of `nft` ([`listed`]) into the same parts, in their order. A part that is not known keeps its name.
+//! Reads the words of a rule of `nft list`.
 
-use std::{borrow::Cow, net::IpAddr};
+use std::borrow::Cow;
 
-use ipnet::IpNet;
-
-use super::{Words, nft};
-
-/// What a part is about.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Key {
-    Source,
-    Destination,
-    In,
-    Out,
-    Protocol,
-    SourcePort,
-    Port,
-    Uid,
-    Gid,
-    /// A packet's mark, with its mask if it has one: `0x111/0xfff`.
-    Mark,
-    /// A connection's mark.
-    ConnMark,
-    /// States of conntrack, as iptables writes them.
-    State,
-    Comment,
-    /// A set of addresses, by its name.
-    Set,
-    /// A match of iptables, whose options follow.
-    Module,
-    /// A target, as iptables calls it; of iptables also a chain.
-    Target,
-    /// A chain.
-    Chain,
-    /// A port of this host.
-    ToPort,
-    /// A mark that is set.
-    SetMark,
-    /// A number beside a mark, as nft writes it.
-    Bits,
-    /// An option without a key here.
-    Other,
-}
-
-/// A part of a rule.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Part<'a> {
-    /// What it is about.
-    pub key: Key,
-    /// Whether it is excluded.
-    pub not: bool,
-    /// The option's name, as iptables calls it; empty if values stand alone.
-    pub name: &'a str,
-    /// Its value, without quotes; empty if it has none. Values of a set are joined by commas.
-    pub value: Cow<'a, str>,
-    /// The first word behind the value.
-    pub more: Option<&'a str>,
-}
-
-impl<'a> Part<'a> {
-    /// The value, if it is written as it is meant.
-    pub fn plain(&self) -> Option<&'a str> {
-        match self.value {
-            Cow::Borrowed(value) => Some(value),
-            Cow::Owned(_) => None,
-        }
-    }
-}
-
-/// `0x4000/0x4000`, `1337`: a mark with its mask, which is full if there is none.
-pub fn mark(text: &str) -> Option<(u32, u32)> {
-    let (value, mask) = text.split_once('/').unwrap_or((text, "0xffffffff"));
-    Some((number(value)?, number(mask)?))
-}
-
-/// `0x539`, `1337`.
-pub fn number(text: &str) -> Option<u32> {
-    match text.strip_prefix("0x") {
-        Some(hex) => u32::from_str_radix(hex, 16).ok(),
-        None => text.parse().ok(),
-    }
-}
-
-/// A network, or an address.
-pub fn net(text: &str) -> Option<IpNet> {
-    let net = text.parse();
-    net.or_else(|_| text.parse::<IpAddr>().map(IpNet::from))
-        .ok()
-}
-
-/// The parts of a rule of `iptables-save`.
-pub fn saved(rule: &str) -> impl Iterator<Item = Part<'_>> {
-    let mut words = Words::new(rule).filter_map(Result::ok).peekable();
-    let mut module = "";
-    std::iter::from_fn(move || {
-        words.peek()?;
-        let not = words.next_if(|word| word.is("!")).is_some();
-        let name = words.next_if(super::words::Word::is_option);
-        let name = name.map_or("", |word| word.raw);
-        let mut value = || words.next_if(|word| !word.is("!") && !word.is_option());
-        let first = value();
-        let more = value().map(|word| word.raw);
-        while value().is_some() {}
-        let value = first.map(|word| word.text()).unwrap_or_default();
-        let key = match name {
-            "-s" | "--source" => Key::Source,
-            "-d" | "--destination" => Key::Destination,
-            "-i" | "--in-interface" => Key::In,
-            "-o" | "--out-interface" => Key::Out,
-            "-p" | "--protocol" => Key::Protocol,
-            "--sport" | "--sports" | "--source-port" | "--source-ports" => Key::SourcePort,
-            "--dport" | "--dports" | "--destination-port" | "--destination-ports" => Key::Port,
-            "--uid-owner" => Key::Uid,
-            "--gid-owner" => Key::Gid,
-            "--mark" if module == "connmark" => Key::ConnMark,
-            "--mark" => Key::Mark,
-            "--ctstate" => Key::State,
-            "--comment" => Key::Comment,
-            "--match-set" => Key::Set,
-            "-j" | "--jump" => Key::Target,
-            "-g" | "--goto" => Key::Chain,
-            "--to-ports" | "--to-port" | "--on-port" => Key::ToPort,
-            "--set-mark" | "--set-xmark" | "--or-mark" | "--tproxy-mark" => Key::SetMark,
-            "-m" | "--match" => {
-                module = first.map_or("", |word| word.raw);
-                Key::Module
-            }
-            _ => Key::Other,
-        };
-        Some(Part {
-            key,
-            not,
-            name,
-            value,
-            more,
-        })
-    })
-}
+use super::{super::nft, Key, Part, mark, number};
 
 /// A rule of nft.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -152,7 +17,7 @@ pub struct Listed<'a> {
     target: &'a str,
 }
 
-/// The parts of a rule of nft. A word that is not known is a fault, and the words behind it are read.
+/// Reads the parts of a rule of nft. An unknown word is a fault, and the words behind it are read.
 pub fn listed(rule: &str) -> Listed<'_> {
     let mut words: Vec<&str> = nft::words(rule).collect();
     // As `nft -a` prints it.
@@ -189,7 +54,7 @@ const BEHIND: &[&str] = &[
     "saddr", "daddr", "sport", "dport", "state", "zone", "l4proto",
 ];
 
-/// What a statement leaves of a rule's words.
+/// The words of a rule behind a statement.
 type Rest<'w, 'a> = &'w [&'a str];
 
 impl<'a> Listed<'a> {
@@ -283,7 +148,7 @@ impl<'a> Listed<'a> {
                 self.fault(|| "a zone is not set".to_owned());
                 rest
             }
-            // What was done to a connection.
+            // The translation of the connection, which conntrack has done before.
             "status" => {
                 self.unknown(word);
                 let joins = ["!=", "==", "&", "|", "and", "dnat", "snat"];
@@ -507,79 +372,6 @@ mod tests {
             format!("{not}{} {}", part.name, part.value)
         });
         words.collect::<Vec<_>>().join(" ")
-    }
-
-    #[test]
-    fn rules_of_iptables_are_read_by_their_parts() {
-        let rule = r#"! -s 10.0.0.0/8 -m comment --comment "a \"b\" c" -m connmark --mark 0x1/0xf --what 1 2 3 ! x -g Y"#;
-        let parts: Vec<Part<'_>> = saved(rule).collect();
-        let found = parts.iter().map(|part| {
-            let Part {
-                key,
-                not,
-                name,
-                value,
-                more,
-            } = part;
-            (*key, *not, *name, &**value, *more)
-        });
-        let wanted = [
-            (Key::Source, true, "-s", "10.0.0.0/8", None),
-            (Key::Module, false, "-m", "comment", None),
-            (Key::Comment, false, "--comment", "a \"b\" c", None),
-            (Key::Module, false, "-m", "connmark", None),
-            (Key::ConnMark, false, "--mark", "0x1/0xf", None),
-            (Key::Other, false, "--what", "1", Some("2")),
-            (Key::Other, true, "", "x", None),
-            (Key::Chain, false, "-g", "Y", None),
-        ];
-        assert_eq!(found.collect::<Vec<_>>(), wanted);
-        let plain: Vec<bool> = parts.iter().map(|part| part.plain().is_some()).collect();
-        assert_eq!(plain.iter().filter(|plain| !**plain).count(), 1);
-    }
-
-    /// Whichever program prints it, a rule has the same parts.
-    #[test]
-    fn both_notations_say_the_same() {
-        for (iptables, nft) in [
-            (
-                "-p tcp -m tcp --dport 15008 -j RETURN",
-                "meta l4proto tcp tcp dport 15008 counter packets 0 bytes 7 return",
-            ),
-            (
-                "! -d 127.0.0.1 -o lo -p tcp -m multiport ! --dports 53,15008 -m owner --uid-owner 1337 -j ACCEPT",
-                "oifname \"lo\" meta l4proto tcp ip daddr != 127.0.0.1 tcp dport != { 53, 15008 } meta skuid 1337 accept",
-            ),
-            (
-                "-m conntrack --ctstate RELATED,ESTABLISHED -m owner ! --gid-owner 3 -j DROP",
-                "ct state established,related meta skgid != 3 drop",
-            ),
-            (
-                "-s fd00::/8 -p udp -m udp --sport 53 -j CT",
-                "ip6 saddr fd00::/8 udp sport 53 ct zone set 1",
-            ),
-            (
-                "-m mark ! --mark 0x539/0xfff -m connmark --mark 0x1 -j REJECT",
-                "meta mark & 0xfff != 0x539 ct mark 0x1 reject",
-            ),
-            (
-                "-i eth0 -m comment --comment \"a b\" -p tcp -j REDIRECT --to-ports 15006",
-                "iifname \"eth0\" meta l4proto tcp redirect to :15006 comment \"a b\"",
-            ),
-            ("-g chain", "goto chain"),
-        ] {
-            let parts = |all: Vec<Part<'_>>| {
-                let parts = all.into_iter();
-                let parts = parts.filter(|part| !matches!(part.key, Key::Module | Key::Bits));
-                let mut parts: Vec<String> = parts
-                    .map(|part| format!("{:?} {} {}", part.key, part.not, part.value))
-                    .collect();
-                parts.sort();
-                parts
-            };
-            let (saved, listed) = (saved(iptables).collect(), listed(nft).parts);
-            assert_eq!(parts(saved), parts(listed), "{iptables} and {nft}");
-        }
     }
 
     #[test]
