@@ -74,10 +74,10 @@ struct Wanted<'a> {
     socket: PathBuf,
 }
 
-/// What only one agent of a node has.
+/// The parts of an agent that only one agent of a node can have.
 struct Seat {
     turn: Turn,
-    /// What the predecessor has left.
+    /// The predecessor's turn and listening sockets.
     given: Inherited,
     /// Open until this agent ends: so the predecessor knows that it is there.
     before: Option<UnixStream>,

@@ -198,7 +198,8 @@ impl ServiceUpdate<'_> {
         }
     }
 
-    /// Writes the pools of one port in one family, with the endpoints that were collected for them.
+    /// Writes the pools of one port in one family. `local` and `cluster` hold this port's endpoints for each pool that is
+    /// not 0; for a pool of 0, an earlier port's.
     fn write_pools(&mut self, service: &Service, v4: bool, pools: PortPools) {
         let affinity_seconds = wanted::affinity_seconds(service);
         let outside_is_local = service.external_policy == TrafficPolicy::Local;

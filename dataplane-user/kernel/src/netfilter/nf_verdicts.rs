@@ -1,4 +1,4 @@
-//! What rules of nf_tables do with packets, and what maps of verdicts do.
+//! Verdicts of the rules of nf_tables, and of their maps.
 
 use super::{
     Rule, Verdict,
@@ -28,7 +28,7 @@ const GOTO: u32 = (-4_i32).cast_unsigned();
 /// `NFT_REG_VERDICT`.
 const VERDICT: u32 = 0;
 
-/// What elements of a map do with a packet.
+/// Reads the verdicts of a map's elements.
 pub fn elements(message: &[u8]) -> Vec<Verdict> {
     let rest = message.get(HEADER..).unwrap_or_default();
     let list = content(rest, NFTA_SET_ELEM_LIST_ELEMENTS).unwrap_or_default();
@@ -38,7 +38,7 @@ pub fn elements(message: &[u8]) -> Vec<Verdict> {
         .collect()
 }
 
-/// A rule, and the chain that it is in; and the maps that it has decide.
+/// Reads a rule. Returns its chain, its verdicts, and the maps that decide for it.
 pub fn rule(message: &[u8]) -> Option<(String, Rule, Vec<String>)> {
     let rest = message.get(HEADER..)?;
     let chain = text(content(rest, NFTA_RULE_CHAIN)?);
@@ -59,7 +59,7 @@ fn map(name: &str, data: &[u8]) -> Option<String> {
     (name == "lookup" && to_verdict).then(|| content(data, NFTA_LOOKUP_SET).map(text))?
 }
 
-/// What a verdict does with a packet.
+/// Reads a verdict. `None`: the packet goes on.
 fn decided(data: &[u8]) -> Option<Verdict> {
     let verdict = content(data, NFTA_DATA_VERDICT)?;
     let code = number(content(verdict, NFTA_VERDICT_CODE)?)?;
@@ -74,12 +74,12 @@ fn decided(data: &[u8]) -> Option<Verdict> {
     }
 }
 
-/// What an expression does with a packet.
+/// Reads the verdict of an expression. `None`: it has none, or the packet goes on.
 fn verdict(name: &str, data: &[u8]) -> Option<Verdict> {
     match name {
         "immediate" => decided(content(data, NFTA_IMMEDIATE_DATA)?),
         "reject" | "queue" | "synproxy" => Some(Verdict::Refuse),
-        // What iptables-nft has of iptables' own.
+        // A target of iptables, which iptables-nft has written.
         "target" => {
             let target = text(content(data, NFTA_TARGET_NAME)?);
             let refuses = matches!(&*target, "REJECT" | "DROP" | "NFQUEUE" | "QUEUE" | "TARPIT");

@@ -2,8 +2,8 @@
 //!
 //! The tables have a fixed size. As long as all entries fit, all are written. Otherwise each namespace gets its
 //! [share](super::super::shares), and the agent leaves out single objects that exceed the share: a workload's own
-//! rules, so that all of its connections are captured; a service's endpoints, so that they are unknown destinations;
-//! some of a workload's addresses. An entry that is left out never opens a destination.
+//! rules, so that all of its connections are captured, or some of its addresses. An entry that is left out never opens
+//! a destination. [`known`](super::known) divides the destinations of services.
 
 use std::{
     cmp::Reverse,

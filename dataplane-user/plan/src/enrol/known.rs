@@ -1,4 +1,5 @@
-//! The destinations that workloads with `egress: deny` may reach, and their share of table `KNOWN`.
+//! The destinations that workloads with `egress: deny` may reach, and their share of table `KNOWN`. An entry that is left
+//! out never opens a destination.
 
 use std::{
     cmp::Reverse,

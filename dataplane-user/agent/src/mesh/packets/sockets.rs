@@ -119,7 +119,7 @@ impl Mesh {
                     "cannot have the proxy's socket take connections to any address: {error}"
                 ))
             })?;
-            // One kernel version has brought both.
+            // Linux 6.6 added TCX, and the lookup of such sockets for programs.
             if options.reuse_port().unwrap_or(false) && Hook::of_kernel() != Hook::Tcx {
                 return Err(Problem::of_workload(format!(
                     "the socket at the node's port {port} shares it (SO_REUSEPORT), and kernels \
