@@ -8,7 +8,7 @@ use std::{borrow::Cow, net::IpAddr};
 
 use ipnet::IpNet;
 
-pub use listed::{Listed, listed};
+pub use listed::listed;
 pub use saved::saved;
 
 /// The subject of a part.
