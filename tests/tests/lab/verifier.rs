@@ -3,11 +3,9 @@
 use std::{
     collections::BTreeMap,
     sync::{Mutex, PoisonError},
-    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use dataplane_tests::patience;
 use kernel::verifier::{Cost, Verifier};
 use serde::Deserialize;
 
@@ -29,8 +27,6 @@ struct Budget {
     processed: u32,
     stack: u32,
     jited: u32,
-    /// How long its verification took, where the file was written.
-    microseconds: u32,
 }
 
 /// Rounds for the times that are printed, and written into the budget: the quickest one counts, because the machine's
@@ -41,13 +37,6 @@ fn rounds() -> Result<u32> {
     let rounds = asked.map_or(Ok(1), |asked| asked.parse());
     rounds.context("DATAPLANE_VERIFIER_ROUNDS: a number")
 }
-/// For how long rounds go on before a program is found to take longer than it may. A busy machine
-/// disturbs most rounds.
-const MOST: Duration = Duration::from_secs(45);
-/// A time of less than this share of all programs' together does not matter (1 ms, emulated 27 ms), and a clock cannot
-/// tell a tenth of it.
-const NO_TIME: f64 = 0.005;
-
 /// The running kernel's release, and its first two numbers.
 fn kernel() -> Result<(String, String)> {
     let name = nix::sys::utsname::uname()?;
@@ -116,25 +105,10 @@ fn no_program_outgrows_its_budget() -> Result<()> {
         .lock()
         .unwrap_or_else(PoisonError::into_inner)
         .clone();
-    let mut over = slower(&costs, budgets);
-    if costs.is_empty() || !over.is_empty() {
-        let mut verifier = Verifier::new()?;
-        // Every program in each round, so that a machine which is slower for a while is slower for all.
-        let limit = Instant::now() + patience(MOST);
-        loop {
-            quickest(&mut verifier, &mut costs);
-            over = slower(&costs, budgets);
-            if over.is_empty() || Instant::now() > limit {
-                break;
-            }
-            // A guest without output for minutes is taken for one that hangs.
-            println!("another round for {}", over.join("; "));
-        }
+    if costs.is_empty() {
+        quickest(&mut Verifier::new()?, &mut costs);
     }
-    // A machine that does something else meanwhile takes longer: the time is shown, and the counts decide.
-    for what in over.drain(..) {
-        println!("slower than it was: {what}");
-    }
+    let mut over = Vec::new();
     for (program, cost) in &costs {
         match budgets.get(program) {
             Some(budget) => {
@@ -151,39 +125,6 @@ fn no_program_outgrows_its_budget() -> Result<()> {
          and commit verifier-budget.json",
         over.join("; ")
     )
-}
-
-/// The programs whose verification takes a tenth longer than the budget says, after a correction for the speed of this
-/// machine: the median program's ratio. A program of a known cost cannot give that ratio: another processor took 17 to
-/// 33 % more for ours, compared with a row of simple instructions that was tried for it.
-fn slower(costs: &BTreeMap<String, Cost>, budgets: &BTreeMap<String, Budget>) -> Vec<String> {
-    let micros = |time: Duration| time.as_secs_f64() * 1e6;
-    let both: Vec<(&String, f64, f64)> = costs
-        .iter()
-        .filter_map(|(program, cost)| {
-            let before = f64::from(budgets.get(program)?.microseconds);
-            Some((program, micros(cost.time), before))
-        })
-        .collect();
-    let no_time = NO_TIME * both.iter().map(|(_, _, before)| before).sum::<f64>();
-    let mut ratios: Vec<f64> = both
-        .iter()
-        .filter(|(_, _, before)| *before >= no_time)
-        .map(|(_, now, before)| now / before)
-        .collect();
-    ratios.sort_unstable_by(f64::total_cmp);
-    let Some(machine) = ratios.get(ratios.len() / 2) else {
-        return Vec::new();
-    };
-    both.iter()
-        .filter(|(_, now, before)| *now > machine * (before * 1.1 + no_time))
-        .map(|(program, now, before)| {
-            format!(
-                "{program}: {now:.0} us to verify, {:.0} before, by how long others take",
-                machine * before
-            )
-        })
-        .collect()
 }
 
 /// The values that grew by more than a tenth.
