@@ -8,7 +8,7 @@ use nix::time::{ClockId, clock_gettime};
 ///
 /// # Errors
 ///
-/// If the kernel does not have this clock.
+/// Fails if the kernel does not have this clock.
 pub fn monotonic_ms() -> anyhow::Result<f64> {
     Ok(Duration::from(clock_gettime(ClockId::CLOCK_MONOTONIC)?).as_secs_f64() * 1e3)
 }

@@ -4,32 +4,32 @@ use std::time::{Duration, Instant};
 
 use rand::seq::SliceRandom as _;
 
-/// Sizes, rounds, samples.
+/// Sizes, rounds and samples of a benchmark.
 #[derive(Clone, Copy, Debug)]
 pub struct Extent {
     /// Sizes of our tables.
     pub ours: &'static [u32],
     /// Sizes of the peers' rules.
     pub theirs: &'static [u32],
-    /// At least so many rounds,
+    /// Minimum number of rounds.
     pub at_least: usize,
-    /// at most so many,
+    /// Maximum number of rounds.
     pub at_most: usize,
-    /// and, between the two, none that begins after this time.
+    /// Time after which no round starts, once the minimum number of rounds is done.
     pub budget: Duration,
-    /// Samples per measurement, as a divisor.
+    /// Divisor of the number of samples per measurement.
     pub fraction: u32,
 }
 
 impl Extent {
-    /// Whether there is time for another round after so many since `start`.
+    /// Returns whether to start another round after `rounds` rounds since `start`.
     pub fn has_another(&self, rounds: usize, start: Instant) -> bool {
         rounds < self.at_least || rounds < self.at_most && start.elapsed() < self.budget
     }
 }
 
-/// In which order things are measured in a round: by chance. What always came after the same would always
-/// take over what the kernel still has to clear away after that, as memory of thousands of sockets.
+/// Returns the order in which a round measures the lanes: a random one. In a fixed order, each lane would always pay
+/// for the kernel's clean-up after the lane before it, such as freeing the memory of thousands of sockets.
 pub fn order(of: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..of).collect();
     order.shuffle(&mut rand::rng());

@@ -17,19 +17,19 @@ use smallvec::{SmallVec, smallvec};
 pub const PORT: u16 = 80;
 /// The endpoints' port.
 pub const TARGET_PORT: u16 = 8080;
-/// The port on the target's VIP where connections are only made.
+/// The port on the target's VIP at which clients only connect.
 pub const CONNECT_PORT: u16 = 81;
-/// The target's port for that.
+/// The target's port behind [`CONNECT_PORT`].
 pub const CONNECT_TARGET_PORT: u16 = 8081;
 /// The port on the target's VIP for many clients at the same time.
 pub const CROWD_PORT: u16 = 82;
-/// The target's port for that.
+/// The target's port behind [`CROWD_PORT`].
 pub const CROWD_TARGET_PORT: u16 = 8082;
-/// Endpoints of every service.
+/// Number of endpoints of every service.
 pub const ENDPOINTS: u32 = 3;
-/// The target's node ports: for everything, and where connections are only made.
+/// The target's node ports: for data, and for connections only.
 pub const NODE_PORTS: [u16; 2] = [30080, 30081];
-/// Those of the service with endpoints on another node.
+/// Node ports of the service with endpoints on another node.
 pub const REMOTE_NODE_PORTS: [u16; 2] = [30082, 30083];
 
 const PODS_V4: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 244, 0, 0), 16);
@@ -38,27 +38,26 @@ const SERVICES_V4: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 96, 0, 0), 12
 const SERVICES_V6: Ipv6Net =
     Ipv6Net::new_assert(Ipv6Addr::new(0xfd00, 0x10, 0x96, 0, 0, 0, 0, 0), 108);
 
-/// A cluster: `services` services with a TCP port and three endpoints each. The one in the middle
-/// is the *target*: its endpoints are real ones, and it has two more TCP ports and a UDP port as
-/// well.
+/// A cluster: `services` services with a TCP port and three endpoints each. The service in the
+/// middle is the *target*: its endpoints really run, and it has two more TCP ports and a UDP port.
 ///
-/// In the middle, since iptables walks the services in order: a connection to a service taken at
-/// random walks half of them.
+/// The target is in the middle because iptables walks the services in order: a connection to a
+/// random service walks half of them on average.
 #[derive(Clone, Debug)]
 pub struct Fleet {
-    /// How many services.
+    /// Number of services.
     pub services: u32,
-    /// The target's endpoints. The families among them are those that every service has.
+    /// The target's endpoints. Every service has their families.
     pub target: Vec<IpAddr>,
-    /// The endpoints, on another node, of one more service. If there are any, it and the target have
-    /// node ports.
+    /// The endpoints of one more service, on another node. If there are any, this service and the
+    /// target have node ports.
     pub remote: Vec<IpAddr>,
     /// The node's own addresses.
     pub node: Vec<IpAddr>,
 }
 
 impl Fleet {
-    /// The networks that [`Fleet::snapshot`] uses.
+    /// Returns the networks that [`Fleet::snapshot`] uses.
     pub fn cluster() -> Cluster {
         Cluster {
             local: LocalDetector::Networks(vec![PODS_V4.into(), PODS_V6.into()]),
@@ -67,12 +66,12 @@ impl Fleet {
         }
     }
 
-    /// The target's VIP.
+    /// Returns the target's VIP.
     pub fn vip(&self, v4: bool) -> IpAddr {
         vip(self.services / 2, v4)
     }
 
-    /// The services.
+    /// Returns the services as a snapshot.
     pub fn snapshot(&self) -> Snapshot {
         let services = (0..self.services).map(|index| {
             let service = self.service(index);
@@ -104,13 +103,13 @@ impl Fleet {
         service(&name, index, &families, smallvec![port])
     }
 
-    /// The families of every service: whether it is IPv4.
+    /// Returns the families of every service; `true` is IPv4.
     fn families(&self) -> Vec<bool> {
         let has = |v4: &bool| self.target.iter().any(|addr| addr.is_ipv4() == *v4);
         [true, false].into_iter().filter(has).collect()
     }
 
-    /// A service that somebody answers for.
+    /// Returns a service whose endpoints really run.
     fn real(&self, name: &str, index: u32, addrs: &[IpAddr], local: bool) -> Service {
         let endpoints = |port| {
             let endpoint = |addr: &IpAddr| endpoint(*addr, port, local);
@@ -190,7 +189,7 @@ fn service(
 }
 
 fn vip(index: u32, v4: bool) -> IpAddr {
-    // The first 256 of a service network are for the cluster's own.
+    // The first 256 addresses of a service network are reserved for the cluster's own services.
     host(
         if v4 {
             SERVICES_V4.into()
@@ -201,9 +200,9 @@ fn vip(index: u32, v4: bool) -> IpAddr {
     )
 }
 
-/// Endpoints on other nodes: nobody is there, and nobody dials them.
+/// Returns endpoints on other nodes. They do not exist, and no client connects to them.
 fn elsewhere(index: u32, families: impl Iterator<Item = bool>) -> Vec<Endpoint> {
-    // Pods of a /16, each with several ports where there are more endpoints than addresses.
+    // Pods of a /16. If there are more endpoints than addresses, each pod has several ports.
     const PODS: u32 = 60_000;
     let mut endpoints: Vec<_> = families
         .flat_map(|v4| {

@@ -22,15 +22,15 @@ use crate::{
     stats::median,
 };
 
-/// The forms, as rows have them.
+/// The names of the forms in the rows.
 pub const CASE_NAMES: [&str; 3] = [FORMS[0].0, FORMS[1].0, FORMS[2].0];
-/// Services whose rules are some 100 000 in `iptables-save`.
+/// Number of services. `iptables-save` prints about 100 000 rules for them.
 const SERVICES: u32 = 10_000;
-/// Services of the small file.
+/// Number of services in the small file.
 const FIRST: u32 = 10;
 const ROUNDS: usize = 7;
 
-/// A form of text: its case in rows, kube-proxy's mode, and what prints it.
+/// The forms of text: case in the rows, kube-proxy's mode, and the command that prints the form.
 const FORMS: [(&str, Mode, &[&str]); 3] = [
     (
         "iptables-save",
@@ -44,29 +44,29 @@ const FORMS: [(&str, Mode, &[&str]); 3] = [
 /// A process that imports a file once.
 #[derive(Debug, Args)]
 pub struct Import {
-    /// A small file of the same form, which is imported before the measurement: what it takes, any import takes
+    /// A small file of the same form, imported before the measurement so that one-time costs do not count
     first: PathBuf,
-    /// The file
+    /// The file to measure
     file: PathBuf,
 }
 
-/// What it cost.
+/// Cost of an import.
 #[derive(Debug, Serialize, Deserialize)]
 struct Cost {
-    /// Time in ms, with that of reading the file.
+    /// Time in ms, including the time to read the file.
     ms: f64,
-    /// How much larger the process was than before, at most, in bytes. The text is part of it.
+    /// How much larger the process became, at most, in bytes. This includes the text.
     peak: f64,
-    /// How many services came out.
+    /// Number of imported services.
     services: usize,
 }
 
 impl Import {
-    /// Imports it.
+    /// Imports the small file, then measures the import of the other file.
     ///
     /// # Errors
     ///
-    /// If it cannot be read or imported.
+    /// Fails if a file cannot be read or imported.
     pub fn run(&self) -> anyhow::Result<()> {
         import_file(&self.first)?;
         let before = peak()?;
@@ -91,7 +91,7 @@ fn import_file(file: &Path) -> anyhow::Result<Imported> {
     Ok(import(&[Text { origin, text }])?)
 }
 
-/// The largest size of this process so far, in bytes.
+/// Returns the largest size of this process so far, in bytes.
 fn peak() -> anyhow::Result<f64> {
     let status = fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
@@ -107,7 +107,7 @@ fn peak() -> anyhow::Result<f64> {
 ///
 /// # Errors
 ///
-/// If the rules cannot be loaded or printed, or what comes out is not what went in.
+/// Fails if the rules cannot be loaded or printed, or if the number of imported services is wrong.
 pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
     let services = if quick { SERVICES / 10 } else { SERVICES };
     let lab = Lab::builder().node("first").node("rules").build()?;
@@ -203,7 +203,7 @@ fn text_size(file: &Path) -> anyhow::Result<f64> {
     Ok(fs::metadata(file)?.len() as f64)
 }
 
-/// Imports a file in a process of its own.
+/// Imports a file in a separate process.
 fn imported(first: &Path, file: &Path) -> anyhow::Result<Cost> {
     let worker = std::env::current_exe()?;
     let mut command = Command::new(worker);
@@ -220,7 +220,7 @@ fn imported(first: &Path, file: &Path) -> anyhow::Result<Cost> {
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// What we promise, beside what was measured.
+/// Returns the targets, each with the measured value.
 pub fn targets(rows: &[Row]) -> Vec<Target> {
     let services = crate::rows::most_services(rows);
     let wanted = |(case, ..): &(&str, Mode, &[&str])| {

@@ -1,4 +1,4 @@
-//! The benchmark harness, and the peers that it compares with.
+//! The benchmark harness, and the programs that the dataplane is compared with.
 
 mod clock;
 pub mod dns;
@@ -18,7 +18,7 @@ pub mod sync;
 pub mod tables;
 pub mod worker;
 
-/// Says on stderr how far the benchmark is.
+/// Reports the benchmark's progress on stderr.
 #[macro_export]
 macro_rules! say {
     ($($text:tt)*) => {
@@ -26,7 +26,7 @@ macro_rules! say {
     };
 }
 
-/// Time since this was first called.
+/// Returns the time since the first call of this function.
 pub fn elapsed() -> std::time::Duration {
     static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
     START.get_or_init(std::time::Instant::now).elapsed()

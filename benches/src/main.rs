@@ -15,9 +15,9 @@ use dataplane_benches::{
 
 /// Measure the dataplane beside the same traffic without it, and beside kube-proxy's rules.
 ///
-/// Measures in network namespaces of its own, which have no route outside. Needs root, and the packages
-/// iptables and nftables; `relay` needs haproxy and nginx; `dns` needs dnsperf, unbound, dnsmasq, bind9 and dig. Progress goes to standard error, results to
-/// standard output.
+/// Measures in network namespaces of its own, which have no route to the outside. Needs root, and the packages iptables
+/// and nftables. `relay` also needs haproxy and nginx. `dns` also needs dnsperf, unbound, dnsmasq, bind9 and dig.
+/// Progress goes to standard error, results to standard output.
 #[derive(Parser)]
 #[command(version, bin_name = "cargo xtask bench")]
 enum Command {
@@ -104,7 +104,7 @@ fn main() -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The figures of a benchmark, printed, and what they should have been.
+/// A benchmark: measures, prints, and returns its figures and targets.
 type Bench = fn(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)>;
 
 fn socket(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
@@ -166,7 +166,7 @@ fn of_import(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
 }
 
 fn measure(options: &Options, benches: &[Bench]) -> anyhow::Result<()> {
-    // Opened first: a path that cannot be written should not cost ten minutes.
+    // Open the file first. An error then costs no ten minutes of measurement.
     let json = options
         .json
         .as_deref()

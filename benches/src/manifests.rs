@@ -1,4 +1,4 @@
-//! A snapshot as the manifests that it could have come from.
+//! Writes a snapshot as the manifests that it could have come from.
 
 use std::{fs::File, io::BufWriter, path::Path};
 
@@ -6,7 +6,8 @@ use anyhow::Context as _;
 use model::{Protocol, Service, ServiceType, Snapshot};
 use serde_json::{Value, json};
 
-/// Objects of a file: as large as people write them, small beside the limit on a file's size.
+/// Number of objects in a file: as many as operators write into one, and few compared with the
+/// limit on a file's size.
 const SERVICES_PER_FILE: usize = 1_000;
 
 /// Writes services with cluster IPs and node ports, and their endpoints, to files in `directory`, as
@@ -14,7 +15,7 @@ const SERVICES_PER_FILE: usize = 1_000;
 ///
 /// # Errors
 ///
-/// If a file cannot be written.
+/// Fails if a file cannot be written.
 pub fn write(snapshot: &Snapshot, node: &str, directory: &Path) -> anyhow::Result<()> {
     let services: Vec<_> = snapshot.services.values().collect();
     for (number, services) in services.chunks(SERVICES_PER_FILE).enumerate() {
@@ -91,7 +92,7 @@ fn objects(service: &Service, node: &str) -> Vec<Value> {
                 json!({ "name": port.name, "port": target, "protocol": protocol(port.protocol) })
             })
             .collect();
-        // Endpoints of one slice have one port: the first's is taken for all.
+        // Endpoints of one slice have one port. Use the first endpoint's port for all.
         let endpoints: Vec<_> = service.ports.first().into_iter().flat_map(|port| &port.endpoints)
             .filter(|endpoint| endpoint.addr.is_ipv4() == v4)
             .map(|endpoint| json!({

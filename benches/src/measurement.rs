@@ -1,4 +1,4 @@
-//! A measurement of paths: a job, and the figures made of its outputs and its CPU time.
+//! A measurement of paths: a job, and the figures computed from its outputs and its CPU time.
 
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ pub const BULK: &[(&str, &str)] = &[("gbit_per_s", "Gbit/s"), ("cpu_s_per_gb", "
 /// Metrics of [`Job::Paced`].
 pub const PACED: &[(&str, &str)] = &[("cpu_us_per_packet", "µs")];
 
-/// Makes a job's figures from its outputs and from the CPU time in seconds of client, servers and agent.
+/// Returns a job's figures, computed from its outputs and from the CPU time in seconds of client, servers and agent.
 #[expect(clippy::cast_precision_loss, reason = "below 2^52 bytes")]
 pub fn figures(job: Job, outputs: &[f64], cpu: f64) -> Vec<f64> {
     match (job, outputs) {
@@ -57,7 +57,7 @@ pub fn figures(job: Job, outputs: &[f64], cpu: f64) -> Vec<f64> {
     }
 }
 
-/// The figures of one measurement, by metric, lane and round. A turn that failed has no figure.
+/// The figures of one measurement, by metric, lane and round. A failed turn has no figure.
 pub type Samples = Vec<Vec<Rounds>>;
 
 /// A path and its number of services.
@@ -69,12 +69,12 @@ impl<At> Measurement<At> {
         vec![vec![vec![]; lanes]; self.metrics.len()]
     }
 
-    /// Makes the rows. `turns`: the number of turns of each lane. `has`: whether a lane was measured. Lanes of the same
-    /// name are copies of one path, and make one row. The first lane is the baseline.
+    /// Returns the rows. `turns` is the number of turns of each lane; `has` returns whether a lane was measured. Lanes
+    /// with equal names are copies of one path, and make one row. The first lane is the baseline.
     ///
     /// # Errors
     ///
-    /// If a path failed in more than a quarter of its turns, because a median would hide that.
+    /// Fails if a path failed in more than a quarter of its turns, because the median would hide this.
     pub fn rows(
         &self,
         bench: &'static str,
@@ -130,8 +130,8 @@ impl<At> Measurement<At> {
     }
 }
 
-/// Returns the job that sends 40 000 datagrams of 64 bytes a second. On every path this leaves a CPU idle most of the
-/// time.
+/// Returns the job that sends 40 000 datagrams of 64 bytes a second. At this rate a CPU is idle most of the time on
+/// every path.
 pub fn paced(time: Duration) -> Job {
     Job::Paced {
         per_milli: 40,
@@ -139,7 +139,7 @@ pub fn paced(time: Duration) -> Job {
     }
 }
 
-/// Names metrics that differ more between rounds than on a quiet machine.
+/// Reports metrics that differ more between rounds than on a quiet machine.
 pub fn complain_of_noise(rows: &[Row], metrics: &[&str], much: f64) {
     for metric in metrics {
         let of_metric = rows.iter().filter(|row| row.metric == *metric);

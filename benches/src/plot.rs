@@ -9,7 +9,7 @@ use anyhow::{Context as _, bail, ensure};
 use plotters::prelude::*;
 use serde::Deserialize;
 
-/// A row of a run's JSON file, as far as a plot needs it.
+/// A row of a run's JSON file: the fields that a plot needs.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Figure {
     bench: String,
@@ -31,7 +31,7 @@ struct Plot {
 }
 
 enum Kind {
-    /// A line for each path over the number of services, both axes logarithmic, up to the number that is given.
+    /// A line for each path over the number of services, with logarithmic axes. The axis ends at `services`.
     Lines { services: u32 },
     /// A bar for each path.
     Bars,
@@ -73,7 +73,7 @@ const PLOTS: [Plot; 4] = [
     },
 ];
 
-/// Paths in the order in which they are drawn, their names, and colours that stand out from white and from black.
+/// Paths in the order of drawing, their names, and colours that contrast with white and with black.
 const PATHS: [(&str, &str, RGBColor); 11] = [
     ("dataplane", "dataplane", RGBColor(0x1f, 0x8a, 0xd2)),
     (
@@ -107,16 +107,16 @@ const PATHS: [(&str, &str, RGBColor); 11] = [
     ("nginx", "nginx", RGBColor(0xd9, 0x86, 0x1a)),
     ("tokio", "tokio's copy", RGBColor(0xd6, 0x4a, 0x4a)),
 ];
-/// Axes and text.
+/// The colour of axes and text.
 const GREY: RGBColor = RGBColor(0x80, 0x80, 0x80);
 const SIZE: (u32, u32) = (760, 380);
 const FONT: (&str, i32) = ("sans-serif", 14);
 
-/// Reads the figures of runs: files that `--json` wrote.
+/// Reads the figures of runs from files that `--json` wrote.
 ///
 /// # Errors
 ///
-/// If a file cannot be read, or is none of a run.
+/// Fails if a file cannot be read, or if it is not the file of a run.
 pub fn read(files: &[PathBuf]) -> anyhow::Result<Vec<Figure>> {
     let mut figures = vec![];
     for file in files {
@@ -130,18 +130,18 @@ pub fn read(files: &[PathBuf]) -> anyhow::Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Draws the plots for which there are figures into a directory. Returns the files.
+/// Draws each plot that has figures into a directory. Returns the files.
 ///
 /// # Errors
 ///
-/// If there are figures for none of them, or a file cannot be written.
+/// Fails if no plot has figures, or if a file cannot be written.
 pub fn draw(figures: &[Figure], directory: &Path) -> anyhow::Result<Vec<PathBuf>> {
     fs::create_dir_all(directory)
         .with_context(|| format!("cannot make {}", directory.display()))?;
     let mut files = vec![];
     for plot in &PLOTS {
         let of_plot = |figure: &&Figure| {
-            // Of sockets and packets it is the cost of what belongs to no service.
+            // In the benchmarks of sockets and packets, `direct` measures traffic that belongs to no service.
             let off_topic = plot.bench != "relay" && figure.path == "direct";
             let [has, wants] = [
                 [&figure.bench, &figure.case, &figure.metric].map(String::as_str),
@@ -182,13 +182,13 @@ pub fn draw(figures: &[Figure], directory: &Path) -> anyhow::Result<Vec<PathBuf>
     Ok(files)
 }
 
-/// Name, colour, and a value for each number of services.
+/// A line or bar: name, colour, and a value for each number of services.
 type Series = (&'static str, RGBColor, Vec<(u32, f64)>);
 
 fn lines(text: &mut String, title: &str, services: u32, series: &[Series]) -> anyhow::Result<()> {
-    /// Where the names of the lines stand.
+    /// Width of the column for the names of the lines.
     const RIGHT: u32 = 200;
-    /// Between two names.
+    /// Minimum distance between two names.
     const LINE: i32 = 18;
     let values = || {
         let all = series.iter().flat_map(|(_, _, points)| points);
@@ -201,7 +201,7 @@ fn lines(text: &mut String, title: &str, services: u32, series: &[Series]) -> an
     let style = FONT.into_font().color(&GREY);
     root.draw(&Text::new(title, (10, 8), style.clone()))?;
     let shown = least / 1.3..most * 1.3;
-    // The library draws a line for each, also for those beside the plot.
+    // The library draws a grid line for each label, even for labels outside the plot.
     let labels = [1.0, 10.0, 100.0, 1_000.0].iter();
     let labels: Vec<f64> = labels
         .flat_map(|ten| [1.0, 1.5, 2.0, 3.0, 5.0, 7.0].map(|one| one * ten))
@@ -230,7 +230,7 @@ fn lines(text: &mut String, title: &str, services: u32, series: &[Series]) -> an
         .draw()?;
     let mut names = vec![];
     for (name, colour, points) in series {
-        // A path without services is the same for any number.
+        // A path without services has one value for all numbers of services.
         let everywhere = points.iter().all(|(of, _)| *of == 0);
         let points: Vec<_> = if everywhere {
             [1, services].map(|of| (f64::from(of), points[0].1)).into()
@@ -340,7 +340,7 @@ mod tests {
                 "connect_p50",
                 theirs,
             ));
-            // Of another case, which no plot is about.
+            // A figure of another case, which no plot shows.
             figures.push(figure(
                 "socket",
                 "nftables",

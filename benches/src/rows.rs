@@ -5,61 +5,62 @@ use serde::Serialize;
 
 use crate::stats::{median, spread};
 
-/// What was measured, round by round.
+/// The measured values of each round.
 pub type Rounds = Vec<Vec<f64>>;
 
 /// One figure.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// Which benchmark: `socket`.
+    /// The benchmark: `socket`.
     pub bench: &'static str,
-    /// Who does the work.
+    /// The path: the worker that carries the traffic.
     pub path: &'static str,
-    /// What is done.
+    /// The case: the client's job.
     pub case: &'static str,
-    /// How many services there are; 0 on a node without any.
+    /// Number of services; 0 on a node without any.
     pub services: u32,
-    /// What is measured.
+    /// The metric.
     pub metric: &'static str,
-    /// In which unit.
+    /// The metric's unit.
     pub unit: &'static str,
     /// The median over the rounds.
     pub value: f64,
-    /// What `ratio` compares with, in the same run.
+    /// The path in the same run that `ratio` compares with.
     pub baseline: Option<&'static str>,
-    /// `value` over that of `baseline`.
+    /// `value` divided by the value of `baseline`.
     pub ratio: Option<f64>,
-    /// Turns that failed, of all rounds.
+    /// Number of failed turns in all rounds.
     pub failed: usize,
-    /// What was measured in each round: several values, of equal things at several places or times; none, if it failed.
+    /// The values of each round. A round has several values if it measured equal lanes or several parts, and none if it
+    /// failed.
     #[serde(skip)]
     pub rounds: Rounds,
 }
 
 impl Row {
-    /// All that was measured.
+    /// All values, of all rounds.
     fn values(&self) -> Vec<f64> {
         self.rounds.concat()
     }
 
-    /// The median of each round; `None` of one that failed.
+    /// Returns the median of each round; `None` for a round that failed.
     pub fn by_round(&self) -> impl Iterator<Item = Option<f64>> {
         let medians = |values: &Vec<f64>| (!values.is_empty()).then(|| median(&mut values.clone()));
         self.rounds.iter().map(medians)
     }
 
-    /// How much the rounds differ: half the distance between the quartiles, over the median.
+    /// Returns how much the rounds differ: half the distance between the quartiles, divided by the median.
     pub fn spread(&self) -> f64 {
         spread(&mut self.values())
     }
 
-    /// How far, as a share, the true median may well be from `value`.
+    /// Returns the uncertainty of `value`: how far, as a share, the true median may be from it.
     pub fn uncertainty(&self) -> f64 {
         uncertainty(&mut self.values())
     }
 
-    /// This over another, in each round: what makes a machine slow for a while makes both slow. Beside the median, how
-    /// far, as a share, the true one may well be from it.
+    /// Divides this figure by another, round by round: a disturbance of the machine slows both figures of a round.
+    /// Returns the median of the ratios, and its uncertainty as a share.
     pub fn over(&self, other: &Self) -> (f64, f64) {
         let rounds = self.by_round().zip(other.by_round());
         let mut ratios: Vec<f64> = rounds.filter_map(|(a, b)| Some(a? / b?)).collect();
@@ -71,7 +72,7 @@ impl Row {
     }
 }
 
-/// The standard error, as a share, of a median, were the values spread as normal distributions are.
+/// Returns the standard error of a median, as a share. Assumes that the values have a normal distribution.
 #[expect(clippy::cast_precision_loss, reason = "rounds are few")]
 pub fn uncertainty(values: &mut [f64]) -> f64 {
     // Half the distance between quartiles is 0.67 standard deviations, and the error of a
@@ -92,14 +93,13 @@ pub fn find<'a>(
     })
 }
 
-/// Returns the largest number of services that our agent was measured with.
+/// Returns the largest number of services with which our agent was measured.
 pub fn most_services(rows: &[Row]) -> u32 {
     let ours = rows.iter().filter(|row| row.path == "dataplane");
     ours.map(|row| row.services).max().unwrap_or_default()
 }
 
-/// Prints the comparison of paths: a table for each metric, a row for each path, a column for each
-/// case.
+/// Prints the comparison of paths: a table for each metric, with a row for each path and a column for each case.
 pub fn print_paths(rows: &[Row], cases: &[&str]) {
     let (bold, dim) = (Style::new().bold(), Style::new().dimmed());
     let mut metrics: Vec<_> = rows.iter().map(|row| (row.metric, row.unit)).collect();
@@ -167,20 +167,20 @@ pub fn print_tables(title: &str, rows: &[Row]) {
     }
 }
 
-/// A goal, and what was measured.
+/// A target, and the measured value.
 pub struct Target {
-    /// What is wanted.
+    /// The target as text.
     pub what: String,
-    /// What was measured.
+    /// The measured value.
     pub value: f64,
-    /// At most this much.
+    /// Maximum allowed value.
     pub at_most: f64,
-    /// How far, as a share, the true value may well be from `value`.
+    /// How far, as a share, the true value may be from `value`.
     pub uncertainty: f64,
 }
 
-/// Prints which targets were met, and which are too close for the rounds to tell. Returns how many
-/// were missed.
+/// Prints which targets were met, and which are too close to decide with this number of rounds. Returns the number of
+/// missed targets.
 pub fn print_targets(targets: &[Target]) -> usize {
     let bold = Style::new().bold();
     anstream::println!("\n{bold}targets{bold:#}");
@@ -211,7 +211,7 @@ pub fn print_targets(targets: &[Target]) -> usize {
     missed
 }
 
-/// Three to five significant digits.
+/// Formats a value with three to five significant digits.
 pub fn figure(value: f64) -> String {
     match value.abs() {
         v if v >= 1000.0 => format!("{value:.0}"),
@@ -222,7 +222,7 @@ pub fn figure(value: f64) -> String {
     }
 }
 
-/// A number with a space between thousands.
+/// Formats a number with a space between thousands.
 pub fn thousands(number: u32) -> String {
     let digits = number.to_string();
     let mut text = String::new();
@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     fn rows_are_compared_round_by_round() {
-        // Twice as slow in each second round, both; and one round that failed.
+        // Both are twice as slow in every second round, and one round failed.
         let (ours, theirs) = (
             row(&[&[8.0, 12.0], &[20.0], &[11.0], &[18.0, 22.0]]),
             row(&[&[10.0], &[20.0], &[], &[20.0, 20.0]]),

@@ -13,13 +13,13 @@ use crate::{
     worker::{CHURN_THREADS, Job, Transport},
 };
 
-/// The most services of ours.
+/// Largest number of services in our measurements.
 pub const MOST: u32 = 100_000;
-/// A ratio of two equal things is not always 1.00 when measured.
+/// Largest measured ratio of two equal paths.
 pub(crate) const NOISE: f64 = 1.02;
-/// A spread between rounds that is more than a quiet machine's.
+/// Largest spread between rounds on a quiet machine.
 pub(crate) const MUCH: f64 = 0.08;
-/// What is done, and with what.
+/// The cases: name, transport protocol, and whether the client uses IPv4.
 const CASES: [(&str, Transport, bool); 4] = [
     ("tcp4", Transport::Tcp, true),
     ("tcp6", Transport::Tcp, false),
@@ -29,7 +29,7 @@ const CASES: [(&str, Transport, bool); 4] = [
 /// The cases' names, in order.
 pub const CASE_NAMES: [&str; 4] = [CASES[0].0, CASES[1].0, CASES[2].0, CASES[3].0];
 
-/// All of it.
+/// The whole benchmark.
 pub const FULL: Extent = Extent {
     ours: &[1, 1_000, 10_000, MOST],
     theirs: &[1, 1_000, 10_000],
@@ -38,7 +38,7 @@ pub const FULL: Extent = Extent {
     budget: Duration::from_mins(5),
     fraction: 1,
 };
-/// What fits into half a minute.
+/// A short benchmark, within half a minute.
 pub const QUICK: Extent = Extent {
     ours: &[1, 10_000],
     theirs: &[1, 1_000],
@@ -69,7 +69,7 @@ fn nodes(extent: &Extent) -> Vec<NodePlan> {
     nodes
 }
 
-/// The measurements. `At` is whether the client uses IPv4.
+/// Returns the measurements. `At` is whether the client uses IPv4.
 fn measurements(fraction: u32) -> Vec<Measurement<bool>> {
     let mut all = vec![];
     let mut add = |cases: &[usize], metrics, job: &dyn Fn(Transport) -> Job| {
@@ -118,7 +118,7 @@ fn measurements(fraction: u32) -> Vec<Measurement<bool>> {
 ///
 /// # Errors
 ///
-/// If the machine lacks something, or a path does not work.
+/// Fails if the machine lacks a program, or if a path does not work.
 pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     say!("building the lab: a node for each path, loading its rules or tables");
     let mut stage = Stage::build(&nodes(extent))?;
@@ -170,13 +170,14 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// What we promise, beside what was measured: in each line, of the case that is worst.
+/// Returns the targets, each with the measured value of the worst case.
 pub fn targets(rows: &[Row]) -> Vec<Target> {
     let value = |path, services, case, metric| find(rows, path, services, case, metric);
     let plain = |case, metric| value("plain", 0, case, metric);
     let most = most_services(rows);
     let direct = |case, metric| value("direct", most, case, metric);
-    // Ours at a size that was not measured is not better than at the largest.
+    // If our path was not measured with this number of services, use the figure with the largest
+    // number, which is not better.
     let ours = |services, case, metric| {
         value("dataplane", services, case, metric).or(value("dataplane", most, case, metric))
     };
@@ -217,7 +218,7 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
     add("round trip / direct".into(), NOISE, &|case| {
         over(ours(most, case, rtt), direct(case, rtt))
     });
-    // Of what is better the more, the inverse.
+    // For metrics that are better the higher they are, use the inverse ratio.
     add("throughput: direct / ours".into(), NOISE, &|case| {
         over(direct(case, bulk), ours(most, case, bulk))
     });

@@ -1,5 +1,4 @@
-//! The lab in which paths are compared: for each of them a node like the others, with a client pod
-//! and three server pods on it.
+//! The lab of `bench socket`: for each path an equal node with a client pod and three server pods.
 
 use std::{
     fs,
@@ -25,27 +24,27 @@ use crate::{
     worker::{Answer, Job, Order, Transport},
 };
 
-/// Who does the work on a node.
+/// The worker that carries a node's traffic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Worker {
-    /// Nobody: no rules, no programs. The endpoint is dialled.
+    /// No worker: the node has no rules and no programs. The client connects to the endpoint.
     Plain,
-    /// Likewise, and the kernel's conntrack follows every flow, without translating it.
+    /// No worker, but the kernel's conntrack follows every flow, without translating it.
     Conntrack,
-    /// An agent, as it runs by default.
+    /// An agent with default options.
     Dataplane,
     /// An agent without the packet path.
     Sockets,
-    /// An agent, and the kernel's conntrack follows every flow, because somebody else's rules ask for it.
+    /// An agent, and the kernel's conntrack follows every flow, because rules of another program ask for it.
     Tracked,
-    /// An agent, and somebody looks on by `dataplane monitor`.
+    /// An agent, while a user runs `dataplane monitor`.
     Monitored,
-    /// kube-proxy's rules do.
+    /// kube-proxy's rules.
     Peer(Mode),
 }
 
 impl Worker {
-    /// `path` of the rows.
+    /// Returns the worker's `path` in the rows.
     pub const fn path(self) -> &'static str {
         match self {
             Self::Plain => "plain",
@@ -62,47 +61,47 @@ impl Worker {
 /// A node of the comparison.
 #[derive(Clone, Copy, Debug)]
 pub struct NodePlan {
-    /// Who works on it.
+    /// The node's worker.
     pub worker: Worker,
-    /// For how many services.
+    /// Number of services.
     pub services: u32,
-    /// Whether the endpoint is dialled too, besides the VIP.
+    /// Whether the client also connects directly to an endpoint, besides the VIP.
     pub direct: bool,
 }
 
-/// A way to reach an endpoint that is compared with others.
+/// A way to reach an endpoint, to compare with others.
 #[derive(Clone, Debug)]
 pub struct Lane {
     /// `path` of the rows.
     pub path: &'static str,
     /// `services` of the rows.
     pub services: u32,
-    /// Whom the client dials, IPv4 and IPv6: a VIP, or, drawn by the client as the others draw for a
-    /// VIP, one of its endpoints. Servers are processes of their own, and it takes longer to be
-    /// answered by another one each time.
+    /// The addresses to connect to, IPv4 and IPv6: a VIP, or all endpoints of the service. For each connection the
+    /// client chooses one of the endpoints at random, as other lanes do for a VIP. Servers are separate processes, and
+    /// an answer from a different server each time takes longer.
     addrs: [Vec<IpAddr>; 2],
-    /// At which port, at which only to connect, and at which by many clients.
+    /// The service's port for data, for connections only, and for many clients.
     ports: [u16; 3],
-    /// Whose client.
+    /// The node of the client.
     node: usize,
 }
 
 /// The lab, loaded and ready.
 pub struct Stage {
-    /// What is compared.
+    /// The lanes to compare.
     pub lanes: Vec<Lane>,
-    /// For each node a client on the CPU that the servers use, and one that may use all.
+    /// Two clients for each node: the first runs on the CPU that the servers use, the second on any.
     clients: Vec<[Process; 2]>,
-    // Dropped in this order: processes, then the lab with what is pinned.
+    // Fields are dropped in this order: processes first, then the lab with the pinned programs and maps.
     _servers: Vec<Process>,
     _monitors: Vec<Process>,
     _agents: Vec<(Agent, TempDir)>,
     lab: Lab,
 }
 
-/// The CPU that clients and servers share. One for both: what a path costs is then what is
-/// measured, without the time to wake another CPU, which is long and varies most. The last one,
-/// since devices tend to interrupt the first.
+/// Returns the CPU that clients and servers share. They share one so that the figures are the cost of the path, without
+/// the time to wake another CPU, which is long and varies most. It is the last CPU, because devices tend to interrupt
+/// the first.
 fn cpu() -> usize {
     thread::available_parallelism().map_or(0, |count| count.get() - 1)
 }
@@ -112,7 +111,7 @@ impl Stage {
     ///
     /// # Errors
     ///
-    /// If the machine lacks something.
+    /// Fails if the machine lacks a program.
     pub fn build(nodes: &[NodePlan]) -> anyhow::Result<Self> {
         let mut builder = Lab::builder();
         for index in 0..nodes.len() {
@@ -193,22 +192,23 @@ impl Stage {
         })
     }
 
-    /// CPU time in seconds that everything on a lane's node took so far: clients, servers and the agent, with the
-    /// kernel's work on their behalf; not what the kernel's own threads did for them (`cpu.stat` of the node's cgroup).
+    /// Returns the CPU time in seconds that all processes on a lane's node took so far: clients, servers and the agent,
+    /// with the kernel's work on their behalf, but not the work of the kernel's own threads (`cpu.stat` of the node's
+    /// cgroup).
     ///
     /// # Errors
     ///
-    /// If it cannot be read.
+    /// Fails if it cannot be read.
     pub fn cpu(&self, lane: usize) -> anyhow::Result<f64> {
         let node = node_name(self.lanes[lane].node);
         cpu_of(&self.lab.node_cgroup(&node))
     }
 
-    /// Has a lane's client measure something.
+    /// Has a lane's client carry out a job.
     ///
     /// # Errors
     ///
-    /// What the client met with.
+    /// Returns the client's error.
     pub fn measure(
         &mut self,
         lane: usize,
@@ -237,11 +237,11 @@ impl Stage {
     }
 }
 
-/// CPU time in seconds that the processes of a cgroup took, those that ended included.
+/// Returns the CPU time in seconds that the processes of a cgroup took, including processes that have ended.
 ///
 /// # Errors
 ///
-/// If it cannot be read.
+/// Fails if it cannot be read.
 pub fn cpu_of(cgroup: &Path) -> anyhow::Result<f64> {
     let path = cgroup.join("cpu.stat");
     let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
@@ -251,11 +251,11 @@ pub fn cpu_of(cgroup: &Path) -> anyhow::Result<f64> {
     Ok(micros / 1e6)
 }
 
-/// Has a client measure something.
+/// Has a client carry out an order.
 ///
 /// # Errors
 ///
-/// What the client met with.
+/// Returns the client's error.
 pub fn carry_out(client: &mut Process, order: &Order) -> anyhow::Result<Vec<f64>> {
     client.send_line(&serde_json::to_string(order)?)?;
     values(&client.wait_for_line()?).with_context(|| format!("to {:?}", order.to))
@@ -265,7 +265,7 @@ pub fn carry_out(client: &mut Process, order: &Order) -> anyhow::Result<Vec<f64>
 ///
 /// # Errors
 ///
-/// The answer is no JSON, or it is the client's error.
+/// Fails if the answer is not JSON. Returns the client's error.
 pub fn values(line: &str) -> anyhow::Result<Vec<f64>> {
     match serde_json::from_str(line)? {
         Answer::Values(values) => Ok(values),
@@ -273,11 +273,11 @@ pub fn values(line: &str) -> anyhow::Result<Vec<f64>> {
     }
 }
 
-/// The first of a job's outputs.
+/// Returns the first of a job's outputs.
 ///
 /// # Errors
 ///
-/// If there is none.
+/// Fails if there is none.
 pub fn first(values: &[f64]) -> anyhow::Result<f64> {
     values.first().copied().context("a job without an output")
 }
@@ -286,7 +286,7 @@ pub fn first(values: &[f64]) -> anyhow::Result<f64> {
 ///
 /// # Errors
 ///
-/// If it cannot be started.
+/// Fails if the server cannot be started.
 pub fn start_server(host: &Host) -> anyhow::Result<Process> {
     let cpu = cpu().to_string();
     start_server_at(host, [TARGET_PORT, CONNECT_TARGET_PORT], &["--cpu", &cpu])
@@ -317,7 +317,7 @@ fn start_server_at(host: &Host, ports: [u16; 2], arguments: &[&str]) -> anyhow::
 ///
 /// # Errors
 ///
-/// If it cannot be started.
+/// Fails if the client cannot be started.
 pub fn start_client(host: &Host) -> anyhow::Result<Process> {
     start_client_on(host, Some(cpu()))
 }
@@ -331,17 +331,17 @@ fn start_client_on(host: &Host, cpu: Option<usize>) -> anyhow::Result<Process> {
     Ok(client.stdin_piped().stdout_piped().spawn()?)
 }
 
-/// The name of the node of the lab with this index.
+/// Returns the name of the lab's node with this index.
 pub fn node_name(index: usize) -> String {
     format!("node{}", index + 1)
 }
 
-/// The name of its client pod.
+/// Returns the name of the client pod on this node.
 pub fn client_name(index: usize) -> String {
     format!("c{}", index + 1)
 }
 
-/// The name of one of its server pods.
+/// Returns the name of a server pod on this node.
 pub fn server_name(index: usize, server: u32) -> String {
     format!("s{}-{server}", index + 1)
 }
@@ -373,12 +373,11 @@ fn lanes(index: usize, node: NodePlan, fleet: &Fleet) -> Vec<Lane> {
     lanes
 }
 
-/// Loads every peer's rules, on all CPUs: `iptables-nft-restore` takes a minute for 10 000
-/// services.
+/// Loads the rules of all peers, on all CPUs: `iptables-nft-restore` takes a minute for 10 000 services.
 ///
 /// # Errors
 ///
-/// If a program is missing, or does not take the rules.
+/// Fails if a program is missing, or if it rejects the rules.
 pub fn load_peers<'a>(
     lab: &Lab,
     peers: impl Iterator<Item = (Mode, String, &'a Fleet)>,
@@ -389,7 +388,7 @@ pub fn load_peers<'a>(
         let services = fleet.services;
         let loads = dataplane_peers::rules(mode, &fleet.snapshot(), &cluster);
         let netns = lab.node(&node).netns().to_owned();
-        // The slowest spends its time in user space, and so may load both families at once.
+        // The slowest program spends its time in user space, so it can load both families at the same time.
         if mode == Mode::IptablesNft {
             jobs.extend(
                 loads
@@ -442,11 +441,11 @@ pub fn load_peers<'a>(
     })
 }
 
-/// Has the kernel's conntrack follow what a node forwards.
+/// Has the kernel's conntrack follow the flows that a node forwards.
 ///
 /// # Errors
 ///
-/// If nft does not take the rule.
+/// Fails if nft rejects the rule.
 pub fn track(node: &Host) -> anyhow::Result<()> {
     let rules = "table inet bench {\n\
                  chain forward { type filter hook forward priority 0; ct state new accept; }\n\
@@ -456,11 +455,11 @@ pub fn track(node: &Host) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Starts an agent on a node, with manifests of a fleet's services, which live as long as the directory.
+/// Starts an agent on a node, with manifests of a fleet's services. The manifests exist as long as the directory.
 ///
 /// # Errors
 ///
-/// If it does not become ready.
+/// Fails if the agent does not become ready.
 pub fn start_agent(
     lab: &Lab,
     node: &Host,

@@ -1,6 +1,6 @@
 //! Medians.
 
-/// The median; 0 of nothing. Sorts `samples`.
+/// Returns the median; 0 if there are no samples. Sorts `samples`.
 pub fn median(samples: &mut [f64]) -> f64 {
     samples.sort_by(f64::total_cmp);
     let middle = samples.len() / 2;
@@ -11,7 +11,8 @@ pub fn median(samples: &mut [f64]) -> f64 {
     }
 }
 
-/// The smallest sample that is not smaller than such a share of them. Sorts `samples`.
+/// Returns the smallest sample that is at least as large as this share of the samples. Sorts
+/// `samples`.
 pub fn percentile(samples: &mut [f64], share: f64) -> f64 {
     samples.sort_by(f64::total_cmp);
     #[expect(
@@ -27,7 +28,8 @@ pub fn percentile(samples: &mut [f64], share: f64) -> f64 {
         .unwrap_or_default()
 }
 
-/// Half the distance between the quartiles, as a share of the median: how much rounds differ.
+/// Returns half the distance between the quartiles, as a share of the median. It shows how much
+/// rounds differ.
 pub fn spread(samples: &mut [f64]) -> f64 {
     let middle = median(samples);
     let (low, high) = (samples.len() / 4, samples.len() * 3 / 4);

@@ -1,5 +1,5 @@
-//! Case `tables` of `bench socket`: what it costs to load the tables, to change them, and to have
-//! them.
+//! Case `tables` of `bench socket`: the time to load and to change the tables, and the agent's
+//! memory.
 
 use std::{
     fs,
@@ -25,20 +25,20 @@ use crate::{
     stats::median,
 };
 
-/// The size of a small node.
+/// The number of services on a small node.
 const FEW: u32 = 10;
-/// How often tables are loaded from nothing.
+/// Number of loads into empty tables.
 const LOADS: usize = 5;
-/// How many agents are started.
+/// Number of agents that are started.
 const AGENTS: usize = 3;
-/// How often one endpoint is changed.
+/// Number of changes of one endpoint.
 const CHANGES: usize = 200;
 
-/// Measures them.
+/// Measures the tables.
 ///
 /// # Errors
 ///
-/// If the kernel refuses, or the agent does not run.
+/// Fails if the kernel refuses, or if the agent does not run.
 pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
     let lab = Lab::builder().node("tables").node("agent").build()?;
     let fleet = |services| Fleet {
@@ -94,7 +94,7 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
         plans.push(ms(plan_time));
         flips.push(ms(done.saturating_sub(plan_time)));
         changes.push(ms(done));
-        // As the agent does between changes, off the clock.
+        // As the agent does between changes. This time is not measured.
         if planner.wants_grace() {
             kernel.grace()?;
             planner.grace_passed();
@@ -123,8 +123,8 @@ fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// Loads `snapshot` into empty tables. The times: of the plan, and of the kernel's writes with the
-/// growth of the tables before them.
+/// Loads `snapshot` into empty tables. Returns two times: of the plan, and of the kernel's writes
+/// including the growth of the tables before them.
 fn load(lab: &Lab, snapshot: &Snapshot) -> anyhow::Result<(Kernel, Planner, Duration, Duration)> {
     let paths = Paths {
         bpffs: lab.bpffs()?.join("tables"),
@@ -146,10 +146,10 @@ fn load(lab: &Lab, snapshot: &Snapshot) -> anyhow::Result<(Kernel, Planner, Dura
     ))
 }
 
-/// `snapshot` with another address for one endpoint of one service.
+/// Returns `snapshot` with another address for one endpoint of one service.
 fn one_changed(snapshot: &Snapshot, turn: usize) -> Snapshot {
     let mut next = snapshot.clone();
-    // 7 919 is prime to the number of services: the changes are all over them.
+    // 7 919 is prime to the number of services, so the changes are spread over all of them.
     let index = u32::try_from(turn).unwrap_or(0) * 7_919 % MOST;
     let name = ServiceName::new("bench", &format!("service-{index:06}"));
     if let Some(service) = next.services.get_mut(&name) {
@@ -164,12 +164,12 @@ fn one_changed(snapshot: &Snapshot, turn: usize) -> Snapshot {
     next
 }
 
-/// Memory of an agent that has read manifests of these services and serves them.
+/// Returns the memory of an agent that has read manifests of these services and serves them.
 fn agent_rss(lab: &Lab, fleet: &Fleet) -> anyhow::Result<f64> {
     let directory = tempfile::tempdir()?;
     manifests::write(&fleet.snapshot(), "agent", directory.path())?;
     let agent = lab.agent("agent").manifests(directory.path()).start()?;
-    // What was only needed to read and plan has been given back by then.
+    // By then the agent has freed the memory that it needed only to read and plan.
     thread::sleep(Duration::from_secs(2));
     rss_mib(&Path::new("/proc").join(agent.id().to_string()))
 }
@@ -185,7 +185,7 @@ fn rss_mib(process: &Path) -> anyhow::Result<f64> {
     Ok(kib / 1024.0)
 }
 
-/// What we promise, beside what was measured.
+/// Returns the targets, each with the measured value.
 pub fn targets(rows: &[Row]) -> Vec<Target> {
     [
         (

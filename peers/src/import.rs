@@ -1,5 +1,5 @@
-//! Services become kube-proxy's rules, in each mode and family, and the rules become services again: the same, as far as rules
-//! show them.
+//! Tests that kube-proxy's rules, in each mode and family, can be converted back to the services that they were written
+//! for, as far as rules show services.
 
 use std::{
     collections::BTreeSet,
@@ -19,8 +19,8 @@ use smallvec::SmallVec;
 
 use super::{Cluster, Family, LocalDetector, iptables, nftables, port::ports};
 
-/// A drawn endpoint: its number, whether it is IPv4's, whether it is on this node; whether it is ready, serving,
-/// terminating; its zone's hint.
+/// A drawn endpoint: its number, whether it has an IPv4 address, whether it is on this node, its conditions (ready,
+/// serving, terminating), and the hint for its zone.
 type EndpointDraw = (u8, bool, bool, (bool, bool, bool), Option<bool>);
 /// A drawn service.
 #[derive(Clone, Debug)]
@@ -230,7 +230,7 @@ fn cluster() -> impl Strategy<Value = Cluster> {
     })
 }
 
-/// kube-proxy's rules of one mode, for both families.
+/// Returns kube-proxy's rules of one mode, for both families.
 fn rules(is_nft: bool, snapshot: &Snapshot, cluster: &Cluster) -> Vec<Text> {
     let of_family = |family| {
         let text = if is_nft {
@@ -244,8 +244,8 @@ fn rules(is_nft: bool, snapshot: &Snapshot, cluster: &Cluster) -> Vec<Text> {
     Family::BOTH.map(of_family).into()
 }
 
-/// The lines of rules, and each element of a map as one. Their order says nothing for elements, and is that of the endpoints
-/// otherwise.
+/// Returns the lines of rules, with each element of a map as its own line. The order of elements carries no
+/// information; the order of other lines follows the order of endpoints.
 fn lines(texts: &[Text]) -> BTreeSet<String> {
     let all = texts.iter().flat_map(|text| {
         text.text.lines().map(|line| {
@@ -257,7 +257,7 @@ fn lines(texts: &[Text]) -> BTreeSet<String> {
     all.collect()
 }
 
-/// A service as clients see it, in one line for each port and family.
+/// Describes services as clients see them: one line for each port and family.
 fn seen(snapshot: &Snapshot) -> BTreeSet<String> {
     let mut all = BTreeSet::new();
     for family in Family::BOTH {
@@ -306,7 +306,7 @@ fn masquerade(cluster: &Cluster, v4: bool) -> Masquerade {
 }
 
 fn check(is_nft: bool, mut wanted: Snapshot, cluster: &Cluster) {
-    // Nobody can tell from rules that a service has endpoints, if the rules lead to none of them.
+    // If no rule leads to an endpoint, the rules do not show whether the service has endpoints.
     let endpoints_are_unknown = |service: &Service| {
         service.internal_policy == TrafficPolicy::Local
             && ports(&wanted, Family::V4)
@@ -369,7 +369,7 @@ fn check(is_nft: bool, mut wanted: Snapshot, cluster: &Cluster) {
         "missing {missing:#?}\nextra {extra:#?}\n{}",
         all()
     );
-    // And the same once more from the manifests that they become.
+    // Repeat the comparison with the manifests that the imported services become.
     let mut file = tempfile::NamedTempFile::with_suffix(".yaml").unwrap();
     let imported = Imported {
         services: found.services.clone(),
@@ -396,12 +396,12 @@ fn check(is_nft: bool, mut wanted: Snapshot, cluster: &Cluster) {
     assert_eq!(facts.mark, Some(0x4000));
 }
 
-/// No services were read before.
+/// An empty value: no services were read before.
 fn wanted_none<T: Default>() -> T {
     T::default()
 }
 
-/// 48, unless `DATAPLANE_FUZZ_RUNS` says.
+/// Number of test runs: `DATAPLANE_FUZZ_RUNS`, or 48 if the variable is not set.
 fn runs() -> u32 {
     std::env::var("DATAPLANE_FUZZ_RUNS").map_or(48, |runs| runs.parse().unwrap())
 }

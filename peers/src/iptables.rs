@@ -1,4 +1,4 @@
-//! Mode `iptables`: what `iptables-restore` reads, in the words that `iptables-save` prints.
+//! Mode `iptables`: input for `iptables-restore`, written the way `iptables-save` prints rules.
 
 use std::{fmt::Write as _, net::IpAddr};
 
@@ -48,13 +48,15 @@ const FILTER_OUTPUT: &str = r#"-A OUTPUT -m conntrack --ctstate NEW -m comment -
 -A OUTPUT -m conntrack --ctstate NEW -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
 "#;
 
-/// For want of `nfacct`, the first rule counts nothing.
+/// The first rule has no counter because kube-proxy writes an `nfacct` match only if the kernel
+/// supports it.
 const FILTER_FORWARD: &str = r#"-A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP
 -A KUBE-FORWARD -m comment --comment "kubernetes forwarding rules" -m mark --mark 0x4000/0x4000 -j ACCEPT
 -A KUBE-FORWARD -m comment --comment "kubernetes forwarding conntrack rule" -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
 "#;
 
-/// Node ports on loopback, which only IPv4 has, need `route_localnet`, and that this guard.
+/// Only IPv4 has node ports on loopback. They need `route_localnet`, and `route_localnet` needs
+/// this guard.
 const LOCALNET_GUARD: &str = r#"-A KUBE-FIREWALL ! -s 127.0.0.0/8 -d 127.0.0.0/8 -m comment --comment "block incoming localnet connections" -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP
 "#;
 
@@ -76,7 +78,8 @@ const NAT_HOOKS: &str = r#"-A PREROUTING -m comment --comment "kubernetes servic
 -A KUBE-POSTROUTING -m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE --random-fully
 "#;
 
-/// The last rules of `KUBE-SERVICES`: to whatever node ports there are, on which addresses.
+/// The last rules of `KUBE-SERVICES`: they jump to `KUBE-NODEPORTS`, for each address that serves
+/// node ports.
 fn node_ports_last(cluster: &Cluster, family: Family) -> String {
     const WHAT: &str = r#"-A KUBE-SERVICES -m comment --comment "kubernetes service nodeports; NOTE: this must be the last rule in this chain""#;
     let mut addresses: Vec<_> = cluster
@@ -96,7 +99,7 @@ fn node_ports_last(cluster: &Cluster, family: Family) -> String {
     addresses.into_iter().map(rule).collect()
 }
 
-/// The parts that grow with the services.
+/// The parts of the tables that grow with the number of services.
 #[derive(Default)]
 struct Tables {
     filter: String,
@@ -152,7 +155,8 @@ impl Tables {
         let _ = writeln!(self.nat_chains, ":{chain} - [0:0]");
     }
 
-    /// What `writeServiceToEndpointRules` and the loop around it in kube-proxy's `proxier.go` write.
+    /// Writes the rules of one port, as `writeServiceToEndpointRules` and the loop around it in
+    /// kube-proxy's `proxier.go` do.
     fn port(&mut self, port: &Port<'_>, cluster: &Cluster) {
         let name = port.name();
         let proto = port.spec.protocol.word();
@@ -289,7 +293,7 @@ impl Tables {
         }
     }
 
-    /// The chain of traffic from outside, up to its last rule.
+    /// Writes the chain of traffic from outside, without its last rule.
     fn external(&mut self, port: &Port<'_>, cluster: &Cluster, name: &str, ext: &str, svc: &str) {
         if !port.external_local() {
             let what = comment(&format!(
@@ -312,7 +316,7 @@ impl Tables {
         }
     }
 
-    /// From a service's chain to one of its endpoints'.
+    /// Writes the rules that jump from a service's chain to the chains of its endpoints.
     fn choice(&mut self, port: &Port<'_>, name: &str, chain: &str, endpoints: &[&Endpoint]) {
         let hashed = format!("{name}{}", port.spec.protocol.word());
         let what = |e: &Endpoint| comment(&format!("{name} -> {}", socket(e)));
@@ -349,7 +353,7 @@ impl Tables {
     }
 }
 
-/// The matches of a pod's traffic.
+/// Matches for traffic that comes from a pod of the cluster.
 fn is_local(detector: &LocalDetector, family: Family) -> Vec<String> {
     match detector {
         LocalDetector::None => vec![],
@@ -363,7 +367,7 @@ fn is_local(detector: &LocalDetector, family: Family) -> Vec<String> {
     }
 }
 
-/// The match of a destination's address and the service's port.
+/// Match for a destination address and the service's port.
 fn destination(ip: IpAddr, port: &Port<'_>, what: &str) -> String {
     let proto = port.spec.protocol.word();
     let (to, what, dport) = (host(ip), comment(what), port.spec.port);
@@ -375,7 +379,7 @@ fn endpoint_chain(hashed: &str, endpoint: &Endpoint) -> String {
 }
 
 fn comment(text: &str) -> String {
-    // `iptables-save` quotes only where it must.
+    // `iptables-save` quotes a text only if it must.
     if text
         .bytes()
         .all(|b| b.is_ascii_alphanumeric() || b"_-".contains(&b))

@@ -1,10 +1,10 @@
-//! The rules that kube-proxy 1.37 writes for a [`Snapshot`], in each of its modes: what the
-//! benchmarks are measured against and what the scenarios take as the truth.
+//! The rules that kube-proxy 1.37 writes for a [`Snapshot`], in each of its modes. The benchmarks compare the dataplane
+//! with these rules, and the scenarios take them as the expected behaviour.
 //!
-//! Shapes, names and hashes are those of the real one: the tests here compare with the rules that
-//! it wrote for `tests/data/kube-proxy-1.36`, line by line, but for what 1.37 changed (`tests/data/kube-proxy-1.37`). Only the `nfacct` matches are left out: kube-proxy
-//! leaves them out too where the kernel has no such counters, and they are reached by invalid packets
-//! and by node ports on loopback only.
+//! Shapes, names and hashes equal those of the real kube-proxy. The tests here compare line by line with the rules that
+//! kube-proxy 1.36 wrote (`tests/data/kube-proxy-1.36`), and apply the changes of version 1.37
+//! (`tests/data/kube-proxy-1.37`). This crate leaves out the `nfacct` matches. kube-proxy also leaves them out if the
+//! kernel has no such counters. Only invalid packets and node ports on loopback reach them.
 
 mod iptables;
 mod names;
@@ -39,10 +39,10 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// All of them.
+    /// All modes.
     pub const ALL: [Self; 3] = [Self::IptablesLegacy, Self::IptablesNft, Self::Nftables];
 
-    /// As the benchmark's rows have it.
+    /// Returns the name of the mode in the benchmark's rows.
     pub const fn word(self) -> &'static str {
         match self {
             Self::IptablesLegacy => "iptables-legacy",
@@ -68,66 +68,65 @@ pub enum Family {
 }
 
 impl Family {
-    /// Both.
+    /// Both families.
     pub const BOTH: [Self; 2] = [Self::V4, Self::V6];
 
-    /// Whether an address is of this family.
+    /// Returns whether an address is of this family.
     pub fn has(self, addr: IpAddr) -> bool {
         addr.is_ipv4() == (self == Self::V4)
     }
 
-    /// Whether a network is of this family.
+    /// Returns whether a network is of this family.
     pub fn has_net(self, net: &IpNet) -> bool {
         self.has(net.addr())
     }
 }
 
-/// By what kube-proxy knows traffic of the cluster's own pods (`detectLocalMode`), which it does not
-/// masquerade on its way to a cluster IP.
+/// How kube-proxy recognizes traffic of the cluster's own pods (`detectLocalMode`). kube-proxy does not masquerade this
+/// traffic when it goes to a cluster IP.
 #[derive(Clone, Debug, Default)]
 pub enum LocalDetector {
-    /// By nothing.
+    /// kube-proxy does not recognize it.
     #[default]
     None,
     /// `ClusterCIDR`, `NodeCIDR`: by the source address.
     Networks(Vec<IpNet>),
     /// `BridgeInterface`: by the interface that it arrives at.
     Interface(String),
-    /// `InterfaceNamePrefix`: likewise, by the beginning of the interface's name.
+    /// `InterfaceNamePrefix`: by the beginning of the name of the interface that it arrives at.
     InterfacePrefix(String),
 }
 
-/// What kube-proxy is told of the cluster.
+/// kube-proxy's settings for the cluster.
 #[derive(Clone, Debug, Default)]
 pub struct Cluster {
-    /// Whose traffic to cluster IPs is not masqueraded.
+    /// Recognizes the traffic to cluster IPs that is not masqueraded.
     pub local: LocalDetector,
-    /// `masqueradeAll`: all traffic to cluster IPs is.
+    /// `masqueradeAll`: kube-proxy masquerades all traffic to cluster IPs.
     pub masquerade_all: bool,
-    /// `nodePortAddresses`, as the addresses of the node that they came to; empty: each mode's
-    /// default.
+    /// `nodePortAddresses`, resolved to addresses of the node. If empty, each mode uses its default.
     pub node_ports_on: Vec<IpAddr>,
-    /// The cluster's `ServiceCIDR`s: in mode nftables, traffic to their unused addresses is dropped.
+    /// The cluster's `ServiceCIDR`s: in mode nftables, kube-proxy drops traffic to unused addresses in them.
     pub service_networks: Vec<IpNet>,
 }
 
-/// A program that loads rules into the network namespace that it runs in, with its input.
+/// A program, with its input, that loads rules into the network namespace that it runs in.
 #[derive(Clone, Debug)]
 pub struct Load {
     /// The program, from the distribution's iptables or nftables package.
     pub program: &'static str,
     /// Its arguments.
     pub args: &'static [&'static str],
-    /// What it reads from stdin.
+    /// The program's standard input.
     pub input: String,
 }
 
 impl Load {
-    /// Runs it. `command` makes a command that will run in the right network namespace.
+    /// Runs the program. `command` makes a command that will run in the right network namespace.
     ///
     /// # Errors
     ///
-    /// If the program is missing, or does not take the rules.
+    /// Fails if the program is missing, or if it rejects the rules.
     pub fn run(&self, command: impl FnOnce(&str) -> Command) -> anyhow::Result<()> {
         let program = self.program;
         let mut child = command(program)
@@ -140,7 +139,7 @@ impl Load {
                 format!("{program}: cannot run it; apt-get install iptables nftables")
             })?;
         let mut stdin = child.stdin.take().context("no stdin")?;
-        // A program that gives up early closes the pipe; what it then says is the better error.
+        // A program that stops early closes the pipe. Its own message is the better error.
         let written = stdin.write_all(self.input.as_bytes());
         drop(stdin);
         let output = child.wait_with_output()?;
@@ -157,7 +156,7 @@ impl Load {
     }
 }
 
-/// What loads kube-proxy's rules for `snapshot`.
+/// Returns the programs, with input, that load kube-proxy's rules for `snapshot`.
 pub fn rules(mode: Mode, snapshot: &Snapshot, cluster: &Cluster) -> Vec<Load> {
     let restore = |program, family| Load {
         program,

@@ -1,4 +1,4 @@
-//! Mode `nftables`: what `nft -f` reads, in the words that `nft list ruleset` prints.
+//! Mode `nftables`: input for `nft -f`, written the way `nft list ruleset` prints rules.
 
 use std::fmt::Write as _;
 
@@ -63,7 +63,7 @@ const REJECT_CHAIN: &str = r#"
 	}
 "#;
 
-/// The parts that grow with the services.
+/// The parts of the table that grow with the number of services.
 #[derive(Default)]
 struct Table {
     hairpins: Elements,
@@ -245,7 +245,8 @@ impl Table {
         );
     }
 
-    /// What the loop over services in kube-proxy's nftables `proxier.go` writes.
+    /// Writes the rules of one port, as the loop over services in kube-proxy's nftables
+    /// `proxier.go` does.
     fn port(&mut self, port: &Port<'_>, cluster: &Cluster) {
         let proto = port.spec.protocol.word();
         let (number, vip) = (port.spec.port, port.cluster_ip);
@@ -334,7 +335,7 @@ impl Table {
         }
     }
 
-    /// An endpoint's chain, and the set that remembers its clients.
+    /// Writes an endpoint's chain, and the set that remembers the endpoint's clients.
     fn affinity(&mut self, port: &Port<'_>, base: &str, endpoint: &Endpoint, seconds: u64) {
         let name = names::readable(&endpoint_base(base, endpoint));
         let (ip, addr) = match port.family {
@@ -357,7 +358,7 @@ impl Table {
     }
 }
 
-/// The rules of a chain that chooses an endpoint.
+/// Returns the rules of a chain that chooses an endpoint.
 fn choice(port: &Port<'_>, base: &str, endpoints: &[&Endpoint]) -> Vec<String> {
     let (ip, proto) = (ip(port.family), port.spec.protocol.word());
     let count = endpoints.len();
@@ -389,7 +390,7 @@ fn choice(port: &Port<'_>, base: &str, endpoints: &[&Endpoint]) -> Vec<String> {
     rules
 }
 
-/// The rules of the chain for traffic from outside.
+/// Returns the rules of the chain for traffic from outside.
 fn external_rules(port: &Port<'_>, cluster: &Cluster, service: &str, local: &str) -> Vec<String> {
     if !port.external_local() {
         return vec![
@@ -411,7 +412,8 @@ fn external_rules(port: &Port<'_>, cluster: &Cluster, service: &str, local: &str
     rules
 }
 
-/// The matches of a pod's traffic; with `operator` `!= `, of anybody else's.
+/// Matches for traffic that comes from a pod of the cluster. If `operator` is `!= `, they match all
+/// other traffic.
 fn is_local(detector: &LocalDetector, family: Family, operator: &str) -> Vec<String> {
     let ip = ip(family);
     match detector {
@@ -425,7 +427,7 @@ fn is_local(detector: &LocalDetector, family: Family, operator: &str) -> Vec<Str
 }
 
 fn endpoint_base(base: &str, endpoint: &Endpoint) -> String {
-    // No colons are allowed in names.
+    // nftables allows no colons in names.
     let addr = endpoint.addr.to_string().replace(':', ".");
     format!("{base}__{addr}/{}", endpoint.port)
 }
@@ -450,7 +452,7 @@ fn nets(all: &[ipnet::IpNet], family: Family) -> impl Iterator<Item = String> + 
         .map(|net| network(*net))
 }
 
-/// A network as nft prints it: one host is its address alone.
+/// Prints a network as nft does: a network of one host is only its address.
 fn network(net: ipnet::IpNet) -> String {
     if net.prefix_len() == net.max_prefix_len() {
         net.addr().to_string()

@@ -1,4 +1,4 @@
-//! What both modes need to know of a service's port: which endpoints, by which policy.
+//! A service's port and its endpoints for each traffic policy, for both modes.
 
 use std::net::IpAddr;
 
@@ -7,36 +7,36 @@ use model::{Endpoint, Service, ServicePort, Snapshot, TrafficPolicy};
 
 use super::Family;
 
-/// A service's port in one family, with the endpoints sorted as kube-proxy does
+/// A service's port in one family. The endpoints are selected and sorted as in kube-proxy
 /// (`CategorizeEndpoints`).
 pub struct Port<'a> {
     /// The service.
     pub service: &'a Service,
     /// Its port.
     pub spec: &'a ServicePort,
-    /// Its cluster IP of the family.
+    /// The service's cluster IP of the family.
     pub cluster_ip: IpAddr,
-    /// Used with traffic policy Cluster; empty if nothing uses that.
+    /// Endpoints for traffic policy Cluster. Empty if no address uses this policy.
     pub cluster: Vec<&'a Endpoint>,
-    /// Used with traffic policy Local; empty if nothing uses that.
+    /// Endpoints for traffic policy Local. Empty if no address uses this policy.
     pub local: Vec<&'a Endpoint>,
-    /// Whether anybody serves at all, on whatever node.
+    /// Whether any node has an endpoint that serves.
     pub served: bool,
     /// The family.
     pub family: Family,
 }
 
-/// What becomes of traffic that has nowhere to go.
+/// How traffic to a port without usable endpoints is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// Nobody serves: REJECT.
+    /// No node has an endpoint that serves: REJECT.
     NoEndpoints,
-    /// Nobody serves here, and the policy is Local: DROP.
+    /// The policy is Local, and no endpoint on this node serves: DROP.
     NoLocalEndpoints,
 }
 
 impl Refusal {
-    /// kube-proxy's words for it.
+    /// kube-proxy's comment on the rule.
     pub const fn comment(self) -> &'static str {
         match self {
             Self::NoEndpoints => "has no endpoints",
@@ -45,7 +45,7 @@ impl Refusal {
     }
 }
 
-/// Every port of every service that has a cluster IP of `family`, in the order of names.
+/// Returns every port of every service that has a cluster IP of `family`, in the order of names.
 pub fn ports(snapshot: &Snapshot, family: Family) -> impl Iterator<Item = Port<'_>> {
     snapshot.services.values().flat_map(move |service| {
         let cluster_ip = service
@@ -80,7 +80,7 @@ impl<'a> Port<'a> {
             family,
         };
         let external = this.externally_accessible();
-        // Local traffic to an eTP Local service is short-circuited to all endpoints.
+        // With `externalTrafficPolicy: Local`, traffic from this node still reaches all endpoints.
         if !this.internal_local() || external {
             this.cluster = port.usable(v4, TrafficPolicy::Cluster).collect();
         }
@@ -90,24 +90,24 @@ impl<'a> Port<'a> {
         this
     }
 
-    /// `internalTrafficPolicy: Local`.
+    /// Returns whether the service has `internalTrafficPolicy: Local`.
     pub fn internal_local(&self) -> bool {
         self.service.internal_policy == TrafficPolicy::Local
     }
 
-    /// `externalTrafficPolicy: Local`.
+    /// Returns whether the service has `externalTrafficPolicy: Local`.
     pub fn external_local(&self) -> bool {
         self.service.external_policy == TrafficPolicy::Local
     }
 
-    /// Whether it has any address but the cluster IP.
+    /// Returns whether clients can reach the port by an address other than the cluster IP.
     pub fn externally_accessible(&self) -> bool {
         self.spec.node_port.is_some()
             || self.external_ips().next().is_some()
             || self.load_balancer_ips().next().is_some()
     }
 
-    /// External IPs of the family.
+    /// Returns the service's external IPs of the family.
     pub fn external_ips(&self) -> impl Iterator<Item = IpAddr> + use<'a> {
         let family = self.family;
         self.service
@@ -117,7 +117,7 @@ impl<'a> Port<'a> {
             .filter(move |ip| family.has(*ip))
     }
 
-    /// Load-balancer addresses of the family.
+    /// Returns the service's load-balancer addresses of the family.
     pub fn load_balancer_ips(&self) -> impl Iterator<Item = IpAddr> + use<'a> {
         let family = self.family;
         self.service
@@ -127,7 +127,7 @@ impl<'a> Port<'a> {
             .filter(move |ip| family.has(*ip))
     }
 
-    /// Source ranges of the family.
+    /// Returns the service's source ranges of the family.
     pub fn source_ranges(&self) -> impl Iterator<Item = &'a IpNet> + use<'a> {
         let family = self.family;
         self.service
@@ -136,12 +136,12 @@ impl<'a> Port<'a> {
             .filter(move |net| family.has_net(net))
     }
 
-    /// Whether its load-balancer addresses are only for some.
+    /// Returns whether source ranges limit the clients of the load-balancer addresses.
     pub fn firewalled(&self) -> bool {
         self.load_balancer_ips().next().is_some() && self.source_ranges().next().is_some()
     }
 
-    /// Endpoints that any policy uses, each once.
+    /// Returns the endpoints of both policies, each once.
     pub fn endpoints(&self) -> Vec<&'a Endpoint> {
         let mut all = self.cluster.clone();
         all.extend(
@@ -153,12 +153,12 @@ impl<'a> Port<'a> {
         all
     }
 
-    /// Why traffic to the cluster IP is refused, if it is.
+    /// Returns how traffic to the cluster IP is refused. `None` if it is served.
     pub fn internal_refusal(&self) -> Option<Refusal> {
         self.refusal(self.internal_local())
     }
 
-    /// Why traffic from outside is refused, if it is.
+    /// Returns how traffic from outside is refused. `None` if it is served.
     pub fn external_refusal(&self) -> Option<Refusal> {
         self.refusal(self.external_local())
     }
@@ -173,7 +173,7 @@ impl<'a> Port<'a> {
         }
     }
 
-    /// `namespace/name:port`, as kube-proxy's comments and hashes have it.
+    /// Returns `namespace/name:port`, as in kube-proxy's comments and hashes.
     pub fn name(&self) -> String {
         match &*self.spec.name {
             "" => self.service.name.to_string(),

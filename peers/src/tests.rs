@@ -10,7 +10,8 @@ use smallvec::smallvec;
 
 use super::*;
 
-/// `services.yaml` there, with the two services that the cluster had besides.
+/// The services of `services.yaml` in that directory, and the two other services that the cluster
+/// had.
 fn snapshot() -> Snapshot {
     let ip = |text: &str| text.parse::<IpAddr>().unwrap();
     let endpoint = |text: &str, port, local| Endpoint {
@@ -143,14 +144,15 @@ fn assert_same(ours: &BTreeSet<String>, theirs: &BTreeSet<String>) {
     );
 }
 
-/// Rules and chains, each with its table. The order between chains says nothing; the order in a
-/// chain is compared by numbering its rules, except in chains with a rule per service.
+/// Rules and chains, each with its table. The order of chains carries no information. To compare
+/// the order of rules in a chain, the rules are numbered, except in chains with a rule per service.
 fn iptables(text: &str) -> BTreeSet<String> {
     let mut table = String::new();
     let mut seen = std::collections::BTreeMap::<String, usize>::new();
     text.lines()
         .filter(|line| line.starts_with(['*', ':', '-']) && !line.contains(" ACCEPT ["))
-        // Without nfacct, kube-proxy leaves out the match, and the rule that was only to count.
+        // Without nfacct, kube-proxy leaves out the match, and also the rule that only counted
+        // packets.
         .filter(|line| !line.contains("localhost_nps_accepted_pkts"))
         .map(|line| {
             line.replace(
@@ -186,8 +188,8 @@ fn iptables_rules_are_those_of_kube_proxy() {
     assert_same(&iptables(&ours), &iptables(theirs));
 }
 
-/// Each line with the headings above it, each element of a set a line of its own. Rules are
-/// numbered, since their order matters.
+/// Each line with the headings above it, and each element of a set as its own line. Rules are
+/// numbered, because their order matters.
 fn nftables(text: &str) -> BTreeSet<String> {
     let mut lines = BTreeSet::new();
     let mut headings: Vec<String> = vec![];
@@ -197,7 +199,7 @@ fn nftables(text: &str) -> BTreeSet<String> {
         if let Some(first) = line.strip_prefix("elements = {") {
             in_elements = true;
             if headings.iter().any(|h| h.starts_with("set affinity-")) {
-                // Clients remembered at the moment when it was listed.
+                // The set lists the clients that it remembered at that moment.
                 in_elements = !first.ends_with('}');
                 continue;
             }

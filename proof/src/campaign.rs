@@ -1,9 +1,9 @@
-//! Many packets, one after the other, through the programs and through the model; and what differs,
-//! made short.
+//! Runs many packets, one after the other, through the programs and through the model, and shortens the sequence that
+//! shows a difference.
 //!
-//! A campaign is a row of epochs. Each begins with nothing remembered, and has so many things happen
-//! (`Op`), each of them from a seed of its own and from what is known by then. So an epoch can be
-//! played again without some of them.
+//! A campaign consists of epochs. Each epoch starts with empty tables and consists of a fixed number of operations
+//! (`Op`). Each operation depends only on its own seed and on the state at that time. So an epoch can be replayed with
+//! some of its operations left out.
 
 use std::{fmt::Write as _, fs::File, os::fd::AsFd as _, path::Path, thread};
 
@@ -26,30 +26,30 @@ use crate::{
     world::{self, World},
 };
 
-/// How many things happen in an epoch.
+/// Operations in an epoch.
 const EPOCH: usize = 1024;
-/// How many flows there is room for: so few that many a flow finds its cell taken, and more than an epoch makes, so that
-/// none finds all taken that it may have.
+/// Number of flows that the table has room for. It is small, so that many flows find their home cell taken. It is
+/// larger than the number of flows in an epoch, so that a new flow always finds a cell.
 const FLOWS: u32 = 512;
 
-/// The programs and the node, ready for packets.
+/// The programs and the node, ready to process packets.
 pub struct Scene {
-    /// The programs.
+    /// The loaded programs and their tables.
     pub rig: Rig,
-    /// The node.
+    /// The node: interfaces, routes and services.
     pub world: World,
-    /// How many cells there are for flows.
+    /// Number of cells for flows.
     cells: u32,
-    /// The namespace; dropped last.
+    /// The lab with its network namespace. It is the last field, so it is dropped last.
     pub lab: Lab,
 }
 
-/// Where the programs differ from the model.
+/// A difference between the programs and the model.
 #[derive(Debug)]
 pub struct Failure {
-    /// What differs.
+    /// Description of the difference.
     pub what: String,
-    /// After how many ops.
+    /// Index of the operation at which it appeared.
     at: usize,
 }
 
@@ -57,15 +57,15 @@ impl Scene {
     /// Builds the lab and loads the programs.
     ///
     /// # Errors
-    /// If this machine cannot.
+    /// If this machine cannot run the lab or load the programs.
     pub fn new() -> Result<Self> {
         Self::with_flows(FLOWS)
     }
 
-    /// The same, with room for so many flows.
+    /// Builds the lab and loads the programs, with room for this many flows.
     ///
     /// # Errors
-    /// If this machine cannot.
+    /// If this machine cannot run the lab or load the programs.
     pub fn with_flows(flows: u32) -> Result<Self> {
         let lab = world::lab()?;
         let cells = cells_for(flows);
@@ -79,10 +79,10 @@ impl Scene {
         })
     }
 
-    /// Does something in the node's network namespace, where the programs' routes are.
+    /// Runs `work` in the node's network namespace, which has the routes that the programs look up.
     ///
     /// # Errors
-    /// Those of the work.
+    /// The errors of `work`, or if the namespace cannot be entered.
     pub fn inside<T: Send>(
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T> + Send,
@@ -97,11 +97,11 @@ impl Scene {
             .unwrap_or_else(|_| Err(anyhow!("it panicked")))
     }
 
-    /// Runs a program on a packet at an interface, whose link-layer address it is for. Answers what
-    /// became of it, and why: every reason that was counted. Inside of the namespace.
+    /// Runs a program on a packet that is addressed to the interface's link-layer address. Returns the result, and
+    /// every reason that the programs counted. Call it inside the namespace ([`Scene::inside`]).
     ///
     /// # Errors
-    /// The kernel's refusal to run it.
+    /// If the kernel refuses to run the program.
     pub fn throw(
         &self,
         interface: &str,
@@ -127,10 +127,10 @@ impl Scene {
         Ok((output, counted.collect()))
     }
 
-    /// Throws so many packets at the programs, and says what was counted.
+    /// Sends this many packets through the programs, and returns the counts.
     ///
     /// # Errors
-    /// The first difference, with the shortest way to it that was found.
+    /// The first difference, with the shortest sequence of operations that shows it.
     pub fn run(
         &mut self,
         seed: u64,
@@ -152,8 +152,8 @@ impl Scene {
         })
     }
 
-    /// Has things happen, one after the other, from a clean start. `closely`: the counters are
-    /// compared after each packet, not only in the end.
+    /// Runs the operations one after the other, from an empty state. `closely`: compares the counters after each
+    /// packet, not only at the end.
     fn play(
         &mut self,
         config: u64,
@@ -234,22 +234,22 @@ impl Scene {
         Ok(Ok(()))
     }
 
-    /// Empties what the programs remember.
+    /// Empties the tables that hold the programs' state.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses to remove an entry.
     pub fn forget(&self) -> Result<()> {
         empty(&self.rig.conntrack)?;
         empty(&self.rig.fragments)?;
         empty(self.rig.affinity())
     }
 
-    /// Leaves out what is not needed for a difference to show.
+    /// Leaves out the operations that are not needed to show a difference.
     fn shorten(&mut self, config: u64, ops: Vec<u64>, first: Failure) -> Result<String> {
         let mut ops = ops;
         let mut failure = first;
         let fails = |scene: &mut Self, ops: &[u64]| -> Result<Option<Failure>> {
-            // Ports and endpoints are drawn anew each time.
+            // The programs choose ports and endpoints anew in each run, so a difference may not show at the first try.
             for _ in 0..3 {
                 if let Err(failure) = scene.play(config, ops, &mut Tally::default(), true)? {
                     return Ok(Some(failure));
@@ -277,7 +277,7 @@ impl Scene {
         self.explain(config, &ops, &failure)
     }
 
-    /// Plays it once more, and says what happens.
+    /// Replays the operations once more, and describes each of them.
     fn explain(&mut self, config: u64, ops: &[u64], failure: &Failure) -> Result<String> {
         let mut text = format!(
             "the programs differ from the model: {}\nthe shortest way there, with {:?}:\n",
@@ -326,7 +326,7 @@ impl Scene {
     }
 }
 
-/// What the programs are told unless a test says otherwise.
+/// The configuration that the programs run with if a test does not set another.
 pub fn plain_config() -> PacketConfig {
     PacketConfig {
         flags: PacketConfig::DETECT_BY_ADDRESS | PacketConfig::WAYS_BY_ADDRESS,

@@ -1,4 +1,4 @@
-//! One packet through the programs and through the model, and what differs.
+//! Runs one packet through the programs and through the model, and compares the results.
 
 use std::{fmt, io};
 
@@ -24,7 +24,7 @@ use crate::{
     wire::LINK,
 };
 
-/// Bytes in hexadecimal digits, as `text2pcap` and others read them.
+/// Bytes in hexadecimal digits, in the format of `text2pcap` and similar tools.
 pub struct Bytes<'a>(pub &'a [u8]);
 
 impl fmt::Display for Bytes<'_> {
@@ -33,7 +33,7 @@ impl fmt::Display for Bytes<'_> {
     }
 }
 
-/// A table of the kernel's, whatever it is made of.
+/// A table of the kernel, of any kind.
 pub trait Kernel<K, V> {
     fn get(&self, key: &K) -> io::Result<Option<V>>;
     fn set(&self, key: &K, value: &V) -> io::Result<()>;
@@ -81,7 +81,7 @@ impl Kernel<FlowKey, Translation> for Conntrack {
     }
 }
 
-/// What the programs drew by lot.
+/// The random choices of the programs, read from the tables.
 struct Tables<'a>(&'a Rig);
 
 impl Drawn for Tables<'_> {
@@ -90,7 +90,7 @@ impl Drawn for Tables<'_> {
     }
 }
 
-/// Now, as the programs know it.
+/// Returns the current time by the programs' clocks.
 fn now() -> Moment {
     let read = |clock| {
         let time = clock_gettime(clock).map_or_else(|_| std::time::Duration::ZERO, Into::into);
@@ -102,8 +102,8 @@ fn now() -> Moment {
     }
 }
 
-/// Whether a packet has less than an IP header: since Linux 6.18 a test run refuses it
-/// (`bpf_prog_test_run_skb` in `net/bpf/test_run.c`). The lab sends such packets.
+/// Whether a packet is shorter than an IP header. Since Linux 6.18 a test run refuses such packets
+/// (`bpf_prog_test_run_skb` in `net/bpf/test_run.c`). The lab's tests send them.
 pub fn too_short(frame: &[u8]) -> bool {
     match frame.get(12..14) {
         Some([0x08, 0x00]) => frame.len() < LINK + 20,
@@ -112,7 +112,7 @@ pub fn too_short(frame: &[u8]) -> bool {
     }
 }
 
-/// Runs a program on a packet.
+/// Runs a program on a packet in a test run.
 pub fn run(rig: &Rig, input: &Input) -> Result<Output> {
     let mut out = vec![0; input.frame.len() + 256];
     let context = SkbContext::new(input.ifindex, u32::from(input.segmented) * 2);
@@ -136,9 +136,9 @@ pub fn run(rig: &Rig, input: &Input) -> Result<Output> {
 /// Verdicts by reason.
 pub type Reasons = [u64; Reason::SLOTS as usize];
 
-/// A packet through the programs and through the model; an error of the inner result says what
-/// differs. `zero`: the programs' counters when the model's were zero; they are read where packet and
-/// tables do not tell what was drawn, or if it is to be looked at `closely`.
+/// Runs a packet through the programs and through the model. An error of the inner result describes the difference.
+/// `zero`: the programs' counters at the time when the model's counters were zero. The function reads the counters only
+/// if `closely` is set, or if packet and tables do not show the program's random choice.
 pub fn packet(
     rig: &Rig,
     model: &mut Model<'_>,
@@ -151,7 +151,7 @@ pub fn packet(
     let after = now();
     let mut moments = vec![before];
     if after.tick != before.tick {
-        // The tick began meanwhile, and the program saw either.
+        // A new tick began during the run. The program may have seen either tick.
         moments.push(Moment {
             ns: before.ns,
             ..after
@@ -198,7 +198,7 @@ pub fn packet(
     Ok(Err(differences.join("\nor: ")))
 }
 
-/// Whether the last packet was counted otherwise than by the model.
+/// Returns a difference between the counters of the programs and the model, after the last packet.
 fn miscounted(rig: &Rig, model: &Model<'_>, zero: &Reasons) -> Result<Option<String>> {
     let mut wanted = *zero;
     for (sum, count) in wanted.iter_mut().zip(model.reasons) {
@@ -219,7 +219,7 @@ fn miscounted(rig: &Rig, model: &Model<'_>, zero: &Reasons) -> Result<Option<Str
     }))
 }
 
-/// What differs, if anything does.
+/// Returns a difference between the program's result and the expected result, if any.
 fn compare(
     rig: &Rig,
     model: &mut Model<'_>,
@@ -259,7 +259,7 @@ fn compare(
             rig.affinity(),
             &mut state.affinity,
             |ours, theirs| {
-                // To the nanosecond only the program knows.
+                // Only the program knows the exact nanosecond.
                 if ours.used_at == before.ns && (before.ns..=after.ns).contains(&theirs.used_at) {
                     ours.used_at = theirs.used_at;
                 }
@@ -269,8 +269,8 @@ fn compare(
     Ok(all.into_iter().flatten().next())
 }
 
-/// Whether the flows that a packet touched are in the kernel as the model has them, and are found by their replies;
-/// or by those of others, where they are gone.
+/// Compares the flows that a packet touched. Also compares the lookup by the key of their replies, before and after the
+/// change.
 fn flows_touched(kernel: &Conntrack, model: &mut Flows) -> Option<String> {
     let touched: Vec<_> = model
         .table()
@@ -282,7 +282,7 @@ fn flows_touched(kernel: &Conntrack, model: &mut Flows) -> Option<String> {
         .filter(|(key, _)| key.protocol == Protocol::UDP);
     for (key, _) in streams {
         let assured = kernel.get(key).map_or(0, |to| to.seen & seen::ASSURED);
-        // Of a flow that was answered before.
+        // The flow was answered before; only then the bit may be set.
         if model
             .get(key)
             .is_some_and(|to| to.seen & seen::in_replies(seen::PACKET) != 0)
@@ -306,7 +306,7 @@ fn flows_touched(kernel: &Conntrack, model: &mut Flows) -> Option<String> {
     })
 }
 
-/// Whether the sequence numbers of a flow are others in the kernel than in the model.
+/// Compares the sequence numbers of a flow.
 fn numbers_differ(kernel: &Conntrack, model: &Flows, key: &FlowKey) -> Option<String> {
     if key.protocol != Protocol::TCP {
         return None;
@@ -316,7 +316,7 @@ fn numbers_differ(kernel: &Conntrack, model: &Flows, key: &FlowKey) -> Option<St
     (theirs != ours).then(|| format!("SEQUENCES has {theirs:?} at {key:?}, not {ours:?}"))
 }
 
-/// Whether the replies of a flow are another's in the kernel than in the model.
+/// Compares the lookup by the key of a flow's replies: it must lead to the same flow in both.
 fn replies_differ(kernel: &Conntrack, model: &Flows, flow: &Flow) -> Option<String> {
     let (ours, theirs) = if flow.is_foreign() && flow.to.node_addr == 0 {
         return None;
@@ -331,7 +331,7 @@ fn replies_differ(kernel: &Conntrack, model: &Flows, flow: &Flow) -> Option<Stri
     (theirs != ours).then(|| format!("the replies of {flow:?} lead to {theirs:?}, not to {ours:?}"))
 }
 
-/// Whether the flows are the same in the kernel as in the model, and found by their replies.
+/// Compares all flows, their sequence numbers, and the lookup by the key of their replies.
 pub fn flows_differ(kernel: &Conntrack, model: &Flows) -> Result<Option<String>> {
     if let Some(what) = differs("CONNTRACK", kernel, model.table())? {
         return Ok(Some(what));
@@ -345,7 +345,7 @@ pub fn flows_differ(kernel: &Conntrack, model: &Flows) -> Result<Option<String>>
     Ok(flows.find_map(|flow| replies_differ(kernel, model, &flow)))
 }
 
-/// Whether what a packet touched is in the kernel as the model has it.
+/// Compares the entries that a packet touched.
 fn touched<K, V>(
     name: &str,
     kernel: &impl Kernel<K, V>,
@@ -373,7 +373,7 @@ where
     Ok(None)
 }
 
-/// Whether a table is the same in the kernel as in the model.
+/// Compares all entries of a table.
 pub fn differs<K, V>(
     name: &str,
     kernel: &impl Kernel<K, V>,
@@ -410,7 +410,7 @@ pub fn empty<K, V>(table: &impl Kernel<K, V>) -> Result<()> {
     Ok(())
 }
 
-/// Something that is no packet, in the kernel's tables and in the model's.
+/// Applies an operation that is not a packet to the model and to the kernel's tables.
 pub fn event(rig: &Rig, lab: &Lab, model: &mut Model<'_>, op: &Op) -> Result<()> {
     let state = &mut model.state;
     let older = |tick: Tick, ticks: u16| {
@@ -479,7 +479,7 @@ pub fn event(rig: &Rig, lab: &Lab, model: &mut Model<'_>, op: &Op) -> Result<()>
     Ok(())
 }
 
-/// What the model changed, into the kernel.
+/// Writes the model's changes to the kernel's table.
 fn push<K, V>(kernel: &impl Kernel<K, V>, model: &Table<K, V>) -> Result<()>
 where
     K: Copy + Eq + std::hash::Hash,

@@ -1,5 +1,5 @@
-//! How long the programs take for a packet, by the kernel's own measurement of a run by hand: what
-//! the making of a flow costs, without the noise of sockets and queues.
+//! Measures how long the programs run for a packet. The kernel measures each test run (`BPF_PROG_TEST_RUN`) itself. So
+//! the results show the cost of a new flow without the noise of sockets and queues.
 
 use std::net::IpAddr;
 
@@ -11,25 +11,25 @@ use crate::{
     wire::{LINK, Packet, Payload, flags},
 };
 
-/// Whose flows, to what.
+/// A kind of flow to measure: its clients and its service.
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
-    /// Its name.
+    /// Name in the report.
     pub name: &'static str,
-    /// The interface that its packets arrive at.
+    /// The interface on which the clients' packets arrive.
     at: &'static str,
-    /// The network of its clients, three bytes.
+    /// The first three bytes of the clients' network.
     clients: [u8; 3],
-    /// What they connect to.
+    /// The address and port that the clients connect to.
     to: ([u8; 4], u16),
-    /// The interface that the answers arrive at.
+    /// The interface on which the endpoint's replies arrive.
     answers_at: &'static str,
-    /// How many flows there can be: an endpoint sees each of the node's ports once.
+    /// Maximum number of flows. For a masqueraded flow, each port of the node can serve one flow to an endpoint.
     at_most: u32,
 }
 
-/// One of each way that flows go: to a pod of the node and masqueraded, likewise to elsewhere, and
-/// from pod to pod as they are.
+/// One case for each path of a flow: masqueraded to a pod of the node, masqueraded to another node, and from pod to pod
+/// without masquerading.
 pub const CASES: [Case; 3] = [
     Case {
         name: "nodeport-local",
@@ -57,32 +57,33 @@ pub const CASES: [Case; 3] = [
     },
 ];
 
-/// What a packet costs, in nanoseconds: medians, and the mean of new flows, which what is done now
-/// and then counts in.
+/// The cost of a packet, in nanoseconds: medians. For new flows also the mean, which includes work that is done only
+/// now and then.
 #[derive(Clone, Copy, Debug)]
 pub struct Costs {
-    /// The SYN of a flow that nobody knew.
+    /// The SYN of a new flow: median.
     pub new: f64,
-    /// The mean of that.
+    /// The SYN of a new flow: mean.
     pub new_mean: f64,
-    /// The endpoint's answer to it.
+    /// The endpoint's reply to the SYN.
     pub answer: f64,
-    /// The same SYN again.
+    /// The same SYN again, retransmitted.
     pub again: f64,
-    /// A later packet.
+    /// A later packet of the flow.
     pub known: f64,
 }
 
-/// Who sends to whom.
+/// Source and destination of a packet.
 type Ends = [(IpAddr, u16); 2];
 
-/// Has so many new flows come, or as many as there can be, each with its SYN, an answer, the SYN again, and a later packet.
+/// Measures this many new flows, or the case's maximum. Each flow sends a SYN, a reply, the SYN again, and a later
+/// packet.
 ///
 /// # Errors
-/// If the programs cannot be run, or leave a packet alone.
+/// If the programs cannot run, or if they leave a packet alone.
 pub fn measure(scene: &mut Scene, case: Case, flows: u32) -> Result<Costs> {
     let flows = flows.min(case.at_most);
-    // Clients of a pod's network come from where its routes lead.
+    // Adds a route to the clients through the pod's interface.
     if case.at != "eth0" {
         let [a, b, c] = case.clients;
         let node = scene.lab.node("node1");
@@ -93,7 +94,7 @@ pub fn measure(scene: &mut Scene, case: Case, flows: u32) -> Result<Costs> {
         let Scene { rig, world, .. } = scene;
         world.configure(rig, plain_config())?;
         let mut out = vec![0; 256];
-        // Answers the time, and between whom the packet then is.
+        // Returns the time of the run, and source and destination of the packet after it.
         let mut run = |at: &str, [from, to]: Ends, flags: u8| -> Result<(u32, Ends)> {
             let (ifindex, mac) = world.interface(at);
             let payload = Payload::Tcp {
@@ -120,7 +121,7 @@ pub fn measure(scene: &mut Scene, case: Case, flows: u32) -> Result<Costs> {
         };
         let mut times: [Vec<u32>; 4] = Default::default();
         for flow in 0..flows {
-            // Ports as clients choose them, on many hosts.
+            // Ports as clients choose them, spread over many hosts.
             let [a, b, c] = case.clients;
             let client = [a, b, c, 20 + u8::try_from(flow % 80)?];
             let port = 32768 + u16::try_from(flow / 80)?;

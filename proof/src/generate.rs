@@ -1,5 +1,5 @@
-//! Packets of all kinds, from a seed: by the grammar of headers, about flows that are known and
-//! others, whole and in fragments, then mutated; and plain bytes.
+//! Generates packets of all kinds from a seed: with well-formed headers, of known flows and of others, whole and in
+//! fragments, with mutations; and random bytes.
 
 use std::net::IpAddr;
 
@@ -20,51 +20,52 @@ use crate::{
     world::{EPHEMERAL, NEARLY_ALL, To, World, is_own},
 };
 
-/// Longer frames a test run does not take.
+/// Longest frame: a test run refuses longer ones.
 const LONGEST: usize = 3400;
 
-/// What happens next.
+/// An operation of a campaign.
 #[derive(Clone, Debug)]
 pub enum Op {
-    /// A packet comes, or leaves.
+    /// A packet arrives or leaves.
     Packet(Input),
-    /// A flow was last used so many ticks earlier.
+    /// The last use of a flow moves back by this many ticks.
     Age(FlowKey, u16),
     /// A flow is removed.
     Forget(FlowKey),
     /// The service no longer lists a flow's endpoint.
     Depart(FlowKey),
-    /// The kernel's own conntrack has had a flow since before. Or, with this key, a port of the node's to an endpoint.
+    /// The kernel's own conntrack already has a flow. `true`: the flow is masqueraded, and its key reserves a port of
+    /// the node at an endpoint.
     Foreign(FlowKey, bool),
-    /// There is a flow to an address and port that no service has any longer. Of it, this was seen.
+    /// Adds a flow with these `seen` bits to an address and port that no longer belong to a service.
     Orphan(FlowKey, Endpoint, u8),
-    /// A client used its endpoint so many seconds earlier.
+    /// The last use of a client's session affinity moves back by this many seconds.
     AgeClient(AffinityKey, u64),
-    /// The default routes come, or go.
+    /// The default routes appear (`true`) or disappear.
     Route(bool),
 }
 
-/// What kind of packet it is, for the count.
+/// The kind of a packet, for the statistics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
-    /// From a client to a service, or nearly.
+    /// From a client to a service, or close to it.
     Request,
-    /// Of a flow that is known, from its client.
+    /// From the client of a known flow.
     Known,
-    /// Of a flow that is known, from its endpoint.
+    /// From the endpoint of a known flow.
     Answer,
-    /// From the client of a flow that is known, from the same port, to its endpoint itself.
+    /// From the client of a known flow, from the same port, to the endpoint itself.
     Beside,
     /// An ICMP error.
     Error,
-    /// Anything else that is a packet.
+    /// Any other well-formed packet.
     Other,
-    /// Bytes.
+    /// Random bytes.
     Raw,
 }
 
 impl Kind {
-    /// The word that a person reads.
+    /// The kind in words, for the report.
     pub fn word(self) -> &'static str {
         match self {
             Self::Request => "to a service",
@@ -78,16 +79,16 @@ impl Kind {
     }
 }
 
-/// A packet of some kind, and whether it was mutated.
+/// The kind of a packet, and whether it was mutated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Sort {
-    /// Of which kind.
+    /// The kind.
     pub kind: Kind,
-    /// Whether bytes were changed after it was put together.
+    /// Whether bytes were changed after the packet was built.
     pub mutated: bool,
 }
 
-/// What the programs are told, from a seed.
+/// Returns the configuration of the programs for a seed.
 pub fn config(seed: u64) -> PacketConfig {
     let mut rng = SmallRng::seed_from_u64(seed);
     let range = if rng.random_ratio(1, 8) {
@@ -108,7 +109,7 @@ pub fn config(seed: u64) -> PacketConfig {
     }
 }
 
-/// What the uplink asks of sources, from a seed.
+/// Returns the check of IPv4 source addresses on the uplink for a seed.
 pub fn reverse_path(seed: u64) -> u16 {
     let mut rng = SmallRng::seed_from_u64(seed.rotate_left(32));
     *[0, Iface::STRICT, Iface::LOOSE]
@@ -116,8 +117,8 @@ pub fn reverse_path(seed: u64) -> u16 {
         .unwrap_or(&0)
 }
 
-/// The IPsec policies that there are, from a seed: mostly none. Between networks that packets come from and go to,
-/// before and after they are translated.
+/// Returns the IPsec policies for a seed: in most cases none. The policies are between networks that packets come from
+/// and go to, before and after translation.
 pub fn policies(seed: u64) -> Vec<Policy> {
     const NETWORKS: [&str; 14] = [
         "0.0.0.0/0",
@@ -165,10 +166,10 @@ pub fn policies(seed: u64) -> Vec<Policy> {
     all.collect()
 }
 
-/// What happens next, from a seed and what is known by now.
+/// Returns the next operation for a seed and the current state.
 pub fn op(seed: u64, world: &World, state: &State) -> (Op, Option<Sort>) {
     let mut rng = SmallRng::seed_from_u64(seed);
-    // Rarely: it takes some milliseconds.
+    // Rare, because a change of routes takes some milliseconds.
     if rng.random_ratio(1, 512) {
         return (Op::Route(rng.random_ratio(2, 3)), None);
     }
@@ -187,7 +188,7 @@ pub fn op(seed: u64, world: &World, state: &State) -> (Op, Option<Sort>) {
     (Op::Packet(input), Some(sort))
 }
 
-/// Any entry, the same for the same state.
+/// Returns a random entry. The same state gives the same entry.
 fn any<'a, T>(rng: &mut impl Rng, all: impl Iterator<Item = T> + 'a, count: usize) -> Option<T> {
     if count == 0 {
         return None;
@@ -201,7 +202,7 @@ fn event(rng: &mut SmallRng, world: &World, state: &State) -> Option<Op> {
     let flows = state.flows.table();
     let flow = any(rng, flows.iter(), flows.len()).map(|(key, _)| *key);
     Some(match rng.random_range(0..10) {
-        // 4.3 s each: some of every timeout of UDP.
+        // A tick is 4.3 s, so this may exceed any timeout of UDP.
         0..5 => Op::Age(flow?, rng.random_range(1..40)),
         5 => Op::Forget(flow?),
         6 => {
@@ -227,7 +228,7 @@ fn event(rng: &mut SmallRng, world: &World, state: &State) -> Option<Op> {
         8 => {
             let (client, (vip, port)) = (*world.clients.choose(rng)?, *world.vips.choose(rng)?);
             let from = dataplane_common::Port::new(port_number(rng));
-            // Of a cluster IP, the address as such is served.
+            // No service has this port. (A cluster IP is also known as an address without a port.)
             let to = dataplane_common::Port::new(port + 1000);
             let endpoint = *world.endpoints(client.is_v4()).choose(rng)?;
             let some = [seen::PACKET, seen::FIN, seen::RST];
@@ -237,7 +238,7 @@ fn event(rng: &mut SmallRng, world: &World, state: &State) -> Option<Op> {
                     seen |= (u8::from(rng.random_ratio(1, 3)) * flag) << direction;
                 }
             }
-            // Of the node's own flows, the programs know by which interface they go.
+            // For flows of the node itself, the programs also know the outgoing interface, so these are left out.
             if vip.is_v4() != client.is_v4() || is_nobody(client) || is_own(client) {
                 return None;
             }
@@ -254,7 +255,7 @@ fn event(rng: &mut SmallRng, world: &World, state: &State) -> Option<Op> {
     })
 }
 
-/// A client's port: few, so that flows meet.
+/// Returns a client's port. The choice is small, so that flows collide.
 fn port_number(rng: &mut SmallRng) -> u16 {
     match rng.random_range(0..9) {
         0 => rng.random(),
@@ -268,11 +269,11 @@ struct Maker<'a> {
     rng: SmallRng,
     world: &'a World,
     state: &'a State,
-    /// The flow that the next packet is about, and whether it is of its replies.
+    /// The flow that the next packet belongs to, and whether the packet is a reply.
     about: Option<(FlowKey, bool)>,
 }
 
-/// Both ends of a packet.
+/// Source address and port, destination address and port, protocol.
 type Ends = (Addr, u16, Addr, u16, Protocol);
 
 impl Maker<'_> {
@@ -298,7 +299,7 @@ impl Maker<'_> {
             _ => self.rng.random_ratio(1, 12),
         };
         let mut shape = (kind != Kind::Raw).then(|| self.shape(kind));
-        // A raw socket of the node.
+        // A packet from a raw socket of the node.
         if let Some(packet) = &mut shape
             && leaves
             && kind == Kind::Request
@@ -335,7 +336,7 @@ impl Maker<'_> {
             frame.resize(frame.len() + more, 0xa5);
         }
         frame.truncate(LONGEST);
-        // The kernel takes no frame without anything after the link-layer header.
+        // The kernel refuses a frame without any byte behind the link-layer header.
         frame.resize(frame.len().max(LINK + 1), 0);
         let input = Input {
             leaves,
@@ -346,7 +347,7 @@ impl Maker<'_> {
         (input, Sort { kind, mutated })
     }
 
-    /// At which interface a packet is: mostly at that to which the routes to its source lead.
+    /// Chooses the interface of a packet: in most cases the interface of the route to its source.
     fn interface(&mut self, src: Option<IpAddr>, leaves: bool) -> u32 {
         let ifindices: Vec<u32> = self.world.interfaces.keys().copied().collect();
         let any = *ifindices.choose(&mut self.rng).unwrap_or(&1);
@@ -402,13 +403,13 @@ impl Maker<'_> {
                     let (client, own, ..) = request;
                     let (endpoint, to, seen, port, protocol) = answer;
                     let from = if seen == client { port } else { own };
-                    // Or from a socket of the node's that has the flow's port.
+                    // Or from a socket of the node with the flow's port.
                     if seen != client && self.rng.random() {
                         return (seen, port, endpoint, to, protocol);
                     }
                     return (client, from, endpoint, to, protocol);
                 }
-                // Errors are about what was sent on: to the endpoint, or to the client.
+                // An ICMP error quotes a translated packet: to the endpoint, or to the client.
                 Kind::Error if self.rng.random_ratio(3, 4) => {
                     let (about, back) = if self.rng.random() {
                         (answer, true)
@@ -456,7 +457,8 @@ impl Maker<'_> {
         (client, port_number(&mut self.rng), to.0, to.1, protocol)
     }
 
-    /// TCP's sequence and acknowledgement numbers: the connection's own, or at the limits of what counts, or others.
+    /// Chooses TCP's sequence and acknowledgement numbers: near the connection's own, near the limits of the accepted
+    /// ranges, or random.
     fn numbers(&mut self) -> [u32; 2] {
         let known = self.about.map(|(key, replies)| {
             let Numbers { positions, syn, .. } = self.state.flows.numbers(&key);
@@ -478,7 +480,7 @@ impl Maker<'_> {
         })
     }
 
-    /// A packet of TCP or UDP between two ends.
+    /// Builds a TCP or UDP packet.
     fn between(&mut self, (src, from, dst, to, protocol): Ends) -> Packet {
         let length = match self.rng.random_range(0..40) {
             0 => self.rng.random_range(1300..1500),
@@ -511,7 +513,7 @@ impl Maker<'_> {
                 data,
             }
         };
-        // One family's addresses both ways, whatever a mutation made of them.
+        // Both addresses must be of one family. A mutated client address may have changed its family.
         let (src, dst) = (src.ip(), dst.ip());
         let numbers = self.numbers();
         let packet = match (src, dst) {
@@ -545,7 +547,7 @@ impl Maker<'_> {
         }
     }
 
-    /// What is optional in an IP packet.
+    /// Adds optional parts of an IP packet at random.
     fn decorate(&mut self, packet: &mut Packet) {
         let rng = &mut self.rng;
         packet.hops = *[64, 64, 64, 255, 128, 2, 1, 0].choose(rng).unwrap_or(&64);
@@ -555,7 +557,8 @@ impl Maker<'_> {
         if packet.src.is_ipv4() {
             if rng.random_ratio(1, 8) {
                 packet.options = vec![1; 4 * rng.random_range(1..11)];
-                // Some with a meaning: the end, routes, records of them; and those with a length that may be wrong.
+                // Some options have a meaning: end of options, source routes, record route. Their length byte may be
+                // wrong.
                 if rng.random_ratio(1, 3) {
                     let at = rng.random_range(0..packet.options.len());
                     let kind = *[0, 7, 68, 131, 137, 148].choose(rng).unwrap_or(&0);
@@ -589,7 +592,7 @@ impl Maker<'_> {
         }
     }
 
-    /// An ICMP error about a packet: from where it was going, or from somewhere on the way.
+    /// Builds an ICMP error about a packet, from the packet's destination or from a router on the path.
     fn error(&mut self, about: &Packet) -> Packet {
         let v4 = about.src.is_ipv4();
         let kinds: &[u8] = if v4 {
@@ -620,7 +623,7 @@ impl Maker<'_> {
             data: quoted[..most.min(quoted.len())].to_vec(),
         };
         let mut to = about.src;
-        // Some errors do not go to the sender of what they quote.
+        // Some errors do not go to the sender of the quoted packet.
         if self.rng.random_ratio(1, 8) {
             let same = |addr: &&Addr| addr.is_v4() == v4;
             let others: Vec<&Addr> = self.world.clients.iter().filter(same).collect();
@@ -643,7 +646,7 @@ impl Maker<'_> {
             bytes[12..14].copy_from_slice(&kind);
             bytes[14] = if v4 { 0x45 } else { 0x60 };
         }
-        // Lengths that hold, so that the rest is looked at.
+        // Correct lengths, so that the programs also parse the rest.
         if self.rng.random() && length > 60 {
             let (at, length) = if v4 {
                 (16, length - 14)
@@ -660,14 +663,14 @@ impl Maker<'_> {
         bytes
     }
 
-    /// Changes bytes as faults and attackers do.
+    /// Mutates bytes, as faults and attackers do.
     fn mutate(&mut self, frame: &mut Vec<u8>) {
         for _ in 0..self.rng.random_range(1..4) {
             let v4 = frame.get(12..14) == Some(&[8, 0]);
             match self.rng.random_range(0..9) {
-                // Cut short.
+                // Truncates the frame.
                 0 => frame.truncate(self.rng.random_range(15..=frame.len().max(15))),
-                // A length that lies: IPv4's header's, the packet's.
+                // A wrong length: of the IPv4 header, or of the packet.
                 1 if v4 && frame.len() > 14 => frame[14] = 0x40 | self.rng.random_range(0..16),
                 1 | 2 => {
                     let at = if v4 { 16 } else { 18 };
@@ -679,7 +682,7 @@ impl Maker<'_> {
                         frame[at..at + 2].copy_from_slice(&length.to_be_bytes());
                     }
                 }
-                // A field of the IP header, or of what follows.
+                // A random byte in the IP header, or in the header behind it.
                 3 | 4 => {
                     let end = frame.len().min(if v4 { 60 } else { 110 });
                     let at = self.rng.random_range(12..end.max(13));
@@ -687,7 +690,7 @@ impl Maker<'_> {
                         *byte = self.rng.random();
                     }
                 }
-                // A bit anywhere.
+                // A random bit anywhere.
                 5 | 6 => {
                     let at = self.rng.random_range(6..frame.len().max(7));
                     if let Some(byte) = frame.get_mut(at) {

@@ -1,12 +1,12 @@
-//! The proof of the packet path: its programs, as the kernel has loaded them, are run packet by
-//! packet ([`kernel::rig`]) and compared with a small model of what they ought to do.
+//! Proves the packet path: runs its programs, as the kernel has loaded them, packet by packet ([`kernel::rig`]) and
+//! compares the results with a small reference model.
 //!
-//! * [`wire`]: packets as bytes.
-//! * [`world`]: the node that they are thrown at.
-//! * `model`: what ought to happen.
-//! * `generate`: packets of all kinds, from a seed.
-//! * [`campaign`]: many of them, compared; what was found, made short.
-//! * [`cost`]: how long the programs take.
+//! * [`wire`]: builds packets as bytes.
+//! * [`world`]: the node that receives the packets.
+//! * `model`: the reference model, which computes the expected results.
+//! * `generate`: generates packets of all kinds from a seed.
+//! * [`campaign`]: runs many packets, compares the results, and shortens the sequence that shows a difference.
+//! * [`cost`]: measures how long the programs run.
 
 pub mod campaign;
 mod compare;

@@ -1,4 +1,4 @@
-//! Throws packets at the kernel programs and compares what they do with a model: `cargo xtask fuzz`.
+//! Sends packets through the kernel programs and compares the results with a model: `cargo xtask fuzz`.
 
 use std::{process::ExitCode, time::Instant};
 
@@ -8,24 +8,26 @@ use dataplane_common::packet::DEFAULT_FLOWS;
 use dataplane_proof::{Tally, campaign::Scene, cost};
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Throw packets at the packet path's programs, as this kernel has loaded them, and compare verdict,
-/// packet, tables and counters with a reference model
+/// Send packets through the packet path's programs, as this kernel has loaded them, and compare verdict, packet, tables
+/// and counters with a reference model
 ///
-/// The programs run in a network namespace of their own, on no interface and by no traffic. The first
-/// difference ends it: exit code 1, and the shortest row of packets that shows it.
+/// The programs run in a network namespace of their own. They are attached to no interface and see no real traffic. The
+/// run ends at the first difference, with exit code 1, and prints the shortest sequence of packets that shows the
+/// difference.
 #[derive(Debug, Parser)]
 #[command(name = "fuzz")]
 struct Arguments {
-    /// How many packets
+    /// Number of packets
     #[arg(long, default_value_t = 1_000_000)]
     packets: u64,
-    /// Where to begin; the same seed throws the same packets (but endpoints and ports are drawn anew)
+    /// Seed of the random generator; the same seed sends the same packets, but the programs choose endpoints and ports
+    /// anew in each run
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Instead of comparing, measure what so many new flows cost the programs
+    /// Instead of comparing, measure the cost of this many new flows in the programs
     #[arg(long, value_name = "FLOWS", conflicts_with_all = ["packets", "seed"])]
     costs: Option<u32>,
-    /// With `--costs`: how many flows there is room for
+    /// With `--costs`: the number of flows that the flow table has room for
     #[arg(long, value_name = "FLOWS", default_value_t = DEFAULT_FLOWS, requires = "costs")]
     room: u32,
 }

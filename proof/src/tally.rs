@@ -1,4 +1,4 @@
-//! What became of many packets.
+//! Counts the outcomes of many packets.
 
 use std::collections::BTreeMap;
 
@@ -14,23 +14,23 @@ use crate::{
     },
 };
 
-/// What became of a packet.
+/// The outcome of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Outcome {
-    /// Nothing.
+    /// The packet passed unchanged.
     LeftAlone,
-    /// Translated, for this host's stack.
+    /// Translated, and passed to this host's stack.
     Up,
     /// Translated and sent on.
     Onward,
-    /// An ICMP error went back.
+    /// Answered by an ICMP error.
     Answered,
-    /// Dropped.
+    /// Dropped by the program.
     Dropped,
 }
 
 impl Outcome {
-    /// The words that a person reads.
+    /// The outcome in words, for the report.
     pub fn word(self) -> &'static str {
         match self {
             Self::LeftAlone => "left alone",
@@ -42,26 +42,27 @@ impl Outcome {
     }
 }
 
-/// What was counted.
+/// The counts of a campaign.
 #[derive(Clone, Debug)]
 pub struct Tally {
-    /// Packets.
+    /// Number of packets.
     pub packets: u64,
-    /// Other events: flows that aged, that were removed.
+    /// Number of other events, for example flows that aged or were removed.
     pub events: u64,
-    /// Packets without a whole IP header, which newer kernels do not run programs on by hand.
+    /// Packets without a complete IP header. Newer kernels refuse to run a program on them in a test run.
     pub too_short: u64,
     /// Packets by sort and outcome.
     pub outcomes: BTreeMap<(Sort, Outcome), u64>,
     /// Verdicts by reason.
     pub reasons: Reasons,
-    /// Changed packets whose checksums are right, computed anew over the whole packet.
+    /// Changed packets whose checksums are correct, computed over the whole packet.
     pub right: u64,
-    /// Changed packets that came with a wrong checksum, or in fragments, and are wrong by as much.
+    /// Changed packets with a wrong checksum: the packet arrived with the same error, or in fragments.
     pub wrong_before: u64,
-    /// Flows that were in the end, of each epoch, in other cells than their homes; and that other slots led to.
+    /// Flows in a cell other than their home at the end of an epoch, and flows in a slot other than their home; summed
+    /// over all epochs.
     pub elsewhere: [u64; 2],
-    /// Flows that were over and gave way to new ones.
+    /// Flows that were over and were evicted by new flows.
     pub gave_way: u64,
 }
 

@@ -1,11 +1,10 @@
-//! Packets as bytes: how they are put together, and what their checksums ought to be.
+//! Builds packets as bytes, with correct checksums.
 //!
-//! Written from the RFCs, in plain arithmetic over slices; nothing of it is shared with the kernel
-//! programs.
+//! The code follows the RFCs, in plain arithmetic over slices. It shares no code with the kernel programs.
 
 use std::net::IpAddr;
 
-/// Ethernet's header.
+/// Length of the Ethernet header.
 pub const LINK: usize = 14;
 
 /// Protocol numbers (IANA).
@@ -48,7 +47,7 @@ pub fn fold(mut sum: u32) -> u16 {
     u16::try_from(sum).unwrap_or_default()
 }
 
-/// An address's bytes.
+/// Returns an address's bytes, 4 or 16.
 pub fn octets(ip: IpAddr) -> Vec<u8> {
     match ip {
         IpAddr::V4(v4) => v4.octets().to_vec(),
@@ -66,50 +65,50 @@ fn put(bytes: &mut [u8], at: usize, word: u16) {
     bytes[at..at + 2].copy_from_slice(&word.to_be_bytes());
 }
 
-/// What an IP packet carries.
+/// The payload of an IP packet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Payload {
-    /// TCP: ports, flags, options (a multiple of four bytes), data.
+    /// A TCP segment.
     Tcp {
         /// Source and destination.
         ports: [u16; 2],
-        /// Of [`flags`].
+        /// Bits of [`flags`].
         flags: u8,
-        /// After the first 20 bytes of the header.
+        /// Options, a multiple of four bytes.
         options: Vec<u8>,
-        /// After the header.
+        /// The data behind the header.
         data: Vec<u8>,
     },
-    /// UDP.
+    /// A UDP datagram.
     Udp {
         /// Source and destination.
         ports: [u16; 2],
         /// Whether there is a checksum; without one the field is 0.
         summed: bool,
-        /// After the header.
+        /// The data behind the header.
         data: Vec<u8>,
     },
-    /// ICMP or ICMPv6, by the packet's family.
+    /// ICMP or ICMPv6, depending on the packet's family.
     Icmp {
         /// Type and code.
         kind: [u8; 2],
-        /// The second word.
+        /// The second 32-bit word.
         rest: [u8; 4],
-        /// After that: in errors, the packet that they are about.
+        /// The data behind the second word: in errors, the quoted packet.
         data: Vec<u8>,
     },
-    /// Anything.
+    /// Any protocol: its number and its bytes.
     Raw(u8, Vec<u8>),
 }
 
-/// Which part of the payload a fragment carries.
+/// The part of the payload that a fragment carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// From which byte on: a multiple of eight.
+    /// Offset of the first byte: a multiple of eight.
     pub from: usize,
-    /// Up to which byte; more than there are: to the end.
+    /// Offset behind the last byte. A larger offset than the payload's length means its end.
     pub to: usize,
-    /// Whether another fragment comes.
+    /// Whether another fragment follows.
     pub more: bool,
 }
 
@@ -118,33 +117,33 @@ pub struct Part {
 pub struct Packet {
     /// Link-layer addresses, destination first.
     pub link: [[u8; 6]; 2],
-    /// Where from.
+    /// Source address.
     pub src: IpAddr,
-    /// Where to: of the same family.
+    /// Destination address, of the same family.
     pub dst: IpAddr,
-    /// Time to live, hop limit.
+    /// IPv4 time to live, or IPv6 hop limit.
     pub hops: u8,
-    /// Type of service, traffic class.
+    /// IPv4 type of service, or IPv6 traffic class.
     pub class: u8,
-    /// Identification; of IPv4 the low 16 bits count.
+    /// Identification. IPv4 uses only the low 16 bits.
     pub identification: u32,
-    /// IPv4: may not be fragmented.
+    /// IPv4's "don't fragment".
     pub whole: bool,
     /// IPv4's options: a multiple of four bytes, at most 40.
     pub options: Vec<u8>,
-    /// IPv6's extension headers before the fragment header: protocol number and all bytes but the
-    /// first, which says what comes next.
+    /// IPv6 extension headers before the fragment header: protocol number, and all bytes behind the first one, which
+    /// holds the number of the next header.
     pub extensions: Vec<(u8, Vec<u8>)>,
-    /// The payload, all of it.
+    /// The whole payload.
     pub payload: Payload,
-    /// Which part of the payload is carried; `None`: all of it, and no fragment header.
+    /// The part of the payload in this packet; `None`: the whole payload, without a fragment header.
     pub part: Option<Part>,
     /// TCP's sequence and acknowledgement numbers.
     pub numbers: [u32; 2],
 }
 
 impl Packet {
-    /// A packet without anything unusual.
+    /// Returns a packet without unusual fields.
     pub fn new(src: IpAddr, dst: IpAddr, payload: Payload) -> Self {
         Self {
             link: [[2, 0, 0, 0, 0, 1], [2, 0, 0, 0, 0, 2]],
@@ -173,7 +172,7 @@ impl Packet {
         }
     }
 
-    /// The whole payload's bytes, with their checksum.
+    /// Returns the bytes of the whole payload, with its checksum.
     pub fn payload(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         let checksum = match &self.payload {
@@ -239,7 +238,7 @@ impl Packet {
         bytes
     }
 
-    /// The packet without its link-layer header.
+    /// Returns the packet without its link-layer header.
     pub fn ip(&self) -> Vec<u8> {
         let payload = self.payload();
         let carried = match self.part {
@@ -295,7 +294,7 @@ impl Packet {
         bytes
     }
 
-    /// The frame.
+    /// Returns the packet with its link-layer header.
     pub fn frame(&self) -> Vec<u8> {
         let mut frame = self.link.concat();
         frame.extend(if self.src.is_ipv4() {

@@ -1,5 +1,5 @@
-//! The node that packets are thrown at: its interfaces, routes and services. Once as the kernel's
-//! (a lab's namespace, and the tables), once as the model's.
+//! The node that receives the packets: its interfaces, routes and services. It exists twice: in the kernel (the
+//! namespace of a lab, and the tables), and in the model.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -26,65 +26,64 @@ use crate::model::read::Headers;
 pub struct Interface {
     /// Its name.
     pub name: String,
-    /// Its link-layer address.
+    /// The link-layer address.
     pub mac: [u8; 6],
-    /// Whether a pod is at its other end.
+    /// Whether a pod is at the other end.
     pub pod: bool,
-    /// What a pod's interface asks of sources: [`Iface::STRICT`], [`Iface::LOOSE`], or 0.
+    /// The check of source addresses on a pod's interface: [`Iface::STRICT`], [`Iface::LOOSE`], or 0.
     pub asked: u16,
-    /// The layer-2 segment that it is in; 0: none.
+    /// The layer-2 segment of the interface; 0: none.
     pub segment: u32,
-    /// Indices of the addresses that flows which leave by it are masqueraded to, IPv4 and IPv6; 0:
-    /// there is none.
+    /// Indices of the masquerade addresses, IPv4 and IPv6, of flows that leave by the interface; 0: none.
     pub masquerade: [u8; 2],
     masquerade_to: [Option<Addr>; 2],
     mtu: u16,
 }
 
-/// A way to a destination.
+/// A route to a destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
-    /// By which interface.
+    /// Index of the outgoing interface.
     pub ifindex: u32,
-    /// The longest packet that it takes.
+    /// Length of the longest packet on the interface.
     pub mtu: u16,
     /// The next hop's link-layer address, if the kernel knows it.
     pub neighbour: Option<[u8; 6]>,
 }
 
-/// Where a destination is.
+/// The result of a route lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum To {
     /// This host itself.
     Here,
-    /// No route leads there, or one forbids to go there.
+    /// No route leads to the destination, or a route refuses it.
     Nowhere,
-    /// Elsewhere.
+    /// The destination is behind an interface.
     Onward(Way),
 }
 
 /// The endpoints of a service's port.
 #[derive(Clone, Debug, Default)]
 pub struct Pool {
-    /// Sorted.
+    /// The endpoints, sorted.
     pub endpoints: Vec<Endpoint>,
-    /// Of [`Block`].
+    /// The flags, of [`Block`].
     pub flags: u16,
     /// Session affinity's timeout; 0: none.
     pub affinity_seconds: u32,
-    /// Whose clients it shares.
+    /// The affinity group. Pools of one group share the remembered clients.
     pub affinity_group: u32,
-    /// The pool for clients from outside; 0: this one.
+    /// Index of the pool for clients from outside; 0: this pool.
     pub external: u32,
-    /// Whether its load balancer has source ranges.
+    /// Whether the load balancer has source ranges.
     pub ranged: bool,
 }
 
-/// Where an address is: behind which interface, with which link-layer address if the kernel knows it.
+/// The place of an address: the interface, and the link-layer address if the kernel knows it.
 type Place = (u32, Option<[u8; 6]>);
 
-/// The destinations of the node's routes of type `local` (`ip route show table local`), with the length of the
-/// prefix as a 16-byte address's.
+/// The destinations of the node's routes of type `local` (`ip route show table local`), with the prefix length counted
+/// for a 16-byte address.
 const HOST: [(&str, u32); 8] = [
     ("127.0.0.0", 104),
     ("192.168.77.1", 128),
@@ -96,42 +95,42 @@ const HOST: [(&str, u32); 8] = [
     ("fd13::", 16),
 ];
 
-/// The node.
+/// The node: its configuration in the model.
 #[derive(Debug)]
 pub struct World {
-    /// By number.
+    /// The interfaces by index.
     pub interfaces: BTreeMap<u32, Interface>,
-    /// By index.
+    /// The pools by index.
     pub pools: BTreeMap<u32, Pool>,
     frontends: HashMap<FrontendKey, (u32, Kind)>,
-    /// Networks: set, address, length of the prefix as a 16-byte address's.
+    /// Networks: set, address, prefix length counted for a 16-byte address.
     sources: Vec<(u32, Addr, u32)>,
     node_addrs: Vec<Addr>,
     places: HashMap<Addr, Place>,
     /// The interface of the default route.
     uplink: u32,
-    /// Whether there is a default route now.
+    /// Whether a default route exists now.
     routed: AtomicBool,
-    /// What the programs are told.
+    /// The configuration of the programs.
     pub config: PacketConfig,
-    /// What the uplink asks of IPv4 sources: [`Iface::STRICT`], [`Iface::LOOSE`], or 0.
+    /// The check of IPv4 source addresses on the uplink: [`Iface::STRICT`], [`Iface::LOOSE`], or 0.
     pub reverse_path: u16,
     /// The IPsec policies.
     pub policies: Vec<Policy>,
-    /// Addresses that clients have.
+    /// Addresses of the clients.
     pub clients: Vec<Addr>,
-    /// Addresses that services have, and ports that they serve there.
+    /// Addresses of the services, each with a port that it serves.
     pub vips: Vec<(Addr, u16)>,
 }
 
-/// The ports that the host's own sockets are given.
+/// The range of ephemeral ports of the host's own sockets.
 pub const EPHEMERAL: RangeInclusive<u16> = 32768..=60999;
-/// Another such range, which leaves five to flows.
+/// A larger range of ephemeral ports, which leaves only five ports (65531–65535) to flows.
 pub const NEARLY_ALL: RangeInclusive<u16> = 1024..=65530;
 
-/// A node port of service 13, besides 30013.
+/// A second node port of service 13, besides 30013.
 pub const NODE_PORT_ELSEWHERE: u16 = 20013;
-/// A port of service 13 at the node's address towards its pods, as an external IP.
+/// A port of service 13 at an external IP: the node's address on the pods' side.
 pub const EXTERNAL_PORT: u16 = 8013;
 
 /// Service 16's endpoints, at port 8080 on another node.
@@ -150,17 +149,16 @@ pub const MANY: [[&str; 2]; 12] = [
     ["10.244.2.31", "fd00:10:244:2::31"],
 ];
 
-/// From the number of IPv4's pools to that of IPv6's.
+/// Offset from the index of an IPv4 pool to the index of the IPv6 pool of the same service.
 const V6: u32 = 64;
-/// No pool has this number.
+/// An index that no pool has.
 const NO_POOL: u32 = 70_000;
 
 fn addr(text: &str) -> Addr {
     Addr::from(text.parse::<IpAddr>().expect("an address of this file"))
 }
 
-/// The namespace that it is in: a node with four pods, of which one takes short packets only, one is
-/// silent, and a default route.
+/// Builds the lab: a node with four pods and a default route. One pod's link has a small MTU, and one pod is silent.
 ///
 /// # Errors
 /// If the lab cannot be built.
@@ -197,7 +195,7 @@ pub fn lab() -> Result<Lab> {
         "veth-small",
         "veth-quiet",
     ] {
-        // Their routes are in the way of the model's simplicity.
+        // The model has no routes to link-local addresses.
         let _ = writeln!(script, "-6 addr flush dev {interface} scope link");
     }
     for (number, name) in [(10, "near"), (11, "near2"), (12, "small")] {
@@ -217,7 +215,7 @@ pub fn lab() -> Result<Lab> {
     Ok(lab)
 }
 
-/// What `ip` says of the node's interfaces: name, number, address, MTU.
+/// Reads the node's interfaces from `ip`: name, index, address, MTU.
 fn interfaces(node: &Host) -> Result<BTreeMap<u32, Interface>> {
     let links: Vec<serde_json::Value> = node.command("ip").args(["-json", "link"]).json()?;
     let mut all = BTreeMap::new();
@@ -255,10 +253,10 @@ fn interfaces(node: &Host) -> Result<BTreeMap<u32, Interface>> {
 }
 
 impl World {
-    /// The node in the lab, and its services in the tables of the rig.
+    /// Reads the lab's interfaces, and writes the services into the rig's tables.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses a write.
     pub fn new(lab: &Lab, rig: &mut Rig) -> Result<Self> {
         let interfaces = interfaces(lab.node("node1"))?;
         let find = |name: &str| {
@@ -320,7 +318,7 @@ impl World {
         Ok(world)
     }
 
-    /// What the programs are told of the network.
+    /// Returns the network configuration for the programs.
     fn network(&self) -> Network {
         let interfaces = self.interfaces.iter().map(|(ifindex, interface)| {
             let flags = Iface::ATTACHED
@@ -354,18 +352,18 @@ impl World {
         }
     }
 
-    /// Changes what the programs are told; there are no IPsec policies then.
+    /// Changes the configuration of the programs, and removes all IPsec policies.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses a write.
     pub fn configure(&mut self, rig: &mut Rig, config: PacketConfig) -> Result<()> {
         self.configure_with(rig, config, Vec::new())
     }
 
-    /// The same, with IPsec policies.
+    /// Changes the configuration of the programs, and sets the IPsec policies.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses a write.
     pub fn configure_with(
         &mut self,
         rig: &mut Rig,
@@ -379,8 +377,8 @@ impl World {
         Ok(())
     }
 
-    /// Whether an IPsec policy protects what goes from one address to another: in some direction, the first that covers
-    /// it.
+    /// Whether an IPsec policy protects packets from one address to the other: in any direction, the first policy that
+    /// covers the addresses decides.
     pub fn protects(&self, src: Addr, dst: Addr) -> bool {
         (0..3).any(|direction| {
             let covering = self.policies.iter().filter(|policy| {
@@ -393,7 +391,7 @@ impl World {
         })
     }
 
-    /// The services, in both families.
+    /// Defines the services, in both families.
     fn serve(&mut self) {
         for v4 in [true, false] {
             let shift = if v4 { 0 } else { V6 };
@@ -449,7 +447,7 @@ impl World {
                 };
                 self.pools.insert(shift + index, pool);
             }
-            // The load balancers of 1 and 2 are for some only.
+            // The load balancers of pools 1 and 2 have source ranges.
             for (set, v4_text, v6_text, length) in [
                 (1, "192.168.77.0", "fd77::", 24),
                 (1, "10.244.1.10", "fd00:10:244:1::10", 32),
@@ -497,8 +495,8 @@ impl World {
                 }
                 self.vips.push((at("192.168.77.1", "fd77::1"), port));
             }
-            // A node port that is not of Kubernetes' usual range, and an external IP that is the address which
-            // pods see masqueraded flows come from.
+            // A node port outside Kubernetes' default range, and an external IP that is also the address that
+            // masqueraded flows to pods come from.
             let node = at("192.168.77.1", "fd77::1");
             let external = at("10.244.1.1", "fd00:10:244:1::1");
             for protocol in [Protocol::TCP, Protocol::UDP] {
@@ -528,7 +526,7 @@ impl World {
         }
     }
 
-    /// The services, into the kernel's tables.
+    /// Writes the services into the kernel's tables.
     fn fill(&self, rig: &mut Rig) -> Result<()> {
         let mut writes = Vec::new();
         let mut base = 0;
@@ -569,23 +567,23 @@ impl World {
         Ok(())
     }
 
-    /// An interface's number and link-layer address.
+    /// Returns an interface's index and link-layer address.
     ///
     /// # Panics
-    /// If there is none of this name.
+    /// If no interface has this name.
     pub fn interface(&self, name: &str) -> (u32, [u8; 6]) {
         let found = self.interfaces.iter().find(|(_, i)| i.name == name);
         let (ifindex, interface) = found.expect("an interface of the lab");
         (*ifindex, interface.mac)
     }
 
-    /// An address that flows are masqueraded to.
+    /// Returns the masquerade address with this index.
     pub fn node_addr(&self, index: u8) -> Addr {
         let addr = self.node_addrs.get(usize::from(index));
         addr.copied().unwrap_or(Addr::UNSPECIFIED)
     }
 
-    /// Which service a packet is for: the pool, and what kind of address it came to.
+    /// Finds the service of a packet: the index of its pool, and the kind of the destination address.
     pub(crate) fn frontend(&self, headers: &Headers) -> Option<(u32, Kind)> {
         let protocol = Protocol::from_number(headers.protocol);
         let (addr, port) = (headers.dst, headers.ports[1]);
@@ -601,20 +599,20 @@ impl World {
         }
     }
 
-    /// Whether services, or masqueraded flows, have an address.
+    /// Whether any service has the address, also if it is the node's or a masquerade address.
     pub(crate) fn is_vip(&self, addr: Addr) -> bool {
         self.frontends.keys().any(|key| key.addr == addr)
     }
 
-    /// Whether a service has this port, at this address or as a node port.
+    /// Whether a service has the port, at the address or as a node port.
     pub(crate) fn is_served(&self, addr: Addr, port: Port, protocol: Protocol) -> bool {
         let node_port = FrontendKey::node_port(addr.is_v4(), port, protocol);
         let exact = FrontendKey::new(addr, port, protocol);
         self.frontends.contains_key(&node_port) || self.frontends.contains_key(&exact)
     }
 
-    /// Whether a datagram comes from a service's address and port. Only of ports that are not a cluster IP's alone, the programs
-    /// know that at once.
+    /// Whether a datagram comes from a service's address and port. Ports that only cluster IPs have do not count: the
+    /// programs recognize only the other ports without a lookup.
     pub(crate) fn comes_from_service(&self, headers: &Headers) -> bool {
         let mut back = headers.clone();
         (back.src, back.dst) = (headers.dst, headers.src);
@@ -622,7 +620,7 @@ impl World {
         self.frontend(&back).is_some() && self.is_claimed(headers.ports[0])
     }
 
-    /// Whether a service has this UDP port at an address that may be a host's.
+    /// Whether a service has this UDP port at an address that may belong to a host.
     pub(crate) fn is_claimed(&self, port: Port) -> bool {
         self.frontends.iter().any(|(key, (_, kind))| {
             let of_cluster = *kind == Kind::CLUSTER_IP || *kind == Kind::CLUSTER_ADDRESS;
@@ -630,7 +628,7 @@ impl World {
         })
     }
 
-    /// The endpoints of a family, each as often as pools have it.
+    /// Returns the endpoints of a family, repeated for each pool that has them.
     pub fn endpoints(&self, v4: bool) -> Vec<Endpoint> {
         let all = self.pools.values().flat_map(|pool| &pool.endpoints);
         all.filter(|endpoint| endpoint.addr.is_v4() == v4)
@@ -638,26 +636,26 @@ impl World {
             .collect()
     }
 
-    /// Whether a set has a network with this address.
+    /// Whether a set of networks contains the address.
     pub fn contains(&self, set: u32, addr: Addr) -> bool {
         let mut sources = self.sources.iter();
         sources.any(|(of, network, length)| *of == set && within(addr, *network, *length))
     }
 
-    /// Whether anybody told how pods are known.
+    /// Whether the configuration has a way to recognize pods.
     pub fn knows_pods(&self) -> bool {
         let ways = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::DETECT_BY_INTERFACE;
         self.config.flags & ways != 0
     }
 
-    /// Whether a packet from this address, at this interface, is a pod's.
+    /// Whether a packet from this address, on this interface, comes from a pod.
     pub fn is_from_pod(&self, interface: &Interface, src: Addr) -> bool {
         let by = |flag| self.config.flags & flag != 0;
         (by(PacketConfig::DETECT_BY_ADDRESS) && self.contains(SourceKey::PODS, src))
             || (by(PacketConfig::DETECT_BY_INTERFACE) && interface.pod)
     }
 
-    /// Whether whatever goes to a cluster IP is masqueraded.
+    /// Whether all traffic to cluster IPs is masqueraded.
     pub fn masquerade_all(&self) -> bool {
         self.config.flags & PacketConfig::MASQUERADE_ALL != 0
     }
@@ -666,14 +664,15 @@ impl World {
         self.config.ephemeral_first..=self.config.ephemeral_last
     }
 
-    /// Whether nobody but a masqueraded flow wants a port: neither the host's own sockets nor, by UDP, a service that may
-    /// have a node port some day.
+    /// Whether a masqueraded flow may keep its port: the port is not privileged, the host's own sockets do not use it
+    /// and, for UDP, no service can get it later as a node port.
     pub fn is_nobodys(&self, port: u16, protocol: Protocol) -> bool {
         let node_port = protocol != Protocol::TCP && PacketConfig::NODE_PORTS.contains(&port);
         port >= 1024 && !node_port && !self.ephemeral().contains(&port)
     }
 
-    /// Whether a packet may come from where it says; `begins`: a flow.
+    /// Whether the packet may have its source address. `begins`: whether it begins a flow, which is checked more
+    /// strictly.
     pub fn is_right(&self, ifindex: u32, headers: &Headers, begins: bool) -> bool {
         let interface = &self.interfaces[&ifindex];
         let pod = interface.pod && interface.asked != 0;
@@ -697,7 +696,7 @@ impl World {
         way.ifindex == ifindex || same_segment || (asked == Iface::LOOSE && !(pod && back.pod))
     }
 
-    /// Whether what a packet says of a known flow is believed.
+    /// Whether a packet of a known flow is trusted to end the flow, or to store the ports of a first fragment.
     pub fn may_tell(&self, ifindex: u32, headers: &Headers) -> bool {
         let interface = &self.interfaces[&ifindex];
         if interface.pod && interface.asked != 0 {
@@ -720,13 +719,13 @@ impl World {
         Ok(())
     }
 
-    /// Where the routes lead, and by which interface; by that of the packet where they do not lead
-    /// elsewhere.
+    /// Looks up the route to a destination. Returns it with the outgoing interface, or with the packet's own interface
+    /// if the destination is this host or unreachable.
     pub fn way(&self, src: Addr, dst: Addr, ifindex: u32) -> (To, u32) {
         if is_own(dst) {
             return (To::Here, ifindex);
         }
-        // Addresses of a link are never forwarded (`rt6_need_strict` in `net/ipv6/route.c`).
+        // Link-scope addresses are never forwarded (`rt6_need_strict` in `net/ipv6/route.c`).
         let of_a_link = |addr: Addr| {
             let octets = addr.octets();
             let multicast = octets[0] == 0xff;
@@ -742,8 +741,8 @@ impl World {
             ("fd10::", 16),
             ("fd11::", 16),
             ("fd12::", 16),
-            // A broadcast address, and the anycast address of a network's routers. (An IPv4 network's first address is a
-            // host's like any other, since Linux 5.14.)
+            // A broadcast address, and the anycast address of a network's routers. (Since Linux 5.14, an IPv4 network's
+            // first address is a normal host address.)
             ("192.168.77.255", 128),
             ("fd77::", 128),
         ];
@@ -756,7 +755,7 @@ impl World {
         let (ifindex, neighbour) = if let Some(place) = self.places.get(&dst) {
             *place
         } else if within(dst, addr("192.168.77.0"), 120) || within(dst, addr("fd77::"), 64) {
-            // The router's link-layer address is known. That of no host beside it is.
+            // The kernel knows the link-layer address of the router, and of no other host in this network.
             let router = dst == addr("192.168.77.254") || dst == addr("fd77::254");
             (self.uplink, router.then_some(ROUTER))
         } else if self.routed.load(Ordering::Relaxed) {
@@ -774,16 +773,16 @@ impl World {
     }
 }
 
-/// The link-layer address of the router.
+/// The router's link-layer address.
 const ROUTER: [u8; 6] = [2, 0, 0, 0, 0xfe, 0xfe];
 
-/// Whether the node's routes say that an address is its own.
+/// Whether the node's routes make the address its own.
 pub fn is_own(address: Addr) -> bool {
     HOST.iter()
         .any(|(of, bits)| within(address, addr(of), *bits))
 }
 
-/// Whether a network contains an address; `bits` counts those of a 16-byte address.
+/// Whether a network contains an address. `bits`: prefix length, counted for a 16-byte address.
 fn within(inner: Addr, network: Addr, bits: u32) -> bool {
     let number = |addr: Addr| u128::from_be_bytes(addr.octets());
     (number(network) ^ number(inner)).leading_zeros() >= bits

@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: builds the benchmarks as they are to be measured, and runs them.
+//! `cargo xtask bench`: builds the benchmarks in the profile for measurements, and runs them.
 
 use std::{
     ffi::OsString,

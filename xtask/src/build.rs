@@ -30,7 +30,7 @@ pub struct Arguments {
     programs_only: bool,
 }
 
-/// How the binaries are built; the kernel programs are always optimised.
+/// Profile of the binaries. The kernel programs are always optimised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
     Debug,
@@ -38,7 +38,7 @@ pub enum Profile {
 }
 
 impl Profile {
-    /// Where the built binary `name` lies.
+    /// Returns the path of the built binary `name`.
     pub fn binary(self, name: &str) -> PathBuf {
         let directory = match self {
             Self::Debug => "debug",
@@ -47,7 +47,7 @@ impl Profile {
         workspace::target().join(directory).join(name)
     }
 
-    /// What cargo is to be told.
+    /// Returns cargo's arguments for the profile.
     pub fn arguments(self) -> &'static [&'static str] {
         match self {
             Self::Debug => &[],
@@ -72,7 +72,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Tells a person who waits for the first build of a clone how long it takes. Later builds take seconds.
+/// Reports how long the first build of a clone takes. Later builds take seconds.
 pub fn announce(profile: Profile) {
     let minutes = match profile {
         Profile::Debug => 3,
@@ -98,26 +98,26 @@ pub fn programs(tools: &Tools) -> Result<()> {
     copy_if_different(&object, &workspace::object())
 }
 
-/// Little-endian: nobody has run the programs on another machine.
+/// The target is little-endian. The programs are not tested on big-endian machines.
 const TARGET: &str = "bpfel-unknown-none";
 
-/// A cargo command on dataplane-ebpf, for the kernel's instruction set.
+/// Returns a cargo command for dataplane-ebpf, for the kernel's instruction set.
 fn ebpf_cargo(subcommand: &str, tools: &Tools) -> std::process::Command {
-    // The programs read the registers of probed functions by the machine's own convention.
+    // The programs read the registers of probed functions by the machine's own calling convention.
     let architecture = format!("bpf_target_arch=\"{}\"", env::consts::ARCH);
     let flags = [
         "--cfg",
         &architecture,
         "-C",
         &format!("linker={}", tools.bpf_linker.display()),
-        // Types of the maps and programs, which the kernel wants and its tools show.
+        // BTF: the types of the maps and programs, which the kernel needs and its tools show.
         "-C",
         "link-arg=--btf",
-        // Else LLVM for BPF calls a loop of bytes to clear or copy a few words. (The option is for
-        // programs that the compiler of C made, and keeps the order of their accesses to packets.)
+        // Without this option, LLVM for BPF calls a loop over bytes to clear or copy a few words. (The option exists
+        // for programs compiled from C, and preserves the order of their accesses to packets.)
         "-C",
         "link-arg=--disable-expand-memcpy-in-order",
-        // 32-bit registers and atomic operations that order memory: Linux 5.12.
+        // 32-bit registers, and atomic operations that order memory: Linux 5.12.
         "-C",
         "target-cpu=v3",
     ];
@@ -132,19 +132,18 @@ fn ebpf_cargo(subcommand: &str, tools: &Tools) -> std::process::Command {
             "--target",
         ])
         .arg(TARGET)
-        // Replaces RUSTFLAGS and what the user's configuration says of this machine's linker.
+        // This replaces RUSTFLAGS and the user's configuration of this machine's linker.
         .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"))
-        // Whoever sets it to 1 gets other units of code, by which functions are inlined otherwise: then the verifier refuses
-        // `packet_ingress`, whose calls may have 512 bytes of stack together.
+        // With CARGO_INCREMENTAL=1, rustc divides the code into other units and inlines other functions. The verifier
+        // then refuses `packet_ingress`: its calls may use 512 bytes of stack together.
         .env("CARGO_INCREMENTAL", "0")
-        // The target has no precompiled `core`; compiling it takes a stable rustc's word that we
-        // know what `-Z` means.
+        // The target has no precompiled `core`. A stable rustc compiles it only with this variable, which permits `-Z`.
         .env("RUSTC_BOOTSTRAP", "1");
     cargo
 }
 
-/// Copies, unless the destination already holds these bytes: its age decides what cargo compiles
-/// anew.
+/// Copies the file if the destination has other bytes. Otherwise it leaves the destination's age as it is, because
+/// cargo recompiles by age.
 fn copy_if_different(from: &Path, to: &Path) -> Result<()> {
     let bytes = fs::read(from).with_context(|| format!("cannot read {}", from.display()))?;
     if fs::read(to).is_ok_and(|present| present == bytes) {
@@ -167,13 +166,13 @@ pub fn lint_programs(tools: &Tools) -> Result<()> {
     )
 }
 
-/// The feature of the tests, with which debug builds of the node are made, too: so both share one build.
+/// The feature of the tests. Debug builds of the binaries have it too, so that tests and binaries share one build.
 pub const TESTING: &str = "dataplane-cli/testing";
 
-/// What a node or a lab runs.
+/// The packages of the binaries that a node or a lab runs.
 pub const BINARIES: [&str; 2] = ["dataplane-cli", "dataplane-tests"];
 
-/// Likewise, with the program for a node that is full of the rules of others.
+/// [`BINARIES`], and the package of the program that migrates nodes with the rules of other programs.
 pub const ALL: [&str; 3] = [BINARIES[0], "dataplane-migrate", BINARIES[1]];
 
 /// Compiles the binaries of these packages, with the kernel programs in them.

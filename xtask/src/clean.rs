@@ -1,4 +1,4 @@
-//! `cargo xtask clean`: takes away what the other chores leave.
+//! `cargo xtask clean`: removes files and labs that the other chores leave.
 
 use std::{fs, io::ErrorKind, path::Path, process::ExitCode};
 
@@ -20,7 +20,7 @@ pub fn main(arguments: &Arguments) -> Result<ExitCode> {
     let target = workspace::target();
     remove(&target.join("bpf"))?;
     remove(&target.join("bpf-build"))?;
-    // Root's alone; without it there is none to be seen.
+    // Only root has labs, and can see them.
     for lab in dataplane_tests::sweep() {
         note(&format!("removed the remains of lab {lab}"));
     }

@@ -1,4 +1,4 @@
-//! Running other programs, with errors that say which one and what became of it.
+//! Runs other programs. Errors contain the command and its result.
 
 use std::{
     env,
@@ -11,11 +11,11 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-/// The cargo that runs us, in the environment that a shell would give it.
+/// Returns the cargo that runs us, in the environment that a shell would set.
 ///
-/// `cargo run` tells this program which package it is (`CARGO_PKG_NAME`, `CARGO_MANIFEST_DIR`…). Passed on, these
-/// variables would have the next cargo build again what depends on their values: ring, and rustls, kube and
-/// `dataplane` with it, each time that a person and this program take turns.
+/// `cargo run` passes the name of this package in variables (`CARGO_PKG_NAME`, `CARGO_MANIFEST_DIR`…). If the next
+/// cargo inherited them, it would rebuild all crates that depend on their values: ring, and with it rustls, kube and
+/// `dataplane`, each time that a user's cargo and this program alternate.
 pub fn cargo() -> Command {
     let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")));
     cargo.current_dir(crate::workspace::root());
@@ -31,7 +31,7 @@ pub fn cargo() -> Command {
     cargo
 }
 
-/// Runs to the end, with our own standard streams; anything but success is an error.
+/// Runs the command to its end, with our own standard streams. Fails if the command does not succeed.
 pub fn check(command: &mut Command) -> Result<()> {
     let status = command
         .status()
@@ -42,13 +42,13 @@ pub fn check(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// What the command prints on standard output, if it succeeds.
+/// Returns the standard output of the command. Fails if the command fails.
 pub fn output(command: &mut Command) -> Result<String> {
     let bytes = output_bytes(command)?;
     String::from_utf8(bytes).with_context(|| format!("{} wrote no text", shown(command)))
 }
 
-/// Likewise, as bytes.
+/// Returns the standard output as bytes. Fails if the command fails.
 pub fn output_bytes(command: &mut Command) -> Result<Vec<u8>> {
     let output = command
         .output()
@@ -65,11 +65,11 @@ pub fn output_bytes(command: &mut Command) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// The command as one would type it.
+/// Returns the command as a user would type it.
 pub fn shown(command: &Command) -> String {
     let mut program = Path::new(command.get_program());
     if program.is_absolute() && program.ends_with("cargo") {
-        // The active toolchain's: nobody types its path.
+        // Cargo of the active toolchain: users do not type its path.
         program = Path::new("cargo");
     }
     let mut words = vec![program.as_os_str()];
@@ -81,7 +81,7 @@ pub fn shown(command: &Command) -> String {
         .join(" ")
 }
 
-/// A word as a shell reads it.
+/// Quotes a word for a shell.
 pub fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
@@ -91,7 +91,7 @@ pub fn quoted(word: &str) -> String {
     }
 }
 
-/// Where a program is, also one that only root has on the search path.
+/// Returns the path of a program, also if it is in a directory that only root has on the search path.
 pub fn on_path(name: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
     let system = ["/usr/sbin", "/sbin"].map(PathBuf::from);

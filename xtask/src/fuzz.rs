@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: packets against the model.
+//! `cargo xtask fuzz`: compares the kernel programs with a model on random packets.
 
 use std::{
     ffi::OsString,

@@ -1,7 +1,7 @@
-//! `cargo xtask judges`: programs of the field, built out of their modules, to compare the dataplane with.
+//! `cargo xtask judges`: other programs of the field, built from their modules, to compare the dataplane with.
 //!
 //! Each set of programs has a module of its own in `tests/judges`, because no module can have two versions of
-//! Kubernetes. A module pins versions and imports the programs; it holds none of their source.
+//! Kubernetes. A module pins versions and imports the programs. It contains none of their source.
 
 use std::{
     fs,
@@ -77,9 +77,9 @@ const SETS: &[Set] = &[
 
 /// Build programs of the field, to compare the dataplane with
 ///
-/// Builds the programs with the machine's `go` into `target/judges/SET/PROGRAM`. Without names, all. A name is that of a
-/// set, or SET/PROGRAM. The modules come from the Go module proxy, by the versions and checksums in tests/judges.
-/// Without Go, the chore says so and exits with 0.
+/// Builds the programs with the machine's `go` into `target/judges/SET/PROGRAM`. Without names, builds all. A name is
+/// the name of a set, or SET/PROGRAM. The modules come from the Go module proxy, with the versions and checksums in
+/// tests/judges. Without Go, prints this and exits with 0.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -96,17 +96,18 @@ pub struct Arguments {
     list: bool,
 }
 
-/// Programs that are built from one module.
+/// A set of programs, built from one module.
 struct Set {
-    /// Its directory in `tests/judges` and in `target/judges`.
+    /// The set's directory in `tests/judges` and in `target/judges`.
     name: &'static str,
     /// The module that has the programs.
     module: &'static str,
-    /// The programs' packages below the module. One that begins with `./` is this project's own, in the set's directory.
+    /// The programs' packages below the module. A package that begins with `./` is this project's own, in the set's
+    /// directory.
     packages: &'static [&'static str],
-    /// What they judge.
+    /// The subject on which the programs are compared with the dataplane.
     judges: &'static str,
-    /// What they need besides themselves.
+    /// Other programs that they need.
     needs: &'static str,
 }
 
@@ -129,21 +130,22 @@ pub fn main(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The directory in which the programs of a set are once they are built.
+/// Returns the directory of the built programs of a set.
 pub fn directory(set: &str) -> PathBuf {
     workspace::target().join("judges").join(set)
 }
 
-/// The directory of a module that a set is made of, for files in it that are no program: definitions of resources.
+/// Returns the directory of a module that a set uses, for files in it that are no program, such as definitions of
+/// resources.
 ///
 /// # Errors
-/// If Go does not find it.
+/// Fails if Go does not find the module.
 pub fn module_directory(set: &str, module: &str) -> Result<PathBuf> {
     let set = SETS.iter().find(|known| known.name == set);
     set.context("a set's name")?.module_directory(module)
 }
 
-/// Finds what the names mean; without names, everything.
+/// Finds the sets and programs with these names; without names, all.
 fn wanted(names: &[String]) -> Result<Vec<Wanted>> {
     if names.is_empty() {
         return Ok(SETS
@@ -193,7 +195,7 @@ fn list() -> Result<()> {
 }
 
 impl Set {
-    /// The name of the program that a package becomes.
+    /// Returns the name of the program that a package becomes.
     fn program(&self, package: &str) -> &'static str {
         match package {
             E2E => "e2e.test",
@@ -207,17 +209,17 @@ impl Set {
         }
     }
 
-    /// Where a program is once it is built.
+    /// Returns the path of a built program.
     fn file(&self, program: &str) -> PathBuf {
         directory(self.name).join(program)
     }
 
-    /// The directory of its `go.mod`.
+    /// Returns the directory of the set's `go.mod`.
     fn source(&self) -> PathBuf {
         workspace::root().join("tests/judges").join(self.name)
     }
 
-    /// The pinned version.
+    /// Returns the pinned version.
     fn version(&self) -> Result<String> {
         let path = self.source().join("go.mod");
         let text =
@@ -244,7 +246,7 @@ impl Set {
             self.name,
             shown_target(&to)
         ));
-        // The modules first, so that a failure says which of the two failed.
+        // Download the modules first, so that an error shows which of the two steps failed.
         progress::run(
             &format!("{}: download the modules", self.name),
             self.go().args(["mod", "download"]),
@@ -253,7 +255,7 @@ impl Set {
             let program = self.program(package);
             let mut go = self.go();
             if *package == E2E {
-                // Without -vet=off, go first vets every package that the tests are made of.
+                // Without -vet=off, go first vets every package of the tests.
                 go.args(["test", "-c", "-vet=off"]);
             } else {
                 go.arg("build");
@@ -270,7 +272,7 @@ impl Set {
         Ok(())
     }
 
-    /// The import path of a package.
+    /// Returns the import path of a package.
     fn path(&self, package: &str) -> String {
         if package.is_empty() {
             self.module.to_owned()
@@ -281,7 +283,7 @@ impl Set {
         }
     }
 
-    /// The linker's flags: Kubernetes' programs ask each other for their versions.
+    /// Returns the linker's flags. Kubernetes' programs ask each other for their versions.
     fn flags(&self, version: &str) -> String {
         if self.module != "k8s.io/kubernetes" {
             return "-s -w".to_owned();
@@ -291,14 +293,15 @@ impl Set {
         format!("-s -w -X {name}Version={version} -X {name}Major=1 -X {name}Minor={minor}")
     }
 
-    /// The directory of a module that the set is made of.
+    /// Returns the directory of a module that the set uses.
     fn module_directory(&self, module: &str) -> Result<PathBuf> {
         let mut go = self.go();
         go.args(["list", "-m", "-f", "{{.Dir}}", module]);
         Ok(output(&mut go)?.trim().into())
     }
 
-    /// `go` in the module's directory: exactly the pinned versions, and the machine's own toolchain.
+    /// Returns a `go` command in the module's directory, with exactly the pinned versions and the machine's own
+    /// toolchain.
     fn go(&self) -> Command {
         let mut go = Command::new("go");
         go.current_dir(self.source())
@@ -310,7 +313,7 @@ impl Set {
     }
 }
 
-/// A path in the target directory, as one would type it from the clone's top.
+/// Returns a path in the target directory, relative to the clone's top.
 fn shown_target(path: &Path) -> String {
     let below = path.strip_prefix(workspace::root()).unwrap_or(path);
     below.display().to_string()

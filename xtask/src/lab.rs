@@ -1,5 +1,5 @@
-//! `cargo xtask lab`: looks into the practice node that `cargo xtask run` keeps in another
-//! terminal, and runs things in it.
+//! `cargo xtask lab`: inspects the practice node that `cargo xtask run` runs in another terminal,
+//! and runs programs in it.
 
 use std::{
     ffi::OsString,
@@ -46,7 +46,7 @@ enum Action {
     },
     /// List the running practice nodes with their nodes and pods
     List,
-    /// End the running practice nodes, and remove the remains of dead labs
+    /// Stop the running practice nodes, and remove the remains of dead labs
     Stop,
     /// A command of `dataplane`
     #[command(external_subcommand)]
@@ -65,7 +65,7 @@ pub fn main(arguments: &Arguments) -> Result<ExitCode> {
     }
 }
 
-/// The practice node that is meant: the one that was started last.
+/// Returns the practice node to use: the one that was started last.
 fn current() -> Result<State> {
     State::running()?.pop().context(
         "no practice node runs: start one with `cargo xtask run`, which stays until Ctrl-C, and \
@@ -112,7 +112,7 @@ fn dataplane(arguments: &[OsString]) -> Result<ExitCode> {
     Ok(exit_code(command.status()?))
 }
 
-/// So that `dataplane` finds this agent and not the machine's.
+/// Sets the variables with which `dataplane` finds this agent and not the machine's.
 fn with_environment(command: Command, state: &State) -> Command {
     state
         .agent
@@ -121,7 +121,7 @@ fn with_environment(command: Command, state: &State) -> Command {
         .fold(command, |command, (name, value)| command.env(name, value))
 }
 
-/// As a shell does: 128 and the signal for a program that was killed.
+/// Returns the exit code as a shell does: 128 plus the signal for a killed program.
 fn exit_code(status: ExitStatus) -> ExitCode {
     let code = status
         .code()
@@ -170,7 +170,7 @@ fn stop() -> Result<ExitCode> {
             .ok()
             .with_context(|| format!("{} is no lab's id", state.lab))?;
         anstream::eprintln!("ending the practice node {id}");
-        // Between the look and the signal the pid could be another process's: look again.
+        // Check again: between the first check and now, another process may have got the pid.
         if id.creator_state() == CreatorState::Dead {
             continue;
         }

@@ -1,4 +1,4 @@
-//! `cargo xtask lines`: how much there is to read, by crate.
+//! `cargo xtask lines`: counts the lines to read, by crate.
 
 use std::{
     collections::BTreeSet,
@@ -13,8 +13,8 @@ use crate::workspace;
 
 /// Count the lines of code, comments and tests, by crate
 ///
-/// Lines of tests are lines of modules that only tests compile (`cfg(test)`, or the feature `testing`), and of the folder
-/// `tests` of a crate. Empty lines do not count.
+/// Lines of tests are lines of modules that only tests compile (`cfg(test)`, or the feature `testing`), and of the
+/// folder `tests` of a crate. Empty lines do not count.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {}
 
@@ -58,7 +58,7 @@ pub fn main() -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The entries of a folder, sorted; none if there is no such folder.
+/// Returns the entries of a folder, sorted; none if the folder does not exist.
 fn children(folder: &Path) -> Result<Vec<PathBuf>> {
     if !folder.is_dir() {
         return Ok(Vec::new());
@@ -72,7 +72,7 @@ fn children(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Adds the lines of a folder's files. `tests`: whether all of them are tests.
+/// Adds the lines of a folder's files. `tests` says whether all of them are tests.
 fn count_folder(folder: &Path, tests: bool, lines: &mut Lines) -> Result<()> {
     let entries = children(folder)?;
     let is_source = |path: &&PathBuf| path.extension().is_some_and(|of| of == "rs");
@@ -82,7 +82,7 @@ fn count_folder(folder: &Path, tests: bool, lines: &mut Lines) -> Result<()> {
             fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
         only_tests.extend(count(&text, lines, tests));
     }
-    // Counted as code above, before it was known.
+    // These files were counted as code above, before their parent showed that only tests compile them.
     for file in entries.iter().filter(is_source) {
         let stem = file
             .file_stem()

@@ -15,7 +15,7 @@ use crate::workspace;
 ///
 /// # Errors
 ///
-/// A file that cannot be read; otherwise all links that lead nowhere, one a line.
+/// Returns all links that lead nowhere, one a line. Also fails if a file cannot be read.
 pub fn check() -> Result<()> {
     let root = workspace::root();
     let mut files = vec![];
@@ -64,7 +64,7 @@ fn collect(dir: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// The targets of a page's links with their line numbers, without those in code blocks.
+/// Returns the targets of a page's links with their line numbers, without those in code blocks.
 fn links(page: &str) -> Vec<(usize, &str)> {
     lines_of_prose(page)
         .flat_map(|(number, line)| {
@@ -75,7 +75,7 @@ fn links(page: &str) -> Vec<(usize, &str)> {
         .collect()
 }
 
-/// A page's lines outside of code blocks, counted from 1.
+/// Returns a page's lines outside of code blocks, counted from 1.
 fn lines_of_prose(page: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut code = false;
     page.lines().enumerate().filter_map(move |(index, line)| {
@@ -85,7 +85,8 @@ fn lines_of_prose(page: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// Says why a link in a page leads nowhere. Links to other hosts are not followed.
+/// Checks a link in a page. Returns the reason if it leads nowhere. Does not follow links to other
+/// hosts.
 fn follow(page: &Path, link: &str) -> Result<(), &'static str> {
     if link.contains("://") {
         return Ok(());
@@ -109,8 +110,8 @@ fn follow(page: &Path, link: &str) -> Result<(), &'static str> {
     }
 }
 
-/// The anchors of a page's headings, as GitHub makes them: lower case, hyphens for spaces, without
-/// punctuation.
+/// Returns the anchors of a page's headings, as GitHub makes them: lower case, hyphens for spaces,
+/// without punctuation.
 fn anchors(page: &str) -> BTreeSet<String> {
     lines_of_prose(page)
         .filter_map(|(_, line)| line.strip_prefix('#'))
@@ -124,7 +125,7 @@ fn anchors(page: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// The pages below `docs/` and beside the code that a source names, with line numbers.
+/// Returns the pages below `docs/` and beside the code that a source names, with line numbers.
 fn mentions(source: &str) -> impl Iterator<Item = (usize, &str)> {
     let lines = source.lines().enumerate();
     lines.flat_map(|(index, line)| {

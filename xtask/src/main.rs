@@ -1,4 +1,4 @@
-//! Every chore of the project is a subcommand here: `cargo xtask --help`.
+//! The project's chores. Each is a subcommand: `cargo xtask --help`.
 
 mod bench;
 mod build;
@@ -89,7 +89,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Colours for people; `anstream` takes them out where nobody would see them.
+/// Styles of messages. `anstream` removes them if the output is no terminal.
 mod style {
     use anstyle::{AnsiColor, Color, Reset, Style};
 

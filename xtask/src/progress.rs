@@ -1,4 +1,4 @@
-//! Telling a person how far a long step is: a spinner on a terminal, lines elsewhere.
+//! Shows a user the progress of a long step: a spinner on a terminal, lines elsewhere.
 
 use std::{
     collections::VecDeque,
@@ -12,18 +12,19 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::command::shown;
 
-/// So much of what a failed command wrote is shown.
+/// Number of lines of a failed command's output that are shown.
 const LAST_WORDS: usize = 30;
 
-/// One line, on standard error.
+/// Prints one line on standard error.
 pub fn note(text: &str) {
     anstream::eprintln!("{text}");
 }
 
-/// Runs a command that takes long; what it writes is shown only in the spinner, or if it fails.
+/// Runs a command that takes long. The spinner shows the last line of the command's output. If the
+/// command fails, the last lines of its output are printed.
 ///
 /// # Errors
-/// If it cannot be started or fails.
+/// Fails if the command cannot be started or fails.
 pub fn run(title: &str, command: &mut Command) -> Result<()> {
     let started = Instant::now();
     let spinner = std::io::stderr().is_terminal().then(|| {
@@ -39,14 +40,14 @@ pub fn run(title: &str, command: &mut Command) -> Result<()> {
         note(&format!("{title} ..."));
     }
 
-    // Both streams into one pipe, in the order in which they were written.
+    // Both streams go into one pipe, in the order in which they are written.
     let (reader, writer) = std::io::pipe().context("cannot make a pipe")?;
     command
         .stdin(Stdio::null())
         .stderr(writer.try_clone()?)
         .stdout(writer);
     let child = command.spawn();
-    // Our copies of the pipe's writing end, else it never ends.
+    // Close our copies of the pipe's writing end; otherwise the pipe never ends.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = child.with_context(|| format!("cannot start {}", shown(command)))?;
 

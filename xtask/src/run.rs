@@ -1,4 +1,4 @@
-//! `cargo xtask run`: the practice node, or the agent on this node.
+//! `cargo xtask run`: runs the practice node, or the agent on this node.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -19,10 +19,10 @@ use crate::{
 /// Run the dataplane: in a practice node, or on this node with arguments after `--`
 ///
 /// Without arguments, makes a practice node: two nodes, nine pods and a server outside of the cluster, as network
-/// namespaces without a route to this machine's network, a service with six endpoints, and the dataplane loaded in one of
-/// the nodes. Sends a few hundred real requests and prints their results. Then a pod finds a service and a host of a
-/// ServiceEntry by their names, and the L4 proxy relays connections of another pod. The practice node stays until Ctrl-C, which removes all of it; `cargo xtask lab` looks
-/// into it meanwhile.
+/// namespaces without a route to this machine's network, a service with six endpoints, and the dataplane loaded in one
+/// of the nodes. Sends a few hundred real requests and prints their results. Then a pod finds a service and a host of a
+/// ServiceEntry by their names, and the L4 proxy relays connections of another pod. The practice node stays until
+/// Ctrl-C, which removes all of it; meanwhile, `cargo xtask lab` inspects it.
 ///
 /// With arguments, builds `dataplane` and runs it on this node itself: `cargo xtask run --
 /// --manifests FILE` runs `dataplane run --manifests FILE`. Other subcommands work too, for example
@@ -40,7 +40,7 @@ pub struct Arguments {
     agent: Vec<OsString>,
 }
 
-/// How the practice node's result is printed on standard output.
+/// Format of the practice node's result on standard output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Output {
     /// Tables for people
@@ -56,7 +56,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     } else {
         Purpose::Build
     };
-    // Before minutes are spent on tools, and on building.
+    // Check this before spending minutes on tools and builds.
     if practice && !nix::unistd::geteuid().is_root() {
         practice::check()?;
     }
@@ -64,8 +64,8 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     if practice {
         practice::check()?;
     }
-    // The tests use what the practice node is built from, and the kernel programs, which decide, are optimised in
-    // either profile. A node gets what is shipped.
+    // The practice node uses the debug profile, because the tests share this build, and because the kernel programs,
+    // which decide, are optimised in both profiles. A node runs the shipped profile.
     let profile = if practice {
         Profile::Debug
     } else {
@@ -93,11 +93,11 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
             shown(&agent)
         );
     }
-    // In our place, so that signals and the exit code are the agent's own.
+    // Replace this process, so that signals and the exit code are the agent's own.
     Err(agent.exec()).map_err(|error| anyhow::anyhow!("cannot start {}: {error}", shown(&agent)))
 }
 
-/// `--manifests x` means `run --manifests x`.
+/// Turns `--manifests x` into `run --manifests x`.
 fn agent_arguments(given: &[OsString]) -> Vec<&OsStr> {
     let option = given
         .first()

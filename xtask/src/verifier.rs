@@ -1,4 +1,4 @@
-//! `cargo xtask verifier`: what kernels make of the programs.
+//! `cargo xtask verifier`: reports the cost of the programs for the verifiers of kernels.
 
 use std::{
     collections::BTreeMap,
@@ -24,7 +24,7 @@ use crate::{
     workspace,
 };
 
-/// Print what each program costs the verifier, on this kernel and on others
+/// Print each program's cost for the verifier, on this kernel and on others
 ///
 /// Loads every program by itself and prints the number of instructions that the verifier followed
 /// (its limit is 1 000 000), the stack of all functions together, the size of the machine code, and
@@ -37,8 +37,7 @@ Examples:
     cargo xtask verifier --kernel debian-6.1    and in a guest
     cargo xtask verifier --kernel debian-6.1 --write")]
 pub struct Arguments {
-    /// Also load the programs in a guest with this kernel: debian-VERSION or a bzImage; can be given
-    /// several times
+    /// Also load the programs in a guest with this kernel: debian-VERSION or a bzImage; may be repeated
     #[arg(long)]
     kernel: Vec<String>,
     /// Write verifier-budget.json for these kernels
@@ -63,7 +62,7 @@ impl Row {
     }
 }
 
-/// What is kept of a row.
+/// The part of a row that is stored in verifier-budget.json.
 #[derive(Debug, Serialize, Deserialize)]
 struct Budget {
     processed: u32,
@@ -73,13 +72,13 @@ struct Budget {
 
 type Budgets = BTreeMap<String, BTreeMap<String, Budget>>;
 
-/// The scenario that prints what we read.
+/// The scenario that prints the rows.
 pub const SCENARIO: &str = "verifier::every_program_is_taken";
-/// The environment variable that says how often it has each program verified, and how often we ask for that: the
-/// quickest counts.
+/// The environment variable with the number of times that the scenario has each program verified, and our value. The
+/// shortest time counts.
 pub const ROUNDS: (&str, &str) = ("DATAPLANE_VERIFIER_ROUNDS", "3");
 
-/// The scenario as a guest runs it.
+/// Returns the scenario as a task for a guest.
 pub fn guest_task(scenarios: &Suite) -> Task<'static> {
     let mut task = test::guest_task(scenarios, Some(SCENARIO));
     task.script = format!("{}={} {}", ROUNDS.0, ROUNDS.1, task.script);
@@ -143,7 +142,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Keeps the rows, and passes on what is no row once something failed.
+/// Collects the rows. Prints all other lines after a failure.
 struct Reader<'a> {
     rows: &'a mut Vec<Row>,
     failed: bool,
@@ -209,7 +208,7 @@ fn print(rows: &[Row]) {
     }
 }
 
-/// `6.1` of `6.1.0-56-cloud-amd64`.
+/// Returns the series of a kernel: `6.1` for `6.1.0-56-cloud-amd64`.
 pub fn series(kernel: &str) -> String {
     let numbers: Vec<&str> = kernel.split(['.', '-', '+']).take(2).collect();
     numbers.join(".")

@@ -1,8 +1,10 @@
-//! No circles of modules. Cargo refuses circles of crates. Inside of a crate, the modules of one folder, each with its own
-//! folder, import from each other in one direction only. A module may use what its parents define.
+//! Checks that modules have no circles. Cargo refuses circles of crates. Inside of a crate, the modules of one folder,
+//! each with its own folder, import from each other in one direction only. A module may use the definitions of its
+//! parents.
 //!
-//! Reads source as tokens: every path, also in macros. Code that only tests compile is left out. A name that a module
-//! re-exports leads to the module that defines it. Globs, and names that `use` gives to modules, are not followed.
+//! The test reads source as tokens: every path, also in macros. It leaves out code that only tests compile. A name that
+//! a module re-exports leads to the module that defines it. The test does not follow globs, and names that `use` gives
+//! to modules.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,11 +22,11 @@ struct Module {
     file: PathBuf,
     /// Names that the module re-exports, with their paths.
     exports: BTreeMap<String, Vec<String>>,
-    /// The paths in it, each with its line.
+    /// The paths in the module, each with its line.
     paths: Vec<(Vec<String>, usize)>,
 }
 
-/// Reads a module's file, and those of the modules below it.
+/// Reads the file of a module, and the files of the modules below it.
 fn read(found: &mut Crate, at: &[String], file: &Path, text: &dyn Fn(&Path) -> Option<String>) {
     let source = text(file).unwrap_or_else(|| panic!("cannot read {}", file.display()));
     let tokens: TokenStream = source
@@ -94,7 +96,7 @@ fn is_for_tests(attribute: &str) -> bool {
     text == "[cfg(test)]" || text.starts_with("[cfg(all(test")
 }
 
-/// Reads a tree of imports; returns where it ends.
+/// Reads a tree of imports. Returns the index after it.
 fn tree(
     tokens: &[TokenTree],
     mut at: usize,
@@ -132,8 +134,8 @@ fn tree(
     at
 }
 
-/// Returns the module in which a path ends that stands in module `from`; `None` if it is another crate's. `depth`: how many
-/// re-exports are followed.
+/// Returns the module in which a path ends that stands in module `from`; `None` if the module is in another crate.
+/// `depth` is the maximum number of re-exports to follow.
 fn target(all: &Crate, from: &[String], path: &[String], depth: usize) -> Option<Vec<String>> {
     let (head, mut rest) = path.split_first()?;
     let mut at = from.to_vec();
@@ -164,7 +166,7 @@ fn target(all: &Crate, from: &[String], path: &[String], depth: usize) -> Option
 
 /// Returns the imports that close circles, one a line.
 fn circles(all: &Crate) -> Vec<String> {
-    // By folder: which module imports from which, with an example.
+    // For each folder: which module imports from which, with an example.
     let mut folders: BTreeMap<&[String], BTreeMap<(&String, String), String>> = BTreeMap::new();
     for (from, module) in all {
         for (path, line) in &module.paths {
@@ -205,8 +207,7 @@ fn crate_at(root: &Path, text: &dyn Fn(&Path) -> Option<String>) -> Crate {
     found
 }
 
-/// Packages with circles that are still to be mended, each with the number of its imports in circles. A number may only
-/// become smaller.
+/// Packages that still have circles, each with the number of its imports in circles. A number may only become smaller.
 const KNOTS: [(&str, usize); 6] = [
     ("benches", 4),
     ("dataplane-common", 2),
@@ -283,7 +284,7 @@ fn circles_are_found() {
     assert_eq!(found([lib, a, c, b(in_tests)]), 0);
     let of_a_parent = ("src/a/c.rs", "use super::A; pub struct C;");
     assert_eq!(found([lib, a, of_a_parent, b("use crate::a::C;")]), 0);
-    // An import from oneself, by another module that re-exports it.
+    // A module imports its own name through another module that re-exports it.
     let own = ("src/b.rs", "pub use crate::a::C as Known;");
     let by = ("src/a/c.rs", "pub struct C(crate::b::Known);");
     assert_eq!(found([lib, a, by, own]), 2);

@@ -1,4 +1,4 @@
-//! A pod whose queries the agent on its node answers, and one whose queries go to the cluster's DNS.
+//! Two pods for `bench dns`: the agent on the node answers one pod's queries, the cluster's DNS answers the other's.
 
 use std::{
     fs,
@@ -24,13 +24,13 @@ use crate::{
 
 /// The VIP of the cluster's DNS.
 const DNS: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 96, 0, 53));
-/// Its pod, on a node of its own.
+/// The pod of the cluster's DNS, on a node of its own.
 const RESOLVER: (&str, &str) = ("resolver", "10.244.3.11");
-/// The pods that look up names: one that is captured, on the agent's node, and one on a node whose agent answers no
+/// The pods that look up names: a captured pod on the agent's node, and a pod on a node whose agent does not answer
 /// queries.
 const CAPTURED: (&str, &str) = ("app", "10.244.1.8");
 const PLAIN: (&str, &str) = ("plain", "10.244.2.8");
-/// Bytes of the agent's cache.
+/// Size of the agent's cache, in bytes.
 const CACHE: u64 = 64 << 20;
 /// The service whose name is looked up.
 const NAME: &str = "service-000007.default.svc.cluster.local";
@@ -39,7 +39,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// An API server, two agents, and their pods.
 pub struct Site {
     nodes: site::Site,
-    /// Of the node without DNS.
+    /// The agent on the node without DNS.
     without: Agent,
     changer: Process,
     _resolver: Process,
@@ -53,10 +53,10 @@ pub struct Client {
 }
 
 impl Client {
-    /// Looks up a name so many times. Returns the median and the 99th percentile of the time that each takes, in µs.
+    /// Looks up a name `count` times. Returns the median and the 99th percentile of the time of a lookup, in µs.
     ///
     /// # Errors
-    /// If one is not answered.
+    /// Fails if a query gets no answer.
     pub fn look_up(&mut self, count: u32) -> anyhow::Result<Vec<f64>> {
         carry_out(&mut self.process, &order(Job::LookUp { count }, NAME))
     }
@@ -97,10 +97,10 @@ fn make_objects(cluster: &Cluster) -> anyhow::Result<()> {
 }
 
 impl Site {
-    /// Starts everything, with so many services.
+    /// Starts everything, with this many services.
     ///
     /// # Errors
-    /// If something does not start.
+    /// Fails if a part does not start.
     pub fn start(services: u32) -> anyhow::Result<Self> {
         let dns = json!({ "capture": "mesh", "cacheBytes": CACHE, "resolvConf": "/dev/null" })
             .to_string();
@@ -141,7 +141,7 @@ impl Site {
         while this.captured()? == 0 {
             ensure!(start.elapsed() < PATIENCE, "no query is captured");
             let once = order(Job::LookUp { count: 1 }, NAME);
-            // Fails until the cluster's DNS answers.
+            // This fails until the cluster's DNS answers.
             let _ = carry_out(&mut this.changer, &once);
             thread::sleep(Duration::from_millis(100));
         }
@@ -159,7 +159,7 @@ impl Site {
     /// Starts the pods' clients.
     ///
     /// # Errors
-    /// If one cannot be started.
+    /// Fails if a client cannot be started.
     pub fn clients(&self) -> anyhow::Result<[Client; 2]> {
         let client = |path, pod| -> anyhow::Result<Client> {
             let process = start_client(self.nodes.lab().pod(pod))?;
@@ -171,10 +171,10 @@ impl Site {
         ])
     }
 
-    /// Has the agent's cache know so many names.
+    /// Fills the agent's cache with this many names.
     ///
     /// # Errors
-    /// If it does not, after that.
+    /// Fails if the cache does not have the names afterwards.
     pub fn fill_cache(&self, names: u32) -> anyhow::Result<()> {
         let file = tempfile::NamedTempFile::new()?;
         let queries: Vec<String> = (0..names)
@@ -205,23 +205,23 @@ impl Site {
     /// Resident memory of the agent that answers queries, in MiB.
     ///
     /// # Errors
-    /// If it has ended.
+    /// Fails if the agent has ended.
     pub fn memory(&self) -> anyhow::Result<f64> {
         self.nodes.rss_mib()
     }
 
-    /// The same of the agent that answers none.
+    /// Resident memory of the agent that does not answer queries, in MiB.
     ///
     /// # Errors
-    /// If it has ended.
+    /// Fails if the agent has ended.
     pub fn memory_without(&self) -> anyhow::Result<f64> {
         site::rss_mib(&Path::new("/proc").join(self.without.id().to_string()))
     }
 
-    /// Makes a service at the API server. Returns after how many milliseconds the pod finds its name.
+    /// Makes a service at the API server. Returns after how many milliseconds the pod finds the service's name.
     ///
     /// # Errors
-    /// If it does not.
+    /// Fails if the pod does not find it.
     pub fn change(&mut self, number: u32) -> anyhow::Result<f64> {
         let name = format!("new-{number}");
         let mut service = objects::service(&name, Ipv4Addr::new(10, 110, 0, 1).into());
@@ -231,7 +231,7 @@ impl Site {
         service["spec"]["clusterIPs"] = json!([address]);
         let order = order(Job::Await, &format!("{name}.default.svc.cluster.local"));
         self.changer.send_line(&serde_json::to_string(&order)?)?;
-        // Until it asks all the time.
+        // Wait until the pod sends queries all the time.
         thread::sleep(Duration::from_millis(20));
         let before = monotonic_ms()?;
         self.nodes.cluster().apply(service);

@@ -24,18 +24,18 @@ pub const CASE_NAMES: [&str; 5] = ["local", "cached", "lookup", "memory", "chang
 pub struct Extent {
     services: u32,
     rounds: usize,
-    /// How long each server is asked in a round.
+    /// How long a round measures each server.
     seconds: u32,
-    /// Lookups of a pod in a round.
+    /// A pod's lookups in a round.
     lookups: u32,
-    /// Names that the cache has when memory is measured.
+    /// Names in the cache when memory is measured.
     cached: u32,
     /// Changes of services.
     changes: u32,
 }
 
 impl Extent {
-    /// All of it.
+    /// The whole benchmark.
     pub const FULL: Self = Self {
         services: 10_000,
         rounds: 7,
@@ -44,7 +44,7 @@ impl Extent {
         cached: 100_000,
         changes: 300,
     };
-    /// What fits into half a minute.
+    /// A short benchmark, within half a minute.
     pub const QUICK: Self = Self {
         services: 1_000,
         rounds: 3,
@@ -55,10 +55,10 @@ impl Extent {
     };
 }
 
-/// Measures.
+/// Measures servers, lookups, memory and changes.
 ///
 /// # Errors
-/// If the machine lacks something, or somebody does not answer.
+/// Fails if the machine lacks a program, or if a server or an agent does not answer.
 pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let mut rows = throughput(extent)?;
     let site = Site::start(extent.services)?;
@@ -90,7 +90,7 @@ fn row(
     }
 }
 
-/// Adds ratios to what another path has.
+/// Sets the baseline of each row, and the ratio to the baseline's value.
 fn beside(rows: &mut [Row], baseline: &'static str) {
     let values: Vec<_> = rows
         .iter()
@@ -108,7 +108,7 @@ fn throughput(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let all = servers.running();
     let count = all.len();
     let mut samples: Vec<[Rounds; 2]> = vec![[vec![], vec![]]; count * Names::ALL.len()];
-    // Each has every name in its cache before it is measured.
+    // Each server caches every name before it is measured.
     for server in &all {
         for names in Names::ALL {
             servers.measure(*server, names, extent.seconds)?;
@@ -138,7 +138,7 @@ fn throughput(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Lookups of a pod: answered on its node, and by the cluster's DNS on another node.
+/// Measures a pod's lookups: answered on its node, and answered by the cluster's DNS on another node.
 fn lookups(site: &Site, extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let mut clients = site.clients()?;
     let mut samples: Vec<[Rounds; 2]> = vec![[vec![], vec![]]; clients.len()];
@@ -160,7 +160,7 @@ fn lookups(site: &Site, extent: &Extent) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Resident memory of an agent whose cache is full of names, and of one that answers no queries.
+/// Measures the resident memory of an agent whose cache is full of names, and of an agent that answers no queries.
 fn memory(site: &Site, extent: &Extent) -> anyhow::Result<Vec<Row>> {
     say!("memory: {} names", extent.cached);
     let without = site.memory_without()?;
@@ -172,7 +172,7 @@ fn memory(site: &Site, extent: &Extent) -> anyhow::Result<Vec<Row>> {
         .collect())
 }
 
-/// How long after its event at the API server a new service is answered.
+/// Measures the time from the event of a new service at the API server to the first answer for its name.
 fn changes(mut site: Site, extent: &Extent) -> anyhow::Result<Row> {
     say!("changes: {}", extent.changes);
     let mut samples = (0..extent.changes)
@@ -192,7 +192,7 @@ fn changes(mut site: Site, extent: &Extent) -> anyhow::Result<Row> {
 /// Returns the targets, each with the measured value.
 ///
 /// # Errors
-/// If a metric was not measured.
+/// Fails if a metric was not measured.
 pub fn targets(rows: &[Row]) -> anyhow::Result<Vec<Target>> {
     let value = |path, case, metric| {
         let found = find(rows, path, 0, case, metric);

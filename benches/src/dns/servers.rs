@@ -1,4 +1,4 @@
-//! DNS servers that know the same names, each on one CPU, beside a client on another.
+//! DNS servers that know the same names, each on one CPU. The client runs on another CPU.
 
 use std::{
     fmt::Write as _,
@@ -13,7 +13,7 @@ use dataplane_tests::{Command, Host, Lab, Process};
 
 use crate::{fleet::Fleet, manifests, say};
 
-/// The pod in which all of them run.
+/// The pod in which all servers run.
 const POD: (&str, &str) = ("servers", "10.244.1.10");
 /// The port of the resolver that all servers ask for other names.
 const UPSTREAM: u16 = 5300;
@@ -21,7 +21,7 @@ const UPSTREAM: u16 = 5300;
 pub const OUTSIDE: u32 = 20_000;
 /// How long a server may take to start.
 const PATIENCE: Duration = Duration::from_mins(1);
-/// Queries of the client that wait for an answer.
+/// Maximum number of the client's queries that wait for an answer.
 const OUTSTANDING: &str = "100";
 
 /// A DNS server.
@@ -29,19 +29,19 @@ const OUTSTANDING: &str = "100";
 pub enum Server {
     /// `dataplane dns serve`, with one thread.
     Dataplane,
-    /// With the names as local data.
+    /// unbound, with the names as local data.
     Unbound,
-    /// With the names as hosts.
+    /// dnsmasq, with the names as hosts.
     Dnsmasq,
-    /// With the names as a zone.
+    /// BIND, with the names as a zone.
     Bind,
 }
 
 impl Server {
-    /// All of them, as declared.
+    /// All servers, in the order of their declaration.
     pub const ALL: [Self; 4] = [Self::Dataplane, Self::Unbound, Self::Dnsmasq, Self::Bind];
 
-    /// `path` of the rows.
+    /// Returns the server's `path` in the rows.
     pub const fn word(self) -> &'static str {
         match self {
             Self::Dataplane => "dataplane",
@@ -51,7 +51,8 @@ impl Server {
         }
     }
 
-    /// Its program, and the package that has it; none if it is this project's, or needed anyway.
+    /// Returns the server's program and the package that contains it. `None` if this project builds
+    /// the program, or if the benchmark needs it in any case.
     const fn program(self) -> Option<(&'static str, &'static str)> {
         match self {
             Self::Dataplane | Self::Unbound => None,
@@ -68,17 +69,17 @@ impl Server {
 /// A set of names to ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Names {
-    /// Of services.
+    /// Names of services.
     Local,
-    /// Of the upstream server, from the cache.
+    /// Names that only the resolver knows, answered from the cache.
     Cached,
 }
 
 impl Names {
-    /// All of them.
+    /// All sets of names.
     pub const ALL: [Self; 2] = [Self::Local, Self::Cached];
 
-    /// `case` of the rows.
+    /// Returns the `case` of the rows.
     pub const fn word(self) -> &'static str {
         match self {
             Self::Local => "local",
@@ -87,7 +88,7 @@ impl Names {
     }
 }
 
-/// The servers, all of which run.
+/// The running servers.
 pub struct Servers {
     lab: Lab,
     running: Vec<(Server, Process)>,
@@ -96,10 +97,10 @@ pub struct Servers {
 }
 
 impl Servers {
-    /// Starts all of them, with the names of so many services.
+    /// Starts all servers that are installed, with the names of this many services.
     ///
     /// # Errors
-    /// If one of them is not there, or does not answer.
+    /// Fails if dnsperf or unbound is missing, or if a server does not answer.
     pub fn start(services: u32) -> anyhow::Result<Self> {
         ensure!(
             is_there("dnsperf"),
@@ -176,7 +177,7 @@ impl Servers {
         Ok(servers)
     }
 
-    /// Those that run.
+    /// Returns the servers that run.
     pub fn running(&self) -> Vec<Server> {
         self.running.iter().map(|(server, _)| *server).collect()
     }
@@ -188,7 +189,7 @@ impl Servers {
     fn command(&self, server: Server, local: &[(String, String)]) -> anyhow::Result<Command> {
         let directory = self.directory.path();
         let port = server.port();
-        // The last CPU, since devices tend to interrupt the first.
+        // The last CPU, because devices tend to interrupt the first.
         let cpu = (thread::available_parallelism()?.get() - 1).to_string();
         let pinned = self.pod().command("taskset").args(["-c", &cpu]);
         Ok(match server {
@@ -279,10 +280,11 @@ impl Servers {
         }
     }
 
-    /// Queries per second that a server answers, and the CPU time of each in µs.
+    /// Returns the number of queries per second that a server answers, and the CPU time of a query
+    /// in µs.
     ///
     /// # Errors
-    /// If it does not answer all of them.
+    /// Fails if a query gets no answer.
     pub fn measure(&self, server: Server, names: Names, seconds: u32) -> anyhow::Result<[f64; 2]> {
         let before = self.cpu(server)?;
         let dnsperf = self.pod().command("taskset").args(["-c", "0", "dnsperf"]);
@@ -308,7 +310,7 @@ impl Servers {
         Ok([figure("Queries per second:")?, cpu])
     }
 
-    /// CPU time that a server has used so far, in seconds.
+    /// Returns the CPU time that a server has used so far, in seconds.
     fn cpu(&self, server: Server) -> anyhow::Result<f64> {
         let found = self.running.iter().find(|(other, _)| *other == server);
         let id = found.context("it does not run")?.1.id();
@@ -324,7 +326,7 @@ impl Servers {
     }
 }
 
-/// Whether a program is where programs are.
+/// Returns whether a program is in one of the usual directories.
 fn is_there(program: &str) -> bool {
     let directories = ["/usr/sbin", "/usr/bin", "/usr/local/sbin", "/usr/local/bin"];
     directories
@@ -338,7 +340,7 @@ fn write(directory: &Path, name: &str, text: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// The configuration of an unbound with one thread that answers at a port of loopback.
+/// Returns the configuration of an unbound with one thread that listens on a port of loopback.
 fn unbound(port: u16, more: &str) -> String {
     format!(
         "server:\n directory: \"/\"\n chroot: \"\"\n username: \"\"\n pidfile: \"\"\n use-syslog: no\n logfile: \"\"\n \

@@ -1,4 +1,4 @@
-//! `bench packet`: services reached by packets: from outside, and by pods whose sockets nobody sees.
+//! `bench packet`: services reached by packets: from outside, and from pods whose sockets the agent does not see.
 
 mod programs;
 mod stage;
@@ -27,20 +27,21 @@ const CASES: [(&str, Case); 4] = [
     ("nodeport-remote", Case::NodePortRemote),
     ("clusterip-packet", Case::ClusterIpPacket),
 ];
-/// Their names, and those of what is about single flows, and about many.
+/// The names of the cases. `FLOW` is about single flows, `MANY` about many.
 pub const CASE_NAMES: [&str; 6] = [CASES[0].0, CASES[1].0, CASES[2].0, CASES[3].0, FLOW, MANY];
 /// A connection to a node port with local endpoints, among 100 000 other flows (`--quick`: 12 500).
 const MANY: &str = "many-flows";
-/// Metrics of a datagram that begins a flow.
+/// Metrics of the first datagram of a flow.
 const FIRST: &[(&str, &str)] = &[("first_p50", "µs")];
-/// Metrics of a later one.
+/// Metrics of a later datagram of a flow.
 const LATER: &[(&str, &str)] = &[("later_p50", "µs")];
-/// A datagram's way to a node port with local endpoints, as the first of its flow and as a later one.
+/// The case of a datagram to a node port with local endpoints, as the first of its flow and as a later one.
 const FLOW: &str = "flow";
 
-/// All of it. Several agents have one service, and count as one: where the kernel puts a program's code makes up to
-/// 5 % of what a connection costs, more than what is compared (`docs/measurements/code-placement.md`). They start in
-/// any order, for what is loaded first lies elsewhere.
+/// The whole benchmark. Several agents have one service, and make one row. The place of a program's code in memory
+/// changes the cost of a connection by up to 5 %, more than the differences to measure
+/// (`docs/measurements/code-placement.md`). The agents start in random order, because the order of loading decides the
+/// place.
 pub const FULL: Extent = Extent {
     ours: &[1, 1, 1, 1, 1, 1_000, 10_000, MOST],
     theirs: &[1, 1_000, 10_000],
@@ -49,7 +50,7 @@ pub const FULL: Extent = Extent {
     budget: Duration::from_mins(3),
     fraction: 1,
 };
-/// What fits into half a minute.
+/// A short benchmark, within half a minute.
 pub const QUICK: Extent = Extent {
     ours: &[1, 1, 1, 10_000],
     theirs: &[1, 1_000],
@@ -71,12 +72,12 @@ fn lanes(extent: &Extent) -> Vec<Lane> {
 }
 
 /// Returns whether `other` is measured right after `what`, lane by lane. The cost of a new flow is the difference of
-/// the two, and the machine varies by more than that from one second to the next.
+/// the two, and the machine's speed varies by more than this difference from one second to the next.
 fn goes_with(what: &Measurement<Case>, other: &Measurement<Case>) -> bool {
     what.case.0 == FLOW && other.case.0 == FLOW
 }
 
-/// Returns the number of parts in which a case is measured in a round, each lane in turn.
+/// Returns into how many parts a round divides the measurement of a case. In each part every lane has one turn.
 fn parts(case: &str) -> usize {
     if case == FLOW { 3 } else { 1 }
 }
@@ -119,7 +120,7 @@ fn measurements(fraction: u32) -> Vec<Measurement<Case>> {
     all
 }
 
-/// Measurements of a connection while the tables hold more flows than the CPU's caches do.
+/// Returns the measurements of a connection while the tables hold more flows than fit into the CPU's caches.
 fn among_many(fraction: u32) -> [Measurement<Case>; 2] {
     let case = (MANY, Case::NodePortLocal);
     let connect = Job::Connect {
@@ -141,7 +142,7 @@ fn among_many(fraction: u32) -> [Measurement<Case>; 2] {
     })
 }
 
-/// Makes one measurement on one lane. Reports a failure on stderr, and returns no figures then.
+/// Makes one measurement on one lane. After a failure, reports it on stderr and returns no figures.
 fn measure(stage: &mut Stage, lane: usize, what: &Measurement<Case>) -> anyhow::Result<Vec<f64>> {
     let (name, case) = what.case;
     let before = stage.cpu(lane)?;
@@ -165,7 +166,7 @@ fn measure(stage: &mut Stage, lane: usize, what: &Measurement<Case>) -> anyhow::
 ///
 /// # Errors
 ///
-/// If the machine lacks something, or a path does not work.
+/// Fails if the machine lacks a program, or if a path does not work.
 pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     say!("building the lab: a node for each path, loading its rules or tables");
     let mut stage = Stage::build(&lanes(extent))?;
@@ -226,8 +227,8 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
 /// Measures a connection among many flows, on one lane of each path that has at most one service.
 fn many(stage: &mut Stage, names: &[Name], fraction: u32) -> anyhow::Result<Vec<Row>> {
     const TURNS: usize = 3;
-    // Two destinations, so 100 000 flows. The measurement takes less than the 30 s for which the kernel's conntrack and
-    // the agent's keep a flow without answers.
+    // With two destinations this makes 100 000 flows. The kernel's conntrack and the agent's keep a flow without
+    // answers for 30 s; the measurement takes less.
     let flows = Job::Flows {
         ports: 50_000 / u16::try_from(fraction)?,
     };
@@ -260,8 +261,8 @@ fn many(stage: &mut Stage, names: &[Name], fraction: u32) -> anyhow::Result<Vec<
     Ok(rows.collect::<anyhow::Result<Vec<_>>>()?.concat())
 }
 
-/// What our programs take of a connection from its SYN to its RST, of a round trip, and of a datagram and
-/// its answer, with one service.
+/// Measures the time that the agent's programs take, with one service: for a connection from its SYN to its RST, for a
+/// round trip, and for a datagram with its answer.
 fn programs(stage: &mut Stage, fraction: u32) -> anyhow::Result<Vec<Row>> {
     const ROUNDS: usize = 2;
     let count = 2_000 / fraction;
@@ -321,7 +322,7 @@ fn programs(stage: &mut Stage, fraction: u32) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// What we promise, beside what was measured.
+/// Returns the targets, each with the measured value.
 pub fn targets(rows: &[Row]) -> Vec<Target> {
     let most = most_services(rows);
     let value = |path, services, case, metric| find(rows, path, services, case, metric);
@@ -336,7 +337,7 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
             of_modes.min_by(|a, b| a.value.total_cmp(&b.value))
         }
     };
-    // Of what is better the more, the inverse.
+    // For metrics that are better the higher they are, use the inverse ratio.
     let over = |a: Option<&Row>, b: Option<&Row>| {
         let (a, b) = (a?, b?);
         Some(match a.metric {
@@ -388,7 +389,8 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
             }
         }
     }
-    // What making a flow adds to a datagram's way, beside what it adds in the kernel's conntrack.
+    // The cost of making a flow: the first datagram's time minus a later datagram's. The target compares it with the
+    // cost in the kernel's conntrack.
     let added = |path, services| {
         let first = value(path, services, FLOW, "first_p50")?;
         let later = value(path, services, FLOW, "later_p50")?;
@@ -400,7 +402,7 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
         added("plain", 0),
         added("conntrack", 0),
     ) {
-        // What a fresh socket costs without either is in both.
+        // Both costs include the cost of a new socket. Subtract it: the plain path has only this cost.
         let rounds = ours.zip(theirs).zip(plain);
         let rounds = rounds.filter_map(|((a, b), plain)| Some((a? - plain?, b? - plain?)));
         let (mut ours, mut theirs): (Vec<f64>, Vec<f64>) = rounds.unzip();

@@ -1,4 +1,4 @@
-//! What our programs take of what is measured, as the kernel counts it.
+//! Run time of the agent's programs, as counted by the kernel.
 
 use std::{collections::BTreeSet, os::fd::OwnedFd, time::Duration};
 
@@ -8,28 +8,28 @@ use aya::{
     sys::{Stats, enable_stats},
 };
 
-/// What programs have taken so far.
+/// Run time and calls of programs so far.
 #[derive(Clone, Copy)]
 pub struct Taken {
     time: Duration,
     calls: u64,
 }
 
-/// While what is returned is there, the kernel counts: two readings of the clock a call, some 40 ns, which
-/// are in the figures. So nothing else is measured meanwhile.
+/// Has the kernel count run times until the returned value is dropped. The kernel then reads the clock twice per call.
+/// This takes about 40 ns and is part of the figures, so no other measurement runs at this time.
 ///
 /// # Errors
-/// If the kernel does not let us.
+/// Fails if the kernel refuses.
 pub fn counting() -> anyhow::Result<OwnedFd> {
     enable_stats(Stats::RunTime).context("cannot have the kernel count what programs take")
 }
 
 impl Taken {
-    /// By the programs of these numbers: those of one node, since the lab's bridge floods copies of packets
-    /// to the others now and then.
+    /// Reads the counters of the programs with these numbers. They are the programs of one node only, because the lab's
+    /// bridge now and then floods copies of packets to the other nodes.
     ///
     /// # Errors
-    /// If they cannot be looked at.
+    /// Fails if the kernel does not list its programs.
     pub fn now(numbers: &BTreeSet<u32>) -> anyhow::Result<Self> {
         let mut taken = Self {
             time: Duration::ZERO,
@@ -45,7 +45,7 @@ impl Taken {
         Ok(taken)
     }
 
-    /// Nanoseconds and calls since then, for each of so many.
+    /// Returns nanoseconds and calls since `then`, divided by `count`.
     #[expect(clippy::cast_precision_loss, reason = "below 2^52")]
     pub fn since(self, then: Self, count: u32) -> (f64, f64) {
         let nanoseconds = self.time.saturating_sub(then.time).as_nanos() as f64;

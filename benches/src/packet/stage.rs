@@ -1,5 +1,5 @@
-//! The lab of `bench packet`: for each path a node like the others, with a client pod and three
-//! server pods on it; one more node with three server pods; and one client outside.
+//! The lab of `bench packet`: for each path an equal node with a client pod and three server pods, one more node with
+//! three server pods, and one client outside.
 
 use std::{
     collections::BTreeSet,
@@ -23,33 +23,34 @@ use crate::{
     worker::{Job, Order, Transport},
 };
 
-/// A path that is compared with others: a worker, and for how many services. Those that are equal are the same
-/// thing measured at several places.
+/// A path to compare: a worker, and its number of services. Equal lanes measure the same path at several places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lane {
-    /// Who works on its node.
+    /// The worker on the lane's node.
     pub worker: Worker,
-    /// For how many services; 0 if for none.
+    /// Number of services; 0 if the node has none.
     pub services: u32,
 }
 
-/// A client, and where the endpoints are.
+/// A client, and the place of the endpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Case {
     /// From outside to a node port of a service with endpoints on that node.
     NodePortLocal,
-    /// Likewise, by IPv6.
+    /// From outside to a node port of a service with endpoints on that node, by IPv6.
     NodePortLocal6,
     /// From outside to a node port of a service with endpoints on another node.
     NodePortRemote,
-    /// From a pod whose sockets nobody sees to a cluster IP of a service with endpoints on its node.
+    /// From a pod whose sockets the agent does not see to a cluster IP of a service with endpoints on its node.
     ClusterIpPacket,
-    /// From outside to a node port of each of two services, with endpoints on that node, and on another.
+    /// From outside to a node port of each of two services: endpoints of one are on that node, of the other on another
+    /// node.
     NodePorts,
 }
 
 impl Lane {
-    /// The families of its services, by whether it is IPv4. Loading both takes `iptables-nft-restore` twice as long.
+    /// Returns the families of the lane's services; `true` is IPv4. With both families, `iptables-nft-restore` takes
+    /// twice as long, so large lanes have only IPv4.
     pub const fn families(self) -> &'static [bool] {
         if self.services <= 1_000 {
             &[true, false]
@@ -61,13 +62,13 @@ impl Lane {
 
 /// The lab, loaded and ready.
 pub struct Stage {
-    /// What is compared.
+    /// The lanes to compare.
     pub lanes: Vec<Lane>,
     fleets: Vec<Fleet>,
     nodes: Vec<[IpAddr; 2]>,
     outside: Process,
     clients: Vec<Process>,
-    // Dropped in this order: processes, then the lab with what is pinned.
+    // Fields are dropped in this order: processes first, then the lab with the pinned programs and maps.
     _servers: Vec<Process>,
     agents: Vec<(Agent, TempDir)>,
     lab: Lab,
@@ -78,7 +79,7 @@ impl Stage {
     ///
     /// # Errors
     ///
-    /// If the machine lacks something.
+    /// Fails if the machine lacks a program.
     pub fn build(lanes: &[Lane]) -> anyhow::Result<Self> {
         let far = lanes.len();
         let mut builder = Lab::builder();
@@ -155,10 +156,10 @@ impl Stage {
         })
     }
 
-    /// The kernel's numbers of the programs on the interfaces of a lane's node, which is one of ours.
+    /// Returns the kernel's numbers of the programs on the interfaces of a lane's node. The worker must be an agent.
     ///
     /// # Errors
-    /// If its agent does not tell.
+    /// Fails if the agent does not list them.
     pub fn programs(&self, lane: usize) -> anyhow::Result<BTreeSet<u32>> {
         let ours = |lane: &&Lane| lane.worker == Worker::Dataplane;
         let (agent, _) = &self.agents[self.lanes[..lane].iter().filter(ours).count()];
@@ -172,8 +173,8 @@ impl Stage {
         Ok(numbers)
     }
 
-    /// Whether a case goes by way of a lane's node: what is not translated reaches the other node's
-    /// endpoints by way of the plain one, always. IPv6 is there where there are few services.
+    /// Returns whether a lane has a case. Without translation, packets always reach the other node's endpoints through
+    /// the plain lane's node, so the conntrack lane does not have this case. Only lanes with few services have IPv6.
     pub fn measures(&self, lane: usize, case: Case) -> bool {
         let lane = self.lanes[lane];
         match case {
@@ -183,22 +184,22 @@ impl Stage {
         }
     }
 
-    /// CPU time in seconds that the client outside and everything on a lane's node took so far, with the kernel's work
-    /// on their behalf, as forwarding; not what the kernel's own threads did for them.
+    /// Returns the CPU time in seconds that the client outside and all processes on a lane's node took so far. This
+    /// includes the kernel's work on their behalf, such as forwarding, but not the work of the kernel's own threads.
     ///
     /// # Errors
     ///
-    /// If it cannot be read.
+    /// Fails if it cannot be read.
     pub fn cpu(&self, lane: usize) -> anyhow::Result<f64> {
         let node = self.lab.node_cgroup(&node_name(lane));
         Ok(cpu_of(&node)? + cpu_of(self.lab.external("outside").cgroup())?)
     }
 
-    /// Has a client measure something.
+    /// Has a client carry out a job.
     ///
     /// # Errors
     ///
-    /// What the client met with.
+    /// Returns the client's error.
     pub fn measure(
         &mut self,
         lane: usize,
@@ -246,14 +247,15 @@ impl Stage {
     }
 }
 
-/// Routes for what is dialled without translation: the outside client reaches pods by way of their
-/// node, those of the last node by way of the plain one, and is answered by the same way.
+/// Adds the routes for connections without translation. The outside client reaches pods through their node. It reaches
+/// the last node's pods through the plain lane's node, and their answers return through this node.
 fn route(lab: &Lab, lanes: &[Lane]) -> anyhow::Result<()> {
     let outside = lab.external("outside");
     let (far, far_number) = (lab.node(&node_name(lanes.len())), lanes.len() + 1);
     for (index, lane) in lanes.iter().enumerate() {
         let node = lab.node(&node_name(index));
-        // A node that sends out what came in by the same link tells the sender of a shorter way.
+        // A node that forwards a packet out of the interface that it came in by sends the sender a redirect to a
+        // shorter path.
         node.sysctl("ipv4/conf/all/send_redirects", "0")?;
         node.sysctl("ipv4/conf/eth0/send_redirects", "0")?;
         let (number, via) = (index + 1, node.ipv4());

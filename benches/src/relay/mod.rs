@@ -18,22 +18,22 @@ use crate::{
     worker::Job,
 };
 
-/// What is measured how, in rounds.
+/// A case: its job, and how a round measures it.
 struct Case {
     name: &'static str,
-    /// In how many parts it is measured in a round, each path in turn: where a path differs from another by less than
-    /// the machine does from one second to the next.
+    /// Into how many parts a round divides the measurement; in each part every path has one turn. Cases with several
+    /// parts have paths that differ by less than the machine varies from one second to the next.
     parts: u32,
-    /// In how many more `direct` and `mode: kernel` are, which differ by less than all others, and from one part to the
-    /// next by several times as much.
+    /// How many more parts measure only `direct` and `mode: kernel`. The difference between these two is the smallest,
+    /// and from one part to the next they vary by several times as much.
     pairs: u32,
-    /// Whether client, proxy and server share one CPU: what a proxy costs is then all that is
-    /// measured, without the time to wake another CPU, which varies most.
+    /// Whether client, proxy and server share one CPU. The figure is then the cost of the proxy alone, without the time
+    /// to wake another CPU, which varies most.
     one_cpu: bool,
     job: fn(divisor: u32) -> Job,
-    /// How fast, and the unit.
+    /// Metric and unit of the rate.
     rate: (&'static str, &'static str),
-    /// CPU time of the proxy, per what, and how many of these a job is.
+    /// Metric of the proxy's CPU time. `None` if the case does not measure it.
     cost: Option<Cost>,
 }
 
@@ -50,7 +50,7 @@ impl Case {
 struct Cost {
     metric: &'static str,
     unit: &'static str,
-    /// Of the CPU time in seconds over the number of bytes or connections.
+    /// Factor from the CPU time in seconds per byte or connection to the metric's unit.
     scale: f64,
 }
 
@@ -135,7 +135,7 @@ pub const CASE_NAMES: [&str; 8] = [
     "idle-9000",
     "idle-20000",
 ];
-/// The names of `idle`, and how many connections.
+/// The cases of idle connections, each with its number of connections.
 const IDLE: [(&str, u32); 3] = [
     (CASE_NAMES[5], 2_000),
     (CASE_NAMES[6], 9_000),
@@ -145,20 +145,20 @@ const IDLE: [(&str, u32); 3] = [
 /// How much to measure.
 #[derive(Clone, Copy, Debug)]
 pub struct Extent {
-    /// At least so many rounds,
+    /// Minimum number of rounds.
     at_least: usize,
-    /// at most so many,
+    /// Maximum number of rounds.
     at_most: usize,
-    /// and, between the two, none that begins after this time.
+    /// Time after which no round starts, once the minimum number of rounds is done.
     budget: Duration,
-    /// What is done in a round, as a divisor.
+    /// Divisor of the amount of work in a round.
     divisor: u32,
-    /// Up to how many idle connections.
+    /// Maximum number of idle connections.
     idle: u32,
 }
 
 impl Extent {
-    /// All of it.
+    /// The whole benchmark.
     pub const FULL: Self = Self {
         at_least: 5,
         at_most: 11,
@@ -166,7 +166,7 @@ impl Extent {
         divisor: 1,
         idle: 20_000,
     };
-    /// What fits into half a minute.
+    /// A short benchmark, within half a minute.
     pub const QUICK: Self = Self {
         at_least: 3,
         at_most: 3,
@@ -176,9 +176,9 @@ impl Extent {
     };
 }
 
-/// In which order the relays have their turns: by chance, but `mode: kernel` and `direct`, between which the difference
-/// is smallest, one right after the other. What the machine does from one second to the next, and what proxies have
-/// left it to clear away, is then the same for both.
+/// Returns the order in which the relays take turns. It is random, except that `mode: kernel` and `direct` follow each
+/// other, because their difference is the smallest. The machine's speed at this moment, and the clean-up that other
+/// proxies have left to it, are then equal for both.
 fn turns() -> Vec<Relay> {
     let others: Vec<Relay> = Relay::ALL
         .into_iter()
@@ -191,7 +191,7 @@ fn turns() -> Vec<Relay> {
     turns
 }
 
-/// The turns of those two alone.
+/// Returns `direct` and `mode: kernel` in random order.
 fn pair() -> impl Iterator<Item = Relay> {
     let pair = [Relay::Direct, Relay::Kernel];
     order(pair.len()).into_iter().map(move |at| pair[at])
@@ -207,7 +207,7 @@ fn amount(job: Job) -> f64 {
         | Job::Churn { count, .. }
         | Job::Hold { count } => f64::from(count),
         Job::RoundTrip { count, connections } => f64::from(count) * f64::from(connections),
-        // Known when it is over only: not among the cases here.
+        // These jobs have no fixed amount, and are not among the cases here.
         Job::Crowd { .. } | Job::Paced { .. } | Job::Flows { .. } | Job::Await => f64::NAN,
     }
 }
@@ -215,18 +215,18 @@ fn amount(job: Job) -> f64 {
 /// Compares the relays.
 ///
 /// # Errors
-/// If the machine lacks something, or a relay does not work.
+/// Fails if the machine lacks a program, or if a relay does not work.
 pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     say!("starting the proxies, the server and the client");
     let mut stage = Stage::build()?;
     let mut rows = idle(&mut stage, extent)?;
 
-    // By case and relay: rates and costs, of each part of each round.
+    // Rates and costs by case and relay, for each part of each round.
     let mut samples: Vec<(Rounds, Rounds)> = vec![(vec![], vec![]); CASES.len() * Relay::ALL.len()];
     let start = Instant::now();
     let mut rounds = 0;
     while rounds < extent.at_least || rounds < extent.at_most && start.elapsed() < extent.budget {
-        // Processes differ by chance from the same ones started again, by up to 2 %.
+        // Two runs of one program differ by up to 2 %, so each round starts new processes.
         stage.restart()?;
         for (number, case) in CASES.iter().enumerate() {
             stage.pin(case.one_cpu)?;
@@ -290,7 +290,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Memory of proxies that have just started, and of the same ones with connections that were used
+/// Measures the memory of proxies that have just started, and of the same proxies with idle connections that were used
 /// once.
 fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let mut rows: Vec<Row> = vec![];
@@ -313,7 +313,7 @@ fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
                 .with_context(|| format!("{} with {count} idle connections", relay.word()))?;
             ensure!(now >= f64::from(count), "only {now} of {count} connections");
             held = count;
-            // Whatever is given back when nothing happens is given back by then.
+            // Wait until the proxy has freed the memory that it frees when it is idle.
             std::thread::sleep(Duration::from_millis(if extent.divisor == 1 {
                 6_000
             } else {
@@ -339,7 +339,7 @@ fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// What we promise, beside what was measured.
+/// Returns the targets, each with the measured value.
 pub fn targets(rows: &[Row]) -> Vec<Target> {
     let value = |path, case, metric| find(rows, path, 0, case, metric);
     let mut targets = vec![];
@@ -354,7 +354,7 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
             });
         }
     };
-    // Of what is better the more, the inverse.
+    // For metrics that are better the higher they are, use the inverse ratio.
     add(
         "throughput, one CPU: HAProxy's / ours",
         value("haproxy", "bulk-1cpu", "gbit_per_s"),

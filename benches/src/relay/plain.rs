@@ -1,4 +1,4 @@
-//! The relay that everybody writes first: tokio's `copy_bidirectional`, as it comes.
+//! The simplest relay: tokio's `copy_bidirectional` with its defaults.
 
 use std::net::SocketAddr;
 
@@ -12,19 +12,19 @@ use tokio::{
 /// Relays from one address to another.
 #[derive(Debug, Args)]
 pub struct Plain {
-    /// Where to accept
+    /// Address to accept connections at
     #[arg(long)]
     listen: SocketAddr,
-    /// Where to connect
+    /// Address to connect to
     #[arg(long)]
     to: SocketAddr,
 }
 
 impl Plain {
-    /// Relays until it is killed.
+    /// Relays until the process is killed.
     ///
     /// # Errors
-    /// If it cannot listen.
+    /// Fails if it cannot listen.
     pub fn run(&self) -> anyhow::Result<()> {
         let runtime = Builder::new_multi_thread().enable_all().build()?;
         runtime.block_on(async {

@@ -1,10 +1,10 @@
-//! A pod in which everything runs: the client, the proxies, and the server. Between them is nothing
-//! but loopback, so that what a proxy costs is not lost in what a network costs.
+//! The lab of `bench relay`. The client, the proxies and the server run in one pod, and connect over loopback: the cost
+//! of a proxy would be hard to see beside the cost of a network.
 //!
-//! Two more pods on nodes of their own are alike, with a client and a server each: in one connections
-//! are captured, in one they are left alone. Programs that see every socket of a cgroup are so in nobody
-//! else's way; those that see every socket of the machine are attached for the turn of who is captured. And
-//! who dials directly has as little to do between its turns as who is captured.
+//! Two more pods, on nodes of their own, are equal to it and have a client and a server each. The agent captures the
+//! connections of one pod and leaves the other pod alone. So the programs on the captured pod's cgroup do not slow the
+//! other pods. Some programs see every socket of the machine; they are attached only for the turns of the captured
+//! client. The client that connects directly has as little to do between its turns as the captured client.
 
 use std::{
     fmt::Write as _,
@@ -32,15 +32,15 @@ use crate::{
     worker::{Job, Order, Transport},
 };
 
-/// Who relays.
+/// A way to relay connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Relay {
-    /// Nobody: the client dials the server.
+    /// No relay: the client connects to the server.
     Direct,
-    /// `dataplane proxy`, with as many workers as there are CPUs. It looks up the original
-    /// destination and draws an endpoint, which the others do not.
+    /// `dataplane proxy`, with as many workers as there are CPUs. Unlike the other relays, it looks up the original
+    /// destination and chooses an endpoint.
     Dataplane,
-    /// Nobody: the client is captured, `mode: kernel`, and dials a VIP.
+    /// No process relays: the client is captured with `mode: kernel`, and connects to a VIP.
     Kernel,
     /// HAProxy with one thread.
     Haproxy,
@@ -53,7 +53,7 @@ pub enum Relay {
 }
 
 impl Relay {
-    /// All of them, as declared.
+    /// All relays, in the order of their declaration.
     pub const ALL: [Self; 7] = [
         Self::Direct,
         Self::Dataplane,
@@ -64,7 +64,7 @@ impl Relay {
         Self::Tokio,
     ];
 
-    /// `path` of the rows.
+    /// Returns the relay's `path` in the rows.
     pub const fn word(self) -> &'static str {
         match self {
             Self::Direct => "direct",
@@ -77,12 +77,12 @@ impl Relay {
         }
     }
 
-    /// Whether there is a process of its own that relays.
+    /// Returns whether the relay is a process of its own.
     pub const fn is_process(self) -> bool {
         !matches!(self, Self::Direct | Self::Kernel)
     }
 
-    /// In which pod.
+    /// Returns the index of the relay's pod in [`SEATS`].
     const fn seat(self) -> usize {
         match self {
             Self::Direct => 1,
@@ -91,7 +91,7 @@ impl Relay {
         }
     }
 
-    /// Where it listens.
+    /// Returns the address that the client connects to.
     fn address(self) -> SocketAddr {
         let port = match self {
             Self::Direct => return server(self.seat()),
@@ -105,30 +105,30 @@ impl Relay {
     }
 }
 
-/// The pods, each on the node after it.
+/// The pods, each with its node.
 const SEATS: [(&str, &str); 3] = [
     ("bench", "node1"),
     ("direct", "node2"),
     ("captured", "node3"),
 ];
-/// The service; where a proxy listens at its VIP, the pod has it.
+/// The service's VIP. A pod with proxies that listen at the VIP has it as an address.
 const VIP: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::new(10, 96, 0, 1)), 15_001);
-/// The server of a pod.
+/// Returns the address of the server in a pod.
 fn server(seat: usize) -> SocketAddr {
     let node = [1, 2, 3][seat];
     (Ipv4Addr::new(10, 244, node, 10), 8_080).into()
 }
 
-/// What is said of the pod that is captured.
+/// The mesh configuration of the captured pod.
 const MESH: &str =
     "{workloads: [{name: default/captured, addresses: [10.244.3.10], rules: {mode: kernel}}]}";
-/// Open files of each process: two for each of 20 000 connections, and some.
+/// Limit of open files for each process: two for each of 20 000 connections, and some more.
 const FILES: u64 = 100_000;
-/// Connections at the same time that the server serves.
+/// Number of connections that the server serves at the same time.
 const SERVED: u32 = 32;
-/// Until then the kernel has settled that a tracepoint has other programs.
+/// Time after which the kernel has completed a change of a tracepoint's programs.
 const SETTLED: Duration = Duration::from_millis(20);
-/// A proxy that has not begun to listen by then does not.
+/// Time limit for a relay to start to work.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The pods with their processes.
@@ -138,7 +138,7 @@ pub struct Stage {
     _agent: Agent,
     traced: Traced,
     lab: Lab,
-    /// Connections at the same time that the limit of open files allows.
+    /// Number of simultaneous connections that the limit of open files allows.
     pub connections: u64,
     files: tempfile::TempDir,
 }
@@ -160,12 +160,12 @@ impl Seat {
 }
 
 impl Stage {
-    /// Makes the pod, and starts everything in it.
+    /// Makes the pods, and starts all processes in them.
     ///
     /// # Errors
-    /// If the machine lacks something.
+    /// Fails if the machine lacks a program.
     pub fn build() -> anyhow::Result<Self> {
-        // Inherited by everything that is started.
+        // All processes started from here inherit the limit.
         let hard = getrlimit(Resource::RLIMIT_NOFILE)?.1;
         let files = setrlimit(Resource::RLIMIT_NOFILE, FILES, FILES).map_or(hard, |()| FILES);
         setrlimit(Resource::RLIMIT_NOFILE, files, files)?;
@@ -182,12 +182,12 @@ impl Stage {
                 pod.ip(&format!("address add {}/32 dev lo", VIP.ip()))?;
             }
             pod.sysctl("ipv4/ip_local_port_range", "2000 65000")?;
-            // 20 000 connections in a few seconds are no attack here.
+            // The kernel should not take 20 000 connections in a few seconds for an attack.
             pod.sysctl("ipv4/tcp_max_syn_backlog", "8192")?;
             pod.sysctl("core/somaxconn", "8192")
                 .or_else(|_| anyhow::Ok(()))?;
-            // A proxy that ends connections as it should leaves a port of them waiting for a minute, and
-            // whoever connects next looks for a free one the longer, in everybody's measurements.
+            // After a regular close, the kernel keeps the connection's port in TIME_WAIT for a minute. With many such
+            // ports, every later connect() takes longer to find a free one, in the measurements of all relays.
             pod.sysctl("ipv4/tcp_max_tw_buckets", "0")?;
             seats.push(Seat::start(pod, server(number))?);
         }
@@ -236,13 +236,13 @@ impl Stage {
         Ok(())
     }
 
-    /// Starts proxies, server and client anew, as if nothing had been.
+    /// Restarts proxies, servers and clients, so that no state remains.
     ///
     /// # Errors
-    /// If one cannot be started.
+    /// Fails if a process cannot be started.
     pub fn restart(&mut self) -> anyhow::Result<()> {
         for (_, process) in self.relays.drain(..) {
-            // nginx's workers outlive a master that is killed.
+            // nginx's workers survive when the master is killed.
             process.signal(Signal::SIGTERM)?;
             let _ = process.wait();
         }
@@ -295,7 +295,7 @@ impl Stage {
                 let load = if module.exists() {
                     format!("load_module {};\n", module.display())
                 } else {
-                    // Built in, or nginx will say so.
+                    // The module is built in; otherwise nginx reports an error.
                     String::new()
                 };
                 let directory = self.files.path().display();
@@ -322,7 +322,7 @@ impl Stage {
         Ok(Some(command))
     }
 
-    /// Waits until a connection by way of a relay is answered.
+    /// Waits until a connection through a relay is answered.
     fn wait_for(&mut self, relay: Relay) -> anyhow::Result<()> {
         let start = Instant::now();
         loop {
@@ -342,10 +342,10 @@ impl Stage {
         }
     }
 
-    /// Has the client measure something by way of a relay.
+    /// Has the client carry out a job through a relay.
     ///
     /// # Errors
-    /// What the client met with.
+    /// Returns the client's error.
     pub fn measure(&mut self, relay: Relay, job: Job) -> anyhow::Result<f64> {
         let order = Order {
             to: vec![relay.address()],
@@ -356,7 +356,7 @@ impl Stage {
         if relay == Relay::Kernel {
             self.traced.attach()?;
         }
-        // Everybody's turn begins with the same rest.
+        // Every relay's turn starts after a pause of the same length.
         thread::sleep(SETTLED);
         let result = carry_out(&mut self.seats[relay.seat()].client, &order)
             .and_then(|values| first(&values));
@@ -366,14 +366,14 @@ impl Stage {
         result
     }
 
-    /// Keeps everything on one CPU, or lets it run on all.
+    /// Restricts clients, servers and proxies to one CPU, or lets them run on all.
     ///
     /// # Errors
-    /// If that is not possible.
+    /// Fails if this is not possible.
     pub fn pin(&self, one: bool) -> anyhow::Result<()> {
         let count = thread::available_parallelism()?.get();
         let mut set = CpuSet::new();
-        // The last one, since devices tend to interrupt the first.
+        // The last CPU, because devices tend to interrupt the first.
         for cpu in if one { count - 1..count } else { 0..count } {
             set.set(cpu)?;
         }
@@ -384,7 +384,7 @@ impl Stage {
         let relays = self.relays.iter().map(|(_, process)| process.id());
         for process in own.into_iter().chain(relays).flat_map(with_children) {
             for thread in threads(process) {
-                // It may have ended in the meantime.
+                // The thread may have ended in the meantime.
                 let _ = sched_setaffinity(Pid::from_raw(thread.cast_signed()), &set);
             }
         }
@@ -396,7 +396,7 @@ impl Stage {
         found.map_or_else(Vec::new, |(_, process)| with_children(process.id()))
     }
 
-    /// CPU time that a relay has used so far, in seconds.
+    /// Returns the CPU time that a relay has used so far, in seconds.
     pub fn cpu(&self, relay: Relay) -> f64 {
         let threads = self.processes(relay).into_iter().flat_map(|process| {
             let threads = threads(process).into_iter();
@@ -409,10 +409,10 @@ impl Stage {
         used.sum::<f64>() / 1e9
     }
 
-    /// Memory of a relay that no file backs, in KiB.
+    /// Returns a relay's anonymous memory (not backed by a file), in KiB.
     ///
     /// # Errors
-    /// If it has ended.
+    /// Fails if the relay has ended.
     pub fn memory(&self, relay: Relay) -> anyhow::Result<f64> {
         let mut sum = 0.0;
         for process in self.processes(relay) {
@@ -466,7 +466,7 @@ fn with_children(process: u32) -> Vec<u32> {
     all
 }
 
-/// Where a pod's services are described.
+/// Returns the file with the manifests of a pod's services.
 fn manifest(directory: &Path, seat: usize) -> PathBuf {
     directory.join(format!("services-{seat}.yaml"))
 }

@@ -1,8 +1,8 @@
 //! `bench sync`: from the Kubernetes API to the kernel's tables.
 //!
-//! A real agent on a node of a lab reads a real API server in this process, over TLS. What is
-//! measured is seen from outside: in the server, when the first byte of an answer went out and when
-//! an event did; in the kernel, when the tables had it.
+//! A real agent on a node of a lab reads a real API server in this process, over TLS. All times are
+//! measured outside of the agent: the server notes when it sends the first byte of an answer and
+//! when it sends an event, and the kernel's tables show when a change has arrived.
 
 mod neighbour;
 mod pods;
@@ -30,11 +30,11 @@ use neighbour::{Busy, Neighbour};
 use seen::Seen;
 use site::Site;
 
-/// The size that most targets are about.
+/// The size of most targets.
 const MANY: u32 = 10_000;
-/// The largest.
+/// The largest size.
 const MOST: u32 = 100_000;
-/// Changes that come at once.
+/// Changes that come at the same time.
 const BURST: u32 = 1_000;
 
 /// How much to measure.
@@ -64,11 +64,11 @@ impl Extent {
     };
 }
 
-/// Measures.
+/// Runs all measurements.
 ///
 /// # Errors
 ///
-/// If the agent does not run, or does not do what it should.
+/// Fails if the agent does not run, or does not work as expected.
 pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
     let extent = if quick { Extent::QUICK } else { Extent::FULL };
     let mut rows = Vec::new();
@@ -84,7 +84,8 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// An agent starts where another one was killed: until captured connections are served.
+/// Measures a restart: an agent is killed, another agent starts, and captured connections are
+/// served again.
 fn restarts(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let services = 1_000;
     let times = restart::run(services, extent.restarts)?;
@@ -107,7 +108,7 @@ fn restarts(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     ])
 }
 
-/// One change after the other, as a captured pod sees it, while an unrelated Service changes.
+/// Measures single changes as a captured pod sees them, while an unrelated Service changes.
 fn together(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let services = 1_000;
     say!("measuring what a captured pod sees of changes");
@@ -139,8 +140,8 @@ fn together(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     Ok(rows.collect())
 }
 
-/// One change after the other, while pods and interfaces change a hundred times a second each. The
-/// agent has a mesh whose pods may only reach what is known, so it knows the pods of all nodes.
+/// Measures single changes while pods and interfaces change, 100 times a second each. In the
+/// agent's mesh, pods may only reach known destinations, so the agent knows the pods of all nodes.
 fn restless(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let services = 1_000;
     say!(
@@ -174,7 +175,7 @@ fn restless(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     ])
 }
 
-/// One change after the other, while another tenant changes as much at once as it may.
+/// Measures single changes while another tenant makes the largest changes that it may.
 fn beside(neighbour: Neighbour, extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let services = 1_000;
     say!("measuring {}", neighbour.case());
@@ -183,14 +184,14 @@ fn beside(neighbour: Neighbour, extent: &Extent) -> anyhow::Result<Vec<Row>> {
     Neighbour::configure(&config)?;
     let mut site = Site::with_entries(services, &config)?;
     site.start_from_nothing()?;
-    // Tables grow before.
+    // Let the tables grow before the measurement.
     for turn in 0..2 {
         neighbour.change(site.cluster(), turn);
         thread::sleep(Duration::from_secs(5));
     }
     let mut seen = Seen::new(&site.bpffs)?;
     let busy = Busy::start(neighbour, site.cluster(), 2);
-    // For some seconds, in which the tenant has some turns.
+    // Measure for some seconds, so that the tenant has some turns.
     let extent = Extent {
         changes: extent.changes.max(1_500),
         ..*extent
@@ -241,7 +242,7 @@ fn measure(extent: &Extent, services: u32, rows: &mut Vec<Row>) -> anyhow::Resul
     say!("making {} services", thousands(services));
     let mut site = Site::new(services)?;
 
-    // The last start is the one that goes on.
+    // The agent of the last start runs on.
     let starts = if services > MANY { 1 } else { extent.starts };
     let mut full = Vec::new();
     for start in 1..=starts {
@@ -253,7 +254,7 @@ fn measure(extent: &Extent, services: u32, rows: &mut Vec<Row>) -> anyhow::Resul
     }
     row("full_sync_s", "s", None, full);
 
-    // What was only needed to read has been given back by then.
+    // By then the agent has freed the memory that it needed only to read.
     thread::sleep(Duration::from_secs(2));
     let rss = site.rss_mib()?;
     row("rss_mib", "MiB", None, vec![rss]);
@@ -278,8 +279,8 @@ fn measure(extent: &Extent, services: u32, rows: &mut Vec<Row>) -> anyhow::Resul
     Ok(())
 }
 
-/// One EndpointSlice after the other gets another endpoint: from the event on its way out of the
-/// server to the kernel's flip.
+/// Changes an endpoint of one EndpointSlice after the other. Returns the time from the event's
+/// departure from the server to the kernel's flip, for each change.
 fn changes(
     extent: &Extent,
     site: &Site,
@@ -288,7 +289,7 @@ fn changes(
 ) -> anyhow::Result<Vec<f64>> {
     let mut times = Vec::new();
     for turn in 0..extent.changes {
-        // 7 919 is prime to the numbers of services: the changes are all over them.
+        // 7 919 is prime to the numbers of services, so the changes are spread over all of them.
         let service = turn * 7_919 % services;
         let pod = 50_000 + turn % 5_000;
         let object = Churn::slice_with(service, pod);
@@ -297,10 +298,10 @@ fn changes(
         site.cluster().apply(object);
         seen.wait_for_flip(service, before)?;
         times.push(start.elapsed().as_secs_f64() * 1e3);
-        // Changes that come now and then, not one right after the other.
+        // Changes come now and then, not one right after the other.
         thread::sleep(Duration::from_micros(500 + u64::from(turn % 7) * 300));
     }
-    // Each of them is what it should be.
+    // Check the last change.
     let last = extent.changes - 1;
     ensure!(
         seen.has(last * 7_919 % services, 50_000 + last % 5_000)?,
@@ -309,8 +310,8 @@ fn changes(
     Ok(times)
 }
 
-/// A thousand slices change at once: from the first event on its way out to the last flip, and in
-/// how many syncs.
+/// Changes a thousand slices at the same time. Returns the times from the first event's departure
+/// to the last flip, and the numbers of syncs.
 fn bursts(
     extent: &Extent,
     site: &Site,
@@ -334,7 +335,7 @@ fn bursts(
             seen.wait_for_flip(service, before)?;
         }
         times.push(start.elapsed().as_secs_f64() * 1e3);
-        // What follows the flips is no part of it.
+        // Later work is not part of the burst.
         thread::sleep(Duration::from_millis(300));
         #[expect(clippy::cast_precision_loss, reason = "syncs are few")]
         writes.push((site.syncs()? - syncs) as f64);
@@ -344,7 +345,7 @@ fn bursts(
     Ok((times, writes))
 }
 
-/// What we promise, beside what was measured.
+/// Returns the targets, each with the measured value.
 pub fn targets(rows: &[Row]) -> Vec<Target> {
     let restless = find(rows, "dataplane", 1_000, "restless", "change_p99_ms");
     let restless = restless.map(|row| Target {
@@ -420,7 +421,7 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
             what: what.into(),
             value: row.value,
             at_most,
-            // A percentile is not a median over rounds.
+            // The uncertainty of a median over rounds does not apply to a percentile.
             uncertainty: if metric == "change_p99_ms" {
                 0.0
             } else {

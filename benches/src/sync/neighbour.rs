@@ -1,4 +1,5 @@
-//! One tenant changes as much at once as it may, again and again, while an endpoint of another tenant's service changes.
+//! One tenant makes the largest changes that it may, again and again, while an endpoint of another tenant's service
+//! changes.
 
 use std::{
     net::Ipv4Addr,
@@ -25,8 +26,8 @@ const REST: Duration = Duration::from_millis(700);
 pub enum Neighbour {
     /// 43 ServiceEntries with 99 072 addresses come and go: a namespace may have 100 000.
     Entries,
-    /// An endpoint of each of ten Services with 100 ports and 990 endpoints: a namespace may have 1 000 000, each counted for
-    /// each port.
+    /// An endpoint of each of ten Services with 100 ports and 990 endpoints: a namespace may have 1 000 000, each
+    /// counted once for each port.
     Endpoints,
     /// A Service with 64 ports at 4 096 addresses comes and goes: a Service may have 262 144 pairs of them.
     Pairs,
@@ -35,7 +36,7 @@ pub enum Neighbour {
 impl Neighbour {
     pub const ALL: [Self; 3] = [Self::Entries, Self::Endpoints, Self::Pairs];
 
-    /// The name of its case.
+    /// Returns the name of the case.
     pub const fn case(self) -> &'static str {
         match self {
             Self::Entries => "beside-entries",
@@ -44,13 +45,13 @@ impl Neighbour {
         }
     }
 
-    /// Writes the configuration with which the agent reads these objects.
+    /// Writes a configuration file with which the agent reads these objects.
     pub fn configure(file: &Path) -> anyhow::Result<()> {
         let config = json!({ "source": { "kubernetes": { "serviceEntries": true } } });
         Ok(std::fs::write(file, config.to_string())?)
     }
 
-    /// Changes all of it once more.
+    /// Changes all of the objects once more.
     pub fn change(self, cluster: &Cluster, turn: u32) {
         match self {
             Self::Entries if turn.is_multiple_of(2) => _ = cluster.apply_all((0..43).map(entry)),
@@ -73,14 +74,14 @@ impl Neighbour {
     }
 }
 
-/// A tenant that does so until it is dropped.
+/// A tenant that changes its objects until this value is dropped.
 pub struct Busy {
     stop: Arc<AtomicBool>,
     thread: Option<thread::JoinHandle<()>>,
 }
 
 impl Busy {
-    /// Begins with this turn.
+    /// Starts the tenant, with this turn.
     pub fn start(neighbour: Neighbour, cluster: &Cluster, first: u32) -> Self {
         let stop = Arc::<AtomicBool>::default();
         let (stopped, cluster) = (Arc::clone(&stop), cluster.clone());
@@ -99,11 +100,11 @@ impl Busy {
         }
     }
 
-    /// Ends.
+    /// Stops the tenant.
     ///
     /// # Errors
     ///
-    /// If it has ended by itself.
+    /// Fails if the tenant's thread has panicked.
     pub fn stop(mut self) -> anyhow::Result<()> {
         self.stop.store(true, Ordering::Relaxed);
         let thread = self.thread.take().context("it has been stopped")?;

@@ -1,18 +1,18 @@
-//! The pods of a cluster that is measured: few workloads on the agent's node that are captured, or many elsewhere.
+//! The pods of a measured cluster: few captured workloads on the agent's node, or many pods on other nodes.
 
 use std::net::IpAddr;
 
 use dataplane_tests::api::{Churn, Cluster, objects};
 use serde_json::json;
 
-/// Captured workloads on the agent's node.
+/// Number of captured workloads on the agent's node.
 pub const WORKLOADS: u8 = 30;
-/// The server that they reach, beside them: its name, address and port.
+/// The server that the workloads connect to, on the same node: its name and address.
 pub const SERVER: (&str, &str) = ("server", "10.244.1.254");
-/// Pods that the API server has; the agent knows all of them.
+/// Number of pods at the API server. The agent knows all of them.
 pub const PODS: u32 = 20_000;
 
-/// The names and addresses of the workloads.
+/// Returns the names and addresses of the workloads.
 pub fn workloads() -> impl Iterator<Item = (String, String)> {
     (1..=WORKLOADS).map(|n| (format!("pod{n}"), format!("10.244.1.{}", n + 1)))
 }
@@ -21,7 +21,7 @@ pub fn workloads() -> impl Iterator<Item = (String, String)> {
 ///
 /// # Errors
 ///
-/// Never: their addresses are addresses.
+/// Does not fail: all addresses are valid.
 pub fn make_captured(cluster: &Cluster, node: &str) -> anyhow::Result<()> {
     for (name, address) in workloads() {
         let address: IpAddr = address.parse()?;
@@ -37,11 +37,11 @@ pub fn make_many(cluster: &Cluster) {
     cluster.apply_all((0..PODS).map(|number| pod(number, 0)));
 }
 
-/// One of many pods, after so many changes.
+/// Returns one of many pods, after this many changes.
 pub fn pod(number: u32, turn: u32) -> serde_json::Value {
     let name = format!("pod-{number:05}");
     let mut pod = objects::pod(&name, "elsewhere", &[Churn::pod(number)]);
-    // What changes most often: a condition, or a label that a controller writes.
+    // Change the fields that change most often: a condition, or a label that a controller writes.
     pod["metadata"]["annotations"] = json!({ "turn": turn.to_string() });
     pod["metadata"]["labels"]["version"] = json!(format!("v{}", turn % 3));
     pod

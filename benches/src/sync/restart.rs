@@ -1,5 +1,5 @@
-//! An agent that starts where another one was killed: how long it takes from its exec until connections of captured
-//! workloads are served.
+//! Measures a restart: an agent is killed, and a new agent starts. Times are from the new agent's exec until
+//! connections of captured workloads are served.
 
 use std::{thread, time::Duration};
 
@@ -14,26 +14,26 @@ use super::{
 use crate::say;
 
 const PORT: u16 = 7;
-/// Workloads whose clients connect all the time: by name, so that they are spread over the order in which the agent
-/// looks after workloads.
+/// Workloads whose clients connect all the time. Their names are chosen so that they are spread over the order in which
+/// the agent processes workloads.
 const CLIENTS: [&str; 3] = ["pod1", "pod2", "pod9"];
-/// How long a client waits between two attempts, in microseconds: what is measured is that exact.
+/// How long a client waits between two attempts, in microseconds. This is the precision of the measurement.
 const PAUSE_US: &str = "2000";
 
 /// The figures of a round, in milliseconds from exec.
 #[derive(Clone, Copy, Debug)]
 pub struct Times {
-    /// The first connection that was served, of any workload.
+    /// The first served connection of any workload.
     pub first: f64,
-    /// The first connection of the workload that waited longest.
+    /// The first served connection of the workload that waited longest.
     pub last: f64,
 }
 
-/// Kills the agent and starts another one, again and again.
+/// Kills the agent and starts a new agent, `rounds` times.
 ///
 /// # Errors
 ///
-/// If the agent does not run, or does not serve a client in the end.
+/// Fails if the agent does not run, or if a client is never served.
 pub fn run(services: u32, rounds: usize) -> anyhow::Result<Vec<Times>> {
     let mut site = Site::with_captured(services)?;
     let to = format!("{}:{PORT}", SERVER.1);

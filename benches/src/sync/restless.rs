@@ -1,4 +1,4 @@
-//! A node that is never at rest: pods and interfaces change all the time, and a service's endpoint changes.
+//! A node on which pods and interfaces change all the time, while a service's endpoint changes.
 
 use std::{
     sync::{
@@ -17,9 +17,9 @@ use super::{
     site::Site,
 };
 
-/// Changes of pods in a second, and changes of interfaces.
+/// Changes of pods per second, and changes of interfaces per second.
 const RATE: u32 = 100;
-/// Interfaces that go up and down.
+/// Number of interfaces that go up and down.
 const INTERFACES: u32 = 20;
 
 /// Changes pods and interfaces until it is dropped.
@@ -29,11 +29,11 @@ pub struct Restless {
 }
 
 impl Restless {
-    /// Begins, on the agent's node.
+    /// Starts to change pods and interfaces, on the agent's node.
     ///
     /// # Errors
     ///
-    /// If there cannot be such interfaces.
+    /// Fails if the interfaces cannot be made.
     pub fn start(site: &Site) -> anyhow::Result<Self> {
         let node = site.lab().node("agent");
         let elsewhere = site.lab().external("api").netns();
@@ -63,11 +63,11 @@ impl Restless {
         })
     }
 
-    /// Ends.
+    /// Stops the changes.
     ///
     /// # Errors
     ///
-    /// If something did not change as it should have.
+    /// Fails if a change failed.
     pub fn stop(mut self) -> anyhow::Result<()> {
         self.stop.store(true, Ordering::Relaxed);
         for thread in self.threads.drain(..) {
@@ -110,7 +110,7 @@ fn pods_change(cluster: &Cluster, stop: &AtomicBool) {
     drop(changed);
 }
 
-/// Does something [`RATE`] times in a second.
+/// Calls `work` [`RATE`] times per second.
 fn paced(stop: &AtomicBool, mut work: impl FnMut(u32) -> anyhow::Result<()>) -> anyhow::Result<()> {
     let start = Instant::now();
     for turn in 0.. {

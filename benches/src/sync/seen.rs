@@ -1,4 +1,4 @@
-//! The kernel's tables, as somebody sees them who has nothing to do with the agent.
+//! Reads the kernel's tables independently of the agent.
 
 use std::{
     collections::BTreeMap,
@@ -16,19 +16,19 @@ use dataplane_common::{
 use dataplane_tests::api::Churn;
 use kernel::Tables;
 
-/// What takes longer than that will not happen.
+/// Time limit for a change. A change that takes longer has failed.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Looks into the tables.
+/// A reader of the tables.
 pub struct Seen {
     bpffs: PathBuf,
     tables: Tables,
-    /// The pools of services.
+    /// The pool of each service.
     pools: BTreeMap<u32, u32>,
 }
 
 impl Seen {
-    /// Those pinned there.
+    /// Opens the tables that are pinned in this directory.
     pub fn new(bpffs: &Path) -> anyhow::Result<Self> {
         Ok(Self {
             bpffs: bpffs.to_owned(),
@@ -37,16 +37,16 @@ impl Seen {
         })
     }
 
-    /// Where the endpoints of a service's port 80 are.
+    /// Returns the block of the endpoints of a service's port 80.
     pub fn block(&mut self, service: u32) -> anyhow::Result<Block> {
         let pool = self.pool(service)?;
         let pool = decide::Tables::pool(&self.tables, pool).context("a pool")?;
         Ok(pool.block)
     }
 
-    /// Whether a pod is among a service's endpoints.
+    /// Returns whether a pod is among a service's endpoints.
     pub fn has(&mut self, service: u32, pod: u32) -> anyhow::Result<bool> {
-        // They may have grown.
+        // The agent may have replaced the tables by larger ones.
         self.tables = Tables::open(&self.bpffs)?;
         let block = self.block(service)?;
         let slots = block.base()..block.base() + u32::from(block.len());
@@ -56,15 +56,15 @@ impl Seen {
             .any(|endpoint| endpoint.addr.ip() == wanted))
     }
 
-    /// Waits until a service's endpoints are elsewhere.
+    /// Waits until a service's endpoints are in another block.
     pub fn wait_for_flip(&mut self, service: u32, before: Block) -> anyhow::Result<()> {
         let start = Instant::now();
         let mut next = Duration::from_secs(1);
         while self.block(service)? == before {
-            // The agent and the server want the CPUs, too.
+            // Leave CPU time to the agent and the server.
             thread::sleep(Duration::from_micros(20));
             if start.elapsed() > next {
-                // A table that has grown is another one.
+                // If the agent has enlarged a table, the pin leads to a new table.
                 self.tables = Tables::open(&self.bpffs)?;
                 next += Duration::from_secs(1);
             }
@@ -93,8 +93,8 @@ impl Seen {
     }
 }
 
-/// What is served, wherever in the tables it is: address, port and protocol, and how that is
-/// answered.
+/// Returns the served addresses with port and protocol, each with its endpoints as text. The result
+/// does not depend on the place of the endpoints in the tables.
 pub fn served(bpffs: &Path) -> anyhow::Result<BTreeMap<String, String>> {
     let tables = Tables::open(bpffs)?;
     let contents = tables.contents()?;

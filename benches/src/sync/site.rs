@@ -1,4 +1,4 @@
-//! An API server, and an agent on a node that reads it.
+//! An API server, and a node with an agent that reads it.
 
 use std::{
     fs,
@@ -21,9 +21,9 @@ use super::pods;
 
 /// The port that the server listens on.
 const PORT: u16 = 6443;
-/// The nodes' own addresses are not to be in their tables, which are compared.
+/// These options exclude the nodes' own addresses from the tables, so that tables of different nodes can be compared.
 const NO_ADDRESSES: [&str; 2] = ["--nodeport-addresses", "203.0.113.0/24"];
-/// An agent that takes longer to start will not do so.
+/// Time limit for an agent's start.
 const LIMIT: Duration = Duration::from_mins(2);
 
 /// An API server, and an agent that reads it.
@@ -31,9 +31,9 @@ pub struct Site {
     agent: Agent,
     /// The server.
     pub server: ApiServer,
-    /// What changes what it has.
+    /// Changes the server's objects.
     pub churn: Churn,
-    /// Where the agent's tables are pinned.
+    /// The directory in which the agent's tables are pinned.
     pub bpffs: PathBuf,
     kubeconfig: PathBuf,
     _directory: TempDir,
@@ -41,12 +41,12 @@ pub struct Site {
 }
 
 impl Site {
-    /// With so many services. The agent has not been started.
+    /// Makes a site with this many services. Does not start the agent.
     pub fn new(services: u32) -> anyhow::Result<Self> {
         Self::with(services, Lab::builder().node("agent"), |_| Ok(()), &[])
     }
 
-    /// Likewise, and with workloads on the agent's node whose connections its proxy takes.
+    /// Makes a site that also has workloads on the agent's node whose connections the agent's proxy captures.
     pub fn with_captured(services: u32) -> anyhow::Result<Self> {
         let (name, address) = pods::SERVER;
         let mut lab = Lab::builder().node("agent").pod("agent", name, address);
@@ -58,7 +58,7 @@ impl Site {
         Self::with(services, lab, captured, &["--mesh", mesh])
     }
 
-    /// Likewise, and with many pods; the agent captures none of them, and wants to know all.
+    /// Makes a site that also has many pods. The agent captures none of them, but needs to know all.
     pub fn with_pods(services: u32) -> anyhow::Result<Self> {
         let mesh = r#"{"rules": {"mode": "proxy", "egress": "deny"}}"#;
         let many = |cluster: &Cluster| {
@@ -73,7 +73,7 @@ impl Site {
         )
     }
 
-    /// Likewise with Istio's kinds instead, which the agent reads by this configuration.
+    /// Makes a site with Istio's kinds, which the agent reads with this configuration.
     pub fn with_entries(services: u32, config: &Path) -> anyhow::Result<Self> {
         let config = config.to_str().context("a path")?;
         let install = |cluster: &Cluster| {
@@ -84,8 +84,8 @@ impl Site {
         Self::with(services, lab, install, &["--config", config])
     }
 
-    /// Likewise without the workloads, with these pods on these nodes, these objects, and these arguments of the agent on the
-    /// node `agent`.
+    /// Makes a site with these pods on these nodes, these objects, and these arguments for the agent on the node
+    /// `agent`. It has no workloads.
     pub fn with_dns(
         services: u32,
         pods: [(&str, (&str, &str)); 3],
@@ -148,23 +148,23 @@ impl Site {
         })
     }
 
-    /// The agent.
+    /// Returns the agent.
     pub fn agent(&self) -> &Agent {
         &self.agent
     }
 
-    /// The nodes.
+    /// Returns the lab with the nodes.
     pub fn lab(&self) -> &Lab {
         &self.lab
     }
 
-    /// What the server has.
+    /// Returns the server's objects.
     pub fn cluster(&self) -> &Cluster {
         self.churn.cluster()
     }
 
-    /// Starts the agent with empty tables: how long it takes from the first byte of an answer until
-    /// everything is in the kernel.
+    /// Starts the agent with empty tables. Returns the time from the agent's first request until everything is in the
+    /// kernel.
     pub fn start_from_nothing(&mut self) -> anyhow::Result<Duration> {
         self.agent.stop()?;
         kernel::cleanup(&self.bpffs, false)?;
@@ -178,19 +178,19 @@ impl Site {
         Ok(done - first)
     }
 
-    /// Kills the agent; what it left serves.
+    /// Kills the agent. Its programs and tables continue to serve.
     pub fn kill(&mut self) {
         self.agent.kill();
     }
 
-    /// Starts the agent, with the tables that there are, and waits until they are in line.
+    /// Starts the agent with the present tables, and waits until it has reconciled them.
     pub fn start(&mut self) -> anyhow::Result<()> {
         self.agent.launch()?;
         wait_until_synced(&self.agent).map(drop)
     }
 
-    /// Another agent on another node, with empty tables, when it is in line. None of the endpoints
-    /// is on either node.
+    /// Starts another agent on another node, with empty tables, and waits until it has written them. None of the
+    /// endpoints is on either node.
     pub fn fresh(&self) -> anyhow::Result<Agent> {
         let mut agent = self
             .lab
@@ -203,24 +203,24 @@ impl Site {
         Ok(agent)
     }
 
-    /// The agent's resident memory.
+    /// Returns the agent's resident memory.
     pub fn rss_mib(&self) -> anyhow::Result<f64> {
         rss_mib(&Path::new("/proc").join(self.agent.id().to_string()))
     }
 
-    /// How often the tables were brought in line.
+    /// Returns how often the agent has reconciled the tables.
     pub fn syncs(&self) -> anyhow::Result<u64> {
         let status = status(&self.agent)?;
         status["agent"]["syncs"].as_u64().context("syncs")
     }
 
-    /// What the agent says of itself.
+    /// Returns the agent's status.
     pub fn status(&self) -> anyhow::Result<Value> {
         status(&self.agent)
     }
 }
 
-/// Asks often, and in process: starting a command takes as long as some of what is measured.
+/// Polls often, and in this process, because starting a command takes as long as some of the measured times.
 fn wait_until_synced(agent: &Agent) -> anyhow::Result<Instant> {
     let start = Instant::now();
     loop {
@@ -241,7 +241,7 @@ fn status(agent: &Agent) -> anyhow::Result<Value> {
     Ok(Client::new(&agent.socket()).get("/status")?)
 }
 
-/// Resident memory of a process, by its directory in `/proc`.
+/// Returns the resident memory of a process, from its directory in `/proc`.
 pub fn rss_mib(process: &Path) -> anyhow::Result<f64> {
     let status = fs::read_to_string(process.join("status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));

@@ -1,5 +1,5 @@
-//! `bench sync --soak`: a large cluster that is never at rest, and an API server that is never there
-//! for long.
+//! `bench sync --soak`: a large cluster that changes all the time, and an API server that ends
+//! connections and restarts.
 
 use std::{
     thread,
@@ -11,25 +11,25 @@ use anyhow::ensure;
 use super::{seen::served, site::Site};
 use crate::{rows::thousands, say};
 
-/// How large, how restless, and for how long.
+/// Size, rate and duration of a soak test.
 #[derive(Clone, Copy, Debug)]
 pub struct Soak {
-    /// Services at the beginning; about as many at the end.
+    /// Number of services at the beginning. The number at the end is similar.
     pub services: u32,
-    /// Changes a second.
+    /// Changes per second.
     pub rate: u32,
-    /// For so long.
+    /// Duration.
     pub time: Duration,
     /// How often the watches are dropped.
     pub drop_every: Duration,
 }
 
-/// Changes the cluster and drops watches, and then compares the agent's tables with those of a fresh
-/// start, and its memory with what it was.
+/// Changes the cluster and drops watches. Then compares the agent's tables with the tables of a
+/// fresh start, and its memory with its memory after the first quarter of the run.
 ///
 /// # Errors
 ///
-/// If they differ, or memory has grown by a tenth.
+/// Fails if the tables differ, or if memory has grown by more than a tenth.
 pub fn run(soak: Soak) -> anyhow::Result<()> {
     say!("making {} services", thousands(soak.services));
     let mut site = Site::new(soak.services)?;
@@ -42,7 +42,7 @@ pub fn run(soak: Soak) -> anyhow::Result<()> {
     let (mut changes, mut drops) = (0u32, 0u32);
     let mut memory = Vec::new();
     while start.elapsed() < soak.time {
-        // As many as are due.
+        // Make all changes that are due.
         let due = start.elapsed().as_secs_f64() * f64::from(soak.rate);
         while f64::from(changes) < due {
             site.churn.step();
@@ -51,16 +51,16 @@ pub fn run(soak: Soak) -> anyhow::Result<()> {
         if start.elapsed() >= soak.drop_every * (drops + 1) {
             drops += 1;
             match drops % 10 {
-                // It ends them as it does after their time.
+                // The server ends the watches, as it does when their time is over.
                 1..=4 => site.server.faults().end_watches(),
                 // Connections break.
                 5..=8 => site.server.faults().break_watches(),
-                // It restarts.
+                // The server restarts.
                 9 => {
                     site.server.go_away();
                     site.server.come_back()?;
                 }
-                // It restarts, and has forgotten what was.
+                // The server restarts, and has compacted the history of its objects.
                 _ => {
                     site.server.go_away();
                     site.churn.step();
@@ -114,7 +114,8 @@ pub fn run(soak: Soak) -> anyhow::Result<()> {
         agent["syncs"],
         agent["sync_errors"],
     );
-    // The first tenth of it is what changes take that a start does not.
+    // In the first quarter, memory grows because changes need more memory than a start. Compare
+    // with the value after it.
     let settled = memory.get(memory.len() / 4).copied().unwrap_or(at_rest);
     ensure!(
         last <= settled * 1.1,

@@ -1,5 +1,5 @@
-//! When a captured pod sees a change, while an unrelated Service changes: its proxy, which goes to a service's new endpoint,
-//! and the agent's DNS, which knows a new name.
+//! Measures when a captured pod sees a change, while an unrelated Service changes. The pod's proxy moves to a service's
+//! new endpoint, and the agent's DNS knows a new name.
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -30,18 +30,18 @@ const CLIENT: (&str, &str) = ("app", "10.244.1.8");
 /// The pods between which the service's endpoint changes.
 const SERVERS: [(&str, &str); 2] = [("one", "10.244.1.11"), ("two", "10.244.1.12")];
 const PORT: u16 = 8080;
-/// The service whose endpoint changes, and the one that changes for no reason of theirs.
+/// The service whose endpoint changes, and the unrelated service that changes all the time.
 const SERVICE: u32 = 7;
 const OTHER: u32 = 8;
-/// How often the other changes.
+/// Interval between changes of the unrelated service.
 const RATE: Duration = Duration::from_millis(300);
 /// The pod's resolver. No process answers there: the agent answers the queries.
 const DNS: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 53);
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// After how many milliseconds each change was seen.
+/// Time in milliseconds until each change was seen.
 pub struct Times {
-    /// In the tables.
+    /// In the kernel's tables.
     pub tables: Vec<f64>,
     /// By a connection through the proxy.
     pub proxy: Vec<f64>,
@@ -49,11 +49,11 @@ pub struct Times {
     pub names: Vec<f64>,
 }
 
-/// Measures so many changes of each kind.
+/// Measures this many changes of each kind.
 ///
 /// # Errors
 ///
-/// If the agent does not run, or a change is never seen.
+/// Fails if the agent does not run, or if a change is never seen.
 pub fn run(services: u32, changes: u32) -> anyhow::Result<Times> {
     let mesh = r#"{"rules": {"mode": "proxy"}, "proxy": {"accessLog": "off"}}"#;
     let dns = r#"{"capture": "mesh", "resolvConf": "/dev/null"}"#;
@@ -106,7 +106,7 @@ fn make_objects(cluster: &Cluster) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The service's slice with one endpoint.
+/// Returns the service's slice with one endpoint.
 fn slice(server: &str) -> anyhow::Result<serde_json::Value> {
     let mut slice = Churn::slice_with(SERVICE, 0);
     slice["endpoints"] = json!([objects::endpoint(server.parse()?, "agent")]);
@@ -114,7 +114,8 @@ fn slice(server: &str) -> anyhow::Result<serde_json::Value> {
     Ok(slice)
 }
 
-/// Changes the service's endpoint, and compares with when the pod's connections went to the new one.
+/// Changes the service's endpoint. Returns, for each change, when the tables had it and when a connection of the pod
+/// went to the new endpoint.
 fn endpoints(site: &Site, changes: u32) -> anyhow::Result<(Vec<f64>, Vec<f64>)> {
     let mut seen = Seen::new(&site.bpffs)?;
     let before = seen.block(SERVICE)?;
@@ -127,7 +128,7 @@ fn endpoints(site: &Site, changes: u32) -> anyhow::Result<(Vec<f64>, Vec<f64>)> 
         .load(&["--to", &to, "--pause-us", "200", "--each"])?;
     let (mut tables, mut done) = (Vec::new(), Vec::new());
     for turn in 1..=changes {
-        // At all times relative to the other's changes.
+        // Vary the moment relative to the changes of the unrelated service.
         thread::sleep(Duration::from_millis(25 + u64::from(turn % 11) * 3));
         let (server, address) = SERVERS[turn as usize % 2];
         let before = seen.block(SERVICE)?;
@@ -137,7 +138,7 @@ fn endpoints(site: &Site, changes: u32) -> anyhow::Result<(Vec<f64>, Vec<f64>)> 
         tables.push(monotonic_ms()? - at);
         done.push((at, server));
     }
-    // The client reports when it ends, and has to see the last change before.
+    // The client reports when it ends, so it must first see the last change.
     thread::sleep(Duration::from_secs(1));
     let report: LoadReport = client.wait_json()?;
     ensure!(
@@ -153,7 +154,7 @@ fn endpoints(site: &Site, changes: u32) -> anyhow::Result<(Vec<f64>, Vec<f64>)> 
             .next_if(|event| ms(event.started_at_ns) < at)
             .is_some()
         {}
-        // Those before it went to the endpoint that there was.
+        // Earlier connections went to the former endpoint.
         let to_new = events.clone().find(|event| event.endpoint == server);
         let to_new = to_new.context("a change that no connection has seen")?;
         proxy.push(ms(to_new.started_at_ns) - at);
@@ -186,7 +187,7 @@ fn names(site: &Site, changes: u32) -> anyhow::Result<Vec<f64>> {
         let address = Ipv4Addr::new(10, 110, high, low);
         let order = order(Job::Await, &name);
         client.send_line(&serde_json::to_string(&order)?)?;
-        // Until it asks all the time, and at all times relative to the other's changes.
+        // Wait until the client sends queries all the time, and vary the moment relative to the unrelated changes.
         thread::sleep(Duration::from_millis(20 + u64::from(number % 11) * 3));
         let before = monotonic_ms()?;
         site.cluster()

@@ -1,4 +1,4 @@
-//! The client: what is measured, and how.
+//! The client: carries out jobs and measures them.
 
 use std::{
     io::{BufRead as _, ErrorKind, Read as _, Write as _},
@@ -21,11 +21,11 @@ use crate::{
     stats::{median, percentile},
 };
 
-/// An answer that takes longer is a fault of the path, not a slow path.
+/// Time limit for an answer. An answer that takes longer is a fault of the path, not a slow path.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// A name that is not known by then will not be.
+/// Time limit for a name to become known.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Parts that a rate is measured in.
+/// Number of short measurements of a rate.
 const SLICES: u32 = 5;
 
 /// Carries out orders until stdin closes.
@@ -73,8 +73,8 @@ fn carry_out(order: &Order, held: &mut Vec<Socket>) -> anyhow::Result<Vec<f64>> 
     }
 }
 
-/// The median of several short measurements of a rate: one that something else interrupted does
-/// not count.
+/// Returns the median of several short measurements of a rate, so that a disturbance of one
+/// measurement has no effect.
 fn slices(measure: impl Fn() -> anyhow::Result<f64>) -> anyhow::Result<f64> {
     let mut rates = (0..SLICES)
         .map(|_| measure())
@@ -82,8 +82,8 @@ fn slices(measure: impl Fn() -> anyhow::Result<f64>) -> anyhow::Result<f64> {
     Ok(median(&mut rates))
 }
 
-/// A socket that leaves nothing behind: closing it resets the connection, since sockets in
-/// TIME_WAIT would use up the ports within seconds. The same on every path.
+/// Returns a new socket. When a TCP socket is closed, it resets the connection, because sockets in
+/// TIME_WAIT would use up the ports within seconds. All paths use such sockets.
 fn fresh(order: &Order) -> std::io::Result<(Socket, SockAddr)> {
     let to = order
         .to
@@ -98,7 +98,7 @@ fn fresh(order: &Order) -> std::io::Result<(Socket, SockAddr)> {
     Ok((socket, (*to).into()))
 }
 
-/// One byte there and back.
+/// Sends one byte and waits for the answer.
 fn exchange(socket: &mut Socket, byte: u8) -> std::io::Result<()> {
     let mut back = [byte];
     socket.write_all(&back)?;
@@ -115,7 +115,8 @@ const fn byte_for(transport: Transport) -> u8 {
     }
 }
 
-/// Median and 99th percentile in µs of samples in ns, of which the first do not count.
+/// Returns median and 99th percentile in µs of samples in ns. The first samples are warm-up and do
+/// not count.
 #[expect(clippy::cast_precision_loss, reason = "below 2^52 ns")]
 fn quantiles(samples: &[u64]) -> Vec<f64> {
     let of_interest = samples.iter().skip(WARM_UP as usize);
@@ -156,7 +157,7 @@ fn queries(order: &Order, count: usize) -> anyhow::Result<Vec<f64>> {
     Ok(quantiles(&samples))
 }
 
-/// Looks up a name once; how many records the answer has.
+/// Looks up a name once. Returns the time, and the number of records in the answer.
 fn look_up(order: &Order, query: &[u8]) -> std::io::Result<(u64, u16)> {
     let (mut socket, to) = fresh(order)?;
     let mut answer = [0; 512];
@@ -271,7 +272,7 @@ fn paced(order: &Order, per_milli: u32, millis: u32) -> anyhow::Result<f64> {
 
 /// See [`Job::Flows`].
 fn flows(order: &Order, ports: u16) -> anyhow::Result<f64> {
-    // Above the servers' ports.
+    // Source ports are above the servers' ports.
     const FIRST: u16 = 10_000;
     let v4 = order.to.iter().all(SocketAddr::is_ipv4);
     let any: IpAddr = if v4 {
@@ -381,7 +382,7 @@ fn steady(order: &Order, bytes: u64) -> anyhow::Result<f64> {
         rates.push(gbit_per_s(of_part, start));
     }
     stream.read_exact(&mut [0])?;
-    // The first quarter gets it under way.
+    // The first quarter is the warm-up.
     Ok(median(&mut rates[usize::from(PARTS / 4)..]))
 }
 

@@ -1,6 +1,6 @@
-//! Clients and servers: processes in the pods' network namespaces and cgroups that live for the
-//! whole run. A client takes [`Order`]s as lines on stdin and answers each with a line on stdout,
-//! so that nothing is started while something is measured.
+//! Clients and servers: processes in the pods' network namespaces and cgroups that run as long as the benchmark. A
+//! client reads [`Order`]s as lines on stdin and answers each with a line on stdout, so that no process starts during a
+//! measurement.
 
 mod client;
 mod server;
@@ -26,14 +26,14 @@ pub enum Transport {
     Udp,
 }
 
-/// What a client shall measure.
+/// An order for a client to measure something.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Order {
-    /// Whom to talk to; of several, one drawn at random for each socket.
+    /// The destinations. For each socket the client chooses one at random.
     pub to: Vec<SocketAddr>,
-    /// How.
+    /// The transport protocol.
     pub transport: Transport,
-    /// What.
+    /// The measurement.
     pub job: Job,
     /// The name that [`Job::LookUp`] and [`Job::Await`] look up.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -44,83 +44,85 @@ pub struct Order {
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Job {
-    /// Time in µs of a TCP `connect()`; for UDP, whose `connect()` sends nothing, of `connect()`, a
-    /// first datagram and its answer. The socket is made before. Outputs: median, 99th percentile.
+    /// Time in µs of a TCP `connect()`. For UDP, whose `connect()` sends nothing, time of `connect()`, a first datagram
+    /// and its answer. The socket is made before. Outputs: median, 99th percentile.
     Connect {
-        /// How many.
+        /// Number of connections.
         count: u32,
     },
-    /// Time in µs of a UDP query as a DNS client makes it: `sendto()` on a new socket that is not
-    /// connected, until the answer is received. The socket is made before. Outputs: median, 99th
-    /// percentile.
+    /// Time in µs of a UDP query like a DNS client's: from `sendto()` on a new, unconnected socket until the answer is
+    /// received. The socket is made before. Outputs: median, 99th percentile.
     Query {
-        /// How many.
+        /// Number of queries.
         count: u32,
     },
-    /// Time in µs of a round trip of one byte on a connection. Outputs: median, 99th percentile; of
-    /// several connections, one after the other, their means. Where the system puts whom on which CPU
-    /// it decides anew for each, and a median of all would be that of either kind.
+    /// Time in µs of a round trip of one byte on a connection. Outputs: median, 99th percentile. With several
+    /// connections, one after the other, the outputs are the means of the connections' values. The system places the
+    /// processes on CPUs anew for each connection, so a median over all round trips would show only the more frequent
+    /// placement.
     RoundTrip {
-        /// How many on each.
+        /// Round trips on each connection.
         count: u32,
-        /// On so many connections.
+        /// Number of connections.
         connections: u32,
     },
     /// Sockets per second that connect, exchange one byte and close, from several threads.
     Churn {
-        /// How many, over all threads.
+        /// Number of sockets of all threads together.
         count: u32,
-        /// From so many threads.
+        /// Number of threads.
         threads: u32,
     },
-    /// Connections per second that several clients make at the same time, each one after the other: they connect,
-    /// exchange one byte and close by FIN. Outputs: the rate, the 99th percentile of the time in µs from
+    /// Connections per second of several simultaneous clients, each of which makes one connection after the other:
+    /// connect, exchange one byte, close by FIN. Outputs: the rate, the 99th percentile of the time in µs from
     /// `connect()` to the byte's return, the number of connections.
     Crowd {
-        /// How many clients, each a thread.
+        /// Number of clients, each a thread.
         clients: u32,
-        /// For how long, in milliseconds.
+        /// Duration in milliseconds.
         millis: u32,
     },
     /// UDP datagrams of 64 bytes on one connected socket, at a fixed rate. Outputs: the number of datagrams.
     Paced {
         /// Datagrams per millisecond.
         per_milli: u32,
-        /// For how long, in milliseconds.
+        /// Duration in milliseconds.
         millis: u32,
     },
-    /// UDP flows that are begun and left: a datagram from each source port to each destination. Outputs: how many.
+    /// UDP flows without a second packet: one datagram from each source port to each destination. Outputs: the number
+    /// of flows.
     Flows {
-        /// How many source ports.
+        /// Number of source ports.
         ports: u16,
     },
-    /// Gbit/s of payload to the server: a TCP stream; UDP datagrams of 1 400 bytes, each window
-    /// of which is acknowledged.
+    /// Gbit/s of payload to the server: a TCP stream, or UDP datagrams of 1 400 bytes with an acknowledgement for each
+    /// window.
     Bulk {
-        /// How many bytes.
+        /// Number of bytes.
         bytes: u64,
     },
-    /// Gbit/s of payload to the server on one TCP connection, from when it is under way: what its packets cost. What
-    /// makes more of a difference than most paths is left out: what is in flight, once it is more than caches hold,
-    /// by buffers that do not grow; and CUBIC, which takes a busy CPU for a full queue and ends its slow start by chance
-    /// (`hystart_update` in `net/ipv4/tcp_cubic.c`), from when on it sends small packets: the sender's congestion control
-    /// is Reno.
+    /// Gbit/s of payload to the server on one TCP connection after a warm-up: the cost of its packets. Two effects that
+    /// are larger than the difference between most paths are excluded:
+    ///
+    /// * Data in flight that exceeds the CPU's caches: the sockets' buffers do not grow.
+    /// * CUBIC, which takes a busy CPU for a full queue and ends its slow start at a random moment (`hystart_update` in
+    ///   `net/ipv4/tcp_cubic.c`); from then on it sends small packets. The sender's congestion control is Reno.
     Steady {
-        /// How many bytes.
+        /// Number of bytes.
         bytes: u64,
     },
-    /// Time in µs of a lookup as the C library makes it, on a new socket that is connected: `connect()`, the query for an A
-    /// record, and its answer. Outputs: median, 99th percentile.
+    /// Time in µs of a lookup as the C library makes it: `connect()` of a new socket, the query for an A record, and
+    /// its answer. Outputs: median, 99th percentile.
     LookUp {
-        /// How many.
+        /// Number of lookups.
         count: u32,
     },
-    /// Looks up a name all the time until it has an A record. Outputs: when that was, in ms on the machine's clock.
+    /// Repeats a lookup until the name has an A record. Outputs: when the name had it, in ms on the machine's clock.
     Await,
-    /// So many TCP connections that were used once and are kept, besides those that are kept already;
-    /// answers how many there are.
+    /// Makes TCP connections, uses each once, and holds them open in addition to the connections already held. Outputs:
+    /// the number of open connections.
     Hold {
-        /// How many more; 0: all are closed.
+        /// Number of additional connections. 0 closes all connections.
         count: u32,
     },
 }
@@ -129,39 +131,39 @@ pub enum Job {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// The job's outputs, in the order in which [`Job`] names them.
+    /// The job's outputs, in the order in which [`Job`] lists them.
     Values(Vec<f64>),
-    /// What went wrong.
+    /// The error.
     Error(String),
 }
 
-/// Measurements at the start of a job that do not count: caches, neighbour tables, branch
+/// Number of measurements at the start of a job that do not count. They warm up caches, neighbour tables and branch
 /// predictors.
 pub const WARM_UP: u32 = 20;
-/// Threads of [`Job::Churn`] where nothing else is said.
+/// Default number of threads of [`Job::Churn`].
 pub const CHURN_THREADS: u32 = 2;
-/// Payload of a bulk datagram: below the MTU of an overlay network.
+/// Payload of a bulk datagram, in bytes. It is below the MTU of an overlay network.
 const DATAGRAM: usize = 1400;
-/// Datagrams before an acknowledgement. 128 of them fit a socket's receive buffer, with overhead.
+/// Number of datagrams before an acknowledgement. 128 of them, with overhead, fit into a socket's receive buffer.
 const WINDOW: u64 = 32;
 
-/// First byte of a TCP connection whose bytes are echoed one by one.
+/// First byte of a TCP connection whose bytes the server echoes one by one.
 const ECHO: u8 = b'e';
-/// First byte of a TCP connection that is answered and kept.
+/// First byte of a TCP connection that the server answers and holds open.
 const HOLD: u8 = b'h';
-/// First byte of a TCP connection that carries a stream: its length follows as 8 bytes, big-endian.
+/// First byte of a TCP connection that carries a stream. The stream's length follows as 8 bytes, big-endian.
 const STREAM: u8 = b's';
-/// Likewise, with [`STEADY_RECEIVE`].
+/// First byte of a TCP connection that carries a stream, with a receive buffer of [`STEADY_RECEIVE`].
 const STEADY: u8 = b'S';
-/// Buffers of both ends of a steady stream, in bytes: the kernel doubles them.
+/// Buffers of both ends of a steady stream, in bytes. The kernel doubles these values.
 const STEADY_SEND: usize = 256 << 10;
 const STEADY_RECEIVE: usize = 128 << 10;
-/// First byte of a datagram that is not answered.
+/// First byte of a datagram that the server does not answer.
 const SILENT: u8 = b'd';
-/// First byte of a datagram that is answered by one byte.
+/// First byte of a datagram that the server answers by one byte.
 const ANSWERED: u8 = b'a';
 
-/// What a worker is started as.
+/// The kind of worker.
 #[derive(Debug, Subcommand)]
 pub enum Worker {
     /// Carries out orders from stdin.
@@ -170,7 +172,7 @@ pub enum Worker {
     Server(Server),
     /// Relays as tokio's `copy_bidirectional` does, until it is killed.
     Relay(crate::relay::Plain),
-    /// Imports a file with rules, and says what that cost.
+    /// Imports a file with rules, and reports the cost.
     Import(crate::import::Import),
 }
 
@@ -194,7 +196,7 @@ pub struct Server {
     /// Port, for TCP and UDP
     #[arg(long)]
     port: u16,
-    /// TCP port where connections are only made
+    /// TCP port at which clients only connect
     #[arg(long)]
     connect_port: u16,
     /// Addresses to listen on
@@ -203,10 +205,10 @@ pub struct Server {
 }
 
 impl Worker {
-    /// Runs it.
+    /// Runs the worker.
     ///
     /// # Errors
-    /// If it cannot start.
+    /// Fails if it cannot start.
     pub fn run(&self) -> anyhow::Result<()> {
         match self {
             Self::Relay(relay) => relay.run(),
@@ -229,7 +231,7 @@ impl Worker {
     }
 }
 
-/// Keeps this process, and the threads that it will start, on one CPU, if one was given.
+/// Restricts this process, and the threads that it will start, to `cpu`. Does nothing for `None`.
 fn pin(cpu: Option<usize>) -> anyhow::Result<()> {
     let Some(cpu) = cpu else { return Ok(()) };
     let mut set = CpuSet::new();

@@ -12,7 +12,7 @@ use socket2::SockRef;
 
 use super::{ANSWERED, ECHO, HOLD, STEADY, STEADY_RECEIVE, STREAM, Transport, socket};
 
-/// Serves until stdin closes; says `ready` when it listens.
+/// Serves until stdin closes. Prints `ready` when it listens.
 pub fn run(addresses: &[IpAddr], port: u16, connect_port: u16, threads: u32) -> anyhow::Result<()> {
     for addr in addresses {
         let at = SocketAddr::new(*addr, port);
@@ -23,7 +23,7 @@ pub fn run(addresses: &[IpAddr], port: u16, connect_port: u16, threads: u32) -> 
             .with_context(|| format!("cannot listen on {at}/tcp"))?;
         listener.listen(4096)?;
         let listener = TcpListener::from(listener);
-        // One thread for each of a client's, so that none waits for another's connection.
+        // As many threads as a client has, so that no connection waits for another.
         for _ in 0..threads {
             let listener = listener.try_clone()?;
             thread::spawn(move || accept(&listener));
@@ -46,9 +46,9 @@ pub fn run(addresses: &[IpAddr], port: u16, connect_port: u16, threads: u32) -> 
     Ok(())
 }
 
-/// Takes connections that nothing is said on. Nobody waits for them in `accept()`: a thread that
-/// is woken by the last packet of a handshake may or may not run before `connect()` returns to the
-/// client on the same CPU, which would be measured.
+/// Accepts connections that carry no data. No thread waits for them in `accept()`: the last packet
+/// of a handshake would wake this thread, which may or may not run before `connect()` returns to
+/// the client on the same CPU. The measured time would then vary.
 fn empty(listener: &TcpListener) {
     loop {
         while listener.accept().is_ok() {}
@@ -60,7 +60,8 @@ fn accept(listener: &TcpListener) {
     let mut held = Vec::new();
     let mut buffer = vec![0; 256 << 10];
     while let Ok((stream, _)) = listener.accept() {
-        // Clients reset their connections when they are done: an error is how most end.
+        // Clients reset their connections when they are done, so most connections end with an
+        // error.
         let _ = serve(stream, &mut buffer, &mut held);
     }
 }
@@ -105,7 +106,7 @@ fn serve(
 fn answer(socket: &UdpSocket) {
     let mut buffer = [0; 2048];
     loop {
-        // A client that closed before its answer came makes the next call fail once.
+        // If a client closed its socket before the answer came, the next call fails once.
         if let Ok((_, from)) = socket.recv_from(&mut buffer)
             && buffer[0] == ANSWERED
         {

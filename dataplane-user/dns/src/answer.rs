@@ -19,7 +19,7 @@ use super::{
 
 /// How many names lead to each other, at most.
 const CHAIN: usize = 8;
-/// How many names resolvers are asked for one query of a client, at most.
+/// Maximum number of names that resolvers are asked for in one query of a client.
 const ASKED: usize = 8;
 
 /// The server's decision about a query.
@@ -38,9 +38,9 @@ pub enum Decision {
 /// A question for resolvers.
 #[derive(Clone, Debug)]
 pub struct Ask {
-    /// By which rule.
+    /// The rule that applies.
     pub rule: Rule,
-    /// The names, in this order: if resolvers say that one does not exist, the next is asked for.
+    /// The names in this order: if resolvers answer that one name does not exist, the next name is asked for.
     pub candidates: SmallVec<[Candidate; 1]>,
     /// The answer if none of them exists; `None`: the resolvers' answer about the last.
     pub otherwise: Option<Stored>,
@@ -68,8 +68,8 @@ impl Candidate {
     }
 }
 
-/// Decides what becomes of a query, and writes the answer to `out` if it is known here. `client` is only called if the
-/// answer depends on who asks.
+/// Decides how to handle a query, and writes the answer to `out` if it is known here. `client` is only called if the
+/// answer depends on the client.
 pub fn answer<C: AsRef<Client>>(
     zone: &Zone,
     query: &[u8],
@@ -262,7 +262,7 @@ fn write_stored(
     Decision::Answered(rule)
 }
 
-/// Where the rest of a client's search list leads.
+/// The result of searching the rest of a client's search list.
 enum Searched {
     /// To a name that exists here.
     Here(Stored),
@@ -270,11 +270,11 @@ enum Searched {
     Ask(Box<Ask>),
 }
 
-/// Does what the client's own resolver would do next, once it has heard that a name does not exist whose end is the
-/// first entry of its search list. None: the name is no such name.
+/// Continues the client's search list, as the client's own resolver would after a negative answer for a name that ends
+/// in the list's first entry. Returns `None` for any other name.
 fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> Option<Searched> {
     let (first, rest) = client.search.split_first()?;
-    // Only in a zone of ours is it known that the name does not exist.
+    // Only for a zone of ours does this server know that the name does not exist.
     first.before(&zone.domain)?;
     let count = name.before(first).filter(|count| *count > 0)?;
     let mut names: SmallVec<[LowerName; 6]> = SmallVec::new();
@@ -331,7 +331,7 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
             }
         }
     }
-    // By Kubernetes' specification, the cluster has no name that is a host and then the cluster's domain.
+    // By Kubernetes' specification, the cluster has no names that consist of a host followed by the cluster's domain.
     if is_host && zone.names.is_whole() {
         candidates.retain(|candidate| {
             candidate.records.is_empty() || candidate.name.before(&zone.domain).is_none()
@@ -340,7 +340,7 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
     if candidates.is_empty() {
         return here.map(Searched::Here);
     }
-    // One query of a client must not become many: its own resolver goes on with a long list.
+    // One query of a client must not cause many: with a long list, the client's own resolver continues.
     if candidates.len() > ASKED {
         return None;
     }
@@ -355,7 +355,7 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
     })))
 }
 
-/// Where an alias leads.
+/// The result of following an alias.
 enum Chased {
     /// To a name that exists here, or to one that does not.
     Here(Stored),
@@ -387,8 +387,8 @@ impl Chased {
     }
 }
 
-/// Follows a service that stands for another name, and the next. The answer to aliases that lead round, or through too many
-/// names, has the aliases so far and no more.
+/// Follows a service that is an alias for another name, and further aliases. If the aliases form a loop or are too
+/// many, the answer has only the aliases so far.
 fn chase(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> Chased {
     let mut records = Vec::new();
     let mut at = name.clone();

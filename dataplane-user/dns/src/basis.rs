@@ -47,7 +47,7 @@ impl Basis {
         Zone::new(self.names(Names::default(), snapshot), self.ttls)
     }
 
-    /// Where the cluster's DNS is.
+    /// Returns the addresses of the cluster's DNS.
     pub fn cluster_dns(&self, snapshot: &Snapshot) -> Vec<SocketAddr> {
         let found = || {
             let name = ServiceName::new(CLUSTER_DNS.0, CLUSTER_DNS.1);

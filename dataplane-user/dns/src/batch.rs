@@ -33,11 +33,11 @@ impl Batch {
         }
     }
 
-    /// Receives what there is, and gives each datagram to `take`. `v4`: the socket's family.
+    /// Receives the waiting datagrams, and passes each of them to `take`. `v4`: the socket's family.
     ///
     /// # Errors
     ///
-    /// There is nothing, or the socket has an error.
+    /// No datagram is waiting, or the socket has an error.
     pub fn receive(
         &mut self,
         socket: &impl AsRawFd,
@@ -63,7 +63,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Sends these, at most [`BATCH`]. As with any datagram, what the socket has no room for is lost.
+    /// Sends up to [`BATCH`] messages. A message that does not fit into the socket's buffer is lost, like any datagram.
     pub fn send(&mut self, socket: &impl AsRawFd, messages: &[(Vec<u8>, SocketAddr)]) {
         let slices: Vec<_> = messages
             .iter()

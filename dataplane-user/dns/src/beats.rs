@@ -1,4 +1,5 @@
-//! Whether the threads go on: their sockets take queries as long as they exist, whether anybody reads them or not.
+//! Detects threads that no longer run: their sockets accept queries as long as they exist, even if no thread reads
+//! them.
 
 use std::{
     fmt,
@@ -6,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often a thread says that it goes on.
+/// The interval at which a thread reports that it runs.
 pub const EVERY: Duration = Duration::from_millis(500);
 /// A thread that has not beaten for this long hangs. On a busy machine no thread waits this long.
 const STUCK: Duration = Duration::from_secs(30);
@@ -38,13 +39,13 @@ impl fmt::Debug for Beats {
 }
 
 impl Beats {
-    /// Of so many threads, none of which has begun.
+    /// Creates the record for this many threads, none of which has started.
     pub fn new(threads: usize, renew: Renew) -> Self {
         let last = (0..threads).map(|_| Mutex::default()).collect();
         Self { last, renew }
     }
 
-    /// A thread goes on.
+    /// Records that a thread runs.
     pub fn say(&self, thread: usize, now: Instant) {
         self.set(thread, |before| {
             let reads = match before {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// How long a thread polls after an answer: as long as a client on another CPU takes to wake up and ask again.
 const MOMENT: Duration = Duration::from_micros(60);
-/// How sure it is that polling pays: [`SURE`] if the last times did, and 0 if they did not.
+/// The confidence that polling pays off: [`SURE`] if it did so the last times, and 0 if it did not.
 type Trust = u32;
 const SURE: Trust = 1 << 10;
 /// The weight of the last time: a sixteenth.
@@ -32,7 +32,7 @@ pub struct BusyPoll {
 }
 
 impl BusyPoll {
-    /// Of a thread on a machine with so many CPUs.
+    /// Creates the state of a thread on a machine with this many CPUs.
     pub fn new(cpus: usize) -> Self {
         Self {
             allowed: cpus > 1,

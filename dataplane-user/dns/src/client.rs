@@ -72,8 +72,8 @@ impl Client {
         client
     }
 
-    /// A pod of a cluster, as the kubelet writes its `resolv.conf`. `cluster`: the addresses of the cluster's DNS;
-    /// `node`: what the node's own file says.
+    /// A pod of a cluster, with the `resolv.conf` that the kubelet writes. `cluster`: the addresses of the cluster's
+    /// DNS; `node`: the node's own file.
     pub fn of_workload(
         workload: &Workload,
         domain: &LowerName,

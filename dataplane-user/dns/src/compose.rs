@@ -21,14 +21,14 @@ use super::{
     zone::{Meaning, SCHEMA, Zone},
 };
 
-/// How long who asks for a name that is not there need not ask again, in seconds.
+/// Number of seconds for which a client may cache a negative answer.
 const NEGATIVE: u32 = 5;
-/// Of records that say nothing of a preference.
+/// The priority and weight of SRV records, which express no preference.
 const PRIORITY: u16 = 0;
 const WEIGHT: u16 = 100;
 
-/// The maximum number of addresses and ports of a service's endpoints that one answer is made of. No message has room for so
-/// many: an address takes 16 bytes of the 65 535, a record of type SRV more.
+/// The maximum number of a service's endpoint addresses and ports in one answer. No message has room for more: an
+/// address takes 16 of the 65 535 bytes, and an SRV record takes more.
 const MOST: usize = 4096;
 /// The maximum number of bytes of the records of type SRV and their addresses: the rest of a message is the question's.
 const SRV_ROOM: usize = 64_000;
@@ -36,7 +36,7 @@ const SRV_ROOM: usize = 64_000;
 /// The records of a name.
 #[derive(Clone, Debug, Default)]
 pub struct Found {
-    /// Those that were asked for.
+    /// The records that the question asks for.
     pub answers: Vec<Record>,
     /// Addresses of the names in them.
     pub additional: Vec<Record>,
@@ -158,7 +158,7 @@ pub fn addresses(meaning: &Meaning, of_type: u16) -> Vec<IpAddr> {
     }
 }
 
-/// Where the next answer begins among endpoints that are too many for one answer.
+/// The first endpoint of the next answer, for services with too many endpoints for one answer.
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 
 /// The addresses of endpoints that are sorted by them.
@@ -208,8 +208,8 @@ fn pointers(zone: &Zone, addr: IpAddr) -> Vec<LowerName> {
     names
 }
 
-/// Where ports are: the names of services and endpoints, port numbers, and the names' addresses. A name of a service or an
-/// endpoint has all ports, also those without a name: this is what peers of a database ask for.
+/// Returns the targets of SRV records: names of services and endpoints, their port numbers, and the names' addresses. A
+/// name of a service or an endpoint has all ports, also unnamed ones, because peers of a database query them.
 fn targets(zone: &Zone, meaning: &Meaning) -> Vec<(LowerName, u16, Vec<IpAddr>)> {
     let of_endpoints = |service: &Service,
                         endpoints: &mut dyn Iterator<Item = &Published>,

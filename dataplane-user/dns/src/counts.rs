@@ -37,7 +37,7 @@ impl<K> Clone for Counts<K> {
 }
 
 impl<K: Clone + Eq + Hash> Counts<K> {
-    /// One more of something of which each has at most so many.
+    /// Counts one more use of `of`, if it has fewer than `most`.
     pub fn below(&self, most: usize, of: &K) -> Option<Counted<K>> {
         self.one(of, |own, _| own < most)
     }

@@ -1,8 +1,8 @@
-//! One question to one resolver: by which transport, and what counts as its answer.
+//! Sends one question to one resolver: chooses the transport, and decides which message counts as the answer.
 //!
-//! An attacker who can send datagrams with the resolver's address has to guess the query's port, its id, and the case of the
-//! letters in its name (0x20). A datagram that nearly fits is a wrong guess, or the resolver does not repeat the case. The
-//! question is then asked again by TCP.
+//! An attacker who can send datagrams with the resolver's address has to guess the query's port, its id, and the case
+//! of the letters in its name (0x20). A datagram that nearly fits is either a wrong guess, or from a resolver that does
+//! not repeat the case. The question is then asked again by TCP.
 
 use std::{
     future::Future,
@@ -101,7 +101,7 @@ pub async fn exchange(
             metrics.forged.inc();
             match until(end, by_tcp(resolver, asked)).await {
                 Ok(answer) => Ok(answer),
-                // Another port and another id to guess; the resolver may not repeat the case.
+                // A new port and id have to be guessed; the resolver need not repeat the case.
                 Err(_) => until(end, by_udp_lenient(resolver, asked)).await,
             }
         }
@@ -154,7 +154,7 @@ async fn by_udp(resolver: SocketAddr, asked: &Question, edns: bool) -> io::Resul
     ask_by_udp(resolver, &query, |bytes| fit(asked, &query, bytes, true)).await
 }
 
-/// Likewise, of a resolver that does not answer by TCP, and may not repeat the case.
+/// Asks by UDP a resolver that does not answer by TCP, and need not repeat the case.
 async fn by_udp_lenient(resolver: SocketAddr, asked: &Question) -> io::Result<Stored> {
     let query = query(asked, false);
     let fits = |bytes: &[u8]| fit(asked, &query, bytes, false);
@@ -207,7 +207,7 @@ pub async fn pass_on(
     Ok(answer)
 }
 
-/// Sends a query from a socket of its own, and so from a port that an attacker cannot know, and waits for the answer.
+/// Sends a query from a new socket, whose port an attacker cannot know, and waits for the answer.
 async fn ask_by_udp<T>(
     resolver: SocketAddr,
     query: &[u8],
@@ -225,9 +225,9 @@ async fn ask_by_udp<T>(
     }
 }
 
-/// Takes a datagram, if there is one that fits. If a second answer is there, which differs, neither counts.
+/// Receives a datagram that fits, if one is waiting. If a second, different answer is waiting, neither counts.
 ///
-/// The buffer is not part of the future that waits. The allocator places futures between the cache's entries, and large
+/// The buffer is not part of the waiting future. The allocator places futures between the cache's entries, and large
 /// futures leave holes there: 100 000 answers took 640 MiB.
 fn receive_one<T>(
     socket: &UdpSocket,
@@ -309,7 +309,8 @@ mod tests {
         message.to_vec().unwrap()
     }
 
-    /// A resolver on loopback that sends what `says` makes of each datagram. By TCP, if at all, it answers with 192.0.2.9.
+    /// A resolver on loopback that answers each datagram with the result of `says`. By TCP, if at all, it answers with
+    /// 192.0.2.9.
     async fn resolver(
         says: impl Fn(&[u8]) -> Vec<Vec<u8>> + Send + 'static,
         by_tcp: bool,
@@ -404,7 +405,7 @@ mod tests {
         };
         let at = resolver(truncated, true).await;
         assert_eq!(ask(at, true).await.0.unwrap(), "192.0.2.9");
-        // Nothing listens for connections: the listener goes.
+        // The TCP listener is dropped, so connections are refused.
         let at = resolver(truncated, false).await;
         assert_eq!(ask(at, true).await.0.unwrap(), "192.0.2.1 truncated");
     }

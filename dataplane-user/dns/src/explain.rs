@@ -30,7 +30,7 @@ pub struct Step {
     /// The answer's code; none if resolvers would be asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub code: Option<String>,
-    /// As zone files have them.
+    /// The records, in the format of zone files.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub records: Vec<String>,
     /// The addresses in them.

@@ -1,4 +1,4 @@
-//! Answers that begin with aliases of our own, and go on with a resolver's records.
+//! Answers that begin with our own aliases, and continue with a resolver's records.
 
 use hickory_proto::{
     op::ResponseCode,
@@ -11,9 +11,9 @@ use super::{
     wire::{HEADER, IN, Stored, types},
 };
 
-/// An answer that begins with aliases of our own, and goes on with the resolvers' records of the name that the last
-/// alias leads to. `age`: the seconds since the resolvers answered. The name in the question is ours, so the answer is
-/// authoritative (RFC 1035, 4.1.1). SERVFAIL if the records cannot be joined.
+/// Builds an answer from our own aliases, and the resolvers' records of the last alias's target. `age`: the seconds
+/// since the resolvers answered. The name in the question is ours, so the answer is authoritative (RFC 1035, 4.1.1).
+/// SERVFAIL if the records cannot be joined.
 pub fn joined(
     (name, of_type): (&LowerName, u16),
     aliases: &[Record],
@@ -37,7 +37,7 @@ fn join(
     out[3] |= u8::try_from(u16::from(theirs.code()))
         .ok()
         .filter(|code| *code < 16)?;
-    // Where the name is that the next record is about.
+    // The offset of the name of the next record.
     let mut at = HEADER;
     for alias in aliases {
         let RData::CNAME(CNAME(to)) = &alias.data else {
@@ -143,7 +143,7 @@ mod tests {
     #[test]
     fn records_that_nobody_knows_are_joined_as_they_are() {
         let empty = [255, 1, 0, 1, 0, 0, 0, 60, 0, 0];
-        // As pointers look, and no pointers.
+        // Bytes that look like pointers, but are not.
         let other = [255, 2, 0, 1, 0, 0, 0, 60, 0, 4, 0xc0, 12, 0xff, 0xff];
         let stored = join_with(&theirs(&[(&[0xc0, 12], &empty), (&[0xc0, 12], &other)]));
         assert_eq!(stored.code(), ResponseCode::NoError);

@@ -1,6 +1,6 @@
-//! DNS on the node: names of services from the model, everything else from resolvers and a cache.
+//! DNS on the node: names of services from the model, all other names from resolvers and a cache.
 //!
-//! [`answer`](answer::answer) decides, purely, what becomes of a query. [`Server`] has the sockets.
+//! [`answer`](answer::answer) decides about a query, as a pure function. [`Server`] has the sockets.
 
 #![forbid(unsafe_code)]
 

@@ -165,7 +165,7 @@ impl Log {
         self.until.fetch_max(until, Ordering::Relaxed);
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if !was_read {
-            // The earlier reader of these queries is gone.
+            // The earlier reader of these queries no longer exists.
             kept.first += kept.queries.len() as u64;
             kept.queries = VecDeque::new();
         }

@@ -23,7 +23,7 @@ pub struct Metrics {
     pub requests: Counter,
     /// Queries to resolvers.
     pub upstream_requests: Counter,
-    /// Those that got no answer.
+    /// Queries to resolvers that got no answer.
     pub upstream_failures: Counter,
     /// Answers of resolvers that may be forged.
     pub forged: Counter,

@@ -14,7 +14,7 @@ pub const MAX: usize = 255;
 pub struct LowerName {
     bytes: [u8; MAX],
     len: u8,
-    /// Where each label begins: at its length.
+    /// Offset of each label, that is of its length byte.
     starts: [u8; MAX / 2],
     count: u8,
 }
@@ -170,11 +170,11 @@ impl LowerName {
         Self::of_labels(self.labels().skip(from)).ok()
     }
 
-    /// Its first `count` labels, and then another name.
+    /// Returns the name's first `count` labels, followed by another name.
     ///
     /// # Errors
     ///
-    /// That name would be too long.
+    /// The resulting name would be too long.
     pub fn with_end(&self, count: usize, end: &Self) -> Result<Self, Malformed> {
         Self::of_labels(self.labels().take(count).chain(end.labels()))
     }
@@ -227,7 +227,7 @@ impl PartialEq for LowerName {
 
 impl Eq for LowerName {}
 
-/// As people write it, with a dot at its end; `\123` for bytes that are not printed.
+/// Prints the name with a dot at its end, and with `\123` for unprintable bytes.
 impl fmt::Display for LowerName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.count == 0 {

@@ -30,7 +30,7 @@ impl fmt::Debug for Observer {
 }
 
 impl Observer {
-    /// Looks at what all workers share.
+    /// Creates an observer of the state that all workers share.
     pub(super) const fn of(shared: Arc<Shared>) -> Self {
         Self(shared)
     }
@@ -41,7 +41,8 @@ impl Observer {
         self.0.log.read(from, most)
     }
 
-    /// How a captured workload would find a name. `number`: of its network namespace. None: its queries are not answered.
+    /// Explains how a captured workload would resolve a name. `number`: the number of its network namespace. Returns
+    /// `None` if its queries are not answered.
     ///
     /// # Errors
     ///

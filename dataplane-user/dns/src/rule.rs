@@ -2,7 +2,7 @@
 
 use super::zone::Meaning;
 
-/// By which rule a query is answered.
+/// The rule by which a query is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Rule {
     /// A service's cluster IPs.
@@ -38,7 +38,7 @@ pub enum Rule {
 }
 
 impl Rule {
-    /// As metrics and people have it.
+    /// Returns the rule in words, for metrics and messages.
     pub const fn word(self) -> &'static str {
         match self {
             Self::Service => "service",

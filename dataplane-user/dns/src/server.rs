@@ -40,7 +40,7 @@ pub struct Server {
     shared: Arc<Shared>,
     workers: Vec<Worker>,
     threads: Vec<JoinHandle<Option<()>>>,
-    /// Of the sockets at which anybody's queries arrive.
+    /// Ends the sockets for any client's queries, when it is dropped.
     end: watch::Sender<()>,
 }
 
@@ -48,7 +48,7 @@ pub struct Server {
 pub struct Zones(Arc<Shared>);
 
 impl Zones {
-    /// Answers from other names.
+    /// Replaces the names.
     pub fn set(&self, zone: Zone) {
         self.0.set_zone(zone);
     }
@@ -105,7 +105,7 @@ impl Server {
         })
     }
 
-    /// Answers everybody's queries at these addresses, until the server ends.
+    /// Answers all clients' queries at these addresses, until the server ends.
     ///
     /// # Errors
     ///
@@ -132,7 +132,7 @@ impl Server {
     ///
     /// # Errors
     ///
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn take(
         &self,
         number: u64,
@@ -142,7 +142,8 @@ impl Server {
         self.worker(number).take(udp, tcp)
     }
 
-    /// Answers the queries of a captured workload, which arrive at these sockets. `number`: of its network namespace.
+    /// Answers the queries of a captured workload, which arrive at these sockets. `number`: the number of its network
+    /// namespace.
     pub fn capture(&self, number: u64, client: Client, sockets: &[Listener]) -> Captured {
         let (end, ended) = watch::channel(());
         let client = Arc::new(client);
@@ -183,7 +184,7 @@ impl Server {
         Captured { _end: end }
     }
 
-    /// Answers from other names.
+    /// Replaces the names.
     pub fn set_zone(&self, zone: Zone) {
         self.shared.set_zone(zone);
     }
@@ -225,7 +226,7 @@ impl Drop for Server {
 }
 
 impl Worker {
-    /// Has sockets wait for queries on this thread. They must not block.
+    /// Registers sockets with this thread's runtime. They must be non-blocking.
     fn take(&self, udp: net::UdpSocket, tcp: net::TcpListener) -> io::Result<[Listener; 2]> {
         udp.set_nonblocking(true)?;
         tcp.set_nonblocking(true)?;
@@ -236,7 +237,7 @@ impl Worker {
         ])
     }
 
-    /// Has the queries answered that arrive at a socket.
+    /// Starts to answer the queries that arrive at a socket.
     fn give(&self, listener: Listener, askers: Askers, end: watch::Receiver<()>) {
         let job = Job {
             listener,
@@ -258,7 +259,7 @@ mod tests {
     use super::*;
     use crate::{LowerName, ResolvConf, wire::question};
 
-    /// More than a thread that floods lets anybody wait on a busy machine.
+    /// Longer than a flooding thread delays any client on a busy machine.
     const PATIENCE: Duration = Duration::from_secs(5);
 
     fn start() -> Server {
@@ -281,7 +282,7 @@ mod tests {
         .unwrap()
     }
 
-    /// Answers a workload without resolvers, at an address.
+    /// Captures a workload without resolvers, and returns the address of its socket.
     fn capture(server: &Server, number: u64) -> (SocketAddr, Captured) {
         let (udp, tcp) = open("127.0.0.1:0".parse().unwrap()).unwrap();
         let at = udp.local_addr().unwrap();
@@ -372,7 +373,7 @@ mod tests {
         let client = Client::unknown(vec![silent.local_addr().unwrap()]);
         let captured = server.capture(1, client, &sockets);
         let asker = net::TcpStream::connect(at).unwrap();
-        // As long as the agent waits for resolvers, and more.
+        // Longer than the agent waits for resolvers.
         asker.set_read_timeout(Some(PATIENCE * 4)).unwrap();
         let read = || {
             let mut length = [0; 2];

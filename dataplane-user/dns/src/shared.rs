@@ -43,7 +43,7 @@ pub struct Room {
 }
 
 impl Room {
-    /// The room in a process that may have so many files open.
+    /// The limits for a process that may open this many files.
     pub fn of(open_files: usize) -> Self {
         Self {
             flights: 8192.min(open_files / 8).max(1),
@@ -87,11 +87,11 @@ pub struct Shared {
     pub beats: Arc<Beats>,
     /// The results of queries, recorded while a reader is present.
     pub log: Log,
-    /// Those of clients that are workloads.
+    /// The clients that are workloads.
     clients: Mutex<Clients>,
-    /// Those of captured workloads, by the numbers of their network namespaces.
+    /// The clients of captured workloads, by the numbers of their network namespaces.
     captured: Mutex<HashMap<u64, Weak<Client>>>,
-    /// Everybody else.
+    /// The client for all other addresses.
     nobody: Arc<Client>,
     in_flight: Counts<ClientKey>,
     connections: Counts<ClientKey>,
@@ -102,9 +102,9 @@ pub struct Shared {
 /// The clients whose queries arrive at a socket.
 #[derive(Clone)]
 pub enum Askers {
-    /// Anybody's: their addresses tell.
+    /// Queries of any client, which is identified by its address.
     Anybody,
-    /// Those of one captured workload, whatever its addresses.
+    /// Queries of one captured workload, from any of its addresses.
     One(u64, Arc<Client>),
     /// Workloads that are captured by their packets. The program has checked the source addresses. A query from another
     /// address counts as one of a client without resolvers.
@@ -185,7 +185,7 @@ impl Shared {
         clients.clear();
     }
 
-    /// Notes a captured workload, which is there as long as its client is.
+    /// Records a captured workload, for as long as its client exists.
     pub fn note_captured(&self, number: u64, client: &Arc<Client>) {
         let mut captured = self.captured.lock().unwrap_or_else(PoisonError::into_inner);
         captured.retain(|_, client| client.strong_count() > 0);
@@ -210,7 +210,7 @@ impl Shared {
         let client = captured.get(&number)?.upgrade()?;
         drop(captured);
         let known = |name: &LowerName, ask: &Ask| {
-            // As C libraries and tools ask: answers differ by these.
+            // The queries of C libraries and tools, because answers differ by these bits.
             let asks = [
                 bits::RD,
                 bits::RD | bits::AD,
@@ -298,7 +298,7 @@ impl Shared {
         client
     }
 
-    /// Answers a query at once, or says what has to be asked.
+    /// Answers a query at once, or returns the lookups that the answer needs.
     pub fn now(
         &self,
         zone: &Zone,
@@ -357,7 +357,7 @@ impl Shared {
         }))
     }
 
-    /// Answers what resolvers have to be asked for.
+    /// Completes an answer that needs resolvers.
     pub async fn later(&self, later: Box<Later>, query: &[u8], transport: Transport) -> Vec<u8> {
         let mut out = Vec::new();
         let resolvers = &later.client.resolvers;
@@ -392,7 +392,7 @@ impl Shared {
 
 /// The immediate result of a query.
 pub enum Now {
-    /// The answer is written, by what this says.
+    /// The answer is written; the string names the rule.
     Answered(&'static str),
     /// There is nothing to answer to.
     Nothing,
@@ -408,7 +408,7 @@ pub struct Later {
     _counted: Counted<ClientKey>,
 }
 
-/// Answers a query with a code.
+/// Writes an answer with only a code.
 fn refuse(query: &[u8], code: ResponseCode, out: &mut Vec<u8>) {
     match Parsed::read(query) {
         Parsed::Query(query) => query.with_code(code, out),

@@ -16,9 +16,9 @@ const BACKLOG: i32 = 128;
 /// A socket at which queries arrive, of a worker's.
 #[derive(Clone, Debug)]
 pub enum Listener {
-    /// By datagrams.
+    /// Queries by UDP.
     Udp(Arc<UdpSocket>),
-    /// By connections.
+    /// Queries by TCP.
     Tcp(Arc<TcpListener>),
 }
 

@@ -21,7 +21,7 @@ use super::{
 const ATTEMPT: Duration = Duration::from_millis(1500);
 /// How long all attempts take together at most: shorter than the five seconds of clients' own resolvers.
 const ALL: Duration = Duration::from_millis(4500);
-/// How often the list is gone through.
+/// Number of passes through the list.
 const ROUNDS: usize = 2;
 /// How long a resolver that did not answer is asked only after the others; doubled each time.
 const REST: Duration = Duration::from_secs(2);
@@ -33,12 +33,12 @@ pub enum Failure {
     /// The client has no resolver.
     #[error("there is no resolver to ask")]
     Nobody,
-    /// None of them answered in time.
+    /// No resolver answered in time.
     #[error("no resolver answered in time; the last error was: {0}")]
     Silence(String),
 }
 
-/// How a resolver did lately.
+/// A resolver's recent results.
 #[derive(Clone, Copy, Debug, Default)]
 struct Health {
     /// How often in a row it has not answered.
@@ -145,11 +145,11 @@ impl Upstream {
         health.rests = Some(Instant::now() + rest.min(REST_MAX));
     }
 
-    /// Has a resolver answer a query that nothing here understands. Its answer is the client's to judge.
+    /// Forwards a query that this server does not understand. The client judges the answer.
     ///
     /// # Errors
     ///
-    /// None of them answered.
+    /// No resolver answered.
     pub async fn relay(
         &self,
         namespace: &Arc<str>,

@@ -47,7 +47,7 @@ const LAST: usize = 512 / BATCH;
 pub struct Job {
     pub listener: Listener,
     pub askers: Askers,
-    /// Until its sender is gone.
+    /// Ends when its sender is dropped.
     pub end: watch::Receiver<()>,
 }
 
@@ -82,7 +82,7 @@ pub fn run(
     let poll = async {
         loop {
             polls.notified().await;
-            // The runtime asks for what has arrived at each turn, and does not sleep.
+            // The runtime polls for arrived packets at each turn, and does not sleep.
             while desk.borrow_mut().poll.goes_on(Instant::now()) {
                 // Threads that wait for this CPU run first.
                 thread::yield_now();
@@ -149,9 +149,9 @@ async fn work(shared: &Arc<Shared>, desk: &RefCell<Desk>, job: Job) -> io::Resul
     }
 }
 
-/// Returns when the other side is gone.
+/// Returns when the sender is dropped.
 async fn ended(mut end: watch::Receiver<()>) {
-    // Nothing is ever sent.
+    // No value is ever sent.
     while end.changed().await.is_ok() {}
 }
 
@@ -174,7 +174,7 @@ async fn answer_datagrams(
         tokio::select! {
             ready = socket.readable() => ready?,
             () = &mut end => {
-                // Those that are there already are the last.
+                // Answers the queries that have already arrived, as the last ones.
                 for _ in 0..LAST {
                     if answer().is_err() {
                         break;
@@ -203,7 +203,7 @@ async fn answer_datagrams(
 }
 
 impl Desk {
-    /// Answers the queries of one system call, and returns how many these were.
+    /// Answers the queries of one system call, and returns their number.
     fn answer(
         &mut self,
         shared: &Arc<Shared>,
@@ -274,7 +274,8 @@ async fn accept(shared: &Arc<Shared>, socket: Arc<TcpListener>, askers: &Askers)
         let (stream, from) = match socket.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                // Out of files, or the client is gone: not in a busy loop, whatever it is.
+                // The process is out of file descriptors, or the client is gone. The pause prevents a busy loop in all
+                // cases.
                 tracing::debug!("cannot accept a connection: {error}");
                 sleep(Duration::from_millis(20)).await;
                 continue;
@@ -315,7 +316,7 @@ async fn serve(
     let read = async move {
         let mut random = SmallRng::from_rng(&mut rand::rng());
         while let Ok(query) = timeout(IDLE, receive(&mut reader)).await {
-            // The client sends no more: what it asked is answered still.
+            // The client sends no more, but still gets the answers to its earlier queries.
             let Ok(query) = query else { break };
             let mut out = Vec::new();
             let asker = Asker {

@@ -17,7 +17,7 @@ pub const CLUSTER_DNS: (&str, &str) = ("kube-system", "kube-dns");
 /// The meaning of a name.
 #[derive(Clone, Debug)]
 pub enum Meaning<'a> {
-    /// It is in no zone of ours: resolvers know.
+    /// The name is in no zone of ours: resolvers know it.
     Foreign,
     /// It may be a service that is not read: resolvers know.
     Unsure,
@@ -39,7 +39,7 @@ pub enum Meaning<'a> {
     Endpoints(&'a Arc<Service>, Vec<&'a Published>),
     /// A port of a service: its name and protocol.
     Port(&'a Arc<Service>, String, NamedProtocol),
-    /// Another name.
+    /// An alias for another name.
     Alias(&'a Arc<Service>, &'a str),
     /// An address that the name itself has: `10-244-1-8.NAMESPACE.pod.DOMAIN`.
     Pod(IpAddr),
@@ -102,11 +102,12 @@ impl Zone {
         }
     }
 
-    /// The host of an entry that a name is, to clients of a namespace, if the name is nothing of the cluster.
+    /// Finds the host of an entry that matches a name, for clients of a namespace, if the name belongs to nothing in
+    /// the cluster.
     ///
-    /// Within the cluster's domain the only hosts are those that have the form of a Service's name in the entry's own
-    /// namespace, and no wildcards. So the author of an entry cannot claim a Service of another namespace, and cannot claim
-    /// the names that clients' search lists make of other names.
+    /// Within the cluster's domain, the only hosts are names in the form of a Service's name in the entry's own
+    /// namespace, without wildcards. So the author of an entry cannot claim a Service of another namespace, and cannot
+    /// claim the names that clients' search lists produce from other names.
     pub fn host(&self, name: &LowerName, namespace: &str) -> Option<(&Arc<Entry>, &Host)> {
         let mut buffer = [0; MAX];
         let text = name.text(&mut buffer)?;

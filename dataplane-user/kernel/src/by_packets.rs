@@ -1,5 +1,5 @@
-//! Network namespaces whose sockets the programs leave alone, so that the packet path serves what they send: table
-//! `BY_PACKETS`.
+//! Table `BY_PACKETS`: network namespaces whose sockets the socket programs leave alone, so that the packet path serves
+//! their packets.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -76,7 +76,7 @@ impl ByPackets {
         Ok(captured.map(|(cookie, _)| cookie).collect())
     }
 
-    /// Has exactly these in the table.
+    /// Makes the table contain exactly these namespaces.
     ///
     /// # Errors
     /// If the kernel refuses, for example because there are too many.

@@ -1,4 +1,4 @@
-//! Where the cgroup v2 hierarchy is, and which cgroup is which.
+//! Finds the cgroup v2 hierarchy, and identifies cgroups.
 
 use std::{
     fs::{self, File},
@@ -19,11 +19,11 @@ pub fn cgroup_id(directory: &File, path: &Path) -> Result<u64, Error> {
         .doing(|| format!("cannot look at {}", path.display()))
 }
 
-/// Where the cgroup v2 hierarchy is mounted: `/sys/fs/cgroup`, or elsewhere on machines with both
+/// Returns the mount point of the cgroup v2 hierarchy: `/sys/fs/cgroup`, or another directory on machines with both
 /// versions (`proc_pid_mountinfo(5)`).
 ///
 /// # Errors
-/// [`Error::NoCgroup2`] if there is none.
+/// [`Error::NoCgroup2`] if the hierarchy is not mounted.
 pub fn cgroup2_root() -> Result<PathBuf, Error> {
     cgroup2_mounts()?.into_iter().next().ok_or_else(|| {
         // Without privilege this file cannot be read, and the message then leaves it out.
@@ -34,7 +34,7 @@ pub fn cgroup2_root() -> Result<PathBuf, Error> {
     })
 }
 
-/// Where all or a part of the cgroup v2 hierarchy is mounted, as this process sees it.
+/// Returns the mount points of the cgroup v2 hierarchy, or of a part of it, that this process sees.
 pub fn cgroup2_mounts() -> Result<Vec<PathBuf>, Error> {
     let mounts = fs::read_to_string("/proc/self/mountinfo")
         .doing(|| "cannot read /proc/self/mountinfo".into())?;

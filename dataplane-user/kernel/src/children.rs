@@ -4,8 +4,9 @@ use std::{os::unix::process::CommandExt as _, process::Command};
 
 use nix::sys::{prctl::set_pdeathsig, signal::Signal};
 
-/// Has a program be killed when the thread that starts it ends, so also if this process is killed (`PR_SET_PDEATHSIG`, `prctl(2)`).
-/// The program must not have more capabilities than this process: the kernel would then forget the signal.
+/// Makes the kernel kill the program when the thread that starts it ends, so also when this process is killed
+/// (`PR_SET_PDEATHSIG`, `prctl(2)`). The program must not have more capabilities than this process: otherwise the
+/// kernel clears the setting.
 pub fn ends_with_us(command: &mut Command) {
     // SAFETY: between fork and exec, the closure makes one system call and touches no memory of other threads.
     unsafe {

@@ -64,7 +64,7 @@ impl DirectFlows {
         }
     }
 
-    /// Another number after each flow that was made.
+    /// Returns a number that changes with each flow that the programs add.
     pub fn made(&self) -> u64 {
         self.word
             .words(0)
@@ -82,7 +82,7 @@ impl DirectFlows {
         }
         *until = None;
         if let Some([word]) = self.word.words(0) {
-            // If one was, it is there.
+            // If a program has added a flow meanwhile, the word has changed and stays.
             let _ = word.compare_exchange(made, 0, Ordering::AcqRel, Ordering::Relaxed);
         }
     }

@@ -1,4 +1,4 @@
-//! Errors between the agent and the kernel. Each message says what to do.
+//! Errors between the agent and the kernel. Each message names the remedy.
 
 use std::{
     io,

@@ -1,4 +1,5 @@
-//! Where fields of the kernel's own structures are, which its programs for tracepoints read: by its BTF.
+//! Finds the offsets of fields in the kernel's own structures, from the kernel's BTF. The tracepoint programs read
+//! these fields.
 
 use std::{fs, io::ErrorKind};
 
@@ -9,7 +10,7 @@ use dataplane_common::capture::Field;
 
 use super::error::{Doing, Error};
 
-/// Where the kernel tells of its types (`Documentation/bpf/btf.rst`).
+/// The kernel's description of its types (`Documentation/bpf/btf.rst`).
 const PATH: &str = "/sys/kernel/btf/vmlinux";
 
 /// The kernel's types, as far as programs for its tracepoints need them.
@@ -17,7 +18,7 @@ const PATH: &str = "/sys/kernel/btf/vmlinux";
 pub struct Types {
     /// For loading them.
     pub btf: Btf,
-    /// Where each [`Field`] is, in bytes.
+    /// The offset of each [`Field`], in bytes.
     pub fields: [u32; Field::ALL.len()],
 }
 
@@ -51,7 +52,7 @@ impl Types {
     }
 }
 
-/// Of all fields.
+/// Finds the offsets of all fields.
 fn find(btf: Vec<u8>) -> Result<[u32; Field::ALL.len()], String> {
     let types = TypeInformation::new(&Bytes(btf)).map_err(|error| error.message().to_owned())?;
     let mut found = [0; Field::ALL.len()];

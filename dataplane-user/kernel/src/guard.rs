@@ -34,8 +34,8 @@ const NEW_SET: u16 = SUBSYSTEM << 8 | 9;
 const NEW_ELEMENTS: u16 = SUBSYSTEM << 8 | 0x0c;
 const DELETE_ELEMENTS: u16 = SUBSYSTEM << 8 | 0x0e;
 
-/// Lets no packet pass in the network namespace that this thread is in, for so long at most. The same step replaces an
-/// existing table of this name, whatever it has: a pod's root may have made it.
+/// Drops all packets in the network namespace that this thread is in, for at most this time. The same transaction
+/// replaces an existing table of this name with any content: the root user of a pod may have made it.
 ///
 /// # Errors
 /// If the kernel refuses, or has no nf_tables.
@@ -70,7 +70,7 @@ pub fn down() -> io::Result<bool> {
     Ok(true)
 }
 
-/// Whether the table is there, also if its time is over.
+/// Whether the table exists, also if its time is over.
 ///
 /// # Errors
 /// If the kernel does not answer.
@@ -78,7 +78,8 @@ pub fn is_there() -> io::Result<bool> {
     nft_requests::is_there(TABLE)
 }
 
-/// Replaces the set's elements, in one step. Kernels before 6.13 give an element that is there no other time.
+/// Replaces the set's elements, in one transaction. Kernels before 6.13 do not change the timeout of an existing
+/// element.
 fn set(netlink: &mut Netlink, time: Duration) -> io::Result<()> {
     // NFTA_SET_ELEM_LIST_TABLE, NFTA_SET_ELEM_LIST_SET: all elements go.
     let all = [&INET[..], &string(1, TABLE), &string(2, SET)].concat();
@@ -97,7 +98,7 @@ fn table() -> Vec<Request> {
     const OUTPUT: u32 = 3; // NF_INET_LOCAL_OUT
     const INCOMING: u32 = 4; // NFT_META_IIF
     const OUTGOING: u32 = 5; // NFT_META_OIF
-    // Before conntrack, `raw` and what others have.
+    // Before conntrack, the table `raw`, and chains of other owners.
     const FIRST: i32 = i32::MIN; // NF_IP_PRI_FIRST
     let chain = |name, hook| new_chain(TABLE, name, "filter", hook, FIRST);
     let rule = |chain, interface| {
@@ -151,7 +152,7 @@ fn elements(time: Duration) -> Vec<u8> {
     .concat()
 }
 
-/// `iif != "lo" meta nfproto @up`, with `interface` the one that the packet comes in or goes out by.
+/// `iif != "lo" meta nfproto @up`. `interface`: the incoming or the outgoing interface of the packet.
 fn guarded(interface: u32) -> Vec<u8> {
     const LOOPBACK: u32 = 1; // LOOPBACK_IFINDEX
     const FAMILY: u32 = 15; // NFT_META_NFPROTO

@@ -1,6 +1,6 @@
-//! Which addresses are this host itself, by its routes: its interfaces' addresses, loopback's network, and what
-//! `ip route add local` adds. A local default route names no address. Transparent proxies add such a route to a table
-//! that only marked packets reach, and so does the agent for capture by packets.
+//! The addresses that the routes assign to this host itself: its interfaces' addresses, loopback's network, and the
+//! destinations of `ip route add local`. A local default route names no address. Transparent proxies add such a route
+//! to a table that only marked packets reach, and so does the agent for capture by packets.
 
 use std::{io, net::IpAddr};
 
@@ -15,11 +15,11 @@ use super::{
     rtnetlink::Netlink,
 };
 
-/// The networks whose addresses are this host itself: the destinations of all routes of type `local` except default
-/// routes, in whichever table.
+/// Returns the networks whose addresses are this host itself: the destinations of all routes of type `local` except
+/// default routes, in any routing table.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the kernel cannot list the routes.
 pub fn host_networks() -> Result<Vec<IpNet>, Error> {
     let list = || -> io::Result<Vec<IpNet>> {
         let mut netlink = Netlink::open()?;

@@ -66,8 +66,8 @@ impl From<LinkLayerType> for Link {
     fn from(kind: LinkLayerType) -> Self {
         match kind {
             LinkLayerType::Ether | LinkLayerType::Loopback => Self::Ethernet,
-            // Those of `dev_is_mac_header_xmit` in `include/linux/if_arp.h` that show programs no
-            // outer header: GRE's may.
+            // The types in `dev_is_mac_header_xmit` (`include/linux/if_arp.h`) that show programs no outer header. GRE
+            // is not among them, because it may show one.
             LinkLayerType::None
             | LinkLayerType::Rawip
             | LinkLayerType::Tunnel
@@ -81,36 +81,37 @@ impl From<LinkLayerType> for Link {
 /// Every interface, in the order of the numbers.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn interfaces() -> Result<Vec<Interface>, Error> {
     list().doing(|| "cannot ask for the network interfaces".to_owned())
 }
 
-/// By which interface an address is reached without another hop: its number; none if it is reached
-/// otherwise, or not at all.
+/// Returns the index of the interface by which an address is reached without a gateway; `None` if it is reached by a
+/// gateway, or not at all.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn way_to(addr: IpAddr) -> io::Result<Option<u32>> {
     way_by(&mut Netlink::open()?, addr)
 }
 
-/// As [`way_to`], in the network namespace in which the socket was opened.
+/// Like [`way_to`], in the network namespace in which the socket was opened.
 pub fn way_by(netlink: &mut Netlink, addr: IpAddr) -> io::Result<Option<u32>> {
     let way = way_out(netlink, addr)?;
     Ok(way.filter(|way| !way.has_another_hop).map(|way| way.index))
 }
 
-/// By which interface what goes to an address leaves: its number; none if it stays here, or goes nowhere.
+/// Returns the index of the interface by which packets to an address leave; `None` if they stay on this host, or have
+/// no route.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the kernel cannot look up the route.
 pub fn leaves_by(addr: IpAddr) -> io::Result<Option<u32>> {
     let way = way_out(&mut Netlink::open()?, addr)?;
     Ok(way.map(|way| way.index))
 }
 
-/// Where what goes to an address leaves.
+/// The outgoing interface of packets to an address.
 struct WayOut {
     /// The interface's number.
     index: u32,
@@ -225,8 +226,8 @@ fn is_tentative(message: &AddressMessage) -> bool {
         && !flags.contains(AddressHeaderFlags::Dadfailed)
 }
 
-/// The address, if it can be the source of what leaves the node: what `inet_select_addr` (IPv4)
-/// and `ipv6_dev_get_saddr` take before others.
+/// Returns the address if the kernel prefers it as the source of outgoing packets (`inet_select_addr` for IPv4,
+/// `ipv6_dev_get_saddr` for IPv6).
 fn address(message: &AddressMessage) -> Option<IpNet> {
     let header = &message.header;
     let unusable = AddressHeaderFlags::Secondary
@@ -275,10 +276,10 @@ fn ways_out(route: &RouteMessage) -> Vec<u32> {
     ways
 }
 
-/// Whether the way of a packet depends on its addresses, its mark, its class and where it arrived, but not on
-/// its ports: no rule (`ip rule`) asks for ports or a protocol, and of several next hops none is chosen by ports
-/// (`fib_multipath_hash_policy` in `Documentation/networking/ip-sysctl.rst`). `false` if the kernel does not
-/// tell.
+/// Whether the route of a packet depends on its addresses, its mark, its class and its incoming interface, but not on
+/// its ports: no rule (`ip rule`) matches ports or a protocol, and the choice among several next hops does not depend
+/// on ports (`fib_multipath_hash_policy` in `Documentation/networking/ip-sysctl.rst`). `false` if the query to the
+/// kernel fails.
 pub fn ways_by_address() -> bool {
     let by_ports = |rule: &RuleMessage| {
         rule.attributes.iter().any(|attribute| {
@@ -322,8 +323,7 @@ const RTNLGRP_IPV6_ROUTE: u32 = 11;
 const RTNLGRP_IPV6_RULE: u32 = 19;
 
 impl News {
-    /// Hears what happens in this thread's network namespace from now on. Must be called within a
-    /// runtime.
+    /// Starts to receive the changes in this thread's network namespace. Must be called within a runtime.
     ///
     /// # Errors
     /// If the kernel refuses.
@@ -347,11 +347,11 @@ impl News {
         open().doing(|| "cannot listen for changes of the network interfaces".to_owned())
     }
 
-    /// Waits until something has changed. The caller asks for the new state, so nothing is lost if news come faster
-    /// than they are read.
+    /// Waits until something has changed. The caller then reads the new state, so nothing is lost if several changes
+    /// come before it reads.
     ///
     /// # Errors
-    /// If the kernel does not tell any more.
+    /// If the kernel reports no more changes.
     pub async fn changed(&mut self) -> io::Result<()> {
         let mut buffer = Vec::with_capacity(64 * 1024);
         loop {
@@ -381,7 +381,7 @@ fn matters(datagram: &[u8]) -> bool {
         Some(RTM_NEWROUTE | RTM_DELROUTE) => {
             datagram.get(HEADER + 1) == Some(&0)
                 || datagram.get(HEADER + 7) == Some(&RTN_LOCAL)
-                // Of one with several, each says by which interface, and not the route.
+                // A route with several next hops has the interface in each next hop, and not in the route.
                 || !has_attribute(datagram.get(HEADER + 12..).unwrap_or_default(), RTA_OIF)
         }
         _ => true,

@@ -1,11 +1,10 @@
-//! A table of nf_tables that keeps the kernel's own translation going while other people's rules are
+//! A table of nf_tables that keeps the kernel's own translation alive while the NAT rules of other programs are
 //! removed.
 //!
-//! The kernel translates the packets of existing connections only while some base chain of type
-//! `nat` exists, and tracks connections only while some rule asks for it (`nf_nat_unregister_fn`,
-//! `nf_ct_netns_put`). Without a chain, connections that were translated end. A new connection whose
-//! reply tuple belongs to a translated one is dropped (`insert_failed` in conntrack's statistics),
-//! where the chain would have the kernel choose another source port.
+//! The kernel translates the packets of existing connections only while a base chain of type `nat` exists, and tracks
+//! connections only while a rule needs it (`nf_nat_unregister_fn`, `nf_ct_netns_put`). Without such a chain, translated
+//! connections break. A new connection whose reply tuple belongs to a translated connection is dropped (`insert_failed`
+//! in conntrack's statistics). With the chain, the kernel chooses another source port instead.
 
 use std::io;
 
@@ -26,7 +25,7 @@ const CHAIN: &str = "postrouting";
 /// The comment that `nft list table` shows beside the rule.
 const COMMENT: &str = "keeps conntrack and NAT on: dataplane keep-nat";
 
-/// Adds the table to the network namespace that this thread is in. `false`: it is there already.
+/// Adds the table to the network namespace that this thread is in. Returns `false` if it already exists.
 ///
 /// # Errors
 /// If the kernel refuses, or has no nf_tables.
@@ -51,7 +50,7 @@ pub fn remove() -> io::Result<bool> {
     nft_requests::remove_with_conntrack(TABLE)
 }
 
-/// Whether the table is there.
+/// Whether the table exists.
 ///
 /// # Errors
 /// If the kernel does not answer.

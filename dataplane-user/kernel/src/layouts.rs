@@ -1,4 +1,4 @@
-//! From one layout to the next: what an agent finds that another version has pinned, and takes over.
+//! Upgrades from one layout to the next: finds the pins of another version, and takes them over.
 
 use std::{
     fs,
@@ -48,10 +48,11 @@ impl Pins {
         self.other_layouts().into_iter().flat_map(links).count() > 0
     }
 
-    /// Pins here an older layout's tables of connections that exist ([`CONNECTIONS`]), if their content means the same
-    /// thing in this layout: both layouts' programs use them until the older one's pins go. Returns the tables' names.
+    /// Pins an older layout's tables of existing connections ([`CONNECTIONS`]) in this layout, if their content means
+    /// the same in both. The programs of both layouts use the tables until the older layout's pins are removed. Returns
+    /// the tables' names.
     ///
-    /// A table that is there, but not as it should be, stays where it is.
+    /// A table of this layout that exists, but does not have the right shape, stays where it is.
     pub fn take_connections(&self, with_flows: bool) -> Result<Vec<&'static str>, Error> {
         let mut taken = Vec::new();
         let older = layouts(self.root());
@@ -114,7 +115,7 @@ pub fn layouts(root: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Which layout's a directory is.
+/// Returns the version of a layout's directory.
 fn version(directory: &Path) -> Option<u32> {
     let name = directory.file_name()?.to_str()?;
     name.strip_prefix('v')?.parse().ok()

@@ -5,7 +5,7 @@ use std::{fs, str::FromStr};
 
 use dataplane_common::packet::ErrorLimits;
 
-/// The kernel's limits. Where it does not tell one, its default.
+/// The kernel's limits. A limit that cannot be read has the kernel's default.
 pub fn error_limits() -> ErrorLimits {
     // Types of ICMP and of ICMPv6 (RFC 792, RFC 4443): destination unreachable and time exceeded.
     let v4: u32 = number("ipv4/icmp_ratemask").unwrap_or(0x1818);

@@ -24,14 +24,14 @@ pub struct Listener {
     pub protocol: Protocol,
     /// At which port.
     pub port: u16,
-    /// Which socket, and at which address.
+    /// The socket and its address.
     pub socket: Listening,
 }
 
-/// All of them in the network namespace that this thread is in.
+/// Returns all listeners in the network namespace that this thread is in.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn listeners() -> io::Result<Vec<Listener>> {
     let tcp = tcp(0)?.into_iter().map(|(port, socket)| Listener {
         protocol: Protocol::TCP,
@@ -84,7 +84,7 @@ impl Listening {
 /// The sockets that listen at a port in the network namespace that this thread is in.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn listening(port: u16) -> io::Result<Vec<Listening>> {
     Ok(tcp(port)?.into_iter().map(|(_, socket)| socket).collect())
 }
@@ -108,7 +108,7 @@ fn tcp(port: u16) -> io::Result<Vec<(u16, Listening)>> {
     }
 }
 
-/// Likewise, by `/proc/net`.
+/// Lists the TCP listeners from the tables in `/proc/net`.
 fn by_tables(port: u16) -> io::Result<Vec<(u16, Listening)>> {
     let read = |table| io::read_to_string(opener::table(table)?);
     let mut found = of_port(&read(Table::Tcp)?, port);
@@ -121,7 +121,7 @@ fn by_tables(port: u16) -> io::Result<Vec<(u16, Listening)>> {
     Ok(found)
 }
 
-/// Those in a table as `/proc/net/tcp` and `tcp6` have it.
+/// Returns the listeners in a table, in the format of `/proc/net/tcp` and `tcp6`.
 fn of_port(table: &str, port: u16) -> Vec<(u16, Listening)> {
     let all = table.lines().skip(1);
     let all = all.filter_map(|line| entry(line, LISTEN));

@@ -1,5 +1,5 @@
-//! The programs' log: faults of ours that cannot happen, one line each. (Verdicts are no log lines: they are counted,
-//! and `dataplane monitor` shows them.)
+//! The programs' log: bugs of ours that should not happen, one line each. (Verdicts are not in the log: they are
+//! counted, and `dataplane monitor` shows them.)
 
 use std::fmt;
 

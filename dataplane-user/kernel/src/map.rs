@@ -46,7 +46,7 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         }
     }
 
-    /// Returns the shape of a hash whose elements take memory only while they are there (`BPF_F_NO_PREALLOC`).
+    /// Returns the shape of a hash whose elements take memory only while they exist (`BPF_F_NO_PREALLOC`).
     pub const fn on_demand() -> Shape {
         Shape {
             flags: 1,
@@ -57,7 +57,7 @@ impl<K: Plain, V: Plain> Hash<K, V> {
     /// Makes one that is pinned nowhere.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn create(name: &str, shape: Shape, capacity: u32) -> io::Result<Self> {
         let fd = sys::map_create(name, &shape, capacity)?;
         Ok(Self {
@@ -86,10 +86,10 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         self.capacity
     }
 
-    /// The value of a key, if it is there.
+    /// Returns the value of a key, or `None` if the key is absent.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn get(&self, key: &K) -> io::Result<Option<V>> {
         let mut value = V::new_zeroed_bytes();
         if !sys::map_lookup(self.fd.as_fd(), key.as_bytes(), &mut value)? {
@@ -101,15 +101,15 @@ impl<K: Plain, V: Plain> Hash<K, V> {
     /// Adds or replaces a key.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn set(&self, key: &K, value: &V) -> io::Result<()> {
         sys::map_update(self.fd.as_fd(), key.as_bytes(), value.as_bytes(), 0)
     }
 
-    /// Adds a key unless it is there; `false` if it was.
+    /// Adds a key. Returns `false` if it already exists.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn add(&self, key: &K, value: &V) -> io::Result<bool> {
         const BPF_NOEXIST: u64 = 1;
         match sys::map_update(
@@ -126,7 +126,7 @@ impl<K: Plain, V: Plain> Hash<K, V> {
     /// Removes a key; `false` if it was not there.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn remove(&self, key: &K) -> io::Result<bool> {
         sys::map_delete(self.fd.as_fd(), key.as_bytes())
     }
@@ -134,7 +134,7 @@ impl<K: Plain, V: Plain> Hash<K, V> {
     /// Adds or replaces many.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn set_all(&self, keys: &[K], values: &[V]) -> io::Result<()> {
         for (keys, values) in keys.chunks(BATCH).zip(values.chunks(BATCH)) {
             let count = u32::try_from(keys.len()).unwrap_or(u32::MAX);
@@ -147,7 +147,7 @@ impl<K: Plain, V: Plain> Hash<K, V> {
     /// Everything, in no order.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn entries(&self) -> io::Result<Vec<(K, V)>> {
         let mut entries = Vec::new();
         let mut batches = self.batches();
@@ -184,10 +184,10 @@ pub struct Batches<'a, K, V> {
 }
 
 impl<K: Plain, V: Plain> Batches<'_, K, V> {
-    /// Adds the next entries to `entries`; `false` if there were no more.
+    /// Adds the next entries to `entries`. Returns `false` at the end of the map.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn read(&mut self, entries: &mut Vec<(K, V)>) -> io::Result<bool> {
         if self.done {
             return Ok(false);

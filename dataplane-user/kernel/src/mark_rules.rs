@@ -31,7 +31,7 @@ pub struct MarkRule {
     pub table: u32,
 }
 
-/// As `ip rule` prints it.
+/// Prints the rule in the format of `ip rule`.
 impl fmt::Display for MarkRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "fwmark {:#x}", self.mark)?;
@@ -45,7 +45,7 @@ impl fmt::Display for MarkRule {
 /// The rules of the network namespace that this thread is in, in their order.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn mark_rules() -> Result<Vec<MarkRule>, Error> {
     let read = || -> io::Result<Vec<MarkRule>> {
         let all = list(&mut Netlink::open()?)?;
@@ -54,12 +54,12 @@ pub fn mark_rules() -> Result<Vec<MarkRule>, Error> {
     read().doing(|| "cannot list the routing rules".to_owned())
 }
 
-/// Removes rules, and the routes by which the tables that they lead to deliver every packet to this host
-/// (`ip route add local default dev lo`), unless another rule leads to the table. Returns the equivalent commands of
-/// `ip`. `dry_run`: it only returns them.
+/// Removes rules, and the routes in their tables that deliver every packet to this host (`ip route add local default
+/// dev lo`), except routes whose table another rule uses. Returns the equivalent commands of `ip`. `dry_run`: only
+/// returns the commands.
 ///
 /// # Errors
-/// If the kernel does not tell, or refuses.
+/// If the kernel cannot list the rules, or refuses a change.
 pub fn remove_mark_rules(
     is_meant: impl Fn(&MarkRule) -> bool,
     dry_run: bool,

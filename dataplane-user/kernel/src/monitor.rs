@@ -93,8 +93,8 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// Waits for events, and returns those that are there, the oldest first. The programs wake no reader, so this
-    /// sleeps for a short time before it looks, again and again.
+    /// Waits for events and returns the available ones, oldest first. The programs do not wake a reader, so this
+    /// function polls after short sleeps.
     pub fn wait(&mut self) -> Vec<Event> {
         loop {
             self.renew();

@@ -17,7 +17,7 @@ use socket2::{Domain, Socket, Type};
 
 use super::opener;
 
-/// Where namespaces with a name are (`ip netns`, container runtimes).
+/// The directory of named namespaces (`ip netns`, container runtimes).
 const NAMED: &str = "/run/netns";
 const PROCESSES: &str = "/proc";
 
@@ -27,7 +27,7 @@ const OF_THE_MACHINE: &str = "pid:[4026531836]";
 /// Whether this process is in the machine's PID namespace, so that `/proc` shows all processes.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn sees_all_processes() -> io::Result<bool> {
     Ok(fs::read_link("/proc/self/ns/pid")? == Path::new(OF_THE_MACHINE))
 }
@@ -42,12 +42,11 @@ pub struct Visited<T> {
     pub unread: Vec<(PathBuf, io::Error)>,
 }
 
-/// Does `work` in every network namespace that has a name or that a process is in, in each once, on a
-/// thread of its own. `work` gets the path by which the thread entered the namespace.
+/// Runs `work` once in every network namespace that has a name or a process, on a separate thread. `work` gets the path
+/// by which the thread entered the namespace.
 ///
-/// Processes are those of the PID namespace that `/proc` shows: an agent in a pod needs the host's
-/// (`hostPID`) to see the others. A process that ends during the visit is no error: its namespace is
-/// entered by the next process in it.
+/// The processes are those of the PID namespace that `/proc` shows: an agent in a pod needs the host's (`hostPID`) to
+/// see the others. A process that ends during the visit is not an error: the namespace is entered by its next process.
 pub fn visit<T: Send>(work: impl FnMut(&Path) -> io::Result<T> + Send) -> Visited<T> {
     let visited = on_a_thread("namespaces", move || Ok(visit_here(candidates(), work)));
     visited.unwrap_or_else(|error| Visited {
@@ -91,11 +90,11 @@ pub struct Residents {
     pub process: u32,
 }
 
-/// The processes of each network namespace, by the device and number of the namespace's file. Those of which this
-/// process may not see that are left out.
+/// Returns the processes of each network namespace, by the device and inode number of the namespace's file. Leaves out
+/// processes whose namespace this process may not see.
 ///
 /// # Errors
-/// If they cannot be listed or read.
+/// If the processes cannot be listed or read.
 pub fn residents() -> io::Result<HashMap<(u64, u64), Residents>> {
     let mut found: HashMap<(u64, u64), Residents> = HashMap::new();
     for path in entries(PROCESSES)? {
@@ -174,15 +173,15 @@ fn in_one<T>(
     Ok(work())
 }
 
-/// Whether the process, or the name, is there no more.
+/// Whether the process or the name no longer exists.
 fn has_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
 }
 
-/// Does `work` in one namespace, on a thread of its own.
+/// Runs `work` in one namespace, on a separate thread.
 ///
 /// # Errors
-/// If it cannot be entered, or the thread cannot be made; otherwise what `work` answers.
+/// If the namespace cannot be entered, or the thread cannot be started; otherwise the error of `work`.
 pub fn within<T: Send>(
     namespace: BorrowedFd<'_>,
     work: impl FnOnce() -> io::Result<T> + Send,

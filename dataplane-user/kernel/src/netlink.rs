@@ -38,7 +38,7 @@ const DONE: u16 = 3;
 /// How long the kernel may take to answer: it does so at once.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Larger than what the kernel puts into one datagram of a dump.
+/// Larger than any datagram of a dump.
 const DATAGRAM: usize = 64 * 1024;
 
 /// A socket to one part of the kernel, in the network namespace of the thread that opened it.
@@ -67,8 +67,8 @@ impl Netlink {
         })
     }
 
-    /// Has the kernel answer a dump with what matches all of the request (`NETLINK_GET_STRICT_CHK`), and not with
-    /// everything of its kind.
+    /// Makes the kernel filter a dump by all fields of the request (`NETLINK_GET_STRICT_CHK`), and not return all
+    /// objects of the kind.
     pub fn filter(&self) -> io::Result<()> {
         self.socket.set_netlink_get_strict_chk(true)
     }
@@ -86,7 +86,7 @@ impl Netlink {
         self.dump_kinds(kind, request, |_, item| each(item))
     }
 
-    /// As [`Netlink::dump`]; `each` also gets the message's kind.
+    /// Like [`Netlink::dump`]; `each` also gets the message's kind.
     pub fn dump_kinds(
         &mut self,
         kind: u16,

@@ -66,7 +66,7 @@ pub fn new_inner_chain(table: &str, name: &str) -> Request {
 
 /// Adds a rule behind those that the chain has.
 pub fn new_rule(table: &str, chain: &str, expressions: &[u8], comment: &str) -> Request {
-    // As nft keeps a comment: type, length, text.
+    // The format of nft's comments: type, length, text.
     let length = u8::try_from(comment.len() + 1).expect("our comments are short");
     let comment = [&[0, length][..], comment.as_bytes(), &[0]].concat();
     let rule = [
@@ -164,7 +164,8 @@ pub fn compare(how: u32, value: &[u8]) -> Vec<u8> {
     expression("cmp", &compare)
 }
 
-/// Has of the bits that were loaded those of `mask` stay, then turns those of `flip`. Numbers of 32 bits are the machine's.
+/// Keeps the loaded bits in `mask`, and then inverts the bits in `flip`. 32-bit numbers are in the machine's byte
+/// order.
 pub fn bitwise(mask: &[u8], flip: &[u8]) -> Vec<u8> {
     let value = |kind, value: &[u8]| nested(kind, &attribute(1, value));
     let length = u32::try_from(mask.len()).expect("a few bytes");
@@ -212,7 +213,7 @@ pub fn drop() -> Vec<u8> {
     decide(&number(1, DROP))
 }
 
-/// Lets the packet pass, as far as the table is concerned.
+/// Accepts the packet in this table.
 pub fn accept() -> Vec<u8> {
     decide(&number(1, ACCEPT))
 }

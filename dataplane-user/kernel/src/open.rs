@@ -22,24 +22,24 @@ impl Kernel {
     /// [`Kernel::open_with`], without the packet path and without capture.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Kernel::open_with`].
     pub fn open(paths: &Paths, limits: Limits) -> Result<Self, Error> {
         Self::open_with(paths, limits, PacketOptions::default(), None, nothing)
     }
 
-    /// Takes over the node: adopts what an earlier agent pinned, or creates it; loads the programs,
-    /// and attaches them or swaps them in place.
+    /// Takes over the node: adopts an earlier agent's pins or creates them, loads the programs, and attaches them or
+    /// replaces the attached programs in place.
     ///
-    /// `meanwhile` is done while the programs are loaded, which takes most of the time, if those of an earlier agent
-    /// serve, by the same tables, and something is captured. It is to end soon after they are.
+    /// `meanwhile` runs while the programs are loaded, which takes most of the time. It only runs if an earlier agent's
+    /// programs serve with the same tables, and if something is captured. It should end soon after the programs are
+    /// loaded.
     ///
-    /// Programs attached to empty tables leave everything alone, so nothing is served before the
-    /// first [`Kernel::apply`], and nothing is refused. Where another layout's programs serve, they go
-    /// on until [`Kernel::replace_other_layouts`].
+    /// Programs with empty tables leave everything alone, so before the first [`Kernel::apply`] nothing is served, and
+    /// nothing is refused. If another layout's programs serve, they continue until [`Kernel::replace_other_layouts`].
     ///
     /// # Errors
-    /// [`Error::Busy`] if another agent runs; [`Error::Foreign`] and [`Error::Damaged`] for pins
-    /// that cannot be adopted, which are left as they are; otherwise the kernel's refusal.
+    /// [`Error::Busy`] if another agent runs; [`Error::Foreign`] and [`Error::Damaged`] for pins that cannot be
+    /// adopted, which are left as they are; otherwise the kernel's error.
     pub fn open_with(
         paths: &Paths,
         limits: Limits,
@@ -133,10 +133,10 @@ fn flow_vips(pins: &Pins) -> Result<Option<HashSet<Addr>>, Error> {
 /// Whether programs are still being loaded.
 pub type Loading<'a> = dyn Fn() -> bool + 'a;
 
-/// For [`Kernel::open_with`], where there is nothing to do meanwhile.
+/// Does nothing while the programs are loaded, for [`Kernel::open_with`].
 fn nothing(_: &Capture, _: &Loading<'_>) {}
 
-/// Loads on a thread of its own, and does something else meanwhile.
+/// Loads the programs on a separate thread, and runs `meanwhile` on this thread.
 fn load_while(
     load: impl FnOnce() -> Result<Ebpf, Error> + Send,
     meanwhile: impl FnOnce(&Loading<'_>),
@@ -184,8 +184,8 @@ fn prepare(pins: &Pins) -> Result<bool, Error> {
     }
 }
 
-/// Flows' tables are there as long as the packet path is on. If it is off, they go; if it is new, the remains of an
-/// agent that died while it made them go.
+/// Prepares the tables of flows. They exist while the packet path is on. If it is off, they are removed. If it is
+/// turned on, the function removes remains of an agent that died while it removed the tables.
 fn prepare_flows(pins: &Pins, on: bool) -> Result<(), Error> {
     if !on {
         // The agent tries again, with every change of interfaces, to detach programs that cannot be detached now, and

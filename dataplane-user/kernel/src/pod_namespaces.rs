@@ -1,5 +1,5 @@
-//! The network namespaces of this node's pods, and those that are nested in them: whether rules of their own translate what
-//! they send.
+//! The network namespaces of this node's pods, and namespaces nested in them: whether rules of their own translate the
+//! packets that they send.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -29,7 +29,7 @@ pub struct PodNamespace {
 /// The reason why the rules in a network namespace have to see the destinations of its sockets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Own {
-    /// Rules of NAT for what it sends, at the output hook.
+    /// NAT rules at the output hook translate the pod's own packets.
     Rules,
     /// Its packets leave by another network namespace of the pod's, whose rules may translate them.
     Nested,
@@ -42,7 +42,7 @@ type Key = (u64, u64);
 struct Visited {
     key: Key,
     cookie: u64,
-    /// By which it was entered, if a process is in it.
+    /// The process by which the namespace was entered, if it has one.
     process: Option<u32>,
     /// The pod's interfaces on the node whose other ends it has.
     ends: Vec<u32>,
@@ -53,18 +53,18 @@ struct Visited {
 #[derive(Debug, Default)]
 pub struct KnownPods(HashMap<Key, (u64, Vec<u32>)>);
 
-/// Looks for the pods' namespaces. `pods`: the pods' interfaces on the node, by number. A namespace that cannot be looked
-/// into is left out. `known`: what the last look found.
+/// Finds the pods' namespaces. `pods`: the indices of the pods' interfaces on the node. Leaves out a namespace that
+/// cannot be inspected. `known`: the results of the last call.
 ///
 /// # Errors
-/// If nothing can be looked at.
+/// If no namespace can be inspected.
 pub fn pod_namespaces(
     pods: &BTreeSet<u32>,
     known: &mut KnownPods,
 ) -> Result<Vec<PodNamespace>, Error> {
     let own = File::open("/proc/thread-self/ns/net")
         .doing(|| "cannot open this network namespace".to_owned())?;
-    // Another pod's namespace may have the number of one that is gone, but not its interfaces.
+    // Another pod's namespace may reuse the inode number of a removed one, but not its interfaces.
     known
         .0
         .retain(|_, (_, ends)| ends.iter().all(|end| pods.contains(end)));
@@ -73,7 +73,7 @@ pub fn pod_namespaces(
         let key = (metadata.dev(), metadata.ino());
         let (cookie, ends) = match known.0.get(&key) {
             Some(known) => known.clone(),
-            // Also of what may be nested: whether it is shows when all are known.
+            // Also for a namespace that may be nested: this shows only when all are known.
             None => (
                 netns_cookie().map_err(io::Error::other)?,
                 other_ends(own.as_fd(), pods)?,
@@ -140,7 +140,7 @@ fn around_of(mut process: u32, own: Key, of_pods: &HashMap<Key, u32>) -> Option<
     None
 }
 
-/// A process's parent; `None`: it has none, or is gone.
+/// Returns a process's parent; `None` if it has no parent, or has ended.
 fn parent(process: u32) -> Option<u32> {
     let path: PathBuf = format!("/proc/{process}/stat").into();
     let text = fs::read_to_string(path).ok()?;

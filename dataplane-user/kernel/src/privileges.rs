@@ -52,16 +52,16 @@ pub fn of_the_opener(permitted: CapabilitySet) -> CapabilitySet {
 /// CAP_NET_RAW. For good.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn keep_network_only() -> std::io::Result<()> {
     const NETWORK: CapabilitySet = CapabilitySet::NET_ADMIN.union(CapabilitySet::NET_RAW);
     Ok(keep_only(permitted()? & NETWORK)?)
 }
 
-/// Returns what this thread may have.
+/// Returns the permitted capabilities of this thread.
 ///
 /// # Errors
-/// The kernel's.
+/// If the kernel refuses.
 pub fn permitted() -> Result<CapabilitySet> {
     Ok(capabilities(None)?.permitted)
 }
@@ -70,7 +70,7 @@ pub fn permitted() -> Result<CapabilitySet> {
 /// programs that they become (`no_new_privs`). Other threads keep theirs.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn keep_only(kept: CapabilitySet) -> Result<()> {
     set_no_new_privs(true)?;
     match clear_ambient_capability_set() {
@@ -111,7 +111,7 @@ mod tests {
         assert_eq!(of_the_agent(in_the_daemon_set), AGENT);
         let all = CapabilitySet::all();
         assert_eq!(of_the_agent(all), AGENT | OTHER_PROCESSES | LOW_PORTS);
-        // As in the DaemonSet of an earlier version, which has what the opener has.
+        // An earlier version's DaemonSet has the same capabilities as the opener.
         assert_eq!(of_the_agent(OPENER), OPENER);
         assert!(are_enough_for_two(in_the_daemon_set) && !are_enough_for_two(OPENER));
         assert!(of_the_agent(CapabilitySet::empty()).is_empty());
@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn what_is_given_up_is_gone() {
-        // On a thread of its own, since the others are to keep theirs.
+        // On a separate thread, because the other threads must keep their capabilities.
         let given_up = thread::spawn(|| {
             let before = permitted().unwrap();
             let kept = before & CapabilitySet::NET_ADMIN;

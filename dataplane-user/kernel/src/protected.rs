@@ -1,5 +1,6 @@
-//! The networks that IPsec policies protect, in `SOURCES`: sets of networks, of which the configuration names the first
-//! ([`PacketConfig::policies`]). A change writes new sets beside those in use, and then the one word.
+//! The networks that IPsec policies protect: sets of networks in `SOURCES`. The configuration has the number of the
+//! first set ([`PacketConfig::policies`]). A change writes new sets beside those in use, and then changes this one
+//! word.
 
 use dataplane_common::{
     Addr,
@@ -36,7 +37,7 @@ pub enum Change {
 }
 
 impl Protected {
-    /// As an earlier agent left it.
+    /// Adopts the sets of an earlier agent.
     pub fn adopt(config: PacketConfig) -> Self {
         Self {
             first: config.policies,
@@ -49,7 +50,8 @@ impl Protected {
         self.first
     }
 
-    /// Writes what policies protect. If that is not possible, everything is protected, and why is added to `problems`.
+    /// Writes the networks that policies protect. If an error occurs, everything is protected, and the reason is added
+    /// to `problems`.
     ///
     /// # Errors
     /// If the table cannot be read.
@@ -87,7 +89,7 @@ impl Protected {
     /// Removes the sets that are not in use any more.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn remove_old(&self, sources: &Sources) -> Result<(), Error> {
         let is_used = |set: u32| self.first != 0 && (set ^ self.first) & HALF == 0;
         for key in sources.all()? {
@@ -105,10 +107,10 @@ impl PacketTables {
         self.config().policies != 0
     }
 
-    /// Whether IPsec policies protect what goes from one address to another.
+    /// Whether IPsec policies protect packets from one address to another.
     ///
     /// # Errors
-    /// If the kernel does not let it be read.
+    /// If the kernel refuses to read the table.
     pub fn protects(&self, src: Addr, dst: Addr) -> Result<bool, Error> {
         let first = self.config().policies;
         if first == 0 || first == PacketConfig::ALL_PROTECTED {

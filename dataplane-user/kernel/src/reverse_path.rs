@@ -25,7 +25,7 @@ pub fn reverse_path(interface: &str) -> u8 {
 /// and for new ones (`default`), if there is a check.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn reverse_paths() -> io::Result<Vec<(String, u8)>> {
     let mut all = Vec::new();
     for entry in fs::read_dir("/proc/sys/net/ipv4/conf")? {
@@ -45,7 +45,7 @@ pub fn reverse_paths() -> io::Result<Vec<(String, u8)>> {
 /// `net/ipv4/fib_frontend.c`).
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn shows_reverse_paths() -> Result<bool, Error> {
     let ask = || -> io::Result<bool> {
         let mut netlink = Netlink::open()?;

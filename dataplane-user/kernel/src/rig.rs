@@ -1,9 +1,9 @@
-//! The packet path's programs on a rig: loaded with tables of their own and on no interface, and run packet by packet
-//! by the rig's holder (`BPF_PROG_TEST_RUN`), which sees their return values, the packets afterwards and the tables.
-//! For tests; on a node nothing of this runs.
+//! A test rig for the packet path's programs. The rig loads them with tables of their own, attaches them to no
+//! interface, and runs them packet by packet (`BPF_PROG_TEST_RUN`). The caller sees their return values, the changed
+//! packets and the tables. Only for tests; a node does not use the rig.
 //!
-//! Routes and neighbours are those of the network namespace of the thread that asks: a redirected packet is not sent,
-//! but the programs look up its route.
+//! Routes and neighbours are those of the network namespace of the calling thread: a redirected packet is not sent, but
+//! the programs look up its route.
 
 use std::{
     fs, io,
@@ -69,11 +69,11 @@ pub struct Ran {
 }
 
 impl Rig {
-    /// Loads the programs with empty tables, pinned below `bpffs` while no agent is there. `cells`: how many cells
-    /// there are for flows, a power of two.
+    /// Loads the programs with empty tables, pinned below `bpffs`, which no agent may use. `cells`: number of cells for
+    /// flows, a power of two.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn new(bpffs: &Path, cells: u32) -> Result<Self, Error> {
         let pins = Pins::new(bpffs);
         pins.create_directories()?;
@@ -89,7 +89,7 @@ impl Rig {
             sys::obj_pin(map.as_fd(), &pins.map(name)).doing(doing)?;
         }
         Tables::create(&pins)?;
-        // Its tables are there already.
+        // The tables of flows already exist.
         let flows = cells / 2;
         let ebpf = programs::load(&pins, flows, true, false)?;
         let options = PacketOptions {
@@ -114,15 +114,15 @@ impl Rig {
     /// Writes to the tables of services.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn apply(&mut self, writes: &[Write]) -> Result<(), Error> {
         write(&mut self.tables, &mut self.freed, writes)
     }
 
-    /// Tells the programs what interfaces, addresses and networks are.
+    /// Sets the interfaces, addresses and networks for the programs.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn set_network(&mut self, network: &Network) -> Result<Vec<String>, Error> {
         self.packet.set(&self.pins, &mut self.tables, network, true)
     }
@@ -145,7 +145,7 @@ impl Rig {
         self.tables.pool_stats(pool)
     }
 
-    /// Which endpoint each client used last.
+    /// The table of the endpoint that each client used last.
     pub fn affinity(&self) -> &Hash<AffinityKey, Affinity> {
         self.tables.affinity_table()
     }
@@ -153,7 +153,7 @@ impl Rig {
     /// Forgets the ways that the programs keep for a moment: a change of the routes shows in the next packet.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn forget_ways(&self) -> io::Result<()> {
         for map in [&self.ways, &self.found] {
             let info = sys::map_info(map.as_fd())?;
@@ -168,7 +168,7 @@ impl Rig {
     /// others back.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn take_scratch(&self, places: u32) -> io::Result<()> {
         let info = sys::map_info(self.scratch.as_fd())?;
         let size = info.value_size.next_multiple_of(8) as usize;
@@ -185,7 +185,7 @@ impl Rig {
     /// How many of all CPUs' places are taken.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn scratch_taken(&self) -> io::Result<usize> {
         let info = sys::map_info(self.scratch.as_fd())?;
         let size = info.value_size.next_multiple_of(8) as usize;
@@ -201,12 +201,12 @@ impl Rig {
         Ok(taken)
     }
 
-    /// Runs a program on a frame, and puts what it made of it into `out`, which must have room for
-    /// it. The thread must be in the network namespace of `context.ifindex`.
+    /// Runs a program on a frame, and writes the resulting frame into `out`, which must have room for it. The calling
+    /// thread must be in the network namespace of `context.ifindex`.
     ///
     /// # Errors
-    /// The kernel's refusal: a frame shorter than 15 or longer than some 3 500 bytes, no such
-    /// interface.
+    /// If the kernel refuses: the frame is shorter than 15 or longer than some 3 500 bytes, or the interface does not
+    /// exist.
     pub fn run(
         &self,
         direction: Direction,
@@ -257,10 +257,10 @@ fn absent(pins: &Pins, name: &str) -> Error {
 pub struct Traced(Vec<(PathBuf, OwnedFd)>);
 
 impl Traced {
-    /// Those that are pinned below `bpffs`, and attached.
+    /// Finds the programs that are pinned below `bpffs` and attached.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn of(bpffs: &Path) -> Result<Self, Error> {
         let pins = Pins::new(bpffs);
         let mut found = Vec::new();
@@ -277,7 +277,7 @@ impl Traced {
     /// Detaches them.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn detach(&self) -> Result<(), Error> {
         for (path, _) in &self.0 {
             fs::remove_file(path).doing(|| format!("cannot remove {}", path.display()))?;
@@ -288,7 +288,7 @@ impl Traced {
     /// Attaches them again.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn attach(&self) -> Result<(), Error> {
         for (path, program) in &self.0 {
             let link = sys::link_create_traced(program.as_fd());

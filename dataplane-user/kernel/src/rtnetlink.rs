@@ -22,7 +22,8 @@ impl Netlink {
         netlink::Netlink::open(NETLINK_ROUTE).map(Self)
     }
 
-    /// Has the kernel answer [`Netlink::list`] with what matches all of a question, and not with everything of its kind.
+    /// Makes the kernel filter the answer to [`Netlink::list`] by all fields of the question, and not return all
+    /// objects of the kind.
     pub fn filter(&self) -> io::Result<()> {
         self.0.filter()
     }
@@ -72,7 +73,7 @@ impl Netlink {
         Ok(routes.collect())
     }
 
-    /// As [`Netlink::list`], for a question about a family: nothing, if the kernel does not have the family.
+    /// Like [`Netlink::list`], for one address family. Returns nothing if the kernel does not have the family.
     pub fn list_of_family(
         &mut self,
         question: &RouteNetlinkMessage,
@@ -103,7 +104,7 @@ impl Netlink {
         Ok(answers)
     }
 
-    /// Has something done; `flags` besides that it is a request with an answer.
+    /// Sends a request that the kernel acknowledges. `flags` are added to the flags of a request.
     pub fn request(&mut self, what: &RouteNetlinkMessage, flags: u16) -> io::Result<()> {
         self.0
             .request(what.message_type(), flags, &content(what), |_, _| {})
@@ -117,7 +118,8 @@ fn content(message: &RouteNetlinkMessage) -> Vec<u8> {
     bytes
 }
 
-/// Reads an answer. A thing that a newer kernel has and we do not know is not one of ours: `None`.
+/// Parses an answer. Returns `None` for an object of a newer kernel that this agent does not know, because it is not
+/// one of ours.
 fn message(kind: u16, content: &[u8]) -> Option<RouteNetlinkMessage> {
     let mut header = NetlinkHeader::default();
     header.message_type = kind;

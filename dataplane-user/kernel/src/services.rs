@@ -42,7 +42,7 @@ impl ServiceTables {
         })))
     }
 
-    /// A thread that panicked while it wrote leaves what the next agent finds after a kill: whole services.
+    /// A thread that panicked during a write leaves the tables as a killed agent would leave them: with whole services.
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -78,8 +78,8 @@ impl ServiceTables {
         let inner = &mut *self.lock();
         let result = write(&mut inner.tables, &mut inner.freed, writes);
         if result.is_err() {
-            // Which of the keys were added before the error only the kernel knows. If it does not
-            // say, the filter lets through more than it need, and nothing less than it must.
+            // Only the kernel knows which keys were added before the error. If the keys cannot be read, the filter lets
+            // more packets through than necessary, but never fewer.
             let masquerade: Vec<Addr> = inner.masquerade.iter().copied().collect();
             let _ = inner.tables.recount_filter(&masquerade);
         }
@@ -95,7 +95,7 @@ impl ServiceTables {
     /// Waits until no program that runs now can still see removed entries.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn grace(&self) -> Result<(), Error> {
         let inner = &mut *self.lock();
         inner.tables.grace()?;

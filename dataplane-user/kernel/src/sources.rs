@@ -19,7 +19,7 @@ pub struct Sources {
     fd: OwnedFd,
 }
 
-/// The table's value for each network of pools and pods: the network is there.
+/// The table's value for each network of pools and pods, which means that the network is present.
 const PRESENT: u32 = 1;
 
 impl Sources {

@@ -8,18 +8,17 @@ use std::{
 
 use nix::errno::Errno;
 
-/// Where the kernel shows them.
+/// The directory of the kernel's network sysctls.
 const SYSCTLS: &str = "/proc/sys/net";
 
-/// Opens a sysctl for writing, such as `ipv4/tcp_fwmark_accept`, of the network namespace that this
-/// thread is in. Changes nothing.
+/// Opens a sysctl for writing, such as `ipv4/tcp_fwmark_accept`, of the network namespace that this thread is in.
+/// Changes nothing.
 ///
-/// A container that is not privileged has `/proc/sys` read-only. The directory is then looked for
-/// among the mounts: where the node's is mounted, it shows the sysctls of the namespace of the thread
-/// that looks, too.
+/// In a container that is not privileged, `/proc/sys` is read-only. The function then searches the mounts for the
+/// node's directory, which also shows the sysctls of the calling thread's namespace.
 ///
 /// # Errors
-/// If it cannot be written to; [`reason`] says what to do.
+/// If the sysctl cannot be opened for writing; [`reason`] explains the remedy.
 pub fn open(name: &str) -> io::Result<File> {
     let open = |place: &Path| fs::OpenOptions::new().write(true).open(place.join(name));
     let error = match open(Path::new(SYSCTLS)) {
@@ -49,9 +48,9 @@ pub fn get(name: &str) -> io::Result<String> {
     Ok(text.trim_end().to_owned())
 }
 
-/// Why a sysctl cannot be set. If `/proc/sys` is read-only, also what to do: `component` is
-/// kustomize's that mounts the node's, `key` the configuration's for which the chart does, and
-/// `otherwise` is what else there is to do.
+/// Returns the reason why a sysctl cannot be set and, if `/proc/sys` is read-only, the remedies: `component` is the
+/// kustomize component that mounts the node's directory, `key` is the configuration key for which the chart mounts it,
+/// and `otherwise` is an alternative.
 pub fn reason(error: &io::Error, component: &str, key: &str, otherwise: &str) -> String {
     if !is_read_only(error) {
         return error.to_string();
@@ -66,7 +65,7 @@ fn is_read_only(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::EROFS as i32)
 }
 
-/// Where else this directory is mounted, by `/proc/self/mountinfo` (`proc_pid_mountinfo(5)`).
+/// Finds the other mount points of this directory, in `/proc/self/mountinfo` (`proc_pid_mountinfo(5)`).
 fn elsewhere(mounts: &str) -> impl Iterator<Item = PathBuf> {
     mounts.lines().filter_map(|line| {
         let (mount, filesystem) = line.split_once(" - ")?;

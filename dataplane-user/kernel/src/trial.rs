@@ -1,5 +1,5 @@
-//! Small programs, in raw instructions, that show on a kernel what no program of ours shows: abilities that our
-//! programs do not need yet, and how ours run beside another owner's. For tests; on a node nothing of this runs.
+//! Small programs in raw instructions that test a kernel where our own programs cannot: features that our programs do
+//! not need yet, and how our programs run beside another owner's programs. Only for tests; a node does not use them.
 
 use std::{
     fs::{File, OpenOptions},
@@ -75,12 +75,12 @@ fn look_up_first(map: &OwnedFd) -> [u64; 6] {
     ]
 }
 
-/// Hands every connection to the network namespace, at any port, to a socket that listens there: by an `sk_lookup`
-/// program, so that nothing is rewritten, and `getsockname()` of an accepted connection is the address that the client
-/// asked for. Until the link is dropped.
+/// Hands every connection to the network namespace, at any port, to a listening socket there, by an `sk_lookup`
+/// program. Nothing is rewritten, so `getsockname()` of an accepted connection is the client's original destination.
+/// Lasts until the link is dropped.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn steer(netns: BorrowedFd<'_>, listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let shape = Shape {
         kind: BPF_MAP_TYPE_SOCKMAP,
@@ -109,7 +109,7 @@ pub fn steer(netns: BorrowedFd<'_>, listener: BorrowedFd<'_>) -> io::Result<Owne
     sys::link_create_cgroup(program.as_fd(), netns, BPF_SK_LOOKUP)
 }
 
-/// Another owner's program on an interface: counts packets, and leaves them to the next program.
+/// A program of another owner on an interface: counts packets, and passes them to the next program.
 #[derive(Debug)]
 pub struct Bystander {
     program: OwnedFd,
@@ -120,7 +120,7 @@ impl Bystander {
     /// Loads it, and attaches it nowhere.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn load() -> io::Result<Self> {
         let shape = Shape {
             kind: BPF_MAP_TYPE_ARRAY,
@@ -144,16 +144,16 @@ impl Bystander {
     /// Gives it a name in a bpffs, by which `tc filter add … bpf object-pinned` finds it.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn pin(&self, path: &Path) -> io::Result<()> {
         sys::obj_pin(self.program.as_fd(), path)
     }
 
-    /// Attaches it to what arrives on an interface of this thread's network namespace, by a TCX link:
-    /// before all that are there, or after them. Until the link is dropped.
+    /// Attaches the program to incoming packets of an interface in this thread's network namespace, by a TCX link:
+    /// before all existing programs, or after them. Lasts until the link is dropped.
     ///
     /// # Errors
-    /// The kernel's refusal; those before Linux 6.6 know no TCX.
+    /// If the kernel refuses. Kernels before Linux 6.6 have no TCX.
     pub fn attach_tcx(&self, ifindex: u32, first: bool) -> io::Result<OwnedFd> {
         sys::link_create_tcx(self.program.as_fd(), ifindex, BPF_TCX_INGRESS, first)
     }
@@ -161,7 +161,7 @@ impl Bystander {
     /// The kernel's number of it.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn id(&self) -> io::Result<u32> {
         Ok(sys::prog_info(self.program.as_fd())?.id)
     }
@@ -169,7 +169,7 @@ impl Bystander {
     /// How many packets it has seen.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn seen(&self) -> io::Result<u64> {
         let mut count = [0; 8];
         sys::map_lookup(self.count.as_fd(), &0u32.to_ne_bytes(), &mut count)?;
@@ -177,11 +177,11 @@ impl Bystander {
     }
 }
 
-/// Another owner's program that adds bits to the mark of packets that arrive on an interface, before all programs that
-/// are there, and leaves the packets to the next program. Until the link is dropped.
+/// A program of another owner that adds bits to the mark of incoming packets of an interface, before all existing
+/// programs, and passes the packets to the next program. Lasts until the link is dropped.
 ///
 /// # Errors
-/// The kernel's refusal; those before Linux 6.6 know no TCX.
+/// If the kernel refuses. Kernels before Linux 6.6 have no TCX.
 pub fn mark(ifindex: u32, bits: i32) -> io::Result<OwnedFd> {
     // `mark` of `struct __sk_buff`.
     const MARK: i16 = 8;
@@ -196,20 +196,20 @@ pub fn mark(ifindex: u32, bits: i32) -> io::Result<OwnedFd> {
     sys::link_create_tcx(program.as_fd(), ifindex, BPF_TCX_INGRESS, true)
 }
 
-/// Another owner's program that drops the packets that leave by an interface. Until the link is dropped.
+/// A program of another owner that drops the outgoing packets of an interface. Lasts until the link is dropped.
 ///
 /// # Errors
-/// The kernel's refusal; those before Linux 6.6 know no TCX.
+/// If the kernel refuses. Kernels before Linux 6.6 have no TCX.
 pub fn drop_at_egress(ifindex: u32) -> io::Result<OwnedFd> {
     let program = [set(0, 2), EXIT]; // TCX_DROP
     let program = sys::prog_load(BPF_PROG_TYPE_SCHED_CLS, BPF_CGROUP_INET_INGRESS, &program)?;
     sys::link_create_tcx(program.as_fd(), ifindex, BPF_TCX_EGRESS, true)
 }
 
-/// The programs that TCX runs on what arrives at an interface, by the kernel's numbers and in their order.
+/// Returns the ids of the programs that TCX runs on incoming packets of an interface, in their order.
 ///
 /// # Errors
-/// The kernel's refusal; those before Linux 6.6 know no TCX.
+/// If the kernel refuses. Kernels before Linux 6.6 have no TCX.
 pub fn tcx_ingress(ifindex: u32) -> io::Result<Vec<u32>> {
     sys::tcx_programs(ifindex, BPF_TCX_INGRESS)
 }
@@ -219,7 +219,7 @@ pub fn tcx_ingress(ifindex: u32) -> io::Result<Vec<u32>> {
 pub enum Offload {
     /// Checksums of sent packets.
     Checksum,
-    /// Cutting sent packets into segments; without it, the stack does it before the device sees them.
+    /// Segmentation of sent packets by the device. Without it, the stack segments packets before the device gets them.
     Segments,
     /// Putting segments together that arrive.
     Receive,
@@ -243,7 +243,7 @@ pub fn tun(interface: &str) -> io::Result<File> {
 /// Says whether a device of this thread's network namespace does something for the stack.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn set_offload(interface: &str, what: Offload, on: bool) -> io::Result<()> {
     // `include/uapi/linux/ethtool.h`.
     const SET_CHECKSUM: u32 = 0x17;
@@ -261,12 +261,12 @@ pub fn set_offload(interface: &str, what: Offload, on: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// Lets a device of this thread's network namespace have packets of so many bytes that are yet to be segmented, of
-/// both families, to send and when it merges what it receives (`IFLA_GSO_MAX_SIZE` and so on): BIG TCP, where that is
-/// more than 64 KiB.
+/// Allows packets of this many bytes, still to be segmented, on a device of this thread's network namespace: for both
+/// families, for sending and for merging received packets (`IFLA_GSO_MAX_SIZE` and so on). Above 64 KiB this is BIG
+/// TCP.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn set_big(interface: &str, size: u32) -> io::Result<()> {
     let mut link = LinkMessage::default();
     link.header.index = nix::net::if_::if_nametoindex(interface)?;

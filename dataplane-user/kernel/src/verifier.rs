@@ -1,7 +1,7 @@
 //! This kernel's verifier and our programs: whether it accepts them, and their cost.
 //!
-//! Each program is loaded by itself, on tables that no other process sees, and is gone when this returns. aya returns
-//! the verifier's log only for programs that were refused, so this module asks for the log itself.
+//! Each program is loaded alone, with tables that no other process sees, and is removed when the function returns. aya
+//! returns the verifier's log only for refused programs, so this module reads the log itself.
 
 use std::{
     collections::HashSet,
@@ -31,8 +31,8 @@ use super::{
     object, programs, sys,
 };
 
-/// A program's type and its hook, as the kernel wants them to verify it; `None` for types that no
-/// program of ours has. A new type is a line here, and one in [`refusal`].
+/// Returns a program's type and hook, which the kernel needs to verify it; `None` for types that none of our programs
+/// has. A new type needs a line here, and one in [`refusal`].
 fn type_and_hook(section: &ProgramSection) -> Option<(bpf_prog_type, bpf_attach_type)> {
     Some(match *section {
         ProgramSection::CgroupSockAddr { attach_type } => {
@@ -96,7 +96,7 @@ impl Verifier {
     /// If the programs cannot be prepared: the binary has none, or their maps cannot be created.
     pub fn new() -> Result<Self, Error> {
         let bytes = object::programs()?;
-        // Parsed twice: aya does not give away what it parsed, and does create the maps.
+        // The object is parsed twice: aya creates the maps, but does not expose its parsed object.
         let types = Types::read().ok();
         let mut loader = EbpfLoader::new();
         if let Some(types) = &types {
@@ -104,8 +104,8 @@ impl Verifier {
         }
         loader.override_global("MPTCP", programs::has_mptcp(), true);
         let mut ebpf = loader
-            // Of a program that is refused, the path that led there; with more, all those that did
-            // not.
+            // For a refused program, the log then shows only the path that was refused; a higher level would also show
+            // all other paths.
             .verifier_log_level(VerifierLogLevel::DEBUG | VerifierLogLevel::STATS)
             .load(bytes)
             .map_err(Box::new)?;
@@ -128,7 +128,7 @@ impl Verifier {
         names
     }
 
-    /// Has a program verified. Changes nothing. A refusal is in [`Verified::outcome`].
+    /// Verifies a program, and changes nothing. A refusal is in [`Verified::outcome`].
     pub fn verify(&mut self, program: &str) -> Verified {
         let (loaded, time) = match self.traced(program) {
             Ok(traced) => timed(|| load(&self.object, self.btf.as_ref(), program, traced)),
@@ -157,8 +157,7 @@ impl Verifier {
     }
 }
 
-/// How long this thread was on a processor for it. By the clock on the wall it takes as long as
-/// others let it wait, too.
+/// Returns the result and this thread's CPU time. Elapsed time would include the time in which other threads run.
 fn timed<T>(what: impl FnOnce() -> T) -> (T, Duration) {
     let now = || {
         let time = clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID);
@@ -194,7 +193,8 @@ fn load(
         .map_err(|(error, log)| format!("{error}\n{log}"))
 }
 
-/// The object's types, as aya has loaded them: what it does not give away, a program that it has loaded knows.
+/// Returns the object's types as aya has loaded them. Aya does not expose them, but a program that it has loaded refers
+/// to them.
 fn btf(ebpf: &mut Ebpf) -> Option<OwnedFd> {
     let Some(Program::CgroupSockAddr(program)) = ebpf.program_mut(SMALL) else {
         return None;
@@ -202,7 +202,7 @@ fn btf(ebpf: &mut Ebpf) -> Option<OwnedFd> {
     program.load().ok()?;
     let btf = program.info().ok().and_then(|info| info.btf_id());
     let btf = btf.and_then(|id| sys::btf_by_id(id).ok());
-    // Else it could not be loaded once more if it is refused.
+    // A loaded program could not be loaded again.
     program.unload().ok()?;
     btf
 }

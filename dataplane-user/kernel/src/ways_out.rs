@@ -1,4 +1,4 @@
-//! By which interfaces a network namespace's routes lead out.
+//! Lists the interfaces by which a network namespace's routes lead out.
 
 use std::{collections::BTreeMap, io, net::IpAddr};
 
@@ -30,7 +30,7 @@ pub struct Way {
 /// The routes of table `main` of the network namespace that this thread is in. `None`: packets do not only go by this table.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn ways_out() -> Result<Option<Vec<Way>>, Error> {
     let names: BTreeMap<u32, String> = interfaces()?
         .into_iter()
@@ -60,7 +60,7 @@ fn goes_by_main(netlink: &mut Netlink, family: AddressFamily) -> io::Result<bool
 
 /// Anything that is not known here may tell sockets' packets apart, or send them elsewhere.
 fn is_usual(rule: &RuleMessage) -> bool {
-    // "not" turns around what a rule asks.
+    // With "not", a rule matches all other packets.
     if rule.header.flags.contains(RuleFlags::Invert) {
         return false;
     }
@@ -72,7 +72,7 @@ fn is_usual(rule: &RuleMessage) -> bool {
         match attribute {
             RuleAttribute::FwMark(found) => value = *found,
             RuleAttribute::FwMask(found) => mask = *found,
-            // A socket's own packets come by loopback (`flowi_iif`).
+            // A socket's own packets have loopback as their incoming interface (`flowi_iif`).
             RuleAttribute::Iifname(name) if name != "lo" => by_interface = true,
             RuleAttribute::Table(found) => table = *found,
             // These numbers are the kernel's answers for attributes that the owner has not set.

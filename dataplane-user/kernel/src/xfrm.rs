@@ -26,7 +26,7 @@ const XFRMA_IF_ID: u16 = 31;
 
 /// `XFRM_POLICY_ALLOW`, of a policy's action.
 const ALLOW: u8 = 0;
-/// `XFRM_USERPOLICY_BLOCK`, of what becomes of packets without a policy.
+/// `XFRM_USERPOLICY_BLOCK`: the default that drops packets without a policy.
 const BLOCK: u8 = 1;
 /// `XFRM_POLICY_IN`, `_OUT` and `_FWD`: those of sockets (3 and more) are listed, too.
 const DIRECTIONS: u8 = 3;
@@ -75,12 +75,12 @@ struct Id {
 const _: () = assert!(size_of::<Selector>() == 56 && size_of::<Info>() == 168);
 const _: () = assert!(size_of::<Id>() == 64);
 
-/// Returns the policies, in no order, with the default for packets that no policy covers.
+/// Returns the policies, in no particular order, with the default for packets that no policy covers.
 ///
 /// Policies of IPsec's own interfaces (`if_id`) are left out: such an interface encrypts the packets that it gets.
 ///
 /// # Errors
-/// If the kernel does not tell. A kernel without IPsec has no policies.
+/// If the query to the kernel fails. A kernel without IPsec has no policies, which is not an error.
 pub fn policies() -> Result<Vec<Policy>, Error> {
     list().doing(|| "cannot ask for the IPsec policies".to_owned())
 }
@@ -165,7 +165,7 @@ pub struct PolicyNews {
 }
 
 impl PolicyNews {
-    /// Hears what happens in this thread's network namespace from now on. Must be called within a runtime.
+    /// Starts to receive the changes in this thread's network namespace. Must be called within a runtime.
     ///
     /// # Errors
     /// If the kernel refuses.
@@ -184,10 +184,10 @@ impl PolicyNews {
         Ok(Self { socket })
     }
 
-    /// Waits until something has changed; for ever if nothing can. The caller asks for the new state.
+    /// Waits until something has changed; forever if nothing can change. The caller then reads the new state.
     ///
     /// # Errors
-    /// If the kernel does not tell any more.
+    /// If the kernel reports no more changes.
     pub async fn changed(&mut self) -> io::Result<()> {
         let Some(socket) = &mut self.socket else {
             return std::future::pending().await;

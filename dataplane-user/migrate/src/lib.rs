@@ -1,5 +1,5 @@
-//! The rules of other programs on a node: shown, compared with the dataplane's tables, taken over and given back, converted,
-//! removed. One file or folder per subcommand.
+//! Works with the rules of other programs on a node: shows them, compares them with the dataplane's tables, takes over
+//! a node or a pod and gives it back, converts rules and removes them. One file or folder per subcommand.
 
 #![forbid(unsafe_code)]
 
@@ -70,7 +70,7 @@ enum Command {
 ///
 /// # Errors
 ///
-/// If one of them is invalid.
+/// If the command line or the file is invalid.
 pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refusal> {
     let mut cli = Cli::command()
         .try_get_matches_from(arguments)
@@ -84,7 +84,7 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refus
 }
 
 impl Command {
-    /// Completes the command's options from the file. Keys of the file without an option of the command are ignored.
+    /// Fills the command's unset options from the file. Ignores keys of the file that the command has no option for.
     fn fill_from(&mut self, file: &Settings) {
         match self {
             Self::Report(args) => args.fill_from(file),
@@ -108,7 +108,7 @@ impl Cli {
     ///
     /// # Errors
     ///
-    /// If it fails. The message is for the operator.
+    /// If the command fails. The message is for the operator.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Detect(args) => args.run(),

@@ -56,7 +56,7 @@ impl Held {
 }
 
 impl Buffers {
-    /// Buffers of which connections may hold so many bytes.
+    /// Creates the buffers, of which connections may hold `budget` bytes.
     pub fn new(budget: usize) -> Self {
         Self {
             shared: large(),

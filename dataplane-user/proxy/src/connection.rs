@@ -69,15 +69,14 @@ impl Connection {
         self.endpoint = socket.map(|socket| End::new(socket, Haste::Unsent));
     }
 
-    /// Has the client's socket take packets from the interface only by which they come, if that is known.
+    /// Binds the client's socket to the interface on which its packets arrive, if that is known.
     pub fn share_port(&mut self) {
         let namespace = self.session.attached().namespace.as_ref();
         let interface = namespace.and_then(|namespace| namespace.interface.as_deref());
         self.shares_port = interface.is_some_and(|name| socket::bind_to(&self.client.socket, name));
     }
 
-    /// Reads what the client has already sent into the shared buffer, and returns how many bytes that
-    /// is.
+    /// Reads the data that the client has already sent into the shared buffer, and returns the number of bytes.
     ///
     /// # Errors
     /// If the client is gone.
@@ -89,11 +88,11 @@ impl Connection {
         })
     }
 
-    /// Writes the bytes that [`Connection::read_first`] has read to the endpoint, and holds what the
-    /// endpoint's socket does not take yet. Returns whether the endpoint is connected.
+    /// Writes the bytes that [`Connection::read_first`] has read to the endpoint, and holds the bytes that do not fit
+    /// into the endpoint's socket yet. Returns whether the endpoint is connected.
     ///
     /// # Errors
-    /// Why the endpoint cannot be connected.
+    /// If the endpoint cannot be connected: the reason.
     pub fn write_first(&mut self, buffers: &mut Buffers, count: usize) -> io::Result<bool> {
         let received = &mut self.session.bytes[0];
         match &mut self.endpoint {

@@ -1,10 +1,11 @@
 //! Hands over listening sockets from a proxy that ends to the proxy that replaces it: the same sockets, with the
-//! connections that wait in them, so that none is refused in between.
+//! connections in their backlogs, so that none is refused in between.
 //!
 //! The older proxy listens on a Unix socket. The newer proxy connects, and receives the sockets with their names. It
-//! then announces that it takes the older proxy's place; the older proxy leaves the place and confirms. A proxy accepts
-//! by then, and the older proxy drains at once. An agent still has to load its programs: the older agent goes on
-//! accepting until the newer agent reports that it serves ([`outcome`]). If the newer agent ends before that, the older
+//! then announces that it takes over; the older proxy leaves the path of the Unix socket and confirms. A proxy already
+//! accepts at this time, and the older proxy drains at once. An agent still has to load its programs: the older agent
+//! accepts until the newer agent reports that it serves ([`outcome`]). If the newer agent ends before that, the older
+//! agent can take the path back.
 //! agent can take its place back.
 
 use std::{
@@ -52,11 +53,10 @@ pub enum Outcome {
 /// Sockets by name, such as `outbound 127.0.0.1:15001`.
 pub type Named = Vec<(String, OwnedFd)>;
 
-/// Where a proxy waits for the one that will take its place. An earlier file of this name is
-/// replaced.
+/// Creates the Unix socket at which a proxy waits for its successor. Replaces an existing file of this name.
 ///
 /// # Errors
-/// If it cannot be made.
+/// If the socket cannot be created.
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -121,13 +121,13 @@ fn send(stream: &UnixStream, sockets: &[(String, BorrowedFd<'_>)], left: usize) 
     Ok(())
 }
 
-/// Tells the one that took the sockets that the place is its own.
+/// Confirms to the successor that the path is free.
 pub fn gone(mut stream: &UnixStream) {
     // If it is not there, it has no use for it.
     let _ = stream.write_all(&TAKEN);
 }
 
-/// Waits, for so long at most, until the one that took the sockets serves, or is no more.
+/// Waits until the successor serves or has ended, but at most this long.
 pub fn outcome(mut stream: UnixStream, at_most: Duration) -> Outcome {
     let limited = stream.set_read_timeout(Some(at_most));
     match limited.and_then(|()| stream.read(&mut [0])) {
@@ -137,7 +137,7 @@ pub fn outcome(mut stream: UnixStream, at_most: Duration) -> Outcome {
     }
 }
 
-/// Tells the one before that this one serves.
+/// Reports to the predecessor that this proxy serves.
 pub fn serves(mut stream: UnixStream) {
     // If it is not there, it has no use for it.
     let _ = stream.write_all(&SERVING);
@@ -174,7 +174,7 @@ pub fn ask(path: &Path) -> io::Result<Option<(UnixStream, Named)>> {
     }
 }
 
-/// Takes what [`send`] sent.
+/// Receives the sockets that [`send`] sent.
 fn receive(stream: &UnixStream) -> io::Result<(Named, usize)> {
     let mut text = vec![0; NAMES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SOCKETS))];

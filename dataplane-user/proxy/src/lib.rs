@@ -1,15 +1,14 @@
-//! The L4 proxy: accepts captured connections, whose original destination the capture programs recorded, decides by the
-//! [`Snapshot`] where they go, and relays them in plaintext.
+//! The L4 proxy: accepts captured connections, whose original destination the capture programs recorded, chooses their
+//! endpoints by the [`Snapshot`], and relays them in plaintext.
 //!
-//! [`relay`] has the decision, the limits, the counters and the access log. This room has
-//! the engine that carries the bytes: workers, each a thread with an epoll of its own.
+//! [`relay`] has the decision, the limits, the counters and the access log. This crate has the engine that relays the
+//! bytes: workers, each a thread with its own epoll.
 //!
-//! The proxy opens no listening socket. An [`Attachment`] brings the sockets of its workload, which may
-//! be in any network namespace.
+//! The proxy opens no listening socket. An [`Attachment`] brings the sockets of its workload, which may be in any
+//! network namespace.
 //!
-//! The proxy accepts a connection before it connects further, so the client's `connect()` always
-//! succeeds, and a refusal is a reset right after it. If that matters, the decision belongs to the
-//! kernel, at connect time.
+//! The proxy accepts a connection before it connects to an endpoint, so the client's `connect()` always succeeds, and a
+//! refusal is a reset right after it. If this matters, the kernel must decide, at connect time.
 
 #![forbid(unsafe_code)]
 
@@ -71,7 +70,7 @@ pub struct Settings {
     pub max_connections: Option<usize>,
     /// Open files that are reserved for the DNS server of the same process.
     pub dns_files: DnsFiles,
-    /// The maximum number of connections of one workload; `None`: no limit of its own.
+    /// The maximum number of connections of one workload; `None`: only the common limit applies.
     pub max_per_workload: Option<usize>,
     /// Bytes that all connections together may hold for readers that do not keep up.
     pub max_held: usize,
@@ -113,7 +112,7 @@ pub enum Error {
         "{wanted} connections take {needed} open files, and this process may have {allowed}: raise its limit (`ulimit -Hn`, LimitNOFILE=), or ask for fewer"
     )]
     Files {
-        /// The connections asked for.
+        /// The requested number of connections.
         wanted: usize,
         /// The files that they take.
         needed: usize,
@@ -198,14 +197,13 @@ impl Proxy {
         self.relay.add(attachment, &self.workers)
     }
 
-    /// Accepts no more connections of a workload, and resets those that are left at the deadline.
-    /// Returns at once. It has no effect if the workload is not attached.
+    /// Stops accepting connections of a workload, and resets its remaining connections at the deadline. Returns at
+    /// once. Has no effect if the workload is not attached.
     pub fn remove(&self, workload: &WorkloadName, deadline: Duration) {
         self.relay.remove(workload, deadline, &self.workers);
     }
 
-    /// Accepts no more connections, waits until all have ended, and resets those that are left at the
-    /// deadline.
+    /// Stops accepting connections, waits until all have ended, and resets the remaining ones at the deadline.
     pub fn drain(mut self, deadline: Duration) {
         self.stop(deadline);
     }
@@ -251,7 +249,7 @@ impl Drop for Proxy {
 pub struct Routes(Arc<Relay>);
 
 impl Routes {
-    /// As [`Proxy::set_snapshot`].
+    /// See [`Proxy::set_snapshot`].
     pub fn set_snapshot(&self, snapshot: Snapshot) {
         self.0.set_snapshot(snapshot);
     }

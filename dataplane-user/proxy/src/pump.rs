@@ -98,7 +98,7 @@ impl Default for Pump {
     }
 }
 
-/// Which of the two sockets broke.
+/// The socket that broke, of the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Broken {
     /// The one that is read from.
@@ -107,7 +107,7 @@ pub enum Broken {
     Receiver,
 }
 
-/// How far a direction has got.
+/// The progress of a direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// The kernel will report when there is more to do.
@@ -119,8 +119,8 @@ pub enum Step {
 }
 
 impl Pump {
-    /// Reads what the sender has already sent, before there is a receiver, into the shared buffer.
-    /// Returns the count for [`Pump::write_first`].
+    /// Reads the data that the sender has already sent into the shared buffer, before a receiver exists. Returns the
+    /// count for [`Pump::write_first`].
     ///
     /// # Errors
     /// If the sender's socket broke.
@@ -143,12 +143,11 @@ impl Pump {
         }
     }
 
-    /// Writes the first `count` bytes of the shared buffer to a socket that may be connecting still,
-    /// holds what the socket does not take, and adds to `bytes` what it takes. Returns whether the
-    /// socket is connected.
+    /// Writes the first `count` bytes of the shared buffer to a socket that may still be connecting. Holds the bytes
+    /// that do not fit into the socket, and adds the written bytes to `bytes`. Returns whether the socket is connected.
     ///
     /// # Errors
-    /// Why the socket cannot be connected.
+    /// If the socket cannot be connected: the reason.
     pub fn write_first(
         &mut self,
         to: &mut End,
@@ -170,10 +169,10 @@ impl Pump {
         self.held.as_ref().map_or(0, Held::size)
     }
 
-    /// Carries what there is to carry, and adds to `bytes` what the receiver's socket has taken.
+    /// Transfers all available data, and adds the bytes that the receiver's socket has taken to `bytes`.
     ///
     /// # Errors
-    /// Which of the sockets broke.
+    /// If a socket broke: which of the two.
     pub fn run(
         &mut self,
         from: &mut End,
@@ -184,7 +183,7 @@ impl Pump {
         for _ in 0..TURNS {
             if let Some(held) = &mut self.held {
                 if !to.writable {
-                    // Of a connection that has broken, a receiver that does not read gets no more.
+                    // If the connection has broken, a receiver that does not read gets no more bytes.
                     return if from.broken {
                         Err(Broken::Sender)
                     } else {
@@ -234,7 +233,7 @@ impl Pump {
                 Err(Errno::INTR) => continue,
                 Err(_) => return Err(Broken::Sender),
             };
-            // The kernel reports what comes from now on.
+            // From now on, the kernel reports new data by an event.
             from.readable = read == size || from.closing;
             to.writable = true;
             let written = write(to, &buffers.shared()[..read])?;

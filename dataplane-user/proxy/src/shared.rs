@@ -46,12 +46,11 @@ impl fmt::Debug for Shared {
 pub enum Command {
     /// Accept connections at these sockets.
     Take(Arc<Attached>, Arc<[Listener]>),
-    /// Accept no more connections of this attachment, and reset those that are left at the deadline.
+    /// Stop accepting connections of this attachment, and reset the remaining ones at the deadline.
     Shut(u64, Instant),
     /// Relay a connection that another worker accepted.
     Relay(Accepted),
-    /// Accept no more connections, end when all have ended, and reset those that are left at the
-    /// deadline.
+    /// Stop accepting connections, end when all have ended, and reset the remaining ones at the deadline.
     Drain(Instant),
 }
 
@@ -68,7 +67,7 @@ pub struct Accepted {
     pub permit: Permit,
 }
 
-/// The load of a worker. Each is in a cache line of its own, because each is written by another CPU.
+/// The load of a worker. Each load has its own cache line, because a different CPU writes it.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub struct Load {
@@ -87,7 +86,7 @@ impl Load {
         self.connections.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a connection no more.
+    /// Subtracts a connection.
     pub fn sub(&self) {
         self.connections.fetch_sub(1, Ordering::Relaxed);
     }
@@ -103,7 +102,7 @@ impl Load {
     }
 }
 
-/// Where a worker gets its commands.
+/// The receiving end of a worker's commands.
 #[derive(Debug)]
 struct Mailbox {
     sender: Sender<Command>,
@@ -111,10 +110,10 @@ struct Mailbox {
 }
 
 impl Shared {
-    /// The shared state of `count` workers, and the receiving end of each one's mailbox.
+    /// Creates the shared state of `count` workers, and the receiving end of each worker's mailbox.
     ///
     /// # Errors
-    /// If the process has no more files.
+    /// If the process has no file descriptors left.
     pub fn new(
         relay: Arc<Relay>,
         settings: Settings,

@@ -15,8 +15,7 @@ pub struct Key {
 /// Generations have 31 bits.
 const GENERATIONS: u32 = u32::MAX >> 1;
 
-/// A worker's connections. Each is in a box of its own, so that many that are gone leave no memory
-/// behind.
+/// A worker's connections. Each has its own box, so that ended connections leave no memory behind.
 #[derive(Debug, Default)]
 pub struct Table {
     slots: Vec<(u32, Option<Box<Connection>>)>,
@@ -65,7 +64,7 @@ impl Table {
         self.slots.len() - self.free.len()
     }
 
-    /// Those that are there.
+    /// Iterates over the connections with their keys.
     pub fn iter(&self) -> impl Iterator<Item = (Key, &Connection)> {
         (0..).zip(&self.slots).filter_map(|(number, slot)| {
             let (generation, connection) = slot;
@@ -77,7 +76,7 @@ impl Table {
         })
     }
 
-    /// Those that are there.
+    /// Iterates over the connections, mutably.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection> {
         self.slots
             .iter_mut()

@@ -149,7 +149,7 @@ fn both_ways_and_each_end_for_itself() {
     client.write_all(b"question").unwrap();
     client.shutdown(Shutdown::Write).unwrap();
     assert_eq!(ending(&server).unwrap(), b"question");
-    // The other direction goes on.
+    // The other direction continues.
     thread::sleep(Duration::from_millis(20));
     server.write_all(b"answer").unwrap();
     drop(server);
@@ -221,7 +221,7 @@ fn what_was_said_before_it_was_accepted_gets_there() {
         connect_timeout: PATIENCE,
         ..Settings::default()
     };
-    // From what fits one packet to more than one read takes.
+    // From sizes that fit into one packet to sizes that need several reads.
     let said = |number: usize| vec![low(number); [1, 512, 16 << 10, 100_000][number % 4]];
     let mut clients = vec![];
     let (proxy, _) = proxy_after(&settings, &[gone[0], at, gone[1]], Egress::Allow, |vip| {
@@ -332,7 +332,7 @@ fn draining_waits_for_connections_and_cuts_the_rest() {
         proxy.drain(PATIENCE);
         sender.send(()).unwrap();
     });
-    // The proxy has closed its listener, and the connection goes on.
+    // The proxy has closed its listener, and the connection continues.
     while TcpStream::connect(vip).is_ok() {
         thread::sleep(Duration::from_millis(5));
     }
@@ -400,7 +400,7 @@ fn connections_beyond_the_limit_wait_in_the_kernel() {
     assert_eq!(ending(&server).unwrap(), b"patience");
 }
 
-/// As by keepalive, when the machine of one side is gone.
+/// The effect of keepalive, when the machine of one side is gone.
 #[test]
 fn a_side_that_breaks_after_its_last_byte_ends_the_connection() {
     let (listener, at) = endpoint();
@@ -469,7 +469,7 @@ fn fill(mut stream: &TcpStream) -> usize {
 
 #[test]
 fn readers_that_stall_cost_their_own_workload_its_connections() {
-    // As docs/security.md and docs/proxy.md have it.
+    // The values in docs/security.md and docs/proxy.md.
     assert_eq!(Settings::default().max_held, 128 << 20);
     let (listener, at) = endpoint();
     // Little fits the endpoint's socket.

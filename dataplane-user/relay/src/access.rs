@@ -50,7 +50,7 @@ pub struct Record {
     pub direction: Direction,
     /// The client.
     pub client: SocketAddr,
-    /// Where the client wanted to go.
+    /// The client's original destination.
     pub destination: SocketAddr,
     /// The endpoint that took the connection, or that the last attempt went to; `None`: there was no
     /// attempt.
@@ -61,7 +61,7 @@ pub struct Record {
     pub bytes: [u64; 2],
     /// From accept to the end.
     pub duration: Duration,
-    /// How it ended.
+    /// How the connection ended.
     pub flag: Flag,
     /// The error of the last endpoint that did not take the connection.
     pub error: Option<io::Error>,
@@ -211,7 +211,7 @@ fn write_all(records: &Receiver<Option<Record>>, format: AccessLog, mut out: imp
                 AccessLog::Text | AccessLog::Off => line.write(&mut buffer),
             };
         }
-        // Nothing depends on a reader that is gone.
+        // An error does not matter: the reader is gone.
         let _ = out.write_all(&buffer).and_then(|()| out.flush());
     }
 }

@@ -27,8 +27,8 @@ use super::{
     socket,
 };
 
-/// Opens sockets of TCP that do not block in a workload's network namespace: one, or up to so many. The flag is their
-/// family: IPv4, or IPv6.
+/// Opens non-blocking TCP sockets in a workload's network namespace: one, or up to this number. The flag selects their
+/// family: IPv4 if true, else IPv6.
 pub type Open = dyn Fn(bool, usize) -> io::Result<Vec<OwnedFd>> + Send + Sync;
 
 /// The network namespace from which a workload's connections are made. Its applications' sockets take packets of
@@ -54,7 +54,7 @@ impl fmt::Debug for Namespace {
 pub struct Attachment {
     /// The workload: its name in logs and metrics.
     pub workload: Arc<Workload>,
-    /// The network namespace to connect from; `None`: the one in which the process was started.
+    /// The network namespace to connect from; `None`: the process's own.
     pub namespace: Option<Namespace>,
     /// Bound sockets at which connections arrive that the workload makes.
     pub outbound: Vec<TcpListener>,
@@ -123,18 +123,18 @@ pub struct Attached {
     pub(super) deferred: AtomicU64,
     stalled: Mutex<Stalled>,
     counters: Mutex<HashMap<CountersKey, Arc<Counters>>>,
-    /// Those of all attachments: a session finds them here, without a reference of its own to count.
+    /// The limits of all attachments. A session finds them here, and needs no counted reference of its own.
     pub(super) limits: Arc<Limits>,
     pub(super) log: Arc<Log>,
 }
 
 impl Attached {
-    /// Splits an attachment into what connections need and the listening sockets. `here`: addresses
-    /// of the network namespace, as far as they are known. `shared`: the limits, the counts that the workload's connections
-    /// add to, and the access log.
+    /// Splits an attachment into the state that connections need, and the listening sockets. `here`: the known
+    /// addresses of the network namespace. `shared`: the limits, the counts that the workload's connections add to, and
+    /// the access log.
     ///
     /// # Errors
-    /// If a socket does not say where it is bound.
+    /// If the address of a socket cannot be read.
     pub fn new(
         id: u64,
         attachment: Attachment,
@@ -193,8 +193,8 @@ impl Attached {
         })
     }
 
-    /// Whether a service's source ranges admit what the workload connects to; `client`: the address of the connection's
-    /// client, which counts only if nothing is known of the workload.
+    /// Whether a service's source ranges admit the connections of the workload. `client`: the address of the
+    /// connection's client, which counts only if the workload's addresses are unknown.
     pub fn is_admitted(&self, target: &Target, client: IpAddr) -> bool {
         let known = &self.workload.addresses;
         known.iter().any(|addr| target.admits(*addr)) || known.is_empty() && target.admits(client)

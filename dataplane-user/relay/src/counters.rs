@@ -10,7 +10,7 @@ use std::{
 pub struct Totals {
     /// Connections that reached an endpoint.
     pub opened: u64,
-    /// Of these, those that ended.
+    /// Connections that reached an endpoint and have ended.
     pub closed: u64,
     /// Connections that were refused, or that no endpoint took.
     pub failed: u64,
@@ -35,7 +35,7 @@ impl AddAssign for Totals {
 pub struct Counters {
     /// Connections that reached an endpoint.
     pub opened: AtomicU64,
-    /// Of these, those that ended.
+    /// Connections that reached an endpoint and have ended.
     pub closed: AtomicU64,
     /// Connections that were refused, or that no endpoint took.
     pub failed: AtomicU64,

@@ -12,11 +12,11 @@ pub trait Engine {
     /// Accepts connections at these sockets from now on.
     fn take(&self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>);
 
-    /// Accepts no more connections of an attachment, and resets those that are left at the deadline.
-    /// Returns at once.
+    /// Stops accepting connections of an attachment, and resets its remaining connections at the deadline. Returns at
+    /// once.
     fn shut(&self, attached: &Attached, deadline: Instant);
 
-    /// Accepts no more connections, waits until all have ended, and resets those that are left at the
-    /// deadline. The engine is of no use afterwards.
+    /// Stops accepting connections, waits until all have ended, and resets the remaining ones at the deadline. The
+    /// engine cannot be used afterwards.
     fn drain(&mut self, deadline: Instant);
 }

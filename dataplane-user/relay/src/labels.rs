@@ -70,7 +70,7 @@ impl Party {
         .map(|value| if value.is_empty() { "unknown" } else { value })
     }
 
-    /// A copy that has only what the labels show, so that it can live long.
+    /// Returns a copy with only the fields that the labels show, so that it can live long.
     fn alone(&self) -> Self {
         let alone = |workload: &Arc<Workload>| {
             Arc::new(Workload {
@@ -181,7 +181,7 @@ impl EncodeLabelSet for Labels {
 }
 
 impl Labels {
-    /// A copy that has only what the labels show, so that it can live long.
+    /// Returns a copy with only the fields that the labels show, so that it can live long.
     pub(super) fn alone(&self) -> Self {
         Self {
             workload: self.workload.alone(),

@@ -1,9 +1,9 @@
-//! The ledger: what connections have come to, by the labels that metrics show.
+//! The ledger: the totals of connections, by the labels that metrics show.
 //!
-//! All pods with the same labels are one series, which keeps the counts of pods that have gone. The
-//! ledger removes a series some time after the last pod with its labels has gone. So the number of
-//! series depends on what runs now, and not on what has run before. If there are very many, the connections of a workload that
-//! would need another series are counted together, so that its namespace leaves room for the series of others.
+//! All pods with the same labels are one series, which keeps the counts of pods that have gone. The ledger removes a
+//! series some time after the last pod with its labels has gone. So the number of series depends on the pods that run
+//! now, and not on earlier pods. If there are very many series, a workload that would need a new series is counted in a
+//! common series, so that its namespace leaves room for the series of others.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -92,8 +92,7 @@ impl Ledger {
         self.pruned.is_none_or(|at| now - at >= EVERY)
     }
 
-    /// Removes series whose workload or peer has gone. `is_there`: whether a workload with these labels
-    /// is known.
+    /// Removes series whose workload or peer has gone. `is_there`: whether a workload with these labels exists.
     pub fn prune(&mut self, is_there: impl Fn(&Party) -> bool, now: Instant) {
         self.pruned = Some(now);
         let has_gone = |labels: &Labels| {

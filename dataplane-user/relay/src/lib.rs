@@ -119,7 +119,7 @@ impl Relay {
         (self.version(), Arc::clone(&index))
     }
 
-    /// Has an engine accept the connections of a workload.
+    /// Makes an engine accept the connections of a workload.
     ///
     /// # Errors
     /// If the workload is attached already, or a socket cannot be used.
@@ -162,8 +162,8 @@ impl Relay {
         Ok(())
     }
 
-    /// Has the engine accept no more connections of a workload, and reset those that are left at the
-    /// deadline. Returns at once. It has no effect if the workload is not attached.
+    /// Makes the engine stop accepting connections of a workload, and reset its remaining connections at the deadline.
+    /// Returns at once. Has no effect if the workload is not attached.
     pub fn remove(&self, workload: &WorkloadName, deadline: Duration, engine: &impl Engine) {
         let mut attachments = self.lock_attachments();
         let found = attachments
@@ -177,8 +177,8 @@ impl Relay {
         }
     }
 
-    /// Has the engine accept no more connections at all, waits until all have ended, and has those
-    /// reset that are left at the deadline.
+    /// Makes the engine stop accepting connections, waits until all have ended, and makes it reset the remaining ones
+    /// at the deadline.
     pub fn drain(&self, deadline: Duration, engine: &mut impl Engine) {
         for entry in self.lock_attachments().iter_mut() {
             entry.listeners = None;

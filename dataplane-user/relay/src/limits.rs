@@ -111,8 +111,8 @@ impl Limits {
         self
     }
 
-    /// Keeps open files for so many workloads, which are in so many namespaces. Existing connections go on: if there are more than the
-    /// new limit, no further one is accepted until enough have ended.
+    /// Reserves open files for this many workloads in this many namespaces. Existing connections continue: if there are
+    /// more than the new limit, no further one is accepted until enough have ended.
     pub fn reserve(&self, workloads: usize, namespaces: usize) {
         let possible = Self::connections(self.open_files, workloads, self.dns);
         let max = self.wanted.map_or(possible, |wanted| wanted.min(possible));
@@ -121,7 +121,7 @@ impl Limits {
         self.namespaces.store(namespaces, Ordering::Relaxed);
     }
 
-    /// Says how many open files are missing for so many workloads; `None` if none are.
+    /// Returns a message with the number of missing open files for this many workloads; `None` if the files suffice.
     pub fn shortage(&self, workloads: usize) -> Option<String> {
         let (files, reserved) = (self.open_files, reserved(workloads, self.dns));
         let max = self.max();
@@ -166,7 +166,7 @@ impl Limits {
         let has_share = |has: usize, connections: &[AtomicUsize; 2], limit: usize| {
             let now = connections[Direction::Inbound as usize].load(Ordering::Relaxed);
             let left = limit.min(now.saturating_add(free)).saturating_sub(now);
-            // With the one that is to be counted.
+            // Includes the connection that is about to be counted.
             has < left.saturating_add(1).saturating_mul(SHARE)
         };
         let [mut own, mut namespace] = of.lock_clients();
@@ -183,7 +183,7 @@ impl Limits {
         fits
     }
 
-    /// Counts a connection no more.
+    /// Subtracts a connection.
     pub fn release(&self, of: &Holders, direction: Direction) {
         let way = direction as usize;
         self.open.fetch_sub(1, Ordering::Relaxed);
@@ -201,12 +201,13 @@ impl Limits {
         self.max.load(Ordering::Relaxed)
     }
 
-    /// The maximum number of connections of one workload in one direction while so many are free.
+    /// Returns the maximum number of connections of one workload in one direction while `free` are free.
     fn of_workload(&self, free: usize, of: &Holders) -> usize {
         share(free, &self.workloads, of.both).min(self.per_workload())
     }
 
-    /// The maximum number of connections of all workloads of one namespace in one direction while so many are free.
+    /// Returns the maximum number of connections of all workloads of one namespace in one direction while `free` are
+    /// free.
     fn of_namespace(&self, free: usize) -> usize {
         share(free, &self.namespaces, false)
     }
@@ -231,8 +232,8 @@ impl Limits {
     }
 }
 
-/// The maximum number of connections of one of several, while so many are free. `both`: one alone shares, too, among both
-/// directions.
+/// Returns the maximum number of connections of one of `several` holders while `free` are free. `both`: also a single
+/// holder leaves a share, for the other direction.
 fn share(free: usize, several: &AtomicUsize, both: bool) -> usize {
     match several.load(Ordering::Relaxed) {
         0 | 1 if !both => usize::MAX,
@@ -243,7 +244,7 @@ fn share(free: usize, several: &AtomicUsize, both: bool) -> usize {
 /// The client of a workload.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Client {
-    /// A workload, by whichever of its addresses.
+    /// A workload, with all its addresses.
     Workload(WorkloadName),
     /// An address of no workload, or the first of an IPv6 network ([`Index::client`](super::Index::client)).
     Address(IpAddr),
@@ -291,7 +292,7 @@ pub struct Holders {
 }
 
 impl Holders {
-    /// Those of another workload of the same namespace.
+    /// Returns the counts for another workload of the same namespace.
     pub fn beside(&self) -> Self {
         Self {
             namespace: Arc::clone(&self.namespace),
@@ -299,13 +300,13 @@ impl Holders {
         }
     }
 
-    /// Those of a workload with connections of both directions, or of one.
+    /// Returns the counts for a workload with connections of both directions, or of one.
     #[must_use]
     pub fn of_both(self, both: bool) -> Self {
         Self { both, ..self }
     }
 
-    /// Counts a client's connection no more.
+    /// Subtracts a client's connection.
     pub fn forget(&self, client: &Client) {
         for mut clients in self.lock_clients() {
             clients.remove(client);
@@ -318,7 +319,8 @@ impl Holders {
             .map(|clients| clients.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The number of the workload's connections. If it is 0, whatever released them has happened.
+    /// Returns the number of the workload's connections. If it is 0, the effects of their release are visible to the
+    /// caller.
     pub fn connections(&self) -> usize {
         let all = self.workload.iter();
         all.map(|count| count.load(Ordering::Acquire)).sum()
@@ -384,7 +386,7 @@ mod tests {
         );
     }
 
-    /// Idle connections to a workload from anybody.
+    /// Idle connections to a workload, from any client.
     #[test]
     fn what_others_connect_to_a_workload_takes_nothing_from_its_own_connections() {
         for workloads in [1, 3] {
@@ -471,7 +473,7 @@ mod tests {
         assert!(connects(&two, &Client::Address([192, 0, 2, 9].into())));
     }
 
-    /// A tenant has fifty pods on the node, which all take what they can get.
+    /// One tenant has fifty pods on the node, and each pod opens as many connections as it can.
     #[test]
     fn one_namespace_leaves_room_for_the_workloads_of_others() {
         let limits = Limits::new(Some(1000), None, 10_000);
@@ -486,7 +488,7 @@ mod tests {
         fill(&other);
         assert_eq!(other.connections(), 160);
         assert!(!limits.is_reached(&third));
-        // As the first ones' connections end, the others get more, and the first do not get them back.
+        // As the first workloads' connections end, the others get more, and the first workloads do not get them back.
         for hog in &hogs {
             while hog.connections() > 0 {
                 limits.release(hog, Outbound);
@@ -514,7 +516,7 @@ mod tests {
         assert_eq!(Limits::connections(1024, 0, none), 384);
         assert_eq!(Limits::connections(1024, 40, none), 64);
         assert_eq!(Limits::connections(10, 0, none), 1);
-        // With one workload, the files suffice for exactly the connections that are asked for.
+        // With one workload, the files suffice for exactly the requested connections.
         assert_eq!(Limits::connections(Limits::files(144), 1, none), 144);
     }
 

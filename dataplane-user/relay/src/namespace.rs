@@ -1,5 +1,5 @@
-//! Sockets in workloads' network namespaces. A socket belongs to the namespace in which it was made, whichever process
-//! uses it.
+//! Sockets in workloads' network namespaces. A socket belongs to the namespace in which it was made, also if a process
+//! in another namespace uses it.
 
 use std::{collections::HashMap, io, net::IpAddr, os::fd::OwnedFd};
 
@@ -17,7 +17,7 @@ const KEPT: usize = 32;
 /// A worker's sockets for the next connections of busy workloads.
 #[derive(Debug, Default)]
 pub struct Stock {
-    /// By attachment and family.
+    /// The shelves by attachment and family.
     shelves: HashMap<(u64, bool), Shelf>,
     kept: usize,
 }
@@ -55,8 +55,8 @@ impl Stock {
         first.ok_or_else(|| io::Error::other("no socket was opened"))
     }
 
-    /// Closes an attachment's spare sockets: sockets keep their namespace alive, and with it the interfaces of a pod
-    /// that has gone.
+    /// Closes an attachment's spare sockets. Sockets keep their namespace alive, and with it the interfaces of a
+    /// removed pod.
     pub fn leave(&mut self, attachment: u64) {
         for v4 in [true, false] {
             let removed = self.shelves.remove(&(attachment, v4));
@@ -78,7 +78,7 @@ impl Stock {
 /// The addresses of this network namespace's interfaces.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn local_addresses() -> io::Result<Box<[IpAddr]>> {
     let addresses = nix::ifaddrs::getifaddrs()?.filter_map(|interface| {
         let address = interface.address?;

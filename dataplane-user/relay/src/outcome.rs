@@ -20,7 +20,7 @@ pub enum Flag {
     Recursive,
     /// No endpoint that was tried took the connection.
     ConnectFailure,
-    /// A side did not read what the other one had sent, and the proxy's buffers were full.
+    /// One side did not read the other side's data, and the proxy's buffers were full.
     Stalled,
     /// The client reset the connection.
     ClientReset,

@@ -1,9 +1,9 @@
-//! The session of a relayed connection: its share of the limits, its way to an endpoint, its counters
-//! and its line in the access log.
+//! The session of a relayed connection: its share of the limits, its connection to an endpoint, its counters and its
+//! line in the access log.
 //!
-//! An engine acquires a [`Permit`], accepts a connection, and begins a [`Session`] for it. The engine
-//! tells the session what happens. A session that is dropped accounts for itself: it brings the
-//! counters up to date, leaves a record for the access log, and gives the permit back.
+//! An engine acquires a [`Permit`], accepts a connection, and begins a [`Session`] for it. The engine reports events to
+//! the session. A dropped session accounts for itself: it updates the counters, leaves a record for the access log, and
+//! returns the permit.
 
 use std::{
     io,
@@ -100,7 +100,7 @@ pub struct Session {
     permit: Permit,
 }
 
-/// How far a session has got.
+/// The progress of a session.
 #[derive(Debug)]
 enum Progress {
     /// No endpoint has taken the connection yet.
@@ -320,8 +320,8 @@ mod tests {
         (Ipv4Addr::LOCALHOST, port).into()
     }
 
-    /// Runs sessions of a workload that may have one connection at a time. Returns what they came to,
-    /// by flag, and their lines in the access log.
+    /// Runs sessions of a workload that may have one connection at a time. Returns their totals by flag, and their
+    /// lines in the access log.
     fn account(
         sessions: impl FnOnce(&dyn Fn() -> Option<Session>),
     ) -> (Vec<(Flag, Totals)>, String) {

@@ -60,9 +60,9 @@ pub fn prepare(listener: impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns a connection's original destination: the answer of `SO_ORIGINAL_DST`, or else the socket's
-/// own address, as for transparent listeners and those that `sk_lookup` chose. An own address that
-/// `is_meant` is returned at once, which saves a system call.
+/// Returns a connection's original destination: the answer of `SO_ORIGINAL_DST`, or else the socket's own address, as
+/// for transparent listeners and sockets that `sk_lookup` chose. If `is_meant` accepts the own address, it is returned
+/// at once, which saves a system call.
 ///
 /// # Errors
 /// If the connection is gone.
@@ -114,7 +114,7 @@ pub fn plain(address: SocketAddr) -> SocketAddr {
     }
 }
 
-/// How to connect.
+/// Options of a connection to an endpoint.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Manner {
     /// `SO_MARK`.
@@ -126,7 +126,7 @@ pub struct Manner {
     pub speaks: bool,
 }
 
-/// How to connect from a client's address.
+/// Options of a connection from the client's address.
 #[derive(Clone, Copy, Debug)]
 pub struct From {
     /// The address.
@@ -186,7 +186,8 @@ pub fn connect(
 /// The loopback interface.
 const LOOPBACK: &[u8] = b"lo";
 
-/// Has the socket take packets from this interface only. Answers whether it does: it does not if there is no such interface.
+/// Binds the socket to this interface, so that it takes packets from no other. Returns `false` if there is no such
+/// interface.
 pub fn bind_to(socket: impl AsFd, interface: &str) -> bool {
     SockRef::from(&socket)
         .bind_device(Some(interface.as_bytes()))
@@ -226,7 +227,7 @@ fn connect_by(socket: OwnedFd, to: SocketAddr, manner: Manner, port: u16) -> io:
     }
 }
 
-/// Has the kernel send short writes at once.
+/// Makes the kernel send short writes at once.
 pub fn send_at_once(socket: impl AsFd) {
     // Fails only for a socket that is not of TCP.
     let _ = option::set_tcp_nodelay(socket.as_fd(), true);
@@ -239,15 +240,15 @@ pub fn send_at_once(socket: impl AsFd) {
 pub fn bound_if_near(socket: impl AsFd) {
     let is_near = getsockopt(&socket, Info).is_ok_and(|info| info.min_rtt <= NEAR);
     if is_near {
-        // Nothing but speed depends on it.
+        // An error only affects speed.
         let _ = option::set_socket_send_buffer_size(socket.as_fd(), ON_ITS_WAY);
     }
 }
 
-/// Has the kernel check whether the peer is still there after so long without a byte.
+/// Makes the kernel check whether the peer is alive, after `after` without a byte.
 ///
 /// # Errors
-/// The kernel's.
+/// If the kernel refuses.
 pub fn keep_alive(socket: impl AsFd, after: Duration) -> io::Result<()> {
     let socket = socket.as_fd();
     option::set_socket_keepalive(socket, true)?;
@@ -260,7 +261,7 @@ pub fn keep_alive(socket: impl AsFd, after: Duration) -> io::Result<()> {
     Ok(())
 }
 
-/// Has the socket reset its connection when it is closed, and drop bytes that were not sent.
+/// Makes close reset the connection, and drop unsent bytes.
 pub fn reset_on_close(socket: impl AsFd) {
     // Fails only for a file that is not a socket.
     let _ = option::set_socket_linger(socket, Some(Duration::ZERO));
@@ -284,7 +285,7 @@ mod tests {
         bound_if_near(&nowhere);
         let after = option::socket_send_buffer_size(&near).unwrap();
         assert!(rtt > 0 && rtt < 1_000_000, "{rtt} µs on loopback");
-        // Where a loaded machine has taken its time for the handshake, it is not near.
+        // On a loaded machine the handshake may be slow; the endpoint then does not count as near.
         assert_eq!(
             after <= 2 * ON_ITS_WAY && after != before,
             rtt <= NEAR,

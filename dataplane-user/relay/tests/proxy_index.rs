@@ -1,4 +1,4 @@
-//! Where the proxy sends connections: properties of the index and of the choice of endpoints.
+//! Properties of the proxy's index and of the choice of endpoints.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -177,7 +177,8 @@ proptest! {
         }
     }
 
-    /// Of services that claim one address, the oldest serves it; without a time, the youngest.
+    /// If several services claim one address, the oldest serves it. A service without a creation time counts as the
+    /// youngest.
     #[test]
     fn the_oldest_service_serves_an_address(services in prop::collection::vec(service(), 0..6)) {
         let snapshot = snapshot(services);
@@ -197,8 +198,8 @@ proptest! {
         }
     }
 
-    /// Endpoints that this node should use come first, each once; then others that are ready; an endpoint that was
-    /// tried in vain is not tried again, and the other family is left out.
+    /// Endpoints that this node should use come first, each once; then other ready endpoints. An endpoint that has
+    /// failed is not tried again, and endpoints of the other family are left out.
     #[test]
     fn endpoints_are_tried_in_order_of_preference(
         services in prop::collection::vec(service(), 1..6),
@@ -344,7 +345,8 @@ fn an_address_that_several_have_or_the_node_is_nobodys() {
     assert_eq!(step(&[], &["host"]), [None, some("b"), None]);
 }
 
-/// Of a workload that is denied egress: a Service of Pods opens their ports by themselves, a ServiceEntry does not.
+/// For a workload that is denied egress, a Service of Pods opens their ports without further configuration; a
+/// ServiceEntry does not.
 #[test]
 fn the_endpoints_of_an_entry_are_reached_by_its_addresses_only() {
     let pod = SocketAddr::new(Ipv4Addr::new(10, 244, 0, 1).into(), 81);

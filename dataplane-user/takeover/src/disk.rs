@@ -1,4 +1,4 @@
-//! Files that a crash leaves whole: as they were, or as they are to be.
+//! Writes files so that a crash leaves either the old or the new content, never a part.
 
 use std::{
     fmt::Display,
@@ -10,10 +10,10 @@ use std::{
 
 use super::may_die;
 
-/// Writes a file for root alone, in one step and onto the disk.
+/// Replaces a file in one step (write, fsync, rename) and syncs the directory. Only root can read the new file.
 ///
 /// # Errors
-/// The file cannot be written. It is then as before.
+/// If the file cannot be written. The old content then remains.
 pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     let new = path.with_extension("new");
     let write = || {
@@ -32,15 +32,15 @@ pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     write().map_err(|error| at(path, &error))
 }
 
-/// Has what was done in a directory be on the disk.
+/// Syncs a directory, so that the files created, renamed or removed in it are on the disk.
 ///
 /// # Errors
-/// The directory cannot be opened, or the disk fails.
+/// If the directory cannot be opened, or the disk fails.
 pub fn sync(directory: &Path) -> io::Result<()> {
     File::open(directory)?.sync_all()
 }
 
-/// An error with the path that it is about.
+/// Returns an error whose text starts with the path.
 pub fn at(path: &Path, why: &impl Display) -> io::Error {
     io::Error::other(format!("{}: {why}", path.display()))
 }

@@ -1,4 +1,5 @@
-//! Rules at netfilter's forward hook that refuse packets: those that the packet path sends on do not pass them.
+//! Finds rules at netfilter's forward hook that refuse packets. Packets that the packet path forwards bypass this hook,
+//! so these rules do not apply to them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,24 +7,24 @@ use kernel::netfilter::{Chain, Verdict};
 
 use super::owners::{self, KUBE_PROXY, Owner};
 
-/// How many chains are named of one owner.
+/// Maximum number of chains that a message names for each owner.
 const NAMED: usize = 3;
 
-/// Rules of one owner behind one chain at the hook.
+/// The refusing rules of one owner behind one base chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Refusing {
-    /// The table, and the chain at the hook.
+    /// The table and the base chain, which is registered at the forward hook.
     base: String,
-    /// Whose they are, if their names tell.
+    /// The owner, if the names of the table and chains identify it.
     owner: Option<&'static Owner>,
-    /// Whether the chain at the hook drops what nobody accepts.
+    /// Whether the base chain's policy is drop.
     drops: bool,
-    /// The chains that have rules which refuse packets; sorted.
+    /// The chains that contain refusing rules, sorted.
     chains: Vec<String>,
 }
 
 impl Refusing {
-    /// What it means, in a sentence.
+    /// Describes these rules and their consequence in one sentence.
     fn text(&self) -> String {
         let mut what = Vec::new();
         if self.drops {
@@ -47,24 +48,24 @@ impl Refusing {
     }
 }
 
-/// What they are, in a sentence; `None` if there are none.
+/// Describes all rules that refuse packets, in one sentence. Returns `None` if there are none.
 pub fn named(chains: &[Chain]) -> Option<String> {
     let found = refusing(chains);
     let texts: Vec<String> = found.iter().map(Refusing::text).collect();
     (!texts.is_empty()).then(|| texts.join("; "))
 }
 
-/// The same, with what to do.
+/// Returns the text of [`named`] followed by [`REMEDY`].
 pub fn warning(chains: &[Chain]) -> Option<String> {
     named(chains).map(|named| format!("{named}; {REMEDY}"))
 }
 
-/// What to do for somebody who relies on them.
+/// Advice for operators who rely on rules at the forward hook.
 pub const REMEDY: &str = "with --packet-path off such flows pass the forward hook, but then somebody else must serve node \
      ports, external IPs and load balancers, and clients whose sockets are not on the node; connections of the \
      node's pods and processes pass it either way";
 
-/// The owners whose rules refuse packets, by the chain at the hook.
+/// Finds the owners whose rules refuse packets, once for each base chain. Skips kube-proxy.
 fn refusing(chains: &[Chain]) -> Vec<Refusing> {
     let mut tables: BTreeMap<&str, BTreeMap<&str, &Chain>> = BTreeMap::new();
     for chain in chains {
@@ -95,7 +96,8 @@ fn refusing(chains: &[Chain]) -> Vec<Refusing> {
                 }
             }
             if base.base.is_some_and(|base| base.drops) {
-                // Whoever has chains there has set it; iptables does not tell.
+                // iptables does not record which program set the policy. The code attributes it to an owner with chains
+                // behind this base chain, other than kube-proxy.
                 let mut owners = reached.iter().filter_map(|chain| owner(table, &chain.name));
                 let set_by = owners.find(|owner| *owner != KUBE_PROXY);
                 entry(set_by, &|found| found.drops = true);
@@ -110,7 +112,7 @@ fn refusing(chains: &[Chain]) -> Vec<Refusing> {
     found
 }
 
-/// The chains that packets come to from one of them, itself included; by name.
+/// Returns the chains that packets can reach from a base chain, in the order of their names, including the base chain.
 fn reached<'a>(base: &'a Chain, chains: &BTreeMap<&str, &'a Chain>) -> Vec<&'a Chain> {
     let mut names = BTreeSet::from([&*base.name]);
     let mut open = vec![base];
@@ -204,7 +206,7 @@ mod tests {
             chain(FILTER, "f2b-ssh", None, &[Verdict::Refuse]),
         ];
         let found = of(&chains);
-        // Nobody jumps to fail2ban's there, and kube-proxy's is ours to know.
+        // No rule jumps to fail2ban's chain, and kube-proxy's chains are skipped.
         assert_eq!(
             found,
             [

@@ -1,4 +1,5 @@
-//! What a take-over has come to, on disk: a command that was killed is finished, or undone, by the next one.
+//! The journal: the state of a take-over, on disk. If a command was killed, the next command reads the journal and
+//! finishes the work or undoes it.
 
 use std::{
     fs::{self, File},
@@ -14,42 +15,44 @@ use super::{
     may_die,
 };
 
-/// Where rules and the journal are kept.
+/// The directory of the saved rules and of the node's journal.
 pub const DIRECTORY: &str = "/var/lib/dataplane/takeover";
-/// How the directories begin that have the journals of network namespaces; a cookie and an owner follow: `netns-4711-istio`.
+/// Prefix of the directories with the journals of network namespaces. The namespace's cookie and the owner follow:
+/// `netns-4711-istio`.
 pub const OF_NETNS: &str = "netns-";
-/// The journal's file.
+/// The journal's file name.
 const JOURNAL: &str = "journal.json";
-/// The file that whoever changes something holds a lock on.
+/// The lock file's name. A command holds a lock on this file while it changes rules or the journal.
 const LOCK: &str = "lock";
 
-/// How far a take-over has come.
+/// The state of a take-over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum State {
-    /// Rules are being removed: some may have gone. The dataplane serves all services.
+    /// The command is removing rules: some may be gone. The dataplane serves all services.
     Removing,
-    /// The rules have gone.
+    /// The rules are removed.
     TakenOver,
-    /// Rules are being brought back: some may be there. The dataplane serves all services.
+    /// The command is restoring rules: some may be present. The dataplane serves all services.
     Restoring,
-    /// The rules are back. The dataplane may serve beside them.
+    /// The rules are restored. The dataplane may serve beside them.
     Restored,
 }
 
-/// The journal.
+/// The journal of one take-over.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Journal {
-    /// How far it has come.
+    /// The state.
     pub state: State,
-    /// The file with the rules as they were.
+    /// The file with the saved rules.
     pub file: PathBuf,
     /// The file's SHA-256, as `sha256sum` prints it.
     pub sha256: String,
-    /// When the rules were saved: `2026-11-26T20:15:00Z`.
+    /// The time at which the rules were saved: `2026-11-26T20:15:00Z`.
     pub saved: String,
-    /// The kernel's name for the time since its start, when the journal was written (`/proc/sys/kernel/random/boot_id`).
+    /// The kernel's boot ID when the journal was written (`/proc/sys/kernel/random/boot_id`): it changes with every
+    /// boot.
     #[serde(default)]
     pub boot: String,
 }
@@ -60,10 +63,10 @@ fn boot() -> String {
 }
 
 impl Journal {
-    /// Reads the journal in a directory. `None`: there is none.
+    /// Reads the journal in a directory. Returns `None` if the directory has no journal.
     ///
     /// # Errors
-    /// It cannot be read, or is not a journal.
+    /// If the file cannot be read, or does not contain a journal.
     pub fn read(directory: &Path) -> io::Result<Option<Self>> {
         let path = directory.join(JOURNAL);
         let text = match fs::read_to_string(&path) {
@@ -74,10 +77,10 @@ impl Journal {
         Ok(Some(journal))
     }
 
-    /// Writes the journal, in one step and onto the disk.
+    /// Writes the journal in one step and syncs it to the disk, with the ID of the current boot.
     ///
     /// # Errors
-    /// It cannot be written. The journal is then as before.
+    /// If the journal cannot be written. The old journal then remains.
     pub fn write(&self, directory: &Path) -> io::Result<()> {
         let journal = Self {
             boot: boot(),
@@ -90,10 +93,10 @@ impl Journal {
         Ok(())
     }
 
-    /// Removes the journal, once nothing is left to be finished or undone. The file with the rules stays.
+    /// Removes the journal when no work is left to finish or to undo. The file with the saved rules stays.
     ///
     /// # Errors
-    /// It cannot be removed.
+    /// If the journal cannot be removed.
     pub fn remove(directory: &Path) -> io::Result<()> {
         may_die();
         let path = directory.join(JOURNAL);
@@ -101,8 +104,9 @@ impl Journal {
         sync(directory)
     }
 
-    /// Whether the file has the rules, and the kernel has none or some of them. After a restart of the machine, the kernel has what
-    /// somebody has written since.
+    /// Returns true if the kernel lacks some or all of the rules, so that only the saved file has them. A reboot clears
+    /// the kernel's rules: rules found after a reboot were written by their owner since. A take-over interrupted before
+    /// the reboot therefore does not count.
     pub fn has_the_rules(&self) -> bool {
         match self.state {
             State::TakenOver => true,
@@ -111,15 +115,16 @@ impl Journal {
         }
     }
 
-    /// Whether it was written since the machine's last start.
+    /// Returns true if the journal was written since the last boot.
     pub fn is_of_this_boot(&self) -> bool {
         self.boot == boot()
     }
 
-    /// The network namespaces, by their cookies, whose rules have gone by journals below a node's directory.
+    /// Returns the cookies of the network namespaces whose rules are removed, from the journals below a node's
+    /// directory.
     ///
     /// # Errors
-    /// A journal cannot be read.
+    /// If a journal cannot be read.
     pub fn of_namespaces(directory: &Path) -> io::Result<Vec<u64>> {
         let mut cookies = Vec::new();
         let entries = match fs::read_dir(directory) {
@@ -141,10 +146,11 @@ impl Journal {
     }
 }
 
-/// Makes the directory, and keeps other commands from changing something in it while the lock is there.
+/// Creates the directory and locks it: no other command can change rules or the journal until the lock is dropped.
 ///
 /// # Errors
-/// [`io::ErrorKind::WouldBlock`]: another command has it. Otherwise the directory cannot be made.
+/// [`io::ErrorKind::WouldBlock`] if another command holds the lock; another kind if the directory or the lock file
+/// cannot be created.
 pub fn lock(directory: &Path) -> io::Result<Flock<File>> {
     fs::create_dir_all(directory).map_err(|error| at(directory, &error))?;
     let path = directory.join(LOCK);

@@ -1,5 +1,5 @@
-//! The facts about rules of other programs that the agent, `dataplane` and `dataplane-migrate` share: their owners, those that
-//! refuse packets which the packet path sends on, and the journal of a take-over.
+//! Facts about the rules of other programs, shared by the agent, `dataplane` and `dataplane-migrate`: the owners of
+//! rules, the rules at the forward hook that the packet path bypasses, and the journal of a take-over.
 
 #![forbid(unsafe_code)]
 
@@ -8,12 +8,13 @@ pub mod forward;
 pub mod journal;
 pub mod owners;
 
-/// The variable by which a test says at which point a command is to die: 1 for the first. Only builds with debug assertions look
-/// there: the binary that is shipped does not know the variable.
+/// Environment variable of tests: the number of the point at which a command kills itself; the first point is 1. Only
+/// builds with debug assertions read the variable. The shipped binary ignores it.
 #[cfg(debug_assertions)]
 const DIES: &str = "DATAPLANE_TAKEOVER_DIES";
 
-/// A point between two changes, where kill -9 has to leave a node that works. Dies if a test asks for that.
+/// Marks a point between two changes. A test can kill the process here with SIGKILL and then checks that the node still
+/// works.
 #[cfg(debug_assertions)]
 pub fn may_die() {
     use std::{
@@ -31,7 +32,7 @@ pub fn may_die() {
     }
 }
 
-/// Does nothing: only tests have commands die.
+/// Does nothing: only builds with debug assertions can kill the process here.
 #[cfg(not(debug_assertions))]
 #[inline(always)]
 pub fn may_die() {}

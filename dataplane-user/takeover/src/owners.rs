@@ -1,21 +1,21 @@
-//! Whose rules are whose: one table of owners, and one of signatures. A signature is the beginning of a name, so that new
-//! chains of a known owner are found as well; the longest that fits counts.
+//! Identifies the owner of a rule with two tables: one of owners, one of signatures. A signature is the beginning of a
+//! name, so it also matches new chains of a known owner. The longest matching signature wins.
 
 use kernel::{MarkRule, OUR_TABLE};
 
-/// What becomes of an owner's rules when the dataplane takes a node over.
+/// The action for an owner's rules when the dataplane takes over a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Plan {
-    /// The dataplane does the same, and the rules can go.
+    /// The dataplane does the work of these rules, so the take-over can remove them.
     TakeOver,
-    /// The rules are the dataplane's own.
+    /// The rules belong to the dataplane.
     Ours,
     /// The rules stay.
     Leave,
 }
 
 impl Plan {
-    /// A word for it.
+    /// Returns the plan as words for reports.
     pub fn word(self) -> &'static str {
         match self {
             Self::TakeOver => "take over",
@@ -28,15 +28,15 @@ impl Plan {
 /// A program that writes rules.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Owner {
-    /// What becomes of its rules.
+    /// The action for its rules.
     pub plan: Plan,
-    /// Its name.
+    /// Its display name.
     pub name: &'static str,
-    /// What the rules do, and what an operator has to know.
+    /// A remark for operators about the function of the rules.
     pub note: &'static str,
 }
 
-/// Owners: a name in the code, what becomes of the rules, the owner's name, and what an operator has to know.
+/// Defines the owners. Each line has the constant, the plan, the display name and the remark for operators.
 macro_rules! owners {
     ($($constant:ident: $plan:ident, $name:literal, $note:literal;)*) => {
         $(#[doc = $name] pub const $constant: &Owner = &Owner {
@@ -84,29 +84,29 @@ owners! {
     FOREIGN: Leave, "foreign", "nobody whom this program knows";
 }
 
-/// What tells an owner.
+/// A signature by which an owner is recognized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sign {
-    /// A chain whose name begins so.
+    /// A chain whose name starts with this text.
     Chain(&'static str),
-    /// A table of nf_tables whose name begins so.
+    /// A table of nf_tables whose name starts with this text.
     Table(&'static str),
-    /// A rule whose comment begins so.
+    /// A rule whose comment starts with this text.
     Comment(&'static str),
-    /// A rule that asks a set whose name begins so.
+    /// A rule that matches a set whose name starts with this text.
     Set(&'static str),
-    /// A rule that sets this mark, or asks for it.
+    /// A rule that matches or sets this mark.
     Mark(u32),
-    /// A rule about an interface whose name begins so.
+    /// A rule that matches an interface whose name starts with this text.
     Interface(&'static str),
 }
 
 use Sign::{Chain, Comment, Interface, Mark, Set, Table};
 
-/// The signatures.
+/// The signatures and their owners.
 const SIGNS: &[(Sign, &Owner)] = &[
     (Chain("KUBE-"), KUBE_PROXY),
-    // IPVS' sets: KUBE-CLUSTER-IP, KUBE-6-LOOP-BACK.
+    // The sets of kube-proxy in IPVS mode: KUBE-CLUSTER-IP, KUBE-6-LOOP-BACK.
     (Set("KUBE-"), KUBE_PROXY),
     (Table("kube-proxy"), KUBE_PROXY),
     (Chain("KUBE-FIREWALL"), KUBELET),
@@ -122,7 +122,7 @@ const SIGNS: &[(Sign, &Owner)] = &[
     (Table("cni_plugins_"), CNI),
     (Chain("ISTIO_"), ISTIO_SIDECAR),
     (Table("istio-proxy-"), ISTIO_SIDECAR),
-    // Marks of the sidecar's connections in TPROXY mode; ambient's have the mask 0xfff.
+    // Marks of the sidecar's connections in TPROXY mode. The marks of ambient mode have the mask 0xfff.
     (Mark(1337), ISTIO_SIDECAR),
     (Mark(1338), ISTIO_SIDECAR),
     (Chain("ISTIO_PRERT"), ISTIO_AMBIENT),
@@ -234,7 +234,7 @@ pub fn of_mark(mark: u32) -> Option<&'static Owner> {
 
 /// Returns the owner of a routing rule, by its mark and its table.
 pub fn of_routing_rule(rule: &MarkRule) -> &'static Owner {
-    /// The bits of marks that Istio's CNI agent uses, and its tables for them.
+    /// The mask of the marks that Istio's CNI agent uses, and its routing tables.
     const AMBIENT: (u32, std::ops::RangeInclusive<u32>) = (0xfff, 100..=102);
     if rule.table == OUR_TABLE {
         OURS
@@ -253,12 +253,12 @@ pub fn of_interface(name: &str) -> Option<&'static Owner> {
     })
 }
 
-/// How much of a name a sign has, if the name begins so.
+/// Returns the length of the signature if the name starts with it.
 fn begins(beginning: &str, name: &str) -> Option<usize> {
     name.starts_with(beginning).then_some(beginning.len())
 }
 
-/// The owner whose sign fits best.
+/// Returns the owner with the longest matching signature.
 fn longest(fits: impl Fn(&Sign) -> Option<usize>) -> Option<&'static Owner> {
     let all = SIGNS
         .iter()

@@ -1,4 +1,4 @@
-//! Threads whose end must not go unnoticed, in every room.
+//! Threads that report it if they panic.
 
 #![forbid(unsafe_code)]
 
@@ -10,10 +10,10 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-/// Is given the name of a thread that has died, and what it said.
+/// A callback that gets the name of a thread that has panicked, and the panic's message.
 pub type Deaths = Arc<dyn Fn(&str, String) + Send + Sync>;
 
-/// Starts a thread. If it panics, `deaths` is told, on that thread, and `None` is what joining it gives.
+/// Starts a thread. If the thread panics, it calls `deaths`, and its result is `None`.
 ///
 /// # Errors
 /// If no thread can be started.
@@ -29,19 +29,19 @@ pub fn start<T: Send + 'static>(
     })
 }
 
-/// What a thread or a task said when it panicked.
+/// Returns the message of a thread's or task's panic.
 pub fn said(panic: &Box<dyn Any + Send>) -> String {
     let text = panic.downcast_ref::<&str>().copied();
     let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("it panicked").to_owned()
 }
 
-/// Names the directory in which tests say which thread is to panic, by a file of its name. Only builds with debug
-/// assertions look there: the binary that is shipped does not know the variable.
+/// The environment variable with the directory in which tests request a panic of a thread, by a file with the thread's
+/// name. Only builds with debug assertions read it: release builds do not contain the variable.
 #[cfg(debug_assertions)]
 const PANICS: &str = "DATAPLANE_PANICS";
 
-/// Panics if a test asks for that, once.
+/// Panics once, if a test has requested it for this name.
 #[cfg(debug_assertions)]
 pub fn may_panic(name: &str) {
     use std::{env, ffi::OsString, fs, path::Path, sync::OnceLock};
@@ -54,18 +54,18 @@ pub fn may_panic(name: &str) {
     assert!(asked.is_err(), "a test asked for it");
 }
 
-/// Does nothing: only tests have threads panic.
+/// Does nothing in release builds: only tests request panics.
 #[cfg(not(debug_assertions))]
 #[inline(always)]
 pub fn may_panic(_: &str) {}
 
-/// For threads that do not die.
+/// Returns a callback for threads that must not panic.
 #[cfg(any(test, feature = "testing"))]
 pub fn none_dies() -> Deaths {
     Arc::new(|name, why| panic!("{name}: {why}"))
 }
 
-/// How long this thread has computed: other than the time, it does not depend on what else the machine does.
+/// Returns the CPU time of this thread. Unlike elapsed time, it does not depend on the machine's other work.
 #[cfg(any(test, feature = "testing"))]
 pub fn computed() -> std::time::Duration {
     use nix::time::{ClockId, clock_gettime};

@@ -1,5 +1,5 @@
-//! The first packet of a flow: is it for a service, which endpoint answers, and what does that see of
-//! the client.
+//! Handles the first packet of a flow: decides whether it is for a service, which endpoint gets it, and which address
+//! and port the endpoint sees as the client's.
 
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
@@ -17,7 +17,7 @@ use super::{
 use crate::world::{Pool, To, is_own};
 
 impl Model<'_> {
-    /// A packet of a flow that is not known; or, with `again`, a SYN on one that is.
+    /// Handles a packet without a known flow or, with `again`, a SYN on a known flow.
     pub(super) fn begin(
         &mut self,
         input: &Input,
@@ -32,8 +32,8 @@ impl Model<'_> {
                 None => NEXT,
             });
         };
-        // No single host has such an address (RFC 1122 section 3.2.1.3): the stack drops what comes
-        // from it, and nobody may be told anything.
+        // Such an address never belongs to a single host (RFC 1122 section 3.2.1.3). The stack drops packets from it,
+        // and an ICMP error must not be sent to it.
         if is_nobody(headers.src) {
             return Ok(NEXT);
         }
@@ -80,7 +80,8 @@ impl Model<'_> {
             };
             return Ok(self.refuse(input, headers, reason));
         }
-        // The stack takes no packet of the node itself from an interface.
+        // The stack does not accept a packet of the node itself that arrives on an interface. So endpoints at the
+        // node's own addresses are left out, except those that an IPsec policy refuses below.
         let mut elsewhere = pool.clone();
         if of_node {
             elsewhere
@@ -99,7 +100,7 @@ impl Model<'_> {
             && !flow.is_ended()
             && seen::of_replies(flow.to.seen) & seen::PACKET != 0
         {
-            // Its endpoint takes no new connections.
+            // The known endpoint takes no new connections: it is left out of the pool, and so was not chosen.
             if !self.is_silent(flow, at.tick) {
                 choice = (endpoint_of(&flow.to), Reason::Kept, None);
             }
@@ -107,7 +108,8 @@ impl Model<'_> {
         self.enter(input, headers, again, choice, masquerade, at, drawn)
     }
 
-    /// Whether a flow's endpoint owes an answer for too long; it is asked otherwise.
+    /// Whether a flow's endpoint has owed an answer for too long. If not, the SYN probes the endpoint, which is
+    /// recorded.
     fn is_silent(&mut self, flow: &Flow, now: Tick) -> bool {
         let mut numbers = self.state.flows.numbers(&flow.key);
         let silent = numbers.ask(now);
@@ -115,8 +117,8 @@ impl Model<'_> {
         silent
     }
 
-    /// A SYN on a flow whose service has gone: the same connection again, if that lives; or another one, which is no
-    /// service's, so that the flow is forgotten.
+    /// Handles a SYN on a flow whose service is gone. If the connection is alive, the SYN goes to the endpoint.
+    /// Otherwise the SYN opens a new connection that belongs to no service, so the flow is removed.
     fn without_frontend(
         &mut self,
         input: &Input,
@@ -136,8 +138,9 @@ impl Model<'_> {
         NEXT
     }
 
-    /// A connection to no service: as it is, unless its answers would be those of another flow. Then the endpoint sees
-    /// another port. `again`: it is known already, and has one.
+    /// Handles a connection to an address that is not a service. It passes unchanged, unless its replies would match
+    /// another flow. Then the endpoint sees another port. `again`: the flow of the connection, if it already has
+    /// another port.
     pub(super) fn pass(
         &mut self,
         input: &Input,
@@ -160,7 +163,8 @@ impl Model<'_> {
         self.enter(input, headers, again, choice, false, at, drawn)
     }
 
-    /// A flow to the endpoint that was chosen, and why that was, and for which client it is remembered then.
+    /// Adds a flow to the chosen endpoint. `chosen` is the reason of the choice, `client` the key under which session
+    /// affinity remembers it.
     #[expect(clippy::too_many_arguments, reason = "all that is known of the packet")]
     fn enter(
         &mut self,
@@ -254,7 +258,7 @@ impl Model<'_> {
             || world.protects(endpoint.addr, headers.src)
     }
 
-    /// A flow begins anew, to the same endpoint.
+    /// Restarts a flow to the same endpoint, for a new connection.
     fn begin_anew(&mut self, flow: &Flow, syn: &Headers, now: Tick) {
         let flows = &mut self.state.flows;
         flows.change(&flow.key, |to| {
@@ -264,7 +268,7 @@ impl Model<'_> {
         flows.set_numbers(&flow.key, Numbers::begun(syn));
     }
 
-    /// Which endpoint it is, and why, and for which client it is to be remembered.
+    /// Chooses the endpoint. Returns also the reason, and the key under which session affinity remembers the choice.
     fn choose(
         &mut self,
         pool: &Pool,
@@ -294,7 +298,8 @@ impl Model<'_> {
             }
             return Ok((earlier, Reason::Kept, None));
         }
-        // Drawn by lot. The flow says which; if it was refused, it is one of them.
+        // The program chose at random. The new flow shows the choice. If the packet was refused, any endpoint is
+        // possible.
         let entered = drawn.flow(&headers.key()).map(|to| endpoint_of(&to));
         let before = self.state.flows.get(&headers.key());
         let before = before.map(|to| endpoint_of(&to));
@@ -310,19 +315,21 @@ impl Model<'_> {
         Ok((endpoint, Reason::Translated, affine.then_some(client)))
     }
 
-    /// Which port of the node's it is, or `None` if there is none left.
+    /// Returns the port of the node for a masqueraded flow, or `None` if no port was found.
     fn port(&mut self, flow: &Flow, now: Tick, drawn: &dyn Drawn) -> Result<Option<Port>, String> {
-        // What an endpoint's socket sends to a service is that one's; TCP's answers are no calls.
+        // A datagram from an endpoint to a service belongs to the service, so the node's port must not be a service's.
+        // TCP replies cannot be mistaken for requests.
         let (addr, protocol) = (self.world.node_addr(flow.to.node_addr), flow.key.protocol);
         let served =
             |port: Port| protocol != Protocol::TCP && self.world.is_served(addr, port, protocol);
-        // The same port to the same endpoint has the same slot, and others may have it, too.
+        // Flows to one endpoint from the same node port share one slot. A flow to another endpoint may hash to the same
+        // slot.
         let free = |port: u16| {
             let mut flow = *flow;
             flow.to.node_port = Port::new(port);
             !served(flow.to.node_port) && self.state.flows.has_slot(&flow, now)
         };
-        // All attempts may fail where few ports are free, and only there.
+        // The programs try a limited number of ports. All of them may be taken, but only if few ports are free.
         let are_few = || {
             let left = (1024..=u16::MAX).filter(|port| free(*port)).count();
             if left > 64_512 / 4 {
@@ -361,15 +368,18 @@ impl Model<'_> {
                     "port {port} has another flow's slot, or is a service's"
                 ));
             };
-            // It has given up its port.
+            // The new flow evicts the other flow and takes its port.
             self.state.flows.remove(&other.key);
             self.count(Reason::FlowPushedOut);
         }
         Ok(Some(entered.node_port))
     }
 
-    /// Which other port the endpoint sees of a client whose own port to it is taken: one that no other flow of the
-    /// client to the endpoint has, privileged if the client's is. `None` if none was found.
+    /// Returns another port for the endpoint to see, for a client whose own port is taken. No other flow of the client
+    /// to the endpoint has this port. It is privileged if the client's own port is privileged.
+    ///
+    /// # Errors
+    /// If the program chose no port, or a port that does not fit.
     fn another_port(
         &mut self,
         flow: &Flow,
@@ -399,7 +409,8 @@ impl Model<'_> {
         Ok(Some(entered.node_port))
     }
 
-    /// A packet of the node itself to a VIP, as from a raw socket: it is masqueraded. `None`: it is none of these.
+    /// Handles a packet of the node itself to a VIP, for example from a raw socket. The packet is masqueraded. Returns
+    /// `None` if this is not such a packet.
     pub(super) fn of_node(
         &mut self,
         input: &Input,
@@ -423,7 +434,7 @@ impl Model<'_> {
         let kind = self.world.frontend(headers).map(|(_, kind)| kind);
         let begins = kind.is_some_and(|kind| kind != Kind::EXTERNAL_IP);
         if !begins || is_nobody(headers.src) || !is_own(headers.src) {
-            // A new connection to no service replaces the flow.
+            // The SYN opens a new connection that belongs to no service, so the old flow is removed.
             if let Some(flow) = again.filter(|_| is_own(headers.src)) {
                 self.state.flows.remove(&flow.key);
             }
@@ -432,7 +443,8 @@ impl Model<'_> {
         self.begin(input, headers, again, at, drawn).map(Some)
     }
 
-    /// A datagram leaves; if it comes from a service's port, what is said to it is remembered to be for the node.
+    /// Handles an outgoing datagram. If it comes from a service's address and port, the model remembers that replies to
+    /// it are for the node itself.
     pub(super) fn asks(&mut self, headers: &Headers, now: Tick) -> Result<(), String> {
         let key = headers.key();
         if headers.is_tcp() || !self.world.comes_from_service(headers) {
@@ -452,7 +464,7 @@ impl Model<'_> {
             .enter(cell, &flow, Numbers::begun(headers), now)
     }
 
-    /// Whether a datagram to a service is what the node has asked for.
+    /// Finds the flow of a datagram to a service that answers an earlier datagram of the node.
     pub(super) fn asked(&mut self, key: &FlowKey, packet: Option<&Headers>, now: Tick) -> Known {
         match self.state.flows.by_client(key) {
             Some(flow) if flow.is_asked() => self.answer(key, packet, now, false),
@@ -460,13 +472,14 @@ impl Model<'_> {
         }
     }
 
-    /// Whether another flow that lives is known by the replies of this one, which is not masqueraded. One that does
-    /// not live is forgotten.
+    /// Whether another live flow has the same reply key as this flow, which is not masqueraded. Removes the other flow
+    /// if it is over.
     pub(super) fn replies_taken(&mut self, flow: &Flow, now: Tick) -> bool {
         self.forget_answered(&flow.reply_key(), now)
     }
 
-    /// Forgets the flow, not masqueraded, whose replies carry this, if it is over; whether it lives.
+    /// Returns whether a flow with this reply key is alive, among those that are not masqueraded. Removes the flow if
+    /// it is over.
     pub(super) fn forget_answered(&mut self, reply: &FlowKey, now: Tick) -> bool {
         let Some(other) = self.state.flows.by_client(reply) else {
             return false;
@@ -483,8 +496,7 @@ fn endpoint_of(to: &Translation) -> Endpoint {
     Endpoint::new(to.endpoint, to.endpoint_port)
 }
 
-/// Whether an address is never a single host's on a network: "this host", loopback, multicast and
-/// what is reserved.
+/// Whether an address never belongs to a single host: "this host", loopback, multicast, and reserved addresses.
 pub fn is_nobody(addr: Addr) -> bool {
     let octets = addr.octets();
     if addr.is_v4() {

@@ -1,4 +1,4 @@
-//! Flows that are known: which one a packet belongs to, and how long it is remembered.
+//! Known flows: finds the flow of a packet, and decides how long a flow is remembered.
 
 use dataplane_common::{
     Port, Protocol,
@@ -14,28 +14,29 @@ use super::{
 };
 use crate::wire::flags;
 
-/// A flow, as it was before the packet.
+/// A flow in its state before the packet.
 #[derive(Clone, Copy, Debug)]
 pub struct Flow {
-    /// Client to VIP.
+    /// The key: from the client to the VIP.
     pub key: FlowKey,
-    /// The endpoint; and which of the node's addresses, and which port, that sees the client come from (index 0: the
-    /// client's own). When it was used, and what was seen of it.
+    /// The endpoint; the node's address and port that the endpoint sees as the client's (address index 0: the client's
+    /// own address); the time of the last packet; and the `seen` bits.
     pub to: Translation,
 }
 
-/// What is known of a packet's flow.
+/// The role of a packet in a known flow.
 #[derive(Clone, Copy, Debug)]
 pub enum Known {
     No,
     Request(Flow),
     Answer(Flow),
-    /// The kernel's own conntrack translates it; or nobody, as it is the node's own question.
+    /// The programs leave the packet alone: either the kernel's own conntrack translates the flow, or the node itself
+    /// began it.
     Foreign,
 }
 
 impl Flow {
-    /// A connection to an endpoint itself, as if that were its own VIP.
+    /// A connection to the endpoint itself: the endpoint's address takes the place of the VIP.
     pub fn direct(key: FlowKey) -> Self {
         let to = Translation {
             endpoint: key.dst,
@@ -48,22 +49,23 @@ impl Flow {
         Self { key, to }
     }
 
-    /// Whether it is one, of which the endpoint sees another port.
+    /// Whether the client connects to the endpoint itself. In the tables, such a flow has another port for the endpoint
+    /// to see.
     pub fn is_direct(&self) -> bool {
         (self.key.dst, self.key.dst_port) == (self.to.endpoint, self.to.endpoint_port)
     }
 
-    /// Whether the node has asked by it, from a port that a service has, too: its endpoint sees the port.
+    /// Whether the node itself began the flow, from a port that a service also has. The endpoint sees this port.
     pub fn is_asked(&self) -> bool {
         self.is_direct() && self.to.node_port == Port::ANY
     }
 
-    /// Whether the kernel's own conntrack translates it. Masqueraded, it only keeps others from having its port.
+    /// Whether the kernel's own conntrack translates the flow. A masqueraded one only reserves its port.
     pub fn is_foreign(&self) -> bool {
         self.to.seen & seen::FOREIGN != 0
     }
 
-    /// The port that the endpoint sees the client come from.
+    /// The port that the endpoint sees as the client's.
     pub fn seen_port(&self) -> Port {
         match self.to.node_port {
             Port::ANY => self.key.src_port,
@@ -71,7 +73,7 @@ impl Flow {
         }
     }
 
-    /// What its replies carry, if it is not masqueraded.
+    /// The key of the flow's replies, if the flow is not masqueraded.
     pub fn reply_key(&self) -> FlowKey {
         FlowKey::new(
             self.to.endpoint,
@@ -82,7 +84,7 @@ impl Flow {
         )
     }
 
-    /// What its replies carry, if it is masqueraded.
+    /// The key of the flow's replies, if the flow is masqueraded.
     pub fn port_key(&self) -> PortKey {
         PortKey::new(
             self.to.endpoint,
@@ -92,13 +94,13 @@ impl Flow {
         )
     }
 
-    /// Whether both sides have closed it, or one has broken it off.
+    /// Whether both sides have closed the flow, or one side has reset it.
     pub fn is_ended(&self) -> bool {
         let closed = seen::FIN | seen::in_replies(seen::FIN);
         self.to.seen & seen::RST != 0 || self.to.seen & closed == closed
     }
 
-    /// Whether nothing was heard of it for longer than it is remembered.
+    /// Whether the flow has been idle for longer than its timeout.
     pub fn is_timed_out(&self, now: Tick) -> bool {
         self.to.used.age_seconds(now) > keep_seconds(self.key.protocol, self.to.seen)
     }
@@ -113,16 +115,16 @@ impl Flow {
     }
 }
 
-/// Whether a new flow may have the room of this one: it has ended, at least one whole tick ago; or it has timed out,
-/// which of the kernel's own nobody knows here.
+/// Whether a new flow may take the place of this flow: it ended at least one whole tick ago, or it has timed out. A
+/// flow of the kernel's own conntrack keeps its place, because the programs do not know whether it has timed out.
 pub fn gives_way(flow: &Flow, now: Tick) -> bool {
     let foreign = flow.is_foreign();
     let ended = flow.is_ended() && flow.to.used.ticks_before(now) >= 2;
     !foreign && (ended || flow.is_timed_out(now))
 }
 
-/// For how many seconds a flow is remembered, by what was seen of it: the kernel's defaults (`nf_conntrack_proto_tcp.c`,
-/// `nf_conntrack_proto_udp.c`), and kube-proxy's.
+/// Returns for how many seconds an idle flow with these `seen` bits is remembered. The values are the kernel's defaults
+/// (`nf_conntrack_proto_tcp.c`, `nf_conntrack_proto_udp.c`) and kube-proxy's.
 pub fn keep_seconds(protocol: Protocol, seen: u8) -> u32 {
     let has = |bit: u8| seen & bit != 0;
     let (closed, answered) = (
@@ -174,10 +176,10 @@ impl Model<'_> {
         }
     }
 
-    /// The flow is used by a packet, which adds to what was seen of it, if it counts; by one that an ICMP error quotes,
-    /// if there is none.
+    /// Records that a packet used the flow: updates the time and, if the packet counts, the `seen` bits. `None` changes
+    /// only the time: an ICMP error quotes the packet, or the packet may be forged.
     fn seen_now(&mut self, key: &FlowKey, packet: Option<&Headers>, replies: bool, now: Tick) {
-        // The first fragment has said what the packet says.
+        // The first fragment has already added the datagram's bits.
         let packet = packet.filter(|headers| headers.fragment != Fragment::Later);
         let Some(to) = self.state.flows.get(key) else {
             return;
@@ -198,7 +200,7 @@ impl Model<'_> {
                 let has = |flag| packet.flags.is_some_and(|flags| flags & flag != 0);
                 let closed = seen::FIN | seen::in_replies(seen::FIN);
                 if has(flags::FIN) && added & closed & !to.seen != 0 {
-                    // The first FIN of a side: nothing has followed it.
+                    // The first FIN of this side: no segment has followed it yet.
                     forgotten |= seen::FOLLOWED;
                 } else if to.seen & closed != 0 && has(flags::ACK) && !has(flags::SYN | flags::FIN)
                 {
@@ -206,7 +208,7 @@ impl Model<'_> {
                 }
             }
             let answered = seen::in_replies(seen::PACKET);
-            // Whether a datagram comes late enough only the program's clock knows (`compare.rs`).
+            // For UDP the bit depends on the exact time, which only the program's clock knows (`compare.rs`).
             if key.protocol == Protocol::TCP
                 && !replies
                 && to.seen & (answered | seen::ASSURED) == answered
@@ -221,7 +223,7 @@ impl Model<'_> {
         });
     }
 
-    /// The flow of a packet from a client to a VIP. One by UDP that has timed out is forgotten.
+    /// Finds the flow of a packet from a client to a VIP. Removes a UDP flow that has timed out.
     pub(super) fn request(&mut self, key: &FlowKey, packet: Option<&Headers>, now: Tick) -> Known {
         let Some(to) = self.state.flows.get(key) else {
             return Known::No;
@@ -245,14 +247,15 @@ impl Model<'_> {
         Known::Request(flow)
     }
 
-    /// The masqueraded flow of a packet from an endpoint to an address of the node's.
+    /// Finds the masqueraded flow of a packet from an endpoint to an address of the node.
     fn masqueraded(&self, key: &FlowKey) -> Option<Flow> {
         let port = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
         let flow = self.state.flows.by_node(&port);
         flow.filter(|flow| !flow.is_foreign() && self.world.node_addr(flow.to.node_addr) == key.dst)
     }
 
-    /// Whether a packet that leaves has the ends of an assured masqueraded flow that lives. Any other flow is forgotten.
+    /// Whether an outgoing packet has the same ends as a live and assured masqueraded flow. Removes the flow if it is
+    /// not both.
     pub(super) fn is_port_taken(&mut self, key: &FlowKey, now: Tick) -> bool {
         let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
         if key.src_port.host() < 1024 {
@@ -269,12 +272,13 @@ impl Model<'_> {
         !gives_way
     }
 
-    /// Whether a packet may be a request of one flow and, from an endpoint, an answer of another that is masqueraded.
+    /// Whether a packet matches two flows: as a request of one flow, and as an endpoint's reply of a masqueraded flow.
     pub(super) fn is_either(&self, key: &FlowKey) -> bool {
         self.state.flows.has(key) && self.masqueraded(key).is_some()
     }
 
-    /// The flow of a packet from an endpoint to an address of the node's, or to the client itself.
+    /// Finds the flow of a packet from an endpoint: to an address of the node if `masqueraded`, else to the client
+    /// itself.
     pub(super) fn answer(
         &mut self,
         key: &FlowKey,

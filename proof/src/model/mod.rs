@@ -1,11 +1,10 @@
-//! What the packet path's programs ought to do, said once more: given the tables' contents, what is
-//! remembered of earlier packets, and a packet, which verdict, which packet, which counters, and what
-//! is remembered then.
+//! A second, independent description of the packet path's programs. From the contents of the tables, the state that
+//! earlier packets left, and a packet, the model computes the expected verdict, packet, counters and new state.
 //!
-//! Small and slow, on purpose: it parses by slices, computes checksums over whole packets, and looks
-//! services up in maps. It shares with the programs the types of the tables, and which cells and slots a
-//! flow may have, and nothing else. Where the programs draw by lot (an endpoint, a port), the model asks
-//! what was drawn and checks that it was among the choices.
+//! The model is small and slow on purpose: it parses with slices, computes checksums over whole packets, and looks
+//! services up in maps. It shares with the programs only the types of the tables and the choice of cells and slots for
+//! a flow. Where the programs choose at random (an endpoint, a port), the model reads the choice from the tables and
+//! checks that it was allowed.
 
 pub mod begin;
 pub mod flows;
@@ -33,19 +32,19 @@ use crate::{
     world::{To, Way, World},
 };
 
-/// What a program says of a packet.
+/// The verdict of a program about a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Verdict {
-    /// Whoever comes next decides, or the stack.
+    /// The packet goes on to the next program, or to the stack.
     Next,
-    /// It is dropped.
+    /// The packet is dropped.
     Drop,
-    /// It leaves from here.
+    /// The program sends the packet itself, by a redirect.
     Redirect,
 }
 
 impl Verdict {
-    /// From what a program returns (`TC_ACT_…` in `include/uapi/linux/pkt_cls.h`).
+    /// Converts the return value of a program (`TC_ACT_…` in `include/uapi/linux/pkt_cls.h`).
     pub fn from_number(number: i32) -> Option<Self> {
         match number {
             -1 => Some(Self::Next),
@@ -56,57 +55,57 @@ impl Verdict {
     }
 }
 
-/// How much data each segment has of a packet that is yet to be segmented.
+/// Bytes of data in each segment of a packet that is still to be segmented (GSO).
 const SEGMENT: usize = SkbContext::SEGMENT as usize;
 
 /// A packet at an interface.
 #[derive(Clone, Debug)]
 pub struct Input {
-    /// Whether it leaves by the interface; otherwise it arrives there.
+    /// Whether the packet leaves by the interface; otherwise it arrives there.
     pub leaves: bool,
-    /// Which interface.
+    /// Index of the interface.
     pub ifindex: u32,
-    /// Whether it is several packets, yet to be segmented.
+    /// Whether the packet is still to be segmented (GSO).
     pub segmented: bool,
-    /// From its link-layer header on.
+    /// The bytes, from the link-layer header on.
     pub frame: Vec<u8>,
 }
 
-/// What a program ought to make of it.
+/// The expected result of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Output {
-    /// What it returns.
+    /// The program's verdict.
     pub verdict: Verdict,
-    /// The packet then; of a dropped one nobody sees it.
+    /// The packet after the program; `None` if it is dropped.
     pub frame: Option<Vec<u8>>,
-    /// The same without the link-layer addresses of its way, if it may be left to the kernel to write them: so now
-    /// and then the kernel learns that a neighbour is in use.
+    /// The packet without the next hop's link-layer addresses, if the program may leave them to the kernel. The program
+    /// does so now and then, so that the kernel learns that the neighbour is in use.
     pub unaddressed: Option<Vec<u8>>,
 }
 
-/// What was drawn by lot: read from the tables after the program has run.
+/// The random choices of the programs, read from the tables after the program has run.
 pub trait Drawn {
-    /// What a flow's packets are turned into now.
+    /// Returns the translation of a flow's packets, if the flow is in the table now.
     fn flow(&self, key: &FlowKey) -> Option<Translation>;
 }
 
-/// The model: the node as it is configured, and what it remembers.
+/// The model: a configured node, and its state.
 pub struct Model<'a> {
-    /// The node.
+    /// The node's configuration.
     pub world: &'a World,
-    /// What it remembers.
+    /// The state that the packets so far have left.
     pub state: State,
-    /// Verdicts by reason.
+    /// Number of verdicts by reason.
     pub reasons: [u64; Reason::SLOTS as usize],
     counted: Vec<Reason>,
     guess: usize,
     guesses: usize,
 }
 
-/// The moment of a packet.
+/// The time of a packet.
 #[derive(Clone, Copy, Debug)]
 pub struct Moment {
-    /// In conntrack's units.
+    /// The time in conntrack's units.
     pub tick: Tick,
     /// CLOCK_MONOTONIC, nanoseconds.
     pub ns: u64,
@@ -126,7 +125,8 @@ const DROP: Output = Output {
 };
 
 impl<'a> Model<'a> {
-    /// A node that remembers nothing, with so many cells for flows, in places by this secret.
+    /// Creates a node with an empty state. `cells`: number of cells for flows. `secret`: the hash secret that decides
+    /// which cells a flow may use.
     pub fn new(world: &'a World, cells: u32, secret: u64) -> Self {
         Self {
             world,
@@ -138,13 +138,13 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// What ought to become of a packet. `guess`: of several endpoints that may have been drawn
-    /// without leaving a trace (the packet was refused), which one to assume, or of two flows that a packet
-    /// may be of; [`Model::guesses`] says how many there are. Changes what is remembered: then [`Model::keep`] or
-    /// [`Model::take_back`].
+    /// Computes the expected result of a packet. The tables do not always show what the program did: it may have chosen
+    /// an endpoint and then refused the packet, or the packet may belong to either of two flows. `guess` selects one of
+    /// these possibilities; [`Model::guesses`] returns their number. The call changes the state; the caller then
+    /// confirms the change ([`Model::keep`]) or undoes it ([`Model::take_back`]).
     ///
     /// # Errors
-    /// What was drawn was not among the choices.
+    /// If the program's random choice was not allowed.
     pub fn step(&mut self, input: &Input, at: Moment, drawn: &dyn Drawn, guess: usize) -> Answer {
         self.guess = guess;
         self.guesses = 1;
@@ -160,17 +160,17 @@ impl<'a> Model<'a> {
         Ok(output)
     }
 
-    /// How many guesses there are for the last packet.
+    /// Returns the number of possible guesses for the last packet.
     pub fn guesses(&self) -> usize {
         self.guesses
     }
 
-    /// The reasons that the last packet was counted by.
+    /// Returns the reasons that the last packet was counted under.
     pub fn counted(&self) -> &[Reason] {
         &self.counted
     }
 
-    /// The last packet was as it ought to be.
+    /// Confirms the last packet's changes: the program behaved as expected.
     pub fn keep(&mut self) {
         for reason in &self.counted {
             self.reasons[*reason as usize] += 1;
@@ -178,7 +178,7 @@ impl<'a> Model<'a> {
         self.state.keep();
     }
 
-    /// Forgets the last packet.
+    /// Undoes the last packet's changes.
     pub fn take_back(&mut self) {
         self.state.take_back();
     }
@@ -190,7 +190,7 @@ impl<'a> Model<'a> {
     fn ingress(&mut self, input: &Input, at: Moment, drawn: &dyn Drawn) -> Answer {
         let interface = &self.world.interfaces[&input.ifindex];
         let to = &input.frame[..6];
-        // Packets that a pod sends through a bridge are addressed to the bridge or to another port of it.
+        // A packet that a pod sends through a bridge is addressed to the bridge, or to another port of the bridge.
         if to != interface.mac && !interface.pod {
             return Ok(NEXT);
         }
@@ -223,7 +223,7 @@ impl<'a> Model<'a> {
                     return Ok(NEXT);
                 }
                 if headers.is_syn() {
-                    // The endpoint of an earlier flow connects from its own port.
+                    // The endpoint of an earlier flow opens a connection of its own, from its service port.
                     self.forget_answered(&headers.key(), at.tick);
                 } else if let Known::Answer(flow) =
                     self.answer(&headers.key(), Some(&headers), at.tick, false)
@@ -237,7 +237,8 @@ impl<'a> Model<'a> {
                 if let Some(output) = self.of_node(input, &headers, at, drawn)? {
                     return Ok(output);
                 }
-                // A socket of the node's, from the port of a flow that is masqueraded to the same endpoint.
+                // The packet comes from a socket of the node. Its source port may belong to a masqueraded flow to the
+                // same endpoint.
                 let begins = headers.is_syn() || !headers.is_tcp();
                 if begins && self.is_port_taken(&headers.key(), at.tick) {
                     return Ok(self.refuse(input, &headers, Reason::PortTaken));
@@ -249,8 +250,8 @@ impl<'a> Model<'a> {
         })
     }
 
-    /// Remembers the ports of a first fragment; gives those of its first to a later one. `false`:
-    /// they are not known.
+    /// Stores the ports of a first fragment, and gives a later fragment the ports of its first fragment. Returns
+    /// `false` if they are not known.
     fn follow(&mut self, headers: &mut Headers, forged: bool) -> bool {
         let key = FragmentKey {
             src: headers.src,
@@ -280,7 +281,7 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// A packet of TCP or UDP that arrives.
+    /// Handles a TCP or UDP packet that arrives.
     fn arrived(
         &mut self,
         input: &Input,
@@ -289,7 +290,7 @@ impl<'a> Model<'a> {
         drawn: &dyn Drawn,
     ) -> Answer {
         let mut known = Known::No;
-        // What ends a flow, or has fragments follow it, is not believed if it is forged.
+        // A forged packet must not end a flow, or store ports for later fragments.
         let ends = |flags: u8| flags & (flags::FIN | flags::RST) != 0;
         let tells = headers.is_syn_ack()
             || headers.flags.is_some_and(ends)
@@ -298,13 +299,14 @@ impl<'a> Model<'a> {
         let has_ports = self.follow(&mut headers, forged);
         if has_ports {
             let (key, packet) = (headers.key(), (!forged).then_some(&headers));
-            // A SYN on its own never answers anything, and one with an ACK does before all else.
+            // A SYN without an ACK is never a reply. A SYN with an ACK is looked up as a reply first.
             let may_answer = !headers.is_syn();
             let frontend = self.world.frontend(&headers);
             let to_service = !headers.is_tcp() && frontend.is_some();
-            // Of one that could be either, nothing in it tells which it is: somebody connects from the very port at which it
-            // is an endpoint, to a port of a service's that a masqueraded flow to that endpoint has. The programs look first
-            // for what is likelier, by the filter of VIPs.
+            // The packet alone does not show to which of two flows it belongs: as a request, from a client that sends
+            // from the port at which it is an endpoint, to a service's port; or as that endpoint's reply to a
+            // masqueraded flow that has the same port. The programs try the more likely flow first, by the filter of
+            // VIPs.
             let either = may_answer && !headers.is_syn_ack() && self.is_either(&key);
             if either {
                 self.guesses = 2;
@@ -322,17 +324,18 @@ impl<'a> Model<'a> {
                 self.count(Reason::SourceForged);
                 return Ok(DROP);
             }
-            // A datagram to a service is nobody's own answer.
+            // A datagram to a service is not looked up as the reply of a flow that is not masqueraded.
             if may_answer && !to_service && matches!(known, Known::No) {
                 known = self.answer(&key, packet, at.tick, false);
             }
-            // But the node may have asked from there.
+            // But it may answer a datagram that the node sent from the service's port.
             if to_service && self.world.is_claimed(headers.ports[1]) && matches!(known, Known::No) {
                 known = self.asked(&key, packet, at.tick);
             }
         }
         let mut again = None;
-        // Of a connection to an endpoint itself: whether nothing is known of it, or it has another port already.
+        // Whether this may be a connection to an endpoint itself: no flow is known, or the known flow is such a
+        // connection.
         let mut direct = has_ports && matches!(known, Known::No);
         if let Known::Request(flow) = &known {
             direct = flow.is_direct();
@@ -344,7 +347,7 @@ impl<'a> Model<'a> {
                 let ends = self.toward_endpoint(&flow);
                 return Ok(self.onward(input, &headers, &ends));
             }
-            // A SYN on a flow that is known: the same again, or another connection to the same endpoint.
+            // A SYN of a known flow: retransmitted, or of a new connection to the same endpoint.
             Known::Request(flow) => again = Some(flow),
             Known::No => {}
         }
@@ -357,8 +360,8 @@ impl<'a> Model<'a> {
         self.begin(input, &headers, again, at, drawn)
     }
 
-    /// Whether a pod's datagram to no service has a service's address and port as its source, and the pod does not have the
-    /// address.
+    /// Whether a pod sends a datagram from the address and port of a service, without having the address, to a
+    /// destination that is not a service.
     fn feigns_a_service(&self, input: &Input, headers: &Headers) -> bool {
         !headers.is_tcp()
             && self.world.interfaces[&input.ifindex].pod
@@ -367,7 +370,7 @@ impl<'a> Model<'a> {
             && !self.world.is_right(input.ifindex, headers, true)
     }
 
-    /// Whether an IPsec policy forbids that a packet goes on with these ends.
+    /// Whether an IPsec policy forbids sending a packet on with these ends.
     fn is_protected(&mut self, headers: &Headers, ends: &Ends) -> bool {
         let pairs = [
             (headers.src, headers.dst),
@@ -382,8 +385,9 @@ impl<'a> Model<'a> {
         is_protected
     }
 
-    /// What becomes of a packet that is too long for its way. Without "don't fragment" the stack sends it in fragments,
-    /// if it takes it in; what has one of the node's own addresses as its source it does not.
+    /// Handles a packet that is longer than the MTU of its route. If the packet may be fragmented, the stack fragments
+    /// it. The stack does not accept a packet whose source is one of the node's own addresses; for such packets `stack`
+    /// is false.
     fn too_big(&mut self, input: &Input, headers: &Headers, to: &To, stack: bool) -> Option<Fit> {
         let To::Onward(Way { mtu, .. }) = to else {
             return None;
@@ -399,7 +403,7 @@ impl<'a> Model<'a> {
         Some(Fit::Told(told))
     }
 
-    /// A packet of a known flow.
+    /// Sends a packet of a known flow to its other end.
     pub(super) fn onward(&mut self, input: &Input, headers: &Headers, ends: &Ends) -> Output {
         if !self.world.is_right(input.ifindex, headers, false) {
             self.count(Reason::SourceForged);
@@ -413,7 +417,7 @@ impl<'a> Model<'a> {
         self.deliver(input, headers, ends, &to)
     }
 
-    /// A packet of the node itself, of a flow: the stack has already sent it.
+    /// Sends a packet that the node itself has sent: the stack has already routed it.
     fn deliver_of_node(
         &mut self,
         input: &Input,
@@ -460,8 +464,8 @@ impl<'a> Model<'a> {
         self.send(frame, way)
     }
 
-    /// How a translated packet comes to the node itself: a reply from a VIP by the interface to which the routes to the VIP
-    /// lead.
+    /// Returns how a translated packet for the node itself reaches the stack. A reply from a VIP must arrive on the
+    /// interface of the route to the VIP, so the program redirects it there.
     fn here(&self, input: &Input, headers: &Headers, ends: &Ends) -> Verdict {
         if ends.src == headers.src || input.ifindex == self.world.interface("eth0").0 {
             Verdict::Next
@@ -473,9 +477,9 @@ impl<'a> Model<'a> {
     fn send(&self, mut frame: Vec<u8>, way: &Way) -> Output {
         let interface = &self.world.interfaces[&way.ifindex];
         let mut unaddressed = None;
-        // Otherwise the kernel finds the neighbour, and writes its address, on the way out.
+        // If the program does not know the neighbour, the kernel looks it up and writes its address on the way out.
         if let Some(neighbour) = way.neighbour {
-            // Into a pod packets go past the neighbours.
+            // Packets into a pod bypass the neighbour table.
             unaddressed = (!interface.pod).then(|| frame.clone());
             write::link(&mut frame, neighbour, interface.mac);
         }
@@ -500,12 +504,12 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// An ICMP packet: an error about a packet of a flow is for whom that packet was from.
+    /// Handles an ICMP packet. An error about a packet of a flow goes to the sender of that packet.
     fn error(&mut self, input: &Input, outer: &Headers, at: Moment) -> Output {
         if !input.leaves && is_nobody(outer.src) {
             return NEXT;
         }
-        // Nothing counts that is not in the packet.
+        // Bytes behind the end of the IP packet do not count.
         let packet = &input.frame[..outer.end];
         let kinds: &[u8] = if outer.v4 {
             &[3, 11, 12]
@@ -529,11 +533,11 @@ impl<'a> Model<'a> {
         if quoted.fragment == Fragment::Later {
             return NEXT;
         }
-        // An error goes to the sender of the packet that it quotes.
+        // An ICMP error must be addressed to the sender of the packet that it quotes.
         if quoted.src != outer.dst {
             return NEXT;
         }
-        // A packet the other way round would be of the same flow.
+        // The key of a packet in the opposite direction, which the sender of the error could send on the same flow.
         let sent = quoted.key();
         let back = FlowKey::new(
             sent.dst,
@@ -575,7 +579,7 @@ impl<'a> Model<'a> {
                     onward = Some(way);
                 }
                 _ => {
-                    // No error about an error (RFC 1122 section 3.2.2).
+                    // ICMP errors are never answered by an ICMP error (RFC 1122 section 3.2.2).
                     self.count(Reason::NoRoute);
                     return DROP;
                 }
@@ -597,21 +601,21 @@ impl<'a> Model<'a> {
     }
 }
 
-/// How a packet is sent on that is too long for its way.
+/// The handling of a packet that is longer than the MTU of its route.
 enum Fit {
-    /// By the stack.
+    /// The stack sends the packet in fragments.
     Fragments,
-    /// Not at all: its sender is told.
+    /// The packet is dropped, and its sender gets an ICMP error.
     Told(Output),
 }
 
-/// Whether a packet, or a segment of it, is longer than this.
+/// Whether the packet, or one of its segments, is longer than the MTU.
 fn is_longer(input: &Input, headers: &Headers, mtu: u16) -> bool {
     let segments_of = input.segmented.then_some(SEGMENT);
     headers.longest(&input.frame, segments_of) > usize::from(mtu)
 }
 
-/// Translated, and up the stack.
+/// Translates the packet and passes it up the stack.
 fn up(input: &Input, headers: &Headers, ends: &Ends) -> Output {
     let hops = headers.hops;
     Output {
@@ -621,7 +625,7 @@ fn up(input: &Input, headers: &Headers, ends: &Ends) -> Output {
     }
 }
 
-/// Tells whoever sent a packet what is wrong with it, if that can be told.
+/// Answers the sender with an ICMP error. Drops the packet if its headers do not allow an answer.
 fn complain(input: &Input, headers: &Headers, complaint: Complaint) -> Output {
     if !headers.is_plain() {
         return DROP;
@@ -633,7 +637,7 @@ fn complain(input: &Input, headers: &Headers, complaint: Complaint) -> Output {
     }
 }
 
-/// Whether a TCP packet's flags are there, where it ought to have some.
+/// Whether the flags of a TCP packet are present. Always true for UDP, and for later fragments, which have none.
 fn has_flags(headers: &Headers) -> bool {
     !headers.is_tcp() || headers.fragment == Fragment::Later || headers.flags.is_some()
 }

@@ -1,60 +1,60 @@
-//! What a frame says, by the RFCs, for a node that must not be fooled.
+//! Parses a frame by the RFCs, strictly, as a node must that can receive hostile packets.
 
 use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
 
 use crate::wire::{LINK, flags, protocol};
 
-/// What a frame is.
+/// The result of parsing a frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Read {
-    /// Nothing that is ever translated.
+    /// A packet that the programs never translate.
     Other,
-    /// An IP packet that is cut short or contradicts itself.
+    /// An IP packet that is truncated or contradicts itself.
     Malformed,
     /// ICMP of the packet's family.
     Icmp(Headers),
-    /// TCP or UDP, or a fragment of one.
+    /// TCP or UDP, or a fragment of a TCP or UDP packet.
     Flow(Headers),
 }
 
-/// Whether a packet is a part of a datagram, and which.
+/// Whether a packet is a fragment of a datagram, and which one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fragment {
-    /// It is all of it.
+    /// The packet is a whole datagram.
     Whole,
-    /// The first: with ports.
+    /// The first fragment, which has the ports.
     First,
-    /// A later one.
+    /// A later fragment.
     Later,
 }
 
-/// Where things are in a packet.
+/// The parsed headers of a packet, and their offsets in the frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Headers {
     pub v4: bool,
-    /// Where the IP header begins, and what follows it (and its extensions).
+    /// Offset of the IP header; then the offset of the header behind it and its extensions.
     pub l3: usize,
     pub l4: usize,
-    /// Where the packet ends, as its header says.
+    /// Offset of the packet's end, by the length in its IP header.
     pub end: usize,
     pub src: Addr,
     pub dst: Addr,
-    /// Network order is [`Port`]'s business. 0: unknown.
+    /// Source and destination port, 0 if unknown. [`Port`] takes care of the byte order.
     pub ports: [Port; 2],
     pub protocol: u8,
     pub fragment: Fragment,
     pub identification: [u8; 4],
     pub hops: u8,
-    /// Whether a router may send it on in fragments: IPv4 without "don't fragment".
+    /// Whether a router may fragment the packet: IPv4 without "don't fragment".
     pub may_be_fragmented: bool,
-    /// TCP's flags, if they are there.
+    /// TCP's flags, if the packet contains them.
     pub flags: Option<u8>,
-    /// The sequence number behind a segment's data, and the one that it acknowledges.
+    /// The sequence number behind the segment's data, and the acknowledgement number.
     pub numbers: Option<[u32; 2]>,
 }
 
 impl Headers {
-    /// What conntrack knows the packet by.
+    /// Returns the packet's key in conntrack.
     pub fn key(&self) -> FlowKey {
         let protocol = Protocol::from_number(self.protocol);
         FlowKey::new(self.src, self.ports[0], self.dst, self.ports[1], protocol)
@@ -64,25 +64,25 @@ impl Headers {
         self.protocol == protocol::TCP
     }
 
-    /// Whether it wants to begin a connection.
+    /// Whether the packet asks to open a connection (a SYN without an ACK).
     pub fn is_syn(&self) -> bool {
         let wanted = flags::SYN | flags::ACK;
         self.is_tcp() && self.flags.is_some_and(|flags| flags & wanted == flags::SYN)
     }
 
-    /// Whether it agrees to begin one.
+    /// Whether the packet accepts a connection (a SYN with an ACK).
     pub fn is_syn_ack(&self) -> bool {
         let wanted = flags::SYN | flags::ACK;
         self.is_tcp() && self.flags.is_some_and(|flags| flags & wanted == wanted)
     }
 
-    /// The packet's length, as its header says.
+    /// The packet's length, by its IP header.
     pub fn length(&self) -> usize {
         self.end - self.l3
     }
 
-    /// The length of the longest packet that it becomes on the wire, if it is yet to be segmented, with so much data
-    /// in each; else its own.
+    /// Length of the longest packet on the wire: of a segment with `segments_of` bytes of data if the packet is still
+    /// to be segmented, else of the packet itself.
     pub fn longest(&self, bytes: &[u8], segments_of: Option<usize>) -> usize {
         let transport = match self.protocol {
             protocol::TCP => usize::from(bytes.get(self.l4 + 12).unwrap_or(&0) >> 4) * 4,
@@ -91,13 +91,13 @@ impl Headers {
         segments_of.map_or(self.length(), |size| self.l4 - self.l3 + transport + size)
     }
 
-    /// Whether it can be answered by an ICMP error: no later fragment, and nothing unusual between
-    /// the IP header and what it carries (IPv6's fragment header is usual, of UDP).
+    /// Whether an ICMP error can answer the packet. A later fragment cannot be answered, and neither can a packet with
+    /// IP options or with more than one short IPv6 extension header. (UDP over IPv6 usually has a fragment header.)
     pub fn is_plain(&self) -> bool {
         let usual = match (self.v4, self.fragment) {
             (_, Fragment::Later) => return false,
             (true, _) => &[20][..],
-            // With one short extension header.
+            // 40, or 48 with one short extension header.
             (false, _) => &[40, 48],
         };
         usual.contains(&(self.l4 - self.l3))
@@ -108,7 +108,7 @@ fn word(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
 }
 
-/// Reads a frame. `segmented`: it is yet to be, and so may be longer than its header can tell.
+/// Parses a frame. `segmented`: the frame is still to be segmented, so it may be longer than its header can express.
 pub fn frame(bytes: &[u8], segmented: bool) -> Read {
     let limit = Limit::Frame {
         end: bytes.len(),
@@ -122,17 +122,17 @@ pub fn frame(bytes: &[u8], segmented: bool) -> Read {
     read.unwrap_or(Read::Malformed)
 }
 
-/// Where a packet must have ended.
+/// The latest offset at which a packet may end.
 #[derive(Clone, Copy, Debug)]
 pub enum Limit {
-    /// Where the frame does, of which it is all; whether it is yet to be segmented.
+    /// The end of the frame, which contains the whole packet. `segmented`: whether it is still to be segmented.
     Frame { end: usize, segmented: bool },
-    /// Anywhere: an ICMP error quotes its beginning.
+    /// No limit, because an ICMP error quotes only the beginning of a packet.
     None,
 }
 
 impl Limit {
-    /// Where a packet ends whose header says that it has no length: BIG TCP.
+    /// Returns the end of a packet whose IP header has length 0 (BIG TCP), if the frame may contain such a packet.
     pub fn end_of_big(self) -> Option<usize> {
         match self {
             Self::Frame {
@@ -151,7 +151,7 @@ impl Limit {
     }
 }
 
-/// Reads an IPv4 packet at `l3`. `None` if its headers are not all there.
+/// Parses the IPv4 packet at `l3`. Returns `None` if its headers are incomplete or invalid.
 pub fn v4(bytes: &[u8], l3: usize, limit: Limit) -> Option<Read> {
     let header = bytes.get(l3..l3 + 20)?;
     let header_length = usize::from(header[0] & 15) * 4;
@@ -188,13 +188,13 @@ pub fn v4(bytes: &[u8], l3: usize, limit: Limit) -> Option<Read> {
     transport(bytes, headers, protocol::ICMP)
 }
 
-/// Likewise IPv6.
+/// Parses the IPv6 packet at `l3`. Returns `None` if its headers are incomplete or invalid.
 pub fn v6(bytes: &[u8], l3: usize, limit: Limit) -> Option<Read> {
     let header = bytes.get(l3..l3 + 40)?;
     let payload = usize::from(word(header, 4)?);
     let big = limit.end_of_big().filter(|_| payload == 0);
     let end = big.unwrap_or(l3 + 40 + payload);
-    // No payload: nothing, or a jumbogram, which no link here carries.
+    // A payload length of 0 means no payload, or a jumbogram, which no link here carries.
     if header[0] >> 4 != 6 || (payload == 0 && big.is_none()) || !limit.allows(end) {
         return None;
     }
@@ -215,7 +215,7 @@ pub fn v6(bytes: &[u8], l3: usize, limit: Limit) -> Option<Read> {
         flags: None,
         numbers: None,
     };
-    // No such address is ever on the wire; in our tables it would be another family's.
+    // An IPv4-mapped address never appears on the wire. In our tables it would stand for an IPv4 address.
     if headers.src.is_v4() || headers.dst.is_v4() {
         return Some(Read::Other);
     }
@@ -256,7 +256,7 @@ fn numbers(bytes: &[u8], headers: &Headers) -> Option<[u32; 2]> {
     let (sequence, ack) = (number(headers.l4 + 4)?, number(headers.l4 + 8)?);
     let header = u32::from(bytes.get(headers.l4 + 12)? >> 4) * 4;
     let carried = u32::try_from(headers.end - headers.l4).ok()?;
-    // A header that is said to be longer than what is there takes numbers away.
+    // A TCP header length that exceeds the packet moves the end backwards.
     let end = sequence.wrapping_add(carried).wrapping_sub(header);
     Some([end, ack])
 }

@@ -1,8 +1,7 @@
-//! What room flows have in the tables: which of them have to give it up for a new one, and which ports of the node's
-//! cannot be had for want of it.
+//! The places of flows in the tables: which flows a new flow evicts, and which ports of the node have no free slot.
 //!
-//! Each flow has a cell, and a slot which leads there from what its replies carry. Which ones it may have is
-//! `dataplane_common::cells`' business ([`cells_of`], [`slots_of`]); here they are looked at in that order, in maps.
+//! Each flow has a cell. A slot leads to the cell from the key of the flow's replies. `dataplane_common::cells` defines
+//! the candidates for both ([`cells_of`], [`slots_of`]); the model tries the candidates in the same order, in maps.
 
 use dataplane_common::{
     cells::{CellKey as _, OTHERS, candidate},
@@ -15,22 +14,22 @@ use super::{
     table::Table,
 };
 
-/// The flows, by their keys, and where they are.
+/// The flows by their keys, and their cells and slots.
 #[derive(Clone, Debug)]
 pub struct Flows {
     table: Table<FlowKey, Translation>,
     numbers: Table<FlowKey, Numbers>,
     cells: Table<u32, FlowKey>,
     slots: Table<u32, FlowKey>,
-    /// How many cells there are, less one.
+    /// Number of cells minus one.
     mask: u32,
     secret: u64,
-    /// How many flows gave way, and how many of them to what happened last.
+    /// Number of flows evicted before the last operation, and by the last operation.
     gave_way: [u64; 2],
 }
 
 impl Flows {
-    /// None, in so many cells.
+    /// Returns an empty table with this many cells.
     pub fn new(cells: u32, secret: u64) -> Self {
         Self {
             table: Table::new(),
@@ -55,12 +54,13 @@ impl Flows {
         self.table.has(key)
     }
 
-    /// The flow, not masqueraded, whose replies carry this.
+    /// Finds the flow by the key of its replies, if it is not masqueraded.
     pub fn by_client(&self, reply: &FlowKey) -> Option<Flow> {
         self.find(|flow| !flow.is_foreign() && flow.to.node_addr == 0 && flow.reply_key() == *reply)
     }
 
-    /// The masqueraded flow whose replies carry this, at whatever address of the node's; also one of the kernel's own.
+    /// Finds the masqueraded flow by the key of its replies, at any address of the node. Also finds flows of the
+    /// kernel's own conntrack.
     pub fn by_node(&self, reply: &PortKey) -> Option<Flow> {
         self.find(|flow| flow.to.node_addr != 0 && flow.port_key() == *reply)
     }
@@ -74,12 +74,12 @@ impl Flows {
         found.next()
     }
 
-    /// A flow was used, or seen: nothing by which it is found changes.
+    /// Changes the value of a flow. The change must not affect its key or the key of its replies.
     pub fn change(&mut self, key: &FlowKey, change: impl FnOnce(&mut Translation)) {
         self.table.change(key, change);
     }
 
-    /// What only the kernel's table knows of a flow that the model has changed.
+    /// Takes over a value of a flow that only the kernel's table shows, after the model has changed the flow.
     pub fn adopt(&mut self, key: &FlowKey, change: impl FnOnce(&mut Translation)) {
         if let Some(mut to) = self.get(key) {
             change(&mut to);
@@ -87,12 +87,12 @@ impl Flows {
         }
     }
 
-    /// How far a flow's directions have got.
+    /// The TCP state of a flow: how far each direction has advanced.
     pub fn numbers(&self, key: &FlowKey) -> Numbers {
         self.numbers.get(key).unwrap_or_default()
     }
 
-    /// A segment was seen.
+    /// Stores the TCP state of a flow.
     pub fn set_numbers(&mut self, key: &FlowKey, numbers: Numbers) {
         self.numbers.set(*key, numbers);
     }
@@ -121,10 +121,10 @@ impl Flows {
         self.numbers.remove(key);
     }
 
-    /// The cell that a new flow is given. If another flow has it, that gives way.
+    /// Returns the cell for a new flow. Evicts the flow in the cell if that flow is over.
     ///
     /// # Errors
-    /// None is free, and no flow that has one gives way: somebody is pushed out who lives.
+    /// If every candidate cell has a live flow, which cannot be evicted.
     pub fn cell_for(&mut self, key: &FlowKey, now: Tick) -> Result<u32, String> {
         for cell in self.cells_of(key) {
             if self.make_way(self.cells.get(&cell), now) {
@@ -138,7 +138,8 @@ impl Flows {
         ))
     }
 
-    /// Whether what the replies of a masqueraded flow carry can lead to it: it has one slot.
+    /// Whether the slot for a masqueraded flow's replies is free, or has a flow that is over. A masqueraded flow has
+    /// one candidate.
     pub fn has_slot(&self, flow: &Flow, now: Tick) -> bool {
         let home = self.slots_of(flow)[0];
         self.slots
@@ -146,7 +147,7 @@ impl Flows {
             .is_none_or(|other| self.gives_way(&other, now))
     }
 
-    /// The flow that has the first of the slots that a flow may have.
+    /// Returns the flow in the first candidate slot of another flow.
     pub fn with_slot(&self, flow: &Flow) -> Option<Flow> {
         let key = self.slots.get(&self.slots_of(flow)[0])?;
         Some(Flow {
@@ -155,10 +156,10 @@ impl Flows {
         })
     }
 
-    /// Enters a flow that was given a cell, and a port of the node's if it is masqueraded.
+    /// Adds a flow that has a cell and, if it is masqueraded, a port of the node.
     ///
     /// # Errors
-    /// There is no slot.
+    /// If no candidate slot is free.
     pub fn enter(
         &mut self,
         cell: u32,
@@ -177,8 +178,8 @@ impl Flows {
         Ok(())
     }
 
-    /// Enters a flow that no packet began; not if another would give way, now or in the next tick: who enters it in the
-    /// kernel's table looks at another clock.
+    /// Adds a flow that no packet began. Does nothing if another flow would be evicted, now or in the next tick,
+    /// because the kernel's table adds the flow by another clock.
     pub fn enter_quietly(&mut self, flow: &Flow) {
         let now = flow.to.used;
         let next = Tick::from_number(now.number().wrapping_add(1));
@@ -210,7 +211,7 @@ impl Flows {
         }
     }
 
-    /// Removes the flow that is somewhere if it gives way; whether nobody is there then.
+    /// Removes the other flow if it is over. Returns whether its place is free then.
     fn make_way(&mut self, other: Option<FlowKey>, now: Tick) -> bool {
         let Some(other) = other else {
             return true;
@@ -244,12 +245,12 @@ impl Flows {
         self.gave_way[1] = 0;
     }
 
-    /// How many flows gave way to others.
+    /// Returns the number of evicted flows.
     pub fn gave_way(&self) -> u64 {
         self.gave_way[0]
     }
 
-    /// How many flows are in other cells than their homes, and how many are led to by other slots than theirs.
+    /// Returns the number of flows in a cell other than their home, and of flows in a slot other than their home.
     pub fn elsewhere(&self) -> [u64; 2] {
         let cells = self
             .cells
@@ -262,14 +263,14 @@ impl Flows {
         [cells.count() as u64, slots.count() as u64]
     }
 
-    /// The cells that a flow may have, its home first.
+    /// Returns the candidate cells of a flow, its home first.
     fn cells_of(&self, key: &FlowKey) -> Vec<u32> {
         let place = key.place(self.secret);
         let nth = |nth| candidate(place, nth) & self.mask;
         (0..=OTHERS).map(nth).collect()
     }
 
-    /// The slots that may lead to a flow, their home first. A masqueraded one has no other.
+    /// Returns the candidate slots of a flow, its home first. A masqueraded flow has only its home.
     fn slots_of(&self, flow: &Flow) -> Vec<u32> {
         let slots = self.mask << 1 | 1;
         if flow.to.node_addr != 0 {

@@ -1,4 +1,4 @@
-//! How far a TCP flow's directions have got, and which segments count.
+//! Tracks how far each direction of a TCP flow has advanced, and decides which segments count.
 
 use dataplane_common::{
     packet::Tick,
@@ -9,25 +9,26 @@ use dataplane_common::{
 use super::read::Headers;
 use crate::wire::flags;
 
-/// Sequence numbers of a flow.
+/// The sequence numbers of a flow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Numbers {
-    /// How far requests have got, and replies.
+    /// The positions of the requests and of the replies.
     pub positions: [Option<u32>; 2],
-    /// The number of the last SYN.
+    /// The sequence number of the last SYN.
     pub syn: Option<u32>,
-    /// How often the endpoint was asked by a SYN whether it lives, and when last; 0: it owes no answer.
+    /// How many SYNs have probed whether the endpoint is alive, and when the last one did. 0: the endpoint owes no
+    /// answer.
     pub asked: (u8, Tick),
     /// Whether the service no longer lists the endpoint.
     pub departed: bool,
 }
 
-/// What a TCP segment says.
+/// The fields of a TCP segment that matter here.
 #[derive(Clone, Copy, Debug)]
 struct Segment {
     flags: u8,
     end: u32,
-    /// Only if it has the flag.
+    /// The acknowledgement number, if the segment has the ACK flag.
     ack: Option<u32>,
 }
 
@@ -46,7 +47,7 @@ impl Segment {
     }
 }
 
-/// How far a number is ahead of another one, on the shorter way round.
+/// By how many bytes a number is ahead of another number, by the shorter way around the circle of sequence numbers.
 fn ahead(number: u32, of: u32) -> i64 {
     i64::from(number.wrapping_sub(of).cast_signed())
 }
@@ -55,13 +56,13 @@ fn near(number: u32, position: Option<u32>) -> bool {
     position.is_some_and(|position| ahead(number, position).unsigned_abs() <= u64::from(NEAR))
 }
 
-/// The number as the table has it, where 0 stands for "unknown".
+/// The number as the table stores it: 0 means "unknown" there, so 0 becomes 1.
 fn stored(number: u32) -> u32 {
     number.max(1)
 }
 
 impl Numbers {
-    /// Those that the first packet of a flow leaves.
+    /// Returns the state after the first packet of a flow.
     pub fn begun(first: &Headers) -> Self {
         match Segment::of(first) {
             Some(segment) if segment.has(flags::SYN) => Self {
@@ -73,7 +74,7 @@ impl Numbers {
         }
     }
 
-    /// As the table has them.
+    /// Decodes the words of the kernel's table.
     pub fn read([positions, opening]: Sequences) -> Self {
         let number = |word: u64| u32::try_from(word & 0xffff_ffff).ok().filter(|n| *n != 0);
         Self {
@@ -87,7 +88,7 @@ impl Numbers {
         }
     }
 
-    /// As the table is to have them.
+    /// Encodes the words of the kernel's table.
     pub fn write(self) -> Sequences {
         let number = |number: Option<u32>| u64::from(number.unwrap_or_default());
         let [requests, replies] = self.positions.map(number);
@@ -101,7 +102,8 @@ impl Numbers {
         ]
     }
 
-    /// A SYN asks an endpoint that takes no new connections. Whether that was silent for some seconds, twice, or has departed.
+    /// Records that a SYN probes an endpoint which takes no new connections. Returns whether the endpoint has departed,
+    /// or has left two probes unanswered for some seconds each.
     pub fn ask(&mut self, now: Tick) -> bool {
         if self.departed {
             return true;
@@ -117,7 +119,7 @@ impl Numbers {
         false
     }
 
-    /// Whether a packet from the client acknowledges what the endpoint said.
+    /// Whether a packet from the client acknowledges the endpoint's data.
     pub fn are_acknowledged_by(self, headers: &Headers) -> bool {
         Segment::of(headers).is_some_and(|segment| {
             let acknowledges = segment.ack.is_some_and(|ack| near(ack, self.positions[1]));
@@ -125,8 +127,8 @@ impl Numbers {
         })
     }
 
-    /// What a packet adds to what was seen of its direction (0: it does not count; with [`ANEW`]: what was seen before does
-    /// not count; with [`GOES_ON`]: RSTs that were seen before do not), and changes here.
+    /// Updates the positions, and returns the bits that a packet adds to the `seen` bits of its direction. 0: the
+    /// packet does not count. [`ANEW`]: the earlier bits no longer count. [`GOES_ON`]: earlier RSTs no longer count.
     pub fn see(&mut self, headers: &Headers, replies: bool) -> u8 {
         let Some(segment) = Segment::of(headers) else {
             return seen::PACKET;
@@ -147,7 +149,7 @@ impl Numbers {
             }
             return seen::PACKET;
         }
-        // An endpoint challenges a SYN before it answers it.
+        // An endpoint that still has an earlier connection sends a challenge ACK before it answers the SYN.
         if replies && self.positions[1].is_none() && self.syn.is_some() && !segment.has(flags::SYN)
         {
             return 0;
@@ -163,10 +165,11 @@ impl Numbers {
             let limits = -i64::from(UNACKNOWLEDGED)..=i64::from(AHEAD);
             ack.is_some_and(|ack| limits.contains(&ahead(ack, position)))
         });
-        // Most segments are where their direction is, and nobody asks what they acknowledge.
+        // Most segments lie near their direction's position. For such a segment the programs do not check the
+        // acknowledgement.
         let plain = near(segment.end, self.positions[own]) && !segment.has(flags::SYN | flags::FIN);
         let own_segment = anew || placed && acknowledges;
-        // Of a reply that is owed, it is.
+        // But if the endpoint owes a reply, the programs check the acknowledgement of the reply.
         let plain = plain && (own_segment || !replies || self.asked.0 == 0);
         if replies && own_segment {
             self.asked = Default::default();

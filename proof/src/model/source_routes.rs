@@ -1,12 +1,12 @@
-//! Whether a packet says which hosts it is to pass.
+//! Recognizes packets that carry a source route.
 
 use dataplane_common::Addr;
 
 use super::read::Limit;
 use crate::wire::{LINK, protocol};
 
-/// Whether a frame has a source route, or more extension headers than anybody has use for. `segmented`: as
-/// [`frame`](super::read::frame) has it.
+/// Whether a frame has a source route, or more extension headers than any legitimate packet needs. `segmented`: see
+/// [`frame`](super::read::frame).
 pub fn is_routed(frame: &[u8], segmented: bool) -> bool {
     let limit = Limit::Frame {
         end: frame.len(),
@@ -37,7 +37,7 @@ fn v4(frame: &[u8], limit: Limit) -> Option<bool> {
             0 => return Some(false),
             1 => rest,
             131 | 137 => return Some(true),
-            // A length that cannot be hides what follows. (The next byte may be behind the options.)
+            // An invalid length hides the options behind it. (The length byte may lie behind the end of the options.)
             _ => {
                 let at = LINK + length - rest.len();
                 let told = usize::from(*frame.get(at).unwrap_or(&0));

@@ -1,4 +1,4 @@
-//! What the programs remember.
+//! The state that the programs keep.
 
 use dataplane_common::{
     packet::{Fragment, FragmentKey},
@@ -7,7 +7,7 @@ use dataplane_common::{
 
 use super::{room::Flows, table::Table};
 
-/// Everything that programs write to.
+/// Every table that the programs write to.
 #[derive(Clone, Debug)]
 pub struct State {
     pub flows: Flows,
@@ -16,7 +16,8 @@ pub struct State {
 }
 
 impl State {
-    /// Nothing, with so many cells for flows, in places by this secret.
+    /// Returns an empty state. `cells`: number of cells for flows. `secret`: the hash secret that decides which cells a
+    /// flow may use.
     pub fn new(cells: u32, secret: u64) -> Self {
         Self {
             flows: Flows::new(cells, secret),

@@ -1,14 +1,14 @@
-//! What the programs remember in one table, and which of it a packet changed.
+//! One table of the programs' state, with a record of the entries that a packet changed.
 
 use std::{
     collections::HashMap,
     hash::{BuildHasherDefault, DefaultHasher, Hash},
 };
 
-/// A table that can take back what was done to it since the last [`Table::keep`].
+/// A table that can undo all changes since the last [`Table::keep`].
 #[derive(Clone, Debug)]
 pub struct Table<K, V> {
-    /// Hashed alike in each run, so that a seed stands for the same packets.
+    /// The hash function is the same in each run, so that a seed always generates the same packets.
     entries: HashMap<K, V, BuildHasherDefault<DefaultHasher>>,
     before: Vec<(K, Option<V>)>,
 }
@@ -39,7 +39,7 @@ impl<K: Copy + Eq + Hash, V: Copy> Table<K, V> {
         self.before.push((*key, before));
     }
 
-    /// Changes an entry that is there.
+    /// Changes an entry. Does nothing if the key has no entry.
     pub fn change(&mut self, key: &K, change: impl FnOnce(&mut V)) {
         if let Some(mut value) = self.get(key) {
             change(&mut value);
@@ -47,12 +47,12 @@ impl<K: Copy + Eq + Hash, V: Copy> Table<K, V> {
         }
     }
 
-    /// Takes over what the program had the choice of.
+    /// Takes over a value that the program was free to choose. [`Table::take_back`] does not undo it.
     pub fn adopt(&mut self, key: &K, value: V) {
         self.entries.insert(*key, value);
     }
 
-    /// The keys that were written to or removed since the last `keep`, and what they had before.
+    /// Returns the keys that were written or removed since the last `keep`, each with its value before the change.
     pub fn touched(&self) -> impl Iterator<Item = (&K, Option<V>)> {
         self.before.iter().map(|(key, before)| (key, *before))
     }

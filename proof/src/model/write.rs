@@ -1,12 +1,11 @@
-//! Packets with other ends, made anew: checksums are not corrected here but computed, over all the
-//! bytes there are.
+//! Builds packets with new ends. The checksums are computed anew over all bytes, not corrected incrementally.
 
 use dataplane_common::{Addr, Port};
 
 use super::read::{Fragment, Headers};
 use crate::wire::{self, LINK, fold, protocol, pseudo, sum};
 
-/// Where a packet shall come from and go to.
+/// New source and destination of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ends {
     pub src: Addr,
@@ -26,7 +25,7 @@ impl Ends {
     }
 }
 
-/// An address as a packet of its family has it.
+/// The bytes of an address in a packet of its family.
 fn octets(addr: Addr, v4: bool) -> Vec<u8> {
     let all = addr.octets();
     if v4 { all[12..].to_vec() } else { all.to_vec() }
@@ -36,18 +35,18 @@ fn set(frame: &mut [u8], at: usize, bytes: &[u8]) {
     frame[at..at + bytes.len()].copy_from_slice(bytes);
 }
 
-/// By how much a checksummed range is wrong, as a number modulo 0xffff; 0 if its checksum is right.
-/// `extra`: the pseudo header's sum.
+/// Returns the error of a checksummed range, as a number modulo 0xffff; 0 if the checksum is correct. `extra`: the sum
+/// of the pseudo header.
 fn fault(bytes: &[u8], extra: u32) -> u32 {
     u32::from(fold(sum(bytes) + extra)) % 0xffff
 }
 
-/// Sets the checksum at `at` (from the range's begin) so that the range is wrong by as much as
-/// `fault` says: a router must not repair what it did not break, nor break what is right.
+/// Sets the checksum at `at` (an offset in the range) so that the range has the error `wrong` (see [`fault`]). A router
+/// must not repair a checksum that arrived wrong, and must not break a correct one.
 fn set_checksum(bytes: &mut [u8], at: usize, extra: u32, wrong: u32) {
     set(bytes, at, &[0, 0]);
     let now = u32::from(fold(sum(bytes) + extra));
-    // now + checksum = fault (modulo 0xffff)
+    // now + checksum = wrong (modulo 0xffff)
     let checksum = (wrong + 2 * 0xffff - now) % 0xffff;
     let checksum = u16::try_from(checksum).unwrap_or_default();
     set(bytes, at, &checksum.to_be_bytes());
@@ -59,8 +58,7 @@ fn set_addresses(frame: &mut [u8], headers: &Headers, ends: &Ends) {
     set(frame, headers.l3 + at + size, &octets(ends.dst, headers.v4));
 }
 
-/// The IP header: addresses, hops and, of IPv4, the checksum, which covers the 20 bytes and the
-/// options.
+/// Writes the IP header: addresses, hop count and, for IPv4, the checksum over the header with its options.
 fn set_header(frame: &mut [u8], headers: &Headers, ends: &Ends, hops: u8) {
     let end = headers.l4.min(frame.len());
     let wrong = if headers.v4 {
@@ -85,7 +83,7 @@ fn pseudo_of(frame: &[u8], headers: &Headers, length: usize) -> u32 {
     pseudo(addresses.0, addresses.1, headers.protocol, length)
 }
 
-/// The packet with other ends.
+/// Returns the packet with new ends.
 pub fn translated(frame: &[u8], headers: &Headers, ends: &Ends, hops: u8) -> Vec<u8> {
     let mut out = frame.to_vec();
     let range = headers.l4..headers.end;
@@ -104,7 +102,7 @@ pub fn translated(frame: &[u8], headers: &Headers, ends: &Ends, hops: u8) -> Vec
     );
     let udp = headers.protocol == protocol::UDP;
     let at = if udp { 6 } else { 16 };
-    // A first fragment may end before it has got so far.
+    // A first fragment may end before its checksum field.
     if range.len() < at + 2 {
         return out;
     }
@@ -118,7 +116,7 @@ pub fn translated(frame: &[u8], headers: &Headers, ends: &Ends, hops: u8) -> Vec
     out
 }
 
-/// An ICMP error with other ends, whose quotation has them the other way round.
+/// Returns an ICMP error with new ends. The quoted packet gets the same ends, in the opposite direction.
 pub fn error_translated(
     frame: &[u8],
     outer: &Headers,
@@ -150,7 +148,7 @@ pub fn error_translated(
     out
 }
 
-/// What is wrong with a packet: type, code and second word of ICMP and ICMPv6.
+/// The problem that an ICMP error reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Complaint {
     PortUnreachable,
@@ -158,7 +156,7 @@ pub enum Complaint {
     TooBig(u16),
 }
 
-/// The error that a packet is answered with: from the address that it was for, to whom it came from.
+/// Builds the ICMP error that answers a packet, from the packet's destination to its source.
 pub fn complaint(frame: &[u8], headers: &Headers, complaint: Complaint) -> Vec<u8> {
     let mtu = match complaint {
         Complaint::TooBig(mtu) => u32::from(mtu),
@@ -193,15 +191,15 @@ pub fn complaint(frame: &[u8], headers: &Headers, complaint: Complaint) -> Vec<u
     packet.frame()
 }
 
-/// The same frame with other link-layer addresses, destination first.
+/// Sets the link-layer addresses of a frame, destination first.
 pub fn link(frame: &mut [u8], to: [u8; 6], from: [u8; 6]) {
     debug_assert!(frame.len() >= LINK, "a frame that was read has its header");
     set(frame, 0, &to);
     set(frame, 6, &from);
 }
 
-/// Whether a packet's checksums are right: IPv4's header's and that of what it carries. (Of a
-/// fragment alone it cannot be told, nor of UDP without one.)
+/// Whether a packet's checksums are correct: of the IPv4 header, and of its payload. The payload of a fragment, and UDP
+/// without a checksum, cannot be checked and count as correct.
 pub fn is_right(frame: &[u8], headers: &Headers) -> bool {
     let header = !headers.v4 || fault(&frame[headers.l3..headers.l4], 0) == 0;
     let range = headers.l4..headers.end;

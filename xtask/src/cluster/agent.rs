@@ -1,5 +1,5 @@
-//! The dataplane in the cluster: as the DaemonSet of the kustomize base or of the chart, as shipped, or as a
-//! process of a node.
+//! The dataplane in the cluster: as the DaemonSet of the kustomize base or of the chart, as shipped, or as a process of
+//! a node.
 
 use std::{
     fs::{self, File},
@@ -33,19 +33,19 @@ use crate::{
 
 /// Name of the DaemonSet.
 const DAEMON_SET: &str = "daemonset/dataplane";
-/// How long a rollout over all nodes may take.
+/// Time limit for a rollout over all nodes.
 const ROLLOUT: &str = "--timeout=240s";
 
-/// What is to be deployed.
+/// The variant to deploy.
 #[derive(Debug, Clone)]
 pub struct Wanted {
     /// The image's tag.
     pub tag: &'static str,
-    /// What the configuration has besides what every cluster here needs.
+    /// Configuration besides the settings that every cluster here needs.
     pub config: Value,
-    /// Take each other's place (component `surge`).
+    /// Whether agents take over from each other (component `surge`).
     pub surge: bool,
-    /// Whether the configuration names the API server's own address, which every cluster here needs.
+    /// Whether the configuration contains the API server's own address, which the clusters here need.
     pub api_server: bool,
     /// More components of the overlay.
     pub components: Vec<&'static str>,
@@ -71,7 +71,7 @@ impl Wanted {
         self.config.get("mesh").is_some()
     }
 
-    /// The configuration file.
+    /// Returns the configuration file.
     fn configuration(&self) -> Result<Value> {
         let source = if self.api_server {
             json!({ "apiServer": place::api_server() })
@@ -97,7 +97,7 @@ impl Wanted {
     }
 }
 
-/// The base and the components in `deploy/kustomize`, as an operator's overlay puts them together.
+/// Returns the base and the components in `deploy/kustomize`, combined as in an operator's overlay.
 pub fn kustomize(cluster: &Cluster, wanted: &Wanted) -> Result<String> {
     let overlay = place::directory().join("overlay");
     if overlay.exists() {
@@ -145,7 +145,7 @@ pub fn kustomize(cluster: &Cluster, wanted: &Wanted) -> Result<String> {
     output(cluster.kubectl.command().arg("kustomize").arg(&overlay))
 }
 
-/// The chart, rendered by Helm, or by the tests' engine if there is no Helm. `more`: other values.
+/// Returns the chart, rendered by Helm, or by the tests' engine if there is no Helm. `more` contains other values.
 pub fn chart(wanted: &Wanted, more: &Value) -> Result<String> {
     let mut values = json!({
         "image": { "repository": images::DATAPLANE, "tag": wanted.tag },
@@ -181,7 +181,7 @@ pub fn deploy(cluster: &Cluster, wanted: &Wanted) -> Result<()> {
     wait(cluster)
 }
 
-/// Deploys the base.
+/// Deploys the base, without waiting.
 pub fn apply(cluster: &Cluster, wanted: &Wanted) -> Result<()> {
     let text = kustomize(cluster, wanted)?;
     let before = cluster
@@ -191,7 +191,7 @@ pub fn apply(cluster: &Cluster, wanted: &Wanted) -> Result<()> {
     let after = cluster
         .kubectl
         .get(&["-n", "kube-system", "configmap", "dataplane"])?;
-    // As an operator does: agents read their configuration when they start.
+    // Restart the agents, as an operator does: agents read their configuration when they start.
     if before.is_ok_and(|before| before["data"] != after["data"]) {
         cluster
             .kubectl
@@ -200,7 +200,7 @@ pub fn apply(cluster: &Cluster, wanted: &Wanted) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the DaemonSet is rolled out, and every node's agent healthy.
+/// Waits until the DaemonSet is rolled out, and every node's agent is healthy.
 pub fn wait(cluster: &Cluster) -> Result<()> {
     cluster.kubectl.run(&[
         "-n",
@@ -216,21 +216,22 @@ pub fn wait(cluster: &Cluster) -> Result<()> {
     Ok(())
 }
 
-/// `dataplane status` on the node must say so.
+/// Fails if `dataplane status` on the node does not report a healthy node.
 pub fn healthy(cluster: &Cluster, node: Node) -> Result<()> {
     output(node.command(&cluster.dataplane)?.arg("status"))
         .with_context(|| format!("node {}", node.name()))?;
     Ok(())
 }
 
-/// What `dataplane status` on the node says, and whether it says that the node is healthy.
+/// Returns the output of `dataplane status` on the node, and whether it reports a healthy node.
 pub fn status(cluster: &Cluster, node: Node) -> Result<(bool, String)> {
     let said = node.command(&cluster.dataplane)?.arg("status").output()?;
     let text = String::from_utf8_lossy(&said.stdout).into_owned();
     Ok((said.status.success(), text))
 }
 
-/// `dataplane status` on the node must have all of these words. Returns whether it says that the node is healthy.
+/// Fails if the output of `dataplane status` on the node lacks one of these words. Returns whether it reports a healthy
+/// node.
 pub fn says(cluster: &Cluster, node: Node, words: &[&str]) -> Result<bool> {
     let (healthy, text) = status(cluster, node)?;
     for word in words {
@@ -243,7 +244,7 @@ pub fn says(cluster: &Cluster, node: Node, words: &[&str]) -> Result<bool> {
     Ok(healthy)
 }
 
-/// Takes away everything that the base has, and what the agents left on the nodes.
+/// Removes all objects of the base, and everything that the agents left on the nodes.
 pub fn remove(cluster: &Cluster) -> Result<()> {
     remove_daemon_set(cluster)?;
     for what in ["configmap/dataplane", "serviceaccount/dataplane"] {
@@ -263,7 +264,7 @@ pub fn remove(cluster: &Cluster) -> Result<()> {
     Ok(())
 }
 
-/// Takes the DaemonSet away. What its agents left on the nodes goes on serving.
+/// Removes the DaemonSet. The programs and tables of its agents stay on the nodes and continue to serve.
 pub fn remove_daemon_set(cluster: &Cluster) -> Result<()> {
     cluster.kubectl.run(&[
         "-n",
@@ -283,7 +284,7 @@ pub fn remove_daemon_set(cluster: &Cluster) -> Result<()> {
     })
 }
 
-/// `dataplane cleanup` on the node.
+/// Runs `dataplane cleanup` on the node.
 pub fn cleanup(cluster: &Cluster, node: Node) -> Result<()> {
     let mut cleanup = node.command(&cluster.dataplane)?;
     cleanup
@@ -293,7 +294,7 @@ pub fn cleanup(cluster: &Cluster, node: Node) -> Result<()> {
     output(&mut cleanup).map(drop)
 }
 
-/// The DaemonSet's pods.
+/// Returns the DaemonSet's pods.
 pub fn pods(cluster: &Cluster) -> Result<Vec<Value>> {
     let label = "app.kubernetes.io/name=dataplane";
     cluster
@@ -301,7 +302,7 @@ pub fn pods(cluster: &Cluster) -> Result<Vec<Value>> {
         .list(&["-n", "kube-system", "pods", "-l", label])
 }
 
-/// The name of the DaemonSet's newest pod on a node.
+/// Returns the name of the DaemonSet's newest pod on a node.
 pub fn pod(cluster: &Cluster, node: Node) -> Result<String> {
     let mut pods = pods(cluster)?;
     pods.retain(|pod| {
@@ -314,7 +315,7 @@ pub fn pod(cluster: &Cluster, node: Node) -> Result<String> {
     Ok(name.context("a name")?.to_owned())
 }
 
-/// What the agent on a node has logged since then, each line with its time by the container runtime.
+/// Returns the log of the agent on a node since this time. Each line has the container runtime's time.
 pub fn log(cluster: &Cluster, node: Node, since: Timestamp) -> Result<String> {
     let (pod, since) = (pod(cluster, node)?, format!("--since-time={since}"));
     cluster
@@ -332,14 +333,14 @@ pub fn exec(cluster: &Cluster, node: Node, words: &str) -> Result<String> {
     output(&mut kubectl)
 }
 
-/// An agent that is a process of the node. It ends when it is dropped.
+/// An agent that is a process of the node. It is stopped when this value is dropped.
 pub struct Process {
     child: Child,
     node: Node,
 }
 
 impl Process {
-    /// Starts an agent with this kubeconfig, and waits until it serves.
+    /// Starts an agent with this kubeconfig, and waits until it is healthy.
     pub fn start(cluster: &Cluster, node: Node, kubeconfig: &std::path::Path) -> Result<Self> {
         let log = node.directory().join("agent.log");
         let log = File::options()
@@ -365,7 +366,7 @@ impl Process {
     }
 
     fn end(&mut self) -> Result<()> {
-        // `nsenter` is the child, and the agent is its child.
+        // The child is `nsenter`, and the agent is the child of `nsenter`.
         let Some(pid) = node::first_child(self.child.id()) else {
             return Ok(());
         };
@@ -389,7 +390,7 @@ impl Drop for Process {
     }
 }
 
-/// The agent's metrics on a node, as root reads them there.
+/// Returns the agent's metrics on a node, read there as root.
 pub fn metrics(node: Node) -> Result<Vec<Sample>> {
     let mut ask = node.command("curl")?;
     ask.args([
@@ -403,7 +404,7 @@ pub fn metrics(node: Node) -> Result<Vec<Sample>> {
     openmetrics::parse(&text).map_err(|error| anyhow!("metrics of {}: {error}", node.name()))
 }
 
-/// The sum of a metric's series whose labels have this value.
+/// Returns the sum of a metric's series that have this label value.
 pub fn sum(samples: &[Sample], name: &str, label: Option<(&str, &str)>) -> f64 {
     let of = samples.iter().filter(|sample| {
         sample.name == name
@@ -412,7 +413,7 @@ pub fn sum(samples: &[Sample], name: &str, label: Option<(&str, &str)>) -> f64 {
     of.map(|sample| sample.value).sum()
 }
 
-/// The lines that the API server's audit log has of the agent.
+/// Returns the lines about the agent in the API server's audit log.
 pub fn audited() -> Result<Vec<Value>> {
     let path = identity::file(super::control::AUDIT_LOG);
     let text =

@@ -1,4 +1,4 @@
-//! The cluster's cgroups: one tree of its own in every hierarchy that this machine has mounted.
+//! The cluster's cgroups: a separate tree in every hierarchy that this machine has mounted.
 
 use std::{
     fs,
@@ -18,12 +18,12 @@ pub const CGROUP: &str = "dataplane-cluster";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hierarchy {
     pub mount: PathBuf,
-    /// `cpu,cpuacct`, `name=systemd`; empty: cgroup v2.
+    /// The controllers of cgroup v1, such as `cpu,cpuacct` or `name=systemd`. Empty for cgroup v2.
     pub controllers: String,
 }
 
-/// Every hierarchy of this machine. On most there is one, of cgroup v2. A hybrid machine also has
-/// some of cgroup v1.
+/// Returns every hierarchy of this machine. Most machines have one, of cgroup v2. A hybrid machine also has some of
+/// cgroup v1.
 pub fn hierarchies() -> Result<Vec<Hierarchy>> {
     let mounts = fs::read_to_string("/proc/mounts").context("cannot read /proc/mounts")?;
     Ok(parse(&mounts))
@@ -68,8 +68,9 @@ fn parse(mounts: &str) -> Vec<Hierarchy> {
     found
 }
 
-/// Creates a cgroup in every hierarchy, and its parents. Its parent's children have no controllers of cgroup v2
-/// yet: a cgroup whose children have some takes no processes, and a node's first process begins there.
+/// Creates a cgroup in every hierarchy, with its parents. Does not yet enable controllers of cgroup v2 for the children
+/// of the direct parent: the kernel lets no process into a cgroup whose children have controllers, and a node's first
+/// process starts in this parent.
 pub fn create(cgroup: &Path) -> Result<()> {
     let parts = cgroup.iter().count();
     for hierarchy in hierarchies()? {
@@ -84,7 +85,7 @@ pub fn create(cgroup: &Path) -> Result<()> {
                 fs::create_dir(&path)
                     .with_context(|| format!("cannot create the cgroup {}", path.display()))?;
             }
-            // A new cgroup of cpuset has neither processors nor memory, and takes no process.
+            // A new cgroup of cpuset has no processors and no memory, and accepts no process.
             for file in ["cpuset.cpus", "cpuset.mems"] {
                 if hierarchy.controllers.contains("cpuset") {
                     copy_if_empty(&parent.join(file), &path.join(file))?;
@@ -95,10 +96,10 @@ pub fn create(cgroup: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What a kubelet wants of cgroup v2. A hybrid machine has these in hierarchies of cgroup v1.
+/// The controllers that a kubelet needs in cgroup v2. A hybrid machine has them in hierarchies of cgroup v1.
 const CONTROLLERS: [&str; 5] = ["cpu", "cpuset", "io", "memory", "pids"];
 
-/// Gives the children of a cgroup the controllers of cgroup v2 that a kubelet wants.
+/// Enables the controllers that a kubelet needs for the children of a cgroup, in cgroup v2.
 pub fn enable_controllers(cgroup: &Path) -> Result<()> {
     let read = |name| fs::read_to_string(cgroup.join(name)).unwrap_or_default();
     let enabled = read("cgroup.subtree_control");
@@ -122,11 +123,11 @@ fn copy_if_empty(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A command that joins a cgroup in every hierarchy and then becomes the program that is its next argument.
+/// Returns a command that joins a cgroup in every hierarchy and then becomes the program that is its next argument.
 pub fn joining(cgroup: &Path) -> Result<Command> {
     let hierarchies = hierarchies()?;
     let mut command = Command::new("sh");
-    // `sh` first: a process of this program's that joins would take all of its threads along.
+    // `sh` joins instead of this program: if a thread of this program joined, all of its threads would move.
     command.args([
         "-c",
         "while [ \"$1\" != -- ]; do echo 0 > \"$1\" || exit 1; shift; done; shift; exec \"$@\"",
@@ -139,7 +140,7 @@ pub fn joining(cgroup: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// Kills every process of the cluster's and removes its cgroups.
+/// Kills every process of the cluster and removes the cluster's cgroups.
 pub fn remove() -> Result<()> {
     let unified = cgroup2_mount()?.join(CGROUP);
     if unified.is_dir() {
@@ -167,7 +168,7 @@ fn kill(cgroup: &Path) -> Result<()> {
     }
 }
 
-/// `remove_dir_all` would try to unlink a cgroup's files.
+/// Removes a tree of cgroups. `remove_dir_all` would try to unlink a cgroup's files.
 fn remove_tree(cgroup: &Path) -> Result<()> {
     let Ok(entries) = fs::read_dir(cgroup) else {
         return Ok(());
@@ -177,7 +178,7 @@ fn remove_tree(cgroup: &Path) -> Result<()> {
             remove_tree(&entry.path())?;
         }
     }
-    // A cgroup stays busy for a moment after its last process.
+    // A cgroup stays busy for a moment after its last process has ended.
     let limit = Instant::now() + Duration::from_secs(5);
     loop {
         match fs::remove_dir(cgroup) {

@@ -29,9 +29,9 @@ use crate::{
     judges,
 };
 
-/// Where etcd answers, in the control plane's namespace.
+/// Address of etcd, in the control plane's namespace.
 pub const ETCD: &str = "127.0.0.1:2379";
-/// What the API server was asked by the agent, line by line.
+/// The API server's audit log: the agent's requests, one a line.
 pub const AUDIT_LOG: &str = "audit.log";
 
 /// A program of the control plane.
@@ -42,7 +42,8 @@ pub enum Part {
     Controllers,
     Scheduler,
     Dns,
-    /// The controllers, but of EndpointSlices and what Pods take to be made, alone: nodes that are only objects stay.
+    /// The controllers that make EndpointSlices, and the service accounts that Pods need. Other controllers do not run,
+    /// so nodes that are only objects stay.
     Slices,
     Istiod,
 }
@@ -63,12 +64,12 @@ impl Part {
         file(&format!("{}.pid", self.name()))
     }
 
-    /// Whether it runs.
+    /// Returns whether the program runs.
     pub fn runs(self) -> bool {
         fs::read_to_string(self.pid_file()).is_ok_and(|pid| runs(pid.trim()))
     }
 
-    /// Kills it (SIGKILL) and waits until it has ended.
+    /// Kills the program with SIGKILL and waits until it has ended.
     pub fn kill(self) -> Result<()> {
         let path = self.pid_file();
         let pid =
@@ -85,7 +86,7 @@ impl Part {
         Ok(())
     }
 
-    /// Starts it.
+    /// Starts the program.
     pub fn start(self, programs: &Programs) -> Result<()> {
         let (program, arguments) = match self {
             Self::Etcd => (PathBuf::from("etcd"), etcd()?),
@@ -116,7 +117,7 @@ impl Part {
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
-            // It goes on after this process, and a Ctrl-C in the terminal is not for it.
+            // The program continues after this process ends, and Ctrl-C in the terminal does not reach it.
             .process_group(0);
         let child = command
             .spawn()
@@ -127,8 +128,8 @@ impl Part {
     }
 }
 
-/// Whether a process runs, or holds anything yet: its threads end one by one. One that nobody has waited for is there
-/// by its name only.
+/// Returns whether a process runs or still holds resources: its threads end one by one. A zombie without other threads
+/// holds none.
 fn runs(pid: &str) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let Some((_, rest)) = stat.rsplit_once(") ") else {
@@ -138,7 +139,7 @@ fn runs(pid: &str) -> bool {
     !rest.starts_with(['Z', 'X']) || threads > 1
 }
 
-/// Starts all, and waits for the API server.
+/// Starts all programs, and waits for the API server.
 pub fn start(programs: &Programs, kubectl: &Kubectl) -> Result<()> {
     cgroups::create(&Path::new(CGROUP).join(CONTROL))?;
     Part::Etcd.start(programs)?;
@@ -150,7 +151,7 @@ pub fn start(programs: &Programs, kubectl: &Kubectl) -> Result<()> {
     kubectl.apply(&dns_service())
 }
 
-/// Starts what objects take to be kept, and Services to have EndpointSlices; nothing that needs nodes.
+/// Starts the programs that store objects and make EndpointSlices. Does not start programs that need nodes.
 pub fn start_without_nodes(programs: &Programs, kubectl: &Kubectl) -> Result<()> {
     cgroups::create(&Path::new(CGROUP).join(CONTROL))?;
     Part::Etcd.start(programs)?;
@@ -183,7 +184,7 @@ fn option(name: &str, value: impl AsRef<Path>) -> String {
 
 fn etcd() -> Result<Vec<String>> {
     let help = output(Command::new("etcd").arg("--help"))?;
-    // As kubeadm has it. Newer versions do not call it experimental any more.
+    // As kubeadm sets it. Newer versions of etcd do not call the option experimental any more.
     let progress = if help.contains("--experimental-watch-progress-notify-interval") {
         "experimental-watch-progress-notify-interval"
     } else {
@@ -201,7 +202,7 @@ fn etcd() -> Result<Vec<String>> {
         format!("--initial-cluster=e={peer}"),
         "--log-level=warn".into(),
         format!("--{progress}=5s"),
-        // Nothing here outlives the machine.
+        // The data need not survive a crash of the machine.
         "--unsafe-no-fsync".into(),
     ])
 }
@@ -249,7 +250,7 @@ fn api_server() -> Result<Vec<String>> {
     ])
 }
 
-/// The kubeconfig of a component, which it also uses to check who asks it.
+/// Returns the options for a component's kubeconfig, with which the component also authenticates its clients.
 fn configs(name: &str) -> Vec<String> {
     let config = file(&format!("{name}.conf"));
     [
@@ -273,10 +274,10 @@ fn controllers() -> Vec<String> {
         "--kube-api-burst=400".into(),
         format!("--cluster-cidr={}", POD_RANGES.join(",")),
         format!("--service-cluster-ip-range={}", SERVICE_RANGES.join(",")),
-        // The CNI configuration of each node names the node's addresses.
+        // Each node's CNI configuration contains the addresses of its pods, so no controller allocates them.
         "--allocate-node-cidrs=false".into(),
         option("flex-volume-plugin-dir", file("flex")),
-        // Two processors compile something else meanwhile.
+        // Be patient with nodes: a compilation may use both processors of a machine.
         "--node-monitor-grace-period=5m".into(),
     ]);
     arguments
@@ -297,7 +298,7 @@ fn slices() -> Vec<String> {
     arguments
 }
 
-/// istiod as it serves ztunnels, without what needs certificates, webhooks or other replicas.
+/// istiod as it serves ztunnels, without the parts that need certificates, webhooks or other replicas.
 const ISTIOD: &[(&str, &str)] = &[
     ("PILOT_ENABLE_AMBIENT", "true"),
     ("PILOT_ENABLE_IP_AUTOALLOCATE", "true"),
@@ -329,7 +330,8 @@ fn dns(programs: &Programs) -> Vec<String> {
     ]
 }
 
-/// DNS is beside the API server, as a Service without a selector: pods ask it through the service proxy.
+/// Returns the Service of the cluster's DNS. It has no selector: DNS runs beside the API server, and pods reach it
+/// through the service proxy.
 fn dns_service() -> serde_json::Value {
     let ports = [("dns", "UDP"), ("dns-tcp", "TCP")];
     let ports =

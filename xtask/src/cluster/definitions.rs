@@ -1,4 +1,4 @@
-//! Definitions of custom resources, which `$KUBERNETES_BIN/crds` may have.
+//! Definitions of custom resources from `$KUBERNETES_BIN/crds`, if the directory exists.
 
 use std::time::Duration;
 
@@ -6,17 +6,17 @@ use anyhow::{Context as _, Result};
 
 use super::{Cluster, kubectl::eventually};
 
-/// How long the API server may take to serve a kind.
+/// Time limit for the API server to serve a kind.
 const SHORT: Duration = Duration::from_secs(20);
 
-/// Definitions that the cluster has until they are removed.
+/// Definitions that are installed in the cluster until they are removed.
 #[must_use]
 pub struct Definitions {
     directory: String,
 }
 
 impl Definitions {
-    /// Installs all that there are. None if they do not have all of these kinds.
+    /// Installs all definitions. Returns `None` if they do not define all of these kinds.
     pub fn install(cluster: &Cluster, kinds: &[&str]) -> Result<Option<Self>> {
         let Some(directory) = cluster.programs.definitions() else {
             return Ok(None);
@@ -43,7 +43,7 @@ impl Definitions {
         installed.map(|_| None)
     }
 
-    /// Removes them, with all of their objects.
+    /// Removes the definitions, with all of their objects.
     pub fn remove(self, cluster: &Cluster) -> Result<()> {
         let delete = ["delete", "--ignore-not-found", "-f", &self.directory];
         cluster.kubectl.run(&delete).map(drop)

@@ -1,7 +1,7 @@
-//! The cluster's DNS: names of Services and of their endpoints, as Kubernetes specifies them, and of nothing else.
+//! The cluster's DNS: names of Services and of their endpoints, as Kubernetes specifies them. It knows no other names.
 //!
-//! CoreDNS is no package of the distribution's, and a cluster without a way outside needs no more than this. It is a
-//! process beside the API server, and a Service without a selector leads to it.
+//! The distribution has no package of CoreDNS, and a cluster without a route to the outside needs no more than this
+//! server. It is a process beside the API server, and a Service without a selector leads to it.
 
 use std::{
     collections::BTreeMap,
@@ -23,9 +23,9 @@ use super::{
 };
 
 const ZONE: &str = ".cluster.local";
-/// Answers change with the pods.
+/// TTL of answers in seconds. It is short because answers change with the pods.
 const LIFE: u32 = 1;
-/// What fits into a datagram everywhere. A client with more to get asks by TCP.
+/// Size of an answer that fits into a datagram on every path. A client with a longer answer asks again by TCP.
 const DATAGRAM: usize = 1232;
 
 const A: u16 = 1;
@@ -35,7 +35,7 @@ const AAAA: u16 = 28;
 const SRV: u16 = 33;
 const ANY: u16 = 255;
 
-/// What the process is told.
+/// Arguments of the process.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     /// The directory with Kubernetes' programs
@@ -52,7 +52,7 @@ struct Names {
     slices: Objects,
 }
 
-/// What a record says.
+/// The data of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Data {
     Address(IpAddr),
@@ -61,7 +61,7 @@ enum Data {
     Service { port: u16, host: String },
 }
 
-/// Answers until it is killed. The namespace is the control plane's already.
+/// Answers queries until the process is killed. The process already runs in the control plane's namespace.
 pub fn main(arguments: &Arguments) -> Result<ExitCode> {
     let names = Arc::new(Mutex::new(Names::default()));
     for services in [true, false] {
@@ -97,7 +97,7 @@ fn lock(names: &Mutex<Names>) -> MutexGuard<'_, Names> {
     names.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Takes in one kind of objects as they come, until kubectl ends.
+/// Updates the objects of one kind as kubectl reports them, until kubectl ends.
 fn follow(kubectl: &Kubectl, services: bool, names: &Mutex<Names>) -> Result<()> {
     let kind = if services {
         "services"
@@ -135,7 +135,7 @@ fn follow(kubectl: &Kubectl, services: bool, names: &Mutex<Names>) -> Result<()>
             &mut names.slices
         };
         if first {
-            // kubectl begins with all that there are: what was known before may be gone.
+            // kubectl begins with all present objects. Objects known before may be gone.
             objects.clear();
             first = false;
         }
@@ -153,7 +153,7 @@ fn by_datagrams(socket: &UdpSocket, names: &Mutex<Names>) {
     let mut buffer = [0; 4096];
     while let Ok((length, client)) = socket.recv_from(&mut buffer) {
         if let Some(answer) = reply(&lock(names), &buffer[..length], DATAGRAM) {
-            // A client that is gone asks no more.
+            // If the client is gone, the error does not matter.
             let _ = socket.send_to(&answer, client);
         }
     }
@@ -178,10 +178,10 @@ fn by_streams(listener: &TcpListener, names: &Arc<Mutex<Names>>) {
     }
 }
 
-/// The answer to a message with one question; none to what is no question.
+/// Returns the answer to a message with one question. `None` for other messages.
 fn reply(names: &Names, message: &[u8], room: usize) -> Option<Vec<u8>> {
     let header = message.get(..12)?;
-    // Not a question, or not exactly one.
+    // The message is an answer, or has not exactly one question.
     if header[2] & 0x80 != 0 || header[4..6] != [0, 1] {
         return None;
     }
@@ -206,7 +206,7 @@ fn reply(names: &Names, message: &[u8], room: usize) -> Option<Vec<u8>> {
         0
     };
     let mut answer = header[..2].to_vec();
-    // A reply, authoritative, truncated or not; recursion as desired, and available.
+    // Flags: an authoritative reply, truncated or not; recursion desired as in the query, and available.
     answer.push(0x84 | (header[2] & 0x01) | if whole { 0 } else { 0x02 });
     answer.push(0x80 | refused);
     answer.extend([0, 1]);
@@ -219,7 +219,7 @@ fn reply(names: &Names, message: &[u8], room: usize) -> Option<Vec<u8>> {
     Some(answer)
 }
 
-/// A name without the last dot, and where it ends. Questions are not compressed.
+/// Reads a name. Returns the name without the last dot, and its end. Names in questions are not compressed.
 fn read_name(message: &[u8], mut at: usize) -> Option<(String, usize)> {
     let mut labels = Vec::new();
     loop {
@@ -291,7 +291,7 @@ fn strings(value: &Value) -> impl Iterator<Item = &str> {
         .filter_map(Value::as_str)
 }
 
-/// The host name of an endpoint: its own, or one made of its address.
+/// Returns the host name of an endpoint: its own, or a name made from its address.
 fn host_name(endpoint: &Value) -> String {
     let own = endpoint["hostname"]
         .as_str()
@@ -308,7 +308,7 @@ fn host_name(endpoint: &Value) -> String {
 }
 
 impl Names {
-    /// All records of a name; `None` if there is no such name.
+    /// Returns all records of a name; `None` if the name does not exist.
     fn find(&self, name: &str, depth: u8) -> Option<Vec<(String, Data)>> {
         if let Some(address) = reversed(name) {
             return self
@@ -324,7 +324,7 @@ impl Names {
                 let address = address.iter().find_map(|text| text.parse().ok())?;
                 all(vec![Data::Address(address)])
             }
-            // They have no addresses, and there are names below them.
+            // These names exist and have no addresses; there are names below them.
             ["svc"] => all(Vec::new()),
             [namespace, "svc"] => {
                 let is = self.services.keys().any(|(of, _)| of == namespace);
@@ -340,7 +340,7 @@ impl Names {
                         .trim_end_matches('.')
                         .to_owned();
                     let mut found = vec![(name.to_owned(), Data::Alias(target.clone()))];
-                    // The chain ends here if it is a circle.
+                    // The depth limit ends circular aliases.
                     if depth < 5 {
                         found.extend(self.find(&target, depth + 1).unwrap_or_default());
                     }
@@ -353,7 +353,7 @@ impl Names {
         }
     }
 
-    /// Records of a service, or of a name below it: a port, or an endpoint of a headless service.
+    /// Returns the records of a service, or of a name below it: a port, or an endpoint of a headless service.
     fn of_service(&self, key: &(String, String), spec: &Value, below: &[&str]) -> Vec<Data> {
         let headless = spec["clusterIP"] == "None";
         let addresses = |endpoint: &Value| -> Vec<Data> {
@@ -409,7 +409,7 @@ impl Names {
         }
     }
 
-    /// The ready endpoints of a service, each with its slice. An endpoint that does not say is ready.
+    /// Returns the ready endpoints of a service, each with its slice. An endpoint without this condition is ready.
     fn endpoints(&self, key: &(String, String)) -> impl Iterator<Item = (&Value, &Value)> {
         let slices = self.slices.iter().filter(move |((namespace, _), slice)| {
             *namespace == key.0
@@ -423,7 +423,7 @@ impl Names {
         })
     }
 
-    /// The name of an address: a cluster IP's, or that of an endpoint of a headless service.
+    /// Returns the name of an address: a cluster IP, or an endpoint of a headless service.
     fn named(&self, address: IpAddr) -> Option<String> {
         let is = |text: &str| text.parse() == Ok(address);
         self.services.iter().find_map(|(key, service)| {
@@ -440,7 +440,7 @@ impl Names {
     }
 }
 
-/// The address that a name below in-addr.arpa or ip6.arpa is of.
+/// Returns the address that a name below in-addr.arpa or ip6.arpa stands for.
 fn reversed(name: &str) -> Option<IpAddr> {
     if let Some(digits) = name.strip_suffix(".in-addr.arpa") {
         let mut octets: Vec<u8> = digits
@@ -564,10 +564,10 @@ mod tests {
             [0x12, 0x34, 0x85, 0x80, 0, 1, 0, 1, 0, 0, 0, 0]
         );
         assert!(answer.ends_with(&[0, 4, 10, 96, 1, 2]));
-        // Too long for the room that there is: without answers, and truncated.
+        // The answer does not fit, so the server sends no records and sets the truncation flag.
         let answer = reply(&names(), &question, 50).unwrap();
         assert_eq!((answer[2] & 0x02, answer[7]), (0x02, 0));
-        // No such name.
+        // The name does not exist.
         let mut question = question[..12].to_vec();
         write_name(&mut question, "example.org").unwrap();
         question.extend([0, 1, 0, 1]);

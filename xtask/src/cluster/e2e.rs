@@ -25,8 +25,9 @@ use crate::{
     workspace,
 };
 
-/// What cannot be run here, or is not about services, by a part of the name: NetworkPolicy and Ingress (others'),
-/// load balancers of a cloud, SCTP (this kernel has none), the Internet, ssh to nodes, CoreDNS's ConfigMap, measurements.
+/// Parts of the names of tests that cannot run here, or that are not about services: NetworkPolicy and Ingress, which
+/// other programs implement; load balancers of a cloud; SCTP, which this kernel does not have; the Internet; ssh to
+/// nodes; CoreDNS's ConfigMap; measurements.
 const LEFT_OUT: [&str; 12] = [
     "Netpol",
     "LoadBalancer",
@@ -45,16 +46,16 @@ const LEFT_OUT: [&str; 12] = [
 /// Run Kubernetes' own tests of its network ([sig-network])
 ///
 /// The dataplane is deployed as its DaemonSet first; with `--with`, kube-proxy runs instead. Several processes of
-/// e2e.test share the specs, and serial ones come last. Results are kept in target/cluster/e2e/NAME.
+/// e2e.test share the specs, and serial specs run last. Results go to target/cluster/e2e/NAME.
 ///
 /// Images come from $KUBERNETES_BIN/images/*.tar (`docker save`). If there are none, stand-ins are made of Debian's
 /// packages and Kubernetes' agnhost.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Only specs whose name contains this, or one of these separated by |
+    /// Only specs whose name contains this text, or one of several texts separated by |
     #[arg(default_value = "")]
     focus: String,
-    /// Who serves services
+    /// The program that serves services
     #[arg(long, value_enum, default_value_t = Proxy::Dataplane)]
     with: Proxy,
     /// How many processes share the specs
@@ -69,7 +70,7 @@ pub struct Arguments {
     /// Print the specs' names instead of running them
     #[arg(long)]
     list: bool,
-    /// The results' name, instead of who serves
+    /// Name of the results [default: the program that serves]
     #[arg(long)]
     name: Option<String>,
     /// Leave the cluster running
@@ -77,7 +78,7 @@ pub struct Arguments {
     keep: bool,
 }
 
-/// Who serves services.
+/// The program that serves services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Proxy {
     Dataplane,
@@ -95,12 +96,12 @@ impl Proxy {
     }
 }
 
-/// What this takes besides a cluster's programs.
+/// Returns the programs that the tests need besides a cluster's programs.
 pub fn programs(arguments: &Arguments) -> Vec<&'static str> {
     let mut programs = vec!["e2e.test"];
     let given = env::var_os(VARIABLE).map(PathBuf::from);
     if given.is_none_or(|directory| !directory.join("images").is_dir()) {
-        // The stand-ins are made of it.
+        // The stand-ins contain it.
         programs.push("agnhost");
     }
     if arguments.with != Proxy::Dataplane {
@@ -109,7 +110,7 @@ pub fn programs(arguments: &Arguments) -> Vec<&'static str> {
     programs
 }
 
-/// What is selected: everything about the network that can run here.
+/// Part of the name of all selected specs: tests of the network.
 const SUITE: &str = "[sig-network]";
 
 /// How a spec ended.
@@ -127,7 +128,7 @@ struct Spec {
     serial: bool,
 }
 
-/// Makes the cluster, runs the specs, prints what did not pass.
+/// Makes the cluster, runs the specs, and prints the specs that did not pass.
 pub fn main(arguments: &Arguments, programs: &Programs, no_install: bool) -> Result<ExitCode> {
     let name = arguments.name.as_deref().unwrap_or(arguments.with.name());
     let results = workspace::target().join("cluster/e2e").join(name);
@@ -137,7 +138,7 @@ pub fn main(arguments: &Arguments, programs: &Programs, no_install: bool) -> Res
     }
     fs::create_dir_all(&results).with_context(|| format!("cannot create {}", results.display()))?;
     if arguments.list {
-        // The tests only name themselves: no cluster is asked.
+        // This only lists the tests and does not contact a cluster.
         let mut dry = Command::new(programs.kubernetes("e2e.test"));
         for spec in select(&mut dry, &results, &arguments.focus)? {
             println!("{}", spec.name);
@@ -176,10 +177,11 @@ pub fn main(arguments: &Arguments, programs: &Programs, no_install: bool) -> Res
     })
 }
 
-/// Has somebody serve services on every node.
+/// Starts the program that serves services, on every node.
 fn serve(cluster: &Cluster, with: Proxy) -> Result<Vec<kube_proxy::Process>> {
     if with == Proxy::Dataplane {
-        // As an administrator's file of sysctl.d: one test asks for the value that kube-proxy sets below.
+        // As an administrator's file in sysctl.d sets it. One test expects the value that kube-proxy's configuration
+        // sets.
         const TIMEOUT: &str = "net.netfilter.nf_conntrack_tcp_timeout_close_wait=3600";
         for node in &cluster.nodes {
             check(in_netns(&node.name(), "sysctl").args(["-qw", TIMEOUT]))?;
@@ -194,7 +196,7 @@ fn serve(cluster: &Cluster, with: Proxy) -> Result<Vec<kube_proxy::Process>> {
         .collect()
 }
 
-/// e2e.test in the control plane's network namespace.
+/// Returns a command for e2e.test in the control plane's network namespace.
 fn tests(programs: &Programs) -> Command {
     in_netns(CONTROL, programs.kubernetes("e2e.test"))
 }
@@ -211,7 +213,7 @@ fn common(command: &mut Command) -> &mut Command {
     ])
 }
 
-/// The specs that are to be run.
+/// Returns the specs to run.
 fn select(tests: &mut Command, results: &Path, focus: &str) -> Result<Vec<Spec>> {
     let file = results.join("dry.json");
     common(tests)
@@ -240,7 +242,7 @@ fn wanted(name: &str, focus: &str) -> bool {
         && focus.split('|').any(|part| name.contains(part))
 }
 
-/// What a report of Ginkgo's says of each spec. None if a process ended before it could write.
+/// Returns the specs in a Ginkgo report. The list is empty if the report has none, because the process ended early.
 fn reports(file: &Path) -> Result<Vec<Value>> {
     let text =
         fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
@@ -262,7 +264,7 @@ fn full_name(report: &Value) -> String {
     words.join(" ")
 }
 
-/// Runs the specs: the serial ones after all others.
+/// Runs the specs in parallel, then the serial specs.
 fn run(
     programs: &Programs,
     results: &Path,
@@ -279,7 +281,7 @@ fn run(
         .collect::<Result<Vec<_>>>()?;
     let mut tags = Vec::new();
     for (tag, mut child) in running {
-        // It fails if a spec does.
+        // e2e.test fails if a spec fails, so its exit status is ignored.
         child.wait().context("lost e2e.test")?;
         tags.push(tag);
     }
@@ -297,7 +299,7 @@ fn run(
                 .unwrap_or_default()
                 .trim()
                 .to_owned();
-            // Those of other shares are skipped without a word.
+            // Specs of other shares are skipped without a message.
             let counted = report["LeafNodeType"] == "It"
                 && (report["State"] != "skipped" || !message.is_empty());
             if counted {
@@ -323,7 +325,7 @@ fn start(programs: &Programs, results: &Path, tag: &str, specs: &[&Spec]) -> Res
             "--kubectl-path={}",
             programs.kubernetes("kubectl").display()
         ))
-        // Ginkgo matches against the suite's name and the spec's.
+        // Ginkgo matches against the name of the suite and the name of the spec.
         .arg(format!("--ginkgo.focus=suite ({})$", names.join("|")))
         .arg("--ginkgo.timeout=100m")
         .arg(format!(
@@ -342,7 +344,7 @@ fn start(programs: &Programs, results: &Path, tag: &str, specs: &[&Spec]) -> Res
         .with_context(|| format!("cannot start {}", shown(&tests)))
 }
 
-/// A name, for a regular expression.
+/// Quotes a name for a regular expression.
 fn quoted(name: &str) -> String {
     let mut quoted = String::new();
     for letter in name.chars() {
@@ -354,7 +356,7 @@ fn quoted(name: &str) -> String {
     quoted
 }
 
-/// Prints what did not pass and what took long, and returns how many failed.
+/// Prints the specs that did not pass and those that took long. Returns the number of failed specs.
 fn report(name: &str, specs: &[Spec], outcomes: &BTreeMap<String, Outcome>) -> usize {
     let mut counts = BTreeMap::<&str, usize>::new();
     for spec in specs {
@@ -403,7 +405,7 @@ fn report(name: &str, specs: &[Spec], outcomes: &BTreeMap<String, Outcome>) -> u
     specs.len() - passed - skipped
 }
 
-/// The images' archives that the tests need: those that are given, or stand-ins.
+/// Returns the archives of the images that the tests need: the user's, or stand-ins.
 fn archives(programs: &Programs) -> Result<Vec<PathBuf>> {
     let given = programs.kubernetes.join("images");
     let here = if given.is_dir() {
@@ -414,9 +416,9 @@ fn archives(programs: &Programs) -> Result<Vec<PathBuf>> {
     images::archives_in(&here)
 }
 
-/// Makes stand-ins for the images, once: they are kept beside the programs of other guests.
+/// Makes stand-ins for the images once, in this user's cache.
 fn stand_ins(programs: &Programs) -> Result<PathBuf> {
-    // By number: others may be there from before.
+    // The directory's name has a version, because older stand-ins may exist.
     let kept = crate::setup::cache()?.join("cluster-images-2");
     if kept.join("done").is_file() {
         return Ok(kept);
@@ -431,7 +433,7 @@ fn stand_ins(programs: &Programs) -> Result<PathBuf> {
     }
     fs::create_dir_all(&kept).with_context(|| format!("cannot create {}", kept.display()))?;
     let listed = output(Command::new(programs.kubernetes("e2e.test")).arg("--list-images"))?;
-    // The name by which the tests ask for an image: the newest.
+    // The name of the newest image that the tests use.
     let named = |part: &str| -> Result<String> {
         let names = listed
             .lines()
@@ -462,9 +464,9 @@ fn stand_ins(programs: &Programs) -> Result<PathBuf> {
     let agnhost = programs.kubernetes("agnhost");
     image.program(&agnhost, "agnhost")?;
     image.program(&agnhost, "agnhost-2")?;
-    // As BusyBox's, which tries once.
+    // One try, as BusyBox's wget.
     image.write("etc/wgetrc", "tries = 1\n")?;
-    // It serves TLS with these.
+    // The image serves TLS with this certificate.
     let tls = rcgen::generate_simple_self_signed(["localhost".to_owned()])?;
     image.write("localhost.crt", &tls.cert.pem())?;
     image.write("localhost.key", &tls.signing_key.serialize_pem())?;
@@ -497,7 +499,7 @@ fn stand_ins(programs: &Programs) -> Result<PathBuf> {
     image.command = vec!["sh".into()];
     image.names = vec![named("busybox")?];
     image.pack()?;
-    // It serves port 80.
+    // The image serves port 80.
     let mut image = with_busybox("nginx")?;
     image.entrypoint = ["/bin/busybox", "httpd", "-f", "-p", "80", "-h", "/tmp"]
         .map(Into::into)
@@ -526,7 +528,7 @@ fn stand_ins(programs: &Programs) -> Result<PathBuf> {
     Ok(kept)
 }
 
-/// The code name of this machine's release of Debian, or bookworm.
+/// Returns the code name of this machine's release of Debian, or bookworm.
 fn debian_release() -> Result<String> {
     let text = fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
     let of = |key: &str| {

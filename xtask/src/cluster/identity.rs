@@ -1,4 +1,4 @@
-//! Who is who in the cluster: certificates of an authority of its own, kubeconfigs, and tokens of service accounts.
+//! Identities in the cluster: certificates of the cluster's own authority, kubeconfigs, and tokens of service accounts.
 
 use std::{
     fs,
@@ -20,7 +20,7 @@ use super::place::{self, CONTROL_V4, CONTROL_V6, FIRST_SERVICE, Node};
 /// The issuer of service accounts' tokens.
 pub const ISSUER: &str = "https://kubernetes.default.svc.cluster.local";
 
-/// Files of the control plane.
+/// Returns the path of a file of the control plane.
 pub fn file(name: &str) -> PathBuf {
     place::control_directory().join(name)
 }
@@ -133,8 +133,8 @@ fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// A token of a service account that expires after `life`. The API server makes none that last less than ten
-/// minutes, which is too long for a scenario to wait.
+/// Returns a token of a service account that expires after `life`. The API server makes only tokens that last at least
+/// ten minutes, which is too long for a scenario to wait.
 pub fn token(namespace: &str, account: &str, uid: &str, life: Duration) -> Result<String> {
     let path = file("sa.key");
     let key =
@@ -157,7 +157,7 @@ pub fn token(namespace: &str, account: &str, uid: &str, life: Duration) -> Resul
     Ok(format!("{signed}.{}", BASE64URL_NOPAD.encode(&signature)))
 }
 
-/// The two numbers of a signature, 32 bytes each, as JWT wants them (RFC 7518, 3.4), from the DER that TLS wants.
+/// Converts a signature from DER, which TLS uses, to the two numbers of 32 bytes each that JWT uses (RFC 7518, 3.4).
 fn fixed(der: &[u8]) -> Option<Vec<u8>> {
     let [0x30, _, numbers @ ..] = der else {
         return None;
@@ -167,13 +167,13 @@ fn fixed(der: &[u8]) -> Option<Vec<u8>> {
     rest.is_empty().then(|| [r, s].concat())
 }
 
-/// An INTEGER of at most 32 bytes, and what follows it.
+/// Reads an INTEGER of at most 32 bytes. Returns it and the bytes after it.
 fn number(der: &[u8]) -> Option<([u8; 32], &[u8])> {
     let [0x02, length, rest @ ..] = der else {
         return None;
     };
     let (digits, rest) = rest.split_at_checked((*length).into())?;
-    // A leading zero says that the number is positive.
+    // A leading zero only shows that the number is positive.
     let start = digits.iter().position(|digit| *digit != 0)?;
     let digits = &digits[start..];
     let mut whole = [0; 32];

@@ -1,4 +1,4 @@
-//! Images of containers, made here: the dataplane's own as deploy/Containerfile makes it, and one with `probe`.
+//! Images of containers, made here: the dataplane's own, as deploy/Containerfile makes it, and an image with `probe`.
 
 use std::{
     fs,
@@ -14,26 +14,26 @@ use sha2::{Digest as _, Sha256};
 use super::place;
 use crate::command::{check, on_path, output};
 
-/// What pods' sandboxes run.
+/// The image of pods' sandboxes.
 pub const PAUSE: &str = "dataplane.test/lab:1";
-/// `probe`, a shell and a few other programs.
+/// The image with `probe`, a shell and a few other programs.
 pub const LAB: &str = PAUSE;
-/// The dataplane.
+/// The image of the dataplane.
 pub const DATAPLANE: &str = "dataplane.test/dataplane";
-/// Its tags: the same program, so that one can be upgraded to the other.
+/// The tags of [`DATAPLANE`]. Both have the same program; a scenario upgrades from the first to the second.
 pub const TAGS: [&str; 2] = ["0.1.0", "0.1.1"];
 
-/// Where archives of images are: every node imports them when it starts.
+/// Returns the directory of the archives that every node imports when it starts.
 pub fn directory() -> PathBuf {
     place::directory().join("images")
 }
 
-/// All archives that nodes import.
+/// Returns all archives that nodes import.
 pub fn archives() -> Result<Vec<PathBuf>> {
     archives_in(&directory())
 }
 
-/// All archives in a directory.
+/// Returns all archives in a directory.
 pub fn archives_in(directory: &Path) -> Result<Vec<PathBuf>> {
     let entries =
         fs::read_dir(directory).with_context(|| format!("cannot read {}", directory.display()))?;
@@ -77,7 +77,7 @@ pub fn make(dataplane: &Path, probe: &Path) -> Result<()> {
         let program = on_path(name).with_context(|| format!("there is no {name}"))?;
         image.program(&program, &format!("usr/bin/{name}"))?;
     }
-    // A shell where scripts look for it.
+    // Scripts look for the shell at this path.
     image.program(&on_path("sh").context("there is no sh")?, "bin/sh")?;
     image.write("etc/passwd", "root:x:0:0:root:/:/bin/sh\n")?;
     image.directory("tmp")?;
@@ -87,7 +87,7 @@ pub fn make(dataplane: &Path, probe: &Path) -> Result<()> {
     image.pack()
 }
 
-/// An image to be: a directory, and what is said of it.
+/// An image under construction: a directory, and the image's configuration.
 pub struct Image {
     name: String,
     place: PathBuf,
@@ -98,12 +98,12 @@ pub struct Image {
 }
 
 impl Image {
-    /// An empty one. `name` is that of its archive, which nodes import when they start.
+    /// Starts an empty image. `name` is the name of its archive, which nodes import when they start.
     fn new(name: &str) -> Result<Self> {
         Self::new_in(&directory(), name)
     }
 
-    /// An empty one, whose archive is made in this directory.
+    /// Starts an empty image whose archive is written to this directory.
     pub fn new_in(place: &Path, name: &str) -> Result<Self> {
         let root = place.join(format!("{name}.root"));
         if root.exists() {
@@ -121,7 +121,7 @@ impl Image {
         })
     }
 
-    /// What will be the image's root directory.
+    /// Returns the directory that becomes the image's root.
     pub fn root(&self) -> &Path {
         &self.root
     }
@@ -143,7 +143,7 @@ impl Image {
             .with_context(|| format!("cannot create {}", directory.display()))
     }
 
-    /// Copies a program, and the libraries that the dynamic linker says it loads, to the same paths.
+    /// Copies a program, and the libraries that the dynamic linker loads for it, to the same paths.
     pub fn program(&self, program: &Path, place: &str) -> Result<()> {
         let copy = |from: &Path, to: &Path| -> Result<()> {
             self.directory_of(to)?;
@@ -151,7 +151,7 @@ impl Image {
             Ok(())
         };
         copy(program, &self.root.join(place))?;
-        // It fails for a program that needs no libraries.
+        // `ldd` fails for a program that needs no libraries.
         let libraries = output(Command::new("ldd").arg(program)).unwrap_or_default();
         for word in libraries
             .split_whitespace()
@@ -165,7 +165,7 @@ impl Image {
         Ok(())
     }
 
-    /// Makes the archive, in the format of `docker save`, which containerd imports.
+    /// Writes the archive in the format of `docker save`, which containerd imports.
     pub fn pack(self) -> Result<()> {
         let work = self.place.join(format!("{}.work", self.name));
         fs::create_dir_all(&work).with_context(|| format!("cannot create {}", work.display()))?;
@@ -224,7 +224,7 @@ impl Image {
     }
 }
 
-/// The SHA-256 of a file, in hexadecimal.
+/// Returns the SHA-256 of a file, in hexadecimal.
 fn digest(path: &Path) -> Result<String> {
     let mut file =
         fs::File::open(path).with_context(|| format!("cannot read {}", path.display()))?;

@@ -1,4 +1,5 @@
-//! kube-proxy: as a process of a node, to compare with, and as a DaemonSet, as kubeadm's, to leave.
+//! kube-proxy: as a process of a node, to compare with, and as a DaemonSet like kubeadm's, to
+//! migrate from.
 
 use std::{
     fs::{self, File},
@@ -21,7 +22,7 @@ pub const PROGRAM: &str = "kube-proxy";
 /// The image of the DaemonSet.
 const IMAGE: &str = "dataplane.test/kube-proxy:1";
 
-/// kube-proxy's configuration.
+/// Returns kube-proxy's configuration.
 fn config(mode: &str) -> Value {
     json!({
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
@@ -31,12 +32,12 @@ fn config(mode: &str) -> Value {
         "clusterCIDR": POD_RANGES.join(","),
         "detectLocalMode": "ClusterCIDR",
         "bindAddress": "0.0.0.0",
-        // Limits of the whole machine stay as they are.
+        // These values leave limits of the whole machine unchanged.
         "conntrack": { "maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "1h" },
     })
 }
 
-/// kube-proxy on a node. It ends when it is dropped.
+/// kube-proxy on a node. It ends with the node.
 pub struct Process(Child);
 
 impl Process {
@@ -62,7 +63,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // What it entered the node by; the rest ends with the node.
+        // This kills only the program that entered the node. kube-proxy itself ends with the node.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -122,14 +123,14 @@ pub fn deploy(cluster: &Cluster) -> Result<()> {
     rolled_out(cluster)
 }
 
-/// Waits until kube-proxy is ready on every node that is to have it.
+/// Waits until kube-proxy is ready on every node that runs it.
 pub fn rolled_out(cluster: &Cluster) -> Result<()> {
     let wait = ["rollout", "status", "daemonset/kube-proxy"];
     let wait = [&["-n", "kube-system"], &wait[..], &["--timeout=120s"]].concat();
     cluster.kubectl.run(&wait).map(drop)
 }
 
-/// Takes the DaemonSet away, and kube-proxy's rules from every node.
+/// Removes the DaemonSet, and kube-proxy's rules from every node.
 pub fn remove(cluster: &Cluster) -> Result<()> {
     let delete = ["delete", "--ignore-not-found", "daemonset/kube-proxy"];
     cluster
@@ -138,7 +139,7 @@ pub fn remove(cluster: &Cluster) -> Result<()> {
     for node in &cluster.nodes {
         for family in ["ip", "ip6"] {
             let mut nft = node.command("nft")?;
-            // It fails if there is no such table.
+            // `nft` fails if the table does not exist.
             nft.args(["delete", "table", family, PROGRAM])
                 .output()
                 .context("cannot start nft")?;

@@ -1,4 +1,4 @@
-//! kubectl, as the cluster's administrator.
+//! Runs kubectl as the cluster's administrator.
 
 use std::{
     io::Write as _,
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::command::{output, shown};
 
-/// Asks the cluster's API server.
+/// A kubectl that asks the cluster's API server.
 #[derive(Debug, Clone)]
 pub struct Kubectl {
     program: PathBuf,
@@ -30,14 +30,14 @@ impl Kubectl {
         }
     }
 
-    /// kubectl among these programs.
+    /// Uses the kubectl in this directory.
     pub fn in_directory(directory: &Path) -> Self {
         Self {
             program: directory.join("kubectl"),
         }
     }
 
-    /// kubectl, which takes its arguments next.
+    /// Returns a kubectl command; the caller adds the arguments.
     pub fn command(&self) -> Command {
         let mut command = in_netns(CONTROL, &self.program);
         command
@@ -46,24 +46,24 @@ impl Kubectl {
         command
     }
 
-    /// Runs it and returns what it prints.
+    /// Runs kubectl and returns its output.
     pub fn run(&self, arguments: &[&str]) -> Result<String> {
         output(self.command().args(arguments))
     }
 
-    /// An object, or a list.
+    /// Returns an object, or a list.
     pub fn get(&self, arguments: &[&str]) -> Result<Value> {
         let text = self.run(&[&["get", "--output=json"], arguments].concat())?;
         serde_json::from_str(&text).context("kubectl printed no JSON")
     }
 
-    /// The items of a list.
+    /// Returns the items of a list.
     pub fn list(&self, arguments: &[&str]) -> Result<Vec<Value>> {
         let list = self.get(arguments)?;
         list["items"].as_array().cloned().context("a list")
     }
 
-    /// Creates or changes an object, or each of a list.
+    /// Creates or changes an object, or each object of a list.
     pub fn apply(&self, object: &Value) -> Result<()> {
         self.feed(
             &["apply", "--server-side", "--force-conflicts", "-f", "-"],
@@ -72,7 +72,7 @@ impl Kubectl {
         .map(drop)
     }
 
-    /// Likewise, from YAML.
+    /// Creates or changes the objects in a YAML text.
     pub fn apply_text(&self, text: &str) -> Result<()> {
         self.feed(
             &["apply", "--server-side", "--force-conflicts", "-f", "-"],
@@ -81,7 +81,7 @@ impl Kubectl {
         .map(drop)
     }
 
-    /// Runs it with something to read, and returns what it prints.
+    /// Runs kubectl with a text as its standard input, and returns its output.
     pub fn feed(&self, arguments: &[&str], text: &str) -> Result<String> {
         let mut command = self.command();
         command
@@ -106,10 +106,10 @@ impl Kubectl {
     }
 }
 
-/// Asks again and again until it is well.
+/// Repeats `ask` until it succeeds.
 ///
 /// # Errors
-/// The last one, after `limit`.
+/// Returns the last error after `limit`.
 pub fn eventually<T>(limit: Duration, mut ask: impl FnMut() -> Result<T>) -> Result<T> {
     let end = Instant::now() + limit;
     loop {

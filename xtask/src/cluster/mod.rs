@@ -1,8 +1,8 @@
-//! `cargo xtask cluster`: a real control plane and real kubelets on this machine, for scenarios and for Kubernetes'
-//! own tests.
+//! `cargo xtask cluster`: a real control plane and real kubelets on this machine, for scenarios and for Kubernetes' own
+//! tests.
 //!
-//! Every node has namespaces (mounts, processes, network, host name, cgroups) and a tree of cgroups of its own.
-//! The nodes' network has no route outside. Nothing of the machine itself is changed.
+//! Every node has its own namespaces (mounts, processes, network, host name, cgroups) and its own tree of cgroups. The
+//! nodes' network has no route outside. The cluster changes nothing else on the machine.
 
 mod agent;
 mod cgroups;
@@ -88,11 +88,11 @@ enum Command {
     Up(Size),
     /// Remove the cluster, or the remains of a cluster
     Down,
-    /// Run scenarios: all, or those named
+    /// Run scenarios: all, or only those with these names
     Run(Run),
     /// Run Kubernetes' own tests of its network ([sig-network])
     E2e(e2e::Arguments),
-    /// Compare the plan with what Istio's own control plane tells a ztunnel about the same objects
+    /// Compare the plan with the messages of Istio's own control plane to a ztunnel about the same objects
     Istiod,
     /// Run kubectl as the cluster's administrator
     Kubectl {
@@ -114,7 +114,7 @@ enum Command {
     Dns(dns::Arguments),
 }
 
-/// What kind of cluster.
+/// Size and kind of a cluster.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Size {
     /// Number of nodes
@@ -216,7 +216,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     }
 }
 
-/// The programs, which must be there.
+/// Returns the programs. Fails if one is missing.
 fn wanted(besides: &[&str]) -> Result<Programs> {
     if let Some(lack) = dataplane_tests::missing(Requirement::Dataplane) {
         bail!("a cluster cannot run here: this machine {lack}");
@@ -227,8 +227,8 @@ fn wanted(besides: &[&str]) -> Result<Programs> {
     })
 }
 
-/// The programs, or `None` after saying what is skipped and why. Somebody who names a directory wants it used: then
-/// whatever is missing is an error.
+/// Returns the programs. If the user names no directory and there is none, prints that `what` is skipped and returns
+/// `None`. If there is a directory, a missing program is an error.
 fn or_skipped(besides: &[&str], what: &str) -> Result<Option<Programs>> {
     if matches!(Programs::find(besides), Err(Missing::NoDirectory)) {
         println!("skipped {what}: there are no programs of Kubernetes.\n{HOW}");
@@ -237,12 +237,12 @@ fn or_skipped(besides: &[&str], what: &str) -> Result<Option<Programs>> {
     wanted(besides).map(Some)
 }
 
-/// Whether a cluster, or a part of one, is there.
+/// Returns whether a cluster, or a part of one, exists.
 fn up_already() -> bool {
     !network::members().is_empty()
 }
 
-/// A cluster that runs.
+/// A running cluster.
 pub struct Cluster {
     pub programs: Programs,
     pub kubectl: Kubectl,
@@ -251,12 +251,12 @@ pub struct Cluster {
     pub probe: PathBuf,
     /// The program `dataplane`.
     pub dataplane: PathBuf,
-    /// Whether it is removed at the end.
+    /// Whether this value removes the cluster when it is dropped.
     ours: bool,
 }
 
 impl Cluster {
-    /// The cluster that is there, or a new one.
+    /// Returns the existing cluster, or makes a new one.
     fn get(programs: &Programs, size: Size, no_install: bool) -> Result<Self> {
         if !up_already() {
             return Self::make(programs, size, no_install);
@@ -268,7 +268,7 @@ impl Cluster {
             .into_iter()
             .filter(|node| node.init().is_ok())
             .collect();
-        // With what was built since.
+        // Import the images again: the programs may have been rebuilt.
         cluster.images()?;
         for node in &cluster.nodes {
             for image in images::archives()? {
@@ -290,12 +290,12 @@ impl Cluster {
         }
     }
 
-    /// Makes one. It is removed when it is dropped, and on Ctrl-C.
+    /// Makes a cluster. It is removed when the value is dropped, and on Ctrl-C.
     fn make(programs: &Programs, size: Size, no_install: bool) -> Result<Self> {
         Self::make_with(programs, size, no_install, &[])
     }
 
-    /// Likewise, with more images.
+    /// Makes a cluster whose nodes have more images.
     fn make_with(
         programs: &Programs,
         size: Size,
@@ -364,7 +364,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Does not remove it.
+    /// Leaves the cluster running.
     fn leave(mut self) {
         self.ours = false;
     }
@@ -380,7 +380,7 @@ impl Drop for Cluster {
     }
 }
 
-/// The programs `dataplane` and `probe`: those that DATAPLANE_BIN and DATAPLANE_PROBE_BIN name, or built now.
+/// Returns the programs `dataplane` and `probe`: those in DATAPLANE_BIN and DATAPLANE_PROBE_BIN, or newly built ones.
 fn built(no_install: bool) -> Result<(PathBuf, PathBuf)> {
     let named = |variable| env::var_os(variable).map(PathBuf::from);
     if let (Some(dataplane), Some(probe)) = (named("DATAPLANE_BIN"), named("DATAPLANE_PROBE_BIN")) {
@@ -394,7 +394,7 @@ fn built(no_install: bool) -> Result<(PathBuf, PathBuf)> {
     ))
 }
 
-/// Removes everything that a cluster is made of. Without a cluster it does nothing.
+/// Removes all parts of a cluster. Does nothing if there is no cluster.
 fn down() -> Result<()> {
     let was = up_already();
     cgroups::remove()?;
@@ -410,9 +410,10 @@ fn down() -> Result<()> {
     Ok(())
 }
 
-/// From now on Ctrl-C, SIGTERM and the end of the terminal remove the cluster before this process ends.
+/// Has Ctrl-C, SIGTERM and the end of the terminal remove the cluster before this process ends.
 fn remove_when_interrupted() -> Result<()> {
-    // By handlers: programs inherit which signals are blocked, and those of a cluster end by SIGTERM.
+    // The signals have handlers and are not blocked: child processes inherit blocked signals, and the cluster's
+    // programs must end by SIGTERM.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;

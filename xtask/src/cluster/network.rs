@@ -1,4 +1,5 @@
-//! The cluster's network: a switch, the control plane and the nodes at it, static routes to pods, no route outside.
+//! The cluster's network: a switch that connects the control plane and the nodes, static routes to pods, no route
+//! outside.
 
 use std::{
     collections::BTreeSet,
@@ -26,7 +27,7 @@ pub fn make(nodes: &[Node]) -> Result<()> {
     for node in nodes {
         connect(&node.name(), &node.addresses())?;
         forward(&node.name())?;
-        // The way to everything else ends at the control plane, which has no default route.
+        // The default route ends at the control plane, which has no default route itself.
         ip_in(&node.name(), &format!("route add default via {CONTROL_V4}"))?;
         ip_in(&node.name(), &format!("route add default via {CONTROL_V6}"))?;
     }
@@ -44,7 +45,7 @@ pub fn make(nodes: &[Node]) -> Result<()> {
     Ok(())
 }
 
-/// Takes a member off the switch, or puts it back: what a cut cable does.
+/// Unplugs a member from the switch, like a cut cable, or plugs it in again.
 pub fn plug(member: &str, up: bool) -> Result<()> {
     let state = if up { "up" } else { "down" };
     ip_in(SWITCH, &format!("link set port-{member} {state}"))
@@ -60,14 +61,14 @@ pub fn route(address: &str, node: Node) -> Result<()> {
     ip_in(CONTROL, &format!("route replace {address} via {via}"))
 }
 
-/// Has the nodes' router drop what is for an address, without a word, or no more.
+/// Has the nodes' router silently drop packets to an address, or stops this.
 pub fn swallow(address: &str, on: bool) -> Result<()> {
     let what = if on { "replace" } else { "delete" };
     ip_in(CONTROL, &format!("route {what} blackhole {address}"))
 }
 
-/// Has the control plane's end drop what belongs to a node's TCP connections that are there, without a word: what a
-/// firewall does that has forgotten them. New connections are made. Returns how many these are.
+/// Has the control plane silently drop packets of a node's established TCP connections, like a firewall that has lost
+/// its state. New connections work. Returns the number of these connections.
 pub fn forget_connections(node: Node, port: u16) -> Result<usize> {
     let established = output(in_netns(CONTROL, "cat").arg("/proc/net/tcp"))?;
     let ports = ports_of(&established, node.ipv4(), port);
@@ -89,7 +90,7 @@ pub fn forget_connections(node: Node, port: u16) -> Result<usize> {
     Ok(ports.len())
 }
 
-/// Takes the rules of [`forget_connections`] away.
+/// Removes the rules of [`forget_connections`].
 pub fn remember_connections() -> Result<()> {
     check(nft().arg(format!("delete table ip {FORGOTTEN}")))
 }
@@ -100,7 +101,7 @@ fn nft() -> Command {
     in_netns(CONTROL, "nft")
 }
 
-/// The remote ports of established connections with this local port, from `/proc/net/tcp`.
+/// Returns the remote ports of established connections with this local port, from `/proc/net/tcp`.
 fn ports_of(table: &str, remote: Ipv4Addr, port: u16) -> BTreeSet<u16> {
     const ESTABLISHED: &str = "01";
     let remote = format!("{:08X}", u32::from_ne_bytes(remote.octets()));
@@ -166,7 +167,7 @@ fn ip_in(member: &str, arguments: &str) -> Result<()> {
     )
 }
 
-/// A request by HTTP from a member's network namespace: the answer's status and body.
+/// Sends an HTTP request from a member's network namespace. Returns status and body of the answer.
 pub fn get(member: &str, to: &str, path: &str) -> Result<(u16, String)> {
     request(
         member,
@@ -175,7 +176,7 @@ pub fn get(member: &str, to: &str, path: &str) -> Result<(u16, String)> {
     )
 }
 
-/// Likewise, with a body.
+/// Sends an HTTP POST request with a body.
 pub fn post(member: &str, to: &str, path: &str, body: &str) -> Result<(u16, String)> {
     let length = body.len();
     request(
@@ -188,7 +189,7 @@ pub fn post(member: &str, to: &str, path: &str, body: &str) -> Result<(u16, Stri
 fn request(member: &str, to: &str, request: &str) -> Result<(u16, String)> {
     let (namespace, address, request) =
         (netns(member), to.parse::<SocketAddr>()?, request.to_owned());
-    // A thread of its own: it does not come back from the namespace.
+    // This runs in a thread of its own, because the thread stays in the namespace.
     let asking = thread::spawn(move || -> Result<String> {
         setns(File::open(&namespace)?, CloneFlags::CLONE_NEWNET)?;
         let limit = Duration::from_secs(5);
@@ -211,7 +212,7 @@ fn request(member: &str, to: &str, request: &str) -> Result<(u16, String)> {
     Ok((status.parse()?, body.to_owned()))
 }
 
-/// The members that have a namespace.
+/// Returns the members that have a namespace.
 pub fn members() -> Vec<String> {
     let Ok(entries) = fs::read_dir("/run/netns") else {
         return Vec::new();
@@ -224,7 +225,7 @@ pub fn members() -> Vec<String> {
         .collect()
 }
 
-/// Removes all namespaces, and with them links and routes.
+/// Removes all namespaces, with their links and routes.
 pub fn remove() -> Result<()> {
     for member in members() {
         let name = format!("{NETNS_PREFIX}{member}");

@@ -1,7 +1,7 @@
 //! A node: containerd and a kubelet in namespaces and cgroups of their own.
 //!
-//! [`start`] makes the namespaces. The node's first process is this program again ([`main`]): it makes the
-//! mounts and sees to containerd and the kubelet.
+//! [`start`] makes the namespaces. The node's first process is this program again ([`main`]). It mounts the node's file
+//! systems, and starts containerd and the kubelet.
 
 use std::{
     env,
@@ -30,12 +30,12 @@ use super::{
 };
 use crate::command::{check, shown};
 
-/// Where a node finds its directory, whatever is mounted over the machine's.
+/// The node's directory, as the node sees it. Mounts over the machine's directories do not hide it.
 const HOME: &str = "/run/node";
-/// Where the node's cgroup v2 hierarchy is mounted on a machine that has hierarchies of cgroup v1, too.
+/// The mount point of the node's cgroup v2 hierarchy on a machine that also has hierarchies of cgroup v1.
 const UNIFIED: &str = "/sys/fs/cgroup/unified";
 
-/// What the node's first process is told.
+/// Arguments of the node's first process.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     name: String,
@@ -50,14 +50,14 @@ pub struct Arguments {
     portmap: bool,
 }
 
-/// Whether the machine also has hierarchies of cgroup v1.
+/// Returns whether the machine also has hierarchies of cgroup v1.
 pub fn hybrid() -> Result<bool> {
     Ok(cgroups::hierarchies()?
         .iter()
         .any(|one| !one.controllers.is_empty()))
 }
 
-/// Where cgroup v2 is mounted on a node.
+/// Returns the mount point of cgroup v2 on a node.
 pub fn unified_mount() -> Result<&'static str> {
     Ok(if hybrid()? { UNIFIED } else { "/sys/fs/cgroup" })
 }
@@ -112,14 +112,14 @@ pub fn start(programs: &Programs, node: Node, portmap: bool) -> Result<()> {
     node.note_init(init)
 }
 
-/// The first child of a process.
+/// Returns the first child of a process.
 pub fn first_child(pid: u32) -> Option<u32> {
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
     children.split_whitespace().next()?.parse().ok()
 }
 
 fn write(path: &Path, value: &serde_json::Value) -> Result<()> {
-    // JSON is YAML.
+    // JSON is valid YAML.
     fs::write(path, serde_json::to_string_pretty(value)?)
         .with_context(|| format!("cannot write {}", path.display()))
 }
@@ -148,7 +148,7 @@ fn configure(programs: &Programs, node: Node, portmap: bool) -> Result<()> {
         "enforceNodeAllocatable": [],
         "clusterDNS": [DNS_SERVICE],
         "clusterDomain": "cluster.local",
-        // The machine's resolver is not the cluster's.
+        // The machine's resolver does not serve the cluster.
         "resolvConf": "",
         "evictionHard": { "memory.available": "100Mi" },
         "imageGCHighThresholdPercent": 99,
@@ -156,7 +156,7 @@ fn configure(programs: &Programs, node: Node, portmap: bool) -> Result<()> {
     });
     write(&directory.join("kubelet.yaml"), &kubelet)?;
 
-    // containerd wants TOML.
+    // containerd's configuration is TOML.
     let containerd = format!(
         r#"version = 2
 root = "{HOME}/containerd"
@@ -199,11 +199,11 @@ state = "/run/containerd"
     write(&directory.join("cni/10-cluster.conflist"), &cni)
 }
 
-/// The node's first process: never returns while the node runs.
+/// Runs as the node's first process. Does not return while the node runs.
 pub fn main(arguments: &Arguments) -> Result<ExitCode> {
     let node = Node::named(&arguments.name)?;
     sethostname(&arguments.name).context("cannot set the host name")?;
-    // In the node's cgroup when the namespace is made: that becomes the root of what the node sees.
+    // Join the node's cgroup before the cgroup namespace is made: it becomes the root of the node's view.
     for hierarchy in cgroups::hierarchies()? {
         join(&hierarchy.mount.join(node.cgroup("")))?;
     }
@@ -254,7 +254,7 @@ pub fn main(arguments: &Arguments) -> Result<ExitCode> {
     ];
     let program = arguments.kubernetes.join("kubelet").display().to_string();
     let mut running = start(&program, "kubelet.log", &kubelet)?;
-    // Orphans of the whole node come here when they end.
+    // All orphans of the node become children of this process when their parent ends.
     loop {
         let ended = match waitpid(None, None) {
             Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) => {
@@ -286,14 +286,14 @@ fn wait_for_containerd() -> Result<()> {
     }
 }
 
-/// Makes the node's view of the file system: its own /run, /sys, cgroups and places to write to.
+/// Makes the node's view of the file system: separate /run, /sys and cgroups, and writable directories.
 fn mounts(node: Node) -> Result<()> {
     let tmpfs = |place: &str| mounted(Some("tmpfs"), place, Some("tmpfs"), MsFlags::empty(), "");
     let bind = |from: &Path, to: &str| mounted(from.to_str(), to, None, MsFlags::MS_BIND, "");
     let create =
         |place: &str| fs::create_dir_all(place).with_context(|| format!("cannot create {place}"));
-    // Hierarchies of the machine, seen from the node's cgroup namespace, have roots that runc does not understand.
-    // And a copy of a mounted network namespace keeps it alive, whosever it is.
+    // Unmount the machine's hierarchies: seen from the node's cgroup namespace, they have roots that runc does not
+    // understand. Also unmount network namespaces: a mount in this copy would keep the namespace of any program alive.
     let hierarchies = cgroups::hierarchies()?;
     let mounts = fs::read_to_string("/proc/mounts").context("cannot read /proc/mounts")?;
     let places = mounts.lines().filter_map(|line| line.split(' ').nth(1));
@@ -308,7 +308,7 @@ fn mounts(node: Node) -> Result<()> {
     }
     bind(&node.directory(), HOME)?;
 
-    // Seen from the node's network namespace: its interfaces in /sys/class/net.
+    // This mount shows the interfaces of the node's network namespace in /sys/class/net.
     let hybrid = hierarchies.iter().any(|one| !one.controllers.is_empty());
     mounted(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), "")?;
     mounted(
@@ -356,7 +356,7 @@ fn mounts(node: Node) -> Result<()> {
         }
     }
 
-    // What a kubelet sets for the machine stays with the node.
+    // A kubelet writes these settings of the machine. The mounts restrict the writes to the node.
     for (setting, value) in [
         ("vm/overcommit_memory", "1"),
         ("vm/panic_on_oom", "0"),
@@ -371,7 +371,7 @@ fn mounts(node: Node) -> Result<()> {
         fs::write(&file, format!("{value}\n")).context("cannot write a setting")?;
         bind(&file, &format!("/proc/sys/{setting}"))?;
     }
-    // What kubelet, containerd and CNI keep in places of their own choice.
+    // kubelet, containerd and CNI store files in these directories.
     for (name, place) in [("lib", "/var/lib"), ("log", "/var/log")] {
         bind(&Path::new(HOME).join(name), place)?;
     }
@@ -383,7 +383,7 @@ fn mounts(node: Node) -> Result<()> {
 
 fn join(cgroup: &Path) -> Result<()> {
     let file = cgroup.join("cgroup.procs");
-    // 0 is the writer.
+    // 0 stands for the writing process.
     fs::write(&file, "0").with_context(|| format!("cannot write {}", file.display()))
 }
 

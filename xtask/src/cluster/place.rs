@@ -1,4 +1,4 @@
-//! Where a cluster lies on this machine: names, addresses, directories, cgroups.
+//! A cluster's place on this machine: names, addresses, directories, cgroups.
 //!
 //! There is at most one cluster on a machine. So its names are fixed, and `down` finds everything
 //! that a killed `up` left.
@@ -14,7 +14,7 @@ use anyhow::{Context as _, Result, bail};
 
 use super::cgroups::{self, CGROUP};
 
-/// Holds everything that the cluster writes.
+/// The directory with all files of the cluster.
 const DIRECTORY: &str = "/var/tmp/dataplane-cluster";
 /// Namespaces of the cluster are `dpcluster-NAME`.
 pub const NETNS_PREFIX: &str = "dpcluster-";
@@ -22,46 +22,47 @@ pub const NETNS_PREFIX: &str = "dpcluster-";
 pub const CONTROL: &str = "cp";
 /// Name of the switch's namespace.
 pub const SWITCH: &str = "sw";
-/// The cgroup below a node's for its own processes. cgroup v2 wants processes in leaves only.
+/// The cgroup below a node's cgroup for the node's own processes. cgroup v2 allows processes in
+/// leaves only.
 pub const SYSTEM: &str = "system";
 
 pub const CONTROL_V4: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
 pub const CONTROL_V6: Ipv6Addr = Ipv6Addr::new(0xfd00, 9, 0, 0, 0, 0, 0, 1);
-/// Pods' addresses, of all nodes.
+/// Ranges of the pods' addresses on all nodes.
 pub const POD_RANGES: [&str; 2] = ["10.244.0.0/16", "fd00:10:244::/48"];
-/// Cluster IPs.
+/// Ranges of cluster IPs.
 pub const SERVICE_RANGES: [&str; 2] = ["10.96.0.0/16", "fd00:10:96::/112"];
-/// The first of [`SERVICE_RANGES`], which Kubernetes gives to the service `kubernetes`.
+/// The first address of [`SERVICE_RANGES`], which Kubernetes assigns to the service `kubernetes`.
 pub const FIRST_SERVICE: &str = "10.96.0.1";
 /// The cluster IP of DNS.
 pub const DNS_SERVICE: &str = "10.96.0.10";
 
-/// The cluster's directory.
+/// Returns the cluster's directory.
 pub fn directory() -> &'static Path {
     Path::new(DIRECTORY)
 }
 
-/// Certificates, kubeconfigs, logs and data of the control plane.
+/// Returns the directory with certificates, kubeconfigs, logs and data of the control plane.
 pub fn control_directory() -> PathBuf {
     directory().join(CONTROL)
 }
 
-/// The kubeconfig of the cluster's administrator.
+/// Returns the path of the administrator's kubeconfig.
 pub fn admin_config() -> PathBuf {
     control_directory().join("admin.conf")
 }
 
-/// The URL of the API server, which needs no service proxy to be reached.
+/// Returns the URL of the API server. Clients reach it without a service proxy.
 pub fn api_server() -> String {
     format!("https://{CONTROL_V4}:6443")
 }
 
-/// The file of a network namespace of the cluster's.
+/// Returns the file of a network namespace of the cluster.
 pub fn netns(member: &str) -> PathBuf {
     Path::new("/run/netns").join(format!("{NETNS_PREFIX}{member}"))
 }
 
-/// A command in a member's network namespace, and in nothing else of it.
+/// Returns a command that enters a member's network namespace, but no other namespace of it.
 pub fn in_netns(member: &str, program: impl AsRef<Path>) -> Command {
     let mut command = Command::new("nsenter");
     command
@@ -75,18 +76,18 @@ pub fn in_netns(member: &str, program: impl AsRef<Path>) -> Command {
 pub struct Node(u8);
 
 impl Node {
-    /// The most nodes that a cluster has.
+    /// Maximum number of nodes in a cluster.
     pub const MOST: u8 = 6;
 
-    /// The first so many nodes.
+    /// Returns the first `count` nodes.
     pub fn all(count: u8) -> Vec<Self> {
         (1..=count).map(Self).collect()
     }
 
-    /// The node with this name.
+    /// Returns the node with this name.
     ///
     /// # Errors
-    /// If it is no node's name.
+    /// Fails if no node has this name.
     pub fn named(name: &str) -> Result<Self> {
         let number = name
             .strip_prefix('n')
@@ -101,7 +102,7 @@ impl Node {
         format!("n{}", self.0)
     }
 
-    /// The node's zone. There are three, so that six nodes are two in each.
+    /// Returns the node's zone. There are three zones, so six nodes are two in each.
     pub fn zone(self) -> String {
         format!("z{}", (self.0 - 1) % 3 + 1)
     }
@@ -111,7 +112,7 @@ impl Node {
     }
 
     pub fn ipv6(self) -> Ipv6Addr {
-        // Reads like the IPv4 address: n1 is fd00:9::11.
+        // The address looks like the IPv4 address: n1 is fd00:9::11.
         Ipv6Addr::new(0xfd00, 9, 0, 0, 0, 0, 0, 0x10 + u16::from(self.0))
     }
 
@@ -119,7 +120,7 @@ impl Node {
         [self.ipv4().into(), self.ipv6().into()]
     }
 
-    /// The addresses of its pods, IPv4 and IPv6.
+    /// Returns the address ranges of its pods, IPv4 and IPv6.
     pub fn pod_ranges(self) -> [String; 2] {
         [
             format!("10.244.{}.0/24", self.0),
@@ -127,37 +128,37 @@ impl Node {
         ]
     }
 
-    /// What the node keeps.
+    /// Returns the directory with the node's files.
     pub fn directory(self) -> PathBuf {
         directory().join(self.name())
     }
 
-    /// The file with the process id, here, of the node's first process.
+    /// Returns the file with the process id of the node's first process, as this machine sees it.
     fn pid_file(self) -> PathBuf {
         self.directory().join("init.pid")
     }
 
-    /// The process id of the node's first process.
+    /// Returns the process id of the node's first process.
     ///
     /// # Errors
-    /// If the node does not run.
+    /// Fails if the node does not run.
     pub fn init(self) -> Result<String> {
         let path = self.pid_file();
         let pid = fs::read_to_string(path);
         pid.with_context(|| format!("node {} does not run", self.name()))
     }
 
-    /// Notes the process id of the node's first process.
+    /// Writes the process id of the node's first process to its file.
     pub fn note_init(self, pid: u32) -> Result<()> {
         let path = self.pid_file();
         fs::write(&path, pid.to_string())
             .with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// A program on the node: in its cgroup and all of its namespaces.
+    /// Returns a command on the node: in its cgroup and all of its namespaces.
     ///
     /// # Errors
-    /// If the node does not run.
+    /// Fails if the node does not run.
     pub fn command(self, program: impl AsRef<Path>) -> Result<Command> {
         let mut command = cgroups::joining(&self.cgroup(SYSTEM))?;
         command
@@ -167,7 +168,7 @@ impl Node {
         Ok(command)
     }
 
-    /// A cgroup of the node's, relative to each hierarchy's root.
+    /// Returns a cgroup of the node, relative to each hierarchy's root.
     pub fn cgroup(self, below: &str) -> PathBuf {
         Path::new(CGROUP).join(self.name()).join(below)
     }

@@ -5,13 +5,13 @@ use std::{env, path::PathBuf};
 
 use crate::{command::on_path, judges};
 
-/// Names the directory with Kubernetes' programs.
+/// Environment variable with the directory of Kubernetes' programs.
 pub const VARIABLE: &str = "KUBERNETES_BIN";
 
-/// The judges that a cluster is made of without that variable.
+/// The judges that a cluster uses if the variable is not set.
 pub const JUDGES: &str = "kubernetes-1.36";
 
-/// Kubernetes' own, which every cluster needs.
+/// Programs of Kubernetes that every cluster needs.
 const KUBERNETES: [&str; 5] = [
     "kube-apiserver",
     "kube-controller-manager",
@@ -20,7 +20,7 @@ const KUBERNETES: [&str; 5] = [
     "kubectl",
 ];
 
-/// The distribution's: program, Debian's package, what for.
+/// Programs of the distribution: program, Debian's package, purpose.
 const OTHERS: [(&str, &str, &str); 8] = [
     ("etcd", "etcd-server", "keeps the API server's objects"),
     ("containerd", "containerd", "runs pods' containers"),
@@ -40,28 +40,28 @@ const OTHERS: [(&str, &str, &str); 8] = [
     ("nsenter", "util-linux", "enters nodes"),
 ];
 
-/// Where distributions put CNI plug-ins.
+/// Directories in which distributions install CNI plug-ins.
 const CNI: [&str; 3] = ["/usr/lib/cni", "/opt/cni/bin", "/usr/libexec/cni"];
 
 /// The programs of a cluster.
 #[derive(Debug, Clone)]
 pub struct Programs {
-    /// The directory with Kubernetes'.
+    /// The directory with Kubernetes' programs.
     pub kubernetes: PathBuf,
     /// The directory with CNI plug-ins.
     pub cni: PathBuf,
 }
 
-/// Why there are no programs.
+/// The reason why a cluster has no programs.
 #[derive(Debug)]
 pub enum Missing {
     /// There is no directory with Kubernetes' programs: the chore is skipped.
     NoDirectory,
-    /// Something is missing, line by line.
+    /// Programs are missing; one line for each.
     Programs(Vec<String>),
 }
 
-/// How to get Kubernetes' programs.
+/// Tells the user how to get Kubernetes' programs.
 pub const HOW: &str = "\
 `cargo xtask judges kubernetes-1.36` builds Kubernetes' programs, with Go, for the chore to find them. Or
 set KUBERNETES_BIN to a directory with kube-apiserver, kube-controller-manager, kube-scheduler, kubelet and
@@ -72,10 +72,10 @@ containerd, runc and CNI plug-ins come from the distribution:
 docs/development.md, \"A real cluster\", says more.";
 
 impl Programs {
-    /// Finds all programs, and these of Kubernetes' besides.
+    /// Finds all programs, with these additional programs of Kubernetes.
     ///
     /// # Errors
-    /// Says what is missing.
+    /// Returns the missing programs.
     pub fn find(besides: &[&str]) -> Result<Self, Missing> {
         let kubernetes = Self::directory().ok_or(Missing::NoDirectory)?;
         let mut missing = Vec::new();
@@ -108,19 +108,19 @@ impl Programs {
         }
     }
 
-    /// The directory with Kubernetes', if there is one.
+    /// Returns the directory with Kubernetes' programs, if there is one.
     pub fn directory() -> Option<PathBuf> {
         let named = env::var_os(VARIABLE).filter(|value| !value.is_empty());
         let built = || Some(judges::directory(JUDGES)).filter(|directory| directory.is_dir());
         named.map(PathBuf::from).or_else(built)
     }
 
-    /// Definitions of custom resources, if they are given.
+    /// Returns the directory with definitions of custom resources, if there is one.
     pub fn definitions(&self) -> Option<PathBuf> {
         Some(self.kubernetes.join("crds")).filter(|directory| directory.is_dir())
     }
 
-    /// One of Kubernetes' programs.
+    /// Returns the path of one of Kubernetes' programs.
     pub fn kubernetes(&self, name: &str) -> PathBuf {
         self.kubernetes.join(name)
     }

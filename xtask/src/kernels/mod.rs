@@ -1,5 +1,5 @@
-//! `cargo xtask kernels`: what kernels have, what the programs cost on them, and what runs on them,
-//! as docs/kernels.md tells it.
+//! `cargo xtask kernels`: features of kernels, the programs' cost on them, and the scenarios'
+//! results on them, for docs/kernels.md.
 
 mod page;
 mod record;
@@ -29,11 +29,11 @@ use crate::{
     vm::{self, Guest},
 };
 
-/// Print which features kernels have, and what the programs cost on them, for docs/kernels.md
+/// Print the features of kernels and the programs' cost on them, for docs/kernels.md
 ///
-/// Runs `dataplane doctor` and has every program verified on this machine's kernel and in guests
-/// with others, and prints the tables that docs/kernels.md has of them. With --scenarios the whole
-/// lab runs on each as well.
+/// Runs `dataplane doctor` and has every program verified, on this machine's kernel and in guests
+/// with other kernels. Then prints the tables of docs/kernels.md. With --scenarios, all scenarios
+/// run on each kernel as well.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -83,10 +83,10 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     })
 }
 
-/// Asks this machine.
+/// Collects the report of this machine.
 fn ask_here(lab: &mut Suite, scenarios: bool) -> Result<Report> {
     let dataplane = Profile::Debug.binary("dataplane");
-    // It exits with 1 when something is missing, which is an answer too.
+    // `doctor` exits with 1 if something is missing. This is a valid answer too.
     let doctor = Command::new(&dataplane)
         .args(["doctor", "-o", "json"])
         .output()
@@ -133,12 +133,12 @@ fn ask_here(lab: &mut Suite, scenarios: bool) -> Result<Report> {
     })
 }
 
-/// What a line of the guest's begins with that has the doctor's answer.
+/// Prefix of the guest's line with the doctor's answer.
 const DOCTOR: &str = "doctor: ";
-/// And the one after which everything belongs to the scenarios.
+/// Line after which all output belongs to the scenarios.
 const ALL: &str = "all scenarios:";
 
-/// Asks a guest.
+/// Collects the report of a guest.
 fn ask_guest(guest: &Guest, lab: &Suite, scenarios: bool) -> Result<Report> {
     let mut task = verifier::guest_task(lab);
     let verify = task.script;

@@ -1,4 +1,4 @@
-//! The tables of docs/kernels.md, between its two marks, made of docs/kernels.json.
+//! The tables of docs/kernels.md, between its two marks, generated from docs/kernels.json.
 
 use std::{fmt::Write as _, fs, path::PathBuf};
 
@@ -95,7 +95,7 @@ fn kernels_table(kernels: &[(&str, &Report)]) -> String {
     format!("{text}\n{notes}")
 }
 
-/// Makes the table of features. Features that differ only in their names share a row.
+/// Returns the table of features. Features that differ only in their names share a row.
 fn features_table(kernels: &[(&str, &Report)]) -> String {
     let mut text = String::from("| Feature | Needed for |");
     for (series, _) in kernels {
@@ -206,7 +206,7 @@ fn grouped(number: u64) -> String {
 mod tests {
     use super::*;
 
-    /// Nobody writes the tables by hand.
+    /// The page contains the generated tables, without manual changes.
     #[test]
     fn the_page_has_what_was_recorded() {
         let page = fs::read_to_string(file()).unwrap();

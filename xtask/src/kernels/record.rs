@@ -1,4 +1,4 @@
-//! docs/kernels.json: what was seen on each kernel, as of its last run.
+//! docs/kernels.json: the results of the last run on each kernel.
 
 use std::{collections::BTreeMap, fs, path::PathBuf};
 
@@ -7,25 +7,25 @@ use serde::{Deserialize, Serialize};
 
 use crate::{verifier, workspace};
 
-/// What was seen, by kernel series (`6.1`).
+/// Results by kernel series (`6.1`).
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Record {
     pub reports: BTreeMap<String, Report>,
 }
 
-/// What was seen on one kernel.
+/// Results of one kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
     /// `uname -r`.
     pub release: String,
-    /// On what, for a person.
+    /// The machine or guest that runs the kernel, as text.
     pub runs_on: String,
     /// `dataplane doctor`'s rows.
     pub features: Vec<Feature>,
-    /// What each program costs, by name.
+    /// Cost of each program, by name.
     pub programs: BTreeMap<String, Program>,
-    /// Not run each time: then those of an earlier run.
+    /// Results of the scenarios. If they did not run, the results of an earlier run stay.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scenarios: Option<Scenarios>,
 }
@@ -38,11 +38,11 @@ pub struct Feature {
     pub needed_for: String,
     pub required: bool,
     pub present: bool,
-    /// What is done without it, and what that costs.
+    /// The fallback without the feature, and its cost.
     pub without: String,
 }
 
-/// What a program costs.
+/// Cost of a program.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Program {
     pub processed: u32,
@@ -56,13 +56,13 @@ pub struct Program {
 pub struct Scenarios {
     pub passed: u32,
     pub failed: u32,
-    /// Reason to names.
+    /// Names of skipped scenarios, by reason.
     pub skipped: BTreeMap<String, Vec<String>>,
     pub seconds: u64,
 }
 
 impl Report {
-    /// Whether nothing that is required is missing and nothing failed.
+    /// Returns whether all required features are present and no scenario failed.
     pub fn is_good(&self) -> bool {
         self.features.iter().all(|f| f.present || !f.required)
             && self.scenarios.as_ref().is_none_or(|s| s.failed == 0)
@@ -88,7 +88,7 @@ impl Record {
         fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))
     }
 
-    /// Takes in what was seen now; scenarios that did not run now are those of before.
+    /// Adds a report. If its scenarios did not run, the earlier results of the scenarios stay.
     pub fn add(&mut self, mut report: Report) {
         let series = verifier::series(&report.release);
         if report.scenarios.is_none() {
@@ -100,7 +100,7 @@ impl Record {
         self.reports.insert(series, report);
     }
 
-    /// Oldest kernel first.
+    /// Returns the reports, oldest kernel first.
     pub fn kernels(&self) -> Vec<(&str, &Report)> {
         let mut kernels: Vec<(&str, &Report)> = self
             .reports

@@ -1,4 +1,5 @@
-//! One set of features: the node's build and the tests compile each crate of crates.io alike, so that they share one build.
+//! Checks that the build of the binaries and the build of the tests use equal features for each crate of crates.io, so
+//! that both share one build.
 
 use std::collections::BTreeSet;
 
@@ -9,10 +10,10 @@ use crate::{
     command::{cargo, output},
 };
 
-/// Fails if the tests compile a crate with other features than the node's build does.
+/// Fails if the tests compile a crate with other features than the build of the binaries.
 ///
 /// # Errors
-/// Cargo's; otherwise names these crates with the features of the node's build.
+/// Returns the crates with the features of the binaries' build, or cargo's error.
 pub fn check() -> Result<()> {
     let packages = ALL.iter().flat_map(|package| ["--package", *package]);
     let of_node = crates("normal,build", packages.chain(["--features", TESTING]))?;
@@ -28,8 +29,8 @@ pub fn check() -> Result<()> {
     Ok(())
 }
 
-/// The crates of other people that cargo compiles for a selection of packages (the workspace's own choice if empty), with
-/// their features. `edges`: by which kinds of dependency.
+/// Returns the third-party crates that cargo compiles for a selection of packages, with their features. An empty
+/// selection means the workspace's default. `edges` selects the kinds of dependencies.
 fn crates<'a>(
     edges: &str,
     selection: impl IntoIterator<Item = &'a str>,
@@ -41,7 +42,7 @@ fn crates<'a>(
             ])
             .args(selection),
     )?;
-    // A crate of this workspace has its path in parentheses; a crate that was shown before, an asterisk.
+    // A crate of this workspace has its path in parentheses. A crate that was already shown has an asterisk.
     let lines = tree.lines().map(|line| line.trim_end_matches(" (*)"));
     Ok(lines
         .filter(|line| !line.contains('('))

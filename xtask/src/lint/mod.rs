@@ -1,4 +1,4 @@
-//! `cargo xtask lint`: what a change must pass besides the tests.
+//! `cargo xtask lint`: checks that a change must pass besides the tests.
 
 mod features;
 
@@ -23,7 +23,7 @@ use crate::{
 #[derive(Debug, clap::Args)]
 pub struct Arguments {}
 
-/// Clippy's compiler, beside the toolchain's own.
+/// Returns clippy's compiler, from the toolchain's directory.
 fn clippy_driver() -> Option<PathBuf> {
     let sysroot = output(Command::new("rustc").args(["--print", "sysroot"])).ok()?;
     let driver = Path::new(sysroot.trim()).join("bin/clippy-driver");
@@ -49,7 +49,7 @@ pub fn main(no_install: bool) -> Result<ExitCode> {
         .args(["doc", "--no-deps"])
         .env("RUSTDOCFLAGS", "--deny warnings");
     if let Some(driver) = clippy_driver() {
-        // As `cargo clippy` does it: otherwise cargo checks all crates of the workspace again, by rustc.
+        // As `cargo clippy` does. Otherwise cargo checks all crates of the workspace again, with rustc.
         documentation.env("RUSTC_WORKSPACE_WRAPPER", driver).env(
             "CLIPPY_ARGS",
             "--deny__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__",

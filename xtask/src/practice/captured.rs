@@ -1,5 +1,5 @@
-//! Captured connections in the practice node: the agent's L4 proxy relays them, and its access log says where each
-//! client wanted to go.
+//! Captured connections in the practice node: the agent's L4 proxy relays them, and its access log contains each
+//! client's original destination.
 
 use std::{
     fmt,
@@ -19,10 +19,10 @@ use crate::style;
 pub const POD: &str = "shop";
 pub const ADDRESS: &str = "10.244.2.13";
 
-/// How long the proxy may take to write a line of its access log.
+/// Time limit for the proxy to write a line of its access log.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The pod's manifest.
+/// Returns the pod's manifest.
 pub fn manifest(node: &str) -> String {
     format!(
         "\
@@ -63,7 +63,7 @@ struct Record {
     endpoint: String,
 }
 
-/// Without columns.
+/// Prints one line, without columns.
 impl fmt::Display for Relayed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Record {
@@ -83,12 +83,12 @@ impl fmt::Display for Relayed {
 }
 
 impl Relayed {
-    /// Whether a server answered, and the proxy knew the address to which the client had connected.
+    /// Returns whether a server answered, and the proxy logged the address that the client had connected to.
     pub fn is_right(&self) -> bool {
         self.answer.is_ok() && self.record.dst == self.asked().to_string()
     }
 
-    /// The address to which the client connected.
+    /// Returns the address that the client connected to.
     fn asked(&self) -> SocketAddr {
         match self.record.direction.as_str() {
             "outbound" => SERVICE,
@@ -97,16 +97,16 @@ impl Relayed {
     }
 }
 
-/// The pod's own server.
+/// Returns the address of the pod's own server.
 fn own() -> SocketAddr {
     let address: Ipv4Addr = ADDRESS.parse().expect("an address");
     (address, ENDPOINT_PORT).into()
 }
 
-/// Connects from the pod to the service, and to the pod from another pod.
+/// Connects from the pod to the service, and from another pod to the pod.
 ///
 /// # Errors
-/// If a client cannot be started, or if the proxy relayed no such connection.
+/// Fails if a client cannot be started, or if the proxy did not relay such a connection.
 pub fn connect(lab: &Lab, agent: &Agent) -> Result<Vec<Relayed>> {
     let ways = [("outbound", POD, SERVICE), ("inbound", CLIENT, own())];
     ways.into_iter()
@@ -126,7 +126,7 @@ pub fn connect(lab: &Lab, agent: &Agent) -> Result<Vec<Relayed>> {
         .collect()
 }
 
-/// Waits for the line of the access log about a connection in this direction.
+/// Waits for the access log's line about a connection in this direction.
 fn record(agent: &Agent, direction: &str) -> Result<Record> {
     let started = Instant::now();
     loop {

@@ -1,7 +1,7 @@
 //! The practice node: a lab with one service, the dataplane loaded in it, and real requests.
 //!
-//! Nothing of the machine itself is touched: the programs are attached to a cgroup that only the
-//! lab's processes are in, and the network namespaces have no route out.
+//! It does not change the machine itself. The programs are attached to a cgroup that contains only
+//! the lab's processes, and the network namespaces have no route out.
 
 mod captured;
 mod names;
@@ -31,11 +31,11 @@ use crate::{style, workspace};
 
 /// The service's address: the VIP of `default/httpbin` in examples/httpbin.yaml.
 pub const SERVICE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(10, 96, 130, 105)), 8000);
-/// The node that the dataplane is loaded in: the client's.
+/// The node in which the dataplane is loaded. It is the client's node.
 const NODE: &str = "node2";
 const CLIENT: &str = "sleep";
 const CLIENT_ADDRESS: &str = "10.244.2.8";
-/// The service's endpoints: node, pod, address; they listen on port 80.
+/// The service's endpoints: node, pod, address. They listen on port 80.
 const ENDPOINTS: [(&str, &str, &str); 6] = [
     ("node1", "httpbin-1", "10.244.1.5"),
     ("node1", "httpbin-2", "10.244.1.6"),
@@ -46,28 +46,28 @@ const ENDPOINTS: [(&str, &str, &str); 6] = [
 ];
 const ENDPOINT_PORT: u16 = 80;
 
-/// Rounds of requests, first through the service, then directly: what disturbs the machine
-/// meanwhile disturbs both.
+/// Rounds of requests, first through the service, then directly. A disturbance of the machine then
+/// affects both.
 const ROUNDS: usize = 10;
-/// Requests of a round on each of the two ways; a multiple of the endpoints, so that all get the
-/// same share of the direct ones.
+/// Requests of a round on each of the two paths. It is a multiple of the number of endpoints, so
+/// that all endpoints get an equal share of the direct requests.
 const PER_ROUND: usize = 60;
 
-/// What to do with a practice node.
+/// Options of a practice node.
 #[derive(Debug)]
 pub struct Options {
     /// End after the requests, instead of staying until Ctrl-C.
     pub once: bool,
     /// Print one JSON document instead of tables.
     pub json: bool,
-    /// Where `dataplane` and `probe` were built.
+    /// The directory with the built `dataplane` and `probe`.
     pub programs: Programs,
 }
 
-/// Says why this machine cannot run a practice node, in words for the person who wanted one.
+/// Checks whether this machine can run a practice node.
 ///
 /// # Errors
-/// When it cannot.
+/// Returns the reason why it cannot, for the user.
 pub fn check() -> Result<()> {
     if let Some(lack) = missing(Requirement::Dataplane) {
         bail!(
@@ -81,7 +81,7 @@ pub fn check() -> Result<()> {
 /// Builds the practice node, sends requests, reports, and stays until Ctrl-C.
 ///
 /// # Errors
-/// When it cannot be built or used. What was built is removed in any case.
+/// Fails if it cannot be built or used. All parts are removed in any case.
 pub fn run(options: &Options) -> Result<ExitCode> {
     check()?;
     let end = Ending::watch()?;
@@ -148,7 +148,7 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     let all_answered = report.all_answered()
         && lookups.iter().all(names::Lookup::is_answered)
         && relayed.iter().all(captured::Relayed::is_right);
-    // First the agent, in peace, then who was served, then the lab.
+    // Stop the agent first, in order, then the servers, then the lab.
     agent.stop()?;
     drop(agent);
     drop(servers);
@@ -186,13 +186,13 @@ fn manifests() -> Result<std::path::PathBuf> {
     Ok(path)
 }
 
-/// The endpoints' names and addresses.
+/// Returns the endpoints' names and addresses.
 fn endpoints(lab: &Lab) -> Vec<(String, Ipv4Addr)> {
     let address = |name| (str::to_owned(name), lab.pod(name).ipv4());
     ENDPOINTS.iter().map(|(_, name, _)| address(name)).collect()
 }
 
-/// What the client saw on the two ways.
+/// The client's results on the two paths.
 pub struct Seen {
     /// Through the service.
     vip: Vec<Attempt>,
@@ -225,7 +225,7 @@ fn measure(lab: &Lab, end: &Ending) -> Result<Seen> {
         vip: Vec::new(),
         direct: Vec::new(),
     };
-    // When already the first fails, the others would too, after a minute of time limits.
+    // If the first request fails, the others would fail too, after a minute of time limits.
     let first = ask(&vip, 1)?;
     if first.iter().any(|attempt| attempt.error.is_some()) {
         seen.vip = first;
@@ -251,26 +251,26 @@ fn hints() -> String {
     )
 }
 
-/// What `lab explain` is about when nobody says.
+/// Returns the default connection of `lab explain`.
 pub fn usual_connection() -> [String; 2] {
     [CLIENT_ADDRESS.to_owned(), SERVICE.to_string()]
 }
 
-/// One line of progress, on standard error.
+/// Prints one line of progress on standard error.
 fn note(text: &str) {
     crate::progress::note(text);
 }
 
-/// Ctrl-C, SIGTERM and the terminal's end: noticed between two steps, so that whatever was built
-/// until then is removed in order.
+/// Watches for Ctrl-C, SIGTERM and the end of the terminal. The program checks for them between two
+/// steps, so that everything that is built is removed in order.
 struct Ending {
     asked: Arc<AtomicBool>,
     signals: mpsc::Receiver<Signal>,
 }
 
 impl Ending {
-    /// From now on this process does not die of them. Call it before any other thread is started:
-    /// threads inherit which signals they leave to others.
+    /// Blocks these signals, so that they do not kill the process. Call this before any other
+    /// thread is started: threads inherit blocked signals.
     fn watch() -> Result<Self> {
         let set = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
         set.thread_block().context("cannot hold back Ctrl-C")?;
@@ -288,7 +288,7 @@ impl Ending {
         Ok(Self { asked, signals })
     }
 
-    /// An error when the end was asked for.
+    /// Fails if one of these signals has arrived.
     fn check(&self) -> Result<()> {
         if self.asked.load(Ordering::Relaxed) {
             bail!("stopped before it was done; the practice node is removed again");
@@ -296,9 +296,10 @@ impl Ending {
         Ok(())
     }
 
-    /// Waits until the end is asked for.
+    /// Waits until one of these signals arrives.
     fn wait(&self) {
-        // An error means that the watching thread is gone: better to end than to stay for ever.
+        // An error means that the watching thread is gone. It is then better to end than to stay
+        // forever.
         let _ = self.signals.recv();
     }
 }

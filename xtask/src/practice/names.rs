@@ -15,13 +15,13 @@ use crate::style;
 /// The pod whose DNS queries the agent answers, and its address.
 pub const POD: &str = "cart";
 pub const ADDRESS: &str = "10.244.2.12";
-/// The server outside of the cluster, which the ServiceEntry is for.
+/// The server outside of the cluster. The ServiceEntry is for this server.
 pub const OUTSIDE: &str = "partner";
-/// Its name.
+/// The server's host name.
 pub const HOST: &str = "api.partner.example";
 /// The service's short name.
 pub const SHORT: &str = "httpbin";
-/// The pod's resolver. Nobody has this address.
+/// The pod's resolver. No host has this address.
 const RESOLVER: &str = "10.96.0.10";
 
 /// Files that the practice node needs for names.
@@ -30,12 +30,12 @@ pub struct Files {
     manifests: PathBuf,
     /// The pod's `resolv.conf`, as the kubelet writes it.
     pub resolv_conf: PathBuf,
-    /// The node's.
+    /// The node's `resolv.conf`.
     node: PathBuf,
 }
 
 impl Files {
-    /// Writes them; they go with the lab.
+    /// Writes the files. They are removed with the lab.
     pub fn write(lab: &Lab) -> Result<Self> {
         let file = |name: &str, text: String| {
             let path = lab.id().state_dir().join(name);
@@ -107,13 +107,13 @@ pub fn serve(lab: &Lab) -> Result<Process> {
 /// A name that the pod looked up, and the result.
 pub struct Lookup {
     name: &'static str,
-    /// The address by the C library.
+    /// The address that the C library returned.
     address: Option<Ipv4Addr>,
     /// The name of the server that answered at this address, or the error.
     answer: Result<String, String>,
 }
 
-/// Without columns.
+/// Prints one line, without columns.
 impl fmt::Display for Lookup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.name)?;
@@ -134,7 +134,7 @@ impl Lookup {
     }
 }
 
-/// Looks up both names in the pod, and connects to what they are.
+/// Looks up both names in the pod, and connects to the addresses.
 pub fn look_up(lab: &Lab, resolv_conf: &Path) -> Result<Vec<Lookup>> {
     let names = [(SHORT, SERVICE.port()), (HOST, ENDPOINT_PORT)];
     names
@@ -203,7 +203,7 @@ pub fn print(lookups: &[Lookup]) {
     }
 }
 
-/// Commands to try.
+/// Returns commands for the user to try.
 pub fn hints() -> String {
     format!(
         "    cargo xtask lab exec {POD} -- curl http://{SHORT}:{}/\n    \

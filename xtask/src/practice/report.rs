@@ -1,4 +1,4 @@
-//! What the practice node saw, for people and for programs.
+//! The results of the practice node, for people and for programs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,12 +18,12 @@ pub struct Practice {
     requests: usize,
     /// How many of them an endpoint answered.
     answered: usize,
-    /// Every endpoint of the service, also one that got none.
+    /// All endpoints of the service, also endpoints without requests.
     endpoints: Vec<Endpoint>,
     connect_p50_us: ConnectTime,
     #[serde(skip)]
     errors: Errors,
-    /// Direct requests that failed: the lab's own fault.
+    /// Direct requests that failed, which is a fault of the lab.
     #[serde(skip)]
     direct_failed: usize,
 }
@@ -32,15 +32,15 @@ pub struct Practice {
 struct Endpoint {
     address: IpAddr,
     answers: usize,
-    /// The client's address as the endpoint saw it; several would be separated by commas.
+    /// The client's address as the endpoint saw it. Several addresses are separated by commas.
     source: String,
 }
 
 /// Median durations of connect(2) in microseconds; `null` without an answered request.
 ///
-/// Half of the endpoints are on the client's node and answer sooner, so the plain median of all
-/// connections would lie in the gap between the two groups and jump with the chance of who was
-/// chosen. It is the mean of the endpoints' medians instead.
+/// Half of the endpoints are on the client's node and answer sooner. The plain median of all
+/// connections would lie in the gap between the two groups and depend on the random choice of
+/// endpoints. So this is the mean of the endpoints' medians.
 #[derive(Debug, Serialize)]
 struct ConnectTime {
     vip: Option<f64>,
@@ -93,7 +93,7 @@ impl Practice {
         }
     }
 
-    /// Whether every request to the service was answered, by an endpoint of it.
+    /// Returns whether an endpoint of the service answered every request to it.
     pub fn all_answered(&self) -> bool {
         let by_endpoints: usize = self.endpoints.iter().map(|endpoint| endpoint.answers).sum();
         self.requests > 0 && self.answered == self.requests && by_endpoints == self.requests
@@ -157,7 +157,8 @@ fn percent(part: usize, whole: usize) -> f64 {
     share * 100.0
 }
 
-/// The mean of the endpoints' median durations of connect(2), in microseconds, to a tenth.
+/// Returns the mean of the endpoints' median durations of connect(2), in microseconds, rounded to a
+/// tenth.
 fn median_us(attempts: &[Attempt]) -> Option<f64> {
     let mut by_endpoint: BTreeMap<&str, Vec<u64>> = BTreeMap::new();
     for attempt in attempts.iter().filter(|attempt| attempt.error.is_none()) {

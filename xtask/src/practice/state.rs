@@ -1,4 +1,4 @@
-//! Where a running practice node is, written down for `cargo xtask lab`.
+//! The state of a running practice node, in a file for `cargo xtask lab`.
 
 use std::{
     fs,
@@ -16,9 +16,9 @@ const FILE: &str = "practice.json";
 pub struct State {
     /// The lab's id.
     pub lab: String,
-    /// The process that made it and will remove it.
+    /// The process that made the lab and will remove it.
     pub creator: u32,
-    /// Where `dataplane` and `probe` were built.
+    /// The directory with the built `dataplane` and `probe`.
     pub programs: PathBuf,
     /// Nodes and pods.
     pub hosts: Vec<HostPlace>,
@@ -39,12 +39,12 @@ pub struct HostPlace {
     pub netns: String,
     /// The cgroup of its processes.
     pub cgroup: PathBuf,
-    /// Its own `resolv.conf`; `None`: the machine's.
+    /// The host's own `resolv.conf`; `None` for the machine's.
     #[serde(default)]
     pub resolv_conf: Option<PathBuf>,
 }
 
-/// Where the agent's commands are to be run, and how they find it.
+/// The place where the agent's commands run, and the variables with which they find the agent.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct AgentPlace {
     /// Its node's network namespace.
@@ -89,14 +89,14 @@ impl State {
         }
     }
 
-    /// Writes it down; it goes with the lab.
+    /// Writes the state to a file in the lab's directory. The file is removed with the lab.
     pub fn write(&self, lab: &Lab) -> Result<()> {
         let path = lab.id().state_dir().join(FILE);
         fs::write(&path, serde_json::to_vec_pretty(self)?)
             .with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// The practice nodes that run now, those with the lowest id first.
+    /// Returns the running practice nodes, sorted by id.
     pub fn running() -> Result<Vec<Self>> {
         let mut found: Vec<(LabId, Self)> = Vec::new();
         for id in LabId::all() {
@@ -104,7 +104,7 @@ impl State {
                 continue;
             }
             let path = id.state_dir().join(FILE);
-            // Another kind of lab, a test's, or one that is not ready yet.
+            // This is another kind of lab, such as a test's, or a lab that is not ready yet.
             let Ok(text) = fs::read(&path) else { continue };
             let state = serde_json::from_slice(&text)
                 .with_context(|| format!("{} was written by another version", path.display()))?;

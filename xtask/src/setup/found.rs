@@ -1,4 +1,4 @@
-//! What this machine has.
+//! Finds the tools on this machine.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
@@ -12,7 +12,7 @@ use super::{
     rustc::Toolchain,
 };
 
-/// What this machine has of what the chores need.
+/// The tools that the chores need, as found on this machine.
 #[derive(Debug, Clone)]
 #[expect(
     clippy::struct_excessive_bools,
@@ -20,26 +20,27 @@ use super::{
 )]
 pub struct Found {
     pub rustc: super::rustc::Version,
-    /// rustup's name of the active toolchain, if rustup is there to add components to it.
+    /// rustup's name of the active toolchain. `None` if rustup is not there to add components to
+    /// it.
     pub toolchain: Option<String>,
     /// The source of `core`.
     pub rust_src: bool,
-    /// The bpf-linker that we keep for this toolchain.
+    /// The bpf-linker in our cache for this toolchain.
     pub linker: Linker,
     pub linker_works: bool,
     /// A bpf-linker on the search path.
     pub foreign: Option<Foreign>,
     /// Major versions of the distribution's LLVM that a bpf-linker can be built against.
     pub llvms: BTreeSet<u32>,
-    /// Those of [`PROGRAMS`] that are installed.
+    /// The programs of [`PROGRAMS`] that are installed.
     pub programs: BTreeSet<&'static str>,
-    /// Packages are installed with apt here.
+    /// Whether this machine installs packages with apt.
     pub apt: bool,
     pub root: bool,
 }
 
 impl Found {
-    /// Looks around. Changes nothing.
+    /// Looks for the tools. Changes nothing.
     pub fn look() -> Result<Self> {
         let toolchain = Toolchain::find()?;
         let linker = Linker::new(
@@ -51,7 +52,7 @@ impl Found {
         Ok(Self {
             rust_src: toolchain.has_source(),
             linker_works,
-            // Of interest only where there is none of ours.
+            // This matters only if our own does not work.
             foreign: if linker_works { None } else { Foreign::find() },
             linker,
             llvms: system_llvms(Path::new("/usr/lib")),

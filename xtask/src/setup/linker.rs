@@ -1,7 +1,8 @@
-//! bpf-linker: where the one for the active toolchain is kept, and how it gets there.
+//! bpf-linker: the place of the program for the active toolchain, and how it is built.
 //!
-//! rustc hands bpf-linker LLVM bitcode, so both must be of one LLVM. Most toolchains bring theirs
-//! as a shared library, which is then the very same one; else it is the distribution's.
+//! rustc passes LLVM bitcode to bpf-linker, so both must use one LLVM. Most toolchains include
+//! theirs as a shared library, which bpf-linker then uses. Otherwise bpf-linker uses the
+//! distribution's.
 
 use std::{
     env,
@@ -23,7 +24,7 @@ use crate::{
 /// The version that this project is built with.
 pub const VERSION: &str = "0.13.0";
 
-/// The major versions of LLVM that it can be built for.
+/// The major versions of LLVM that bpf-linker can be built for.
 pub const LLVMS: std::ops::RangeInclusive<u32> = 21..=23;
 
 /// The LLVM that a bpf-linker is built against.
@@ -31,27 +32,27 @@ pub const LLVMS: std::ops::RangeInclusive<u32> = 21..=23;
 pub enum Llvm {
     /// The toolchain's own library.
     Toolchain(PathBuf),
-    /// The distribution's, of this major version.
+    /// The distribution's library, of this major version.
     System(u32),
 }
 
 impl Llvm {
-    /// The one to use with a toolchain.
+    /// Returns the LLVM to use with a toolchain.
     pub fn of(toolchain: &Toolchain) -> Self {
         toolchain
             .own_llvm()
             .map_or(Self::System(toolchain.version.llvm), Self::Toolchain)
     }
 
-    /// Where Debian and Ubuntu keep the libraries of an LLVM.
+    /// Returns the directory in which Debian and Ubuntu install the libraries of an LLVM.
     pub fn system_directory(major: u32) -> PathBuf {
         PathBuf::from(format!("/usr/lib/llvm-{major}"))
     }
 
-    /// Names it in the cache.
+    /// Returns the LLVM's name in the cache.
     fn key(&self) -> String {
         match self {
-            // `libLLVM.so.22.1-rust-1.95.0-stable`: what the dynamic linker will look for.
+            // `libLLVM.so.22.1-rust-1.95.0-stable`: the name that the dynamic linker looks for.
             Self::Toolchain(library) => library
                 .file_name()
                 .unwrap_or_default()
@@ -62,7 +63,7 @@ impl Llvm {
     }
 }
 
-/// The directory that holds what we build for this user.
+/// Returns the directory of the tools that we build for this user.
 pub fn cache() -> Result<PathBuf> {
     cache_in(
         env::var_os("XDG_CACHE_HOME").as_deref(),
@@ -72,7 +73,7 @@ pub fn cache() -> Result<PathBuf> {
 }
 
 fn cache_in(xdg: Option<&OsStr>, home: Option<&Path>) -> Option<PathBuf> {
-    // The XDG base directory specification has relative paths ignored.
+    // The XDG base directory specification requires that relative paths are ignored.
     let xdg = xdg.map(PathBuf::from).filter(|path| path.is_absolute());
     Some(
         xdg.or_else(|| Some(home?.join(".cache")))?
@@ -80,17 +81,17 @@ fn cache_in(xdg: Option<&OsStr>, home: Option<&Path>) -> Option<PathBuf> {
     )
 }
 
-/// A bpf-linker of ours: built or yet to build.
+/// A bpf-linker of ours, which may not be built yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Linker {
     pub llvm: Llvm,
     pub llvm_major: u32,
-    /// What `cargo install` calls its root: the program is in `bin` below.
+    /// The root directory of `cargo install`. The program is in `bin` below it.
     pub directory: PathBuf,
 }
 
 impl Linker {
-    /// The one for an LLVM, in a cache.
+    /// Returns the bpf-linker for an LLVM in a cache.
     pub fn new(llvm: Llvm, llvm_major: u32, cache: &Path) -> Self {
         let directory = cache.join(format!("bpf-linker-{VERSION}-{}", llvm.key()));
         Self {
@@ -100,18 +101,19 @@ impl Linker {
         }
     }
 
-    /// The program.
+    /// Returns the path of the program.
     pub fn program(&self) -> PathBuf {
         self.directory.join("bin/bpf-linker")
     }
 
-    /// Whether it is there and starts: a toolchain that was removed took its LLVM with it.
+    /// Returns whether the program exists and starts. It does not start if the toolchain with its
+    /// LLVM was removed.
     pub fn works(&self) -> bool {
         let program = self.program();
         program.exists() && version(&program).as_deref() == Some(VERSION)
     }
 
-    /// Builds it, waiting for another clone that is already at it.
+    /// Builds bpf-linker. If another clone is building it, waits for this build.
     pub fn build(&self) -> Result<()> {
         let cache = self.directory.parent().expect("lies in the cache");
         fs::create_dir_all(cache).with_context(|| format!("cannot create {}", cache.display()))?;
@@ -126,8 +128,8 @@ impl Linker {
             }
         }
 
-        // Built aside and moved into place whole; what an interrupted build leaves, the next one
-        // goes on from.
+        // Build in a directory aside, then move it into place as a whole. The next build continues
+        // an interrupted one.
         let mut partial = self.directory.clone().into_os_string();
         partial.push(".partial");
         let partial = PathBuf::from(partial);
@@ -159,7 +161,8 @@ impl Linker {
             .with_context(|| format!("cannot create {}", self.directory.display()))
     }
 
-    /// bpf-linker's build looks for `lib/libLLVM.so`, a name that a toolchain's library lacks.
+    /// Links the toolchain's library as `lib/libLLVM.so`, the name that bpf-linker's build looks
+    /// for.
     fn link_llvm(&self) -> Result<()> {
         let libraries = self.directory.join("lib");
         fs::create_dir_all(&libraries)
@@ -175,7 +178,7 @@ impl Linker {
     fn cargo_install(&self) -> Command {
         let mut cargo = cargo();
         cargo
-            // Away from the workspace, whose configuration is for its own packages.
+            // Build outside of the workspace, whose configuration is for its own packages.
             .current_dir(&self.directory)
             .args(["install", "bpf-linker", "--locked", "--version", VERSION])
             .args([
@@ -213,7 +216,7 @@ impl Linker {
         }
     }
 
-    /// What one would type for [`Linker::build`].
+    /// Returns the commands that do the work of [`Linker::build`].
     pub fn commands(&self) -> Vec<String> {
         let mut commands = Vec::new();
         let directory = quoted(&self.directory.to_string_lossy());
@@ -237,21 +240,22 @@ impl Linker {
     }
 }
 
-/// A bpf-linker that somebody else installed.
+/// A bpf-linker that the user installed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Foreign {
     pub program: PathBuf,
-    /// What it says of itself; `None` if it does not start.
+    /// The version that it prints; `None` if it does not start.
     pub version: Option<String>,
-    /// The major version of the shared LLVM that it uses; `None` if it has it inside.
+    /// The major version of the shared LLVM that it uses; `None` if LLVM is linked statically.
     pub llvm: Option<u32>,
 }
 
 impl Foreign {
-    /// The first one on the search path.
+    /// Returns the first bpf-linker on the search path.
     pub fn find() -> Option<Self> {
         let program = on_path("bpf-linker")?;
-        // The dynamic linker then lists what it would load, instead of starting the program.
+        // With this variable, the dynamic linker lists the libraries and does not start the
+        // program.
         let listed = Command::new(&program)
             .env("LD_TRACE_LOADED_OBJECTS", "1")
             .output()
@@ -264,12 +268,12 @@ impl Foreign {
         })
     }
 
-    /// Whether it is as good as one that we would build.
+    /// Returns whether it is as good as a bpf-linker that we would build.
     pub fn fits(&self, llvm: u32) -> bool {
         self.version.as_deref() == Some(VERSION) && self.llvm == Some(llvm)
     }
 
-    /// What is wrong with it, for a person.
+    /// Describes it for the user, with version and LLVM.
     pub fn described(&self) -> String {
         let version = self.version.as_deref().unwrap_or("that does not start");
         let llvm = match self.llvm {
@@ -286,11 +290,11 @@ fn version(program: &Path) -> Option<String> {
     Some(said.trim().strip_prefix("bpf-linker ")?.to_owned())
 }
 
-/// The major version of the LLVM in a list of loaded libraries, as `ldd` prints it.
+/// Returns the major version of the LLVM in a list of loaded libraries, as `ldd` prints it.
 fn loaded_llvm(listed: &str) -> Option<u32> {
     listed.lines().find_map(|line| {
         let name = line.trim().strip_prefix("libLLVM")?;
-        // libLLVM.so.22.1, or with older ones libLLVM-15.so.1
+        // libLLVM.so.22.1, or libLLVM-15.so.1 for older versions.
         let number = name
             .strip_prefix(".so.")
             .or_else(|| name.strip_prefix('-'))?;

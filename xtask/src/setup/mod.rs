@@ -1,4 +1,4 @@
-//! `cargo xtask setup`, and what each chore asks of it.
+//! `cargo xtask setup`, and the set-up that each chore starts.
 
 mod found;
 mod linker;
@@ -27,11 +27,11 @@ pub use self::{linker::cache, program::Purpose};
 
 /// Find and install the tools that the other chores need
 ///
-/// Looks for the source of Rust's `core`, a bpf-linker for rustc's own LLVM, iproute2, and the
-/// iptables, nftables, HAProxy and nginx that tests and benchmarks compare with, and the DNS clients and resolver of the
-/// tests. Prints which tools are missing and why they are needed, and installs them; packages of the distribution only as
-/// root. Keeps the tools that it builds in $XDG_CACHE_HOME/dataplane (~/.cache/dataplane), one copy for each user, which
-/// all clones share.
+/// Looks for the source of Rust's `core`, a bpf-linker for rustc's own LLVM, iproute2, the DNS clients and resolver of
+/// the tests, and the iptables, nftables, HAProxy and nginx that tests and benchmarks compare with. Prints which tools
+/// are missing and why they are needed, and installs them. Installs packages of the distribution only as root. The
+/// tools that it builds go to $XDG_CACHE_HOME/dataplane (~/.cache/dataplane), one copy for each user, which all clones
+/// share.
 ///
 /// Every other chore calls set-up for the tools that it needs, so you need not start with this one.
 #[derive(Debug, clap::Args)]
@@ -66,10 +66,10 @@ pub fn main(no_install: bool) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Sees to it that the tools for a purpose are there.
+/// Makes sure that the tools for a purpose are installed.
 ///
 /// # Errors
-/// If some are missing and cannot or (`no_install`) shall not be installed; it then says how to.
+/// Fails if tools are missing that cannot be installed, or that must not be (`no_install`). Prints how to install them.
 pub fn ensure(purpose: Purpose, no_install: bool) -> Result<Tools> {
     Ok(tools(&prepare(purpose, no_install)?.0))
 }
@@ -84,7 +84,7 @@ fn tools(found: &Found) -> Tools {
     Tools { bpf_linker }
 }
 
-/// Returns what there is in the end, and whether something was installed for it.
+/// Installs missing tools. Returns the tools, and whether something was installed.
 fn prepare(purpose: Purpose, no_install: bool) -> Result<(Found, bool)> {
     let found = Found::look()?;
     let missing = plan::missing(&found, purpose);
@@ -131,7 +131,7 @@ fn package(missing: &Missing) -> Option<&str> {
     }
 }
 
-/// Commands on standard output, for a person or a shell.
+/// Prints commands on standard output, for a user or a shell.
 fn tell(lines: impl IntoIterator<Item = String>) {
     anstream::eprintln!();
     for line in lines {
@@ -140,7 +140,7 @@ fn tell(lines: impl IntoIterator<Item = String>) {
     anstream::eprintln!();
 }
 
-/// What to type for the packages, line by line.
+/// Returns the commands that install the packages, line by line.
 fn package_commands(found: &Found, packages: &[&str]) -> Vec<String> {
     if packages.is_empty() {
         return Vec::new();
@@ -152,7 +152,7 @@ fn package_commands(found: &Found, packages: &[&str]) -> Vec<String> {
     ]
 }
 
-/// What to type for the rest, line by line.
+/// Returns the commands that install the other tools, line by line.
 fn commands(found: &Found, missing: &[Missing]) -> Vec<String> {
     let mut lines = Vec::new();
     for Missing { what, step, .. } in missing {
@@ -198,14 +198,14 @@ fn apt_install(packages: &[&str]) -> Command {
 fn apt_get() -> Command {
     let mut apt = Command::new("apt-get");
     apt.env("DEBIAN_FRONTEND", "noninteractive");
-    // Debian starts the services of packages it installs, such as nginx, in this runlevel not.
+    // In this runlevel, Debian does not start the services of packages that it installs, such as nginx.
     apt.env("RUNLEVEL", "1");
     apt
 }
 
 fn apt(packages: &[&str]) -> Result<()> {
     let title = format!("installing {}", packages.join(", "));
-    // A fresh machine has no package lists, an old one has stale ones; most are neither.
+    // Try without an update first: only a fresh machine has no package lists, and only an old one has stale lists.
     if progress::run(&title, &mut apt_install(packages)).is_ok() {
         return Ok(());
     }

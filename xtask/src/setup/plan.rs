@@ -1,4 +1,5 @@
-//! What is missing for a chore, and what to do about it. Pure: [`Found`] says what there is.
+//! Decides which tools are missing for a chore, and how to install them. Pure: [`Found`] has the
+//! tools of this machine.
 
 use super::{
     found::Found,
@@ -6,7 +7,7 @@ use super::{
     program::{PROGRAMS, Purpose},
 };
 
-/// Something to do.
+/// A step that installs a tool.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Step {
     /// Add the source of `core` to rustup's toolchain of this name.
@@ -15,21 +16,21 @@ pub enum Step {
     Package(String),
     /// Build [`Found::linker`].
     BpfLinker,
-    /// Something that we cannot do, for a person.
+    /// Instructions for the user, if we cannot install the tool.
     ByHand(String),
 }
 
-/// Something that a chore needs and this machine lacks.
+/// A tool that a chore needs and this machine lacks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Missing {
-    /// A name for it, with the version if that matters.
+    /// Name of the tool, with the version if it matters.
     pub what: String,
-    /// What it is for, and what there is in its stead.
+    /// The reason why the tool is needed, and the unsuitable one that is installed instead.
     pub why: String,
     pub step: Step,
 }
 
-/// What is missing, in the order in which to mend it.
+/// Returns the missing tools, in the order in which to install them.
 pub fn missing(found: &Found, purpose: Purpose) -> Vec<Missing> {
     let mut missing = Vec::new();
     if !found.rust_src {
@@ -138,7 +139,7 @@ mod tests {
         *,
     };
 
-    /// A machine that has everything.
+    /// Returns a machine that has everything.
     fn complete() -> Found {
         let library = "/t/lib/libLLVM.so.22.1-rust-1.95.0-stable".into();
         Found {
@@ -249,7 +250,8 @@ mod tests {
             missing(&with(linker::VERSION, Some(22)), Purpose::Build),
             []
         );
-        // The wrong version, the wrong LLVM, an unknown LLVM: named, with what is needed.
+        // A wrong version, a wrong LLVM or an unknown LLVM: the message names it, and the
+        // bpf-linker that is needed.
         let old = missing(&with("0.9.14", Some(22)), Purpose::Build);
         assert_eq!(old[0].step, Step::BpfLinker);
         assert_eq!(old[0].what, "bpf-linker 0.13.0 for LLVM 22");

@@ -1,17 +1,17 @@
-//! The distribution's programs that chores run, and for which purposes.
+//! The distribution's programs that chores run, with the purposes that need them.
 
-/// A program of the distribution, run by name.
+/// A program of the distribution, which chores run by its name.
 #[derive(Debug)]
 pub struct Program {
     pub name: &'static str,
     /// Debian's and Ubuntu's package.
     pub package: &'static str,
     pub needed_for: &'static str,
-    /// The least of the purposes that need it.
+    /// The first purpose that needs the program. Later purposes need it too.
     pub least: Purpose,
 }
 
-/// What the chores run.
+/// The programs that chores run.
 pub const PROGRAMS: [Program; 11] = [
     Program {
         name: "ip",
@@ -45,7 +45,7 @@ pub const PROGRAMS: [Program; 11] = [
     },
     Program {
         name: "nginx",
-        // Brings nginx itself, too.
+        // This package also installs nginx itself.
         package: "libnginx-mod-stream",
         needed_for: "relays beside our proxy, in tests and benchmarks",
         least: Purpose::Bench,
@@ -82,7 +82,7 @@ pub const PROGRAMS: [Program; 11] = [
     },
 ];
 
-/// What the tools are for; each needs those of the ones before it too.
+/// Purpose of the tools. Each purpose also needs the tools of the purposes before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Purpose {
     /// Compiling.

@@ -1,4 +1,4 @@
-//! The active Rust toolchain, as far as it decides what else is needed.
+//! The active Rust toolchain. It decides which other tools are needed.
 
 use std::{
     env,
@@ -10,17 +10,17 @@ use anyhow::{Context, Result};
 
 use crate::command::output;
 
-/// What `rustc -vV` says.
+/// The output of `rustc -vV`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version {
     /// `1.95.0`, `1.97.0-nightly`.
     pub release: String,
-    /// The major version of the LLVM that it was built with.
+    /// The major version of the LLVM that rustc was built with.
     pub llvm: u32,
 }
 
 impl Version {
-    /// Reads the output of `rustc -vV`; `None` if it lacks a line that we need.
+    /// Reads the output of `rustc -vV`. Returns `None` if it lacks a line that we need.
     pub fn parse(output: &str) -> Option<Self> {
         let field = |name: &str| {
             output
@@ -38,9 +38,9 @@ impl Version {
 #[derive(Debug, Clone)]
 pub struct Toolchain {
     pub version: Version,
-    /// Its directory.
+    /// The toolchain's directory.
     pub sysroot: PathBuf,
-    /// rustup's name for it; `None` if it is not rustup's.
+    /// rustup's name of the toolchain; `None` if rustup did not install it.
     pub name: Option<String>,
 }
 
@@ -52,7 +52,7 @@ impl Toolchain {
         let version = output(Command::new(sysroot.join("bin/rustc")).arg("-vV"))?;
         let version = Version::parse(&version)
             .with_context(|| format!("`rustc -vV` names no release or no LLVM:\n{version}"))?;
-        // Set by rustup's `cargo` for all that it starts.
+        // rustup's `cargo` sets this variable for all programs that it starts.
         let name = env::var("RUSTUP_TOOLCHAIN").ok();
         Ok(Self {
             version,
@@ -61,14 +61,14 @@ impl Toolchain {
         })
     }
 
-    /// Whether it has the source of `core`.
+    /// Returns whether the toolchain has the source of `core`.
     pub fn has_source(&self) -> bool {
         self.sysroot
             .join("lib/rustlib/src/rust/library/core/Cargo.toml")
             .exists()
     }
 
-    /// The shared LLVM library that it brings along, as most of rustup's toolchains do.
+    /// Returns the toolchain's own shared LLVM library. Most of rustup's toolchains have one.
     pub fn own_llvm(&self) -> Option<PathBuf> {
         std::fs::read_dir(self.sysroot.join("lib"))
             .ok()?
@@ -77,8 +77,8 @@ impl Toolchain {
     }
 }
 
-/// Whether a file is such a library: `libLLVM.so.22.1-rust-1.95.0-stable`, not the linker script
-/// `libLLVM-22-rust-1.95.0-stable.so` beside it.
+/// Returns whether a file is such a library: `libLLVM.so.22.1-rust-1.95.0-stable`, not the linker
+/// script `libLLVM-22-rust-1.95.0-stable.so` beside it.
 fn own_llvm_name(path: &Path, llvm: u32) -> bool {
     path.file_name()
         .and_then(|name| name.to_str())

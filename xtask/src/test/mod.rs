@@ -1,4 +1,4 @@
-//! `cargo xtask test`: everything is compiled, run, and counted.
+//! `cargo xtask test`: compiles and runs all tests, and counts the results.
 
 pub mod suites;
 pub mod tally;
@@ -72,7 +72,7 @@ pub struct Arguments {
     modules: Option<PathBuf>,
 }
 
-/// What is run in a guest.
+/// When a guest is used, and for which tests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum When {
     /// Only the scenarios, in the guest
@@ -83,10 +83,11 @@ enum When {
     Also,
 }
 
-/// The scenarios that tell most of a kernel, for `--vm=also`: that every program is taken and attached, pinned, replaced
-/// and removed, what each kind of socket sees of it, and that those of the packet path do there what the model does (a
-/// verifier may remove what it takes for dead). Which endpoint is chosen, and who is refused, the programs decide, and what
-/// becomes of damaged pins, the agent: that is the same on each kernel, and costs the time of a whole agent's start each time.
+/// The scenarios that depend most on the kernel, for `--vm=also`. They check that every program is loaded, attached,
+/// pinned, replaced and removed, how the programs see each kind of socket, and that the packet programs behave like the
+/// model (a verifier may remove code that it takes for dead). The programs decide which endpoint is chosen and which
+/// clients are refused, and the agent decides what happens to damaged pins. These decisions are equal on each kernel,
+/// and each such scenario takes the time of an agent's start.
 const CORE: &str = "machine verifier features neighbours fuzz \
                     kernel::a_second_agent_adopts_what_the_first_wrote \
                     kernel::another_cgroup_is_attached_to_anew \
@@ -121,7 +122,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     }
     let guest = if in_guest {
         let guest = match Guest::new(&arguments.kernel, arguments.modules.as_deref()) {
-            // Whatever ails the guest, what runs here can run.
+            // With `--vm=also`, the tests on this machine run even if the guest cannot.
             Err(error) if arguments.vm == Some(When::Also) => Err(error),
             guest => Ok(guest?),
         };
@@ -156,7 +157,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     let running = Instant::now();
 
     let mut total = Tally::default();
-    // The lab's scenarios wait for each other, and for nobody else.
+    // The lab's scenarios wait for each other, but not for other tests.
     let (mut here, mut pure): (Vec<_>, Vec<_>) = suites
         .into_iter()
         .partition(|suite| suite.kind == Kind::Scenarios);
@@ -221,8 +222,8 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     })
 }
 
-/// Runs suites at the same time, as many as there are processors, and returns for each its results and how long it
-/// took. What a suite writes is passed on when it has ended, as a whole.
+/// Runs suites in parallel, as many as there are processors. Returns the results and the duration of each. The output
+/// of a suite is printed as a whole when the suite has ended.
 fn side_by_side(suites: &mut [Suite], listing: bool) -> Result<Vec<(Tally, Duration)>> {
     let workers = thread::available_parallelism().map_or(1, NonZero::get);
     let mut done: Vec<_> = suites.iter().map(|_| None).collect();
@@ -248,10 +249,11 @@ fn side_by_side(suites: &mut [Suite], listing: bool) -> Result<Vec<(Tally, Durat
         .collect()
 }
 
-/// Repeats scenarios that failed, each alone, if they are few. Scenarios have time limits, and on a slow machine the others
-/// may take one's time: a scenario that passes alone counts as passed, and the summary names it. A fault fails alone, too.
+/// Repeats failed scenarios, each alone, if there are only a few. Scenarios have time limits, and on a slow machine
+/// other scenarios may use up the time. A scenario that passes alone counts as passed, and the summary names it. A real
+/// fault also fails alone.
 fn repeat_alone(suite: &Suite, tally: &mut Tally) -> Result<()> {
-    /// More failures are no accident.
+    /// More failures are not an accident.
     const FEW: usize = 5;
 
     let failures = tally.failures().to_vec();
@@ -273,7 +275,7 @@ fn repeat_alone(suite: &Suite, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// Runs a suite, passing on what it writes, and counts its results.
+/// Runs a suite, prints its output, and counts its results.
 pub fn run(suite: &mut Suite, listing: bool) -> Result<Tally> {
     run_with(&mut suite.command, Results::new(&suite.title, listing))
 }
@@ -294,16 +296,16 @@ fn run_with(command: &mut Command, mut results: Results<'_>) -> Result<Tally> {
     let mut tally = results.tally();
     let status = child.wait().with_context(|| format!("lost {name}"))?;
     if !status.success() && tally.failed() == 0 {
-        // Killed, or ended before it could count.
+        // The suite was killed, or ended before it could count.
         anstream::eprintln!("{ERROR}error:{RESET} {name} ended early: {status}");
         tally.fail(format!("the whole suite: {status}"));
     }
     Ok(tally)
 }
 
-/// The scenarios as a guest runs them.
+/// Returns the scenarios as a task for a guest.
 pub fn guest_task(scenarios: &Suite, filter: Option<&str>) -> Task<'static> {
-    // The guest's serial line is a terminal, and colours are no words that we count.
+    // The guest's serial line is a terminal, and colours would disturb the counting.
     let script = ["lab", "--color=never"].into_iter().chain(filter);
     Task {
         programs: vec![
@@ -319,7 +321,7 @@ pub fn guest_task(scenarios: &Suite, filter: Option<&str>) -> Task<'static> {
     }
 }
 
-/// Runs the scenarios in a guest, passing on what they write, and counts their results.
+/// Runs the scenarios in a guest, prints their output, and counts their results.
 fn run_in_guest(guest: &Guest, task: &Task<'_>, title: &str) -> Tally {
     let mut results = Results::new(title, false);
     let ended = guest.run(task, &mut |line| results.read(line));
@@ -338,13 +340,13 @@ fn run_in_guest(guest: &Guest, task: &Task<'_>, title: &str) -> Tally {
     tally
 }
 
-/// What a suite writes: counted, and passed on.
+/// Prints and counts the output of a suite.
 pub struct Results<'a> {
     title: &'a str,
     titled: bool,
     listing: bool,
     tally: Tally,
-    /// What was not passed on yet; none: everything is, at once.
+    /// Output that is not printed yet. `None` if lines are printed immediately.
     kept: Option<String>,
 }
 
@@ -359,7 +361,7 @@ impl<'a> Results<'a> {
         }
     }
 
-    /// The same, but what is written is passed on at the end.
+    /// Delays the output until the suite has ended.
     pub fn kept(self) -> Self {
         Self {
             kept: Some(String::new()),
@@ -367,7 +369,7 @@ impl<'a> Results<'a> {
         }
     }
 
-    /// What was counted.
+    /// Prints delayed output, and returns the counts.
     pub fn tally(self) -> Tally {
         if let Some(kept) = self.kept {
             anstream::print!("{kept}");
@@ -375,10 +377,10 @@ impl<'a> Results<'a> {
         self.tally
     }
 
-    /// Takes in a line.
+    /// Reads a line of the output.
     pub fn read(&mut self, line: &str) {
         self.tally.read(line);
-        // Programs without tests say so in three lines that nobody misses.
+        // Programs without tests print three lines. Skip them.
         if !self.titled && !self.listing {
             if !tally::announces_tests(line) {
                 return;
@@ -404,7 +406,7 @@ impl<'a> Results<'a> {
     }
 }
 
-/// Whether the variable `CI` says that this is a machine of a continuous integration.
+/// Returns whether the variable `CI` says that this is a machine of a continuous integration.
 fn in_ci(variable: Option<&OsStr>) -> bool {
     variable.is_some_and(|value| !value.is_empty() && value != "false" && value != "0")
 }

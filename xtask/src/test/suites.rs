@@ -10,28 +10,28 @@ use serde::Deserialize;
 
 use crate::command::{cargo, shown};
 
-/// A program that runs tests, and prints as Rust's test harness does.
+/// A program that runs tests, and prints like Rust's test harness.
 #[derive(Debug)]
 pub struct Suite {
-    /// For a person: which package's, and of what.
+    /// Title for the user: the package, and the kind of tests.
     pub title: String,
     pub command: Command,
     pub kind: Kind,
 }
 
-/// What runs a suite's tests.
+/// The program that runs a suite's tests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Rust's own test harness.
     Harness,
     /// rustdoc, which compiles them first.
     Documentation,
-    /// The lab, on kernel programs and network namespaces, with a harness of its own.
+    /// The lab, with a harness of its own. It tests kernel programs in network namespaces.
     Scenarios,
 }
 
 impl Suite {
-    /// The same program, to be run elsewhere too.
+    /// Returns a copy of the suite, to run it in another place too.
     pub fn again(&self) -> Self {
         Self {
             title: self.title.clone(),
@@ -41,7 +41,7 @@ impl Suite {
     }
 }
 
-/// One of cargo's messages, of which we want `compiler-artifact`.
+/// One of cargo's messages. We use only `compiler-artifact`.
 #[derive(Debug, Deserialize)]
 struct Message {
     reason: String,
@@ -62,8 +62,8 @@ struct TargetProfile {
     test: bool,
 }
 
-/// Compiles the tests and the binaries that they run (no benchmark's), in one go so that both share what they
-/// depend on; returns the tests, scenarios last.
+/// Compiles the tests and the binaries that they run, without the benchmarks' binary, in one build so that they share
+/// dependencies. Returns the test suites; the scenarios are last.
 pub fn compile() -> Result<Vec<Suite>> {
     let mut build = cargo();
     build
@@ -95,7 +95,7 @@ pub fn compile() -> Result<Vec<Suite>> {
     let mut suites: Vec<Suite> = programs.into_iter().map(|program| program.suite).collect();
     for suite in &mut suites {
         if suite.kind == Kind::Harness {
-            // A stable harness says how long a test took only to those who build compilers.
+            // A stable harness prints a test's duration only with this variable.
             suite
                 .command
                 .env("RUSTC_BOOTSTRAP", "1")
@@ -117,17 +117,17 @@ pub fn compile() -> Result<Vec<Suite>> {
     Ok(suites)
 }
 
-/// The suite that is the lab.
+/// The title of the lab's suite.
 const SCENARIOS: &str = "tests: lab";
 
 struct TestProgram {
-    /// Whether it is the scenarios', which come last; whether it is an integration test; its title.
+    /// Sort key: whether it is the lab, which comes last; whether it is an integration test; its title.
     order: (bool, bool, String),
     suite: Suite,
 }
 
 impl Message {
-    /// The test program that this announces, if it does.
+    /// Returns the test program that this message announces, if any.
     fn into_test(self) -> Option<TestProgram> {
         let (target, executable) = (self.target?, self.executable?);
         if self.reason != "compiler-artifact" || !self.profile?.test {
@@ -147,7 +147,7 @@ impl Message {
             Kind::Harness
         };
         let mut command = Command::new(executable);
-        // As `cargo test` does it.
+        // As `cargo test` does.
         command
             .current_dir(&directory)
             .env("CARGO_MANIFEST_DIR", &directory);

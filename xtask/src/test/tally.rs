@@ -1,4 +1,4 @@
-//! What test programs print, counted.
+//! Counts the results in the output of test programs.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -8,44 +8,43 @@ pub struct Tally {
     passed: u32,
     failed: u32,
     ignored: u32,
-    /// Tests that found out underway that they could not run: passed, to the harness.
+    /// Tests that found out while running that they cannot run. The harness counts them as passed.
     given_up: u32,
     failures: Vec<String>,
-    /// Tests that failed among others, and passed alone.
+    /// Tests that failed together with others, and passed alone.
     alone: Vec<String>,
-    /// Reason to names of tests that did not run.
+    /// Names of tests that did not run, by reason.
     skipped: BTreeMap<String, Vec<String>>,
-    /// Name to reason, of tests that said why they cannot run, and whose result is yet to come.
+    /// Reasons why tests cannot run, by name. Their results are not read yet.
     reasons: BTreeMap<String, String>,
     /// Suites that ran at least one test.
     suites: Vec<String>,
-    /// How long tests took that said so, in seconds.
+    /// Durations of tests in seconds, for tests that print them.
     took: Vec<(f64, String)>,
-    /// Whether the lines that follow are the lab's list of its slowest scenarios.
+    /// Whether the next lines are the lab's list of its slowest scenarios.
     listing_slowest: bool,
 }
 
-/// So many tests are named as the slowest.
+/// Number of tests that are listed as the slowest.
 const SLOWEST: usize = 10;
 
-/// `  12.3 s  life::x`, as the lab prints it.
+/// Reads `  12.3 s  life::x`, as the lab prints it.
 fn slow_scenario(line: &str) -> Option<(f64, String)> {
     let (seconds, name) = line.split_once(" s  ")?;
     Some((seconds.trim().parse().ok()?, name.to_owned()))
 }
 
-/// Whether a line says that tests follow: `running 3 tests`.
+/// Returns whether a line announces tests: `running 3 tests`.
 pub fn announces_tests(line: &str) -> bool {
     line.strip_prefix("running ").is_some_and(|rest| !rest.starts_with("0 ")) ||
-        // What a suite has to say beforehand, such as whom it skips.
+        // A suite prints this before its tests, for tests that it skips.
         line.starts_with("skipped ")
 }
 
 impl Tally {
-    /// Takes in a line that a test program printed.
+    /// Reads a line that a test program printed.
     pub fn read(&mut self, line: &str) {
-        // The harness writes a test's name and its outcome one after the other, and what another
-        // test has to say may come in between.
+        // The harness prints a test's name first and its outcome later. Another test's message may come in between.
         if let Some((_, said)) = line.split_once(" ... skipped ") {
             return self.read(&format!("skipped {said}"));
         }
@@ -117,12 +116,12 @@ impl Tally {
         self.failures.push(name);
     }
 
-    /// The names of the tests that failed.
+    /// Returns the names of the tests that failed.
     pub fn failures(&self) -> &[String] {
         &self.failures
     }
 
-    /// Counts a test that failed as passed, because it has passed alone.
+    /// Counts a failed test as passed, because it has passed alone.
     pub fn passed_alone(&mut self, name: &str) {
         self.failures.retain(|failure| failure != name);
         self.alone.push(name.to_owned());
@@ -130,7 +129,7 @@ impl Tally {
         self.passed += 1;
     }
 
-    /// Adds another's results, of a suite with this title, and how long it took.
+    /// Adds the results of a suite with this title and duration.
     pub fn add(&mut self, title: &str, other: Self, took: Duration) {
         if other.counted() > 0 {
             let seconds = took.as_secs_f64();
@@ -157,27 +156,28 @@ impl Tally {
         }
     }
 
-    /// All tests that were to run.
+    /// Returns the number of all tests that were to run.
     pub fn counted(&self) -> u32 {
         self.passed + self.failed + self.ignored
     }
 
-    /// Tests that ran and passed.
+    /// Returns the number of tests that ran and passed.
     pub fn passed(&self) -> u32 {
         self.passed.saturating_sub(self.given_up)
     }
 
-    /// Reasons why tests did not run, and their names.
+    /// Returns the names of tests that did not run, by reason.
     pub fn skipped(&self) -> &BTreeMap<String, Vec<String>> {
         &self.skipped
     }
 
-    /// Tests that failed.
+    /// Returns the number of tests that failed.
     pub fn failed(&self) -> u32 {
         self.failed
     }
 
-    /// What ran, what was skipped and why, and what failed: last, where a log that is cut still has it.
+    /// Prints the suites that ran, skipped tests with reasons, and failures last: a truncated log still contains its
+    /// end.
     pub fn print(&self) {
         println!(
             "Ran: {}.",
@@ -205,7 +205,8 @@ impl Tally {
         }
     }
 
-    /// The tests that took longest, if there are so many that nobody sees which.
+    /// Returns the slowest tests. Returns none if there are only a few tests, because then all durations are easy to
+    /// see.
     fn slowest(&self) -> Vec<&(f64, String)> {
         if self.counted() <= 2 * u32::try_from(SLOWEST).expect("a few") {
             return Vec::new();
@@ -216,7 +217,7 @@ impl Tally {
         all
     }
 
-    /// The line that programs read.
+    /// Returns the line that programs read.
     pub fn last_line(&self) -> String {
         format!(
             "{} passed, {} failed, {} skipped",

@@ -1,12 +1,13 @@
 //! Archives that the kernel unpacks into its first file system.
 //!
-//! The format is cpio's "newc", as in `Documentation/driver-api/early-userspace/buffer-format.rst`
-//! of the kernel: a header of 8-digit hexadecimal numbers, the name, the bytes, each padded to four.
-//! Written here since a file's owner and a device are then just numbers: it takes no root.
+//! The format is cpio's "newc", as in the kernel's
+//! `Documentation/driver-api/early-userspace/buffer-format.rst`: a header of 8-digit hexadecimal
+//! numbers, the name, and the bytes, each padded to four. This module writes the archive itself,
+//! because it can then set owners and devices as numbers, without root.
 
 use std::collections::BTreeSet;
 
-/// An archive in the making.
+/// An archive under construction.
 #[derive(Debug, Default)]
 pub struct Archive {
     bytes: Vec<u8>,
@@ -20,7 +21,7 @@ const CHARACTER_DEVICE: u32 = 0o020_600;
 const LINK: u32 = 0o120_777;
 
 impl Archive {
-    /// A directory, with those above it. Paths are without a leading slash.
+    /// Adds a directory, with its parents. Paths have no leading slash.
     pub fn directory(&mut self, path: &str) {
         if path.is_empty() || !self.directories.insert(path.to_owned()) {
             return;
@@ -29,25 +30,25 @@ impl Archive {
         self.entry(path, DIRECTORY, (0, 0), &[]);
     }
 
-    /// A file with these permissions.
+    /// Adds a file with these permissions.
     pub fn file(&mut self, path: &str, permissions: u32, bytes: &[u8]) {
         self.parent(path);
         self.entry(path, FILE | permissions, (0, 0), bytes);
     }
 
-    /// A symbolic link.
+    /// Adds a symbolic link.
     pub fn link(&mut self, path: &str, target: &str) {
         self.parent(path);
         self.entry(path, LINK, (0, 0), target.as_bytes());
     }
 
-    /// A character device.
+    /// Adds a character device.
     pub fn device(&mut self, path: &str, major: u32, minor: u32) {
         self.parent(path);
         self.entry(path, CHARACTER_DEVICE, (major, minor), &[]);
     }
 
-    /// The whole archive.
+    /// Returns the whole archive.
     pub fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, (0, 0), &[]);
         self.bytes
@@ -63,8 +64,8 @@ impl Archive {
         self.entries += 1;
         let size = u32::try_from(bytes.len()).expect("files of less than 4 GiB");
         let name_size = u32::try_from(path.len() + 1).expect("a short name");
-        // Inode, mode, owner, group, links, time, size, the file system's device, the device that
-        // this is, the name's size, and a checksum that this format does not have.
+        // Inode, mode, owner, group, links, time, size, the file system's device, the number of
+        // this device, the size of the name, and a checksum that this format does not have.
         let (major, minor) = device;
         let numbers = [
             self.entries,
@@ -101,7 +102,7 @@ impl Archive {
 mod tests {
     use super::*;
 
-    /// Reads names, modes and sizes back, by the format's rules.
+    /// Reads names, modes and contents back, by the rules of the format.
     fn read(bytes: &[u8]) -> Vec<(String, u32, Vec<u8>)> {
         let mut entries = Vec::new();
         let mut at = 0;

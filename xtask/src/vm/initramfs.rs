@@ -1,4 +1,4 @@
-//! The guest's only file system: what the tests need, in memory.
+//! The guest's only file system: the files that the tests need, in memory.
 
 use std::{
     collections::BTreeSet,
@@ -16,8 +16,8 @@ use super::{
 };
 use crate::command::{on_path, output};
 
-/// Programs of this machine's that scenarios run; those that are not here are left out, and the
-/// scenarios say so.
+/// Programs of this machine that scenarios run. Programs that are not installed are left out, and
+/// the scenarios report this.
 const PROGRAMS: &[&str] = &[
     "bash",
     "conntrack",
@@ -54,14 +54,15 @@ const PROGRAMS: &[&str] = &[
     "unshare",
 ];
 
-/// Where the guest keeps its own programs.
+/// The guest's directory for its own programs.
 pub const PROGRAM_DIRECTORY: &str = "/usr/bin";
 
-/// Where Debian's nginx looks for its modules: relaying connections is one.
+/// The directory in which Debian's nginx looks for its modules. The module for relaying connections
+/// is one of them.
 const NGINX_MODULES: &str = "/usr/lib/nginx/modules";
 
-/// Packs the guest's files. `programs` are copied under their names to [`PROGRAM_DIRECTORY`], with
-/// the shared libraries that they load; `task` is the shell script that the guest is for.
+/// Packs the guest's files. Copies `programs` under their names to [`PROGRAM_DIRECTORY`], with the
+/// shared libraries that they load. `task` is the shell script that the guest runs.
 pub fn build(
     kernel: &Kernel,
     programs: &[(&str, PathBuf)],
@@ -74,7 +75,7 @@ pub fn build(
     ] {
         archive.directory(directory);
     }
-    // The kernel opens it before anything is mounted.
+    // The kernel opens this device before anything is mounted.
     archive.device("dev/console", 5, 1);
     let busybox = kernel::fetch("busybox-static")?.join("bin/busybox");
     archive.file("bin/busybox", 0o755, &read(&busybox)?);
@@ -109,7 +110,7 @@ pub fn build(
     Ok(archive.finish())
 }
 
-/// Programs of this machine's, each once, and the libraries that they load.
+/// Programs of this machine, each once, and the libraries that they load.
 struct Files {
     archive: Archive,
     programs: BTreeSet<String>,
@@ -125,8 +126,8 @@ impl Files {
         }
     }
 
-    /// A program under a name by which it is called. A program that has several names, and does
-    /// what the name says, is copied once.
+    /// Adds a program under a name by which scenarios call it. A program with several names that
+    /// acts by its name is copied once.
     fn named(&mut self, name: &str, path: &Path) -> Result<()> {
         let real = fs::canonicalize(path)
             .with_context(|| format!("cannot look for {}", path.display()))?;
@@ -143,14 +144,15 @@ impl Files {
             return Ok(());
         }
         self.archive.file(inside(to), 0o755, &read(from)?);
-        // The loader itself answers for the program; it fails for one that needs no libraries.
+        // `ldd` lists the libraries. It fails for a program that needs none.
         if let Ok(list) = output(Command::new("ldd").arg(from)) {
             self.libraries.extend(libraries_in(&list));
         }
         Ok(())
     }
 
-    /// iptables' matches and targets, which it loads by name from a directory beside its library.
+    /// Adds iptables' matches and targets, which iptables loads by name from a directory beside its
+    /// library.
     fn iptables_extensions(&mut self) -> Result<()> {
         let library = self.libraries.iter().find(|l| l.contains("/libxtables."));
         let Some(library) = library else {
@@ -161,7 +163,8 @@ impl Files {
         self.loadable(&library.parent().unwrap_or(Path::new("/")).join("xtables"))
     }
 
-    /// What programs load by themselves from a directory, if there is one.
+    /// Adds the files in a directory from which programs load by themselves, if the directory
+    /// exists.
     fn loadable(&mut self, directory: &Path) -> Result<()> {
         if !directory.exists() {
             return Ok(());
@@ -186,8 +189,8 @@ impl Files {
     }
 }
 
-/// The paths in what `ldd` prints: `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f...)` and
-/// `/lib64/ld-linux-x86-64.so.2 (0x00007f...)`.
+/// Returns the paths in the output of `ldd`: `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6
+/// (0x00007f...)` and `/lib64/ld-linux-x86-64.so.2 (0x00007f...)`.
 fn libraries_in(list: &str) -> impl Iterator<Item = String> {
     list.lines().filter_map(|line| {
         let path = line.split_whitespace().rev().nth(1)?;

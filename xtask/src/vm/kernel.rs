@@ -11,10 +11,10 @@ use anyhow::{Context, Result, bail};
 
 use crate::{command::output, progress, setup};
 
-/// A kernel, and the modules that belong to it.
+/// A kernel, with its modules.
 #[derive(Debug)]
 pub struct Kernel {
-    /// For a person: its package, or its file.
+    /// Name for the user: its package, or its file.
     pub name: String,
     /// A bzImage.
     pub image: PathBuf,
@@ -23,8 +23,8 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// `debian-6.1` is the newest of Debian's cloud kernels of that series that is kept here, or
-    /// that apt knows; anything else is a bzImage's path.
+    /// Finds a kernel. `debian-6.1` is the newest of Debian's cloud kernels of this series that is
+    /// in the cache, or that apt knows. Any other text is the path of a bzImage.
     pub fn find(which: &str, modules: Option<&Path>) -> Result<Self> {
         if let Some(series) = which.strip_prefix("debian-") {
             return debian(series);
@@ -57,7 +57,7 @@ impl Kernel {
     }
 }
 
-/// Whether a file begins as the kernel's `Documentation/arch/x86/boot.rst` says.
+/// Returns whether a file begins as the kernel's `Documentation/arch/x86/boot.rst` says.
 fn is_bzimage(file: &Path) -> Result<bool> {
     let mut start = Vec::new();
     fs::File::open(file)
@@ -92,7 +92,7 @@ fn debian(series: &str) -> Result<Kernel> {
     })
 }
 
-/// The numbers in a package's name: they order versions.
+/// Returns the numbers in a package's name, which order versions.
 fn numbers(name: &str) -> Vec<u32> {
     name.split(|c: char| !c.is_ascii_digit())
         .filter_map(|digits| digits.parse().ok())
@@ -103,7 +103,7 @@ fn cache() -> Result<PathBuf> {
     Ok(setup::cache()?.join("guest"))
 }
 
-/// The packages that were unpacked before.
+/// Returns the packages in the cache.
 fn kept() -> Result<Vec<String>> {
     let Ok(entries) = fs::read_dir(cache()?) else {
         return Ok(Vec::new());
@@ -119,14 +119,14 @@ fn offered(prefix: &str) -> Result<Vec<String>> {
     Ok(names.lines().map(str::to_owned).collect())
 }
 
-/// Unpacks a package of Debian's without installing it, into this user's cache: it takes no root,
-/// and changes nothing of the machine's.
+/// Unpacks one of Debian's packages into this user's cache, without installing it. This needs no
+/// root, and changes nothing else on the machine.
 pub fn fetch(package: &str) -> Result<PathBuf> {
     let directory = cache()?.join(package);
     if directory.is_dir() {
         return Ok(directory);
     }
-    // Beside its place, then moved there: what is there is whole.
+    // Unpack aside, then move it into place: a directory in place is complete.
     let work = cache()?.join(format!(".{package}-{}", process::id()));
     fs::create_dir_all(&work).with_context(|| format!("cannot create {}", work.display()))?;
     let unpacked = unpack(package, &work);
@@ -143,7 +143,7 @@ fn unpack(package: &str, work: &Path) -> Result<PathBuf> {
     let mut download = Command::new("apt-get");
     download.args(["download", package]).current_dir(work);
     if progress::run(&title, &mut download).is_err() {
-        // The lists may be older than what the servers still have.
+        // The package lists may be older than the servers' files.
         let mut update = Command::new("apt-get");
         progress::run("renewing the package lists", update.arg("update"))?;
         progress::run(&title, &mut download)?;
@@ -159,7 +159,7 @@ fn unpack(package: &str, work: &Path) -> Result<PathBuf> {
     Ok(root)
 }
 
-/// Whether this machine's programs can run in a guest at all.
+/// Checks whether this machine's programs can run in a guest.
 pub fn check_architecture() -> Result<()> {
     if env::consts::ARCH != "x86_64" {
         bail!(

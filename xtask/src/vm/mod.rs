@@ -1,7 +1,7 @@
-//! A guest with another kernel, privileged whoever runs it: for tests of programs that must load on
-//! kernels other than the builder's.
+//! A guest with another kernel. Its tasks run as root for any user of this machine. It is for tests of programs that
+//! must load on other kernels than the builder's.
 //!
-//! qemu boots the kernel into an initramfs made here, without root: the tests with their shared
+//! qemu boots the kernel with an initramfs that is made here, without root. It contains the tests with their shared
 //! libraries, busybox, iproute2, and the modules that they need. There is no disk and no network.
 
 mod cpio;
@@ -21,33 +21,33 @@ use self::kernel::Kernel;
 pub use self::qemu::Accelerator;
 use crate::progress::note;
 
-/// What the guest's last line begins with; its task's exit status follows.
+/// Prefix of the guest's last line. The exit status of the task follows.
 const MARKER: &str = "the guest's task ended with exit status";
 
-/// The oldest kernel that the dataplane is for.
+/// The oldest kernel that the dataplane supports.
 pub const OLDEST: &str = "debian-6.1";
 
-/// A guest to be booted, once for every task.
+/// A guest. It boots anew for every task.
 #[derive(Debug)]
 pub struct Guest {
     kernel: Kernel,
     accelerator: Accelerator,
-    /// Deleted with this value.
+    /// The directory is deleted when this value is dropped.
     directory: tempfile::TempDir,
 }
 
-/// What a guest is booted for.
+/// A task for a guest.
 #[derive(Debug)]
 pub struct Task<'a> {
-    /// Name in the guest, and path here, of the programs that it takes there.
+    /// Programs that the task needs: name in the guest, and path on this machine.
     pub programs: Vec<(&'a str, PathBuf)>,
-    /// Shell commands; the last one's exit status is the task's.
+    /// Shell commands. The exit status of the last one is the status of the task.
     pub script: String,
 }
 
 impl Guest {
-    /// Fetches a kernel if need be, and finds out how guests run on this machine. `which` is
-    /// `debian-6.1` or the like, or a bzImage's path.
+    /// Fetches a kernel if necessary, and finds out how guests run on this machine. `which` is a name such as
+    /// `debian-6.1`, or the path of a bzImage.
     pub fn new(which: &str, modules: Option<&Path>) -> Result<Self> {
         kernel::check_architecture()?;
         let kernel = Kernel::find(which, modules)?;
@@ -68,12 +68,12 @@ impl Guest {
         })
     }
 
-    /// Its kernel, for a person.
+    /// Returns the name of the guest's kernel, for the user.
     pub fn kernel(&self) -> &str {
         &self.kernel.name
     }
 
-    /// What runs its instructions, for a person.
+    /// Returns how the guest's instructions run, for the user.
     pub fn runs_by(&self) -> &'static str {
         match self.accelerator {
             Accelerator::Kvm => "a guest (KVM)",
@@ -81,7 +81,7 @@ impl Guest {
         }
     }
 
-    /// Boots, runs the task and returns its exit status; what it prints goes to `line`.
+    /// Boots, runs the task and returns its exit status. Passes each line of the task's output to `line`.
     pub fn run(&self, task: &Task<'_>, line: &mut dyn FnMut(&str)) -> Result<i32> {
         let script = script(task, self.accelerator);
         let bytes = initramfs::build(&self.kernel, &task.programs, &script, MARKER)?;
@@ -98,20 +98,20 @@ impl Guest {
     }
 }
 
-/// The guest's task as a shell reads it.
+/// Returns the guest's task as a shell script.
 fn script(task: &Task<'_>, accelerator: Accelerator) -> String {
     let path = |name: &str| format!("{}/{name}", initramfs::PROGRAM_DIRECTORY);
     let emulated = accelerator == Accelerator::Tcg;
-    // The kernel patches the way of every packet when the first filter comes and when the last one goes
-    // (`ingress_needed_key`), and an emulated processor may then hang for good in what it has translated
-    // of the breakpoint that stood there meanwhile: seen with qemu 7.2, after a thousand such changes.
-    // So there is always one. (By its path: the shell would take busybox's own `tc`.)
+    // The kernel patches the code on the path of every packet when the first filter is added and when the last one is
+    // removed (`ingress_needed_key`). An emulated processor may then hang forever in its translation of the temporary
+    // breakpoint. This was seen with qemu 7.2, after a thousand such changes. So the guest always has one filter. (`tc`
+    // needs its path: the shell would run busybox's own `tc`.)
     let keep = if emulated {
         "\"$(which tc)\" qdisc add dev lo clsact || echo 'no clsact: this guest may hang' >&2\n"
     } else {
         ""
     };
-    // How many connections or flows a scenario is to make is said here, and meant there.
+    // Users set the scenarios' numbers of connections and flows here; pass them to the guest.
     let mut numbers = String::new();
     for (name, value) in std::env::vars() {
         if name.starts_with("DATAPLANE_") && value.parse::<u64>().is_ok() {

@@ -1,4 +1,4 @@
-//! The kernel modules that a guest loads, each after those that it needs.
+//! The kernel modules that a guest loads, each after its dependencies.
 
 use std::{
     collections::BTreeMap,
@@ -9,17 +9,17 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// What the lab's networks, the programs' hooks and other people's rules need, where a kernel has it
-/// as modules.
+/// Modules for the lab's networks, for the programs' hooks, and for rules of other programs, if a
+/// kernel has them as modules.
 const WANTED: &[&str] = &[
     // Links between namespaces, the switch between nodes, and VLANs.
     "veth",
     "bridge",
     "dummy",
     "8021q",
-    // And links without a link-layer header.
+    // Links without a link-layer header.
     "tun",
-    // Programs at TC, where the kernel has no TCX, and what others attach there.
+    // Programs at TC, if the kernel has no TCX, and filters that other programs attach there.
     "sch_ingress",
     "cls_bpf",
     "cls_matchall",
@@ -28,11 +28,11 @@ const WANTED: &[&str] = &[
     // Finding and closing sockets over netlink.
     "tcp_diag",
     "udp_diag",
-    // Connections as netfilter keeps them.
+    // Netfilter's connection tracking and NAT.
     "nf_conntrack",
     "nf_conntrack_netlink",
     "nf_nat",
-    // iptables: its tables, and what kube-proxy's and meshes' rules match and do.
+    // iptables: its tables, and the matches and targets of kube-proxy's and meshes' rules.
     "iptable_filter",
     "iptable_mangle",
     "iptable_nat",
@@ -72,7 +72,7 @@ const WANTED: &[&str] = &[
     "xt_tcpudp",
     "ip_set_hash_net",
     "ip_set_hash_ip",
-    // nft, and iptables over it.
+    // nft, and iptables over nft.
     "nf_tables",
     "nft_chain_nat",
     "nft_compat",
@@ -94,7 +94,7 @@ const WANTED: &[&str] = &[
     "nft_socket",
     "nft_tproxy",
     "nfnetlink_log",
-    // IPsec: policies and associations by netlink, ESP, and what encrypts it (`rfc4106(gcm(aes))`).
+    // IPsec: policies and associations by netlink, ESP, and its encryption (`rfc4106(gcm(aes))`).
     "xfrm_user",
     "esp4",
     "esp6",
@@ -106,16 +106,16 @@ const WANTED: &[&str] = &[
     "sctp",
 ];
 
-/// A module as the guest is given it.
+/// A module in the form that the guest loads.
 #[derive(Debug)]
 pub struct Module {
     pub name: String,
     pub bytes: Vec<u8>,
 }
 
-/// The modules in a directory such as `/lib/modules/6.1.0-56-cloud-amd64`: those of [`WANTED`] that
-/// are there, and what they need, in the order in which to load them. What is not there is built
-/// into the kernel, or missing, which the tests that need it will tell.
+/// Returns the modules of [`WANTED`] in a directory such as `/lib/modules/6.1.0-56-cloud-amd64`,
+/// with their dependencies, in the order in which to load them. A module that is not there is built
+/// into the kernel, or missing; the tests that need it then report this.
 pub fn collect(directory: &Path) -> Result<Vec<Module>> {
     let mut files = BTreeMap::new();
     find(directory, &mut files)
@@ -149,20 +149,20 @@ fn find(directory: &Path, files: &mut BTreeMap<String, PathBuf>) -> std::io::Res
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
         let path = entry.path();
-        // Links (`build`, `source`) lead elsewhere.
+        // Symbolic links (`build`, `source`) lead elsewhere.
         if entry.file_type()?.is_dir() {
             find(&path, files)?;
         } else if let Some((name, "" | ".xz" | ".zst" | ".gz")) =
             entry.file_name().to_string_lossy().split_once(".ko")
         {
-            // A file's name may have a dash where the module's own has an underscore.
+            // A file's name may have a dash instead of an underscore in the module's name.
             files.insert(name.replace('-', "_"), path);
         }
     }
     Ok(())
 }
 
-/// A module's bytes, unpacked: which compressions a kernel takes is its own affair.
+/// Returns a module's bytes, uncompressed: kernels differ in the compressions that they support.
 fn read(file: &Path) -> Result<Vec<u8>> {
     let unpacker = match file.extension().and_then(|extension| extension.to_str()) {
         Some("xz") => "xz",
@@ -175,8 +175,8 @@ fn read(file: &Path) -> Result<Vec<u8>> {
     crate::command::output_bytes(&mut command)
 }
 
-/// The names after `depends=` in the module's `.modinfo` section, which holds strings that end with
-/// a zero byte.
+/// Returns the names after `depends=` in the module's `.modinfo` section, which contains strings
+/// that end with a zero byte.
 fn needs(module: &[u8]) -> Vec<String> {
     const KEY: &[u8] = b"\0depends=";
     let list = module

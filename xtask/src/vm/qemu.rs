@@ -1,4 +1,4 @@
-//! Running a guest, and listening to it.
+//! Runs a guest, and reads its output.
 
 use std::{
     fs,
@@ -18,37 +18,37 @@ use crate::{command::shown, progress::note};
 /// The program of the package qemu-system-x86.
 const QEMU: &str = "qemu-system-x86_64";
 
-/// How long is waited for a guest.
+/// Time limits for a guest.
 #[derive(Debug, Clone, Copy)]
 struct Limits {
-    /// One that has said nothing for so long hangs.
+    /// Time without output after which the guest counts as hanging.
     silence: Duration,
-    /// One that talks all the time and comes to no end hangs too.
+    /// Time after which a guest counts as hanging even if it prints all the time.
     total: Duration,
 }
 
-/// The lab names each minute what runs for long, so a guest that works is never silent for long; the longest task takes
-/// eight minutes.
+/// Every minute the lab prints the scenarios that run for long, so a working guest is never silent for long. The
+/// longest task takes eight minutes.
 const LIMITS: Limits = Limits {
     silence: Duration::from_mins(4),
     total: Duration::from_hours(1),
 };
 
-/// How long a kernel may take to find out that it has no file system, on a processor that works.
+/// Time limit for a kernel to find out that it has no file system, on a processor that works.
 const KVM_TRIAL: Duration = Duration::from_secs(10);
 
-/// What runs the guest's instructions.
+/// The processor that runs the guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accelerator {
-    /// The processor.
+    /// The machine's processor.
     Kvm,
-    /// qemu: the same result, many times slower.
+    /// qemu emulates a processor: the result is equal, many times slower.
     Tcg,
 }
 
 impl Accelerator {
-    /// What works on this machine: `/dev/kvm` is also found where guests do not get anywhere, so a
-    /// kernel is started, without any file system, and has to fail for that reason.
+    /// Finds the accelerator that works on this machine. Some machines have `/dev/kvm`, but guests make no progress
+    /// there. So this starts a kernel without any file system, which must fail for this reason.
     pub fn find(image: &Path, directory: &Path) -> Result<Self> {
         if fs::File::options()
             .read(true)
@@ -98,7 +98,7 @@ fn command(accelerator: Accelerator, image: &Path, console: &Path) -> Command {
         Accelerator::Kvm => ["-accel", "kvm"],
         Accelerator::Tcg => ["-accel", "tcg,thread=multi"],
     })
-    // An oops ends the guest, so that it is seen rather than waited for.
+    // An oops ends the guest, so that the run fails at once and not after a time limit.
     .args(["-append", "console=ttyS0 panic=-1 oops=panic"])
     .arg("-kernel")
     .arg(image)
@@ -107,10 +107,10 @@ fn command(accelerator: Accelerator, image: &Path, console: &Path) -> Command {
     qemu
 }
 
-/// Boots the guest, hands on the lines that its task prints, and returns the task's exit status.
+/// Boots the guest, passes on the lines that its task prints, and returns the task's exit status.
 ///
 /// # Errors
-/// If the guest ends or falls silent before its task is done; its console is then printed whole.
+/// Fails if the guest ends or becomes silent before its task is done. Then prints the whole console.
 pub fn run(
     accelerator: Accelerator,
     image: &Path,
@@ -126,7 +126,7 @@ pub fn run(
     qemu.arg("-initrd")
         .arg(initramfs)
         .args(["-smp", &processors.to_string()])
-        // The second line is what the tests print, the third what they complain of.
+        // The second serial line carries the tests' standard output, the third their standard error.
         .args(["-serial", "stdio"])
         .arg("-chardev")
         .arg(format!(
@@ -140,14 +140,14 @@ pub fn run(
         .spawn()
         .with_context(|| format!("cannot start {}", shown(&qemu)))?;
     let ended = listen(&mut child, marker, LIMITS, line);
-    // It powers off by itself after the marker; there is nothing to wait for.
+    // The guest powers off by itself after the marker. There is no need to wait.
     end(&mut child);
     complaints.wait();
     let said = fs::read(&console).unwrap_or_default();
     let said = String::from_utf8_lossy(&said);
     match ended {
         Ok(status) => {
-            // The rest of the console is of no interest if all went well.
+            // If all went well, print only complaints of the console.
             said.lines()
                 .filter(|line| is_complaint(line))
                 .for_each(note);
@@ -160,10 +160,9 @@ pub fn run(
     }
 }
 
-/// What the tests complain of, passed on to our own stderr as it comes.
+/// Passes the tests' standard error on to our own stderr immediately.
 ///
-/// By a pipe with a name: qemu would have to open our stderr anew, by its path, which may be
-/// somebody else's file.
+/// This uses a named pipe. qemu would have to open our stderr again by its path, which may be another user's file.
 struct Complaints {
     path: PathBuf,
     done: Receiver<()>,
@@ -177,7 +176,7 @@ impl Complaints {
         let (sender, done) = mpsc::channel();
         let pipe = path.clone();
         thread::spawn(move || {
-            // Waits until qemu opens it too.
+            // This waits until qemu opens the pipe too.
             if let Ok(mut pipe) = fs::File::open(pipe) {
                 let _ = io::copy(&mut pipe, &mut io::stderr());
             }
@@ -186,20 +185,20 @@ impl Complaints {
         Ok(Self { path, done })
     }
 
-    /// Waits for the last ones, when qemu has ended; in vain, if it never began.
+    /// Waits for the last lines after qemu has ended. If qemu never started, waits for the whole time limit.
     fn wait(&self) {
         let _ = self.done.recv_timeout(Duration::from_secs(1));
     }
 }
 
-/// Whether a line of the console tells of something that tests may suffer from: a module that does
-/// not load, and a kernel that is surprised at itself. (What it does not survive ends the guest.)
+/// Returns whether a line of the console reports a problem that may affect tests: a module that does not load, or a
+/// warning of the kernel. (Errors that the kernel does not survive end the guest.)
 fn is_complaint(line: &str) -> bool {
     line.starts_with("init: ") || ["WARNING: CPU: ", "BUG: "].iter().any(|w| line.contains(w))
 }
 
-/// Hands on the lines that a child writes, up to the one that begins with the marker, which says how
-/// its task ended.
+/// Passes on the lines that a child writes, until a line begins with the marker. This line contains the exit status of
+/// the task.
 fn listen(
     child: &mut Child,
     marker: &str,
@@ -253,7 +252,7 @@ fn end(child: &mut Child) {
 mod tests {
     use super::*;
 
-    /// What is heard of a guest that does as a shell says.
+    /// Returns the lines from a guest that behaves like this shell script, and the result.
     fn heard(script: &str, silence: u64, total: u64) -> (Vec<String>, Result<i32>) {
         let mut child = Command::new("sh")
             .args(["-c", script])

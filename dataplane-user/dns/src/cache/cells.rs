@@ -1,7 +1,7 @@
 //! Memory for bytes of any length, in cells of one size.
 //!
-//! The cells are in chunks of their own. So what the allocator gives to a query for a moment never lies between two answers,
-//! and any other answer fits into the cells of an answer that is gone.
+//! The cells have memory chunks of their own. So short-lived allocations for a query never lie between two answers, and
+//! any new answer fits into the cells of a removed answer.
 
 use std::iter;
 
@@ -36,7 +36,7 @@ impl Default for Cells {
 }
 
 impl Cells {
-    /// Returns how many bytes the cells of so many bytes take.
+    /// Returns the number of bytes of the cells for `length` bytes.
     pub const fn size(length: usize) -> usize {
         length.div_ceil(DATA) * CELL
     }

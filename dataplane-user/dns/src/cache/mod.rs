@@ -1,11 +1,11 @@
-//! A cache of resolvers' answers for clients that ask the same question: bounded by bytes, which namespaces share.
+//! A cache of resolvers' answers for clients with the same question, bounded by bytes, which namespaces share.
 //!
-//! An answer belongs to the namespace whose query brought it. If there is no room for another answer, the namespace with
-//! the most bytes loses one. So a namespace that asks for many names evicts its own answers, once it has more than any
+//! An answer belongs to the namespace whose query caused it. If a new answer does not fit, the namespace with the most
+//! bytes loses an answer. So a namespace that asks for many names evicts its own answers, once it has more than any
 //! other.
 //!
-//! The bytes of keys and answers are in [cells] of the cache's own. As allocations of their own they took several times their
-//! size: the allocator put them between the futures of queries that wait, and did not fill the holes that these left.
+//! The bytes of keys and answers are in the cache's own [cells]. As separate allocations they took several times their
+//! size: the allocator put them between the futures of waiting queries, and did not fill the holes that these left.
 
 mod cells;
 
@@ -66,16 +66,16 @@ pub struct Hit {
     pub stored: Arc<Stored>,
     /// Seconds since resolvers gave it.
     pub age: u32,
-    /// How good it still is.
+    /// Whether the answer is still fresh.
     pub state: State,
 }
 
-/// How good an answer still is.
+/// The freshness of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// Clients may get it.
     Fresh,
-    /// Likewise; it is asked for often, and nearly over, so resolvers should be asked again.
+    /// Fresh, but popular and close to its end, so resolvers should be asked again.
     Fading,
     /// It is over.
     Stale,
@@ -84,15 +84,15 @@ pub enum State {
 struct Entry {
     /// The hash of its key.
     hash: u64,
-    /// Where the bytes of its key and answer begin, and how many of them are the key's.
+    /// The first cell of the key and the answer; then the number of the key's bytes.
     first: u32,
     key: u16,
     shape: Shape,
     owner: Arc<str>,
     since: Instant,
-    /// Whether it was asked for since it was last considered for eviction.
+    /// Whether a query used the answer since it was last considered for eviction.
     used: bool,
-    /// How often it was asked for.
+    /// Number of queries that used the answer.
     hits: u32,
 }
 
@@ -153,7 +153,7 @@ impl Cache {
         (shard.unwrap_or_else(PoisonError::into_inner), hash)
     }
 
-    /// The answer to a question, if it is there.
+    /// Returns the answer to a question, if the cache has it.
     pub fn get(&self, key: &Key, now: Instant) -> Option<Hit> {
         self.find(key, now, true)
     }
@@ -417,7 +417,7 @@ mod tests {
         strict.put(&key(1), &"shop".into(), &stored(1, 60), start);
         let hit = |seconds| strict.get(&key(1), start + Duration::from_secs(seconds));
         assert!(hit(59).is_some() && hit(61).is_none());
-        // Another set of resolvers, type or bits.
+        // Keys that differ in the set of resolvers, the type or the bits.
         for other in [
             Key::new(2, &name(1), 1, 1),
             Key::new(1, &name(1), 28, 1),
@@ -464,7 +464,7 @@ mod tests {
         assert!(cache.evictions() > 15_000);
         let left = (0..500).filter(|number| cache.get(&key(*number), now).is_some());
         assert_eq!(left.count(), 500);
-        // The other way round: the hog keeps half, if another asks for as many.
+        // The opposite case: if another client asks for as many names, the hog keeps half of the cache.
         for number in 30_000..50_000 {
             cache.put(&key(number), &shop, &stored(number, 60), now);
         }

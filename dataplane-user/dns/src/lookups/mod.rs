@@ -43,7 +43,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// Times between lookups of a name.
 #[derive(Clone, Copy, Debug)]
 struct Pace {
-    /// The least and the longest time after an answer, whatever its TTL is.
+    /// The shortest and the longest time after an answer, for any TTL.
     least: Duration,
     most: Duration,
     /// The time after a failed lookup. It doubles with each failure, up to `retry_most`.
@@ -76,7 +76,7 @@ pub struct Lookups {
 enum Job {
     /// Look up a name, with these last known addresses.
     Begin(EndpointName, Arc<[IpAddr]>),
-    /// Look up a name no more.
+    /// Stop looking up a name.
     End(EndpointName),
 }
 
@@ -407,7 +407,7 @@ mod tests {
             assert_eq!(resolved.addresses, addresses);
             assert_eq!(resolved.problem.is_some(), is_problem, "{resolved:?}");
         }
-        // More than anybody may ask for.
+        // More questions than any client may ask.
         for _ in 0..1000 {
             say.send(vec![4]).unwrap();
         }

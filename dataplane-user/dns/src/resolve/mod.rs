@@ -1,4 +1,4 @@
-//! Answers that resolvers know: from the cache, or by one query for all clients that ask the same question.
+//! Answers from resolvers: out of the cache, or by one query for all clients with the same question.
 
 #[cfg(test)]
 mod tests;
@@ -62,7 +62,7 @@ pub struct Resolver {
     room: usize,
     /// How many of them each namespace has.
     shares: Counts<Arc<str>>,
-    /// A number for each set of resolvers: what one set says is not for clients of another.
+    /// A number for each set of resolvers. The answers of one set are not for clients of another set.
     sets: Mutex<HashMap<Box<[SocketAddr]>, u32>>,
     /// When resolvers of a set last failed to answer a namespace.
     failures: Mutex<HashMap<(Arc<str>, u32), Instant>>,
@@ -154,7 +154,8 @@ impl Resolver {
             let question = asked.with(ask, at);
             let known = ask.candidates.get(at).and_then(|of| of.known.as_ref());
             let Some(reply) = self.fetch(set, client, &question, known.is_some()).await else {
-                // The client's own resolver goes on with its list. Only resolvers know whether a host has such a record.
+                // The client's own resolver continues with its list. Only resolvers know whether a host has such a
+                // record.
                 let otherwise = || otherwise(ask).filter(|_| ask.rule != Rule::Host);
                 return known.map(own).or_else(otherwise);
             };
@@ -219,8 +220,8 @@ impl Resolver {
         Reply { stored, age: 0 }
     }
 
-    /// Asks resolvers, unless they are being asked already, or have failed to answer a moment ago. None: too many questions
-    /// are being asked for the client's namespace.
+    /// Returns the query to resolvers for this key: one that is in flight or has failed a moment ago, or else a new
+    /// one. Returns `None` if the client's namespace has too many queries in flight.
     fn flight(
         self: &Arc<Self>,
         set: u32,
@@ -312,7 +313,8 @@ fn is_failure(stored: &Stored) -> bool {
     )
 }
 
-/// Turns what resolvers say of a candidate into the answer; none if the next is to be asked for.
+/// Turns the resolvers' reply about a candidate into the answer. Returns `None` if the next candidate must be asked
+/// for.
 fn finish(asked: &Question, ask: &Ask, at: usize, reply: Reply) -> Option<Reply> {
     let candidate = ask.candidates.get(at)?;
     let is_missing = reply.stored.code() == ResponseCode::NXDomain;

@@ -9,7 +9,7 @@ use tokio::{net::UdpSocket, task::JoinSet};
 use super::*;
 use crate::{LowerName, answer::Candidate};
 
-/// A resolver on loopback that sends what `answers` makes of each query, and how many queries it got.
+/// A resolver on loopback that answers each query with the result of `answers`. Returns also the number of its queries.
 async fn resolver(
     answers: impl Fn(Message) -> Vec<Vec<u8>> + Send + 'static,
 ) -> (SocketAddr, Arc<AtomicUsize>) {
@@ -230,7 +230,7 @@ async fn an_empty_answer_ends_no_search_list() {
         ("www", Rule::Search, ResponseCode::NoError, 2),
         ("empty", Rule::Search, ResponseCode::NoError, 0),
         ("fails", Rule::Search, ResponseCode::ServFail, 1),
-        // The service has the alias, whatever it leads to.
+        // The service is an alias, so its answer has a record even if the target has none.
         ("empty", Rule::Alias, ResponseCode::NoError, 1),
     ] {
         let (question, ask) = searched(label, rule);
@@ -365,7 +365,7 @@ fn past() -> Instant {
         .unwrap()
 }
 
-/// Another resolver then answers the other namespaces, and they get no stale answers.
+/// Then another resolver answers the other namespaces, and they get no stale answers.
 #[tokio::test]
 async fn slow_names_of_one_namespace_cost_no_other_namespace() {
     let asks = |query: &Message, word| {

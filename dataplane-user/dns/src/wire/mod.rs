@@ -35,7 +35,7 @@ pub mod types {
     pub const A: u16 = 1;
     /// A zone's server.
     pub const NS: u16 = 2;
-    /// Another name.
+    /// An alias for another name.
     pub const CNAME: u16 = 5;
     /// The start of a zone.
     pub const SOA: u16 = 6;
@@ -45,9 +45,9 @@ pub mod types {
     pub const TXT: u16 = 16;
     /// An IPv6 address.
     pub const AAAA: u16 = 28;
-    /// Where a port is.
+    /// The location of a service: a host and a port.
     pub const SRV: u16 = 33;
-    /// A pseudo-record with what a side can do.
+    /// A pseudo-record with the abilities of the sender.
     pub const OPT: u16 = 41;
     /// A zone's changes.
     pub const IXFR: u16 = 251;
@@ -60,7 +60,7 @@ pub mod types {
 /// The Internet's class.
 pub const IN: u16 = 1;
 
-/// By which transport a query came.
+/// The transport of a query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
     /// A datagram: short answers.
@@ -77,7 +77,7 @@ pub struct Query<'a> {
     pub name: LowerName,
     /// Its type.
     pub of_type: u16,
-    /// Where its question ends.
+    /// Offset of the end of the question.
     end: usize,
     edns: Option<Edns>,
 }
@@ -97,11 +97,11 @@ pub enum Parsed<'a> {
     Query(Query<'a>),
     /// Something that only resolvers may know: another opcode, another class, a signed query.
     Foreign,
-    /// A query that is refused, with this code, whatever its name.
+    /// A query that is refused with this code, for any name.
     Refused(Query<'a>, ResponseCode),
     /// A malformed query, or one that changes a server, which is refused with this code.
     Wrong(ResponseCode),
-    /// Nothing to answer: an answer, or less than a header.
+    /// A message that gets no answer: it is an answer itself, or shorter than a header.
     Nothing,
 }
 
@@ -109,7 +109,7 @@ pub enum Parsed<'a> {
 pub mod bits {
     /// Recursion is wanted.
     pub const RD: u8 = 1;
-    /// The answer shall say if it is authentic.
+    /// The client wants to know whether the answer is authentic.
     pub const AD: u8 = 2;
     /// The answer need not be checked.
     pub const CD: u8 = 4;
@@ -123,7 +123,7 @@ fn word(bytes: &[u8], at: usize) -> Option<u16> {
 }
 
 impl<'a> Parsed<'a> {
-    /// Reads what a client sent.
+    /// Parses a client's message.
     pub fn read(bytes: &'a [u8]) -> Self {
         let (Some(counts), Some(&flags)) = (counts(bytes), bytes.get(2)) else {
             return Self::Nothing;
@@ -205,13 +205,13 @@ fn counts(bytes: &[u8]) -> Option<[u16; 4]> {
     ])
 }
 
-/// Where a record's parts are.
+/// The offsets of a record's parts.
 #[derive(Clone, Copy, Debug)]
 struct Record {
     start: usize,
     of_type: u16,
     class: u16,
-    /// Where its time to live is.
+    /// Offset of the time to live.
     ttl: usize,
     end: usize,
 }
@@ -231,12 +231,12 @@ impl Record {
     }
 }
 
-/// Where the name at `at` ends; its pointer is not followed.
+/// Returns the offset behind the name at `at`, without following its pointer.
 fn skip_name(bytes: &[u8], at: usize) -> Option<usize> {
     end_of_name(bytes, at).map(|(end, _)| end)
 }
 
-/// Where the name at `at` ends, and where its pointer is.
+/// Returns the offset behind the name at `at`, and the offset of its pointer.
 fn end_of_name(bytes: &[u8], mut at: usize) -> Option<(usize, Option<usize>)> {
     loop {
         let length = *bytes.get(at)?;
@@ -286,7 +286,7 @@ impl Query<'_> {
         let authoritative = if authoritative { 0x04 } else { 0 };
         out.extend_from_slice(&self.bytes[..2]);
         out.push(0x80 | authoritative | self.bytes[2] & 1);
-        // Recursion is there; CD as the client has it.
+        // Recursion is available; CD is copied from the query.
         out.push(0x80 | self.bytes[3] & 0x10 | code & 0x0f);
         out.extend_from_slice(&[0, 1, 0, 0, 0, 0, 0, 0]);
         out.extend_from_slice(&self.bytes[HEADER..self.end]);
@@ -304,7 +304,7 @@ impl Query<'_> {
         add(out, 10, 1);
     }
 
-    /// Answers with addresses of one family, all of which the client's own name has.
+    /// Writes an answer with addresses of one family, all for the client's own name.
     pub fn with_addresses<'i>(
         &self,
         transport: Transport,
@@ -335,7 +335,7 @@ impl Query<'_> {
         self.end(out, 0);
     }
 
-    /// Answers with a code and nothing else.
+    /// Writes an answer with only a code.
     pub fn with_code(&self, code: ResponseCode, out: &mut Vec<u8>) {
         let code = u16::from(code);
         let low = u8::try_from(code & 0x0f).unwrap_or_default();
@@ -343,8 +343,8 @@ impl Query<'_> {
         self.end(out, code);
     }
 
-    /// Answers with a stored answer to the same question, of which `age` seconds have passed. The client's own spelling
-    /// of the name takes the place of the stored one.
+    /// Writes a stored answer to the same question. `age`: the seconds since it was stored. The client's own spelling
+    /// of the name replaces the stored one.
     pub fn with_stored(&self, transport: Transport, stored: &Stored, age: u32, out: &mut Vec<u8>) {
         if stored.shape().upper != 0 && self.edns.is_none() {
             // The code does not fit into the header.
@@ -386,13 +386,14 @@ fn of_family(address: &[u8]) -> u16 {
     }
 }
 
-/// Answers something that is no query that could be answered otherwise. None: there is nothing to answer to.
+/// Writes a refusal of a message that cannot be answered in another way. Writes nothing if the message cannot be
+/// answered at all.
 pub fn refusal(bytes: &[u8], code: ResponseCode, out: &mut Vec<u8>) {
     out.clear();
     let Some(head) = bytes.get(..4) else { return };
     let low = u8::try_from(u16::from(code) & 0x0f).unwrap_or_default();
     out.extend_from_slice(&head[..2]);
-    // As in the query: opcode and RD.
+    // Opcode and RD are copied from the query.
     out.push(0x80 | head[2] & 0x79);
     out.push(0x80 | low);
     out.extend_from_slice(&[0; 8]);

@@ -1,4 +1,4 @@
-//! Answers of resolvers, as the cache keeps them: bytes, and where their times to live are.
+//! Answers of resolvers in the cache's format: their bytes, and the offsets of their times to live.
 
 use hickory_proto::op::ResponseCode;
 
@@ -105,7 +105,7 @@ impl Stored {
             }
         }
         let mut bytes = bytes[..at].to_vec();
-        // The case of the letters that were asked for is our own.
+        // We chose the letter case of the query, so the answer gets the plain name instead.
         bytes[HEADER..end].copy_from_slice(name.bytes());
         for at in &ttls {
             let at = usize::from(*at);
@@ -159,7 +159,7 @@ impl Stored {
         self.shape
     }
 
-    /// Where times to live are.
+    /// The offsets of the times to live.
     fn ttls(&self) -> impl Iterator<Item = usize> {
         let (ttls, _) = self.packed[self.shape.message..].as_chunks();
         ttls.iter().map(|at| usize::from(u16::from_ne_bytes(*at)))
@@ -189,8 +189,8 @@ impl Stored {
         counts(self.bytes()).map_or([0; 3], |[_, counts @ ..]| counts)
     }
 
-    /// The records that fit into `room` bytes: where the last of them ends, and how many each section has. Of additional
-    /// records, those with one name and type are there or not there together (RFC 2181).
+    /// Returns the records that fit into `room` bytes: the end of the last record, and the number in each section.
+    /// Additional records with one name and type are either all included, or all left out (RFC 2181).
     pub(super) fn within(&self, room: usize) -> (usize, [u16; 3]) {
         let mut end = skip_name(self.bytes(), HEADER).map_or(0, |at| at + 4);
         let mut found = [0; 3];
@@ -259,7 +259,7 @@ impl Stored {
         out.extend_from_slice(bytes.get(start..)?);
         // The pointers that were moved, in ascending order.
         let mut moved = Vec::new();
-        // Has the name at a place point to where its end is now; returns where the name ends.
+        // Updates the name's pointer to the new offset of its target; returns the offset behind the name.
         let mut move_pointer = |at: usize, out: &mut Vec<u8>| {
             let (end, pointer) = end_of_name(bytes, at)?;
             if let Some(at) = pointer {
@@ -399,7 +399,7 @@ mod tests {
             let end = at + usize::from(kept) * length;
             assert_eq!(found, (end, [0, 0, kept]), "{room}");
         }
-        // Answers are cut between any two, and TC says so.
+        // An answer may be cut between any two records, and TC is set.
         let stored = read(&answer([0x81, 0x80], [&additional, &[], &[]])).unwrap();
         assert_eq!(stored.within(at + 3 * length).1, [3, 0, 0]);
     }

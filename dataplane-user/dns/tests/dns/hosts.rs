@@ -1,4 +1,4 @@
-//! Names of hosts of ServiceEntries: which entry decides, for whom, and what the answer is.
+//! Names of hosts of ServiceEntries: the deciding entry, the clients that see it, and the answer.
 
 use std::{net::SocketAddr, sync::Arc};
 
@@ -102,13 +102,13 @@ fn a_host_has_addresses_and_resolvers_know_the_rest() {
     let db = given(&zone, "shop", "db.example.net");
     for (name, of_type, wanted) in [
         ("DB.Example.NET.", A, &*format!("NoError; A {db}")),
-        // Its endpoints have no such addresses, and resolvers are not asked for others.
+        // Its endpoints have no addresses of this family, and resolvers are not asked for others.
         ("db.example.net.", AAAA, "NoError"),
         ("x.deep.example.com.", AAAA, "NoError; AAAA 2001:db8:7::2"),
         ("db.example.net.", MX, "ask db.example.net. else NoError"),
         ("db.example.net.", HTTPS, "ask db.example.net. else NoError"),
         ("db.example.net.", ANY, "ask db.example.net. else NoError"),
-        // By the search list: the cluster has no db.example.net.cluster.local.
+        // With the search list: the cluster has no db.example.net.cluster.local.
         (
             "db.example.net.shop.svc.cluster.local.",
             A,
@@ -119,7 +119,7 @@ fn a_host_has_addresses_and_resolvers_know_the_rest() {
             MX,
             "ask db.example.net.corp.example. db.example.net. else NoError",
         ),
-        // By a Service.
+        // Under a Service's name.
         (
             "ext.shop.svc.cluster.local.",
             A,
@@ -305,7 +305,7 @@ fn no_entry_takes_a_name_of_the_cluster_without_its_domain() {
     };
     let only = |of: &str| Some(of.to_owned());
     for client in ["evil", "shop", "default", "elsewhere", ""] {
-        // Those of namespaces that there are.
+        // Names in namespaces that exist.
         for name in ["web.shop", "y.shop", "web-0.web.shop", "example.shop.svc"] {
             assert_eq!(found(client, name), only("shop"), "{client} {name}");
         }
@@ -435,7 +435,7 @@ fn entries() -> impl Strategy<Value = Vec<Entry>> {
     proptest::collection::vec(one, 0..8)
 }
 
-/// As the docs say it.
+/// The rule in the form of the documentation.
 fn by_the_rule<'a>(
     snapshot: &'a Snapshot,
     name: &str,

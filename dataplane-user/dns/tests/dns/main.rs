@@ -1,5 +1,5 @@
 //! Answers from the names of a cluster, without a socket: the table of Kubernetes' specification, search lists, and
-//! whatever bytes a client sends.
+//! arbitrary bytes from a client.
 
 mod hosts;
 mod names;
@@ -61,8 +61,8 @@ fn nobody() -> Arc<Client> {
 #[derive(Debug)]
 enum Told {
     Answer(Box<Message>),
-    /// The names that resolvers are asked for, `?` behind a name whose records are known if they have no answer; and the code
-    /// of the answer if none of them exists.
+    /// The names that resolvers are asked for. `?` follows a name whose records are known if the resolvers have no
+    /// answer. Then the code of the answer if none of the names exists.
     Asked(Vec<String>, Option<ResponseCode>),
 }
 

@@ -102,7 +102,7 @@ proptest! {
                 let services = snapshot.services.values();
                 let wanted = services.filter(|of| has(of)).map(|of| of.name.clone());
                 prop_assert_eq!(found, wanted.collect::<BTreeSet<_>>());
-                // Of two pods with one address for a moment, either may be meant.
+                // If two pods have one address for a moment, the answer may be either.
                 let has = |of: &&Arc<Workload>| of.addresses.contains(&addr(last));
                 let wanted: Vec<_> = snapshot.workloads.values().filter(has).map(|of| &of.name).collect();
                 match names.client(addr(last)) {

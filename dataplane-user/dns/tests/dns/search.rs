@@ -8,7 +8,7 @@ use model::{Names, Snapshot, WorkloadName};
 
 use super::{TTLS, ask, cluster, zone};
 
-/// The node's file: what the kubelet appends.
+/// The node's file, which the kubelet appends.
 const NODE: &str = "nameserver 192.0.2.1\nsearch corp.example\n";
 
 fn pod(zone: &Zone, name: &str) -> Client {
@@ -23,9 +23,9 @@ fn what_a_pod_would_ask_next_is_answered_at_once() {
     let zone = zone();
     let cart = pod(&zone, "cart");
     for (name, of_type, wanted) in [
-        // A service of its own namespace, by the first entry of the list: as it is.
+        // A service of the client's own namespace, by the first entry of the list: unchanged.
         ("web.shop.svc.cluster.local.", A, "NoError; A 10.3.0.20"),
-        // Of another: by the second entry.
+        // A service of another namespace, by the second entry.
         (
             "plain.default.shop.svc.cluster.local.",
             A,
@@ -37,7 +37,7 @@ fn what_a_pod_would_ask_next_is_answered_at_once() {
             AAAA,
             "NoError; CNAME plain.default.svc.cluster.local.",
         ),
-        // By the third.
+        // By the third entry.
         (
             "plain.default.svc.shop.svc.cluster.local.",
             A,
@@ -66,13 +66,13 @@ fn what_a_pod_would_ask_next_is_answered_at_once() {
             "ask www.example.com.cluster.local. www.example.com.corp.example. www.example.com. \
              else NXDomain",
         ),
-        // With as many dots as ndots, its own resolver has asked for it as it is.
+        // With at least ndots dots, the client's own resolver has already asked for the name unchanged.
         (
             "a.b.c.d.e.f.shop.svc.cluster.local.",
             A,
             "ask a.b.c.d.e.f.cluster.local. a.b.c.d.e.f.corp.example. else NXDomain",
         ),
-        // Not by the first entry: the client's own resolver goes on.
+        // Not by the first entry: the client's own resolver continues.
         ("www.example.com.svc.cluster.local.", A, "NXDomain"),
         ("nothing.other.svc.cluster.local.", A, "NXDomain"),
         // The first entry itself.
@@ -182,7 +182,7 @@ fn one_query_does_not_become_many() {
     assert_eq!(ask(&zone, &with(30), name, A).text(name), "NXDomain");
 }
 
-/// `dataplane dns query` and `explain` say what the server answers to the client.
+/// `dataplane dns query` and `explain` show the server's answer to the client.
 #[test]
 fn explanations_are_the_servers_answers() {
     let (zone, zone_in_doubt) = (zone(), {

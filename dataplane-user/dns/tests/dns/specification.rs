@@ -97,7 +97,7 @@ const TABLE: &[(&str, &str, RecordType, &str)] = &[
         AAAA,
         "NoError; AAAA 2001:db8::1",
     ),
-    // Of a family that is not there: no answer, and no error.
+    // For a family without addresses: no records, and no error.
     ("2.3.1", "plain.default.svc.cluster.local.", AAAA, "NoError"),
     // For each port in the Service with a name and a protocol, an SRV record.
     (

@@ -143,7 +143,7 @@ fn an_answer_has_the_spelling_of_its_query_and_fits_into_what_the_client_takes()
     assert!(message.metadata.authoritative && message.edns.is_none());
     assert_eq!(message.answers.len(), 2);
     assert!(message.answers.iter().all(|record| record.ttl == 5));
-    // As long as the configuration says: addresses, what leads to them, and all other records.
+    // The times to live of the configuration: for addresses, for records that lead to them, and for all other records.
     let longer = Zone {
         ttls: Ttls {
             services: 30,

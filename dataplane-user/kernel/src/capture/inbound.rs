@@ -1,7 +1,7 @@
-//! The program at the socket lookup of workloads' network namespaces. Each namespace has an instance of its own, which
-//! has the namespace's cookie for a constant: `sk_lookup` programs have no helper that returns their network namespace.
-//! Without the cookie, a process that assigns another workload's address to an interface of its own would get its
-//! connections handed to that workload's socket.
+//! The program at the socket lookup of workloads' network namespaces. Each namespace has its own instance, which has
+//! the namespace's cookie as a constant, because `sk_lookup` programs have no helper that returns their network
+//! namespace. Without the cookie, a process could assign another workload's address to one of its own interfaces, and
+//! its connections would be handed to that workload's socket.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet, btree_map::Entry},
@@ -39,12 +39,12 @@ pub struct Inbound {
     instructions: Vec<bpf_insn>,
     /// Tables that the instructions name.
     _tables: Vec<OwnedFd>,
-    /// The object's constants, and where among them the cookie is.
+    /// The object's constants; then the cookie's offset among them.
     constants: Vec<u8>,
     cookie: usize,
-    /// Which instructions name the constants.
+    /// Indices of the instructions that refer to the constants.
     naming: Vec<usize>,
-    /// By the namespaces' cookies, the numbers of the instances that this agent has attached.
+    /// The ids of the instances that this agent has attached, by the namespaces' cookies.
     attached: BTreeMap<u64, u32>,
 }
 
@@ -94,7 +94,7 @@ impl Inbound {
         })
     }
 
-    /// Has connections that come to a namespace go by the program: attached, or swapped in place.
+    /// Attaches the program to a namespace, for incoming connections, or replaces the attached program in place.
     pub fn attach(&mut self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
         let cookie = namespace.cookie;
         let path = pin(pins, cookie);
@@ -149,7 +149,7 @@ impl Inbound {
     }
 }
 
-/// Where the program's link for a namespace is pinned.
+/// Returns the path of the pin of the program's link for a namespace.
 pub fn pin(pins: &Pins, cookie: u64) -> PathBuf {
     pins.link(&format!("{INBOUND}-{cookie}"))
 }
@@ -172,7 +172,7 @@ fn cookie_of(path: &Path) -> Option<u64> {
     name.strip_prefix(INBOUND)?.strip_prefix('-')?.parse().ok()
 }
 
-/// Which of the object's tables has the cookie among its constants, and where.
+/// Finds the table of constants that holds the cookie, and the cookie's offset in the table.
 fn find_cookie(object: &mut Object) -> io::Result<(String, usize)> {
     let before: BTreeMap<String, Vec<u8>> = object
         .maps

@@ -1,6 +1,6 @@
-//! Routing rules in a workload's network namespace by which connections that come in by an interface go to sockets there,
-//! whatever their destination. `sk_lookup` then gives them to the proxy. Which packets are of such connections, and not answers,
-//! [`machine_marks`] tells.
+//! Routing rules in a workload's network namespace that deliver connections which arrive on an interface to local
+//! sockets, whatever their destination. `sk_lookup` then gives them to the proxy. [`machine_marks`] decides which
+//! packets belong to such connections and which are answers.
 //!
 //! The kernel gives a rule without a priority the place behind the table of local addresses and before all other rules
 //! (`fib_default_rule_pref`, `net/core/fib_rules.c`): packets to the workload itself do not meet these rules.
@@ -91,7 +91,7 @@ pub fn route_interfaces(wanted: &Machines, is_new: bool) -> Result<(), Unrouted>
 /// Removes the rules and the table of marks from the calling thread's network namespace.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn unroute_interfaces() -> io::Result<()> {
     route(&BTreeSet::new(), Others::Go)?;
     machine_marks::remove().map(drop)
@@ -123,7 +123,7 @@ fn route(wanted: &BTreeSet<InterfaceRule>, others: Others) -> io::Result<()> {
 /// Removes ours from the network namespaces with these cookies. Namespaces that cannot be entered are left out.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn unroute(cookies: &BTreeSet<u64>) -> io::Result<()> {
     if cookies.is_empty() {
         return Ok(());

@@ -17,17 +17,17 @@ const BACKLOG: i32 = 65_535;
 /// The proxy's listening sockets in one namespace.
 #[derive(Debug)]
 pub struct Listeners {
-    /// For what its workload connects to.
+    /// Sockets for outbound connections of the workload.
     pub outbound: Vec<TcpListener>,
-    /// For what connects to it.
+    /// Sockets for inbound connections to the workload.
     pub inbound: Vec<TcpListener>,
 }
 
-/// Opens the proxy's listening sockets in the network namespace that this thread is in; `inbound`:
-/// also those for what connects to the workload.
+/// Opens the proxy's listening sockets in the network namespace that this thread is in. `inbound`: whether to open the
+/// sockets for inbound connections, too.
 ///
 /// # Errors
-/// The kernel's refusal: most likely, another process listens there.
+/// If the kernel refuses: most likely, another process listens at the port.
 pub fn open_listeners(options: &CaptureOptions, inbound: bool) -> io::Result<Listeners> {
     Ok(Listeners {
         outbound: listen_at(options.outbound)?,
@@ -44,7 +44,7 @@ pub fn open_listeners(options: &CaptureOptions, inbound: bool) -> io::Result<Lis
 /// because only capture leads connections to them.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn open_transparent_listeners() -> io::Result<Vec<TcpListener>> {
     let sockets = listen_at(0)?;
     for socket in &sockets {

@@ -69,8 +69,8 @@ pub struct Marks {
     pub interfaces: BTreeMap<String, Option<u32>>,
     /// The bit of the mark that the routing rules match.
     pub bit: u32,
-    /// Whether the machine's connections must not bypass the proxy, whatever packets the machine sends. If false, every packet
-    /// that conntrack calls a reply is an answer.
+    /// Whether the machine's connections must not bypass the proxy, even if the machine forges packets. If false, every
+    /// packet that conntrack calls a reply is an answer.
     pub closed: bool,
 }
 
@@ -105,7 +105,7 @@ pub fn remove() -> io::Result<bool> {
     nft_requests::remove_with_conntrack(TABLE)
 }
 
-/// Whether the table is there.
+/// Whether the table exists.
 ///
 /// # Errors
 /// If the kernel does not answer.
@@ -226,8 +226,8 @@ mod tests {
 
     use super::*;
 
-    /// In a network namespace of its own, in which another thread changes tables all the time: lists that the kernel
-    /// cannot give whole are no errors.
+    /// Runs in a separate network namespace in which another thread changes tables all the time. Incomplete lists from
+    /// the kernel are not errors.
     #[test]
     fn changes_of_others_do_not_keep_it_from_being_written() {
         let in_a_namespace = || {

@@ -71,7 +71,7 @@ pub struct CaptureOptions {
     pub dns: Option<u16>,
 }
 
-/// The tables of capture, and the program for namespaces; nothing of it if there is no mesh.
+/// The tables of capture, and the programs for namespaces. The programs are absent if there is no mesh.
 #[derive(Debug)]
 pub struct Capture {
     tables: CaptureTables,
@@ -146,7 +146,7 @@ impl Capture {
             let _ = tc::keep_no_capture(pins)?;
             let mark = capture.tables.config().mark;
             if mark != 0 {
-                // Where there is no such rule, there is nothing to remove.
+                // If there is no such rule, there is nothing to remove.
                 let _ = route_answers_no_more(mark | FROM_CLIENT);
             }
             for (path, _) in inbound::links(pins) {
@@ -172,7 +172,8 @@ impl Capture {
         Ok(())
     }
 
-    /// The cgroups are this agent's and the one's before it; `captured`: what the tables hold, or are about to.
+    /// Writes the configuration. The cgroups are this agent's and its predecessor's. `captured`: the present or next
+    /// contents of the tables.
     fn set_config(
         &self,
         options: CaptureOptions,
@@ -340,7 +341,7 @@ impl Capture {
         remove("RANGES", &tables.ranges, &mut held.ranges, &wanted.ranges)
     }
 
-    /// Has connections of workloads that have gone counted no more: there is room for others.
+    /// Removes the counters of connections of departed workloads, which makes room for others.
     pub fn forget_traffic(&self, keys: &[TrafficKey]) {
         for key in keys {
             // If it is not there, it is as it should be.
@@ -348,7 +349,7 @@ impl Capture {
         }
     }
 
-    /// Has inbound connections to a namespace go by our program: attached, or swapped in place.
+    /// Attaches our program to a namespace, for inbound connections, or replaces the attached program in place.
     pub(super) fn attach(&mut self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
         match &mut self.inbound {
             Some(inbound) => inbound.attach(pins, namespace),
@@ -373,11 +374,11 @@ impl Capture {
         Ok(())
     }
 
-    /// Has the packets of captured workloads on these interfaces go by our program, and on no others.
-    /// Answers where that is not possible, and why.
+    /// Attaches our program to these interfaces of captured workloads, and detaches it from all others. Returns the
+    /// failures on interfaces, with the reasons.
     ///
     /// # Errors
-    /// If the kernel cannot be asked what there is.
+    /// If the kernel cannot list the present attachments.
     pub(super) fn attach_interfaces(
         &self,
         pins: &Pins,
@@ -393,7 +394,7 @@ impl Capture {
     /// by its packets.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn listen(&self, key: ListenerKey, socket: BorrowedFd<'_>) -> Result<(), Error> {
         sys::map_update(
             self.tables.listeners.as_fd(),
@@ -407,7 +408,7 @@ impl Capture {
     /// The inverse of [`Capture::listen`].
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn listen_no_more(&self, key: ListenerKey) -> Result<(), Error> {
         sys::map_delete(self.tables.listeners.as_fd(), key.as_bytes())
             .doing(|| "cannot take a listening socket back from the kernel".to_owned())
@@ -415,7 +416,7 @@ impl Capture {
     }
 }
 
-/// Whether anybody's connections go to a proxy.
+/// Whether any workload's connections go to a proxy.
 fn has_proxy(captured: &Captured) -> bool {
     let enrolled = captured
         .namespaces
@@ -428,7 +429,7 @@ fn has_proxy(captured: &Captured) -> bool {
         .any(|flags| flags & (Enrolled::PROXY | Enrolled::INBOUND | Enrolled::PACKETS) != 0)
 }
 
-/// Whether anybody's egress policy is deny.
+/// Whether any workload's egress policy is deny.
 fn denies(captured: &Captured) -> bool {
     let enrolled = captured
         .namespaces

@@ -33,7 +33,7 @@ pub struct Namespace {
 /// The network namespace that this thread is in.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn this_namespace() -> io::Result<Namespace> {
     let file = fs::File::from(opener::this_namespace()?);
     let metadata = file.metadata()?;
@@ -47,7 +47,7 @@ pub fn this_namespace() -> io::Result<Namespace> {
 /// Returns the addresses of the network namespace that this thread is in, without loopback and link-local ones.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn addresses() -> io::Result<Vec<IpAddr>> {
     let mut addresses = Vec::new();
     let all = RouteNetlinkMessage::GetAddress(AddressMessage::default());
@@ -99,7 +99,7 @@ pub fn indices(namespace: &Namespace) -> io::Result<BTreeMap<String, u32>> {
 /// user namespace.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn is_the_nodes(namespace: &Namespace) -> io::Result<bool> {
     let own = fs::metadata("/proc/self/ns/user")?;
     let owner = match sys::owner_of_namespace(namespace.file.as_fd()) {
@@ -115,12 +115,13 @@ pub fn is_the_nodes(namespace: &Namespace) -> io::Result<bool> {
 /// a number here then.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn is_linked(namespace: &Namespace) -> io::Result<bool> {
     number(&mut Netlink::open()?, namespace).map(|number| number.is_some())
 }
 
-/// The number that a network namespace has in the one in which the socket was opened; none if it has none there.
+/// Returns the id that a network namespace has in the namespace in which the socket was opened; `None` if it has no id
+/// there.
 pub fn number(netlink: &mut Netlink, namespace: &Namespace) -> io::Result<Option<i32>> {
     let mut message = NsidMessage::default();
     let fd = u32::try_from(namespace.file.as_raw_fd()).unwrap_or(u32::MAX);

@@ -1,5 +1,5 @@
-//! Where the node's own routes lead: to which end of which pair of interfaces, and in which network namespace the other
-//! end is. Nothing of it can be set from inside of that namespace.
+//! Finds out where the node's own routes lead: to which end of which pair of interfaces, and in which network namespace
+//! the other end is. A process inside that namespace cannot change any of this.
 
 use std::{collections::BTreeMap, io, net::IpAddr};
 
@@ -14,7 +14,7 @@ use crate::{interfaces::way_by, rtnetlink::Netlink};
 /// The pairs whose one end is in the network namespace in which they were read.
 pub struct Pairs {
     netlink: Netlink,
-    /// By the number of the interface here: the number of the network namespace that the other end is in.
+    /// The id of the network namespace of the other end, by the index of the interface on this side.
     ends: BTreeMap<u32, i32>,
 }
 
@@ -22,7 +22,7 @@ impl Pairs {
     /// Reads those of this thread's network namespace.
     ///
     /// # Errors
-    /// If the kernel does not tell.
+    /// If the query to the kernel fails.
     pub fn read() -> io::Result<Self> {
         let mut netlink = Netlink::open()?;
         let links = netlink.list(&RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
@@ -40,7 +40,7 @@ impl Pairs {
     /// none if it leads to something else.
     ///
     /// # Errors
-    /// If the kernel does not tell.
+    /// If the query to the kernel fails.
     pub fn behind(&mut self, addr: IpAddr) -> io::Result<Option<i32>> {
         let way = way_by(&mut self.netlink, addr)?;
         Ok(way.and_then(|index| self.ends.get(&index).copied()))
@@ -55,7 +55,7 @@ impl Pairs {
     /// The number of a network namespace, as in [`Pairs::behind`]; none if it has none.
     ///
     /// # Errors
-    /// If the kernel does not tell.
+    /// If the query to the kernel fails.
     pub fn number(&mut self, namespace: &Namespace) -> io::Result<Option<i32>> {
         number(&mut self.netlink, namespace)
     }

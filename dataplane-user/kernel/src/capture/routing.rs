@@ -30,7 +30,8 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// It has all these bits, whatever others it has, which are other people's.
+    /// Matches marks that have all these bits. Other bits of the mark may have any value, because other programs use
+    /// them.
     pub const fn with(bits: u32) -> Self {
         Self {
             mask: bits,
@@ -45,7 +46,7 @@ pub const FWMARK_ACCEPT: &str = "ipv4/tcp_fwmark_accept";
 /// that they answer.
 pub const FWMARK_REFLECT: [&str; 2] = ["ipv4/fwmark_reflect", "ipv6/fwmark_reflect"];
 
-/// Says why [`FWMARK_ACCEPT`] cannot be set, and what to do.
+/// Returns a message with the reason why [`FWMARK_ACCEPT`] cannot be set, and the remedy.
 pub fn cannot_accept_marks(error: &io::Error) -> String {
     let otherwise = "set mesh.proxy.keepSource to false";
     let reason = sysctl::reason(error, "mesh", "mesh", otherwise);
@@ -57,7 +58,7 @@ pub fn cannot_accept_marks(error: &io::Error) -> String {
 /// (`net.ipv4.tcp_fwmark_accept` and `fwmark_reflect`, which are set here), and a route of their own.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn route_answers(mark: u32) -> io::Result<()> {
     route_to_sockets(mark)?;
     let settings = opener::mark_settings().unwrap_or_else(mark_settings);
@@ -71,10 +72,10 @@ pub fn route_answers(mark: u32) -> io::Result<()> {
     })
 }
 
-/// Opens the sysctls that [`route_answers`] sets.
+/// Opens the sysctls that [`route_answers`] sets. Leaves out the sysctls of a family that this kernel does not have.
 ///
 /// # Errors
-/// If one cannot be written to. Those of a family that this kernel does not have are left out.
+/// If a sysctl cannot be opened for writing.
 pub fn mark_settings() -> io::Result<Vec<File>> {
     // The first one is IPv6's, too.
     let mut settings = vec![sysctl::open(FWMARK_ACCEPT)?];
@@ -87,11 +88,11 @@ pub fn mark_settings() -> io::Result<Vec<File>> {
     Ok(settings)
 }
 
-/// In the network namespace that this thread is in: has packets that have these bits in their mark go to sockets here,
-/// whatever their destination.
+/// Delivers packets that have these bits in their mark to local sockets, whatever their destination, in the network
+/// namespace that this thread is in.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn route_to_sockets(mark: u32) -> io::Result<()> {
     let mut netlink = Netlink::open()?;
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
@@ -112,7 +113,7 @@ fn route_family(netlink: &mut Netlink, family: AddressFamily, mark: u32) -> io::
         let rule = RouteNetlinkMessage::NewRule(answers_rule(family, wanted));
         netlink.request(&rule, NLM_F_CREATE | NLM_F_EXCL)?;
     }
-    // An earlier agent's, which asked for the whole mark.
+    // The rule of an earlier agent, which matched the whole mark.
     for old in rules
         .into_iter()
         .filter(|rule| rule.value == mark && *rule != wanted)
@@ -123,15 +124,15 @@ fn route_family(netlink: &mut Netlink, family: AddressFamily, mark: u32) -> io::
     Ok(())
 }
 
-/// The inverse of [`route_answers`] and [`route_to_sockets`]. It leaves the settings as they are, because another
-/// process may rely on them by now.
+/// The inverse of [`route_answers`] and [`route_to_sockets`]. It leaves the sysctls as they are, because another
+/// process may rely on them now.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn route_answers_no_more(mark: u32) -> io::Result<()> {
     let mut netlink = Netlink::open()?;
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        // There may be several, of agents that did not look. A rule that is not there is gone.
+        // There may be several rules, of agents that did not check. A rule that does not exist is no error.
         let rules = rules(&mut netlink, family).unwrap_or_default();
         for known in rules.into_iter().filter(|known| known.value == mark) {
             let rule = RouteNetlinkMessage::DelRule(answers_rule(family, known));
@@ -193,7 +194,7 @@ fn our_mark(rule: &RuleMessage) -> Option<Mark> {
     (value & FROM_CLIENT != 0).then_some(Mark { mask, value })
 }
 
-/// Whether our route is there.
+/// Whether our route exists.
 pub fn has_our_route(netlink: &mut Netlink, family: AddressFamily) -> io::Result<bool> {
     let is_ours = |route: &RouteMessage| {
         route.header.kind == RouteType::Local

@@ -21,8 +21,8 @@ use super::{
     tc,
 };
 
-/// Removes everything of ours below `bpffs`, on interfaces and in workloads' network namespaces, and
-/// only that: links first, which detaches the programs. With `dry_run`, says what it would remove.
+/// Removes everything of ours below `bpffs`, on interfaces and in workloads' network namespaces, and nothing else.
+/// Links go first, which detaches the programs. With `dry_run`, only lists the items.
 ///
 /// # Errors
 /// [`Error::Busy`] while an agent runs; otherwise if a pin cannot be looked at or removed.
@@ -47,8 +47,8 @@ pub fn cleanup(bpffs: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     Ok(items)
 }
 
-/// Leaves services to others, such as kube-proxy's rules: what begins now is not translated any more, and what has begun goes on.
-/// [`cleanup`] comes next.
+/// Leaves services to another implementation, such as kube-proxy's rules: new flows are no longer translated, and
+/// existing flows continue. [`cleanup`] comes next.
 ///
 /// # Errors
 /// [`Error::Busy`] while an agent runs; otherwise if tables cannot be read or changed.
@@ -109,7 +109,7 @@ pub fn remove_layout(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, E
         let mut paths: Vec<PathBuf> = entries.filter_map(Result::ok).map(|e| e.path()).collect();
         paths.sort();
         for path in paths {
-            // Of an interface: listed above, with the interface.
+            // A link of an interface is already listed, with the interface.
             if items.iter().any(|item: &CleanupItem| item.path == path) {
                 continue;
             }
@@ -153,8 +153,8 @@ fn remove_directory(
     let ours = match fs::remove_dir(directory) {
         Ok(()) => true,
         Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => false,
-        // A mount of its own, as in the DaemonSet: the directory stays. In a container, the file system that it is
-        // mounted on is read-only, which the kernel says first.
+        // The directory is a separate mount, as in the DaemonSet, so it stays. In a container, the file system with its
+        // mount point is read-only, which the kernel reports first.
         Err(error)
             if matches!(
                 error.kind(),

@@ -32,9 +32,9 @@ struct Leftovers {
 
 #[derive(Clone)]
 enum What {
-    /// Of packets with this mark.
+    /// A routing rule for packets with this mark.
     Rule(Mark),
-    /// Of packets that come by an interface, at this priority.
+    /// A routing rule, of this priority, for packets that arrive on an interface.
     Interface(InterfaceRule, u32),
     /// The table of nf_tables that marks these, of both families.
     Marks,
@@ -60,9 +60,9 @@ impl What {
     }
 }
 
-/// Removes them from the namespaces whose workloads the tables know, or that are linked with ours:
-/// what else there is on this machine may be another node's, of a practice cluster. With `dry_run`,
-/// says what it would remove.
+/// Removes the routes and rules from the namespaces whose workloads are in the tables, and from namespaces with one of
+/// our links. Other namespaces on this machine may belong to another node, as in a practice cluster. With `dry_run`,
+/// only lists them.
 pub fn remove(pins: &Pins, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut enrolled = Vec::new();
     // If the table has another shape or is missing, only the links show the namespaces.

@@ -15,7 +15,7 @@ use super::{Conntrack, Flow, Flows, State, now};
 /// The result of a walk through all flows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Census {
-    /// How many flows there are, by protocol and state. Those that were removed are not among them.
+    /// Number of flows by protocol and state, without the removed flows.
     pub flows: BTreeMap<(Protocol, State), u64>,
     /// Flows that were over, and removed.
     pub removed: u64,
@@ -25,13 +25,13 @@ pub struct Census {
     pub vips: HashSet<Addr>,
     /// How many flows do not belong to a service ([`Flow::is_direct`]).
     pub direct: u64,
-    /// The endpoints that have the most ports of the node's, the one with most first: at most `BUSIEST`.
+    /// The endpoints with the most ports of the node, in descending order: at most `BUSIEST`.
     pub ports: Vec<Ports>,
     /// How many ports an endpoint can have.
     pub most_ports: u32,
 }
 
-/// Of how many endpoints a census says how many ports they have.
+/// Number of endpoints whose ports a census reports.
 const BUSIEST: usize = 10;
 
 /// How many of the node's ports masqueraded flows to an endpoint have, of [`Census::most_ports`].
@@ -52,7 +52,7 @@ impl Census {
     }
 }
 
-/// The flows that the kernel's own conntrack translates: asked for once in a walk, if there is reason to.
+/// The flows that the kernel's own conntrack translates. A walk reads them once, and only if it needs them.
 #[derive(Debug)]
 enum Foreign {
     Unasked,
@@ -66,7 +66,7 @@ enum Foreign {
 pub struct Listed {
     /// Ports of the node that endpoints see ([`Conntrack::hold_port`]).
     pub ports: HashSet<FlowKey>,
-    /// When they were asked for.
+    /// When the ports were read.
     pub asked: Tick,
 }
 
@@ -100,11 +100,11 @@ impl<'a> Collector<'a> {
         }
     }
 
-    /// Looks at the next few thousand flows, and removes those that are over. Returns the result when there are no
-    /// more.
+    /// Examines the next few thousand flows, and removes those that are over. Returns the result at the end of the
+    /// walk.
     ///
-    /// `foreign` asks which flows the kernel's own conntrack has; `None` if they cannot be read: they then stay until a
-    /// later walk.
+    /// `foreign` reads the flows of the kernel's own conntrack. If it returns `None`, they cannot be read, and stay
+    /// until a later walk.
     pub fn step(&mut self, foreign: impl FnOnce() -> Option<HashSet<FlowKey>>) -> Option<Census> {
         if self.flows.read(&mut self.batch) {
             self.remove(now(), foreign);

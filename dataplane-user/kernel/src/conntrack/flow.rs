@@ -1,4 +1,4 @@
-//! One flow, and what state it is in.
+//! One flow, and its state.
 
 use std::net::SocketAddr;
 

@@ -65,11 +65,11 @@ impl Conntrack {
         Ok(Some(Self { table, node_addrs }))
     }
 
-    /// Tables that are pinned nowhere and that no program knows, with room for so many flows, for tests and
-    /// measurements.
+    /// Creates tables with room for this many flows, for tests and measurements. The tables are not pinned, and no
+    /// program uses them.
     ///
     /// # Errors
-    /// If the kernel does not make them.
+    /// If the kernel refuses.
     pub fn unpinned(flows: u32) -> Result<Self, Error> {
         let doing = || "cannot make tables for flows".to_owned();
         Ok(Self {
@@ -95,8 +95,8 @@ impl Conntrack {
             .filter(|addr| *addr != Addr::UNSPECIFIED)
     }
 
-    /// Returns a reader of every flow, a few thousand at a time. Flows that come or go meanwhile may or may not be
-    /// among them.
+    /// Returns a reader of all flows, a few thousand at a time. A flow that is added or removed meanwhile may be
+    /// missed.
     pub fn flows(&self) -> Flows<'_> {
         Flows {
             walk: self.table.walk(),
@@ -110,7 +110,7 @@ impl Conntrack {
         Some(Flow { key: *key, to })
     }
 
-    /// The flow that an endpoint's packet belongs to: what it carries is `key`.
+    /// Finds the flow of a packet that an endpoint sent. `key`: the packet's addresses, ports and protocol.
     pub fn find_by_reply(&self, key: &FlowKey) -> Option<Flow> {
         if let Some(flow) = self.table.by_client(key) {
             return self.find(&flow);
@@ -123,10 +123,11 @@ impl Conntrack {
         (self.node_addr(flow.to.node_addr) == Some(key.dst)).then_some(flow)
     }
 
-    /// Removes a flow, if `still` holds of its present state. Returns whether it was removed.
+    /// Removes a flow if `still` returns true for its present state. Returns whether it was removed.
     ///
-    /// A packet may come at any moment, so `still` is asked once more when no packet can find the flow any longer. One
-    /// gap remains: a packet that comes in the microsecond until the flow is there again finds none, and begins none.
+    /// A packet may arrive at any time, so `still` is called once more when no packet can find the flow any longer. One
+    /// gap remains: a packet that arrives in the microsecond before the flow is restored finds no flow, and begins
+    /// none.
     pub fn remove_if(&self, flow: &Flow, still: impl Fn(&Flow) -> bool) -> bool {
         let still = |to: &Translation| {
             still(&Flow {
@@ -138,7 +139,8 @@ impl Conntrack {
             && self.table.take_if(&flow.key, still).is_some()
     }
 
-    /// Says of a TCP connection that its service no longer lists its endpoint: it goes on, and a SYN goes elsewhere.
+    /// Records that a TCP connection's service no longer lists its endpoint: the connection continues, and a new SYN
+    /// goes to another endpoint.
     pub fn depart(&self, flow: &Flow) {
         self.table.depart(&flow.key);
     }
@@ -164,9 +166,9 @@ impl Conntrack {
         })
     }
 
-    /// Holds a port of the node's for a connection that the kernel's own conntrack masquerades: no other flow to the
-    /// endpoint gets it. `key`: the connection as the endpoint sees it, from the node to itself. `false`: the port is
-    /// not held, because a flow of ours has it, or because there is no room.
+    /// Reserves a port of the node for a connection that the kernel's own conntrack masquerades, so that no other flow
+    /// to the endpoint gets it. `key`: the connection as the endpoint sees it, from the node to itself. Returns `false`
+    /// if a flow of ours has the port, or if there is no room.
     pub fn hold_port(&self, key: FlowKey) -> bool {
         self.table.touch(&key)
             || self.add(&Flow {
@@ -199,7 +201,7 @@ impl Conntrack {
         count
     }
 
-    /// Returns the services' addresses that flows of ours go to, by reading all flows ([`Conntrack::count`]).
+    /// Returns the services' addresses in our flows. Reads all flows ([`Conntrack::count`]).
     pub fn vips(&self) -> HashSet<Addr> {
         let mut vips = HashSet::new();
         let mut flows = self.flows();
@@ -210,7 +212,7 @@ impl Conntrack {
         vips
     }
 
-    /// How full the table is, with so many flows.
+    /// Returns how full the table is with this many flows.
     pub fn usage(&self, flows: u64) -> Usage {
         Usage {
             table: self.table.name(),
@@ -230,7 +232,8 @@ pub struct Flows<'a> {
 }
 
 impl Flows<'_> {
-    /// Replaces the content of `flows` by the next flows, in no order and perhaps none; `false` if there were no more.
+    /// Replaces the content of `flows` by the next flows, in no particular order. The result may be empty. Returns
+    /// `false` at the end of the table.
     pub fn read(&mut self, flows: &mut Vec<Flow>) -> bool {
         flows.clear();
         self.entries.clear();

@@ -9,15 +9,15 @@ use crate::cgroup::cgroup2_root;
 /// Flows for each core, and at least: kube-proxy's `conntrack.maxPerCore` and `conntrack.min`.
 const FOR_EACH_CORE: u64 = 32_768;
 const AT_LEAST: u64 = 131_072;
-/// Flows whatever the machine: the least that `packets.conntrackFlows` takes, and the most.
+/// Limits on every machine: the minimum and maximum of `packets.conntrackFlows`.
 const LEAST: u64 = 1024;
 const MOST: u64 = 1 << 23;
 /// Kernel memory for each flow, in bytes: two cells with their sequences, four slots.
 const BYTES: u64 = 176;
 /// The share of the machine's memory that flows may take: one part in so many.
 const SHARE: u64 = 64;
-/// Likewise of what the agent's cgroup may take, to which the kernel charges the tables (`memory.max`): there the rest is the
-/// agent's and the other tables'.
+/// The share of the memory limit (`memory.max`) of the agent's cgroup that flows may take: one part in so many. The
+/// kernel charges the tables to this cgroup. The rest is for the agent and the other tables.
 const SHARE_OF_LIMIT: u64 = 4;
 
 /// Returns how many cores this machine has.
@@ -55,8 +55,7 @@ fn limit_of(own: &str, root: &Path) -> Option<u64> {
     limits.min()
 }
 
-/// Returns how many flows there is room for with so many cores, so many bytes of memory, and a limit of so many for the
-/// agent: a power of two.
+/// Returns the number of flows to make room for, a power of two. `limit`: the memory limit of the agent's cgroup.
 fn of(cores: u64, memory: u64, limit: u64) -> u32 {
     let wanted = cores
         .saturating_mul(FOR_EACH_CORE)

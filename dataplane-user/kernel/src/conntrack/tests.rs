@@ -16,7 +16,8 @@ fn conntrack() -> Option<Conntrack> {
     conntrack_for(1024)
 }
 
-/// With room for so many flows; `None`, and why is printed, where this process may not make maps.
+/// Creates tables with room for this many flows. If this process may not create maps, prints the reason and returns
+/// `None`.
 pub fn conntrack_for(flows: u32) -> Option<Conntrack> {
     match Conntrack::unpinned(flows) {
         Ok(conntrack) => Some(conntrack),
@@ -35,7 +36,7 @@ const VIP: Addr = Addr::from_v4([10, 96, 0, 10]);
 const ENDPOINT: Addr = Addr::from_v4([10, 244, 1, 5]);
 const NODE: Addr = Addr::from_v4([192, 168, 77, 2]);
 
-/// The tick of so many seconds ago.
+/// Returns the tick of this many seconds ago.
 fn ago(seconds: u64) -> Tick {
     let now = std::time::Duration::from(
         nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap(),
@@ -132,7 +133,8 @@ fn a_flow_is_found_from_both_ends() {
     assert_eq!(conntrack.count(), 0);
 }
 
-/// Two VIPs with one endpoint, one client port: what the endpoint answers is one flow's.
+/// Two flows with different VIPs, but the same endpoint and client port, have the same reply key. Only one of them gets
+/// the replies.
 #[test]
 fn replies_are_one_flows() {
     let Some(conntrack) = conntrack() else { return };
@@ -174,7 +176,7 @@ fn what_is_over_is_removed_and_nothing_else() {
         flow.to.seen |= seen::ASSURED;
         flow
     };
-    // Every second port, as clients take them: each has a cell of its own, and none evicts another.
+    // Every second port, as clients choose them: each flow has a cell of its own, and none evicts another.
     let kept = [
         assured(flow(2, Protocol::TCP, ago(7200), both, both)),
         flow(16, Protocol::TCP, ago(50), both, both),
@@ -272,7 +274,7 @@ fn foreign_flows_live_elsewhere() {
         [1, 2].map(|n| flow(n, Protocol::UDP, ago(600), seen::PACKET | seen::FOREIGN, 0));
     for flow in [&there, &gone] {
         assert!(conntrack.add(flow));
-        // Its replies are none of ours.
+        // Its replies do not belong to a flow of ours.
         assert_eq!(conntrack.find_by_reply(&flow.reply_key()), None);
     }
     // The collector does not treat an unreadable flow as gone.
@@ -283,7 +285,7 @@ fn foreign_flows_live_elsewhere() {
     assert_eq!(census.removed, 1);
     assert_eq!(conntrack.find(&there.key), Some(there));
     assert_eq!(conntrack.find(&gone.key), None);
-    // Nothing that is there is overwritten.
+    // No existing flow is overwritten.
     let endpoint = (VIP, Port::new(1));
     assert!(!conntrack.add_foreign(there.key, endpoint));
     assert_eq!(conntrack.find(&there.key), Some(there));
@@ -311,7 +313,7 @@ fn ports_of_the_kernels_own_are_held() {
         assert_eq!(conntrack.find_by_reply(&found.reply_key()), None);
     }
     assert_eq!(conntrack.count(), 2);
-    // By the other protocol the port is another.
+    // With the other protocol, the port is a different one.
     assert!(!conntrack.add(&masqueraded(2000, Protocol::TCP, now())));
     assert!(conntrack.add(&masqueraded(2000, Protocol::UDP, now())));
     assert!(
@@ -335,7 +337,7 @@ fn ports_of_the_kernels_own_are_held() {
     assert!(conntrack.add(&masqueraded(2002, Protocol::TCP, now())));
 }
 
-/// A writer that makes a flow dies before the flow is there.
+/// A writer that adds a flow dies before the flow can be found.
 #[test]
 fn a_held_cell_that_nobody_gives_back_is_freed() {
     let Some(conntrack) = conntrack() else { return };
@@ -367,8 +369,8 @@ fn tables_are_as_large_as_the_agent_is_told() {
     }
 }
 
-/// `cargo test --release -p dataplane-user --lib -- --ignored --nocapture a_million`: what a walk
-/// through a million flows costs.
+/// Measures a walk through a million flows: `cargo test --release -p dataplane-user --lib -- --ignored --nocapture
+/// a_million`.
 #[test]
 #[ignore = "a measurement, of some 150 MiB of the kernel's memory"]
 fn a_million_flows() {
@@ -388,13 +390,13 @@ fn a_million_flows() {
             } else {
                 masqueraded(1, Protocol::UDP, used)
             };
-            // Each from a client of its own.
+            // Each flow has a client of its own.
             let [a, b, c, d] = number.to_be_bytes();
             flow.key.src = Addr::from_v4([10 + a, b, c, d]);
             if flow.is_masqueraded() {
                 flow.to.endpoint = Addr::from_v4([11 + a, b, c, d]);
             }
-            // As the programs do: the next port, where the slot of one is another's.
+            // Like the programs, takes the next port if the slot of a port is taken.
             while !conntrack.add(&flow) && flow.is_masqueraded() {
                 flow.to.node_port = Port::new(flow.to.node_port.host() + 1);
             }

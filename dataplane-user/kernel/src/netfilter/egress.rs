@@ -1,6 +1,6 @@
 //! Chains of nf_tables on the way out of interfaces (family `netdev`, hook `egress`).
 //!
-//! Packets that a TC program sends on do not pass them, whatever interface they leave by (`nf_skip_egress` in
+//! Packets that a TC program sends on bypass these chains, on any interface (`nf_skip_egress` in
 //! `__netif_receive_skb_core`, `net/core/dev.c`).
 
 use std::io;
@@ -55,7 +55,7 @@ impl EgressChain {
 /// Every such chain in the network namespace that this thread is in. A kernel without nf_tables has none.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn egress_chains() -> io::Result<Vec<EgressChain>> {
     let mut chains = Vec::new();
     let listed = Netlink::open(NETLINK_NETFILTER).and_then(|mut netlink| {
@@ -64,7 +64,7 @@ pub fn egress_chains() -> io::Result<Vec<EgressChain>> {
         })
     });
     match listed {
-        // What has changed meanwhile is seen at the next look.
+        // The chains changed during the dump: the next look sees the change.
         Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(chains),
         Err(error) if is_without_netfilter(&error) => Ok(Vec::new()),
         listed => listed.map(|()| chains),

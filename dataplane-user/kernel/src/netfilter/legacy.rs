@@ -28,10 +28,11 @@ const OUTPUT: usize = 3;
 struct Family {
     word: &'static str,
     level: i32,
-    /// The tables that are in use: to ask for another one would make it.
+    /// The list of the tables in use. A request for any other table would create it.
     names: opener::Table,
     tool: &'static str,
-    /// Where in an entry its target's offset is, the next entry's follows; and how long an entry is without matches.
+    /// Offset in an entry of its target's offset, which the next entry's offset follows; then the length of an entry
+    /// without matches.
     target_offset: usize,
     entry: usize,
 }
@@ -61,20 +62,20 @@ const FAMILIES: [Family; 2] = [
 struct Info {
     name: [u8; 32],
     valid_hooks: u32,
-    /// Where each hook's chain begins, and where the rule is that is its policy.
+    /// Offset of each hook's chain; then the offset of the rule with its policy.
     hooks: [u32; 5],
     underflows: [u32; 5],
     entries: u32,
     size: u32,
 }
 
-/// What comes before the entries of `struct ipt_get_entries`.
+/// Length of `struct ipt_get_entries` before its entries.
 const BEFORE: usize = 40;
 
 /// `struct xt_entry_target`: its name, and where its own begins. A standard one has a verdict there.
 const TARGET_NAME: std::ops::Range<usize> = 2..31;
 const TARGET_DATA: usize = 32;
-/// The name of what is before a chain.
+/// The target name of the entry that precedes a user-defined chain.
 const ERROR: &[u8] = b"ERROR";
 
 /// Every chain of the tables that are in use and have a chain at the forward hook.
@@ -216,7 +217,7 @@ fn get(socket: BorrowedFd<'_>, level: i32, option: i32, bytes: &mut [u8]) -> io:
     }
 }
 
-/// The chains of a table's entries; `None` if they are not what they should be.
+/// Parses the chains of a table's entries. Returns `None` if the entries are invalid.
 fn parse(family: &Family, info: &Info, bytes: &[u8], table: &str) -> Option<Vec<Chain>> {
     let mut entries = Vec::new();
     let mut at = 0;
@@ -225,7 +226,7 @@ fn parse(family: &Family, info: &Info, bytes: &[u8], table: &str) -> Option<Vec<
         entries.push((at, entry));
         at += entries.last()?.1.length;
     }
-    // What jumps lead to: a chain's first rule.
+    // The destinations of jumps: the offset of each chain's first rule.
     let mut names: BTreeMap<usize, (String, Option<usize>)> = BTreeMap::new();
     for (hook, name) in (0..).zip(HOOKS) {
         if info.valid_hooks & 1 << hook != 0 {
@@ -239,7 +240,7 @@ fn parse(family: &Family, info: &Info, bytes: &[u8], table: &str) -> Option<Vec<
         }
     }
     let mut chains: Vec<Chain> = Vec::new();
-    // Where the rule is that is the policy of the present chain.
+    // Offset of the rule with the present chain's policy.
     let mut policy_at = None;
     for (at, entry) in &entries {
         if let Some((name, hook)) = names.get(at) {
@@ -268,10 +269,10 @@ fn parse(family: &Family, info: &Info, bytes: &[u8], table: &str) -> Option<Vec<
     Some(chains)
 }
 
-/// An entry: a rule, or what is before a chain.
+/// An entry: a rule, or the entry that precedes a user-defined chain.
 struct Entry<'a> {
     length: usize,
-    /// The target's name, and what it has of its own.
+    /// The target's name, and then its data.
     target: &'a [u8],
     data: &'a [u8],
 }
@@ -303,7 +304,7 @@ impl<'a> Entry<'a> {
         (self.target == ERROR).then(|| String::from_utf8_lossy(&self.data[..end]).into_owned())
     }
 
-    /// What it does with a packet, if it is at `at`.
+    /// Returns the entry's verdict on a packet. `at`: the entry's offset.
     fn verdict(&self, at: usize, chain: impl Fn(usize) -> Option<String>) -> Option<Verdict> {
         if !self.target.is_empty() {
             let refuses = matches!(

@@ -22,7 +22,7 @@ pub struct Chain {
     pub table: String,
     /// Its name.
     pub name: String,
-    /// Where packets come from, if not from other chains.
+    /// The hook that calls the chain, if it is a base chain.
     pub base: Option<Base>,
     /// Its rules, in their order.
     pub rules: Vec<Rule>,
@@ -35,26 +35,26 @@ pub struct Base {
     pub drops: bool,
 }
 
-/// A rule, without what it asks of packets.
+/// A rule, without its matches.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rule {
-    /// What it does with a packet that it is for.
+    /// The verdicts on a packet that matches.
     pub does: Vec<Verdict>,
 }
 
-/// What a rule does with a packet, besides letting it pass.
+/// A rule's verdict on a packet, other than accept or continue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Drops it, refuses it, or gives it to somebody who may.
+    /// Drops or rejects the packet, or hands it to another program that may drop it (such as NFQUEUE).
     Refuse,
-    /// Has another chain of the table decide.
+    /// Jumps to another chain of the table.
     Jump(String),
 }
 
 /// Every chain of the tables that have one at the forward hook.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn forward_chains() -> Result<Vec<Chain>, Error> {
     let read = || -> io::Result<Vec<Chain>> {
         let mut chains = nf_tables::chains()?;
@@ -67,7 +67,7 @@ pub fn forward_chains() -> Result<Vec<Chain>, Error> {
 /// Whether rules of NAT are at the output hook of the network namespace that this thread is in.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn has_nat_at_output() -> io::Result<bool> {
     Ok(nf_tables::has_nat_at_output()? || legacy::has_nat_at_output()?)
 }
@@ -75,21 +75,21 @@ pub fn has_nat_at_output() -> io::Result<bool> {
 /// The hooks of packets of IP, by number.
 const HOOKS: [&str; 5] = ["prerouting", "input", "forward", "output", "postrouting"];
 
-/// Who made a table, by its form.
+/// The tool that made a table, recognized by the table's form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     /// `iptables-legacy`: a table of x_tables.
     Legacy,
     /// `iptables-nft`: a table of nf_tables with the name and the base chains of a table of iptables.
     Compat,
-    /// Another table of nf_tables.
+    /// Any other table of nf_tables.
     Native,
 }
 
 /// A table, without its rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Table {
-    /// Who made it.
+    /// The tool that made the table.
     pub kind: Kind,
     /// `ip`, `ip6`, `inet`, `arp`, `bridge` or `netdev`.
     pub family: &'static str,
@@ -130,7 +130,7 @@ pub struct Listed {
 /// Every table of the network namespace that this thread is in.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn tables() -> Result<Vec<Table>, Error> {
     let read = || -> io::Result<Vec<Table>> {
         let mut tables = legacy::tables()?;
@@ -152,7 +152,7 @@ pub fn delete_table(family: &str, name: &str) -> Result<bool, Error> {
 /// How many services IPVS has in the network namespace that this thread is in; `None`: IPVS is not loaded.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn ipvs_services() -> Result<Option<usize>, Error> {
     match fs::read_to_string("/proc/thread-self/net/ip_vs") {
         Ok(list) => Ok(Some(services_in(&list))),

@@ -82,7 +82,7 @@ fn number_of(family: &str) -> Option<u8> {
     (1..=10).find(|number| self::family(*number) == family)
 }
 
-/// Reads again if what was read has changed meanwhile. Without nf_tables in the kernel there is nothing.
+/// Reads the tables, and reads again if they changed during the dump. Returns nothing if the kernel has no nf_tables.
 fn as_a_whole<T>(read: impl Fn(&mut Netlink) -> io::Result<Option<Vec<T>>>) -> io::Result<Vec<T>> {
     for last in (0..TRIES).map(|tried| tried + 1 == TRIES) {
         let mut netlink = match Netlink::open(NETLINK_NETFILTER) {
@@ -91,7 +91,7 @@ fn as_a_whole<T>(read: impl Fn(&mut Netlink) -> io::Result<Option<Vec<T>>>) -> i
             Err(error) => return Err(error),
         };
         match read(&mut netlink) {
-            // A table, a chain or a map that was there is gone, or rules were changed: what was read is no whole.
+            // A table, chain or map disappeared, or rules changed, so the dump is incomplete.
             Err(error) if !last && error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if !last && error.raw_os_error() == Some(libc::ENOENT) => {}
             read => return Ok(read?.unwrap_or_default()),
@@ -199,8 +199,8 @@ pub fn has_nat_at_output() -> io::Result<bool> {
     Ok(!found.is_empty())
 }
 
-/// Whether a chain at a hook has the type and the priority of the one that iptables has there in its table of this name. If not,
-/// `iptables-nft-save` prints nothing of the table ("incompatible base-chains").
+/// Whether a chain has the type and priority that iptables uses at this hook, in its table of this name. If not,
+/// `iptables-nft-save` prints an error ("incompatible base-chains") instead of the table.
 fn is_at_iptables_place(table: &str, hook: &str, chain: &[u8]) -> bool {
     let usual: (&str, i32) = match (table, hook) {
         ("nat", "prerouting" | "output") => ("nat", -100),
@@ -263,7 +263,7 @@ pub(super) fn hook(family: u8, chain: &[u8]) -> Option<&'static str> {
     Some(hooks.get(number as usize).copied().unwrap_or("ingress"))
 }
 
-/// Whether a chain drops what no rule decides on.
+/// Whether a chain drops a packet if no rule decides about it.
 fn drops(chain: &[u8]) -> bool {
     content(chain, NFTA_CHAIN_POLICY).and_then(number) == Some(DROP)
 }
@@ -287,7 +287,7 @@ fn read(netlink: &mut Netlink) -> io::Result<Option<Vec<Chain>>> {
                 rules.entry(chain).or_default().push(rule);
             }
         })?;
-        // What a map decides is as good as a rule of the chain that asks it.
+        // A verdict in a map counts like a rule of the chain that looks it up.
         for (chain, map) in maps {
             let names = [
                 (NFTA_SET_ELEM_LIST_TABLE, &table.1),

@@ -59,7 +59,7 @@ fn map(name: &str, data: &[u8]) -> Option<String> {
     (name == "lookup" && to_verdict).then(|| content(data, NFTA_LOOKUP_SET).map(text))?
 }
 
-/// Reads a verdict. `None`: the packet goes on.
+/// Parses a verdict. Returns `None` if the packet continues.
 fn decided(data: &[u8]) -> Option<Verdict> {
     let verdict = content(data, NFTA_DATA_VERDICT)?;
     let code = number(content(verdict, NFTA_VERDICT_CODE)?)?;
@@ -67,14 +67,14 @@ fn decided(data: &[u8]) -> Option<Verdict> {
         JUMP | GOTO => content(verdict, NFTA_VERDICT_CHAIN)
             .map(text)
             .map(Verdict::Jump),
-        // `NF_DROP` has the error in its higher half; `NF_QUEUE` and others are somebody's to decide.
+        // `NF_DROP` has an error number in its upper half. `NF_QUEUE` and others leave the decision to another program.
         ACCEPT => None,
         code if code >> 31 != 0 => None,
         _ => Some(Verdict::Refuse),
     }
 }
 
-/// Reads the verdict of an expression. `None`: it has none, or the packet goes on.
+/// Parses the verdict of an expression. Returns `None` if it has none, or if the packet continues.
 fn verdict(name: &str, data: &[u8]) -> Option<Verdict> {
     match name {
         "immediate" => decided(content(data, NFTA_IMMEDIATE_DATA)?),

@@ -19,7 +19,7 @@ const CREATE: u16 = 0x400 | 0x200;
 const STATUS: u32 = 1 << 3;
 /// `IPS_SEEN_REPLY`, `IPS_ASSURED`.
 const ANSWERED: u32 = 1 << 1 | 1 << 2;
-/// As long conntrack keeps a flow at least, in seconds. The next packet sets it anew.
+/// The minimum timeout of a flow in conntrack, in seconds. The next packet restarts the timeout.
 const SECONDS: u32 = 10;
 
 /// The result of a hand-over of flows to conntrack.
@@ -151,7 +151,7 @@ fn message(flow: &Flow, seen: (Addr, Port), seconds: u32) -> Vec<u8> {
     all
 }
 
-/// Of any window: conntrack has not seen the numbers so far.
+/// Accepts any window, because conntrack has not seen the sequence numbers so far.
 fn tcp(state: State) -> Vec<u8> {
     const LIBERAL: [u8; 2] = [8, 8]; // IP_CT_TCP_FLAG_BE_LIBERAL, as value and as mask
     // enum tcp_conntrack (include/uapi/linux/netfilter/nf_conntrack_tcp.h)

@@ -36,7 +36,7 @@ const LOOPBACK: [IpAddr; 2] = [
 pub struct Translated {
     /// The addresses and ports of the client's packets.
     pub key: FlowKey,
-    /// Where they go.
+    /// The endpoint that the packets go to.
     pub endpoint: (Addr, Port),
 }
 
@@ -44,7 +44,7 @@ pub struct Translated {
 #[derive(Clone, Copy, Debug)]
 struct Listed {
     original: FlowKey,
-    /// Where answers come from, and where they go.
+    /// The source of answers; then their destination.
     from: (Addr, Port),
     to: (Addr, Port),
     /// `IPS_…` (`include/uapi/linux/netfilter/nf_conntrack_common.h`).
@@ -61,10 +61,10 @@ impl Listed {
     }
 }
 
-/// A datagram of our own, by which is seen whether the kernel translates at all: the last NAT rule
-/// takes the hooks with it, while flows from before stay listed until they age (`nf_nat_unregister_fn`,
-/// `nf_ct_netns_put`). A flow that begins while they are there is marked, even where no rule is for
-/// it. Where loopback is exempt (`NOTRACK`) it is not, and flows begin anew that need not.
+/// A datagram of our own that shows whether the kernel translates at all. The kernel removes its NAT hooks with the
+/// last NAT rule, but existing flows stay listed until they time out (`nf_nat_unregister_fn`, `nf_ct_netns_put`). While
+/// the hooks exist, conntrack marks every new flow, also without a matching rule. If loopback is exempt (`NOTRACK`),
+/// the datagram is not marked, and flows may begin anew without need.
 struct Probe {
     key: FlowKey,
     /// No other socket gets its ports during the lookup.
@@ -89,7 +89,7 @@ impl Probe {
     }
 }
 
-/// Whether the kernel translates at all, in each family: what it says of a datagram of ours.
+/// Whether the kernel translates any flow, in each family: sends a datagram and reads its conntrack entry.
 fn translates(netlink: &mut Netlink) -> io::Result<[bool; 2]> {
     let mut translates = [false; 2];
     for (translates, loopback) in translates.iter_mut().zip(LOOPBACK) {
@@ -112,7 +112,7 @@ fn translates(netlink: &mut Netlink) -> io::Result<[bool; 2]> {
             *translates = status.is_some_and(|status| status & NAT_DONE == NAT_DONE);
         });
         match asked {
-            // It is not tracked.
+            // Conntrack does not track the datagram.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             asked => asked?,
         }
@@ -215,7 +215,7 @@ pub fn masqueraded(
     Ok((found, are_more))
 }
 
-/// Which of [`LOOPBACK`] has a flow's family.
+/// Returns the index in [`LOOPBACK`] of a flow's family.
 fn family(key: &FlowKey) -> usize {
     usize::from(!key.dst.is_v4())
 }

@@ -23,7 +23,7 @@ use crate::privileges;
 /// The hidden command that becomes the opener.
 pub const COMMAND: &str = "opener";
 
-/// Sockets that are asked for at a time, at most.
+/// Maximum number of sockets in one request.
 pub const SOCKETS: usize = wire::DESCRIPTORS;
 
 /// This process's opener, if it has one.
@@ -138,10 +138,10 @@ fn one(answer: io::Result<Vec<OwnedFd>>) -> io::Result<OwnedFd> {
     answer?.pop().ok_or_else(missing)
 }
 
-/// Does `work`, on this thread, of which the opener opens sockets in this namespace.
+/// Runs `work` on this thread. Meanwhile the opener opens this thread's sockets in the namespace.
 ///
 /// # Errors
-/// If it is no network namespace, or the opener cannot enter it; otherwise what `work` answers.
+/// If the descriptor is not a network namespace, or the opener cannot enter it; otherwise the error of `work`.
 pub fn within<T>(namespace: BorrowedFd<'_>, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     /// Restores the earlier namespace, also after a panic.
     struct Back(Option<OwnedFd>);
@@ -158,7 +158,7 @@ pub fn within<T>(namespace: BorrowedFd<'_>, work: impl FnOnce() -> io::Result<T>
 /// Opens a socket in the network namespace that this thread is in.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn socket(domain: Domain, kind: Type, protocol: Option<Protocol>) -> io::Result<OwnedFd> {
     let request = Request::Sockets {
         domain: domain.into(),
@@ -192,7 +192,7 @@ pub fn tcp_sockets(
 /// Opens a table (`/proc/net`) of the network namespace that this thread is in.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn table(table: Table) -> io::Result<File> {
     match ask_here(Request::Table(table)) {
         Some(answer) => Ok(one(answer)?.into()),
@@ -203,7 +203,7 @@ pub fn table(table: Table) -> io::Result<File> {
 /// Opens the network namespace that this thread is in.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn this_namespace() -> io::Result<OwnedFd> {
     let here = HERE.with_borrow(|here| here.as_ref().map(OwnedFd::try_clone).transpose())?;
     match here {

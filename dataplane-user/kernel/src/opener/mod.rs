@@ -1,14 +1,14 @@
-//! The opener: a process that opens what takes CAP_SYS_ADMIN, and does nothing else.
+//! The opener: a process that opens files, sockets and tables that need CAP_SYS_ADMIN, and does nothing else.
 //!
-//! Sockets in other network namespaces take CAP_SYS_ADMIN, and so do tables and programs by their ids. The capability is
-//! nearly all that root is. The agent reads what others write: objects, requests, files. So it starts the opener, gives
-//! the capability up before it reads anything, and asks the opener. The opener reads the agent's requests, which have a
-//! fixed size (`wire.rs`), and answers with descriptors.
+//! Sockets in other network namespaces need CAP_SYS_ADMIN, and so do tables and programs by their ids. The capability
+//! is almost equal to root. The agent reads data from outside: objects, requests, files. So it starts the opener, drops
+//! the capability before it reads any of this data, and asks the opener. The opener reads the agent's requests, which
+//! have a fixed size (`wire.rs`), and answers with descriptors.
 //!
-//! A socket belongs to the network namespace in which it was made. So whatever the agent does in a namespace, it does
-//! through sockets from there, and no thread of it is ever in that namespace. [`within`] says in which namespace the
-//! calling thread opens sockets. In processes that have no opener, such as `dataplane status`, the thread enters the
-//! namespace.
+//! A socket belongs to the network namespace in which it was created. The agent does all its work in another namespace
+//! through sockets from there, and none of its threads is ever in that namespace. [`within`] sets the namespace in
+//! which the calling thread opens sockets. In processes that have no opener, such as `dataplane status`, the thread
+//! enters the namespace.
 
 mod client;
 mod serve;

@@ -15,10 +15,10 @@ use socket2::{Domain, Protocol, Socket, Type};
 use super::wire::{self, Request};
 use crate::{capture::routing::mark_settings, pins, privileges, sys};
 
-/// Answers at this socket until the agent has ended.
+/// Answers requests at this socket until the agent has ended.
 ///
 /// # Errors
-/// If it is no socket of an agent's, or the agent asks for what no agent asks for.
+/// If the socket is not an agent's, or a request is one that no agent sends.
 pub fn serve(agent: impl AsFd) -> io::Result<()> {
     // A signal to the agent's group is the agent's: it needs this process until its own end.
     let mut others = SigSet::empty();
@@ -51,7 +51,7 @@ fn open_in(
         return Ok(Err(error.into()));
     }
     let result = open(request);
-    // At once: a thread keeps a namespace, and with it the interfaces of a pod that has gone.
+    // Return at once: a thread keeps a namespace alive, and with it the interfaces of a removed pod.
     setns(home, CloneFlags::CLONE_NEWNET)?;
     Ok(result)
 }

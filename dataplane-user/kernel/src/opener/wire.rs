@@ -147,10 +147,10 @@ pub fn send(to: impl AsFd, request: Request, namespace: Option<BorrowedFd<'_>>) 
     )
 }
 
-/// Receives a request, and what came along; `None`: the agent has ended.
+/// Receives a request, and the descriptor sent with it. Returns `None` if the agent has ended.
 ///
 /// # Errors
-/// If it is no request, or cannot be received.
+/// If the message is not a request, or cannot be received.
 pub fn receive(from: impl AsFd) -> io::Result<Option<(Request, Option<OwnedFd>)>> {
     let mut packet = Packet::new_zeroed();
     let (length, mut descriptors) = receive_packet(from, packet.as_mut_bytes())?;

@@ -174,7 +174,7 @@ pub const MAPS: [MapSpec; 41] = [
     as_told::<Cell>("CONNTRACK"),
     as_told::<Slots>("ANSWERS"),
     as_told::<Sequences>("SEQUENCES"),
-    // By which uplink each flow's client comes.
+    // The uplink on which each flow's client arrives.
     as_told::<[u32; 2]>("CAME_BY"),
     // The agent makes it and reads it: the programs have it from PACKET_CONFIG.
     MapSpec {
@@ -225,7 +225,7 @@ pub const MAPS: [MapSpec; 41] = [
     on_demand::<TrafficKey, Traffic>("TRAFFIC", BPF_MAP_TYPE_HASH, TRAFFIC),
 ];
 
-/// Those of them that only the packet path needs, and that take memory: they are there where it is.
+/// The maps that only the packet path needs and that take much memory. They exist only if the packet path does.
 pub const FLOW_MAPS: [&str; 6] = [
     "CONNTRACK",
     "ANSWERS",
@@ -235,7 +235,8 @@ pub const FLOW_MAPS: [&str; 6] = [
     "FLOW_SECRET",
 ];
 
-/// How many elements of `ANSWERS` there are for so many cells: two slots for each, sixteen in an element.
+/// Returns the number of elements of `ANSWERS` for this many cells: two slots for each cell, sixteen slots in an
+/// element.
 pub fn slots_for(cells: u32) -> u32 {
     (cells / 8).max(1)
 }
@@ -247,7 +248,7 @@ pub fn spec(name: &str) -> &'static MapSpec {
 }
 
 impl MapSpec {
-    /// How many elements it has if there is to be room for so many flows; `None` where that makes no difference.
+    /// Returns the map's number of elements for this many flows; `None` if it does not depend on the number of flows.
     pub fn entries(&self, flows: u32) -> Option<u32> {
         match self.name {
             "CONNTRACK" | "SEQUENCES" => Some(cells_for(flows)),
@@ -257,7 +258,7 @@ impl MapSpec {
         }
     }
 
-    /// Whether it is one of [`FLOW_MAPS`].
+    /// Whether the map is one of [`FLOW_MAPS`].
     pub fn is_of_flows(&self) -> bool {
         FLOW_MAPS.contains(&self.name)
     }

@@ -41,14 +41,14 @@ use super::{
 /// Mounts a bpffs where it is usually.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn mount() -> io::Result<()> {
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC | MsFlags::MS_RELATIME;
     let (bpf, mode) = (Some("bpf"), Some("mode=700"));
     Ok(nix::mount::mount(bpf, USUAL_BPFFS, bpf, flags, mode)?)
 }
 
-/// Where a bpffs usually is.
+/// The usual mount point of a bpffs.
 const USUAL_BPFFS: &str = "/sys/fs/bpf";
 
 /// The directories of one agent.
@@ -64,7 +64,7 @@ impl Pins {
         Self::of_layout(root, LAYOUT)
     }
 
-    /// Those of a layout, this one's or another.
+    /// Returns the pins of a layout, of this version or another.
     pub fn of_layout(root: &Path, version: u32) -> Self {
         Self {
             root: root.into(),
@@ -82,12 +82,12 @@ impl Pins {
         self.root.join(format!("v{}", self.version))
     }
 
-    /// Where a map is pinned.
+    /// Returns the path of a map's pin.
     pub fn map(&self, name: &str) -> PathBuf {
         self.layout().join("maps").join(name)
     }
 
-    /// Where a program's link is pinned.
+    /// Returns the path of the pin of a program's link.
     pub fn link(&self, program: &str) -> PathBuf {
         self.layout().join("links").join(program)
     }
@@ -136,8 +136,8 @@ impl Pins {
         Ok(false)
     }
 
-    /// Makes this process the one writer, until the lock is dropped or the process dies. The lock is
-    /// on the directory itself, so there is no lock file to go stale.
+    /// Makes this process the only writer, until the lock is dropped or the process dies. The lock is on the directory
+    /// itself, so there is no lock file that could become stale.
     pub fn lock(&self) -> Result<Flock<File>, Error> {
         let directory =
             File::open(&self.root).doing(|| format!("cannot open {}", self.root.display()))?;
@@ -181,7 +181,7 @@ impl Pins {
         Ok(Some((fd, info)))
     }
 
-    /// Removes the pins of [`FLOW_MAPS`], as far as they are there and ours.
+    /// Removes the existing pins of [`FLOW_MAPS`] that are ours.
     pub fn remove_flow_maps(&self) -> Result<(), Error> {
         for name in FLOW_MAPS {
             if self.open_map(spec(name))?.is_some() {
@@ -294,7 +294,7 @@ fn holder(file: &Metadata) -> Option<u32> {
 /// Detaches a link's program, and removes its pin: whose last one is removed is detached too, but some time later.
 pub fn remove_link(link: &OwnedFd, path: &Path) -> Result<(), Error> {
     match sys::link_detach(link.as_fd()) {
-        // Of a tracepoint, which cannot be detached in another way.
+        // A tracepoint's link cannot be detached by this call; the removal of its pin detaches it.
         Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {}
         result => result.doing(|| format!("cannot detach {}", path.display()))?,
     }

@@ -39,7 +39,7 @@ impl Pins {
     /// Makes the secret if there is none, before the tables are made.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn make_flow_secret(&self) -> Result<(), Error> {
         if self.open_map(spec(NAME))?.is_some() {
             return Ok(());
@@ -48,7 +48,7 @@ impl Pins {
         let map = sys::map_create(NAME, &Mapped::<u64>::shape(false), 1).doing(doing)?;
         let mapped = Mapped::<u64>::map(map.try_clone().doing(doing)?, 1, true).doing(doing)?;
         mapped.set(0, new_secret());
-        // The secret is there before the table can be found.
+        // The secret is in the table before the table can be found.
         sys::obj_pin(map.as_fd(), &self.map(NAME)).doing(doing)
     }
 }

@@ -37,7 +37,7 @@ pub struct Feature {
     pub name: &'static str,
     /// The part of the dataplane that needs it.
     pub needed_for: &'static str,
-    /// Whether it is here.
+    /// Whether the kernel has the ability.
     pub present: bool,
     /// Whether nothing works without it.
     pub required: bool,
@@ -86,7 +86,7 @@ impl Feature {
     }
 }
 
-/// `bpf_set_retval` at the hooks of `connect()` and `sendmsg()` is the newest that is asked for
+/// `bpf_set_retval` at the hooks of `connect()` and `sendmsg()` is the newest required ability
 /// (`cgroup_common_func_proto` in `kernel/bpf/cgroup.c`, Linux 6.1).
 const OLD_KERNEL: &str = "use Linux 6.1 or newer";
 const NO_BPF: &str = "run as root (or with CAP_NET_ADMIN and CAP_SYS_ADMIN), outside of containers that forbid \

@@ -34,14 +34,14 @@ use crate::{
     rtnetlink,
 };
 
-/// Where the sockets of this node's pods are.
+/// The cgroups of the sockets of this node's pods.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PodCgroups {
     /// How many pods have a socket in the cgroup that the programs are attached to, and none elsewhere.
     pub inside: usize,
     /// How many have one in another cgroup: their connections are served by packets only.
     pub outside: usize,
-    /// Of how many it is not known: their network namespaces could not be looked into, or have no socket.
+    /// Number of pods whose cgroup is unknown: their network namespaces could not be inspected, or have no socket.
     pub unknown: usize,
     /// The cgroups outside, as far as they are mounted where this process sees them.
     pub others: BTreeSet<PathBuf>,
@@ -49,10 +49,11 @@ pub struct PodCgroups {
     pub root: Option<PathBuf>,
 }
 
-/// Looks for them. `cgroup`: what the programs are attached to; `pods`: the pods' sides in this network namespace, by
-/// number.
+/// Finds the pods' cgroups. `cgroup`: the cgroup of the programs. `pods`: the indices of the pods' interfaces in this
+/// network namespace.
 ///
-/// Nothing is outside of the hierarchy's root: then no namespace is looked into, and nothing is known.
+/// If the programs are attached to the hierarchy's root, no cgroup is outside of it. Then no namespace is inspected,
+/// and the result is empty.
 ///
 /// # Errors
 /// If there is no such cgroup, or the mounts cannot be read.
@@ -122,11 +123,11 @@ pub struct Elsewhere {
     pub root: Option<PathBuf>,
 }
 
-/// Looks where a socket is that this process makes now. `cgroup`: what the programs are attached to. `None`: the
-/// programs see this process's sockets.
+/// Finds the cgroup of a socket that this process creates now. `cgroup`: the cgroup of the programs. Returns `None` if
+/// the programs see this process's sockets.
 ///
 /// # Errors
-/// If there is no such cgroup, or the kernel does not tell.
+/// If there is no such cgroup, or the kernel cannot report the socket's.
 pub fn own_elsewhere(cgroup: &Path) -> Result<Option<Elsewhere>, Error> {
     if is_root(cgroup) {
         return Ok(None);
@@ -143,8 +144,8 @@ pub fn own_elsewhere(cgroup: &Path) -> Result<Option<Elsewhere>, Error> {
     }))
 }
 
-/// The root of the hierarchy, if it is mounted where this process sees it; and where to look for cgroups: there, or
-/// else in the mount that `cgroup` is in, which shows what a node that is a container has.
+/// Returns the root of the hierarchy, if it is mounted where this process sees it, and the directory in which to search
+/// for cgroups: the root or, without it, the mount of `cgroup`, which shows the cgroups of a node that is a container.
 fn root_and_base(cgroup: &Path) -> Result<(Option<PathBuf>, PathBuf), Error> {
     let mounts = cgroup2_mounts()?;
     let root = mounts.iter().find(|path| is_root(path)).cloned();
@@ -158,8 +159,8 @@ fn mount_of(mounts: Vec<PathBuf>, cgroup: &Path) -> Option<PathBuf> {
     around.max_by_key(|mount| mount.iter().count())
 }
 
-/// The id of the cgroup in which a socket of this process is. (`/proc/self/cgroup` has a path, which is of no use if the
-/// process has a cgroup namespace of its own and another hierarchy's root is mounted there.)
+/// Returns the id of the cgroup of this process's sockets. (The path in `/proc/self/cgroup` is useless if the process
+/// has its own cgroup namespace and another hierarchy's root is mounted there.)
 fn own_socket() -> io::Result<u64> {
     let socket = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
         .or_else(|_| TcpListener::bind((Ipv6Addr::LOCALHOST, 0)))?;
@@ -182,8 +183,8 @@ fn is_root(directory: &Path) -> bool {
     directory.join("cgroup.procs").exists() && !directory.join("cgroup.type").exists()
 }
 
-/// Which of the pods' sides in the network namespace `own` have their other ends in this thread's. (A pod without a
-/// pair has an interface of its own on top of one of the node's: then that.)
+/// Returns the pods' interfaces in the network namespace `own` whose other ends are in this thread's namespace. (A pod
+/// without a pair has an interface on top of one of the node's interfaces; the result then has the node's interface.)
 pub fn other_ends(own: BorrowedFd<'_>, pods: &BTreeSet<u32>) -> io::Result<Vec<u32>> {
     let mut netlink = rtnetlink::Netlink::open()?;
     let mut question = NsidMessage::default();
@@ -274,8 +275,8 @@ fn list(protocol: Protocol, states: u32, mut each: impl FnMut(&Listed, u64)) -> 
     Ok(())
 }
 
-/// Where the cgroups with these ids are, at and below a directory. A directory that cannot be read, such as one that is
-/// just being removed, has none.
+/// Returns the directories of the cgroups with these ids, at and below a directory. A directory that cannot be read,
+/// for example because it is being removed, has none.
 fn find(base: &Path, mut wanted: BTreeSet<u64>) -> BTreeMap<u64, PathBuf> {
     let mut found = BTreeMap::new();
     let mut directories = vec![base.to_owned()];

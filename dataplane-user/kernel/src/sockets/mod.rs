@@ -216,7 +216,7 @@ impl Peers {
 struct Here<'a> {
     netlink: Netlink,
     stored: &'a OwnedFd,
-    /// By cookie. Those that are found are taken out.
+    /// The wanted sockets by cookie. A socket that was found is removed.
     wanted: &'a mut HashMap<u64, Peer>,
     destroyed: Vec<(Protocol, Peer)>,
 }
@@ -371,7 +371,7 @@ pub fn cookie(socket: impl AsFd) -> io::Result<u64> {
 /// Whether the kernel destroys sockets when it is asked to: tried on one of our own.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn can_destroy() -> io::Result<()> {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
     let own = socket.local_addr()?;

@@ -46,8 +46,9 @@ impl Origins {
         Ok(entries.into_iter().map(|(tuple, _)| tuple).collect())
     }
 
-    /// Removes the entries of connections that are not among `living`, now and the last time: `noted` was read before those
-    /// were listed, but a connection may have the addresses and ports of one that has just ended. Answers how many.
+    /// Removes the entries of connections that are missing in `living`, now and the last time. `noted` was read before
+    /// `living`, but a connection may reuse the addresses and ports of one that has just ended. Returns the number of
+    /// removed entries.
     pub(super) fn sweep(
         &mut self,
         noted: &HashSet<Tuple>,
@@ -59,7 +60,7 @@ impl Origins {
             let Some(origin) = self.table.get(tuple)? else {
                 continue;
             };
-            // Of two that remove it, one has.
+            // If two writers remove the entry, only one of them succeeds.
             if self.table.remove(tuple)? {
                 freed += 1;
                 self.uncount(origin.counter);

@@ -1,8 +1,8 @@
-//! Places in `PEERS`, and entries of `ORIGINS`, whose sockets are gone, and whose end no program reported.
+//! Removes places in `PEERS`, and entries of `ORIGINS`, whose sockets have closed without a program reporting it.
 //!
-//! The kernel tells the programs that a socket is closed, but not of its own (`inet_release` leaves out those with
-//! `sk_kern_sock`): NFS's, and the subflows of MPTCP, one for each socket that a process has. Their places are found by
-//! asking for all sockets that there are.
+//! The kernel reports closed sockets to the programs, but not its own sockets (`inet_release` leaves out sockets with
+//! `sk_kern_sock`): NFS's, and the subflows of MPTCP, one for each socket of a process. Their places are found by
+//! listing all sockets.
 
 use std::{
     collections::HashSet,
@@ -77,10 +77,10 @@ impl Sweeper {
         self.owners().count()
     }
 
-    /// Removes the entries that earlier agents' programs have left in `ORIGINS`. Answers how many those were.
+    /// Removes the entries that earlier agents' programs have left in `ORIGINS`. Returns the number of removed entries.
     ///
     /// # Errors
-    /// As [`Sweeper::sweep`].
+    /// The errors of [`Sweeper::sweep`].
     pub fn purge(&mut self) -> io::Result<usize> {
         let Some(origins) = &mut self.origins else {
             return Ok(0);
@@ -97,11 +97,12 @@ impl Sweeper {
         Ok(freed)
     }
 
-    /// Frees the places of sockets that are not connected, now and the last time: `connect()` notes an endpoint shortly
-    /// before the socket has it. Likewise with entries of `ORIGINS`. Answers how many that were.
+    /// Frees the places of sockets that are not connected, now and the last time, because `connect()` records an
+    /// endpoint shortly before the socket is connected. Does the same with entries of `ORIGINS`. Returns the number of
+    /// freed places and entries.
     ///
     /// # Errors
-    /// If there is a network namespace whose sockets the kernel does not tell. Nothing was freed then.
+    /// If the kernel cannot list the sockets of a network namespace. Then nothing is freed.
     pub fn sweep(&mut self) -> io::Result<usize> {
         let noted: HashSet<u64> = self.owners().map(|(_, cookie)| cookie).collect();
         let tuples = self.origins.as_ref().map(Origins::noted).transpose()?;
@@ -121,7 +122,7 @@ impl Sweeper {
             if gone.contains(&cookie)
                 && let Some(owner) = self.noted.word(element, word)
             {
-                // Unless it was freed since, and is another's by now.
+                // Fails if the place was freed meanwhile, and belongs to another socket now.
                 let was = owner.compare_exchange(cookie, 0, Ordering::Relaxed, Ordering::Relaxed);
                 freed += usize::from(was.is_ok());
             }
@@ -145,9 +146,9 @@ impl Sweeper {
 /// The connected sockets of every network namespace that a process in the cgroup may be in.
 #[derive(Debug, Default)]
 struct Living {
-    /// By their cookies.
+    /// The sockets' cookies.
     cookies: HashSet<u64>,
-    /// Those of TCP, by their addresses.
+    /// The addresses and ports of the TCP sockets.
     tuples: HashSet<Tuple>,
 }
 

@@ -38,7 +38,7 @@ pub enum ObjectKind {
     Other,
 }
 
-/// Which kind of object a descriptor is.
+/// Returns the kind of object behind a descriptor.
 pub fn object_kind(object: BorrowedFd<'_>) -> io::Result<ObjectKind> {
     let name = std::fs::read_link(format!("/proc/self/fd/{}", object.as_raw_fd()))?;
     let name = name.to_string_lossy();
@@ -68,7 +68,7 @@ pub struct MapInfo {
     pub flags: u32,
 }
 
-/// Asks what a map is. The descriptor must be a map's.
+/// Returns the kernel's description of a map. The descriptor must be a map's.
 pub fn map_info(map: BorrowedFd<'_>) -> io::Result<MapInfo> {
     // SAFETY: of a map, by this function's contract; of anything else, the kernel fills in that
     // thing's info, which is plain integers as well.
@@ -96,7 +96,7 @@ pub struct ProgInfo {
     pub jited: u32,
 }
 
-/// Asks what a program is. The descriptor must be a program's.
+/// Returns the kernel's description of a program. The descriptor must be a program's.
 pub fn prog_info(program: BorrowedFd<'_>) -> io::Result<ProgInfo> {
     // SAFETY: see `map_info`. The pointers and counts in the info are zero: nothing is asked for.
     let info: bpf_prog_info = unsafe { info(program) }?;
@@ -111,11 +111,11 @@ pub fn prog_info(program: BorrowedFd<'_>) -> io::Result<ProgInfo> {
 /// The object that a link attaches its program to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkTarget {
-    /// A cgroup, by its id (its directory's inode number); 0 once it is gone.
+    /// A cgroup, by its id (its directory's inode number); 0 if it was removed.
     Cgroup(u64),
-    /// An interface, by its number, in TCX; 0 once it is gone.
+    /// An interface in TCX, by its index; 0 if it was removed.
     Tcx(u32),
-    /// A network namespace, by its number (its file's inode); 0 once it is gone.
+    /// A network namespace, by its file's inode number; 0 if it was removed.
     Netns(u32),
     /// A tracepoint.
     Tracepoint,
@@ -137,7 +137,7 @@ pub struct LinkInfo {
 }
 
 impl LinkInfo {
-    /// Whether what it was attached to is there still.
+    /// Whether the link's target (cgroup, interface or namespace) still exists.
     pub fn is_attached(&self) -> bool {
         !matches!(
             self.target,
@@ -146,7 +146,7 @@ impl LinkInfo {
     }
 }
 
-/// Asks what a link is. The descriptor must be a link's.
+/// Returns the kernel's description of a link. The descriptor must be a link's.
 pub fn link_info(link: BorrowedFd<'_>) -> io::Result<LinkInfo> {
     const RAW_TRACEPOINT: u32 = 1; // BPF_LINK_TYPE_RAW_TRACEPOINT
     const CGROUP: u32 = 3; // BPF_LINK_TYPE_CGROUP

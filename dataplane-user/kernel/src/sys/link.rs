@@ -66,7 +66,7 @@ pub struct Place {
     pub before: bool,
     /// This program, by its id; otherwise all of them.
     pub relative: Option<u32>,
-    /// Only while the chain has this revision; 0: whatever it has.
+    /// The revision that the chain must have; 0: any.
     pub revision: u64,
 }
 

@@ -22,7 +22,7 @@ pub struct Shape {
     pub flags: u32,
 }
 
-/// Creates a map. The name is cut to what the kernel keeps (15 bytes).
+/// Creates a map. The name is truncated to 15 bytes, the kernel's limit.
 pub fn map_create(name: &str, shape: &Shape, max_entries: u32) -> io::Result<OwnedFd> {
     create(name, shape, max_entries, None)
 }

@@ -10,7 +10,7 @@ use aya_obj::generated::{bpf_attach_type, bpf_cmd, bpf_insn, bpf_prog_type};
 
 use super::{attr, bpf, bpf_fd, raw};
 
-/// Loads a program from raw instructions: for probing what a kernel knows.
+/// Loads a program from raw instructions, to probe the kernel's abilities.
 pub fn prog_load(
     kind: bpf_prog_type,
     attach_type: bpf_attach_type,
@@ -41,8 +41,8 @@ pub fn prog_load_traced(
     }
 }
 
-/// Loads a program whose tables' descriptors are in its instructions, under a name, which is cut to what the kernel
-/// keeps (15 bytes).
+/// Loads a program whose instructions contain its tables' descriptors. The name is truncated to 15 bytes, the kernel's
+/// limit.
 pub fn prog_load_named(
     name: &str,
     kind: bpf_prog_type,
@@ -69,7 +69,7 @@ pub fn prog_load_named(
 pub struct Types<'a> {
     /// The object's types.
     pub btf: BorrowedFd<'a>,
-    /// Which function begins where, and its type: `struct bpf_func_info`.
+    /// The offset and type of each function: `struct bpf_func_info`.
     pub functions: &'a [u8],
     /// Bytes of one of those.
     pub size: usize,
@@ -173,8 +173,8 @@ const _: () = assert!(offset_of!(SkbContext, ifindex) == 40);
 const _: () = assert!(offset_of!(SkbContext, gso_segs) == 164);
 const _: () = assert!(offset_of!(SkbContext, gso_size) == 176);
 
-/// Runs a program for packets once, on a frame that is sent nowhere. Answers what the program
-/// returned, how many bytes of `out` the frame then has, and how many nanoseconds it took.
+/// Runs a packet program once on a frame, which is not sent. Returns the program's return value, the length of the
+/// resulting frame in `out`, and the run time in nanoseconds.
 pub fn prog_test_run_packet(
     program: BorrowedFd<'_>,
     context: &SkbContext,

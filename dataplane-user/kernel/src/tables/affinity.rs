@@ -17,7 +17,7 @@ use super::{
 /// The content of AFFINITY after the agent has looked at all of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Remembered {
-    /// Clients that are there.
+    /// Number of remembered clients.
     pub clients: u32,
     /// Clients that were removed.
     pub expired: u32,
@@ -34,7 +34,7 @@ impl Tables {
     /// Removes the clients whose time is over. `now`: the programs' clock, in nanoseconds.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn expire_affinity(&self, now: u64) -> Result<Remembered, Error> {
         let doing = || "cannot remove what is over from table AFFINITY".to_owned();
         let mut batches = self.affinity.batches();
@@ -58,7 +58,7 @@ impl Tables {
     /// `namespace`: of the service that remembers the clients of a group.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn share_affinity(
         &self,
         namespace: impl Fn(u32) -> Option<Box<str>>,
@@ -104,13 +104,13 @@ impl Tables {
     }
 }
 
-/// Whether a service that remembers clients for so many seconds has forgotten this one.
+/// Whether a service with an affinity timeout of `seconds` has forgotten the client.
 fn is_over(entry: &Affinity, seconds: u64, now: u64) -> bool {
     now.saturating_sub(entry.used_at) > seconds * 1_000_000_000
 }
 
-/// Returns the most that each may have of `room`, so that together they have no more: a namespace with less retains
-/// all.
+/// Returns the maximum for each namespace, so that all together fit into `room`. A namespace with fewer clients keeps
+/// all of them.
 fn share(mut counts: Vec<u64>, room: u64) -> u64 {
     counts.sort_unstable();
     let (mut left, mut others) = (room, counts.len() as u64);
@@ -125,8 +125,9 @@ fn share(mut counts: Vec<u64>, room: u64) -> u64 {
     u64::MAX
 }
 
-/// Kernel memory that AFFINITY takes, about: a bucket of 16 bytes for each client that there is room for, and 128 bytes
-/// for each that is there (`struct htab_elem`, key and value, rounded up as `kernel/bpf/memalloc.c` does).
+/// Returns the approximate kernel memory of AFFINITY: a bucket of 16 bytes for each client that there is room for, and
+/// 128 bytes for each remembered client (`struct htab_elem`, key and value, rounded up as `kernel/bpf/memalloc.c`
+/// does).
 pub(super) fn bytes(capacity: u32, clients: u32) -> u64 {
     u64::from(capacity.next_power_of_two()) * 16 + u64::from(clients) * 128
 }

@@ -45,9 +45,9 @@ impl Tables {
         missed
     }
 
-    /// Puts the filter in line with `FRONTENDS`, whatever it was, and lets other addresses through as well: those that
-    /// flows are masqueraded to, because replies come to them, and those that flows go to. Without a packet path the
-    /// latter are `None`. Returns how many of its words were wrong.
+    /// Makes the filter consistent with `FRONTENDS`, and lets other addresses through as well: the masquerade
+    /// addresses, because replies come to them, and the addresses of flows. Without a packet path `flows` is `None`.
+    /// Returns the number of words that were wrong.
     pub(crate) fn rebuild_filter(
         &mut self,
         masquerade: &[Addr],
@@ -75,8 +75,8 @@ impl Tables {
         Ok(frontends)
     }
 
-    /// Lets the addresses through that flows go to, as a walk found them that began at `since`, and no longer those
-    /// that only earlier flows went to.
+    /// Takes the result of a walk that began at `since`: lets the addresses of flows through, and no longer the
+    /// addresses that only earlier flows used.
     pub(crate) fn keep_flows(&mut self, vips: &HashSet<Addr>, since: Instant) {
         self.vips.keep_flows(vips, since);
     }

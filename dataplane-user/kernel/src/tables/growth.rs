@@ -60,8 +60,8 @@ pub struct Growth {
 }
 
 impl Tables {
-    /// Makes the tables large enough. Those that are too small are replaced by larger copies, one
-    /// after the other; each copy answers like the original.
+    /// Makes the tables large enough. Replaces each table that is too small by a larger copy, one table after the
+    /// other. A copy has the same content as the original.
     pub(crate) fn reserve(
         &mut self,
         demand: &Demand,

@@ -54,13 +54,13 @@ const FEW_CLIENTS: u32 = 1024;
 const AFFINITY_WORD: usize = 1;
 /// The word of [`Config`] that says whether anything is captured.
 const MESH_WORD: usize = 2;
-/// The word with what only the packet path asks.
+/// The word with the fields that only the packet path uses.
 const PACKET_WORD: usize = 2;
 
 /// The tables of one node.
 #[derive(Debug)]
 pub struct Tables {
-    /// By [`Outer`].
+    /// The outer maps, indexed by [`Outer`].
     outer: Vec<OwnedFd>,
     frontends: Hash<FrontendKey, Frontend>,
     pools: Mapped<Pool>,
@@ -302,7 +302,7 @@ impl Tables {
             .doing(|| format!("cannot add {} entries to FRONTENDS", keys.len()))
     }
 
-    /// Changes a frontend that is there.
+    /// Changes an existing frontend.
     pub(super) fn replace_frontend(
         &mut self,
         key: &FrontendKey,
@@ -441,7 +441,7 @@ fn used_pools(pools: &Mapped<Pool>) -> u32 {
         .map_or(0, |last| last + 1)
 }
 
-/// Puts an inner map in place, and waits until no program uses the one before.
+/// Puts an inner map in place, and waits until no program uses the previous one.
 fn put(outer: &OwnedFd, inner: &OwnedFd) -> io::Result<()> {
     sys::map_update(outer.as_fd(), &[0; 4], inner.as_raw_fd().as_bytes(), 0)
 }

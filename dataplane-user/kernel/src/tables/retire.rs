@@ -36,7 +36,8 @@ mod tests {
 
     use super::*;
 
-    /// A connection to a port that has gone before its address would be refused, though another server has the port.
+    /// If a port's key were removed before its address, a connection to the port would be refused, although another
+    /// server has the port.
     #[test]
     fn addresses_leave_before_their_ports() {
         let [vip, node] = [10, 192].map(|first| Addr::from_v4([first, 96, 0, 10]));

@@ -45,7 +45,7 @@ impl Stats {
         })
     }
 
-    /// Counters that are there, for pools of which those below `used` may have counted.
+    /// Opens existing counters. Only pools below `used` may have counted.
     pub fn open(fd: OwnedFd, capacity: u32, cpus: u32, used: u32) -> io::Result<Self> {
         let mut header = StatsHeader::default();
         sys::map_lookup(fd.as_fd(), 0u32.as_bytes(), header.as_mut_bytes())?;
@@ -105,10 +105,10 @@ impl Stats {
         Ok(())
     }
 
-    /// A larger copy, put in place by `put`.
+    /// Returns a larger copy, which `put` puts in place.
     ///
-    /// The programs count on while the copy is made: what they add to the old table until the last
-    /// of them has seen the new one is added to that afterwards.
+    /// The programs continue to count while the copy is made. The counts that they add to the old table, until no
+    /// program uses it any longer, are added to the copy afterwards.
     pub fn grow(
         &self,
         pools: u32,

@@ -45,7 +45,7 @@ impl Tables {
         ))
     }
 
-    /// As [`Tables::usage`], by what a planner knows to be in them.
+    /// Like [`Tables::usage`], but takes the contents' sizes from the planner.
     pub fn usage_of(&self, limits: Limits, used: &Demand, affinity: u32) -> Vec<Usage> {
         // A hash's element: 48 bytes of `struct htab_elem`, then key and value, each rounded up to
         // eight; and a bucket of 16 for each.

@@ -44,9 +44,9 @@ pub struct Vips {
 struct StaleBits {
     /// Whether there may be flows: there is a packet path.
     any: bool,
-    /// Those whose last frontend went, and when.
+    /// The bits whose last frontend was removed, and when.
     left: Vec<(Bit, Instant)>,
-    /// Those that flows need which the last walk found.
+    /// The bits that flows need, from the last walk.
     flows: BTreeSet<Bit>,
 }
 
@@ -67,7 +67,7 @@ impl StaleBits {
 }
 
 impl Vips {
-    /// A filter that is there. Its writer counts first, by [`Vips::rebuild`].
+    /// Opens an existing filter. Its writer must count first, by [`Vips::rebuild`].
     pub fn open(fd: OwnedFd, writable: bool) -> io::Result<Self> {
         Ok(Self {
             table: Mapped::map(fd, VIP_ELEMENTS, writable)?,
@@ -95,8 +95,8 @@ impl Vips {
         key.addr.is_unspecified() || place.finds(self.get(place.index()), key)
     }
 
-    /// Counts from what `FRONTENDS` holds, and sets every bit as it should be for that and for the addresses that flows
-    /// go to. Each word changes in one store, so no frontend is missed meanwhile. Returns how many words were wrong.
+    /// Counts the frontends in `FRONTENDS`, and sets every bit correctly for them and for the addresses of flows. Each
+    /// word changes in one store, so no frontend is missed meanwhile. Returns the number of words that were wrong.
     pub fn rebuild(
         &mut self,
         frontends: &[(FrontendKey, Frontend)],
@@ -130,8 +130,8 @@ impl Vips {
         wrong
     }
 
-    /// Counts anew from what `FRONTENDS` holds. Bits that are set for nothing stay until a walk through all flows has
-    /// come by.
+    /// Counts anew from the contents of `FRONTENDS`. Bits without a frontend stay until the next walk through all
+    /// flows.
     pub fn recount(&mut self, frontends: &[(FrontendKey, Frontend)]) {
         self.counts = Counts::default();
         for (key, frontend) in frontends {
@@ -174,8 +174,8 @@ impl Vips {
         }
     }
 
-    /// Takes the result of a walk through all flows, which began at `since`: the addresses that flows go to. Lets these
-    /// through, and clears the bits that no frontend and no flow needs any longer.
+    /// Takes the result of a walk through all flows, which began at `since`: the addresses of flows. Lets these
+    /// addresses through, and clears the bits that no frontend and no flow needs any longer.
     pub fn keep_flows(&mut self, vips: &HashSet<Addr>, since: Instant) {
         let flows = self.counts.bits_of_flows(vips);
         for bit in flows.difference(&self.kept.flows) {
@@ -219,7 +219,7 @@ impl Bit {
         }
     }
 
-    /// Which of an element's bits it is.
+    /// Returns the bit's number in its element.
     fn number(self) -> usize {
         self.word * 64 + self.mask.trailing_zeros() as usize
     }
@@ -390,7 +390,7 @@ mod tests {
         };
         // A walk that began before may have missed a flow.
         assert!(kept.walked(BTreeSet::new(), gone).is_empty());
-        // Of one that began later, the flow's own bit takes over.
+        // After a walk that began later, the bit is the flow's own.
         assert_eq!(kept.walked(address.clone(), gone + GRACE), [prefix]);
         assert!(kept.walked(address.clone(), gone + 2 * GRACE).is_empty());
         let over: Vec<Bit> = address.iter().copied().collect();

@@ -11,16 +11,16 @@ use crate::{
     sys::{self, LinkTarget},
 };
 
-/// How one of our programs is on an interface, as the kernel says now.
+/// The attachment of one of our programs to an interface, as the kernel reports it now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InterfaceAttachment {
     /// The interface's number.
     pub ifindex: u32,
     /// Its name.
     pub interface: String,
-    /// Which of our programs.
+    /// The direction, and so the program.
     pub direction: Direction,
-    /// How it is attached.
+    /// The kind of attachment.
     pub hook: Option<Hook>,
     /// The kernel's number of the program.
     pub program_id: Option<u32>,

@@ -1,8 +1,8 @@
-//! Filters of clsact qdiscs, for kernels without TCX: by netlink, as `tc filter` does it.
+//! Filters of clsact qdiscs, for kernels without TCX: by netlink, like `tc filter`.
 //!
-//! A filter is ours by its name, which tells the directory of our pins and the program. A qdisc has no such name: a
-//! directory, `qdiscs/IFINDEX`, beside those of our layouts, records that we made one. A filter and a qdisc do not
-//! depend on the layout of the program in the filter.
+//! A filter is ours if its name says so: the name contains the directory of our pins and the program. A qdisc has no
+//! such name. A directory, `qdiscs/IFINDEX`, beside the directories of our layouts, records that we made a qdisc. A
+//! filter and a qdisc do not depend on the layout of the program in the filter.
 
 use std::{
     collections::BTreeMap,
@@ -43,7 +43,7 @@ const EVERY_PROTOCOL: u32 = 3u16.to_be() as u32;
 pub struct Filter {
     /// Its interface.
     pub ifindex: u32,
-    /// Which way.
+    /// The direction.
     pub direction: Direction,
     /// The kernel's number of its program.
     pub program: u32,
@@ -97,7 +97,7 @@ impl Clsact {
         self.qdiscs_at(TcHandle::CLSACT)
     }
 
-    /// The kind of every interface's own qdisc, which queues what leaves.
+    /// Returns the kind of every interface's root qdisc, which queues outgoing packets.
     pub fn roots(&mut self) -> Result<BTreeMap<u32, String>, Error> {
         self.qdiscs_at(TcHandle::ROOT)
     }
@@ -265,7 +265,7 @@ impl Clsact {
         self.netlink.request(&request, flags)
     }
 
-    /// Removes a filter; one that is gone is no error.
+    /// Removes a filter. A filter that no longer exists is not an error.
     pub fn remove(&mut self, filter: &Filter) -> Result<(), Error> {
         let mut message = message(filter.header.clone());
         message.attributes = vec![TcAttribute::Kind(TcFilterBpf::KIND.into())];
@@ -295,13 +295,13 @@ impl Clsact {
         }
     }
 
-    /// Whether anybody but us has a filter on an interface.
+    /// Whether another owner has a filter on an interface.
     fn is_shared(&mut self, ifindex: u32) -> Result<bool, Error> {
         Ok(self.has_others(ifindex, Direction::Egress)?
             || self.has_others(ifindex, Direction::Ingress)?)
     }
 
-    /// Whether anybody but us has a filter on an interface for packets of this direction.
+    /// Whether another owner has a filter on an interface for packets of this direction.
     pub fn has_others(&mut self, ifindex: u32, direction: Direction) -> Result<bool, Error> {
         let filters = self.filters(ifindex, direction)?;
         let is_ours = |f: &&TcMessage| {
@@ -321,8 +321,8 @@ impl Clsact {
         Ok(filters.iter().any(|f| !ours.contains(&f.header.info)))
     }
 
-    /// The qdiscs that we made and that are there, and whether they go (`true`) when our filters
-    /// do, or stay for others' that are there now.
+    /// Returns the existing qdiscs that we made. `true`: the qdisc is removed with our filters. `false`: it stays,
+    /// because another owner has filters there.
     pub fn made(&mut self) -> Result<Vec<(u32, bool)>, Error> {
         let there = self.qdiscs()?;
         let mut found = Vec::new();
@@ -418,7 +418,7 @@ fn qdisc(ifindex: u32) -> TcMessage {
     TcMessage::from_parts(header, vec![TcAttribute::Kind(CLSACT.into())])
 }
 
-/// Whether a request failed since what it was about is gone: an interface, a qdisc, a filter.
+/// Whether a request failed because its object is gone: an interface, a qdisc or a filter.
 fn is_gone(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),

@@ -18,7 +18,7 @@ const NO_QUEUE: &str = "noqueue";
 /// is left out.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the query to the kernel fails.
 pub fn egress_of_others(
     bpffs: &Path,
     interfaces: &BTreeSet<u32>,
@@ -42,7 +42,7 @@ pub fn egress_of_others(
         }
     }
     for &ifindex in interfaces {
-        // An interface that is gone, or a kernel without TCX.
+        // The interface is gone, or the kernel has no TCX.
         let programs = sys::tcx_programs(ifindex, Direction::Egress.tcx());
         let programs = programs.unwrap_or_default();
         if programs.is_empty() {

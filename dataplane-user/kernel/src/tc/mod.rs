@@ -30,7 +30,7 @@ use super::{
     sys::{self, LinkInfo, LinkTarget},
 };
 
-/// How programs are put on interfaces.
+/// The kinds of attachment to interfaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Hook {
     /// TCX: links, several of which share an interface.
@@ -58,7 +58,7 @@ impl Hook {
     }
 }
 
-/// Which way packets go, and so which of our programs sees them.
+/// The direction of packets, which selects one of our programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Direction {
     /// They arrive.
@@ -70,11 +70,12 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// Those of the packet path; replies' first, so that no flow begins whose replies are not seen.
+    /// The directions of the packet path. The program for replies is attached first, so that no flow begins whose
+    /// replies would be missed.
     pub const ALL: [Self; 2] = [Self::Egress, Self::Ingress];
-    /// Those of mesh capture.
+    /// The directions of mesh capture.
     pub const CAPTURE: [Self; 1] = [Self::Capture];
-    /// Those of both.
+    /// All directions.
     pub const EVERY: [Self; 3] = [Self::Egress, Self::Ingress, Self::Capture];
 
     /// The program's name, in the object, in the kernel and in its links' pins.
@@ -182,18 +183,19 @@ fn ours(path: &Path, direction: Direction) -> Result<Option<(OwnedFd, LinkInfo)>
 
 fn detach(path: &Path) -> Result<(), Error> {
     let link = sys::obj_get(path).doing(|| format!("cannot open {}", path.display()))?;
-    // Removing the last pin detaches it too, but some time later. One whose interface is gone
-    // cannot be detached again.
+    // Removing the last pin also detaches the link, but only later. A link whose interface is gone cannot be detached
+    // again.
     let _ = sys::link_detach(link.as_fd());
     fs::remove_file(path).doing(|| format!("cannot remove {}", path.display()))
 }
 
-/// An interface's name, for people; its number if it is gone.
+/// Returns an interface's name for messages, or its index if the interface is gone.
 pub fn name(ifindex: u32) -> String {
     known_name(ifindex).unwrap_or_else(|| format!("interface {ifindex}"))
 }
 
-/// An interface's name; none if it is gone. (nix's function answers an empty name then, and no error.)
+/// Returns an interface's name; `None` if the interface is gone. (nix's function then returns an empty name instead of
+/// an error.)
 fn known_name(ifindex: u32) -> Option<String> {
     let name = nix::net::if_::if_indextoname(ifindex).ok()?;
     let name = name.to_string_lossy().into_owned();

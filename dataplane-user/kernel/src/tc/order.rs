@@ -42,7 +42,7 @@ fn place(order: Order, chain: &Chain) -> Place {
 /// valid only for the revision of the chain that it was found in.
 ///
 /// # Errors
-/// The kernel's refusal.
+/// If the kernel refuses.
 pub fn attach(
     order: Order,
     program: std::os::fd::BorrowedFd<'_>,
@@ -62,7 +62,7 @@ pub fn attach(
     }
 }
 
-/// Where in a chain a program is.
+/// Returns the position of a program in a chain.
 fn position(
     anchor: Anchor,
     chain: &Chain,

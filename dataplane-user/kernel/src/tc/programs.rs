@@ -37,7 +37,7 @@ pub struct PacketPrograms {
 }
 
 impl PacketPrograms {
-    /// Takes loaded programs; `hook`: none for what this kernel has.
+    /// Takes loaded programs. `hook`: the kind of attachment; `None`: the best that this kernel has.
     pub fn new(
         ingress: OwnedFd,
         egress: OwnedFd,
@@ -61,14 +61,14 @@ impl PacketPrograms {
         })
     }
 
-    /// How they are put on interfaces.
+    /// Returns the kind of attachment.
     pub fn hook(&self) -> Hook {
         self.ingress.hook
     }
 
-    /// Lets the programs be on exactly these interfaces. Older programs of ours are swapped in place; programs of ours
-    /// that another process removed are restored. Returns the failures, which do not stop the rest of the work. `done`
-    /// is called for each interface as soon as nothing more can be done there.
+    /// Attaches the programs to exactly these interfaces. Replaces our older programs in place, and restores programs
+    /// of ours that another process removed. Returns the failures, which do not stop the rest of the work. `done` is
+    /// called for each interface as soon as its work is finished.
     pub fn attach(
         &mut self,
         pins: &Pins,
@@ -108,7 +108,7 @@ impl PacketPrograms {
                 failed.push(error.to_string());
             }
         }
-        // Those of the other kind are removed above, where ours are then twice.
+        // On the wanted interfaces, `attach` has already removed our attachments of the other kind.
         let kept = |ifindex: u32| wanted.contains(&ifindex);
         failed.extend(removal::elsewhere(
             pins,
@@ -131,8 +131,8 @@ impl PacketPrograms {
         !self.provisional.is_empty()
     }
 
-    /// Puts links in the place of one such interface's filters. For a moment both are there: what the first program has decided
-    /// on, the second one leaves alone.
+    /// Replaces the filters of one such interface by links. For a moment both are attached: the second program leaves
+    /// packets alone that the first program has decided about.
     pub fn replace_one_provisional(&mut self, pins: &Pins) -> Result<(), Error> {
         let Some(ifindex) = self.provisional.pop_first() else {
             return Ok(());
@@ -158,7 +158,7 @@ impl PacketPrograms {
         }
     }
 
-    /// Adds both filters. `false`: that did not work, for whatever reason.
+    /// Adds both filters. Returns `false` if an error occurs.
     fn add_filters(&self, clsact: &mut Clsact, ifindex: u32) -> bool {
         Direction::ALL.into_iter().all(|direction| {
             let program = self.of(direction);
@@ -174,7 +174,7 @@ impl PacketPrograms {
 pub struct CaptureProgram(Program);
 
 impl CaptureProgram {
-    /// Takes a loaded program; `hook`: none for what this kernel has.
+    /// Takes a loaded program. `hook`: the kind of attachment; `None`: the best that this kernel has.
     pub fn new(program: OwnedFd, hook: Option<Hook>) -> Result<Self, Error> {
         let hook = hook.unwrap_or_else(Hook::of_kernel);
         // With any order of the packet path, it has to be before the packet path's program.
@@ -182,8 +182,8 @@ impl CaptureProgram {
         Ok(Self(program))
     }
 
-    /// Lets the program be on exactly these interfaces, before the packet path's. Answers where it
-    /// could not be put, and why.
+    /// Attaches the program to exactly these interfaces, before the packet path's programs. Returns the failures on
+    /// interfaces, with the reasons.
     pub fn attach(
         &self,
         pins: &Pins,
@@ -282,8 +282,8 @@ impl Program {
                 sys::link_update(link.as_fd(), self.fd.as_fd())
                     .doing(|| format!("cannot swap program {program} on {}", name(ifindex)))
             }
-            // There is none, or another process detached it, or its interface is gone and this is a different one with
-            // its number; or it is at the wrong place.
+            // There is no link; or another process detached it; or its interface is gone, and a new interface has the
+            // same index; or it is at the wrong place in the chain.
             link => {
                 if let Some((link, info)) = &link
                     && info.program == self.id
@@ -300,7 +300,7 @@ impl Program {
         }
     }
 
-    /// Where it goes: behind capture's program, if that is there already.
+    /// Returns the program's place: behind capture's program, if that is attached.
     fn order_on(&self, pins: &Pins, ifindex: u32) -> Order {
         let capture = pin(pins, Direction::Capture, ifindex);
         match (self.direction, self.order) {

@@ -10,7 +10,7 @@ pub fn keep_none(pins: &Pins) -> Result<Vec<String>, Error> {
     keep_none_of(pins, &Direction::ALL)
 }
 
-/// Likewise, that of mesh capture.
+/// Removes mesh capture's program from every interface.
 pub fn keep_no_capture(pins: &Pins) -> Result<Vec<String>, Error> {
     keep_none_of(pins, &Direction::CAPTURE)
 }
@@ -55,7 +55,7 @@ pub(super) fn elsewhere(
     Ok(failed)
 }
 
-/// Removes the TCX links of one layout. With `dry_run`, says what it would remove.
+/// Removes the TCX links of one layout. With `dry_run`, only lists them.
 pub fn remove_links(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut items = Vec::new();
     for (path, direction, ifindex) in links(layout) {
@@ -83,8 +83,8 @@ pub fn remove_links(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Er
     Ok(items)
 }
 
-/// Removes our filters, and qdiscs that were made for them and have nothing else. With `dry_run`, says what it would
-/// remove.
+/// Removes our filters, and the qdiscs that were made for them and have no other filters. With `dry_run`, only lists
+/// them.
 pub fn remove_filters(root: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut items = Vec::new();
     let mut clsact = Clsact::open(root)?;

@@ -26,7 +26,7 @@ use crate::{
     text::printable,
 };
 
-/// How many differences are printed.
+/// Maximum number of differences that are printed.
 const SHOWN: usize = 10;
 
 /// Make the iptables rules of a mesh's sidecar in a pod those that are expected.
@@ -86,7 +86,7 @@ pub struct ApplyArgs {
 #[derive(Serialize)]
 struct Answer {
     namespace: String,
-    /// `istio`, `osm`, or the file.
+    /// `istio`, `osm`, or the file's name.
     mesh: String,
     /// `same`, `applied`, `on-top`, `reconciled`, `removed` or `nothing`.
     outcome: &'static str,

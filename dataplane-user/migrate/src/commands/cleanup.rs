@@ -82,9 +82,9 @@ struct Answer {
     /// Whether the changes were made.
     changed: bool,
     steps: Vec<Step>,
-    /// The routing rules and routes of the owner, as the commands of `ip` that remove them.
+    /// The routing rules and routes of the owner, as the `ip` commands that remove them.
     routing: Vec<String>,
-    /// Rules of the owner that stay, and why.
+    /// Rules of the owner that stay, each with the reason.
     stays: Vec<String>,
 }
 
@@ -109,7 +109,7 @@ impl CleanupArgs {
                 }
             }
             let done = cleanup::clean_up(root, &owners, self.dry_run)?;
-            // They come last: rules that set marks need them.
+            // Routing rules are removed last, because rules that set marks need them.
             let is_meant = |rule: &MarkRule| owners.contains(&owners::of_routing_rule(rule));
             let routing = kernel::remove_mark_rules(is_meant, self.dry_run);
             Ok((done, routing.map_err(io::Error::other)?))

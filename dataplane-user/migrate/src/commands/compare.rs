@@ -25,9 +25,9 @@ use terminal::{
 
 use super::rules;
 
-/// As many endpoints of an address are shown.
+/// Maximum number of endpoints printed for an address.
 const SHOWN: usize = 4;
-/// As many addresses that the tables alone have are shown.
+/// Maximum number of addresses printed that only the tables have.
 const OTHERS: usize = 20;
 
 /// Compare what kube-proxy's rules serve with what the dataplane's tables serve, address by address.
@@ -55,22 +55,22 @@ pub struct CompareArgs {
     pub paths: PathArgs,
 }
 
-/// What rules serve, beside what the tables do.
+/// The result of comparing the rules with the tables.
 #[derive(Serialize)]
 pub struct Comparison {
-    /// Addresses and ports that rules serve or refuse.
+    /// Number of addresses and ports that rules serve or refuse.
     pub compared: usize,
     differences: Vec<Difference>,
-    /// Addresses and ports that the tables alone have.
+    /// Addresses and ports that only the tables have.
     only_in_tables: Vec<String>,
-    /// Families of which the tables have addresses and the rules have none.
+    /// Families that have addresses in the tables but not in the rules.
     not_in_rules: Vec<&'static str>,
-    /// Lines that were not understood, whose services were not compared.
+    /// Lines that were not understood. Their services were not compared.
     not_understood: Vec<String>,
-    /// Whether the rules serve clients outside: node ports, external IPs, load balancers.
+    /// Whether the rules serve clients outside the cluster: node ports, external IPs, load balancers.
     #[serde(skip)]
     pub is_for_outside: bool,
-    /// The TCP ports of cluster IPs that both serve, each with its endpoints.
+    /// The TCP ports of cluster IPs that both the rules and the tables serve, each with its endpoints.
     #[serde(skip)]
     pub cluster_ips: Vec<(SocketAddr, Vec<SocketAddr>)>,
 }
@@ -80,7 +80,7 @@ struct Difference {
     address: String,
     service: Option<String>,
     rules: Answer,
-    /// None: the tables do not have the address.
+    /// `None` if the tables do not have the address.
     tables: Option<Answer>,
 }
 
@@ -97,7 +97,7 @@ impl CompareArgs {
     }
 }
 
-/// Compares what rules serve, which `snapshot` has, with the tables.
+/// Compares the rules with the tables. `snapshot` has the services of the rules.
 pub fn compare(snapshot: &Snapshot, bpffs: &Path) -> anyhow::Result<Comparison> {
     ensure!(
         Tables::exist(bpffs)?,
@@ -167,7 +167,7 @@ fn cluster_ips(rules: &Planner, tables: &Contents) -> Vec<(SocketAddr, Vec<Socke
 }
 
 impl Comparison {
-    /// Whether nothing differs, and everything was compared.
+    /// Returns true if nothing differs and everything was compared.
     pub fn is_same(&self) -> bool {
         self.differences.is_empty()
             && self.not_understood.is_empty()
@@ -175,7 +175,8 @@ impl Comparison {
     }
 }
 
-/// Families of which the tables have services, and the rules have none: rules of a family are missing in a file, or have gone.
+/// Returns the families that have services in the tables but not in the rules. A file may lack the rules of a family,
+/// or the rules may be removed.
 fn not_in_rules(
     rules: &[(FrontendKey, Frontend)],
     tables: &[(FrontendKey, Frontend)],
@@ -189,8 +190,8 @@ fn not_in_rules(
     missing.map(|(family, _)| family).collect()
 }
 
-/// Whether clients see the same. Rules do not always tell an external IP from a load balancer's address, or whether a service
-/// without an endpoint has one elsewhere.
+/// Returns true if clients see no difference. Rules do not always show whether an address is an external IP or a load
+/// balancer's, or whether a service without an endpoint on the node has one elsewhere.
 fn is_same(tables: &Answer, rules: &Answer) -> bool {
     let kind = |answer: &Answer| match answer.kind {
         "LoadBalancer" => "ExternalIP",
@@ -209,7 +210,7 @@ fn is_same(tables: &Answer, rules: &Answer) -> bool {
         && (tables.affinity_seconds == rules.affinity_seconds || nobody(rules))
 }
 
-/// Where an address leads.
+/// Describes the destination of an address.
 fn leads_to(answer: Option<&Answer>) -> String {
     let Some(answer) = answer else {
         return "not served".to_owned();
@@ -239,7 +240,7 @@ fn leads_to(answer: Option<&Answer>) -> String {
     words.join(" ")
 }
 
-/// Prints it for people.
+/// Prints the comparison as text.
 pub fn text(out: &mut dyn Write, found: &Comparison) -> io::Result<()> {
     let mut table = Table::new(&["ADDRESS", "SERVICE", "RULES LEAD TO", "TABLES LEAD TO"]);
     for difference in &found.differences {

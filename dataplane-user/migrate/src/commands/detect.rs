@@ -49,12 +49,12 @@ pub struct DetectArgs {
 struct Answer {
     /// The network namespace.
     namespace: String,
-    /// Whose programs: `on PATH`, or `below DIR`.
+    /// The origin of the programs: `on PATH`, or `below DIR`.
     programs: String,
     binaries: Binaries,
     /// Tables in the kernel.
     tables: Vec<TableRow>,
-    /// How many services IPVS has; null: IPVS is not loaded.
+    /// Number of services in IPVS; null if IPVS is not loaded.
     ipvs_services: Option<usize>,
     decisions: Vec<Decision>,
     /// Packages to install.
@@ -72,7 +72,7 @@ struct TableRow {
     rules: usize,
     /// Whether the table has an effect.
     holds_rules: bool,
-    /// Chains at hooks that drop what no rule decides on.
+    /// Base chains with policy drop.
     drops: Vec<String>,
     #[serde(skip)]
     summary: String,

@@ -83,10 +83,10 @@ impl ImportMeshArgs {
     }
 }
 
-/// Reads what all rules of the network namespace that this thread is in capture.
+/// Determines the connections that all rules in the network namespace of this thread capture.
 ///
 /// # Errors
-/// Some cannot be read, or [`capture::read`] fails.
+/// If some rules cannot be read, or [`capture::read`] fails.
 pub(crate) fn of_namespace(root: Option<&Path>) -> anyhow::Result<Capture> {
     let collected = collect::all(root)?;
     if !collected.missing.is_empty() {
@@ -97,7 +97,7 @@ pub(crate) fn of_namespace(root: Option<&Path>) -> anyhow::Result<Capture> {
     capture.map_err(|fault| anyhow!("{fault}"))
 }
 
-/// The configuration.
+/// Returns the configuration that captures these connections.
 pub(crate) fn settings(capture: &Capture) -> Settings {
     let ranges = |ranges: &std::collections::BTreeSet<ipnet::IpNet>| -> Vec<Range> {
         ranges.iter().copied().map(Range).collect()
@@ -151,7 +151,7 @@ pub(crate) fn settings(capture: &Capture) -> Settings {
     }
 }
 
-/// Comments on rules that concern only the sidecar, so that the configuration leaves them out.
+/// Returns comments on rules that concern only the sidecar. The configuration omits these rules.
 fn notes(capture: &Capture) -> Vec<String> {
     let place = if capture.owner == AMBIENT {
         "ztunnel's place, so remove the pod from ambient mode"

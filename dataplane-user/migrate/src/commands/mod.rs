@@ -1,4 +1,4 @@
-//! The commands that look at rules, convert them and change them: one file each.
+//! The commands that show, convert and change rules, one file each.
 
 pub mod apply;
 pub mod cleanup;
@@ -36,7 +36,7 @@ impl WhereArgs {
         netns::of_option(self.netns.as_deref())
     }
 
-    /// Returns where the programs are, for people.
+    /// Describes the origin of the programs, for messages.
     fn programs(&self) -> String {
         match &self.host_root {
             None => "on PATH".to_owned(),

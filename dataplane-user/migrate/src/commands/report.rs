@@ -26,7 +26,7 @@ use crate::{
     text::printable,
 };
 
-/// How many lines of a kind are printed, if not all are asked for.
+/// Maximum number of lines of a kind that are printed without --lines.
 const SHOWN: usize = 3;
 
 /// Show whose rules are on a node, which of them the dataplane takes over, and which conflict with it.
@@ -72,15 +72,15 @@ struct Answer<'a> {
     /// The network namespace, or the file.
     namespace: String,
     owners: Vec<OwnerRow<'a>>,
-    /// How many services IPVS has; null: IPVS is not loaded.
+    /// Number of services in IPVS; null if IPVS is not loaded.
     ipvs_services: Option<usize>,
-    /// Routing rules that ask for marks.
+    /// Routing rules that match marks.
     routing_rules: Vec<RoutingRow>,
-    /// Interfaces at which the kernel checks the sources of IPv4 packets.
+    /// Interfaces at which the kernel checks the source addresses of IPv4 packets.
     reverse_paths: Vec<ReversePathRow>,
     /// Lines that were not understood.
     unread: &'a [Unread<'a>],
-    /// Tables whose rules could not be read, and what to do.
+    /// Tables whose rules could not be read, each with the remedy.
     missing: Vec<String>,
 }
 
@@ -107,11 +107,11 @@ struct ConflictRow<'a> {
 struct RoutingRow {
     family: &'static str,
     priority: u32,
-    /// As `ip rule` prints it: `fwmark 0x111/0xfff lookup 100`.
+    /// The rule in the format of `ip rule`: `fwmark 0x111/0xfff lookup 100`.
     rule: String,
     owner: &'static str,
     plan: &'static str,
-    /// `mark`: the rule asks for the mark of the agent's proxy.
+    /// `mark`: the rule matches the mark of the agent's proxy.
     conflict: Option<&'static str>,
 }
 
@@ -333,7 +333,7 @@ fn routing(rule: &MarkRule, own: Own) -> RoutingRow {
     }
 }
 
-/// What texts alone tell.
+/// Returns the part of the answer that depends only on texts.
 fn answer<'a>(namespace: String, report: &'a Report<'a>) -> Answer<'a> {
     let owners = report.owners.iter().map(|found| OwnerRow {
         owner: found.owner.name,

@@ -1,4 +1,4 @@
-//! kube-proxy's rules, in a file or in the kernel, and what they serve.
+//! Reads kube-proxy's rules from a file or from the kernel, and the services in them.
 
 use std::{
     fs,
@@ -21,11 +21,10 @@ use crate::{
     },
 };
 
-/// How often the kernel's rules are read at most until two readings are the same.
+/// Maximum number of readings of the kernel's rules. Two consecutive readings must be equal.
 const READS: usize = 5;
 
-/// Reads the services out of kube-proxy's rules: those in a file, or those in the kernel, of the network namespace that this
-/// thread is in.
+/// Reads the services from kube-proxy's rules: from a file, or from the kernel in the network namespace of this thread.
 pub fn read(file: Option<&Path>) -> anyhow::Result<Imported> {
     let texts = match file {
         Some(path) => {
@@ -51,7 +50,7 @@ pub fn snapshot(file: Option<&Path>) -> anyhow::Result<Snapshot> {
     Ok(agent::snapshot_of(view, &own)?)
 }
 
-/// Lines that the import did not understand, as problems.
+/// Converts lines that the import did not understand to problems.
 pub fn problems(leftovers: &[Leftover], more: usize) -> Vec<Problem> {
     let problem = |place: String, text: String| Problem {
         gravity: Gravity::Warning,
@@ -71,8 +70,9 @@ pub fn problems(leftovers: &[Leftover], more: usize) -> Vec<Problem> {
     listed.chain(more).collect()
 }
 
-/// Reads the kernel's rules until two readings are the same. `iptables-save` reads one table after the other, and kube-proxy
-/// may write in between: a service that loses its last endpoint is then in neither table. A table of nf_tables is read at once.
+/// Reads the kernel's rules until two consecutive readings are equal. `iptables-save` reads one table after another,
+/// and kube-proxy may write between two tables: a service that loses its last endpoint is then in neither table. A
+/// table of nf_tables is read at once.
 fn steady(read: impl Fn() -> anyhow::Result<Vec<Text>>) -> anyhow::Result<Vec<Text>> {
     let of_saved = |texts: &[Text]| -> Option<u64> {
         let saved = (texts.iter()).filter(|text| Form::of(&text.text) == Form::Saved);
@@ -103,7 +103,7 @@ fn steady(read: impl Fn() -> anyhow::Result<Vec<Text>>) -> anyhow::Result<Vec<Te
     anyhow::bail!("kube-proxy changed them during each of {READS} readings")
 }
 
-/// Returns a line of rules without counters. `None` for a comment, which holds the time.
+/// Returns a line of rules without counters. Returns `None` for a comment, because comments contain the time.
 fn without_counters(line: &str) -> Option<&str> {
     let line = line.trim_ascii();
     match line.as_bytes().first()? {
@@ -114,7 +114,7 @@ fn without_counters(line: &str) -> Option<&str> {
     }
 }
 
-/// Prints kube-proxy's rules in the kernel, of the network namespace that this thread is in.
+/// Prints kube-proxy's rules in the kernel, in the network namespace of this thread.
 fn in_the_kernel() -> anyhow::Result<Vec<Text>> {
     let tables = netfilter::tables()?.into_iter();
     let tables: Vec<Table> = tables.filter(is_kube_proxys).collect();
@@ -126,8 +126,8 @@ fn in_the_kernel() -> anyhow::Result<Vec<Text>> {
     Ok(texts(collected.texts))
 }
 
-/// Whether a table has rules of kube-proxy's for services. kube-proxy makes chain `KUBE-SERVICES` in each table of
-/// iptables that has some.
+/// Returns true if a table has rules of kube-proxy for services. kube-proxy creates chain `KUBE-SERVICES` in each table
+/// of iptables that has such rules.
 fn is_kube_proxys(table: &Table) -> bool {
     match table.kind {
         Kind::Legacy | Kind::Compat => {
@@ -139,7 +139,7 @@ fn is_kube_proxys(table: &Table) -> bool {
     }
 }
 
-/// The texts that programs printed, each with the command as its origin.
+/// Returns the texts that programs printed, each with the command as its origin.
 fn texts(printed: Vec<Printed>) -> Vec<Text> {
     let texts = collect::joined(printed).into_iter().map(|printed| {
         let of = match printed.form {
@@ -153,9 +153,9 @@ fn texts(printed: Vec<Printed>) -> Vec<Text> {
     texts.collect()
 }
 
-/// Takes over which addresses answer node ports.
+/// Sets the addresses that answer node ports from the imported facts.
 pub fn node(node: &mut Node, facts: &Facts) {
-    // No range means the primary addresses. The agent answers node ports at loopback in any case.
+    // No range means the primary addresses. The agent always answers node ports at loopback.
     let loopback = ["127.0.0.0/8", "::1/128"].map(|net| Range(net.parse().expect("written here")));
     let said: Vec<Range> = facts.node_ports.iter().copied().map(Range).collect();
     node.node_port_addresses = if said.is_empty() {
@@ -165,7 +165,7 @@ pub fn node(node: &mut Node, facts: &Facts) {
     };
 }
 
-/// Takes over which clients are masqueraded on the way to a cluster IP.
+/// Sets the clients that are masqueraded on the way to a cluster IP from the imported facts.
 pub fn packets(packets: &mut Packets, facts: &Facts) {
     let known: Vec<&Masquerade> = facts.masquerade.iter().flatten().collect();
     for masquerade in &known {
@@ -187,7 +187,8 @@ pub fn packets(packets: &mut Packets, facts: &Facts) {
         packets.masquerade_all = true;
         return;
     }
-    // Clients outside of these networks are masqueraded, so one family may be masqueraded and the other not.
+    // Clients outside these networks are masqueraded. So clients of one family may be masqueraded and clients of the
+    // other not.
     let networks = [true, false].into_iter().zip(&facts.masquerade);
     let networks = networks.filter_map(|(v4, masquerade)| match masquerade {
         Some(Masquerade::OutsideOf(net)) => Some(*net),
@@ -250,7 +251,7 @@ mod tests {
         assert_eq!(own.node_port_addresses, wanted);
     }
 
-    /// If a program prints nothing for all tables at once, each table is printed alone.
+    /// If a program prints nothing for all tables at once, each table is printed separately.
     #[test]
     fn what_is_printed_table_by_table_is_one_text() {
         let start = SAVED.find("*nat\n").unwrap();
@@ -283,7 +284,7 @@ mod tests {
         assert_eq!(services(&all[..1]), services(&[whole]));
     }
 
-    /// A program for tables of other owners may be missing.
+    /// The program for tables of other owners may be missing.
     #[test]
     fn tables_of_others_are_not_wanted() {
         let table = |kind, family, name: &str, chains: &[&str]| Table {
@@ -329,7 +330,7 @@ mod tests {
         }
     }
 
-    /// A service loses its last endpoint, and is in neither table while kube-proxy writes.
+    /// A service loses its last endpoint while kube-proxy writes, and is in neither table.
     #[test]
     fn rules_that_change_while_they_are_read_are_read_again() {
         let line = SAVED

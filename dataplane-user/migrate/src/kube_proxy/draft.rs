@@ -1,4 +1,4 @@
-//! Services as far as rules have told of them, and what becomes of them in the end.
+//! Collects facts about services while rules are read, and builds the services at the end.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -21,62 +21,62 @@ use super::{
     leftover::{At, Leftovers},
 };
 
-/// So many ports of a service are looked through for one of them.
+/// Maximum number of ports of a service that are searched without an index.
 const FEW: usize = 8;
 
-/// The services so far.
+/// The collected services.
 #[derive(Debug, Default)]
 pub struct Draft {
-    /// Boxed, since a third of a map's places are empty.
+    /// Boxed, because a third of a map's slots are empty.
     services: BTreeMap<ServiceName, Box<ServiceDraft>>,
     /// Facts about the node.
     pub facts: Facts,
-    /// Lines that were not understood.
+    /// Lines that were not understood, and services that were left out.
     pub leftovers: Leftovers,
-    /// The text that has kube-proxy's rules for IPv4, and that for IPv6.
+    /// The origin of the text with kube-proxy's rules for IPv4, and for IPv6.
     origins: [Option<String>; 2],
-    /// Whether the rules that are read now are for IPv4.
+    /// Whether the present rules are for IPv4.
     pub v4: bool,
-    /// Chains to which no packet comes.
+    /// Number of chains that no packet reaches.
     pub stale: usize,
-    /// Chains of services of a family, to which no rule leads.
+    /// Chains of services that no rule jumps to, each with whether its family is IPv4.
     unhooked: Vec<(bool, Error)>,
 }
 
-/// A service so far.
+/// The collected facts of a service.
 #[derive(Debug, Default)]
 pub struct ServiceDraft {
-    /// In the order of the rules; an address may be there more than once.
+    /// In the order of the rules; an address may occur more than once.
     cluster_ips: SmallVec<[IpAddr; 1]>,
-    /// Most services have nothing of it.
+    /// `None` for most services.
     outside: Option<Box<Outside>>,
     pub affinity: Option<Affinity>,
     pub internal_policy: Option<TrafficPolicy>,
     pub external_policy: Option<TrafficPolicy>,
     pub health_check_node_port: Option<u16>,
     ports: SmallVec<[PortDraft; 1]>,
-    /// Where in `ports` each is, if they are many.
+    /// The index of `ports`, for a service with many ports.
     places: Option<Box<Places>>,
     left_out: bool,
 }
 
-/// A service's addresses for clients outside of the cluster.
+/// A service's addresses for clients outside the cluster.
 #[derive(Debug, Default)]
 pub struct Outside {
     pub external_ips: BTreeSet<IpAddr>,
     pub load_balancer_ips: BTreeSet<IpAddr>,
-    /// By family: IPv4, IPv6.
+    /// By family: IPv4, IPv6. The clients that may use the load balancer's addresses.
     pub source_ranges: [Option<Vec<IpNet>>; 2],
 }
 
-/// Where ports are in a list, by their names and protocols.
+/// An index of ports by name and protocol.
 type Places = HashMap<(Box<str>, Protocol), usize>;
 
-/// Session affinity: how long clients are remembered, if they are.
+/// Session affinity: the time for which a client stays with an endpoint; `None` if clients are not remembered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Affinity(pub Option<Duration>);
 
-/// A service's port so far.
+/// The collected facts of a port.
 #[derive(Debug)]
 pub struct PortDraft {
     name: Box<str>,
@@ -86,34 +86,34 @@ pub struct PortDraft {
     /// The node port of a rule that counts connections to loopback.
     pub at_loopback: Option<u16>,
     endpoints: Vec<Endpoint>,
-    /// Those of the endpoints; empty if each is 1.
+    /// The weights of the endpoints; empty if each weight is 1.
     weights: Vec<u32>,
     /// By family: IPv4, IPv6.
     rules: [FamilyRules; 2],
 }
 
-/// What the rules of one family say of a port.
+/// Facts about a port in the rules of one family.
 #[derive(Clone, Copy, Debug, Default)]
 struct FamilyRules {
-    /// A rule is about the port.
+    /// Whether any rule concerns the port.
     any: bool,
-    /// A rule serves or refuses the port at a cluster IP.
+    /// Whether a rule serves or refuses the port at a cluster IP.
     internal: bool,
-    /// A rule refuses the port because the service has no endpoint anywhere.
+    /// Whether a rule refuses the port because the service has no endpoint anywhere.
     refused: bool,
 }
 
-/// A service's port by its name, as rules have it.
+/// The name of a service's port in rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PortName<'a> {
     pub namespace: &'a str,
     pub name: &'a str,
-    /// Empty if the only port has none.
+    /// Empty if the service's only port has no name.
     pub port: &'a str,
     pub protocol: Protocol,
 }
 
-/// The longest comment of an element, in bytes: since 1.37 kube-proxy cuts off what is longer.
+/// The maximum length of an element's comment, in bytes: kube-proxy truncates longer comments since 1.37.
 const COMMENT: usize = 128;
 
 impl<'a> PortName<'a> {
@@ -121,7 +121,7 @@ impl<'a> PortName<'a> {
     pub fn of_comment(text: &'a str, protocol: Protocol) -> Option<Self> {
         let (namespace, rest) = text.split_once('/')?;
         let (name, port) = match rest.split_once(':') {
-            // Without a port's name there is no colon, unless the name was cut off.
+            // The comment of a port without a name has no colon, unless the comment was truncated.
             Some((_, "")) if text.len() < COMMENT => return None,
             Some((name, port)) => (name, port),
             None => (rest, ""),
@@ -129,7 +129,8 @@ impl<'a> PortName<'a> {
         Self::checked(namespace, name, port, protocol)
     }
 
-    /// Reads `namespace/name/protocol/port`, the form in names of nf_tables' chains. `None`: another protocol.
+    /// Reads `namespace/name/protocol/port`, the form in names of nf_tables' chains. Returns `None` for an unsupported
+    /// protocol.
     pub fn of_chain(text: &'a str) -> Option<Self> {
         let mut parts = text.split('/');
         let (namespace, name) = (parts.next()?, parts.next()?);
@@ -160,20 +161,20 @@ impl<'a> PortName<'a> {
         })
     }
 
-    /// The service's name.
+    /// Returns the service's name.
     pub fn service(&self) -> ServiceName {
         ServiceName::new(self.namespace, self.name)
     }
 }
 
-/// A protocol that is served.
+/// Reads a protocol. Returns `None` if the dataplane does not serve it.
 pub fn protocol(word: &str) -> Option<Protocol> {
     [Protocol::Tcp, Protocol::Udp]
         .into_iter()
         .find(|protocol| protocol.word() == word)
 }
 
-/// Says something for the first time, or the same again. False: it was something else before.
+/// Records a value. Returns false if another value was recorded before.
 pub fn agree<T: PartialEq>(known: &mut Option<T>, new: T) -> bool {
     if let Some(known) = known {
         return *known == new;
@@ -183,11 +184,11 @@ pub fn agree<T: PartialEq>(known: &mut Option<T>, new: T) -> bool {
 }
 
 impl Draft {
-    /// Begins kube-proxy's rules of one family.
+    /// Starts kube-proxy's rules of one family.
     ///
     /// # Errors
     ///
-    /// Fails if another text has rules of the same family, because one of the texts is out of date.
+    /// If another text has rules of this family, because one of the texts is out of date.
     pub fn begin(&mut self, v4: bool, origin: &str) -> Result<(), Error> {
         let known = &mut self.origins[usize::from(!v4)];
         if let Some(first) = known {
@@ -202,22 +203,23 @@ impl Draft {
         Ok(())
     }
 
-    /// Notes a chain of services of a family, to which no rule leads. Such a chain is an error if no other text has rules of the
-    /// family that packets come to.
+    /// Notes a chain of services that no rule jumps to. Such a chain is an error, except if another text has reachable
+    /// rules of the family.
     pub fn unhooked(&mut self, v4: bool, error: Error) {
         self.unhooked.push((v4, error));
     }
 
-    /// Whether no rule is about a service.
+    /// Returns true if no rule concerned a service.
     pub fn is_empty(&self) -> bool {
         self.services.is_empty()
     }
 
-    /// Checks that packets come to the chains of services of each family. Lists those of a family that other rules are for.
+    /// Checks that packets reach the chains of services in each family. If another text has reachable rules of the
+    /// family, lists the unreachable chains.
     ///
     /// # Errors
     ///
-    /// No packet comes to them, and there are no others of the family.
+    /// If no packet reaches the chains, and no other text has rules of the family.
     pub fn check_hooks(&mut self) -> Result<(), Error> {
         for (v4, error) in std::mem::take(&mut self.unhooked) {
             if self.origins[usize::from(!v4)].is_none() {
@@ -228,12 +230,12 @@ impl Draft {
         Ok(())
     }
 
-    /// Whether a service is left out.
+    /// Returns true if a service is left out.
     pub fn is_left_out(&self, name: &ServiceName) -> bool {
         self.services.get(name).is_some_and(|known| known.left_out)
     }
 
-    /// A service, which is new if it was not known.
+    /// Returns a service. Creates it if it is unknown.
     pub fn service(&mut self, name: &ServiceName) -> &mut ServiceDraft {
         if !self.services.contains_key(name) {
             self.services.insert(name.clone(), Box::default());
@@ -241,7 +243,7 @@ impl Draft {
         self.services.entry(name.clone()).or_default()
     }
 
-    /// A service and one of its ports.
+    /// Returns a service and the index of one of its ports. Creates them if they are unknown.
     pub fn port(&mut self, name: &PortName<'_>) -> (&mut ServiceDraft, usize) {
         let v4 = self.v4;
         let service = self.service(&name.service());
@@ -250,8 +252,8 @@ impl Draft {
         (service, index)
     }
 
-    /// Notes that a port refuses connections at an address, or at its node port. `policy`: the traffic policy for which the
-    /// service has no endpoints; `None`: it has none anywhere. False: another rule says something else.
+    /// Notes that a port refuses connections at an address, or at its node port. `policy`: the traffic policy for which
+    /// the service has no endpoints; `None` if it has no endpoints anywhere. Returns false if another rule contradicts.
     pub fn refuse(
         &mut self,
         name: &PortName<'_>,
@@ -266,8 +268,8 @@ impl Draft {
             Some(ip) if is_cluster_ip => {
                 service.at_cluster_ip(port, ip);
             }
-            // Other rules have the addresses of ports that have endpoints anywhere, and their kind. Without endpoints, nothing
-            // depends on the kind.
+            // If the service has endpoints anywhere, other rules give the port's addresses and their kind. Without
+            // endpoints, the kind makes no difference.
             Some(ip) if !service.is_load_balancers(ip) => {
                 service.outside().external_ips.insert(ip);
             }
@@ -288,7 +290,7 @@ impl Draft {
         agrees
     }
 
-    /// Adds endpoints of a port. False: its ports differ in session affinity.
+    /// Adds endpoints of a port. Returns false if the service's ports differ in session affinity.
     pub fn serve(
         &mut self,
         name: &PortName<'_>,
@@ -307,7 +309,7 @@ impl Draft {
             .add(at, text, format!("{why}, so service {name} is left out"));
     }
 
-    /// The services, what is said of the node, and what was not understood.
+    /// Returns the services, the facts about the node, and the lines that were not understood.
     pub fn finish(mut self) -> Imported {
         let mut services = OrdMap::new();
         for (name, draft) in self.services {
@@ -333,24 +335,24 @@ impl Draft {
 }
 
 impl ServiceDraft {
-    /// Its addresses for clients outside of the cluster.
+    /// Returns the service's addresses for clients outside the cluster. Creates the field if it is empty.
     pub fn outside(&mut self) -> &mut Outside {
         self.outside.get_or_insert_default()
     }
 
-    /// Whether an address is known as a load balancer's.
+    /// Returns true if an address is known to be a load balancer's.
     pub fn is_load_balancers(&self, ip: IpAddr) -> bool {
         let outside = self.outside.as_ref();
         outside.is_some_and(|outside| outside.load_balancer_ips.contains(&ip))
     }
 
-    /// Whether rules of a family say which clients may use the load balancer's addresses.
+    /// Returns true if rules of a family restrict the clients of the load balancer's addresses.
     pub fn has_source_ranges(&self, v4: bool) -> bool {
         let outside = self.outside.as_ref();
         outside.is_some_and(|outside| outside.source_ranges[usize::from(!v4)].is_some())
     }
 
-    /// The index of a port, which is new if it was not known.
+    /// Returns the index of a port. Creates the port if it is unknown.
     fn port(&mut self, name: &PortName<'_>) -> usize {
         let key = |port: &PortDraft| (port.name.clone(), port.protocol);
         let is = |port: &PortDraft| (&*port.name, port.protocol) == (name.port, name.protocol);
@@ -391,7 +393,7 @@ impl ServiceDraft {
         port
     }
 
-    /// The port at an index that [`Draft::port`] told.
+    /// Returns the port at an index that [`Draft::port`] returned.
     pub fn at(&mut self, index: usize) -> &mut PortDraft {
         &mut self.ports[index]
     }
@@ -430,8 +432,8 @@ impl ServiceDraft {
 }
 
 impl PortDraft {
-    /// Adds the endpoints of one family with their weights. There are more endpoints than of anything else, so that they
-    /// get no room that they do not need.
+    /// Adds the endpoints of one family with their weights. Endpoints are the most numerous objects, so their list gets
+    /// no spare capacity.
     fn serve(&mut self, endpoints: Vec<(Endpoint, u32)>) {
         if !self.weights.is_empty() || endpoints.iter().any(|(_, weight)| *weight != 1) {
             self.weights.resize(self.endpoints.len(), 1);
@@ -443,7 +445,7 @@ impl PortDraft {
         self.endpoints.extend(endpoints);
     }
 
-    /// What the rules of the port leave open, or contradict each other in.
+    /// Returns the first gap or contradiction in the port's rules.
     fn fault(&self) -> Option<String> {
         let name = &*self.name;
         if self.at_loopback.is_some() && self.at_loopback != self.node_port {
@@ -453,7 +455,7 @@ impl PortDraft {
         }
         for (said, v4) in self.rules.iter().zip([true, false]) {
             let family = family(v4);
-            // kube-proxy serves a service at a cluster IP of each family that it serves the service in.
+            // kube-proxy serves a service at a cluster IP in each of the service's families.
             if said.any && !said.internal {
                 return Some(format!(
                     "no rule of {family} serves or refuses port {name:?} at a cluster IP"

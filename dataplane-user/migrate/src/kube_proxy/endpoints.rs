@@ -1,5 +1,5 @@
-//! The endpoints of a port in one family, from the two lists that kube-proxy writes: one for traffic policy Cluster, and one
-//! for policy Local.
+//! Builds the endpoints of a port in one family from the two lists that kube-proxy writes: one for traffic policy
+//! Cluster, and one for policy Local.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,24 +8,25 @@ use std::{
 
 use model::{Endpoint, Hints, Node};
 
-/// An endpoint with its weight, as one list has it.
+/// An endpoint with its weight in one list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     /// The endpoint.
     pub addr: SocketAddr,
     /// Its weight.
     pub weight: u32,
-    /// Whether the rules say besides that it is on this node.
+    /// Whether other rules show that the endpoint is on this node.
     pub local: bool,
 }
 
-/// Endpoints for which [`ServicePort::usable`](model::ServicePort::usable) answers with these lists. `by_policy`:
-/// whether a policy of the service is Local, so that the second list has all endpoints on this node.
+/// Returns endpoints for which [`ServicePort::usable`](model::ServicePort::usable) returns these lists. `by_policy`:
+/// whether one of the service's policies is Local, so that the second list has all endpoints on this node.
 ///
-/// Endpoints that are on the second list alone are not for policy Cluster: kube-proxy leaves them out of the first because
-/// of topology hints, or because they terminate. So all others get a hint for this zone, and these one for another zone.
+/// An endpoint that is only on the second list is not for policy Cluster: kube-proxy leaves it out of the first list
+/// because of topology hints, or because it terminates. If such endpoints exist, they get a hint for another zone, and
+/// all other endpoints get a hint for this zone.
 ///
-/// None: the lists have contradicting weights.
+/// Returns `None` if the lists have contradicting weights.
 pub fn of_lists(
     cluster: &[Share],
     local: &[Share],
@@ -37,7 +38,7 @@ pub fn of_lists(
     let weighted = all.values().chain(here.values()).any(|weight| *weight != 1);
     let only_here = here.keys().filter(|addr| !all.contains_key(*addr)).count();
     if weighted && !all.is_empty() && !here.is_empty() {
-        // A list that has a part of the other, with the same proportions.
+        // Checks that one list is a part of the other, with proportional weights.
         let pairs = here.iter().map(|(addr, weight)| (all.get(addr), *weight));
         let pairs: Option<Vec<(u32, u32)>> = pairs
             .map(|(of_all, weight)| of_all.map(|of_all| (*of_all, weight)))
@@ -85,7 +86,7 @@ pub fn of_lists(
     Some(endpoints)
 }
 
-/// The list with each endpoint once.
+/// Returns the list with each endpoint once, with the sum of its weights.
 fn summed(list: &[Share]) -> BTreeMap<SocketAddr, u32> {
     let mut all = BTreeMap::new();
     for share in list {
@@ -113,7 +114,7 @@ mod tests {
         shares.collect()
     }
 
-    /// Both lists come back, whichever endpoints are on them.
+    /// The function returns endpoints that give both lists back.
     #[test]
     fn the_lists_come_back() {
         for (cluster, local) in [

@@ -1,4 +1,4 @@
-//! Why rules have no services to serve.
+//! The reasons why rules contain no services.
 
 use std::fmt;
 
@@ -8,27 +8,27 @@ use super::{
     leftover::{At, locate},
 };
 
-/// Why a text has no services to serve.
+/// The reason why a text contains no services.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Error {
-    /// A line is not of this format.
+    /// A line does not have this format.
     Line {
         /// The text's origin.
         origin: String,
         /// The line's number, from 1.
         line: usize,
-        /// The column, from 1, if a line is long.
+        /// The column, from 1, if the lines may be long.
         column: Option<usize>,
         /// The fault.
         what: String,
     },
-    /// There are no rules of kube-proxy.
+    /// The text has no rules of kube-proxy.
     NoRules(String),
-    /// iptables wrote the rules, and nf_tables' own program printed them.
+    /// iptables wrote the rules, but `nft` printed them.
     OfIptables(String),
-    /// There are rules of kube-proxy, and none is about a service.
+    /// The text has rules of kube-proxy, but no rule concerns a service.
     NoServices(String),
-    /// Table `nat` leads to kube-proxy's services, and table `filter` is missing or has nothing of kube-proxy.
+    /// Table `nat` jumps to kube-proxy's services, but table `filter` is missing or has no chain of kube-proxy.
     Half {
         /// The text's origin.
         origin: String,
@@ -105,7 +105,7 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// A text's origin before what is said of it; of the kernel nothing may have been printed.
+/// Returns the prefix of a message: the text's origin. It may be empty if no program printed rules of the kernel.
 fn place(origin: &str) -> String {
     match origin {
         "" => String::new(),
@@ -114,7 +114,7 @@ fn place(origin: &str) -> String {
 }
 
 impl Error {
-    /// The error of a place in a text.
+    /// Returns the error for a place in a text.
     pub(super) fn at(text: &Text, at: At, what: String) -> Self {
         let (line, column) = match at {
             At::Line(line) => (line, None),
@@ -132,7 +132,7 @@ impl Error {
         }
     }
 
-    /// The error of a chain that leads to services.
+    /// Returns the error for a chain that no rule jumps to.
     pub(super) fn unhooked(text: &Text, at: At, v4: bool, chain: &str) -> Self {
         let family = family(v4);
         let what = format!(

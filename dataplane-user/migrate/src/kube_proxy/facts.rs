@@ -1,32 +1,33 @@
-//! Facts about the node in kube-proxy's rules.
+//! Facts about the node that kube-proxy's rules contain.
 
 use std::{collections::BTreeSet, fmt, net::IpAddr};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
-/// Facts about the node in kube-proxy's rules.
+/// Facts about the node that kube-proxy's rules contain.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
-    /// Which clients of IPv4, and of IPv6, are masqueraded on the way to a cluster IP; none: no service has such a cluster IP.
+    /// The clients of IPv4, and of IPv6, that are masqueraded on the way to a cluster IP; `None` if no service has a
+    /// cluster IP of the family.
     pub masquerade: [Option<Masquerade>; 2],
-    /// The bit of the mark by which kube-proxy's rules masquerade.
+    /// The bit of the packet's mark by which kube-proxy's rules request masquerading.
     pub mark: Option<u32>,
     /// The addresses that answer node ports.
     pub node_ports: BTreeSet<IpNet>,
 }
 
-/// Which clients are masqueraded on the way to a cluster IP.
+/// The clients that are masqueraded on the way to a cluster IP.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Masquerade {
-    /// None.
+    /// No client.
     Nobody,
     /// Every client.
     All,
-    /// Clients whose addresses are not in this network.
+    /// Clients with an address outside this network.
     OutsideOf(IpNet),
-    /// Clients whose packets do not arrive at this interface, a bridge.
+    /// Clients whose packets do not arrive at this interface, which is a bridge.
     NotFromInterface(String),
-    /// Clients whose packets arrive at an interface whose name does not begin with this text.
+    /// Clients whose packets arrive at an interface whose name does not start with this prefix.
     NotFromPrefix(String),
 }
 
@@ -43,7 +44,7 @@ impl fmt::Display for Masquerade {
 }
 
 impl Facts {
-    /// Notes which clients of a family are masqueraded. False: other rules say something else.
+    /// Notes the clients of a family that are masqueraded. Returns false if other rules contradict.
     pub fn masquerades(&mut self, v4: bool, found: Masquerade) -> bool {
         let known = &mut self.masquerade[usize::from(!v4)];
         if let Some(known) = known {
@@ -53,7 +54,7 @@ impl Facts {
         true
     }
 
-    /// Notes the bit of the mark. False: other rules say another one.
+    /// Notes the bit of the mark. Returns false if other rules use a different bit.
     pub fn marks(&mut self, mark: u32) -> bool {
         *self.mark.get_or_insert(mark) == mark
     }
@@ -64,12 +65,12 @@ impl Facts {
     }
 }
 
-/// How people call a family.
+/// Returns a family's name for messages.
 pub fn family(v4: bool) -> &'static str {
     if v4 { "IPv4" } else { "IPv6" }
 }
 
-/// The network of all addresses of a family.
+/// Returns the network that contains all addresses of a family.
 pub fn all_of(v4: bool) -> IpNet {
     if v4 {
         Ipv4Net::default().into()
@@ -78,7 +79,7 @@ pub fn all_of(v4: bool) -> IpNet {
     }
 }
 
-/// The address of a network of one.
+/// Returns the address of a network that has only one.
 pub fn host(net: IpNet) -> Option<IpAddr> {
     (net.prefix_len() == net.max_prefix_len()).then(|| net.addr())
 }

@@ -17,7 +17,7 @@ const EXAMPLES: [&str; 3] = [
 /// A table `filter` of kube-proxy without rules.
 const FILTER: &str = "*filter\n:KUBE-SERVICES - [0:0]\nCOMMIT\n";
 
-/// The addresses that a text may name, with ports or without.
+/// Returns the addresses that a text may contain, with or without ports.
 fn addresses(text: &str) -> HashSet<IpAddr> {
     let of_address = |c: char| c.is_ascii_hexdigit() || matches!(c, ':' | '.');
     let words = text.split(|c| !of_address(c));
@@ -31,7 +31,7 @@ fn addresses(text: &str) -> HashSet<IpAddr> {
         .collect()
 }
 
-/// Imports a text, and looks at what was made of it.
+/// Imports a text, and checks the result against the text.
 fn take(text: &str) {
     let given = [Text {
         origin: "rules".into(),
@@ -123,7 +123,7 @@ fn change() -> impl Strategy<Value = Change> {
     ])
 }
 
-/// Lines that are left out, and lines that are there twice.
+/// Generates lines to remove and lines to duplicate.
 fn lines() -> impl Strategy<Value = Vec<(prop::sample::Index, bool)>> {
     prop::collection::vec((any::<prop::sample::Index>(), any::<bool>()), 0..4)
 }
@@ -165,19 +165,19 @@ proptest! {
     }
 }
 
-/// A rule for a port of a service's address.
+/// Returns a rule for a port at a service's address.
 fn rule(ip: &str, comment: &str, port: usize, to: &str) -> String {
     format!(
         "-A KUBE-SERVICES -d {ip}/32 -p tcp -m comment --comment \"{comment}\" -m tcp --dport {port} -j {to}\n"
     )
 }
 
-/// Table `nat` with these rules, and table `filter` without.
+/// Returns a table `nat` with these rules, and a table `filter` without rules.
 fn tables(rules: &str) -> String {
     format!("*nat\n-A OUTPUT -j KUBE-SERVICES\n{rules}COMMIT\n{FILTER}")
 }
 
-/// An address of its own for each number.
+/// Returns a distinct address for each number.
 fn address(net: u8, number: usize) -> String {
     format!("{net}.{}.{}.1", number / 250, 1 + number % 250)
 }
@@ -254,7 +254,7 @@ fn elements(count: usize) -> String {
     text + " }\n\t}\n}\n"
 }
 
-/// The time for many is compared with that for a tenth.
+/// Compares the time for many objects with the time for a tenth of them.
 #[test]
 fn importing_takes_time_by_the_length() {
     type Make = fn(usize) -> String;

@@ -4,28 +4,28 @@ use std::fmt;
 
 use crate::text::printable;
 
-/// As many are listed; the others are counted.
+/// Maximum number of listed lines. Further lines are only counted.
 const LISTED: usize = 1000;
-/// As many characters of a line are shown.
+/// Maximum number of characters shown of a line.
 const SHOWN: usize = 300;
 
-/// A line of kube-proxy's that was not understood, or a service that is left out because of one.
+/// A line of kube-proxy's that was not understood, or a service that was left out.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Leftover {
     /// The text's origin.
     pub origin: String,
-    /// The line's number, from 1; 0: of no line.
+    /// The line's number, from 1; 0 if no line is concerned.
     pub line: usize,
-    /// The column, from 1, in a text that has everything in one line.
+    /// The column, from 1, in a text that may have all rules in one line.
     pub column: Option<usize>,
     /// The rule.
     pub text: String,
-    /// Why.
+    /// The reason.
     pub why: String,
 }
 
 impl Leftover {
-    /// The text's origin with line and column.
+    /// Returns the text's origin with line and column.
     pub fn place(&self) -> String {
         match (self.line, self.column) {
             (0, _) => self.origin.clone(),
@@ -55,13 +55,13 @@ impl fmt::Display for Leftover {
 pub enum At {
     /// A line, from 1.
     Line(usize),
-    /// A byte, of a text that may have everything in one line.
+    /// A byte, in a text that may have all rules in one line.
     Byte(usize),
     /// No single place.
     Nowhere,
 }
 
-/// The line and the column, from 1, of a byte of a text.
+/// Returns the line and column, from 1, of a byte in a text.
 pub fn locate(text: &str, byte: usize) -> (usize, usize) {
     let before = text.get(..byte).unwrap_or(text);
     let line = 1 + before.matches('\n').count();
@@ -69,7 +69,7 @@ pub fn locate(text: &str, byte: usize) -> (usize, usize) {
     (line, before.len() - start + 1)
 }
 
-/// Collects what was not understood.
+/// Collects lines that were not understood.
 #[derive(Debug, Default)]
 pub struct Leftovers {
     origin: String,
@@ -78,7 +78,7 @@ pub struct Leftovers {
 }
 
 impl Leftovers {
-    /// Begins a text.
+    /// Starts a text.
     pub fn begin(&mut self, origin: &str) {
         origin.clone_into(&mut self.origin);
     }
@@ -108,7 +108,7 @@ impl Leftovers {
         self.listed.push((at, leftover));
     }
 
-    /// Makes lines and columns of the bytes of a text.
+    /// Converts byte places in a text to lines and columns.
     pub fn locate(&mut self, text: &str) {
         let (mut byte, mut line, mut start) = (0, 1, 0);
         let of_text = self.listed.iter_mut();
@@ -133,7 +133,7 @@ impl Leftovers {
         }
     }
 
-    /// All of them by their places, and how many more there are.
+    /// Returns the listed lines sorted by place, and the number of further lines.
     pub fn finish(self) -> (Vec<Leftover>, usize) {
         let mut all: Vec<Leftover> = self
             .listed

@@ -1,9 +1,9 @@
-//! kube-proxy's rules: the text of `iptables-save`, or what `nft list ruleset` prints as text or as JSON, becomes
-//! the services that kube-proxy wrote the rules for.
+//! Imports kube-proxy's rules: reads the text of `iptables-save`, or the output of `nft list ruleset` as text or JSON,
+//! into the services that kube-proxy wrote the rules for.
 //!
-//! [`import`] is pure. It takes for a service only what has the form that kube-proxy writes, and lists every other line of
-//! kube-proxy's that a packet comes to. A service with such a line is left out: its rules still serve it. Rules of other programs are no concern of
-//! this module.
+//! [`import`] is pure. It reads only rules in the form that kube-proxy writes, and lists every other reachable line in
+//! kube-proxy's chains. It leaves out a service with such a line: the rules still serve the service. This module
+//! ignores rules of other programs.
 
 mod draft;
 mod endpoints;
@@ -35,14 +35,14 @@ use crate::rules::ruleset::Form;
 /// A text with rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Text {
-    /// How people call its origin: a file's path, or the program that printed it.
+    /// The origin, for messages: a file's path, or the program that printed the text.
     pub origin: String,
     /// The text.
     pub text: String,
 }
 
 impl Text {
-    /// Whether it is the output of `nft -j`.
+    /// Returns true if the text is the output of `nft -j`.
     fn is_json(&self) -> bool {
         self.text.trim_start().starts_with('{')
     }
@@ -57,17 +57,17 @@ pub struct Imported {
     pub facts: Facts,
     /// Lines in kube-proxy's chains that the import did not understand, and services that it left out.
     pub leftovers: Vec<Leftover>,
-    /// How many more there are.
+    /// Number of leftovers that are not listed.
     pub more: usize,
-    /// Chains of services and endpoints to which no packet comes. Their rules serve nothing.
+    /// Number of chains of services and endpoints that no packet reaches. Their rules serve no connection.
     pub stale: usize,
 }
 
-/// Reads the services out of rules.
+/// Reads the services from rules.
 ///
 /// # Errors
 ///
-/// A text is not of one of the three forms, or no text has rules of kube-proxy, or none of the rules is about a service.
+/// If a text has none of the three forms, no text has rules of kube-proxy, or no rule concerns a service.
 pub fn import(texts: &[Text]) -> Result<Imported, Error> {
     let mut draft = Draft::default();
     let mut found = false;

@@ -1,19 +1,19 @@
-//! The rules of a table's chains, in whichever form they are.
+//! The rules of a table's chains, for every form of rules.
 
 use std::{borrow::Borrow, cell::Cell, collections::HashMap, hash::Hash};
 
-/// The chains of a table, by their names, with their rules.
+/// The chains of a table by name, with their rules.
 #[derive(Debug)]
 pub struct Rows<N, R> {
     chains: HashMap<N, Chain>,
-    /// By chain after [`Rows::finish`], and in their order.
+    /// Each rule with its chain's number. Sorted by chain after [`Rows::finish`], in the order of the rules.
     rows: Vec<(u32, R)>,
 }
 
 #[derive(Debug)]
 struct Chain {
     number: u32,
-    /// Whether its rules were asked for.
+    /// Whether [`Rows::of`] returned the chain's rules.
     read: Cell<bool>,
 }
 
@@ -27,7 +27,7 @@ impl<N, R> Default for Rows<N, R> {
 }
 
 impl<N: Borrow<str> + Hash + Eq, R> Rows<N, R> {
-    /// The number of a chain, which is new if it was not known.
+    /// Returns the number of a chain. Creates the chain if it is unknown.
     pub fn chain(&mut self, name: N) -> u32 {
         let number = u32::try_from(self.chains.len()).unwrap_or(u32::MAX);
         let read = Cell::new(false);
@@ -37,35 +37,35 @@ impl<N: Borrow<str> + Hash + Eq, R> Rows<N, R> {
             .number
     }
 
-    /// Adds a rule at the end of a chain.
+    /// Appends a rule to a chain.
     pub fn add(&mut self, name: N, row: R) {
         let chain = self.chain(name);
         self.rows.push((chain, row));
     }
 
-    /// Sorts the rules by chain. To be called when all are there.
+    /// Sorts the rules by chain. Call it after the last rule was added.
     pub fn finish(&mut self) {
         self.rows.sort_by_key(|(chain, _)| *chain);
     }
 
-    /// Every chain's name, with whether its rules were asked for.
+    /// Returns the names of all chains, each with whether [`Rows::of`] returned its rules.
     pub fn names(&self) -> impl Iterator<Item = (&str, bool)> {
         let chains = self.chains.iter();
         chains.map(|(name, chain)| (name.borrow(), chain.read.get()))
     }
 
-    /// A chain's name, if the table has the chain.
+    /// Returns a chain's name, if the table has the chain.
     pub fn name(&self, chain: &str) -> Option<&str> {
         let known = self.chains.get_key_value(chain);
         known.map(|(name, _)| name.borrow())
     }
 
-    /// All rules, in the order of their chains.
+    /// Returns all rules, sorted by chain.
     pub fn all(&self) -> impl Iterator<Item = &R> {
         self.rows.iter().map(|(_, row)| row)
     }
 
-    /// The rules of a chain in their order, which are asked for now.
+    /// Returns the rules of a chain in their order, and marks the chain as read.
     pub fn of(&self, chain: &str) -> impl Iterator<Item = &R> + use<'_, N, R> {
         if let Some(chain) = self.chains.get(chain) {
             chain.read.set(true);
@@ -73,7 +73,7 @@ impl<N: Borrow<str> + Hash + Eq, R> Rows<N, R> {
         self.unasked(chain)
     }
 
-    /// The rules of a chain in their order.
+    /// Returns the rules of a chain in their order, without marking the chain as read.
     pub fn unasked(&self, chain: &str) -> impl Iterator<Item = &R> + use<'_, N, R> {
         let number = self.chains.get(chain).map(|chain| chain.number);
         let first = number.map_or(self.rows.len(), |number| {

@@ -1,15 +1,14 @@
-//! Which part of the connections each endpoint gets: from probabilities of rules that are tried one after the other, to
-//! weights.
+//! Computes the weights of endpoints from the probabilities of rules that are evaluated one after the other.
 
-/// The step in which the kernel stores a probability.
+/// The precision with which the kernel stores a probability.
 const GRAIN: f64 = 1.0 / 2_147_483_648.0;
-/// The largest sum of weights that is looked for.
+/// The maximum sum of weights in the search for exact weights. If none are found, the sum is about a million.
 const SUM: u32 = 1000;
 
-/// Weights of endpoints whose rules are tried in this order with these probabilities; the last endpoint, which gets the rest,
-/// has none. All weights are 1 if the endpoints get the same number of connections, as kube-proxy writes it.
+/// Returns the weights of endpoints whose rules are evaluated in this order with these probabilities. The last endpoint
+/// has no probability, because it gets the rest. All weights are 1 if kube-proxy gave the endpoints equal shares.
 ///
-/// None: a probability is not between 0 and 1.
+/// Returns `None` if a probability is not between 0 and 1.
 pub fn weights(probabilities: &[f64]) -> Option<Vec<u32>> {
     if probabilities.iter().any(|p| !(*p > 0.0 && *p < 1.0)) {
         return None;
@@ -28,7 +27,7 @@ pub fn weights(probabilities: &[f64]) -> Option<Vec<u32>> {
             part
         })
         .collect();
-    // An error of one grain in each of the rules before.
+    // The error adds up to one grain for each rule.
     let close = GRAIN * f64::from(count);
     let rounded = |sum: u32| {
         parts
@@ -57,7 +56,7 @@ mod tests {
 
     #[test]
     fn what_the_kernel_rounds_is_uniform() {
-        // As `iptables-save` prints them.
+        // In the form that `iptables-save` prints.
         for (probabilities, wanted) in [
             (&[][..], &[1][..]),
             (&[0.5], &[1, 1]),

@@ -1,4 +1,4 @@
-//! The services of the rules that the real kube-proxy wrote, of versions 1.33 to 1.37; and lines that are not its own.
+//! Imports rules that the real kube-proxy wrote, versions 1.33 to 1.37, and lines that are not kube-proxy's own.
 
 use std::{sync::Arc, time::Duration};
 
@@ -35,7 +35,7 @@ fn service<'i>(imported: &'i Imported, name: &str) -> &'i Service {
         .unwrap()
 }
 
-/// Everything that a person wants to know of a service, in one line.
+/// Describes a service in one line.
 fn line(service: &Service) -> String {
     let ports = service.ports.iter().map(|port| {
         let endpoints = port.endpoints.iter().map(|endpoint| {
@@ -74,7 +74,7 @@ fn rules_of_iptables_that_nft_printed_are_named_as_such() {
     assert!(error.contains("save them with iptables-save"), "{error}");
 }
 
-/// In mode nftables, since 1.37 a service with one endpoint has no map, and long comments are cut off.
+/// In mode nftables, 1.37 writes no map for a service with one endpoint, and truncates long comments.
 #[test]
 fn the_rules_of_both_modes_of_1_37_become_the_same_services() {
     let listed = include_str!("../../../../tests/data/kube-proxy-1.37/nft-ruleset.txt");
@@ -107,14 +107,14 @@ fn the_rules_of_both_modes_of_1_37_become_the_same_services() {
     }
 }
 
-/// Before 1.36, in mode nftables, each endpoint has a chain, and a port's chain says which clients are masqueraded. The rules
-/// of these versions are for the same objects as those of 1.36.
+/// Before 1.36, in mode nftables, each endpoint has a chain, and the chain of a port contains the rule for
+/// masquerading. The rules of these versions are for the same objects as the rules of 1.36.
 #[test]
 fn the_rules_before_1_36_become_the_services_of_1_36() {
     let saved = good(SAVED);
     assert_eq!(good(SAVED_33).services, saved.services);
     let new = good(LISTED);
-    // The old rules say which endpoints are on this node only where a policy asks for them.
+    // The old rules show which endpoints are on this node only if a policy needs it.
     let line = |service: &Service, policies: [TrafficPolicy; 2]| {
         let line = line(service);
         if policies.contains(&TrafficPolicy::Local) {
@@ -134,7 +134,7 @@ fn the_rules_before_1_36_become_the_services_of_1_36() {
     }
 }
 
-/// Where its feature gate is on.
+/// kube-proxy writes these rules if their feature gate is on.
 #[test]
 fn node_ports_that_1_37_refuses_on_loopback_are_no_fault() {
     let listed = include_str!("../../../../tests/data/kube-proxy-1.37/nft-ruleset.txt");
@@ -197,7 +197,7 @@ fn kube_proxys_nftables_rules_become_its_services() {
     assert_eq!(local.external_policy, TrafficPolicy::Local);
     let local: Vec<bool> = local.ports[0].endpoints.iter().map(|e| e.local).collect();
     assert_eq!(local, [true, false]);
-    // What the rules say in this mode alone: which endpoints are here, and on which addresses node ports answer.
+    // Facts that only this mode's rules contain: the endpoints on this node, and the addresses that answer node ports.
     assert!(service(&imported, "clusterip").ports[0].endpoints[0].local);
     let facts = Facts {
         masquerade: [
@@ -208,7 +208,8 @@ fn kube_proxys_nftables_rules_become_its_services() {
         node_ports: ["192.168.77.1/32".parse().unwrap(), "::/0".parse().unwrap()].into(),
     };
     assert_eq!(imported.facts, facts);
-    // And the other way round: external IPs and load balancers' are alike, and ports of health checks have no rules.
+    // Facts that only the other mode's rules contain: the difference between external IPs and load balancers'
+    // addresses, and the ports of health checks.
     let saved = good(SAVED);
     for (name, service) in &imported.services {
         let mut known = (*saved.services[name]).clone();
@@ -258,8 +259,9 @@ fn json_without_a_needed_field_is_an_error() {
     }
 }
 
-/// Each change of a line is one that kube-proxy does not write, or that makes another service of it: the line is named,
-/// and the service that it concerns is left out, no other. None: the line concerns no service alone, and all are served.
+/// Each change makes a line that kube-proxy does not write, or a line of another service. The import names the line and
+/// leaves out the service that it concerns, and no other. `None`: the line concerns no single service, so all services
+/// are imported.
 #[test]
 fn what_is_not_kube_proxys_is_named_and_never_guessed() {
     let saved: &[(&str, &str, Option<&str>)] = &[
@@ -431,7 +433,7 @@ fn what_is_not_kube_proxys_is_named_and_never_guessed() {
             "10.96.1.1 . udp . 80 : goto service-EGW526KA",
             Some("clusterip"),
         ),
-        // Serving this address to all clients would open it.
+        // If the import served this address to all clients, the restriction would be lost.
         (
             "203.0.113.10 . tcp . 80 : goto firewall-",
             "203.0.113.10 . tcp . 80 : jump firewall-",
@@ -665,7 +667,7 @@ fn unequal_probabilities_are_weights() {
     assert_eq!((weighted[0].get(0), weighted[0].get(1)), (3, 1));
 }
 
-/// An element that is not understood may be about any service, so that no element of the map counts.
+/// An element that is not understood may concern any service, so no element of the map is used.
 #[test]
 fn a_map_with_a_fault_is_an_error_with_its_line() {
     for (from, to) in [
@@ -716,7 +718,7 @@ fn a_map_with_a_fault_is_an_error_with_its_line() {
             other => panic!("{to}: {other:?}"),
         }
     }
-    // In JSON the place is that of the map.
+    // In JSON, the place is the map's.
     let [from, to] = [
         "[{\"concat\": [\"10.96.1.2\", ",
         "[{\"what\": [\"10.96.1.2\", ",
@@ -733,7 +735,7 @@ fn a_map_with_a_fault_is_an_error_with_its_line() {
     }
 }
 
-/// An address whose clients are restricted belongs to the service that the restriction names.
+/// An address with restricted clients belongs to the service that the restriction names.
 #[test]
 fn a_restricted_address_of_another_service_is_left_out() {
     let text = LISTED.replacen(
@@ -764,7 +766,7 @@ fn a_rule_whose_place_in_its_chain_is_unknown_is_an_error() {
     }
 }
 
-/// Services without endpoints are in table filter alone.
+/// Services without endpoints occur only in table `filter`.
 #[test]
 fn rules_without_table_filter_are_an_error() {
     let [start, end] = ["*filter\n", "*nat\n"].map(|table| SAVED.find(table).unwrap());
@@ -798,7 +800,7 @@ fn addresses_that_answer_node_ports_are_none_if_the_rules_name_none() {
     assert!(good(&listed).facts.node_ports.is_empty());
 }
 
-/// The line of a service's cluster IP is missing.
+/// The rules lack the line for a service's cluster IP.
 #[test]
 fn a_service_without_its_cluster_ip_is_left_out() {
     let without = |text: &str, what: &str| -> String {
@@ -847,7 +849,7 @@ fn a_service_without_its_cluster_ip_is_left_out() {
     }
 }
 
-/// Rules refuse a port because the service has no endpoint, and other rules lead to endpoints of the port.
+/// One rule refuses a port because the service has no endpoint, and other rules jump to endpoints of the port.
 #[test]
 fn a_port_that_is_served_and_refused_is_left_out() {
     let line = "-A KUBE-SERVICES -d 10.96.1.10/32 -p udp -m comment --comment \"bench/udp:p has no endpoints\" -m udp --dport 53 \
@@ -871,7 +873,7 @@ fn a_port_that_is_served_and_refused_is_left_out() {
     }
 }
 
-/// The rule for all addresses is missing, and the one that counts connections to loopback is there.
+/// The rule for all addresses is missing, but the rule that counts connections to loopback is present.
 #[test]
 fn a_node_port_at_loopback_alone_is_left_out() {
     let line = "-A KUBE-NODEPORTS -p tcp -m comment --comment \"bench/nodeport:p\"";
@@ -889,16 +891,16 @@ fn a_node_port_at_loopback_alone_is_left_out() {
 #[test]
 fn chains_that_no_packet_comes_to_are_noted() {
     assert_eq!(good(SAVED).stale, 0);
-    // kube-proxy leaves such chains for a while: a service's with its endpoints'.
+    // kube-proxy leaves the chains of a removed service and its endpoints for a while.
     let line = "-A KUBE-SERVICES -d 10.96.1.10/32";
     let lines = SAVED.split_inclusive('\n');
     let text: String = lines.filter(|of| !of.starts_with(line)).collect();
     let imported = good(&text);
     assert_eq!((imported.services.len(), imported.stale), (11, 3));
-    // Behind a rule that is not understood they are not stale.
+    // After a rule that is not understood, the chains are not stale.
     let text = SAVED.replacen(line, "-A KUBE-SERVICES -i eth0 -d 10.96.1.10/32", 1);
     assert_eq!(read(&text).unwrap().stale, 0);
-    // In mode nftables it removes their rules at once.
+    // In mode nftables, kube-proxy removes their rules at once.
     let text = LISTED.replacen(
         "10.96.1.10 . udp . 53 : goto service-JNKDCQLK-bench/udp/udp/p,",
         "",
@@ -919,7 +921,7 @@ fn chains_that_no_packet_comes_to_are_noted() {
     assert_eq!(found, [line]);
 }
 
-/// A part of the rules is removed, so that no packet comes to a service.
+/// A part of the rules is removed, so that no packet reaches a service.
 #[test]
 fn rules_that_no_packet_comes_to_are_an_error() {
     let lines = |text: &str, keep: &dyn Fn(&str) -> bool| -> String {
@@ -950,7 +952,7 @@ fn rules_that_no_packet_comes_to_are_an_error() {
         let found = read(&LISTED.replace(gone, ""));
         assert!(matches!(found, Err(Error::Line { .. })), "{found:?}");
     }
-    // Of the family that other rules are for, they are listed.
+    // If other rules cover the family, the chains are listed as leftovers.
     let both = [&*saved, LISTED].map(|text| Text {
         origin: "rules".into(),
         text: text.into(),
@@ -960,7 +962,7 @@ fn rules_that_no_packet_comes_to_are_an_error() {
     assert_eq!(imported.leftovers.len(), 1, "{:?}", imported.leftovers);
 }
 
-/// kube-proxy's chains are there without its rules.
+/// kube-proxy's chains exist without its rules.
 #[test]
 fn rules_without_a_service_are_an_error() {
     let flushed =
@@ -984,7 +986,7 @@ fn a_family_that_is_there_twice_in_one_file_is_named_once() {
     assert!(error.contains("twice"), "{error}");
 }
 
-/// Manifests written from the imported rules are read as the services that were imported.
+/// Manifests written from imported rules read back as the imported services.
 #[test]
 fn manifests_say_what_the_rules_say() {
     let node = model::Node {

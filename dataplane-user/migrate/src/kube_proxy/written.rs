@@ -1,4 +1,4 @@
-//! Imported services as manifests: Services and EndpointSlices from which an agent makes the same tables.
+//! Writes imported services as manifests. From these Services and EndpointSlices, an agent builds equal tables.
 
 use std::{
     collections::BTreeMap,
@@ -11,19 +11,19 @@ use serde_json::{Map, Value, json};
 
 use super::Imported;
 
-/// The node of hints for endpoints that kube-proxy uses for traffic policy `Local` only. No node has this name: it is not in
-/// DNS.
+/// The node name in hints for endpoints that kube-proxy uses only for traffic policy `Local`. No node has this name,
+/// because it is not a valid DNS name.
 const ELSEWHERE: &str = "-";
 
-/// Writes the services as YAML, one document each for a Service and an EndpointSlice. `node`: the name of this node, which
-/// endpoints have that are on it.
+/// Writes the services as YAML, one document each for a Service and an EndpointSlice. `node`: the name of this node,
+/// for the endpoints on it.
 ///
-/// Returns a line for each service that is left out, because its endpoints get unequal parts of the connections: an
+/// Returns a line for each service that is left out because its endpoints have unequal shares of the connections: an
 /// EndpointSlice has no weights.
 ///
 /// # Errors
 ///
-/// `out` takes no more.
+/// If writing to `out` fails.
 pub fn write(imported: &Imported, node: &str, out: &mut dyn Write) -> io::Result<Vec<String>> {
     let mut left_out = Vec::new();
     for service in imported.services.values() {
@@ -71,7 +71,7 @@ fn document(object: &Value, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "---\n{}", text.trim_end())
 }
 
-/// A Service.
+/// Returns the manifest of a Service.
 fn object(service: &Service) -> Value {
     let texts = |ips: &[IpAddr]| ips.iter().map(ToString::to_string).collect::<Vec<_>>();
     let kind = match service.kind {
@@ -139,14 +139,14 @@ fn named(port: &ServicePort, mut fields: Value) -> Value {
     fields
 }
 
-/// An endpoint that is ready, because rules have no other.
+/// Returns the manifest of an endpoint. The endpoint is ready, because rules contain only ready endpoints.
 fn endpoint(endpoint: &Endpoint, node: &str) -> Value {
     let mut fields = Map::new();
     fields.insert("addresses".to_owned(), json!([endpoint.addr.to_string()]));
     if endpoint.local {
         fields.insert("nodeName".to_owned(), node.into());
     }
-    // The import knows hints of its own only: for this node's zone, or for another.
+    // The import makes only two kinds of hints: for this node's zone, and for another zone.
     if endpoint.hints.for_zones() {
         let name = if endpoint.hints.for_this_zone() {
             node

@@ -1,4 +1,4 @@
-//! The programs of iptables and nftables on this machine, or below another root, and how to run them.
+//! Finds the programs of iptables and nftables on this machine or below another root directory, and runs them.
 
 use std::{
     env, fs,
@@ -18,16 +18,16 @@ use nix::{
 };
 use serde::Serialize;
 
-/// Where programs are below another root, and on a machine without `PATH`.
+/// Search path below another root, and on a machine without `PATH`.
 const PLACES: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// How long a program may take to say its version.
+/// Maximum time for a program to print its version.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How much of an answer about a version is read.
+/// Maximum number of bytes read from the output of `--version`.
 const ANSWER: u64 = 4096;
 
-/// How often it is looked whether a program has ended.
+/// Interval at which a running program is polled for its end.
 const TICK: Duration = Duration::from_millis(2);
 
 /// An IP family.
@@ -42,10 +42,10 @@ pub enum Family {
 }
 
 impl Family {
-    /// Both.
+    /// Both families.
     pub const BOTH: [Self; 2] = [Self::V4, Self::V6];
 
-    /// How people call it.
+    /// Returns the family's name for messages.
     pub fn word(self) -> &'static str {
         match self {
             Self::V4 => "IPv4",
@@ -53,7 +53,7 @@ impl Family {
         }
     }
 
-    /// How nf_tables calls it.
+    /// Returns the family's name in nf_tables.
     pub fn of_tables(self) -> &'static str {
         match self {
             Self::V4 => "ip",
@@ -61,7 +61,7 @@ impl Family {
         }
     }
 
-    /// The program for it.
+    /// Returns the name of the family's iptables program.
     pub fn program(self) -> &'static str {
         match self {
             Self::V4 => "iptables",
@@ -70,7 +70,7 @@ impl Family {
     }
 }
 
-/// Which part of the kernel a program of iptables speaks to.
+/// The kernel subsystem that a program of iptables uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Variant {
@@ -81,7 +81,7 @@ pub enum Variant {
 }
 
 impl Variant {
-    /// As in the names of programs.
+    /// Returns the variant as it occurs in the names of programs.
     pub fn word(self) -> &'static str {
         match self {
             Self::Legacy => "legacy",
@@ -90,20 +90,20 @@ impl Variant {
     }
 }
 
-/// What a program is for.
+/// The function of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// `iptables`: changes single rules.
+    /// `iptables`: changes individual rules.
     Command,
-    /// `iptables-save`: prints all.
+    /// `iptables-save`: prints all rules.
     Save,
-    /// `iptables-restore`: loads a text.
+    /// `iptables-restore`: loads a text with rules.
     Restore,
 }
 
 impl Role {
-    /// All of them.
+    /// All roles.
     pub const ALL: [Self; 3] = [Self::Command, Self::Save, Self::Restore];
 
     pub(super) fn ending(self) -> &'static str {
@@ -115,13 +115,13 @@ impl Role {
     }
 }
 
-/// The name of a program of iptables: `ip6tables-nft-save`.
+/// Returns the name of a program of iptables: `ip6tables-nft-save`.
 pub fn name(family: Family, named: Option<Variant>, role: Role) -> String {
     let named = named.map_or(String::new(), |variant| format!("-{}", variant.word()));
     format!("{}{named}{}", family.program(), role.ending())
 }
 
-/// The commands of both families and variants, by their names.
+/// Returns the names of the `iptables` commands for both families and variants.
 pub fn commands() -> impl Iterator<Item = (Family, Variant, String)> {
     let variants = |family| [Variant::Nft, Variant::Legacy].map(|variant| (family, variant));
     let all = Family::BOTH.into_iter().flat_map(variants);
@@ -131,48 +131,49 @@ pub fn commands() -> impl Iterator<Item = (Family, Variant, String)> {
 /// A program of iptables.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Binary {
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// The family that it is for.
+    /// The family that the program is for.
     pub family: Family,
-    /// The variant in its name; `None`: the name has none.
+    /// The variant in the program's name; `None` if the name has none.
     pub named: Option<Variant>,
-    /// What it is for.
+    /// The program's function.
     pub role: Role,
-    /// Where it was found, below the root.
+    /// The path, below the root.
     pub path: PathBuf,
-    /// The file that links lead to.
+    /// The file behind all symbolic links.
     pub really: PathBuf,
-    /// The variant that it is, by its own answer; `None`: it does not say.
+    /// The variant according to the program's own output; `None` if the output does not say.
     pub variant: Option<Variant>,
-    /// The version, by its own answer.
+    /// The version according to the program's own output.
     pub version: Option<String>,
-    /// Why the variant is what it is, or is not known, if the answer did not say.
+    /// The reason for the value of `variant`, if the program's output does not name a variant.
     pub note: Option<String>,
 }
 
 /// The program `nft`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Nft {
-    /// Where it was found, below the root.
+    /// The path, below the root.
     pub path: PathBuf,
-    /// The version, by its own answer.
+    /// The version according to the program's own output.
     pub version: Option<String>,
 }
 
-/// The programs that there are.
+/// The programs that were found.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Binaries {
-    /// Those of iptables, by name.
+    /// The programs of iptables.
     pub iptables: Vec<Binary>,
-    /// `nft`.
+    /// The program `nft`.
     pub nft: Option<Nft>,
     /// Names of iptables' programs that were not found.
     pub missing: Vec<String>,
 }
 
 impl Binaries {
-    /// The program of a variant, by what it says it is. The one with the variant in its name is preferred.
+    /// Returns the program of a variant. The variant is the one that the program's output names. Of several programs,
+    /// the one with the variant in its name is preferred.
     pub fn program(&self, family: Family, variant: Variant, role: Role) -> Option<&Binary> {
         let fits = |binary: &&Binary| {
             (binary.family, binary.role, binary.variant) == (family, role, Some(variant))
@@ -182,11 +183,11 @@ impl Binaries {
     }
 }
 
-/// Looks for the programs in `PATH`, or below `root`, and asks each for its version. To be called in the network namespace
-/// that they are to see.
+/// Searches for the programs in `PATH`, or below `root`, and runs each with `--version`. Call it in the network
+/// namespace that the programs should see.
 ///
 /// # Errors
-/// If `root` cannot be made the root of a thread.
+/// If the thread cannot change its root to `root`.
 pub fn find(root: Option<&Path>) -> io::Result<Binaries> {
     below(root, || {
         let places = match root {
@@ -219,11 +220,12 @@ pub fn find(root: Option<&Path>) -> io::Result<Binaries> {
     })
 }
 
-/// Does `work` on a thread whose root directory is `root`, and which has CAP_NET_ADMIN and CAP_NET_RAW alone; on this one if there
-/// is none. Programs that `work` starts have the same root, capabilities and network namespace.
+/// Runs `work` on a new thread with the root directory `root` and with only the capabilities CAP_NET_ADMIN and
+/// CAP_NET_RAW. Without a `root`, runs `work` on the calling thread. Programs that `work` starts inherit the thread's
+/// root, capabilities and network namespace.
 ///
 /// # Errors
-/// If the root cannot be changed; otherwise what `work` answers.
+/// If the thread cannot change its root, or if `work` fails.
 pub fn below<T: Send>(
     root: Option<&Path>,
     work: impl FnOnce() -> io::Result<T> + Send,
@@ -242,7 +244,7 @@ pub fn below<T: Send>(
                 )
             })?;
         unistd::chdir("/")?;
-        // Whoever has made that root has made its programs. With CAP_SYS_CHROOT they would get out of it.
+        // The programs below that root are not trusted. With CAP_SYS_CHROOT they could escape from the root.
         keep_network_only()?;
         work()
     };
@@ -266,7 +268,7 @@ fn ask(name: String, family: Family, named: Option<Variant>, role: Role, path: P
     let really = fs::canonicalize(&path).unwrap_or_else(|_| path.clone());
     let file = really.file_name().unwrap_or_default().to_string_lossy();
     let (variant, version, note) = if file.contains("iptables-wrapper") {
-        // It replaces itself by links when it is first run, by what it then finds.
+        // At its first run, the wrapper chooses a variant for the rules it finds and replaces itself by links.
         let note = "a wrapper that chooses the variant, and links it for good, when it is first run: not run";
         (None, None, Some(note.to_owned()))
     } else {
@@ -288,7 +290,8 @@ fn ask(name: String, family: Family, named: Option<Variant>, role: Role, path: P
     }
 }
 
-/// `iptables v1.8.9 (nf_tables)`. Before 1.8 there was one variant, and `iptables-save` took no `--version`.
+/// Reads the variant and version from output such as `iptables v1.8.9 (nf_tables)`, and a note if the output has no
+/// variant. Before 1.8 there was one variant, and `iptables-save` had no option `--version`.
 fn said_of_itself(said: &Output) -> (Option<Variant>, Option<String>, Option<String>) {
     let text = String::from_utf8_lossy(&said.stdout);
     let version = version(&text);
@@ -309,7 +312,7 @@ fn said_of_itself(said: &Output) -> (Option<Variant>, Option<String>, Option<Str
     }
 }
 
-/// `1.8.9`, of `iptables v1.8.9 (nf_tables)`.
+/// Returns `1.8.9` for `iptables v1.8.9 (nf_tables)`.
 fn version(text: &str) -> Option<String> {
     let mut words = text
         .split_whitespace()
@@ -321,18 +324,18 @@ fn version(text: &str) -> Option<String> {
 /// The output of a program.
 #[derive(Clone, Debug, Default)]
 pub struct Output {
-    /// Whether it ended with 0.
+    /// Whether the program exited with 0.
     pub success: bool,
-    /// Its standard output.
+    /// The standard output.
     pub stdout: Vec<u8>,
-    /// Its standard error, of which the first 4 KiB count.
+    /// The standard error, cut after 4 KiB.
     pub stderr: String,
 }
 
-/// Runs a program without input and with none of this process's environment, and reads what it writes.
+/// Runs a program without input and with an empty environment, and reads its output.
 ///
 /// # Errors
-/// If it cannot be started, takes longer than `patience`, or writes more than `limit` bytes.
+/// If the program cannot be started, runs longer than `patience`, or writes more than `limit` bytes.
 pub fn run(
     program: &Path,
     arguments: &[&str],
@@ -342,10 +345,10 @@ pub fn run(
     run_with(program, arguments, &[], patience, limit)
 }
 
-/// As [`run`], with an input.
+/// Runs a program as [`run`] does, with an input.
 ///
 /// # Errors
-/// If it cannot be started, takes longer than `patience`, or writes more than `limit` bytes.
+/// If the program cannot be started, runs longer than `patience`, or writes more than `limit` bytes.
 pub fn run_with(
     program: &Path,
     arguments: &[&str],
@@ -363,10 +366,11 @@ pub fn run_with(
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .process_group(0);
-    // What is killed here must change nothing later, such as when it gets a lock that it waits for.
+    // The program must end with this process. Otherwise it could still change rules later, for example when it gets the
+    // lock that it waits for.
     ends_with_us(&mut command);
     let mut child = command.spawn()?;
-    // Also without an input: below another root there may be no /dev/null.
+    // The pipe is needed even without an input: below another root, /dev/null may not exist.
     let stdin = child.stdin.take();
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
     thread::scope(|scope| {
@@ -374,12 +378,12 @@ pub fn run_with(
             scope.spawn(move || {
                 let mut bytes = Vec::new();
                 let pipe = pipe.ok_or_else(|| io::Error::other("no pipe"))?;
-                // What is over the limit is not read: the program gets SIGPIPE.
+                // Output over the limit is not read. The program then gets SIGPIPE.
                 pipe.take(limit + 1).read_to_end(&mut bytes)?;
                 Ok::<_, io::Error>(bytes)
             })
         };
-        // A program that ends early says why; that its input was cut says nothing more.
+        // An error of the write is ignored: a program that ends early reports the reason itself.
         scope.spawn(move || stdin.map(|mut stdin| stdin.write_all(input)));
         let stdout = read(stdout.map(|pipe| Box::new(pipe) as _), limit);
         let stderr = read(stderr.map(|pipe| Box::new(pipe) as _), ANSWER);
@@ -389,7 +393,7 @@ pub fn run_with(
                 Some(status) => break status,
                 None if Instant::now() < end => thread::sleep(TICK),
                 None => {
-                    // Also what it has started, which may hold the pipes.
+                    // Kills the whole process group: child processes may hold the pipes open.
                     if let Ok(group) = i32::try_from(child.id()) {
                         let _ = killpg(Pid::from_raw(group), Signal::SIGKILL);
                     }

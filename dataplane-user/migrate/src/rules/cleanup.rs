@@ -1,5 +1,6 @@
-//! Removes the rules of an owner and nothing else: first, in pure functions, what has to go and in which words of
-//! `iptables-restore`; then, by the programs and the kernel, until nothing is found any more.
+//! Removes the rules of one owner and no others. Pure functions first compute the rules and chains to remove and the
+//! input for `iptables-restore`. The programs and the kernel then make the changes, until a new reading finds no rule
+//! of the owner.
 
 use std::{
     collections::BTreeSet,
@@ -23,36 +24,37 @@ use super::{
     ruleset::{self, Rule, Table, Text},
 };
 
-/// How long a program may take to change rules: legacy tables wait for a lock.
+/// Maximum time for a program that changes rules. It is long because programs for legacy tables wait for a lock.
 const PATIENCE: Duration = Duration::from_mins(2);
-/// How much of what it says is read.
+/// Maximum number of bytes read from the output of a program that changes rules.
 const SAID: u64 = 1 << 20;
-/// How often it is looked again whether something is left or has come back.
+/// Maximum number of passes. Each pass reads all rules again, because the owner may have added rules.
 const PASSES: usize = 3;
 
-/// What has to go from the tables of one text.
+/// The changes that remove the owners' rules from the tables of one text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Removal {
-    /// For `iptables-restore --noflush`; empty if nothing has to go.
+    /// Input for `iptables-restore --noflush`; empty if nothing is removed.
     pub input: String,
-    /// Rules in chains of others that go.
+    /// Number of rules removed from chains of others.
     pub jumps: usize,
-    /// Chains that go.
+    /// Number of chains removed.
     pub chains: usize,
-    /// Rules of the owner that stay, and why.
+    /// Rules of the owners that stay, each with the reason.
     pub stays: Vec<String>,
-    /// Rules in chains that others have made, which go because they lead to a chain of the owner.
+    /// Rules that others wrote into their own chains. They are removed because they jump to a chain of the owners.
     pub of_others: Vec<String>,
 }
 
-/// Plans the removal of what `owners` have in a text of `iptables-save`.
+/// Plans the removal of the rules of `owners` from a text of `iptables-save`.
 ///
-/// Chains of theirs go with all of their rules, and every rule that leads to such a chain. A chain that rules of another known
-/// owner lead to stays, with the chains that it leads to. Rules that lead nowhere, in chains of others, stay; only those go that
-/// Istio's sidecar writes there in its TPROXY mode, which have its marks.
+/// Removes the owners' chains with all their rules, and every rule that jumps to such a chain. A chain stays if a rule
+/// of another known owner jumps to it; the owners' chains that it jumps to stay too. In chains of others, a rule
+/// without a jump stays. There is one exception: the rules that Istio's sidecar writes there in TPROXY mode are
+/// recognized by their marks and removed.
 ///
 /// # Errors
-/// If a line is not understood: it may be anybody's.
+/// If a line is not understood: it may belong to any owner.
 pub fn plan(text: &Text<'_>, owners: &[&Owner]) -> Result<Removal, String> {
     let tables = tables(text)?;
     let mut removal = Removal::default();
@@ -69,8 +71,8 @@ pub fn plan(text: &Text<'_>, owners: &[&Owner]) -> Result<Removal, String> {
     Ok(removal)
 }
 
-/// Reads a text whose every line has to be understood, but for the targets of rules: one that is not known leads to no chain
-/// of theirs.
+/// Reads a text and fails if a line is not understood. A rule whose target is not known is no error, because its target
+/// is not one of the owners' chains.
 pub(super) fn tables<'a>(text: &Text<'a>) -> Result<Vec<Table<'a>>, String> {
     let (tables, unread) = ruleset::read(std::slice::from_ref(text));
     match unread.iter().find(|unread| !unread.is_rule) {
@@ -85,20 +87,20 @@ pub(super) fn tables<'a>(text: &Text<'a>) -> Result<Vec<Table<'a>>, String> {
     }
 }
 
-/// What goes of a table.
+/// The chains and rules to remove from one table.
 pub(super) struct Going<'t, 'a> {
     /// The table.
     pub table: &'t Table<'a>,
-    /// The chains that go, with their rules.
+    /// The chains to remove, with their rules.
     pub chains: Vec<&'a str>,
-    /// The rules in chains of others that go.
+    /// The rules to remove from chains of others.
     pub rules: Vec<&'t Rule<'a>>,
-    /// Rules of the owner that stay, and why.
+    /// Rules of the owners that stay, each with the reason.
     stays: Vec<String>,
 }
 
 impl Going<'_, '_> {
-    /// Whether nothing goes.
+    /// Returns true if nothing is to be removed.
     pub fn is_empty(&self) -> bool {
         self.rules.is_empty() && self.chains.is_empty()
     }
@@ -110,11 +112,11 @@ impl Going<'_, '_> {
         removal.jumps += self.rules.len();
         removal.chains += self.chains.len();
         let mut write = |line: std::fmt::Arguments<'_>| {
-            // A String takes everything.
+            // Writing to a String cannot fail.
             let _ = writeln!(removal.input, "{line}");
         };
         write(format_args!("*{}", self.table.name));
-        // With --noflush this empties the chain.
+        // With --noflush, a chain's declaration empties the chain.
         for chain in &self.chains {
             write(format_args!(":{chain} - [0:0]"));
         }
@@ -129,7 +131,7 @@ impl Going<'_, '_> {
     }
 }
 
-/// Finds what goes of one of all tables of a text.
+/// Finds the chains and rules to remove from `table`, which is one of the tables in `all`.
 pub(super) fn going<'t, 'a>(
     table: &'t Table<'a>,
     all: &[Table<'a>],
@@ -140,7 +142,7 @@ pub(super) fn going<'t, 'a>(
     let is_theirs =
         |owner: Option<&'static Owner>| owner.is_some_and(|owner| owners.contains(&owner));
     let mut stays = Vec::new();
-    // What others need stays.
+    // The owners' chains that must stay, because other owners' rules jump to them.
     let mut needed: BTreeSet<&str> = BTreeSet::new();
     let mut open: Vec<&str> = Vec::new();
     for rule in &table.rules {
@@ -208,31 +210,32 @@ pub(super) fn going<'t, 'a>(
 /// A change of the kernel's rules.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Step {
-    /// The command that makes it, or would: `iptables-nft-restore --noflush`, `nft delete table ip kube-proxy`.
+    /// The command of this change, run or only planned: `iptables-nft-restore --noflush`,
+    /// `nft delete table ip kube-proxy`.
     pub command: String,
     /// The command's input.
     pub input: String,
-    /// Rules in chains of others that go.
+    /// Number of rules removed from chains of others.
     pub jumps: usize,
-    /// Chains that go; those of native tables are counted too.
+    /// Number of chains removed, including the chains of native tables.
     pub chains: usize,
 }
 
-/// The steps that the command has done, or would do.
+/// The result of a removal, or of its dry run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Done {
     /// The changes.
     pub steps: Vec<Step>,
-    /// Rules of the owner that stay, and why.
+    /// Rules of the owners that stay, each with the reason.
     pub stays: Vec<String>,
 }
 
-/// Removes what `owners` have in the network namespace that this thread is in. Looks again after it, since somebody may have added
-/// rules meanwhile.
+/// Removes the rules of `owners` from the network namespace of this thread. Reads the rules again afterwards, because
+/// their writer may have added rules in the meantime. A dry run returns the steps without running them.
 ///
 /// # Errors
-/// If rules cannot be read, a program is missing or refuses, or rules come back. What is not readable stops it before the first
-/// change.
+/// If rules cannot be read, a program is missing or fails, or rules come back. A pass that cannot read all rules
+/// changes nothing.
 pub fn clean_up(root: Option<&Path>, owners: &[&Owner], dry_run: bool) -> io::Result<Done> {
     let found = binaries::find(root)?;
     let mut done = Done::default();
@@ -263,13 +266,13 @@ pub fn clean_up(root: Option<&Path>, owners: &[&Owner], dry_run: bool) -> io::Re
     }
 }
 
-/// What makes a change.
+/// The program that makes a change.
 pub(super) enum By {
     /// A program of iptables.
     Restore(PathBuf),
     /// `nft`.
     Nft(PathBuf),
-    /// The kernel: a native table's family and name.
+    /// The kernel, which deletes a native table: its family and name.
     Kernel(&'static str, String),
 }
 
@@ -296,10 +299,10 @@ impl By {
     }
 }
 
-/// The changes that are to be made, with what makes them, and what stays as it is.
+/// The planned changes, each with the program that makes it; then the rules that stay, each with the reason.
 pub(super) type Found = (Vec<(Step, By)>, Vec<String>);
 
-/// Looks for what is to be changed now.
+/// Reads the kernel's rules and plans the changes.
 fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<Found> {
     let tables = netfilter::tables().map_err(io::Error::other)?;
     let collected = collect::collect(root, found, &tables, collect::Native::Leave)?;
@@ -339,15 +342,15 @@ fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<
     Ok((steps, stays))
 }
 
-/// Whether a table of nf_tables belongs to one of the owners. kube-proxy has one for each family, and others may have names that
-/// begin like it.
+/// Returns true if a table of nf_tables belongs to one of the owners. kube-proxy's tables must have exactly its name,
+/// in the families `ip` and `ip6`, because tables of other programs may start with the same name.
 pub(super) fn is_of(table: &netfilter::Table, owners: &[&Owner]) -> bool {
     let owner = owners::of_table(&table.name).filter(|owner| owners.contains(owner));
     let is_kube_proxys = || table.name == "kube-proxy" && matches!(table.family, "ip" | "ip6");
     owner.is_some_and(|owner| owner != KUBE_PROXY || is_kube_proxys())
 }
 
-/// The program that loads what one with this name has printed: `ip6tables-nft`.
+/// Returns the program that loads the output of the program `origin`: `ip6tables-nft-restore` for `ip6tables-nft`.
 pub(super) fn restore_program(found: &Binaries, origin: &str) -> io::Result<PathBuf> {
     for (family, variant, command) in binaries::commands() {
         if command == origin
@@ -385,7 +388,7 @@ mod tests {
         plan(&text, owners).unwrap()
     }
 
-    /// Chains and rules that are left after a removal.
+    /// Returns the chains and rules that are left after a removal.
     fn after(rules: &str, removal: &Removal) -> Vec<String> {
         let left = load(rules, &removal.input);
         let (mut table, mut all) = ("", Vec::new());
@@ -448,7 +451,7 @@ mod tests {
                 let owned = signs.iter().any(|sign| line.contains(sign));
                 assert!(!owned, "{name}: {line}");
             }
-            // Others' lines are those that have no sign of the owner.
+            // The lines without a sign of the owner are lines of others.
             let others = Removal::default();
             let before = after(&rules, &others);
             let gone: Vec<&String> = before.iter().filter(|line| !left.contains(line)).collect();
@@ -514,7 +517,7 @@ mod tests {
             error.contains("line 3") && error.contains("rubbish"),
             "{error}"
         );
-        // A target of a module that is not known is somebody's own affair.
+        // A rule whose target belongs to an unknown module is accepted: it belongs to another program.
         let known =
             of("*nat\n:KUBE-SERVICES - [0:0]\n-A OUTPUT -j NOSUCH --a 1\nCOMMIT\n").unwrap();
         assert_eq!(known.chains, 1);

@@ -1,4 +1,4 @@
-//! Gets the rules of a network namespace as text, from the programs that can print them: those of iptables, and `nft`.
+//! Reads the rules of a network namespace as text, with the programs of iptables and with `nft`.
 
 use std::{io, path::Path, time::Duration};
 
@@ -10,25 +10,25 @@ use super::{
     ruleset::{Form, Text},
 };
 
-/// How long a program may take to print all rules: legacy tables wait for a lock.
+/// Maximum time for a program to print all rules. It is long because programs for legacy tables wait for a lock.
 const PATIENCE: Duration = Duration::from_mins(1);
 
-/// How much it may print: a million rules of kube-proxy.
+/// Maximum output in bytes: enough for a million rules of kube-proxy.
 const LIMIT: u64 = 256 * 1024 * 1024;
 
 /// A text with rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Printed {
-    /// Which program printed it: `iptables-nft`, `nft`.
+    /// The program that printed the text: `iptables-nft`, `nft`.
     pub origin: String,
-    /// Its form.
+    /// The form.
     pub form: Form,
     /// The text.
     pub text: String,
 }
 
 impl Printed {
-    /// For reading.
+    /// Returns the text for reading.
     pub fn as_text(&self) -> Text<'_> {
         Text {
             origin: &self.origin,
@@ -38,28 +38,29 @@ impl Printed {
     }
 }
 
-/// The rules, and tables whose rules could not be had, with what to do.
+/// The rules that were read, and the tables whose rules could not be read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Collected {
     /// The rules.
     pub texts: Vec<Printed>,
-    /// What is missing.
+    /// The tables that could not be read, each with the reason and the remedy.
     pub missing: Vec<String>,
 }
 
-/// Whether tables of nf_tables are read that iptables does not know.
+/// Whether to read the native tables of nf_tables, which iptables does not know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Native {
-    /// They are not.
+    /// Does not read them.
     Leave,
-    /// By `nft`, which can restore what it prints.
+    /// Reads them with `nft`, which can also restore its own output.
     Print,
 }
 
-/// Prints every table of iptables that holds rules, and native tables of nf_tables as `native` says. To be called in the network namespace that has them.
+/// Prints every table of iptables that has rules, and native tables of nf_tables according to `native`. Call it in the
+/// network namespace of the tables.
 ///
 /// # Errors
-/// If `root` cannot be made the root of a thread.
+/// If the thread cannot change its root to `root`.
 pub fn collect(
     root: Option<&Path>,
     found: &Binaries,
@@ -89,10 +90,10 @@ pub fn collect(
     })
 }
 
-/// Reads all rules of the network namespace that this thread is in, by the programs that are here.
+/// Reads all rules in the network namespace of this thread, with the programs found below `root` or in `PATH`.
 ///
 /// # Errors
-/// The tables cannot be listed, or `root` cannot be made the root of a thread.
+/// If the tables cannot be listed, or the thread cannot change its root to `root`.
 pub fn all(root: Option<&Path>) -> io::Result<Collected> {
     let tables = netfilter::tables().map_err(io::Error::other)?;
     let found = binaries::find(root)?;
@@ -100,11 +101,11 @@ pub fn all(root: Option<&Path>) -> io::Result<Collected> {
 }
 
 impl Collected {
-    /// The rules, if all could be read: a text for each program of iptables, which may have printed one table after the other, and one
-    /// for each table that `nft` printed.
+    /// Returns the rules if all of them could be read: one text for each program of iptables, with its tables joined,
+    /// and one text for each table that `nft` printed.
     ///
     /// # Errors
-    /// Some could not be read.
+    /// If a table could not be read.
     pub fn whole(self) -> io::Result<Vec<Printed>> {
         match self.missing.first() {
             Some(missing) => Err(io::Error::other(format!(
@@ -124,7 +125,7 @@ impl Collected {
         self.missing.push(format!("{kind} {table}: {why}"));
     }
 
-    /// The tables of one family in one variant.
+    /// Prints the tables of one family and variant.
     fn saved(&mut self, found: &Binaries, family: Family, variant: Variant, tables: &[&Table]) {
         if tables.is_empty() {
             return;
@@ -146,8 +147,8 @@ impl Collected {
             }
             Err(error) => why = error.to_string(),
         }
-        // Below a root without /proc, legacy programs find no table by themselves; and those of nft leave out a table that has
-        // rules of nft's own.
+        // Below a root without /proc, legacy programs do not find the tables themselves. The nft programs omit a table
+        // that also has native rules of nft.
         for table in lacking {
             match print(&save.path, &["-t", &table.name]) {
                 Ok(text) if has(&text, table) => self.push(&origin, text),
@@ -162,8 +163,8 @@ impl Collected {
         }
     }
 
-    /// Reads a table that iptables does not print, and says so. nf_tables shows compatibility tables as well, but not what
-    /// extensions of iptables do.
+    /// Reads, with `nft`, a table that iptables does not print, and returns a remark about it. nf_tables also shows
+    /// compatibility tables, but not the effect of iptables' extensions.
     fn listed(&mut self, found: &Binaries, variant: Variant, table: &Table) -> &'static str {
         if variant == Variant::Nft && self.printed(found, table) {
             ", so only what nf_tables shows of it was read"
@@ -180,7 +181,7 @@ impl Collected {
         });
     }
 
-    /// One table of nf_tables, as `nft` prints it; false if it cannot be read, which is then said.
+    /// Prints one table of nf_tables with `nft`. Returns false if that fails; the table is then among the missing ones.
     fn printed(&mut self, found: &Binaries, table: &Table) -> bool {
         let Some(nft) = &found.nft else {
             self.miss(table, &format!("no nft is here: {GET_NFT}"));
@@ -201,7 +202,7 @@ impl Collected {
     }
 }
 
-/// Joins the tables that one program of iptables printed one by one into one text.
+/// Joins the tables that one program of iptables printed separately into one text.
 pub fn joined(printed: Vec<Printed>) -> Vec<Printed> {
     let mut texts: Vec<Printed> = Vec::new();
     for printed in printed {
@@ -219,7 +220,7 @@ pub fn joined(printed: Vec<Printed>) -> Vec<Printed> {
     texts
 }
 
-/// Whether a text of `iptables-save` has a table.
+/// Returns true if a text of `iptables-save` contains a table.
 fn has(text: &str, table: &Table) -> bool {
     let mut names = text.lines().filter_map(|line| line.strip_prefix('*'));
     names.any(|name| name.trim() == table.name)
@@ -230,7 +231,7 @@ fn print(program: &Path, arguments: &[&str]) -> io::Result<String> {
     if !said.success {
         let why = said.stderr.lines().next();
         let why = why.unwrap_or("it failed without a word");
-        // Legacy programs open a raw socket.
+        // Programs for legacy tables open a raw socket.
         let hint = if why.contains("you must be root") {
             "; it needs CAP_NET_ADMIN, and CAP_NET_RAW for legacy tables"
         } else {
@@ -238,7 +239,7 @@ fn print(program: &Path, arguments: &[&str]) -> io::Result<String> {
         };
         return Err(io::Error::other(format!("{why}{hint}")));
     }
-    // Names of users and chains may be of any bytes.
+    // Names of users and chains may contain any bytes.
     Ok(String::from_utf8(said.stdout)
         .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
 }

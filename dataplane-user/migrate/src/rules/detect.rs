@@ -1,5 +1,5 @@
-//! Which variant of iptables a network namespace needs: by the rules that the kernel holds there and the programs that there
-//! are, never by the name `iptables` alone. Pure.
+//! Chooses the variant of iptables that a network namespace needs. The rules in the kernel and the programs present
+//! decide, never the name `iptables` alone. Pure.
 
 use std::path::PathBuf;
 
@@ -8,31 +8,31 @@ use serde::Serialize;
 
 use super::binaries::{Binaries, Family, Role, Variant, name};
 
-/// The package with the programs of iptables.
+/// The command that installs iptables' programs.
 pub const GET_IPTABLES: &str = "apt-get install iptables";
-/// The package with `nft`.
+/// The command that installs `nft`.
 pub const GET_NFT: &str = "apt-get install nftables";
 
-/// Which programs to use for a family.
+/// The programs to use for a family.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Decision {
     /// The family.
     pub family: Family,
-    /// The variant; `None`: there is no program.
+    /// The variant; `None` if there is no program.
     pub variant: Option<Variant>,
     /// The program that changes rules.
     pub command: Option<PathBuf>,
-    /// The program that prints them.
+    /// The program that prints rules.
     pub save: Option<PathBuf>,
-    /// The program that loads them.
+    /// The program that loads rules.
     pub restore: Option<PathBuf>,
-    /// Why.
+    /// The reason for the choice.
     pub reason: String,
-    /// What is wrong or missing.
+    /// Faults and missing programs.
     pub problems: Vec<String>,
 }
 
-/// Decides for a family.
+/// Chooses the variant and programs for a family.
 pub fn decide(family: Family, binaries: &Binaries, tables: &[Table]) -> Decision {
     let of = |kind| holding(tables, kind, family);
     let (legacy, nft) = (of(Kind::Legacy), of(Kind::Compat));
@@ -107,7 +107,8 @@ pub fn decide(family: Family, binaries: &Binaries, tables: &[Table]) -> Decision
     }
 }
 
-/// Without rules: what the name without a variant is, or else what there is.
+/// Chooses the variant if the kernel has no rules: the variant of the program without a variant in its name, else a
+/// variant that is present.
 fn by_default(
     family: Family,
     binaries: &Binaries,
@@ -148,7 +149,7 @@ fn by_default(
     }
 }
 
-/// The tables that hold rules, as a list for people.
+/// Lists the tables that have rules, for messages.
 fn holding(tables: &[Table], kind: Kind, family: Family) -> String {
     let of = tables
         .iter()
@@ -160,7 +161,7 @@ fn holding(tables: &[Table], kind: Kind, family: Family) -> String {
     named.join(", ")
 }
 
-/// `nat (54 rules)`.
+/// Describes a table: `nat (54 rules)`.
 pub fn summary(table: &Table) -> String {
     let rules = match table.rules() {
         1 => "1 rule".to_owned(),
@@ -197,7 +198,7 @@ mod tests {
         }
     }
 
-    /// `iptables=nft iptables-legacy-save=legacy`.
+    /// Reads a description of programs such as `iptables=nft iptables-legacy-save=legacy`.
     fn binaries(text: &str) -> Binaries {
         let all = text.split_whitespace().map(|word| {
             let (name, variant) = word.split_once('=').unwrap();

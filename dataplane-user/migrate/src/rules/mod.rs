@@ -1,5 +1,5 @@
-//! The rules of other programs in a network namespace: found, printed, understood, removed, brought back, and made those that
-//! are expected.
+//! The rules of other programs in a network namespace: finds, prints, reads, removes and restores them, and changes
+//! them to the expected rules.
 
 pub mod binaries;
 pub mod capture;

@@ -1,4 +1,4 @@
-//! The guard rails while a mesh's rules change: no packet passes the network namespace.
+//! The guard: drops the packets of a network namespace, except on loopback, while the rules of a mesh change.
 
 use std::{
     io,
@@ -9,13 +9,13 @@ use std::{
 
 use kernel::guard;
 
-/// The time after which the kernel lets packets pass if this process dies.
+/// The guard's lifetime after a renewal. If this process dies, the kernel lets packets pass after this time.
 pub const TIME: Duration = Duration::from_secs(15);
-/// The time between two renewals.
+/// The interval between two renewals.
 const RENEW: Duration = Duration::from_secs(3);
 
-/// Renews the guard ([`guard::up`]) of a network namespace until [`Rails::down`]. After a drop, and after the death of this process,
-/// the kernel lets packets pass when the guard's time is over.
+/// Renews the guard ([`guard::up`]) of a network namespace until [`Rails::down`]. If this value is dropped or this
+/// process dies, renewals stop, and the kernel lets packets pass when the guard's time is over.
 #[derive(Debug)]
 #[must_use = "the guard is renewed until this is dropped"]
 pub struct Rails {
@@ -25,10 +25,10 @@ pub struct Rails {
 }
 
 impl Rails {
-    /// Closes the network namespace that this thread is in.
+    /// Closes the network namespace of this thread: the kernel drops its packets.
     ///
     /// # Errors
-    /// The kernel refuses, or no thread can be started. No packet is dropped then.
+    /// If the kernel refuses, or no thread can be started. No packet is dropped then.
     pub fn up() -> io::Result<Self> {
         let table = guard::TABLE;
         let refused = |error: io::Error| {
@@ -46,7 +46,7 @@ impl Rails {
                 }
             }
         };
-        // A thread begins in the network namespace of the thread that starts it.
+        // A new thread starts in the network namespace of its creator.
         let thread = thread::Builder::new().name("guard".to_owned()).spawn(renew);
         match thread {
             Ok(thread) => Ok(Self {
@@ -60,10 +60,10 @@ impl Rails {
         }
     }
 
-    /// Lets packets pass again.
+    /// Removes the guard, so that packets pass again.
     ///
     /// # Errors
-    /// The kernel refuses. It lets packets pass when the guard's time is over.
+    /// If the kernel refuses. Packets then pass when the guard's time is over.
     pub fn down(self) -> io::Result<()> {
         drop(self);
         guard::down().map(drop)
@@ -73,7 +73,7 @@ impl Rails {
 impl Drop for Rails {
     fn drop(&mut self) {
         self.stop = None;
-        // A renewal after the guard's removal would fail.
+        // The thread must end first: a renewal after the guard's removal would fail.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }

@@ -1,5 +1,5 @@
-//! What a take-over means for the rules on a node: whose they are, which of them the dataplane takes the place of, and which
-//! conflict with it. Pure: from texts to a report.
+//! Reports the effect of a take-over on a node's rules: the owner of each rule, the rules that the dataplane replaces,
+//! and the rules that conflict with the dataplane. Pure: from texts to a report.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,38 +7,38 @@ use takeover::owners::{self, FOREIGN, ISTIO_AMBIENT, ISTIO_SIDECAR, Owner, Plan}
 
 use super::ruleset::{self, Line, Rule, Table, Text, Unread};
 
-/// What the agent uses itself.
+/// The mark and ports that the agent itself uses.
 #[derive(Clone, Copy, Debug)]
 pub struct Own {
-    /// The mark of the sockets of its proxy.
+    /// The mark of its proxy's sockets.
     pub mark: u32,
     /// The ports of its proxy.
     pub ports: [u16; 2],
 }
 
-/// How rules that stay meet what the dataplane does.
+/// A conflict between rules that stay and the dataplane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Conflict {
-    /// A chain at the forward hook drops what no rule accepts.
+    /// A base chain at the forward hook with policy drop.
     ForwardPolicy,
     /// Rules that refuse forwarded packets.
     RefusesForwarded,
     /// Rules that refuse packets that arrive.
     RefusesArriving,
-    /// Rules that refuse packets of the node's or the pod's own processes.
+    /// Rules that refuse packets sent by processes of the node or the pod.
     RefusesOwn,
-    /// Rules that give packets another destination.
+    /// Rules that change a packet's destination.
     Translates,
-    /// Rules that keep packets to an address from conntrack, for a server on the node.
+    /// Rules that exempt packets to one address from conntrack, for a server on the node.
     Untracks,
-    /// Rules that ask for the mark of the agent's proxy.
+    /// Rules that match the mark of the agent's proxy.
     Mark,
-    /// Rules that hand connections to a port of the agent's proxy.
+    /// Rules that redirect connections to a port of the agent's proxy.
     Port,
 }
 
 impl Conflict {
-    /// A word for it.
+    /// Returns the conflict's name for reports.
     pub fn word(self) -> &'static str {
         match self {
             Self::ForwardPolicy => "forward-policy",
@@ -52,7 +52,7 @@ impl Conflict {
         }
     }
 
-    /// What it means.
+    /// Describes the conflict and its consequence.
     pub fn means(self) -> &'static str {
         match self {
             Self::ForwardPolicy => {
@@ -96,24 +96,24 @@ pub struct Found<'a> {
     pub owner: &'static Owner,
     /// The tables that have its rules.
     pub tables: BTreeSet<String>,
-    /// How many chains it has.
+    /// Number of its chains.
     pub chains: usize,
     /// Its rules.
     pub rules: Vec<Line<'a>>,
-    /// Those that conflict. What is taken over has no conflicts.
+    /// The conflicts, each with its rules. Rules that the dataplane takes over have no conflicts.
     pub conflicts: BTreeMap<Conflict, Vec<Line<'a>>>,
 }
 
 /// The report.
 #[derive(Debug)]
 pub struct Report<'a> {
-    /// The owners, those that are taken over first.
+    /// The owners; those whose rules the dataplane takes over come first.
     pub owners: Vec<Found<'a>>,
     /// Lines that were not understood.
     pub unread: Vec<Unread<'a>>,
 }
 
-/// Reads texts and judges them.
+/// Reads texts and reports their owners and conflicts.
 pub fn report<'a>(texts: &[Text<'a>], own: Own) -> Report<'a> {
     let (tables, unread) = ruleset::read(texts);
     let mut found: BTreeMap<&'static Owner, Found<'a>> = BTreeMap::new();
@@ -166,13 +166,14 @@ fn entry<'f, 'a>(
     found
 }
 
-/// The owners of a table's chains, those at hooks left out unless the table tells.
+/// Returns the owners of a table's chains. A base chain has an owner only if the table's name or its own identifies
+/// one.
 pub(super) fn of_chains<'a>(
     table: &Table<'a>,
     all: &[Table<'a>],
 ) -> BTreeMap<&'a str, &'static Owner> {
     let of_table = table.native.and_then(owners::of_table);
-    // ISTIO_OUTPUT is a chain of both; ISTIO_PRERT and ISTIO_POSTRT only ambient has.
+    // Both modes of Istio have a chain ISTIO_OUTPUT. Only ambient mode has ISTIO_PRERT and ISTIO_POSTRT.
     let of_origin = all.iter().filter(|other| other.origin == table.origin);
     let mut names = of_origin.flat_map(|table| table.chains.keys());
     let is_ambient = names.any(|name| owners::of_chain(name) == Some(ISTIO_AMBIENT));
@@ -188,7 +189,8 @@ pub(super) fn of_chains<'a>(
         .collect()
 }
 
-/// The owner of a rule in a chain of nobody's: by what it leads to, its comment, sets, marks, and interfaces.
+/// Finds the owner of a rule in a chain without an owner, by the rule's jumps, comment, sets, marks and interfaces, in
+/// this order.
 pub(super) fn of_rule(
     rule: &Rule<'_>,
     of_chains: &BTreeMap<&str, &'static Owner>,
@@ -212,7 +214,7 @@ pub(super) fn of_rule(
         .or_else(by_interface)
 }
 
-/// The conflicts of a rule to which packets come from these hooks.
+/// Returns the conflicts of a rule that packets reach from these hooks.
 fn conflicts(rule: &Rule<'_>, hooks: &[String], own: Own) -> Vec<Conflict> {
     let at = |names: &[&str]| hooks.iter().any(|hook| names.contains(&&**hook));
     let asks_for = |(value, mask): &(u32, u32)| *value != 0 && own.mark & mask == *value;
@@ -244,8 +246,8 @@ fn conflicts(rule: &Rule<'_>, hooks: &[String], own: Own) -> Vec<Conflict> {
     .collect()
 }
 
-/// Chains at hooks that drop what no rule accepts. Who has set a policy, iptables does not tell: somebody whose
-/// chains are there.
+/// Adds the base chains that drop by policy. iptables does not record which program set a policy. The report attributes
+/// it to the base chain's owner, or to the first owner that stays and whose chain the base chain jumps to.
 fn policies<'a>(
     table: &Table<'a>,
     of_chains: &BTreeMap<&'a str, &'static Owner>,
@@ -304,7 +306,7 @@ mod tests {
         }
     }
 
-    /// The report as text: a line for each owner, its conflicts, and what is not understood.
+    /// Prints the report as text: a line for each owner, its conflicts, and the lines that were not understood.
     fn text(report: &Report<'_>) -> String {
         let mut out = String::new();
         for found in &report.owners {
@@ -348,7 +350,7 @@ mod tests {
         PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/data")
     }
 
-    /// Each file of rules in tests/data/rules has a file with its report beside it.
+    /// Each file of rules in tests/data/rules has its expected report in a file beside it.
     #[test]
     fn rules_are_reported_as_written_beside_them() {
         let mut files: Vec<PathBuf> = fs::read_dir(data().join("rules"))
@@ -405,7 +407,7 @@ mod tests {
             assert!(report.unread.is_empty(), "{:?}", report.unread);
             let owners: Vec<&str> = report.owners.iter().map(|found| found.owner.name).collect();
             match form {
-                // KUBE-FIREWALL is the kubelet's today; older kube-proxies had it as well.
+                // The chain KUBE-FIREWALL belongs to the kubelet. Older versions of kube-proxy wrote it too.
                 Form::Saved => assert_eq!(owners, ["kube-proxy", "kubelet"]),
                 Form::Nft => assert_eq!(owners, ["kube-proxy"]),
             }
@@ -413,8 +415,8 @@ mod tests {
         }
     }
 
-    /// `DATAPLANE_ISTIO_RULES` names a directory with Istio's source, or its test data: files `*.golden` that have what its
-    /// programs write for many configurations.
+    /// Reads Istio's own examples. `DATAPLANE_ISTIO_RULES` names a directory with Istio's source or its test data:
+    /// files `*.golden` with the rules that Istio's programs write for many configurations.
     #[test]
     fn istios_own_examples_are_understood() {
         let Some(root) = env::var_os("DATAPLANE_ISTIO_RULES") else {
@@ -440,7 +442,7 @@ mod tests {
         let mut wrong = String::new();
         for path in &files {
             let text = fs::read_to_string(path).unwrap();
-            // The programs' names are recorded as well, also behind a COMMIT without an end of line.
+            // The files also contain the names of the programs, some right after a COMMIT without a line break.
             let text = text.replace("COMMIT", "COMMIT\n");
             let lines = text
                 .lines()

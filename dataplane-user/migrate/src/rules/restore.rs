@@ -1,5 +1,5 @@
-//! Brings back the rules that an owner had: in pure functions, what is missing, and in which words of `iptables-restore`. Rules of
-//! others stay as they are now, also where they have changed since.
+//! Restores the rules of an owner. Pure functions compute the missing rules and the input for `iptables-restore`. The
+//! rules of others stay as they are now, even if they changed after the take-over.
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
@@ -10,23 +10,23 @@ use super::{
     ruleset::{Table, Text},
 };
 
-/// What brings an owner's rules back into the tables of one text.
+/// The changes that restore the owners' rules in the tables of one text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Restoration {
-    /// For `iptables-restore --noflush`; empty if nothing is missing.
+    /// Input for `iptables-restore --noflush`; empty if nothing is missing.
     pub input: String,
-    /// Rules in chains of others that come back.
+    /// Number of rules restored in chains of others.
     pub jumps: usize,
-    /// Chains that come back, or whose rules do.
+    /// Number of chains that are created again or filled again.
     pub chains: usize,
-    /// Rules that cannot come back, and why.
+    /// Rules that cannot be restored, each with the reason.
     pub lost: Vec<String>,
 }
 
-/// Plans what brings back the rules that `owners` had in `saved` into what is there `now`. Both are texts of `iptables-save` of the same
-/// program.
+/// Plans the changes that restore the rules that `owners` had in `saved` to the rules of `now`. Both texts are from
+/// `iptables-save` of one program.
 ///
-/// A rule in a chain of others comes back behind the nearest of the rules before it that is still there.
+/// A rule in a chain of others is inserted right after the nearest earlier rule of `saved` that the chain still has.
 ///
 /// # Errors
 /// If a line is not understood.
@@ -75,7 +75,7 @@ fn of_table(went: &Going<'_, '_>, now: Option<&Table<'_>>, restoration: &mut Res
     restoration.jumps += inserts.len();
     restoration.chains += chains.len();
     let mut write = |line: std::fmt::Arguments<'_>| {
-        // A String takes everything.
+        // Writing to a String cannot fail.
         let _ = writeln!(restoration.input, "{line}");
     };
     write(format_args!("*{}", table.name));
@@ -95,7 +95,7 @@ fn of_table(went: &Going<'_, '_>, now: Option<&Table<'_>>, restoration: &mut Res
     write(format_args!("COMMIT"));
 }
 
-/// The rules of each chain.
+/// Returns the rules of each chain.
 fn by_chain<'a>(table: &Table<'a>) -> BTreeMap<&'a str, Vec<String>> {
     let mut all: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for rule in &table.rules {
@@ -106,15 +106,15 @@ fn by_chain<'a>(table: &Table<'a>) -> BTreeMap<&'a str, Vec<String>> {
     all
 }
 
-/// The words that bring rules back into a chain of others. `before` had all of them, and `there` are those of now. A rule that is
-/// there stays where it is.
+/// Returns the commands that insert the missing rules into a chain of others. `before` has all rules of the saved
+/// chain, `there` the chain's present rules. A rule that is present stays in its place.
 pub(super) fn inserted(
     chain: &str,
     before: &[String],
     returning: &[&str],
     mut there: Vec<String>,
 ) -> Vec<String> {
-    // Where a rule is: of equal ones, the one that has as many before it.
+    // Returns a rule's present place. Of equal rules, it takes the one with the same number among its equals.
     let find = |there: &[String], index: usize| {
         let same = |rule: &&String| **rule == before[index];
         let nth = before[..index].iter().filter(same).count();
@@ -122,7 +122,7 @@ pub(super) fn inserted(
         all.nth(nth).map(|(at, _)| at)
     };
     let mut words = Vec::new();
-    // Behind the last of the owner's rules, which keep their order also where others have moved theirs.
+    // The owner's rules stay in their order, even if others moved theirs: each is inserted behind the previous one.
     let mut least = 0;
     for (index, rule) in before.iter().enumerate() {
         if !returning.contains(&rule.as_str()) {
@@ -141,12 +141,12 @@ pub(super) fn inserted(
     words
 }
 
-/// The words that put a rule at a place of its chain.
+/// Returns the command that inserts a rule at a place in its chain, counted from 1.
 pub(super) fn insert(chain: &str, place: usize, rule: &str) -> String {
     format!("-I {chain} {place}{}", behind(chain, rule))
 }
 
-/// Returns the words of a rule behind its chain.
+/// Returns the rule's options: the text after `-A` and the chain.
 pub(super) fn behind<'r>(chain: &str, rule: &'r str) -> &'r str {
     let rest = rule.strip_prefix("-A ").unwrap_or(rule);
     rest.strip_prefix(chain).unwrap_or(rest)
@@ -174,7 +174,7 @@ mod tests {
         }
     }
 
-    /// Removes the rules of the owners, and brings them back; what is there then.
+    /// Removes the owners' rules and restores them. Returns the resulting rules and the plan of the restoration.
     fn there_and_back(before: &str, owners: &[&Owner]) -> (String, Restoration) {
         let removal = cleanup::plan(&text(before), owners).unwrap();
         let without = load(before, &removal.input);
@@ -213,8 +213,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever others have between them, have added or removed since: the owner's rules are all there, in their order; and the
-        /// rules of others are as they were just before.
+        /// After others reordered, added or removed their rules, a restoration returns all rules of the owner in their
+        /// order, and leaves the rules of others as they were just before.
         #[test]
         fn rules_come_back_between_those_of_others(
             rules in prop::collection::vec((0..2_usize, 0..4_u8), 1..12),

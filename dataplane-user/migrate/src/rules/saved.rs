@@ -1,4 +1,4 @@
-//! The rules of an owner as they are before a take-over: read from the kernel, kept in a file, and brought back.
+//! The rules of an owner before a take-over: reads them from the kernel, stores them in a file, and restores them.
 
 use std::{
     fmt::Write as _,
@@ -18,42 +18,43 @@ use super::{
     ruleset::{self, Form, Text},
 };
 
-/// How a section of the file begins. The origin of the section follows: a program's name. (The command was one of `dataplane`
-/// when the format was made.)
+/// Prefix of a section's first line. The origin of the section follows: the name of the program that printed it. The
+/// text names `dataplane takeover`, because the command was part of `dataplane` when the format was defined.
 const SECTION: &str = "# Saved by `dataplane takeover`: ";
 
-/// How the file ends.
+/// The last line of the file.
 const END: &str = "# The end of what `dataplane takeover` saved\n";
-/// As often rules are read until two readings are the same.
+/// Maximum number of readings. Two consecutive readings must be equal.
 const READS: usize = 5;
 
-/// Rules as they were.
+/// The saved rules.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Saved {
-    /// What each program printed.
+    /// The output of each program.
     texts: Vec<Printed>,
 }
 
-/// How many rules there are.
+/// The number of chains and rules in the output of one program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Count {
-    /// The program that printed them, with the table if it is of nf_tables alone: `iptables-nft`, `nft ip kube-proxy`.
+    /// The program that printed the rules. For a native table, the table's name follows: `iptables-nft`,
+    /// `nft ip kube-proxy`.
     pub origin: String,
-    /// The owner's chains, or those of the owner's tables.
+    /// Number of the owner's chains; for native tables, of all chains in them.
     pub chains: usize,
-    /// Rules in chains of others that lead there.
+    /// Number of rules in chains of others that jump to the owner's chains.
     pub jumps: usize,
 }
 
 impl Saved {
-    /// Prints the rules of `owners` that are in the kernel, of the network namespace that this thread is in, with the rules of others
-    /// between them.
+    /// Reads the rules of `owners` from the kernel, in the network namespace of this thread, together with the rules of
+    /// others in the tables of iptables.
     ///
     /// # Errors
-    /// Rules cannot be read, or a line is not understood.
+    /// If rules cannot be read, or a line is not understood.
     pub fn of_kernel(owners: &[&Owner]) -> io::Result<Self> {
         let found = binaries::find(None)?;
-        // The programs print one table after the other, and somebody may write in between.
+        // The programs print one table after another, and rules may change between two tables.
         let mut last = Self::printed(&found, owners)?;
         for _ in 1..READS {
             let now = Self::printed(&found, owners)?;
@@ -67,7 +68,7 @@ impl Saved {
         )))
     }
 
-    /// Whether both have the same rules, whatever their counters, and whatever sets have that forget by themselves.
+    /// Returns true if both have equal rules. Ignores counters and the elements of sets with a timeout.
     pub fn has_the_same_rules(&self, other: &Self) -> bool {
         let rules = |saved: &Self| -> Vec<(String, String)> {
             let texts = saved.texts.iter();
@@ -78,10 +79,11 @@ impl Saved {
         rules(self) == rules(other)
     }
 
-    /// Whether the kernel has rules of the owners that are not among these: somebody has written since.
+    /// Returns true if the kernel has rules of the owners that are not among the saved ones: the owners wrote rules
+    /// since.
     ///
     /// # Errors
-    /// Rules cannot be read, or a line is not understood.
+    /// If rules cannot be read, or a line is not understood.
     pub fn were_written_since(&self, owners: &[&Owner]) -> io::Result<bool> {
         for now in Self::of_kernel(owners)?.texts {
             let is_same = |saved: &&Printed| match now.form {
@@ -92,7 +94,7 @@ impl Saved {
                 return Ok(true);
             };
             if now.form == Form::Saved {
-                // What would have to be added to the saved rules.
+                // The plan has the rules that the kernel has and the saved text lacks.
                 let more = restore::plan(&now.as_text(), &saved.as_text(), owners);
                 if more.map_err(not_understood)? != restore::Restoration::default() {
                     return Ok(true);
@@ -102,10 +104,10 @@ impl Saved {
         Ok(false)
     }
 
-    /// Rules in chains that others have made, which go with the owners' chains.
+    /// Returns the rules that others wrote into their own chains and that are removed together with the owners' chains.
     ///
     /// # Errors
-    /// A line is not understood.
+    /// If a line is not understood.
     pub fn of_others(&self, owners: &[&Owner]) -> io::Result<Vec<String>> {
         let mut all = Vec::new();
         for text in self.texts.iter().filter(|text| text.form == Form::Saved) {
@@ -125,34 +127,34 @@ impl Saved {
         Ok(saved)
     }
 
-    /// The texts.
+    /// Returns the texts for reading.
     pub fn as_texts(&self) -> Vec<Text<'_>> {
         self.texts.iter().map(Printed::as_text).collect()
     }
 
-    /// Whether the owners have no rules.
+    /// Returns true if the owners have no rules.
     pub fn is_empty(&self) -> bool {
         self.texts.is_empty()
     }
 
-    /// How many there are, for each program that printed some.
+    /// Counts chains and rules, once for each program that printed any.
     ///
     /// # Errors
-    /// A line is not understood.
+    /// If a line is not understood.
     pub fn counts(&self, owners: &[&Owner]) -> io::Result<Vec<Count>> {
         self.texts.iter().map(|text| count(text, owners)).collect()
     }
 
-    /// Whether both iptables and nf_tables' own tables have rules.
+    /// Returns true if both the tables of iptables and native tables of nf_tables have rules.
     pub fn is_mixed(&self) -> bool {
         let first = self.texts.first().map(|text| text.form);
         self.texts.iter().any(|text| Some(text.form) != first)
     }
 
-    /// Writes the rules to a file, in one step and onto the disk. Returns the file's SHA-256.
+    /// Writes the rules to a file in one step and syncs it to the disk. Returns the file's SHA-256.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// If the file cannot be written.
     pub fn write(&self, path: &Path) -> io::Result<String> {
         let text = self.to_text();
         disk::replace(path, &text)?;
@@ -162,7 +164,7 @@ impl Saved {
     fn to_text(&self) -> String {
         let mut all = String::new();
         for printed in &self.texts {
-            // A String takes everything.
+            // Writing to a String cannot fail.
             let _ = writeln!(all, "{SECTION}{}", printed.origin);
             all += printed.text.trim_end();
             all.push('\n');
@@ -174,15 +176,16 @@ impl Saved {
     /// Reads the rules that a take-over saved.
     ///
     /// # Errors
-    /// The file cannot be read, or is not the one that was written.
+    /// If the file cannot be read, or differs from the file that the take-over wrote.
     pub fn of(journal: &Journal) -> io::Result<Self> {
         Ok(Self::read(&journal.file, Some(&journal.sha256))?.0)
     }
 
-    /// Reads a file that [`Saved::write`] wrote, and returns its SHA-256. With a checksum, the file must have it.
+    /// Reads a file that [`Saved::write`] wrote, and returns its SHA-256. If `wanted` has a checksum, the file must
+    /// match it.
     ///
     /// # Errors
-    /// The file cannot be read, has another checksum, or was not written so.
+    /// If the file cannot be read, has another checksum, or has another format.
     pub fn read(path: &Path, wanted: Option<&str>) -> io::Result<(Self, String)> {
         let error = |why: String| io::Error::other(format!("{}: {why}", path.display()));
         let text = fs::read_to_string(path).map_err(|why| error(why.to_string()))?;
@@ -227,10 +230,10 @@ impl Saved {
         Ok(saved)
     }
 
-    /// Brings the rules back, into what is there now.
+    /// Restores the missing rules to the kernel's present rules. A dry run returns the steps without running them.
     ///
     /// # Errors
-    /// Rules cannot be read, a program is missing or refuses, or rules are still missing then.
+    /// If rules cannot be read, a program is missing or fails, or rules are still missing afterwards.
     pub fn bring_back(&self, owners: &[&Owner], dry_run: bool) -> io::Result<Back> {
         let found = binaries::find(None)?;
         let (steps, lost) = self.missing(&found, owners)?;
@@ -258,7 +261,7 @@ impl Saved {
         Ok(back)
     }
 
-    /// What brings back what is missing.
+    /// Plans the changes that restore the missing rules.
     fn missing(&self, found: &Binaries, owners: &[&Owner]) -> io::Result<cleanup::Found> {
         let now = printed(found, owners)?;
         let (mut steps, mut lost) = (Vec::new(), Vec::new());
@@ -291,23 +294,24 @@ impl Saved {
     }
 }
 
-/// All tables of iptables that hold rules, a text for each program; and the owners' tables of nf_tables.
+/// Prints all tables of iptables that have rules, as one text for each program, and the owners' native tables of
+/// nf_tables.
 fn printed(found: &Binaries, owners: &[&Owner]) -> io::Result<Vec<Printed>> {
     let mut tables = netfilter::tables().map_err(io::Error::other)?;
     tables.retain(|table| table.kind != Kind::Native || is_of(table, owners));
     collect::collect(None, found, &tables, collect::Native::Print)?.whole()
 }
 
-/// What was brought back, or would be.
+/// The result of a restoration, or of its dry run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Back {
     /// The changes.
     pub steps: Vec<Step>,
-    /// Rules that cannot come back, and why.
+    /// Rules that cannot be restored, each with the reason.
     pub lost: Vec<String>,
 }
 
-/// What brings back a table that `nft` printed, unless the same is there.
+/// Returns the change that restores a table printed by `nft`. Returns `None` if the kernel has an equal table.
 fn listed(text: &Printed, found: &Binaries, now: &[Printed]) -> io::Result<Option<(Step, By)>> {
     let (saved, _) = ruleset::read(&[text.as_text()]);
     let [table] = &saved[..] else {
@@ -326,7 +330,7 @@ fn listed(text: &Printed, found: &Binaries, now: &[Printed]) -> io::Result<Optio
         )));
     };
     let name = &table.name;
-    // One transaction: a part that is there gives way to the whole.
+    // One transaction replaces the whole table, even if the kernel has a part of it.
     let input = format!("add table {name}\ndelete table {name}\n{}", text.text);
     let step = Step {
         command: "nft -f -".to_owned(),
@@ -337,7 +341,7 @@ fn listed(text: &Printed, found: &Binaries, now: &[Printed]) -> io::Result<Optio
     Ok(Some((step, By::Nft(nft.path.clone()))))
 }
 
-/// A text without what changes by itself: remarks, counters, and the elements of sets that forget.
+/// Returns the text without its variable parts: comments, counters, and the elements of sets with a timeout.
 fn rules(text: &str) -> String {
     let mut all = String::new();
     let (mut forgets, mut in_elements) = (false, false);
@@ -363,7 +367,7 @@ fn rules(text: &str) -> String {
         let is_nft = !line.starts_with('-');
         let (mut words, mut last) = (line.split(' '), "");
         while let Some(word) = words.next() {
-            // nft: `counter packets 7 bytes 420`
+            // In nft: `counter packets 7 bytes 420`.
             if is_nft && last == "counter" && matches!(word, "packets" | "bytes") {
                 words.next();
                 continue;
@@ -405,7 +409,8 @@ fn sha256(text: &str) -> String {
     format!("{:x}", Sha256::digest(text.as_bytes()))
 }
 
-/// The name of a new file for rules that are saved now, and when that is. The file of an earlier take-over may be needed still.
+/// Returns the name of a new file for saved rules, and the present time. Does not reuse a name, because the file of an
+/// earlier take-over may still be needed.
 pub fn new_file(directory: &Path) -> (PathBuf, String) {
     let now = jiff::Timestamp::now();
     let now = now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string();

@@ -1,24 +1,24 @@
-//! What `iptables-restore --noflush` makes of an input, for tests of inputs.
+//! Simulates `iptables-restore --noflush`, for tests of its inputs.
 
 use std::{fs, path::PathBuf};
 
-/// A text of rules in the tests' data.
+/// Reads a file from the tests' data.
 pub fn data(name: &str) -> String {
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/data");
     fs::read_to_string(root.join(name)).unwrap()
 }
 
-/// A table: its chains, in their order, with their policies; and their rules.
+/// A table: its chains with their policies, in their order, and its rules.
 struct Table<'a> {
     name: &'a str,
     chains: Vec<(&'a str, &'a str)>,
     rules: Vec<String>,
 }
 
-/// Loads an input into rules, and prints what is there then, chain by chain.
+/// Applies an input to rules and returns the resulting rules, chain by chain.
 ///
 /// # Panics
-/// Where `iptables-restore` would fail: a rule to be removed, or a chain, is not there, or a chain is in use.
+/// If `iptables-restore` would fail: a chain or a rule to be removed does not exist, or a chain is in use.
 pub fn load(rules: &str, input: &str) -> String {
     let mut tables: Vec<Table<'_>> = Vec::new();
     for (text, is_input) in [(rules, false), (input, true)] {
@@ -60,7 +60,7 @@ impl<'a> Table<'a> {
             return;
         }
         if words[0] != "-X" && !self.chains.iter().any(|(known, _)| *known == chain) {
-            // One that is built in, and that the text does not name.
+            // A built-in chain that the text does not declare.
             self.chains.push((chain, "ACCEPT"));
         }
         match words[0] {

@@ -1,4 +1,4 @@
-//! Giving a node back: the rules first, then the dataplane goes.
+//! Gives a node back: restores the rules first, and then removes the dataplane.
 
 use std::{fs, path::Path};
 
@@ -20,7 +20,7 @@ use crate::{
     rules::saved::Saved,
 };
 
-/// Brings the rules back, and removes the dataplane once no agent runs.
+/// Restores the rules. Removes the dataplane if no agent runs.
 pub fn revert(
     place: &Place,
     file: Option<&Path>,
@@ -33,7 +33,7 @@ pub fn revert(
     tell.saved(&journal.file, &journal.sha256);
     let is_written = match journal.state {
         State::TakenOver | State::Restored => !Saved::of_kernel(place.owners)?.is_empty(),
-        // Some of the rules may be there.
+        // The kernel may still have some of the rules.
         State::Removing | State::Restoring => false,
     };
     if is_written {
@@ -94,7 +94,8 @@ pub fn revert(
     Ok(Outcome::GivenBack)
 }
 
-/// Fails if a pod whose rules were taken over is here: its connections would not be captured any more.
+/// Fails if the rules of a pod on this node were taken over: without the dataplane, its connections would not be
+/// captured.
 fn no_pod_needs_it(directory: &Path) -> anyhow::Result<()> {
     let found = pods_that_need_it(directory)?;
     ensure!(
@@ -106,7 +107,7 @@ fn no_pod_needs_it(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The rules that are to come back, and what is known of them.
+/// Returns the rules to restore, and their journal.
 pub fn wanted(directory: &Path, file: Option<&Path>) -> anyhow::Result<(Saved, Journal)> {
     let journal = Journal::read(directory)?;
     let Some(file) = file else {
@@ -133,7 +134,7 @@ pub fn wanted(directory: &Path, file: Option<&Path>) -> anyhow::Result<(Saved, J
     Ok((saved, journal))
 }
 
-/// Brings back the rules that are missing. `false`: their owner has written others since, which are newer, and stay.
+/// Restores the missing rules. Returns false if their owner has written rules since: these are newer, and stay.
 pub fn bring_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<bool> {
     if saved.were_written_since(place.owners)? {
         let owner = place.owner();
@@ -156,8 +157,8 @@ pub fn bring_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::
     Ok(true)
 }
 
-/// Removes the dataplane: what begins is left to the rules, then the packet path's flows go to the kernel's conntrack, and then the
-/// programs go. So no flow begins that conntrack is not given.
+/// Removes the dataplane in three steps. New connections are left to the rules; then the packet path's flows are handed
+/// over to the kernel's conntrack; then the programs are removed. So no flow starts that is not handed over.
 fn detach(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     may_die();
     let conntrack = Conntrack::open(&place.bpffs)?;
@@ -192,7 +193,7 @@ fn detach(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Says what the rules of the file do not serve as the tables do: services changed since they were saved.
+/// Reports the services that changed since the rules were saved, by comparing the rules in the file with the tables.
 fn changed_since(place: &Place, file: &Path, tell: &mut Tell<'_>) {
     let found = rules::snapshot(Some(file)).and_then(|rules| compare(&rules, &place.bpffs));
     match found {
@@ -207,7 +208,7 @@ fn changed_since(place: &Place, file: &Path, tell: &mut Tell<'_>) {
             tell.step("compare", text.to_owned());
             tell.differs(&found);
         }
-        // The rules come back all the same.
+        // The rules are restored even if the comparison fails.
         Err(why) => tell.step(
             "compare",
             format!("cannot tell which services have changed since: {why:#}"),

@@ -1,5 +1,5 @@
-//! Whom the dataplane captures in the network namespace that this thread is in, and how that differs from what a sidecar's
-//! rules capture.
+//! Determines the workload that the dataplane captures in the network namespace of this thread, and how its capture
+//! differs from the capture by a sidecar's rules.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,21 +18,21 @@ use super::place::Place;
 use crate::commands::import_mesh;
 use crate::rules::capture::Capture;
 
-/// Settings that rules of a sidecar do not have.
+/// Settings that a sidecar's rules do not have.
 const SETTINGS: &[&str] = &["captured-by", "mode", "egress", "dns"];
 
-/// The port of the metrics of Istio's sidecar.
+/// The metrics port of Istio's sidecar.
 const METRICS: u16 = 15090;
 
-/// Queries to every address are captured.
+/// The dataplane or the rules capture queries to every address.
 const ALL: &str = "all";
-/// Queries to the pod's own resolvers are captured.
+/// The dataplane or the rules capture only queries to the pod's own resolvers.
 const RESOLVERS: &str = "resolvers";
 
 /// A workload that the dataplane captures.
 #[derive(Debug)]
 pub struct Captured {
-    /// Its namespace and name.
+    /// The workload's namespace and name.
     pub name: String,
     held: Held,
     rules: Vec<MeshRule>,
@@ -42,28 +42,28 @@ pub struct Captured {
 #[derive(Debug)]
 struct Held {
     entry: Enrolled,
-    /// The proxy's ports, for outbound and inbound connections.
+    /// The proxy's ports for outbound and for inbound connections.
     ports: [u16; 2],
     /// The addresses at which inbound connections are captured.
     inbound: BTreeSet<Addr>,
-    /// Which queries are captured: [`ALL`] or [`RESOLVERS`].
+    /// The captured DNS queries: [`ALL`] or [`RESOLVERS`].
     queries: Option<&'static str>,
 }
 
-/// Something that is captured by the rules or by the dataplane, and not by the other.
+/// A subject that only the rules or only the dataplane captures.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub struct Difference {
-    /// The subject, as [`MeshRule::about`], or `outbound` as a whole, or `inbound-address`.
+    /// The subject: one of [`MeshRule::about`], `outbound` for all outbound connections, or `inbound-address`.
     pub about: String,
-    /// The range, port, user, group or address; empty for all.
+    /// The range, port, user, group or address; empty if the difference concerns all.
     pub of: String,
-    /// The rules' answer: `captured` or `excluded`; for DNS, `resolvers` or `all`; `None`: no answer.
+    /// The rules' setting: `captured` or `excluded`; for DNS, `resolvers` or `all`; `None` if the rules have none.
     pub rules: Option<String>,
-    /// The dataplane's answer, with the same words.
+    /// The dataplane's setting, in the same words.
     pub dataplane: Option<String>,
 }
 
-/// Reads the entries of this network namespace. `None`: no workload is captured here.
+/// Reads the entries of this network namespace. Returns `None` if the dataplane captures no workload here.
 fn held(place: &Place) -> anyhow::Result<Option<Held>> {
     if !Tables::exist(&place.bpffs)? || Tables::open(&place.bpffs)?.mesh() == 0 {
         return Ok(None);
@@ -75,7 +75,7 @@ fn held(place: &Place) -> anyhow::Result<Option<Held>> {
     let Some(entry) = entry.filter(|entry| entry.flags & Enrolled::CAPTURED != 0) else {
         return Ok(None);
     };
-    // A range of all addresses has no bits but those of the policy's number, or of IPv4's prefix.
+    // A range of all addresses fixes only the 32 bits of the policy's number and, for IPv4, the 96 bits of the prefix.
     let is_all = |(range, says): (&RangeKey, &u32)| {
         range.policy == entry.resolvers && range.bits <= 32 + 96 && *says == CAPTURED
     };
@@ -95,10 +95,10 @@ fn held(place: &Place) -> anyhow::Result<Option<Held>> {
     }))
 }
 
-/// The name of the workload that is captured here, as far as an agent tells it.
+/// Returns the name of the workload that is captured here, if an agent reports it; otherwise a general term.
 ///
 /// # Errors
-/// The tables cannot be read.
+/// If the tables cannot be read.
 pub fn enrolled(place: &Place) -> anyhow::Result<Option<String>> {
     let Some(held) = held(place)? else {
         return Ok(None);
@@ -110,10 +110,10 @@ pub fn enrolled(place: &Place) -> anyhow::Result<Option<String>> {
     Ok(Some(name.unwrap_or_else(|| "a workload".to_owned())))
 }
 
-/// The workload that is captured here.
+/// Returns the workload that is captured here.
 ///
 /// # Errors
-/// There is none, it is not captured as it should be, its proxy does not listen, or no agent serves.
+/// If no workload is captured here, it is not captured correctly, its proxy does not listen, or no agent serves.
 pub fn find(place: &Place) -> anyhow::Result<Captured> {
     place.serving()?;
     let held = held(place)?.context(
@@ -150,14 +150,14 @@ impl Captured {
     /// Returns the connections that only the rules or only the dataplane captures.
     ///
     /// # Errors
-    /// The addresses of this network namespace cannot be read.
+    /// If the addresses of this network namespace cannot be read.
     pub fn differences(&self, of_rules: &Capture) -> anyhow::Result<Vec<Difference>> {
         let mesh = import_mesh::settings(of_rules).mesh.unwrap_or_default();
         let mut all: BTreeMap<(String, String), [Option<String>; 2]> = BTreeMap::new();
         let mut add = |at: usize, about: &str, of: &str, says: &str| {
             // Inbound connections are captured by default.
             let is_default = about == "inbound" && says == "captured";
-            // A sidecar's own ports are its own in any case, and not all can be named.
+            // Ports of the sidecar itself are not compared, because a configuration cannot name all of them.
             let is_own = about == "inbound-port" && is_sidecars(of);
             if !SETTINGS.contains(&about) && !is_default && !is_own {
                 let both = all.entry((about.to_owned(), of.to_owned())).or_default();
@@ -182,7 +182,7 @@ impl Captured {
             captures(of_rules.outbound != 0),
             captures(flag(Enrolled::PROXY)),
         );
-        // Rules lead to the proxy also if it does not listen.
+        // The rules redirect connections to the proxy even if the proxy does not listen.
         let without = if flag(Enrolled::FAIL_OPEN) {
             "pass"
         } else {
@@ -199,7 +199,7 @@ impl Captured {
             .map(|dns| if dns.any { ALL } else { RESOLVERS });
         whole("dns", String::new(), dns, self.held.queries);
         if of_rules.takes_inbound {
-            // Connections to an interface's addresses come by that interface.
+            // Connections to an interface's addresses arrive at this interface.
             let mut left_alone = BTreeSet::new();
             if !of_rules.exclude_interfaces.is_empty() {
                 let interfaces = kernel::interfaces()?.into_iter();
@@ -229,7 +229,7 @@ impl Captured {
     }
 }
 
-/// Whether a port is one that sidecars have for themselves.
+/// Returns true if a port is one of the sidecar's own.
 fn is_sidecars(port: &str) -> bool {
     port.parse()
         .is_ok_and(|port| is_reserved(port) || port == METRICS)

@@ -1,4 +1,5 @@
-//! Whether the dataplane serves what rules served: asked of the tables, and of the services themselves.
+//! Checks that the dataplane serves the addresses that the rules served: reads the tables, and connects to the
+//! services.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -12,13 +13,13 @@ use std::{
 use anyhow::Context as _;
 use kernel::sockets::{self, Peers};
 
-/// How long an endpoint may take to accept a connection.
+/// Maximum time to connect to an address or endpoint.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// How many connections are tried at once.
+/// Number of connections that are tried at once.
 const AT_ONCE: usize = 128;
-/// As many endpoints are asked whether they answer, of an address that does not.
+/// Maximum number of endpoints that are tried directly, for an address that does not answer.
 const ENDPOINTS: usize = 2;
-/// How often an address is tried anew that did not answer through the dataplane.
+/// Maximum number of attempts to connect to an address through the dataplane.
 const TRIES: usize = 3;
 
 /// A TCP port of a cluster IP, with its endpoints.
@@ -27,15 +28,15 @@ pub type ClusterIp = (SocketAddr, Vec<SocketAddr>);
 /// The outcome of the connections to all addresses.
 #[derive(Debug, Default)]
 pub struct Outcomes {
-    /// Those that answered, by an endpoint that the dataplane's programs chose.
+    /// The addresses that answered through an endpoint that the dataplane's programs chose.
     pub answered: Vec<ClusterIp>,
-    /// Those with no endpoint that answers, which nobody can check.
+    /// Number of addresses without an answering endpoint. They cannot be checked.
     pub silent: usize,
-    /// Those with an endpoint that answers, and that did not answer by the dataplane: why not.
+    /// The addresses that have an answering endpoint but did not answer through the dataplane, each with the reason.
     pub failed: Vec<(SocketAddr, String)>,
 }
 
-/// Connects to each address.
+/// Connects to each address, and checks the endpoint that answers.
 pub fn ask(addresses: &[ClusterIp], bpffs: &Path) -> anyhow::Result<Outcomes> {
     let peers = Peers::open(bpffs)?.context("the dataplane has no table of connected sockets: restart the agent, and run this command again")?;
     let mut asked = Outcomes::default();
@@ -96,7 +97,7 @@ pub fn ask(addresses: &[ClusterIp], bpffs: &Path) -> anyhow::Result<Outcomes> {
     Ok(asked)
 }
 
-/// Connects to all at once.
+/// Connects to all addresses at once.
 fn connect(addresses: &[&ClusterIp]) -> anyhow::Result<Vec<Result<TcpStream, String>>> {
     let sockets: Vec<Mutex<Option<_>>> = addresses.iter().map(|_| Mutex::new(None)).collect();
     thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! Takes over a sidecar's capture from the rules in a pod's network namespace. The thread is in this network namespace.
+//! Takes over the capture of a pod's connections from a sidecar's rules. The thread is in the pod's network namespace.
 
 use std::{fs, path::Path, time::Instant};
 
@@ -25,10 +25,10 @@ use crate::{
     },
 };
 
-/// The port at which ztunnel takes encrypted connections.
+/// The port at which ztunnel accepts encrypted connections.
 const HBONE: u16 = 15008;
 
-/// Takes the rules over, or says what it would do.
+/// Takes over from the rules. A dry run only reports the steps.
 pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<Outcome> {
     let directory = &place.directory;
     let _lock = place.lock(dry_run)?;
@@ -71,7 +71,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
     let new = save(place, &saved, dry_run, tell)?;
     let checked = check(place, &saved, dry_run, tell);
     if !dry_run && !matches!(checked, Ok(true)) {
-        // The rules stay, and nobody needs the file.
+        // The rules stay, so the file is not needed.
         fs::remove_file(&new.file).unwrap_or_default();
     }
     if !checked.context("nothing was changed")? {
@@ -84,7 +84,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
     remove_or_restore(place, &new, &saved, tell)
 }
 
-/// Reads the journal. A journal from before the machine's last start is about a network namespace that is gone.
+/// Reads the journal. A journal from before the last boot concerns a network namespace that no longer exists.
 fn current(place: &Place, dry_run: bool) -> anyhow::Result<Option<Journal>> {
     let directory = &place.directory;
     let journal = Journal::read(directory)?;
@@ -97,9 +97,9 @@ fn current(place: &Place, dry_run: bool) -> anyhow::Result<Option<Journal>> {
     Ok(journal)
 }
 
-/// Fails if the rules do more than capture, so that the pod's connections would break without them.
+/// Fails if the rules do more than capture connections, so that the pod's connections would break without them.
 fn only_capture() -> anyhow::Result<()> {
-    // All rules: those of others, which are not saved, may come before the mesh's.
+    // Reads all rules: rules of others are not saved, but may precede the mesh's.
     let of_rules = import_mesh::of_namespace(None)?;
     ensure!(
         of_rules.owner != capture::AMBIENT,
@@ -116,7 +116,8 @@ fn only_capture() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Does the steps before the first rule goes. `false`: something differs; the command has printed it.
+/// Runs the checks before the first rule is removed. Returns false if something differs; the differences are then
+/// printed.
 fn check(place: &Place, saved: &Saved, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<bool> {
     only_capture()?;
     if !is_same(place, saved, "compare", tell)? {
@@ -131,7 +132,7 @@ fn check(place: &Place, saved: &Saved, dry_run: bool, tell: &mut Tell<'_>) -> an
     Ok(true)
 }
 
-/// Finishes a take-over that was killed, or undoes it if something differs.
+/// Finishes a take-over that was killed. If something differs, undoes the take-over.
 fn go_on(
     place: &Place,
     journal: &Journal,
@@ -158,7 +159,7 @@ fn go_on(
     Ok(Outcome::Differs)
 }
 
-/// Reports that the mesh has no rules: none at all, or none since an earlier take-over.
+/// Reports that the mesh has no rules, or has none since an earlier take-over.
 fn nothing(
     place: &Place,
     journal: Option<&Journal>,
@@ -181,7 +182,7 @@ fn nothing(
         format!("the rules were taken over already; those of {at} are in {file}"),
     );
     tell.saved(&journal.file, &journal.sha256);
-    // A command may have been killed behind its last change.
+    // A command may have been killed after its last change, so the guard may still be up.
     guard::down()?;
     let same = is_same(place, &Saved::of(journal)?, "check", tell).context("the rules are gone")?;
     ensure!(
@@ -191,7 +192,7 @@ fn nothing(
     Ok(Outcome::TakenOver)
 }
 
-/// Compares the dataplane's capture with the rules, and prints the differences.
+/// Returns true if the dataplane captures the connections that the rules capture. Prints the differences.
 fn is_same(
     place: &Place,
     saved: &Saved,
@@ -212,7 +213,7 @@ fn is_same(
     Ok(true)
 }
 
-/// Reads what the saved rules capture, in this network namespace.
+/// Determines the connections that the saved rules capture in this network namespace.
 fn of_rules(saved: &Saved) -> anyhow::Result<Capture> {
     let read = capture::read(&saved.as_texts()).map_err(|fault| anyhow::anyhow!("{fault}"))?;
     let ways = if read.at_interfaces.is_empty() {
@@ -224,7 +225,7 @@ fn of_rules(saved: &Saved) -> anyhow::Result<Capture> {
     read.map_err(|fault| anyhow::anyhow!("{fault}"))
 }
 
-/// Removes the rules. If a step fails, brings the rules back.
+/// Removes the rules. If a step fails, restores them.
 fn remove_or_restore(
     place: &Place,
     journal: &Journal,
@@ -232,7 +233,7 @@ fn remove_or_restore(
     tell: &mut Tell<'_>,
 ) -> anyhow::Result<Outcome> {
     let removed = guarded(tell, |tell| {
-        // From here on the next command goes on.
+        // From here on, the next command continues this take-over.
         journal
             .write(&place.directory)
             .context("nothing was changed")?;
@@ -259,7 +260,7 @@ fn remove_or_restore(
     Ok(Outcome::TakenOver)
 }
 
-/// Removes the rules, and looks whether the dataplane still captures as they did.
+/// Removes the rules, and checks that the dataplane still captures the connections that they captured.
 fn remove(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     remove_rules(place, tell)?;
     ensure!(
@@ -269,7 +270,7 @@ fn remove(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<(
     Ok(())
 }
 
-/// Brings the rules back. A mesh writes them once, so others in their place are an error.
+/// Restores the rules. Fails if the mesh has other rules, because a mesh writes its rules only once.
 fn come_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     ensure!(
         bring_back(place, saved, tell)?,
@@ -278,7 +279,8 @@ fn come_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Resul
     Ok(())
 }
 
-/// Fails if somebody has written other rules of the mesh, before anything is closed or begun.
+/// Fails if the kernel has rules of the mesh that are not among the saved ones. Call it before the guard is up and
+/// before the first change.
 fn no_others_are_there(place: &Place, saved: &Saved) -> anyhow::Result<()> {
     ensure!(
         !saved.were_written_since(place.owners)?,
@@ -289,7 +291,8 @@ fn no_others_are_there(place: &Place, saved: &Saved) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Does something while no packet passes this network namespace. If it fails, the guard stays up until its time is over.
+/// Runs `work` while no packet passes this network namespace, except on loopback. If `work` fails, the guard stays up
+/// until its time is over.
 fn guarded<T>(
     tell: &mut Tell<'_>,
     work: impl FnOnce(&mut Tell<'_>) -> anyhow::Result<T>,
@@ -321,7 +324,8 @@ fn guarded<T>(
     Ok(result)
 }
 
-/// Brings the rules back. The agent's capture comes before them, so the workload has to leave it then.
+/// Restores the rules. The agent's capture takes precedence over them, so the operator must then remove the workload
+/// from the agent's configuration.
 pub fn revert(
     place: &Place,
     file: Option<&Path>,
@@ -341,7 +345,7 @@ pub fn revert(
     let missing = saved.bring_back(place.owners, true)?;
     if missing.steps.is_empty() {
         tell.step("restore", "the rules are there");
-        // A command may have been killed behind its last change.
+        // A command may have been killed after its last change, so the guard may still be up.
         if !dry_run {
             guard::down()?;
         }
@@ -384,7 +388,7 @@ pub fn revert(
         );
         return Ok(Outcome::AgentRuns);
     }
-    // The agent's own proxy may have been the listener before.
+    // The listener in the check above may have been the agent's own proxy.
     has_a_proxy(&saved)?;
     Journal::remove(directory)?;
     tell.step(
@@ -394,7 +398,7 @@ pub fn revert(
     Ok(Outcome::GivenBack)
 }
 
-/// Fails if nobody listens where the rules lead: with them, the pod's connections would fail.
+/// Fails if the rules redirect to a port without a listener: the restored rules would break the pod's connections.
 fn has_a_proxy(saved: &Saved) -> anyhow::Result<()> {
     let of_rules = of_rules(saved)?;
     let inbound = of_rules.takes_inbound.then_some(of_rules.inbound);

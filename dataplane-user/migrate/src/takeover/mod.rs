@@ -120,7 +120,7 @@ impl TakeoverArgs {
         })
     }
 
-    /// The file that --revert names.
+    /// Returns the file that --revert names.
     fn file(&self) -> Option<&Path> {
         let file = self.revert.as_deref();
         file.filter(|file| !file.as_os_str().is_empty())
@@ -156,19 +156,19 @@ impl TakeoverArgs {
         outcome
     }
 
-    /// All of it is done inside the network namespace.
+    /// Takes over a pod, or gives it back. All steps run inside the pod's network namespace.
     fn of_pod(&self, name: &str, owners: &'static [&'static Owner]) -> anyhow::Result<Outcome> {
         ensure!(
             !self.watch && !self.wait,
             "--watch and --wait are for kube-proxy's rules: a mesh writes a pod's rules once"
         );
         let namespace = netns::of_option(self.netns.as_deref())?;
-        // Each network namespace has a journal of its own, for each owner.
+        // Each network namespace has a separate journal for each owner.
         let directory = format!("{OF_NETNS}{}-{name}", namespace.cookie);
         let directory = self.kept.takeover_dir.join(directory);
         let place = self.place(directory, owners);
         let work = || {
-            // A process may have ended meanwhile, and its number be another's.
+            // A process may have ended in the meantime, and another process may have its number.
             ensure!(
                 kernel::netns_cookie()? == namespace.cookie,
                 "{} is another network namespace now; nothing was changed",
@@ -198,7 +198,7 @@ enum OwnerWord {
 }
 
 impl OwnerWord {
-    /// The word, and the owners of a mesh's rules.
+    /// Returns the word and the owners of a mesh's rules.
     fn of_mesh(self) -> Option<(&'static str, &'static [&'static Owner])> {
         match self {
             Self::KubeProxy => None,

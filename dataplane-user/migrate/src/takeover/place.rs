@@ -1,4 +1,4 @@
-//! Where everything is, and who changes it.
+//! The directories, tables and agent that a command works with, and the lock between commands.
 
 use std::{fs::File, io, path::PathBuf};
 
@@ -14,25 +14,25 @@ use takeover::{
     owners::{KUBE_PROXY, Owner},
 };
 
-/// Whose rules a node is taken over from.
+/// The owners from whose rules a node is taken over.
 pub const OWNERS: &[&Owner] = &[KUBE_PROXY];
 
-/// Where everything is.
+/// The directories, tables and agent that a command works with.
 pub struct Place {
     /// The directory with the journal and the files with rules.
     pub directory: PathBuf,
-    /// Where the agent pins its tables.
+    /// The directory in which the agent pins its tables.
     pub bpffs: PathBuf,
     /// The cgroup whose processes the agent serves.
     pub cgroup: PathBuf,
-    /// Asks the agent.
+    /// The client for requests to the agent.
     pub agent: Client,
-    /// Whose rules are taken over.
+    /// The owners whose rules are taken over.
     pub owners: &'static [&'static Owner],
 }
 
 impl Place {
-    /// Keeps other commands from changing something, while the lock is there.
+    /// Locks the directory: no other command can change rules until the lock is dropped. A dry run takes no lock.
     pub fn lock(&self, dry_run: bool) -> anyhow::Result<Option<Flock<File>>> {
         if dry_run {
             return Ok(None);
@@ -47,7 +47,7 @@ impl Place {
         Ok(Some(lock))
     }
 
-    /// The owner's name.
+    /// Returns the owner's name.
     pub fn owner(&self) -> &'static str {
         self.owners.first().map_or("", |owner| owner.name)
     }
@@ -55,7 +55,7 @@ impl Place {
     /// Asks the agent for the node's health.
     ///
     /// # Errors
-    /// No agent serves, it is not healthy, or it is in another network namespace.
+    /// If no agent serves, the node is not healthy, or the agent is in another network namespace.
     pub fn healthy(&self) -> anyhow::Result<Report> {
         let report = self.serving()?;
         let of_agent = Tables::open(&self.bpffs)?.host_netns();
@@ -69,7 +69,7 @@ impl Place {
     /// Asks the agent for the node's health, from any network namespace.
     ///
     /// # Errors
-    /// No agent serves, or it is not healthy.
+    /// If no agent serves, or the node is not healthy.
     pub fn serving(&self) -> anyhow::Result<Report> {
         let report: Report = self.agent.get("/status").context(
             "an agent has to serve before rules can go: start `dataplane run` (if it has no access to the cluster, with the manifests \

@@ -1,5 +1,5 @@
-//! The steps of a take-over and of giving back, in their order. Each is written to the journal before it changes something, so that
-//! the next command finishes or undoes what one that was killed has begun.
+//! The steps of a take-over, in their order. The journal records a change before a step makes it, so that the next
+//! command can finish or undo the work of a killed command.
 
 use std::{fs, path::Path};
 
@@ -33,7 +33,7 @@ use crate::{
     },
 };
 
-/// Takes kube-proxy's rules over, or says what it would do.
+/// Takes over from kube-proxy's rules. A dry run only reports the steps.
 pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<Outcome> {
     let directory = &place.directory;
     let _lock = place.lock(dry_run)?;
@@ -78,7 +78,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
     let file = (!dry_run).then_some(&*journal.file);
     let begun = begin(place, file, &saved, dry_run, tell);
     if !dry_run && !matches!(begun, Ok(Verdict::Serves(_))) {
-        // The rules stay, and nobody needs the file.
+        // The rules stay, so the file is not needed.
         fs::remove_file(&journal.file).unwrap_or_default();
     }
     let addresses = match begun.context("nothing was changed")? {
@@ -92,8 +92,8 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
     remove_or_restore(place, &journal, &saved, &addresses, tell)
 }
 
-/// Finishes a take-over that was interrupted while rules were removed, or undoes it if the dataplane does not serve what they
-/// did.
+/// Finishes a take-over that was interrupted while rules were removed. If the dataplane does not serve the services of
+/// the rules, undoes the take-over.
 fn finish(
     place: &Place,
     journal: &Journal,
@@ -130,7 +130,7 @@ pub fn would_remove(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<Outcom
     Ok(Outcome::WouldTakeOver)
 }
 
-/// Everything before the first rule goes. `file`: the saved rules.
+/// Runs the steps before the first rule is removed. `file`: the saved rules.
 fn begin(
     place: &Place,
     file: Option<&Path>,
@@ -170,7 +170,7 @@ fn begin(
     Ok(verdict)
 }
 
-/// There are no rules.
+/// Reports that kube-proxy has no rules.
 fn nothing(
     place: &Place,
     journal: Option<&Journal>,
@@ -195,7 +195,7 @@ fn nothing(
     Ok(Outcome::TakenOver)
 }
 
-/// Removes the rules; if that fails, they come back.
+/// Removes the rules. If that fails, restores them.
 fn remove_or_restore(
     place: &Place,
     journal: &Journal,
@@ -226,7 +226,7 @@ fn remove_or_restore(
     Ok(Outcome::TakenOver)
 }
 
-/// Says what chains at the forward hook mean for packets to services.
+/// Reports the effect of chains at the forward hook on packets to services.
 fn notice_forward(tell: &mut Tell<'_>) -> anyhow::Result<()> {
     let chains = netfilter::forward_chains()?;
     if let Some(warning) = forward::warning(&chains) {
@@ -248,10 +248,10 @@ fn notice_forward(tell: &mut Tell<'_>) -> anyhow::Result<()> {
 /// The name of kube-proxy's process.
 const KUBE_PROXY: &str = "kube-proxy";
 
-/// Programs that have kube-proxy inside, by the names of their processes: k3s, MicroK8s.
+/// Process names of programs that contain kube-proxy: k3s, MicroK8s.
 const WITH_KUBE_PROXY: &[&str] = &["k3s-server", "k3s-agent", "kubelite"];
 
-/// The processes in this network namespace that are kube-proxy or may have it inside, each with its name.
+/// Returns the processes in this network namespace that are kube-proxy or may contain it, each with its name.
 fn kube_proxies() -> Vec<(u32, String)> {
     let own = fs::read_link("/proc/self/ns/net").ok();
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -272,7 +272,7 @@ fn kube_proxies() -> Vec<(u32, String)> {
     found
 }
 
-/// Writes the rules to a file. The journal is written when they are to go.
+/// Writes the rules to a file. The caller writes the journal before the rules are removed.
 pub fn save(
     place: &Place,
     saved: &Saved,
@@ -312,15 +312,16 @@ pub fn save(
     })
 }
 
-/// Whether the rules can go.
+/// The decision on whether the rules can be removed.
 enum Verdict {
-    /// These addresses answer by the dataplane.
+    /// The rules can be removed. These addresses answer through the dataplane.
     Serves(Vec<ClusterIp>),
-    /// Something differs, which has been said.
+    /// Something differs. The differences are already printed.
     Differs,
 }
 
-/// Compares the rules with the tables, and asks the services. The rules are those in the kernel, or in a file if some have gone.
+/// Compares the rules with the tables, and connects to the services. Reads the rules from the kernel, or from a file if
+/// some are already removed.
 fn verify(place: &Place, file: Option<&Path>, tell: &mut Tell<'_>) -> anyhow::Result<Verdict> {
     let report = place.healthy()?;
     let snapshot = rules::snapshot(file)?;
@@ -378,7 +379,7 @@ fn verify(place: &Place, file: Option<&Path>, tell: &mut Tell<'_>) -> anyhow::Re
     Ok(Verdict::Serves(answered))
 }
 
-/// Has connections that the rules translate live on.
+/// Keeps connections alive that the rules translate.
 pub fn keep_nat(dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     let translated = nf_conntrack::translated()?;
     let table = keep_nat::TABLE;
@@ -392,7 +393,7 @@ pub fn keep_nat(dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<()> {
             Ok(_) => {
                 format!("nftables table inet {table}: {translated} translated connections live on")
             }
-            // Nothing breaks.
+            // Without a translated connection, the table is not needed.
             Err(why) if translated == 0 => {
                 format!(
                     "no connection is translated, and nftables table inet {table} cannot be added: {why}"
@@ -408,7 +409,7 @@ pub fn keep_nat(dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Removes the rules, and says what goes and what stays.
+/// Removes the rules, and reports the changes and the rules that stay.
 pub fn remove_rules(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     let done = cleanup::clean_up(None, place.owners, false).context("rules cannot be removed")?;
     for step in &done.steps {
@@ -420,7 +421,7 @@ pub fn remove_rules(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Removes the rules, and asks again.
+/// Removes the rules, and connects to the services again.
 fn remove(place: &Place, addresses: &[ClusterIp], tell: &mut Tell<'_>) -> anyhow::Result<()> {
     remove_rules(place, tell)?;
     if addresses.is_empty() {

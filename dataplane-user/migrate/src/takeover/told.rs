@@ -1,4 +1,4 @@
-//! The output of a take-over: text for each step as it is done, or JSON at the end.
+//! The output of a take-over: text after each step, or JSON at the end.
 
 use std::{net::SocketAddr, path::Path};
 
@@ -13,21 +13,21 @@ use crate::{
     text::printable,
 };
 
-/// How a command ended.
+/// The outcome of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// There are no rules, and there was no take-over.
+    /// The owner has no rules, and no take-over was made.
     Nothing,
-    /// The rules have gone.
+    /// The rules are removed.
     TakenOver,
-    /// The dataplane does not serve what the rules do: nothing was changed.
+    /// The dataplane and the rules differ. No rule was changed.
     Differs,
     /// With `--dry-run`: nothing differs.
     WouldTakeOver,
-    /// The rules are back, and the dataplane is gone.
+    /// The rules are restored, and the dataplane is removed.
     GivenBack,
-    /// The rules are back, and an agent serves beside them.
+    /// The rules are restored, and an agent still serves beside them.
     AgentRuns,
     /// With `--dry-run --revert`.
     WouldGiveBack,
@@ -51,7 +51,7 @@ fn said(step: &Step) -> String {
     )
 }
 
-/// Says what is done.
+/// Reports the steps of a command.
 pub struct Tell<'a> {
     format: Format,
     out: &'a mut dyn std::io::Write,
@@ -62,7 +62,7 @@ pub struct Tell<'a> {
 }
 
 impl<'a> Tell<'a> {
-    /// Says it there.
+    /// Creates a reporter that writes to `out`.
     pub fn new(format: Format, out: &'a mut dyn std::io::Write) -> Self {
         Self {
             format,
@@ -78,7 +78,7 @@ impl<'a> Tell<'a> {
         self.format != Format::Json
     }
 
-    /// A line for people. Whoever reads it may have gone: the steps go on.
+    /// Prints a line in text format. The steps continue even if the reader has closed the pipe.
     fn line(&mut self, text: &str) {
         if self.is_text() {
             let _ = writeln!(self.out, "{text}");
@@ -86,7 +86,7 @@ impl<'a> Tell<'a> {
         }
     }
 
-    /// A step was done.
+    /// Reports a step that was done.
     pub fn step(&mut self, step: &'static str, text: impl Into<String>) {
         let text = text.into();
         self.line(&format!("{BOLD}{step:<10}{BOLD:#}{text}"));
@@ -97,7 +97,7 @@ impl<'a> Tell<'a> {
         });
     }
 
-    /// A change of rules was made, or would be.
+    /// Reports a change of rules that was made, or, in a dry run, would be made.
     pub fn change(&mut self, name: &'static str, step: &Step, dry_run: bool) {
         let text = said(step);
         self.step(
@@ -120,7 +120,7 @@ impl<'a> Tell<'a> {
         }
     }
 
-    /// A rule of the owner stays.
+    /// Reports a rule of the owner that stays.
     pub fn stays(&mut self, text: &str) {
         let text = printable(text);
         self.line(&format!("{}: {text}", output::styled(WARN, "stays")));
@@ -131,22 +131,22 @@ impl<'a> Tell<'a> {
         });
     }
 
-    /// The rules are in this file.
+    /// Notes the file with the saved rules.
     pub fn saved(&mut self, file: &Path, sha256: &str) {
         self.file = Some(file.display().to_string());
         self.sha256 = Some(sha256.to_owned()).filter(|sum| !sum.is_empty());
     }
 
-    /// The dataplane serves something else than the rules.
+    /// Reports that the dataplane and the rules serve different services.
     pub fn differs(&mut self, found: &Comparison) {
         if self.is_text() {
-            // Whoever reads it may have gone: the steps go on.
+            // The reader may have closed the pipe: the steps go on.
             let _ = compare::text(self.out, found);
         }
         self.comparison = serde_json::to_value(found).ok();
     }
 
-    /// The dataplane captures other connections than the rules.
+    /// Reports that the dataplane captures other connections than the rules.
     pub fn differs_in_capture(&mut self, found: &[Difference]) {
         let mut table = Table::new(&["ABOUT", "WHICH", "RULES", "DATAPLANE"]);
         let word = |says: &Option<String>| says.clone().unwrap_or_else(|| "-".to_owned());
@@ -180,7 +180,7 @@ impl<'a> Tell<'a> {
         self.comparison = serde_json::to_value(found).ok();
     }
 
-    /// These addresses do not answer by the dataplane.
+    /// Reports the addresses that do not answer through the dataplane.
     pub fn failed(&mut self, failed: &[(SocketAddr, String)]) {
         for (address, why) in failed {
             let text = format!("{address}: {why}");
@@ -193,7 +193,7 @@ impl<'a> Tell<'a> {
         }
     }
 
-    /// The end.
+    /// Ends the report. In JSON format, prints it.
     pub fn end(self, outcome: &anyhow::Result<Outcome>) -> anyhow::Result<()> {
         #[derive(Serialize)]
         struct Answer {

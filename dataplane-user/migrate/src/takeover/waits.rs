@@ -1,4 +1,4 @@
-//! `--wait`: the take-over that begins when an agent serves.
+//! `--wait`: starts the take-over when an agent serves.
 
 use std::{thread, time::Duration};
 
@@ -10,14 +10,15 @@ use super::{
     told::{Outcome, Tell},
 };
 
-/// How often the agent is asked whether it serves.
+/// Interval at which the agent is asked whether it serves.
 const LOOK: Duration = Duration::from_millis(200);
-/// How often a take-over is tried if something differs: kube-proxy may just be writing a change that the agent knows.
+/// Maximum number of attempts if something differs: kube-proxy may be about to write a change that the agent already
+/// has.
 const TRIES: u32 = 5;
-/// How long it is waited before the next try.
+/// The pause before the next attempt.
 const PAUSE: Duration = Duration::from_secs(5);
 
-/// Takes the node over as soon as the agent calls itself healthy.
+/// Takes over the node as soon as the agent reports that it is healthy.
 pub fn take_over(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<Outcome> {
     let mut said = String::new();
     loop {

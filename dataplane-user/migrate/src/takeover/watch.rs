@@ -1,4 +1,4 @@
-//! `--watch`: takes over again when kube-proxy writes its rules.
+//! `--watch`: takes over again when kube-proxy writes its rules again.
 
 use std::{thread, time::Duration};
 
@@ -11,10 +11,11 @@ use super::{
     told::{Outcome, Tell},
 };
 
-/// How often it looks.
+/// Interval at which the kernel's tables are checked for rules.
 const LOOK: Duration = Duration::from_secs(2);
 
-/// Takes over each time that rules have come back, with all checks, until the process is ended or the node is given back.
+/// Takes over, with all checks, each time that kube-proxy has written its rules again. Returns when the node is
+/// returned to kube-proxy.
 pub fn watch(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     loop {
         thread::sleep(LOOK);
@@ -34,13 +35,13 @@ pub fn watch(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
                 tell.step("watch", "the rules stay for now, because they differ");
             }
             Ok(_) => {}
-            // The next look may be better.
+            // The next attempt may succeed.
             Err(why) => tell.step("watch", format!("{why:#}")),
         }
     }
 }
 
-/// Whether kube-proxy has rules in the kernel. Asks no program.
+/// Returns true if the kernel has rules of kube-proxy. Runs no program.
 fn has_rules() -> anyhow::Result<bool> {
     let tables = netfilter::tables()?;
     Ok(tables.iter().any(|table| {

@@ -1,4 +1,5 @@
-//! Whatever the text, reading it ends, in time that grows with its length; and what is printed of it reads the same.
+//! Checks the readers with any text: reading ends, the time grows with the text's length, and a printed result reads
+//! back unchanged.
 
 use std::{fmt, fs, path::PathBuf, time::Duration};
 
@@ -11,7 +12,7 @@ use super::{
     words::Word,
 };
 
-/// Rules that kube-proxy 1.36 wrote, and what istio-iptables and others write besides.
+/// Rules that kube-proxy 1.36 wrote, and further rules as istio-iptables and others write them.
 fn examples() -> [String; 2] {
     let saved = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
         .join("../../tests/data/kube-proxy-1.36/iptables-save.txt");
@@ -44,7 +45,7 @@ impl fmt::Display for Entry<'_> {
     }
 }
 
-/// An entry without its line's number.
+/// Returns an entry without its line's number.
 fn unnumbered(entry: Entry<'_>) -> Entry<'_> {
     match entry {
         Entry::Rule(mut rule) => {
@@ -66,7 +67,7 @@ fn unnumbered(entry: Entry<'_>) -> Entry<'_> {
     }
 }
 
-/// Reads the parts of a rule. All words are in them, in their order.
+/// Reads the parts of a rule, and checks that they contain all words in their order.
 fn read_parts(rule: &str) {
     let mut words = Words::new(rule).filter_map(Result::ok).peekable();
     let is_value = |word: &Word<'_>| !word.is("!") && !word.is_option();
@@ -88,7 +89,7 @@ fn read_parts(rule: &str) {
     assert_eq!(words.next(), None, "{rule}");
 }
 
-/// Reads `text`; prints what was read, and reads that.
+/// Reads `text`, prints the result, and reads the printed text.
 fn read(text: &str) {
     let lines = text.lines().count();
     let mut read = Vec::new();
@@ -116,7 +117,7 @@ fn read(text: &str) {
     assert_eq!(again, read, "{text}\n{printed}");
 }
 
-/// Reads a listing of nft. What it consists of is all of the text, in its order.
+/// Reads a listing of nft, and checks that its entries cover the text in order.
 fn read_listing(text: &str) {
     let lines = text.lines().count();
     let mut last = 0;
@@ -214,7 +215,7 @@ fn examples_read_as_they_print() {
     }
 }
 
-/// The time is compared with that for splitting the same text at white space.
+/// Compares the time with the time for splitting the text at white space.
 #[test]
 fn reading_takes_time_by_the_length() {
     let rule = "-A KUBE-SVC-A ! -s 10.244.0.0/16 -d 10.96.0.1/32 -p tcp -m comment --comment \"ns/web:p cluster IP\" -m tcp \

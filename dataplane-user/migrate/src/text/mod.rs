@@ -1,5 +1,5 @@
-//! The text that `iptables-save` and `ip6tables-save` write and their `-restore` commands read, line by line. Pure: it
-//! borrows from the text, allocates nothing for a line, and keeps options that it does not know as they are. A rule
+//! Reads and prints the text of `iptables-save` and `ip6tables-save`, which their `-restore` commands load, line by
+//! line. Pure: borrows from the text, allocates no memory for a line, and leaves unknown options unchanged. A rule
 //! prints as the line that it was read from.
 
 #[cfg(test)]
@@ -15,13 +15,13 @@ use std::fmt;
 use tree::Part;
 pub use words::Words;
 
-/// The chains at hooks.
+/// The built-in chains, which are registered at hooks.
 pub const BUILT_IN: &[&str] = &["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
 
 /// Packets and bytes.
 pub type Counters = (u64, u64);
 
-/// A line that is not of this format.
+/// A line that does not have this format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Error {
     /// The line's number, from 1.
@@ -51,10 +51,10 @@ pub enum Entry<'a> {
         name: &'a str,
         /// The policy of a built-in chain.
         policy: Option<&'a str>,
-        /// The packets and bytes that the policy decided about.
+        /// The packets and bytes that the policy was applied to.
         counters: Option<Counters>,
     },
-    /// A rule at the end (`-A`) or at a place (`-I`) of a chain.
+    /// A rule, to append to a chain (`-A`) or to insert in it (`-I`).
     Rule(Rule<'a>),
     /// The table ends.
     Commit,
@@ -67,11 +67,11 @@ pub struct Rule<'a> {
     pub line: usize,
     /// The chain that has the rule.
     pub chain: &'a str,
-    /// The number of the rule, from 1, before which this one goes (`-I`); `None`: at the end (`-A`).
+    /// The number of the rule, from 1, before which this rule is inserted (`-I`); `None` for a rule to append (`-A`).
     pub before: Option<u32>,
     /// The packets and bytes that the rule has matched.
     pub counters: Option<Counters>,
-    /// The options, as they are written.
+    /// The options, as written.
     pub text: &'a str,
 }
 
@@ -92,13 +92,13 @@ impl fmt::Display for Rule<'_> {
 }
 
 impl<'a> Rule<'a> {
-    /// The parts in their order, whether known or not.
+    /// Returns the rule's known and unknown parts in their order.
     pub fn parts(&self) -> impl Iterator<Item = Part<'a>> + use<'a> {
         tree::saved(self.text)
     }
 }
 
-/// The entries of a text. An error concerns its own line; the lines after it are read.
+/// Reads the entries of a text. An error concerns one line, and reading continues with the next line.
 pub fn entries(text: &str) -> impl Iterator<Item = Result<Entry<'_>, Error>> {
     let mut table: Option<usize> = None;
     let mut lines = text.lines().enumerate();
@@ -213,7 +213,7 @@ fn counters(inside: &str) -> Result<Counters, &'static str> {
         .ok_or("counters are [PACKETS:BYTES]")
 }
 
-/// The first word, and the rest.
+/// Splits off the first word.
 fn cut(text: &str) -> (&str, &str) {
     let (word, rest) = text
         .split_once(|c: char| c.is_ascii_whitespace())
@@ -221,7 +221,7 @@ fn cut(text: &str) -> (&str, &str) {
     (word, rest.trim_ascii_start())
 }
 
-/// A text for a terminal. It may come from anybody: marks in place of control characters.
+/// Replaces control characters, so that an untrusted text can be printed to a terminal.
 pub fn printable(text: &str) -> String {
     let printed = |c: char| if c.is_control() { '\u{fffd}' } else { c };
     text.chars().map(printed).collect()

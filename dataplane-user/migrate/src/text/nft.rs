@@ -1,7 +1,7 @@
-//! The text that `nft list ruleset` prints, by its braces: tables, chains, rules, and the elements of sets and maps. Rules are
-//! kept as they are.
+//! Reads the text of `nft list ruleset` by its braces: tables, chains, rules, and the elements of sets and maps. Does
+//! not split rules into parts.
 
-/// A line that is not of this format.
+/// A line that does not have this format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Error<'a> {
     /// The line's number, from 1.
@@ -27,7 +27,7 @@ pub enum Entry<'a> {
         /// The chain's name.
         name: &'a str,
     },
-    /// Where the chain is hooked in.
+    /// The line that registers the chain at a hook.
     Base {
         /// The line's number, from 1.
         line: usize,
@@ -38,35 +38,35 @@ pub enum Entry<'a> {
     },
     /// A rule.
     Rule {
-        /// The number of its first line, from 1.
+        /// The number of the rule's first line, from 1.
         line: usize,
         /// The chain's name.
         chain: &'a str,
-        /// The rule, which may have several lines.
+        /// The rule, which may span several lines.
         text: &'a str,
     },
-    /// A set or a map, with what is said of it, its elements among it.
+    /// A set or a map, with its properties and elements.
     Elements {
-        /// The number of its first line, from 1.
+        /// The number of the first line, from 1.
         line: usize,
         /// The name of the set or the map.
         name: &'a str,
-        /// Its lines.
+        /// The lines between the braces.
         text: &'a str,
     },
 }
 
-/// What a block is, and its name.
+/// The kind of a block, and its name.
 #[derive(Clone, Copy)]
 enum Block<'a> {
     Chain(&'a str),
-    /// Begins at a line's start; the number of this line.
+    /// The name, the byte at which the first line in the block starts, and this line's number.
     Set(&'a str, usize, usize),
-    /// Flow tables, counters, limits and others.
+    /// A flowtable, counter, limit or other block.
     Other,
 }
 
-/// The parts of a listing. An error concerns its own line; the lines after it are read.
+/// Reads the parts of a listing. An error concerns one line, and reading continues with the next line.
 pub fn entries(text: &str) -> impl Iterator<Item = Result<Entry<'_>, Error<'_>>> {
     let mut reader = Reader {
         text,
@@ -81,17 +81,17 @@ pub fn entries(text: &str) -> impl Iterator<Item = Result<Entry<'_>, Error<'_>>>
 
 struct Reader<'a> {
     text: &'a str,
-    /// Where the next line begins, and the number of the line before it.
+    /// The byte at which the next line starts. `number` is the number of the line before it.
     at: usize,
     number: usize,
     in_table: bool,
-    /// Whether the rules of the table are switched off (`flags dormant`): the kernel has none of its chains hooked in.
+    /// Whether the table is switched off (`flags dormant`). The kernel then registers none of its chains at a hook.
     dormant: bool,
     block: Option<Block<'a>>,
 }
 
 impl<'a> Reader<'a> {
-    /// The next line, with where it begins.
+    /// Returns the next line, with the byte at which it starts.
     fn line(&mut self) -> Option<(usize, &'a str)> {
         let start = self.at;
         let rest = self.text.get(start..).filter(|rest| !rest.is_empty())?;
@@ -108,7 +108,8 @@ impl<'a> Reader<'a> {
                 (self.in_table, self.block) = (false, None);
                 return open.then(|| self.error("", "a block has no end"));
             };
-            // What nft and iptables say beside the rules. In a chain it is a rule that nft cannot show.
+            // Skips comments that nft and iptables print beside the rules. In a chain, such a line stands for a rule
+            // that nft cannot print.
             if line.is_empty() || line.starts_with('#') && self.block.is_none() {
                 continue;
             }
@@ -133,7 +134,7 @@ impl<'a> Reader<'a> {
                         }
                         // `ct helper NAME {`, `flowtable NAME {`, `counter NAME {`
                         Some(_) => (Block::Other, None),
-                        // As nft takes it, and does not print it.
+                        // nft accepts this form as input, but does not print it.
                         None if ["chain ", "set ", "map "]
                             .iter()
                             .any(|kind| line.starts_with(kind)) =>
@@ -186,7 +187,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads on until the braces that `line` opens are closed; where that ends.
+    /// Reads lines until the braces that `line` opens are closed. Returns the byte after them.
     fn close_braces(&mut self, line: &str) -> usize {
         let mut open = braces(line);
         while open > 0 {
@@ -204,9 +205,10 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// The words before the brace that ends a line: up to three, the third empty if there are two.
+/// Returns the words before the brace that ends a line. A line has two or three words; if there are two, the third is
+/// empty.
 fn header(line: &str) -> Option<[&str; 3]> {
-    // nft 1.1 writes a handle behind, if asked: `{ # handle 3`
+    // On request, nft 1.1 prints a handle after the brace: `{ # handle 3`.
     let line = line.split(" # ").next()?.trim_end();
     let mut words = line.strip_suffix('{')?.split_whitespace();
     Some([
@@ -216,7 +218,7 @@ fn header(line: &str) -> Option<[&str; 3]> {
     ])
 }
 
-/// Braces that a line opens, less those that it closes. In quotes they do not count.
+/// Returns the number of braces that a line opens, minus the number that it closes. Does not count braces in quotes.
 fn braces(line: &str) -> i64 {
     let mut quoted = false;
     let count = |byte| match byte {
@@ -231,7 +233,7 @@ fn braces(line: &str) -> i64 {
     line.bytes().map(count).sum()
 }
 
-/// The words of a rule. A text in quotes is one word, with its quotes; `;` and `,` end a word.
+/// Returns the words of a rule. A quoted text is one word, including the quotes. A `;` or `,` ends a word.
 pub fn words(text: &str) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
@@ -307,7 +309,7 @@ mod tests {
         );
     }
 
-    /// The kernel has none of its chains hooked in.
+    /// The kernel registers none of the table's chains at a hook.
     #[test]
     fn a_dormant_table_has_no_rules() {
         let text = "table ip one {\n\tflags dormant\n\tchain x {\n\t\ttype filter hook input priority filter; policy drop;\n\

@@ -1,17 +1,18 @@
-//! Words of a rule, with quotes as `iptables-restore` reads them (`add_param_to_argv` in `iptables/xshared.c`): a quote
-//! opens anywhere, the closing quote ends the word, and a backslash inside quotes escapes the next character.
+//! Splits a rule into words, with the quoting rules of `iptables-restore` (`add_param_to_argv` in
+//! `iptables/xshared.c`): a quote opens anywhere, the closing quote ends the word, and a backslash inside quotes
+//! escapes the next character.
 
 use std::borrow::Cow;
 
 /// A word as it is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Word<'a> {
-    /// With its quotes and backslashes.
+    /// The word with its quotes and backslashes.
     pub raw: &'a str,
 }
 
 impl<'a> Word<'a> {
-    /// The word without quotes and backslashes.
+    /// Returns the word without quotes and backslashes.
     pub fn text(&self) -> Cow<'a, str> {
         let inside = self
             .raw
@@ -43,14 +44,14 @@ impl<'a> Word<'a> {
     }
 }
 
-/// The words of a text.
+/// An iterator over the words of a text.
 #[derive(Clone, Debug)]
 pub struct Words<'a> {
     rest: &'a str,
 }
 
 impl<'a> Words<'a> {
-    /// The words of `text`.
+    /// Creates an iterator over the words of `text`.
     pub fn new(text: &'a str) -> Self {
         Self { rest: text }
     }
@@ -97,7 +98,7 @@ impl<'a> Iterator for Words<'a> {
 mod tests {
     use super::*;
 
-    /// `iptables-restore` 1.8.9 takes `b` in the first text for an argument of its own.
+    /// `iptables-restore` 1.8.9 treats `b` in the first text as a separate argument.
     #[test]
     fn quotes_are_those_of_iptables_restore() {
         for (text, wanted) in [

@@ -77,7 +77,7 @@ impl Worker {
         }
     }
 
-    /// Has the kernel report connections that wait. Of several workers the kernel wakes one.
+    /// Asks the kernel to report waiting connections. Of several workers, the kernel wakes one.
     pub fn resume(&mut self, number: usize) {
         let Some(Some(acceptor)) = self.acceptors.get_mut(number) else {
             return;
@@ -107,8 +107,8 @@ impl Worker {
         }
     }
 
-    /// Stops accepting. Another process may go on with the same sockets. The worker still accepts connections for which
-    /// the kernel has woken it, because the kernel has woken no other worker for them.
+    /// Stops accepting. Another process may continue with the same sockets. The worker still accepts connections for
+    /// which the kernel has woken it, because the kernel has woken no other worker for them.
     pub fn close(&mut self, which: impl Fn(&Attached) -> bool) {
         for number in 0..self.acceptors.len() {
             let Some(acceptor) = self.acceptors[number].take_if(|a| which(&a.attached)) else {
@@ -131,7 +131,7 @@ impl Worker {
         let Some(Some(acceptor)) = self.acceptors.get_mut(number) else {
             return;
         };
-        // As a rule one connection waits. Several do if the last wait reported some, too.
+        // Usually one connection waits. Several wait if the previous wait also reported some.
         let many = acceptor.reported + 1 == self.waits;
         acceptor.reported = self.waits;
         for _ in 0..if many { ACCEPTS } else { 1 } {

@@ -31,10 +31,10 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// A clock without an alarm.
+    /// Creates a clock without an alarm.
     ///
     /// # Errors
-    /// If the process has no more files.
+    /// If the process has no file descriptors left.
     pub fn new() -> io::Result<Self> {
         let timer = timerfd_create(
             TimerfdClockId::Monotonic,

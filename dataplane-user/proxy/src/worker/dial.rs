@@ -15,8 +15,8 @@ use crate::{connection::Side, table::Key};
 pub type Pending = VecDeque<(Instant, Key, usize)>;
 
 impl Worker {
-    /// Starts to connect to the next endpoint, and refuses the client if none is left. The first
-    /// `first` bytes of the shared buffer are what the client has already sent.
+    /// Starts to connect to the next endpoint, and refuses the client if none is left. The first `first` bytes of the
+    /// shared buffer are data that the client has already sent.
     pub fn dial(&mut self, key: Key, mut first: usize) {
         loop {
             let Some(connection) = self.table.get_mut(key) else {
@@ -58,7 +58,7 @@ impl Worker {
             let written = connection.write_first(&mut self.buffers, first);
             first = 0;
             let reached = match written {
-                // An endpoint on the same machine is connected by now.
+                // An endpoint on the same machine is already connected.
                 Ok(reached) => reached,
                 Err(error) => {
                     connection.session.failed(error);
@@ -131,7 +131,7 @@ impl Worker {
         self.finish(key, Flag::ConnectFailure, true);
     }
 
-    /// Takes note of what the kernel reports of a socket that is connecting.
+    /// Handles the kernel's events of a socket that is connecting.
     pub fn on_dial_event(&mut self, key: Key, flags: EventFlags) {
         let Some(connection) = self.table.get_mut(key) else {
             return;

@@ -81,10 +81,10 @@ fn interest(end: &End) -> EventFlags {
 }
 
 impl Worker {
-    /// A worker that obeys the commands of its mailbox.
+    /// Creates a worker that executes the commands of its mailbox.
     ///
     /// # Errors
-    /// If the process has no more files.
+    /// If the process has no file descriptors left.
     pub fn new(
         number: usize,
         shared: Arc<Shared>,
@@ -196,7 +196,7 @@ impl Worker {
         }
     }
 
-    /// Has the kernel report what happens to a connection's socket.
+    /// Asks the kernel to report the events of a connection's socket.
     fn watch(&mut self, key: Key, side: Side) -> io::Result<()> {
         let Some(connection) = self.table.get_mut(key) else {
             return Ok(());
@@ -209,7 +209,7 @@ impl Worker {
         Ok(epoll::add(&self.epoll, &end.socket, token, interest(end))?)
     }
 
-    /// Takes note of what the kernel reports of a connection's socket.
+    /// Handles the kernel's events of a connection's socket.
     fn on_event(&mut self, key: Key, side: Side, flags: EventFlags) {
         let Some(connection) = self.table.get_mut(key) else {
             return;
@@ -233,7 +233,7 @@ impl Worker {
         }
     }
 
-    /// Relays what there is to relay.
+    /// Relays all available data of a connection.
     fn drive(&mut self, key: Key) {
         let ticks = self.clock.ticks();
         let Some(connection) = self.table.get_mut(key) else {
@@ -250,8 +250,8 @@ impl Worker {
                 .filter(|end| !end.writable && !end.asks_for_space)
             {
                 end.asks_for_space = true;
-                // The kernel reports at once if there is space by now. It fails only if the kernel is
-                // out of memory.
+                // If there is space now, the kernel reports it at once. The call fails only if the kernel is out of
+                // memory.
                 let token = Token::Socket(key, side).into();
                 let _ = epoll::modify(&self.epoll, &end.socket, token, interest(end));
             }

@@ -44,8 +44,8 @@ impl Worker {
     }
 }
 
-/// Chooses connections that hold `excess` bytes together: of the workload that holds most, the one that was active
-/// longest ago, until the rest holds little enough.
+/// Chooses connections that hold `excess` bytes together. In each step it takes the workload that holds the most, and
+/// its connection that has been inactive for longest.
 fn choose(mut holders: Vec<Holder>, mut excess: usize) -> Vec<Key> {
     holders.sort_unstable_by_key(|holder| std::cmp::Reverse(holder.active));
     let mut workloads: HashMap<u64, (usize, Vec<Holder>)> = HashMap::new();
@@ -98,7 +98,7 @@ mod tests {
         // Only when both hold as much may either lose.
         assert_eq!(chosen(&all, 900)[..9], [10, 9, 8, 7, 6, 5, 4, 3, 2]);
         assert_eq!(chosen(&all, 5000).len(), all.len());
-        // A workload that holds more in fewer connections is the one that holds most.
+        // A workload with fewer connections is chosen if it holds the most bytes.
         all.push(holder(3, 99, 200, 2000));
         assert_eq!(chosen(&all, 1), [99]);
     }

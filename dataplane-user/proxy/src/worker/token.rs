@@ -1,4 +1,4 @@
-//! Tokens: what the worker gives the kernel with a file descriptor, and gets back with its events.
+//! Tokens: the data that the worker attaches to a file descriptor in epoll, and gets back with each event.
 
 use rustix::event::epoll::EventData;
 

@@ -1,4 +1,5 @@
-//! Compares what both sides make of the objects, and tells differences that are meant from others.
+//! Compares how istiod and the dataplane serve the objects, and separates intended differences from
+//! others.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,13 +9,14 @@ use std::{
 
 use super::known::KNOWN;
 
-/// Endpoints, and the part of the connections that each one gets.
+/// Endpoints, each with its share of the connections.
 pub type Endpoints = BTreeMap<SocketAddr, f64>;
 
-/// What one side makes of the objects.
+/// The services and names that one side makes from the objects.
 #[derive(Debug, Default)]
 pub struct Side {
-    /// The services of each address and port (`NAMESPACE/HOST` of istiod's), and their endpoints.
+    /// The services of each address and port, with their endpoints. istiod's services are named
+    /// `NAMESPACE/HOST`.
     table: BTreeMap<SocketAddr, BTreeMap<String, Endpoints>>,
     /// The addresses of each host (`NAMESPACE/HOST`).
     pub names: BTreeMap<String, BTreeSet<IpAddr>>,
@@ -27,9 +29,9 @@ impl Side {
     }
 }
 
-/// Something that both sides do differently.
+/// Something that the two sides do differently.
 struct Difference {
-    /// `NAMESPACE/HOST`, or the service as the plan names it.
+    /// `NAMESPACE/HOST`, or the name of the service in the plan.
     of: String,
     /// The address and port, or `name`.
     at: String,
@@ -37,10 +39,10 @@ struct Difference {
     dataplane: String,
 }
 
-/// The parts in the kernel's table are rounded by at most this, as docs/service-entries.md says.
+/// Maximum rounding error of a share in the kernel's table, as docs/service-entries.md says.
 const ROUNDED: f64 = 0.01;
 
-/// Returns all differences as text, and whether each of them is known and each known one is there.
+/// Returns all differences as text, and whether they are exactly the known ones.
 pub fn judge(theirs: &Side, ours: &Side) -> (String, bool) {
     let differences = differences(theirs, ours);
     let (mut text, mut used, mut new) = (String::new(), BTreeSet::new(), 0);
@@ -88,7 +90,7 @@ fn differences(theirs: &Side, ours: &Side) -> Vec<Difference> {
     for vip in keys(&theirs.table, &ours.table) {
         let (told, planned) = (theirs.table.get(vip), ours.table.get(vip));
         let same = |(told, planned): (&BTreeMap<_, _>, &BTreeMap<_, _>)| {
-            // Where istiod tells of several services, a ztunnel takes one of them.
+            // If istiod lists several services at an address, a ztunnel uses one of them.
             planned
                 .values()
                 .all(|one| told.values().any(|other| alike(one, other)))

@@ -1,8 +1,8 @@
-//! Differences that are meant. docs/service-entries.md has a row for each.
+//! Intended differences. docs/service-entries.md has a row for each.
 
-/// A difference that is meant.
+/// An intended difference.
 pub struct Known {
-    /// `NAMESPACE/HOST`, or the service as the plan names it.
+    /// `NAMESPACE/HOST`, or the name of the service in the plan.
     pub of: &'static str,
     /// The end of the address and port, or `name`.
     pub at: &'static str,

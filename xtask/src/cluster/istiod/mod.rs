@@ -1,5 +1,5 @@
-//! The plan beside Istio's own control plane: istiod and the dataplane read the same objects of one API server, and what
-//! istiod tells a ztunnel is compared with `dataplane plan` and `dataplane dns query`.
+//! Compares the plan with Istio's own control plane. istiod and the dataplane read the same objects of one API server,
+//! and istiod's messages to a ztunnel are compared with `dataplane plan` and `dataplane dns query`.
 
 mod compare;
 mod known;
@@ -35,7 +35,7 @@ use crate::{
     workspace,
 };
 
-/// The node for which both sides decide, and where it is (`objects.txt`).
+/// The node for which both sides decide, and its region and zone (`objects.txt`).
 const NODE: &str = "n1";
 const REGION: &str = "r1";
 const ZONE: &str = "z1";
@@ -93,12 +93,12 @@ pub fn main(no_install: bool) -> Result<ExitCode> {
     };
     down()?;
     remove_when_interrupted()?;
-    // Removed when it is dropped, also after an error.
+    // The cluster is removed when this value is dropped, also after an error.
     let cluster = Cluster::new(&programs, 0, dataplane, probe);
     let kept = workspace::target().join("cluster/istiod");
     fs::create_dir_all(&kept).with_context(|| format!("cannot make {}", kept.display()))?;
     let result = run(&cluster, &kept);
-    // Best effort: a part that has not started has none.
+    // Best effort: a part that has not started has no log.
     let _ = fs::copy(identity::file("istiod.log"), kept.join("istiod.log"));
     note(&format!(
         "the objects, both sides and the log are in {}",
@@ -129,7 +129,7 @@ fn run(cluster: &Cluster, kept: &Path) -> Result<ExitCode> {
     };
     apply_some(&|object| object["kind"] == "Namespace", &[])?;
     let is_younger = |object: &Value| object["metadata"]["name"] == "twice-younger";
-    // The definitions are not served yet, and the namespaces have no service accounts.
+    // At first the definitions are not served yet, and the namespaces have no service accounts.
     eventually(Duration::from_mins(1), || {
         apply_some(&|object| !is_younger(object), &[])
     })?;
@@ -137,13 +137,13 @@ fn run(cluster: &Cluster, kept: &Path) -> Result<ExitCode> {
         &|object| !object["status"].is_null(),
         &["--subresource=status"],
     )?;
-    // Of two entries the older one counts, and objects have their age in seconds.
+    // The older of two entries has priority, and the age of objects has a precision of seconds.
     thread::sleep(Duration::from_secs(2));
     apply_some(&is_younger, &[])?;
     Part::Istiod.start(&cluster.programs)?;
     let objects = settled(cluster)?;
     let file = kept.join("objects.yaml");
-    // JSON is YAML.
+    // JSON is valid YAML.
     fs::write(&file, objects.to_string())?;
     let mut counts = BTreeMap::<String, usize>::new();
     for object in &made {
@@ -198,17 +198,17 @@ fn settled(cluster: &Cluster) -> Result<Value> {
     bail!("the objects still change after three minutes, or istiod gives hosts no addresses")
 }
 
-/// The items of a list; none if it is none.
+/// Returns the items of a list; none if the value is no list.
 fn list(value: &Value) -> impl Iterator<Item = &Value> {
     value.as_array().into_iter().flatten()
 }
 
-/// A string; empty if it is none.
+/// Returns a string; empty if the value is no string.
 fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// The hosts of a Service or ServiceEntry, as `NAMESPACE/HOST`.
+/// Returns the hosts of a Service or ServiceEntry, as `NAMESPACE/HOST`.
 fn hosts(object: &Value) -> Vec<String> {
     let [namespace, name] = ["namespace", "name"].map(|field| text(&object["metadata"][field]));
     match object["kind"].as_str() {

@@ -1,4 +1,4 @@
-//! The objects that istiod and the dataplane read: of each kind, each way that it can name endpoints.
+//! The objects that istiod and the dataplane read. They cover each way in which a kind can name endpoints.
 
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 /// Objects, one a line: kind, namespace or `-`, name, and fields in JSON, which are added to [`defaults`].
 const LINES: &str = include_str!("objects.txt");
 
-/// All objects, in the order in which they are made.
+/// Returns all objects, in the order in which they are made.
 pub fn all() -> Result<Vec<Value>> {
     LINES.lines().map(object).collect()
 }
@@ -38,7 +38,7 @@ fn object(line: &str) -> Result<Value> {
     Ok(object)
 }
 
-/// What an object has unless its line says otherwise.
+/// Returns the fields of an object that its line does not set.
 fn defaults(kind: &str, name: &str) -> Value {
     let ready = json!([{ "type": "Ready", "status": "True" }]);
     match kind {

@@ -1,4 +1,4 @@
-//! The plan and the DNS answers of the dataplane for the same objects, by `dataplane plan` and `dataplane dns query`.
+//! The dataplane's side of the comparison: its plan and DNS answers, by `dataplane plan` and `dataplane dns query`.
 
 use std::{collections::BTreeSet, net::IpAddr, path::Path, process::Command};
 
@@ -11,8 +11,8 @@ use crate::{
     command::shown,
 };
 
-/// Reads the plan for [`NODE`] of these objects, which a file has, and the addresses of their hosts, each asked for by a
-/// Pod of its namespace. Returns the problems that the plan names, too.
+/// Reads the plan for [`NODE`] of the objects in this file, and the addresses of their hosts. A Pod of its namespace
+/// asks for each host. Also returns the problems in the plan.
 pub fn read(dataplane: &Path, objects: &Value, file: &Path) -> Result<(Side, Vec<String>)> {
     let command = |words: &[&str]| {
         let mut command = in_netns(CONTROL, dataplane);
@@ -21,7 +21,7 @@ pub fn read(dataplane: &Path, objects: &Value, file: &Path) -> Result<(Side, Vec
         command
     };
     let mut side = Side::default();
-    // Without tables, all that is served changes.
+    // There are no tables, so the plan contains everything that is served.
     let plan = ask(command(&["plan"]).arg("--bpffs").arg(control_directory()))?;
     for change in list(&plan["changes"]) {
         let (key, owner, after) = (
@@ -32,7 +32,7 @@ pub fn read(dataplane: &Path, objects: &Value, file: &Path) -> Result<(Side, Vec
         let Ok(vip) = key.trim_end_matches("/tcp").parse() else {
             continue;
         };
-        // istiod tells ztunnels of cluster IPs and of entries' addresses alone.
+        // istiod sends ztunnels only cluster IPs and addresses of entries.
         if after["kind"] != "ClusterIP" && !owner.contains("/serviceentry:") {
             continue;
         }
@@ -71,8 +71,8 @@ pub fn read(dataplane: &Path, objects: &Value, file: &Path) -> Result<(Side, Vec
     Ok((side, list(&plan["problems"]).map(text).collect()))
 }
 
-/// Returns the JSON document that the command prints. The exit code says no more: `plan` exits with 2 if something changes,
-/// `dns query` with 1 if a name does not exist.
+/// Returns the JSON document that the command prints. Ignores the exit code, which has no more information: `plan`
+/// exits with 2 if something changes, `dns query` with 1 if a name does not exist.
 fn ask(command: &mut Command) -> Result<Value> {
     let output = command
         .output()

@@ -1,4 +1,4 @@
-//! What istiod tells a ztunnel, and what a ztunnel on a node makes of it.
+//! istiod's side of the comparison: its messages to a ztunnel, and how a ztunnel on a node uses them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,7 +15,7 @@ use super::{
     hosts, list, text,
 };
 
-/// What `workloads` printed: Istio's messages by their kind.
+/// Output of `workloads`: Istio's messages by their kind.
 pub struct Told(Vec<Value>);
 
 impl Told {
@@ -24,7 +24,7 @@ impl Told {
         Ok(Self(lines.collect::<serde_json::Result<_>>()?))
     }
 
-    /// The messages of a kind.
+    /// Returns the messages of a kind.
     pub fn all(&self, kind: &'static str) -> impl Iterator<Item = &Value> {
         self.0.iter().filter_map(move |line| line.get(kind))
     }
@@ -68,7 +68,7 @@ impl Told {
             );
             let is_entry = entries.contains(&key);
             if !is_entry && names.is_empty() {
-                // A headless service: its name leads to its endpoints, of its families.
+                // The name of a headless service leads to its endpoints, of its families.
                 let of = |one: &'static str| service["ipFamilies"] != one;
                 let four = four.keys().filter(|_| of("IPV6_ONLY"));
                 let six = six.keys().filter(|_| of("IPV4_ONLY"));
@@ -82,7 +82,7 @@ impl Told {
         Ok(side)
     }
 
-    /// Returns the endpoints of a family from which a ztunnel on [`NODE`] chooses, with each one's part.
+    /// Returns the endpoints of a family from which a ztunnel on [`NODE`] chooses, each with its share.
     fn endpoints(&self, service: &Value, key: &str, port: u16, v6: bool) -> Result<Endpoints> {
         let how = &service["loadBalancing"];
         let scopes: Vec<&str> = list(&how["routingPreference"])
@@ -99,7 +99,7 @@ impl Told {
         };
         let mut chosen = Vec::new();
         for workload in self.all("workload") {
-            // An endpoint that does not have the port is none of the port's.
+            // An endpoint without this port does not serve the port.
             let Some(own) = workload["services"]
                 .get(key)
                 .and_then(|of| target(&of["ports"]))
@@ -138,7 +138,8 @@ impl Told {
     }
 }
 
-/// Whether a workload is in the same place of this size as [`NODE`]. There is one cluster, of one network.
+/// Returns whether a workload is in the same scope as [`NODE`]: node, zone, region. All are in one cluster and one
+/// network.
 fn is_near(workload: &Value, scope: &str) -> bool {
     match scope {
         "NODE" => workload["node"] == NODE,
@@ -162,7 +163,7 @@ fn address(base64: &Value) -> Result<IpAddr> {
         .context("an address")
 }
 
-/// The addresses of an address, or of a range of IPv4.
+/// Returns the addresses in a range of IPv4, or a single address.
 fn range(of: &Value) -> Result<Vec<IpAddr>> {
     let address = address(&of["address"])?;
     let length = of["length"].as_u64().unwrap_or(32);
@@ -177,7 +178,8 @@ fn range(of: &Value) -> Result<Vec<IpAddr>> {
     })
 }
 
-/// The ports of hosts that TCP does not have: a ztunnel hears of them without their protocol, and carries TCP alone.
+/// Returns the ports of hosts that are not TCP. istiod sends ztunnels these ports without their protocol, and a ztunnel
+/// carries only TCP.
 fn not_tcp(objects: &Value) -> BTreeSet<(String, u16)> {
     let mut found = BTreeSet::new();
     for object in list(&objects["items"]) {

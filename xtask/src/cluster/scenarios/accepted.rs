@@ -1,4 +1,4 @@
-//! Everything in `deploy/`, as the API server sees it: no field that it does not know, no value that it refuses.
+//! Checks everything in `deploy/` with the API server: it must know every field and accept every value.
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ const MONITORING: [&str; 2] = [
     "prometheusrules.monitoring.coreos.com",
 ];
 
-/// The API server checks everything and keeps nothing.
+/// With these options the API server checks everything and stores nothing.
 const TRY: [&str; 8] = [
     "apply",
     "--server-side",
@@ -42,7 +42,7 @@ pub fn objects(cluster: &Cluster) -> Result<String> {
 }
 
 fn tried(cluster: &Cluster, monitoring: bool) -> Result<String> {
-    // The two sections that make the chart, and an overlay, add something.
+    // The chart and an overlay render more for these two sections.
     let config = json!({
         "mesh": { "rules": { "mode": "proxy" } },
         "kernel": { "conntrack": { "tcpCloseWaitTimeout": "1h" } },
@@ -63,7 +63,7 @@ fn tried(cluster: &Cluster, monitoring: bool) -> Result<String> {
     let required = json!({ "nodeSelectorTerms": [term] });
     let affinity =
         json!({ "nodeAffinity": { "requiredDuringSchedulingIgnoredDuringExecution": required } });
-    // A node's name may have 253 characters, and a Job's 63.
+    // The name of a node may have 253 characters, the name of a Job 63.
     let long = format!("{}.example", "n".repeat(60));
     let values = json!({
         "affinity": affinity,
@@ -105,11 +105,11 @@ fn tried(cluster: &Cluster, monitoring: bool) -> Result<String> {
     ))
 }
 
-/// Has the API server check these objects. Returns what it would keep.
+/// Has the API server check these objects. Returns the objects as the server would store them.
 pub(super) fn accepted(cluster: &Cluster, text: &str) -> Result<Vec<Value>> {
     let answer = cluster.kubectl.feed(&TRY, text)?;
     let answer: Value = serde_json::from_str(&answer).context("kubectl printed no JSON")?;
-    // kubectl prints no list of one.
+    // For a single object, kubectl prints no list.
     Ok(match answer["items"].as_array() {
         Some(items) => items.clone(),
         None => vec![answer],

@@ -14,15 +14,15 @@ use crate::cluster::{
     place::FIRST_SERVICE,
 };
 
-/// How soon the agent must say what is wrong. A connection may take 5 s to be made.
+/// Time limit for the agent to report the problem. Making a connection may take 5 s.
 const AT_ONCE: Duration = Duration::from_secs(8);
-/// How long the log is watched afterwards.
+/// How long the scenario watches the log afterwards.
 const WATCHED: Duration = Duration::from_mins(1);
-/// Services, EndpointSlices, Pods, Nodes: of each the agent may say once that it cannot be read.
+/// Number of kinds: Services, EndpointSlices, Pods, Nodes. The agent may log once for each kind that it cannot read it.
 const KINDS: usize = 4;
 
 pub fn missing(cluster: &Cluster) -> Result<String> {
-    // Nothing of an earlier agent's is left.
+    // Remove everything that an earlier agent left.
     agent::remove(cluster)?;
     network::swallow(FIRST_SERVICE, true)?;
     let outcome = without(cluster);
@@ -58,7 +58,7 @@ fn without(cluster: &Cluster) -> Result<String> {
         took < AT_ONCE,
         "the agent took {took:?} to say what is wrong"
     );
-    // The first line already says it.
+    // The first warning already contains the hint.
     let first = log.lines().find(|line| line.contains(" WARN "));
     let first = first.with_context(|| format!("no warning: {log}"))?;
     ensure!(

@@ -1,4 +1,4 @@
-//! When the agents of the nodes end and begin, and what captured connections come to meanwhile.
+//! Watches when the agents of the nodes start and end, and what happens to captured connections at this time.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,22 +16,22 @@ use nix::time::ClockId;
 
 use crate::cluster::place::{self, Node};
 
-/// How often processes are looked at.
+/// Interval between two looks at the processes.
 const LOOK: Duration = Duration::from_millis(4);
 
-/// An agent's process, by the machine's monotonic clock in nanoseconds.
+/// The lifetime of an agent's process, in nanoseconds of the machine's monotonic clock.
 #[derive(Clone, Copy, Debug)]
 pub struct Lifetime {
-    /// When it was seen first; none: it was there before.
+    /// Time at which the process was first seen. `None` if it already ran when the watch began.
     pub exec_ns: Option<u64>,
-    /// When it was seen no more; none: it is there still.
+    /// Time at which the process was gone. `None` if it still runs.
     pub end_ns: Option<u64>,
 }
 
-/// Watches the agents of all nodes while something is done.
+/// Watches the agents of all nodes while `work` runs.
 ///
 /// # Errors
-/// What that fails with, or if processes cannot be watched.
+/// Returns the error of `work`, or fails if processes cannot be watched.
 pub fn watch<T>(
     nodes: &[Node],
     work: impl FnOnce() -> Result<T>,
@@ -54,7 +54,7 @@ pub fn watch<T>(
     })
 }
 
-/// The process of a node's agent, by its number on this machine. With several agents, one of them.
+/// Returns the process id of a node's agent on this machine. If there are several agents, returns one of them.
 pub fn process(node: Node) -> Result<u32> {
     let path = place::netns(&node.name());
     let found = fs::metadata(&path).with_context(|| format!("no {}", path.display()))?;
@@ -100,14 +100,14 @@ fn look(
                     agents.insert(*pid, (node, lifetime));
                     known.insert(*pid);
                 }
-                // What has not become another program yet may become an agent.
+                // A process that has not executed its program yet may become an agent.
                 Kind::Container => {}
                 Kind::Other => {
                     known.insert(*pid);
                 }
             }
         }
-        // Numbers come again.
+        // Process ids are reused.
         known.retain(|pid| pids.contains(pid));
         first = false;
         thread::sleep(LOOK);
@@ -144,7 +144,7 @@ fn node_of_agent(pid: u32, namespaces: &BTreeMap<u64, String>) -> Kind {
     }
 }
 
-/// Whether a process has not ended: one that nobody has waited for has.
+/// Returns whether a process runs. A zombie does not.
 fn is_alive(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat
@@ -153,28 +153,29 @@ fn is_alive(pid: u32) -> bool {
     state == Some(false)
 }
 
-/// The machine's monotonic clock, in nanoseconds.
+/// Returns the machine's monotonic clock, in nanoseconds.
 pub fn now_ns() -> Result<u64> {
     let now = Duration::from(ClockId::CLOCK_MONOTONIC.now().context("no clock")?);
     Ok(u64::try_from(now.as_nanos())?)
 }
 
-/// What a client on a node saw of a restart of its agent.
+/// An agent's restart, as a client on the node saw it.
 #[derive(Debug)]
 pub struct Restart {
-    /// From the end of the agent to the exec of the next: the API server's, the kubelet's and the runtime's share.
+    /// Time from the end of the agent to the exec of the next agent, which the API server, the kubelet and the runtime
+    /// need.
     pub without: Duration,
     /// From the exec of the next agent to the end of the first connection that was answered.
     pub until_first: Duration,
-    /// Failures before the agent ended, between that and the exec, and after the exec; each with its errors.
+    /// Failures by error: before the agent ended, between its end and the next exec, and after this exec.
     pub failed: [BTreeMap<String, u64>; 3],
 }
 
 impl Restart {
-    /// The restart of the agent in `lifetimes`, as clients on that node saw it.
+    /// Returns the restart of the agent in `lifetimes`, as clients on that node saw it.
     ///
     /// # Errors
-    /// If there was not one restart, or nothing was answered after it.
+    /// Fails if the agent did not restart, or if no connection was answered afterwards.
     pub fn of(lifetimes: &[Lifetime], report: &LoadReport) -> Result<Self> {
         let end = lifetimes.iter().find(|l| l.exec_ns.is_none());
         let end = end.and_then(|l| l.end_ns).context("no agent ended")?;

@@ -1,4 +1,4 @@
-//! What becomes of services when the API server is away, forgets, or refuses.
+//! Services while the API server is away, loses history, or refuses the agent.
 
 use std::{fs, thread, time::Duration};
 
@@ -20,13 +20,14 @@ use crate::cluster::{
 };
 use crate::command::output;
 
-/// Services, EndpointSlices, Pods and Nodes are read.
+/// Number of kinds that the agent reads: Services, EndpointSlices, Pods and Nodes.
 const KINDS: usize = 4;
 const CONNECT: &str = "connect --count 40 --timeout-ms 2000";
-/// How long the agent may take to hear of an API server that is back: it asks again every 15 to 30 s at the latest.
+/// Time limit for the agent to notice that the API server is back. The agent retries every 15 to 30 s at the latest.
 const BACK: Duration = Duration::from_mins(1);
 
-/// The agent reads its token every minute, and by then one that lasts a minute has expired.
+/// The agent reads its token every minute. After this time it has read it, and a token with a lifetime of one minute
+/// has expired.
 const READ: Duration = Duration::from_secs(65);
 
 pub fn killed(cluster: &Cluster) -> Result<String> {
@@ -60,7 +61,7 @@ pub fn killed(cluster: &Cluster) -> Result<String> {
     }
     Part::ApiServer.start(&cluster.programs)?;
     control::wait_for_api_server(&cluster.kubectl)?;
-    // What changes from now on arrives.
+    // Changes from now on must arrive.
     space.kubectl(&["scale", "deployment/web", "--replicas=4"])?;
     space.rolled_out("web")?;
     let web = space.pods("web")?;
@@ -82,7 +83,8 @@ pub fn killed(cluster: &Cluster) -> Result<String> {
     ))
 }
 
-/// Of each kind the log says once that it cannot be read, and once that it can. Returns how many lines that is.
+/// Checks that the log has, for each kind, one line that it cannot be read and one that it can be read again. Returns
+/// the number of these lines.
 fn told_once(log: &str) -> Result<usize> {
     let with = |words: &str| log.lines().filter(|line| line.contains(words)).count();
     let (began, ended) = (with(" cannot "), with(": they can be read again"));
@@ -99,7 +101,7 @@ pub fn compaction(cluster: &Cluster) -> Result<String> {
     agent::deploy(cluster, &agent::Wanted::default())?;
     let node = cluster.nodes[0];
     let space = Space::new(cluster, "compaction", &json!({}))?;
-    // Both where they are seen from: the node is cut off meanwhile.
+    // Servers and client are on one node, because this node is cut off meanwhile.
     space.servers("web", 1, Some(node))?;
     for name in ["stays", "goes"] {
         space.service(name, "web", &json!({}))?;
@@ -148,8 +150,8 @@ pub fn compaction(cluster: &Cluster) -> Result<String> {
     ))
 }
 
-/// Changes services, compacts etcd, and restarts the API server, which then knows nothing older. Returns where a new
-/// service is.
+/// Changes services, compacts etcd, and restarts the API server, which then has no older version. Returns the address
+/// of a new service.
 fn forget(cluster: &Cluster, space: &Space<'_>) -> Result<String> {
     space.kubectl(&["delete", "service", "goes"])?;
     space.service("comes", "web", &json!({}))?;
@@ -167,13 +169,13 @@ fn forget(cluster: &Cluster, space: &Space<'_>) -> Result<String> {
     Part::ApiServer.kill()?;
     Part::ApiServer.start(&cluster.programs)?;
     control::wait_for_api_server(&cluster.kubectl)?;
-    // The node's connections are given up before it is back.
+    // The agent's old connections must time out before the node is back.
     thread::sleep(Duration::from_secs(20));
     Ok(at(&space.cluster_ips("comes")?[0], 80))
 }
 
 pub fn tokens(cluster: &Cluster) -> Result<String> {
-    // The account and its rights stay; an agent that is a process takes the place of the DaemonSet's.
+    // The account and its permissions stay. An agent that is a process replaces the DaemonSet's agents.
     agent::deploy(cluster, &agent::Wanted::default())?;
     let account = cluster
         .kubectl
@@ -188,7 +190,7 @@ pub fn tokens(cluster: &Cluster) -> Result<String> {
 fn with_tokens(cluster: &Cluster, uid: &str) -> Result<String> {
     let node = cluster.nodes[0];
     let (token, config) = (identity::file("agent.token"), identity::file("agent.conf"));
-    // The newline is one that editors leave.
+    // The file ends with a newline, as editors write it.
     let renew = |life: u64| -> Result<()> {
         let text = identity::token("kube-system", "dataplane", uid, Duration::from_secs(life))?;
         fs::write(&token, format!("{text}\n")).context("cannot write a token")
@@ -216,7 +218,7 @@ fn with_tokens(cluster: &Cluster, uid: &str) -> Result<String> {
             fs::read_to_string(node.directory().join("agent.log")).context("the agent's log")?;
         Ok(log.contains("answered 401"))
     };
-    // Renewed in time: the next connection has the new one.
+    // The token is renewed in time: the next connection uses the new token.
     renew(3600)?;
     thread::sleep(READ);
     restart()?;
@@ -226,7 +228,7 @@ fn with_tokens(cluster: &Cluster, uid: &str) -> Result<String> {
         !refused()?,
         "the agent used a token that had expired though it was renewed"
     );
-    // Not renewed: what is there is served, and status says why no more comes.
+    // The token is not renewed: the agent continues to serve its services, and status says why no changes arrive.
     renew(1)?;
     thread::sleep(READ);
     restart()?;

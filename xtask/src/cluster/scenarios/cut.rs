@@ -1,4 +1,4 @@
-//! Connections to the API server that are cut without a word: how long until changes arrive again.
+//! Connections to the API server that are silently cut: measures the time until changes arrive again.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use super::{
 use crate::cluster::{Cluster, agent, kubectl::eventually, network};
 
 const CONNECT: &str = "connect --count 20 --timeout-ms 2000";
-/// By keepalive the kernel notices after some 15 s. Without it the agent would wait for 150 s of silence.
+/// Time limit. With keepalive the kernel notices after some 15 s; without it the agent would wait for 150 s of silence.
 const NOTICED: Duration = Duration::from_secs(30);
 const API_PORT: u16 = 6443;
 
@@ -20,7 +20,7 @@ pub fn silently(cluster: &Cluster) -> Result<String> {
     agent::deploy(cluster, &agent::Wanted::default())?;
     let node = cluster.nodes[0];
     let space = Space::new(cluster, "cut", &json!({}))?;
-    // Where no kubelet's connection is cut.
+    // On the other node, whose kubelet's connection is not cut.
     space.servers("web", 2, Some(cluster.nodes[1]))?;
     space.service("web", "web", &json!({}))?;
     let web = space.pods("web")?;
@@ -48,7 +48,7 @@ pub fn silently(cluster: &Cluster) -> Result<String> {
     ))
 }
 
-/// How long a service that is made now takes to be served.
+/// Returns how long a new service takes to be served.
 fn until_served(cluster: &Cluster, space: &Space<'_>, from: &From) -> Result<Duration> {
     let start = Instant::now();
     space.service("late", "web", &json!({}))?;

@@ -1,4 +1,4 @@
-//! The DaemonSet as shipped: what it may read, how it is upgraded, by the chart, and how it goes.
+//! The DaemonSet as shipped: its permissions, upgrades, installation by the chart, and removal.
 
 use std::{collections::BTreeSet, thread, time::Duration};
 
@@ -42,7 +42,7 @@ pub fn rbac(cluster: &Cluster) -> Result<String> {
         let mut ask = cluster.kubectl.command();
         ask.args(["auth", "can-i", account])
             .args(question.split(' '));
-        // It exits with 1 for a no.
+        // `kubectl auth can-i` exits with 1 for a no.
         let said = String::from_utf8_lossy(&ask.output()?.stdout)
             .trim()
             .to_owned();
@@ -52,7 +52,7 @@ pub fn rbac(cluster: &Cluster) -> Result<String> {
         );
     }
     metrics_are_guarded(cluster)?;
-    // What it did ask for, since the API server started.
+    // The agent's requests since the API server started.
     let allowed = allowed(cluster)?;
     let requests = agent::audited()?;
     let mut used = BTreeSet::new();
@@ -98,7 +98,7 @@ pub fn rbac(cluster: &Cluster) -> Result<String> {
     ))
 }
 
-/// The agents' metrics are for those who may get them in the cluster.
+/// Checks that a client needs the permission to get the agents' metrics.
 fn metrics_are_guarded(cluster: &Cluster) -> Result<()> {
     let kubectl = |arguments: &str| {
         let arguments: Vec<&str> = arguments.split(' ').collect();
@@ -146,7 +146,7 @@ fn metrics_are_guarded(cluster: &Cluster) -> Result<()> {
     allowed
 }
 
-/// Group, resource and verb of all that our ClusterRole allows.
+/// Returns group, resource and verb of all permissions in our ClusterRole.
 fn allowed(cluster: &Cluster) -> Result<BTreeSet<(String, String, String)>> {
     let role = cluster.kubectl.get(&["clusterrole", "dataplane"])?;
     let words = |value: &Value| -> Vec<String> {
@@ -166,7 +166,7 @@ fn allowed(cluster: &Cluster) -> Result<BTreeSet<(String, String, String)>> {
     Ok(all)
 }
 
-/// Clients of a service with two servers: a pod, a node, and one outside.
+/// Clients of a service with two servers: a pod, a node, and a client outside.
 pub(super) struct Busy<'a> {
     pub space: Space<'a>,
     pub clients: Vec<(From, String)>,
@@ -217,7 +217,7 @@ pub fn upgrade(cluster: &Cluster) -> Result<String> {
     let busy = Busy::new(cluster, "upgrade", &json!({}))?;
     let mut seen = Vec::new();
     for surge in [false, true] {
-        // From one image to the other, by the strategy that is there already.
+        // Upgrade from one image to the other, with the strategy that is already set.
         agent::deploy(
             cluster,
             &Wanted {
@@ -258,7 +258,7 @@ pub fn chart(cluster: &Cluster) -> Result<String> {
         .apply_text(&agent::chart(&wanted, &json!({}))?)?;
     agent::wait(cluster)?;
     let busy = Busy::new(cluster, "chart", &json!({}))?;
-    // A changed value changes the checksum, and rolls out by itself.
+    // A changed value changes the checksum, and so rolls out the DaemonSet.
     let generation = || -> Result<Value> {
         let daemon_set = cluster
             .kubectl
@@ -296,12 +296,12 @@ pub fn cleanup(cluster: &Cluster) -> Result<String> {
     agent::deploy(cluster, &Wanted::default())?;
     let busy = Busy::new(cluster, "cleanup", &json!({}))?;
     agent::remove_daemon_set(cluster)?;
-    // What it left goes on serving.
+    // The agents' programs and tables continue to serve.
     busy.all_reach()?;
     for node in &cluster.nodes {
         clean(cluster, *node)?;
         // The kernel itself puts maps.debug and progs.debug into every BPF file system. The directory is a mount of the
-        // Job's, which so cannot remove it.
+        // Job's pod, so the Job cannot remove it.
         let pins = output(node.command("find")?.args([
             "/sys/fs/bpf",
             "-mindepth",
@@ -333,10 +333,10 @@ pub fn cleanup(cluster: &Cluster) -> Result<String> {
     Ok("served on without the agent; after the Job no pin is left and nothing is served; the agent serves again".into())
 }
 
-/// Cleans a node by the Job of `deploy/kustomize`.
+/// Cleans a node with the Job of `deploy/kustomize`.
 pub(super) fn clean(cluster: &Cluster, node: Node) -> Result<()> {
     let text = job(cluster, &node.name())?;
-    // As docs/kubernetes.md has it: the Job of the node before is replaced.
+    // As docs/kubernetes.md says: this replaces the Job of the previous node.
     cluster
         .kubectl
         .feed(&["replace", "--force", "-f", "-"], &text)?;
@@ -351,7 +351,7 @@ pub(super) fn clean(cluster: &Cluster, node: Node) -> Result<()> {
     cluster.kubectl.run(&wait).map(drop)
 }
 
-/// Takes the Job away.
+/// Removes the Job.
 pub(super) fn remove_job(cluster: &Cluster) -> Result<()> {
     let job = ["delete", "--ignore-not-found", "job/dataplane-cleanup"];
     cluster
@@ -360,7 +360,7 @@ pub(super) fn remove_job(cluster: &Cluster) -> Result<()> {
         .map(drop)
 }
 
-/// The clean-up Job of `deploy/kustomize`, for a node.
+/// Returns the clean-up Job of `deploy/kustomize` for a node.
 fn job(cluster: &Cluster, name: &str) -> Result<String> {
     let overlay = place::directory().join("cleanup");
     if !overlay.exists() {

@@ -1,4 +1,4 @@
-//! Clients that notice when something fails: some connect all the time, others keep their connections.
+//! Clients that notice failures: some connect all the time, others hold their connections open.
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},
@@ -13,19 +13,19 @@ use dataplane_tests::report::{KeepReport, LoadEvent, LoadReport};
 use super::pods::From;
 use crate::cluster::Cluster;
 
-/// Clients that connect all the time, until they are told to stop.
+/// Clients that connect all the time, until they are stopped.
 pub struct Load {
     child: Child,
     what: String,
 }
 
 impl Load {
-    /// Starts them.
+    /// Starts the clients.
     pub fn start(cluster: &Cluster, from: &From, to: &str) -> Result<Self> {
         Self::start_with(cluster, from, to, None)
     }
 
-    /// Starts them, and has each connection reported.
+    /// Starts the clients, with a report of each connection.
     pub fn start_each(cluster: &Cluster, from: &From, to: &str) -> Result<Self> {
         Self::start_with(cluster, from, to, Some("--each"))
     }
@@ -46,18 +46,18 @@ impl Load {
         Ok(Self { child, what })
     }
 
-    /// Stops them.
+    /// Stops the clients and returns their report.
     pub fn report(mut self) -> Result<LoadReport> {
         drop(self.child.stdin.take());
         let output = self.child.wait_with_output().context("lost the load")?;
         let text = String::from_utf8_lossy(&output.stdout);
-        // The first line says that it began.
+        // The first line only reports the start.
         let report = text.lines().nth(1).unwrap_or_default();
         serde_json::from_str(report)
             .with_context(|| format!("{}: probe printed {} bytes", self.what, text.len()))
     }
 
-    /// Stops them. Returns how many connections were answered, and how many failed, with which errors.
+    /// Stops the clients. Returns how many connections were answered, how many failed, and the errors.
     fn stop(self) -> Result<(u64, u64, String)> {
         let what = self.what.clone();
         let report = self.report()?;
@@ -69,7 +69,7 @@ impl Load {
         Ok((report.answered, failed, details))
     }
 
-    /// Stops them. None must have failed. Returns how many were answered.
+    /// Stops the clients. Fails if a connection failed. Returns how many were answered.
     pub fn none_failed(self) -> Result<u64> {
         let (answered, failed, details) = self.stop()?;
         ensure!(
@@ -82,14 +82,14 @@ impl Load {
     }
 }
 
-/// The connections that took longer than this to be made. The report has each connection.
+/// Returns the connections that took longer than `limit` to be made. The report must contain each connection.
 pub fn slower(report: &LoadReport, limit: Duration) -> impl Iterator<Item = &LoadEvent> {
     let took = |begin: u64, end: u64| Duration::from_nanos(end.saturating_sub(begin));
     let each = report.each.iter();
     each.filter(move |event| took(event.started_at_ns, event.connected_at_ns) > limit)
 }
 
-/// Connections that are made once and then kept.
+/// Connections that are made once and stay open.
 pub struct Kept {
     child: Child,
     answers: BufReader<ChildStdout>,
@@ -97,7 +97,7 @@ pub struct Kept {
 }
 
 impl Kept {
-    /// Makes so many.
+    /// Makes `count` connections.
     pub fn start(cluster: &Cluster, from: &From, to: &str, count: u64) -> Result<Self> {
         let mut probe = from.probe(cluster)?;
         probe
@@ -115,7 +115,7 @@ impl Kept {
         Ok(kept)
     }
 
-    /// Sends a byte there and back on each. All must be alive.
+    /// Sends a byte there and back on each connection. Fails if a connection is not alive.
     pub fn all_alive(&mut self) -> Result<()> {
         let stdin = self.child.stdin.as_mut().expect("was asked for");
         stdin.write_all(b"\n").context("lost `probe keep`")?;
@@ -142,7 +142,7 @@ impl Kept {
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        // It ends when its standard input does.
+        // The program ends when its standard input closes.
         drop(self.child.stdin.take());
         let _ = self.child.wait();
     }

@@ -1,4 +1,4 @@
-//! A mesh with the agent's proxy, as shipped: probes of captured pods, and upgrades.
+//! A mesh with the agent's proxy, as shipped: kubelet probes of captured pods, and upgrades.
 
 use std::{thread, time::Duration};
 
@@ -28,7 +28,7 @@ pub fn captured_pods(cluster: &Cluster) -> Result<String> {
     };
     agent::deploy(cluster, &wanted(false, 0))?;
     let outcome = captured(cluster, &wanted);
-    // Without a mesh: what reads namespaces goes, too.
+    // Return to the base without a mesh, and remove the role that reads namespaces.
     agent::deploy(cluster, &Wanted::default())?;
     cluster.kubectl.run(&[
         "delete",
@@ -46,7 +46,7 @@ fn captured(cluster: &Cluster, wanted: &impl Fn(bool, usize) -> Wanted) -> Resul
         &json!({ "istio.io/dataplane-mode": "ambient" }),
     )?;
     let space = &busy.space;
-    // The agent's proxy has the connections, and not only the kernel.
+    // Connections go through the agent's proxy, not only through the kernel.
     let relayed = || -> Result<f64> {
         let mut sum = 0.0;
         for node in &cluster.nodes {
@@ -64,7 +64,7 @@ fn captured(cluster: &Cluster, wanted: &impl Fn(bool, usize) -> Wanted) -> Resul
         "the proxy relayed {by_proxy} connections of 30 or more"
     );
 
-    // Probes: ready at every look, and started once.
+    // Kubelet probes: pods are ready at every look.
     let ready = |limit: u64| -> Result<()> {
         for _ in 0..limit {
             let pods = cluster
@@ -114,7 +114,7 @@ fn captured(cluster: &Cluster, wanted: &impl Fn(bool, usize) -> Wanted) -> Resul
                 details.extend(report.failures.first().map(|first| format!("{first:?}")));
                 continue;
             }
-            // The proxy ends with its agent.
+            // Without surge, the proxy ends with its agent.
             let lifetimes = lifetimes.get(&node.name()).map(Vec::as_slice);
             let restart = Restart::of(lifetimes.unwrap_or_default(), &report)
                 .with_context(|| format!("node {}, {lifetimes:?}", node.name()))?;
@@ -139,8 +139,9 @@ fn captured(cluster: &Cluster, wanted: &impl Fn(bool, usize) -> Wanted) -> Resul
     Ok(seen.join("; "))
 }
 
-/// From the default strategy to the component `surge`, while clients connect all the time. An old agent that knows
-/// nothing of `--stay` ends when the new one has taken over, and the kubelet starts it again: the new one must serve on.
+/// Changes from the default strategy to the component `surge`, while clients connect all the time. The old agent runs
+/// without `--stay`: it ends when the new agent has taken over, and the kubelet restarts it. The new agent must
+/// continue to serve.
 fn to_surge(
     cluster: &Cluster,
     clients: &[(Node, &From)],

@@ -1,5 +1,5 @@
-//! A node that moves from kube-proxy (nftables) to the agent, and back, while clients connect all the time: the steps
-//! of docs/kubernetes.md, "Migration from kube-proxy", by its commands.
+//! A node that moves from kube-proxy (nftables) to the agent, and back, while clients connect all the time. The
+//! scenario runs the commands of docs/kubernetes.md, "Migration from kube-proxy".
 
 use std::{collections::BTreeMap, thread, time::Duration};
 
@@ -25,17 +25,17 @@ use crate::{
 };
 
 const CONNECT: &str = "connect --count 40 --timeout-ms 2000";
-/// So many that new connections soon get a port of theirs, which kube-proxy translated to the same endpoint. (With fewer
-/// ports to choose from, connections fail with kube-proxy alone: a port is used again while the kernel's conntrack
-/// knows a connection from it that was reset, 10 s ago at most.)
+/// Number of connections that stay open. It is high so that new connections soon reuse one of their ports, which
+/// kube-proxy translated to the same endpoint. (With fewer ports, connections fail with kube-proxy alone: clients reuse
+/// a port while the kernel's conntrack still knows a connection from it that was reset less than 10 s ago.)
 const KEPT: u64 = 1000;
-/// What comes before the agent serves.
+/// The step before the agent serves.
 const ALONE_STILL: &str = "step 1";
-/// How long kube-proxy serves clients alone.
+/// How long kube-proxy alone serves clients.
 const ALONE: Duration = Duration::from_secs(5);
-/// How long clients go on after kube-proxy's rules have gone.
+/// How long clients continue after kube-proxy's rules are gone.
 const AFTER: Duration = Duration::from_secs(100);
-/// Less than TCP's first retransmission takes.
+/// A connection that takes this long hangs. It is less than TCP's first retransmission takes.
 const HANG: Duration = Duration::from_millis(950);
 
 pub fn there_and_back(cluster: &Cluster) -> Result<String> {
@@ -46,7 +46,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     deploy::remove_job(cluster)?;
     agent::remove(cluster)?;
     kube_proxy::remove(cluster)?;
-    // Those of `kubectl debug`.
+    // Delete the pods of `kubectl debug`.
     cluster
         .kubectl
         .run(&["delete", "pods", "--all", "--wait=false"])?;
@@ -114,7 +114,7 @@ fn moved(cluster: &Cluster) -> Result<String> {
     ensure!(early.contains("--now"), "keep-nat --release: {early}");
     kept.all_alive().context("after step 4")?;
 
-    // And back, with connections that are the agent's now.
+    // And back, with connections that the agent has served.
     steps.begin("rollback, step 1")?;
     let mut own = Kept::start(cluster, &client, &to, KEPT)?;
     label(cluster, node, &["dataplane=beside", "--overwrite"])?;
@@ -137,7 +137,7 @@ fn moved(cluster: &Cluster) -> Result<String> {
     own.all_alive().context("after the way back")?;
 
     let report = load.report()?;
-    // `kubectl patch` starts kube-proxy anew, after which some connections fail until the agent serves them.
+    // `kubectl patch` restarts kube-proxy. Some connections then fail until the agent serves them.
     let (of_kube_proxy, trouble): (Vec<_>, Vec<_>) = steps
         .trouble(&report)
         .into_iter()
@@ -159,7 +159,7 @@ fn moved(cluster: &Cluster) -> Result<String> {
     ))
 }
 
-/// When each step began, by the machine's monotonic clock in nanoseconds.
+/// Start time of each step, in nanoseconds of the machine's monotonic clock.
 #[derive(Default)]
 struct Steps(Vec<(u64, &'static str)>);
 
@@ -169,7 +169,7 @@ impl Steps {
         Ok(())
     }
 
-    /// What failed or hung in which step, how often.
+    /// Counts failed and hanging connections by step and kind.
     fn trouble(&self, report: &LoadReport) -> BTreeMap<String, u64> {
         let failures = report.failures.iter();
         let failures = failures.map(|failure| (failure.at_ns, failure.error.as_str()));
@@ -190,7 +190,7 @@ impl Steps {
     }
 }
 
-/// The base with the affinity of step 1.
+/// Returns the base with the affinity of step 1.
 fn on_labelled_nodes() -> Wanted {
     let affinity = json!([{
         "op": "add",
@@ -218,7 +218,7 @@ fn nft(node: Node, words: &str) -> Result<String> {
     output(node.command("nft")?.arg(words))
 }
 
-/// What the scenario is about: a node on which nothing else keeps NAT on.
+/// Checks the scenario's precondition: kube-proxy's tables are the only tables on the node that have NAT hooks.
 fn only_kube_proxy_translates(node: Node) -> Result<()> {
     let rules = nft(node, "list ruleset")?;
     let mut table = "";
@@ -246,7 +246,7 @@ fn no_kube_proxy(cluster: &Cluster, node: Node) -> Result<()> {
     Ok(())
 }
 
-/// `kube-proxy --cleanup`, by `kubectl debug` as in step 3.
+/// Runs `kube-proxy --cleanup` by `kubectl debug`, as in step 3.
 fn remove_rules(cluster: &Cluster, node: Node) -> Result<()> {
     let image = cluster.kubectl.run(&[
         "-n",
@@ -262,7 +262,7 @@ fn remove_rules(cluster: &Cluster, node: Node) -> Result<()> {
     let debug = ["debug", &name, "--profile=sysadmin", &image];
     let cleanup = ["--", "kube-proxy", "--cleanup"];
     cluster.kubectl.run(&[&debug[..], &cleanup].concat())?;
-    // `kubectl debug` does not wait.
+    // `kubectl debug` does not wait for the end of the command.
     eventually(LONG, || {
         let tables = nft(node, "list tables")?;
         ensure!(

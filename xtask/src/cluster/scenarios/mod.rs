@@ -1,4 +1,4 @@
-//! What is tried in a cluster. Each scenario leaves the cluster as it found it: with the DaemonSet of the base.
+//! The scenarios. Each scenario leaves the cluster as it found it: with the DaemonSet of the base.
 
 mod accepted;
 mod address;
@@ -28,17 +28,17 @@ use crate::{
     workspace,
 };
 
-/// Something that must hold in a cluster.
+/// A scenario: checks a property of the dataplane in a cluster.
 pub struct Scenario {
     name: &'static str,
     about: &'static str,
-    /// Returns what was seen, in a line.
+    /// Runs the scenario. Returns its observations in one line.
     run: fn(&Cluster) -> Result<String>,
-    /// What it takes of Kubernetes' programs besides those of every cluster.
+    /// Kubernetes' programs that the scenario needs besides those of every cluster.
     programs: &'static [&'static str],
 }
 
-/// In the order in which they run.
+/// All scenarios, in the order in which they run.
 const ALL: [Scenario; 19] = [
     Scenario {
         name: "rbac",
@@ -156,14 +156,14 @@ const ALL: [Scenario; 19] = [
     },
 ];
 
-/// Prints all names.
+/// Prints the names of all scenarios.
 pub fn list() {
     for Scenario { name, about, .. } in &ALL {
         println!("{name:<12}{about}");
     }
 }
 
-/// The scenarios with these names, or all.
+/// Returns the scenarios with these names, or all.
 pub fn choose(names: &[String]) -> Result<Vec<&'static Scenario>> {
     for name in names {
         if ALL.iter().all(|scenario| scenario.name != *name) {
@@ -176,13 +176,13 @@ pub fn choose(names: &[String]) -> Result<Vec<&'static Scenario>> {
     Ok(chosen.collect())
 }
 
-/// What these take of Kubernetes' programs besides those of every cluster.
+/// Returns Kubernetes' programs that these scenarios need besides those of every cluster.
 pub fn programs(chosen: &[&Scenario]) -> Vec<&'static str> {
     let programs = chosen.iter().flat_map(|scenario| scenario.programs);
     programs.copied().collect()
 }
 
-/// Runs them one after the other. Returns how many failed.
+/// Runs the scenarios one after the other. Returns the number of failed scenarios.
 pub fn run(cluster: &Cluster, chosen: &[&Scenario]) -> Result<usize> {
     let mut failed = Vec::new();
     for scenario in chosen {
@@ -213,7 +213,7 @@ pub fn run(cluster: &Cluster, chosen: &[&Scenario]) -> Result<usize> {
     Ok(failed.len())
 }
 
-/// Keeps what tells why a scenario failed: the cluster will be gone.
+/// Saves files that show why a scenario failed, because the cluster will be removed.
 fn evidence(cluster: &Cluster, name: &str) -> Result<()> {
     let directory = workspace::target().join("cluster").join(name);
     fs::create_dir_all(&directory)?;
@@ -258,7 +258,7 @@ fn evidence(cluster: &Cluster, name: &str) -> Result<()> {
     keep("agents-before.log", ask(&previous))?;
     for node in &cluster.nodes {
         let mut status = node.command(&cluster.dataplane)?;
-        // It exits with 1 if the node is not healthy.
+        // `status` exits with 1 if the node is not healthy.
         let status = status.args(["status", "-o", "json"]).output()?;
         fs::write(
             directory.join(format!("status-{}.json", node.name())),

@@ -1,4 +1,4 @@
-//! What of the node the agent's container can write to.
+//! Checks which files of the node the agent's container can write to.
 
 use std::{collections::BTreeSet, fs};
 
@@ -12,13 +12,13 @@ use crate::cluster::{
     node,
 };
 
-/// The mounts of the DaemonSet, with a mesh, that are writable.
+/// The writable mounts of the DaemonSet with a mesh.
 const WRITABLE: [&str; 3] = [
     "/host/proc/sys/net",
     "/host/sys/fs/bpf/dataplane",
     "/run/dataplane",
 ];
-/// The mount that is read-only, with what is mounted below it.
+/// The read-only mount; mounts below it are read-only too.
 const CGROUPS: &str = "/host/sys/fs/cgroup";
 
 pub fn read_only(cluster: &Cluster) -> Result<String> {
@@ -96,8 +96,8 @@ struct Mount {
 }
 
 impl Mount {
-    /// Reads a line of mountinfo: the fifth field is the place, the sixth its options. After a hyphen comes the kind of
-    /// file system.
+    /// Reads a line of mountinfo: the fifth field is the mount point, the sixth its options. The file-system type comes
+    /// after a hyphen.
     fn of_line(line: &str) -> Option<Self> {
         let (mount, file_system) = line.split_once(" - ")?;
         let mut fields = mount.split(' ').skip(4);
@@ -109,7 +109,7 @@ impl Mount {
         })
     }
 
-    /// Whether the node's files are there, and not only the container's own.
+    /// Returns whether the mount has files of the node, not only the container's own.
     fn is_of_the_node(&self) -> bool {
         let own = [
             "/dev",

@@ -1,4 +1,4 @@
-//! This node's Node object: tainted by the cluster autoscaler, deleted, and back.
+//! A node's own Node object is tainted by the cluster autoscaler, then deleted, then back.
 
 use std::fs;
 
@@ -27,7 +27,7 @@ pub fn tainted_and_deleted(cluster: &Cluster) -> Result<String> {
     agent::deploy(cluster, &agent::Wanted::default())?;
     let (stays, goes) = (cluster.nodes[0], cluster.nodes[1]);
     let space = Space::new(cluster, "node", &json!({}))?;
-    // Not on the node that goes: its pods are no endpoints without it.
+    // The servers are on the other node: without its Node object, pods of the first are no endpoints.
     space.servers("web", 2, Some(stays))?;
     space.service("web", "web", &json!({}))?;
     let to = at(&space.cluster_ips("web")?[0], 80);
@@ -52,13 +52,13 @@ pub fn tainted_and_deleted(cluster: &Cluster) -> Result<String> {
         .kubectl
         .run(&["delete", "node", &name, "--wait=false"])?;
     unfit(cluster, goes, "the cluster has no Node of this name")?;
-    // A kubelet makes its Node when it starts.
+    // A kubelet makes its Node object when it starts.
     restart_kubelet(goes)?;
     eventually(LONG, || cluster.kubectl.get(&["node", &name]))?;
     fit(cluster, goes)?;
 
     let answered = load.none_failed()?;
-    // Without the Node its pods are deleted after a while.
+    // While the Node object is missing, the controllers delete its pods.
     eventually(LONG, || agent::pod(cluster, goes))?;
     eventually(LONG, || agent::healthy(cluster, goes))?;
     Ok(format!(
@@ -67,7 +67,7 @@ pub fn tainted_and_deleted(cluster: &Cluster) -> Result<String> {
     ))
 }
 
-/// What `/healthz` and `/livez` answer on a node.
+/// Returns the answers of `/healthz` and `/livez` on a node.
 fn health(node: Node) -> Result<(u16, Value, u16)> {
     let to = at(&node.ipv4().to_string(), 10256);
     let (healthz, body) = network::get(CONTROL, &to, "/healthz")?;
@@ -76,7 +76,8 @@ fn health(node: Node) -> Result<(u16, Value, u16)> {
     Ok((healthz, body, livez))
 }
 
-/// `/healthz` takes the node out of load balancers, and `status` says so with this reason. Neither calls the agent ill.
+/// Checks that `/healthz` takes the node out of load balancers, and that `status` says so with this reason. Neither may
+/// report that the agent is unhealthy.
 fn unfit(cluster: &Cluster, node: Node, reason: &str) -> Result<()> {
     eventually(SHORT, || {
         let (healthz, body, livez) = health(node)?;
@@ -92,7 +93,7 @@ fn unfit(cluster: &Cluster, node: Node, reason: &str) -> Result<()> {
     })
 }
 
-/// Both say that all is well.
+/// Checks that `/healthz` and `status` report no problem.
 fn fit(cluster: &Cluster, node: Node) -> Result<()> {
     eventually(SHORT, || {
         let (healthz, body, livez) = health(node)?;
@@ -109,7 +110,7 @@ fn fit(cluster: &Cluster, node: Node) -> Result<()> {
     })
 }
 
-/// Kills the node's kubelet. The node's first process starts another.
+/// Kills the node's kubelet. The node's first process starts a new one.
 fn restart_kubelet(node: Node) -> Result<()> {
     let init = node.init()?;
     let children = fs::read_to_string(format!("/proc/{init}/task/{init}/children"))

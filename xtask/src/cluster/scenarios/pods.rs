@@ -1,4 +1,4 @@
-//! What scenarios have in common: a namespace with servers and clients, and requests from everywhere.
+//! Common parts of scenarios: a namespace with servers and clients, and requests from pods, nodes and outside.
 
 use std::{collections::BTreeSet, process::Command, time::Duration};
 
@@ -19,35 +19,35 @@ use crate::{
 pub const HTTP: u16 = 8080;
 pub const TCP: u16 = 8081;
 pub const UDP: u16 = 8082;
-/// How long objects and pods may take to become what they should be, on a busy machine.
+/// Time limit for objects and pods to reach their wanted state, on a busy machine.
 pub const LONG: Duration = Duration::from_mins(2);
-/// How long a change may take from the API server to the kernel's tables.
+/// Time limit for a change to get from the API server to the kernel's tables.
 pub const SHORT: Duration = Duration::from_secs(20);
 
-/// A namespace of Kubernetes, removed when it is dropped.
+/// A Kubernetes namespace. It is removed when this value is dropped.
 pub struct Space<'a> {
     pub cluster: &'a Cluster,
     pub name: String,
 }
 
-/// Where a request comes from.
+/// The source of a request.
 #[derive(Debug, Clone)]
 pub enum From {
-    /// The network namespace of a pod on this node, by one of its processes there.
+    /// The network namespace of a pod on this node, entered through one of the pod's processes.
     Pod(Node, u32),
-    /// A container, in its cgroup, too: a pod by its namespace and name.
+    /// A container, including its cgroup: a pod by its namespace and name.
     Container(String, String),
     /// The node itself.
     Node(Node),
-    /// Outside of the cluster.
+    /// A client outside of the cluster.
     Outside,
 }
 
 impl<'a> Space<'a> {
-    /// Makes one with these labels.
+    /// Makes a namespace with these labels.
     pub fn new(cluster: &'a Cluster, name: &str, labels: &Value) -> Result<Self> {
         let name = format!("scenario-{name}");
-        // What an earlier run in this cluster left.
+        // Remove the namespace of an earlier run in this cluster.
         cluster
             .kubectl
             .run(&["delete", "namespace", "--ignore-not-found", &name])?;
@@ -63,7 +63,7 @@ impl<'a> Space<'a> {
         Ok(space)
     }
 
-    /// kubectl in this namespace.
+    /// Runs kubectl in this namespace.
     pub fn kubectl(&self, arguments: &[&str]) -> Result<String> {
         let namespace = ["-n", &self.name];
         self.cluster.kubectl.run(&[&namespace, arguments].concat())
@@ -75,7 +75,7 @@ impl<'a> Space<'a> {
         self.cluster.kubectl.apply(&object)
     }
 
-    /// Starts so many servers that name themselves by their pod's name, and waits until they are ready.
+    /// Starts servers that answer with their pod's name, and waits until they are ready.
     pub fn servers(&self, name: &str, replicas: u8, on: Option<Node>) -> Result<()> {
         self.apply(servers(name, replicas, on))?;
         self.rolled_out(name)
@@ -87,7 +87,7 @@ impl<'a> Space<'a> {
             .map(drop)
     }
 
-    /// Starts a pod that does nothing, for requests from it.
+    /// Starts an idle pod, as a source of requests.
     pub fn client(&self, name: &str, node: Node) -> Result<From> {
         self.apply(json!({
             "apiVersion": "v1",
@@ -108,7 +108,7 @@ impl<'a> Space<'a> {
         self.inside(name)
     }
 
-    /// A pod that is there, to send requests from.
+    /// Returns an existing pod as a source of requests.
     pub fn inside(&self, pod: &str) -> Result<From> {
         let pod = self.cluster.kubectl.get(&["-n", &self.name, "pod", pod])?;
         let node = Node::named(pod["spec"]["nodeName"].as_str().context("a node")?)?;
@@ -127,7 +127,7 @@ impl<'a> Space<'a> {
         Ok(From::Pod(node, pid.parse()?))
     }
 
-    /// Makes a service for servers: port 80 to TCP, port 53 to UDP. `more` is laid over its spec.
+    /// Makes a service for servers: port 80 to TCP, port 53 to UDP. The fields in `more` are added to its spec.
     pub fn service(&self, name: &str, servers: &str, more: &Value) -> Result<()> {
         let mut spec = json!({
             "selector": { "app": servers },
@@ -154,7 +154,7 @@ impl<'a> Space<'a> {
             .get(&["-n", &self.name, "service", name])
     }
 
-    /// The cluster IPs of a service.
+    /// Returns the cluster IPs of a service.
     pub fn cluster_ips(&self, name: &str) -> Result<Vec<String>> {
         let service = self.service_object(name)?;
         let addresses = service["spec"]["clusterIPs"]
@@ -167,7 +167,7 @@ impl<'a> Space<'a> {
             .collect())
     }
 
-    /// The addresses of pods with this label `app`.
+    /// Returns the addresses of pods with this label `app`.
     pub fn pods_addresses(&self, app: &str) -> Result<Vec<String>> {
         let label = format!("app={app}");
         let pods = ["-n", &self.name, "pods", "-l", &label];
@@ -179,7 +179,7 @@ impl<'a> Space<'a> {
         Ok(addresses.map(str::to_owned).collect())
     }
 
-    /// The names of pods with this label `app` that are ready.
+    /// Returns the names of ready pods with this label `app`.
     pub fn pods(&self, app: &str) -> Result<BTreeSet<String>> {
         let pods =
             self.cluster
@@ -201,7 +201,7 @@ impl Drop for Space<'_> {
     }
 }
 
-/// A Deployment of servers.
+/// Returns a Deployment of servers.
 pub fn servers(name: &str, replicas: u8, on: Option<Node>) -> Value {
     let labels = json!({ "app": name });
     let listen = |kind: &str, port: u16| [format!("--{kind}"), format!("[::]:{port}")];
@@ -210,8 +210,8 @@ pub fn servers(name: &str, replicas: u8, on: Option<Node>) -> Value {
     args.extend(listen("tcp", TCP));
     args.extend(listen("udp", UDP));
     let mut pod = json!({
-        // The server does not hear of its end (a first process without a handler ignores SIGTERM): it
-        // serves on for so long, as one that ends in order does, and is then killed.
+        // The server ignores SIGTERM, because it is a first process without a handler. It continues to serve for this
+        // time, like a server that shuts down in order, and is then killed.
         "terminationGracePeriodSeconds": 5,
         "containers": [{
             "name": "probe",
@@ -225,7 +225,7 @@ pub fn servers(name: &str, replicas: u8, on: Option<Node>) -> Value {
     if let Some(node) = on {
         pod["nodeName"] = node.name().into();
     } else {
-        // Some on each node.
+        // Spread the pods over all nodes.
         pod["topologySpreadConstraints"] = json!([{
             "maxSkew": 1,
             "topologyKey": "kubernetes.io/hostname",
@@ -245,7 +245,7 @@ pub fn servers(name: &str, replicas: u8, on: Option<Node>) -> Value {
     })
 }
 
-/// An address with a port, as `probe` wants it.
+/// Returns an address with a port in `probe`'s format.
 pub fn at(address: &str, port: u16) -> String {
     if address.contains(':') {
         format!("[{address}]:{port}")
@@ -255,7 +255,7 @@ pub fn at(address: &str, port: u16) -> String {
 }
 
 impl From {
-    /// `probe` there, which takes its arguments next.
+    /// Returns a `probe` command at this source; the caller adds the arguments.
     pub fn probe(&self, cluster: &Cluster) -> Result<Command> {
         Ok(match self {
             Self::Pod(node, pid) => {
@@ -277,7 +277,7 @@ impl From {
         })
     }
 
-    /// Sets a sysctl of the pod's network namespace, like `net.ipv4.tcp_tw_reuse=1`.
+    /// Sets a sysctl of the pod's network namespace, such as `net.ipv4.tcp_tw_reuse=1`.
     pub fn sysctl(&self, setting: &str) -> Result<()> {
         let Self::Pod(node, pid) = self else {
             bail!("{self:?} is no pod's network namespace");
@@ -297,7 +297,7 @@ impl From {
         serde_json::from_str(&text).context("probe printed no report")
     }
 
-    /// Every request is answered, by all of these and nobody else.
+    /// Checks that every request is answered, and that exactly these servers answer.
     pub fn reaches(
         &self,
         cluster: &Cluster,
@@ -321,7 +321,7 @@ impl From {
         Ok(report)
     }
 
-    /// No request is answered: each fails with this error.
+    /// Checks that no request is answered, and that each fails with one of these errors.
     pub fn fails(&self, cluster: &Cluster, words: &str, to: &str, errors: &[&str]) -> Result<()> {
         let report = self.ask(cluster, words, to)?;
         ensure!(
@@ -338,7 +338,7 @@ impl From {
     }
 }
 
-/// The only address by which the servers saw their clients.
+/// Returns the only client address that the servers saw.
 pub fn source(report: &Report) -> Result<String> {
     let sources: BTreeSet<String> = report
         .endpoints

@@ -1,5 +1,5 @@
-//! Routes of Gateway API and Istio's ServiceEntries: what the pages and `examples/` show, as the API server sees it, and
-//! a Service that a route splits.
+//! Routes of Gateway API and Istio's ServiceEntries. The API server checks the objects of the pages and of `examples/`,
+//! and a route splits a Service.
 
 use std::{collections::BTreeSet, fs, path::Path, time::Duration};
 
@@ -30,14 +30,14 @@ const KINDS: [&str; 6] = [
     "serviceentries.networking.istio.io",
 ];
 const GROUPS: [&str; 2] = ["gateway.networking.k8s.io/", "networking.istio.io/"];
-/// The agent looks every 30 s for kinds that the cluster does not have.
+/// Time limit for the agent to notice a kind. The agent looks every 30 s for kinds that the cluster does not have.
 const NOTICED: Duration = Duration::from_mins(1);
 const CONNECTS: u32 = 2000;
 
 pub fn split(cluster: &Cluster) -> Result<String> {
     let kubernetes =
         json!({ "apiServer": place::api_server(), "routes": true, "serviceEntries": true });
-    // Before the kinds are there: that they are missing is no failure.
+    // The kinds are not there yet. The agent must work without them.
     let wanted = Wanted {
         config: json!({ "source": { "kubernetes": kubernetes } }),
         components: vec!["routes", "service-entries"],
@@ -87,7 +87,7 @@ fn reads_only(cluster: &Cluster) -> Result<()> {
             let mut ask = cluster.kubectl.command();
             ask.args(["auth", "can-i", account, "--all-namespaces", verb, resource])
                 .arg(format!("--subresource={of}"));
-            // It exits with 1 for a no.
+            // `kubectl auth can-i` exits with 1 for a no.
             let said = ask.output()?.stdout;
             let said = String::from_utf8_lossy(&said).trim().to_owned();
             ensure!(
@@ -99,7 +99,8 @@ fn reads_only(cluster: &Cluster) -> Result<()> {
     Ok(())
 }
 
-/// Has the API server check every object of `examples/`, and those of the two groups in the pages. Returns how many.
+/// Has the API server check every object of `examples/`, and the objects of the two groups in the pages. Returns their
+/// number.
 fn examples(cluster: &Cluster) -> Result<usize> {
     let mut texts = Vec::new();
     for path in files(&workspace::root().join("examples"), "yaml")? {
@@ -136,7 +137,7 @@ fn examples(cluster: &Cluster) -> Result<usize> {
     Ok(tried)
 }
 
-/// The objects of a text, without what only a server writes. Their namespaces are made.
+/// Returns the objects of a text, without fields that only a server writes. Makes their namespaces.
 fn objects(cluster: &Cluster, text: &str) -> Result<Vec<Value>> {
     let print = [
         "create",
@@ -160,7 +161,7 @@ fn objects(cluster: &Cluster, text: &str) -> Result<Vec<Value>> {
         for field in ["uid", "resourceVersion", "creationTimestamp", "generation"] {
             metadata.remove(field);
         }
-        // The owner's UID is nobody's here.
+        // The owner does not exist here.
         metadata.remove("ownerReferences");
         if let Some(namespace) = metadata.get("namespace") {
             cluster.kubectl.apply(&json!({
@@ -171,7 +172,7 @@ fn objects(cluster: &Cluster, text: &str) -> Result<Vec<Value>> {
     Ok(objects)
 }
 
-/// Services, hosts and routes, as the API server gives them to the agents.
+/// Serves services, hosts and routes in the form in which agents get them from the API server.
 fn served(cluster: &Cluster) -> Result<String> {
     let space = Space::new(cluster, "routes", &json!({}))?;
     for (name, node) in [("web", 0), ("one", 0), ("two", 1), ("outside", 1)] {
@@ -216,7 +217,7 @@ fn served(cluster: &Cluster) -> Result<String> {
             },
         ]),
     ))?;
-    // What the API server adds to an HTTPRoute without matches needs no proxy.
+    // The API server adds defaults to an HTTPRoute without matches. These need no proxy.
     let none = json!([{ "name": "two", "port": 80, "weight": 1 }, { "name": "none", "port": 80, "weight": 0 }]);
     space.apply(route("HTTPRoute", "v1", "http", none))?;
     let names = weights.map(|(name, _)| space.pods(name));
@@ -246,7 +247,7 @@ fn served(cluster: &Cluster) -> Result<String> {
                 let answers: u64 = of.map(|(_, of)| of.answers).sum();
                 let part = f64::from(u32::try_from(answers)?) / f64::from(CONNECTS);
                 let wanted = f64::from(weight) / 10.0;
-                // Five times the deviation that chance has.
+                // Five times the standard deviation of a random choice.
                 ensure!(
                     (part - wanted).abs() < 0.06,
                     "{from:?}: {name} has {part} of the connections to {to}, not {wanted}"
@@ -261,7 +262,7 @@ fn served(cluster: &Cluster) -> Result<String> {
     for node in &cluster.nodes {
         said(cluster, &space, *node, &web[0])?;
     }
-    // The route goes, and then the kinds, with all objects.
+    // Delete the route. Later the kinds are removed, with all objects.
     let own = space.pods("web")?;
     space.kubectl(&["delete", "tcproute", "split"])?;
     for from in &clients {
@@ -282,7 +283,7 @@ fn served(cluster: &Cluster) -> Result<String> {
     ))
 }
 
-/// `status` and `explain` name the routes.
+/// Checks that `status` and `explain` name the routes.
 fn said(cluster: &Cluster, space: &Space<'_>, node: Node, web: &str) -> Result<()> {
     let route = format!("HTTPRoute {}/split", space.name);
     let reason = "ResolvedRefs=False (BackendNotFound)";

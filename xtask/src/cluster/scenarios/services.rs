@@ -16,7 +16,7 @@ use crate::cluster::{
     place::{CONTROL, CONTROL_V4, Node},
 };
 
-/// What a load balancer would have: documentation's addresses (RFC 5737, RFC 3849), routed to the first node.
+/// Addresses of load balancers: documentation addresses (RFC 5737, RFC 3849), routed to the first node.
 const BALANCER: [&str; 2] = ["198.51.100.10", "2001:db8::10"];
 const EXTERNAL: [&str; 2] = ["203.0.113.7", "2001:db8::7"];
 const CONNECT: &str = "connect --count 30 --timeout-ms 2000";
@@ -30,7 +30,7 @@ fn two(cluster: &Cluster) -> Result<[Node; 2]> {
     }
 }
 
-/// The service's port 80 by TCP and port 53 by UDP at these addresses answer, by all of these pods.
+/// Checks that the service's port 80 by TCP and port 53 by UDP answer at these addresses, by all of these pods.
 fn both(
     cluster: &Cluster,
     from: &From,
@@ -110,7 +110,7 @@ pub fn all_types(cluster: &Cluster) -> Result<String> {
         }
     }
 
-    // A headless service is a name and nothing else: its pods are reached by their own addresses.
+    // A headless service is only a name. Clients reach its pods by the pods' own addresses.
     space.service(
         "headless",
         "web",
@@ -146,7 +146,7 @@ pub fn all_types(cluster: &Cluster) -> Result<String> {
         }
     }
 
-    // What is deleted is not served any more.
+    // A deleted service is not served any more.
     space.kubectl(&["delete", "service", "external"])?;
     let gone = at(EXTERNAL[0], 80);
     eventually(SHORT, || {
@@ -169,13 +169,13 @@ pub fn policies(cluster: &Cluster) -> Result<String> {
     agent::deploy(cluster, &agent::Wanted::default())?;
     let [first, second] = two(cluster)?;
     let space = Space::new(cluster, "policies", &json!({}))?;
-    // On the first node only.
+    // The server runs only on the first node.
     space.servers("web", 1, Some(first))?;
     space.servers("all", 4, None)?;
     let (web, all) = (space.pods("web")?, space.pods("all")?);
     let client = space.client("client", second)?;
 
-    // externalTrafficPolicy: Local. Servers see the client's own address, and a node without endpoints answers nobody.
+    // externalTrafficPolicy: Local. Servers see the client's own address, and a node without endpoints does not answer.
     let local = json!({ "type": "LoadBalancer", "externalTrafficPolicy": "Local" });
     space.service("local", "web", &local)?;
     let service = space.service_object("local")?;
@@ -207,7 +207,7 @@ pub fn policies(cluster: &Cluster) -> Result<String> {
             Ok(())
         })?;
     }
-    // Cluster: any node, and the node's address is what servers see.
+    // externalTrafficPolicy: Cluster. Every node answers, and servers see the node's address.
     space.service("cluster", "web", &json!({ "type": "NodePort" }))?;
     let port = number(&space.service_object("cluster")?["spec"]["ports"][0]["nodePort"])?;
     let by_other = at(&second.ipv4().to_string(), port);
@@ -259,14 +259,14 @@ pub fn policies(cluster: &Cluster) -> Result<String> {
         );
     }
 
-    // Without endpoints: refused at once.
+    // Without endpoints, connections are refused immediately.
     space.service("nobody", "nobody", &json!({}))?;
     let address = space.cluster_ips("nobody")?.remove(0);
     eventually(SHORT, || {
         client.fails(cluster, ONCE, &at(&address, 80), &["ECONNREFUSED"])
     })?;
 
-    // A pod's hostPort: its node's alone.
+    // A pod's hostPort answers only on the pod's node.
     let mut host_port = servers("host-port", 1, Some(first));
     let ports = json!([{ "containerPort": HTTP, "hostPort": 8642 }]);
     host_port["spec"]["template"]["spec"]["containers"][0]["ports"] = ports;
@@ -321,7 +321,7 @@ pub fn rollout(cluster: &Cluster) -> Result<String> {
     for load in loads {
         answered += load.none_failed()?;
     }
-    // And it is the new ones that answer.
+    // Only the new pods answer.
     let after = eventually(LONG, || {
         let now = space.pods("web")?;
         ensure!(

@@ -1,4 +1,4 @@
-//! A DaemonSet with a `kernel.cgroup` that holds no pods: that is said, and correcting it costs no connection.
+//! A DaemonSet with a `kernel.cgroup` that contains no pods: status warns, and the correction breaks no connection.
 
 use std::{thread, time::Duration};
 
@@ -18,13 +18,13 @@ use crate::cluster::{
 };
 
 const CONNECT: &str = "connect --count 40 --timeout-ms 2000";
-/// The agent looks at the pods every minute.
+/// Time limit for a look at the pods. The agent looks every minute.
 const LOOK: Duration = Duration::from_secs(80);
-/// So few ports that packets have led connections from all of them when sockets begin to: then an endpoint may see
-/// two connections from one port.
+/// Few local ports, so that packets have carried connections from all of them before the agent captures at the sockets.
+/// Then an endpoint may see two connections from one port.
 const PORTS: &str = "net.ipv4.ip_local_port_range=40000 40999";
 const KEPT: u64 = 200;
-/// How long clients go on after the correction. Connections failed for 45 s before it was mended.
+/// How long clients continue after the correction. Before this was fixed, connections failed for 45 s.
 const AFTER: Duration = Duration::from_mins(1);
 
 pub fn corrected(cluster: &Cluster) -> Result<String> {
@@ -35,7 +35,7 @@ pub fn corrected(cluster: &Cluster) -> Result<String> {
 
 fn named_and_corrected(cluster: &Cluster) -> Result<String> {
     let node = cluster.nodes[0];
-    // The node's own processes are in it, and no pod is.
+    // This cgroup contains the node's own processes, but no pods.
     let wrong = format!("/host{}/{SYSTEM}", node::unified_mount()?);
     let wanted = Wanted {
         config: json!({ "kernel": { "cgroup": wrong } }),
@@ -51,7 +51,7 @@ fn named_and_corrected(cluster: &Cluster) -> Result<String> {
     let client = From::Container(space.name.clone(), "client".into());
     eventually(SHORT, || client.reaches(cluster, CONNECT, &to, &web))?;
 
-    // A warning, and the metric of the alert.
+    // Status has a warning, and the alert's metric counts the pods.
     let outside = || -> Result<f64> {
         let metrics = agent::metrics(node)?;
         Ok(agent::sum(&metrics, "dataplane_pods_outside_cgroup", None))
@@ -66,7 +66,7 @@ fn named_and_corrected(cluster: &Cluster) -> Result<String> {
     let count = outside()?;
     ensure!(count >= 1.0, "dataplane_pods_outside_cgroup is {count}");
 
-    // Corrected while clients connect all the time.
+    // Correct it while clients connect all the time.
     let mut kept = Kept::start(cluster, &client, &to, KEPT)?;
     let load = Load::start(cluster, &client, &to)?;
     thread::sleep(Duration::from_secs(5));
@@ -94,8 +94,8 @@ fn named_and_corrected(cluster: &Cluster) -> Result<String> {
     ))
 }
 
-/// With a mesh the agent's own sockets have to be in the cgroup, too: its proxy is not told where connections were to
-/// go. Returns the error.
+/// With a mesh, the agent's own sockets must also be in the cgroup: otherwise its proxy does not learn the original
+/// destinations of connections. Returns the error in status.
 fn with_a_mesh(cluster: &Cluster, wrong: &str) -> Result<String> {
     let node = cluster.nodes[0];
     let labels = json!({ "istio.io/dataplane-mode": "ambient" });

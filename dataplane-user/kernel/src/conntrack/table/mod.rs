@@ -105,10 +105,10 @@ impl Table {
         }))
     }
 
-    /// Makes one that is pinned nowhere, with room for so many flows.
+    /// Creates a table with room for this many flows, which is not pinned.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub(super) fn unpinned(flows: u32) -> io::Result<Self> {
         let elements = |name| spec(name).entries(flows).unwrap_or(flows);
         Ok(Self {
@@ -152,12 +152,12 @@ impl Table {
             + u64::from(self.sequences.capacity()) * size_of::<Sequences>() as u64
     }
 
-    /// Returns the translation of a flow, if the flow is there.
+    /// Returns the translation of a flow, or `None` if the flow is absent.
     pub fn get(&self, key: &FlowKey) -> Option<Translation> {
         self.find(key).map(|(_, found)| found.value())
     }
 
-    /// How far a flow's directions have got, if it is there.
+    /// Returns how far each direction of a flow has advanced, or `None` if the flow is absent.
     pub fn sequences(&self, key: &FlowKey) -> Option<Sequences> {
         let words = self.sequences.words(self.find(key)?.0)?;
         Some([POSITIONS, OPENING].map(|word| words.load(word)))
@@ -195,7 +195,7 @@ impl Table {
         Some(cells::find_by_client(&self, reply)?.1.key())
     }
 
-    /// The masqueraded flow whose replies carry this, at whatever address of the node's.
+    /// Finds the masqueraded flow by the key of its replies, at any address of the node.
     pub fn by_node(&self, reply: &PortKey) -> Option<FlowKey> {
         Some(cells::find_by_node(&self, reply)?.1.key())
     }
@@ -254,14 +254,14 @@ impl Table {
         self.take(key).is_some()
     }
 
-    /// Removes a flow; answers what it was.
+    /// Removes a flow and returns its last value.
     pub fn take(&self, key: &FlowKey) -> Option<Translation> {
         self.take_if(key, |_| true)
     }
 
-    /// Removes a flow, if `still` holds of it as it is in the end; answers what it was.
+    /// Removes a flow if `still` returns true for its last value, and returns that value.
     ///
-    /// Meanwhile its cell is held: a packet that comes finds no flow, and none is begun for it.
+    /// Meanwhile the flow's cell is held: a packet that arrives finds no flow, and does not begin one.
     pub fn take_if(
         &self,
         key: &FlowKey,
@@ -295,10 +295,10 @@ impl Table {
         entries
     }
 
-    /// Every flow, a few thousand at a time.
+    /// Returns a reader of all flows, a few thousand at a time.
     ///
-    /// A flow that is added or removed meanwhile may or may not be among them, and a flow that is removed and added
-    /// again may appear twice. A flow that is there all the time appears once. Reading a flow does not count as use.
+    /// A flow that is added or removed meanwhile may be missed, and a flow that is removed and added again may appear
+    /// twice. A flow that exists all the time appears once. Reading a flow does not count as use.
     pub fn walk(&self) -> Walk<'_> {
         Walk {
             table: self,
@@ -336,7 +336,7 @@ pub struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// Adds the next flows to `entries`, which may be none; `false` if there were no more.
+    /// Adds the next flows to `entries`, perhaps none. Returns `false` at the end of the table.
     pub fn read(&mut self, entries: &mut Vec<(FlowKey, Translation)>) -> bool {
         let table = self.table;
         let cells = table.cells.capacity();

@@ -1,4 +1,4 @@
-//! The chains of a service's port: who may use it, which policy it has, and which endpoints.
+//! Reads the chains of a service's port: the allowed clients, the traffic policies, and the endpoints.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -21,7 +21,7 @@ use super::{
 };
 use crate::text::tree;
 
-/// A rule that was not understood, and why.
+/// A rule that was not understood: its place, its text, and the reason.
 type Fault = (At, String, String);
 
 fn fault<T>(rule: &Rule<'_>, why: &str) -> Result<T, Fault> {
@@ -101,7 +101,8 @@ fn port(
     Ok(())
 }
 
-/// The policy of a chain for traffic from outside, and whether the chain leads to endpoints on this node.
+/// Returns the traffic policy of a chain for traffic from outside, and whether the chain jumps to the endpoints on this
+/// node.
 fn external(
     table: &Table<'_>,
     chain: &str,
@@ -140,12 +141,13 @@ fn external(
     Ok((to_service.then_some(policy), to_local))
 }
 
-/// Whether words mark packets to masquerade.
+/// Returns true if the words mark packets for masquerading.
 fn marks(words: &[&str]) -> bool {
     added_mark(words).is_some() || *words == ["jump", MARKS]
 }
 
-/// The clients of a cluster IP that a rule masquerades, before 1.36: the rule names the port only up to 1.33.
+/// Reads a rule for masquerading the clients of a cluster IP, as versions before 1.36 write it. Only versions up to
+/// 1.33 name the port in this rule.
 fn masquerade(
     table: &Table<'_>,
     rule: &Rule<'_>,
@@ -168,8 +170,8 @@ fn masquerade(
     good.then_some(found)
 }
 
-/// The endpoints of a chain that chooses one, how long it remembers clients, and which clients of the cluster IP `vip` it
-/// masquerades, if it says so.
+/// Reads a chain that chooses an endpoint. Returns the endpoints, the session affinity, and, if a rule masquerades
+/// clients of the cluster IP `vip`, these clients.
 fn choice(
     table: &Table<'_>,
     chain: &str,
@@ -195,7 +197,7 @@ fn choice(
                 continue;
             }
         }
-        // One endpoint, since 1.37.
+        // A single endpoint: 1.37 and later write no map for it.
         if let Some(to) = translated(table, &rule, name) {
             let addr = to.parse::<SocketAddr>();
             let Some(addr) = addr.ok().filter(|_| remembered.is_empty()) else {
@@ -266,15 +268,15 @@ fn choice(
     Ok((endpoints, Affinity(affinity), masqueraded))
 }
 
-/// Whether words choose by chance: `numgen random mod 2 map { … }`.
+/// Returns true if the words choose at random: `numgen random mod 2 map { … }`.
 fn is_choice(words: &[&str], map: &str) -> bool {
     matches!(words, ["numgen", "random", "mod", _, of, "{", .., "}"] if *of == map)
 }
 
-/// Why the slots of a choice do not count.
+/// The fault of a choice whose slots are misnumbered.
 const UNNUMBERED: &str = "its slots are not numbered from 0 to the last";
 
-/// The slots of a choice, of so many words each, numbered from 0.
+/// Reads the slots of a choice, which are numbered from 0. `length` is the number of words in a slot.
 fn numbered<'t, T>(
     words: &[&'t str],
     length: usize,
@@ -292,8 +294,9 @@ fn numbered<'t, T>(
     found.filter(|found| count.parse() == Ok(found.len()))
 }
 
-/// The endpoint of an endpoint's chain, and whether the chain remembers its clients. Before 1.36, each endpoint has such a
-/// chain, which begins with a rule for connections of the endpoint to itself. Since then, only endpoints that remember have it.
+/// Reads the chain of an endpoint. Returns the endpoint, and whether the chain remembers its clients. Before 1.36, each
+/// endpoint has such a chain, which starts with a rule for the endpoint's connections to itself. Since 1.36, only
+/// endpoints that remember clients have such a chain.
 fn endpoint(
     table: &Table<'_>,
     chain: &str,
@@ -334,7 +337,7 @@ fn endpoint(
     }
 }
 
-/// Where a rule translates all packets of a port.
+/// Returns the destination to which a rule translates all packets of a port.
 fn translated<'t>(table: &Table<'_>, rule: &Rule<'t>, name: &PortName<'_>) -> Option<&'t str> {
     let (of, to) = match rule.words[..] {
         ["meta", "l4proto", of, "dnat", "to", to] => (of, to),
@@ -344,11 +347,11 @@ fn translated<'t>(table: &Table<'_>, rule: &Rule<'t>, name: &PortName<'_>) -> Op
     (of == name.protocol.word()).then_some(to)
 }
 
-/// The clients that may use a load balancer's addresses, by the chain that drops all others.
+/// Returns the clients that may use a load balancer's addresses. The chain drops the packets of all other clients.
 ///
 /// # Errors
 ///
-/// A rule that is not kube-proxy's, with its place; none: the chain has no rule.
+/// If a rule is not kube-proxy's, returns its place and text. If the chain has no rule, returns `None`.
 pub fn ranges(table: &Table<'_>, chain: &str) -> Result<Vec<IpNet>, Option<(At, String)>> {
     let mut rules = table.rules(chain);
     let rule = rules.next().ok_or(None)?;

@@ -1,4 +1,4 @@
-//! Elements of kube-proxy's sets and maps.
+//! Reads the elements of kube-proxy's sets and maps.
 
 use std::net::IpAddr;
 
@@ -9,7 +9,7 @@ use super::{
 };
 use crate::text::nft::words;
 
-/// An address, protocol and port: a key of a map. The protocol is as it is written.
+/// An address, protocol and port: a key of a map. The protocol is the original word.
 pub type Key<'t> = (IpAddr, &'t str, u16);
 
 /// An element of a map.
@@ -17,18 +17,18 @@ pub type Key<'t> = (IpAddr, &'t str, u16);
 pub struct Element<'t, K> {
     pub at: At,
     pub key: K,
-    /// Empty if it has none.
+    /// The comment; empty if the element has none.
     pub comment: &'t str,
-    /// `goto` or `jump` and its chain, or a word such as `drop` alone.
+    /// `goto` or `jump` with its chain, or a single word such as `drop`.
     pub verdict: (&'t str, &'t str),
 }
 
-/// Reads the words of elements one after the other.
+/// Reads the words of elements in sequence.
 struct Reader<'t> {
     words: Box<dyn Iterator<Item = &'t str> + 't>,
     text: &'t str,
     first: At,
-    /// The lines so far, and the byte to which they were counted.
+    /// The number of lines so far, and the byte up to which they were counted.
     passed: (usize, usize),
 }
 
@@ -42,7 +42,7 @@ impl<'t> Reader<'t> {
         }
     }
 
-    /// The place of a word behind those before. Each line is counted once.
+    /// Returns the place of a word after the previous words. Counts each line once.
     fn at(&mut self, word: &str) -> At {
         let At::Line(first) = self.first else {
             return self.first;
@@ -55,7 +55,7 @@ impl<'t> Reader<'t> {
         At::Line(first + *lines)
     }
 
-    /// The next words, with `.` between.
+    /// Reads further words that are joined by `.`.
     fn concatenated<const N: usize>(&mut self, first: &'t str) -> Option<[&'t str; N]> {
         let mut all = [first; N];
         for word in &mut all[1..] {
@@ -83,11 +83,12 @@ impl<'t> Reader<'t> {
     }
 }
 
-/// The elements of a map by address, protocol and port. One after the other: all at once are as large as the text.
+/// Iterates over the elements of a map by address, protocol and port. Reads them one at a time, because all elements
+/// together take as much memory as the text.
 ///
 /// # Errors
 ///
-/// The map has something else.
+/// If the map has an element of another form.
 pub fn by_address<'t>(
     table: &'t Table<'_>,
     name: &'t str,
@@ -98,11 +99,11 @@ pub fn by_address<'t>(
     })
 }
 
-/// The elements of a map by protocol and port.
+/// Iterates over the elements of a map by protocol and port.
 ///
 /// # Errors
 ///
-/// The map has something else.
+/// If the map has an element of another form.
 pub fn by_port<'t>(
     table: &'t Table<'_>,
     name: &'t str,
@@ -131,7 +132,7 @@ fn of_map<'t, K>(
     })
 }
 
-/// The elements of a set or a map. `read` reads the one that begins with a word, at a place.
+/// Iterates over the elements of a set or a map. `read` reads an element from its place and first word.
 fn all<'t, E>(
     table: &'t Table<'_>,
     name: &'t str,
@@ -148,21 +149,21 @@ fn all<'t, E>(
     })
 }
 
-/// The addresses of a set.
+/// Returns the addresses in a set.
 ///
 /// # Errors
 ///
-/// The set has something else.
+/// If the set has an element of another form.
 pub fn addresses(table: &Table<'_>, name: &str) -> Result<Vec<IpAddr>, Broken> {
     let what = "the element is no address";
     all(table, name, what, |_, _, word| word.parse().ok()).collect()
 }
 
-/// The endpoints on this node: the elements of set `hairpin-connections`.
+/// Returns the endpoints on this node: the elements of set `hairpin-connections`.
 ///
 /// # Errors
 ///
-/// The set has something else.
+/// If the set has an element of another form.
 pub fn hairpins<'t>(table: &'t Table<'_>) -> Result<Vec<Key<'t>>, Broken> {
     let what = "the element is no endpoint on this node";
     let elements = all(table, "hairpin-connections", what, |reader, _, first| {

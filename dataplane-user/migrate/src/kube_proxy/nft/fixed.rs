@@ -1,5 +1,5 @@
-//! The rules of kube-proxy's table that are the same for all services: how packets come to the maps, who is masqueraded, and
-//! which addresses answer node ports.
+//! Reads the rules of kube-proxy's table that do not depend on services: the jumps to the maps, the masqueraded
+//! clients, and the addresses that answer node ports.
 
 use super::{
     super::{Masquerade, draft::Draft},
@@ -8,7 +8,7 @@ use super::{
 };
 use crate::text::tree::{self, number};
 
-/// Chains whose rules lead packets to other chains, each with such a rule; `IP` stands for `ip` or `ip6`.
+/// Chains with rules that jump to other chains, each with such a rule. `IP` stands for `ip` or `ip6`.
 const LEADING: &[(&str, &str)] = &[
     (
         "filter-prerouting-pre-dnat",
@@ -37,17 +37,17 @@ const LEADING: &[(&str, &str)] = &[
     ),
 ];
 
-/// The chain that marks packets to masquerade, in the rules of versions before 1.36.
+/// The chain that marks packets for masquerading in versions before 1.36.
 pub const MARKS: &str = "mark-for-masquerade";
 
-/// A chain's prefix, of those that belong to a service's port or endpoint.
+/// Prefixes of the chains that belong to a service's port or endpoint.
 const OF_PORTS: &[&str] = &["service-", "local-", "external-", "firewall-", "endpoint-"];
 
-/// Reads the rules that are the same for all services.
+/// Reads the rules that do not depend on services.
 ///
 /// # Errors
 ///
-/// The set of the addresses that answer node ports has a fault.
+/// If the set of the addresses that answer node ports has a fault.
 pub fn read(table: &Table<'_>, draft: &mut Draft) -> Result<(), Broken> {
     let mut chains: Vec<&str> = table.rows.names().map(|(name, _)| name).collect();
     chains.sort_unstable();
@@ -65,7 +65,7 @@ pub fn read(table: &Table<'_>, draft: &mut Draft) -> Result<(), Broken> {
                 "cluster-ips-check" => unused(table, &rule),
                 MARKS => added_mark(&rule.words).is_some_and(|bit| draft.facts.marks(bit)),
                 "reject-chain" => is_reject(&rule.words),
-                // Since 1.37, if its feature gate is on: node ports on loopback.
+                // 1.37 and later write these chains for node ports on loopback, if the feature gate is on.
                 chain if chain.starts_with("localhost-nodeport-reject-") => {
                     matches!(rule.words[..], ["counter", "name", _, ref reject @ ..] if is_reject(reject))
                 }
@@ -80,17 +80,17 @@ pub fn read(table: &Table<'_>, draft: &mut Draft) -> Result<(), Broken> {
     Ok(())
 }
 
-/// Whether packets come to the services' addresses.
+/// Returns true if packets reach the map of the services' addresses.
 pub fn leads_to_services(table: &Table<'_>) -> bool {
     let has = |chain: &str, line: &str| table.rules(chain).any(|rule| is(table, &rule, line));
     let hooked = ["nat-prerouting", "nat-output"].map(|chain| has(chain, "jump services"));
     hooked.contains(&true) && has("services", SERVICE_IPS)
 }
 
-/// The rule that asks the map of services' addresses.
+/// The rule that looks up a packet in the map of the services' addresses.
 const SERVICE_IPS: &str = "IP daddr . meta l4proto . th dport vmap @service-ips";
 
-/// Whether a rule is that line.
+/// Returns true if a rule is equal to a line.
 fn is(table: &Table<'_>, rule: &Rule<'_>, line: &str) -> bool {
     let wanted = line.split(' ').map(|word| match word {
         "IP" => table.ip(),
@@ -99,7 +99,7 @@ fn is(table: &Table<'_>, rule: &Rule<'_>, line: &str) -> bool {
     wanted.eq(rule.words.iter().copied())
 }
 
-/// The bit that a rule adds to the mark: `meta mark set meta mark | 0x4000`.
+/// Returns the bit that a rule adds to the mark: `meta mark set meta mark | 0x4000`.
 pub fn added_mark(words: &[&str]) -> Option<u32> {
     match words {
         ["meta", "mark", "set", "meta", "mark", "|" | "or", bit] => number(bit),
@@ -107,11 +107,11 @@ pub fn added_mark(words: &[&str]) -> Option<u32> {
     }
 }
 
-/// The rules that ask the maps, and the one before them that masquerades.
+/// Reads the rules that look up packets in the maps, and the preceding rule for masquerading.
 ///
 /// # Errors
 ///
-/// The set of the addresses that answer node ports has a fault.
+/// If the set of the addresses that answer node ports has a fault.
 fn services(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> Result<bool, Broken> {
     let ip = table.ip();
     let v4 = table.v4;
@@ -134,7 +134,7 @@ fn services(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> Result<boo
         }
         _ => return Ok(false),
     };
-    // The check for endpoints has the same condition as the rule for node ports, or none for IPv4.
+    // The rule that checks for endpoints has the condition of the rule for node ports, or in IPv4 no condition.
     let serves = match map {
         "@service-nodeports" => true,
         "@no-endpoint-nodeports" => false,
@@ -162,7 +162,7 @@ fn services(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> Result<boo
     Ok(true)
 }
 
-/// Whether words exclude loopback, or nothing.
+/// Returns true if the words exclude loopback, or are empty.
 fn but_loopback(ip: &str, words: &[&str]) -> bool {
     match words {
         [] => true,
@@ -171,7 +171,7 @@ fn but_loopback(ip: &str, words: &[&str]) -> bool {
     }
 }
 
-/// Reads the rule that says which clients are masqueraded on the way to a cluster IP.
+/// Reads the rule for masquerading the clients of cluster IPs.
 fn masquerade(table: &Table<'_>, words: &[&str], draft: &mut Draft) -> bool {
     let Some((found, mark)) = clients(table, words) else {
         return false;
@@ -182,7 +182,8 @@ fn masquerade(table: &Table<'_>, words: &[&str], draft: &mut Draft) -> bool {
     draft.facts.masquerades(table.v4, found) && draft.facts.marks(bit)
 }
 
-/// The clients that words name, and the words after them, which mark the clients' packets. None: the words name a wrong network.
+/// Returns the clients that the words name, and the remaining words, which mark the clients' packets. Returns `None` if
+/// the words contain an invalid network.
 pub fn clients<'w, 't>(
     table: &Table<'_>,
     words: &'w [&'t str],
@@ -204,7 +205,7 @@ pub fn clients<'w, 't>(
     Some(found)
 }
 
-/// Reads the rules that masquerade marked packets, and endpoints that reach themselves.
+/// Reads the rules that masquerade marked packets and an endpoint's connections to itself.
 fn masquerading(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> bool {
     let own = "ct status dnat IP saddr . IP daddr . meta l4proto . th dport @hairpin-connections masquerade fully-random";
     match rule.words[..] {
@@ -230,9 +231,9 @@ fn masquerading(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> bool {
                 && number(zero) == Some(0)
                 && bit.is_some_and(|bit| draft.facts.marks(bit))
         }
-        // Before 1.36, in three rules.
+        // Before 1.36, there are three rules for this.
         ["meta", "mark", "&" | "and", bit, "==", zero, "return"]
-        // As JSON becomes words.
+        // The form that results from JSON.
         | ["meta", "mark", "&" | "and", bit, zero, "return"] => {
             number(zero) == Some(0) && number(bit).is_some_and(|bit| draft.facts.marks(bit))
         }
@@ -244,7 +245,7 @@ fn masquerading(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> bool {
     }
 }
 
-/// Whether a refusal is that of a port where nobody listens.
+/// Returns true if the words refuse a packet as a port without a listener does.
 fn is_reject(words: &[&str]) -> bool {
     matches!(
         words,
@@ -265,14 +266,14 @@ fn is_reject(words: &[&str]) -> bool {
     )
 }
 
-/// Refusals of unused ports and addresses. The dataplane refuses unused ports of cluster IPs, too.
+/// Reads the rules that refuse unused ports and addresses. The dataplane also refuses unused ports of cluster IPs.
 fn unused(table: &Table<'_>, rule: &Rule<'_>) -> bool {
     match rule.words[..] {
         [ip, "daddr", "@cluster-ips", ref reject @ ..] if reject.first() == Some(&"reject") => {
             ip == table.ip() && is_reject(reject)
         }
         [ip, "daddr", net, "drop"] => ip == table.ip() && tree::net(net).is_some(),
-        // Several ranges.
+        // A rule for several ranges.
         [ip, "daddr", "{", ref nets @ .., "}", "drop"] => {
             ip == table.ip() && nets.iter().all(|net| tree::net(net).is_some())
         }

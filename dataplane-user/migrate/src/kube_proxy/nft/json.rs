@@ -1,6 +1,7 @@
-//! kube-proxy's tables in the JSON of `nft -j list ruleset`. Rules and elements become the words that nft prints without `-j`.
+//! Reads kube-proxy's tables from the JSON of `nft -j list ruleset`. Converts rules and elements to the words that nft
+//! prints without `-j`.
 //!
-//! An object of the JSON is read alone, so that what is needed for it is soon free again.
+//! Parses each object of the JSON separately, so that its memory is soon free again.
 
 use std::{borrow::Cow, net::SocketAddr};
 
@@ -19,7 +20,7 @@ struct Ruleset<'a> {
     nftables: Vec<&'a RawValue>,
 }
 
-/// An entry of the ruleset, of which one field is there.
+/// An entry of the ruleset. Exactly one field is set.
 #[derive(Deserialize)]
 struct Item<'a> {
     #[serde(borrow)]
@@ -42,19 +43,19 @@ struct Object<'a> {
     name: Cow<'a, str>,
     #[serde(borrow, default)]
     table: Cow<'a, str>,
-    /// Of a rule.
+    /// The chain of a rule.
     #[serde(borrow, default)]
     chain: Cow<'a, str>,
     #[serde(borrow, default)]
     expr: Vec<&'a RawValue>,
-    /// Of a set or a map.
+    /// The timeout of a set or a map, in seconds.
     timeout: Option<u64>,
     #[serde(borrow, default)]
     elem: Vec<&'a RawValue>,
 }
 
 impl Object<'_> {
-    /// The field that an object of its kind has, and this one lacks.
+    /// Returns the name of a field that this object lacks and that objects of its kind have.
     fn lacks(&self, kind: &str) -> Option<&'static str> {
         let is_rule = kind == "rule";
         [
@@ -72,7 +73,7 @@ impl Object<'_> {
 ///
 /// # Errors
 ///
-/// The text is no JSON of `nft -j list ruleset`.
+/// If the text is not JSON of `nft -j list ruleset`.
 pub fn read(text: &str) -> Result<Vec<Table<'static>>, Broken> {
     let of_raw = |raw: &RawValue| (raw.get().as_ptr() as usize) - (text.as_ptr() as usize);
     let ruleset: Ruleset<'_> =
@@ -110,7 +111,8 @@ pub fn read(text: &str) -> Result<Vec<Table<'static>>, Broken> {
             }
         } else if let Some(rule) = item.rule {
             if let Some(table) = of(&mut tables, &rule) {
-                // A statement without words stays JSON, so the rule is a leftover: no rule of kube-proxy's begins with it.
+                // A statement that has no words stays JSON. The rule then becomes a leftover, because no rule of
+                // kube-proxy starts with JSON.
                 let words = all_words(rule.expr.iter().copied(), " ", statement);
                 let chain = rule.chain.into_owned().into();
                 table.rows.add(chain, (at, words.into()));
@@ -118,7 +120,7 @@ pub fn read(text: &str) -> Result<Vec<Table<'static>>, Broken> {
         } else if let Some(set) = item.set.or(item.map)
             && let Some(table) = of(&mut tables, &set)
         {
-            // Clients that are remembered are of no interest.
+            // The clients remembered for session affinity are not needed.
             let is_affinity = set.name.starts_with("affinity-");
             let elements = set.elem.iter().copied().filter(|_| !is_affinity);
             let set_of = Set {
@@ -135,7 +137,7 @@ pub fn read(text: &str) -> Result<Vec<Table<'static>>, Broken> {
     Ok(tables)
 }
 
-/// The fault of a part of a text that begins at a byte.
+/// Returns the fault of a part that starts at a byte of the text.
 fn fault(part: &str, byte: usize, error: &serde_json::Error) -> Broken {
     let mut lines = part.split_inclusive('\n');
     let before: usize = lines
@@ -144,7 +146,7 @@ fn fault(part: &str, byte: usize, error: &serde_json::Error) -> Broken {
         .map(str::len)
         .sum();
     let text = error.to_string();
-    // The place is that of the part.
+    // The error's own place is relative to the part, so it is cut off.
     let what = text
         .rsplit_once(" at line ")
         .map_or(&*text, |(what, _)| what);
@@ -164,7 +166,7 @@ fn of<'t>(tables: &'t mut [Table<'static>], object: &Object<'_>) -> Option<&'t m
     tables.find(|known| object.table == TABLE && known.v4 == v4)
 }
 
-/// The words of values, one after the other. A value without words stays as it is.
+/// Joins the words of values. A value that has no words stays JSON.
 fn all_words<'a>(
     values: impl Iterator<Item = &'a RawValue>,
     between: &str,
@@ -185,31 +187,31 @@ fn all_words<'a>(
     all
 }
 
-/// The fields of an object, if it has no others.
+/// Returns the fields of an object, or `None` if the object has others.
 fn fields<'v, const N: usize>(of: &'v Value, names: [&str; N]) -> Option<[Option<&'v Value>; N]> {
     let mut all = of.as_object()?.keys();
     let is_whole = all.all(|name| names.contains(&&**name));
     is_whole.then(|| names.map(|name| of.get(name)))
 }
 
-/// The only field of an object.
+/// Returns the only field of an object.
 fn single(value: &Value) -> Option<(&str, &Value)> {
     let object = value.as_object()?;
     let (word, of) = object.iter().next().filter(|_| object.len() == 1)?;
     Some((word, of))
 }
 
-/// A name: it has no white space and no mark that ends a word.
+/// Returns a name. A name contains no white space and no character that ends a word.
 fn name(value: Option<&Value>) -> Option<&str> {
     let odd =
         |c: char| c.is_whitespace() || c.is_control() || matches!(c, '"' | ',' | ';' | '{' | '}');
     value?.as_str().filter(|text| !text.contains(odd))
 }
 
-/// How a value is written.
+/// Converts a value to words.
 type Words = fn(&Value) -> Option<String>;
 
-/// An element of a set, or of a map with its verdict.
+/// Converts an element of a set, or an element of a map with its verdict.
 fn element(value: &Value) -> Option<String> {
     match value {
         Value::Array(_) => pair(value, key, verdict),
@@ -217,7 +219,7 @@ fn element(value: &Value) -> Option<String> {
     }
 }
 
-/// A key of a map and its value.
+/// Converts a key of a map and its value.
 fn pair(value: &Value, of_key: Words, of_value: Words) -> Option<String> {
     let [key, value] = &value.as_array()?[..] else {
         return None;
@@ -225,7 +227,7 @@ fn pair(value: &Value, of_key: Words, of_value: Words) -> Option<String> {
     Some(format!("{} : {}", of_key(key)?, of_value(value)?))
 }
 
-/// A key, with its comment.
+/// Converts a key, with its comment.
 fn key(value: &Value) -> Option<String> {
     if value.get("elem").is_none() {
         return operand(value);
@@ -253,7 +255,7 @@ fn verdict(value: &Value) -> Option<String> {
     }
 }
 
-/// The left side of a match, or a key of a map.
+/// Converts the left side of a match, or a key of a map.
 fn operand(value: &Value) -> Option<String> {
     if let Value::Number(number) = value {
         return Some(number.to_string());
@@ -300,7 +302,7 @@ fn joined(list: &Value, between: &str, words: impl Fn(&Value) -> Option<String>)
     Some(parts?.join(between))
 }
 
-/// The only one of an object's flags.
+/// Returns an object's only flag.
 fn flag(flags: &Value) -> Option<&str> {
     match flags.as_array().map(Vec::as_slice) {
         Some([flag]) => name(Some(flag)),
@@ -309,7 +311,7 @@ fn flag(flags: &Value) -> Option<&str> {
     }
 }
 
-/// A map in a rule: its key, and its name or its elements.
+/// Converts a map in a rule: its key, and its name or elements.
 fn map(map: &Value, word: &str, of_value: Words) -> Option<String> {
     let [key, data] = fields(map, ["key", "data"])?;
     let data = match data? {
@@ -323,7 +325,7 @@ fn map(map: &Value, word: &str, of_value: Words) -> Option<String> {
     Some(format!("{} {word} {data}", operand(key?)?))
 }
 
-/// A part of a rule.
+/// Converts a statement of a rule.
 fn statement(value: &Value) -> Option<String> {
     let (word, of) = single(value)?;
     Some(match word {
@@ -356,7 +358,8 @@ fn statement(value: &Value) -> Option<String> {
     })
 }
 
-/// Whether a refusal is that of a port where nobody listens, as nft prints it without a word.
+/// Returns true if `of` refuses a packet as a port without a listener does. nft prints such a refusal as the single
+/// word `reject`.
 fn is_reject(of: &Value) -> bool {
     let is = |value: Option<&Value>, words: &[&str]| {
         let word = value.and_then(Value::as_str);
@@ -371,7 +374,7 @@ fn is_reject(of: &Value) -> bool {
     }
 }
 
-/// `dnat to 10.244.0.101:8080`, `dnat ip to numgen random mod 2 map { … }`.
+/// Converts a translation: `dnat to 10.244.0.101:8080`, `dnat ip to numgen random mod 2 map { … }`.
 fn translation(dnat: &Value) -> Option<String> {
     let [family, addr, port] = fields(dnat, ["family", "addr", "port"])?;
     let family = match family {

@@ -1,4 +1,4 @@
-//! kube-proxy's tables in a text of `nft list ruleset`.
+//! Reads kube-proxy's tables from the text of `nft list ruleset`.
 
 use std::borrow::Cow;
 
@@ -13,7 +13,7 @@ use crate::text::nft::{Entry, entries, words};
 ///
 /// # Errors
 ///
-/// A line is not of this format.
+/// If a line does not have this format.
 pub fn read(text: &str) -> Result<Vec<Table<'_>>, Broken> {
     let mut tables: Vec<Table<'_>> = Vec::new();
     let mut ours = false;
@@ -40,7 +40,7 @@ pub fn read(text: &str) -> Result<Vec<Table<'_>>, Broken> {
                 table.rows.add(chain.into(), (At::Line(line), text.into()));
             }
             Entry::Elements { line, name, text } => table.add_set(name.into(), set(line, text)),
-            // The hooks are where they are.
+            // The hooks are not needed.
             Entry::Base { .. } | Entry::Table { .. } => {}
         }
     }
@@ -50,7 +50,7 @@ pub fn read(text: &str) -> Result<Vec<Table<'_>>, Broken> {
     Ok(tables)
 }
 
-/// A set or a map by its lines, the first of which has this number.
+/// Reads a set or a map from its lines. `line` is the number of the first one.
 fn set(line: usize, text: &str) -> Set<'_> {
     const ELEMENTS: &str = "elements = {";
     let (said, elements) = match text.split_once(ELEMENTS) {
@@ -71,7 +71,7 @@ fn set(line: usize, text: &str) -> Set<'_> {
     }
 }
 
-/// `3h`, `1d2h3m4s`.
+/// Reads a time such as `3h` or `1d2h3m4s`.
 fn seconds(text: &str) -> Option<u64> {
     let mut rest = words(text).next()?;
     let mut all = 0_u64;

@@ -1,4 +1,4 @@
-//! kube-proxy's mode nftables: what `nft list ruleset` prints, as text or as JSON.
+//! Reads the rules of kube-proxy's mode nftables: the output of `nft list ruleset`, as text or as JSON.
 
 mod chains;
 mod elements;
@@ -16,7 +16,7 @@ use super::{Error, Text, draft::Draft, leftover::At};
 /// The name of kube-proxy's tables.
 const TABLE: &str = "kube-proxy";
 
-/// A set or a map with a fault. Its other elements cannot be trusted: kube-proxy closes an address by an element, too.
+/// A set or a map with a fault. Its other elements cannot be trusted, because an element may also restrict an address.
 #[derive(Debug)]
 pub struct Broken {
     at: At,
@@ -24,25 +24,26 @@ pub struct Broken {
 }
 
 impl Broken {
-    /// An element, which begins with a word.
+    /// Returns the fault of an element that starts with `word`.
     fn element(at: At, of: &str, word: &str, what: &str) -> Self {
-        // As much of a word is shown.
+        // The message shows only the beginning of a long word.
         let word: String = word.chars().take(100).collect();
         let what = format!("{what}: {of}: {word:?}");
         Self { at, what }
     }
 
-    /// The error of a text.
+    /// Returns the error for a text.
     fn of(self, text: &Text) -> Error {
         Error::at(text, self.at, self.what)
     }
 }
 
-/// Reads kube-proxy's tables out of what `nft list ruleset` prints, as JSON or as text, and says whether there are some.
+/// Reads kube-proxy's tables from the output of `nft list ruleset`, as JSON or as text. Returns whether the text has
+/// any.
 ///
 /// # Errors
 ///
-/// The text is not of this form, or rules of the same family were read before, or no packet comes to the services.
+/// If the text has another form, rules of a family were read before, or no packet reaches the services.
 pub fn read(text: &Text, draft: &mut Draft) -> Result<bool, Error> {
     let tables = if text.is_json() {
         json::read(&text.text)

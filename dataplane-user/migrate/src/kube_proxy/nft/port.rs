@@ -6,20 +6,20 @@ use model::{Protocol, TrafficPolicy};
 
 use super::super::leftover::At;
 
-/// The chains of a service's port. All are named by the port, with another prefix each.
+/// The chains of a service's port. Their names consist of a prefix and a common part.
 #[derive(Debug)]
 pub struct Chains<'t> {
-    /// The common part of its chains' names.
+    /// The common part of the names.
     pub name: &'t str,
-    /// The policy of its cluster IPs, if a chain serves them.
+    /// The traffic policy of the cluster IPs, if a chain serves them.
     pub internal: Option<TrafficPolicy>,
-    /// Its cluster IP of the table's family and its port there, if a chain serves them.
+    /// The cluster IP in the table's family with the port number, if a chain serves it.
     pub vip: Option<(IpAddr, u16)>,
-    /// Whether a chain serves its other addresses.
+    /// Whether a chain serves the service's other addresses.
     pub external: bool,
-    /// The first element that leads to one of its chains.
+    /// The first element that jumps to one of the chains.
     pub at: At,
 }
 
-/// Endpoints on this node.
+/// The endpoints on this node.
 pub type Hairpins = HashSet<(IpAddr, Protocol, u16)>;

@@ -1,4 +1,4 @@
-//! kube-proxy's maps: the addresses and node ports of services, with their chains.
+//! Reads kube-proxy's maps: the addresses and node ports of services, with their chains.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -19,15 +19,15 @@ use super::{
     tables::Table,
 };
 
-/// Addresses, with protocol and port, that only some clients may use, and the services that the rules about these clients
-/// name. None: the rules were not understood.
+/// Restricted addresses, with protocol and port, and the service that the rules about the allowed clients name. `None`:
+/// these rules were not understood.
 type Restricted<'t> = HashMap<Key<'t>, Option<ServiceName>>;
 
 /// Reads the maps.
 ///
 /// # Errors
 ///
-/// A map has a fault, or an element that names no service.
+/// If a map has a fault, or an element that names no service.
 pub fn read(table: &Table<'_>, draft: &mut Draft) -> Result<(), Broken> {
     let cluster_ips: HashSet<IpAddr> = elements::addresses(table, "cluster-ips")?
         .into_iter()
@@ -77,20 +77,20 @@ pub fn read(table: &Table<'_>, draft: &mut Draft) -> Result<(), Broken> {
         }
     }
     if !cluster_ips.is_empty() {
-        // Without a rule, which was read before.
+        // Takes effect only if no rule for masquerading was read before.
         draft.facts.masquerades(table.v4, Masquerade::Nobody);
     }
     Ok(())
 }
 
-/// Lists the first rule of each chain to which no rule and no map leads. Left out are the chains of services that are left out: a
-/// rule that leads to them was not understood.
+/// Lists the first rule of each chain that no rule and no map jumps to. Skips the chains of left-out services: they may
+/// be reachable by a rule that was not understood.
 pub fn list_unread(table: &Table<'_>, draft: &mut Draft) {
     let unread = table.rows.names().filter(|(_, is_read)| !is_read);
     let mut chains: Vec<&str> = unread.map(|(name, _)| name).collect();
     chains.sort_unstable();
     for chain in chains {
-        // An endpoint follows the name of its port.
+        // In an endpoint's chain, the endpoint follows the name of the port.
         let of_port = chain.split_once("__").map_or(chain, |(of_port, _)| of_port);
         let name = of_chain(of_port).map(|(.., name)| name.service());
         if name.is_some_and(|name| draft.is_left_out(&name)) {
@@ -103,8 +103,8 @@ pub fn list_unread(table: &Table<'_>, draft: &mut Draft) {
     }
 }
 
-/// The port that an element for a service without endpoints names, and the policy that it tells, if it tells one. None: the
-/// element is listed.
+/// Reads an element for a service without endpoints. Returns the port, and the traffic policy if the element depends on
+/// one. Returns `None` if the element was listed as a leftover.
 fn refused<'t, K>(
     element: &Element<'t, K>,
     word: &str,
@@ -131,7 +131,7 @@ fn refused<'t, K>(
     Ok(Some((name, policy)))
 }
 
-/// Lists an element, and leaves the service out that it is about, if it contradicts another.
+/// If an element contradicts another, lists it and leaves out its service.
 fn contradicts(does: bool, name: &PortName<'_>, at: At, text: &str, draft: &mut Draft) {
     if does {
         let why = "it contradicts another element";
@@ -139,7 +139,7 @@ fn contradicts(does: bool, name: &PortName<'_>, at: At, text: &str, draft: &mut 
     }
 }
 
-/// Lists an element of a protocol that is not served.
+/// Lists an element of a protocol that the dataplane does not serve.
 fn unserved(at: At, word: &str, text: &str, draft: &mut Draft) -> Result<(), Broken> {
     if word != "sctp" {
         return Err(nameless(at, text));
@@ -148,14 +148,14 @@ fn unserved(at: At, word: &str, text: &str, draft: &mut Draft) -> Result<(), Bro
     Ok(())
 }
 
-/// An element that may concern any service.
+/// Returns the fault of an element that may concern any service.
 fn nameless(at: At, text: &str) -> Broken {
     let what = format!("the element names no service: {text}");
     Broken { at, what }
 }
 
-/// The port that an element's chain names, with the prefix of the chain and what the names of all chains of the port have in
-/// common. None: the element is listed, and the service that the chain names is left out.
+/// Returns the prefix of an element's chain, the common part of the names of the port's chains, and the port. Returns
+/// `None` if the element was listed; the service of the chain is then left out.
 fn leads_to<'t, K>(
     element: &Element<'t, K>,
     word: &str,
@@ -179,8 +179,8 @@ fn leads_to<'t, K>(
     Ok(None)
 }
 
-/// The prefix of a port's chain, what the names of all chains of the port have in common, and the port's name, which starts
-/// after a hash.
+/// Splits a chain's name into the prefix, the common part of the names of the port's chains, and the port. The port
+/// follows a hash.
 fn of_chain(chain: &str) -> Option<(&str, &str, PortName<'_>)> {
     let (prefix, common) = chain.split_once('-')?;
     let (_, name) = common.split_once('-')?;
@@ -201,7 +201,7 @@ fn of_port<'p, 't>(
     })
 }
 
-/// An element for an address of a service.
+/// Reads an element for an address of a service.
 fn vip<'t>(
     element: &Element<'t, Key<'t>>,
     restricted: &Restricted<'_>,
@@ -229,7 +229,7 @@ fn vip<'t>(
     }
     if prefix == "external" {
         of_port.external = true;
-        // Only for a load balancer's address with source ranges do the rules tell its kind.
+        // The rules reveal a load balancer's address only if it has source ranges.
         if !service.is_load_balancers(ip) {
             service.outside().external_ips.insert(ip);
         }
@@ -248,8 +248,8 @@ fn vip<'t>(
     Ok(())
 }
 
-/// An element for a load balancer's address that only some clients may use; the service that it restricts, if the rules about
-/// the clients are understood.
+/// Reads an element for a load balancer's address with restricted clients. Returns the service, if the rules about the
+/// clients are understood.
 fn firewall(
     table: &Table<'_>,
     element: &Element<'_, Key<'_>>,
@@ -279,7 +279,7 @@ fn firewall(
     Ok(agrees.then_some(service_name))
 }
 
-/// An element for a node port.
+/// Reads an element for a node port.
 fn node_port<'t>(
     element: &Element<'t, (&'t str, u16)>,
     ports: &mut BTreeMap<&'t str, Chains<'t>>,

@@ -1,4 +1,4 @@
-//! kube-proxy's table of one family: its chains, sets and maps, whatever form they were read from. A rule is in the words of
+//! kube-proxy's table of one family, with its chains, sets and maps, read from text or JSON. A rule has the words of
 //! `nft list ruleset`.
 
 use std::{borrow::Cow, collections::HashMap};
@@ -11,7 +11,7 @@ use crate::text::nft::words;
 pub struct Table<'a> {
     /// Whether the family is IPv4.
     pub v4: bool,
-    /// The rules of its chains, each with its place.
+    /// The rules of the table's chains, each with its place.
     pub rows: Rows<Cow<'a, str>, (At, Cow<'a, str>)>,
     sets: HashMap<Cow<'a, str>, Set<'a>>,
 }
@@ -19,9 +19,9 @@ pub struct Table<'a> {
 /// A set or a map.
 #[derive(Debug)]
 pub struct Set<'a> {
-    /// The place of its first element.
+    /// The place of the first element.
     pub at: At,
-    /// How long an element stays, in seconds.
+    /// The lifetime of an element, in seconds.
     pub timeout: Option<u64>,
     /// The elements, without the braces around them.
     pub elements: Cow<'a, str>,
@@ -30,16 +30,16 @@ pub struct Set<'a> {
 /// A rule.
 #[derive(Clone, Debug)]
 pub struct Rule<'t> {
-    /// Its place.
+    /// The place.
     pub at: At,
-    /// As it is written.
+    /// The text.
     pub text: &'t str,
-    /// Its words, without its comment.
+    /// The words, without the comment.
     pub words: Vec<&'t str>,
 }
 
 impl<'a> Table<'a> {
-    /// An empty table of a family.
+    /// Creates an empty table of a family.
     pub fn new(v4: bool) -> Self {
         Self {
             v4,
@@ -52,12 +52,12 @@ impl<'a> Table<'a> {
         self.sets.insert(name, set);
     }
 
-    /// A set or a map.
+    /// Returns a set or a map.
     pub fn set(&self, name: &str) -> Option<&Set<'a>> {
         self.sets.get(name)
     }
 
-    /// The rules of a chain in their order.
+    /// Returns the rules of a chain in their order, and marks the chain as read.
     pub fn rules(&self, chain: &str) -> impl Iterator<Item = Rule<'_>> {
         self.rows.of(chain).map(|(at, text)| {
             let mut words: Vec<&str> = words(text).collect();
@@ -74,7 +74,7 @@ impl<'a> Table<'a> {
         })
     }
 
-    /// `ip` or `ip6`.
+    /// Returns the family's name in nft: `ip` or `ip6`.
     pub fn ip(&self) -> &'static str {
         if self.v4 { "ip" } else { "ip6" }
     }

@@ -1,4 +1,4 @@
-//! The chains of a service's port: who may use it, which policy it has, and which endpoints.
+//! Reads the chains of a service's port: the allowed clients, the traffic policies, and the endpoints.
 
 use std::{net::IpAddr, time::Duration};
 
@@ -16,7 +16,7 @@ use super::{
     tables::{Line, Table},
 };
 
-/// A rule that was not understood, and why.
+/// A rule that was not understood, and the reason.
 type Fault<'a> = (Line<'a>, String);
 
 fn fault<T>(line: Line<'_>, why: impl Into<String>) -> Result<T, Fault<'_>> {
@@ -44,7 +44,8 @@ fn port<'a>(
         let Some((_, line)) = of_port.external else {
             return Ok(());
         };
-        // kube-proxy refuses at a cluster IP with policy Local alone; everything else has a rule.
+        // A port may have no rule for its cluster IP in table `nat`: with policy Local and no local endpoint,
+        // kube-proxy refuses connections there. All other addresses have a rule.
         let is_local = draft.service(&name.service()).internal_policy;
         if is_local == Some(TrafficPolicy::Cluster) {
             return fault(line, "no rule serves its cluster IP");
@@ -69,7 +70,7 @@ fn port<'a>(
     )
 }
 
-/// Reads the chain for traffic from outside, and puts the endpoints together.
+/// Reads the chain for traffic from outside, and combines the endpoints.
 fn outside<'a>(
     nat: &Table<'a>,
     name: &PortName<'_>,
@@ -140,7 +141,7 @@ struct Choice<'a> {
     endpoints: Vec<Share>,
 }
 
-/// Reads a chain that chooses an endpoint. `from`: a rule that leads there.
+/// Reads a chain that chooses an endpoint. `from`: a rule that jumps to the chain.
 fn choice<'a>(
     nat: &Table<'a>,
     chain: &str,
@@ -155,7 +156,7 @@ fn choice<'a>(
         affinity: Affinity(None),
         endpoints: Vec::new(),
     };
-    // Chains of endpoints: those that are remembered, and those that are drawn.
+    // The chains of endpoints: those for remembered clients, and those chosen at random.
     let (mut remembered, mut drawn, mut probabilities) = (Vec::new(), Vec::new(), Vec::new());
     for line in nat.rules(chain) {
         let rule = read_rule(line)?;
@@ -229,7 +230,7 @@ fn choice<'a>(
     Ok(found)
 }
 
-/// The endpoint of a chain.
+/// Returns the endpoint of an endpoint's chain.
 fn endpoint<'a>(
     nat: &Table<'a>,
     chain: &str,
@@ -277,7 +278,7 @@ struct External<'a> {
     policy: TrafficPolicy,
     /// The chain with all endpoints.
     cluster: Option<&'a str>,
-    /// The chain with those on this node.
+    /// The chain with the endpoints on this node.
     local: Option<&'a str>,
 }
 
@@ -320,7 +321,8 @@ fn external<'a>(nat: &Table<'a>, chain: &str, from: Line<'a>) -> Result<External
     Ok(found)
 }
 
-/// Reads the chain of a load balancer's address for some clients only; the chain that these come to.
+/// Reads the chain of a load balancer's address with restricted clients. Returns the chain for the allowed clients, and
+/// their ranges.
 pub fn firewall<'a>(
     nat: &Table<'a>,
     chain: &str,
@@ -354,7 +356,7 @@ fn ranges<'a>(
                 }
                 ranges.push(net);
             }
-            // The rule is only a comment: another chain drops all other packets.
+            // This rule is only a comment. Another chain drops all other packets.
             None if rule.is(has::COMMENT) => {}
             _ => return fault(line, "kube-proxy writes no such rule here"),
         }

@@ -1,4 +1,5 @@
-//! Table `filter`: services without endpoints, ports of health checks, and who may not use a load balancer's address.
+//! Reads table `filter`: services without endpoints, ports of health checks, and the restrictions of load balancers'
+//! addresses.
 
 use model::TrafficPolicy;
 
@@ -12,12 +13,12 @@ use super::{
     tables::{Line, Table},
 };
 
-/// Options of a rule for a port of an address.
+/// The options of a rule for a port at an address.
 const VIP: u32 = has::DESTINATION | has::PROTOCOL | has::COMMENT | has::PORT | has::JUMP;
-/// Options of a rule for a port of the node.
+/// The options of a rule for a port of the node.
 const NODE: u32 = has::TO_LOCAL | has::PROTOCOL | has::COMMENT | has::PORT | has::JUMP;
 
-/// Reads the table, after table `nat`.
+/// Reads the table. Table `nat` must be read before.
 pub fn read(filter: &Table<'_>, draft: &mut Draft) {
     for chain in [
         "KUBE-SERVICES",
@@ -39,7 +40,7 @@ pub fn read(filter: &Table<'_>, draft: &mut Draft) {
     }
 }
 
-/// The port's name in a comment, and the policy that its refusal tells, if it tells one.
+/// Returns the port's name from a comment, and the traffic policy if the refusal depends on one.
 fn refusal<'r>(rule: &'r Rule<'_>) -> Option<(&'r str, Option<TrafficPolicy>)> {
     let (suffix, policy) = match rule.target {
         "REJECT" => (" has no endpoints", None),
@@ -49,7 +50,7 @@ fn refusal<'r>(rule: &'r Rule<'_>) -> Option<(&'r str, Option<TrafficPolicy>)> {
     Some((rule.comment.strip_suffix(suffix)?, policy))
 }
 
-/// An address or a node port that refuses connections. `is_cluster_ip`: the address is one of the cluster.
+/// Reads a rule for an address or a node port that refuses connections. `is_cluster_ip`: the address is a cluster IP.
 fn refused<'a>(
     rule: &Rule<'_>,
     line: Line<'a>,
@@ -70,10 +71,10 @@ fn refused<'a>(
     }
 }
 
-/// Why a rule of a service does not count.
+/// The fault of a rule that contradicts another rule of its service.
 const CONTRADICTS: &str = "it contradicts another rule";
 
-/// A port by which load balancers ask for endpoints on this node.
+/// Reads a rule for the port at which load balancers check for endpoints on this node.
 fn health_check<'a>(rule: &Rule<'_>, line: Line<'a>, draft: &mut Draft) -> Result<(), Fault<'a>> {
     const PORT: u32 = has::PROTOCOL | has::COMMENT | has::PORT | has::JUMP;
     let name = rule.comment.strip_suffix(" health check node port");
@@ -81,7 +82,7 @@ fn health_check<'a>(rule: &Rule<'_>, line: Line<'a>, draft: &mut Draft) -> Resul
     let Some(name) = name.filter(|_| good) else {
         return Fault::unread("it is no rule for a health check's port");
     };
-    // The rule has the protocol of the check, not that of the service's port.
+    // The protocol in the rule belongs to the health check, not to the service's port.
     let name = named(name, rule)?;
     let service = draft.service(&name.service());
     if agree(&mut service.health_check_node_port, rule.port) {
@@ -91,7 +92,7 @@ fn health_check<'a>(rule: &Rule<'_>, line: Line<'a>, draft: &mut Draft) -> Resul
     }
 }
 
-/// Drops what source ranges do not admit.
+/// Reads a rule that drops packets of clients outside the source ranges.
 fn firewall<'a>(rule: &Rule<'_>, line: Line<'a>, draft: &mut Draft) -> Result<(), Fault<'a>> {
     let ip = rule.destination.and_then(facts::host);
     let name = rule.comment.split_once(" traffic not accepted by ");

@@ -1,4 +1,4 @@
-//! The rules by which packets come to kube-proxy's chains, and those that are the same for all services.
+//! Reads the rules that jump to kube-proxy's chains, and the rules that do not depend on services.
 
 use super::{
     super::draft::Draft,
@@ -7,7 +7,7 @@ use super::{
 };
 use crate::text::BUILT_IN;
 
-/// kube-proxy's chains that built-in chains lead to.
+/// kube-proxy's chains to which built-in chains jump.
 const ENTRIES: &[&str] = &[
     "KUBE-SERVICES",
     "KUBE-EXTERNAL-SERVICES",
@@ -17,7 +17,7 @@ const ENTRIES: &[&str] = &[
     "KUBE-POSTROUTING",
 ];
 
-/// Whether a built-in chain leads to kube-proxy's services.
+/// Returns true if a built-in chain jumps to kube-proxy's services.
 pub fn leads_to_services(nat: &Table<'_>) -> bool {
     let mut hooks = ["PREROUTING", "OUTPUT"].into_iter();
     hooks.any(|hook| {
@@ -26,7 +26,7 @@ pub fn leads_to_services(nat: &Table<'_>) -> bool {
     })
 }
 
-/// Lists rules that lead to kube-proxy's chains in another way than kube-proxy writes them.
+/// Lists rules that jump to kube-proxy's chains in another form than kube-proxy writes.
 pub fn read(table: &Table<'_>, draft: &mut Draft) {
     for hook in BUILT_IN {
         for Line { at, text } in table.rules(hook) {
@@ -40,7 +40,7 @@ pub fn read(table: &Table<'_>, draft: &mut Draft) {
                         .leftovers
                         .add(at, text, "only some packets come to kube-proxy's chain");
                 }
-                // A rule of another program that leads to a chain of a similar name.
+                // A rule of another program that jumps to a chain with a similar name.
                 Err(_) if !ENTRIES.iter().any(|chain| text.ends_with(chain)) => {}
                 Err(why) => draft.leftovers.add(at, text, why),
             }
@@ -57,7 +57,7 @@ pub fn read(table: &Table<'_>, draft: &mut Draft) {
     }
 }
 
-/// Whether a rule is one of chain `KUBE-FORWARD`.
+/// Returns true if kube-proxy writes such a rule in chain `KUBE-FORWARD`.
 fn forwards(rule: &Rule<'_>) -> bool {
     match (rule.target, rule.state) {
         ("DROP", "INVALID") => {

@@ -1,4 +1,4 @@
-//! kube-proxy's mode iptables: the text of `iptables-save` and `ip6tables-save`.
+//! Reads the rules of kube-proxy's mode iptables: the text of `iptables-save` and `ip6tables-save`.
 
 mod chains;
 mod filter;
@@ -10,11 +10,11 @@ mod tables;
 
 use super::{Error, Text, draft::Draft, facts::family};
 
-/// Reads kube-proxy's rules out of a text, and says whether there are some.
+/// Reads kube-proxy's rules from a text. Returns whether the text has any.
 ///
 /// # Errors
 ///
-/// A line is not of this format, or rules of the same family were read before, or table `filter` is missing.
+/// If a line does not have this format, rules of a family were read before, or table `filter` is missing.
 pub fn read(text: &Text, draft: &mut Draft) -> Result<bool, Error> {
     let families = tables::read(&text.text).map_err(|error| Error::Line {
         origin: text.origin.clone(),
@@ -32,7 +32,7 @@ pub fn read(text: &Text, draft: &mut Draft) -> Result<bool, Error> {
             continue;
         }
         found = true;
-        // kube-proxy makes the chain before it writes its rules.
+        // kube-proxy creates the chain before it writes its rules.
         if nat.rules("KUBE-SERVICES").next().is_none() {
             continue;
         }

@@ -1,4 +1,4 @@
-//! Table `nat`: the addresses and node ports of services, with their chains.
+//! Reads table `nat`: the addresses and node ports of services, with their chains.
 
 use std::{
     collections::HashMap,
@@ -20,31 +20,31 @@ use super::{
 };
 use crate::text::tree::{self, Key};
 
-/// Ports with their chains, by the names in comments. The comment is one that a rule has.
+/// Ports with their chains, by the name in the comments of rules and by protocol.
 type Ports<'a> = HashMap<(String, Protocol), Chains<'a>>;
 
-/// Why a rule does not count.
+/// The reason why a rule is not used.
 pub enum Fault<'a> {
-    /// It is not of kube-proxy's form. The service that its comment names is left out.
+    /// The rule does not have kube-proxy's form. The service in its comment is left out.
     Unread(String),
-    /// It concerns no service that is served.
+    /// The rule concerns no service that the dataplane serves.
     Alone(String),
-    /// It contradicts another rule about a service, or leads to this line, which does. The service is left out.
+    /// The rule contradicts another rule about a service, or jumps to this line, which does. The service is left out.
     Of(ServiceName, Line<'a>, String),
 }
 
 impl<'a> Fault<'a> {
-    /// A rule of another form.
+    /// Returns the fault of a rule in another form.
     pub fn unread<T>(why: &str) -> Result<T, Self> {
         Err(Self::Unread(why.to_owned()))
     }
 
-    /// A rule of a service that contradicts another.
+    /// Returns the fault of a rule that contradicts another rule of its service.
     pub fn of<T>(name: &PortName<'_>, line: Line<'a>, why: &str) -> Result<T, Self> {
         Err(Self::Of(name.service(), line, why.to_owned()))
     }
 
-    /// Lists it, and leaves out the service that it is about.
+    /// Lists the rule, and leaves out the service that it concerns.
     pub fn list(self, line: Line<'_>, draft: &mut Draft) {
         match self {
             Self::Alone(why) => draft.leftovers.add(line.at, line.text, why),
@@ -56,7 +56,7 @@ impl<'a> Fault<'a> {
                 let comment = parts.find(|part| part.key == Key::Comment);
                 let comment = comment.map(|part| part.value);
                 let first = comment.as_deref().and_then(|text| text.split(' ').next());
-                // The protocol does not matter here: only the service's name does.
+                // Any protocol works here, because only the service's name is needed.
                 match first.and_then(|name| PortName::of_comment(name, Protocol::Tcp)) {
                     Some(name) => {
                         draft.leave_out(&name.service(), line.at, line.text, &why);
@@ -94,7 +94,7 @@ pub fn read(nat: &Table<'_>, draft: &mut Draft) {
     }
 }
 
-/// The bit of the mark that asks for masquerading, and what is done by it.
+/// Reads the bit of the mark that requests masquerading, and the rules that masquerade.
 fn mark(nat: &Table<'_>, draft: &mut Draft) {
     const MASQUERADE: u32 = has::COMMENT | has::JUMP;
     for chain in ["KUBE-MARK-MASQ", "KUBE-POSTROUTING"] {
@@ -135,7 +135,7 @@ fn mark(nat: &Table<'_>, draft: &mut Draft) {
     }
 }
 
-/// The last rules of `KUBE-SERVICES`: which addresses answer node ports.
+/// Reads the last rules of `KUBE-SERVICES`: the addresses that answer node ports.
 fn node_addresses<'a>(rule: &Rule<'_>, draft: &mut Draft) -> Result<(), Fault<'a>> {
     const ALL: u32 = has::COMMENT | has::TO_LOCAL | has::JUMP;
     let loopback = |net: IpNet| match net {
@@ -158,7 +158,7 @@ fn node_addresses<'a>(rule: &Rule<'_>, draft: &mut Draft) -> Result<(), Fault<'a
     Ok(())
 }
 
-/// A rule for an address of a service.
+/// Reads a rule for an address of a service.
 fn vip<'a>(
     rule: &Rule<'a>,
     line: Line<'a>,
@@ -232,7 +232,7 @@ fn external<'a>(
     Ok(())
 }
 
-/// A rule for a node port.
+/// Reads a rule for a node port.
 fn node_port<'a>(
     rule: &Rule<'a>,
     line: Line<'a>,
@@ -242,7 +242,7 @@ fn node_port<'a>(
     const PORT: u32 = has::PROTOCOL | has::COMMENT | has::PORT | has::JUMP;
     let loopback = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 0));
     let is_loopback = |net: IpNet| (net.addr(), net.prefix_len()) == (loopback, 8);
-    // It counts connections to loopback. The next rule is the same without a counter.
+    // This rule counts connections to loopback. The next rule is equal, but has no counter.
     let counts = rule.is(PORT | has::DESTINATION | has::COUNTED)
         && rule.destination.is_some_and(is_loopback);
     if !(counts || rule.is(PORT)) || !rule.target.starts_with("KUBE-EXT-") {
@@ -270,10 +270,10 @@ fn of_port<'p, 'a>(ports: &'p mut Ports<'a>, name: &PortName<'_>) -> &'p mut Cha
     ports.entry((comment, name.protocol)).or_default()
 }
 
-/// Why a rule concerns no service.
+/// The fault of a rule that concerns no service.
 const NAMELESS: &str = "its comment names no service";
 
-/// The port that a comment names, if its protocol is served.
+/// Returns the port that a comment names, if the dataplane serves the protocol.
 pub fn named<'n, 'a>(comment: &'n str, rule: &Rule<'_>) -> Result<PortName<'n>, Fault<'a>> {
     let Some(protocol) = protocol(rule.protocol) else {
         let why = format!(
@@ -294,7 +294,7 @@ enum Kind {
     LoadBalancer,
 }
 
-/// The port's name in a comment, and which kind of address the rule is for.
+/// Returns the port's name from a comment, and the kind of the rule's address.
 fn kind(comment: &str) -> Option<(&str, Kind)> {
     [
         (" cluster IP", Kind::Cluster),

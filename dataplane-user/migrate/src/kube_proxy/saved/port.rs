@@ -7,8 +7,8 @@ use super::tables::Line;
 /// The chains of a service's port.
 #[derive(Debug, Default)]
 pub struct Chains<'a> {
-    /// The chain of the cluster IPs, its policy, and the rule that leads to the chain.
+    /// The chain of the cluster IPs, its traffic policy, and the rule that jumps to the chain.
     pub internal: Option<(&'a str, TrafficPolicy, Line<'a>)>,
-    /// The chain of all other addresses, and the first rule that leads to the chain.
+    /// The chain of all other addresses, and the first rule that jumps to the chain.
     pub external: Option<(&'a str, Line<'a>)>,
 }

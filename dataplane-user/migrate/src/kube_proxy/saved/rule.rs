@@ -1,4 +1,4 @@
-//! A rule of `iptables-save` by its options, as far as kube-proxy writes them.
+//! Reads a rule of `iptables-save` with the options that kube-proxy writes.
 
 use std::{
     borrow::Cow,
@@ -9,7 +9,7 @@ use ipnet::IpNet;
 
 use crate::text::tree::{self, Key, Part};
 
-/// Which options a rule has, one bit each.
+/// The options of a rule, one bit each.
 pub mod has {
     /// `-s`
     pub const SOURCE: u32 = 1;
@@ -50,7 +50,7 @@ pub mod has {
     pub(super) const REAPED: u32 = 1 << 17;
     pub(super) const RANDOM: u32 = 1 << 18;
 
-    /// The bit of an option that excludes its value.
+    /// Returns the bit for an option whose value is excluded (`!`).
     pub const fn not(option: u32) -> u32 {
         option << 24
     }
@@ -59,7 +59,7 @@ pub mod has {
 /// A rule.
 #[derive(Debug, Default)]
 pub struct Rule<'a> {
-    /// The options that it has: [`has`].
+    /// The options of the rule: [`has`].
     pub has: u32,
     pub source: Option<IpNet>,
     pub destination: Option<IpNet>,
@@ -68,14 +68,14 @@ pub struct Rule<'a> {
     pub port: u16,
     pub comment: Cow<'a, str>,
     pub probability: f64,
-    /// The name of the list of clients.
+    /// The name of the list of clients (`-m recent`).
     pub list: &'a str,
     pub seconds: u64,
     pub state: &'a str,
-    /// Value and mask of the match.
+    /// Value and mask of the match `mark`.
     pub mark: (u32, u32),
     pub target: &'a str,
-    /// Destination of target DNAT.
+    /// The destination of target DNAT.
     pub to: Option<SocketAddr>,
     /// Value and mask of target MARK.
     pub set: Option<(u32, u32)>,
@@ -86,14 +86,14 @@ impl<'a> Rule<'a> {
     ///
     /// # Errors
     ///
-    /// The rule has an option that kube-proxy does not write, or one twice.
+    /// If the rule has an option that kube-proxy does not write, or has an option twice.
     pub fn read(text: &'a str) -> Result<Self, String> {
         let mut rule = Self::default();
         tree::saved(text).try_for_each(|part| rule.part(part))?;
         Ok(rule)
     }
 
-    /// Whether the rule has these options and no others.
+    /// Returns true if the rule has exactly these options.
     pub fn is(&self, options: u32) -> bool {
         self.has == options
     }
@@ -112,7 +112,7 @@ impl<'a> Rule<'a> {
             ),
             (Key::In, _) => put(&mut self.interface, text, has::INTERFACE),
             (Key::Mark, _) => put(&mut self.mark, mark(value)?, has::MARK),
-            // Only the guard of node ports on loopback has it, in a chain that is not read.
+            // kube-proxy excludes states only in the rule that protects node ports on loopback. This chain is not read.
             (Key::State, _) if part.not => return unknown(name),
             (Key::State, _) => put(&mut self.state, text, has::STATE),
             _ if part.not => return Err(format!("kube-proxy writes no `! {name}` here")),

@@ -1,4 +1,4 @@
-//! The rules of kube-proxy's chains in a text of `iptables-save`, chain by chain.
+//! Groups the rules of kube-proxy's chains in a text of `iptables-save` by chain.
 
 use std::collections::HashSet;
 
@@ -11,7 +11,7 @@ use crate::text::{
     tree::{self, Key, Part},
 };
 
-/// A table of one family: the rules of its chains, each with its line's number and its options, not read yet.
+/// A table of one family: the rules of its chains, each with its line's number and its unparsed options.
 #[derive(Debug, Default)]
 pub struct Table<'a>(Rows<&'a str, (u32, &'a str)>);
 
@@ -20,7 +20,7 @@ pub struct Table<'a>(Rows<&'a str, (u32, &'a str)>);
 pub struct Line<'a> {
     /// The line's number.
     pub at: At,
-    /// Its options, as they are written.
+    /// The options, as written.
     pub text: &'a str,
 }
 
@@ -31,7 +31,7 @@ pub struct Family<'a> {
     pub filter: Option<Table<'a>>,
 }
 
-/// The prefixes of the names of chains that belong to a service, or to an endpoint.
+/// Prefixes of the chains that belong to a service or to an endpoint.
 const OF_SERVICES: &[&str] = &[
     "KUBE-SVC-",
     "KUBE-SVL-",
@@ -40,14 +40,14 @@ const OF_SERVICES: &[&str] = &[
     "KUBE-SEP-",
 ];
 
-/// Sorts the rules of a text: IPv4, IPv6.
+/// Groups the rules of a text by family: IPv4, IPv6.
 ///
 /// # Errors
 ///
-/// A line is not of this format, or does not say where its rule is in a chain, or a table is there twice.
+/// If a line does not have this format, the place of a rule in its chain is not known, or a table occurs twice.
 pub fn read(text: &str) -> Result<[Family<'_>; 2], crate::text::Error> {
     let mut families = <[Family<'_>; 2]>::default();
-    // By table in their order: what the comment above says of the family.
+    // For each table in its order, the family that the comment above it names.
     let mut said = headers(text).into_iter();
     let mut table: Option<(&str, Option<bool>, Table<'_>)> = None;
     let mut tables = Vec::new();
@@ -92,7 +92,7 @@ pub fn read(text: &str) -> Result<[Family<'_>; 2], crate::text::Error> {
     }
     let known: Vec<Option<bool>> = tables.iter().map(|(_, v4, ..)| *v4).collect();
     for (index, (name, v4, table, line)) in tables.into_iter().enumerate() {
-        // Tables of one family follow each other. Nothing depends on the family of one without addresses that is alone.
+        // Tables of one family are adjacent. If the only table has no addresses, its family makes no difference.
         let (before, after) = known.split_at(index);
         let near = || {
             let next = after.iter().flatten().next();
@@ -116,7 +116,7 @@ pub fn read(text: &str) -> Result<[Family<'_>; 2], crate::text::Error> {
     Ok(families)
 }
 
-/// For each table whether the comment above it says that IPv4's program printed it.
+/// Returns, for each table, whether the comment above it names the program for IPv4.
 fn headers(text: &str) -> Vec<Option<bool>> {
     let (mut said, mut all) = (None, Vec::new());
     for line in text.lines().map(str::trim_ascii) {
@@ -139,7 +139,7 @@ fn is_kube_proxys(chain: &str) -> bool {
 }
 
 impl<'a> Table<'a> {
-    /// Whether the first address in its rules is one of IPv4.
+    /// Returns true if the first address in the table's rules is an IPv4 address.
     fn is_v4(&self) -> Option<bool> {
         self.0.all().find_map(|(_, text)| {
             if text.contains("icmp6-") {
@@ -152,13 +152,13 @@ impl<'a> Table<'a> {
         })
     }
 
-    /// Whether the table has a chain.
+    /// Returns true if the table has a chain.
     pub fn has(&self, chain: &str) -> bool {
         self.0.name(chain).is_some()
     }
 
-    /// How many chains of services and endpoints have rules to which no packet comes. kube-proxy leaves such chains for a while
-    /// after their service or endpoint is gone, if there are more than a thousand endpoints.
+    /// Returns the number of chains of services and endpoints that have rules and that no packet reaches. If there are
+    /// more than a thousand endpoints, kube-proxy leaves the chains of a removed service or endpoint for a while.
     pub fn stale(&self) -> usize {
         let of_service = |name: &str| OF_SERVICES.iter().any(|prefix| name.starts_with(prefix));
         let mut unread: Vec<&str> = (self.0.names())
@@ -169,7 +169,7 @@ impl<'a> Table<'a> {
         if unread.is_empty() {
             return 0;
         }
-        // A chain that was not read because of a fault in the one before is not stale.
+        // A chain is not stale if it was only not read because of a fault in the chain before it.
         let read = self.0.names().filter(|(_, is_read)| *is_read);
         let mut reached: HashSet<&str> = read.map(|(name, _)| name).collect();
         let mut open: Vec<&str> = reached.iter().copied().collect();
@@ -185,7 +185,7 @@ impl<'a> Table<'a> {
         unread.len()
     }
 
-    /// The rules of a chain in their order.
+    /// Returns the rules of a chain in their order, and marks the chain as read.
     pub fn rules(&self, chain: &str) -> impl Iterator<Item = Line<'a>> + use<'a, '_> {
         self.0.of(chain).map(|&(line, text)| Line {
             at: At::Line(line as usize),

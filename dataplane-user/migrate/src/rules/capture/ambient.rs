@@ -1,4 +1,5 @@
-//! Rules of Istio's ambient mode in a pod: ztunnel has sockets in the pod, which its mark tells from those of the pod.
+//! Reads the rules of Istio's ambient mode in a pod. ztunnel has sockets in the pod; their mark distinguishes them from
+//! the pod's own sockets.
 
 use super::{
     Row,
@@ -6,23 +7,23 @@ use super::{
     options::{Mark, Options, options},
 };
 
-/// Whose rules they are.
+/// The owner's name in reports.
 pub const OWNER: &str = "Istio's ambient mode";
-/// The chain that only ambient's rules have.
+/// A chain that occurs only in the rules of ambient mode.
 const PREROUTING: &str = "ISTIO_PRERT";
 const OUTPUT: &str = "ISTIO_OUTPUT";
-/// The mark of ztunnel's sockets, and the one of their connections.
+/// The mark of ztunnel's sockets. `OF_ZTUNNEL` is the mark of their connections.
 const ZTUNNEL: Mark = Mark::new(0x539, 0xfff);
 const OF_ZTUNNEL: Mark = Mark::new(0x111, 0xfff);
 
-/// Whether the rules of a table are ambient's.
+/// Returns true if a table has rules of ambient mode.
 pub fn is_ambient(rows: &[Row<'_>]) -> bool {
     rows.iter().any(|row| {
         row.chain == PREROUTING || matches!(&row.parts[..], [part] if part.value == PREROUTING)
     })
 }
 
-/// Checks table `mangle`: only marks are set.
+/// Checks table `mangle`, whose rules may only set marks.
 pub fn mangle(rows: &[Row<'_>]) -> Result<(), Wrong> {
     each(rows, |chain, options| {
         let (shape, target) = (&*options.shape, &*options.target);
@@ -41,7 +42,8 @@ pub fn nat(rows: &[Row<'_>]) -> Result<Family, Wrong> {
     let mut found = Family::default();
     found.capture.owner = OWNER;
     let mut hooked = false;
-    // The kubelet's probes are known before what is sent to them.
+    // Reads the rules of PREROUTING first: they name the sources of the kubelet's probes, which rules of OUTPUT refer
+    // to.
     let mut sorted: Vec<&Row<'_>> = rows.iter().collect();
     sorted.sort_by_key(|row| row.chain != PREROUTING);
     each(sorted, |chain, options| {
@@ -110,7 +112,7 @@ fn row(
             found.virtual_interface(options)?;
         }
         (PREROUTING, "i p", "RETURN") if tcp => found.inbound.leave_alone(&options.interface)?,
-        // The node gives the kubelet's probes this source.
+        // The node gives the kubelet's probes this source address.
         (PREROUTING, "p s", "ACCEPT") if tcp => {
             found
                 .capture

@@ -1,4 +1,4 @@
-//! The chains of meshes, and the ports of their sidecars.
+//! The chains of the supported meshes, and the ports of their sidecars.
 
 use super::Row;
 use crate::text::tree::Key;
@@ -36,13 +36,13 @@ pub const MESHES: [Chains; 2] = [
     },
 ];
 
-/// The ports that sidecars have for themselves. A configuration cannot name most of them.
+/// The ports that the sidecars themselves use. A configuration cannot name most of them.
 pub const OWN_PORTS: &[u16] = &[
     15000, 15001, 15003, 15006, 15008, 15010, 15020, 15021, 15053, 15090, 15901, 15902, 15903,
 ];
 
 impl Chains {
-    /// Whether a rule is in a chain of the mesh, or leads to one.
+    /// Returns true if a rule is in a chain of the mesh, or jumps to one.
     pub fn has(&self, row: &Row<'_>) -> bool {
         let is = |name: &str| name.starts_with(self.prefix) && !name.starts_with("PROXY_INIT_");
         let mut parts = row.parts.iter();

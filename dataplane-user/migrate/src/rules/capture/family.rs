@@ -1,4 +1,4 @@
-//! The rules of one family, rule by rule.
+//! Reads the rules of one family.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,29 +16,30 @@ use super::{
 };
 use crate::text::tree::Key;
 
-/// A line's number, what is wrong with it, and its text.
+/// A fault: the line's number, the description, and the line's text.
 pub type Wrong = (usize, String, String);
 
-/// Where outbound connections are captured.
+/// The capture of outbound connections.
 #[derive(Debug, Default)]
 pub struct Outbound {
     pub all: bool,
-    /// With the places of the rules.
+    /// The included ranges, each with the number and text of its rule.
     pub included: BTreeMap<IpNet, (usize, String)>,
     pub excluded: BTreeSet<IpNet>,
     pub ports: BTreeMap<u16, (usize, String)>,
-    /// The interfaces at which no connection is captured that leaves, with the places of the rules.
+    /// The interfaces at which no outbound connection is captured, each with the number and text of its rule.
     pub at_interfaces: BTreeMap<String, (usize, String)>,
-    /// The interfaces by which connections come in that are captured.
+    /// The interfaces whose incoming connections are captured as outbound ones.
     pub virtuals: BTreeMap<String, Virtual>,
-    /// The port to which they go, where rules say it for each.
+    /// The port to which these connections are redirected, if separate rules name the port.
     pub virtuals_to: Option<u16>,
-    /// Connections to loopback are left alone before ranges are captured: to this range of it.
+    /// The loopback range that a rule before the capturing rules excludes.
     pub loopback: Option<IpNet>,
     pub excluded_ports: BTreeSet<u16>,
 }
 
-/// The ranges to which connections that come in by an interface are captured (`None`: all), and the place of a rule.
+/// The ranges to which an interface's incoming connections are captured (`None`: all), and the number and text of a
+/// rule.
 pub type Virtual = (BTreeSet<Option<IpNet>>, (usize, String));
 
 /// The rules of one family.
@@ -46,22 +47,22 @@ pub type Virtual = (BTreeSet<Option<IpNet>>, (usize, String));
 pub struct Family {
     pub v4: Option<bool>,
     pub outbound: Outbound,
-    /// Users and groups of which a rule tells their loopback apart.
+    /// Users and groups whose connections over loopback have rules of their own.
     pub at_loopback: (BTreeSet<u32>, BTreeSet<u32>),
-    /// Such a rule leaves the loopback of all others alone.
+    /// Whether such a rule excludes the connections over loopback of all other users or groups.
     loopback_is_left: bool,
     pub capture: Capture,
     pub inbound: Inbound,
-    /// `OUTPUT` leads to the mesh's chain.
+    /// Whether `OUTPUT` jumps to the mesh's chain.
     pub hooked: bool,
-    /// `ISTIO_OUTPUT` leads to the chain that captures queries.
+    /// Whether `ISTIO_OUTPUT` jumps to the chain that captures DNS queries.
     queries_lead_on: bool,
     pub dns: Vec<(String, bool, u16)>,
     pub resolvers: BTreeSet<IpAddr>,
 }
 
-/// Zones of conntrack, which DNS capture needs with iptables and not with sockets.
-/// `are_all`: every rule of the table goes with the mesh's, as in a table of its own.
+/// Checks table `raw`. It may only set conntrack zones, which iptables needs to capture DNS queries and sockets do not.
+/// `are_all`: every rule of the table belongs to the mesh, because the table is its own.
 pub fn raw(mesh: &Chains, rows: &[Row<'_>], are_all: bool) -> Result<(), Wrong> {
     for row in rows.iter().filter(|row| are_all || mesh.has(row)) {
         let mut targets = row.parts.iter().filter(|part| part.key == Key::Target);
@@ -79,7 +80,7 @@ pub fn family(mesh: &Chains, rows: &[Row<'_>]) -> Result<Family, Wrong> {
     found.capture.owner = mesh.owner;
     for row in rows {
         let wrong = |what: String| row.wrong(&what);
-        // Only these two chains lead to the mesh's, and every rule of theirs may keep packets from them.
+        // Only these two chains jump to the mesh's chains, and each of their rules may keep packets from the mesh.
         if !matches!(&*row.chain, "PREROUTING" | "OUTPUT") && !mesh.has(row) {
             continue;
         }
@@ -118,7 +119,7 @@ pub fn family(mesh: &Chains, rows: &[Row<'_>]) -> Result<Family, Wrong> {
     Ok(found)
 }
 
-/// Loopback, as meshes write it.
+/// Returns true for a loopback range in the form that meshes write.
 pub fn is_loopback(net: IpNet) -> bool {
     match net {
         IpNet::V4(net) => net.addr().is_loopback() && matches!(net.prefix_len(), 8 | 32),
@@ -127,7 +128,7 @@ pub fn is_loopback(net: IpNet) -> bool {
 }
 
 impl Family {
-    /// Reads a rule by which connections that come in by an interface are captured as outbound ones.
+    /// Reads a rule that captures an interface's incoming connections as outbound ones.
     pub fn virtual_interface(&mut self, options: &Options) -> Result<(), String> {
         let interface = &options.interface;
         if matches!(&**interface, "" | "lo") || interface.ends_with('+') {
@@ -204,7 +205,7 @@ impl Family {
                     *port = to;
                     Ok(())
                 }
-                // Open Service Mesh appends it behind the rule for all ports: no packet comes to it.
+                // Open Service Mesh appends this rule after the rule for all ports, so no packet reaches it.
                 None if *port != 0 && target == "ACCEPT" && shape == "p port" => Ok(()),
                 _ => Err("a chain that redirects has one rule".to_owned()),
             };
@@ -284,18 +285,19 @@ impl Family {
                 }
             }
             ("p port", "RETURN") if options.protocol == "tcp" => {
-                // Istio's CNI plug-in writes the sidecar's own ports, too.
+                // Istio's CNI plug-in also writes the sidecar's own ports.
                 let ports = options.ports.iter();
                 let (own, excluded) =
                     ports.partition::<Vec<u16>, _>(|port| OWN_PORTS.contains(port));
                 self.inbound.own_ports.extend(own);
                 outbound.excluded_ports.extend(excluded);
             }
-            // Only queries are captured by UDP.
+            // Of UDP packets, only DNS queries are captured.
             ("p port", "RETURN") if options.protocol == "udp" && !options.ports.contains(&53) => {}
             ("uid", "RETURN") => self.capture.uids.extend(ids),
             ("gid", "RETURN") => self.capture.gids.extend(ids),
-            // From here on: the sidecar's connections to the pod itself, and the pod's own. Neither is captured.
+            // The following rules concern the sidecar's connections to its own pod, and the pod's connections to
+            // itself. Both stay uncaptured.
             ("o s", "RETURN") if lo => {
                 let from = options.source.map(|net| net.to_string());
                 if !matches!(from.as_deref(), Some("127.0.0.6/32" | "::6/128")) {

@@ -1,15 +1,15 @@
-//! The inbound ports and interfaces at which rules capture connections.
+//! Reads the ports and interfaces at which rules capture inbound connections.
 
 use std::collections::BTreeSet;
 
 use super::{chains::OWN_PORTS, options::Options};
 
-/// Where the rules of one family capture inbound connections.
+/// The capture of inbound connections by the rules of one family.
 #[derive(Clone, Debug, Default)]
 pub struct Inbound {
-    /// `PREROUTING` leads to the mesh's chain.
+    /// Whether `PREROUTING` jumps to the mesh's chain.
     pub hooked: bool,
-    /// Ports without a rule are captured.
+    /// Whether ports without a rule are captured.
     pub all: bool,
     /// The proxy's port.
     pub to: u16,
@@ -17,17 +17,17 @@ pub struct Inbound {
     pub excluded: BTreeSet<u16>,
     /// Ports of the sidecar itself.
     pub own_ports: BTreeSet<u16>,
-    /// Interfaces at which nothing is captured.
+    /// Interfaces at which no inbound connection is captured.
     pub interfaces: BTreeSet<String>,
 }
 
 impl Inbound {
-    /// Whether anything is captured.
+    /// Returns true if any inbound connection is captured.
     pub fn is_captured(&self) -> bool {
         self.hooked && (self.all || !self.included.is_empty())
     }
 
-    /// Reads a rule of `PREROUTING` that leaves an interface alone.
+    /// Reads a rule of `PREROUTING` that excludes an interface.
     pub fn leave_alone(&mut self, interface: &str) -> Result<(), String> {
         if self.hooked {
             return Err("a rule before captures connections at this interface".to_owned());
@@ -39,7 +39,7 @@ impl Inbound {
         Ok(())
     }
 
-    /// Reads a rule of the mesh's chain. `to`: the chain that captures.
+    /// Reads a rule of the mesh's chain. `to`: the target that captures.
     pub fn row(&mut self, to: &str, options: &Options) -> Result<(), String> {
         if self.all {
             return Err("no packet comes to this rule".to_owned());

@@ -1,5 +1,5 @@
-//! Rules of Istio's sidecar in table `mangle`: inbound connections by TPROXY, and packets that conntrack calls invalid.
-//! The marks serve TPROXY alone.
+//! Reads the rules of Istio's sidecar in table `mangle`. They capture inbound connections by TPROXY and drop packets
+//! that conntrack calls invalid. Only TPROXY needs their marks.
 
 use super::{
     Row,
@@ -46,7 +46,7 @@ impl Mangle {
             ("PREROUTING", "state" | "p state", "ISTIO_DROP") if options.state == "INVALID" => {
                 self.drops_invalid = true;
             }
-            // Of `OUTPUT`, only marks are set behind this rule.
+            // The rules of `OUTPUT` after this one only set marks.
             ("ISTIO_DROP", "", "DROP")
             | ("ISTIO_DIVERT", "", "MARK" | "ACCEPT")
             | ("OUTPUT", "o", "RETURN") => {}
@@ -59,10 +59,10 @@ impl Mangle {
                 self.v4 = Some(net.addr().is_ipv4());
                 self.inbound.to = options.to_port.ok_or("the rule names no port")?;
             }
-            // The proxy's connections to the application, and the pod's own.
+            // The proxy's connections to the application, and the pod's connections to itself.
             (chain, "mark p", "RETURN") if tcp && chain == mesh.inbound => {}
             (chain, "i p s" | "!mark i p", "RETURN") if tcp && lo && chain == mesh.inbound => {}
-            // Connections that are captured already.
+            // Connections that are already captured.
             (chain, "p state" | "p port state", "ISTIO_DIVERT")
                 if tcp && chain == mesh.inbound && options.state == "RELATED,ESTABLISHED" => {}
             (chain, ..) if chain == mesh.inbound => self.inbound.row("ISTIO_TPROXY", &options)?,

@@ -1,4 +1,4 @@
-//! The tables of both families in one.
+//! Merges the tables of both families.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,19 +11,19 @@ use super::{
     said::{Capture, Dns},
 };
 
-/// The place of a fault, what it is, and the rule.
+/// A fault: the place, the description, and the rule.
 type Placed = (String, String, String);
 
-/// The tables that were read, with their texts' origins.
+/// The tables that were read, each with the origin of its text.
 #[derive(Debug, Default)]
 pub struct Tables<'a> {
     pub families: Vec<(&'a str, Family)>,
     pub mangles: Vec<(&'a str, Mangle)>,
-    /// The first rule in each of iptables' other tables that may keep connections from the mesh's rules.
+    /// For each other table of iptables, the first rule that may keep connections from the mesh's rules.
     pub others: Vec<(&'a str, Wrong)>,
 }
 
-/// Both families in one.
+/// Merges both families into one capture.
 pub fn merge<'a>(
     families: Vec<(&'a str, Family)>,
     mangles: Vec<(&'a str, Mangle)>,
@@ -133,7 +133,8 @@ pub fn merge<'a>(
             if !before.any(|excluded| excluded.contains(net)) {
                 included.push(*net);
             } else if !outbound.virtuals.is_empty() {
-                // A rule before leaves the range alone, but not for virtual interfaces, at which excluded ranges do not count.
+                // An earlier rule excludes the range, but not for virtual interfaces: excluded ranges do not apply
+                // there.
                 let mut halves = net
                     .subnets(net.prefix_len() + 1)
                     .into_iter()
@@ -207,7 +208,7 @@ pub fn merge<'a>(
         }
     }
     if lists && include.is_empty() {
-        // Each was left alone by a rule before.
+        // Earlier rules exclude every included range, so no range is captured.
         exclude.extend(alls);
     }
     let (capture, own_ports) = merged.unwrap_or_default();
@@ -226,7 +227,7 @@ pub fn merge<'a>(
     })
 }
 
-/// How queries are captured, by the rules that redirect them.
+/// Determines the capture of DNS queries from the rules that redirect them.
 fn of_queries(rules: &[(String, bool, u16)]) -> Result<Option<Dns>, String> {
     let Some((_, any, port)) = rules.first() else {
         return Ok(None);

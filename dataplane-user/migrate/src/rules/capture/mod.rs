@@ -1,6 +1,6 @@
-//! Which connections the rules of a mesh capture in a pod: those of Istio's sidecar (by REDIRECT or TPROXY) and ambient mode,
-//! and Open Service Mesh's. Pure: from what `iptables-save` prints in a pod to ranges, ports, interfaces, users and groups. A
-//! rule that this does not understand is an error.
+//! Determines the connections that the rules of a mesh capture in a pod. Supports Istio's sidecar (by REDIRECT or
+//! TPROXY), Istio's ambient mode, and Open Service Mesh. Pure: from the output of `iptables-save` or nft in a pod to
+//! ranges, ports, interfaces, users and groups. A rule that is not understood is an error.
 
 mod ambient;
 mod chains;
@@ -37,9 +37,9 @@ use crate::text::{
 #[derive(Clone, Debug)]
 pub struct Row<'a> {
     line: usize,
-    /// As iptables calls it.
+    /// The chain's name in iptables.
     chain: Cow<'a, str>,
-    /// As it is printed, with the chain if iptables printed it.
+    /// The printed text, with the chain if iptables printed it.
     text: String,
     parts: Vec<Part<'a>>,
 }
@@ -59,14 +59,14 @@ impl<'a> Row<'a> {
     }
 }
 
-/// The fault of Istio's rules on a node.
+/// The fault reported for Istio's rules on a node.
 const NODES: &str = "the rules are the node's, for probes of the kubelet, and capture no connection; read those in a pod";
 
-/// Reads what the rules of a mesh capture in a pod.
+/// Determines the connections that the rules of a mesh capture in a pod.
 ///
 /// # Errors
 ///
-/// There are no such rules, or a rule captures connections in another way than a configuration can say.
+/// If there are no such rules, or a configuration cannot express the capture.
 pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
     let mut tables = Tables::default();
     let fault_in = |text: &Text<'_>, (line, what, rule): Wrong| Fault {
@@ -97,7 +97,8 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
             }
         }
     }
-    // Tables of nf_tables are of both families. Istio was told to capture those of which it names addresses.
+    // Istio's tables of nf_tables hold the rules of both families. Istio captures the families whose addresses the
+    // rules name.
     let are_named = [0, 1].map(|of| natives.iter().any(|(_, native)| native.are_named[of]));
     for (text, native) in natives {
         if let Some(row) = native.first.filter(|_| are_named == [false; 2]) {
@@ -135,7 +136,7 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
     })
 }
 
-/// A chain of a mesh in a listing of nf_tables that is one of iptables' tables.
+/// Returns the name of a mesh's chain in a table `ip` or `ip6` of an nft listing: such a table is one of iptables.
 fn of_iptables(text: &str) -> Option<&str> {
     let mut is_ip = false;
     nft::entries(text).find_map(|entry| match entry {
@@ -154,7 +155,7 @@ fn of_iptables(text: &str) -> Option<&str> {
 }
 
 impl<'a> Tables<'a> {
-    /// Reads what `iptables-save` prints.
+    /// Reads the output of `iptables-save`.
     fn read(&mut self, text: &Text<'a>) -> Result<(), Wrong> {
         let mut table = "";
         let mut rows: Vec<Row<'_>> = Vec::new();
@@ -162,7 +163,7 @@ impl<'a> Tables<'a> {
             match entry.map_err(|error| (error.line, error.what.to_owned(), String::new()))? {
                 Entry::Table(name) => (table, rows) = (name, Vec::new()),
                 Entry::Rule(rule) => {
-                    // `-I` puts it at a place before others.
+                    // `-I` inserts the rule before others.
                     let of_chain = rows.iter().enumerate();
                     let mut of_chain = of_chain.filter(|(_, row)| row.chain == rule.chain);
                     let before = rule.before.map(|before| before as usize - 1);
@@ -177,7 +178,7 @@ impl<'a> Tables<'a> {
         Ok(())
     }
 
-    /// Reads a table. `v4`: the family, if it is known, of a table that is the mesh's own.
+    /// Reads a table. `v4` is set for a table of the mesh's own, and tells its family.
     fn read_table(
         &mut self,
         origin: &'a str,
@@ -206,7 +207,7 @@ impl<'a> Tables<'a> {
         Ok(())
     }
 
-    /// Reads a table of one family. `is_native`: it is the mesh's own.
+    /// Reads a table of one family. `is_native`: the table is the mesh's own.
     fn table(
         &mut self,
         origin: &'a str,

@@ -1,7 +1,8 @@
-//! Istio's rules in its own tables of nf_tables, with the names that iptables has for chains and tables: Istio makes the same rules
-//! in both. Pure.
+//! Reads Istio's rules from its own tables of nf_tables. Istio writes equal rules in nf_tables and in iptables, so the
+//! chains and tables get the names that they have in iptables. Pure.
 //!
-//! A rule of a table `inet` that names no address applies to both families. A statement that Istio does not write is an error.
+//! A rule in a table `inet` that names no address applies to both families. A statement that Istio does not write is an
+//! error.
 
 use std::collections::BTreeSet;
 
@@ -11,26 +12,26 @@ use crate::text::{
     tree::{self, Key},
 };
 
-/// How the names of Istio's tables begin.
+/// Prefixes of the names of Istio's tables.
 const PREFIXES: [&str; 2] = ["istio-proxy-", "istio-ambient-"];
 
-/// Whether a table is Istio's.
+/// Returns true if a table is Istio's.
 pub fn is_istios(name: &str) -> bool {
     PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// The rules of both families.
+/// The rules, sorted by family.
 #[derive(Debug, Default)]
 pub struct Families<'a> {
-    /// The tables of each family that have rules: the name that iptables has for it, and the rules.
+    /// For each family, the tables that have rules: the table's name in iptables, and its rules.
     pub tables: [Vec<(&'a str, Vec<Row<'a>>)>; 2],
-    /// Whether a rule names an address of the family. If none does, Istio does not capture this family.
+    /// For each family, whether a rule names one of its addresses. If no rule does, Istio does not capture the family.
     pub are_named: [bool; 2],
     /// The first rule.
     pub first: Option<Row<'a>>,
 }
 
-/// A chain's name among iptables' chains: `istio-in-redirect` is `ISTIO_IN_REDIRECT`.
+/// Returns a chain's name in iptables: `ISTIO_IN_REDIRECT` for `istio-in-redirect`.
 fn name(chain: &str) -> String {
     match chain {
         "istio-prerouting" => "ISTIO_PRERT".to_owned(),
@@ -38,10 +39,10 @@ fn name(chain: &str) -> String {
     }
 }
 
-/// Returns Istio's rules in a listing. `None`: it has no table of Istio's.
+/// Returns Istio's rules in a listing. Returns `None` if the listing has no table of Istio's.
 ///
 /// # Errors
-/// A rule is not one of Istio's, or the listing cannot be read.
+/// If a rule is not one of Istio's, or the listing cannot be read.
 pub fn read(text: &str) -> Result<Option<Families<'_>>, Wrong> {
     let mut found = Families::default();
     let mut table: Option<&str> = None;

@@ -1,11 +1,11 @@
-//! A rule by its options.
+//! Splits a rule into its options.
 
 use ipnet::IpNet;
 
 use super::Row;
 use crate::text::tree::{self, Key, Part};
 
-/// A mark and the bits of it that count.
+/// A mark and its mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark {
     mark: u32,
@@ -18,31 +18,31 @@ impl Mark {
     }
 }
 
-/// A rule by its options. Options of its target that no decision depends on, such as a mark to set, are left out.
+/// The options of a rule. Omits options of its target that no decision depends on, such as a mark to set.
 #[derive(Debug, Default)]
 pub struct Options {
-    /// The options that it has, sorted, without its target and its matches: `!uid o`.
+    /// The rule's options as sorted words, without the target and the names of matches: `!uid o`.
     pub shape: String,
     pub source: Option<IpNet>,
     pub destination: Option<IpNet>,
     pub interface: String,
     pub protocol: String,
     pub ports: Vec<u16>,
-    /// The users or groups that the rule is for, or is not for.
+    /// All users or groups that the rule names, matched or excluded.
     pub ids: Vec<u32>,
-    /// The users that it is not for.
+    /// The users that the rule excludes.
     pub not_uids: Vec<u32>,
-    /// The groups that it is not for.
+    /// The groups that the rule excludes.
     pub not_gids: Vec<u32>,
-    /// The mark of the packet or of its connection.
+    /// The mark of the packet or of its connection that the rule matches.
     pub mark: Option<Mark>,
-    /// The states of conntrack.
+    /// The conntrack states that the rule matches.
     pub state: String,
     pub target: String,
     pub to_port: Option<u16>,
 }
 
-/// The matches that are understood.
+/// The supported matches.
 const MODULES: [&str; 8] = [
     "tcp",
     "udp",
@@ -70,7 +70,7 @@ const OF_MARKS: [&str; 8] = [
 ///
 /// # Errors
 ///
-/// An option or a match is not one that a sidecar's rules have.
+/// If a sidecar's rules do not have such an option or match.
 pub fn options(row: &Row<'_>) -> Result<Options, String> {
     let mut found = Options::default();
     let mut shape = Vec::new();

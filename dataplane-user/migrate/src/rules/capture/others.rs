@@ -1,22 +1,22 @@
-//! Rules of others that may translate connections before a mesh's rules see them, so that the mesh does not capture them. Which
-//! they are is not read: each is an error.
+//! Finds rules of others that may translate connections before the mesh's rules see them. The mesh would not capture
+//! such connections. The rules are not interpreted: each is an error.
 
 use super::{Row, family::Wrong, native};
 use crate::text::nft;
 
-/// The priority of the chains of a mesh that translate, in both kinds of tables (`NF_IP_PRI_NAT_DST`).
+/// The priority of a mesh's chains that translate, both in iptables and in nf_tables (`NF_IP_PRI_NAT_DST`).
 const PRIORITY: i32 = -100;
 
-/// The first rule of iptables' table `nat`, which has no rule of the mesh, that may keep connections from those of the mesh. They are in the
-/// other variant of iptables, or in nf_tables.
+/// Returns the first rule of a table `nat` that may keep connections from the mesh's rules. The table is one of
+/// iptables without rules of the mesh; these are in the other variant of iptables or in nf_tables.
 pub fn in_iptables(rows: &[Row<'_>]) -> Option<Wrong> {
     let mut rows = rows.iter();
     let row = rows.find(|row| matches!(&*row.chain, "PREROUTING" | "OUTPUT"))?;
     Some(may_keep(row.line, row.text.clone()))
 }
 
-/// Whether connections of the family of iptables' rules are captured. `captured`: those of IPv4, and those of IPv6. Programs' names tell the
-/// family; the name of a file tells none.
+/// Returns true if the mesh captures connections of the family of iptables' rules. `captured` says so for IPv4 and for
+/// IPv6. The name of a program gives the family; the name of a file does not, and then any captured family counts.
 pub fn is_captured(origin: &str, captured: [bool; 2]) -> bool {
     if origin.starts_with("ip6tables") {
         captured[1]
@@ -27,8 +27,9 @@ pub fn is_captured(origin: &str, captured: [bool; 2]) -> bool {
     }
 }
 
-/// Fails if a table of nf_tables that is not Istio's has a rule that may keep connections from the mesh's rules: one of a chain that
-/// translates, at the hooks that the mesh uses and not behind it. `captured`: the families of the mesh's rules.
+/// Fails if a table of nf_tables that is not Istio's has a rule that may keep connections from the mesh's rules. Such a
+/// rule is in a chain of type `nat`, at a hook that the mesh uses, with a priority not after the mesh's. `captured`:
+/// whether the mesh captures IPv4, and IPv6.
 pub fn in_nftables(text: &str, captured: [bool; 2]) -> Result<(), Wrong> {
     let (mut is_others, mut translating) = (false, None);
     for entry in nft::entries(text) {
@@ -61,7 +62,8 @@ pub fn in_nftables(text: &str, captured: [bool; 2]) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// The priority of a chain: a number, or one of nft's names (`std_prio_lookup`, `src/rule.c`) with a number added.
+/// Returns the priority of a chain: a number, or one of nft's names (`std_prio_lookup`, `src/rule.c`) plus or minus a
+/// number.
 fn priority(base: &str) -> Option<i32> {
     let (_, rest) = base.split_once(" priority ")?;
     let mut words = rest.split(';').next()?.split_whitespace();

@@ -1,5 +1,5 @@
-//! Interfaces at which rules capture no outbound connection, as the ranges that are reached by them: a socket does not know its
-//! interface when it connects.
+//! Replaces interfaces at which no outbound connection is captured by the ranges that are routed to them, because a
+//! socket does not know its interface when it connects.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,12 +9,13 @@ use kernel::Way;
 use super::said::{Capture, Fault};
 
 impl Capture {
-    /// Puts the ranges that are reached by the interfaces whose outbound connections are left alone in place of the interfaces.
-    /// `ways`: the routes of table `main`; `None`: they are not known, or packets do not go by this table only.
+    /// Replaces the interfaces whose outbound connections are not captured by the ranges that are routed to these
+    /// interfaces. `ways`: the routes of table `main`; `None` if they are not known, or if other routing tables are
+    /// used too.
     ///
     /// # Errors
     ///
-    /// The ranges are not known, or the rules are about other things there as well.
+    /// If the ranges are not known, or the configuration cannot express their combination with the other rules.
     pub fn by_routes(mut self, ways: Option<&[Way]>) -> Result<Self, Fault> {
         let Some((_, (place, text))) = self.at_interfaces.first_key_value() else {
             return Ok(self);
@@ -45,8 +46,9 @@ impl Capture {
         if self.virtual_interfaces.is_empty() {
             self.include_without(&left);
         } else {
-            // Connections by virtual interfaces are captured in all ranges that are included, and know no excluded ones. So what is
-            // left alone is excluded by longer prefixes, and never takes the place of an included range.
+            // Connections that enter by virtual interfaces are captured in all included ranges; excluded ranges do not
+            // apply to them. So the ranges to exclude are split into longer prefixes, which never replace an included
+            // range.
             let halved = left.iter().flat_map(|net| self.longer(*net)).collect();
             left = halved;
             if !left.is_disjoint(&self.include_ranges) {
@@ -61,7 +63,7 @@ impl Capture {
         Ok(self)
     }
 
-    /// Takes what is left alone out of the included ranges.
+    /// Removes the excluded ranges `left` from the included ranges. If no range remains, excludes all addresses.
     fn include_without(&mut self, left: &BTreeSet<IpNet>) {
         if self.include_ranges.is_empty() {
             return;
@@ -79,8 +81,8 @@ impl Capture {
         }
     }
 
-    /// A range that is left alone, as ranges of which none is an included one, or contains one, or is that of all addresses:
-    /// the longest prefix decides.
+    /// Splits a range to exclude into ranges that do not contain an included range and do not cover all addresses,
+    /// because the longest prefix decides.
     fn longer(&self, net: IpNet) -> Vec<IpNet> {
         let contains_one = self.include_ranges.iter().any(|one| net.contains(one));
         let halves = net.subnets(net.prefix_len() + 1);
@@ -88,13 +90,14 @@ impl Capture {
             Ok(halves) if contains_one || net.prefix_len() == 0 => {
                 halves.flat_map(|half| self.longer(half)).collect()
             }
-            // A single address cannot be halved.
+            // A single address cannot be split.
             _ => vec![net],
         }
     }
 }
 
-/// The ranges to which packets leave by some interfaces. `None`: a route has such an interface and another one.
+/// Returns the ranges that are routed to the interfaces of `is_meant`. Returns `None` if a route uses both such an
+/// interface and others.
 fn left_alone(ways: &[Way], is_meant: impl Fn(&str, bool) -> bool) -> Option<BTreeSet<IpNet>> {
     let mut routes: BTreeMap<(u8, IpNet), &Way> = BTreeMap::new();
     for way in ways {
@@ -111,7 +114,7 @@ fn left_alone(ways: &[Way], is_meant: impl Fn(&str, bool) -> bool) -> Option<BTr
         }
     }
     let mut left = BTreeSet::new();
-    // Of the longer prefixes, which decide, later.
+    // The map sorts longer prefixes last, so they override shorter ones.
     for ((_, net), way) in routes {
         let by: BTreeSet<bool> = {
             let v4 = net.addr().is_ipv4();
@@ -137,7 +140,7 @@ fn left_alone(ways: &[Way], is_meant: impl Fn(&str, bool) -> bool) -> Option<BTr
     )
 }
 
-/// A range without others, as ranges.
+/// Returns a range without the ranges in `holes`, as a list of ranges.
 fn without(net: IpNet, holes: &BTreeSet<IpNet>) -> Vec<IpNet> {
     if holes.iter().any(|hole| hole.contains(&net)) {
         return Vec::new();
@@ -176,7 +179,7 @@ mod tests {
             way("10.128.0.0/9", 0, &[]),
             way("10.64.0.0/10", 0, &["eth0"]),
             way("10.64.7.0/24", 0, &["net1"]),
-            // The better of two.
+            // Of two routes, the one with the lower metric counts.
             way("192.0.2.0/24", 200, &["eth0"]),
             way("192.0.2.0/24", 100, &["net1"]),
             way("198.51.100.0/24", 100, &["eth0"]),
@@ -235,7 +238,7 @@ mod tests {
             found.exclude_ranges,
             nets(&["10.128.0.0/9", "192.0.2.0/24"])
         );
-        // Virtual interfaces have no routes of that kind: what they include stays.
+        // These routes do not apply to virtual interfaces, so the ranges included for them stay.
         let machines = Capture {
             virtual_interfaces: ["virt0".to_owned()].into(),
             ..capture.clone()
@@ -258,7 +261,7 @@ mod tests {
             ..capture.clone()
         };
         assert!(ports.by_routes(Some(&ways)).is_err());
-        // Nothing is left.
+        // All ranges are excluded.
         let all = [way("0.0.0.0/0", 0, &["net1"])];
         let found = capture.by_routes(Some(&all)).unwrap();
         assert_eq!(found.include_ranges, nets(&[]));

@@ -1,4 +1,4 @@
-//! Rules of sidecars, and changes of them that no configuration expresses.
+//! Tests with rules of sidecars, and with changed rules that no configuration can express.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,8 @@ use proptest::prelude::*;
 use super::{said::Dns, *};
 use crate::text::chance::{self, changed};
 
-/// As `iptables-save` prints what Istio's injector asks for by default; the ranges, ports and DNS vary.
+/// The rules for the defaults of Istio's injector, as `iptables-save` prints them, but with ranges, ports and DNS
+/// capture.
 const ISTIO: &str = "\
 *raw
 -A PREROUTING -j ISTIO_INBOUND
@@ -78,7 +79,7 @@ fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
     texts.iter().map(|text| text.parse().unwrap()).collect()
 }
 
-/// The same for the other family.
+/// Translates rules of IPv4 to IPv6.
 fn v6(text: &str) -> String {
     let pairs = [
         ("127.0.0.1/32", "::1/128"),
@@ -126,7 +127,7 @@ fn istios_rules_become_ranges_ports_users_and_groups() {
     assert_eq!(of(&format!("{ISTIO}{}", v6(ISTIO))), Ok(both));
 }
 
-/// As Istio's CNI plug-in writes by default.
+/// Istio's CNI plug-in writes such rules by default.
 #[test]
 fn outbound_ports_of_the_sidecar_itself_are_left_out() {
     let own = "-A ISTIO_OUTPUT -p tcp -m tcp --dport 15021 -j RETURN";
@@ -160,7 +161,7 @@ fn the_rules_of_open_service_mesh_become_a_capture() {
         ..Capture::default()
     };
     assert_eq!(of(OSM), Ok(wanted));
-    // As the commands write it, each exclusion before the other rules.
+    // In the form of the wrapper's commands, which insert each exclusion before the other rules.
     let inserted = OSM
         .replace("-A PROXY_OUTPUT -d 192.0.2.0/24 -j RETURN\n", "")
         .replace(
@@ -192,7 +193,7 @@ fn what_is_captured_outbound_is_said_by_ranges_and_ports() {
     assert_eq!(mixed.include_ranges, nets(&["0.0.0.0/0", "fd00::/8"]));
 }
 
-/// What the configuration cannot express is an error with its line.
+/// A rule that the configuration cannot express is an error with its line.
 #[test]
 fn a_rule_without_a_counterpart_is_an_error_with_its_line() {
     let line = |text: &str, of: &str| 1 + text.lines().position(|line| line == of).unwrap();
@@ -367,7 +368,7 @@ fn only_some_users_and_groups_are_captured() {
         ([6].into(), [5, 7].into())
     );
     assert_eq!(found.gids, [888, 1338].into());
-    // Those of one rule and of the other.
+    // Both rules together would capture only connections that match both.
     let fault = with(&format!(
         "{some}-A ISTIO_OUTPUT -m owner ! --gid-owner 5 -j RETURN\n"
     ));
@@ -397,7 +398,7 @@ fn an_interface_that_the_rules_leave_alone_is_excluded() {
     };
     let found = of(&first("-A PREROUTING -i eth1 -j RETURN\n")).unwrap();
     assert_eq!(found.exclude_interfaces, ["eth1".to_owned()].into());
-    // Of outbound connections, routes say it.
+    // For outbound connections, routes give the ranges of the interface.
     let both = first("-A PREROUTING -i eth1 -j RETURN\n-A OUTPUT -o eth1 -j RETURN\n");
     let found = of(&both).unwrap();
     let fault = found.clone().by_routes(None).unwrap_err();
@@ -439,7 +440,7 @@ fn connections_that_come_in_by_an_interface_are_captured_as_outbound_ones() {
         ..of(ISTIO).unwrap()
     };
     assert_eq!(of(&first(ISTIO, redirect)), Ok(wanted.clone()));
-    // Inbound connections from there are left alone.
+    // Inbound connections from this interface are not captured.
     let left = "-A PREROUTING -i eth1 -j RETURN\n";
     let found = of(&first(ISTIO, &format!("{redirect}{left}")));
     let both = Capture {
@@ -454,14 +455,14 @@ fn connections_that_come_in_by_an_interface_are_captured_as_outbound_ones() {
             .contains("leaves connections at this interface alone"),
         "{fault}"
     );
-    // In both families, or in none.
+    // The rule must be present in both families, or absent in both.
     let ours = first(ISTIO, redirect);
     let other = of(&format!("{ours}{}", v6(ISTIO))).unwrap_err();
     assert!(other.what.contains("IPv4 and IPv6 differ"), "{other}");
     assert!(of(&format!("{ours}{}", v6(&ours))).is_ok());
 }
 
-/// Excluded ranges do not count at virtual interfaces.
+/// Excluded ranges do not apply at virtual interfaces.
 #[test]
 fn a_range_that_a_rule_before_leaves_alone_is_captured_at_virtual_interfaces_only() {
     let left = "-A ISTIO_OUTPUT -d 10.1.0.0/16 -j RETURN";
@@ -476,7 +477,7 @@ fn a_range_that_a_rule_before_leaves_alone_is_captured_at_virtual_interfaces_onl
     assert_eq!(found.include_ranges, nets(&["10.0.0.0/8"]));
     let excluded = ["10.0.0.0/9", "10.128.0.0/9"];
     assert_eq!(found.exclude_ranges, nets(&excluded));
-    // One address has no halves.
+    // A single address cannot be split.
     let one = none.replace("10.0.0.0/8", "10.0.0.1/32");
     let redirect = redirect.replace("10.0.0.0/8", "10.0.0.1/32");
     let fault = of(&one.replacen(after, &format!("{after}{redirect}"), 1)).unwrap_err();
@@ -491,7 +492,7 @@ fn ranges_of_loopback_are_captured_unless_a_rule_before_leaves_them_alone() {
         &format!("{own}-A ISTIO_OUTPUT -d 127.1.2.3/32 -j ISTIO_REDIRECT\n"),
         1,
     );
-    // The rules that leave the pod's own connections to itself alone.
+    // Removes the rules that exclude the pod's connections to itself.
     let text: String = text
         .split_inclusive('\n')
         .filter(|line| !(line.contains("-o lo -p tcp") && line.ends_with("-j RETURN\n")))
@@ -516,7 +517,7 @@ fn ranges_of_loopback_are_captured_unless_a_rule_before_leaves_them_alone() {
     );
 }
 
-/// As `iptables-save` prints it.
+/// Rules of TPROXY mode, as `iptables-save` prints them.
 const TPROXY: &str = "\
 *mangle
 -A PREROUTING -i net1 -j RETURN
@@ -540,7 +541,7 @@ const TPROXY: &str = "\
 COMMIT
 ";
 
-/// By TPROXY the same is captured as by REDIRECT.
+/// TPROXY captures the same connections as REDIRECT.
 #[test]
 fn tproxy_captures_the_same() {
     let redirect = "-A PREROUTING -p tcp -j ISTIO_INBOUND\n";
@@ -647,7 +648,7 @@ fn the_rules_of_ambient_mode_become_a_capture() {
             .unwrap();
         AMBIENT_RULES.replacen(&format!("{line}\n"), "", 1)
     };
-    // An ingress gateway.
+    // The rules of an ingress gateway.
     let inbound = without("--to-ports 15006");
     assert!(!of(&inbound).unwrap().takes_inbound);
     assert!(
@@ -698,7 +699,7 @@ fn the_rules_of_ambient_mode_become_a_capture() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: chance::runs(100), ..ProptestConfig::default() })]
 
-    /// Whatever the text: reading it ends, and a fault names a line of it.
+    /// Reading any text ends, and a fault names one of its lines.
     #[test]
     fn changed_rules_of_a_sidecar(
         which in 0_usize..4,

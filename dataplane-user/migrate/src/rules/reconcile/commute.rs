@@ -1,4 +1,5 @@
-//! Whether two rules that follow each other may change places: no packet notices it. In doubt they may not.
+//! Decides whether two adjacent rules may change places without a different result for any packet. In doubt, they may
+//! not.
 
 use std::ops::RangeInclusive;
 
@@ -9,8 +10,8 @@ use crate::text::{
     tree::{self, Key},
 };
 
-/// A field that the packet's way through the rules does not change. Of two rules that ask for different values, a packet
-/// matches one at most.
+/// A field of a packet that does not change while the packet passes the rules. If two rules match different values of a
+/// field, a packet matches at most one of the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Field {
     Source,
@@ -23,7 +24,7 @@ enum Field {
     Group,
 }
 
-/// The values of a field that a rule is for.
+/// The values of a field that a rule matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Values<'a> {
     Prefix(IpNet),
@@ -31,20 +32,20 @@ enum Values<'a> {
     Numbers(Vec<RangeInclusive<u32>>),
 }
 
-/// A rule of `iptables-save`, as far as it is understood.
+/// The understood parts of a rule of `iptables-save`.
 #[derive(Debug, Default)]
 struct Read<'a> {
     /// The protocol, and whether it is excluded.
     protocol: Option<(bool, &'a str)>,
-    /// Each with whether the values are excluded.
+    /// The matched fields: whether the values are excluded, and the values.
     fields: Vec<(Field, bool, Values<'a>)>,
     /// The target with its options, as they are written.
     effect: Vec<&'a str>,
-    /// Whether it decides about the packet, changes nothing that other rules ask for, and no other rule is asked.
+    /// Whether the target ends the evaluation of the chain and changes nothing that other rules match.
     is_final: bool,
 }
 
-/// Matches whose answer depends on nothing but the packet and its connection.
+/// Matches whose result depends only on the packet and its connection.
 const PURE: [&str; 8] = [
     "tcp",
     "udp",
@@ -56,15 +57,16 @@ const PURE: [&str; 8] = [
     "comment",
 ];
 
-/// Targets after which no other rule of the chain is asked, and which change nothing that a rule asks for.
+/// Targets that end the evaluation of the chain and change nothing that rules match.
 const FINAL: [&str; 5] = ["ACCEPT", "DROP", "RETURN", "REDIRECT", "REJECT"];
 
-/// Whether two rules of one chain, as `iptables-save` prints them without the chain's name, may change places.
+/// Returns true if two rules of one chain may change places. The rules are in the form of `iptables-save`, without the
+/// chain's name.
 pub fn commute(one: &str, other: &str) -> bool {
     let (Some(one), Some(other)) = (read(one), read(other)) else {
         return false;
     };
-    // They rewrite addresses, and then other rules are asked.
+    // These targets rewrite addresses, and later rules see the new addresses.
     let rewrites = |rule: &Read<'_>| {
         let mut words = rule.effect.iter();
         words.any(|word| word.contains("SNPT") || word.contains("DNPT"))
@@ -83,7 +85,7 @@ fn are_disjoint(one: &Read<'_>, other: &Read<'_>) -> bool {
     {
         return true;
     }
-    // Ports of two protocols, or of a protocol that is excluded, say nothing.
+    // Ports are comparable only if both rules match one protocol.
     let is_one_protocol =
         one.protocol.is_some_and(|(excluded, _)| !excluded) && one.protocol == other.protocol;
     one.fields.iter().any(|(field, excluded, values)| {
@@ -96,7 +98,7 @@ fn are_disjoint(one: &Read<'_>, other: &Read<'_>) -> bool {
     })
 }
 
-/// Whether no value is both one that a rule is for and one that another is for. Each is for some values, or for all but those.
+/// Returns true if no value matches both rules. Each rule matches either some values or all except some.
 fn are_apart(one: (bool, &Values<'_>), other: (bool, &Values<'_>)) -> bool {
     match (one, other) {
         ((false, one), (false, other)) => one.is_apart_from(other),
@@ -108,11 +110,11 @@ fn are_apart(one: (bool, &Values<'_>), other: (bool, &Values<'_>)) -> bool {
 }
 
 impl Values<'_> {
-    /// Whether no value is in both.
+    /// Returns true if no value is in both.
     fn is_apart_from(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Prefix(one), Self::Prefix(other)) => {
-                // Addresses of both families are not in one table.
+                // One table does not contain addresses of both families.
                 one.addr().is_ipv4() == other.addr().is_ipv4()
                     && !one.contains(other)
                     && !other.contains(one)
@@ -128,7 +130,7 @@ impl Values<'_> {
         }
     }
 
-    /// Whether all values are among the other's.
+    /// Returns true if `other` contains all values.
     fn is_in(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Prefix(one), Self::Prefix(other)) => other.contains(one),
@@ -142,7 +144,7 @@ impl Values<'_> {
     }
 }
 
-/// Reads a rule; `None`: something of it is not understood.
+/// Reads a rule. Returns `None` if any part of the rule is not understood.
 fn read(text: &str) -> Option<Read<'_>> {
     let words = Words::new(text).filter_map(Result::ok);
     let words = words.map(|word| word.raw);
@@ -179,7 +181,7 @@ fn field(key: Key, value: &str) -> Option<(Field, Values<'_>)> {
     Some(match key {
         Key::Source => (Field::Source, Values::Prefix(value.parse().ok()?)),
         Key::Destination => (Field::Destination, Values::Prefix(value.parse().ok()?)),
-        // A name that ends so is the beginning of names.
+        // A name that ends in `+` is a prefix of interface names.
         Key::In if !value.ends_with('+') => (Field::In, Values::Name(value)),
         Key::Out if !value.ends_with('+') => (Field::Out, Values::Name(value)),
         Key::SourcePort => (Field::SourcePort, numbers(value, ':')?),
@@ -190,7 +192,7 @@ fn field(key: Key, value: &str) -> Option<(Field, Values<'_>)> {
     })
 }
 
-/// `53,15000:15010`
+/// Reads numbers and ranges, such as `53,15000:15010`.
 fn numbers(value: &str, to: char) -> Option<Values<'static>> {
     let ranges = value.split(',').map(|range| {
         let (first, last) = range.split_once(to).unwrap_or((range, range));
@@ -206,7 +208,7 @@ mod tests {
     #[test]
     fn rules_change_places_only_if_no_packet_notices() {
         for (wanted, one, other) in [
-            // The same effect.
+            // Both rules have the same effect.
             (
                 true,
                 "-s 10.0.0.0/8 -j RETURN",
@@ -223,14 +225,14 @@ mod tests {
                 "-p tcp -m tcp --dport 2 -j REDIRECT --to-ports 2",
             ),
             (false, "-j RETURN", "-p tcp -j ACCEPT"),
-            // A chain may set the mark that the other asks for.
+            // Chain X may set the mark that the other rule matches.
             (false, "-p tcp -j X", "-p tcp -m mark --mark 0x1 -j X"),
             (
                 false,
                 "-p tcp -j MARK --set-xmark 0x1/0xffffffff",
                 "-m mark --mark 0x1 -j MARK --set-xmark 0x1/0xffffffff",
             ),
-            // No packet matches both.
+            // No packet matches both rules.
             (
                 true,
                 "-p tcp -m tcp --dport 80 -j X",
@@ -284,7 +286,7 @@ mod tests {
                 "-m owner ! --uid-owner 1337 -j X",
                 "-m owner --gid-owner 1337 -j Y",
             ),
-            // Not understood, or with a memory.
+            // A part is not understood, or the match has a state of its own.
             (false, "-m limit --limit 1/sec -j RETURN", "-j RETURN"),
             (false, "-m later --x 1 -p tcp -j X", "-p udp -j Y"),
             (

@@ -1,4 +1,4 @@
-//! The rules that a mesh's wrapper writes: those of Istio and of Open Service Mesh by default, and those in a file.
+//! The rules that a mesh's wrapper writes: the defaults of Istio and of Open Service Mesh, and rules from a file.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,8 +10,9 @@ use takeover::owners::{self, ISTIO_AMBIENT, ISTIO_SIDECAR, KUMA, LINKERD, OSM, O
 use super::super::binaries::Family;
 use crate::text::{BUILT_IN, Entry, Rule, tree::Key};
 
-/// The rules that `istio-iptables` writes for a sidecar without settings: outbound connections to 15001, inbound ones to 15006, but for the
-/// sidecar's own ports and its user. `LOOP` and `SELF` are addresses of a family.
+/// The rules that `istio-iptables` writes for a sidecar with default settings. They redirect outbound connections to
+/// 15001 and inbound ones to 15006, except for the sidecar's own ports and its user. `LOOP` and `SELF` stand for
+/// addresses of a family.
 const ISTIO: &str = "*nat
 :ISTIO_INBOUND - [0:0]
 :ISTIO_REDIRECT - [0:0]
@@ -38,7 +39,7 @@ const ISTIO: &str = "*nat
 COMMIT
 ";
 
-/// The rules that the init container of Open Service Mesh 0.9 writes. IPv4 only.
+/// The rules that the init container of Open Service Mesh 0.9 writes, for IPv4 only.
 const OPEN_SERVICE_MESH: &str = "*nat
 :PROXY_INBOUND - [0:0]
 :PROXY_IN_REDIRECT - [0:0]
@@ -60,10 +61,10 @@ const OPEN_SERVICE_MESH: &str = "*nat
 COMMIT
 ";
 
-/// The owners whose rules may be expected; those of one line belong together.
+/// The owners whose rules may be expected. The owners in one group belong to one mesh.
 const MESHES: [&[&Owner]; 4] = [&[ISTIO_SIDECAR, ISTIO_AMBIENT], &[OSM], &[LINKERD], &[KUMA]];
 
-/// MeshChains chains are the mesh's.
+/// The chains that belong to the mesh, by name and by owner.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MeshChains {
     /// The chains that the expected rules declare.
@@ -73,7 +74,7 @@ pub struct MeshChains {
 }
 
 impl MeshChains {
-    /// Whether a chain that is not built in is the mesh's.
+    /// Returns true if the mesh owns a chain. The chain must not be built in.
     pub fn owns(&self, chain: &str) -> bool {
         let owner = || owners::of_chain(chain);
         self.chains.contains(chain) || owner().is_some_and(|owner| self.owners.contains(&owner))
@@ -85,27 +86,27 @@ impl MeshChains {
 pub struct Expected {
     /// The tables.
     pub tables: Vec<ExpectedTable>,
-    /// MeshChains rules they are.
+    /// The chains of the mesh.
     pub whose: MeshChains,
 }
 
 /// A table of expected rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpectedTable {
-    /// Its family.
+    /// The family.
     pub family: Family,
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// The text, from `*NAME` to `COMMIT`, as it was written.
+    /// The original text, from `*NAME` to `COMMIT`.
     pub text: String,
-    /// The number of the line that begins the table, from 1.
+    /// The number of the table's first line, from 1.
     pub line: usize,
-    /// How many rules go to the front of a chain that is built in (`-I`).
+    /// For each built-in chain, the number of rules inserted at its front (`-I`).
     pub in_front: BTreeMap<String, usize>,
 }
 
 impl ExpectedTable {
-    /// The sets of addresses that the rules ask or change.
+    /// Returns the sets of addresses that the rules match or change.
     pub fn sets(&self) -> BTreeSet<String> {
         let rules = crate::text::entries(&self.text).filter_map(|entry| match entry {
             Ok(Entry::Rule(rule)) => Some(rule),
@@ -118,7 +119,7 @@ impl ExpectedTable {
     }
 }
 
-/// A table, of which perhaps only the tables around it tell the family.
+/// A table with the signs of its family. A table without signs takes its family from the tables around it.
 struct Block {
     heading: Option<Family>,
     by_addresses: Option<Family>,
@@ -126,7 +127,7 @@ struct Block {
 }
 
 impl Expected {
-    /// Those of Istio's sidecar.
+    /// Returns the rules of Istio's sidecar.
     pub fn istio() -> Self {
         let of = |family, own: &str, loopback: &str| {
             format!(
@@ -139,19 +140,19 @@ impl Expected {
         Self::of_text(&(v4 + &v6)).expect("a test reads them")
     }
 
-    /// Those of Open Service Mesh.
+    /// Returns the rules of Open Service Mesh.
     pub fn osm() -> Self {
         Self::of_text(OPEN_SERVICE_MESH).expect("a test reads them")
     }
 
-    /// Those in a text of `iptables-save` or for `iptables-restore`.
+    /// Reads expected rules from the output of `iptables-save` or the input of `iptables-restore`.
     ///
-    /// A comment `# iptables` or `# ip6tables`, or the one that `iptables-save` writes, begins tables of a family. Without such
-    /// a comment, the addresses in a table tell its family, or those in the tables beside it; a table that the family has already
-    /// begins the other family.
+    /// A comment `# iptables` or `# ip6tables`, or the first line of `iptables-save`, starts the tables of a family.
+    /// Without such a comment, the addresses in a table or in the tables beside it give the family. A second table of
+    /// one name starts the other family.
     ///
     /// # Errors
-    /// A line is not understood, a family cannot be told, or the chains are no mesh's.
+    /// If a line is not understood, the family of a table is unknown, or the chains do not belong to a mesh.
     pub fn of_text(text: &str) -> Result<Self, String> {
         if let Some(error) = crate::text::entries(text).find_map(Result::err) {
             return Err(error.to_string());
@@ -193,14 +194,14 @@ impl Expected {
         Ok(Self { tables, whose })
     }
 
-    /// The families that rules are expected for.
+    /// Returns the families that have expected rules.
     pub fn families(&self) -> impl Iterator<Item = Family> {
         Family::BOTH
             .into_iter()
             .filter(|family| self.tables.iter().any(|table| table.family == *family))
     }
 
-    /// How many of the expected rules go to the front of a chain that is built in.
+    /// Returns the number of expected rules at the front of a built-in chain.
     pub fn in_front(&self, family: Family, table: &str, chain: &str) -> usize {
         let table = (self.tables.iter()).find(|t| t.family == family && t.name == table);
         table
@@ -210,7 +211,7 @@ impl Expected {
     }
 }
 
-/// The chains that a table declares, each with its line.
+/// Returns the chains that a table declares, each with its line.
 fn declared(table: &ExpectedTable) -> impl Iterator<Item = (usize, &str)> {
     let entries = crate::text::entries(&table.text).filter_map(Result::ok);
     entries.filter_map(|entry| match entry {
@@ -276,8 +277,9 @@ fn blocks(text: &str) -> Result<Vec<Block>, String> {
     Ok(blocks)
 }
 
-/// The family that a comment says the tables after it are of: `# ip6tables`, or the line that `ip6tables-save` begins with
-/// (`# Generated by ip6tables-nft-save v1.8.9 …`). Other comments say nothing, whatever programs they mention.
+/// Returns the family that a comment gives for the tables after it: `# ip6tables`, or the first line of
+/// `ip6tables-save` (`# Generated by ip6tables-nft-save v1.8.9 …`). Other comments give no family, even if they mention
+/// a program.
 fn family_of_heading(comment: &str) -> Option<Family> {
     let mut words = comment.split_ascii_whitespace();
     let program = match (words.next()?, words.next(), words.next()) {
@@ -298,7 +300,7 @@ fn family_of_heading(comment: &str) -> Option<Family> {
     }
 }
 
-/// The family of a rule, by its addresses.
+/// Returns the family of a rule's addresses.
 fn family(rule: &Rule<'_>) -> Option<Family> {
     let mut parts = rule.parts().filter(|part| part.key != Key::Comment);
     parts.find_map(|part| {
@@ -310,7 +312,7 @@ fn family(rule: &Rule<'_>) -> Option<Family> {
     })
 }
 
-/// Tables that belong together tell each other's family.
+/// Gives each table its family. Tables in one group share the family that any of them has.
 fn with_families(blocks: Vec<Block>) -> Result<Vec<ExpectedTable>, String> {
     let mut groups: Vec<(Option<Family>, Vec<ExpectedTable>)> = Vec::new();
     for block in blocks {
@@ -356,7 +358,7 @@ fn with_families(blocks: Vec<Block>) -> Result<Vec<ExpectedTable>, String> {
 mod tests {
     use super::*;
 
-    /// `IPv4 nat 1` for each table: family, name, line.
+    /// Describes each table by family, name and line: `IPv4 nat 1`.
     fn tables(text: &str) -> Result<Vec<String>, String> {
         let expected = Expected::of_text(text)?;
         let tables = expected.tables.iter();

@@ -1,5 +1,6 @@
-//! The rules that a mesh's wrapper writes, against what is there: in pure functions, what is expected ([`expected`]), in which
-//! order rules have to be (`commute`), and what has to change ([`plan`]); then, by the programs and the kernel ([`run`]).
+//! Compares the rules that a mesh's wrapper writes with the rules in the kernel, and corrects the kernel's rules. Pure
+//! functions determine the expected rules ([`expected`]), the required order (`commute`) and the changes ([`plan`]).
+//! The programs and the kernel then make the changes ([`run`]).
 
 mod commute;
 pub mod expected;

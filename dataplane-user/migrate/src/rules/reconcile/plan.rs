@@ -1,5 +1,5 @@
-//! Finds a mesh's rules that are missing, left over or in another order, and writes the input of `iptables-restore` that corrects
-//! them. Rules of others stay as they are.
+//! Finds a mesh's rules that are missing, left over or in another order, and writes the input of `iptables-restore`
+//! that corrects them. Rules of others stay as they are.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,32 +17,33 @@ use super::{
     expected::MeshChains,
 };
 
-/// How many rules are compared for their order. More than that, in another order, count as different.
+/// Maximum number of rules in a chain whose order is compared. If a chain has more rules in another order, the chain
+/// counts as different.
 const COMPARED: usize = 2000;
 
-/// The differences of a table, and the change that ends them.
+/// The differences of a table, and the change that removes them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Change {
     /// The table's name.
     pub table: String,
-    /// The differences, a line each.
+    /// The differences, one line each.
     pub differences: Vec<String>,
-    /// For `iptables-restore --noflush`; empty if nothing is to be done.
+    /// Input for `iptables-restore --noflush`; empty if no change is needed.
     pub input: String,
-    /// Chains that are written or removed.
+    /// Number of chains that are written or removed.
     pub chains: usize,
-    /// Rules in chains of others that are removed or written.
+    /// Number of rules that are removed from or added to chains of others.
     pub rules: usize,
-    /// Whether the table has any rule or chain of the mesh's.
+    /// Whether the table has a rule or chain of the mesh.
     pub has_some: bool,
 }
 
-/// Whether a change removes rules.
+/// The way in which a change treats existing rules of the mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// Removes the mesh's rules and adds the expected ones, in one transaction.
     Replace,
-    /// Adds missing rules, and removes only rules in chains of the same name.
+    /// Adds missing rules. Removes only rules in chains that the expected rules declare.
     OnTop,
 }
 
@@ -50,16 +51,17 @@ pub enum How {
 #[derive(Default)]
 struct Ours<'t, 'a> {
     chains: BTreeSet<&'a str>,
-    /// The rules of its chains, in their order.
+    /// The rules of the mesh's chains, in their order.
     own: BTreeMap<&'a str, Vec<&'t str>>,
-    /// Its rules in chains of others, in their order.
+    /// The mesh's rules in chains of others, in their order.
     elsewhere: BTreeMap<&'a str, Vec<&'t str>>,
-    /// How many rules of others are before the first of these.
+    /// For each chain of others, the number of rules before the first rule of the mesh.
     behind: BTreeMap<&'a str, usize>,
 }
 
-/// Compares all tables of one program: those that are there `now` with those that are `wanted`. `known` are rules of the mesh, also if
-/// they are not wanted of this program. `in_front` says how many of a chain's rules go before those of others.
+/// Compares all tables of one program: the tables that exist `now` with the `wanted` ones. `known` are rules of the
+/// mesh, even if they are not wanted for this program. `in_front` returns how many rules of a chain belong before the
+/// rules of others.
 pub fn changes(
     now: &[Table<'_>],
     wanted: &[Table<'_>],
@@ -96,7 +98,8 @@ pub fn changes(
     all
 }
 
-/// Returns the change that brings a table's rules of a mesh back as they were `before`. Rules of others stay as they are now.
+/// Returns the change that restores the mesh's rules of a table as they were `before`. Rules of others stay as they are
+/// now.
 pub fn back(
     before: Option<&Table<'_>>,
     now: Option<&Table<'_>>,
@@ -140,8 +143,9 @@ fn find<'t, 'a>(tables: &'t [Table<'a>], name: &str) -> Option<&'t Table<'a>> {
     tables.iter().find(|table| table.name == name)
 }
 
-/// Finds what a mesh has in a table: its chains; and in chains of others the rules that lead there, those that are known, and, beside
-/// its chains in table `mangle`, those that ask for its marks or set them.
+/// Finds the chains and rules of a mesh in a table. In chains of others, a rule belongs to the mesh if it jumps to one
+/// of the mesh's chains or is a known rule. In table `mangle`, if the mesh has chains there, a rule that matches or
+/// sets one of the mesh's marks also belongs to the mesh.
 fn ours<'t, 'a>(
     table: Option<&'t Table<'a>>,
     known: Option<&Table<'_>>,
@@ -204,12 +208,12 @@ fn differences(now: &Ours<'_, '_>, wanted: &Ours<'_, '_>) -> Vec<String> {
     all
 }
 
-/// Compares the mesh's rules of one chain. Two rules may be in another order if no packet notices it.
+/// Compares the mesh's rules of one chain. Another order of two rules is no difference if they may change places.
 fn compare(chain: &str, now: &[&str], wanted: &[&str]) -> Vec<String> {
     if now == wanted {
         return Vec::new();
     }
-    // The place of each rule among those that are wanted; of equal ones, one after the other.
+    // The place of each rule among the wanted ones. Equal rules take their places in order.
     let mut free: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (place, rule) in wanted.iter().enumerate().rev() {
         free.entry(rule).or_default().push(place);
@@ -249,15 +253,16 @@ fn compare(chain: &str, now: &[&str], wanted: &[&str]) -> Vec<String> {
     all
 }
 
-/// Whether the rules of a mesh in a chain of others are to be replaced. Where they are as they should be, they keep their places
-/// between those of others.
+/// Returns true if the mesh's rules in a chain of others must be replaced. Correct rules keep their places between the
+/// rules of others.
 fn is_touched(now: &Ours<'_, '_>, wanted: &Ours<'_, '_>, chain: &str) -> bool {
     let [now, wanted] = [now, wanted].map(|ours| ours.elsewhere.get(chain));
     let none = Vec::new();
     !compare(chain, now.unwrap_or(&none), wanted.unwrap_or(&none)).is_empty()
 }
 
-/// The words that add rules to chains of others: some at the front, the rest where such rules were, or at the end.
+/// Returns the commands that add rules to chains of others. The first rules go to the front of a chain. The others go
+/// to the place of the mesh's former rules, or to the end.
 fn additions(
     now: &Ours<'_, '_>,
     wanted: &Ours<'_, '_>,
@@ -301,11 +306,11 @@ impl Change {
         self.chains = wanted.chains.len() + stale.len();
         self.rules = removed.len() + additions.len();
         let mut write = |line: std::fmt::Arguments<'_>| {
-            // A String takes everything.
+            // Writing to a String cannot fail.
             let _ = writeln!(self.input, "{line}");
         };
         write(format_args!("*{}", self.table));
-        // With --noflush this empties a chain, or makes it.
+        // With --noflush, a chain's declaration empties the chain or creates it.
         for chain in wanted.chains.iter().chain(stale.iter().copied()) {
             write(format_args!(":{chain} - [0:0]"));
         }
@@ -340,7 +345,7 @@ mod tests {
         *,
     };
 
-    /// As `iptables-save` prints some of Open Service Mesh's rules.
+    /// Some rules of Open Service Mesh, as `iptables-save` prints them.
     const WANTED: &str = "*nat\n:PREROUTING ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n:PROXY_INBOUND - [0:0]\n:PROXY_OUTPUT - [0:0]\n\
         -A PREROUTING -p tcp -j PROXY_INBOUND\n-A OUTPUT -i eth9 -j RETURN\n-A OUTPUT -p tcp -j PROXY_OUTPUT\n\
         -A PROXY_INBOUND -p tcp -m tcp --dport 15010 -j RETURN\n-A PROXY_INBOUND -p tcp -m tcp --dport 15901 -j RETURN\n\
@@ -362,7 +367,7 @@ mod tests {
         changes(&now, &wanted, &wanted, &whose, how, &|_, _| front)
     }
 
-    /// The differences of a start, and what is there after it was replaced.
+    /// Returns the differences from the wanted rules, and the rules after the replacement.
     fn replaced(now: &str) -> (Vec<String>, String) {
         let changes = of(now, How::Replace, 0);
         let differences = changes.iter().flat_map(|change| change.differences.clone());
@@ -425,7 +430,7 @@ mod tests {
             assert!(differences.iter().any(|line| line.starts_with(wanted)), "{now}: {differences:#?}");
             let (again, _) = replaced(&after);
             assert!(again.is_empty(), "{now}\n{after}: {again:?}");
-            // Foreign rules stay.
+            // The rules of others stay.
             let foreign = |text: &str| -> Vec<String> {
                 let others = ["mine -j ACCEPT", "sctp", "OUTPUT -j ACCEPT", ":mine"];
                 let lines = text.lines().filter(|line| others.iter().any(|other| line.contains(other)));
@@ -440,7 +445,7 @@ mod tests {
         let foreign = "-A OUTPUT -p tcp -m tcp --dport 80 -j ACCEPT\n";
         let jump = "-A OUTPUT -p tcp -j PROXY_OUTPUT\n";
         let fine = WANTED.replace(jump, &format!("{jump}{foreign}"));
-        // A difference elsewhere, and one in this chain.
+        // A difference in another chain, and one in this chain.
         for drifted in [
             fine.replace("15010", "15011"),
             fine.replace("-A OUTPUT -i eth9 -j RETURN\n", ""),

@@ -1,4 +1,4 @@
-//! Makes the rules of a mesh those that are expected, in the network namespace that the thread is in.
+//! Changes the rules of a mesh to the expected ones, in the network namespace of the thread.
 
 use std::{
     io,
@@ -31,21 +31,22 @@ use super::{
     plan::{self, Change, How},
 };
 
-/// How long a program may take with rules that nobody uses.
+/// Maximum time for a program that loads or prints the expected rules in a separate network namespace.
 const PATIENCE: Duration = Duration::from_mins(2);
-/// How much `iptables-save` may print of the expected rules.
+/// Maximum number of bytes that `iptables-save` may print of the expected rules.
 const LIMIT: u64 = 16 << 20;
-/// The socket by which the command is alone in a network namespace (`unix(7)`, "Abstract sockets").
+/// The abstract socket that serves as a lock: only one command runs in a network namespace (`unix(7)`, "Abstract
+/// sockets").
 const LOCK: &[u8] = b"dataplane-iptables-apply";
 
 /// The changes that a run makes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// Replace what is different, with the guard up.
+    /// Replace rules that differ, while the guard is up.
     pub reconcile: bool,
-    /// Only remove.
+    /// Only remove rules.
     pub cleanup_only: bool,
-    /// Say what would be done.
+    /// Report the changes without making them.
     pub dry_run: bool,
 }
 
@@ -54,15 +55,15 @@ pub struct Options {
 pub enum Outcome {
     /// The rules are as expected.
     Same,
-    /// There was no rule of the mesh: the expected ones were applied.
+    /// The kernel had no rule of the mesh, or the expected rules were added and are now complete.
     Applied,
-    /// Other rules of the mesh were there: the expected ones were applied on top of them.
+    /// The kernel had other rules of the mesh. The expected rules were added to them.
     OnTop,
-    /// Other rules of the mesh were there: the expected ones took their place.
+    /// The kernel had other rules of the mesh. The expected rules replaced them.
     Reconciled,
     /// The rules of the mesh were removed.
     Removed,
-    /// There was nothing to remove.
+    /// There was no rule to remove.
     Nothing,
 }
 
@@ -71,7 +72,7 @@ pub enum Outcome {
 pub struct Done {
     /// The result in one word.
     pub outcome: Outcome,
-    /// The program of each family that rules are expected for.
+    /// The choice of programs for each family that has expected rules.
     pub decisions: Vec<Decision>,
     /// The differences, each with its program and table.
     pub differences: Vec<String>,
@@ -81,14 +82,14 @@ pub struct Done {
     pub notes: Vec<String>,
 }
 
-/// The expected rules of a family, as the program that is used there prints them.
+/// The expected rules of a family, as the family's program prints them.
 struct Printing {
     family: Family,
     variant: Variant,
     printed: Printed,
 }
 
-/// The result of a look: the differences, the changes that end them, and the rules that were read.
+/// The result of a comparison: the differences, the changes that remove them, and the rules that were read.
 #[derive(Default)]
 struct Found {
     differences: Vec<String>,
@@ -103,15 +104,15 @@ struct Place<'a> {
     found: Binaries,
     expected: &'a Expected,
     printings: Vec<Printing>,
-    /// Nothing is wanted.
+    /// Whether the mesh's rules are only removed.
     only_remove: bool,
 }
 
-/// Makes the rules those that are expected.
+/// Changes the rules to the expected ones.
 ///
 /// # Errors
-/// A program is missing, rules cannot be read or are not understood, another command does the same: nothing was changed. A program refuses:
-/// the error says whether the old rules are there.
+/// If a program is missing, rules cannot be read or are not understood, or another command runs: then no rule was
+/// changed. If a program fails during the changes, the error says whether the old rules are restored.
 pub fn apply(root: Option<&Path>, expected: &Expected, options: Options) -> io::Result<Done> {
     let _alone = alone()?;
     let found = binaries::find(root)?;
@@ -187,13 +188,13 @@ pub fn apply(root: Option<&Path>, expected: &Expected, options: Options) -> io::
     });
     done.steps = made;
     let down = match rails {
-        // The rules are neither the old nor the new ones: the guard's time ends it.
+        // The rules are incomplete, so the guard stays up until its time is over.
         Some(rails) if !is_whole => {
             drop(rails);
             Ok(())
         }
         Some(rails) => rails.down(),
-        // The guard of a command that was killed.
+        // Removes the guard of a command that was killed.
         None if result.is_ok() => guard::down().map(drop),
         None => Ok(()),
     };
@@ -202,7 +203,7 @@ pub fn apply(root: Option<&Path>, expected: &Expected, options: Options) -> io::
     Ok(done)
 }
 
-/// Takes care that no other command does the same in this network namespace.
+/// Ensures that no other command changes rules in this network namespace.
 fn alone() -> io::Result<UnixListener> {
     UnixListener::bind_addr(&SocketAddr::from_abstract_name(LOCK)?).map_err(|error| {
         if error.kind() == io::ErrorKind::AddrInUse {
@@ -216,8 +217,8 @@ fn alone() -> io::Result<UnixListener> {
     })
 }
 
-/// Has the program print the expected rules: it writes addresses, options and quotes in one way only. It loads them into a network namespace that
-/// nobody else sees.
+/// Makes the program print the expected rules, because it prints addresses, options and quotes in one form only. The
+/// program loads the rules into a separate network namespace, which has no effect on packets.
 fn print(root: Option<&Path>, decision: &Decision, expected: &Expected) -> io::Result<Printing> {
     let family = decision.family;
     let missing = || {
@@ -237,7 +238,7 @@ fn print(root: Option<&Path>, decision: &Decision, expected: &Expected) -> io::R
         .filter(|table| table.family == family);
     let there = || {
         let mut text = String::new();
-        // Rules that ask a set are taken only if the set is there.
+        // iptables accepts a rule that matches a set only if the set exists.
         let sets = wanted.clone().flat_map(ExpectedTable::sets).collect();
         make_ip_sets(&sets, family == Family::V4).map_err(|error| {
             let why = format!(
@@ -297,7 +298,8 @@ fn in_a_new_namespace<T: Send>(work: impl FnOnce() -> io::Result<T> + Send) -> i
 }
 
 impl Place<'_> {
-    /// Looks at what is there now, in both families and variants and in native tables.
+    /// Reads the present rules of both families and variants and the native tables, and compares them with the expected
+    /// rules.
     fn look(&self, how: How) -> io::Result<Found> {
         let whose = &self.expected.whose;
         let listed = netfilter::tables().map_err(io::Error::other)?;
@@ -345,7 +347,7 @@ impl Place<'_> {
                     jumps: 0,
                     chains: table.chains.len(),
                 };
-                // A native table cannot be brought back, so it goes last.
+                // A native table cannot be restored, so it is removed last.
                 found
                     .changes
                     .push((step, By::Kernel(table.family, table.name.clone())));
@@ -354,12 +356,12 @@ impl Place<'_> {
         Ok(found)
     }
 
-    /// The rules of all tables of iptables, a text for each program.
+    /// Returns the rules of all tables of iptables, as one text for each program.
     fn read(&self, listed: &[netfilter::Table]) -> io::Result<Vec<Printed>> {
         collect::collect(self.root, &self.found, listed, collect::Native::Leave)?.whole()
     }
 
-    /// The expected rules of a family.
+    /// Returns the expected rules of a family.
     fn printing(&self, family: Family) -> io::Result<Vec<Table<'_>>> {
         let printing = self
             .printings
@@ -409,7 +411,7 @@ impl Place<'_> {
         notes
     }
 
-    /// Brings back what was there. Returns what to say, and whether all is there again.
+    /// Restores the former rules. Returns the error to report, and whether the rules are complete.
     fn undo(&self, before: &[Printed], made: &[Step], why: &io::Error) -> (io::Error, bool) {
         if let Some(step) = made.iter().find(|step| step.input.is_empty()) {
             let text = format!(
@@ -418,7 +420,7 @@ impl Place<'_> {
             );
             return (io::Error::other(text), true);
         }
-        // A program may have failed after its change.
+        // A program may have failed after it changed the rules.
         let (text, is_back) = match self.bring_back(before) {
             Ok(false) => (format!("{why}; nothing was changed"), true),
             Ok(true) => (format!("{why}; the rules are as they were before"), true),
@@ -432,7 +434,7 @@ impl Place<'_> {
         (io::Error::other(text), is_back)
     }
 
-    /// Returns whether something had to come back.
+    /// Restores the former rules. Returns whether any rule had to be restored.
     fn bring_back(&self, before: &[Printed]) -> io::Result<bool> {
         let mut is_changed = false;
         let listed = netfilter::tables().map_err(io::Error::other)?;
@@ -454,7 +456,7 @@ impl Place<'_> {
     }
 }
 
-/// The tables that a program has printed.
+/// Returns the tables that a program printed.
 fn of_origin<'a>(texts: &'a [Printed], origin: &str) -> io::Result<Vec<Table<'a>>> {
     let text = texts.iter().find(|text| text.origin == origin);
     text.map_or(Ok(Vec::new()), understood)

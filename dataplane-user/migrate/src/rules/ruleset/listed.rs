@@ -1,9 +1,9 @@
-//! Rules of the text of `nft list ruleset`.
+//! Reads rules from the text of `nft list ruleset`.
 
 use super::{Line, Rule, Table, Text, Unread};
 use crate::text::{nft, tree};
 
-/// Reads a text.
+/// Reads the tables of a text. Lines that are not understood are added to `unread`.
 pub(super) fn read<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mut Vec<Unread<'a>>) {
     let first = tables.len();
     for entry in nft::entries(text.text) {
@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(rule.jumps, ["web"]);
     }
 
-    /// In doubt a rule is for an address that is a service's.
+    /// If a rule's destination is unclear, the rule counts as one for any address, which may be a service's.
     #[test]
     fn destinations_of_a_rule_are_told_apart() {
         for (text, to_loopback, to_one) in [
@@ -146,21 +146,21 @@ mod tests {
         for (text, wanted) in [
             ("meta mark 0x539 accept", vec![(0x539, all)]),
             ("meta mark & 0xfff == 0x539 accept", vec![(0x539, 0xfff)]),
-            // The next statement begins behind a comparison.
+            // After a comparison, the next statement starts.
             (
                 "meta mark & 0xfff == 0x539 ct mark set ct mark & 0xfffff000 | 0x111",
                 vec![(0x539, 0xfff)],
             ),
             ("meta mark 0x539 ct mark != 0x1 accept", vec![(0x539, all)]),
             ("ct mark 0x1 meta mark 0x2 accept", vec![(1, all), (2, all)]),
-            // A bit that is there.
+            // The bit is set.
             (
                 "meta mark & 0x4000 != 0x0 masquerade",
                 vec![(0x4000, 0x4000)],
             ),
             ("meta mark & 0xfff != 0x111 masquerade", vec![]),
             ("meta mark != 0x1 accept", vec![]),
-            // The result is compared, which is not the packet's mark.
+            // The rule compares the result, not the packet's mark.
             ("meta mark | 0x4000 == 0x5000 accept", vec![]),
             ("meta mark set meta mark ^ 0x4000", vec![]),
         ] {

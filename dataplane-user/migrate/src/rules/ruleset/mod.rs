@@ -1,5 +1,5 @@
-//! Rules of every origin in one form: the text of `iptables-save` and of `nft list ruleset` becomes tables of rules that say
-//! where packets go on, what is done to them, and by what an owner can be told. Pure; borrows from the text.
+//! Brings rules of every origin into one form. Reads the text of `iptables-save` and of `nft list ruleset` into tables
+//! of rules, with their jumps, their effects on packets, and the signs of their owners. Pure; borrows from the text.
 
 mod listed;
 mod saved;
@@ -21,9 +21,9 @@ use crate::text::{
     reason = "a text is made of its text, and where it is from"
 )]
 pub struct Text<'a> {
-    /// How people call its origin: `iptables-nft`, `nft`.
+    /// Name of the origin, for messages: `iptables-nft`, `nft`.
     pub origin: &'a str,
-    /// Its form.
+    /// The form.
     pub form: Form,
     /// The text.
     pub text: &'a str,
@@ -32,14 +32,14 @@ pub struct Text<'a> {
 /// The form of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// Of `iptables-save`.
+    /// The output of `iptables-save`.
     Saved,
-    /// Of `nft list ruleset`.
+    /// The output of `nft list ruleset`.
     Nft,
 }
 
 impl Form {
-    /// The form of a text, by its first line that says something.
+    /// Determines a text's form from the first line that is not empty and not a comment.
     pub fn of(text: &str) -> Self {
         let first = text
             .lines()
@@ -57,7 +57,7 @@ impl Form {
 pub struct Line<'a> {
     /// The text's origin and the table: `iptables-nft nat`.
     pub table: String,
-    /// The line's number in what the program printed, from 1.
+    /// The line's number in the program's output, from 1.
     #[serde(rename = "line")]
     pub number: usize,
     /// The rule, with its chain.
@@ -71,9 +71,9 @@ pub struct Unread<'a> {
     /// The line.
     #[serde(flatten)]
     pub line: Line<'a>,
-    /// Why.
+    /// The reason.
     pub why: String,
-    /// Whether the line is a rule, of which only the target is not known.
+    /// Whether the line is a rule of which only the target is unknown.
     #[serde(skip)]
     pub is_rule: bool,
 }
@@ -85,41 +85,41 @@ fn for_a_terminal<S: Serializer>(text: &str, serializer: S) -> Result<S::Ok, S::
 /// A table.
 #[derive(Debug)]
 pub struct Table<'a> {
-    /// The origin of its text.
+    /// The origin of the table's text.
     pub origin: &'a str,
-    /// With its family, where the origin does not tell: `nat`, `inet firewalld`.
+    /// The name, with the family unless the origin implies it: `nat`, `inet firewalld`.
     pub name: String,
-    /// Its name alone, if it is a table of nf_tables that iptables does not know.
+    /// The name alone, if the table is a native table of nf_tables, which iptables does not know.
     pub native: Option<&'a str>,
-    /// Its chains.
+    /// The chains.
     pub chains: BTreeMap<&'a str, Chain>,
-    /// Its rules, in their order.
+    /// The rules, in their order.
     pub rules: Vec<Rule<'a>>,
-    /// Where verdicts of maps with a name lead.
+    /// For each named map, the chains and effects of its verdicts.
     maps: BTreeMap<&'a str, (Vec<&'a str>, Effects)>,
 }
 
 /// A chain.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Chain {
-    /// The hook that it is at: `forward`.
+    /// The hook, if it is a base chain: `forward`.
     pub hook: Option<String>,
-    /// Whether it drops what no rule decides on, and on which line that is said.
+    /// The number of the line with the policy, if the policy is drop.
     pub drops: Option<usize>,
 }
 
-/// What a rule does with a packet, besides letting it pass.
+/// The effects of a rule on a packet, besides an accept verdict.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Effects {
-    /// Drops or refuses it, or has somebody decide who may.
+    /// Drops or rejects the packet, or asks another component for the verdict.
     pub refuses: bool,
-    /// Gives it another destination.
+    /// Changes the destination.
     pub translates: bool,
-    /// Keeps it from conntrack.
+    /// Exempts the packet from conntrack.
     pub untracks: bool,
 }
 
-/// Whether a destination is loopback's.
+/// Returns true if all addresses of a destination are loopback addresses.
 fn is_loopback(destination: &str) -> bool {
     let net = tree::net(destination);
     net.is_some_and(|net| match net {
@@ -128,7 +128,7 @@ fn is_loopback(destination: &str) -> bool {
     })
 }
 
-/// Whether a destination is a link-local one.
+/// Returns true if a destination is a link-local address.
 fn is_link_local(destination: &str) -> bool {
     destination.starts_with("169.254.") || destination.starts_with("fe80:")
 }
@@ -146,35 +146,35 @@ impl Effects {
 /// A rule.
 #[derive(Debug, Default)]
 pub struct Rule<'a> {
-    /// The number of its line.
+    /// The line's number.
     pub line: usize,
-    /// Its chain.
+    /// The chain.
     pub chain: &'a str,
-    /// As it is written.
+    /// The text of the rule.
     pub text: Cow<'a, str>,
-    /// Chains that it leads to.
+    /// Chains that the rule jumps to.
     pub jumps: Vec<&'a str>,
-    /// What it does.
+    /// The effects.
     pub effects: Effects,
-    /// Its comments.
+    /// The comments.
     pub comments: Vec<Cow<'a, str>>,
-    /// Sets that it asks.
+    /// Sets and maps that the rule refers to.
     pub sets: Vec<&'a str>,
-    /// Marks that it asks for, without those that it excludes, each with its mask.
+    /// Marks that the rule matches, each with its mask. Excluded marks (`!`) are not among them.
     pub asks: Vec<(u32, u32)>,
-    /// Marks of all kinds, also those that it sets.
+    /// All marks in the rule, including the marks that it sets.
     pub marks: Vec<u32>,
-    /// Interfaces.
+    /// Interfaces that the rule names.
     pub interfaces: Vec<&'a str>,
-    /// Ports of this host that it redirects to.
+    /// Local ports that the rule redirects to.
     pub to_ports: Vec<u16>,
-    /// Whether it is for packets to loopback only.
+    /// Whether the rule matches only packets to loopback.
     pub to_loopback: bool,
-    /// Whether it is for packets to one destination that is not link-local.
+    /// Whether the rule matches only packets to one destination that is not link-local.
     pub to_one: bool,
 }
 
-/// Targets of iptables without an effect that counts here (`extensions/lib*t_*.c` of iptables 1.8).
+/// Targets of iptables that have none of the [`Effects`] (`extensions/lib*t_*.c` of iptables 1.8).
 const HARMLESS: &[&str] = &[
     "ACCEPT",
     "AUDIT",
@@ -211,7 +211,7 @@ const REFUSING: &[&str] = &["DROP", "REJECT", "QUEUE", "NFQUEUE", "SYNPROXY", "T
 const TRANSLATING: &[&str] = &["DNAT", "REDIRECT", "TPROXY", "NETMAP", "CLUSTERIP", "DNPT"];
 
 impl<'a> Rule<'a> {
-    /// A rule by its parts.
+    /// Builds a rule from its parts.
     fn of(
         line: usize,
         chain: &'a str,
@@ -272,12 +272,12 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// How people call it: `iptables-nft nat`.
+    /// Returns the table's name for messages: `iptables-nft nat`.
     pub fn title(&self) -> String {
         format!("{} {}", self.origin, self.name)
     }
 
-    /// A line of it.
+    /// Returns a line of the table.
     pub fn line(&self, number: usize, text: Cow<'a, str>) -> Line<'a> {
         let table = self.title();
         Line {
@@ -287,7 +287,7 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// The hooks from which packets come to each chain.
+    /// Returns, for each chain, the hooks from which packets can reach it.
     pub fn hooks(&self) -> BTreeMap<&'a str, Vec<String>> {
         let mut jumps: BTreeMap<&str, Vec<&'a str>> = BTreeMap::new();
         for rule in &self.rules {
@@ -312,7 +312,7 @@ impl<'a> Table<'a> {
     }
 }
 
-/// Reads texts.
+/// Reads texts. Returns their tables and the lines that were not understood.
 pub fn read<'a>(texts: &[Text<'a>]) -> (Vec<Table<'a>>, Vec<Unread<'a>>) {
     let (mut tables, mut unread) = (Vec::new(), Vec::new());
     for text in texts {
@@ -328,7 +328,7 @@ pub fn read<'a>(texts: &[Text<'a>]) -> (Vec<Table<'a>>, Vec<Unread<'a>>) {
     (tables, unread)
 }
 
-/// Follows verdicts of maps; and finds jumps that lead nowhere.
+/// Adds the verdicts of maps to the rules that use them, and finds jumps to chains that do not exist.
 fn finish<'a>(table: &mut Table<'a>, unread: &mut Vec<Unread<'a>>) {
     for rule in &mut table.rules {
         for (verdicts, effects) in rule.sets.iter().filter_map(|set| table.maps.get(set)) {

@@ -1,9 +1,9 @@
-//! Rules of the text of `iptables-save`.
+//! Reads rules from the text of `iptables-save`.
 
 use super::{Line, Rule, Table, Text, Unread};
 use crate::text::{BUILT_IN, Entry, Rule as Saved, tree};
 
-/// Reads a text.
+/// Reads the tables of a text. Lines that are not understood are added to `unread`.
 pub(super) fn read<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mut Vec<Unread<'a>>) {
     let first = tables.len();
     for entry in crate::text::entries(text.text) {
@@ -22,7 +22,7 @@ pub(super) fn read<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mu
                 chain.drops = (policy == Some("DROP")).then_some(line);
             }
             (Ok(Entry::Rule(rule)), Some(table)) => {
-                // Not every text names the chains that are built in.
+                // Some texts do not declare the built-in chains.
                 if let Some(hook) = hook(rule.chain) {
                     table.chains.entry(rule.chain).or_default().hook = Some(hook);
                 }
@@ -52,7 +52,7 @@ pub(super) fn read<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mu
     }
 }
 
-/// The hook of a chain that is built in.
+/// Returns the hook of a built-in chain.
 fn hook(chain: &str) -> Option<String> {
     let is_built_in = BUILT_IN.contains(&chain);
     is_built_in.then(|| chain.to_ascii_lowercase())

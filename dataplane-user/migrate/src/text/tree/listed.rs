@@ -4,23 +4,23 @@ use std::borrow::Cow;
 
 use super::{super::nft, Key, Part, mark, number};
 
-/// A rule of nft.
+/// A rule of nft, split into parts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Listed<'a> {
-    /// Its parts, each with the word of nft as its name.
+    /// The parts, each with nft's word as its name.
     pub parts: Vec<Part<'a>>,
-    /// Whether it is for IPv4 or IPv6 only.
+    /// The only family that the rule applies to: true for IPv4, false for IPv6, `None` for both.
     pub v4: Option<bool>,
-    /// The first thing in it that has no part.
+    /// The first fault: a word that cannot become a part.
     pub fault: Option<String>,
     protocol: &'a str,
     target: &'a str,
 }
 
-/// Reads the parts of a rule of nft. An unknown word is a fault, and the words behind it are read.
+/// Reads the parts of a rule of nft. An unknown word is a fault, and reading continues with the next word.
 pub fn listed(rule: &str) -> Listed<'_> {
     let mut words: Vec<&str> = nft::words(rule).collect();
-    // As `nft -a` prints it.
+    // `nft -a` appends the rule's handle.
     if let [.., "#", "handle", _] = words[..] {
         words.truncate(words.len() - 3);
     }
@@ -36,7 +36,7 @@ pub fn listed(rule: &str) -> Listed<'_> {
     found
 }
 
-/// Words, and those of which one has to follow each.
+/// Words that need a further word, each with the words that may follow.
 const FOLLOW: &[(&str, &[&str])] = &[
     (
         "meta",
@@ -49,12 +49,12 @@ const FOLLOW: &[(&str, &[&str])] = &[
     ("udp", &["sport", "dport"]),
 ];
 
-/// Words of which each has to follow one of these.
+/// Words that may only follow a word for which [`FOLLOW`] allows them.
 const BEHIND: &[&str] = &[
     "saddr", "daddr", "sport", "dport", "state", "zone", "l4proto",
 ];
 
-/// The words of a rule behind a statement.
+/// The words of a rule after a statement.
 type Rest<'w, 'a> = &'w [&'a str];
 
 impl<'a> Listed<'a> {
@@ -76,7 +76,7 @@ impl<'a> Listed<'a> {
         });
     }
 
-    /// Reads what begins with a word, and follows another.
+    /// Reads a statement that starts with `word`. `before` is the word in front of it.
     fn statement<'w>(&mut self, before: &str, word: &'a str, rest: Rest<'w, 'a>) -> Rest<'w, 'a> {
         let follows = |lead: &str| FOLLOW.iter().find(|(of, _)| *of == lead);
         match (follows(word), rest.first()) {
@@ -97,7 +97,7 @@ impl<'a> Listed<'a> {
                 }
                 rest
             }
-            // Addresses of the connection or of an inner packet: the packet may have others.
+            // The addresses of the connection or of an inner packet: the packet itself may have different ones.
             "original" | "reply" | "vxlan" | "geneve" | "gre" | "gretap" => {
                 self.unknown(word);
                 match rest {
@@ -135,7 +135,7 @@ impl<'a> Listed<'a> {
                 let states = ["established", "related", "new", "invalid", "untracked"];
                 let (found, rest) = split(rest, |state| states.contains(&state));
                 let mut found: Vec<_> = found.iter().map(|of| of.to_ascii_uppercase()).collect();
-                // As iptables prints them.
+                // In the order in which iptables prints them.
                 found.sort_unstable_by_key(|state| state != "RELATED");
                 self.add(Key::State, false, word, found.join(","));
                 rest
@@ -148,7 +148,7 @@ impl<'a> Listed<'a> {
                 self.fault(|| "a zone is not set".to_owned());
                 rest
             }
-            // The translation of the connection, which conntrack has done before.
+            // A match for connections that conntrack has translated.
             "status" => {
                 self.unknown(word);
                 let joins = ["!=", "==", "&", "|", "and", "dnat", "snat"];
@@ -176,7 +176,8 @@ impl<'a> Listed<'a> {
         }
     }
 
-    /// `!= 53` excludes `53`; `{ 53, 15008 }` is `53,15008`. A word that is no value is left where it is.
+    /// Reads a value: `!= 53` excludes `53`, and `{ 53, 15008 }` becomes `53,15008`. Does not consume a word that is no
+    /// value.
     fn value<'w>(&mut self, key: Key, name: &'a str, rest: Rest<'w, 'a>) -> Rest<'w, 'a> {
         let (not, rest) = match rest {
             ["!=", rest @ ..] => (true, rest),
@@ -215,13 +216,13 @@ impl<'a> Listed<'a> {
         rest
     }
 
-    /// A mark that is asked for or set: of the packet, or of its connection.
+    /// Reads a match or change of the packet's or the connection's mark.
     fn mark<'w>(&mut self, key: Key, rest: Rest<'w, 'a>) -> Rest<'w, 'a> {
         let (mut sets, mut counts) = (false, false);
         let joins = ["set", "and", "or", "xor", "&", "|", "^", "==", "!="];
         let (words, rest) = split(rest, |word| {
             let is_number = number(word).is_some();
-            // Behind a comparison, the next statement begins.
+            // After a comparison, the next statement starts.
             let is_mark = matches!(word, "meta" | "ct" | "mark") && (sets || !counts);
             sets |= word == "set";
             counts |= is_number;
@@ -230,7 +231,7 @@ impl<'a> Listed<'a> {
         let said: Vec<&str> = (words.iter().copied())
             .map(|word| match word {
                 "and" => "&",
-                // Of bits that are cleared, "or" and "xor" are the same.
+                // If the mask clears the bits first, "or" and "xor" have equal results.
                 "or" | "xor" | "^" => "|",
                 word => word,
             })
@@ -242,7 +243,7 @@ impl<'a> Listed<'a> {
         let asked = match said[..] {
             ["==", value] | [value] => Some((false, value.to_owned())),
             ["!=", value] => Some((true, value.to_owned())),
-            // The bit is there.
+            // The bit is set.
             ["&", mask, "!=", none] if number(none) == Some(0) && is_bit(mask) => {
                 Some((false, format!("{mask}/{mask}")))
             }
@@ -257,7 +258,7 @@ impl<'a> Listed<'a> {
             return rest;
         }
         match (key, &said[..]) {
-            // TPROXY sets a mark, too.
+            // TPROXY also sets a mark.
             (_, ["set", ..]) if self.target == "TPROXY" => {}
             (_, ["set", value]) if number(value).is_some() => {
                 self.target("mark", if key == Key::Mark { "MARK" } else { "CONNMARK" });
@@ -307,9 +308,9 @@ impl<'a> Listed<'a> {
         self.add(Key::Target, false, name, target);
     }
 
-    /// Reads a verdict, or a statement of the same kind.
+    /// Reads a verdict, or a statement such as `redirect` that acts as one.
     fn verdict<'w>(&mut self, word: &'a str, mut rest: Rest<'w, 'a>) -> Rest<'w, 'a> {
-        // Behind TPROXY, the packet is done.
+        // The packet is already handled by TPROXY.
         if word == "accept" && self.target == "TPROXY" {
             return rest;
         }
@@ -342,7 +343,7 @@ impl<'a> Listed<'a> {
         rest
     }
 
-    /// `:15001`
+    /// Reads a port such as `:15001`.
     fn take_port(&mut self, word: &'a str) -> bool {
         let port = word.strip_prefix(':');
         let port = port.filter(|port| port.parse::<u16>().is_ok());
@@ -351,7 +352,7 @@ impl<'a> Listed<'a> {
     }
 }
 
-/// The first words that go on, and those behind them.
+/// Splits the words before the first one for which `goes_on` is false.
 fn split<'w, 'a>(
     words: Rest<'w, 'a>,
     mut goes_on: impl FnMut(&'a str) -> bool,
@@ -364,7 +365,7 @@ fn split<'w, 'a>(
 mod tests {
     use super::*;
 
-    /// Parts by their names and values.
+    /// Prints the names and values of parts.
     fn printed(parts: &[Part<'_>]) -> String {
         let parts = parts.iter().filter(|part| part.key != Key::Bits);
         let words = parts.map(|part| {

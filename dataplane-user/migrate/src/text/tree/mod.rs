@@ -1,5 +1,5 @@
-//! A rule by its parts: what it asks of a packet, and what it does with it. Reads the options of `iptables-save` ([`saved`]) and
-//! the words of `nft` ([`listed`]) into the same parts, in their order. A part that is not known keeps its name.
+//! Splits a rule into its parts: matches and targets. Reads the options of `iptables-save` ([`saved`]) and the words of
+//! `nft` ([`listed`]) into equal parts, in their order. An unknown part has the key [`Key::Other`] and its own name.
 
 mod listed;
 mod saved;
@@ -23,28 +23,28 @@ pub enum Key {
     Port,
     Uid,
     Gid,
-    /// A packet's mark, with its mask if it has one: `0x111/0xfff`.
+    /// The packet's mark, with its mask if the rule has one: `0x111/0xfff`.
     Mark,
-    /// A connection's mark.
+    /// The connection's mark.
     ConnMark,
-    /// States of conntrack, as iptables writes them.
+    /// Conntrack states, in iptables' notation.
     State,
     Comment,
-    /// A set of addresses, by its name.
+    /// The name of a set of addresses.
     Set,
-    /// A match of iptables, whose options follow.
+    /// A match of iptables; its options follow.
     Module,
-    /// A target, as iptables calls it; of iptables also a chain.
+    /// A target, in iptables' notation. In rules of iptables, it may also be a chain.
     Target,
     /// A chain.
     Chain,
-    /// A port of this host.
+    /// A port of this host that packets are redirected to.
     ToPort,
-    /// A mark that is set.
+    /// A mark that the rule sets.
     SetMark,
-    /// A number beside a mark, as nft writes it.
+    /// A number beside a mark, in nft's notation.
     Bits,
-    /// An option without a key here.
+    /// An option that has no key here.
     Other,
 }
 
@@ -53,18 +53,18 @@ pub enum Key {
 pub struct Part<'a> {
     /// The subject.
     pub key: Key,
-    /// Whether it is excluded.
+    /// Whether the rule excludes the value.
     pub not: bool,
-    /// The option's name, as iptables calls it; empty if values stand alone.
+    /// The option's name in iptables' notation; empty if the values have no option.
     pub name: &'a str,
-    /// Its value, without quotes; empty if it has none. Values of a set are joined by commas.
+    /// The value, without quotes; empty if the option has none. Commas separate the values of a set.
     pub value: Cow<'a, str>,
-    /// The first word behind the value.
+    /// The first word after the value.
     pub more: Option<&'a str>,
 }
 
 impl<'a> Part<'a> {
-    /// The value, if it is written as it is meant.
+    /// Returns the value if it needed no unquoting.
     pub fn plain(&self) -> Option<&'a str> {
         match self.value {
             Cow::Borrowed(value) => Some(value),
@@ -73,13 +73,13 @@ impl<'a> Part<'a> {
     }
 }
 
-/// `0x4000/0x4000`, `1337`: a mark with its mask, which is full if there is none.
+/// Reads a mark and its mask: `0x4000/0x4000`, `1337`. Without a mask, all bits count.
 pub fn mark(text: &str) -> Option<(u32, u32)> {
     let (value, mask) = text.split_once('/').unwrap_or((text, "0xffffffff"));
     Some((number(value)?, number(mask)?))
 }
 
-/// `0x539`, `1337`.
+/// Reads a number: `0x539`, `1337`.
 pub fn number(text: &str) -> Option<u32> {
     match text.strip_prefix("0x") {
         Some(hex) => u32::from_str_radix(hex, 16).ok(),
@@ -87,7 +87,7 @@ pub fn number(text: &str) -> Option<u32> {
     }
 }
 
-/// A network, or an address.
+/// Reads a network or an address.
 pub fn net(text: &str) -> Option<IpNet> {
     let net = text.parse();
     net.or_else(|_| text.parse::<IpAddr>().map(IpNet::from))
@@ -98,7 +98,7 @@ pub fn net(text: &str) -> Option<IpNet> {
 mod tests {
     use super::*;
 
-    /// Whichever program prints it, a rule has the same parts.
+    /// A rule has equal parts in the notations of both programs.
     #[test]
     fn both_notations_say_the_same() {
         for (iptables, nft) in [

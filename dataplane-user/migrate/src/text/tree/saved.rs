@@ -1,4 +1,4 @@
-//! Reads the options of a rule of `iptables-save`.
+//! Splits a rule of `iptables-save` into its options.
 
 use super::{
     super::words::{Word, Words},
