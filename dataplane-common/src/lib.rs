@@ -4,8 +4,9 @@
 //! no `bool`, `enum` or `Option` in a table's value. Sizes are asserted at compile time, because
 //! the tables outlive the agent that wrote them: see [`LAYOUT`].
 //!
-//! [`decide`] is the one piece of logic here. It is generic over the source of the tables, so that the kernel programs,
-//! `dataplane explain` and the property tests run the same code.
+//! The decisions are here, too: [`decide`] about a destination, [`first`] about a packet, [`capture`] about a workload's
+//! connection. They are generic over the source of the tables, so that the kernel programs, `dataplane explain` and the
+//! property tests run the same code.
 #![no_std]
 
 /// Data in a table: user space reads and writes its bytes.
@@ -29,6 +30,7 @@ pub mod capture;
 pub mod cells;
 pub mod decide;
 mod event;
+pub mod first;
 pub mod origins;
 pub mod packet;
 mod reason;

@@ -438,6 +438,8 @@ impl PacketConfig {
     /// A client is a pod if its packets arrive at an interface with [`Iface::LOCAL`] (BridgeInterface and
     /// InterfaceNamePrefix).
     pub const DETECT_BY_INTERFACE: u32 = 2;
+    /// Flags by which the programs recognize pods.
+    pub const DETECTS: u32 = Self::DETECT_BY_ADDRESS | Self::DETECT_BY_INTERFACE;
     /// Every flow to a cluster IP is masqueraded (`packets.masqueradeAll`).
     pub const MASQUERADE_ALL: u32 = 4;
     /// A packet's route does not depend on its ports: no routing rule matches ports, and no multipath route hashes

@@ -174,6 +174,13 @@ fn packet_egress(ctx: TcContext) -> i32 {
     packet::egress(&ctx)
 }
 
+/// Where the routes lead a packet that `dataplane explain` makes up.
+#[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
+fn packet_way(ctx: TcContext) -> i32 {
+    packet::way(&ctx)
+}
+
 /// There is nothing to unwind to: a panic that the compiler could not prove away becomes a jump to
 /// nowhere, which the verifier refuses at load time ("last insn is not an exit or jmp").
 #[cfg(not(test))]

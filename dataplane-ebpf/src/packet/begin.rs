@@ -4,10 +4,10 @@
 use dataplane_common::{
     Port, Reason,
     cells::{BUSY, MADE, NOWHERE},
-    decide,
-    packet::{FlowKey, Iface, PacketConfig, SourceKey, Tick},
+    decide, first,
+    packet::{FlowKey, Iface, Tick},
     seen,
-    tables::{Endpoint, Frontend, Kind},
+    tables::{Endpoint, Frontend, Kind, Pool},
 };
 
 use super::{
@@ -16,7 +16,7 @@ use super::{
     direct,
     error::Complaint,
     events, ipsec, masquerade,
-    parse::{LATER, Packet},
+    parse::LATER,
     reverse, route,
     scratch::Scratch,
     skb::Skb,
@@ -28,12 +28,6 @@ use crate::{
     tables::PACKET_CONFIG,
 };
 use aya_ebpf::{bindings::__sk_buff, helpers::generated::bpf_get_prandom_u32};
-
-/// Whether the set contains the packet's source.
-#[inline(always)]
-fn contains(set: u32, packet: &Packet) -> bool {
-    sources::contains(set, packet.key.src)
-}
 
 /// Returns the frontend that a packet is for.
 #[inline(always)]
@@ -65,14 +59,6 @@ extern "C" fn packet_pick(s: *mut Scratch) -> u32 {
         s.endpoint = verdict.endpoint;
         verdict.reason() as u32
     })
-}
-
-/// Whether the packet comes from a pod, by the configured way to detect pods.
-#[inline(always)]
-fn is_from_pod(skb: Skb, packet: &Packet, config: u32) -> bool {
-    (config & PacketConfig::DETECT_BY_INTERFACE != 0
-        && route::interface(skb.ifindex()).flags & Iface::LOCAL != 0)
-        || (config & PacketConfig::DETECT_BY_ADDRESS != 0 && contains(SourceKey::PODS, packet))
 }
 
 /// [`Scratch::keep`]: a repeated SYN on a live flow.
@@ -203,59 +189,80 @@ const CHOOSE: i32 = 257;
 #[inline(never)]
 fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     let key = &s.packet.key;
-    let of_node = s.of_node != 0;
     if key.src.is_nobody() {
         return LEAVE_ALONE;
     }
-    let kind = s.frontend.kind();
     if s.packet.fragment == LATER && key.dst_port == Port::ANY {
         // At a node's address the fragment may belong to any other flow; at a cluster IP it cannot.
-        if kind != Kind::CLUSTER_ADDRESS {
+        if s.frontend.kind() != Kind::CLUSTER_ADDRESS {
             return LEAVE_ALONE;
         }
         count(Reason::UnknownFragment);
         return DROP;
     }
-    let mut index = s.frontend.pool();
-    if !of_node && !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS) {
-        return refuse(skb, s, index, Reason::SourceForged);
+    let frontend = s.frontend;
+    let decision = first::decide(&mut Arrived { skb, s }, frontend);
+    if decision.reason != Reason::Translated {
+        return refuse(skb, s, decision.pool, decision.reason);
     }
-    s.flow.came_by = if of_node { skb.ifindex() } else { uplink(skb) };
-    let Some(pool) = decide::Tables::pool(&Live, index) else {
-        count(Reason::Dangling);
-        return DROP;
-    };
-    s.pool = pool;
-    let config = match PACKET_CONFIG.get(0) {
-        Some(config) => config.flags,
-        None => 0,
-    };
-    let masquerade;
-    if kind == Kind::NODE_PORT || kind == Kind::EXTERNAL_IP || kind == Kind::LOAD_BALANCER {
-        if kind == Kind::LOAD_BALANCER && s.pool.ranged != 0 && !contains(index, &s.packet) {
-            return refuse(skb, s, index, Reason::SourceDenied);
-        }
-        masquerade = of_node || s.pool.external == 0;
-        if s.pool.external != 0 && !of_node && !is_from_pod(skb, &s.packet, config) {
-            index = s.pool.external;
-            let Some(external) = decide::Tables::pool(&Live, index) else {
-                count(Reason::Dangling);
-                return DROP;
-            };
-            s.pool = external;
-        }
+    s.flow.came_by = if s.of_node != 0 {
+        skb.ifindex()
     } else {
-        let detected = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::DETECT_BY_INTERFACE;
-        masquerade = of_node
-            || config & PacketConfig::MASQUERADE_ALL != 0
-            || (config & detected != 0 && !is_from_pod(skb, &s.packet, config));
-    }
-    if s.pool.block.is_empty() {
-        return refuse(skb, s, index, decide::refusal(s.pool.block));
-    }
-    s.index = index;
-    s.masquerade = u32::from(masquerade) * MASQUERADE;
+        uplink(skb)
+    };
+    s.index = decision.pool;
+    s.masquerade = u32::from(decision.masquerade) * MASQUERADE;
     CHOOSE
+}
+
+/// A packet that begins a flow, as the shared decision sees it.
+struct Arrived<'a> {
+    skb: Skb,
+    s: &'a mut Scratch,
+}
+
+impl first::Packet for Arrived<'_> {
+    #[inline(always)]
+    fn config(&self) -> u32 {
+        match PACKET_CONFIG.get(0) {
+            Some(config) => config.flags,
+            None => 0,
+        }
+    }
+
+    #[inline(always)]
+    fn is_of_node(&self) -> bool {
+        self.s.of_node != 0
+    }
+
+    #[inline(always)]
+    fn has_right_source(&mut self) -> bool {
+        reverse::is_right(self.skb, &self.s.packet, &mut self.s.way, reverse::BEGINS)
+    }
+
+    #[inline(always)]
+    fn is_by_pods_interface(&self) -> bool {
+        route::interface(self.skb.ifindex()).flags & Iface::LOCAL != 0
+    }
+
+    #[inline(always)]
+    fn is_source_in(&self, set: u32) -> bool {
+        sources::contains(set, self.s.packet.key.src)
+    }
+
+    #[inline(always)]
+    fn read_pool(&mut self, index: u32) -> bool {
+        let Some(pool) = decide::Tables::pool(&Live, index) else {
+            return false;
+        };
+        self.s.pool = pool;
+        true
+    }
+
+    #[inline(always)]
+    fn pool(&self) -> &Pool {
+        &self.s.pool
+    }
 }
 
 /// Whether the packet's workload may send to the drawn endpoint. If no service has the packet's destination, the
@@ -352,15 +359,9 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if is_barred {
         return barred(skb, s);
     }
-    if s.way.answer == route::NOWHERE || s.way.answer == route::UNREADY {
-        return refuse(skb, s, index, Reason::NoRoute);
-    }
-    if s.way.answer == route::FORGED {
-        return refuse(skb, s, index, Reason::SourceForged);
-    }
-    if s.way.answer == route::TOO_BIG {
-        count(Reason::TooBig);
-        return super::complain(s, Complaint::too_big(s.way.mtu));
+    let obstacle = first::obstacle(s.way.answer, s.way.mtu, false);
+    if obstacle != Reason::Translated {
+        return refuse(skb, s, index, obstacle);
     }
     if s.keep != 0 {
         if s.endpoint.addr == s.flow.endpoint && s.endpoint.port == s.flow.endpoint_port {
@@ -384,14 +385,9 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         // one of the host's own addresses as its source (`fib_validate_source`).
         masquerade = false;
     }
-    if masquerade && s.way.answer == route::STACK {
-        // See `deliver`.
-        s.way.keep_from_stack();
-        if s.way.answer == route::TOO_BIG {
-            count(Reason::TooBig);
-            return super::complain(s, Complaint::too_big(s.way.mtu));
-        }
-        return refuse(skb, s, index, Reason::NoRoute);
+    let obstacle = first::obstacle(s.way.answer, s.way.mtu, masquerade);
+    if obstacle != Reason::Translated {
+        return refuse(skb, s, index, obstacle);
     }
     let reason = enter(skb, s, masquerade, now);
     if reason == Reason::Kept {
@@ -597,6 +593,8 @@ fn refuse(skb: Skb, s: &mut Scratch, pool: u32, reason: Reason) -> i32 {
         || reason == Reason::EgressDenied
     {
         super::complain(s, Complaint::PORT_UNREACHABLE)
+    } else if reason == Reason::TooBig {
+        super::complain(s, Complaint::too_big(s.way.mtu))
     } else {
         DROP
     }

@@ -41,7 +41,7 @@ mod ways;
 
 use aya_ebpf::{EbpfContext, bindings::TC_ACT_SHOT, programs::TcContext};
 use dataplane_common::{
-    Reason, VipPlace, decide,
+    Reason, VipPlace, decide, first,
     packet::{Iface, PacketConfig, Tick},
     seen as flags,
     tables::{Endpoint, Frontend},
@@ -324,6 +324,33 @@ pub fn egress(ctx: &TcContext) -> i32 {
     action
 }
 
+/// Writes the way of a packet that no interface sends into the first bytes of its frame ([`first::Way`]): `dataplane explain`
+/// runs this program, which is attached nowhere.
+#[inline(always)]
+pub fn way(ctx: &TcContext) -> i32 {
+    let skb = Skb(ctx.as_ptr().cast());
+    let Some(s) = scratch() else {
+        return DROP;
+    };
+    let mut action = DROP;
+    if s.packet.read(skb, route::link_length(skb.ifindex())) == FLOW {
+        let begins = reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS);
+        let key = s.packet.key;
+        ways::find(skb, &s.packet, &key.dst, key.dst_port, &mut s.way);
+        let way = first::Way {
+            answer: s.way.answer,
+            ifindex: s.way.ifindex,
+            mtu: s.way.mtu,
+            begins: u32::from(begins),
+        };
+        if skb.store::<_, false>(0, &way) {
+            action = LEAVE_ALONE;
+        }
+    }
+    s.leave();
+    action
+}
+
 /// Handles a packet that leaves unchanged, and that the program on the way in did not know.
 #[inline(always)]
 fn unknown(skb: Skb) -> i32 {
@@ -450,24 +477,16 @@ fn to_host(skb: Skb, s: &Scratch) -> i32 {
 /// Translates a packet and sends it on its way, if there is one: up the stack or on.
 #[inline(never)]
 fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
-    // The stack rejects packets that have one of its own addresses as their source, so a packet whose source was
-    // changed cannot go to the stack.
-    if s.way.answer == route::STACK && s.ends.src != s.packet.key.src {
-        s.way.keep_from_stack();
-    }
-    if s.way.answer == route::NOWHERE || s.way.answer == route::UNREADY {
-        count(Reason::NoRoute);
-        return DROP;
-    }
-    if s.way.answer == route::FORGED {
-        count(Reason::SourceForged);
+    let obstacle = first::obstacle(s.way.answer, s.way.mtu, s.ends.src != s.packet.key.src);
+    if obstacle == Reason::NoRoute || obstacle == Reason::SourceForged {
+        count(obstacle);
         return DROP;
     }
     if ipsec::forbids(&s.packet.key, &s.ends) {
         return DROP;
     }
-    if s.way.answer == route::TOO_BIG {
-        count(Reason::TooBig);
+    if obstacle == Reason::TooBig {
+        count(obstacle);
         return complain(s, Complaint::too_big(s.way.mtu));
     }
     let hops = s.packet.hops;

@@ -10,7 +10,7 @@
 
 use aya_ebpf::bindings::__sk_buff;
 use dataplane_common::{
-    OF_AGENT, Reason,
+    OF_AGENT, Reason, first,
     packet::{Iface, Tick},
     seen,
     tables::{Endpoint, Frontend, Kind},
@@ -22,7 +22,7 @@ use super::{
     error::Complaint,
     ipsec,
     rewrite::rewrite,
-    route::{self, ONWARD, STACK, TOO_BIG},
+    route::{self, LOCAL},
     scratch::Scratch,
     skb::Skb,
     sources, table, ways,
@@ -115,19 +115,20 @@ fn go_on(skb: Skb, s: &mut Scratch) -> i32 {
 /// Translates a packet and sends it on its way.
 #[inline(never)]
 fn send(skb: Skb, s: &mut Scratch) -> i32 {
-    if s.way.answer == STACK {
-        // The stack has already sent it.
-        s.way.keep_from_stack();
+    // The stack has already sent the packet: it takes no packet back, whatever its source is.
+    let mut obstacle = first::obstacle(s.way.answer, s.way.mtu, true);
+    if s.way.answer == LOCAL {
+        obstacle = Reason::NoRoute;
     }
-    if s.way.answer != ONWARD && s.way.answer != TOO_BIG {
+    if obstacle == Reason::NoRoute || obstacle == Reason::SourceForged {
         count(Reason::NoRoute);
         return DROP;
     }
     if ipsec::forbids(&s.packet.key, &s.ends) {
         return DROP;
     }
-    if s.way.answer == TOO_BIG {
-        count(Reason::TooBig);
+    if obstacle == Reason::TooBig {
+        count(obstacle);
         return complain(s, Complaint::too_big(s.way.mtu));
     }
     if !rewrite(skb, &s.packet, &s.ends, s.packet.hops) {

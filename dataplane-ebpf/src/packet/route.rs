@@ -36,23 +36,9 @@ const LOOKUP_SIZE: i32 = size_of::<Lookup>() as i32;
 #[expect(clippy::cast_possible_wrap, reason = "small")]
 const NEIGHBOUR_SIZE: i32 = size_of::<bpf_redir_neigh>() as i32;
 
-/// The result of a route lookup.
-pub type Answer = u32;
-/// Forward to [`Route::ifindex`].
-pub const ONWARD: Answer = 0;
-/// To this host itself.
-pub const LOCAL: Answer = 1;
-/// Forward, but the packet is too large: [`Route::mtu`].
-pub const TOO_BIG: Answer = 2;
-/// Drop: no route, or one that rejects packets.
-pub const NOWHERE: Answer = 3;
-/// Drop: the packet's source is not valid ([`reverse`]).
-pub const FORGED: Answer = 5;
-/// Drop for now: the interface has no programs yet that would see the answers.
-pub const UNREADY: Answer = 6;
-/// Forward, but only the stack can send the packet: by a route that encapsulates (LWT), or in fragments. With
-/// fragments, [`Route::mtu`] is not 0.
-pub const STACK: Answer = 4;
+pub use dataplane_common::first::{
+    Answer, FORGED, LOCAL, NOWHERE, ONWARD, STACK, TOO_BIG, UNREADY,
+};
 
 /// A way to a destination.
 #[repr(C)]
@@ -60,6 +46,7 @@ pub const STACK: Answer = 4;
 pub struct Route {
     pub answer: Answer,
     pub ifindex: u32,
+    /// The longest packet that may go, if [`Route::answer`] is [`TOO_BIG`], or [`STACK`] because of fragments.
     pub mtu: u32,
     /// [`Packet::longest`] of the packet.
     pub longest: u32,
@@ -87,12 +74,6 @@ impl Route {
                 Addr::from_words(self.lookup.__bindgen_anon_3.ipv6_src)
             }
         }
-    }
-
-    /// Sets the result for a packet that the stack would reject, instead of [`STACK`].
-    #[inline(always)]
-    pub fn keep_from_stack(&mut self) {
-        self.answer = if self.mtu == 0 { NOWHERE } else { TOO_BIG };
     }
 }
 

@@ -90,7 +90,8 @@ pub use monitor::Monitor;
 use nix::fcntl::Flock;
 pub use open::Loading;
 pub use packet::{
-    AttachOptions, Network, NetworkInterface, PacketOptions, PacketTables, interface_attachments,
+    AttachOptions, Network, NetworkInterface, PacketOptions, PacketTables, PacketWays,
+    interface_attachments,
 };
 use plan::{Captured, Contents, Demand, Write, ipsec::Policy};
 pub use pod_namespaces::{KnownPods, Own, PodNamespace, pod_namespaces};
@@ -105,7 +106,7 @@ pub use xfrm::{PolicyNews, policies as ipsec_policies};
 
 use self::{error::Doing, log::ProgramLog, packet::PacketPath, pins::Pins};
 
-/// Where one node's programs and tables are.
+/// The directories of one node's programs and tables.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Paths {
     /// Our directory on a bpffs, for example `/sys/fs/bpf/dataplane`.
@@ -205,17 +206,17 @@ impl Kernel {
     /// Waits until no program that runs now can still see removed entries.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn grace(&mut self) -> Result<(), Error> {
         self.services.grace()
     }
 
-    /// Tells the packet path what it is to take interfaces and networks for, and lets its programs
-    /// be on the interfaces where they should be and on no others. Answers what did not work on
-    /// one interface, which keeps nothing else from being done.
+    /// Sets the packet path's interfaces and networks, attaches its programs to the interfaces that need them, and
+    /// detaches them from all others. Returns the errors on single interfaces; such an error does not stop the rest of
+    /// the work.
     ///
     /// # Errors
-    /// The kernel's refusal of something that is no interface's.
+    /// If the kernel refuses an operation that does not concern a single interface.
     pub fn set_network(&mut self, network: &Network) -> Result<Vec<String>, Error> {
         let attach = self.waiting.is_none();
         self.packet
@@ -235,10 +236,10 @@ impl Kernel {
         self.packet.replace_provisional_programs(&self.pins)
     }
 
-    /// Tells the packet path of IPsec policies, and of nothing else. Answers what did not work.
+    /// Changes the IPsec policies of the packet path. Returns the problems that do not stop the change.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// If the kernel refuses.
     pub fn set_ipsec_policies(&mut self, policies: &[Policy]) -> Result<Vec<String>, Error> {
         self.packet.set_policies(&mut self.services, policies)
     }
@@ -287,12 +288,12 @@ impl Kernel {
         Ok(failed)
     }
 
-    /// Has the packets of workloads on these interfaces go by capture's program, and on no others:
-    /// before [`Kernel::set_captured`] says whose they are. Answers where that is not possible, and
-    /// why.
+    /// Attaches capture's program to these interfaces of workloads, and detaches it from all others. Call it before
+    /// [`Kernel::set_captured`], which assigns the interfaces to workloads. Returns the failures on interfaces, with
+    /// the reasons.
     ///
     /// # Errors
-    /// If the kernel cannot be asked what there is.
+    /// If the kernel cannot list the present attachments.
     pub fn attach_capture(
         &self,
         interfaces: &BTreeSet<u32>,
@@ -303,13 +304,13 @@ impl Kernel {
         self.capture.attach_interfaces(&self.pins, interfaces)
     }
 
-    /// How the packet path's programs are put on interfaces; none if they are not.
+    /// Returns how the packet path's programs are attached to interfaces; `None` if they are not.
     pub fn hook(&self) -> Option<Hook> {
         self.packet.hook()
     }
 
-    /// Passes on what the programs have logged since the last call: faults of ours, one line each,
-    /// as an error of target `dataplane_ebpf`.
+    /// Writes the programs' log since the last call to the agent's log. Each line reports a bug of ours, as an error of
+    /// target `dataplane_ebpf`.
     pub fn pass_on_log(&mut self) {
         if let Some(log) = &mut self.log {
             log.pass_on();
@@ -317,13 +318,13 @@ impl Kernel {
     }
 
     /// Makes the programs serve in place of those of another layout, once the tables have their entries: the agent
-    /// swaps the programs in its links for ours, so that no packet and no call finds both or none. The agent then
-    /// removes the remaining pins of that layout. Call [`Kernel::set_network`] after it, and bring capture in line: until
-    /// then, interfaces and network namespaces have the other layout's programs.
+    /// replaces the programs in its links by ours, so that each packet and each call meets exactly one of the two. The
+    /// agent then removes the remaining pins of that layout. Call [`Kernel::set_network`] after it, and update capture:
+    /// until then, interfaces and network namespaces have the other layout's programs.
     ///
     /// # Errors
-    /// If a link cannot be taken over or a pin not be removed. The objects that this call did not reach serve as
-    /// before; the next agent goes on from there.
+    /// If a link cannot be taken over, or a pin cannot be removed. The objects that this call did not reach continue to
+    /// serve; the next agent continues with them.
     pub fn replace_other_layouts(&mut self) -> Result<Vec<CleanupItem>, Error> {
         if let Some(waiting) = &self.waiting {
             let Waiting { ebpf, capture } = waiting;
@@ -343,7 +344,7 @@ impl Kernel {
         Ok(removed)
     }
 
-    /// Detaches the programs and removes every pin of ours: the node is as it was.
+    /// Detaches the programs and removes all our pins. The node is then as before the agent.
     ///
     /// # Errors
     /// If a pin cannot be removed.

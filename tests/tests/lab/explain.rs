@@ -1,5 +1,7 @@
 //! `dataplane explain`: its output for a connection, and the client's result.
 
+use std::net::SocketAddr;
+
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Agent, Host, Lab};
 use serde_json::Value;
@@ -21,11 +23,28 @@ pub fn explain(agent: &Agent, source: &str, to: &str) -> Result<Value> {
     run_args(agent, arguments)?.exits(0)?.json()
 }
 
+/// Returns the reason that `explain` prints for a packet that arrives at an interface of the node. `length`: in bytes; 0:
+/// the headers' length.
+pub fn packet_reason(
+    agent: &Agent,
+    iface: &str,
+    from: SocketAddr,
+    to: &str,
+    length: usize,
+) -> Result<String> {
+    let (from, length) = (from.to_string(), length.to_string());
+    let arguments = [
+        "explain", "--iface", iface, "--length", &length, &from, to, "-o", "json",
+    ];
+    let told = run_args(agent, arguments)?.exits(0)?.json()?;
+    Ok(told["reason"].as_str().context("a reason")?.to_owned())
+}
+
 /// The endpoints that `explain` counts as possible, by the names of their pods.
 fn candidates(lab: &Lab, told: &Value) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for choice in told["endpoints"].as_array().context("endpoints")? {
-        let endpoint: std::net::SocketAddr = choice["endpoint"].as_str().context("one")?.parse()?;
+        let endpoint: SocketAddr = choice["endpoint"].as_str().context("one")?.parse()?;
         let host = lab
             .hosts()
             .iter()

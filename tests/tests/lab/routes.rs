@@ -24,6 +24,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually, fails, peer_is, reaches, refused, sources_are},
+    explain::packet_reason,
     features::on,
     manifest::Service,
     sockets::{ask, bytes, tcp, transfer, udp},
@@ -91,6 +92,10 @@ fn the_stack_encapsulates_what_a_route_says() -> Result<()> {
         cluster.verdicts(Reason::NoRoute)? > refused,
         "what would be masqueraded was not refused"
     );
+    let client = SocketAddr::from((outside.ipv4(), 4000));
+    let to = "192.168.77.2:30080";
+    let reason = packet_reason(&cluster.agent, "eth0", client, to, 0)?;
+    ensure!(reason == "no-route", "{reason}");
     Ok(())
 }
 

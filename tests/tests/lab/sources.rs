@@ -15,6 +15,7 @@ use dataplane_tests::Host;
 
 use crate::{
     cluster::{Cluster, UDP, ask, eventually, fails, reaches},
+    explain::packet_reason,
     manifest::{Config, Service},
     sockets::{address, arrived, inject, link, tap},
 };
@@ -245,6 +246,18 @@ fn compare(
                 let what =
                     format!("{case:?}: the kernel takes it: {kernel}, the packet path: {service}");
                 wrong.push(what);
+            }
+            // `explain` runs a program of the packet path for each case, which takes a while.
+            if reverse_path == 1 {
+                let src: IpAddr = case.src.parse()?;
+                let vip: IpAddr = VIPS[usize::from(src.is_ipv6())].parse()?;
+                let to = format!("{}/udp", SocketAddr::from((vip, UDP)));
+                let from = SocketAddr::from((src, 20_001));
+                let reason = packet_reason(&cluster.agent, at, from, &to, 0)?;
+                let is_taken = ["translated", "masqueraded"].contains(&&*reason);
+                if is_taken != service {
+                    wrong.push(format!("{case:?}: {service}, but explained as {reason}"));
+                }
             }
         }
     }

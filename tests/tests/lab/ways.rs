@@ -23,6 +23,7 @@ use nix::sys::socket::{
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually},
     crafted::{OUTSIDE, ip, packet},
+    explain::packet_reason,
     features::on,
     manifest::Service,
     routes::release,
@@ -117,6 +118,13 @@ fn a_flow_waits_for_its_route() -> Result<()> {
             }
             let counted = cluster.verdicts(Reason::NoRoute)? - refused;
             ensure!(counted == 3, "{change}, {to}: counted {counted}");
+            let client = SocketAddr::from((address(ext, v4), 4000));
+            let explained = || {
+                let to = format!("{to}/udp");
+                packet_reason(&cluster.agent, "eth0", client, &to, 0)
+            };
+            let reason = explained()?;
+            ensure!(reason == "no-route", "{change}, {to}: {reason}");
             if change != "del" {
                 node.ip(&format!("{family}route {back} {network}"))?;
             }
@@ -126,6 +134,8 @@ fn a_flow_waits_for_its_route() -> Result<()> {
                 ensure!(who == "far", "{who}");
                 Ok(())
             })?;
+            let reason = explained()?;
+            ensure!(reason == "masqueraded", "{to}: {reason}");
         }
     }
     Ok(())
@@ -322,7 +332,13 @@ fn what_may_be_fragmented_is() -> Result<()> {
     eventually(|| {
         ensure!(cluster.verdicts(Reason::TooBig)? > told, "nobody was told");
         Ok(())
-    })
+    })?;
+    for (length, wanted) in [(1400, "masqueraded"), (1401, "too-big")] {
+        let (client, to) = (SocketAddr::from((ext.ipv4(), 4000)), format!("{to}/udp"));
+        let reason = packet_reason(&cluster.agent, "eth0", client, &to, length)?;
+        ensure!(reason == wanted, "{length}: {reason}");
+    }
+    Ok(())
 }
 
 /// Packets above 64 KiB, whose headers cannot hold their length, between devices that allow them.

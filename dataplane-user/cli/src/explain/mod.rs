@@ -20,7 +20,7 @@ use capture::{Client, Mesh, Place};
 use clap::Args;
 use decision::decide;
 use explanation::Explanation;
-use kernel::{PacketTables, Tables, conntrack::Conntrack};
+use kernel::{PacketTables, PacketWays, Tables, conntrack::Conntrack};
 use target::Target;
 use terminal::{
     PathArgs, SocketArgs,
@@ -63,6 +63,16 @@ pub struct ExplainArgs {
     /// Explain a packet that arrives at this interface, not a connection of a socket on this node
     #[arg(long, value_name = "NAME")]
     iface: Option<String>,
+
+    /// With --iface: length of the packet in bytes, from the IP header on [default: the headers']
+    #[arg(
+        long,
+        value_name = "BYTES",
+        requires = "iface",
+        default_value_t = 0,
+        hide_default_value = true
+    )]
+    length: usize,
 
     /// User of the client's process, for rules that exclude users from capture [default: with
     /// `pid:` the process's user; otherwise a user without a rule]
@@ -306,6 +316,7 @@ impl ExplainArgs {
             tables,
             packet: &PacketTables::open(&bpffs)?,
             conntrack: &conntrack,
+            ways: &PacketWays::open(&bpffs)?,
         };
         let Target::Address(to) = self.destination else {
             anyhow::bail!(
@@ -313,7 +324,13 @@ impl ExplainArgs {
                 self.destination
             );
         };
-        packet::explain(&live, owner, &packet::Packet { iface, source, to })
+        let packet = packet::Packet {
+            iface,
+            source,
+            to,
+            length: self.length,
+        };
+        packet::explain(&live, owner, &packet)
     }
 }
 

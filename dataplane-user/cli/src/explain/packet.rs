@@ -8,11 +8,12 @@ use std::{
 use anyhow::Context as _;
 use dataplane_common::{
     Addr, Port, Protocol, Reason, VipWords, decide,
-    packet::{FlowKey, Iface, PacketConfig, SourceKey},
-    tables::{Kind, Pool},
+    first::{self, Fact, Way},
+    packet::{FlowKey, Iface},
+    tables::Pool,
 };
 use kernel::{
-    PacketTables, Tables,
+    PacketTables, PacketWays, Tables,
     conntrack::{Conntrack, Flow, now},
 };
 use nix::net::if_::if_nametoindex;
@@ -29,6 +30,8 @@ pub struct Packet<'a> {
     pub iface: &'a str,
     pub source: SocketAddr,
     pub to: Destination,
+    /// Its length in bytes, from the IP header on.
+    pub length: usize,
 }
 
 /// The live tables.
@@ -36,6 +39,18 @@ pub struct Live<'a> {
     pub tables: &'a Tables,
     pub packet: &'a PacketTables,
     pub conntrack: &'a Conntrack,
+    pub ways: &'a PacketWays,
+}
+
+impl Live<'_> {
+    /// Returns the way of the packet to an endpoint. `None`: the kernel cannot find it for such an interface.
+    fn way(&self, packet: &Packet<'_>, index: u32, to: SocketAddr) -> anyhow::Result<Option<Way>> {
+        let protocol = packet.to.protocol;
+        let way = self
+            .ways
+            .of(index, packet.source, to, protocol, packet.length);
+        way.with_context(|| format!("cannot ask for the way from {} to {to}", packet.source))
+    }
 }
 
 /// Returns the steps that the programs take. `owner` returns the service of a pool, if it is known.
@@ -73,6 +88,14 @@ pub fn explain(
         packet.iface
     ));
 
+    let way = live.way(packet, index, SocketAddr::new(to.addr, to.port))?;
+    if way.is_none() && iface.flags & Iface::BARE == 0 {
+        told.reason = Reason::Malformed.word();
+        told.steps.push(Reason::Malformed.text().to_owned());
+        return Ok(told);
+    }
+    let begins = way.is_none_or(|way| way.begins != 0);
+
     let key = FlowKey::new(
         Addr::from(packet.source.ip()),
         Port::new(packet.source.port()),
@@ -82,6 +105,10 @@ pub fn explain(
     );
     if let Some(flow) = live.conntrack.find(&key) {
         known(live, &owner, &flow, &mut told);
+        if !flow.is_foreign() {
+            let way = live.way(packet, index, flow.endpoint())?;
+            stop(&mut told, way, flow.is_masqueraded());
+        }
         return Ok(told);
     }
     if let Some(flow) = live.conntrack.find_by_reply(&key) {
@@ -99,6 +126,8 @@ pub fn explain(
             flow.vip(),
             flow.client()
         ));
+        let way = live.way(packet, index, flow.client())?;
+        stop(&mut told, way, true);
         return Ok(told);
     }
     told.steps.push(if to.protocol == Protocol::TCP {
@@ -106,7 +135,12 @@ pub fn explain(
     } else {
         "CONNTRACK has no flow for the packet: the packet begins a flow".to_owned()
     });
-    begin(live, &owner, packet, iface, &key, &mut told)?;
+    let place = Place {
+        ifindex: index,
+        iface,
+        begins,
+    };
+    begin(live, &owner, packet, place, &key, &mut told)?;
     Ok(told)
 }
 
@@ -187,12 +221,21 @@ fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) {
     });
 }
 
+/// The interface at which the packet arrives.
+#[derive(Clone, Copy)]
+struct Place {
+    ifindex: u32,
+    iface: Iface,
+    /// Whether it accepts the packet's source as that of a new flow.
+    begins: bool,
+}
+
 /// Explains the first packet of a flow.
 fn begin(
     live: &Live<'_>,
     owner: &impl Fn(u32) -> Option<String>,
     packet: &Packet<'_>,
-    iface: Iface,
+    place: Place,
     key: &FlowKey,
     told: &mut Explanation,
 ) -> anyhow::Result<()> {
@@ -210,60 +253,32 @@ fn begin(
         return Ok(());
     }
     let kind = frontend.kind();
-    let mut index = frontend.pool();
     told.kind = Some(kind.word());
-    told.service = owner(index);
-    let Some(mut pool) = decide::Tables::pool(live.tables, index) else {
-        refuse(told, Reason::Dangling);
-        return Ok(());
+    told.service = owner(frontend.pool());
+    let mut asked = Asked {
+        live,
+        packet,
+        place,
+        key,
+        pool: Pool::default(),
+        steps: Vec::new(),
+        fault: Cell::new(None),
     };
-    let config = live.packet.config();
-    let inside = is_from_pod(live, packet, iface, key, told)?;
-    let outward = [Kind::NODE_PORT, Kind::EXTERNAL_IP, Kind::LOAD_BALANCER].contains(&kind);
-    let mut masquerade = false;
-    if outward {
-        if kind == Kind::LOAD_BALANCER && pool.ranged != 0 {
-            if !live.packet.sources().contains(index, key.src)? {
-                told.pool = Some(index);
-                refuse(told, Reason::SourceDenied);
-                return Ok(());
-            }
-            told.steps
-                .push(format!("loadBalancerSourceRanges contain {}", key.src));
-        }
-        if pool.external == 0 {
-            masquerade = true;
-            told.steps.push(
-                "externalTrafficPolicy is Cluster: the packet may go to any endpoint, and the client is masqueraded"
-                    .to_owned(),
-            );
-        } else if inside {
-            told.steps.push(
-                "externalTrafficPolicy is Local, but the client is a pod: the packet may go to any endpoint".to_owned(),
-            );
-        } else {
-            index = pool.external;
-            told.steps.push(
-                "externalTrafficPolicy is Local: the packet goes to an endpoint on this node, which sees the client's \
-                 own address"
-                    .to_owned(),
-            );
-            let Some(external) = decide::Tables::pool(live.tables, index) else {
-                refuse(told, Reason::Dangling);
-                return Ok(());
-            };
-            pool = external;
-        }
-    } else if config.flags & PacketConfig::MASQUERADE_ALL != 0 {
-        masquerade = true;
-        told.steps
-            .push("every client of a cluster IP is masqueraded (packets.masqueradeAll)".to_owned());
-    } else if !inside && config.flags & DETECTS != 0 {
-        masquerade = true;
-        told.steps
-            .push("the client of a cluster IP is not a pod: it is masqueraded".to_owned());
+    let decision = first::decide(&mut asked, frontend);
+    let Asked {
+        pool, steps, fault, ..
+    } = asked;
+    if let Some(fault) = fault.into_inner() {
+        return Err(fault);
     }
+    told.steps.extend(steps);
+    let index = decision.pool;
     told.pool = Some(index);
+    let without_pool = [Reason::SourceForged, Reason::SourceDenied, Reason::Dangling];
+    if without_pool.contains(&decision.reason) {
+        refuse(told, decision.reason);
+        return Ok(());
+    }
     let whose = told.service.as_deref().map_or_else(
         || "a service (name unknown without a running agent)".to_owned(),
         |name| format!("service {name}"),
@@ -272,8 +287,8 @@ fn begin(
         "pool {index} of {whose} {}",
         holds(live.tables, pool.block)
     ));
-    if pool.block.is_empty() {
-        refuse(told, decide::refusal(pool.block));
+    if decision.reason != Reason::Translated {
+        refuse(told, decision.reason);
         return Ok(());
     }
     choose(live, key, &pool, told);
@@ -282,7 +297,55 @@ fn begin(
         refuse(told, Reason::IpsecPolicy);
         return Ok(());
     }
-    seen_as(live, key, masquerade, told)
+    seen_as(live, key, decision.masquerade, told)?;
+    reach(live, packet, place.ifindex, decision.masquerade, told)
+}
+
+/// Checks whether the packet can go to its endpoints.
+fn reach(
+    live: &Live<'_>,
+    packet: &Packet<'_>,
+    ifindex: u32,
+    masquerade: bool,
+    told: &mut Explanation,
+) -> anyhow::Result<()> {
+    let mut obstacles = Vec::new();
+    for choice in &told.endpoints {
+        let endpoint: SocketAddr = choice.endpoint.parse()?;
+        let way = live.way(packet, ifindex, endpoint)?;
+        let new_source = masquerade || endpoint.ip() == packet.source.ip();
+        obstacles.extend(way.and_then(|way| obstacle(way, new_source)));
+    }
+    let Some(first) = obstacles.first() else {
+        return Ok(());
+    };
+    if obstacles.len() == told.endpoints.len() {
+        told.endpoints.clear();
+        refuse(told, *first);
+    } else {
+        told.steps.push(format!(
+            "the packet cannot go to {} of these endpoints ({})",
+            obstacles.len(),
+            first.word(),
+        ));
+    }
+    Ok(())
+}
+
+/// Returns the reason why a packet cannot go this way.
+fn obstacle(way: Way, new_source: bool) -> Option<Reason> {
+    // The program masquerades no packet to the node itself.
+    let new_source = new_source && way.answer != first::LOCAL;
+    let reason = first::obstacle(way.answer, way.mtu, new_source);
+    (reason != Reason::Translated).then_some(reason)
+}
+
+/// Refuses the packet of a known flow if it cannot go this way.
+fn stop(told: &mut Explanation, way: Option<Way>, new_source: bool) {
+    if let Some(reason) = way.and_then(|way| obstacle(way, new_source)) {
+        told.endpoints.clear();
+        refuse(told, reason);
+    }
 }
 
 /// Returns whether IPsec policies protect the flow to every endpoint that it could get.
@@ -311,32 +374,78 @@ fn is_protected(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyho
     Ok(protected > 0 && protected == told.endpoints.len())
 }
 
-/// Flags by which the programs recognize pods.
-const DETECTS: u32 = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::DETECT_BY_INTERFACE;
+/// The packet, as the shared decision sees it. Each answer of a table becomes a step.
+struct Asked<'a> {
+    live: &'a Live<'a>,
+    packet: &'a Packet<'a>,
+    place: Place,
+    key: &'a FlowKey,
+    pool: Pool,
+    steps: Vec<String>,
+    /// A table that could not be read.
+    fault: Cell<Option<anyhow::Error>>,
+}
 
-fn is_from_pod(
-    live: &Live<'_>,
-    packet: &Packet<'_>,
-    iface: Iface,
-    key: &FlowKey,
-    told: &mut Explanation,
-) -> anyhow::Result<bool> {
-    let flags = live.packet.config().flags;
-    let by_address = flags & PacketConfig::DETECT_BY_ADDRESS != 0
-        && live.packet.sources().contains(SourceKey::PODS, key.src)?;
-    let by_interface =
-        flags & PacketConfig::DETECT_BY_INTERFACE != 0 && iface.flags & Iface::LOCAL != 0;
-    told.steps.push(if by_address {
-        format!("{} is a pod's address", key.src)
-    } else if by_interface {
-        format!("packets that arrive at {} come from pods", packet.iface)
-    } else if flags & DETECTS == 0 {
-        "neither packets.podCidrs nor packets.podsByInterface is set: no client counts as a pod"
-            .to_owned()
-    } else {
-        format!("{} is not a pod's address", key.src)
-    });
-    Ok(by_address || by_interface)
+impl first::Packet for Asked<'_> {
+    fn config(&self) -> u32 {
+        self.live.packet.config().flags
+    }
+
+    fn is_of_node(&self) -> bool {
+        false
+    }
+
+    fn has_right_source(&mut self) -> bool {
+        self.place.begins
+    }
+
+    fn is_by_pods_interface(&self) -> bool {
+        self.place.iface.flags & Iface::LOCAL != 0
+    }
+
+    fn is_source_in(&self, set: u32) -> bool {
+        let found = self.live.packet.sources().contains(set, self.key.src);
+        found.unwrap_or_else(|fault| {
+            self.fault.set(Some(fault.into()));
+            false
+        })
+    }
+
+    fn read_pool(&mut self, index: u32) -> bool {
+        let found = decide::Tables::pool(self.live.tables, index);
+        self.pool = found.unwrap_or_default();
+        found.is_some()
+    }
+
+    fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    fn note(&mut self, fact: Fact) {
+        let src = self.key.src;
+        self.steps.push(match fact {
+            Fact::InRanges => format!("loadBalancerSourceRanges contain {src}"),
+            Fact::AnyEndpoint => {
+                "externalTrafficPolicy is Cluster: the packet may go to any endpoint, and the client is masqueraded".into()
+            }
+            Fact::LocalForPod => {
+                "externalTrafficPolicy is Local, but the client is a pod: the packet may go to any endpoint".into()
+            }
+            Fact::LocalEndpoint => "externalTrafficPolicy is Local: the packet goes to an endpoint on this node, which \
+                                    sees the client's own address"
+                .into(),
+            Fact::MasqueradeAll => "every client of a cluster IP is masqueraded (packets.masqueradeAll)".into(),
+            Fact::PodByInterface => format!("packets that arrive at {} come from pods", self.packet.iface),
+            Fact::PodByAddress => format!("{src} is a pod's address"),
+            Fact::NoPod => format!("{src} is not a pod's address"),
+            Fact::Outsider => {
+                "the client of a cluster IP is not a pod: it is masqueraded".into()
+            }
+            Fact::PodsUnknown => {
+                "neither packets.podCidrs nor packets.podsByInterface is set: no client counts as a pod".into()
+            }
+        });
+    }
 }
 
 /// Adds the endpoints that the programs could choose.

@@ -1,8 +1,9 @@
-//! The packet path: its programs on interfaces, and the tables that tell them what interfaces,
-//! addresses and networks are.
+//! The packet path: its programs on interfaces, and the tables with the interfaces, addresses and networks that they
+//! need.
 
 mod node_addrs;
 mod tables;
+mod ways;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,7 +18,7 @@ use dataplane_common::{
 use plan::ipsec::Policy;
 
 use self::node_addrs::NodeAddrs;
-pub use self::tables::PacketTables;
+pub use self::{tables::PacketTables, ways::PacketWays};
 use super::{
     error::Error,
     pins::{Pins, spec},
@@ -27,12 +28,12 @@ use super::{
     tc::{self, Direction, Hook, InterfaceAttachment, PacketPrograms},
 };
 
-/// How to run the packet path.
+/// Options of the packet path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PacketOptions {
     /// How many flows conntrack has room for, if its tables are created.
     pub flows: u32,
-    /// How to put the programs on interfaces; `None`: not at all.
+    /// How to attach the programs to interfaces; `None`: not at all.
     pub attach: Option<AttachOptions>,
 }
 
@@ -45,12 +46,12 @@ impl Default for PacketOptions {
     }
 }
 
-/// How to put programs on interfaces.
+/// How to attach programs to interfaces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AttachOptions {
-    /// By which means; `None`: the best that the kernel has.
+    /// The kind of attachment; `None`: the best that the kernel has.
     pub hook: Option<Hook>,
-    /// Where among other people's programs, on an interface where ours are not yet.
+    /// The place among programs of other owners, on an interface that does not have ours yet.
     pub order: model::Order,
 }
 
@@ -77,9 +78,9 @@ pub struct Network {
 pub struct NetworkInterface {
     /// Flags of [`Iface`]; programs are on those with [`Iface::ATTACHED`].
     pub flags: u16,
-    /// Which address flows that leave by it are masqueraded to, IPv4 and IPv6.
+    /// The addresses that outgoing flows are masqueraded to, IPv4 and IPv6.
     pub masquerade: [Option<Addr>; 2],
-    /// Which layer-2 segment it is in ([`Iface::segment`]).
+    /// The layer-2 segment of the interface ([`Iface::segment`]).
     pub segment: u32,
 }
 
@@ -114,7 +115,7 @@ pub struct PacketPath {
     programs: Option<PacketPrograms>,
     node_addrs: NodeAddrs,
     protected: Protected,
-    /// [`PacketConfig::cells`], as the tables of flows are: those that are there keep their size.
+    /// [`PacketConfig::cells`] of the tables of flows. Existing tables keep their size.
     cells: u32,
     /// [`PacketConfig::secret`], of the same tables.
     secret: u64,
@@ -145,7 +146,7 @@ impl PacketPath {
         })
     }
 
-    /// How the programs are put on interfaces; none if they are not.
+    /// Returns how the programs are attached to interfaces; `None` if they are not.
     pub fn hook(&self) -> Option<Hook> {
         self.programs.as_ref().map(PacketPrograms::hook)
     }
@@ -169,7 +170,8 @@ impl PacketPath {
         self.node_addrs.all()
     }
 
-    /// Has the programs refuse what these policies protect, and nothing else changed. Answers what did not work.
+    /// Makes the programs refuse the traffic that these policies protect, and changes nothing else. Returns the
+    /// problems.
     pub fn set_policies(
         &mut self,
         filter: &mut impl Filter,
@@ -206,8 +208,8 @@ impl PacketPath {
         Ok(())
     }
 
-    /// Brings tables and, if `to_attach`, programs in line with `network`. Entries that programs rely on are there
-    /// before the programs are, and go after them.
+    /// Updates the tables and, if `to_attach`, the programs to match `network`. Entries that programs rely on are added
+    /// before the programs are attached, and removed after they are detached.
     pub fn set(
         &mut self,
         pins: &Pins,
@@ -229,7 +231,7 @@ impl PacketPath {
 
         let wanted = network.interfaces.values().flat_map(|i| i.masquerade);
         let mut wanted: BTreeSet<Addr> = wanted.flatten().collect();
-        // Those that every interface has come first if there is not room for all.
+        // If there is not room for all addresses, the masquerade addresses of interfaces come first.
         let mut changes = self.node_addrs.want(&wanted);
         wanted.extend(&network.others);
         changes.extend(self.node_addrs.want(&wanted));
@@ -266,7 +268,8 @@ impl PacketPath {
             if iface.flags & Iface::ATTACHED != 0 {
                 attach.insert(ifindex, iface);
                 if is_new && to_attach {
-                    // The programs send no packet there before they are there to see the answers.
+                    // The programs send packets to an interface only when they are attached there, so that they see the
+                    // answers.
                     let flags = iface.flags & !Iface::ATTACHED;
                     now = (flags & Iface::LOCAL != 0).then_some(Iface { flags, ..iface });
                 }

@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 
 use dataplane_common::Addr;
 
-/// Which of the node's addresses has which index in `NODE_ADDRS`. Flows refer to an index for as
-/// long as they live: so an address keeps its index when it goes, until the index that was idle
-/// for longest is needed for another.
+/// Assigns an index in `NODE_ADDRS` to each of the node's addresses. A flow refers to an index during its whole
+/// lifetime. So an address that the node loses keeps its index, until another address needs the index that has been
+/// idle for longest.
 #[derive(Debug)]
 pub struct NodeAddrs {
-    /// By index; the first is never used.
+    /// The addresses by index; the first index is never used.
     slots: Vec<Option<Addr>>,
     /// When each was last wanted, in calls of [`NodeAddrs::want`].
     wanted_at: Vec<u64>,
@@ -21,12 +21,12 @@ pub struct NodeAddrs {
 pub struct NewAddr {
     pub index: u8,
     pub addr: Addr,
-    /// Which it had.
+    /// The previous address of the index.
     pub before: Option<Addr>,
 }
 
 impl NodeAddrs {
-    /// As an earlier agent left them.
+    /// Adopts the addresses of an earlier agent.
     pub fn adopt(get: impl Fn(u8) -> Option<Addr>) -> Self {
         let slots: Vec<_> = (0..=u8::MAX).map(get).collect();
         Self {
@@ -36,7 +36,7 @@ impl NodeAddrs {
         }
     }
 
-    /// All of them.
+    /// Returns all addresses.
     pub fn all(&self) -> Vec<Addr> {
         self.slots.iter().flatten().copied().collect()
     }

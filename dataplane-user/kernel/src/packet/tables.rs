@@ -1,4 +1,4 @@
-//! The tables of the packet path that tell what interfaces, addresses and networks are.
+//! The tables of the packet path with interfaces, addresses and networks.
 
 use std::{io, os::fd::OwnedFd, path::Path, sync::atomic::Ordering};
 

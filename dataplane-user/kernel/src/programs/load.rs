@@ -26,11 +26,11 @@ use super::{
     specs::{Spec, TCP_EVENTS, tracepoint, wanted},
 };
 
-/// Loads the programs. Maps that are pinned are used; those that are not are created and pinned.
+/// Loads the programs. Uses pinned maps; creates and pins the others.
 ///
-/// `flows`: how many flows the tables of conntrack have room for, if they are created; `packet`: whether the packet
-/// path's programs are loaded too, and its tables made; `capture`: whether those of mesh capture are, except the one of
-/// which each network namespace has an instance.
+/// `flows`: number of flows that the tables of conntrack have room for, if they are created. `packet`: whether to load
+/// the packet path's programs and create its tables. `capture`: whether to load the programs of mesh capture, except
+/// the one that has an instance in each network namespace.
 pub fn load(pins: &Pins, flows: u32, packet: bool, capture: bool) -> Result<Ebpf, Error> {
     let types = if capture { Some(Types::read()?) } else { None };
     let load = |level| load_logging(pins, flows, packet, types.as_ref(), level);
@@ -58,8 +58,8 @@ fn load_logging(
     loader.override_global("MPTCP", has_mptcp(), true);
     for map in &MAPS {
         if map.is_of_flows() && !packet {
-            // The loader makes every map of the object. Those that no loaded program uses are gone
-            // with it; until then, they are as small as can be.
+            // The loader creates every map of the object, and closes the unused ones after loading. So an unused map
+            // gets the smallest size.
             loader.map_max_entries(map.name, 1);
             continue;
         }
@@ -69,7 +69,7 @@ fn load_logging(
         loader.map_pin_path(map.name, pins.map(map.name));
     }
     let mut ebpf = loader.load(object::programs()?).map_err(Box::new)?;
-    // Those for packets are by far the largest: first.
+    // The packet programs are by far the largest, so they are loaded first.
     let packet = Direction::ALL.into_iter().filter(|_| packet);
     let by_packets = Direction::CAPTURE.into_iter().filter(|_| capture);
     let names = packet.chain(by_packets).map(Direction::program);
@@ -128,7 +128,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// As often a program is loaded whose verification a signal has interrupted.
+/// Maximum number of attempts to load a program whose verification is interrupted by a signal.
 const TRIES: usize = 5;
 
 /// Loads a program, and again if a signal came meanwhile, such as when a process that this one has started ends: the verifier then
@@ -182,7 +182,7 @@ pub fn events_program(ebpf: &Ebpf) -> Result<OwnedFd, Error> {
         .doing(|| format!("cannot keep program {}", TCP_EVENTS.name))
 }
 
-/// A descriptor of its own of a loaded program for interfaces.
+/// Returns a separate descriptor of a loaded program for interfaces.
 pub fn packet_program(ebpf: &Ebpf, direction: Direction) -> Result<OwnedFd, Error> {
     let name = direction.program();
     let Some(Program::SchedClassifier(program)) = ebpf.program(name) else {
@@ -214,7 +214,7 @@ fn absent(program: &str) -> Error {
     }
 }
 
-fn load_error(program: &'static str, source: ProgramError) -> Error {
+pub fn load_error(program: &'static str, source: ProgramError) -> Error {
     Error::Load {
         program,
         source: Box::new(source),

@@ -14,9 +14,9 @@ use aya::Ebpf;
 use aya_obj::generated::bpf_attach_type::{BPF_CGROUP_INET4_CONNECT, BPF_CGROUP_INET6_CONNECT};
 use dataplane_common::capture::MeterSets;
 use load::descriptor;
+pub use load::{events_program, load, load_error, packet_program};
 #[cfg(feature = "testing")]
 pub(super) use load::has_mptcp;
-pub use load::{events_program, load, packet_program};
 pub use specs::{CAPTURE_PROGRAMS, INBOUND, PROGRAMS, REPLACEMENT, Spec, tracepoint};
 use specs::{TCP_EVENTS, wanted};
 use zerocopy::FromZeros as _;
@@ -30,14 +30,14 @@ use super::{
     tc::Direction,
 };
 
-/// Attaches every program to a cgroup or its tracepoint, or, if its link is there already, swaps the program in place:
-/// no moment without one. The program that follows connections to a proxy is only swapped.
+/// Attaches every program to a cgroup or its tracepoint. If a program's link already exists, replaces the program in
+/// place, so that one is attached at every moment. The program that follows connections to a proxy is only replaced.
 ///
-/// The kernel runs programs of a cgroup in the order in which they were attached. So if those of capture are new, those
-/// for services that have the same hook are attached anew after them, and only then lose the link they had: for a
-/// moment they run twice, and the second time find nothing to translate.
+/// The kernel runs programs of a cgroup in the order in which they were attached. So if capture's programs are new, the
+/// programs for services at the same hooks are attached again after them, and only then lose their previous link: for a
+/// moment they run twice, and the second run finds nothing to translate.
 ///
-/// Returns whether they were attached to another cgroup.
+/// Returns whether the programs were attached to another cgroup before.
 pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<bool, Error> {
     let directory =
         File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
@@ -57,8 +57,8 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<
                 sys::link_update(link.as_fd(), fd)
                     .doing(|| format!("cannot swap program {}", spec.name))?;
             }
-            // The link is to another cgroup, or to one that is gone, or to a tracepoint, whose links accept no other
-            // program: the program is attached anew, then the pin is replaced. For a moment both programs run.
+            // The link belongs to another cgroup, to a removed cgroup, or to a tracepoint, whose links accept no other
+            // program. The program is attached again, and then the pin is replaced. For a moment both programs run.
             Some((_, info)) => {
                 moved |= !spec.is_traced() && info.target != LinkTarget::Cgroup(id);
                 create(spec, fd, &directory, &pins.link(spec.name), true)?;
@@ -117,7 +117,7 @@ fn is_connect(spec: &Spec) -> bool {
     )
 }
 
-/// Detaches what an earlier agent attached for a mesh.
+/// Detaches the programs that an earlier agent attached for a mesh.
 fn detach_capture(pins: &Pins) -> Result<(), Error> {
     for spec in CAPTURE_PROGRAMS.iter().rev() {
         if let Some((link, _)) = pins.open_link(spec)? {
@@ -153,7 +153,7 @@ fn create(
     fs::rename(&new, path).doing(|| format!("cannot replace {}", path.display()))
 }
 
-/// How a program is attached, as the kernel says now.
+/// A program's attachment, as the kernel reports it now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attachment {
     /// The program's name, which is its hook's.
@@ -223,7 +223,7 @@ fn attachment(pins: &Pins, spec: &Spec, cgroup: &File, cgroup_id: u64) -> Attach
             "attached to another cgroup (id {other}, not {cgroup_id})"
         ))
     } else if spec.is_traced() {
-        // A tracepoint runs whatever has a link.
+        // A tracepoint runs every program that has a link.
         None
     } else {
         match sys::cgroup_programs(cgroup.as_fd(), spec.hook) {

@@ -21,7 +21,7 @@ pub struct Spec {
     pub name: &'static str,
     /// Its type.
     pub kind: bpf_prog_type,
-    /// Where it is attached.
+    /// The hook of the program.
     pub hook: bpf_attach_type,
 }
 
@@ -33,8 +33,8 @@ const fn sock_addr(name: &'static str, hook: bpf_attach_type) -> Spec {
     }
 }
 
-/// Every program, in the order in which they are attached: what cleans up and what answers a
-/// socket's questions come before what makes it ask them.
+/// Every program, in the order in which they are attached. Programs that clean up, and programs that answer a socket's
+/// queries, come before the programs that cause these queries.
 pub const PROGRAMS: [Spec; 9] = [
     Spec {
         name: "sock_release",
