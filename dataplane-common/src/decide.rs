@@ -61,6 +61,13 @@ pub fn is_reachable<T: Tables>(tables: &T, frontend: Frontend) -> bool {
     }
 }
 
+/// Whether captured workloads may not connect to a frontend by TCP.
+#[inline(always)]
+pub fn is_refused<T: Tables>(tables: &T, frontend: Frontend) -> bool {
+    let pool = tables.pool(frontend.pool());
+    !frontend.is_none() && pool.is_some_and(|pool| pool.block.flags() & Block::REFUSED != 0)
+}
+
 /// Returns the frontend of a destination, or [`Frontend::NONE`].
 ///
 /// `own_loopback` says that a loopback address is the node's own: the client is in the node's network namespace. A

@@ -57,7 +57,8 @@ pub const OF_AGENT: u32 = 0xdada_0007;
 /// It is part of the pin directory's name. Raise it with any change to [`tables`], [`packet`], [`tcp`], [`Event`] or
 /// the numbers of [`Reason`]; the agent then builds a new directory beside the old one and swaps once. The tables that
 /// it takes along are in `CONNECTIONS` of the agent's `kernel/layouts.rs`: check there whether one of these tables has
-/// changed.
+/// changed. A new bit of flags, a new value or a new [`Reason`] needs no new layout if older programs ignore it and an
+/// older agent writes the entry anew.
 ///
 /// No version had layout 12: it is the layout from which connections are taken over. The tests use it as the previous
 /// layout.

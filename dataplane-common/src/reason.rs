@@ -146,6 +146,8 @@ reasons! {
     SourceRouted = 49, "source-routed", "a pod's packet has an IPv6 routing header or an IPv4 source route, so it does not go where its socket was asked to send it; dropped";
     /// Capture by packets: a fragment of TCP. The programs cannot tell to which connection it belongs.
     CapturedFragment = 50, "captured-fragment", "a TCP fragment from a workload that is captured by packets; dropped";
+    /// Capture: an object of Istio's limits such connections, and nothing on the node enforces its rules.
+    Unsupported = 51, "unsupported", "a waypoint, AuthorizationPolicy or PeerAuthentication of Istio's limits these connections, and nothing on the node enforces it (mesh.unsupported: deny); refused";
 }
 
 impl Reason {
@@ -178,6 +180,7 @@ impl Reason {
                 | Self::SourceForged
                 | Self::SourceRouted
                 | Self::CapturedFragment
+                | Self::Unsupported
         )
     }
 }

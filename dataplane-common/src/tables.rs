@@ -212,6 +212,8 @@ impl Block {
     /// Flag: every endpoint is a Pod's, or in a range that the operator has stated: a workload whose egress policy is deny
     /// may reach the service.
     pub const REACHABLE: u16 = 4;
+    /// Flag: captured workloads may not connect to the service by TCP ([`crate::Reason::Unsupported`]).
+    pub const REFUSED: u16 = 8;
     /// The most endpoints that one pool can have.
     pub const MAX_LEN: usize = u16::MAX as usize;
 

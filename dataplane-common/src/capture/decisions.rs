@@ -1,6 +1,6 @@
 //! The verdicts on a workload's connections and datagrams, by its rules: the programs, `explain` and the tests share this code.
 
-use super::{CAPTURED, CaptureConfig, DNS, EXCLUDED, Enrolled, JUDGED, Local, RuleKey};
+use super::{CAPTURED, CaptureConfig, DNS, EXCLUDED, Enrolled, JUDGED, Local, REFUSED, RuleKey};
 use crate::{Addr, Port, Reason};
 
 /// The source of the rules: the kernel's own tables, or a copy in user space.
@@ -106,6 +106,9 @@ pub trait Circumstances: Rules {
     fn is_itself(&self) -> bool;
     /// Whether the destination is a service of Pods, an endpoint of such a service, or stated by the operator.
     fn is_known(&self) -> bool;
+    /// Whether the destination is a service to which captured workloads may not connect by TCP
+    /// ([`Block::REFUSED`](crate::tables::Block::REFUSED)).
+    fn is_refused(&self) -> bool;
     /// Whether a process listens at the proxy's outbound port, at loopback in the workload's network namespace.
     fn listens(&self) -> bool;
 }
@@ -143,6 +146,9 @@ pub fn decide_outbound<T: Circumstances>(
     }
     if reason != Reason::Captured {
         return (reason, denies);
+    }
+    if enrolled.flags & Enrolled::REFUSES_SERVICES != 0 && asked.is_refused() {
+        return (Reason::Unsupported, false);
     }
     if !proxy {
         return (Reason::Direct, denies);
@@ -243,8 +249,8 @@ pub const fn without_proxy(flags: u32) -> Reason {
     }
 }
 
-/// Whether an inbound connection of a workload is captured ([`Reason::CapturedInbound`]), or which kind of rule
-/// excludes it.
+/// Whether an inbound connection of a workload is captured ([`Reason::CapturedInbound`]) or refused
+/// ([`Reason::Unsupported`]), or which kind of rule excludes it.
 #[inline(always)]
 pub fn inbound<T: Rules>(tables: &T, local: &Local, port: u32, interface: u32) -> Reason {
     if local.flags & Enrolled::HAS_INTERFACES != 0 {
@@ -266,11 +272,15 @@ pub fn inbound<T: Rules>(tables: &T, local: &Local, port: u32, interface: u32) -
         });
     }
     if said == 0 && local.flags & Enrolled::INBOUND_OTHERS != 0 {
-        said = CAPTURED;
+        said = if local.flags & Enrolled::REFUSES_OTHER_PORTS == 0 {
+            CAPTURED
+        } else {
+            REFUSED
+        };
     }
-    if said == CAPTURED {
-        Reason::CapturedInbound
-    } else {
-        Reason::ExcludedPort
+    match said {
+        CAPTURED => Reason::CapturedInbound,
+        REFUSED => Reason::Unsupported,
+        _ => Reason::ExcludedPort,
     }
 }

@@ -282,9 +282,15 @@ impl Enrolled {
     /// Connections that come into its network namespace by some of its interfaces are captured as outbound ones.
     pub const VIRTUAL: u32 = 1 << 13;
     /// Flags that need the program at the socket lookup of the network namespace.
-    pub const LOOKED_UP: u32 = Self::PROXY | Self::INBOUND | Self::VIRTUAL;
+    pub const LOOKED_UP: u32 = Self::PROXY | Self::INBOUND | Self::VIRTUAL | Self::REFUSES_INBOUND;
     /// Some range of loopback is captured. Needs [`Enrolled::HAS_RANGES`].
     pub const LOOPBACK: u32 = 1 << 14;
+    /// Outbound connections to a service with [`Block::REFUSED`](crate::tables::Block::REFUSED) are refused.
+    pub const REFUSES_SERVICES: u32 = 1 << 15;
+    /// Inbound connections are refused, at least at some ports.
+    pub const REFUSES_INBOUND: u32 = 1 << 16;
+    /// Inbound connections to ports without a rule are refused, if [`Enrolled::INBOUND_OTHERS`] captures them.
+    pub const REFUSES_OTHER_PORTS: u32 = 1 << 17;
     /// The entry is a workload's. Without this flag, an entry with resolvers belongs to a workload of which the agent
     /// captures only the DNS queries. Any other entry belongs to a namespace without a captured workload.
     pub const CAPTURED: u32 = 1 << 31;
@@ -407,6 +413,8 @@ impl RuleKey {
 pub const CAPTURED: u32 = 1;
 /// Value of a rule: its connections are not captured.
 pub const EXCLUDED: u32 = 2;
+/// Value of a rule about a local port: its connections are refused ([`crate::Reason::Unsupported`]).
+pub const REFUSED: u32 = 4;
 /// Value of a rule: its connections are not captured, but the egress policy still applies to them. Labels and
 /// annotations have this value where the configuration denies egress.
 pub const JUDGED: u32 = 3;

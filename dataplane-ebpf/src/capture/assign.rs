@@ -24,7 +24,7 @@ use dataplane_common::{
     decide,
     packet::FlowKey,
     reread::Copied,
-    tables::Endpoint,
+    tables::{Endpoint, Frontend},
 };
 
 use super::{Live, config, copy};
@@ -427,6 +427,11 @@ impl capture::Circumstances for Asked<'_> {
     }
 
     #[inline(always)]
+    fn is_refused(&self) -> bool {
+        capture_refuses_packet(self.key) != 0
+    }
+
+    #[inline(always)]
     fn listens(&self) -> bool {
         let sk = listener(self.listener);
         if sk.is_null() {
@@ -453,6 +458,22 @@ extern "C" fn capture_knows_packet(key: *const FlowKey) -> u32 {
         return 0;
     };
     let (dst, port, protocol) = (key.dst, key.dst_port, key.protocol);
-    let frontend = decide::find_frontend(&select::Live, dst, port, protocol, false);
-    u32::from(super::is_known(frontend, dst, port, protocol))
+    u32::from(super::is_known(frontend(key), dst, port, protocol))
+}
+
+/// Whether the destination is a service to which captured workloads may not connect. With external linkage, too.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_refuses_packet(key: *const FlowKey) -> u32 {
+    // SAFETY: as above.
+    let Some(key) = (unsafe { key.as_ref() }) else {
+        return 0;
+    };
+    u32::from(decide::is_refused(&select::Live, frontend(key)))
+}
+
+#[inline(always)]
+fn frontend(key: &FlowKey) -> Frontend {
+    decide::find_frontend(&select::Live, key.dst, key.dst_port, key.protocol, false)
 }

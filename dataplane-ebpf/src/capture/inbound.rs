@@ -62,9 +62,10 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     if local.netns != here {
         return elsewhere(ctx, here, interface, port);
     }
-    if local.flags & Enrolled::INBOUND == 0 {
+    if local.flags & (Enrolled::INBOUND | Enrolled::REFUSES_INBOUND) == 0 {
         return PASS;
     }
+    let is_captured = local.flags & Enrolled::INBOUND != 0;
     // The workload's own connections to itself. They come by loopback, but the kernel names the interface that has the
     // address (`orig_oif` in `ip_route_output_key_hash_rcu`, `net/ipv4/route.c`). The proxy's connections are bound to
     // loopback.
@@ -87,11 +88,18 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         // The port of a sidecar: while netfilter rules redirect connections to it, they arrive at this port.
         return PASS;
     }
-    if to_inbound || port == u32::from(config.outbound.host()) {
+    if is_captured && (to_inbound || port == u32::from(config.outbound.host())) {
         count(Reason::Recursive);
         return DROP;
     }
     let reason = capture::inbound(&Live, &local, port, interface);
+    if reason == Reason::Unsupported {
+        count(reason);
+        return DROP;
+    }
+    if !is_captured {
+        return PASS;
+    }
     if reason != Reason::CapturedInbound {
         count(reason);
         return PASS;

@@ -345,6 +345,11 @@ impl capture::Circumstances for Call<'_> {
     }
 
     #[inline(always)]
+    fn is_refused(&self) -> bool {
+        capture_refuses(self.request) != 0
+    }
+
+    #[inline(always)]
     fn listens(&self) -> bool {
         let (addr, port) = proxy(self.ctx, self.request);
         listens(self.ctx, Protocol::TCP, addr, port)
@@ -417,6 +422,18 @@ extern "C" fn capture_knows(request: *const Request) -> u32 {
         request.port,
         request.protocol,
     ))
+}
+
+/// Whether the destination is a service to which captured workloads may not connect. With external linkage, too.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_refuses(request: *const Request) -> u32 {
+    // SAFETY: as above.
+    let Some(request) = (unsafe { request.as_ref() }) else {
+        return 0;
+    };
+    u32::from(decide::is_refused(&select::Live, frontend(request)))
 }
 
 #[inline(always)]

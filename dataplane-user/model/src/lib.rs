@@ -11,6 +11,7 @@ mod entry;
 mod ephemeral;
 mod hosts;
 mod identity;
+mod istio;
 mod name;
 mod names;
 mod order;
@@ -34,6 +35,7 @@ pub use endpoint_name::{ADDRESSES_MAX, EndpointName, Resolved, can_be_endpoint};
 pub use entry::{At, Backend, Entry, EntryPort, EntryResolution, ExportTo, Host, Location};
 pub use ephemeral::Ephemeral;
 pub use identity::{Identity, IdentityError};
+pub use istio::{Effect, Istio, IstioNamespace, IstioPolicy, Label};
 pub use name::{EntryName, ServiceName, WorkloadName};
 pub use names::Names;
 pub use order::{Anchor, Name, Order};
@@ -43,7 +45,9 @@ pub use reachable::Reachable;
 pub use records::{Named, NamedProtocol, Published, PublishedPort, Records};
 pub use resolution::{DnsPolicy, Resolution};
 pub use route::{BackendRef, BackendTo, Grant, Parent, Route, RouteKind, RouteName};
-pub use rules::{CapturedBy, DNS, Egress, Inbound, Layers, Mode, Policy, Rules, WithoutProxy};
+pub use rules::{
+    CapturedBy, DNS, Egress, Inbound, Layers, Mode, Policy, RefusedInbound, Rules, WithoutProxy,
+};
 pub use service::{
     Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy, VipPort,
 };
@@ -172,6 +176,8 @@ pub struct Snapshot {
     pub routes: imbl::OrdMap<RouteName, Arc<Route>>,
     /// Every ReferenceGrant, by its namespace and name.
     pub grants: imbl::OrdMap<ServiceName, Arc<Grant>>,
+    /// Istio's objects that limit connections.
+    pub istio: Istio,
     /// Every workload that is known, captured or not.
     pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// The addresses of Pods and their nodes, as far as ServiceEntries are served.

@@ -284,6 +284,7 @@ impl Rules {
             excluded_gids: self.excluded_gids.clone(),
             excluded_interfaces: self.excluded_interfaces.clone(),
             virtual_interfaces: self.virtual_interfaces.clone(),
+            refused: None,
         })
     }
 
@@ -312,6 +313,22 @@ impl Rules {
         }
         let included = ranges.into_iter().map(|range| (range.trunc(), true));
         self.outbound_ranges.extend(included);
+    }
+}
+
+/// The inbound connections that are refused, because nothing on the node enforces Istio's policies about them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RefusedInbound {
+    /// Ports: whether they are refused.
+    pub ports: BTreeMap<u16, bool>,
+    /// Whether all other ports are.
+    pub others: bool,
+}
+
+impl RefusedInbound {
+    /// Returns whether a port is refused.
+    pub fn is_any(&self) -> bool {
+        self.others || self.ports.values().any(|is_refused| *is_refused)
     }
 }
 
@@ -375,6 +392,8 @@ pub struct Policy {
     /// Interfaces of the workload by which connections come in that are captured as outbound ones: those of virtual machines
     /// and of containers in the workload's network namespace. Of ranges, those count that are included.
     pub virtual_interfaces: BTreeSet<Box<str>>,
+    /// The inbound connections that `mesh.unsupported: deny` refuses. `None`: it does not hold for the workload.
+    pub refused: Option<Box<RefusedInbound>>,
 }
 
 impl Policy {

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt, net::IpAddr, path::PathBuf, sync::Arc};
 
 use smallvec::SmallVec;
 
-use super::{Cluster, Identity, Layers, Policy, Protocol, Resolution, WorkloadName};
+use super::{Cluster, Identity, Label, Layers, Policy, Protocol, Resolution, WorkloadName};
 
 /// Ports that a mesh's proxies have: no rule of a configuration can name them.
 pub const RESERVED: [u16; 12] = [
@@ -47,6 +47,8 @@ pub struct Workload {
     pub service_account: Arc<str>,
     /// Its names in metrics and logs.
     pub telemetry: Telemetry,
+    /// Its labels, sorted, by which policies select it; none on another node.
+    pub labels: Box<[Label]>,
     /// How it looks up names; none: as a pod that says nothing of it.
     pub resolution: Option<Box<Resolution>>,
     /// Whether it is to be served by packets only, or at its sockets, if it says so.
@@ -70,6 +72,7 @@ impl Workload {
             network: Arc::clone(&nothing),
             service_account: nothing,
             telemetry: Telemetry::new(name.name(), None),
+            labels: Box::default(),
             resolution: None,
             by_packets: None,
             rules: Arc::default(),

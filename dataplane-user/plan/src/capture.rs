@@ -5,7 +5,7 @@ use std::{
     net::{Ipv4Addr, Ipv6Addr},
 };
 
-use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, JUDGED, RuleKey};
+use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, JUDGED, REFUSED, RuleKey};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use model::{Egress, Inbound, Policy, WithoutProxy};
 
@@ -72,16 +72,8 @@ impl Policies {
             let said = verdict(*captured, is_judged);
             rule(RuleKey::OUTBOUND_PORT, u32::from(*port), said);
         }
-        let inbound = policy
-            .inbound_ports
-            .iter()
-            .filter(|_| policy.inbound != Inbound::None);
-        for (port, captured) in inbound {
-            rule(
-                RuleKey::INBOUND_PORT,
-                u32::from(*port),
-                verdict(*captured, false),
-            );
+        for (port, said) in inbound(policy) {
+            rule(RuleKey::INBOUND_PORT, u32::from(port), said);
         }
         // The table holds IPv4 as v4-mapped IPv6. Ranges of IPv6 such as ::/0 must not match those addresses.
         if policy.outbound_ranges.keys().any(|r| r.addr().is_ipv6()) {
@@ -138,6 +130,29 @@ impl Policies {
     }
 }
 
+/// Returns the rules for local ports. A port that is not captured is not refused either.
+fn inbound(policy: &Policy) -> BTreeMap<u16, u32> {
+    let said = |is_captured, is_refused| match (is_captured, is_refused) {
+        (false, _) => EXCLUDED,
+        (true, false) => CAPTURED,
+        (true, true) => REFUSED,
+    };
+    let refused = policy.refused.as_deref().cloned().unwrap_or_default();
+    let mut rules = BTreeMap::new();
+    if policy.inbound == Inbound::All {
+        let own = refused.ports.iter();
+        rules.extend(own.map(|(port, is_refused)| (*port, said(true, *is_refused))));
+    }
+    for (port, is_captured) in &policy.inbound_ports {
+        let is_refused = refused.ports.get(port).copied().unwrap_or(refused.others);
+        rules.insert(*port, said(*is_captured, is_refused));
+    }
+    if policy.inbound == Inbound::None {
+        rules.clear();
+    }
+    rules
+}
+
 /// The loopback network of IPv4.
 const LOOPBACK: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8);
 /// The address at which proxies listen, and at which the application listens for its proxy. It is never captured.
@@ -161,6 +176,9 @@ fn flags(policy: &Policy, foreign: bool) -> u32 {
         return flags_of(of_users);
     }
     let inbound = policy.inbound != Inbound::None;
+    let ports = self::inbound(policy);
+    let refused = policy.refused.as_deref();
+    let refuses_others = inbound && refused.is_some_and(|refused| refused.others);
     // A workload without a proxy has no program that relays or judges its machines' connections, so the BPF programs
     // refuse these connections.
     let is_virtual = proxied || policy.egress == Egress::Deny;
@@ -184,10 +202,13 @@ fn flags(policy: &Policy, foreign: bool) -> u32 {
             Enrolled::HAS_OUTBOUND_PORTS,
             !policy.outbound_ports.is_empty(),
         ),
+        (Enrolled::HAS_INBOUND_PORTS, !ports.is_empty()),
+        (Enrolled::REFUSES_SERVICES, refused.is_some()),
         (
-            Enrolled::HAS_INBOUND_PORTS,
-            inbound && !policy.inbound_ports.is_empty(),
+            Enrolled::REFUSES_INBOUND,
+            refuses_others || ports.values().any(|said| *said == REFUSED),
         ),
+        (Enrolled::REFUSES_OTHER_PORTS, refuses_others),
     ];
     flags_of(of_users.into_iter().chain(of_connections))
 }
@@ -315,6 +336,59 @@ mod tests {
         assert_eq!(captured(&all), (true, true));
         assert_eq!(captured(&none.over(&all)), (false, false));
         assert_eq!(captured(&again.over(&none.over(&all))), (true, true));
+    }
+
+    /// Port 81 is excluded from capture. Each line has the refused ports (`*`: all others, `!`: not), and the refused ones of
+    /// 80, 81 and 90, without and with a list of the only captured ports, 80.
+    #[test]
+    fn inbound_connections_that_are_captured_may_be_refused() {
+        for (refused, wanted) in [
+            ("", ["", ""]),
+            ("*", ["80 90", "80"]),
+            ("* !80 !81", ["90", ""]),
+            ("80 81", ["80", "80"]),
+            ("90", ["90", ""]),
+        ] {
+            for (listed, wanted) in [false, true].into_iter().zip(wanted) {
+                let policy = rules(|r| {
+                    r.inbound_ports.insert(81, false);
+                    if listed {
+                        r.inbound_ports.insert(80, true);
+                        r.inbound_others = Some(false);
+                    }
+                });
+                let ports = refused.split_whitespace().filter(|word| *word != "*");
+                let port = |word: &str| {
+                    (
+                        word.trim_matches('!').parse().unwrap(),
+                        !word.starts_with('!'),
+                    )
+                };
+                let refused = model::RefusedInbound {
+                    ports: ports.map(port).collect(),
+                    others: refused.starts_with('*'),
+                };
+                let mut policy = policy.policy().expect("captured");
+                policy.refused = Some(Box::new(refused));
+                let mut tables = Captured::default();
+                let (policy, flags) = Policies::after(7).add(&policy, false, &mut tables);
+                let local = Local {
+                    netns: 1,
+                    policy,
+                    flags,
+                    workload: 1,
+                    resolvers: 0,
+                };
+                let verdict = |port: &u32| capture::inbound(&tables, &local, *port, 2);
+                let found = [80, 81, 90].into_iter();
+                let found = found.filter(|port| verdict(port) == Reason::Unsupported);
+                let found: Vec<String> = found.map(|port| port.to_string()).collect();
+                assert_eq!(found.join(" "), wanted, "{listed}");
+                assert_eq!(flags & Enrolled::INBOUND, 0, "in the kernel's mode");
+                let has_flag = flags & Enrolled::REFUSES_INBOUND != 0;
+                assert!(has_flag || found.is_empty(), "the program is attached");
+            }
+        }
     }
 
     #[test]

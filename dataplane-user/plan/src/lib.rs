@@ -171,11 +171,12 @@ pub struct Contents {
 }
 
 impl Contents {
-    /// Forgets which blocks are reachable from workloads with `egress: deny`.
+    /// Forgets which blocks are reachable from workloads with `egress: deny`, and which captured workloads may not reach.
     pub fn forget_reachable(&mut self) {
         for pool in &mut self.pools {
             let Pool { block, .. } = pool;
-            *block = Block::new(block.base(), block.len(), block.flags() & !Block::REACHABLE);
+            let flags = block.flags() & !(Block::REACHABLE | Block::REFUSED);
+            *block = Block::new(block.base(), block.len(), flags);
         }
     }
 }

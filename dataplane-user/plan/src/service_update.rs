@@ -46,6 +46,8 @@ pub(super) struct ServiceUpdate<'a> {
     pub(super) local: &'a mut Vec<Endpoint>,
     /// Whether the tables have no room for its endpoints.
     pub(super) without_endpoints: bool,
+    /// Flags of all its pools with endpoints.
+    pub(super) flags: u16,
     pub(super) problems: Vec<Problem>,
 }
 
@@ -207,11 +209,12 @@ impl ServiceUpdate<'_> {
         let none_here = self.local.is_empty() && !self.cluster.is_empty();
         let local = mirror::Contents {
             endpoints: self.local,
-            flags: if none_here {
-                Block::NO_LOCAL
-            } else {
-                self.reach.flag(self.local)
-            },
+            flags: self.flags
+                | if none_here {
+                    Block::NO_LOCAL
+                } else {
+                    self.reach.flag(self.local)
+                },
             affinity_seconds,
             affinity_group: pools.cluster,
             external: 0,
@@ -222,7 +225,7 @@ impl ServiceUpdate<'_> {
             .collect();
         let cluster = mirror::Contents {
             endpoints: self.cluster,
-            flags: self.reach.flag(self.cluster),
+            flags: self.flags | self.reach.flag(self.cluster),
             affinity_seconds,
             affinity_group: pools.cluster,
             external: if outside_is_local { pools.local } else { 0 },

@@ -254,6 +254,11 @@ impl Index {
         })
     }
 
+    /// Whether captured workloads may not connect to a service, because nothing on the node enforces its waypoint.
+    pub fn is_refused(&self, target: &Target) -> bool {
+        self.snapshot.istio.refuses(&target.service)
+    }
+
     /// Whether an endpoint of a service is the node itself, as which the proxy on the node would connect.
     pub fn leads_to_node(&self, target: &Target, v4: bool) -> bool {
         target

@@ -64,12 +64,13 @@ pub fn decide(
     }
 }
 
-/// Whether a workload may not connect to a service. The kernel's programs have judged this already; the service's
-/// endpoints may have changed since.
+/// Whether a workload may not connect to a service. The kernel's programs have judged this already, unless the connection
+/// came by a virtual interface; the service's endpoints may have changed since.
 fn is_refused(index: &Index, attached: &Attached, target: &Target, v4: bool) -> bool {
     let capture = attached.workload.capture.as_deref();
     // The proxy connects as the node.
     let as_node = capture.is_some_and(|policy| policy.captured_by == CapturedBy::Packets);
-    attached.egress == Egress::Deny && !index.is_service_reachable(target, v4)
+    index.is_refused(target)
+        || attached.egress == Egress::Deny && !index.is_service_reachable(target, v4)
         || as_node && index.leads_to_node(target, v4)
 }

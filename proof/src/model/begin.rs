@@ -73,7 +73,7 @@ impl Model<'_> {
                 of_node || self.world.masquerade_all() || (self.world.knows_pods() && !inside);
         }
         if pool.endpoints.is_empty() {
-            let reason = match pool.flags {
+            let reason = match pool.flags & (Block::NO_SUCH_PORT | Block::NO_LOCAL) {
                 Block::NO_SUCH_PORT => Reason::PortNotServed,
                 Block::NO_LOCAL => Reason::NoLocalEndpoint,
                 _ => Reason::NoEndpoints,

@@ -254,6 +254,9 @@ mod tests {
         fn is_known(&self) -> bool {
             false
         }
+        fn is_refused(&self) -> bool {
+            false
+        }
         fn listens(&self) -> bool {
             true
         }

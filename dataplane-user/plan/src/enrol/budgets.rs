@@ -34,6 +34,7 @@ pub(super) const ROOM: [u64; 2] = [part(capture::RULES); 2];
 fn cost(policy: &Policy) -> [u64; 2] {
     let rules = policy.outbound_ports.len()
         + policy.inbound_ports.len()
+        + (policy.refused.as_ref()).map_or(0, |refused| refused.ports.len())
         + policy.included_uids.len()
         + policy.included_gids.len()
         + policy.excluded_uids.len()

@@ -22,6 +22,8 @@ pub struct Member {
     pub ineffective: Vec<String>,
     /// Whether the configuration denies it egress, and not only its own labels and annotations.
     pub denied_by_operator: bool,
+    /// The namespaces and names of Istio's policies that limit its inbound connections, not all if they are many.
+    pub limited_by: Vec<(Arc<str>, Arc<str>)>,
 }
 
 impl Member {
@@ -43,6 +45,7 @@ impl Member {
             over_budget: false,
             ineffective: Vec::new(),
             denied_by_operator: false,
+            limited_by: Vec::new(),
         }
     }
 }

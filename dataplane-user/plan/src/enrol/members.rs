@@ -2,14 +2,21 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use model::{Egress, Exempt, Layers, Mode, Place, Rules, Snapshot, Workload, WorkloadName};
+use model::{
+    CapturedBy, Egress, Exempt, Layers, Mode, Place, Rules, Snapshot, Workload, WorkloadName,
+};
 
 use super::{
     Member,
     bounds::Bounds,
     budgets::{ROOM, over_budget, without_lists},
+    istio::{is_carried, limits},
     statements::statements,
 };
+
+/// The problem of a workload whose inbound connections pass no program that could refuse them.
+const NOT_REFUSED: &str = "Istio's policies limit connections to the Pod, and mesh.unsupported: deny does not refuse \
+     them, because the Pod is captured by its packets; use NetworkPolicies, or capturedBy: sockets";
 
 /// The node's configuration of capture. Each layer has a name for people.
 #[derive(Clone, Debug, Default)]
@@ -53,10 +60,11 @@ pub(super) fn members_within(
             .entry(&described.name)
             .or_insert_with(|| Arc::new(described.clone()));
     }
+    let denies = snapshot.istio.denies;
     let captured = |workload: Arc<Workload>, over_budget| {
         let Layered {
             layers,
-            ineffective,
+            mut ineffective,
             bounds,
             by_sidecar,
         } = layers(said, &workload, over_budget);
@@ -76,17 +84,33 @@ pub(super) fn members_within(
                     over_budget,
                     ineffective: Vec::new(),
                     denied_by_operator: false,
+                    limited_by: Vec::new(),
                 });
         };
         let denied_by_operator = bounds.stated.egress == Some(Egress::Deny);
         bounds.judge(&mut policy);
+        let workload = judged(&workload, &bounds, by_sidecar);
+        let mut limited_by = Vec::new();
+        if is_carried(&workload, &policy, said.sidecars) {
+            let mut refused;
+            (limited_by, refused) = limits(&snapshot.istio, &workload);
+            if policy.captured_by == CapturedBy::Packets && refused.is_any() && denies {
+                ineffective.push(NOT_REFUSED.to_owned());
+            }
+            if over_budget {
+                refused.others = refused.is_any();
+                refused.ports.clear();
+            }
+            policy.refused = denies.then(|| Box::new(refused));
+        }
         Some(Member {
             policy,
             rules: statements(&layers),
-            workload: judged(&workload, &bounds, by_sidecar),
+            workload,
             over_budget,
             ineffective,
             denied_by_operator,
+            limited_by,
         })
     };
     let mut members: Vec<Member> = workloads

@@ -3,6 +3,7 @@
 
 mod bounds;
 mod budgets;
+mod istio;
 mod kept;
 mod known;
 mod member;
@@ -17,6 +18,7 @@ use std::{
 
 pub use budgets::fit_addresses;
 use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, Local, RuleKey};
+pub use istio::{consequence, limited};
 pub use kept::{Retained, Unknown};
 pub use known::known;
 pub use member::Member;

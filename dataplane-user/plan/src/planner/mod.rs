@@ -138,7 +138,9 @@ impl Planner {
             }
         }
         for service in &dirty {
-            self.update_service(service, keys_before, &mut scratch, &mut writes);
+            let new = service.new.as_deref();
+            let is_refused = new.is_some_and(|new| snapshot.istio.refuses(new));
+            self.update_service(service, is_refused, keys_before, &mut scratch, &mut writes);
         }
         if self.adopted.take().is_some() {
             self.remove_strays(&mut writes);
@@ -322,6 +324,8 @@ impl Planner {
         let mut others = self.budgets.decide(snapshot);
         others.append(&mut self.waiting);
         others.extend(reach);
+        let istio = &snapshot.istio;
+        others.extend(istio.changed(&self.last.istio, &snapshot.services).cloned());
         for key in contested {
             if let Some((loser, winner)) = self.claims.decide(&key) {
                 others.extend([loser, winner]);

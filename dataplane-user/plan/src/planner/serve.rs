@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use dataplane_common::tables::Block;
 use model::{Gravity, Problem, Service};
 
 use super::{
@@ -15,10 +16,11 @@ use super::{
 };
 
 impl Planner {
-    /// Gives the service the pools and keys that it should have.
+    /// Gives the service the pools and keys that it should have. `is_refused`: captured workloads may not connect to it.
     pub(super) fn update_service(
         &mut self,
         service: &Dirty,
+        is_refused: bool,
         keys_before: usize,
         scratch: &mut Scratch,
         writes: &mut Writes,
@@ -44,6 +46,7 @@ impl Planner {
                         cluster: &mut scratch.cluster,
                         local: &mut scratch.local,
                         without_endpoints: left.is_some(),
+                        flags: if is_refused { Block::REFUSED } else { 0 },
                         problems,
                     };
                     let after = update.apply(new, &scratch.keys, before);

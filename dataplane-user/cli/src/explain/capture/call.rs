@@ -62,6 +62,10 @@ impl capture::Circumstances for Call<'_> {
             || capture::Rules::range(&self.mesh.held, REACHABLE, addr) == CAPTURED
     }
 
+    fn is_refused(&self) -> bool {
+        decide::is_refused(self.tables, self.frontend())
+    }
+
     fn listens(&self) -> bool {
         if self.is_by_packets() {
             let key = ListenerKey::of_packets(self.enrolled.workload, self.to.0.is_v4());

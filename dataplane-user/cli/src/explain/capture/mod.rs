@@ -240,20 +240,23 @@ impl Mesh {
         if of_sidecar && !from_itself {
             return None;
         }
-        let is_proxied = local.flags & Enrolled::PROXY != 0 && !local.is_by_packets();
-        if to.protocol != Protocol::TCP || !is_proxied || from_itself {
+        let has = |flags| local.flags & flags != 0;
+        let is_decided = has(Enrolled::PROXY | Enrolled::REFUSES_INBOUND) && !local.is_by_packets();
+        if to.protocol != Protocol::TCP || !is_decided || from_itself {
             return None;
         }
         let interface = interface_of(local.netns, to);
         let number = interface.as_ref().map_or(0, |(_, number)| *number);
         let own = [self.config.inbound, self.config.outbound].contains(&Port::new(to.port));
-        let mut reason = if local.flags & Enrolled::INBOUND == 0 {
-            Reason::ExcludedPort
-        } else if own {
-            Reason::Recursive
-        } else {
-            capture::inbound(&self.held, local, to.port.into(), number)
-        };
+        let mut reason = capture::inbound(&self.held, local, to.port.into(), number);
+        if !has(Enrolled::INBOUND) && reason != Reason::Unsupported {
+            if !has(Enrolled::PROXY) {
+                return None;
+            }
+            reason = Reason::ExcludedPort;
+        } else if has(Enrolled::INBOUND) && own {
+            reason = Reason::Recursive;
+        }
         let key = ListenerKey::of_namespace(local.netns, to.addr.is_ipv4());
         let listens = self.listeners.contains(&key);
         if reason == Reason::CapturedInbound && !listens {

@@ -1,0 +1,118 @@
+//! Istio's objects that limit connections: waypoints and policies. Nothing on the node enforces them.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use imbl::{OrdMap, ordmap::DiffItem};
+
+use super::{Service, ServiceName, ServiceType};
+
+/// All objects, and what the operator says about them.
+#[derive(Clone, Debug, Default)]
+pub struct Istio {
+    /// The objects of each namespace that has some.
+    pub namespaces: OrdMap<Arc<str>, Arc<IstioNamespace>>,
+    /// Whether a kind of policy cannot be read, although connections are refused.
+    pub unread: bool,
+    /// `mesh.unsupported: deny`: the connections are refused.
+    pub denies: bool,
+    /// The namespace whose policies hold in all namespaces (`mesh.rootNamespace`).
+    pub root: Arc<str>,
+}
+
+/// The objects of a namespace, by their kinds and names, such as `Service web`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct IstioNamespace {
+    /// Whether a label of the Namespace names a waypoint.
+    pub waypoint: bool,
+    /// The Services and ServiceEntries with such a label: whether it names a waypoint. If not, it exempts the object from
+    /// the Namespace's.
+    pub labels: OrdMap<Arc<str>, bool>,
+    /// The policies.
+    pub policies: OrdMap<Arc<str>, Arc<IstioPolicy>>,
+}
+
+/// A policy, as far as it concerns connections to Pods.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IstioPolicy {
+    /// The labels of the Pods that it selects, sorted; empty: all Pods. `None`: they cannot be read, which has the same
+    /// effect.
+    pub selector: Option<Box<[Label]>>,
+    /// The effect.
+    pub effect: Effect,
+}
+
+/// A label: key and value.
+pub type Label = (Box<str>, Box<str>);
+
+/// The effect of a policy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// It allows all connections.
+    AllowAll,
+    /// It allows some connections: without a policy that allows the others, these are refused.
+    Allow,
+    /// It refuses some connections, or it cannot be read.
+    Deny,
+    /// It refuses plaintext, or permits it.
+    Plaintext {
+        /// The time of the policy's creation, in seconds since the epoch.
+        created: Option<i64>,
+        /// Whether plaintext is refused. `None`: less specific policies decide.
+        strict: Option<bool>,
+        /// The same for single ports.
+        ports: BTreeMap<u16, bool>,
+    },
+}
+
+impl Istio {
+    /// Returns whether captured workloads may not connect to a service by TCP.
+    pub fn refuses(&self, service: &Service) -> bool {
+        let of = self.namespaces.get(service.name.namespace());
+        self.denies && of.is_some_and(|of| of.has_waypoint(service))
+    }
+
+    /// Returns the services for which [`Istio::refuses`] differs from a former state.
+    pub fn changed<'a>(
+        &'a self,
+        old: &'a Self,
+        services: &'a OrdMap<ServiceName, Arc<Service>>,
+    ) -> impl Iterator<Item = &'a ServiceName> {
+        let namespaces = old.namespaces.diff(&self.namespaces);
+        let namespaces = namespaces.map(|change| match change {
+            DiffItem::Add(name, _)
+            | DiffItem::Remove(name, _)
+            | DiffItem::Update { new: (name, _), .. } => name,
+        });
+        let services = namespaces.flat_map(|namespace| {
+            let all = services.range(ServiceName::new(namespace, "")..);
+            all.take_while(move |(name, _)| name.namespace() == &**namespace)
+        });
+        let changed = services.filter(|(_, of)| old.refuses(of) != self.refuses(of));
+        changed.map(|(name, _)| name)
+    }
+}
+
+impl IstioNamespace {
+    fn has_waypoint(&self, service: &Service) -> bool {
+        let name = service.name.name();
+        let object = match service.kind {
+            ServiceType::HostPort | ServiceType::ExternalName => return false,
+            // The services of an entry have names such as `serviceentry:NAME:HOST`.
+            ServiceType::Entry => {
+                let entry = name.split(':').nth(1);
+                format!("ServiceEntry {}", entry.unwrap_or_default())
+            }
+            _ => format!("Service {name}"),
+        };
+        self.labels.get(&*object).copied().unwrap_or(self.waypoint)
+    }
+}
+
+impl IstioPolicy {
+    /// Returns whether it selects a Pod with these labels, which are sorted.
+    pub fn selects(&self, labels: &[Label]) -> bool {
+        let mut own = labels.iter();
+        let mut wanted = self.selector.iter().flatten();
+        wanted.all(|label| own.find(|own| own.0 >= label.0) == Some(label))
+    }
+}

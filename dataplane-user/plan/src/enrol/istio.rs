@@ -1,0 +1,384 @@
+//! Istio's objects that limit connections of captured workloads. Nothing on the node enforces them: the agent names the
+//! objects, and refuses the connections if the operator asks for it.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use model::{Effect, Istio, Place, Policy, RefusedInbound, Workload};
+
+use super::Member;
+
+/// The number of objects of a namespace that are named, and the number of namespaces.
+const NAMED: [usize; 2] = [5, 100];
+
+/// Returns whether the agent's programs or its proxy carry the connections of a captured workload. Another proxy may
+/// enforce the objects.
+pub(super) fn is_carried(workload: &Workload, policy: &Policy, foreign: bool) -> bool {
+    let is_foreign = foreign && policy.mode.is_proxied(foreign);
+    !policy.only_queries && !is_foreign && !matches!(workload.place, Place::Exempt(_))
+}
+
+/// The namespace of an object, and its kind and name.
+type Object = (Arc<str>, Arc<str>);
+/// A PeerAuthentication: its age, itself, and what it says of all ports and of single ones.
+type Oldest<'a> = (
+    (bool, Option<i64>),
+    Object,
+    Option<bool>,
+    &'a BTreeMap<u16, bool>,
+);
+
+/// Returns the policies that limit inbound connections of a workload, not all if they are many, and the connections.
+pub(super) fn limits(istio: &Istio, workload: &Workload) -> (Vec<Object>, RefusedInbound) {
+    let own = workload.name.namespace();
+    let root = Some(&*istio.root).filter(|root| *root != own);
+    let (mut limiting, mut allowing, mut allows_all) = (Vec::new(), Vec::new(), false);
+    // The oldest PeerAuthentication of each rank: with a selector, of the namespace, of the root namespace.
+    let mut ranks: [Option<Oldest<'_>>; 3] = [const { None }; 3];
+    for name in [Some(own), root].into_iter().flatten() {
+        let Some((namespace, of)) = istio.namespaces.get_key_value(name) else {
+            continue;
+        };
+        let policies = of.policies.iter();
+        for (name, policy) in policies.filter(|(_, of)| of.selects(&workload.labels)) {
+            let object = || (Arc::clone(namespace), Arc::clone(name));
+            match &policy.effect {
+                Effect::AllowAll => allows_all = true,
+                Effect::Allow if allowing.len() <= NAMED[0] => allowing.push(object()),
+                Effect::Deny if limiting.len() <= NAMED[0] => limiting.push(object()),
+                Effect::Allow | Effect::Deny => {}
+                Effect::Plaintext {
+                    created,
+                    strict,
+                    ports,
+                } => {
+                    let rank = match (policy.selector.as_deref(), **namespace == *istio.root) {
+                        (Some([]), false) => 1,
+                        (Some([]), true) => 2,
+                        // As for Istio, a policy of the root namespace has no selector.
+                        (_, true) => continue,
+                        (_, false) => 0,
+                    };
+                    // Policies come in the order of their names, by which Istio chooses between equally old ones.
+                    let age = (created.is_none(), *created);
+                    let known = &mut ranks[rank];
+                    if known.as_ref().is_none_or(|(oldest, ..)| age < *oldest) {
+                        *known = Some((age, object(), *strict, ports));
+                    }
+                }
+            }
+        }
+    }
+    if !allows_all {
+        limiting.append(&mut allowing);
+    }
+    let mut refused = RefusedInbound {
+        others: !limiting.is_empty() || istio.denies && istio.unread,
+        ports: BTreeMap::new(),
+    };
+    if let Some((_, object, _, ports)) = &ranks[0] {
+        limiting.extend(ports.values().any(|is| *is).then(|| object.clone()));
+        if !refused.others {
+            refused.ports.clone_from(ports);
+        }
+    }
+    let mut strict = ranks.into_iter().flatten();
+    let strict = strict.find_map(|(_, object, strict, _)| Some((object, strict?)));
+    if let Some((object, true)) = strict {
+        refused.others = true;
+        limiting.push(object);
+    }
+    (limiting, refused)
+}
+
+/// Returns a text for each namespace whose objects limit connections of these workloads. `foreign`: whether the proxy is
+/// not the agent's.
+pub fn limited(istio: &Istio, members: &[Member], foreign: bool) -> BTreeMap<Arc<str>, String> {
+    let mut found: BTreeMap<Arc<str>, BTreeSet<String>> = BTreeMap::new();
+    let mut own = BTreeSet::new();
+    let carried = members.iter();
+    for member in carried.filter(|of| is_carried(&of.workload, &of.policy, foreign)) {
+        own.insert(member.workload.name.namespace());
+        for (namespace, name) in &member.limited_by {
+            own.insert(namespace);
+            let found = found.entry(Arc::clone(namespace)).or_default();
+            found.insert(name.to_string());
+        }
+    }
+    if own.is_empty() {
+        return BTreeMap::new();
+    }
+    for (namespace, of) in &istio.namespaces {
+        let label = of.waypoint.then(|| format!("Namespace {namespace}"));
+        let services = of.labels.iter().filter(|(_, has)| **has);
+        let services = services.map(|(name, _)| name.to_string());
+        let labelled = label.into_iter().chain(services).take(NAMED[0] + 1);
+        for name in labelled {
+            let found = found.entry(Arc::clone(namespace)).or_default();
+            found.insert(name);
+        }
+    }
+    let mut found: Vec<_> = found.into_iter().collect();
+    found.sort_by_key(|(namespace, _)| !own.contains(&**namespace));
+    let named = found.into_iter().take(NAMED[1]);
+    let texts = named.map(|(namespace, names)| {
+        let others = (names.len() > NAMED[0]).then(|| "others".to_owned());
+        let names = names.into_iter().take(NAMED[0]).chain(others);
+        let names = names.collect::<Vec<_>>().join(", ");
+        let text = format!(
+            "Istio's objects of namespace {namespace} limit connections, and nothing on this node enforces them: {names}"
+        );
+        (namespace, text)
+    });
+    texts.collect()
+}
+
+/// Returns the consequence of what [`limited`] names.
+pub const fn consequence(istio: &Istio) -> &'static str {
+    if !istio.denies {
+        "connections that Istio's objects limit pass as if these objects did not exist; to refuse the connections, set \
+         mesh.unsupported: deny"
+    } else if istio.unread {
+        "Istio's policies cannot be read, so mesh.unsupported: deny refuses all connections to captured Pods"
+    } else {
+        "mesh.unsupported: deny refuses connections that Istio's objects limit"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use model::{
+        CapturedBy, IstioNamespace, IstioPolicy, Label, Layers, Mode, Rules, Snapshot, WorkloadName,
+    };
+
+    use super::{
+        super::{MeshStatements, members},
+        *,
+    };
+
+    fn labels(text: &str) -> Box<[Label]> {
+        let labels = text.split(',').filter_map(|label| label.split_once('='));
+        let labels = labels.map(|(key, value)| (key.into(), value.into()));
+        labels.collect()
+    }
+
+    /// Reads policies such as `shop/a@5 app=web STRICT 80=OFF; shop/b * deny`. The number after `@` is the age, `?` is a
+    /// selector that cannot be read.
+    fn istio(text: &str) -> Istio {
+        let mut istio = Istio {
+            root: "root".into(),
+            ..Istio::default()
+        };
+        for policy in text.split(';').filter(|policy| !policy.trim().is_empty()) {
+            let words: Vec<&str> = policy.split_whitespace().collect();
+            let (namespace, name) = words[0].split_once('/').unwrap();
+            let is_strict = |word: &str| match word {
+                "STRICT" => Some(true),
+                "OFF" => Some(false),
+                _ => None,
+            };
+            let port = |port: &&str| {
+                let (port, mode) = port.split_once('=').unwrap();
+                (port.parse().unwrap(), is_strict(mode).unwrap())
+            };
+            let effect = match words[2] {
+                "all" => Effect::AllowAll,
+                "allow" => Effect::Allow,
+                "deny" => Effect::Deny,
+                mode => Effect::Plaintext {
+                    created: name.split_once('@').map(|(_, at)| at.parse().unwrap()),
+                    strict: is_strict(mode),
+                    ports: words[3..].iter().map(port).collect(),
+                },
+            };
+            let selector = (words[1] != "?").then(|| labels(words[1]));
+            let policy = IstioPolicy { selector, effect };
+            let of = istio.namespaces.entry(namespace.into()).or_default();
+            let policies = &mut Arc::make_mut(of).policies;
+            policies.insert(name.into(), Arc::new(policy));
+        }
+        istio
+    }
+
+    fn pod(own: &str) -> Workload {
+        let rules = Rules {
+            captured: Some(true),
+            ..Rules::default()
+        };
+        Workload {
+            rules: Arc::new(Layers {
+                own: rules,
+                ..Layers::default()
+            }),
+            labels: labels(own),
+            ..Workload::new(WorkloadName::new("shop", "web"), Place::Address)
+        }
+    }
+
+    fn told(refused: &RefusedInbound) -> String {
+        let ports = refused.ports.iter();
+        let ports = ports.map(|(port, is)| format!("{}{port}", if *is { "" } else { "!" }));
+        let others = refused.others.then(|| "*".to_owned()).into_iter();
+        others.chain(ports).collect::<Vec<_>>().join(" ")
+    }
+
+    /// <https://istio.io/latest/docs/concepts/security/#implicit-enablement> and
+    /// <https://istio.io/latest/docs/reference/config/security/peer_authentication/>. Each line has policies, the ports that
+    /// are refused (`*`: all others, `!`: not), and the policies that are named. Policies with ALLOW are alternatives; of
+    /// PeerAuthentications, the most specific one decides, then the oldest.
+    #[test]
+    fn policies_limit_what_they_limit_in_istio() {
+        let cases = "
+            =>
+            shop/a * deny => * | a
+            shop/a app=web deny => * | a
+            shop/a app=web,b=2 deny => * | a
+            shop/a app=db deny; shop/b app=web,x=1 deny; other/c * deny =>
+            shop/a ? deny => * | a
+            root/a app=web deny => * | a
+            root/a ? deny => * | a
+            shop/a * allow => * | a
+            shop/a * allow; shop/b app=web all =>
+            shop/a * allow; root/b * all =>
+            shop/a * allow; shop/b app=db all => * | a
+            shop/a * deny; shop/b * all => * | a
+            shop/a * all =>
+            shop/a * STRICT => * | a
+            shop/a * STRICT; shop/b app=web OFF =>
+            shop/a * STRICT; shop/b app=web - => * | a
+            root/a * STRICT => * | a
+            root/a * STRICT; shop/b * OFF =>
+            root/a * STRICT; shop/b * -; shop/c app=web - => * | a
+            root/a app=web STRICT =>
+            root/a ? STRICT =>
+            shop/a ? STRICT => * | a
+            shop/a@2 * STRICT; shop/b@1 * OFF =>
+            shop/a@1 * STRICT; shop/b@2 * OFF => * | a@1
+            shop/a * STRICT; shop/b@2 * OFF =>
+            shop/a * STRICT; shop/b * OFF => * | a
+            shop/a app=web STRICT 80=OFF => * !80 | a
+            shop/a app=web OFF 80=STRICT => 80 | a
+            shop/a app=web - 80=OFF; shop/b * STRICT => * !80 | b
+            shop/a app=web STRICT 80=OFF; shop/b * deny => * | b a";
+        for case in cases.lines().skip(1) {
+            let (policies, wanted) = case.split_once("=>").unwrap();
+            let (objects, refused) = limits(&istio(policies), &pod("app=web,b=2"));
+            let names: Vec<&str> = objects.iter().map(|(_, name)| &**name).collect();
+            let mut found = told(&refused);
+            if !names.is_empty() {
+                found += &format!(" | {}", names.join(" "));
+            }
+            assert_eq!(found, wanted.trim(), "{case}");
+        }
+    }
+
+    fn member(istio: &Istio, said: &MeshStatements) -> Member {
+        let pod = pod("app=web");
+        let snapshot = Snapshot {
+            workloads: [(pod.name.clone(), Arc::new(pod))].into_iter().collect(),
+            istio: istio.clone(),
+            ..Snapshot::default()
+        };
+        members(said, &snapshot).pop().unwrap()
+    }
+
+    /// Each line has policies, the circumstances, what the Pod's policy refuses, and the number of its problems.
+    #[test]
+    fn only_with_deny_and_at_the_sockets_of_captured_workloads_is_anything_refused() {
+        let cases = "
+            shop/a * deny | => none 0
+            shop/a * deny | deny => * 0
+            shop/a app=web OFF 80=STRICT | deny => 80 0
+            | deny =>  0
+            | deny unread => * 0
+            | unread => none 0
+            shop/a * deny | deny packets => * 1
+            shop/a * deny | deny foreign => none 0";
+        for case in cases.lines().skip(1) {
+            let (given, wanted) = case.split_once(" => ").unwrap();
+            let (policies, words) = given.split_once('|').unwrap();
+            let has = |word| words.split_whitespace().any(|given| given == word);
+            let all = Rules {
+                captured_by: has("packets").then_some(CapturedBy::Packets),
+                mode: has("foreign").then_some(Mode::Proxy),
+                ..Rules::default()
+            };
+            let said = MeshStatements {
+                all: vec![("mesh.rules".to_owned(), all)],
+                sidecars: has("foreign"),
+                ..MeshStatements::default()
+            };
+            let mut istio = istio(policies);
+            (istio.denies, istio.unread) = (has("deny"), has("unread"));
+            let member = member(&istio, &said);
+            let refused = member.policy.refused.as_deref();
+            let refused = refused.map_or_else(|| "none".to_owned(), told);
+            let found = format!("{refused} {}", member.ineffective.len());
+            assert_eq!(found, wanted, "{case}");
+        }
+    }
+
+    #[test]
+    fn each_namespace_is_named_once_and_those_with_captured_workloads_first() {
+        let mut istio = istio("root/PA * STRICT; shop/AP * deny; other/AP * deny");
+        for n in 0..200 {
+            let objects = ["Service web", "ServiceEntry out"];
+            let of = IstioNamespace {
+                waypoint: n == 0,
+                labels: objects
+                    .into_iter()
+                    .map(|of| (Arc::<str>::from(of), n != 7))
+                    .collect(),
+                ..IstioNamespace::default()
+            };
+            istio
+                .namespaces
+                .insert(format!("a{n:03}").into(), Arc::new(of));
+        }
+        let member = member(&istio, &MeshStatements::default());
+        let texts = limited(&istio, &[member], false);
+        assert_eq!(texts.len(), NAMED[1]);
+        for (namespace, wanted) in [
+            ("root", "PA"),
+            ("shop", "AP"),
+            ("a000", "Namespace a000, Service web, ServiceEntry out"),
+            ("a001", "Service web, ServiceEntry out"),
+        ] {
+            assert!(
+                texts[namespace].ends_with(&format!(": {wanted}")),
+                "{namespace}"
+            );
+        }
+        assert!(
+            ["a007", "other", "a199"]
+                .iter()
+                .all(|name| !texts.contains_key(*name))
+        );
+        assert!(limited(&istio, &[], false).is_empty());
+    }
+
+    /// A tenant who writes as much as the source takes costs no more than milliseconds a Pod.
+    #[test]
+    fn many_policies_cost_what_one_author_wrote() {
+        let all = |n: u32| {
+            (0..n)
+                .map(|n| format!("k{n:04}=v"))
+                .collect::<Vec<_>>()
+                .join(",")
+        };
+        let policies = (0..1000).map(|n| format!("shop/p{n} {},x=1 deny;", all(60)));
+        let istio = istio(&policies.collect::<String>());
+        let pod = pod(&all(4000));
+        let start = Instant::now();
+        assert!((0..10).all(|_| limits(&istio, &pod).0.is_empty()));
+        assert!(
+            start.elapsed() < Duration::from_secs(5),
+            "{:?}",
+            start.elapsed()
+        );
+    }
+}
