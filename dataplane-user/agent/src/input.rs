@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use model::{Node, Problem, Protocol, Reachable, Snapshot, VipPort};
+use model::{Node, Problem, Protocol, Snapshot, VipPort};
 use plan::{
     entries::Entries,
     routes::{Routes, Sources},
@@ -35,9 +35,14 @@ pub enum InputError {
     Open(#[from] OpenError),
 }
 
-/// Returns the configured source. Of the API, it reads no more than `scope`, and with `names` also the parts that DNS
-/// needs.
-pub fn source(settings: &settings::Source, scope: kubernetes::Scope, names: bool) -> Source {
+/// Returns the configured source. Of the API, it reads no more than `scope` and `policies`, and with `names` also the
+/// parts that DNS needs.
+pub fn source(
+    settings: &settings::Source,
+    scope: kubernetes::Scope,
+    policies: kubernetes::WantedPolicies,
+    names: bool,
+) -> Source {
     let Some(api) = &settings.kubernetes else {
         return Source::Manifests(settings.manifests.clone());
     };
@@ -51,6 +56,7 @@ pub fn source(settings: &settings::Source, scope: kubernetes::Scope, names: bool
             scope,
             entries: api.service_entries && scope >= kubernetes::Scope::HostPorts,
             routes: api.routes,
+            policies,
             names,
         },
         patience: kubernetes::Patience::default(),
@@ -188,10 +194,15 @@ impl Input {
         Ok(input)
     }
 
-    /// Sets the destinations that workloads with `egress: deny` may reach besides Services of Pods.
+    /// Sets the destinations that workloads with `egress: deny` may reach besides Services of Pods, and the settings for
+    /// Istio's objects.
     #[must_use]
-    pub fn with_reachable(mut self, reachable: Option<Reachable>) -> Self {
-        self.snapshot.reachable = reachable.map(Arc::new);
+    pub fn with_mesh(mut self, mesh: Option<&settings::Mesh>) -> Self {
+        self.snapshot.reachable = mesh.map(|mesh| Arc::new(mesh.reachable()));
+        if let Some(mesh) = mesh {
+            self.snapshot.istio.denies = mesh.denies_unsupported();
+            self.snapshot.istio.root = mesh.root_namespace().into();
+        }
         self
     }
 
@@ -362,6 +373,8 @@ impl Input {
         self.facts = view.node;
         self.paced.want(&view.services, &view.entries, &view.routes);
         self.snapshot.grants = view.grants;
+        self.snapshot.istio.namespaces = view.istio.namespaces;
+        self.snapshot.istio.unread = view.istio.unread;
         self.snapshot.workloads = view.workloads;
         self.snapshot.pods = view.pods;
         self.snapshot.whole = view.whole;

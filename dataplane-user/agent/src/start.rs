@@ -14,7 +14,7 @@ use plan::Served;
 use settings::{Dns, MetricsAuth, Settings};
 use source::{
     Notice, Source,
-    kubernetes::{Reviewer, Scope},
+    kubernetes::{Reviewer, Scope, WantedPolicies},
 };
 use tokio::sync::watch;
 use tracing::{info, warn};
@@ -110,7 +110,7 @@ impl<'a> Wanted<'a> {
                 affinity: settings.limits.affinity_clients.unwrap_or(default.affinity),
             },
             packet: PacketSettings::new(&settings.packets),
-            source: source(&settings.source, scope(settings), names),
+            source: source(&settings.source, scope(settings), policies(settings), names),
             socket: settings.listen.socket().to_owned(),
         })
     }
@@ -125,8 +125,7 @@ impl<'a> Wanted<'a> {
         let mut node = settings.node.clone();
         node.reserved_ports.extend(settings.listen.ports());
         let input = Input::open(&self.source, &node, Some(keeping), notices(events))?;
-        let reachable = settings.mesh.as_ref().map(settings::Mesh::reachable);
-        Ok(input.with_reachable(reachable))
+        Ok(input.with_mesh(settings.mesh.as_ref()))
     }
 
     /// Takes the turn, signals and ports. `asks`: whether a running agent is asked for its place.
@@ -366,6 +365,15 @@ fn scope(settings: &Settings) -> Scope {
         Some(_) => Scope::Mesh,
         None if settings.dns.as_ref().is_some_and(Dns::is_for_all) => Scope::Mesh,
         None => Scope::HostPorts,
+    }
+}
+
+/// Whether Istio's policies are read.
+fn policies(settings: &Settings) -> WantedPolicies {
+    match &settings.mesh {
+        None => WantedPolicies::None,
+        Some(mesh) if mesh.denies_unsupported() => WantedPolicies::Refused,
+        Some(_) => WantedPolicies::Named,
     }
 }
 

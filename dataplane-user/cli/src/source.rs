@@ -12,7 +12,10 @@ use anyhow::bail;
 use clap::Args;
 use model::Snapshot;
 use settings::{Kubernetes, Node, Settings};
-use source::{Notice, Source, kubernetes};
+use source::{
+    Notice, Source,
+    kubernetes::{self, WantedPolicies},
+};
 
 /// Maximum time that a command waits for the API server.
 const LIMIT: Duration = Duration::from_mins(1);
@@ -104,12 +107,13 @@ impl SourceArgs {
 
     /// Returns the source for these settings. Of the API, it reads at most `scope`.
     pub(super) fn source(&self, scope: kubernetes::Scope) -> Source {
-        agent::source(&self.settled, scope, false)
+        agent::source(&self.settled, scope, WantedPolicies::None, false)
     }
 
     /// Returns the source for commands that answer the names of services.
     pub(super) fn source_of_names(&self) -> Source {
-        agent::source(&self.settled, kubernetes::Scope::Mesh, true)
+        let scope = kubernetes::Scope::Mesh;
+        agent::source(&self.settled, scope, WantedPolicies::None, true)
     }
 }
 

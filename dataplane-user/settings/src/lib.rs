@@ -28,7 +28,7 @@ pub use faults::faults;
 pub use flow_timeouts::FlowTimeouts;
 pub use kernel::{DEFAULT_BPFFS, Kernel, Limits};
 pub use listen::{Listen, Listeners, MetricsAuth};
-pub use mesh::{Mesh, MeshNamespace, MeshProxy, MeshRules, MeshWorkload};
+pub use mesh::{Mesh, MeshNamespace, MeshProxy, MeshRules, MeshWorkload, Unsupported};
 pub use node::Node;
 pub use packets::{Packets, TcHook};
 pub use pattern::{Pattern, Patterns};

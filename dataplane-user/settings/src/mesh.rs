@@ -25,6 +25,14 @@ pub struct Mesh {
     /// Default: false.
     #[serde(skip_serializing_if = "is_default")]
     pub guard: bool,
+    /// What happens to TCP connections of captured workloads that a waypoint, AuthorizationPolicy or PeerAuthentication of
+    /// Istio's limits: nothing on the node enforces these objects. Default: warn.
+    #[serde(skip_serializing_if = "is_default")]
+    pub unsupported: Option<Unsupported>,
+    /// The namespace whose AuthorizationPolicies and PeerAuthentications hold in all namespaces, as in Istio's
+    /// `meshConfig.rootNamespace`. Default: istio-system.
+    #[serde(skip_serializing_if = "is_default")]
+    pub root_namespace: Option<String>,
     /// Rules for all workloads.
     #[serde(skip_serializing_if = "is_default")]
     pub rules: MeshRules,
@@ -87,6 +95,16 @@ pub struct MeshProxy {
     /// at its end. Default: text.
     #[serde(skip_serializing_if = "is_default")]
     pub access_log: Option<AccessLog>,
+}
+
+/// What happens to connections that Istio's objects limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Unsupported {
+    /// They pass. `status` and the log name the objects.
+    Warn,
+    /// They are refused.
+    Deny,
 }
 
 /// Rules. The most specific rule wins: a workload's before a namespace's before the rules for all
@@ -316,6 +334,16 @@ impl Mesh {
         all.any(|rules| rules.egress == Some(Egress::Deny))
     }
 
+    /// Returns whether connections are refused that Istio's objects limit.
+    pub fn denies_unsupported(&self) -> bool {
+        self.unsupported == Some(Unsupported::Deny)
+    }
+
+    /// Returns the namespace whose policies hold in all namespaces.
+    pub fn root_namespace(&self) -> &str {
+        self.root_namespace.as_deref().unwrap_or("istio-system")
+    }
+
     /// Returns the destinations, besides Services of Pods, that workloads with `egress: deny` may reach.
     pub fn reachable(&self) -> Reachable {
         let workloads = self.workloads.iter();
@@ -394,6 +422,14 @@ impl Mesh {
                 let at = format!("mesh.proxy.{key}");
                 faults.push((at, "expected a number from 1".into()));
             }
+        }
+        if self.denies_unsupported() && self.proxy.uid.is_some() {
+            faults.push((
+                "mesh.unsupported".into(),
+                "deny has no effect: mesh.proxy.uid names another proxy, which may enforce Istio's objects; remove one of the \
+                 two keys"
+                    .into(),
+            ));
         }
         if self.outbound() == self.inbound() {
             faults.push((

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Instant};
 
 use model::{
-    Entry, EntryName, Grant, PodAddresses, Problem, Route, RouteName, Service, ServiceName,
+    Entry, EntryName, Grant, Istio, PodAddresses, Problem, Route, RouteName, Service, ServiceName,
     Workload, WorkloadName,
 };
 
@@ -20,6 +20,8 @@ pub struct View {
     pub routes: imbl::OrdMap<RouteName, Arc<Route>>,
     /// Every ReferenceGrant.
     pub grants: imbl::OrdMap<ServiceName, Arc<Grant>>,
+    /// Istio's objects that limit connections, without the operator's settings.
+    pub istio: Istio,
     /// The pods of this node, and of other nodes if they are wanted.
     pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// The addresses of these pods and their nodes, if entries are read.

@@ -33,10 +33,16 @@ pub enum Resource {
     HttpRoutes,
     /// Gateway API's ReferenceGrants, once they are [installed](Cluster::install_gateway_api).
     ReferenceGrants,
+    /// Istio's AuthorizationPolicies, once they are [installed](Cluster::install_istio) as `v1`.
+    AuthorizationPolicies,
+    /// Istio's PeerAuthentications, likewise.
+    PeerAuthentications,
 }
 
 /// The group of Istio's kinds in paths.
 const ISTIO: &str = "/apis/networking.istio.io/";
+/// The group of Istio's policies in paths.
+const SECURITY: &str = "/apis/security.istio.io/";
 /// The group of Gateway API's kinds in paths.
 const GATEWAY: &str = "/apis/gateway.networking.k8s.io/";
 
@@ -49,7 +55,7 @@ impl Resource {
             "/api/v1/nodes" => Some(Self::Nodes),
             "/api/v1/pods" => Some(Self::Pods),
             "/api/v1/namespaces" => Some(Self::Namespaces),
-            _ => match [ISTIO, GATEWAY]
+            _ => match [ISTIO, SECURITY, GATEWAY]
                 .iter()
                 .find_map(|group| path.strip_prefix(group))?
                 .split_once('/')?
@@ -60,6 +66,8 @@ impl Resource {
                 "tcproutes" => Some(Self::TcpRoutes),
                 "httproutes" => Some(Self::HttpRoutes),
                 "referencegrants" => Some(Self::ReferenceGrants),
+                "authorizationpolicies" => Some(Self::AuthorizationPolicies),
+                "peerauthentications" => Some(Self::PeerAuthentications),
                 _ => None,
             },
         }
@@ -78,6 +86,8 @@ impl Resource {
             "TCPRoute" => Some(Self::TcpRoutes),
             "HTTPRoute" => Some(Self::HttpRoutes),
             "ReferenceGrant" => Some(Self::ReferenceGrants),
+            "AuthorizationPolicy" => Some(Self::AuthorizationPolicies),
+            "PeerAuthentication" => Some(Self::PeerAuthentications),
             _ => None,
         }
     }
@@ -95,6 +105,8 @@ impl Resource {
             Self::TcpRoutes => ("TCPRoute", "gateway.networking.k8s.io/v1alpha2"),
             Self::HttpRoutes => ("HTTPRoute", "gateway.networking.k8s.io/v1"),
             Self::ReferenceGrants => ("ReferenceGrant", "gateway.networking.k8s.io/v1beta1"),
+            Self::AuthorizationPolicies => ("AuthorizationPolicy", "security.istio.io/v1"),
+            Self::PeerAuthentications => ("PeerAuthentication", "security.istio.io/v1"),
         }
     }
 }
@@ -180,7 +192,9 @@ impl Cluster {
         if let Some(kind) = path.strip_prefix(GATEWAY) {
             return self.lock().gateway.contains(&kind);
         }
-        path.strip_prefix(ISTIO).is_none_or(|rest| {
+        let of_istio = [ISTIO, SECURITY];
+        let mut of_istio = of_istio.iter().filter_map(|group| path.strip_prefix(group));
+        of_istio.next().is_none_or(|rest| {
             let version = rest.split_once('/').map(|(version, _)| version);
             version.is_some() && version == self.lock().istio
         })

@@ -23,6 +23,7 @@ use std::{
         unix::net::UnixStream,
     },
     path::{Path, PathBuf},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
@@ -110,6 +111,8 @@ pub struct Mesh {
     trouble: Option<String>,
     /// As [`Settled::shortage`].
     shortage: Option<String>,
+    /// The namespaces whose objects of Istio's the log has named, and when each last had some.
+    limited: HashMap<Arc<str>, Instant>,
     /// Workloads that should be here and are not, and since when.
     absent: HashMap<WorkloadName, Instant>,
     /// The network namespaces of workloads, the last one last, as long as both exist.
@@ -196,6 +199,7 @@ impl Mesh {
             problems: Problems::default(),
             trouble: None,
             shortage: None,
+            limited: HashMap::new(),
             absent: HashMap::new(),
             homes: HashMap::new(),
             guarded: held.namespaces.values().any(Enrolled::is_let_go),

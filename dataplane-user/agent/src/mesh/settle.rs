@@ -1,14 +1,22 @@
 //! Brings capture in line with a snapshot: [`Mesh::settle`] has the order of the phases.
 
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
 use dataplane_common::capture::Enrolled;
 use kernel::{Capture, Kernel, Namespace, namespaces};
 use model::{ServiceName, Snapshot, Workload};
 use plan::{
     Captured,
-    enrol::{Enrolment, Member, Problem, Retained, Unknown, fit_addresses, known, members},
+    enrol::{
+        Enrolment, Member, Problem, Retained, Unknown, consequence, fit_addresses, known, limited,
+        members,
+    },
 };
 use proxy::{Proxy, handover};
-use tracing::error;
+use tracing::{error, warn};
 
 use super::{
     Mesh,
@@ -24,6 +32,9 @@ const OVER_BUDGET: &str = "its rules name more ports, ranges, users, groups and 
      in tables RULES and RANGES has room for, so these lists have no effect: all of its connections are captured that \
      the configuration does not exclude. Use shorter lists";
 
+/// How long the agent remembers that the log has named the objects of a namespace, after it has none.
+const REMEMBERED: Duration = Duration::from_hours(1);
+
 /// The state of capture after [`Mesh::settle`].
 pub struct Settled {
     /// The workloads, for `status` and metrics.
@@ -32,7 +43,8 @@ pub struct Settled {
     pub trouble: Option<String>,
     /// Why the proxy takes fewer connections than configured.
     pub shortage: Option<String>,
-    /// Entries that the tables have no room for, and that no captured workload has asked for.
+    /// Entries that the tables have no room for, and that no captured workload has asked for; and Istio's objects that
+    /// nothing enforces.
     pub left_out: Vec<String>,
 }
 
@@ -85,6 +97,7 @@ impl Mesh {
         let view = self.look(snapshot, &members, held, kernel.waits());
         let mut draft = Draft {
             trouble: view.found.trouble(),
+            left_out: self.name_limits(snapshot, &members),
             ..Draft::default()
         };
         let mut placed = self.place(&view, &of_node, held, &mut draft);
@@ -120,6 +133,23 @@ impl Mesh {
             others,
             waits,
         }
+    }
+
+    /// Names Istio's objects that limit connections of workloads, in the log each namespace once.
+    fn name_limits(&mut self, snapshot: &Snapshot, members: &[Member]) -> Vec<String> {
+        let istio = &snapshot.istio;
+        let limited = limited(istio, members, self.said.sidecars);
+        let is_unread = istio.denies && istio.unread;
+        let then = (is_unread || !limited.is_empty()).then(|| consequence(istio).to_owned());
+        let now = Instant::now();
+        for (namespace, text) in &limited {
+            if self.limited.insert(Arc::clone(namespace), now).is_none() {
+                warn!("mesh: {text}; {}", consequence(istio));
+            }
+        }
+        self.limited
+            .retain(|_, last| now.duration_since(*last) < REMEMBERED);
+        then.into_iter().chain(limited.into_values()).collect()
     }
 
     /// Enrols the workloads that are captured by their sockets.

@@ -4,7 +4,7 @@
 
 use std::{fmt, net::IpAddr, sync::Arc};
 
-use model::{Grant, Node, Place, Route, RouteKind, Service, ServiceName, Workload};
+use model::{Grant, IstioPolicy, Node, Place, Route, RouteKind, Service, ServiceName, Workload};
 use smallvec::SmallVec;
 
 use super::Text;
@@ -17,6 +17,8 @@ use crate::objects::{
 const ISTIO: &str = "networking.istio.io";
 /// Gateway API's group. The fields that are read are equal in all versions of a kind.
 const GATEWAY: &str = "gateway.networking.k8s.io";
+/// The group of Istio's policies. Its objects are equal in all versions.
+const SECURITY: &str = "security.istio.io";
 const DISCOVERY: &str = "discovery.k8s.io";
 const OF_ISTIO: &[&str] = &["v1", "v1beta1", "v1alpha3"];
 
@@ -47,6 +49,10 @@ pub enum Kind {
     GrpcRoute,
     /// Gateway API's ReferenceGrants.
     ReferenceGrant,
+    /// Istio's AuthorizationPolicies.
+    AuthorizationPolicy,
+    /// Istio's PeerAuthentications.
+    PeerAuthentication,
 }
 
 /// The kinds to read.
@@ -58,9 +64,24 @@ pub struct WantedKinds {
     pub entries: bool,
     /// Whether to read Gateway API's routes and ReferenceGrants.
     pub routes: bool,
+    /// Whether to read Istio's policies.
+    pub policies: WantedPolicies,
     /// Whether to answer the names of services. If so, headless services and services of other proxies are read with
     /// their slices, because they have names.
     pub names: bool,
+}
+
+/// Whether Istio's policies are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WantedPolicies {
+    /// They are not.
+    #[default]
+    None,
+    /// They are, to be named. No view waits for them.
+    Named,
+    /// They are, because the agent refuses the connections that they limit. If they cannot be read, it refuses all
+    /// connections that they may limit.
+    Refused,
 }
 
 impl From<Scope> for WantedKinds {
@@ -73,11 +94,12 @@ impl From<Scope> for WantedKinds {
 }
 
 impl WantedKinds {
-    /// All kinds, with names.
+    /// All kinds of manifests, with names.
     pub const ALL: Self = Self {
         scope: Scope::Registry,
         entries: true,
         routes: true,
+        policies: WantedPolicies::None,
         names: true,
     };
 
@@ -88,8 +110,15 @@ impl WantedKinds {
             Kind::Pod => self.entries || self.scope >= Scope::HostPorts,
             Kind::Namespace => self.scope >= Scope::Mesh,
             Kind::ServiceEntry | Kind::WorkloadEntry => self.entries,
+            kind if kind.is_policy() => self.policies != WantedPolicies::None,
             _ => self.routes,
         }
+    }
+
+    /// Returns whether the first view waits for a kind.
+    pub(super) fn awaits(self, kind: Kind) -> bool {
+        let is_named = kind.is_policy() && self.policies == WantedPolicies::Named;
+        self.includes(kind) && !is_named
     }
 }
 
@@ -118,7 +147,7 @@ struct Names(
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 14] = [
         Self::Service,
         Self::Slice,
         Self::Node,
@@ -131,10 +160,13 @@ impl Kind {
         Self::HttpRoute,
         Self::GrpcRoute,
         Self::ReferenceGrant,
+        Self::AuthorizationPolicy,
+        Self::PeerAuthentication,
     ];
 
     const fn names(self) -> Names {
         const V1: &[&str] = &["v1"];
+        const V1BETA1: &[&str] = &["v1", "v1beta1"];
         match self {
             Self::Service => Names("Service", "services", "", V1),
             Self::Slice => Names("EndpointSlice", "endpointslices", DISCOVERY, V1),
@@ -148,11 +180,16 @@ impl Kind {
                 let versions = &["v1", "v1alpha3", "v1alpha2"];
                 Names("TLSRoute", "tlsroutes", GATEWAY, versions)
             }
-            Self::HttpRoute => Names("HTTPRoute", "httproutes", GATEWAY, &["v1", "v1beta1"]),
+            Self::HttpRoute => Names("HTTPRoute", "httproutes", GATEWAY, V1BETA1),
             Self::GrpcRoute => Names("GRPCRoute", "grpcroutes", GATEWAY, &["v1", "v1alpha2"]),
-            Self::ReferenceGrant => {
-                let versions = &["v1", "v1beta1"];
-                Names("ReferenceGrant", "referencegrants", GATEWAY, versions)
+            Self::ReferenceGrant => Names("ReferenceGrant", "referencegrants", GATEWAY, V1BETA1),
+            Self::AuthorizationPolicy => {
+                let (word, resource) = ("AuthorizationPolicy", "authorizationpolicies");
+                Names(word, resource, SECURITY, V1BETA1)
+            }
+            Self::PeerAuthentication => {
+                let (word, resource) = ("PeerAuthentication", "peerauthentications");
+                Names(word, resource, SECURITY, V1BETA1)
             }
         }
     }
@@ -167,9 +204,15 @@ impl Kind {
         self.names().1
     }
 
-    /// Returns the kind with this name in objects.
+    /// Returns the kind with this name in manifests. Policies are read from the API only.
     pub fn of(word: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.word() == word)
+        let mut kinds = Self::ALL.into_iter();
+        kinds.find(|kind| kind.word() == word && !kind.is_policy())
+    }
+
+    /// Returns whether the kind is a policy of Istio's.
+    pub fn is_policy(self) -> bool {
+        self.group() == SECURITY
     }
 
     /// Returns the kind's group. Empty for Kubernetes' core.
@@ -194,7 +237,7 @@ impl Kind {
     /// Returns whether the kind is a custom resource: a cluster may not have it, and other programs than Kubernetes
     /// check its objects.
     pub fn is_custom(self) -> bool {
-        [ISTIO, GATEWAY].contains(&self.group())
+        [ISTIO, SECURITY, GATEWAY].contains(&self.group())
     }
 
     /// Returns whether objects of the kind have no namespace.
@@ -217,6 +260,10 @@ impl Kind {
                 Some("no Service is split by a route of this kind")
             }
             Self::ReferenceGrant => Some("no route leads to a Service of another namespace"),
+            Self::AuthorizationPolicy | Self::PeerAuthentication => Some(
+                "those that limit connections are not named; with mesh.unsupported: deny, all connections to captured Pods \
+                 are refused",
+            ),
         }
     }
 
@@ -308,7 +355,19 @@ impl Kind {
                 let body = objects::grant(&grant, findings);
                 (self.key(&grant.metadata), Body::Grant(Arc::new(body)))
             }
+            Self::AuthorizationPolicy | Self::PeerAuthentication => self.policy(text, findings),
         })
+    }
+
+    /// Reads a policy. The agent treats a policy that cannot be read as one that limits all connections.
+    fn policy(self, text: Text<'_>, findings: &mut Findings) -> ((ServiceName, String), Body) {
+        let Some(policy) = text.read::<wire::IstioPolicy>(findings) else {
+            findings.notes.append(&mut findings.faults);
+            let body = Body::Policy(Some(objects::unreadable_policy()));
+            return (self.key(&text.metadata()), body);
+        };
+        let body = objects::istio_policy(self.word(), &policy, findings);
+        (self.key(&policy.metadata), Body::Policy(body))
     }
 
     /// Returns the kind of route. `None` if the kind is not a route.
@@ -385,6 +444,8 @@ pub enum Body {
     Route(Arc<Route>),
     /// A ReferenceGrant.
     Grant(Arc<Grant>),
+    /// A policy of Istio's. `None`: it limits no connections to Pods.
+    Policy(Option<IstioPolicy>),
     /// An object that is left to others.
     Others,
 }

@@ -10,7 +10,7 @@ mod sight;
 mod store;
 mod text;
 
-pub use kind::{Body, Kind, Object, Scope, WantedKinds};
+pub use kind::{Body, Kind, Object, Scope, WantedKinds, WantedPolicies};
 pub use sight::Perspective;
 pub use store::{Message, Store};
 pub use text::{Text, plain};

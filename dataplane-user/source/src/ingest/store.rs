@@ -7,19 +7,20 @@ use std::{
 };
 
 use model::{
-    EntryName, Grant, Gravity, Node, Preference, Problem, Route, RouteName, Service, ServiceName,
+    EntryName, Grant, Gravity, Istio, Node, Preference, Problem, Route, RouteName, Service,
+    ServiceName,
 };
 use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use super::{
-    Body, Kind, Object, Perspective, Scope, WantedKinds,
+    Body, Kind, Object, Perspective, Scope, WantedKinds, WantedPolicies,
     orphans::Orphans,
     pods::{self, Pods},
 };
 use crate::{
     View,
-    objects::{self, Candidate, Entries, Joins, NodeFacts, Slice},
+    objects::{self, Candidate, Entries, IstioObjects, Joins, NodeFacts, Slice},
     turns::Turns,
 };
 
@@ -75,6 +76,7 @@ pub struct Store {
     preferences: HashMap<ServiceName, Preference>,
     routes: imbl::OrdMap<RouteName, Arc<Route>>,
     grants: imbl::OrdMap<ServiceName, Arc<Grant>>,
+    istio: IstioObjects,
     problems: BTreeMap<(Kind, ServiceName), Vec<Problem>>,
     problems_seen: Arc<[Problem]>,
     orphans: Orphans,
@@ -135,6 +137,7 @@ impl Store {
             preferences: HashMap::new(),
             routes: imbl::OrdMap::new(),
             grants: imbl::OrdMap::new(),
+            istio: IstioObjects::new(wanted.policies != WantedPolicies::None),
             problems: BTreeMap::new(),
             problems_seen: Arc::default(),
             orphans: Orphans::new(orphan),
@@ -220,7 +223,7 @@ impl Store {
 
     /// Returns a view if there is a change, and if every kind was read once.
     pub fn view(&mut self) -> Option<View> {
-        let mut kinds = Kind::ALL.iter().filter(|kind| self.wanted.includes(**kind));
+        let mut kinds = Kind::ALL.iter().filter(|kind| self.wanted.awaits(**kind));
         let known = |kind| self.listed.contains(kind) || self.refused.contains(kind);
         if !self.changed || !kinds.all(known) {
             return None;
@@ -284,6 +287,7 @@ impl Store {
             entries,
             routes: self.routes.clone(),
             grants: self.grants.clone(),
+            istio: self.istio(),
             workloads: self.pods.workloads(),
             pods: self.pods.addresses(everywhere),
             whole: self.wanted.names,
@@ -293,6 +297,17 @@ impl Store {
             problems: Arc::clone(&self.problems_seen),
             since: self.since.take().map(Instant::into_std),
         })
+    }
+
+    /// Returns Istio's objects that limit connections.
+    fn istio(&self) -> Istio {
+        let mut policies = Kind::ALL.iter().filter(|kind| kind.is_policy());
+        let is_needed = self.wanted.policies == WantedPolicies::Refused;
+        Istio {
+            namespaces: self.istio.namespaces(),
+            unread: is_needed && policies.any(|kind| !self.listed.contains(kind)),
+            ..Istio::default()
+        }
     }
 
     /// Returns the next changes of services, or all of them if `all` is set.
@@ -447,6 +462,7 @@ impl Store {
                         None => _ = self.preferences.remove(&name),
                     }
                 }
+                self.istio.label(kind.word(), &name, by_istio.waypoint);
                 self.pending.insert(name, Change::Put(service));
             }
             Body::Slice(slice, _) => {
@@ -479,9 +495,15 @@ impl Store {
             }
             Body::Namespace(namespace) => {
                 self.prefer(&namespace.name, namespace.preference);
+                let waypoint = namespace.rules.waypoint.as_deref();
+                let is_named = waypoint.is_some_and(|waypoint| waypoint != "none");
+                self.istio.label_namespace(&namespace.name, is_named);
                 self.pods.put_namespace(namespace);
             }
-            Body::ServiceEntry(entry) => self.entries.put(*entry),
+            Body::ServiceEntry(entry) => {
+                self.istio.label(kind.word(), &name, entry.waypoint);
+                self.entries.put(*entry);
+            }
             Body::WorkloadEntry(entry) => return self.entries.put_candidate(*entry) || told,
             Body::Route(route) => {
                 if self.routes.get(&route.name) == Some(&route) {
@@ -495,6 +517,7 @@ impl Store {
                 }
                 self.grants.insert(grant.name.clone(), grant);
             }
+            Body::Policy(policy) => return self.istio.put(kind.word(), &name, policy) || told,
             Body::Others => {
                 self.forget(kind, &name);
                 if kind == Kind::Service {
@@ -523,6 +546,7 @@ impl Store {
     fn forget(&mut self, kind: Kind, name: &ServiceName) {
         match kind {
             Kind::Service => {
+                self.istio.label(kind.word(), name, None);
                 self.entries.remove_service(name);
                 self.preferences.remove(name);
                 self.unreadable.remove(name);
@@ -537,9 +561,11 @@ impl Store {
             }
             Kind::Namespace => {
                 self.prefer(name.name(), None);
+                self.istio.label_namespace(name.name(), false);
                 self.pods.remove_namespace(name.name());
             }
             Kind::ServiceEntry => {
+                self.istio.label(kind.word(), name, None);
                 let name = EntryName::new(name.namespace(), name.name());
                 self.entries.remove(&name);
             }
@@ -547,6 +573,9 @@ impl Store {
                 self.entries.remove_candidate(&(false, name.clone()));
             }
             Kind::ReferenceGrant => _ = self.grants.remove(name),
+            Kind::AuthorizationPolicy | Kind::PeerAuthentication => {
+                self.istio.put(kind.word(), name, None);
+            }
             Kind::TcpRoute | Kind::TlsRoute | Kind::HttpRoute | Kind::GrpcRoute => {
                 if let Some(kind) = kind.route() {
                     let (namespace, name) = (name.namespace().into(), name.name().into());

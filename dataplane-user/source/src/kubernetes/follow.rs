@@ -134,7 +134,7 @@ impl Follower {
             let ended = result.await;
             step.health.unwatch();
             forbidden = match &ended {
-                Ended::Failed(failure) if failure.is_forbidden() => {
+                Ended::Failed(failure) if self.is_to_do_without(failure) => {
                     let since = forbidden.unwrap_or_else(Instant::now);
                     if since.elapsed() >= self.patience.forbidden
                         && step.refused(failure).await.is_err()
@@ -191,6 +191,14 @@ impl Follower {
                 Ok(()) = back.changed(), if !waits => {}
             }
         }
+    }
+
+    /// Returns whether the agent continues without the kind if this failure lasts. It serves without Istio's policies also
+    /// if the server does not forbid them and has no other answer.
+    fn is_to_do_without(&self, failure: &Failure) -> bool {
+        let was_listed = self.health.of(self.kind).lists() > 0;
+        let has_answered = !failure.is_of_network();
+        failure.is_forbidden() || self.kind.is_policy() && !was_listed && has_answered
     }
 
     /// Returns the perspective on this kind. `None` if it is not known yet.
@@ -315,10 +323,14 @@ impl Step<'_> {
                 Err(ended) => return Err(ended),
             }
         }
-        // An empty list has the same effect.
-        self.send(Message::Begin(kind)).await?;
-        self.send(Message::End(kind, self.sight.everywhere)).await?;
-        if !self.health.miss(true) {
+        let was_missing = self.health.miss(true);
+        // A kind that is installed anew is missing for a moment: known policies stay in force until the next attempt.
+        if was_missing || !kind.is_policy() || self.health.lists() == 0 {
+            // An empty list has the same effect.
+            self.send(Message::Begin(kind)).await?;
+            self.send(Message::End(kind, self.sight.everywhere)).await?;
+        }
+        if !was_missing {
             let again = self.follower.patience.missing;
             info!("{kind}: the cluster does not have this kind; asking again every {again:?}");
         }
@@ -329,7 +341,7 @@ impl Step<'_> {
     async fn list(&self, fetch: &Fetch<'_>) -> Result<String, Ended> {
         let kind = self.follower.kind;
         let mut what = self.sight.list(kind);
-        if self.health.lists() == 0 {
+        if self.health.lists() == 0 && !kind.is_policy() {
             // The first list may come from the API server's cache, because the watch brings newer changes. A later list
             // must not, because the cache may be older than known objects. The first list has one page, because servers
             // answer such a list that way.

@@ -49,7 +49,7 @@ use super::{
     Feed, Notice, OpenError, View, feed,
     ingest::{Perspective, Store},
 };
-pub use crate::ingest::{Kind, Scope, WantedKinds};
+pub use crate::ingest::{Kind, Scope, WantedKinds, WantedPolicies};
 
 /// The name of the thread that reads.
 const THREAD: &str = "kubernetes";

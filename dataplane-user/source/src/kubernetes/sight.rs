@@ -11,6 +11,8 @@ use super::Kind;
 const OURS: &str = "!service.kubernetes.io/headless,!service.kubernetes.io/service-proxy-name";
 /// Number of objects in one page of a list. The text of a whole page is in memory while it is read.
 const PAGE: u32 = 500;
+/// The same for Istio's policies, whose rules may be long. Their first list comes in pages, too.
+const PAGE_OF_POLICIES: u32 = 50;
 
 /// The part of a [`Perspective`](super::Perspective) that concerns one kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,10 +28,15 @@ pub struct KindPerspective {
 impl KindPerspective {
     /// Returns the parameters of a list.
     pub fn list(&self, kind: Kind) -> ListParams {
+        let page = if kind.is_policy() {
+            PAGE_OF_POLICIES
+        } else {
+            PAGE
+        };
         ListParams {
             label_selector: self.labels(kind).map(str::to_owned),
             field_selector: self.fields(kind),
-            ..ListParams::default().limit(PAGE)
+            ..ListParams::default().limit(page)
         }
     }
 

@@ -11,6 +11,7 @@ mod address;
 mod by_label;
 mod entries;
 mod host_ports;
+mod istio;
 mod join;
 mod node;
 mod pod;
@@ -28,6 +29,7 @@ use std::collections::BTreeMap;
 
 pub use entries::Entries;
 pub use host_ports::{host_ports, is_of_host_ports};
+pub use istio::{IstioObjects, istio_policy, unreadable_policy};
 pub use join::{Joins, Sources};
 use model::{NamedProtocol, ServiceName};
 pub use node::{NodeFacts, node};

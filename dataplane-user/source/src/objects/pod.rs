@@ -13,7 +13,9 @@ use model::{
 use smallvec::SmallVec;
 
 use super::{
-    Findings, check_name, label, object_name,
+    Findings, check_name,
+    istio::LABEL_WAYPOINT,
+    label, object_name,
     resolution::resolution,
     selection::preference,
     wire::{self as api, Metadata},
@@ -21,8 +23,6 @@ use super::{
 
 /// A label of a namespace, for all its pods, or of a pod: `ambient` captures, `none` does not.
 const LABEL_MODE: &str = "istio.io/dataplane-mode";
-/// A label with the proxy that reads the bytes sent to a pod, or to the pods of a namespace.
-const LABEL_WAYPOINT: &str = "istio.io/use-waypoint";
 /// A label of pods: the network of their addresses.
 const LABEL_NETWORK: &str = "topology.istio.io/network";
 /// A label of pods: the name of their workload in metrics.
@@ -108,6 +108,13 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
             .unwrap_or_default()
             .into(),
         telemetry: Telemetry::new(workload_name(&object.metadata), Some(labels)),
+        labels: match place {
+            Place::Elsewhere => Box::default(),
+            _ => labels
+                .iter()
+                .map(|(key, value)| (key.as_str().into(), value.as_str().into()))
+                .collect(),
+        },
         resolution: resolution(spec, findings),
         by_packets: by_packets(&object.metadata, findings),
         rules: Arc::new(Layers {

@@ -6,6 +6,7 @@ use smallvec::SmallVec;
 use super::{
     Candidate, Findings, LABEL_HEADLESS, LABEL_PROXY, Slice,
     by_label::LabelIn,
+    istio::waypoint,
     service::is_headless,
     wire::{self as api, Metadata, TargetPort},
 };
@@ -20,6 +21,8 @@ pub struct ByIstio {
     pub selection: Option<Box<Selection>>,
     /// The traffic distribution. `None`: that of the namespace counts.
     pub preference: Option<Preference>,
+    /// Whether its labels name a waypoint. `None`: those of the namespace count.
+    pub waypoint: Option<bool>,
 }
 
 /// The WorkloadEntries that are endpoints of a Service, and their ports.
@@ -54,6 +57,7 @@ pub fn by_istio(object: &api::Service, findings: &mut Findings) -> ByIstio {
     ByIstio {
         selection: selection(object, spec).map(Box::new),
         preference,
+        waypoint: waypoint(&object.metadata.labels),
     }
 }
 

@@ -14,7 +14,9 @@ use model::{
 use smallvec::SmallVec;
 
 use super::{
-    Findings, address, check_name, label, object_name,
+    Findings, address, check_name,
+    istio::waypoint,
+    label, object_name,
     selection::preference,
     wire::{self as api, ServiceEntrySpec, WorkloadEntrySpec},
     workload_entry::backend,
@@ -33,6 +35,8 @@ pub struct ServiceEntry {
     pub ranges: Vec<IpNet>,
     /// `spec.workloadSelector`: pods and WorkloadEntries of its namespace with these labels are its endpoints.
     pub selector: Option<BTreeMap<String, String>>,
+    /// Whether its labels name a waypoint. `None`: those of the namespace count.
+    pub waypoint: Option<bool>,
 }
 
 /// Converts a ServiceEntry. The result is valid only if `findings` has no faults.
@@ -116,6 +120,7 @@ pub fn service_entry(
         },
         ranges,
         selector,
+        waypoint: waypoint(&object.metadata.labels),
     }
 }
 

@@ -559,6 +559,41 @@ pub struct ReferenceGrantTo {
     pub name: Option<String>,
 }
 
+/// A policy of `security.istio.io`: the fields that say which connections it limits. No field makes the others
+/// unreadable.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct IstioPolicy {
+    #[serde(deserialize_with = "or_default")]
+    pub metadata: Metadata,
+    pub spec: Option<Readable<IstioPolicySpec>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct IstioPolicySpec {
+    /// `matchLabels`.
+    pub selector: Option<Readable<BTreeMap<String, Option<BTreeMap<String, String>>>>>,
+    pub target_ref: Option<Readable<BTreeMap<String, IgnoredAny>>>,
+    pub target_refs: Option<Readable<Vec<IgnoredAny>>>,
+    pub action: Option<Readable<String>>,
+    /// Of a rule, only whether it is empty matters.
+    pub rules: Option<Readable<Vec<BTreeMap<String, IgnoredAny>>>>,
+    pub mtls: Option<Readable<PolicyMode>>,
+    pub port_level_mtls: Option<Readable<BTreeMap<String, PolicyMode>>>,
+}
+
+/// `mode`.
+pub type PolicyMode = BTreeMap<String, Option<String>>;
+
+/// A field, whether or not its value is of the expected type.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub enum Readable<T> {
+    Read(T),
+    Unread(IgnoredAny),
+}
+
 /// Reads `null` as the field's default.
 fn or_default<'de, D, T>(deserializer: D) -> Result<T, D::Error>
 where

@@ -14,9 +14,9 @@ use crate::site::{NODE, Site, endpoints, server, web};
 
 const WANTED: WantedKinds = WantedKinds {
     scope: Scope::HostPorts,
-    entries: true,
     routes: false,
     names: false,
+    ..WantedKinds::ALL
 };
 
 fn entry(name: &str, spec: Value) -> Value {

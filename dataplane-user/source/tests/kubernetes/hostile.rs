@@ -11,9 +11,7 @@ use crate::site::{Site, endpoints, pod, server, slice_of, vip, web};
 
 const ALL: WantedKinds = WantedKinds {
     scope: Scope::HostPorts,
-    entries: true,
-    routes: true,
-    names: true,
+    ..WantedKinds::ALL
 };
 
 /// Returns a value as deep as `serde_json` can build it. The reader's parser stops at depth 128.

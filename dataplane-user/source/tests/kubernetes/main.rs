@@ -5,6 +5,7 @@ mod entries;
 mod hostile;
 mod names;
 mod pods;
+mod policies;
 mod reading;
 mod recovery;
 mod routes;

@@ -14,7 +14,7 @@ const NAMES: WantedKinds = WantedKinds {
     scope: Scope::Services,
     entries: false,
     routes: false,
-    names: true,
+    ..WantedKinds::ALL
 };
 
 fn labelled(mut object: Value, key: &str) -> Value {

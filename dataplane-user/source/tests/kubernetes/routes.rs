@@ -12,8 +12,8 @@ use crate::site::{Site, endpoints, server, web};
 const WANTED: WantedKinds = WantedKinds {
     scope: Scope::HostPorts,
     entries: false,
-    routes: true,
     names: false,
+    ..WantedKinds::ALL
 };
 
 fn route(kind: &str, parent: &str, weight: i64) -> Value {

@@ -27,6 +27,8 @@ use crate::roles::Role;
 const NOT_THERE: u32 = Enrolled::INBOUND
     | Enrolled::INBOUND_OTHERS
     | Enrolled::HAS_INBOUND_PORTS
+    | Enrolled::REFUSES_INBOUND
+    | Enrolled::REFUSES_OTHER_PORTS
     | Enrolled::HAS_INTERFACES
     | Enrolled::VIRTUAL
     | Enrolled::HAS_USERS

@@ -1,0 +1,382 @@
+//! Istio's objects that limit connections: the label of a waypoint, AuthorizationPolicies and PeerAuthentications. Nothing
+//! on the node enforces them, so only their extent is read. A part that cannot be read limits everything that it may
+//! limit.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use imbl::OrdMap;
+use model::{Effect, IstioNamespace, IstioPolicy, Label, ServiceName};
+
+use super::{
+    Findings, label,
+    wire::{self as api, IstioPolicySpec, PolicyMode, Readable},
+};
+
+/// A label of Services, ServiceEntries, Pods and Namespaces: the waypoint through which connections to them go.
+pub(super) const LABEL_WAYPOINT: &str = "istio.io/use-waypoint";
+/// Maximum number of policies of a namespace whose content is kept. Others count as policies that cannot be read.
+const POLICIES_MAX: usize = 1000;
+/// Maximum number of labels of a selector, and of ports of a policy.
+const PARTS_MAX: usize = 64;
+/// Maximum length of a selector, in bytes.
+const SELECTOR_MAX: usize = 4096;
+
+/// Returns whether labels name a waypoint. `None`: the label of the Namespace counts.
+pub fn waypoint(labels: &BTreeMap<String, String>) -> Option<bool> {
+    // The Service of a waypoint itself has none.
+    let manager = label(labels, "gateway.istio.io/managed").unwrap_or_default();
+    if ["istio.io-mesh-controller", "istio.io-eastwest-controller"].contains(&manager) {
+        return Some(false);
+    }
+    let name = label(labels, LABEL_WAYPOINT).filter(|name| !name.is_empty());
+    name.map(|name| name != "none")
+}
+
+/// Reads an AuthorizationPolicy (`kind`), or a PeerAuthentication. `None`: it limits no connections to Pods.
+pub fn istio_policy(
+    kind: &str,
+    object: &api::IstioPolicy,
+    findings: &mut Findings,
+) -> Option<IstioPolicy> {
+    let mut unread = |path: &str| {
+        findings.note(
+            path,
+            "cannot be read, so the agent treats the policy as one that limits all connections to the Pods that it may \
+             select",
+        );
+    };
+    let nothing = IstioPolicySpec::default();
+    let spec = match read(&object.spec, "spec") {
+        Ok(spec) => spec.unwrap_or(&nothing),
+        Err(path) => {
+            unread(path);
+            return Some(unreadable_policy());
+        }
+    };
+    let effect = if kind == "AuthorizationPolicy" {
+        authorization(object, spec).unwrap_or_else(|path| {
+            unread(path);
+            Some(Effect::Deny)
+        })?
+    } else {
+        let (strict, ports) = modes(spec).unwrap_or_else(|path| {
+            unread(path);
+            (Some(true), BTreeMap::new())
+        });
+        let created = object.metadata.creation_timestamp.as_ref();
+        Effect::Plaintext {
+            created: created.map(|time| time.0.as_second()),
+            strict,
+            ports,
+        }
+    };
+    let selector = selector(spec).map_err(&mut unread).ok();
+    Some(IstioPolicy { selector, effect })
+}
+
+/// Returns a policy in place of one that cannot be read.
+pub fn unreadable_policy() -> IstioPolicy {
+    IstioPolicy {
+        selector: None,
+        effect: Effect::Deny,
+    }
+}
+
+/// Returns a field's value, or the field's path if the value cannot be read.
+fn read<'a, T>(
+    field: &'a Option<Readable<T>>,
+    path: &'static str,
+) -> Result<Option<&'a T>, &'static str> {
+    match field {
+        None => Ok(None),
+        Some(Readable::Read(value)) => Ok(Some(value)),
+        Some(Readable::Unread(_)) => Err(path),
+    }
+}
+
+/// A policy with ALLOW and without rules limits everything; one with another action and without rules, nothing. Only
+/// waypoints enforce a policy with targets.
+fn authorization(
+    object: &api::IstioPolicy,
+    spec: &IstioPolicySpec,
+) -> Result<Option<Effect>, &'static str> {
+    let dry_run = object.metadata.annotations.get("istio.io/dry-run");
+    let is_dry = dry_run.is_some_and(|is| ["1", "t", "T", "true", "True", "TRUE"].contains(&&**is));
+    let targets = read(&spec.target_refs, "spec.targetRefs")?;
+    let target = read(&spec.target_ref, "spec.targetRef")?;
+    let rules = read(&spec.rules, "spec.rules")?.map_or(&[][..], Vec::as_slice);
+    let action = read(&spec.action, "spec.action")?.map_or("", String::as_str);
+    if is_dry || target.is_some() || targets.is_some_and(|targets| !targets.is_empty()) {
+        return Ok(None);
+    }
+    match action {
+        "" | "ALLOW" if rules.iter().any(BTreeMap::is_empty) => Ok(Some(Effect::AllowAll)),
+        "" | "ALLOW" => Ok(Some(Effect::Allow)),
+        "AUDIT" => Ok(None),
+        "DENY" | "CUSTOM" => Ok((!rules.is_empty()).then_some(Effect::Deny)),
+        _ => Err("spec.action"),
+    }
+}
+
+/// Returns whether a PeerAuthentication refuses plaintext, and whether it does at single ports.
+fn modes(spec: &IstioPolicySpec) -> Result<(Option<bool>, BTreeMap<u16, bool>), &'static str> {
+    let strict = |of: &PolicyMode, path| {
+        let mode = of.get("mode").and_then(Option::as_deref);
+        match mode.unwrap_or_default() {
+            "" | "UNSET" => Ok(None),
+            "STRICT" => Ok(Some(true)),
+            "PERMISSIVE" | "DISABLE" => Ok(Some(false)),
+            _ => Err(path),
+        }
+    };
+    let of_all = read(&spec.mtls, "spec.mtls")?;
+    let of_all = of_all.map_or(Ok(None), |of| strict(of, "spec.mtls.mode"))?;
+    let path = "spec.portLevelMtls";
+    let given = read(&spec.port_level_mtls, path)?;
+    let mut ports = BTreeMap::new();
+    for (port, of) in given.into_iter().flatten() {
+        let port = port.parse().map_err(|_| path)?;
+        ports.extend(strict(of, path)?.map(|is_strict| (port, is_strict)));
+    }
+    if ports.len() > PARTS_MAX {
+        return Err(path);
+    }
+    Ok((of_all, ports))
+}
+
+/// Returns the labels, sorted.
+fn selector(spec: &IstioPolicySpec) -> Result<Box<[Label]>, &'static str> {
+    let path = "spec.selector";
+    let selector = read(&spec.selector, path)?;
+    let labels = selector.and_then(|selector| selector.get("matchLabels")?.as_ref());
+    let labels = labels.into_iter().flatten();
+    let labels: Box<[Label]> = labels
+        .map(|(key, value)| (key.as_str().into(), value.as_str().into()))
+        .collect();
+    let length: usize = labels
+        .iter()
+        .map(|(key, value)| key.len() + value.len())
+        .sum();
+    if labels.len() > PARTS_MAX || length > SELECTOR_MAX {
+        return Err(path);
+    }
+    Ok(labels)
+}
+
+/// The objects of all namespaces.
+#[derive(Debug)]
+pub struct IstioObjects {
+    /// Whether they are stored at all.
+    is_wanted: bool,
+    namespaces: OrdMap<Arc<str>, Arc<IstioNamespace>>,
+}
+
+impl IstioObjects {
+    /// Returns a collection without objects. `is_wanted`: whether it stores any.
+    pub fn new(is_wanted: bool) -> Self {
+        Self {
+            is_wanted,
+            namespaces: OrdMap::new(),
+        }
+    }
+
+    /// Returns all objects. Cheap.
+    pub fn namespaces(&self) -> OrdMap<Arc<str>, Arc<IstioNamespace>> {
+        self.namespaces.clone()
+    }
+
+    /// Stores whether the labels of a Namespace name a waypoint.
+    pub fn label_namespace(&mut self, name: &str, waypoint: bool) {
+        self.change(name, |of| of.waypoint = waypoint);
+    }
+
+    /// Stores [`waypoint`] of a Service or ServiceEntry. `None` removes it.
+    pub fn label(&mut self, kind: &str, name: &ServiceName, waypoint: Option<bool>) {
+        let key = format!("{kind} {}", name.name());
+        self.change(name.namespace(), |of| match waypoint {
+            Some(waypoint) => _ = of.labels.insert(key.into(), waypoint),
+            None => _ = of.labels.remove(&*key),
+        });
+    }
+
+    /// Stores a policy, or removes it. Returns whether anything has changed.
+    pub fn put(&mut self, kind: &str, name: &ServiceName, policy: Option<IstioPolicy>) -> bool {
+        let key = format!("{kind} {}", name.name());
+        self.change(name.namespace(), |of| match policy {
+            None => _ = of.policies.remove(&*key),
+            Some(policy) => {
+                let has_room = of.policies.len() < POLICIES_MAX || of.policies.contains_key(&*key);
+                let policy = if has_room {
+                    policy
+                } else {
+                    unreadable_policy()
+                };
+                of.policies.insert(key.into(), Arc::new(policy));
+            }
+        })
+    }
+
+    /// Returns whether anything has changed.
+    fn change(&mut self, namespace: &str, change: impl FnOnce(&mut IstioNamespace)) -> bool {
+        if !self.is_wanted {
+            return false;
+        }
+        let known = self.namespaces.get(namespace);
+        let before = known.map_or_else(Default::default, |known| (**known).clone());
+        let mut of = before.clone();
+        change(&mut of);
+        if of == before {
+            return false;
+        }
+        if of == IstioNamespace::default() {
+            self.namespaces.remove(namespace);
+        } else {
+            self.namespaces.insert(namespace.into(), Arc::new(of));
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// Returns the effect, the selector in braces, and the fields that cannot be read.
+    fn told(kind: &str, annotations: &Value, spec: &Value) -> String {
+        let metadata = json!({ "name": "p", "annotations": annotations });
+        let object = json!({ "metadata": metadata, "spec": spec });
+        let object: api::IstioPolicy = serde_json::from_value(object).unwrap();
+        let mut findings = Findings::default();
+        let policy = istio_policy(kind, &object, &mut findings);
+        assert!(findings.faults.is_empty());
+        let mode = |is_strict| if is_strict { "strict" } else { "off" };
+        let mut words = Vec::new();
+        match &policy {
+            None => words.push("nothing".to_owned()),
+            Some(IstioPolicy { selector, effect }) => {
+                match effect {
+                    Effect::Plaintext { strict, ports, .. } => {
+                        words.push(strict.map_or("unset", mode).to_owned());
+                        let ports = ports.iter();
+                        words.extend(ports.map(|(port, is)| format!("{port}={}", mode(*is))));
+                    }
+                    effect => words.push(format!("{effect:?}")),
+                }
+                words.push(selector.as_ref().map_or("{?}".to_owned(), |labels| {
+                    let labels = labels.iter().map(|(key, value)| format!("{key}={value}"));
+                    format!("{{{}}}", labels.collect::<Vec<_>>().join(","))
+                }));
+            }
+        }
+        words.extend(findings.notes.into_iter().map(|(path, _)| path));
+        words.join(" ")
+    }
+
+    fn check(kind: &str, cases: &str) {
+        for case in cases.lines().skip(1) {
+            let (spec, wanted) = case.split_once(" => ").unwrap();
+            let spec = serde_json::from_str(spec).unwrap();
+            assert_eq!(told(kind, &json!({}), &spec), wanted, "{case}");
+        }
+    }
+
+    /// <https://istio.io/latest/docs/reference/config/security/authorization-policy/>: a policy without rules never matches,
+    /// which "is equivalent to setting a default of deny for the target workloads if the action is ALLOW".
+    #[test]
+    fn an_authorization_policy_limits_what_it_limits_in_istio() {
+        let kind = "AuthorizationPolicy";
+        check(
+            kind,
+            r#"
+            {} => Allow {}
+            null => Allow {}
+            {"rules": [{"from": []}]} => Allow {}
+            {"action": "ALLOW", "rules": []} => Allow {}
+            {"rules": [{"to": []}, {}]} => AllowAll {}
+            {"action": "DENY"} => nothing
+            {"action": "DENY", "rules": []} => nothing
+            {"action": "DENY", "rules": [{}]} => Deny {}
+            {"action": "CUSTOM"} => nothing
+            {"action": "CUSTOM", "rules": [{"to": []}]} => Deny {}
+            {"action": "AUDIT", "rules": [{}]} => nothing
+            {"selector": {"matchLabels": {"b": "2", "a": "1"}}} => Allow {a=1,b=2}
+            {"selector": {}} => Allow {}
+            {"selector": {"matchLabels": null}} => Allow {}
+            {"targetRefs": [{"kind": "Service"}]} => nothing
+            {"targetRefs": []} => Allow {}
+            {"targetRefs": null} => Allow {}
+            {"targetRefs": {}} => Deny {} spec.targetRefs
+            {"targetRefs": 5} => Deny {} spec.targetRefs
+            {"targetRef": {}} => nothing
+            {"targetRef": null} => Allow {}
+            {"targetRef": []} => Deny {} spec.targetRef
+            "text" => Deny {?} spec
+            {"action": 5} => Deny {} spec.action
+            {"action": "LATER"} => Deny {} spec.action
+            {"rules": {}} => Deny {} spec.rules
+            {"rules": [null]} => Deny {} spec.rules
+            {"selector": 5} => Allow {?} spec.selector
+            {"selector": {"matchLabels": {"app": 5}}} => Allow {?} spec.selector"#,
+        );
+        for (annotation, wanted) in [("true", "nothing"), ("false", "Allow {}")] {
+            let annotations = json!({ "istio.io/dry-run": annotation });
+            assert_eq!(told(kind, &annotations, &json!({})), wanted);
+        }
+    }
+
+    #[test]
+    fn a_peer_authentication_has_a_mode_and_modes_of_ports() {
+        check(
+            "PeerAuthentication",
+            r#"
+            {} => unset {}
+            {"mtls": null} => unset {}
+            {"mtls": {"mode": null}} => unset {}
+            {"mtls": {"mode": "STRICT"}} => strict {}
+            {"mtls": {"mode": "PERMISSIVE"}} => off {}
+            {"portLevelMtls": {"80": {"mode": "DISABLE"}, "81": {}, "82": {"mode": "STRICT"}}} => unset 80=off 82=strict {}
+            {"mtls": {"mode": "LATER"}} => strict {} spec.mtls.mode
+            {"mtls": {"mode": 1}} => strict {} spec.mtls
+            {"mtls": 1} => strict {} spec.mtls
+            {"portLevelMtls": 5} => strict {} spec.portLevelMtls
+            {"portLevelMtls": {"x": {"mode": "DISABLE"}}} => strict {} spec.portLevelMtls
+            {"mtls": {"mode": "STRICT"}, "selector": 5} => strict {?} spec.selector"#,
+        );
+        let ports = (1..70).map(|port| (port.to_string(), json!({ "mode": "DISABLE" })));
+        let spec = json!({ "portLevelMtls": Value::Object(ports.collect()) });
+        let found = told("PeerAuthentication", &json!({}), &spec);
+        assert_eq!(found, "strict {} spec.portLevelMtls");
+    }
+
+    #[test]
+    fn what_exceeds_a_bound_limits_everything_that_it_may_select() {
+        for (count, length, is_read) in [
+            (64, 1, true),
+            (65, 1, false),
+            (2, 2000, true),
+            (2, 4000, false),
+        ] {
+            let all = (0..count).map(|n| (format!("k{n}"), json!("v".repeat(length))));
+            let spec = json!({ "selector": { "matchLabels": Value::Object(all.collect()) } });
+            let found = told("AuthorizationPolicy", &json!({}), &spec);
+            assert_eq!(!found.contains('?'), is_read, "{count} {length}");
+        }
+        let mut objects = IstioObjects::new(true);
+        let name = |n: usize| ServiceName::new("shop", &format!("p{n}"));
+        let policy = || IstioPolicy {
+            selector: Some(Box::default()),
+            effect: Effect::AllowAll,
+        };
+        for n in (0..=POLICIES_MAX).chain([5]) {
+            objects.put("P", &name(n), Some(policy()));
+            let stored = &objects.namespaces()["shop"].policies[&*format!("P p{n}")];
+            assert_eq!(**stored == policy(), n < POLICIES_MAX, "{n}");
+        }
+        for n in 0..=POLICIES_MAX {
+            objects.put("P", &name(n), None);
+        }
+        assert!(objects.namespaces().is_empty());
+    }
+}

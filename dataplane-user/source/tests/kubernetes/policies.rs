@@ -1,0 +1,168 @@
+//! Istio's objects that limit connections.
+
+use std::thread;
+
+use dataplane_source::{
+    View,
+    kubernetes::{Kind, Scope, WantedKinds, WantedPolicies},
+};
+use dataplane_tests::api::Resource;
+use serde_json::{Value, json};
+
+use crate::site::{Site, patience, server, web};
+
+fn wanted(policies: WantedPolicies) -> WantedKinds {
+    WantedKinds {
+        policies,
+        ..Scope::Mesh.into()
+    }
+}
+
+fn object(kind: &str, labels: Value, spec: Value) -> Value {
+    let mut object = json!({ "apiVersion": "", "kind": kind, "metadata": { "name": "limit" } });
+    object["metadata"]["labels"] = labels;
+    object["spec"] = spec;
+    object
+}
+
+/// Returns the objects of a namespace: itself if its label names a waypoint, those with labels, and policies.
+fn told(view: &View, namespace: &str) -> String {
+    let of = view.istio.namespaces.get(namespace);
+    of.map_or(String::new(), |of| {
+        let own = of.waypoint.then(|| "gate".to_owned());
+        let labels = of.labels.iter().map(|(name, is)| format!("{name}={is}"));
+        let policies = of.policies.keys().map(ToString::to_string);
+        let all = own.into_iter().chain(labels).chain(policies);
+        all.collect::<Vec<_>>().join("; ")
+    })
+}
+
+#[test]
+fn labels_and_policies_come_change_and_go() {
+    let site = Site::of(server(web(1, &[1])), wanted(WantedPolicies::Refused));
+    let is = |namespace: &str, wanted: &str| site.view(|view| told(view, namespace) == wanted);
+    // A cluster without such kinds has no such objects.
+    let view = is("default", "");
+    assert!(!view.istio.unread && view.problems.is_empty());
+    assert!(site.health.of(Kind::AuthorizationPolicy).is_missing());
+    site.cluster().install_istio(Some("v1"));
+    site.server.faults().end_watches();
+    let service = json!({ "clusterIP": "10.96.0.77", "ports": [{ "port": 80 }] });
+    for (kind, namespace, spec, shown) in [
+        (
+            "Service",
+            "default",
+            service,
+            ["Service limit=true", "Service limit=false", ""],
+        ),
+        ("Namespace", "limit", json!({}), ["gate", "", ""]),
+    ] {
+        for (labels, shown) in [
+            json!({ "istio.io/use-waypoint": "gate" }),
+            json!({ "istio.io/use-waypoint": "none" }),
+            json!({}),
+        ]
+        .into_iter()
+        .zip(shown)
+        {
+            site.cluster().apply(object(kind, labels, spec.clone()));
+            is(namespace, shown);
+        }
+    }
+    let policy = |labels, spec| {
+        site.cluster()
+            .apply(object("AuthorizationPolicy", labels, spec))
+    };
+    policy(json!({}), json!({ "action": "DENY", "rules": [{}] }));
+    is("default", "AuthorizationPolicy limit");
+    // Without rules, it no longer denies.
+    policy(json!({}), json!({ "action": "DENY" }));
+    is("default", "");
+    // One that cannot be read limits its namespace, from the start.
+    policy(json!(5), json!({}));
+    let view = is("default", "AuthorizationPolicy limit");
+    let of = &view.istio.namespaces["default"];
+    assert_eq!(of.policies["AuthorizationPolicy limit"].selector, None);
+    assert_eq!(view.problems[0].place, "AuthorizationPolicy default/limit");
+    // A kind that is missing for a moment, and then for longer.
+    site.cluster()
+        .apply(object("PeerAuthentication", json!({}), json!({})));
+    is(
+        "default",
+        "AuthorizationPolicy limit; PeerAuthentication limit",
+    );
+    site.cluster().compact();
+    site.cluster().install_istio(None);
+    site.server.faults().end_watches();
+    site.wait("it is missing", |site| {
+        site.health.of(Kind::PeerAuthentication).is_missing()
+    });
+    is("default", "");
+    assert_eq!(site.health.failure(), None);
+}
+
+/// With a mesh, whatever keeps the agent from reading policies delays nothing, and is told.
+#[test]
+fn without_policies_all_else_is_served_and_with_deny_they_limit_everything() {
+    for kind in [
+        Resource::AuthorizationPolicies,
+        Resource::PeerAuthentications,
+    ] {
+        for status in [403, 500, 503] {
+            for policies in [WantedPolicies::Named, WantedPolicies::Refused] {
+                let what = format!("{kind:?} {status} {policies:?}");
+                let server = server(web(1, &[1]));
+                server.cluster().install_istio(Some("v1"));
+                server.faults().withhold(Some((kind, status)));
+                let site = Site::of(server, wanted(policies));
+                if policies == WantedPolicies::Refused {
+                    thread::sleep(patience().forbidden / 2);
+                    assert!(site.untaken().is_none(), "{what}: too early");
+                }
+                let view = site.view(|view| !view.services.is_empty());
+                let is_needed = policies == WantedPolicies::Refused;
+                assert_eq!(view.istio.unread, is_needed, "{what}");
+                let is_told = |view: &View| {
+                    let mut problems = view.problems.iter();
+                    problems.any(|problem| problem.text.contains("cannot be read"))
+                };
+                if !is_told(&view) {
+                    site.view(is_told);
+                }
+                site.server.faults().withhold(None);
+                site.view(|view| !view.istio.unread && view.problems.is_empty());
+            }
+        }
+    }
+}
+
+#[test]
+fn their_lists_come_in_pages() {
+    let server = server(web(1, &[1]));
+    server.cluster().install_istio(Some("v1"));
+    for n in 0..120 {
+        let mut policy = object("AuthorizationPolicy", json!({}), json!({}));
+        policy["metadata"]["name"] = json!(format!("p{n}"));
+        server.cluster().apply(policy);
+    }
+    server.faults().note_requests(true);
+    let site = Site::of(server, wanted(WantedPolicies::Refused));
+    let view = site.view(|_| true);
+    assert_eq!(view.istio.namespaces["default"].policies.len(), 120);
+    let asked = site.server.faults().asked();
+    let pages = asked.iter().filter(|asked| {
+        asked.path.contains("authorizationpolicies") && asked.query.contains("limit=50")
+    });
+    assert_eq!(pages.count(), 3);
+}
+
+#[test]
+fn they_are_not_read_without_a_mesh() {
+    let server = server(web(1, &[1]));
+    server.cluster().install_istio(Some("v1"));
+    server.faults().note_requests(true);
+    let site = Site::of(server, Scope::Registry);
+    site.view(|_| true);
+    let asked = site.server.faults().asked();
+    assert!(asked.iter().all(|asked| !asked.path.contains("security")));
+}
