@@ -185,6 +185,7 @@ fn main() -> ExitCode {
         capture::EXPLAIN,
         capture::IDENTITY,
         capture::INTERFACES,
+        capture::ISTIO,
         capture::MACHINES,
         capture::MANY,
         capture::MEMBERS,
