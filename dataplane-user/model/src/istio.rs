@@ -34,8 +34,8 @@ pub struct IstioNamespace {
 /// A policy, as far as it concerns connections to Pods.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IstioPolicy {
-    /// The labels of the Pods that it selects, sorted; empty: all Pods. `None`: they cannot be read, which has the same
-    /// effect.
+    /// The labels of the Pods that it selects, sorted; empty: all Pods. `None`: they cannot be read, so the policy limits
+    /// all connections to all Pods.
     pub selector: Option<Box<[Label]>>,
     /// The effect.
     pub effect: Effect,
@@ -67,8 +67,8 @@ pub enum Effect {
 impl Istio {
     /// Returns whether captured workloads may not connect to a service by TCP.
     pub fn refuses(&self, service: &Service) -> bool {
-        let of = self.namespaces.get(service.name.namespace());
-        self.denies && of.is_some_and(|of| of.has_waypoint(service))
+        let of = || self.namespaces.get(service.name.namespace());
+        self.denies && of().is_some_and(|of| of.has_waypoint(service))
     }
 
     /// Returns the services for which [`Istio::refuses`] differs from a former state.
@@ -77,8 +77,9 @@ impl Istio {
         old: &'a Self,
         services: &'a OrdMap<ServiceName, Arc<Service>>,
     ) -> impl Iterator<Item = &'a ServiceName> {
-        let namespaces = old.namespaces.diff(&self.namespaces);
-        let namespaces = namespaces.map(|change| match change {
+        let denies = old.denies || self.denies;
+        let namespaces = denies.then(|| old.namespaces.diff(&self.namespaces));
+        let namespaces = namespaces.into_iter().flatten().map(|change| match change {
             DiffItem::Add(name, _)
             | DiffItem::Remove(name, _)
             | DiffItem::Update { new: (name, _), .. } => name,

@@ -284,6 +284,21 @@ fn what_has_no_destination_is_reset() {
     );
 }
 
+/// The kernel's programs do not judge connections that came by a virtual interface.
+#[test]
+fn a_connection_to_a_service_with_a_waypoint_is_reset() {
+    let (_listener, at) = endpoint();
+    let (proxy, vip) = proxy(&Settings::default(), &[at], Egress::Allow);
+    let service = Arc::new(service(VIP, vip.port(), &[at]));
+    let mut snapshot = Snapshot::default();
+    snapshot.services.insert(service.name.clone(), service);
+    let of = snapshot.istio.namespaces.entry("default".into());
+    Arc::make_mut(of.or_default()).waypoint = true;
+    snapshot.istio.denies = true;
+    proxy.set_snapshot(snapshot);
+    assert_eq!(ending(&connect(vip)), Err(ErrorKind::ConnectionReset));
+}
+
 #[test]
 fn much_arrives_whole_past_readers_that_take_their_time() {
     let (listener, at) = endpoint();

@@ -423,6 +423,10 @@ impl Mesh {
                 faults.push((at, "expected a number from 1".into()));
             }
         }
+        if self.root_namespace().is_empty() {
+            let text = "empty; expected a namespace's name, such as istio-system";
+            faults.push(("mesh.rootNamespace".into(), text.into()));
+        }
         if self.denies_unsupported() && self.proxy.uid.is_some() {
             faults.push((
                 "mesh.unsupported".into(),

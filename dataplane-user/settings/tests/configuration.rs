@@ -54,6 +54,7 @@ source:
   manifests: [a]
   kubernetes: {kubeConfig: b}
 dns: {ttlSeconds: 3601, cacheBytes: 1000, staleSeconds: 700000, serviceEntryTtlSeconds: 4000}
+mesh: {rootNamespace: \"\", unsupported: deny, proxy: {uid: 1337}}
 ";
     let said = parse(faulty).unwrap_err();
     let wanted = [
@@ -78,6 +79,8 @@ dns: {ttlSeconds: 3601, cacheBytes: 1000, staleSeconds: 700000, serviceEntryTtlS
         "17:37: dns.cacheBytes: 1000; expected a number from 1048576 to 4294967296",
         "17:57: dns.staleSeconds: 700000; expected a number from 0 to 604800",
         "17:89: dns.serviceEntryTtlSeconds: 4000; expected a number from 0 to 3600",
+        "18:23: mesh.rootNamespace: empty; expected a namespace's name",
+        "18:40: mesh.unsupported: deny has no effect: mesh.proxy.uid names another proxy",
     ];
     let lines: Vec<&str> = said.lines().collect();
     for (line, wanted) in lines.iter().zip(wanted) {

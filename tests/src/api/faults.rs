@@ -102,7 +102,7 @@ impl Faults {
         self.lock().refusals.extend(more);
     }
 
-    /// Answers all requests for a resource with a status.
+    /// Answers all requests for a resource with a status. 0: an answer of which nothing comes.
     pub fn withhold(&self, what: Option<(Resource, u16)>) {
         self.lock().withheld = what;
     }

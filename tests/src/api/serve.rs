@@ -98,6 +98,11 @@ pub async fn answer(
 
 fn refuse(site: &Site, request: &Request) -> Option<Response> {
     if let Some((code, retry)) = site.faults.refusal(Resource::of_path(request.uri().path())) {
+        if code == 0 {
+            let (sender, body) = Channel::<Bytes, Broken>::new(1);
+            std::mem::forget(sender);
+            return Some(Body::new(body).into_response());
+        }
         return Some(status(code, "", "refused on purpose", retry));
     }
     let tokens = site.tokens.lock().unwrap_or_else(PoisonError::into_inner);

@@ -44,7 +44,14 @@ pub(super) fn limits(istio: &Istio, workload: &Workload) -> (Vec<Object>, Refuse
         let policies = of.policies.iter();
         for (name, policy) in policies.filter(|(_, of)| of.selects(&workload.labels)) {
             let object = || (Arc::clone(namespace), Arc::clone(name));
-            match &policy.effect {
+            let is_root = **namespace == *istio.root;
+            let effect = match (policy.selector.as_deref(), &policy.effect) {
+                // As for Istio, a PeerAuthentication of the root namespace has no selector.
+                (None | Some([_, ..]), Effect::Plaintext { .. }) if is_root => continue,
+                (None, _) => &Effect::Deny,
+                (Some(_), effect) => effect,
+            };
+            match effect {
                 Effect::AllowAll => allows_all = true,
                 Effect::Allow if allowing.len() <= NAMED[0] => allowing.push(object()),
                 Effect::Deny if limiting.len() <= NAMED[0] => limiting.push(object()),
@@ -54,12 +61,9 @@ pub(super) fn limits(istio: &Istio, workload: &Workload) -> (Vec<Object>, Refuse
                     strict,
                     ports,
                 } => {
-                    let rank = match (policy.selector.as_deref(), **namespace == *istio.root) {
-                        (Some([]), false) => 1,
-                        (Some([]), true) => 2,
-                        // As for Istio, a policy of the root namespace has no selector.
-                        (_, true) => continue,
-                        (_, false) => 0,
+                    let rank = match policy.selector.as_deref() {
+                        Some([]) => 1 + usize::from(is_root),
+                        _ => 0,
                     };
                     // Policies come in the order of their names, by which Istio chooses between equally old ones.
                     let age = (created.is_none(), *created);
@@ -239,6 +243,8 @@ mod tests {
             shop/a app=web,b=2 deny => * | a
             shop/a app=db deny; shop/b app=web,x=1 deny; other/c * deny =>
             shop/a ? deny => * | a
+            shop/a ? all => * | a
+            root/a ? all => * | a
             root/a app=web deny => * | a
             root/a ? deny => * | a
             shop/a * allow => * | a
@@ -256,6 +262,7 @@ mod tests {
             root/a app=web STRICT =>
             root/a ? STRICT =>
             shop/a ? STRICT => * | a
+            shop/a ? OFF => * | a
             shop/a@2 * STRICT; shop/b@1 * OFF =>
             shop/a@1 * STRICT; shop/b@2 * OFF => * | a@1
             shop/a * STRICT; shop/b@2 * OFF =>

@@ -171,11 +171,11 @@ fn layers(said: &MeshStatements, workload: &Workload, over_budget: bool) -> Laye
         mode: Some(Mode::Kernel),
         ..Rules::default()
     };
-    let waypoint = own.waypoint.as_ref().map(|waypoint| ("Pod", waypoint));
-    let waypoint = waypoint.or(namespace.waypoint.as_ref().map(|of| ("Namespace", of)));
-    if let Some((by, waypoint)) = waypoint.filter(|(_, waypoint)| ***waypoint != *"none") {
+    let waypoint = own.waypoint.as_deref();
+    if let Some(waypoint) = waypoint.filter(|waypoint| *waypoint != "none") {
         ineffective.push(format!(
-            "label istio.io/use-waypoint: {} of the {by} has no effect: connections go past the waypoint, and no rule of it              holds",
+            "label istio.io/use-waypoint: {} of the Pod has no effect: connections go past the waypoint, and no rule of it \
+             holds",
             waypoint.escape_debug()
         ));
     }

@@ -94,12 +94,12 @@ impl From<Scope> for WantedKinds {
 }
 
 impl WantedKinds {
-    /// All kinds of manifests, with names.
+    /// All kinds, with names.
     pub const ALL: Self = Self {
         scope: Scope::Registry,
         entries: true,
         routes: true,
-        policies: WantedPolicies::None,
+        policies: WantedPolicies::Named,
         names: true,
     };
 
@@ -204,10 +204,9 @@ impl Kind {
         self.names().1
     }
 
-    /// Returns the kind with this name in manifests. Policies are read from the API only.
+    /// Returns the kind with this name in objects.
     pub fn of(word: &str) -> Option<Self> {
-        let mut kinds = Self::ALL.into_iter();
-        kinds.find(|kind| kind.word() == word && !kind.is_policy())
+        Self::ALL.into_iter().find(|kind| kind.word() == word)
     }
 
     /// Returns whether the kind is a policy of Istio's.

@@ -275,6 +275,7 @@ impl Store {
             .chain(self.joins.problems())
             .cloned()
             .chain(orphans)
+            .chain(self.istio.problems())
             .collect();
         problems.sort();
         if *self.problems_seen != *problems {
@@ -483,6 +484,10 @@ impl Store {
             Body::Pod(mut pod) => {
                 if self.wanted.scope < Scope::Mesh {
                     pod.workload = None;
+                }
+                let of = pod.workload.as_mut();
+                if let Some(of) = of.filter(|_| self.wanted.policies == WantedPolicies::None) {
+                    of.labels = Box::default();
                 }
                 if !self.wanted.entries {
                     pod.addresses.clear();

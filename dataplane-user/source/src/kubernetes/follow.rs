@@ -112,6 +112,8 @@ impl Follower {
         let mut version = None;
         let mut before = None;
         let mut forbidden: Option<Instant> = None;
+        // The first attempt since the server has answered for any kind.
+        let mut began = Instant::now();
         let mut back = self.connector.back.subscribe();
         loop {
             let seen = eyes.wait_for(|eyes| self.sight(eyes).is_some()).await;
@@ -134,17 +136,21 @@ impl Follower {
             let ended = result.await;
             step.health.unwatch();
             forbidden = match &ended {
-                Ended::Failed(failure) if self.is_to_do_without(failure) => {
-                    let since = forbidden.unwrap_or_else(Instant::now);
-                    if since.elapsed() >= self.patience.forbidden
-                        && step.refused(failure).await.is_err()
-                    {
-                        return;
-                    }
-                    Some(since)
+                Ended::Failed(failure) if failure.is_forbidden() => {
+                    Some(forbidden.unwrap_or_else(Instant::now))
                 }
                 _ => None,
             };
+            let mut kinds = Kind::ALL.into_iter();
+            if kinds.all(|kind| self.health.of(kind).lists() == 0) {
+                began = Instant::now();
+            }
+            if let Ended::Failed(failure) = &ended
+                && self.does_without(forbidden, began)
+                && step.refused(failure).await.is_err()
+            {
+                return;
+            }
             // After `Retry-After`, or without the kind, the success of other kinds does not shorten the wait.
             let waits = match &ended {
                 Ended::Failed(failure) => failure.retry_after().is_some() || forbidden.is_some(),
@@ -193,12 +199,13 @@ impl Follower {
         }
     }
 
-    /// Returns whether the agent continues without the kind if this failure lasts. It serves without Istio's policies also
-    /// if the server does not forbid them and has no other answer.
-    fn is_to_do_without(&self, failure: &Failure) -> bool {
-        let was_listed = self.health.of(self.kind).lists() > 0;
-        let has_answered = !failure.is_of_network();
-        failure.is_forbidden() || self.kind.is_policy() && !was_listed && has_answered
+    /// Returns whether the agent continues without the kind: the server has forbidden it for long, or Istio's policies
+    /// have never been read since `began`, whatever the failures were.
+    fn does_without(&self, forbidden: Option<Instant>, began: Instant) -> bool {
+        let health = self.health.of(self.kind);
+        let is_unread = self.kind.is_policy() && health.lists() == 0 && !health.is_missing();
+        forbidden.is_some_and(|since| since.elapsed() >= self.patience.forbidden)
+            || is_unread && began.elapsed() >= self.patience.missing
     }
 
     /// Returns the perspective on this kind. `None` if it is not known yet.
@@ -324,6 +331,9 @@ impl Step<'_> {
             }
         }
         let was_missing = self.health.miss(true);
+        if self.health.refuse(false) {
+            self.send(Message::Refused(kind, None)).await?;
+        }
         // A kind that is installed anew is missing for a moment: known policies stay in force until the next attempt.
         if was_missing || !kind.is_policy() || self.health.lists() == 0 {
             // An empty list has the same effect.

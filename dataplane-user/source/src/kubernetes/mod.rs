@@ -72,7 +72,8 @@ pub struct Patience {
     /// Time for which the server may refuse an optional kind before the agent continues without it. An API server that
     /// has just started refuses for some seconds because it does not know the RBAC rules yet.
     pub forbidden: Duration,
-    /// Delay before the agent asks again for a kind that the cluster does not have.
+    /// Delay before the agent asks again for a kind that the cluster does not have; and the time for which reading of
+    /// Istio's policies may fail in another way than `forbidden` before the agent continues without them.
     pub missing: Duration,
     /// Time for which the Service of an EndpointSlice may be missing before it is reported: controllers create and
     /// delete the two one after the other.

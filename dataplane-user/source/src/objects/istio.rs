@@ -5,10 +5,10 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use imbl::OrdMap;
-use model::{Effect, IstioNamespace, IstioPolicy, Label, ServiceName};
+use model::{Effect, Gravity, IstioNamespace, IstioPolicy, Label, Problem, ServiceName};
 
 use super::{
-    Findings, label,
+    Findings, check_name, label,
     wire::{self as api, IstioPolicySpec, PolicyMode, Readable},
 };
 
@@ -38,6 +38,7 @@ pub fn istio_policy(
     object: &api::IstioPolicy,
     findings: &mut Findings,
 ) -> Option<IstioPolicy> {
+    check_name(&object.metadata, findings);
     let mut unread = |path: &str| {
         findings.note(
             path,
@@ -110,7 +111,10 @@ fn authorization(
         return Ok(None);
     }
     match action {
-        "" | "ALLOW" if rules.iter().any(BTreeMap::is_empty) => Ok(Some(Effect::AllowAll)),
+        // For Istio, a list without items is a list that is missing.
+        "" | "ALLOW" if (rules.iter()).any(|rule| rule.values().flatten().all(Vec::is_empty)) => {
+            Ok(Some(Effect::AllowAll))
+        }
         "" | "ALLOW" => Ok(Some(Effect::Allow)),
         "AUDIT" => Ok(None),
         "DENY" | "CUSTOM" => Ok((!rules.is_empty()).then_some(Effect::Deny)),
@@ -185,6 +189,20 @@ impl IstioObjects {
         self.namespaces.clone()
     }
 
+    /// Returns a problem for each namespace that has more policies than are kept.
+    pub fn problems(&self) -> impl Iterator<Item = Problem> {
+        let namespaces = self.namespaces.iter();
+        let full = namespaces.filter(|(_, of)| of.policies.len() > POLICIES_MAX);
+        full.map(|(namespace, _)| Problem {
+            gravity: Gravity::Warning,
+            place: format!("Namespace {namespace}"),
+            text: format!(
+                "has more than {POLICIES_MAX} of Istio's policies: the agent treats each further policy as one that limits \
+                 all connections to the Pods that it may select"
+            ),
+        })
+    }
+
     /// Stores whether the labels of a Namespace name a waypoint.
     pub fn label_namespace(&mut self, name: &str, waypoint: bool) {
         self.change(name, |of| of.waypoint = waypoint);
@@ -205,7 +223,10 @@ impl IstioObjects {
         self.change(name.namespace(), |of| match policy {
             None => _ = of.policies.remove(&*key),
             Some(policy) => {
-                let has_room = of.policies.len() < POLICIES_MAX || of.policies.contains_key(&*key);
+                let known = of.policies.get(&*key);
+                let others = of.policies.len() - usize::from(known.is_some());
+                let has_room = others < POLICIES_MAX
+                    || known.is_some_and(|known| **known != unreadable_policy());
                 let policy = if has_room {
                     policy
                 } else {
@@ -292,7 +313,8 @@ mod tests {
             r#"
             {} => Allow {}
             null => Allow {}
-            {"rules": [{"from": []}]} => Allow {}
+            {"rules": [{"from": [], "when": null}]} => AllowAll {}
+            {"rules": [{"from": [], "to": [{}]}]} => Allow {}
             {"action": "ALLOW", "rules": []} => Allow {}
             {"rules": [{"to": []}, {}]} => AllowAll {}
             {"action": "DENY"} => nothing
@@ -369,11 +391,12 @@ mod tests {
             selector: Some(Box::default()),
             effect: Effect::AllowAll,
         };
-        for n in (0..=POLICIES_MAX).chain([5]) {
+        for n in (0..=POLICIES_MAX).chain([5, POLICIES_MAX]) {
             objects.put("P", &name(n), Some(policy()));
             let stored = &objects.namespaces()["shop"].policies[&*format!("P p{n}")];
             assert_eq!(**stored == policy(), n < POLICIES_MAX, "{n}");
         }
+        assert_eq!(objects.problems().count(), 1);
         for n in 0..=POLICIES_MAX {
             objects.put("P", &name(n), None);
         }

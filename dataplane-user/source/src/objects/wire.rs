@@ -577,11 +577,13 @@ pub struct IstioPolicySpec {
     pub target_ref: Option<Readable<BTreeMap<String, IgnoredAny>>>,
     pub target_refs: Option<Readable<Vec<IgnoredAny>>>,
     pub action: Option<Readable<String>>,
-    /// Of a rule, only whether it is empty matters.
-    pub rules: Option<Readable<Vec<BTreeMap<String, IgnoredAny>>>>,
+    pub rules: Option<Readable<Vec<PolicyRule>>>,
     pub mtls: Option<Readable<PolicyMode>>,
     pub port_level_mtls: Option<Readable<BTreeMap<String, PolicyMode>>>,
 }
+
+/// `from`, `to` and `when`: only whether there are any matters.
+pub type PolicyRule = BTreeMap<String, Option<Vec<IgnoredAny>>>;
 
 /// `mode`.
 pub type PolicyMode = BTreeMap<String, Option<String>>;

@@ -1,10 +1,10 @@
 //! Istio's objects that limit connections.
 
-use std::thread;
+use std::{thread, time::Duration};
 
 use dataplane_source::{
     View,
-    kubernetes::{Kind, Scope, WantedKinds, WantedPolicies},
+    kubernetes::{Kind, Patience, Scope, WantedKinds, WantedPolicies},
 };
 use dataplane_tests::api::Resource;
 use serde_json::{Value, json};
@@ -39,7 +39,12 @@ fn told(view: &View, namespace: &str) -> String {
 
 #[test]
 fn labels_and_policies_come_change_and_go() {
-    let site = Site::of(server(web(1, &[1])), wanted(WantedPolicies::Refused));
+    let patience = Patience {
+        missing: Duration::from_secs(1),
+        ..patience()
+    };
+    let wanted = wanted(WantedPolicies::Refused);
+    let site = Site::patient(server(web(1, &[1])), wanted, patience);
     let is = |namespace: &str, wanted: &str| site.view(|view| told(view, namespace) == wanted);
     // A cluster without such kinds has no such objects.
     let view = is("default", "");
@@ -87,16 +92,17 @@ fn labels_and_policies_come_change_and_go() {
     // A kind that is missing for a moment, and then for longer.
     site.cluster()
         .apply(object("PeerAuthentication", json!({}), json!({})));
-    is(
-        "default",
-        "AuthorizationPolicy limit; PeerAuthentication limit",
-    );
+    let both = "AuthorizationPolicy limit; PeerAuthentication limit";
+    is("default", both);
     site.cluster().compact();
     site.cluster().install_istio(None);
     site.server.faults().end_watches();
     site.wait("it is missing", |site| {
         site.health.of(Kind::PeerAuthentication).is_missing()
     });
+    thread::sleep(Duration::from_millis(100));
+    let untaken = site.untaken();
+    assert!(untaken.is_none_or(|view| told(&view, "default") == both));
     is("default", "");
     assert_eq!(site.health.failure(), None);
 }
@@ -104,19 +110,28 @@ fn labels_and_policies_come_change_and_go() {
 /// With a mesh, whatever keeps the agent from reading policies delays nothing, and is told.
 #[test]
 fn without_policies_all_else_is_served_and_with_deny_they_limit_everything() {
+    let patience = Patience {
+        answer: Duration::from_millis(500),
+        missing: Duration::from_millis(600),
+        ..patience()
+    };
     for kind in [
         Resource::AuthorizationPolicies,
         Resource::PeerAuthentications,
     ] {
-        for status in [403, 500, 503] {
+        for status in [403, 500, 0] {
             for policies in [WantedPolicies::Named, WantedPolicies::Refused] {
                 let what = format!("{kind:?} {status} {policies:?}");
                 let server = server(web(1, &[1]));
-                server.cluster().install_istio(Some("v1"));
+                // A server also forbids kinds that the cluster does not have.
+                let version = (status != 403).then_some("v1");
+                server.cluster().install_istio(version);
                 server.faults().withhold(Some((kind, status)));
-                let site = Site::of(server, wanted(policies));
+                let site = Site::patient(server, wanted(policies), patience);
                 if policies == WantedPolicies::Refused {
-                    thread::sleep(patience().forbidden / 2);
+                    // A server that is busy fails for longer than one that has just started forbids.
+                    let halves = if status == 403 { 1 } else { 4 };
+                    thread::sleep(patience.forbidden / 2 * halves);
                     assert!(site.untaken().is_none(), "{what}: too early");
                 }
                 let view = site.view(|view| !view.services.is_empty());

@@ -274,6 +274,32 @@ fn other_kinds_are_counted() {
     );
 }
 
+/// As those of the API.
+#[test]
+fn istios_objects_that_limit_connections() {
+    let of = "apiVersion: security.istio.io/v1, kind: AuthorizationPolicy, ";
+    let gate = "labels: {istio.io/use-waypoint: gate}";
+    let web = "spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}";
+    let objects = [
+        format!("apiVersion: v1, kind: Namespace, metadata: {{name: default, {gate}}}"),
+        format!("apiVersion: v1, kind: Service, metadata: {{name: web, {gate}}}, {web}"),
+        format!("{of}metadata: {{name: a}}, spec: {{action: DENY, rules: [{{}}]}}"),
+        format!("{of}metadata: {{name: b}}, spec: {{selector: 5}}"),
+        format!("{of}metadata: {{}}"),
+    ];
+    let objects = objects.map(|object| format!("---\n{{{object}}}\n"));
+    let view = load(&objects.concat()).view;
+    let of = &view.istio.namespaces["default"];
+    assert!(of.waypoint && of.labels["Service web"] && !view.istio.unread);
+    let policies = of.policies.keys().map(|name| &**name);
+    let wanted = ["AuthorizationPolicy a", "AuthorizationPolicy b"];
+    assert!(policies.eq(wanted), "{of:?}");
+    let problems = view.problems.iter();
+    let fields = problems.filter_map(|problem| problem.text.split(':').next());
+    let fields: Vec<&str> = fields.collect();
+    assert_eq!(fields, ["metadata.name", "spec.selector"]);
+}
+
 #[test]
 fn the_order_of_keys_does_not_matter() {
     let item = "spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}, metadata: {name: web}";

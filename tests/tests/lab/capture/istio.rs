@@ -179,7 +179,7 @@ fn connections_to_pods_that_policies_select_are_refused() -> Result<()> {
             eventually(is_open).with_context(what)?;
         }
         // An agent that cannot read them serves, and refuses what they may limit.
-        let unread = Some((Resource::AuthorizationPolicies, 500));
+        let unread = Some((Resource::AuthorizationPolicies, 403));
         site.server.faults().withhold(unread);
         site.agent(mode, "deny")?;
         eventually(is_refused)?;
