@@ -126,8 +126,8 @@ pub fn limited(istio: &Istio, members: &[Member], foreign: bool) -> BTreeMap<Arc
     }
     let mut found: Vec<_> = found.into_iter().collect();
     found.sort_by_key(|(namespace, _)| !own.contains(&**namespace));
-    let named = found.into_iter().take(NAMED[1]);
-    let texts = named.map(|(namespace, names)| {
+    let found = found.into_iter().take(NAMED[1]);
+    let texts = found.map(|(namespace, names)| {
         let others = (names.len() > NAMED[0]).then(|| "others".to_owned());
         let names = names.into_iter().take(NAMED[0]).chain(others);
         let names = names.collect::<Vec<_>>().join(", ");
@@ -277,7 +277,7 @@ mod tests {
             let names: Vec<&str> = objects.iter().map(|(_, name)| &**name).collect();
             let mut found = told(&refused);
             if !names.is_empty() {
-                found += &format!(" | {}", names.join(" "));
+                found = format!("{found} | {}", names.join(" "));
             }
             assert_eq!(found, wanted.trim(), "{case}");
         }

@@ -47,7 +47,7 @@ pub fn istio_policy(
         );
     };
     let nothing = IstioPolicySpec::default();
-    let spec = match read(&object.spec, "spec") {
+    let spec = match read(object.spec.as_ref(), "spec") {
         Ok(spec) => spec.unwrap_or(&nothing),
         Err(path) => {
             unread(path);
@@ -85,7 +85,7 @@ pub fn unreadable_policy() -> IstioPolicy {
 
 /// Returns a field's value, or the field's path if the value cannot be read.
 fn read<'a, T>(
-    field: &'a Option<Readable<T>>,
+    field: Option<&'a Readable<T>>,
     path: &'static str,
 ) -> Result<Option<&'a T>, &'static str> {
     match field {
@@ -103,10 +103,10 @@ fn authorization(
 ) -> Result<Option<Effect>, &'static str> {
     let dry_run = object.metadata.annotations.get("istio.io/dry-run");
     let is_dry = dry_run.is_some_and(|is| ["1", "t", "T", "true", "True", "TRUE"].contains(&&**is));
-    let targets = read(&spec.target_refs, "spec.targetRefs")?;
-    let target = read(&spec.target_ref, "spec.targetRef")?;
-    let rules = read(&spec.rules, "spec.rules")?.map_or(&[][..], Vec::as_slice);
-    let action = read(&spec.action, "spec.action")?.map_or("", String::as_str);
+    let targets = read(spec.target_refs.as_ref(), "spec.targetRefs")?;
+    let target = read(spec.target_ref.as_ref(), "spec.targetRef")?;
+    let rules = read(spec.rules.as_ref(), "spec.rules")?.map_or(&[][..], Vec::as_slice);
+    let action = read(spec.action.as_ref(), "spec.action")?.map_or("", String::as_str);
     if is_dry || target.is_some() || targets.is_some_and(|targets| !targets.is_empty()) {
         return Ok(None);
     }
@@ -133,10 +133,10 @@ fn modes(spec: &IstioPolicySpec) -> Result<(Option<bool>, BTreeMap<u16, bool>), 
             _ => Err(path),
         }
     };
-    let of_all = read(&spec.mtls, "spec.mtls")?;
+    let of_all = read(spec.mtls.as_ref(), "spec.mtls")?;
     let of_all = of_all.map_or(Ok(None), |of| strict(of, "spec.mtls.mode"))?;
     let path = "spec.portLevelMtls";
-    let given = read(&spec.port_level_mtls, path)?;
+    let given = read(spec.port_level_mtls.as_ref(), path)?;
     let mut ports = BTreeMap::new();
     for (port, of) in given.into_iter().flatten() {
         let port = port.parse().map_err(|_| path)?;
@@ -151,7 +151,7 @@ fn modes(spec: &IstioPolicySpec) -> Result<(Option<bool>, BTreeMap<u16, bool>), 
 /// Returns the labels, sorted.
 fn selector(spec: &IstioPolicySpec) -> Result<Box<[Label]>, &'static str> {
     let path = "spec.selector";
-    let selector = read(&spec.selector, path)?;
+    let selector = read(spec.selector.as_ref(), path)?;
     let labels = selector.and_then(|selector| selector.get("matchLabels")?.as_ref());
     let labels = labels.into_iter().flatten();
     let labels: Box<[Label]> = labels

@@ -572,15 +572,21 @@ pub struct IstioPolicy {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct IstioPolicySpec {
-    /// `matchLabels`.
-    pub selector: Option<Readable<BTreeMap<String, Option<BTreeMap<String, String>>>>>,
-    pub target_ref: Option<Readable<BTreeMap<String, IgnoredAny>>>,
+    pub selector: Option<Readable<PolicySelector>>,
+    pub target_ref: Option<Readable<PolicyTarget>>,
     pub target_refs: Option<Readable<Vec<IgnoredAny>>>,
     pub action: Option<Readable<String>>,
     pub rules: Option<Readable<Vec<PolicyRule>>>,
     pub mtls: Option<Readable<PolicyMode>>,
     pub port_level_mtls: Option<Readable<BTreeMap<String, PolicyMode>>>,
 }
+
+/// `matchLabels`.
+pub type PolicySelector = BTreeMap<String, Option<BTreeMap<String, String>>>;
+
+/// Only whether there is a target matters.
+#[derive(Debug, Deserialize)]
+pub struct PolicyTarget {}
 
 /// `from`, `to` and `when`: only whether there are any matters.
 pub type PolicyRule = BTreeMap<String, Option<Vec<IgnoredAny>>>;
