@@ -128,7 +128,9 @@ pub fn decide(packet: &mut impl Packet, frontend: Frontend) -> Decision {
     } else if of_node || packet.config() & PacketConfig::MASQUERADE_ALL != 0 {
         packet.note(Fact::MasqueradeAll);
         decision.masquerade = true;
-    } else if packet.config() & PacketConfig::DETECTS != 0 && !is_from_pod(packet) {
+    } else if packet.config() & PacketConfig::DETECTS == 0 {
+        packet.note(Fact::PodsUnknown);
+    } else if !is_from_pod(packet) {
         packet.note(Fact::Outsider);
         decision.masquerade = true;
     }

@@ -333,7 +333,8 @@ pub fn way(ctx: &TcContext) -> i32 {
         return DROP;
     };
     let mut action = DROP;
-    if s.packet.read(skb, route::link_length(skb.ifindex())) == FLOW {
+    // The kernel runs the program on an Ethernet frame, also for an interface without a link-layer header.
+    if s.packet.read(skb, skb::LINK) == FLOW {
         let begins = reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS);
         let key = s.packet.key;
         ways::find(skb, &s.packet, &key.dst, key.dst_port, &mut s.way);

@@ -102,7 +102,8 @@ impl Faults {
         self.lock().refusals.extend(more);
     }
 
-    /// Answers all requests for a resource with a status. 0: an answer of which nothing comes.
+    /// Answers all requests for a resource with a status. 0: an answer of which nothing comes; 429: with an hour to stay
+    /// away.
     pub fn withhold(&self, what: Option<(Resource, u16)>) {
         self.lock().withheld = what;
     }
@@ -161,7 +162,9 @@ impl Faults {
     pub(super) fn refusal(&self, resource: Option<Resource>) -> Option<(u16, Option<u64>)> {
         let mut knobs = self.lock();
         match knobs.withheld {
-            Some((withheld, status)) if resource == Some(withheld) => Some((status, None)),
+            Some((withheld, status)) if resource == Some(withheld) => {
+                Some((status, (status == 429).then_some(3600)))
+            }
             _ => knobs.refusals.pop_front(),
         }
     }

@@ -190,7 +190,12 @@ fn a_backend_without_endpoints_has_its_part_refused_at_sockets_and_by_packets() 
     // A route that is not followed changes nothing.
     reaches(client, "10.96.0.11:8080", "connect --count 20", &["near"])?;
     let told = run(&cluster.agent, &format!("explain node {WEB}"))?;
-    told.says(&["refused", "25.00%"]).map(drop)
+    told.says(&["refused", "25.00%"])?;
+    // The same for a packet, whose routes to the other endpoints are known.
+    let packet = format!("explain --iface veth-sleep 10.244.2.8:4000 {WEB}");
+    run(&cluster.agent, &packet)?
+        .says(&["refused", "25.00%", "translated (translated)"])
+        .map(drop)
 }
 
 /// Of as many clients as there are, some are at each endpoint, and none at two.

@@ -20,7 +20,7 @@ use capture::{Client, Mesh, Place};
 use clap::Args;
 use decision::decide;
 use explanation::Explanation;
-use kernel::{PacketTables, PacketWays, Tables, conntrack::Conntrack};
+use kernel::{PacketTables, Tables, conntrack::Conntrack};
 use target::Target;
 use terminal::{
     PathArgs, SocketArgs,
@@ -64,7 +64,8 @@ pub struct ExplainArgs {
     #[arg(long, value_name = "NAME")]
     iface: Option<String>,
 
-    /// With --iface: length of the packet in bytes, from the IP header on [default: the headers']
+    /// With --iface: length of the packet in bytes, from the IP header on, at most 3000. An IPv4
+    /// packet has "don't fragment" set [default: the headers' length]
     #[arg(
         long,
         value_name = "BYTES",
@@ -316,7 +317,7 @@ impl ExplainArgs {
             tables,
             packet: &PacketTables::open(&bpffs)?,
             conntrack: &conntrack,
-            ways: &PacketWays::open(&bpffs)?,
+            bpffs: &bpffs,
         };
         let Target::Address(to) = self.destination else {
             anyhow::bail!(

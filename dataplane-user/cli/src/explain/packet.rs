@@ -3,6 +3,7 @@
 use std::{
     cell::{Cell, RefCell},
     net::SocketAddr,
+    path::Path,
 };
 
 use anyhow::Context as _;
@@ -39,17 +40,31 @@ pub struct Live<'a> {
     pub tables: &'a Tables,
     pub packet: &'a PacketTables,
     pub conntrack: &'a Conntrack,
-    pub ways: &'a PacketWays,
+    /// The directory with the tables.
+    pub bpffs: &'a Path,
 }
 
-impl Live<'_> {
-    /// Returns the way of the packet to an endpoint. `None`: the kernel cannot find it for such an interface.
-    fn way(&self, packet: &Packet<'_>, index: u32, to: SocketAddr) -> anyhow::Result<Option<Way>> {
-        let protocol = packet.to.protocol;
-        let way = self
-            .ways
-            .of(index, packet.source, to, protocol, packet.length);
-        way.with_context(|| format!("cannot ask for the way from {} to {to}", packet.source))
+/// The program that finds ways, and the interface at which the packet arrives.
+struct Place<'a> {
+    ways: PacketWays,
+    packet: &'a Packet<'a>,
+    ifindex: u32,
+    iface: Iface,
+    /// Whether it accepts the packet's source as that of a new flow.
+    begins: bool,
+}
+
+impl Place<'_> {
+    /// Returns the way of the packet to a destination. `None`: to the programs, it is no packet of TCP or UDP.
+    fn way(&self, to: SocketAddr) -> anyhow::Result<Option<Way>> {
+        let Packet {
+            source,
+            to: Destination { protocol, .. },
+            length,
+            ..
+        } = *self.packet;
+        let way = self.ways.of(self.ifindex, source, to, protocol, length);
+        way.with_context(|| format!("cannot find the way from {source} to {to}"))
     }
 }
 
@@ -88,13 +103,20 @@ pub fn explain(
         packet.iface
     ));
 
-    let way = live.way(packet, index, SocketAddr::new(to.addr, to.port))?;
-    if way.is_none() && iface.flags & Iface::BARE == 0 {
-        told.reason = Reason::Malformed.word();
-        told.steps.push(Reason::Malformed.text().to_owned());
+    let mut place = Place {
+        ways: PacketWays::open(live.bpffs)
+            .context("cannot load the program that finds the packet's routes")?,
+        packet,
+        ifindex: index,
+        iface,
+        begins: false,
+    };
+    let Some(way) = place.way(SocketAddr::new(to.addr, to.port))? else {
+        told.steps
+            .push("the programs leave packets with such addresses alone".to_owned());
         return Ok(told);
-    }
-    let begins = way.is_none_or(|way| way.begins != 0);
+    };
+    place.begins = way.begins != 0;
 
     let key = FlowKey::new(
         Addr::from(packet.source.ip()),
@@ -106,7 +128,7 @@ pub fn explain(
     if let Some(flow) = live.conntrack.find(&key) {
         known(live, &owner, &flow, &mut told);
         if !flow.is_foreign() {
-            let way = live.way(packet, index, flow.endpoint())?;
+            let way = place.way(flow.endpoint())?;
             stop(&mut told, way, flow.is_masqueraded());
         }
         return Ok(told);
@@ -126,7 +148,7 @@ pub fn explain(
             flow.vip(),
             flow.client()
         ));
-        let way = live.way(packet, index, flow.client())?;
+        let way = place.way(flow.client())?;
         stop(&mut told, way, true);
         return Ok(told);
     }
@@ -135,12 +157,7 @@ pub fn explain(
     } else {
         "CONNTRACK has no flow for the packet: the packet begins a flow".to_owned()
     });
-    let place = Place {
-        ifindex: index,
-        iface,
-        begins,
-    };
-    begin(live, &owner, packet, place, &key, &mut told)?;
+    begin(live, &owner, &place, &key, &mut told)?;
     Ok(told)
 }
 
@@ -196,7 +213,12 @@ fn known(
 
 /// Explains a packet that does not belong to a service. A direct connection to an endpoint gets another source port if
 /// a flow through a VIP from the same port already reaches the endpoint.
-fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) {
+fn beside(
+    live: &Live<'_>,
+    place: &Place<'_>,
+    key: &FlowKey,
+    told: &mut Explanation,
+) -> anyhow::Result<()> {
     let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
     let rival = live.conntrack.find_by_reply(&back);
     let rival = rival.filter(|flow| {
@@ -205,8 +227,12 @@ fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) {
     });
     let Some(flow) = rival.filter(|_| key.protocol == Protocol::TCP) else {
         told.steps.push(Reason::NotService.text().to_owned());
-        return;
+        return Ok(());
     };
+    if !place.begins {
+        refuse(told, Reason::SourceForged);
+        return Ok(());
+    }
     told.steps.push(format!(
         "a flow from the same port reaches this endpoint through {}, {}: the endpoint's replies could belong to \
          either, so the endpoint sees another port of the client",
@@ -219,23 +245,14 @@ fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) {
         endpoint: SocketAddr::new(key.dst.ip(), key.dst_port.host()).to_string(),
         probability: 1.0,
     });
-}
-
-/// The interface at which the packet arrives.
-#[derive(Clone, Copy)]
-struct Place {
-    ifindex: u32,
-    iface: Iface,
-    /// Whether it accepts the packet's source as that of a new flow.
-    begins: bool,
+    reach(place, false, told)
 }
 
 /// Explains the first packet of a flow.
 fn begin(
     live: &Live<'_>,
     owner: &impl Fn(u32) -> Option<String>,
-    packet: &Packet<'_>,
-    place: Place,
+    place: &Place<'_>,
     key: &FlowKey,
     told: &mut Explanation,
 ) -> anyhow::Result<()> {
@@ -249,7 +266,13 @@ fn begin(
     told.steps
         .extend(lookups.iter().map(|(key, found)| lookup(key, *found)));
     if frontend.is_none() {
-        beside(live, key, told);
+        return beside(live, place, key, told);
+    }
+    if key.src.is_nobody() {
+        told.steps.push(format!(
+            "no single host has the address {}: the packet is left alone",
+            key.src
+        ));
         return Ok(());
     }
     let kind = frontend.kind();
@@ -257,7 +280,6 @@ fn begin(
     told.service = owner(frontend.pool());
     let mut asked = Asked {
         live,
-        packet,
         place,
         key,
         pool: Pool::default(),
@@ -298,38 +320,86 @@ fn begin(
         return Ok(());
     }
     seen_as(live, key, decision.masquerade, told)?;
-    reach(live, packet, place.ifindex, decision.masquerade, told)
+    skip_unready(live, place, &pool, told)?;
+    reach(place, decision.masquerade, told)
+}
+
+/// Leaves out endpoints whose interfaces have no programs yet: the programs try others of the pool.
+fn skip_unready(
+    live: &Live<'_>,
+    place: &Place<'_>,
+    pool: &Pool,
+    told: &mut Explanation,
+) -> anyhow::Result<()> {
+    let is_ready = |choice: &Choice| -> anyhow::Result<bool> {
+        let way = match choice.endpoint.parse() {
+            Ok(endpoint) => place.way(endpoint)?,
+            Err(_) => None,
+        };
+        Ok(way.is_none_or(|way| way.answer != first::UNREADY))
+    };
+    let mut all = true;
+    for choice in &told.endpoints {
+        if !is_ready(choice)? {
+            all = false;
+            told.steps.push(format!(
+                "the interface towards {} has no programs yet: another endpoint is chosen",
+                choice.endpoint
+            ));
+        }
+    }
+    if all {
+        return Ok(());
+    }
+    let mut ready = Vec::new();
+    for choice in decision::choices(live.tables, pool.block) {
+        if is_ready(&choice)? {
+            ready.push(choice);
+        }
+    }
+    let sum: f64 = ready.iter().map(|choice| choice.probability).sum();
+    for choice in &mut ready {
+        choice.probability /= sum;
+    }
+    told.endpoints = ready;
+    if told.endpoints.is_empty() {
+        refuse(told, Reason::NoRoute);
+    }
+    Ok(())
 }
 
 /// Checks whether the packet can go to its endpoints.
-fn reach(
-    live: &Live<'_>,
-    packet: &Packet<'_>,
-    ifindex: u32,
-    masquerade: bool,
-    told: &mut Explanation,
-) -> anyhow::Result<()> {
-    let mut obstacles = Vec::new();
+fn reach(place: &Place<'_>, masquerade: bool, told: &mut Explanation) -> anyhow::Result<()> {
+    let mut last = None;
+    let mut blocked = 0;
     for choice in &told.endpoints {
-        let endpoint: SocketAddr = choice.endpoint.parse()?;
-        let way = live.way(packet, ifindex, endpoint)?;
-        let new_source = masquerade || endpoint.ip() == packet.source.ip();
-        obstacles.extend(way.and_then(|way| obstacle(way, new_source)));
+        // A backend of a route without endpoints has no address.
+        let Ok(endpoint) = choice.endpoint.parse::<SocketAddr>() else {
+            continue;
+        };
+        let way = place.way(endpoint)?;
+        let new_source = masquerade || endpoint.ip() == place.packet.source.ip();
+        if let Some((way, reason)) = way.and_then(|way| Some((way, obstacle(way, new_source)?))) {
+            blocked += 1;
+            last = Some(reason);
+            told.steps
+                .push(format!("to {endpoint}: {}", stopped(way, reason)));
+        }
     }
-    let Some(first) = obstacles.first() else {
-        return Ok(());
-    };
-    if obstacles.len() == told.endpoints.len() {
+    if let Some(reason) = last.filter(|_| blocked == told.endpoints.len()) {
         told.endpoints.clear();
-        refuse(told, *first);
-    } else {
-        told.steps.push(format!(
-            "the packet cannot go to {} of these endpoints ({})",
-            obstacles.len(),
-            first.word(),
-        ));
+        told.verdict = "refused";
+        told.reason = reason.word();
     }
     Ok(())
+}
+
+/// Returns why a packet is dropped, with the MTU if the packet is too long.
+fn stopped(way: Way, reason: Reason) -> String {
+    match reason {
+        Reason::TooBig => format!("{} ({} bytes)", reason.text(), way.mtu),
+        _ => reason.text().to_owned(),
+    }
 }
 
 /// Returns the reason why a packet cannot go this way.
@@ -342,9 +412,12 @@ fn obstacle(way: Way, new_source: bool) -> Option<Reason> {
 
 /// Refuses the packet of a known flow if it cannot go this way.
 fn stop(told: &mut Explanation, way: Option<Way>, new_source: bool) {
-    if let Some(reason) = way.and_then(|way| obstacle(way, new_source)) {
+    let Some(way) = way else { return };
+    if let Some(reason) = obstacle(way, new_source) {
         told.endpoints.clear();
-        refuse(told, reason);
+        told.verdict = "refused";
+        told.reason = reason.word();
+        told.steps.push(stopped(way, reason));
     }
 }
 
@@ -362,7 +435,9 @@ fn is_protected(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyho
     }
     let mut protected = 0;
     for choice in &told.endpoints {
-        let endpoint: SocketAddr = choice.endpoint.parse()?;
+        let Ok(endpoint) = choice.endpoint.parse::<SocketAddr>() else {
+            continue;
+        };
         protected += usize::from(with(endpoint.ip().into())?);
     }
     if protected > 0 {
@@ -377,8 +452,7 @@ fn is_protected(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyho
 /// The packet, as the shared decision sees it. Each answer of a table becomes a step.
 struct Asked<'a> {
     live: &'a Live<'a>,
-    packet: &'a Packet<'a>,
-    place: Place,
+    place: &'a Place<'a>,
     key: &'a FlowKey,
     pool: Pool,
     steps: Vec<String>,
@@ -435,7 +509,7 @@ impl first::Packet for Asked<'_> {
                                     sees the client's own address"
                 .into(),
             Fact::MasqueradeAll => "every client of a cluster IP is masqueraded (packets.masqueradeAll)".into(),
-            Fact::PodByInterface => format!("packets that arrive at {} come from pods", self.packet.iface),
+            Fact::PodByInterface => format!("packets that arrive at {} come from pods", self.place.packet.iface),
             Fact::PodByAddress => format!("{src} is a pod's address"),
             Fact::NoPod => format!("{src} is not a pod's address"),
             Fact::Outsider => {

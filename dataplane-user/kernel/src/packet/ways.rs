@@ -20,7 +20,7 @@ use crate::{
     error::{Doing, Error},
     object,
     pins::{MAPS, Pins},
-    programs::load_error,
+    programs::{load_error, patiently},
     sys::{self, SkbContext},
 };
 
@@ -68,9 +68,7 @@ impl PacketWays {
                 source: io::ErrorKind::NotFound.into(),
             });
         };
-        program
-            .load()
-            .map_err(|source| load_error(PROGRAM, source))?;
+        patiently(|| program.load()).map_err(|source| load_error(PROGRAM, source))?;
         let fd = program.fd().map_err(|source| load_error(PROGRAM, source))?;
         let fd = fd.as_fd().try_clone_to_owned();
         Ok(Self(fd.doing(|| format!("cannot keep program {PROGRAM}"))?))
@@ -78,7 +76,7 @@ impl PacketWays {
 
     /// Returns the way of a TCP SYN or of a datagram that arrives at an interface of this thread's network namespace.
     /// `length`: of the packet in bytes, from the IP header on; a shorter one than the headers counts as the headers'.
-    /// `None`: the interface has no link-layer header, so the kernel cannot run the program for it.
+    /// `None`: to the programs, it is no packet of TCP or UDP.
     ///
     /// # Errors
     /// If the two addresses are of different families, the packet is longer than 3 000 bytes, or the kernel refuses.

@@ -133,7 +133,7 @@ const TRIES: usize = 5;
 
 /// Loads a program, and again if a signal came meanwhile, such as when a process that this one has started ends: the verifier then
 /// gives up with `EAGAIN` (`do_check` in kernel/bpf/verifier.c).
-fn patiently<T, E: StdError + 'static>(mut load: impl FnMut() -> Result<T, E>) -> Result<T, E> {
+pub fn patiently<T, E: StdError + 'static>(mut load: impl FnMut() -> Result<T, E>) -> Result<T, E> {
     for _ in 1..TRIES {
         match load() {
             Err(why) if is_interrupted(&why) => {}

@@ -14,9 +14,9 @@ use aya::Ebpf;
 use aya_obj::generated::bpf_attach_type::{BPF_CGROUP_INET4_CONNECT, BPF_CGROUP_INET6_CONNECT};
 use dataplane_common::capture::MeterSets;
 use load::descriptor;
-pub use load::{events_program, load, load_error, packet_program};
 #[cfg(feature = "testing")]
 pub(super) use load::has_mptcp;
+pub use load::{events_program, load, load_error, packet_program, patiently};
 pub use specs::{CAPTURE_PROGRAMS, INBOUND, PROGRAMS, REPLACEMENT, Spec, tracepoint};
 use specs::{TCP_EVENTS, wanted};
 use zerocopy::FromZeros as _;

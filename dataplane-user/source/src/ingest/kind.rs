@@ -354,14 +354,24 @@ impl Kind {
                 let body = objects::grant(&grant, findings);
                 (self.key(&grant.metadata), Body::Grant(Arc::new(body)))
             }
-            Self::AuthorizationPolicy | Self::PeerAuthentication => self.policy(text, findings),
+            Self::AuthorizationPolicy | Self::PeerAuthentication => {
+                self.policy(text, is_in_file, findings)
+            }
         })
     }
 
-    /// Reads a policy. The agent treats a policy that cannot be read as one that limits all connections.
-    fn policy(self, text: Text<'_>, findings: &mut Findings) -> ((ServiceName, String), Body) {
+    /// Reads a policy. The agent treats a policy that cannot be read as one that limits all connections. In a file,
+    /// metadata that cannot be read is a fault, because the policy's name and namespace may be unknown.
+    fn policy(
+        self,
+        text: Text<'_>,
+        is_in_file: bool,
+        findings: &mut Findings,
+    ) -> ((ServiceName, String), Body) {
         let Some(policy) = text.read::<wire::IstioPolicy>(findings) else {
-            findings.notes.append(&mut findings.faults);
+            if !is_in_file {
+                findings.notes.append(&mut findings.faults);
+            }
             let body = Body::Policy(Some(objects::unreadable_policy()));
             return (self.key(&text.metadata()), body);
         };

@@ -35,6 +35,8 @@ pub enum Message {
     Gone(Object, Instant),
     /// The list is complete. Whether it had the objects of all nodes.
     End(Kind, bool),
+    /// The cluster does not have the kind, which is as good as an empty list.
+    Missing(Kind),
     /// Reading of a kind works again. There is a view without a change, too.
     Back,
     /// The API server refuses to let the kind be read, with its reason, and the agent continues without the kind.
@@ -86,8 +88,10 @@ pub struct Store {
     known: HashMap<Kind, HashSet<ServiceName>>,
     /// The objects of the list that is being read.
     listing: HashMap<Kind, HashSet<ServiceName>>,
-    /// Kinds that were listed completely.
+    /// Kinds that were listed completely, and kinds that the cluster lacks.
     listed: BTreeSet<Kind>,
+    /// Kinds that the cluster lacked when they were last read.
+    missing: BTreeSet<Kind>,
     /// Whether the pods of all nodes were listed.
     everywhere: bool,
     /// Whether a view was returned.
@@ -145,6 +149,7 @@ impl Store {
             known: HashMap::new(),
             listing: HashMap::new(),
             listed: BTreeSet::new(),
+            missing: BTreeSet::new(),
             everywhere: false,
             told: false,
             refused: BTreeSet::new(),
@@ -189,10 +194,16 @@ impl Store {
                     self.keep(kind, seen);
                 }
                 self.changed |= self.listed.insert(kind);
+                self.missing.remove(&kind);
                 if kind == Kind::Pod {
                     self.changed |= self.everywhere != everywhere;
                     self.everywhere = everywhere;
                 }
+            }
+            Message::Missing(kind) => {
+                self.take(Message::Begin(kind));
+                self.take(Message::End(kind, false));
+                self.missing.insert(kind);
             }
             Message::Back => self.changed = true,
             Message::Refused(kind, why) => self.refuse(kind, why),
@@ -304,9 +315,14 @@ impl Store {
     fn istio(&self) -> Istio {
         let mut policies = Kind::ALL.iter().filter(|kind| kind.is_policy());
         let is_needed = self.wanted.policies == WantedPolicies::Refused;
+        // A kind that the cluster lacked may have objects by now.
+        let is_unread = |kind: &Kind| {
+            let is_refused = self.refused.contains(kind);
+            !self.listed.contains(kind) || is_refused && self.missing.contains(kind)
+        };
         Istio {
             namespaces: self.istio.namespaces(),
-            unread: is_needed && policies.any(|kind| !self.listed.contains(kind)),
+            unread: is_needed && policies.any(is_unread),
             ..Istio::default()
         }
     }
@@ -424,7 +440,7 @@ impl Store {
             return;
         };
         self.refused.insert(kind);
-        let without = if self.listed.contains(&kind) {
+        let without = if self.listed.contains(&kind) && !self.missing.contains(&kind) {
             "the agent serves the state that it read before, without later changes"
         } else {
             kind.without().unwrap_or_default()

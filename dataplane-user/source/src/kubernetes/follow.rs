@@ -112,8 +112,9 @@ impl Follower {
         let mut version = None;
         let mut before = None;
         let mut forbidden: Option<Instant> = None;
-        // The first attempt since the server has answered for any kind.
-        let mut began = Instant::now();
+        // The end of the first failed attempt to read policies since the last success, while the server answers for other
+        // kinds.
+        let mut failing: Option<Instant> = None;
         let mut back = self.connector.back.subscribe();
         loop {
             let seen = eyes.wait_for(|eyes| self.sight(eyes).is_some()).await;
@@ -132,6 +133,7 @@ impl Follower {
                 sight: &sight,
             };
             back.mark_unchanged();
+            let watches = step.health.watches();
             let result = step.take(&mut connection, &mut version, &mut eyes, &mut backoff);
             let ended = result.await;
             step.health.unwatch();
@@ -142,11 +144,20 @@ impl Follower {
                 _ => None,
             };
             let mut kinds = Kind::ALL.into_iter();
-            if kinds.all(|kind| self.health.of(kind).lists() == 0) {
-                began = Instant::now();
-            }
+            let answers = kinds.any(|kind| self.health.of(kind).is_watching());
+            failing = match &ended {
+                Ended::Failed(_) if self.kind.is_policy() => {
+                    // The cluster may have the kind by now.
+                    step.health.miss(false);
+                    let was_read = step.health.watches() > watches;
+                    let since = failing.filter(|_| !was_read);
+                    let since = since.unwrap_or_else(Instant::now);
+                    answers.then_some(since)
+                }
+                _ => None,
+            };
             if let Ended::Failed(failure) = &ended
-                && self.does_without(forbidden, began)
+                && self.does_without(forbidden, failing)
                 && step.refused(failure).await.is_err()
             {
                 return;
@@ -156,6 +167,7 @@ impl Follower {
                 Ended::Failed(failure) => failure.retry_after().is_some() || forbidden.is_some(),
                 _ => true,
             };
+            let longest = self.longest_rest(&ended, forbidden, failing);
             match ended {
                 Ended::Unwanted => return,
                 Ended::Otherwise => {
@@ -182,15 +194,8 @@ impl Follower {
                     backoff.at_least(failure.retry_after());
                 }
             }
-            let mut rest = backoff.next();
-            if let Some(since) = forbidden {
-                // When the patience for a forbidden kind ends, the agent continues without the kind at once, not at the
-                // next attempt.
-                let left = self.patience.forbidden.saturating_sub(since.elapsed());
-                if !left.is_zero() {
-                    rest = rest.min(left);
-                }
-            }
+            let rest = backoff.next();
+            let rest = longest.map_or(rest, |longest| rest.min(longest));
             tokio::select! {
                 () = sleep(rest) => {}
                 // The server answers again.
@@ -199,13 +204,31 @@ impl Follower {
         }
     }
 
-    /// Returns whether the agent continues without the kind: the server has forbidden it for long, or Istio's policies
-    /// have never been read since `began`, whatever the failures were.
-    fn does_without(&self, forbidden: Option<Instant>, began: Instant) -> bool {
-        let health = self.health.of(self.kind);
-        let is_unread = self.kind.is_policy() && health.lists() == 0 && !health.is_missing();
+    /// Returns whether the agent continues without the kind: the server has forbidden it for long, or reading of Istio's
+    /// policies has failed for longer, whatever the failures were.
+    fn does_without(&self, forbidden: Option<Instant>, failing: Option<Instant>) -> bool {
         forbidden.is_some_and(|since| since.elapsed() >= self.patience.forbidden)
-            || is_unread && began.elapsed() >= self.patience.missing
+            || failing.is_some_and(|since| since.elapsed() >= self.patience.missing)
+    }
+
+    /// Returns the longest rest after an attempt, if it has a limit: when the patience ends, the agent continues without
+    /// the kind at once, not at the next attempt.
+    fn longest_rest(
+        &self,
+        ended: &Ended,
+        forbidden: Option<Instant>,
+        failing: Option<Instant>,
+    ) -> Option<Duration> {
+        let has_failed = matches!(ended, Ended::Failed(_));
+        let (since, patience) = if forbidden.is_some() {
+            (forbidden, self.patience.forbidden)
+        } else if has_failed && self.kind.is_policy() && !self.health.of(self.kind).is_refused() {
+            (failing, self.patience.missing)
+        } else {
+            return None;
+        };
+        let passed = since.map_or(Duration::ZERO, |since| since.elapsed());
+        Some(patience.saturating_sub(passed)).filter(|left| !left.is_zero())
     }
 
     /// Returns the perspective on this kind. `None` if it is not known yet.
@@ -336,9 +359,7 @@ impl Step<'_> {
         }
         // A kind that is installed anew is missing for a moment: known policies stay in force until the next attempt.
         if was_missing || !kind.is_policy() || self.health.lists() == 0 {
-            // An empty list has the same effect.
-            self.send(Message::Begin(kind)).await?;
-            self.send(Message::End(kind, self.sight.everywhere)).await?;
+            self.send(Message::Missing(kind)).await?;
         }
         if !was_missing {
             let again = self.follower.patience.missing;

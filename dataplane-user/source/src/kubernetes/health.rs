@@ -25,7 +25,7 @@ pub struct KindHealth {
     missing: AtomicBool,
     /// Time of the last sign of life of the server for this kind, including bookmarks.
     heard: AtomicU64,
-    /// Whether a list was ever complete.
+    /// Whether a list was ever complete, or the cluster lacked the kind.
     listed: AtomicBool,
     /// Whether a watch is running.
     watching: AtomicBool,
@@ -83,7 +83,7 @@ impl Health {
     /// Returns whether every kind is being watched.
     pub fn is_watching(&self) -> bool {
         let mut kinds = self.read().peekable();
-        kinds.peek().is_some() && kinds.all(|kind| kind.watching.load(Ordering::Relaxed))
+        kinds.peek().is_some() && kinds.all(KindHealth::is_watching)
     }
 
     /// Returns the oldest present failure: its beginning, in seconds since the epoch, and its text.
@@ -131,10 +131,17 @@ impl KindHealth {
         self.missing.load(Ordering::Relaxed)
     }
 
+    /// Returns whether a watch is running.
+    pub(super) fn is_watching(&self) -> bool {
+        self.watching.load(Ordering::Relaxed)
+    }
+
     /// Sets whether the cluster lacks the kind, and returns the former value. If it lacks the kind, clears the failure.
     pub(super) fn miss(&self, missing: bool) -> bool {
         if missing {
             self.failing().take();
+            self.hear();
+            self.listed.store(true, Ordering::Release);
         }
         self.missing.swap(missing, Ordering::Relaxed)
     }

@@ -73,7 +73,8 @@ pub struct Patience {
     /// has just started refuses for some seconds because it does not know the RBAC rules yet.
     pub forbidden: Duration,
     /// Delay before the agent asks again for a kind that the cluster does not have; and the time for which reading of
-    /// Istio's policies may fail in another way than `forbidden` before the agent continues without them.
+    /// Istio's policies may fail in another way than `forbidden`, while the server answers for other kinds, before the
+    /// agent continues without changes of the policies.
     pub missing: Duration,
     /// Time for which the Service of an EndpointSlice may be missing before it is reported: controllers create and
     /// delete the two one after the other.

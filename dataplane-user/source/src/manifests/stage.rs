@@ -101,8 +101,9 @@ impl<'a> Stage<'a> {
 
     fn object(&mut self, origin: Origin, mut object: Object) {
         let kind = object.kind;
-        // A fault of a custom resource is a problem of this object alone. The store reports it.
-        if !kind.is_custom() {
+        // A fault of a custom resource is a problem of this object alone. The store reports it. A policy without a name
+        // would be missing, and limit nothing.
+        if !kind.is_custom() || kind.is_policy() {
             for (field, text) in std::mem::take(&mut object.findings.faults) {
                 let object = label(kind, &object.name);
                 self.faults.field(origin, &field, object, text);

@@ -2,7 +2,10 @@
 //! on the node enforces them, so only their extent is read. A part that cannot be read limits everything that it may
 //! limit.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use imbl::OrdMap;
 use model::{Effect, Gravity, IstioNamespace, IstioPolicy, Label, Problem, ServiceName};
@@ -173,6 +176,8 @@ pub struct IstioObjects {
     /// Whether they are stored at all.
     is_wanted: bool,
     namespaces: OrdMap<Arc<str>, Arc<IstioNamespace>>,
+    /// The namespaces and keys of policies beyond [`POLICIES_MAX`], whose content is not kept.
+    beyond: BTreeSet<(Arc<str>, Arc<str>)>,
 }
 
 impl IstioObjects {
@@ -181,6 +186,7 @@ impl IstioObjects {
         Self {
             is_wanted,
             namespaces: OrdMap::new(),
+            beyond: BTreeSet::new(),
         }
     }
 
@@ -189,16 +195,16 @@ impl IstioObjects {
         self.namespaces.clone()
     }
 
-    /// Returns a problem for each namespace that has more policies than are kept.
+    /// Returns a problem for each namespace with policies whose content is not kept.
     pub fn problems(&self) -> impl Iterator<Item = Problem> {
-        let namespaces = self.namespaces.iter();
-        let full = namespaces.filter(|(_, of)| of.policies.len() > POLICIES_MAX);
-        full.map(|(namespace, _)| Problem {
+        let full: BTreeSet<&Arc<str>> = self.beyond.iter().map(|(of, _)| of).collect();
+        full.into_iter().map(|namespace| Problem {
             gravity: Gravity::Warning,
             place: format!("Namespace {namespace}"),
             text: format!(
-                "has more than {POLICIES_MAX} of Istio's policies: the agent treats each further policy as one that limits \
-                 all connections to the Pods that it may select"
+                "has or had more than {POLICIES_MAX} of Istio's policies: the agent treats each further policy as one that \
+                 limits all connections to the Pods that it may select, until there is room and the policy changes, or the \
+                 agent restarts"
             ),
         })
     }
@@ -219,22 +225,28 @@ impl IstioObjects {
 
     /// Stores a policy, or removes it. Returns whether anything has changed.
     pub fn put(&mut self, kind: &str, name: &ServiceName, policy: Option<IstioPolicy>) -> bool {
-        let key = format!("{kind} {}", name.name());
-        self.change(name.namespace(), |of| match policy {
-            None => _ = of.policies.remove(&*key),
+        let key: Arc<str> = format!("{kind} {}", name.name()).into();
+        let of = self.namespaces.get(name.namespace());
+        let is_known = of.is_some_and(|of| of.policies.contains_key(&key));
+        let others = of.map_or(0, |of| of.policies.len()) - usize::from(is_known);
+        let id: (Arc<str>, Arc<str>) = (name.namespace().into(), Arc::clone(&key));
+        let was_beyond = self.beyond.remove(&id);
+        let is_beyond = policy.is_some() && others >= POLICIES_MAX && (!is_known || was_beyond);
+        if is_beyond {
+            self.beyond.insert(id);
+        }
+        let has_changed = self.change(name.namespace(), |of| match policy {
+            None => _ = of.policies.remove(&key),
             Some(policy) => {
-                let known = of.policies.get(&*key);
-                let others = of.policies.len() - usize::from(known.is_some());
-                let has_room = others < POLICIES_MAX
-                    || known.is_some_and(|known| **known != unreadable_policy());
-                let policy = if has_room {
-                    policy
-                } else {
+                let policy = if is_beyond {
                     unreadable_policy()
+                } else {
+                    policy
                 };
-                of.policies.insert(key.into(), Arc::new(policy));
+                of.policies.insert(key, Arc::new(policy));
             }
-        })
+        });
+        has_changed || was_beyond != is_beyond
     }
 
     /// Returns whether anything has changed.
@@ -333,8 +345,13 @@ mod tests {
             {"targetRefs": 5} => Deny {} spec.targetRefs
             {"targetRef": {}} => nothing
             {"targetRef": null} => Allow {}
+            {"targetRef": {"kind": "Service", "name": null}} => nothing
             {"targetRef": []} => Deny {} spec.targetRef
+            {"targetRef": 5} => Deny {} spec.targetRef
+            {"targetRef": "x"} => Deny {} spec.targetRef
+            {"later": [], "rules": [{}]} => AllowAll {}
             "text" => Deny {?} spec
+            [] => Deny {?} spec
             {"action": 5} => Deny {} spec.action
             {"action": "LATER"} => Deny {} spec.action
             {"rules": {}} => Deny {} spec.rules
@@ -397,9 +414,17 @@ mod tests {
             assert_eq!(**stored == policy(), n < POLICIES_MAX, "{n}");
         }
         assert_eq!(objects.problems().count(), 1);
+        // With room again, the last one stays as it is until it is read again.
+        objects.put("P", &name(0), None);
+        assert_eq!(objects.problems().count(), 1);
+        assert!(objects.put("P", &name(POLICIES_MAX), Some(policy())));
+        assert_eq!(objects.problems().count(), 0);
+        objects.put("P", &name(0), Some(policy()));
+        assert_eq!(objects.problems().count(), 1);
         for n in 0..=POLICIES_MAX {
             objects.put("P", &name(n), None);
         }
         assert!(objects.namespaces().is_empty());
+        assert_eq!(objects.problems().count(), 0);
     }
 }

@@ -579,14 +579,16 @@ pub struct IstioPolicySpec {
     pub rules: Option<Readable<Vec<PolicyRule>>>,
     pub mtls: Option<Readable<PolicyMode>>,
     pub port_level_mtls: Option<Readable<BTreeMap<String, PolicyMode>>>,
+    /// Makes a list unreadable: without such a field, serde also reads the fields from the items of a list.
+    #[serde(flatten)]
+    _others: IgnoredAny,
 }
 
 /// `matchLabels`.
 pub type PolicySelector = BTreeMap<String, Option<BTreeMap<String, String>>>;
 
 /// Only whether there is a target matters.
-#[derive(Debug, Deserialize)]
-pub struct PolicyTarget {}
+pub type PolicyTarget = BTreeMap<String, Option<IgnoredAny>>;
 
 /// `from`, `to` and `when`: only whether there are any matters.
 pub type PolicyRule = BTreeMap<String, Option<Vec<IgnoredAny>>>;

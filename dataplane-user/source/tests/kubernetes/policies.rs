@@ -151,6 +151,65 @@ fn without_policies_all_else_is_served_and_with_deny_they_limit_everything() {
     }
 }
 
+/// Kinds may be installed while the agent cannot read them.
+#[test]
+fn kinds_that_were_missing_count_as_unread_after_failures_and_known_policies_stay() {
+    let patience = Patience {
+        answer: Duration::from_millis(500),
+        missing: Duration::from_millis(600),
+        ..patience()
+    };
+    let says = |view: &View, wanted: &str| {
+        let mut problems = view.problems.iter();
+        problems.any(|problem| problem.text.contains(wanted))
+    };
+    for status in [500, 403] {
+        let of = wanted(WantedPolicies::Refused);
+        let mut site = Site::patient(server(web(1, &[1])), of, patience);
+        assert!(!site.view(|_| true).istio.unread, "{status}");
+        // While the server does not answer at all, no policy can be installed.
+        site.server.go_away();
+        thread::sleep(patience.missing * 3);
+        let untaken = site.untaken();
+        assert!(untaken.is_none_or(|view| !view.istio.unread), "{status}");
+        site.server.come_back().unwrap();
+        site.wait("it is missing", |site| {
+            site.health.of(Kind::AuthorizationPolicy).is_missing()
+        });
+        let withheld = Some((Resource::AuthorizationPolicies, status));
+        site.server.faults().withhold(withheld);
+        let view = site.view(|view| view.istio.unread);
+        assert!(says(&view, "all connections to captured Pods"), "{status}");
+        site.server.faults().withhold(None);
+        site.view(|view| !view.istio.unread && view.problems.is_empty());
+        // Policies that were read.
+        site.cluster().install_istio(Some("v1"));
+        let policy = object("AuthorizationPolicy", json!({}), json!({}));
+        site.cluster().apply(policy);
+        site.view(|view| told(view, "default") == "AuthorizationPolicy limit");
+        site.server.faults().withhold(withheld);
+        site.server.faults().end_watches();
+        let view = site.view(|view| says(view, "the state that it read before"));
+        assert!(!view.istio.unread, "{status}");
+        assert_eq!(told(&view, "default"), "AuthorizationPolicy limit");
+    }
+}
+
+/// The server may ask for any time.
+#[test]
+fn no_wait_for_their_server_outlasts_the_patience() {
+    let patience = Patience {
+        missing: Duration::from_millis(600),
+        ..patience()
+    };
+    let server = server(web(1, &[1]));
+    let resource = Resource::PeerAuthentications;
+    server.cluster().install_istio(Some("v1"));
+    server.faults().withhold(Some((resource, 429)));
+    let site = Site::patient(server, wanted(WantedPolicies::Refused), patience);
+    site.view(|view| view.istio.unread);
+}
+
 #[test]
 fn their_lists_come_in_pages() {
     let server = server(web(1, &[1]));
