@@ -214,7 +214,7 @@ impl IstioObjects {
         self.change(name, |of| of.waypoint = waypoint);
     }
 
-    /// Stores [`waypoint`] of a Service or ServiceEntry. `None` removes it.
+    /// Stores whether the labels name a waypoint: those of a Service or ServiceEntry. `None` removes it.
     pub fn label(&mut self, kind: &str, name: &ServiceName, waypoint: Option<bool>) {
         let key = format!("{kind} {}", name.name());
         self.change(name.namespace(), |of| match waypoint {
