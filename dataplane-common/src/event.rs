@@ -2,7 +2,7 @@
 
 use crate::{Addr, Port, Protocol};
 
-/// Which hook reported an [`Event`].
+/// The hook that reported an [`Event`].
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hook {

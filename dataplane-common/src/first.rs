@@ -7,7 +7,7 @@ use crate::{
     tables::{Frontend, Kind, Pool},
 };
 
-/// A packet, and what the node knows about it.
+/// A packet, with the node's knowledge about it.
 pub trait Packet {
     /// Returns the flags of [`PacketConfig`].
     fn config(&self) -> u32;

@@ -1,7 +1,7 @@
 //! Keys and values of the packet path's tables, which the TC programs share with user space.
 //!
 //! ```text
-//! IFACES     hash  ifindex    -> Iface        what an interface is: pods' side or uplink
+//! IFACES     hash  ifindex    -> Iface        kinds of interfaces: pods' side or uplink
 //! SOURCES    lpm   SourceKey  -> u32          load balancers' clients; addresses of pods; networks that IPsec protects
 //! NODE_ADDRS array index      -> Addr         the node's addresses that flows are masqueraded to
 //! CONNTRACK  cells FlowKey    -> Translation  flows, by the addresses and ports of their requests
@@ -159,7 +159,7 @@ impl Iface {
     /// Packets for the pod at the other end may be handed over by `bpf_redirect_peer`: no other program or rule has
     /// anything on the interface's way out, which the helper bypasses.
     pub const PEER: u16 = 1;
-    /// It is a pod's. Packets that arrive here come from pods, whatever their source address
+    /// The interface is a pod's. Packets that arrive here come from pods, even if their source address says otherwise
     /// ([`PacketConfig::DETECT_BY_INTERFACE`]).
     pub const LOCAL: u16 = 2;
     /// Our programs belong on it, and were attached: `status` compares this. Until then a pod's interface lacks this
@@ -188,14 +188,14 @@ impl Iface {
         number << Self::POD_AT
     }
 
-    /// Whether the programs see what a pod answers: they are attached to its interface. An interface that is not a
-    /// pod's may need none.
+    /// Whether the programs see a pod's replies, because they are attached to its interface. An interface that is not a
+    /// pod's may need no programs and counts as ready.
     #[inline(always)]
     pub const fn is_ready(self) -> bool {
         self.flags & (Self::LOCAL | Self::ATTACHED) != Self::LOCAL
     }
 
-    /// Whether the interface is a pod's, and the agent asks for checks of what the pod sends.
+    /// Whether the interface is a pod's, and the agent asks the programs to check the sources of the pod's packets.
     #[inline(always)]
     pub const fn checks_a_pod(self) -> bool {
         self.flags & Self::LOCAL != 0 && self.flags & (Self::STRICT | Self::LOOSE) != 0
@@ -400,7 +400,7 @@ layout! {
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct ErrorLimits {
-        /// Which kinds of errors are limited: [`ErrorLimits::UNREACHABLE_V4`] and so on.
+        /// The kinds of errors that are limited: [`ErrorLimits::UNREACHABLE_V4`] and so on.
         pub kinds: u32,
         /// One error in so many milliseconds to each IPv4 address (`net.ipv4.icmp_ratelimit`), after a first
         /// [`ErrorLimits::BURST`]; 0: any number.

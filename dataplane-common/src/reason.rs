@@ -65,8 +65,8 @@ reasons! {
     Masqueraded = 11, "masqueraded", "an endpoint was chosen; the endpoint sees an address of this node";
     /// The packet path: `loadBalancerSourceRanges` do not contain the client.
     SourceDenied = 12, "source-denied", "the client is not in the load balancer's source ranges; dropped";
-    /// The packet path: all ports for flows to this endpoint are in use: those of the node, or of the client if its
-    /// address is kept.
+    /// The packet path: all ports for flows to this endpoint are in use: the node's ports, or the client's ports if
+    /// the flow is not masqueraded.
     PortsExhausted = 13, "ports-exhausted", "no port is free for another flow to this endpoint; dropped";
     /// The packet path: the kernel has no route to the endpoint or back to the client, or a route that
     /// the packet path cannot use.
@@ -117,7 +117,7 @@ reasons! {
     ProxyBypassed = 36, "proxy-bypassed", "the workload's proxy does not listen; passed, as withoutProxy says";
     /// Capture: the namespace is not known yet.
     Guarded = 37, "guarded", "from a network namespace that the agent does not know; refused";
-    /// Capture: the original destination could not be kept for the proxy.
+    /// Capture: the table `ORIGINS` has no room for the original destination, which the proxy needs.
     OriginLost = 38, "origin-lost", "no room to keep the original destination for the proxy; refused";
     /// The packet path: a direct connection to an endpoint, from a port that already has a live connection to the
     /// endpoint through a VIP. The replies of the two connections would look alike.

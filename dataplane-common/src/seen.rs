@@ -1,5 +1,5 @@
-//! The packets that a flow has had, as bits of `seen`. [`PACKET`] and [`FIN`] are of requests, and the same
-//! bits four higher of replies ([`in_replies`]); the others belong to both.
+//! The packets that a flow has had, as bits of `seen`. [`PACKET`] and [`FIN`] stand for requests. Replies have
+//! these two bits four places higher ([`in_replies`]). The other bits belong to both directions.
 
 /// A packet at all.
 pub const PACKET: u8 = 1;
@@ -9,13 +9,14 @@ pub const FIN: u8 = 2;
 pub const RST: u8 = 4;
 /// The flow belongs to the kernel's own conntrack, which translates it: packets are left alone.
 ///
-/// If it is masqueraded, it holds a port: the flow's key is what the endpoint sees, from the node's address and port,
-/// so that no other flow to the endpoint gets this port. The index of the address is any but 0.
+/// If the flow is masqueraded, its entry reserves a port: the key has the addresses and ports that the endpoint sees,
+/// with the node's address and port, so that no other flow to the endpoint gets this port. The index of the node's
+/// address can have any value except 0.
 pub const FOREIGN: u8 = 8;
 /// TCP: another segment of the connection has followed the last FIN.
 pub const FOLLOWED: u8 = 1 << 6;
-/// Both ends have confirmed the flow, so it is evicted later than others, and kept for longer: the client has
-/// acknowledged the endpoint's answer (TCP), or the flow was answered and is in use two seconds after it began (UDP). A
+/// Both ends have confirmed the flow, so it is evicted later than other flows and has a longer timeout. TCP: the client
+/// has acknowledged the endpoint's answer. UDP: the flow was answered and is in use two seconds after it began. A
 /// client with a spoofed address can only guess the number to acknowledge.
 pub const ASSURED: u8 = 1 << 7;
 /// The bits that no longer count once a flow begins anew: all except that there was a request.

@@ -13,8 +13,8 @@
 //! | `LAST_ACK`, then `TIME_WAIT` | a FIN of each side, then a segment that follows |
 //! | `CLOSE` | a RST |
 //!
-//! netfilter does not record which side sent a FIN, so a repeated FIN counts as closing both sides; here it is the same
-//! FIN.
+//! netfilter does not record which side sent a FIN, so a repeated FIN counts there as closing both sides. Here, a FIN
+//! that one side repeats counts once.
 
 use core::fmt;
 

@@ -18,7 +18,7 @@
 //! VIPS       array  VipPlace    -> VipElement        which addresses may be in FRONTENDS at all
 //! ```
 //!
-//! Those of the packet path are in [`crate::packet`], those of mesh capture in [`crate::capture`].
+//! The tables of the packet path are in [`crate::packet`], the tables of mesh capture in [`crate::capture`].
 //!
 //! The first five are one-element arrays of maps: the outer map is pinned and known to the programs, so that a larger
 //! copy can replace a table while they run. A write of the outer element also waits for every running program
@@ -31,8 +31,8 @@ layout! {
     ///
     /// Three kinds of key share the table:
     /// * a VIP's port: address, port, protocol;
-    /// * an address as such: port and protocol *any* ([`FrontendKey::address`]), which says what to do
-    ///   with a port that has no key of its own;
+    /// * an address as such: port and protocol *any* ([`FrontendKey::address`]). Its value decides about
+    ///   ports that have no key of their own;
     /// * a node port: address *unspecified* ([`FrontendKey::node_port`]), reached over an address
     ///   whose own entry is [`Kind::NODE_ADDRESS`].
     #[repr(C)]
@@ -145,8 +145,8 @@ layout! {
 impl Frontend {
     /// No frontend: the result of a lookup of a key that is not there.
     ///
-    /// (In user space an `Option` would do. In the programs the compiler leaves the payload of a `None` undefined and
-    /// may copy it all the same, which the verifier does not allow.)
+    /// In user space, an `Option` would do. In the programs, the compiler leaves the payload of a `None` undefined but
+    /// may still copy it, and the verifier rejects a program that does.
     pub const NONE: Self = Self(0);
 
     /// A frontend of `kind`, answered by `pool`.
@@ -173,7 +173,7 @@ impl Frontend {
         (self.0 & 0xffff_ffff) as u32
     }
 
-    /// Which kind of address the key is.
+    /// Returns the kind of the key's address.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "the field's eight bits")]
     pub const fn kind(self) -> Kind {
@@ -282,9 +282,9 @@ layout! {
         /// The pool whose affinity entries it shares: the index of a pool of the same service port and family
         /// (ClusterIP and NodePort share, as in kube-proxy).
         pub affinity_group: u32,
-        /// Which pool answers clients from outside of the cluster on node ports, external IPs and load
-        /// balancers: the endpoints on this node, if `externalTrafficPolicy` is Local, and then the
-        /// flow is not masqueraded; 0: this one.
+        /// The pool that answers clients from outside of the cluster on node ports, external IPs and load
+        /// balancers; 0: this pool. If `externalTrafficPolicy` is Local, that pool has the endpoints on this
+        /// node, and the flow is not masqueraded.
         pub external: u32,
         /// Whether the load balancer's addresses are open to a part of the clients only
         /// (`loadBalancerSourceRanges`): 1, and they are the set of `SOURCES` with this pool's index;
@@ -373,7 +373,7 @@ layout! {
 }
 
 layout! {
-    /// Which endpoint a client used last.
+    /// The endpoint that a client used last.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Affinity {
@@ -422,9 +422,9 @@ pub type Owners = [[u64; SOCKET_SETS]; SOCKET_WAYS];
 /// sockets of several rounds live on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SocketSet {
-    /// In which element.
+    /// The index of the element.
     pub element: u32,
-    /// Which of its sets.
+    /// The index of the set in the element.
     pub set: usize,
 }
 
@@ -535,8 +535,8 @@ layout! {
     }
 }
 
-/// How many network namespaces `BY_PACKETS` has room for: those whose sockets are left alone, so that the packet path
-/// serves what they send.
+/// How many network namespaces `BY_PACKETS` has room for. The socket programs leave the sockets of these namespaces
+/// alone, and the packet path serves the packets of these sockets.
 pub const BY_PACKETS: u32 = 4096;
 
 /// Why the sockets of a network namespace are left alone: the upper half of a value of `BY_PACKETS`. The lower half is the

@@ -105,12 +105,12 @@ impl VipPlace {
         }
     }
 
-    /// Whether a frontend with this key has a bit.
+    /// Whether a frontend with this key has a bit in the filter.
     pub fn has_one(key: &FrontendKey) -> bool {
         !key.addr.is_unspecified() || !PacketConfig::NODE_PORTS.contains(&key.port.host())
     }
 
-    /// Which element of `VIPS`.
+    /// The index in `VIPS` of the element that has the address's bits.
     #[inline(always)]
     pub const fn index(self) -> u32 {
         self.index
@@ -176,7 +176,7 @@ impl ClaimedPort {
         is_claimed.then(|| Self::of(key.port))
     }
 
-    /// Which element of `VIPS`.
+    /// The index in `VIPS` of the element that has the port's bit.
     #[inline(always)]
     pub const fn index(self) -> u32 {
         (self.0 / 64) as u32

@@ -19,17 +19,17 @@ use crate::{
 /// An element of one of the tables.
 pub trait Sets: Sized {
     /// The record of a socket.
-    type Kept;
+    type Record;
     /// The element, or null.
     fn element(index: u32) -> *mut Self;
     /// The owners of the places.
     fn owners(element: *mut Self) -> *mut Owners;
     /// The record in the first place of the first set.
-    fn places(element: *mut Self) -> *mut Self::Kept;
+    fn places(element: *mut Self) -> *mut Self::Record;
 }
 
 impl Sets for PeerSets {
-    type Kept = Peer;
+    type Record = Peer;
 
     #[inline(always)]
     fn element(index: u32) -> *mut Self {
@@ -50,7 +50,7 @@ impl Sets for PeerSets {
 }
 
 impl Sets for MeterSets {
-    type Kept = Meter;
+    type Record = Meter;
 
     #[inline(always)]
     fn element(index: u32) -> *mut Self {
@@ -72,7 +72,7 @@ impl Sets for MeterSets {
 
 /// The places that a socket may have: of each way, the owner and the record. `None` if there is no such element.
 #[inline(always)]
-fn ways<S: Sets>(cookie: u64) -> Option<[(*mut u64, *mut S::Kept); SOCKET_WAYS]> {
+fn ways<S: Sets>(cookie: u64) -> Option<[(*mut u64, *mut S::Record); SOCKET_WAYS]> {
     let at = SocketSet::of(cookie);
     let element = S::element(at.element);
     if element.is_null() {
@@ -96,7 +96,7 @@ const _: () = assert!(SOCKET_WAYS == 4);
 
 /// The place of a socket, or null.
 #[inline(always)]
-pub fn place_of<S: Sets>(cookie: u64) -> *mut S::Kept {
+pub fn place_of<S: Sets>(cookie: u64) -> *mut S::Record {
     let Some(ways) = ways::<S>(cookie) else {
         return null_mut();
     };
@@ -111,7 +111,7 @@ pub fn place_of<S: Sets>(cookie: u64) -> *mut S::Kept {
 
 /// A free place for a socket that has none, or null.
 #[inline(always)]
-pub fn take_place<S: Sets>(cookie: u64) -> *mut S::Kept {
+pub fn take_place<S: Sets>(cookie: u64) -> *mut S::Record {
     let Some(ways) = ways::<S>(cookie) else {
         return null_mut();
     };

@@ -118,8 +118,7 @@ impl<'a> AgentBuilder<'a> {
         Ok(agent)
     }
 
-    /// Makes what the agent needs and does not start it yet: for events before the start, and for agents that do not
-    /// become ready.
+    /// Prepares the agent without starting it: for events before the start, and for agents that do not become ready.
     ///
     /// # Errors
     /// When it is not built, or its directories cannot be made.
@@ -435,8 +434,8 @@ impl Agent {
         self.process = None;
     }
 
-    /// Renames what an agent of one layout has pinned for another layout: agents of another layout have another
-    /// directory.
+    /// Moves an agent's pins to the directory of another layout, as if an agent of that layout had made them. Each
+    /// layout has its own directory.
     ///
     /// # Errors
     /// When there is nothing, or the directory cannot be moved.
@@ -496,7 +495,7 @@ impl Agent {
         }
     }
 
-    /// `dataplane status`, whatever its exit code.
+    /// Runs `dataplane status` and accepts any exit code.
     ///
     /// # Errors
     /// When it cannot be run.

@@ -135,7 +135,7 @@ fn nindent(arguments: &[Go]) -> Result<Go, FuncError> {
     Ok(Go::from(format!("{indent}{}", text.replace('\n', &indent))))
 }
 
-/// Helm's functions, which get what comes by a pipe as their last argument.
+/// Helm's functions. A function in a pipeline gets the result of the step before as its last argument.
 const FUNCTIONS: &[(&str, gtmpl_ng::Func)] = &[
     ("toYaml", to_yaml),
     ("nindent", nindent),

@@ -123,7 +123,7 @@ impl Command {
         self
     }
 
-    /// Reads what the program writes to stdout: [`Process::wait_for_line`], [`Process::wait`].
+    /// Makes the program's stdout a pipe, which [`Process::wait_for_line`] and [`Process::wait`] read.
     pub fn stdout_piped(mut self) -> Self {
         self.stdout = Some(Stdio::piped());
         self
@@ -188,7 +188,7 @@ impl Command {
         child.wait().doing(|| format!("wait for {line}"))
     }
 
-    /// Runs the program and collects what it writes.
+    /// Runs the program and collects its stdout and stderr.
     ///
     /// # Errors
     /// When it cannot be started. A failure of the program is in the [`Output`].
@@ -203,7 +203,7 @@ impl Command {
             .doing(|| format!("wait for {line}"))
     }
 
-    /// Runs the program, which must succeed, and returns what it wrote to stdout.
+    /// Runs the program, which must succeed, and returns its stdout.
     ///
     /// # Errors
     /// When it cannot be started or fails.
@@ -374,7 +374,7 @@ impl Process {
         Ok(text)
     }
 
-    /// [`Process::wait`], and reads what it wrote as one JSON document.
+    /// Waits for the program as [`Process::wait`] does, and parses its stdout as one JSON document.
     ///
     /// # Errors
     /// When it fails or answers anything but this document.

@@ -25,7 +25,7 @@ pub enum Error {
     /// A program that the lab ran failed.
     #[error("{program} failed with {status}: {stderr}")]
     Failed {
-        /// The program and what it was to do.
+        /// The program and its task.
         program: String,
         /// How it ended.
         status: ExitStatus,
@@ -47,7 +47,7 @@ pub enum Error {
         /// The environment variable that names another place.
         variable: &'static str,
     },
-    /// A program answered something that is not what it promises.
+    /// A program's answer does not have the promised form.
     #[error("{program} answered what cannot be understood ({reason}): {answer}")]
     Answer {
         /// The program.

@@ -345,8 +345,8 @@ impl Host {
         &self.0.cgroup
     }
 
-    /// The address of a pod's node towards it (its gateway): what an endpoint sees when a process
-    /// of its own node connects.
+    /// The address of the pod's node towards the pod (the pod's gateway). An endpoint sees this source when a
+    /// process of its own node connects.
     pub fn gateway4(&self) -> Ipv4Addr {
         Ipv4Addr::new(10, 244, self.0.number, 1)
     }

@@ -77,7 +77,7 @@ pub struct TalkReport {
     pub answered: u64,
     /// How many bytes were sent on them.
     pub bytes: u64,
-    /// Why others failed, and what they were at.
+    /// The errors of the other connections, with the kind of conversation that each had.
     pub errors: Errors,
 }
 
@@ -163,7 +163,7 @@ pub struct Flow {
     pub udp: bool,
     /// How many attempts to make, one after the other.
     pub count: u32,
-    /// How long to wait for an answer. If the first two attempts waited in vain, the third waits until the refusal of a
+    /// How long to wait for an answer. If the first two attempts get no answer, the third waits until the refusal of a
     /// repeated SYN would arrive, which decides.
     pub timeout_ms: u64,
     /// Make no more attempts after so many that were not answered in time.

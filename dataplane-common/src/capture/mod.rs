@@ -32,10 +32,10 @@
 //!
 //! `connect` keeps the destination for the socket, as it keeps a VIP (`PEERS`). When the connection's four addresses
 //! are known (`TCP_CONNECT_CB`), the destination goes to `ORIGINS`. When the proxy's side of the connection is there
-//! (`PASSIVE_ESTABLISHED_CB`), it moves to that socket. An entry is gone when it was used or when the client's socket
-//! is closed, whichever is first, so a reused port finds no other connection's destination. `ORIGINS` also has the
-//! proxy's own connections from clients' addresses, which `sk_lookup` must not capture: `connect` marks these sockets
-//! in `OWN`, by the agent's cgroup.
+//! (`PASSIVE_ESTABLISHED_CB`), it moves to that socket. An entry is removed when it is used, and at the latest when the
+//! client's socket is closed. So a reused port finds no other connection's destination. `ORIGINS` also has the proxy's
+//! own connections from clients' addresses, which `sk_lookup` must not capture: `connect` marks these sockets in `OWN`,
+//! by the agent's cgroup.
 
 mod decisions;
 

@@ -41,7 +41,7 @@
 //! the other words, then the head again. The head's number differs if a flow was made in between. On processors that
 //! reorder loads (arm64, riscv64) each step must be ordered after the one before it, and so must the writer's stores:
 //!
-//! | who | what | kept in order by |
+//! | actor | steps | ordered by |
 //! |---|---|---|
 //! | writer | holds the cell, then writes its words | the exchange that holds it, a full barrier |
 //! | writer | writes the words, then the head | the exchange that publishes it, a full barrier |
@@ -111,8 +111,8 @@ pub const fn candidate(place: u32, nth: u32) -> u32 {
     (mixed.wrapping_mul(0x6a09_e667_f3bc_c909) >> 29) as u32
 }
 
-/// Marks the flow that was found in a cell with what a packet adds ([`State::with_packet`]); `before` is the state that
-/// was found, `head` the head.
+/// Marks the flow that was found in a cell with the bits and the time of a packet ([`State::with_packet`]). `before` is
+/// the state that was found, and `head` is the head that was found.
 ///
 /// Writes nothing and returns `false` if the cell has become another flow's. The exception is a flow whose state is the
 /// same bit by bit: it was made in the same tick, to the same ports, and neither flow had any further packet.

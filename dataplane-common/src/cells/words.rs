@@ -16,9 +16,9 @@ pub type Cell = [u64; 8];
 /// Sixteen slots.
 pub type Slots = [u32; 16];
 
-/// Which word of a cell is the head.
+/// The index of the word of a cell that is its head.
 pub const HEAD: usize = 4;
-/// Which words are the value.
+/// The index of the first word of a cell's value.
 pub(super) const VALUE: usize = HEAD + 1;
 /// The word that changes while the flow is there.
 pub const STATE: usize = 7;
@@ -36,8 +36,8 @@ pub const fn cells_for(flows: u32) -> u32 {
     }
 }
 
-/// The word of a cell that says what it is: ports and protocol as in the key, or a [`Holder`] (40 bits, 0: free), how
-/// many flows whose home this is are elsewhere (8 bits), and a number (16 bits), which increases each time that a
+/// The head of a cell: ports and protocol as in the key, or a [`Holder`] (40 bits, 0: free); the number of flows that
+/// are elsewhere although this cell is their home (8 bits); and a number (16 bits) that increases each time that a
 /// holder gives the cell back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
@@ -161,7 +161,7 @@ impl Slot {
     /// The most cells that a slot can name.
     pub(super) const CELLS: u32 = 1 << 24;
 
-    /// Which cell it leads to.
+    /// Returns the cell that the slot leads to; `None`: the slot is free.
     #[inline(always)]
     pub const fn cell(self) -> Option<u32> {
         (self.0 & Self::NUMBER).checked_sub(1)

@@ -21,7 +21,8 @@
 //! * The first segment of the endpoint that counts has a **SYN**, if the client's was seen. Before it, an endpoint that
 //!   still has an earlier connection from the same port only says that it has one (RFC 5961, section 4.2).
 //! * A **SYN** with an ACK begins both directions anew if it acknowledges the last SYN: the endpoint has forgotten the
-//!   connection and accepts another one from the same port. The earlier connection's FINs then count no longer ([`ANEW`]).
+//!   connection and accepts a new connection from the same port. The earlier connection's FINs then no longer count
+//!   ([`ANEW`]).
 //!
 //! A direction whose position is not known (0: nothing was seen of it since the flow was made or taken over from an
 //! older agent) takes the first segment that comes.
@@ -94,8 +95,8 @@ pub struct Segment {
 
 impl Segment {
     /// A packet that an ICMP error quotes: it was sent some time ago. No packet has this flag on the wire. Forged
-    /// packets get it, too, and so does every fragment except the first, because the first has said everything about
-    /// the flow.
+    /// packets get the flag, too. So does every fragment except the first, because the flow has learnt everything from
+    /// the first fragment.
     pub const QUOTED: Self = Self {
         end: 0,
         ack: 0,
@@ -289,9 +290,9 @@ pub fn ask<L: Line>(sequences: L, now: Tick) -> bool {
     false
 }
 
-/// Judges a segment that is not near its direction's position ([`Positions::is_near`]): returns what it adds to
-/// [`seen`], or [`ANEW`] or [`GOES_ON`] with it, 0 if it does not count at all; and writes the positions that it
-/// changes.
+/// Judges a segment that is not near its direction's position ([`Positions::is_near`]), and writes the positions that
+/// the segment changes. Returns the bits that the segment adds to [`seen`], together with [`ANEW`] and [`GOES_ON`] if
+/// they apply; 0 if the segment does not count at all.
 #[inline(always)]
 pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
     let opening = Opening(sequences.load(OPENING));

@@ -103,8 +103,8 @@ fn a_refusal_counts_if_it_acknowledges_the_syn() {
     assert_eq!(flow.see(REQUESTS, RST, 1_000_001, 0), PACKET | RESET);
 }
 
-/// A connection that an older agent has known: whatever comes first tells where it is.
-/// An endpoint that still has an earlier connection from the same port answers a SYN with an ACK (RFC 5961, section 4.2).
+/// An endpoint that still has an earlier connection from the same port answers a SYN with an ACK (RFC 5961, section
+/// 4.2).
 #[test]
 fn a_challenge_answers_nothing() {
     let flow = Flow::opened(100);
@@ -114,6 +114,8 @@ fn a_challenge_answers_nothing() {
     assert_eq!(Flow::unknown().see(REPLIES, ACK, 7, 9), PACKET);
 }
 
+/// A flow that was taken over from an older agent has no positions yet: the first segment of each direction counts with
+/// any number.
 #[test]
 fn what_is_not_known_is_learnt() {
     assert_eq!(Flow::unknown().see(REPLIES, RST, 77, 0), PACKET | RESET);
@@ -224,7 +226,7 @@ fn a_connection_goes_on_by_its_own_segments() {
 fn an_endpoint_is_given_up_once_it_is_silent() {
     let at = Tick::from_number;
     let (client, server) = (1000, 2_000_000_000);
-    // The tick at which the endpoint is given up, if it answers with these acknowledgements.
+    // Returns the tick at which the SYNs give up the endpoint, if it answers with these acknowledgements.
     let silent = |answers: &dyn Fn(u16) -> Option<u32>| {
         let flow = Flow::established(client, server);
         (0..200).find(|tick| {
@@ -242,11 +244,11 @@ fn an_endpoint_is_given_up_once_it_is_silent() {
     assert_eq!(silent(&|tick| (tick == 0).then_some(own)), Some(5));
     assert_eq!(silent(&|tick| (tick == 3).then_some(own)), Some(8));
     assert_eq!(silent(&|tick| tick.is_multiple_of(3).then_some(own)), None);
-    // A forged answer does not know what the client has sent.
+    // The sender of a forged answer does not know the client's sequence numbers.
     assert_eq!(silent(&|_| Some(own + 1_000_000_000)), Some(4));
 }
 
-/// An endpoint that its service no longer lists is given up at once, even if it answers.
+/// A client's SYN gives up an endpoint at once if the service no longer lists this endpoint, even if it answers.
 #[test]
 fn an_endpoint_that_has_departed_is_given_up() {
     let (client, server) = (1000, 2_000_000_000);

@@ -32,7 +32,8 @@ pub struct Entry {
     pub ports: SmallVec<[EntryPort; 1]>,
     /// `spec.endpoints`, or those that `spec.workloadSelector` selects; none with [`EntryResolution::Hosts`].
     pub backends: Vec<Backend>,
-    /// Which endpoints clients prefer, by its own annotation, and by that of its namespace, which counts without its own.
+    /// The endpoints that clients prefer: by the entry's own annotation, and by its namespace's annotation, which
+    /// counts only if the entry has none.
     pub preference: [Option<Preference>; 2],
 }
 
@@ -96,13 +97,13 @@ pub enum At {
 /// `spec.resolution`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EntryResolution {
-    /// Clients connect to whatever address they know: nothing is translated.
+    /// Clients connect to an address that they already know: nothing is translated.
     None,
     /// Endpoints are addresses.
     Static,
     /// Endpoints are DNS names (`DNS` and `DNS_ROUND_ROBIN`), or addresses.
     Dns,
-    /// The same without endpoints: each host is its own endpoint.
+    /// DNS names without endpoints in the entry: each host is its own endpoint.
     Hosts,
 }
 

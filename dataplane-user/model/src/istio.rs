@@ -6,7 +6,7 @@ use imbl::{OrdMap, ordmap::DiffItem};
 
 use super::{Service, ServiceName, ServiceType};
 
-/// All objects, and what the operator says about them.
+/// All objects of Istio that limit connections, and the operator's settings for them.
 #[derive(Clone, Debug, Default)]
 pub struct Istio {
     /// The objects of each namespace that has some.

@@ -1,4 +1,5 @@
-//! The domain: what a node should serve, wherever the description came from.
+//! The domain: the services and workloads that a node should serve. The types do not depend on the source of the
+//! description.
 //!
 //! Pure values: this room imports no sibling, no tokio and no aya.
 
@@ -150,7 +151,7 @@ pub struct Problem {
 /// How bad a [`Problem`] is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Gravity {
-    /// An object is not followed: what it was before stays served, if it ever was. Its author has to act;
+    /// An object is not followed: its last valid version stays served, if there is one. Its author has to act;
     /// the node is healthy.
     NotFollowed,
     /// The node does not know which endpoints are its own. An error of the node if a service's policy
@@ -161,7 +162,7 @@ pub enum Gravity {
     Warning,
 }
 
-/// A whole, consistent view of what to serve: immutable, cheap to clone.
+/// A whole, consistent view of everything that the node should serve: immutable, cheap to clone.
 ///
 /// The services are in a persistent map: a new snapshot shares what did not change with the old
 /// one, and their difference is found in the time of the change, not of the whole

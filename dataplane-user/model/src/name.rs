@@ -1,8 +1,8 @@
-//! Names of what has a namespace.
+//! Names with two parts: a namespace, and a name in it.
 
 use std::{fmt, sync::Arc};
 
-/// Names of one sort each, so that none is taken for one of another.
+/// Makes a type for each kind of object, so that the compiler rejects the name of an object of another kind.
 macro_rules! names {
     ($($(#[$about:meta])* $Name:ident;)*) => {$(
         $(#[$about])*

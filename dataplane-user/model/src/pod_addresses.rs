@@ -1,4 +1,5 @@
-//! Which addresses Pods and their nodes have, as the node's kubelet reports them: no author of other objects decides that.
+//! The addresses of Pods and of their nodes, as each node's kubelet reports them: the authors of other objects cannot
+//! change them.
 
 use std::net::IpAddr;
 

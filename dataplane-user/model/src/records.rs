@@ -12,7 +12,7 @@ pub enum Records {
     /// To the cluster IPs that are served. The source knows nothing more, or the service has no name.
     #[default]
     ClusterIps,
-    /// To what a Service and its EndpointSlices say.
+    /// To the addresses and ports in a Service and its EndpointSlices.
     Object(Box<Named>),
     /// To another name (`spec.externalName`), without a dot at its end.
     Alias(Box<str>),

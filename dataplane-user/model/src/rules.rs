@@ -162,13 +162,13 @@ impl CapturedBy {
     }
 }
 
-/// Which inbound connections of a workload are captured.
+/// The inbound connections of a workload that are captured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Inbound {
-    /// Those to ports that are listed as captured.
+    /// Connections to ports that are listed as captured.
     #[default]
     Listed,
-    /// All but those to ports that are listed as not captured.
+    /// All connections except to ports that are listed as not captured.
     All,
     /// None.
     None,
@@ -335,9 +335,9 @@ impl RefusedInbound {
 /// The rules of labels and annotations.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layers {
-    /// Those of the workload.
+    /// The rules of the workload.
     pub own: Rules,
-    /// Those of its Namespace.
+    /// The rules of the workload's Namespace.
     pub namespace: Rules,
 }
 
@@ -349,8 +349,8 @@ impl Layers {
     }
 }
 
-/// By which rules a workload's connections are captured: what the configuration says for all, for
-/// its namespace and for it, in one.
+/// The rules by which a workload's connections are captured: the rules for all workloads, for its
+/// namespace and for the workload itself, merged.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Policy {
     /// By what connections are captured.
@@ -377,7 +377,7 @@ pub struct Policy {
     pub judged_ports: BTreeSet<u16>,
     /// Inbound ports: whether they are captured.
     pub inbound_ports: BTreeMap<u16, bool>,
-    /// Which inbound connections are captured.
+    /// The inbound connections that are captured.
     pub inbound: Inbound,
     /// The only users whose connections are captured, besides the groups; of neither any: all.
     pub included_uids: BTreeSet<u32>,

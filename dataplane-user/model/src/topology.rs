@@ -1,5 +1,5 @@
-//! Which endpoints a node prefers: topology hints, as the control plane writes them into
-//! EndpointSlices, or as Istio's annotation asks for.
+//! Topology hints: the endpoints that a node prefers. The control plane writes hints into EndpointSlices, and Istio's
+//! annotation asks for hints.
 //!
 //! `spec.trafficDistribution` and the annotation `service.kubernetes.io/topology-mode` are for the
 //! control plane, which turns them into hints; a node looks at the hints alone, as kube-proxy does.
@@ -128,13 +128,13 @@ impl Hints {
 /// How far a node looks for endpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// Those that are hinted to this node.
+    /// Endpoints that are hinted to this node.
     Node,
-    /// Those that are hinted to its zone.
+    /// Endpoints that are hinted to the node's zone.
     Zone,
-    /// Those that are hinted to its region.
+    /// Endpoints that are hinted to the node's region.
     Region,
-    /// All of the cluster's.
+    /// All endpoints of the cluster.
     Cluster,
 }
 

@@ -1,11 +1,11 @@
 //! Weights of endpoints, as repeated places in a list from which one is drawn.
 
-/// The most places of one list: what a block of the kernel's table ENDPOINTS holds.
+/// The maximum number of places in one list: a block of the kernel's table ENDPOINTS has no more slots.
 const MOST: u64 = u16::MAX as u64;
-/// Places that two endpoints may take, whatever their weights.
+/// Every list may have this many places, even for two endpoints with any weights.
 const AT_LEAST: u64 = 1024;
-/// Places for each endpoint beyond that: so many that one place for each weight that is too small for one takes at most
-/// a hundredth of the list.
+/// Places per endpoint in lists that may be longer than [`AT_LEAST`]. A weight that is too small for a place still
+/// gets one. With this many places per endpoint, such places take at most a hundredth of the list.
 const FOR_EACH: u64 = 128;
 
 /// The weights of a port's endpoints, in the same order: at least 1 each. An endpoint gets its weight's part of the
@@ -86,7 +86,7 @@ pub fn places(weights: &[u32]) -> Vec<u32> {
     places.into_iter().map(count).collect()
 }
 
-/// The most places that any of these weights take together, whichever of them are there: what a budget counts.
+/// Returns the most places that a list can have for any selection of these weights. A budget counts this number.
 pub fn most_places(weights: &[u32]) -> usize {
     let divisor = weights.iter().copied().map(u64::from).fold(0, gcd).max(1);
     let sum = weights.iter().map(|weight| u64::from(*weight)).sum::<u64>() / divisor;

@@ -49,7 +49,7 @@ pub struct Workload {
     pub telemetry: Telemetry,
     /// Its labels, sorted, by which policies select it; none on another node.
     pub labels: Box<[Label]>,
-    /// How it looks up names; none: as a pod that says nothing of it.
+    /// How the workload looks up names; `None`: by [`Resolution::default`].
     pub resolution: Option<Box<Resolution>>,
     /// Whether it is to be served by packets only, or at its sockets, if it says so.
     pub by_packets: Option<bool>,
@@ -160,9 +160,9 @@ pub enum Place {
     /// In this directory of the cgroup v2 hierarchy, relative to the cgroup that the agent serves, and
     /// below it; they are in the node's network namespace.
     Cgroup(PathBuf),
-    /// On another node: nothing of it is captured here.
+    /// On another node: this node does not capture its connections.
     Elsewhere,
-    /// On this node, and never captured, whatever rules say.
+    /// On this node, and never captured, even if rules ask for it.
     Exempt(Exempt),
 }
 

@@ -226,8 +226,9 @@ impl Index {
         }
     }
 
-    /// Whether a workload that is denied egress may connect to a destination, as the kernel's programs judge it: to an
-    /// endpoint of a service that is a Pod's, to a port that a Pod declares, or to what the operator has stated.
+    /// Whether a workload that is denied egress may connect to a destination, as the kernel's programs judge it. The
+    /// workload may connect to a service's endpoint whose address is a Pod's, to a port that a Pod declares, and to
+    /// destinations that the operator has stated.
     pub fn is_reachable(&self, destination: SocketAddr) -> bool {
         let to = SocketAddr::new(destination.ip(), destination.port());
         match &self.snapshot.reachable {
@@ -321,7 +322,7 @@ fn addresses<'a>(
             };
             let inside = access(service.internal_policy, false);
             // externalTrafficPolicy is for clients from outside. A pod or the node itself reaches an
-            // external address whatever the policy says.
+            // external address with either policy.
             let outside = access(TrafficPolicy::Cluster, false);
             let guarded = access(TrafficPolicy::Cluster, true);
             let cluster = service.cluster_ips.iter().map(move |ip| (*ip, inside));

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::is_default;
 
-/// The agent's DNS server: whose queries it answers, and what it knows of the cluster.
+/// The agent's DNS server: the clients whose queries it answers, and its data about the cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct Dns {
@@ -69,7 +69,7 @@ const MAX_TTL: RangeInclusive<u64> = 1..=86_400;
 const CACHE: RangeInclusive<u64> = 1 << 20..=1 << 32;
 const STALE: RangeInclusive<u64> = 0..=604_800;
 
-/// Whose queries the agent answers.
+/// The workloads whose queries the agent answers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DnsCapture {

@@ -97,7 +97,7 @@ pub struct MeshProxy {
     pub access_log: Option<AccessLog>,
 }
 
-/// What happens to connections that Istio's objects limit.
+/// The agent's treatment of connections that Istio's objects limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Unsupported {

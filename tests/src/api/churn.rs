@@ -24,7 +24,7 @@ pub struct Churn {
 }
 
 impl Churn {
-    /// A cluster of so many services with three endpoints each. The same `seed` makes the same
+    /// A cluster of so many services with three endpoints each. Equal values of `seed` make equal
     /// changes.
     pub fn new(cluster: Cluster, services: u32, seed: u64) -> Self {
         cluster.apply_all((0..services).flat_map(Self::objects));

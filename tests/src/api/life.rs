@@ -188,7 +188,7 @@ impl ApiServer {
         Ok(path)
     }
 
-    /// Writes what a pod finds of its service account into a directory.
+    /// Writes the files of a pod's service account, `ca.crt` and `token`, into a directory.
     ///
     /// # Errors
     ///

@@ -27,7 +27,7 @@ impl Selector {
     ///
     /// # Errors
     ///
-    /// What the server does not know.
+    /// If the server does not support a selector.
     pub fn parse(labels: &str, fields: &str) -> Result<Self, String> {
         let mut selector = Self::default();
         for term in labels.split(',').filter(|term| !term.is_empty()) {

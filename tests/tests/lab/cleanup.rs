@@ -55,7 +55,7 @@ fn routed(pod: &Host) -> Result<String> {
     Ok(found)
 }
 
-/// By whichever hook this kernel has.
+/// With the hook that this kernel has: TCX or clsact.
 fn links_on_interfaces_are_listed_once() -> Result<()> {
     let cluster = Cluster::start(services)?;
     let planned = lines(&cluster.agent, "cleanup --dry-run -o json")?;

@@ -357,7 +357,7 @@ fn the_doctor_approves_of_this_machine() -> Result<()> {
             );
         }
     }
-    // If something is missing, it names the part, and what to do.
+    // If a requirement is missing, `doctor` names it and fails.
     run(&agent, "doctor --cgroup /nowhere")?
         .exits(1)?
         .says(&["NO", "does not work on this machine"])

@@ -173,7 +173,7 @@ pub fn program(name: &str) -> Option<PathBuf> {
     places.find_map(|place| Some(place.join(name)).filter(|file| file.is_file()))
 }
 
-/// Runs a script for each of the names in the pod, which prints what it finds for `$name`.
+/// Runs a script in the pod for each of the names. The script prints the result of its lookup of `$name`.
 fn each(world: &World, script: &str, names: &[&str]) -> Result<Found> {
     let script = format!("for name; do echo \"$name\" $({script}); done");
     let command = [&["sh", "-c", &script, "sh"], names].concat();

@@ -513,8 +513,8 @@ fn relayed() -> Vec<(String, Vec<u8>)> {
     all
 }
 
-/// Messages that the server refuses whatever the resolver does, and the code. Resolvers repeat some malformed queries, are
-/// silent, or overlook the fault.
+/// Messages that the server itself refuses, and the code of its answer. Resolvers differ here: they repeat some
+/// malformed queries, are silent, or overlook the fault.
 fn refused() -> Vec<(&'static str, Vec<u8>, u16)> {
     const FORMERR: u16 = 1;
     const REFUSED: u16 = 5;
@@ -781,8 +781,8 @@ fn compare(direct: SocketAddr, ours: SocketAddr) -> Result<Vec<(String, String, 
             };
             check(format!("{what}, {round}"), &whole, &answer, alike);
         }
-        // Resolvers refuse some types with an error, whatever the name is. Names with more dots are not looked up without
-        // the list.
+        // Resolvers refuse some types with an error, for every name. The server does not look up names with more dots
+        // without the search list.
         let is_data = ![0, 128, 250, 253].contains(&query.of_type);
         let is_short = is_data
             && query.name.iter().filter(|byte| **byte < 32).count() <= 5

@@ -192,14 +192,14 @@ fn errors_are_whole_whoever_makes_checksums_and_segments() -> Result<()> {
 
 /// A socket's error: its number, the kind of ICMP message, and its sender.
 #[derive(Debug, PartialEq, Eq)]
-struct Told {
+struct SocketError {
     error: Errno,
     kind: [u8; 2],
     from: Option<IpAddr>,
 }
 
-fn told(error: &sock_extended_err, from: Option<IpAddr>) -> Told {
-    Told {
+fn told(error: &sock_extended_err, from: Option<IpAddr>) -> SocketError {
+    SocketError {
         error: Errno::from_raw(error.ee_errno.cast_signed()),
         kind: [error.ee_type, error.ee_code],
         from,
@@ -211,7 +211,7 @@ fn address_of(offender: &sockaddr_in6) -> IpAddr {
 }
 
 /// The next error of a socket.
-fn error_of(socket: &std::net::UdpSocket) -> Result<Told> {
+fn error_of(socket: &std::net::UdpSocket) -> Result<SocketError> {
     let limit = Instant::now() + enough();
     loop {
         let mut data = [0; 2048];
@@ -248,7 +248,7 @@ fn error_of(socket: &std::net::UdpSocket) -> Result<Told> {
 }
 
 /// Returns the error that a client's socket gets for a datagram with so many hops.
-fn try_to_reach(world: &World, to: SocketAddr, hops: i32) -> Result<Told> {
+fn try_to_reach(world: &World, to: SocketAddr, hops: i32) -> Result<SocketError> {
     let client = world.host("ext");
     let socket = udp(client, (address(client, to.is_ipv4()), 0))?;
     if to.is_ipv4() {
@@ -281,7 +281,7 @@ fn errors_reach_the_clients_socket() -> Result<()> {
             deaf("local", 3, "e2").set("externalTrafficPolicy", "Local"),
         ]
     };
-    let mut seen: Vec<Vec<Told>> = Vec::new();
+    let mut seen: Vec<Vec<SocketError>> = Vec::new();
     for worker in WORKERS {
         let world = World::start(worker, &Settings::base(), &services)?;
         unlimited_icmp(world.lab.node("node2"))?;

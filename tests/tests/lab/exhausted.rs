@@ -194,13 +194,13 @@ fn forget_exhausted() {
     std::thread::sleep(std::time::Duration::from_millis(600));
 }
 
-/// If every port of nine in twelve endpoints is taken, each new flow goes to one of the other three, whichever is drawn
-/// first.
+/// If every port of nine in twelve endpoints is taken, each new flow goes to one of the other three endpoints, also if
+/// the program draws one of the nine first.
 fn one_of_many_endpoints_with_ports_is_found() -> Result<()> {
     const TAKEN: usize = 9;
     on(Scene::with_flows(1 << 20)?, |scene| {
         let way = (true, true);
-        // They are side by side in the pool, so that one after the other is tried in vain.
+        // These endpoints are side by side in the pool, so the program tries one full endpoint after the other.
         for addr in &MANY[..TAKEN] {
             fill_up(scene, way, (*addr, 8080), Whose::Many, |_| false)?;
         }

@@ -250,8 +250,8 @@ fn nat(node: &Host, command: &str, rule: &str) -> Result<()> {
     Ok(())
 }
 
-/// Rules like kube-proxy's translate what comes to the node ports; then an agent starts, then the
-/// rules go.
+/// Rules like kube-proxy's translate the packets to the node ports. Then an agent starts, and then the
+/// rules are removed.
 fn established_flows_survive_the_takeover() -> Result<()> {
     let lab = Cluster::lab()?;
     let node = lab.node("node2").clone();

@@ -158,7 +158,8 @@ fn cable(ext: &Host, node: &Host) -> Result<()> {
     Ok(())
 }
 
-/// Frames with a whole link-layer header and whatever is left of the rest; and such as a VLAN's.
+/// The frames have a whole link-layer header, and the rest is cut off at every possible length. Then come a frame with
+/// the tag of a VLAN and a whole frame.
 fn frames_that_are_cut_short_do_no_harm() -> Result<()> {
     let lab = Cluster::lab()?;
     let (ext, node) = (lab.external("ext").clone(), lab.node("node2").clone());

@@ -191,7 +191,7 @@ fn many_services_arrive_under_load() -> Result<()> {
         report.answered > 1000,
         "too few to mean anything: {report:?}"
     );
-    // Each was counted once, in whichever table.
+    // Each connection was counted once, in a table before its growth or after.
     let counted = Metrics::scrape(node)?.connections("s3");
     #[expect(clippy::cast_precision_loss, reason = "some thousands")]
     let answered = report.answered as f64;

@@ -118,7 +118,7 @@ fn import(node: &Host, program: &Path, more: &[&str]) -> Result<Outcome> {
 }
 
 /// Without an agent, the plan from the rules in the kernel equals the plan from the manifests of which kube-proxy's
-/// rules were made. The plans from files with the output of the programs are the same, too.
+/// rules were made. A plan from a file with these rules, as `iptables-save` or `nft` prints them, equals it, too.
 fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
     let lab = Lab::builder()
         .node("node1")

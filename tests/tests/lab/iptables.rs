@@ -352,7 +352,7 @@ fn detect_runs_the_programs_of_another_root() -> Result<()> {
     }
     let answer = detect(&lab, node, &["--host-root", path])?;
     ensure!(variant(&answer, "IPv4")? == "legacy", "{answer:#}");
-    // They also print and change rules, with what they load by name.
+    // The programs of the other root also print and change rules, with the libraries that they load by name.
     let rules = "*nat\n:KUBE-SERVICES - [0:0]\n:mine - [0:0]\n-A OUTPUT -j KUBE-SERVICES\n-A OUTPUT -p udp -j mine\nCOMMIT";
     load(node, "iptables-legacy-restore", rules)?;
     let libraries = walk(root.path())?;

@@ -167,7 +167,7 @@ fn a_second_agent_adopts_what_the_first_wrote() -> Result<()> {
     Ok(())
 }
 
-/// One writer: the second agent's error names the first, and nothing of the first's is touched.
+/// Only one agent writes. The second agent's error names the first agent, whose programs stay attached.
 fn two_agents_do_not_write_at_once() -> Result<()> {
     let place = Place::new()?;
     let first = place.open()?;

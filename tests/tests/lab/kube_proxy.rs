@@ -85,7 +85,7 @@ fn seen_by(client: &str, outcome: &str) -> Option<Seen> {
     }
     let own = match client {
         "pod" => "10.244.0.10",
-        // A process of the node has whichever of the node's addresses faces the endpoint.
+        // A process of the node connects from the node's address that faces the endpoint.
         "node" => "10.244.0.1",
         _ => "10.244.0.101",
     };

@@ -263,7 +263,8 @@ fn an_agent_takes_its_place_back() -> Result<()> {
     Ok(())
 }
 
-/// For a supervisor that restarts whatever ends, as Kubernetes does: the replaced agent stays idle.
+/// With `--stay`, a replaced agent stays idle. The option is for supervisors that restart every process that ends, as
+/// Kubernetes does.
 fn a_replaced_agent_stays_if_it_is_to() -> Result<()> {
     let mut cluster = Cluster::start_with(|lab| vec![web(lab)], &["--stay"])?;
     let mut before = cluster.agent.replace()?;

@@ -6,8 +6,8 @@
 //! `DATAPLANE_SCENARIOS='kernel life::x'` leaves out all others: only the module `kernel` runs, and the scenario `x` of
 //! `life`.
 
-/// The scenarios of a module: `scenarios! { Dataplane: a, b }`, what they need and which functions
-/// they are.
+/// Declares the scenarios of a module: `scenarios! { Dataplane: a, b }` names their requirement and
+/// their functions.
 macro_rules! scenarios {
     ($needs:ident: $($function:ident),* $(,)?) => {
         /// The scenarios of this module.
@@ -141,11 +141,11 @@ static TOOK: Mutex<Vec<(&str, Duration)>> = Mutex::new(Vec::new());
 /// The scenarios that run, and since when.
 static RUNNING: Mutex<Vec<(&str, Instant)>> = Mutex::new(Vec::new());
 
-/// A scenario that runs for so long is named, again and again: what waits for a guest's words tells a long scenario from a
-/// guest that hangs, and whose it was.
+/// The interval at which the harness prints the names of scenarios that have run for so long. A program that waits for
+/// a guest's output can then tell a long scenario from a guest that hangs, and knows which scenario hangs.
 const LONG: Duration = Duration::from_mins(1);
 
-/// A scenario, and what it needs.
+/// A scenario and its requirement.
 #[derive(Clone, Copy)]
 pub struct Scenario {
     name: &'static str,

@@ -59,7 +59,7 @@ fn sticky(lab: &Lab, service: Service) -> Service {
     service.affinity(3600).endpoints(&all)
 }
 
-/// Which endpoint each client had; every one was answered.
+/// Lets each client ask once and returns the endpoint of each. Fails if a client gets an error.
 fn endpoints(cluster: &Cluster, count: usize) -> Result<Vec<Option<String>>> {
     let report = each_asks(cluster.lab.external("ext"), count)?;
     ensure!(report.errors.is_empty(), "{:?}", report.errors);

@@ -1,5 +1,5 @@
-//! Other people's rules: iptables in both its forms and nft work in the lab, on whatever kernel this is. The scenarios
-//! that compare the dataplane with them, or run it beside them, depend on this.
+//! Rules of other programs: iptables, in its legacy form and its nft form, and nft work in the lab, on the kernel of
+//! this machine. The scenarios that compare the dataplane with such rules, or run it beside them, depend on this.
 
 use std::net::{AddrParseError, SocketAddr};
 

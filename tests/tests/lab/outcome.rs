@@ -30,13 +30,13 @@ impl Outcome {
         })
     }
 
-    /// Wants this exit code.
+    /// Requires this exit code.
     pub fn exits(self, code: i32) -> Result<Self> {
         ensure!(self.code == Some(code), "not exit code {code}: {self:?}");
         Ok(self)
     }
 
-    /// Wants these words somewhere in what it wrote, on whichever stream.
+    /// Requires that each of these words is in the program's stdout or stderr.
     pub fn says(self, words: &[&str]) -> Result<Self> {
         for word in words {
             ensure!(

@@ -1,4 +1,5 @@
-//! Which endpoint answers whom: session affinity, and which of two services has an address.
+//! The endpoint that answers a client: session affinity, local policies, and the owner of an address that two services
+//! claim.
 
 use std::time::{Duration, Instant};
 
@@ -53,8 +54,8 @@ fn many(lab: &Lab, seconds: u32) -> Vec<Service> {
         .collect()
 }
 
-/// Which endpoints the services have for a client: asks every one of them `rounds` times, and
-/// wants the same answers in every round.
+/// Returns the endpoint that each service has for a client. Asks every service `rounds` times, and fails
+/// if an endpoint differs between two rounds.
 fn choices(client: &Host, v4: bool, udp: bool, rounds: usize) -> Result<Vec<String>> {
     let (subcommand, port) = if udp { ("udp", 53) } else { ("connect", 80) };
     let mut probe = client.probe(subcommand).arg("--each");
@@ -342,7 +343,7 @@ fn the_older_of_two_services_has_the_vip() -> Result<()> {
     reaches(client, "10.96.0.10:80", "connect --count 20", &["near"]).map(drop)
 }
 
-/// A headless service and an `ExternalName` have no address, whatever else their specs say.
+/// A headless service and an `ExternalName` have no VIP, even if their specs name cluster IPs or external IPs.
 fn names_and_headless_services_have_no_vip() -> Result<()> {
     let cluster = Cluster::start(|lab| {
         vec![

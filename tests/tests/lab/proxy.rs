@@ -64,7 +64,7 @@ pub struct World {
 }
 
 impl World {
-    /// A proxy in the pod `app`, which redirects what the pod connects to.
+    /// Starts a proxy in the pod `app`. Rules in the pod redirect the pod's connections to the proxy.
     pub fn start(services: impl FnOnce(&Lab) -> Vec<Service>, arguments: &[&str]) -> Result<Self> {
         Self::start_with_files(services, arguments, None)
     }
@@ -520,7 +520,7 @@ fn egress_is_denied_to_what_nobody_knows() -> Result<()> {
     };
     let world = World::start(services, &["--egress", "deny"])?;
     reaches(world.app(), "10.96.0.10:80", "connect --count 3", &["near"])?;
-    // An endpoint's address is known, whatever its port.
+    // An endpoint's address is known, with any port.
     let known = format!("{}:{TCP}", world.lab.pod("near").ipv4());
     reaches(world.app(), &known, "connect --count 3", &["near"])?;
     let unknown = format!("{}:{TCP}", world.lab.pod("near2").ipv4());

@@ -59,7 +59,7 @@ fn ticks(process: u32) -> Result<u64> {
     Ok(fields[11].parse::<u64>()? + fields[12].parse::<u64>()?)
 }
 
-/// 500 connections are what the proxy's open files allow, beside one workload.
+/// So many open files allow the proxy 500 connections beside one workload.
 const FILES: usize = 1272;
 const MOST: u32 = 500;
 

@@ -1,4 +1,4 @@
-//! Which segments end a TCP flow: the connection's own, and not a stranger's (`dataplane_common::tcp`).
+//! A TCP flow ends by segments of its own connection, and not by a stranger's segments (`dataplane_common::tcp`).
 
 use std::net::IpAddr;
 
@@ -67,7 +67,7 @@ impl<'a> Connection<'a> {
         }
     }
 
-    /// Sends a segment. It is translated and forwarded, whatever it says.
+    /// Sends a segment. The programs must translate and forward it, with any flags and numbers.
     fn send(&self, replies: bool, flags: u8, [sequence, ack]: [u32; 2]) -> Result<()> {
         let (at, [from, to]) = if replies { self.reply } else { self.request };
         let segment = Packet {
@@ -342,8 +342,8 @@ fn a_refused_connection_is_over() -> Result<()> {
 /// A service of two endpoints. Session affinity would keep a client's endpoint after any end of its flow.
 const WITHOUT_AFFINITY: u16 = 2;
 
-/// A client in a pod of this node, which dials a cluster IP, and one outside, which dials a node port and is masqueraded:
-/// where its packets arrive, its addresses, and what it dials.
+/// Two clients. The client in a pod of this node dials a cluster IP. The client outside dials a node port and is
+/// masqueraded. For each: the interface at which its packets arrive, its addresses, and the kind of VIP that it dials.
 const CLIENTS: [(&str, [&str; 2], &str); 2] =
     [("veth-near", NEAR, "cluster"), ("eth0", OUTSIDE, "node")];
 

@@ -30,7 +30,7 @@ const ROUNDS: u16 = 5;
 /// Where a frame of IPv4 has its destination, the ports included.
 const DESTINATION: std::ops::Range<usize> = 30..38;
 
-/// All datagrams reach the same endpoint, whichever CPU was first.
+/// All datagrams of a flow reach one endpoint, although two CPUs begin the flow at the same time.
 fn two_cpus_begin_one_flow() -> Result<()> {
     on(Scene::new()?, |scene| {
         let mut refused = Vec::new();

@@ -1,4 +1,4 @@
-//! TCP clients: how endpoints are drawn, and what a port is.
+//! TCP clients: the draw of endpoints, a port and its protocol, refusals, and the source that endpoints see.
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
@@ -48,7 +48,7 @@ fn chi_squared(report: &Report) -> f64 {
         .sum()
 }
 
-/// Every endpoint is as likely as every other, whatever the node it is on. With five degrees of
+/// Every endpoint is as likely as every other endpoint, on this node and on the other. With five degrees of
 /// freedom, a uniform draw exceeds 42 once in 17 million times.
 fn endpoints_are_drawn_uniformly() -> Result<()> {
     let services = |lab: &Lab| {
@@ -119,7 +119,7 @@ fn a_port_is_a_port_of_one_protocol() -> Result<()> {
     Ok(())
 }
 
-/// No masquerading: whatever the address that a pod used, endpoints on both nodes see its own.
+/// No masquerading: endpoints on both nodes see the pod's own address, for every kind of VIP that the pod dials.
 fn endpoints_see_the_pods_own_address() -> Result<()> {
     let services = |lab: &Lab| {
         vec![

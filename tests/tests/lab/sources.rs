@@ -462,8 +462,8 @@ fn a_pod_that_is_routed_elsewhere_is_named() -> Result<()> {
     last
 }
 
-/// A pod's packets go no further than the node if its interface forwards nothing, and the helper that asks the routes answers
-/// so, whatever the source.
+/// If a pod's interface does not forward, the pod's packets reach the node only. `bpf_fib_lookup`, the helper that asks
+/// the routes, then gives this answer for every source address.
 fn who_may_only_reach_the_node_speaks_for_nobody_else() -> Result<()> {
     let lab = Cluster::lab()?;
     let node = lab.node("node2");

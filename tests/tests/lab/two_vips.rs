@@ -120,8 +120,8 @@ fn two_vips_of_one_endpoint_see_the_clients_address() -> Result<()> {
 }
 
 /// A service in another namespace has the address and port of an endpoint as its external IP. A client of the
-/// endpoint's service gets that endpoint: the packet path does not translate again what the socket translated. A client
-/// that dials the address itself gets the other service, as with kube-proxy.
+/// endpoint's service reaches this endpoint: the socket hook has translated the destination, and the packet path does
+/// not translate it again. A client that dials the address itself reaches the other service, as with kube-proxy.
 fn an_external_ip_takes_no_connection_of_the_service_whose_endpoint_has_it() -> Result<()> {
     let services = |lab: &Lab| {
         let far = lab.pod("far");

@@ -115,7 +115,7 @@ fn answers_leave_by_the_uplink_that_their_flow_came_by() -> Result<()> {
     Ok(())
 }
 
-/// Which address an endpoint sees, in words of its greeting.
+/// Returns the client address that an endpoint sees. The endpoint names it in its answer.
 fn source_of(client: &Host, to: SocketAddr) -> Result<IpAddr> {
     let report = crate::cluster::reaches(client, &to.to_string(), "udp --count 1", &["e3"])?;
     let endpoint = report.endpoints.values().next().context("an endpoint")?;

@@ -89,8 +89,8 @@ fn hasty(host: &Host, v4: bool) -> Result<UdpSocket> {
     Ok(socket)
 }
 
-/// While no route leads to the endpoint, a packet is dropped and no flow begins; when one does, the same
-/// client's next packet begins the flow, as if it were the first.
+/// While no route leads to the endpoint, the packet path drops a client's packets and begins no flow. Once a
+/// route exists, the next packet of this client begins the flow, as if it were the first.
 fn a_flow_waits_for_its_route() -> Result<()> {
     let cluster = cluster()?;
     let (node, ext) = (cluster.lab.node("node2"), cluster.lab.external("ext"));

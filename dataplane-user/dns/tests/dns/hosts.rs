@@ -9,7 +9,7 @@ use plan::entries::Entries;
 use proptest::prelude::*;
 use smallvec::SmallVec;
 
-use super::{TTLS, Told, ask, load};
+use super::{Reply, TTLS, ask, load};
 
 const NOW: u64 = 1_800_000_000;
 
@@ -173,8 +173,8 @@ fn answers_are_authoritative_with_their_own_ttl_and_zone() {
     };
     let shop = client("shop");
     let message = |name, of_type| match ask(&zone, &shop, name, of_type) {
-        Told::Answer(message) => message,
-        other @ Told::Asked(..) => panic!("{other:?}"),
+        Reply::Answer(message) => message,
+        other @ Reply::Asked(..) => panic!("{other:?}"),
     };
     let found = message("api.example.com.", A);
     assert!(found.metadata.authoritative);

@@ -59,14 +59,14 @@ fn nobody() -> Arc<Client> {
 
 /// The server's reply to a client about a name.
 #[derive(Debug)]
-enum Told {
+enum Reply {
     Answer(Box<Message>),
     /// The names that resolvers are asked for. `?` follows a name whose records are known if the resolvers have no
     /// answer. Then the code of the answer if none of the names exists.
     Asked(Vec<String>, Option<ResponseCode>),
 }
 
-impl Told {
+impl Reply {
     /// Its code and records, sorted: each as `TYPE DATA`, or with its name before that if the name was not asked for.
     /// Of resolvers: `ask NAME …`.
     fn text(&self, asked: &str) -> String {
@@ -94,7 +94,7 @@ impl Told {
     }
 }
 
-fn ask(zone: &Zone, client: &Client, name: &str, of_type: RecordType) -> Told {
+fn ask(zone: &Zone, client: &Client, name: &str, of_type: RecordType) -> Reply {
     let name = LowerName::parse(name).unwrap_or_else(|error| panic!("{name}: {error}"));
     let query = question(7, &name, of_type.into(), 1, true);
     let mut out = Vec::new();
@@ -111,7 +111,7 @@ fn ask(zone: &Zone, client: &Client, name: &str, of_type: RecordType) -> Told {
             let message = Message::from_vec(&out).unwrap();
             assert_eq!(message.metadata.id, 7);
             assert!(message.metadata.recursion_available && message.metadata.recursion_desired);
-            Told::Answer(Box::new(message))
+            Reply::Answer(Box::new(message))
         }
         Decision::Ask(ask) => {
             let names = ask.candidates.iter().map(|of| {
@@ -119,7 +119,7 @@ fn ask(zone: &Zone, client: &Client, name: &str, of_type: RecordType) -> Told {
                 format!("{}{known}", of.name)
             });
             let otherwise = ask.otherwise.as_ref().map(Stored::code);
-            Told::Asked(names.collect(), otherwise)
+            Reply::Asked(names.collect(), otherwise)
         }
         other => panic!("{name}: {other:?}"),
     }

@@ -208,11 +208,11 @@ fn explanations_are_the_servers_answers() {
                 let step = &steps[0];
                 let told = ask(&zone, &cart, &step.name, of_type);
                 match told {
-                    super::Told::Answer(message) => {
+                    super::Reply::Answer(message) => {
                         let code = message.metadata.response_code.to_str();
                         assert_eq!(step.code.as_deref(), Some(code), "{text} {of_type}");
                     }
-                    super::Told::Asked(names, _) => {
+                    super::Reply::Asked(names, _) => {
                         let names = names
                             .iter()
                             .map(|name| name.trim_end_matches('?').to_owned());

@@ -485,7 +485,7 @@ fn srv_records_come_with_their_addresses() {
             "10.3.0.100 10.3.0.101 10.3.0.102 10.3.0.103",
         ),
     ] {
-        let super::Told::Answer(message) = ask(&zone, &client, name, SRV) else {
+        let super::Reply::Answer(message) = ask(&zone, &client, name, SRV) else {
             panic!("{name}");
         };
         let mut found: Vec<_> = message
@@ -520,7 +520,7 @@ fn a_negative_answer_has_a_soa_record_of_its_own_zone() {
         ),
         ("none.shop.svc.cluster.local.", A, "cluster.local."),
     ] {
-        let super::Told::Answer(message) = ask(&zone, &client, name, of_type) else {
+        let super::Reply::Answer(message) = ask(&zone, &client, name, of_type) else {
             panic!("{name}");
         };
         let owners = message.authorities.iter().map(|of| of.name.to_string());

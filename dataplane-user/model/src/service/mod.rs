@@ -67,7 +67,7 @@ pub struct Service {
     pub affinity: Option<Duration>,
     /// For the cluster IPs.
     pub internal_policy: TrafficPolicy,
-    /// For what comes from outside the cluster.
+    /// For clients outside the cluster.
     pub external_policy: TrafficPolicy,
     /// `spec.healthCheckNodePort`.
     pub health_check_node_port: Option<u16>,

@@ -78,7 +78,8 @@ impl Split {
         }
     }
 
-    /// The most slots that any of its endpoints take together, whichever of them are there: what a budget counts.
+    /// Returns the most slots that the endpoints of one family take, for any selection of ready endpoints. A budget
+    /// counts this number.
     pub fn most_places(&self, v4: bool) -> usize {
         let mut weights: Vec<u32> = Vec::new();
         let (mut endpoints, mut common) = (0, Some(1_u128));
@@ -159,7 +160,8 @@ mod tests {
         })
     }
 
-    /// The sums of four backends, whose product has more than 128 bits: each is what the author of a ServiceEntry wrote.
+    /// The product of four backends' sums of weights has more than 128 bits. Authors of ServiceEntries may write such
+    /// weights.
     #[test]
     fn weights_whose_sums_have_a_huge_common_multiple_leave_each_backend_its_part() {
         let sums = [
@@ -221,8 +223,8 @@ mod tests {
     }
 
     proptest! {
-        /// Each backend gets its part to a hundredth, however many endpoints it has, and what a budget counts has room for
-        /// the slots, whichever of the endpoints are ready.
+        /// Each backend gets its part, exact to a hundredth, for any number of endpoints. The slots that a budget
+        /// counts suffice for any selection of ready endpoints.
         #[test]
         fn parts_are_those_of_backends_and_within_the_budget(
             parts in prop::collection::vec(

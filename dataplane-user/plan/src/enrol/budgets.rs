@@ -270,10 +270,10 @@ pub(super) mod tests {
     }
 
     /// The entries of each pod of a namespace, without numbers.
-    type Told =
+    type PodEntries =
         BTreeMap<WorkloadName, (u32, BTreeSet<(u32, u32, u32)>, BTreeSet<(u32, Addr, u32)>)>;
 
-    fn told(snapshot: &Snapshot, namespace: &str) -> Told {
+    fn told(snapshot: &Snapshot, namespace: &str) -> PodEntries {
         let members = members_within(&MeshStatements::default(), snapshot, [40; 2]);
         let mut enroller = Enroller::after(&Captured::default(), false);
         let mut tables = Captured::default();

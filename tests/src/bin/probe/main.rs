@@ -1,5 +1,5 @@
-//! `probe`: what runs on the hosts of a lab. It enters them, serves, and connects, and reports
-//! what it saw as JSON on stdout (see `dataplane_tests::report`).
+//! `probe`: the program that runs on the hosts of a lab. It enters a host, serves, and connects, and
+//! reports its observations as JSON on stdout (see `dataplane_tests::report`).
 
 mod client;
 mod connect;

@@ -69,7 +69,7 @@ const KINDS: [&str; 4] = ["exchange", "questions", "half-close", "reset"];
 fn talk(to: SocketAddr, kind: u64, dice: &mut StdRng) -> io::Result<u64> {
     let mut stream = TcpStream::connect(to)?;
     stream.set_nodelay(true)?;
-    // Nothing takes as long here; what it does is to find what hangs.
+    // Reads have no timeout: conversations are short, and this probe has to find connections that hang.
     stream.set_read_timeout(None)?;
     let total = if dice.random_ratio(1, 3) {
         dice.random_range(0..2_000_000)
@@ -129,7 +129,7 @@ fn talk(to: SocketAddr, kind: u64, dice: &mut StdRng) -> io::Result<u64> {
                 return Err(io::Error::other("more came back"));
             }
         }
-        // All of it, the end, and then what comes back.
+        // Sends all bytes and the end of the stream, then reads the answer.
         2 => {
             let bytes = &bytes[..total.min(50_000)];
             stream.write_all(bytes)?;

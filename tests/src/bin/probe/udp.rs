@@ -60,13 +60,13 @@ pub struct Arguments {
     /// Name the source of each datagram (IP_PKTINFO, IPV6_PKTINFO)
     #[arg(long, value_name = "ADDRESS", conflicts_with = "pktinfo")]
     source: Option<IpAddr>,
-    /// Make so many sockets at the one port, send from each in turn, and take the answer from whichever has it
+    /// Make so many sockets at the one port, send from each in turn, and take the answer from any of them
     #[arg(long, value_name = "SOCKETS", requires_all = ["unconnected", "reuse_port"], conflicts_with = "one_socket")]
     workers: Option<usize>,
     /// After an error, make a new socket in place of that one
     #[arg(long, requires = "one_socket")]
     replace_broken: bool,
-    /// Go on until stdin is closed, whatever the count
+    /// Go on until stdin is closed, and ignore the count
     ///
     /// Prints a line when the first datagram is about to be sent.
     #[arg(long)]

@@ -82,7 +82,7 @@ fn keeps(client: &Host, to: &str, count: u64) -> Result<u64> {
     Ok(kept.alive)
 }
 
-/// A client that takes all the connections it gets takes them neither from the pod's own connections nor from other clients.
+/// A client that opens as many connections as it can leaves room for the pod's own connections and for other clients.
 fn what_a_stranger_holds_is_the_strangers_own() -> Result<()> {
     let mut world = World::new()?;
     let config = mesh(json!({ "maxConnections": 100 }), json!({ "mode": "proxy" }));

@@ -51,7 +51,7 @@ fn datagrams_to_unknown_destinations_are_refused() -> Result<()> {
             let ((), counted) = world.counted(Reason::EgressDenied, || refused(&app, &to, how))?;
             ensure!(counted == 1, "{how} {to}: {counted}");
         }
-        // A service and its endpoint, of either family; what the operator has stated; itself.
+        // A service and its endpoint, by both families; addresses that the operator has stated; the pod itself.
         for (to, by) in [
             ("10.96.0.10:53".to_owned(), "far"),
             ("[fd00:96::10]:53".to_owned(), "far"),
@@ -69,7 +69,7 @@ fn datagrams_to_unknown_destinations_are_refused() -> Result<()> {
         ] {
             reaches(&one, &to, &format!("{how} --count 3"), &["app"])?;
         }
-        // Others may do what they like.
+        // The egress policy is for the captured pod. Other pods may send anywhere.
         reaches(&one, &format!("10.244.1.6:{port}"), how, &["two"])?;
     }
     let told = super::explain::explain(&world, "default/app", "8.8.8.8:53/udp", &[])?;

@@ -146,7 +146,7 @@ fn no_user_and_no_cgroup_escapes() -> Result<()> {
 /// routing header takes no capability and no privilege.
 fn no_source_route_escapes() -> Result<()> {
     let mut world = denied()?;
-    // As routers have it; otherwise the node's own stack drops what has such an option of IPv4.
+    // As on routers; without this setting, the node's own stack drops packets that have this IPv4 option.
     let node = world.lab.node("node1");
     let accept = "echo 1 > /proc/sys/net/ipv4/conf/all/accept_source_route";
     node.command("sh").args(["-c", accept]).run()?;

@@ -278,7 +278,7 @@ fn without_a_proxy_a_machine_inside_does_not_connect() -> Result<()> {
     let agent = agent.manifests(world.manifests.path()).start()?;
     ensure!(routed(&world)?.is_empty(), "{:?}", routed(&world)?);
     reaches(machine(&world), "10.244.1.5:7", "connect", &["one"])?;
-    // Each removes what it finds when it ends, and the others' at last.
+    // Each dropped agent cleans up. The two agents that were killed clean up last.
     drop(agent);
     drop([first, second]);
     Ok(())

@@ -178,7 +178,7 @@ fn connections_to_pods_that_policies_select_are_refused() -> Result<()> {
             site.server.cluster().delete(resource, "default", "limit");
             eventually(is_open).with_context(what)?;
         }
-        // An agent that cannot read them serves, and refuses what they may limit.
+        // An agent that cannot read the policies serves, and refuses the connections that the policies may limit.
         let unread = Some((Resource::AuthorizationPolicies, 403));
         site.server.faults().withhold(unread);
         site.agent(mode, "deny")?;

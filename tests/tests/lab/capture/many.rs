@@ -49,8 +49,9 @@ fn replica(name: &str, deployment: &str, address: &str) -> Value {
     object
 }
 
-/// Many pods, fewer files than they and all connections need, and more connections than that, all of one pod: the agent
-/// still answers, serves the other pods, and captures another one. `DATAPLANE_MANY_PODS=250` for more pods.
+/// There are many pods. The agent may open fewer files than the pods and all connections need, and one pod opens more
+/// connections than these files allow. The agent still answers, serves the other pods, and captures a new pod.
+/// `DATAPLANE_MANY_PODS=250` for more pods.
 fn pods_and_connections_share_the_open_files_that_there_are() -> Result<()> {
     const CONNECTIONS: usize = 60;
     let count = number("DATAPLANE_MANY_PODS", 20)?;

@@ -1,4 +1,4 @@
-//! A connection is translated at most once, and judged by the destination of its first packet, whichever other services
+//! A connection is translated at most once, and judged by the destination of its first packet, even if other services
 //! claim the address of its endpoint.
 
 use std::{

@@ -30,7 +30,7 @@ const MARK: u32 = 0x8000_3a9e;
 type Tuple = [u8; 48];
 type Origin = [u8; 20];
 
-/// The table, of whatever layout the agent has.
+/// Opens the agent's table `ORIGINS`, for any layout of the agent.
 fn table(world: &World) -> Result<HashMap<MapData, Tuple, Origin>> {
     let bpffs = world.agent()?.bpffs().to_owned();
     let layouts = fs::read_dir(bpffs)?.map(|entry| Ok(entry?.path().join("maps/ORIGINS")));

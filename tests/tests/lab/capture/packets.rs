@@ -98,7 +98,7 @@ fn our_proxy_learns_where_a_machines_packets_were_to_go() -> Result<()> {
             let text = format!("echo {value} > /proc/sys/net/ipv4/{what}");
             node.command("sh").args(["-c", &text]).run()
         };
-        // As on most nodes: what comes from elsewhere than its answers would go to is dropped.
+        // As on most nodes, the kernel drops a packet that does not arrive by the interface of the route to its source.
         set("conf/all/rp_filter", "1")?;
         capture(&mut world, json!({ "mode": "proxy" }), &["--tc-hook", hook])?;
         // Endpoints here and on another node, and a service, whose endpoint the proxy chooses.
@@ -118,7 +118,7 @@ fn our_proxy_learns_where_a_machines_packets_were_to_go() -> Result<()> {
             captured(&world, to, "connect --count 5", name)?;
         }
         set("tcp_syncookies", "1")?;
-        // Nothing of another pod's.
+        // The connections of another pod are not captured.
         let (_, counted) = world.counted(Reason::Captured, || {
             reaches(world.lab.pod("one"), "10.244.1.6:7", "connect", &["two"])
         })?;

@@ -260,7 +260,8 @@ fn the_capture_of_a_machine_inside_is_taken_over_and_given_back() -> Result<()> 
     Ok(())
 }
 
-/// Ambient mode encrypts, and by TPROXY the sidecar needs rules of its own: both stay, whatever the agent captures.
+/// Rules that the agent cannot replace stay, even if it captures the pod: in ambient mode, ztunnel encrypts, and with
+/// TPROXY, the sidecar needs rules of its own.
 fn rules_that_do_more_than_capture_stay() -> Result<()> {
     let mut world = World::new()?;
     let _sidecar = Relay::haproxy(&world)?;

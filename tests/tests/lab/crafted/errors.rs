@@ -329,7 +329,7 @@ fn errors_are_limited() -> Result<()> {
                 );
             }
         }
-        // All clients together: what others have used is gone.
+        // The limit for all clients together: an error to one client leaves fewer errors for the others.
         let few = ErrorLimits {
             burst: 3,
             v4_ms: 0,

@@ -354,7 +354,7 @@ fn fragments_follow_their_first() -> Result<()> {
                     reasons,
                 )?;
             }
-            // And back, in whatever order once the first was there.
+            // The fragments of the reply: the first arrives first, the others in any order.
             let mut back = packet(tcp, endpoint, seen, flags::ACK);
             back.payload = payload(tcp, [endpoint.1, seen.1], flags::ACK, &[3; 3000]);
             for at in [0, 2, 1] {

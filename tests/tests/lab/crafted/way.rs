@@ -22,7 +22,7 @@ pub struct Way {
     /// The endpoint's interface (`""`: the host itself), address and port.
     pub out: &'static str,
     pub endpoint: ([&'static str; 2], u16),
-    /// Which of the node's addresses the endpoint sees, if it does.
+    /// The node's address that the endpoint sees, of each family; `None`: the flow is not masqueraded.
     pub masqueraded: Option<[&'static str; 2]>,
 }
 

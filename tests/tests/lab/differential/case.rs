@@ -159,9 +159,9 @@ impl fmt::Display for Case {
 /// The results of a case.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// Which endpoints answered, and where they saw the client come from.
+    /// The endpoints that answered, and the client addresses that each endpoint saw.
     pub answers: BTreeMap<String, BTreeSet<IpAddr>>,
-    /// Which of them saw the client's own port most of the time (a random port may be the client's).
+    /// Whether each endpoint saw the client's own port most of the time. (A random port may be the client's by chance.)
     pub own_port: BTreeMap<String, bool>,
     /// How others failed: `refused`, `timeout`, or an error's name.
     pub failures: BTreeSet<String>,

@@ -14,7 +14,7 @@ pub struct Difference {
     pub here: fn(&Case, Mode, &Seen) -> Option<Seen>,
 }
 
-/// The address of a client that is no node, in the family of what it talks to.
+/// Returns the address of a client that is not a node, in the family of its destination.
 fn own_address(case: &Case) -> Option<IpAddr> {
     let (v4, v6) = match &*case.client {
         "vm" => ("10.244.1.10", "fd00:10:244:1::10"),
@@ -141,7 +141,8 @@ pub static KEPT_PORT: Difference = Difference {
     },
 };
 
-/// A send(2) that netfilter drops fails with EPERM, whatever the rule's words are.
+/// If netfilter drops the packet of a send(2), the call fails with EPERM, both by a rule that drops and by a rule that
+/// rejects.
 pub static NOT_PERMITTED: Difference = Difference {
     what: "UDP from the node itself to what is refused or dropped",
     here: |case, _, there| {
@@ -181,7 +182,7 @@ pub static RANGED_NONE: Difference = Difference {
     },
 };
 
-/// A client at the socket is on this node, whatever its address.
+/// A client that is served at its socket is on this node, with any address.
 pub static ON_THIS_NODE: Difference = Difference {
     what: "`externalTrafficPolicy: Local` from a pod, without a detector of pods",
     here: |case, _, there| {

@@ -47,8 +47,8 @@ impl Local for Service {
     }
 }
 
-/// Leaves out what cannot work with anybody: pods of node2 that are not masqueraded. An endpoint on
-/// node2 answers them by itself, past node1, which translated.
+/// Leaves out cases that no proxy can serve: clients in pods of node2 that are not masqueraded. An endpoint on
+/// node2 answers such a client directly, past node1, which has translated the request.
 fn answered_by_way_of_node1(mut cases: Vec<Case>) -> Vec<Case> {
     cases.retain(|case| {
         let unmasqueraded = |(service, at): (Numbered, At)| {

@@ -10,14 +10,15 @@
 //!     .beside(&["x: serve --name y --udp ..."])  // `probe`s that run beside the client and print a line when they are ready
 //!     .then(&["n: nft delete table ip t"])       // shell commands after the client: the rows of a file share their labs
 //!     .with_source()                             // the address that the endpoint saw counts, too
-//!     .differs("the row of docs/differences.md", "what is seen here")
+//!     .differs("the row of docs/differences.md", "the observation with the dataplane")
 //! ```
 //!
 //! A client is `HOST: SUBCOMMAND ARGUMENTS`, of a host of the [lab] and the lab's own program `probe`. The judge has to
 //! serve it: if every attempt fails beside kube-proxy's rules, the row fails, unless the row [says so](Row::fails). A row
 //! is tried again until both labs agree, because an agent needs some time to see what happens on its node.
 //!
-//! A new file of rows is a scenario below. So is what needs more than rows: take [`Situation`] and its labs for that.
+//! A new file of rows is a scenario below. A test that needs more than rows is a scenario, too: it uses [`Situation`]
+//! and its labs.
 
 mod answers;
 mod node;
@@ -147,7 +148,7 @@ impl Row {
         self
     }
 
-    /// Which endpoint answers does not count.
+    /// Any endpoint may answer: the labs need not agree on the endpoint.
     pub const fn by_anybody(mut self) -> Self {
         self.by_anybody = true;
         self

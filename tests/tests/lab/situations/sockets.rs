@@ -96,7 +96,7 @@ pub const ROWS: &[Row] = &[
     ),
 ];
 
-/// Does what the cache's setup does: puts the cluster IP on an interface, and keeps its packets from conntrack.
+/// The setup of a node-local DNS cache: puts the cluster IP on an interface, and exempts its packets from conntrack.
 const NODE_LOCAL: &[&str] = &[
     "n: ip addr add 10.96.1.12/32 dev lo",
     "n: nft add table ip nodelocal",

@@ -158,7 +158,7 @@ fn run(cluster: &Cluster, kept: &Path) -> Result<ExitCode> {
     let workloads = judges::directory("istio").join("workloads");
     let told = output(&mut place::in_netns(place::CONTROL, workloads))?;
     fs::write(kept.join("istiod.jsonl"), &told)?;
-    let told = theirs::Told::read(&told)?;
+    let told = theirs::Messages::read(&told)?;
     let [services, workloads, policies] =
         ["service", "workload", "authorization"].map(|kind| told.all(kind).count());
     note(&format!(

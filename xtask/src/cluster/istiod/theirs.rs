@@ -16,9 +16,9 @@ use super::{
 };
 
 /// Output of `workloads`: Istio's messages by their kind.
-pub struct Told(Vec<Value>);
+pub struct Messages(Vec<Value>);
 
-impl Told {
+impl Messages {
     pub fn read(lines: &str) -> Result<Self> {
         let lines = lines.lines().map(serde_json::from_str);
         Ok(Self(lines.collect::<serde_json::Result<_>>()?))

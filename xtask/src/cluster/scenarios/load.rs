@@ -90,13 +90,13 @@ pub fn slower(report: &LoadReport, limit: Duration) -> impl Iterator<Item = &Loa
 }
 
 /// Connections that are made once and stay open.
-pub struct Kept {
+pub struct OpenConnections {
     child: Child,
     answers: BufReader<ChildStdout>,
     count: u64,
 }
 
-impl Kept {
+impl OpenConnections {
     /// Makes `count` connections.
     pub fn start(cluster: &Cluster, from: &From, to: &str, count: u64) -> Result<Self> {
         let mut probe = from.probe(cluster)?;
@@ -140,7 +140,7 @@ impl Kept {
     }
 }
 
-impl Drop for Kept {
+impl Drop for OpenConnections {
     fn drop(&mut self) {
         // The program ends when its standard input closes.
         drop(self.child.stdin.take());

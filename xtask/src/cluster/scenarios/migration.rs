@@ -10,7 +10,7 @@ use serde_json::json;
 use super::{
     agents::now_ns,
     deploy,
-    load::{Kept, Load, slower},
+    load::{Load, OpenConnections, slower},
     pods::{LONG, SHORT, Space, at},
 };
 use crate::{
@@ -64,7 +64,7 @@ fn moved(cluster: &Cluster) -> Result<String> {
     let client = space.client("client", node)?;
     eventually(SHORT, || client.reaches(cluster, CONNECT, &to, &web))?;
     only_kube_proxy_translates(node)?;
-    let mut kept = Kept::start(cluster, &client, &to, KEPT)?;
+    let mut kept = OpenConnections::start(cluster, &client, &to, KEPT)?;
     let load = Load::start_each(cluster, &client, &to)?;
     let mut steps = Steps::default();
     thread::sleep(ALONE);
@@ -116,7 +116,7 @@ fn moved(cluster: &Cluster) -> Result<String> {
 
     // And back, with connections that the agent has served.
     steps.begin("rollback, step 1")?;
-    let mut own = Kept::start(cluster, &client, &to, KEPT)?;
+    let mut own = OpenConnections::start(cluster, &client, &to, KEPT)?;
     label(cluster, node, &["dataplane=beside", "--overwrite"])?;
     kube_proxy::rolled_out(cluster)?;
     eventually(LONG, || {

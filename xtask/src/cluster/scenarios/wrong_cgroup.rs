@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
 
 use super::{
-    load::{Kept, Load},
+    load::{Load, OpenConnections},
     pods::{From, LONG, SHORT, Space, at},
 };
 use crate::cluster::{
@@ -67,7 +67,7 @@ fn named_and_corrected(cluster: &Cluster) -> Result<String> {
     ensure!(count >= 1.0, "dataplane_pods_outside_cgroup is {count}");
 
     // Correct it while clients connect all the time.
-    let mut kept = Kept::start(cluster, &client, &to, KEPT)?;
+    let mut kept = OpenConnections::start(cluster, &client, &to, KEPT)?;
     let load = Load::start(cluster, &client, &to)?;
     thread::sleep(Duration::from_secs(5));
     agent::deploy(cluster, &Wanted::default())?;

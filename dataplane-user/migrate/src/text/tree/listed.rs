@@ -55,7 +55,7 @@ const BEHIND: &[&str] = &[
 ];
 
 /// The words of a rule after a statement.
-type Rest<'w, 'a> = &'w [&'a str];
+type RemainingWords<'w, 'a> = &'w [&'a str];
 
 impl<'a> Listed<'a> {
     fn fault(&mut self, what: impl FnOnce() -> String) {
@@ -77,7 +77,12 @@ impl<'a> Listed<'a> {
     }
 
     /// Reads a statement that starts with `word`. `before` is the word in front of it.
-    fn statement<'w>(&mut self, before: &str, word: &'a str, rest: Rest<'w, 'a>) -> Rest<'w, 'a> {
+    fn statement<'w>(
+        &mut self,
+        before: &str,
+        word: &'a str,
+        rest: RemainingWords<'w, 'a>,
+    ) -> RemainingWords<'w, 'a> {
         let follows = |lead: &str| FOLLOW.iter().find(|(of, _)| *of == lead);
         match (follows(word), rest.first()) {
             (Some((_, follow)), Some(next)) if !follow.contains(next) => self.unknown(next),
@@ -178,7 +183,12 @@ impl<'a> Listed<'a> {
 
     /// Reads a value: `!= 53` excludes `53`, and `{ 53, 15008 }` becomes `53,15008`. Does not consume a word that is no
     /// value.
-    fn value<'w>(&mut self, key: Key, name: &'a str, rest: Rest<'w, 'a>) -> Rest<'w, 'a> {
+    fn value<'w>(
+        &mut self,
+        key: Key,
+        name: &'a str,
+        rest: RemainingWords<'w, 'a>,
+    ) -> RemainingWords<'w, 'a> {
         let (not, rest) = match rest {
             ["!=", rest @ ..] => (true, rest),
             ["==", rest @ ..] => (false, rest),
@@ -217,7 +227,7 @@ impl<'a> Listed<'a> {
     }
 
     /// Reads a match or change of the packet's or the connection's mark.
-    fn mark<'w>(&mut self, key: Key, rest: Rest<'w, 'a>) -> Rest<'w, 'a> {
+    fn mark<'w>(&mut self, key: Key, rest: RemainingWords<'w, 'a>) -> RemainingWords<'w, 'a> {
         let (mut sets, mut counts) = (false, false);
         let joins = ["set", "and", "or", "xor", "&", "|", "^", "==", "!="];
         let (words, rest) = split(rest, |word| {
@@ -309,7 +319,11 @@ impl<'a> Listed<'a> {
     }
 
     /// Reads a verdict, or a statement such as `redirect` that acts as one.
-    fn verdict<'w>(&mut self, word: &'a str, mut rest: Rest<'w, 'a>) -> Rest<'w, 'a> {
+    fn verdict<'w>(
+        &mut self,
+        word: &'a str,
+        mut rest: RemainingWords<'w, 'a>,
+    ) -> RemainingWords<'w, 'a> {
         // The packet is already handled by TPROXY.
         if word == "accept" && self.target == "TPROXY" {
             return rest;
@@ -354,9 +368,9 @@ impl<'a> Listed<'a> {
 
 /// Splits the words before the first one for which `goes_on` is false.
 fn split<'w, 'a>(
-    words: Rest<'w, 'a>,
+    words: RemainingWords<'w, 'a>,
     mut goes_on: impl FnMut(&'a str) -> bool,
-) -> (Rest<'w, 'a>, Rest<'w, 'a>) {
+) -> (RemainingWords<'w, 'a>, RemainingWords<'w, 'a>) {
     let end = words.iter().position(|word| !goes_on(word));
     words.split_at(end.unwrap_or(words.len()))
 }

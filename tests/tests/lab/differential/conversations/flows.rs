@@ -10,7 +10,7 @@ use nix::sched::{CloneFlags, setns};
 
 /// A flow.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Kept {
+pub struct TrackedFlow {
     /// Its state, in the words of `dataplane conntrack`.
     pub state: String,
     /// Its remaining time in seconds, if no packet comes.
@@ -33,7 +33,7 @@ pub fn inside<T: Send>(host: &Host, work: impl FnOnce() -> Result<T> + Send) -> 
 }
 
 /// Returns the flows of the kernel's own conntrack (`ct_seq_show` in `net/netfilter/nf_conntrack_standalone.c`).
-pub fn of_the_kernel(node: &Host, v6: bool) -> Result<HashMap<By, Kept>> {
+pub fn of_the_kernel(node: &Host, v6: bool) -> Result<HashMap<By, TrackedFlow>> {
     let text = inside(node, || {
         std::fs::read_to_string("/proc/thread-self/net/nf_conntrack")
             .context("/proc/net/nf_conntrack")
@@ -63,7 +63,7 @@ pub fn of_the_kernel(node: &Host, v6: bool) -> Result<HashMap<By, Kept>> {
             _ if udp => "answered",
             other => other,
         };
-        let kept = Kept {
+        let kept = TrackedFlow {
             state: state.to_owned(),
             seconds: seconds.parse().with_context(|| line.to_owned())?,
         };
@@ -73,7 +73,7 @@ pub fn of_the_kernel(node: &Host, v6: bool) -> Result<HashMap<By, Kept>> {
 }
 
 /// Ours.
-pub fn of_ours(bpffs: &Path, v6: bool) -> Result<HashMap<By, Kept>> {
+pub fn of_ours(bpffs: &Path, v6: bool) -> Result<HashMap<By, TrackedFlow>> {
     let conntrack = Conntrack::open(bpffs)?.context("no tables of flows")?;
     let (timeouts, now) = (conntrack.timeouts(), now());
     let (mut flows, mut batch) = (conntrack.flows(), Vec::new());
@@ -86,7 +86,7 @@ pub fn of_ours(bpffs: &Path, v6: bool) -> Result<HashMap<By, Kept>> {
             }
             let udp = flow.protocol() == Protocol::UDP;
             let left = flow.keep(&timeouts).saturating_sub(flow.idle(now));
-            let kept = Kept {
+            let kept = TrackedFlow {
                 state: flow.state().to_string(),
                 seconds: left.into(),
             };

@@ -2,8 +2,8 @@
 //! rules, whose flows the kernel's own conntrack has, and through a node with the dataplane. After each packet both
 //! nodes must have delivered the same packet to the same end, and the flow must be in one state with one timeout.
 //!
-//! The generator knows TCP and UDP, and nothing of either table. Where the dataplane is meant to differ is
-//! listed in [`DIFFERENCES`]; each has a row in `docs/differences.md`.
+//! The generator knows TCP and UDP, and knows neither of the two tables. [`DIFFERENCES`] lists the intended
+//! differences of the dataplane; each difference has a row in `docs/differences.md`.
 //!
 //! `DATAPLANE_CONVERSATIONS=100000` asks for the long form, `DATAPLANE_SEED=N` for the conversations of an earlier run.
 
@@ -23,7 +23,7 @@ use dataplane_tests::Lab;
 use rand::{SeedableRng as _, rngs::SmallRng};
 
 use self::{
-    flows::Kept,
+    flows::TrackedFlow,
     talk::{Conversation, Step, Trouble},
     wire::{Seen, Site},
 };
@@ -188,7 +188,7 @@ struct After {
     /// The packets that arrived.
     seen: Vec<Seen>,
     /// The flow, if there is one.
-    kept: Option<Kept>,
+    kept: Option<TrackedFlow>,
     /// For how many seconds the packets of this step were sent, and what came of them was read.
     seconds: u64,
 }
@@ -220,7 +220,7 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
             &seconds.to_string(),
         )?;
     }
-    // Of what the node's own stack sends, the flow label is 0, as the identification is by IPv4.
+    // The node's own stack then sends IPv6 packets with flow label 0, as it sends IPv4 packets with identification 0.
     node.sysctl("ipv6/auto_flowlabels", "0")?;
     let world = World::start_in(lab, worker, &settings, &manifests.path(), vec![])?;
     let node = world.lab.node("node1");

@@ -11,7 +11,7 @@ pub struct Sent {
     pub by_client: bool,
     /// TCP's flags.
     pub flags: u8,
-    /// Its sequence number, and what it acknowledges.
+    /// Its sequence number and its acknowledgement number.
     pub numbers: [u32; 2],
     /// How many bytes it carries.
     pub bytes: usize,

@@ -218,7 +218,7 @@ impl<'a> Site<'a> {
         })
     }
 
-    /// Receives what has come, of each conversation.
+    /// Receives the packets that have arrived, and returns them for each conversation.
     pub fn receive(&mut self) -> Result<Vec<Vec<Seen>>> {
         let mut all = vec![Vec::new(); self.talks.len()];
         let mut last = Instant::now();
@@ -285,7 +285,7 @@ fn address(packet: &[u8], v6: bool, destination: bool) -> Option<IpAddr> {
     }
 }
 
-/// How long its header is, and what it carries.
+/// Returns the length of a packet's IP header and the number of the protocol that it carries.
 fn header(packet: &[u8], v6: bool) -> Option<(usize, u8)> {
     if v6 {
         Some((V6, *packet.get(6)?))
