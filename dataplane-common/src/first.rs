@@ -47,7 +47,7 @@ pub enum Fact {
     PodByInterface,
     /// The source is in the networks of pods.
     PodByAddress,
-    /// The source is no pod's.
+    /// The source is not in the networks of pods, and the interface is not a pod's.
     NoPod,
     /// The node's configuration does not say which clients are pods.
     PodsUnknown,
@@ -180,8 +180,6 @@ layout! {
     pub struct Way {
         /// The result of the route lookup to the packet's destination.
         pub answer: Answer,
-        /// The interface by which the packet leaves; 0: none.
-        pub ifindex: u32,
         /// See [`obstacle`].
         pub mtu: u32,
         /// Whether the interface at which it arrives accepts its source as that of a new flow: 1 or 0.

@@ -58,8 +58,8 @@ const GROUP: u32 = 16;
 /// [`masquerade_index_of`]: the address is not in this group, but a later group may have it.
 const ELSEWHERE: u32 = NODE_ADDRS;
 
-/// Returns the index of an address in `NODE_ADDRS`, from the group of indices that begins with `first`; 0 if neither this
-/// group nor a later one has the address. With external linkage, as in `table.rs`.
+/// Looks for an address in the group of `NODE_ADDRS` that begins with `first`. Returns its index, [`ELSEWHERE`], or 0 if the
+/// address is not in `NODE_ADDRS`. With external linkage, as in `table.rs`.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]

@@ -340,7 +340,6 @@ pub fn way(ctx: &TcContext) -> i32 {
         ways::find(skb, &s.packet, &key.dst, key.dst_port, &mut s.way);
         let way = first::Way {
             answer: s.way.answer,
-            ifindex: s.way.ifindex,
             mtu: s.way.mtu,
             begins: u32::from(begins),
         };

@@ -26,6 +26,7 @@ use crate::{
     explain::packet_reason,
     features::on,
     manifest::Service,
+    outcome::run,
     routes::release,
     sockets::{address, answered, ask, bytes, link, tcp, transfer, udp},
 };
@@ -337,6 +338,17 @@ fn what_may_be_fragmented_is() -> Result<()> {
         let (client, to) = (SocketAddr::from((ext.ipv4(), 4000)), format!("{to}/udp"));
         let reason = packet_reason(&cluster.agent, "eth0", client, &to, length)?;
         ensure!(reason == wanted, "{length}: {reason}");
+    }
+    for (source, length, said) in [
+        (
+            "[fd77::201]:4000",
+            0,
+            "a packet's addresses are of one family",
+        ),
+        ("192.168.77.201:4000", 3001, "more than 3000 bytes"),
+    ] {
+        let command = format!("explain --iface eth0 --length {length} {source} {to}/udp");
+        run(&cluster.agent, &command)?.exits(1)?.says(&[said])?;
     }
     Ok(())
 }

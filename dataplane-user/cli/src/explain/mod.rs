@@ -5,6 +5,7 @@ mod decision;
 mod explanation;
 mod packet;
 mod target;
+mod ways;
 
 use std::{
     fmt,

@@ -9,7 +9,7 @@ use std::{
 use anyhow::Context as _;
 use dataplane_common::{
     Addr, Port, Protocol, Reason, VipWords, decide,
-    first::{self, Fact, Way},
+    first::{self, Fact},
     packet::{FlowKey, Iface},
     tables::Pool,
 };
@@ -24,6 +24,7 @@ use super::{
     Destination,
     decision::{self, Recorded, affinity, holds, lookup},
     explanation::{Choice, Explanation},
+    ways::Place,
 };
 
 /// The packet to explain.
@@ -42,30 +43,6 @@ pub struct Live<'a> {
     pub conntrack: &'a Conntrack,
     /// The directory with the tables.
     pub bpffs: &'a Path,
-}
-
-/// The program that finds ways, and the interface at which the packet arrives.
-struct Place<'a> {
-    ways: PacketWays,
-    packet: &'a Packet<'a>,
-    ifindex: u32,
-    iface: Iface,
-    /// Whether it accepts the packet's source as that of a new flow.
-    begins: bool,
-}
-
-impl Place<'_> {
-    /// Returns the way of the packet to a destination. `None`: to the programs, it is no packet of TCP or UDP.
-    fn way(&self, to: SocketAddr) -> anyhow::Result<Option<Way>> {
-        let Packet {
-            source,
-            to: Destination { protocol, .. },
-            length,
-            ..
-        } = *self.packet;
-        let way = self.ways.of(self.ifindex, source, to, protocol, length);
-        way.with_context(|| format!("cannot find the way from {source} to {to}"))
-    }
 }
 
 /// Returns the steps that the programs take. `owner` returns the service of a pool, if it is known.
@@ -128,8 +105,7 @@ pub fn explain(
     if let Some(flow) = live.conntrack.find(&key) {
         known(live, &owner, &flow, &mut told);
         if !flow.is_foreign() {
-            let way = place.way(flow.endpoint())?;
-            stop(&mut told, way, flow.is_masqueraded());
+            place.follow(flow.endpoint(), flow.is_masqueraded(), &mut told)?;
         }
         return Ok(told);
     }
@@ -148,8 +124,7 @@ pub fn explain(
             flow.vip(),
             flow.client()
         ));
-        let way = place.way(flow.client())?;
-        stop(&mut told, way, true);
+        place.follow(flow.client(), true, &mut told)?;
         return Ok(told);
     }
     told.steps.push(if to.protocol == Protocol::TCP {
@@ -245,7 +220,7 @@ fn beside(
         endpoint: SocketAddr::new(key.dst.ip(), key.dst_port.host()).to_string(),
         probability: 1.0,
     });
-    reach(place, false, told)
+    place.reach(false, told)
 }
 
 /// Explains the first packet of a flow.
@@ -320,105 +295,8 @@ fn begin(
         return Ok(());
     }
     seen_as(live, key, decision.masquerade, told)?;
-    skip_unready(live, place, &pool, told)?;
-    reach(place, decision.masquerade, told)
-}
-
-/// Leaves out endpoints whose interfaces have no programs yet: the programs try others of the pool.
-fn skip_unready(
-    live: &Live<'_>,
-    place: &Place<'_>,
-    pool: &Pool,
-    told: &mut Explanation,
-) -> anyhow::Result<()> {
-    let is_ready = |choice: &Choice| -> anyhow::Result<bool> {
-        let way = match choice.endpoint.parse() {
-            Ok(endpoint) => place.way(endpoint)?,
-            Err(_) => None,
-        };
-        Ok(way.is_none_or(|way| way.answer != first::UNREADY))
-    };
-    let mut all = true;
-    for choice in &told.endpoints {
-        if !is_ready(choice)? {
-            all = false;
-            told.steps.push(format!(
-                "the interface towards {} has no programs yet: another endpoint is chosen",
-                choice.endpoint
-            ));
-        }
-    }
-    if all {
-        return Ok(());
-    }
-    let mut ready = Vec::new();
-    for choice in decision::choices(live.tables, pool.block) {
-        if is_ready(&choice)? {
-            ready.push(choice);
-        }
-    }
-    let sum: f64 = ready.iter().map(|choice| choice.probability).sum();
-    for choice in &mut ready {
-        choice.probability /= sum;
-    }
-    told.endpoints = ready;
-    if told.endpoints.is_empty() {
-        refuse(told, Reason::NoRoute);
-    }
-    Ok(())
-}
-
-/// Checks whether the packet can go to its endpoints.
-fn reach(place: &Place<'_>, masquerade: bool, told: &mut Explanation) -> anyhow::Result<()> {
-    let mut last = None;
-    let mut blocked = 0;
-    for choice in &told.endpoints {
-        // A backend of a route without endpoints has no address.
-        let Ok(endpoint) = choice.endpoint.parse::<SocketAddr>() else {
-            continue;
-        };
-        let way = place.way(endpoint)?;
-        let new_source = masquerade || endpoint.ip() == place.packet.source.ip();
-        if let Some((way, reason)) = way.and_then(|way| Some((way, obstacle(way, new_source)?))) {
-            blocked += 1;
-            last = Some(reason);
-            told.steps
-                .push(format!("to {endpoint}: {}", stopped(way, reason)));
-        }
-    }
-    if let Some(reason) = last.filter(|_| blocked == told.endpoints.len()) {
-        told.endpoints.clear();
-        told.verdict = "refused";
-        told.reason = reason.word();
-    }
-    Ok(())
-}
-
-/// Returns why a packet is dropped, with the MTU if the packet is too long.
-fn stopped(way: Way, reason: Reason) -> String {
-    match reason {
-        Reason::TooBig => format!("{} ({} bytes)", reason.text(), way.mtu),
-        _ => reason.text().to_owned(),
-    }
-}
-
-/// Returns the reason why a packet cannot go this way.
-fn obstacle(way: Way, new_source: bool) -> Option<Reason> {
-    // The program masquerades no packet to the node itself.
-    let new_source = new_source && way.answer != first::LOCAL;
-    let reason = first::obstacle(way.answer, way.mtu, new_source);
-    (reason != Reason::Translated).then_some(reason)
-}
-
-/// Refuses the packet of a known flow if it cannot go this way.
-fn stop(told: &mut Explanation, way: Option<Way>, new_source: bool) {
-    let Some(way) = way else { return };
-    if let Some(reason) = obstacle(way, new_source) {
-        told.endpoints.clear();
-        told.verdict = "refused";
-        told.reason = reason.word();
-        told.steps.push(stopped(way, reason));
-    }
+    place.skip_unready(live.tables, &pool, told)?;
+    place.reach(decision.masquerade, told)
 }
 
 /// Returns whether IPsec policies protect the flow to every endpoint that it could get.
