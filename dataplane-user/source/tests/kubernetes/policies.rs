@@ -180,6 +180,11 @@ fn kinds_that_were_missing_count_as_unread_after_failures_and_known_policies_sta
         site.server.faults().withhold(withheld);
         let view = site.view(|view| view.istio.unread);
         assert!(says(&view, "all connections to captured Pods"), "{status}");
+        // `status` shows failures of kinds that the cluster has.
+        assert!(
+            !site.health.of(Kind::AuthorizationPolicy).is_missing(),
+            "{status}"
+        );
         site.server.faults().withhold(None);
         site.view(|view| !view.istio.unread && view.problems.is_empty());
         // Policies that were read.
