@@ -326,7 +326,7 @@ impl ExplainArgs {
                 self.destination
             );
         };
-        let packet = packet::Packet {
+        let packet = ways::Packet {
             iface,
             source,
             to,

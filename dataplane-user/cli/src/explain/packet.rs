@@ -21,20 +21,10 @@ use nix::net::if_::if_nametoindex;
 use terminal::output::duration;
 
 use super::{
-    Destination,
     decision::{self, Recorded, affinity, holds, lookup},
     explanation::{Choice, Explanation},
-    ways::Place,
+    ways::{Packet, Place},
 };
-
-/// The packet to explain.
-pub struct Packet<'a> {
-    pub iface: &'a str,
-    pub source: SocketAddr,
-    pub to: Destination,
-    /// Its length in bytes, from the IP header on.
-    pub length: usize,
-}
 
 /// The live tables.
 pub struct Live<'a> {

@@ -14,11 +14,19 @@ use kernel::{PacketWays, Tables};
 use super::{
     Destination, decision,
     explanation::{Choice, Explanation},
-    packet::Packet,
 };
 
 /// Maximum number of endpoints that an explanation names one by one.
 const NAMED: usize = 10;
+
+/// The packet to explain.
+pub struct Packet<'a> {
+    pub iface: &'a str,
+    pub source: SocketAddr,
+    pub to: Destination,
+    /// Its length in bytes, from the IP header on.
+    pub length: usize,
+}
 
 /// The program that finds ways, and the interface at which the packet arrives.
 pub struct Place<'a> {
