@@ -141,6 +141,28 @@ pub fn decide(packet: &mut impl Packet, frontend: Frontend) -> Decision {
     decision
 }
 
+/// What a packet program has decided about a packet.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// The interface's next program decides, or the stack.
+    LeaveAlone,
+    /// Drop it.
+    Drop,
+    /// Drop it and send its sender an error.
+    Complain,
+    /// Refuse it: the reason is still to be counted and reported.
+    Refuse,
+    /// Translate it and send it on: its way is not known yet.
+    Forward,
+    /// Translate it and send it on along its way.
+    Send,
+    /// Translate it; the stack carries it.
+    Rewrite,
+    /// Send it on along another way, as it is.
+    Turn,
+}
+
 /// The result of a route lookup for a packet.
 pub type Answer = u32;
 /// Forward by an interface.

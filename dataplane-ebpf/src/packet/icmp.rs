@@ -10,7 +10,7 @@ use dataplane_common::{
 use super::{
     DROP, LEAVE_ALONE,
     conntrack::{self, ANSWER, NEW, REQUEST},
-    ipsec,
+    deliver, ipsec,
     parse::{FLOW, LATER, Packet},
     rewrite::{Ends, addresses_difference, ports_word, write_addresses},
     route,
@@ -96,7 +96,7 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     }
     if !LEAVING {
         ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
-        super::go_back(skb, s);
+        deliver::go_back(skb, s);
         if s.way.answer == route::FORGED {
             count(Reason::SourceForged);
             return DROP;
@@ -120,7 +120,7 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
         return DROP;
     }
     if !LEAVING && local {
-        super::to_host(skb, s)
+        deliver::to_host(skb, s)
     } else if local {
         LEAVE_ALONE
     } else {

@@ -10,27 +10,24 @@
 
 use aya_ebpf::bindings::__sk_buff;
 use dataplane_common::{
-    OF_AGENT, Reason, first,
+    OF_AGENT,
+    first::Action,
     packet::{Iface, Tick},
     seen,
     tables::{Endpoint, Frontend, Kind},
 };
 
 use super::{
-    DROP, FORWARD, LEAVE_ALONE, begin, chosen, complain,
+    DROP, begin, chosen,
     conntrack::{self, FOREIGN, NEW, REQUEST},
-    error::Complaint,
-    ipsec,
+    enter,
     rewrite::rewrite,
-    route::{self, LOCAL},
+    route,
     scratch::Scratch,
     skb::Skb,
     sources, table, ways,
 };
-use crate::{capture, select::count};
-
-/// The packet is none of these.
-pub const OTHER: i32 = 262;
+use crate::capture;
 
 /// Whether no packet that leaves like this one is translated: the agent's own sockets are out of reach of what tenants write,
 /// and a packet at a pod's interface is for this pod. (Not inlined, as the other steps are not: their stack is given back.)
@@ -41,22 +38,22 @@ fn is_excluded(skb: Skb) -> bool {
         || route::interface(skb.ifindex()).flags & Iface::LOCAL != 0
 }
 
-/// Handles a packet of the node to a VIP: [`OTHER`] if it is left as it is.
+/// Handles a packet of the node to a VIP. `None`: it is not translated here.
 #[inline(always)]
-pub fn request(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
+pub fn request(skb: Skb, s: &mut Scratch, now: Tick) -> Option<Action> {
     if is_excluded(skb) {
-        return OTHER;
+        return None;
     }
     let known = conntrack::request(&s.packet.key, &s.packet.segment, &mut s.flow, now);
     if known == FOREIGN {
-        return OTHER;
+        return None;
     }
     s.keep = 0;
     if known == REQUEST {
         // The routes to the VIP may have changed since the flow began.
         table::follow_came_by(s.flow.request_cell, skb.ifindex());
         if !s.packet.is_syn() {
-            return go_on(skb, s);
+            return Some(Action::Forward);
         }
         s.keep = if seen::is_ended(s.flow.seen) {
             begin::KEEP_ENDED
@@ -65,24 +62,19 @@ pub fn request(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         };
     } else if s.packet.is_tcp() && !s.packet.is_syn() {
         // The kernel's own conntrack translates it, or it is not known at all.
-        return OTHER;
+        return None;
     }
     if !may_begin(skb, s) {
         if known == REQUEST && sources::is_host(&s.packet.key.src) {
             // A new connection to no service: its later packets do not belong to the flow either.
             s.flow.remove(now);
         }
-        return OTHER;
+        return None;
     }
     s.of_node = 1;
-    let mut action = begin::begin(skb, s, now);
+    let action = begin::begin(skb, s, now);
     s.of_node = 0;
-    if action == FORWARD {
-        action = go_on(skb, s);
-    } else if action == begin::DELIVER {
-        action = send(skb, s);
-    }
-    action
+    Some(action)
 }
 
 /// Finds the frontend of a packet that begins a flow; `false`: it does not, because no service has the destination, or only
@@ -104,33 +96,16 @@ fn may_begin(skb: Skb, s: &mut Scratch) -> bool {
     begins
 }
 
-/// Sends a packet of a known flow to its endpoint.
+/// Looks up the way of a packet of a known flow to its endpoint.
 #[inline(never)]
-fn go_on(skb: Skb, s: &mut Scratch) -> i32 {
+pub fn find_way(skb: Skb, s: &mut Scratch) {
     s.flow.toward_endpoint(&mut s.ends);
     ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
-    send(skb, s)
 }
 
 /// Translates a packet and sends it on its way.
 #[inline(never)]
-fn send(skb: Skb, s: &mut Scratch) -> i32 {
-    // The stack has already sent the packet: it takes no packet back, whatever its source is.
-    let mut obstacle = first::obstacle(s.way.answer, s.way.mtu, true);
-    if s.way.answer == LOCAL {
-        obstacle = Reason::NoRoute;
-    }
-    if obstacle == Reason::NoRoute || obstacle == Reason::SourceForged {
-        count(Reason::NoRoute);
-        return DROP;
-    }
-    if ipsec::forbids(&s.packet.key, &s.ends) {
-        return DROP;
-    }
-    if obstacle == Reason::TooBig {
-        count(obstacle);
-        return complain(s, Complaint::too_big(s.way.mtu));
-    }
+pub fn send(skb: Skb, s: &Scratch) -> i32 {
     if !rewrite(skb, &s.packet, &s.ends, s.packet.hops) {
         return DROP;
     }
@@ -159,35 +134,33 @@ pub fn is_from_elsewhere(skb: Skb, s: &mut Scratch) -> bool {
         && (src.is_nobody() || sources::is_of_bridge(src))
 }
 
-/// Masquerades a packet to an endpoint that was chosen at the socket: [`OTHER`] if it is left as it is. With external
-/// linkage, as in `table.rs`: the verifier looks at it once.
+/// [`is_masqueraded`]. With external linkage, as in `table.rs`: the verifier looks at it once.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
-extern "C" fn packet_from_elsewhere(skb: *mut __sk_buff, s: *mut Scratch, now: u32) -> i32 {
+extern "C" fn packet_from_elsewhere(skb: *mut __sk_buff, s: *mut Scratch, now: u32) -> u32 {
     // SAFETY: the place of this CPU, or null: the verifier sees to it where it is called.
-    match unsafe { s.as_mut() } {
-        Some(s) => to_chosen(Skb(skb), s, Tick::from_number(now as u16)),
-        None => DROP,
-    }
+    unsafe { s.as_mut() }.map_or(0, |s| {
+        u32::from(to_chosen(Skb(skb), s, Tick::from_number(now as u16)))
+    })
 }
 
-/// See [`packet_from_elsewhere`].
+/// Whether the program masquerades a packet to an endpoint that was chosen at the socket. If so, its ends are set.
 #[inline(always)]
-pub fn chosen_at_socket(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
-    packet_from_elsewhere(skb.0, s, u32::from(now.number()))
+pub fn is_masqueraded(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
+    packet_from_elsewhere(skb.0, s, u32::from(now.number())) != 0
 }
 
 #[inline(always)]
-fn to_chosen(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
+fn to_chosen(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
     let (key, segment) = (&s.packet.key, &s.packet.segment);
     if !chosen::is_destination(skb, key) {
-        return OTHER;
+        return false;
     }
     let known = conntrack::request(key, segment, &mut s.flow, now);
     if known == REQUEST {
         if !s.flow.is_masqueraded() {
-            return OTHER;
+            return false;
         }
         if s.packet.is_syn() && seen::is_ended(s.flow.seen) {
             conntrack::begin_anew(key, segment, now);
@@ -195,20 +168,17 @@ fn to_chosen(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     } else {
         if known != NEW || (s.packet.is_tcp() && !s.packet.is_syn()) || !sources::is_host(&key.src)
         {
-            return OTHER;
+            return false;
         }
         // A record may also say that the socket answers somebody at a service's address and port.
         if !begin::frontend(key).is_none() {
-            return OTHER;
+            return false;
         }
         s.endpoint = Endpoint::new(key.dst, key.dst_port);
-        if !begin::masquerade_itself(skb, s, now) {
-            return OTHER;
+        if !enter::masquerade_itself(skb, s, now) {
+            return false;
         }
     }
     s.flow.toward_endpoint(&mut s.ends);
-    if ipsec::forbids(&s.packet.key, &s.ends) || !rewrite(skb, &s.packet, &s.ends, s.packet.hops) {
-        return DROP;
-    }
-    LEAVE_ALONE
+    true
 }

@@ -13,29 +13,26 @@ use aya_ebpf::helpers::generated::bpf_sk_fullsock;
 use dataplane_common::packet::Iface;
 
 use super::{
-    LEAVE_ALONE, chosen,
+    chosen,
     route::{self, ONWARD},
     scratch::Scratch,
     skb::Skb,
 };
 
-/// Sends a datagram on by the interface that leads to its destination, if the datagram leaves by another interface.
+/// Whether a datagram leaves by another interface than the one that leads to its destination: [`Scratch::way`] is the way there.
 #[inline(never)]
-pub fn turn(skb: Skb, s: &mut Scratch) -> i32 {
+pub fn is_turned(skb: Skb, s: &mut Scratch) -> bool {
     // A packet that leaves by a pod's interface is for this pod.
     if route::interface(skb.ifindex()).flags & Iface::LOCAL != 0 || !is_free(skb) {
-        return LEAVE_ALONE;
+        return false;
     }
     if !chosen::is_destination(skb, &s.packet.key) {
-        return LEAVE_ALONE;
+        return false;
     }
     let (dst, dst_port) = (s.packet.key.dst, s.packet.key.dst_port);
     s.way.longest = s.packet.longest(skb);
     route::search(skb, &s.packet, &dst, dst_port, &mut s.way);
-    if s.way.answer != ONWARD || s.way.ifindex == skb.ifindex() {
-        return LEAVE_ALONE;
-    }
-    route::send_by_neighbour(skb, &s.packet, &s.way)
+    s.way.answer == ONWARD && s.way.ifindex != skb.ifindex()
 }
 
 /// Whether a socket of this host that is not bound to a device sends the packet.

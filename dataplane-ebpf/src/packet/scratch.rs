@@ -43,13 +43,17 @@ pub struct Scratch {
     /// The pool that answers, and its index.
     pub pool: Pool,
     pub index: u32,
-    /// Whether the endpoint has to see an address of the node's, and at what cost (flags of `begin.rs`).
+    /// Whether the endpoint has to see an address of the node's, and at what cost (flags of `enter.rs`).
     pub masquerade: u32,
     pub endpoint: Endpoint,
-    /// The reason for this endpoint: a `Reason`. `PortsExhausted`: the endpoints before it have no port left.
-    pub reason: u32,
-    /// In this case, its slot of `ENDPOINTS`.
+    /// The last endpoint without a free port, if another was tried since.
+    pub exhausted: Endpoint,
+    /// The slot of the endpoint in `ENDPOINTS`, if it is not the first that was tried.
     pub slot: u32,
+    /// The reason for this endpoint. `PortsExhausted`: it is not the first that was tried.
+    pub reason: Reason,
+    /// Why the packet is refused, for [`Action::Refuse`](dataplane_common::first::Action::Refuse).
+    pub refusal: Reason,
     /// Whether the packet is a SYN on the flow that is in `flow`: 0, [`KEEP`](super::begin::KEEP) or
     /// [`KEEP_ENDED`](super::begin::KEEP_ENDED). Here instead of in a register: Linux 6.1's verifier would treat two
     /// paths that differ only in this register as one, and remove code that only the second path has.
@@ -60,7 +64,7 @@ pub struct Scratch {
     pub way: Route,
     /// The packet's workload, for capture.
     pub local: Local,
-    /// The error for the packet's sender, for [`super::COMPLAIN`].
+    /// The error for the packet's sender, for [`Action::Complain`](dataplane_common::first::Action::Complain).
     pub complaint: Complaint,
 }
 
