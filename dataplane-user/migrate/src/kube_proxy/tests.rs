@@ -800,6 +800,42 @@ fn addresses_that_answer_node_ports_are_none_if_the_rules_name_none() {
     assert!(good(&listed).facts.node_ports.is_empty());
 }
 
+/// A service of a protocol that the dataplane does not serve costs one line, which says what to do.
+#[test]
+fn a_service_of_sctp_is_named_once_with_what_to_do() {
+    let saved = SAVED
+        .replacen("*nat\n", "*nat\n:KUBE-SVC-SCTP - [0:0]\n:KUBE-SEP-SCTP - [0:0]\n", 1)
+        .replacen(
+            "-A KUBE-SERVICES -d 10.96.1.1/32",
+            "-A KUBE-SEP-SCTP -p sctp -m comment --comment \"bench/assoc:p\" -m sctp -j DNAT --to-destination 10.244.0.101:3868\n\
+             -A KUBE-SVC-SCTP -m comment --comment \"bench/assoc:p -> 10.244.0.101:3868\" -j KUBE-SEP-SCTP\n\
+             -A KUBE-SERVICES -d 10.96.1.40/32 -p sctp -m comment --comment \"bench/assoc:p cluster IP\" -m sctp --dport 3868 \
+             -j KUBE-SVC-SCTP\n\
+             -A KUBE-SERVICES -d 10.96.1.1/32",
+            1,
+        );
+    let listed = LISTED
+        .replacen(
+            "10.96.1.1 . tcp . 80 : goto service-",
+            "10.96.1.40 . sctp . 3868 : goto service-ABCDEFGH-bench/assoc/sctp/p,\n10.96.1.1 . tcp . 80 : goto service-",
+            1,
+        )
+        .replacen(
+            "\tchain service-EGW526KA-",
+            "\tchain service-ABCDEFGH-bench/assoc/sctp/p {\n\t\tmeta l4proto sctp dnat to 10.244.0.101:3868\n\t}\n\n\
+             \tchain service-EGW526KA-",
+            1,
+        );
+    for (text, without) in [(saved, SAVED), (listed, LISTED)] {
+        let imported = read(&text).unwrap();
+        assert_eq!(imported.services, good(without).services);
+        let why: Vec<String> = imported.leftovers.iter().map(ToString::to_string).collect();
+        let wanted = "protocol sctp is not served: keep kube-proxy on this node, or remove the port from the Service";
+        assert!(why.len() == 1 && why[0].contains(wanted), "{why:?}");
+        assert_eq!(imported.stale, 0);
+    }
+}
+
 /// The rules lack the line for a service's cluster IP.
 #[test]
 fn a_service_without_its_cluster_ip_is_left_out() {

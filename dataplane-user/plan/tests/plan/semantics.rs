@@ -952,6 +952,20 @@ fn changes_as_a_person_reads_them() {
     assert_eq!(dataplane_plan::changes(&adopted, &planner), []);
 }
 
+/// Clients of an address that another service has now, with the same endpoints, see no change.
+#[test]
+fn a_move_to_an_equal_pool_is_no_change() {
+    let was = service("was", &["10.96.0.3", "10.96.0.4"], &["10.0.0.6"]);
+    let before = Node1::new([was]).sim.contents();
+    let mut planner = Planner::adopt(before.clone()).unwrap();
+    let plan = planner.plan(&snapshot([
+        service("was", &["10.96.0.4"], &["10.0.0.6"]),
+        service("is", &["10.96.0.3"], &["10.0.0.6"]),
+    ]));
+    assert!(!plan.is_empty());
+    assert_eq!(dataplane_plan::changes(&before, &planner), []);
+}
+
 /// A service that loses an address to another leaves flows behind, to endpoints that the other service does not have.
 #[test]
 fn an_address_that_changes_hands_leaves_flows_behind() {

@@ -93,7 +93,9 @@ pub fn list_unread(table: &Table<'_>, draft: &mut Draft) {
         // In an endpoint's chain, the endpoint follows the name of the port.
         let of_port = chain.split_once("__").map_or(chain, |(of_port, _)| of_port);
         let name = of_chain(of_port).map(|(.., name)| name.service());
-        if name.is_some_and(|name| draft.is_left_out(&name)) {
+        // Of a protocol that is not served, the map's element is listed.
+        let is_sctp = of_port.split('/').nth(2) == Some("sctp");
+        if is_sctp || name.is_some_and(|name| draft.is_left_out(&name)) {
             continue;
         }
         if let Some(rule) = table.rules(chain).next() {
