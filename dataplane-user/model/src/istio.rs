@@ -79,10 +79,15 @@ impl Istio {
     ) -> impl Iterator<Item = &'a ServiceName> {
         let denies = old.denies || self.denies;
         let namespaces = denies.then(|| old.namespaces.diff(&self.namespaces));
-        let namespaces = namespaces.into_iter().flatten().map(|change| match change {
+        let namespaces = (namespaces.into_iter().flatten()).filter_map(|change| match change {
+            // Policies concern no service.
+            DiffItem::Update {
+                old: (_, old),
+                new: (_, new),
+            } if (old.waypoint, &old.labels) == (new.waypoint, &new.labels) => None,
             DiffItem::Add(name, _)
             | DiffItem::Remove(name, _)
-            | DiffItem::Update { new: (name, _), .. } => name,
+            | DiffItem::Update { new: (name, _), .. } => Some(name),
         });
         let services = namespaces.flat_map(|namespace| {
             let all = services.range(ServiceName::new(namespace, "")..);

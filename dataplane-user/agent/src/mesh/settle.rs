@@ -12,7 +12,7 @@ use plan::{
     Captured,
     enrol::{
         Enrolment, Member, Problem, Retained, Unknown, consequence, fit_addresses, known, limited,
-        members,
+        members, missing_root,
     },
 };
 use proxy::{Proxy, handover};
@@ -147,9 +147,16 @@ impl Mesh {
                 warn!("mesh: {text}; {}", consequence(istio));
             }
         }
+        let missing = missing_root(snapshot);
+        if let Some(text) = &missing
+            && self.limited.insert(Arc::clone(&istio.root), now).is_none()
+        {
+            warn!("mesh: {text}");
+        }
         self.limited
             .retain(|_, last| now.duration_since(*last) < REMEMBERED);
-        then.into_iter().chain(limited.into_values()).collect()
+        let limited = then.into_iter().chain(limited.into_values());
+        limited.chain(missing).collect()
     }
 
     /// Enrols the workloads that are captured by their sockets.

@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use model::{Effect, Istio, Place, Policy, RefusedInbound, Workload};
+use model::{Effect, Istio, Place, Policy, RefusedInbound, Snapshot, Workload};
 
 use super::Member;
 
@@ -139,6 +139,23 @@ pub fn limited(istio: &Istio, members: &[Member], foreign: bool) -> BTreeMap<Arc
     texts.collect()
 }
 
+/// Returns a warning if the cluster has policies and lacks the root namespace: Istio may have another one.
+pub fn missing_root(snapshot: &Snapshot) -> Option<String> {
+    let istio = &snapshot.istio;
+    // Manifests need no Namespaces.
+    let all = snapshot.namespaces.as_ref().filter(|all| !all.is_empty())?;
+    let is_known = all.contains(&istio.root) || istio.namespaces.contains_key(&istio.root);
+    let mut namespaces = istio.namespaces.values();
+    let is_missing = !is_known && namespaces.any(|of| !of.policies.is_empty());
+    is_missing.then(|| {
+        format!(
+            "the cluster has no namespace {} (mesh.rootNamespace), so no policy of Istio's holds in all namespaces; if Istio's \
+             root namespace has another name, set mesh.rootNamespace to this name",
+            istio.root
+        )
+    })
+}
+
 /// Returns the consequence of what [`limited`] names.
 pub const fn consequence(istio: &Istio) -> &'static str {
     if !istio.denies {
@@ -156,7 +173,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use model::{
-        CapturedBy, IstioNamespace, IstioPolicy, Label, Layers, Mode, Rules, Snapshot, WorkloadName,
+        CapturedBy, IstioNamespace, IstioPolicy, Label, Layers, Mode, Rules, WorkloadName,
     };
 
     use super::{
@@ -366,6 +383,32 @@ mod tests {
                 .all(|name| !texts.contains_key(*name))
         );
         assert!(limited(&istio, &[], false).is_empty());
+    }
+
+    /// Each line has policies, the cluster's namespaces (`?`: unknown), and whether there is a warning.
+    #[test]
+    fn a_root_namespace_that_is_not_there_is_named_where_policies_are() {
+        for (policies, namespaces, is_named) in [
+            ("shop/a * deny", "shop", true),
+            ("shop/a * deny", "shop root", false),
+            ("shop/a * deny; root/b * deny", "shop", false),
+            ("", "shop", false),
+            ("shop/a * deny", "", false),
+            ("shop/a * deny", "?", false),
+        ] {
+            let all = namespaces.split_whitespace().map(Arc::from).collect();
+            let snapshot = Snapshot {
+                istio: istio(policies),
+                namespaces: (namespaces != "?").then_some(all),
+                ..Snapshot::default()
+            };
+            let text = missing_root(&snapshot);
+            assert_eq!(
+                text.is_some(),
+                is_named,
+                "{policies}, {namespaces}: {text:?}"
+            );
+        }
     }
 
     /// A tenant who writes as much as the source takes costs no more than milliseconds a Pod.

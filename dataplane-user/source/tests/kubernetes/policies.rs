@@ -89,6 +89,7 @@ fn labels_and_policies_come_change_and_go() {
     let of = &view.istio.namespaces["default"];
     assert_eq!(of.policies["AuthorizationPolicy limit"].selector, None);
     assert_eq!(view.problems[0].place, "AuthorizationPolicy default/limit");
+    assert!(view.namespaces.is_some_and(|all| all.contains("limit")));
     // A kind that is missing for a moment, and then for longer.
     site.cluster()
         .apply(object("PeerAuthentication", json!({}), json!({})));

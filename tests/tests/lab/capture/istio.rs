@@ -12,7 +12,7 @@ use dataplane_tests::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::{World, explain::explain};
+use super::{World, explain::explain, packets};
 use crate::{
     cluster::{UDP, eventually, reaches, refused},
     outcome::run_args,
@@ -21,6 +21,7 @@ use crate::{
 scenarios! {
     Dataplane:
     services_with_a_waypoint_are_named_and_refused,
+    services_with_a_waypoint_are_refused_to_machines,
     connections_to_pods_that_policies_select_are_refused,
 }
 
@@ -29,11 +30,15 @@ struct Site {
     world: World,
     server: ApiServer,
     directory: TempDir,
+    captured_by: &'static str,
 }
 
 impl Site {
     fn new() -> Result<Self> {
-        let world = World::new()?;
+        Self::of(World::new()?, "sockets")
+    }
+
+    fn of(world: World, captured_by: &'static str) -> Result<Self> {
         let cluster = Objects::default();
         cluster.install_istio(Some("v1"));
         let node = world.lab.node("node1").ipv4();
@@ -53,6 +58,7 @@ impl Site {
             world,
             server,
             directory,
+            captured_by,
         })
     }
 
@@ -63,7 +69,10 @@ impl Site {
         let file = self.directory.path().join("dataplane.yaml");
         let config = json!({
             "source": { "kubernetes": { "kubeconfig": kubeconfig } },
-            "mesh": { "rules": { "mode": mode }, "unsupported": unsupported },
+            "mesh": {
+                "rules": { "mode": mode, "capturedBy": self.captured_by },
+                "unsupported": unsupported,
+            },
         });
         fs::write(&file, config.to_string())?;
         let agent = self.world.lab.agent("node1").in_the_nodes_cgroup();
@@ -118,6 +127,42 @@ fn services_with_a_waypoint_are_named_and_refused() -> Result<()> {
         site.names("Service gated")?;
         site.service("gated", "10.96.0.30", "none")?;
         eventually(|| reaches(&app, gated, "connect", &["far"]).map(drop))?;
+    }
+    Ok(())
+}
+
+/// The node sees a virtual machine's packets. No program sees the connections to it, which `status` says.
+fn services_with_a_waypoint_are_refused_to_machines() -> Result<()> {
+    let mut site = Site::of(packets::world()?, "packets")?;
+    let (app, one) = (site.world.app().clone(), site.world.lab.pod("one").clone());
+    let (gated, free) = ("10.96.0.30:80", "10.96.0.31:80");
+    site.service("gated", "10.96.0.30", "gate")?;
+    site.service("free", "10.96.0.31", "none")?;
+    let spec = json!({ "mtls": { "mode": "STRICT" } });
+    let strict = json!({
+        "kind": "PeerAuthentication", "metadata": { "name": "limit" }, "spec": spec,
+    });
+    site.server.cluster().apply(strict);
+    for mode in ["kernel", "proxy"] {
+        site.agent(mode, "deny")?;
+        eventually(|| refused(&app, gated, "connect"))?;
+        let world = &site.world;
+        let ((), counted) =
+            world.counted(Reason::Unsupported, || refused(&app, gated, "connect"))?;
+        // A refusal may be counted twice, as other refusals by packets.
+        ensure!(counted >= 1, "{mode}: {counted}");
+        let told = explain(world, "default/app", gated, &[])?;
+        ensure!(told["reason"] == Reason::Unsupported.word(), "{told:#}");
+        for (from, to, by) in [
+            (&one, gated, "far"),
+            (&app, free, "far"),
+            (&app, "10.244.2.5:7", "far"),
+            (&one, "10.244.1.8:7", "app"),
+        ] {
+            reaches(from, to, "connect", &[by]).with_context(|| format!("{mode} {to}"))?;
+        }
+        let said = "deny does not refuse them, because the Pod is captured by its packets";
+        eventually(|| site.names(said))?;
     }
     Ok(())
 }
