@@ -1,8 +1,10 @@
 //! Compares the plan with Istio's own control plane. istiod and the dataplane read the same objects of one API server,
-//! and istiod's messages to a ztunnel are compared with `dataplane plan` and `dataplane dns query`.
+//! and istiod's messages to a ztunnel are compared with `dataplane plan` and `dataplane dns query`. Then an agent runs
+//! beside istiod, which gives new hosts addresses.
 
 mod compare;
 mod known;
+mod live;
 mod objects;
 mod ours;
 mod theirs;
@@ -169,6 +171,7 @@ fn run(cluster: &Cluster, kept: &Path) -> Result<ExitCode> {
     let (report, well) = compare::judge(&told.meaning(&objects)?, &ours);
     anstream::print!("{report}");
     fs::write(kept.join("report.txt"), report)?;
+    live::keep_addresses(cluster, kept)?;
     Ok(if well {
         ExitCode::SUCCESS
     } else {
