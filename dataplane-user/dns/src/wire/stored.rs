@@ -404,6 +404,17 @@ mod tests {
         assert_eq!(stored.within(at + 3 * length).1, [3, 0, 0]);
     }
 
+    /// RFC 2181, 8.
+    #[test]
+    fn a_ttl_with_the_upper_bit_set_is_zero() {
+        for (upper, ttl) in [(0x80, 0), (0x7f, 0x7f00_003c), (0, 60)] {
+            let mut of = record(&[0xc0, 12], 33, &[0, 0, 0, 1, 0, 80, 1, b'a', 0]);
+            of[6] = upper;
+            let stored = read(&answer([0x81, 0x80], [&[of], &[], &[]])).unwrap();
+            assert_eq!(stored.shape().ttl, ttl);
+        }
+    }
+
     #[test]
     fn an_answer_that_is_cut_within_a_record_is_truncated() {
         let bytes = answer([0x83, 0x80], [&[record(&[0xc0, 12], 1, &[1; 4])], &[], &[]]);
