@@ -16,7 +16,7 @@ use kernel::{
     sockets::{own_elsewhere, pod_cgroups},
 };
 use serde::Serialize;
-use takeover::forward;
+use takeover::bypassed;
 use terminal::{
     PathArgs,
     output::{self, BAD, Cell, DIM, Format, GOOD, Table, WARN},
@@ -54,7 +54,7 @@ struct Row<'a> {
 impl DoctorArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut features = probe::features(&self.paths.or_guess());
-        features.push(forward_hook());
+        features.push(free_hooks());
         features.push(pods(&self.paths.or_guess()));
         features.push(agent(&self.paths.or_guess()));
         features.push(resolvers());
@@ -86,10 +86,11 @@ impl DoctorArgs {
     }
 }
 
-/// Checks that no rules at the forward hook refuse packets, because services' packets bypass this hook.
-fn forward_hook() -> Feature {
-    let found = match netfilter::forward_chains() {
-        Ok(chains) => forward::named(&chains),
+/// Checks that no rules refuse packets at netfilter's hooks for forwarded packets, because services' packets bypass these
+/// hooks.
+fn free_hooks() -> Feature {
+    let found = match netfilter::bypassed_chains() {
+        Ok(chains) => bypassed::named(&chains),
         Err(error) => Some(error.to_string()),
     };
     let (detail, without) = match found {
@@ -97,13 +98,13 @@ fn forward_hook() -> Feature {
         Some(named) => ("rules there refuse packets", named),
     };
     Feature {
-        name: "free forward hook",
+        name: "free netfilter hooks",
         needed_for: "services by packets",
         present: without.is_empty(),
         required: false,
         without: without.into(),
         detail: detail.to_owned(),
-        remedy: forward::REMEDY,
+        remedy: bypassed::REMEDY,
     }
 }
 

@@ -9,7 +9,7 @@ use model::ServiceName;
 use plan::{Change, Contents, Planner};
 use serde::Serialize;
 use settings::Node;
-use takeover::forward;
+use takeover::bypassed;
 use terminal::{
     PathArgs, exit,
     output::{self, BAD, Format, GOOD, WARN},
@@ -84,7 +84,7 @@ impl PlanArgs {
         let problems = problems
             .chain(served.problems().map(|(_, problem)| problem))
             .map(|p| format!("{}: {}", p.place, p.text))
-            .chain(forward_hook());
+            .chain(bypassed_rules());
         let answer = Answer {
             changes: &changes,
             writes: plan.writes.len(),
@@ -100,10 +100,10 @@ impl PlanArgs {
     }
 }
 
-/// Returns the rules at the forward hook that services' packets would bypass.
-fn forward_hook() -> Option<String> {
-    match netfilter::forward_chains() {
-        Ok(chains) => forward::warning(&chains),
+/// Returns the rules that refuse packets and that services' packets would bypass.
+fn bypassed_rules() -> Option<String> {
+    match netfilter::bypassed_chains() {
+        Ok(chains) => bypassed::warning(&chains),
         Err(error) => Some(error.to_string()),
     }
 }

@@ -1,10 +1,10 @@
 //! Facts about the rules of other programs, shared by the agent, `dataplane` and `dataplane-migrate`: the owners of
-//! rules, the rules at the forward hook that the packet path bypasses, and the journal of a take-over.
+//! rules, the rules that refuse packets and that the packet path bypasses, and the journal of a take-over.
 
 #![forbid(unsafe_code)]
 
+pub mod bypassed;
 pub mod disk;
-pub mod forward;
 pub mod journal;
 pub mod owners;
 

@@ -1,5 +1,5 @@
-//! Rules of others at netfilter's forward hook, which packets of the packet path bypass: `status` warns operators who
-//! rely on them.
+//! Rules of others that refuse packets at netfilter's hooks for forwarded packets, which the packet path bypasses: `status`
+//! warns operators who rely on them.
 
 use std::fs;
 
@@ -19,7 +19,7 @@ scenarios! {
 }
 
 /// Rules, the program that loads them, and the words of `status` about them; none if they are harmless.
-const RULES: [(&str, &str, &[&str]); 8] = [
+const RULES: [(&str, &str, &[&str]); 10] = [
     (
         "iptables-legacy-restore",
         "*filter\n:FORWARD DROP [0:0]\n:DOCKER-USER - [0:0]\n:KUBE-FORWARD - [0:0]\n\
@@ -86,6 +86,21 @@ const RULES: [(&str, &str, &[&str]); 8] = [
         "*filter\n:FORWARD ACCEPT [0:0]\nCOMMIT",
         &[],
     ),
+    // As Docker writes them, by iptables and by nft: a container takes packets from its own bridge only.
+    (
+        "iptables-nft-restore",
+        "*raw\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -d 172.17.0.2/32 ! -i docker0 -j DROP\nCOMMIT",
+        &["nft ip raw PREROUTING (owner unknown) has rules that refuse packets (PREROUTING):"],
+    ),
+    (
+        "nft -f -",
+        "table ip docker-bridges { chain raw-PREROUTING { type filter hook prerouting priority raw; policy accept\n\
+         ip daddr 172.17.0.2 iifname != docker0 drop; }\n\
+         chain nat-PREROUTING { type nat hook prerouting priority dstnat; policy accept\nudp dport 9 drop; }\n}",
+        &[
+            "nft ip docker-bridges raw-PREROUTING (Docker) has rules that refuse packets (raw-PREROUTING):",
+        ],
+    ),
 ];
 
 fn rules_that_refuse_are_named_with_their_owner() -> Result<()> {
@@ -137,14 +152,14 @@ fn rules_that_refuse_are_named_with_their_owner() -> Result<()> {
         let problems = plan["problems"].as_array().into_iter().flatten();
         let problems = problems.filter(|text| {
             text.as_str()
-                .is_some_and(|t| t.contains("pass the forward hook"))
+                .is_some_and(|t| t.contains("pass these hooks"))
         });
         ensure!(problems.count() == found.len(), "{plan:#}");
         let doctor = cluster.agent.dataplane(["doctor", "-o", "json"]).output()?;
         let doctor: Value = serde_json::from_slice(&doctor.stdout)?;
         let mut rows = doctor.as_array().into_iter().flatten();
         let row = rows
-            .find(|row| row["feature"] == "free forward hook")
+            .find(|row| row["feature"] == "free netfilter hooks")
             .context("no row")?;
         ensure!(row["present"] == wanted.is_empty(), "{row:#}");
         for text in wanted {
@@ -166,7 +181,7 @@ fn rules_that_refuse_are_named_with_their_owner() -> Result<()> {
     Ok(())
 }
 
-/// Warnings of `dataplane status` about the forward hook.
+/// Warnings of `dataplane status` about these hooks.
 fn said(cluster: &Cluster) -> Result<Vec<String>> {
     let status = cluster.status()?;
     let findings = status["findings"].as_array().into_iter().flatten();

@@ -2,7 +2,7 @@
 
 use kernel::netfilter;
 use plan::ipsec::Policy;
-use takeover::forward;
+use takeover::bypassed;
 
 use super::{super::api::AgentStatus, Finding, Interface};
 
@@ -16,8 +16,8 @@ pub fn findings() -> Vec<Finding> {
         Ok(policies) => findings.extend(ipsec(&policies)),
         Err(why) => findings.push(Finding::error(why.to_string())),
     }
-    match netfilter::forward_chains() {
-        Ok(chains) => findings.extend(forward::warning(&chains).map(Finding::warning)),
+    match netfilter::bypassed_chains() {
+        Ok(chains) => findings.extend(bypassed::warning(&chains).map(Finding::warning)),
         Err(why) => findings.push(Finding::warning(why.to_string())),
     }
     findings

@@ -10,14 +10,14 @@ use std::{
 use socket2::{Domain, Type};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-use super::{Base, Chain, FORWARD, Kind, Listed, Rule, Table, Verdict};
+use super::{BYPASSED, Base, Chain, Kind, Listed, Rule, Table, Verdict};
 use crate::opener;
 
 /// `IPT_SO_GET_INFO` and `IP6T_SO_GET_INFO`; `..._GET_ENTRIES`.
 const GET_INFO: i32 = 64;
 const GET_ENTRIES: i32 = 65;
-/// The tables that have a chain at the forward hook.
-const TABLES: [&str; 3] = ["filter", "mangle", "security"];
+/// The tables whose rules may refuse packets that are forwarded.
+const TABLES: [&str; 4] = ["raw", "mangle", "filter", "security"];
 
 /// The chains that are built in, by the number of their hook.
 const HOOKS: [&str; 5] = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
@@ -78,7 +78,7 @@ const TARGET_DATA: usize = 32;
 /// The target name of the entry that precedes a user-defined chain.
 const ERROR: &[u8] = b"ERROR";
 
-/// Every chain of the tables that are in use and have a chain at the forward hook.
+/// Every chain of the tables that are in use and may refuse forwarded packets.
 pub fn chains() -> io::Result<Vec<Chain>> {
     let mut all = Vec::new();
     for family in &FAMILIES {
@@ -87,8 +87,7 @@ pub fn chains() -> io::Result<Vec<Chain>> {
             if names.lines().any(|name| name == table) {
                 let chains = read(family, table)?.into_iter();
                 all.extend(chains.map(|mut chain| {
-                    // The other hooks are not asked about.
-                    chain.base = chain.base.filter(|_| chain.name == HOOKS[FORWARD as usize]);
+                    chain.base = chain.base.filter(|base| BYPASSED.contains(&base.hook));
                     chain
                 }));
             }
@@ -248,7 +247,10 @@ fn parse(family: &Family, info: &Info, bytes: &[u8], table: &str) -> Option<Vec<
             chains.push(Chain {
                 table: table.to_owned(),
                 name: name.clone(),
-                base: hook.map(|_| Base { drops: false }),
+                base: hook.map(|hook| Base {
+                    hook: super::HOOKS[hook],
+                    drops: false,
+                }),
                 rules: Vec::new(),
             });
         }

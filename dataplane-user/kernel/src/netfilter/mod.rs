@@ -12,9 +12,6 @@ use std::{fs, io};
 pub use self::egress::egress_chains;
 use super::error::{Doing, Error};
 
-/// `NF_INET_FORWARD` (`include/uapi/linux/netfilter.h`).
-const FORWARD: u32 = 2;
-
 /// A chain of rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chain {
@@ -28,9 +25,11 @@ pub struct Chain {
     pub rules: Vec<Rule>,
 }
 
-/// A chain that every forwarded packet passes.
+/// The place of a chain in the way of every packet that the stack forwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Base {
+    /// The hook, such as `forward`.
+    pub hook: &'static str,
     /// Whether a packet is dropped that no rule has decided on.
     pub drops: bool,
 }
@@ -51,17 +50,21 @@ pub enum Verdict {
     Jump(String),
 }
 
-/// Every chain of the tables that have one at the forward hook.
+/// The hooks that forwarded packets pass, and that the packet path bypasses.
+const BYPASSED: [&str; 3] = ["prerouting", "forward", "postrouting"];
+
+/// Every chain of the tables that have one at these hooks. Leaves out tables that only translate addresses: they may have
+/// very many rules.
 ///
 /// # Errors
 /// If the query to the kernel fails.
-pub fn forward_chains() -> Result<Vec<Chain>, Error> {
+pub fn bypassed_chains() -> Result<Vec<Chain>, Error> {
     let read = || -> io::Result<Vec<Chain>> {
         let mut chains = nf_tables::chains()?;
         chains.extend(legacy::chains()?);
         Ok(chains)
     };
-    read().doing(|| "cannot read netfilter's rules at the forward hook".to_owned())
+    read().doing(|| "cannot read netfilter's rules for forwarded packets".to_owned())
 }
 
 /// Whether rules of NAT are at the output hook of the network namespace that this thread is in.

@@ -8,7 +8,7 @@ use std::{
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use super::{
-    Base, Chain, FORWARD, HOOKS, Kind, Listed, Rule, Table,
+    BYPASSED, Base, Chain, HOOKS, Kind, Listed, Rule, Table,
     nf_message::{HEADER, number, text},
     nf_verdicts::{DROP, NFTA_RULE_CHAIN, elements, rule},
 };
@@ -67,7 +67,7 @@ pub fn delete_table(family: &str, name: &str) -> io::Result<bool> {
     }
 }
 
-/// Every chain of the tables that have one at the forward hook.
+/// Every chain of the tables that have one at a hook that the packet path bypasses, except those of type `nat`.
 pub fn chains() -> io::Result<Vec<Chain>> {
     as_a_whole(read)
 }
@@ -325,12 +325,13 @@ fn chain(message: &[u8]) -> Option<(TableName, Chain)> {
     let rest = message.get(HEADER..)?;
     let find = |kind| content(rest, kind);
     let table = text(find(NFTA_CHAIN_TABLE)?);
-    let hook = find(NFTA_CHAIN_HOOK).and_then(|hook| number(content(hook, NFTA_HOOK_HOOKNUM)?));
+    let is_nat = find(NFTA_CHAIN_TYPE).map(text).as_deref() == Some("nat");
+    let hook = hook(family, rest).filter(|hook| BYPASSED.contains(hook) && !is_nat);
     let drops = drops(rest);
     let chain = Chain {
         table: format!("nft {word} {table}"),
         name: text(find(NFTA_CHAIN_NAME)?),
-        base: (hook == Some(FORWARD)).then_some(Base { drops }),
+        base: hook.map(|hook| Base { hook, drops }),
         rules: Vec::new(),
     };
     Some(((family, table), chain))
@@ -343,7 +344,8 @@ mod tests {
 
     #[test]
     fn chains_at_other_hooks_are_no_base() {
-        let of = |family: u8, hook: u32| {
+        const FORWARD: u32 = 2;
+        let of = |family: u8, hook: u32, kind: &str| {
             let hook = attribute(NFTA_HOOK_HOOKNUM, &hook.to_be_bytes());
             let policy = attribute(NFTA_CHAIN_POLICY, &DROP.to_be_bytes());
             let all = [
@@ -351,18 +353,22 @@ mod tests {
                 string(NFTA_CHAIN_TABLE, "filter"),
                 string(NFTA_CHAIN_NAME, "FORWARD"),
                 attribute(NFTA_CHAIN_HOOK, &hook),
+                string(NFTA_CHAIN_TYPE, kind),
                 policy,
             ];
             chain(&all.concat()).map(|(_, chain)| chain)
         };
-        let forward = of(2, FORWARD).unwrap();
+        let forward = of(2, FORWARD, "filter").unwrap();
         assert_eq!(
             (&*forward.table, &*forward.name),
             ("nft ip filter", "FORWARD")
         );
-        assert_eq!(forward.base, Some(Base { drops: true }));
-        assert_eq!(of(10, 1).unwrap().base, None);
-        assert_eq!(of(7, FORWARD), None, "a bridge's");
+        let base = |hook| Some(Base { hook, drops: true });
+        assert_eq!(forward.base, base("forward"));
+        assert_eq!(of(1, 0, "filter").unwrap().base, base("prerouting"));
+        assert_eq!(of(2, 0, "nat").unwrap().base, None);
+        assert_eq!(of(10, 1, "filter").unwrap().base, None);
+        assert_eq!(of(7, FORWARD, "filter"), None, "a bridge's");
     }
 
     #[test]

@@ -11,7 +11,7 @@ use kernel::{
     sockets::own_elsewhere,
 };
 use takeover::{
-    forward,
+    bypassed,
     journal::{Journal, State},
     may_die,
 };
@@ -143,7 +143,7 @@ fn begin(
         return Ok(verdict);
     }
     keep_nat(dry_run, tell)?;
-    notice_forward(tell)?;
+    notice_rules(tell)?;
     for rule in saved.of_others(place.owners)? {
         tell.step(
             "notice",
@@ -226,13 +226,14 @@ fn remove_or_restore(
     Ok(Outcome::TakenOver)
 }
 
-/// Reports the effect of chains at the forward hook on packets to services.
-fn notice_forward(tell: &mut Tell<'_>) -> anyhow::Result<()> {
-    let chains = netfilter::forward_chains()?;
-    if let Some(warning) = forward::warning(&chains) {
+/// Reports the effect of rules that refuse forwarded packets on packets to services.
+fn notice_rules(tell: &mut Tell<'_>) -> anyhow::Result<()> {
+    let chains = netfilter::bypassed_chains()?;
+    if let Some(warning) = bypassed::warning(&chains) {
         tell.step("notice", warning);
     }
-    let drops = |chain: &&Chain| chain.base.is_some_and(|base| base.drops);
+    let drops =
+        |chain: &&Chain| (chain.base).is_some_and(|base| base.drops && base.hook == "forward");
     for Chain { table, name, .. } in chains.iter().filter(drops) {
         tell.step(
             "notice",

@@ -1,11 +1,11 @@
-//! Finds rules at netfilter's forward hook that refuse packets. Packets that the packet path forwards bypass this hook,
-//! so these rules do not apply to them.
+//! Finds rules at netfilter's hooks for forwarded packets that refuse packets. Packets that the packet path forwards bypass
+//! these hooks, so the rules do not apply to them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use kernel::netfilter::{Chain, Verdict};
 
-use super::owners::{self, KUBE_PROXY, Owner};
+use super::owners::{self, KUBE_PROXY, OURS, Owner};
 
 /// Maximum number of chains that a message names for each owner.
 const NAMED: usize = 3;
@@ -13,7 +13,7 @@ const NAMED: usize = 3;
 /// The refusing rules of one owner behind one base chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Refusing {
-    /// The table and the base chain, which is registered at the forward hook.
+    /// The table and the base chain, which is registered at a hook.
     base: String,
     /// The owner, if the names of the table and chains identify it.
     owner: Option<&'static Owner>,
@@ -60,12 +60,13 @@ pub fn warning(chains: &[Chain]) -> Option<String> {
     named(chains).map(|named| format!("{named}; {REMEDY}"))
 }
 
-/// Advice for operators who rely on rules at the forward hook.
-pub const REMEDY: &str = "with --packet-path off such flows pass the forward hook, but then somebody else must serve node \
+/// Advice for operators who rely on such rules.
+pub const REMEDY: &str = "with --packet-path off such flows pass these hooks, but then somebody else must serve node \
      ports, external IPs and load balancers, and clients whose sockets are not on the node; connections of the \
-     node's pods and processes pass it either way";
+     node's pods pass these hooks either way, with the endpoint's address in place of the VIP: a rule that refuses packets \
+     to an endpoint before kube-proxy would translate them (Docker's in raw PREROUTING) refuses these connections";
 
-/// Finds the owners whose rules refuse packets, once for each base chain. Skips kube-proxy.
+/// Finds the owners whose rules refuse packets, once for each base chain. Skips kube-proxy and the dataplane itself.
 fn refusing(chains: &[Chain]) -> Vec<Refusing> {
     let mut tables: BTreeMap<&str, BTreeMap<&str, &Chain>> = BTreeMap::new();
     for chain in chains {
@@ -105,7 +106,7 @@ fn refusing(chains: &[Chain]) -> Vec<Refusing> {
             found.extend(
                 owners
                     .into_values()
-                    .filter(|found| found.owner != Some(KUBE_PROXY)),
+                    .filter(|found| ![Some(KUBE_PROXY), Some(OURS)].contains(&found.owner)),
             );
         }
     }
@@ -153,7 +154,10 @@ mod tests {
         Chain {
             table: table.to_owned(),
             name: name.to_owned(),
-            base: drops.map(|drops| Base { drops }),
+            base: drops.map(|drops| Base {
+                hook: "forward",
+                drops,
+            }),
             rules: does
                 .iter()
                 .map(|does| Rule {
