@@ -6,7 +6,7 @@
 //! ```ignore
 //! row("a pod asks a node port", "c: udp --to 192.168.77.1:30054"),
 //! row("the same beside a rule of the node", "c: udp --to 192.168.77.1:30054")
-//!     .after(&["n: nft add table ip t"])         // shell commands, in both labs, before the client
+//!     .after(&["n: nft add table ip t"])         // shell commands, in both labs, before the client; `@vm` is vm's namespace
 //!     .beside(&["x: serve --name y --udp ..."])  // `probe`s that run beside the client and print a line when they are ready
 //!     .then(&["n: nft delete table ip t"])       // shell commands after the client: the rows of a file share their labs
 //!     .with_source()                             // the address that the endpoint saw counts, too
@@ -21,6 +21,7 @@
 //! and its labs.
 
 mod answers;
+mod interfaces;
 mod node;
 mod sockets;
 
@@ -45,6 +46,7 @@ scenarios! {
     a_tenant_takes_no_answers_of_the_node,
     sockets_in_situations,
     packets_of_the_node,
+    interfaces_of_nodes,
 }
 
 fn answers_belong_to_the_flow_that_asked() -> Result<()> {
@@ -84,6 +86,10 @@ fn sockets_in_situations() -> Result<()> {
 
 fn packets_of_the_node() -> Result<()> {
     compare(node::ROWS)
+}
+
+fn interfaces_of_nodes() -> Result<()> {
+    compare(interfaces::ROWS)
 }
 
 /// The documentation of the differences.
@@ -204,7 +210,8 @@ fn lab() -> Result<Lab> {
 
 /// Service `one` has the endpoint b1, cluster IPs 10.96.1.12 and fd00:96::112, node ports 30081 (TCP) and 30054 (UDP), the
 /// load balancer's addresses 203.0.113.12 and 2001:db8:113::12, the external IP 198.51.100.12; `web` has the endpoints b1, b2 and r1, 10.96.1.11,
-/// fd00:96::111, 30080 and 30053, 203.0.113.11 and 2001:db8:113::11, 198.51.100.11. Both serve 80/tcp and 53/udp.
+/// fd00:96::111, 30080 and 30053, 203.0.113.11 and 2001:db8:113::11, 198.51.100.11; `own` has n itself, and the number 13.
+/// All serve 80/tcp and 53/udp. Nobody serves at n, unless a row does.
 fn services(lab: &Lab) -> Vec<Service> {
     let service = |name: &str, number: u16, endpoints: &[&Host]| {
         Service::new(
@@ -219,7 +226,11 @@ fn services(lab: &Lab) -> Vec<Service> {
         .endpoints(endpoints)
     };
     let [b1, b2, r1] = ["b1", "b2", "r1"].map(|name| lab.pod(name));
-    vec![service("one", 12, &[b1]), service("web", 11, &[b1, b2, r1])]
+    vec![
+        service("one", 12, &[b1]),
+        service("web", 11, &[b1, b2, r1]),
+        service("own", 13, &[lab.node("n")]),
+    ]
 }
 
 impl Situation {
@@ -273,11 +284,15 @@ impl Situation {
         Ok((self.world.host(host), words))
     }
 
-    /// Runs shell commands.
+    /// Runs shell commands. `@HOST` in a command is the name of a host's network namespace.
     pub fn sh(&self, commands: &[&str]) -> Result<()> {
         for command in commands {
             let (host, script) = self.split(command)?;
-            host.command("sh").args(["-ec", script]).run()?;
+            let hosts = self.world.lab.hosts().iter();
+            let script = hosts.fold(script.to_owned(), |script, host| {
+                script.replace(&format!("@{}", host.name()), host.netns())
+            });
+            host.command("sh").args(["-ec", &script]).run()?;
         }
         Ok(())
     }

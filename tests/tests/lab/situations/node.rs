@@ -42,6 +42,17 @@ pub const ROWS: &[Row] = &[
     )
     .fails(),
     row(
+        "a raw socket, and an endpoint on the node itself",
+        "n: udp --raw --local 192.168.77.1 --local-port 4208 --to 10.96.1.13:53 --count 1 --timeout-ms 300",
+    )
+    .beside(&["n: serve --name n --udp 192.168.77.1:5353"])
+    .differs(OWN_ENDPOINT, "TIMEOUT"),
+    row(
+        "a socket, and an endpoint on the node itself",
+        "n: udp --to 10.96.1.13:53 --count 3",
+    )
+    .beside(&["n: serve --name n --udp 192.168.77.1:5353"]),
+    row(
         "bound to a bridge's address, by UDP",
         "n: udp --local 172.30.0.1 --to 10.96.1.11:53 --count 20",
     )
@@ -96,6 +107,10 @@ pub const ROWS: &[Row] = &[
 /// The documented difference of loopback's addresses.
 const LOOPBACK: &str =
     "A socket of the node that is bound to 127.0.0.1 or `::1`, without `route_localnet`";
+
+/// The documented difference of endpoints on the node itself.
+const OWN_ENDPOINT: &str = "Packets of the node that no call of a socket's sent (raw sockets, tunnels of the kernel) to a VIP, \
+                            if an endpoint is on the node itself";
 
 /// The documented difference of external IPs.
 const EXTERNAL: &str = "Such packets to an external IP";

@@ -94,6 +94,69 @@ pub const ROWS: &[Row] = &[
         "MPTCP of a process of the node, by IPv6",
         "n: connect --mptcp --to [fd00:96::112]:80 --count 3",
     ),
+    row(
+        "a raw socket of a pod",
+        "c: udp --raw --local 10.244.1.10 --local-port 4104 --to 10.96.1.12:53 --count 3",
+    ),
+    row(
+        "a container of Docker's as an endpoint, from a pod",
+        "c: connect --to 10.96.1.12:80 --count 1 --timeout-ms 300",
+    )
+    .after(CONTAINER)
+    .differs(REFUSED_BEFORE, "TIMEOUT"),
+    row(
+        "from a virtual machine",
+        "vm: connect --to 10.96.1.12:80 --count 3",
+    ),
+    row(
+        "from outside",
+        "x: connect --to 192.168.77.1:30081 --count 3",
+    )
+    .then(&["n: nft delete table ip docker-bridges"]),
+    row(
+        "a pod whose own rules lead a VIP elsewhere",
+        "c: connect --to 10.96.1.12:80 --count 3",
+    )
+    .after(OWN_RULES),
+    row("by UDP", "c: udp --to 10.96.1.12:53 --count 3"),
+    row(
+        "without a connection",
+        "c: udp --unconnected --to 10.96.1.12:53 --count 3",
+    ),
+    row("by IPv6", "c: connect --to [fd00:96::112]:80 --count 3"),
+    row(
+        "a VIP that the rules leave alone",
+        "c: connect --to 10.96.1.11:80 --count 20",
+    ),
+    row(
+        "a node port that the rules leave alone",
+        "c: connect --to 192.168.77.1:30081 --count 3",
+    )
+    .then(&["c: nft delete table inet own"]),
+    row(
+        "the pod without its rules",
+        "c: connect --to 10.96.1.12:80 --count 3",
+    ),
+];
+
+/// As Docker has them: a rule that takes packets to a container from its own interface only.
+const CONTAINER: &[&str] = &[
+    "n: nft add table ip docker-bridges",
+    "n: nft 'add chain ip docker-bridges raw-PREROUTING { type filter hook prerouting priority raw; }'",
+    "n: nft add rule ip docker-bridges raw-PREROUTING ip daddr 10.244.1.101 iifname != veth-b1 drop",
+];
+
+/// The documented difference of such rules.
+const REFUSED_BEFORE: &str = "PREROUTING: rules that refuse packets to an endpoint's address before kube-proxy would \
+                              translate the packet, such as Docker's in table `raw` for each container";
+
+/// Rules of a pod's own, as of a sidecar: they choose by the VIP.
+const OWN_RULES: &[&str] = &[
+    "c: nft add table inet own",
+    "c: nft 'add chain inet own out { type nat hook output priority -100; }'",
+    "c: nft add rule inet own out ip daddr 10.96.1.12 tcp dport 80 dnat ip to 10.244.1.102:8080",
+    "c: nft add rule inet own out ip daddr 10.96.1.12 udp dport 53 dnat ip to 10.244.1.102:5353",
+    "c: nft 'add rule inet own out ip6 daddr fd00:96::112 tcp dport 80 dnat ip6 to [fd00:10:244:1::102]:8080'",
 ];
 
 /// The setup of a node-local DNS cache: puts the cluster IP on an interface, and exempts its packets from conntrack.
