@@ -232,8 +232,10 @@ fn notice_rules(tell: &mut Tell<'_>) -> anyhow::Result<()> {
     if let Some(warning) = bypassed::warning(&chains) {
         tell.step("notice", warning);
     }
-    let drops =
-        |chain: &&Chain| (chain.base).is_some_and(|base| base.drops && base.hook == "forward");
+    let drops = |chain: &&Chain| {
+        let base = chain.base.filter(|base| base.hook == "forward");
+        base.is_some_and(|base| base.drops)
+    };
     for Chain { table, name, .. } in chains.iter().filter(drops) {
         tell.step(
             "notice",
