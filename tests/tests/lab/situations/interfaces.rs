@@ -112,8 +112,8 @@ const NO_FORWARDING: &str = "Such packets, if `forwarding` is 0 at the uplink";
 const ROUTES: &str = "n: ip route replace default via 192.168.77.201; ip route replace 10.244.2.0/24 via 192.168.77.2; \
                       ip -6 route replace default via fd77::201; ip -6 route replace fd00:10:244:2::/64 via fd77::2";
 
-/// As libvirt makes it: a bridge of the node with an address and taps. Nothing reads the tap: the machine is at another
-/// port, by an interface that is no end of a pair, as a pod's would be.
+/// As libvirt makes it: a bridge of the node with an address and taps. Nothing reads the tap. The machine is at another
+/// port, a pair with both ends on the node: a pair with one end elsewhere would count as a pod's.
 const MACHINES: &[&str] = &[
     "n: ip link add virbr0 up type bridge",
     "n: ip addr add 192.168.122.1/24 dev virbr0; ip -6 addr add fd22::1/64 dev virbr0 nodad",
