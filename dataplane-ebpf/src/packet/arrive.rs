@@ -19,7 +19,7 @@ use super::{
     deliver, direct, error, fragments, icmp, is_pods,
     parse::{FIRST, FLOW, ICMP, MALFORMED, OTHER, Outcome, Packet},
     refuse, reverse, route,
-    scratch::{Scratch, scratch},
+    scratch::{self, Scratch, scratch},
     skb::{NESTED_PRIORITY, OTHER_VLAN, PACKET_HOST, PACKET_OTHERHOST, Skb},
     source_routes,
 };
@@ -221,9 +221,9 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
         }
         // A connection that one side has closed may live for as long as the other side sends.
         s.keep = if flags::is_ended(s.flow.seen) {
-            begin::KEEP_ENDED
+            scratch::KEEP_ENDED
         } else {
-            begin::KEEP
+            scratch::KEEP
         };
     }
     if s.frontend.is_none() {

@@ -11,8 +11,10 @@ use dataplane_common::{
 };
 
 use super::{
-    asked, chosen, conntrack, direct, enter, pool, refuse, reverse, route, scratch::Scratch,
-    skb::Skb, table,
+    asked, chosen, conntrack, direct, enter, pool, refuse, reverse, route,
+    scratch::{self, Scratch},
+    skb::Skb,
+    table,
 };
 use crate::select::{Live, choose};
 
@@ -48,12 +50,6 @@ extern "C" fn packet_pick(s: *mut Scratch) -> u32 {
         1
     })
 }
-
-/// [`Scratch::keep`]: a repeated SYN on a live flow.
-pub const KEEP: u32 = 1;
-/// [`Scratch::keep`]: a SYN on a flow that was reset, or closed by both sides. The flow keeps its endpoint. So a sender that
-/// forges a RST or FINs, and then a SYN, moves no live connection.
-pub const KEEP_ENDED: u32 = 2;
 
 /// Begins a flow to the service of [`Scratch::frontend`], for a packet without a known flow. If [`Scratch::keep`] is
 /// set, the packet is a SYN on the flow in `s`, which keeps its endpoint if the service still lists it.
@@ -98,12 +94,12 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
     }
     if may_go_elsewhere(s, action) && !s.exhausted.is_none() {
         s.endpoint = s.exhausted;
-        s.masquerade |= enter::EVICT;
+        s.masquerade |= scratch::EVICT;
         action = enter::to_endpoint(skb, s, now);
     }
     // The endpoints of a load balancer are on the node itself, which the packet comes from. The packet is left alone, as the
     // program at the socket has left it: the load balancer may take it.
-    if s.of_node != 0
+    if s.way.of_node != 0
         && s.frontend.kind() == Kind::LOAD_BALANCER
         && action == Action::Refuse
         && s.refusal == Reason::NoRoute
@@ -133,7 +129,10 @@ fn may_go_elsewhere(s: &mut Scratch, action: Action) -> bool {
 #[inline(never)]
 fn keep_endpoint(s: &mut Scratch, now: Tick) {
     let is_answered = seen::of_replies(s.flow.seen) & seen::PACKET != 0;
-    if s.keep == KEEP && s.reason != Reason::Kept && is_answered && !table::ask(&s.packet.key, now)
+    if s.keep == scratch::KEEP
+        && s.reason != Reason::Kept
+        && is_answered
+        && !table::ask(&s.packet.key, now)
     {
         s.endpoint = Endpoint::new(s.flow.endpoint, s.flow.endpoint_port);
         s.reason = Reason::Kept;
@@ -234,7 +233,7 @@ pub fn without_frontend(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
         return Action::LeaveAlone;
     }
     let is_answered = seen::of_replies(s.flow.seen) & seen::PACKET != 0;
-    if s.keep == KEEP && is_answered && !table::ask(&s.packet.key, now) {
+    if s.keep == scratch::KEEP && is_answered && !table::ask(&s.packet.key, now) {
         s.flow.toward_endpoint(&mut s.ends);
         return Action::Forward;
     }

@@ -9,11 +9,10 @@ use dataplane_common::{
 };
 
 use super::{
-    begin::KEEP_ENDED,
     client_port,
     conntrack::{self, REQUEST},
     events, ipsec, masquerade, refuse, route,
-    scratch::Scratch,
+    scratch::{EVICT, KEEP_ENDED, MASQUERADE, Scratch},
     skb::Skb,
     table, ways,
 };
@@ -21,11 +20,6 @@ use crate::{
     capture::packets,
     select::{count, count_pool, remember},
 };
-
-/// [`Scratch::masquerade`]: the endpoint sees an address of the node's.
-pub const MASQUERADE: u32 = 1;
-/// [`Scratch::masquerade`]: in addition, a flow that may be evicted gives its port up, because no endpoint has a free one.
-pub const EVICT: u32 = 2;
 
 /// How often to search for a port again if other CPUs took the port meanwhile.
 const TRIES: u32 = 3;
@@ -90,7 +84,7 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
         &mut s.way,
     );
     // The stack takes no packet of the node itself from an interface.
-    let is_barred = s.way.answer == route::LOCAL && s.of_node != 0;
+    let is_barred = s.way.answer == route::LOCAL && s.way.of_node != 0;
     if is_barred && s.keep != 0 {
         // Its endpoint is listed no longer.
         s.flow.remove(now);

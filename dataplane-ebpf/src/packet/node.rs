@@ -23,7 +23,7 @@ use super::{
     enter,
     rewrite::rewrite,
     route,
-    scratch::Scratch,
+    scratch::{self, Scratch},
     skb::Skb,
     sources, table, ways,
 };
@@ -56,9 +56,9 @@ pub fn request(skb: Skb, s: &mut Scratch, now: Tick) -> Option<Action> {
             return Some(Action::Forward);
         }
         s.keep = if seen::is_ended(s.flow.seen) {
-            begin::KEEP_ENDED
+            scratch::KEEP_ENDED
         } else {
-            begin::KEEP
+            scratch::KEEP
         };
     } else if s.packet.is_tcp() && !s.packet.is_syn() {
         // The kernel's own conntrack translates it, or it is not known at all.
@@ -71,9 +71,9 @@ pub fn request(skb: Skb, s: &mut Scratch, now: Tick) -> Option<Action> {
         }
         return None;
     }
-    s.of_node = 1;
+    s.way.of_node = 1;
     let action = begin::begin(skb, s, now);
-    s.of_node = 0;
+    s.way.of_node = 0;
     Some(action)
 }
 
@@ -100,7 +100,9 @@ fn may_begin(skb: Skb, s: &mut Scratch) -> bool {
 #[inline(never)]
 pub fn find_way(skb: Skb, s: &mut Scratch) {
     s.flow.toward_endpoint(&mut s.ends);
+    s.way.of_node = 1;
     ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
+    s.way.of_node = 0;
 }
 
 /// Translates a packet and sends it on its way.

@@ -31,7 +31,9 @@ pub fn is_turned(skb: Skb, s: &mut Scratch) -> bool {
     }
     let (dst, dst_port) = (s.packet.key.dst, s.packet.key.dst_port);
     s.way.longest = s.packet.longest(skb);
+    s.way.of_node = 1;
     route::search(skb, &s.packet, &dst, dst_port, &mut s.way);
+    s.way.of_node = 0;
     s.way.answer == ONWARD && s.way.ifindex != skb.ifindex()
 }
 

@@ -7,7 +7,13 @@ use dataplane_common::{
     tables::{Kind, Pool},
 };
 
-use super::{enter, parse::LATER, refuse, reverse, route, scratch::Scratch, skb::Skb, sources};
+use super::{
+    parse::LATER,
+    refuse, reverse, route,
+    scratch::{MASQUERADE, Scratch},
+    skb::Skb,
+    sources,
+};
 use crate::{
     select::{Live, count},
     tables::PACKET_CONFIG,
@@ -34,12 +40,12 @@ pub fn find(skb: Skb, s: &mut Scratch) -> Option<Action> {
     if decision.reason != Reason::Translated {
         return Some(refuse::because(s, decision.reason));
     }
-    s.flow.came_by = if s.of_node != 0 {
+    s.flow.came_by = if s.way.of_node != 0 {
         skb.ifindex()
     } else {
         uplink(skb)
     };
-    s.masquerade = u32::from(decision.masquerade) * enter::MASQUERADE;
+    s.masquerade = u32::from(decision.masquerade) * MASQUERADE;
     None
 }
 
@@ -60,7 +66,7 @@ impl first::Packet for Arrived<'_> {
 
     #[inline(always)]
     fn is_of_node(&self) -> bool {
-        self.s.of_node != 0
+        self.s.way.of_node != 0
     }
 
     #[inline(always)]

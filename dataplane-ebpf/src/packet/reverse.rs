@@ -48,8 +48,6 @@ struct Found {
     when: u32,
 }
 
-/// `LOOPBACK_IFINDEX` (`include/net/flow.h`).
-const LOOPBACK: u32 = 1;
 /// How many sources are remembered, by a hash: a power of two.
 const FOUND_KEPT: usize = 512;
 
@@ -171,7 +169,7 @@ fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -
     let (mut code, mut back) = route::back(skb, packet, route, from);
     if code == BPF_FIB_LKUP_RET_FWD_DISABLED && is_pods {
         // The interface forwards nothing, so the packet is for this host; the loopback forwards if the host does.
-        (code, back) = route::back(skb, packet, route, LOOPBACK);
+        (code, back) = route::back(skb, packet, route, route::LOOPBACK);
         if code == BPF_FIB_LKUP_RET_FWD_DISABLED {
             return false;
         }

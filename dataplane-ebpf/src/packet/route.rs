@@ -54,6 +54,9 @@ pub struct Route {
     pub iface: Iface,
     /// Whether `source` and `destination` are known: 1 or 0.
     pub neighbour: u32,
+    /// Whether the node itself sends the packet ([`super::node`]): 1 or 0. It is 0 whenever a program begins. Here instead of in a
+    /// register: see [`Scratch::keep`](super::scratch::Scratch::keep).
+    pub of_node: u32,
     /// The next hop's family, and itself; IPv4's in the first word.
     pub family: u32,
     pub next_hop: [u32; 4],
@@ -228,27 +231,36 @@ fn ask_by_mark(skb: Skb, lookup: &mut Lookup, flags: u32) -> i64 {
 /// does not return one. Only the argument of the lookup changes in `route`: it holds the result ([`Route::source`]).
 #[inline(never)]
 pub fn find_source(skb: Skb, packet: &Packet, endpoint: &Endpoint, route: &mut Route) -> bool {
+    let from = came_from(skb, route);
     let lookup = &mut route.lookup;
-    write_question(
-        skb.ifindex(),
-        packet,
-        &endpoint.addr,
-        endpoint.port,
-        0,
-        lookup,
-    );
+    write_question(from, packet, &endpoint.addr, endpoint.port, 0, lookup);
     let code = u32::try_from(ask_by_mark(skb, lookup, FOR_SOURCE)).unwrap_or(u32::MAX);
     code == BPF_FIB_LKUP_RET_SUCCESS || code == BPF_FIB_LKUP_RET_NO_NEIGH
 }
 
-/// Looks up the way of `packet`, which arrived at this interface, to its new destination, by the rules for packets from
+/// `LOOPBACK_IFINDEX` (`include/net/flow.h`): the kernel routes its own packets as if they arrived there.
+pub const LOOPBACK: u32 = 1;
+
+/// Returns the interface at which the kernel's rules see the packet arrive. An uplink may have forwarding off, which does not
+/// concern what the node itself sends.
+#[inline(always)]
+pub fn came_from(skb: Skb, route: &Route) -> u32 {
+    if route.of_node != 0 {
+        LOOPBACK
+    } else {
+        skb.ifindex()
+    }
+}
+
+/// Looks up the way of `packet`, which arrived at this interface or is the node's own, to its new destination, by the rules for packets from
 /// its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy routing included), as the stack does after it has
 /// translated a packet's destination.
 #[inline(never)]
 pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
+    let from = came_from(skb, route);
     let longest = route.longest;
     let lookup = &mut route.lookup;
-    write_question(skb.ifindex(), packet, dst, dst_port, longest, lookup);
+    write_question(from, packet, dst, dst_port, longest, lookup);
     let code = ask_by_mark(skb, lookup, 0);
     // Errors of the call itself are negative: they match nothing below.
     take(

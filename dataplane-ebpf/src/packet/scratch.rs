@@ -25,6 +25,16 @@ use crate::{atomic, select::count, tables::PACKET_CONFIG};
 /// How many places a CPU has: one for each program that the next may have preempted.
 const SCRATCHES: usize = 4;
 
+/// [`Scratch::keep`]: a repeated SYN on a live flow.
+pub const KEEP: u32 = 1;
+/// [`Scratch::keep`]: a SYN on a flow that was reset, or closed by both sides. The flow keeps its endpoint. So a sender that
+/// forges a RST or FINs, and then a SYN, moves no live connection.
+pub const KEEP_ENDED: u32 = 2;
+/// [`Scratch::masquerade`]: the endpoint sees an address of the node's.
+pub const MASQUERADE: u32 = 1;
+/// [`Scratch::masquerade`]: in addition, a flow that may be evicted gives its port up, because no endpoint has a free one.
+pub const EVICT: u32 = 2;
+
 #[btf_map]
 static SCRATCH: PerCpuArray<Scratch, SCRATCHES> = PerCpuArray::new();
 
@@ -43,7 +53,7 @@ pub struct Scratch {
     /// The pool that answers, and its index.
     pub pool: Pool,
     pub index: u32,
-    /// Whether the endpoint has to see an address of the node's, and at what cost (flags of `enter.rs`).
+    /// Whether the endpoint has to see an address of the node's, and at what cost: [`MASQUERADE`], [`EVICT`].
     pub masquerade: u32,
     pub endpoint: Endpoint,
     /// The last endpoint without a free port, if another was tried since.
@@ -54,13 +64,10 @@ pub struct Scratch {
     pub reason: Reason,
     /// Why the packet is refused, for [`Action::Refuse`](dataplane_common::first::Action::Refuse).
     pub refusal: Reason,
-    /// Whether the packet is a SYN on the flow that is in `flow`: 0, [`KEEP`](super::begin::KEEP) or
-    /// [`KEEP_ENDED`](super::begin::KEEP_ENDED). Here instead of in a register: Linux 6.1's verifier would treat two
+    /// Whether the packet is a SYN on the flow that is in `flow`: 0, [`KEEP`] or
+    /// [`KEEP_ENDED`]. Here instead of in a register: Linux 6.1's verifier would treat two
     /// paths that differ only in this register as one, and remove code that only the second path has.
     pub keep: u32,
-    /// Whether a packet of the node itself begins the flow ([`super::node`]): 1 or 0. It is 0 whenever a program begins.
-    /// Here for the same reason.
-    pub of_node: u32,
     pub way: Route,
     /// The packet's workload, for capture.
     pub local: Local,

@@ -73,16 +73,16 @@ pub const ROWS: &[Row] = &[
         "a raw socket",
         "n: udp --raw --local 192.168.77.1 --local-port 4301 --to 10.96.1.12:53 --count 1 --timeout-ms 300",
     )
-    .differs(NO_FORWARDING, "TIMEOUT")
+    .with_source()
     .then(&["n: echo 1 > /proc/sys/net/ipv4/conf/eth0/forwarding"]),
     row(
         "an uplink that is a bridge",
-        "x: connect --to 192.168.77.1:30080 --count 20",
+        "x: connect --to 192.168.77.1:30081 --count 20",
     )
     .after(BRIDGED),
     row(
         "by IPv6 and UDP",
-        "x: udp --to [fd77::1]:30053 --count 20",
+        "x: udp --to [fd77::1]:30054 --count 20",
     ),
     row(
         "a virtual machine",
@@ -104,9 +104,6 @@ pub const ROWS: &[Row] = &[
     .by_anybody()
     .then(NO_BRIDGED),
 ];
-
-/// The documented difference of uplinks that do not forward.
-const NO_FORWARDING: &str = "Such packets, if `forwarding` is 0 at the uplink";
 
 /// The node's routes, which a link loses when it goes down.
 const ROUTES: &str = "n: ip route replace default via 192.168.77.201; ip route replace 10.244.2.0/24 via 192.168.77.2; \
