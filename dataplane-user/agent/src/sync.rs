@@ -424,9 +424,16 @@ impl Sync {
         }
     }
 
-    /// After the flips: makes the slots that they freed usable again.
+    /// After the flips: makes the slots that they freed usable again. While further changes of the source wait, they do not
+    /// wait for that too, unless the tables would grow. If one of them adds a key, [`ServiceTables::apply`] waits before it
+    /// reuses the element of a removed key.
     fn grace(&mut self) -> Result<(), kernel::Error> {
-        if self.planner.wants_grace() {
+        let is_due = if self.input.is_behind() {
+            self.planner.wants_room()
+        } else {
+            self.planner.wants_grace()
+        };
+        if is_due {
             self.tables.grace()?;
             self.planner.grace_passed();
         }

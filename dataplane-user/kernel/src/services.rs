@@ -138,9 +138,10 @@ impl Deref for Reading<'_> {
 pub(super) fn write(tables: &mut Tables, freed: &mut bool, writes: &[Write]) -> Result<(), Error> {
     let mut keys = Vec::new();
     let mut values = Vec::new();
+    let mut replaced = Vec::new();
     let mut writes = writes.iter().peekable();
     while let Some(write) = writes.next() {
-        if *freed && matches!(write, Write::Insert { .. } | Write::Replace { .. }) {
+        if *freed && matches!(write, Write::Insert { .. }) {
             tables.grace()?;
             *freed = false;
         }
@@ -159,8 +160,11 @@ pub(super) fn write(tables: &mut Tables, freed: &mut bool, writes: &[Write]) -> 
                 }
             }
             Write::Replace { key, frontend } => {
-                tables.replace_frontend(key, *frontend)?;
-                *freed = true;
+                replaced.push((*key, *frontend));
+                if !matches!(writes.peek(), Some(Write::Replace { .. })) {
+                    tables.replace_frontends(&replaced, freed)?;
+                    replaced.clear();
+                }
             }
             Write::Remove { key } => {
                 tables.remove_frontend(key)?;

@@ -98,7 +98,7 @@ pub enum Write {
         frontend: Frontend,
     },
     /// Moves a key to the pool of another service. Frees a hash element: the kernel crate waits for a grace period
-    /// before the next [`Write::Insert`] or [`Write::Replace`].
+    /// before the next [`Write::Insert`] or [`Write::Replace`], or changes many keys in a copy of the table.
     Replace {
         /// A key that is in the table.
         key: FrontendKey,

@@ -39,7 +39,7 @@ pub struct Paced {
     taken: Objects,
     turns: Turns<Name>,
     budget: u64,
-    /// Whether the last step left changes for the next one.
+    /// Whether the last step was large and left changes for the next one.
     is_full: bool,
     /// The time since which each namespace waits.
     since: BTreeMap<Box<str>, Instant>,
@@ -124,7 +124,7 @@ impl Paced {
                 Name::Entry(name) => bring(&mut self.taken.entries, &self.wanted.entries, &name),
             }
         }
-        self.is_full = self.is_behind();
+        self.is_full = self.is_behind() && self.turns.was_large();
         let waiting: BTreeSet<&str> = self.turns.namespaces().collect();
         for (name, _) in changes(&self.taken.routes, &self.wanted.routes) {
             let waits = [&self.taken.routes, &self.wanted.routes]

@@ -3,6 +3,9 @@
 //! Each change costs work, and the changes of one step are applied together. A step has a limit of work, so that the
 //! changes of one author do not delay those of others. A step first takes the complete changes of the namespaces with
 //! the least work. The rest of its limit goes to one other namespace, a different one in each step.
+//!
+//! A change that arrives during a step waits for the end of that step. If it is small, it does not wait for the next large
+//! part as well: after a step with much work, small changes have a step of their own.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -10,12 +13,17 @@ use std::{
     ops::Bound,
 };
 
+/// The part of a step's limit that small changes cost at most: one in this number.
+const SMALL: u64 = 4;
+
 /// Changed objects that were not applied yet, by namespace.
 #[derive(Debug)]
 pub struct Turns<K> {
     waiting: BTreeMap<Box<str>, Waiting<K>>,
     /// The namespace from which the last step took a part.
     last: Box<str>,
+    /// Whether the last step had more than small changes.
+    was_large: bool,
     /// Number of changes so far.
     count: u64,
 }
@@ -36,6 +44,7 @@ impl<K> Default for Turns<K> {
         Self {
             waiting: BTreeMap::new(),
             last: "".into(),
+            was_large: false,
             count: 0,
         }
     }
@@ -60,6 +69,35 @@ impl<K: Clone + Eq + Hash> Turns<K> {
     /// Takes the next objects, with a total cost of `budget`. Of one namespace with more, takes at least one object at
     /// any cost.
     pub fn take(&mut self, budget: u64) -> Vec<K> {
+        let small = budget / SMALL;
+        if std::mem::take(&mut self.was_large) {
+            let (taken, _) = self.take_whole(small);
+            if !taken.is_empty() {
+                return taken;
+            }
+        }
+        let (mut taken, left) = self.take_whole(budget);
+        self.was_large = budget - left > small;
+        let after = (Bound::Excluded(self.last.clone()), Bound::Unbounded);
+        let next = self.waiting.range(after).next();
+        let next = next.or_else(|| self.waiting.iter().next());
+        let Some(next) = next.map(|(namespace, _)| namespace.clone()) else {
+            return taken;
+        };
+        self.was_large = true;
+        if let Some(waiting) = self.waiting.get_mut(&next) {
+            waiting.take(left, &mut taken);
+            if waiting.queue.is_empty() {
+                self.waiting.remove(&next);
+            }
+        }
+        self.last = next;
+        taken
+    }
+
+    /// Takes all objects of the namespaces with the least work, as far as their total cost is within `budget`. Returns
+    /// them, and the rest of the budget.
+    fn take_whole(&mut self, budget: u64) -> (Vec<K>, u64) {
         let mut left = budget;
         let mut taken = Vec::new();
         let mut by_cost: Vec<(u64, Box<str>)> = self
@@ -76,20 +114,12 @@ impl<K: Clone + Eq + Hash> Turns<K> {
             let whole = self.waiting.remove(&namespace);
             taken.extend(whole.into_iter().flat_map(|of| of.queue.into_values()));
         }
-        let after = (Bound::Excluded(self.last.clone()), Bound::Unbounded);
-        let next = self.waiting.range(after).next();
-        let next = next.or_else(|| self.waiting.iter().next());
-        let Some(next) = next.map(|(namespace, _)| namespace.clone()) else {
-            return taken;
-        };
-        if let Some(waiting) = self.waiting.get_mut(&next) {
-            waiting.take(left, &mut taken);
-            if waiting.queue.is_empty() {
-                self.waiting.remove(&next);
-            }
-        }
-        self.last = next;
-        taken
+        (taken, left)
+    }
+
+    /// Returns whether the last step had more than small changes.
+    pub const fn was_large(&self) -> bool {
+        self.was_large
     }
 
     /// Returns the namespaces with waiting objects.
@@ -176,6 +206,28 @@ mod tests {
         }
         let all: Vec<_> = (0..1000).map(|n| ("much", n)).collect();
         assert_eq!(taken, all);
+    }
+
+    #[test]
+    fn a_small_change_waits_for_one_large_step_and_not_for_two() {
+        let mut turns = Turns::default();
+        for n in 0..100 {
+            put(&mut turns, "much", n, 100);
+        }
+        assert_eq!(turns.take(1000).len(), 10);
+        assert!(turns.was_large());
+        // Both arrived during the step: the small change does not go with another part, and does not wait for it.
+        put(&mut turns, "little", 0, 10);
+        put(&mut turns, "more", 0, 500);
+        assert_eq!(turns.take(1000), [("little", 0)]);
+        assert!(!turns.was_large());
+        // Small changes all the time do not keep the large ones waiting.
+        put(&mut turns, "little", 1, 10);
+        let next = turns.take(1000);
+        assert_eq!(next[..2], [("little", 1), ("more", 0)]);
+        assert_eq!(next.len(), 2 + 4);
+        // Without a small change, the next part comes at once.
+        assert_eq!(turns.take(1000).len(), 10);
     }
 
     #[test]

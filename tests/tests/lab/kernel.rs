@@ -5,6 +5,7 @@ use std::{
     fs,
     path::PathBuf,
     sync::{Mutex, PoisonError},
+    time::Instant,
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -31,6 +32,7 @@ scenarios! {
     half_made_pins_are_made_anew,
     another_cgroup_is_attached_to_anew,
     tables_grow_and_keep_what_they_hold,
+    keys_that_change_owner_together_wait_together,
     a_full_table_names_its_knob,
     an_older_layout_is_retired,
     a_directory_on_no_bpffs_is_refused,
@@ -360,6 +362,43 @@ fn tables_grow_and_keep_what_they_hold() -> Result<()> {
     );
     let kernel = place.open()?;
     ensure!(kernel.adopted() && kernel.contents()?.frontends.len() == 20_000);
+    Ok(())
+}
+
+/// A key that changes owner waits for the programs that run. Thousands that change together, as when a Service goes whose
+/// addresses another Service claims, do not wait for each other.
+fn keys_that_change_owner_together_wait_together() -> Result<()> {
+    const KEYS: u32 = 2000;
+    let place = Place::new()?;
+    let mut kernel = place.open()?;
+    let (demand, first) = writes(KEYS);
+    kernel.reserve(&demand)?;
+    kernel.apply(&first)?;
+    let mut wanted = sorted(kernel.contents()?);
+    for (_, frontend) in &mut wanted.frontends {
+        *frontend = Frontend::new(frontend.pool() % KEYS + 1, Kind::CLUSTER_IP);
+    }
+    let changes: Vec<_> = wanted
+        .frontends
+        .iter()
+        .map(|&(key, frontend)| Write::Replace { key, frontend })
+        .collect();
+    let (alone, together) = changes.split_at(20);
+    let start = Instant::now();
+    for change in alone {
+        kernel.apply(std::slice::from_ref(change))?;
+    }
+    let alone = start.elapsed();
+    let start = Instant::now();
+    kernel.apply(together)?;
+    let together = start.elapsed();
+    // Each by itself, they would take 99 times as long as the 20.
+    ensure!(together < 20 * alone, "{together:?}; 20 took {alone:?}");
+    ensure!(sorted(kernel.contents()?) == wanted);
+    let filtered = kernel.tables().filtered_out()?;
+    ensure!(filtered.is_empty(), "the filter hides {filtered:?}");
+    drop(kernel);
+    ensure!(sorted(Tables::open(&place.paths.bpffs)?.contents()?) == wanted);
     Ok(())
 }
 

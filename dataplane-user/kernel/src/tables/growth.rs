@@ -1,17 +1,23 @@
-//! Replacing a table by a larger copy while programs run.
+//! Replacing a table by a copy while programs run: a larger copy, or a copy in which many keys have changed.
 
-use std::io;
+use std::{collections::HashMap, io};
 
-use dataplane_common::packet;
+use dataplane_common::{
+    packet,
+    tables::{Frontend, FrontendKey},
+};
 use plan::{Demand, Room};
 
 use super::{
     super::{
-        error::Error,
+        error::{Doing, Error},
         map::{Mapped, Plain},
     },
     Outer, Tables, new_affinity, new_frontends, put,
 };
+
+/// Elements of FRONTENDS that are copied in less than the time of a grace period.
+const COPIED_IN_A_WAIT: usize = 8192;
 
 /// How large tables may become.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,9 +145,55 @@ impl Tables {
         Ok(grown)
     }
 
+    /// Moves keys to other pools. `freed`: whether a hash element was freed since the last grace period.
+    ///
+    /// The kernel keeps the former element of a key for the next key that changes, so each single change waits for a grace
+    /// period. Many keys change in a copy of the table, which takes one grace period.
+    pub(crate) fn replace_frontends(
+        &mut self,
+        changes: &[(FrontendKey, Frontend)],
+        freed: &mut bool,
+    ) -> Result<(), Error> {
+        let capacity = self.frontends.capacity();
+        if changes.len() > 2 + capacity as usize / COPIED_IN_A_WAIT {
+            let doing = || format!("cannot change {} entries of FRONTENDS", changes.len());
+            let entries = self.frontends.entries().doing(doing)?;
+            let mut entries: HashMap<_, _> = entries.into_iter().collect();
+            let mut before = Vec::with_capacity(changes.len());
+            for (key, frontend) in changes {
+                self.vips.add(key, *frontend);
+                before.extend(entries.insert(*key, *frontend).map(|of| (*key, of)));
+            }
+            self.put_frontends(capacity, entries).doing(doing)?;
+            *freed = false;
+            for (key, frontend) in before {
+                self.vips.remove(&key, frontend);
+            }
+            return Ok(());
+        }
+        for (key, frontend) in changes {
+            if *freed {
+                self.grace()?;
+            }
+            self.replace_frontend(key, *frontend)?;
+            *freed = true;
+        }
+        Ok(())
+    }
+
     fn grow_frontends(&mut self, capacity: u32) -> io::Result<()> {
+        let entries = self.frontends.entries()?;
+        self.put_frontends(capacity, entries)
+    }
+
+    /// Puts a table with these entries in the place of FRONTENDS, and waits until no program uses the former one.
+    fn put_frontends(
+        &mut self,
+        capacity: u32,
+        entries: impl IntoIterator<Item = (FrontendKey, Frontend)>,
+    ) -> io::Result<()> {
         let new = new_frontends(capacity)?;
-        let (keys, values): (Vec<_>, Vec<_>) = self.frontends.entries()?.into_iter().unzip();
+        let (keys, values): (Vec<_>, Vec<_>) = entries.into_iter().unzip();
         new.set_all(&keys, &values)?;
         put(&self.outer[Outer::Frontends as usize], new.fd())?;
         self.frontends = new;

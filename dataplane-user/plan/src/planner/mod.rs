@@ -156,9 +156,15 @@ impl Planner {
         }
     }
 
-    /// Returns whether a grace period is worthwhile now: keys changed owner or were removed, or much of the table is
-    /// retired.
+    /// Returns whether a grace period is worthwhile now: keys changed owner or were removed, or [room](Self::wants_room)
+    /// is wanted.
     pub fn wants_grace(&self) -> bool {
+        self.freed_keys || self.wants_room()
+    }
+
+    /// Returns whether a grace period is worthwhile while further changes wait: services wait for room, or much of the
+    /// table is retired, so that the table would grow.
+    pub fn wants_room(&self) -> bool {
         let Mirror {
             live_slots,
             retired_slots,
@@ -167,8 +173,7 @@ impl Planner {
             ..
         } = &self.mirror;
         let pool_bound = (RETIRED_AT_LEAST as usize).max(pools.len() / 8);
-        self.freed_keys
-            || !self.waiting.is_empty()
+        !self.waiting.is_empty()
             || *retired_slots > RETIRED_AT_LEAST.max(live_slots / 8)
             || retired_pools.len() > pool_bound
     }

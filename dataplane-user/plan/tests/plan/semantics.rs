@@ -729,9 +729,10 @@ fn thousand_flips_a_second_want_a_grace_every_few_hundred() {
     assert_eq!(graces, 3);
     let highest = *node.sim.slots.last_key_value().unwrap().0;
     assert!(highest < 1100, "slots are used again: {highest}");
-    // A removed key needs a grace period at once.
+    // A removed key needs a grace period at once, unless further changes wait.
     node.plan(&snapshot([]));
     assert!(node.planner.wants_grace());
+    assert!(!node.planner.wants_room());
 }
 
 #[test]

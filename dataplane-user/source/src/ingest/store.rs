@@ -24,6 +24,10 @@ use crate::{
     turns::Turns,
 };
 
+/// Maximum number of problems of one object that are named. Each view has the problems of all objects, so the time of
+/// everybody's changes grows with their number.
+const PROBLEMS: usize = 32;
+
 /// A message to the store.
 #[derive(Debug)]
 pub enum Message {
@@ -715,7 +719,12 @@ impl Store {
         let notes = findings.notes.iter();
         let notes =
             notes.map(|(field, text)| problem(Gravity::Warning, format!("{field}: {text}")));
-        self.note((*kind, name.clone()), faults.chain(notes).collect())
+        let mut problems: Vec<_> = faults.chain(notes).take(PROBLEMS).collect();
+        let more = (findings.faults.len() + findings.notes.len()).saturating_sub(PROBLEMS);
+        if more > 0 {
+            problems.push(problem(Gravity::Warning, format!("and {more} more")));
+        }
+        self.note((*kind, name.clone()), problems)
     }
 
     /// Replaces the problems of an object. Returns whether they have changed.

@@ -7,7 +7,7 @@ use dataplane_source::kubernetes::{Kind, Scope, WantedKinds};
 use dataplane_tests::api::{Resource, objects};
 use serde_json::{Value, json};
 
-use crate::site::{Site, endpoints, pod, server, slice_of, vip, web};
+use crate::site::{NODE, Site, endpoints, pod, server, slice_of, vip, web};
 
 const ALL: WantedKinds = WantedKinds {
     scope: Scope::HostPorts,
@@ -164,6 +164,21 @@ fn whatever_an_object_says_the_others_are_served() {
             view.problems.is_empty() && view.services.len() == 3 && endpoints(view, "web-1") == [1]
         });
     }
+}
+
+/// An annotation within Kubernetes' 256 KiB may have a hundred thousand wrong words. The problems of all objects are part of
+/// each view, so those of one object are few.
+#[test]
+fn an_object_with_very_many_faults_has_few_problems() {
+    let mut object = objects::pod("web", NODE, &[pod(1)]);
+    let words = vec!["x"; 100_000].join(",");
+    object["metadata"]["annotations"] =
+        json!({ "traffic.sidecar.istio.io/excludeOutboundPorts": words });
+    let site = Site::of(server([object]), Scope::Mesh);
+    let view = site.view(|view| !view.problems.is_empty());
+    assert_eq!(view.problems.len(), 33);
+    let mut problems = view.problems.iter();
+    assert!(problems.any(|problem| problem.text == "and 99968 more"));
 }
 
 /// Without bookmarks, the version of a broken watch is older than the server's history. Everything is listed again, and

@@ -1,7 +1,7 @@
 //! Headers: rare ones, contradictory ones, fragments.
 
-use anyhow::Result;
-use dataplane_common::Reason;
+use anyhow::{Result, ensure};
+use dataplane_common::{Addr, Reason};
 use dataplane_proof::wire::{LINK, Packet, Part, Payload, flags, protocol};
 
 use super::{
@@ -15,6 +15,7 @@ scenarios! {
     headers_that_lie_are_left_alone,
     source_routes_of_pods_are_refused,
     fragments_follow_their_first,
+    fragments_that_overlap_are_their_senders_own,
 }
 
 fn headers_that_are_rare_are_passed_or_left_alone() -> Result<()> {
@@ -390,6 +391,59 @@ fn fragments_follow_their_first() -> Result<()> {
                 &then,
                 reasons,
             )?;
+        }
+        Ok(())
+    })
+}
+
+/// A later fragment that overlaps others, also the first one's header, goes where the first fragment of its sender went. First
+/// fragments that contradict each other change the ports of this sender's datagram only.
+fn fragments_that_overlap_are_their_senders_own() -> Result<()> {
+    scene(|scene| {
+        for (v4, tcp) in ALL {
+            scene.forget()?;
+            let (client, vip, seen, endpoint) = PLAIN.ends(v4);
+            let fragment = |port: u16, part| {
+                let mut fragment = packet(tcp, (client.0, port), vip, flags::SYN);
+                fragment.identification = 0x7777;
+                fragment.payload = payload(tcp, [port, vip.1], flags::SYN, &[9; 3000]);
+                fragment.part = Some(part);
+                fragment
+            };
+            let passes = |what: &str, port: u16, part, reasons: &[Reason]| {
+                let whole = fragment(port, part);
+                let then = PLAIN.toward_endpoint(scene, &whole, (seen.0, port), endpoint);
+                let at = (PLAIN.at, false);
+                check(scene, what, at, &whole.frame(), &then, reasons)
+            };
+            let known = || -> Result<Vec<(Addr, u16)>> {
+                let entries = scene.rig.fragments.entries()?.into_iter();
+                let mut known: Vec<_> = entries
+                    .map(|(key, first)| (key.src, first.src_port.host()))
+                    .collect();
+                known.sort_unstable();
+                Ok(known)
+            };
+            let first = part(0, 1200, true);
+            passes("the first", client.1, first, &[Reason::Masqueraded])?;
+            // Behind the header, whose checksum would have to change: the programs know that only of first fragments.
+            for (from, to, more) in [(24, 1200, true), (600, 1800, true), (24, 1200, false)] {
+                passes("overlapping", client.1, part(from, to, more), &[])?;
+            }
+            // Another first fragment of the same number, of another flow of the client.
+            let other = client.1 + 1;
+            passes("the second", other, first, &[Reason::Masqueraded])?;
+            let client = Addr::from(client.0);
+            ensure!(known()? == [(client, other)], "{:?}", known()?);
+            // The same number from another host.
+            let mut strange = fragment(30_000, first);
+            strange.src = ip(v4, "198.51.100.99", "2001:db8:99::99");
+            scene.throw(PLAIN.at, false, &strange.frame())?;
+            let known = known()?;
+            ensure!(
+                known.len() == 2 && known.contains(&(client, other)),
+                "{known:?}"
+            );
         }
         Ok(())
     })
