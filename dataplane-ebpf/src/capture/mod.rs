@@ -8,7 +8,6 @@ pub mod inbound;
 pub mod meters;
 pub mod origin;
 pub mod outbound;
-pub mod packets;
 pub mod sockopt;
 pub mod states;
 pub mod tcp;
@@ -18,19 +17,19 @@ use core::ptr::read_volatile;
 use aya_ebpf::maps::lpm_trie::Key;
 use dataplane_common::{
     Addr, Port, Protocol,
-    capture::{self, CAPTURED, CaptureConfig, FROM_CLIENT, Local, REACHABLE, RuleKey, has_mark},
-    decide,
+    capture::{self, CaptureConfig, FROM_CLIENT, Local, RuleKey, has_mark},
+    decide, first,
     reread::{self, Copied},
     tables::{Frontend, FrontendKey},
 };
 
 use crate::{
-    select,
+    select, socket,
     tables::{CAPTURE, KNOWN, LOCALS, RANGES, RULES, Range},
 };
 
 /// The kernel's own tables.
-struct Live;
+pub struct Live;
 
 impl capture::Rules for Live {
     #[inline(always)]
@@ -46,6 +45,23 @@ impl capture::Rules for Live {
         RANGES
             .get(&Key::new(32 + 128, Range { policy, addr }))
             .map_or(0, |said| *said)
+    }
+}
+
+impl first::Workloads for Live {
+    #[inline(always)]
+    fn mesh(&self) -> u64 {
+        socket::config().map_or(0, |config| config.mesh)
+    }
+
+    #[inline(always)]
+    fn local(&self, addr: Addr) -> Option<Local> {
+        local(addr)
+    }
+
+    #[inline(always)]
+    fn has(&self, to: &FrontendKey) -> bool {
+        KNOWN.get_ptr(to).is_some()
     }
 }
 
@@ -85,8 +101,5 @@ fn is_known(frontend: Frontend, addr: Addr, port: Port, protocol: Protocol) -> b
     if !frontend.is_none() {
         return decide::is_reachable(&select::Live, frontend);
     }
-    KNOWN
-        .get_ptr(FrontendKey::new(addr, port, protocol))
-        .is_some()
-        || capture::Rules::range(&Live, REACHABLE, addr) == CAPTURED
+    first::is_known(&Live, &FrontendKey::new(addr, port, protocol))
 }

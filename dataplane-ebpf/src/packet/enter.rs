@@ -17,7 +17,7 @@ use super::{
     table, ways,
 };
 use crate::{
-    capture::packets,
+    capture,
     select::{count, count_pool, remember},
 };
 
@@ -34,9 +34,9 @@ extern "C" fn packet_admits(s: *const Scratch) -> u32 {
     unsafe { s.as_ref() }.map_or(0, |s| {
         let key = &s.packet.key;
         u32::from(if s.frontend.is_none() {
-            packets::admits_itself(key)
+            first::admits_itself(&capture::Live, key)
         } else {
-            packets::admits_service(key, s.pool.block, &s.endpoint)
+            first::admits_service(&capture::Live, key, s.pool.block, &s.endpoint)
         })
     })
 }

@@ -7,7 +7,7 @@
 
 use aya_ebpf::btf_maps::lpm_trie::Key;
 use dataplane_common::{
-    Addr, Reason,
+    Addr, Reason, first,
     packet::{FlowKey, PacketConfig, SourceKey},
 };
 
@@ -54,10 +54,7 @@ fn any(policies: u32, key: &FlowKey, ends: &Ends) -> bool {
 
 #[inline(never)]
 fn both_ways(policies: u32, key: &FlowKey, endpoint: &Addr) -> bool {
-    protected(policies, &key.src, &key.dst)
-        || protected(policies, &key.src, endpoint)
-        || protected(policies, &key.dst, &key.src)
-        || protected(policies, endpoint, &key.src)
+    first::is_protected(key, endpoint, move |src, dst| protected(policies, src, dst))
 }
 
 /// Whether a policy protects packets from one address to another.

@@ -102,11 +102,6 @@ impl Protected {
 }
 
 impl PacketTables {
-    /// Whether IPsec policies protect anything.
-    pub fn protects_any(&self) -> bool {
-        self.config().policies != 0
-    }
-
     /// Whether IPsec policies protect packets from one address to another.
     ///
     /// # Errors

@@ -314,10 +314,12 @@ impl ExplainArgs {
                 bpffs.display()
             )
         })?;
+        let mesh = Mesh::open(tables, &bpffs, &self.socket.client())?;
         let live = packet::Live {
             tables,
             packet: &PacketTables::open(&bpffs)?,
             conntrack: &conntrack,
+            mesh: mesh.as_ref(),
             bpffs: &bpffs,
         };
         let Target::Address(to) = self.destination else {

@@ -11,7 +11,7 @@ use dataplane_common::{
     Addr, Port, Protocol, Reason, VipWords, decide,
     first::{self, Fact},
     packet::{FlowKey, Iface},
-    tables::Pool,
+    tables::{Endpoint, Pool},
 };
 use kernel::{
     PacketTables, PacketWays, Tables,
@@ -21,9 +21,10 @@ use nix::net::if_::if_nametoindex;
 use terminal::output::duration;
 
 use super::{
+    capture::Mesh,
     decision::{self, Recorded, affinity, holds, lookup},
     explanation::{Choice, Explanation},
-    ways::{Packet, Place},
+    ways::{Packet, Place, drop_packet},
 };
 
 /// The live tables.
@@ -31,6 +32,8 @@ pub struct Live<'a> {
     pub tables: &'a Tables,
     pub packet: &'a PacketTables,
     pub conntrack: &'a Conntrack,
+    /// `None`: there is no mesh on this node.
+    pub mesh: Option<&'a Mesh>,
     /// The directory with the tables.
     pub bpffs: &'a Path,
 }
@@ -176,21 +179,28 @@ fn known(
     });
 }
 
-/// Explains a packet that does not belong to a service. A direct connection to an endpoint gets another source port if
-/// a flow through a VIP from the same port already reaches the endpoint.
+/// Explains a packet that does not belong to a service. The egress policy of its workload may refuse it. A direct
+/// connection to an endpoint gets another source port if a flow through a VIP from the same port already reaches the
+/// endpoint.
 fn beside(
     live: &Live<'_>,
     place: &Place<'_>,
     key: &FlowKey,
     told: &mut Explanation,
 ) -> anyhow::Result<()> {
+    let is_tcp = key.protocol == Protocol::TCP;
+    let denies = |mesh: &Mesh| !first::admits_itself(mesh, key);
+    if is_tcp && live.mesh.is_some_and(denies) {
+        refuse(told, Reason::EgressDenied);
+        return Ok(());
+    }
     let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
     let rival = live.conntrack.find_by_reply(&back);
     let rival = rival.filter(|flow| {
         let is_live = !flow.is_ended() && !flow.is_foreign();
         is_live && !flow.is_masqueraded() && !flow.is_over(now(), &live.conntrack.timeouts())
     });
-    let Some(flow) = rival.filter(|_| key.protocol == Protocol::TCP) else {
+    let Some(flow) = rival.filter(|_| is_tcp) else {
         told.steps.push(Reason::NotService.text().to_owned());
         return Ok(());
     };
@@ -280,8 +290,8 @@ fn begin(
     }
     choose(live, key, &pool, told);
     told.verdict = "translated";
-    if is_protected(live, key, told)? {
-        refuse(told, Reason::IpsecPolicy);
+    if let Some(reason) = barred(live, key, &pool, told)? {
+        drop_packet(told, reason);
         return Ok(());
     }
     seen_as(live, key, decision.masquerade, told)?;
@@ -289,32 +299,49 @@ fn begin(
     place.reach(decision.masquerade, told)
 }
 
-/// Returns whether IPsec policies protect the flow to every endpoint that it could get.
-fn is_protected(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyhow::Result<bool> {
-    if !live.packet.protects_any() {
-        return Ok(false);
-    }
-    let with = |other: Addr| {
-        let there = live.packet.protects(key.src, other)?;
-        anyhow::Ok(there || live.packet.protects(other, key.src)?)
-    };
-    if with(key.dst)? {
-        return Ok(true);
-    }
-    let mut protected = 0;
+/// Says to which endpoints the packet may not go, by the egress policy of its workload or by IPsec policies, and returns a
+/// reason if it may go to no endpoint.
+fn barred(
+    live: &Live<'_>,
+    key: &FlowKey,
+    pool: &Pool,
+    told: &mut Explanation,
+) -> anyhow::Result<Option<Reason>> {
+    let mut found = Vec::new();
     for choice in &told.endpoints {
-        let Ok(endpoint) = choice.endpoint.parse::<SocketAddr>() else {
+        let Ok(to) = choice.endpoint.parse::<SocketAddr>() else {
             continue;
         };
-        protected += usize::from(with(endpoint.ip().into())?);
+        let endpoint = Endpoint::new(to.ip().into(), Port::new(to.port()));
+        let denies = |mesh: &Mesh| !first::admits_service(mesh, key, pool.block, &endpoint);
+        if live.mesh.is_some_and(denies) {
+            found.push(Reason::EgressDenied);
+        } else if is_protected(live, key, &endpoint.addr)? {
+            found.push(Reason::IpsecPolicy);
+        }
     }
-    if protected > 0 {
-        told.steps.push(format!(
-            "IPsec policies protect packets to or from {protected} of these endpoints: the packet is refused if one \
-             of them is chosen"
-        ));
+    for reason in [Reason::EgressDenied, Reason::IpsecPolicy] {
+        let count = found.iter().filter(|of| **of == reason).count();
+        if count > 0 {
+            let step = format!("to {count} of these endpoints: {}", reason.text());
+            told.steps.push(step);
+        }
     }
-    Ok(protected > 0 && protected == told.endpoints.len())
+    let is_all = found.len() == told.endpoints.len();
+    Ok(found.first().copied().filter(|_| is_all))
+}
+
+/// Returns whether IPsec policies forbid the flow to an endpoint.
+fn is_protected(live: &Live<'_>, key: &FlowKey, endpoint: &Addr) -> anyhow::Result<bool> {
+    let mut fault = None;
+    let found = first::is_protected(key, endpoint, |src, dst| {
+        let said = live.packet.protects(*src, *dst);
+        said.unwrap_or_else(|error| {
+            fault = Some(error);
+            true
+        })
+    });
+    fault.map_or(Ok(found), |error| Err(error.into()))
 }
 
 /// The packet, as the shared decision sees it. Each answer of a table becomes a step.

@@ -160,7 +160,8 @@ impl Place<'_> {
     }
 }
 
-fn drop_packet(told: &mut Explanation, reason: Reason) {
+/// Says that the packet is refused for a reason that a step has explained.
+pub fn drop_packet(told: &mut Explanation, reason: Reason) {
     told.endpoints.clear();
     told.verdict = "refused";
     told.reason = reason.word();

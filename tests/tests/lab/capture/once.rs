@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 use super::{World, packets};
 use crate::{
     cluster::{UDP, ask, reaches, refused, serve},
+    explain::packet_reason,
     manifest::{Config, Manifests, Service},
 };
 
@@ -245,6 +246,9 @@ fn exempts_endpoints(world: &World, outside: &Host, udp: &[&str]) -> Result<()> 
                 told["verdict"] == verdict && told["reason"] == reason.word(),
                 "{to}: {told:#}"
             );
+            let from = SocketAddr::from((app.ipv4(), FREE));
+            let of_packet = packet_reason(world.agent()?, "veth-app", from, &to, 0)?;
+            ensure!(of_packet == reason.word(), "{to}: {of_packet} for a packet");
         }
     }
     Ok(())

@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use super::{World, foreign, mesh, pod, relay::Relay, restart::PAUSE};
 use crate::{
     cluster::{ask, eventually, lived, reaches, refused, sources_are},
+    explain::packet_reason,
     features::on,
     outcome::run_args,
     proxy::{connect, each_end},
@@ -316,6 +317,14 @@ fn unknown_destinations_are_refused_at_once() -> Result<()> {
         // A service, and its endpoint.
         reaches(&app, "10.96.0.10:80", "connect --count 2", &["far"])?;
         reaches(&app, "10.244.2.5:7", "connect", &["far"])?;
+        for (to, reason) in [
+            ("10.244.1.5:7", Reason::EgressDenied),
+            ("10.244.2.5:7", Reason::NotService),
+        ] {
+            let from = SocketAddr::from((app.ipv4(), 4000));
+            let told = packet_reason(world.agent()?, "veth-app", from, to, 0)?;
+            ensure!(told == reason.word(), "{mode}, {to}: {told} for a packet");
+        }
     }
     Ok(())
 }

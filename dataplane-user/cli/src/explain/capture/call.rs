@@ -2,8 +2,8 @@
 
 use dataplane_common::{
     Addr, Port, Protocol,
-    capture::{self, CAPTURED, Enrolled, ListenerKey, REACHABLE, RuleKey},
-    decide,
+    capture::{self, Enrolled, ListenerKey, RuleKey},
+    decide, first,
     tables::{Block, Endpoint, Frontend, FrontendKey},
 };
 use kernel::Tables;
@@ -29,11 +29,11 @@ impl Call<'_> {
 
 impl capture::Rules for Call<'_> {
     fn rule(&self, key: &RuleKey) -> u32 {
-        self.mesh.held.rule(key)
+        self.mesh.rule(key)
     }
 
     fn range(&self, policy: u32, addr: Addr) -> u32 {
-        self.mesh.held.range(policy, addr)
+        self.mesh.range(policy, addr)
     }
 }
 
@@ -58,8 +58,7 @@ impl capture::Circumstances for Call<'_> {
             return decide::is_reachable(self.tables, frontend);
         }
         let key = FrontendKey::new(addr, port, self.protocol);
-        self.mesh.held.known.contains_key(&key)
-            || capture::Rules::range(&self.mesh.held, REACHABLE, addr) == CAPTURED
+        first::is_known(self.mesh, &key)
     }
 
     fn is_refused(&self) -> bool {

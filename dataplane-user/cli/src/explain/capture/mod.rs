@@ -16,11 +16,13 @@ use admin::{api, client::Client as Agent};
 use agent::addresses;
 use anyhow::Context as _;
 use dataplane_common::{
-    Port, Protocol, Reason,
+    Addr, Port, Protocol, Reason,
     capture::{
         self, CaptureConfig, Enrolled, ListenerKey, Local, MESH_CGROUPS, MESH_DENIES, MESH_DNS,
-        MESH_GUARD, MESH_NAMESPACES,
+        MESH_GUARD, MESH_NAMESPACES, RuleKey,
     },
+    first,
+    tables::FrontendKey,
 };
 use kernel::{CaptureTables, Tables};
 use plan::Captured;
@@ -368,6 +370,30 @@ impl Mesh {
             ),
             reason => reason.text().to_owned(),
         });
+    }
+}
+
+impl capture::Rules for Mesh {
+    fn rule(&self, key: &RuleKey) -> u32 {
+        self.held.rule(key)
+    }
+
+    fn range(&self, policy: u32, addr: Addr) -> u32 {
+        self.held.range(policy, addr)
+    }
+}
+
+impl first::Workloads for Mesh {
+    fn mesh(&self) -> u64 {
+        self.word
+    }
+
+    fn local(&self, addr: Addr) -> Option<Local> {
+        self.held.locals.get(&addr).copied()
+    }
+
+    fn has(&self, to: &FrontendKey) -> bool {
+        self.held.known.contains_key(to)
     }
 }
 
