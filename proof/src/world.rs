@@ -409,7 +409,7 @@ impl World {
             let thrown = endpoint(at("10.12.0.1", "fd12::1"), 8080);
             let anycast = endpoint(at("10.13.0.1", "fd13::1"), 9090);
             let several = MANY.map(|[v4, v6]| endpoint(at(v4, v6), 8080));
-            let pools: [(u32, &[Endpoint], u16); 16] = [
+            let pools: [(u32, &[Endpoint], u16); 17] = [
                 (1, &[near, near2, small, quiet, far, host, anycast], 0),
                 (2, &[near, far], 0),
                 (3, &[near], 0),
@@ -426,6 +426,8 @@ impl World {
                 (14, &[near, far, lost], 0),
                 (15, &[near], 0),
                 (16, &several, 0),
+                // A route, one of whose backends has no endpoints.
+                (17, &[Endpoint::NONE, near, far], 0),
             ];
             for (index, endpoints, flags) in pools {
                 let mut endpoints = endpoints.to_vec();
@@ -462,7 +464,7 @@ impl World {
                 self.sources
                     .push((shift + set, at(v4_text, v6_text), length));
             }
-            for service in [1, 2, 4, 6, 7, 8, 9, 10, 12, 13, 14, 16] {
+            for service in [1, 2, 4, 6, 7, 8, 9, 10, 12, 13, 14, 16, 17] {
                 let text = |v4_prefix: &str, v6_prefix: &str| {
                     at(
                         &format!("{v4_prefix}{service}"),
@@ -631,7 +633,7 @@ impl World {
     /// Returns the endpoints of a family, repeated for each pool that has them.
     pub fn endpoints(&self, v4: bool) -> Vec<Endpoint> {
         let all = self.pools.values().flat_map(|pool| &pool.endpoints);
-        all.filter(|endpoint| endpoint.addr.is_v4() == v4)
+        all.filter(|endpoint| !endpoint.is_none() && endpoint.addr.is_v4() == v4)
             .copied()
             .collect()
     }

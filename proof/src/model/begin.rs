@@ -95,6 +95,9 @@ impl Model<'_> {
             }
         }
         let mut choice = self.choose(&elsewhere, headers, again.as_ref(), at, drawn)?;
+        if choice.0.is_none() {
+            return Ok(self.refuse(input, headers, Reason::NoEndpoints));
+        }
         if let Some(flow) = &again
             && choice.1 != Reason::Kept
             && !flow.is_ended()
