@@ -298,7 +298,7 @@ fn an_exclusion_exempts_where_a_machines_first_packet_goes() -> Result<()> {
 fn flips() -> u32 {
     let said = std::env::var("DATAPLANE_FLIPS").ok();
     said.and_then(|said| said.parse().ok())
-        .unwrap_or(if emulated() { 20_000 } else { 200_000 })
+        .unwrap_or(if emulated() { 20_000 } else { 50_000 })
 }
 
 /// Two services that exchange their endpoints, in turn.
