@@ -500,7 +500,7 @@ fn a_takeover_that_is_killed_leaves_a_node_that_works() -> Result<()> {
         let mut killed = [0; 3];
         for way in 0..3 {
             let arguments: &[&str] = if way == 0 { &[] } else { &["--revert"] };
-            let step = if is_long() { 1 } else { [3, 3, 2][way] };
+            let step = if is_long() { 1 } else { [5, 5, 4][way] };
             for point in (1..).step_by(step) {
                 if way > 0 {
                     node.takeover(&[], &[])?.exits(0)?;

@@ -164,7 +164,7 @@ fn is_finished_or_undone(mut pod: Pod) -> Result<()> {
     let before = pod.rules()?;
     for (way, arguments) in [&[][..], &["--revert"]].into_iter().enumerate() {
         let mut killed = 0;
-        for point in (1..).step_by(if is_long() { 1 } else { 7 }) {
+        for point in (1..).step_by(if is_long() { 1 } else { 9 }) {
             if way == 1 {
                 pod.takeover(&[], None)?.exits(0)?;
             }
