@@ -33,13 +33,15 @@ scenarios! {
 const FEW: u32 = 10;
 /// The most services in a file: well below the limit of 32 MiB.
 const PER_FILE: u32 = 20_000;
-/// How many services an agent is writing when it is killed.
+/// The most services that an agent is writing when it is killed.
 const UNTIL_KILLED: u32 = 10_000;
+/// How often it is killed at most.
+const KILLS: u32 = 6;
 
 /// Returns how many services arrive, by default or from `DATAPLANE_SERVICES`.
 fn many() -> Result<u32> {
     let asked = std::env::var("DATAPLANE_SERVICES").ok();
-    let many = asked.map_or(Ok(20_000), |asked| asked.parse());
+    let many = asked.map_or(Ok(8_000), |asked| asked.parse());
     let many = many.context("DATAPLANE_SERVICES: a number")?;
     ensure!(many >= 1000, "DATAPLANE_SERVICES: at least 1000");
     Ok(many)
@@ -237,11 +239,13 @@ fn an_agent_killed_while_it_writes_is_taken_over() -> Result<()> {
     let client = lab.pod("sleep");
     let to = format!("{}:80", vip(3));
     let load = client.load(&["--to", &to, "--threads", "2", "--pause-us", "500"])?;
+    let all = many()?;
+    let services = (all / 2).min(UNTIL_KILLED);
     let mut killed = Vec::new();
-    for round in 0..6 {
+    for round in 0..(all / 2_000).clamp(2, KILLS) {
         let many = round % 2 == 0;
         if many {
-            write(&lab, directory.path(), "many.json", FEW..UNTIL_KILLED)?;
+            write(&lab, directory.path(), "many.json", FEW..services)?;
         } else {
             fs::remove_file(directory.path().join("many.json"))?;
         }
@@ -249,8 +253,7 @@ fn an_agent_killed_while_it_writes_is_taken_over() -> Result<()> {
             agent.launch()?;
         }
         // The standard library's hasher is seeded by the system's randomness.
-        let some =
-            u32::try_from(RandomState::new().hash_one(round) % u64::from(UNTIL_KILLED - FEW))?;
+        let some = u32::try_from(RandomState::new().hash_one(round) % u64::from(services - FEW))?;
         until_served(&agent, vip(FEW + some), many)?;
         agent.kill();
         let tables = run(&agent, "status -o json")?.exits(1)?.json()?;
@@ -260,18 +263,18 @@ fn an_agent_killed_while_it_writes_is_taken_over() -> Result<()> {
         killed.push(used.context("a number")?);
         reaches(client, &to, "connect --count 40", &["far", "near", "near2"])?;
     }
-    write(&lab, directory.path(), "many.json", FEW..UNTIL_KILLED)?;
+    write(&lab, directory.path(), "many.json", FEW..services)?;
     agent.launch()?;
     println!("entries in FRONTENDS when it was killed: {killed:?}");
     agent.wait_until_ready()?;
-    wait_for(&agent, UNTIL_KILLED, Duration::from_mins(5))?;
+    wait_for(&agent, services, Duration::from_mins(5))?;
     let report: LoadReport = load.wait_json()?;
     ensure!(
         report.errors.is_empty(),
         "{killed:?}: {:?}",
         report.failures
     );
-    for service in [0, FEW, UNTIL_KILLED / 2, UNTIL_KILLED - 1] {
+    for service in [0, FEW, services / 2, services - 1] {
         let to = format!("{}:80", vip(service));
         reaches(client, &to, "connect --count 40", &["far", "near", "near2"])?;
     }
