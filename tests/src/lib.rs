@@ -44,6 +44,6 @@ pub use command::{Command, Process};
 pub use error::{Error, Result};
 pub use identity::{CreatorState, LabId, sweep};
 pub use lab::{Host, Lab, Role};
-pub use patience::{emulated, patience};
+pub use patience::{emulated, is_long, patience};
 pub use programs::Programs;
 pub use requirements::{Requirement, cgroup2_mount, missing, whole_machine};

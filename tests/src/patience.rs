@@ -1,4 +1,4 @@
-//! How long to wait.
+//! How long to wait, and how much to try.
 
 use std::time::Duration;
 
@@ -6,6 +6,11 @@ use std::time::Duration;
 /// emulated one. A wait for an event that happens ends with the event.
 pub fn patience(limit: Duration) -> Duration {
     if emulated() { limit * 4 } else { limit }
+}
+
+/// Whether scenarios run at full length (`DATAPLANE_LONG`), and not in the form that CI has time for.
+pub fn is_long() -> bool {
+    std::env::var_os("DATAPLANE_LONG").is_some()
 }
 
 /// Whether this machine is emulated, and so some ten times slower.

@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{
-    Host, Lab, Process,
+    Host, Lab, Process, is_long,
     report::{Flow, Report},
 };
 use kernel::Hook;
@@ -346,7 +346,7 @@ fn masqueraded_connections_keep_their_ports() -> Result<()> {
     const PORTS: &str = "20000 20003";
     /// Where no service is, but rules that stay.
     const OTHER_PORT: u16 = 30008;
-    let is_long = std::env::var_os("DATAPLANE_TAKEOVER_LONG").is_some();
+    let is_long = is_long();
     let lab = Cluster::lab()?;
     let node = lab.node("node2").clone();
     let ext = lab.external("ext").clone();

@@ -13,7 +13,7 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_common::Reason;
 use dataplane_peers::{Cluster as Peers, LocalDetector, Mode};
-use dataplane_tests::{Agent, Host, Lab, Process, report::LoadReport};
+use dataplane_tests::{Agent, Host, Lab, Process, is_long, report::LoadReport};
 use tempfile::TempDir;
 
 use crate::{
@@ -260,11 +260,6 @@ fn with_traffic(node: &Node, pause: u32, work: impl FnOnce() -> Result<()>) -> R
     println!("{}: {datagrams} datagrams, none lost", node.mode);
     ensure!(datagrams > 0, "no datagrams");
     Ok(())
-}
-
-/// Whether the long form was asked for: as many connections as docs/takeover.md says, and every point.
-pub fn is_long() -> bool {
-    std::env::var_os("DATAPLANE_TAKEOVER_LONG").is_some()
 }
 
 /// In the long form, waits until there are as many connections as docs/takeover.md says.

@@ -4,7 +4,7 @@ use std::fs;
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::{Host, Process, report::LoadReport};
+use dataplane_tests::{Host, Process, is_long, report::LoadReport};
 use serde_json::json;
 
 use super::{
@@ -16,7 +16,7 @@ use crate::{
     cluster::{ask, lived, reaches},
     imported_mesh::NATIVE,
     outcome,
-    takeover::{is_long, let_traffic_go_on},
+    takeover::let_traffic_go_on,
 };
 
 scenarios! {
