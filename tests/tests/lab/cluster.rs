@@ -3,6 +3,7 @@
 use std::{
     net::{IpAddr, SocketAddr},
     path::PathBuf,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -161,7 +162,7 @@ pub fn counted<T>(
     const QUEUED: Duration = Duration::from_millis(50);
     let before = verdicts(agent, reason)?;
     let result = work()?;
-    std::thread::sleep(patience(QUEUED));
+    thread::sleep(patience(QUEUED));
     Ok((result, verdicts(agent, reason)? - before))
 }
 
@@ -266,6 +267,19 @@ pub fn fails(from: &Host, to: &str, how: &str, error: &str) -> Result<()> {
     Ok(())
 }
 
+/// Does all of this at the same time, for clients that wait in vain.
+pub fn at_once<T: Send>(
+    works: impl IntoIterator<Item = impl FnOnce() -> Result<T> + Send>,
+) -> Result<Vec<T>> {
+    thread::scope(|scope| {
+        let works: Vec<_> = works.into_iter().map(|work| scope.spawn(work)).collect();
+        works
+            .into_iter()
+            .map(|work| work.join().ok().context("a thread panicked")?)
+            .collect()
+    })
+}
+
 /// Tries until it works, for changes that an agent makes some time after a file changed. The pauses grow with the time
 /// that has passed, so that long waits do not slow down the work that they wait for.
 pub fn eventually(mut check: impl FnMut() -> Result<()>) -> Result<()> {
@@ -280,7 +294,7 @@ pub fn eventually(mut check: impl FnMut() -> Result<()>) -> Result<()> {
             Err(error) if passed > patience => {
                 bail!("still, after {} s: {error:#}", patience.as_secs())
             }
-            Err(_) => std::thread::sleep((passed / 8).clamp(PAUSES[0], PAUSES[1])),
+            Err(_) => thread::sleep((passed / 8).clamp(PAUSES[0], PAUSES[1])),
         }
     }
 }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::{World, mesh, packets, pod};
 use crate::{
-    cluster::{UDP, eventually, reaches, refused, serve},
+    cluster::{UDP, at_once, eventually, reaches, refused, serve},
     manifest::{Manifests, Service},
     outcome::run_args,
 };
@@ -127,12 +127,9 @@ fn a_slice_opens_nothing(by_packets: bool, mode: &str) -> Result<()> {
     let attempts = if by_packets { 1 } else { 3 };
     let connect = format!("connect --count {attempts}");
     let closed = |destinations: &[&str], how: &str| {
-        let all = || {
-            destinations
-                .iter()
-                .try_for_each(|to| refused(&app, to, how))
-        };
-        let ((), counted) = world.counted(Reason::EgressDenied, all)?;
+        let app = &app;
+        let all = destinations.iter().map(|to| move || refused(app, to, how));
+        let (_, counted) = world.counted(Reason::EgressDenied, || at_once(all))?;
         let each = if how == connect { attempts } else { 1 };
         let count = each * destinations.len() as u64;
         ensure!(

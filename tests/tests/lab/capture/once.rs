@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::{World, packets};
 use crate::{
-    cluster::{UDP, ask, reaches, refused, serve},
+    cluster::{UDP, ask, at_once, reaches, refused, serve},
     explain::packet_reason,
     manifest::{Config, Manifests, Service},
 };
@@ -490,16 +490,19 @@ fn whatever_two_tenants_claim_egress_stays_where_it_may_go() -> Result<()> {
         targets.dedup();
         let mut answered = 0;
         for ip in targets {
-            for (port, how) in [
+            let asked = [
                 (7, "connect --count 3"),
                 (FREE, "connect --count 3"),
                 (80, "connect --count 3"),
                 (443, "connect --count 6"),
                 (UDP, "udp --count 3 --timeout-ms 300"),
                 (FREE, "udp --count 3 --timeout-ms 300 --unconnected"),
-            ] {
-                let to = SocketAddr::from((ip, port)).to_string();
-                let report = ask(&app, &to, how)?;
+            ]
+            .map(|(port, how)| {
+                let (app, to) = (&app, SocketAddr::from((ip, port)).to_string());
+                move || -> Result<_> { Ok((ask(app, &to, how)?, to, how)) }
+            });
+            for (report, to, how) in at_once(asked)? {
                 answered += report.answered;
                 ensure!(
                     !report.endpoints.contains_key("outside"),
