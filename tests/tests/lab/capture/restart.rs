@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{LAYOUT, Reason};
 use dataplane_tests::{
-    emulated,
+    emulated, is_long,
     report::{LoadReport, Report},
 };
 use nix::sys::signal::Signal;
@@ -75,7 +75,14 @@ fn take_places(before_layout: Option<u32>) -> Result<()> {
     let agent = world.agent.as_mut().context("an agent")?;
     let mut replaced = Vec::new();
     // On an emulated machine one round takes most of the time that a leaving agent grants its connections.
-    for round in 0..if emulated() { 1 } else { 3 } {
+    let rounds = if emulated() {
+        1
+    } else if is_long() {
+        3
+    } else {
+        2
+    };
+    for round in 0..rounds {
         thread::sleep(Duration::from_millis(200));
         let old = agent.id();
         // Another pod's.
