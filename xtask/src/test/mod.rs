@@ -85,19 +85,17 @@ enum When {
 
 /// The scenarios that depend most on the kernel, for `--vm=also`. They check that every program is loaded, attached,
 /// pinned, replaced and removed, how the programs see each kind of socket, and that the packet programs behave like the
-/// model (a verifier may remove code that it takes for dead). The programs decide which endpoint is chosen and which
-/// clients are refused, and the agent decides what happens to damaged pins. These decisions are equal on each kernel,
-/// and each such scenario takes the time of an agent's start.
+/// model (a verifier may remove code that it takes for dead). The programs decide which address is a service's, which
+/// endpoint is chosen and which clients are refused, and the agent decides what the tables hold and what happens to
+/// damaged pins. These decisions are equal on each kernel, and each such scenario takes the time of an agent's start.
 const CORE: &str = "machine verifier features neighbours fuzz \
                     kernel::a_second_agent_adopts_what_the_first_wrote \
                     kernel::another_cgroup_is_attached_to_anew \
                     kernel::tables_grow_and_keep_what_they_hold \
                     kernel::what_is_kept_for_a_socket_goes_with_it \
-                    kernel::the_filter_follows_the_frontends \
                     services::tcp_reaches_every_endpoint_and_the_peer_is_the_vip \
                     services::udp_replies_come_from_the_vip \
-                    services::what_cannot_be_served_is_refused_at_once \
-                    services::external_addresses_and_node_ports_are_served";
+                    services::what_cannot_be_served_is_refused_at_once";
 
 pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     let started = Instant::now();
