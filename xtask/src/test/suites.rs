@@ -105,9 +105,9 @@ pub fn compile() -> Result<Vec<Suite>> {
 
     let mut documentation = cargo();
     documentation.args(["test", "--quiet", "--doc", "--"]);
-    let scenarios = suites.len().saturating_sub(1);
+    // First, because cargo has rustdoc read one crate after the other: at the end it would run alone.
     suites.insert(
-        scenarios,
+        0,
         Suite {
             title: "examples in the documentation".into(),
             command: documentation,
