@@ -419,8 +419,8 @@ impl Agent {
         }
     }
 
-    /// Asks the agent over its socket whether it is ready, as a probe of Kubernetes does. `dataplane status` looks at the
-    /// whole kernel: asked all the time, it takes the processor's time from the agents that start.
+    /// Asks the agent over its socket whether it is ready, as a probe of Kubernetes does. `dataplane status` looks at
+    /// programs and tables, too: asked all the time, it takes the processor's time from agents that start.
     fn is_ready(&self) -> io::Result<bool> {
         /// The socket exists before the agent loads its programs, and is answered afterwards.
         const PATIENCE: Duration = Duration::from_secs(1);
