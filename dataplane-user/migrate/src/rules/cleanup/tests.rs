@@ -1,4 +1,4 @@
-//! Tests with the rules of meshes.
+//! Tests with the rules of meshes and of kube-proxy.
 
 use takeover::owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, OSM};
 
@@ -135,6 +135,28 @@ fn removal_of_nothing() -> Removal {
     )
 }
 
+/// Comments, names and values that quote the owner's chains are no jumps.
+#[test]
+fn rules_that_only_speak_of_the_owner_stay() {
+    let of_others = [
+        r#"-A FORWARD -m comment --comment "-j KUBE-SERVICES" -j ACCEPT"#,
+        r#"-A FORWARD -m comment --comment "a\" -j KUBE-SERVICES" -j ACCEPT"#,
+        "-A FORWARD -m comment --comment KUBE-SERVICES -j ACCEPT",
+        "-A FORWARD -j MY-KUBE-SERVICES",
+        "-A MY-KUBE-SERVICES -m comment --comment COMMIT -j ACCEPT",
+    ];
+    let rules = format!(
+        "*filter\n:FORWARD ACCEPT [0:0]\n:KUBE-SERVICES - [0:0]\n:MY-KUBE-SERVICES - [0:0]\n{}\n\
+         -A FORWARD -j KUBE-SERVICES\nCOMMIT\n",
+        of_others.join("\n")
+    );
+    let removal = removal(&rules, &[KUBE_PROXY]);
+    let wanted =
+        "*filter\n:KUBE-SERVICES - [0:0]\n-D FORWARD -j KUBE-SERVICES\n-X KUBE-SERVICES\nCOMMIT\n";
+    assert_eq!(removal.input, wanted);
+    assert!(removal.stays.is_empty(), "{:?}", removal.stays);
+}
+
 #[test]
 fn a_text_that_is_not_understood_is_left_alone() {
     let of = |text| {
@@ -150,6 +172,11 @@ fn a_text_that_is_not_understood_is_left_alone() {
         error.contains("line 3") && error.contains("rubbish"),
         "{error}"
     );
+    // The kernel takes a comment with a line break in it, and iptables-save prints the break.
+    let error = of("*filter\n:FORWARD ACCEPT [0:0]\n:KUBE-SERVICES - [0:0]\n\
+        -A FORWARD -m comment --comment \"a\n-A FORWARD -j KUBE-SERVICES\nb\" -j ACCEPT\nCOMMIT\n")
+    .unwrap_err();
+    assert!(error.contains("line 4"), "{error}");
     // A rule whose target belongs to an unknown module is accepted: it belongs to another program.
     let known = of("*nat\n:KUBE-SERVICES - [0:0]\n-A OUTPUT -j NOSUCH --a 1\nCOMMIT\n").unwrap();
     assert_eq!(known.chains, 1);

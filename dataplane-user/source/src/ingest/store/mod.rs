@@ -23,6 +23,10 @@ use crate::{
     turns::Turns,
 };
 
+/// Maximum number of problems of one object that are named. Each view has the problems of all objects, so the time of
+/// everybody's changes grows with their number.
+const PROBLEMS: usize = 32;
+
 /// A message to the store.
 #[derive(Debug)]
 pub enum Message {

@@ -4,7 +4,7 @@ use model::{Gravity, Problem, ServiceName};
 
 use super::{
     super::{Kind, Object},
-    Store,
+    PROBLEMS, Store,
 };
 use crate::objects::NodeFacts;
 
@@ -84,7 +84,12 @@ impl Store {
         let notes = findings.notes.iter();
         let notes =
             notes.map(|(field, text)| problem(Gravity::Warning, format!("{field}: {text}")));
-        self.note((*kind, name.clone()), faults.chain(notes).collect())
+        let mut problems: Vec<_> = faults.chain(notes).take(PROBLEMS).collect();
+        let more = (findings.faults.len() + findings.notes.len()).saturating_sub(PROBLEMS);
+        if more > 0 {
+            problems.push(problem(Gravity::Warning, format!("and {more} more")));
+        }
+        self.note((*kind, name.clone()), problems)
     }
 
     /// Replaces the problems of an object. Returns whether they have changed.

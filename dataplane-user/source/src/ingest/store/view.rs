@@ -172,11 +172,10 @@ impl Store {
             .collect()
     }
 
-    /// Returns all namespaces, if names need them.
+    /// Returns all namespaces, if they are read.
     fn all_namespaces(&self) -> Option<imbl::OrdSet<Arc<str>>> {
-        let known = self.wanted.names
-            && self.listed.contains(&Kind::Namespace)
-            && !self.refused.contains(&Kind::Namespace);
+        let kind = &Kind::Namespace;
+        let known = self.listed.contains(kind) && !self.refused.contains(kind);
         known.then(|| self.pods.namespace_names.clone())
     }
 
