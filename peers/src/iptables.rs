@@ -207,27 +207,7 @@ impl Tables {
                 self.filter("KUBE-PROXY-FIREWALL", &format!("{to} -j DROP"));
             }
         }
-        if let Some(node_port) = port.spec.node_port {
-            if port.served {
-                self.nat(
-                    "KUBE-NODEPORTS",
-                    &format!(
-                        "-p {proto} {} -m {proto} --dport {node_port} -j {ext}",
-                        comment(&name)
-                    ),
-                );
-            }
-            if let Some(refusal) = port.external_refusal() {
-                let what = comment(&format!("{name} {}", refusal.comment()));
-                self.filter(
-                    "KUBE-EXTERNAL-SERVICES",
-                    &format!(
-                        "-p {proto} {what} -m addrtype --dst-type LOCAL -m {proto} --dport {node_port} -j {}",
-                        reject(refusal)
-                    ),
-                );
-            }
-        }
+        self.node_port(port, &name, &ext);
         if let Some(check) = port.service.health_check_node_port {
             let what = comment(&format!("{name} health check node port"));
             self.filter(
@@ -270,27 +250,60 @@ impl Tables {
             }
         }
         for endpoint in port.endpoints() {
-            let sep = endpoint_chain(&hashed, endpoint);
-            self.new_chain(&sep);
-            let what = comment(&name);
+            self.endpoint(port, &name, endpoint);
+        }
+    }
+
+    /// Writes the rules of the port's node port.
+    fn node_port(&mut self, port: &Port<'_>, name: &str, ext: &str) {
+        let Some(node_port) = port.spec.node_port else {
+            return;
+        };
+        let proto = port.spec.protocol.word();
+        if port.served {
             self.nat(
-                &sep,
-                &format!("-s {} {what} -j KUBE-MARK-MASQ", host(endpoint.addr)),
-            );
-            let remember = if port.service.affinity.is_some() {
-                let mask = mask(port.family);
-                format!(" -m recent --set --name {sep} --mask {mask} --rsource")
-            } else {
-                String::new()
-            };
-            self.nat(
-                &sep,
+                "KUBE-NODEPORTS",
                 &format!(
-                    "-p {proto} {what}{remember} -m {proto} -j DNAT --to-destination {}",
-                    socket(endpoint)
+                    "-p {proto} {} -m {proto} --dport {node_port} -j {ext}",
+                    comment(name)
                 ),
             );
         }
+        if let Some(refusal) = port.external_refusal() {
+            let what = comment(&format!("{name} {}", refusal.comment()));
+            self.filter(
+                "KUBE-EXTERNAL-SERVICES",
+                &format!(
+                    "-p {proto} {what} -m addrtype --dst-type LOCAL -m {proto} --dport {node_port} -j {}",
+                    reject(refusal, port.family)
+                ),
+            );
+        }
+    }
+
+    /// Writes the chain of one endpoint.
+    fn endpoint(&mut self, port: &Port<'_>, name: &str, endpoint: &Endpoint) {
+        let proto = port.spec.protocol.word();
+        let sep = endpoint_chain(&format!("{name}{proto}"), endpoint);
+        self.new_chain(&sep);
+        let what = comment(name);
+        self.nat(
+            &sep,
+            &format!("-s {} {what} -j KUBE-MARK-MASQ", host(endpoint.addr)),
+        );
+        let remember = if port.service.affinity.is_some() {
+            let mask = mask(port.family);
+            format!(" -m recent --set --name {sep} --mask {mask} --rsource")
+        } else {
+            String::new()
+        };
+        self.nat(
+            &sep,
+            &format!(
+                "-p {proto} {what}{remember} -m {proto} -j DNAT --to-destination {}",
+                socket(endpoint)
+            ),
+        );
     }
 
     /// Writes the chain of traffic from outside, without its last rule.

@@ -83,8 +83,6 @@ impl Table {
             Family::V4 => ("ip", "ipv4_addr"),
             Family::V6 => ("ip6", "ipv6_addr"),
         };
-        let service = format!("{addr} . inet_proto . inet_service");
-        let node_port = "inet_proto . inet_service";
         let mut node_ips = Elements::default();
         // By default, kube-proxy serves node ports on the node's primary address of each family.
         let given = (cluster.node_ports_on.iter()).filter(|ip| family.has(**ip));
@@ -100,74 +98,7 @@ impl Table {
         };
 
         let mut text = format!("table {ip} kube-proxy {{\n\tcomment \"rules for kube-proxy\"\n");
-        let mut set = |kind, name, of: &str, comment, elements: &Elements| {
-            let _ = write!(
-                text,
-                "\t{kind} {name} {{\n\t\ttype {of}\n\t\tcomment \"{comment}\"\n"
-            );
-            elements.write(&mut text);
-            text.push_str("\t}\n");
-        };
-        set(
-            "set",
-            "hairpin-connections",
-            &format!("{addr} . {service}"),
-            "service hairpin connections",
-            &self.hairpins,
-        );
-        set(
-            "set",
-            "cluster-ips",
-            addr,
-            "Active ClusterIPs",
-            &self.cluster_ips,
-        );
-        if !node_ips.0.is_empty() {
-            set(
-                "set",
-                "nodeport-ips",
-                addr,
-                "IPs that accept NodePort traffic",
-                &node_ips,
-            );
-        }
-        let verdict = |key: &str| format!("{key} : verdict");
-        set(
-            "map",
-            "no-endpoint-services",
-            &verdict(&service),
-            "vmap to drop or reject packets to services with no endpoints",
-            &self.no_endpoint_services,
-        );
-        set(
-            "map",
-            "no-endpoint-nodeports",
-            &verdict(node_port),
-            "vmap to drop or reject packets to service nodeports with no endpoints",
-            &self.no_endpoint_node_ports,
-        );
-        set(
-            "map",
-            "firewall-ips",
-            &verdict(&service),
-            "destinations that are subject to LoadBalancerSourceRanges",
-            &self.firewall_ips,
-        );
-        set(
-            "map",
-            "service-ips",
-            &verdict(&service),
-            "ClusterIP, ExternalIP and LoadBalancer IP traffic",
-            &self.service_ips,
-        );
-        set(
-            "map",
-            "service-nodeports",
-            &verdict(node_port),
-            "NodePort traffic",
-            &self.service_node_ports,
-        );
-
+        self.sets(&mut text, addr, &node_ips);
         text.push_str(&self.affinity);
         text.push_str(BASE_CHAINS);
         let by_address = format!("{ip} daddr . meta l4proto . th dport");
@@ -235,6 +166,79 @@ impl Table {
         text.push_str(&self.chains);
         text.push_str("}\n");
         text
+    }
+
+    /// Writes the sets and maps of the table.
+    fn sets(&self, text: &mut String, addr: &str, node_ips: &Elements) {
+        let service = format!("{addr} . inet_proto . inet_service");
+        let node_port = "inet_proto . inet_service";
+        let mut set = |kind, name, of: &str, comment, elements: &Elements| {
+            let _ = write!(
+                text,
+                "\t{kind} {name} {{\n\t\ttype {of}\n\t\tcomment \"{comment}\"\n"
+            );
+            elements.write(text);
+            text.push_str("\t}\n");
+        };
+        set(
+            "set",
+            "hairpin-connections",
+            &format!("{addr} . {service}"),
+            "service hairpin connections",
+            &self.hairpins,
+        );
+        set(
+            "set",
+            "cluster-ips",
+            addr,
+            "Active ClusterIPs",
+            &self.cluster_ips,
+        );
+        if !node_ips.0.is_empty() {
+            set(
+                "set",
+                "nodeport-ips",
+                addr,
+                "IPs that accept NodePort traffic",
+                node_ips,
+            );
+        }
+        let verdict = |key: &str| format!("{key} : verdict");
+        set(
+            "map",
+            "no-endpoint-services",
+            &verdict(&service),
+            "vmap to drop or reject packets to services with no endpoints",
+            &self.no_endpoint_services,
+        );
+        set(
+            "map",
+            "no-endpoint-nodeports",
+            &verdict(node_port),
+            "vmap to drop or reject packets to service nodeports with no endpoints",
+            &self.no_endpoint_node_ports,
+        );
+        set(
+            "map",
+            "firewall-ips",
+            &verdict(&service),
+            "destinations that are subject to LoadBalancerSourceRanges",
+            &self.firewall_ips,
+        );
+        set(
+            "map",
+            "service-ips",
+            &verdict(&service),
+            "ClusterIP, ExternalIP and LoadBalancer IP traffic",
+            &self.service_ips,
+        );
+        set(
+            "map",
+            "service-nodeports",
+            &verdict(node_port),
+            "NodePort traffic",
+            &self.service_node_ports,
+        );
     }
 
     fn chain(&mut self, name: &str, rules: &[String]) {

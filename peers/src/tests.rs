@@ -12,6 +12,7 @@ use super::*;
 
 /// The services of `services.yaml` in that directory, and the two other services that the cluster
 /// had.
+#[expect(clippy::too_many_lines, reason = "a list of objects")]
 fn snapshot() -> Snapshot {
     let ip = |text: &str| text.parse::<IpAddr>().unwrap();
     let endpoint = |text: &str, port, local| Endpoint {

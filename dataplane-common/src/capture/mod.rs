@@ -38,16 +38,17 @@
 //! by the agent's cgroup.
 
 mod decisions;
+mod fields;
+mod traffic;
 
 pub use decisions::{
     Circumstances, Rules, by_interface, decide_datagram, decide_outbound, excludes_user, exempts,
     inbound, is_exempt, is_query, outbound, without_proxy,
 };
+pub use fields::Field;
+pub use traffic::{Meter, MeterSets, TRAFFIC, Traffic, TrafficKey};
 
-use crate::{
-    Addr, Port,
-    tables::{Owners, SOCKET_SETS, SOCKET_WAYS},
-};
+use crate::{Addr, Port};
 
 layout! {
     /// Settings that all captured workloads share.
@@ -170,26 +171,6 @@ layout! {
         pub workload: u32,
     }
 
-    /// A connection that goes direct, while it lives.
-    #[repr(C, align(8))]
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Meter {
-        /// The counters that it adds to.
-        pub key: TrafficKey,
-        /// When it was made (CLOCK_MONOTONIC, nanoseconds); 0 until it is established.
-        pub opened_at: u64,
-    }
-
-    /// Sockets and their meters.
-    #[repr(C, align(8))]
-    #[derive(Clone, Copy, Debug)]
-    pub struct MeterSets {
-        /// The sockets that own the places: until the connection is closed, which is later than the socket.
-        pub owners: Owners,
-        /// Their meters.
-        pub meters: [[Meter; SOCKET_SETS]; SOCKET_WAYS],
-    }
-
     /// A sender of a datagram to a UDP socket, which the socket may answer.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -208,37 +189,6 @@ layout! {
     pub struct Askers {
         /// The places.
         pub places: [Asker; ASKERS],
-    }
-
-    /// The key of the counters of direct connections.
-    #[repr(C, align(8))]
-    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-    pub struct TrafficKey {
-        /// [`Enrolled::workload`] of the side that connects, or of the side that accepts.
-        pub workload: u32,
-        /// The pool of the service that the client asked for; 0: none. [`TrafficKey::INBOUND`] if the workload accepted
-        /// the connection.
-        pub pool: u32,
-        /// The other side: the address if it is a known one, else unspecified.
-        pub addr: Addr,
-    }
-
-    /// Counters of direct connections.
-    #[repr(C, align(8))]
-    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-    pub struct Traffic {
-        /// Connections that were established.
-        pub opened: u64,
-        /// Of these, those that were closed.
-        pub closed: u64,
-        /// Connections that were not established.
-        pub failed: u64,
-        /// Bytes that the other side has acknowledged, of those that were closed.
-        pub sent: u64,
-        /// Bytes that the other side has sent, of those that were closed.
-        pub received: u64,
-        /// How long those that were closed were open, in nanoseconds.
-        pub nanoseconds: u64,
     }
 }
 
@@ -345,11 +295,6 @@ impl Asker {
         let mixed = (a ^ b ^ c ^ d ^ port.be() as u32).wrapping_mul(0x9e37_79b1);
         (mixed >> 26) as usize & (ASKERS - 1)
     }
-}
-
-impl TrafficKey {
-    /// As a pool: connections that the workload accepts.
-    pub const INBOUND: u32 = u32::MAX;
 }
 
 impl ListenerKey {
@@ -486,64 +431,6 @@ pub const fn has_mark(found: u32, mark: u32) -> bool {
     found & mark == mark
 }
 
-/// Fields of the kernel's own structures that the programs read. Their offsets differ from kernel to kernel. The agent
-/// finds the offsets, in bytes from the start of a socket, in the kernel's BTF, and writes them to the programs'
-/// constant `FIELDS`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(usize)]
-pub enum Field {
-    /// Of `struct sock`: its cookie, 0 until a program or process asks for it.
-    Cookie,
-    /// `AF_INET` or `AF_INET6`, two bytes.
-    Family,
-    /// Its local port, two bytes in host order.
-    Port,
-    /// Its own IPv4 address, in network order.
-    V4,
-    /// The IPv4 address of the other side.
-    RemoteV4,
-    /// Its own IPv6 address.
-    V6,
-    /// The IPv6 address of the other side.
-    RemoteV6,
-    /// `SO_MARK`.
-    Mark,
-    /// A pointer to its network namespace.
-    Net,
-    /// Of `struct net`, from its start: its cookie.
-    NetCookie,
-    /// Of `struct tcp_sock`: the bytes that the other side has acknowledged.
-    Acked,
-    /// The bytes that were received.
-    Received,
-}
-
-impl Field {
-    /// All of them, in the order of the constant.
-    pub const ALL: [Self; 12] = [
-        Self::Cookie,
-        Self::Family,
-        Self::Port,
-        Self::V4,
-        Self::RemoteV4,
-        Self::V6,
-        Self::RemoteV6,
-        Self::Mark,
-        Self::Net,
-        Self::NetCookie,
-        Self::Acked,
-        Self::Received,
-    ];
-}
-
-const _: () = {
-    let mut number = 0;
-    while number < Field::ALL.len() {
-        assert!(Field::ALL[number] as usize == number);
-        number += 1;
-    }
-};
-
 /// The most workloads on one node.
 pub const WORKLOADS: u32 = 16_384;
 /// The most rules, and the most ranges, of all policies together.
@@ -554,8 +441,6 @@ pub const KNOWN: u32 = 1 << 20;
 pub const ORIGINS: u32 = 1 << 17;
 /// How many senders a UDP socket may answer at the same time, though egress is denied to it.
 pub const ASKERS: usize = 64;
-/// The most pairs of workload and destination that have counters of their own.
-pub const TRAFFIC: u32 = 65_536;
 
 const _: () = assert!(size_of::<CaptureConfig>() == 32);
 const _: () = assert!(size_of::<Enrolled>() == 16);
@@ -567,7 +452,3 @@ const _: () = assert!(size_of::<Origin>() == 20);
 const _: () = assert!(size_of::<ListenerKey>() == 16);
 const _: () = assert!(size_of::<Asker>() == 20);
 const _: () = assert!(ASKERS.is_power_of_two());
-const _: () = assert!(size_of::<TrafficKey>() == 24);
-const _: () = assert!(size_of::<Meter>() == 32);
-const _: () = assert!(size_of::<MeterSets>() == 16 * 160);
-const _: () = assert!(size_of::<Traffic>() == 48);

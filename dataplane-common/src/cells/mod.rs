@@ -68,10 +68,12 @@
 )]
 
 mod choice;
+mod holders;
 mod keys;
 mod memory;
 mod read;
 mod room;
+mod slots;
 mod words;
 
 #[cfg(any(test, feature = "user"))]
@@ -84,9 +86,11 @@ mod tests;
 #[cfg(any(test, feature = "user"))]
 pub use atomics::AtomicSlot;
 pub use choice::Choice;
+pub use holders::{free_held, give_back, hold, hold_flow, hold_or_find, publish};
 pub use keys::CellKey;
 pub use memory::{Entry, Line, Memory};
 pub use read::{Snapshot, key, read, value};
+pub use slots::{find_by_client, find_by_node, is_home_taken, lead, place_of_replies};
 pub use words::{Cell, HEAD, Head, Holder, STATE, Slot, Slots, State, cells_for};
 
 use crate::{
@@ -95,6 +99,7 @@ use crate::{
     seen, states,
     tcp::{self, Sequences},
 };
+use slots::{led_to, mislead};
 use words::{VALUE, words};
 
 /// How many other cells a flow whose home is taken may have, and how many other slots.
@@ -196,49 +201,6 @@ pub fn find_elsewhere<M: Memory>(memory: &M, key: &FlowKey) -> u32 {
     NOWHERE
 }
 
-/// Takes a cell for the key, which has no flow, and holds it. [`BUSY`] if another CPU has just made the same flow, or
-/// holds a cell that the flow might have. [`NOWHERE`] if there is no room at all.
-///
-/// If no cell is free, a flow is evicted: one that is over, or one that `room.rs` chooses ("Room", above).
-#[inline(always)]
-pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
-    let place = key.place(memory.secret());
-    let mask = memory.mask();
-    let mut goes = NOWHERE;
-    let mut nth = 0;
-    while nth <= OTHERS {
-        let index = candidate(place, nth) & mask;
-        let Some(line) = memory.cell(index) else {
-            return NOWHERE;
-        };
-        let head = Head(line.load(HEAD));
-        if head.is_held() || has(line, head, key) {
-            return BUSY;
-        }
-        if head.is_free() {
-            return take(memory, key, index, head, now);
-        }
-        if gives_way(memory, line, head, now) {
-            if !memory.remove(index, head, now) {
-                return BUSY;
-            }
-            goes = index;
-            break;
-        }
-        nth += 1;
-    }
-    if goes == NOWHERE {
-        goes = memory.make_room(key, now);
-        if goes == BUSY {
-            return BUSY;
-        }
-    }
-    let Some(line) = memory.cell(goes) else {
-        return NOWHERE;
-    };
-    take(memory, key, goes, Head(line.load(HEAD)), now)
-}
-
 /// Evicts a flow for a key whose cells all have live flows (`room.rs`): returns the cell, which is free then.
 /// [`NOWHERE`] if no flow may be evicted, [`BUSY`] if a cell has changed meanwhile.
 #[inline(always)]
@@ -278,24 +240,6 @@ pub fn look<M: Memory>(memory: &M, choice: &mut Choice, index: u32, second: bool
     room::look(memory, choice, index, second, now);
 }
 
-/// How often a program tries to hold a cell while another CPU holds it: some microseconds. To make a flow takes one.
-const PATIENCE: u32 = 256;
-
-/// Takes a cell for a flow that was not found, and holds it. If another CPU makes the same flow meanwhile, returns that
-/// flow's cell and [`MADE`]. [`BUSY`] if the other CPU takes too long; [`NOWHERE`] if there is no room.
-#[inline(always)]
-pub fn hold_or_find<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
-    let mut tries = 0;
-    while tries < PATIENCE {
-        let index = memory.try_hold_or_find(key, now);
-        if index != BUSY {
-            return index;
-        }
-        tries += 1;
-    }
-    BUSY
-}
-
 /// One try of [`hold_or_find`].
 #[inline(always)]
 pub fn try_hold_or_find<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
@@ -304,61 +248,6 @@ pub fn try_hold_or_find<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 
         return index;
     }
     find(memory, key).map_or(BUSY, |(index, _)| index | MADE)
-}
-
-/// Takes a free cell, and counts it at the key's home if it is another cell.
-#[inline(always)]
-fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head, now: Tick) -> u32 {
-    let place = key.place(memory.secret());
-    let Some(line) = memory.cell(index) else {
-        return NOWHERE;
-    };
-    let holder = memory.holder(now);
-    if !head.is_free() || !line.exchange(HEAD, head.0, head.held(holder).0) {
-        return BUSY;
-    }
-    let home = place & memory.mask();
-    let Some(line) = memory.cell(home) else {
-        return NOWHERE;
-    };
-    // The count grows before the flow is written. A reader that sees the count without the flow makes one needless
-    // search, but a reader that saw the flow without the count would not search.
-    let before = if index == home {
-        head
-    } else if Head(line.load(HEAD)).counts() {
-        Head(line.add(HEAD, Head::ONE_MORE))
-    } else {
-        Head(line.load(HEAD))
-    };
-    // Two CPUs may make the same flow in different cells, if a cell that one of them has passed becomes free. At least
-    // one sees the other here, and gives up. Both count at the home, or one of them has the home: the second sees this,
-    // because the exchange returns the word as it was.
-    let second = before.has_more() && is_wanted(memory, place, index, key);
-    let has_home = index != home && (before.is_held() || has(line, before, key));
-    if second || has_home {
-        give_back(memory, index, key, now);
-        return BUSY;
-    }
-    index
-}
-
-/// Whether another of the key's cells has its flow, or is held and may get it.
-#[inline(always)]
-fn is_wanted<M: Memory>(memory: &M, place: u32, except: u32, key: &FlowKey) -> bool {
-    let mut nth = 0;
-    while nth <= OTHERS {
-        let index = candidate(place, nth) & memory.mask();
-        if index != except
-            && let Some(line) = memory.cell(index)
-        {
-            let head = Head(line.load(HEAD));
-            if head.is_held() || has(line, head, key) {
-                return true;
-            }
-        }
-        nth += 1;
-    }
-    false
 }
 
 /// Writes the key and the translation to a held cell.
@@ -384,88 +273,8 @@ pub fn write_sequences<M: Memory>(memory: &M, index: u32, sequences: &Sequences)
     }
 }
 
-/// Publishes the flow of a held cell; `false` if the holder no longer has the cell.
-#[inline(always)]
-pub fn publish<L: Line>(line: L, key: &FlowKey, holder: Holder) -> bool {
-    release(line, holder, key.word(HEAD))
-}
-
-/// How often the holder tries to exchange a head: other CPUs may count flows elsewhere in it meanwhile.
-const PERSISTENCE: u32 = 16;
-
-/// Gives a cell back, with a flow's ports and protocol or free; `false` if the holder no longer has it.
-#[inline(always)]
-fn release<L: Line>(line: L, holder: Holder, ports_and_protocol: u64) -> bool {
-    let mut tries = 0;
-    while tries < PERSISTENCE {
-        let head = Head(line.load(HEAD));
-        if head.holder() != Some(holder) {
-            return false;
-        }
-        if line.exchange(HEAD, head.0, head.given_back(ports_and_protocol).0) {
-            return true;
-        }
-        tries += 1;
-    }
-    false
-}
-
-/// Gives back a held cell that no slot leads to.
-#[inline(always)]
-pub fn give_back<M: Memory>(memory: &M, index: u32, key: &FlowKey, now: Tick) {
-    if let Some(line) = memory.cell(index) {
-        let home = key.place(memory.secret()) & memory.mask();
-        if index != home
-            && let Some(home) = memory.cell(home)
-        {
-            one_less(home);
-        }
-        release(line, memory.holder(now), 0);
-    }
-}
-
 /// How often an exchange is tried: it fails only if another CPU changed the word meanwhile.
 const TRIES: u32 = 3;
-
-/// Counts one flow less elsewhere, in the head of its home.
-#[inline(always)]
-fn one_less<L: Line>(home: L) {
-    let mut tries = 0;
-    while tries < TRIES {
-        let head = Head(home.load(HEAD));
-        // If the count stays one too high, lookups of missing flows read more cells.
-        if !head.has_more()
-            || !head.counts()
-            || home.exchange(HEAD, head.0, head.0.wrapping_sub(Head::ONE_MORE))
-        {
-            return;
-        }
-        tries += 1;
-    }
-}
-
-/// Returns the home slot of a flow's replies.
-#[inline(always)]
-pub fn place_of_replies(key: &FlowKey, value: &Translation, secret: u64) -> u32 {
-    if value.node_addr == 0 {
-        FlowKey::new(
-            value.endpoint,
-            value.endpoint_port,
-            key.src,
-            value.seen_port(key),
-            key.protocol,
-        )
-        .place(secret)
-    } else {
-        PortKey::new(
-            value.endpoint,
-            value.endpoint_port,
-            value.node_port,
-            key.protocol,
-        )
-        .place(secret)
-    }
-}
 
 /// Returns whether the flow of a cell is over, so that a new one may replace it. The head was read before. The state is
 /// read after it, because otherwise it could be an earlier flow's.
@@ -474,96 +283,6 @@ fn gives_way<M: Memory>(memory: &M, line: M::Line, head: Head, now: Tick) -> boo
     let state = State(line.load_after(STATE, head.0));
     let keep = memory.keep(states::State::of(head.protocol(), state.seen()));
     state.gives_way(keep, now)
-}
-
-/// Whether the home slot of replies leads to a flow that is not over.
-#[inline(always)]
-pub fn is_home_taken<M: Memory>(memory: &M, place: u32, now: Tick) -> bool {
-    let Some(home) = memory.slot(place & memory.slots()) else {
-        return true;
-    };
-    let Some(other) = home.load().cell() else {
-        return false;
-    };
-    let Some(line) = memory.cell(other & memory.mask()) else {
-        return true;
-    };
-    let head = Head(line.load(HEAD));
-    head.key().is_none() || !gives_way(memory, line, head, now)
-}
-
-/// Makes a slot lead to a held cell; `false` if no slot is free, or, with `only_home`, if the home leads elsewhere.
-#[inline(always)]
-pub fn lead<M: Memory>(memory: &M, place: u32, index: u32, only_home: bool, now: Tick) -> bool {
-    let mask = memory.slots();
-    let Some(home) = memory.slot(place & mask) else {
-        return false;
-    };
-    if let Some(other) = home.load().cell()
-        && let Some(line) = memory.cell(other)
-    {
-        let head = Head(line.load(HEAD));
-        if head.key().is_some() && gives_way(memory, line, head, now) {
-            memory.remove(other, head, now);
-        }
-    }
-    let slot = home.load();
-    if slot.cell().is_none() && home.exchange(slot, slot.leading_to(index)) {
-        return true;
-    }
-    if only_home {
-        return false;
-    }
-    if slot.counts() {
-        home.add(Slot::ONE_MORE);
-    }
-    let mut nth = 1;
-    while nth <= OTHERS {
-        if let Some(entry) = memory.slot(candidate(place, nth) & mask) {
-            let slot = entry.load();
-            if slot.cell().is_none() && entry.exchange(slot, slot.leading_to(index)) {
-                return true;
-            }
-        }
-        nth += 1;
-    }
-    one_slot_less(home);
-    false
-}
-
-#[inline(always)]
-fn one_slot_less<E: Entry>(home: E) {
-    let mut tries = 0;
-    while tries < TRIES {
-        let slot = home.load();
-        if !slot.has_more() || !slot.counts() || home.exchange(slot, Slot(slot.0 - Slot::ONE_MORE))
-        {
-            return;
-        }
-        tries += 1;
-    }
-}
-
-/// Removes the slot that leads to a held cell.
-#[inline(always)]
-fn mislead<M: Memory>(memory: &M, place: u32, index: u32) {
-    let mask = memory.slots();
-    let mut nth = 0;
-    while nth <= OTHERS {
-        if let Some(entry) = memory.slot(candidate(place, nth) & mask)
-            && entry.load().leads_to(index)
-        {
-            // Only this holder frees it; other CPUs may count in it.
-            entry.add((index + 1).wrapping_neg());
-            if nth != 0
-                && let Some(home) = memory.slot(place & mask)
-            {
-                one_slot_less(home);
-            }
-            return;
-        }
-        nth += 1;
-    }
 }
 
 /// Removes the flow of a cell whose head was read; `false` if another CPU has changed the cell.
@@ -582,40 +301,6 @@ pub fn remove<M: Memory>(memory: &M, index: u32, head: Head, now: Tick) -> bool 
     true
 }
 
-/// Takes a cell from its flow, whose head was read, and holds it. `false` if another CPU has changed the cell.
-///
-/// The holder may [`forget`] the flow, or [`publish`] it again.
-#[inline(always)]
-pub fn hold_flow<L: Line>(line: L, head: Head, holder: Holder) -> bool {
-    head.key().is_some() && line.exchange(HEAD, head.0, head.held(holder).0)
-}
-
-/// Frees a cell whose holder is dead ([`Holder::is_dead`]), and the slot that leads to it; `false` if the cell has no
-/// dead holder, or another CPU has taken it.
-///
-/// The key of the unfinished flow is unknown. If the flow was counted, the count stays, and lookups of missing flows
-/// read more cells.
-pub fn free_held<M: Memory>(memory: &M, index: u32, now: Tick) -> bool {
-    let Some(line) = memory.cell(index) else {
-        return false;
-    };
-    let head = Head(line.load(HEAD));
-    let holder = memory.holder(now);
-    if !head.holder().is_some_and(|holder| holder.is_dead(now))
-        || !line.exchange(HEAD, head.0, head.held(holder).0)
-    {
-        return false;
-    }
-    for place in 0..=memory.slots() {
-        if let Some(entry) = memory.slot(place)
-            && entry.load().leads_to(index)
-        {
-            entry.add((index + 1).wrapping_neg());
-        }
-    }
-    release(line, holder, 0)
-}
-
 /// Gives back a held cell that has a flow, and its slot.
 #[inline(always)]
 pub fn forget<M: Memory>(memory: &M, index: u32, ports_and_protocol: u64, now: Tick) {
@@ -631,41 +316,6 @@ pub fn forget<M: Memory>(memory: &M, index: u32, ports_and_protocol: u64, now: T
         );
     }
     give_back(memory, index, &key, now);
-}
-
-/// Returns the cell that a slot leads to, if it has a flow, and its contents.
-#[inline(always)]
-fn led_to<M: Memory>(memory: &M, slot: Slot) -> Option<(u32, Snapshot)> {
-    let index = slot.cell()? & memory.mask();
-    Some((index, read(memory.cell(index)?)?))
-}
-
-/// Returns the cell of the flow of a reply to a client, if the flow is not masqueraded, and its contents.
-#[inline(always)]
-pub fn find_by_client<M: Memory>(memory: &M, reply: &FlowKey) -> Option<(u32, Snapshot)> {
-    let slot = memory
-        .slot(reply.place(memory.secret()) & memory.slots())?
-        .load();
-    if let Some(found) = led_to(memory, slot)
-        && found.1.is_answered_by(reply)
-    {
-        return Some(found);
-    }
-    if !slot.has_more() {
-        return None;
-    }
-    let index = memory.find_led_elsewhere(reply);
-    let found = read(memory.cell(index)?)?;
-    found.is_answered_by(reply).then_some((index, found))
-}
-
-/// Returns the cell of the flow of a reply to one of the node's ports, at any of its addresses, and its contents.
-#[inline(always)]
-pub fn find_by_node<M: Memory>(memory: &M, reply: &PortKey) -> Option<(u32, Snapshot)> {
-    let slot = memory
-        .slot(reply.place(memory.secret()) & memory.slots())?
-        .load();
-    led_to(memory, slot).filter(|(_, found)| found.is_answered_by_port(reply))
 }
 
 /// Returns the cell that has the flow of a reply to a client, if the home slot does not lead there; or [`NOWHERE`].

@@ -13,7 +13,7 @@ use loom::{
     thread,
 };
 
-use super::*;
+use super::{holders::release, *};
 use crate::{Addr, Port, Protocol};
 
 /// How the words of a cell are read and written.

@@ -185,7 +185,7 @@ fn what_can_be_carried_over_is() {
          logging: {format: json, verbosity: 5}\nnftables: {masqueradeAll: true, syncPeriod: 30s}\n\
          iptables: {syncPeriod: 30s}\nipvs: {scheduler: lc}\noomScoreAdj: -998\n\
          conntrack: {min: 262144, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 1h30m0s, \
-         tcpBeLiberal: true, udpTimeout: 30s, udpStreamTimeout: 90s, icmpTimeout: 5s}\nfeatureGates: {SomeGate: true}\n\
+         tcpBeLiberal: true, udpTimeout: 30s, udpStreamTimeout: 90s}\nfeatureGates: {SomeGate: true}\n\
          detectLocalMode: InterfaceNamePrefix\ndetectLocal: {interfaceNamePrefix: cali}\n\
          nodeports: [a]\n",
     )
@@ -200,7 +200,6 @@ fn what_can_be_carried_over_is() {
         notes(&imported),
         [
             "conntrack",
-            "conntrack.icmpTimeout",
             "featureGates.SomeGate",
             "metricsBindAddress",
             "nftables.syncPeriod",
@@ -218,29 +217,6 @@ fn what_can_be_carried_over_is() {
             .why
             .starts_with("not a key of KubeProxyConfiguration")
     );
-}
-
-/// A note names the sysctls that kube-proxy sets, and none if it sets none.
-#[test]
-fn sysctls_of_conntrack_are_noted_if_kube_proxy_sets_them() {
-    let import = |conntrack: &str| {
-        let text = format!(
-            "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n\
-             mode: nftables\nconntrack: {conntrack}\n"
-        );
-        config::import(&text).unwrap()
-    };
-    let off = import(
-        "{maxPerCore: 0, min: 131072, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s, \
-         tcpBeLiberal: false, udpTimeout: 0s}",
-    );
-    assert_eq!(notes(&off), [""; 0]);
-    assert_eq!(notes(&import("{}")), ["conntrack"]);
-    let one = import(
-        "{maxPerCore: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s, udpTimeout: 30s}",
-    );
-    assert_eq!(notes(&one), ["conntrack"]);
-    assert!(one.notes[0].why.contains("/etc/sysctl.d"));
 }
 
 #[test]

@@ -34,11 +34,11 @@ fn service(lab: &Lab) -> Service {
 }
 
 fn connections_outlive_a_layout() -> Result<()> {
-    outlive(&[], LAYOUT - 1)
+    outlive(&[])
 }
 
 fn connections_outlive_a_layout_by_filters() -> Result<()> {
-    outlive(&["--tc-hook", "clsact"], LAYOUT - 1)
+    outlive(&["--tc-hook", "clsact"])
 }
 
 const HOLD: &str = "hold";
@@ -55,7 +55,8 @@ fn busy(from: &Host, how: &str, to: &str) -> Result<Process> {
 }
 
 /// Clients have connections, and make new ones all the time, by sockets and by packets.
-fn outlive(arguments: &[&str], before: u32) -> Result<()> {
+fn outlive(arguments: &[&str]) -> Result<()> {
+    let before = LAYOUT - 1;
     let mut cluster = Cluster::start_with(|lab| vec![service(lab)], arguments)?;
     let lab = &cluster.lab;
     let (ext, client, node) = (
@@ -72,10 +73,7 @@ fn outlive(arguments: &[&str], before: u32) -> Result<()> {
         held.push(("held by a pod", busy(client, HOLD, VIP)?));
         let udp = SocketAddr::from((node, UDP_PORT));
         held.push(("datagrams", busy(ext, SEND, &udp.to_string())?));
-        // Datagrams, whose endpoint stays with the socket, or is drawn anew.
-        if before == LAYOUT - 1 {
-            held.push(("datagrams of a pod", busy(client, SEND, VIP_UDP)?));
-        }
+        held.push(("datagrams of a pod", busy(client, SEND, VIP_UDP)?));
     }
     let load =
         |from: &Host, to: &str| from.load(&["--to", to, "--threads", "2", "--pause-us", "1000"]);

@@ -119,37 +119,12 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
         ));
     }
     let guest = if in_guest {
-        let guest = match Guest::new(&arguments.kernel, arguments.modules.as_deref()) {
-            // With `--vm=also`, the tests on this machine run even if the guest cannot.
-            Err(error) if arguments.vm == Some(When::Also) => Err(error),
-            guest => Ok(guest?),
-        };
-        let scenarios = match arguments.vm {
-            Some(When::Also) => suites.last().map(Suite::again),
-            _ => suites.pop(),
-        };
-        if arguments.vm == Some(When::Only) {
-            suites.clear();
-        }
-        Some((guest, scenarios.context("the scenarios are compiled")?))
+        Some(for_guest(arguments, &mut suites)?)
     } else {
         None
     };
     for suite in &mut suites {
-        let command = &mut suite.command;
-        command
-            .env("DATAPLANE_BIN", Profile::Debug.binary("dataplane"))
-            .env(
-                "DATAPLANE_MIGRATE_BIN",
-                Profile::Debug.binary("dataplane-migrate"),
-            )
-            .env("DATAPLANE_PROBE_BIN", Profile::Debug.binary("probe"));
-        if in_ci(env::var_os("CI").as_deref()) {
-            command.env("DATAPLANE_REQUIRE_PRIVILEGES", "1");
-        }
-        command
-            .args(arguments.list.then_some("--list"))
-            .args(&arguments.filter);
+        prepare(suite, arguments);
     }
     let compiled = started.elapsed();
     let running = Instant::now();
@@ -218,6 +193,41 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     } else {
         ExitCode::FAILURE
     })
+}
+
+/// Returns a guest, and the scenarios that run in it, which leave `suites` unless they also run here.
+fn for_guest(arguments: &Arguments, suites: &mut Vec<Suite>) -> Result<(Result<Guest>, Suite)> {
+    let guest = match Guest::new(&arguments.kernel, arguments.modules.as_deref()) {
+        // With `--vm=also`, the tests on this machine run even if the guest cannot.
+        Err(error) if arguments.vm == Some(When::Also) => Err(error),
+        guest => Ok(guest?),
+    };
+    let scenarios = match arguments.vm {
+        Some(When::Also) => suites.last().map(Suite::again),
+        _ => suites.pop(),
+    };
+    if arguments.vm == Some(When::Only) {
+        suites.clear();
+    }
+    Ok((guest, scenarios.context("the scenarios are compiled")?))
+}
+
+/// Sets the environment and the arguments of a test program.
+fn prepare(suite: &mut Suite, arguments: &Arguments) {
+    let command = &mut suite.command;
+    command
+        .env("DATAPLANE_BIN", Profile::Debug.binary("dataplane"))
+        .env(
+            "DATAPLANE_MIGRATE_BIN",
+            Profile::Debug.binary("dataplane-migrate"),
+        )
+        .env("DATAPLANE_PROBE_BIN", Profile::Debug.binary("probe"));
+    if in_ci(env::var_os("CI").as_deref()) {
+        command.env("DATAPLANE_REQUIRE_PRIVILEGES", "1");
+    }
+    command
+        .args(arguments.list.then_some("--list"))
+        .args(&arguments.filter);
 }
 
 /// Runs suites in parallel, as many as there are processors. Returns the results and the duration of each. The output

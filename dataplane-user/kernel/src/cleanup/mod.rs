@@ -95,12 +95,6 @@ fn remove_tables(dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
 pub fn remove_layout(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut items = Vec::new();
     items.extend(tc::remove_links(layout, dry_run)?);
-    // Before layout 5, which qdiscs are ours was noted here.
-    let (notes, now) = (layout.join("qdiscs"), layout.with_file_name("qdiscs"));
-    if notes.exists() && !now.exists() && !dry_run {
-        fs::rename(&notes, &now)
-            .doing(|| format!("cannot move {} to {}", notes.display(), now.display()))?;
-    }
     for (sub, wanted) in [("links", ObjectKind::Link), ("maps", ObjectKind::Map)] {
         let directory = layout.join(sub);
         let Ok(entries) = fs::read_dir(&directory) else {

@@ -163,7 +163,7 @@ impl Clsact {
                     let Some((name, program)) = program(&message) else {
                         continue;
                     };
-                    if is_ours(&self.root, direction, name) {
+                    if name == self.filter_name(direction) {
                         let filter = Filter {
                             ifindex,
                             direction,
@@ -305,10 +305,10 @@ impl Clsact {
     pub fn has_others(&mut self, ifindex: u32, direction: Direction) -> Result<bool, Error> {
         let filters = self.filters(ifindex, direction)?;
         let is_ours = |f: &&TcMessage| {
-            let named = |name| {
+            let named = |name: &str| {
                 Direction::EVERY
                     .iter()
-                    .any(|of| is_ours(&self.root, *of, name))
+                    .any(|of| name == self.filter_name(*of))
             };
             program(f).is_some_and(|(name, _)| named(name))
         };
@@ -376,20 +376,6 @@ impl Clsact {
     }
 }
 
-/// Whether a filter is ours by its name. Before layout 5 the directory of the layout was in it: such ones are swapped,
-/// too, and get the name that they should have.
-fn is_ours(root: &Path, direction: Direction, name: &str) -> bool {
-    let root = root.display().to_string();
-    let layout = name
-        .strip_prefix(&root)
-        .and_then(|rest| rest.strip_suffix(direction.program()))
-        .and_then(|rest| rest.strip_suffix(':'));
-    layout.is_some_and(|layout| {
-        let version = layout.strip_prefix("/v").map(str::parse::<u32>);
-        layout.is_empty() || version.is_some_and(|version| version.is_ok())
-    })
-}
-
 fn message(header: TcHeader) -> TcMessage {
     TcMessage::from_parts(header, Vec::new())
 }
@@ -441,26 +427,4 @@ fn program(message: &TcMessage) -> Option<(&str, u32)> {
         }
     }
     found.0.zip(found.1)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_tell_whose_filters_are() {
-        let is_ours = |name| is_ours(Path::new("/bpf/dp"), Direction::Ingress, name);
-        assert!(is_ours("/bpf/dp:packet_ingress"));
-        assert!(is_ours("/bpf/dp/v4:packet_ingress"));
-        for other in [
-            "/bpf/dp:packet_egress",
-            "/bpf/dp2:packet_ingress",
-            "/bpf/dp/vault:packet_ingress",
-            "/bpf/dp/v4packet_ingress",
-            "packet_ingress",
-            "",
-        ] {
-            assert!(!is_ours(other), "{other}");
-        }
-    }
 }

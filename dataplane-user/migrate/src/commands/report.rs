@@ -193,68 +193,13 @@ impl ReportArgs {
         if answer.owners.is_empty() {
             writeln!(out, "No rules were found.")?;
         } else {
-            let mut table = Table::new(&[
-                "OWNER",
-                "WHAT TO DO",
-                "CHAINS",
-                "RULES",
-                "CONFLICTS",
-                "WHAT THE RULES DO",
-            ]);
-            for row in &answer.owners {
-                let plan = match row.plan {
-                    plan if plan == Plan::TakeOver.word() => Cell::new(plan, GOOD),
-                    plan => plan.into(),
-                };
-                let conflicts: usize = row
-                    .conflicts
-                    .iter()
-                    .map(|conflict| conflict.lines.len())
-                    .sum();
-                let conflicts = match conflicts {
-                    0 => Cell::from("0"),
-                    many => Cell::new(many.to_string(), WARN),
-                };
-                table.row([
-                    Cell::new(row.owner, BOLD),
-                    plan,
-                    row.chains.to_string().into(),
-                    row.rules.len().to_string().into(),
-                    conflicts,
-                    row.note.into(),
-                ]);
-            }
-            table.write(out)?;
+            table(&answer.owners).write(out)?;
         }
         if let Some(services) = answer.ipvs_services {
             writeln!(out, "IPVS has {services} services.")?;
         }
         for row in &answer.owners {
-            let name = output::styled(BOLD, row.owner);
-            writeln!(
-                out,
-                "\n{name} ({}), in {}:",
-                row.plan,
-                row.tables
-                    .iter()
-                    .map(String::as_str)
-                    .collect::<Vec<_>>()
-                    .join(", ")
-            )?;
-            self.lines(out, row.rules)?;
-            for ConflictRow {
-                conflict,
-                means,
-                lines,
-            } in &row.conflicts
-            {
-                writeln!(
-                    out,
-                    "  conflict {}: {means}:",
-                    output::styled(WARN, conflict)
-                )?;
-                self.lines(out, lines)?;
-            }
+            self.owner(out, row)?;
         }
         if !answer.routing_rules.is_empty() {
             writeln!(out, "\nRouting rules that ask for marks:")?;
@@ -300,6 +245,35 @@ impl ReportArgs {
         Ok(())
     }
 
+    fn owner(&self, out: &mut dyn Write, row: &OwnerRow<'_>) -> io::Result<()> {
+        let name = output::styled(BOLD, row.owner);
+        writeln!(
+            out,
+            "\n{name} ({}), in {}:",
+            row.plan,
+            row.tables
+                .iter()
+                .map(String::as_str)
+                .collect::<Vec<_>>()
+                .join(", ")
+        )?;
+        self.lines(out, row.rules)?;
+        for ConflictRow {
+            conflict,
+            means,
+            lines,
+        } in &row.conflicts
+        {
+            writeln!(
+                out,
+                "  conflict {}: {means}:",
+                output::styled(WARN, conflict)
+            )?;
+            self.lines(out, lines)?;
+        }
+        Ok(())
+    }
+
     fn lines(&self, out: &mut dyn Write, lines: &[Line<'_>]) -> io::Result<()> {
         let shown = if self.lines { lines.len() } else { SHOWN };
         for line in lines.iter().take(shown) {
@@ -311,6 +285,42 @@ impl ReportArgs {
             more => writeln!(out, "  and {more} more (--lines)"),
         }
     }
+}
+
+/// Returns the table with one row for each owner.
+fn table(owners: &[OwnerRow<'_>]) -> Table {
+    let mut table = Table::new(&[
+        "OWNER",
+        "WHAT TO DO",
+        "CHAINS",
+        "RULES",
+        "CONFLICTS",
+        "WHAT THE RULES DO",
+    ]);
+    for row in owners {
+        let plan = match row.plan {
+            plan if plan == Plan::TakeOver.word() => Cell::new(plan, GOOD),
+            plan => plan.into(),
+        };
+        let conflicts: usize = row
+            .conflicts
+            .iter()
+            .map(|conflict| conflict.lines.len())
+            .sum();
+        let conflicts = match conflicts {
+            0 => Cell::from("0"),
+            many => Cell::new(many.to_string(), WARN),
+        };
+        table.row([
+            Cell::new(row.owner, BOLD),
+            plan,
+            row.chains.to_string().into(),
+            row.rules.len().to_string().into(),
+            conflicts,
+            row.note.into(),
+        ]);
+    }
+    table
 }
 
 fn own(mesh: &Mesh) -> Own {

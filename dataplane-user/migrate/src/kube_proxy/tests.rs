@@ -263,6 +263,7 @@ fn json_without_a_needed_field_is_an_error() {
 /// leaves out the service that it concerns, and no other. `None`: the line concerns no single service, so all services
 /// are imported.
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of cases")]
 fn what_is_not_kube_proxys_is_named_and_never_guessed() {
     let saved: &[(&str, &str, Option<&str>)] = &[
         (

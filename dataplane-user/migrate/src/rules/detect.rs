@@ -239,6 +239,7 @@ mod tests {
         iptables-nft-restore=nft iptables-legacy=legacy iptables-legacy-save=legacy iptables-legacy-restore=legacy";
 
     #[test]
+    #[expect(clippy::too_many_lines, reason = "a table of cases")]
     fn rules_decide_before_names() {
         let (legacy, nft) = (table(Kind::Legacy, "ip", 3), table(Kind::Compat, "ip", 1));
         let native = table(Kind::Native, "ip", 9);

@@ -65,7 +65,13 @@ pub fn import(text: &str) -> Result<Imported, String> {
     import.config.source.kubernetes = Some(Kubernetes::default());
     import.node_ports(&value["nodePortAddresses"]);
     import.pods(&value);
-    import.conntrack(&value["conntrack"]);
+    import.note(
+        "conntrack",
+        &value["conntrack"],
+        "unless these keys are 0, kube-proxy sets sysctls of the kernel's own conntrack by them, or by its defaults for \
+         absent keys. The agent leaves the sysctls alone: to keep the values at the next boot, write them to a file in \
+         /etc/sysctl.d, see docs/configuration.md#sysctls-of-the-kernels-conntrack",
+    );
     for (key, value) in &leaves {
         import.leaf(key, value);
     }
@@ -206,41 +212,11 @@ impl Import<'_> {
         }
     }
 
-    /// Notes the sysctls of the kernel's own conntrack that kube-proxy has set, with its defaults for absent keys. The
-    /// agent does not change them.
-    fn conntrack(&mut self, block: &Value) {
-        let sets = |key: &str, default: bool| match &block[key] {
-            Value::Null => default,
-            Value::Bool(is) => *is,
-            given => !matches!(given.as_str(), Some("" | "0" | "0s")) && given.as_u64() != Some(0),
-        };
-        let by_default = ["maxPerCore", "tcpEstablishedTimeout", "tcpCloseWaitTimeout"];
-        let otherwise = ["tcpBeLiberal", "udpTimeout", "udpStreamTimeout"];
-        if by_default.iter().any(|key| sets(key, true))
-            || otherwise.iter().any(|key| sets(key, false))
-        {
-            self.note(
-                "conntrack",
-                block,
-                "kube-proxy sets sysctls of the kernel's own conntrack by these keys, or by its defaults for absent keys. \
-                 The agent leaves them alone: to keep the values at the next boot, write them to a file in /etc/sysctl.d, \
-                 see docs/configuration.md#sysctls-of-the-kernels-conntrack",
-            );
-        }
-    }
-
     fn leaf(&mut self, key: &str, value: &Value) {
         let text = value.as_str().unwrap_or_default();
         match key {
             "apiVersion" | "kind" | "nodePortAddresses" | "clusterCIDR" | "detectLocalMode" => {}
-            _ if key.starts_with("detectLocal.") => {}
-            "conntrack.maxPerCore"
-            | "conntrack.min"
-            | "conntrack.tcpEstablishedTimeout"
-            | "conntrack.tcpCloseWaitTimeout"
-            | "conntrack.tcpBeLiberal"
-            | "conntrack.udpTimeout"
-            | "conntrack.udpStreamTimeout" => {}
+            _ if key.starts_with("detectLocal.") || key.starts_with("conntrack.") => {}
             "iptables.masqueradeAll" | "nftables.masqueradeAll" => {
                 let (room, _) = key.split_once('.').unwrap_or_default();
                 self.config.packets.masquerade_all |= self.in_use(room);

@@ -13,6 +13,7 @@ use tracing::{debug, info, warn};
 
 use super::{
     Failure, Health, Kind, Patience,
+    backoff::Backoff,
     connect::{Connection, Connector},
     failure::Status,
     fetch::{Fetch, Lines},
@@ -501,37 +502,5 @@ impl Step<'_> {
         if failure.is_of_connection() {
             *connection = None;
         }
-    }
-}
-
-/// The delay between attempts. It grows with each attempt and has a random part, so that nodes do not retry together.
-struct Backoff {
-    patience: Patience,
-    delay: Duration,
-    least: Duration,
-}
-
-impl Backoff {
-    fn new(patience: Patience) -> Self {
-        Self {
-            patience,
-            delay: patience.retry,
-            least: Duration::ZERO,
-        }
-    }
-
-    fn reset(&mut self) {
-        self.delay = self.patience.retry;
-    }
-
-    /// Makes the next delay at least this long.
-    fn at_least(&mut self, least: Option<Duration>) {
-        self.least = least.unwrap_or_default();
-    }
-
-    fn next(&mut self) -> Duration {
-        let delay = self.delay.max(std::mem::take(&mut self.least));
-        self.delay = (self.delay * 2).min(self.patience.retry_max);
-        delay.mul_f64(rand::random_range(1.0..2.0))
     }
 }

@@ -11,6 +11,7 @@
 //!
 //! A [`Reviewer`] asks the API server for the permissions of the bearer of a token.
 
+mod backoff;
 mod connect;
 mod error;
 mod failure;

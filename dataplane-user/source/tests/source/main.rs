@@ -1,5 +1,10 @@
 //! Manifests as objects of the model: the accepted objects, the refused ones, and the messages.
 
+#![expect(
+    clippy::too_many_lines,
+    reason = "a table of cases, or the steps of one scenario in their order"
+)]
+
 mod bad_manifests;
 mod by_istio;
 mod manifest_files;

@@ -33,6 +33,8 @@ const GROUPS: [&str; 2] = ["gateway.networking.k8s.io/", "networking.istio.io/"]
 /// Time limit for the agent to notice a kind. The agent looks every 30 s for kinds that the cluster does not have.
 const NOTICED: Duration = Duration::from_mins(1);
 const CONNECTS: u32 = 2000;
+/// The backends of the TCPRoute, by the names of their servers, and their weights.
+const WEIGHTS: [(&str, u8); 3] = [("one", 6), ("two", 3), ("outside", 1)];
 
 pub fn split(cluster: &Cluster) -> Result<String> {
     let kubernetes =
@@ -203,7 +205,6 @@ fn served(cluster: &Cluster) -> Result<String> {
             },
         })
     };
-    let weights = [("one", 6), ("two", 3), ("outside", 1)];
     space.apply(route(
         "TCPRoute",
         "v1",
@@ -220,7 +221,7 @@ fn served(cluster: &Cluster) -> Result<String> {
     // The API server adds defaults to an HTTPRoute without matches. These need no proxy.
     let none = json!([{ "name": "two", "port": 80, "weight": 1 }, { "name": "none", "port": 80, "weight": 0 }]);
     space.apply(route("HTTPRoute", "v1", "http", none))?;
-    let names = weights.map(|(name, _)| space.pods(name));
+    let names = WEIGHTS.map(|(name, _)| space.pods(name));
     let mut all = BTreeSet::new();
     for names in names {
         all.extend(names?);
@@ -236,24 +237,7 @@ fn served(cluster: &Cluster) -> Result<String> {
     for from in &clients {
         for to in &web {
             let to = at(to, 80);
-            eventually(NOTICED, || {
-                from.reaches(cluster, "connect --count 200", &to, &all)
-            })?;
-            let connect = format!("connect --count {CONNECTS}");
-            let report = from.reaches(cluster, &connect, &to, &all)?;
-            for (name, weight) in weights {
-                let of = report.endpoints.iter();
-                let of = of.filter(|(pod, _)| pod.starts_with(&format!("{name}-")));
-                let answers: u64 = of.map(|(_, of)| of.answers).sum();
-                let part = f64::from(u32::try_from(answers)?) / f64::from(CONNECTS);
-                let wanted = f64::from(weight) / 10.0;
-                // Five times the standard deviation of a random choice.
-                ensure!(
-                    (part - wanted).abs() < 0.06,
-                    "{from:?}: {name} has {part} of the connections to {to}, not {wanted}"
-                );
-                seen.push(part);
-            }
+            seen.extend(parts(cluster, from, &to, &all)?);
         }
         eventually(NOTICED, || {
             from.reaches(cluster, "connect --count 20", &http, &two)
@@ -274,13 +258,42 @@ fn served(cluster: &Cluster) -> Result<String> {
     Ok(format!(
         "a TCPRoute splits {CONNECTS} connections 6:3:1 to within {:.1} %, an HTTPRoute leads elsewhere, from a pod and a \
          node; both were noticed after their kinds had been installed",
-        weights
+        WEIGHTS
             .iter()
             .cycle()
             .zip(&seen)
             .map(|((_, weight), part)| (part - f64::from(*weight) / 10.0).abs() * 100.0)
             .fold(0.0, f64::max)
     ))
+}
+
+/// Connects many times, checks that each backend gets its part of the connections, and returns the parts.
+fn parts(
+    cluster: &Cluster,
+    from: &From,
+    to: &str,
+    all: &BTreeSet<String>,
+) -> Result<[f64; WEIGHTS.len()]> {
+    eventually(NOTICED, || {
+        from.reaches(cluster, "connect --count 200", to, all)
+    })?;
+    let connect = format!("connect --count {CONNECTS}");
+    let report = from.reaches(cluster, &connect, to, all)?;
+    let mut seen = [0.0; WEIGHTS.len()];
+    for ((name, weight), seen) in WEIGHTS.into_iter().zip(&mut seen) {
+        let of = report.endpoints.iter();
+        let of = of.filter(|(pod, _)| pod.starts_with(&format!("{name}-")));
+        let answers: u64 = of.map(|(_, of)| of.answers).sum();
+        let part = f64::from(u32::try_from(answers)?) / f64::from(CONNECTS);
+        let wanted = f64::from(weight) / 10.0;
+        // Five times the standard deviation of a random choice.
+        ensure!(
+            (part - wanted).abs() < 0.06,
+            "{from:?}: {name} has {part} of the connections to {to}, not {wanted}"
+        );
+        *seen = part;
+    }
+    Ok(seen)
 }
 
 /// Checks that `status` and `explain` name the routes.

@@ -110,41 +110,7 @@ pub fn all_types(cluster: &Cluster) -> Result<String> {
         }
     }
 
-    // A headless service is only a name. Clients reach its pods by the pods' own addresses.
-    space.service(
-        "headless",
-        "web",
-        &json!({ "clusterIP": "None", "ipFamilyPolicy": "PreferDualStack" }),
-    )?;
-    let listed = crate::command::output(
-        first
-            .command(&cluster.dataplane)?
-            .args(["services", "-o", "json"]),
-    )?;
-    let listed: Vec<Value> = serde_json::from_str(&listed).context("`dataplane services`")?;
-    let addresses = |name: &str| -> Result<usize> {
-        let service = listed.iter().find(|service| service["name"] == name);
-        let service = service.with_context(|| format!("`dataplane services` has no {name}"))?;
-        let of = |key: &str| service[key].as_array().map_or(0, Vec::len);
-        Ok(of("cluster_ips") + of("external_ips") + of("load_balancer_ips"))
-    };
-    ensure!(addresses("cluster-ip")? == 2, "{listed:?}");
-    ensure!(addresses("headless")? == 0, "{listed:?}");
-    let pods = cluster
-        .kubectl
-        .list(&["-n", &space.name, "pods", "-l", "app=web"])?;
-    for pod in &pods {
-        let name = BTreeSet::from([pod["metadata"]["name"]
-            .as_str()
-            .context("a name")?
-            .to_owned()]);
-        let address = pod["status"]["podIP"].as_str().context("an address")?;
-        for from in &inside {
-            answered += from
-                .reaches(cluster, ONCE, &at(address, super::pods::TCP), &name)?
-                .answered;
-        }
-    }
+    answered += headless(cluster, &space, first, &inside)?;
 
     // A deleted service is not served any more.
     space.kubectl(&["delete", "service", "external"])?;
@@ -163,6 +129,45 @@ pub fn all_types(cluster: &Cluster) -> Result<String> {
     Ok(format!(
         "{answered} requests: cluster IPs, node ports, load balancer's and external IPs, from two pods, a node and outside"
     ))
+}
+
+/// Checks that a headless service has no address, and that clients reach its pods by the pods' own addresses.
+fn headless(cluster: &Cluster, space: &Space<'_>, node: Node, inside: &[From]) -> Result<u64> {
+    space.service(
+        "headless",
+        "web",
+        &json!({ "clusterIP": "None", "ipFamilyPolicy": "PreferDualStack" }),
+    )?;
+    let listed = crate::command::output(
+        node.command(&cluster.dataplane)?
+            .args(["services", "-o", "json"]),
+    )?;
+    let listed: Vec<Value> = serde_json::from_str(&listed).context("`dataplane services`")?;
+    let addresses = |name: &str| -> Result<usize> {
+        let service = listed.iter().find(|service| service["name"] == name);
+        let service = service.with_context(|| format!("`dataplane services` has no {name}"))?;
+        let of = |key: &str| service[key].as_array().map_or(0, Vec::len);
+        Ok(of("cluster_ips") + of("external_ips") + of("load_balancer_ips"))
+    };
+    ensure!(addresses("cluster-ip")? == 2, "{listed:?}");
+    ensure!(addresses("headless")? == 0, "{listed:?}");
+    let pods = cluster
+        .kubectl
+        .list(&["-n", &space.name, "pods", "-l", "app=web"])?;
+    let mut answered = 0;
+    for pod in &pods {
+        let name = BTreeSet::from([pod["metadata"]["name"]
+            .as_str()
+            .context("a name")?
+            .to_owned()]);
+        let address = pod["status"]["podIP"].as_str().context("an address")?;
+        for from in inside {
+            answered += from
+                .reaches(cluster, ONCE, &at(address, super::pods::TCP), &name)?
+                .answered;
+        }
+    }
+    Ok(answered)
 }
 
 pub fn policies(cluster: &Cluster) -> Result<String> {
@@ -234,30 +239,7 @@ pub fn policies(cluster: &Cluster) -> Result<String> {
     })?;
     client.fails(cluster, ONCE, &at(&address, 80), &["ECONNREFUSED"])?;
 
-    // Session affinity: a client stays with one endpoint.
-    space.service("affine", "all", &json!({ "sessionAffinity": "ClientIP" }))?;
-    for address in space.cluster_ips("affine")? {
-        let to = at(&address, 80);
-        let report = eventually(SHORT, || {
-            let report = client.ask(cluster, CONNECT, &to)?;
-            ensure!(
-                report.answered == report.attempts,
-                "{to}: {:?}",
-                report.errors
-            );
-            Ok(report)
-        })?;
-        ensure!(
-            report.endpoints.len() == 1,
-            "{to}: {:?} answered",
-            report.endpoints.keys()
-        );
-        ensure!(
-            report.endpoints.keys().all(|name| all.contains(name)),
-            "{:?}",
-            report.endpoints
-        );
-    }
+    affine(cluster, &space, &client, &all)?;
 
     // Without endpoints, connections are refused immediately.
     space.service("nobody", "nobody", &json!({}))?;
@@ -287,6 +269,39 @@ pub fn policies(cluster: &Cluster) -> Result<String> {
         &["ECONNREFUSED"],
     )?;
     Ok("externalTrafficPolicy, health check ports, internalTrafficPolicy, affinity, no endpoints, hostPort".into())
+}
+
+/// Checks that session affinity keeps a client with one endpoint.
+fn affine(
+    cluster: &Cluster,
+    space: &Space<'_>,
+    client: &From,
+    all: &BTreeSet<String>,
+) -> Result<()> {
+    space.service("affine", "all", &json!({ "sessionAffinity": "ClientIP" }))?;
+    for address in space.cluster_ips("affine")? {
+        let to = at(&address, 80);
+        let report = eventually(SHORT, || {
+            let report = client.ask(cluster, CONNECT, &to)?;
+            ensure!(
+                report.answered == report.attempts,
+                "{to}: {:?}",
+                report.errors
+            );
+            Ok(report)
+        })?;
+        ensure!(
+            report.endpoints.len() == 1,
+            "{to}: {:?} answered",
+            report.endpoints.keys()
+        );
+        ensure!(
+            report.endpoints.keys().all(|name| all.contains(name)),
+            "{:?}",
+            report.endpoints
+        );
+    }
+    Ok(())
 }
 
 pub fn rollout(cluster: &Cluster) -> Result<String> {

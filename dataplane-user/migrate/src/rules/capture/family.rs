@@ -249,27 +249,7 @@ impl Family {
         match (shape, target) {
             ("", to) if to == mesh.dns && !mesh.dns.is_empty() => self.queries_lead_on = true,
             ("", to) if to == mesh.to_outbound => outbound.all = true,
-            ("d", to) if to == mesh.to_outbound => {
-                let net = options.destination.ok_or("a rule without a range")?;
-                let mut loopback = outbound.loopback.iter();
-                if loopback.any(|left| left.contains(&net.trunc()))
-                    || self.loopback_is_left && net.addr().is_loopback()
-                {
-                    return Err("a rule before leaves connections to this range alone".to_owned());
-                }
-                if net.prefix_len() == net.max_prefix_len()
-                    && [
-                        IpAddr::from(Ipv4Addr::LOCALHOST),
-                        Ipv6Addr::LOCALHOST.into(),
-                    ]
-                    .contains(&net.addr())
-                {
-                    return Err("connections to 127.0.0.1 and ::1 are never captured".to_owned());
-                }
-                outbound
-                    .included
-                    .insert(net.trunc(), (row.line, row.text.clone()));
-            }
+            ("d", to) if to == mesh.to_outbound => self.include(row, options)?,
             ("p port", to) if to == mesh.to_outbound && options.protocol == "tcp" => {
                 for port in &options.ports {
                     outbound.ports.insert(*port, (row.line, row.text.clone()));
@@ -339,6 +319,29 @@ impl Family {
             }
             _ => return Err("this rule has no counterpart in mesh.rules".to_owned()),
         }
+        Ok(())
+    }
+
+    /// Reads a rule that captures the connections to a range.
+    fn include(&mut self, row: &Row<'_>, options: &Options) -> Result<(), String> {
+        let net = options.destination.ok_or("a rule without a range")?;
+        let mut loopback = self.outbound.loopback.iter();
+        if loopback.any(|left| left.contains(&net.trunc()))
+            || self.loopback_is_left && net.addr().is_loopback()
+        {
+            return Err("a rule before leaves connections to this range alone".to_owned());
+        }
+        if net.prefix_len() == net.max_prefix_len()
+            && [
+                IpAddr::from(Ipv4Addr::LOCALHOST),
+                Ipv6Addr::LOCALHOST.into(),
+            ]
+            .contains(&net.addr())
+        {
+            return Err("connections to 127.0.0.1 and ::1 are never captured".to_owned());
+        }
+        let at = (row.line, row.text.clone());
+        self.outbound.included.insert(net.trunc(), at);
         Ok(())
     }
 }

@@ -1,5 +1,8 @@
 //! Replaces interfaces at which no outbound connection is captured by the ranges that are routed to them, because a
 //! socket does not know its interface when it connects.
+//!
+//! Istio writes such a rule for each interface in the annotation `traffic.sidecar.istio.io/excludeInterfaces`
+//! (`shortCircuitExcludeInterfaces` in `tools/istio-iptables/pkg/capture/run.go`): for pods with a second network.
 
 use std::collections::{BTreeMap, BTreeSet};
 

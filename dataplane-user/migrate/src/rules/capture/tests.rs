@@ -195,6 +195,7 @@ fn what_is_captured_outbound_is_said_by_ranges_and_ports() {
 
 /// A rule that the configuration cannot express is an error with its line.
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of cases")]
 fn a_rule_without_a_counterpart_is_an_error_with_its_line() {
     let line = |text: &str, of: &str| 1 + text.lines().position(|line| line == of).unwrap();
     let rules = [

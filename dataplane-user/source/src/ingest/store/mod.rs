@@ -1,25 +1,24 @@
 //! Stores objects, and combines them into views.
 
+mod problems;
+mod view;
+
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     sync::Arc,
     time::Duration,
 };
 
-use model::{
-    EntryName, Grant, Gravity, Istio, Node, Preference, Problem, Route, RouteName, Service,
-    ServiceName,
-};
+use model::{EntryName, Grant, Node, Preference, Problem, Route, RouteName, Service, ServiceName};
 use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use super::{
-    Body, Kind, Object, Perspective, Scope, WantedKinds, WantedPolicies,
+    Body, Kind, Object, Scope, WantedKinds, WantedPolicies,
     orphans::Orphans,
     pods::{self, Pods},
 };
 use crate::{
-    View,
     objects::{self, Candidate, Entries, IstioObjects, Joins, NodeFacts, Slice},
     turns::Turns,
 };
@@ -214,199 +213,6 @@ impl Store {
         }
     }
 
-    /// Returns the perspective: this node with the facts of its object, once they are known, as far as slices depend on
-    /// them; and whether the pods of all nodes are wanted.
-    pub fn eyes(&mut self) -> Perspective {
-        let node = || Node {
-            leaving: None,
-            ..self.facts.applied_to(&self.base)
-        };
-        Perspective {
-            node: self.listed.contains(&Kind::Node).then(|| Arc::new(node())),
-            everywhere: self.wants_everywhere(),
-        }
-    }
-
-    /// Returns whether the pods of all nodes are wanted.
-    fn wants_everywhere(&mut self) -> bool {
-        let scope = self.wanted.scope;
-        scope >= Scope::Registry
-            || scope >= Scope::Mesh && self.pods.denies()
-            || self.entries.select()
-            || self.entries.name_addresses()
-    }
-
-    /// Returns a view if there is a change, and if every kind was read once.
-    pub fn view(&mut self) -> Option<View> {
-        let mut kinds = Kind::ALL.iter().filter(|kind| self.wanted.awaits(**kind));
-        let known = |kind| self.listed.contains(kind) || self.refused.contains(kind);
-        if !self.changed || !kinds.all(known) {
-            return None;
-        }
-        // The first view waits for the pods of all nodes, so that the destinations that an earlier agent allowed do not
-        // disappear. Later views do not wait.
-        if !self.told
-            && !self.refused.contains(&Kind::Pod)
-            && self.wants_everywhere()
-            && !self.everywhere
-        {
-            return None;
-        }
-        let is_first = !std::mem::replace(&mut self.told, true);
-        for name in self.entries.take_dirty_services() {
-            self.join(&name);
-        }
-        for (name, change) in self.take_pending(is_first) {
-            self.settle(&name, change);
-            let alone = self.slices.contains_key(&name) && !self.services.contains_key(&name);
-            self.orphans.note(name, alone);
-        }
-        let mut hopeful = self.joins.take_hopeful();
-        hopeful.extend(self.entries.take_dirty_services());
-        for name in hopeful {
-            self.join(&name);
-        }
-        self.changed = self.is_behind();
-        let orphans = self.orphans.told().filter(|service| {
-            // A Service that cannot be read exists.
-            let key = (Kind::Service, (*service).clone());
-            !self.problems.contains_key(&key) && !self.unreadable.contains(&key.1)
-        });
-        let orphans = orphans.filter_map(|service| self.slices.get(service));
-        let orphans = orphans.flatten().map(|slice| {
-            let (_, file) = &self.named[&slice.name];
-            Problem {
-                gravity: Gravity::Warning,
-                place: place(Kind::Slice, &slice.name, file.as_deref()),
-                text: slice.orphan(),
-            }
-        });
-        let entries = self.entries.view();
-        let mut problems: Vec<Problem> = self
-            .problems
-            .values()
-            .flatten()
-            .chain(self.entries.problems())
-            .chain(self.joins.problems())
-            .cloned()
-            .chain(orphans)
-            .chain(self.istio.problems())
-            .collect();
-        problems.sort();
-        if *self.problems_seen != *problems {
-            self.problems_seen = problems.into();
-        }
-        // Without permission to read pods, there may be further pods.
-        let everywhere = self.everywhere && !self.refused.contains(&Kind::Pod);
-        Some(View {
-            services: self.services.clone(),
-            entries,
-            routes: self.routes.clone(),
-            grants: self.grants.clone(),
-            istio: self.istio(),
-            workloads: self.pods.workloads(),
-            pods: self.pods.addresses(everywhere),
-            whole: self.wanted.names,
-            unread: self.unread(),
-            namespaces: self.all_namespaces(),
-            node: Some(self.facts.clone()),
-            problems: Arc::clone(&self.problems_seen),
-            since: self.since.take().map(Instant::into_std),
-        })
-    }
-
-    /// Returns Istio's objects that limit connections.
-    fn istio(&self) -> Istio {
-        let mut policies = Kind::ALL.iter().filter(|kind| kind.is_policy());
-        let is_needed = self.wanted.policies == WantedPolicies::Refused;
-        // A kind that the cluster lacked may have objects by now.
-        let is_unread = |kind: &Kind| {
-            let is_refused = self.refused.contains(kind);
-            !self.listed.contains(kind) || is_refused && self.missing.contains(kind)
-        };
-        Istio {
-            namespaces: self.istio.namespaces(),
-            unread: is_needed && policies.any(is_unread),
-            ..Istio::default()
-        }
-    }
-
-    /// Returns the next changes of services, or all of them if `all` is set.
-    fn take_pending(&mut self, all: bool) -> Vec<(ServiceName, Change)> {
-        let Some(most) = self.endpoints_at_once.filter(|_| !all) else {
-            return std::mem::take(&mut self.pending).into_iter().collect();
-        };
-        for (name, change) in &self.pending {
-            let slices = self.slices.get(name).into_iter().flatten();
-            let endpoints = slices.map(|slice| slice.ports.len() * slice.endpoints.len());
-            let cost = (1 + endpoints.sum::<usize>()) as u64;
-            let stays = !matches!(change, Change::Remove);
-            self.turns.put(name.namespace(), name, cost, stays);
-        }
-        let next = self.turns.take(most).into_iter();
-        let next = next.filter_map(|name| self.pending.remove_entry(&name));
-        next.collect()
-    }
-
-    /// Returns whether changes of services wait for the next view, which should then be taken soon.
-    pub fn is_behind(&self) -> bool {
-        self.told && !self.pending.is_empty()
-    }
-
-    /// Returns the namespaces in which a Service or a slice cannot be read, or waits: a name there may exist although
-    /// it is not known.
-    fn unread(&self) -> imbl::OrdSet<Arc<str>> {
-        let is_unread = |kind: Kind, problems: &[Problem]| {
-            let mut problems = problems.iter();
-            matches!(kind, Kind::Service | Kind::Slice)
-                && problems.any(|problem| problem.gravity != Gravity::Warning)
-        };
-        let problems = self.problems.iter();
-        let unread = problems.filter(|((kind, _), problems)| is_unread(*kind, problems));
-        let unread = unread.map(|((_, name), _)| name.namespace());
-        let unreadable = self.unreadable.iter().map(ServiceName::namespace);
-        unread
-            .chain(unreadable)
-            .chain(self.turns.namespaces())
-            .map(Arc::from)
-            .collect()
-    }
-
-    /// Returns all namespaces, if they are read.
-    fn all_namespaces(&self) -> Option<imbl::OrdSet<Arc<str>>> {
-        let kind = &Kind::Namespace;
-        let known = self.listed.contains(kind) && !self.refused.contains(kind);
-        known.then(|| self.pods.namespace_names.clone())
-    }
-
-    fn settle(&mut self, name: &ServiceName, change: Change) {
-        let mut service = match change {
-            Change::Put(service) => service,
-            Change::Whole(service) => return self.serve(name, service),
-            Change::Join => match self.services.get(name) {
-                Some(service) => Arc::clone(service),
-                None => return,
-            },
-            Change::Remove => {
-                self.services.remove(name);
-                self.joins.remove(name);
-                return;
-            }
-        };
-        let slices = self.slices.get(name).map_or(&[][..], SmallVec::as_slice);
-        let selected = self.entries.slices(name);
-        let preference = self.preferences.get(name).copied();
-        let preference = preference.or_else(|| self.entries.preferred_in(name.namespace()));
-        let sources = objects::Sources {
-            slices,
-            selected: &selected,
-            names: self.wanted.names,
-            preference: preference.unwrap_or(Preference::Any),
-        };
-        self.joins.join(Arc::make_mut(&mut service), sources);
-        self.serve(name, service);
-    }
-
     /// Returns the time at which a missing Service of a slice must be reported. `None` if none is missing.
     pub fn due(&self) -> Option<Instant> {
         self.orphans.due()
@@ -417,13 +223,6 @@ impl Store {
         self.changed |= self.orphans.tell(Instant::now());
     }
 
-    fn serve(&mut self, name: &ServiceName, service: Arc<Service>) {
-        let known = self.services.get(name);
-        if known.is_none_or(|known| *known != service) {
-            self.services.insert(name.clone(), service);
-        }
-    }
-
     /// Records changes of services that are host ports.
     fn host_ports(&mut self, changes: Vec<pods::Change>) {
         let changes = changes.into_iter();
@@ -431,29 +230,6 @@ impl Store {
             let change = service.map_or(Change::Remove, Change::Whole);
             (name, change)
         }));
-    }
-
-    /// Records that a kind cannot be read, or can be read again.
-    fn refuse(&mut self, kind: Kind, why: Option<String>) {
-        self.changed = true;
-        let key = (kind, no_object());
-        let Some(why) = why else {
-            self.refused.remove(&kind);
-            self.problems.remove(&key);
-            return;
-        };
-        self.refused.insert(kind);
-        let without = if self.listed.contains(&kind) && !self.missing.contains(&kind) {
-            "the agent serves the state that it read before, without later changes"
-        } else {
-            kind.without().unwrap_or_default()
-        };
-        let problem = Problem {
-            gravity: Gravity::Warning,
-            place: "the Kubernetes API".to_owned(),
-            text: format!("{kind} cannot be read, so that {without}: {why}"),
-        };
-        self.problems.insert(key, vec![problem]);
     }
 
     /// Stores an object. Returns whether the next view may differ.
@@ -666,92 +442,4 @@ impl Store {
             self.remove(kind, &name);
         }
     }
-
-    /// Records that this node's own object does not exist.
-    fn missing_node(&mut self) {
-        self.facts = NodeFacts::of_no_object();
-        let text = if self.node_seen {
-            "the Node was deleted from the cluster while the agent runs: services are served on, \
-             without its zone, and no new endpoint counts as local"
-        } else if self.base.name_given {
-            "the cluster has no Node of this name, so its zone is not known and no endpoint counts \
-             as local: either the kubelet has not registered it yet, or --node-name is not its name"
-        } else {
-            "the cluster has no Node of this name, which is the machine's host name, so its zone is \
-             not known and no endpoint counts as local: give the Node's name with --node-name, \
-             or wait if the kubelet has not registered the Node yet"
-        };
-        let problem = Problem {
-            gravity: Gravity::Place,
-            place: format!("Node {}", self.base.name),
-            text: text.to_owned(),
-        };
-        self.note_node(Some(problem));
-    }
-
-    /// Replaces the problem of this node's own object.
-    pub fn note_node(&mut self, problem: Option<Problem>) {
-        let name = ServiceName::new("", &self.base.name);
-        self.changed |= self.note((Kind::Node, name), problem.into_iter().collect());
-    }
-
-    /// Records the problems of an object. Returns whether they have changed.
-    fn found(&mut self, object: &Object) -> bool {
-        let Object {
-            kind,
-            name,
-            file,
-            findings,
-            ..
-        } = object;
-        if *kind == Kind::Node {
-            self.problems.retain(|(of, _), _| *of != Kind::Node);
-        }
-        let problem = |gravity, text| Problem {
-            gravity,
-            place: place(*kind, name, file.as_deref()),
-            text,
-        };
-        let faults = findings.faults.iter().map(|(field, text)| {
-            let text = format!("{field}: {text}; it stays as it was before, if it was ever served");
-            problem(Gravity::NotFollowed, text)
-        });
-        let notes = findings.notes.iter();
-        let notes =
-            notes.map(|(field, text)| problem(Gravity::Warning, format!("{field}: {text}")));
-        let mut problems: Vec<_> = faults.chain(notes).take(PROBLEMS).collect();
-        let more = (findings.faults.len() + findings.notes.len()).saturating_sub(PROBLEMS);
-        if more > 0 {
-            problems.push(problem(Gravity::Warning, format!("and {more} more")));
-        }
-        self.note((*kind, name.clone()), problems)
-    }
-
-    /// Replaces the problems of an object. Returns whether they have changed.
-    fn note(&mut self, key: (Kind, ServiceName), problems: Vec<Problem>) -> bool {
-        let known = self.problems.get(&key).map(Vec::as_slice);
-        if known.unwrap_or_default() == problems {
-            return false;
-        }
-        if problems.is_empty() {
-            self.problems.remove(&key);
-        } else {
-            self.problems.insert(key, problems);
-        }
-        true
-    }
-}
-
-/// Returns the place of an object's problem.
-fn place(kind: Kind, name: &ServiceName, file: Option<&str>) -> String {
-    match file {
-        None => kind.label(name),
-        Some(file) if name.name().is_empty() => file.to_owned(),
-        Some(file) => format!("{file}: {}", kind.label(name)),
-    }
-}
-
-/// Stands for an object's name in problems of a kind.
-fn no_object() -> ServiceName {
-    ServiceName::new("", "")
 }

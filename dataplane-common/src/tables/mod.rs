@@ -24,6 +24,13 @@
 //! copy can replace a table while they run. A write of the outer element also waits for every running program
 //! (`maybe_wait_bpf_programs` in `kernel/bpf/syscall.c`): this is the grace period before blocks and slots are reused.
 
+mod sockets;
+
+pub use sockets::{
+    Owners, PEER_PORTS, Peer, PeerSets, SIBLINGS, SOCKET_ELEMENTS, SOCKET_SETS, SOCKET_WAYS,
+    Sibling, SiblingKey, SocketSet, UDP_FLOWS, UdpFlows,
+};
+
 use crate::{Addr, Port, Protocol};
 
 layout! {
@@ -385,134 +392,6 @@ layout! {
 }
 
 layout! {
-    /// The VIP that a connected socket was connected to.
-    #[repr(C)]
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Peer {
-        /// The VIP.
-        pub vip: Addr,
-        /// The endpoint chosen for it: the peer that the kernel knows.
-        pub endpoint: Addr,
-        /// The VIP's port.
-        pub vip_port: Port,
-        /// The endpoint's port.
-        pub endpoint_port: Port,
-    }
-}
-
-/// How many elements a table of sockets has: a power of two.
-pub const SOCKET_ELEMENTS: u32 = 256;
-
-/// How many sets there are in an element: a power of two. Their first places lie next to each other, and so do the
-/// second ones: the memory that a socket needs is then in the caches, because the sockets before it have brought it
-/// there.
-pub const SOCKET_SETS: usize = 16;
-
-/// How many sockets there are in a set.
-pub const SOCKET_WAYS: usize = 4;
-
-/// The owners of an element's places, the first ones of all sets, then the second: socket cookies; 0 for a free place.
-/// A program takes a place by an atomic exchange, and from then on only its socket uses it.
-pub type Owners = [[u64; SOCKET_SETS]; SOCKET_WAYS];
-
-/// The set of a socket in a table of sockets. A socket has a few places in it and is found without a hash, a lock or an
-/// allocation.
-///
-/// The kernel numbers sockets one after the other, so successive ones are in successive sets, and a set is full only if
-/// sockets of several rounds live on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SocketSet {
-    /// The index of the element.
-    pub element: u32,
-    /// The index of the set in the element.
-    pub set: usize,
-}
-
-impl SocketSet {
-    /// By the socket's cookie.
-    #[inline(always)]
-    #[expect(clippy::cast_possible_truncation, reason = "its low bits are wanted")]
-    pub const fn of(cookie: u64) -> Self {
-        Self {
-            element: (cookie / SOCKET_SETS as u64) as u32 % SOCKET_ELEMENTS,
-            set: cookie as usize % SOCKET_SETS,
-        }
-    }
-}
-
-/// How many elements `PEER_PORTS` has: a bit for each port.
-pub const PEER_PORTS: u32 = 65_536 / 64;
-
-layout! {
-    /// Sockets and the VIPs that they were connected to.
-    #[repr(C, align(8))]
-    #[derive(Clone, Copy, Debug)]
-    pub struct PeerSets {
-        /// The sockets that own the places.
-        pub owners: Owners,
-        /// Their VIPs.
-        pub peers: [[Peer; SOCKET_SETS]; SOCKET_WAYS],
-    }
-}
-
-/// How many flows an unconnected UDP socket remembers: a power of two.
-pub const UDP_FLOWS: usize = 16;
-
-layout! {
-    /// The VIPs that an unconnected UDP socket talks to, the newest written over the oldest.
-    ///
-    /// They are in the socket's own storage and live exactly as long as the socket: no shared LRU, in which busy
-    /// sockets would evict quiet ones.
-    #[repr(C, align(8))]
-    #[derive(Clone, Copy, Debug)]
-    pub struct UdpFlows {
-        /// How many flows were ever written; the next goes to this modulo [`UDP_FLOWS`].
-        pub written: u32,
-        /// The flow that was sent to last: if two VIPs share an endpoint, its replies count as answers of the VIP that
-        /// was asked last.
-        pub recent: u32,
-        /// The flows; one whose `endpoint_port` is 0 is not there (yet).
-        pub flows: [Peer; UDP_FLOWS],
-    }
-}
-
-/// How many elements `SIBLINGS` has. The least recently used one is evicted.
-pub const SIBLINGS: u32 = 16_384;
-
-layout! {
-    /// A flow of sockets that share a local port (`SO_REUSEADDR`, `SO_REUSEPORT`).
-    #[repr(C)]
-    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-    pub struct SiblingKey {
-        /// The sockets' network namespace (`SO_NETNS_COOKIE`).
-        pub netns: u64,
-        /// The other end.
-        pub addr: Addr,
-        /// Its port.
-        pub port: Port,
-        /// The port that the sockets share.
-        pub local: Port,
-        /// TCP or UDP.
-        pub protocol: Protocol,
-        /// Zero.
-        pub reserved: [u8; 3],
-    }
-}
-
-layout! {
-    /// The VIP by which one of the sockets reaches the other end.
-    #[repr(C, align(8))]
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Sibling {
-        /// The VIP that the socket asked and that the other end answers; or the other end itself, if it has asked the
-        /// socket.
-        pub vip: Endpoint,
-        /// The socket's cookie, if it is connected there; 0 otherwise.
-        pub socket: u64,
-    }
-}
-
-layout! {
     /// Settings of the programs, written by user space with plain stores into the mapped table.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -558,10 +437,4 @@ const _: () = assert!(size_of::<PoolStats>() == 32);
 const _: () = assert!(size_of::<StatsHeader>() == size_of::<PoolStats>());
 const _: () = assert!(size_of::<AffinityKey>() == 20);
 const _: () = assert!(size_of::<Affinity>() == 32);
-const _: () = assert!(size_of::<Peer>() == 36);
-const _: () = assert!(size_of::<PeerSets>() == 16 * 176);
-const _: () = assert!(SOCKET_ELEMENTS.is_power_of_two() && SOCKET_SETS.is_power_of_two());
-const _: () = assert!(size_of::<UdpFlows>() == 8 + 36 * UDP_FLOWS);
-const _: () = assert!(UDP_FLOWS.is_power_of_two());
-const _: () = assert!(size_of::<SiblingKey>() == 32 && size_of::<Sibling>() == 32);
 const _: () = assert!(size_of::<Config>() == 40);
