@@ -207,10 +207,12 @@ fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
 }
 
 /// Enters a flow of the node itself to the endpoint that a program at the socket has chosen: masqueraded, by the interface
-/// in [`Route::iface`](route::Route::iface). `false`: it is not entered, for one because the endpoint has no port left. The
+/// at which the packet leaves. `false`: it is not entered, for one because the endpoint has no port left. The
 /// packet then goes as it is, since it may find its way back.
 #[inline(always)]
 pub fn masquerade_itself(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
+    // Another lookup may have left another interface there.
+    s.way.iface = route::interface(skb.ifindex());
     s.flow.forward = s.packet.key;
     s.flow.endpoint = s.endpoint.addr;
     s.flow.endpoint_port = s.endpoint.port;

@@ -238,30 +238,23 @@ pub fn find_source(skb: Skb, packet: &Packet, endpoint: &Endpoint, route: &mut R
     code == BPF_FIB_LKUP_RET_SUCCESS || code == BPF_FIB_LKUP_RET_NO_NEIGH
 }
 
-/// `LOOPBACK_IFINDEX` (`include/net/flow.h`): the kernel routes its own packets as if they arrived there.
+/// `LOOPBACK_IFINDEX` (`include/net/flow.h`).
 pub const LOOPBACK: u32 = 1;
-
-/// Returns the interface at which the kernel's rules see the packet arrive. An uplink may have forwarding off, which does not
-/// concern what the node itself sends.
-#[inline(always)]
-pub fn came_from(skb: Skb, route: &Route) -> u32 {
-    if route.of_node != 0 {
-        LOOPBACK
-    } else {
-        skb.ifindex()
-    }
-}
 
 /// Looks up the way of `packet`, which arrived at this interface or is the node's own, to its new destination, by the rules for packets from
 /// its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy routing included), as the stack does after it has
 /// translated a packet's destination.
 #[inline(never)]
 pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
-    let from = came_from(skb, route);
     let longest = route.longest;
     let lookup = &mut route.lookup;
-    write_question(from, packet, dst, dst_port, longest, lookup);
-    let code = ask_by_mark(skb, lookup, 0);
+    write_question(skb.ifindex(), packet, dst, dst_port, longest, lookup);
+    let mut code = ask_by_mark(skb, lookup, 0);
+    if code == i64::from(BPF_FIB_LKUP_RET_FWD_DISABLED) && route.of_node != 0 {
+        // What the node itself sends leaves by an uplink that forwards nothing, too.
+        write_question(LOOPBACK, packet, dst, dst_port, longest, lookup);
+        code = ask_by_mark(skb, lookup, 0);
+    }
     // Errors of the call itself are negative: they match nothing below.
     take(
         skb,

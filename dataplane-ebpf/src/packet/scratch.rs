@@ -56,7 +56,7 @@ pub struct Scratch {
     /// Whether the endpoint has to see an address of the node's, and at what cost: [`MASQUERADE`], [`EVICT`].
     pub masquerade: u32,
     pub endpoint: Endpoint,
-    /// The last endpoint without a free port, if another was tried since.
+    /// The last endpoint without a free port.
     pub exhausted: Endpoint,
     /// The slot of the endpoint in `ENDPOINTS`, if it is not the first that was tried.
     pub slot: u32,

@@ -58,7 +58,7 @@ fn place(src: &Addr, dst: &Addr, from: u32) -> u32 {
 /// Finds the way of `packet` to its new destination: calls [`route::search`] if there is no recent result.
 #[inline(never)]
 pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, found: &mut Route) {
-    let from = route::came_from(skb, found);
+    let from = skb.ifindex();
     let src = &packet.key.src;
     let way = if route::by_address() && skb.mark() == 0 {
         WAYS.get_ptr_mut(place(src, dst, from))

@@ -297,12 +297,13 @@ fn main() -> ExitCode {
     }
     let mut arguments = Arguments::from_args();
     let emulated = dataplane_tests::emulated();
-    // Scenarios wait more than they compute: alone, three seconds for one of a processor's. But with three for each processor,
-    // those that are under load starve on a slow machine. An emulated machine computes.
+    // Scenarios wait more than they compute: alone, three seconds for one of a processor's. With three for each processor, all take
+    // 14 minutes on two processors, and one or two of those under load may starve: these are repeated alone. An emulated machine
+    // computes.
     if !emulated && arguments.test_threads.is_none() {
         arguments.test_threads = thread::available_parallelism()
             .ok()
-            .map(|processors| 2 * processors.get());
+            .map(|processors| 3 * processors.get());
     }
     let required = std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_some_and(|v| v == "1");
     let lab = missing(Requirement::Lab);

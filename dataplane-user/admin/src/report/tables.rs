@@ -42,7 +42,7 @@ pub fn read(
             "cannot read how full the tables are: {e}"
         ))),
     }
-    findings.extend(filtered_frontends(&open));
+    findings.extend(filtered_frontends(&open, paths));
     findings.extend(filtered_flows(&open, paths));
     match open.reasons() {
         Ok(counts) => {
@@ -83,11 +83,19 @@ fn row(usage: Usage) -> Table {
 }
 
 /// Reports frontends that the filter keeps from being looked up.
-fn filtered_frontends(open: &kernel::Tables) -> Option<Finding> {
-    let missed = match open.filtered_out() {
+fn filtered_frontends(open: &kernel::Tables, paths: &kernel::Paths) -> Option<Finding> {
+    let cannot = |e| Some(Finding::error(format!("cannot check the filter: {e}")));
+    let mut missed = match open.filtered_out() {
         Ok(missed) => missed,
-        Err(e) => return Some(Finding::error(format!("cannot check the filter: {e}"))),
+        Err(e) => return cannot(e),
     };
+    if !missed.is_empty() {
+        // A copy of FRONTENDS may be in its place since `open`, and the keys gone.
+        missed = match kernel::Tables::open(&paths.bpffs).and_then(|open| open.filtered_out()) {
+            Ok(missed) => missed,
+            Err(e) => return cannot(e),
+        };
+    }
     let first = missed.first()?;
     Some(Finding::error(format!(
         "the filter VIPS does not let {} of the frontends through, for example {}: \

@@ -108,7 +108,7 @@ impl Endings {
             Ok(tables) => tables,
             Err(error) => {
                 warn!("cannot look for flows to endpoints that went away: {error}");
-                return true;
+                return false;
             }
         };
         let is_frontend = |key: &FrontendKey| !tables.frontend(key).is_none();

@@ -147,7 +147,7 @@ impl Mesh {
                 warn!("mesh: {text}; {}", consequence(istio));
             }
         }
-        let missing = missing_root(snapshot);
+        let missing = missing_root(snapshot, members, self.said.sidecars);
         if let Some(text) = &missing
             && self.limited.insert(Arc::clone(&istio.root), now).is_none()
         {

@@ -1,12 +1,13 @@
 //! Replacing a table by a copy while programs run: a larger copy, or a copy in which many keys have changed.
 
-use std::{collections::HashMap, io};
+use std::{collections::HashMap, io, mem};
 
 use dataplane_common::{
     packet,
     tables::{Frontend, FrontendKey},
 };
 use plan::{Demand, Room};
+use tracing::warn;
 
 use super::{
     super::{
@@ -157,19 +158,39 @@ impl Tables {
         let capacity = self.frontends.capacity();
         if changes.len() > 2 + capacity as usize / COPIED_IN_A_WAIT {
             let doing = || format!("cannot change {} entries of FRONTENDS", changes.len());
-            let entries = self.frontends.entries().doing(doing)?;
-            let mut entries: HashMap<_, _> = entries.into_iter().collect();
+            let mut entries = self.frontends.entries().doing(doing)?;
+            let mut wanted: HashMap<_, _> = changes.iter().copied().collect();
             let mut before = Vec::with_capacity(changes.len());
-            for (key, frontend) in changes {
-                self.vips.add(key, *frontend);
-                before.extend(entries.insert(*key, *frontend).map(|of| (*key, of)));
+            for (key, frontend) in &mut entries {
+                if let Some(new) = wanted.remove(key) {
+                    self.vips.add(key, new);
+                    before.push((*key, mem::replace(frontend, new)));
+                }
             }
-            self.put_frontends(capacity, entries).doing(doing)?;
-            *freed = false;
-            for (key, frontend) in before {
-                self.vips.remove(&key, frontend);
+            for (key, new) in wanted {
+                self.vips.add(&key, new);
+                entries.push((key, new));
             }
-            return Ok(());
+            match self.put_frontends(capacity, entries) {
+                Ok(()) => {
+                    *freed = false;
+                    for (key, frontend) in before {
+                        self.vips.remove(&key, frontend);
+                    }
+                    return Ok(());
+                }
+                // No memory for the copy. The changes take longer without it.
+                Err(error) => {
+                    warn!(
+                        "cannot copy FRONTENDS: {error}; {} keys change one by one",
+                        changes.len()
+                    );
+                    let new: HashMap<_, _> = changes.iter().copied().collect();
+                    for (key, _) in before {
+                        self.vips.remove(&key, new[&key]);
+                    }
+                }
+            }
         }
         for (key, frontend) in changes {
             if *freed {

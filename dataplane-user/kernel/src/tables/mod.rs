@@ -446,6 +446,9 @@ fn put(outer: &OwnedFd, inner: &OwnedFd) -> io::Result<()> {
     sys::map_update(outer.as_fd(), &[0; 4], inner.as_raw_fd().as_bytes(), 0)
 }
 
+/// How often to look again for a table that is replaced at just this moment.
+const TRIES: u32 = 3;
+
 fn inner(
     pins: &Pins,
     outer: &OwnedFd,
@@ -454,14 +457,21 @@ fn inner(
 ) -> Result<(OwnedFd, u32), Error> {
     let path = pins.map(table.spec().name);
     let doing = || format!("cannot open the table in {}", path.display());
-    let mut id = [0u8; 4];
-    if !sys::map_lookup(outer.as_fd(), &[0; 4], &mut id).doing(doing)? {
-        return Err(Error::Damaged {
-            path,
-            what: "there is no table in it".into(),
-        });
-    }
-    let fd = sys::map_by_id(u32::from_ne_bytes(id)).doing(doing)?;
+    let mut tries = 0..TRIES;
+    let fd = loop {
+        let mut id = [0u8; 4];
+        if !sys::map_lookup(outer.as_fd(), &[0; 4], &mut id).doing(doing)? {
+            return Err(Error::Damaged {
+                path,
+                what: "there is no table in it".into(),
+            });
+        }
+        match sys::map_by_id(u32::from_ne_bytes(id)) {
+            // The agent has put another in its place meanwhile.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && tries.next().is_some() => {}
+            found => break found.doing(doing)?,
+        }
+    };
     let info = sys::map_info(fd.as_fd()).doing(doing)?;
     let same = info.kind == shape.kind as u32
         && info.key_size == shape.key_size

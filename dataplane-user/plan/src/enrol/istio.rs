@@ -139,8 +139,15 @@ pub fn limited(istio: &Istio, members: &[Member], foreign: bool) -> BTreeMap<Arc
     texts.collect()
 }
 
-/// Returns a warning if the cluster has policies and lacks the root namespace: Istio may have another one.
-pub fn missing_root(snapshot: &Snapshot) -> Option<String> {
+/// Returns a warning if the cluster has policies, lacks the root namespace, and workloads of this node are captured: Istio may
+/// have another root namespace. `foreign`: see [`limited`].
+pub fn missing_root(snapshot: &Snapshot, members: &[Member], foreign: bool) -> Option<String> {
+    let mut carried = members.iter();
+    let is_any = carried.any(|of| is_carried(&of.workload, &of.policy, foreign));
+    is_any.then(|| without_root(snapshot))?
+}
+
+fn without_root(snapshot: &Snapshot) -> Option<String> {
     let istio = &snapshot.istio;
     // Manifests need no Namespaces.
     let all = snapshot.namespaces.as_ref().filter(|all| !all.is_empty())?;
@@ -402,7 +409,7 @@ mod tests {
                 namespaces: (namespaces != "?").then_some(all),
                 ..Snapshot::default()
             };
-            let text = missing_root(&snapshot);
+            let text = without_root(&snapshot);
             assert_eq!(
                 text.is_some(),
                 is_named,

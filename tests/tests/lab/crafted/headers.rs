@@ -432,7 +432,7 @@ fn fragments_that_overlap_are_their_senders_own() -> Result<()> {
             }
             // Another first fragment of the same number, of another flow of the client.
             let other = client.1 + 1;
-            passes("the second", other, first, &[Reason::Masqueraded])?;
+            scene.throw(PLAIN.at, false, &fragment(other, first).frame())?;
             let client = Addr::from(client.0);
             ensure!(known()? == [(client, other)], "{:?}", known()?);
             // The same number from another host.

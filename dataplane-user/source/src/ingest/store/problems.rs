@@ -87,7 +87,12 @@ impl Store {
         let mut problems: Vec<_> = faults.chain(notes).take(PROBLEMS).collect();
         let more = (findings.faults.len() + findings.notes.len()).saturating_sub(PROBLEMS);
         if more > 0 {
-            problems.push(problem(Gravity::Warning, format!("and {more} more")));
+            let gravity = if findings.faults.len() > PROBLEMS {
+                Gravity::NotFollowed
+            } else {
+                Gravity::Warning
+            };
+            problems.push(problem(gravity, format!("and {more} more")));
         }
         self.note((*kind, name.clone()), problems)
     }
