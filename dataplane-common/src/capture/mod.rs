@@ -571,3 +571,6 @@ const _: () = assert!(size_of::<TrafficKey>() == 24);
 const _: () = assert!(size_of::<Meter>() == 32);
 const _: () = assert!(size_of::<MeterSets>() == 16 * 160);
 const _: () = assert!(size_of::<Traffic>() == 48);
+
+#[cfg(test)]
+mod tests;
