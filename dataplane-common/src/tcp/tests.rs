@@ -221,6 +221,65 @@ fn a_connection_goes_on_by_its_own_segments() {
     }
 }
 
+/// Only an acknowledgement near the endpoint's position proves that the client has seen the endpoint's answer.
+#[test]
+fn a_client_acknowledges_what_it_has_seen() {
+    let (client, server) = (1000, 2_000_000_000);
+    let known = Flow::established(client, server).positions();
+    for (positions, flags, ack, acknowledges) in [
+        (known, ACK, server + 1, true),
+        (known, ACK | FIN, server + NEAR, true),
+        (known, ACK, server - NEAR, true),
+        (known, ACK, server + 1 + NEAR, false),
+        (known, ACK, server - 1 - NEAR, false),
+        (known, 0, server + 1, false),
+        (known, FIN, server + 1, false),
+        (known, ACK | RST, server + 1, false),
+        (known, ACK | SYN, server + 1, false),
+        // The client's own position.
+        (known, ACK, client + 1, false),
+        (Flow::opened(client).positions(), ACK, 0, false),
+    ] {
+        let segment = segment(flags, client + 1, ack);
+        let found = positions.are_acknowledged_by(&segment);
+        assert_eq!(found, acknowledges, "{flags:#b} {ack}");
+    }
+}
+
+/// A quoted packet proves nothing about its flow, and no packet on the wire looks like one.
+#[test]
+fn a_quoted_packet_is_no_segment() {
+    assert!(Segment::QUOTED.is_quoted());
+    // Bits that packets add to a flow lie elsewhere.
+    assert_eq!((GOES_ON, ANEW), (64, 128));
+    for flags in 0..=u8::MAX {
+        assert!(!segment(flags, 1, 2).is_quoted() && !Segment::QUOTED.has(flags));
+    }
+}
+
+/// The words of a new flow: the time of a datagram, or the number of a SYN.
+#[test]
+fn a_flow_begins() {
+    for (first, words) in [
+        (segment(0, 0, 0), [77, 0]),
+        (Segment::QUOTED, [77, 0]),
+        (segment(ACK, 5, 6), [0, 0]),
+        (segment(SYN, 5, 6), [5, 5]),
+        // 0 stands for unknown.
+        (segment(SYN, 0, 6), [1, 1]),
+    ] {
+        assert_eq!(begin(&first, 77), words, "{first:?}");
+    }
+}
+
+#[test]
+fn a_udp_flow_is_a_stream_after_two_seconds() {
+    let begun = Flow(begin(&segment(0, 0, 0), 1000).map(AtomicU64::new));
+    assert!(!is_stream(&begun.0, 1000) && !is_stream(&begun.0, 1000 + STREAM_AFTER));
+    assert!(is_stream(&begun.0, 1001 + STREAM_AFTER));
+    assert_eq!(STREAM_AFTER, 2_000_000_000);
+}
+
 /// A client's SYNs ask an endpoint that takes no new connections, and give it up only if it has been silent twice.
 #[test]
 fn an_endpoint_is_given_up_once_it_is_silent() {
