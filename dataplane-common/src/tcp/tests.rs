@@ -1,4 +1,4 @@
-use core::sync::atomic::AtomicU64;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use proptest::{prelude::*, test_runner::TestCaseResult};
 
@@ -314,12 +314,77 @@ fn an_endpoint_that_has_departed_is_given_up() {
     let flow = Flow::established(client, server);
     assert!(!ask(&flow.0, Tick::from_number(7)));
     depart(&flow.0);
-    assert!(ask(&flow.0, Tick::from_number(7)));
+    depart(&flow.0);
+    assert!(ask(&flow.0, Tick::from_number(7)), "for good");
     assert!(Opening((&flow.0).load(OPENING)).is_asked(), "still");
     let _ = flow.see(REPLIES, ACK, server + 1, client + 1);
     assert!(!Opening((&flow.0).load(OPENING)).is_asked(), "it answers");
     let _ = flow.see(REQUESTS, SYN, 5_000_000, 0);
     assert!(ask(&flow.0, Tick::from_number(8)));
+}
+
+/// Only the client's SYN is the one to answer, and only the endpoint's segments answer.
+#[test]
+fn each_side_speaks_for_itself() {
+    let (client, server) = (1000, 2_000_000_000);
+    let flow = Flow::established(client, server);
+    let opening = || (&flow.0).load(OPENING);
+    let before = opening();
+    assert_eq!(flow.see(REPLIES, SYN, 77, 0), PACKET);
+    assert_eq!(opening(), before);
+    assert!(!ask(&flow.0, Tick::from_number(7)));
+    let asked = opening();
+    assert_eq!(
+        flow.see(REQUESTS, ACK, client + 500_000, server + 1),
+        PACKET
+    );
+    assert_eq!(opening(), asked);
+}
+
+/// A flow's words that another CPU changes before each exchange.
+#[derive(Clone, Copy)]
+struct Contended<'a>(&'a Flow, &'a AtomicU64);
+
+impl Line for Contended<'_> {
+    fn load(self, word: usize) -> u64 {
+        (&self.0.0).load(word)
+    }
+
+    fn load_after(self, word: usize, _: u64) -> u64 {
+        self.load(word)
+    }
+
+    fn both(one: u64, other: u64) -> u64 {
+        one | other
+    }
+
+    fn store(self, word: usize, value: u64) {
+        (&self.0.0).store(word, value);
+    }
+
+    fn exchange(self, _: usize, _: u64, _: u64) -> bool {
+        self.1.fetch_add(1, Relaxed);
+        false
+    }
+
+    fn add(self, word: usize, amount: u64) -> u64 {
+        (&self.0.0).add(word, amount)
+    }
+}
+
+/// The verifier needs a bound, and a packet waits for nobody.
+#[test]
+fn an_exchange_is_tried_three_times() {
+    let flow = Flow::established(1000, 2_000_000_000);
+    let tries = AtomicU64::new(0);
+    depart(Contended(&flow, &tries));
+    assert_eq!(tries.swap(0, Relaxed), 3);
+    let far = segment(ACK | FIN, 500_000, 2_000_000_001);
+    let counts = judge(Contended(&flow, &tries), REQUESTS, &far);
+    assert_eq!(
+        (counts, tries.load(Relaxed)),
+        (PACKET | CLOSED | GOES_ON, 3)
+    );
 }
 
 /// The next step of a sender.
