@@ -312,3 +312,101 @@ const _: () = assert!(size_of::<Addr>() == 16 && align_of::<Addr>() == 4);
 const _: () = assert!(size_of::<Port>() == 2);
 const _: () = assert!(size_of::<Protocol>() == 1);
 const _: () = assert!(Addr::from_v4([1, 2, 3, 4]).is_v4());
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+
+    use std::{format, string::ToString as _};
+
+    use super::*;
+
+    /// Addresses at both edges of each range, and IPv6 addresses that differ from them in one word.
+    const ADDRESSES: &str = "0.0.0.0 0.0.0.1 0.255.255.255 1.0.0.0 10.96.0.1 126.255.255.255 127.0.0.0 127.0.0.1 \
+        127.255.255.255 128.0.0.0 168.254.0.1 169.253.255.255 169.254.0.0 169.254.255.255 169.255.0.0 223.255.255.255 \
+        224.0.0.0 239.1.2.3 255.255.255.255 :: ::1 ::2 ::100:0 1::1 0:0:1::1 ::1:0:0:1 1:: 0:0:1:: ::1:0:0:0 \
+        ::7f00:1 1::ffff:7f00:1 0:0:1:0:0:ffff:7f00:1 ::1:ffff:7f00:1 1::ffff:0:0 0:0:1:0:0:ffff:0:0 \
+        fc00::1 fe7f:ffff:: fe80:: fe80::1 febf::1 fec0:: ffff:: feff:: ff00:: ff02::1 7e80::1 2001:db8:1:2:3:4:5:6";
+
+    fn addresses() -> impl Iterator<Item = IpAddr> + Clone {
+        ADDRESSES
+            .split_whitespace()
+            .map(|text| text.parse().unwrap())
+    }
+
+    /// The standard library judges.
+    #[test]
+    fn addresses_have_the_standard_librarys_properties() {
+        for ip in addresses() {
+            let addr = Addr::from(ip);
+            let (link_local, reserved) = match ip {
+                IpAddr::V4(ip) => (
+                    ip.is_link_local(),
+                    ip.octets()[0] == 0 || ip.octets()[0] >= 224,
+                ),
+                IpAddr::V6(ip) => (
+                    ip.is_unicast_link_local(),
+                    ip.is_multicast() || ip.is_unspecified(),
+                ),
+            };
+            assert_eq!(addr.ip(), ip);
+            assert_eq!(addr.is_v4(), ip.is_ipv4(), "{ip}");
+            assert_eq!(addr.is_loopback(), ip.is_loopback(), "{ip}");
+            assert_eq!(addr.is_unspecified(), ip.is_unspecified(), "{ip}");
+            assert_eq!(addr.is_link_local(), link_local, "{ip}");
+            assert_eq!(addr.is_nobody(), reserved || ip.is_loopback(), "{ip}");
+            assert_eq!(
+                format!("{addr} {addr:?} {addr:>20}"),
+                format!("{ip} {ip} {ip:>20}")
+            );
+            assert_eq!(Addr::from_words(addr.words()), addr);
+        }
+    }
+
+    #[test]
+    fn addresses_are_ordered_by_their_bytes() {
+        for (one, other) in addresses().flat_map(|one| addresses().map(move |other| (one, other))) {
+            let (one, other) = (Addr::from(one), Addr::from(other));
+            let wanted = one.octets().cmp(&other.octets());
+            assert_eq!(one.cmp(&other), wanted, "{one} {other}");
+            assert_eq!(one.partial_cmp(&other), Some(wanted));
+            let halves = |addr: Addr| u128::from_be_bytes(addr.octets());
+            let (high, low) = one.halves();
+            assert_eq!(u128::from(high) << 64 | u128::from(low), halves(one));
+        }
+    }
+
+    #[test]
+    fn addresses_come_from_the_kernels_words() {
+        let v4 = [192, 0, 2, 7];
+        let word = u32::from_ne_bytes(v4);
+        assert_eq!(Addr::from_v4_word(word), Addr::from_v4(v4));
+        assert_eq!(Addr::from_v4(v4).octets()[10..], [0xff, 0xff, 192, 0, 2, 7]);
+        let v6 = core::array::from_fn(|n| u8::try_from(n).unwrap() * 16 + 1);
+        assert_eq!(Addr::from_v6(v6).octets(), v6);
+        let netns = Addr::from_netns_cookie(0x1122_3344_5566_7788);
+        let first = u32::from_ne_bytes([0xff, 0, 0, 0]);
+        assert_eq!(netns.words(), [first, 0, 0x1122_3344, 0x5566_7788]);
+        assert!(netns.is_nobody());
+    }
+
+    #[test]
+    fn ports_are_numbers_in_host_order() {
+        let port = Port::new(0x1234);
+        assert_eq!(port.be().to_ne_bytes(), [0x12, 0x34]);
+        assert_eq!((port.host(), Port::from_be(port.be())), (0x1234, port));
+        assert_eq!(format!("{port} {port:?} {port:>6}"), "4660 4660   4660");
+        let (less, more) = (Port::new(0x00ff), Port::new(0x0100));
+        assert!(less < more && more.cmp(&less).is_gt() && less.cmp(&less).is_eq());
+    }
+
+    #[test]
+    fn protocols_have_words() {
+        for (number, word) in [(0, "any"), (6, "tcp"), (17, "udp"), (132, "132")] {
+            let protocol = Protocol::from_number(number);
+            assert_eq!(protocol.number(), number);
+            assert_eq!(protocol.to_string(), word);
+            assert_eq!(format!("{protocol:?}"), word);
+        }
+    }
+}

@@ -84,3 +84,22 @@ layout! {
 }
 
 const _: () = assert!(size_of::<Event>() == 112 && align_of::<Event>() == 8);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hooks_have_numbers_and_words() {
+        for (number, hook, word) in [
+            (1, Hook::Connect, "connect"),
+            (2, Hook::Sendmsg, "sendmsg"),
+            (3, Hook::Recvmsg, "recvmsg"),
+            (4, Hook::Packet, "packet"),
+        ] {
+            assert_eq!((hook as u8, hook.word()), (number, word));
+            assert_eq!(Hook::from_number(number), Some(hook));
+        }
+        assert!(Hook::from_number(0).is_none() && Hook::from_number(5).is_none());
+    }
+}

@@ -44,6 +44,8 @@ mod tests {
             assert!(all > ROOM / 3, "{hogs}: {all}");
         }
         assert!(!has_room(0, ROOM) && !has_room(0, u64::MAX));
+        assert_eq!(ROOM * 4, ORIGINS.into());
+        assert!(has_room(ROOM / 2 - 1, ROOM / 2) && !has_room(ROOM / 2, ROOM / 2));
     }
 
     #[test]
@@ -52,5 +54,8 @@ mod tests {
             let counter = counter_of(workload);
             assert!(counter > OF_ALL && u32::from(counter) < COUNTERS);
         }
+        let all = COUNTERS - FIRST;
+        assert!((0..all).map(counter_of).eq(2..16_384), "each has its own");
+        assert_eq!(counter_of(all + 5), counter_of(5));
     }
 }

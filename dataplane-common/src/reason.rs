@@ -175,6 +175,7 @@ impl Reason {
                 | Self::OriginLost
                 | Self::ToNode
                 | Self::PortTaken
+                | Self::Preempted
                 | Self::FlowBusy
                 | Self::IpsecPolicy
                 | Self::SourceForged
@@ -186,3 +187,18 @@ impl Reason {
 }
 
 const _: () = assert!(Reason::ALL.len() <= Reason::SLOTS as usize);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every text of a refusal ends with what happens to the packet or connection.
+    #[test]
+    fn refusals_say_so() {
+        for reason in Reason::ALL {
+            let text = reason.text();
+            let says = text.ends_with("refused") || text.ends_with("; dropped");
+            assert_eq!(reason.is_refusal(), says, "{reason:?}: {text}");
+        }
+    }
+}

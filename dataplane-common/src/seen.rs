@@ -61,3 +61,33 @@ pub const fn is_closing(seen: u8) -> bool {
 pub const fn is_ended(seen: u8) -> bool {
     seen & RST != 0 || of_requests(seen) & of_replies(seen) & FIN != 0
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The bits are in pinned tables: each has one meaning for good.
+    #[test]
+    fn bits_have_fixed_places() {
+        assert_eq!([PACKET, FIN, RST, FOREIGN], [1, 2, 4, 8]);
+        assert_eq!([in_replies(PACKET), in_replies(FIN)], [16, 32]);
+        assert_eq!([FOLLOWED, ASSURED, EARLIER], [64, 128, 254]);
+    }
+
+    #[test]
+    fn a_packet_adds_its_bits_in_its_direction() {
+        for bits in 0..8 {
+            assert_eq!(of_packet(bits, false), bits);
+            let (moved, reset) = (bits & 3, bits & RST);
+            assert_eq!(of_packet(bits, true), moved * 16 + reset, "{bits:#b}");
+        }
+        for seen in 0..=u8::MAX {
+            assert_eq!(of_requests(seen), seen & 3);
+            assert_eq!(of_replies(seen), seen / 16 & 3);
+            let (requests, replies) = (seen & FIN != 0, seen & 32 != 0);
+            assert_eq!(is_closing(seen), requests || replies, "{seen:#b}");
+            let is_ended = requests && replies || seen & RST != 0;
+            assert_eq!(super::is_ended(seen), is_ended, "{seen:#b}");
+        }
+    }
+}

@@ -177,12 +177,14 @@ impl Default for Timeouts {
 
 #[cfg(test)]
 mod tests {
+    extern crate std;
+
     use super::*;
 
     /// Rows and columns of netfilter's table that flows of ours can have.
     #[test]
     fn states_are_netfilters() {
-        use seen::{ASSURED, FIN, FOLLOWED, PACKET, RST, in_replies};
+        use seen::{ASSURED, FIN, FOLLOWED, FOREIGN, PACKET, RST, in_replies};
         let both = PACKET | in_replies(PACKET);
         let closing = both | ASSURED | FIN;
         for (seen, state, seconds) in [
@@ -208,5 +210,25 @@ mod tests {
             assert_eq!(State::of(Protocol::UDP, seen), state);
             assert_eq!(Timeouts::DEFAULT.of(state), seconds);
         }
+        for protocol in [Protocol::TCP, Protocol::UDP] {
+            assert_eq!(State::of(protocol, closing | RST | FOREIGN), State::Foreign);
+        }
+    }
+
+    #[test]
+    fn states_have_words_and_timeouts_of_their_own() {
+        let mut timeouts = Timeouts::default();
+        for (seconds, state) in (1000..).zip(State::ALL) {
+            timeouts.set(state, seconds);
+            assert_eq!(State::from_word(state.word()), Some(state));
+            assert_eq!(
+                std::format!("{state:>13}|"),
+                std::format!("{:>13}|", state.word())
+            );
+        }
+        let read = State::ALL.map(|state| timeouts.of(state));
+        assert!(read.into_iter().eq(1000..1012));
+        assert_eq!(State::SynReceived.word(), "syn-received");
+        assert_eq!(State::from_word("established "), None);
     }
 }

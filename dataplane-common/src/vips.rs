@@ -330,6 +330,82 @@ mod tests {
         assert_eq!(addresses, (64..128).collect());
     }
 
+    /// Each kind has a word of its own. A set bit says no more about an address than the word's meaning.
+    #[test]
+    fn words_have_meanings_of_their_own() {
+        let place = place("10.96.0.1");
+        let of = |kind| {
+            let mut words = VipWords::default();
+            words.set(place.bit(kind));
+            words
+        };
+        let key = |port| FrontendKey::new(v4(SERVICES_V4 + 1), Port::new(port), Protocol::TCP);
+        for (kind, cluster, ports) in [
+            (Kind::CLUSTER_IP, true, true),
+            (Kind::CLUSTER_ADDRESS, true, true),
+            (Kind::LOAD_BALANCER, false, true),
+            (Kind::NODE_PORT, false, true),
+            (Kind::NODE_ADDRESS, false, false),
+        ] {
+            let words = of(kind);
+            assert!(
+                place.is_set(words) && place.finds(words, &key(0)),
+                "{kind:?}"
+            );
+            assert_eq!(place.may_be_cluster(words), cluster, "{kind:?}");
+            assert_eq!(place.may_have_ports(words), ports, "{kind:?}");
+            assert_eq!(place.finds(words, &key(80)), ports, "{kind:?}");
+        }
+        let all = VipWords::ALL;
+        assert!(place.is_set(all) && place.may_have_ports(all) && place.may_be_cluster(all));
+        let none = VipWords::default();
+        let is_set = place.is_set(none) || place.may_have_ports(none) || place.may_be_cluster(none);
+        assert!(!is_set && !place.finds(none, &key(0)) && !place.finds(none, &key(80)));
+        // Bits that are set already stay set.
+        let mut all = all;
+        all.set(place.bit(Kind::CLUSTER_IP));
+        all.set(place.bit(Kind::NODE_ADDRESS));
+        all.set(place.bit(Kind::LOAD_BALANCER));
+        assert_eq!(all, VipWords::ALL);
+    }
+
+    #[test]
+    fn node_ports_of_the_default_range_have_no_bit() {
+        for (addr, port, has_one) in [
+            (v4(SERVICES_V4), 30_000, true),
+            (v4(SERVICES_V4), 80, true),
+            (v4(0), 29_999, true),
+            (v4(0), 30_000, false),
+            (v6(0), 32_767, false),
+            (v6(0), 32_768, true),
+        ] {
+            let key = FrontendKey::new(addr, Port::new(port), Protocol::UDP);
+            assert_eq!(VipPlace::has_one(&key), has_one, "{addr} {port}");
+        }
+    }
+
+    #[test]
+    fn udp_ports_of_hosts_addresses_are_claimed() {
+        for (port, protocol, kind, is_claimed) in [
+            (53, Protocol::UDP, Kind::EXTERNAL_IP, true),
+            (53, Protocol::UDP, Kind::NODE_PORT, true),
+            (53, Protocol::TCP, Kind::EXTERNAL_IP, false),
+            (0, Protocol::UDP, Kind::NODE_ADDRESS, false),
+            (53, Protocol::UDP, Kind::CLUSTER_IP, false),
+            (53, Protocol::UDP, Kind::CLUSTER_ADDRESS, false),
+        ] {
+            let key = FrontendKey::new(v4(SERVICES_V4), Port::new(port), protocol);
+            let wanted = is_claimed.then(|| ClaimedPort::of(Port::new(port)));
+            assert_eq!(ClaimedPort::of_frontend(&key, kind), wanted, "{key:?}");
+        }
+        for (port, index, bit) in [(0, 0, 192), (53, 0, 245), (64, 1, 192), (65_535, 1023, 255)] {
+            let place = ClaimedPort::of(Port::new(port));
+            assert_eq!((place.index(), place.bit()), (index, bit), "{port}");
+            let only = 1 << (bit - 192);
+            assert!(place.is_set(only) && place.is_set(u64::MAX) && !place.is_set(!only));
+        }
+    }
+
     /// The families share one code path, and pinned bits have one meaning on every architecture.
     #[test]
     fn places_are_fixed() {

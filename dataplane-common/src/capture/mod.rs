@@ -452,3 +452,6 @@ const _: () = assert!(size_of::<Origin>() == 20);
 const _: () = assert!(size_of::<ListenerKey>() == 16);
 const _: () = assert!(size_of::<Asker>() == 20);
 const _: () = assert!(ASKERS.is_power_of_two());
+
+#[cfg(test)]
+mod tests;

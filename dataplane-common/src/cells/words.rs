@@ -325,3 +325,123 @@ pub(super) const fn key_of(words: [u64; 4], ports_and_protocol: u64) -> FlowKey 
         Protocol::from_number((ports_and_protocol >> 32) as u8),
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_are_twice_as_many_cells_as_flows() {
+        for (flows, cells) in [
+            (0, 2),
+            (1, 2),
+            (3, 8),
+            (65_536, 131_072),
+            (65_537, 262_144),
+            (1 << 23, 1 << 24),
+            (1 << 24, 1 << 24),
+            (1 << 30, 1 << 24),
+        ] {
+            assert_eq!(cells_for(flows), cells, "{flows}");
+        }
+    }
+
+    #[test]
+    fn a_holder_is_dead_after_three_ticks() {
+        let holder = Holder::new(Holder::USER, Tick::from_number(u16::MAX));
+        let is_dead = |now| holder.is_dead(Tick::from_number(now));
+        assert!(!is_dead(u16::MAX) && !is_dead(1) && is_dead(2) && is_dead(1000));
+        let head = Head(5 * Head::NUMBER).held(holder);
+        assert!(head.is_held() && head.holder() == Some(holder));
+        let other = Holder::new(8, Tick::from_number(u16::MAX));
+        assert_ne!(other, holder);
+        // Half of the bits of a holder belong to a protocol, if to any.
+        let flow = Head(0x7f << 32 | 80);
+        assert!(!flow.is_held() && flow.key().is_some() && flow.holder().is_none());
+    }
+
+    #[test]
+    fn a_count_stops_at_128() {
+        let mut head = Head(Head::NUMBER);
+        let mut slot = Slot(9);
+        for count in 0..128 {
+            assert!(head.counts() && head.has_more() == (count != 0), "{count}");
+            head = Head(head.0 + Head::ONE_MORE);
+        }
+        for count in 0..64 {
+            assert!(slot.counts() && slot.has_more() == (count != 0), "{count}");
+            slot = Slot(slot.0 + Slot::ONE_MORE);
+        }
+        assert!(!head.counts() && !slot.counts() && slot.cell() == Some(8));
+        assert!(head.is_same(Head(Head::NUMBER)) && !head.is_same(Head(2 * Head::NUMBER)));
+    }
+
+    #[test]
+    fn slots_name_cells() {
+        for cell in [0, 1, 6, Slot::CELLS - 1] {
+            let slot = Slot(3 * Slot::ONE_MORE).leading_to(cell);
+            assert_eq!((slot.cell(), slot.has_more()), (Some(cell), true));
+            assert!(slot.leads_to(cell) && !slot.leads_to(cell + 1) && !slot.leads_to(cell ^ 1));
+            assert_eq!(Slot(0).leading_to(cell).0, cell + 1);
+        }
+        assert!(Slot(0).cell().is_none() && !Slot(0).has_more() && !Slot(0).leads_to(0));
+    }
+
+    /// A state with all ports, at tick 7.
+    fn state(seen: u8) -> State {
+        State(0xab << 56 | State::bits(seen) | 7 << 32 | 0x1234_5678)
+    }
+
+    #[test]
+    fn packets_change_flags_and_time() {
+        let now = Tick::from_number(0x0108);
+        let (fin, rst) = (seen::FIN, seen::RST);
+        let before = state(seen::PACKET | fin);
+        assert_eq!(
+            (before.used().number(), before.seen()),
+            (7, seen::PACKET | fin)
+        );
+        let word = |seen: u64| State(0xab00_0108_1234_5678 | seen << 48);
+        assert_eq!(before.used_at(now), word(3));
+        assert_eq!(before.with_packet(rst, 0, now), word(7));
+        assert_eq!(before.with_packet(fin, 0, now), word(3));
+        assert_eq!(before.with_packet(rst, fin, now), word(5));
+        assert_eq!(before.with_packet(fin, fin, now), word(3));
+        assert_eq!(before.anew(now), word(1));
+        assert_eq!(state(0xff).anew(now), word(1));
+    }
+
+    /// Flows from the first to be evicted to the last.
+    #[test]
+    fn flows_are_ranked() {
+        use seen::{ASSURED, FIN, FOREIGN, PACKET, RST, in_replies};
+        let (tcp, udp) = (Protocol::TCP, Protocol::UDP);
+        let answered = PACKET | in_replies(PACKET);
+        let assured = answered | ASSURED;
+        let closed = assured | FIN | in_replies(FIN);
+        let ranks = [
+            (tcp, PACKET, 40),
+            (udp, PACKET, 30),
+            (tcp, PACKET | RST, 20),
+            (udp, answered, 45),
+            (tcp, answered, 40),
+            (tcp, closed, 30),
+            (tcp, assured | RST, 20),
+            (udp, assured, 50),
+            (udp, PACKET | FOREIGN, 40),
+            (udp, assured, 7),
+            (tcp, assured, 50),
+            (tcp, PACKET | FOREIGN, 40),
+            (tcp, assured | FIN, 30),
+            (tcp, assured, 7),
+        ]
+        .map(|(protocol, seen, now)| state(seen).rank(protocol, Tick::from_number(now)));
+        assert!(ranks.is_sorted_by(|one, next| one > next), "{ranks:?}");
+        assert!(ranks[6] >= State::UNASSURED && ranks[7] < State::UNASSURED);
+        assert!(ranks[9] > State::PROTECTED && ranks[10] <= State::PROTECTED);
+        assert_eq!(ranks[13], 1, "never 0");
+        // The time of three days stays below the bit for a crowd, which stays below the classes.
+        let oldest = state(PACKET).rank(tcp, Tick::from_number(5));
+        assert!(oldest & State::CROWD == 0 && oldest | State::CROWD < 4 * (State::PROTECTED + 1));
+    }
+}

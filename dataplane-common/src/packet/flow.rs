@@ -217,5 +217,22 @@ mod tests {
         assert!(at(100).age_seconds(at(130)) >= 26);
         assert!(at(wrap - 5).age_seconds(at(wrap + 30)) <= 40);
         assert_eq!(at(100).age_seconds(at(95)), 0, "read in the tick before");
+        let tick = Tick::from_number;
+        assert_eq!(
+            Tick::from_ns(0x0001_2345_0000_0000 | 0xffff_ffff),
+            tick(0x2345)
+        );
+        for (before, now, ticks, seconds) in [
+            (7, 7, 0, 0),
+            (7, 8, 1, 5),
+            (7, 10, 3, 13),
+            (u16::MAX, 1, 2, 9),
+            (8, 7, 0, 0),
+            (9, 7, 0xfffe, 281_467),
+        ] {
+            assert_eq!(tick(before).number(), before);
+            assert_eq!(tick(before).ticks_before(tick(now)), ticks);
+            assert_eq!(tick(before).age_seconds(tick(now)), seconds);
+        }
     }
 }

@@ -202,6 +202,109 @@ const _: () = assert!(size_of::<SourceKey>() == 24);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Port, Protocol};
+
+    #[test]
+    fn interfaces_have_flags_of_their_own() {
+        use Iface as I;
+        let of = |flags| Iface {
+            flags,
+            ..I::default()
+        };
+        let flags = [I::PEER, I::LOCAL, I::ATTACHED, I::BARE, I::STRICT, I::LOOSE];
+        assert_eq!(flags.map(u16::trailing_zeros), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(I::of_pod(0), 1 << 6);
+        for (flags, is_ready, checks_a_pod) in [
+            (0, true, false),
+            (I::ATTACHED, true, false),
+            (I::LOCAL, false, false),
+            (I::LOCAL | I::ATTACHED, true, false),
+            (I::LOCAL | I::PEER | I::BARE, false, false),
+            (I::LOCAL | I::STRICT, false, true),
+            (I::LOCAL | I::LOOSE, false, true),
+            (I::ATTACHED | I::STRICT | I::LOOSE, true, false),
+        ] {
+            assert_eq!(of(flags).is_ready(), is_ready, "{flags:#b}");
+            assert_eq!(of(flags).checks_a_pod(), checks_a_pod, "{flags:#b}");
+        }
+        let on = |segment| Iface {
+            segment,
+            ..I::default()
+        };
+        assert!(on(7).is_same_segment(on(7)) && !on(7).is_same_segment(on(8)));
+        assert!(!on(0).is_same_segment(on(0)), "in no segment");
+    }
+
+    #[test]
+    fn sets_of_networks_are_apart() {
+        use SourceKey as S;
+        let addr = Addr::from_v4([10, 0, 0, 0]);
+        for (set, of_policy, of_node) in [
+            (S::PODS, false, true),
+            (S::HOST, false, true),
+            (S::BRIDGES, false, true),
+            (1, false, false),
+            (S::BRIDGES - 1, false, false),
+            (S::POLICIES - 1, false, false),
+            (S::POLICIES, true, false),
+            (S::HOST - 1, true, false),
+        ] {
+            let key = S::network(set, addr, 96 + 8);
+            assert_eq!((key.prefix, key.set), (32 + 96 + 8, set));
+            assert_eq!(S::host(set, addr).prefix, 32 + 128);
+            assert_eq!(key.is_of_policy(), of_policy, "{set:#x}");
+            assert_eq!(key.is_of_node(), of_node, "{set:#x}");
+        }
+    }
+
+    #[test]
+    fn settings_have_flags_of_their_own() {
+        use PacketConfig as P;
+        let flags = [
+            P::DETECT_BY_ADDRESS,
+            P::DETECT_BY_INTERFACE,
+            P::MASQUERADE_ALL,
+            P::WAYS_BY_ADDRESS,
+            P::SEVERAL_NETWORKS,
+            P::SEVERAL_UPLINKS,
+            P::PREEMPTIBLE,
+        ];
+        assert_eq!(flags.map(u32::trailing_zeros), [0, 1, 2, 3, 8, 9, 15]);
+        assert!(flags.iter().all(|flag| flag.is_power_of_two()));
+        assert_eq!(P::DETECTS, 3);
+        for (ifindex, bit) in [(0, 16), (1, 17), (15, 31), (16, 16), (u32::MAX, 31)] {
+            assert_eq!(P::bare(ifindex), 1 << bit);
+        }
+        assert_eq!(P::PORTS, 64_512);
+    }
+
+    #[test]
+    fn a_client_keeps_its_range_of_ports() {
+        for (own, first, last) in [
+            (0, 1, 511),
+            (511, 1, 511),
+            (512, 600, 1023),
+            (1023, 600, 1023),
+            (1024, 1024, 65_535),
+            (65_535, 1024, 65_535),
+        ] {
+            assert_eq!(client_ports(Port::new(own)), (first, last), "{own}");
+        }
+        let (own, other) = (Port::new(40_000), Port::new(50_000));
+        let addr = Addr::UNSPECIFIED;
+        let key = FlowKey::new(addr, own, addr, Port::new(80), Protocol::TCP);
+        for (node_port, seen) in [(Port::ANY, own), (other, other)] {
+            let value = Translation {
+                endpoint: addr,
+                endpoint_port: Port::new(80),
+                node_port,
+                used: Tick::default(),
+                seen: 0,
+                node_addr: 0,
+            };
+            assert_eq!(value.seen_port(&key), seen);
+        }
+    }
 
     #[test]
     fn pods_are_told_apart() {

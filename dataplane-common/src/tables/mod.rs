@@ -438,3 +438,95 @@ const _: () = assert!(size_of::<StatsHeader>() == size_of::<PoolStats>());
 const _: () = assert!(size_of::<AffinityKey>() == 20);
 const _: () = assert!(size_of::<Affinity>() == 32);
 const _: () = assert!(size_of::<Config>() == 40);
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+
+    use std::format;
+
+    use super::*;
+
+    #[test]
+    fn keys_are_of_three_kinds() {
+        let addr = Addr::from_v4([10, 96, 0, 1]);
+        let (port, tcp) = (Port::new(80), Protocol::TCP);
+        let address = FrontendKey::address(addr);
+        assert_eq!(address.addr, addr);
+        for (key, is_address) in [
+            (address, true),
+            (FrontendKey::new(addr, port, tcp), false),
+            (FrontendKey::new(addr, Port::ANY, tcp), false),
+            (FrontendKey::new(addr, port, Protocol::ANY), false),
+        ] {
+            assert_eq!(key.is_address(), is_address, "{key:?}");
+        }
+        let node_ports = [true, false].map(|v4| FrontendKey::node_port(v4, port, tcp));
+        for (key, v4) in node_ports.into_iter().zip([true, false]) {
+            assert_eq!((key.port, key.protocol), (port, tcp));
+            assert!(key.addr.is_unspecified() && key.addr.is_v4() == v4);
+        }
+    }
+
+    /// The bits are those that are documented: older programs read them.
+    #[test]
+    fn words_have_fixed_bits() {
+        let frontend = Frontend::new(0x89ab_cdef, Kind::NODE_PORT);
+        assert_eq!(frontend.word(), 0x0004_89ab_cdef);
+        assert_eq!(Frontend::from_word(frontend.word()), frontend);
+        assert_eq!(
+            (frontend.pool(), frontend.kind()),
+            (0x89ab_cdef, Kind::NODE_PORT)
+        );
+        assert!(!frontend.is_none() && Frontend::NONE.is_none());
+        assert_eq!(format!("{frontend:?}"), "NodePort -> pool 2309737967");
+
+        let block = Block::new(0x89ab_cdef, 0x4567, 0x8123);
+        assert_eq!(block.word(), 0x8123_4567_89ab_cdef);
+        assert_eq!(Block::from_word(block.word()), block);
+        assert_eq!(
+            (block.base(), block.len(), block.flags()),
+            (0x89ab_cdef, 0x4567, 0x8123)
+        );
+        assert!(!block.is_empty() && Block::new(7, 0, 1).is_empty());
+        assert_eq!(format!("{:?}", Block::new(7, 2, 0)), "7+2");
+        assert_eq!(format!("{:?}", Block::new(7, 0, 0x12)), "7+0 flags 0x12");
+    }
+
+    #[test]
+    fn kinds_have_numbers_and_words() {
+        for (number, kind, word) in [
+            (0, Frontend::NONE.kind(), "unknown"),
+            (1, Kind::CLUSTER_IP, "ClusterIP"),
+            (2, Kind::EXTERNAL_IP, "ExternalIP"),
+            (3, Kind::LOAD_BALANCER, "LoadBalancer"),
+            (4, Kind::NODE_PORT, "NodePort"),
+            (5, Kind::CLUSTER_ADDRESS, "cluster address"),
+            (6, Kind::NODE_ADDRESS, "node address"),
+        ] {
+            assert_eq!((kind.number(), kind.word()), (number, word));
+        }
+    }
+
+    #[test]
+    fn no_endpoint_has_port_0() {
+        let addr = Addr::from_v4([10, 244, 0, 1]);
+        assert!(Endpoint::NONE.is_none() && Endpoint::new(addr, Port::ANY).is_none());
+        assert!(!Endpoint::new(addr, Port::new(1)).is_none());
+    }
+
+    #[test]
+    fn successive_sockets_are_in_successive_sets() {
+        for (cookie, element, set) in [
+            (1, 0, 1),
+            (15, 0, 15),
+            (16, 1, 0),
+            (0x0fff, 255, 15),
+            (0x1000, 0, 0),
+            (0x0123_4567_89ab_cdef, 0xde, 0xf),
+        ] {
+            assert_eq!(SocketSet::of(cookie), SocketSet { element, set });
+        }
+        assert_eq!(PEER_PORTS, 1024);
+    }
+}

@@ -1,4 +1,4 @@
-use core::sync::atomic::AtomicU64;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use proptest::{prelude::*, test_runner::TestCaseResult};
 
@@ -221,6 +221,65 @@ fn a_connection_goes_on_by_its_own_segments() {
     }
 }
 
+/// Only an acknowledgement near the endpoint's position proves that the client has seen the endpoint's answer.
+#[test]
+fn a_client_acknowledges_what_it_has_seen() {
+    let (client, server) = (1000, 2_000_000_000);
+    let known = Flow::established(client, server).positions();
+    for (positions, flags, ack, acknowledges) in [
+        (known, ACK, server + 1, true),
+        (known, ACK | FIN, server + NEAR, true),
+        (known, ACK, server - NEAR, true),
+        (known, ACK, server + 1 + NEAR, false),
+        (known, ACK, server - 1 - NEAR, false),
+        (known, 0, server + 1, false),
+        (known, FIN, server + 1, false),
+        (known, ACK | RST, server + 1, false),
+        (known, ACK | SYN, server + 1, false),
+        // The client's own position.
+        (known, ACK, client + 1, false),
+        (Flow::opened(client).positions(), ACK, 0, false),
+    ] {
+        let segment = segment(flags, client + 1, ack);
+        let found = positions.are_acknowledged_by(&segment);
+        assert_eq!(found, acknowledges, "{flags:#b} {ack}");
+    }
+}
+
+/// A quoted packet proves nothing about its flow, and no packet on the wire looks like one.
+#[test]
+fn a_quoted_packet_is_no_segment() {
+    assert!(Segment::QUOTED.is_quoted());
+    // Bits that packets add to a flow lie elsewhere.
+    assert_eq!((GOES_ON, ANEW), (64, 128));
+    for flags in 0..=u8::MAX {
+        assert!(!segment(flags, 1, 2).is_quoted() && !Segment::QUOTED.has(flags));
+    }
+}
+
+/// The words of a new flow: the time of a datagram, or the number of a SYN.
+#[test]
+fn a_flow_begins() {
+    for (first, words) in [
+        (segment(0, 0, 0), [77, 0]),
+        (Segment::QUOTED, [77, 0]),
+        (segment(ACK, 5, 6), [0, 0]),
+        (segment(SYN, 5, 6), [5, 5]),
+        // 0 stands for unknown.
+        (segment(SYN, 0, 6), [1, 1]),
+    ] {
+        assert_eq!(begin(&first, 77), words, "{first:?}");
+    }
+}
+
+#[test]
+fn a_udp_flow_is_a_stream_after_two_seconds() {
+    let begun = Flow(begin(&segment(0, 0, 0), 1000).map(AtomicU64::new));
+    assert!(!is_stream(&begun.0, 1000) && !is_stream(&begun.0, 1000 + STREAM_AFTER));
+    assert!(is_stream(&begun.0, 1001 + STREAM_AFTER));
+    assert_eq!(STREAM_AFTER, 2_000_000_000);
+}
+
 /// A client's SYNs ask an endpoint that takes no new connections, and give it up only if it has been silent twice.
 #[test]
 fn an_endpoint_is_given_up_once_it_is_silent() {
@@ -255,12 +314,77 @@ fn an_endpoint_that_has_departed_is_given_up() {
     let flow = Flow::established(client, server);
     assert!(!ask(&flow.0, Tick::from_number(7)));
     depart(&flow.0);
-    assert!(ask(&flow.0, Tick::from_number(7)));
+    depart(&flow.0);
+    assert!(ask(&flow.0, Tick::from_number(7)), "for good");
     assert!(Opening((&flow.0).load(OPENING)).is_asked(), "still");
     let _ = flow.see(REPLIES, ACK, server + 1, client + 1);
     assert!(!Opening((&flow.0).load(OPENING)).is_asked(), "it answers");
     let _ = flow.see(REQUESTS, SYN, 5_000_000, 0);
     assert!(ask(&flow.0, Tick::from_number(8)));
+}
+
+/// Only the client's SYN is the one to answer, and only the endpoint's segments answer.
+#[test]
+fn each_side_speaks_for_itself() {
+    let (client, server) = (1000, 2_000_000_000);
+    let flow = Flow::established(client, server);
+    let opening = || (&flow.0).load(OPENING);
+    let before = opening();
+    assert_eq!(flow.see(REPLIES, SYN, 77, 0), PACKET);
+    assert_eq!(opening(), before);
+    assert!(!ask(&flow.0, Tick::from_number(7)));
+    let asked = opening();
+    assert_eq!(
+        flow.see(REQUESTS, ACK, client + 500_000, server + 1),
+        PACKET
+    );
+    assert_eq!(opening(), asked);
+}
+
+/// A flow's words that another CPU changes before each exchange.
+#[derive(Clone, Copy)]
+struct Contended<'a>(&'a Flow, &'a AtomicU64);
+
+impl Line for Contended<'_> {
+    fn load(self, word: usize) -> u64 {
+        (&self.0.0).load(word)
+    }
+
+    fn load_after(self, word: usize, _: u64) -> u64 {
+        self.load(word)
+    }
+
+    fn both(one: u64, other: u64) -> u64 {
+        one | other
+    }
+
+    fn store(self, word: usize, value: u64) {
+        (&self.0.0).store(word, value);
+    }
+
+    fn exchange(self, _: usize, _: u64, _: u64) -> bool {
+        self.1.fetch_add(1, Relaxed);
+        false
+    }
+
+    fn add(self, word: usize, amount: u64) -> u64 {
+        (&self.0.0).add(word, amount)
+    }
+}
+
+/// The verifier needs a bound, and a packet waits for nobody.
+#[test]
+fn an_exchange_is_tried_three_times() {
+    let flow = Flow::established(1000, 2_000_000_000);
+    let tries = AtomicU64::new(0);
+    depart(Contended(&flow, &tries));
+    assert_eq!(tries.swap(0, Relaxed), 3);
+    let far = segment(ACK | FIN, 500_000, 2_000_000_001);
+    let counts = judge(Contended(&flow, &tries), REQUESTS, &far);
+    assert_eq!(
+        (counts, tries.load(Relaxed)),
+        (PACKET | CLOSED | GOES_ON, 3)
+    );
 }
 
 /// The next step of a sender.

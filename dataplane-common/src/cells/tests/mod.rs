@@ -1,6 +1,9 @@
 #![expect(clippy::cast_possible_truncation, reason = "small numbers")]
 
 extern crate std;
+
+mod ports;
+
 use std::{
     boxed::Box,
     cell::{Cell, RefCell},
