@@ -44,7 +44,7 @@ mod tests {
             assert!(all > ROOM / 3, "{hogs}: {all}");
         }
         assert!(!has_room(0, ROOM) && !has_room(0, u64::MAX));
-        assert_eq!(ROOM * 4, ORIGINS.into());
+        assert_eq!(ROOM * 4, u64::from(ORIGINS));
         assert!(has_room(ROOM / 2 - 1, ROOM / 2) && !has_room(ROOM / 2, ROOM / 2));
     }
 

@@ -46,7 +46,7 @@ fn flags_are_bits_of_their_own() {
         [0, 1]
     );
     let looked_up = [E::PROXY, E::INBOUND, E::VIRTUAL, E::REFUSES_INBOUND];
-    assert_eq!(E::LOOKED_UP, looked_up.into_iter().sum());
+    assert_eq!(E::LOOKED_UP, looked_up.into_iter().sum::<u32>());
     let mesh = [
         MESH_NAMESPACES,
         MESH_CGROUPS,

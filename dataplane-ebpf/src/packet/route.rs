@@ -231,9 +231,8 @@ fn ask_by_mark(skb: Skb, lookup: &mut Lookup, flags: u32) -> i64 {
 /// does not return one. Only the argument of the lookup changes in `route`: it holds the result ([`Route::source`]).
 #[inline(never)]
 pub fn find_source(skb: Skb, packet: &Packet, endpoint: &Endpoint, route: &mut Route) -> bool {
-    let from = came_from(skb, route);
     let lookup = &mut route.lookup;
-    write_question(from, packet, &endpoint.addr, endpoint.port, 0, lookup);
+    write_question(skb.ifindex(), packet, &endpoint.addr, endpoint.port, 0, lookup);
     let code = u32::try_from(ask_by_mark(skb, lookup, FOR_SOURCE)).unwrap_or(u32::MAX);
     code == BPF_FIB_LKUP_RET_SUCCESS || code == BPF_FIB_LKUP_RET_NO_NEIGH
 }
@@ -241,8 +240,8 @@ pub fn find_source(skb: Skb, packet: &Packet, endpoint: &Endpoint, route: &mut R
 /// `LOOPBACK_IFINDEX` (`include/net/flow.h`).
 pub const LOOPBACK: u32 = 1;
 
-/// Looks up the way of `packet`, which arrived at this interface or is the node's own, to its new destination, by the rules for packets from
-/// its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy routing included), as the stack does after it has
+/// Looks up the way of `packet`, which arrived at this interface or is the node's own, to its new destination, by the rules
+/// for packets from its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy routing included), as the stack does after it has
 /// translated a packet's destination.
 #[inline(never)]
 pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
