@@ -15,11 +15,7 @@ use model::{
 };
 use smallvec::SmallVec;
 
-use super::{
-    Error, Facts, Imported,
-    facts::family,
-    leftover::{At, Leftovers},
-};
+use super::{Error, Facts, Imported, facts::family, leftover::Leftovers};
 
 /// Maximum number of ports of a service that are searched without an index.
 const FEW: usize = 8;
@@ -225,7 +221,7 @@ impl Draft {
             if self.origins[usize::from(!v4)].is_none() {
                 return Err(error);
             }
-            self.leftovers.add(At::Nowhere, "", error.to_string());
+            self.leftovers.add(0, "", error.to_string());
         }
         Ok(())
     }
@@ -302,8 +298,8 @@ impl Draft {
         affinity.is_none_or(|affinity| agree(&mut service.affinity, affinity))
     }
 
-    /// Lists a line that concerns a service, and leaves the service out.
-    pub fn leave_out(&mut self, name: &ServiceName, at: At, text: &str, why: &str) {
+    /// Lists a line that concerns a service, and leaves the service out. `at` is the line's number.
+    pub fn leave_out(&mut self, name: &ServiceName, at: usize, text: &str, why: &str) {
         self.service(name).left_out = true;
         self.leftovers
             .add(at, text, format!("{why}, so service {name} is left out"));
@@ -318,7 +314,7 @@ impl Draft {
             }
             if let Some(why) = draft.ports.iter().find_map(PortDraft::fault) {
                 let why = format!("{why}, so service {name} is left out");
-                self.leftovers.add(At::Nowhere, "", why);
+                self.leftovers.add(0, "", why);
                 continue;
             }
             services.insert(name.clone(), Arc::new(draft.finish(name)));

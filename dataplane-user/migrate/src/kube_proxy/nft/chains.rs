@@ -13,7 +13,6 @@ use super::{
         draft::{Affinity, Draft, PortName, agree},
         endpoints::{Share, of_lists},
         facts::Masquerade,
-        leftover::At,
     },
     fixed::{MARKS, added_mark, clients},
     port::{Chains, Hairpins},
@@ -21,8 +20,8 @@ use super::{
 };
 use crate::text::tree;
 
-/// A rule that was not understood: its place, its text, and the reason.
-type Fault = (At, String, String);
+/// A rule that was not understood: its line, its text, and the reason.
+type Fault = (usize, String, String);
 
 fn fault<T>(rule: &Rule<'_>, why: &str) -> Result<T, Fault> {
     Err((rule.at, rule.text.to_owned(), why.to_owned()))
@@ -351,8 +350,8 @@ fn translated<'t>(table: &Table<'_>, rule: &Rule<'t>, name: &PortName<'_>) -> Op
 ///
 /// # Errors
 ///
-/// If a rule is not kube-proxy's, returns its place and text. If the chain has no rule, returns `None`.
-pub fn ranges(table: &Table<'_>, chain: &str) -> Result<Vec<IpNet>, Option<(At, String)>> {
+/// If a rule is not kube-proxy's, returns its line and text. If the chain has no rule, returns `None`.
+pub fn ranges(table: &Table<'_>, chain: &str) -> Result<Vec<IpNet>, Option<(usize, String)>> {
     let mut rules = table.rules(chain);
     let rule = rules.next().ok_or(None)?;
     let other = |rule: &Rule<'_>| Err(Some((rule.at, rule.text.to_owned())));

@@ -2,10 +2,7 @@
 
 use std::collections::HashSet;
 
-use super::{
-    super::{leftover::At, rows::Rows},
-    rule::Rule,
-};
+use super::{super::rows::Rows, rule::Rule};
 use crate::text::{
     BUILT_IN, Entry,
     tree::{self, Key, Part},
@@ -19,7 +16,7 @@ pub struct Table<'a>(Rows<&'a str, (u32, &'a str)>);
 #[derive(Clone, Copy, Debug)]
 pub struct Line<'a> {
     /// The line's number.
-    pub at: At,
+    pub at: usize,
     /// The options, as written.
     pub text: &'a str,
 }
@@ -188,7 +185,7 @@ impl<'a> Table<'a> {
     /// Returns the rules of a chain in their order, and marks the chain as read.
     pub fn rules(&self, chain: &str) -> impl Iterator<Item = Line<'a>> + use<'a, '_> {
         self.0.of(chain).map(|&(line, text)| Line {
-            at: At::Line(line as usize),
+            at: line as usize,
             text,
         })
     }
