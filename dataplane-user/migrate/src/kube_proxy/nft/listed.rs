@@ -34,7 +34,7 @@ pub fn read(text: &str) -> Result<Vec<Table<'_>>, Broken> {
                 table.rows.chain(name);
             }
             Entry::Rule { line, chain, text } => {
-                table.rows.add(chain, (line, text));
+                table.rows.add(chain, line, text);
             }
             Entry::Elements { line, name, text } => table.add_set(name, set(line, text)),
             // The hooks are not needed.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::super::rows::Rows;
+use super::super::rows::{Line, Rows};
 use crate::text::nft::words;
 
 /// kube-proxy's table of one family.
@@ -11,7 +11,7 @@ pub struct Table<'a> {
     /// Whether the family is IPv4.
     pub v4: bool,
     /// The rules of the table's chains, each with its line.
-    pub rows: Rows<&'a str, (usize, &'a str)>,
+    pub rows: Rows<'a>,
     sets: HashMap<&'a str, Set<'a>>,
 }
 
@@ -58,7 +58,7 @@ impl<'a> Table<'a> {
 
     /// Returns the rules of a chain in their order, and marks the chain as read.
     pub fn rules(&self, chain: &str) -> impl Iterator<Item = Rule<'_>> {
-        self.rows.of(chain).map(|&(at, text)| {
+        self.rows.of(chain).map(|Line { at, text }| {
             let mut words: Vec<&str> = words(text).collect();
             if let [.., "comment", comment] = words[..]
                 && comment.starts_with('"')

@@ -9,11 +9,12 @@ use super::{
         Masquerade,
         draft::{Affinity, Draft, PortName, agree},
         endpoints::{Share, of_lists},
+        rows::Line,
         shares,
     },
     port::Chains,
     rule::{Rule, has},
-    tables::{Line, Table},
+    tables::Table,
 };
 
 /// A rule that was not understood, and the reason.
