@@ -15,7 +15,6 @@ mod leftover;
 mod nft;
 mod rows;
 mod saved;
-mod shares;
 #[cfg(test)]
 mod tests;
 mod written;

@@ -92,8 +92,7 @@ fn port(
     }
     let [cluster, local] = lists;
     let endpoints = of_lists(&cluster, &local, is_local);
-    let endpoints =
-        endpoints.ok_or_else(|| whole("its chains give endpoints different weights"))?;
+    let endpoints = endpoints.ok_or_else(|| whole("its chains lead to an endpoint twice"))?;
     if !draft.serve(name, endpoints, affinity) {
         return Err(whole("its ports differ in session affinity"));
     }
@@ -183,7 +182,6 @@ fn choice(
     let mut masqueraded = None;
     let share = |ip: IpAddr, port: u16| Share {
         addr: SocketAddr::new(ip, port),
-        weight: 1,
         local: hairpins.contains(&(ip, name.protocol, port)),
     };
     for rule in table.rules(chain) {
