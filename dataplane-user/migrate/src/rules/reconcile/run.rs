@@ -16,6 +16,7 @@ use kernel::{
     netfilter::{self, Kind},
 };
 use nix::sched::{CloneFlags, unshare};
+use serde::Serialize;
 use takeover::may_die;
 
 use super::{
@@ -51,7 +52,8 @@ pub struct Options {
 }
 
 /// The result of a run in one word; with a dry run, the result that it would have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Outcome {
     /// The rules are as expected.
     Same,
@@ -68,11 +70,12 @@ pub enum Outcome {
 }
 
 /// The result.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Done {
     /// The result in one word.
     pub outcome: Outcome,
     /// The choice of programs for each family that has expected rules.
+    #[serde(rename = "families")]
     pub decisions: Vec<Decision>,
     /// The differences, each with its program and table.
     pub differences: Vec<String>,
