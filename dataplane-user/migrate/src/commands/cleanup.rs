@@ -6,13 +6,13 @@ use std::{
 };
 
 use anyhow::Context as _;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use kernel::{MarkRule, keep_nat, nf_conntrack};
 use serde::Serialize;
-use takeover::owners::{self, ISTIO_AMBIENT, ISTIO_SIDECAR, KUBE_PROXY, OSM, Owner};
+use takeover::owners::{self, Owner};
 use terminal::output::{self, DIM, Format, WARN};
 
-use super::WhereArgs;
+use super::{OwnerWord, WhereArgs};
 use crate::{
     rules::cleanup::{self, Done, Step},
     text::printable,
@@ -53,27 +53,6 @@ pub struct CleanupArgs {
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
-}
-
-/// An owner whose rules can be removed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum OwnerWord {
-    /// kube-proxy's rules: modes iptables, ipvs and nftables
-    KubeProxy,
-    /// Istio's rules: sidecar and ambient
-    Istio,
-    /// Open Service Mesh's rules
-    Osm,
-}
-
-impl OwnerWord {
-    fn owners(self) -> &'static [&'static Owner] {
-        match self {
-            Self::KubeProxy => &[KUBE_PROXY],
-            Self::Istio => &[ISTIO_SIDECAR, ISTIO_AMBIENT],
-            Self::Osm => &[OSM],
-        }
-    }
 }
 
 #[derive(Serialize)]
