@@ -342,7 +342,7 @@ fn listed(text: &Printed, found: &Binaries, now: &[Printed]) -> io::Result<Optio
 }
 
 /// Returns the text without its variable parts: comments, counters, and the elements of sets with a timeout.
-fn rules(text: &str) -> String {
+pub fn rules(text: &str) -> String {
     let mut all = String::new();
     let (mut forgets, mut in_elements) = (false, false);
     for line in text.lines().map(str::trim) {
