@@ -1,7 +1,7 @@
 //! Restores the rules of an owner. Pure functions compute the missing rules and the input for `iptables-restore`. The
 //! rules of others stay as they are now, even if they changed after the take-over.
 
-use std::{collections::BTreeMap, fmt::Write as _};
+use std::{collections::BTreeMap, fmt::Write as _, io};
 
 use takeover::owners::Owner;
 
@@ -30,7 +30,7 @@ pub struct Restoration {
 ///
 /// # Errors
 /// If a line is not understood.
-pub fn plan(saved: &Text<'_>, now: &Text<'_>, owners: &[&Owner]) -> Result<Restoration, String> {
+pub fn plan(saved: &Text<'_>, now: &Text<'_>, owners: &[&Owner]) -> io::Result<Restoration> {
     let (saved, now) = (tables(saved)?, tables(now)?);
     let mut restoration = Restoration::default();
     for table in &saved {

@@ -96,7 +96,7 @@ impl Saved {
             if now.form == Form::Saved {
                 // The plan has the rules that the kernel has and the saved text lacks.
                 let more = restore::plan(&now.as_text(), &saved.as_text(), owners);
-                if more.map_err(not_understood)? != restore::Restoration::default() {
+                if more? != restore::Restoration::default() {
                     return Ok(true);
                 }
             }
@@ -111,7 +111,7 @@ impl Saved {
     pub fn of_others(&self, owners: &[&Owner]) -> io::Result<Vec<String>> {
         let mut all = Vec::new();
         for text in self.texts.iter().filter(|text| text.form == Form::Saved) {
-            let removal = cleanup::plan(&text.as_text(), owners).map_err(not_understood)?;
+            let removal = cleanup::plan(&text.as_text(), owners)?;
             all.extend(removal.of_others);
         }
         Ok(all)
@@ -275,8 +275,7 @@ impl Saved {
                 text: there.map(|now| now.text.clone()).unwrap_or_default(),
                 ..text.clone()
             };
-            let back = restore::plan(&text.as_text(), &there.as_text(), owners);
-            let back = back.map_err(not_understood)?;
+            let back = restore::plan(&text.as_text(), &there.as_text(), owners)?;
             lost.extend(back.lost);
             if back.input.is_empty() {
                 continue;
@@ -381,10 +380,6 @@ pub fn rules(text: &str) -> String {
     all
 }
 
-fn not_understood(why: impl std::fmt::Display) -> io::Error {
-    io::Error::other(format!("a rule is not understood: {why}"))
-}
-
 fn count(printed: &Printed, owners: &[&Owner]) -> io::Result<Count> {
     let origin = printed.origin.clone();
     if printed.form == Form::Nft {
@@ -397,7 +392,7 @@ fn count(printed: &Printed, owners: &[&Owner]) -> io::Result<Count> {
             jumps: 0,
         });
     }
-    let removal = cleanup::plan(&printed.as_text(), owners).map_err(not_understood)?;
+    let removal = cleanup::plan(&printed.as_text(), owners)?;
     Ok(Count {
         origin,
         chains: removal.chains,

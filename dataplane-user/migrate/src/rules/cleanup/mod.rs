@@ -58,7 +58,7 @@ pub struct Removal {
 ///
 /// # Errors
 /// If a line is not understood: it may belong to any owner.
-pub fn plan(text: &Text<'_>, owners: &[&Owner]) -> Result<Removal, String> {
+pub fn plan(text: &Text<'_>, owners: &[&Owner]) -> io::Result<Removal> {
     let tables = tables(text)?;
     let mut removal = Removal::default();
     for table in &tables {
@@ -76,16 +76,16 @@ pub fn plan(text: &Text<'_>, owners: &[&Owner]) -> Result<Removal, String> {
 
 /// Reads a text and fails if a line is not understood. A rule whose target is not known is no error, because its target
 /// is not one of the owners' chains.
-pub(super) fn tables<'a>(text: &Text<'a>) -> Result<Vec<Table<'a>>, String> {
+pub(super) fn tables<'a>(text: &Text<'a>) -> io::Result<Vec<Table<'a>>> {
     let (tables, unread) = ruleset::read(std::slice::from_ref(text));
     match unread.iter().find(|unread| !unread.is_rule) {
         None => Ok(tables),
         Some(unread) => {
             let line = &unread.line;
-            Err(format!(
-                "{} line {}: {}: {}",
+            Err(io::Error::other(format!(
+                "a rule is not understood: {} line {}: {}: {}",
                 line.table, line.number, unread.why, line.text
-            ))
+            )))
         }
     }
 }
@@ -316,8 +316,7 @@ fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<
     }
     let (mut steps, mut stays) = (Vec::new(), Vec::new());
     for printed in &collected.texts {
-        let removal = plan(&printed.as_text(), owners)
-            .map_err(|why| io::Error::other(format!("a rule is not understood: {why}")))?;
+        let removal = plan(&printed.as_text(), owners)?;
         stays.extend(removal.stays);
         if removal.input.is_empty() {
             continue;
@@ -333,16 +332,21 @@ fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<
     }
     for table in tables.iter().filter(|table| table.kind == Kind::Native) {
         if is_of(table, owners) {
-            let step = Step {
-                command: format!("nft delete table {} {}", table.family, table.name),
-                input: String::new(),
-                jumps: 0,
-                chains: table.chains.len(),
-            };
-            steps.push((step, By::Kernel(table.family, table.name.clone())));
+            steps.push(deletion(table));
         }
     }
     Ok((steps, stays))
+}
+
+/// Returns the change that deletes a native table.
+pub(super) fn deletion(table: &netfilter::Table) -> (Step, By) {
+    let step = Step {
+        command: format!("nft delete table {} {}", table.family, table.name),
+        input: String::new(),
+        jumps: 0,
+        chains: table.chains.len(),
+    };
+    (step, By::Kernel(table.family, table.name.clone()))
 }
 
 /// Returns true if a table of nf_tables belongs to one of the owners. kube-proxy's tables must have exactly its name,

@@ -22,7 +22,7 @@ use takeover::may_die;
 use super::{
     super::{
         binaries::{self, Binaries, Family, Role, Variant},
-        cleanup::{By, Step, is_of, restore_program, tables},
+        cleanup::{By, Step, deletion, is_of, restore_program, tables},
         collect::{self, Printed},
         detect::{self, Decision},
         rails::Rails,
@@ -338,22 +338,14 @@ impl Place<'_> {
             .iter()
             .filter(|table| table.kind == Kind::Native && is_of(table, &whose.owners))
         {
-            let name = format!("{} {}", table.family, table.name);
             found.has_some = true;
-            found
-                .differences
-                .push(format!("left over: nf_tables table {name}"));
+            found.differences.push(format!(
+                "left over: nf_tables table {} {}",
+                table.family, table.name
+            ));
             if how == How::Replace {
-                let step = Step {
-                    command: format!("nft delete table {name}"),
-                    input: String::new(),
-                    jumps: 0,
-                    chains: table.chains.len(),
-                };
                 // A native table cannot be restored, so it is removed last.
-                found
-                    .changes
-                    .push((step, By::Kernel(table.family, table.name.clone())));
+                found.changes.push(deletion(table));
             }
         }
         Ok(found)
@@ -370,7 +362,9 @@ impl Place<'_> {
             .printings
             .iter()
             .find(|printing| printing.family == family);
-        printing.map_or(Ok(Vec::new()), |printing| understood(&printing.printed))
+        printing.map_or(Ok(Vec::new()), |printing| {
+            tables(&printing.printed.as_text())
+        })
     }
 
     fn step(&self, origin: &str, change: Change) -> io::Result<(Step, By)> {
@@ -462,10 +456,5 @@ impl Place<'_> {
 /// Returns the tables that a program printed.
 fn of_origin<'a>(texts: &'a [Printed], origin: &str) -> io::Result<Vec<Table<'a>>> {
     let text = texts.iter().find(|text| text.origin == origin);
-    text.map_or(Ok(Vec::new()), understood)
-}
-
-fn understood(printed: &Printed) -> io::Result<Vec<Table<'_>>> {
-    tables(&printed.as_text())
-        .map_err(|why| io::Error::other(format!("a rule is not understood: {why}")))
+    text.map_or(Ok(Vec::new()), |text| tables(&text.as_text()))
 }
