@@ -60,11 +60,10 @@ struct Answer {
     namespace: String,
     /// Whether the changes were made.
     changed: bool,
-    steps: Vec<Step>,
+    #[serde(flatten)]
+    done: Done,
     /// The routing rules and routes of the owner, as the `ip` commands that remove them.
     routing: Vec<String>,
-    /// Rules of the owner that stay, each with the reason.
-    stays: Vec<String>,
 }
 
 impl CleanupArgs {
@@ -93,15 +92,14 @@ impl CleanupArgs {
             let routing = kernel::remove_mark_rules(is_meant, self.dry_run);
             Ok((done, routing.map_err(io::Error::other)?))
         };
-        let (Done { steps, stays }, routing) = namespace
+        let (done, routing) = namespace
             .inside(work)
             .with_context(|| format!("cannot clean up in {namespace}"))?;
         let answer = Answer {
             namespace: namespace.to_string(),
             changed: !self.dry_run,
-            steps,
+            done,
             routing,
-            stays,
         };
         self.output.print(&answer, text)?;
         Ok(ExitCode::SUCCESS)
@@ -109,7 +107,7 @@ impl CleanupArgs {
 }
 
 fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
-    if answer.steps.is_empty() && answer.routing.is_empty() {
+    if answer.done.steps.is_empty() && answer.routing.is_empty() {
         writeln!(out, "No rules of this owner in {}.", answer.namespace)?;
     }
     for Step {
@@ -117,7 +115,7 @@ fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
         input,
         jumps,
         chains,
-    } in &answer.steps
+    } in &answer.done.steps
     {
         if answer.changed {
             writeln!(
@@ -142,7 +140,7 @@ fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
         };
         writeln!(out, "{command}: {done}")?;
     }
-    for stays in &answer.stays {
+    for stays in &answer.done.stays {
         writeln!(
             out,
             "{}: {}",

@@ -225,7 +225,7 @@ pub struct Step {
 }
 
 /// The result of a removal, or of its dry run.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Done {
     /// The changes.
     pub steps: Vec<Step>,
