@@ -7,7 +7,6 @@ mod tests;
 
 use std::{
     collections::BTreeSet,
-    fmt::Write as _,
     io,
     path::{Path, PathBuf},
     time::Duration,
@@ -114,24 +113,32 @@ impl Going<'_, '_> {
         }
         removal.jumps += self.rules.len();
         removal.chains += self.chains.len();
-        let mut write = |line: std::fmt::Arguments<'_>| {
-            // Writing to a String cannot fail.
-            let _ = writeln!(removal.input, "{line}");
-        };
-        write(format_args!("*{}", self.table.name));
-        // With --noflush, a chain's declaration empties the chain.
-        for chain in &self.chains {
-            write(format_args!(":{chain} - [0:0]"));
-        }
-        for rule in &self.rules {
-            let text = rule.text.strip_prefix("-A").unwrap_or(&rule.text);
-            write(format_args!("-D{text}"));
-        }
-        for chain in &self.chains {
-            write(format_args!("-X {chain}"));
-        }
-        write(format_args!("COMMIT"));
+        let rules: Vec<&str> = self.rules.iter().map(|rule| &*rule.text).collect();
+        let chains = &self.chains;
+        removal.input += &input(&self.table.name, chains, &rules, chains, &[]);
     }
+}
+
+/// Returns the input of `iptables-restore --noflush` that changes a table in one transaction: declares chains, removes
+/// rules, deletes chains, and runs the commands that add rules.
+pub(super) fn input(
+    table: &str,
+    declared: &[&str],
+    removed: &[&str],
+    deleted: &[&str],
+    added: &[&str],
+) -> String {
+    // With --noflush, a chain's declaration empties the chain or creates it.
+    let declared = declared.iter().map(|chain| format!(":{chain} - [0:0]\n"));
+    let removed = removed.iter().map(|rule| {
+        let behind = rule.strip_prefix("-A").unwrap_or(rule);
+        format!("-D{behind}\n")
+    });
+    let deleted = deleted.iter().map(|chain| format!("-X {chain}\n"));
+    let added = added.iter().map(|rule| format!("{rule}\n"));
+    let mut all = format!("*{table}\n");
+    all.extend(declared.chain(removed).chain(deleted).chain(added));
+    all + "COMMIT\n"
 }
 
 /// Finds the chains and rules to remove from `table`, which is one of the tables in `all`.
