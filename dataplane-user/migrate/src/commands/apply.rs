@@ -11,14 +11,13 @@ use clap::Args;
 use serde::Serialize;
 use terminal::{
     exit,
-    output::{self, DIM, Format, WARN},
+    output::{self, Format, WARN},
 };
 
-use super::WhereArgs;
+use super::{WhereArgs, cleanup::step};
 use crate::{
     rules::{
         binaries::Variant,
-        cleanup::Step,
         reconcile::{
             expected::Expected,
             run::{self, Done, Options, Outcome},
@@ -153,21 +152,9 @@ fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
     if more > 0 {
         writeln!(out, "and {more} more differences (-o json has all)")?;
     }
-    for step in &done.steps {
-        let Step {
-            command,
-            input,
-            jumps,
-            chains,
-        } = step;
-        let would = if *changed { "" } else { "would change " };
-        writeln!(
-            out,
-            "{command}: {would}{chains} chains, and {jumps} rules in chains of others"
-        )?;
-        for line in input.lines().filter(|_| !changed) {
-            writeln!(out, "  {}", output::styled(DIM, printable(line)))?;
-        }
+    let did = if *changed { "" } else { "would change " };
+    for change in &done.steps {
+        step(out, change, did, !changed)?;
     }
     let said = match (done.outcome, *changed) {
         (Outcome::Same, _) => {

@@ -106,31 +106,35 @@ impl CleanupArgs {
     }
 }
 
-fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
-    if answer.done.steps.is_empty() && answer.routing.is_empty() {
-        writeln!(out, "No rules of this owner in {}.", answer.namespace)?;
-    }
-    for Step {
+/// Prints a change of rules, with its input if it was not made.
+pub fn step(out: &mut dyn Write, step: &Step, did: &str, has_input: bool) -> io::Result<()> {
+    let Step {
         command,
         input,
         jumps,
         chains,
-    } in &answer.done.steps
-    {
-        if answer.changed {
-            writeln!(
-                out,
-                "{command}: removed {chains} chains, and {jumps} rules in chains of others"
-            )?;
-        } else {
-            writeln!(
-                out,
-                "{command}: would remove {chains} chains, and {jumps} rules in chains of others"
-            )?;
-            for line in input.lines() {
-                writeln!(out, "  {}", output::styled(DIM, printable(line)))?;
-            }
-        }
+    } = step;
+    writeln!(
+        out,
+        "{command}: {did}{chains} chains, and {jumps} rules in chains of others"
+    )?;
+    for line in input.lines().filter(|_| has_input) {
+        writeln!(out, "  {}", output::styled(DIM, printable(line)))?;
+    }
+    Ok(())
+}
+
+fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
+    if answer.done.steps.is_empty() && answer.routing.is_empty() {
+        writeln!(out, "No rules of this owner in {}.", answer.namespace)?;
+    }
+    let did = if answer.changed {
+        "removed "
+    } else {
+        "would remove "
+    };
+    for change in &answer.done.steps {
+        step(out, change, did, !answer.changed)?;
     }
     for command in &answer.routing {
         let done = if answer.changed {

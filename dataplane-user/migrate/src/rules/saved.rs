@@ -12,7 +12,7 @@ use takeover::{disk, journal::Journal, may_die, owners::Owner};
 
 use super::{
     binaries::{self, Binaries},
-    cleanup::{self, By, Step, is_of, restore_program},
+    cleanup::{self, By, Step, by_restore, is_of},
     collect::{self, Printed},
     restore,
     ruleset::{self, Form, Text},
@@ -280,14 +280,8 @@ impl Saved {
             if back.input.is_empty() {
                 continue;
             }
-            let program = restore_program(found, &text.origin)?;
-            let step = Step {
-                command: format!("{}-restore --noflush", text.origin),
-                input: back.input,
-                jumps: back.jumps,
-                chains: back.chains,
-            };
-            steps.push((step, By::Restore(program)));
+            let (jumps, chains) = (back.jumps, back.chains);
+            steps.push(by_restore(found, &text.origin, back.input, jumps, chains)?);
         }
         Ok((steps, lost))
     }

@@ -328,14 +328,9 @@ fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<
         if removal.input.is_empty() {
             continue;
         }
-        let restore = restore_program(found, &printed.origin)?;
-        let step = Step {
-            command: format!("{}-restore --noflush", printed.origin),
-            input: removal.input,
-            jumps: removal.jumps,
-            chains: removal.chains,
-        };
-        steps.push((step, By::Restore(restore)));
+        let (jumps, chains) = (removal.jumps, removal.chains);
+        let step = by_restore(found, &printed.origin, removal.input, jumps, chains)?;
+        steps.push(step);
     }
     for table in tables.iter().filter(|table| table.kind == Kind::Native) {
         if is_of(table, owners) {
@@ -364,17 +359,28 @@ pub(super) fn is_of(table: &netfilter::Table, owners: &[&Owner]) -> bool {
     owner.is_some_and(|owner| owner != KUBE_PROXY || is_kube_proxys())
 }
 
-/// Returns the program that loads the output of the program `origin`: `ip6tables-nft-restore` for `ip6tables-nft`.
-pub(super) fn restore_program(found: &Binaries, origin: &str) -> io::Result<PathBuf> {
-    for (family, variant, command) in binaries::commands() {
-        if command == origin
-            && let Some(binary) = found.program(family, variant, Role::Restore)
-        {
-            return Ok(binary.path.clone());
-        }
-    }
+/// Returns the change that the program makes that loads the output of the program `origin`: `ip6tables-nft-restore` for
+/// `ip6tables-nft`.
+pub(super) fn by_restore(
+    found: &Binaries,
+    origin: &str,
+    input: String,
+    jumps: usize,
+    chains: usize,
+) -> io::Result<(Step, By)> {
+    let mut commands = binaries::commands().filter(|(.., command)| command == origin);
+    let program = commands.find_map(|(family, variant, _)| {
+        let binary = found.program(family, variant, Role::Restore)?;
+        Some(By::Restore(binary.path.clone()))
+    });
     let get = super::detect::GET_IPTABLES;
-    Err(io::Error::other(format!(
-        "no {origin}-restore is here: {get}"
-    )))
+    let program =
+        program.ok_or_else(|| io::Error::other(format!("no {origin}-restore is here: {get}")))?;
+    let step = Step {
+        command: format!("{origin}-restore --noflush"),
+        input,
+        jumps,
+        chains,
+    };
+    Ok((step, program))
 }

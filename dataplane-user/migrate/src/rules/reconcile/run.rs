@@ -6,7 +6,7 @@ use std::{
         linux::net::SocketAddrExt as _,
         unix::net::{SocketAddr, UnixListener},
     },
-    path::{Path, PathBuf},
+    path::Path,
     thread,
     time::Duration,
 };
@@ -22,7 +22,7 @@ use takeover::may_die;
 use super::{
     super::{
         binaries::{self, Binaries, Family, Role, Variant},
-        cleanup::{By, Step, deletion, is_of, restore_program, tables},
+        cleanup::{By, Step, by_restore, deletion, is_of, tables},
         collect::{self, Printed},
         detect::{self, Decision},
         rails::Rails,
@@ -368,14 +368,8 @@ impl Place<'_> {
     }
 
     fn step(&self, origin: &str, change: Change) -> io::Result<(Step, By)> {
-        let program: PathBuf = restore_program(&self.found, origin)?;
-        let step = Step {
-            command: format!("{origin}-restore --noflush"),
-            input: change.input,
-            jumps: change.rules,
-            chains: change.chains,
-        };
-        Ok((step, By::Restore(program)))
+        let (rules, chains) = (change.rules, change.chains);
+        by_restore(&self.found, origin, change.input, rules, chains)
     }
 
     /// Returns the notices about a result.
