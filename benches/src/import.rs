@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// The names of the forms in the rows.
-pub const CASE_NAMES: [&str; 3] = [FORMS[0].0, FORMS[1].0, FORMS[2].0];
+pub const CASE_NAMES: [&str; 2] = [FORMS[0].0, FORMS[1].0];
 /// Number of services. `iptables-save` prints about 100 000 rules for them.
 const SERVICES: u32 = 10_000;
 /// Number of services in the small file.
@@ -31,14 +31,13 @@ const FIRST: u32 = 10;
 const ROUNDS: usize = 7;
 
 /// The forms of text: case in the rows, kube-proxy's mode, and the command that prints the form.
-const FORMS: [(&str, Mode, &[&str]); 3] = [
+const FORMS: [(&str, Mode, &[&str]); 2] = [
     (
         "iptables-save",
         Mode::IptablesLegacy,
         &["iptables-legacy-save"],
     ),
     ("nft", Mode::Nftables, &["nft", "list", "ruleset"]),
-    ("nft -j", Mode::Nftables, &["nft", "-j", "list", "ruleset"]),
 ];
 
 /// A process that imports a file once.
@@ -181,17 +180,15 @@ fn print(lab: &Lab, node: &str, services: u32, to: &Path) -> anyhow::Result<Vec<
         command.args(["netns", "exec", lab.node(node).netns(), program]);
         command
     };
-    let (mut files, mut loaded) = (vec![], None);
+    let mut files = vec![];
     for (case, mode, print) in FORMS {
         say!("import: {services} services as {case}");
-        if loaded.replace(mode) != Some(mode) {
-            for load in rules(mode, &fleet.snapshot(), &Fleet::cluster()) {
-                load.run(command)?;
-            }
+        for load in rules(mode, &fleet.snapshot(), &Fleet::cluster()) {
+            load.run(command)?;
         }
         let output = command(print[0]).args(&print[1..]).output()?;
         ensure!(output.status.success(), "{case}: {}", output.status);
-        let file = to.join(format!("{node}-{}", case.replace(' ', "")));
+        let file = to.join(format!("{node}-{case}"));
         fs::write(&file, &output.stdout)?;
         files.push(file);
     }

@@ -36,7 +36,7 @@ enum Command {
     /// The DNS server beside unbound, dnsmasq and BIND: queries/s and CPU; a pod's lookups on its node and at the
     /// cluster's DNS, the agent's memory, and the time until a new service is answered
     Dns(Options),
-    /// The import of kube-proxy's rules from iptables-save, nft and nft -j: time, and memory beside the text's size
+    /// The import of kube-proxy's rules from iptables-save and nft: time, and memory beside the text's size
     Import(Options),
     /// Every benchmark
     All(Options),

@@ -11,10 +11,10 @@ use clap::Args;
 use serde::Serialize;
 use terminal::{
     exit,
-    output::{self, DIM, Format, WARN},
+    output::{self, Format, WARN},
 };
 
-use super::WhereArgs;
+use super::{WhereArgs, cleanup::step};
 use crate::{
     rules::{
         binaries::Variant,
@@ -88,30 +88,10 @@ struct Answer {
     namespace: String,
     /// `istio`, `osm`, or the file's name.
     mesh: String,
-    /// `same`, `applied`, `on-top`, `reconciled`, `removed` or `nothing`.
-    outcome: &'static str,
     /// Whether the changes were made.
     changed: bool,
-    families: Vec<FamilyRow>,
-    differences: Vec<String>,
-    steps: Vec<StepRow>,
-    /// Notices for the operator.
-    notes: Vec<String>,
-}
-
-#[derive(Serialize)]
-struct FamilyRow {
-    family: &'static str,
-    variant: Option<&'static str>,
-    reason: String,
-}
-
-#[derive(Serialize)]
-struct StepRow {
-    command: String,
-    input: String,
-    chains: usize,
-    rules: usize,
+    #[serde(flatten)]
+    done: Done,
 }
 
 impl ApplyArgs {
@@ -138,7 +118,12 @@ impl ApplyArgs {
             .with_context(|| format!("cannot apply the rules of {} in {namespace}", self.mesh))?;
         let would_change = self.dry_run && !done.steps.is_empty();
         let unsure = done.outcome == Outcome::OnTop;
-        let answer = answer(namespace.to_string(), self.mesh, !self.dry_run, done);
+        let answer = Answer {
+            namespace: namespace.to_string(),
+            mesh: self.mesh,
+            changed: !self.dry_run && !done.steps.is_empty(),
+            done,
+        };
         self.output.print(&answer, text)?;
         Ok(if would_change || unsure {
             ExitCode::from(exit::CHANGES)
@@ -148,105 +133,65 @@ impl ApplyArgs {
     }
 }
 
-fn answer(namespace: String, mesh: String, changes: bool, done: Done) -> Answer {
-    let outcome = match done.outcome {
-        Outcome::Same => "same",
-        Outcome::Applied => "applied",
-        Outcome::OnTop => "on-top",
-        Outcome::Reconciled => "reconciled",
-        Outcome::Removed => "removed",
-        Outcome::Nothing => "nothing",
-    };
-    let families = done.decisions.into_iter().map(|decision| FamilyRow {
-        family: decision.family.word(),
-        variant: decision.variant.map(Variant::word),
-        reason: decision.reason,
-    });
-    let steps = done.steps.into_iter().map(|step| StepRow {
-        command: step.command,
-        input: step.input,
-        chains: step.chains,
-        rules: step.jumps,
-    });
-    let steps: Vec<_> = steps.collect();
-    Answer {
+fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
+    let Answer {
         namespace,
         mesh,
-        outcome,
-        changed: changes && !steps.is_empty(),
-        families: families.collect(),
-        differences: done.differences,
-        steps,
-        notes: done.notes,
+        changed,
+        done,
+    } = answer;
+    for decision in &done.decisions {
+        let (family, variant) = (decision.family.word(), decision.variant);
+        let variant = variant.map_or("none", Variant::word);
+        writeln!(out, "{family}: {variant}: {}", decision.reason)?;
     }
-}
-
-fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
-    for row in &answer.families {
-        let variant = row.variant.unwrap_or("none");
-        writeln!(out, "{}: {variant}: {}", row.family, row.reason)?;
-    }
-    for difference in answer.differences.iter().take(SHOWN) {
+    for difference in done.differences.iter().take(SHOWN) {
         writeln!(out, "{}", printable(difference))?;
     }
-    let more = answer.differences.len().saturating_sub(SHOWN);
+    let more = done.differences.len().saturating_sub(SHOWN);
     if more > 0 {
         writeln!(out, "and {more} more differences (-o json has all)")?;
     }
-    for step in &answer.steps {
-        let StepRow {
-            command,
-            chains,
-            rules,
-            ..
-        } = step;
-        let would = if answer.changed { "" } else { "would change " };
-        writeln!(
-            out,
-            "{command}: {would}{chains} chains, and {rules} rules in chains of others"
-        )?;
-        for line in step.input.lines().filter(|_| !answer.changed) {
-            writeln!(out, "  {}", output::styled(DIM, printable(line)))?;
-        }
+    let did = if *changed { "" } else { "would change " };
+    for change in &done.steps {
+        step(out, change, did, !changed)?;
     }
-    let Answer {
-        mesh,
-        namespace,
-        changed,
-        ..
-    } = answer;
-    let said = match (answer.outcome, *changed) {
-        ("same", _) => {
+    let said = match (done.outcome, *changed) {
+        (Outcome::Same, _) => {
             format!("The rules of {mesh} are as expected in {namespace}: nothing was changed.")
         }
-        ("nothing", _) => format!("No rules of {mesh} in {namespace}: nothing was changed."),
-        ("applied", true) => {
+        (Outcome::Nothing, _) => format!("No rules of {mesh} in {namespace}: nothing was changed."),
+        (Outcome::Applied, true) => {
             format!("Applied the rules of {mesh} in {namespace}, and checked them.")
         }
-        ("applied", false) => {
+        (Outcome::Applied, false) => {
             format!("No rules of {mesh} in {namespace}: the expected rules would be applied.")
         }
-        ("reconciled", true) => {
+        (Outcome::Reconciled, true) => {
             format!("Replaced the rules of {mesh} in {namespace}, and checked them.")
         }
-        ("reconciled", false) => format!("Other rules of {mesh} in {namespace} would be replaced."),
-        ("removed", true) => format!("Removed the rules of {mesh} from {namespace}."),
-        ("removed", false) => format!("The rules of {mesh} would be removed from {namespace}."),
-        (_, false) if answer.steps.is_empty() => format!(
+        (Outcome::Reconciled, false) => {
+            format!("Other rules of {mesh} in {namespace} would be replaced.")
+        }
+        (Outcome::Removed, true) => format!("Removed the rules of {mesh} from {namespace}."),
+        (Outcome::Removed, false) => {
+            format!("The rules of {mesh} would be removed from {namespace}.")
+        }
+        (Outcome::OnTop, false) if done.steps.is_empty() => format!(
             "All rules of {mesh} that are expected are there in {namespace}, and other rules of this mesh: nothing was changed."
         ),
-        (_, true) => format!(
+        (Outcome::OnTop, true) => format!(
             "Applied the rules of {mesh} on top of other rules of this mesh in {namespace}."
         ),
-        (_, false) => format!(
+        (Outcome::OnTop, false) => format!(
             "The rules of {mesh} would be applied on top of other rules of this mesh in {namespace}."
         ),
     };
     writeln!(out, "{said}")?;
-    for note in &answer.notes {
+    for note in &done.notes {
         writeln!(out, "{}: {note}", output::styled(WARN, "notice"))?;
     }
-    if answer.outcome == "on-top" {
+    if done.outcome == Outcome::OnTop {
         let hint = "the result is not guaranteed; --reconcile replaces the other rules";
         writeln!(out, "{}: {hint}", output::styled(WARN, "warning"))?;
     }

@@ -6,13 +6,13 @@ use std::{
 };
 
 use anyhow::Context as _;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use kernel::{MarkRule, keep_nat, nf_conntrack};
 use serde::Serialize;
-use takeover::owners::{self, ISTIO_AMBIENT, ISTIO_SIDECAR, KUBE_PROXY, OSM, Owner};
+use takeover::owners::{self, Owner};
 use terminal::output::{self, DIM, Format, WARN};
 
-use super::WhereArgs;
+use super::{OwnerWord, WhereArgs};
 use crate::{
     rules::cleanup::{self, Done, Step},
     text::printable,
@@ -55,37 +55,15 @@ pub struct CleanupArgs {
     output: Format,
 }
 
-/// An owner whose rules can be removed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum OwnerWord {
-    /// kube-proxy's rules: modes iptables, ipvs and nftables
-    KubeProxy,
-    /// Istio's rules: sidecar and ambient
-    Istio,
-    /// Open Service Mesh's rules
-    Osm,
-}
-
-impl OwnerWord {
-    fn owners(self) -> &'static [&'static Owner] {
-        match self {
-            Self::KubeProxy => &[KUBE_PROXY],
-            Self::Istio => &[ISTIO_SIDECAR, ISTIO_AMBIENT],
-            Self::Osm => &[OSM],
-        }
-    }
-}
-
 #[derive(Serialize)]
 struct Answer {
     namespace: String,
     /// Whether the changes were made.
     changed: bool,
-    steps: Vec<Step>,
+    #[serde(flatten)]
+    done: Done,
     /// The routing rules and routes of the owner, as the `ip` commands that remove them.
     routing: Vec<String>,
-    /// Rules of the owner that stay, each with the reason.
-    stays: Vec<String>,
 }
 
 impl CleanupArgs {
@@ -114,46 +92,49 @@ impl CleanupArgs {
             let routing = kernel::remove_mark_rules(is_meant, self.dry_run);
             Ok((done, routing.map_err(io::Error::other)?))
         };
-        let (Done { steps, stays }, routing) = namespace
+        let (done, routing) = namespace
             .inside(work)
             .with_context(|| format!("cannot clean up in {namespace}"))?;
         let answer = Answer {
             namespace: namespace.to_string(),
             changed: !self.dry_run,
-            steps,
+            done,
             routing,
-            stays,
         };
         self.output.print(&answer, text)?;
         Ok(ExitCode::SUCCESS)
     }
 }
 
-fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
-    if answer.steps.is_empty() && answer.routing.is_empty() {
-        writeln!(out, "No rules of this owner in {}.", answer.namespace)?;
-    }
-    for Step {
+/// Prints a change of rules, with its input if it was not made.
+pub fn step(out: &mut dyn Write, step: &Step, did: &str, has_input: bool) -> io::Result<()> {
+    let Step {
         command,
         input,
         jumps,
         chains,
-    } in &answer.steps
-    {
-        if answer.changed {
-            writeln!(
-                out,
-                "{command}: removed {chains} chains, and {jumps} rules in chains of others"
-            )?;
-        } else {
-            writeln!(
-                out,
-                "{command}: would remove {chains} chains, and {jumps} rules in chains of others"
-            )?;
-            for line in input.lines() {
-                writeln!(out, "  {}", output::styled(DIM, printable(line)))?;
-            }
-        }
+    } = step;
+    writeln!(
+        out,
+        "{command}: {did}{chains} chains, and {jumps} rules in chains of others"
+    )?;
+    for line in input.lines().filter(|_| has_input) {
+        writeln!(out, "  {}", output::styled(DIM, printable(line)))?;
+    }
+    Ok(())
+}
+
+fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
+    if answer.done.steps.is_empty() && answer.routing.is_empty() {
+        writeln!(out, "No rules of this owner in {}.", answer.namespace)?;
+    }
+    let did = if answer.changed {
+        "removed "
+    } else {
+        "would remove "
+    };
+    for change in &answer.done.steps {
+        step(out, change, did, !answer.changed)?;
     }
     for command in &answer.routing {
         let done = if answer.changed {
@@ -163,7 +144,7 @@ fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
         };
         writeln!(out, "{command}: {done}")?;
     }
-    for stays in &answer.stays {
+    for stays in &answer.done.stays {
         writeln!(
             out,
             "{}: {}",

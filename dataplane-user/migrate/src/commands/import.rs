@@ -71,14 +71,11 @@ impl ImportArgs {
                 )?;
             }
         }
-        let left_out = kube_proxy::write(&imported, &node, &mut out)?;
+        kube_proxy::write(&imported, &node, &mut out)?;
         out.flush()?;
         let problems = rules::problems(&imported.leftovers, imported.more);
         for problem in &problems {
             eprintln!("problem: {}: {}", problem.place, problem.text);
-        }
-        for line in &left_out {
-            eprintln!("problem: {line}");
         }
         if imported.stale > 0 {
             eprintln!(
@@ -86,7 +83,7 @@ impl ImportArgs {
                 imported.stale
             );
         }
-        Ok(if problems.is_empty() && left_out.is_empty() {
+        Ok(if problems.is_empty() {
             ExitCode::SUCCESS
         } else {
             ExitCode::from(exit::CHANGES)

@@ -11,8 +11,30 @@ pub mod rules;
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
+use takeover::owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, KUBE_PROXY, OSM, Owner};
 use terminal::netns::{self, Namespace};
+
+/// An owner whose rules can be removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OwnerWord {
+    /// kube-proxy's rules on a node
+    KubeProxy,
+    /// Istio's rules in a pod: sidecar and ambient
+    Istio,
+    /// Open Service Mesh's rules in a pod
+    Osm,
+}
+
+impl OwnerWord {
+    pub fn owners(self) -> &'static [&'static Owner] {
+        match self {
+            Self::KubeProxy => &[KUBE_PROXY],
+            Self::Istio => &[ISTIO_SIDECAR, ISTIO_AMBIENT],
+            Self::Osm => &[OSM],
+        }
+    }
+}
 
 /// The network namespace with the rules, and the programs of iptables and nft.
 #[derive(Debug, Args)]

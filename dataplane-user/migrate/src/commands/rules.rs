@@ -1,10 +1,6 @@
 //! Reads kube-proxy's rules from a file or from the kernel, and the services in them.
 
-use std::{
-    fs,
-    hash::{DefaultHasher, Hasher as _},
-    path::Path,
-};
+use std::{fs, path::Path};
 
 use anyhow::Context as _;
 use kernel::netfilter::{self, Kind, Table};
@@ -18,6 +14,7 @@ use crate::{
         binaries,
         collect::{self, Printed},
         ruleset::Form,
+        saved,
     },
 };
 
@@ -74,23 +71,14 @@ pub fn problems(leftovers: &[Leftover], more: usize) -> Vec<Problem> {
 /// and kube-proxy may write between two tables: a service that loses its last endpoint is then in neither table. A
 /// table of nf_tables is read at once.
 fn steady(read: impl Fn() -> anyhow::Result<Vec<Text>>) -> anyhow::Result<Vec<Text>> {
-    let of_saved = |texts: &[Text]| -> Option<u64> {
-        let saved = (texts.iter()).filter(|text| Form::of(&text.text) == Form::Saved);
-        let mut hasher = DefaultHasher::new();
-        let mut found = false;
-        for text in saved {
-            found = true;
-            for line in text.text.lines().filter_map(without_counters) {
-                hasher.write(line.as_bytes());
-                hasher.write_u8(b'\n');
-            }
-        }
-        found.then(|| hasher.finish())
+    let of_saved = |texts: &[Text]| -> Vec<String> {
+        let texts = (texts.iter()).filter(|text| Form::of(&text.text) == Form::Saved);
+        texts.map(|text| saved::rules(&text.text)).collect()
     };
     let mut texts = read()?;
     let mut last = of_saved(&texts);
     for _ in 1..READS {
-        if last.is_none() {
+        if last.is_empty() {
             return Ok(texts);
         }
         texts = read()?;
@@ -101,17 +89,6 @@ fn steady(read: impl Fn() -> anyhow::Result<Vec<Text>>) -> anyhow::Result<Vec<Te
         last = next;
     }
     anyhow::bail!("kube-proxy changed them during each of {READS} readings")
-}
-
-/// Returns a line of rules without counters. Returns `None` for a comment, because comments contain the time.
-fn without_counters(line: &str) -> Option<&str> {
-    let line = line.trim_ascii();
-    match line.as_bytes().first()? {
-        b'#' => None,
-        // `:OUTPUT ACCEPT [7:420]`
-        b':' => Some(line.split_once(" [").map_or(line, |(chain, _)| chain)),
-        _ => Some(line),
-    }
 }
 
 /// Prints kube-proxy's rules in the kernel, in the network namespace of this thread.

@@ -11,15 +11,10 @@ use imbl::OrdMap;
 use ipnet::IpNet;
 use model::{
     Endpoint, Protocol, Records, Service, ServiceName, ServicePort, ServiceType, TrafficPolicy,
-    Weights,
 };
 use smallvec::SmallVec;
 
-use super::{
-    Error, Facts, Imported,
-    facts::family,
-    leftover::{At, Leftovers},
-};
+use super::{Error, Facts, Imported, facts::family, leftover::Leftovers};
 
 /// Maximum number of ports of a service that are searched without an index.
 const FEW: usize = 8;
@@ -86,8 +81,6 @@ pub struct PortDraft {
     /// The node port of a rule that counts connections to loopback.
     pub at_loopback: Option<u16>,
     endpoints: Vec<Endpoint>,
-    /// The weights of the endpoints; empty if each weight is 1.
-    weights: Vec<u32>,
     /// By family: IPv4, IPv6.
     rules: [FamilyRules; 2],
 }
@@ -225,7 +218,7 @@ impl Draft {
             if self.origins[usize::from(!v4)].is_none() {
                 return Err(error);
             }
-            self.leftovers.add(At::Nowhere, "", error.to_string());
+            self.leftovers.add(0, "", error.to_string());
         }
         Ok(())
     }
@@ -294,7 +287,7 @@ impl Draft {
     pub fn serve(
         &mut self,
         name: &PortName<'_>,
-        endpoints: Vec<(Endpoint, u32)>,
+        endpoints: Vec<Endpoint>,
         affinity: Option<Affinity>,
     ) -> bool {
         let (service, port) = self.port(name);
@@ -302,8 +295,8 @@ impl Draft {
         affinity.is_none_or(|affinity| agree(&mut service.affinity, affinity))
     }
 
-    /// Lists a line that concerns a service, and leaves the service out.
-    pub fn leave_out(&mut self, name: &ServiceName, at: At, text: &str, why: &str) {
+    /// Lists a line that concerns a service, and leaves the service out. `at` is the line's number.
+    pub fn leave_out(&mut self, name: &ServiceName, at: usize, text: &str, why: &str) {
         self.service(name).left_out = true;
         self.leftovers
             .add(at, text, format!("{why}, so service {name} is left out"));
@@ -318,7 +311,7 @@ impl Draft {
             }
             if let Some(why) = draft.ports.iter().find_map(PortDraft::fault) {
                 let why = format!("{why}, so service {name} is left out");
-                self.leftovers.add(At::Nowhere, "", why);
+                self.leftovers.add(0, "", why);
                 continue;
             }
             services.insert(name.clone(), Arc::new(draft.finish(name)));
@@ -371,7 +364,6 @@ impl ServiceDraft {
             node_port: None,
             at_loopback: None,
             endpoints: Vec::new(),
-            weights: Vec::new(),
             rules: Default::default(),
         });
         if let Some(places) = &mut self.places {
@@ -432,16 +424,9 @@ impl ServiceDraft {
 }
 
 impl PortDraft {
-    /// Adds the endpoints of one family with their weights. Endpoints are the most numerous objects, so their list gets
-    /// no spare capacity.
-    fn serve(&mut self, endpoints: Vec<(Endpoint, u32)>) {
-        if !self.weights.is_empty() || endpoints.iter().any(|(_, weight)| *weight != 1) {
-            self.weights.resize(self.endpoints.len(), 1);
-            let weights = endpoints.iter().map(|(_, weight)| *weight);
-            self.weights.extend(weights);
-        }
+    /// Adds the endpoints of one family. Endpoints are the most numerous objects, so their list gets no spare capacity.
+    fn serve(&mut self, endpoints: Vec<Endpoint>) {
         self.endpoints.reserve_exact(endpoints.len());
-        let endpoints = endpoints.into_iter().map(|(endpoint, _)| endpoint);
         self.endpoints.extend(endpoints);
     }
 
@@ -473,15 +458,8 @@ impl PortDraft {
     }
 
     fn finish(mut self) -> ServicePort {
-        let order = |endpoint: &Endpoint| (endpoint.addr, endpoint.port);
-        if self.weights.is_empty() {
-            self.endpoints.sort_unstable_by_key(order);
-        } else {
-            let mut all: Vec<(Endpoint, u32)> =
-                self.endpoints.into_iter().zip(self.weights).collect();
-            all.sort_unstable_by_key(|(endpoint, _)| order(endpoint));
-            (self.endpoints, self.weights) = all.into_iter().unzip();
-        }
+        self.endpoints
+            .sort_unstable_by_key(|endpoint| (endpoint.addr, endpoint.port));
         ServicePort {
             name: self.name,
             // `Draft::finish` leaves out ports without a number.
@@ -489,7 +467,7 @@ impl PortDraft {
             protocol: self.protocol,
             node_port: self.node_port,
             endpoints: self.endpoints,
-            weights: Weights::of(self.weights),
+            weights: None,
             split: None,
         }
     }

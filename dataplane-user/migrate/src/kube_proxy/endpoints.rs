@@ -1,20 +1,15 @@
 //! Builds the endpoints of a port in one family from the two lists that kube-proxy writes: one for traffic policy
 //! Cluster, and one for policy Local.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::SocketAddr,
-};
+use std::{collections::BTreeSet, net::SocketAddr};
 
 use model::{Endpoint, Hints, Node};
 
-/// An endpoint with its weight in one list.
+/// An endpoint in one list. All endpoints of a list get equal shares of the connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     /// The endpoint.
     pub addr: SocketAddr,
-    /// Its weight.
-    pub weight: u32,
     /// Whether other rules show that the endpoint is on this node.
     pub local: bool,
 }
@@ -26,46 +21,28 @@ pub struct Share {
 /// because of topology hints, or because it terminates. If such endpoints exist, they get a hint for another zone, and
 /// all other endpoints get a hint for this zone.
 ///
-/// Returns `None` if the lists have contradicting weights.
-pub fn of_lists(
-    cluster: &[Share],
-    local: &[Share],
-    by_policy: bool,
-) -> Option<Vec<(Endpoint, u32)>> {
-    let here: BTreeMap<SocketAddr, u32> = summed(local);
-    let mut all = summed(cluster);
+/// Returns `None` if an endpoint is twice on a list: its share is then larger.
+pub fn of_lists(cluster: &[Share], local: &[Share], by_policy: bool) -> Option<Vec<Endpoint>> {
+    let addresses = |list: &[Share]| {
+        let all: BTreeSet<SocketAddr> = list.iter().map(|share| share.addr).collect();
+        (all.len() == list.len()).then_some(all)
+    };
+    let (all, here) = (addresses(cluster)?, addresses(local)?);
     let said: BTreeSet<SocketAddr> = cluster.iter().filter(|e| e.local).map(|e| e.addr).collect();
-    let weighted = all.values().chain(here.values()).any(|weight| *weight != 1);
-    let only_here = here.keys().filter(|addr| !all.contains_key(*addr)).count();
-    if weighted && !all.is_empty() && !here.is_empty() {
-        // Checks that one list is a part of the other, with proportional weights.
-        let pairs = here.iter().map(|(addr, weight)| (all.get(addr), *weight));
-        let pairs: Option<Vec<(u32, u32)>> = pairs
-            .map(|(of_all, weight)| of_all.map(|of_all| (*of_all, weight)))
-            .collect();
-        let pairs = pairs?;
-        let product = |a: u32, b: u32| u64::from(a) * u64::from(b);
-        let proportional = pairs
-            .windows(2)
-            .all(|two| product(two[0].0, two[1].1) == product(two[1].0, two[0].1));
-        if !proportional {
-            return None;
-        }
-    }
     let zone = Node {
         zone: "this".into(),
         ..Node::default()
     };
-    let [near, far] = if only_here > 0 && !all.is_empty() {
-        ["this", "other"].map(|name| Hints::new(&zone, [name], []))
-    } else {
+    let [near, far] = if here.is_subset(&all) || all.is_empty() {
         [Hints::default(); 2]
+    } else {
+        ["this", "other"].map(|name| Hints::new(&zone, [name], []))
     };
     let endpoint = |addr: SocketAddr, hints| Endpoint {
         addr: addr.ip(),
         port: addr.port(),
         local: if by_policy {
-            here.contains_key(&addr)
+            here.contains(&addr)
         } else {
             said.contains(&addr)
         },
@@ -74,42 +51,21 @@ pub fn of_lists(
         terminating: false,
         hints,
     };
-    let mut endpoints: Vec<(Endpoint, u32)> = all
-        .iter()
-        .map(|(addr, weight)| (endpoint(*addr, near), *weight))
-        .collect();
-    for (addr, weight) in &here {
-        if all.insert(*addr, *weight).is_none() {
-            endpoints.push((endpoint(*addr, far), *weight));
-        }
-    }
-    Some(endpoints)
-}
-
-/// Returns the list with each endpoint once, with the sum of its weights.
-fn summed(list: &[Share]) -> BTreeMap<SocketAddr, u32> {
-    let mut all = BTreeMap::new();
-    for share in list {
-        let weight: &mut u32 = all.entry(share.addr).or_default();
-        *weight = weight.saturating_add(share.weight);
-    }
-    all
+    let only_here = here.difference(&all).map(|addr| endpoint(*addr, far));
+    let endpoints = all.iter().map(|addr| endpoint(*addr, near));
+    Some(endpoints.chain(only_here).collect())
 }
 
 #[cfg(test)]
 mod tests {
-    use model::{Protocol, ServicePort, TrafficPolicy, Weights};
+    use model::{Protocol, ServicePort, TrafficPolicy};
 
     use super::*;
 
     fn list(text: &str) -> Vec<Share> {
-        let shares = text.split_whitespace().map(|word| {
-            let (last, weight) = word.split_once('*').unwrap_or((word, "1"));
-            Share {
-                addr: format!("10.0.0.{last}:80").parse().unwrap(),
-                weight: weight.parse().unwrap(),
-                local: false,
-            }
+        let shares = text.split_whitespace().map(|last| Share {
+            addr: format!("10.0.0.{last}:80").parse().unwrap(),
+            local: false,
         });
         shares.collect()
     }
@@ -124,27 +80,22 @@ mod tests {
             ("", "1 2"),
             ("2 3", "1"),
             ("1 2", "1 3 4"),
-            ("1*3 2*2 3", "1*3 2*2"),
-            ("1*3 2", ""),
         ] {
-            let endpoints = of_lists(&list(cluster), &list(local), true).unwrap();
-            let (endpoints, weights): (Vec<_>, Vec<_>) = endpoints.into_iter().unzip();
             let port = ServicePort {
                 name: "".into(),
                 port: 80,
                 protocol: Protocol::Tcp,
                 node_port: None,
-                endpoints,
-                weights: Weights::of(weights),
+                endpoints: of_lists(&list(cluster), &list(local), true).unwrap(),
+                weights: None,
                 split: None,
             };
-            let usable = |policy| -> Vec<(SocketAddr, u32)> {
+            let usable = |policy| -> Vec<SocketAddr> {
                 let all = port.weighted(true, policy);
-                all.map(|(e, weight)| (SocketAddr::new(e.addr, e.port), weight))
-                    .collect()
+                all.map(|(e, _)| SocketAddr::new(e.addr, e.port)).collect()
             };
-            let wanted = |text: &str| -> Vec<(SocketAddr, u32)> {
-                list(text).iter().map(|e| (e.addr, e.weight)).collect()
+            let wanted = |text: &str| -> Vec<SocketAddr> {
+                list(text).iter().map(|share| share.addr).collect()
             };
             if !cluster.is_empty() {
                 assert_eq!(
@@ -162,8 +113,8 @@ mod tests {
     }
 
     #[test]
-    fn contradicting_weights_have_no_endpoints() {
-        for (cluster, local) in [("1*3 2", "1 2"), ("1*3 2", "1 3")] {
+    fn an_endpoint_with_a_larger_share_is_a_fault() {
+        for (cluster, local) in [("1 1 2", ""), ("1 2", "1 1")] {
             assert_eq!(of_lists(&list(cluster), &list(local), true), None);
         }
     }

@@ -2,11 +2,7 @@
 
 use std::fmt;
 
-use super::{
-    Text,
-    facts::family,
-    leftover::{At, locate},
-};
+use super::{Text, facts::family};
 
 /// The reason why a text contains no services.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,8 +13,6 @@ pub enum Error {
         origin: String,
         /// The line's number, from 1.
         line: usize,
-        /// The column, from 1, if the lines may be long.
-        column: Option<usize>,
         /// The fault.
         what: String,
     },
@@ -49,18 +43,7 @@ pub enum Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Line {
-                origin,
-                line,
-                column,
-                what,
-            } => {
-                write!(f, "{origin}:{line}:")?;
-                if let Some(column) = column {
-                    write!(f, "{column}:")?;
-                }
-                write!(f, " {what}")
-            }
+            Self::Line { origin, line, what } => write!(f, "{origin}:{line}: {what}"),
             Self::NoRules(origin) => write!(
                 f,
                 "{}no rules of kube-proxy: neither a rule that leads to its chain KUBE-SERVICES in a table nat of iptables nor a \
@@ -114,26 +97,17 @@ fn place(origin: &str) -> String {
 }
 
 impl Error {
-    /// Returns the error for a place in a text.
-    pub(super) fn at(text: &Text, at: At, what: String) -> Self {
-        let (line, column) = match at {
-            At::Line(line) => (line, None),
-            At::Byte(byte) => {
-                let (line, column) = locate(&text.text, byte);
-                (line, Some(column))
-            }
-            At::Nowhere => (1, None),
-        };
+    /// Returns the error for a line of a text. The error names the first line if `at` is 0.
+    pub(super) fn at(text: &Text, at: usize, what: String) -> Self {
         Self::Line {
             origin: text.origin.clone(),
-            line,
-            column,
+            line: at.max(1),
             what,
         }
     }
 
     /// Returns the error for a chain that no rule jumps to.
-    pub(super) fn unhooked(text: &Text, at: At, v4: bool, chain: &str) -> Self {
+    pub(super) fn unhooked(text: &Text, at: usize, v4: bool, chain: &str) -> Self {
         let family = family(v4);
         let what = format!(
             "no rule leads packets of {family} to kube-proxy's chain {chain}: its rules were removed in part"

@@ -8,10 +8,9 @@ use proptest::prelude::*;
 use super::{Text, import};
 use crate::text::chance::{self, Change, shortest};
 
-const EXAMPLES: [&str; 3] = [
+const EXAMPLES: [&str; 2] = [
     include_str!("../../../../tests/data/kube-proxy-1.36/iptables-save.txt"),
     include_str!("../../../../tests/data/kube-proxy-1.36/nft-ruleset.txt"),
-    include_str!("../../../../tests/data/kube-proxy-1.36/nft-ruleset.json"),
 ];
 
 /// A table `filter` of kube-proxy without rules.
@@ -149,7 +148,7 @@ proptest! {
 
     #[test]
     fn changed_rules(
-        which in 0_usize..3,
+        which in 0_usize..2,
         changes in prop::collection::vec(change(), 0..6),
         of_lines in lines(),
     ) {
@@ -161,7 +160,6 @@ proptest! {
         take(&text);
         take(&format!("*nat\n-A OUTPUT -j KUBE-SERVICES\n-A KUBE-SERVICES {text}\nCOMMIT\n{FILTER}"));
         take(&format!("table ip kube-proxy {{\n\tchain services {{\n\t\t{text}\n\t}}\n\tmap service-ips {{\n\t\telements = {{ {text} }}\n\t}}\n}}\n"));
-        take(&format!("{{\"nftables\": [{{\"table\": {{\"family\": \"ip\", \"name\": \"kube-proxy\"}}}}, {text}]}}"));
     }
 }
 

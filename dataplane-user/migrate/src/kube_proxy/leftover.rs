@@ -16,8 +16,6 @@ pub struct Leftover {
     pub origin: String,
     /// The line's number, from 1; 0 if no line is concerned.
     pub line: usize,
-    /// The column, from 1, in a text that may have all rules in one line.
-    pub column: Option<usize>,
     /// The rule.
     pub text: String,
     /// The reason.
@@ -25,12 +23,11 @@ pub struct Leftover {
 }
 
 impl Leftover {
-    /// Returns the text's origin with line and column.
+    /// Returns the text's origin with the line.
     pub fn place(&self) -> String {
-        match (self.line, self.column) {
-            (0, _) => self.origin.clone(),
-            (line, None) => format!("{}:{line}", self.origin),
-            (line, Some(column)) => format!("{}:{line}:{column}", self.origin),
+        match self.line {
+            0 => self.origin.clone(),
+            line => format!("{}:{line}", self.origin),
         }
     }
 
@@ -50,30 +47,11 @@ impl fmt::Display for Leftover {
     }
 }
 
-/// A place in a text.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum At {
-    /// A line, from 1.
-    Line(usize),
-    /// A byte, in a text that may have all rules in one line.
-    Byte(usize),
-    /// No single place.
-    Nowhere,
-}
-
-/// Returns the line and column, from 1, of a byte in a text.
-pub fn locate(text: &str, byte: usize) -> (usize, usize) {
-    let before = text.get(..byte).unwrap_or(text);
-    let line = 1 + before.matches('\n').count();
-    let start = before.rfind('\n').map_or(0, |end| end + 1);
-    (line, before.len() - start + 1)
-}
-
 /// Collects lines that were not understood.
 #[derive(Debug, Default)]
 pub struct Leftovers {
     origin: String,
-    listed: Vec<(At, Leftover)>,
+    listed: Vec<Leftover>,
     more: usize,
 }
 
@@ -83,8 +61,8 @@ impl Leftovers {
         origin.clone_into(&mut self.origin);
     }
 
-    /// Adds a line.
-    pub fn add(&mut self, at: At, text: &str, why: impl Into<String>) {
+    /// Adds a line. `at` is the line's number, from 1; 0 if no single line is concerned.
+    pub fn add(&mut self, at: usize, text: &str, why: impl Into<String>) {
         if self.listed.len() == LISTED {
             self.more += 1;
             return;
@@ -97,50 +75,18 @@ impl Leftovers {
             }
             printable(&words)
         };
-        let line = if let At::Line(line) = at { line } else { 0 };
-        let leftover = Leftover {
+        self.listed.push(Leftover {
             origin: self.origin.clone(),
-            line,
-            column: None,
+            line: at,
             text: shown(text),
             why: shown(&why.into()),
-        };
-        self.listed.push((at, leftover));
-    }
-
-    /// Converts byte places in a text to lines and columns.
-    pub fn locate(&mut self, text: &str) {
-        let (mut byte, mut line, mut start) = (0, 1, 0);
-        let of_text = self.listed.iter_mut();
-        let mut open: Vec<_> = of_text
-            .filter_map(|(at, leftover)| match *at {
-                At::Byte(byte) => {
-                    *at = At::Nowhere;
-                    Some((byte, leftover))
-                }
-                _ => None,
-            })
-            .collect();
-        open.sort_by_key(|(byte, _)| *byte);
-        for (at, leftover) in open {
-            let passed = text.get(byte..at).unwrap_or_default();
-            line += passed.bytes().filter(|byte| *byte == b'\n').count();
-            if let Some(end) = passed.rfind('\n') {
-                start = byte + end + 1;
-            }
-            byte = at.max(byte);
-            (leftover.line, leftover.column) = (line, Some(byte - start + 1));
-        }
+        });
     }
 
     /// Returns the listed lines sorted by place, and the number of further lines.
     pub fn finish(self) -> (Vec<Leftover>, usize) {
-        let mut all: Vec<Leftover> = self
-            .listed
-            .into_iter()
-            .map(|(_, leftover)| leftover)
-            .collect();
-        all.sort_by(|a, b| (&a.origin, a.line, a.column).cmp(&(&b.origin, b.line, b.column)));
+        let mut all = self.listed;
+        all.sort_by(|a, b| (&a.origin, a.line).cmp(&(&b.origin, b.line)));
         (all, self.more)
     }
 }

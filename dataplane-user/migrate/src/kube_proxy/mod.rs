@@ -1,5 +1,5 @@
-//! Imports kube-proxy's rules: reads the text of `iptables-save`, or the output of `nft list ruleset` as text or JSON,
-//! into the services that kube-proxy wrote the rules for.
+//! Imports kube-proxy's rules: reads the text of `iptables-save` or of `nft list ruleset` into the services that
+//! kube-proxy wrote the rules for.
 //!
 //! [`import`] is pure. It reads only rules in the form that kube-proxy writes, and lists every other reachable line in
 //! kube-proxy's chains. It leaves out a service with such a line: the rules still serve the service. This module
@@ -15,7 +15,6 @@ mod leftover;
 mod nft;
 mod rows;
 mod saved;
-mod shares;
 #[cfg(test)]
 mod tests;
 mod written;
@@ -41,13 +40,6 @@ pub struct Text {
     pub text: String,
 }
 
-impl Text {
-    /// Returns true if the text is the output of `nft -j`.
-    fn is_json(&self) -> bool {
-        self.text.trim_start().starts_with('{')
-    }
-}
-
 /// The result of an import.
 #[derive(Clone, Debug, Default)]
 pub struct Imported {
@@ -67,24 +59,22 @@ pub struct Imported {
 ///
 /// # Errors
 ///
-/// If a text has none of the three forms, no text has rules of kube-proxy, or no rule concerns a service.
+/// If a text has neither form, no text has rules of kube-proxy, or no rule concerns a service.
 pub fn import(texts: &[Text]) -> Result<Imported, Error> {
     let mut draft = Draft::default();
     let mut found = false;
     for text in texts {
         draft.leftovers.begin(&text.origin);
         found |= match Form::of(&text.text) {
-            Form::Saved if !text.is_json() => saved::read(text, &mut draft)?,
-            _ => nft::read(text, &mut draft)?,
+            Form::Saved => saved::read(text, &mut draft)?,
+            Form::Nft => nft::read(text, &mut draft)?,
         };
     }
     let origins: Vec<&str> = texts.iter().map(|text| &*text.origin).collect();
     if !found {
         draft.check_hooks()?;
-        let of_iptables = |text: &Text| {
-            text.text.contains("KUBE-SERVICES")
-                && (text.is_json() || Form::of(&text.text) == Form::Nft)
-        };
+        let of_iptables =
+            |text: &Text| text.text.contains("KUBE-SERVICES") && Form::of(&text.text) == Form::Nft;
         return Err(match texts.iter().find(|text| of_iptables(text)) {
             Some(text) => Error::OfIptables(text.origin.clone()),
             None => Error::NoRules(origins.join(", ")),

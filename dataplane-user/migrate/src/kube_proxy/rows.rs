@@ -1,13 +1,14 @@
 //! The rules of a table's chains, for every form of rules.
 
-use std::{borrow::Borrow, cell::Cell, collections::HashMap, hash::Hash};
+use std::{cell::Cell, collections::HashMap};
 
 /// The chains of a table by name, with their rules.
-#[derive(Debug)]
-pub struct Rows<N, R> {
-    chains: HashMap<N, Chain>,
-    /// Each rule with its chain's number. Sorted by chain after [`Rows::finish`], in the order of the rules.
-    rows: Vec<(u32, R)>,
+#[derive(Debug, Default)]
+pub struct Rows<'a> {
+    chains: HashMap<&'a str, Chain>,
+    /// Each rule with its chain's number and its line's number. Sorted by chain after [`Rows::finish`], in the order of
+    /// the rules.
+    rows: Vec<(u32, u32, &'a str)>,
 }
 
 #[derive(Debug)]
@@ -17,18 +18,18 @@ struct Chain {
     read: Cell<bool>,
 }
 
-impl<N, R> Default for Rows<N, R> {
-    fn default() -> Self {
-        Self {
-            chains: HashMap::new(),
-            rows: Vec::new(),
-        }
-    }
+/// A rule with its place.
+#[derive(Clone, Copy, Debug)]
+pub struct Line<'a> {
+    /// The line's number.
+    pub at: usize,
+    /// The rule without its chain, as written.
+    pub text: &'a str,
 }
 
-impl<N: Borrow<str> + Hash + Eq, R> Rows<N, R> {
+impl<'a> Rows<'a> {
     /// Returns the number of a chain. Creates the chain if it is unknown.
-    pub fn chain(&mut self, name: N) -> u32 {
+    pub fn chain(&mut self, name: &'a str) -> u32 {
         let number = u32::try_from(self.chains.len()).unwrap_or(u32::MAX);
         let read = Cell::new(false);
         self.chains
@@ -38,35 +39,36 @@ impl<N: Borrow<str> + Hash + Eq, R> Rows<N, R> {
     }
 
     /// Appends a rule to a chain.
-    pub fn add(&mut self, name: N, row: R) {
+    pub fn add(&mut self, name: &'a str, line: usize, text: &'a str) {
         let chain = self.chain(name);
-        self.rows.push((chain, row));
+        let line = u32::try_from(line).unwrap_or(u32::MAX);
+        self.rows.push((chain, line, text));
     }
 
     /// Sorts the rules by chain. Call it after the last rule was added.
     pub fn finish(&mut self) {
-        self.rows.sort_by_key(|(chain, _)| *chain);
+        self.rows.sort_by_key(|(chain, ..)| *chain);
     }
 
     /// Returns the names of all chains, each with whether [`Rows::of`] returned its rules.
-    pub fn names(&self) -> impl Iterator<Item = (&str, bool)> {
+    pub fn names(&self) -> impl Iterator<Item = (&'a str, bool)> {
         let chains = self.chains.iter();
-        chains.map(|(name, chain)| (name.borrow(), chain.read.get()))
+        chains.map(|(name, chain)| (*name, chain.read.get()))
     }
 
     /// Returns a chain's name, if the table has the chain.
-    pub fn name(&self, chain: &str) -> Option<&str> {
+    pub fn name(&self, chain: &str) -> Option<&'a str> {
         let known = self.chains.get_key_value(chain);
-        known.map(|(name, _)| name.borrow())
+        known.map(|(name, _)| *name)
     }
 
     /// Returns all rules, sorted by chain.
-    pub fn all(&self) -> impl Iterator<Item = &R> {
-        self.rows.iter().map(|(_, row)| row)
+    pub fn texts(&self) -> impl Iterator<Item = &'a str> {
+        self.rows.iter().map(|(.., text)| *text)
     }
 
     /// Returns the rules of a chain in their order, and marks the chain as read.
-    pub fn of(&self, chain: &str) -> impl Iterator<Item = &R> + use<'_, N, R> {
+    pub fn of(&self, chain: &str) -> impl Iterator<Item = Line<'a>> + use<'a, '_> {
         if let Some(chain) = self.chains.get(chain) {
             chain.read.set(true);
         }
@@ -74,13 +76,16 @@ impl<N: Borrow<str> + Hash + Eq, R> Rows<N, R> {
     }
 
     /// Returns the rules of a chain in their order, without marking the chain as read.
-    pub fn unasked(&self, chain: &str) -> impl Iterator<Item = &R> + use<'_, N, R> {
+    pub fn unasked(&self, chain: &str) -> impl Iterator<Item = Line<'a>> + use<'a, '_> {
         let number = self.chains.get(chain).map(|chain| chain.number);
         let first = number.map_or(self.rows.len(), |number| {
-            self.rows.partition_point(|(chain, _)| *chain < number)
+            self.rows.partition_point(|(chain, ..)| *chain < number)
         });
         let rows = self.rows[first..].iter();
-        let rows = rows.take_while(move |(chain, _)| Some(*chain) == number);
-        rows.map(|(_, row)| row)
+        let rows = rows.take_while(move |(chain, ..)| Some(*chain) == number);
+        rows.map(|&(_, line, text)| Line {
+            at: line as usize,
+            text,
+        })
     }
 }

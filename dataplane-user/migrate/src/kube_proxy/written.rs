@@ -18,23 +18,11 @@ const ELSEWHERE: &str = "-";
 /// Writes the services as YAML, one document each for a Service and an EndpointSlice. `node`: the name of this node,
 /// for the endpoints on it.
 ///
-/// Returns a line for each service that is left out because its endpoints have unequal shares of the connections: an
-/// EndpointSlice has no weights.
-///
 /// # Errors
 ///
 /// If writing to `out` fails.
-pub fn write(imported: &Imported, node: &str, out: &mut dyn Write) -> io::Result<Vec<String>> {
-    let mut left_out = Vec::new();
+pub fn write(imported: &Imported, node: &str, out: &mut dyn Write) -> io::Result<()> {
     for service in imported.services.values() {
-        if let Some(port) = service.ports.iter().find(|port| port.weights.is_some()) {
-            let (name, port) = (&service.name, &port.name);
-            left_out.push(format!(
-                "the endpoints of port {port:?} get unequal parts of the connections, which an EndpointSlice cannot express, so \
-                 service {name} is left out"
-            ));
-            continue;
-        }
         document(&object(service), out)?;
         let mut number = 0;
         for port in &service.ports {
@@ -63,7 +51,7 @@ pub fn write(imported: &Imported, node: &str, out: &mut dyn Write) -> io::Result
             }
         }
     }
-    Ok(left_out)
+    Ok(())
 }
 
 fn document(object: &Value, out: &mut dyn Write) -> io::Result<()> {

@@ -1,12 +1,12 @@
 //! Restores the rules of an owner. Pure functions compute the missing rules and the input for `iptables-restore`. The
 //! rules of others stay as they are now, even if they changed after the take-over.
 
-use std::{collections::BTreeMap, fmt::Write as _};
+use std::{collections::BTreeMap, io};
 
 use takeover::owners::Owner;
 
 use super::{
-    cleanup::{Going, going, tables},
+    cleanup::{Going, going, input, tables},
     ruleset::{Table, Text},
 };
 
@@ -30,7 +30,7 @@ pub struct Restoration {
 ///
 /// # Errors
 /// If a line is not understood.
-pub fn plan(saved: &Text<'_>, now: &Text<'_>, owners: &[&Owner]) -> Result<Restoration, String> {
+pub fn plan(saved: &Text<'_>, now: &Text<'_>, owners: &[&Owner]) -> io::Result<Restoration> {
     let (saved, now) = (tables(saved)?, tables(now)?);
     let mut restoration = Restoration::default();
     for table in &saved {
@@ -74,25 +74,10 @@ fn of_table(went: &Going<'_, '_>, now: Option<&Table<'_>>, restoration: &mut Res
     }
     restoration.jumps += inserts.len();
     restoration.chains += chains.len();
-    let mut write = |line: std::fmt::Arguments<'_>| {
-        // Writing to a String cannot fail.
-        let _ = writeln!(restoration.input, "{line}");
-    };
-    write(format_args!("*{}", table.name));
-    for chain in &chains {
-        write(format_args!(":{chain} - [0:0]"));
-    }
-    for rule in chains
-        .iter()
-        .filter_map(|chain| before.get(chain))
-        .flatten()
-    {
-        write(format_args!("{rule}"));
-    }
-    for insert in &inserts {
-        write(format_args!("{insert}"));
-    }
-    write(format_args!("COMMIT"));
+    let filled = chains.iter().filter_map(|chain| before.get(chain));
+    let added = filled.flatten().chain(&inserts).map(String::as_str);
+    let added: Vec<&str> = added.collect();
+    restoration.input += &input(&table.name, &chains, &[], &[], &added);
 }
 
 /// Returns the rules of each chain.
@@ -154,6 +139,8 @@ pub(super) fn behind<'r>(chain: &str, rule: &'r str) -> &'r str {
 
 #[cfg(test)]
 mod tests {
+    use std::fmt::Write as _;
+
     use proptest::prelude::*;
     use takeover::owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, KUBE_PROXY, OSM};
 

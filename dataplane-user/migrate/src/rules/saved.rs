@@ -12,7 +12,7 @@ use takeover::{disk, journal::Journal, may_die, owners::Owner};
 
 use super::{
     binaries::{self, Binaries},
-    cleanup::{self, By, Step, is_of, restore_program},
+    cleanup::{self, By, Step, by_restore, is_of},
     collect::{self, Printed},
     restore,
     ruleset::{self, Form, Text},
@@ -96,7 +96,7 @@ impl Saved {
             if now.form == Form::Saved {
                 // The plan has the rules that the kernel has and the saved text lacks.
                 let more = restore::plan(&now.as_text(), &saved.as_text(), owners);
-                if more.map_err(not_understood)? != restore::Restoration::default() {
+                if more? != restore::Restoration::default() {
                     return Ok(true);
                 }
             }
@@ -111,7 +111,7 @@ impl Saved {
     pub fn of_others(&self, owners: &[&Owner]) -> io::Result<Vec<String>> {
         let mut all = Vec::new();
         for text in self.texts.iter().filter(|text| text.form == Form::Saved) {
-            let removal = cleanup::plan(&text.as_text(), owners).map_err(not_understood)?;
+            let removal = cleanup::plan(&text.as_text(), owners)?;
             all.extend(removal.of_others);
         }
         Ok(all)
@@ -275,20 +275,13 @@ impl Saved {
                 text: there.map(|now| now.text.clone()).unwrap_or_default(),
                 ..text.clone()
             };
-            let back = restore::plan(&text.as_text(), &there.as_text(), owners);
-            let back = back.map_err(not_understood)?;
+            let back = restore::plan(&text.as_text(), &there.as_text(), owners)?;
             lost.extend(back.lost);
             if back.input.is_empty() {
                 continue;
             }
-            let program = restore_program(found, &text.origin)?;
-            let step = Step {
-                command: format!("{}-restore --noflush", text.origin),
-                input: back.input,
-                jumps: back.jumps,
-                chains: back.chains,
-            };
-            steps.push((step, By::Restore(program)));
+            let (jumps, chains) = (back.jumps, back.chains);
+            steps.push(by_restore(found, &text.origin, back.input, jumps, chains)?);
         }
         Ok((steps, lost))
     }
@@ -342,7 +335,7 @@ fn listed(text: &Printed, found: &Binaries, now: &[Printed]) -> io::Result<Optio
 }
 
 /// Returns the text without its variable parts: comments, counters, and the elements of sets with a timeout.
-fn rules(text: &str) -> String {
+pub fn rules(text: &str) -> String {
     let mut all = String::new();
     let (mut forgets, mut in_elements) = (false, false);
     for line in text.lines().map(str::trim) {
@@ -381,10 +374,6 @@ fn rules(text: &str) -> String {
     all
 }
 
-fn not_understood(why: impl std::fmt::Display) -> io::Error {
-    io::Error::other(format!("a rule is not understood: {why}"))
-}
-
 fn count(printed: &Printed, owners: &[&Owner]) -> io::Result<Count> {
     let origin = printed.origin.clone();
     if printed.form == Form::Nft {
@@ -397,7 +386,7 @@ fn count(printed: &Printed, owners: &[&Owner]) -> io::Result<Count> {
             jumps: 0,
         });
     }
-    let removal = cleanup::plan(&printed.as_text(), owners).map_err(not_understood)?;
+    let removal = cleanup::plan(&printed.as_text(), owners)?;
     Ok(Count {
         origin,
         chains: removal.chains,

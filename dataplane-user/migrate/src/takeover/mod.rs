@@ -16,20 +16,18 @@ use std::{
 };
 
 use anyhow::ensure;
-use clap::{Args, ValueEnum, builder::TypedValueParser as _};
-use takeover::{
-    journal::OF_NETNS,
-    owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, OSM, Owner},
-};
+use clap::{Args, builder::TypedValueParser as _};
+use takeover::journal::OF_NETNS;
 use terminal::{
     KeptArgs, PathArgs, SocketArgs, exit, netns,
     output::{self, Format},
 };
 
 use self::{
-    place::{OWNERS, Place},
+    place::Place,
     told::{Outcome, Tell},
 };
+use crate::commands::OwnerWord;
 
 /// Take this node over from kube-proxy: check that the dataplane serves what kube-proxy's rules do, then remove the rules. Or take
 /// a pod over from a mesh's rules.
@@ -108,9 +106,10 @@ pub struct TakeoverArgs {
 
 impl TakeoverArgs {
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let outcome = match self.owner.of_mesh() {
-            None => self.of_node()?,
-            Some((name, owners)) => self.of_pod(name, owners)?,
+        let outcome = match self.owner {
+            OwnerWord::KubeProxy => self.of_node()?,
+            OwnerWord::Istio => self.of_pod("istio")?,
+            OwnerWord::Osm => self.of_pod("osm")?,
         };
         Ok(match outcome {
             Outcome::Differs => ExitCode::from(exit::CHANGES),
@@ -126,13 +125,13 @@ impl TakeoverArgs {
         file.filter(|file| !file.as_os_str().is_empty())
     }
 
-    fn place(&self, directory: PathBuf, owners: &'static [&'static Owner]) -> Place {
+    fn place(&self, directory: PathBuf) -> Place {
         Place {
             directory,
             bpffs: self.paths.bpffs(),
             cgroup: self.paths.or_guess().cgroup,
             agent: self.socket.client(),
-            owners,
+            owners: self.owner.owners(),
         }
     }
 
@@ -141,7 +140,7 @@ impl TakeoverArgs {
             self.netns.is_none(),
             "--netns is for rules of a mesh: --owner istio or osm"
         );
-        let place = self.place(self.kept.takeover_dir.clone(), OWNERS);
+        let place = self.place(self.kept.takeover_dir.clone());
         let mut out = output::stdout();
         let mut tell = Tell::new(self.output, &mut out);
         let mut outcome = match &self.revert {
@@ -157,7 +156,7 @@ impl TakeoverArgs {
     }
 
     /// Takes over a pod, or gives it back. All steps run inside the pod's network namespace.
-    fn of_pod(&self, name: &str, owners: &'static [&'static Owner]) -> anyhow::Result<Outcome> {
+    fn of_pod(&self, name: &str) -> anyhow::Result<Outcome> {
         ensure!(
             !self.watch && !self.wait,
             "--watch and --wait are for kube-proxy's rules: a mesh writes a pod's rules once"
@@ -166,7 +165,7 @@ impl TakeoverArgs {
         // Each network namespace has a separate journal for each owner.
         let directory = format!("{OF_NETNS}{}-{name}", namespace.cookie);
         let directory = self.kept.takeover_dir.join(directory);
-        let place = self.place(directory, owners);
+        let place = self.place(directory);
         let work = || {
             // A process may have ended in the meantime, and another process may have its number.
             ensure!(
@@ -183,27 +182,5 @@ impl TakeoverArgs {
             tell.end(&outcome).and(outcome)
         };
         namespace.inside(|| Ok(work()))?
-    }
-}
-
-/// An owner whose rules can be taken over.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum OwnerWord {
-    /// kube-proxy's rules on this node
-    KubeProxy,
-    /// Istio's rules in a pod
-    Istio,
-    /// Open Service Mesh's rules in a pod
-    Osm,
-}
-
-impl OwnerWord {
-    /// Returns the word and the owners of a mesh's rules.
-    fn of_mesh(self) -> Option<(&'static str, &'static [&'static Owner])> {
-        match self {
-            Self::KubeProxy => None,
-            Self::Istio => Some(("istio", &[ISTIO_SIDECAR, ISTIO_AMBIENT])),
-            Self::Osm => Some(("osm", &[OSM])),
-        }
     }
 }

@@ -9,13 +9,7 @@ use admin::{
 use anyhow::{Context as _, ensure};
 use kernel::Tables;
 use nix::fcntl::Flock;
-use takeover::{
-    journal,
-    owners::{KUBE_PROXY, Owner},
-};
-
-/// The owners from whose rules a node is taken over.
-pub const OWNERS: &[&Owner] = &[KUBE_PROXY];
+use takeover::{journal, owners::Owner};
 
 /// The directories, tables and agent that a command works with.
 pub struct Place {

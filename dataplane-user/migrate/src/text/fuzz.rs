@@ -27,17 +27,8 @@ impl fmt::Display for Entry<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Table(name) => write!(f, "*{name}"),
-            Self::Chain {
-                name,
-                policy,
-                counters,
-                ..
-            } => {
-                write!(f, ":{name} {}", policy.unwrap_or("-"))?;
-                match counters {
-                    None => Ok(()),
-                    Some((packets, bytes)) => write!(f, " [{packets}:{bytes}]"),
-                }
+            Self::Chain { name, policy, .. } => {
+                write!(f, ":{name} {}", policy.unwrap_or("-"))
             }
             Self::Rule(rule) => rule.fmt(f),
             Self::Commit => f.write_str("COMMIT"),
@@ -52,16 +43,10 @@ fn unnumbered(entry: Entry<'_>) -> Entry<'_> {
             rule.line = 0;
             Entry::Rule(rule)
         }
-        Entry::Chain {
-            name,
-            policy,
-            counters,
-            ..
-        } => Entry::Chain {
+        Entry::Chain { name, policy, .. } => Entry::Chain {
             line: 0,
             name,
             policy,
-            counters,
         },
         other => other,
     }

@@ -1,6 +1,6 @@
 //! Reads and prints the text of `iptables-save` and `ip6tables-save`, which their `-restore` commands load, line by
 //! line. Pure: borrows from the text, allocates no memory for a line, and leaves unknown options unchanged. A rule
-//! prints as the line that it was read from.
+//! prints as the line that it was read from, without counters.
 
 #[cfg(test)]
 pub mod chance;
@@ -17,9 +17,6 @@ pub use words::Words;
 
 /// The built-in chains, which are registered at hooks.
 pub const BUILT_IN: &[&str] = &["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
-
-/// Packets and bytes.
-pub type Counters = (u64, u64);
 
 /// A line that does not have this format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,8 +48,6 @@ pub enum Entry<'a> {
         name: &'a str,
         /// The policy of a built-in chain.
         policy: Option<&'a str>,
-        /// The packets and bytes that the policy was applied to.
-        counters: Option<Counters>,
     },
     /// A rule, to append to a chain (`-A`) or to insert in it (`-I`).
     Rule(Rule<'a>),
@@ -69,17 +64,12 @@ pub struct Rule<'a> {
     pub chain: &'a str,
     /// The number of the rule, from 1, before which this rule is inserted (`-I`); `None` for a rule to append (`-A`).
     pub before: Option<u32>,
-    /// The packets and bytes that the rule has matched.
-    pub counters: Option<Counters>,
     /// The options, as written.
     pub text: &'a str,
 }
 
 impl fmt::Display for Rule<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some((packets, bytes)) = self.counters {
-            write!(f, "[{packets}:{bytes}] ")?;
-        }
         match self.before {
             None => write!(f, "-A {}", self.chain)?,
             Some(number) => write!(f, "-I {} {number}", self.chain)?,
@@ -142,11 +132,12 @@ fn entry(number: usize, line: &str, in_table: bool) -> Result<Entry<'_>, &'stati
     if let Some(chain) = line.strip_prefix(':') {
         return self::chain(number, chain);
     }
-    let (counters, rest) = match line.strip_prefix('[') {
-        None => (None, line),
+    let rest = match line.strip_prefix('[') {
+        None => line,
         Some(rest) => {
             let (inside, rest) = rest.split_once(']').ok_or("the counters have no end")?;
-            (Some(counters(inside)?), rest.trim_ascii_start())
+            check_counters(inside)?;
+            rest.trim_ascii_start()
         }
     };
     let (command, rest) = cut(rest);
@@ -162,7 +153,6 @@ fn entry(number: usize, line: &str, in_table: bool) -> Result<Entry<'_>, &'stati
             line: number,
             chain: name,
             before,
-            counters,
             text,
         }))
     };
@@ -181,7 +171,6 @@ fn entry(number: usize, line: &str, in_table: bool) -> Result<Entry<'_>, &'stati
             line: number,
             name,
             policy: None,
-            counters: None,
         }),
         _ => Err("the line is no table, chain, rule, comment or COMMIT"),
     }
@@ -193,24 +182,24 @@ fn chain(line: usize, text: &str) -> Result<Entry<'_>, &'static str> {
     if name.is_empty() || policy.is_empty() {
         return Err("a chain needs a name and a policy");
     }
-    let counters = match rest.strip_prefix('[').map(|rest| rest.strip_suffix(']')) {
-        None if rest.is_empty() => None,
-        Some(Some(inside)) => Some(counters(inside)?),
+    match rest.strip_prefix('[').map(|rest| rest.strip_suffix(']')) {
+        None if rest.is_empty() => {}
+        Some(Some(inside)) => check_counters(inside)?,
         _ => return Err("counters are [PACKETS:BYTES]"),
-    };
+    }
     Ok(Entry::Chain {
         line,
         name,
         policy: (policy != "-").then_some(policy),
-        counters,
     })
 }
 
-fn counters(inside: &str) -> Result<Counters, &'static str> {
-    let numbers = inside.split_once(':');
-    numbers
-        .and_then(|(packets, bytes)| Some((packets.parse().ok()?, bytes.parse().ok()?)))
-        .ok_or("counters are [PACKETS:BYTES]")
+fn check_counters(inside: &str) -> Result<(), &'static str> {
+    let is_number = |text: &str| text.parse::<u64>().is_ok();
+    match inside.split_once(':') {
+        Some((packets, bytes)) if is_number(packets) && is_number(bytes) => Ok(()),
+        _ => Err("counters are [PACKETS:BYTES]"),
+    }
 }
 
 /// Splits off the first word.
@@ -244,16 +233,12 @@ mod tests {
             line: 3,
             name: "OUTPUT",
             policy: Some("ACCEPT"),
-            counters: Some((7, 420)),
         };
         assert_eq!(all[1], output);
         let Entry::Rule(rule) = all[3] else {
             panic!("{:?}", all[3])
         };
-        assert_eq!(
-            (rule.line, rule.chain, rule.counters),
-            (5, "KUBE-SVC", Some((3, 180)))
-        );
+        assert_eq!((rule.line, rule.chain), (5, "KUBE-SVC"));
         let parts: Vec<_> = rule.parts().collect();
         assert_eq!((parts[0].not, parts[0].name), (true, "-s"));
         assert_eq!(parts[2].value, "ns/web:\"a b\" x");

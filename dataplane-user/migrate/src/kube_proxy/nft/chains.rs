@@ -13,7 +13,6 @@ use super::{
         draft::{Affinity, Draft, PortName, agree},
         endpoints::{Share, of_lists},
         facts::Masquerade,
-        leftover::At,
     },
     fixed::{MARKS, added_mark, clients},
     port::{Chains, Hairpins},
@@ -21,8 +20,8 @@ use super::{
 };
 use crate::text::tree;
 
-/// A rule that was not understood: its place, its text, and the reason.
-type Fault = (At, String, String);
+/// A rule that was not understood: its line, its text, and the reason.
+type Fault = (usize, String, String);
 
 fn fault<T>(rule: &Rule<'_>, why: &str) -> Result<T, Fault> {
     Err((rule.at, rule.text.to_owned(), why.to_owned()))
@@ -93,8 +92,7 @@ fn port(
     }
     let [cluster, local] = lists;
     let endpoints = of_lists(&cluster, &local, is_local);
-    let endpoints =
-        endpoints.ok_or_else(|| whole("its chains give endpoints different weights"))?;
+    let endpoints = endpoints.ok_or_else(|| whole("its chains lead to an endpoint twice"))?;
     if !draft.serve(name, endpoints, affinity) {
         return Err(whole("its ports differ in session affinity"));
     }
@@ -184,7 +182,6 @@ fn choice(
     let mut masqueraded = None;
     let share = |ip: IpAddr, port: u16| Share {
         addr: SocketAddr::new(ip, port),
-        weight: 1,
         local: hairpins.contains(&(ip, name.protocol, port)),
     };
     for rule in table.rules(chain) {
@@ -351,8 +348,8 @@ fn translated<'t>(table: &Table<'_>, rule: &Rule<'t>, name: &PortName<'_>) -> Op
 ///
 /// # Errors
 ///
-/// If a rule is not kube-proxy's, returns its place and text. If the chain has no rule, returns `None`.
-pub fn ranges(table: &Table<'_>, chain: &str) -> Result<Vec<IpNet>, Option<(At, String)>> {
+/// If a rule is not kube-proxy's, returns its line and text. If the chain has no rule, returns `None`.
+pub fn ranges(table: &Table<'_>, chain: &str) -> Result<Vec<IpNet>, Option<(usize, String)>> {
     let mut rules = table.rules(chain);
     let rule = rules.next().ok_or(None)?;
     let other = |rule: &Rule<'_>| Err(Some((rule.at, rule.text.to_owned())));

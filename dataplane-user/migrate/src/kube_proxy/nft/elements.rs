@@ -3,7 +3,6 @@
 use std::net::IpAddr;
 
 use super::{
-    super::leftover::At,
     Broken,
     tables::{Set, Table},
 };
@@ -15,7 +14,7 @@ pub type Key<'t> = (IpAddr, &'t str, u16);
 /// An element of a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Element<'t, K> {
-    pub at: At,
+    pub at: usize,
     pub key: K,
     /// The comment; empty if the element has none.
     pub comment: &'t str,
@@ -27,7 +26,8 @@ pub struct Element<'t, K> {
 struct Reader<'t> {
     words: Box<dyn Iterator<Item = &'t str> + 't>,
     text: &'t str,
-    first: At,
+    /// The line of the first element.
+    first: usize,
     /// The number of lines so far, and the byte up to which they were counted.
     passed: (usize, usize),
 }
@@ -35,24 +35,21 @@ struct Reader<'t> {
 impl<'t> Reader<'t> {
     fn of(set: &'t Set<'_>) -> Self {
         Self {
-            words: Box::new(words(&set.elements)),
-            text: &set.elements,
+            words: Box::new(words(set.elements)),
+            text: set.elements,
             first: set.at,
             passed: (0, 0),
         }
     }
 
-    /// Returns the place of a word after the previous words. Counts each line once.
-    fn at(&mut self, word: &str) -> At {
-        let At::Line(first) = self.first else {
-            return self.first;
-        };
+    /// Returns the line of a word after the previous words. Counts each line once.
+    fn at(&mut self, word: &str) -> usize {
         let start = (word.as_ptr() as usize).saturating_sub(self.text.as_ptr() as usize);
         let (lines, byte) = &mut self.passed;
         let passed = self.text.get(*byte..start).unwrap_or_default();
         *lines += passed.matches('\n').count();
         *byte = start;
-        At::Line(first + *lines)
+        self.first + *lines
     }
 
     /// Reads further words that are joined by `.`.
@@ -132,12 +129,12 @@ fn of_map<'t, K>(
     })
 }
 
-/// Iterates over the elements of a set or a map. `read` reads an element from its place and first word.
+/// Iterates over the elements of a set or a map. `read` reads an element from its line and first word.
 fn all<'t, E>(
     table: &'t Table<'_>,
     name: &'t str,
     what: &'static str,
-    read: impl Fn(&mut Reader<'t>, At, &'t str) -> Option<E>,
+    read: impl Fn(&mut Reader<'t>, usize, &'t str) -> Option<E>,
 ) -> impl Iterator<Item = Result<E, Broken>> {
     let mut reader = table.set(name).map(Reader::of);
     std::iter::from_fn(move || {

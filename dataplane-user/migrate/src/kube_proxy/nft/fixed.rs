@@ -232,9 +232,7 @@ fn masquerading(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> bool {
                 && bit.is_some_and(|bit| draft.facts.marks(bit))
         }
         // Before 1.36, there are three rules for this.
-        ["meta", "mark", "&" | "and", bit, "==", zero, "return"]
-        // The form that results from JSON.
-        | ["meta", "mark", "&" | "and", bit, zero, "return"] => {
+        ["meta", "mark", "&" | "and", bit, "==", zero, "return"] => {
             number(zero) == Some(0) && number(bit).is_some_and(|bit| draft.facts.marks(bit))
         }
         ["meta", "mark", "set", "meta", "mark", "^" | "xor", bit] => {

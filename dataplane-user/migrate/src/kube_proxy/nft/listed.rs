@@ -1,9 +1,6 @@
 //! Reads kube-proxy's tables from the text of `nft list ruleset`.
 
-use std::borrow::Cow;
-
 use super::{
-    super::leftover::At,
     Broken, TABLE,
     tables::{Set, Table},
 };
@@ -19,7 +16,7 @@ pub fn read(text: &str) -> Result<Vec<Table<'_>>, Broken> {
     let mut ours = false;
     for entry in entries(text) {
         let entry = entry.map_err(|error| Broken {
-            at: At::Line(error.line),
+            at: error.line,
             what: error.what.to_owned(),
         })?;
         if let Entry::Table { family, name } = entry {
@@ -34,12 +31,12 @@ pub fn read(text: &str) -> Result<Vec<Table<'_>>, Broken> {
         };
         match entry {
             Entry::Chain { name } => {
-                table.rows.chain(name.into());
+                table.rows.chain(name);
             }
             Entry::Rule { line, chain, text } => {
-                table.rows.add(chain.into(), (At::Line(line), text.into()));
+                table.rows.add(chain, line, text);
             }
-            Entry::Elements { line, name, text } => table.add_set(name.into(), set(line, text)),
+            Entry::Elements { line, name, text } => table.add_set(name, set(line, text)),
             // The hooks are not needed.
             Entry::Base { .. } | Entry::Table { .. } => {}
         }
@@ -65,9 +62,9 @@ fn set(line: usize, text: &str) -> Set<'_> {
         .lines()
         .filter_map(|line| line.trim().strip_prefix("timeout "));
     Set {
-        at: At::Line(line + lines),
+        at: line + lines,
         timeout: timeouts.next().and_then(seconds),
-        elements: Cow::Borrowed(elements),
+        elements,
     }
 }
 

@@ -1,17 +1,14 @@
-//! Reads the rules of kube-proxy's mode nftables: the output of `nft list ruleset`, as text or as JSON.
+//! Reads the rules of kube-proxy's mode nftables: the output of `nft list ruleset`.
 
 mod chains;
 mod elements;
 mod fixed;
-mod json;
 mod listed;
 mod port;
 mod services;
 mod tables;
 
-use tables::Table;
-
-use super::{Error, Text, draft::Draft, leftover::At};
+use super::{Error, Text, draft::Draft};
 
 /// The name of kube-proxy's tables.
 const TABLE: &str = "kube-proxy";
@@ -19,13 +16,14 @@ const TABLE: &str = "kube-proxy";
 /// A set or a map with a fault. Its other elements cannot be trusted, because an element may also restrict an address.
 #[derive(Debug)]
 pub struct Broken {
-    at: At,
+    /// The line.
+    at: usize,
     what: String,
 }
 
 impl Broken {
     /// Returns the fault of an element that starts with `word`.
-    fn element(at: At, of: &str, word: &str, what: &str) -> Self {
+    fn element(at: usize, of: &str, word: &str, what: &str) -> Self {
         // The message shows only the beginning of a long word.
         let word: String = word.chars().take(100).collect();
         let what = format!("{what}: {of}: {word:?}");
@@ -38,29 +36,17 @@ impl Broken {
     }
 }
 
-/// Reads kube-proxy's tables from the output of `nft list ruleset`, as JSON or as text. Returns whether the text has
-/// any.
+/// Reads kube-proxy's tables from the output of `nft list ruleset`. Returns whether the text has any.
 ///
 /// # Errors
 ///
 /// If the text has another form, rules of a family were read before, or no packet reaches the services.
 pub fn read(text: &Text, draft: &mut Draft) -> Result<bool, Error> {
-    let tables = if text.is_json() {
-        json::read(&text.text)
-    } else {
-        listed::read(&text.text)
-    };
-    let tables = tables.map_err(|broken| broken.of(text))?;
-    let found = all(&tables, text, draft);
-    draft.leftovers.locate(&text.text);
-    found
-}
-
-fn all(tables: &[Table<'_>], text: &Text, draft: &mut Draft) -> Result<bool, Error> {
-    for table in tables {
+    let tables = listed::read(&text.text).map_err(|broken| broken.of(text))?;
+    for table in &tables {
         if !fixed::leads_to_services(table) {
             let first = table.rules("services").next();
-            let at = first.map_or(At::Nowhere, |rule| rule.at);
+            let at = first.map_or(0, |rule| rule.at);
             return Err(Error::unhooked(text, at, table.v4, "services"));
         }
         draft.begin(table.v4, &text.origin)?;

@@ -4,8 +4,6 @@ use std::{collections::HashSet, net::IpAddr};
 
 use model::{Protocol, TrafficPolicy};
 
-use super::super::leftover::At;
-
 /// The chains of a service's port. Their names consist of a prefix and a common part.
 #[derive(Debug)]
 pub struct Chains<'t> {
@@ -17,8 +15,8 @@ pub struct Chains<'t> {
     pub vip: Option<(IpAddr, u16)>,
     /// Whether a chain serves the service's other addresses.
     pub external: bool,
-    /// The first element that jumps to one of the chains.
-    pub at: At,
+    /// The line of the first element that jumps to one of the chains.
+    pub at: usize,
 }
 
 /// The endpoints on this node.

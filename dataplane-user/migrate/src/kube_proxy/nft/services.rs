@@ -11,7 +11,6 @@ use super::{
     super::{
         Masquerade,
         draft::{Draft, PortName, agree, protocol},
-        leftover::At,
     },
     Broken, chains,
     elements::{self, Element, Key},
@@ -134,7 +133,7 @@ fn refused<'t, K>(
 }
 
 /// If an element contradicts another, lists it and leaves out its service.
-fn contradicts(does: bool, name: &PortName<'_>, at: At, text: &str, draft: &mut Draft) {
+fn contradicts(does: bool, name: &PortName<'_>, at: usize, text: &str, draft: &mut Draft) {
     if does {
         let why = "it contradicts another element";
         draft.leave_out(&name.service(), at, text, why);
@@ -142,7 +141,7 @@ fn contradicts(does: bool, name: &PortName<'_>, at: At, text: &str, draft: &mut 
 }
 
 /// Lists an element of a protocol that the dataplane does not serve.
-fn unserved(at: At, word: &str, text: &str, draft: &mut Draft) -> Result<(), Broken> {
+fn unserved(at: usize, word: &str, text: &str, draft: &mut Draft) -> Result<(), Broken> {
     if word != "sctp" {
         return Err(nameless(at, text));
     }
@@ -151,7 +150,7 @@ fn unserved(at: At, word: &str, text: &str, draft: &mut Draft) -> Result<(), Bro
 }
 
 /// Returns the fault of an element that may concern any service.
-fn nameless(at: At, text: &str) -> Broken {
+fn nameless(at: usize, text: &str) -> Broken {
     let what = format!("the element names no service: {text}");
     Broken { at, what }
 }
@@ -192,7 +191,7 @@ fn of_chain(chain: &str) -> Option<(&str, &str, PortName<'_>)> {
 fn of_port<'p, 't>(
     ports: &'p mut BTreeMap<&'t str, Chains<'t>>,
     name: &'t str,
-    at: At,
+    at: usize,
 ) -> &'p mut Chains<'t> {
     ports.entry(name).or_insert(Chains {
         name,

@@ -1,9 +1,8 @@
-//! kube-proxy's table of one family, with its chains, sets and maps, read from text or JSON. A rule has the words of
-//! `nft list ruleset`.
+//! kube-proxy's table of one family, with its chains, sets and maps. A rule has the words of `nft list ruleset`.
 
-use std::{borrow::Cow, collections::HashMap};
+use std::collections::HashMap;
 
-use super::super::{leftover::At, rows::Rows};
+use super::super::rows::{Line, Rows};
 use crate::text::nft::words;
 
 /// kube-proxy's table of one family.
@@ -11,27 +10,27 @@ use crate::text::nft::words;
 pub struct Table<'a> {
     /// Whether the family is IPv4.
     pub v4: bool,
-    /// The rules of the table's chains, each with its place.
-    pub rows: Rows<Cow<'a, str>, (At, Cow<'a, str>)>,
-    sets: HashMap<Cow<'a, str>, Set<'a>>,
+    /// The rules of the table's chains, each with its line.
+    pub rows: Rows<'a>,
+    sets: HashMap<&'a str, Set<'a>>,
 }
 
 /// A set or a map.
 #[derive(Debug)]
 pub struct Set<'a> {
-    /// The place of the first element.
-    pub at: At,
+    /// The line of the first element.
+    pub at: usize,
     /// The lifetime of an element, in seconds.
     pub timeout: Option<u64>,
     /// The elements, without the braces around them.
-    pub elements: Cow<'a, str>,
+    pub elements: &'a str,
 }
 
 /// A rule.
 #[derive(Clone, Debug)]
 pub struct Rule<'t> {
-    /// The place.
-    pub at: At,
+    /// The line.
+    pub at: usize,
     /// The text.
     pub text: &'t str,
     /// The words, without the comment.
@@ -48,7 +47,7 @@ impl<'a> Table<'a> {
     }
 
     /// Adds a set or a map.
-    pub fn add_set(&mut self, name: Cow<'a, str>, set: Set<'a>) {
+    pub fn add_set(&mut self, name: &'a str, set: Set<'a>) {
         self.sets.insert(name, set);
     }
 
@@ -59,18 +58,14 @@ impl<'a> Table<'a> {
 
     /// Returns the rules of a chain in their order, and marks the chain as read.
     pub fn rules(&self, chain: &str) -> impl Iterator<Item = Rule<'_>> {
-        self.rows.of(chain).map(|(at, text)| {
+        self.rows.of(chain).map(|Line { at, text }| {
             let mut words: Vec<&str> = words(text).collect();
             if let [.., "comment", comment] = words[..]
                 && comment.starts_with('"')
             {
                 words.truncate(words.len() - 2);
             }
-            Rule {
-                at: *at,
-                text,
-                words,
-            }
+            Rule { at, text, words }
         })
     }
 

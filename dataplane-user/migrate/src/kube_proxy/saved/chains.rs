@@ -9,11 +9,11 @@ use super::{
         Masquerade,
         draft::{Affinity, Draft, PortName, agree},
         endpoints::{Share, of_lists},
-        shares,
+        rows::Line,
     },
     port::Chains,
     rule::{Rule, has},
-    tables::{Line, Table},
+    tables::Table,
 };
 
 /// A rule that was not understood, and the reason.
@@ -121,7 +121,7 @@ fn outside<'a>(
     }
     let [cluster, local] = lists;
     let Some(endpoints) = of_lists(&cluster, &local, is_local) else {
-        return fault(first, "its chains give endpoints different weights");
+        return fault(first, "its chains lead to an endpoint twice");
     };
     let (line, affinity) = affinity.unzip();
     if !draft.serve(name, endpoints, affinity) {
@@ -203,13 +203,12 @@ fn choice<'a>(
         }
     }
     let last = drawn.last().map_or(from, |(_, line)| *line);
-    let is_certain = probabilities.len() + 1 == drawn.len();
-    let Some(weights) = shares::weights(&probabilities).filter(|_| is_certain) else {
+    if probabilities.len() + 1 != drawn.len() || !are_equal(&probabilities) {
         return fault(
             last,
-            "the probabilities leave connections without an endpoint",
+            "the probabilities do not give each endpoint the same share",
         );
-    };
+    }
     if found.affinity.0.is_some() {
         let mut wanted: Vec<&str> = drawn.iter().map(|(chain, _)| *chain).collect();
         wanted.sort_unstable();
@@ -218,16 +217,25 @@ fn choice<'a>(
             return fault(last, "not every endpoint's clients are remembered");
         }
     }
-    for ((chain, line), weight) in drawn.iter().zip(weights) {
+    for (chain, line) in &drawn {
         let remembers = found.affinity.0.is_some();
         let addr = endpoint(nat, chain, *line, name, remembers)?;
-        found.endpoints.push(Share {
-            addr,
-            weight,
-            local: false,
-        });
+        found.endpoints.push(Share { addr, local: false });
     }
     Ok(found)
+}
+
+/// The precision with which the kernel stores a probability.
+const GRAIN: f64 = 1.0 / 2_147_483_648.0;
+
+/// Returns true if endpoints whose rules are evaluated in this order get equal shares. The rule of the last endpoint has
+/// no probability, because this endpoint gets the rest.
+fn are_equal(probabilities: &[f64]) -> bool {
+    let mut left = 1.0;
+    probabilities.iter().rev().all(|probability| {
+        left += 1.0;
+        (probability - 1.0 / left).abs() <= GRAIN
+    })
 }
 
 /// Returns the endpoint of an endpoint's chain.

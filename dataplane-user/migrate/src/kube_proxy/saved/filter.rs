@@ -7,10 +7,11 @@ use super::{
     super::{
         draft::{Draft, agree},
         facts,
+        rows::Line,
     },
     nat::{Fault, named},
     rule::{Rule, has},
-    tables::{Line, Table},
+    tables::Table,
 };
 
 /// The options of a rule for a port at an address.

@@ -1,9 +1,9 @@
 //! Reads the rules that jump to kube-proxy's chains, and the rules that do not depend on services.
 
 use super::{
-    super::draft::Draft,
+    super::{draft::Draft, rows::Line},
     rule::{Rule, has},
-    tables::{Line, Table},
+    tables::Table,
 };
 use crate::text::BUILT_IN;
 

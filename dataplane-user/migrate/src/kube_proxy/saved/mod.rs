@@ -19,7 +19,6 @@ pub fn read(text: &Text, draft: &mut Draft) -> Result<bool, Error> {
     let families = tables::read(&text.text).map_err(|error| Error::Line {
         origin: text.origin.clone(),
         line: error.line,
-        column: None,
         what: error.what.to_owned(),
     })?;
     let mut found = false;

@@ -12,11 +12,12 @@ use super::{
     super::{
         draft::{Draft, PortName, agree, protocol},
         facts,
+        rows::Line,
     },
     chains,
     port::Chains,
     rule::{Rule, has},
-    tables::{Line, Table},
+    tables::Table,
 };
 use crate::text::tree::{self, Key};
 

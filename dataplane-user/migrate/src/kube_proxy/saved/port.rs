@@ -2,7 +2,7 @@
 
 use model::TrafficPolicy;
 
-use super::tables::Line;
+use super::super::rows::Line;
 
 /// The chains of a service's port.
 #[derive(Debug, Default)]

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use super::{
-    super::{leftover::At, rows::Rows},
+    super::rows::{Line, Rows},
     rule::Rule,
 };
 use crate::text::{
@@ -13,16 +13,7 @@ use crate::text::{
 
 /// A table of one family: the rules of its chains, each with its line's number and its unparsed options.
 #[derive(Debug, Default)]
-pub struct Table<'a>(Rows<&'a str, (u32, &'a str)>);
-
-/// A rule with its place.
-#[derive(Clone, Copy, Debug)]
-pub struct Line<'a> {
-    /// The line's number.
-    pub at: At,
-    /// The options, as written.
-    pub text: &'a str,
-}
+pub struct Table<'a>(Rows<'a>);
 
 /// Tables `nat` and `filter` of one family.
 #[derive(Debug, Default)]
@@ -78,8 +69,7 @@ pub fn read(text: &str) -> Result<[Family<'_>; 2], crate::text::Error> {
                         what: "iptables-save prints no -I, so the order of the rules is not known",
                     });
                 }
-                let line = u32::try_from(rule.line).unwrap_or(u32::MAX);
-                table.0.add(rule.chain, (line, rule.text));
+                table.0.add(rule.chain, rule.line, rule.text);
             }
             Entry::Commit => {
                 if let Some((name, v4, mut table)) = table.take() {
@@ -141,7 +131,7 @@ fn is_kube_proxys(chain: &str) -> bool {
 impl<'a> Table<'a> {
     /// Returns true if the first address in the table's rules is an IPv4 address.
     fn is_v4(&self) -> Option<bool> {
-        self.0.all().find_map(|(_, text)| {
+        self.0.texts().find_map(|text| {
             if text.contains("icmp6-") {
                 return Some(false);
             }
@@ -174,9 +164,9 @@ impl<'a> Table<'a> {
         let mut reached: HashSet<&str> = read.map(|(name, _)| name).collect();
         let mut open: Vec<&str> = reached.iter().copied().collect();
         while let Some(chain) = open.pop() {
-            for (_, text) in self.0.unasked(chain) {
+            for line in self.0.unasked(chain) {
                 let jump = |part: &Part<'_>| matches!(part.key, Key::Target | Key::Chain);
-                let target = tree::saved(text).find(jump);
+                let target = tree::saved(line.text).find(jump);
                 let target = target.and_then(|target| self.0.name(&target.value));
                 open.extend(target.filter(|chain| reached.insert(*chain)));
             }
@@ -187,9 +177,6 @@ impl<'a> Table<'a> {
 
     /// Returns the rules of a chain in their order, and marks the chain as read.
     pub fn rules(&self, chain: &str) -> impl Iterator<Item = Line<'a>> + use<'a, '_> {
-        self.0.of(chain).map(|&(line, text)| Line {
-            at: At::Line(line as usize),
-            text,
-        })
+        self.0.of(chain)
     }
 }

@@ -4,7 +4,7 @@
 use super::{
     Row,
     family::{Family, Wrong, is_loopback},
-    options::{Mark, Options, options},
+    options::{Options, options},
 };
 
 /// The owner's name in reports.
@@ -12,9 +12,9 @@ pub const OWNER: &str = "Istio's ambient mode";
 /// A chain that occurs only in the rules of ambient mode.
 const PREROUTING: &str = "ISTIO_PRERT";
 const OUTPUT: &str = "ISTIO_OUTPUT";
-/// The mark of ztunnel's sockets. `OF_ZTUNNEL` is the mark of their connections.
-const ZTUNNEL: Mark = Mark::new(0x539, 0xfff);
-const OF_ZTUNNEL: Mark = Mark::new(0x111, 0xfff);
+/// The mark of ztunnel's sockets, with its mask. `OF_ZTUNNEL` is the mark of their connections.
+const ZTUNNEL: (u32, u32) = (0x539, 0xfff);
+const OF_ZTUNNEL: (u32, u32) = (0x111, 0xfff);
 
 /// Returns true if a table has rules of ambient mode.
 pub fn is_ambient(rows: &[Row<'_>]) -> bool {

@@ -5,19 +5,6 @@ use ipnet::IpNet;
 use super::Row;
 use crate::text::tree::{self, Key, Part};
 
-/// A mark and its mask.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Mark {
-    mark: u32,
-    bits: u32,
-}
-
-impl Mark {
-    pub const fn new(mark: u32, bits: u32) -> Self {
-        Self { mark, bits }
-    }
-}
-
 /// The options of a rule. Omits options of its target that no decision depends on, such as a mark to set.
 #[derive(Debug, Default)]
 pub struct Options {
@@ -34,8 +21,8 @@ pub struct Options {
     pub not_uids: Vec<u32>,
     /// The groups that the rule excludes.
     pub not_gids: Vec<u32>,
-    /// The mark of the packet or of its connection that the rule matches.
-    pub mark: Option<Mark>,
+    /// The mark of the packet or of its connection that the rule matches, with its mask.
+    pub mark: Option<(u32, u32)>,
     /// The conntrack states that the rule matches.
     pub state: String,
     pub target: String,
@@ -101,8 +88,8 @@ pub fn options(row: &Row<'_>) -> Result<Options, String> {
             Key::Comment | Key::Bits => continue,
             _ if !not && OF_MARKS.contains(name) => continue,
             Key::Mark | Key::ConnMark => {
-                let mark = tree::mark(value).ok_or_else(|| format!("{value:?} is no mark"))?;
-                found.mark = Some(Mark::new(mark.0, mark.1));
+                let mark = tree::mark(value);
+                found.mark = Some(mark.ok_or_else(|| format!("{value:?} is no mark"))?);
                 if part.key == Key::Mark {
                     "mark"
                 } else {

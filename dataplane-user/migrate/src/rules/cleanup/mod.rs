@@ -7,7 +7,6 @@ mod tests;
 
 use std::{
     collections::BTreeSet,
-    fmt::Write as _,
     io,
     path::{Path, PathBuf},
     time::Duration,
@@ -58,7 +57,7 @@ pub struct Removal {
 ///
 /// # Errors
 /// If a line is not understood: it may belong to any owner.
-pub fn plan(text: &Text<'_>, owners: &[&Owner]) -> Result<Removal, String> {
+pub fn plan(text: &Text<'_>, owners: &[&Owner]) -> io::Result<Removal> {
     let tables = tables(text)?;
     let mut removal = Removal::default();
     for table in &tables {
@@ -76,16 +75,16 @@ pub fn plan(text: &Text<'_>, owners: &[&Owner]) -> Result<Removal, String> {
 
 /// Reads a text and fails if a line is not understood. A rule whose target is not known is no error, because its target
 /// is not one of the owners' chains.
-pub(super) fn tables<'a>(text: &Text<'a>) -> Result<Vec<Table<'a>>, String> {
+pub(super) fn tables<'a>(text: &Text<'a>) -> io::Result<Vec<Table<'a>>> {
     let (tables, unread) = ruleset::read(std::slice::from_ref(text));
     match unread.iter().find(|unread| !unread.is_rule) {
         None => Ok(tables),
         Some(unread) => {
             let line = &unread.line;
-            Err(format!(
-                "{} line {}: {}: {}",
+            Err(io::Error::other(format!(
+                "a rule is not understood: {} line {}: {}: {}",
                 line.table, line.number, unread.why, line.text
-            ))
+            )))
         }
     }
 }
@@ -114,24 +113,32 @@ impl Going<'_, '_> {
         }
         removal.jumps += self.rules.len();
         removal.chains += self.chains.len();
-        let mut write = |line: std::fmt::Arguments<'_>| {
-            // Writing to a String cannot fail.
-            let _ = writeln!(removal.input, "{line}");
-        };
-        write(format_args!("*{}", self.table.name));
-        // With --noflush, a chain's declaration empties the chain.
-        for chain in &self.chains {
-            write(format_args!(":{chain} - [0:0]"));
-        }
-        for rule in &self.rules {
-            let text = rule.text.strip_prefix("-A").unwrap_or(&rule.text);
-            write(format_args!("-D{text}"));
-        }
-        for chain in &self.chains {
-            write(format_args!("-X {chain}"));
-        }
-        write(format_args!("COMMIT"));
+        let rules: Vec<&str> = self.rules.iter().map(|rule| &*rule.text).collect();
+        let chains = &self.chains;
+        removal.input += &input(&self.table.name, chains, &rules, chains, &[]);
     }
+}
+
+/// Returns the input of `iptables-restore --noflush` that changes a table in one transaction: declares chains, removes
+/// rules, deletes chains, and runs the commands that add rules.
+pub(super) fn input(
+    table: &str,
+    declared: &[&str],
+    removed: &[&str],
+    deleted: &[&str],
+    added: &[&str],
+) -> String {
+    // With --noflush, a chain's declaration empties the chain or creates it.
+    let declared = declared.iter().map(|chain| format!(":{chain} - [0:0]\n"));
+    let removed = removed.iter().map(|rule| {
+        let behind = rule.strip_prefix("-A").unwrap_or(rule);
+        format!("-D{behind}\n")
+    });
+    let deleted = deleted.iter().map(|chain| format!("-X {chain}\n"));
+    let added = added.iter().map(|rule| format!("{rule}\n"));
+    let mut all = format!("*{table}\n");
+    all.extend(declared.chain(removed).chain(deleted).chain(added));
+    all + "COMMIT\n"
 }
 
 /// Finds the chains and rules to remove from `table`, which is one of the tables in `all`.
@@ -225,7 +232,7 @@ pub struct Step {
 }
 
 /// The result of a removal, or of its dry run.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Done {
     /// The changes.
     pub steps: Vec<Step>,
@@ -316,33 +323,32 @@ fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<
     }
     let (mut steps, mut stays) = (Vec::new(), Vec::new());
     for printed in &collected.texts {
-        let removal = plan(&printed.as_text(), owners)
-            .map_err(|why| io::Error::other(format!("a rule is not understood: {why}")))?;
+        let removal = plan(&printed.as_text(), owners)?;
         stays.extend(removal.stays);
         if removal.input.is_empty() {
             continue;
         }
-        let restore = restore_program(found, &printed.origin)?;
-        let step = Step {
-            command: format!("{}-restore --noflush", printed.origin),
-            input: removal.input,
-            jumps: removal.jumps,
-            chains: removal.chains,
-        };
-        steps.push((step, By::Restore(restore)));
+        let (jumps, chains) = (removal.jumps, removal.chains);
+        let step = by_restore(found, &printed.origin, removal.input, jumps, chains)?;
+        steps.push(step);
     }
     for table in tables.iter().filter(|table| table.kind == Kind::Native) {
         if is_of(table, owners) {
-            let step = Step {
-                command: format!("nft delete table {} {}", table.family, table.name),
-                input: String::new(),
-                jumps: 0,
-                chains: table.chains.len(),
-            };
-            steps.push((step, By::Kernel(table.family, table.name.clone())));
+            steps.push(deletion(table));
         }
     }
     Ok((steps, stays))
+}
+
+/// Returns the change that deletes a native table.
+pub(super) fn deletion(table: &netfilter::Table) -> (Step, By) {
+    let step = Step {
+        command: format!("nft delete table {} {}", table.family, table.name),
+        input: String::new(),
+        jumps: 0,
+        chains: table.chains.len(),
+    };
+    (step, By::Kernel(table.family, table.name.clone()))
 }
 
 /// Returns true if a table of nf_tables belongs to one of the owners. kube-proxy's tables must have exactly its name,
@@ -353,17 +359,28 @@ pub(super) fn is_of(table: &netfilter::Table, owners: &[&Owner]) -> bool {
     owner.is_some_and(|owner| owner != KUBE_PROXY || is_kube_proxys())
 }
 
-/// Returns the program that loads the output of the program `origin`: `ip6tables-nft-restore` for `ip6tables-nft`.
-pub(super) fn restore_program(found: &Binaries, origin: &str) -> io::Result<PathBuf> {
-    for (family, variant, command) in binaries::commands() {
-        if command == origin
-            && let Some(binary) = found.program(family, variant, Role::Restore)
-        {
-            return Ok(binary.path.clone());
-        }
-    }
+/// Returns the change that the program makes that loads the output of the program `origin`: `ip6tables-nft-restore` for
+/// `ip6tables-nft`.
+pub(super) fn by_restore(
+    found: &Binaries,
+    origin: &str,
+    input: String,
+    jumps: usize,
+    chains: usize,
+) -> io::Result<(Step, By)> {
+    let mut commands = binaries::commands().filter(|(.., command)| command == origin);
+    let program = commands.find_map(|(family, variant, _)| {
+        let binary = found.program(family, variant, Role::Restore)?;
+        Some(By::Restore(binary.path.clone()))
+    });
     let get = super::detect::GET_IPTABLES;
-    Err(io::Error::other(format!(
-        "no {origin}-restore is here: {get}"
-    )))
+    let program =
+        program.ok_or_else(|| io::Error::other(format!("no {origin}-restore is here: {get}")))?;
+    let step = Step {
+        command: format!("{origin}-restore --noflush"),
+        input,
+        jumps,
+        chains,
+    };
+    Ok((step, program))
 }

@@ -167,7 +167,9 @@ fn a_text_that_is_not_understood_is_left_alone() {
         };
         plan(&text, &[KUBE_PROXY])
     };
-    let error = of("*nat\n:KUBE-SERVICES - [0:0]\nrubbish\nCOMMIT\n").unwrap_err();
+    let error = of("*nat\n:KUBE-SERVICES - [0:0]\nrubbish\nCOMMIT\n")
+        .unwrap_err()
+        .to_string();
     assert!(
         error.contains("line 3") && error.contains("rubbish"),
         "{error}"
@@ -175,7 +177,8 @@ fn a_text_that_is_not_understood_is_left_alone() {
     // The kernel takes a comment with a line break in it, and iptables-save prints the break.
     let error = of("*filter\n:FORWARD ACCEPT [0:0]\n:KUBE-SERVICES - [0:0]\n\
         -A FORWARD -m comment --comment \"a\n-A FORWARD -j KUBE-SERVICES\nb\" -j ACCEPT\nCOMMIT\n")
-    .unwrap_err();
+    .unwrap_err()
+    .to_string();
     assert!(error.contains("line 4"), "{error}");
     // A rule whose target belongs to an unknown module is accepted: it belongs to another program.
     let known = of("*nat\n:KUBE-SERVICES - [0:0]\n-A OUTPUT -j NOSUCH --a 1\nCOMMIT\n").unwrap();

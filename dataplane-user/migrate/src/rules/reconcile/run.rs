@@ -6,7 +6,7 @@ use std::{
         linux::net::SocketAddrExt as _,
         unix::net::{SocketAddr, UnixListener},
     },
-    path::{Path, PathBuf},
+    path::Path,
     thread,
     time::Duration,
 };
@@ -16,12 +16,13 @@ use kernel::{
     netfilter::{self, Kind},
 };
 use nix::sched::{CloneFlags, unshare};
+use serde::Serialize;
 use takeover::may_die;
 
 use super::{
     super::{
         binaries::{self, Binaries, Family, Role, Variant},
-        cleanup::{By, Step, is_of, restore_program, tables},
+        cleanup::{By, Step, by_restore, deletion, is_of, tables},
         collect::{self, Printed},
         detect::{self, Decision},
         rails::Rails,
@@ -51,7 +52,8 @@ pub struct Options {
 }
 
 /// The result of a run in one word; with a dry run, the result that it would have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Outcome {
     /// The rules are as expected.
     Same,
@@ -68,11 +70,12 @@ pub enum Outcome {
 }
 
 /// The result.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Done {
     /// The result in one word.
     pub outcome: Outcome,
     /// The choice of programs for each family that has expected rules.
+    #[serde(rename = "families")]
     pub decisions: Vec<Decision>,
     /// The differences, each with its program and table.
     pub differences: Vec<String>,
@@ -335,22 +338,14 @@ impl Place<'_> {
             .iter()
             .filter(|table| table.kind == Kind::Native && is_of(table, &whose.owners))
         {
-            let name = format!("{} {}", table.family, table.name);
             found.has_some = true;
-            found
-                .differences
-                .push(format!("left over: nf_tables table {name}"));
+            found.differences.push(format!(
+                "left over: nf_tables table {} {}",
+                table.family, table.name
+            ));
             if how == How::Replace {
-                let step = Step {
-                    command: format!("nft delete table {name}"),
-                    input: String::new(),
-                    jumps: 0,
-                    chains: table.chains.len(),
-                };
                 // A native table cannot be restored, so it is removed last.
-                found
-                    .changes
-                    .push((step, By::Kernel(table.family, table.name.clone())));
+                found.changes.push(deletion(table));
             }
         }
         Ok(found)
@@ -367,18 +362,14 @@ impl Place<'_> {
             .printings
             .iter()
             .find(|printing| printing.family == family);
-        printing.map_or(Ok(Vec::new()), |printing| understood(&printing.printed))
+        printing.map_or(Ok(Vec::new()), |printing| {
+            tables(&printing.printed.as_text())
+        })
     }
 
     fn step(&self, origin: &str, change: Change) -> io::Result<(Step, By)> {
-        let program: PathBuf = restore_program(&self.found, origin)?;
-        let step = Step {
-            command: format!("{origin}-restore --noflush"),
-            input: change.input,
-            jumps: change.rules,
-            chains: change.chains,
-        };
-        Ok((step, By::Restore(program)))
+        let (rules, chains) = (change.rules, change.chains);
+        by_restore(&self.found, origin, change.input, rules, chains)
     }
 
     /// Returns the notices about a result.
@@ -459,10 +450,5 @@ impl Place<'_> {
 /// Returns the tables that a program printed.
 fn of_origin<'a>(texts: &'a [Printed], origin: &str) -> io::Result<Vec<Table<'a>>> {
     let text = texts.iter().find(|text| text.origin == origin);
-    text.map_or(Ok(Vec::new()), understood)
-}
-
-fn understood(printed: &Printed) -> io::Result<Vec<Table<'_>>> {
-    tables(&printed.as_text())
-        .map_err(|why| io::Error::other(format!("a rule is not understood: {why}")))
+    text.map_or(Ok(Vec::new()), |text| tables(&text.as_text()))
 }

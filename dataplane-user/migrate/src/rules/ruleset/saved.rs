@@ -1,7 +1,7 @@
 //! Reads rules from the text of `iptables-save`.
 
 use super::{Line, Rule, Table, Text, Unread};
-use crate::text::{BUILT_IN, Entry, Rule as Saved, tree};
+use crate::text::{BUILT_IN, Entry, tree};
 
 /// Reads the tables of a text. Lines that are not understood are added to `unread`.
 pub(super) fn read<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mut Vec<Unread<'a>>) {
@@ -26,12 +26,8 @@ pub(super) fn read<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mu
                 if let Some(hook) = hook(rule.chain) {
                     table.chains.entry(rule.chain).or_default().hook = Some(hook);
                 }
-                let text = Saved {
-                    counters: None,
-                    ..rule
-                };
                 let parts = tree::saved(rule.text);
-                let rule = Rule::of(rule.line, rule.chain, text.to_string(), parts);
+                let rule = Rule::of(rule.line, rule.chain, rule.to_string(), parts);
                 table.rules.push(rule);
             }
             (Err(error), table) => {

@@ -4,15 +4,13 @@
 #[cfg(test)]
 mod tests;
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt::Write as _,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use takeover::owners;
 
 use super::{
     super::{
+        cleanup::input,
         restore::{behind, insert, inserted},
         ruleset::{Rule, Table},
     },
@@ -299,7 +297,7 @@ fn additions(
 
 impl Change {
     fn write(&mut self, now: &Ours<'_, '_>, wanted: &Ours<'_, '_>, how: How, additions: &[String]) {
-        let (mut removed, mut stale) = (Vec::<&str>::new(), Vec::new());
+        let (mut removed, mut stale) = (Vec::<&str>::new(), Vec::<&str>::new());
         if how == How::Replace {
             let touched = now.elsewhere.iter();
             let touched = touched.filter(|(chain, _)| is_touched(now, wanted, chain));
@@ -308,28 +306,15 @@ impl Change {
         }
         self.chains = wanted.chains.len() + stale.len();
         self.rules = removed.len() + additions.len();
-        let mut write = |line: std::fmt::Arguments<'_>| {
-            // Writing to a String cannot fail.
-            let _ = writeln!(self.input, "{line}");
-        };
-        write(format_args!("*{}", self.table));
-        // With --noflush, a chain's declaration empties the chain or creates it.
-        for chain in wanted.chains.iter().chain(stale.iter().copied()) {
-            write(format_args!(":{chain} - [0:0]"));
-        }
-        for rule in &removed {
-            let text = rule.strip_prefix("-A").unwrap_or(rule);
-            write(format_args!("-D{text}"));
-        }
-        for chain in &stale {
-            write(format_args!("-X {chain}"));
-        }
-        for rule in wanted.own.values().flatten() {
-            write(format_args!("{rule}"));
-        }
-        for rule in additions {
-            write(format_args!("{rule}"));
-        }
-        write(format_args!("COMMIT"));
+        let declared = wanted.chains.iter().chain(&stale).copied();
+        let added = wanted.own.values().flatten().copied();
+        let added = added.chain(additions.iter().map(String::as_str));
+        self.input = input(
+            &self.table,
+            &declared.collect::<Vec<_>>(),
+            &removed,
+            &stale,
+            &added.collect::<Vec<_>>(),
+        );
     }
 }
