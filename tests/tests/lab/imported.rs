@@ -319,7 +319,7 @@ fn a_fault_in_rules_is_named_with_its_line() -> Result<()> {
         (good.replace("\nCOMMIT", "\nCOMIT"), "rules:"),
         ("hello\n".to_owned(), "rules:1: "),
         ("*nat\nCOMMIT\n".to_owned(), "no rules of kube-proxy"),
-        ("{\"nftables\": [\n{]}".to_owned(), "rules:2:2: "),
+        ("{\"nftables\": [\n{]}".to_owned(), "rules:1: this is JSON"),
     ] {
         fs::write(&file, text)?;
         let outcome = import(node, &program, &["--file", &path])?.exits(1)?;

@@ -123,6 +123,9 @@ fn entry(number: usize, line: &str, in_table: bool) -> Result<Entry<'_>, &'stati
             false => Ok(Entry::Table(name)),
         };
     }
+    if !in_table && line.starts_with('{') {
+        return Err("this is JSON: print the rules with `nft list ruleset`, without `-j`");
+    }
     if !in_table {
         return Err("the line is outside of a table");
     }
