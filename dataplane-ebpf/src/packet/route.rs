@@ -232,7 +232,14 @@ fn ask_by_mark(skb: Skb, lookup: &mut Lookup, flags: u32) -> i64 {
 #[inline(never)]
 pub fn find_source(skb: Skb, packet: &Packet, endpoint: &Endpoint, route: &mut Route) -> bool {
     let lookup = &mut route.lookup;
-    write_question(skb.ifindex(), packet, &endpoint.addr, endpoint.port, 0, lookup);
+    write_question(
+        skb.ifindex(),
+        packet,
+        &endpoint.addr,
+        endpoint.port,
+        0,
+        lookup,
+    );
     let code = u32::try_from(ask_by_mark(skb, lookup, FOR_SOURCE)).unwrap_or(u32::MAX);
     code == BPF_FIB_LKUP_RET_SUCCESS || code == BPF_FIB_LKUP_RET_NO_NEIGH
 }

@@ -482,10 +482,9 @@ fn refuse(told: &mut Explanation, reason: Reason) {
     told.verdict = "refused";
     told.reason = reason.word();
     let how = match reason {
-        Reason::NoEndpoints
-        | Reason::PortNotServed
-        | Reason::PortTaken
-        | Reason::EgressDenied => ", by a TCP reset or an ICMP port unreachable",
+        Reason::NoEndpoints | Reason::PortNotServed | Reason::PortTaken | Reason::EgressDenied => {
+            ", by a TCP reset or an ICMP port unreachable"
+        }
         _ => "",
     };
     told.steps.push(format!("{}{how}", reason.text()));
