@@ -199,6 +199,7 @@ fn proxies_and_resolvers_are_at_loopback() {
 }
 
 /// Rules and circumstances.
+#[expect(clippy::struct_excessive_bools, reason = "the answers of the trait")]
 #[derive(Clone, Default)]
 struct Fake {
     /// By kind and number.
@@ -272,15 +273,15 @@ fn enrolled(flags: u32) -> Enrolled {
 /// Rules about ports 81 to 83, ranges, users, groups and interfaces.
 fn rules() -> Fake {
     let mut fake = Fake::default();
-    for (nth, value) in (1..).zip([CAPTURED, EXCLUDED, JUDGED]) {
+    for (byte, value) in (1_u8..).zip([CAPTURED, EXCLUDED, JUDGED]) {
+        let nth = u32::from(byte);
         fake.rules.insert((RuleKey::OUTBOUND_PORT, 80 + nth), value);
         fake.rules.insert((RuleKey::USER, nth), value);
         fake.rules.insert((RuleKey::GROUP, nth), value);
         fake.rules.insert((RuleKey::INTERFACE, nth), value);
+        fake.ranges.insert(Addr::from_v4([10, 0, 0, byte]), value);
         fake.ranges
-            .insert(Addr::from_v4([10, 0, 0, nth as u8]), value);
-        fake.ranges
-            .insert(Addr::from_v4([127, 0, 0, 10 + nth as u8]), value);
+            .insert(Addr::from_v4([127, 0, 0, 10 + byte]), value);
     }
     for (port, value) in [(81, CAPTURED), (82, EXCLUDED), (83, REFUSED)] {
         fake.rules.insert((RuleKey::INBOUND_PORT, port), value);
@@ -373,6 +374,7 @@ const DENIED: u32 = RULED | Enrolled::EGRESS_DENY;
 const BOTH: u32 = PROXIED | DENIED;
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of cases")]
 fn outbound_connections_are_judged() {
     let plain = rules;
     let own = || Fake {
@@ -395,7 +397,7 @@ fn outbound_connections_are_judged() {
         listens: true,
         ..refused()
     };
-    let refuses = PROXIED | Enrolled::REFUSES_SERVICES;
+    let limited = PROXIED | Enrolled::REFUSES_SERVICES;
     for (fake, flags, to, port, wanted) in [
         (plain(), RULED, "10.9.0.1", 80, (Reason::Direct, false)),
         (plain(), PROXIED, "10.9.0.1", 80, (Reason::ProxyDown, false)),
@@ -493,15 +495,15 @@ fn outbound_connections_are_judged() {
         // A service with objects that limit connections.
         (
             listens(),
-            refuses,
+            limited,
             "10.9.0.1",
             80,
             (Reason::Unsupported, false),
         ),
-        (plain(), refuses, "10.9.0.1", 80, (Reason::ProxyDown, false)),
+        (plain(), limited, "10.9.0.1", 80, (Reason::ProxyDown, false)),
         (
             refused(),
-            refuses,
+            limited,
             "10.9.0.1",
             83,
             (Reason::ExcludedPort, false),
