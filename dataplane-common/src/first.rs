@@ -335,8 +335,8 @@ mod tests {
             let local = [Fact::NoPod, Fact::LocalEndpoint];
             let part = (translated, LOCAL_PART, false);
             check(client(), (kind, LOCAL_POLICY), part, &local);
-            let none = (Reason::NoLocalEndpoint, NO_PART, false);
-            check(client(), (kind, ELSEWHERE), none, &local);
+            let refused = (Reason::NoLocalEndpoint, NO_PART, false);
+            check(client(), (kind, ELSEWHERE), refused, &local);
             let dangling = (Reason::Dangling, MISSING, false);
             check(client(), (kind, BROKEN), dangling, &local);
             let unknown = [Fact::PodsUnknown, Fact::LocalEndpoint];

@@ -83,7 +83,7 @@ mod tests {
         }
         for seen in 0..=u8::MAX {
             assert_eq!(of_requests(seen), seen & 3);
-            assert_eq!(of_replies(seen), seen / 16 & 3);
+            assert_eq!(of_replies(seen), (seen / 16) & 3);
             let (requests, replies) = (seen & FIN != 0, seen & 32 != 0);
             assert_eq!(is_closing(seen), requests || replies, "{seen:#b}");
             let is_ended = requests && replies || seen & RST != 0;

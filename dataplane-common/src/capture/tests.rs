@@ -200,6 +200,7 @@ fn proxies_and_resolvers_are_at_loopback() {
 
 /// Rules and circumstances.
 #[derive(Clone, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "one for each question")]
 struct Fake {
     /// By kind and number.
     rules: HashMap<(u32, u32), u32>,
@@ -272,15 +273,15 @@ fn enrolled(flags: u32) -> Enrolled {
 /// Rules about ports 81 to 83, ranges, users, groups and interfaces.
 fn rules() -> Fake {
     let mut fake = Fake::default();
-    for (nth, value) in (1..).zip([CAPTURED, EXCLUDED, JUDGED]) {
+    for (last, value) in (1_u8..).zip([CAPTURED, EXCLUDED, JUDGED]) {
+        let nth = u32::from(last);
         fake.rules.insert((RuleKey::OUTBOUND_PORT, 80 + nth), value);
         fake.rules.insert((RuleKey::USER, nth), value);
         fake.rules.insert((RuleKey::GROUP, nth), value);
         fake.rules.insert((RuleKey::INTERFACE, nth), value);
+        fake.ranges.insert(Addr::from_v4([10, 0, 0, last]), value);
         fake.ranges
-            .insert(Addr::from_v4([10, 0, 0, nth as u8]), value);
-        fake.ranges
-            .insert(Addr::from_v4([127, 0, 0, 10 + nth as u8]), value);
+            .insert(Addr::from_v4([127, 0, 0, 10 + last]), value);
     }
     for (port, value) in [(81, CAPTURED), (82, EXCLUDED), (83, REFUSED)] {
         fake.rules.insert((RuleKey::INBOUND_PORT, port), value);
@@ -395,7 +396,7 @@ fn outbound_connections_are_judged() {
         listens: true,
         ..refused()
     };
-    let refuses = PROXIED | Enrolled::REFUSES_SERVICES;
+    let limits = PROXIED | Enrolled::REFUSES_SERVICES;
     for (fake, flags, to, port, wanted) in [
         (plain(), RULED, "10.9.0.1", 80, (Reason::Direct, false)),
         (plain(), PROXIED, "10.9.0.1", 80, (Reason::ProxyDown, false)),
@@ -493,15 +494,15 @@ fn outbound_connections_are_judged() {
         // A service with objects that limit connections.
         (
             listens(),
-            refuses,
+            limits,
             "10.9.0.1",
             80,
             (Reason::Unsupported, false),
         ),
-        (plain(), refuses, "10.9.0.1", 80, (Reason::ProxyDown, false)),
+        (plain(), limits, "10.9.0.1", 80, (Reason::ProxyDown, false)),
         (
             refused(),
-            refuses,
+            limits,
             "10.9.0.1",
             83,
             (Reason::ExcludedPort, false),
@@ -607,17 +608,17 @@ fn connections_by_virtual_interfaces_are_captured() {
 fn inbound_connections_have_rules() {
     let (ports, interfaces) = (Enrolled::HAS_INBOUND_PORTS, Enrolled::HAS_INTERFACES);
     let others = Enrolled::INBOUND_OTHERS;
-    let refuses = others | Enrolled::REFUSES_OTHER_PORTS;
+    let limits = others | Enrolled::REFUSES_OTHER_PORTS;
     let (captured, excluded) = (Reason::CapturedInbound, Reason::ExcludedPort);
     for (flags, port, interface, wanted) in [
         (0, 80, 4, excluded),
         (others, 80, 4, captured),
         (others, 82, 2, captured),
-        (refuses, 80, 4, Reason::Unsupported),
+        (limits, 80, 4, Reason::Unsupported),
         (Enrolled::REFUSES_OTHER_PORTS, 80, 4, excluded),
         (ports, 80, 4, excluded),
         (ports, 81, 4, captured),
-        (ports | refuses, 81, 4, captured),
+        (ports | limits, 81, 4, captured),
         (ports | others, 82, 4, excluded),
         (ports | others, 83, 4, Reason::Unsupported),
         (interfaces | others, 80, 1, captured),

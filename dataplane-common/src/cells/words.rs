@@ -356,7 +356,7 @@ mod tests {
         let other = Holder::new(8, Tick::from_number(u16::MAX));
         assert_ne!(other, holder);
         // Half of the bits of a holder belong to a protocol, if to any.
-        let flow = Head(0x7f << 32 | 80);
+        let flow = Head(0x7f << 32 | 0x50);
         assert!(!flow.is_held() && flow.key().is_some() && flow.holder().is_none());
     }
 
@@ -442,6 +442,6 @@ mod tests {
         assert_eq!(ranks[13], 1, "never 0");
         // The time of three days stays below the bit for a crowd, which stays below the classes.
         let oldest = state(PACKET).rank(tcp, Tick::from_number(5));
-        assert!(oldest & State::CROWD == 0 && oldest | State::CROWD < 4 * (State::PROTECTED + 1));
+        assert!(oldest & State::CROWD == 0 && oldest + State::CROWD < 4 * (State::PROTECTED + 1));
     }
 }

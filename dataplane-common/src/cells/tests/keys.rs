@@ -12,12 +12,12 @@ fn flipped(mut key: FlowKey, part: usize, bit: u32) -> FlowKey {
         words[at] ^= 1 << bit;
         Addr::from_words(words)
     };
-    let port = |port: Port| Port::from_be(port.be() ^ 1 << (bit % 16));
+    let of_port = |port: Port| Port::from_be(port.be() ^ 1 << (bit % 16));
     match part {
         0..4 => key.src = word(key.src, part),
         4..8 => key.dst = word(key.dst, part - 4),
-        8 => key.src_port = port(key.src_port),
-        9 => key.dst_port = port(key.dst_port),
+        8 => key.src_port = of_port(key.src_port),
+        9 => key.dst_port = of_port(key.dst_port),
         _ => key.protocol = Protocol::from_number(key.protocol.number() ^ 1 << (bit % 8)),
     }
     key
