@@ -46,7 +46,7 @@ fn flags_are_bits_of_their_own() {
         [0, 1]
     );
     let looked_up = [E::PROXY, E::INBOUND, E::VIRTUAL, E::REFUSES_INBOUND];
-    assert_eq!(E::LOOKED_UP, looked_up.into_iter().sum());
+    assert_eq!(E::LOOKED_UP, looked_up.into_iter().sum::<u32>());
     let mesh = [
         MESH_NAMESPACES,
         MESH_CGROUPS,
@@ -199,8 +199,8 @@ fn proxies_and_resolvers_are_at_loopback() {
 }
 
 /// Rules and circumstances.
+#[expect(clippy::struct_excessive_bools, reason = "the answers of the trait")]
 #[derive(Clone, Default)]
-#[expect(clippy::struct_excessive_bools, reason = "one for each question")]
 struct Fake {
     /// By kind and number.
     rules: HashMap<(u32, u32), u32>,
@@ -273,15 +273,15 @@ fn enrolled(flags: u32) -> Enrolled {
 /// Rules about ports 81 to 83, ranges, users, groups and interfaces.
 fn rules() -> Fake {
     let mut fake = Fake::default();
-    for (last, value) in (1_u8..).zip([CAPTURED, EXCLUDED, JUDGED]) {
-        let nth = u32::from(last);
+    for (byte, value) in (1_u8..).zip([CAPTURED, EXCLUDED, JUDGED]) {
+        let nth = u32::from(byte);
         fake.rules.insert((RuleKey::OUTBOUND_PORT, 80 + nth), value);
         fake.rules.insert((RuleKey::USER, nth), value);
         fake.rules.insert((RuleKey::GROUP, nth), value);
         fake.rules.insert((RuleKey::INTERFACE, nth), value);
-        fake.ranges.insert(Addr::from_v4([10, 0, 0, last]), value);
+        fake.ranges.insert(Addr::from_v4([10, 0, 0, byte]), value);
         fake.ranges
-            .insert(Addr::from_v4([127, 0, 0, 10 + last]), value);
+            .insert(Addr::from_v4([127, 0, 0, 10 + byte]), value);
     }
     for (port, value) in [(81, CAPTURED), (82, EXCLUDED), (83, REFUSED)] {
         fake.rules.insert((RuleKey::INBOUND_PORT, port), value);
@@ -374,6 +374,7 @@ const DENIED: u32 = RULED | Enrolled::EGRESS_DENY;
 const BOTH: u32 = PROXIED | DENIED;
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of cases")]
 fn outbound_connections_are_judged() {
     let plain = rules;
     let own = || Fake {
@@ -396,7 +397,7 @@ fn outbound_connections_are_judged() {
         listens: true,
         ..refused()
     };
-    let limits = PROXIED | Enrolled::REFUSES_SERVICES;
+    let limited = PROXIED | Enrolled::REFUSES_SERVICES;
     for (fake, flags, to, port, wanted) in [
         (plain(), RULED, "10.9.0.1", 80, (Reason::Direct, false)),
         (plain(), PROXIED, "10.9.0.1", 80, (Reason::ProxyDown, false)),
@@ -494,15 +495,15 @@ fn outbound_connections_are_judged() {
         // A service with objects that limit connections.
         (
             listens(),
-            limits,
+            limited,
             "10.9.0.1",
             80,
             (Reason::Unsupported, false),
         ),
-        (plain(), limits, "10.9.0.1", 80, (Reason::ProxyDown, false)),
+        (plain(), limited, "10.9.0.1", 80, (Reason::ProxyDown, false)),
         (
             refused(),
-            limits,
+            limited,
             "10.9.0.1",
             83,
             (Reason::ExcludedPort, false),
@@ -608,17 +609,17 @@ fn connections_by_virtual_interfaces_are_captured() {
 fn inbound_connections_have_rules() {
     let (ports, interfaces) = (Enrolled::HAS_INBOUND_PORTS, Enrolled::HAS_INTERFACES);
     let others = Enrolled::INBOUND_OTHERS;
-    let limits = others | Enrolled::REFUSES_OTHER_PORTS;
+    let refuses = others | Enrolled::REFUSES_OTHER_PORTS;
     let (captured, excluded) = (Reason::CapturedInbound, Reason::ExcludedPort);
     for (flags, port, interface, wanted) in [
         (0, 80, 4, excluded),
         (others, 80, 4, captured),
         (others, 82, 2, captured),
-        (limits, 80, 4, Reason::Unsupported),
+        (refuses, 80, 4, Reason::Unsupported),
         (Enrolled::REFUSES_OTHER_PORTS, 80, 4, excluded),
         (ports, 80, 4, excluded),
         (ports, 81, 4, captured),
-        (ports | limits, 81, 4, captured),
+        (ports | refuses, 81, 4, captured),
         (ports | others, 82, 4, excluded),
         (ports | others, 83, 4, Reason::Unsupported),
         (interfaces | others, 80, 1, captured),

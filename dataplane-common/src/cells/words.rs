@@ -356,7 +356,7 @@ mod tests {
         let other = Holder::new(8, Tick::from_number(u16::MAX));
         assert_ne!(other, holder);
         // Half of the bits of a holder belong to a protocol, if to any.
-        let flow = Head(0x7f << 32 | 0x50);
+        let flow = Head((0x7f << 32) | 0x50);
         assert!(!flow.is_held() && flow.key().is_some() && flow.holder().is_none());
     }
 
