@@ -2,6 +2,7 @@
 
 extern crate std;
 
+mod keys;
 mod ports;
 
 use std::{

@@ -144,3 +144,26 @@ fn no_port_of_another_endpoint_is_evicted() {
     look_at_port(&memory, &mut choice, &port(&key, &with(own)), true, at(50));
     assert_eq!(evict_port(&memory, &choice, at(50)), key.src_port);
 }
+
+/// A masqueraded flow of the kernel's own conntrack reserves a port. Others have no slot.
+#[test]
+fn a_foreign_flow_gives_its_port_back() {
+    let shared = Shared::new(64);
+    let memory = &shared;
+    let key = key(40_000);
+    let of = |node_addr| Translation {
+        seen: seen::PACKET | seen::FOREIGN,
+        ..to(&key, node_addr)
+    };
+    assert!(shared.make(&key, &of(1), at(0)));
+    assert_eq!(shared.is_sound(), 1);
+    assert!(shared.unmake(&key));
+    shared.is_empty();
+
+    let index = hold(&memory, &key, at(0));
+    let line = memory.cell(index).unwrap();
+    write(line, &key, &of(0));
+    assert!(publish(line, &key, memory.holder(at(0))));
+    assert!(shared.unmake(&key));
+    shared.is_empty();
+}
