@@ -41,28 +41,19 @@ pub struct AgentStatus {
     /// The node's name, by which EndpointSlices name the node of an endpoint.
     pub node: String,
     /// The addresses on which node ports are answered, besides loopback.
-    pub node_addresses: Vec<String>,
-    /// These addresses, each with its source.
-    #[serde(default)]
     pub node_port_addresses: Vec<Learnt>,
     /// The networks whose clients count as pods, and are not masqueraded on the way to a cluster IP; empty: no client
     /// is masqueraded there.
-    #[serde(default)]
     pub pod_networks: Vec<Learnt>,
     /// The cgroup whose processes are served.
-    #[serde(default)]
     pub cgroup: Learnt,
     /// Where the sockets of this node's pods are; `None` before the agent has looked.
-    #[serde(default)]
     pub pods: Option<PodCgroups>,
     /// Why load balancers are asked to send this node no new connections (`/healthz`); `None`: they are not.
-    #[serde(default)]
     pub leaving: Option<String>,
     /// For how many seconds a change has been waiting to be written, if that is too long (`/livez`).
-    #[serde(default)]
     pub late_seconds: Option<u64>,
     /// Whether an earlier agent's tables served something when this agent started.
-    #[serde(default = "yes")]
     pub inherited: bool,
     /// The source of the services.
     pub source: Source,
@@ -83,19 +74,11 @@ pub struct AgentStatus {
     /// Objects that were not served as written.
     pub problems: Vec<Problem>,
     /// The workloads whose connections are captured; without rules.
-    #[serde(default)]
     pub mesh: Vec<MeshWorkload>,
     /// The flows of the packet path; `None` before the first count, or without a packet path.
-    #[serde(default)]
     pub flows: Option<Flows>,
     /// The DNS server; `None` if it has no clients.
-    #[serde(default)]
     pub dns: Option<DnsStatus>,
-}
-
-/// The value for an agent that does not report it.
-fn yes() -> bool {
-    true
 }
 
 /// A setting or fact that the agent uses.
@@ -152,9 +135,7 @@ pub struct Flows {
     pub at: u64,
     /// How many there were.
     pub total: u64,
-    /// The endpoints that have the most ports of the node's, the one with most first. Empty from an agent that does not
-    /// report them.
-    #[serde(default)]
+    /// The endpoints that have the most ports of the node's, the one with most first.
     pub ports: Vec<Ports>,
 }
 
@@ -184,7 +165,6 @@ pub struct MeshWorkload {
     /// Why it is not captured as it should be.
     pub problem: Option<String>,
     /// Whether the node is at fault for that: the agent, the kernel or the operator's configuration.
-    #[serde(default)]
     pub problem_of_node: bool,
     /// Its rules. Of two rules about one subject, only the one that counts. Not in `GET /status`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -282,7 +262,6 @@ pub struct Conflict {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
     /// Its gravity.
-    #[serde(default)]
     pub gravity: Gravity,
     /// A file with line, or an object.
     pub place: String,
@@ -291,7 +270,7 @@ pub struct Problem {
 }
 
 /// The gravity of a [`Problem`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Gravity {
     /// An object is not followed: an error that its author has to correct. The node is healthy.
@@ -299,7 +278,6 @@ pub enum Gravity {
     /// An error of the node or its configuration.
     Node,
     /// Worth a look.
-    #[default]
     Warning,
 }
 
@@ -382,7 +360,6 @@ pub struct Endpoint {
     /// `conditions.terminating`.
     pub terminating: bool,
     /// Whether it is ready but not used, because hints assign other endpoints to this node, in its zone or on it.
-    #[serde(default)]
     pub hinted_away: bool,
 }
 

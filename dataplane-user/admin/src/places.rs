@@ -1,8 +1,8 @@
 //! Places of a port: how many connections there are, and which one ends when another client finds all places taken.
 //!
 //! A client that can reach a port can take all of its places and stay silent. So the next client gets a place at once:
-//! the client with the most connections loses the one that has waited longest, and a client with few loses none. If
-//! ports share their places, the port with the most connections loses one.
+//! the client with the most connections loses the oldest of them, and a client with few loses none. If ports share their
+//! places, the port with the most connections loses one.
 
 use std::{
     cmp::Reverse,
@@ -15,23 +15,7 @@ use std::{
     },
 };
 
-use tokio::{
-    sync::{Notify, oneshot},
-    time::Instant,
-};
-
-/// The event that a connection waits for. Of a client's connections, one in the first of these phases ends first. Bytes
-/// that arrive or leave within a phase do not extend it: otherwise a client that sends or reads a byte at a time would
-/// keep its connection for ever.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Phase {
-    /// For a request: the connection is new, or its last answer has been sent.
-    Idle,
-    /// For the rest of a request, and for its answer.
-    Request,
-    /// For the client to read its answer.
-    Answer,
-}
+use tokio::sync::{Notify, oneshot};
 
 /// A client: an IPv4 address, or an IPv6 network of 64 bits, because a machine has all of its addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -57,14 +41,13 @@ pub struct Places {
 #[derive(Debug, Default)]
 struct Held {
     next: u64,
+    /// By number: the oldest is the first.
     connections: BTreeMap<u64, Connection>,
 }
 
 #[derive(Debug)]
 struct Connection {
     client: Client,
-    phase: Phase,
-    since: Instant,
     /// Dropped when the connection has to end.
     end: Option<oneshot::Sender<()>>,
 }
@@ -103,8 +86,6 @@ impl Places {
         held.next += 1;
         let connection = Connection {
             client,
-            phase: Phase::Idle,
-            since: Instant::now(),
             end: Some(end),
         };
         held.connections.insert(number, connection);
@@ -136,9 +117,8 @@ impl Held {
             .connections
             .iter_mut()
             .filter(|(number, _)| Some(**number) != own);
-        let first =
-            others.min_by_key(|(_, held)| (Reverse(counts[&held.client]), held.phase, held.since));
-        if let Some((_, held)) = first {
+        // Of equal ones, this is the first.
+        if let Some((_, held)) = others.min_by_key(|(_, held)| Reverse(counts[&held.client])) {
             held.end = None;
         }
     }
@@ -152,16 +132,6 @@ pub struct Place {
     client: Client,
     /// Ready when the connection has to end.
     pub ends: oneshot::Receiver<()>,
-}
-
-impl Place {
-    /// Records the event that the connection waits for from now on.
-    pub fn begin(&self, phase: Phase) {
-        if let Some(own) = self.of.lock().connections.get_mut(&self.number) {
-            own.phase = phase;
-            own.since = Instant::now();
-        }
-    }
 }
 
 impl Drop for Place {

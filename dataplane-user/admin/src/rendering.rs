@@ -45,8 +45,8 @@ impl Default for Renderings {
 
 impl Renderings {
     /// Returns a rendering that began after this call, made by `make` or for another caller. While slow readers have
-    /// all places, callers get the last rendering. It is at most as old as the time limit for reading an answer,
-    /// because the server then cuts the reader off and the place is free.
+    /// all places, callers get the last rendering. It is at most as old as a connection may become,
+    /// because the server then closes the reader's and the place is free.
     ///
     /// # Errors
     ///

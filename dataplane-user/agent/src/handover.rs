@@ -7,14 +7,11 @@
 //! it is killed, it leaves the turn to the idle agents that wait for it.
 
 use std::{
-    fs::{self, File, Permissions, TryLockError},
+    fs::{self, File, TryLockError},
     io::{self, Read as _, Write as _},
     os::{
         fd::{AsFd, BorrowedFd},
-        unix::{
-            fs::{OpenOptionsExt as _, PermissionsExt as _},
-            net::UnixStream,
-        },
+        unix::{fs::OpenOptionsExt as _, net::UnixStream},
     },
     path::{Path, PathBuf},
     sync::{
@@ -85,8 +82,6 @@ impl Turn {
             .write(true)
             .mode(PRIVATE)
             .open(path)?;
-        // An earlier version's file was readable for every user.
-        file.set_permissions(Permissions::from_mode(PRIVATE))?;
         match file.try_lock() {
             Ok(()) => Ok(Some(Self(file))),
             Err(TryLockError::WouldBlock) => Ok(None),
@@ -178,14 +173,8 @@ pub fn take(socket: &Path) -> io::Result<Inherited> {
                 "taking the place of the agent that runs"
             );
             let before = Some(handover::taken(stream)?);
-            let given = turns.into_iter().next().map(|(_, fd)| Turn(fd.into()));
-            let turn = match given {
-                Some(turn) => Some(turn),
-                // An agent of an earlier version has no turn.
-                None => Turn::take(socket)?,
-            };
             return Ok(Inherited {
-                turn,
+                turn: turns.into_iter().next().map(|(_, fd)| Turn(fd.into())),
                 sockets,
                 before,
             });
@@ -220,7 +209,7 @@ pub fn idle(next: Option<UnixStream>, socket: &Path, bpffs: &Path) -> io::Result
     let mut next = next.filter(|stream| stream.set_read_timeout(Some(LOOK)).is_ok());
     loop {
         if let Some(turn) = Turn::take(socket)? {
-            // An agent of an earlier version serves without a turn.
+            // A killed process may release the turn before the writer's lock.
             if kernel::writer(bpffs).is_none() {
                 return Ok(Some(turn));
             }
@@ -394,7 +383,7 @@ pub fn finish<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> O
 
 #[cfg(test)]
 mod tests {
-    use std::net::TcpListener;
+    use std::{net::TcpListener, os::unix::fs::PermissionsExt as _};
 
     use super::*;
 
@@ -407,21 +396,12 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("agent.sock");
         let path = socket.with_extension(TURN);
-        fs::write(&path, "").unwrap();
-        fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
-        let turn = Turn::take(&socket).unwrap().unwrap();
-        assert_eq!(
-            fs::metadata(&path).unwrap().permissions().mode() & 0o777,
-            PRIVATE
-        );
-        assert!(Turn::take(&socket).unwrap().is_none());
-        drop(turn);
-        fs::remove_file(&path).unwrap();
         let _turn = Turn::take(&socket).unwrap().unwrap();
         assert_eq!(
             fs::metadata(&path).unwrap().permissions().mode() & 0o777,
             PRIVATE
         );
+        assert!(Turn::take(&socket).unwrap().is_none());
     }
 
     #[test]

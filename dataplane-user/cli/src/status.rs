@@ -270,11 +270,9 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
         "Agent",
         format!("process {}, up {}", status.version.pid, ago(status.started)),
     )?;
-    let addresses = match (&status.node_port_addresses[..], &status.node_addresses[..]) {
-        ([], []) => "loopback only".to_owned(),
-        // The report is from an agent of an earlier version.
-        ([], some) => some.join(", "),
-        (some, _) => learnt(some),
+    let addresses = match &status.node_port_addresses[..] {
+        [] => "loopback only".to_owned(),
+        some => learnt(some),
     };
     line(
         "Node",

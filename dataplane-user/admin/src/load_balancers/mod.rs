@@ -25,7 +25,6 @@ use axum::{Router, routing::any};
 use model::{Gravity, Problem, ServiceName, Snapshot};
 use services::Checks;
 use tokio::{
-    sync::oneshot,
     task::{AbortHandle, JoinError, JoinSet},
     time::{Instant, sleep, sleep_until},
 };
@@ -33,7 +32,7 @@ use tracing::{error, info, warn};
 
 use super::{
     State,
-    limits::{Limited, all_checks},
+    limits::{all_checks, serve_checks},
     places::Shared,
 };
 
@@ -77,7 +76,12 @@ struct Door {
     count: Arc<AtomicUsize>,
     /// The task that answers.
     answering: AbortHandle,
-    _close: oneshot::Sender<()>,
+}
+
+impl Drop for Door {
+    fn drop(&mut self) {
+        self.answering.abort();
+    }
 }
 
 /// The mode of kube-proxy that the services correspond to: above all, where node ports are answered.
@@ -237,28 +241,20 @@ impl Desk {
     fn open(&mut self, at: SocketAddr, topic: Topic, count: usize) -> io::Result<Door> {
         let listener = bind(at)?;
         listener.set_nonblocking(true)?;
-        let mut listener = Limited::for_checks(tokio::net::TcpListener::from_std(listener)?);
-        if let Topic::Service(_) = topic {
-            listener = listener.sharing(&self.shared);
-        }
+        let listener = tokio::net::TcpListener::from_std(listener)?;
+        let is_of_service = matches!(topic, Topic::Service(_));
+        let shared = is_of_service.then(|| Arc::clone(&self.shared));
         let count = Arc::new(AtomicUsize::new(count));
         let routes: Router = match &topic {
             Topic::Node => healthz::routes(&self.state),
             Topic::ProxyMode => proxy_mode(),
             Topic::Service(name) => services::routes(&self.state, name, &count),
         };
-        let (close, closed) = oneshot::channel::<()>();
-        let server = axum::serve(listener, routes).with_graceful_shutdown(async {
-            // Nothing is ever sent: the other end is dropped.
-            let _ = closed.await;
-        });
-        // Its result is never an error.
-        let answering = self.tasks.spawn(async { _ = server.await });
+        let answering = self.tasks.spawn(serve_checks(listener, routes, shared));
         Ok(Door {
             topic,
             count,
             answering,
-            _close: close,
         })
     }
 }

@@ -148,7 +148,6 @@ mod tests {
             started: 0,
             ready: true,
             node: "node".to_owned(),
-            node_addresses: Vec::new(),
             node_port_addresses: Vec::new(),
             pod_networks: Vec::new(),
             cgroup: Learnt::default(),

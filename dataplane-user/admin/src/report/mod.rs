@@ -29,20 +29,16 @@ pub struct Report {
     /// The programs, and whether the kernel runs them.
     pub programs: Vec<Program>,
     /// The interfaces that the packet path's programs belong on; empty if it is off.
-    #[serde(default)]
     pub interfaces: Vec<Interface>,
     /// Pods' network namespaces that are served by packets only.
-    #[serde(default)]
     pub by_packets: Vec<ByPackets>,
     /// Workloads whose connections are captured; empty if there is no mesh.
-    #[serde(default)]
     pub mesh: Vec<Workload>,
     /// How full the tables are.
     pub tables: Vec<Table>,
     /// Verdicts since the tables were made, by reason.
     pub verdicts: BTreeMap<String, u64>,
     /// Whether the nftables table of `dataplane keep-nat` exists; `None` if the kernel does not return it.
-    #[serde(default)]
     pub keep_nat: Option<bool>,
     /// The versions in use.
     pub versions: Versions,

@@ -130,7 +130,7 @@ async fn whatever_is_sent_is_answered_or_closed() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let at = listener.local_addr().unwrap();
     let routes = admin_routes(&context);
-    let server = tokio::spawn(async { axum::serve(Limited::new(listener), routes).await });
+    let server = tokio::spawn(limits::serve(listener, routes));
     let runs = env::var("DATAPLANE_FUZZ_RUNS").map_or(RUNS, |runs| runs.parse().unwrap());
     let mut random = SmallRng::seed_from_u64(SEED);
     let (mut answered, mut refused) = (0, 0);

@@ -31,8 +31,7 @@ use super::{
     access::{self, Encrypted},
     api::{Page, Version},
     client::{self, Client},
-    limits::Limited,
-    load_balancers, metrics,
+    limits, load_balancers, metrics,
     rendering::Renderings,
     report,
     state::State,
@@ -238,13 +237,11 @@ pub async fn serve(
 }
 
 async fn tcp(listener: Option<TcpListener>, routes: Router) -> io::Result<()> {
-    match listener {
-        Some(listener) => {
-            let listener = tokio::net::TcpListener::from_std(listener)?;
-            axum::serve(Limited::new(listener), routes).await
-        }
-        None => Ok(()),
+    if let Some(listener) = listener {
+        let listener = tokio::net::TcpListener::from_std(listener)?;
+        limits::serve(listener, routes).await;
     }
+    Ok(())
 }
 
 /// Answers clients that the reviewer lets through, by HTTPS; without a reviewer every client, by HTTP.
@@ -260,8 +257,8 @@ async fn guarded(
         return Ok(());
     };
     let listener = Encrypted::new(tokio::net::TcpListener::from_std(listener)?)?;
-    let listener = Limited::new(listener);
-    axum::serve(listener, access::guarded(routes, reviewer)).await
+    limits::serve(listener, access::guarded(routes, reviewer)).await;
+    Ok(())
 }
 
 fn metrics_routes(context: &Arc<Context>) -> Router {

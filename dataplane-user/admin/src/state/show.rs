@@ -130,7 +130,6 @@ impl State {
             started: self.started,
             ready: self.is_in_line(),
             node: node.name.to_string(),
-            node_addresses: node.addresses.iter().map(ToString::to_string).collect(),
             node_port_addresses: node
                 .addresses
                 .iter()

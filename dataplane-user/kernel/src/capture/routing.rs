@@ -108,18 +108,9 @@ fn route_family(netlink: &mut Netlink, family: AddressFamily, mark: u32) -> io::
     let route = RouteNetlinkMessage::NewRoute(answers_route(family));
     netlink.request(&route, NLM_F_CREATE | NLM_F_REPLACE)?;
     let wanted = Mark::with(mark);
-    let rules = rules(netlink, family)?;
-    if !rules.contains(&wanted) {
+    if !rules(netlink, family)?.contains(&wanted) {
         let rule = RouteNetlinkMessage::NewRule(answers_rule(family, wanted));
         netlink.request(&rule, NLM_F_CREATE | NLM_F_EXCL)?;
-    }
-    // The rule of an earlier agent, which matched the whole mark.
-    for old in rules
-        .into_iter()
-        .filter(|rule| rule.value == mark && *rule != wanted)
-    {
-        let rule = RouteNetlinkMessage::DelRule(answers_rule(family, old));
-        let _ = netlink.request(&rule, 0);
     }
     Ok(())
 }

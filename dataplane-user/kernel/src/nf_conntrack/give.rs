@@ -35,20 +35,6 @@ pub struct HandedOver {
     pub why: Option<String>,
 }
 
-/// Removes the flows that have ended. Programs of earlier versions keep such a flow when its service has no frontend any longer,
-/// and take the packets of the client's next connection from the same port for the old flow's.
-pub fn forget_ended(conntrack: &Conntrack) {
-    let mut all = conntrack.flows();
-    let mut some = Vec::new();
-    let mut is_more = true;
-    while is_more {
-        is_more = all.read(&mut some);
-        for flow in some.drain(..).filter(Flow::is_ended) {
-            conntrack.remove_if(&flow, Flow::is_ended);
-        }
-    }
-}
-
 /// Gives every flow that lives to the conntrack of the network namespace that this thread is in, and removes those that have ended.
 ///
 /// # Errors
@@ -62,7 +48,6 @@ pub fn give(conntrack: &Conntrack) -> io::Result<HandedOver> {
         let is_more = all.read(&mut some);
         for flow in some.drain(..) {
             if flow.is_ended() {
-                // It has ended since [`forget_ended`].
                 conntrack.remove_if(&flow, Flow::is_ended);
                 continue;
             }

@@ -12,7 +12,7 @@ use std::{
 };
 
 use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
-pub use give::{HandedOver, forget_ended, give};
+pub use give::{HandedOver, give};
 use netlink_sys::protocols::NETLINK_NETFILTER;
 use zerocopy::FromBytes;
 

@@ -44,21 +44,6 @@ pub fn link_create_traced(program: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     }
 }
 
-/// Attaches a program to an interface by a link (TCX, Linux 6.6): before all others, or after them.
-pub fn link_create_tcx(
-    program: BorrowedFd<'_>,
-    ifindex: u32,
-    attach_type: bpf_attach_type,
-    first: bool,
-) -> io::Result<OwnedFd> {
-    let place = Place {
-        before: first,
-        relative: None,
-        revision: 0,
-    };
-    link_create_tcx_at(program, ifindex, attach_type, place)
-}
-
 /// A place among the programs of an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
@@ -70,7 +55,7 @@ pub struct Place {
     pub revision: u64,
 }
 
-/// Attaches a program to an interface by a link, at a place in its chain. Fails with `ESTALE` if the
+/// Attaches a program to an interface by a link (TCX, Linux 6.6), at a place in its chain. Fails with `ESTALE` if the
 /// chain has another revision.
 pub fn link_create_tcx_at(
     program: BorrowedFd<'_>,

@@ -9,6 +9,8 @@ mod link;
 mod map;
 mod net;
 mod program;
+#[cfg(feature = "testing")]
+mod testing;
 
 use std::{
     ffi::CString,
@@ -23,6 +25,8 @@ use std::{
 
 use aya_obj::generated::{bpf_attr, bpf_cmd};
 
+#[cfg(feature = "testing")]
+pub use self::testing::*;
 pub use self::{info::*, link::*, map::*, net::*, program::*};
 use super::opener;
 
@@ -97,11 +101,6 @@ pub fn map_by_id(id: u32) -> io::Result<OwnedFd> {
 /// Opens a program by its id.
 pub fn prog_by_id(id: u32) -> io::Result<OwnedFd> {
     opener::program(id).unwrap_or_else(|| by_id(bpf_cmd::BPF_PROG_GET_FD_BY_ID, id))
-}
-
-/// Opens the types of an object that is loaded, by their id.
-pub fn btf_by_id(id: u32) -> io::Result<OwnedFd> {
-    by_id(bpf_cmd::BPF_BTF_GET_FD_BY_ID, id)
 }
 
 fn by_id(cmd: bpf_cmd, id: u32) -> io::Result<OwnedFd> {

@@ -1,9 +1,7 @@
-//! Network devices and namespaces.
+//! Network namespaces.
 
 use std::{
     io,
-    mem::zeroed,
-    net::{Ipv4Addr, UdpSocket},
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd as _, OwnedFd},
 };
 
@@ -11,45 +9,8 @@ use socket2::{Domain, Type};
 
 use crate::opener;
 
-/// Sets one of a network device's values (`struct ethtool_value` in `include/uapi/linux/ethtool.h`).
-pub fn ethtool_set(interface: &str, command: u32, value: u32) -> io::Result<()> {
-    let mut request = [command, value];
-    let mut ifreq = ifreq(interface);
-    ifreq.ifr_ifru.ifru_data = request.as_mut_ptr().cast();
-    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
-    // SAFETY: the request lives until the call is over, and has the two words that such a command
-    // reads.
-    let result = unsafe {
-        libc::ioctl(
-            socket.as_fd().as_raw_fd(),
-            libc::SIOCETHTOOL as _,
-            &raw mut ifreq,
-        )
-    };
-    checked(result)
-}
-
-/// Makes a network device whose packets, bare of any link-layer header, are read from and written to
-/// `tun`, an open `/dev/net/tun`. It lives as long as that is open.
-pub fn tun_make(tun: BorrowedFd<'_>, interface: &str) -> io::Result<()> {
-    let mut ifreq = ifreq(interface);
-    let flags = i16::try_from(libc::IFF_TUN | libc::IFF_NO_PI);
-    ifreq.ifr_ifru.ifru_flags = flags.map_err(io::Error::other)?;
-    // SAFETY: the structure lives until the call is over.
-    checked(unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF as _, &raw mut ifreq) })
-}
-
-/// A request about a network device.
-fn ifreq(interface: &str) -> libc::ifreq {
-    // SAFETY: plain data, for which zero is a value.
-    let mut ifreq: libc::ifreq = unsafe { zeroed() };
-    for (to, from) in ifreq.ifr_name.iter_mut().zip(interface.bytes().take(15)) {
-        *to = from.cast_signed();
-    }
-    ifreq
-}
-
-fn checked(result: libc::c_int) -> io::Result<()> {
+/// The error of a system call that answers a negative number.
+pub(super) fn checked(result: libc::c_int) -> io::Result<()> {
     if result < 0 {
         Err(io::Error::last_os_error())
     } else {
@@ -82,9 +43,6 @@ pub fn netns_cookie() -> io::Result<u64> {
             &raw mut len,
         )
     };
-    if result < 0 {
-        Err(io::Error::last_os_error())
-    } else {
-        Ok(cookie)
-    }
+    checked(result)?;
+    Ok(cookie)
 }

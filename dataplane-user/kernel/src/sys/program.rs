@@ -65,58 +65,6 @@ pub fn prog_load_named(
     }
 }
 
-/// The types that a program is loaded with.
-pub struct Types<'a> {
-    /// The object's types.
-    pub btf: BorrowedFd<'a>,
-    /// The offset and type of each function: `struct bpf_func_info`.
-    pub functions: &'a [u8],
-    /// Bytes of one of those.
-    pub size: usize,
-}
-
-/// Loads a program and returns the verifier's statistics; with an error, also the verifier's log. `traced`: of a
-/// program for a tracepoint, that one's type in the kernel's BTF.
-pub fn prog_verify(
-    kind: bpf_prog_type,
-    attach_type: bpf_attach_type,
-    instructions: &[bpf_insn],
-    types: Option<&Types<'_>>,
-    traced: u32,
-) -> Result<(OwnedFd, String), (io::Error, String)> {
-    const STATISTICS: u32 = 4; // BPF_LOG_STATS in include/linux/bpf_verifier.h
-    let mut log = vec![0u8; 64 * 1024];
-    let mut attr = attr();
-    let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-    // SAFETY: instructions, types, licence and log live until the call is over; types and log are as long as we
-    // say.
-    let loaded = unsafe {
-        let load = &mut attr.__bindgen_anon_3;
-        load.prog_type = kind as u32;
-        load.expected_attach_type = attach_type as u32;
-        load.insns = instructions.as_ptr() as u64;
-        load.insn_cnt = u32::try_from(instructions.len()).unwrap_or(u32::MAX);
-        load.license = c"GPL".as_ptr() as u64;
-        load.attach_btf_id = traced;
-        if let Some(types) = types {
-            load.prog_btf_fd = raw(types.btf);
-            load.func_info = types.functions.as_ptr() as u64;
-            load.func_info_rec_size = number(types.size);
-            load.func_info_cnt = number(types.functions.len() / types.size);
-        }
-        load.log_level = STATISTICS;
-        load.log_buf = log.as_mut_ptr() as u64;
-        load.log_size = u32::try_from(log.len()).unwrap_or(u32::MAX);
-        bpf_fd(bpf_cmd::BPF_PROG_LOAD, &mut attr)
-    };
-    let end = log.iter().position(|byte| *byte == 0).unwrap_or(log.len());
-    let log = String::from_utf8_lossy(&log[..end]).into_owned();
-    match loaded {
-        Ok(program) => Ok((program, log)),
-        Err(error) => Err((error, log)),
-    }
-}
-
 /// Runs a program once (`BPF_PROG_TEST_RUN`).
 #[cfg(test)]
 pub fn prog_test_run(program: BorrowedFd<'_>) -> io::Result<u32> {

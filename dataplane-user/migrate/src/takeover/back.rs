@@ -162,9 +162,6 @@ pub fn bring_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::
 fn detach(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     may_die();
     let conntrack = Conntrack::open(&place.bpffs)?;
-    if let Some(conntrack) = &conntrack {
-        nf_conntrack::forget_ended(conntrack);
-    }
     kernel::retire(&place.bpffs)?;
     may_die();
     if let Some(conntrack) = &conntrack {
