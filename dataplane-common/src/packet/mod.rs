@@ -316,7 +316,7 @@ mod tests {
         };
         assert!(of(0).is_same_pod(of(0)) && of(1022).is_same_pod(of(1022)));
         assert!(!of(0).is_same_pod(of(1)) && !of(1022).is_same_pod(of(0)));
-        for unknown in [-1, 1023, 100_000] {
+        for unknown in [-1, 1023, 1024, 60_000, 100_000] {
             assert_eq!(of(unknown).flags, Iface::ATTACHED);
             assert!(!of(unknown).is_same_pod(of(unknown)));
         }

@@ -166,6 +166,25 @@ mod tests {
     }
 
     #[test]
+    fn two_of_the_largest_blocks_do_not_merge() {
+        let mut blocks = Blocks::default();
+        let largest = [0, 1, 2].map(|nth| nth << LARGEST);
+        assert_eq!(largest.map(|_| blocks.take(Block::MAX_LEN)), largest);
+        assert!(blocks.has_room(&[Block::MAX_LEN], 1 << 20));
+        blocks.give_back(0, Block::MAX_LEN);
+        blocks.give_back(1 << LARGEST, Block::MAX_LEN);
+        assert_eq!(blocks.take(Block::MAX_LEN), 0);
+    }
+
+    #[test]
+    fn there_is_no_room_behind_the_last_number() {
+        let base = u32::MAX << (LARGEST + 1);
+        let mut blocks = Blocks::rebuild(vec![(base, u16::MAX)]).unwrap();
+        assert!(!blocks.has_room(&[Block::MAX_LEN], u32::MAX));
+        assert!(blocks.has_room(&[1], u32::MAX));
+    }
+
+    #[test]
     fn damage_is_named() {
         assert_eq!(
             Blocks::rebuild(vec![(4, 2), (0, 5)]),
