@@ -33,7 +33,6 @@ impl Basis {
         let snapshot = Snapshot {
             cluster: Arc::new(Cluster {
                 domain: domain.trim_end_matches('.').into(),
-                ..(*snapshot.cluster).clone()
             }),
             ..snapshot.clone()
         };

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt, net::IpAddr, path::PathBuf, sync::Arc};
 
 use smallvec::SmallVec;
 
-use super::{Cluster, Identity, Label, Layers, Policy, Protocol, Resolution, WorkloadName};
+use super::{Label, Layers, Policy, Protocol, Resolution, WorkloadName};
 
 /// Ports that a mesh's proxies have: no rule of a configuration can name them.
 pub const RESERVED: [u16; 12] = [
@@ -43,8 +43,6 @@ pub struct Workload {
     pub node: Arc<str>,
     /// The network whose addresses it has (label `topology.istio.io/network`); empty: the cluster's own.
     pub network: Arc<str>,
-    /// Its service account; empty if it is not known.
-    pub service_account: Arc<str>,
     /// Its names in metrics and logs.
     pub telemetry: Telemetry,
     /// Its labels, sorted, by which policies select it; none on another node.
@@ -69,8 +67,7 @@ impl Workload {
             place,
             uid: None,
             node: Arc::clone(&nothing),
-            network: Arc::clone(&nothing),
-            service_account: nothing,
+            network: nothing,
             telemetry: Telemetry::new(name.name(), None),
             labels: Box::default(),
             resolution: None,
@@ -79,16 +76,6 @@ impl Workload {
             capture: None,
             name,
         }
-    }
-
-    /// The identity that the workload can prove; none without a service account.
-    pub fn identity(&self, cluster: &Cluster) -> Option<Identity> {
-        Identity::new(
-            Arc::clone(&cluster.trust_domain),
-            self.name.namespace().into(),
-            Arc::clone(&self.service_account),
-        )
-        .ok()
     }
 
     /// Has `share` put an equal text of its own in place of each text that many workloads have.
@@ -103,7 +90,6 @@ impl Workload {
         for text in [
             &mut self.node,
             &mut self.network,
-            &mut self.service_account,
             workload,
             canonical_service,
             canonical_revision,

@@ -220,20 +220,6 @@ impl Planner {
         self.mirror.owner(index)
     }
 
-    /// Returns the pools of one service, with their owners. Cheap.
-    pub fn service_pools(&self, service: &ServiceName) -> Vec<(u32, &PoolOwner, Pool)> {
-        let Some(pools) = self.services.get(service) else {
-            return Vec::new();
-        };
-        pools
-            .indices()
-            .filter_map(|index| {
-                let slot = self.mirror.pools.get(index as usize)?;
-                Some((index, self.mirror.owner(index)?, slot.pool))
-            })
-            .collect()
-    }
-
     /// Returns the keys that one service owns. Keys that it only claims are left out. Cheap.
     pub fn service_keys(&self, name: &ServiceName) -> Vec<(FrontendKey, Frontend)> {
         let mut keys = Vec::new();

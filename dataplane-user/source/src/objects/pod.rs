@@ -102,11 +102,6 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
         uid: object.metadata.uid.as_deref().and_then(Uid::parse),
         node: spec.node_name.as_deref().unwrap_or_default().into(),
         network: label(labels, LABEL_NETWORK).unwrap_or_default().into(),
-        service_account: spec
-            .service_account_name
-            .as_deref()
-            .unwrap_or_default()
-            .into(),
         telemetry: Telemetry::new(workload_name(&object.metadata), Some(labels)),
         labels: match place {
             Place::Elsewhere => Box::default(),

@@ -166,10 +166,8 @@ fn who_a_pod_is() {
     let mut full = objects::pod("full", NODE, &[pod(1)]);
     full["metadata"]["uid"] = json!(uid);
     full["metadata"]["labels"]["topology.istio.io/network"] = json!("east");
-    full["spec"]["serviceAccountName"] = json!("web");
     let mut plain = objects::pod("plain", "", &[pod(2)]);
     plain["metadata"]["uid"] = json!("no UUID");
-    plain["spec"]["serviceAccountName"] = Value::Null;
     let text = json!({ "kind": "List", "apiVersion": "v1", "items": [full, plain] });
     let file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
     std::fs::write(&file, text.to_string()).unwrap();
@@ -183,17 +181,12 @@ fn who_a_pod_is() {
     unnamed["spec"]["nodeName"] = json!(NODE);
     let site = Site::of(server([full.clone(), unnamed]), Scope::Mesh);
     let view = site.view(|view| view.workloads.len() == 2);
-    let cluster = &loaded.snapshot.cluster;
     for workloads in [&view.workloads, &loaded.snapshot.workloads] {
         let full = &workloads[&WorkloadName::new("default", "full")];
         assert_eq!(full.uid.unwrap().to_string(), uid);
         assert_eq!((&*full.node, &*full.network), (NODE, "east"));
-        let identity = full.identity(cluster).unwrap();
-        let text = "spiffe://cluster.local/ns/default/sa/web";
-        assert_eq!(identity.to_string(), text);
         let plain = &workloads[&WorkloadName::new("default", "plain")];
         assert_eq!((plain.uid, &*plain.network), (None, ""));
-        assert_eq!(plain.identity(cluster), None);
     }
     let name = WorkloadName::new("default", "full");
     let mut from_file = model::Workload::clone(&loaded.snapshot.workloads[&name]);

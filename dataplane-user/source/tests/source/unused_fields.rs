@@ -65,7 +65,7 @@ fn objects() -> Vec<Value> {
             "apiVersion": "v1", "kind": "Pod",
             "metadata": metadata("web-1-x", json!({"istio.io/dataplane-mode": "ambient"})),
             "spec": {
-                "nodeName": "here", "hostNetwork": false, "serviceAccountName": "web",
+                "nodeName": "here", "hostNetwork": false,
                 "dnsPolicy": "None", "dnsConfig": {
                     "nameservers": ["192.0.2.53"], "searches": ["corp.example"],
                     "options": [{"name": "ndots", "value": "2"}],

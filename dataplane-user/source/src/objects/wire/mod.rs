@@ -269,7 +269,6 @@ pub struct Pod {
 pub struct PodSpec {
     pub node_name: Option<String>,
     pub host_network: Option<bool>,
-    pub service_account_name: Option<String>,
     pub dns_policy: Option<String>,
     pub dns_config: Option<PodDnsConfig>,
     #[serde(deserialize_with = "or_default")]
