@@ -138,12 +138,17 @@ impl Entries {
         let before = before.iter().flat_map(|entry| &entry.hosts);
         let before: HashMap<&str, &Host> = before.map(|host| (&*host.name, host)).collect();
         let mut all = Vec::new();
+        let wants = entry.wants_vips;
         for host in &mut entry.hosts {
             let mut own = by_host.remove(&host.name).unwrap_or_default();
             // The store remembers the addresses of this node, also those of the agent before this one.
             let number = self.vips.former(&host_name_of(&entry.name, &host.name));
             if let Some((number, until)) = number.filter(|(_, until)| *until > now) {
+                // The number may be that of another entry of the host, which gets it again.
+                let before = before.get(&*host.name);
+                let had = |of: &IpAddr| before.is_some_and(|before| before.given.contains(of));
                 let new = number.addresses().into_iter();
+                let new = new.filter(|of| wants || had(of));
                 own.extend(new.filter(|of| known.insert(*of)).map(|address| Former {
                     host: Arc::clone(&host.name),
                     address,
