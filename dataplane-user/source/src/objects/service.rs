@@ -20,9 +20,11 @@ use super::{
 const AFFINITY_SECONDS: i32 = 10_800;
 /// Kubernetes' maximum for it: a day.
 const AFFINITY_SECONDS_MAX: i32 = 86_400;
-/// Maximum product of ports and addresses of one Service: all ports of TCP and UDP, at one address of each family.
-/// Without a bound, a Service of a megabyte could need a thousand million keys.
-const KEYS_MAX: usize = 4 * 65_536;
+/// Maximum product of ports and addresses of one Service: 16 384 ports at two addresses of each family. A Service is taken in as
+/// a whole, and other namespaces' changes wait meanwhile. Without a bound, a Service of a megabyte could need a thousand
+/// million keys.
+const KEYS_MAX: usize = 65_536;
+
 /// The ports of a service.
 struct Ports {
     served: SmallVec<[ServicePort; 1]>,
