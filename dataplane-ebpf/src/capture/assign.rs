@@ -301,7 +301,8 @@ fn begin(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> i32 {
         return taken(skb);
     }
     if reason.is_refusal() {
-        return error::send(skb, packet, Complaint::PORT_UNREACHABLE, false);
+        let complaint = Complaint::PORT_UNREACHABLE;
+        return error::send(skb, packet, &complaint, false);
     }
     LEAVE_ALONE
 }

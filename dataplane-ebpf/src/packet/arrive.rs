@@ -107,7 +107,7 @@ fn read(skb: Skb, s: &mut Scratch) -> i32 {
     }
     match action {
         Action::LeaveAlone => LEAVE_ALONE,
-        Action::Complain => error::send(skb, &s.packet, s.complaint, false),
+        Action::Complain => error::send(skb, &s.packet, &s.complaint, false),
         Action::Send => deliver::send(skb, s),
         Action::Rewrite => deliver::to_stack(skb, s),
         // Nothing more is to be decided about the packet here; and only a packet that leaves turns round.

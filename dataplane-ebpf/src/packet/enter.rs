@@ -71,8 +71,6 @@ pub fn to_endpoint(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
 /// Enters the flow to the endpoint that was chosen.
 #[inline(always)]
 fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
-    let index = s.index;
-    let mut masquerade = s.masquerade & MASQUERADE != 0;
     if ipsec::forbids_flow(&s.packet.key, &s.endpoint.addr) {
         return refuse::because(s, Reason::IpsecPolicy);
     }
@@ -113,12 +111,10 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
     s.flow.endpoint_port = s.endpoint.port;
     s.flow.node_port = Port::ANY;
     s.flow.node_addr = 0;
-    masquerade |= s.packet.key.src == s.endpoint.addr;
-    if s.way.answer == route::LOCAL {
-        // An endpoint on the host itself answers through us, for any client. And the stack would reject a packet with
-        // one of the host's own addresses as its source (`fib_validate_source`).
-        masquerade = false;
-    }
+    // An endpoint on the host itself answers through us, for any client. And the stack would reject a packet with one of
+    // the host's own addresses as its source (`fib_validate_source`).
+    let masquerade = s.way.answer != route::LOCAL
+        && (s.masquerade & MASQUERADE != 0 || s.packet.key.src == s.endpoint.addr);
     let obstacle = first::obstacle(s.way.answer, s.way.mtu, masquerade);
     if obstacle != Reason::Translated {
         return refuse::because(s, obstacle);
@@ -142,6 +138,8 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
         reason
     };
     count(reason);
+    // Read here, and not kept during the search: the stack has no room for it.
+    let index = s.index;
     if index != 0 {
         count_pool(index, reason);
         if s.reason != Reason::Kept && s.pool.affinity_seconds != 0 {
@@ -220,7 +218,12 @@ pub fn masquerade_itself(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
     s.masquerade = MASQUERADE;
     s.reason = Reason::Translated;
     let reason = enter(skb, s, true, now);
-    if reason == Reason::Kept || reason.is_refusal() {
+    if reason == Reason::Kept {
+        // Another CPU has the same flow's first packet, too, and was faster.
+        let known = conntrack::request(&s.packet.key, &s.packet.segment, &mut s.flow, now);
+        return known == REQUEST && s.flow.is_masqueraded();
+    }
+    if reason.is_refusal() {
         return false;
     }
     count(reason);

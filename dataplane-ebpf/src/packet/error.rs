@@ -63,7 +63,7 @@ const HOPS: u8 = 64;
 /// answered: their sender then makes smaller ones. So are packets that are not segmented yet: cut off, such a packet is
 /// one packet (`__bpf_skb_change_tail` in `net/core/filter.c`).
 #[inline(never)]
-pub fn send(skb: Skb, packet: &Packet, complaint: Complaint, leaves: bool) -> i32 {
+pub fn send(skb: Skb, packet: &Packet, complaint: &Complaint, leaves: bool) -> i32 {
     let network = packet.l4 - packet.l3;
     let plain = if packet.is_v4() {
         network == 20
@@ -104,7 +104,7 @@ pub fn send(skb: Skb, packet: &Packet, complaint: Complaint, leaves: bool) -> i3
 fn send_v4<const WORDS: usize>(
     skb: Skb,
     packet: &Packet,
-    complaint: Complaint,
+    complaint: &Complaint,
     leaves: bool,
 ) -> i32 {
     let quoted = WORDS as u32 * 4;
@@ -143,7 +143,7 @@ fn send_v4<const WORDS: usize>(
 fn send_v6<const WORDS: usize>(
     skb: Skb,
     packet: &Packet,
-    complaint: Complaint,
+    complaint: &Complaint,
     leaves: bool,
 ) -> i32 {
     let quoted = WORDS as u32 * 4;

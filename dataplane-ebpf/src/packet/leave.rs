@@ -86,7 +86,7 @@ fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
     }
     match action {
         Action::LeaveAlone => LEAVE_ALONE,
-        Action::Complain => error::send(skb, &s.packet, s.complaint, true),
+        Action::Complain => error::send(skb, &s.packet, &s.complaint, true),
         Action::Send => node::send(skb, s),
         Action::Rewrite => rewrite_only(skb, s),
         Action::Turn => route::send_by_neighbour(skb, &s.packet, &s.way),
