@@ -164,10 +164,11 @@ impl Scenario {
         self.name.split("::").nth(1).unwrap_or_default()
     }
 
-    /// Whether it is in a module, `smoke`, or is `smoke::x`.
+    /// Whether it is in a module, `capture` or `capture::deny`, or is `capture::deny::x`.
     fn is(&self, wanted: &str) -> bool {
         let name = self.name.strip_prefix("lab::").unwrap_or(self.name);
-        self.module() == wanted || name == wanted
+        let rest = name.strip_prefix(wanted);
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
     }
 }
 
@@ -314,9 +315,14 @@ fn main() -> ExitCode {
     });
     let machine = missing(Requirement::Machine);
     let only = std::env::var("DATAPLANE_SCENARIOS").ok();
+    let mut words = only.iter().flat_map(|only| only.split_whitespace());
+    if let Some(word) = words.find(|word| !ALL.concat().iter().any(|of| of.is(word))) {
+        eprintln!("DATAPLANE_SCENARIOS: no module and no scenario is {word}");
+        return ExitCode::FAILURE;
+    }
     let scenarios = ALL.concat().into_iter().filter(|scenario| {
         only.as_deref()
-            .is_none_or(|wanted| wanted.split(' ').any(|wanted| scenario.is(wanted)))
+            .is_none_or(|only| only.split_whitespace().any(|word| scenario.is(word)))
     });
     let trials = scenarios.map(|scenario| {
         if emulated && HEAVY.iter().any(|heavy| scenario.name.starts_with(heavy)) {
