@@ -18,7 +18,7 @@ use super::{
     conntrack::{self, ANSWER, FOREIGN, NEW, REQUEST},
     deliver, direct, error, fragments, icmp, is_pods,
     parse::{FIRST, FLOW, ICMP, MALFORMED, OTHER, Outcome, Packet},
-    refuse, reverse, route,
+    reverse, route,
     scratch::{self, Scratch, scratch},
     skb::{NESTED_PRIORITY, OTHER_VLAN, PACKET_HOST, PACKET_OTHERHOST, Skb},
     source_routes,
@@ -94,23 +94,13 @@ fn read(skb: Skb, s: &mut Scratch) -> i32 {
     if outcome != FLOW {
         return LEAVE_ALONE;
     }
-    let mut action = arrived(skb, s, conntrack::now());
-    if action == Action::Refuse {
-        action = refuse::refuse(skb, s);
-    }
-    if action == Action::Forward {
-        deliver::find_way(skb, s);
-        action = Action::Send;
-    }
-    if action == Action::Send {
-        action = deliver::judge(s, false);
-    }
-    match action {
+    let action = arrived(skb, s, conntrack::now());
+    match deliver::conclude(skb, s, action, false) {
         Action::LeaveAlone => LEAVE_ALONE,
         Action::Complain => error::send(skb, &s.packet, &s.complaint, false),
         Action::Send => deliver::send(skb, s),
         Action::Rewrite => deliver::to_stack(skb, s),
-        // Nothing more is to be decided about the packet here; and only a packet that leaves turns round.
+        // The program has no more decisions to make about the packet here, and turns only packets that leave.
         Action::Drop | Action::Refuse | Action::Forward | Action::Turn => DROP,
     }
 }
@@ -128,6 +118,7 @@ fn answers_node(packet: &Packet, cluster: bool) -> bool {
 /// Whether a packet's ports are known ([`fragments::follow`]). A forged packet only marks its flow as used: its other
 /// flags do not count. (The packet is dropped in the end, if it belongs to a flow. A SYN is checked when it begins
 /// one.)
+///
 /// (Not inlined: see [`is_pods`].)
 #[inline(never)]
 fn has_ports(skb: Skb, s: &mut Scratch) -> bool {

@@ -7,16 +7,32 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, LEAVE_ALONE, error::Complaint, ipsec, rewrite::rewrite, route, scratch::Scratch,
-    skb::Skb, table, ways,
+    DROP, LEAVE_ALONE, error::Complaint, ipsec, node, refuse, rewrite::rewrite, route,
+    scratch::Scratch, skb::Skb, table, ways,
 };
 use crate::select::count;
 
-/// Looks up the way of a packet of a known flow to its new ends.
+/// Takes the last decisions about a packet: a refusal becomes a complaint or a drop, and a packet that is sent on needs a way.
+/// `leaves`: the node itself sends the packet.
 #[inline(always)]
-pub fn find_way(skb: Skb, s: &mut Scratch) {
-    ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
-    go_back(skb, s);
+pub fn conclude(skb: Skb, s: &mut Scratch, decided: Action, leaves: bool) -> Action {
+    let mut action = decided;
+    if action == Action::Refuse {
+        action = refuse::refuse(skb, s);
+    }
+    if action == Action::Forward {
+        if leaves {
+            node::find_way(skb, s);
+        } else {
+            ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
+            go_back(skb, s);
+        }
+        action = Action::Send;
+    }
+    if action == Action::Send {
+        action = judge(s, leaves);
+    }
+    action
 }
 
 /// Makes a reply whose way is known leave by the uplink that the client's packets come by, if a route leads to the
@@ -50,10 +66,11 @@ pub fn to_host(skb: Skb, s: &Scratch) -> i32 {
     LEAVE_ALONE
 }
 
-/// Whether a packet can go its way: [`Action::Send`], or [`Action::Rewrite`] if the stack carries it; else drop it, or complain.
-/// `leaves`: the stack has already sent the packet, so it takes it back with no source.
+/// Returns [`Action::Send`] for a packet that can go its way, [`Action::Rewrite`] if the stack has to carry it, and otherwise
+/// [`Action::Drop`] or [`Action::Complain`]. `leaves`: the stack has already sent the packet, and does not take it back,
+/// whatever its source is.
 #[inline(never)]
-pub fn judge(s: &mut Scratch, leaves: bool) -> Action {
+fn judge(s: &mut Scratch, leaves: bool) -> Action {
     let new_source = leaves || s.ends.src != s.packet.key.src;
     let mut obstacle = first::obstacle(s.way.answer, s.way.mtu, new_source);
     if leaves && s.way.answer == route::LOCAL {

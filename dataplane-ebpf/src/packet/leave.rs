@@ -73,24 +73,14 @@ fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
     if outcome != FLOW || !fragments::follow(&mut s.packet, false) {
         return LEAVE_ALONE;
     }
-    let mut action = sent(skb, s, now);
-    if action == Action::Refuse {
-        action = refuse::refuse(skb, s);
-    }
-    if action == Action::Forward {
-        node::find_way(skb, s);
-        action = Action::Send;
-    }
-    if action == Action::Send {
-        action = deliver::judge(s, true);
-    }
-    match action {
+    let action = sent(skb, s, now);
+    match deliver::conclude(skb, s, action, true) {
         Action::LeaveAlone => LEAVE_ALONE,
         Action::Complain => error::send(skb, &s.packet, &s.complaint, true),
         Action::Send => node::send(skb, s),
         Action::Rewrite => rewrite_only(skb, s),
         Action::Turn => route::send_by_neighbour(skb, &s.packet, &s.way),
-        // Nothing more is to be decided about the packet here.
+        // The program has no more decisions to make about the packet here.
         Action::Drop | Action::Refuse | Action::Forward => DROP,
     }
 }

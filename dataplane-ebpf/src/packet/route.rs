@@ -257,7 +257,7 @@ pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut
     write_question(skb.ifindex(), packet, dst, dst_port, longest, lookup);
     let mut code = ask_by_mark(skb, lookup, 0);
     if code == i64::from(BPF_FIB_LKUP_RET_FWD_DISABLED) && route.of_node != 0 {
-        // What the node itself sends leaves by an uplink that forwards nothing, too.
+        // The node's own packets leave by an uplink that does not forward, too.
         write_question(LOOPBACK, packet, dst, dst_port, longest, lookup);
         code = ask_by_mark(skb, lookup, 0);
     }

@@ -163,7 +163,7 @@ pub fn run(
     mut settings: Settings,
     read: impl Fn() -> Result<Settings, String>,
 ) -> Result<(), Error> {
-    kernel::give_back_large_pieces();
+    kernel::return_large_allocations();
     // Before there are other threads, and before any input is read that others write.
     opener::separate().map_err(Error::Opener)?;
     let mut outdated = None;

@@ -85,7 +85,7 @@ pub use ip_sets::make_ip_sets;
 pub use limits::error_limits;
 pub use listening::{Listener, Listening, listeners, listening};
 pub use mark_rules::{MarkRule, mark_rules, remove_mark_rules};
-pub use memory::{give_back_freed_memory, give_back_large_pieces};
+pub use memory::{give_back_freed_memory, return_large_allocations};
 pub use monitor::Monitor;
 use nix::fcntl::Flock;
 pub use open::Loading;

@@ -12,11 +12,11 @@ pub fn give_back_freed_memory() {
     }
 }
 
-/// Has each piece of memory from 128 KiB on returned to the kernel when it is freed, as long as the process lives.
+/// Makes the C library return each allocation of 128 KiB or more to the kernel when the agent frees it.
 ///
-/// That is the C library's default until the first such piece is freed: from then on it takes pieces of this size from the
-/// heap, where small pieces that live longer keep the kernel from getting them back (`mallopt(3)`).
-pub fn give_back_large_pieces() {
+/// By default the C library does so only until the agent frees the first such allocation. Then it takes allocations of this size
+/// from the heap, and small allocations after them prevent their return to the kernel (`M_MMAP_THRESHOLD` in `mallopt(3)`).
+pub fn return_large_allocations() {
     // SAFETY: changes a setting of the C library's.
     #[cfg(target_env = "gnu")]
     unsafe {

@@ -267,7 +267,7 @@ pub fn fails(from: &Host, to: &str, how: &str, error: &str) -> Result<()> {
     Ok(())
 }
 
-/// Does all of this at the same time, for clients that wait in vain.
+/// Runs functions at the same time, for clients whose requests time out. Returns their results.
 pub fn at_once<T: Send>(
     works: impl IntoIterator<Item = impl FnOnce() -> Result<T> + Send>,
 ) -> Result<Vec<T>> {

@@ -299,7 +299,7 @@ fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     let emulated = dataplane_tests::emulated();
     // Scenarios wait more than they compute: alone, three seconds for one of a processor's. With three for each processor, all take
-    // 14 minutes on two processors, and one or two of those under load may starve: these are repeated alone. An emulated machine
+    // ten minutes on two processors, and one or two of those under load may starve: these are repeated alone. An emulated machine
     // computes.
     if !emulated && arguments.test_threads.is_none() {
         arguments.test_threads = thread::available_parallelism()

@@ -247,7 +247,7 @@ fn compare(
                     format!("{case:?}: the kernel takes it: {kernel}, the packet path: {service}");
                 wrong.push(what);
             }
-            // `explain` loads a program for each case, which takes a while: each case has its turn with one `rp_filter`.
+            // `explain` loads a program for each case, which takes a while: it runs for each case with one value of `rp_filter`.
             if !is_long() && number % 3 != usize::from(reverse_path) {
                 continue;
             }

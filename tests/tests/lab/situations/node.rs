@@ -70,6 +70,12 @@ pub const ROWS: &[Row] = &[
         "n: udp --unconnected --local 172.30.0.1 --to 10.96.1.11:53 --count 20",
     ),
     row(
+        "on a node that does not forward",
+        "n: udp --local 172.30.0.1 --to 10.96.1.11:53 --count 20",
+    )
+    .after(&["n: echo 0 > /proc/sys/net/ipv4/ip_forward"])
+    .then(&["n: echo 1 > /proc/sys/net/ipv4/ip_forward"]),
+    row(
         "by IPv6 and TCP",
         "n: connect --local fd30::1 --to [fd00:96::111]:80 --count 20",
     ),
