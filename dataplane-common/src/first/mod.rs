@@ -213,6 +213,17 @@ pub const fn obstacle(answer: Answer, mtu: u32, new_source: bool) -> Reason {
     }
 }
 
+/// As [`obstacle`], for a packet that goes through the stack with a new destination and its own source: the stack finds the
+/// way, by rules and marks that the lookup does not know, and sends the errors.
+#[inline(always)]
+pub const fn obstacle_in_stack(answer: Answer) -> Reason {
+    match answer {
+        UNREADY => Reason::NoRoute,
+        FORGED => Reason::SourceForged,
+        _ => Reason::Translated,
+    }
+}
+
 layout! {
     /// The way of a packet, as the program `packet_way` writes it into the packet's frame.
     #[repr(C)]

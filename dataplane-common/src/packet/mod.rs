@@ -267,9 +267,14 @@ mod tests {
             P::WAYS_BY_ADDRESS,
             P::SEVERAL_NETWORKS,
             P::SEVERAL_UPLINKS,
+            P::STACK_IN,
+            P::STACK_OUT,
             P::PREEMPTIBLE,
         ];
-        assert_eq!(flags.map(u32::trailing_zeros), [0, 1, 2, 3, 8, 9, 15]);
+        assert_eq!(
+            flags.map(u32::trailing_zeros),
+            [0, 1, 2, 3, 8, 9, 10, 11, 15]
+        );
         assert!(flags.iter().all(|flag| flag.is_power_of_two()));
         assert_eq!(P::DETECTS, 3);
         for (ifindex, bit) in [(0, 16), (1, 17), (15, 31), (16, 16), (u32::MAX, 31)] {

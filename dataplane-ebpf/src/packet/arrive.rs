@@ -200,6 +200,7 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
     if has_ports && known == NEW && !s.packet.is_syn() && s.frontend.is_none() {
         known = conntrack::answer(&s.packet.key, &s.packet.segment, &mut s.flow, now);
     }
+    s.is_answer = u32::from(known == ANSWER);
     if known == ANSWER {
         s.flow.toward_client(&mut s.ends);
         return Action::Forward;

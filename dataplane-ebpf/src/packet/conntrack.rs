@@ -450,6 +450,52 @@ fn find_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
     answered(entry, &found, key, segment, flow, now)
 }
 
+/// Looks for the masqueraded flow of a packet that the stack forwards ([`super::through`]): an answer, from the endpoint to
+/// the client at the node's port, or a request, from there to the endpoint.
+#[inline(always)]
+pub fn through(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
+    conntrack_through(key, segment, flow, u32::from(now.number()))
+}
+
+/// [`through`]. With external linkage, as in `table.rs`.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_through(
+    key: *const FlowKey,
+    segment: *const Segment,
+    flow: *mut Flow,
+    now: u32,
+) -> Known {
+    with(key, segment, flow, now, find_through)
+}
+
+#[inline(always)]
+fn find_through(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
+    let port_key = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
+    if let Some((entry, found)) = table::find_by_node(&port_key)
+        && found.key().src == key.dst
+        && !is_foreign(&found)
+    {
+        return answered(entry, &found, key, segment, flow, now);
+    }
+    let port_key = PortKey::new(key.dst, key.dst_port, key.src_port, key.protocol);
+    let Some((entry, found)) = table::find_by_node(&port_key) else {
+        return NEW;
+    };
+    if found.key().src != key.src || is_foreign(&found) {
+        return NEW;
+    }
+    let value = found.value();
+    flow.forward = found.key();
+    flow.endpoint = value.endpoint;
+    flow.endpoint_port = value.endpoint_port;
+    flow.node_port = value.node_port;
+    flow.node_addr = value.node_addr;
+    flow.request_cell = entry.index;
+    REQUEST
+}
+
 #[inline(always)]
 fn answered(
     entry: Place,

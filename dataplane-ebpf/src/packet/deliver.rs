@@ -7,8 +7,16 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, LEAVE_ALONE, error::Complaint, ipsec, node, refuse, rewrite::rewrite, route,
-    scratch::Scratch, skb::Skb, table, ways,
+    DROP, LEAVE_ALONE,
+    error::Complaint,
+    ipsec, node, refuse,
+    rewrite::rewrite,
+    route,
+    scratch::Scratch,
+    skb::Skb,
+    table,
+    through::{self, Goes},
+    ways,
 };
 use crate::select::count;
 
@@ -19,6 +27,19 @@ pub fn conclude(skb: Skb, s: &mut Scratch, decided: Action, leaves: bool) -> Act
     let mut action = decided;
     if action == Action::Refuse {
         action = refuse::refuse(skb, s);
+    }
+    if !leaves && (action == Action::Forward || action == Action::Send) {
+        let key = s.packet.key;
+        match through::goes(skb, s, &key) {
+            Goes::Otherwise => {}
+            Goes::Unchanged => return Action::LeaveAlone,
+            Goes::Through => {
+                // Not this host itself.
+                s.way.answer = route::STACK;
+                return Action::Rewrite;
+            }
+            Goes::Nowhere => return Action::Drop,
+        }
     }
     if action == Action::Forward {
         if leaves {

@@ -14,7 +14,7 @@ use super::{
     events, ipsec, masquerade, refuse, route,
     scratch::{EVICT, KEEP_ENDED, MASQUERADE, Scratch},
     skb::Skb,
-    table, ways,
+    table, through, ways,
 };
 use crate::{
     capture,
@@ -68,10 +68,32 @@ pub fn to_endpoint(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
     packet_enter_flow(skb.0, s, u32::from(now.number()))
 }
 
+/// Whether the stack carries the packet to its endpoint.
+#[inline(always)]
+fn goes_through(s: &Scratch) -> bool {
+    s.way.of_node == 0 && through::is_on()
+}
+
+/// Why the packet cannot go its way. (Not inlined, as the next: its stack is given back.)
+#[inline(never)]
+fn obstacle_of(s: &Scratch, new_source: bool) -> Reason {
+    if goes_through(s) {
+        first::obstacle_in_stack(s.way.answer)
+    } else {
+        first::obstacle(s.way.answer, s.way.mtu, new_source)
+    }
+}
+
+/// Whether an IPsec policy forbids the flow. The stack itself applies the policies to a packet that it carries.
+#[inline(never)]
+fn is_forbidden(s: &Scratch) -> bool {
+    !goes_through(s) && ipsec::forbids_flow(&s.packet.key, &s.endpoint.addr)
+}
+
 /// Enters the flow to the endpoint that was chosen.
 #[inline(always)]
 fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
-    if ipsec::forbids_flow(&s.packet.key, &s.endpoint.addr) {
+    if is_forbidden(s) {
         return refuse::because(s, Reason::IpsecPolicy);
     }
     ways::find(
@@ -91,7 +113,7 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
     if is_barred {
         return refuse::because(s, Reason::NoRoute);
     }
-    let obstacle = first::obstacle(s.way.answer, s.way.mtu, false);
+    let obstacle = obstacle_of(s, false);
     if obstacle != Reason::Translated {
         return refuse::because(s, obstacle);
     }
@@ -115,7 +137,7 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
     // the host's own addresses as its source (`fib_validate_source`).
     let masquerade = s.way.answer != route::LOCAL
         && (s.masquerade & MASQUERADE != 0 || s.packet.key.src == s.endpoint.addr);
-    let obstacle = first::obstacle(s.way.answer, s.way.mtu, masquerade);
+    let obstacle = obstacle_of(s, masquerade);
     if obstacle != Reason::Translated {
         return refuse::because(s, obstacle);
     }
@@ -164,6 +186,10 @@ fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
     };
     let mut reason = Reason::Translated;
     if masquerade {
+        if s.way.answer == route::NOWHERE {
+            // Only the stack knows the way, by marks for example.
+            s.way.iface = route::interface(skb.ifindex());
+        }
         masquerade::take_address(skb, s);
         if conntrack::node_addr(s.flow.node_addr).is_unspecified() {
             return Reason::NoNodeAddress;

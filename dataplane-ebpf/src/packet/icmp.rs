@@ -16,6 +16,7 @@ use super::{
     route,
     scratch::Scratch,
     skb::{Skb, difference, fold32},
+    through::{self, Goes},
     ways,
 };
 use crate::select::count;
@@ -83,6 +84,9 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     if known == NEW {
         known = conntrack::answer(&back, segment, &mut s.flow, now);
     }
+    if LEAVING && known == NEW && through::may_leave() {
+        known = conntrack::through(&back, segment, &mut s.flow, now);
+    }
     // The ends of a packet the other way round, after translation.
     if known == ANSWER {
         s.flow.toward_client(&mut s.ends);
@@ -90,6 +94,16 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
         s.flow.toward_endpoint(&mut s.ends);
     } else {
         return LEAVE_ALONE;
+    }
+    s.outer = s.ends;
+    if !LEAVING {
+        s.is_answer = u32::from(known == ANSWER);
+        match through::goes(skb, s, &back) {
+            Goes::Otherwise => {}
+            Goes::Unchanged => return LEAVE_ALONE,
+            Goes::Through => return pass(skb, s),
+            Goes::Nowhere => return DROP,
+        }
     }
     if ipsec::forbids(&s.packet.key, &s.ends) {
         return DROP;
@@ -116,7 +130,7 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
             hops -= 1;
         }
     }
-    if !write(skb, &s.packet, &s.quoted, &s.ends, hops) {
+    if !write(skb, s, hops) {
         return DROP;
     }
     if !LEAVING && local {
@@ -128,12 +142,24 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     }
 }
 
-/// Writes both headers: `ends` are those of a packet in the reverse direction. The error then comes from the flow's
-/// other end, as with a NAT, whichever host on the path reported it.
+/// Leaves an error to the stack: in the stack, it comes from the host that reported it.
+#[inline(never)]
+fn pass(skb: Skb, s: &mut Scratch) -> i32 {
+    s.outer.src = s.packet.key.src;
+    if write(skb, s, s.packet.hops) {
+        LEAVE_ALONE
+    } else {
+        DROP
+    }
+}
+
+/// Writes both headers: [`Scratch::ends`] are those of a packet in the reverse direction. The error then comes from the
+/// flow's other end, as with a NAT, whichever host on the path reported it.
 ///
 /// The quotation's transport checksum stays as it was: no host checks it, and it may be missing.
 #[inline(never)]
-fn write(skb: Skb, packet: &Packet, inner: &Packet, ends: &Ends, hops: u8) -> bool {
+fn write(skb: Skb, s: &Scratch, hops: u8) -> bool {
+    let (packet, inner, ends, outer) = (&s.packet, &s.quoted, &s.ends, &s.outer);
     let checksum = packet.l4 + 2;
     let quoted = Ends {
         src: ends.dst,
@@ -150,7 +176,7 @@ fn write(skb: Skb, packet: &Packet, inner: &Packet, ends: &Ends, hops: u8) -> bo
         let addresses = fold32(addresses_difference(inner, &quoted));
         if !skb.store::<_, false>(inner.l3 + 8, &quoted.addresses())
             || !skb.sum::<false>(checksum, addresses, false)
-            || !skb.sum::<true>(checksum, fold32(addresses_difference(packet, ends)), false)
+            || !skb.sum::<true>(checksum, fold32(addresses_difference(packet, outer)), false)
         {
             return false;
         }
@@ -163,5 +189,5 @@ fn write(skb: Skb, packet: &Packet, inner: &Packet, ends: &Ends, hops: u8) -> bo
     {
         return false;
     }
-    write_addresses(skb, packet, ends, hops)
+    write_addresses(skb, packet, outer, hops)
 }

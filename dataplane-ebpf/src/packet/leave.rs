@@ -5,6 +5,7 @@ use dataplane_common::{
     Reason, VipPlace, decide,
     first::Action,
     packet::{PacketConfig, Tick},
+    tcp::{Segment, flags::RST},
 };
 
 use super::{
@@ -17,6 +18,7 @@ use super::{
     route,
     scratch::{Scratch, scratch},
     skb::Skb,
+    through,
 };
 use crate::select::Live;
 
@@ -30,7 +32,9 @@ pub fn egress(ctx: &TcContext) -> i32 {
         return unknown(skb);
     }
     if skb.is_sent_by_us()
-        || (is_forwarded && !asked::may_ask(skb, route::link_length(skb.ifindex())))
+        || (is_forwarded
+            && !through::may_leave()
+            && !asked::may_ask(skb, route::link_length(skb.ifindex())))
     {
         return LEAVE_ALONE;
     }
@@ -61,17 +65,14 @@ fn unknown(skb: Skb) -> i32 {
 fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
     let outcome = s.packet.read(skb, route::link_length(skb.ifindex()));
     let now = conntrack::now();
-    if is_forwarded {
-        if outcome == FLOW && s.packet.fragment != LATER {
-            asked::remember(s, now);
-        }
-        return LEAVE_ALONE;
-    }
-    if outcome == ICMP {
+    if outcome == ICMP && (!is_forwarded || through::may_leave()) {
         return icmp::translate::<true>(skb, s, now);
     }
     if outcome != FLOW || !fragments::follow(&mut s.packet, false) {
         return LEAVE_ALONE;
+    }
+    if is_forwarded {
+        return passes(skb, s, now);
     }
     let action = sent(skb, s, now);
     match deliver::conclude(skb, s, action, true) {
@@ -83,6 +84,22 @@ fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
         // The program has no more decisions to make about the packet here.
         Action::Drop | Action::Refuse | Action::Forward => DROP,
     }
+}
+
+/// Handles a packet of TCP or UDP that the stack forwards.
+#[inline(always)]
+fn passes(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
+    if through::may_leave() {
+        // The program on the way in has taken note of it.
+        s.packet.segment.flags |= Segment::QUOTED.flags;
+        if through::find(s, now) {
+            return rewrite_only(skb, s);
+        }
+    }
+    if s.packet.fragment != LATER {
+        asked::remember(s, now);
+    }
+    LEAVE_ALONE
 }
 
 /// Translates a packet that goes on as it goes.
@@ -103,6 +120,10 @@ fn sent(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
         conntrack::forget_answered(&s.packet.key, now);
     } else if conntrack::answer(&s.packet.key, &s.packet.segment, &mut s.flow, now) == ANSWER {
         s.flow.toward_client(&mut s.ends);
+        return Action::Rewrite;
+    }
+    if s.packet.segment.has(RST) && through::may_leave() && through::find(s, now) {
+        // A rule of the stack refuses a flow's packet.
         return Action::Rewrite;
     }
     // With a tag, the packet comes from a VLAN's interface: its own program has seen it, if it has one.

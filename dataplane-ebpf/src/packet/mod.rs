@@ -44,6 +44,7 @@ mod sockets;
 pub mod source_routes;
 mod sources;
 mod table;
+mod through;
 mod ways;
 
 use aya_ebpf::bindings::TC_ACT_SHOT;

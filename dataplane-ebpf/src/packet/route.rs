@@ -345,9 +345,7 @@ pub fn send(skb: Skb, packet: &Packet, route: &Route) -> i32 {
     if packet.l3 == 0 && !skb.add_link() {
         return DROP;
     }
-    if !packet.is_tcp() {
-        skb.send_on();
-    }
+    skb.send_on();
     if route.iface.flags & Iface::BARE != 0 {
         return send_bare(route.ifindex);
     }

@@ -48,6 +48,8 @@ pub struct Scratch {
     pub quoted: Packet,
     pub flow: Flow,
     pub ends: Ends,
+    /// The addresses that an ICMP error gets itself.
+    pub outer: Ends,
     /// The frontend that the packet is for.
     pub frontend: Frontend,
     /// The pool that answers, and its index.
@@ -68,6 +70,8 @@ pub struct Scratch {
     /// [`KEEP_ENDED`]. Here instead of in a register: Linux 6.1's verifier would treat two
     /// paths that differ only in this register as one, and remove code that only the second path has.
     pub keep: u32,
+    /// Whether the packet is an answer of a known flow: 1 or 0.
+    pub is_answer: u32,
     pub way: Route,
     /// The packet's workload, for capture.
     pub local: Local,

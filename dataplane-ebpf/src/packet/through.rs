@@ -1,0 +1,102 @@
+//! The path through the stack, for nodes where other programs, rules and policies must see packets.
+//!
+//! The program on the way in gives a flow's packet its new destination only and leaves it to the stack. So the stack's routes,
+//! chains and IPsec policies see a packet between the client and the endpoint, in both directions. The program on the way out
+//! translates the rest:
+//!
+//! | packet | arrives | in the stack | leaves |
+//! |---|---|---|---|
+//! | request | client → VIP | client → endpoint | node → endpoint, if the flow is masqueraded |
+//! | answer | endpoint → node, or → client | endpoint → client | VIP → client |
+//!
+//! In the stack, the client of a masqueraded flow has the node's port for this flow: the endpoint and this port lead to the flow
+//! (`ANSWERS`), and the client's own port would not. Each step finds the flow by the packet alone. So a packet may pass any
+//! number of our programs, and the flow may change between this path and the fast one at any time.
+
+use dataplane_common::{
+    Reason,
+    packet::{FlowKey, PacketConfig, Tick},
+};
+
+use super::{
+    conntrack::{self, ANSWER, NEW, REQUEST},
+    reverse,
+    scratch::Scratch,
+    skb::Skb,
+    sources,
+};
+use crate::{select::count, tables::PACKET_CONFIG};
+
+#[inline(always)]
+fn has(flag: u32) -> bool {
+    PACKET_CONFIG
+        .get(0)
+        .is_some_and(|config| config.flags & flag != 0)
+}
+
+/// Whether packets that arrive go through the stack.
+#[inline(always)]
+pub fn is_on() -> bool {
+    has(PacketConfig::STACK_IN)
+}
+
+/// Whether packets that leave may have come through the stack.
+#[inline(always)]
+pub fn may_leave() -> bool {
+    has(PacketConfig::STACK_OUT)
+}
+
+/// Where a packet goes on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Goes {
+    /// Not through the stack: along the fast path, or to this host.
+    Otherwise,
+    /// Through the stack, as it is.
+    Unchanged,
+    /// Through the stack, with the ends in [`Scratch::ends`].
+    Through,
+    /// Nowhere: a pod does not have the source.
+    Nowhere,
+}
+
+/// Decides if a packet whose ends are known goes through the stack. If so, leaves it the ends that the program on the way out
+/// gives it. `key`: its own, or, for an error, that of the packet in the reverse direction.
+#[inline(never)]
+pub fn goes(skb: Skb, s: &mut Scratch, key: &FlowKey) -> Goes {
+    if !is_on() || sources::is_host(&s.ends.dst) {
+        return Goes::Otherwise;
+    }
+    if !reverse::is_right(skb, &s.packet, &mut s.way, reverse::GOES_ON) {
+        count(Reason::SourceForged);
+        return Goes::Nowhere;
+    }
+    s.ends.src = key.src;
+    if s.is_answer != 0 {
+        s.ends.src_port = key.src_port;
+        s.ends.dst_port = key.dst_port;
+    }
+    let same =
+        key.dst == s.ends.dst && key.src_port == s.ends.src_port && key.dst_port == s.ends.dst_port;
+    if same { Goes::Unchanged } else { Goes::Through }
+}
+
+/// Finds the flow of a packet of TCP or UDP that leaves, and the ends that it gets; `false`: it has none, or needs no
+/// translation.
+#[inline(never)]
+pub fn find(s: &mut Scratch, now: Tick) -> bool {
+    let (key, segment) = (&s.packet.key, &s.packet.segment);
+    let mut known = NEW;
+    // A SYN answers nothing.
+    if !s.packet.is_syn() {
+        known = conntrack::answer(key, segment, &mut s.flow, now);
+    }
+    if known == NEW {
+        known = conntrack::through(key, segment, &mut s.flow, now);
+    }
+    if known == ANSWER {
+        s.flow.toward_client(&mut s.ends);
+    } else if known == REQUEST {
+        s.flow.toward_endpoint(&mut s.ends);
+    }
+    known == ANSWER || known == REQUEST
+}
