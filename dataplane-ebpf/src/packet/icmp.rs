@@ -9,8 +9,8 @@ use dataplane_common::{
 
 use super::{
     DROP, LEAVE_ALONE,
-    conntrack::{self, ANSWER, NEW, REQUEST},
-    deliver, ipsec,
+    conntrack::{self, ANSWER, Known, NEW, REQUEST},
+    deliver, ipsec, node,
     parse::{FLOW, LATER, Packet},
     rewrite::{Ends, addresses_difference, ports_word, write_addresses},
     route,
@@ -73,72 +73,110 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     );
     // Not the constant itself: the verifier takes no pointer to memory that the function could not write to.
     s.packet.segment = Segment::QUOTED;
-    let segment = &s.packet.segment;
-    let mut known = NEW;
-    if !LEAVING {
-        known = conntrack::request(&back, segment, &mut s.flow, now);
-        if known == NEW {
-            known = conntrack::masqueraded_answer(&back, segment, &mut s.flow, now);
-        }
+    if LEAVING {
+        leaves(skb, s, &back, now)
+    } else {
+        arrives(skb, s, &back, now)
     }
-    if known == NEW {
-        known = conntrack::answer(&back, segment, &mut s.flow, now);
-    }
-    if LEAVING && known == NEW && through::may_leave() {
-        known = conntrack::through(&back, segment, &mut s.flow, now);
-    }
-    // The ends of a packet the other way round, after translation.
+}
+
+/// Sets the ends of a packet the other way round, after translation.
+#[inline(always)]
+fn set_ends(s: &mut Scratch, known: Known) -> bool {
     if known == ANSWER {
         s.flow.toward_client(&mut s.ends);
     } else if known == REQUEST {
         s.flow.toward_endpoint(&mut s.ends);
-    } else {
-        return LEAVE_ALONE;
     }
     s.outer = s.ends;
-    if !LEAVING {
-        s.is_answer = u32::from(known == ANSWER);
-        match through::goes(skb, s, &back) {
-            Goes::Otherwise => {}
-            Goes::Unchanged => return LEAVE_ALONE,
-            Goes::Through => return pass(skb, s),
-            Goes::Nowhere => return DROP,
-        }
+    known == ANSWER || known == REQUEST
+}
+
+/// Translates an error that arrives, and sends it on or leaves it to the stack.
+#[inline(always)]
+fn arrives(skb: Skb, s: &mut Scratch, back: &FlowKey, now: Tick) -> i32 {
+    let segment = &s.packet.segment;
+    let mut known = conntrack::request(back, segment, &mut s.flow, now);
+    if known == NEW {
+        known = conntrack::masqueraded_answer(back, segment, &mut s.flow, now);
+    }
+    if known == NEW {
+        known = conntrack::answer(back, segment, &mut s.flow, now);
+    }
+    if !set_ends(s, known) {
+        return LEAVE_ALONE;
+    }
+    s.is_answer = u32::from(known == ANSWER);
+    match through::goes(skb, s, back) {
+        Goes::Otherwise => {}
+        Goes::Unchanged => return LEAVE_ALONE,
+        Goes::Through => return pass(skb, s),
+        Goes::Nowhere => return DROP,
     }
     if ipsec::forbids(&s.packet.key, &s.ends) {
         return DROP;
     }
-    if !LEAVING {
-        ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
-        deliver::go_back(skb, s);
-        if s.way.answer == route::FORGED {
-            count(Reason::SourceForged);
+    ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
+    deliver::go_back(skb, s);
+    if s.way.answer == route::FORGED {
+        count(Reason::SourceForged);
+        return DROP;
+    }
+    count(Reason::ErrorTranslated);
+    if s.way.answer == route::LOCAL {
+        return if write(skb, s, s.packet.hops) {
+            deliver::to_host(skb, s)
+        } else {
+            DROP
+        };
+    }
+    if s.way.answer != route::ONWARD || s.packet.hops <= 1 {
+        // No error about an error (RFC 1122 section 3.2.2).
+        count(Reason::NoRoute);
+        return DROP;
+    }
+    if write(skb, s, s.packet.hops - 1) {
+        route::send(skb, &s.packet, &s.way)
+    } else {
+        DROP
+    }
+}
+
+/// Translates an error that leaves: one of this host itself, or one that came through the stack.
+#[inline(always)]
+fn leaves(skb: Skb, s: &mut Scratch, back: &FlowKey, now: Tick) -> i32 {
+    let segment = &s.packet.segment;
+    let mut known = conntrack::answer(back, segment, &mut s.flow, now);
+    if known == NEW && through::may_leave() {
+        known = conntrack::through(back, segment, &mut s.flow, now);
+    }
+    // An answer to the node's own packet ([`node`]) has met no socket. Its error leaves to the VIP.
+    let mut is_of_node = false;
+    if known == NEW && !skb.is_forwarded() && !node::is_excluded(skb) {
+        known = conntrack::request(back, segment, &mut s.flow, now);
+        is_of_node = known == REQUEST;
+    }
+    if !set_ends(s, known) {
+        return LEAVE_ALONE;
+    }
+    if ipsec::forbids(&s.packet.key, &s.ends) {
+        return DROP;
+    }
+    if is_of_node {
+        node::find_way(skb, s);
+        if s.way.answer != route::ONWARD {
+            count(Reason::NoRoute);
             return DROP;
         }
     }
     count(Reason::ErrorTranslated);
-    let mut hops = s.packet.hops;
-    let mut local = true;
-    if !LEAVING {
-        local = s.way.answer == route::LOCAL;
-        if !local {
-            if s.way.answer != route::ONWARD || hops <= 1 {
-                // No error about an error (RFC 1122 section 3.2.2).
-                count(Reason::NoRoute);
-                return DROP;
-            }
-            hops -= 1;
-        }
-    }
-    if !write(skb, s, hops) {
-        return DROP;
-    }
-    if !LEAVING && local {
-        deliver::to_host(skb, s)
-    } else if local {
-        LEAVE_ALONE
+    if !write(skb, s, s.packet.hops) {
+        DROP
+    } else if is_of_node {
+        skb.send_on();
+        route::send_out(skb, &s.packet, &s.way)
     } else {
-        route::send(skb, &s.packet, &s.way)
+        LEAVE_ALONE
     }
 }
 

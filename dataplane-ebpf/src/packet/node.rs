@@ -32,7 +32,7 @@ use crate::capture;
 /// Whether no packet that leaves like this one is translated: the agent's own sockets are out of reach of what tenants write,
 /// and a packet at a pod's interface is for this pod. (Not inlined, as the other steps are not: their stack is given back.)
 #[inline(never)]
-fn is_excluded(skb: Skb) -> bool {
+pub fn is_excluded(skb: Skb) -> bool {
     skb.priority() == OF_AGENT
         || capture::is_taken(skb.mark())
         || route::interface(skb.ifindex()).flags & Iface::LOCAL != 0
