@@ -122,7 +122,7 @@ const OWN_ENDPOINT: &str = "Packets of the node that no call of a socket's sent 
 const EXTERNAL: &str = "Such packets to an external IP";
 
 /// A bridge to which no other machine has a route.
-const BRIDGE: &[&str] = &[
+pub const BRIDGE: &[&str] = &[
     "n: ip link add br7 type bridge",
     "n: ip addr add 172.30.0.1/24 dev br7",
     "n: ip -6 addr add fd30::1/64 dev br7 nodad",
