@@ -556,6 +556,11 @@ impl<'a> Model<'a> {
         if matches!(known, Known::No) {
             known = self.answer(&back, None, at.tick, false);
         }
+        // The node's packets to a pod's interface are for this pod: none is translated.
+        let of_node = input.leaves && !self.world.interfaces[&input.ifindex].pod;
+        if of_node && matches!(known, Known::No) {
+            known = self.request(&back, None, at.tick);
+        }
         let (ends, answers) = match known {
             Known::No | Known::Foreign => return NEXT,
             Known::Answer(flow) => (flow.toward_client(), true),
@@ -564,18 +569,21 @@ impl<'a> Model<'a> {
         if self.is_protected(outer, &ends) {
             return DROP;
         }
-        if !input.leaves && !self.world.is_right(input.ifindex, outer, false) {
+        let is_routed = !input.leaves || !answers;
+        if is_routed && !self.world.is_right(input.ifindex, outer, false) {
             self.count(Reason::SourceForged);
             return DROP;
         }
         self.count(Reason::ErrorTranslated);
         let mut hops = outer.hops;
         let mut onward = None;
-        if !input.leaves {
+        if is_routed {
             match self.world.way(outer.src, ends.dst, input.ifindex).0 {
-                To::Here => {}
-                To::Onward(way) if hops > 1 && !is_longer(input, outer, way.mtu) => {
-                    hops -= 1;
+                To::Here if !input.leaves => {}
+                To::Onward(way)
+                    if (input.leaves || hops > 1) && !is_longer(input, outer, way.mtu) =>
+                {
+                    hops -= u8::from(!input.leaves);
                     onward = Some(way);
                 }
                 _ => {

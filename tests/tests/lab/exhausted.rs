@@ -4,12 +4,18 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use dataplane_common::{
-    Addr, Port, Protocol, Reason,
+    Addr, Port, Protocol, Reason, decide,
     packet::{FlowKey, PacketConfig, Tick, Translation, need},
     seen,
     tables::Endpoint,
 };
-use dataplane_proof::{Verdict, campaign::Scene, wire::flags, world::MANY};
+use dataplane_proof::{
+    Verdict,
+    campaign::{Scene, plain_config},
+    wire::flags,
+    world::MANY,
+};
+use plan::Write;
 
 use crate::crafted::{OUTSIDE, Then, check, ip, on, packet, refusal, vip};
 
@@ -17,6 +23,7 @@ scenarios! {
     Dataplane:
     an_endpoint_without_ports_is_not_drawn,
     one_of_many_endpoints_with_ports_is_found,
+    an_endpoint_without_ports_loses_a_flow_if_no_other_can_be_reached,
     a_client_keeps_no_endpoint_that_refused_it,
     a_socket_that_takes_a_flows_port_is_refused,
     half_open_connections_and_greedy_clients_give_ports_up,
@@ -215,6 +222,61 @@ fn one_of_many_endpoints_with_ports_is_found() -> Result<()> {
             .map(|[v4, v6]| Addr::from(ip(true, v4, v6)))
             .collect();
         ensure!(served == wanted, "{served:?} served");
+        Ok(())
+    })
+}
+
+/// If the only endpoint that can be reached has no free port, one of its flows is evicted, although another endpoint was
+/// tried last. If a third endpoint has a free port, no flow is evicted.
+///
+/// The packets are the node's own: no endpoint on the node itself can be reached.
+fn an_endpoint_without_ports_loses_a_flow_if_no_other_can_be_reached() -> Result<()> {
+    let endpoint =
+        |[v4, v6]: [&str; 2], port| Endpoint::new(Addr::from(ip(true, v4, v6)), Port::new(port));
+    let full = endpoint(SMALL, 80);
+    let here = endpoint(["192.168.77.1", "fd77::1"], 9090);
+    let free = endpoint(["10.244.1.10", "fd00:10:244:1::10"], 8080);
+    Scene::with_flows(1 << 17)?.inside(|scene| {
+        scene.world.configure(&mut scene.rig, plain_config())?;
+        for other in [here, free] {
+            // The places of service 1's endpoints: they are the first in the table.
+            let mut endpoints = vec![here; scene.world.pools[&1].endpoints.len()];
+            endpoints[0] = full;
+            endpoints[1] = other;
+            endpoints.sort_by(decide::order);
+            scene
+                .rig
+                .apply(&[Write::Endpoints { base: 0, endpoints }])?;
+            scene.forget()?;
+            fill(scene, true, false, |_| false)?;
+            let of_full = || {
+                let flows = scene.rig.conntrack.entries().into_iter();
+                flows.filter(|(_, flow)| flow.endpoint == full.addr).count()
+            };
+            let before = of_full();
+            let wanted = if other == free { free } else { full };
+            for from in 20_000..20_040 {
+                let node = (ip(true, "192.168.77.1", "fd77::1"), from);
+                let vip = vip(true, "cluster", 1);
+                let first = packet(false, node, vip, 0);
+                let (_, reasons) = scene.throw("eth0", true, &first.frame())?;
+                let key = FlowKey::new(
+                    Addr::from(node.0),
+                    Port::new(from),
+                    Addr::from(vip.0),
+                    Port::new(vip.1),
+                    Protocol::UDP,
+                );
+                let flow = scene.rig.conntrack.get(&key);
+                let flow = flow.with_context(|| format!("{from} was refused: {reasons:?}"))?;
+                ensure!(flow.endpoint == wanted.addr, "{from}: {:?}", flow.endpoint);
+            }
+            let after = of_full();
+            ensure!(
+                other == here || after == before,
+                "{before} flows, then {after}"
+            );
+        }
         Ok(())
     })
 }

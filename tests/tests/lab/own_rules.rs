@@ -1,7 +1,13 @@
 //! Pods with rules of their own: the rules see the VIP, as they do with kube-proxy, and not an endpoint.
 
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
 use anyhow::{Context as _, Result, ensure};
-use dataplane_tests::Host;
+use dataplane_tests::{Host, Lab, is_long, patience};
+use kernel::ByPackets;
 use serde_json::json;
 
 use crate::{
@@ -13,6 +19,7 @@ scenarios! {
     Dataplane:
     rules_of_a_pod_see_the_vip,
     rules_around_a_nested_namespace_see_the_vip,
+    rules_are_noticed_within_a_second,
     the_operator_chooses_who_is_served_by_packets,
     a_pod_says_how_it_is_served,
 }
@@ -20,7 +27,7 @@ scenarios! {
 const VIPS: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
 const OTHERS: [&str; 2] = ["10.96.0.11", "fd00:96::11"];
 
-fn services(lab: &dataplane_tests::Lab) -> Vec<Service> {
+fn services(lab: &Lab) -> Vec<Service> {
     let service = |name, vips: &[&str]| {
         let service = Service::new(name, vips).port("tcp", 80, TCP);
         service.port("udp", 53, UDP).endpoints(&[lab.pod("near")])
@@ -197,6 +204,49 @@ fn rules_around_a_nested_namespace_see_the_vip() -> Result<()> {
     answers(pod, VIPS, "near")?;
     ensure!(listed(&cluster)?.len() == 1, "{:?}", listed(&cluster)?);
     inner.kill();
+    Ok(())
+}
+
+/// Rules of one pod that come and go are noticed within a second, on a node with as many pods as the kubelet allows by
+/// default. The other pods have no processes: the agent finds their network namespaces by their names.
+///
+/// The limit is absolute, because it is promised. A machine that runs several scenarios for each processor may stop
+/// the agent for longer, so the median of five has to keep the limit. There are 110 pods only in the long form: a look
+/// may then take so long that the agent rests longer after it.
+fn rules_are_noticed_within_a_second() -> Result<()> {
+    const TIMES: usize = 5;
+    let others = if is_long() { 107 } else { 27 };
+    let builder = Lab::builder()
+        .node("node2")
+        .pod("node2", "near", "10.244.2.10")
+        .pod("node2", "near2", "10.244.2.11")
+        .pod("node2", "sleep", "10.244.2.8");
+    let lab = (0..others).fold(builder, |builder, number| {
+        let address = format!("10.244.2.{}", 100 + number);
+        builder.pod("node2", &format!("idle{number}"), &address)
+    });
+    let cluster = Cluster::start_in(lab.build()?, &["near"], services, &[])?;
+    let (client, other) = (cluster.client(), cluster.lab.pod("near2"));
+    let table = ByPackets::open(cluster.agent.bpffs(), false)?;
+    let takes = |script: &str, namespaces: usize| -> Result<Duration> {
+        run(client, script)?;
+        let start = Instant::now();
+        while table.all()?.len() != namespaces {
+            let passed = start.elapsed();
+            ensure!(passed < patience(Duration::from_secs(30)), "not noticed");
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(start.elapsed())
+    };
+    let (mut coming, mut going) = (Vec::new(), Vec::new());
+    for _ in 0..TIMES {
+        coming.push(takes(&rules("output", other), 1)?);
+        going.push(takes("nft delete table inet own", 0)?);
+    }
+    for mut all in [coming, going] {
+        all.sort();
+        ensure!(all[TIMES / 2] < patience(Duration::from_secs(1)), "{all:?}");
+    }
     Ok(())
 }
 

@@ -1,13 +1,15 @@
 //! UDP clients: one datagram and its answer per attempt.
 
 use std::{
+    hint,
     io::{self, IoSlice, Read as _},
     net::{IpAddr, SocketAddr, UdpSocket},
     os::fd::{AsFd as _, AsRawFd as _},
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
+    thread,
     time::{Duration, Instant},
 };
 
@@ -22,7 +24,9 @@ use nix::{
     libc,
     net::if_::if_nametoindex,
     poll::{PollFd, PollFlags, PollTimeout, poll},
+    sched::{CpuSet, sched_setaffinity},
     sys::socket::{ControlMessage, MsgFlags, SockaddrStorage, sendmsg},
+    unistd::Pid,
 };
 use socket2::{Domain, Protocol, Socket, Type};
 
@@ -57,6 +61,12 @@ pub struct Arguments {
     /// Send each datagram by a raw socket, from the address and port that the client is bound to
     #[arg(long, requires_all = ["local", "local_port"])]
     raw: bool,
+    /// Then let no socket take the answers: the kernel answers them with an error
+    #[arg(long, requires = "raw")]
+    deaf: bool,
+    /// Send each datagram from two processors at once, by one socket, and wait for both answers
+    #[arg(long, conflicts_with_all = ["unconnected", "raw"])]
+    twice: bool,
     /// Name the source of each datagram (IP_PKTINFO, IPV6_PKTINFO)
     #[arg(long, value_name = "ADDRESS", conflicts_with = "pktinfo")]
     source: Option<IpAddr>,
@@ -149,6 +159,10 @@ fn open(arguments: &Arguments, to: SocketAddr) -> io::Result<UdpSocket> {
     if !arguments.unconnected && !arguments.raw {
         socket.connect(&to.into())?;
     }
+    if arguments.deaf {
+        // The socket keeps the port, and hears nobody else.
+        socket.connect(&socket.local_addr()?)?;
+    }
     Ok(socket.into())
 }
 
@@ -224,6 +238,36 @@ fn send_raw(from: SocketAddr, payload: &[u8], to: SocketAddr) -> io::Result<()> 
     Ok(())
 }
 
+/// Sends a datagram by a connected socket from two processors at once, so that both begin the flow.
+fn send_twice(socket: &UdpSocket, payload: &[u8]) -> io::Result<()> {
+    const PROCESSORS: usize = 2;
+    let processors = thread::available_parallelism()?.get();
+    let ready = AtomicUsize::new(0);
+    let send = |processor: usize| -> io::Result<()> {
+        let mut only = CpuSet::new();
+        let pinned = only
+            .set(processor % processors)
+            .and_then(|()| sched_setaffinity(Pid::from_raw(0), &only));
+        // Before any error, because the other thread waits.
+        ready.fetch_add(1, Ordering::SeqCst);
+        pinned?;
+        while ready.load(Ordering::SeqCst) < PROCESSORS {
+            hint::spin_loop();
+        }
+        socket.send(payload).map(drop)
+    };
+    let send = &send;
+    thread::scope(|scope| {
+        let all: Vec<_> = (0..PROCESSORS)
+            .map(|processor| scope.spawn(move || send(processor)))
+            .collect();
+        all.into_iter().try_for_each(|one| {
+            let sent = one.join();
+            sent.unwrap_or_else(|_| Err(io::Error::other("a thread panicked")))
+        })
+    })
+}
+
 /// The sockets that share a port.
 fn workers(arguments: &Arguments) -> io::Result<Vec<UdpSocket>> {
     let count = arguments.workers.unwrap_or_default();
@@ -261,12 +305,15 @@ fn exchange(
     } else if arguments.pktinfo.is_some() || arguments.source.is_some() {
         let by = (arguments.pktinfo.as_deref(), arguments.source);
         send_by(socket, &payload, address, by, !arguments.unconnected)?;
+    } else if arguments.twice {
+        send_twice(socket, &payload)?;
     } else if arguments.unconnected && !arguments.connects(number) {
         socket.send_to(&payload, address)?;
     } else {
         socket.send(&payload)?;
     }
     let mut buffer = [0; 512];
+    let mut missing = 1 + u32::from(arguments.twice);
     loop {
         let (length, from) = if workers.is_empty() {
             socket.recv_from(&mut buffer)?
@@ -277,6 +324,10 @@ fn exchange(
         let (endpoint, source, echoed) = parse_greeting(&buffer[..length])?;
         if echoed != payload {
             // A late answer to an earlier datagram, which was abandoned.
+            continue;
+        }
+        missing -= 1;
+        if missing > 0 {
             continue;
         }
         attempt.endpoint = Some(endpoint);

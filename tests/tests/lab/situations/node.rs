@@ -42,6 +42,20 @@ pub const ROWS: &[Row] = &[
     )
     .fails(),
     row(
+        "nobody takes the answer, and the endpoint learns that",
+        "n: udp --raw --deaf --local 192.168.77.1 --local-port 4209 --to 10.96.1.12:53 --count 1 --timeout-ms 300",
+    )
+    .fails()
+    .after(ERRORS)
+    .then(ERROR_CAME),
+    row(
+        "by IPv6",
+        "n: udp --raw --deaf --local fd77::1 --local-port 4210 --to [fd00:96::112]:53 --count 1 --timeout-ms 300",
+    )
+    .fails()
+    .after(ERRORS)
+    .then(ERROR_CAME),
+    row(
         "a raw socket, and an endpoint on the node itself",
         "n: udp --raw --local 192.168.77.1 --local-port 4208 --to 10.96.1.13:53 --count 1 --timeout-ms 300",
     )
@@ -121,8 +135,20 @@ const OWN_ENDPOINT: &str = "Packets of the node that no call of a socket's sent 
 /// The documented difference of external IPs.
 const EXTERNAL: &str = "Such packets to an external IP";
 
+/// Counts the errors that b1 gets about packets that it has sent: its own conntrack has to know the quoted addresses and
+/// ports.
+const ERRORS: &[&str] = &[
+    "b1: nft add table inet errors",
+    "b1: nft 'add chain inet errors in { type filter hook input priority 0; }'",
+    "b1: nft add rule inet errors in ct state related counter",
+];
+const ERROR_CAME: &[&str] = &[
+    "b1: nft list chain inet errors in | grep -q 'counter packets [1-9]' || { echo 'no error came to b1' >&2; exit 1; }",
+    "b1: nft delete table inet errors",
+];
+
 /// A bridge to which no other machine has a route.
-const BRIDGE: &[&str] = &[
+pub const BRIDGE: &[&str] = &[
     "n: ip link add br7 type bridge",
     "n: ip addr add 172.30.0.1/24 dev br7",
     "n: ip -6 addr add fd30::1/64 dev br7 nodad",
