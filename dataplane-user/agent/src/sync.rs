@@ -156,8 +156,9 @@ impl Sync {
             }
             let next = self.retry.map_or(self.look, |(at, _)| at.min(self.look));
             let next = self.ending.map_or(next, |at| at.min(next));
-            // After what has come meanwhile: changes of others do not wait for the rest of one.
-            let next = if self.goes_on() { Instant::now() } else { next };
+            // After what has come meanwhile: changes of others do not wait for the rest of one, or for the programs that run.
+            let is_due = self.goes_on() || self.planner.wants_grace();
+            let next = if is_due { Instant::now() } else { next };
             let event = happened.recv_timeout(next.saturating_duration_since(Instant::now()));
             let _busy = state.beats.tables.begin();
             self.state.pulse.busy();
@@ -245,6 +246,10 @@ impl Sync {
     fn pass_time(&mut self) -> Result<(), Error> {
         if self.goes_on() {
             self.take()?;
+        } else if self.planner.wants_grace()
+            && let Err(why) = self.grace()
+        {
+            self.retry_later(&why)?;
         }
         let now = Instant::now();
         let again = self.retry.is_some_and(|(at, _)| at <= now) || self.waits();
@@ -327,7 +332,10 @@ impl Sync {
                 .change_duration
                 .observe(since.elapsed().as_secs_f64());
         }
-        match result.and_then(|()| self.grace()) {
+        // If one of the next changes adds a key, `ServiceTables::apply` waits before it reuses the element of a removed key.
+        let is_scarce = self.planner.wants_room();
+        let result = result.and_then(|()| if is_scarce { self.grace() } else { Ok(()) });
+        match result {
             Ok(()) => {
                 self.serves.send_replace(self.planner.served());
                 // Services first, because a proxy's connections use them; ready means that both are in line.
@@ -349,21 +357,24 @@ impl Sync {
                 }
                 Ok(())
             }
-            Err(why) => {
-                let next = self.retry.map_or(RETRY, |(_, last)| (last * 2).min(LOOK));
-                error!("{why}; trying again in {next:?}");
-                self.state.sync_failed(why.to_string());
-                self.retry = Some((Instant::now() + next, next));
-                // The plan was written in part, or not at all: only the kernel knows its tables.
-                self.planner = adopt(&self.tables, &self.state.paths, self.state.limits)?;
-                // The next plan may use pools that the published view still names.
-                let planner = &self.planner;
-                self.serves.send_modify(|served| {
-                    served.retain_owners(|pool| planner.pool(pool).is_some());
-                });
-                Ok(())
-            }
+            Err(why) => self.retry_later(&why),
         }
+    }
+
+    /// After a failure: reads the tables anew, and notes when to try again.
+    fn retry_later(&mut self, why: &kernel::Error) -> Result<(), Error> {
+        let next = self.retry.map_or(RETRY, |(_, last)| (last * 2).min(LOOK));
+        error!("{why}; trying again in {next:?}");
+        self.state.sync_failed(why.to_string());
+        self.retry = Some((Instant::now() + next, next));
+        // The plan was written in part, or not at all: only the kernel knows its tables.
+        self.planner = adopt(&self.tables, &self.state.paths, self.state.limits)?;
+        // The next plan may use pools that the published view still names.
+        let planner = &self.planner;
+        self.serves.send_modify(|served| {
+            served.retain_owners(|pool| planner.pool(pool).is_some());
+        });
+        Ok(())
     }
 
     /// Logs a sync. Changes of the API come by the hundred in a second.
@@ -424,19 +435,10 @@ impl Sync {
         }
     }
 
-    /// After the flips: makes the slots that they freed usable again. While further changes of the source wait, they do not
-    /// wait for that too, unless the tables would grow. If one of them adds a key, [`ServiceTables::apply`] waits before it
-    /// reuses the element of a removed key.
+    /// Waits for the programs that run, and makes the slots that the last flips freed usable again.
     fn grace(&mut self) -> Result<(), kernel::Error> {
-        let is_due = if self.input.is_behind() {
-            self.planner.wants_room()
-        } else {
-            self.planner.wants_grace()
-        };
-        if is_due {
-            self.tables.grace()?;
-            self.planner.grace_passed();
-        }
+        self.tables.grace()?;
+        self.planner.grace_passed();
         Ok(())
     }
 }

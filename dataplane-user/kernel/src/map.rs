@@ -144,6 +144,18 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         Ok(())
     }
 
+    /// Removes many, which are all there.
+    ///
+    /// # Errors
+    /// If the kernel refuses, or if a key is not there. The keys before it are removed then.
+    pub fn remove_all(&self, keys: &[K]) -> io::Result<()> {
+        for keys in keys.chunks(BATCH) {
+            let count = u32::try_from(keys.len()).unwrap_or(u32::MAX);
+            sys::map_delete_batch(self.fd.as_fd(), keys.as_bytes(), count)?;
+        }
+        Ok(())
+    }
+
     /// Everything, in no order.
     ///
     /// # Errors

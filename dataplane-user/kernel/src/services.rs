@@ -166,9 +166,15 @@ pub(super) fn write(tables: &mut Tables, freed: &mut bool, writes: &[Write]) -> 
                     replaced.clear();
                 }
             }
-            Write::Remove { key } => {
-                tables.remove_frontend(key)?;
+            Write::Remove { key, frontend } => {
                 *freed = true;
+                keys.push(*key);
+                values.push(*frontend);
+                if !matches!(writes.peek(), Some(Write::Remove { .. })) {
+                    tables.remove_frontends(&keys, &values)?;
+                    keys.clear();
+                    values.clear();
+                }
             }
         }
     }

@@ -109,6 +109,8 @@ pub enum Write {
     Remove {
         /// A key that is in the table.
         key: FrontendKey,
+        /// Its present value.
+        frontend: Frontend,
     },
     /// Removes a network from the source ranges of a pool. The pool may already be removed.
     RemoveSource {

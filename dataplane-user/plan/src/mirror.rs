@@ -70,7 +70,7 @@ pub(super) struct Writes {
     pools: Vec<Write>,
     inserts: Vec<(FrontendKey, Frontend)>,
     replaces: Vec<(FrontendKey, Frontend)>,
-    removes: Vec<FrontendKey>,
+    removes: Vec<(FrontendKey, Frontend)>,
     /// Source ranges of pools that stay.
     drop_sources: Vec<SourceKey>,
     /// Source ranges of pools that are retired.
@@ -260,9 +260,8 @@ impl Mirror {
                 Some(_) => {}
             },
             None => {
-                if self.keys.remove(&key).is_some() {
-                    writes.removes.push(key);
-                }
+                let before = self.keys.remove(&key);
+                writes.removes.extend(before.map(|before| (key, before)));
             }
         }
     }
@@ -346,7 +345,7 @@ impl Writes {
         self.replaces
             .sort_unstable_by_key(|(key, _)| (key.is_address(), *key));
         self.removes
-            .sort_unstable_by_key(|key| (!key.is_address(), *key));
+            .sort_unstable_by_key(|(key, _)| (!key.is_address(), *key));
         self.add_sources.sort_unstable();
         self.drop_sources.sort_unstable();
         self.remove_sources.sort_unstable();
@@ -370,7 +369,8 @@ impl Writes {
         writes.extend(self.inserts.into_iter().map(insert));
         let replace = |(key, frontend)| Write::Replace { key, frontend };
         writes.extend(self.replaces.into_iter().map(replace));
-        writes.extend(self.removes.into_iter().map(|key| Write::Remove { key }));
+        let remove = |(key, frontend)| Write::Remove { key, frontend };
+        writes.extend(self.removes.into_iter().map(remove));
         let remove = |key| Write::RemoveSource { key };
         writes.extend(self.remove_sources.into_iter().map(remove));
         writes

@@ -207,7 +207,28 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
         policy: every,
         claim: claim(addr, Kind::CLUSTER_ADDRESS),
     }));
-    without_duplicates(keys);
+    if keys.len() <= FEW
+        || !is_each_once(service, [&cluster_ips, &external_ips, &load_balancer_ips])
+    {
+        without_duplicates(keys);
+    }
+}
+
+/// Number of keys up to which each is compared with each. Nearly every service has fewer.
+const FEW: usize = 16;
+
+/// Returns whether a service names each of its `addresses`, ports and node ports once. Then no key occurs twice, and a
+/// service with very many keys is spared a table of them.
+fn is_each_once(service: &Service, addresses: [&[Addr]; 3]) -> bool {
+    fn is_once<T: Ord>(all: impl Iterator<Item = T>) -> bool {
+        let mut all: Vec<T> = all.collect();
+        all.sort_unstable();
+        all.is_sorted_by(|a, b| a < b)
+    }
+    let ports = || service.ports.iter();
+    is_once(addresses.into_iter().flatten())
+        && is_once(ports().map(|port| (port.port, port.protocol)))
+        && is_once(ports().filter_map(|port| Some((port.node_port?, port.protocol))))
 }
 
 /// Returns the number of keys, pools, slots and source ranges that `service` needs if it owns all of `keys`, which are
@@ -272,8 +293,7 @@ pub(super) fn blocks(service: &Service, keys: &[WantedKey]) -> Vec<usize> {
 }
 
 fn without_duplicates(keys: &mut Vec<WantedKey>) {
-    // Nearly every service has few keys.
-    if keys.len() <= 16 {
+    if keys.len() <= FEW {
         let mut kept = 0;
         for i in 0..keys.len() {
             let wanted = keys[i];

@@ -650,7 +650,10 @@ fn the_filter_follows_the_frontends() -> Result<()> {
         key: key(last),
         frontend: Frontend::new(1, kind),
     };
-    let remove = |last| Write::Remove { key: key(last) };
+    let remove = |last, kind| Write::Remove {
+        key: key(last),
+        frontend: Frontend::new(1, kind),
+    };
     let seen = |kernel: &Kernel| [1, 2, 3].map(|last| may_be_vip(&*kernel.tables(), addr(last)));
 
     ensure!(seen(&kernel) == [false; 3], "an empty table");
@@ -659,9 +662,9 @@ fn the_filter_follows_the_frontends() -> Result<()> {
         seen(&kernel) == [true; 3],
         "a cluster IP stands for its prefix"
     );
-    kernel.apply(&[remove(1)])?;
+    kernel.apply(&[remove(1, Kind::CLUSTER_IP)])?;
     ensure!(seen(&kernel) == [true; 3], "one is left");
-    kernel.apply(&[remove(2)])?;
+    kernel.apply(&[remove(2, Kind::CLUSTER_IP)])?;
     ensure!(seen(&kernel) == [false; 3], "none is left");
 
     // Other kinds stand for themselves, and a key that changes its kind takes its bit along.
@@ -697,7 +700,7 @@ fn the_filter_follows_the_frontends() -> Result<()> {
 
     // The counts are adopted too.
     let mut kernel = place.open()?;
-    kernel.apply(&[remove(1)])?;
+    kernel.apply(&[remove(1, Kind::LOAD_BALANCER)])?;
     ensure!(seen(&kernel) == [false, false, true]);
     Ok(())
 }

@@ -191,6 +191,16 @@ pub fn map_update_batch(
     }
 }
 
+/// Removes `count` keys, up to the first that is not there.
+pub fn map_delete_batch(map: BorrowedFd<'_>, keys: &[u8], count: u32) -> io::Result<()> {
+    let mut attr = attr();
+    attr.batch.map_fd = raw(map);
+    attr.batch.keys = keys.as_ptr() as u64;
+    attr.batch.count = count;
+    // SAFETY: `keys` holds `count` keys, by the module's contract; only read.
+    unsafe { bpf(bpf_cmd::BPF_MAP_DELETE_BATCH, &mut attr).map(|_| ()) }
+}
+
 /// Reads up to `count` keys of a hash. `position` is where to go on, `None` from the start.
 /// Returns how many were read, and the next position, `None` at the end.
 pub fn map_lookup_batch(

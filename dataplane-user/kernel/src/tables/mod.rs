@@ -318,17 +318,6 @@ impl Tables {
         Ok(())
     }
 
-    /// Removes a frontend.
-    pub(super) fn remove_frontend(&mut self, key: &FrontendKey) -> Result<(), Error> {
-        let doing = || format!("cannot remove {key:?} from FRONTENDS");
-        let before = self.frontends.get(key).doing(doing)?;
-        self.frontends.remove(key).doing(doing)?;
-        if let Some(before) = before {
-            self.vips.remove(key, before);
-        }
-        Ok(())
-    }
-
     pub(super) fn set_config(&self, host_netns: u64) {
         if let Some(word) = self.config.word(0, 0) {
             word.store(host_netns, Ordering::Relaxed);

@@ -1,4 +1,5 @@
-//! Services are left to others, such as kube-proxy's rules, before the tables go.
+//! Frontends go: those of services that are gone, or all, before the tables go and services are left to others, such as
+//! kube-proxy's rules.
 
 use dataplane_common::tables::{Frontend, FrontendKey, Kind};
 
@@ -8,14 +9,27 @@ use super::{
 };
 
 impl Tables {
+    /// Removes existing frontends, which have these values.
+    pub(crate) fn remove_frontends(
+        &mut self,
+        keys: &[FrontendKey],
+        frontends: &[Frontend],
+    ) -> Result<(), Error> {
+        self.frontends
+            .remove_all(keys)
+            .doing(|| format!("cannot remove {} entries from FRONTENDS", keys.len()))?;
+        for (key, frontend) in keys.iter().zip(frontends) {
+            self.vips.remove(key, *frontend);
+        }
+        Ok(())
+    }
+
     /// Removes every frontend of a service, so that the programs leave new connections to the kernel. Existing connections go on: the
     /// filter of addresses, the flows and the sockets stay. The caller removes the tables next.
     pub(crate) fn retire(&self) -> Result<(), Error> {
         let all = leaving(self.contents()?.frontends);
-        for key in all {
-            let removed = self.frontends.remove(&key);
-            removed.doing(|| format!("cannot remove {key:?} from FRONTENDS"))?;
-        }
+        let removed = self.frontends.remove_all(&all);
+        removed.doing(|| format!("cannot remove {} entries from FRONTENDS", all.len()))?;
         self.grace()
     }
 }

@@ -9,7 +9,7 @@
 //! until a walk through all flows, which began later, found no flow that needs it ([`Vips::keep_flows`]).
 
 use std::{
-    collections::{BTreeSet, HashSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     io,
     os::fd::OwnedFd,
     sync::atomic::Ordering,
@@ -44,23 +44,26 @@ pub struct Vips {
 struct StaleBits {
     /// Whether there may be flows: there is a packet path.
     any: bool,
-    /// The bits whose last frontend was removed, and when.
-    left: Vec<(Bit, Instant)>,
+    /// The bits whose last frontend was removed, and when. A map, because a tenant may leave ten thousands of them at once.
+    left: BTreeMap<Bit, Instant>,
     /// The bits that flows need, from the last walk.
     flows: BTreeSet<Bit>,
 }
 
 impl StaleBits {
     fn has(&self, bit: Bit) -> bool {
-        self.flows.contains(&bit) || self.left.iter().any(|(left, _)| *left == bit)
+        self.flows.contains(&bit) || self.left.contains_key(&bit)
     }
 
     /// A walk that began at `since` found that flows need `flows`. Returns the bits that nothing needs any longer.
     fn walked(&mut self, flows: BTreeSet<Bit>, since: Instant) -> Vec<Bit> {
         let before = std::mem::replace(&mut self.flows, flows);
-        let is_over = |left: &(Bit, Instant)| left.1 + GRACE <= since;
-        let over = self.left.extract_if(.., |left| is_over(left));
-        let mut gone: Vec<Bit> = over.map(|(bit, _)| bit).chain(before).collect();
+        let mut gone: Vec<Bit> = before.into_iter().collect();
+        self.left.retain(|bit, at| {
+            let is_over = *at + GRACE <= since;
+            gone.extend(is_over.then_some(*bit));
+            !is_over
+        });
         gone.retain(|bit| !self.has(*bit));
         gone
     }
@@ -108,7 +111,7 @@ impl Vips {
         }
         self.kept = StaleBits {
             any: flows.is_some(),
-            left: Vec::new(),
+            left: BTreeMap::new(),
             flows: self.counts.bits_of_flows(flows.into_iter().flatten()),
         };
         let mut kept = vec![0_u64; VIP_ELEMENTS as usize * WORDS];
@@ -148,7 +151,7 @@ impl Vips {
                     continue;
                 }
                 if self.kept.any {
-                    self.kept.left.push((bit, now));
+                    self.kept.left.insert(bit, now);
                 } else {
                     self.clear(bit);
                 }
@@ -167,7 +170,7 @@ impl Vips {
     pub fn remove(&mut self, key: &FrontendKey, frontend: Frontend) {
         for bit in self.counts.remove(key, frontend) {
             if self.kept.any {
-                self.kept.left.push((bit, Instant::now()));
+                self.kept.left.insert(bit, Instant::now());
             } else {
                 self.clear(bit);
             }
@@ -385,7 +388,7 @@ mod tests {
         let gone = Instant::now();
         let mut kept = StaleBits {
             any: true,
-            left: vec![(prefix, gone)],
+            left: [(prefix, gone)].into(),
             flows: BTreeSet::new(),
         };
         // A walk that began before may have missed a flow.

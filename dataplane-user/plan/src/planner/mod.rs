@@ -355,6 +355,7 @@ impl Planner {
         contested: &mut Vec<FrontendKey>,
     ) -> Entries {
         let Scratch { keys, old_keys, .. } = scratch;
+        let is_update = old.is_some() && new.is_some();
         let costs = [(old, &mut *old_keys), (new, &mut *keys)].map(|(service, keys)| {
             keys.clear();
             let Some(service) = service else {
@@ -362,7 +363,10 @@ impl Planner {
             };
             wanted::keys(service, keys);
             let cost = wanted::cost(service, keys);
-            keys.sort_unstable_by_key(|wanted| wanted.key);
+            // The keys of a service that comes or goes are not searched.
+            if is_update {
+                keys.sort_unstable_by_key(|wanted| wanted.key);
+            }
             cost
         });
         let Some(name) = new.or(old).map(|service| &service.name) else {

@@ -231,10 +231,9 @@ impl Sim {
                 Write::RemoveSource { key } => {
                     assert!(self.sources.remove(key), "{key:?} is not there");
                 }
-                Write::Remove { key } => {
-                    let before = self.keys.remove(key);
-                    let before = before.unwrap_or_else(|| panic!("{key:?} is not there"));
-                    self.live.remove(key, before.pool(), &self.pools);
+                Write::Remove { key, frontend } => {
+                    assert_eq!(self.keys.remove(key), Some(*frontend), "{key:?}");
+                    self.live.remove(key, frontend.pool(), &self.pools);
                 }
             }
             after_each(self);

@@ -1,15 +1,20 @@
 //! Isolation of tenants: changes by one tenant do not change the entries of other tenants in the tables or in DNS,
-//! except for addresses that the tenant's claims win by rule.
+//! except for addresses that the tenant's claims win by rule. With the tenant or without
+//! it, the agent's own sockets connect to the same servers, and the same entries decide about the cluster's names without
+//! its domain. The tables hold no more for the tenant than its objects' size.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
+    net::{IpAddr, SocketAddr},
     num::NonZero,
     sync::{Arc, LazyLock},
     thread,
 };
 
-use dataplane_common::{Port, tables::FrontendKey};
+use dataplane_common::{
+    Port, decide,
+    tables::{Frontend, FrontendKey, Kind},
+};
 use dataplane_plan::{Planner, Room, entries::Entries};
 use imbl::OrdMap;
 use model::{
@@ -20,8 +25,12 @@ use proptest::{
     prelude::*,
     test_runner::{RngSeed, TestRunner},
 };
+use serde_json::json;
 use smallvec::SmallVec;
-use source::{Admitted, ExternalIps};
+use source::{
+    Admitted, ExternalIps,
+    objects::{self, Findings, Outcome},
+};
 
 use super::{
     oracle::{self, Claim},
@@ -59,6 +68,24 @@ struct Step {
 fn entry_name(index: usize) -> EntryName {
     EntryName::new(["test", "other"][index % 2], &format!("x{index}"))
 }
+
+/// Hosts of the hostile tenant that are names of the cluster to clients with a search list, or names that resolvers answer
+/// themselves.
+const RELATIVE: &str = "web wpad localhost *.localhost db.invalid s0.test *.s0.test s1.other.svc *.test *.other *.s0 *.s1 *.svc \
+     kubernetes.default *.default.svc kube-dns.kube-system";
+
+/// Destinations of the agent's own sockets: a resolver and the API server, each at a cluster IP and outside.
+const OF_AGENT: [(&str, u16, Protocol); 6] = [
+    ("10.96.99.10", 53, Protocol::Udp),
+    ("10.96.99.10", 53, Protocol::Tcp),
+    ("203.0.113.53", 53, Protocol::Udp),
+    ("203.0.113.53", 53, Protocol::Tcp),
+    ("10.96.99.1", 443, Protocol::Tcp),
+    ("203.0.113.6", 6443, Protocol::Tcp),
+];
+
+/// Ports that the agent listens on.
+const RESERVED: [u16; 2] = [15021, 10256];
 
 const HOSTS: [&str; 4] = [
     "db0.example.com",
@@ -120,6 +147,71 @@ fn entry_port(port: u16, protocol: Protocol) -> EntryPort {
         port,
         protocol,
         target: None,
+    }
+}
+
+fn address_of_agent() -> impl Strategy<Value = IpAddr> {
+    prop::sample::select(
+        OF_AGENT
+            .map(|(addr, ..)| addr.parse::<IpAddr>().unwrap())
+            .to_vec(),
+    )
+}
+
+/// Returns the hosts that the source serves for an entry of the hostile tenant.
+fn served_hosts(names: &[&str]) -> SmallVec<[Host; 1]> {
+    let object = json!({
+        "metadata": { "namespace": HOSTILE, "name": "x" },
+        "spec": {
+            "hosts": names, "resolution": "STATIC",
+            "ports": [{ "number": 80, "name": "web", "protocol": "TCP" }],
+        },
+    });
+    let object = serde_json::from_value(object).unwrap();
+    let node = model::Node::default();
+    let entry = objects::service_entry(object, &node, &mut Findings::default());
+    entry.entry.hosts
+}
+
+/// Returns the Services of the cluster itself: DNS, and the API server.
+fn of_cluster() -> [Service; 2] {
+    let dns = json!([
+        { "name": "udp", "protocol": "UDP", "port": 53 },
+        { "name": "tcp", "protocol": "TCP", "port": 53 },
+    ]);
+    let api = json!([{ "port": 443 }]);
+    [
+        ("kube-system/kube-dns", "10.96.99.10", dns, "10.0.99.53:53"),
+        ("default/kubernetes", "10.96.99.1", api, "203.0.113.6:6443"),
+    ]
+    .map(|(name, ip, ports, at)| {
+        let (namespace, name) = name.split_once('/').unwrap();
+        let at: SocketAddr = at.parse().unwrap();
+        let object = json!({
+            "metadata": { "namespace": namespace, "name": name },
+            "spec": { "clusterIPs": [ip], "ports": ports },
+        });
+        let object = serde_json::from_value(object).unwrap();
+        let Outcome::Served(mut service) = objects::service(object, &mut Findings::default())
+        else {
+            panic!("{namespace}/{name} is another proxy's");
+        };
+        for port in &mut service.ports {
+            port.endpoints = vec![endpoint(at.ip(), at.port(), false)];
+        }
+        service
+    })
+}
+
+fn endpoint(addr: IpAddr, port: u16, local: bool) -> Endpoint {
+    Endpoint {
+        addr,
+        port,
+        local,
+        ready: true,
+        serving: true,
+        terminating: false,
+        hints: Hints::default(),
     }
 }
 
@@ -200,16 +292,19 @@ fn entry(assigned: impl Strategy<Value = Option<IpAddr>>) -> impl Strategy<Value
 }
 
 /// An entry that claims as much as an author can write: too many fields, older than all others, with the others'
-/// addresses.
+/// addresses and those of the agent's servers, and with names of the cluster.
 fn hostile_entry() -> impl Strategy<Value = Entry> {
     let ports = prop_oneof![3 => Just(0u16), 1 => 1u16..200];
     let backends = prop_oneof![3 => Just(0u32), 1 => 1u32..200];
     let created = prop_oneof![2 => Just(Some(-1)), 1 => Just(None), 1 => Just(Some(1))];
-    let addresses = prop::collection::vec(given(), 0..3);
-    let entry = entry(prop::option::of(given()));
-    (entry, ports, backends, created, addresses).prop_map(
-        |(mut entry, ports, backends, created, addresses)| {
+    let address = || prop_oneof![2 => given(), 1 => address_of_agent()];
+    let addresses = prop::collection::vec(address(), 0..3);
+    let entry = entry(prop::option::of(address()));
+    let relative = prop::sample::subsequence(RELATIVE.split(' ').collect::<Vec<_>>(), 0..=3);
+    (entry, ports, backends, created, addresses, relative).prop_map(
+        |(mut entry, ports, backends, created, addresses, relative)| {
             entry.created = created;
+            entry.hosts.extend(served_hosts(&relative));
             entry.addresses.extend(addresses);
             entry
                 .ports
@@ -233,10 +328,21 @@ fn hostile() -> impl Strategy<Value = Service> {
     let ranges = prop_oneof![3 => Just(0u8), 1 => 1u8..200];
     let created = prop_oneof![2 => Just(Some(-1)), 1 => Just(None), 1 => Just(Some(1))];
     let more_ips = prop::collection::vec(
-        prop_oneof![given(), Just("198.51.100.7".parse().unwrap())],
+        prop_oneof![
+            given(),
+            address_of_agent(),
+            Just("198.51.100.7".parse().unwrap())
+        ],
         0..3,
     );
     let of_pod = prop::bool::weighted(0.2);
+    // Ports of the agent, and those of its servers.
+    let agents = (
+        prop::sample::select(vec![RESERVED[0], RESERVED[1], 53, 6443]),
+        prop_oneof![Just(Protocol::Tcp), Just(Protocol::Udp)],
+        any::<bool>(),
+    );
+    let agents = prop::option::of(agents);
     (
         service(),
         ports,
@@ -244,39 +350,50 @@ fn hostile() -> impl Strategy<Value = Service> {
         ranges,
         created,
         more_ips,
-        of_pod,
+        (of_pod, agents),
     )
         .prop_map(
-            |(mut service, ports, endpoints, ranges, created, more_ips, of_pod)| {
+            |(mut service, ports, endpoints, ranges, created, more_ips, (of_pod, agents))| {
                 service.created = created;
                 service.external_ips.extend(more_ips);
                 if of_pod {
                     service.kind = ServiceType::HostPort;
                     service.cluster_ips.clear();
                     service.load_balancer_ips.clear();
+                    if let Some((.., is_at_node)) = agents {
+                        let loopback = (!is_at_node).then_some(IpAddr::from([127, 0, 0, 1]));
+                        service.external_ips = loopback.into_iter().collect();
+                    }
                     for port in &mut service.ports {
                         port.node_port = None;
                     }
                 }
-                let endpoint = |n: u32| Endpoint {
-                    addr: std::net::Ipv4Addr::from_bits(0x0a09_0000 + n).into(),
-                    port: 80,
-                    local: n.is_multiple_of(2),
-                    ready: true,
-                    serving: true,
-                    terminating: false,
-                    hints: Hints::default(),
+                let endpoint = |n: u32| {
+                    let addr = std::net::Ipv4Addr::from_bits(0x0a09_0000 + n);
+                    endpoint(addr.into(), 80, n.is_multiple_of(2))
                 };
-                let port = |port: u16| ServicePort {
+                let port = |port: u16, protocol, node_port| ServicePort {
                     name: port.to_string().into(),
                     port,
-                    protocol: Protocol::Tcp,
-                    node_port: (!of_pod && port.is_multiple_of(3)).then_some(30_000 + port),
+                    protocol,
+                    node_port,
                     endpoints: (0..endpoints).map(endpoint).collect(),
                     weights: None,
                     split: None,
                 };
-                service.ports.extend((1000..1000 + ports).map(port));
+                service.ports.extend((1000..1000 + ports).map(|number| {
+                    let has_node_port = !of_pod && number.is_multiple_of(3);
+                    port(
+                        number,
+                        Protocol::Tcp,
+                        has_node_port.then_some(30_000 + number),
+                    )
+                }));
+                service
+                    .ports
+                    .extend(agents.map(|(number, protocol, is_at_node)| {
+                        port(number, protocol, is_at_node.then_some(number))
+                    }));
                 let range = |n: u8| format!("198.51.100.{n}/32").parse().unwrap();
                 service.source_ranges.extend((0..ranges).map(range));
                 service
@@ -334,15 +451,23 @@ struct Node {
     snapshot: Snapshot,
 }
 
+fn admitted(admits: &ExternalIps) -> Admitted {
+    Admitted::new(admits.clone()).with_reserved_ports(RESERVED.to_vec())
+}
+
 impl Node {
     fn new(admits: &ExternalIps) -> Self {
+        let of_cluster = of_cluster().map(|service| (service.name.clone(), Arc::new(service)));
         Self {
             planner: Planner::new().with_room(ROOM),
             sim: Sim::default(),
             admits: admits.clone(),
-            admitted: Admitted::new(admits.clone()),
+            admitted: admitted(admits),
             joined: Entries::new([]),
-            said: Snapshot::default(),
+            said: Snapshot {
+                services: of_cluster.into_iter().collect(),
+                ..Snapshot::default()
+            },
             snapshot: Snapshot::default(),
         }
     }
@@ -366,7 +491,7 @@ impl Node {
             let adopted = Planner::adopt(self.sim.contents()).expect("consistent tables");
             self.planner = adopted.with_room(ROOM);
             self.joined = Entries::new(self.joined.records());
-            self.admitted = Admitted::new(self.admits.clone());
+            self.admitted = admitted(&self.admits);
         }
         let node = Arc::make_mut(&mut self.said.node);
         node.own.clone_from(&node.addresses);
@@ -438,6 +563,136 @@ impl Node {
         });
         let pointers = pointers.collect();
         (found, pointers)
+    }
+
+    /// Returns the entries that decide about names by which a client with a search list also asks for the other tenants'
+    /// services, and about names that resolvers answer themselves: by the client's namespace and the name.
+    fn short_names(&self) -> BTreeMap<(&'static str, String), Option<EntryName>> {
+        let names = Names::of(&self.snapshot);
+        let mut asked = BTreeSet::new();
+        for client in ["test", "other", "third"] {
+            asked.extend(
+                ["web", "wpad", "localhost", "db.localhost", "db.invalid"]
+                    .map(|name| (client, name.to_owned())),
+            );
+            for service in self.said.services.keys() {
+                let (name, of) = (service.name(), service.namespace());
+                if of == HOSTILE {
+                    continue;
+                }
+                let own = (of == client).then(|| name.to_owned());
+                let others = [format!("{name}.{of}"), format!("{name}.{of}.svc")];
+                for form in others.into_iter().chain(own) {
+                    asked.insert((client, format!("pod.{form}")));
+                    asked.insert((client, form));
+                }
+            }
+        }
+        let decided = asked.into_iter().map(|(client, name)| {
+            let found = names.host(&name, client, None);
+            let found = found.map(|(entry, _)| entry.name.clone());
+            ((client, name), found)
+        });
+        decided.collect()
+    }
+
+    fn find(&self, addr: IpAddr, port: u16, protocol: Protocol) -> Frontend {
+        let (port, protocol) = (Port::new(port), oracle::protocol(protocol));
+        decide::find_frontend(&self.sim, addr.into(), port, protocol, true)
+    }
+
+    /// Returns the endpoints to which the agent's own sockets connect; `None`: they connect to the destination itself. The
+    /// programs translate cluster IPs for these sockets, and no other VIPs.
+    fn of_agent(&self) -> [Option<Resolved>; OF_AGENT.len()] {
+        OF_AGENT.map(|(addr, port, protocol)| {
+            let frontend = self.find(addr.parse().unwrap(), port, protocol);
+            (frontend.kind() == Kind::CLUSTER_IP).then(|| self.sim.resolve(frontend))
+        })
+    }
+
+    /// Asserts that no service has a port that the agent listens on, at an address of the node. Cluster IPs do not count,
+    /// because the API server assigns none that a node has.
+    fn assert_agents_ports_are_free(&self) {
+        let own = self.snapshot.node.own.iter().copied();
+        for addr in own.chain([IpAddr::from([127, 0, 0, 1])]) {
+            for (port, protocol) in RESERVED
+                .into_iter()
+                .flat_map(|port| [(port, Protocol::Tcp), (port, Protocol::Udp)])
+            {
+                let found = self.find(addr, port, protocol);
+                let is_of_cluster =
+                    [Kind::CLUSTER_IP, Kind::CLUSTER_ADDRESS].contains(&found.kind());
+                assert!(
+                    found.is_none() || is_of_cluster,
+                    "{addr}, {port}: {found:?}"
+                );
+            }
+        }
+    }
+
+    /// Returns the pools of each service, and the endpoints in them.
+    fn sizes(&self) -> BTreeMap<ServiceName, [usize; 2]> {
+        let mut sizes = BTreeMap::<_, [usize; 2]>::new();
+        for (index, owner) in self.planner.served().pools_after(0) {
+            let size = sizes.entry(owner.service.clone()).or_default();
+            size[0] += 1;
+            size[1] += self.planner.pool(index).map_or(0, |(_, pool)| pool.len());
+        }
+        sizes
+    }
+
+    /// Asserts that the tables hold no more for the hostile tenant than its objects' size: a key for each port at each
+    /// address, a pool for each port, family and policy, and in the pools the endpoints by their weights.
+    fn assert_bounded(&self) {
+        /// Addresses of an entry's hosts: of each family, for each of five hosts, now and in each step before.
+        const OF_HOSTS: usize = 2 * 5 * 10;
+
+        if self.planner.is_waiting() {
+            return; // An earlier state of an object is served.
+        }
+        let mut bounds = [0; 3];
+        let mut add = |keys, pools, endpoints| {
+            for (bound, more) in bounds.iter_mut().zip([keys, pools, endpoints]) {
+                *bound += more;
+            }
+        };
+        for service in self.said.services.values() {
+            if service.name.namespace() == HOSTILE {
+                let (ports, own) = (service.ports.len(), service.cluster_ips.len());
+                let more = service.external_ips.len() + service.load_balancer_ips.len();
+                let endpoints = service.ports.iter().map(|port| port.endpoints.len());
+                let node_ports = 2;
+                let keys = ports * (own + more + node_ports) + own;
+                add(keys, 4 * ports + 1, 2 * endpoints.sum::<usize>());
+            }
+        }
+        for entry in self.said.entries.values() {
+            if entry.name.namespace() == HOSTILE {
+                let (ports, addresses) = (entry.ports.len(), entry.addresses.len() + OF_HOSTS);
+                let places = entry.backends.iter().map(|backend| backend.weight as usize);
+                add(
+                    (ports + 1) * addresses,
+                    2 * ports + 1,
+                    ports * places.sum::<usize>(),
+                );
+            }
+        }
+        let is_hostile = |frontend: &&Frontend| {
+            let owner = self.planner.pool_owner(frontend.pool());
+            owner.is_some_and(|owner| owner.service.namespace() == HOSTILE)
+        };
+        let mut taken = [self.sim.keys.values().filter(is_hostile).count(), 0, 0];
+        for (name, [pools, endpoints]) in self.sizes() {
+            if name.namespace() == HOSTILE {
+                taken[1] += pools;
+                taken[2] += endpoints;
+            }
+        }
+        let is_within = taken
+            .iter()
+            .zip(&bounds)
+            .all(|(taken, bound)| taken <= bound);
+        assert!(is_within, "{taken:?} of {bounds:?}");
     }
 }
 
@@ -538,6 +793,20 @@ fn run(admits: &ExternalIps, steps: Vec<Step>) {
         }
         assert_eq!(with, alone_has);
         assert_eq!(beside.names(), alone.names());
+        assert_eq!(beside.short_names(), alone.short_names());
+        assert_eq!(beside.of_agent(), alone.of_agent());
+        beside.assert_agents_ports_are_free();
+        beside.assert_bounded();
+        let sizes = alone.sizes();
+        for (name, [pools, endpoints]) in beside.sizes() {
+            // Without a key that the tenant has won, a service may have fewer.
+            let is_entry = name.name().starts_with("serviceentry:");
+            if name.namespace() != HOSTILE && !is_entry {
+                let [most_pools, most_endpoints] = sizes.get(&name).copied().unwrap_or_default();
+                let is_same = pools <= most_pools && endpoints <= most_endpoints;
+                assert!(is_same, "{name} has grown");
+            }
+        }
         for (name, left) in beside.planner.left_out() {
             assert_eq!(name.namespace(), HOSTILE, "{left:?}");
         }
