@@ -230,7 +230,7 @@ mod tests {
                 ..file.listen.clone()
             },
             packets: Packets {
-                enabled: file.packets.enabled,
+                path: file.packets.path,
                 hook: file.packets.hook,
                 ..Packets::default()
             },

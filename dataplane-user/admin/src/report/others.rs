@@ -86,7 +86,7 @@ fn ipsec(policies: &[Policy]) -> Option<Finding> {
     Some(Finding::error(format!(
         "IPsec policies protect packets that the packet path would send on without encryption: {}{more}; it \
          refuses flows to services that they cover (ipsec-policy); have the packets encrypted by an \
-         interface (WireGuard, an XFRM interface), or run with `packets.enabled: false` (--packet-path off) beside kube-proxy",
+         interface (WireGuard, an XFRM interface), or run with `packets.path: off` (--packet-path off) beside kube-proxy",
         named.join(", ")
     )))
 }
