@@ -86,6 +86,10 @@ impl PacketConfig {
     pub const SEVERAL_NETWORKS: u32 = 1 << 8;
     /// There are several uplinks: answers leave by the one that their flow came by, if a route leads to the client by it.
     pub const SEVERAL_UPLINKS: u32 = 1 << 9;
+    /// The program on the way in gives packets of flows their destination only, and leaves them to the stack.
+    pub const STACK_IN: u32 = 1 << 10;
+    /// The program on the way out translates the other half of packets that the stack forwards.
+    pub const STACK_OUT: u32 = 1 << 11;
     /// A program may be preempted by another on its CPU, in its middle (`PREEMPT_RT`).
     pub const PREEMPTIBLE: u32 = 1 << 15;
     /// The first port that masqueraded flows get, host byte order.
