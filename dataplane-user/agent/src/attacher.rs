@@ -439,6 +439,7 @@ impl Worker {
         });
         let problems = match result {
             Ok((network, problems)) => {
+                self.state.through_stack(self.path.because());
                 let on = |i: &&kernel::NetworkInterface| i.flags & Iface::ATTACHED != 0;
                 let on = network.interfaces.values().filter(on).count();
                 let kept = network.config.flags & PacketConfig::WAYS_BY_ADDRESS != 0;

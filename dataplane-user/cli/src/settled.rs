@@ -64,6 +64,7 @@ impl Command {
             Self::Dns(args) => args.fill_from(file, given)?,
             Self::Plan(args) => {
                 args.source.fill_from(file);
+                args.path = file.packets.path.unwrap_or_default();
                 node(&mut args.node, file, given)?;
                 args.paths.fill_from(file);
             }

@@ -72,8 +72,7 @@ pub fn warning(chains: &[Chain]) -> Option<String> {
 }
 
 /// Advice for operators who rely on such rules.
-pub const REMEDY: &str = "with --packet-path off such flows pass these hooks, but then somebody else must serve node \
-     ports, external IPs and load balancers, and clients whose sockets are not on the node; connections of the \
+pub const REMEDY: &str = "with packets.path auto or stack (--packet-path) such flows pass these hooks; connections of the \
      node's pods pass these hooks either way, with the endpoint's address in place of the VIP: a rule that refuses packets \
      to an endpoint before kube-proxy would translate them (Docker's in raw PREROUTING) refuses these connections";
 

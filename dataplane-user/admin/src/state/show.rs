@@ -142,6 +142,7 @@ impl State {
             pod_networks: self.learnt.pod_networks.clone(),
             cgroup: self.learnt.cgroup.clone(),
             pods: known.pods.clone(),
+            stack_because: known.stack_because.clone(),
             leaving: node.leaving.map(|why| why.text().to_owned()),
             late_seconds: self.pulse.late(Instant::now()).map(|late| late.as_secs()),
             inherited: self.inherited,
