@@ -49,6 +49,8 @@ pub struct AgentStatus {
     pub cgroup: Learnt,
     /// Where the sockets of this node's pods are; `None` before the agent has looked.
     pub pods: Option<PodCgroups>,
+    /// Why packets of services go through the stack; `None`: they do not.
+    pub stack_because: Option<String>,
     /// Why load balancers are asked to send this node no new connections (`/healthz`); `None`: they are not.
     pub leaving: Option<String>,
     /// For how many seconds a change has been waiting to be written, if that is too long (`/livez`).

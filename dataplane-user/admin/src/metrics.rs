@@ -22,7 +22,7 @@ use source::{
 use super::{
     counters::{self, PortKey},
     flows::Walk,
-    mesh,
+    mesh, report,
     state::{self, State},
 };
 
@@ -413,12 +413,16 @@ fn tables_in_kernel(
         return Ok(());
     };
     let conntrack = Conntrack::open(&state.paths.bpffs).unwrap_or_default();
-    gauge(
-        encoder,
-        "dataplane_packet_path",
-        "1 if the packet path is on; 0 if not, and then there are no flows",
-        &i64::from(conntrack.is_some()),
-    )?;
+    let on = i64::from(conntrack.is_some());
+    let path = conntrack
+        .as_ref()
+        .map(|_| report::packet_path(&state.paths));
+    let labels = [("path", path.unwrap_or("off"))];
+    let help = "1 if the packet path is on, by the path that packets take; 0 if it is off, and then there are no flows";
+    encoder
+        .encode_descriptor("dataplane_packet_path", help, None, MetricType::Gauge)?
+        .encode_family(&labels)?
+        .encode_gauge(&on)?;
     let counted = state.flows.last().map(|walk| walk.census.total());
     let flows = conntrack.map(|conntrack| conntrack.usage(counted.unwrap_or_default()));
     let columns: [(&str, &str, Column); 4] = [

@@ -37,6 +37,7 @@ use super::{
     interfaces::PacketSettings,
     mesh::{self, Mesh},
     network::network,
+    path::Path,
 };
 
 /// How often to look for programs and rules of others on the way out of pods' interfaces.
@@ -54,6 +55,8 @@ pub enum Job {
     Network,
     /// IPsec policies changed.
     Policies,
+    /// Rules of nf_tables changed.
+    Rules,
     /// The tables of services are in line with this snapshot.
     Served(Snapshot),
     /// As [`Job::Served`], for the first time: the answer comes when capture is in line, too.
@@ -120,6 +123,7 @@ impl Attacher {
         });
         let told = deaths(&events);
         let mut worker = Worker {
+            path: Path::new(packet.path, now),
             kernel,
             state,
             health,
@@ -178,6 +182,8 @@ struct Worker {
     state: Arc<State>,
     health: Health,
     packet: PacketSettings,
+    /// Past the stack, or through it.
+    path: Path,
     mesh: Option<Mesh>,
     before: Option<UnixStream>,
     turn: Option<Turn>,
@@ -220,6 +226,12 @@ impl Worker {
                 let _busy = state.beats.attacher.begin();
                 self.policies();
             }
+            if self.path.at() <= now {
+                let _busy = state.beats.attacher.begin();
+                if self.path.look() {
+                    self.network();
+                }
+            }
             if self.egress.at <= now {
                 let _busy = state.beats.attacher.begin();
                 self.egress();
@@ -242,6 +254,7 @@ impl Worker {
             }
             self.kernel.pass_on_log();
             let mut next = self.network.at.min(self.policies.at).min(self.egress.at);
+            next = next.min(self.path.at());
             if self.mesh.is_some() {
                 next = next.min(self.capture.at);
             }
@@ -283,6 +296,7 @@ impl Worker {
                 // This look also finds policies.
                 self.network.soon();
             }
+            Job::Rules => self.path.soon(),
             Job::Served(snapshot) => {
                 self.snapshot = Some(snapshot);
                 self.capture.soon();
@@ -397,6 +411,7 @@ impl Worker {
             let earlier = self.history.look(&all, start);
             patience = earlier.settled_in.unwrap_or(patience);
             let mut network = network(settings, &all, &earlier)?;
+            network.config.flags |= self.path.choose(&network.policies)?;
             self.history.note(&network);
             let flags = network
                 .interfaces
@@ -412,13 +427,19 @@ impl Worker {
             }
             let refused = self.kernel.set_network(&network)?;
             let refused = refused.into_iter().map(|text| (Gravity::Node, text));
-            let said = [settings.left_out(&all), settings.loosely_checked(&all)];
+            let unread = self.path.problem().into_iter().collect();
+            let said = [
+                settings.left_out(&all),
+                settings.loosely_checked(&all),
+                unread,
+            ];
             let said = said.into_iter().flatten();
             let said = said.map(|text| (Gravity::Warning, text));
             Ok((network, refused.chain(said).collect::<Vec<_>>()))
         });
         let problems = match result {
             Ok((network, problems)) => {
+                self.state.through_stack(self.path.because());
                 let on = |i: &&kernel::NetworkInterface| i.flags & Iface::ATTACHED != 0;
                 let on = network.interfaces.values().filter(on).count();
                 let kept = network.config.flags & PacketConfig::WAYS_BY_ADDRESS != 0;
@@ -484,7 +505,12 @@ fn give_up(todo: &Receiver<Job>) {
             // These fail only if the agent has ended.
             Job::First(_, answer) => _ = answer.send(()),
             Job::ReplaceOtherLayouts(answer) => _ = answer.send(Ok(())),
-            Job::Network | Job::Policies | Job::Served(_) | Job::Replace(_) | Job::Offered(_) => {}
+            Job::Network
+            | Job::Policies
+            | Job::Rules
+            | Job::Served(_)
+            | Job::Replace(_)
+            | Job::Offered(_) => {}
         }
     }
 }

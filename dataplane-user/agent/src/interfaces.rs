@@ -12,7 +12,7 @@ use kernel::{
     AttachOptions, Hook, Interface, Link, Network, NetworkInterface, PacketOptions, conntrack::room,
 };
 use plan::source_key;
-use settings::{Packets, Patterns, TcHook};
+use settings::{PacketPath, Packets, Patterns, TcHook};
 
 use super::{
     earlier::Earlier,
@@ -26,6 +26,8 @@ use super::{
 pub struct PacketSettings {
     /// How programs are attached to interfaces; `None` turns the packet path off.
     pub attach: Option<AttachOptions>,
+    /// How packets go through the node.
+    pub path: PacketPath,
     /// Number of flows that conntrack has room for.
     pub flows: u32,
     /// Names of the uplinks; if empty, [`Role::of`] decides.
@@ -58,6 +60,7 @@ pub struct Detector {
 impl PacketSettings {
     /// Returns the settings for this machine.
     pub fn new(packets: &Packets) -> Self {
+        let path = packets.path.unwrap_or_default();
         let attach = AttachOptions {
             hook: match packets.hook.unwrap_or_default() {
                 TcHook::Auto => None,
@@ -67,7 +70,8 @@ impl PacketSettings {
             order: packets.order.unwrap_or_default(),
         };
         Self {
-            attach: packets.enabled.unwrap_or(true).then_some(attach),
+            attach: (path != PacketPath::Off).then_some(attach),
+            path,
             flows: packets
                 .conntrack_flows
                 .unwrap_or_else(room::of_this_machine),

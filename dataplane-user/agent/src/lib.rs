@@ -24,6 +24,7 @@ mod mesh;
 mod network;
 mod node;
 mod own_rules;
+mod path;
 mod problems;
 mod remembered;
 pub mod roles;

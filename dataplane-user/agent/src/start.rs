@@ -9,9 +9,9 @@ use std::{
 };
 
 use admin::{Listeners, State, api};
-use kernel::{Kernel, News, PolicyNews, opener};
+use kernel::{Kernel, opener};
 use plan::Served;
-use settings::{Dns, MetricsAuth, Settings};
+use settings::{Dns, MetricsAuth, PacketPath, Settings};
 use source::{
     Notice, Source,
     kubernetes::{Reviewer, Scope, WantedPolicies},
@@ -31,7 +31,7 @@ use crate::{
     mesh::{self, Mesh},
     own_rules::OwnRules,
     sync::{self, Sync},
-    waiter::{Network, Ready, Waiter},
+    waiter::{KernelNews, Network, Ready, Waiter},
 };
 
 /// How often a starting agent checks whether the API's first view is there.
@@ -84,7 +84,7 @@ struct Seat {
     /// Signals from here on.
     ready: Ready,
     /// From before the first look at the interfaces, so that no change is missed in between.
-    news: (News, PolicyNews),
+    news: KernelNews,
     listeners: Listeners,
 }
 
@@ -155,7 +155,7 @@ impl<'a> Wanted<'a> {
             turn,
             before: before.transpose().map_err(Error::Replace)?,
             given,
-            news: ready.news()?,
+            news: ready.news(self.packet.path == PacketPath::Auto)?,
             ready,
             listeners: Listeners::open(&self.settings.listen)?,
         })

@@ -8,7 +8,7 @@ use std::{
 };
 
 use admin::{Listeners, State};
-use kernel::{News, PolicyNews};
+use kernel::{ChangeNews, News};
 use source::kubernetes::Reviewer;
 use threads::may_panic;
 use tokio::{
@@ -19,8 +19,10 @@ use tokio::{
 
 use super::{Event, attacher::Job, deaths};
 
-/// How long changes of interfaces are gathered.
+/// How long changes of interfaces and of rules are gathered.
 const SETTLE: Duration = Duration::from_millis(20);
+/// The rest between two reports of changed rules: so a storm of changes costs little.
+const REST: Duration = Duration::from_millis(200);
 
 /// The running thread.
 pub struct Waiter {
@@ -28,9 +30,19 @@ pub struct Waiter {
     thread: JoinHandle<Option<()>>,
 }
 
-/// News of interfaces and of IPsec policies from the kernel, and their receiver.
+/// The kernel's news.
+pub struct KernelNews {
+    /// Of interfaces, addresses, routes and routing rules.
+    interfaces: News,
+    /// Of IPsec policies.
+    policies: ChangeNews,
+    /// Of rules of nf_tables, if they decide about the path of packets.
+    rules: ChangeNews,
+}
+
+/// The kernel's news, and their receiver.
 pub struct Network {
-    pub news: (News, PolicyNews),
+    pub news: KernelNews,
     pub jobs: Sender<Job>,
 }
 
@@ -55,10 +67,18 @@ impl Ready {
         Ok(Self { runtime, signals })
     }
 
-    /// News of interfaces and addresses, and of IPsec policies, from here on.
-    pub fn news(&self) -> Result<(News, PolicyNews), kernel::Error> {
+    /// The kernel's news from here on; `rules`: also those of rules of nf_tables.
+    pub fn news(&self, rules: bool) -> Result<KernelNews, kernel::Error> {
         let _inside = self.runtime.enter();
-        Ok((News::new()?, PolicyNews::new()?))
+        Ok(KernelNews {
+            interfaces: News::new()?,
+            policies: ChangeNews::of_policies()?,
+            rules: if rules {
+                ChangeNews::of_rules()?
+            } else {
+                ChangeNews::default()
+            },
+        })
     }
 
     /// Starts to wait. `reviewer`: decides which clients may read the metrics.
@@ -136,14 +156,31 @@ impl Signals {
 impl Network {
     /// Passes news on, for ever.
     async fn pass_on(self) -> io::Result<()> {
-        let Self {
-            news: (news, policies),
-            jobs,
-        } = self;
+        let Self { news, jobs } = self;
+        let KernelNews {
+            interfaces,
+            policies,
+            rules,
+        } = news;
         tokio::select! {
-            result = interfaces(news, &jobs) => result,
+            result = self::interfaces(interfaces, &jobs) => result,
             result = protection(policies, &jobs) => result,
+            result = self::rules(rules, &jobs) => result,
         }
+    }
+}
+
+/// Waits for a change, and for those that follow within [`SETTLE`].
+async fn gather(mut changed: impl AsyncFnMut() -> io::Result<()>) -> io::Result<()> {
+    changed().await?;
+    let more = async {
+        loop {
+            changed().await?;
+        }
+    };
+    match tokio::time::timeout(SETTLE, more).await {
+        Err(_) => Ok(()),
+        Ok(result) => result,
     }
 }
 
@@ -151,25 +188,28 @@ impl Network {
 /// report.
 async fn interfaces(mut news: News, jobs: &Sender<Job>) -> io::Result<()> {
     loop {
-        news.changed().await?;
-        let more = async {
-            loop {
-                news.changed().await?;
-            }
-        };
-        match tokio::time::timeout(SETTLE, more).await {
-            Err(_) => {}
-            Ok(result) => return result,
-        }
+        gather(async || news.changed().await).await?;
         if jobs.send(Job::Network).is_err() {
             return Ok(());
         }
     }
 }
 
+/// Reports changed rules of nf_tables.
+async fn rules(mut rules: ChangeNews, jobs: &Sender<Job>) -> io::Result<()> {
+    loop {
+        gather(async || rules.changed().await).await?;
+        if jobs.send(Job::Rules).is_err() {
+            return Ok(());
+        }
+        // The kernel keeps the news meanwhile, or says that it has dropped some.
+        tokio::time::sleep(REST).await;
+    }
+}
+
 /// Reports changed IPsec policies, at once: until then their packets leave in clear. The receiving thread gathers the
 /// changes that follow.
-async fn protection(mut policies: PolicyNews, jobs: &Sender<Job>) -> io::Result<()> {
+async fn protection(mut policies: ChangeNews, jobs: &Sender<Job>) -> io::Result<()> {
     loop {
         policies.changed().await?;
         if jobs.send(Job::Policies).is_err() {

@@ -11,12 +11,11 @@ use agent::roles::Role;
 use clap::Args;
 use dns::ResolvConf;
 use kernel::{
-    netfilter,
     probe::{self, Feature},
     sockets::{own_elsewhere, pod_cgroups},
 };
 use serde::Serialize;
-use takeover::bypassed;
+use takeover::path;
 use terminal::{
     PathArgs,
     output::{self, BAD, Cell, DIM, Format, GOOD, Table, WARN},
@@ -54,7 +53,7 @@ struct Row<'a> {
 impl DoctorArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut features = probe::features(&self.paths.or_guess());
-        features.push(free_hooks());
+        features.push(fast_path());
         features.push(pods(&self.paths.or_guess()));
         features.push(agent(&self.paths.or_guess()));
         features.push(resolvers());
@@ -86,25 +85,22 @@ impl DoctorArgs {
     }
 }
 
-/// Checks that no rules refuse packets at netfilter's hooks for forwarded packets, because services' packets bypass these
-/// hooks.
-fn free_hooks() -> Feature {
-    let found = match netfilter::bypassed_chains() {
-        Ok(chains) => bypassed::named(&chains),
-        Err(error) => Some(error.to_string()),
-    };
-    let (detail, without) = match found {
-        None => ("no rules there refuse packets", String::new()),
-        Some(named) => ("rules there refuse packets", named),
+/// Checks that packets of services may take the fast path: with `packets.path: auto` rules of others decide.
+fn fast_path() -> Feature {
+    let (present, detail) = match path::look() {
+        Ok(None) => (true, "no rules of others must see packets".to_owned()),
+        Ok(Some(because)) => (false, because),
+        Err(error) => (false, error.to_string()),
     };
     Feature {
-        name: "free netfilter hooks",
-        needed_for: "services by packets",
-        present: without.is_empty(),
+        name: "fast path",
+        needed_for: "speed of services by packets",
+        present,
         required: false,
-        without: without.into(),
-        detail: detail.to_owned(),
-        remedy: bypassed::REMEDY,
+        without: "packets of services go through the stack (packets.path: auto)".into(),
+        detail,
+        remedy: "nothing, if these rules must see packets of services; otherwise remove the rules, or set packets.path: \
+                 fast (--packet-path fast)",
     }
 }
 

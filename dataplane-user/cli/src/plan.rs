@@ -8,8 +8,8 @@ use kernel::{Tables, netfilter};
 use model::ServiceName;
 use plan::{Change, Contents, Planner};
 use serde::Serialize;
-use settings::Node;
-use takeover::bypassed;
+use settings::{Node, PacketPath};
+use takeover::{bypassed, path};
 use terminal::{
     PathArgs, exit,
     output::{self, BAD, Format, GOOD, WARN},
@@ -35,6 +35,10 @@ pub struct PlanArgs {
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 
+    /// The path of packets of services, from the configuration file.
+    #[arg(skip)]
+    pub(super) path: PacketPath,
+
     #[command(flatten)]
     pub(super) node: Node,
 
@@ -48,6 +52,8 @@ struct Answer<'a> {
     writes: usize,
     conflicts: Vec<String>,
     problems: Vec<String>,
+    /// The path that packets of services would take, with the reason.
+    packet_path: String,
 }
 
 impl PlanArgs {
@@ -80,16 +86,18 @@ impl PlanArgs {
                 losers.join(", ")
             )
         });
+        let (packet_path, bypassed) = packet_path(self.path);
         let problems = snapshot.problems.iter();
         let problems = problems
             .chain(served.problems().map(|(_, problem)| problem))
             .map(|p| format!("{}: {}", p.place, p.text))
-            .chain(bypassed_rules());
+            .chain(bypassed);
         let answer = Answer {
             changes: &changes,
             writes: plan.writes.len(),
             conflicts: conflicts.collect(),
             problems: problems.collect(),
+            packet_path,
         };
         self.output.print(&answer, text)?;
         Ok(if plan.is_empty() {
@@ -100,11 +108,24 @@ impl PlanArgs {
     }
 }
 
-/// Returns the rules that refuse packets and that services' packets would bypass.
-fn bypassed_rules() -> Option<String> {
-    match netfilter::bypassed_chains() {
-        Ok(chains) => bypassed::warning(&chains),
-        Err(error) => Some(error.to_string()),
+/// Returns the path that packets of services would take, with the reason; and the problem with it.
+fn packet_path(wanted: PacketPath) -> (String, Option<String>) {
+    let stack = |because: &str| format!("stack, because of {because}");
+    match wanted {
+        PacketPath::Off => ("off".to_owned(), None),
+        PacketPath::Stack => (stack("packets.path: stack"), None),
+        PacketPath::Fast => {
+            let problem = match netfilter::bypassed_chains() {
+                Ok(chains) => bypassed::warning(&chains),
+                Err(error) => Some(error.to_string()),
+            };
+            ("fast".to_owned(), problem)
+        }
+        PacketPath::Auto => match path::look() {
+            Ok(None) => ("fast".to_owned(), None),
+            Ok(Some(because)) => (stack(&because), None),
+            Err(error) => (stack("rules that cannot be read"), Some(error.to_string())),
+        },
     }
 }
 
@@ -126,6 +147,9 @@ fn text(out: &mut dyn Write, answer: &Answer<'_>) -> std::io::Result<()> {
         for line in lines {
             writeln!(out, "{}: {line}", output::styled(WARN, what))?;
         }
+    }
+    if answer.packet_path != "off" {
+        writeln!(out, "packet path: {}", answer.packet_path)?;
     }
     let [added, removed, changed] = counts;
     if answer.writes == 0 {

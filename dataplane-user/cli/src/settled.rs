@@ -64,6 +64,7 @@ impl Command {
             Self::Dns(args) => args.fill_from(file, given)?,
             Self::Plan(args) => {
                 args.source.fill_from(file);
+                args.path = file.packets.path.unwrap_or_default();
                 node(&mut args.node, file, given)?;
                 args.paths.fill_from(file);
             }
@@ -230,7 +231,7 @@ mod tests {
                 ..file.listen.clone()
             },
             packets: Packets {
-                enabled: file.packets.enabled,
+                path: file.packets.path,
                 hook: file.packets.hook,
                 ..Packets::default()
             },

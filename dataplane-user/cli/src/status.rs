@@ -104,6 +104,11 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
     if !counts.is_empty() {
         writeln!(out, "{BOLD}Verdicts{BOLD:#}  {}", counts.join(", "))?;
     }
+    if let Some(path) = &report.packet_path {
+        let agent = report.agent.as_ref();
+        let because = agent.and_then(|agent| agent.stack_because.as_deref());
+        writeln!(out, "{BOLD}Path{BOLD:#}  {}", packet_path(path, because))?;
+    }
     if let Some(is_there) = report.keep_nat {
         writeln!(out, "{BOLD}Keep-NAT{BOLD:#}  {}", keep_nat(is_there))?;
     }
@@ -207,6 +212,15 @@ fn delivery(interface: &Interface) -> String {
     }
     let others = interface.egress_of_others.join(", ");
     format!("{} ({others})", interface.delivery)
+}
+
+/// Returns the text about the path of packets of services.
+fn packet_path(path: &str, because: Option<&str>) -> String {
+    match (path, because) {
+        ("stack", Some(why)) => format!("packets go through the stack because of {why}"),
+        ("stack", None) => "packets go through the stack".to_owned(),
+        _ => "packets take the fast path, past the stack".to_owned(),
+    }
 }
 
 /// Returns the text about the table of `dataplane keep-nat`.

@@ -4,6 +4,7 @@
 mod by_packets;
 mod capture;
 mod cgroup;
+mod change_news;
 mod children;
 mod cleanup;
 pub mod conntrack;
@@ -74,6 +75,7 @@ pub use capture::{
     unroute_interfaces,
 };
 pub use cgroup::cgroup2_root;
+pub use change_news::ChangeNews;
 pub use children::ends_with_us;
 pub use cleanup::{CleanupItem, cleanup, retire};
 use dataplane_common::capture::Enrolled;
@@ -102,7 +104,7 @@ pub use services::ServiceTables;
 pub use tables::{Growth, Limits, Tables, Usage};
 pub use tc::{Direction, Hook, InterfaceAttachment, egress_of_others, name as interface_name};
 pub use ways_out::{Way, ways_out};
-pub use xfrm::{PolicyNews, policies as ipsec_policies};
+pub use xfrm::policies as ipsec_policies;
 
 use self::{error::Doing, log::ProgramLog, packet::PacketPath, pins::Pins};
 

@@ -1,4 +1,4 @@
-//! The IPsec policies of this network namespace (XFRM; `include/uapi/linux/xfrm.h`), and news of them.
+//! The IPsec policies of this network namespace (XFRM; `include/uapi/linux/xfrm.h`).
 
 use std::{
     io,
@@ -6,7 +6,7 @@ use std::{
 };
 
 use ipnet::IpNet;
-use netlink_sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_XFRM};
+use netlink_sys::protocols::NETLINK_XFRM;
 use plan::ipsec::{self, Policy};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
@@ -17,7 +17,6 @@ use super::{
 
 const XFRM_MSG_GETPOLICY: u16 = 0x15;
 const XFRM_MSG_GETDEFAULT: u16 = 0x28;
-const XFRMNLGRP_POLICY: u32 = 4;
 
 const XFRMA_TMPL: u16 = 5;
 const XFRMA_POLICY_TYPE: u16 = 16;
@@ -156,50 +155,6 @@ fn network(family: u16, addr: [u8; 16], length: u8) -> Option<IpNet> {
         _ => return None,
     };
     Some(IpNet::new(addr, length).ok()?.trunc())
-}
-
-/// Tells when policies come, change or go.
-pub struct PolicyNews {
-    /// `None`: this kernel has none.
-    socket: Option<TokioSocket>,
-}
-
-impl PolicyNews {
-    /// Starts to receive the changes in this thread's network namespace. Must be called within a runtime.
-    ///
-    /// # Errors
-    /// If the kernel refuses.
-    pub fn new() -> Result<Self, Error> {
-        let open = || -> io::Result<Option<TokioSocket>> {
-            let mut socket = match TokioSocket::new(NETLINK_XFRM) {
-                Ok(socket) => socket,
-                Err(error) if is_absent(&error) => return Ok(None),
-                Err(error) => return Err(error),
-            };
-            socket.socket_mut().bind(&SocketAddr::new(0, 0))?;
-            socket.socket_mut().add_membership(XFRMNLGRP_POLICY)?;
-            Ok(Some(socket))
-        };
-        let socket = open().doing(|| "cannot listen for changes of IPsec policies".to_owned())?;
-        Ok(Self { socket })
-    }
-
-    /// Waits until something has changed; forever if nothing can change. The caller then reads the new state.
-    ///
-    /// # Errors
-    /// If the kernel reports no more changes.
-    pub async fn changed(&mut self) -> io::Result<()> {
-        let Some(socket) = &mut self.socket else {
-            return std::future::pending().await;
-        };
-        let mut buffer = Vec::with_capacity(64 * 1024);
-        match socket.recv(&mut buffer).await {
-            Ok(()) => Ok(()),
-            // More than it keeps: something has certainly changed.
-            Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => Ok(()),
-            Err(error) => Err(error),
-        }
-    }
 }
 
 #[cfg(test)]

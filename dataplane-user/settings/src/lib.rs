@@ -30,7 +30,7 @@ pub use kernel::{DEFAULT_BPFFS, Kernel, Limits};
 pub use listen::{Listen, Listeners, MetricsAuth};
 pub use mesh::{Mesh, MeshNamespace, MeshProxy, MeshRules, MeshWorkload, Unsupported};
 pub use node::Node;
-pub use packets::{Packets, TcHook};
+pub use packets::{PacketPath, Packets, TcHook};
 pub use pattern::{Pattern, Patterns};
 pub use range::{ExternalIps, Range};
 use schemars::JsonSchema;

@@ -1,9 +1,6 @@
 //! The packet path, for clients without a socket on this node.
 
-use clap::{
-    Args, ValueEnum,
-    builder::{PossibleValuesParser, TypedValueParser as _},
-};
+use clap::{Args, ValueEnum};
 use model::Order;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -15,19 +12,17 @@ use super::{FlowTimeouts, Pattern, Range, is_default};
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 #[command(next_help_heading = "Packet path (clients outside the cluster, and pods that are VMs)")]
 pub struct Packets {
-    /// Whether programs on the node's interfaces translate packets [default: on]
-    ///
-    /// `off` serves only sockets of this node's processes, and removes the tables of flows.
+    /// How packets of services go through the node [default: auto]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "packet-path",
         long,
-        value_name = "ON|OFF",
+        value_enum,
+        value_name = "PATH",
         env = "DATAPLANE_PACKET_PATH",
-        hide_env_values = true,
-        value_parser = PossibleValuesParser::new(["on", "off"]).map(|word| word == "on")
+        hide_env_values = true
     )]
-    pub enabled: Option<bool>,
+    pub path: Option<PacketPath>,
     /// Interfaces that lead to other machines: names or shell patterns; `!` excludes. Default: interfaces with a
     /// default route or an address, except pods' interfaces, bridges and dummies.
     #[serde(skip_serializing_if = "is_default")]
@@ -105,7 +100,7 @@ pub struct Packets {
     /// Each flow takes 176 bytes of kernel memory. The default is 32 768 for each core and at least 131 072
     /// (22 MiB), but the tables take at most a 64th of the node's memory, and at most a quarter of the memory
     /// limit of the agent's own cgroup. Existing tables keep their size until `dataplane cleanup`
-    /// or an agent with `enabled: false` removes them.
+    /// or an agent with `path: off` removes them.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1024, max = 8_388_608))]
     #[arg(skip)]
@@ -114,6 +109,24 @@ pub struct Packets {
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub timeouts: FlowTimeouts,
+}
+
+/// How packets of services go through the node.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum PacketPath {
+    /// `stack` if rules, IPsec policies or routing rules of others must see the packets, otherwise `fast`
+    #[default]
+    #[value(alias = "on")]
+    Auto,
+    /// Past netfilter and IPsec, from interface to interface
+    Fast,
+    /// Through the node's network stack, with netfilter, IPsec and routing rules
+    Stack,
+    /// Not at all: the agent serves only sockets of this node's processes, and removes the tables of flows
+    Off,
 }
 
 /// How the agent attaches programs to interfaces.

@@ -1,5 +1,5 @@
-//! Finds rules at netfilter's hooks for forwarded packets that refuse packets. Packets that the packet path forwards bypass
-//! these hooks, so the rules do not apply to them.
+//! Finds rules at netfilter's hooks for forwarded packets that do more than accept packets. Packets that the fast path
+//! forwards bypass these hooks, so the rules do not apply to them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,21 +10,27 @@ use super::owners::{self, KUBE_PROXY, OURS, Owner};
 /// Maximum number of chains that a message names for each owner.
 const NAMED: usize = 3;
 
-/// The refusing rules of one owner behind one base chain.
+/// The rules of one owner behind one base chain that do something.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Refusing {
+struct Found {
     /// The table and the base chain, which is registered at a hook.
     base: String,
     /// The owner, if the names of the table and chains identify it.
     owner: Option<&'static Owner>,
     /// Whether the base chain's policy is drop.
     drops: bool,
-    /// The chains that contain refusing rules, sorted.
+    /// The chains that contain these rules, sorted.
     chains: Vec<String>,
 }
 
-impl Refusing {
-    /// Describes these rules and their consequence in one sentence.
+impl Found {
+    /// Names the base chain and the owner.
+    fn name(&self) -> String {
+        let owner = self.owner.map_or("owner unknown", |owner| owner.name);
+        format!("{} ({owner})", self.base)
+    }
+
+    /// Describes refusing rules and their consequence in one sentence.
     fn text(&self) -> String {
         let mut what = Vec::new();
         if self.drops {
@@ -39,10 +45,9 @@ impl Refusing {
             };
             what.push(format!("has rules that refuse packets ({named}{more})"));
         }
-        let owner = self.owner.map_or("owner unknown", |owner| owner.name);
         format!(
-            "{} ({owner}) {}: flows to services that the packet path sends on do not pass it",
-            self.base,
+            "{} {}: flows to services that the packet path sends on do not pass it",
+            self.name(),
             what.join(" and ")
         )
     }
@@ -51,8 +56,14 @@ impl Refusing {
 /// Describes all rules that refuse packets, in one sentence. Returns `None` if there are none.
 pub fn named(chains: &[Chain]) -> Option<String> {
     let found = refusing(chains);
-    let texts: Vec<String> = found.iter().map(Refusing::text).collect();
+    let texts: Vec<String> = found.iter().map(Found::text).collect();
     (!texts.is_empty()).then(|| texts.join("; "))
+}
+
+/// Names the base chains, with their owners, behind which packets meet anything but rules that accept them.
+pub fn busy(chains: &[Chain]) -> Vec<String> {
+    let found = find(chains, |does| !matches!(does, Verdict::Jump(_)));
+    found.iter().map(Found::name).collect()
 }
 
 /// Returns the text of [`named`] followed by [`REMEDY`].
@@ -61,13 +72,18 @@ pub fn warning(chains: &[Chain]) -> Option<String> {
 }
 
 /// Advice for operators who rely on such rules.
-pub const REMEDY: &str = "with --packet-path off such flows pass these hooks, but then somebody else must serve node \
-     ports, external IPs and load balancers, and clients whose sockets are not on the node; connections of the \
+pub const REMEDY: &str = "with packets.path auto or stack (--packet-path) such flows pass these hooks; connections of the \
      node's pods pass these hooks either way, with the endpoint's address in place of the VIP: a rule that refuses packets \
      to an endpoint before kube-proxy would translate them (Docker's in raw PREROUTING) refuses these connections";
 
-/// Finds the owners whose rules refuse packets, once for each base chain. Skips kube-proxy and the dataplane itself.
-fn refusing(chains: &[Chain]) -> Vec<Refusing> {
+/// Finds the owners whose rules refuse packets.
+fn refusing(chains: &[Chain]) -> Vec<Found> {
+    find(chains, |does| matches!(does, Verdict::Refuse))
+}
+
+/// Finds the owners whose rules have such a verdict, or whose base chain drops packets, once for each base chain. Skips
+/// kube-proxy and the dataplane itself.
+fn find(chains: &[Chain], counts: fn(&Verdict) -> bool) -> Vec<Found> {
     let mut tables: BTreeMap<&str, BTreeMap<&str, &Chain>> = BTreeMap::new();
     for chain in chains {
         tables
@@ -78,9 +94,9 @@ fn refusing(chains: &[Chain]) -> Vec<Refusing> {
     let mut found = Vec::new();
     for (table, chains) in &tables {
         for base in chains.values().filter(|chain| chain.base.is_some()) {
-            let mut owners: BTreeMap<Option<&Owner>, Refusing> = BTreeMap::new();
-            let mut entry = |owner: Option<&'static Owner>, add: &dyn Fn(&mut Refusing)| {
-                let new = || Refusing {
+            let mut owners: BTreeMap<Option<&Owner>, Found> = BTreeMap::new();
+            let mut entry = |owner: Option<&'static Owner>, add: &dyn Fn(&mut Found)| {
+                let new = || Found {
                     base: format!("{table} {}", base.name),
                     owner,
                     drops: false,
@@ -90,8 +106,7 @@ fn refusing(chains: &[Chain]) -> Vec<Refusing> {
             };
             let reached = reached(base, chains);
             for chain in &reached {
-                let refuses = |does: &Verdict| matches!(does, Verdict::Refuse);
-                if chain.rules.iter().flat_map(|rule| &rule.does).any(refuses) {
+                if chain.rules.iter().flat_map(|rule| &rule.does).any(counts) {
                     let owner = owner(table, &chain.name);
                     entry(owner, &|found| found.chains.push(chain.name.clone()));
                 }
@@ -120,7 +135,7 @@ fn reached<'a>(base: &'a Chain, chains: &BTreeMap<&str, &'a Chain>) -> Vec<&'a C
     while let Some(chain) = open.pop() {
         for does in chain.rules.iter().flat_map(|rule| &rule.does) {
             let next: Vec<&&Chain> = match does {
-                Verdict::Refuse => Vec::new(),
+                Verdict::Refuse | Verdict::Act => Vec::new(),
                 Verdict::Jump(to) => chains.get(&**to).into_iter().collect(),
             };
             for chain in next {
@@ -231,6 +246,40 @@ mod tests {
         assert_eq!(of(&[accepts, chain(FILTER, "FLANNEL-FWD", None, &[])]), []);
         let output = chain(FILTER, "OUTPUT", None, &[Verdict::Refuse]);
         assert_eq!(of(&[output]), []);
+    }
+
+    #[test]
+    fn rules_that_act_are_busy() {
+        const MANGLE: &str = "nft ip mangle";
+        let chains = [
+            chain(MANGLE, "FORWARD", Some(false), &[jump("LIBVIRT_FWD")]),
+            chain(MANGLE, "LIBVIRT_FWD", None, &[Verdict::Act]),
+            chain(
+                FILTER,
+                "FORWARD",
+                Some(false),
+                &[jump("KUBE-FORWARD"), jump("FLANNEL-FWD")],
+            ),
+            chain(
+                FILTER,
+                "KUBE-FORWARD",
+                None,
+                &[Verdict::Refuse, Verdict::Act],
+            ),
+            chain(FILTER, "FLANNEL-FWD", None, &[]),
+        ];
+        assert_eq!(busy(&chains), ["nft ip mangle FORWARD (libvirt)"]);
+        assert_eq!(of(&chains), [], "nothing refuses");
+        let dropping = [chain(
+            FILTER,
+            "FORWARD",
+            Some(true),
+            &[jump("KUBE-FORWARD")],
+        )];
+        assert_eq!(
+            busy(&dropping),
+            ["iptables-legacy filter FORWARD (owner unknown)"]
+        );
     }
 
     #[test]

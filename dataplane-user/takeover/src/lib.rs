@@ -1,5 +1,5 @@
 //! Facts about the rules of other programs, shared by the agent, `dataplane` and `dataplane-migrate`: the owners of
-//! rules, the rules that refuse packets and that the packet path bypasses, and the journal of a take-over.
+//! rules, the rules that the fast path bypasses, the choice of the path, and the journal of a take-over.
 
 #![forbid(unsafe_code)]
 
@@ -7,6 +7,7 @@ pub mod bypassed;
 pub mod disk;
 pub mod journal;
 pub mod owners;
+pub mod path;
 
 /// Environment variable of tests: the number of the point at which a command kills itself; the first point is 1. Only
 /// builds with debug assertions read the variable. The shipped binary ignores it.

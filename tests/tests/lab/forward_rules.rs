@@ -1,21 +1,22 @@
-//! Rules of others that refuse packets at netfilter's hooks for forwarded packets, which the packet path bypasses: `status`
-//! warns operators who rely on them.
+//! Rules of others at netfilter's hooks for forwarded packets, which the fast path bypasses: with `packets.path: fast`,
+//! `status` warns operators who rely on them; with `auto`, packets go through the stack.
 
 use std::fs;
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane_tests::Host;
+use dataplane_tests::{Host, Lab};
 use serde_json::Value;
 
 use crate::{
-    cluster::{Cluster, TCP},
+    cluster::{Cluster, TCP, eventually},
     features::on,
-    manifest::Service,
+    manifest::{Config, Service},
 };
 
 scenarios! {
     Dataplane:
     rules_that_refuse_are_named_with_their_owner,
+    rules_of_others_choose_the_path,
 }
 
 /// Rules, the program that loads them, and the words of `status` about them; none if they are harmless.
@@ -103,19 +104,41 @@ const RULES: [(&str, &str, &[&str]); 10] = [
     ),
 ];
 
+/// A node that serves clients by packets.
+fn start(arguments: &[&str]) -> Result<Cluster> {
+    let services = |lab: &Lab| {
+        vec![
+            Service::new("web", &["10.96.0.10"])
+                .port("tcp", 80, TCP)
+                .endpoints(&[lab.pod("near")]),
+        ]
+    };
+    Cluster::start_in(Cluster::lab_of_packets()?, &["near"], services, arguments)
+}
+
+/// Loads rules into a node.
+fn load(node: &Host, by: &str, rules: &str) -> Result<()> {
+    let script = format!("{by} <<'end'\n{rules}\nend");
+    let loaded = node.command("sh").args(["-c", &script]).run();
+    loaded.with_context(|| by.to_owned())?;
+    Ok(())
+}
+
+/// Removes all rules of a node.
+fn flush(node: &Host) -> Result<()> {
+    for tool in ["iptables-legacy", "ip6tables-legacy"] {
+        if legacy_tables(node)?.contains("filter") {
+            node.command(tool).args(["-P", "FORWARD", "ACCEPT"]).run()?;
+            node.command(tool).args(["-F"]).run()?;
+        }
+    }
+    node.command("nft").args(["flush", "ruleset"]).run()?;
+    Ok(())
+}
+
 fn rules_that_refuse_are_named_with_their_owner() -> Result<()> {
-    let cluster = Cluster::start_in(
-        Cluster::lab_of_packets()?,
-        &["near"],
-        |lab| {
-            vec![
-                Service::new("web", &["10.96.0.10"])
-                    .port("tcp", 80, TCP)
-                    .endpoints(&[lab.pod("near")]),
-            ]
-        },
-        &[],
-    )?;
+    let config = Config::new("packets: {path: fast}")?;
+    let cluster = start(&config.arguments())?;
     let node = cluster.lab.node("node2");
     let tables = legacy_tables(node)?;
     let before = said(&cluster)?;
@@ -125,12 +148,8 @@ fn rules_that_refuse_are_named_with_their_owner() -> Result<()> {
         "asking made a table: {tables:?}, then {:?}",
         legacy_tables(node)?
     );
-    for (load, rules, wanted) in RULES {
-        let script = format!("{load} <<'end'\n{rules}\nend");
-        node.command("sh")
-            .args(["-c", &script])
-            .run()
-            .with_context(|| load)?;
+    for (by, rules, wanted) in RULES {
+        load(node, by, rules)?;
         let found = said(&cluster)?;
         ensure!(
             found.len() == usize::from(!wanted.is_empty()),
@@ -147,6 +166,7 @@ fn rules_that_refuse_are_named_with_their_owner() -> Result<()> {
             .agent
             .dataplane(plan)
             .args([cluster.manifests.path()])
+            .args(config.arguments())
             .output()?;
         let plan: Value = serde_json::from_slice(&plan.stdout)?;
         let problems = plan["problems"].as_array().into_iter().flatten();
@@ -159,24 +179,72 @@ fn rules_that_refuse_are_named_with_their_owner() -> Result<()> {
         let doctor: Value = serde_json::from_slice(&doctor.stdout)?;
         let mut rows = doctor.as_array().into_iter().flatten();
         let row = rows
-            .find(|row| row["feature"] == "free netfilter hooks")
+            .find(|row| row["feature"] == "fast path")
             .context("no row")?;
         ensure!(row["present"] == wanted.is_empty(), "{row:#}");
         for text in wanted {
+            let chain = chain_of(text)?;
             ensure!(
-                row["without"]
+                row["detail"]
                     .as_str()
-                    .is_some_and(|without| without.contains(text)),
+                    .is_some_and(|said| said.contains(chain)),
                 "{row:#}"
             );
         }
-        for tool in ["iptables-legacy", "ip6tables-legacy"] {
-            if legacy_tables(node)?.contains("filter") {
-                node.command(tool).args(["-P", "FORWARD", "ACCEPT"]).run()?;
-                node.command(tool).args(["-F"]).run()?;
+        flush(node)?;
+    }
+    Ok(())
+}
+
+/// The chain and its owner, of a text about them.
+fn chain_of(text: &str) -> Result<&str> {
+    let end = text.find(')').context("no owner")?;
+    Ok(&text[..=end])
+}
+
+fn rules_of_others_choose_the_path() -> Result<()> {
+    let cluster = start(&[])?;
+    let node = cluster.lab.node("node2");
+    // Also after each change.
+    let takes = |wanted: &[&str]| {
+        eventually(|| {
+            let status = cluster.status()?;
+            let path = if wanted.is_empty() { "fast" } else { "stack" };
+            let because = status["agent"]["stack_because"]
+                .as_str()
+                .unwrap_or_default();
+            ensure!(status["packet_path"] == path, "{wanted:?}: {status:#}");
+            for text in wanted {
+                ensure!(because.contains(text), "{text} in {because}");
             }
-        }
-        node.command("nft").args(["flush", "ruleset"]).run()?;
+            Ok(())
+        })
+    };
+    takes(&[])?;
+    for (by, rules, wanted) in RULES {
+        load(node, by, rules)?;
+        let chains = wanted.iter().map(|text| chain_of(text));
+        let chains: Vec<&str> = chains.collect::<Result<_>>()?;
+        takes(&chains).with_context(|| rules)?;
+        ensure!(said(&cluster)?.is_empty(), "a warning about {rules}");
+        flush(node)?;
+        takes(&[]).with_context(|| format!("after {rules}"))?;
+    }
+    // Rules that act on packets, and never refuse any.
+    let hook = "type filter hook prerouting priority mangle; policy accept";
+    for rule in ["meta mark set 7", "notrack", "ip dscp set cs1"] {
+        let rules = format!("table ip acts {{ chain pre {{ {hook}\n{rule}; }}\n}}");
+        load(node, "nft -f -", &rules)?;
+        takes(&["nft ip acts pre (owner unknown)"])?;
+        flush(node)?;
+        takes(&[])?;
+    }
+    for to in ["add", "del"] {
+        let rule = ["rule", to, "fwmark", "0x80/0x80", "lookup", "main"];
+        node.command("ip").args(rule).run()?;
+        let rule = "IPv4 routing rule fwmark 0x80/0x80 lookup 254 (owner unknown)";
+        let wanted: &[&str] = if to == "add" { &[rule] } else { &[] };
+        takes(wanted)?;
     }
     Ok(())
 }
@@ -187,7 +255,7 @@ fn said(cluster: &Cluster) -> Result<Vec<String>> {
     let findings = status["findings"].as_array().into_iter().flatten();
     let warnings = findings.filter(|finding| finding["severity"] == "warning");
     let texts = warnings.filter_map(|finding| finding["text"].as_str());
-    let of_this = texts.filter(|text| text.contains("--packet-path off"));
+    let of_this = texts.filter(|text| text.contains("such flows pass these hooks"));
     Ok(of_this.map(str::to_owned).collect())
 }
 

@@ -230,7 +230,7 @@ fn off_and_on_again() -> Result<()> {
     let directory = TempDir::new()?;
     let file = directory.path().join("config.json");
     let set = |packets: Value| fs::write(&file, json!({ "packets": packets }).to_string());
-    set(json!({ "enabled": false }))?;
+    set(json!({ "path": "off" }))?;
     let arguments = ["--config", file.to_str().context("a path in UTF-8")?];
     let mut cluster = Cluster::start_in(lab, &["far", "near"], services, &arguments)?;
     let load = [
@@ -279,11 +279,11 @@ fn off_and_on_again() -> Result<()> {
     is(&cluster, false, 0)?;
     for (packets, on, room) in [
         (json!({ "conntrackFlows": 4096 }), true, 4096),
-        (json!({ "enabled": false }), false, 0),
+        (json!({ "path": "off" }), false, 0),
         (json!({}), true, usual),
         // Existing tables keep their size.
         (json!({ "conntrackFlows": 4096 }), true, usual),
-        (json!({ "enabled": false }), false, 0),
+        (json!({ "path": "off" }), false, 0),
     ] {
         set(packets.clone())?;
         cluster.agent.kill();

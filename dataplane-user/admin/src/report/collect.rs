@@ -33,11 +33,14 @@ pub fn examine(
     let Contents { tables, verdicts } = tables::read(paths, limits, counted, &mut findings);
     let is_attached = programs.iter().any(|p| p.attached);
     let agent = judged(agent, is_attached, &mut findings);
-    if !interfaces.is_empty() {
+    let path = (!interfaces.is_empty()).then(|| packet_path(paths));
+    if path.is_some() {
         findings.extend(forwarding());
-        findings.extend(others::findings());
     }
-    findings.extend(others::egress_chains(&interfaces));
+    if path == Some(FAST) {
+        findings.extend(others::findings());
+        findings.extend(others::egress_chains(&interfaces));
+    }
     let named = agent.as_ref().map_or(&[][..], |agent| &agent.mesh);
     let mesh = workloads(paths, named, &mut findings);
     let keep_nat = keep_nat(&mut findings);
@@ -58,10 +61,24 @@ pub fn examine(
         agent,
         programs,
         interfaces,
+        packet_path: path.map(str::to_owned),
         by_packets: by_packets(paths).unwrap_or_default(),
         mesh,
         tables,
         verdicts,
+    }
+}
+
+/// The path past the stack.
+const FAST: &str = "fast";
+
+/// Returns the path of packets of services, as the programs know it. Call this if the packet path is on.
+pub fn packet_path(paths: &kernel::Paths) -> &'static str {
+    let tables = kernel::PacketTables::open(&paths.bpffs);
+    if tables.is_ok_and(|tables| tables.is_through_stack()) {
+        "stack"
+    } else {
+        FAST
     }
 }
 

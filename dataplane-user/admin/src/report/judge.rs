@@ -152,6 +152,7 @@ mod tests {
             pod_networks: Vec::new(),
             cgroup: Learnt::default(),
             pods: None,
+            stack_because: None,
             leaving: None,
             late_seconds: None,
             inherited: true,

@@ -11,7 +11,7 @@ mod tables;
 
 use std::{collections::BTreeMap, fmt};
 
-pub use collect::examine;
+pub use collect::{examine, packet_path};
 pub use mesh::Workload;
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +30,8 @@ pub struct Report {
     pub programs: Vec<Program>,
     /// The interfaces that the packet path's programs belong on; empty if it is off.
     pub interfaces: Vec<Interface>,
+    /// The path of packets of services: `fast` or `stack`; `None` if the packet path is off.
+    pub packet_path: Option<String>,
     /// Pods' network namespaces that are served by packets only.
     pub by_packets: Vec<ByPackets>,
     /// Workloads whose connections are captured; empty if there is no mesh.

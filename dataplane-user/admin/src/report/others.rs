@@ -1,4 +1,4 @@
-//! Settings of others on the node that the packet path does not follow.
+//! Settings of others on the node that the fast path does not follow.
 
 use kernel::netfilter;
 use plan::ipsec::Policy;
@@ -9,7 +9,7 @@ use super::{super::api::AgentStatus, Finding, Interface};
 /// How many policies are named.
 const NAMED: usize = 3;
 
-/// Returns the findings. Call this if the packet path is on.
+/// Returns the findings. Call this if packets take the fast path.
 pub fn findings() -> Vec<Finding> {
     let mut findings = Vec::new();
     match kernel::ipsec_policies() {
@@ -85,8 +85,9 @@ fn ipsec(policies: &[Policy]) -> Option<Finding> {
     };
     Some(Finding::error(format!(
         "IPsec policies protect packets that the packet path would send on without encryption: {}{more}; it \
-         refuses flows to services that they cover (ipsec-policy); have the packets encrypted by an \
-         interface (WireGuard, an XFRM interface), or run with `packets.enabled: false` (--packet-path off) beside kube-proxy",
+         refuses flows to services that they cover (ipsec-policy); set \
+         `packets.path` to auto or stack (--packet-path), or have the packets encrypted by an interface (WireGuard, an XFRM \
+         interface)",
         named.join(", ")
     )))
 }

@@ -99,6 +99,8 @@ struct Known {
     captured: Arc<[api::MeshWorkload]>,
     /// Where pods' sockets are.
     pods: Option<api::PodCgroups>,
+    /// Why packets of services go through the stack.
+    stack_because: Option<String>,
     led_elsewhere: Option<api::Problem>,
 }
 
@@ -150,6 +152,7 @@ impl State {
                 mesh_left_out: Vec::new(),
                 captured: Arc::default(),
                 pods: None,
+                stack_because: None,
                 led_elsewhere: None,
             }),
             counters: Mutex::default(),
@@ -230,6 +233,11 @@ impl State {
     /// Returns where the sockets of this node's pods are, at the last look.
     pub fn pods(&self) -> Option<api::PodCgroups> {
         lock(&self.known).pods.clone()
+    }
+
+    /// Sets why packets of services go through the stack; `None`: they do not.
+    pub fn through_stack(&self, because: Option<String>) {
+        lock(&self.known).stack_because = because;
     }
 
     /// Sets the problems of the packet path, each with its severity.

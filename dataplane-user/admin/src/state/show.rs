@@ -115,7 +115,7 @@ impl State {
             gravity: api::Gravity::Warning,
             place: "mesh".to_owned(),
             text: "egress: deny does not hold against IPv6 routing headers, which any process may set: the packet path is \
-                   off, and only its programs see them. Turn it on (packets.enabled), or drop packets with a routing \
+                   off, and only its programs see them. Turn it on (packets.path), or drop packets with a routing \
                    header at the forward hook of the node's firewall"
                 .to_owned(),
         }));
@@ -142,6 +142,7 @@ impl State {
             pod_networks: self.learnt.pod_networks.clone(),
             cgroup: self.learnt.cgroup.clone(),
             pods: known.pods.clone(),
+            stack_because: known.stack_because.clone(),
             leaving: node.leaving.map(|why| why.text().to_owned()),
             late_seconds: self.pulse.late(Instant::now()).map(|late| late.as_secs()),
             inherited: self.inherited,

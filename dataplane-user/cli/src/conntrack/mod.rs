@@ -171,7 +171,7 @@ impl Open {
         let tables = Tables::open(&bpffs)?;
         let conntrack = Conntrack::open(&bpffs)?.with_context(|| {
             format!(
-                "the packet path is off (--packet-path off, `packets.enabled: false`), so that there \
+                "the packet path is off (--packet-path off, `packets.path: off`), so that there \
                  are no flows: no tables for them in {}",
                 bpffs.display()
             )

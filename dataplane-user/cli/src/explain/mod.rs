@@ -15,6 +15,7 @@ use std::{
     str::FromStr,
 };
 
+use admin::report::Report;
 use agent::addresses;
 use anyhow::Context as _;
 use capture::{Client, Mesh, Place};
@@ -315,10 +316,16 @@ impl ExplainArgs {
             )
         })?;
         let mesh = Mesh::open(tables, &bpffs, &self.socket.client())?;
+        let open = PacketTables::open(&bpffs)?;
+        let report = open
+            .is_through_stack()
+            .then(|| self.socket.client().get::<Report>("/status").ok());
+        let agent = report.flatten().and_then(|report| report.agent);
         let live = packet::Live {
             tables,
-            packet: &PacketTables::open(&bpffs)?,
+            packet: &open,
             conntrack: &conntrack,
+            stack_because: agent.and_then(|agent| agent.stack_because),
             mesh: mesh.as_ref(),
             bpffs: &bpffs,
         };

@@ -32,6 +32,8 @@ pub struct Live<'a> {
     pub tables: &'a Tables,
     pub packet: &'a PacketTables,
     pub conntrack: &'a Conntrack,
+    /// Why packets of services go through the stack, if the agent says it.
+    pub stack_because: Option<String>,
     /// `None`: there is no mesh on this node.
     pub mesh: Option<&'a Mesh>,
     /// The directory with the tables.
@@ -72,6 +74,13 @@ pub fn explain(
         "dataplane has programs on {}, as {side}",
         packet.iface
     ));
+    if live.packet.is_through_stack() {
+        let because = live.stack_because.as_deref();
+        told.steps.push(format!(
+            "packets of services go through the stack{}: netfilter, routing rules and IPsec may refuse them",
+            because.map_or_else(String::new, |why| format!(" because of {why}"))
+        ));
+    }
 
     let mut place = Place {
         ways: PacketWays::open(live.bpffs)

@@ -16,7 +16,7 @@ use crate::opener;
 /// `IPT_SO_GET_INFO` and `IP6T_SO_GET_INFO`; `..._GET_ENTRIES`.
 const GET_INFO: i32 = 64;
 const GET_ENTRIES: i32 = 65;
-/// The tables whose rules may refuse packets that are forwarded.
+/// The tables whose rules see packets that are forwarded, except `nat`.
 const TABLES: [&str; 4] = ["raw", "mangle", "filter", "security"];
 
 /// The chains that are built in, by the number of their hook.
@@ -78,7 +78,7 @@ const TARGET_DATA: usize = 32;
 /// The target name of the entry that precedes a user-defined chain.
 const ERROR: &[u8] = b"ERROR";
 
-/// Every chain of the tables that are in use and may refuse forwarded packets.
+/// Every chain of these tables that are in use.
 pub fn chains() -> io::Result<Vec<Chain>> {
     let mut all = Vec::new();
     for family in &FAMILIES {
@@ -94,6 +94,16 @@ pub fn chains() -> io::Result<Vec<Chain>> {
         }
     }
     Ok(all)
+}
+
+/// Whether one of these tables is in use.
+pub fn has_tables() -> io::Result<bool> {
+    for family in &FAMILIES {
+        if in_use(family)?.lines().any(|name| TABLES.contains(&name)) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// The tables that are in use.
@@ -313,7 +323,11 @@ impl<'a> Entry<'a> {
                 self.target,
                 b"REJECT" | b"NFQUEUE" | b"TARPIT" | b"SYNPROXY"
             );
-            return refuses.then_some(Verdict::Refuse);
+            return Some(if refuses {
+                Verdict::Refuse
+            } else {
+                Verdict::Act
+            });
         }
         let code = i32::from_ne_bytes(*self.data.first_chunk()?);
         match usize::try_from(code) {

@@ -46,6 +46,9 @@ pub struct Rule {
 pub enum Verdict {
     /// Drops or rejects the packet, or hands it to another program that may drop it (such as NFQUEUE).
     Refuse,
+    /// Does something else with the packet: marks it, changes it, logs it, or keeps it from conntrack. Counters do not
+    /// count: iptables gives each rule one.
+    Act,
     /// Jumps to another chain of the table.
     Jump(String),
 }
@@ -53,8 +56,8 @@ pub enum Verdict {
 /// The hooks that forwarded packets pass, and that the packet path bypasses.
 const BYPASSED: [&str; 3] = ["prerouting", "forward", "postrouting"];
 
-/// Every chain of the tables that have one at these hooks. Leaves out tables that only translate addresses: they may have
-/// very many rules.
+/// Every chain of the tables that have one at these hooks. Leaves out tables that only translate addresses, and
+/// kube-proxy's table of nf_tables: they may have very many rules.
 ///
 /// # Errors
 /// If the query to the kernel fails.
@@ -65,6 +68,14 @@ pub fn bypassed_chains() -> Result<Vec<Chain>, Error> {
         Ok(chains)
     };
     read().doing(|| "cannot read netfilter's rules for forwarded packets".to_owned())
+}
+
+/// Whether legacy tables of iptables are in use that [`bypassed_chains`] reads. The kernel does not report their changes.
+///
+/// # Errors
+/// If the kernel does not list them.
+pub fn has_legacy_tables() -> io::Result<bool> {
+    legacy::has_tables()
 }
 
 /// Whether rules of NAT are at the output hook of the network namespace that this thread is in.

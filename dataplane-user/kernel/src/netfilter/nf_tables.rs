@@ -44,6 +44,9 @@ const NFTA_SET_ELEM_LIST_SET: u16 = 2;
 /// A table: its family's number and its name.
 pub(super) type TableName = (u8, String);
 
+/// The table of kube-proxy. The dataplane does the work of its rules.
+const KUBE_PROXY: &str = "kube-proxy";
+
 /// How often rules are read that change while they are.
 const TRIES: usize = 8;
 
@@ -275,7 +278,8 @@ fn read(netlink: &mut Netlink) -> io::Result<Option<Vec<Chain>>> {
         return Ok(None);
     }
     let with_base = all.iter().filter(|(_, chain)| chain.base.is_some());
-    let tables: BTreeSet<TableName> = with_base.map(|(table, _)| table.clone()).collect();
+    let mut tables: BTreeSet<TableName> = with_base.map(|(table, _)| table.clone()).collect();
+    tables.retain(|(_, name)| name != KUBE_PROXY);
     all.retain(|(table, _)| tables.contains(table));
     for table in tables {
         let mut rules: BTreeMap<String, Vec<Rule>> = BTreeMap::new();

@@ -74,6 +74,31 @@ fn decided(data: &[u8]) -> Option<Verdict> {
     }
 }
 
+/// The expressions that only look at a packet, or count it.
+const LOOKS: [&str; 19] = [
+    "bitwise",
+    "byteorder",
+    "cmp",
+    "connlimit",
+    "counter",
+    "fib",
+    "hash",
+    "inner",
+    "last",
+    "limit",
+    "lookup",
+    "match",
+    "numgen",
+    "osf",
+    "quota",
+    "range",
+    "rt",
+    "socket",
+    "xfrm",
+];
+/// `NFTA_META_DREG`, `NFTA_CT_DREG`, `NFTA_PAYLOAD_DREG` and `NFTA_EXTHDR_DREG`.
+const DREG: u16 = 1;
+
 /// Parses the verdict of an expression. Returns `None` if it has none, or if the packet continues.
 fn verdict(name: &str, data: &[u8]) -> Option<Verdict> {
     match name {
@@ -83,9 +108,17 @@ fn verdict(name: &str, data: &[u8]) -> Option<Verdict> {
         "target" => {
             let target = text(content(data, NFTA_TARGET_NAME)?);
             let refuses = matches!(&*target, "REJECT" | "DROP" | "NFQUEUE" | "QUEUE" | "TARPIT");
-            refuses.then_some(Verdict::Refuse)
+            Some(if refuses {
+                Verdict::Refuse
+            } else {
+                Verdict::Act
+            })
         }
-        _ => None,
+        // They read into a register, or they set something of the packet.
+        "meta" | "ct" | "payload" | "exthdr" => {
+            content(data, DREG).is_none().then_some(Verdict::Act)
+        }
+        _ => (!LOOKS.contains(&name)).then_some(Verdict::Act),
     }
 }
 
@@ -113,7 +146,15 @@ mod tests {
         assert_eq!(jump, Some(Verdict::Jump("other".to_owned())));
         let target = |name: &str| verdict("target", &attribute(NFTA_TARGET_NAME, name.as_bytes()));
         assert_eq!(target("REJECT\0\0"), Some(Verdict::Refuse));
-        assert_eq!(target("MARK\0"), None);
+        assert_eq!(target("MARK\0"), Some(Verdict::Act));
+        let sets = attribute(3, &1_u32.to_be_bytes());
+        let reads = attribute(DREG, &1_u32.to_be_bytes());
+        for name in ["meta", "ct", "payload", "exthdr"] {
+            assert_eq!(verdict(name, &sets), Some(Verdict::Act), "{name}");
+            assert_eq!(verdict(name, &reads), None, "{name}");
+        }
+        assert_eq!(verdict("notrack", &[]), Some(Verdict::Act));
+        assert_eq!(verdict("counter", &[]), None);
         let lookup = |register: u32| {
             let data = [
                 attribute(NFTA_LOOKUP_SET, b"__map0\0"),

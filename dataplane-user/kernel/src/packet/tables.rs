@@ -108,6 +108,11 @@ impl PacketTables {
         self.config.get(0).unwrap_or_default()
     }
 
+    /// Whether packets of services go through the stack.
+    pub fn is_through_stack(&self) -> bool {
+        self.config().flags & PacketConfig::STACK_IN != 0
+    }
+
     pub(super) fn set_config(&self, config: PacketConfig) {
         let words: [u64; 12] = zerocopy::transmute!(config);
         for (index, now) in words.into_iter().enumerate() {

@@ -56,11 +56,11 @@ impl Conflict {
     pub fn means(self) -> &'static str {
         match self {
             Self::ForwardPolicy => {
-                "drops forwarded packets that no rule accepts; packets that the packet path sends on do not pass it"
+                "drops forwarded packets that no rule accepts; packets of services pass it only through the stack (--packet-path)"
             }
             Self::RefusesForwarded => {
-                "refuses forwarded packets; packets that the packet path sends on do not pass it, so it no longer \
-                 restricts clients outside of the node that use services (see --packet-path off)"
+                "refuses forwarded packets; packets of services pass it only through the stack (--packet-path): past the stack, \
+                 it no longer restricts clients outside of the node that use services"
             }
             Self::RefusesArriving => {
                 "refuses packets that arrive; packets to node ports, external IPs and load balancers are translated \

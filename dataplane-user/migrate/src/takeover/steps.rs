@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 
 use anyhow::{Context as _, bail, ensure};
 use kernel::{
-    keep_nat,
+    PacketTables, keep_nat,
     netfilter::{self, Chain},
     nf_conntrack,
     sockets::own_elsewhere,
@@ -143,7 +143,7 @@ fn begin(
         return Ok(verdict);
     }
     keep_nat(dry_run, tell)?;
-    notice_rules(tell)?;
+    notice_rules(place, tell)?;
     for rule in saved.of_others(place.owners)? {
         tell.step(
             "notice",
@@ -227,9 +227,12 @@ fn remove_or_restore(
 }
 
 /// Reports the effect of rules that refuse forwarded packets on packets to services.
-fn notice_rules(tell: &mut Tell<'_>) -> anyhow::Result<()> {
+fn notice_rules(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     let chains = netfilter::bypassed_chains()?;
-    if let Some(warning) = bypassed::warning(&chains) {
+    let tables = PacketTables::open(&place.bpffs);
+    if !tables.is_ok_and(|tables| tables.is_through_stack())
+        && let Some(warning) = bypassed::warning(&chains)
+    {
         tell.step("notice", warning);
     }
     let drops = |chain: &&Chain| {

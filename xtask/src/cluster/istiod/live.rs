@@ -113,7 +113,7 @@ impl<'a> Live<'a> {
                 "kubeconfig": identity::file("admin.conf"), "serviceEntries": true,
             } },
             "node": { "name": NODE },
-            "packets": { "enabled": false },
+            "packets": { "path": "off" },
             "listen": {
                 "socket": socket, "metrics": "off", "health": "off", "healthz": "off", "proxyMode": "off",
             },

@@ -1,0 +1,156 @@
+//! The path of packets of services through the node, as `packets.path` says: past the network stack, or through it.
+
+use std::time::{Duration, Instant};
+
+use dataplane_common::packet::PacketConfig;
+use kernel::netfilter;
+use plan::ipsec::Policy;
+use settings::PacketPath;
+use takeover::path;
+use tracing::info;
+
+use super::{
+    LOOK, RETRY,
+    due::{Due, NEVER},
+};
+
+/// How often to look at the legacy tables of iptables: the kernel does not report their changes.
+const LEGACY: Duration = Duration::from_secs(2);
+/// The rest after a look at legacy tables is so many times as long as the look.
+const REST_FOR: u32 = 50;
+
+/// The choice of the path.
+pub struct Path {
+    wanted: PacketPath,
+    /// The chains that must see packets, at the last look that succeeded.
+    chains: Option<String>,
+    /// Why the last look failed.
+    problem: Option<String>,
+    /// Whether there was a choice.
+    has_chosen: bool,
+    /// The reason for the path through the stack, at the last choice.
+    because: Option<String>,
+    /// When to look at the chains.
+    rules: Due,
+    /// When to look whether there are legacy tables.
+    legacy: Due,
+}
+
+impl Path {
+    /// The choice before the first look.
+    pub fn new(wanted: PacketPath, now: Instant) -> Self {
+        let due = || {
+            if wanted == PacketPath::Auto {
+                Due::at(now)
+            } else {
+                Due::never(now)
+            }
+        };
+        Self {
+            wanted,
+            // Rules that cannot be read may be policies, so the first look fails closed.
+            chains: Some("netfilter's rules, which cannot be read".to_owned()),
+            problem: None,
+            has_chosen: false,
+            because: None,
+            rules: due(),
+            legacy: due(),
+        }
+    }
+
+    /// When the next look is due.
+    pub fn at(&self) -> Instant {
+        self.rules.at.min(self.legacy.at)
+    }
+
+    /// Rules have changed.
+    pub fn soon(&mut self) {
+        self.rules.soon();
+    }
+
+    /// Looks at the chains. Returns whether the result differs from the last one. If they cannot be read, the path stays.
+    pub fn look(&mut self) -> bool {
+        let start = Instant::now();
+        if start < self.rules.at && !netfilter::has_legacy_tables().unwrap_or(true) {
+            self.legacy.done(start, LEGACY);
+            return false;
+        }
+        let before = (self.chains.clone(), self.problem.take());
+        let patience = match netfilter::bypassed_chains() {
+            Ok(chains) => {
+                self.chains = path::of_chains(&chains);
+                LOOK
+            }
+            Err(error) => {
+                self.problem = Some(format!("{error}; packets keep their path"));
+                RETRY
+            }
+        };
+        self.rules.done(start, patience);
+        self.legacy.done_resting(REST_FOR, start, LEGACY);
+        before.0 != self.chains || before.1 != self.problem
+    }
+
+    /// Chooses the path. Returns its flags of [`PacketConfig`].
+    ///
+    /// # Errors
+    /// If the routing rules cannot be read.
+    pub fn choose(&mut self, policies: &[Policy]) -> Result<u32, kernel::Error> {
+        let because = match self.wanted {
+            PacketPath::Off => return Ok(0),
+            PacketPath::Fast => None,
+            PacketPath::Stack => Some("packets.path: stack".to_owned()),
+            PacketPath::Auto if self.chains.is_some() => self.chains.clone(),
+            PacketPath::Auto => path::of_routing(policies, &kernel::mark_rules()?),
+        };
+        if !self.has_chosen || self.because != because {
+            if let Some(why) = &because {
+                info!("packets of services go through the stack because of {why}");
+            } else {
+                info!("packets of services take the fast path");
+            }
+            (self.has_chosen, self.because) = (true, because);
+        }
+        Ok(if self.because.is_some() {
+            PacketConfig::STACK_IN | PacketConfig::STACK_OUT
+        } else {
+            0
+        })
+    }
+
+    /// The reason for the path through the stack, at the last choice.
+    pub fn because(&self) -> Option<String> {
+        self.because.clone()
+    }
+
+    /// Why the last look failed.
+    pub fn problem(&self) -> Option<String> {
+        self.problem.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use plan::ipsec;
+
+    use super::*;
+
+    #[test]
+    fn the_settings_decide_unless_they_are_auto() {
+        const STACK: u32 = PacketConfig::STACK_IN | PacketConfig::STACK_OUT;
+        let now = Instant::now();
+        let policies = ipsec::block_by_default(2);
+        for (wanted, flags) in [
+            (PacketPath::Fast, 0),
+            (PacketPath::Stack, STACK),
+            (PacketPath::Off, 0),
+            // Before the first look.
+            (PacketPath::Auto, STACK),
+        ] {
+            let mut path = Path::new(wanted, now);
+            assert_eq!(path.choose(&policies).unwrap(), flags, "{wanted:?}");
+            assert_eq!(path.because().is_some(), flags == STACK);
+            assert_eq!(path.at() == now, wanted == PacketPath::Auto);
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Decides whether packets of services must go through the node's network stack: rules, IPsec policies or routing rules
+//! of others must see them.
+
+use kernel::{MarkRule, netfilter};
+use plan::ipsec::Policy;
+
+use super::{
+    bypassed,
+    owners::{self, FOREIGN, OURS},
+};
+
+/// Maximum number of chains that a reason names.
+const NAMED: usize = 3;
+
+/// Returns the reason for the path through the stack in this network namespace; `None`: packets may take the fast path.
+///
+/// # Errors
+/// If a query to the kernel fails.
+pub fn look() -> Result<Option<String>, kernel::Error> {
+    match of_chains(&netfilter::bypassed_chains()?) {
+        None => Ok(of_routing(
+            &kernel::ipsec_policies()?,
+            &kernel::mark_rules()?,
+        )),
+        because => Ok(because),
+    }
+}
+
+/// Returns the chains that are a reason.
+///
+/// A base chain of any family at prerouting, forward or postrouting is a reason, except those of type `nat`, if packets
+/// can be dropped there, rejected, queued, marked, changed, logged or kept from conntrack: by its policy, by its rules, or
+/// by chains that they jump to. kube-proxy's chains and our own are none, because the dataplane does their work.
+pub fn of_chains(chains: &[netfilter::Chain]) -> Option<String> {
+    let mut named = bypassed::busy(chains);
+    let more = match named.len().saturating_sub(NAMED) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    named.truncate(NAMED);
+    (!named.is_empty()).then(|| named.join(", ") + &more)
+}
+
+/// Returns the IPsec policy or the routing rule that is a reason: a policy that protects packets, because only the stack
+/// can encrypt them, or a rule of others that asks for a mark, because rules of netfilter set marks.
+pub fn of_routing(policies: &[Policy], rules: &[MarkRule]) -> Option<String> {
+    // The kernel returns policies in no particular order.
+    let policies = policies.iter().filter(|policy| policy.protects);
+    if let Some(policy) = policies.map(ToString::to_string).min() {
+        return Some(format!("IPsec policy {policy}"));
+    }
+    let mut owned = rules
+        .iter()
+        .map(|rule| (rule, owners::of_routing_rule(rule)));
+    let (rule, owner) = owned.find(|(_, owner)| *owner != OURS)?;
+    let family = if rule.v4 { "IPv4" } else { "IPv6" };
+    let owner = if owner == FOREIGN {
+        "owner unknown"
+    } else {
+        owner.name
+    };
+    Some(format!("{family} routing rule {rule} ({owner})"))
+}
+
+#[cfg(test)]
+mod tests {
+    use kernel::{
+        OUR_TABLE,
+        netfilter::{Base, Chain, Rule, Verdict},
+    };
+    use plan::ipsec;
+
+    use super::*;
+
+    fn base(table: &str, drops: bool, does: &[Verdict]) -> Chain {
+        Chain {
+            table: table.to_owned(),
+            name: "FORWARD".to_owned(),
+            base: Some(Base {
+                hook: "forward",
+                drops,
+            }),
+            rules: vec![Rule {
+                does: does.to_vec(),
+            }],
+        }
+    }
+
+    #[test]
+    fn chains_that_only_accept_are_no_reason() {
+        let jump = Verdict::Jump("KUBE-FORWARD".to_owned());
+        let mut kube = base("nft ip filter", false, &[Verdict::Refuse, Verdict::Act]);
+        kube.name = "KUBE-FORWARD".to_owned();
+        kube.base = None;
+        let accepts = base("nft ip filter", false, &[jump]);
+        assert_eq!(of_chains(&[accepts, kube]), None);
+        for chain in [
+            base("nft ip a", true, &[]),
+            base("nft ip a", false, &[Verdict::Act]),
+            base("nft ip a", false, &[Verdict::Refuse]),
+        ] {
+            assert_eq!(
+                of_chains(&[chain]).as_deref(),
+                Some("nft ip a FORWARD (owner unknown)")
+            );
+        }
+        let many = ["a", "b", "c", "d", "e"].map(|name| base(name, true, &[]));
+        let text = of_chains(&many).unwrap();
+        assert!(
+            text.ends_with("c FORWARD (owner unknown) and 2 more"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn policies_and_marks_are_reasons() {
+        let rule = |table| MarkRule {
+            v4: true,
+            priority: 1024,
+            mark: 0x80,
+            bits: 0x80,
+            table,
+        };
+        assert_eq!(of_routing(&[], &[rule(OUR_TABLE)]), None);
+        assert_eq!(
+            of_routing(&[], &[rule(OUR_TABLE), rule(254)]).as_deref(),
+            Some("IPv4 routing rule fwmark 0x80/0x80 lookup 254 (owner unknown)")
+        );
+        let block = ipsec::block_by_default(2);
+        assert_eq!(
+            of_routing(&block, &[rule(254)]).as_deref(),
+            Some("IPsec policy fwd 0.0.0.0/0 to 0.0.0.0/0")
+        );
+        let pass = block.map(|policy| Policy {
+            protects: false,
+            ..policy
+        });
+        assert_eq!(of_routing(&pass, &[]), None);
+    }
+}
