@@ -11,7 +11,7 @@ use tracing::info;
 
 use super::{
     LOOK, RETRY,
-    due::{Due, NEVER},
+    due::Due,
 };
 
 /// How often to look at the legacy tables of iptables: the kernel does not report their changes.

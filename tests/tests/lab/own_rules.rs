@@ -133,7 +133,7 @@ fn legacy_rules_are_those_of_the_pod(cluster: &Cluster) -> Result<()> {
     let before = cluster.agent.memory("VmHWM")?;
     run(client, many)?;
     // Two looks later.
-    std::thread::sleep(std::time::Duration::from_secs(3));
+    thread::sleep(Duration::from_secs(3));
     let after = cluster.agent.memory("VmHWM")?;
     ensure!(after < before + 20_000, "{before} KiB, then {after} KiB");
     ensure!(listed(cluster)?.is_empty(), "{:?}", listed(cluster)?);
@@ -257,7 +257,7 @@ fn the_operator_chooses_who_is_served_by_packets() -> Result<()> {
     eventually(|| is_listed(&cluster, "veth-near2", "packetsOnly"))?;
     run(client, &rules("output", other))?;
     // Two looks later.
-    std::thread::sleep(std::time::Duration::from_secs(2));
+    thread::sleep(Duration::from_secs(2));
     answers(client, VIPS, "near")?;
     answers(other, VIPS, "near")?;
     ensure!(listed(&cluster)?.len() == 1, "{:?}", listed(&cluster)?);

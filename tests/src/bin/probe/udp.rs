@@ -102,7 +102,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let stop = Arc::new(AtomicBool::new(false));
     let count = if arguments.until_stdin_closes {
         let stop = Arc::clone(&stop);
-        std::thread::spawn(move || {
+        thread::spawn(move || {
             let _ = io::stdin().read_to_end(&mut Vec::new());
             stop.store(true, Ordering::Relaxed);
         });
@@ -116,7 +116,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         .take_while(|_| !stop.load(Ordering::Relaxed))
         .map(|(number, to)| {
             if arguments.until_stdin_closes && number > 0 {
-                std::thread::sleep(Duration::from_millis(arguments.pause_ms));
+                thread::sleep(Duration::from_millis(arguments.pause_ms));
             }
             let mut attempt = Attempt {
                 endpoint: None,

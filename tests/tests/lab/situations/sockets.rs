@@ -106,12 +106,14 @@ pub const ROWS: &[Row] = &[
     .differs(REFUSED_BEFORE, "TIMEOUT"),
     row(
         "from a virtual machine",
-        "vm: connect --to 10.96.1.12:80 --count 3",
-    ),
+        "vm: connect --to 10.96.1.12:80 --count 1 --timeout-ms 300",
+    )
+    .differs(REFUSED_BEFORE, "TIMEOUT"),
     row(
         "from outside",
-        "x: connect --to 192.168.77.1:30081 --count 3",
+        "x: connect --to 192.168.77.1:30081 --count 1 --timeout-ms 300",
     )
+    .differs(REFUSED_BEFORE, "TIMEOUT")
     .then(&["n: nft delete table ip docker-bridges"]),
     row(
         "a pod whose own rules lead a VIP elsewhere",
