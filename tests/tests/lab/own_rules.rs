@@ -218,11 +218,11 @@ fn rules_are_noticed_within_a_second() -> Result<()> {
     let others = if is_long() { 107 } else { 27 };
     let builder = Lab::builder()
         .node("node2")
-        .pod("node2", "near", "10.244.2.10")
-        .pod("node2", "near2", "10.244.2.11")
-        .pod("node2", "sleep", "10.244.2.8");
+        .pod("node2", "near", "10.244.1.10")
+        .pod("node2", "near2", "10.244.1.11")
+        .pod("node2", "sleep", "10.244.1.8");
     let lab = (0..others).fold(builder, |builder, number| {
-        let address = format!("10.244.2.{}", 100 + number);
+        let address = format!("10.244.1.{}", 100 + number);
         builder.pod("node2", &format!("idle{number}"), &address)
     });
     let cluster = Cluster::start_in(lab.build()?, &["near"], services, &[])?;
