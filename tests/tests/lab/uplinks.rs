@@ -21,7 +21,11 @@ scenarios! {
     flows_are_masqueraded_to_the_address_of_their_way,
 }
 
-const WORKERS: [Worker; 2] = [Worker::KubeProxy(Mode::IptablesNft), Worker::Dataplane];
+const WORKERS: [Worker; 3] = [
+    Worker::KubeProxy(Mode::IptablesNft),
+    Worker::Dataplane,
+    Worker::Stack,
+];
 const NEAR: Numbered = Numbered {
     name: "near",
     number: 1,
@@ -147,7 +151,9 @@ fn flows_are_masqueraded_to_the_address_of_their_way() -> Result<()> {
         }
         seen.push(sources);
     }
-    ensure!(seen[0] == seen[1], "{:?}, not {:?}", seen[1], seen[0]);
+    for ours in &seen[1..] {
+        ensure!(seen[0] == *ours, "{ours:?}, not {:?}", seen[0]);
+    }
     ensure!(
         seen[0][0] == IpAddr::from([192, 168, 88, 1]),
         "{:?}",
