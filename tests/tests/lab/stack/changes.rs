@@ -28,7 +28,7 @@ scenarios! {
 }
 
 /// A policy for others: it knows the flows that pass it.
-const POLICY: &str = "table inet policy { chain forward { type filter hook forward priority filter; policy accept;\n\
+const POLICY: &str = "table inet enforcer { chain forward { type filter hook forward priority filter; policy accept;\n\
     ct state invalid drop\nct state established,related accept\nip saddr 203.0.113.99 drop\n}\n}";
 
 /// The rule of a network plug-in for packets of pods that leave the cluster. With it, the kernel's conntrack is always on.
@@ -143,7 +143,9 @@ fn add_and_remove(cluster: &Cluster, times: usize) -> Result<()> {
             Ok(())
         })?;
         thread::sleep(Duration::from_millis(100));
-        node.command("nft").arg("delete table inet policy").run()?;
+        node.command("nft")
+            .arg("delete table inet enforcer")
+            .run()?;
         eventually(|| {
             let changes = count(FAST) - before[1];
             ensure!(

@@ -119,8 +119,8 @@ impl Shape {
 
 /// Counts packets that the kernel's conntrack cannot assign, and nothing else.
 const INVALID: &str = "table inet invalid {\n\
-    chain pre { type filter hook prerouting priority mangle; ct state invalid counter; }\n\
-    chain fwd { type filter hook forward priority mangle; ct state invalid counter; }\n}";
+    chain prerouting { type filter hook prerouting priority mangle; ct state invalid counter; }\n\
+    chain forward { type filter hook forward priority mangle; ct state invalid counter; }\n}";
 
 fn firewalls_pass_what_they_pass_with_kube_proxy() -> Result<()> {
     let worlds = worlds(&[JUDGE, Worker::Dataplane])?;

@@ -125,7 +125,7 @@ fn agree(worlds: &[World], equal: Equal, wanted: &str) -> Result<()> {
 }
 
 /// Waits until packets take a path.
-fn takes(agent: &Agent, path: &str) -> Result<()> {
+pub fn takes(agent: &Agent, path: &str) -> Result<()> {
     eventually(|| {
         let output = agent.dataplane(["status", "-o", "json"]).output()?;
         let status: Value = serde_json::from_slice(&output.stdout)?;
