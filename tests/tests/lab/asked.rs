@@ -23,7 +23,11 @@ scenarios! {
     a_connected_socket_is_answered_however_late,
 }
 
-const WORKERS: [Worker; 2] = [Worker::KubeProxy(Mode::IptablesNft), Worker::Dataplane];
+const WORKERS: [Worker; 3] = [
+    Worker::KubeProxy(Mode::IptablesNft),
+    Worker::Dataplane,
+    Worker::Stack,
+];
 /// The port at which the other side answers.
 const ANSWERS: u16 = 9000;
 /// A port of a Service whose external IP is the node's own address.

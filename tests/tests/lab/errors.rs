@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_peers::Mode;
-use dataplane_tests::{Host, Lab, patience};
+use dataplane_tests::{Host, Lab, is_long, patience};
 use kernel::trial::{Offload, set_offload};
 use nix::{
     cmsg_space,
@@ -38,7 +38,11 @@ scenarios! {
     errors_reach_the_clients_socket,
 }
 
-const WORKERS: [Worker; 2] = [Worker::KubeProxy(Mode::IptablesNft), Worker::Dataplane];
+const WORKERS: [Worker; 3] = [
+    Worker::KubeProxy(Mode::IptablesNft),
+    Worker::Dataplane,
+    Worker::Strict,
+];
 
 /// The client's addresses, behind `ext`.
 const BEHIND: [&str; 2] = ["192.0.2.2", "fd79::2"];
@@ -155,7 +159,10 @@ fn errors_are_whole_whoever_makes_checksums_and_segments() -> Result<()> {
         let [ext, client, node, e1] = ["ext", "ext2", "node1", "e1"].map(|name| world.host(name));
         let theirs = [(ext, "p0"), (ext, "eth0"), (client, "p1"), (e1, "eth0")];
         let ours = [(node, "eth0"), (node, "veth-e1")];
-        for bits in 0..16_u8 {
+        // Through the stack, where the kernel's own code makes checksums and segments, a few of them are enough.
+        let few = [0, 3, 7, 11, 15];
+        let is_tried = |bits: &u8| worker != Worker::Strict || is_long() || few.contains(bits);
+        for bits in (0..16_u8).filter(is_tried) {
             let [their_sums, our_sums, segments, receive] = [1, 2, 4, 8].map(|bit| bits & bit != 0);
             for (devices, sums) in [(&theirs[..], their_sums), (&ours[..], our_sums)] {
                 for (host, interface) in devices {
@@ -314,6 +321,8 @@ fn errors_reach_the_clients_socket() -> Result<()> {
         }
         seen.push(all);
     }
-    ensure!(seen[0] == seen[1], "{:?}\nis not {:?}", seen[0], seen[1]);
+    for ours in &seen[1..] {
+        ensure!(seen[0] == *ours, "{:?}\nis not {ours:?}", seen[0]);
+    }
     Ok(())
 }

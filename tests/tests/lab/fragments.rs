@@ -40,7 +40,13 @@ fn long_datagrams_arrive_in_fragments() -> Result<()> {
                 .set("externalTrafficPolicy", "Local"),
         ]
     };
-    for worker in [Worker::KubeProxy(Mode::IptablesNft), Worker::Dataplane] {
+    let workers = [
+        Worker::KubeProxy(Mode::IptablesNft),
+        Worker::Dataplane,
+        Worker::Stack,
+        Worker::Strict,
+    ];
+    for worker in workers {
         let world = World::start(worker, &Settings::base(), &services)?;
         for v4 in [true, false] {
             let cluster_ip = |n: u8| -> Result<IpAddr> {

@@ -1,4 +1,5 @@
-//! IPsec policies of the node: packets that a policy covers never leave in clear by the packet path.
+//! IPsec policies of the node: packets that a policy covers never leave in clear. The fast path refuses them; the path
+//! through the stack, which the agent chooses beside such a policy, has the kernel encrypt them.
 //!
 //! Most policies here have templates but no association, so the kernel itself sends no covered packet, whether or not
 //! it has ESP: any packet that arrives left in clear. On a kernel with ESP, such as the guest's, one scenario has
@@ -13,7 +14,8 @@ use dataplane_tests::{Host, patience};
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually, fails, reaches},
     manifest::Service,
-    sockets::{address, ask, bytes, tcp, transfer, udp},
+    sockets::{address, arrived, ask, bytes, tap, tcp, transfer, udp},
+    stack::takes,
 };
 
 scenarios! {
@@ -21,6 +23,8 @@ scenarios! {
     what_a_policy_covers_is_refused,
     what_a_policy_lets_pass_is_served,
     a_tunnel_encrypts_what_is_no_services_and_nothing_leaves_in_clear,
+    a_tunnel_encrypts_services_through_the_stack,
+    a_policy_has_the_stack_send_what_it_covers,
 }
 
 /// Fields of a policy: between which ends, and how the kernel is to encrypt its packets.
@@ -31,7 +35,7 @@ const TUNNEL6: &str = "tmpl src fd77::2 dst fd77::1 proto esp mode tunnel";
 const CONNECT: &str = "connect --timeout-ms 1000";
 const DATAGRAM: &str = "udp --timeout-ms 1000";
 
-fn cluster() -> Result<Cluster> {
+fn cluster(path: &str) -> Result<Cluster> {
     let lab = Cluster::lab_of_packets()?;
     let services = |lab: &dataplane_tests::Lab| {
         let service = |name: &str, number: u16, pod: &str| {
@@ -48,7 +52,7 @@ fn cluster() -> Result<Cluster> {
         lab,
         &["far", "near"],
         services,
-        &["--pod-cidr", "10.244.0.0/16"],
+        &["--pod-cidr", "10.244.0.0/16", "--packet-path", path],
     )
 }
 
@@ -90,7 +94,7 @@ fn refused(cluster: &Cluster) -> Result<u64> {
 /// Flows that begin and flows that exist; by the endpoint's address, by that of the service in replies, and by the
 /// node's address that flows are masqueraded to; both families. Flows that the policy does not cover go on.
 fn what_a_policy_covers_is_refused() -> Result<()> {
-    let cluster = cluster()?;
+    let cluster = cluster("fast")?;
     let node = cluster.lab.node("node2");
     if let Some(why) = refusal(node) {
         println!("skipped ipsec::what_a_policy_covers_is_refused: {why}");
@@ -181,7 +185,7 @@ fn what_a_policy_covers_is_refused() -> Result<()> {
 
 /// A policy without templates lets the packets that it covers pass, where it comes before policies that have some.
 fn what_a_policy_lets_pass_is_served() -> Result<()> {
-    let cluster = cluster()?;
+    let cluster = cluster("fast")?;
     let node = cluster.lab.node("node2");
     if let Some(why) = refusal(node) {
         println!("skipped ipsec::what_a_policy_lets_pass_is_served: {why}");
@@ -277,8 +281,16 @@ const KEY: &str = "0x0102030405060708090a0b0c0d0e0f1011121314";
 /// Packets between pods pass the tunnel, as they would without us; packets to services which the tunnel's policies
 /// cover are refused; and of both, no packet arrives that was not encrypted.
 fn a_tunnel_encrypts_what_is_no_services_and_nothing_leaves_in_clear() -> Result<()> {
-    const NAME: &str = "a_tunnel_encrypts_what_is_no_services_and_nothing_leaves_in_clear";
-    let cluster = cluster()?;
+    beside_a_tunnel("fast")
+}
+
+/// Likewise, but packets to services pass the tunnel, too.
+fn a_tunnel_encrypts_services_through_the_stack() -> Result<()> {
+    beside_a_tunnel("auto")
+}
+
+fn beside_a_tunnel(path: &str) -> Result<()> {
+    let cluster = cluster(path)?;
     let nodes = ["node1", "node2"].map(|name| cluster.lab.node(name));
     let ends = [
         Net {
@@ -295,12 +307,12 @@ fn a_tunnel_encrypts_what_is_no_services_and_nothing_leaves_in_clear() -> Result
         },
     ];
     if let Some(why) = refusal(nodes[1]) {
-        println!("skipped ipsec::{NAME}: {why}");
+        println!("skipped the tunnel of ipsec: {why}");
         return Ok(());
     }
     let [one, two] = &ends;
     if let Err(error) = tunnel(nodes[0], [one, two]) {
-        println!("skipped ipsec::{NAME}: this kernel takes no ESP associations: {error:#}");
+        println!("skipped the tunnel of ipsec: this kernel takes no ESP associations: {error:#}");
         return Ok(());
     }
     // Pods' packets that arrive at the other node in clear. (Decrypted packets have a security path, XFRM's.)
@@ -336,14 +348,23 @@ fn a_tunnel_encrypts_what_is_no_services_and_nothing_leaves_in_clear() -> Result
         "without a tunnel they arrive in clear: {before:?}"
     );
     tunnel(nodes[1], [two, one])?;
-    eventually(|| fails(client, covered[0], "connect --timeout-ms 300", "TIMEOUT"))?;
+    if path == "fast" {
+        eventually(|| fails(client, covered[0], "connect --timeout-ms 300", "TIMEOUT"))?;
+    } else {
+        takes(&cluster.agent, "stack")?;
+    }
     let begun = arrived_in_clear()?;
     for (vip, pod) in covered.into_iter().zip(pods) {
         reaches(client, pod, "connect --count 20", &["far"])?;
         reaches(client, pod, "udp --count 20", &["far"])?;
-        fails(client, vip, "connect --timeout-ms 300", "TIMEOUT")?;
         let udp = vip.replace(":80", ":53");
-        fails(client, &udp, "udp --timeout-ms 300", "TIMEOUT")?;
+        if path == "fast" {
+            fails(client, vip, "connect --timeout-ms 300", "TIMEOUT")?;
+            fails(client, &udp, "udp --timeout-ms 300", "TIMEOUT")?;
+        } else {
+            reaches(client, vip, "connect --count 20", &["far"])?;
+            reaches(client, &udp, "udp --count 20", &["far"])?;
+        }
     }
     reaches(client, "10.96.0.11:80", "connect --count 3", &["near"])?;
     let after = arrived_in_clear()?;
@@ -351,6 +372,68 @@ fn a_tunnel_encrypts_what_is_no_services_and_nothing_leaves_in_clear() -> Result
         after == begun,
         "{begun:?} became {after:?}: packets left in clear"
     );
-    ensure!(refused(&cluster)? > 0, "nothing was counted");
+    ensure!(
+        path != "fast" || refused(&cluster)? > 0,
+        "nothing was counted"
+    );
+    Ok(())
+}
+
+/// A policy without an association: the kernel sends no packet that the policy covers, and neither do our programs. From
+/// a virtual machine and from outside, in both families; flows that the policy does not cover go on.
+fn a_policy_has_the_stack_send_what_it_covers() -> Result<()> {
+    let cluster = cluster("auto")?;
+    let (node, far) = (cluster.lab.node("node2"), cluster.lab.pod("far"));
+    if let Some(why) = refusal(node) {
+        println!("skipped ipsec::a_policy_has_the_stack_send_what_it_covers: {why}");
+        return Ok(());
+    }
+    let (client, ext) = (cluster.client(), cluster.lab.external("ext"));
+    let elsewhere = tap(cluster.lab.node("node1"))?;
+    // Whether a frame has a packet for the endpoint: neither ARP nor ICMPv6, by which the nodes find their neighbours.
+    let is_clear = |frame: &&Vec<u8>| {
+        let is = |at: usize, bytes: &[u8]| frame.get(at..at + bytes.len()) == Some(bytes);
+        let v4 = is(12, &[0x08, 0]) && is(30, &far.ipv4().octets());
+        v4 || (is(12, &[0x86, 0xdd]) && is(38, &far.ipv6().octets()) && !is(20, &[58]))
+    };
+    for (policy_of, template, vip, near, outside) in [
+        (
+            "src 0.0.0.0/0 dst 10.244.1.0/24",
+            TUNNEL,
+            "10.96.0.10:80",
+            "10.96.0.11:80",
+            "192.168.77.2:30080",
+        ),
+        (
+            "src ::/0 dst fd00:10:244:1::/64",
+            TUNNEL6,
+            "[fd00:96::10]:80",
+            "[fd00:96::11]:80",
+            "[fd77::2]:30080",
+        ),
+    ] {
+        takes(&cluster.agent, "fast")?;
+        arrived(&elsewhere);
+        reaches(client, vip, "connect --count 3", &["far"])?;
+        reaches(ext, outside, "connect --count 3", &["far"])?;
+        let clear = arrived(&elsewhere).iter().filter(is_clear).count();
+        ensure!(
+            clear > 0,
+            "{policy_of}: without it, nothing leaves in clear"
+        );
+        let what = format!("{policy_of} dir out");
+        policy(node, "add", &format!("{what} {template}"))?;
+        takes(&cluster.agent, "stack")?;
+        arrived(&elsewhere);
+        fails(client, vip, CONNECT, "TIMEOUT")?;
+        fails(ext, outside, CONNECT, "TIMEOUT")?;
+        let clear = arrived(&elsewhere).iter().filter(is_clear).count();
+        ensure!(clear == 0, "{policy_of}: {clear} packets left in clear");
+        reaches(client, near, "connect --count 3", &["near"])?;
+        let said = said(&cluster)?;
+        ensure!(said.is_empty(), "{policy_of}: {said:?}");
+        policy(node, "delete", &what)?;
+        eventually(|| reaches(client, vip, "connect", &["far"]).map(drop))?;
+    }
     Ok(())
 }

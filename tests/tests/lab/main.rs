@@ -96,6 +96,7 @@ mod situations;
 mod smoke;
 mod sockets;
 mod sources;
+mod stack;
 mod stale;
 mod status;
 mod supervisor;
@@ -278,6 +279,10 @@ const ALL: &[&[Scenario]] = &[
     sources::SCENARIOS,
     ipsec::SCENARIOS,
     forward_rules::SCENARIOS,
+    stack::CHANGES,
+    stack::POLICIES,
+    stack::FIREWALLS,
+    stack::SEEN,
     iptables::SCENARIOS,
     own_rules::SCENARIOS,
     peers::SCENARIOS,

@@ -12,7 +12,7 @@ use crate::{
         case::{At, Numbered},
         world::{Settings, Worker, World},
     },
-    sockets::{address, ask, bytes, tcp, transfer, udp},
+    sockets::{ask, bytes, tcp, transfer, udp},
 };
 
 scenarios! {
@@ -21,7 +21,11 @@ scenarios! {
     flows_are_masqueraded_to_the_address_of_their_way,
 }
 
-const WORKERS: [Worker; 2] = [Worker::KubeProxy(Mode::IptablesNft), Worker::Dataplane];
+const WORKERS: [Worker; 3] = [
+    Worker::KubeProxy(Mode::IptablesNft),
+    Worker::Dataplane,
+    Worker::Stack,
+];
 const NEAR: Numbered = Numbered {
     name: "near",
     number: 1,
@@ -39,10 +43,9 @@ fn second_uplink(world: &World) -> Result<()> {
         host.ip(&format!("addr add 192.168.88.{number}/24 dev eth1"))?;
         host.ip(&format!("addr add fd88::{number}/64 dev eth1 nodad"))?;
         host.ip("link set eth1 up")?;
-        host.sysctl("ipv4/conf/all/rp_filter", "0")?;
-        host.sysctl("ipv4/conf/eth0/rp_filter", "0")?;
-        host.sysctl("ipv4/conf/eth1/rp_filter", "0")?;
     }
+    // As AWS' plug-in sets it for the first uplink: the rule for the pod names the other way back to a client.
+    node.sysctl("ipv4/conf/all/rp_filter", "2")?;
     for (family, pod, via) in [
         ("-4", "10.244.1.101", "192.168.88.2"),
         ("-6", "fd00:10:244:1::101", "fd88::2"),
@@ -83,26 +86,32 @@ fn answers_leave_by_the_uplink_that_their_flow_came_by() -> Result<()> {
     };
     // The second uplink's default route would make its address the one for node ports.
     let mut settings = Settings::base();
-    settings
-        .arguments
-        .extend(["--nodeport-addresses", "192.168.77.0/24,fd77::/64"]);
+    settings.arguments.extend([
+        "--nodeport-addresses",
+        "192.168.77.0/24,fd77::/64,192.168.88.0/24,fd88::/64",
+    ]);
     for worker in WORKERS {
         let lab = crate::differential::world::lab()?;
         let manifests = crate::manifest::Manifests::new(&services(&lab))?;
         let servers = vec![crate::cluster::serve(lab.pod("e1"))?];
         let world = World::start_in(lab, worker, &settings, &manifests.path(), servers)?;
         second_uplink(&world)?;
-        let (node, ext) = (world.host("node1"), world.host("ext"));
-        // ext2 does not forward packets to ext.
-        for v4 in [true, false] {
+        // Neither client forwards packets to the other.
+        for (client, node, own) in [
+            ("ext", "192.168.77.1", "192.168.77.201"),
+            ("ext", "fd77::1", "fd77::201"),
+            ("ext2", "192.168.88.1", "192.168.88.2"),
+            ("ext2", "fd88::1", "fd88::2"),
+        ] {
+            let (client, own): (_, IpAddr) = (world.host(client), own.parse()?);
             for number in [1, 2] {
-                let to: SocketAddr = (address(node, v4), 30_000 + number).into();
+                let to = SocketAddr::new(node.parse()?, 30_000 + number);
                 let what = || format!("{worker:?}: {to}");
                 let try_it = || -> Result<()> {
-                    let stream = tcp(ext, to)?;
+                    let stream = tcp(client, to)?;
                     let who = transfer(&stream, &bytes(50_000, 5))?;
                     ensure!(who == "e1", "{who} answered");
-                    let socket = udp(ext, (address(ext, v4), 0))?;
+                    let socket = udp(client, (own, 0))?;
                     let who = ask(&socket, to, &bytes(100, 6))?;
                     ensure!(who == "e1", "{who} answered");
                     Ok(())
@@ -147,7 +156,9 @@ fn flows_are_masqueraded_to_the_address_of_their_way() -> Result<()> {
         }
         seen.push(sources);
     }
-    ensure!(seen[0] == seen[1], "{:?}, not {:?}", seen[1], seen[0]);
+    for ours in &seen[1..] {
+        ensure!(seen[0] == *ours, "{ours:?}, not {:?}", seen[0]);
+    }
     ensure!(
         seen[0][0] == IpAddr::from([192, 168, 88, 1]),
         "{:?}",

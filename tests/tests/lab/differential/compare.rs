@@ -14,6 +14,9 @@ use crate::manifest::Service;
 /// kube-proxy's modes for the comparison. Mode iptables writes the same rules for every variant of `iptables`.
 pub const MODES: [Mode; 2] = [Mode::IptablesNft, Mode::Nftables];
 
+/// Ours: by the fast path, and through the stack.
+const OURS: [Worker; 2] = [Worker::Dataplane, Worker::Strict];
+
 /// The page of the differences.
 const DOCS: &str = include_str!("../../../../docs/differences.md");
 
@@ -29,11 +32,11 @@ pub struct Comparison<'a> {
 impl Comparison<'_> {
     /// Makes it.
     pub fn run(&self) -> Result<()> {
-        // The dataplane is the first of them. All run at one time: a case that is tried again is tried in all worlds.
+        // Ours are the first of them. All run at one time: a case that is tried again is tried in all worlds.
         // Otherwise one mode would be compared with results that were joined for another mode.
         let worlds = || -> Result<Vec<World>> {
             let modes = MODES.into_iter().map(Worker::KubeProxy);
-            std::iter::once(Worker::Dataplane)
+            OURS.into_iter()
                 .chain(modes)
                 .map(|worker| World::start(worker, &self.settings, self.services))
                 .collect()
@@ -68,16 +71,18 @@ impl Comparison<'_> {
 
         let mut used = vec![0; self.differences.len()];
         let mut wrong = vec![];
-        let (here, there) = seen.split_first().expect("ours");
+        let (ours, there) = seen.split_at(OURS.len());
         for (mode, there) in MODES.into_iter().zip(there) {
             for (number, case) in self.cases.iter().enumerate() {
                 let (expected, applied) = self.expect(mode, number, &there[number]);
                 for index in applied {
                     used[index] += 1;
                 }
-                if expected != here[number] {
-                    let (there, here) = (&there[number], &here[number]);
-                    wrong.push(format!("{mode}: {case}: {there} -> {here}"));
+                for (worker, here) in OURS.into_iter().zip(ours) {
+                    if expected != here[number] {
+                        let (there, here) = (&there[number], &here[number]);
+                        wrong.push(format!("{mode}, {worker:?}: {case}: {there} -> {here}"));
+                    }
                 }
             }
         }
@@ -100,15 +105,14 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    /// Returns the cases whose results are not as expected for one of the modes, by number. The results here come
-    /// first.
+    /// Returns the cases whose results are not as expected for one of the modes, by number. Our results come first.
     fn doubtful(&self, seen: &[Vec<Seen>]) -> (Vec<usize>, Vec<Case>) {
-        let (here, there) = seen.split_first().expect("ours");
+        let (ours, there) = seen.split_at(OURS.len());
         let as_it_should_be = |number: &usize| {
-            MODES
-                .into_iter()
-                .zip(there)
-                .all(|(mode, there)| self.expect(mode, *number, &there[*number]).0 == here[*number])
+            MODES.into_iter().zip(there).all(|(mode, there)| {
+                let expected = self.expect(mode, *number, &there[*number]).0;
+                ours.iter().all(|here| here[*number] == expected)
+            })
         };
         (0..self.cases.len())
             .filter(|number| !as_it_should_be(number))

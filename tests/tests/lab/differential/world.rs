@@ -22,8 +22,12 @@ use crate::{
 pub enum Worker {
     /// The rules that kube-proxy would write.
     KubeProxy(Mode),
-    /// Our agent and its programs.
+    /// Our agent and its programs. The agent chooses the path of packets: the fast one, unless the node has rules.
     Dataplane,
+    /// Our agent and its programs, by the path through the stack.
+    Stack,
+    /// Likewise, on a node that [drops](be_strict) what its kernel does not understand.
+    Strict,
 }
 
 /// How hard a client tries.
@@ -215,11 +219,16 @@ impl World {
                 load_rules(node, mode, manifests, &settings.cluster)?;
                 None
             }
-            Worker::Dataplane => {
+            Worker::Dataplane | Worker::Stack | Worker::Strict => {
+                if worker == Worker::Strict {
+                    be_strict(node)?;
+                }
                 let agent = lab.agent(node.name()).manifests(manifests);
                 let config = Config::new(settings.config)?;
                 let agent = agent.args(config.arguments()).args(&settings.arguments);
-                Some(agent.start()?)
+                let is_through_stack = worker != Worker::Dataplane;
+                let path = is_through_stack.then_some(["--packet-path", "stack"]);
+                Some(agent.args(path.into_iter().flatten()).start()?)
             }
         };
         Ok(Self {
@@ -299,6 +308,21 @@ impl World {
         self.next_port.set(next);
         Ok(all.into_values().collect())
     }
+}
+
+/// Has a node drop packets whose source its routes do not lead back to, and packets that fit no flow of its kernel's
+/// conntrack. The packets of a service pass only if the kernel sees one flow between the client and the endpoint.
+pub fn be_strict(node: &Host) -> Result<()> {
+    node.sysctl("ipv4/conf/all/rp_filter", "1")?;
+    let hook = |hook: &str| {
+        format!(
+            "chain {hook} {{ type filter hook {hook} priority mangle; ct state invalid counter drop; }}\n"
+        )
+    };
+    let chains = ["prerouting", "forward", "postrouting"].map(hook).concat();
+    let rules = format!("table inet strict {{\n{chains}}}");
+    node.command("nft").arg(&rules).run()?;
+    Ok(())
 }
 
 /// Loads kube-proxy's rules for manifests into a node.

@@ -35,6 +35,7 @@ scenarios! {
     conversations_are_the_kernels,
     conversations_are_the_kernels_by_ipv6,
     conversations_end_when_the_kernels_do,
+    conversations_through_the_stack_are_the_kernels,
 }
 
 /// The default number of conversations; and that for one pair of labs with short timeouts, which pass while packets are
@@ -81,30 +82,36 @@ const DIFFERENCES: [&str; 7] = [
 const DOCS: &str = include_str!("../../../../../docs/differences.md");
 
 fn conversations_are_the_kernels() -> Result<()> {
-    compare(Kind {
-        v6: false,
-        short: false,
-    })
+    compare(Kind::default())
 }
 
 fn conversations_are_the_kernels_by_ipv6() -> Result<()> {
     compare(Kind {
         v6: true,
-        short: false,
+        ..Kind::default()
     })
 }
 
 /// With short timeouts: both sides have the flow for equally long.
 fn conversations_end_when_the_kernels_do() -> Result<()> {
     compare(Kind {
-        v6: false,
         short: true,
+        ..Kind::default()
+    })
+}
+
+fn conversations_through_the_stack_are_the_kernels() -> Result<()> {
+    compare(Kind {
+        stack: true,
+        ..Kind::default()
     })
 }
 
 /// How a campaign runs.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct Kind {
+    /// Whether our packets go through the stack.
+    stack: bool,
     v6: bool,
     /// Whether flows have the timeout [`SHORT_TIMEOUT`] in every state, and the scenario waits for their end.
     short: bool,
@@ -137,7 +144,12 @@ fn compare(kind: Kind) -> Result<()> {
         }
         let (there, here) = thread::scope(|scope| {
             let there = scope.spawn(|| run(Worker::KubeProxy(Mode::Nftables), &talks, kind));
-            let here = run(Worker::Dataplane, &talks, kind);
+            let ours = if kind.stack {
+                Worker::Stack
+            } else {
+                Worker::Dataplane
+            };
+            let here = run(ours, &talks, kind);
             (there.join(), here)
         });
         let (there, here) = (
@@ -228,7 +240,7 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
     let mut site = Site::new(client, endpoint, node, talks, kind.v6)?;
     let kept = || match worker {
         Worker::KubeProxy(_) => flows::of_the_kernel(node, kind.v6),
-        Worker::Dataplane => flows::of_ours(&world.lab.bpffs()?.join(node.name()), kind.v6),
+        _ => flows::of_ours(&world.lab.bpffs()?.join(node.name()), kind.v6),
     };
     let mut all: Vec<Vec<After>> = vec![Vec::new(); talks.len()];
     let steps = talks.iter().map(|talk| talk.steps.len()).max().unwrap_or(0);
