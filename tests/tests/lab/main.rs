@@ -130,10 +130,11 @@ use dataplane_tests::{Programs, Requirement, missing, whole_machine};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 /// Scenarios whose load is more than an emulated machine can bear.
-const HEAVY: [&str; 3] = [
+const HEAVY: [&str; 4] = [
     "lab::churn::",
     "lab::growth::",
     "lab::kubernetes::a_restless_cluster",
+    "lab::stack::changes::",
 ];
 
 /// Locked for writing by scenarios that measure, so that no other scenario runs beside them. An emulated processor

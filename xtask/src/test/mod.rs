@@ -88,7 +88,9 @@ enum When {
 /// model (a verifier may remove code that it takes for dead). The programs decide which address is a service's, which
 /// endpoint is chosen and which clients are refused, and the agent decides what the tables hold and what happens to
 /// damaged pins. These decisions are equal on each kernel, and each such scenario takes the time of an agent's start.
+/// Not every machine's kernel has ESP, and the guest's has it.
 const CORE: &str = "machine verifier features neighbours fuzz \
+                    ipsec::a_tunnel_encrypts_services_through_the_stack \
                     kernel::a_second_agent_adopts_what_the_first_wrote \
                     kernel::another_cgroup_is_attached_to_anew \
                     kernel::tables_grow_and_keep_what_they_hold \
