@@ -86,9 +86,9 @@ impl PacketConfig {
     pub const SEVERAL_NETWORKS: u32 = 1 << 8;
     /// There are several uplinks: answers leave by the one that their flow came by, if a route leads to the client by it.
     pub const SEVERAL_UPLINKS: u32 = 1 << 9;
-    /// The node's packets of flows go through the stack: the program on the way in only gives them their new destination.
+    /// New flows go through the stack: the program on the way in gives their packets only their new destination.
     pub const STACK_IN: u32 = 1 << 10;
-    /// Forwarded packets may belong to flows that go through the stack: the program on the way out translates the rest.
+    /// There may be flows that go through the stack: the program on the way out translates the rest of their packets.
     pub const STACK_OUT: u32 = 1 << 11;
     /// A program may be preempted by another on its CPU, in its middle (`PREEMPT_RT`).
     pub const PREEMPTIBLE: u32 = 1 << 15;

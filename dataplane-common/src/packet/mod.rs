@@ -7,7 +7,7 @@
 //! CONNTRACK  cells FlowKey    -> Translation  flows, by the addresses and ports of their requests
 //! ANSWERS    slots FlowKey, PortKey -> cell   flows, by the addresses and ports of their replies
 //! SEQUENCES  array cell       -> Sequences    how far a TCP flow's directions have got (`tcp`)
-//! CAME_BY    array cell / 2   -> [u32; 2]     the uplink by which a flow's client comes
+//! CAME_BY    array cell / 2   -> [u32; 2]     the uplink by which a flow's client comes, and the flow's path
 //! FRAGMENTS  lru   FragmentKey-> Fragment     the ports of a datagram whose later fragments come
 //! ```
 //!

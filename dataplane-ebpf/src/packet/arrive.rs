@@ -21,7 +21,7 @@ use super::{
     reverse, route,
     scratch::{self, Scratch, scratch},
     skb::{NESTED_PRIORITY, OTHER_VLAN, PACKET_HOST, PACKET_OTHERHOST, Skb},
-    source_routes,
+    source_routes, through,
 };
 use crate::{
     capture,
@@ -201,6 +201,9 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
         known = conntrack::answer(&s.packet.key, &s.packet.segment, &mut s.flow, now);
     }
     s.is_answer = u32::from(known == ANSWER);
+    if known == ANSWER && through::is_kernels(&s.flow) {
+        return Action::LeaveAlone;
+    }
     if known == ANSWER {
         s.flow.toward_client(&mut s.ends);
         return Action::Forward;

@@ -45,11 +45,12 @@ pub struct Flow {
     pub node_addr: u8,
     /// The packets of both directions that it had before this one.
     pub seen: u8,
-    /// The interface by which the client's packets come, for a reply if it matters ([`table::came_by`]); else 0.
+    /// The interface by which the client's packets come, for a reply if it matters ([`table::came_by`]); else 0. For a new
+    /// flow, [`table::THROUGH`], too.
     pub came_by: u32,
     /// Its cell, if a reply has led to it; else [`NOWHERE`](cells::NOWHERE).
     pub cell: u32,
-    /// Its cell, if a request has led to it.
+    /// Its cell, if a request has led to it or begun it.
     pub request_cell: u32,
 }
 
@@ -483,10 +484,17 @@ fn find_through(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) ->
     let Some((entry, found)) = table::find_by_node(&port_key) else {
         return NEW;
     };
-    if found.key().src != key.src || is_foreign(&found) {
+    let value = found.value();
+    if is_foreign(&found) {
         return NEW;
     }
-    let value = found.value();
+    if found.key().src != key.src {
+        if node_addr(value.node_addr) == key.src {
+            table::set_kernels(entry.index, true);
+        }
+        return NEW;
+    }
+    table::set_kernels(entry.index, false);
     flow.forward = found.key();
     flow.endpoint = value.endpoint;
     flow.endpoint_port = value.endpoint_port;

@@ -103,7 +103,7 @@ fn arrives(skb: Skb, s: &mut Scratch, back: &FlowKey, now: Tick) -> i32 {
     if known == NEW {
         known = conntrack::answer(back, segment, &mut s.flow, now);
     }
-    if !set_ends(s, known) {
+    if !set_ends(s, known) || (known == ANSWER && through::is_kernels(&s.flow)) {
         return LEAVE_ALONE;
     }
     s.is_answer = u32::from(known == ANSWER);

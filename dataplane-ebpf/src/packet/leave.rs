@@ -93,7 +93,14 @@ fn passes(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         // The program on the way in has taken note of it.
         s.packet.segment.flags |= Segment::QUOTED.flags;
         if through::find(s, now) {
-            return rewrite_only(skb, s);
+            skb.send_on();
+            return if !through::goes_back(skb, s) {
+                rewrite_only(skb, s)
+            } else if ipsec::forbids(&s.packet.key, &s.ends) {
+                DROP
+            } else {
+                node::send(skb, s)
+            };
         }
     }
     if s.packet.fragment != LATER {

@@ -613,10 +613,49 @@ pub fn came_by(index: u32) -> u32 {
 /// Returns the interface by which the packets of a flow's client come; 0: a pod's.
 #[inline(always)]
 pub fn came_by_ever(index: u32) -> u32 {
+    origin(index) & !(KERNELS | THROUGH)
+}
+
+/// Beside the interface: in the stack, a rule of the kernel's masquerades the flow's requests to the port that they have
+/// already. So the kernel's conntrack translates the answers back ([`super::through`]).
+const KERNELS: u32 = 1 << 31;
+
+/// Beside the interface: the flow began on the path through the stack, and stays on it. The kernel's conntrack would not take
+/// up a connection in its middle well: it misses the sequence numbers, and may masquerade the packets.
+pub const THROUGH: u32 = 1 << 30;
+
+/// Whether the flow in a cell began on the path through the stack.
+#[inline(always)]
+pub fn is_through(index: u32) -> bool {
+    origin(index) & THROUGH != 0
+}
+
+#[inline(always)]
+fn origin(index: u32) -> u32 {
     came_by_at(index).map_or(0, |by| {
         // SAFETY: an aligned half of an array's element, which stays.
         unsafe { read_volatile(by) }
     })
+}
+
+/// Whether the kernel translates the answers of the flow in a cell back.
+#[inline(always)]
+pub fn is_kernels(index: u32) -> bool {
+    origin(index) & KERNELS != 0
+}
+
+/// Records that the kernel translates the answers of the flow in a cell back, or that it does not.
+#[inline(always)]
+pub fn set_kernels(index: u32, is_kernels: bool) {
+    let before = origin(index);
+    let after = if is_kernels {
+        before | KERNELS
+    } else {
+        before & !KERNELS
+    };
+    if after != before {
+        set_came_by(index, after);
+    }
 }
 
 /// Records the interface by which the packets of a flow's client come, for a held cell: an uplink; 0: a pod's.

@@ -10,20 +10,20 @@
 //! | answer | endpoint → node, or → client | endpoint → client | VIP → client |
 //!
 //! In the stack, the client of a masqueraded flow has the node's port for this flow: the endpoint and this port lead to the flow
-//! (`ANSWERS`), and the client's own port would not. Each step finds the flow by the packet alone. So a packet may pass any
-//! number of our programs, and the flow may change between this path and the fast one at any time.
+//! (`ANSWERS`), and the client's own port would not. Each step finds the flow by the packet alone, so other programs and rules
+//! may do with a packet's marks what they like. A flow stays on the path on which it began.
 
 use dataplane_common::{
     Reason,
-    packet::{FlowKey, PacketConfig, Tick},
+    packet::{FlowKey, Iface, PacketConfig, Tick},
 };
 
 use super::{
-    conntrack::{self, ANSWER, NEW, REQUEST},
-    reverse,
+    conntrack::{self, ANSWER, Flow, NEW, REQUEST},
+    reverse, route,
     scratch::Scratch,
     skb::Skb,
-    sources,
+    sources, table,
 };
 use crate::{select::count, tables::PACKET_CONFIG};
 
@@ -34,16 +34,22 @@ fn has(flag: u32) -> bool {
         .is_some_and(|config| config.flags & flag != 0)
 }
 
-/// Whether packets that arrive go through the stack.
+/// Whether new flows go through the stack.
 #[inline(always)]
 pub fn is_on() -> bool {
     has(PacketConfig::STACK_IN)
 }
 
-/// Whether packets that leave may have come through the stack.
+/// Whether there may be flows that go through the stack.
 #[inline(always)]
 pub fn may_leave() -> bool {
     has(PacketConfig::STACK_OUT)
+}
+
+/// Whether the kernel translates a known flow's answers back, because a rule of its own masquerades the requests in the stack.
+#[inline(always)]
+pub fn is_kernels(flow: &Flow) -> bool {
+    may_leave() && flow.is_masqueraded() && table::is_kernels(flow.cell)
 }
 
 /// Where a packet goes on.
@@ -63,7 +69,12 @@ pub enum Goes {
 /// gives it. `key`: its own, or, for an error, that of the packet in the reverse direction.
 #[inline(never)]
 pub fn goes(skb: Skb, s: &mut Scratch, key: &FlowKey) -> Goes {
-    if !is_on() || sources::is_host(&s.ends.dst) {
+    let cell = if s.is_answer != 0 {
+        s.flow.cell
+    } else {
+        s.flow.request_cell
+    };
+    if !may_leave() || !table::is_through(cell) || sources::is_host(&s.ends.dst) {
         return Goes::Otherwise;
     }
     if !reverse::is_right(skb, &s.packet, &mut s.way, reverse::GOES_ON) {
@@ -80,6 +91,24 @@ pub fn goes(skb: Skb, s: &mut Scratch, key: &FlowKey) -> Goes {
     if same { Goes::Unchanged } else { Goes::Through }
 }
 
+/// Finds the way of an answer that leaves by another uplink than the one its flow came by, if there is a way there: the rules
+/// that would mark the flow see the endpoint instead of one of the node's addresses.
+#[inline(never)]
+pub fn goes_back(skb: Skb, s: &mut Scratch) -> bool {
+    let by = s.flow.came_by;
+    if s.is_answer == 0
+        || by == 0
+        || by == skb.ifindex()
+        || route::interface(skb.ifindex()).flags & Iface::LOCAL != 0
+    {
+        return false;
+    }
+    s.way.answer = route::NOWHERE;
+    s.way.longest = s.packet.longest(skb);
+    route::search_by(skb, &s.packet, &s.ends, by, &mut s.way);
+    s.way.answer == route::ONWARD
+}
+
 /// Finds the flow of a packet of TCP or UDP that leaves, and the ends that it gets; `false`: it has none, or needs no
 /// translation.
 #[inline(never)]
@@ -93,6 +122,7 @@ pub fn find(s: &mut Scratch, now: Tick) -> bool {
     if known == NEW {
         known = conntrack::through(key, segment, &mut s.flow, now);
     }
+    s.is_answer = u32::from(known == ANSWER);
     if known == ANSWER {
         s.flow.toward_client(&mut s.ends);
     } else if known == REQUEST {

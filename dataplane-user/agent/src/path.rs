@@ -9,10 +9,7 @@ use settings::PacketPath;
 use takeover::path;
 use tracing::info;
 
-use super::{
-    LOOK, RETRY,
-    due::Due,
-};
+use super::{LOOK, RETRY, due::Due};
 
 /// How often to look at the legacy tables of iptables: the kernel does not report their changes.
 const LEGACY: Duration = Duration::from_secs(2);

@@ -8,8 +8,6 @@ mod ways;
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::Path,
-    thread,
-    time::Duration,
 };
 
 use aya::Ebpf;
@@ -29,10 +27,6 @@ use super::{
     tables::Tables,
     tc::{self, Direction, Hook, InterfaceAttachment, PacketPrograms},
 };
-
-/// How long packets of services may still be in the stack when the program on the way in no longer leaves them to it.
-/// The program on the way out serves them meanwhile.
-const IN_STACK: Duration = Duration::from_millis(200);
 
 /// Options of the packet path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -205,13 +199,10 @@ impl PacketPath {
             ..config
         };
         let before = self.tables.config();
+        // Flows that began on the path through the stack stay on it, also after a restart of the agent.
+        let flags = config.flags | before.flags & PacketConfig::STACK_OUT;
+        let config = PacketConfig { flags, ..config };
         if before != config {
-            let leaves = PacketConfig::STACK_IN & before.flags & !config.flags;
-            if leaves != 0 {
-                let flags = config.flags | PacketConfig::STACK_OUT;
-                self.tables.set_config(PacketConfig { flags, ..config });
-                thread::sleep(IN_STACK);
-            }
             self.tables.set_config(config);
         }
         if matches!(change, Change::Made) {
