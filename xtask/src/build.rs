@@ -86,16 +86,20 @@ pub fn announce(profile: Profile) {
     }
 }
 
-/// Compiles the kernel programs.
+/// Compiles the kernel programs, and puts them where the binaries' build looks for them.
 pub fn programs(tools: &Tools) -> Result<()> {
+    copy_if_different(&compile_programs(tools)?, &workspace::object())
+}
+
+/// Compiles the kernel programs. Returns the path of the object file.
+pub fn compile_programs(tools: &Tools) -> Result<PathBuf> {
     let built = workspace::target().join("bpf-build");
     check(
         ebpf_cargo("build", tools)
             .args(["--profile", "bpf", "--target-dir"])
             .arg(&built),
     )?;
-    let object = built.join(TARGET).join("bpf/dataplane-ebpf");
-    copy_if_different(&object, &workspace::object())
+    Ok(built.join(TARGET).join("bpf/dataplane-ebpf"))
 }
 
 /// The target is little-endian. The programs are not tested on big-endian machines.

@@ -59,14 +59,12 @@ pub fn may_panic(name: &str) {
 #[inline(always)]
 pub fn may_panic(_: &str) {}
 
-/// Returns a callback for threads that must not panic.
-#[cfg(any(test, feature = "testing"))]
+/// Returns a callback for threads that must not panic: those of tests.
 pub fn none_dies() -> Deaths {
     Arc::new(|name, why| panic!("{name}: {why}"))
 }
 
-/// Returns the CPU time of this thread. Unlike elapsed time, it does not depend on the machine's other work.
-#[cfg(any(test, feature = "testing"))]
+/// Returns the CPU time of this thread, for tests. Unlike elapsed time, it does not depend on the machine's other work.
 pub fn computed() -> std::time::Duration {
     use nix::time::{ClockId, clock_gettime};
 

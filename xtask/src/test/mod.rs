@@ -114,17 +114,15 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
         Purpose::Bench
     };
     build::programs(&setup::ensure(purpose, no_install)?)?;
-    let mut suites = suites::compile()?;
+    let (mut suites, guest) = compile(arguments, in_guest)?;
     if let (None, Some(missing)) = (arguments.vm, &missing) {
         note(&format!(
             "The scenarios cannot run here: {missing}. With --vm=auto they run in a guest."
         ));
     }
-    let guest = if in_guest {
-        Some(for_guest(arguments, &mut suites)?)
-    } else {
-        None
-    };
+    let guest = guest
+        .map(|guest| for_guest(guest, arguments.vm, &mut suites))
+        .transpose()?;
     for suite in &mut suites {
         prepare(suite, arguments);
     }
@@ -197,18 +195,33 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     })
 }
 
-/// Returns a guest, and the scenarios that run in it, which leave `suites` unless they also run here.
-fn for_guest(arguments: &Arguments, suites: &mut Vec<Suite>) -> Result<(Result<Guest>, Suite)> {
-    let guest = match Guest::new(&arguments.kernel, arguments.modules.as_deref()) {
+/// Compiles the suites. Finds the guest meanwhile: qemu may take ten seconds to find out that KVM does not work.
+fn compile(arguments: &Arguments, in_guest: bool) -> Result<(Vec<Suite>, Option<Result<Guest>>)> {
+    thread::scope(|scope| {
+        let find = || Guest::new(&arguments.kernel, arguments.modules.as_deref());
+        let guest = in_guest.then(|| scope.spawn(find));
+        let suites = suites::compile();
+        let guest = guest.map(|guest| guest.join().expect("it returns its errors"));
+        Ok((suites?, guest))
+    })
+}
+
+/// Returns the guest, and the scenarios that run in it, which leave `suites` unless they also run here.
+fn for_guest(
+    guest: Result<Guest>,
+    when: Option<When>,
+    suites: &mut Vec<Suite>,
+) -> Result<(Result<Guest>, Suite)> {
+    let guest = match guest {
         // With `--vm=also`, the tests on this machine run even if the guest cannot.
-        Err(error) if arguments.vm == Some(When::Also) => Err(error),
+        Err(error) if when == Some(When::Also) => Err(error),
         guest => Ok(guest?),
     };
-    let scenarios = match arguments.vm {
+    let scenarios = match when {
         Some(When::Also) => suites.last().map(Suite::again),
         _ => suites.pop(),
     };
-    if arguments.vm == Some(When::Only) {
+    if when == Some(When::Only) {
         suites.clear();
     }
     Ok((guest, scenarios.context("the scenarios are compiled")?))
