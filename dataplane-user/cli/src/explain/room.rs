@@ -93,6 +93,7 @@ impl NewFlow<'_> {
             // The programs look at the whole pool, also for a client with session affinity.
             let all = decision::choices(self.live.tables, pool.block);
             judged = self.judge(self.place.ready(all)?)?;
+            told.reason = Reason::Translated.word();
         }
         for reason in [
             Reason::NoNodeAddress,
@@ -153,6 +154,11 @@ impl NewFlow<'_> {
         }
         if told.endpoints.is_empty() {
             drop_packet(told, Reason::PortsExhausted);
+            return;
+        }
+        if !self.live.conntrack.has_room(self.key) {
+            told.steps.push(Reason::ConntrackFull.text().to_owned());
+            drop_packet(told, Reason::ConntrackFull);
             return;
         }
         told.reason = Reason::Masqueraded.word();
