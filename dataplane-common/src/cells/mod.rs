@@ -90,6 +90,10 @@ pub use holders::{free_held, give_back, hold, hold_flow, hold_or_find, publish};
 pub use keys::CellKey;
 pub use memory::{Entry, Line, Memory};
 pub use read::{Snapshot, key, read, value};
+#[cfg(any(test, feature = "user"))]
+pub use room::{has_room, may_evict};
+#[cfg(any(test, feature = "user"))]
+pub use slots::has_slot;
 pub use slots::{find_by_client, find_by_node, is_home_taken, lead, place_of_replies};
 pub use words::{Cell, HEAD, Head, Holder, STATE, Slot, Slots, State, cells_for};
 
@@ -233,6 +237,14 @@ pub fn evict_port<M: Memory>(memory: &M, choice: &Choice, now: Tick) -> Port {
 
 /// How many ports are looked at.
 pub const PORTS_LOOKED_AT: u32 = OTHERS + 1;
+
+/// Returns the nth of the ports that are looked at, in host byte order, after a random number. The ports are far apart.
+#[inline(always)]
+pub const fn port_looked_at(random: u32, nth: u32) -> u16 {
+    /// An odd number without any other requirement.
+    const APART: u32 = 23_669;
+    random.wrapping_add(nth.wrapping_mul(APART)) as u16
+}
 
 /// Looks at one of a key's cells, in the first round of `room.rs` or in the second.
 #[inline(always)]

@@ -65,6 +65,12 @@ fn rank<L: Line>(line: L, head: Head, now: Tick) -> u32 {
 /// [`NOWHERE`] if no flow may be evicted, [`BUSY`] if a cell has changed meanwhile.
 #[inline(always)]
 pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
+    evict(memory, &survey(memory, key, now), now)
+}
+
+/// Looks at all of a key's cells, in both rounds.
+#[inline(always)]
+fn survey<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> Choice {
     let place = key.place(memory.secret());
     let mut choice = Choice::default();
     let mut nth = 0;
@@ -75,7 +81,28 @@ pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
         memory.look(&mut choice, index, second, now);
         nth += 1;
     }
-    evict(memory, &choice, now)
+    choice
+}
+
+/// Whether [`hold`](super::hold) finds a cell for a key that has no flow. Changes nothing.
+#[cfg(any(test, feature = "user"))]
+pub fn has_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> bool {
+    let place = key.place(memory.secret());
+    let is_available = |nth| {
+        let line = memory.cell(candidate(place, nth) & memory.mask());
+        line.is_some_and(|line| {
+            let head = Head(line.load(HEAD));
+            // A held cell makes the program wait, and does not make the table full.
+            head.is_held() || head.is_free() || super::gives_way(memory, line, head, now)
+        })
+    };
+    (0..=OTHERS).any(is_available) || chosen(&survey(memory, key, now)).is_some()
+}
+
+/// Whether a flow may be evicted among those that were looked at. Changes nothing.
+#[cfg(any(test, feature = "user"))]
+pub fn may_evict(choice: &Choice) -> bool {
+    chosen(choice).is_some()
 }
 
 /// Looks at the flow that has a port of the node's to an endpoint, if there is one, in the first or in the second
@@ -103,17 +130,26 @@ pub fn look_at_port<M: Memory>(
     }
 }
 
-/// Evicts a flow among those that were looked at: returns its cell, which is free then. [`NOWHERE`] if no flow may be
-/// evicted, [`BUSY`] if the cell has changed meanwhile.
+/// Returns the rank and the cell of the flow to evict among those that were looked at. `None` if no flow may be evicted.
 #[inline(always)]
-pub fn evict<M: Memory>(memory: &M, choice: &Choice, now: Tick) -> u32 {
+fn chosen(choice: &Choice) -> Option<(u32, u32)> {
     let (mut goes, mut at) = (choice.any, choice.any_at);
     let crowded = choice.has > OTHERS / 2;
     if crowded && (goes < State::UNASSURED || choice.of_most | State::CROWD > goes) {
         (goes, at) = (choice.of_most, choice.of_most_at);
     } else if goes <= State::PROTECTED {
-        return NOWHERE;
+        return None;
     }
+    Some((goes, at))
+}
+
+/// Evicts a flow among those that were looked at: returns its cell, which is free then. [`NOWHERE`] if no flow may be
+/// evicted, [`BUSY`] if the cell has changed meanwhile.
+#[inline(always)]
+pub fn evict<M: Memory>(memory: &M, choice: &Choice, now: Tick) -> u32 {
+    let Some((goes, at)) = chosen(choice) else {
+        return NOWHERE;
+    };
     let Some(line) = memory.cell(at) else {
         return NOWHERE;
     };

@@ -45,6 +45,16 @@ pub fn is_home_taken<M: Memory>(memory: &M, place: u32, now: Tick) -> bool {
     head.key().is_none() || !gives_way(memory, line, head, now)
 }
 
+/// Whether [`lead`] finds a slot for the replies of a flow that is not masqueraded. Changes nothing.
+#[cfg(any(test, feature = "user"))]
+pub fn has_slot<M: Memory>(memory: &M, place: u32, now: Tick) -> bool {
+    let is_empty = |nth| {
+        let slot = memory.slot(candidate(place, nth) & memory.slots());
+        slot.is_some_and(|slot| slot.load().cell().is_none())
+    };
+    !is_home_taken(memory, place, now) || (1..=OTHERS).any(is_empty)
+}
+
 /// Makes a slot lead to a held cell; `false` if no slot is free, or, with `only_home`, if the home leads elsewhere.
 #[inline(always)]
 pub fn lead<M: Memory>(memory: &M, place: u32, index: u32, only_home: bool, now: Tick) -> bool {

@@ -86,6 +86,7 @@ mod proxy;
 mod proxy_flood;
 mod readers;
 mod ready;
+mod reasons;
 mod reconcile;
 mod reload;
 mod resets;
@@ -244,6 +245,7 @@ const ALL: &[&[Scenario]] = &[
     proxy_flood::SCENARIOS,
     readers::SCENARIOS,
     ready::SCENARIOS,
+    reasons::SCENARIOS,
     reconcile::SCENARIOS,
     // The meaning of a service, line by line.
     socket_tcp::SCENARIOS,

@@ -70,12 +70,12 @@ fn cluster() -> Result<Cluster> {
 }
 
 /// Waits until every cached way has expired: 16 jiffies, of which a second has 100 at least.
-fn forgotten() {
+pub fn forgotten() {
     thread::sleep(Duration::from_millis(200));
 }
 
 /// Has routes allow 1400 bytes to the endpoint `far`, and more on the way back.
-fn narrow(node: &Host) -> Result<()> {
+pub fn narrow(node: &Host) -> Result<()> {
     node.ip("route replace 10.244.1.0/24 via 192.168.77.1 mtu lock 1400")?;
     node.ip("-6 route replace fd00:10:244:1::/64 via fd77::1 mtu lock 1400")?;
     forgotten();

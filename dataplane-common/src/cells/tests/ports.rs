@@ -46,6 +46,34 @@ fn a_home_slot_is_taken_by_flows_that_live() {
     assert!(shared.unmake(&key) && !is_taken(0));
 }
 
+/// The replies of a flow find a slot if one of their seventeen is empty, or if the flow of their home is over.
+#[test]
+fn a_slot_is_foretold() {
+    let shared = Shared::new(64);
+    let memory = &shared;
+    let (first, second) = (key(40_000), key(40_002));
+    let value = Translation {
+        seen: seen::PACKET | seen::RST,
+        ..to(&first, 0)
+    };
+    assert!(shared.make(&first, &value, at(0)));
+    let index = shared.find(&first).unwrap();
+    for place in 0..=memory.slots() {
+        let slot = memory.slot(place).unwrap();
+        assert!(slot.exchange(slot.load(), Slot(0).leading_to(index)));
+    }
+    let place = place_of_replies(&second, &to(&second, 0), SECRET);
+    assert!(!has_slot(&memory, place, at(0)));
+    assert!(has_slot(&memory, place, at(60)), "the flow is over");
+    let held = hold(&memory, &second, at(0));
+    assert!(!lead(&memory, place, held, false, at(0)));
+    let last = memory.slot(candidate(place, OTHERS) & memory.slots());
+    let last = last.unwrap();
+    assert!(last.exchange(last.load(), Slot(0)));
+    assert!(has_slot(&memory, place, at(0)));
+    assert!(lead(&memory, place, held, false, at(0)));
+}
+
 #[test]
 fn positions_belong_to_their_cell() {
     let shared = Shared::new(4);
@@ -69,10 +97,12 @@ fn evicted(flows: &[(FlowKey, Translation)], meanwhile: impl FnOnce(&Shared)) ->
             look_at_port(&memory, &mut choice, &port(key, value), second, at(100));
         }
     }
+    let foretold = may_evict(&choice);
     meanwhile(&shared);
     let evicted = evict_port(&memory, &choice, at(100));
     let left = flows.iter().filter(|(key, _)| shared.find(key).is_some());
     let all_stay = evicted == Port::ANY;
+    assert!(foretold || all_stay, "{evicted:?}");
     let stays = |(key, _): &&(FlowKey, Translation)| key.src_port != evicted;
     assert!(all_stay || left.eq(flows.iter().filter(stays)));
     evicted

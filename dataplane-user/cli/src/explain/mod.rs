@@ -4,6 +4,7 @@ mod capture;
 mod decision;
 mod explanation;
 mod packet;
+mod room;
 mod target;
 mod ways;
 

@@ -24,6 +24,7 @@ use super::{
     capture::Mesh,
     decision::{self, Recorded, affinity, holds, lookup},
     explanation::{Choice, Explanation},
+    room::NewFlow,
     ways::{Packet, Place, drop_packet},
 };
 
@@ -219,7 +220,7 @@ fn beside(
     }
     told.steps.push(format!(
         "a flow from the same port reaches this endpoint through {}, {}: the endpoint's replies could belong to \
-         either, so the endpoint sees another port of the client",
+         either, so the endpoint has to see another port of the client",
         flow.vip(),
         flow.state(),
     ));
@@ -229,7 +230,14 @@ fn beside(
         endpoint: SocketAddr::new(key.dst.ip(), key.dst_port.host()).to_string(),
         probability: 1.0,
     });
-    place.reach(false, told)
+    let new = NewFlow {
+        live,
+        place,
+        key,
+        masquerade: false,
+        pool: None,
+    };
+    new.enter(told)
 }
 
 /// Explains the first packet of a flow.
@@ -303,9 +311,16 @@ fn begin(
         drop_packet(told, reason);
         return Ok(());
     }
-    seen_as(live, key, decision.masquerade, told)?;
+    let new = NewFlow {
+        live,
+        place,
+        key,
+        masquerade: decision.masquerade,
+        pool: Some(&pool),
+    };
+    new.seen_as(told)?;
     place.skip_unready(live.tables, &pool, told)?;
-    place.reach(decision.masquerade, told)
+    new.enter(told)
 }
 
 /// Says to which endpoints the packet may not go, by the egress policy of its workload or by IPsec policies, and returns a
@@ -442,49 +457,6 @@ fn choose(live: &Live<'_>, key: &FlowKey, pool: &Pool, told: &mut Explanation) {
         }
     }
     told.choose(decision::choices(live.tables, pool.block));
-}
-
-/// Explains which client address the endpoint sees.
-fn seen_as(
-    live: &Live<'_>,
-    key: &FlowKey,
-    masquerade: bool,
-    told: &mut Explanation,
-) -> anyhow::Result<()> {
-    let hairpin = told.endpoints.iter().any(|choice| {
-        let endpoint = choice.endpoint.parse::<SocketAddr>();
-        endpoint.is_ok_and(|endpoint| endpoint.ip() == key.src.ip())
-    });
-    if !masquerade && !hairpin {
-        told.steps
-            .push("the endpoint sees the client's own address".to_owned());
-        return Ok(());
-    }
-    let mut ways = Vec::new();
-    for (index, iface) in live.packet.ifaces()? {
-        let slot = if key.src.is_v4() {
-            iface.masquerade_v4
-        } else {
-            iface.masquerade_v6
-        };
-        if let Some(addr) = live.packet.node_addr(slot) {
-            ways.push(format!("{addr} by {}", kernel::interface_name(index)));
-        }
-    }
-    if masquerade {
-        told.reason = Reason::Masqueraded.word();
-        told.steps.push(format!(
-            "the endpoint sees the address of the interface towards it ({}), and the client's own \
-             port if that is free; an endpoint on the node itself sees the client's own address",
-            ways.join(", ")
-        ));
-    } else {
-        told.steps.push(format!(
-            "an endpoint that reaches itself sees the address of the interface towards it ({})",
-            ways.join(", ")
-        ));
-    }
-    Ok(())
 }
 
 fn refuse(told: &mut Explanation, reason: Reason) {

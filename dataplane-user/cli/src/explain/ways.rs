@@ -14,6 +14,7 @@ use kernel::{PacketWays, Tables};
 use super::{
     Destination, decision,
     explanation::{Choice, Explanation},
+    room::share,
 };
 
 /// Maximum number of endpoints that an explanation names one by one.
@@ -50,6 +51,7 @@ impl Place<'_> {
         let way = self.ways.of(self.ifindex, source, to, protocol, length);
         way.with_context(|| format!("cannot find the way from {source} to {to}"))
     }
+
     /// Refuses the packet of a known flow if it cannot go to its other end.
     pub fn follow(
         &self,
@@ -82,10 +84,7 @@ impl Place<'_> {
         ));
         // The programs look at the whole pool, also for a client with session affinity.
         told.endpoints = self.ready(decision::choices(tables, pool.block))?;
-        let sum: f64 = told.endpoints.iter().map(|choice| choice.probability).sum();
-        for choice in &mut told.endpoints {
-            choice.probability /= sum;
-        }
+        share(&mut told.endpoints);
         if told.endpoints.is_empty() {
             told.steps.push(Reason::NoRoute.text().to_owned());
             drop_packet(told, Reason::NoRoute);
@@ -94,7 +93,7 @@ impl Place<'_> {
     }
 
     /// Returns the endpoints whose interfaces have programs.
-    fn ready(&self, choices: Vec<Choice>) -> anyhow::Result<Vec<Choice>> {
+    pub fn ready(&self, choices: Vec<Choice>) -> anyhow::Result<Vec<Choice>> {
         let mut ready = Vec::new();
         for choice in choices {
             let way = match choice.endpoint.parse() {

@@ -5,6 +5,7 @@
 
 mod collect;
 mod flow;
+mod forecast;
 pub mod room;
 mod table;
 #[cfg(test)]

@@ -425,3 +425,53 @@ fn a_million_flows() {
     });
     println!("left: {}", conntrack.count());
 }
+
+/// Every port to an endpoint has an established connection: of one client, or of as many clients.
+#[test]
+fn free_ports_are_foretold() {
+    let endpoint = masqueraded(0, Protocol::TCP, ago(0)).port_key();
+    for of_one in [true, false] {
+        let Some(conntrack) = conntrack_for(1 << 17) else {
+            return;
+        };
+        let add = |port: u16| {
+            let mut flow = masqueraded(port, Protocol::TCP, ago(0));
+            flow.to.seen |= seen::ASSURED;
+            if !of_one {
+                let [high, low] = port.to_be_bytes();
+                flow.key.src = Addr::from_v4([10, 0, high, low]);
+            }
+            assert!(conntrack.add(&flow), "{port}");
+        };
+        (1024..u16::MAX).for_each(add);
+        assert!(conntrack.has_free_port(&endpoint, |_| false));
+        assert!(!conntrack.has_free_port(&endpoint, |port| port == Port::new(u16::MAX)));
+        add(u16::MAX);
+        assert!(!conntrack.has_free_port(&endpoint, |_| false));
+        let probability = conntrack.evicts_port(&endpoint);
+        let is_right = if of_one {
+            probability > 0.9
+        } else {
+            probability <= 0.0
+        };
+        assert!(is_right, "{of_one}: {probability}");
+    }
+}
+
+#[test]
+fn a_clients_port_is_foretold() {
+    let Some(conntrack) = conntrack() else {
+        return;
+    };
+    let of = |port| flow(port, Protocol::TCP, ago(0), seen::PACKET, seen::PACKET);
+    let reply = of(100).reply_key();
+    assert_eq!(conntrack.client_port(&reply), Some(Port::new(100)));
+    assert!(conntrack.add(&of(100)));
+    assert_eq!(conntrack.client_port(&reply), Some(Port::new(1)));
+    for port in (1..512).filter(|port| *port != 100) {
+        assert!(conntrack.add(&of(port)), "{port}");
+    }
+    assert_eq!(conntrack.client_port(&reply), None);
+    assert!(conntrack.remove_if(&of(77), |_| true));
+    assert_eq!(conntrack.client_port(&reply), Some(Port::new(77)));
+}

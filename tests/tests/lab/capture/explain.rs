@@ -314,6 +314,11 @@ fn explain_and_status_work_without_the_agent() -> Result<()> {
         );
         Ok(())
     })?;
+    let connects = ["--net", "bash", "-c", ": 3<>/dev/tcp/10.244.1.5/7"];
+    let (_, counted) = world.counted(Reason::Guarded, || {
+        Ok(app.command("unshare").args(connects).output()?)
+    })?;
+    ensure!(counted >= 1, "a stranger's connection is not refused");
     let status: Value = serde_json::from_slice(
         &world
             .agent()?

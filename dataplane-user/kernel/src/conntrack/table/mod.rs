@@ -122,7 +122,7 @@ impl Table {
 
     /// Returns the timeouts of flows: those that the agent has written for the programs, or the defaults before that.
     pub fn timeouts(&self) -> Timeouts {
-        let config = self.config.get(0).unwrap_or_default();
+        let config = self.config();
         match config.timeouts.of(State::SynSent) {
             0 => Timeouts::DEFAULT,
             _ => config.timeouts,
@@ -131,7 +131,12 @@ impl Table {
 
     /// Returns how many masqueraded flows of a protocol an endpoint can have.
     pub fn ports(&self) -> u32 {
-        self.config.get(0).unwrap_or_default().ports()
+        self.config().ports()
+    }
+
+    /// Returns the programs' configuration.
+    pub(super) fn config(&self) -> PacketConfig {
+        self.config.get(0).unwrap_or_default()
     }
 
     /// Its name: that of the cells.
