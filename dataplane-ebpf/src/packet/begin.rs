@@ -14,7 +14,7 @@ use super::{
     asked, chosen, conntrack, direct, enter, pool, refuse, reverse, route,
     scratch::{self, Scratch},
     skb::Skb,
-    table,
+    table, through,
 };
 use crate::select::{Live, choose};
 
@@ -251,7 +251,7 @@ fn is_to_be_moved(s: &mut Scratch, now: Tick) -> bool {
         s.flow.endpoint = addr;
         s.flow.endpoint_port = port;
         s.flow.node_port = Port::ANY;
-        s.flow.came_by = 0;
+        s.flow.came_by = through::path_of_new_flows();
         if !s.flow.replies_taken(now) {
             return false;
         }

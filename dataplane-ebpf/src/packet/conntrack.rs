@@ -143,7 +143,8 @@ impl Flow {
 
     /// Writes this flow to a held cell, after its first packet.
     #[inline(never)]
-    pub fn publish(&self, index: u32, now: Tick, first: &Segment) {
+    pub fn publish(&mut self, index: u32, now: Tick, first: &Segment) {
+        self.request_cell = index;
         table::set_came_by(index, self.came_by);
         let value = self.translation(now, seen::PACKET);
         table::publish(index, &self.forward, &value, first, now);

@@ -84,14 +84,6 @@ fn obstacle_of(s: &Scratch, new_source: bool) -> Reason {
     }
 }
 
-/// Makes the new flow take the path through the stack, if new flows take it.
-#[inline(never)]
-fn take_path(s: &mut Scratch) {
-    if goes_through(s) {
-        s.flow.came_by |= table::THROUGH;
-    }
-}
-
 /// Whether an IPsec policy forbids the flow. The stack itself applies the policies to a packet that it carries.
 #[inline(never)]
 fn is_forbidden(s: &Scratch) -> bool {
@@ -149,7 +141,6 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
     if obstacle != Reason::Translated {
         return refuse::because(s, obstacle);
     }
-    take_path(s);
     let reason = enter(skb, s, masquerade, now);
     if reason == Reason::Kept {
         // Another CPU has the same flow's first packet, too, and was faster: its endpoint answers.
@@ -227,7 +218,6 @@ fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
             return Reason::Kept;
         }
         if flow.lead(index, now) {
-            flow.request_cell = index;
             flow.publish(index, now, &s.packet.segment);
             return reason;
         }

@@ -12,7 +12,7 @@ use super::{
     refuse, reverse, route,
     scratch::{MASQUERADE, Scratch},
     skb::Skb,
-    sources,
+    sources, through,
 };
 use crate::{
     select::{Live, count},
@@ -43,7 +43,7 @@ pub fn find(skb: Skb, s: &mut Scratch) -> Option<Action> {
     s.flow.came_by = if s.way.of_node != 0 {
         skb.ifindex()
     } else {
-        uplink(skb)
+        uplink(skb) | through::path_of_new_flows()
     };
     s.masquerade = u32::from(decision.masquerade) * MASQUERADE;
     None

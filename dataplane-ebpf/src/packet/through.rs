@@ -40,6 +40,12 @@ pub fn is_on() -> bool {
     has(PacketConfig::STACK_IN)
 }
 
+/// Returns [`table::THROUGH`] if new flows go through the stack; else 0.
+#[inline(always)]
+pub fn path_of_new_flows() -> u32 {
+    if is_on() { table::THROUGH } else { 0 }
+}
+
 /// Whether there may be flows that go through the stack.
 #[inline(always)]
 pub fn may_leave() -> bool {
