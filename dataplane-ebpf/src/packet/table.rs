@@ -498,13 +498,11 @@ extern "C" fn conntrack_look_at_port(
 #[unsafe(no_mangle)]
 #[inline(never)]
 extern "C" fn conntrack_evict_port(from: *const PortKey, random: u32, now: u32) -> u32 {
-    /// An odd number without any other requirement: the ports are far apart.
-    const APART: u32 = 23_669;
     let mut choice = Choice::default();
     for nth in 0..2 * PORTS_LOOKED_AT {
         let second = nth >= PORTS_LOOKED_AT;
         let nth = if second { nth - PORTS_LOOKED_AT } else { nth };
-        let port = random.wrapping_add(nth.wrapping_mul(APART)) & 0xffff;
+        let port = u32::from(cells::port_looked_at(random, nth));
         conntrack_look_at_port(&raw mut choice, from, port, u32::from(second), now);
     }
     let now = Tick::from_number(now as u16);

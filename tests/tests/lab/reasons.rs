@@ -219,7 +219,7 @@ impl Comparison<'_> {
 }
 
 fn explain_gives_the_programs_reasons() -> Result<()> {
-    let config = Config::new("packets: {conntrackFlows: 131072}")?;
+    let config = Config::new("packets: {path: fast, conntrackFlows: 131072}")?;
     let lab = Cluster::lab_of_packets()?;
     let cluster = Cluster::start_in(lab, &["far", "near"], services, &config.arguments())?;
     let mut both = Comparison {

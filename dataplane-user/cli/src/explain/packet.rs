@@ -90,6 +90,7 @@ pub fn explain(
         ifindex: index,
         iface,
         begins: false,
+        through_stack: live.packet.is_through_stack(),
     };
     let Some(way) = place.way(SocketAddr::new(to.addr, to.port))? else {
         told.steps
@@ -340,7 +341,7 @@ fn barred(
         let denies = |mesh: &Mesh| !first::admits_service(mesh, key, pool.block, &endpoint);
         if live.mesh.is_some_and(denies) {
             found.push(Reason::EgressDenied);
-        } else if is_protected(live, key, &endpoint.addr)? {
+        } else if !live.packet.is_through_stack() && is_protected(live, key, &endpoint.addr)? {
             found.push(Reason::IpsecPolicy);
         }
     }

@@ -37,6 +37,8 @@ pub struct Place<'a> {
     pub iface: Iface,
     /// Whether it accepts the packet's source as that of a new flow.
     pub begins: bool,
+    /// Whether new flows go through the stack.
+    pub through_stack: bool,
 }
 
 impl Place<'_> {
@@ -148,7 +150,12 @@ impl Place<'_> {
         };
         // The program masquerades no packet to the node itself.
         let new_source = new_source && way.answer != first::LOCAL;
-        Ok(match first::obstacle(way.answer, way.mtu, new_source) {
+        let obstacle = if self.through_stack {
+            first::obstacle_in_stack(way.answer)
+        } else {
+            first::obstacle(way.answer, way.mtu, new_source)
+        };
+        Ok(match obstacle {
             Reason::Translated => None,
             Reason::TooBig => {
                 let text = Reason::TooBig.text();
