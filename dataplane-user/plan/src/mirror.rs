@@ -253,16 +253,15 @@ impl Mirror {
         frontend: Option<Frontend>,
         writes: &mut Writes,
     ) {
-        match frontend {
-            Some(frontend) => match self.keys.insert(key, frontend) {
-                None => writes.inserts.push((key, frontend)),
-                Some(before) if before != frontend => writes.replaces.push((key, frontend)),
-                Some(_) => {}
-            },
-            None => {
-                let before = self.keys.remove(&key);
-                writes.removes.extend(before.map(|before| (key, before)));
-            }
+        let Some(frontend) = frontend else {
+            let before = self.keys.remove(&key);
+            writes.removes.extend(before.map(|before| (key, before)));
+            return;
+        };
+        match self.keys.insert(key, frontend) {
+            None => writes.inserts.push((key, frontend)),
+            Some(before) if before != frontend => writes.replaces.push((key, frontend)),
+            Some(_) => {}
         }
     }
 

@@ -49,17 +49,17 @@ pub fn of_routing(policies: &[Policy], rules: &[MarkRule]) -> Option<String> {
     if let Some(policy) = policies.map(ToString::to_string).min() {
         return Some(format!("IPsec policy {policy}"));
     }
-    let mut owned = rules
+    let mut of_owners = rules
         .iter()
         .map(|rule| (rule, owners::of_routing_rule(rule)));
-    let (rule, owner) = owned.find(|(_, owner)| *owner != OURS)?;
+    let (rule, owner) = of_owners.find(|(_, owner)| *owner != OURS)?;
     let family = if rule.v4 { "IPv4" } else { "IPv6" };
-    let owner = if owner == FOREIGN {
+    let name = if owner == FOREIGN {
         "owner unknown"
     } else {
         owner.name
     };
-    Some(format!("{family} routing rule {rule} ({owner})"))
+    Some(format!("{family} routing rule {rule} ({name})"))
 }
 
 #[cfg(test)]

@@ -105,3 +105,11 @@ pub struct Choice {
     /// A probability from 0 to 1.
     pub probability: f64,
 }
+
+/// Makes the probabilities of the endpoints that are left add up to one.
+pub fn share(choices: &mut [Choice]) {
+    let sum: f64 = choices.iter().map(|choice| choice.probability).sum();
+    for choice in choices {
+        choice.probability /= sum;
+    }
+}

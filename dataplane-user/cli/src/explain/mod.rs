@@ -3,6 +3,7 @@
 mod capture;
 mod decision;
 mod explanation;
+mod live;
 mod packet;
 mod room;
 mod target;
@@ -322,7 +323,7 @@ impl ExplainArgs {
             .is_through_stack()
             .then(|| self.socket.client().get::<Report>("/status").ok());
         let agent = report.flatten().and_then(|report| report.agent);
-        let live = packet::Live {
+        let live = live::Live {
             tables,
             packet: &open,
             conntrack: &conntrack,

@@ -3,7 +3,6 @@
 use std::{
     cell::{Cell, RefCell},
     net::SocketAddr,
-    path::Path,
 };
 
 use anyhow::Context as _;
@@ -14,8 +13,8 @@ use dataplane_common::{
     tables::{Endpoint, Pool},
 };
 use kernel::{
-    PacketTables, PacketWays, Tables,
-    conntrack::{Conntrack, Flow, now},
+    PacketWays,
+    conntrack::{Flow, now},
 };
 use nix::net::if_::if_nametoindex;
 use terminal::output::duration;
@@ -24,22 +23,10 @@ use super::{
     capture::Mesh,
     decision::{self, Recorded, affinity, holds, lookup},
     explanation::{Choice, Explanation},
+    live::Live,
     room::NewFlow,
     ways::{Packet, Place, drop_packet},
 };
-
-/// The live tables.
-pub struct Live<'a> {
-    pub tables: &'a Tables,
-    pub packet: &'a PacketTables,
-    pub conntrack: &'a Conntrack,
-    /// Why packets of services go through the stack, if the agent says it.
-    pub stack_because: Option<String>,
-    /// `None`: there is no mesh on this node.
-    pub mesh: Option<&'a Mesh>,
-    /// The directory with the tables.
-    pub bpffs: &'a Path,
-}
 
 /// Returns the steps that the programs take. `owner` returns the service of a pool, if it is known.
 ///

@@ -11,8 +11,8 @@ use dataplane_common::{
 
 use super::{
     decision,
-    explanation::{Choice, Explanation},
-    packet::Live,
+    explanation::{Choice, Explanation, share},
+    live::Live,
     ways::{Place, drop_packet},
 };
 
@@ -270,12 +270,4 @@ fn count(judged: &[(Choice, Entry)], reason: Reason) -> usize {
 
 fn socket(choice: &Choice) -> Option<SocketAddr> {
     choice.endpoint.parse().ok()
-}
-
-/// Makes the probabilities of the endpoints that are left add up to one.
-pub fn share(choices: &mut [Choice]) {
-    let sum: f64 = choices.iter().map(|choice| choice.probability).sum();
-    for choice in choices {
-        choice.probability /= sum;
-    }
 }

@@ -13,8 +13,7 @@ use kernel::{PacketWays, Tables};
 
 use super::{
     Destination, decision,
-    explanation::{Choice, Explanation},
-    room::share,
+    explanation::{Choice, Explanation, share},
 };
 
 /// Maximum number of endpoints that an explanation names one by one.

@@ -262,8 +262,8 @@ fn send_twice(socket: &UdpSocket, payload: &[u8]) -> io::Result<()> {
             .map(|processor| scope.spawn(move || send(processor)))
             .collect();
         all.into_iter().try_for_each(|one| {
-            let sent = one.join();
-            sent.unwrap_or_else(|_| Err(io::Error::other("a thread panicked")))
+            let result = one.join();
+            result.unwrap_or_else(|_| Err(io::Error::other("a thread panicked")))
         })
     })
 }
