@@ -216,9 +216,11 @@ pub const fn obstacle(answer: Answer, mtu: u32, new_source: bool) -> Reason {
 /// As [`obstacle`], for a packet that goes through the stack with a new destination and its own source: the stack finds the
 /// way, by rules and marks that the lookup does not know, and sends the errors.
 #[inline(always)]
-pub const fn obstacle_in_stack(answer: Answer) -> Reason {
+pub const fn obstacle_in_stack(answer: Answer, mtu: u32, new_source: bool) -> Reason {
     match answer {
         UNREADY => Reason::NoRoute,
+        // A route that encapsulates: the program on the way out does not see the packet as it is.
+        STACK if new_source && mtu == 0 => Reason::NoRoute,
         FORGED => Reason::SourceForged,
         _ => Reason::Translated,
     }

@@ -18,7 +18,7 @@ use super::{
     conntrack::{self, ANSWER, FOREIGN, NEW, REQUEST},
     deliver, direct, error, fragments, icmp, is_pods,
     parse::{FIRST, FLOW, ICMP, MALFORMED, OTHER, Outcome, Packet},
-    reverse, route,
+    refuse, reverse, route,
     scratch::{self, Scratch, scratch},
     skb::{NESTED_PRIORITY, OTHER_VLAN, PACKET_HOST, PACKET_OTHERHOST, Skb},
     source_routes, through,
@@ -32,6 +32,8 @@ use crate::{
 #[inline(always)]
 pub fn ingress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
+    // A mark from the way out of another node or pod means nothing here.
+    skb.is_sent_by_us();
     let vlan = skb.vlan();
     if vlan == NESTED_PRIORITY {
         count(Reason::Malformed);
@@ -229,6 +231,10 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
         }
         if known == REQUEST {
             return begin::without_frontend(skb, s, now);
+        }
+        if has_ports && known == NEW && through::is_injected(skb, s, now) {
+            s.index = 0;
+            return refuse::because(s, Reason::SourceForged);
         }
         return Action::LeaveAlone;
     }

@@ -245,13 +245,13 @@ pub fn without_frontend(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
 #[inline(never)]
 fn is_to_be_moved(s: &mut Scratch, now: Tick) -> bool {
     let (addr, port) = (s.packet.key.dst, s.packet.key.dst_port);
+    s.flow.came_by = through::path_of_new_flows();
     if s.keep == 0 {
         conntrack::forget_answered(&s.packet.key, now);
         s.flow.forward = s.packet.key;
         s.flow.endpoint = addr;
         s.flow.endpoint_port = port;
         s.flow.node_port = Port::ANY;
-        s.flow.came_by = through::path_of_new_flows();
         if !s.flow.replies_taken(now) {
             return false;
         }

@@ -15,6 +15,7 @@ use dataplane_common::{
 use super::{
     rewrite::Ends,
     table::{self, Place},
+    through,
 };
 use crate::tables::NODE_ADDRS;
 
@@ -181,7 +182,7 @@ extern "C" fn conntrack_replies_taken(reply: *const FlowKey, now: u32) -> u32 {
         return 0;
     };
     let Some((entry, found)) = table::find_by_client(reply) else {
-        return 0;
+        return u32::from(through::may_leave() && is_taken_in_stack(reply));
     };
     let now = Tick::from_number(now as u16);
     if is_over(reply.protocol, &found.value(), now) {
@@ -189,6 +190,16 @@ extern "C" fn conntrack_replies_taken(reply: *const FlowKey, now: u32) -> u32 {
         return 0;
     }
     1
+}
+
+/// Whether the same client has a masqueraded flow to the endpoint whose packets, in the stack, come from this port of the
+/// client's.
+#[inline(never)]
+fn is_taken_in_stack(reply: &FlowKey) -> bool {
+    let port_key = PortKey::new(reply.src, reply.src_port, reply.dst_port, reply.protocol);
+    table::find_by_node(&port_key).is_some_and(|(entry, found)| {
+        found.key().src == reply.dst && !is_foreign(&found) && table::is_through(entry.index)
+    })
 }
 
 /// How a packet relates to a known flow.
@@ -199,6 +210,8 @@ pub const NEW: Known = 0;
 pub const REQUEST: Known = 1;
 /// The packet goes from the endpoint to the client.
 pub const ANSWER: Known = 2;
+/// The packet goes to the endpoint, from the node's address and port that the flow has: [`Flow::request_cell`] is known.
+pub const MASQUERADED: Known = 4;
 /// The kernel's own conntrack translates the packet, or it needs no translation ([`Flow::is_asked`]).
 pub const FOREIGN: Known = 3;
 
@@ -339,10 +352,11 @@ fn find_request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) ->
     if flow.is_asked() { FOREIGN } else { REQUEST }
 }
 
-/// Makes the known flow of a SYN begin anew, to the same endpoint.
+/// Makes the known flow of a SYN begin anew, to the same endpoint, on the path of new flows.
 #[inline(never)]
-pub fn begin_anew(key: &FlowKey, syn: &Segment, now: Tick) {
+pub fn begin_anew(key: &FlowKey, syn: &Segment, came_by: u32, now: Tick) {
     if let Some((entry, found)) = table::find(key) {
+        table::set_came_by(entry.index, came_by);
         let before = found.state();
         // On failure another packet has come meanwhile: the answer to the SYN begins the flow anew (`tcp::ANEW`).
         if entry.exchange(STATE, before.0, before.anew(now).0) {
@@ -478,6 +492,7 @@ fn find_through(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) ->
     if let Some((entry, found)) = table::find_by_node(&port_key)
         && found.key().src == key.dst
         && !is_foreign(&found)
+        && table::is_through(entry.index)
     {
         return answered(entry, &found, key, segment, flow, now);
     }
@@ -486,22 +501,22 @@ fn find_through(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) ->
         return NEW;
     };
     let value = found.value();
-    if is_foreign(&found) {
+    if is_foreign(&found) || !table::is_through(entry.index) {
         return NEW;
     }
+    flow.request_cell = entry.index;
     if found.key().src != key.src {
-        if node_addr(value.node_addr) == key.src {
-            table::set_kernels(entry.index, true);
-        }
-        return NEW;
+        return if node_addr(value.node_addr) == key.src {
+            MASQUERADED
+        } else {
+            NEW
+        };
     }
-    table::set_kernels(entry.index, false);
     flow.forward = found.key();
     flow.endpoint = value.endpoint;
     flow.endpoint_port = value.endpoint_port;
     flow.node_port = value.node_port;
     flow.node_addr = value.node_addr;
-    flow.request_cell = entry.index;
     REQUEST
 }
 

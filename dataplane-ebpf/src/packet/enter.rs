@@ -78,7 +78,7 @@ fn goes_through(s: &Scratch) -> bool {
 #[inline(never)]
 fn obstacle_of(s: &Scratch, new_source: bool) -> Reason {
     if goes_through(s) {
-        first::obstacle_in_stack(s.way.answer)
+        first::obstacle_in_stack(s.way.answer, s.way.mtu, new_source)
     } else {
         first::obstacle(s.way.answer, s.way.mtu, new_source)
     }
@@ -120,7 +120,7 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
     if s.keep != 0 {
         if s.endpoint.addr == s.flow.endpoint && s.endpoint.port == s.flow.endpoint_port {
             if s.keep == KEEP_ENDED {
-                conntrack::begin_anew(&s.packet.key, &s.packet.segment, now);
+                conntrack::begin_anew(&s.packet.key, &s.packet.segment, s.flow.came_by, now);
             }
             s.flow.toward_endpoint(&mut s.ends);
             return Action::Send;

@@ -164,12 +164,17 @@ fn leaves(skb: Skb, s: &mut Scratch, back: &FlowKey, now: Tick) -> i32 {
     }
     if is_of_node {
         node::find_way(skb, s);
-        if s.way.answer != route::ONWARD {
-            count(Reason::NoRoute);
+        if s.way.answer == route::FORGED {
+            count(Reason::SourceForged);
             return DROP;
         }
     }
     count(Reason::ErrorTranslated);
+    if is_of_node && s.way.answer != route::ONWARD {
+        // No error about an error, as above.
+        count(Reason::NoRoute);
+        return DROP;
+    }
     if !write(skb, s, s.packet.hops) {
         DROP
     } else if is_of_node {

@@ -92,7 +92,7 @@ fn passes(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if through::may_leave() {
         // The program on the way in has taken note of it.
         s.packet.segment.flags |= Segment::QUOTED.flags;
-        if through::find(s, now) {
+        if through::find(skb, s, now) {
             skb.send_on();
             return if !through::goes_back(skb, s) {
                 rewrite_only(skb, s)
@@ -129,7 +129,7 @@ fn sent(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
         s.flow.toward_client(&mut s.ends);
         return Action::Rewrite;
     }
-    if s.packet.segment.has(RST) && through::may_leave() && through::find(s, now) {
+    if s.packet.segment.has(RST) && through::may_leave() && through::find(skb, s, now) {
         // A rule of the stack refuses a flow's packet.
         return Action::Rewrite;
     }

@@ -274,7 +274,10 @@ fn search(skb: Skb, flow: &mut Flow, how: u32, now: Tick) -> bool {
     let own = flow.forward.src_port;
     flow.node_port = own;
     let protocol = flow.forward.protocol;
-    if !config.avoids(own.host(), protocol, need::LITTLE)
+    // In the stack, the flow's packets come from this port of the client's. From its own port, the client may have another flow
+    // to the endpoint, which is not masqueraded.
+    if flow.came_by & table::THROUGH == 0
+        && !config.avoids(own.host(), protocol, need::LITTLE)
         && table::is_port_free(&flow.port_key(), now)
         && masquerade_is_nobodys(skb.0, flow) != 0
     {

@@ -165,7 +165,7 @@ fn to_chosen(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
             return false;
         }
         if s.packet.is_syn() && seen::is_ended(s.flow.seen) {
-            conntrack::begin_anew(key, segment, now);
+            conntrack::begin_anew(key, segment, 0, now);
         }
     } else {
         if known != NEW || (s.packet.is_tcp() && !s.packet.is_syn()) || !sources::is_host(&key.src)

@@ -51,6 +51,8 @@ pub const NESTED_PRIORITY: Vlan = 2;
 const OWN_ANSWER: u32 = 0xda7a;
 /// `tc_index` of a packet that our program sends on, until our program on the way out has seen it.
 const SENT_ON: u32 = 0xda7b;
+/// `tc_index` of a packet of a flow that our program leaves to the stack.
+const LEFT_TO_STACK: u32 = 0xda7d;
 /// `tc_index` of a packet of a TCP connection that our program on the way in does not know.
 const UNKNOWN: u32 = 0xda7c;
 
@@ -346,6 +348,20 @@ impl Skb {
             }
             is_ours
         }
+    }
+
+    /// Marks the packet as one of a flow that our program leaves to the stack.
+    #[inline(always)]
+    pub fn leave_to_stack(self) {
+        // SAFETY: see `len`.
+        unsafe { write_volatile(&raw mut (*self.0).tc_index, LEFT_TO_STACK) };
+    }
+
+    /// Whether our program has left it to the stack. Another program may have removed the mark.
+    #[inline(always)]
+    pub fn is_left_to_stack(self) -> bool {
+        // SAFETY: see `len`.
+        unsafe { read_volatile(&raw const (*self.0).tc_index) == LEFT_TO_STACK }
     }
 
     /// Marks the packet's connection as unknown to our program ([`Skb::is_unknown`]).

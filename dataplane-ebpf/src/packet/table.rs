@@ -668,9 +668,10 @@ pub fn set_came_by(index: u32, interface: u32) {
 /// Records another interface for a live cell's flow, if it has one.
 #[inline(always)]
 pub fn follow_came_by(index: u32, interface: u32) {
-    let by = came_by_ever(index);
-    if by != 0 && by != interface {
-        set_came_by(index, interface);
+    let before = origin(index);
+    let bits = before & (KERNELS | THROUGH);
+    if before != bits && before != interface | bits {
+        set_came_by(index, interface | bits);
     }
 }
 

@@ -16,10 +16,11 @@
 use dataplane_common::{
     Reason,
     packet::{FlowKey, Iface, PacketConfig, Tick},
+    tcp::Segment,
 };
 
 use super::{
-    conntrack::{self, ANSWER, Flow, NEW, REQUEST},
+    conntrack::{self, ANSWER, Flow, MASQUERADED, NEW, REQUEST},
     reverse, route,
     scratch::Scratch,
     skb::Skb,
@@ -92,6 +93,7 @@ pub fn goes(skb: Skb, s: &mut Scratch, key: &FlowKey) -> Goes {
         s.ends.src_port = key.src_port;
         s.ends.dst_port = key.dst_port;
     }
+    skb.leave_to_stack();
     let same =
         key.dst == s.ends.dst && key.src_port == s.ends.src_port && key.dst_port == s.ends.dst_port;
     if same { Goes::Unchanged } else { Goes::Through }
@@ -115,18 +117,37 @@ pub fn goes_back(skb: Skb, s: &mut Scratch) -> bool {
     s.way.answer == route::ONWARD
 }
 
+/// Whether a packet that belongs to no flow here, and to no service, would belong to a flow once it leaves, although it may not
+/// have its source.
+#[inline(never)]
+pub fn is_injected(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
+    if !may_leave() {
+        return false;
+    }
+    s.packet.segment.flags |= Segment::QUOTED.flags;
+    conntrack::through(&s.packet.key, &s.packet.segment, &mut s.flow, now) != NEW
+        && !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS)
+}
+
 /// Finds the flow of a packet of TCP or UDP that leaves, and the ends that it gets; `false`: it has none, or needs no
 /// translation.
 #[inline(never)]
-pub fn find(s: &mut Scratch, now: Tick) -> bool {
+pub fn find(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
     let (key, segment) = (&s.packet.key, &s.packet.segment);
     let mut known = NEW;
     // A SYN answers nothing.
     if !s.packet.is_syn() {
         known = conntrack::answer(key, segment, &mut s.flow, now);
+        if known == ANSWER && !table::is_through(s.flow.cell) {
+            return false;
+        }
     }
     if known == NEW {
         known = conntrack::through(key, segment, &mut s.flow, now);
+    }
+    // Only packets that our program has left to the stack tell which of both masquerades: others may be forged.
+    if skb.is_left_to_stack() && (known == REQUEST || known == MASQUERADED) {
+        table::set_kernels(s.flow.request_cell, known == MASQUERADED);
     }
     s.is_answer = u32::from(known == ANSWER);
     if known == ANSWER {

@@ -73,9 +73,9 @@ impl Path {
             return false;
         }
         let before = (self.chains.clone(), self.problem.take());
-        let patience = match netfilter::bypassed_chains() {
-            Ok(chains) => {
-                self.chains = path::of_chains(&chains);
+        let patience = match path::look_at_chains() {
+            Ok(because) => {
+                self.chains = because;
                 LOOK
             }
             Err(error) => {

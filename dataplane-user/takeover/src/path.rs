@@ -17,13 +17,30 @@ const NAMED: usize = 3;
 /// # Errors
 /// If a query to the kernel fails.
 pub fn look() -> Result<Option<String>, kernel::Error> {
-    match of_chains(&netfilter::bypassed_chains()?) {
+    match look_at_chains()? {
         None => Ok(of_routing(
             &kernel::ipsec_policies()?,
             &kernel::mark_rules()?,
         )),
         because => Ok(because),
     }
+}
+
+/// Returns the chains that are a reason, of those that the kernel has now.
+///
+/// # Errors
+/// If a query to the kernel fails.
+pub fn look_at_chains() -> Result<Option<String>, kernel::Error> {
+    Ok(match of_chains(&netfilter::bypassed_chains()?) {
+        None => of_egress(&netfilter::egress_chains()?),
+        because => because,
+    })
+}
+
+/// Returns the chain on the way out of an interface that is a reason: any, since it sees no packet that a TC program sends on.
+fn of_egress(chains: &[netfilter::EgressChain]) -> Option<String> {
+    let first = chains.iter().find(|chain| !chain.is_on_none())?;
+    Some(first.name().to_owned())
 }
 
 /// Returns the chains that are a reason.

@@ -531,7 +531,7 @@ fn a_local_default_route_makes_no_address_the_nodes_own() -> Result<()> {
                 .endpoint_at("fd98::7".parse().unwrap_or([0; 4].into()), "node1"),
         ]
     };
-    let cluster = Cluster::start_in(lab, &["near"], services, &[])?;
+    let cluster = Cluster::start_in(lab, &["near"], services, &["--packet-path", "fast"])?;
     let outside = cluster.lab.external("ext");
     for to in ["192.168.77.2", "fd77::2"] {
         let to: IpAddr = to.parse()?;

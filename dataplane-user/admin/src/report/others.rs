@@ -29,8 +29,7 @@ pub fn egress_chains(interfaces: &[Interface]) -> Vec<Finding> {
     let chains = match netfilter::egress_chains() {
         Ok(chains) => chains,
         Err(why) => {
-            let text = format!("cannot list nf_tables' chains of interfaces: {why}");
-            return vec![Finding::warning(text)];
+            return vec![Finding::warning(why.to_string())];
         }
     };
     let mut findings = Vec::new();

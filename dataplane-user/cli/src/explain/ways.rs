@@ -150,7 +150,7 @@ impl Place<'_> {
         // The program masquerades no packet to the node itself.
         let new_source = new_source && way.answer != first::LOCAL;
         let obstacle = if self.through_stack {
-            first::obstacle_in_stack(way.answer)
+            first::obstacle_in_stack(way.answer, way.mtu, new_source)
         } else {
             first::obstacle(way.answer, way.mtu, new_source)
         };

@@ -11,7 +11,10 @@ use super::{
     nf_message::{HEADER, text},
     nf_tables::{GET_CHAIN, hook},
 };
-use crate::netlink::{Netlink, attributes, content, is_without_netfilter};
+use crate::{
+    error::{Doing as _, Error},
+    netlink::{Netlink, attributes, content, is_without_netfilter},
+};
 
 const NETDEV: u8 = 5;
 const NFTA_CHAIN_TABLE: u16 = 1;
@@ -43,6 +46,11 @@ impl EgressChain {
         &self.name
     }
 
+    /// Whether it is on no interface.
+    pub const fn is_on_none(&self) -> bool {
+        self.devices.is_empty()
+    }
+
     /// Whether packets pass it that leave by this interface.
     pub fn is_on(&self, interface: &str) -> bool {
         self.devices.iter().any(|device| match device {
@@ -56,7 +64,7 @@ impl EgressChain {
 ///
 /// # Errors
 /// If the query to the kernel fails.
-pub fn egress_chains() -> io::Result<Vec<EgressChain>> {
+pub fn egress_chains() -> Result<Vec<EgressChain>, Error> {
     let mut chains = Vec::new();
     let listed = Netlink::open(NETLINK_NETFILTER).and_then(|mut netlink| {
         netlink.dump(GET_CHAIN, &[NETDEV, 0, 0, 0], |message| {
@@ -67,7 +75,9 @@ pub fn egress_chains() -> io::Result<Vec<EgressChain>> {
         // The chains changed during the dump: the next look sees the change.
         Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(chains),
         Err(error) if is_without_netfilter(&error) => Ok(Vec::new()),
-        listed => listed.map(|()| chains),
+        listed => listed
+            .map(|()| chains)
+            .doing(|| "cannot list nf_tables' chains of interfaces".to_owned()),
     }
 }
 

@@ -9,7 +9,7 @@ mod nf_verdicts;
 
 use std::{fs, io};
 
-pub use self::egress::egress_chains;
+pub use self::egress::{EgressChain, egress_chains};
 use super::error::{Doing, Error};
 
 /// A chain of rules.
