@@ -15,7 +15,6 @@ use dataplane_common::{
 use super::{
     rewrite::Ends,
     table::{self, Place},
-    through,
 };
 use crate::tables::NODE_ADDRS;
 
@@ -182,7 +181,7 @@ extern "C" fn conntrack_replies_taken(reply: *const FlowKey, now: u32) -> u32 {
         return 0;
     };
     let Some((entry, found)) = table::find_by_client(reply) else {
-        return u32::from(through::may_leave() && is_taken_in_stack(reply));
+        return u32::from(table::may_be_through() && is_taken_in_stack(reply));
     };
     let now = Tick::from_number(now as u16);
     if is_over(reply.protocol, &found.value(), now) {

@@ -16,6 +16,7 @@ use super::{
     route,
     scratch::Scratch,
     skb::{Skb, difference, fold32},
+    table,
     through::{self, Goes},
     ways,
 };
@@ -147,7 +148,7 @@ fn arrives(skb: Skb, s: &mut Scratch, back: &FlowKey, now: Tick) -> i32 {
 fn leaves(skb: Skb, s: &mut Scratch, back: &FlowKey, now: Tick) -> i32 {
     let segment = &s.packet.segment;
     let mut known = conntrack::answer(back, segment, &mut s.flow, now);
-    if known == NEW && through::may_leave() {
+    if known == NEW && table::may_be_through() {
         known = conntrack::through(back, segment, &mut s.flow, now);
     }
     // An answer to the node's own packet ([`node`]) has met no socket. Its error leaves to the VIP.

@@ -622,6 +622,14 @@ const KERNELS: u32 = 1 << 31;
 /// up a connection in its middle well: it misses the sequence numbers, and may masquerade the packets.
 pub const THROUGH: u32 = 1 << 30;
 
+/// Whether there may be flows that go through the stack.
+#[inline(always)]
+pub fn may_be_through() -> bool {
+    PACKET_CONFIG
+        .get(0)
+        .is_some_and(|config| config.flags & PacketConfig::STACK_OUT != 0)
+}
+
 /// Whether the flow in a cell began on the path through the stack.
 #[inline(always)]
 pub fn is_through(index: u32) -> bool {

@@ -28,17 +28,12 @@ use super::{
 };
 use crate::{select::count, tables::PACKET_CONFIG};
 
-#[inline(always)]
-fn has(flag: u32) -> bool {
-    PACKET_CONFIG
-        .get(0)
-        .is_some_and(|config| config.flags & flag != 0)
-}
-
 /// Whether new flows go through the stack.
 #[inline(always)]
 pub fn is_on() -> bool {
-    has(PacketConfig::STACK_IN)
+    PACKET_CONFIG
+        .get(0)
+        .is_some_and(|config| config.flags & PacketConfig::STACK_IN != 0)
 }
 
 /// Returns [`table::THROUGH`] if new flows go through the stack; else 0.
@@ -47,16 +42,10 @@ pub fn path_of_new_flows() -> u32 {
     if is_on() { table::THROUGH } else { 0 }
 }
 
-/// Whether there may be flows that go through the stack.
-#[inline(always)]
-pub fn may_leave() -> bool {
-    has(PacketConfig::STACK_OUT)
-}
-
 /// Whether the kernel translates a known flow's answers back, because a rule of its own masquerades the requests in the stack.
 #[inline(always)]
 pub fn is_kernels(flow: &Flow) -> bool {
-    may_leave() && flow.is_masqueraded() && table::is_kernels(flow.cell)
+    table::may_be_through() && flow.is_masqueraded() && table::is_kernels(flow.cell)
 }
 
 /// Where a packet goes on.
@@ -81,7 +70,7 @@ pub fn goes(skb: Skb, s: &mut Scratch, key: &FlowKey) -> Goes {
     } else {
         s.flow.request_cell
     };
-    if !may_leave() || !table::is_through(cell) || sources::is_host(&s.ends.dst) {
+    if !table::may_be_through() || !table::is_through(cell) || sources::is_host(&s.ends.dst) {
         return Goes::Otherwise;
     }
     if !reverse::is_right(skb, &s.packet, &mut s.way, reverse::GOES_ON) {
@@ -121,7 +110,7 @@ pub fn goes_back(skb: Skb, s: &mut Scratch) -> bool {
 /// have its source.
 #[inline(never)]
 pub fn is_injected(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
-    if !may_leave() {
+    if !table::may_be_through() {
         return false;
     }
     s.packet.segment.flags |= Segment::QUOTED.flags;
