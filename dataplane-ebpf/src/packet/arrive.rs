@@ -33,7 +33,7 @@ use crate::{
 pub fn ingress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
     // A mark from the way out of another node or pod means nothing here.
-    skb.is_sent_by_us();
+    skb.forget_sent_on();
     let vlan = skb.vlan();
     if vlan == NESTED_PRIORITY {
         count(Reason::Malformed);
@@ -203,10 +203,10 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
         known = conntrack::answer(&s.packet.key, &s.packet.segment, &mut s.flow, now);
     }
     s.is_answer = u32::from(known == ANSWER);
-    if known == ANSWER && through::is_kernels(&s.flow) {
-        return Action::LeaveAlone;
-    }
     if known == ANSWER {
+        if through::is_kernels(&s.flow) {
+            return Action::LeaveAlone;
+        }
         s.flow.toward_client(&mut s.ends);
         return Action::Forward;
     }

@@ -13,6 +13,7 @@ use dataplane_common::{
 };
 
 use super::{
+    came_by,
     rewrite::Ends,
     table::{self, Place},
 };
@@ -45,8 +46,8 @@ pub struct Flow {
     pub node_addr: u8,
     /// The packets of both directions that it had before this one.
     pub seen: u8,
-    /// The interface by which the client's packets come, for a reply if it matters ([`table::came_by`]); else 0. For a new
-    /// flow, [`table::THROUGH`], too.
+    /// The interface by which the client's packets come, for a reply if it matters ([`came_by::relevant`]); else 0. For a new
+    /// flow, [`came_by::THROUGH`], too.
     pub came_by: u32,
     /// Its cell, if a reply has led to it; else [`NOWHERE`](cells::NOWHERE).
     pub cell: u32,
@@ -55,6 +56,17 @@ pub struct Flow {
 }
 
 impl Flow {
+    /// Takes its key and its translation from its cell.
+    #[inline(always)]
+    pub fn fill(&mut self, found: &Snapshot) {
+        let value = found.value();
+        self.forward = found.key();
+        self.endpoint = value.endpoint;
+        self.endpoint_port = value.endpoint_port;
+        self.node_port = value.node_port;
+        self.node_addr = value.node_addr;
+    }
+
     /// Whether it is masqueraded.
     #[inline(always)]
     pub fn is_masqueraded(&self) -> bool {
@@ -145,7 +157,7 @@ impl Flow {
     #[inline(never)]
     pub fn publish(&mut self, index: u32, now: Tick, first: &Segment) {
         self.request_cell = index;
-        table::set_came_by(index, self.came_by);
+        came_by::set(index, self.came_by);
         let value = self.translation(now, seen::PACKET);
         table::publish(index, &self.forward, &value, first, now);
     }
@@ -181,7 +193,7 @@ extern "C" fn conntrack_replies_taken(reply: *const FlowKey, now: u32) -> u32 {
         return 0;
     };
     let Some((entry, found)) = table::find_by_client(reply) else {
-        return u32::from(table::may_be_through() && is_taken_in_stack(reply));
+        return u32::from(came_by::may_be_through() && is_taken_in_stack(reply));
     };
     let now = Tick::from_number(now as u16);
     if is_over(reply.protocol, &found.value(), now) {
@@ -197,7 +209,7 @@ extern "C" fn conntrack_replies_taken(reply: *const FlowKey, now: u32) -> u32 {
 fn is_taken_in_stack(reply: &FlowKey) -> bool {
     let port_key = PortKey::new(reply.src, reply.src_port, reply.dst_port, reply.protocol);
     table::find_by_node(&port_key).is_some_and(|(entry, found)| {
-        found.key().src == reply.dst && !is_foreign(&found) && table::is_through(entry.index)
+        found.key().src == reply.dst && !is_foreign(&found) && came_by::is_through(entry.index)
     })
 }
 
@@ -209,8 +221,6 @@ pub const NEW: Known = 0;
 pub const REQUEST: Known = 1;
 /// The packet goes from the endpoint to the client.
 pub const ANSWER: Known = 2;
-/// The packet goes to the endpoint, from the node's address and port that the flow has: [`Flow::request_cell`] is known.
-pub const MASQUERADED: Known = 4;
 /// The kernel's own conntrack translates the packet, or it needs no translation ([`Flow::is_asked`]).
 pub const FOREIGN: Known = 3;
 
@@ -276,13 +286,13 @@ fn mark(entry: Place, found: &Snapshot, replies: bool, segment: &Segment, now: T
 
 /// Whether the kernel's own conntrack translates the flow.
 #[inline(always)]
-fn is_foreign(found: &Snapshot) -> bool {
+pub fn is_foreign(found: &Snapshot) -> bool {
     found.value().seen & seen::FOREIGN != 0
 }
 
 /// Calls a function with the arguments that the verifier lets a function with external linkage have.
 #[inline(always)]
-fn with(
+pub fn with(
     key: *const FlowKey,
     segment: *const Segment,
     flow: *mut Flow,
@@ -333,11 +343,7 @@ fn find_request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) ->
         }
         return FOREIGN;
     }
-    flow.forward = *key;
-    flow.endpoint = value.endpoint;
-    flow.endpoint_port = value.endpoint_port;
-    flow.node_port = value.node_port;
-    flow.node_addr = value.node_addr;
+    flow.fill(&found);
     flow.seen = value.seen;
     flow.came_by = 0;
     flow.cell = cells::NOWHERE;
@@ -355,7 +361,7 @@ fn find_request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) ->
 #[inline(never)]
 pub fn begin_anew(key: &FlowKey, syn: &Segment, came_by: u32, now: Tick) {
     if let Some((entry, found)) = table::find(key) {
-        table::set_came_by(entry.index, came_by);
+        came_by::set(entry.index, came_by);
         let before = found.state();
         // On failure another packet has come meanwhile: the answer to the SYN begins the flow anew (`tcp::ANEW`).
         if entry.exchange(STATE, before.0, before.anew(now).0) {
@@ -392,7 +398,7 @@ fn find_masqueraded_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, no
     if is_foreign(&found) || node_addr(found.value().node_addr) != key.dst {
         return NEW;
     }
-    answered(entry, &found, key, segment, flow, now)
+    answered(entry, &found, segment, flow, now)
 }
 
 /// Whether a live, assured and masqueraded flow has the ends of a packet that a socket of the node sends: the
@@ -462,79 +468,19 @@ fn find_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
         mark(entry, &found, true, segment, now);
         return FOREIGN;
     }
-    answered(entry, &found, key, segment, flow, now)
-}
-
-/// Looks for the masqueraded flow of a packet that the stack forwards ([`super::through`]): an answer, from the endpoint to
-/// the client at the node's port, or a request, from there to the endpoint.
-#[inline(always)]
-pub fn through(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
-    conntrack_through(key, segment, flow, u32::from(now.number()))
-}
-
-/// [`through`]. With external linkage, as in `table.rs`.
-// SAFETY: no other function of the programs has this name.
-#[unsafe(no_mangle)]
-#[inline(never)]
-extern "C" fn conntrack_through(
-    key: *const FlowKey,
-    segment: *const Segment,
-    flow: *mut Flow,
-    now: u32,
-) -> Known {
-    with(key, segment, flow, now, find_through)
+    answered(entry, &found, segment, flow, now)
 }
 
 #[inline(always)]
-fn find_through(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
-    let port_key = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
-    if let Some((entry, found)) = table::find_by_node(&port_key)
-        && found.key().src == key.dst
-        && !is_foreign(&found)
-        && table::is_through(entry.index)
-    {
-        return answered(entry, &found, key, segment, flow, now);
-    }
-    let port_key = PortKey::new(key.dst, key.dst_port, key.src_port, key.protocol);
-    let Some((entry, found)) = table::find_by_node(&port_key) else {
-        return NEW;
-    };
-    let value = found.value();
-    if is_foreign(&found) || !table::is_through(entry.index) {
-        return NEW;
-    }
-    flow.request_cell = entry.index;
-    if found.key().src != key.src {
-        return if node_addr(value.node_addr) == key.src {
-            MASQUERADED
-        } else {
-            NEW
-        };
-    }
-    flow.forward = found.key();
-    flow.endpoint = value.endpoint;
-    flow.endpoint_port = value.endpoint_port;
-    flow.node_port = value.node_port;
-    flow.node_addr = value.node_addr;
-    REQUEST
-}
-
-#[inline(always)]
-fn answered(
+pub fn answered(
     entry: Place,
     found: &Snapshot,
-    key: &FlowKey,
     segment: &Segment,
     flow: &mut Flow,
     now: Tick,
 ) -> Known {
-    let value = found.value();
-    flow.forward = found.key();
-    flow.endpoint = key.src;
-    flow.endpoint_port = key.src_port;
-    flow.node_port = value.node_port;
-    flow.node_addr = value.node_addr;
-    flow.came_by = table::came_by(entry.index);
+    flow.fill(found);
+    flow.came_by = came_by::relevant(entry.index);
     flow.cell = entry.index;
     mark(entry, found, true, segment, now);
     ANSWER

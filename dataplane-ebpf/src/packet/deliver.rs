@@ -7,14 +7,13 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, LEAVE_ALONE,
+    DROP, LEAVE_ALONE, came_by,
     error::Complaint,
     ipsec, node, refuse,
     rewrite::rewrite,
     route,
     scratch::Scratch,
     skb::Skb,
-    table,
     through::{self, Goes},
     ways,
 };
@@ -73,7 +72,7 @@ pub fn go_back(skb: Skb, s: &mut Scratch) {
 #[inline(never)]
 pub fn to_host(skb: Skb, s: &Scratch) -> i32 {
     if s.ends.src != s.packet.key.src {
-        let by = table::came_by_ever(s.flow.cell);
+        let by = came_by::interface(s.flow.cell);
         let is_there = by != 0 && route::interface(by).flags & Iface::ATTACHED != 0;
         if is_there && by != skb.ifindex() {
             return if s.packet.l3 == 0 && !skb.add_link() {

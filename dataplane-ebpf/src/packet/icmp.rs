@@ -8,7 +8,7 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, LEAVE_ALONE,
+    DROP, LEAVE_ALONE, came_by,
     conntrack::{self, ANSWER, Known, NEW, REQUEST},
     deliver, ipsec, node,
     parse::{FLOW, LATER, Packet},
@@ -16,7 +16,6 @@ use super::{
     route,
     scratch::Scratch,
     skb::{Skb, difference, fold32},
-    table,
     through::{self, Goes},
     ways,
 };
@@ -148,8 +147,11 @@ fn arrives(skb: Skb, s: &mut Scratch, back: &FlowKey, now: Tick) -> i32 {
 fn leaves(skb: Skb, s: &mut Scratch, back: &FlowKey, now: Tick) -> i32 {
     let segment = &s.packet.segment;
     let mut known = conntrack::answer(back, segment, &mut s.flow, now);
-    if known == NEW && table::may_be_through() {
-        known = conntrack::through(back, segment, &mut s.flow, now);
+    if known == ANSWER && skb.is_forwarded() && !came_by::is_through(s.flow.cell) {
+        return LEAVE_ALONE;
+    }
+    if known == NEW && came_by::may_be_through() {
+        known = through::lookup(back, segment, &mut s.flow, now);
     }
     // An answer to the node's own packet ([`node`]) has met no socket. Its error leaves to the VIP.
     let mut is_of_node = false;

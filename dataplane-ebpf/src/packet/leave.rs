@@ -9,7 +9,7 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, LEAVE_ALONE, asked,
+    DROP, LEAVE_ALONE, asked, came_by,
     conntrack::{self, ANSWER},
     deliver, error, fragments, icmp, ipsec, node, own,
     parse::{FLOW, ICMP, LATER},
@@ -18,7 +18,7 @@ use super::{
     route,
     scratch::{Scratch, scratch},
     skb::Skb,
-    table, through,
+    through,
 };
 use crate::select::Live;
 
@@ -33,7 +33,7 @@ pub fn egress(ctx: &TcContext) -> i32 {
     }
     if skb.is_sent_by_us()
         || (is_forwarded
-            && !table::may_be_through()
+            && !came_by::may_be_through()
             && !asked::may_ask(skb, route::link_length(skb.ifindex())))
     {
         return LEAVE_ALONE;
@@ -65,7 +65,7 @@ fn unknown(skb: Skb) -> i32 {
 fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
     let outcome = s.packet.read(skb, route::link_length(skb.ifindex()));
     let now = conntrack::now();
-    if outcome == ICMP && (!is_forwarded || table::may_be_through()) {
+    if outcome == ICMP && (!is_forwarded || came_by::may_be_through()) {
         return icmp::translate::<true>(skb, s, now);
     }
     if outcome != FLOW || !fragments::follow(&mut s.packet, false) {
@@ -89,7 +89,7 @@ fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
 /// Handles a packet of TCP or UDP that the stack forwards.
 #[inline(always)]
 fn passes(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
-    if table::may_be_through() {
+    if came_by::may_be_through() {
         // The program on the way in has taken note of it.
         s.packet.segment.flags |= Segment::QUOTED.flags;
         if through::find(skb, s, now) {
@@ -129,7 +129,7 @@ fn sent(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
         s.flow.toward_client(&mut s.ends);
         return Action::Rewrite;
     }
-    if s.packet.segment.has(RST) && table::may_be_through() && through::find(skb, s, now) {
+    if s.packet.segment.has(RST) && came_by::may_be_through() && through::find(skb, s, now) {
         // A rule of the stack refuses a flow's packet.
         return Action::Rewrite;
     }

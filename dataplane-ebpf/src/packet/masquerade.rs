@@ -14,6 +14,7 @@ use dataplane_common::{
 };
 
 use super::{
+    came_by,
     conntrack::{Flow, node_addr},
     route,
     scratch::Scratch,
@@ -276,7 +277,7 @@ fn search(skb: Skb, flow: &mut Flow, how: u32, now: Tick) -> bool {
     let protocol = flow.forward.protocol;
     // In the stack, the flow's packets come from this port of the client's. From its own port, the client may have another flow
     // to the endpoint, which is not masqueraded.
-    if flow.came_by & table::THROUGH == 0
+    if flow.came_by & came_by::THROUGH == 0
         && !config.avoids(own.host(), protocol, need::LITTLE)
         && table::is_port_free(&flow.port_key(), now)
         && masquerade_is_nobodys(skb.0, flow) != 0

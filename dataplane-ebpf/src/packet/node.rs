@@ -18,14 +18,14 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, begin, chosen,
+    DROP, begin, came_by, chosen,
     conntrack::{self, FOREIGN, NEW, REQUEST},
     enter,
     rewrite::rewrite,
     route,
     scratch::{self, Scratch},
     skb::Skb,
-    sources, table, ways,
+    sources, ways,
 };
 use crate::capture;
 
@@ -51,7 +51,7 @@ pub fn request(skb: Skb, s: &mut Scratch, now: Tick) -> Option<Action> {
     s.keep = 0;
     if known == REQUEST {
         // The routes to the VIP may have changed since the flow began.
-        table::follow_came_by(s.flow.request_cell, skb.ifindex());
+        came_by::follow(s.flow.request_cell, skb.ifindex());
         if !s.packet.is_syn() {
             return Some(Action::Forward);
         }

@@ -337,6 +337,12 @@ impl Skb {
         unsafe { write_volatile(&raw mut (*self.0).tc_index, SENT_ON) };
     }
 
+    /// Removes the mark of [`Skb::send_on`].
+    #[inline(always)]
+    pub fn forget_sent_on(self) {
+        self.is_sent_by_us();
+    }
+
     /// Whether our program sends it on, and not the stack. Removes the mark, so no other program sees it.
     #[inline(always)]
     pub fn is_sent_by_us(self) -> bool {

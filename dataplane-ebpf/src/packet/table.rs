@@ -13,7 +13,7 @@ use dataplane_common::{
         self, CellKey as _, Choice, Entry, Head, Holder, Line, Memory, NOWHERE, PORTS_LOOKED_AT,
         Slot, Snapshot, State,
     },
-    packet::{FlowKey, PacketConfig, PortKey, Tick, Translation, need},
+    packet::{FlowKey, PortKey, Tick, Translation, need},
     states,
     tcp::{self, POSITIONS, Positions, Segment},
 };
@@ -21,7 +21,7 @@ use dataplane_common::{
 use crate::{
     atomic,
     select::count,
-    tables::{ANSWERS, CAME_BY, CONNTRACK, PACKET_CONFIG, SEQUENCES},
+    tables::{ANSWERS, CONNTRACK, PACKET_CONFIG, SEQUENCES},
 };
 
 /// A flow's cell, and its index.
@@ -596,98 +596,6 @@ pub fn coarse_ns() -> u64 {
 #[inline(always)]
 pub fn write_sequences(index: u32, syn: &Segment) {
     cells::write_sequences(&Maps::get(), index, &tcp::begin(syn, 0));
-}
-
-/// Returns the uplink by which the packets of a flow's client come, if there are several uplinks; else 0.
-#[inline(always)]
-pub fn came_by(index: u32) -> u32 {
-    let flags = PACKET_CONFIG.get(0).map_or(0, |config| config.flags);
-    if flags & PacketConfig::SEVERAL_UPLINKS == 0 {
-        return 0;
-    }
-    came_by_ever(index)
-}
-
-/// Returns the interface by which the packets of a flow's client come; 0: a pod's.
-#[inline(always)]
-pub fn came_by_ever(index: u32) -> u32 {
-    origin(index) & !(KERNELS | THROUGH)
-}
-
-/// Beside the interface: in the stack, a rule of the kernel's masquerades the flow's requests to the port that they have
-/// already. So the kernel's conntrack translates the answers back ([`super::through`]).
-const KERNELS: u32 = 1 << 31;
-
-/// Beside the interface: the flow began on the path through the stack, and stays on it. The kernel's conntrack would not take
-/// up a connection in its middle well: it misses the sequence numbers, and may masquerade the packets.
-pub const THROUGH: u32 = 1 << 30;
-
-/// Whether there may be flows that go through the stack.
-#[inline(always)]
-pub fn may_be_through() -> bool {
-    PACKET_CONFIG
-        .get(0)
-        .is_some_and(|config| config.flags & PacketConfig::STACK_OUT != 0)
-}
-
-/// Whether the flow in a cell began on the path through the stack.
-#[inline(always)]
-pub fn is_through(index: u32) -> bool {
-    origin(index) & THROUGH != 0
-}
-
-#[inline(always)]
-fn origin(index: u32) -> u32 {
-    came_by_at(index).map_or(0, |by| {
-        // SAFETY: an aligned half of an array's element, which stays.
-        unsafe { read_volatile(by) }
-    })
-}
-
-/// Whether the kernel translates the answers of the flow in a cell back.
-#[inline(always)]
-pub fn is_kernels(index: u32) -> bool {
-    origin(index) & KERNELS != 0
-}
-
-/// Records that the kernel translates the answers of the flow in a cell back, or that it does not.
-#[inline(always)]
-pub fn set_kernels(index: u32, is_kernels: bool) {
-    let before = origin(index);
-    let after = if is_kernels {
-        before | KERNELS
-    } else {
-        before & !KERNELS
-    };
-    if after != before {
-        set_came_by(index, after);
-    }
-}
-
-/// Records the interface by which the packets of a flow's client come, for a held cell: an uplink; 0: a pod's.
-#[inline(always)]
-pub fn set_came_by(index: u32, interface: u32) {
-    if let Some(by) = came_by_at(index) {
-        // SAFETY: as above.
-        unsafe { write_volatile(by, interface) };
-    }
-}
-
-/// Records another interface for a live cell's flow, if it has one.
-#[inline(always)]
-pub fn follow_came_by(index: u32, interface: u32) {
-    let before = origin(index);
-    let bits = before & (KERNELS | THROUGH);
-    if before != bits && before != interface | bits {
-        set_came_by(index, interface | bits);
-    }
-}
-
-#[inline(always)]
-fn came_by_at(index: u32) -> Option<*mut u32> {
-    let pair = CAME_BY.get_ptr_mut(index / 2)?.cast::<u32>();
-    // SAFETY: one half of the pair or the other.
-    Some(unsafe { pair.add(index as usize & 1) })
 }
 
 /// Writes its flow to a held cell, after the flow's first packet.

@@ -15,12 +15,13 @@
 
 use dataplane_common::{
     Reason,
-    packet::{FlowKey, Iface, PacketConfig, Tick},
+    packet::{FlowKey, Iface, PacketConfig, PortKey, Tick},
     tcp::Segment,
 };
 
 use super::{
-    conntrack::{self, ANSWER, Flow, MASQUERADED, NEW, REQUEST},
+    came_by,
+    conntrack::{self, ANSWER, Flow, Known, NEW, REQUEST},
     reverse, route,
     scratch::Scratch,
     skb::Skb,
@@ -36,16 +37,16 @@ pub fn is_on() -> bool {
         .is_some_and(|config| config.flags & PacketConfig::STACK_IN != 0)
 }
 
-/// Returns [`table::THROUGH`] if new flows go through the stack; else 0.
+/// Returns [`came_by::THROUGH`] if new flows go through the stack; else 0.
 #[inline(always)]
 pub fn path_of_new_flows() -> u32 {
-    if is_on() { table::THROUGH } else { 0 }
+    if is_on() { came_by::THROUGH } else { 0 }
 }
 
 /// Whether the kernel translates a known flow's answers back, because a rule of its own masquerades the requests in the stack.
 #[inline(always)]
 pub fn is_kernels(flow: &Flow) -> bool {
-    table::may_be_through() && flow.is_masqueraded() && table::is_kernels(flow.cell)
+    came_by::may_be_through() && flow.is_masqueraded() && came_by::is_kernels(flow.cell)
 }
 
 /// Where a packet goes on.
@@ -70,7 +71,7 @@ pub fn goes(skb: Skb, s: &mut Scratch, key: &FlowKey) -> Goes {
     } else {
         s.flow.request_cell
     };
-    if !table::may_be_through() || !table::is_through(cell) || sources::is_host(&s.ends.dst) {
+    if !came_by::may_be_through() || !came_by::is_through(cell) || sources::is_host(&s.ends.dst) {
         return Goes::Otherwise;
     }
     if !reverse::is_right(skb, &s.packet, &mut s.way, reverse::GOES_ON) {
@@ -86,6 +87,58 @@ pub fn goes(skb: Skb, s: &mut Scratch, key: &FlowKey) -> Goes {
     let same =
         key.dst == s.ends.dst && key.src_port == s.ends.src_port && key.dst_port == s.ends.dst_port;
     if same { Goes::Unchanged } else { Goes::Through }
+}
+
+/// How a packet relates to a flow: it goes to the endpoint, from the node's address and port that the flow has. Only
+/// [`Flow::request_cell`] is known then.
+const MASQUERADED: Known = 4;
+
+/// Looks for the masqueraded flow of a packet in the stack: an answer, from the endpoint to the client at the node's port, or a
+/// request, from there to the endpoint.
+#[inline(always)]
+pub fn lookup(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
+    through_lookup(key, segment, flow, u32::from(now.number()))
+}
+
+/// [`lookup`]. With external linkage, as in `table.rs`.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn through_lookup(
+    key: *const FlowKey,
+    segment: *const Segment,
+    flow: *mut Flow,
+    now: u32,
+) -> Known {
+    conntrack::with(key, segment, flow, now, look)
+}
+
+#[inline(always)]
+fn look(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
+    let port_key = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
+    if let Some((entry, found)) = table::find_by_node(&port_key)
+        && found.key().src == key.dst
+        && !conntrack::is_foreign(&found)
+        && came_by::is_through(entry.index)
+    {
+        return conntrack::answered(entry, &found, segment, flow, now);
+    }
+    let port_key = PortKey::new(key.dst, key.dst_port, key.src_port, key.protocol);
+    let Some((entry, found)) = table::find_by_node(&port_key) else {
+        return NEW;
+    };
+    if conntrack::is_foreign(&found) || !came_by::is_through(entry.index) {
+        return NEW;
+    }
+    flow.request_cell = entry.index;
+    if found.key().src == key.src {
+        flow.fill(&found);
+        REQUEST
+    } else if conntrack::node_addr(found.value().node_addr) == key.src {
+        MASQUERADED
+    } else {
+        NEW
+    }
 }
 
 /// Finds the way of an answer that leaves by another uplink than the one its flow came by, if there is a way there: the rules
@@ -110,11 +163,11 @@ pub fn goes_back(skb: Skb, s: &mut Scratch) -> bool {
 /// have its source.
 #[inline(never)]
 pub fn is_injected(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
-    if !table::may_be_through() {
+    if !came_by::may_be_through() {
         return false;
     }
     s.packet.segment.flags |= Segment::QUOTED.flags;
-    conntrack::through(&s.packet.key, &s.packet.segment, &mut s.flow, now) != NEW
+    lookup(&s.packet.key, &s.packet.segment, &mut s.flow, now) != NEW
         && !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS)
 }
 
@@ -127,16 +180,16 @@ pub fn find(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
     // A SYN answers nothing.
     if !s.packet.is_syn() {
         known = conntrack::answer(key, segment, &mut s.flow, now);
-        if known == ANSWER && !table::is_through(s.flow.cell) {
+        if known == ANSWER && !came_by::is_through(s.flow.cell) {
             return false;
         }
     }
     if known == NEW {
-        known = conntrack::through(key, segment, &mut s.flow, now);
+        known = lookup(key, segment, &mut s.flow, now);
     }
     // Only packets that our program has left to the stack tell which of both masquerades: others may be forged.
     if skb.is_left_to_stack() && (known == REQUEST || known == MASQUERADED) {
-        table::set_kernels(s.flow.request_cell, known == MASQUERADED);
+        came_by::set_kernels(s.flow.request_cell, known == MASQUERADED);
     }
     s.is_answer = u32::from(known == ANSWER);
     if known == ANSWER {

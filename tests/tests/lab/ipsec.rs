@@ -390,7 +390,7 @@ fn a_policy_has_the_stack_send_what_it_covers() -> Result<()> {
     }
     let (client, ext) = (cluster.client(), cluster.lab.external("ext"));
     let elsewhere = tap(cluster.lab.node("node1"))?;
-    // Whether a frame has a packet for the endpoint: neither ARP nor ICMPv6, by which the nodes find their neighbours.
+    // Whether a frame has a packet for the endpoint. ARP and neighbour discovery do not count.
     let is_clear = |frame: &&Vec<u8>| {
         let is = |at: usize, bytes: &[u8]| frame.get(at..at + bytes.len()) == Some(bytes);
         let v4 = is(12, &[0x08, 0]) && is(30, &far.ipv4().octets());

@@ -286,6 +286,7 @@ const ALL: &[&[Scenario]] = &[
     stack::CHANGES,
     stack::POLICIES,
     stack::FIREWALLS,
+    stack::FORGED,
     stack::SEEN,
     iptables::SCENARIOS,
     own_rules::SCENARIOS,

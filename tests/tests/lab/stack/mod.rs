@@ -5,6 +5,7 @@
 
 mod changes;
 mod firewalls;
+mod forged;
 mod policies;
 mod seen;
 
@@ -13,7 +14,7 @@ use dataplane_tests::{Agent, Host, Lab};
 use serde_json::Value;
 
 pub use self::{
-    changes::SCENARIOS as CHANGES, firewalls::SCENARIOS as FIREWALLS,
+    changes::SCENARIOS as CHANGES, firewalls::SCENARIOS as FIREWALLS, forged::SCENARIOS as FORGED,
     policies::SCENARIOS as POLICIES, seen::SCENARIOS as SEEN,
 };
 use crate::{
@@ -65,7 +66,7 @@ fn worlds(workers: &[Worker]) -> Result<Vec<World>> {
     workers.iter().map(start).collect()
 }
 
-/// What has to be equal in all worlds.
+/// Which results have to be equal in all worlds.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Equal {
     /// The endpoints, the addresses that they see, and the failures.
