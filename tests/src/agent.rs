@@ -31,6 +31,9 @@ const READY: Duration = Duration::from_mins(1);
 const READ_ONLY_SETTINGS: &str =
     "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys";
 
+/// The variable that chooses the agents' packet path (`dataplane run --help`).
+const PACKET_PATH: &str = "DATAPLANE_PACKET_PATH";
+
 /// The variable that names the directory in which tests request panics (`threads.rs` in `dataplane-user`).
 pub const PANICS: &str = "DATAPLANE_PANICS";
 
@@ -80,6 +83,15 @@ impl<'a> AgentBuilder<'a> {
         self.arguments
             .extend(arguments.into_iter().map(|a| a.as_ref().to_owned()));
         self
+    }
+
+    /// Without the packet path, whose programs the kernel verifies in half of an agent's start: for scenarios of sockets.
+    /// With [`PACKET_PATH`] in the tests' own environment, these run with it, too.
+    pub fn sockets_only(self) -> Self {
+        if std::env::var_os(PACKET_PATH).is_some() {
+            return self;
+        }
+        self.args(["--packet-path", "off"])
     }
 
     /// With these capabilities and no others, as in a pod: `["NET_ADMIN"]`. So are the commands

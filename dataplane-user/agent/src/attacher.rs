@@ -141,6 +141,7 @@ impl Attacher {
             egress: Due::at(now),
             peers: BTreeSet::new(),
             others: BTreeMap::new(),
+            filtered: None,
             interfaces: None,
             protecting: 0,
             addresses: None,
@@ -204,6 +205,8 @@ struct Worker {
     peers: BTreeSet<u32>,
     /// The interfaces on which others have something, and what.
     others: BTreeMap<u32, Vec<String>>,
+    /// An interface with filters of others on the way in.
+    filtered: Option<String>,
     /// The interfaces at earlier looks.
     history: History,
     /// On how many interfaces the packet path's programs belong, at the last look, and whether they remember ways.
@@ -387,13 +390,18 @@ impl Worker {
         self.policies.done_resting(1, start, NEVER);
     }
 
-    /// Looks for programs and rules of others on the way out of pods' interfaces. Until the packet path knows them,
+    /// Looks for programs and rules of others on the way out of pods' interfaces, and for filters on the way
+    /// in of any. Until the packet path knows them,
     /// packets bypass them.
     fn egress(&mut self) {
         let start = Instant::now();
-        let others = kernel::egress_of_others(&self.state.paths.bpffs, &self.peers);
+        let bpffs = &self.state.paths.bpffs;
+        let others = kernel::egress_of_others(bpffs, &self.peers);
+        let filtered = kernel::ingress_of_others(bpffs);
         // If the kernel does not return them, the look at the whole network reports the error.
-        if others.is_ok_and(|others| others == self.others) {
+        if others.is_ok_and(|others| others == self.others)
+            && filtered.is_ok_and(|filtered| filtered == self.filtered)
+        {
             self.egress.done(start, EGRESS);
             return;
         }
@@ -411,7 +419,9 @@ impl Worker {
             let earlier = self.history.look(&all, start);
             patience = earlier.settled_in.unwrap_or(patience);
             let mut network = network(settings, &all, &earlier)?;
-            network.config.flags |= self.path.choose(&network.policies)?;
+            self.filtered = kernel::ingress_of_others(&self.state.paths.bpffs)?;
+            let filtered = self.filtered.as_deref();
+            network.config.flags |= self.path.choose(&network.policies, filtered)?;
             self.history.note(&network);
             let flags = network
                 .interfaces

@@ -88,17 +88,21 @@ impl Path {
         before.0 != self.chains || before.1 != self.problem
     }
 
-    /// Chooses the path. Returns its flags of [`PacketConfig`].
+    /// Chooses the path. `filtered`: the result of [`kernel::ingress_of_others`]. Returns its flags of [`PacketConfig`].
     ///
     /// # Errors
     /// If the routing rules cannot be read.
-    pub fn choose(&mut self, policies: &[Policy]) -> Result<u32, kernel::Error> {
+    pub fn choose(
+        &mut self,
+        policies: &[Policy],
+        filtered: Option<&str>,
+    ) -> Result<u32, kernel::Error> {
         let because = match self.wanted {
             PacketPath::Off => return Ok(0),
             PacketPath::Fast => None,
             PacketPath::Stack => Some("packets.path: stack".to_owned()),
             PacketPath::Auto if self.chains.is_some() => self.chains.clone(),
-            PacketPath::Auto => path::of_routing(policies, &kernel::mark_rules()?),
+            PacketPath::Auto => path::of_the_rest(policies, filtered)?,
         };
         if !self.has_chosen || self.because != because {
             if let Some(why) = &because {
@@ -145,7 +149,7 @@ mod tests {
             (PacketPath::Auto, STACK),
         ] {
             let mut path = Path::new(wanted, now);
-            assert_eq!(path.choose(&policies).unwrap(), flags, "{wanted:?}");
+            assert_eq!(path.choose(&policies, None).unwrap(), flags, "{wanted:?}");
             assert_eq!(path.because().is_some(), flags == STACK);
             assert_eq!(path.at() == now, wanted == PacketPath::Auto);
         }

@@ -3,6 +3,7 @@
 use std::{
     fs,
     io::{self, Write},
+    path::Path,
     process::ExitCode,
 };
 
@@ -53,7 +54,7 @@ struct Row<'a> {
 impl DoctorArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut features = probe::features(&self.paths.or_guess());
-        features.push(fast_path());
+        features.push(fast_path(&self.paths.bpffs()));
         features.push(pods(&self.paths.or_guess()));
         features.push(agent(&self.paths.or_guess()));
         features.push(resolvers());
@@ -86,8 +87,8 @@ impl DoctorArgs {
 }
 
 /// Checks that packets of services may take the fast path: with `packets.path: auto` rules of others decide.
-fn fast_path() -> Feature {
-    let (present, detail) = match path::look() {
+fn fast_path(bpffs: &Path) -> Feature {
+    let (present, detail) = match path::look(bpffs) {
         Ok(None) => (true, "no rules of others must see packets".to_owned()),
         Ok(Some(because)) => (false, because),
         Err(error) => (false, error.to_string()),

@@ -1,6 +1,6 @@
 //! `dataplane plan`.
 
-use std::{io::Write, process::ExitCode};
+use std::{io::Write, path::Path, process::ExitCode};
 
 use anyhow::Context;
 use clap::Args;
@@ -86,7 +86,7 @@ impl PlanArgs {
                 losers.join(", ")
             )
         });
-        let (packet_path, bypassed) = packet_path(self.path);
+        let (packet_path, bypassed) = packet_path(self.path, &bpffs);
         let problems = snapshot.problems.iter();
         let problems = problems
             .chain(served.problems().map(|(_, problem)| problem))
@@ -109,7 +109,7 @@ impl PlanArgs {
 }
 
 /// Returns the path that packets of services would take, with the reason; and the problem with it.
-fn packet_path(wanted: PacketPath) -> (String, Option<String>) {
+fn packet_path(wanted: PacketPath, bpffs: &Path) -> (String, Option<String>) {
     let stack = |because: &str| format!("stack, because of {because}");
     match wanted {
         PacketPath::Off => ("off".to_owned(), None),
@@ -121,7 +121,7 @@ fn packet_path(wanted: PacketPath) -> (String, Option<String>) {
             };
             ("fast".to_owned(), problem)
         }
-        PacketPath::Auto => match path::look() {
+        PacketPath::Auto => match path::look(bpffs) {
             Ok(None) => ("fast".to_owned(), None),
             Ok(Some(because)) => (stack(&because), None),
             Err(error) => (stack("rules that cannot be read"), Some(error.to_string())),

@@ -1,5 +1,7 @@
-//! Decides whether packets of services must go through the node's network stack: rules, IPsec policies or routing rules
-//! of others must see them.
+//! Decides whether packets of services must go through the node's network stack: rules, IPsec policies, routing rules
+//! or filters of others must see them.
+
+use std::path::Path;
 
 use kernel::{MarkRule, netfilter};
 use plan::ipsec::Policy;
@@ -16,14 +18,28 @@ const NAMED: usize = 3;
 ///
 /// # Errors
 /// If a query to the kernel fails.
-pub fn look() -> Result<Option<String>, kernel::Error> {
+pub fn look(bpffs: &Path) -> Result<Option<String>, kernel::Error> {
     match look_at_chains()? {
-        None => Ok(of_routing(
-            &kernel::ipsec_policies()?,
-            &kernel::mark_rules()?,
-        )),
+        None => {
+            let filtered = kernel::ingress_of_others(bpffs)?;
+            of_the_rest(&kernel::ipsec_policies()?, filtered.as_deref())
+        }
         because => Ok(because),
     }
+}
+
+/// Returns the reason that is no chain of netfilter: an IPsec policy, a routing rule, or filters on the way in of the
+/// interface `filtered` ([`kernel::ingress_of_others`]).
+///
+/// # Errors
+/// If a query to the kernel fails.
+pub fn of_the_rest(
+    policies: &[Policy],
+    filtered: Option<&str>,
+) -> Result<Option<String>, kernel::Error> {
+    let of_routing = of_routing(policies, &kernel::mark_rules()?);
+    let of_filters = || Some(format!("filters on the way in of interface {}", filtered?));
+    Ok(of_routing.or_else(of_filters))
 }
 
 /// Returns the chains that are a reason, of those that the kernel has now.
@@ -60,7 +76,7 @@ pub fn of_chains(chains: &[netfilter::Chain]) -> Option<String> {
 
 /// Returns the IPsec policy or the routing rule that is a reason: a policy that protects packets, because only the stack
 /// can encrypt them, or a rule of others that asks for a mark, because rules of netfilter set marks.
-pub fn of_routing(policies: &[Policy], rules: &[MarkRule]) -> Option<String> {
+fn of_routing(policies: &[Policy], rules: &[MarkRule]) -> Option<String> {
     // The kernel returns policies in no particular order.
     let policies = policies.iter().filter(|policy| policy.protects);
     if let Some(policy) = policies.map(ToString::to_string).min() {

@@ -115,6 +115,7 @@ impl World {
         let mut agent = lab
             .agent("node1")
             .in_the_nodes_cgroup()
+            .sockets_only()
             .manifests(&manifests)
             .args(["--dns", &dns.to_string()])
             .args(["--admin-addr", ADMIN]);

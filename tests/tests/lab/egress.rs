@@ -167,6 +167,7 @@ fn whatever_others_put_on_the_way_out_of_a_pods_interface_sees_its_packets() -> 
         run(world.node(), "nft delete table netdev pods")?;
         world.is_gone("a chain of nf_tables")?;
     }
+    limits_what_the_pod_sends(&world)?;
     if Hook::of_kernel() != Hook::Tcx {
         return Ok(());
     }
@@ -181,4 +182,36 @@ fn whatever_others_put_on_the_way_out_of_a_pods_interface_sees_its_packets() -> 
     world.tries("a program", "at TCX", put)?;
     drop(link);
     world.is_gone("a program")
+}
+
+/// As the CNI plug-in `bandwidth` limits it (`egressRate`): a filter on the way in of the pod's interface leads its packets to
+/// an IFB with a limit, by which no packet passes here.
+fn limits_what_the_pod_sends(world: &World) -> Result<()> {
+    let put = "ip link add ifb-near type ifb && ip link set ifb-near up && \
+               tc qdisc add dev ifb-near root tbf rate 8kbit burst 20 latency 1ms && \
+               tc qdisc add dev veth-near ingress && tc filter add dev veth-near parent ffff: protocol all \
+               u32 match u32 0 0 action mirred egress redirect dev ifb-near";
+    if let Err(error) = run(world.node(), put) {
+        println!("skipped an IFB, which this kernel has not: {error:#}");
+        return Ok(());
+    }
+    eventually(|| world.is_in_the_way()).context("an IFB")?;
+    let status = world.cluster.status()?.to_string();
+    ensure!(
+        status.contains("filters on the way in of interface veth-near"),
+        "{status}"
+    );
+    run(world.node(), "tc qdisc del dev ifb-near root")?;
+    world.serves().context("an IFB without a limit")?;
+    let sent = world
+        .node()
+        .command("ip")
+        .args(["-s", "link", "show", "ifb-near"])
+        .run()?;
+    ensure!(!sent.contains(" 0 0 "), "no packet passed the IFB: {sent}");
+    run(
+        world.node(),
+        "tc qdisc del dev veth-near ingress && ip link del ifb-near",
+    )?;
+    world.is_gone("an IFB")
 }

@@ -303,8 +303,34 @@ impl Clsact {
 
     /// Whether another owner has a filter on an interface for packets of this direction.
     pub fn has_others(&mut self, ifindex: u32, direction: Direction) -> Result<bool, Error> {
+        let (ours, others) = self.preferences(ifindex, direction)?;
+        // A list has each preference once more, without a program.
+        Ok(others.iter().any(|other| !ours.contains(other)))
+    }
+
+    /// Returns the interfaces on which another owner has a filter that comes after our program on the way in: of an ingress
+    /// qdisc, too, as the CNI plug-in `bandwidth` has them.
+    pub fn with_others_after_ours(&mut self) -> Result<Vec<u32>, Error> {
+        let mut found = Vec::new();
+        for ifindex in self.qdiscs()?.into_keys() {
+            let (ours, others) = self.preferences(ifindex, Direction::Ingress)?;
+            // Programs at TCX come before all filters.
+            let own = ours.into_iter().max().unwrap_or(0);
+            if others.iter().any(|other| *other > own) {
+                found.push(ifindex);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Returns the preferences of our filters, and those of others, on an interface for packets of this direction.
+    fn preferences(
+        &mut self,
+        ifindex: u32,
+        direction: Direction,
+    ) -> Result<(Vec<u32>, Vec<u32>), Error> {
         let filters = self.filters(ifindex, direction)?;
-        let is_ours = |f: &&TcMessage| {
+        let is_ours = |f: &TcMessage| {
             let named = |name: &str| {
                 Direction::EVERY
                     .iter()
@@ -312,13 +338,12 @@ impl Clsact {
             };
             program(f).is_some_and(|(name, _)| named(name))
         };
-        // A list has each preference once more, without a program.
-        let ours: Vec<u32> = filters
-            .iter()
-            .filter(is_ours)
-            .map(|f| f.header.info)
-            .collect();
-        Ok(filters.iter().any(|f| !ours.contains(&f.header.info)))
+        let (ours, others): (Vec<_>, Vec<_>) = filters.iter().partition(|f| is_ours(f));
+        let preferences = |filters: Vec<&TcMessage>| {
+            let all = filters.into_iter().map(|f| f.header.info >> 16);
+            all.collect()
+        };
+        Ok((preferences(ours), preferences(others)))
     }
 
     /// Returns the existing qdiscs that we made. `true`: the qdisc is removed with our filters. `false`: it stays,

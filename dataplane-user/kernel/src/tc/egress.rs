@@ -1,4 +1,4 @@
-//! Other owners' programs, filters and queueing disciplines on the way out of interfaces.
+//! Other owners' programs, filters and queueing disciplines on the ways out of interfaces and in.
 //!
 //! `bpf_redirect_peer` hands a packet to the other end of a pair and passes by all of these. So the packet path sends
 //! packets by the ordinary way where there is something: a policy that drops packets, or a limit of the rate.
@@ -8,11 +8,22 @@ use std::{
     path::Path,
 };
 
-use super::{Direction, clsact::Clsact, ours, pin};
+use super::{Direction, clsact::Clsact, name, ours, pin};
 use crate::{error::Error, pins::Pins, sys};
 
 /// The queueing discipline of an interface that has no queue, as pairs have by default.
 const NO_QUEUE: &str = "noqueue";
+
+/// Returns the name of an interface at which filters of others come after our program on the way in, such as those of the CNI
+/// plug-in `bandwidth`, which lead packets to an IFB: they see no packet that our program sends on.
+///
+/// # Errors
+/// If the query to the kernel fails.
+pub fn ingress_of_others(bpffs: &Path) -> Result<Option<String>, Error> {
+    let pins = Pins::new(bpffs);
+    let interfaces = Clsact::open(pins.root())?.with_others_after_ours()?;
+    Ok(interfaces.into_iter().map(name).min())
+}
 
 /// Returns other owners' objects on the way out of these interfaces, in words, by interface. An interface without any
 /// is left out.

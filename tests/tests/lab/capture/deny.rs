@@ -98,6 +98,7 @@ fn a_slice_opens_nothing(by_packets: bool, mode: &str) -> Result<()> {
             lab.pod("node1", "app", "10.244.1.8")
         }
     })?;
+    world.by_packets = by_packets;
     let app = world.app().clone();
     let outside = world.lab.pod("outside").clone();
     let _server = serve(&outside)?;

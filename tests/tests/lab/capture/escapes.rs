@@ -32,7 +32,7 @@ const SILENCE: [&str; 2] = ["--patience-ms", "1500"];
 const MARK: u32 = 15_006;
 
 fn denied() -> Result<World> {
-    let mut world = World::new()?;
+    let mut world = World::new()?.by_packets();
     world.capture(json!({}), json!({ "egress": "deny", "mode": "proxy" }))?;
     Ok(world)
 }
@@ -193,7 +193,8 @@ fn no_source_route_escapes() -> Result<()> {
     };
     ensure!(!warned(&world)?, "a warning without a reason");
     let mesh = super::mesh(json!({}), json!({ "egress": "deny" }));
-    world.agent_with_args(&mesh, &[], &["--packet-path", "off"])?;
+    world.by_packets = false;
+    world.agent_with(&mesh, &[])?;
     ensure!(
         warned(&world)?,
         "nobody looks for source routes, and nobody says so"

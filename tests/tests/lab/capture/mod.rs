@@ -80,6 +80,8 @@ const UID: u32 = 1500;
 /// A node with a client, `app`, and two servers, and a second node with one server.
 struct World {
     agent: Option<Agent>,
+    /// Whether the agent also serves by packets.
+    by_packets: bool,
     manifests: Manifests,
     _servers: Vec<Process>,
     state: TempDir,
@@ -108,11 +110,20 @@ impl World {
             .endpoints(&[&far]);
         Ok(Self {
             agent: None,
+            by_packets: false,
             manifests: Manifests::new(&[web])?,
             _servers: servers,
             state: tempfile::tempdir()?,
             lab,
         })
+    }
+
+    /// The same, with an agent that also serves by packets.
+    fn by_packets(self) -> Self {
+        Self {
+            by_packets: true,
+            ..self
+        }
     }
 
     fn app(&self) -> &Host {
@@ -138,6 +149,9 @@ impl World {
             .manifests(self.manifests.path())
             .args(["--mesh", &mesh.to_string()])
             .args(args);
+        if !self.by_packets {
+            agent = agent.sockets_only();
+        }
         for path in more {
             agent = agent.manifests(path);
         }

@@ -69,7 +69,8 @@ fn with_outside() -> Result<(World, Host, Process)> {
     let world = World::with(|lab| {
         lab.pod("node1", "outside", "10.244.1.9")
             .pod("node1", "app", "10.244.1.8")
-    })?;
+    })?
+    .by_packets();
     let outside = world.lab.pod("outside").clone();
     let server = serve(&outside)?;
     Ok((world, outside, server))
@@ -79,7 +80,7 @@ fn with_outside() -> Result<(World, Host, Process)> {
 /// whose address is a service's.
 fn what_the_proxy_has_routed_goes_there() -> Result<()> {
     for keeps in [true, false] {
-        let mut world = World::new()?;
+        let mut world = World::new()?.by_packets();
         let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
         let far = world.lab.pod("far").clone();
         world.manifests = Manifests::new(&[

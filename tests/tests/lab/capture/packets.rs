@@ -47,7 +47,7 @@ pub fn world() -> Result<World> {
 
 /// As [`world`], with other pods.
 pub fn world_with(more: impl FnOnce(LabBuilder) -> LabBuilder) -> Result<World> {
-    World::with(|lab| more(lab.vm("node1", "app", "10.244.1.8")))
+    Ok(World::with(|lab| more(lab.vm("node1", "app", "10.244.1.8")))?.by_packets())
 }
 
 /// These rules, for packets.
@@ -393,7 +393,7 @@ fn connections_outlive_capture_and_its_end() -> Result<()> {
 
 /// A pod whose sockets are here.
 fn connections_outlive_a_change_of_what_captures_them() -> Result<()> {
-    let mut world = World::new()?;
+    let mut world = World::new()?.by_packets();
     let pods = world.state.path().join("pods.yaml");
     let write = |by: &str| {
         let annotations = json!({ "dataplane.io/captured-by": by });
