@@ -42,6 +42,8 @@ fn primary(settings: &settings::Node, told: &[IpAddr]) -> io::Result<Node> {
         listens: BTreeSet::new(),
         zone: settings.zone.as_deref().unwrap_or_default().into(),
         region: std::sync::Arc::default(),
+        subzone: std::sync::Arc::default(),
+        network: std::sync::Arc::default(),
         leaving: None,
         name_given: given.is_some(),
     })

@@ -50,7 +50,7 @@ pub use rules::{
 pub use service::{
     Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy, VipPort,
 };
-pub use topology::{Hints, Preference, Reach};
+pub use topology::{Hints, Locality, Preference, Reach};
 pub use weights::{Weights, lcm, most_places, narrowed};
 pub use workload::{
     Exempt, Place, RESERVED, Telemetry, Uid, VIRTUAL_INTERFACES, Workload, is_reserved,
@@ -77,6 +77,10 @@ pub struct Node {
     pub zone: Arc<str>,
     /// Its region (label `topology.kubernetes.io/region`); empty if it is not known.
     pub region: Arc<str>,
+    /// Its subzone (label `topology.istio.io/subzone`); empty if it has none.
+    pub subzone: Arc<str>,
+    /// The network of its pods (label `topology.istio.io/network`); empty if it is not known.
+    pub network: Arc<str>,
     /// Why it is about to go, or gone; none: it stays. A node that leaves asks load balancers for no
     /// more connections.
     pub leaving: Option<Leaving>,

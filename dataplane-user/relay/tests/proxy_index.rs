@@ -9,8 +9,8 @@ use std::{
 
 use dataplane_relay::{Found, Index, Target};
 use model::{
-    Endpoint, Hints, Node, Part, Place, Protocol, Records, Service, ServiceName, ServicePort,
-    ServiceType, Snapshot, Split, TrafficPolicy, Workload, WorkloadName,
+    Endpoint, Hints, Locality, Node, Part, Place, Preference, Protocol, Records, Service,
+    ServiceName, ServicePort, ServiceType, Snapshot, Split, TrafficPolicy, Workload, WorkloadName,
 };
 use proptest::prelude::*;
 use smallvec::{SmallVec, smallvec};
@@ -32,17 +32,33 @@ fn this_node() -> Node {
     }
 }
 
-fn endpoint() -> impl Strategy<Value = Endpoint> {
-    let hints = prop_oneof![
+/// Hints of a control plane, or ranks by the places of endpoints.
+fn hints() -> impl Strategy<Value = Hints> {
+    let hinted = prop_oneof![
         Just((None, None)),
         Just((Some("z1"), None)),
         Just((Some("z2"), None)),
         Just((Some("z1"), Some("here"))),
         Just((Some("z2"), Some("there"))),
     ];
+    let ranked = (prop_oneof![Just("z1"), Just("z2")], any::<bool>()).prop_map(|(zone, local)| {
+        let at = Locality {
+            zone,
+            ..Locality::default()
+        };
+        let at = Hints::default().located(&this_node(), at);
+        at.preferring(Preference::SameNode, local)
+    });
+    prop_oneof![
+        4 => hinted.prop_map(|(zone, node)| Hints::new(&this_node(), zone, node)),
+        1 => ranked,
+    ]
+}
+
+fn endpoint() -> impl Strategy<Value = Endpoint> {
     let states = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
-    (1..20_u8, 1..3_u16, states, hints, any::<bool>()).prop_map(
-        |(last, port, (ready, serving, terminating, local), (zone, node), v6)| Endpoint {
+    (1..20_u8, 1..3_u16, states, hints(), any::<bool>()).prop_map(
+        |(last, port, (ready, serving, terminating, local), hints, v6)| Endpoint {
             addr: if v6 {
                 IpAddr::V6(Ipv4Addr::new(10, 244, 0, last).to_ipv6_compatible())
             } else {
@@ -53,7 +69,7 @@ fn endpoint() -> impl Strategy<Value = Endpoint> {
             ready,
             serving,
             terminating,
-            hints: Hints::new(&this_node(), zone, node),
+            hints,
         },
     )
 }

@@ -111,17 +111,18 @@ impl Manifests {
     ///
     /// All faults.
     pub fn read(&mut self, paths: &[PathBuf]) -> Result<Loaded, Errors> {
-        // Hints depend on the node's zone, and the last object of the last file may state the zone. The zone hardly
-        // ever changes, so the former one is assumed.
+        // Hints depend on where the node is, and the last object of the last file may state it. It hardly ever changes,
+        // so the former place is assumed.
         let mut assumed = Arc::clone(&self.told);
         let mut stage = Stage::read(paths, &assumed);
         let mut told = stage.told(&self.node);
-        let place = |node: &Node| (Arc::clone(&node.zone), Arc::clone(&node.region));
+        let place =
+            |node: &Node| [&node.zone, &node.region, &node.subzone, &node.network].map(Arc::clone);
         if place(&told) != place(&assumed) && !stage.has_faults() {
             drop(stage);
             assumed = Arc::new(told);
             stage = Stage::read(paths, &assumed);
-            // If the zone differs again, the files have changed and will be read again.
+            // If the place differs again, the files have changed and will be read again.
             told = stage.told(&self.node);
         }
         let told = Arc::new(told);

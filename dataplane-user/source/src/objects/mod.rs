@@ -35,7 +35,7 @@ use model::{NamedProtocol, ServiceName};
 pub use node::{NodeFacts, node};
 pub use pod::{NamespaceRules, namespace, pod, pod_addresses};
 pub use route::{grant, kind as route_kind, route};
-pub use selection::{ByIstio, Selection, by_istio};
+pub use selection::{ByIstio, Distribution, Selection, by_istio};
 pub use service::service;
 use service_entry::addresses_of;
 pub use service_entry::{ServiceEntry, service_entry};

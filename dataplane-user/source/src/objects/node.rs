@@ -10,6 +10,10 @@ use super::{Findings, address, check_name, label, wire as api};
 pub const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
 /// Label with a node's region.
 pub const LABEL_REGION: &str = "topology.kubernetes.io/region";
+/// Istio's label with a node's subzone.
+const LABEL_SUBZONE: &str = "topology.istio.io/subzone";
+/// Istio's label with the network of addresses: of a pod's, or of those of a node's pods.
+pub const LABEL_NETWORK: &str = "topology.istio.io/network";
 /// Taint that the cluster autoscaler gives to a node before it deletes the node.
 const TAINT_TO_BE_DELETED: &str = "ToBeDeletedByClusterAutoscaler";
 
@@ -22,6 +26,10 @@ pub struct NodeFacts {
     pub zone: Arc<str>,
     /// Its region; empty if it has none.
     pub region: Arc<str>,
+    /// Its subzone; empty if it has none.
+    pub subzone: Arc<str>,
+    /// The network of its pods; empty if it does not say.
+    pub network: Arc<str>,
     /// The reason why it will leave the cluster. `None`: it stays.
     pub leaving: Option<Leaving>,
     /// Its own addresses, at most one of each family, internal addresses before external ones.
@@ -46,6 +54,8 @@ impl NodeFacts {
                 node.zone.clone()
             },
             region: self.region.clone(),
+            subzone: self.subzone.clone(),
+            network: self.network.clone(),
             leaving: self.leaving,
             ..node.clone()
         }
@@ -62,14 +72,17 @@ pub fn node(object: &api::Node, findings: &mut Findings) -> NodeFacts {
         let chosen = taints.any(|taint| taint.key == TAINT_TO_BE_DELETED);
         chosen.then_some(Leaving::Tainted)
     };
+    let of = |key| {
+        label(&object.metadata.labels, key)
+            .unwrap_or_default()
+            .into()
+    };
     NodeFacts {
         name: object.metadata.name.as_deref().unwrap_or_default().into(),
-        zone: label(&object.metadata.labels, LABEL_ZONE)
-            .unwrap_or_default()
-            .into(),
-        region: label(&object.metadata.labels, LABEL_REGION)
-            .unwrap_or_default()
-            .into(),
+        zone: of(LABEL_ZONE),
+        region: of(LABEL_REGION),
+        subzone: of(LABEL_SUBZONE),
+        network: of(LABEL_NETWORK),
         leaving,
         addresses: addresses(object),
     }

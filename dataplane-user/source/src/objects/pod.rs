@@ -15,7 +15,9 @@ use smallvec::SmallVec;
 use super::{
     Findings, check_name,
     istio::LABEL_WAYPOINT,
-    label, object_name,
+    label,
+    node::LABEL_NETWORK,
+    object_name,
     resolution::resolution,
     selection::preference,
     wire::{self as api, Metadata},
@@ -23,8 +25,6 @@ use super::{
 
 /// A label of a namespace, for all its pods, or of a pod: `ambient` captures, `none` does not.
 const LABEL_MODE: &str = "istio.io/dataplane-mode";
-/// A label of pods: the network of their addresses.
-const LABEL_NETWORK: &str = "topology.istio.io/network";
 /// A label of pods: the name of their workload in metrics.
 const LABEL_WORKLOAD: &str = "service.istio.io/workload-name";
 /// An annotation of pods that contain a mesh's proxy, injected or configured.

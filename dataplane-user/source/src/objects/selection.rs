@@ -20,9 +20,29 @@ pub struct ByIstio {
     /// The WorkloadEntries that are its endpoints.
     pub selection: Option<Box<Selection>>,
     /// The traffic distribution. `None`: that of the namespace counts.
-    pub preference: Option<Preference>,
+    pub distribution: Option<Distribution>,
     /// Whether its labels name a waypoint. `None`: those of the namespace count.
     pub waypoint: Option<bool>,
+}
+
+/// The traffic distribution of a Service.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Distribution {
+    /// `spec.trafficDistribution`: the control plane turns it into hints of EndpointSlices. WorkloadEntries have none.
+    Field(Preference),
+    /// Istio's annotation of the Service or its Namespace.
+    Annotation(Preference),
+}
+
+impl Distribution {
+    /// Returns the preference that ranks the Service's endpoints. As hints count only if all endpoints have them, the
+    /// field does what the annotation does in a Service with WorkloadEntries.
+    pub fn preference(self, has_workload_entries: bool) -> Preference {
+        match self {
+            Self::Field(_) if !has_workload_entries => Preference::Any,
+            Self::Field(preference) | Self::Annotation(preference) => preference,
+        }
+    }
 }
 
 /// The WorkloadEntries that are endpoints of a Service, and their ports.
@@ -44,19 +64,20 @@ struct Port {
     number: u16,
 }
 
-/// Reads a Service's selector and annotation.
+/// Reads a Service's selector, its traffic distribution, and its waypoint.
 pub fn by_istio(object: &api::Service, findings: &mut Findings) -> ByIstio {
     let Some(spec) = &object.spec else {
         return ByIstio::default();
     };
-    // The control plane turns this field into hints.
-    let preference = match spec.traffic_distribution.as_deref() {
-        Some(own) if !own.is_empty() => Some(Preference::Any),
-        _ => preference(&object.metadata, findings),
+    // As for Istio: in the field, case matters, and an unknown value is none.
+    let distribution = match spec.traffic_distribution.as_deref() {
+        Some("PreferSameZone" | "PreferClose") => Some(Distribution::Field(Preference::SameZone)),
+        Some("PreferSameNode") => Some(Distribution::Field(Preference::SameNode)),
+        _ => preference(&object.metadata, findings).map(Distribution::Annotation),
     };
     ByIstio {
         selection: selection(object, spec).map(Box::new),
-        preference,
+        distribution,
         waypoint: waypoint(&object.metadata.labels),
     }
 }
@@ -69,12 +90,13 @@ pub(super) fn preference(metadata: &Metadata, findings: &mut Findings) -> Option
         "" => return None,
         "prefersamezone" | "preferclose" => Preference::SameZone,
         "prefersamenode" => Preference::SameNode,
+        "any" => Preference::Any,
         _ => {
             findings.note(
                 format!("metadata.annotations[\"{DISTRIBUTION}\"]"),
                 format!(
-                    "unknown value {value:?}, so no endpoint is preferred; expected PreferSameZone, PreferSameNode or \
-                     PreferClose"
+                    "unknown value {value:?}, so no endpoint is preferred; expected PreferSameZone, PreferSameNode, \
+                     PreferClose or Any"
                 ),
             );
             Preference::Any

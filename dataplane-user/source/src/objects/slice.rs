@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use model::{Endpoint, Hints, Node, PublishedPort, ServiceName};
+use model::{Endpoint, Hints, Locality, Node, PublishedPort, ServiceName};
 use smallvec::SmallVec;
 
 use super::{
@@ -163,8 +163,10 @@ fn endpoints(
             terminating,
             hints: hints(given.hints.as_ref(), node).located(
                 node,
-                given.zone.as_deref().unwrap_or_default(),
-                None,
+                Locality {
+                    zone: given.zone.as_deref().unwrap_or_default(),
+                    ..Locality::default()
+                },
             ),
         });
     }

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, net::IpAddr};
 
-use model::{At, Backend, Hints, Node, ServiceName};
+use model::{At, Backend, Hints, Locality, Node, ServiceName};
 use smallvec::SmallVec;
 
 use super::{
@@ -75,9 +75,12 @@ pub fn candidate(pod: &api::Pod, node: &Node) -> Option<Candidate> {
     ips.dedup();
     let ports = pod.spec.as_ref().map(named_ports).unwrap_or_default();
     // Kubernetes 1.35 and newer give pods the labels of their nodes.
-    let zone = label(&pod.metadata.labels, LABEL_ZONE).unwrap_or_default();
-    let region = label(&pod.metadata.labels, LABEL_REGION);
-    let hints = Hints::default().located(node, zone, region);
+    let at = Locality {
+        zone: label(&pod.metadata.labels, LABEL_ZONE).unwrap_or_default(),
+        region: label(&pod.metadata.labels, LABEL_REGION),
+        ..Locality::default()
+    };
+    let hints = Hints::default().located(node, at);
     let backend = |ip| Backend {
         at: At::Address(ip),
         ports: ports.clone(),
@@ -134,17 +137,21 @@ pub(super) fn backend(
         ports,
         weight: weight.max(1),
         local: false,
-        hints: hints(&given.locality, node),
+        hints: Hints::default().located(node, locality(given)),
     })
 }
 
-/// Returns the location of an endpoint from its `locality`: `REGION/ZONE/SUBZONE`, of which the last parts may be
-/// missing.
-fn hints(locality: &str, node: &Node) -> Hints {
-    let mut parts = locality.split('/');
-    let (region, zone) = (parts.next().unwrap_or_default(), parts.next());
-    let region = Some(region).filter(|region| !region.is_empty());
-    Hints::default().located(node, zone.unwrap_or_default(), region)
+/// Returns where an endpoint is, from its `network` and its `locality`: `REGION/ZONE/SUBZONE`, of which the last parts may
+/// be missing.
+fn locality(given: &WorkloadEntrySpec) -> Locality<'_> {
+    let mut parts = given.locality.split('/');
+    let mut next = || parts.next().unwrap_or_default();
+    Locality {
+        network: &given.network,
+        region: Some(next()),
+        zone: next(),
+        subzone: next(),
+    }
 }
 
 /// Parses the place of an endpoint: an address, or a DNS name.

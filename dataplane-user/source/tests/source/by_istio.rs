@@ -17,7 +17,7 @@ fn unread() -> Manifests {
     })
 }
 
-fn then_load(manifests: &mut Manifests, objects: &[Value]) -> Snapshot {
+pub fn then_load(manifests: &mut Manifests, objects: &[Value]) -> Snapshot {
     let file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
     let list = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
     std::fs::write(file.path(), list.to_string()).unwrap();
@@ -26,7 +26,7 @@ fn then_load(manifests: &mut Manifests, objects: &[Value]) -> Snapshot {
 }
 
 /// Merges fields into an object.
-fn with(mut object: Value, fields: Value) -> Value {
+pub fn with(mut object: Value, fields: Value) -> Value {
     fn merge(into: &mut Value, from: Value) {
         match from {
             Value::Object(fields) if into.is_object() => {

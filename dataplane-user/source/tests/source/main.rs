@@ -7,6 +7,7 @@
 
 mod bad_manifests;
 mod by_istio;
+mod by_locality;
 mod manifest_files;
 mod manifest_fuzz;
 mod manifest_semantics;

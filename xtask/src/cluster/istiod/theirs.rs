@@ -112,10 +112,19 @@ impl Messages {
             let Some(address) = addresses.into_iter().find(|of| of.is_ipv6() == v6) else {
                 continue;
             };
-            let rank = scopes
+            // A ztunnel looks at the other scopes, too, if the first is the network and another one. Then all of them
+            // are less than the network.
+            let is_by_network = how["mode"] != "STRICT" && scopes.first() == Some(&"NETWORK");
+            let others = &scopes[usize::from(is_by_network)..];
+            let near = others
                 .iter()
                 .take_while(|scope| is_near(workload, scope))
                 .count();
+            let rank = if is_by_network && is_near(workload, "NETWORK") {
+                scopes.len() + near
+            } else {
+                near
+            };
             let usable = workload["status"] != "UNHEALTHY" || how["healthPolicy"] == "ALLOW_ALL";
             if !usable || rank < best {
                 continue;
@@ -138,13 +147,15 @@ impl Messages {
     }
 }
 
-/// Returns whether a workload is in the same scope as [`NODE`]: node, zone, region. All are in one cluster and one
-/// network.
+/// Returns whether a workload is in the same scope as [`NODE`], which has no subzone. All are in one cluster, whose
+/// network has no name.
 fn is_near(workload: &Value, scope: &str) -> bool {
     match scope {
         "NODE" => workload["node"] == NODE,
         "REGION" => workload["locality"]["region"] == REGION,
         "ZONE" => workload["locality"]["zone"] == ZONE,
+        "SUBZONE" => text(&workload["locality"]["subzone"]).is_empty(),
+        "NETWORK" => text(&workload["network"]).is_empty(),
         _ => true,
     }
 }

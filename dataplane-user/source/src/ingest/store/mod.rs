@@ -19,7 +19,7 @@ use super::{
     pods::{self, Pods},
 };
 use crate::{
-    objects::{self, Candidate, Entries, IstioObjects, Joins, NodeFacts, Slice},
+    objects::{self, Candidate, Distribution, Entries, IstioObjects, Joins, NodeFacts, Slice},
     turns::Turns,
 };
 
@@ -78,7 +78,7 @@ pub struct Store {
     pods: Pods,
     entries: Entries,
     /// The traffic distribution that the services' own annotations ask for.
-    preferences: HashMap<ServiceName, Preference>,
+    distributions: HashMap<ServiceName, Distribution>,
     routes: imbl::OrdMap<RouteName, Arc<Route>>,
     grants: imbl::OrdMap<ServiceName, Arc<Grant>>,
     istio: IstioObjects,
@@ -141,7 +141,7 @@ impl Store {
             joins: Joins::default(),
             pods: Pods::default(),
             entries: Entries::default(),
-            preferences: HashMap::new(),
+            distributions: HashMap::new(),
             routes: imbl::OrdMap::new(),
             grants: imbl::OrdMap::new(),
             istio: IstioObjects::new(wanted.policies != WantedPolicies::None),
@@ -253,9 +253,9 @@ impl Store {
                 self.unreadable.remove(&name);
                 if self.wanted.entries {
                     self.entries.put_service(&name, by_istio.selection);
-                    match by_istio.preference {
-                        Some(preference) => _ = self.preferences.insert(name.clone(), preference),
-                        None => _ = self.preferences.remove(&name),
+                    match by_istio.distribution {
+                        Some(own) => _ = self.distributions.insert(name.clone(), own),
+                        None => _ = self.distributions.remove(&name),
                     }
                 }
                 self.istio.label(kind.word(), &name, by_istio.waypoint);
@@ -348,7 +348,7 @@ impl Store {
             Kind::Service => {
                 self.istio.label(kind.word(), name, None);
                 self.entries.remove_service(name);
-                self.preferences.remove(name);
+                self.distributions.remove(name);
                 self.unreadable.remove(name);
                 self.pending.insert(name.clone(), Change::Remove);
             }

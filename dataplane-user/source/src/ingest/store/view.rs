@@ -11,7 +11,10 @@ use super::{
     Change, Store,
     problems::place,
 };
-use crate::{View, objects};
+use crate::{
+    View,
+    objects::{self, Distribution},
+};
 
 impl Store {
     /// Returns the perspective: this node with the facts of its object, once they are known, as far as slices depend on
@@ -195,13 +198,18 @@ impl Store {
         };
         let slices = self.slices.get(name).map_or(&[][..], SmallVec::as_slice);
         let selected = self.entries.slices(name);
-        let preference = self.preferences.get(name).copied();
-        let preference = preference.or_else(|| self.entries.preferred_in(name.namespace()));
+        let has_entries = !selected.is_empty();
+        let of_namespace = || {
+            let preference = self.entries.preferred_in(name.namespace());
+            preference.map(Distribution::Annotation)
+        };
+        let distribution = self.distributions.get(name).copied();
+        let distribution = distribution.or_else(of_namespace);
         let sources = objects::Sources {
             slices,
             selected: &selected,
             names: self.wanted.names,
-            preference: preference.unwrap_or(Preference::Any),
+            preference: distribution.map_or(Preference::Any, |of| of.preference(has_entries)),
         };
         self.joins.join(Arc::make_mut(&mut service), sources);
         self.serve(name, service);

@@ -90,6 +90,8 @@ pub struct WorkloadEntrySpec {
     pub weight: Option<i64>,
     #[serde(deserialize_with = "or_default")]
     pub locality: String,
+    #[serde(deserialize_with = "or_default")]
+    pub network: String,
 }
 
 /// A policy of `security.istio.io`: the fields that say which connections it limits. No field makes the others
