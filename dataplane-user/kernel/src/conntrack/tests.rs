@@ -306,7 +306,7 @@ fn flows_through_the_stack_are_counted_while_the_path_is_left() {
     let foreign = flow(1003, Protocol::UDP, now(), 0, 0).key;
     assert!(conntrack.add_foreign(foreign, (ENDPOINT, Port::new(53))));
     for key in [&through.key, &over.key, &foreign] {
-        conntrack.table.set_through(key);
+        assert!(conntrack.table.set_through(key));
     }
     let census = |flags| {
         let config = PacketConfig {

@@ -110,7 +110,7 @@ impl Table {
                 .doing(|| "cannot map table ANSWERS".to_owned())?,
             sequences: Mapped::map(sequences, of_sequences.max_entries, true)
                 .doing(|| "cannot map table SEQUENCES".to_owned())?,
-            came_by: Mapped::map(came_by, of_came_by.max_entries, false)
+            came_by: Mapped::map(came_by, of_came_by.max_entries, cfg!(feature = "testing"))
                 .doing(|| "cannot map table CAME_BY".to_owned())?,
             secret: pins.flow_secret()?,
             config: Mapped::map(config, 1, false)
@@ -188,10 +188,11 @@ impl Table {
         word.is_some_and(|word| word.load(Ordering::Relaxed) & THROUGH != 0)
     }
 
-    #[cfg(test)]
-    pub(super) fn set_through(&self, key: &FlowKey) {
-        let word = self.came_by(key).expect("a flow that is there");
-        word.fetch_or(THROUGH, Ordering::Relaxed);
+    /// Says of a flow that it began on the path through the stack; `false` if it is not there, or did already.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn set_through(&self, key: &FlowKey) -> bool {
+        let word = self.came_by(key);
+        word.is_some_and(|word| word.fetch_or(THROUGH, Ordering::Relaxed) & THROUGH == 0)
     }
 
     fn came_by(&self, key: &FlowKey) -> Option<&AtomicU32> {
