@@ -23,6 +23,7 @@ use crate::{
     generate::{self, Op},
     model::{Input, Model, Output, read},
     tally::Tally,
+    through::Stack,
     world::{self, World},
 };
 
@@ -38,6 +39,8 @@ pub struct Scene {
     pub rig: Rig,
     /// The node: interfaces, routes and services.
     pub world: World,
+    /// The programs once more, on the path through the stack, if both paths are to be compared.
+    stack: Option<Stack>,
     /// Number of cells for flows.
     cells: u32,
     /// The lab with its network namespace. It is the last field, so it is dropped last.
@@ -74,9 +77,19 @@ impl Scene {
         Ok(Self {
             rig,
             world,
+            stack: None,
             cells,
             lab,
         })
+    }
+
+    /// Also compares the bytes that leave by the fast path with those that leave through the stack.
+    ///
+    /// # Errors
+    /// If the programs cannot be loaded once more.
+    pub fn with_stack(mut self) -> Result<Self> {
+        self.stack = Some(Stack::new(&self.lab, self.cells)?);
+        Ok(self)
     }
 
     /// Runs `work` in the node's network namespace, which has the routes that the programs look up.
@@ -165,6 +178,7 @@ impl Scene {
         let Self {
             rig,
             world,
+            stack,
             cells,
             lab,
         } = self;
@@ -172,6 +186,9 @@ impl Scene {
         rig.forget_ways()?;
         world.reverse_path = generate::reverse_path(config);
         world.configure_with(rig, generate::config(config), generate::policies(config))?;
+        if let Some(stack) = stack {
+            stack.configure(world)?;
+        }
         let before = rig.reasons()?;
         let mut model = Model::new(world, *cells, (&rig.conntrack).secret());
         for (at, seed) in ops.iter().enumerate() {
@@ -185,13 +202,21 @@ impl Scene {
                     match packet(rig, &mut model, input, &before, closely)? {
                         Ok(output) => {
                             tally.add(sort, input, &output, model.counted());
-                            None
+                            match stack {
+                                Some(stack) => {
+                                    through(stack, rig, &model, (input, &output), tally)?
+                                }
+                                None => None,
+                            }
                         }
                         Err(what) => Some(what),
                     }
                 }
                 _ => {
                     event(rig, lab, &mut model, &op)?;
+                    if let Some(stack) = stack {
+                        stack.forget_ways()?;
+                    }
                     tally.events += 1;
                     None
                 }
@@ -290,6 +315,7 @@ impl Scene {
             world,
             cells,
             lab,
+            ..
         } = self;
         world.route(lab, true)?;
         rig.forget_ways()?;
@@ -324,6 +350,19 @@ impl Scene {
         }
         Ok(text)
     }
+}
+
+/// Compares the two paths of a packet, and counts it.
+fn through(
+    stack: &Stack,
+    rig: &Rig,
+    model: &Model<'_>,
+    (input, output): (&Input, &Output),
+    tally: &mut Tally,
+) -> Result<Option<String>> {
+    let compared = stack.compare(rig, model.world, input, output)?;
+    tally.through += u64::from(matches!(compared, Some(Ok(()))));
+    Ok(compared.and_then(Result::err))
 }
 
 /// The configuration that the programs run with if a test does not set another.

@@ -6,6 +6,7 @@
 //! * `model`: the reference model, which computes the expected results.
 //! * `generate`: generates packets of all kinds from a seed.
 //! * [`campaign`]: runs many packets, compares the results, and shortens the sequence that shows a difference.
+//! * `through`: compares the path through the stack with the fast path.
 //! * [`cost`]: measures how long the programs run.
 
 pub mod campaign;
@@ -14,6 +15,7 @@ pub mod cost;
 mod generate;
 mod model;
 mod tally;
+mod through;
 pub mod wire;
 pub mod world;
 

@@ -71,7 +71,7 @@ fn costs(flows: u32, room: u32) -> Result<()> {
 }
 
 fn fuzz(arguments: &Arguments) -> Result<()> {
-    let mut scene = Scene::new()?;
+    let mut scene = Scene::new()?.with_stack()?;
     let bar = ProgressBar::new(arguments.packets);
     bar.set_style(ProgressStyle::with_template(
         "{wide_bar} {human_pos} of {human_len} packets, {per_sec}",
@@ -117,5 +117,9 @@ fn print(tally: &Tally) {
         "changed packets: checksums right {}, wrong by as much as before {}\nother events: {}; \
          packets too short to be run: {}",
         tally.right, tally.wrong_before, tally.events, tally.too_short
+    );
+    println!(
+        "packets with the same bytes through the stack: {}",
+        tally.through
     );
 }

@@ -59,6 +59,8 @@ pub struct Tally {
     pub right: u64,
     /// Changed packets with a wrong checksum: the packet arrived with the same error, or in fragments.
     pub wrong_before: u64,
+    /// Packets that left through the stack with the same bytes as by the fast path.
+    pub through: u64,
     /// Flows in a cell other than their home at the end of an epoch, and flows in a slot other than their home; summed
     /// over all epochs.
     pub elsewhere: [u64; 2],
@@ -76,6 +78,7 @@ impl Default for Tally {
             reasons: [0; Reason::SLOTS as usize],
             right: 0,
             wrong_before: 0,
+            through: 0,
             elsewhere: [0; 2],
             gave_way: 0,
         }

@@ -377,6 +377,18 @@ impl World {
         Ok(())
     }
 
+    /// Gives other programs the present configuration, with the path through the stack.
+    ///
+    /// # Errors
+    /// If the kernel refuses a write.
+    pub fn configure_through_stack(&self, rig: &mut Rig) -> Result<()> {
+        let mut network = self.network();
+        network.config.flags |= PacketConfig::STACK;
+        let problems = rig.set_network(&network)?;
+        ensure!(problems.is_empty(), "{problems:?}");
+        Ok(())
+    }
+
     /// Whether an IPsec policy protects packets from one address to the other: in any direction, the first policy that
     /// covers the addresses decides.
     pub fn protects(&self, src: Addr, dst: Addr) -> bool {

@@ -90,6 +90,8 @@ impl PacketConfig {
     pub const STACK_IN: u32 = 1 << 10;
     /// There may be flows that go through the stack: the program on the way out translates the rest of their packets.
     pub const STACK_OUT: u32 = 1 << 11;
+    /// The flags of the path through the stack.
+    pub const STACK: u32 = Self::STACK_IN | Self::STACK_OUT;
     /// A program may be preempted by another on its CPU, in its middle (`PREEMPT_RT`).
     pub const PREEMPTIBLE: u32 = 1 << 15;
     /// The first port that masqueraded flows get, host byte order.

@@ -175,6 +175,16 @@ impl SourceKey {
     }
 }
 
+/// The bits of a word of `CAME_BY`, beside the interface.
+pub mod came_by {
+    /// In the stack, a rule of the kernel's masquerades the flow's requests to the port that they have already. So the kernel's
+    /// conntrack translates the answers back.
+    pub const KERNELS: u32 = 1 << 31;
+    /// The flow began on the path through the stack, and stays on it. The kernel's conntrack would not take up a connection in
+    /// its middle well: it misses the sequence numbers, and may masquerade the packets.
+    pub const THROUGH: u32 = 1 << 30;
+}
+
 /// The word of `DIRECT`: 0 if all flows belong to services. Else how many other flows were made, and
 /// [`direct::DATAGRAMS`].
 pub mod direct {

@@ -2,7 +2,8 @@
 
 use core::ptr::{read_volatile, write_volatile};
 
-use dataplane_common::packet::PacketConfig;
+pub use dataplane_common::packet::came_by::THROUGH;
+use dataplane_common::packet::{PacketConfig, came_by::KERNELS};
 
 use crate::tables::{CAME_BY, PACKET_CONFIG};
 
@@ -21,14 +22,6 @@ pub fn relevant(index: u32) -> u32 {
 pub fn interface(index: u32) -> u32 {
     origin(index) & !(KERNELS | THROUGH)
 }
-
-/// Beside the interface: in the stack, a rule of the kernel's masquerades the flow's requests to the port that they have
-/// already. So the kernel's conntrack translates the answers back ([`super::through`]).
-const KERNELS: u32 = 1 << 31;
-
-/// Beside the interface: the flow began on the path through the stack, and stays on it. The kernel's conntrack would not take
-/// up a connection in its middle well: it misses the sequence numbers, and may masquerade the packets.
-pub const THROUGH: u32 = 1 << 30;
 
 /// Whether there may be flows that go through the stack.
 #[inline(always)]

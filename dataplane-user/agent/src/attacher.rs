@@ -61,6 +61,8 @@ pub enum Job {
     Served(Snapshot),
     /// As [`Job::Served`], for the first time: the answer comes when capture is in line, too.
     First(Snapshot, SyncSender<()>),
+    /// A walk over all flows, which began at this moment, has found none on the path through the stack.
+    NoneThrough(Instant),
     /// The tables and programs of another layout can be removed.
     ReplaceOtherLayouts(SyncSender<Result<(), kernel::Error>>),
     /// Another agent asks to take this agent's place.
@@ -300,6 +302,7 @@ impl Worker {
                 self.network.soon();
             }
             Job::Rules => self.path.soon(),
+            Job::NoneThrough(since) => self.kernel.none_through_stack(since),
             Job::Served(snapshot) => {
                 self.snapshot = Some(snapshot);
                 self.capture.soon();
@@ -518,6 +521,7 @@ fn give_up(todo: &Receiver<Job>) {
             Job::Network
             | Job::Policies
             | Job::Rules
+            | Job::NoneThrough(_)
             | Job::Served(_)
             | Job::Replace(_)
             | Job::Offered(_) => {}

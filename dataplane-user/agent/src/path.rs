@@ -113,7 +113,7 @@ impl Path {
             (self.has_chosen, self.because) = (true, because);
         }
         Ok(if self.because.is_some() {
-            PacketConfig::STACK_IN | PacketConfig::STACK_OUT
+            PacketConfig::STACK
         } else {
             0
         })
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn the_settings_decide_unless_they_are_auto() {
-        const STACK: u32 = PacketConfig::STACK_IN | PacketConfig::STACK_OUT;
+        const STACK: u32 = PacketConfig::STACK;
         let now = Instant::now();
         let policies = ipsec::block_by_default(2);
         for (wanted, flags) in [

@@ -272,6 +272,7 @@ impl<'a> Wanted<'a> {
             destroy.clone(),
             kernel.direct_flows(),
             self.packet.clone(),
+            jobs.clone(),
             &events,
         )?;
         let bpffs = self.paths.bpffs.clone();

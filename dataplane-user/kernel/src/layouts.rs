@@ -81,6 +81,14 @@ impl Pins {
         Ok(taken)
     }
 
+    /// Returns the pins of the newest older layout, if there is one.
+    pub fn newest_older(&self) -> Option<Self> {
+        let all = layouts(self.root());
+        let mut older = all.iter().filter_map(|directory| version(directory));
+        let newest = older.rfind(|version| *version < LAYOUT)?;
+        Some(Self::of_layout(self.root(), newest))
+    }
+
     /// Moves pins of links that are `wanted` by their names from other layouts' directories here, unless such a pin
     /// exists here: the code that attaches that program finds it, and swaps the program in place.
     pub fn take_links(&self, wanted: impl Fn(&str) -> bool) -> Result<(), Error> {

@@ -63,6 +63,7 @@ use std::{
     ops::Deref,
     path::{Path, PathBuf},
     sync::Arc,
+    time::Instant,
 };
 
 use aya::Ebpf;
@@ -247,6 +248,12 @@ impl Kernel {
     /// If the kernel refuses.
     pub fn set_ipsec_policies(&mut self, policies: &[Policy]) -> Result<Vec<String>, Error> {
         self.packet.set_policies(&mut self.services, policies)
+    }
+
+    /// A walk over all flows that began at this moment has found none on the path through the stack: the programs look for such
+    /// flows no longer, if none can have begun since.
+    pub fn none_through_stack(&mut self, since: Instant) {
+        self.packet.none_through_stack(since);
     }
 
     /// Whether the programs look for flows that do not belong to a service.

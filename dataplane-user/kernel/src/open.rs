@@ -87,6 +87,9 @@ impl Kernel {
         let direct = Arc::new(DirectFlows::of(&ebpf)?);
         let hook = packet.attach.and_then(|attach| attach.hook);
         let packet = PacketPath::open(&pins, &ebpf, packet)?;
+        if waits {
+            packet.take_path(&pins);
+        }
         tables.rebuild_filter(&packet.masquerade(), flow_vips(&pins)?.as_ref())?;
         let netns = sys::netns_cookie()
             .doing(|| "cannot ask for this network namespace's cookie".to_owned())?;

@@ -8,6 +8,7 @@ use dataplane_tests::emulated;
 scenarios! {
     Dataplane:
     the_packet_programs_do_what_the_model_does,
+    the_path_through_the_stack_sends_what_the_fast_path_sends,
 }
 
 fn the_packet_programs_do_what_the_model_does() -> Result<()> {
@@ -30,5 +31,13 @@ fn the_packet_programs_do_what_the_model_does() -> Result<()> {
         "no flow found its cell taken, or its slot: {:?}",
         tally.elsewhere
     );
+    Ok(())
+}
+
+fn the_path_through_the_stack_sends_what_the_fast_path_sends() -> Result<()> {
+    let packets = if emulated() { 5_000 } else { 50_000 };
+    let seed = 20_261_130;
+    let tally = Scene::new()?.with_stack()?.run(seed, packets, &|_| {})?;
+    ensure!(tally.through > packets / 50, "{tally:?}");
     Ok(())
 }

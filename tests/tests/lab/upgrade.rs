@@ -11,6 +11,7 @@ use dataplane_tests::{
 
 use crate::{
     cluster::{Cluster, TCP, UDP, reaches},
+    iptables::load as load_rules,
     manifest::Service,
 };
 
@@ -18,6 +19,8 @@ scenarios! {
     Dataplane:
     connections_outlive_a_layout,
     connections_outlive_a_layout_by_filters,
+    connections_outlive_a_layout_through_the_stack,
+    connections_outlive_a_layout_that_took_the_fast_path,
 }
 
 const TCP_PORT: u16 = 30_080;
@@ -34,12 +37,24 @@ fn service(lab: &Lab) -> Service {
 }
 
 fn connections_outlive_a_layout() -> Result<()> {
-    outlive(&[])
+    outlive(&[], None)
 }
 
 fn connections_outlive_a_layout_by_filters() -> Result<()> {
-    outlive(&["--tc-hook", "clsact"])
+    outlive(&["--tc-hook", "clsact"], None)
 }
+
+fn connections_outlive_a_layout_through_the_stack() -> Result<()> {
+    outlive(&["--packet-path", "stack"], None)
+}
+
+/// A rule comes while no agent runs, so the next agent chooses the stack, and its predecessor's programs do not know it.
+fn connections_outlive_a_layout_that_took_the_fast_path() -> Result<()> {
+    outlive(&["--packet-path", "auto"], Some(POLICY))
+}
+
+const POLICY: &str = "table inet enforcer { chain forward { type filter hook forward priority filter; policy accept;\n\
+    ip saddr 203.0.113.99 drop\n}\n}";
 
 const HOLD: &str = "hold";
 const SEND: &str = "udp --one-socket --each --until-stdin-closes";
@@ -55,7 +70,7 @@ fn busy(from: &Host, how: &str, to: &str) -> Result<Process> {
 }
 
 /// Clients have connections, and make new ones all the time, by sockets and by packets.
-fn outlive(arguments: &[&str]) -> Result<()> {
+fn outlive(arguments: &[&str], rules: Option<&str>) -> Result<()> {
     let before = LAYOUT - 1;
     let mut cluster = Cluster::start_with(|lab| vec![service(lab)], arguments)?;
     let lab = &cluster.lab;
@@ -85,6 +100,9 @@ fn outlive(arguments: &[&str]) -> Result<()> {
     ensure!(flows >= 8, "of 8 connections, {flows} are known");
 
     cluster.agent.kill();
+    if let Some(rules) = rules {
+        load_rules(lab.node("node2"), "nft -f -", rules)?;
+    }
     cluster.agent.change_layout(LAYOUT, before)?;
     cluster.agent.start()?;
     std::thread::sleep(Duration::from_millis(300));
@@ -99,6 +117,10 @@ fn outlive(arguments: &[&str]) -> Result<()> {
                 .iter()
                 .any(|entry| entry.path().ends_with(format!("v{before}"))),
         "the other layout's programs were not replaced: {layouts:?}\n{log}"
+    );
+    ensure!(
+        rules.is_none() || log.contains("packets of services go through the stack"),
+        "the rules did not change the path:\n{log}"
     );
     for load in loads {
         let report: LoadReport = load.wait_json()?;

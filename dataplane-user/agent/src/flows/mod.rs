@@ -27,7 +27,7 @@ use tokio::sync::watch;
 
 pub use self::nf_conntrack::{Imported, import};
 use self::{affinity::Affinity, endings::Endings, pods::Pods, sockets::Sockets, walk::Walk};
-use super::{Event, deaths, interfaces::PacketSettings};
+use super::{Event, attacher, deaths, interfaces::PacketSettings};
 
 /// How long to rest between two walks through all flows.
 const REST: Duration = Duration::from_secs(10);
@@ -52,7 +52,8 @@ struct Stopped;
 
 impl Flows {
     /// Starts the thread. `destroy`: the protocols whose sockets to destroy if they are connected to endpoints that
-    /// went away. `direct`: whether the programs look for flows that do not belong to a service.
+    /// went away. `direct`: whether the programs look for flows that do not belong to a service. `attacher` learns when no flow
+    /// is on the path through the stack any more.
     ///
     /// # Errors
     /// If the pinned tables are not ours, or the thread cannot be started.
@@ -62,6 +63,7 @@ impl Flows {
         destroy: Vec<Protocol>,
         direct: Arc<DirectFlows>,
         packet: PacketSettings,
+        attacher: Sender<attacher::Job>,
         events: &Sender<Event>,
     ) -> Result<Self, kernel::Error> {
         let bpffs = &state.paths.bpffs;
@@ -69,7 +71,7 @@ impl Flows {
         let mut worker = Worker {
             sockets: Sockets::open(Arc::clone(state))?,
             walk: Conntrack::open(bpffs)?
-                .map(|_| Walk::new(Arc::clone(state), served.clone(), direct)),
+                .map(|_| Walk::new(Arc::clone(state), served.clone(), direct, attacher)),
             affinity: Affinity::new(Arc::clone(state), served.clone()),
             endings: Endings::new(
                 received,

@@ -1,7 +1,7 @@
 //! The walk through all flows: removes those that are over.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, mpsc::Sender},
     time::{Duration, Instant},
 };
 
@@ -18,12 +18,14 @@ use super::{
     SHARE, Stopped,
     nf_conntrack::{foreign, hold_ports},
 };
+use crate::attacher::Job;
 
 /// Walks through all flows.
 pub struct Walk {
     state: Arc<State>,
     served: watch::Receiver<Served>,
     direct: Arc<DirectFlows>,
+    attacher: Sender<Job>,
     /// The value of [`DirectFlows::made`] when the last walk began, if the walk found no such flow.
     none_since: Option<u64>,
     /// When to look next at the ports that the kernel's own conntrack uses.
@@ -35,11 +37,13 @@ impl Walk {
         state: Arc<State>,
         served: watch::Receiver<Served>,
         direct: Arc<DirectFlows>,
+        attacher: Sender<Job>,
     ) -> Self {
         Self {
             state,
             served,
             direct,
+            attacher,
             none_since: None,
             ports: Instant::now(),
         }
@@ -92,6 +96,10 @@ impl Walk {
             );
         }
         self.look_for_direct(made, census.direct);
+        if census.through == Some(0) {
+            // Fails only if the agent ends.
+            let _ = self.attacher.send(Job::NoneThrough(since));
+        }
         self.state.flows.walked(census, since, took);
         Ok(())
     }

@@ -25,6 +25,8 @@ pub struct Census {
     pub vips: HashSet<Addr>,
     /// How many flows do not belong to a service ([`Flow::is_direct`]).
     pub direct: u64,
+    /// How many flows began on the path through the stack; `None`: flows begin there, or no program looks for them.
+    pub through: Option<u64>,
     /// The endpoints with the most ports of the node, in descending order: at most `BUSIEST`.
     pub ports: Vec<Ports>,
     /// How many ports an endpoint can have.
@@ -93,7 +95,10 @@ impl<'a> Collector<'a> {
             conntrack,
             flows: conntrack.flows(),
             batch: Vec::new(),
-            census: Census::default(),
+            census: Census {
+                through: conntrack.leaves_stack().then_some(0),
+                ..Census::default()
+            },
             ports: HashMap::new(),
             foreign: Foreign::Unasked,
             listed,
@@ -150,6 +155,12 @@ impl<'a> Collector<'a> {
                 *self.census.flows.entry(kind).or_default() += 1;
                 self.census.vips.extend(flow.our_vip());
                 self.census.direct += u64::from(flow.is_direct());
+                // A cell of a foreign flow has the path of the flow that was there before.
+                if let Some(through) = &mut self.census.through
+                    && !flow.is_foreign()
+                {
+                    *through += u64::from(self.conntrack.table.is_through(&flow.key));
+                }
                 if flow.is_masqueraded() {
                     let endpoint = (flow.protocol(), flow.to.endpoint, flow.to.endpoint_port);
                     *self.ports.entry(endpoint).or_default() += 1;

@@ -17,7 +17,7 @@ pub use collect::{Census, Collector, Listed, Ports};
 pub use dataplane_common::states::State;
 use dataplane_common::{
     Addr, Port,
-    packet::{FlowKey, NODE_ADDRS, PortKey, Tick, Translation},
+    packet::{FlowKey, NODE_ADDRS, PacketConfig, PortKey, Tick, Translation},
     seen,
     states::Timeouts,
 };
@@ -87,6 +87,11 @@ impl Conntrack {
     /// Returns the timeouts of flows.
     pub fn timeouts(&self) -> Timeouts {
         self.table.timeouts()
+    }
+
+    /// Whether programs look for flows on the path through the stack, and begin none.
+    fn leaves_stack(&self) -> bool {
+        self.table.config().flags & PacketConfig::STACK == PacketConfig::STACK_OUT
     }
 
     /// The address that an endpoint sees the client of a masqueraded flow come from.

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use dataplane_common::{
     Addr, Port, Protocol,
     cells::{self, NOWHERE},
-    packet::{FlowKey, Tick, Translation},
+    packet::{FlowKey, PacketConfig, Tick, Translation},
     seen,
     states::Timeouts,
 };
@@ -292,6 +292,35 @@ fn foreign_flows_live_elsewhere() {
     assert!(conntrack.add_foreign(gone.key, endpoint));
     let found = conntrack.find(&gone.key).unwrap();
     assert_eq!((found.to.endpoint, found.state()), (VIP, State::Foreign));
+}
+
+#[test]
+fn flows_through_the_stack_are_counted_while_the_path_is_left() {
+    let Some(conntrack) = conntrack() else { return };
+    let [through, over, past] = [(1000, 0), (1001, 6000), (1002, 0)]
+        .map(|(n, age)| flow(n, Protocol::UDP, ago(age), seen::PACKET, seen::PACKET));
+    for flow in [&through, &over, &past] {
+        assert!(conntrack.add(flow));
+    }
+    // Its cell was another flow's before.
+    let foreign = flow(1003, Protocol::UDP, now(), 0, 0).key;
+    assert!(conntrack.add_foreign(foreign, (ENDPOINT, Port::new(53))));
+    for key in [&through.key, &over.key, &foreign] {
+        assert!(conntrack.table.set_through(key));
+    }
+    let census = |flags| {
+        let config = PacketConfig {
+            flags,
+            ..PacketConfig::default()
+        };
+        conntrack.table.config.set(0, config);
+        collect(&conntrack, &[foreign]).through
+    };
+    assert_eq!(census(0), None);
+    assert_eq!(census(PacketConfig::STACK), None);
+    assert_eq!(census(PacketConfig::STACK_OUT), Some(1));
+    assert!(conntrack.remove_if(&through, |_| true));
+    assert_eq!(census(PacketConfig::STACK_OUT), Some(0));
 }
 
 /// A port that the kernel's own conntrack has assigned goes to no other flow, until the kernel lists it no longer.

@@ -8,6 +8,7 @@ mod ways;
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::Path,
+    time::Instant,
 };
 
 use aya::Ebpf;
@@ -119,6 +120,8 @@ pub struct PacketPath {
     cells: u32,
     /// [`PacketConfig::secret`], of the same tables.
     secret: u64,
+    /// Since when no program begins a flow on the path through the stack; `None`: programs do, or there is no such flow.
+    fast_since: Option<Instant>,
 }
 
 impl PacketPath {
@@ -143,7 +146,23 @@ impl PacketPath {
             programs,
             cells,
             secret: pins.flow_secret()?,
+            fast_since: None,
         })
+    }
+
+    /// Takes over the flags of the path through the stack from an older layout, whose programs serve and whose flows are taken
+    /// over. If they cannot be read, there may be flows on this path.
+    pub fn take_path(&self, pins: &Pins) {
+        let flags = pins.newest_older().map_or(0, |older| {
+            let tables = PacketTables::open_pins(&older, false);
+            tables.map_or(PacketConfig::STACK_OUT, |tables| {
+                tables.config().flags & PacketConfig::STACK
+            })
+        });
+        self.tables.set_config(PacketConfig {
+            flags,
+            ..self.tables.config()
+        });
     }
 
     /// Returns how the programs are attached to interfaces; `None` if they are not.
@@ -202,12 +221,55 @@ impl PacketPath {
         // Flows that began on the path through the stack stay on it, also after a restart of the agent.
         let flags = config.flags | before.flags & PacketConfig::STACK_OUT;
         let config = PacketConfig { flags, ..config };
-        if before != config {
-            self.tables.set_config(config);
-        }
+        self.write(filter, config)?;
         if matches!(change, Change::Made) {
             filter.wait_for_programs()?;
             self.protected.remove_old(self.tables.sources())?;
+        }
+        Ok(())
+    }
+
+    /// Writes the configuration. If no program begins flows on the path through the stack any more, waits for those that do.
+    fn write(&mut self, filter: &mut impl Filter, config: PacketConfig) -> Result<(), Error> {
+        if self.tables.config() != config {
+            self.tables.set_config(config);
+        }
+        if config.flags & PacketConfig::STACK != PacketConfig::STACK_OUT {
+            self.fast_since = None;
+        } else if self.fast_since.is_none() {
+            filter.wait_for_programs()?;
+            self.fast_since = Some(Instant::now());
+        }
+        Ok(())
+    }
+
+    /// Makes the programs look no longer for flows on the path through the stack, if none can have begun since a walk over all
+    /// flows began that found none.
+    pub fn none_through_stack(&mut self, since: Instant) {
+        if self.fast_since.take_if(|fast| *fast < since).is_some() {
+            let config = self.tables.config();
+            let flags = config.flags & !PacketConfig::STACK_OUT;
+            self.tables.set_config(PacketConfig { flags, ..config });
+        }
+    }
+
+    /// Whether interfaces may have programs of an earlier agent.
+    fn has_earlier_programs(&self, to_attach: bool, before: &BTreeMap<u32, Iface>) -> bool {
+        let is_attached = |iface: &Iface| iface.flags & Iface::ATTACHED != 0;
+        self.programs.as_ref().is_some_and(|programs| {
+            !to_attach || !programs.has_begun() && before.values().any(is_attached)
+        })
+    }
+
+    fn set_networks(&self, network: &Network) -> Result<(), Error> {
+        let sources = self.tables.sources();
+        let wanted: BTreeSet<SourceKey> = network.pods.union(&network.host).copied().collect();
+        let networks = sources.of_node()?;
+        for key in wanted.difference(&networks) {
+            sources.add(key)?;
+        }
+        for key in networks.difference(&wanted) {
+            sources.remove(key)?;
         }
         Ok(())
     }
@@ -222,16 +284,17 @@ impl PacketPath {
         to_attach: bool,
     ) -> Result<Vec<String>, Error> {
         let mut problems = Vec::new();
-        self.protect(filter, &network.policies, network.config, &mut problems)?;
-        let sources = self.tables.sources();
-        let wanted: BTreeSet<SourceKey> = network.pods.union(&network.host).copied().collect();
-        let networks = sources.of_node()?;
-        for key in wanted.difference(&networks) {
-            sources.add(key)?;
-        }
-        for key in networks.difference(&wanted) {
-            sources.remove(key)?;
-        }
+        let before: BTreeMap<u32, Iface> = self.tables.ifaces()?.into_iter().collect();
+        let has_earlier = self.has_earlier_programs(to_attach, &before);
+        let late = late(
+            network.config.flags,
+            self.tables.config().flags,
+            has_earlier,
+        );
+        let mut config = network.config;
+        config.flags &= !late;
+        self.protect(filter, &network.policies, config, &mut problems)?;
+        self.set_networks(network)?;
 
         let wanted = network.interfaces.values().flat_map(|i| i.masquerade);
         let mut wanted: BTreeSet<Addr> = wanted.flatten().collect();
@@ -247,7 +310,6 @@ impl PacketPath {
             }
         }
         let index = |addr: Option<Addr>| addr.map_or(Some(0), |addr| self.node_addrs.index(addr));
-        let before: BTreeMap<u32, Iface> = self.tables.ifaces()?.into_iter().collect();
         let to_attach = to_attach && self.programs.is_some();
         let mut attach = BTreeMap::new();
         for (&ifindex, interface) in &network.interfaces {
@@ -301,12 +363,28 @@ impl PacketPath {
             Some(_) => Vec::new(),
             None => tc::keep_none(pins)?,
         });
+        if late != 0 && to_attach {
+            let config = self.tables.config();
+            let flags = config.flags | late;
+            self.write(filter, PacketConfig { flags, ..config })?;
+        }
         for ifindex in before.keys() {
             if !network.interfaces.contains_key(ifindex) {
                 self.tables.remove_iface(*ifindex)?;
             }
         }
         Ok(problems)
+    }
+}
+
+/// Returns the flags that are written after all interfaces have our programs. An earlier agent's programs may not know the path
+/// through the stack: they would let packets leave that our program on the way in has translated in part only. If their agent
+/// has chosen this path, they know it.
+fn late(wanted: u32, before: u32, has_earlier: bool) -> u32 {
+    if has_earlier {
+        wanted & PacketConfig::STACK & !before
+    } else {
+        0
     }
 }
 
@@ -324,3 +402,6 @@ pub fn interface_attachments(bpffs: &Path) -> Result<Vec<InterfaceAttachment>, E
         .collect();
     tc::attachments(&pins, &wanted)
 }
+
+#[cfg(test)]
+mod tests;

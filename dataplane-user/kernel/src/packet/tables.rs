@@ -33,6 +33,24 @@ impl PacketTables {
         Self::open_pins(&Pins::new(bpffs), false)
     }
 
+    /// Creates tables that are not pinned.
+    #[cfg(test)]
+    pub(super) fn unpinned() -> io::Result<Self> {
+        use aya_obj::generated::bpf_map_type::BPF_MAP_TYPE_LPM_TRIE;
+        use dataplane_common::packet::SourceKey;
+
+        let sources = crate::sys::Shape {
+            kind: BPF_MAP_TYPE_LPM_TRIE,
+            ..Hash::<SourceKey, u32>::on_demand()
+        };
+        Ok(Self {
+            ifaces: Hash::create("IFACES", Hash::<u32, Iface>::on_demand(), 16)?,
+            sources: Sources::new(crate::sys::map_create("SOURCES", &sources, 16)?),
+            node_addrs: Mapped::create("NODE_ADDRS", NODE_ADDRS)?,
+            config: Mapped::create("PACKET_CONFIG", 1)?,
+        })
+    }
+
     pub(super) fn open_pins(pins: &Pins, writable: bool) -> Result<Self, Error> {
         let open = |name: &str| -> Result<(OwnedFd, u32), Error> {
             let found = pins.open_map(spec(name))?;

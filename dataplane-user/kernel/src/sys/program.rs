@@ -84,7 +84,8 @@ pub fn prog_test_run(program: BorrowedFd<'_>) -> io::Result<u32> {
 pub struct SkbContext {
     before: [u32; 2],
     mark: u32,
-    after_mark: [u32; 7],
+    after_mark: [u32; 6],
+    ingress_ifindex: u32,
     ifindex: u32,
     between: [u32; 29],
     wire_len: u32,
@@ -113,6 +114,15 @@ impl SkbContext {
     #[must_use]
     pub fn marked(self, mark: u32) -> Self {
         Self { mark, ..self }
+    }
+
+    /// Returns this packet as one that the stack forwards from an interface.
+    #[must_use]
+    pub fn forwarded_from(self, ingress_ifindex: u32) -> Self {
+        Self {
+            ingress_ifindex,
+            ..self
+        }
     }
 }
 

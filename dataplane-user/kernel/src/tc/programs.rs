@@ -79,7 +79,8 @@ impl PacketPrograms {
         let mut filters = clsact.ours()?;
         let mut failed = Vec::new();
         self.provisional.retain(|ifindex| wanted.contains(ifindex));
-        if self.hook() == Hook::Tcx && std::mem::replace(&mut self.has_begun, true) {
+        let has_begun = std::mem::replace(&mut self.has_begun, true);
+        if self.hook() == Hook::Tcx && has_begun {
             let before = self.provisional.len();
             for &ifindex in wanted {
                 if is_new(pins, &filters, ifindex) && self.add_filters(&mut clsact, ifindex) {
@@ -124,6 +125,11 @@ impl PacketPrograms {
             })?;
         }
         Ok(failed)
+    }
+
+    /// Whether [`Self::attach`] was called before. If not, interfaces may have programs of an earlier agent.
+    pub fn has_begun(&self) -> bool {
+        self.has_begun
     }
 
     /// Whether there are interfaces whose programs are filters for now.

@@ -9,13 +9,16 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, ensure};
+use dataplane_common::packet::PacketConfig;
 use dataplane_tests::{
     Lab, is_long,
     report::{LoadReport, Report},
 };
+use kernel::PacketTables;
 
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually},
+    flows::sender,
     iptables::load,
     manifest::Service,
     sockets::{address, tcp},
@@ -25,6 +28,7 @@ scenarios! {
     Dataplane:
     flows_go_on_while_the_path_changes,
     flows_go_on_while_the_path_changes_beside_a_plugin,
+    programs_look_for_flows_in_the_stack_until_the_last_is_over,
 }
 
 /// A policy for others: it knows the flows that pass it.
@@ -229,4 +233,44 @@ fn change(plugin: Option<&str>) -> Result<()> {
         report.errors
     );
     Ok(())
+}
+
+fn programs_look_for_flows_in_the_stack_until_the_last_is_over() -> Result<()> {
+    let lab = Cluster::lab_of_packets()?;
+    let arguments = ["--pod-cidr", "10.244.0.0/16,fd00:10:244::/48"];
+    let cluster = Cluster::start_in(lab, &["far", "near"], services, &arguments)?;
+    let (lab, agent) = (&cluster.lab, &cluster.agent);
+    let node = lab.node("node2");
+    let is = |wanted: u32| -> Result<()> {
+        let flags = PacketTables::open(agent.bpffs())?.config().flags & PacketConfig::STACK;
+        ensure!(flags == wanted, "flags {flags:#x}, not {wanted:#x}");
+        Ok(())
+    };
+    super::takes(agent, "fast")?;
+    eventually(|| is(0))?;
+    load(node, "nft -f -", POLICY)?;
+    super::takes(agent, "stack")?;
+    is(PacketConfig::STACK)?;
+    let datagrams = sender(lab.external("ext"), (node.ipv4(), 30_050).into())?;
+    node.command("nft")
+        .arg("delete table inet enforcer")
+        .run()?;
+    super::takes(agent, "fast")?;
+    // Longer than the agent rests between two walks through all flows.
+    thread::sleep(Duration::from_secs(12));
+    is(PacketConfig::STACK_OUT)?;
+    let report: Report = datagrams.wait_json()?;
+    ensure!(
+        report.answered == report.attempts && report.endpoints.keys().eq(["far"]),
+        "datagrams: {} of {} answered, {:?}",
+        report.answered,
+        report.attempts,
+        report.errors
+    );
+    // The flow ends when its endpoint goes.
+    let moved = Service::new("far", &["10.96.0.10", "fd00:96::10"])
+        .node_port("udp", 53, UDP, 30_050)
+        .endpoints(&[lab.pod("near")]);
+    cluster.manifests.write(&[moved])?;
+    eventually(|| is(0))
 }

@@ -1,13 +1,16 @@
 //! The table of flows in this process's memory: [`dataplane_common::cells`] says how it works.
 
-use std::{io, sync::atomic::AtomicU64};
+use std::{
+    io,
+    sync::atomic::{AtomicU32, AtomicU64, Ordering},
+};
 
 use dataplane_common::{
     cells::{
         self, AtomicSlot, Cell, CellKey as _, HEAD, Head, Holder, Line as _, Memory, Slots,
         Snapshot,
     },
-    packet::{FlowKey, PacketConfig, PortKey, Tick, Translation},
+    packet::{FlowKey, PacketConfig, PortKey, Tick, Translation, came_by::THROUGH},
     seen,
     states::{State, Timeouts},
     tcp::{self, OPENING, POSITIONS, Sequences},
@@ -36,9 +39,10 @@ pub struct Table {
     cells: Mapped<Cell>,
     slots: Mapped<Slots>,
     sequences: Mapped<Sequences>,
+    came_by: Mapped<[u32; 2]>,
     /// [`PacketConfig::secret`].
     secret: u64,
-    config: Mapped<PacketConfig>,
+    pub(super) config: Mapped<PacketConfig>,
 }
 
 impl<'a> Memory for &'a Table {
@@ -85,11 +89,18 @@ impl Table {
         let Some((config, _)) = pins.open_map(spec("PACKET_CONFIG"))? else {
             return Ok(None);
         };
-        let (Some((cells, of_cells)), Some((slots, of_slots)), Some((sequences, of_sequences))) = (
+        let (
+            Some((cells, of_cells)),
+            Some((slots, of_slots)),
+            Some((sequences, of_sequences)),
+            Some((came_by, of_came_by)),
+        ) = (
             pins.open_map(spec("CONNTRACK"))?,
             pins.open_map(spec("ANSWERS"))?,
             pins.open_map(spec("SEQUENCES"))?,
-        ) else {
+            pins.open_map(spec("CAME_BY"))?,
+        )
+        else {
             return Ok(None);
         };
         Ok(Some(Self {
@@ -99,6 +110,8 @@ impl Table {
                 .doing(|| "cannot map table ANSWERS".to_owned())?,
             sequences: Mapped::map(sequences, of_sequences.max_entries, true)
                 .doing(|| "cannot map table SEQUENCES".to_owned())?,
+            came_by: Mapped::map(came_by, of_came_by.max_entries, cfg!(feature = "testing"))
+                .doing(|| "cannot map table CAME_BY".to_owned())?,
             secret: pins.flow_secret()?,
             config: Mapped::map(config, 1, false)
                 .doing(|| "cannot map table PACKET_CONFIG".to_owned())?,
@@ -115,6 +128,7 @@ impl Table {
             cells: Mapped::create("CONNTRACK", elements("CONNTRACK"))?,
             slots: Mapped::create("ANSWERS", elements("ANSWERS"))?,
             sequences: Mapped::create("SEQUENCES", elements("SEQUENCES"))?,
+            came_by: Mapped::create("CAME_BY", elements("CAME_BY"))?,
             secret: new_secret(),
             config: Mapped::create("PACKET_CONFIG", 1)?,
         })
@@ -166,6 +180,25 @@ impl Table {
     pub fn sequences(&self, key: &FlowKey) -> Option<Sequences> {
         let words = self.sequences.words(self.find(key)?.0)?;
         Some([POSITIONS, OPENING].map(|word| words.load(word)))
+    }
+
+    /// Whether a flow began on the path through the stack.
+    pub(super) fn is_through(&self, key: &FlowKey) -> bool {
+        let word = self.came_by(key);
+        word.is_some_and(|word| word.load(Ordering::Relaxed) & THROUGH != 0)
+    }
+
+    /// Says of a flow that it began on the path through the stack; `false` if it is not there, or did already.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn set_through(&self, key: &FlowKey) -> bool {
+        let word = self.came_by(key);
+        word.is_some_and(|word| word.fetch_or(THROUGH, Ordering::Relaxed) & THROUGH == 0)
+    }
+
+    fn came_by(&self, key: &FlowKey) -> Option<&AtomicU32> {
+        let (index, _) = self.find(key)?;
+        let pair = self.came_by.words(index / 2)?;
+        Some(&pair[index as usize % 2])
     }
 
     /// Says of a flow that it is in use; `false` if it is not there.
