@@ -148,6 +148,8 @@ reasons! {
     CapturedFragment = 50, "captured-fragment", "a TCP fragment from a workload that is captured by packets; dropped";
     /// Capture: an object of Istio's limits such connections, and nothing on the node enforces its rules.
     Unsupported = 51, "unsupported", "a waypoint, AuthorizationPolicy or PeerAuthentication of Istio's limits these connections, and nothing on the node enforces it (mesh.unsupported: deny); refused";
+    /// Capture: an inbound connection of the kubelet, by its cgroup.
+    ExcludedProbe = 52, "excluded-probe", "from the kubelet (mesh.probes.cgroups); not captured";
 }
 
 impl Reason {

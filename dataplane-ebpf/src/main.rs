@@ -34,7 +34,7 @@ use aya_ebpf::{
     },
 };
 
-use crate::capture::{assign, datagrams, inbound, origin, sockopt, states};
+use crate::capture::{assign, datagrams, inbound, origin, probes, sockopt, states};
 use crate::socket::{SockAddr, V4, V6, connect, getpeername, recvmsg, release, sendmsg};
 
 /// TCP and UDP `connect()` to an IPv4 address.
@@ -144,6 +144,13 @@ fn tcp_gone(ctx: BtfTracePointContext) -> i32 {
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn tcp_events(ctx: SockOpsContext) -> u32 {
     origin::run(ctx.ops)
+}
+
+/// A TCP socket of the kubelet is being connected or closed.
+#[sock_ops]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
+fn probe_events(ctx: SockOpsContext) -> u32 {
+    probes::run(ctx.ops)
 }
 
 /// Chooses the socket that takes an incoming connection in a workload's network namespace.

@@ -20,8 +20,9 @@ use dataplane_common::{
     Addr, Event, Reason, VIP_ELEMENTS, VipElement,
     capture::{
         Askers, CaptureConfig, Enrolled, KNOWN as KNOWN_CAPACITY, ListenerKey, Local, Meter,
-        MeterSets, ORIGINS as ORIGINS_CAPACITY, Origin, RULES as RULES_CAPACITY, RuleKey,
-        TRAFFIC as TRAFFIC_CAPACITY, Traffic, TrafficKey, Tuple, WORKLOADS,
+        MeterSets, ORIGINS as ORIGINS_CAPACITY, Origin, PROBES as PROBES_CAPACITY,
+        RULES as RULES_CAPACITY, RuleKey, TRAFFIC as TRAFFIC_CAPACITY, Traffic, TrafficKey, Tuple,
+        WORKLOADS,
     },
     cells::{Cell, Slots, cells_for},
     origins::COUNTERS,
@@ -189,6 +190,9 @@ pub static ORIGINS: HashMap<Tuple, Origin, { ORIGINS_CAPACITY as usize }, ON_DEM
 
 #[btf_map]
 pub static ORIGIN_COUNTS: Array<u64, { COUNTERS as usize }, MAPPED> = Array::new();
+
+#[btf_map]
+pub static PROBES: HashMap<Tuple, u64, { PROBES_CAPACITY as usize }, ON_DEMAND> = HashMap::new();
 
 #[btf_map]
 pub static ACCEPTED: SkStorage<Origin> = SkStorage::new();

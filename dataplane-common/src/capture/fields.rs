@@ -12,6 +12,8 @@ pub enum Field {
     Family,
     /// Its local port, two bytes in host order.
     Port,
+    /// The port of the other side, two bytes in network order.
+    RemotePort,
     /// Its own IPv4 address, in network order.
     V4,
     /// The IPv4 address of the other side.
@@ -34,10 +36,11 @@ pub enum Field {
 
 impl Field {
     /// All of them, in the order of the constant.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Cookie,
         Self::Family,
         Self::Port,
+        Self::RemotePort,
         Self::V4,
         Self::RemoteV4,
         Self::V6,

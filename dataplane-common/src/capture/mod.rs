@@ -13,6 +13,7 @@
 //! ASKERS     sk      socket      -> Askers         senders that a UDP socket may answer, though egress is denied
 //! ORIGINS    hash    Tuple       -> Origin         connections on their way to a proxy
 //! ORIGIN_COUNTS array counter    -> u64            how many of them each workload has: `origins.rs`
+//! PROBES     hash    Tuple       -> u64            the kubelet's connections to workloads, and when each began
 //! OWN        sk      socket      -> u32            the proxy's sockets that connect from a client's address
 //! ACCEPTED   sk      socket      -> Origin         connections that a proxy has accepted
 //! LISTENERS  sockhash ListenerKey-> socket         the proxy's listeners: for a workload's inbound and outbound connections,
@@ -36,6 +37,15 @@
 //! client's socket is closed. So a reused port finds no other connection's destination. `ORIGINS` also has the proxy's
 //! own connections from clients' addresses, which `sk_lookup` must not capture: `connect` marks these sockets in `OWN`,
 //! by the agent's cgroup.
+
+//!
+//! # Probes
+//!
+//! A program at the cgroup of the kubelet writes the kubelet's connections to workloads to `PROBES`, before the first
+//! packet is sent, and removes them when the socket is closed. `sk_lookup` in the workload's network namespace leaves a
+//! connection alone that is there. So a probe is known by the socket that opens it, and neither by its address nor by a
+//! mark. The value is the time in ns of `CLOCK_MONOTONIC`. After [`PROBE_BEGINS`] an entry has no effect, because its
+//! connection is established or has failed.
 
 mod decisions;
 mod fields;
@@ -439,6 +449,10 @@ pub const RULES: u32 = 262_144;
 pub const KNOWN: u32 = 1 << 20;
 /// The most connections on their way to a proxy at once.
 pub const ORIGINS: u32 = 1 << 17;
+/// The most connections of the kubelet to workloads at once.
+pub const PROBES: u32 = 1 << 13;
+/// The time in ns in which the first packets of such a connection arrive. A kubelet gives its probe up earlier.
+pub const PROBE_BEGINS: u64 = 60_000_000_000;
 /// How many senders a UDP socket may answer at the same time, though egress is denied to it.
 pub const ASKERS: usize = 64;
 

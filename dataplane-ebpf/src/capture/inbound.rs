@@ -8,11 +8,11 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Port, Reason,
-    capture::{self, CaptureConfig, Enrolled, ListenerKey},
+    capture::{self, CaptureConfig, Enrolled, ListenerKey, Tuple},
     reread::Copied,
 };
 
-use super::{Live, config, copy};
+use super::{Live, config, copy, probes};
 use crate::{
     select::count,
     socket::read_words,
@@ -91,6 +91,19 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     if is_captured && (to_inbound || port == u32::from(config.outbound.host())) {
         count(Reason::Recursive);
         return DROP;
+    }
+    // Before the rules: probes reach the application under any of them.
+    let probe = Tuple {
+        netns: 0,
+        client,
+        proxy: addr,
+        client_port: remote_port(ctx),
+        proxy_port: Port::new(port as u16),
+        reserved: 0,
+    };
+    if probes::is_one(probe) {
+        count(Reason::ExcludedProbe);
+        return PASS;
     }
     let reason = capture::inbound(&Live, &local, port, interface);
     if reason == Reason::Unsupported {
@@ -203,4 +216,10 @@ fn remote_addr(ctx: *mut bpf_sk_lookup) -> Addr {
             Addr::from_words(v6)
         }
     }
+}
+
+#[inline(always)]
+fn remote_port(ctx: *mut bpf_sk_lookup) -> Port {
+    // SAFETY: a field of the context, two bytes in network order.
+    Port::from_be(unsafe { read_volatile(&raw const (*ctx).remote_port) })
 }

@@ -8,6 +8,7 @@ pub mod inbound;
 pub mod meters;
 pub mod origin;
 pub mod outbound;
+pub mod probes;
 pub mod sockopt;
 pub mod states;
 pub mod tcp;

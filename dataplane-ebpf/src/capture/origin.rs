@@ -154,7 +154,7 @@ pub fn has_room(netns: u64) -> bool {
 
 /// Enables the events for changes of the socket's state.
 #[inline(always)]
-fn watch(ctx: *mut bpf_sock_ops) {
+pub fn watch(ctx: *mut bpf_sock_ops) {
     // SAFETY: the program's context and a field of it.
     unsafe {
         let flags = read_volatile(&raw const (*ctx).bpf_sock_ops_cb_flags);
@@ -306,7 +306,7 @@ fn is_to_proxy(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
 
 /// The connection, as the client sees it (`client`) or the proxy.
 #[inline(always)]
-fn tuple(ctx: *mut bpf_sock_ops, client: bool) -> Tuple {
+pub fn tuple(ctx: *mut bpf_sock_ops, client: bool) -> Tuple {
     // SAFETY: the program's context and a field of it, in host order.
     let (netns, local_port) = unsafe {
         (

@@ -15,12 +15,12 @@
 
 use aya_ebpf::programs::BtfTracePointContext;
 use dataplane_common::{
-    Reason,
-    capture::{self, CaptureConfig, FROM_CLIENT, Field, has_mark},
+    Port, Reason,
+    capture::{self, CaptureConfig, FROM_CLIENT, Field, Tuple, has_mark},
 };
 
 use super::{
-    Live, config, local, meters,
+    Live, config, local, meters, probes,
     tcp::{CLOSE, CLOSE_WAIT, CLOSING, ESTABLISHED, FIN_WAIT2, LAST_ACK, SYN_RECV, Socket},
 };
 
@@ -91,8 +91,18 @@ fn arrived(socket: Socket) {
         return;
     }
     let port = u32::from(socket.read::<u16>(Field::Port));
+    // A proxy does not see the kubelet's probes, either.
+    let probe = Tuple {
+        netns: 0,
+        client,
+        proxy: addr,
+        client_port: Port::from_be(socket.read(Field::RemotePort)),
+        proxy_port: Port::new(port as u16),
+        reserved: 0,
+    };
     // The kernel does not report the interface by which it came.
-    if capture::inbound(&Live, &found, port, 0) == Reason::CapturedInbound {
+    if capture::inbound(&Live, &found, port, 0) == Reason::CapturedInbound && !probes::is_one(probe)
+    {
         meters::arrived(socket, found.workload, client);
     }
 }

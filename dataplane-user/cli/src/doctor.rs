@@ -1,9 +1,11 @@
 //! `dataplane doctor`.
 
+mod tunnels;
+
 use std::{
     fs,
     io::{self, Write},
-    path::Path,
+    path::{Path, PathBuf},
     process::ExitCode,
 };
 
@@ -32,6 +34,11 @@ pub struct DoctorArgs {
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 
+    /// Also name the NetworkPolicies that keep tunnels (HBONE, port 15008) from enrolled Pods: of the objects in this file,
+    /// as `kubectl get networkpolicies,pods,namespaces -A -o json` prints them; `-` is standard input
+    #[arg(long, value_name = "FILE")]
+    network_policies: Option<PathBuf>,
+
     #[command(flatten)]
     pub(super) paths: PathArgs,
 }
@@ -53,6 +60,8 @@ struct Row<'a> {
 
 impl DoctorArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let policies = self.network_policies.as_deref().map(tunnels::read);
+        let policies = policies.transpose()?.unwrap_or_default();
         let mut features = probe::features(&self.paths.or_guess());
         features.push(fast_path(&self.paths.bpffs()));
         features.push(pods(&self.paths.or_guess()));
@@ -61,6 +70,7 @@ impl DoctorArgs {
         let mut out = output::stdout();
         match self.output {
             Format::Json => {
+                let policies: Vec<[String; 3]> = policies.iter().map(tunnels::texts).collect();
                 let rows: Vec<Row<'_>> = features
                     .iter()
                     .map(|f| Row {
@@ -72,10 +82,24 @@ impl DoctorArgs {
                         detail: &f.detail,
                         remedy: f.remedy,
                     })
+                    .chain(policies.iter().map(|[policy, detail, patch]| Row {
+                        feature: policy,
+                        needed_for: tunnels::NEEDED_FOR,
+                        required: false,
+                        present: false,
+                        without: tunnels::WITHOUT,
+                        detail,
+                        remedy: patch,
+                    }))
                     .collect();
                 output::json(&mut out, &rows)?;
             }
-            Format::Text => text(&mut out, &features)?,
+            Format::Text => {
+                text(&mut out, &features)?;
+                if let Some(file) = &self.network_policies {
+                    tunnels::text(&mut out, file, &policies)?;
+                }
+            }
         }
         let missing = features.iter().any(|f| f.required && !f.present);
         Ok(if missing {

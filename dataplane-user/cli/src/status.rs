@@ -270,8 +270,8 @@ fn mesh(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {
     if report.mesh.iter().any(|workload| workload.proxy != "-") {
         writeln!(
             out,
-            "A proxy accepts captured inbound connections before the application does, so tcpSocket probes always succeed: use \
-             httpGet, grpc or exec"
+            "A proxy accepts captured inbound connections before the application does, so health checks that only connect always \
+             succeed, except the kubelet's probes"
         )?;
     }
     writeln!(out)

@@ -77,6 +77,7 @@ const fn place(field: Field) -> (&'static str, &'static str) {
         Field::Cookie => ("sock", "__sk_common.skc_cookie"),
         Field::Family => ("sock", "__sk_common.skc_family"),
         Field::Port => ("sock", "__sk_common.skc_num"),
+        Field::RemotePort => ("sock", "__sk_common.skc_dport"),
         Field::V4 => ("sock", "__sk_common.skc_rcv_saddr"),
         Field::RemoteV4 => ("sock", "__sk_common.skc_daddr"),
         Field::V6 => ("sock", "__sk_common.skc_v6_rcv_saddr"),

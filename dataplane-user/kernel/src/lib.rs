@@ -300,6 +300,18 @@ impl Kernel {
         Ok(failed)
     }
 
+    /// Leaves the connections of processes in these cgroups to workloads alone, and of no others: the kubelet's. Call it
+    /// before [`Kernel::set_captured`].
+    ///
+    /// # Errors
+    /// The kernel's refusal. Connections of the cgroups that this call did not reach are treated as before.
+    pub fn set_probers(&self, cgroups: &[PathBuf]) -> Result<(), Error> {
+        if self.waits() {
+            return Ok(());
+        }
+        self.capture.attach_probes(&self.pins, cgroups)
+    }
+
     /// Attaches capture's program to these interfaces of workloads, and detaches it from all others. Call it before
     /// [`Kernel::set_captured`], which assigns the interfaces to workloads. Returns the failures on interfaces, with
     /// the reasons.

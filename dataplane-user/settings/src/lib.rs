@@ -17,6 +17,7 @@ mod mesh;
 mod node;
 mod packets;
 mod pattern;
+mod probes;
 mod range;
 mod source;
 mod timeout;
@@ -32,6 +33,7 @@ pub use mesh::{Mesh, MeshNamespace, MeshProxy, MeshRules, MeshWorkload, Unsuppor
 pub use node::Node;
 pub use packets::{PacketPath, Packets, TcHook};
 pub use pattern::{Pattern, Patterns};
+pub use probes::MeshProbes;
 pub use range::{ExternalIps, Range};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -12,7 +12,7 @@ use relay::AccessLog;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{Range, Timeout, is_default};
+use super::{MeshProbes, Range, Timeout, is_default};
 
 /// The workloads whose TCP connections go to a proxy, and their rules.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -21,6 +21,9 @@ pub struct Mesh {
     /// The proxy.
     #[serde(skip_serializing_if = "is_default")]
     pub proxy: MeshProxy,
+    /// The kubelet's probes.
+    #[serde(skip_serializing_if = "is_default")]
+    pub probes: MeshProbes,
     /// Whether connections are refused in network namespaces that the agent does not know.
     /// Default: false.
     #[serde(skip_serializing_if = "is_default")]
@@ -358,6 +361,7 @@ impl Mesh {
     /// Returns keys with their faults: values that the types allow and that cannot work.
     pub fn faults(&self) -> Vec<(String, String)> {
         let mut faults = Vec::new();
+        self.probes.faults(&mut faults);
         self.rules.faults("mesh.rules", &mut faults);
         self.enforced.faults("mesh.enforced", &mut faults);
         for (index, namespace) in self.namespaces.iter().enumerate() {

@@ -14,6 +14,7 @@ mod host_ips;
 mod ingest;
 pub mod kubernetes;
 pub mod manifests;
+pub mod network_policies;
 pub mod objects;
 mod open;
 mod own_ports;

@@ -198,6 +198,7 @@ const ALL: &[&[Scenario]] = &[
     capture::ONCE,
     capture::ORIGINS,
     capture::PACKETS,
+    capture::PROBES,
     capture::PROXIES,
     capture::RESTART,
     capture::TAKEOVER,

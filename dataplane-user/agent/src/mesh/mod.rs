@@ -10,6 +10,7 @@ mod guard;
 mod guest_queries;
 mod packets;
 mod places;
+mod probes;
 mod problems;
 mod published;
 mod settle;

@@ -23,7 +23,7 @@ use super::{
     discover::{Placed, Sought, is_to_be_denied},
     dns::Dns,
     found::Found,
-    guard,
+    guard, probes,
     problems::Problems,
 };
 
@@ -311,6 +311,7 @@ impl Mesh {
             .map(|(_, namespace, _)| *namespace)
             .collect();
         self.unroute_interfaces(&view.found, &draft.wanted);
+        self.leave_probes_alone(kernel, draft);
         let failed = kernel.set_captured(&draft.wanted, placed.levels, &inbound, guard)?;
         self.guarded = guard;
         let problems = &mut draft.problems;
@@ -324,6 +325,35 @@ impl Mesh {
             }
         }
         Ok(())
+    }
+
+    /// Has the programs recognise the kubelet's connections, before any connection is captured.
+    fn leave_probes_alone(&self, kernel: &Kernel, draft: &mut Draft) {
+        let has_workloads = !draft.wanted.locals.is_empty();
+        let names = self.config.probes.cgroups();
+        let names: &[String] = if has_workloads { &names } else { &[] };
+        let told = match probes::kubelets(&self.cgroup, names) {
+            Ok(kubelets) => {
+                for path in &kubelets.with_pods {
+                    let path = path.display();
+                    let text = format!(
+                        "the kubelet's cgroup {path} has the cgroups of Pods in it, so its connections are captured: name a \
+                         cgroup of the kubelet alone in mesh.probes.cgroups"
+                    );
+                    draft.left_out.push(text);
+                }
+                let set = kernel.set_probers(&kubelets.found);
+                set.map_err(|error| error.to_string())
+            }
+            Err(error) => Err(format!(
+                "cannot look for the kubelet's cgroups below {}: {error}",
+                self.cgroup.display()
+            )),
+        };
+        if let Err(text) = told {
+            let text = format!("probes of the kubelet may be captured: {text}");
+            draft.left_out.push(text);
+        }
     }
 
     /// Releases the workloads that are no longer captured, and the earlier agent.

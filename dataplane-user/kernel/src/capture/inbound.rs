@@ -23,7 +23,7 @@ use super::Namespace;
 use crate::{
     error::{Doing, Error},
     object,
-    pins::{MAPS, Pins},
+    pins::{self, MAPS, Pins},
     programs::INBOUND,
     sys::{self, Shape},
 };
@@ -154,22 +154,28 @@ pub fn pin(pins: &Pins, cookie: u64) -> PathBuf {
     pins.link(&format!("{INBOUND}-{cookie}"))
 }
 
-/// The pinned links of namespaces, with their cookies.
-pub fn links(pins: &Pins) -> Vec<(PathBuf, u64)> {
+/// The pinned links of a program that is attached to several objects: the paths, and the objects' cookies or numbers.
+pub fn links(pins: &Pins, program: &str) -> Vec<(PathBuf, u64)> {
     let Ok(entries) = fs::read_dir(pins.layout().join("links")) else {
         return Vec::new();
     };
-    let of_namespace = |path: PathBuf| {
-        let cookie = cookie_of(&path)?;
-        Some((path, cookie))
+    let numbered = |path: PathBuf| {
+        let name = path.file_name()?.to_str()?;
+        let number = name
+            .strip_prefix(program)?
+            .strip_prefix('-')?
+            .parse()
+            .ok()?;
+        Some((path, number))
     };
     let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-    paths.filter_map(of_namespace).collect()
+    paths.filter_map(numbered).collect()
 }
 
-fn cookie_of(path: &Path) -> Option<u64> {
-    let name = path.file_name()?.to_str()?;
-    name.strip_prefix(INBOUND)?.strip_prefix('-')?.parse().ok()
+/// Detaches the program of a pinned link, and removes the pin.
+pub fn detach(path: &Path) -> Result<(), Error> {
+    let link = sys::obj_get(path).doing(|| format!("cannot open {}", path.display()))?;
+    pins::remove_link(&link, path)
 }
 
 /// Finds the table of constants that holds the cookie, and the cookie's offset in the table.

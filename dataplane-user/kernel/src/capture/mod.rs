@@ -8,6 +8,7 @@ mod listeners;
 pub(super) mod machine_marks;
 mod namespace;
 mod pairs;
+mod probes;
 pub(super) mod routing;
 pub use routing::TABLE as OUR_TABLE;
 mod tables;
@@ -31,7 +32,8 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use self::{
     differences::{add, any, make_room, remove},
-    inbound::Inbound,
+    inbound::{Inbound, detach, links},
+    probes::Probes,
 };
 pub use self::{
     interface_rules::{InterfaceRule, Machines, Unrouted, route_interfaces, unroute_interfaces},
@@ -48,8 +50,9 @@ pub use self::{
 };
 use super::{
     error::{Doing, Error},
-    pins::{self, Pins},
-    programs, sys,
+    pins::Pins,
+    programs::{self, INBOUND, PROBE_EVENTS, TCP_EVENTS},
+    sys,
     tables::Tables,
     tc::{self, CaptureProgram, Hook},
 };
@@ -81,6 +84,8 @@ pub struct Capture {
     inbound: Option<Inbound>,
     /// For connections to a proxy.
     events: Option<OwnedFd>,
+    /// For the kubelet's connections.
+    probes: Option<Probes>,
     /// For the interfaces of workloads that are captured by their packets.
     packets: Option<CaptureProgram>,
     lease: QueryLease,
@@ -118,6 +123,7 @@ impl Capture {
             options,
             inbound: None,
             events: None,
+            probes: None,
             packets: None,
             lease: QueryLease::open(pins)?,
         };
@@ -149,7 +155,8 @@ impl Capture {
                 // If there is no such rule, there is nothing to remove.
                 let _ = route_answers_no_more(mark | FROM_CLIENT);
             }
-            for (path, _) in inbound::links(pins) {
+            let of_cgroups = links(pins, PROBE_EVENTS.name);
+            for (path, _) in links(pins, INBOUND).into_iter().chain(of_cgroups) {
                 detach(&path)?;
             }
         }
@@ -165,7 +172,8 @@ impl Capture {
     ) -> Result<(), Error> {
         if self.options.is_some() {
             self.inbound = Some(Inbound::prepare(pins)?);
-            self.events = Some(programs::events_program(ebpf)?);
+            self.events = Some(programs::kept_program(ebpf, &TCP_EVENTS)?);
+            self.probes = Some(Probes::new(ebpf, pins)?);
             let on_interfaces = programs::packet_program(ebpf, tc::Direction::Capture)?;
             self.packets = Some(CaptureProgram::new(on_interfaces, hook)?);
         }
@@ -227,6 +235,14 @@ impl Capture {
             programs::attach_events(program.as_fd(), pins, cgroup)?;
         }
         Ok(())
+    }
+
+    /// Attaches the program that notes the kubelet's connections to these cgroups, and detaches it from all others.
+    pub(super) fn attach_probes(&self, pins: &Pins, cgroups: &[PathBuf]) -> Result<(), Error> {
+        match &self.probes {
+            Some(probes) => probes.attach(pins, cgroups),
+            None => Ok(()),
+        }
     }
 
     /// The lease of the agent's DNS server.
@@ -366,7 +382,7 @@ impl Capture {
         if let Some(inbound) = &mut self.inbound {
             inbound.keep(&wanted);
         }
-        for (path, cookie) in inbound::links(pins) {
+        for (path, cookie) in links(pins, INBOUND) {
             if !wanted(cookie) {
                 detach(&path)?;
             }
@@ -437,9 +453,4 @@ fn denies(captured: &Captured) -> bool {
         .chain(captured.cgroups.values());
     let mut flags = enrolled.map(|enrolled| enrolled.flags);
     flags.any(|flags| flags & Enrolled::EGRESS_DENY != 0)
-}
-
-fn detach(path: &Path) -> Result<(), Error> {
-    let link = sys::obj_get(path).doing(|| format!("cannot open {}", path.display()))?;
-    pins::remove_link(&link, path)
 }

@@ -11,7 +11,7 @@ use dataplane_common::{
     Addr, Reason, VIP_ELEMENTS, VipElement,
     capture::{
         Askers, CaptureConfig, Enrolled, KNOWN, ListenerKey, Local, Meter, MeterSets, ORIGINS,
-        Origin, RULES, RangeKey, RuleKey, TRAFFIC, Traffic, TrafficKey, Tuple, WORKLOADS,
+        Origin, PROBES, RULES, RangeKey, RuleKey, TRAFFIC, Traffic, TrafficKey, Tuple, WORKLOADS,
     },
     cells::{Cell, Slots, cells_for},
     origins::COUNTERS,
@@ -100,7 +100,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 41] = [
+pub const MAPS: [MapSpec; 42] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -201,6 +201,7 @@ pub const MAPS: [MapSpec; 41] = [
     on_demand::<RangeKey, u32>("RANGES", BPF_MAP_TYPE_LPM_TRIE, RULES),
     on_demand::<FrontendKey, u32>("KNOWN", BPF_MAP_TYPE_HASH, KNOWN),
     on_demand::<Tuple, Origin>("ORIGINS", BPF_MAP_TYPE_HASH, ORIGINS),
+    on_demand::<Tuple, u64>("PROBES", BPF_MAP_TYPE_HASH, PROBES),
     MapSpec {
         name: "ORIGIN_COUNTS",
         shape: Mapped::<u64>::shape(false),

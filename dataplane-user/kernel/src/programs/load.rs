@@ -23,7 +23,7 @@ use super::{
         pins::{MAPS, Pins},
         tc::Direction,
     },
-    specs::{Spec, TCP_EVENTS, tracepoint, wanted},
+    specs::{PROBE_EVENTS, Spec, tracepoint, wanted},
 };
 
 /// Loads the programs. Uses pinned maps; creates and pins the others.
@@ -73,7 +73,9 @@ fn load_logging(
     let packet = Direction::ALL.into_iter().filter(|_| packet);
     let by_packets = Direction::CAPTURE.into_iter().filter(|_| capture);
     let names = packet.chain(by_packets).map(Direction::program);
-    let names: Vec<&'static str> = names.chain(wanted(capture).map(|spec| spec.name)).collect();
+    let of_kubelet = capture.then_some(&PROBE_EVENTS);
+    let others = wanted(capture).chain(of_kubelet).map(|spec| spec.name);
+    let names: Vec<&'static str> = names.chain(others).collect();
     load_all(&mut ebpf, &names, types)?;
     Ok(ebpf)
 }
@@ -175,11 +177,11 @@ fn load_once(
     result.map_err(|source| load_error(name, source))
 }
 
-/// Returns a separate descriptor of the loaded program that follows connections to a proxy.
-pub fn events_program(ebpf: &Ebpf) -> Result<OwnedFd, Error> {
-    descriptor(ebpf, &TCP_EVENTS)?
+/// Returns a separate descriptor of a loaded program, which is attached later.
+pub fn kept_program(ebpf: &Ebpf, spec: &Spec) -> Result<OwnedFd, Error> {
+    descriptor(ebpf, spec)?
         .try_clone_to_owned()
-        .doing(|| format!("cannot keep program {}", TCP_EVENTS.name))
+        .doing(|| format!("cannot keep program {}", spec.name))
 }
 
 /// Returns a separate descriptor of a loaded program for interfaces.

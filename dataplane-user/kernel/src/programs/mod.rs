@@ -16,9 +16,11 @@ use dataplane_common::capture::MeterSets;
 use load::descriptor;
 #[cfg(feature = "testing")]
 pub(super) use load::has_mptcp;
-pub use load::{events_program, load, load_error, packet_program, patiently};
-pub use specs::{CAPTURE_PROGRAMS, INBOUND, PROGRAMS, REPLACEMENT, Spec, tracepoint};
-use specs::{TCP_EVENTS, wanted};
+pub use load::{kept_program, load, load_error, packet_program, patiently};
+use specs::wanted;
+pub use specs::{
+    CAPTURE_PROGRAMS, INBOUND, PROBE_EVENTS, PROGRAMS, REPLACEMENT, Spec, TCP_EVENTS, tracepoint,
+};
 use zerocopy::FromZeros as _;
 
 use super::{
@@ -88,11 +90,12 @@ pub fn attach_events(program: BorrowedFd<'_>, pins: &Pins, cgroup: &Path) -> Res
 
 /// Whether a link's pin has the name of one that an agent looks after, with capture or without.
 pub fn is_link(name: &str, capture: bool) -> bool {
-    let of_namespace = name
-        .strip_prefix(INBOUND)
-        .is_some_and(|cookie| cookie.starts_with('-') && !cookie.ends_with(REPLACEMENT));
+    let is_of_several = |program: &str| {
+        let number = name.strip_prefix(program);
+        number.is_some_and(|number| number.starts_with('-') && !number.ends_with(REPLACEMENT))
+    };
     wanted(capture).any(|spec| spec.name == name)
-        || (capture && of_namespace)
+        || (capture && [INBOUND, PROBE_EVENTS.name].into_iter().any(is_of_several))
         || Direction::of_pin(name)
             .is_some_and(|(direction, _)| capture || Direction::ALL.contains(&direction))
 }
@@ -127,7 +130,8 @@ fn detach_capture(pins: &Pins) -> Result<(), Error> {
     Ok(())
 }
 
-fn create(
+/// Attaches a program, and pins its link. `replace`: whether there may be such a pin, which is replaced.
+pub fn create(
     spec: &Spec,
     program: BorrowedFd<'_>,
     cgroup: &File,
@@ -250,6 +254,7 @@ mod tests {
             "tcp_gone",
             "packet_capture-3",
             "inbound_lookup-7",
+            "probe_events-7",
         ] {
             assert!(!is_link(name, false) && is_link(name, true), "{name}");
         }
@@ -257,6 +262,7 @@ mod tests {
             "connect4-new",
             "packet_egress-3-new",
             "inbound_lookup-7-new",
+            "probe_events",
             "connect5",
         ] {
             assert!(!is_link(name, true), "{name}");

@@ -78,6 +78,13 @@ pub const TCP_EVENTS: Spec = Spec {
     hook: BPF_CGROUP_SOCK_OPS,
 };
 
+/// The program that notes the kubelet's connections to workloads. It is attached to the kubelet's cgroups only, each by a
+/// link of its own.
+pub const PROBE_EVENTS: Spec = Spec {
+    name: "probe_events",
+    ..TCP_EVENTS
+};
+
 const fn traced(name: &'static str) -> Spec {
     Spec {
         name,

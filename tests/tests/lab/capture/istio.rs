@@ -12,7 +12,7 @@ use dataplane_tests::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::{World, explain::explain, packets};
+use super::{World, explain::explain, packets, probes::Kubelet};
 use crate::{
     cluster::{UDP, eventually, reaches, refused},
     outcome::run_args,
@@ -170,6 +170,7 @@ fn services_with_a_waypoint_are_refused_to_machines() -> Result<()> {
 /// A PeerAuthentication with an exempt port, an AuthorizationPolicy, and policies that cannot be read.
 fn connections_to_pods_that_policies_select_are_refused() -> Result<()> {
     let mut site = Site::new()?;
+    Kubelet::start(&site.world)?;
     let app = site.world.app().clone();
     let clients = ["one", "far"].map(|name| site.world.lab.pod(name).clone());
     let to = ["10.244.1.8:7", "[fd00:10:244:1::8]:7"];
@@ -209,6 +210,7 @@ fn connections_to_pods_that_policies_select_are_refused() -> Result<()> {
             let ((), counted) = site.world.counted(Reason::Unsupported, is_refused)?;
             ensure!(counted == 4, "{}: {counted}", what());
             site.names(&format!("{kind} limit"))?;
+            Kubelet::start(&site.world)?.probes().with_context(what)?;
             let source = format!("netns:{}", clients[0].netns());
             let told = explain(&site.world, &source, to[0], &[])?;
             let reason = &told["capture"][0]["reason"];

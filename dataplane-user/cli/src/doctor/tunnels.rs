@@ -1,0 +1,73 @@
+//! NetworkPolicies that keep tunnels from enrolled Pods.
+
+use std::{
+    fs,
+    io::{self, Read as _, Write},
+    path::Path,
+};
+
+use anyhow::Context as _;
+use serde_json::Value;
+use source::network_policies::{Blocking, TUNNELS, blocking};
+
+/// The purpose of the port.
+pub const NEEDED_FOR: &str = "mesh: tunnels (HBONE)";
+/// The effect of a policy without it.
+pub const WITHOUT: &str = "members of a mesh of Istio's that tunnel connections cannot reach the Pods. Agents of this version \
+     do not speak HBONE and need no such rule";
+/// The largest number of Pods that a line names.
+const NAMED: usize = 5;
+
+/// Reads a list of objects, and returns the policies that keep tunnels out.
+pub fn read(file: &Path) -> anyhow::Result<Vec<Blocking>> {
+    let what = || format!("cannot read {}", file.display());
+    let text = if file == Path::new("-") {
+        let mut text = String::new();
+        let read = io::stdin().read_to_string(&mut text);
+        read.map(|_| text)
+    } else {
+        fs::read_to_string(file)
+    };
+    let list: Value = serde_json::from_str(&text.with_context(what)?).with_context(what)?;
+    blocking(&list)
+        .map_err(anyhow::Error::msg)
+        .with_context(what)
+}
+
+/// Returns a policy's name, the Pods, and the command that lets tunnels in.
+pub fn texts(of: &Blocking) -> [String; 3] {
+    let (namespace, name) = (&of.namespace, &of.name);
+    let named: Vec<&str> = of.pods.iter().take(NAMED).map(String::as_str).collect();
+    let more = match of.pods.len() - named.len() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    [
+        format!("NetworkPolicy {namespace}/{name}"),
+        format!(
+            "lets clients in, but not to TCP port {TUNNELS} of enrolled Pods: {}{more}",
+            named.join(", ")
+        ),
+        format!(
+            "kubectl patch networkpolicy {name} -n {namespace} --type=json -p '{}'",
+            of.patch
+        ),
+    ]
+}
+
+/// Writes the policies, each with its remedy.
+pub fn text(out: &mut dyn Write, file: &Path, policies: &[Blocking]) -> io::Result<()> {
+    writeln!(out)?;
+    if policies.is_empty() {
+        let file = file.display();
+        return writeln!(
+            out,
+            "No NetworkPolicy in {file} keeps tunnels from enrolled Pods."
+        );
+    }
+    for policy in policies {
+        let [name, detail, patch] = texts(policy);
+        writeln!(out, "{name} {detail}\n  {patch}")?;
+    }
+    writeln!(out, "Without these rules, {WITHOUT}.")
+}
