@@ -18,7 +18,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use admin::{State, api::Gravity};
+use admin::{
+    State,
+    api::Gravity,
+    cni::{Answer, Ask},
+};
 use dataplane_common::packet::{Iface, PacketConfig};
 use kernel::Kernel;
 use model::Snapshot;
@@ -63,6 +67,8 @@ pub enum Job {
     First(Snapshot, SyncSender<()>),
     /// The tables and programs of another layout can be removed.
     ReplaceOtherLayouts(SyncSender<Result<(), kernel::Error>>),
+    /// The CNI plug-in has a request.
+    Pod(Ask),
     /// Another agent asks to take this agent's place.
     Replace(UnixStream),
     /// Another agent has our sockets, or did not take them.
@@ -297,6 +303,14 @@ impl Worker {
                 self.network.soon();
             }
             Job::Rules => self.path.soon(),
+            Job::Pod(ask) => match &mut self.mesh {
+                Some(mesh) => {
+                    mesh.take(ask);
+                    self.capture.soon();
+                }
+                // Fails only if the plug-in waits no longer.
+                None => _ = ask.answers.send(Answer::NotCaptured),
+            },
             Job::Served(snapshot) => {
                 self.snapshot = Some(snapshot);
                 self.capture.soon();
@@ -366,6 +380,7 @@ impl Worker {
             }
             Err(error) => {
                 error!("mesh: {error}; trying again in {:?}", mesh.patience());
+                mesh.delay(&error.to_string());
                 self.state.capture_failed(error.to_string());
             }
         }
@@ -508,6 +523,7 @@ fn give_up(todo: &Receiver<Job>) {
             Job::Network
             | Job::Policies
             | Job::Rules
+            | Job::Pod(_)
             | Job::Served(_)
             | Job::Replace(_)
             | Job::Offered(_) => {}
