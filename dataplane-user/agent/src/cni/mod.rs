@@ -7,7 +7,7 @@ mod list;
 
 use std::{
     fs::{self, File, Permissions},
-    io::{self, Write as _},
+    io,
     os::unix::fs::{MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     sync::{
@@ -123,15 +123,12 @@ impl Directories {
         Ok(files)
     }
 
-    /// Copies this program to the runtime's plug-ins, if another one is there.
+    /// Copies this program to the runtime's plug-ins: an earlier version of it may be there.
     fn install(&self) -> Result<(), String> {
-        let own = Path::new("/proc/self/exe");
-        let program = fs::read(own).map_err(|error| cannot("read", own, &error))?;
         let plugin = self.bin.join(PLUGIN);
-        if fs::read(&plugin).is_ok_and(|there| there == program) {
-            return Ok(());
-        }
-        replace(&plugin, &program, 0o755).map_err(|error| cannot("write", &plugin, &error))
+        let program = File::open("/proc/self/exe");
+        let copied = program.and_then(|program| replace(&plugin, program, 0o755));
+        copied.map_err(|error| cannot("write", &plugin, &error))
     }
 }
 
@@ -207,11 +204,11 @@ fn cannot(what: &str, path: &Path, error: &io::Error) -> String {
 }
 
 /// Replaces a file in one step: a reader sees the old one or the new one, also after a crash.
-fn replace(file: &Path, text: &[u8], mode: u32) -> io::Result<()> {
+fn replace(file: &Path, mut content: impl io::Read, mode: u32) -> io::Result<()> {
     let new = file.with_file_name(".dataplane-cni.new");
     let mut written = File::create(&new)?;
     written.set_permissions(Permissions::from_mode(mode))?;
-    written.write_all(text)?;
+    io::copy(&mut content, &mut written)?;
     written.sync_all()?;
     drop(written);
     fs::rename(new, file)
@@ -227,7 +224,8 @@ fn entry(settings: &Settings) -> Option<Value> {
     }))
 }
 
-/// The namespaces whose pods are never captured, whatever their labels say: they start also while the agent is away.
+/// The namespaces whose pods are never captured, whatever their labels say: they start also while the agent is away. The
+/// settings have no key for such namespaces, so there are none: a label captures a pod of any namespace.
 fn never_captured(_mesh: &settings::Mesh) -> Vec<String> {
     Vec::new()
 }

@@ -16,13 +16,17 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use super::{World, pod};
-use crate::{cluster::reaches, outcome::Outcome};
+use crate::{
+    cluster::{eventually, reaches},
+    outcome::Outcome,
+};
 
 scenarios! {
     Dataplane:
     the_first_connection_of_a_pod_is_captured,
     a_pod_waits_for_the_agent_and_for_its_object,
     who_is_not_root_is_refused,
+    the_agent_keeps_the_plugin_in_the_network_configuration,
 }
 
 const UID: &str = "8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b60";
@@ -281,4 +285,50 @@ fn who_is_not_root_is_refused() -> Result<()> {
     let file = world.agent()?.socket().with_file_name("pods.json");
     ensure!(!file.exists(), "a pod was announced");
     captured(&world, &app, Reason::Direct, 0)
+}
+
+fn the_agent_keeps_the_plugin_in_the_network_configuration() -> Result<()> {
+    let mut world = World::new()?;
+    let pods = write(&world, &["app"])?;
+    // The plug-in's directory is the one from which the calls here take it.
+    let (conf, bin) = (tempfile::tempdir()?, world.state.path().to_owned());
+    let net = conf.path().join("10-net.conflist");
+    let original = json!({
+        "cniVersion": "1.0.0",
+        "name": "net",
+        "plugins": [{ "type": "ptp", "mtu": 1500 }, { "type": "portmap" }],
+    });
+    fs::write(&net, original.to_string())?;
+    let file = conf.path().join("agent.yaml");
+    let cni = json!({ "confDir": conf.path(), "binDir": bin });
+    fs::write(&file, json!({ "onExit": "detach", "cni": cni }).to_string())?;
+    let mesh = json!({ "rules": { "mode": "kernel" } });
+    let file = file.to_string_lossy();
+    world.agent_with_args(&mesh, &[pods], &["--config", &file])?;
+    let read = || -> Result<Value> { Ok(serde_json::from_slice(&fs::read(&net)?)?) };
+    let joined = |world: &World| {
+        eventually(|| {
+            let list = read()?;
+            let ours = &list["plugins"][2];
+            ensure!(ours["type"] == "dataplane-cni", "{list:#}");
+            ensure!(ours["socket"] == json!(world.agent()?.socket()), "{list:#}");
+            Ok(())
+        })
+    };
+    joined(&world)?;
+    // The CNI's installer starts again.
+    fs::write(&net, original.to_string())?;
+    joined(&world)?;
+    let app = world.app().clone();
+    Call::new("ADD", "c1", &app).run(&world)?.exits(0)?;
+    captured(&world, &app, Reason::Direct, 1)?;
+    // While no agent runs, pods wait.
+    let agent = world.agent.as_mut().context("an agent")?;
+    agent.kill();
+    ensure!(read()?["plugins"][2]["type"] == "dataplane-cni");
+    agent.start()?;
+    agent.stop()?;
+    ensure!(read()? == original, "{:#}", read()?);
+    ensure!(!bin.join("dataplane-cni").exists(), "the plug-in is left");
+    Ok(())
 }
