@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use serde::de::DeserializeOwned;
+use serde::{Serialize, de::DeserializeOwned};
 
 use super::api::Page;
 
@@ -70,7 +70,17 @@ impl Client {
     ///
     /// As for [`Client::get`].
     pub fn post<T: DeserializeOwned>(&self, path: &str) -> Result<T, Error> {
-        self.read(path, &self.exchange("POST", path)?)
+        self.read(path, &self.exchange("POST", path, "")?)
+    }
+
+    /// As [`Client::post`], with a JSON body.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Client::get`].
+    pub fn send<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, Error> {
+        let body = serde_json::to_string(body).map_err(|e| self.answer(path, e.to_string()))?;
+        self.read(path, &self.exchange("POST", path, &body)?)
     }
 
     fn read<T: DeserializeOwned>(&self, path: &str, body: &str) -> Result<T, Error> {
@@ -104,10 +114,10 @@ impl Client {
     ///
     /// If no process listens, or the agent does not answer in time or with a failure.
     pub fn get_text(&self, path: &str) -> Result<String, Error> {
-        self.exchange("GET", path)
+        self.exchange("GET", path, "")
     }
 
-    fn exchange(&self, method: &str, path: &str) -> Result<String, Error> {
+    fn exchange(&self, method: &str, path: &str, body: &str) -> Result<String, Error> {
         let mut stream = UnixStream::connect(&self.socket).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => Error::NotRunning {
                 socket: self.socket.clone(),
@@ -121,7 +131,16 @@ impl Client {
             stream.set_read_timeout(Some(PATIENCE))?;
             stream.set_write_timeout(Some(PATIENCE))?;
             // HTTP/1.0: the answer ends with the connection and is never in chunks.
-            stream.write_all(format!("{method} {path} HTTP/1.0\r\n\r\n").as_bytes())?;
+            let of_body = if body.is_empty() {
+                String::new()
+            } else {
+                format!(
+                    "Content-Type: application/json\r\nContent-Length: {}\r\n",
+                    body.len()
+                )
+            };
+            let request = format!("{method} {path} HTTP/1.0\r\n{of_body}\r\n{body}");
+            stream.write_all(request.as_bytes())?;
             let mut answer = String::new();
             stream.read_to_string(&mut answer)?;
             Ok(answer)

@@ -7,6 +7,7 @@ pub mod api;
 mod beats;
 pub mod client;
 mod clock;
+pub mod cni;
 mod counters;
 mod direct;
 mod flows;

@@ -18,7 +18,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use admin::{State, api::Gravity};
+use admin::{
+    State,
+    api::Gravity,
+    cni::{Answer, Ask},
+};
 use dataplane_common::packet::{Iface, PacketConfig};
 use kernel::Kernel;
 use model::Snapshot;
@@ -65,6 +69,8 @@ pub enum Job {
     NoneThrough(Instant),
     /// The tables and programs of another layout can be removed.
     ReplaceOtherLayouts(SyncSender<Result<(), kernel::Error>>),
+    /// The CNI plug-in has a request.
+    Pod(Ask),
     /// Another agent asks to take this agent's place.
     Replace(UnixStream),
     /// Another agent has our sockets, or did not take them.
@@ -303,6 +309,14 @@ impl Worker {
             }
             Job::Rules => self.path.soon(),
             Job::NoneThrough(since) => self.kernel.none_through_stack(since),
+            Job::Pod(ask) => match &mut self.mesh {
+                Some(mesh) => {
+                    mesh.take(ask);
+                    self.capture.soon();
+                }
+                // Fails only if the plug-in waits no longer.
+                None => _ = ask.answers.send(Answer::NotCaptured),
+            },
             Job::Served(snapshot) => {
                 self.snapshot = Some(snapshot);
                 self.capture.soon();
@@ -372,6 +386,7 @@ impl Worker {
             }
             Err(error) => {
                 error!("mesh: {error}; trying again in {:?}", mesh.patience());
+                mesh.delay(&error.to_string());
                 self.state.capture_failed(error.to_string());
             }
         }
@@ -522,6 +537,7 @@ fn give_up(todo: &Receiver<Job>) {
             | Job::Policies
             | Job::Rules
             | Job::NoneThrough(_)
+            | Job::Pod(_)
             | Job::Served(_)
             | Job::Replace(_)
             | Job::Offered(_) => {}

@@ -15,6 +15,7 @@ use tracing::{info, warn};
 
 use crate::{
     Error,
+    cni::Directories,
     handover::{self, Draining, Inherited, LOADING, Place, Turn},
     mesh::Mesh,
 };
@@ -74,6 +75,12 @@ impl Ended {
                 drop(place);
                 let detach = settings.on_exit.unwrap_or_default() == OnExit::Detach;
                 if detach {
+                    // Before pods wait for an agent that does not come back.
+                    if let Some(cni) = &settings.cni
+                        && let Err(why) = Directories::of(cni).leave()
+                    {
+                        warn!("CNI plug-in: {why}; `dataplane cni uninstall` takes it out");
+                    }
                     kernel.detach()?;
                     info!("ended; the programs are detached");
                 } else {

@@ -10,6 +10,7 @@
 pub mod addresses;
 mod astray;
 mod attacher;
+pub mod cni;
 mod due;
 mod earlier;
 mod ending;

@@ -22,6 +22,7 @@ use tracing::{info, warn};
 use crate::{
     Error, Event, adopt,
     attacher::{self, Attacher, Returned},
+    cni::Installer,
     deaths,
     ending::{Back, Ended},
     flows::Flows,
@@ -94,6 +95,7 @@ struct Running {
     state: Arc<State>,
     waiter: Waiter,
     own_rules: OwnRules,
+    cni: Option<Installer>,
     place: Place,
 }
 
@@ -277,6 +279,7 @@ impl<'a> Wanted<'a> {
         )?;
         let bpffs = self.paths.bpffs.clone();
         let own_rules = OwnRules::start(bpffs, served, &self.packet, &events)?;
+        let cni = Installer::start(self.settings, &state, &events).map_err(Error::Thread)?;
         let published = mesh.as_ref().map(|mesh| mesh.published().clone());
         let inputs = attacher::Inputs {
             kernel,
@@ -304,6 +307,7 @@ impl<'a> Wanted<'a> {
             state,
             waiter,
             own_rules,
+            cni,
             place,
         })
     }
@@ -317,6 +321,7 @@ impl Running {
         self.waiter.stop();
         let rest = self.sync.end();
         self.own_rules.stop();
+        self.cni.into_iter().for_each(Installer::stop);
         let end = result?;
         let Some(Returned { kernel, mesh, turn }) = rest else {
             return Err(Error::Died {

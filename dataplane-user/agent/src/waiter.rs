@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use admin::{Listeners, State};
+use admin::{Listeners, State, cni::Announcements};
 use kernel::{ChangeNews, News};
 use source::kubernetes::Reviewer;
 use threads::may_panic;
@@ -92,10 +92,13 @@ impl Ready {
     ) -> io::Result<Waiter> {
         let Self { runtime, signals } = self;
         let (stop, stopped) = oneshot::channel();
+        let jobs = network.jobs.clone();
+        // Fails only if the agent ends: then the plug-in asks the next agent.
+        let pods = Announcements::new(move |ask| _ = jobs.send(Job::Pod(ask)));
         let thread = threads::start("waiter", deaths(&events), move || {
             let result = runtime.block_on(async {
                 tokio::select! {
-                    result = admin::serve(listeners, state, reviewer) => result,
+                    result = admin::serve(listeners, state, reviewer, pods) => result,
                     () = signals.pass_on(events.clone()) => Ok(()),
                     result = network.pass_on() => result,
                     _ = stopped => Ok(()),

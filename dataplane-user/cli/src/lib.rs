@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod cleanup;
+mod cni;
 mod completions;
 mod config;
 mod conntrack;
@@ -79,6 +80,7 @@ enum Command {
     Config(config::ConfigArgs),
     KeepNat(keep_nat::KeepNatArgs),
     Cleanup(cleanup::CleanupArgs),
+    Cni(cni::CniArgs),
     Completions(completions::CompletionsArgs),
     #[command(hide = true)]
     Opener(opener::OpenerArgs),
@@ -105,6 +107,7 @@ impl Cli {
             Command::Config(args) => args.run(),
             Command::KeepNat(args) => args.run(),
             Command::Cleanup(args) => args.run(),
+            Command::Cni(args) => args.run(),
             Command::Completions(args) => args.run(),
             Command::Opener(args) => args.run(),
         }

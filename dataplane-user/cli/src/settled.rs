@@ -1,8 +1,13 @@
 //! Combines the command line with its configuration file: the file has the values that the command line and the
 //! environment do not set.
 
-use std::{env, ffi::OsString, path::PathBuf};
+use std::{
+    env,
+    ffi::{OsStr, OsString},
+    path::{Path, PathBuf},
+};
 
+use admin::cni::PLUGIN;
 use clap::{ArgMatches, CommandFactory, FromArgMatches as _};
 use settings::{Node, Settings, Source, config};
 use terminal::{PathArgs, Refusal, SocketArgs};
@@ -15,7 +20,12 @@ use super::{Cli, Command, source::SourceArgs};
 ///
 /// If one of them is invalid.
 pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refusal> {
-    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    let mut arguments: Vec<OsString> = arguments.into_iter().collect();
+    // A container runtime calls its plug-ins by their names, and without arguments.
+    let program = arguments.first().map(Path::new);
+    if program.and_then(Path::file_name) == Some(OsStr::new(PLUGIN)) {
+        arguments.insert(1, "cni".into());
+    }
     let mut command = Cli::command();
     // The second reading reports invalid or missing options.
     let first = command
@@ -78,7 +88,11 @@ impl Command {
                 both(&mut common.paths, &mut common.socket, file);
             }
             Self::Doctor(args) => args.paths.fill_from(file),
-            Self::Config(_) | Self::KeepNat(_) | Self::Completions(_) | Self::Opener(_) => {}
+            Self::Cni(_)
+            | Self::Config(_)
+            | Self::KeepNat(_)
+            | Self::Completions(_)
+            | Self::Opener(_) => {}
         }
         Ok(())
     }

@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+mod cni;
 pub mod config;
 mod dns;
 mod faults;
@@ -24,6 +25,7 @@ mod timeout;
 
 use clap::{Args, ValueEnum};
 use dataplane_common::Protocol;
+pub use cni::Cni;
 pub use dns::{Dns, DnsCapture, DnsDestinations};
 pub use faults::faults;
 pub use flow_timeouts::FlowTimeouts;
@@ -113,6 +115,12 @@ pub struct Settings {
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub mesh: Option<Mesh>,
+
+    /// The CNI plug-in, which holds a pod's start until the pod is captured. Default: the agent leaves the
+    /// container runtime's configuration alone.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub cni: Option<Cni>,
 
     /// The agent's DNS server.
     #[serde(skip_serializing_if = "is_default")]

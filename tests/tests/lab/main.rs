@@ -184,6 +184,7 @@ const ALL: &[&[Scenario]] = &[
     cells::SCENARIOS,
     capture::CLEANUP,
     capture::CLIENTS,
+    capture::CNI,
     capture::DENY,
     capture::ESCAPES,
     capture::EVASIONS,

@@ -1,5 +1,5 @@
-//! The agent's endpoints. They show state. One endpoint of the Unix socket, which is root's, changes something: it makes
-//! the DNS server forget answers.
+//! The agent's endpoints. They show state. Two endpoints of the Unix socket, which is root's, change something: one makes
+//! the DNS server forget answers, the other has the CNI plug-in's announcements of pods.
 
 mod dns;
 #[cfg(test)]
@@ -31,6 +31,7 @@ use super::{
     access::{self, Encrypted},
     api::{Page, Version},
     client::{self, Client},
+    cni::{self, Announcements},
     limits, load_balancers, metrics,
     rendering::Renderings,
     report,
@@ -197,7 +198,7 @@ struct Context {
 }
 
 /// Answers until it is dropped. `reviewer`: decides which clients may read the metrics at their own address; `None`:
-/// every client may.
+/// every client may. `pods`: takes the CNI plug-in's announcements.
 ///
 /// # Errors
 ///
@@ -206,6 +207,7 @@ pub async fn serve(
     listeners: Listeners,
     state: Arc<State>,
     reviewer: Option<Arc<Reviewer>>,
+    pods: Announcements,
 ) -> io::Result<()> {
     let registry = metrics::registry(&state);
     let context = Arc::new(Context {
@@ -224,7 +226,7 @@ pub async fn serve(
     } = listeners;
     let socket = tokio::net::UnixListener::from_std(socket)?;
     tokio::try_join!(
-        async { axum::serve(socket, socket_routes(&context)).await },
+        async { axum::serve(socket, socket_routes(&context, pods)).await },
         guarded(metrics, metrics_routes(&context), reviewer),
         tcp(health, health_routes(&context)),
         tcp(admin, admin_routes(&context)),
@@ -276,12 +278,13 @@ fn health_routes(context: &Arc<Context>) -> Router {
 }
 
 /// The paths of the Unix socket.
-fn socket_routes(context: &Arc<Context>) -> Router {
+fn socket_routes(context: &Arc<Context>, pods: Announcements) -> Router {
     Router::new()
         .route("/dns/cache/flush", post(dns::flush))
         .route("/dns/lookup", get(dns::lookup))
         .route("/dns/queries", get(dns::queries))
         .with_state(Arc::clone(context))
+        .merge(cni::routes(pods))
         .merge(admin_routes(context))
 }
 

@@ -102,6 +102,8 @@ struct Known {
     /// Why packets of services go through the stack.
     stack_because: Option<String>,
     led_elsewhere: Option<api::Problem>,
+    /// Why the CNI plug-in is not in the container runtime's configuration.
+    cni: Option<api::Problem>,
 }
 
 fn micros(duration: Duration) -> u64 {
@@ -154,6 +156,7 @@ impl State {
                 pods: None,
                 stack_because: None,
                 led_elsewhere: None,
+                cni: None,
             }),
             counters: Mutex::default(),
             growing: Mutex::default(),
@@ -248,6 +251,15 @@ impl State {
             text: text.clone(),
         };
         lock(&self.known).network = problems.iter().map(problem).collect();
+    }
+
+    /// Sets or clears the reason why the CNI plug-in is not in the container runtime's configuration.
+    pub fn cni_problem(&self, text: Option<&str>) {
+        lock(&self.known).cni = text.map(|text| api::Problem {
+            gravity: api::Gravity::Node,
+            place: "CNI plug-in".to_owned(),
+            text: format!("{text}; pods that start now may connect before they are captured"),
+        });
     }
 
     /// Sets or clears the problem of the routes to the node's own pods. Returns whether the problem changed.

@@ -52,6 +52,7 @@ impl State {
             + known.crowded.len()
             + known.network.len()
             + usize::from(known.led_elsewhere.is_some())
+            + usize::from(known.cni.is_some())
             + mesh_problems(&known).count()
             + self.at_limit().count()
             + self.stalled().count()
@@ -120,7 +121,8 @@ impl State {
                 .to_owned(),
         }));
         problems.extend(known.crowded.iter().cloned());
-        problems.extend(known.network.iter().chain(&known.led_elsewhere).cloned());
+        let of_node = known.led_elsewhere.iter().chain(&known.cni);
+        problems.extend(known.network.iter().chain(of_node).cloned());
         problems.extend(mesh_problems(&known));
         problems.extend(self.at_limit());
         problems.extend(self.stalled());

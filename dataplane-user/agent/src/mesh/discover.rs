@@ -66,6 +66,7 @@ impl Mesh {
         let before = by_address.iter();
         let before = before.flat_map(|workload| self.before(workload, held));
         Search {
+            unread: self.announced.unread().map(str::to_owned),
             before: before.chain(self.routed.keys().copied()).collect(),
             workloads: by_address
                 .into_iter()
@@ -75,8 +76,18 @@ impl Mesh {
     }
 
     /// Returns the network namespaces that a workload was in: from this agent's records, or else from the tables of an
-    /// earlier agent.
+    /// earlier agent; and the one that the CNI plug-in announced for it.
     fn before(&self, workload: &Workload, held: &Captured) -> Vec<u64> {
+        let mut before = self.recorded(workload, held);
+        if let Some(announced) = self.announced.cookie(workload)
+            && !before.contains(&announced)
+        {
+            before.push(announced);
+        }
+        before
+    }
+
+    fn recorded(&self, workload: &Workload, held: &Captured) -> Vec<u64> {
         if let Some(known) = self.homes.get(&workload.name) {
             return known.clone();
         }

@@ -42,6 +42,8 @@ pub struct Found {
     pub own: io::Result<Namespace>,
     /// Namespaces that could not be read.
     unread: Vec<(PathBuf, io::Error)>,
+    /// As [`Search::unread`].
+    unannounced: Option<String>,
 }
 
 /// A network namespace that could be read.
@@ -57,8 +59,10 @@ pub struct ReadNamespace {
 pub struct Search<'a> {
     /// The workloads to look for.
     pub workloads: Vec<&'a Workload>,
-    /// The cookies of network namespaces that belonged to workloads before.
+    /// The cookies of network namespaces that belonged to workloads before, or that were announced.
     pub before: BTreeSet<u64>,
+    /// Why announcements of network namespaces are not known.
+    pub unread: Option<String>,
 }
 
 impl Found {
@@ -99,6 +103,7 @@ impl Found {
             seen,
             own: kernel::this_namespace(),
             unread: visited.unread,
+            unannounced: wanted.unread.clone(),
         }
     }
 
@@ -140,6 +145,11 @@ impl Found {
         self.homes.get(*number)
     }
 
+    /// Whether a network namespace may exist: also if not all could be read.
+    pub fn may_exist(&self, cookie: u64) -> bool {
+        self.seen.contains_key(&cookie) || !self.unread.is_empty()
+    }
+
     /// Returns the network namespaces whose workload is known: all that could be read, if the places of all workloads
     /// are known.
     pub fn told(&self) -> BTreeSet<u64> {
@@ -152,7 +162,9 @@ impl Found {
     pub fn trouble(&self) -> Option<String> {
         let is_denied = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
         let mut unread = self.unread.iter().filter(|(_, error)| !is_denied(error));
-        let (path, error) = unread.next()?;
+        let Some((path, error)) = unread.next() else {
+            return self.unannounced.clone();
+        };
         let more = match unread.count() {
             0 => String::new(),
             more => format!(" (and {more} more)"),
@@ -181,6 +193,7 @@ mod tests {
             seen: BTreeMap::new(),
             own: Err(io::ErrorKind::Other.into()),
             unread: Vec::new(),
+            unannounced: None,
         };
         let missing = |found: &Found| found.homes(&workload, &[]).map(drop).unwrap_err();
         let absent = |hidden| Missing::Absent { hidden };

@@ -1,6 +1,7 @@
 //! Mesh capture: the workloads whose connections are captured, the proxy's sockets in their network namespaces, and the
 //! kernel's tables.
 
+mod announced;
 mod attach;
 mod cni;
 mod discover;
@@ -44,7 +45,7 @@ use threads::Deaths;
 use tracing::debug;
 
 use self::{
-    attach::Attached, dns::Dns, found::Found, guard::Closed, packets::Packets, problems::Problems,
+    announced::Announced, attach::Attached, dns::Dns, found::Found, guard::Closed, packets::Packets, problems::Problems,
 };
 pub use self::{places::namespace_with, published::Published, settle::Settled};
 
@@ -108,6 +109,8 @@ pub struct Mesh {
     before: Option<UnixStream>,
     /// The problems of workloads.
     problems: Problems,
+    /// Pods that the CNI plug-in announced.
+    announced: Announced,
     /// A problem that no workload has caused.
     trouble: Option<String>,
     /// As [`Settled::shortage`].
@@ -181,6 +184,8 @@ impl Mesh {
         );
         let unseen = proxy.as_ref().and_then(|_| attach::unseen(cgroup));
         let held = capture.held();
+        let directory = settings.listen.socket().parent();
+        let directory = directory.unwrap_or(Path::new("/"));
         Ok(Self {
             options,
             proxy,
@@ -198,6 +203,7 @@ impl Mesh {
             given: given.into_iter().collect(),
             before,
             problems: Problems::default(),
+            announced: Announced::read(directory),
             trouble: None,
             shortage: None,
             limited: HashMap::new(),
@@ -235,12 +241,14 @@ impl Mesh {
             return;
         }
         self.published.publish(snapshot, false);
-        let mut members = members(&self.said, snapshot);
+        let mut members = members(&self.said, &self.announced.complete(snapshot));
         members.retain(|member| member.workload.place == Place::Address && !member.is_by_packets());
         let wanted = self.wanted(&members, &[], capture.held());
         let found = Found::look(&wanted, self.own_cookie);
         for member in &members {
-            let mut there = found.homes(&member.workload, &[]).into_iter().flatten();
+            let announced = self.announced.cookie(&member.workload);
+            let announced = announced.as_slice();
+            let mut there = found.homes(&member.workload, announced).into_iter().flatten();
             let Some(namespace) = there.next() else {
                 continue;
             };
@@ -263,7 +271,8 @@ impl Mesh {
 
     /// How soon to look again at facts that change without an event.
     pub fn patience(&self) -> Duration {
-        if self.config.guard || !self.problems.is_empty() || !self.absent.is_empty() {
+        let is_asked = self.announced.is_awaited() || !self.absent.is_empty();
+        if self.config.guard || !self.problems.is_empty() || is_asked {
             Duration::from_secs(1)
         } else {
             Duration::from_secs(10)

@@ -91,6 +91,7 @@ impl Mesh {
         kernel: &mut Kernel,
         snapshot: &Snapshot,
     ) -> Result<Settled, kernel::Error> {
+        let snapshot = &self.announced.complete(snapshot);
         let members = members(&self.said, snapshot);
         let of_node = Member::of_node(snapshot);
         let held = kernel.capture().held();
@@ -107,6 +108,9 @@ impl Mesh {
         self.complete_tables(kernel.capture(), &view, &mut placed, guard, &mut draft);
         self.write(kernel, &view, &placed, guard, &mut draft)?;
         self.close_sockets(&view, &placed, &draft);
+        self.announced.retain(|cookie| view.found.may_exist(cookie));
+        let (tables, problems) = (kernel.capture().tables(), &draft.problems);
+        self.answer_announced(tables, snapshot, &members, problems, view.waits);
         let mut flags = placed.enrolled.iter().map(|(_, _, flags)| flags);
         let by_sockets = flags.any(|flags| flags & Enrolled::PROXY != 0);
         Ok(self.report(members, by_sockets, draft))

@@ -71,8 +71,9 @@ fn apply(object: &mut Value, change: &Value) {
 }
 
 /// Returns the components, each with the equivalent values of the chart.
-fn pairs() -> [(&'static str, Value); 5] {
+fn pairs() -> [(&'static str, Value); 6] {
     [
+        ("cni", json!({ "cni": { "enabled": true } })),
         ("surge", json!({ "surge": true })),
         ("selinux", json!({ "seLinuxOptions": { "type": "spc_t" } })),
         ("foreign-proxy", json!({ "foreignProxy": true })),

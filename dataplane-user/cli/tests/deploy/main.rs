@@ -168,7 +168,7 @@ fn the_cgroups_are_read_only_with_what_is_mounted_below() {
 fn the_cleanup_is_of_the_same_places() {
     let jobs = objects([&*read("deploy/kustomize/cleanup/job.yaml")]);
     all_known(&jobs);
-    let base = base();
+    let base = components::with("cni");
     let job = &jobs["Job dataplane-cleanup"]["spec"]["template"]["spec"];
     let agent = &base["DaemonSet dataplane"]["spec"]["template"]["spec"];
     let (cleanup, run) = (&job["containers"][0], &agent["containers"][0]);

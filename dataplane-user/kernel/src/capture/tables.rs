@@ -84,6 +84,15 @@ impl CaptureTables {
         })
     }
 
+    /// Returns the entry of a network namespace, by its cookie, as the kernel has it now; `None` if there is none.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn enrolled(&self, cookie: u64) -> Result<Option<Enrolled>, Error> {
+        let entry = self.namespaces.get(&cookie);
+        entry.doing(|| "cannot read table NAMESPACES".to_owned())
+    }
+
     /// Returns the configuration that all captured workloads have in common.
     pub fn config(&self) -> CaptureConfig {
         self.config.get(0).unwrap_or_default()

@@ -3,6 +3,7 @@
 
 mod cleanup;
 mod clients;
+mod cni;
 mod deny;
 mod escapes;
 mod evasions;
@@ -27,6 +28,7 @@ mod trouble;
 
 pub use cleanup::SCENARIOS as CLEANUP;
 pub use clients::SCENARIOS as CLIENTS;
+pub use cni::SCENARIOS as CNI;
 pub use deny::SCENARIOS as DENY;
 pub use escapes::SCENARIOS as ESCAPES;
 pub use evasions::SCENARIOS as EVASIONS;

@@ -1,0 +1,485 @@
+//! Keeps the CNI plug-in in the container runtime's network configuration.
+//!
+//! The agent is its own installer: it knows the configuration that the entry depends on, and it lives as long as the
+//! entry has to be looked after. When another program writes the configuration anew, the agent joins it again.
+
+mod list;
+
+use std::{
+    fs::{self, File, Permissions},
+    io,
+    os::unix::fs::{MetadataExt as _, PermissionsExt as _},
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, RecvTimeoutError, Sender},
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use admin::{State, cni::PLUGIN};
+use notify::{RecommendedWatcher, RecursiveMode, Watcher as _};
+use serde_json::{Value, json};
+use settings::Settings;
+use threads::may_panic;
+use tracing::{info, warn};
+
+use self::list::Fault;
+use super::{Event, deaths};
+
+/// How often to look without a notification.
+const LOOK: Duration = Duration::from_secs(10);
+/// How often to look after a failure, or if the kernel gives no notifications.
+const LOOK_SOON: Duration = Duration::from_secs(1);
+/// How long the changes of one writer are gathered.
+const QUIET: Duration = Duration::from_millis(50);
+/// What the name of a configuration gets that was a single plug-in: runtimes do not read such files.
+const BEFORE: &str = ".before-dataplane";
+
+/// The container runtime's directories.
+#[derive(Clone, Debug)]
+pub struct Directories {
+    /// Network configurations.
+    pub conf: PathBuf,
+    /// Plug-ins.
+    pub bin: PathBuf,
+}
+
+impl Directories {
+    /// Returns the directories in the settings.
+    pub fn of(settings: &settings::Cni) -> Self {
+        Self {
+            conf: settings.conf_dir(),
+            bin: settings.bin_dir(),
+        }
+    }
+
+    /// Puts the plug-in's entry at the end of the configuration that runtimes use: the first one by name. Returns the
+    /// files that this changed.
+    ///
+    /// # Errors
+    /// If there is no configuration, if the plug-in would fail in it, or if a file cannot be read or written.
+    pub fn join(&self, entry: &Value) -> Result<Vec<PathBuf>, String> {
+        let mut files = self.files()?.into_iter();
+        let mut skipped = String::new();
+        let mut changed = Vec::new();
+        loop {
+            let Some(file) = files.next() else {
+                return Err(format!(
+                    "no network configuration in {}{skipped}; the agent waits for the CNI's installer",
+                    self.conf.display()
+                ));
+            };
+            match join_one(&file, entry) {
+                Ok(new) => {
+                    changed.extend(new);
+                    break;
+                }
+                Err(Fault::NotOne(why)) => skipped = format!(" ({}: {why})", file.display()),
+                Err(Fault::Unsupported(why)) => return Err(format!("{}: {why}", file.display())),
+            }
+        }
+        // Runtimes used another file before.
+        for file in files {
+            changed.extend(leave_one(&file)?);
+        }
+        Ok(changed)
+    }
+
+    /// Takes the plug-in's entry out of all configurations, and removes the plug-in. Returns the files that this changed.
+    ///
+    /// # Errors
+    /// If a file cannot be read or written.
+    pub fn leave(&self) -> Result<Vec<PathBuf>, String> {
+        let mut changed = Vec::new();
+        for file in self.files()? {
+            changed.extend(leave_one(&file)?);
+        }
+        let plugin = self.bin.join(PLUGIN);
+        match fs::remove_file(&plugin) {
+            Ok(()) => changed.push(plugin),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(cannot("remove", &plugin, &error)),
+        }
+        Ok(changed)
+    }
+
+    /// The network configurations, in the order in which runtimes read them; none if there is no directory.
+    fn files(&self) -> Result<Vec<PathBuf>, String> {
+        let read = || -> io::Result<Vec<PathBuf>> {
+            let entries = match fs::read_dir(&self.conf) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+                entries => entries?,
+            };
+            entries.map(|entry| Ok(entry?.path())).collect()
+        };
+        let mut files = read().map_err(|error| cannot("read", &self.conf, &error))?;
+        files.retain(|file| {
+            let extension = file.extension().and_then(|extension| extension.to_str());
+            matches!(extension, Some("conf" | "conflist" | "json"))
+        });
+        files.sort_unstable();
+        Ok(files)
+    }
+
+    /// Copies this program to the runtime's plug-ins: an earlier version of it may be there.
+    fn install(&self) -> Result<(), String> {
+        let plugin = self.bin.join(PLUGIN);
+        let program = File::open("/proc/self/exe");
+        let copied = program.and_then(|program| replace(&plugin, program, 0o755));
+        copied.map_err(|error| cannot("write", &plugin, &error))
+    }
+}
+
+/// Puts the entry into a configuration. Returns the file that this wrote.
+fn join_one(file: &Path, entry: &Value) -> Result<Option<PathBuf>, Fault> {
+    let io =
+        |what: &str, error: &io::Error| Fault::Unsupported(format!("cannot {what} it: {error}"));
+    let text = fs::read_to_string(file).map_err(|error| io("read", &error))?;
+    let mode = fs::metadata(file).map_or(0o600, |metadata| metadata.mode() & 0o777);
+    if is_list(file) {
+        let joined = list::with(&text, entry)?;
+        return match joined {
+            None => Ok(None),
+            Some(new) => match replace(file, new.as_bytes(), mode) {
+                Ok(()) => Ok(Some(file.to_owned())),
+                Err(error) => Err(io("write", &error)),
+            },
+        };
+    }
+    let new = list::of_one(&text, entry)?;
+    let list = file.with_extension("conflist");
+    let written =
+        replace(&list, new.as_bytes(), mode).and_then(|()| fs::rename(file, before(file)));
+    written.map_err(|error| io("write", &error))?;
+    Ok(Some(list))
+}
+
+/// Takes the entry out of a configuration. Returns the file that this wrote.
+fn leave_one(file: &Path) -> Result<Option<PathBuf>, String> {
+    if !is_list(file) {
+        return Ok(None);
+    }
+    let text = fs::read_to_string(file).map_err(|error| cannot("read", file, &error))?;
+    // Runtimes skip what is no list, and it has no entry of ours.
+    let Ok(Some(new)) = list::without(&text) else {
+        return Ok(None);
+    };
+    let told = |error: io::Error| cannot("write", file, &error);
+    for extension in ["conf", "json"] {
+        let one = file.with_extension(extension);
+        let saved = before(&one);
+        if !saved.exists() {
+            continue;
+        }
+        // First back, then away: the runtime always has one of the two.
+        if one.exists() {
+            fs::remove_file(saved).map_err(told)?;
+        } else {
+            fs::rename(saved, &one).map_err(told)?;
+        }
+        fs::remove_file(file).map_err(told)?;
+        return Ok(Some(one));
+    }
+    let mode = fs::metadata(file).map_or(0o600, |metadata| metadata.mode() & 0o777);
+    replace(file, new.as_bytes(), mode).map_err(told)?;
+    Ok(Some(file.to_owned()))
+}
+
+fn is_list(file: &Path) -> bool {
+    file.extension()
+        .is_some_and(|extension| extension == "conflist")
+}
+
+/// The name of a configuration that a list has replaced.
+fn before(file: &Path) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(BEFORE);
+    name.into()
+}
+
+fn cannot(what: &str, path: &Path, error: &io::Error) -> String {
+    format!("cannot {what} {}: {error}", path.display())
+}
+
+/// Replaces a file in one step: a reader sees the old one or the new one, also after a crash.
+fn replace(file: &Path, mut content: impl io::Read, mode: u32) -> io::Result<()> {
+    let new = file.with_file_name(".dataplane-cni.new");
+    let mut written = File::create(&new)?;
+    written.set_permissions(Permissions::from_mode(mode))?;
+    io::copy(&mut content, &mut written)?;
+    written.sync_all()?;
+    drop(written);
+    fs::rename(new, file)
+}
+
+/// The entry of the plug-in; `None` if nothing is captured, so that no pod has to wait.
+fn entry(settings: &Settings) -> Option<Value> {
+    let mesh = settings.mesh.as_ref()?;
+    Some(json!({
+        "type": PLUGIN,
+        "socket": settings.listen.socket(),
+        "excludeNamespaces": never_captured(mesh),
+    }))
+}
+
+/// The namespaces whose pods are never captured, whatever their labels say: they start also while the agent is away. The
+/// settings have no key for such namespaces, so there are none: a label captures a pod of any namespace.
+fn never_captured(_mesh: &settings::Mesh) -> Vec<String> {
+    Vec::new()
+}
+
+/// The running thread.
+#[derive(Debug)]
+pub(crate) struct Installer {
+    wake: Sender<Wake>,
+    thread: JoinHandle<Option<()>>,
+}
+
+#[derive(Debug)]
+enum Wake {
+    /// The directory has changed.
+    Look,
+    Stop,
+}
+
+impl Installer {
+    /// Starts the thread, if the settings ask for the plug-in.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub(crate) fn start(
+        settings: &Settings,
+        state: &Arc<State>,
+        events: &Sender<Event>,
+    ) -> io::Result<Option<Self>> {
+        let Some(cni) = &settings.cni else {
+            return Ok(None);
+        };
+        let (wake, woken) = mpsc::channel();
+        let mut worker = Worker {
+            directories: Directories::of(cni),
+            entry: entry(settings),
+            state: Arc::clone(state),
+            is_installed: false,
+            problem: None,
+            changes: wake.clone(),
+            watcher: None,
+        };
+        let thread = threads::start("cni", deaths(events), move || worker.run(&woken))?;
+        Ok(Some(Self { wake, thread }))
+    }
+
+    /// Ends the thread. The entry stays: pods wait for the next agent.
+    pub(crate) fn stop(self) {
+        // It may have died, and then there is no receiver.
+        let _ = self.wake.send(Wake::Stop);
+        let _ = self.thread.join();
+    }
+}
+
+struct Worker {
+    directories: Directories,
+    entry: Option<Value>,
+    state: Arc<State>,
+    /// Whether the plug-in is this program.
+    is_installed: bool,
+    problem: Option<String>,
+    changes: Sender<Wake>,
+    /// `None` if the kernel gives no notifications.
+    watcher: Option<RecommendedWatcher>,
+}
+
+impl Worker {
+    fn run(&mut self, woken: &Receiver<Wake>) {
+        loop {
+            // Before the look, so that no change is missed in between.
+            if self.watcher.is_none() {
+                self.watcher = self.watch().ok();
+            }
+            self.look();
+            may_panic("cni");
+            let is_well = self.problem.is_none() && self.watcher.is_some();
+            let mut next = woken.recv_timeout(if is_well { LOOK } else { LOOK_SOON });
+            if let Ok(Wake::Look) = next {
+                thread::sleep(QUIET);
+                while let Ok(more) = woken.try_recv() {
+                    next = Ok(more);
+                    if matches!(next, Ok(Wake::Stop)) {
+                        break;
+                    }
+                }
+            }
+            if matches!(next, Ok(Wake::Stop) | Err(RecvTimeoutError::Disconnected)) {
+                return;
+            }
+        }
+    }
+
+    fn watch(&self) -> notify::Result<RecommendedWatcher> {
+        let changes = self.changes.clone();
+        let mut watcher =
+            notify::recommended_watcher(move |event: notify::Result<notify::Event>| {
+                // A look reads the files, too.
+                if event.is_ok_and(|event| event.kind.is_access()) {
+                    return;
+                }
+                // Fails only if the thread has ended.
+                let _ = changes.send(Wake::Look);
+            })?;
+        watcher.watch(&self.directories.conf, RecursiveMode::NonRecursive)?;
+        Ok(watcher)
+    }
+
+    fn look(&mut self) {
+        let changed = match &self.entry {
+            None => self.directories.leave(),
+            // The program first, before a configuration names it.
+            Some(entry) if self.is_installed => self.directories.join(entry),
+            Some(entry) => {
+                let installed = self.directories.install();
+                self.is_installed = installed.is_ok();
+                installed.and_then(|()| self.directories.join(entry))
+            }
+        };
+        match changed {
+            Ok(files) => {
+                for file in files {
+                    info!(file = %file.display(), joined = self.entry.is_some(), "CNI plug-in: changed");
+                }
+                self.tell(None);
+            }
+            Err(why) => self.tell(Some(why)),
+        }
+    }
+
+    fn tell(&mut self, problem: Option<String>) {
+        if let Some(why) = &problem
+            && problem != self.problem
+        {
+            warn!("CNI plug-in: {why}");
+        }
+        self.state.cni_problem(problem.as_deref());
+        self.problem = problem;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIST: &str = r#"{"cniVersion":"1.0.0","name":"net","plugins":[{"type":"ptp"}]}"#;
+    const ONE: &str = r#"{"cniVersion":"1.0.0","name":"net","type":"ptp"}"#;
+
+    fn entry() -> Value {
+        json!({ "type": PLUGIN, "socket": "/a" })
+    }
+
+    /// Directories with these configurations.
+    fn directories(files: &[(&str, &str)]) -> (tempfile::TempDir, Directories) {
+        let root = tempfile::tempdir().unwrap();
+        let [conf, bin] = ["conf", "bin"].map(|name| root.path().join(name));
+        for directory in [&conf, &bin] {
+            fs::create_dir(directory).unwrap();
+        }
+        for (name, text) in files {
+            fs::write(conf.join(name), text).unwrap();
+        }
+        (root, Directories { conf, bin })
+    }
+
+    /// The names of the configurations that have the entry, and those of all files.
+    fn names(directories: &Directories) -> (Vec<String>, Vec<String>) {
+        let mut all = Vec::new();
+        for entry in fs::read_dir(&directories.conf).unwrap() {
+            all.push(entry.unwrap().file_name().into_string().unwrap());
+        }
+        all.sort_unstable();
+        let has = |name: &&String| {
+            let text = fs::read_to_string(directories.conf.join(name)).unwrap();
+            text.contains(PLUGIN)
+        };
+        (all.iter().filter(has).cloned().collect(), all)
+    }
+
+    #[test]
+    fn the_first_configuration_by_name_has_the_entry_and_no_other() {
+        let files = [
+            ("00-broken.conflist", "{"),
+            ("10-net.conflist", LIST),
+            ("20-other.conflist", LIST),
+            ("05-README", "text"),
+        ];
+        let (_root, directories) = directories(&files);
+        fs::set_permissions(
+            directories.conf.join("10-net.conflist"),
+            Permissions::from_mode(0o640),
+        )
+        .unwrap();
+        let changed = directories.join(&entry()).unwrap();
+        assert_eq!(changed, [directories.conf.join("10-net.conflist")]);
+        let mode = fs::metadata(&changed[0]).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o640);
+        assert_eq!(directories.join(&entry()), Ok(Vec::new()), "nothing to do");
+        // Another CNI comes, and its configuration comes first.
+        fs::write(directories.conf.join("05-new.conflist"), LIST).unwrap();
+        assert_eq!(directories.join(&entry()).unwrap().len(), 2);
+        assert_eq!(names(&directories).0, ["05-new.conflist"]);
+        // The CNI's installer writes it anew.
+        fs::write(directories.conf.join("05-new.conflist"), LIST).unwrap();
+        assert_eq!(directories.join(&entry()).unwrap().len(), 1);
+        fs::write(directories.bin.join(PLUGIN), "").unwrap();
+        assert_eq!(directories.leave().unwrap().len(), 2);
+        assert_eq!(names(&directories).0, [""; 0]);
+        assert!(!directories.bin.join(PLUGIN).exists());
+        assert_eq!(directories.leave(), Ok(Vec::new()));
+    }
+
+    #[test]
+    fn a_single_plugin_becomes_a_list_and_comes_back() {
+        for name in ["10-net.conf", "10-net.json"] {
+            let (_root, directories) = directories(&[(name, ONE)]);
+            let saved = format!("{name}{BEFORE}");
+            let list = "10-net.conflist";
+            directories.join(&entry()).unwrap();
+            let all = vec![saved, list.to_owned()];
+            let mut sorted = all.clone();
+            sorted.sort_unstable();
+            assert_eq!(names(&directories), (vec![list.to_owned()], sorted.clone()));
+            assert_eq!(directories.join(&entry()), Ok(Vec::new()));
+            // The CNI's installer writes it anew.
+            fs::write(directories.conf.join(name), ONE).unwrap();
+            directories.join(&entry()).unwrap();
+            assert_eq!(names(&directories).1, sorted);
+            directories.leave().unwrap();
+            assert_eq!(names(&directories), (vec![], vec![name.to_owned()]));
+            let text = fs::read_to_string(directories.conf.join(name)).unwrap();
+            assert_eq!(text, ONE);
+        }
+    }
+
+    #[test]
+    fn without_a_usable_configuration_nothing_changes() {
+        for (files, wanted) in [
+            (&[][..], "no network configuration"),
+            (&[("10-a.conflist", "{")], "10-a.conflist"),
+            (
+                &[("10-a.conf", r#"{"type":"ptp"}"#), ("20-b.conflist", LIST)],
+                "its cniVersion is 0.1.0",
+            ),
+        ] {
+            let (_root, directories) = directories(files);
+            let said = directories.join(&entry()).unwrap_err();
+            assert!(said.contains(wanted), "{said}");
+            assert_eq!(names(&directories).0, [""; 0]);
+        }
+        let (_root, mut directories) = directories(&[]);
+        directories.conf.push("missing");
+        assert!(directories.join(&entry()).is_err());
+        assert_eq!(directories.leave(), Ok(Vec::new()));
+        // A file in place of the directory.
+        directories.conf = "/proc/self/exe".into();
+        assert!(directories.leave().unwrap_err().contains("cannot read"));
+    }
+}
