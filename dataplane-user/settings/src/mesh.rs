@@ -36,6 +36,10 @@ pub struct Mesh {
     /// The namespaces whose pods are never captured, whatever labels and rules say. Default: kube-system.
     #[serde(skip_serializing_if = "is_default")]
     pub exclude_namespaces: Option<Vec<String>>,
+    /// Whether the agent writes on captured Pods, for Istio's control plane, that they are: the annotation
+    /// `ambient.istio.io/redirection`. false withdraws what an earlier agent wrote. Default: writes and reads nothing.
+    #[serde(skip_serializing_if = "is_default")]
+    pub announce: Option<bool>,
     /// Rules for all workloads.
     #[serde(skip_serializing_if = "is_default")]
     pub rules: MeshRules,

@@ -24,6 +24,7 @@ macro_rules! scenarios {
     };
 }
 
+mod announced;
 mod asked;
 mod capture;
 mod cells;
@@ -205,6 +206,7 @@ const ALL: &[&[Scenario]] = &[
     netfilter::SCENARIOS,
     kernel::SCENARIOS,
     kubernetes::SCENARIOS,
+    announced::SCENARIOS,
     features::SCENARIOS,
     neighbours::SCENARIOS,
     services::SCENARIOS,

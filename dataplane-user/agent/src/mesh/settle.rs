@@ -107,6 +107,12 @@ impl Mesh {
         self.complete_tables(kernel.capture(), &view, &mut placed, guard, &mut draft);
         self.write(kernel, &view, &placed, guard, &mut draft)?;
         self.close_sockets(&view, &placed, &draft);
+        if !view.waits {
+            let held = kernel.capture().held();
+            let is_unsure = draft.trouble.is_some();
+            let failed = self.announce(held, &members, &placed, &draft.problems, is_unsure);
+            draft.left_out.extend(failed);
+        }
         let mut flags = placed.enrolled.iter().map(|(_, _, flags)| flags);
         let by_sockets = flags.any(|flags| flags & Enrolled::PROXY != 0);
         Ok(self.report(members, by_sockets, draft))
