@@ -420,7 +420,11 @@ mod tests {
                 "annotations": { REDIRECTION: "enabled" },
             } })
         };
-        let by = |manager: &str, operation: &str, subresource: &str| json!([{ "manager": manager, "operation": operation, "subresource": subresource }]);
+        let by = |manager: &str, operation: &str, subresource: &str| {
+            let of =
+                json!({ "manager": manager, "operation": operation, "subresource": subresource });
+            json!([of])
+        };
         let list = json!({ "items": [
             pod("a", by(MANAGER, "Apply", "status")),
             pod("b", by("istio-cni", "Apply", "status")),
