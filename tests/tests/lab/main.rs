@@ -407,7 +407,7 @@ fn trial(
     arguments: &Arguments,
 ) -> Trial {
     let Scenario { name, run, .. } = scenario;
-    let measures = scenario.module() == "verifier";
+    let measures = scenario.module() == "verifier" || scenario.name.ends_with("within_a_second");
     // `lab::smoke::x`: the first word is this program.
     let name = name.split_once("::").map_or(name, |(_, rest)| rest);
     match missing {
