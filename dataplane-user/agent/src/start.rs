@@ -14,7 +14,7 @@ use plan::Served;
 use settings::{Dns, MetricsAuth, PacketPath, Settings};
 use source::{
     Notice, Source,
-    kubernetes::{Reviewer, Scope, WantedPolicies},
+    kubernetes::{Announcer, Reviewer, Scope, WantedPolicies},
 };
 use tokio::sync::watch;
 use tracing::{info, warn};
@@ -207,7 +207,7 @@ impl<'a> Wanted<'a> {
                 self.paths.bpffs.display()
             );
         }
-        let mesh = match early.transpose()? {
+        let mut mesh = match early.transpose()? {
             None if is_wanted => {
                 let sockets = std::mem::take(&mut given.sockets);
                 let before = given.before.take();
@@ -219,7 +219,29 @@ impl<'a> Wanted<'a> {
             }
             mesh => mesh,
         };
+        if let Some(mesh) = &mut mesh {
+            mesh.announce_by(self.announcer(&input.snapshot().node.name, events)?);
+        }
         Ok((kernel, mesh))
+    }
+
+    /// Starts the thread that writes on Pods that they are captured. `None`: the configuration does not ask for it, or the
+    /// Pods are in manifests.
+    fn announcer(
+        &self,
+        node: &str,
+        events: &mpsc::Sender<Event>,
+    ) -> Result<Option<Announcer>, Error> {
+        let mesh = self.settings.mesh.as_ref();
+        if mesh.is_none_or(|mesh| mesh.announce.is_none()) {
+            return Ok(None);
+        }
+        let Source::Kubernetes(api) = &self.source else {
+            warn!("mesh.announce has no effect: the source is not the Kubernetes API");
+            return Ok(None);
+        };
+        let started = Announcer::start(api.target.clone(), node, &deaths(events));
+        started.map(Some).map_err(Error::Thread)
     }
 
     /// Starts the threads.

@@ -159,6 +159,8 @@ pub enum Exempt {
     Sidecar,
     /// It has the node's network namespace.
     HostNetwork,
+    /// The configuration excludes its namespace.
+    Namespace,
 }
 
 impl Exempt {
@@ -170,6 +172,9 @@ impl Exempt {
             }
             Self::HostNetwork => {
                 "is not captured: it has the node's network namespace (hostNetwork: true); name its cgroup in mesh.workloads to capture its processes"
+            }
+            Self::Namespace => {
+                "is not captured: its namespace is in mesh.excludeNamespaces; to capture it, set this list without the namespace"
             }
         }
     }

@@ -36,6 +36,13 @@ pub struct Mesh {
     /// `meshConfig.rootNamespace`. Default: istio-system.
     #[serde(skip_serializing_if = "is_default")]
     pub root_namespace: Option<String>,
+    /// The namespaces whose pods are never captured, whatever labels and rules say. Default: kube-system.
+    #[serde(skip_serializing_if = "is_default")]
+    pub exclude_namespaces: Option<Vec<String>>,
+    /// Whether the agent writes on captured Pods, for Istio's control plane, that they are: the annotation
+    /// `ambient.istio.io/redirection`. false withdraws what an earlier agent wrote. Default: writes and reads nothing.
+    #[serde(skip_serializing_if = "is_default")]
+    pub announce: Option<bool>,
     /// Rules for all workloads.
     #[serde(skip_serializing_if = "is_default")]
     pub rules: MeshRules,
@@ -347,6 +354,12 @@ impl Mesh {
         self.root_namespace.as_deref().unwrap_or("istio-system")
     }
 
+    /// Returns the namespaces whose pods are never captured.
+    pub fn excluded_namespaces(&self) -> Vec<String> {
+        let default = || vec!["kube-system".to_owned()];
+        self.exclude_namespaces.clone().unwrap_or_else(default)
+    }
+
     /// Returns the destinations, besides Services of Pods, that workloads with `egress: deny` may reach.
     pub fn reachable(&self) -> Reachable {
         let workloads = self.workloads.iter();
@@ -364,6 +377,12 @@ impl Mesh {
         self.probes.faults(&mut faults);
         self.rules.faults("mesh.rules", &mut faults);
         self.enforced.faults("mesh.enforced", &mut faults);
+        for (index, name) in self.exclude_namespaces.iter().flatten().enumerate() {
+            if name.is_empty() {
+                let text = "empty; expected a namespace's name, such as kube-system";
+                faults.push((format!("mesh.excludeNamespaces[{index}]"), text.into()));
+            }
+        }
         for (index, namespace) in self.namespaces.iter().enumerate() {
             let at = format!("mesh.namespaces[{index}]");
             if namespace.name.is_empty() {

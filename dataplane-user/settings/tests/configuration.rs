@@ -54,7 +54,7 @@ source:
   manifests: [a]
   kubernetes: {kubeConfig: b}
 dns: {ttlSeconds: 3601, cacheBytes: 1000, staleSeconds: 700000, serviceEntryTtlSeconds: 4000}
-mesh: {rootNamespace: \"\", unsupported: deny, proxy: {uid: 1337}}
+mesh: {rootNamespace: \"\", unsupported: deny, proxy: {uid: 1337}, excludeNamespaces: [\"\"]}
 ";
     let said = parse(faulty).unwrap_err();
     let wanted = [
@@ -81,6 +81,7 @@ mesh: {rootNamespace: \"\", unsupported: deny, proxy: {uid: 1337}}
         "17:89: dns.serviceEntryTtlSeconds: 4000; expected a number from 0 to 3600",
         "18:23: mesh.rootNamespace: empty; expected a namespace's name",
         "18:40: mesh.unsupported: deny has no effect: mesh.proxy.uid names another proxy",
+        "18:86: mesh.excludeNamespaces[0]: empty; expected a namespace's name",
     ];
     let lines: Vec<&str> = said.lines().collect();
     for (line, wanted) in lines.iter().zip(wanted) {

@@ -17,6 +17,8 @@ pub struct Asked {
     pub resource: Option<Resource>,
     /// Whether the request is a watch.
     pub watch: bool,
+    /// Whether the request changes an object.
+    pub writes: bool,
     /// `resourceVersion`.
     pub version: Option<String>,
     /// Whether it asks for a further page of a list.
@@ -47,6 +49,7 @@ struct Knobs {
     slow: Option<(usize, Duration)>,
     refusals: VecDeque<(u16, Option<u64>)>,
     withheld: Option<(Resource, u16)>,
+    refused_writes: Option<u16>,
     cut_lists: usize,
     asked: Vec<Asked>,
     log_requests: bool,
@@ -69,6 +72,7 @@ impl Default for Faults {
                 slow: None,
                 refusals: VecDeque::new(),
                 withheld: None,
+                refused_writes: None,
                 cut_lists: 0,
                 asked: Vec::new(),
                 log_requests: true,
@@ -106,6 +110,11 @@ impl Faults {
     /// away.
     pub fn withhold(&self, what: Option<(Resource, u16)>) {
         self.lock().withheld = what;
+    }
+
+    /// Answers all requests that change an object with a status.
+    pub fn refuse_writes(&self, status: Option<u16>) {
+        self.lock().refused_writes = status;
     }
 
     /// Breaks off the next lists halfway through.
@@ -167,6 +176,10 @@ impl Faults {
             }
             _ => knobs.refusals.pop_front(),
         }
+    }
+
+    pub(super) fn refused_writes(&self) -> Option<u16> {
+        self.lock().refused_writes
     }
 
     pub(super) fn cuts_list(&self) -> bool {

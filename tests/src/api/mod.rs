@@ -14,6 +14,7 @@ mod cluster;
 mod faults;
 mod life;
 pub mod objects;
+mod patch;
 mod select;
 mod serve;
 mod stored;

@@ -26,6 +26,7 @@ use super::{
     Cluster, Resource,
     cluster::Change,
     faults::{Asked, Break, Faults},
+    patch,
     select::Selector,
     stored::Object,
 };
@@ -68,6 +69,7 @@ pub async fn answer(
     let mut asked = Asked {
         resource,
         watch: is_watch,
+        writes: request.method() == Method::PATCH,
         version: parameters.get("resourceVersion").cloned(),
         continued: parameters.contains_key("continue"),
         path: request.uri().path().to_owned(),
@@ -77,10 +79,15 @@ pub async fn answer(
     };
     let refusal = refuse(&site, &request);
     let review = Review::of_path(request.uri().path()).filter(|_| request.method() == Method::POST);
-    let response = match (refusal, review) {
-        (Some(refusal), _) => refusal,
-        (None, Some(review)) => review.answer(&site, request).await,
-        (None, None) => match resource {
+    let patched = patch::pod_of(request.uri().path()).filter(|_| asked.writes);
+    let response = match (refusal, review, patched) {
+        (Some(refusal), ..) => refusal,
+        (None, Some(review), _) => review.answer(&site, request).await,
+        (None, None, Some(pod)) => {
+            let manager = parameters.get("fieldManager").cloned();
+            patch::answer(&site, pod, &manager.unwrap_or_default(), request).await
+        }
+        (None, None, None) => match resource {
             None => status(
                 404,
                 "NotFound",
@@ -160,7 +167,7 @@ impl Review {
 }
 
 /// A `Status`, in the form of the server's refusals.
-fn status(code: u16, reason: &str, message: &str, retry: Option<u64>) -> Response {
+pub(super) fn status(code: u16, reason: &str, message: &str, retry: Option<u64>) -> Response {
     let body = status_text(code, reason, message, retry);
     let code = StatusCode::from_u16(code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     (code, [(header::CONTENT_TYPE, "application/json")], body).into_response()

@@ -48,12 +48,12 @@ const TO: &str = "10.96.0.10:80";
 const PORT: u16 = 6443;
 
 /// An API server outside, an agent on node2 that reads it, and endpoints.
-struct Site {
-    agent: Agent,
-    server: ApiServer,
+pub struct Site {
+    pub agent: Agent,
+    pub server: ApiServer,
     directory: TempDir,
     _servers: Vec<Process>,
-    lab: Lab,
+    pub lab: Lab,
 }
 
 impl Site {
@@ -63,7 +63,7 @@ impl Site {
     }
 
     /// Likewise, with changes to the agent.
-    fn prepare_with(
+    pub fn prepare_with(
         objects: impl FnOnce(&Lab) -> Vec<Value>,
         otherwise: impl FnOnce(AgentBuilder) -> AgentBuilder,
     ) -> Result<Self> {
@@ -117,7 +117,7 @@ impl Site {
     }
 
     /// The findings of `dataplane status`, one a line.
-    fn findings(&self) -> Result<String> {
+    pub fn findings(&self) -> Result<String> {
         let status = self.status()?;
         let findings = status["findings"].as_array().into_iter().flatten();
         let lines = findings.map(|f| format!("{}: {}", f["severity"], f["text"]));
@@ -135,7 +135,7 @@ impl Site {
     }
 }
 
-fn web(lab: &Lab) -> Vec<Value> {
+pub fn web(lab: &Lab) -> Vec<Value> {
     vec![
         objects::service("web", "10.96.0.10".parse().expect("an address")),
         slice(lab, "web", &["far", "near"]),

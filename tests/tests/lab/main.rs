@@ -24,6 +24,7 @@ macro_rules! scenarios {
     };
 }
 
+mod announced;
 mod asked;
 mod capture;
 mod cells;
@@ -207,6 +208,7 @@ const ALL: &[&[Scenario]] = &[
     netfilter::SCENARIOS,
     kernel::SCENARIOS,
     kubernetes::SCENARIOS,
+    announced::SCENARIOS,
     features::SCENARIOS,
     neighbours::SCENARIOS,
     services::SCENARIOS,
@@ -407,7 +409,7 @@ fn trial(
     arguments: &Arguments,
 ) -> Trial {
     let Scenario { name, run, .. } = scenario;
-    let measures = scenario.module() == "verifier";
+    let measures = scenario.module() == "verifier" || scenario.name.ends_with("within_a_second");
     // `lab::smoke::x`: the first word is this program.
     let name = name.split_once("::").map_or(name, |(_, rest)| rest);
     match missing {

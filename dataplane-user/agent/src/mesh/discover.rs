@@ -10,7 +10,7 @@ use std::{
 };
 
 use kernel::Namespace;
-use model::{Egress, Place, Uid, Workload, WorkloadName};
+use model::{Egress, Exempt, Place, Uid, Workload, WorkloadName};
 use plan::{
     Captured,
     enrol::{Home, Member, Problem, Unknown},
@@ -38,6 +38,8 @@ pub struct Placed<'a> {
     pub unknown: BTreeMap<u32, Unknown>,
     /// Workloads that the agent did not find on this node, and that have `egress: deny`.
     pub sought: Sought,
+    /// Pods of excluded namespaces whose capture only the configuration's rules ask for.
+    pub excluded: Vec<&'a WorkloadName>,
 }
 
 /// Workloads with `egress: deny` that are on this node, as the source says, and that the agent did not find.
@@ -120,6 +122,12 @@ impl Mesh {
             let name = &member.workload.name;
             let result = match &member.workload.place {
                 Place::Elsewhere => Ok(()),
+                Place::Exempt(Exempt::Namespace)
+                    if member.workload.rules.merged().captured != Some(true) =>
+                {
+                    placed.excluded.push(name);
+                    Ok(())
+                }
                 Place::Exempt(why) => Err(Missing::Wrong(why.text().to_owned())),
                 Place::Address if member.is_by_packets() => Ok(()),
                 Place::Cgroup(path) => cgroup(&self.cgroup, path).map(|(id, level)| {

@@ -9,7 +9,7 @@ use std::{
 
 use dataplane_common::capture::{Enrolled, WORKLOADS};
 use kernel::namespaces::{self, Residents};
-use model::{Place, Snapshot, Uid, Workload};
+use model::{Exempt, Place, Snapshot, Uid, Workload};
 use plan::{Captured, enrol::Member};
 
 use super::{ARRIVING, Mesh, found::Found};
@@ -31,6 +31,7 @@ pub fn others<'a>(
     let captured: BTreeSet<_> = members
         .iter()
         .filter(|member| !member.is_by_packets() && !member.policy.only_queries)
+        .filter(|member| member.workload.place != Place::Exempt(Exempt::Namespace))
         .map(|member| &member.workload.name)
         .collect();
     let of_node = snapshot

@@ -2,6 +2,7 @@
 //! kernel's tables.
 
 mod announced;
+mod announce;
 mod attach;
 mod cni;
 mod discover;
@@ -41,6 +42,7 @@ use plan::{
 use proxy::{Observer, Proxy, handover::Named};
 use relay::raise_open_files;
 use settings::Settings;
+use source::kubernetes::Announcer;
 use threads::Deaths;
 use tracing::debug;
 
@@ -58,6 +60,8 @@ const ARRIVING: Duration = Duration::from_secs(5);
 
 /// The part of an ending agent's time for its connections in which it accepts no more.
 const LAST: Duration = Duration::from_millis(500);
+/// How long an agent that removes everything of its own waits until its annotations are removed from Pods.
+const WITHDRAWAL: Duration = Duration::from_secs(3);
 /// How often an ending agent checks whether it still relays connections.
 const POLL: Duration = Duration::from_millis(20);
 
@@ -92,6 +96,8 @@ pub struct Mesh {
     proxy: Option<Proxy>,
     /// The agent's DNS server; `None` if it has no clients.
     dns: Option<Dns>,
+    /// Writes on Pods that they are captured; `None` if the configuration does not ask for it.
+    announcer: Option<Announcer>,
     /// The snapshots that both use.
     published: Published,
     /// The configuration's rules of capture.
@@ -190,6 +196,7 @@ impl Mesh {
             options,
             proxy,
             dns,
+            announcer: None,
             published,
             said: MeshStatements {
                 without_mesh: settings.mesh.is_none(),
@@ -304,8 +311,11 @@ impl Mesh {
             options,
             config,
             dns,
+            announcer,
             ..
         } = self;
+        // A successor writes now.
+        let announcer = announcer.filter(|_| detach);
         // A successor that has its sockets now answers from its own data. Waits at the end only, when this is dropped.
         let _dns = dns.map(Dns::end);
         let namespaces: Vec<_> = attached
@@ -317,6 +327,9 @@ impl Mesh {
         }
         if !detach {
             return;
+        }
+        if let Some(announcer) = announcer {
+            announcer.withdraw(WITHDRAWAL);
         }
         for (namespace, _) in routed.into_values().flatten() {
             let unrouted = namespaces::within(namespace.as_fd(), kernel::unroute_interfaces);

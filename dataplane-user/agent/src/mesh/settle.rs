@@ -7,7 +7,7 @@ use std::{
 
 use dataplane_common::capture::Enrolled;
 use kernel::{Capture, Kernel, Namespace, namespaces};
-use model::{ServiceName, Snapshot, Workload};
+use model::{ServiceName, Snapshot, Workload, WorkloadName};
 use plan::{
     Captured,
     enrol::{
@@ -111,6 +111,12 @@ impl Mesh {
         self.announced.retain(|cookie| view.found.may_exist(cookie));
         let (tables, problems) = (kernel.capture().tables(), &draft.problems);
         self.answer_announced(tables, snapshot, &members, problems, view.waits);
+        if !view.waits {
+            let held = kernel.capture().held();
+            let is_unsure = draft.trouble.is_some();
+            let failed = self.announce(held, &members, &placed, &draft.problems, is_unsure);
+            draft.left_out.extend(failed);
+        }
         let mut flags = placed.enrolled.iter().map(|(_, _, flags)| flags);
         let by_sockets = flags.any(|flags| flags & Enrolled::PROXY != 0);
         Ok(self.report(members, by_sockets, draft))
@@ -181,6 +187,7 @@ impl Mesh {
             let flags = Enrolled::CAPTURED | Enrolled::PROXY;
             placed.enrolled.push((of_node, own, flags));
         }
+        draft.left_out.extend(excluded(&placed.excluded));
         let problems = &mut draft.problems;
         for member in view.members.iter().filter(|member| member.over_budget) {
             problems.add(&member.workload.name, Problem::of_workload(OVER_BUDGET));
@@ -428,6 +435,18 @@ fn unknown_endpoints(services: &[ServiceName]) -> Option<String> {
         "table KNOWN has no room for the endpoints of {first}{others}, whose namespaces have too many: workloads \
          with egress: deny cannot connect to these endpoints. Use fewer endpoints and ports"
     ))
+}
+
+/// Names the pods that are not captured because the configuration excludes their namespaces, although its rules capture all
+/// pods.
+fn excluded(pods: &[&WorkloadName]) -> Option<String> {
+    let names: Vec<String> = pods.iter().map(ToString::to_string).collect();
+    (!names.is_empty()).then(|| {
+        format!(
+            "the rules of the configuration ask to capture {}; not captured, because mesh.excludeNamespaces has their namespace",
+            names.join(", ")
+        )
+    })
 }
 
 fn too_many_addresses(left_out: usize) -> Problem {

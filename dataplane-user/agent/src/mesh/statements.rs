@@ -36,6 +36,7 @@ pub fn said(config: &settings::Mesh) -> MeshStatements {
         workloads: workloads.collect(),
         namespaces: namespaces.collect(),
         enforced_in: enforced.collect(),
+        excluded_namespaces: config.excluded_namespaces().into_iter().collect(),
         enforced: ("mesh.enforced".to_owned(), config.enforced.rules()),
         all: vec![
             ("mesh.rules".to_owned(), config.rules.rules()),

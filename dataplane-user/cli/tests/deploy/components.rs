@@ -103,7 +103,7 @@ fn kustomize_adds_the_same() {
     let components = pairs().map(|(component, _)| component);
     for component in components
         .iter()
-        .chain(&["mesh", "service-entries", "routes"])
+        .chain(&["mesh", "announce", "service-entries", "routes"])
     {
         let overlay = deploy()
             .join("kustomize")

@@ -349,6 +349,35 @@ fn a_mesh_may_read_namespaces_too() {
     assert_eq!(binding["subjects"], *of_base);
 }
 
+/// The agent may write on Pods only if the configuration says whether it announces them: with `false`, it withdraws its
+/// annotations.
+#[test]
+fn only_an_agent_that_announces_pods_may_write() {
+    let written = json!({ "apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"] });
+    for (mesh, is_asked) in [
+        (json!(null), false),
+        (json!({ "guard": true }), false),
+        (json!({ "announce": true }), true),
+        (json!({ "announce": false }), true),
+    ] {
+        let chart = chart::render("kube-system", &json!({ "config": { "mesh": mesh } }));
+        all_known(&chart);
+        let rules = chart["ClusterRole dataplane"]["rules"].as_array().unwrap();
+        assert_eq!(rules.contains(&written), is_asked, "{mesh}");
+        let verbs = rules.iter().map(|rule| rule["verbs"].to_string());
+        let writes = verbs.filter(|verbs| verbs.contains("patch")).count();
+        assert_eq!(writes, usize::from(is_asked), "{mesh}");
+    }
+    let component = components::with("announce");
+    all_known(&component);
+    let role = &component["ClusterRole dataplane-announce"];
+    assert_eq!(role["rules"], json!([written]));
+    let binding = &component["ClusterRoleBinding dataplane-announce"];
+    assert_eq!(binding["roleRef"]["name"], "dataplane-announce");
+    let of_base = &component["ClusterRoleBinding dataplane"]["subjects"];
+    assert_eq!(binding["subjects"], *of_base);
+}
+
 /// The agent may read ServiceEntries and routes only if the configuration asks for them.
 #[test]
 fn entries_and_routes_may_be_read_if_they_are_asked_for() {

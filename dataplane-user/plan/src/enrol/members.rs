@@ -1,6 +1,9 @@
 //! Selects the workloads on this node that are captured, with their rules.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use model::{
     CapturedBy, Egress, Exempt, Layers, Mode, Place, Rules, Snapshot, Workload, WorkloadName,
@@ -27,6 +30,8 @@ pub struct MeshStatements {
     pub namespaces: BTreeMap<String, (String, Rules)>,
     /// Rules of namespaces that labels and annotations cannot change.
     pub enforced_in: BTreeMap<String, (String, Rules)>,
+    /// Namespaces whose pods are never captured.
+    pub excluded_namespaces: BTreeSet<String>,
     /// Rules for all workloads that labels and annotations cannot change.
     pub enforced: (String, Rules),
     /// Rules for all workloads, the most specific first.
@@ -90,6 +95,7 @@ pub(super) fn members_within(
         let denied_by_operator = bounds.stated.egress == Some(Egress::Deny);
         bounds.judge(&mut policy);
         let workload = judged(&workload, &bounds, by_sidecar);
+        let workload = unless_excluded(said, workload);
         let mut limited_by = Vec::new();
         if is_carried(&workload, &policy, said.sidecars) {
             let mut refused;
@@ -220,9 +226,73 @@ fn judged(workload: &Arc<Workload>, bounds: &Bounds, by_sidecar: bool) -> Arc<Wo
     })
 }
 
+/// Returns a pod as exempt if the configuration excludes its namespace.
+fn unless_excluded(said: &MeshStatements, workload: Arc<Workload>) -> Arc<Workload> {
+    let may_be_captured = matches!(
+        workload.place,
+        Place::Address | Place::Exempt(Exempt::Sidecar)
+    );
+    let namespace = workload.name.namespace();
+    if !may_be_captured || !said.excluded_namespaces.contains(namespace) {
+        return workload;
+    }
+    Arc::new(Workload {
+        place: Place::Exempt(Exempt::Namespace),
+        ..(*workload).clone()
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Each line has the place of a pod in an excluded namespace, and whether the configuration names the pod or denies it
+    /// egress. Nothing captures the pod. A workload in a cgroup is not a pod.
+    #[test]
+    fn no_rule_captures_a_pod_of_an_excluded_namespace() {
+        let excluded = Place::Exempt(Exempt::Namespace);
+        let sidecar = Place::Exempt(Exempt::Sidecar);
+        let of_host = Place::Exempt(Exempt::HostNetwork);
+        let cgroup = Place::Cgroup("kubelet".into());
+        for (place, is_named, egress, wanted) in [
+            (Place::Address, false, Egress::Allow, &excluded),
+            (Place::Address, true, Egress::Deny, &excluded),
+            (sidecar.clone(), false, Egress::Allow, &excluded),
+            (sidecar, true, Egress::Deny, &excluded),
+            (of_host.clone(), false, Egress::Allow, &of_host),
+            (cgroup.clone(), true, Egress::Allow, &cgroup),
+        ] {
+            let pod = |namespace: &str| {
+                let name = WorkloadName::new(namespace, "dns");
+                Workload::new(name, place.clone())
+            };
+            let named = ["kube-system", "shop"].map(|namespace| {
+                let by = "mesh.workloads".to_owned();
+                (by, Rules::default(), pod(namespace))
+            });
+            let all = Rules {
+                captured: Some(true),
+                egress: Some(egress),
+                ..Rules::default()
+            };
+            let said = MeshStatements {
+                workloads: named.into_iter().filter(|_| is_named).collect(),
+                excluded_namespaces: ["kube-system".to_owned()].into(),
+                enforced: ("mesh.enforced".to_owned(), all),
+                ..MeshStatements::default()
+            };
+            let pods = ["kube-system", "shop"].map(pod);
+            let pods = pods.map(|pod| (pod.name.clone(), Arc::new(pod)));
+            let snapshot = Snapshot {
+                workloads: pods.into_iter().collect(),
+                ..Snapshot::default()
+            };
+            let found = members(&said, &snapshot);
+            let places = [0, 1].map(|of| &found[of].workload.place);
+            assert_eq!(places[0], wanted, "{place:?}");
+            assert_ne!(places[1], &excluded, "{place:?}");
+        }
+    }
 
     /// A pod that declares a sidecar: whether the sidecar is its proxy, and in which mode.
     #[test]

@@ -9,9 +9,12 @@
 //! The source does not end when the API server is down. It retries with growing delays, and [`Health`] has the time of
 //! the last contact, and the failure.
 //!
-//! A [`Reviewer`] asks the API server for the permissions of the bearer of a token.
+//! Two others send single requests (`call`): a [`Reviewer`] asks the API server for the permissions of the bearer of a
+//! token, and an [`Announcer`] writes on Pods that they are captured.
 
+mod announce;
 mod backoff;
+mod call;
 mod connect;
 mod error;
 mod failure;
@@ -29,6 +32,7 @@ use std::{
     time::Duration,
 };
 
+pub use announce::{Announcer, Pods};
 use connect::Connector;
 pub use connect::{Settings, Target};
 pub use error::ConnectError;

@@ -13,14 +13,10 @@ use std::{
 use http::{Request, header};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Value, json};
-use tokio::sync::{Mutex as Shared, Semaphore};
+use tokio::sync::Semaphore;
 use tracing::warn;
 
-use super::{
-    Failure, Target,
-    connect::{Connection, Connector},
-    fetch::{next, send},
-};
+use super::{Failure, Target, call::Caller};
 
 /// Time limit for the API server's answer, because a scrape does not wait longer.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -80,8 +76,7 @@ fn told(failure: &Failure) -> String {
 
 /// Asks the API server for the permissions of bearers.
 pub struct Reviewer {
-    connector: Connector,
-    connection: Shared<Option<Connection>>,
+    caller: Caller,
     places: Semaphore,
     memory: Mutex<Memory>,
 }
@@ -89,7 +84,7 @@ pub struct Reviewer {
 impl fmt::Debug for Reviewer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // Tokens must not appear in output.
-        write!(f, "Reviewer({})", self.connector.target.server_text())
+        write!(f, "Reviewer({})", self.caller.server_text())
     }
 }
 
@@ -109,8 +104,7 @@ impl Reviewer {
     /// Returns a reviewer for this API server. Sends no request yet.
     pub fn new(target: Target) -> Self {
         Self {
-            connector: Connector::new(target),
-            connection: Shared::default(),
+            caller: Caller::new(target, PATIENCE, ANSWER_MAX),
             places: Semaphore::new(AT_ONCE),
             memory: Mutex::new(Memory {
                 allowed: HashMap::new(),
@@ -196,41 +190,10 @@ impl Reviewer {
     }
 
     async fn post<T: DeserializeOwned>(&self, path: &str, body: &Value) -> Result<T, Failure> {
-        let connection = {
-            let mut kept = self.connection.lock().await;
-            match &*kept {
-                Some(connection) => connection.clone(),
-                None => kept.insert(self.connector.connect().await?).clone(),
-            }
-        };
-        let answer = self.answer(&connection, path, body).await;
-        if answer.as_ref().is_err_and(Failure::is_of_connection) {
-            // Tokens, certificates and addresses in files may have changed.
-            *self.connection.lock().await = None;
-        }
-        Ok(serde_json::from_slice(&answer?)?)
-    }
-
-    async fn answer(
-        &self,
-        connection: &Connection,
-        path: &str,
-        body: &Value,
-    ) -> Result<Vec<u8>, Failure> {
         let request = Request::post(path)
             .header(header::CONTENT_TYPE, "application/json")
-            .body(body.to_string().into_bytes())
-            .map_err(|error| Failure::Unreachable(error.to_string()))?;
-        let token = connection.token.as_deref();
-        let mut body = send(&connection.client, token, PATIENCE, request).await?;
-        let mut text = Vec::new();
-        while let Some(piece) = next(&mut body, PATIENCE).await? {
-            text.extend_from_slice(&piece);
-            if text.len() > ANSWER_MAX {
-                return Err(Failure::Broken("the answer does not end".to_owned()));
-            }
-        }
-        Ok(text)
+            .body(body.to_string().into_bytes());
+        Ok(serde_json::from_slice(&self.caller.call(request).await?)?)
     }
 }
 

@@ -27,6 +27,10 @@ use super::{
 const LABEL_MODE: &str = "istio.io/dataplane-mode";
 /// A label of pods: the name of their workload in metrics.
 const LABEL_WORKLOAD: &str = "service.istio.io/workload-name";
+/// A label of pods: `http` if the pod itself accepts HBONE connections, at [`TUNNEL`].
+const LABEL_TUNNEL: &str = "networking.istio.io/tunnel";
+/// The port at which pods accept HBONE connections.
+const TUNNEL: u16 = 15008;
 /// An annotation of pods that contain a mesh's proxy, injected or configured.
 const SIDECAR: &str = "sidecar.istio.io/status";
 /// Prefix of this project's annotations.
@@ -54,7 +58,7 @@ pub fn namespace(metadata: &Metadata, findings: &mut Findings) -> NamespaceRules
     check_name(metadata, findings);
     NamespaceRules {
         name: metadata.name.as_deref().unwrap_or_default().into(),
-        rules: rules(metadata, findings),
+        rules: rules(metadata, false, findings),
         preference: preference(metadata, findings),
     }
 }
@@ -63,9 +67,14 @@ pub fn namespace(metadata: &Metadata, findings: &mut Findings) -> NamespaceRules
 /// captured.
 pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Workload> {
     check_name(&object.metadata, findings);
-    let mut rules = rules(&object.metadata, findings);
+    let tunnels = label(&object.metadata.labels, LABEL_TUNNEL) == Some("http");
+    let mut rules = rules(&object.metadata, tunnels, findings);
+    if tunnels {
+        rules.inbound_ports.entry(TUNNEL).or_insert(false);
+    }
     let mut asked = Asked {
         annotations: &object.metadata.annotations,
+        tunnels,
         findings,
     };
     // Istio reads this annotation at Pods only.
@@ -211,6 +220,7 @@ fn workload_name(metadata: &Metadata) -> &str {
 fn by_packets(metadata: &Metadata, findings: &mut Findings) -> Option<bool> {
     let mut asked = Asked {
         annotations: &metadata.annotations,
+        tunnels: false,
         findings,
     };
     asked.word("packets-only", &[("true", true), ("false", false)], None)
@@ -225,8 +235,8 @@ fn of_cron_job(job: &str) -> Option<&str> {
 }
 
 /// Reads the rules in labels and annotations. An invalid value is reported. It counts as the strictest value, or has no
-/// effect, and does not affect other settings or objects.
-fn rules(metadata: &Metadata, findings: &mut Findings) -> Rules {
+/// effect, and does not affect other settings or objects. `tunnels`: as [`Asked::tunnels`].
+fn rules(metadata: &Metadata, tunnels: bool, findings: &mut Findings) -> Rules {
     let mut rules = Rules::default();
     if let Some(mode) = label(&metadata.labels, LABEL_MODE) {
         match mode {
@@ -243,6 +253,7 @@ fn rules(metadata: &Metadata, findings: &mut Findings) -> Rules {
         .map(Box::from);
     let mut asked = Asked {
         annotations: &metadata.annotations,
+        tunnels,
         findings,
     };
     asked.all(&mut rules);
@@ -252,11 +263,15 @@ fn rules(metadata: &Metadata, findings: &mut Findings) -> Rules {
 /// Reads annotations.
 struct Asked<'a> {
     annotations: &'a BTreeMap<String, String>,
+    /// Whether they may name [`TUNNEL`], which is otherwise the mesh's.
+    tunnels: bool,
     findings: &'a mut Findings,
 }
 
 impl Asked<'_> {
     fn all(&mut self, rules: &mut Rules) {
+        let port: fn(&str) -> Result<u16, String> =
+            if self.tunnels { port_or_tunnel } else { port };
         let names = |a: &str, b: &str| [format!("{ISTIO}{a}"), format!("{OSM}{b}")];
         for name in names(
             "includeOutboundIPRanges",
@@ -453,15 +468,24 @@ fn virtual_interface(name: &str) -> Result<Box<str>, String> {
 }
 
 fn port(text: &str) -> Result<u16, String> {
+    match port_or_tunnel(text)? {
+        TUNNEL => Err(reserved(TUNNEL)),
+        port => Ok(port),
+    }
+}
+
+fn port_or_tunnel(text: &str) -> Result<u16, String> {
     let port = text
         .parse()
         .ok()
         .filter(|&port| port != 0)
         .ok_or_else(|| format!("{text:?} is not a port; expected a number from 1 to 65535"))?;
-    if is_reserved(port) {
-        return Err(format!(
-            "{port} is reserved for the mesh's proxies; expected another port"
-        ));
+    if is_reserved(port) && port != TUNNEL {
+        return Err(reserved(port));
     }
     Ok(port)
+}
+
+fn reserved(port: u16) -> String {
+    format!("{port} is reserved for the mesh's proxies; expected another port")
 }

@@ -1038,6 +1038,61 @@ fn what_a_pod_says_wrongly_about_the_mesh_harms_nobody() {
     assert_eq!(rules.inbound, None);
 }
 
+/// Each line has the label `networking.istio.io/tunnel` of a Pod or Namespace, its annotations, the inbound ports of the
+/// rules, and the number of problems.
+#[test]
+fn a_pod_that_accepts_tunnels_itself_has_their_port() {
+    let exclude = json!({ "traffic.sidecar.istio.io/excludeInboundPorts": "80,15008,15006" });
+    let include = json!({ "traffic.sidecar.istio.io/includeInboundPorts": "80,15008" });
+    let http = json!("http");
+    for (kind, tunnel, annotations, ports, problems) in [
+        ("Pod", json!(null), json!({}), vec![], 0),
+        ("Pod", json!("none"), json!({}), vec![], 0),
+        ("Pod", http.clone(), json!({}), vec![(15008, false)], 0),
+        ("Pod", json!(null), exclude.clone(), vec![(80, false)], 2),
+        (
+            "Pod",
+            http.clone(),
+            exclude.clone(),
+            vec![(80, false), (15008, false)],
+            1,
+        ),
+        ("Pod", json!(null), include.clone(), vec![], 1),
+        (
+            "Pod",
+            http.clone(),
+            include,
+            vec![(80, true), (15008, true)],
+            0,
+        ),
+        ("Namespace", http, exclude, vec![(80, false)], 2),
+    ] {
+        let mut pod = json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": { "name": "web-0", "namespace": "shop" },
+            "spec": { "nodeName": "node1", "containers": [] },
+            "status": { "podIP": "10.244.1.1" },
+        });
+        let mut namespace = json!({
+            "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "shop" },
+        });
+        let of = match kind {
+            "Pod" => &mut pod,
+            _ => &mut namespace,
+        };
+        of["metadata"]["annotations"] = annotations;
+        if !tunnel.is_null() {
+            of["metadata"]["labels"] = json!({ "networking.istio.io/tunnel": tunnel });
+        }
+        let served = Served::of(&[pod, namespace]);
+        let pod = served.snapshot.workloads.values().next().unwrap();
+        let found = pod.rules.merged().inbound_ports;
+        let case = format!("{kind} {tunnel}: {:#?}", served.says());
+        assert_eq!(found, ports.into_iter().collect(), "{case}");
+        assert_eq!(served.says().len(), problems, "{case}");
+    }
+}
+
 /// The labels of metrics, as in Istio's control plane.
 #[test]
 fn a_pods_workload_is_what_its_author_wrote() {

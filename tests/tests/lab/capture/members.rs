@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{World, foreign, mesh, pod};
 use crate::{
-    cluster::{peer_is, reaches},
+    cluster::{eventually, peer_is, reaches},
     outcome::{cannot_run, run_args},
 };
 
@@ -22,6 +22,8 @@ scenarios! {
     a_guarded_namespace_waits_for_the_agent,
     processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace,
     pods_that_have_a_proxy_or_the_nodes_network_are_named,
+    pods_of_excluded_namespaces_are_left_alone_and_named,
+    pods_keep_inbound_connections_from_the_proxy,
 }
 
 fn pods_ask_by_label_and_annotation() -> Result<()> {
@@ -155,5 +157,80 @@ fn pods_that_have_a_proxy_or_the_nodes_network_are_named() -> Result<()> {
         "default/daemon",
         "hostNetwork",
     ])?;
+    Ok(())
+}
+
+/// A label and the configuration's rules ask for capture in turn. The guard leaves such a pod alone, too.
+fn pods_of_excluded_namespaces_are_left_alone_and_named() -> Result<()> {
+    let mut world = World::new()?;
+    let pods = world.state.path().join("pods.yaml");
+    let app = world.app().clone();
+    for (by_label, excluded, wanted, says) in [
+        (true, json!(["default"]), 0, "default/app: is not captured"),
+        (false, json!(["default"]), 0, "to capture default/app"),
+        (false, json!([]), 3, ""),
+    ] {
+        let mut object = pod("ambient", json!({}));
+        if !by_label {
+            object["metadata"]["labels"] = json!({});
+        }
+        fs::write(&pods, object.to_string())?;
+        let config = json!({
+            "rules": { "mode": "proxy", "captured": (!by_label).then_some(true) },
+            "excludeNamespaces": excluded,
+            "guard": true,
+        });
+        world.agent_with(&config, std::slice::from_ref(&pods))?;
+        let (_, counted) = world.counted(Reason::Captured, || {
+            reaches(&app, "10.244.1.5:7", "connect --count 3", &["one"])
+        })?;
+        ensure!(
+            counted == wanted,
+            "{excluded}: {counted} of 3 were captured"
+        );
+        let said = run_args(world.agent()?, ["status"])?;
+        let said = said.exits(0)?.says(&[says])?;
+        let is_named = said.stdout.contains("mesh.excludeNamespaces");
+        ensure!(is_named == (wanted == 0), "{}", said.stdout);
+    }
+    Ok(())
+}
+
+/// By a label of a pod that accepts HBONE connections itself, and by the annotation for all inbound connections.
+fn pods_keep_inbound_connections_from_the_proxy() -> Result<()> {
+    const TUNNEL: &str = "10.244.1.8:15008";
+    const OTHER: &str = "10.244.1.8:7";
+    let mut world = World::new()?;
+    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+    let _tunnel = app.serve_as("tunnel", &["--tcp", TUNNEL])?;
+    let pods = world.state.path().join("pods.yaml");
+    let config = json!({ "rules": { "mode": "proxy" } });
+    fs::write(&pods, pod("ambient", json!({})).to_string())?;
+    world.agent_with(&config, std::slice::from_ref(&pods))?;
+    for (label, bypass, [tunnel, other]) in [
+        ("none", "false", [3, 3]),
+        ("http", "false", [0, 3]),
+        ("none", "true", [0, 0]),
+        ("none", "false", [3, 3]),
+    ] {
+        let mut object = pod(
+            "ambient",
+            json!({ "ambient.istio.io/bypass-inbound-capture": bypass }),
+        );
+        object["metadata"]["labels"]["networking.istio.io/tunnel"] = label.into();
+        fs::write(&pods, object.to_string())?;
+        for (to, name, wanted) in [(TUNNEL, "tunnel", tunnel), (OTHER, "app", other)] {
+            eventually(|| {
+                let (_, counted) = world.counted(Reason::CapturedInbound, || {
+                    reaches(&one, to, "connect --count 3", &[name])
+                })?;
+                ensure!(
+                    counted == wanted,
+                    "tunnel {label}, bypass {bypass}, {to}: {counted} of 3 were captured"
+                );
+                Ok(())
+            })?;
+        }
+    }
     Ok(())
 }
