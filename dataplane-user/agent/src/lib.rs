@@ -44,7 +44,7 @@ use std::{
 
 pub use input::{Input, InputError, snapshot_of, source};
 use kernel::{ServiceTables, opener};
-pub use mesh::namespace_with;
+pub use mesh::{namespace_with, options as mesh_options};
 use plan::{AdoptError, Planner};
 use settings::Settings;
 use source::{OpenError, manifests};

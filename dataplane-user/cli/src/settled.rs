@@ -78,6 +78,7 @@ impl Command {
                 both(&mut common.paths, &mut common.socket, file);
             }
             Self::Doctor(args) => args.paths.fill_from(file),
+            Self::Guard(args) => args.fill_from(file),
             Self::Config(_) | Self::KeepNat(_) | Self::Completions(_) | Self::Opener(_) => {}
         }
         Ok(())
@@ -336,7 +337,7 @@ mod tests {
             }
             assert!(!cli.contains("verbose: true"), "{cli}");
         }
-        for words in [&["plan"][..], &["doctor"]] {
+        for words in [&["plan"][..], &["doctor"], &["guard"]] {
             let cli = parsed(ALL, words).unwrap();
             assert!(cli.contains("\"/sys/fs/bpf/other\""), "{words:?}: {cli}");
         }

@@ -1,6 +1,7 @@
 //! The kernel: loading, attaching, pinning and adopting our programs and tables, and writing the
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
+pub mod boot_guard;
 mod by_packets;
 mod capture;
 mod cgroup;
@@ -288,6 +289,14 @@ impl Kernel {
             entry.is_some_and(|entry| entry.flags & Enrolled::LOOKED_UP != 0)
         })?;
         Ok(failed)
+    }
+
+    /// Ends the guard of `dataplane guard`. The next [`Kernel::set_captured`] decides whether connections are refused.
+    ///
+    /// # Errors
+    /// If the sign of the guard cannot be removed. The next agent then guards again.
+    pub fn end_boot_guard(&self) -> Result<(), Error> {
+        boot_guard::lower(self.pins.root())
     }
 
     /// Attaches capture's program to these interfaces of workloads, and detaches it from all others. Call it before

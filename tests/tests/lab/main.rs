@@ -182,6 +182,7 @@ const ALL: &[&[Scenario]] = &[
     smoke::SCENARIOS,
     capture::SCENARIOS,
     cells::SCENARIOS,
+    capture::BOOT,
     capture::CLEANUP,
     capture::CLIENTS,
     capture::DENY,

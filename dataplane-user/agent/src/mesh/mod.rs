@@ -2,6 +2,7 @@
 //! kernel's tables.
 
 mod attach;
+mod boot;
 mod cni;
 mod discover;
 mod dns;
@@ -43,7 +44,8 @@ use threads::Deaths;
 use tracing::debug;
 
 use self::{
-    attach::Attached, dns::Dns, found::Found, guard::Closed, packets::Packets, problems::Problems,
+    attach::Attached, boot::BootGuard, dns::Dns, found::Found, guard::Closed, packets::Packets,
+    problems::Problems,
 };
 pub use self::{places::namespace_with, published::Published, settle::Settled};
 
@@ -119,6 +121,8 @@ pub struct Mesh {
     homes: HashMap<WorkloadName, Vec<u64>>,
     /// Whether connections are refused from unknown network namespaces, since the last [`Mesh::settle`].
     guarded: bool,
+    /// The guard of `dataplane guard`, until this agent has taken over.
+    boot: Option<BootGuard>,
     /// Network namespaces that the guard keeps closed.
     closed: Closed,
     own_cookie: u64,
@@ -203,6 +207,7 @@ impl Mesh {
             absent: HashMap::new(),
             homes: HashMap::new(),
             guarded: held.namespaces.values().any(Enrolled::is_let_go),
+            boot: capture.has_boot_guard().then(BootGuard::new),
             closed: Closed::new(),
             own_cookie: kernel::netns_cookie()?,
             cgroup: cgroup.to_owned(),
@@ -262,7 +267,8 @@ impl Mesh {
 
     /// How soon to look again at facts that change without an event.
     pub fn patience(&self) -> Duration {
-        if self.config.guard || !self.problems.is_empty() || !self.absent.is_empty() {
+        if self.config.guard || self.guarded || !self.problems.is_empty() || !self.absent.is_empty()
+        {
             Duration::from_secs(1)
         } else {
             Duration::from_secs(10)

@@ -47,6 +47,7 @@ pub use self::{
     tables::CaptureTables,
 };
 use super::{
+    boot_guard,
     error::{Doing, Error},
     pins::{self, Pins},
     programs, sys,
@@ -84,6 +85,8 @@ pub struct Capture {
     /// For the interfaces of workloads that are captured by their packets.
     packets: Option<CaptureProgram>,
     lease: QueryLease,
+    /// Whether the guard of `dataplane guard` stands.
+    boot_guard: bool,
 }
 
 /// The cgroup of an agent of another layout, as its CAPTURE tells; 0 if there is none.
@@ -120,8 +123,12 @@ impl Capture {
             events: None,
             packets: None,
             lease: QueryLease::open(pins)?,
+            boot_guard: boot_guard::stands(pins.root())?,
         };
         if let Some(options) = options {
+            if capture.boot_guard {
+                boot_guard::refuse_unknown(tables, options);
+            }
             let earlier = capture.tables.config();
             let before = match earlier.agent_cgroup {
                 0 => cgroup_of_another_layout(pins),
@@ -136,6 +143,7 @@ impl Capture {
             }
         } else {
             tables.set_mesh(0);
+            boot_guard::lower(pins.root())?;
             // Without the programs, packets that these rules bring to sockets here would find none.
             let entries = capture.held.namespaces.iter();
             let routed = entries.filter(|(_, entry)| entry.flags & Enrolled::VIRTUAL != 0);
@@ -205,6 +213,11 @@ impl Capture {
     /// Returns the tables' contents.
     pub fn held(&self) -> &Captured {
         &self.held
+    }
+
+    /// Whether the guard of `dataplane guard` stood when this was opened.
+    pub fn has_boot_guard(&self) -> bool {
+        self.boot_guard
     }
 
     /// The tables, for reading.

@@ -1,6 +1,7 @@
 //! Mesh capture: outbound and inbound connections of a pod go to a proxy in its network namespace, which gets the
 //! original destination.
 
+mod boot;
 mod cleanup;
 mod clients;
 mod deny;
@@ -24,6 +25,7 @@ mod sidecar;
 mod takeover;
 mod trouble;
 
+pub use boot::SCENARIOS as BOOT;
 pub use cleanup::SCENARIOS as CLEANUP;
 pub use clients::SCENARIOS as CLIENTS;
 pub use deny::SCENARIOS as DENY;
