@@ -91,6 +91,10 @@ pub struct MeshProxy {
     /// Time without a byte after which the agent's proxy resets a connection, such as `2h`. Default: no limit.
     #[serde(skip_serializing_if = "is_default")]
     pub idle_timeout: Option<Timeout>,
+    /// How long the agent's proxy holds a connection of a workload with `egress: deny` whose destination the agent does not
+    /// know yet. Default: 5s.
+    #[serde(skip_serializing_if = "is_default")]
+    pub hold_timeout: Option<Timeout>,
     /// Format of the access log of the agent's proxy, on standard output: one line for each connection,
     /// at its end. Default: text.
     #[serde(skip_serializing_if = "is_default")]

@@ -189,6 +189,7 @@ const ALL: &[&[Scenario]] = &[
     capture::ESCAPES,
     capture::EVASIONS,
     capture::EXPLAIN,
+    capture::HELD,
     capture::IDENTITY,
     capture::INTERFACES,
     capture::ISTIO,

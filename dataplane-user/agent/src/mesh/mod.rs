@@ -56,6 +56,9 @@ const RELEASED: Duration = Duration::from_hours(365 * 24);
 /// How long a workload may be announced before it is here, or after it has gone, before this counts as a problem.
 const ARRIVING: Duration = Duration::from_secs(5);
 
+/// How long the proxy holds a connection to a destination that the agent does not know yet.
+const HOLD: Duration = Duration::from_secs(5);
+
 /// The part of an ending agent's time for its connections in which it accepts no more.
 const LAST: Duration = Duration::from_millis(500);
 /// How often an ending agent checks whether it still relays connections.
@@ -163,6 +166,10 @@ impl Mesh {
                     .proxy
                     .idle_timeout
                     .map(|time| Duration::from_secs(time.seconds().into())),
+                hold: config
+                    .proxy
+                    .hold_timeout
+                    .map_or(HOLD, |time| Duration::from_secs(time.seconds().into())),
                 access_log: config.proxy.access_log.unwrap_or_default(),
                 max_connections: config.proxy.max_connections.map(|max| max as usize),
                 max_per_workload: config
