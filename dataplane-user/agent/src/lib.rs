@@ -30,6 +30,7 @@ mod remembered;
 pub mod roles;
 mod source_checks;
 mod start;
+mod startup_taint;
 mod supervisor;
 mod sync;
 mod waiter;

@@ -11,7 +11,7 @@ use std::{
 
 use dataplane_common::{
     Port,
-    capture::{MESH_GUARD, MESH_NAMESPACES, MESH_PORT},
+    capture::{MESH_DENIES, MESH_GUARD, MESH_NAMESPACES, MESH_PORT},
 };
 
 use super::{
@@ -110,13 +110,16 @@ pub(super) fn refuse_unknown(tables: &Tables, options: CaptureOptions) {
     tables.set_mesh(refusing(tables.mesh(), options.outbound));
 }
 
+/// The programs' flags for the guard: they judge connections and, by the last flag, datagrams.
+pub(super) const FLAGS: u64 = MESH_GUARD | MESH_NAMESPACES | MESH_DENIES;
+
 /// Returns the programs' flags with those of the guard. `outbound`: the proxy's port, if the flags name none.
 fn refusing(before: u64, outbound: u16) -> u64 {
     let port = match before {
         0 => u64::from(Port::new(outbound).be()) << MESH_PORT,
         _ => 0,
     };
-    before | port | MESH_GUARD | MESH_NAMESPACES
+    before | port | FLAGS
 }
 
 /// Whether all programs, also those of capture, are attached to this cgroup.
@@ -137,13 +140,10 @@ mod tests {
         let port = |mesh: u64| mesh >> MESH_PORT & 0xffff;
         let fresh = refusing(0, 15001);
         assert_eq!(port(fresh), u64::from(Port::new(15001).be()));
-        assert_eq!(
-            fresh & (MESH_GUARD | MESH_NAMESPACES),
-            MESH_GUARD | MESH_NAMESPACES
-        );
+        assert_eq!(fresh & FLAGS, FLAGS);
         // An earlier agent's port stays, and so does all else; a second time changes nothing.
         let before = refusing(0, 25001) & !MESH_GUARD;
-        assert_eq!(refusing(before, 15001), before | MESH_GUARD);
+        assert_eq!(refusing(before, 15001), before | FLAGS);
         assert_eq!(refusing(fresh, 15001), fresh);
     }
 

@@ -295,7 +295,8 @@ impl Kernel {
     ///
     /// # Errors
     /// If the sign of the guard cannot be removed. The next agent then guards again.
-    pub fn end_boot_guard(&self) -> Result<(), Error> {
+    pub fn end_boot_guard(&mut self) -> Result<(), Error> {
+        self.capture.boot_guard = false;
         boot_guard::lower(self.pins.root())
     }
 

@@ -1,5 +1,6 @@
-//! The guard of `dataplane guard`: it stands from boot until this agent has taken over. The agent lets network namespaces
-//! go as with `mesh.guard`, and ends the guard when it knows those that were there before it.
+//! From boot until this agent has taken over: the guard of `dataplane guard` stands, and the node has its startup taint.
+//! The agent lets network namespaces go as with `mesh.guard`, and ends both when it knows the network namespaces that were
+//! there before it.
 
 use std::{
     collections::BTreeSet,
@@ -12,26 +13,38 @@ use model::{Workload, WorkloadName};
 /// some seconds after the Pod's network namespace exists.
 const UNKNOWN: Duration = Duration::from_secs(30);
 
-/// The guard, as long as it stands.
+/// The guard or the taint, as long as there is one.
 #[derive(Debug)]
 pub struct BootGuard {
     /// When the agent first looked; with the network namespaces with processes of unknown Pods that it found then, by
     /// their cookies, and that are still unknown.
     first: Option<(Instant, BTreeSet<u64>)>,
-    /// Why the guard stands, for `status`.
+    /// Whether there is a guard, by which connections are refused.
+    refuses: bool,
+    /// The key of the taint.
+    taint: Option<String>,
+    /// Why the agent has not taken over yet, for `status`.
     because: String,
 }
 
 impl BootGuard {
-    pub fn new() -> Self {
-        Self {
+    /// `refuses`: whether there is a guard; `taint`: the key of the taint. `None`: there is neither.
+    pub fn new(refuses: bool, taint: Option<&str>) -> Option<Self> {
+        (refuses || taint.is_some()).then(|| Self {
             first: None,
-            because: "the agent has not looked for them yet".to_owned(),
-        }
+            refuses,
+            taint: taint.map(str::to_owned),
+            because: "the agent cannot look for them yet".to_owned(),
+        })
+    }
+
+    /// Whether connections are refused from unknown network namespaces.
+    pub fn refuses(&self) -> bool {
+        self.refuses
     }
 
     /// Takes the result of a look: the Pods to be captured that were not found, and the network namespaces with
-    /// processes of unknown Pods. Returns whether the guard has to stand.
+    /// processes of unknown Pods. Returns whether the agent has to wait.
     pub fn is_needed<'a>(
         &mut self,
         missing: impl IntoIterator<Item = &'a WorkloadName>,
@@ -57,11 +70,16 @@ impl BootGuard {
 
     /// Returns the text for `status`.
     pub fn text(&self) -> String {
-        format!(
-            "the guard of `dataplane guard` stands, so connections are refused from all network namespaces that the agent \
-             does not know: {}",
-            self.because
-        )
+        let because = &self.because;
+        match &self.taint {
+            Some(taint) if !self.refuses => {
+                format!("the agent has not removed the startup taint {taint} yet: {because}")
+            }
+            _ => format!(
+                "the guard of `dataplane guard` stands, so connections are refused from all network namespaces that the \
+                 agent does not know: {because}"
+            ),
+        }
     }
 }
 
@@ -80,7 +98,7 @@ mod tests {
         let web = WorkloadName::new("shop", "web");
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
-        let mut guard = BootGuard::new();
+        let mut guard = BootGuard::new(true, None).unwrap();
         let needed =
             |guard: &mut BootGuard, missing: &[&WorkloadName], unknown: &[u64], seconds| {
                 let unknown = unknown.iter().copied().collect();
@@ -93,12 +111,12 @@ mod tests {
         assert!(needed(&mut guard, &[], &[2, 3], 2));
         assert!(!needed(&mut guard, &[], &[1, 3], 3));
         // Processes of no Pod end the wait after some time, but a Pod that is not found never does.
-        let mut guard = BootGuard::new();
+        let mut guard = BootGuard::new(true, None).unwrap();
         assert!(needed(&mut guard, &[], &[1], 0));
         assert!(needed(&mut guard, &[], &[1], 29));
         assert!(!needed(&mut guard, &[], &[1], 30));
         assert!(needed(&mut guard, &[&web], &[], 3600));
-        // Nothing is there.
-        assert!(!needed(&mut BootGuard::new(), &[], &[], 0));
+        // It is found.
+        assert!(!needed(&mut guard, &[], &[], 3600));
     }
 }

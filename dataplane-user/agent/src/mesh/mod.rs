@@ -24,7 +24,7 @@ use std::{
         unix::net::UnixStream,
     },
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, mpsc::Sender},
     thread,
     time::{Duration, Instant},
 };
@@ -124,8 +124,10 @@ pub struct Mesh {
     homes: HashMap<WorkloadName, Vec<u64>>,
     /// Whether connections are refused from unknown network namespaces, since the last [`Mesh::settle`].
     guarded: bool,
-    /// The guard of `dataplane guard`, until this agent has taken over.
+    /// The guard of `dataplane guard`, or a startup taint, until this agent has taken over.
     boot: Option<BootGuard>,
+    /// Told when this agent has taken over.
+    verified: Option<Sender<()>>,
     /// Network namespaces that the guard keeps closed.
     closed: Closed,
     own_cookie: u64,
@@ -214,7 +216,8 @@ impl Mesh {
             absent: HashMap::new(),
             homes: HashMap::new(),
             guarded: held.namespaces.values().any(Enrolled::is_let_go),
-            boot: capture.has_boot_guard().then(BootGuard::new),
+            boot: BootGuard::new(capture.has_boot_guard(), config.startup_taint.as_deref()),
+            verified: None,
             closed: Closed::new(),
             own_cookie: kernel::netns_cookie()?,
             cgroup: cgroup.to_owned(),
@@ -226,6 +229,11 @@ impl Mesh {
     /// Looks at the agent's own proxy, if there is one.
     pub fn observer(&self) -> Option<Observer> {
         self.proxy.as_ref().map(Proxy::observer)
+    }
+
+    /// Has a message sent when all workloads are captured that were there before the agent.
+    pub fn tell_when_verified(&mut self, to: Option<Sender<()>>) {
+        self.verified = to;
     }
 
     /// Publishes snapshots to the proxy and to the DNS server.
@@ -274,7 +282,11 @@ impl Mesh {
 
     /// How soon to look again at facts that change without an event.
     pub fn patience(&self) -> Duration {
-        if self.config.guard || self.guarded || !self.problems.is_empty() || !self.absent.is_empty()
+        if self.config.guard
+            || self.guarded
+            || self.boot.is_some()
+            || !self.problems.is_empty()
+            || !self.absent.is_empty()
         {
             Duration::from_secs(1)
         } else {

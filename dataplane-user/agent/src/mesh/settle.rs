@@ -20,7 +20,7 @@ use tracing::{error, info, warn};
 
 use super::{
     Mesh,
-    boot::has_started,
+    boot::{BootGuard, has_started},
     discover::{Placed, Sought, is_to_be_denied},
     dns::Dns,
     found::Found,
@@ -125,7 +125,7 @@ impl Mesh {
         // If the guard may have to let other namespaces go, their workloads have to be known.
         let careful = self.config.guard
             || self.guarded
-            || self.boot.is_some()
+            || self.has_boot_guard()
             || members.iter().any(is_to_be_denied);
         let others = guard::others(snapshot, members).filter(|_| careful);
         let others: Vec<&Workload> = others.collect();
@@ -203,7 +203,7 @@ impl Mesh {
         held: &Captured,
         draft: &mut Draft,
     ) -> bool {
-        let everybody = self.config.guard || self.boot.is_some() || sought.by_operator;
+        let everybody = self.config.guard || self.has_boot_guard() || sought.by_operator;
         let some = !sought.uids.is_empty() && namespaces::sees_all_processes().unwrap_or(false);
         let guard = everybody || some;
         // Namespaces that the guard let go are in the table until there is no guard any more.
@@ -217,11 +217,16 @@ impl Mesh {
         guard
     }
 
-    /// Ends the guard of `dataplane guard` if this run has captured all workloads, and knows the network namespaces that
-    /// were there before. The tables have them by now. The next run decides about unknown network namespaces.
+    fn has_boot_guard(&self) -> bool {
+        self.boot.as_ref().is_some_and(BootGuard::refuses)
+    }
+
+    /// Ends the guard of `dataplane guard`, and has the startup taint removed, if this run has captured all workloads, and
+    /// knows the network namespaces that were there before. The tables have them by now. The next run decides about unknown
+    /// network namespaces.
     fn end_boot_guard(
         &mut self,
-        kernel: &Kernel,
+        kernel: &mut Kernel,
         view: &View<'_>,
         placed: &Placed<'_>,
         draft: &mut Draft,
@@ -240,11 +245,17 @@ impl Mesh {
             draft.left_out.push(guard.text());
             return Ok(());
         }
-        kernel.end_boot_guard()?;
+        if guard.refuses() {
+            kernel.end_boot_guard()?;
+            info!(
+                "mesh: all workloads are captured that were there before: the guard of `dataplane guard` ends"
+            );
+        }
         self.boot = None;
-        info!(
-            "mesh: all workloads are captured that were there before: the guard of `dataplane guard` ends"
-        );
+        if let Some(verified) = &self.verified {
+            // Fails only if the thread has died, which ends the agent.
+            let _ = verified.send(());
+        }
         Ok(())
     }
 

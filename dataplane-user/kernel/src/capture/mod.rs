@@ -86,7 +86,7 @@ pub struct Capture {
     packets: Option<CaptureProgram>,
     lease: QueryLease,
     /// Whether the guard of `dataplane guard` stands.
-    boot_guard: bool,
+    pub(super) boot_guard: bool,
 }
 
 /// The cgroup of an agent of another layout, as its CAPTURE tells; 0 if there is none.
@@ -215,7 +215,7 @@ impl Capture {
         &self.held
     }
 
-    /// Whether the guard of `dataplane guard` stood when this was opened.
+    /// Whether the guard of `dataplane guard` stands.
     pub fn has_boot_guard(&self) -> bool {
         self.boot_guard
     }
@@ -276,6 +276,9 @@ impl Capture {
         }
         if guard {
             mesh |= MESH_GUARD | MESH_NAMESPACES;
+            if self.boot_guard {
+                mesh |= boot_guard::FLAGS;
+            }
         }
         if wanted.locals.values().any(Local::is_by_packets) {
             mesh |= MESH_PACKETS;

@@ -9,7 +9,7 @@
 //! The source does not end when the API server is down. It retries with growing delays, and [`Health`] has the time of
 //! the last contact, and the failure.
 //!
-//! A [`Reviewer`] asks the API server for the permissions of the bearer of a token.
+//! A [`Reviewer`] asks the API server for the permissions of the bearer of a token. [`StartupTaint`] is the only writer.
 
 mod backoff;
 mod connect;
@@ -20,6 +20,7 @@ mod follow;
 mod health;
 mod review;
 mod sight;
+mod taint;
 mod token;
 
 use std::{
@@ -37,6 +38,7 @@ use follow::Follower;
 pub use health::{Health, KindHealth};
 use model::Node;
 pub use review::{Review, ReviewError, Reviewer};
+pub use taint::StartupTaint;
 use threads::{Deaths, may_panic};
 use tokio::{
     runtime::Builder,
