@@ -177,6 +177,21 @@ impl Cluster {
         version
     }
 
+    /// Returns an object; `None` if it is not there.
+    ///
+    /// # Panics
+    ///
+    /// If it is not JSON, which cannot happen.
+    pub fn get(&self, resource: Resource, namespace: &str, name: &str) -> Option<Value> {
+        let key = (resource, namespace.to_owned(), name.to_owned());
+        let object = Arc::clone(self.lock().objects.get(&key)?);
+        let mut object: Value = serde_json::from_str(&object.text).expect("it was written here");
+        let (kind, version) = resource.types();
+        object["kind"] = kind.into();
+        object["apiVersion"] = version.into();
+        Some(object)
+    }
+
     /// Makes the cluster know Istio's kinds in a version of their API, such as `v1`; or no longer know them.
     pub fn install_istio(&self, version: Option<&'static str>) {
         self.lock().istio = version;

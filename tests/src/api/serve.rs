@@ -26,6 +26,7 @@ use super::{
     Cluster, Resource,
     cluster::Change,
     faults::{Asked, Break, Faults},
+    nodes,
     select::Selector,
     stored::Object,
 };
@@ -81,12 +82,16 @@ pub async fn answer(
         (Some(refusal), _) => refusal,
         (None, Some(review)) => review.answer(&site, request).await,
         (None, None) => match resource {
-            None => status(
-                404,
-                "NotFound",
-                "the server could not find the resource",
-                None,
-            ),
+            None => nodes::answer(&site.cluster, request)
+                .await
+                .unwrap_or_else(|| {
+                    status(
+                        404,
+                        "NotFound",
+                        "the server could not find the resource",
+                        None,
+                    )
+                }),
             Some(resource) if is_watch => watch(&site, resource, &parameters),
             Some(resource) => list(&site, resource, &parameters),
         },
