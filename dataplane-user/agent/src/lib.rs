@@ -31,6 +31,7 @@ mod remembered;
 pub mod roles;
 mod source_checks;
 mod start;
+mod startup_taint;
 mod supervisor;
 mod sync;
 mod waiter;
@@ -45,7 +46,7 @@ use std::{
 
 pub use input::{Input, InputError, snapshot_of, source};
 use kernel::{ServiceTables, opener};
-pub use mesh::namespace_with;
+pub use mesh::{namespace_with, options as mesh_options};
 use plan::{AdoptError, Planner};
 use settings::Settings;
 use source::{OpenError, manifests};

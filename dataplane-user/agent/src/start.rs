@@ -31,6 +31,7 @@ use crate::{
     interfaces::PacketSettings,
     mesh::{self, Mesh},
     own_rules::OwnRules,
+    startup_taint,
     sync::{self, Sync},
     waiter::{KernelNews, Network, Ready, Waiter},
 };
@@ -249,10 +250,20 @@ impl<'a> Wanted<'a> {
         &self,
         input: Input,
         seat: Seat,
-        (kernel, mesh): (Kernel, Option<Mesh>),
+        (kernel, mut mesh): (Kernel, Option<Mesh>),
         outdated: Option<String>,
         events: mpsc::Sender<Event>,
     ) -> Result<Running, Error> {
+        if let Some(mesh) = &mut mesh {
+            let node = &input.snapshot().node.name;
+            let deaths = deaths(&events);
+            mesh.tell_when_verified(startup_taint::start(
+                self.settings,
+                &self.source,
+                node,
+                &deaths,
+            )?);
+        }
         let tables = kernel.services();
         let planner = adopt(&tables, &self.paths, self.limits)?;
         let is_inherited = !planner.frontends().is_empty();

@@ -67,6 +67,7 @@ impl DoctorArgs {
         features.push(pods(&self.paths.or_guess()));
         features.push(agent(&self.paths.or_guess()));
         features.push(resolvers());
+        features.extend(guard(&self.paths.or_guess()));
         let mut out = output::stdout();
         match self.output {
             Format::Json => {
@@ -190,6 +191,29 @@ fn agent(paths: &kernel::Paths) -> Feature {
         detail,
         remedy: WIDER_CGROUP,
     }
+}
+
+/// Names the guard of `dataplane guard` if it stands: pods' connections are refused until an agent has taken over.
+fn guard(paths: &kernel::Paths) -> Option<Feature> {
+    let detail = match kernel::boot_guard::stands(&paths.bpffs) {
+        Ok(false) => return None,
+        Ok(true) => match kernel::writer(&paths.bpffs) {
+            None => "the guard of `dataplane guard` stands, and no agent runs".to_owned(),
+            Some(agent) => format!(
+                "the guard of `dataplane guard` stands until the agent (process {agent}) has found all pods"
+            ),
+        },
+        Err(error) => error.to_string(),
+    };
+    Some(Feature {
+        name: "pods may connect",
+        needed_for: "connections of pods",
+        present: false,
+        required: false,
+        without: "connections are refused from all network namespaces except the node's".into(),
+        detail,
+        remedy: "start the agent, which ends the guard (`dataplane status` says when); `dataplane cleanup` removes the guard",
+    })
 }
 
 /// Checks that the node has resolvers, by the rules of its C library.

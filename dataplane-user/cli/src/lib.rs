@@ -10,6 +10,7 @@ mod conntrack;
 mod dns;
 mod doctor;
 mod explain;
+mod guard;
 mod keep_nat;
 mod live;
 mod log;
@@ -78,6 +79,7 @@ enum Command {
     Dns(Box<dns::DnsArgs>),
     Doctor(doctor::DoctorArgs),
     Config(config::ConfigArgs),
+    Guard(guard::GuardArgs),
     KeepNat(keep_nat::KeepNatArgs),
     Cleanup(cleanup::CleanupArgs),
     Cni(cni::CniArgs),
@@ -105,6 +107,7 @@ impl Cli {
             Command::Dns(args) => args.run(),
             Command::Doctor(args) => args.run(),
             Command::Config(args) => args.run(),
+            Command::Guard(args) => args.run(),
             Command::KeepNat(args) => args.run(),
             Command::Cleanup(args) => args.run(),
             Command::Cni(args) => args.run(),

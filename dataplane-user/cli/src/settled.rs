@@ -88,6 +88,7 @@ impl Command {
                 both(&mut common.paths, &mut common.socket, file);
             }
             Self::Doctor(args) => args.paths.fill_from(file),
+            Self::Guard(args) => args.fill_from(file),
             Self::Cni(_)
             | Self::Config(_)
             | Self::KeepNat(_)
@@ -350,7 +351,7 @@ mod tests {
             }
             assert!(!cli.contains("verbose: true"), "{cli}");
         }
-        for words in [&["plan"][..], &["doctor"]] {
+        for words in [&["plan"][..], &["doctor"], &["guard"]] {
             let cli = parsed(ALL, words).unwrap();
             assert!(cli.contains("\"/sys/fs/bpf/other\""), "{words:?}: {cli}");
         }

@@ -74,6 +74,15 @@ pub enum Error {
         /// The fault.
         what: String,
     },
+    /// Programs serve to which the guard of `dataplane guard` cannot be added.
+    #[error(
+        "programs of another version, or of an agent without a mesh, are attached by the pins in {directory}, and the \
+         guard cannot be added to them. Nothing was changed; start the agent, or run `dataplane cleanup` first"
+    )]
+    OthersServe {
+        /// The directory with the pins.
+        directory: PathBuf,
+    },
     /// A table would have to be larger than its limit.
     #[error(
         "table {table} is full: {needed} entries are needed, the limit is {limit}. The tables keep serving without \

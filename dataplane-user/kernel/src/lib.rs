@@ -1,6 +1,7 @@
 //! The kernel: loading, attaching, pinning and adopting our programs and tables, and writing the
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
+pub mod boot_guard;
 mod by_packets;
 mod capture;
 mod cgroup;
@@ -310,6 +311,15 @@ impl Kernel {
             return Ok(());
         }
         self.capture.attach_probes(&self.pins, cgroups)
+    }
+
+    /// Ends the guard of `dataplane guard`. The next [`Kernel::set_captured`] decides whether connections are refused.
+    ///
+    /// # Errors
+    /// If the sign of the guard cannot be removed. The next agent then guards again.
+    pub fn end_boot_guard(&mut self) -> Result<(), Error> {
+        self.capture.boot_guard = false;
+        boot_guard::lower(self.pins.root())
     }
 
     /// Attaches capture's program to these interfaces of workloads, and detaches it from all others. Call it before

@@ -137,7 +137,7 @@ fn flow_vips(pins: &Pins) -> Result<Option<HashSet<Addr>>, Error> {
 pub type Loading<'a> = dyn Fn() -> bool + 'a;
 
 /// Does nothing while the programs are loaded, for [`Kernel::open_with`].
-fn nothing(_: &Capture, _: &Loading<'_>) {}
+pub(super) fn nothing(_: &Capture, _: &Loading<'_>) {}
 
 /// Loads the programs on a separate thread, and runs `meanwhile` on this thread.
 fn load_while(

@@ -62,6 +62,9 @@ pub struct Settings {
     pub attempts: usize,
     /// How long each endpoint has to answer.
     pub connect_timeout: Duration,
+    /// How long a connection waits for a snapshot that has its destination, if it is refused only because the destination is
+    /// not known.
+    pub hold: Duration,
     /// The time without a byte after which a connection is reset; `None`: never.
     pub idle_timeout: Option<Duration>,
     /// The time without a byte after which the kernel checks whether the peer is still there.
@@ -90,6 +93,7 @@ impl Default for Settings {
             transparent: false,
             attempts: 3,
             connect_timeout: Duration::from_secs(5),
+            hold: Duration::ZERO,
             idle_timeout: None,
             keepalive: Some(Duration::from_mins(3)),
             max_connections: None,
@@ -181,12 +185,12 @@ impl Proxy {
 
     /// Routes new connections by this snapshot. Existing connections stay with their endpoints.
     pub fn set_snapshot(&self, snapshot: Snapshot) {
-        self.relay.set_snapshot(snapshot);
+        self.workers.shared().set_snapshot(snapshot);
     }
 
     /// Sets the snapshot from another thread.
     pub fn routes(&self) -> Routes {
-        Routes(Arc::clone(&self.relay))
+        Routes(Arc::clone(self.workers.shared()))
     }
 
     /// Accepts the connections of a workload.
@@ -246,7 +250,7 @@ impl Drop for Proxy {
 
 /// Sets the snapshot by which a proxy routes new connections.
 #[derive(Clone, Debug)]
-pub struct Routes(Arc<Relay>);
+pub struct Routes(Arc<Shared>);
 
 impl Routes {
     /// See [`Proxy::set_snapshot`].

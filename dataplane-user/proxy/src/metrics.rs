@@ -32,11 +32,16 @@ impl Collector for Scrape {
 type Reading = fn(&Attached) -> u64;
 
 /// Counters of each workload.
-const OF_WORKLOADS: [(&str, &str, Reading); 2] = [
+const OF_WORKLOADS: [(&str, &str, Reading); 3] = [
     (
         "dataplane_proxy_deferred",
         "Times that a connection of this pod waited, because the pod or the proxy had as many as it may have",
         Attached::deferred,
+    ),
+    (
+        "dataplane_proxy_unknown",
+        "Connections of this pod that waited, because the agent did not know their destination and the pod may only connect to known ones",
+        Attached::unknown,
     ),
     (
         "dataplane_proxy_stalled",

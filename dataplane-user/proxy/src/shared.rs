@@ -6,12 +6,13 @@ use std::{
     os::fd::OwnedFd,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering, fence},
         mpsc::{self, Receiver, Sender},
     },
     time::Instant,
 };
 
+use model::Snapshot;
 use relay::{Attached, Direction, Listener, Permit, Relay};
 use rustix::{
     event::{EventfdFlags, eventfd},
@@ -73,6 +74,8 @@ pub struct Accepted {
 pub struct Load {
     connections: AtomicUsize,
     held: AtomicUsize,
+    /// Connections that wait for a snapshot that has their destination.
+    waiting: AtomicUsize,
 }
 
 impl Load {
@@ -94,6 +97,11 @@ impl Load {
     /// Bytes held for readers that do not keep up.
     pub fn held(&self) -> usize {
         self.held.load(Ordering::Relaxed)
+    }
+
+    /// Sets the number of connections that wait for another snapshot.
+    pub fn set_waiting(&self, count: usize) {
+        self.waiting.store(count, Ordering::Relaxed);
     }
 
     /// Sets the bytes held.
@@ -157,12 +165,36 @@ impl Shared {
         &self.mailboxes[number].wake
     }
 
+    /// Routes new connections by this snapshot, and wakes the workers with connections that wait for one.
+    pub fn set_snapshot(&self, snapshot: Snapshot) {
+        self.relay.set_snapshot(snapshot);
+        // With the fence in `wake_if_newer`: this thread sees the connection, or the worker sees the snapshot.
+        fence(Ordering::SeqCst);
+        for (number, load) in self.loads.iter().enumerate() {
+            if load.waiting.load(Ordering::Relaxed) > 0 {
+                self.wake_up(number);
+            }
+        }
+    }
+
+    /// Wakes a worker that has just begun to wait for a snapshot later than `version`, if it is there by now.
+    pub fn wake_if_newer(&self, number: usize, version: u64) {
+        fence(Ordering::SeqCst);
+        if self.relay.version() != version {
+            self.wake_up(number);
+        }
+    }
+
+    fn wake_up(&self, number: usize) {
+        // Fails only if the counter is full, and then the worker is awake.
+        let _ = rustix::io::write(&self.mailboxes[number].wake, &1_u64.to_ne_bytes());
+    }
+
     /// Sends a worker a command, and wakes the worker. Returns the command if the worker has ended.
     pub fn send(&self, number: usize, command: Command) -> Result<(), Command> {
         let mailbox = &self.mailboxes[number];
         mailbox.sender.send(command).map_err(|error| error.0)?;
-        // Fails only if the counter is full, and then the worker is awake.
-        let _ = rustix::io::write(&mailbox.wake, &1_u64.to_ne_bytes());
+        self.wake_up(number);
         Ok(())
     }
 

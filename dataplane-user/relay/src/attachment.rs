@@ -121,6 +121,8 @@ pub struct Attached {
     pub(super) holders: Holders,
     /// Times that a connection was left in the backlog, because a limit was reached.
     pub(super) deferred: AtomicU64,
+    /// Connections that waited because their destination was not known.
+    unknown: AtomicU64,
     stalled: Mutex<Stalled>,
     counters: Mutex<HashMap<CountersKey, Arc<Counters>>>,
     /// The limits of all attachments. A session finds them here, and needs no counted reference of its own.
@@ -163,6 +165,7 @@ impl Attached {
             own: listeners.iter().map(|listener| listener.address).collect(),
             holders,
             deferred: AtomicU64::new(0),
+            unknown: AtomicU64::new(0),
             stalled: Mutex::default(),
             counters: Mutex::default(),
             limits,
@@ -249,6 +252,16 @@ impl Attached {
     /// milliseconds, and counts each time.
     pub fn deferred(&self) -> u64 {
         self.deferred.load(Ordering::Relaxed)
+    }
+
+    /// Counts a connection that waits because its destination is not known.
+    pub fn count_unknown(&self) {
+        self.unknown.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Connections that waited because their destination was not known.
+    pub fn unknown(&self) -> u64 {
+        self.unknown.load(Ordering::Relaxed)
     }
 
     /// Counts a connection that is ended because its reader has stalled and the engine's buffers are full.

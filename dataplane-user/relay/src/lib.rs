@@ -47,7 +47,7 @@ pub use metrics::{Connections, encode_connections};
 use model::{Snapshot, WorkloadName};
 pub use namespace::{Stock, local_addresses};
 pub use outcome::Flag;
-pub use session::{Permit, Session};
+pub use session::{Permit, Refusal, Session};
 
 /// The state that relayed connections share: the snapshot that routes them, the attached workloads,
 /// limits, counters and the access log.

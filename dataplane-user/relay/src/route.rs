@@ -18,6 +18,9 @@ pub enum Route {
     Service(Arc<Target>),
     /// To its original destination.
     Straight,
+    /// Nowhere, as far as the snapshot knows: the workload may only connect to known destinations. A later snapshot may
+    /// have the destination.
+    Unknown,
     /// Nowhere: the connection is refused. The service, if the destination is one's.
     Refused(Flag, Option<Arc<Target>>),
 }
@@ -38,6 +41,11 @@ pub fn decide(
         // The client, or its proxy, has already chosen the workload.
         Direction::Inbound => Found::Known,
     };
+    let is_denied = || {
+        direction == Direction::Outbound
+            && attached.egress == Egress::Deny
+            && !index.is_reachable(destination)
+    };
     match found {
         Found::Service(target) if !attached.is_admitted(&target, client.ip()) => {
             Route::Refused(Flag::Denied, Some(target))
@@ -53,13 +61,8 @@ pub fn decide(
         Found::Known | Found::Unknown if attached.is_own(destination) => {
             Route::Refused(Flag::Recursive, None)
         }
-        Found::Known | Found::Unknown
-            if direction == Direction::Outbound
-                && attached.egress == Egress::Deny
-                && !index.is_reachable(destination) =>
-        {
-            Route::Refused(Flag::Denied, None)
-        }
+        Found::Known if is_denied() => Route::Refused(Flag::Denied, None),
+        Found::Unknown if is_denied() => Route::Unknown,
         Found::Known | Found::Unknown => Route::Straight,
     }
 }
@@ -73,4 +76,59 @@ fn is_refused(index: &Index, attached: &Attached, target: &Target, v4: bool) -> 
     index.is_refused(target)
         || attached.egress == Egress::Deny && !index.is_service_reachable(target, v4)
         || as_node && index.leads_to_node(target, v4)
+}
+
+#[cfg(test)]
+mod tests {
+    use model::{Place, Reachable, Snapshot, Workload, WorkloadName};
+    use threads::none_dies;
+
+    use super::*;
+    use crate::{AccessLog, Attachment, Limits, Log, limits::Holders};
+
+    fn attached(egress: Egress) -> Arc<Attached> {
+        let (log, _) = Log::start(AccessLog::Off, std::io::sink(), none_dies()).unwrap();
+        let attachment = Attachment {
+            workload: Arc::new(Workload::new(WorkloadName::new("a", "b"), Place::Address)),
+            namespace: None,
+            outbound: vec![],
+            inbound: vec![],
+            egress,
+        };
+        let limits = Arc::new(Limits::new(Some(1), None, 1024));
+        let shared = (limits, Holders::default(), Arc::new(log));
+        Attached::new(0, attachment, Box::default(), shared)
+            .unwrap()
+            .0
+    }
+
+    /// Only a destination that the snapshot does not have at all may become known.
+    #[test]
+    fn what_is_unknown_is_told_from_what_a_rule_denies() {
+        let at = |text: &str| -> SocketAddr { text.parse().unwrap() };
+        let mut pod = Workload::new(WorkloadName::new("a", "known"), Place::Elsewhere);
+        pod.addresses = [at("10.0.0.1:0").ip()].into_iter().collect();
+        let mut snapshot = Snapshot::default();
+        let name = pod.name.clone();
+        snapshot.workloads.insert(name, Arc::new(pod));
+        snapshot.reachable = Some(Arc::new(Reachable::default()));
+        let index = Index::default().updated(snapshot);
+        let decided = |egress, direction, to: &str| {
+            let attached = attached(egress);
+            decide(&index, &attached, direction, at("10.0.0.9:1"), at(to))
+        };
+        let (outbound, inbound) = (Direction::Outbound, Direction::Inbound);
+        let unknown = decided(Egress::Deny, outbound, "10.0.0.2:80");
+        assert!(matches!(unknown, Route::Unknown), "{unknown:?}");
+        // A Pod that does not declare the port.
+        let known = decided(Egress::Deny, outbound, "10.0.0.1:80");
+        assert!(
+            matches!(known, Route::Refused(Flag::Denied, None)),
+            "{known:?}"
+        );
+        for (egress, direction) in [(Egress::Allow, outbound), (Egress::Deny, inbound)] {
+            let allowed = decided(egress, direction, "10.0.0.2:80");
+            assert!(matches!(allowed, Route::Straight), "{allowed:?}");
+        }
+    }
 }

@@ -79,6 +79,24 @@ impl Drop for Permit {
     }
 }
 
+/// Why a connection is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The flag to end the session with.
+    pub flag: Flag,
+    /// Whether the only reason is that the snapshot does not have the destination: a later snapshot may have it.
+    pub is_unknown: bool,
+}
+
+impl From<Flag> for Refusal {
+    fn from(flag: Flag) -> Self {
+        Self {
+            flag,
+            is_unknown: false,
+        }
+    }
+}
+
 /// A relayed connection.
 #[derive(Debug)]
 pub struct Session {
@@ -165,13 +183,14 @@ impl Session {
         self.client
     }
 
-    /// Decides where the connection goes.
+    /// Decides where the connection goes. If an outbound connection is refused because its destination is not known, an
+    /// engine may ask again with a later snapshot.
     ///
     /// # Errors
-    /// The flag to end the session with, if the connection is refused.
-    pub fn route(&mut self, index: &Index) -> Result<(), Flag> {
+    /// Why the connection is refused.
+    pub fn route(&mut self, index: &Index) -> Result<(), Refusal> {
         if !self.permit.admit(index, self.client) {
-            return Err(Flag::ClientsShare);
+            return Err(Flag::ClientsShare.into());
         }
         let (attached, direction) = (&self.permit.attached, self.direction);
         match route::decide(index, attached, direction, self.client, self.destination) {
@@ -182,8 +201,12 @@ impl Session {
             }
             Route::Refused(flag, target) => {
                 self.target = target;
-                Err(flag)
+                Err(flag.into())
             }
+            Route::Unknown => Err(Refusal {
+                flag: Flag::Denied,
+                is_unknown: true,
+            }),
         }
     }
 

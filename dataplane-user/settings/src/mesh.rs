@@ -28,6 +28,10 @@ pub struct Mesh {
     /// Default: false.
     #[serde(skip_serializing_if = "is_default")]
     pub guard: bool,
+    /// The key of a taint that the agent removes from its Node as soon as it has captured the node's workloads for the first
+    /// time. The agent then needs the permission to patch nodes. Default: none.
+    #[serde(skip_serializing_if = "is_default")]
+    pub startup_taint: Option<String>,
     /// What happens to TCP connections of captured workloads that a waypoint, AuthorizationPolicy or PeerAuthentication of
     /// Istio's limits: nothing on the node enforces these objects. Default: warn.
     #[serde(skip_serializing_if = "is_default")]
@@ -101,6 +105,10 @@ pub struct MeshProxy {
     /// Time without a byte after which the agent's proxy resets a connection, such as `2h`. Default: no limit.
     #[serde(skip_serializing_if = "is_default")]
     pub idle_timeout: Option<Timeout>,
+    /// How long the agent's proxy holds a connection of a workload with `egress: deny` whose destination the agent does not
+    /// know yet. Default: 5s.
+    #[serde(skip_serializing_if = "is_default")]
+    pub hold_timeout: Option<Timeout>,
     /// Format of the access log of the agent's proxy, on standard output: one line for each connection,
     /// at its end. Default: text.
     #[serde(skip_serializing_if = "is_default")]
@@ -445,6 +453,10 @@ impl Mesh {
                 let at = format!("mesh.proxy.{key}");
                 faults.push((at, "expected a number from 1".into()));
             }
+        }
+        if self.startup_taint.as_ref().is_some_and(String::is_empty) {
+            let text = "empty; expected a taint's key, such as dataplane.io/not-ready";
+            faults.push(("mesh.startupTaint".into(), text.into()));
         }
         if self.root_namespace().is_empty() {
             let text = "empty; expected a namespace's name, such as istio-system";

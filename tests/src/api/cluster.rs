@@ -177,7 +177,7 @@ impl Cluster {
         version
     }
 
-    /// The present object, with its kind.
+    /// Returns the present object, with its kind; `None` if it is not there.
     pub fn get(&self, resource: Resource, namespace: &str, name: &str) -> Option<Value> {
         let key = (resource, namespace.to_owned(), name.to_owned());
         let object = Arc::clone(self.lock().objects.get(&key)?);

@@ -13,6 +13,7 @@ mod churn;
 mod cluster;
 mod faults;
 mod life;
+mod nodes;
 pub mod objects;
 mod patch;
 mod select;

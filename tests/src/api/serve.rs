@@ -26,7 +26,7 @@ use super::{
     Cluster, Resource,
     cluster::Change,
     faults::{Asked, Break, Faults},
-    patch,
+    nodes, patch,
     select::Selector,
     stored::Object,
 };
@@ -88,12 +88,16 @@ pub async fn answer(
             patch::answer(&site, pod, &manager.unwrap_or_default(), request).await
         }
         (None, None, None) => match resource {
-            None => status(
-                404,
-                "NotFound",
-                "the server could not find the resource",
-                None,
-            ),
+            None => nodes::answer(&site.cluster, request)
+                .await
+                .unwrap_or_else(|| {
+                    status(
+                        404,
+                        "NotFound",
+                        "the server could not find the resource",
+                        None,
+                    )
+                }),
             Some(resource) if is_watch => watch(&site, resource, &parameters),
             Some(resource) => list(&site, resource, &parameters),
         },

@@ -39,6 +39,7 @@ scenarios! {
     host_ports_of_pods_are_served,
     without_the_right_to_read_pods_the_rest_is_served,
     labels_of_pods_and_namespaces_capture_and_release,
+    a_startup_taint_goes_when_the_pods_are_captured,
     who_may_reach_what_is_known_reaches_pods_elsewhere,
     a_reader_that_dies_ends_the_agent_with_an_error,
     a_restless_cluster,
@@ -889,4 +890,42 @@ fn a_restless_cluster() -> Result<()> {
     ensure!(status["healthy"] == true, "{status}");
     ensure!(status["agent"]["sync_errors"] == 0, "{status}");
     Ok(())
+}
+
+/// The agent removes its taint and no other, after it has found the Pod that it has to capture.
+fn a_startup_taint_goes_when_the_pods_are_captured() -> Result<()> {
+    const KEY: &str = "dataplane.io/not-ready";
+    let mesh = json!({ "startupTaint": KEY, "rules": { "mode": "proxy" } }).to_string();
+    let mut site = Site::prepare_with(web, |agent| {
+        agent.in_the_nodes_cgroup().args(["--mesh", &mesh])
+    })?;
+    let cluster = site.server.cluster().clone();
+    let other = json!({ "key": "other", "value": "v", "effect": "NoSchedule" });
+    let mut node = objects::node("node2", "zone-a", &[site.lab.node("node2").ipv4().into()]);
+    node["spec"]["taints"] = json!([{ "key": KEY, "effect": "NoExecute" }, other]);
+    cluster.apply(node);
+    // Not on this node, whatever the API says.
+    let mut pod = objects::pod("absent", "node2", &[IpAddr::from([10, 244, 2, 99])]);
+    pod["metadata"]["labels"] = json!({ "istio.io/dataplane-mode": "ambient" });
+    cluster.apply(pod);
+    site.agent.start()?;
+    let taints = || -> Result<Value> {
+        let node = cluster.get(Resource::Nodes, "", "node2");
+        Ok(node.context("the node")?["spec"]["taints"].clone())
+    };
+    eventually(|| {
+        let findings = site.findings()?;
+        ensure!(
+            findings.contains("has not found the Pod default/absent"),
+            "{findings}"
+        );
+        Ok(())
+    })?;
+    ensure!(taints()?.to_string().contains(KEY), "removed too early");
+    cluster.delete(Resource::Pods, "default", "absent");
+    eventually(|| {
+        let now = taints()?;
+        ensure!(now == json!([other]), "{now}");
+        Ok(())
+    })
 }

@@ -33,6 +33,9 @@ pub fn examine(
     let Contents { tables, verdicts } = tables::read(paths, limits, counted, &mut findings);
     let is_attached = programs.iter().any(|p| p.attached);
     let agent = judged(agent, is_attached, &mut findings);
+    if agent.is_none() {
+        findings.extend(boot_guard(paths));
+    }
     let path = (!interfaces.is_empty()).then(|| packet_path(paths));
     if path.is_some() {
         findings.extend(forwarding());
@@ -187,6 +190,21 @@ fn workloads(
         )));
     }
     mesh
+}
+
+/// Names the guard of `dataplane guard`, if it stands and no agent has taken over.
+fn boot_guard(paths: &kernel::Paths) -> Option<Finding> {
+    match kernel::boot_guard::is_in_force(&paths.bpffs) {
+        Ok(false) => None,
+        Ok(true) => Some(Finding::error(
+            "the guard of `dataplane guard` stands, and no agent has taken over: connections are refused from all network \
+             namespaces except the node's. Start the agent; `dataplane cleanup` removes the guard"
+                .to_owned(),
+        )),
+        Err(error) => Some(Finding::warning(format!(
+            "cannot find out whether the guard of `dataplane guard` stands: {error}"
+        ))),
+    }
 }
 
 /// Returns whether the table of `dataplane keep-nat` exists, if the kernel returns it.

@@ -17,7 +17,9 @@ use plan::{
 };
 
 use super::{
-    ARRIVING, AS_BEFORE, Mesh, cni,
+    ARRIVING, AS_BEFORE, Mesh,
+    boot::has_started,
+    cni,
     found::{Found, Missing, Search},
     problems::Problems,
 };
@@ -254,9 +256,7 @@ impl Mesh {
 /// Whether a workload that its source places on this node has to be denied unknown destinations. A Pod without an
 /// address has not started, so it opens no connection.
 pub fn is_to_be_denied(member: &Member) -> bool {
-    let workload = &member.workload;
-    let is_here = workload.uid.is_some() || !workload.node.is_empty();
-    let is_here = is_here && !workload.addresses.is_empty();
+    let is_here = has_started(&member.workload);
     is_here && !member.is_by_packets() && member.policy.egress == Egress::Deny
 }
 

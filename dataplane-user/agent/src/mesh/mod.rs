@@ -4,6 +4,7 @@
 mod announced;
 mod announce;
 mod attach;
+mod boot;
 mod cni;
 mod discover;
 mod dns;
@@ -26,7 +27,7 @@ use std::{
         unix::net::UnixStream,
     },
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, mpsc::Sender},
     thread,
     time::{Duration, Instant},
 };
@@ -47,7 +48,8 @@ use threads::Deaths;
 use tracing::debug;
 
 use self::{
-    announced::Announced, attach::Attached, dns::Dns, found::Found, guard::Closed, packets::Packets, problems::Problems,
+    announced::Announced, attach::Attached, boot::BootGuard, dns::Dns, found::Found,
+    guard::Closed, packets::Packets, problems::Problems,
 };
 pub use self::{places::namespace_with, published::Published, settle::Settled};
 
@@ -57,6 +59,9 @@ const RELEASED: Duration = Duration::from_hours(365 * 24);
 
 /// How long a workload may be announced before it is here, or after it has gone, before this counts as a problem.
 const ARRIVING: Duration = Duration::from_secs(5);
+
+/// How long the proxy holds a connection to a destination that the agent does not know yet.
+const HOLD: Duration = Duration::from_secs(5);
 
 /// The part of an ending agent's time for its connections in which it accepts no more.
 const LAST: Duration = Duration::from_millis(500);
@@ -129,6 +134,10 @@ pub struct Mesh {
     homes: HashMap<WorkloadName, Vec<u64>>,
     /// Whether connections are refused from unknown network namespaces, since the last [`Mesh::settle`].
     guarded: bool,
+    /// The guard of `dataplane guard`, or a startup taint, until this agent has taken over.
+    boot: Option<BootGuard>,
+    /// Told when this agent has taken over.
+    verified: Option<Sender<()>>,
     /// Network namespaces that the guard keeps closed.
     closed: Closed,
     own_cookie: u64,
@@ -169,6 +178,10 @@ impl Mesh {
                     .proxy
                     .idle_timeout
                     .map(|time| Duration::from_secs(time.seconds().into())),
+                hold: config
+                    .proxy
+                    .hold_timeout
+                    .map_or(HOLD, |time| Duration::from_secs(time.seconds().into())),
                 access_log: config.proxy.access_log.unwrap_or_default(),
                 max_connections: config.proxy.max_connections.map(|max| max as usize),
                 max_per_workload: config
@@ -217,6 +230,8 @@ impl Mesh {
             absent: HashMap::new(),
             homes: HashMap::new(),
             guarded: held.namespaces.values().any(Enrolled::is_let_go),
+            boot: BootGuard::new(capture.has_boot_guard(), config.startup_taint.as_deref()),
+            verified: None,
             closed: Closed::new(),
             own_cookie: kernel::netns_cookie()?,
             cgroup: cgroup.to_owned(),
@@ -228,6 +243,11 @@ impl Mesh {
     /// Looks at the agent's own proxy, if there is one.
     pub fn observer(&self) -> Option<Observer> {
         self.proxy.as_ref().map(Proxy::observer)
+    }
+
+    /// Has a message sent when all workloads are captured that were there before the agent.
+    pub fn tell_when_verified(&mut self, to: Option<Sender<()>>) {
+        self.verified = to;
     }
 
     /// Publishes snapshots to the proxy and to the DNS server.
@@ -279,7 +299,8 @@ impl Mesh {
     /// How soon to look again at facts that change without an event.
     pub fn patience(&self) -> Duration {
         let is_asked = self.announced.is_awaited() || !self.absent.is_empty();
-        if self.config.guard || !self.problems.is_empty() || is_asked {
+        let is_guarded = self.config.guard || self.guarded || self.boot.is_some();
+        if is_guarded || is_asked || !self.problems.is_empty() {
             Duration::from_secs(1)
         } else {
             Duration::from_secs(10)

@@ -16,10 +16,11 @@ use plan::{
     },
 };
 use proxy::{Proxy, handover};
-use tracing::{error, warn};
+use tracing::{error, info, warn};
 
 use super::{
     Mesh,
+    boot::{BootGuard, has_started},
     discover::{Placed, Sought, is_to_be_denied},
     dns::Dns,
     found::Found,
@@ -108,6 +109,7 @@ impl Mesh {
         self.complete_tables(kernel.capture(), &view, &mut placed, guard, &mut draft);
         self.write(kernel, &view, &placed, guard, &mut draft)?;
         self.close_sockets(&view, &placed, &draft);
+        self.end_boot_guard(kernel, &view, &placed, &mut draft)?;
         self.announced.retain(|cookie| view.found.may_exist(cookie));
         let (tables, problems) = (kernel.capture().tables(), &draft.problems);
         self.answer_announced(tables, snapshot, &members, problems, view.waits);
@@ -131,7 +133,10 @@ impl Mesh {
         waits: bool,
     ) -> View<'a> {
         // If the guard may have to let other namespaces go, their workloads have to be known.
-        let careful = self.config.guard || self.guarded || members.iter().any(is_to_be_denied);
+        let careful = self.config.guard
+            || self.guarded
+            || self.has_boot_guard()
+            || members.iter().any(is_to_be_denied);
         let others = guard::others(snapshot, members).filter(|_| careful);
         let others: Vec<&Workload> = others.collect();
         let search = self.wanted(members, &others, held);
@@ -209,7 +214,7 @@ impl Mesh {
         held: &Captured,
         draft: &mut Draft,
     ) -> bool {
-        let everybody = self.config.guard || sought.by_operator;
+        let everybody = self.config.guard || self.has_boot_guard() || sought.by_operator;
         let some = !sought.uids.is_empty() && namespaces::sees_all_processes().unwrap_or(false);
         let guard = everybody || some;
         // Namespaces that the guard let go are in the table until there is no guard any more.
@@ -221,6 +226,48 @@ impl Mesh {
             draft.trouble = draft.trouble.take().or(others.trouble);
         }
         guard
+    }
+
+    fn has_boot_guard(&self) -> bool {
+        self.boot.as_ref().is_some_and(BootGuard::refuses)
+    }
+
+    /// Ends the guard of `dataplane guard`, and has the startup taint removed, if this run has captured all workloads, and
+    /// knows the network namespaces that were there before. The tables have them by now. The next run decides about unknown
+    /// network namespaces.
+    fn end_boot_guard(
+        &mut self,
+        kernel: &mut Kernel,
+        view: &View<'_>,
+        placed: &Placed<'_>,
+        draft: &mut Draft,
+    ) -> Result<(), kernel::Error> {
+        let Some(guard) = &mut self.boot else {
+            return Ok(());
+        };
+        let members = view.members.iter().map(|member| &member.workload);
+        let missing = members
+            .filter(|workload| self.absent.contains_key(&workload.name))
+            .filter(|workload| has_started(workload))
+            .map(|workload| &workload.name);
+        let unknown = self.closed.keys().copied().collect();
+        let is_unread = draft.trouble.is_some() || !placed.unknown.is_empty();
+        if guard.is_needed(missing, &unknown, Instant::now()) || is_unread || view.waits {
+            draft.left_out.push(guard.text());
+            return Ok(());
+        }
+        if guard.refuses() {
+            kernel.end_boot_guard()?;
+            info!(
+                "mesh: all workloads are captured that were there before: the guard of `dataplane guard` ends"
+            );
+        }
+        self.boot = None;
+        if let Some(verified) = &self.verified {
+            // Fails only if the thread has died, which ends the agent.
+            let _ = verified.send(());
+        }
+        Ok(())
     }
 
     /// Opens the proxy's and the DNS server's sockets, before connections and queries are captured.

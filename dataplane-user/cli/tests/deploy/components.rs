@@ -101,9 +101,13 @@ fn the_charts_values_do_what_the_components_do() {
 #[test]
 fn kustomize_adds_the_same() {
     let components = pairs().map(|(component, _)| component);
-    for component in components
-        .iter()
-        .chain(&["mesh", "announce", "service-entries", "routes"])
+    for component in components.iter().chain(&[
+        "mesh",
+        "announce",
+        "service-entries",
+        "routes",
+        "startup-taint",
+    ])
     {
         let overlay = deploy()
             .join("kustomize")
@@ -125,6 +129,36 @@ fn kustomize_adds_the_same() {
         let rendered = objects([str::from_utf8(&output.stdout).unwrap()]);
         assert_eq!(rendered, with(component), "{component}");
     }
+}
+
+/// The agent may change Nodes only if the configuration names a startup taint.
+#[test]
+fn nodes_may_be_patched_for_a_startup_taint_only() {
+    let patches = |role: &Value| {
+        let rules = role["rules"].as_array().unwrap();
+        let writes = rules
+            .iter()
+            .filter(|rule| rule["verbs"] == json!(["patch"]));
+        let resources: Vec<_> = writes.map(|rule| rule["resources"].clone()).collect();
+        resources
+    };
+    let taint = json!("dataplane.io/not-ready");
+    for (mesh, wanted) in [
+        (json!({ "startupTaint": taint }), vec![json!(["nodes"])]),
+        (json!({ "guard": true }), vec![]),
+    ] {
+        let chart = chart::render("kube-system", &json!({ "config": { "mesh": mesh } }));
+        assert_eq!(patches(&chart["ClusterRole dataplane"]), wanted, "{mesh}");
+        all_known(&chart);
+    }
+    let component = with("startup-taint");
+    all_known(&component);
+    let role = &component["ClusterRole dataplane-startup-taint"];
+    assert_eq!(patches(role), [json!(["nodes"])]);
+    let binding = &component["ClusterRoleBinding dataplane-startup-taint"];
+    assert_eq!(binding["roleRef"]["name"], "dataplane-startup-taint");
+    let of_base = &component["ClusterRoleBinding dataplane"]["subjects"];
+    assert_eq!(binding["subjects"], *of_base);
 }
 
 #[test]

@@ -124,3 +124,26 @@ fn systemd_knows_every_setting() {
         String::from_utf8_lossy(&output.stderr)
     );
 }
+
+/// The guard's unit runs a command that there is, before every kubelet that it names, and takes a running agent for
+/// success.
+#[test]
+fn the_guards_unit_comes_before_the_kubelet() {
+    let unit = read("deploy/systemd/dataplane-guard.service");
+    let value = |setting: &str| {
+        let mut lines = unit.lines();
+        let value = lines.find_map(|line| line.strip_prefix(setting)?.strip_prefix('='));
+        value.unwrap_or_else(|| panic!("no {setting}"))
+    };
+    let words = value("ExecStart").split(' ');
+    let matches = Cli::command().try_get_matches_from(words).unwrap();
+    assert_eq!(matches.subcommand_name(), Some("guard"));
+    let config = matches.get_one::<PathBuf>("config").unwrap();
+    assert_eq!(config, Path::new("/etc/dataplane/config.yaml"));
+    assert_eq!(value("SuccessExitStatus"), exit::BUSY.to_string());
+    let before: Vec<&str> = value("Before").split(' ').collect();
+    for kubelet in value("RequiredBy").split(' ') {
+        assert!(before.contains(&kubelet), "not before {kubelet}");
+    }
+    assert!(before.contains(&"kubelet.service") && before.contains(&"dataplane.service"));
+}

@@ -49,6 +49,7 @@ pub use self::{
     tables::CaptureTables,
 };
 use super::{
+    boot_guard,
     error::{Doing, Error},
     pins::Pins,
     programs::{self, INBOUND, PROBE_EVENTS, TCP_EVENTS},
@@ -89,6 +90,8 @@ pub struct Capture {
     /// For the interfaces of workloads that are captured by their packets.
     packets: Option<CaptureProgram>,
     lease: QueryLease,
+    /// Whether the guard of `dataplane guard` stands.
+    pub(super) boot_guard: bool,
 }
 
 /// The cgroup of an agent of another layout, as its CAPTURE tells; 0 if there is none.
@@ -126,8 +129,12 @@ impl Capture {
             probes: None,
             packets: None,
             lease: QueryLease::open(pins)?,
+            boot_guard: boot_guard::stands(pins.root())?,
         };
         if let Some(options) = options {
+            if capture.boot_guard {
+                boot_guard::refuse_unknown(tables, options);
+            }
             let earlier = capture.tables.config();
             let before = match earlier.agent_cgroup {
                 0 => cgroup_of_another_layout(pins),
@@ -142,6 +149,7 @@ impl Capture {
             }
         } else {
             tables.set_mesh(0);
+            boot_guard::lower(pins.root())?;
             // Without the programs, packets that these rules bring to sockets here would find none.
             let entries = capture.held.namespaces.iter();
             let routed = entries.filter(|(_, entry)| entry.flags & Enrolled::VIRTUAL != 0);
@@ -215,6 +223,11 @@ impl Capture {
         &self.held
     }
 
+    /// Whether the guard of `dataplane guard` stands.
+    pub fn has_boot_guard(&self) -> bool {
+        self.boot_guard
+    }
+
     /// The tables, for reading.
     pub fn tables(&self) -> &CaptureTables {
         &self.tables
@@ -279,6 +292,9 @@ impl Capture {
         }
         if guard {
             mesh |= MESH_GUARD | MESH_NAMESPACES;
+            if self.boot_guard {
+                mesh |= boot_guard::FLAGS;
+            }
         }
         if wanted.locals.values().any(Local::is_by_packets) {
             mesh |= MESH_PACKETS;

@@ -192,8 +192,15 @@ impl Worker {
         if keeps_client {
             connection.share_port();
         }
-        let first = routed.and_then(|()| connection.read_first(&mut self.buffers));
-        let first = match first {
+        if let Err(refusal) = routed {
+            if refusal.is_unknown && self.may_hold(connection.session.attached()) {
+                self.hold(connection);
+            } else {
+                self.end(connection, refusal.flag, true);
+            }
+            return;
+        }
+        let first = match connection.read_first(&mut self.buffers) {
             Ok(first) => first,
             Err(flag) => {
                 self.end(connection, flag, true);

@@ -112,7 +112,7 @@ impl Worker {
     /// Performs the tasks that are due, and sets the timer for the next.
     pub fn on_timer(&mut self) {
         self.clock.clear_alarm();
-        let attempt = self.give_up();
+        let (attempt, held) = (self.give_up(), self.give_up_held());
         for number in 0..self.acceptors.len() {
             if let Some(Some(acceptor)) = self.acceptors.get(number)
                 && (acceptor.paused_until).is_some_and(|until| until <= self.clock.now)
@@ -131,7 +131,12 @@ impl Worker {
         let acceptors = self.acceptors.iter().flatten();
         let pauses = acceptors.filter_map(|acceptor| acceptor.paused_until);
         let shut = self.shut.iter().map(|(_, deadline)| *deadline);
-        let times = attempt.into_iter().chain(upkeep).chain(pauses).chain(shut);
+        let times = attempt
+            .into_iter()
+            .chain(held)
+            .chain(upkeep)
+            .chain(pauses)
+            .chain(shut);
         if let Some(next) = times.chain(self.drain).min() {
             self.clock.wake_by(next);
         }

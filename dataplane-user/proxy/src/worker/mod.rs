@@ -7,6 +7,7 @@
 mod accept;
 mod clock;
 mod dial;
+mod hold;
 mod shed;
 mod token;
 
@@ -29,7 +30,7 @@ use rustix::{
 };
 use threads::may_panic;
 
-use self::{accept::Acceptor, clock::Clock, dial::Pending, token::Token};
+use self::{accept::Acceptor, clock::Clock, dial::Pending, hold::Held, token::Token};
 use super::{
     buffers::Buffers,
     connection::{Connection, Side},
@@ -58,6 +59,7 @@ pub struct Worker {
     /// Connections that had more to do than fits a turn.
     queue: VecDeque<Key>,
     pending: Pending,
+    held: Held,
     index: Arc<Index>,
     /// The number of the index's snapshot.
     version: u64,
@@ -104,6 +106,7 @@ impl Worker {
             table: Table::default(),
             queue: VecDeque::new(),
             pending: Pending::new(),
+            held: Held::new(),
             index: Arc::default(),
             version: 0,
             buffers: Buffers::new(shared.settings.max_held / shared.loads.len().max(1)),
@@ -134,6 +137,7 @@ impl Worker {
             }
             if self.shared.relay.version() != self.version {
                 (self.version, self.index) = self.shared.relay.index();
+                self.route_held();
             }
             may_panic("relay");
             for event in &events {

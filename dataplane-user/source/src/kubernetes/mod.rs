@@ -9,8 +9,8 @@
 //! The source does not end when the API server is down. It retries with growing delays, and [`Health`] has the time of
 //! the last contact, and the failure.
 //!
-//! Two others send single requests (`call`): a [`Reviewer`] asks the API server for the permissions of the bearer of a
-//! token, and an [`Announcer`] writes on Pods that they are captured.
+//! Three others send single requests (`call`): a [`Reviewer`] asks the API server for the permissions of the bearer of a
+//! token, an [`Announcer`] writes on Pods that they are captured, and [`StartupTaint`] removes a taint of the Node.
 
 mod announce;
 mod backoff;
@@ -23,6 +23,7 @@ mod follow;
 mod health;
 mod review;
 mod sight;
+mod taint;
 mod token;
 
 use std::{
@@ -41,6 +42,7 @@ use follow::Follower;
 pub use health::{Health, KindHealth};
 use model::Node;
 pub use review::{Review, ReviewError, Reviewer};
+pub use taint::StartupTaint;
 use threads::{Deaths, may_panic};
 use tokio::{
     runtime::Builder,

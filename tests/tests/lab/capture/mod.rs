@@ -1,6 +1,7 @@
 //! Mesh capture: outbound and inbound connections of a pod go to a proxy in its network namespace, which gets the
 //! original destination.
 
+mod boot;
 mod cleanup;
 mod clients;
 mod cni;
@@ -8,6 +9,7 @@ mod deny;
 mod escapes;
 mod evasions;
 mod explain;
+mod held;
 mod identity;
 mod interfaces;
 mod istio;
@@ -26,6 +28,7 @@ mod sidecar;
 mod takeover;
 mod trouble;
 
+pub use boot::SCENARIOS as BOOT;
 pub use cleanup::SCENARIOS as CLEANUP;
 pub use clients::SCENARIOS as CLIENTS;
 pub use cni::SCENARIOS as CNI;
@@ -33,6 +36,7 @@ pub use deny::SCENARIOS as DENY;
 pub use escapes::SCENARIOS as ESCAPES;
 pub use evasions::SCENARIOS as EVASIONS;
 pub use explain::SCENARIOS as EXPLAIN;
+pub use held::SCENARIOS as HELD;
 pub use identity::SCENARIOS as IDENTITY;
 pub use interfaces::SCENARIOS as INTERFACES;
 pub use istio::SCENARIOS as ISTIO;

@@ -1,0 +1,122 @@
+//! From boot until this agent has taken over: the guard of `dataplane guard` stands, and the node has its startup taint.
+//! The agent lets network namespaces go as with `mesh.guard`, and ends both when it knows the network namespaces that were
+//! there before it.
+
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+use model::{Workload, WorkloadName};
+
+/// How long the agent waits for the Pods of processes that were there before it: the kubelet reports the address of a Pod
+/// some seconds after the Pod's network namespace exists.
+const UNKNOWN: Duration = Duration::from_secs(30);
+
+/// The guard or the taint, as long as there is one.
+#[derive(Debug)]
+pub struct BootGuard {
+    /// When the agent first looked; with the network namespaces with processes of unknown Pods that it found then, by
+    /// their cookies, and that are still unknown.
+    first: Option<(Instant, BTreeSet<u64>)>,
+    /// Whether there is a guard, by which connections are refused.
+    refuses: bool,
+    /// The key of the taint.
+    taint: Option<String>,
+    /// Why the agent has not taken over yet, for `status`.
+    because: String,
+}
+
+impl BootGuard {
+    /// `refuses`: whether there is a guard; `taint`: the key of the taint. `None`: there is neither.
+    pub fn new(refuses: bool, taint: Option<&str>) -> Option<Self> {
+        (refuses || taint.is_some()).then(|| Self {
+            first: None,
+            refuses,
+            taint: taint.map(str::to_owned),
+            because: "the agent cannot look for them yet".to_owned(),
+        })
+    }
+
+    /// Whether connections are refused from unknown network namespaces.
+    pub fn refuses(&self) -> bool {
+        self.refuses
+    }
+
+    /// Takes the result of a look: the Pods to be captured that were not found, and the network namespaces with
+    /// processes of unknown Pods. Returns whether the agent has to wait.
+    pub fn is_needed<'a>(
+        &mut self,
+        missing: impl IntoIterator<Item = &'a WorkloadName>,
+        unknown: &BTreeSet<u64>,
+        now: Instant,
+    ) -> bool {
+        let (since, waiting) = self.first.get_or_insert_with(|| (now, unknown.clone()));
+        waiting.retain(|cookie| unknown.contains(cookie));
+        if let Some(name) = missing.into_iter().next() {
+            self.because = format!("the agent has not found the Pod {name}");
+            return true;
+        }
+        let is_waiting = !waiting.is_empty() && now.duration_since(*since) < UNKNOWN;
+        if is_waiting {
+            self.because = format!(
+                "the agent waits up to {} s for the Pods of {} network namespaces",
+                UNKNOWN.as_secs(),
+                waiting.len()
+            );
+        }
+        is_waiting
+    }
+
+    /// Returns the text for `status`.
+    pub fn text(&self) -> String {
+        let because = &self.because;
+        match &self.taint {
+            Some(taint) if !self.refuses => {
+                format!("the agent has not removed the startup taint {taint} yet: {because}")
+            }
+            _ => format!(
+                "the guard of `dataplane guard` stands, so connections are refused from all network namespaces that the \
+                 agent does not know: {because}"
+            ),
+        }
+    }
+}
+
+/// Whether a workload is a Pod that the source places on this node and that has started: it has an address.
+pub fn has_started(workload: &Workload) -> bool {
+    let is_here = workload.uid.is_some() || !workload.node.is_empty();
+    is_here && !workload.addresses.is_empty()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_guard_stands_until_all_is_known_that_was_there() {
+        let web = WorkloadName::new("shop", "web");
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut guard = BootGuard::new(true, None).unwrap();
+        let needed =
+            |guard: &mut BootGuard, missing: &[&WorkloadName], unknown: &[u64], seconds| {
+                let unknown = unknown.iter().copied().collect();
+                guard.is_needed(missing.iter().copied(), &unknown, at(seconds))
+            };
+        assert!(needed(&mut guard, &[&web], &[1, 2], 0));
+        assert!(guard.text().contains("shop/web"), "{}", guard.text());
+        assert!(needed(&mut guard, &[], &[1, 2], 1));
+        // Another that comes later is not waited for; one that was known in between is not, either.
+        assert!(needed(&mut guard, &[], &[2, 3], 2));
+        assert!(!needed(&mut guard, &[], &[1, 3], 3));
+        // Processes of no Pod end the wait after some time, but a Pod that is not found never does.
+        let mut guard = BootGuard::new(true, None).unwrap();
+        assert!(needed(&mut guard, &[], &[1], 0));
+        assert!(needed(&mut guard, &[], &[1], 29));
+        assert!(!needed(&mut guard, &[], &[1], 30));
+        assert!(needed(&mut guard, &[&web], &[], 3600));
+        // It is found.
+        assert!(!needed(&mut guard, &[], &[], 3600));
+    }
+}
