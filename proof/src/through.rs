@@ -30,6 +30,7 @@ impl Stack {
     pub fn new(lab: &Lab, cells: u32) -> Result<Self> {
         let mut rig = Rig::new(&lab.bpffs()?.join("stack"), cells)?;
         World::new(lab, &mut rig)?;
+        rig.direct.expect();
         Ok(Self(rig))
     }
 
@@ -57,7 +58,9 @@ impl Stack {
         else {
             return Ok(None);
         };
-        if !self.learn(fast, &before.key())? {
+        // A second SYN to a service that is gone ends the flow.
+        let ends = before.is_syn() && world.frontend(&before).is_none();
+        if ends || !self.learn(fast, &before.key())? {
             return Ok(None);
         }
         let half = run(&self.0, input)?;

@@ -195,7 +195,9 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
     if s.packet.is_syn() && s.frontend.is_none() && begin::is_refused(s) {
         return Action::Refuse;
     }
-    if begins && s.frontend.is_none() && is_pods(skb) && begin::is_forged(skb, s) {
+    // Whether the node has sent a datagram the same way makes no forged one right.
+    let may_be_forged = begins || (known == FOREIGN && !s.packet.is_tcp());
+    if may_be_forged && s.frontend.is_none() && is_pods(skb) && begin::is_forged(skb, s) {
         return Action::Refuse;
     }
     // A SYN answers nothing, and neither does a datagram to a service.

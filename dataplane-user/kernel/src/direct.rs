@@ -36,17 +36,31 @@ impl DirectFlows {
     /// # Errors
     /// If the object has no such table, or it cannot be mapped.
     pub fn of(ebpf: &Ebpf) -> Result<Self, Error> {
+        let flows = Self::unset(ebpf)?;
+        flows.word.set(0, [1]);
+        Ok(flows)
+    }
+
+    /// As [`DirectFlows::of`], for programs that do not look until they make such a flow.
+    ///
+    /// # Errors
+    /// As of [`DirectFlows::of`].
+    pub fn unset(ebpf: &Ebpf) -> Result<Self, Error> {
         let doing = || "cannot use table DIRECT".to_owned();
         let Some(Map::Array(map)) = ebpf.map("DIRECT") else {
             return Err(std::io::Error::from(std::io::ErrorKind::NotFound)).doing(doing);
         };
         let fd = map.fd().as_fd().try_clone_to_owned().doing(doing)?;
-        let word = Mapped::map(fd, 1, true).doing(doing)?;
-        word.set(0, [1]);
         Ok(Self {
-            word,
+            word: Mapped::map(fd, 1, true).doing(doing)?,
             datagrams: Mutex::default(),
         })
+    }
+
+    /// Has the programs look for such flows.
+    #[cfg(feature = "testing")]
+    pub fn expect(&self) {
+        self.word.set(0, [1]);
     }
 
     /// Starts a period in which datagrams, too, may begin such flows: the programs now serve sockets whose packets they

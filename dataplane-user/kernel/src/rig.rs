@@ -23,7 +23,7 @@ use plan::Write;
 use zerocopy::IntoBytes as _;
 
 use super::{
-    Network, PacketOptions, Tables,
+    DirectFlows, Network, PacketOptions, Tables,
     error::{Doing, Error},
     map::Mapped,
     packet::PacketPath,
@@ -51,6 +51,8 @@ pub struct Rig {
     ways: OwnedFd,
     found: OwnedFd,
     scratch: OwnedFd,
+    /// Connections to endpoints themselves.
+    pub direct: DirectFlows,
     /// The flows.
     pub conntrack: Table,
     /// The ports of first fragments.
@@ -105,6 +107,7 @@ impl Rig {
             ways: unpinned(&ebpf, "WAYS")?,
             found: unpinned(&ebpf, "FOUND")?,
             scratch: unpinned(&ebpf, "SCRATCH")?,
+            direct: DirectFlows::unset(&ebpf)?,
             conntrack: Table::open(&pins)?.ok_or_else(|| absent(&pins, "CONNTRACK"))?,
             fragments: hash(&pins, "FRAGMENTS")?,
             pins,

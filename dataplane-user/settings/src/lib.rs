@@ -24,8 +24,8 @@ mod source;
 mod timeout;
 
 use clap::{Args, ValueEnum};
-use dataplane_common::Protocol;
 pub use cni::Cni;
+use dataplane_common::Protocol;
 pub use dns::{Dns, DnsCapture, DnsDestinations};
 pub use faults::faults;
 pub use flow_timeouts::FlowTimeouts;

@@ -320,7 +320,8 @@ impl<'a> Model<'a> {
             if may_answer && matches!(known, Known::No) {
                 known = self.answer(&key, packet, at.tick, true);
             }
-            if matches!(known, Known::No) && self.feigns_a_service(input, &headers) {
+            if matches!(known, Known::No | Known::Foreign) && self.feigns_a_service(input, &headers)
+            {
                 self.count(Reason::SourceForged);
                 return Ok(DROP);
             }

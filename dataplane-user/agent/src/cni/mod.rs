@@ -220,14 +220,8 @@ fn entry(settings: &Settings) -> Option<Value> {
     Some(json!({
         "type": PLUGIN,
         "socket": settings.listen.socket(),
-        "excludeNamespaces": never_captured(mesh),
+        "excludeNamespaces": mesh.excluded_namespaces(),
     }))
-}
-
-/// The namespaces whose pods are never captured, whatever their labels say: they start also while the agent is away. The
-/// settings have no key for such namespaces, so there are none: a label captures a pod of any namespace.
-fn never_captured(_mesh: &settings::Mesh) -> Vec<String> {
-    Vec::new()
 }
 
 /// The running thread.

@@ -1,8 +1,8 @@
 //! Mesh capture: the workloads whose connections are captured, the proxy's sockets in their network namespaces, and the
 //! kernel's tables.
 
-mod announced;
 mod announce;
+mod announced;
 mod attach;
 mod boot;
 mod cni;
@@ -48,8 +48,8 @@ use threads::Deaths;
 use tracing::debug;
 
 use self::{
-    announced::Announced, attach::Attached, boot::BootGuard, dns::Dns, found::Found,
-    guard::Closed, packets::Packets, problems::Problems,
+    announced::Announced, attach::Attached, boot::BootGuard, dns::Dns, found::Found, guard::Closed,
+    packets::Packets, problems::Problems,
 };
 pub use self::{places::namespace_with, published::Published, settle::Settled};
 
@@ -275,7 +275,10 @@ impl Mesh {
         for member in &members {
             let announced = self.announced.cookie(&member.workload);
             let announced = announced.as_slice();
-            let mut there = found.homes(&member.workload, announced).into_iter().flatten();
+            let mut there = found
+                .homes(&member.workload, announced)
+                .into_iter()
+                .flatten();
             let Some(namespace) = there.next() else {
                 continue;
             };

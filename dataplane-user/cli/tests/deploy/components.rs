@@ -107,8 +107,7 @@ fn kustomize_adds_the_same() {
         "service-entries",
         "routes",
         "startup-taint",
-    ])
-    {
+    ]) {
         let overlay = deploy()
             .join("kustomize")
             .join(format!("test-{}", std::process::id()));

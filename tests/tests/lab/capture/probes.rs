@@ -152,7 +152,8 @@ fn a_kubelet_that_starts_again_is_found() -> Result<()> {
 
 /// A client outside of the cluster comes by a node port, and the node masquerades it.
 fn one_that_only_has_the_nodes_address_is_no_kubelet() -> Result<()> {
-    let mut world = World::with(|lab| lab.pod("node1", "app", "10.244.1.8").external("ext"))?;
+    let mut world =
+        World::with(|lab| lab.pod("node1", "app", "10.244.1.8").external("ext"))?.by_packets();
     let app = world.app().clone();
     let service = Service::new("app", &["10.96.0.40", "fd00:96::40"])
         .node_port("tcp", 80, TCP, 30080)
