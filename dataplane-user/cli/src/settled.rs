@@ -250,6 +250,7 @@ mod tests {
                 hook: file.packets.hook,
                 ..Packets::default()
             },
+            cni: None,
             limits: Limits::default(),
             ..file.clone()
         }

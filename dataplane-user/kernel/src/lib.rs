@@ -40,6 +40,7 @@ mod privileges;
 pub mod probe;
 mod programs;
 mod protected;
+pub mod raise;
 mod reverse_path;
 #[cfg(feature = "testing")]
 pub mod rig;

@@ -9,10 +9,10 @@ use axum::{
 use http_body_util::BodyExt as _;
 use serde_json::{Map, Value, json};
 
-use super::{
-    Resource,
-    serve::{Site, status},
-};
+use super::{Cluster, Faults, Resource};
+
+/// A refusal: its code, its reason, and the message.
+pub type Refusal = (u16, &'static str, String);
 
 /// Returns the namespace and the name of the Pod whose status has this path.
 pub fn pod_of(path: &str) -> Option<(String, String)> {
@@ -24,34 +24,33 @@ pub fn pod_of(path: &str) -> Option<(String, String)> {
 
 /// Answers a request that applies an object.
 pub async fn answer(
-    site: &Site,
+    (cluster, faults): (&Cluster, &Faults),
     (namespace, name): (String, String),
     manager: &str,
     request: Request,
-) -> Response {
-    if let Some(code) = site.faults.refused_writes() {
-        return status(code, "Forbidden", "pods/status: refused on purpose", None);
+) -> Result<Response, Refusal> {
+    if let Some(code) = faults.refused_writes() {
+        return Err((code, "Forbidden", "pods/status: refused on purpose".into()));
     }
     let kind = request.headers().get(header::CONTENT_TYPE);
     let is_apply = kind.is_some_and(|kind| kind == "application/apply-patch+yaml");
     let body = request.into_body().collect().await;
     let body = body.map(|body| body.to_bytes()).unwrap_or_default();
     let (true, Ok(wanted)) = (is_apply, serde_json::from_slice::<Value>(&body)) else {
-        return status(400, "BadRequest", "the body is no object to apply", None);
+        return Err((400, "BadRequest", "the body is no object to apply".into()));
     };
-    let Some(mut pod) = site.cluster.get(Resource::Pods, &namespace, &name) else {
-        return status(404, "NotFound", "the Pod is not there", None);
+    let Some(mut pod) = cluster.get(Resource::Pods, &namespace, &name) else {
+        return Err((404, "NotFound", "the Pod is not there".into()));
     };
     if pod["metadata"]["uid"] != wanted["metadata"]["uid"] {
-        return status(409, "Conflict", "the UID is another Pod's", None);
+        return Err((409, "Conflict", "the UID is another Pod's".into()));
     }
     let wanted = wanted["metadata"]["annotations"].as_object().cloned();
-    if let Err(text) = apply(&mut pod["metadata"], &wanted.unwrap_or_default(), manager) {
-        return status(409, "Conflict", &text, None);
-    }
-    site.cluster.apply(pod.clone());
+    apply(&mut pod["metadata"], &wanted.unwrap_or_default(), manager)
+        .map_err(|text| (409, "Conflict", text))?;
+    cluster.apply(pod.clone());
     let kind = [(header::CONTENT_TYPE, "application/json")];
-    (StatusCode::OK, kind, pod.to_string()).into_response()
+    Ok((StatusCode::OK, kind, pod.to_string()).into_response())
 }
 
 /// Whether an entry of `managedFields` is that of this manager for what it applies to the status.

@@ -85,7 +85,10 @@ pub async fn answer(
         (None, Some(review), _) => review.answer(&site, request).await,
         (None, None, Some(pod)) => {
             let manager = parameters.get("fieldManager").cloned();
-            patch::answer(&site, pod, &manager.unwrap_or_default(), request).await
+            let manager = manager.unwrap_or_default();
+            let answer = patch::answer((&site.cluster, &site.faults), pod, &manager, request);
+            let refused = |(code, reason, text): patch::Refusal| status(code, reason, &text, None);
+            answer.await.unwrap_or_else(refused)
         }
         (None, None, None) => match resource {
             None => nodes::answer(&site.cluster, request)
@@ -171,7 +174,7 @@ impl Review {
 }
 
 /// A `Status`, in the form of the server's refusals.
-pub(super) fn status(code: u16, reason: &str, message: &str, retry: Option<u64>) -> Response {
+fn status(code: u16, reason: &str, message: &str, retry: Option<u64>) -> Response {
     let body = status_text(code, reason, message, retry);
     let code = StatusCode::from_u16(code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     (code, [(header::CONTENT_TYPE, "application/json")], body).into_response()

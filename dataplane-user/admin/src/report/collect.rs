@@ -194,7 +194,7 @@ fn workloads(
 
 /// Names the guard of `dataplane guard`, if it stands and no agent has taken over.
 fn boot_guard(paths: &kernel::Paths) -> Option<Finding> {
-    match kernel::boot_guard::is_in_force(&paths.bpffs) {
+    match kernel::raise::is_in_force(&paths.bpffs) {
         Ok(false) => None,
         Ok(true) => Some(Finding::error(
             "the guard of `dataplane guard` stands, and no agent has taken over: connections are refused from all network \

@@ -61,7 +61,12 @@ impl Directories {
     /// # Errors
     /// If there is no configuration, if the plug-in would fail in it, or if a file cannot be read or written.
     pub fn join(&self, entry: &Value) -> Result<Vec<PathBuf>, String> {
-        let mut files = self.files()?.into_iter();
+        let mut files = self.files()?;
+        // A list that was made of a single plug-in is out of date when the CNI's installer has written that one anew.
+        let of = |list: &Path| ["conf", "json"].map(|extension| list.with_extension(extension));
+        let is_new = |one: &PathBuf| one.exists() && before(one).exists();
+        files.retain(|file| !(is_list(file) && of(file).iter().any(is_new)));
+        let mut files = files.into_iter();
         let mut skipped = String::new();
         let mut changed = Vec::new();
         loop {
@@ -80,8 +85,9 @@ impl Directories {
                 Err(Fault::Unsupported(why)) => return Err(format!("{}: {why}", file.display())),
             }
         }
-        // Runtimes used another file before.
-        for file in files {
+        // Runtimes used another file before. A list that has just replaced a single plug-in is not one of them.
+        let others: Vec<_> = files.filter(|file| !changed.contains(file)).collect();
+        for file in others {
             changed.extend(leave_one(&file)?);
         }
         Ok(changed)

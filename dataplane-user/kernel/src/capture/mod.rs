@@ -133,7 +133,7 @@ impl Capture {
         };
         if let Some(options) = options {
             if capture.boot_guard {
-                boot_guard::refuse_unknown(tables, options);
+                tables.set_mesh(boot_guard::refusing(tables.mesh(), options.outbound));
             }
             let earlier = capture.tables.config();
             let before = match earlier.agent_cgroup {

@@ -299,14 +299,15 @@ fn flows_through_the_stack_are_counted_while_the_path_is_left() {
     let Some(conntrack) = conntrack() else { return };
     let [through, over, past] = [(1000, 0), (1001, 6000), (1002, 0)]
         .map(|(n, age)| flow(n, Protocol::UDP, ago(age), seen::PACKET, seen::PACKET));
-    for flow in [&through, &over, &past] {
-        assert!(conntrack.add(flow));
-    }
     // Its cell was another flow's before.
     let foreign = flow(1003, Protocol::UDP, now(), 0, 0).key;
     assert!(conntrack.add_foreign(foreign, (ENDPOINT, Port::new(53))));
+    // The last: the cell of a flow that is over goes to the next one.
+    for flow in [&through, &past, &over] {
+        assert!(conntrack.add(flow));
+    }
     for key in [&through.key, &over.key, &foreign] {
-        assert!(conntrack.table.set_through(key));
+        assert!(conntrack.table.set_through(key), "{key:?}");
     }
     let census = |flags| {
         let config = PacketConfig {
