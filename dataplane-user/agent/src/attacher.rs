@@ -373,6 +373,7 @@ impl Worker {
         };
         let is_behind = self.health.is_behind(admin::now());
         mesh.published().doubt(is_behind);
+        mesh.lacks_cni(self.state.has_cni_problem());
         let snapshot = snapshot.in_doubt(is_behind);
         match mesh.settle(&mut self.kernel, &snapshot) {
             Ok(mesh::Settled {

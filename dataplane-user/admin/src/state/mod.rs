@@ -262,6 +262,11 @@ impl State {
         });
     }
 
+    /// Whether the CNI plug-in has to be in the container runtime's configuration, and is not.
+    pub fn has_cni_problem(&self) -> bool {
+        lock(&self.known).cni.is_some()
+    }
+
     /// Sets or clears the problem of the routes to the node's own pods. Returns whether the problem changed.
     pub fn pods_led_elsewhere(&self, text: Option<String>) -> bool {
         let led = text.map(|text| api::Problem {

@@ -93,7 +93,8 @@ impl Directories {
         Ok(changed)
     }
 
-    /// Takes the plug-in's entry out of all configurations, and removes the plug-in. Returns the files that this changed.
+    /// Takes the plug-in's entry out of all configurations. Returns the files that this changed. The program stays: CRI-O ends a
+    /// pod with the configuration with which the pod began, and without the program the pod would never end.
     ///
     /// # Errors
     /// If a file cannot be read or written.
@@ -101,12 +102,6 @@ impl Directories {
         let mut changed = Vec::new();
         for file in self.files()? {
             changed.extend(leave_one(&file)?);
-        }
-        let plugin = self.bin.join(PLUGIN);
-        match fs::remove_file(&plugin) {
-            Ok(()) => changed.push(plugin),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(cannot("remove", &plugin, &error)),
         }
         Ok(changed)
     }
@@ -129,19 +124,34 @@ impl Directories {
         Ok(files)
     }
 
-    /// Copies this program to the runtime's plug-ins: an earlier version of it may be there.
-    fn install(&self) -> Result<(), String> {
+    /// Copies this program to the runtime's plug-ins: an earlier version of it may be there. Returns what identifies the copy.
+    fn install(&self) -> Result<Copy, String> {
         let plugin = self.bin.join(PLUGIN);
         let program = File::open("/proc/self/exe");
         let copied = program.and_then(|program| replace(&plugin, program, 0o755));
-        copied.map_err(|error| cannot("write", &plugin, &error))
+        let copy = copied.and_then(|()| self.copy());
+        copy.map_err(|error| cannot("write", &plugin, &error))
+    }
+
+    /// Returns what identifies the program that is there.
+    fn copy(&self) -> io::Result<Copy> {
+        let there = fs::symlink_metadata(self.bin.join(PLUGIN))?;
+        Ok((there.ino(), there.len()))
     }
 }
+
+/// The number and the length of a file.
+type Copy = (u64, u64);
 
 /// Puts the entry into a configuration. Returns the file that this wrote.
 fn join_one(file: &Path, entry: &Value) -> Result<Option<PathBuf>, Fault> {
     let io =
         |what: &str, error: &io::Error| Fault::Unsupported(format!("cannot {what} it: {error}"));
+    if file.is_symlink() {
+        return Err(Fault::Unsupported(
+            "it is a symbolic link, which the agent would replace by a file".to_owned(),
+        ));
+    }
     let text = fs::read_to_string(file).map_err(|error| io("read", &error))?;
     let mode = fs::metadata(file).map_or(0o600, |metadata| metadata.mode() & 0o777);
     if is_list(file) {
@@ -211,7 +221,8 @@ fn cannot(what: &str, path: &Path, error: &io::Error) -> String {
 
 /// Replaces a file in one step: a reader sees the old one or the new one, also after a crash.
 fn replace(file: &Path, mut content: impl io::Read, mode: u32) -> io::Result<()> {
-    let new = file.with_file_name(".dataplane-cni.new");
+    // An agent that ends may write at the same time as its successor.
+    let new = file.with_file_name(format!(".dataplane-cni.{}", std::process::id()));
     let mut written = File::create(&new)?;
     written.set_permissions(Permissions::from_mode(mode))?;
     io::copy(&mut content, &mut written)?;
@@ -262,11 +273,15 @@ impl Installer {
             directories: Directories::of(cni),
             entry: entry(settings),
             state: Arc::clone(state),
-            is_installed: false,
+            installed: None,
             problem: None,
             changes: wake.clone(),
             watcher: None,
         };
+        if worker.entry.is_some() {
+            // Until the first look has ended well.
+            state.cni_problem(Some("the plug-in is not in a network configuration yet"));
+        }
         let thread = threads::start("cni", deaths(events), move || worker.run(&woken))?;
         Ok(Some(Self { wake, thread }))
     }
@@ -283,8 +298,8 @@ struct Worker {
     directories: Directories,
     entry: Option<Value>,
     state: Arc<State>,
-    /// Whether the plug-in is this program.
-    is_installed: bool,
+    /// The program that this agent has installed.
+    installed: Option<Copy>,
     problem: Option<String>,
     changes: Sender<Wake>,
     /// `None` if the kernel gives no notifications.
@@ -336,11 +351,20 @@ impl Worker {
         let changed = match &self.entry {
             None => self.directories.leave(),
             // The program first, before a configuration names it.
-            Some(entry) if self.is_installed => self.directories.join(entry),
             Some(entry) => {
-                let installed = self.directories.install();
-                self.is_installed = installed.is_ok();
-                installed.and_then(|()| self.directories.join(entry))
+                // Another program may have removed or replaced it.
+                let there = self.directories.copy().ok();
+                if there.is_none() || there != self.installed {
+                    self.installed = None;
+                }
+                let installed = match self.installed {
+                    Some(copy) => Ok(copy),
+                    None => self.directories.install(),
+                };
+                installed.and_then(|copy| {
+                    self.installed = Some(copy);
+                    self.directories.join(entry)
+                })
             }
         };
         match changed {
@@ -430,9 +454,9 @@ mod tests {
         fs::write(directories.conf.join("05-new.conflist"), LIST).unwrap();
         assert_eq!(directories.join(&entry()).unwrap().len(), 1);
         fs::write(directories.bin.join(PLUGIN), "").unwrap();
-        assert_eq!(directories.leave().unwrap().len(), 2);
+        assert_eq!(directories.leave().unwrap().len(), 1);
         assert_eq!(names(&directories).0, [""; 0]);
-        assert!(!directories.bin.join(PLUGIN).exists());
+        assert!(directories.bin.join(PLUGIN).exists());
         assert_eq!(directories.leave(), Ok(Vec::new()));
     }
 

@@ -219,6 +219,14 @@ impl Mesh {
                         .map_or(String::new(), |uid| format!("with UID {uid} "))
                 ));
             };
+            // Without the Namespace, its labels are not known.
+            let namespaces = snapshot.namespaces.as_ref();
+            if namespaces.is_some_and(|all| !all.contains(pod.namespace.as_str())) {
+                return Answer::Waiting(format!(
+                    "the agent's source does not have the Namespace {} yet",
+                    pod.namespace
+                ));
+            }
             let mut members = members.iter();
             let Some(member) = members.find(|member| member.workload.name == workload.name) else {
                 return Answer::NotCaptured;

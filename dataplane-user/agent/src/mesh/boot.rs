@@ -23,6 +23,8 @@ pub struct BootGuard {
     refuses: bool,
     /// The key of the taint.
     taint: Option<String>,
+    /// Whether pods may still start that do not wait for the agent.
+    lacks_cni: bool,
     /// Why the agent has not taken over yet, for `status`.
     because: String,
 }
@@ -34,8 +36,14 @@ impl BootGuard {
             first: None,
             refuses,
             taint: taint.map(str::to_owned),
+            lacks_cni: false,
             because: "the agent cannot look for them yet".to_owned(),
         })
+    }
+
+    /// Sets whether the CNI plug-in, by which pods wait for the agent, has to be in the runtime's configuration, and is not.
+    pub fn lacks_cni(&mut self, lacks: bool) {
+        self.lacks_cni = lacks;
     }
 
     /// Whether connections are refused from unknown network namespaces.
@@ -55,6 +63,11 @@ impl BootGuard {
         waiting.retain(|cookie| unknown.contains(cookie));
         if let Some(name) = missing.into_iter().next() {
             self.because = format!("the agent has not found the Pod {name}");
+            return true;
+        }
+        if self.lacks_cni {
+            "the CNI plug-in is not in the container runtime's configuration"
+                .clone_into(&mut self.because);
             return true;
         }
         let is_waiting = !waiting.is_empty() && now.duration_since(*since) < UNKNOWN;
@@ -116,7 +129,10 @@ mod tests {
         assert!(needed(&mut guard, &[], &[1], 29));
         assert!(!needed(&mut guard, &[], &[1], 30));
         assert!(needed(&mut guard, &[&web], &[], 3600));
-        // It is found.
+        guard.lacks_cni(true);
+        assert!(needed(&mut guard, &[], &[], 3600));
+        // It is found, and pods that start wait for the agent.
+        guard.lacks_cni(false);
         assert!(!needed(&mut guard, &[], &[], 3600));
     }
 }

@@ -299,6 +299,13 @@ impl Mesh {
         }
     }
 
+    /// As [`BootGuard::lacks_cni`].
+    pub fn lacks_cni(&mut self, lacks: bool) {
+        if let Some(guard) = &mut self.boot {
+            guard.lacks_cni(lacks);
+        }
+    }
+
     /// How soon to look again at facts that change without an event.
     pub fn patience(&self) -> Duration {
         let is_asked = self.announced.is_awaited() || !self.absent.is_empty();

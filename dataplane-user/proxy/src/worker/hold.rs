@@ -21,10 +21,17 @@ const MAX_OF_WORKLOAD: usize = 128;
 impl Worker {
     /// Whether another connection of a workload may wait.
     pub fn may_hold(&mut self, attached: &Arc<Attached>) -> bool {
-        if self.shared.settings.hold.is_zero() || self.held.len() >= MAX {
+        if self.shared.settings.hold.is_zero() {
             return false;
         }
         let table = &mut self.table;
+        if self.held.len() >= MAX {
+            // Those whose client has gone take no room of others.
+            self.held.retain(|(_, key)| table.get_mut(*key).is_some());
+        }
+        if self.held.len() >= MAX {
+            return false;
+        }
         let waiting = self.held.iter().filter(|(_, key)| {
             let connection = table.get_mut(*key);
             connection.is_some_and(|connection| connection.session.attached().id == attached.id)
