@@ -50,6 +50,8 @@ struct Node {
     cluster: Objects,
     socket: PathBuf,
     plugin: PathBuf,
+    /// How many pods there were, so that none has the name or the UID of an earlier one.
+    pods: AtomicUsize,
     _directory: TempDir,
 }
 
@@ -84,6 +86,7 @@ fn site(mode: &str) -> Result<(Site, Node)> {
         cluster: site.server.cluster().clone(),
         socket: site.agent.socket(),
         plugin,
+        pods: AtomicUsize::new(0),
         _directory: directory,
     };
     Ok((site, node))
@@ -100,7 +103,9 @@ impl Node {
         runtime.wait_for_line()?;
         let mut starts = Starts::default();
         while more() {
-            let took = self.start_pod(worker, starts.count, &mut runtime)?;
+            let last = 20 + worker * ADDRESSES + starts.count % ADDRESSES;
+            let address = Ipv4Addr::new(10, 244, 2, u8::try_from(last)?);
+            let took = self.start_pod(address, &mut runtime)?;
             starts.count += 1;
             starts.longest = starts.longest.max(took);
         }
@@ -109,11 +114,10 @@ impl Node {
     }
 
     /// Starts and ends a pod. Returns how long ADD took.
-    fn start_pod(&self, worker: usize, count: usize, runtime: &mut Process) -> Result<Duration> {
-        let name = format!("p{worker}-{count}");
-        let last = u8::try_from(20 + worker * ADDRESSES + count % ADDRESSES)?;
-        let address = Ipv4Addr::new(10, 244, 2, last);
-        let uid = format!("8e3b0c9a-6b0f-4f61-{worker:04x}-{count:012x}");
+    fn start_pod(&self, address: Ipv4Addr, runtime: &mut Process) -> Result<Duration> {
+        let number = self.pods.fetch_add(1, Ordering::Relaxed);
+        let name = format!("p{number}");
+        let uid = format!("8e3b0c9a-6b0f-4f61-9d1c-{number:012x}");
         let mut pod = objects::pod(&name, "node2", &[address.into()]);
         pod["metadata"]["uid"] = uid.as_str().into();
         pod["metadata"]["labels"] = json!({ "istio.io/dataplane-mode": "ambient" });
@@ -226,8 +230,8 @@ fn many_pods_start_and_none_is_late() -> Result<()> {
     })
 }
 
-/// The agent ends and is started, is killed and is started, and is replaced by another. The rules are decided in the kernel, as
-/// the proxy of a killed agent refuses the connections that it has not accepted, of whatever pod.
+/// The agent ends and is started, is killed and is started, and is replaced by another agent. The kernel decides about these pods'
+/// connections, because without an agent's proxy, connections to a proxy are refused.
 fn starts_wait_while_the_agent_is_away() -> Result<()> {
     const WORKERS: usize = 2;
     let (mut site, node) = site("kernel")?;
