@@ -232,6 +232,17 @@ pub struct Failure {
     pub error: String,
 }
 
+/// `probe pods`: the start of a pod.
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct StartReport {
+    /// How long the CNI plug-in took for ADD, in nanoseconds.
+    pub add_ns: u64,
+    /// The endpoint that answered the pod's first connection, or the error.
+    pub first: String,
+    /// The errors of the connections, by TCP and by UDP, that have to be refused, or `passed`.
+    pub denied: [String; 2],
+}
+
 /// A connection that an endpoint answered. An endpoint that left at a time T must not be in an
 /// event that started later than T plus the grace period.
 #[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]

@@ -205,6 +205,7 @@ const ALL: &[&[Scenario]] = &[
     capture::PROBES,
     capture::PROXIES,
     capture::RESTART,
+    capture::STARTS,
     capture::TAKEOVER,
     capture::TROUBLE,
     netfilter::SCENARIOS,

@@ -12,6 +12,7 @@ mod hold;
 mod keep;
 mod load;
 mod marked;
+mod pods;
 mod serve;
 mod storm;
 mod talk;
@@ -65,6 +66,10 @@ enum Command {
     Talk(talk::Arguments),
     /// Connect with a mark that is taken off before the socket is closed
     Marked(marked::Arguments),
+    /// Start pods as a container runtime does, with the CNI plug-in, connect from each at once, and report on each
+    ///
+    /// Prints a line when it is ready.
+    Pods(pods::Arguments),
     /// Connect all the time, from several threads, and report what happened
     Load(load::Arguments),
     /// Ask as fast as possible until stdin is closed, without waiting for answers, and report who answered
@@ -86,6 +91,7 @@ fn main() -> ExitCode {
         Command::Keep(arguments) => keep::run(&arguments),
         Command::Talk(arguments) => talk::run(&arguments),
         Command::Marked(arguments) => marked::run(&arguments),
+        Command::Pods(arguments) => pods::run(&arguments),
         Command::Load(arguments) => load::run(&arguments),
         Command::Storm(arguments) => storm::run(&arguments),
     };

@@ -150,7 +150,7 @@ fn pods_and_connections_share_the_open_files_that_there_are() -> Result<()> {
 }
 
 /// The names of the agent's workloads, from the agent alone: `dataplane status` also reads all of the kernel's state.
-fn workloads(agent: &Agent) -> Result<Vec<String>> {
+pub fn workloads(agent: &Agent) -> Result<Vec<String>> {
     let mut socket = UnixStream::connect(agent.socket())?;
     socket.write_all(b"GET /mesh HTTP/1.0\r\n\r\n")?;
     let mut answer = String::new();

@@ -25,6 +25,7 @@ mod proxies;
 mod relay;
 mod restart;
 mod sidecar;
+mod starts;
 mod takeover;
 mod trouble;
 
@@ -50,6 +51,7 @@ pub use packets::SCENARIOS as PACKETS;
 pub use probes::SCENARIOS as PROBES;
 pub use proxies::SCENARIOS as PROXIES;
 pub use restart::SCENARIOS as RESTART;
+pub use starts::SCENARIOS as STARTS;
 pub use takeover::SCENARIOS as TAKEOVER;
 pub use trouble::SCENARIOS as TROUBLE;
 

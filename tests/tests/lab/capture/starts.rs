@@ -1,0 +1,281 @@
+//! Pods that start and end, as fast as the node can: each is captured before its first connection, and none leaves
+//! anything behind.
+
+use std::{
+    fs,
+    net::Ipv4Addr,
+    os::unix::fs::symlink,
+    path::PathBuf,
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_common::Reason;
+use dataplane_tests::{
+    Agent, Host, Lab, Process,
+    api::{Cluster as Objects, Resource, objects},
+    emulated,
+    report::StartReport,
+};
+use kernel::ByPackets;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::many::{number, workloads};
+use crate::{
+    cluster::{at_once, eventually, verdicts},
+    kubernetes::{Site, web},
+};
+
+scenarios! {
+    Dataplane:
+    many_pods_start_and_none_is_late,
+    starts_wait_while_the_agent_is_away,
+}
+
+/// A service of Pods.
+const TO: &str = "10.96.0.10:80";
+/// Declared nowhere.
+const DENIED: &str = "192.0.2.1:443";
+/// How many pods may start at the same time, by their addresses.
+const MOST: usize = 32;
+/// How many addresses the pods of one worker have in turn.
+const ADDRESSES: usize = 7;
+
+/// The node on which pods start.
+struct Node {
+    host: Host,
+    cluster: Objects,
+    socket: PathBuf,
+    plugin: PathBuf,
+    /// How many pods there were, so that none has the name or the UID of an earlier one.
+    pods: AtomicUsize,
+    _directory: TempDir,
+}
+
+/// How many pods a worker started, and the longest ADD.
+#[derive(Default)]
+struct Starts {
+    count: usize,
+    longest: Duration,
+}
+
+/// A node whose agent reads the API, captures pods with the label, and refuses unknown destinations.
+fn site(mode: &str) -> Result<(Site, Node)> {
+    let rules = json!({ "mode": mode, "egress": "deny" });
+    let mesh = json!({ "rules": rules, "proxy": { "accessLog": "off" } }).to_string();
+    let objects = |lab: &Lab| {
+        let pods = [("far", "node1"), ("near", "node2")];
+        let pods = pods.map(|(name, node)| objects::pod(name, node, &lab.pod(name).addresses()));
+        [web(lab), pods.to_vec()].concat()
+    };
+    let mut site = Site::prepare_with(objects, |agent| {
+        agent
+            .in_the_nodes_cgroup()
+            .sockets_only()
+            .args(["--mesh", &mesh])
+    })?;
+    site.agent.start()?;
+    let directory = tempfile::tempdir()?;
+    let plugin = directory.path().join("dataplane-cni");
+    symlink(site.lab.programs().dataplane()?, &plugin)?;
+    let node = Node {
+        host: site.lab.node("node2").clone(),
+        cluster: site.server.cluster().clone(),
+        socket: site.agent.socket(),
+        plugin,
+        pods: AtomicUsize::new(0),
+        _directory: directory,
+    };
+    Ok((site, node))
+}
+
+impl Node {
+    /// Starts and ends pods, one after the other, for as long as `more` returns true.
+    fn start_pods(&self, worker: usize, more: impl Fn() -> bool) -> Result<Starts> {
+        let gateway = self.host.gateway4().to_string();
+        let runtime = self.host.probe("pods").arg("--plugin").arg(&self.plugin);
+        let runtime = runtime.arg("--socket").arg(&self.socket);
+        let runtime = runtime.args(["--to", TO, "--denied", DENIED, "--gateway", &gateway]);
+        let mut runtime = runtime.stdin_piped().stdout_piped().spawn()?;
+        runtime.wait_for_line()?;
+        let mut starts = Starts::default();
+        while more() {
+            let last = 20 + worker * ADDRESSES + starts.count % ADDRESSES;
+            let address = Ipv4Addr::new(10, 244, 2, u8::try_from(last)?);
+            let took = self.start_pod(address, &mut runtime)?;
+            starts.count += 1;
+            starts.longest = starts.longest.max(took);
+        }
+        runtime.wait()?;
+        Ok(starts)
+    }
+
+    /// Starts and ends a pod. Returns how long ADD took.
+    fn start_pod(&self, address: Ipv4Addr, runtime: &mut Process) -> Result<Duration> {
+        let number = self.pods.fetch_add(1, Ordering::Relaxed);
+        let name = format!("p{number}");
+        let uid = format!("8e3b0c9a-6b0f-4f61-9d1c-{number:012x}");
+        let mut pod = objects::pod(&name, "node2", &[address.into()]);
+        pod["metadata"]["uid"] = uid.as_str().into();
+        pod["metadata"]["labels"] = json!({ "istio.io/dataplane-mode": "ambient" });
+        let mut pending = pod.clone();
+        pending["status"] = json!({ "phase": "Pending" });
+        self.cluster.apply(pending);
+        let of_node = self.host.netns().strip_suffix(self.host.name());
+        let netns = format!("{}{name}", of_node.context("the lab's prefix")?);
+        runtime.send_line(&format!("{name} {netns} {address} {uid}"))?;
+        let report: StartReport = serde_json::from_str(&runtime.wait_for_line()?)?;
+        let is_served = ["far", "near"].contains(&&*report.first);
+        let is_denied = report.denied.iter().all(|error| error == "ECONNREFUSED");
+        ensure!(is_served && is_denied, "{name}: {report:?}");
+        // kubelet writes the addresses after the containers have started.
+        self.cluster.apply(pod);
+        runtime.send_line("")?;
+        runtime.wait_for_line()?;
+        self.cluster.delete(Resource::Pods, "default", &name);
+        Ok(Duration::from_nanos(report.add_ns))
+    }
+
+    /// Starts and ends so many pods, by several workers.
+    fn start_many(&self, count: usize) -> Result<()> {
+        let left = AtomicUsize::new(count);
+        let more = || {
+            let one_less = |left: usize| left.checked_sub(1);
+            let order = Ordering::Relaxed;
+            left.fetch_update(order, order, one_less).is_ok()
+        };
+        let start = Instant::now();
+        let workers = (count / 25).clamp(4, MOST);
+        let works = (0..workers).map(|worker| move || self.start_pods(worker, more));
+        let starts = at_once(works)?;
+        print(&starts, start.elapsed());
+        Ok(())
+    }
+}
+
+fn print(starts: &[Starts], took: Duration) {
+    let count: usize = starts.iter().map(|of| of.count).sum();
+    let count = u32::try_from(count).unwrap_or(u32::MAX);
+    println!(
+        "{count} pods started and ended in {took:.1?} by {} workers: {:.0} per second, the longest ADD took {:.1?}",
+        starts.len(),
+        f64::from(count) / took.as_secs_f64(),
+        starts.iter().map(|of| of.longest).max().unwrap_or_default(),
+    );
+}
+
+/// The verdicts on the pods' connections so far: on the first of each pod, and on those that have to be refused.
+fn counts(agent: &Agent, first: Reason) -> Result<[u64; 2]> {
+    Ok([
+        verdicts(agent, first)?,
+        verdicts(agent, Reason::EgressDenied)?,
+    ])
+}
+
+/// Checks that the kernel decided about every connection of `pods` pods by the pods' own rules.
+fn all_counted(agent: &Agent, first: Reason, pods: usize) -> Result<()> {
+    let (pods, counted) = (u64::try_from(pods)?, counts(agent, first)?);
+    ensure!(
+        counted == [pods, 2 * pods],
+        "{counted:?} of {pods} pods\n{}",
+        agent.log()
+    );
+    Ok(())
+}
+
+/// Checks that no pod is left: in the agent, in the kernel's table, in the file for the next agent.
+fn nothing_is_left(agent: &Agent) -> Result<()> {
+    eventually(|| {
+        let names = workloads(agent)?;
+        ensure!(names.iter().all(|name| !name.starts_with('p')), "{names:?}");
+        let captured = ByPackets::open(agent.bpffs(), false)?.captured()?;
+        ensure!(captured.is_empty(), "{captured:?} are captured");
+        let kept = fs::read(agent.socket().with_file_name("pods.json"))?;
+        let kept: Value = serde_json::from_slice(&kept)?;
+        ensure!(kept == json!([]), "{kept:#}");
+        Ok(())
+    })
+}
+
+/// The agent's memory in KiB, and its open files.
+fn held(agent: &Agent) -> Result<(u64, usize)> {
+    let files = fs::read_dir(format!("/proc/{}/fd", agent.id()))?.count();
+    Ok((agent.memory("VmRSS")?, files))
+}
+
+/// `DATAPLANE_STARTS=10000` for the long run.
+fn many_pods_start_and_none_is_late() -> Result<()> {
+    /// How much an agent may grow after the first quarter, in KiB.
+    const FLAT: u64 = 8 << 10;
+    /// Connections to the API server and of this scenario come and go.
+    const FEW: usize = 8;
+    let count = number("DATAPLANE_STARTS", if emulated() { 16 } else { 100 })?;
+    let (site, node) = site("proxy")?;
+    let agent = &site.agent;
+    node.start_many(count.div_ceil(4))?;
+    nothing_is_left(agent)?;
+    let early = held(agent)?;
+    node.start_many(count - count.div_ceil(4))?;
+    nothing_is_left(agent)?;
+    all_counted(agent, Reason::Captured, count)?;
+    eventually(|| {
+        let late = held(agent)?;
+        let is_flat = late.0 < early.0 + FLAT && late.1 <= early.1 + FEW;
+        ensure!(is_flat, "KiB and files: {early:?}, then {late:?}");
+        println!("KiB and files: {early:?} after a quarter of {count} pods, {late:?} after all");
+        Ok(())
+    })
+}
+
+/// The agent ends and is started, is killed and is started, and is replaced by another agent. The kernel decides about these pods'
+/// connections, because without an agent's proxy, connections to a proxy are refused.
+fn starts_wait_while_the_agent_is_away() -> Result<()> {
+    const WORKERS: usize = 2;
+    let (mut site, node) = site("kernel")?;
+    let start = Instant::now();
+    let (ends, agent, node) = (&AtomicBool::new(false), &mut site.agent, &node);
+    let more = || !ends.load(Ordering::Relaxed);
+    let starts = thread::scope(|scope| -> Result<Vec<Starts>> {
+        let workers: Vec<_> = (0..WORKERS)
+            .map(|worker| scope.spawn(move || node.start_pods(worker, more)))
+            .collect();
+        let restarted = restart(agent);
+        ends.store(true, Ordering::Relaxed);
+        let starts = workers
+            .into_iter()
+            .map(|worker| worker.join().ok().context("a thread panicked")?)
+            .collect();
+        restarted.and(starts)
+    })?;
+    print(&starts, start.elapsed());
+    ensure!(
+        starts.iter().all(|of| of.count >= 4),
+        "a worker started too few pods"
+    );
+    nothing_is_left(&site.agent)?;
+    let pods = starts.iter().map(|of| of.count).sum();
+    all_counted(&site.agent, Reason::Direct, pods)
+}
+
+/// Has the agent go and come back in three ways, with pauses in which pods start.
+fn restart(agent: &mut Agent) -> Result<()> {
+    let pause = || thread::sleep(Duration::from_millis(500));
+    pause();
+    agent.stop()?;
+    pause();
+    agent.start()?;
+    pause();
+    agent.kill();
+    pause();
+    agent.start()?;
+    pause();
+    // Another pod's.
+    agent.move_to_cgroup("agent-next")?;
+    let before = agent.replace()?;
+    pause();
+    before.wait().context("the agent that was replaced")?;
+    Ok(())
+}
