@@ -115,10 +115,12 @@ impl World {
         let mut agent = lab
             .agent("node1")
             .in_the_nodes_cgroup()
-            .sockets_only()
             .manifests(&manifests)
             .args(["--dns", &dns.to_string()])
             .args(["--admin-addr", ADMIN]);
+        if !by_packets {
+            agent = agent.sockets_only();
+        }
         if let Some(mesh) = mesh {
             agent = agent.args(["--mesh", &mesh.to_string()]);
         }
