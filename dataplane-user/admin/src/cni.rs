@@ -1,4 +1,4 @@
-//! Requests of the CNI plug-in: it announces a pod's network namespace before a process of the pod runs, and asks
+//! Requests of the CNI plug-in: it registers a pod's network namespace before a process of the pod runs, and asks
 //! whether the pod is captured. Only the Unix socket, which is root's, takes these requests.
 
 use std::{fmt, net::IpAddr, sync::Arc, time::Duration};
@@ -40,7 +40,7 @@ pub struct Attachment {
     pub addresses: Vec<IpAddr>,
 }
 
-/// What distinguishes an attachment from all others (CNI's specification, section 2).
+/// Key of an attachment (CNI's specification, section 2).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Key {
@@ -88,27 +88,27 @@ pub struct Ask {
 
 /// Takes requests, without blocking.
 #[derive(Clone)]
-pub struct Announcements(Arc<dyn Fn(Ask) + Send + Sync>);
+pub struct Registrations(Arc<dyn Fn(Ask) + Send + Sync>);
 
-impl Announcements {
+impl Registrations {
     /// Passes each request to `take`, which must not block.
     pub fn new(take: impl Fn(Ask) + Send + Sync + 'static) -> Self {
         Self(Arc::new(take))
     }
 }
 
-impl fmt::Debug for Announcements {
+impl fmt::Debug for Registrations {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Announcements")
+        f.write_str("Registrations")
     }
 }
 
 /// The routes of these requests.
-pub fn routes(pods: Announcements) -> Router {
+pub fn routes(pods: Registrations) -> Router {
     Router::new().route(PATH, post(answer)).with_state(pods)
 }
 
-async fn answer(State(pods): State<Announcements>, Json(request): Json<Request>) -> Json<Answer> {
+async fn answer(State(pods): State<Registrations>, Json(request): Json<Request>) -> Json<Answer> {
     let until = Instant::now() + HOLD;
     let (answers, mut answered) = unbounded_channel();
     (pods.0)(Ask { request, answers });

@@ -15,7 +15,7 @@ use tracing::{info, warn};
 
 use crate::{
     Error,
-    cni::Directories,
+    cni_installer::Directories,
     handover::{self, Draining, Inherited, LOADING, Place, Turn},
     mesh::Mesh,
 };

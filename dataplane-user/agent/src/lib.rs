@@ -10,7 +10,7 @@
 pub mod addresses;
 mod astray;
 mod attacher;
-pub mod cni;
+pub mod cni_installer;
 mod due;
 mod earlier;
 mod ending;

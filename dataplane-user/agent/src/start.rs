@@ -22,7 +22,7 @@ use tracing::{info, warn};
 use crate::{
     Error, Event, adopt,
     attacher::{self, Attacher, Returned},
-    cni::Installer,
+    cni_installer::Installer,
     deaths,
     ending::{Back, Ended},
     flows::Flows,
@@ -221,7 +221,7 @@ impl<'a> Wanted<'a> {
             mesh => mesh,
         };
         if let Some(mesh) = &mut mesh {
-            mesh.announce_by(self.announcer(&input.snapshot().node.name, events)?);
+            mesh.annotate_by(self.announcer(&input.snapshot().node.name, events)?);
         }
         Ok((kernel, mesh))
     }

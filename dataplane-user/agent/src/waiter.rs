@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use admin::{Listeners, State, cni::Announcements};
+use admin::{Listeners, State, cni::Registrations};
 use kernel::{ChangeNews, News};
 use source::kubernetes::Reviewer;
 use threads::may_panic;
@@ -94,7 +94,7 @@ impl Ready {
         let (stop, stopped) = oneshot::channel();
         let jobs = network.jobs.clone();
         // Fails only if the agent ends: then the plug-in asks the next agent.
-        let pods = Announcements::new(move |ask| _ = jobs.send(Job::Pod(ask)));
+        let pods = Registrations::new(move |ask| _ = jobs.send(Job::Pod(ask)));
         let thread = threads::start("waiter", deaths(&events), move || {
             let result = runtime.block_on(async {
                 tokio::select! {

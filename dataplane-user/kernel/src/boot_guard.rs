@@ -23,7 +23,7 @@ pub(super) fn sign(bpffs: &Path) -> PathBuf {
     bpffs.join("guard")
 }
 
-/// Whether the guard stands below `bpffs`: `dataplane guard` has raised it, and no agent has taken over yet.
+/// Returns whether the guard stands below `bpffs`: `dataplane guard` has raised it, and no agent has taken over yet.
 ///
 /// # Errors
 /// If the directory cannot be looked at.

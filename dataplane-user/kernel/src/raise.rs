@@ -14,7 +14,7 @@ use super::{
     tc,
 };
 
-/// Whether the guard stands, and the programs refuse connections by it.
+/// Returns whether the guard stands, and the programs refuse connections by it.
 ///
 /// # Errors
 /// If the directory or the tables cannot be read.
@@ -69,7 +69,7 @@ pub fn raise(paths: &Paths, options: CaptureOptions) -> Result<bool, Error> {
     }
 }
 
-/// Whether all programs, also those of capture, are attached to this cgroup.
+/// Returns whether all programs, also those of capture, are attached to this cgroup.
 fn is_whole(pins: &Pins, paths: &Paths) -> Result<bool, Error> {
     if !pins.link(CAPTURE_PROGRAMS[0].name).exists() {
         return Ok(false);

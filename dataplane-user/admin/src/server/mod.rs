@@ -1,5 +1,5 @@
 //! The agent's endpoints. They show state. Two endpoints of the Unix socket, which is root's, change something: one makes
-//! the DNS server forget answers, the other has the CNI plug-in's announcements of pods.
+//! the DNS server forget answers, the other has the CNI plug-in's registrations of pods.
 
 mod dns;
 #[cfg(test)]
@@ -31,7 +31,7 @@ use super::{
     access::{self, Encrypted},
     api::{Page, Version},
     client::{self, Client},
-    cni::{self, Announcements},
+    cni::{self, Registrations},
     limits, load_balancers, metrics,
     rendering::Renderings,
     report,
@@ -198,7 +198,7 @@ struct Context {
 }
 
 /// Answers until it is dropped. `reviewer`: decides which clients may read the metrics at their own address; `None`:
-/// every client may. `pods`: takes the CNI plug-in's announcements.
+/// every client may. `pods`: takes the CNI plug-in's registrations.
 ///
 /// # Errors
 ///
@@ -207,7 +207,7 @@ pub async fn serve(
     listeners: Listeners,
     state: Arc<State>,
     reviewer: Option<Arc<Reviewer>>,
-    pods: Announcements,
+    pods: Registrations,
 ) -> io::Result<()> {
     let registry = metrics::registry(&state);
     let context = Arc::new(Context {
@@ -278,7 +278,7 @@ fn health_routes(context: &Arc<Context>) -> Router {
 }
 
 /// The paths of the Unix socket.
-fn socket_routes(context: &Arc<Context>, pods: Announcements) -> Router {
+fn socket_routes(context: &Arc<Context>, pods: Registrations) -> Router {
     Router::new()
         .route("/dns/cache/flush", post(dns::flush))
         .route("/dns/lookup", get(dns::lookup))

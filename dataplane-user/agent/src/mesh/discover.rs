@@ -19,7 +19,7 @@ use plan::{
 use super::{
     ARRIVING, AS_BEFORE, Mesh,
     boot::has_started,
-    cni,
+    cni_results,
     found::{Found, Missing, Search},
     problems::Problems,
 };
@@ -70,7 +70,7 @@ impl Mesh {
         let before = by_address.iter();
         let before = before.flat_map(|workload| self.before(workload, held));
         Search {
-            unread: self.announced.unread().map(str::to_owned),
+            unread: self.cni.unread().map(str::to_owned),
             before: before.chain(self.routed.keys().copied()).collect(),
             workloads: by_address
                 .into_iter()
@@ -80,13 +80,13 @@ impl Mesh {
     }
 
     /// Returns the network namespaces that a workload was in: from this agent's records, or else from the tables of an
-    /// earlier agent; and the one that the CNI plug-in announced for it.
+    /// earlier agent; and the one that the CNI plug-in registered for it.
     fn before(&self, workload: &Workload, held: &Captured) -> Vec<u64> {
         let mut before = self.recorded(workload, held);
-        if let Some(announced) = self.announced.cookie(workload)
-            && !before.contains(&announced)
+        if let Some(registered) = self.cni.cookie(workload)
+            && !before.contains(&registered)
         {
-            before.push(announced);
+            before.push(registered);
         }
         before
     }
@@ -274,7 +274,7 @@ fn not_found(member: &Member, hidden: bool) -> String {
         "{its}: the node's routes lead to its address {} by no interface of a pod's, and CNI has no result for \
          it in {}",
         addresses.join(" or "),
-        cni::RESULTS
+        cni_results::RESULTS
     );
     if hidden {
         text += ", or its network namespace is none of those that the agent is permitted to see (CAP_SYS_PTRACE shows all)";

@@ -43,7 +43,7 @@ pub struct Found {
     /// Namespaces that could not be read.
     unread: Vec<(PathBuf, io::Error)>,
     /// As [`Search::unread`].
-    unannounced: Option<String>,
+    unregistered: Option<String>,
 }
 
 /// A network namespace that could be read.
@@ -59,9 +59,9 @@ pub struct ReadNamespace {
 pub struct Search<'a> {
     /// The workloads to look for.
     pub workloads: Vec<&'a Workload>,
-    /// The cookies of network namespaces that belonged to workloads before, or that were announced.
+    /// The cookies of network namespaces that belonged to workloads before, or that were registered.
     pub before: BTreeSet<u64>,
-    /// Why announcements of network namespaces are not known.
+    /// Why registrations of network namespaces are not known.
     pub unread: Option<String>,
 }
 
@@ -103,7 +103,7 @@ impl Found {
             seen,
             own: kernel::this_namespace(),
             unread: visited.unread,
-            unannounced: wanted.unread.clone(),
+            unregistered: wanted.unread.clone(),
         }
     }
 
@@ -163,7 +163,7 @@ impl Found {
         let is_denied = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
         let mut unread = self.unread.iter().filter(|(_, error)| !is_denied(error));
         let Some((path, error)) = unread.next() else {
-            return self.unannounced.clone();
+            return self.unregistered.clone();
         };
         let more = match unread.count() {
             0 => String::new(),
@@ -193,7 +193,7 @@ mod tests {
             seen: BTreeMap::new(),
             own: Err(io::ErrorKind::Other.into()),
             unread: Vec::new(),
-            unannounced: None,
+            unregistered: None,
         };
         let missing = |found: &Found| found.homes(&workload, &[]).map(drop).unwrap_err();
         let absent = |hidden| Missing::Absent { hidden };

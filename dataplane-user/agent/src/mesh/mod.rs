@@ -1,11 +1,11 @@
 //! Mesh capture: the workloads whose connections are captured, the proxy's sockets in their network namespaces, and the
 //! kernel's tables.
 
-mod announce;
-mod announced;
+mod annotate;
 mod attach;
 mod boot;
-mod cni;
+mod cni_requests;
+mod cni_results;
 mod discover;
 mod dns;
 mod found;
@@ -48,8 +48,8 @@ use threads::Deaths;
 use tracing::debug;
 
 use self::{
-    announced::Announced, attach::Attached, boot::BootGuard, dns::Dns, found::Found, guard::Closed,
-    packets::Packets, problems::Problems,
+    attach::Attached, boot::BootGuard, cni_requests::CniRequests, dns::Dns, found::Found,
+    guard::Closed, packets::Packets, problems::Problems,
 };
 pub use self::{places::namespace_with, published::Published, settle::Settled};
 
@@ -120,8 +120,8 @@ pub struct Mesh {
     before: Option<UnixStream>,
     /// The problems of workloads.
     problems: Problems,
-    /// Pods that the CNI plug-in announced.
-    announced: Announced,
+    /// Requests of the CNI plug-in, and the pods that it registered.
+    cni: CniRequests,
     /// A problem that no workload has caused.
     trouble: Option<String>,
     /// As [`Settled::shortage`].
@@ -223,7 +223,7 @@ impl Mesh {
             given: given.into_iter().collect(),
             before,
             problems: Problems::default(),
-            announced: Announced::read(directory),
+            cni: CniRequests::read(directory),
             trouble: None,
             shortage: None,
             limited: HashMap::new(),
@@ -268,15 +268,15 @@ impl Mesh {
             return;
         }
         self.published.publish(snapshot, false);
-        let mut members = members(&self.said, &self.announced.complete(snapshot));
+        let mut members = members(&self.said, &self.cni.complete(snapshot));
         members.retain(|member| member.workload.place == Place::Address && !member.is_by_packets());
         let wanted = self.wanted(&members, &[], capture.held());
         let found = Found::look(&wanted, self.own_cookie);
         for member in &members {
-            let announced = self.announced.cookie(&member.workload);
-            let announced = announced.as_slice();
+            let registered = self.cni.cookie(&member.workload);
+            let registered = registered.as_slice();
             let mut there = found
-                .homes(&member.workload, announced)
+                .homes(&member.workload, registered)
                 .into_iter()
                 .flatten();
             let Some(namespace) = there.next() else {
@@ -308,7 +308,7 @@ impl Mesh {
 
     /// How soon to look again at facts that change without an event.
     pub fn patience(&self) -> Duration {
-        let is_asked = self.announced.is_awaited() || !self.absent.is_empty();
+        let is_asked = self.cni.is_awaited() || !self.absent.is_empty();
         let is_guarded = self.config.guard || self.guarded || self.boot.is_some();
         if is_guarded || is_asked || !self.problems.is_empty() {
             Duration::from_secs(1)

@@ -12,7 +12,7 @@ use std::{
 use kernel::{Namespace, Pairs, namespaces};
 use model::{Place, Workload, WorkloadName};
 
-use super::cni::{self, Results};
+use super::cni_results::{RESULTS, Results};
 
 /// A property by which a network namespace is recognised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -158,8 +158,8 @@ fn noted(
     results: &mut Option<Result<Results, String>>,
 ) -> Result<Vec<Sign>, String> {
     let read = || {
-        let told = |error| format!("cannot read CNI's results in {}: {error}", cni::RESULTS);
-        Results::read(Path::new(cni::RESULTS)).map_err(told)
+        let told = |error| format!("cannot read CNI's results in {RESULTS}: {error}");
+        Results::read(Path::new(RESULTS)).map_err(told)
     };
     let results = results.get_or_insert_with(read).as_ref()?;
     let mut found = Vec::new();

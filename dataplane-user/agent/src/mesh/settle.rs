@@ -92,7 +92,7 @@ impl Mesh {
         kernel: &mut Kernel,
         snapshot: &Snapshot,
     ) -> Result<Settled, kernel::Error> {
-        let snapshot = &self.announced.complete(snapshot);
+        let snapshot = &self.cni.complete(snapshot);
         let members = members(&self.said, snapshot);
         let of_node = Member::of_node(snapshot);
         let held = kernel.capture().held();
@@ -110,13 +110,13 @@ impl Mesh {
         self.write(kernel, &view, &placed, guard, &mut draft)?;
         self.close_sockets(&view, &placed, &draft);
         self.end_boot_guard(kernel, &view, &placed, &mut draft)?;
-        self.announced.retain(|cookie| view.found.may_exist(cookie));
+        self.cni.retain(|cookie| view.found.may_exist(cookie));
         let (tables, problems) = (kernel.capture().tables(), &draft.problems);
-        self.answer_announced(tables, snapshot, &members, problems, view.waits);
+        self.answer_cni(tables, snapshot, &members, problems, view.waits);
         if !view.waits {
             let held = kernel.capture().held();
             let is_unsure = draft.trouble.is_some();
-            let failed = self.announce(held, &members, &placed, &draft.problems, is_unsure);
+            let failed = self.annotate(held, &members, &placed, &draft.problems, is_unsure);
             draft.left_out.extend(failed);
         }
         let mut flags = placed.enrolled.iter().map(|(_, _, flags)| flags);

@@ -17,7 +17,7 @@ use admin::{
     client::{self, Client},
     cni::{Answer, Attachment, PATH, Request, VERSIONS},
 };
-use agent::cni::Directories;
+use agent::cni_installer::Directories;
 use clap::{Args, Subcommand};
 use kernel::namespaces;
 use serde_json::{Value, json};
@@ -27,7 +27,7 @@ use self::protocol::{Call, Command, Failure, Pod, code};
 /// More than any configuration has, with a result.
 const MOST: u64 = 16 << 20;
 
-/// Between two requests to an agent that is away.
+/// Between two requests while no agent runs.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Hold a pod's start until the pod is captured (a chained CNI plug-in, for container runtimes).
@@ -64,7 +64,8 @@ impl CniArgs {
                 bin: bin_dir,
             };
             for file in directories.leave().map_err(anyhow::Error::msg)? {
-                writeln!(io::stdout(), "changed {}", file.display())?;
+                let done = if file.exists() { "changed" } else { "removed" };
+                writeln!(io::stdout(), "{done} {}", file.display())?;
             }
             return Ok(ExitCode::SUCCESS);
         }
@@ -104,7 +105,7 @@ impl Call {
                     json!({ "cniVersion": self.version, "supportedVersions": VERSIONS });
                 Ok(said.to_string())
             }
-            // An agent that is away does not count: kubelet evicts the pods of a node whose network is not ready, and their
+            // A missing agent does not count: kubelet evicts the pods of a node whose network is not ready, and their
             // connections go on.
             Command::Status => Ok(String::new()),
             Command::Add(pod, result) => {

@@ -40,7 +40,7 @@ impl Failure {
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Entry {
-    /// Without it, 0.1.0 is meant.
+    /// Default: 0.1.0.
     cni_version: Option<String>,
     #[serde(default = "default_socket")]
     socket: PathBuf,

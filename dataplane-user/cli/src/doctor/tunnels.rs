@@ -65,6 +65,10 @@ pub fn text(out: &mut dyn Write, file: &Path, policies: &[Blocking]) -> io::Resu
             "No NetworkPolicy in {file} keeps tunnels from enrolled Pods."
         );
     }
+    writeln!(
+        out,
+        "Do not apply these patches unless Istio components tunnel to these Pods. A patch opens all ports of the Pod to tunnels."
+    )?;
     for policy in policies {
         let [name, detail, patch] = texts(policy);
         writeln!(out, "{name} {detail}\n  {patch}")?;

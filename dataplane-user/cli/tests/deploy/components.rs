@@ -71,9 +71,8 @@ fn apply(object: &mut Value, change: &Value) {
 }
 
 /// Returns the components, each with the equivalent values of the chart.
-fn pairs() -> [(&'static str, Value); 6] {
+fn pairs() -> [(&'static str, Value); 5] {
     [
-        ("cni", json!({ "cni": { "enabled": true } })),
         ("surge", json!({ "surge": true })),
         ("selinux", json!({ "seLinuxOptions": { "type": "spc_t" } })),
         ("foreign-proxy", json!({ "foreignProxy": true })),
@@ -103,6 +102,7 @@ fn kustomize_adds_the_same() {
     let components = pairs().map(|(component, _)| component);
     for component in components.iter().chain(&[
         "mesh",
+        "cni",
         "announce",
         "service-entries",
         "routes",
@@ -128,6 +128,22 @@ fn kustomize_adds_the_same() {
         let rendered = objects([str::from_utf8(&output.stdout).unwrap()]);
         assert_eq!(rendered, with(component), "{component}");
     }
+}
+
+/// The chart mounts the container runtime's directories if the configuration has `cni`, although it is empty.
+#[test]
+fn an_agent_with_a_cni_plugin_has_the_runtimes_directories() {
+    let pod =
+        |objects: &Objects| objects["DaemonSet dataplane"]["spec"]["template"]["spec"].clone();
+    for (cni, wanted) in [(json!({}), pod(&with("cni"))), (json!(null), pod(&base()))] {
+        let chart = chart::render("kube-system", &json!({ "config": { "cni": cni } }));
+        assert_eq!(pod(&chart), wanted, "{cni}");
+        all_known(&chart);
+    }
+    let other = json!({ "config": { "cni": {} }, "cni": { "confDir": "/a", "binDir": "/b" } });
+    let volumes = pod(&chart::render("kube-system", &other))["volumes"].to_string();
+    assert!(volumes.contains(r#""path":"/a""#), "{volumes}");
+    assert!(volumes.contains(r#""path":"/b""#), "{volumes}");
 }
 
 /// The agent may change Nodes only if the configuration names a startup taint.
@@ -162,7 +178,7 @@ fn nodes_may_be_patched_for_a_startup_taint_only() {
 
 #[test]
 fn helm_renders_the_same() {
-    let mut all = json!({ "config": { "mesh": { "rules": { "captured": true } } } });
+    let mut all = json!({ "config": { "cni": {}, "mesh": { "rules": { "captured": true } } } });
     for (_, values) in pairs() {
         all.as_object_mut()
             .unwrap()

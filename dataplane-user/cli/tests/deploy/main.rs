@@ -349,10 +349,9 @@ fn a_mesh_may_read_namespaces_too() {
     assert_eq!(binding["subjects"], *of_base);
 }
 
-/// The agent may write on Pods only if the configuration says whether it announces them: with `false`, it withdraws its
-/// annotations.
+/// The agent may patch Pods only if the configuration has `mesh.announce`: with `false`, it withdraws its annotations.
 #[test]
-fn only_an_agent_that_announces_pods_may_write() {
+fn pods_may_be_patched_for_their_annotation_only() {
     let written = json!({ "apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"] });
     for (mesh, is_asked) in [
         (json!(null), false),

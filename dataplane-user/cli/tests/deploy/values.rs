@@ -21,7 +21,7 @@ fn schema() -> Value {
     let mut schema = closed(&json!({
         "affinity": object,
         "cleanup": closed(&json!({ "nodes": { "type": "array", "items": text } })),
-        "cni": closed(&json!({ "binDir": text, "confDir": text, "enabled": switch })),
+        "cni": closed(&json!({ "binDir": text, "confDir": text })),
         "config": config,
         "foreignProxy": switch,
         // Helm gives it to charts that are part of another chart.

@@ -1,4 +1,4 @@
-//! Announces captured Pods to Istio's control plane, by their annotation.
+//! Annotates captured Pods for Istio's control plane.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,13 +11,13 @@ use super::{Mesh, discover::Placed, problems::Problems};
 
 impl Mesh {
     /// Sets the thread that writes the annotation.
-    pub fn announce_by(&mut self, announcer: Option<Announcer>) {
+    pub fn annotate_by(&mut self, announcer: Option<Announcer>) {
         self.announcer = announcer;
     }
 
-    /// Announces the Pods whose entries the tables hold and, with a proxy, whose connections it takes. `held`: the contents of
+    /// Annotates the Pods whose entries the tables hold and, with a proxy, whose connections it takes. `held`: the contents of
     /// the tables. `is_unsure`: whether facts could not be read. Returns why annotations could not be written.
-    pub(super) fn announce(
+    pub(super) fn annotate(
         &self,
         held: &Captured,
         members: &[Member],

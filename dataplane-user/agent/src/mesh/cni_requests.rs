@@ -1,6 +1,6 @@
-//! Pods that the CNI plug-in announced: their network namespaces and addresses, before the source has the addresses.
+//! Requests of the CNI plug-in, and the pods that it registered: their network namespaces and addresses, before the source has the addresses.
 //!
-//! The announcements are trusted as CNI's records are: they come over the agent's socket, which is root's. They only say
+//! The registrations are trusted as CNI's records are: they come over the agent's socket, which is root's. They only say
 //! where a pod is. Whether the pod is captured, and by which rules, its source decides.
 //!
 //! They are kept in a file beside the agent's socket, for the next agent. The file goes with a reboot, as the pods do.
@@ -26,9 +26,9 @@ use super::{Mesh, problems::Problems};
 /// The name of the file, beside the socket.
 const FILE: &str = "pods.json";
 
-/// The announced pods, and the requests that wait for an answer.
+/// The registered pods, and the requests that wait for an answer.
 #[derive(Debug)]
-pub struct Announced {
+pub struct CniRequests {
     /// The oldest first.
     pods: Vec<Attachment>,
     file: PathBuf,
@@ -39,8 +39,8 @@ pub struct Announced {
     asks: Vec<(Attachment, UnboundedSender<Answer>)>,
 }
 
-impl Announced {
-    /// Reads the announcements that an earlier agent kept in `directory`.
+impl CniRequests {
+    /// Reads the registrations that an earlier agent kept in `directory`.
     pub fn read(directory: &Path) -> Self {
         let file = directory.join(FILE);
         let read = || -> io::Result<Vec<Attachment>> {
@@ -58,7 +58,7 @@ impl Announced {
             pods,
             unread: unread.map(|error| {
                 format!(
-                    "cannot read the pods that the CNI plug-in announced, {}: {error}; remove the file",
+                    "cannot read the pods that the CNI plug-in registered, {}: {error}; remove the file",
                     file.display()
                 )
             }),
@@ -67,7 +67,7 @@ impl Announced {
         }
     }
 
-    /// Why announcements of an earlier agent are not known.
+    /// Why registrations of an earlier agent are not known.
     pub fn unread(&self) -> Option<&str> {
         self.unread.as_deref()
     }
@@ -110,13 +110,13 @@ impl Announced {
         }
     }
 
-    /// Returns the cookie of the network namespace that was announced last for a workload.
+    /// Returns the cookie of the network namespace that was registered last for a workload.
     pub fn cookie(&self, workload: &Workload) -> Option<u64> {
         let mut its = self.pods.iter().rev();
         its.find(|pod| is_of(pod, workload)).map(|pod| pod.cookie)
     }
 
-    /// Returns the snapshot in which pods that have no address yet have the announced ones.
+    /// Returns the snapshot in which pods that have no address yet have the registered ones.
     pub fn complete(&self, snapshot: &Snapshot) -> Snapshot {
         let mut snapshot = snapshot.clone();
         for pod in &self.pods {
@@ -163,7 +163,7 @@ fn replace(file: &Path, text: &[u8]) -> io::Result<()> {
     fs::rename(new, file)
 }
 
-/// Whether an announcement is a workload's. A runtime gives the UID of a Pod, except for static pods: theirs differs from
+/// Whether a registration is a workload's. A runtime gives the UID of a Pod, except for static pods: theirs differs from
 /// that of the API, and is no UUID.
 fn is_of(pod: &Attachment, workload: &Workload) -> bool {
     let uid = pod.uid.as_deref().and_then(Uid::parse);
@@ -173,7 +173,7 @@ fn is_of(pod: &Attachment, workload: &Workload) -> bool {
     pod.namespace == workload.name.namespace() && pod.name == workload.name.name() && !is_other
 }
 
-/// Returns the workload of an announcement, if the source has it.
+/// Returns the workload of a registration, if the source has it.
 fn workload_of<'a>(pod: &Attachment, snapshot: &'a Snapshot) -> Option<&'a Arc<Workload>> {
     let name = WorkloadName::new(&pod.namespace, &pod.name);
     let workload = snapshot.workloads.get(&name)?;
@@ -187,18 +187,18 @@ impl Mesh {
             // Only queries are captured: a pod that sends them to its resolvers is not freer than its rules.
             let _ = ask.answers.send(Answer::NotCaptured);
         } else {
-            self.announced.take(ask);
+            self.cni.take(ask);
         }
     }
 
     /// Tells the plug-in why nothing was decided.
     pub fn delay(&mut self, why: &str) {
-        let asks = &mut self.announced.asks;
+        let asks = &mut self.cni.asks;
         asks.retain(|(_, answers)| is_open(answers, Answer::Waiting(why.to_owned())));
     }
 
     /// Answers the plug-in's requests after the tables are written. `waits`: whether another layout's programs still serve.
-    pub(super) fn answer_announced(
+    pub(super) fn answer_cni(
         &mut self,
         tables: &CaptureTables,
         snapshot: &Snapshot,
@@ -207,7 +207,7 @@ impl Mesh {
         waits: bool,
     ) {
         // Taken out meanwhile, because the answers depend on the rest.
-        let asks = std::mem::take(&mut self.announced.asks);
+        let asks = std::mem::take(&mut self.cni.asks);
         let decide = |pod: &Attachment| {
             let Some(workload) = workload_of(pod, snapshot) else {
                 return Answer::Waiting(format!(
@@ -243,7 +243,7 @@ impl Mesh {
         let asks = asks
             .into_iter()
             .filter(|(pod, answers)| is_open(answers, decide(pod)));
-        self.announced.asks = asks.collect();
+        self.cni.asks = asks.collect();
     }
 
     /// Why a workload in a network namespace is not captured as its rules ask; `None` if it is, as the kernel says.
@@ -311,58 +311,58 @@ mod tests {
         }
     }
 
-    fn take(announced: &mut Announced, request: Request) -> Option<Answer> {
+    fn take(requests: &mut CniRequests, request: Request) -> Option<Answer> {
         let (answers, mut answered) = unbounded_channel();
-        announced.take(Ask { request, answers });
+        requests.take(Ask { request, answers });
         answered.try_recv().ok()
     }
 
     fn known(directory: &Path) -> Vec<String> {
-        let pods = Announced::read(directory).pods.into_iter();
+        let pods = CniRequests::read(directory).pods.into_iter();
         pods.map(|pod| pod.key.container).collect()
     }
 
     #[test]
-    fn announcements_outlive_the_agent_and_end_with_their_pods() {
+    fn registrations_outlive_the_agent_and_end_with_their_pods() {
         let directory = tempfile::tempdir().unwrap();
-        let mut announced = Announced::read(directory.path());
+        let mut requests = CniRequests::read(directory.path());
         for container in ["a", "b", "c", "d"] {
             let added = Request::Add(pod("web", container, None));
-            assert_eq!(take(&mut announced, added), None, "it is decided later");
+            assert_eq!(take(&mut requests, added), None, "it is decided later");
         }
         assert_eq!(known(directory.path()), ["a", "b", "c", "d"]);
         // Asked again, and with the same key.
-        take(&mut announced, Request::Add(pod("web", "a", Some(UID))));
+        take(&mut requests, Request::Add(pod("web", "a", Some(UID))));
         assert_eq!(known(directory.path()), ["b", "c", "d", "a"]);
         let key = |container: &str| pod("", container, None).key;
         let done = Some(Answer::Done);
-        assert_eq!(take(&mut announced, Request::Del(key("b"))), done);
-        assert_eq!(take(&mut announced, Request::Del(key("b"))), done);
+        assert_eq!(take(&mut requests, Request::Del(key("b"))), done);
+        assert_eq!(take(&mut requests, Request::Del(key("b"))), done);
         assert_eq!(known(directory.path()), ["c", "d", "a"]);
         let valid = vec![key("d"), key("a"), key("x")];
-        assert_eq!(take(&mut announced, Request::Gc(valid)), done);
+        assert_eq!(take(&mut requests, Request::Gc(valid)), done);
         assert_eq!(known(directory.path()), ["d", "a"]);
-        announced.pods[0].cookie = 8;
-        announced.retain(|cookie| cookie == 8);
+        requests.pods[0].cookie = 8;
+        requests.retain(|cookie| cookie == 8);
         assert_eq!(known(directory.path()), ["d"]);
     }
 
     #[test]
     fn a_file_that_cannot_be_read_is_not_empty() {
         let directory = tempfile::tempdir().unwrap();
-        assert_eq!(Announced::read(directory.path()).unread(), None);
+        assert_eq!(CniRequests::read(directory.path()).unread(), None);
         fs::write(directory.path().join(FILE), "[{").unwrap();
-        let mut announced = Announced::read(directory.path());
-        assert!(announced.unread().unwrap().contains(FILE));
-        take(&mut announced, Request::Add(pod("web", "a", None)));
-        assert_eq!(announced.unread(), None, "it is written anew");
+        let mut requests = CniRequests::read(directory.path());
+        assert!(requests.unread().unwrap().contains(FILE));
+        take(&mut requests, Request::Add(pod("web", "a", None)));
+        assert_eq!(requests.unread(), None, "it is written anew");
     }
 
     #[test]
-    fn a_pod_without_an_address_has_the_announced_one_and_another_of_its_name_does_not() {
+    fn a_pod_without_an_address_has_the_registered_one_and_another_of_its_name_does_not() {
         let directory = tempfile::tempdir().unwrap();
-        let mut announced = Announced::read(directory.path());
-        take(&mut announced, Request::Add(pod("web", "a", Some(UID))));
+        let mut requests = CniRequests::read(directory.path());
+        take(&mut requests, Request::Add(pod("web", "a", Some(UID))));
         let other = UID.replace('8', "9");
         for (uid, addresses, wanted) in [
             (Some(UID), &[][..], Some("10.0.0.5")),
@@ -376,11 +376,11 @@ mod tests {
                 addresses: addresses.iter().map(|a| a.parse().unwrap()).collect(),
                 ..Workload::new(name.clone(), Place::Address)
             };
-            let is_its = announced.cookie(&workload).is_some();
+            let is_its = requests.cookie(&workload).is_some();
             assert_eq!(is_its, uid != Some(&*other), "{uid:?}");
             let mut snapshot = Snapshot::default();
             snapshot.workloads.insert(name.clone(), Arc::new(workload));
-            let completed = announced.complete(&snapshot);
+            let completed = requests.complete(&snapshot);
             let found = completed.workloads[&name].addresses.first().copied();
             assert_eq!(found, wanted.map(|addr| addr.parse().unwrap()), "{uid:?}");
         }

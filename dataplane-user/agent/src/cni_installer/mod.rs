@@ -34,7 +34,7 @@ const LOOK: Duration = Duration::from_secs(10);
 const LOOK_SOON: Duration = Duration::from_secs(1);
 /// How long the changes of one writer are gathered.
 const QUIET: Duration = Duration::from_millis(50);
-/// What the name of a configuration gets that was a single plug-in: runtimes do not read such files.
+/// Suffix of a saved single-plug-in configuration. Runtimes do not read such files.
 const BEFORE: &str = ".before-dataplane";
 
 /// The container runtime's directories.
