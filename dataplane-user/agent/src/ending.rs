@@ -14,8 +14,7 @@ use settings::{OnExit, Settings};
 use tracing::{info, warn};
 
 use crate::{
-    Error,
-    cni_installer::Directories,
+    Error, cni_installer,
     handover::{self, Draining, Inherited, LOADING, Place, Turn},
     mesh::Mesh,
 };
@@ -77,7 +76,7 @@ impl Ended {
                 if detach {
                     // Before pods wait for an agent that does not come back.
                     if let Some(cni) = &settings.cni
-                        && let Err(why) = Directories::of(cni).leave()
+                        && let Err(why) = cni_installer::leave(&cni.conf_dir())
                     {
                         warn!("CNI plug-in: {why}; `dataplane cni uninstall` takes it out");
                     }

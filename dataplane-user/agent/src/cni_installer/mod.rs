@@ -61,7 +61,7 @@ impl Directories {
     /// # Errors
     /// If there is no configuration, if the plug-in would fail in it, or if a file cannot be read or written.
     pub fn join(&self, entry: &Value) -> Result<Vec<PathBuf>, String> {
-        let mut files = self.files()?;
+        let mut files = files(&self.conf)?;
         // A list that was made of a single plug-in is out of date when the CNI's installer has written that one anew.
         let of = |list: &Path| ["conf", "json"].map(|extension| list.with_extension(extension));
         let is_new = |one: &PathBuf| one.exists() && before(one).exists();
@@ -93,37 +93,6 @@ impl Directories {
         Ok(changed)
     }
 
-    /// Takes the plug-in's entry out of all configurations. Returns the files that this changed. The program stays: CRI-O ends a
-    /// pod with the configuration with which the pod began, and without the program the pod would never end.
-    ///
-    /// # Errors
-    /// If a file cannot be read or written.
-    pub fn leave(&self) -> Result<Vec<PathBuf>, String> {
-        let mut changed = Vec::new();
-        for file in self.files()? {
-            changed.extend(leave_one(&file)?);
-        }
-        Ok(changed)
-    }
-
-    /// The network configurations, in the order in which runtimes read them; none if there is no directory.
-    fn files(&self) -> Result<Vec<PathBuf>, String> {
-        let read = || -> io::Result<Vec<PathBuf>> {
-            let entries = match fs::read_dir(&self.conf) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-                entries => entries?,
-            };
-            entries.map(|entry| Ok(entry?.path())).collect()
-        };
-        let mut files = read().map_err(|error| cannot("read", &self.conf, &error))?;
-        files.retain(|file| {
-            let extension = file.extension().and_then(|extension| extension.to_str());
-            matches!(extension, Some("conf" | "conflist" | "json"))
-        });
-        files.sort_unstable();
-        Ok(files)
-    }
-
     /// Copies this program to the runtime's plug-ins: an earlier version of it may be there. Returns what identifies the copy.
     fn install(&self) -> Result<Copy, String> {
         let plugin = self.bin.join(PLUGIN);
@@ -142,6 +111,37 @@ impl Directories {
 
 /// The number and the length of a file.
 type Copy = (u64, u64);
+
+/// Takes the plug-in's entry out of all configurations. Returns the files that this changed. The program stays: CRI-O ends a
+/// pod with the configuration with which the pod began, and without the program the pod would never end.
+///
+/// # Errors
+/// If a file cannot be read or written.
+pub fn leave(conf: &Path) -> Result<Vec<PathBuf>, String> {
+    let mut changed = Vec::new();
+    for file in files(conf)? {
+        changed.extend(leave_one(&file)?);
+    }
+    Ok(changed)
+}
+
+/// The network configurations, in the order in which runtimes read them; none if there is no directory.
+fn files(conf: &Path) -> Result<Vec<PathBuf>, String> {
+    let read = || -> io::Result<Vec<PathBuf>> {
+        let entries = match fs::read_dir(conf) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        entries.map(|entry| Ok(entry?.path())).collect()
+    };
+    let mut files = read().map_err(|error| cannot("read", conf, &error))?;
+    files.retain(|file| {
+        let extension = file.extension().and_then(|extension| extension.to_str());
+        matches!(extension, Some("conf" | "conflist" | "json"))
+    });
+    files.sort_unstable();
+    Ok(files)
+}
 
 /// Puts the entry into a configuration. Returns the file that this wrote.
 fn join_one(file: &Path, entry: &Value) -> Result<Option<PathBuf>, Fault> {
@@ -349,7 +349,7 @@ impl Worker {
 
     fn look(&mut self) {
         let changed = match &self.entry {
-            None => self.directories.leave(),
+            None => leave(&self.directories.conf),
             // The program first, before a configuration names it.
             Some(entry) => {
                 // Another program may have removed or replaced it.
@@ -454,10 +454,10 @@ mod tests {
         fs::write(directories.conf.join("05-new.conflist"), LIST).unwrap();
         assert_eq!(directories.join(&entry()).unwrap().len(), 1);
         fs::write(directories.bin.join(PLUGIN), "").unwrap();
-        assert_eq!(directories.leave().unwrap().len(), 1);
+        assert_eq!(leave(&directories.conf).unwrap().len(), 1);
         assert_eq!(names(&directories).0, [""; 0]);
         assert!(directories.bin.join(PLUGIN).exists());
-        assert_eq!(directories.leave(), Ok(Vec::new()));
+        assert_eq!(leave(&directories.conf), Ok(Vec::new()));
     }
 
     #[test]
@@ -476,7 +476,7 @@ mod tests {
             fs::write(directories.conf.join(name), ONE).unwrap();
             directories.join(&entry()).unwrap();
             assert_eq!(names(&directories).1, sorted);
-            directories.leave().unwrap();
+            leave(&directories.conf).unwrap();
             assert_eq!(names(&directories), (vec![], vec![name.to_owned()]));
             let text = fs::read_to_string(directories.conf.join(name)).unwrap();
             assert_eq!(text, ONE);
@@ -501,9 +501,13 @@ mod tests {
         let (_root, mut directories) = directories(&[]);
         directories.conf.push("missing");
         assert!(directories.join(&entry()).is_err());
-        assert_eq!(directories.leave(), Ok(Vec::new()));
+        assert_eq!(leave(&directories.conf), Ok(Vec::new()));
         // A file in place of the directory.
         directories.conf = "/proc/self/exe".into();
-        assert!(directories.leave().unwrap_err().contains("cannot read"));
+        assert!(
+            leave(&directories.conf)
+                .unwrap_err()
+                .contains("cannot read")
+        );
     }
 }

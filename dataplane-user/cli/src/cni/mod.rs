@@ -17,7 +17,7 @@ use admin::{
     client::{self, Client},
     cni::{Answer, Attachment, PATH, Request, VERSIONS},
 };
-use agent::cni_installer::Directories;
+use agent::cni_installer;
 use clap::{Args, Subcommand};
 use kernel::namespaces;
 use serde_json::{Value, json};
@@ -43,29 +43,21 @@ pub struct CniArgs {
 
 #[derive(Debug, Subcommand)]
 enum Task {
-    /// Take the plug-in out of the container runtime's network configuration, and remove it
+    /// Take the plug-in out of the container runtime's network configuration
     ///
-    /// An agent with the key `cni` puts it back: end the agent first.
+    /// The program stays, because a runtime may end pods with the configuration with which they began. An agent with the key `cni` puts it back: end the agent first.
     Uninstall {
         /// Directory of the network configurations
         #[arg(long, value_name = "DIR", default_value_os_t = settings::Cni::default().conf_dir())]
         conf_dir: PathBuf,
-        /// Directory of the plug-ins
-        #[arg(long, value_name = "DIR", default_value_os_t = settings::Cni::default().bin_dir())]
-        bin_dir: PathBuf,
     },
 }
 
 impl CniArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        if let Some(Task::Uninstall { conf_dir, bin_dir }) = self.command {
-            let directories = Directories {
-                conf: conf_dir,
-                bin: bin_dir,
-            };
-            for file in directories.leave().map_err(anyhow::Error::msg)? {
-                let done = if file.exists() { "changed" } else { "removed" };
-                writeln!(io::stdout(), "{done} {}", file.display())?;
+        if let Some(Task::Uninstall { conf_dir }) = self.command {
+            for file in cni_installer::leave(&conf_dir).map_err(anyhow::Error::msg)? {
+                writeln!(io::stdout(), "changed {}", file.display())?;
             }
             return Ok(ExitCode::SUCCESS);
         }
