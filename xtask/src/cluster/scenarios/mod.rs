@@ -6,6 +6,7 @@ mod agents;
 mod api;
 mod cut;
 mod deploy;
+mod enrolment;
 mod load;
 mod mesh;
 mod migration;
@@ -39,7 +40,7 @@ pub struct Scenario {
 }
 
 /// All scenarios, in the order in which they run.
-const ALL: [Scenario; 19] = [
+const ALL: [Scenario; 20] = [
     Scenario {
         name: "rbac",
         about: "the agent reads what our ClusterRole allows, and nothing that it asks for is forbidden",
@@ -122,6 +123,12 @@ const ALL: [Scenario; 19] = [
         name: "mesh",
         about: "pods captured by the agent's proxy: probes keep working; upgrades without the component surge and with it",
         run: mesh::captured_pods,
+        programs: &[],
+    },
+    Scenario {
+        name: "enrolment",
+        about: "the CNI plug-in with containerd and kubelet: first connections captured, probes, an agent that is away",
+        run: enrolment::plugin_and_probes,
         programs: &[],
     },
     Scenario {
