@@ -11,6 +11,7 @@ mod load;
 mod mesh;
 mod migration;
 mod mounts;
+mod netpol;
 mod node_goes;
 mod pods;
 mod routes;
@@ -40,7 +41,7 @@ pub struct Scenario {
 }
 
 /// All scenarios, in the order in which they run.
-const ALL: [Scenario; 20] = [
+const ALL: [Scenario; 21] = [
     Scenario {
         name: "rbac",
         about: "the agent reads what our ClusterRole allows, and nothing that it asks for is forbidden",
@@ -159,6 +160,12 @@ const ALL: [Scenario; 20] = [
         name: "kube-proxy",
         about: "from kube-proxy (nftables) to the agent and back, by the steps of docs/kubernetes.md, under load",
         run: migration::there_and_back,
+        programs: &[kube_proxy::PROGRAM],
+    },
+    Scenario {
+        name: "netpol",
+        about: "network policies by kube-router's firewall: 22 ways to a service by 6 policies, beside kube-proxy's answers",
+        run: netpol::enforced,
         programs: &[kube_proxy::PROGRAM],
     },
 ];
