@@ -56,8 +56,8 @@ const SETS: &[Set] = &[
         name: "kube-router",
         module: "github.com/cloudnativelabs/kube-router/v2",
         packages: &["cmd/kube-router"],
-        judges: "network policies by iptables and ipset",
-        needs: "a cluster to run",
+        judges: "network policies by iptables and ipset; `cargo xtask cluster run netpol` compares",
+        needs: "iptables, ipset and kubernetes-1.36 to run",
     },
     Set {
         name: "kubernetes-1.36",

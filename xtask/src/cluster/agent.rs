@@ -4,20 +4,16 @@
 use std::{
     fs::{self, File},
     process::{Child, Command, Stdio},
-    thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
 use dataplane_tests::{
     chart,
     openmetrics::{self, Sample},
 };
 use jiff::Timestamp;
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use super::{
@@ -340,8 +336,15 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts an agent with this kubeconfig, and waits until it is healthy.
-    pub fn start(cluster: &Cluster, node: Node, kubeconfig: &std::path::Path) -> Result<Self> {
+    /// Starts an agent with this kubeconfig and this configuration, and waits until it is healthy.
+    pub fn start(
+        cluster: &Cluster,
+        node: Node,
+        kubeconfig: &std::path::Path,
+        config: &Value,
+    ) -> Result<Self> {
+        let file = node.directory().join("agent.yaml");
+        fs::write(&file, config.to_string()).context("cannot write the agent's configuration")?;
         let log = node.directory().join("agent.log");
         let log = File::options()
             .create(true)
@@ -351,6 +354,8 @@ impl Process {
         let mut command = node.command(&cluster.dataplane)?;
         command
             .arg("run")
+            .arg("--config")
+            .arg(&file)
             .arg("--kubeconfig")
             .arg(kubeconfig)
             .args(["--node-name", &node.name()])
@@ -365,20 +370,19 @@ impl Process {
         Ok(agent)
     }
 
+    /// Kills the agent, as a crash does.
+    pub fn kill(mut self) -> Result<()> {
+        node::end(&mut self.child, Signal::SIGKILL)
+    }
+
+    /// Stops the agent in order.
+    pub fn stop(mut self) -> Result<()> {
+        self.end()
+    }
+
     fn end(&mut self) -> Result<()> {
-        // The child is `nsenter`, and the agent is the child of `nsenter`.
-        let Some(pid) = node::first_child(self.child.id()) else {
-            return Ok(());
-        };
-        kill(Pid::from_raw(pid.cast_signed()), Signal::SIGTERM).context("cannot end the agent")?;
-        let limit = Instant::now() + Duration::from_secs(20);
-        while self.child.try_wait()?.is_none() {
-            if Instant::now() > limit {
-                bail!("the agent on {} does not end", self.node.name());
-            }
-            thread::sleep(Duration::from_millis(50));
-        }
-        Ok(())
+        node::end(&mut self.child, Signal::SIGTERM)
+            .with_context(|| format!("the agent on {}", self.node.name()))
     }
 }
 

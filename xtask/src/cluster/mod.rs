@@ -14,6 +14,7 @@ mod identity;
 mod images;
 mod istiod;
 mod kube_proxy;
+mod kube_router;
 mod kubectl;
 mod network;
 mod node;
@@ -74,8 +75,8 @@ Examples:
 Kubernetes' programs:
     cargo xtask judges kubernetes-1.36  builds all of them with Go, or:
     export KUBERNETES_BIN=DIRECTORY     kube-apiserver, kube-controller-manager, kube-scheduler, kubelet, kubectl;
-                                        for scenario `kube-proxy` also kube-proxy; for `e2e` also e2e.test and
-                                        agnhost, and kube-proxy to compare
+                                        for scenarios `kube-proxy` and `netpol` also kube-proxy; for `e2e` also
+                                        e2e.test and agnhost, and kube-proxy to compare
     apt-get install etcd-server containerd runc containernetworking-plugins conntrack nftables")]
 pub struct Arguments {
     #[command(subcommand)]

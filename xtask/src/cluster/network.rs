@@ -61,6 +61,11 @@ pub fn route(address: &str, node: Node) -> Result<()> {
     ip_in(CONTROL, &format!("route replace {address} via {via}"))
 }
 
+/// Removes the route of [`route`].
+pub fn unroute(address: &str) -> Result<()> {
+    ip_in(CONTROL, &format!("route delete {address}"))
+}
+
 /// Has the nodes' router silently drop packets to an address, or stops this.
 pub fn swallow(address: &str, on: bool) -> Result<()> {
     let what = if on { "replace" } else { "delete" };

@@ -18,8 +18,11 @@ use nix::{
     errno::Errno,
     mount::{MntFlags, MsFlags, mount, umount2},
     sched::{CloneFlags, unshare},
-    sys::wait::{WaitStatus, waitpid},
-    unistd::sethostname,
+    sys::{
+        signal::{Signal, kill},
+        wait::{WaitStatus, waitpid},
+    },
+    unistd::{Pid, sethostname},
 };
 use serde_json::json;
 
@@ -34,6 +37,10 @@ use crate::command::{check, shown};
 const HOME: &str = "/run/node";
 /// The mount point of the node's cgroup v2 hierarchy on a machine that also has hierarchies of cgroup v1.
 const UNIFIED: &str = "/sys/fs/cgroup/unified";
+
+/// The kubelet's cgroup on a node, named as systemd names its unit's: the agent knows probes by it. cgroup v2 allows
+/// processes in leaves only, so it is beside the cgroups of pods.
+const KUBELET: &str = "kubelet.service";
 
 /// Arguments of the node's first process.
 #[derive(Debug, clap::Args)]
@@ -65,11 +72,20 @@ pub fn unified_mount() -> Result<&'static str> {
 /// Starts a node. The node is ready some seconds later.
 pub fn start(programs: &Programs, node: Node, portmap: bool) -> Result<()> {
     let directory = node.directory();
-    for part in ["cni", "lib", "log", "containerd", "kubelet", "settings"] {
+    for part in [
+        "cni",
+        "cni-bin",
+        "lib",
+        "log",
+        "containerd",
+        "kubelet",
+        "settings",
+    ] {
         let part = directory.join(part);
         fs::create_dir_all(&part).with_context(|| format!("cannot create {}", part.display()))?;
     }
-    configure(programs, node, portmap)?;
+    link_plugins(programs, &directory.join("cni-bin"))?;
+    configure(node, portmap)?;
     cgroups::create(&node.cgroup(SYSTEM))?;
 
     let own = env::current_exe().context("cannot find this program's own path")?;
@@ -112,6 +128,39 @@ pub fn start(programs: &Programs, node: Node, portmap: bool) -> Result<()> {
     node.note_init(init)
 }
 
+/// Returns the directories of CNI's configurations and plug-ins, as the node sees them.
+pub fn cni_directories() -> [String; 2] {
+    ["cni", "cni-bin"].map(|name| format!("{HOME}/{name}"))
+}
+
+/// Links the CNI plug-ins into the node's own directory, to which an agent may add one.
+fn link_plugins(programs: &Programs, directory: &Path) -> Result<()> {
+    let from = &programs.cni;
+    let cannot = || format!("cannot link the plug-ins in {}", from.display());
+    for plugin in fs::read_dir(from).with_context(cannot)? {
+        let plugin = plugin.with_context(cannot)?;
+        symlink(plugin.path(), directory.join(plugin.file_name())).with_context(cannot)?;
+    }
+    Ok(())
+}
+
+/// Ends the program that a [`Node::command`] runs, by a signal, and waits until it has ended.
+pub fn end(child: &mut Child, signal: Signal) -> Result<()> {
+    // The child is `nsenter`, and the program is the child of `nsenter`.
+    let Some(pid) = first_child(child.id()) else {
+        return Ok(());
+    };
+    kill(Pid::from_raw(pid.cast_signed()), signal).context("cannot end a program of a node")?;
+    let limit = Instant::now() + Duration::from_secs(20);
+    while child.try_wait()?.is_none() {
+        if Instant::now() > limit {
+            bail!("process {pid} does not end");
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
+}
+
 /// Returns the first child of a process.
 pub fn first_child(pid: u32) -> Option<u32> {
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
@@ -125,7 +174,7 @@ fn write(path: &Path, value: &serde_json::Value) -> Result<()> {
 }
 
 /// Writes the configurations of kubelet, containerd and CNI.
-fn configure(programs: &Programs, node: Node, portmap: bool) -> Result<()> {
+fn configure(node: Node, portmap: bool) -> Result<()> {
     let directory = node.directory();
     let file = |name: &str| identity::file(&format!("{}.{name}", node.name()));
     let kubelet = json!({
@@ -156,6 +205,7 @@ fn configure(programs: &Programs, node: Node, portmap: bool) -> Result<()> {
     });
     write(&directory.join("kubelet.yaml"), &kubelet)?;
 
+    let [conf_dir, bin_dir] = cni_directories();
     // containerd's configuration is TOML.
     let containerd = format!(
         r#"version = 2
@@ -171,11 +221,10 @@ state = "/run/containerd"
   disable_hugetlb_controller = true
   restrict_oom_score_adj = true
   [plugins."io.containerd.grpc.v1.cri".cni]
-    bin_dir = "{}"
-    conf_dir = "{HOME}/cni"
+    bin_dir = "{bin_dir}"
+    conf_dir = "{conf_dir}"
 "#,
-        images::PAUSE,
-        programs.cni.display()
+        images::PAUSE
     );
     let path = directory.join("containerd.toml");
     fs::write(&path, containerd).with_context(|| format!("cannot write {}", path.display()))?;
@@ -209,14 +258,14 @@ pub fn main(arguments: &Arguments) -> Result<ExitCode> {
     }
     unshare(CloneFlags::CLONE_NEWCGROUP).context("cannot make a cgroup namespace")?;
     mounts(node)?;
+    cgroups::create(Path::new(KUBELET))?;
     let path = env::var("PATH").unwrap_or_default();
     let path = format!("{}:{path}:/usr/sbin:/sbin", arguments.kubernetes.display());
-    let start = |program: &str, log: &str, arguments: &[String]| -> Result<Child> {
+    let start = |mut command: Command, log: &str, arguments: &[String]| -> Result<Child> {
         let log = File::options()
             .create(true)
             .append(true)
             .open(Path::new(HOME).join(log))?;
-        let mut command = Command::new(program);
         command
             .args(arguments)
             .env("PATH", &path)
@@ -228,7 +277,7 @@ pub fn main(arguments: &Arguments) -> Result<ExitCode> {
             .with_context(|| format!("cannot start {}", shown(&command)))
     };
     let containerd = start(
-        "containerd",
+        Command::new("containerd"),
         "containerd.log",
         &[format!("--config={HOME}/containerd.toml")],
     )?;
@@ -252,8 +301,12 @@ pub fn main(arguments: &Arguments) -> Result<ExitCode> {
         format!("--node-labels=topology.kubernetes.io/zone={}", node.zone()),
         "--v=2".into(),
     ];
-    let program = arguments.kubernetes.join("kubelet").display().to_string();
-    let mut running = start(&program, "kubelet.log", &kubelet)?;
+    let program = || -> Result<Command> {
+        let mut command = cgroups::joining(Path::new(KUBELET))?;
+        command.arg(arguments.kubernetes.join("kubelet"));
+        Ok(command)
+    };
+    let mut running = start(program()?, "kubelet.log", &kubelet)?;
     // All orphans of the node become children of this process when their parent ends.
     loop {
         let ended = match waitpid(None, None) {
@@ -268,7 +321,7 @@ pub fn main(arguments: &Arguments) -> Result<ExitCode> {
         }
         if ended == running.id() {
             thread::sleep(Duration::from_secs(1));
-            running = start(&program, "kubelet.log", &kubelet)?;
+            running = start(program()?, "kubelet.log", &kubelet)?;
         }
     }
 }

@@ -38,6 +38,9 @@ pub struct Arguments {
     /// Answer UDP here, each answer from a socket of its own at this address, which is connected to the client
     #[arg(long, value_name = "ADDRESS:PORT")]
     udp_connecting: Vec<SocketAddr>,
+    /// Print a line for each connection over TCP: "http" or "tcp", and the client's address
+    #[arg(long)]
+    log: bool,
     /// Threads, each with its own sockets; 0 is one per processor
     #[arg(long, default_value_t = 1)]
     threads: usize,
@@ -84,7 +87,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
                         .enable_all()
                         .build()
                         .context("start the event loop")?
-                        .block_on(serve(sockets, name))
+                        .block_on(serve(sockets, name, arguments.log))
                 })
             })
             .collect();
@@ -141,11 +144,14 @@ fn bind(address: SocketAddr, kind: Type, shared: bool) -> Result<Socket> {
     socket().with_context(|| format!("listen on {address}"))
 }
 
-async fn serve(sockets: Sockets, name: Arc<str>) -> Result<()> {
+async fn serve(sockets: Sockets, name: Arc<str>, log: bool) -> Result<()> {
     let mut tasks = tokio::task::JoinSet::new();
     for listener in sockets.http {
-        let listener = TcpListener::from_std(listener)?.tap_io(|stream| {
+        let listener = TcpListener::from_std(listener)?.tap_io(move |stream| {
             let _ = stream.set_nodelay(true);
+            if log && let Ok(client) = stream.peer_addr() {
+                println!("http {}", plain(client).ip());
+            }
         });
         let app = Router::new()
             .fallback(get(answer))
@@ -157,6 +163,7 @@ async fn serve(sockets: Sockets, name: Arc<str>) -> Result<()> {
         tasks.spawn(serve_tcp(
             TcpListener::from_std(listener)?,
             Arc::clone(&name),
+            log,
         ));
     }
     for socket in sockets.udp {
@@ -196,10 +203,13 @@ async fn answer(
     )
 }
 
-async fn serve_tcp(listener: TcpListener, name: Arc<str>) -> Result<()> {
+async fn serve_tcp(listener: TcpListener, name: Arc<str>, log: bool) -> Result<()> {
     loop {
         match listener.accept().await {
             Ok((stream, client)) => {
+                if log {
+                    println!("tcp {}", plain(client).ip());
+                }
                 tokio::spawn(echo(stream, client, Arc::clone(&name)));
             }
             // The client is gone already, or we are out of descriptors for a moment.

@@ -202,7 +202,7 @@ fn with_tokens(cluster: &Cluster, uid: &str) -> Result<String> {
     space.service("web", "web", &json!({}))?;
     let web = space.pods("web")?;
     let from = From::Node(node);
-    let _agent = agent::Process::start(cluster, node, &config)?;
+    let _agent = agent::Process::start(cluster, node, &config, &json!({}))?;
     let reaches = |name: &str, limit: Duration| -> Result<()> {
         let to = at(&space.cluster_ips(name)?[0], 80);
         eventually(limit, || from.reaches(cluster, CONNECT, &to, &web)).map(drop)

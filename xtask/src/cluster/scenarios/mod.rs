@@ -6,10 +6,12 @@ mod agents;
 mod api;
 mod cut;
 mod deploy;
+mod enrolment;
 mod load;
 mod mesh;
 mod migration;
 mod mounts;
+mod netpol;
 mod node_goes;
 mod pods;
 mod routes;
@@ -39,7 +41,7 @@ pub struct Scenario {
 }
 
 /// All scenarios, in the order in which they run.
-const ALL: [Scenario; 19] = [
+const ALL: [Scenario; 21] = [
     Scenario {
         name: "rbac",
         about: "the agent reads what our ClusterRole allows, and nothing that it asks for is forbidden",
@@ -125,6 +127,12 @@ const ALL: [Scenario; 19] = [
         programs: &[],
     },
     Scenario {
+        name: "enrolment",
+        about: "the CNI plug-in with containerd and kubelet: first connections captured, probes, an agent that is away",
+        run: enrolment::plugin_and_probes,
+        programs: &[],
+    },
+    Scenario {
         name: "chart",
         about: "the chart in the base's place",
         run: deploy::chart,
@@ -152,6 +160,12 @@ const ALL: [Scenario; 19] = [
         name: "kube-proxy",
         about: "from kube-proxy (nftables) to the agent and back, by the steps of docs/kubernetes.md, under load",
         run: migration::there_and_back,
+        programs: &[kube_proxy::PROGRAM],
+    },
+    Scenario {
+        name: "netpol",
+        about: "network policies by kube-router's firewall: 22 ways to a service by 6 policies, beside kube-proxy's answers",
+        run: netpol::enforced,
         programs: &[kube_proxy::PROGRAM],
     },
 ];

@@ -35,6 +35,9 @@ pub struct Space<'a> {
 pub enum From {
     /// The network namespace of a pod on this node, entered through one of the pod's processes.
     Pod(Node, u32),
+    /// The network namespace of a pod on this node, without the node's cgroup. The node does not see the sockets, as it
+    /// does not see those of a virtual machine.
+    Machine(Node, u32),
     /// A container, including its cgroup: a pod by its namespace and name.
     Container(String, String),
     /// The node itself.
@@ -262,6 +265,14 @@ impl From {
                 let mut command = node.command("nsenter")?;
                 command
                     .args(["--target", &pid.to_string(), "--net"])
+                    .arg(&cluster.probe);
+                command
+            }
+            Self::Machine(node, pid) => {
+                let mut command = Command::new("nsenter");
+                command
+                    .args(["--target", &node.init()?, "--mount", "--pid", "--"])
+                    .args(["nsenter", "--target", &pid.to_string(), "--net"])
                     .arg(&cluster.probe);
                 command
             }

@@ -23,7 +23,8 @@ const CONNECT: &str = "connect --count 30 --timeout-ms 2000";
 const DATAGRAMS: &str = "udp --count 30 --timeout-ms 2000";
 const ONCE: &str = "connect --count 3 --timeout-ms 1000";
 
-fn two(cluster: &Cluster) -> Result<[Node; 2]> {
+/// Returns the first two nodes.
+pub(super) fn two(cluster: &Cluster) -> Result<[Node; 2]> {
     match cluster.nodes.as_slice() {
         [first, second, ..] => Ok([*first, *second]),
         _ => anyhow::bail!("this takes two nodes"),
