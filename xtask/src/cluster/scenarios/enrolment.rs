@@ -108,8 +108,6 @@ fn enrolled(cluster: &Cluster) -> Result<String> {
             "{}: not the network configuration of before: {after:#}",
             node.name()
         );
-        let plugin = node.directory().join("cni-bin").join(PLUGIN);
-        ensure!(!plugin.exists(), "{} is still there", plugin.display());
         world
             .space
             .client(&format!("after-{}", node.name()), node)?;
@@ -148,11 +146,9 @@ fn start(cluster: &Cluster, node: Node, on_exit: &str) -> Result<Process> {
 
 /// Takes the plug-in out, as an operator does.
 fn uninstall(cluster: &Cluster, node: Node) -> Result<()> {
-    let [conf_dir, bin_dir] = node::cni_directories();
+    let [conf_dir, _] = node::cni_directories();
     let mut command = node.command(&cluster.dataplane)?;
-    command
-        .args(["cni", "uninstall", "--conf-dir", &conf_dir])
-        .args(["--bin-dir", &bin_dir]);
+    command.args(["cni", "uninstall", "--conf-dir", &conf_dir]);
     output(&mut command).map(drop)
 }
 
