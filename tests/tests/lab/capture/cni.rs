@@ -329,6 +329,7 @@ fn the_agent_keeps_the_plugin_in_the_network_configuration() -> Result<()> {
     agent.start()?;
     agent.stop()?;
     ensure!(read()? == original, "{:#}", read()?);
-    ensure!(!bin.join("dataplane-cni").exists(), "the plug-in is left");
+    // A runtime may end pods with the configuration with which they began.
+    ensure!(bin.join("dataplane-cni").exists(), "the program is gone");
     Ok(())
 }

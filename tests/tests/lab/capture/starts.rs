@@ -69,7 +69,8 @@ fn site(mode: &str) -> Result<(Site, Node)> {
     let objects = |lab: &Lab| {
         let pods = [("far", "node1"), ("near", "node2")];
         let pods = pods.map(|(name, node)| objects::pod(name, node, &lab.pod(name).addresses()));
-        [web(lab), pods.to_vec()].concat()
+        let namespace = objects::namespace("default", &json!({}));
+        [web(lab), pods.to_vec(), vec![namespace]].concat()
     };
     let mut site = Site::prepare_with(objects, |agent| {
         agent
