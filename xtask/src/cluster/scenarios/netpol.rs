@@ -58,7 +58,7 @@ const KNOWN: [(&str, &str); 9] = [
     (MACHINE_TO_ENDPOINTS_NODE, "nynyn"),
     (MACHINE_BESIDE, "nynyn"),
     (MACHINE_TO_IP, "nynyn"),
-    (POD_TO_OWN_NODE, "nnnnn"),
+    (POD_TO_OWN_NODE, "nnnyn"),
 ];
 
 /// The dataplane's answers where they are not kube-proxy's: the connection is translated at the socket, so the policy
