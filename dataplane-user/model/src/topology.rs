@@ -120,9 +120,8 @@ impl Hints {
         let near = match asked {
             Preference::Any => return Self(self.0 & Self::HINTS),
             Preference::SameZone if near > 2 => 2,
-            Preference::SameZone => near,
             Preference::SameNode if local => 4,
-            Preference::SameNode => near,
+            Preference::SameZone | Preference::SameNode => near,
         };
         // Five ranks, from 0 to 4, in each of two networks. No rank is 0.
         let is_own_network = place >> 2;

@@ -49,6 +49,9 @@ pub struct Blocking {
     pub patch: Value,
 }
 
+/// The rules of a policy without the port, by their indices, and the Pods that are affected.
+type Affected = (BTreeSet<usize>, Vec<String>);
+
 /// Returns the policies that block tunnels to enrolled Pods. `list`: a list of NetworkPolicies, Pods and Namespaces, as `kubectl
 /// get networkpolicies,pods,namespaces -A -o json` prints it. Other objects are ignored.
 ///
@@ -67,8 +70,7 @@ pub fn blocking(list: &Value) -> Result<Vec<Blocking>, String> {
             .filter(|of| of.metadata.name.as_deref() == Some(name));
         of_name.any(|of| mode(of.metadata.labels.as_ref()) == Some("ambient"))
     };
-    // By namespace and name of the policy: its rules without the port, and the Pods that are affected.
-    let mut found: BTreeMap<(&str, &str), (BTreeSet<usize>, Vec<String>)> = BTreeMap::new();
+    let mut found: BTreeMap<(&str, &str), Affected> = BTreeMap::new();
     for pod in &pods {
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
         if !is_enrolled(pod, enrols(namespace)) {

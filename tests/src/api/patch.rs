@@ -6,7 +6,7 @@ use axum::{
     http::{StatusCode, header},
     response::{IntoResponse, Response},
 };
-use http_body_util::BodyExt as _;
+use http_body_util::{BodyExt as _, Collected};
 use serde_json::{Map, Value, json};
 
 use super::{Cluster, Faults, Resource};
@@ -35,7 +35,7 @@ pub async fn answer(
     let kind = request.headers().get(header::CONTENT_TYPE);
     let is_apply = kind.is_some_and(|kind| kind == "application/apply-patch+yaml");
     let body = request.into_body().collect().await;
-    let body = body.map(|body| body.to_bytes()).unwrap_or_default();
+    let body = body.map(Collected::to_bytes).unwrap_or_default();
     let (true, Ok(wanted)) = (is_apply, serde_json::from_slice::<Value>(&body)) else {
         return Err((400, "BadRequest", "the body is no object to apply".into()));
     };

@@ -75,7 +75,7 @@ fn search(
 
 /// Whether it is one of systemd's slices that has no Pods, users or machines in it.
 fn is_of_node(name: &str) -> bool {
-    name.ends_with(".slice")
+    name.strip_suffix(".slice").is_some()
         && !name.contains(PODS)
         && !name.starts_with("user")
         && !name.starts_with("machine")

@@ -99,7 +99,7 @@ impl Call {
             }
             // A missing agent does not count: kubelet evicts the pods of a node whose network is not ready, and their
             // connections go on.
-            Command::Status => Ok(String::new()),
+            Command::Status | Command::Check(None) => Ok(String::new()),
             Command::Add(pod, result) => {
                 if let Some(pod) = pod {
                     let request = Request::Add(attachment(pod)?);
@@ -107,7 +107,6 @@ impl Call {
                 }
                 Ok(result)
             }
-            Command::Check(None) => Ok(String::new()),
             Command::Check(Some(pod)) => {
                 let request = Request::Check(attachment(pod)?);
                 until_captured(&client, &request, Duration::ZERO)?;

@@ -54,15 +54,15 @@ impl StartupTaint {
 
     async fn remove_now(&self) -> Result<bool, Failure> {
         let connection = self.connector.connect().await?;
-        let path = format!("/api/v1/nodes/{}", self.node);
-        let ask = Request::get(&path).body(Vec::new());
+        let uri = format!("/api/v1/nodes/{}", self.node);
+        let ask = Request::get(&uri).body(Vec::new());
         let node: Value = serde_json::from_slice(&answer(&connection, ask).await?)?;
-        let Some(patch) = patch(&node, &self.key) else {
+        let Some(without) = patch(&node, &self.key) else {
             return Ok(false);
         };
-        let change = Request::patch(&path)
+        let change = Request::patch(&uri)
             .header(header::CONTENT_TYPE, "application/json-patch+json")
-            .body(patch.to_string().into_bytes());
+            .body(without.to_string().into_bytes());
         answer(&connection, change).await?;
         Ok(true)
     }

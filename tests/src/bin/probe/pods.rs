@@ -85,19 +85,20 @@ impl Pod<'_> {
     }
 
     fn start(&self, node: &File) -> Result<StartReport> {
-        let (name, address, gateway) = (self.name, self.address, self.of.gateway);
+        const NO: Option<&str> = None;
+
+        let (link, address, gateway) = (self.name, self.address, self.of.gateway);
         let enter = |netns: &File| setns(netns, CloneFlags::CLONE_NEWNET);
         unshare(CloneFlags::CLONE_NEWNET).context("make a network namespace")?;
         File::create(self.file())?;
-        let none = None::<&str>;
-        mount(Some(OWN), &self.file(), none, MsFlags::MS_BIND, none).context("name it")?;
+        mount(Some(OWN), &self.file(), NO, MsFlags::MS_BIND, NO).context("name it")?;
         let own = File::open(OWN)?;
         enter(node)?;
         ip(&format!(
-            "link add name {name} type veth peer name eth0 netns {netns}\n\
-             addr add {gateway}/32 dev {name}\n\
-             link set {name} up\n\
-             route add {address}/32 dev {name} src {gateway}\n",
+            "link add name {link} type veth peer name eth0 netns {netns}\n\
+             addr add {gateway}/32 dev {link}\n\
+             link set {link} up\n\
+             route add {address}/32 dev {link} src {gateway}\n",
             netns = self.netns,
         ))?;
         enter(&own)?;

@@ -161,10 +161,9 @@ fn conflist(node: Node) -> Result<Value> {
 }
 
 fn has_plugin(list: &Value) -> bool {
-    let last = list["plugins"]
-        .as_array()
-        .and_then(|plugins| plugins.last());
-    last.is_some_and(|last| last["type"] == PLUGIN)
+    let all = list["plugins"].as_array();
+    all.and_then(|all| all.last())
+        .is_some_and(|one| one["type"] == PLUGIN)
 }
 
 /// Imports an image of Kubernetes' agnhost on all nodes. Returns whether there is an agnhost.
