@@ -86,7 +86,7 @@ impl<'a> AgentBuilder<'a> {
     }
 
     /// Without the packet path, whose programs the kernel verifies in half of an agent's start: for scenarios of sockets.
-    /// With [`PACKET_PATH`] in the tests' own environment, these run with it, too.
+    /// With `DATAPLANE_PACKET_PATH` in the tests' own environment, these run with it, too.
     pub fn sockets_only(self) -> Self {
         if std::env::var_os(PACKET_PATH).is_some() {
             return self;
