@@ -42,9 +42,9 @@
 //! # Probes
 //!
 //! A program at the cgroup of the kubelet writes the kubelet's connections to workloads to `PROBES`, before the first
-//! packet is sent, and removes them when the socket is closed. `sk_lookup` in the workload's network namespace leaves a
-//! connection alone that is there. So a probe is known by the socket that opens it, and neither by its address nor by a
-//! mark. The value is the time in ns of `CLOCK_MONOTONIC`. After [`PROBE_BEGINS`] an entry has no effect, because its
+//! packet is sent, and removes them when the socket is closed. `sk_lookup` in the workload's network namespace does not
+//! capture connections in `PROBES`. Only the kubelet's own socket makes an entry: an address or a mark would not do. The
+//! value is the time in ns of `CLOCK_MONOTONIC`. After [`PROBE_BEGINS`] an entry has no effect, because its
 //! connection is established or has failed.
 
 mod decisions;

@@ -115,7 +115,7 @@ async fn answer(State(pods): State<Registrations>, Json(request): Json<Request>)
     let mut last = Answer::Waiting(
         "the agent has not decided yet: it starts or ends, and has not read its source".to_owned(),
     );
-    // Waits as a task, so the requests of many pods delay neither each other nor a probe.
+    // This is a task, not a thread: many requests wait at the same time, and other requests are answered meanwhile.
     while let Ok(Some(next)) = timeout_at(until, answered.recv()).await {
         last = next;
         if !matches!(last, Answer::Waiting(_)) {

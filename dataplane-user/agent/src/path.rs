@@ -1,6 +1,9 @@
 //! The path of packets of services through the node, as `packets.path` says: past the network stack, or through it.
 
-use std::time::{Duration, Instant};
+use std::{
+    path::Path as FsPath,
+    time::{Duration, Instant},
+};
 
 use dataplane_common::packet::PacketConfig;
 use kernel::netfilter;
@@ -21,7 +24,9 @@ pub struct Path {
     wanted: PacketPath,
     /// The chains that must see packets, at the last look that succeeded.
     chains: Option<String>,
-    /// Why the last look failed.
+    /// An interface with filters of other programs on the way in, at the last look.
+    filtered: Option<String>,
+    /// Why the last look at the chains failed.
     problem: Option<String>,
     /// Whether there was a choice.
     has_chosen: bool,
@@ -47,6 +52,7 @@ impl Path {
             wanted,
             // Rules that cannot be read may be policies, so the first look fails closed.
             chains: Some("netfilter's rules, which cannot be read".to_owned()),
+            filtered: None,
             problem: None,
             has_chosen: false,
             because: None,
@@ -88,21 +94,31 @@ impl Path {
         before.0 != self.chains || before.1 != self.problem
     }
 
-    /// Chooses the path. `filtered`: the result of [`kernel::ingress_of_others`]. Returns its flags of [`PacketConfig`].
+    /// Looks for filters of other programs on the way in of interfaces. Returns whether the result differs from the last one.
+    ///
+    /// # Errors
+    /// If the kernel does not return them.
+    pub fn look_at_filters(&mut self, bpffs: &FsPath) -> Result<bool, kernel::Error> {
+        if self.wanted != PacketPath::Auto {
+            return Ok(false);
+        }
+        let filtered = kernel::ingress_of_others(bpffs)?;
+        let is_news = filtered != self.filtered;
+        self.filtered = filtered;
+        Ok(is_news)
+    }
+
+    /// Chooses the path. Returns its flags of [`PacketConfig`].
     ///
     /// # Errors
     /// If the routing rules cannot be read.
-    pub fn choose(
-        &mut self,
-        policies: &[Policy],
-        filtered: Option<&str>,
-    ) -> Result<u32, kernel::Error> {
+    pub fn choose(&mut self, policies: &[Policy]) -> Result<u32, kernel::Error> {
         let because = match self.wanted {
             PacketPath::Off => return Ok(0),
             PacketPath::Fast => None,
             PacketPath::Stack => Some("packets.path: stack".to_owned()),
             PacketPath::Auto if self.chains.is_some() => self.chains.clone(),
-            PacketPath::Auto => path::of_the_rest(policies, filtered)?,
+            PacketPath::Auto => path::of_the_rest(policies, self.filtered.as_deref())?,
         };
         if !self.has_chosen || self.because != because {
             if let Some(why) = &because {
@@ -149,7 +165,7 @@ mod tests {
             (PacketPath::Auto, STACK),
         ] {
             let mut path = Path::new(wanted, now);
-            assert_eq!(path.choose(&policies, None).unwrap(), flags, "{wanted:?}");
+            assert_eq!(path.choose(&policies).unwrap(), flags, "{wanted:?}");
             assert_eq!(path.because().is_some(), flags == STACK);
             assert_eq!(path.at() == now, wanted == PacketPath::Auto);
         }

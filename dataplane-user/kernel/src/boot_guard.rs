@@ -82,7 +82,7 @@ mod tests {
         assert!(!stands(directory.path()).unwrap());
         // Removed by another process: this is no error.
         lower(directory.path()).unwrap();
-        // What cannot be looked at is not absent.
+        // A file in place of the directory is an error.
         let file = directory.path().join("file");
         fs::write(&file, "").unwrap();
         assert!(stands(&file).is_err());

@@ -10,15 +10,14 @@ use k8s_openapi::{
     },
     apimachinery::pkg::{apis::meta::v1::LabelSelector, util::intstr::IntOrString},
 };
+use kube::core::{Selector, SelectorExt as _};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::objects::{LABEL_MODE, SIDECAR};
+
 /// The port of Pods for tunnels (HBONE).
 pub const TUNNELS: u16 = 15_008;
-/// The label that enrols Pods, and Namespaces with their Pods.
-const LABEL_MODE: &str = "istio.io/dataplane-mode";
-/// The annotation of Pods with a proxy of their own, which are not enrolled.
-const SIDECAR: &str = "sidecar.istio.io/status";
 
 /// Labels of an object.
 type Labels = BTreeMap<String, String>;
@@ -196,25 +195,10 @@ fn is_port(given: &NetworkPolicyPort, pod: &Pod) -> bool {
 
 /// Whether a selector matches labels. An empty selector matches all.
 fn selects(selector: Option<&LabelSelector>, labels: &Labels) -> bool {
-    let Some(selector) = selector else {
-        return true;
-    };
-    let mut pairs = selector.match_labels.iter().flatten();
-    let mut expressions = selector.match_expressions.iter().flatten();
-    pairs.all(|(key, value)| labels.get(key) == Some(value))
-        && expressions.all(|wanted| {
-            let value = labels.get(&wanted.key);
-            let is_among =
-                value.is_some_and(|value| wanted.values.iter().flatten().any(|of| of == value));
-            match wanted.operator.as_str() {
-                "In" => is_among,
-                "NotIn" => !is_among,
-                "Exists" => value.is_some(),
-                "DoesNotExist" => value.is_none(),
-                // The API server accepts no other: a policy too many is named, and none too few.
-                _ => true,
-            }
-        })
+    // The API server accepts no selector that cannot be read: a policy too many is named, and none too few.
+    selector.is_none_or(|selector| {
+        Selector::try_from(selector.clone()).map_or(true, |selector| selector.matches(labels))
+    })
 }
 
 fn mode(labels: Option<&Labels>) -> Option<&str> {

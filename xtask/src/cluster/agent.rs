@@ -2,8 +2,8 @@
 //! a node.
 
 use std::{
-    fs::{self, File},
-    process::{Child, Command, Stdio},
+    fs,
+    process::{Child, Command},
     time::Duration,
 };
 
@@ -345,12 +345,6 @@ impl Process {
     ) -> Result<Self> {
         let file = node.directory().join("agent.yaml");
         fs::write(&file, config.to_string()).context("cannot write the agent's configuration")?;
-        let log = node.directory().join("agent.log");
-        let log = File::options()
-            .create(true)
-            .append(true)
-            .open(log)
-            .context("cannot open a log")?;
         let mut command = node.command(&cluster.dataplane)?;
         command
             .arg("run")
@@ -360,11 +354,8 @@ impl Process {
             .arg(kubeconfig)
             .args(["--node-name", &node.name()])
             .args(["--pod-cidr", &POD_RANGES.join(",")])
-            .args(["--cgroup", node::unified_mount()?])
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log);
-        let child = command.spawn().context("cannot start the agent")?;
+            .args(["--cgroup", node::unified_mount()?]);
+        let child = node::spawn(node, &mut command, "agent.log")?;
         let agent = Self { child, node };
         eventually(Duration::from_secs(30), || healthy(cluster, node))?;
         Ok(agent)

@@ -1,10 +1,7 @@
 //! kube-proxy: as a process of a node, to compare with, and as a DaemonSet like kubeadm's, to
 //! migrate from.
 
-use std::{
-    fs::{self, File},
-    process::{Child, Stdio},
-};
+use std::{fs, process::Child};
 
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
@@ -15,7 +12,7 @@ use super::{
     node,
     place::{self, Node, POD_RANGES},
 };
-use crate::command::{on_path, shown};
+use crate::command::on_path;
 
 /// The program's name.
 pub const PROGRAM: &str = "kube-proxy";
@@ -45,19 +42,11 @@ impl Process {
         let file = node.directory().join("kube-proxy.yaml");
         fs::write(&file, config(mode).to_string())
             .context("cannot write kube-proxy's configuration")?;
-        let log =
-            File::create(node.directory().join("kube-proxy.log")).context("cannot open a log")?;
         let mut command = node.command(cluster.programs.kubernetes(PROGRAM))?;
         command
             .arg(format!("--config={}", file.display()))
-            .arg(format!("--hostname-override={}", node.name()))
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log);
-        let child = command
-            .spawn()
-            .with_context(|| format!("cannot start {}", shown(&command)))?;
-        Ok(Self(child))
+            .arg(format!("--hostname-override={}", node.name()));
+        Ok(Self(node::spawn(node, &mut command, "kube-proxy.log")?))
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::{
     env,
-    fs::File,
     io::Write as _,
     path::PathBuf,
     process::{Child, Stdio},
@@ -18,7 +17,7 @@ use super::{
     place::{self, Node, SERVICE_RANGES},
 };
 use crate::{
-    command::{on_path, output, shown},
+    command::{on_path, output},
     judges,
 };
 
@@ -50,8 +49,6 @@ pub struct Process {
 impl Process {
     /// Starts it, and waits until its rules are there.
     pub fn start(node: Node) -> Result<Self> {
-        let log =
-            File::create(node.directory().join("kube-router.log")).context("cannot open a log")?;
         let mut command = node.command(program())?;
         let path = env::var("PATH").unwrap_or_default();
         command
@@ -64,13 +61,8 @@ impl Process {
             .arg(format!("--service-cluster-ip-range={}", SERVICE_RANGES[0]))
             .args(["--iptables-sync-period=1m", "--health-port=0", "-v=1"])
             // It looks for iptables and ipset, which users may not have on the search path.
-            .env("PATH", format!("{path}:/usr/sbin:/sbin"))
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log);
-        let child = command
-            .spawn()
-            .with_context(|| format!("cannot start {}", shown(&command)))?;
+            .env("PATH", format!("{path}:/usr/sbin:/sbin"));
+        let child = node::spawn(node, &mut command, "kube-router.log")?;
         let process = Self { child, node };
         eventually(Duration::from_mins(1), || {
             let rules = rules(node)?;

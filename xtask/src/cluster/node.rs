@@ -144,6 +144,21 @@ fn link_plugins(programs: &Programs, directory: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Starts a program that a [`Node::command`] runs. Its output goes to the end of this log in the node's directory.
+pub fn spawn(node: Node, command: &mut Command, log: &str) -> Result<Child> {
+    let log = File::options()
+        .create(true)
+        .append(true)
+        .open(node.directory().join(log))
+        .context("cannot open a log")?;
+    command
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log)
+        .spawn()
+        .with_context(|| format!("cannot start {}", shown(command)))
+}
+
 /// Ends the program that a [`Node::command`] runs, by a signal, and waits until it has ended.
 pub fn end(child: &mut Child, signal: Signal) -> Result<()> {
     // The child is `nsenter`, and the program is the child of `nsenter`.

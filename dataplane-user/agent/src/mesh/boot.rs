@@ -7,7 +7,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kernel::Kernel;
 use model::{Workload, WorkloadName};
+use plan::enrol::Member;
+use tracing::info;
+
+use super::Mesh;
 
 /// How long the agent waits for the Pods of processes that were there before it: the kubelet reports the address of a Pod
 /// some seconds after the Pod's network namespace exists.
@@ -93,6 +98,49 @@ impl BootGuard {
                  agent does not know: {because}"
             ),
         }
+    }
+}
+
+impl Mesh {
+    /// Whether the guard of `dataplane guard` stands.
+    pub(super) fn has_boot_guard(&self) -> bool {
+        self.boot.as_ref().is_some_and(BootGuard::refuses)
+    }
+
+    /// Ends the guard of `dataplane guard`, and has the startup taint removed, if this run has captured all workloads, and
+    /// knows the network namespaces that were there before. The tables have them by now. The next run decides about unknown
+    /// network namespaces. `is_unread`: whether this run lacks facts. Returns why the guard has not ended, for `status`.
+    pub(super) fn end_boot_guard(
+        &mut self,
+        kernel: &mut Kernel,
+        members: &[Member],
+        is_unread: bool,
+    ) -> Result<Option<String>, kernel::Error> {
+        let Some(guard) = &mut self.boot else {
+            return Ok(None);
+        };
+        let missing = members
+            .iter()
+            .map(|member| &member.workload)
+            .filter(|workload| self.absent.contains_key(&workload.name))
+            .filter(|workload| has_started(workload))
+            .map(|workload| &workload.name);
+        let unknown = self.closed.keys().copied().collect();
+        if guard.is_needed(missing, &unknown, Instant::now()) || is_unread {
+            return Ok(Some(guard.text()));
+        }
+        if guard.refuses() {
+            kernel.end_boot_guard()?;
+            info!(
+                "mesh: all workloads are captured that were there before: the guard of `dataplane guard` ends"
+            );
+        }
+        self.boot = None;
+        if let Some(verified) = &self.verified {
+            // Fails only if the thread has died, which ends the agent.
+            let _ = verified.send(());
+        }
+        Ok(None)
     }
 }
 

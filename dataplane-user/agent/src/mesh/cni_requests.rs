@@ -6,9 +6,7 @@
 //! They are kept in a file beside the agent's socket, for the next agent. The file goes with a reboot, as the pods do.
 
 use std::{
-    fs::{self, OpenOptions},
-    io::{self, Write as _},
-    os::unix::fs::OpenOptionsExt as _,
+    fs, io,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -22,6 +20,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use tracing::warn;
 
 use super::{Mesh, problems::Problems};
+use crate::remembered;
 
 /// The name of the file, beside the socket.
 const FILE: &str = "pods.json";
@@ -136,8 +135,9 @@ impl CniRequests {
     }
 
     fn save(&mut self) {
-        let text = serde_json::to_vec(&self.pods).map_err(io::Error::from);
-        match text.and_then(|text| replace(&self.file, &text)) {
+        let text = serde_json::to_string(&self.pods).map_err(io::Error::from);
+        // Only root reads it: it has all tenants' names.
+        match text.and_then(|text| remembered::replace(&self.file, &text)) {
             Ok(()) => self.unread = None,
             Err(error) => warn!(
                 "cannot write {}: {error}; an agent that starts now does not know the pods that have just started",
@@ -152,15 +152,6 @@ fn is_open(answers: &UnboundedSender<Answer>, answer: Answer) -> bool {
     let is_waiting = matches!(answer, Answer::Waiting(_));
     // Fails if the plug-in waits no longer: it asks again.
     answers.send(answer).is_ok() && is_waiting
-}
-
-/// Replaces a file in one step. Only root reads it: it has all tenants' names.
-fn replace(file: &Path, text: &[u8]) -> io::Result<()> {
-    let new = file.with_extension("new");
-    let mut options = OpenOptions::new();
-    options.write(true).create(true).truncate(true).mode(0o600);
-    options.open(&new)?.write_all(text)?;
-    fs::rename(new, file)
 }
 
 /// Whether a registration is a workload's. A runtime gives the UID of a Pod, except for static pods: theirs differs from
@@ -178,6 +169,24 @@ fn workload_of<'a>(pod: &Attachment, snapshot: &'a Snapshot) -> Option<&'a Arc<W
     let name = WorkloadName::new(&pod.namespace, &pod.name);
     let workload = snapshot.workloads.get(&name)?;
     is_of(pod, workload).then_some(workload)
+}
+
+/// Returns the workload of a registration, if the source has all that decides whether it is captured; otherwise what is
+/// missing.
+fn read<'a>(pod: &Attachment, snapshot: &'a Snapshot) -> Result<&'a Arc<Workload>, String> {
+    let (namespace, name) = (&pod.namespace, &pod.name);
+    let lacks = |what: String| format!("the agent's source does not have {what} yet");
+    let workload = workload_of(pod, snapshot).ok_or_else(|| {
+        let uid = pod.uid.as_ref();
+        let with = uid.map_or(String::new(), |uid| format!(" with UID {uid}"));
+        lacks(format!("the Pod {namespace}/{name}{with}"))
+    })?;
+    // Without the Namespace, its labels are not known.
+    let namespaces = snapshot.namespaces.as_ref();
+    if namespaces.is_some_and(|all| !all.contains(namespace.as_str())) {
+        return Err(lacks(format!("the Namespace {namespace}")));
+    }
+    Ok(workload)
 }
 
 impl Mesh {
@@ -209,24 +218,10 @@ impl Mesh {
         // Taken out meanwhile, because the answers depend on the rest.
         let asks = std::mem::take(&mut self.cni.asks);
         let decide = |pod: &Attachment| {
-            let Some(workload) = workload_of(pod, snapshot) else {
-                return Answer::Waiting(format!(
-                    "the agent's source does not have the Pod {}/{} {}yet",
-                    pod.namespace,
-                    pod.name,
-                    pod.uid
-                        .as_ref()
-                        .map_or(String::new(), |uid| format!("with UID {uid} "))
-                ));
+            let workload = match read(pod, snapshot) {
+                Ok(workload) => workload,
+                Err(why) => return Answer::Waiting(why),
             };
-            // Without the Namespace, its labels are not known.
-            let namespaces = snapshot.namespaces.as_ref();
-            if namespaces.is_some_and(|all| !all.contains(pod.namespace.as_str())) {
-                return Answer::Waiting(format!(
-                    "the agent's source does not have the Namespace {} yet",
-                    pod.namespace
-                ));
-            }
             let mut members = members.iter();
             let Some(member) = members.find(|member| member.workload.name == workload.name) else {
                 return Answer::NotCaptured;
@@ -356,6 +351,24 @@ mod tests {
         assert!(requests.unread().unwrap().contains(FILE));
         take(&mut requests, Request::Add(pod("web", "a", None)));
         assert_eq!(requests.unread(), None, "it is written anew");
+    }
+
+    #[test]
+    fn nothing_is_decided_before_the_source_has_the_pod_and_its_namespace() {
+        let registered = pod("web", "a", Some(UID));
+        let mut snapshot = Snapshot::default();
+        let why = read(&registered, &snapshot).unwrap_err();
+        assert!(why.contains("the Pod shop/web with UID"), "{why}");
+        let name = WorkloadName::new("shop", "web");
+        let workload = Workload::new(name.clone(), Place::Address);
+        snapshot.workloads.insert(name, Arc::new(workload));
+        // Manifests have no Namespaces that are missing.
+        assert!(read(&registered, &snapshot).is_ok());
+        snapshot.namespaces = Some([Arc::<str>::from("other")].into_iter().collect());
+        let why = read(&registered, &snapshot).unwrap_err();
+        assert!(why.contains("the Namespace shop"), "{why}");
+        snapshot.namespaces = Some([Arc::<str>::from("shop")].into_iter().collect());
+        assert!(read(&registered, &snapshot).is_ok());
     }
 
     #[test]

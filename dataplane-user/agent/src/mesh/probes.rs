@@ -6,6 +6,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use kernel::Kernel;
+
+use super::Mesh;
+
 /// Part of the name of the cgroup in which a kubelet makes those of Pods.
 const PODS: &str = "kubepods";
 /// How many slices systemd may have put around a unit.
@@ -18,6 +22,37 @@ pub struct Kubelets {
     pub found: Vec<PathBuf>,
     /// Those with Pods: their processes cannot be told from the kubelet.
     pub with_pods: Vec<PathBuf>,
+}
+
+impl Mesh {
+    /// Has the programs recognise the kubelet's connections, before any connection is captured. Without workloads, none is.
+    /// Returns the problems.
+    pub(super) fn leave_probes_alone(&self, kernel: &Kernel, has_workloads: bool) -> Vec<String> {
+        let names = if has_workloads {
+            self.config.probes.cgroups()
+        } else {
+            Vec::new()
+        };
+        let captured = |why: String| format!("probes of the kubelet may be captured: {why}");
+        let kubelets = match kubelets(&self.cgroup, &names) {
+            Ok(kubelets) => kubelets,
+            Err(error) => {
+                let root = self.cgroup.display();
+                let why = format!("cannot look for the kubelet's cgroups below {root}: {error}");
+                return vec![captured(why)];
+            }
+        };
+        let with_pods = kubelets.with_pods.iter().map(|path| {
+            format!(
+                "the kubelet's cgroup {} has the cgroups of Pods in it, so its connections are captured: name a cgroup of the \
+                 kubelet alone in mesh.probes.cgroups",
+                path.display()
+            )
+        });
+        let failed = kernel.set_probers(&kubelets.found).err();
+        let failed = failed.map(|error| captured(error.to_string()));
+        with_pods.chain(failed).collect()
+    }
 }
 
 /// Looks for the kubelet's cgroups. `names`: of units, or paths below `root`.

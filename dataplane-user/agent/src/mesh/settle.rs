@@ -16,15 +16,14 @@ use plan::{
     },
 };
 use proxy::{Proxy, handover};
-use tracing::{error, info, warn};
+use tracing::{error, warn};
 
 use super::{
     Mesh,
-    boot::{BootGuard, has_started},
     discover::{Placed, Sought, is_to_be_denied},
     dns::Dns,
     found::Found,
-    guard, probes,
+    guard,
     problems::Problems,
 };
 
@@ -109,7 +108,10 @@ impl Mesh {
         self.complete_tables(kernel.capture(), &view, &mut placed, guard, &mut draft);
         self.write(kernel, &view, &placed, guard, &mut draft)?;
         self.close_sockets(&view, &placed, &draft);
-        self.end_boot_guard(kernel, &view, &placed, &mut draft)?;
+        let is_unread = draft.trouble.is_some() || !placed.unknown.is_empty() || view.waits;
+        draft
+            .left_out
+            .extend(self.end_boot_guard(kernel, &members, is_unread)?);
         self.cni.retain(|cookie| view.found.may_exist(cookie));
         let (tables, problems) = (kernel.capture().tables(), &draft.problems);
         self.answer_cni(tables, snapshot, &members, problems, view.waits);
@@ -228,48 +230,6 @@ impl Mesh {
         guard
     }
 
-    fn has_boot_guard(&self) -> bool {
-        self.boot.as_ref().is_some_and(BootGuard::refuses)
-    }
-
-    /// Ends the guard of `dataplane guard`, and has the startup taint removed, if this run has captured all workloads, and
-    /// knows the network namespaces that were there before. The tables have them by now. The next run decides about unknown
-    /// network namespaces.
-    fn end_boot_guard(
-        &mut self,
-        kernel: &mut Kernel,
-        view: &View<'_>,
-        placed: &Placed<'_>,
-        draft: &mut Draft,
-    ) -> Result<(), kernel::Error> {
-        let Some(guard) = &mut self.boot else {
-            return Ok(());
-        };
-        let members = view.members.iter().map(|member| &member.workload);
-        let missing = members
-            .filter(|workload| self.absent.contains_key(&workload.name))
-            .filter(|workload| has_started(workload))
-            .map(|workload| &workload.name);
-        let unknown = self.closed.keys().copied().collect();
-        let is_unread = draft.trouble.is_some() || !placed.unknown.is_empty();
-        if guard.is_needed(missing, &unknown, Instant::now()) || is_unread || view.waits {
-            draft.left_out.push(guard.text());
-            return Ok(());
-        }
-        if guard.refuses() {
-            kernel.end_boot_guard()?;
-            info!(
-                "mesh: all workloads are captured that were there before: the guard of `dataplane guard` ends"
-            );
-        }
-        self.boot = None;
-        if let Some(verified) = &self.verified {
-            // Fails only if the thread has died, which ends the agent.
-            let _ = verified.send(());
-        }
-        Ok(())
-    }
-
     /// Opens the proxy's and the DNS server's sockets, before connections and queries are captured.
     fn open_sockets(
         &mut self,
@@ -369,7 +329,10 @@ impl Mesh {
             .map(|(_, namespace, _)| *namespace)
             .collect();
         self.unroute_interfaces(&view.found, &draft.wanted);
-        self.leave_probes_alone(kernel, draft);
+        let has_workloads = !draft.wanted.locals.is_empty();
+        draft
+            .left_out
+            .extend(self.leave_probes_alone(kernel, has_workloads));
         let failed = kernel.set_captured(&draft.wanted, placed.levels, &inbound, guard)?;
         self.guarded = guard;
         let problems = &mut draft.problems;
@@ -383,35 +346,6 @@ impl Mesh {
             }
         }
         Ok(())
-    }
-
-    /// Has the programs recognise the kubelet's connections, before any connection is captured.
-    fn leave_probes_alone(&self, kernel: &Kernel, draft: &mut Draft) {
-        let has_workloads = !draft.wanted.locals.is_empty();
-        let names = self.config.probes.cgroups();
-        let names: &[String] = if has_workloads { &names } else { &[] };
-        let told = match probes::kubelets(&self.cgroup, names) {
-            Ok(kubelets) => {
-                for path in &kubelets.with_pods {
-                    let path = path.display();
-                    let text = format!(
-                        "the kubelet's cgroup {path} has the cgroups of Pods in it, so its connections are captured: name a \
-                         cgroup of the kubelet alone in mesh.probes.cgroups"
-                    );
-                    draft.left_out.push(text);
-                }
-                let set = kernel.set_probers(&kubelets.found);
-                set.map_err(|error| error.to_string())
-            }
-            Err(error) => Err(format!(
-                "cannot look for the kubelet's cgroups below {}: {error}",
-                self.cgroup.display()
-            )),
-        };
-        if let Err(text) = told {
-            let text = format!("probes of the kubelet may be captured: {text}");
-            draft.left_out.push(text);
-        }
     }
 
     /// Releases the workloads that are no longer captured, and the earlier agent.

@@ -45,7 +45,8 @@ pub struct CniArgs {
 enum Task {
     /// Take the plug-in out of the container runtime's network configuration
     ///
-    /// The program stays, because a runtime may end pods with the configuration with which they began. An agent with the key `cni` puts it back: end the agent first.
+    /// The program stays, because a runtime may end pods with the configuration with which they began. An agent with the
+    /// key `cni` puts the plug-in back: end the agent first.
     Uninstall {
         /// Directory of the network configurations
         #[arg(long, value_name = "DIR", default_value_os_t = settings::Cni::default().conf_dir())]

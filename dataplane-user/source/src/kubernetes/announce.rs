@@ -1,5 +1,5 @@
-//! Writes on Pods of this node that their connections are captured: the annotation [`REDIRECTION`], by which Istio's control
-//! plane goes. It has others connect to such a Pod by HBONE.
+//! Writes on Pods of this node that their connections are captured: the annotation [`REDIRECTION`], which Istio's control
+//! plane reads. It tells clients to connect to such a Pod by HBONE.
 //!
 //! The annotation is written by server-side apply through `pods/status`, with a field manager of its own ([`MANAGER`]). So the
 //! API server knows which annotations are the agent's: to withdraw one is to apply an object without it, and never removes an
@@ -53,7 +53,7 @@ const POLL: Duration = Duration::from_millis(20);
 /// Pods by name, with the UIDs that distinguish them from earlier Pods of these names.
 pub type Pods = BTreeSet<(WorkloadName, Uid)>;
 
-/// What is to be announced.
+/// The Pods that carry the annotation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Wanted {
     captured: Pods,

@@ -6,11 +6,7 @@ use http::{Request, header};
 use serde_json::{Value, json};
 use tokio::runtime::Builder;
 
-use super::{
-    Failure, Target,
-    connect::{Connection, Connector},
-    fetch::{next, send},
-};
+use super::{Failure, Target, call::Caller};
 
 /// Time limit for each answer of the API server.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -19,7 +15,7 @@ const NODE_MAX: usize = 4 << 20;
 
 /// A taint that keeps Pods from a node until its agent has taken over.
 pub struct StartupTaint {
-    connector: Connector,
+    caller: Caller,
     node: String,
     key: String,
 }
@@ -34,7 +30,7 @@ impl StartupTaint {
     /// Names the taint of a node. Sends no request.
     pub fn new(target: Target, node: String, key: String) -> Self {
         Self {
-            connector: Connector::new(target),
+            caller: Caller::new(target, PATIENCE, NODE_MAX),
             node,
             key,
         }
@@ -53,36 +49,18 @@ impl StartupTaint {
     }
 
     async fn remove_now(&self) -> Result<bool, Failure> {
-        let connection = self.connector.connect().await?;
         let uri = format!("/api/v1/nodes/{}", self.node);
         let ask = Request::get(&uri).body(Vec::new());
-        let node: Value = serde_json::from_slice(&answer(&connection, ask).await?)?;
+        let node: Value = serde_json::from_slice(&self.caller.call(ask).await?)?;
         let Some(without) = patch(&node, &self.key) else {
             return Ok(false);
         };
         let change = Request::patch(&uri)
             .header(header::CONTENT_TYPE, "application/json-patch+json")
             .body(without.to_string().into_bytes());
-        answer(&connection, change).await?;
+        self.caller.call(change).await?;
         Ok(true)
     }
-}
-
-async fn answer(
-    connection: &Connection,
-    request: http::Result<Request<Vec<u8>>>,
-) -> Result<Vec<u8>, Failure> {
-    let request = request.map_err(|error| Failure::Unreachable(error.to_string()))?;
-    let token = connection.token.as_deref();
-    let mut body = send(&connection.client, token, PATIENCE, request).await?;
-    let mut text = Vec::new();
-    while let Some(piece) = next(&mut body, PATIENCE).await? {
-        text.extend_from_slice(&piece);
-        if text.len() > NODE_MAX {
-            return Err(Failure::Broken("the answer does not end".to_owned()));
-        }
-    }
-    Ok(text)
 }
 
 /// Returns the change that removes the taints with this key from a Node object, and fails if its taints have changed;

@@ -24,7 +24,7 @@ use super::{
 };
 
 /// A label of a namespace, for all its pods, or of a pod: `ambient` captures, `none` does not.
-const LABEL_MODE: &str = "istio.io/dataplane-mode";
+pub const LABEL_MODE: &str = "istio.io/dataplane-mode";
 /// A label of pods: the name of their workload in metrics.
 const LABEL_WORKLOAD: &str = "service.istio.io/workload-name";
 /// A label of pods: `http` if the pod itself accepts HBONE connections, at [`TUNNEL`].
@@ -32,7 +32,7 @@ const LABEL_TUNNEL: &str = "networking.istio.io/tunnel";
 /// The port at which pods accept HBONE connections.
 const TUNNEL: u16 = 15008;
 /// An annotation of pods that contain a mesh's proxy, injected or configured.
-const SIDECAR: &str = "sidecar.istio.io/status";
+pub const SIDECAR: &str = "sidecar.istio.io/status";
 /// Prefix of this project's annotations.
 const OURS: &str = "dataplane.io/";
 const ISTIO: &str = "traffic.sidecar.istio.io/";

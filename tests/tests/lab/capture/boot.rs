@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{LAYOUT, Reason};
-use dataplane_tests::{Agent, Lab, Process, emulated, report::LoadReport};
+use dataplane_tests::{Agent, Host, Lab, Process, emulated, report::LoadReport};
 use serde_json::{Value, json};
 
 use super::{World, many::number, mesh, pod};
@@ -198,11 +198,17 @@ fn the_guard_joins_the_tables_of_a_killed_agent() -> Result<()> {
     // Killed again as soon as it has begun: the guard still stands, or all is served.
     agent.launch()?;
     agent.kill();
+    takes_over(&mut agent, [&app, &one])
+}
+
+/// Starts the agent, which ends the guard, and serves these pods.
+fn takes_over(agent: &mut Agent, pods: [&Host; 2]) -> Result<()> {
     agent.start()?;
     eventually(|| {
-        reaches(&app, "10.244.1.6:7", "connect", &["two"])?;
-        reaches(&one, "10.244.1.6:7", "connect", &["two"])?;
-        ensure!(!stands(&agent), "{}", agent.log());
+        for pod in pods {
+            reaches(pod, "10.244.1.6:7", "connect", &["two"])?;
+        }
+        ensure!(!stands(agent), "{}", agent.log());
         Ok(())
     })
 }
@@ -219,13 +225,7 @@ fn an_agent_of_another_layout_takes_the_guard_over() -> Result<()> {
         .says(&["another version"])?;
     let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
     let loads = [&app, &one].map(|pod| pod.load(&["--to", "10.244.1.6:7", "--pause-us", "20000"]));
-    agent.start()?;
-    eventually(|| {
-        reaches(&app, "10.244.1.6:7", "connect", &["two"])?;
-        reaches(&one, "10.244.1.6:7", "connect", &["two"])?;
-        ensure!(!stands(&agent), "{}", agent.log());
-        Ok(())
-    })?;
+    takes_over(&mut agent, [&app, &one])?;
     for load in loads {
         is_held_and_then_served(&load?.wait_json()?)?;
     }

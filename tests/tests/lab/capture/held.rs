@@ -64,7 +64,7 @@ fn a_connection_waits_until_its_destination_is_known() -> Result<()> {
         ensure!(waited(&world)? > 0.0, "no connection waits");
         Ok(())
     })?;
-    // What a rule denies does not wait: a Pod is known, and does not declare the port.
+    // A rule denies this connection, so it does not wait: the Pod does not declare the port.
     let begin = Instant::now();
     fails(machine(&world), "10.244.1.5:7", "connect", "ECONNRESET")?;
     ensure!(begin.elapsed() < Duration::from_secs(20), "it waited");

@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context as _, Result, anyhow, ensure};
 use dataplane_common::packet::PacketConfig;
 use dataplane_tests::{
-    Lab, is_long,
+    Lab, Process, is_long,
     report::{LoadReport, Report},
 };
 use kernel::PacketTables;
@@ -224,6 +224,12 @@ fn change(plugin: Option<&str>) -> Result<()> {
             report.errors
         );
     }
+    all_answered(datagrams)?;
+    Ok(())
+}
+
+/// Waits for the end of a [`sender`], whose datagrams must all have been answered.
+fn all_answered(datagrams: Process) -> Result<()> {
     let report: Report = datagrams.wait_json()?;
     ensure!(
         report.answered == report.attempts && report.endpoints.keys().eq(["far"]),
@@ -259,14 +265,7 @@ fn programs_look_for_flows_in_the_stack_until_the_last_is_over() -> Result<()> {
     // Longer than the agent rests between two walks through all flows.
     thread::sleep(Duration::from_secs(12));
     is(PacketConfig::STACK_OUT)?;
-    let report: Report = datagrams.wait_json()?;
-    ensure!(
-        report.answered == report.attempts && report.endpoints.keys().eq(["far"]),
-        "datagrams: {} of {} answered, {:?}",
-        report.answered,
-        report.attempts,
-        report.errors
-    );
+    all_answered(datagrams)?;
     // The flow ends when its endpoint goes.
     let moved = Service::new("far", &["10.96.0.10", "fd00:96::10"])
         .node_port("udp", 53, UDP, 30_050)

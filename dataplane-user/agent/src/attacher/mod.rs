@@ -6,6 +6,8 @@
 //! for a multiple of the time that the work took. While programs are attached, the kernel mostly waits, so new
 //! interfaces do not wait for a rest of this length.
 
+mod packets;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     io,
@@ -15,7 +17,7 @@ use std::{
         mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender},
     },
     thread::JoinHandle,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use admin::{
@@ -23,29 +25,23 @@ use admin::{
     api::Gravity,
     cni::{Answer, Ask},
 };
-use dataplane_common::packet::{Iface, PacketConfig};
 use kernel::Kernel;
 use model::Snapshot;
-use nix::time::{ClockId, clock_gettime};
 use source::Health;
 use threads::may_panic;
 use tracing::{debug, error, info, warn};
 
 use super::{
-    Event, LOOK, RETRY,
-    addresses::{self, NodeAddresses},
+    Event, RETRY,
+    addresses::NodeAddresses,
     deaths,
-    due::{Due, NEVER},
+    due::Due,
     earlier::History,
     handover::{Offers, Turn},
     interfaces::PacketSettings,
     mesh::{self, Mesh},
-    network::network,
     path::Path,
 };
-
-/// How often to look for programs and rules of others on the way out of pods' interfaces.
-const EGRESS: Duration = Duration::from_millis(250);
 
 /// The running thread.
 pub struct Attacher {
@@ -149,7 +145,6 @@ impl Attacher {
             egress: Due::at(now),
             peers: BTreeSet::new(),
             others: BTreeMap::new(),
-            filtered: None,
             interfaces: None,
             protecting: 0,
             addresses: None,
@@ -213,8 +208,6 @@ struct Worker {
     peers: BTreeSet<u32>,
     /// The interfaces on which others have something, and what.
     others: BTreeMap<u32, Vec<String>>,
-    /// An interface with filters of others on the way in.
-    filtered: Option<String>,
     /// The interfaces at earlier looks.
     history: History,
     /// On how many interfaces the packet path's programs belong, at the last look, and whether they remember ways.
@@ -393,136 +386,6 @@ impl Worker {
         }
         self.capture.done(start, mesh.patience());
     }
-
-    /// Makes the packet path refuse packets that the present IPsec policies protect. The next look at the whole network
-    /// reports problems.
-    fn policies(&mut self) {
-        let start = Instant::now();
-        if self.packet.attach.is_some() {
-            let set = kernel::ipsec_policies()
-                .and_then(|policies| self.kernel.set_ipsec_policies(&policies));
-            if let Err(error) = set {
-                warn!("cannot tell the packet path of IPsec policies, trying again: {error}");
-            }
-        }
-        // Packets leave in clear during the rest, so the rest is no longer than the work.
-        self.policies.done_resting(1, start, NEVER);
-    }
-
-    /// Looks for programs and rules of others on the way out of pods' interfaces, and for filters on the way
-    /// in of any. Until the packet path knows them,
-    /// packets bypass them.
-    fn egress(&mut self) {
-        let start = Instant::now();
-        let bpffs = &self.state.paths.bpffs;
-        let others = kernel::egress_of_others(bpffs, &self.peers);
-        let filtered = kernel::ingress_of_others(bpffs);
-        // If the kernel does not return them, the look at the whole network reports the error.
-        if others.is_ok_and(|others| others == self.others)
-            && filtered.is_ok_and(|filtered| filtered == self.filtered)
-        {
-            self.egress.done(start, EGRESS);
-            return;
-        }
-        self.network();
-        self.egress.done_resting(1, start, EGRESS);
-    }
-
-    /// Brings the packet path in line with the present interfaces, and notifies the agent if the node's addresses have
-    /// changed.
-    fn network(&mut self) {
-        let (start, worked) = (Instant::now(), processor_time());
-        let mut patience = LOOK;
-        let settings = &self.packet;
-        let result = kernel::interfaces().and_then(|all| {
-            let earlier = self.history.look(&all, start);
-            patience = earlier.settled_in.unwrap_or(patience);
-            let mut network = network(settings, &all, &earlier)?;
-            self.filtered = kernel::ingress_of_others(&self.state.paths.bpffs)?;
-            let filtered = self.filtered.as_deref();
-            network.config.flags |= self.path.choose(&network.policies, filtered)?;
-            self.history.note(&network);
-            let flags = network
-                .interfaces
-                .iter()
-                .map(|(index, i)| (*index, i.flags));
-            let peers = flags.filter(|(_, flags)| flags & Iface::PEER != 0);
-            self.peers = peers.map(|(index, _)| index).collect();
-            self.others = kernel::egress_of_others(&self.state.paths.bpffs, &self.peers)?;
-            for index in self.others.keys() {
-                if let Some(interface) = network.interfaces.get_mut(index) {
-                    interface.flags &= !Iface::PEER;
-                }
-            }
-            let refused = self.kernel.set_network(&network)?;
-            let refused = refused.into_iter().map(|text| (Gravity::Node, text));
-            let unread = self.path.problem().into_iter().collect();
-            let said = [
-                settings.left_out(&all),
-                settings.loosely_checked(&all),
-                unread,
-            ];
-            let said = said.into_iter().flatten();
-            let said = said.map(|text| (Gravity::Warning, text));
-            Ok((network, refused.chain(said).collect::<Vec<_>>()))
-        });
-        let problems = match result {
-            Ok((network, problems)) => {
-                self.state.through_stack(self.path.because());
-                let on = |i: &&kernel::NetworkInterface| i.flags & Iface::ATTACHED != 0;
-                let on = network.interfaces.values().filter(on).count();
-                let kept = network.config.flags & PacketConfig::WAYS_BY_ADDRESS != 0;
-                let protecting = network.policies.iter().filter(|p| p.protects).count();
-                if std::mem::replace(&mut self.protecting, protecting) != protecting {
-                    warn!(
-                        policies = protecting,
-                        "IPsec: services' flows that the node's policies cover are refused"
-                    );
-                }
-                if self.interfaces.replace((on, kept)) != Some((on, kept))
-                    && let Some(hook) = self.kernel.hook()
-                {
-                    info!(
-                        interfaces = on,
-                        by = hook.word(),
-                        ways_kept = kept,
-                        "the packet path's interfaces"
-                    );
-                }
-                problems
-            }
-            Err(error) => {
-                // Nothing has changed, also for flows that an IPsec policy covers since.
-                patience = RETRY;
-                vec![(Gravity::Node, error.to_string())]
-            }
-        };
-        if problems != self.problems {
-            for (_, problem) in &problems {
-                error!("packet path: {problem}");
-            }
-            self.state.network_problems(&problems);
-            self.problems = problems;
-        }
-        match addresses::look() {
-            Ok(seen) => {
-                if self.addresses.as_ref().is_some_and(|known| *known != seen) {
-                    // Fails only if the agent ends anyway.
-                    let _ = self.events.send(Event::Addresses);
-                }
-                self.addresses = Some(seen);
-            }
-            Err(error) => warn!("cannot find out the node's addresses: {error}"),
-        }
-        // Another program may have removed a program of ours without an event.
-        let took = processor_time().saturating_sub(worked);
-        self.network.done_in(took, patience);
-    }
-}
-
-/// How much of a processor's time this thread has used.
-fn processor_time() -> Duration {
-    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
 
 /// Another agent has this agent's place, so the thread does nothing any more. Answers waiting callers at once, so that
