@@ -85,7 +85,8 @@ impl<'a> AgentBuilder<'a> {
         self
     }
 
-    /// Without the packet path, whose programs the kernel verifies in half of an agent's start: for scenarios of sockets.
+    /// Without the packet path, whose programs are half of what the kernel verifies (`cargo xtask verifier`): for scenarios of
+    /// sockets.
     /// With `DATAPLANE_PACKET_PATH` in the tests' own environment, these run with it, too.
     pub fn sockets_only(self) -> Self {
         if std::env::var_os(PACKET_PATH).is_some() {

@@ -1,6 +1,6 @@
 //! The CNI plug-in.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -32,5 +32,23 @@ impl Cni {
         self.bin_dir
             .clone()
             .unwrap_or_else(|| "/opt/cni/bin".into())
+    }
+
+    /// Returns the keys with faults: container runtimes and the agent have different working directories. `socket`: the agent's.
+    pub(super) fn faults(&self, socket: &Path) -> Vec<(String, String)> {
+        let paths = [
+            ("cni.confDir", self.conf_dir.as_deref()),
+            ("cni.binDir", self.bin_dir.as_deref()),
+            ("listen.socket", Some(socket)),
+        ];
+        let relative = paths.into_iter().filter_map(|(key, path)| {
+            let path = path.filter(|path| !path.is_absolute())?;
+            let text = format!(
+                "{} is relative; expected an absolute path, because container runtimes use it, too",
+                path.display()
+            );
+            Some((key.to_owned(), text))
+        });
+        relative.collect()
     }
 }

@@ -17,6 +17,8 @@ pub fn faults(settings: &Settings) -> Vec<(String, String)> {
         ));
     }
     faults.extend(settings.mesh.iter().flat_map(Mesh::faults));
+    let socket = settings.listen.socket();
+    faults.extend(settings.cni.iter().flat_map(|cni| cni.faults(socket)));
     faults.extend(settings.dns.iter().flat_map(Dns::faults));
     if let (Some(mesh), Some(dns)) = (&settings.mesh, &settings.dns)
         && [mesh.outbound(), mesh.inbound()].contains(&dns.port())
