@@ -22,6 +22,8 @@ const REST_FOR: u32 = 50;
 /// The choice of the path.
 pub struct Path {
     wanted: PacketPath,
+    /// Whether flows that belong to no service bypass the stack, if nothing there must see packets.
+    bypass: bool,
     /// The chains that must see packets, at the last look that succeeded.
     chains: Option<String>,
     /// An interface with filters of other programs on the way in, at the last look.
@@ -40,7 +42,7 @@ pub struct Path {
 
 impl Path {
     /// The choice before the first look.
-    pub fn new(wanted: PacketPath, now: Instant) -> Self {
+    pub fn new(wanted: PacketPath, bypass: bool, now: Instant) -> Self {
         let due = || {
             if wanted == PacketPath::Auto {
                 Due::at(now)
@@ -50,6 +52,8 @@ impl Path {
         };
         Self {
             wanted,
+            // With `fast`, nobody looks.
+            bypass: bypass && wanted == PacketPath::Auto,
             // Rules that cannot be read may be policies, so the first look fails closed.
             chains: Some("netfilter's rules, which cannot be read".to_owned()),
             filtered: None,
@@ -130,6 +134,8 @@ impl Path {
         }
         Ok(if self.because.is_some() {
             PacketConfig::STACK
+        } else if self.bypass {
+            PacketConfig::BYPASS | PacketConfig::BYPASS_NEW
         } else {
             0
         })
@@ -164,7 +170,7 @@ mod tests {
             // Before the first look.
             (PacketPath::Auto, STACK),
         ] {
-            let mut path = Path::new(wanted, now);
+            let mut path = Path::new(wanted, true, now);
             assert_eq!(path.choose(&policies).unwrap(), flags, "{wanted:?}");
             assert_eq!(path.because().is_some(), flags == STACK);
             assert_eq!(path.at() == now, wanted == PacketPath::Auto);

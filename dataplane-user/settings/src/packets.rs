@@ -23,6 +23,11 @@ pub struct Packets {
         hide_env_values = true
     )]
     pub path: Option<PacketPath>,
+    /// Whether connections that belong to no service, such as those between pods, bypass the node's network stack, too, where
+    /// `path: auto` chooses `fast`. Default: true.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub bypass: Option<bool>,
     /// Interfaces that lead to other machines: names or shell patterns; `!` excludes. Default: interfaces with a
     /// default route or an address, except pods' interfaces, bridges and dummies.
     #[serde(skip_serializing_if = "is_default")]

@@ -127,7 +127,7 @@ impl Attacher {
         });
         let told = deaths(&events);
         let mut worker = Worker {
-            path: Path::new(packet.path, now),
+            path: Path::new(packet.path, packet.bypass, now),
             kernel,
             state,
             health,
