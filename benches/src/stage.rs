@@ -44,6 +44,11 @@ pub enum Worker {
 }
 
 impl Worker {
+    /// Whether it is an agent with the packet path.
+    pub const fn is_agent(self) -> bool {
+        matches!(self, Self::Dataplane | Self::Tracked | Self::Monitored)
+    }
+
     /// Returns the worker's `path` in the rows.
     pub const fn path(self) -> &'static str {
         match self {

@@ -24,6 +24,7 @@ scenarios! {
     flows_between_pods_leave_no_trace_in_the_kernels_conntrack,
     rules_of_nat_hold,
     errors_come_from_the_stack,
+    rules_that_only_count_see_all_packets,
     the_switch_is_off,
 }
 
@@ -142,6 +143,37 @@ fn errors_come_from_the_stack() -> Result<()> {
         );
         Ok(())
     })
+}
+
+fn rules_that_only_count_see_all_packets() -> Result<()> {
+    let cluster = start(&[])?;
+    let lab = &cluster.lab;
+    let (sleep, near, node) = (lab.pod("sleep"), lab.pod("near"), lab.node("node2"));
+    let ends = [address(sleep, true), address(near, true)];
+    let rules = format!(
+        "table inet accounts {{ chain forward {{ type filter hook forward priority filter; policy accept;\n\
+         ip saddr {} counter\n}}\n}}",
+        sleep.ipv4()
+    );
+    load(node, "nft -f -", &rules)?;
+    eventually(|| {
+        let status = cluster.status()?;
+        ensure!(
+            status["bypass"] == false && status["packet_path"] == "fast",
+            "{status:#}"
+        );
+        Ok(())
+    })?;
+    flows(sleep, near, true, ends[0])?;
+    let known = known(lab, ends)?;
+    ensure!(
+        known >= 2 * usize::try_from(FLOWS)?,
+        "conntrack knows {known} flows"
+    );
+    // A chain at an interface must see packets of services, too.
+    let rules = "add table netdev limits\nadd chain netdev limits arrives { type filter hook ingress device veth-sleep priority 0; }";
+    load(node, "nft -f -", rules)?;
+    takes(&cluster.agent, "stack")
 }
 
 fn the_switch_is_off() -> Result<()> {
