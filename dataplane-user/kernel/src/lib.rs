@@ -85,7 +85,9 @@ use dataplane_common::capture::Enrolled;
 pub use direct::DirectFlows;
 pub use error::Error;
 pub use host_networks::host_networks;
-pub use interfaces::{Interface, Link, News, interfaces, leaves_by, way_to, ways_by_address};
+pub use interfaces::{
+    Interface, Link, News, interfaces, leaves_by, links, way_to, ways_by_address,
+};
 pub use ip_sets::make_ip_sets;
 pub use limits::error_limits;
 pub use listening::{Listener, Listening, listeners, listening};

@@ -21,6 +21,9 @@ use super::opener;
 const NAMED: &str = "/run/netns";
 const PROCESSES: &str = "/proc";
 
+/// How many namespaces a visit opens at a time.
+const AT_ONCE: usize = 8;
+
 /// The PID namespace of the machine (`PROC_PID_INIT_INO` in `include/linux/proc_ns.h`).
 const OF_THE_MACHINE: &str = "pid:[4026531836]";
 
@@ -130,47 +133,79 @@ fn entries(directory: &str) -> io::Result<Vec<PathBuf>> {
 
 /// [`visit`], on the thread that calls it: afterwards it is in one of the namespaces.
 fn visit_here<T>(
-    (paths, mut unread): (Vec<PathBuf>, Vec<(PathBuf, io::Error)>),
+    (paths, unread): (Vec<PathBuf>, Vec<(PathBuf, io::Error)>),
     mut work: impl FnMut(&Path) -> io::Result<T>,
 ) -> Visited<T> {
     let mut seen = HashSet::new();
-    let mut found = Vec::new();
-    for path in paths {
-        let file = match fs::metadata(&path) {
-            Ok(metadata) if seen.contains(&(metadata.dev(), metadata.ino())) => continue,
-            Ok(metadata) => (metadata.dev(), metadata.ino()),
-            Err(error) if has_gone(&error) => continue,
-            Err(error) => {
-                unread.push((path, error));
-                continue;
+    let mut visited = Visited {
+        found: Vec::new(),
+        unread,
+    };
+    let mut paths = paths.into_iter();
+    loop {
+        let mut opened: Vec<(PathBuf, File)> = Vec::new();
+        while opened.len() < AT_ONCE
+            && let Some(path) = paths.next()
+        {
+            match open_new(&path, &mut seen) {
+                Ok(file) => opened.extend(file.map(|file| (path, file))),
+                Err(error) => visited.unread.push((path, error)),
             }
-        };
-        match File::open(&path).and_then(|file| in_one(file.as_fd(), || work(&path))) {
-            // Another process may be in it.
-            Err(error) if has_gone(&error) => continue,
-            // A file that is no network namespace.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-            Err(error) | Ok(Err(error)) => unread.push((path, error)),
-            Ok(Ok(result)) => found.push(result),
         }
-        seen.insert(file);
+        if opened.is_empty() {
+            return visited;
+        }
+        let files: Vec<_> = opened.iter().map(|(_, file)| Some(file.as_fd())).collect();
+        let mut entered = opener::enter(&files).map(Vec::into_iter);
+        for (path, file) in &opened {
+            let socket = entered.as_mut().and_then(Iterator::next);
+            match in_one(file.as_fd(), socket, || work(path)) {
+                // A file that is no network namespace.
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+                Err(error) | Ok(Err(error)) => visited.unread.push((path.clone(), error)),
+                Ok(Ok(result)) => visited.found.push(result),
+            }
+        }
     }
-    Visited { found, unread }
 }
 
-/// Does `work` in a namespace, in which the thread stays where it enters it itself.
+/// Opens a network namespace; `None`: it is among those that were `seen`, or is gone.
+fn open_new(path: &Path, seen: &mut HashSet<(u64, u64)>) -> io::Result<Option<File>> {
+    let mut open = || {
+        let metadata = fs::metadata(path)?;
+        let key = (metadata.dev(), metadata.ino());
+        if seen.contains(&key) {
+            return Ok(None);
+        }
+        let opened = File::open(path);
+        // Another process may be in it.
+        if !opened.as_ref().is_err_and(has_gone) {
+            seen.insert(key);
+        }
+        opened.map(Some)
+    };
+    match open() {
+        Err(error) if has_gone(&error) => Ok(None),
+        opened => opened,
+    }
+}
+
+/// Does `work` in a namespace, in which the thread stays if it enters it itself. `socket`: the opener's, if there is one.
 ///
 /// # Errors
 /// If it cannot be entered.
 fn in_one<T>(
     namespace: BorrowedFd<'_>,
+    socket: Option<io::Result<OwnedFd>>,
     work: impl FnOnce() -> io::Result<T>,
 ) -> io::Result<io::Result<T>> {
-    if opener::is_there() {
-        return opener::within(namespace, || Ok(work()));
+    match socket.transpose()? {
+        Some(socket) => opener::inside(namespace, Some(socket), || Ok(work())),
+        None => {
+            setns(namespace, CloneFlags::CLONE_NEWNET)?;
+            Ok(work())
+        }
     }
-    setns(namespace, CloneFlags::CLONE_NEWNET)?;
-    Ok(work())
 }
 
 /// Whether the process or the name no longer exists.

@@ -271,7 +271,7 @@ fn sockets_in(namespace: OwnedFd, interface: Option<String>) -> relay::Namespace
 /// The only interface of this network namespace that is up, besides the loopback interface; `None` if there are
 /// several.
 fn only_interface() -> Option<String> {
-    let all = kernel::interfaces().inspect_err(|error| debug!("mesh: {error}"));
+    let all = kernel::links().inspect_err(|error| debug!("mesh: {error}"));
     let all = all.ok()?.into_iter();
     let mut up = all.filter(|interface| interface.up && !interface.loopback);
     let first = up.next()?;

@@ -31,7 +31,15 @@ static OPENER: OnceLock<Opener> = OnceLock::new();
 
 thread_local! {
     /// The network namespace in which this thread has the opener open sockets; none: the thread's own.
-    static HERE: RefCell<Option<OwnedFd>> = const { RefCell::new(None) };
+    static HERE: RefCell<Option<Here>> = const { RefCell::new(None) };
+}
+
+/// A network namespace that the opener can enter.
+#[derive(Debug)]
+struct Here {
+    namespace: OwnedFd,
+    /// A socket of IPv4 there, until [`socket_v4`] takes it.
+    socket: Option<OwnedFd>,
 }
 
 /// The agent's end.
@@ -119,18 +127,34 @@ pub fn is_there() -> bool {
 
 /// Asks the opener; `None`: there is none.
 fn ask(request: Request, namespace: Option<BorrowedFd<'_>>) -> Option<io::Result<Vec<OwnedFd>>> {
+    ask_of_each(request, &[namespace])?.pop()
+}
+
+/// Asks the opener for the same in several network namespaces; `None`: there is none. It answers the first request while the last is
+/// sent, so on a busy machine this waits for a processor as often as one request does.
+fn ask_of_each(
+    request: Request,
+    namespaces: &[Option<BorrowedFd<'_>>],
+) -> Option<Vec<io::Result<Vec<OwnedFd>>>> {
     let opener = OPENER.get()?;
     let socket = opener.socket.lock().unwrap_or_else(PoisonError::into_inner);
-    let answer = wire::send(&*socket, request, namespace).and_then(|()| wire::answer(&*socket));
-    Some(answer.unwrap_or_else(|error| {
-        let text = format!("the agent's opener does not answer: {error}");
-        Err(io::Error::new(error.kind(), text))
-    }))
+    let sent = namespaces
+        .iter()
+        .map(|namespace| wire::send(&*socket, request, *namespace));
+    let sent: Vec<io::Result<()>> = sent.collect();
+    let answers = sent.into_iter().map(|sent| {
+        let answer = sent.and_then(|()| wire::answer(&*socket));
+        answer.unwrap_or_else(|error| {
+            let text = format!("the agent's opener does not answer: {error}");
+            Err(io::Error::new(error.kind(), text))
+        })
+    });
+    Some(answers.collect())
 }
 
 /// Asks the opener for something in the namespace of [`within`]; `None`: this thread opens it itself.
 fn ask_here(request: Request) -> Option<io::Result<Vec<OwnedFd>>> {
-    HERE.with_borrow(|here| ask(request, Some(here.as_ref()?.as_fd())))
+    HERE.with_borrow(|here| ask(request, Some(here.as_ref()?.namespace.as_fd())))
 }
 
 fn one(answer: io::Result<Vec<OwnedFd>>) -> io::Result<OwnedFd> {
@@ -143,16 +167,56 @@ fn one(answer: io::Result<Vec<OwnedFd>>) -> io::Result<OwnedFd> {
 /// # Errors
 /// If the descriptor is not a network namespace, or the opener cannot enter it; otherwise the error of `work`.
 pub fn within<T>(namespace: BorrowedFd<'_>, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    ask(Request::Enter, Some(namespace)).transpose()?;
+    inside(namespace, None, work)
+}
+
+/// Opens a socket in each of these network namespaces, for [`inside`]; `None`: there is no opener.
+///
+/// # Errors
+/// For each: if the descriptor is not a network namespace, or the opener cannot enter it.
+pub fn enter(namespaces: &[Option<BorrowedFd<'_>>]) -> Option<Vec<io::Result<OwnedFd>>> {
+    let request = Request::Sockets {
+        domain: Domain::IPV4.into(),
+        kind: Type::DGRAM.into(),
+        protocol: 0,
+        count: 1,
+    };
+    let answers = ask_of_each(request, namespaces)?;
+    Some(answers.into_iter().map(one).collect())
+}
+
+/// As [`within`], in a network namespace that the opener can enter. `socket`: one of IPv4 there.
+///
+/// # Errors
+/// If there is no file left; otherwise the error of `work`.
+pub fn inside<T>(
+    namespace: BorrowedFd<'_>,
+    socket: Option<OwnedFd>,
+    work: impl FnOnce() -> io::Result<T>,
+) -> io::Result<T> {
     /// Restores the earlier namespace, also after a panic.
-    struct Back(Option<OwnedFd>);
+    struct Back(Option<Here>);
     impl Drop for Back {
         fn drop(&mut self) {
             HERE.set(self.0.take());
         }
     }
-    ask(Request::Enter, Some(namespace)).transpose()?;
-    let _back = Back(HERE.replace(Some(namespace.try_clone_to_owned()?)));
+    let here = Here {
+        namespace: namespace.try_clone_to_owned()?,
+        socket,
+    };
+    let _back = Back(HERE.replace(Some(here)));
     work()
+}
+
+/// Opens any socket of IPv4 in the network namespace that this thread is in.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn socket_v4() -> io::Result<OwnedFd> {
+    let opened = HERE.with_borrow_mut(|here| here.as_mut()?.socket.take());
+    opened.map_or_else(|| socket(Domain::IPV4, Type::DGRAM, None), Ok)
 }
 
 /// Opens a socket in the network namespace that this thread is in.
@@ -205,7 +269,10 @@ pub fn table(table: Table) -> io::Result<File> {
 /// # Errors
 /// If the kernel refuses.
 pub fn this_namespace() -> io::Result<OwnedFd> {
-    let here = HERE.with_borrow(|here| here.as_ref().map(OwnedFd::try_clone).transpose())?;
+    let here = HERE.with_borrow(|here| {
+        let here = here.as_ref();
+        here.map(|here| here.namespace.try_clone()).transpose()
+    })?;
     match here {
         Some(here) => Ok(here),
         None => Ok(File::open("/proc/thread-self/ns/net")?.into()),

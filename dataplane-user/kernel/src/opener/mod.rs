@@ -16,8 +16,8 @@ mod wire;
 
 pub use self::{
     client::{
-        COMMAND, SOCKETS, is_there, map, mark_settings, mount, program, separate, socket, table,
-        tcp_sockets, this_namespace, watch, within,
+        COMMAND, SOCKETS, enter, inside, is_there, map, mark_settings, mount, program, separate,
+        socket, socket_v4, table, tcp_sockets, this_namespace, watch, within,
     },
     serve::serve,
     wire::Table,
