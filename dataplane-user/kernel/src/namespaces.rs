@@ -15,14 +15,22 @@ use std::{
 use nix::sched::{CloneFlags, setns};
 use socket2::{Domain, Socket, Type};
 
-use super::opener;
+use super::opener::{self, Opened, Sockets};
 
 /// The directory of named namespaces (`ip netns`, container runtimes).
 const NAMED: &str = "/run/netns";
 const PROCESSES: &str = "/proc";
 
 /// How many namespaces a visit opens at a time.
-const AT_ONCE: usize = 8;
+const AT_ONCE: usize = 16;
+
+/// The socket by which a network namespace tells its cookie.
+const TELLING: Sockets = Sockets {
+    domain: Domain::IPV4,
+    kind: Type::DGRAM,
+    protocol: None,
+    count: 1,
+};
 
 /// The PID namespace of the machine (`PROC_PID_INIT_INO` in `include/linux/proc_ns.h`).
 const OF_THE_MACHINE: &str = "pid:[4026531836]";
@@ -155,11 +163,11 @@ fn visit_here<T>(
         if opened.is_empty() {
             return visited;
         }
-        let files: Vec<_> = opened.iter().map(|(_, file)| Some(file.as_fd())).collect();
-        let mut entered = opener::enter(&files).map(Vec::into_iter);
+        let files: Vec<_> = opened.iter().map(|(_, file)| file.as_fd()).collect();
+        let mut entered = opener::enter(&files, &[TELLING]).map(Vec::into_iter);
         for (path, file) in &opened {
-            let socket = entered.as_mut().and_then(Iterator::next);
-            match in_one(file.as_fd(), socket, || work(path)) {
+            let entered = entered.as_mut().and_then(Iterator::next);
+            match in_one(file.as_fd(), entered, || work(path)) {
                 // A file that is no network namespace.
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
                 Err(error) | Ok(Err(error)) => visited.unread.push((path.clone(), error)),
@@ -190,17 +198,17 @@ fn open_new(path: &Path, seen: &mut HashSet<(u64, u64)>) -> io::Result<Option<Fi
     }
 }
 
-/// Does `work` in a namespace, in which the thread stays if it enters it itself. `socket`: the opener's, if there is one.
+/// Does `work` in a namespace, in which the thread stays if it enters it itself. `entered`: by the opener, if there is one.
 ///
 /// # Errors
 /// If it cannot be entered.
 fn in_one<T>(
     namespace: BorrowedFd<'_>,
-    socket: Option<io::Result<OwnedFd>>,
+    entered: Option<io::Result<Opened>>,
     work: impl FnOnce() -> io::Result<T>,
 ) -> io::Result<io::Result<T>> {
-    match socket.transpose()? {
-        Some(socket) => opener::inside(namespace, Some(socket), || Ok(work())),
+    match entered.transpose()? {
+        Some(opened) => opener::inside(namespace, opened, || Ok(work())),
         None => {
             setns(namespace, CloneFlags::CLONE_NEWNET)?;
             Ok(work())
@@ -221,8 +229,21 @@ pub fn within<T: Send>(
     namespace: BorrowedFd<'_>,
     work: impl FnOnce() -> io::Result<T> + Send,
 ) -> io::Result<T> {
-    if opener::is_there() {
-        return opener::within(namespace, work);
+    within_with(namespace, &[], work)
+}
+
+/// As [`within`]. `sockets`: those that `work` opens, up to 16, which the opener opens together, if there is one.
+///
+/// # Errors
+/// As for [`within`].
+pub fn within_with<T: Send>(
+    namespace: BorrowedFd<'_>,
+    sockets: &[Sockets],
+    work: impl FnOnce() -> io::Result<T> + Send,
+) -> io::Result<T> {
+    let entered = opener::enter(&[namespace], sockets);
+    if let Some(opened) = entered.and_then(|mut one| one.pop()) {
+        return opener::inside(namespace, opened?, work);
     }
     on_a_thread("namespace", move || {
         setns(namespace, CloneFlags::CLONE_NEWNET)?;

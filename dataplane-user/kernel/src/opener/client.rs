@@ -38,8 +38,42 @@ thread_local! {
 #[derive(Debug)]
 struct Here {
     namespace: OwnedFd,
-    /// A socket of IPv4 there, until [`socket_v4`] takes it.
-    socket: Option<OwnedFd>,
+    opened: Opened,
+}
+
+/// Sockets of one kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sockets {
+    /// The address family.
+    pub domain: Domain,
+    /// The type.
+    pub kind: Type,
+    /// The protocol; none: the usual one.
+    pub protocol: Option<Protocol>,
+    /// How many, up to [`SOCKETS`].
+    pub count: usize,
+}
+
+impl Sockets {
+    fn request(self) -> Request {
+        Request::Sockets {
+            domain: self.domain.into(),
+            kind: self.kind.into(),
+            protocol: self.protocol.map_or(0, Into::into),
+            count: self.count.clamp(1, SOCKETS),
+        }
+    }
+}
+
+/// Sockets that the opener has opened in a network namespace, each with its kind, until [`socket`] takes them.
+#[derive(Debug, Default)]
+pub struct Opened(Vec<(Sockets, OwnedFd)>);
+
+impl Opened {
+    fn take(&mut self, one: Sockets) -> Option<OwnedFd> {
+        let at = self.0.iter().position(|(kind, _)| *kind == one)?;
+        Some(self.0.swap_remove(at).1)
+    }
 }
 
 /// The agent's end.
@@ -127,20 +161,18 @@ pub fn is_there() -> bool {
 
 /// Asks the opener; `None`: there is none.
 fn ask(request: Request, namespace: Option<BorrowedFd<'_>>) -> Option<io::Result<Vec<OwnedFd>>> {
-    ask_of_each(request, &[namespace])?.pop()
+    ask_all([(request, namespace)])?.pop()
 }
 
-/// Asks the opener for the same in several network namespaces; `None`: there is none. It answers the first request while the last is
-/// sent, so on a busy machine this waits for a processor as often as one request does.
-fn ask_of_each(
-    request: Request,
-    namespaces: &[Option<BorrowedFd<'_>>],
+/// Asks the opener for several things; `None`: there is none. It answers the first request while the last is sent, so on a busy
+/// machine this waits for a processor as often as one request does.
+fn ask_all<'a>(
+    requests: impl IntoIterator<Item = (Request, Option<BorrowedFd<'a>>)>,
 ) -> Option<Vec<io::Result<Vec<OwnedFd>>>> {
     let opener = OPENER.get()?;
     let socket = opener.socket.lock().unwrap_or_else(PoisonError::into_inner);
-    let sent = namespaces
-        .iter()
-        .map(|namespace| wire::send(&*socket, request, *namespace));
+    let requests = requests.into_iter();
+    let sent = requests.map(|(request, namespace)| wire::send(&*socket, request, namespace));
     let sent: Vec<io::Result<()>> = sent.collect();
     let answers = sent.into_iter().map(|sent| {
         let answer = sent.and_then(|()| wire::answer(&*socket));
@@ -152,7 +184,7 @@ fn ask_of_each(
     Some(answers.collect())
 }
 
-/// Asks the opener for something in the namespace of [`within`]; `None`: this thread opens it itself.
+/// Asks the opener for something in the namespace of [`inside`]; `None`: this thread opens it itself.
 fn ask_here(request: Request) -> Option<io::Result<Vec<OwnedFd>>> {
     HERE.with_borrow(|here| ask(request, Some(here.as_ref()?.namespace.as_fd())))
 }
@@ -162,37 +194,48 @@ fn one(answer: io::Result<Vec<OwnedFd>>) -> io::Result<OwnedFd> {
     answer?.pop().ok_or_else(missing)
 }
 
-/// Runs `work` on this thread. Meanwhile the opener opens this thread's sockets in the namespace.
+/// Has the opener enter network namespaces, and open these sockets in each, for [`inside`]; `None`: there is no opener.
 ///
 /// # Errors
-/// If the descriptor is not a network namespace, or the opener cannot enter it; otherwise the error of `work`.
-pub fn within<T>(namespace: BorrowedFd<'_>, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-    ask(Request::Enter, Some(namespace)).transpose()?;
-    inside(namespace, None, work)
-}
-
-/// Opens a socket in each of these network namespaces, for [`inside`]; `None`: there is no opener.
-///
-/// # Errors
-/// For each: if the descriptor is not a network namespace, or the opener cannot enter it.
-pub fn enter(namespaces: &[Option<BorrowedFd<'_>>]) -> Option<Vec<io::Result<OwnedFd>>> {
-    let request = Request::Sockets {
-        domain: Domain::IPV4.into(),
-        kind: Type::DGRAM.into(),
-        protocol: 0,
-        count: 1,
+/// For each namespace: if the descriptor is none, or the opener cannot enter it or cannot open the first of the sockets. The kernel's
+/// refusal of another socket is the error of [`socket`].
+pub fn enter(
+    namespaces: &[BorrowedFd<'_>],
+    sockets: &[Sockets],
+) -> Option<Vec<io::Result<Opened>>> {
+    let requests: Vec<Request> = match sockets {
+        [] => vec![Request::Enter],
+        _ => sockets.iter().map(|kind| kind.request()).collect(),
     };
-    let answers = ask_of_each(request, namespaces)?;
-    Some(answers.into_iter().map(one).collect())
+    let of_one = |namespace| requests.iter().map(move |request| (*request, namespace));
+    let all = namespaces.iter().map(|namespace| Some(*namespace));
+    let mut answers = ask_all(all.flat_map(of_one))?.into_iter();
+    let entered = namespaces.iter().map(|_| {
+        // All of its answers are taken, also if the first is an error.
+        let its: Vec<_> = answers.by_ref().take(requests.len()).collect();
+        let mut opened = Opened::default();
+        for (at, answer) in its.into_iter().enumerate() {
+            let files = match answer {
+                Err(error) if at == 0 => return Err(error),
+                answer => answer.unwrap_or_default(),
+            };
+            if let Some(kind) = sockets.get(at) {
+                let one = Sockets { count: 1, ..*kind };
+                opened.0.extend(files.into_iter().map(|file| (one, file)));
+            }
+        }
+        Ok(opened)
+    });
+    Some(entered.collect())
 }
 
-/// As [`within`], in a network namespace that the opener can enter. `socket`: one of IPv4 there.
+/// Runs `work` on this thread. Meanwhile this thread's sockets are those that the opener has opened in the namespace, or opens there.
 ///
 /// # Errors
 /// If there is no file left; otherwise the error of `work`.
 pub fn inside<T>(
     namespace: BorrowedFd<'_>,
-    socket: Option<OwnedFd>,
+    opened: Opened,
     work: impl FnOnce() -> io::Result<T>,
 ) -> io::Result<T> {
     /// Restores the earlier namespace, also after a panic.
@@ -204,19 +247,10 @@ pub fn inside<T>(
     }
     let here = Here {
         namespace: namespace.try_clone_to_owned()?,
-        socket,
+        opened,
     };
     let _back = Back(HERE.replace(Some(here)));
     work()
-}
-
-/// Opens any socket of IPv4 in the network namespace that this thread is in.
-///
-/// # Errors
-/// If the kernel refuses.
-pub fn socket_v4() -> io::Result<OwnedFd> {
-    let opened = HERE.with_borrow_mut(|here| here.as_mut()?.socket.take());
-    opened.map_or_else(|| socket(Domain::IPV4, Type::DGRAM, None), Ok)
 }
 
 /// Opens a socket in the network namespace that this thread is in.
@@ -224,13 +258,17 @@ pub fn socket_v4() -> io::Result<OwnedFd> {
 /// # Errors
 /// If the kernel refuses.
 pub fn socket(domain: Domain, kind: Type, protocol: Option<Protocol>) -> io::Result<OwnedFd> {
-    let request = Request::Sockets {
-        domain: domain.into(),
-        kind: kind.into(),
-        protocol: protocol.map_or(0, Into::into),
+    let wanted = Sockets {
+        domain,
+        kind,
+        protocol,
         count: 1,
     };
-    match ask_here(request) {
+    let opened = HERE.with_borrow_mut(|here| here.as_mut()?.opened.take(wanted));
+    if let Some(opened) = opened {
+        return Ok(opened);
+    }
+    match ask_here(wanted.request()) {
         Some(answer) => one(answer),
         None => Ok(Socket::new(domain, kind, protocol)?.into()),
     }
@@ -243,14 +281,13 @@ pub fn tcp_sockets(
     v4: bool,
     count: usize,
 ) -> Option<io::Result<Vec<OwnedFd>>> {
-    let domain = if v4 { Domain::IPV4 } else { Domain::IPV6 };
-    let request = Request::Sockets {
-        domain: domain.into(),
-        kind: Type::STREAM.nonblocking().into(),
-        protocol: 0,
-        count: count.clamp(1, SOCKETS),
+    let sockets = Sockets {
+        domain: if v4 { Domain::IPV4 } else { Domain::IPV6 },
+        kind: Type::STREAM.nonblocking(),
+        protocol: None,
+        count,
     };
-    ask(request, Some(namespace))
+    ask(sockets.request(), Some(namespace))
 }
 
 /// Opens a table (`/proc/net`) of the network namespace that this thread is in.

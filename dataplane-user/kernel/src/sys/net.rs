@@ -5,6 +5,8 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd as _, OwnedFd},
 };
 
+use socket2::{Domain, Type};
+
 use crate::opener;
 
 /// The error of a system call that answers a negative number.
@@ -28,7 +30,7 @@ pub fn owner_of_namespace(namespace: BorrowedFd<'_>) -> io::Result<OwnedFd> {
 
 /// The cookie of the network namespace that this thread is in (`SO_NETNS_COOKIE`, Linux 5.14).
 pub fn netns_cookie() -> io::Result<u64> {
-    let socket = opener::socket_v4()?;
+    let socket = opener::socket(Domain::IPV4, Type::DGRAM, None)?;
     let mut cookie = 0u64;
     let mut len: libc::socklen_t = 8;
     // SAFETY: eight bytes of room, as `len` says.
