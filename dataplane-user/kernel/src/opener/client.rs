@@ -194,7 +194,8 @@ fn one(answer: io::Result<Vec<OwnedFd>>) -> io::Result<OwnedFd> {
     answer?.pop().ok_or_else(missing)
 }
 
-/// Has the opener enter network namespaces, and open these sockets in each, for [`inside`]; `None`: there is no opener.
+/// Has the opener enter network namespaces, and open these sockets in each, for [`inside`]; `None`: there is no opener. Takes few
+/// namespaces at a time, because it sends all requests before it reads an answer.
 ///
 /// # Errors
 /// For each namespace: if the descriptor is none, or the opener cannot enter it or cannot open the first of the sockets. The kernel's

@@ -228,13 +228,16 @@ fn many_pods_start_and_none_is_late() -> Result<()> {
     node.start_many(count - count.div_ceil(4))?;
     nothing_is_left(agent)?;
     all_counted(agent, Reason::Captured, count)?;
-    eventually(|| {
+    let is_flat = || {
         let late = held(agent)?;
         let is_flat = late.0 < early.0 + FLAT && late.1 <= early.1 + FEW;
         ensure!(is_flat, "KiB and files: {early:?}, then {late:?}");
         println!("KiB and files: {early:?} after a quarter of {count} pods, {late:?} after all");
         Ok(())
-    })
+    };
+    // On a busy machine, a pod's link may go before the proxy has ended the pod's connection. The proxy keeps that connection's files for
+    // 30 s, as long as this waits.
+    eventually(is_flat).or_else(|_| eventually(is_flat))
 }
 
 /// The agent ends and is started, is killed and is started, and is replaced by another agent. The kernel decides about these pods'
