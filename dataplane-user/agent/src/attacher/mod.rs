@@ -3,8 +3,8 @@
 //! The kernel takes some 10 ms to attach or detach a program, and there may be hundreds of interfaces. A look at the
 //! present state walks through all interfaces and all network namespaces. So a thread of its own does this work:
 //! changes of services do not wait for it. The thread gathers events meanwhile, and after each piece of work it rests
-//! for a multiple of the time that the work took, and for that time if a pod's start waits for it. While programs are attached, the kernel mostly waits, so new
-//! interfaces do not wait for a rest of this length.
+//! for a multiple of the time that the work took, and for that time if a pod's start waits for it. While programs are
+//! attached, the kernel mostly waits, so new interfaces do not wait for a rest of this length.
 
 mod packets;
 
