@@ -88,7 +88,7 @@ impl RunArgs {
         self.source.fill_from(file);
         self.paths.fill_from(file);
         self.socket.fill_from(file);
-        settings.source = self.source.settled().clone();
+        settings.source = self.source.settings().clone();
         settings.kernel.bpffs.clone_from(&self.paths.bpffs);
         settings.kernel.cgroup.clone_from(&self.paths.cgroup);
         settings.listen.socket.clone_from(&self.socket.socket);

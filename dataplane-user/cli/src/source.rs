@@ -68,7 +68,7 @@ pub(super) struct SourceArgs {
     api_server: Option<String>,
 
     #[arg(skip)]
-    settled: settings::Source,
+    settings: settings::Source,
 }
 
 impl SourceArgs {
@@ -79,7 +79,7 @@ impl SourceArgs {
     pub(super) fn fill_from(&mut self, file: &Settings) {
         let api = self.kubernetes || self.kubeconfig.is_some() || self.api_server.is_some();
         let of_file = file.source.kubernetes.as_ref();
-        self.settled = if api || !self.manifests.is_empty() {
+        self.settings = if api || !self.manifests.is_empty() {
             settings::Source {
                 manifests: self.manifests.clone(),
                 kubernetes: api.then(|| Kubernetes {
@@ -92,7 +92,7 @@ impl SourceArgs {
         } else {
             file.source.clone()
         };
-        if let Some(kubernetes) = &mut self.settled.kubernetes
+        if let Some(kubernetes) = &mut self.settings.kubernetes
             && kubernetes.kubeconfig.is_none()
         {
             let in_environment = env::var_os("KUBECONFIG").filter(|path| !path.is_empty());
@@ -101,19 +101,19 @@ impl SourceArgs {
     }
 
     /// Returns the source settings of the command line or the file.
-    pub(super) fn settled(&self) -> &settings::Source {
-        &self.settled
+    pub(super) fn settings(&self) -> &settings::Source {
+        &self.settings
     }
 
     /// Returns the source for these settings. Of the API, it reads at most `scope`.
     pub(super) fn source(&self, scope: kubernetes::Scope) -> Source {
-        agent::source(&self.settled, scope, WantedPolicies::None, false)
+        agent::source(&self.settings, scope, WantedPolicies::None, false)
     }
 
     /// Returns the source for commands that answer the names of services.
     pub(super) fn source_of_names(&self) -> Source {
         let scope = kubernetes::Scope::Mesh;
-        agent::source(&self.settled, scope, WantedPolicies::None, true)
+        agent::source(&self.settings, scope, WantedPolicies::None, true)
     }
 }
 
