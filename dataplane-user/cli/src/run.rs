@@ -39,7 +39,6 @@ pub struct RunArgs {
         value_name = "YAML",
         value_parser = config::mesh,
         env = "DATAPLANE_MESH",
-        hide_env_values = true,
         help_heading = "Mesh"
     )]
     mesh: Option<Mesh>,
@@ -51,7 +50,6 @@ pub struct RunArgs {
         value_name = "YAML",
         value_parser = config::dns,
         env = "DATAPLANE_DNS",
-        hide_env_values = true,
         help_heading = "Mesh"
     )]
     dns: Option<Dns>,

@@ -26,7 +26,7 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refus
     if program.and_then(Path::file_name) == Some(OsStr::new(PLUGIN)) {
         arguments.insert(1, "cni".into());
     }
-    let mut command = Cli::command();
+    let mut command = terminal::without_values(Cli::command());
     // The second reading reports invalid or missing options.
     let first = command
         .clone()

@@ -34,23 +34,18 @@ pub(super) struct SourceArgs {
         num_args = 1..,
         value_delimiter = ',',
         value_name = "PATH",
-        env = "DATAPLANE_MANIFESTS", hide_env_values = true,
+        env = "DATAPLANE_MANIFESTS",
         conflicts_with_all = ["kubernetes", "kubeconfig", "api_server"]
     )]
     manifests: Vec<PathBuf>,
 
     /// Read the Kubernetes API, as the pod's service account or with the kubeconfig that KUBECONFIG
     /// names
-    #[arg(long, env = "DATAPLANE_KUBERNETES", hide_env_values = true)]
+    #[arg(long, env = "DATAPLANE_KUBERNETES")]
     kubernetes: bool,
 
     /// Read the Kubernetes API, with this kubeconfig (its current context)
-    #[arg(
-        long,
-        value_name = "FILE",
-        env = "DATAPLANE_KUBECONFIG",
-        hide_env_values = true
-    )]
+    #[arg(long, value_name = "FILE", env = "DATAPLANE_KUBECONFIG")]
     kubeconfig: Option<PathBuf>,
 
     /// Read the Kubernetes API at this URL, not at the URL in the kubeconfig or in the pod's
@@ -59,12 +54,7 @@ pub(super) struct SourceArgs {
     /// KUBERNETES_SERVICE_HOST is a cluster IP, which needs a service proxy. If the dataplane is
     /// the node's only service proxy, give the API server's own address or the address of its load
     /// balancer.
-    #[arg(
-        long,
-        value_name = "URL",
-        env = "DATAPLANE_API_SERVER",
-        hide_env_values = true
-    )]
+    #[arg(long, value_name = "URL", env = "DATAPLANE_API_SERVER")]
     api_server: Option<String>,
 
     #[arg(skip)]
