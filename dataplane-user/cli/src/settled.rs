@@ -34,7 +34,7 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refus
         }
         arguments.insert(1, "cni".into());
     }
-    let mut command = Cli::command();
+    let mut command = terminal::without_values(Cli::command());
     // The second reading reports invalid or missing options.
     let first = command
         .clone()
