@@ -218,6 +218,19 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
     add("round trip / direct".into(), NOISE, &|case| {
         over(ours(most, case, rtt), direct(case, rtt))
     });
+    // Without and with the kernel's conntrack, against a node without either.
+    for (path, limits) in [
+        ("dataplane", [1.02, 1.03, 1.08]),
+        ("dataplane-conntrack", [1.03, 1.06, 1.12]),
+    ] {
+        let metrics = [rtt, "cpu_us_per_conn", "query_p50"];
+        let what = ["round trip", "CPU a connection", "query from a new socket"];
+        for ((metric, what), at_most) in metrics.into_iter().zip(what).zip(limits) {
+            add(format!("{what}: {path} / plain"), at_most, &|case| {
+                over(value(path, 1, case, metric), plain(case, metric))
+            });
+        }
+    }
     // For metrics that are better the higher they are, use the inverse ratio.
     add("throughput: direct / ours".into(), NOISE, &|case| {
         over(direct(case, bulk), ours(most, case, bulk))

@@ -44,6 +44,11 @@ pub enum Worker {
 }
 
 impl Worker {
+    /// Whether it is an agent with the packet path.
+    pub const fn is_agent(self) -> bool {
+        matches!(self, Self::Dataplane | Self::Tracked | Self::Monitored)
+    }
+
     /// Returns the worker's `path` in the rows.
     pub const fn path(self) -> &'static str {
         match self {
@@ -441,14 +446,19 @@ pub fn load_peers<'a>(
     })
 }
 
-/// Has the kernel's conntrack follow the flows that a node forwards.
+/// Has the kernel's conntrack follow the flows that a node forwards, by a rule as network plug-ins have it.
 ///
 /// # Errors
 ///
 /// Fails if nft rejects the rule.
 pub fn track(node: &Host) -> anyhow::Result<()> {
-    let rules = "table inet bench {\n\
-                 chain forward { type filter hook forward priority 0; ct state new accept; }\n\
+    let rules = "table ip bench {\n\
+                 chain leaves { type nat hook postrouting priority 100;\n\
+                 ip saddr 10.244.0.0/16 ip daddr != 10.244.0.0/16 masquerade; }\n\
+                 }\n\
+                 table ip6 bench {\n\
+                 chain leaves { type nat hook postrouting priority 100;\n\
+                 ip6 saddr fd00:10:244::/48 ip6 daddr != fd00:10:244::/48 masquerade; }\n\
                  }";
     let script = format!("nft -f - <<'end'\n{rules}\nend");
     node.command("sh").args(["-c", &script]).run()?;

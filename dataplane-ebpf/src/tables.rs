@@ -27,8 +27,8 @@ use dataplane_common::{
     cells::{Cell, Slots, cells_for},
     origins::COUNTERS,
     packet::{
-        DEFAULT_FLOWS, ERROR_BUCKETS, FRAGMENTS as FRAGMENTS_CAPACITY, Fragment, FragmentKey,
-        Iface, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig,
+        BYPASSES, Bypass, DEFAULT_FLOWS, ERROR_BUCKETS, FRAGMENTS as FRAGMENTS_CAPACITY, FlowKey,
+        Fragment, FragmentKey, Iface, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig,
     },
     tables::{
         Affinity, AffinityKey, BY_PACKETS as BY_PACKETS_CAPACITY, Config, Endpoint, Frontend,
@@ -134,6 +134,9 @@ pub static CAME_BY: Array<[u32; 2], { cells_for(DEFAULT_FLOWS) as usize / 2 }, M
 
 #[btf_map]
 pub static DIRECT: Array<u64, 1, MAPPED> = Array::new();
+
+#[btf_map]
+pub static BYPASS: LruHashMap<FlowKey, Bypass, { BYPASSES as usize }> = LruHashMap::new();
 
 #[btf_map]
 pub static FRAGMENTS: LruHashMap<FragmentKey, Fragment, { FRAGMENTS_CAPACITY as usize }> =

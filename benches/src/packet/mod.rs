@@ -64,6 +64,7 @@ fn lanes(extent: &Extent) -> Vec<Lane> {
     let lane = |worker, services| Lane { worker, services };
     let mut lanes = vec![lane(Worker::Plain, 0), lane(Worker::Conntrack, 0)];
     lanes.extend(extent.ours.iter().map(|of| lane(Worker::Dataplane, *of)));
+    lanes.push(lane(Worker::Tracked, 1));
     for mode in Mode::ALL {
         let worker = Worker::Peer(mode);
         lanes.extend(extent.theirs.iter().map(|of| lane(worker, *of)));

@@ -134,10 +134,13 @@ impl Stage {
         for index in order(lanes.len()) {
             let node = lab.node(&node_name(index)).clone();
             match lanes[index].worker {
-                Worker::Dataplane => {
+                Worker::Conntrack => track(&node)?,
+                worker if worker.is_agent() => {
+                    if worker == Worker::Tracked {
+                        track(&node)?;
+                    }
                     agents.push((index, start_agent(&lab, &node, &fleets[index], &[])?));
                 }
-                Worker::Conntrack => track(&node)?,
                 _ => {}
             }
         }
@@ -161,7 +164,7 @@ impl Stage {
     /// # Errors
     /// Fails if the agent does not list them.
     pub fn programs(&self, lane: usize) -> anyhow::Result<BTreeSet<u32>> {
-        let ours = |lane: &&Lane| lane.worker == Worker::Dataplane;
+        let ours = |lane: &&Lane| lane.worker.is_agent();
         let (agent, _) = &self.agents[self.lanes[..lane].iter().filter(ours).count()];
         let status = agent.dataplane(["status", "-o", "json"]).run()?;
         let status: serde_json::Value = serde_json::from_str(&status)?;

@@ -92,6 +92,10 @@ impl PacketConfig {
     pub const STACK_OUT: u32 = 1 << 11;
     /// The flags of the path through the stack.
     pub const STACK: u32 = Self::STACK_IN | Self::STACK_OUT;
+    /// There may be flows that bypass the stack ([`Bypass`](super::Bypass)).
+    pub const BYPASS: u32 = 1 << 12;
+    /// New flows bypass the stack.
+    pub const BYPASS_NEW: u32 = 1 << 13;
     /// A program may be preempted by another on its CPU, in its middle (`PREEMPT_RT`).
     pub const PREEMPTIBLE: u32 = 1 << 15;
     /// The first port that masqueraded flows get, host byte order.

@@ -28,9 +28,11 @@
 //! Entries say when they were last used in [`Tick`]s of 2^32 ns (4.3 s), and are written to only
 //! when the tick or a flag changes: a packet of a flow in use costs a lookup and no store.
 
+mod bypass;
 mod config;
 mod flow;
 
+pub use bypass::{BYPASSES, Bypass};
 pub use config::{ErrorLimits, PacketConfig, need, take_token};
 pub use flow::{
     FlowKey, Fragment, FragmentKey, PortKey, STREAM_AFTER, Tick, Translation, client_ports,
@@ -279,11 +281,13 @@ mod tests {
             P::SEVERAL_UPLINKS,
             P::STACK_IN,
             P::STACK_OUT,
+            P::BYPASS,
+            P::BYPASS_NEW,
             P::PREEMPTIBLE,
         ];
         assert_eq!(
             flags.map(u32::trailing_zeros),
-            [0, 1, 2, 3, 8, 9, 10, 11, 15]
+            [0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 15]
         );
         assert!(flags.iter().all(|flag| flag.is_power_of_two()));
         assert_eq!(P::DETECTS, 3);

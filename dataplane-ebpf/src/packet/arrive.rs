@@ -14,7 +14,7 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, LEAVE_ALONE, asked, begin, chosen,
+    DROP, LEAVE_ALONE, asked, begin, bypass, chosen,
     conntrack::{self, ANSWER, FOREIGN, NEW, REQUEST},
     deliver, direct, error, fragments, icmp, is_pods,
     parse::{FIRST, FLOW, ICMP, MALFORMED, OTHER, Outcome, Packet},
@@ -96,8 +96,16 @@ fn read(skb: Skb, s: &mut Scratch) -> i32 {
     if outcome != FLOW {
         return LEAVE_ALONE;
     }
-    let action = arrived(skb, s, conntrack::now());
+    let now = conntrack::now();
+    if bypass::is_known(skb, s, now) {
+        return bypass::send(skb, s);
+    }
+    s.may_bypass = 0;
+    let action = arrived(skb, s, now);
     match deliver::conclude(skb, s, action, false) {
+        Action::LeaveAlone if s.may_bypass != 0 && bypass::begins(skb, s, now) => {
+            bypass::send(skb, s)
+        }
         Action::LeaveAlone => LEAVE_ALONE,
         Action::Complain => error::send(skb, &s.packet, &s.complaint, false),
         Action::Send => deliver::send(skb, s),
@@ -226,6 +234,7 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
         };
     }
     if s.frontend.is_none() {
+        s.may_bypass = u32::from(begins && known == NEW);
         let begins = s.packet.is_syn() || (!s.packet.is_tcp() && direct::has_datagrams());
         let is_own = known == REQUEST && s.flow.is_direct();
         if begins && has_ports && (known == NEW || is_own) {

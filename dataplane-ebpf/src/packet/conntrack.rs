@@ -109,8 +109,9 @@ impl Flow {
         ends.dst_port = self.forward.src_port;
     }
 
+    /// The key of its replies.
     #[inline(always)]
-    fn reply_key(&self) -> FlowKey {
+    pub fn reply_key(&self) -> FlowKey {
         FlowKey::new(
             self.endpoint,
             self.endpoint_port,

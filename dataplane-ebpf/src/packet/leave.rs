@@ -9,7 +9,7 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, LEAVE_ALONE, asked, came_by,
+    DROP, LEAVE_ALONE, asked, bypass, came_by,
     conntrack::{self, ANSWER},
     deliver, error, fragments, icmp, ipsec, node, own,
     parse::{FLOW, ICMP, LATER},
@@ -34,6 +34,7 @@ pub fn egress(ctx: &TcContext) -> i32 {
     if skb.is_sent_by_us()
         || (is_forwarded
             && !came_by::may_be_through()
+            && !skb.is_watched()
             && !asked::may_ask(skb, route::link_length(skb.ifindex())))
     {
         return LEAVE_ALONE;
@@ -89,6 +90,9 @@ fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
 /// Handles a packet of TCP or UDP that the stack forwards.
 #[inline(always)]
 fn passes(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
+    if skb.is_watched() {
+        bypass::note(skb, s, now);
+    }
     if came_by::may_be_through() {
         // The program on the way in has taken note of it.
         s.packet.segment.flags |= Segment::QUOTED.flags;

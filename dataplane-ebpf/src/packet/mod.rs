@@ -11,6 +11,7 @@
 mod arrive;
 mod asked;
 mod begin;
+mod bypass;
 mod came_by;
 mod chosen;
 mod client_port;

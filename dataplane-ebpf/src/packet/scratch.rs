@@ -15,7 +15,7 @@ use aya_ebpf::{btf_maps::PerCpuArray, macros::btf_map};
 use dataplane_common::{
     Reason,
     capture::Local,
-    packet::PacketConfig,
+    packet::{FlowKey, PacketConfig},
     tables::{Endpoint, Frontend, Pool},
 };
 
@@ -72,7 +72,11 @@ pub struct Scratch {
     pub keep: u32,
     /// Whether the packet is an answer of a known flow: 1 or 0.
     pub is_answer: u32,
+    /// Whether the packet begins a flow that belongs to no service: 1 or 0.
+    pub may_bypass: u32,
     pub way: Route,
+    /// The key of a look at BYPASS.
+    pub bypass: FlowKey,
     /// The packet's workload, for capture.
     pub local: Local,
     /// The error for the packet's sender, for [`Action::Complain`](dataplane_common::first::Action::Complain).

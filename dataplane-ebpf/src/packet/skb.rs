@@ -55,6 +55,8 @@ const SENT_ON: u32 = 0xda7b;
 const LEFT_TO_STACK: u32 = 0xda7d;
 /// `tc_index` of a packet of a TCP connection that our program on the way in does not know.
 const UNKNOWN: u32 = 0xda7c;
+/// `tc_index` of a packet of which our program on the way in wants to know if it leaves as it came ([`super::bypass`]).
+const WATCHED: u32 = 0xda7e;
 
 /// The link-layer addresses that Ethernet's header begins with.
 #[repr(C)]
@@ -382,6 +384,20 @@ impl Skb {
     pub fn is_unknown(self) -> bool {
         // SAFETY: see `len`.
         unsafe { read_volatile(&raw const (*self.0).tc_index) == UNKNOWN }
+    }
+
+    /// Makes our program on the way out note the packet ([`super::bypass`]).
+    #[inline(always)]
+    pub fn watch(self) {
+        // SAFETY: see `len`.
+        unsafe { write_volatile(&raw mut (*self.0).tc_index, WATCHED) };
+    }
+
+    /// Whether our program on the way in wants to know that the packet leaves.
+    #[inline(always)]
+    pub fn is_watched(self) -> bool {
+        // SAFETY: see `len`.
+        unsafe { read_volatile(&raw const (*self.0).tc_index) == WATCHED }
     }
 
     /// Makes the packet arrive at the interface that it was to leave by. Our program there leaves it alone, because it

@@ -56,9 +56,11 @@ pub fn of_interfaces() -> io::Result<Vec<Address>> {
     Ok(addresses)
 }
 
-/// The facts that decide on which addresses node ports are answered.
+/// The facts that decide on which addresses node ports are answered. They are equal while pods come and go whose interfaces on the
+/// node have the same address as those of other pods.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeAddresses {
+    /// Each once, and those of default routes' interfaces last. Only these have the interface's name.
     all: Vec<Address>,
     /// The interface of each family's default route.
     default: [Option<String>; 2],
@@ -73,13 +75,25 @@ pub fn look() -> io::Result<NodeAddresses> {
     // "thread-self": the network namespace of the calling thread, not of the process's first thread.
     let v4 = routes("/proc/thread-self/net/route")?;
     let v6 = routes("/proc/thread-self/net/ipv6_route")?;
+    let default = [default_interface_v4(&v4), default_interface_v6(&v6)];
     Ok(NodeAddresses {
-        all: of_interfaces()?,
-        default: [
-            default_interface_v4(&v4).map(str::to_owned),
-            default_interface_v6(&v6).map(str::to_owned),
-        ],
+        all: distinct(of_interfaces()?, default),
+        default: default.map(|interface| interface.map(str::to_owned)),
     })
+}
+
+/// As [`NodeAddresses::all`].
+fn distinct(all: Vec<Address>, default: [Option<&str>; 2]) -> Vec<Address> {
+    let is_default = |address: &Address| default.contains(&Some(&*address.interface));
+    let (named, others): (Vec<_>, Vec<_>) = all.into_iter().partition(is_default);
+    let others = others.into_iter().map(|a| (a.addr, a.on_loopback));
+    let others: BTreeSet<(IpAddr, bool)> = others.collect();
+    let others = others.into_iter().map(|(addr, on_loopback)| Address {
+        interface: String::new(),
+        addr,
+        on_loopback,
+    });
+    others.chain(named).collect()
 }
 
 /// A family's routes; empty only if the kernel lacks the family. An empty list by mistake would mean no default route,
@@ -230,6 +244,19 @@ eth0\t000200C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
         assert_eq!(default_interface_v4(""), None);
         assert_eq!(default_interface_v6(""), None);
         assert_eq!(default_interface_v6(ROUTES6.lines().last().unwrap()), None);
+    }
+
+    #[test]
+    fn a_pod_that_starts_changes_no_address_of_the_node() {
+        let node = ["192.0.2.7", "192.0.2.1"].map(|addr| address("eth0", addr));
+        let with = |pods: &[&str]| {
+            let pods = pods.iter().map(|pod| address(pod, "10.244.1.1"));
+            let all = [address("lo", "198.51.100.1")].into_iter().chain(pods);
+            distinct(all.chain(node.clone()).collect(), [Some("eth0"), None])
+        };
+        assert_eq!(with(&["veth1", "veth2"]), with(&["veth2"]));
+        assert_ne!(with(&["veth1"]), with(&[]));
+        assert_eq!(with(&[])[1..], node, "in the kernel's order");
     }
 
     #[test]

@@ -13,11 +13,17 @@ pub struct Due {
     pub at: Instant,
     /// The end of the thread's rest: not before this time.
     rested: Instant,
+    /// The end of the shorter rest of [`Due::sooner`].
+    rested_once: Instant,
 }
 
 impl Due {
     pub fn at(at: Instant) -> Self {
-        Self { at, rested: at }
+        Self {
+            at,
+            rested: at,
+            rested_once: at,
+        }
     }
 
     /// Not due before an event.
@@ -25,6 +31,7 @@ impl Due {
         Self {
             at: now + NEVER,
             rested: now,
+            rested_once: now,
         }
     }
 
@@ -33,11 +40,14 @@ impl Due {
         self.at = self.at.min(self.rested);
     }
 
+    /// As soon as the thread has rested as long as the work took: something waits for the work.
+    pub fn sooner(&mut self) {
+        self.at = self.at.min(self.rested_once);
+    }
+
     /// The work was done and took so much of a processor's time. It is due again after `patience` at the latest.
     pub fn done_in(&mut self, took: Duration, patience: Duration) {
-        let end = Instant::now();
-        self.rested = end + took * REST_FOR;
-        self.at = self.rested.max(end + patience);
+        self.rest(REST_FOR, took, patience);
     }
 
     /// The work has run since `start`. It is due again after `patience` at the latest.
@@ -47,8 +57,13 @@ impl Due {
 
     /// As [`Due::done`], with a rest of so many times the work's duration.
     pub fn done_resting(&mut self, times: u32, start: Instant, patience: Duration) {
+        self.rest(times, start.elapsed(), patience);
+    }
+
+    fn rest(&mut self, times: u32, took: Duration, patience: Duration) {
         let end = Instant::now();
-        self.rested = end + (end - start) * times;
+        self.rested_once = end + took;
+        self.rested = end + took * times;
         self.at = self.rested.max(end + patience);
     }
 }
@@ -74,5 +89,10 @@ mod tests {
         // A second change does not make it due sooner.
         due.soon();
         assert_eq!(due.at, due.rested);
+        due.sooner();
+        assert_eq!(due.at, due.rested_once);
+        assert!(due.at >= start + 2 * Duration::from_millis(2) && due.at < due.rested);
+        due.soon();
+        assert_eq!(due.at, due.rested_once);
     }
 }

@@ -28,6 +28,8 @@ pub struct PacketSettings {
     pub attach: Option<AttachOptions>,
     /// How packets go through the node.
     pub path: PacketPath,
+    /// Whether connections that belong to no service bypass the stack on the fast path.
+    pub bypass: bool,
     /// Number of flows that conntrack has room for.
     pub flows: u32,
     /// Names of the uplinks; if empty, [`Role::of`] decides.
@@ -72,6 +74,7 @@ impl PacketSettings {
         Self {
             attach: (path != PacketPath::Off).then_some(attach),
             path,
+            bypass: packets.bypass.unwrap_or(true),
             flows: packets
                 .conntrack_flows
                 .unwrap_or_else(room::of_this_machine),

@@ -9,7 +9,7 @@ use dataplane_common::packet::PacketConfig;
 use kernel::netfilter;
 use plan::ipsec::Policy;
 use settings::PacketPath;
-use takeover::path;
+use takeover::path::{self, Chains};
 use tracing::info;
 
 use super::{LOOK, RETRY, due::Due};
@@ -22,8 +22,10 @@ const REST_FOR: u32 = 50;
 /// The choice of the path.
 pub struct Path {
     wanted: PacketPath,
-    /// The chains that must see packets, at the last look that succeeded.
-    chains: Option<String>,
+    /// Whether flows that belong to no service bypass the stack, if nothing there must see packets.
+    bypass: bool,
+    /// What chains do, at the last look that succeeded.
+    chains: Chains,
     /// An interface with filters of other programs on the way in, at the last look.
     filtered: Option<String>,
     /// Why the last look at the chains failed.
@@ -40,7 +42,7 @@ pub struct Path {
 
 impl Path {
     /// The choice before the first look.
-    pub fn new(wanted: PacketPath, now: Instant) -> Self {
+    pub fn new(wanted: PacketPath, bypass: bool, now: Instant) -> Self {
         let due = || {
             if wanted == PacketPath::Auto {
                 Due::at(now)
@@ -50,8 +52,13 @@ impl Path {
         };
         Self {
             wanted,
+            // With `fast`, nobody looks.
+            bypass: bypass && wanted == PacketPath::Auto,
             // Rules that cannot be read may be policies, so the first look fails closed.
-            chains: Some("netfilter's rules, which cannot be read".to_owned()),
+            chains: Chains {
+                because: Some("netfilter's rules, which cannot be read".to_owned()),
+                count: false,
+            },
             filtered: None,
             problem: None,
             has_chosen: false,
@@ -80,8 +87,8 @@ impl Path {
         }
         let before = (self.chains.clone(), self.problem.take());
         let patience = match path::look_at_chains() {
-            Ok(because) => {
-                self.chains = because;
+            Ok(chains) => {
+                self.chains = chains;
                 LOOK
             }
             Err(error) => {
@@ -117,7 +124,7 @@ impl Path {
             PacketPath::Off => return Ok(0),
             PacketPath::Fast => None,
             PacketPath::Stack => Some("packets.path: stack".to_owned()),
-            PacketPath::Auto if self.chains.is_some() => self.chains.clone(),
+            PacketPath::Auto if self.chains.because.is_some() => self.chains.because.clone(),
             PacketPath::Auto => path::of_the_rest(policies, self.filtered.as_deref())?,
         };
         if !self.has_chosen || self.because != because {
@@ -130,6 +137,8 @@ impl Path {
         }
         Ok(if self.because.is_some() {
             PacketConfig::STACK
+        } else if self.bypass && !self.chains.count {
+            PacketConfig::BYPASS | PacketConfig::BYPASS_NEW
         } else {
             0
         })
@@ -164,7 +173,7 @@ mod tests {
             // Before the first look.
             (PacketPath::Auto, STACK),
         ] {
-            let mut path = Path::new(wanted, now);
+            let mut path = Path::new(wanted, true, now);
             assert_eq!(path.choose(&policies).unwrap(), flags, "{wanted:?}");
             assert_eq!(path.because().is_some(), flags == STACK);
             assert_eq!(path.at() == now, wanted == PacketPath::Auto);

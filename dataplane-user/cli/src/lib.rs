@@ -48,13 +48,7 @@ pub use settled::parse;
 pub struct Cli {
     /// Configuration file (YAML). Flags and environment variables override its values. See
     /// docs/configuration.md and `dataplane config`
-    #[arg(
-        long,
-        value_name = "FILE",
-        env = "DATAPLANE_CONFIG",
-        hide_env_values = true,
-        global = true
-    )]
+    #[arg(long, value_name = "FILE", env = "DATAPLANE_CONFIG", global = true)]
     config: Option<PathBuf>,
 
     #[command(subcommand)]

@@ -39,7 +39,6 @@ pub struct RunArgs {
         value_name = "YAML",
         value_parser = config::mesh,
         env = "DATAPLANE_MESH",
-        hide_env_values = true,
         help_heading = "Mesh"
     )]
     mesh: Option<Mesh>,
@@ -51,7 +50,6 @@ pub struct RunArgs {
         value_name = "YAML",
         value_parser = config::dns,
         env = "DATAPLANE_DNS",
-        hide_env_values = true,
         help_heading = "Mesh"
     )]
     dns: Option<Dns>,
@@ -88,7 +86,7 @@ impl RunArgs {
         self.source.fill_from(file);
         self.paths.fill_from(file);
         self.socket.fill_from(file);
-        settings.source = self.source.settled().clone();
+        settings.source = self.source.settings().clone();
         settings.kernel.bpffs.clone_from(&self.paths.bpffs);
         settings.kernel.cgroup.clone_from(&self.paths.cgroup);
         settings.listen.socket.clone_from(&self.socket.socket);

@@ -12,7 +12,7 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches as _};
 use settings::{Node, Settings, Source, config};
 use terminal::{PathArgs, Refusal, SocketArgs};
 
-use super::{Cli, Command, source::SourceArgs};
+use super::{Cli, Command, cni::CniArgs, source::SourceArgs};
 
 /// Reads the command line and the configuration file.
 ///
@@ -21,12 +21,20 @@ use super::{Cli, Command, source::SourceArgs};
 /// If one of them is invalid.
 pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refusal> {
     let mut arguments: Vec<OsString> = arguments.into_iter().collect();
-    // A container runtime calls its plug-ins by their names, and without arguments.
     let program = arguments.first().map(Path::new);
     if program.and_then(Path::file_name) == Some(OsStr::new(PLUGIN)) {
+        // A container runtime calls its plug-ins by their names, and without arguments, twice for each pod: the description of
+        // all commands and a configuration file are not needed.
+        if arguments.len() == 1 {
+            let command = Command::Cni(CniArgs::default());
+            return Ok(Cli {
+                config: None,
+                command,
+            });
+        }
         arguments.insert(1, "cni".into());
     }
-    let mut command = Cli::command();
+    let mut command = terminal::without_values(Cli::command());
     // The second reading reports invalid or missing options.
     let first = command
         .clone()
@@ -166,6 +174,19 @@ mod tests {
         // A command uses only the keys for its own options.
         let cli = parsed(ALL, &["status"]).unwrap();
         assert!(cli.contains("\"/run/other/agent.sock\""), "{cli}");
+    }
+
+    #[test]
+    fn the_plug_in_is_a_command_by_its_name() {
+        let said =
+            |words: &[&str]| format!("{:?}", parse(words.iter().map(OsString::from)).unwrap());
+        let by_name = said(&["/opt/cni/bin/dataplane-cni"]);
+        assert_eq!(by_name, said(&["dataplane", "cni"]));
+        let uninstall = said(&["dataplane-cni", "uninstall", "--conf-dir=/a"]);
+        assert_eq!(
+            uninstall,
+            said(&["dataplane", "cni", "uninstall", "--conf-dir=/a"])
+        );
     }
 
     #[test]

@@ -34,23 +34,18 @@ pub(super) struct SourceArgs {
         num_args = 1..,
         value_delimiter = ',',
         value_name = "PATH",
-        env = "DATAPLANE_MANIFESTS", hide_env_values = true,
+        env = "DATAPLANE_MANIFESTS",
         conflicts_with_all = ["kubernetes", "kubeconfig", "api_server"]
     )]
     manifests: Vec<PathBuf>,
 
     /// Read the Kubernetes API, as the pod's service account or with the kubeconfig that KUBECONFIG
     /// names
-    #[arg(long, env = "DATAPLANE_KUBERNETES", hide_env_values = true)]
+    #[arg(long, env = "DATAPLANE_KUBERNETES")]
     kubernetes: bool,
 
     /// Read the Kubernetes API, with this kubeconfig (its current context)
-    #[arg(
-        long,
-        value_name = "FILE",
-        env = "DATAPLANE_KUBECONFIG",
-        hide_env_values = true
-    )]
+    #[arg(long, value_name = "FILE", env = "DATAPLANE_KUBECONFIG")]
     kubeconfig: Option<PathBuf>,
 
     /// Read the Kubernetes API at this URL, not at the URL in the kubeconfig or in the pod's
@@ -59,16 +54,11 @@ pub(super) struct SourceArgs {
     /// KUBERNETES_SERVICE_HOST is a cluster IP, which needs a service proxy. If the dataplane is
     /// the node's only service proxy, give the API server's own address or the address of its load
     /// balancer.
-    #[arg(
-        long,
-        value_name = "URL",
-        env = "DATAPLANE_API_SERVER",
-        hide_env_values = true
-    )]
+    #[arg(long, value_name = "URL", env = "DATAPLANE_API_SERVER")]
     api_server: Option<String>,
 
     #[arg(skip)]
-    settled: settings::Source,
+    settings: settings::Source,
 }
 
 impl SourceArgs {
@@ -79,7 +69,7 @@ impl SourceArgs {
     pub(super) fn fill_from(&mut self, file: &Settings) {
         let api = self.kubernetes || self.kubeconfig.is_some() || self.api_server.is_some();
         let of_file = file.source.kubernetes.as_ref();
-        self.settled = if api || !self.manifests.is_empty() {
+        self.settings = if api || !self.manifests.is_empty() {
             settings::Source {
                 manifests: self.manifests.clone(),
                 kubernetes: api.then(|| Kubernetes {
@@ -92,7 +82,7 @@ impl SourceArgs {
         } else {
             file.source.clone()
         };
-        if let Some(kubernetes) = &mut self.settled.kubernetes
+        if let Some(kubernetes) = &mut self.settings.kubernetes
             && kubernetes.kubeconfig.is_none()
         {
             let in_environment = env::var_os("KUBECONFIG").filter(|path| !path.is_empty());
@@ -101,19 +91,19 @@ impl SourceArgs {
     }
 
     /// Returns the source settings of the command line or the file.
-    pub(super) fn settled(&self) -> &settings::Source {
-        &self.settled
+    pub(super) fn settings(&self) -> &settings::Source {
+        &self.settings
     }
 
     /// Returns the source for these settings. Of the API, it reads at most `scope`.
     pub(super) fn source(&self, scope: kubernetes::Scope) -> Source {
-        agent::source(&self.settled, scope, WantedPolicies::None, false)
+        agent::source(&self.settings, scope, WantedPolicies::None, false)
     }
 
     /// Returns the source for commands that answer the names of services.
     pub(super) fn source_of_names(&self) -> Source {
         let scope = kubernetes::Scope::Mesh;
-        agent::source(&self.settled, scope, WantedPolicies::None, true)
+        agent::source(&self.settings, scope, WantedPolicies::None, true)
     }
 }
 

@@ -107,7 +107,11 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
     if let Some(path) = &report.packet_path {
         let agent = report.agent.as_ref();
         let because = agent.and_then(|agent| agent.stack_because.as_deref());
-        writeln!(out, "{BOLD}Path{BOLD:#}  {}", packet_path(path, because))?;
+        writeln!(
+            out,
+            "{BOLD}Path{BOLD:#}  {}",
+            packet_path(path, because, report.bypass)
+        )?;
     }
     if let Some(is_there) = report.keep_nat {
         writeln!(out, "{BOLD}Keep-NAT{BOLD:#}  {}", keep_nat(is_there))?;
@@ -215,10 +219,14 @@ fn delivery(interface: &Interface) -> String {
 }
 
 /// Returns the text about the path of packets of services.
-fn packet_path(path: &str, because: Option<&str>) -> String {
+fn packet_path(path: &str, because: Option<&str>, bypass: bool) -> String {
     match (path, because) {
         ("stack", Some(why)) => format!("packets go through the stack because of {why}"),
         ("stack", None) => "packets go through the stack".to_owned(),
+        _ if bypass => {
+            "packets take the fast path, past the stack; so do those that belong to no service"
+                .to_owned()
+        }
         _ => "packets take the fast path, past the stack".to_owned(),
     }
 }

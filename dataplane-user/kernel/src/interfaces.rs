@@ -86,6 +86,16 @@ pub fn interfaces() -> Result<Vec<Interface>, Error> {
     list().doing(|| "cannot ask for the network interfaces".to_owned())
 }
 
+/// Every interface, without its addresses and routes, in the order of the numbers: one list of the kernel's, not four. Where many
+/// interfaces come and go, each list waits for those changes.
+///
+/// # Errors
+/// If the query to the kernel fails.
+pub fn links() -> Result<Vec<Interface>, Error> {
+    let list = || -> io::Result<_> { Ok(links_by(&mut Netlink::open()?)?.into_values().collect()) };
+    list().doing(|| "cannot ask for the network interfaces".to_owned())
+}
+
 /// Returns the index of the interface by which an address is reached without a gateway; `None` if it is reached by a
 /// gateway, or not at all.
 ///
@@ -160,14 +170,18 @@ fn way_out(netlink: &mut Netlink, addr: IpAddr) -> io::Result<Option<WayOut>> {
     }))
 }
 
+fn links_by(netlink: &mut Netlink) -> io::Result<BTreeMap<u32, Interface>> {
+    let links = netlink.list(&RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
+    let found = links.into_iter().filter_map(|answer| match answer {
+        RouteNetlinkMessage::NewLink(link) => Some((link.header.index, interface(link))),
+        _ => None,
+    });
+    Ok(found.collect())
+}
+
 fn list() -> io::Result<Vec<Interface>> {
     let mut netlink = Netlink::open()?;
-    let mut found = BTreeMap::new();
-    for answer in netlink.list(&RouteNetlinkMessage::GetLink(LinkMessage::default()))? {
-        if let RouteNetlinkMessage::NewLink(link) = answer {
-            found.insert(link.header.index, interface(link));
-        }
-    }
+    let mut found = links_by(&mut netlink)?;
     for answer in netlink.list(&RouteNetlinkMessage::GetAddress(AddressMessage::default()))? {
         if let RouteNetlinkMessage::NewAddress(message) = answer
             && let Some(interface) = found.get_mut(&message.header.index)

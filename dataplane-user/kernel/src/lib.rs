@@ -74,8 +74,8 @@ pub use capture::{
     Capture, CaptureOptions, CaptureTables, InterfaceRule, Listeners, Machines, Marks, Namespace,
     OUR_TABLE, Pairs, QueryLease, QuerySockets, Unrouted, addresses, indices, is_the_nodes,
     open_listeners, open_query_sockets, open_resolver_sockets, open_transparent_listeners,
-    route_answers, route_answers_no_more, route_interfaces, route_to_sockets, this_namespace,
-    unroute_interfaces,
+    route_answers, route_answers_no_more, route_interfaces, route_to_sockets, sockets_of_listeners,
+    this_namespace, unroute_interfaces,
 };
 pub use cgroup::cgroup2_root;
 pub use change_news::ChangeNews;
@@ -85,7 +85,9 @@ use dataplane_common::capture::Enrolled;
 pub use direct::DirectFlows;
 pub use error::Error;
 pub use host_networks::host_networks;
-pub use interfaces::{Interface, Link, News, interfaces, leaves_by, way_to, ways_by_address};
+pub use interfaces::{
+    Interface, Link, News, interfaces, leaves_by, links, way_to, ways_by_address,
+};
 pub use ip_sets::make_ip_sets;
 pub use limits::error_limits;
 pub use listening::{Listener, Listening, listeners, listening};

@@ -15,11 +15,22 @@ use std::{
 use nix::sched::{CloneFlags, setns};
 use socket2::{Domain, Socket, Type};
 
-use super::opener;
+use super::opener::{self, Opened, Sockets};
 
 /// The directory of named namespaces (`ip netns`, container runtimes).
 const NAMED: &str = "/run/netns";
 const PROCESSES: &str = "/proc";
+
+/// How many namespaces a visit opens at a time.
+const AT_ONCE: usize = 16;
+
+/// The socket by which a network namespace tells its cookie.
+const TELLING: Sockets = Sockets {
+    domain: Domain::IPV4,
+    kind: Type::DGRAM,
+    protocol: None,
+    count: 1,
+};
 
 /// The PID namespace of the machine (`PROC_PID_INIT_INO` in `include/linux/proc_ns.h`).
 const OF_THE_MACHINE: &str = "pid:[4026531836]";
@@ -130,47 +141,79 @@ fn entries(directory: &str) -> io::Result<Vec<PathBuf>> {
 
 /// [`visit`], on the thread that calls it: afterwards it is in one of the namespaces.
 fn visit_here<T>(
-    (paths, mut unread): (Vec<PathBuf>, Vec<(PathBuf, io::Error)>),
+    (paths, unread): (Vec<PathBuf>, Vec<(PathBuf, io::Error)>),
     mut work: impl FnMut(&Path) -> io::Result<T>,
 ) -> Visited<T> {
     let mut seen = HashSet::new();
-    let mut found = Vec::new();
-    for path in paths {
-        let file = match fs::metadata(&path) {
-            Ok(metadata) if seen.contains(&(metadata.dev(), metadata.ino())) => continue,
-            Ok(metadata) => (metadata.dev(), metadata.ino()),
-            Err(error) if has_gone(&error) => continue,
-            Err(error) => {
-                unread.push((path, error));
-                continue;
+    let mut visited = Visited {
+        found: Vec::new(),
+        unread,
+    };
+    let mut paths = paths.into_iter();
+    loop {
+        let mut opened: Vec<(PathBuf, File)> = Vec::new();
+        while opened.len() < AT_ONCE
+            && let Some(path) = paths.next()
+        {
+            match open_new(&path, &mut seen) {
+                Ok(file) => opened.extend(file.map(|file| (path, file))),
+                Err(error) => visited.unread.push((path, error)),
             }
-        };
-        match File::open(&path).and_then(|file| in_one(file.as_fd(), || work(&path))) {
-            // Another process may be in it.
-            Err(error) if has_gone(&error) => continue,
-            // A file that is no network namespace.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-            Err(error) | Ok(Err(error)) => unread.push((path, error)),
-            Ok(Ok(result)) => found.push(result),
         }
-        seen.insert(file);
+        if opened.is_empty() {
+            return visited;
+        }
+        let files: Vec<_> = opened.iter().map(|(_, file)| file.as_fd()).collect();
+        let mut entered = opener::enter(&files, &[TELLING]).map(Vec::into_iter);
+        for (path, file) in &opened {
+            let entered = entered.as_mut().and_then(Iterator::next);
+            match in_one(file.as_fd(), entered, || work(path)) {
+                // A file that is no network namespace.
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+                Err(error) | Ok(Err(error)) => visited.unread.push((path.clone(), error)),
+                Ok(Ok(result)) => visited.found.push(result),
+            }
+        }
     }
-    Visited { found, unread }
 }
 
-/// Does `work` in a namespace, in which the thread stays where it enters it itself.
+/// Opens a network namespace; `None`: it is among those that were `seen`, or is gone.
+fn open_new(path: &Path, seen: &mut HashSet<(u64, u64)>) -> io::Result<Option<File>> {
+    let mut open = || {
+        let metadata = fs::metadata(path)?;
+        let key = (metadata.dev(), metadata.ino());
+        if seen.contains(&key) {
+            return Ok(None);
+        }
+        let opened = File::open(path);
+        // Another process may be in it.
+        if !opened.as_ref().is_err_and(has_gone) {
+            seen.insert(key);
+        }
+        opened.map(Some)
+    };
+    match open() {
+        Err(error) if has_gone(&error) => Ok(None),
+        opened => opened,
+    }
+}
+
+/// Does `work` in a namespace, in which the thread stays if it enters it itself. `entered`: by the opener, if there is one.
 ///
 /// # Errors
 /// If it cannot be entered.
 fn in_one<T>(
     namespace: BorrowedFd<'_>,
+    entered: Option<io::Result<Opened>>,
     work: impl FnOnce() -> io::Result<T>,
 ) -> io::Result<io::Result<T>> {
-    if opener::is_there() {
-        return opener::within(namespace, || Ok(work()));
+    match entered.transpose()? {
+        Some(opened) => opener::inside(namespace, opened, || Ok(work())),
+        None => {
+            setns(namespace, CloneFlags::CLONE_NEWNET)?;
+            Ok(work())
+        }
     }
-    setns(namespace, CloneFlags::CLONE_NEWNET)?;
-    Ok(work())
 }
 
 /// Whether the process or the name no longer exists.
@@ -186,8 +229,21 @@ pub fn within<T: Send>(
     namespace: BorrowedFd<'_>,
     work: impl FnOnce() -> io::Result<T> + Send,
 ) -> io::Result<T> {
-    if opener::is_there() {
-        return opener::within(namespace, work);
+    within_with(namespace, &[], work)
+}
+
+/// As [`within`]. `sockets`: those that `work` opens, up to 16, which the opener opens together, if there is one.
+///
+/// # Errors
+/// As for [`within`].
+pub fn within_with<T: Send>(
+    namespace: BorrowedFd<'_>,
+    sockets: &[Sockets],
+    work: impl FnOnce() -> io::Result<T> + Send,
+) -> io::Result<T> {
+    let entered = opener::enter(&[namespace], sockets);
+    if let Some(opened) = entered.and_then(|mut one| one.pop()) {
+        return opener::inside(namespace, opened?, work);
     }
     on_a_thread("namespace", move || {
         setns(namespace, CloneFlags::CLONE_NEWNET)?;

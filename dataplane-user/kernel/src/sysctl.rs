@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Read as _, Write as _},
+    io,
     path::{Path, PathBuf},
 };
 
@@ -28,24 +28,6 @@ pub fn open(name: &str) -> io::Result<File> {
     let mounts = fs::read_to_string("/proc/self/mountinfo")?;
     let found = elsewhere(&mounts).find_map(|place| open(&place).ok());
     found.ok_or(error)
-}
-
-/// Sets a sysctl of the network namespace that this thread is in.
-///
-/// # Errors
-/// As [`open`], and the kernel's refusal.
-pub fn set(name: &str, value: &str) -> io::Result<()> {
-    open(name)?.write_all(value.as_bytes())
-}
-
-/// The value of a sysctl of the network namespace that this thread is in, without its line break.
-///
-/// # Errors
-/// If there is no such sysctl.
-pub fn get(name: &str) -> io::Result<String> {
-    let mut text = String::new();
-    File::open(Path::new(SYSCTLS).join(name))?.read_to_string(&mut text)?;
-    Ok(text.trim_end().to_owned())
 }
 
 /// Returns the reason why a sysctl cannot be set and, if `/proc/sys` is read-only, the remedies: `component` is the

@@ -33,13 +33,7 @@ use terminal::Refusal;
 pub struct Cli {
     /// The agent's configuration file (YAML). Flags and environment variables override its values. See
     /// docs/configuration.md
-    #[arg(
-        long,
-        value_name = "FILE",
-        env = "DATAPLANE_CONFIG",
-        hide_env_values = true,
-        global = true
-    )]
+    #[arg(long, value_name = "FILE", env = "DATAPLANE_CONFIG", global = true)]
     config: Option<PathBuf>,
 
     #[command(subcommand)]
@@ -72,7 +66,7 @@ enum Command {
 ///
 /// If the command line or the file is invalid.
 pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refusal> {
-    let mut cli = Cli::command()
+    let mut cli = terminal::without_values(Cli::command())
         .try_get_matches_from(arguments)
         .and_then(|matches| Cli::from_arg_matches(&matches))
         .map_err(Refusal::Usage)?;

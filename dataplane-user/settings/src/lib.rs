@@ -56,7 +56,7 @@ pub struct Settings {
     // Options without a heading come first: clap would show them below the heading of the options before them.
     /// Whether the programs and tables stay when the agent ends [default: keep]
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(long, value_enum, env = "DATAPLANE_ON_EXIT", hide_env_values = true)]
+    #[arg(long, value_enum, env = "DATAPLANE_ON_EXIT")]
     pub on_exit: Option<OnExit>,
 
     /// Take over from the agent that runs on this node, if there is one
@@ -67,7 +67,7 @@ pub struct Settings {
     /// agent ends before it serves, the old agent takes over again. Without this option, a second agent names
     /// the agent that runs, and exits.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(long, env = "DATAPLANE_REPLACE", hide_env_values = true)]
+    #[arg(long, env = "DATAPLANE_REPLACE")]
     pub replace: bool,
 
     /// Keep the process alive and idle after another agent has taken over, and take over again when that agent
@@ -77,7 +77,7 @@ pub struct Settings {
     /// would take over from the new agent. An agent that takes over again reads the configuration and the
     /// source again.
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(long, env = "DATAPLANE_STAY", hide_env_values = true)]
+    #[arg(long, env = "DATAPLANE_STAY")]
     pub stay: bool,
 
     /// Protocols of the sockets that the agent destroys if they are connected through a service to an endpoint that
@@ -174,8 +174,7 @@ pub struct Log {
         long,
         value_enum,
         value_name = "FORMAT",
-        env = "DATAPLANE_LOG_FORMAT",
-        hide_env_values = true
+        env = "DATAPLANE_LOG_FORMAT"
     )]
     pub format: Option<LogFormat>,
     /// Level of the log. Default: info. RUST_LOG sets levels by module.

@@ -28,8 +28,7 @@ pub struct Listeners {
         id = "metrics-addr",
         long,
         value_name = "ADDR",
-        env = "DATAPLANE_METRICS_ADDR",
-        hide_env_values = true
+        env = "DATAPLANE_METRICS_ADDR"
     )]
     pub metrics: Option<Listen>,
     /// Who may read the metrics: `none` or `kubernetes`. Default: kubernetes if the metrics are not on loopback and
@@ -63,8 +62,7 @@ pub struct Listeners {
         id = "admin-addr",
         long,
         value_name = "ADDR",
-        env = "DATAPLANE_ADMIN_ADDR",
-        hide_env_values = true
+        env = "DATAPLANE_ADMIN_ADDR"
     )]
     pub admin: Option<Listen>,
 }

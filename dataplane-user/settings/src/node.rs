@@ -20,8 +20,7 @@ pub struct Node {
         id = "node-name",
         long,
         value_name = "NAME",
-        env = "DATAPLANE_NODE_NAME",
-        hide_env_values = true
+        env = "DATAPLANE_NODE_NAME"
     )]
     pub name: Option<String>,
     /// Answer node ports at the node's addresses in these ranges [default: the primary addresses]
@@ -37,7 +36,6 @@ pub struct Node {
         num_args = 1..,
         value_delimiter = ',',
         env = "DATAPLANE_NODEPORT_ADDRESSES",
-        hide_env_values = true
     )]
     pub node_port_addresses: Vec<Range>,
     /// Serve `externalIPs` of Services and addresses of ServiceEntries only in these ranges, or `none`. Default: all.
@@ -60,11 +58,6 @@ pub struct Node {
     /// Zone of this node, which selects the endpoints with hints for this zone [default: the label
     /// topology.kubernetes.io/zone of the Node object]
     #[serde(skip_serializing_if = "is_default")]
-    #[arg(
-        long,
-        value_name = "ZONE",
-        env = "DATAPLANE_ZONE",
-        hide_env_values = true
-    )]
+    #[arg(long, value_name = "ZONE", env = "DATAPLANE_ZONE")]
     pub zone: Option<String>,
 }

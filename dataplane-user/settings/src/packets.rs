@@ -19,10 +19,14 @@ pub struct Packets {
         long,
         value_enum,
         value_name = "PATH",
-        env = "DATAPLANE_PACKET_PATH",
-        hide_env_values = true
+        env = "DATAPLANE_PACKET_PATH"
     )]
     pub path: Option<PacketPath>,
+    /// Whether connections that belong to no service, such as those between pods, bypass the node's network stack, too, where
+    /// `path: auto` chooses `fast`. Default: true.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub bypass: Option<bool>,
     /// Interfaces that lead to other machines: names or shell patterns; `!` excludes. Default: interfaces with a
     /// default route or an address, except pods' interfaces, bridges and dummies.
     #[serde(skip_serializing_if = "is_default")]
@@ -60,7 +64,6 @@ pub struct Packets {
         num_args = 1..,
         value_delimiter = ',',
         env = "DATAPLANE_POD_CIDR",
-        hide_env_values = true
     )]
     pub pod_cidrs: Vec<Range>,
     /// Masquerade clients on the way to a cluster IP if their packets do not arrive at a pod's interface. Default:
@@ -91,8 +94,7 @@ pub struct Packets {
         long,
         value_enum,
         value_name = "HOOK",
-        env = "DATAPLANE_TC_HOOK",
-        hide_env_values = true
+        env = "DATAPLANE_TC_HOOK"
     )]
     pub hook: Option<TcHook>,
     /// Number of flows that conntrack has room for, rounded up to a power of two. Default: by cores and memory.

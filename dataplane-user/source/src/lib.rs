@@ -20,9 +20,9 @@ mod open;
 mod own_ports;
 mod paced;
 mod reserved;
+mod task;
 mod turns;
 mod view;
-mod watching;
 
 pub use admitted::Admitted;
 pub use error::OpenError;

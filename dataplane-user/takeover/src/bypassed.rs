@@ -62,8 +62,15 @@ pub fn named(chains: &[Chain]) -> Option<String> {
 
 /// Names the base chains, with their owners, behind which packets meet anything but rules that accept them.
 pub fn busy(chains: &[Chain]) -> Vec<String> {
-    let found = find(chains, |does| !matches!(does, Verdict::Jump(_)));
+    let found = find(chains, |does| {
+        matches!(does, Verdict::Refuse | Verdict::Act)
+    });
     found.iter().map(Found::name).collect()
+}
+
+/// Whether packets meet rules that only count them.
+pub fn counts(chains: &[Chain]) -> bool {
+    !find(chains, |does| matches!(does, Verdict::Count)).is_empty()
 }
 
 /// Returns the text of [`named`] followed by [`REMEDY`].
@@ -135,7 +142,7 @@ fn reached<'a>(base: &'a Chain, chains: &BTreeMap<&str, &'a Chain>) -> Vec<&'a C
     while let Some(chain) = open.pop() {
         for does in chain.rules.iter().flat_map(|rule| &rule.does) {
             let next: Vec<&&Chain> = match does {
-                Verdict::Refuse | Verdict::Act => Vec::new(),
+                Verdict::Refuse | Verdict::Act | Verdict::Count => Vec::new(),
                 Verdict::Jump(to) => chains.get(&**to).into_iter().collect(),
             };
             for chain in next {

@@ -77,12 +77,13 @@ impl Journal {
         Ok(Some(journal))
     }
 
-    /// Writes the journal in one step and syncs it to the disk, with the ID of the current boot.
+    /// Writes the journal with a state, in one step, and syncs it to the disk, with the ID of the current boot.
     ///
     /// # Errors
     /// If the journal cannot be written. The old journal then remains.
-    pub fn write(&self, directory: &Path) -> io::Result<()> {
+    pub fn write(&self, state: State, directory: &Path) -> io::Result<()> {
         let journal = Self {
+            state,
             boot: boot(),
             ..self.clone()
         };
@@ -175,7 +176,7 @@ mod tests {
             saved: "2026-11-26T20:15:00Z".to_owned(),
             boot: boot(),
         };
-        journal.write(path).unwrap();
+        journal.write(State::TakenOver, path).unwrap();
         assert_eq!(Journal::read(path).unwrap(), Some(journal.clone()));
         for text in ["", "{}", "{\"state\": \"gone\"}"] {
             fs::write(path.join(JOURNAL), text).unwrap();

@@ -19,7 +19,7 @@ const NAMED: usize = 3;
 /// # Errors
 /// If a query to the kernel fails.
 pub fn look(bpffs: &Path) -> Result<Option<String>, kernel::Error> {
-    match look_at_chains()? {
+    match look_at_chains()?.because {
         None => {
             let filtered = kernel::ingress_of_others(bpffs)?;
             of_the_rest(&kernel::ipsec_policies()?, filtered.as_deref())
@@ -42,19 +42,31 @@ pub fn of_the_rest(
     Ok(of_routing.or_else(of_filters))
 }
 
-/// Returns the chains that are a reason, of those that the kernel has now.
+/// What chains of others do with packets that the stack forwards.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Chains {
+    /// The chains that are a reason for the path through the stack.
+    pub because: Option<String>,
+    /// Whether rules only count packets: packets of no service have to pass them.
+    pub count: bool,
+}
+
+/// Looks at the chains that the kernel has now.
 ///
 /// # Errors
 /// If a query to the kernel fails.
-pub fn look_at_chains() -> Result<Option<String>, kernel::Error> {
-    Ok(match of_chains(&netfilter::bypassed_chains()?) {
-        None => of_egress(&netfilter::egress_chains()?),
+pub fn look_at_chains() -> Result<Chains, kernel::Error> {
+    let chains = netfilter::bypassed_chains()?;
+    let because = match of_chains(&chains) {
+        None => of_interfaces(&netfilter::interface_chains()?),
         because => because,
-    })
+    };
+    let count = bypassed::counts(&chains);
+    Ok(Chains { because, count })
 }
 
-/// Returns the chain on the way out of an interface that is a reason: any, since it sees no packet that a TC program sends on.
-fn of_egress(chains: &[netfilter::EgressChain]) -> Option<String> {
+/// Returns the chain at an interface that is a reason: any, since it sees no packet that a TC program sends on.
+fn of_interfaces(chains: &[netfilter::InterfaceChain]) -> Option<String> {
     let first = chains.iter().find(|chain| !chain.is_on_none())?;
     Some(first.name().to_owned())
 }

@@ -19,7 +19,6 @@ pub struct KeptArgs {
         value_name = "DIR",
         default_value = DIRECTORY,
         env = "DATAPLANE_TAKEOVER_DIR",
-        hide_env_values = true
     )]
     pub takeover_dir: PathBuf,
 }

@@ -28,6 +28,12 @@ pub mod exit {
     pub const USAGE: u8 = 64;
 }
 
+/// Hides the values of environment variables in a program's help: they may be long, or secret.
+pub fn without_values(command: clap::Command) -> clap::Command {
+    let command = command.mut_args(|argument| argument.hide_env_values(true));
+    command.mut_subcommands(without_values)
+}
+
 /// Prints a program's completion script for a shell.
 ///
 /// # Errors

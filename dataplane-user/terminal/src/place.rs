@@ -12,21 +12,11 @@ use settings::{Kernel, Listeners, Settings};
 pub struct PathArgs {
     /// Directory for pinned programs and tables, on a BPF file system [default:
     /// /sys/fs/bpf/dataplane]
-    #[arg(
-        long,
-        value_name = "DIR",
-        env = "DATAPLANE_BPFFS",
-        hide_env_values = true
-    )]
+    #[arg(long, value_name = "DIR", env = "DATAPLANE_BPFFS")]
     pub bpffs: Option<PathBuf>,
 
     /// Directory of the cgroup v2 whose processes the agent serves [default: the root of cgroup v2]
-    #[arg(
-        long,
-        value_name = "DIR",
-        env = "DATAPLANE_CGROUP",
-        hide_env_values = true
-    )]
+    #[arg(long, value_name = "DIR", env = "DATAPLANE_CGROUP")]
     pub cgroup: Option<PathBuf>,
 }
 
@@ -62,12 +52,7 @@ impl PathArgs {
 pub struct SocketArgs {
     /// The agent's Unix socket, which commands such as `status` and `services` ask [default:
     /// /run/dataplane/agent.sock]
-    #[arg(
-        long,
-        value_name = "PATH",
-        env = "DATAPLANE_SOCKET",
-        hide_env_values = true
-    )]
+    #[arg(long, value_name = "PATH", env = "DATAPLANE_SOCKET")]
     pub socket: Option<PathBuf>,
 }
 

@@ -9,7 +9,8 @@ use dataplane_common::{
 };
 
 use super::{
-    Answer, DROP, Drawn, Fit, Input, Model, Moment, NEXT, Output,
+    Answer, DROP, Drawn, Input, Model, Moment, NEXT, Output,
+    deliver::Fit,
     flows::{Flow, Known},
     read::{Fragment, Headers},
     sequences::Numbers,

@@ -26,6 +26,7 @@ macro_rules! scenarios {
 
 mod announced;
 mod asked;
+mod bypass;
 mod capture;
 mod cells;
 mod churn;
@@ -275,6 +276,7 @@ const ALL: &[&[Scenario]] = &[
     uplinks::SCENARIOS,
     unknown::SCENARIOS,
     asked::SCENARIOS,
+    bypass::SCENARIOS,
     frames::SCENARIOS,
     policies::SCENARIOS,
     nodeport::SCENARIOS,

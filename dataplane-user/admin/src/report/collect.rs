@@ -65,6 +65,7 @@ pub fn examine(
         programs,
         interfaces,
         packet_path: path.map(str::to_owned),
+        bypass: kernel::PacketTables::open(&paths.bpffs).is_ok_and(|tables| tables.is_bypassed()),
         by_packets: by_packets(paths).unwrap_or_default(),
         mesh,
         tables,

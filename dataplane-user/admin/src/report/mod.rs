@@ -32,6 +32,9 @@ pub struct Report {
     pub interfaces: Vec<Interface>,
     /// The path of packets of services: `fast` or `stack`; `None` if the packet path is off.
     pub packet_path: Option<String>,
+    /// Whether packets that belong to no service bypass the stack, too.
+    #[serde(default)]
+    pub bypass: bool,
     /// Pods' network namespaces that are served by packets only.
     pub by_packets: Vec<ByPackets>,
     /// Workloads whose connections are captured; empty if there is no mesh.

@@ -26,7 +26,7 @@ pub fn findings() -> Vec<Finding> {
 /// Reports packets of services that bypass chains of nf_tables on the way out of interfaces, which see all other
 /// packets.
 pub fn egress_chains(interfaces: &[Interface]) -> Vec<Finding> {
-    let chains = match netfilter::egress_chains() {
+    let chains = match netfilter::interface_chains() {
         Ok(chains) => chains,
         Err(why) => {
             return vec![Finding::warning(why.to_string())];
@@ -34,7 +34,9 @@ pub fn egress_chains(interfaces: &[Interface]) -> Vec<Finding> {
     };
     let mut findings = Vec::new();
     for interface in interfaces {
-        for chain in chains.iter().filter(|chain| chain.is_on(&interface.name)) {
+        let on =
+            |chain: &&netfilter::InterfaceChain| chain.is_egress() && chain.is_on(&interface.name);
+        for chain in chains.iter().filter(on) {
             findings.push(Finding::warning(format!(
                 "interface {}: packets of services that the packet path sends on do not pass {} (the kernel skips the hook \
                  egress of netfilter for them); use a program or a filter of TC there, or rules in the pod's network \

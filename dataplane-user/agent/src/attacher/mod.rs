@@ -3,8 +3,8 @@
 //! The kernel takes some 10 ms to attach or detach a program, and there may be hundreds of interfaces. A look at the
 //! present state walks through all interfaces and all network namespaces. So a thread of its own does this work:
 //! changes of services do not wait for it. The thread gathers events meanwhile, and after each piece of work it rests
-//! for a multiple of the time that the work took. While programs are attached, the kernel mostly waits, so new
-//! interfaces do not wait for a rest of this length.
+//! for a multiple of the time that the work took, and for that time if a pod's start waits for it. While programs are
+//! attached, the kernel mostly waits, so new interfaces do not wait for a rest of this length.
 
 mod packets;
 
@@ -127,7 +127,7 @@ impl Attacher {
         });
         let told = deaths(&events);
         let mut worker = Worker {
-            path: Path::new(packet.path, now),
+            path: Path::new(packet.path, packet.bypass, now),
             kernel,
             state,
             health,
@@ -284,6 +284,9 @@ impl Worker {
                     mpsc::TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
                 });
             }
+            if let Some(mesh) = &mut self.mesh {
+                mesh.keep_pods();
+            }
         }
     }
 
@@ -292,7 +295,7 @@ impl Worker {
             Job::Network => {
                 debug!("interfaces, addresses or routes changed");
                 self.network.soon();
-                self.capture.soon();
+                self.capture_soon();
             }
             Job::Policies => {
                 debug!("IPsec policies changed");
@@ -305,14 +308,14 @@ impl Worker {
             Job::Pod(ask) => match &mut self.mesh {
                 Some(mesh) => {
                     mesh.take(ask);
-                    self.capture.soon();
+                    self.capture_soon();
                 }
                 // Fails only if the plug-in waits no longer.
                 None => _ = ask.answers.send(Answer::NotCaptured),
             },
             Job::Served(snapshot) => {
                 self.snapshot = Some(snapshot);
-                self.capture.soon();
+                self.capture_soon();
             }
             Job::First(snapshot, answer) => {
                 self.snapshot = Some(snapshot);
@@ -354,6 +357,15 @@ impl Worker {
             proxy::handover::serves(before);
         }
         Ok(())
+    }
+
+    /// Makes capture due. While a pod's start waits for it, the thread rests less: it then works for half of the time at most.
+    fn capture_soon(&mut self) {
+        if self.mesh.as_ref().is_some_and(Mesh::is_awaited) {
+            self.capture.sooner();
+        } else {
+            self.capture.soon();
+        }
     }
 
     /// Brings capture in line with the present workloads and network namespaces.

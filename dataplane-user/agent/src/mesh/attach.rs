@@ -133,7 +133,8 @@ impl Mesh {
         let transparent = self.config.proxy.keep_source.unwrap_or(true);
         let options = self.options;
         let given = self.given(namespace.cookie, inbound);
-        let (listeners, interface) = namespaces::within(namespace.file.as_fd(), move || {
+        let sockets = kernel::sockets_of_listeners(inbound);
+        let work = move || {
             if transparent && inbound {
                 let routed = kernel::route_answers(options.mark | FROM_CLIENT);
                 if let Err(error) = routed {
@@ -147,8 +148,9 @@ impl Mesh {
                     .map_err(|error| not_listening(&options, &error)),
             };
             Ok(listeners.map(|listeners| (listeners, interface)))
-        })
-        .map_err(|error| {
+        };
+        let opened = namespaces::within_with(namespace.file.as_fd(), &sockets, work);
+        let (listeners, interface) = opened.map_err(|error| {
             Problem::of_node(format!("cannot enter its network namespace: {error}"))
         })??;
         hand_over(capture, namespace.cookie, &listeners).map_err(Problem::of_node)?;
@@ -271,7 +273,7 @@ fn sockets_in(namespace: OwnedFd, interface: Option<String>) -> relay::Namespace
 /// The only interface of this network namespace that is up, besides the loopback interface; `None` if there are
 /// several.
 fn only_interface() -> Option<String> {
-    let all = kernel::interfaces().inspect_err(|error| debug!("mesh: {error}"));
+    let all = kernel::links().inspect_err(|error| debug!("mesh: {error}"));
     let all = all.ok()?.into_iter();
     let mut up = all.filter(|interface| interface.up && !interface.loopback);
     let first = up.next()?;

@@ -34,6 +34,10 @@ pub struct CniRequests {
     /// Why the file of an earlier agent could not be read. Until this agent writes the file, a pod that is not found may be
     /// one of that file's.
     unread: Option<String>,
+    /// Whether the file lacks changes of `pods`.
+    is_changed: bool,
+    /// Requests that are carried out when the file has these changes.
+    done: Vec<UnboundedSender<Answer>>,
     /// Requests whose pods are not captured yet.
     asks: Vec<(Attachment, UnboundedSender<Answer>)>,
 }
@@ -62,6 +66,8 @@ impl CniRequests {
                 )
             }),
             file,
+            is_changed: false,
+            done: Vec::new(),
             asks: Vec::new(),
         }
     }
@@ -76,7 +82,7 @@ impl CniRequests {
         !self.asks.is_empty()
     }
 
-    /// Takes a request, and answers those that need no look at the network namespaces.
+    /// Takes a request. [`CniRequests::keep`] answers those that need no look at the network namespaces.
     pub fn take(&mut self, ask: Ask) {
         let Ask { request, answers } = ask;
         let before = self.pods.len();
@@ -86,27 +92,33 @@ impl CniRequests {
                 if !self.pods.contains(&pod) {
                     self.pods.retain(|known| known.key != pod.key);
                     self.pods.push(pod.clone());
-                    self.save();
+                    self.is_changed = true;
                 }
                 return self.asks.push((pod, answers));
             }
             Request::Del(key) => self.pods.retain(|known| known.key != key),
             Request::Gc(valid) => self.pods.retain(|known| valid.contains(&known.key)),
         }
-        if self.pods.len() != before {
+        self.is_changed |= self.pods.len() != before;
+        self.done.push(answers);
+    }
+
+    /// Writes the file if the pods have changed, and answers the requests that only change the pods. Many requests become one file.
+    pub fn keep(&mut self) {
+        if std::mem::take(&mut self.is_changed) {
             self.save();
         }
-        // Fails only if the plug-in waits no longer.
-        let _ = answers.send(Answer::Done);
+        for answers in self.done.drain(..) {
+            // Fails only if the plug-in waits no longer.
+            let _ = answers.send(Answer::Done);
+        }
     }
 
     /// Forgets the pods whose network namespaces no longer exist.
     pub fn retain(&mut self, exists: impl Fn(u64) -> bool) {
         let before = self.pods.len();
         self.pods.retain(|pod| exists(pod.cookie));
-        if self.pods.len() != before {
-            self.save();
-        }
+        self.is_changed |= self.pods.len() != before;
     }
 
     /// Returns the cookie of the network namespace that was registered last for a workload.
@@ -200,6 +212,16 @@ impl Mesh {
         }
     }
 
+    /// Whether a pod's start waits for an answer.
+    pub fn is_awaited(&self) -> bool {
+        self.cni.is_awaited()
+    }
+
+    /// As [`CniRequests::keep`].
+    pub fn keep_pods(&mut self) {
+        self.cni.keep();
+    }
+
     /// Tells the plug-in why nothing was decided.
     pub fn delay(&mut self, why: &str) {
         let asks = &mut self.cni.asks;
@@ -215,6 +237,8 @@ impl Mesh {
         problems: &Problems,
         waits: bool,
     ) {
+        // An agent that starts after an answer knows the pod.
+        self.cni.keep();
         // Taken out meanwhile, because the answers depend on the rest.
         let asks = std::mem::take(&mut self.cni.asks);
         let decide = |pod: &Attachment| {
@@ -309,6 +333,8 @@ mod tests {
     fn take(requests: &mut CniRequests, request: Request) -> Option<Answer> {
         let (answers, mut answered) = unbounded_channel();
         requests.take(Ask { request, answers });
+        assert!(answered.try_recv().is_err(), "the file comes first");
+        requests.keep();
         answered.try_recv().ok()
     }
 
@@ -339,6 +365,7 @@ mod tests {
         assert_eq!(known(directory.path()), ["d", "a"]);
         requests.pods[0].cookie = 8;
         requests.retain(|cookie| cookie == 8);
+        requests.keep();
         assert_eq!(known(directory.path()), ["d"]);
     }
 

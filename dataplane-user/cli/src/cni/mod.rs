@@ -35,7 +35,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// A container runtime calls the plug-in under the name dataplane-cni, with the variables of the CNI specification and the
 /// network configuration on standard input. The plug-in asks the agent over its socket. ADD succeeds when the kernel has
 /// the pod's entry, or when the pod is not to be captured.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub struct CniArgs {
     #[command(subcommand)]
     command: Option<Task>,

@@ -200,6 +200,12 @@ fn beside(
     });
     let Some(flow) = rival.filter(|_| is_tcp) else {
         told.steps.push(Reason::NotService.text().to_owned());
+        if live.packet.is_bypassed() {
+            told.steps.push(
+                "its flow bypasses the stack, unless a rule of NAT applies to its first packet (packets.bypass)"
+                    .to_owned(),
+            );
+        }
         return Ok(());
     };
     if !place.begins {

@@ -7,20 +7,25 @@ use crate::{
     map::{Hash, Plain},
 };
 
+/// A table with its name, for messages.
+#[derive(Debug)]
+pub struct Named<K, V> {
+    pub name: &'static str,
+    pub hash: Hash<K, V>,
+}
+
 /// Adds the wanted entries that a table does not hold.
 pub fn add<K: Plain + Ord, V: Plain + PartialEq>(
-    name: &str,
-    table: &Hash<K, V>,
+    table: &Named<K, V>,
     held: &mut BTreeMap<K, V>,
     wanted: &BTreeMap<K, V>,
 ) -> Result<(), Error> {
+    let Named { name, hash } = table;
     for (key, value) in wanted {
         if held.get(key) != Some(value) {
-            table.set(key, value).doing(|| {
-                format!(
-                    "cannot add to {name}, which has room for {} entries",
-                    table.capacity()
-                )
+            hash.set(key, value).doing(|| {
+                let room = hash.capacity();
+                format!("cannot add to {name}, which has room for {room} entries")
             })?;
             held.insert(*key, *value);
         }
@@ -31,25 +36,16 @@ pub fn add<K: Plain + Ord, V: Plain + PartialEq>(
 /// Makes room if a table cannot hold the new entries beside the unwanted ones: removes those unwanted entries for which
 /// `may` allows it.
 pub fn make_room<K: Plain + Ord, V: Plain>(
-    name: &str,
-    table: &Hash<K, V>,
+    table: &Named<K, V>,
     held: &mut BTreeMap<K, V>,
     wanted: &BTreeMap<K, V>,
     may: impl Fn(&V) -> bool,
 ) -> Result<(), Error> {
     let new = wanted.keys().filter(|key| !held.contains_key(key)).count();
-    if held.len() + new <= table.capacity() as usize {
+    if held.len() + new <= table.hash.capacity() as usize {
         return Ok(());
     }
-    let gone = held.iter();
-    let gone = gone.filter(|(key, value)| !wanted.contains_key(key) && may(value));
-    let gone: Vec<K> = gone.map(|(key, _)| *key).collect();
-    for key in gone {
-        let doing = || format!("cannot remove from {name}");
-        table.remove(&key).doing(doing)?;
-        held.remove(&key);
-    }
-    Ok(())
+    remove_if(table, held, wanted, may)
 }
 
 /// For [`make_room`]: every unwanted entry may go.
@@ -59,20 +55,25 @@ pub fn any<V>(_: &V) -> bool {
 
 /// Removes the entries that are not wanted.
 pub fn remove<K: Plain + Ord, V: Plain>(
-    name: &str,
-    table: &Hash<K, V>,
+    table: &Named<K, V>,
     held: &mut BTreeMap<K, V>,
     wanted: &BTreeMap<K, V>,
 ) -> Result<(), Error> {
-    let gone: Vec<K> = held
-        .keys()
-        .filter(|key| !wanted.contains_key(key))
-        .copied()
-        .collect();
+    remove_if(table, held, wanted, any)
+}
+
+fn remove_if<K: Plain + Ord, V: Plain>(
+    table: &Named<K, V>,
+    held: &mut BTreeMap<K, V>,
+    wanted: &BTreeMap<K, V>,
+    may: impl Fn(&V) -> bool,
+) -> Result<(), Error> {
+    let gone = held.iter();
+    let gone = gone.filter(|(key, value)| !wanted.contains_key(key) && may(value));
+    let gone: Vec<K> = gone.map(|(key, _)| *key).collect();
     for key in gone {
-        table
-            .remove(&key)
-            .doing(|| format!("cannot remove from {name}"))?;
+        let removed = table.hash.remove(&key);
+        removed.doing(|| format!("cannot remove from {}", table.name))?;
         held.remove(&key);
     }
     Ok(())

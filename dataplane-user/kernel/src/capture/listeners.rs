@@ -6,10 +6,11 @@ use std::{
 };
 
 use dataplane_common::capture::DNS;
-use socket2::{Domain, SockRef, Socket, Type};
+use netlink_sys::protocols::NETLINK_ROUTE;
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 use super::CaptureOptions;
-use crate::opener;
+use crate::opener::{self, Sockets};
 
 /// The backlog of the proxy's listeners; the kernel cuts it to `net.core.somaxconn`.
 const BACKLOG: i32 = 65_535;
@@ -21,6 +22,24 @@ pub struct Listeners {
     pub outbound: Vec<TcpListener>,
     /// Sockets for inbound connections to the workload.
     pub inbound: Vec<TcpListener>,
+}
+
+/// Returns the sockets that [`open_listeners`] opens, and as many to the kernel's routes, for
+/// [`namespaces::within_with`](crate::namespaces::within_with).
+pub fn sockets_of_listeners(inbound: bool) -> [Sockets; 3] {
+    let sockets = |domain, kind, protocol| Sockets {
+        domain,
+        kind,
+        protocol,
+        count: 1 + usize::from(inbound),
+    };
+    let [stream, routes] = [Type::STREAM, Type::DGRAM];
+    let netlink = i32::try_from(NETLINK_ROUTE).ok().map(Protocol::from);
+    [
+        sockets(Domain::IPV4, stream, None),
+        sockets(Domain::IPV6, stream, None),
+        sockets(Domain::from(libc::AF_NETLINK), routes, netlink),
+    ]
 }
 
 /// Opens the proxy's listening sockets in the network namespace that this thread is in. `inbound`: whether to open the

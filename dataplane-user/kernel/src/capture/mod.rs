@@ -40,7 +40,7 @@ pub use self::{
     lease::QueryLease,
     listeners::{
         Listeners, QuerySockets, open_listeners, open_query_sockets, open_resolver_sockets,
-        open_transparent_listeners,
+        open_transparent_listeners, sockets_of_listeners,
     },
     machine_marks::Marks,
     namespace::{Namespace, addresses, indices, is_linked, is_the_nodes, this_namespace},
@@ -145,7 +145,7 @@ impl Capture {
             capture.set_config(options, cgroups, earlier.levels, &capture.held);
             // Only the earlier agent knew the workloads of these counters.
             for (key, _) in capture.tables.traffic()? {
-                let _ = capture.tables.traffic.remove(&key);
+                let _ = capture.tables.traffic.hash.remove(&key);
             }
         } else {
             tables.set_mesh(0);
@@ -316,68 +316,42 @@ impl Capture {
 
     fn write(&mut self, wanted: &Captured) -> Result<(), Error> {
         let held = &mut self.held;
-        let tables = &self.tables;
+        let CaptureTables {
+            namespaces,
+            cgroups,
+            locals,
+            rules,
+            ranges,
+            known,
+            ..
+        } = &self.tables;
         // A connection that an exclusion does not pass any longer is captured, and nothing is open that was not.
         let is_exclusion = |said: &u32| [EXCLUDED, JUDGED].contains(said);
-        let Captured { rules, ranges, .. } = wanted;
-        make_room("RULES", &tables.rules, &mut held.rules, rules, is_exclusion)?;
-        make_room(
-            "RANGES",
-            &tables.ranges,
-            &mut held.ranges,
-            ranges,
-            is_exclusion,
-        )?;
-        make_room("KNOWN", &tables.known, &mut held.known, &wanted.known, any)?;
-        let locals = &mut held.locals;
-        make_room("LOCALS", &tables.locals, locals, &wanted.locals, any)?;
-        make_room(
-            "NAMESPACES",
-            &tables.namespaces,
-            &mut held.namespaces,
-            &wanted.namespaces,
-            any,
-        )?;
-        add("RULES", &tables.rules, &mut held.rules, &wanted.rules)?;
-        add("RANGES", &tables.ranges, &mut held.ranges, &wanted.ranges)?;
-        add("KNOWN", &tables.known, &mut held.known, &wanted.known)?;
-        add("LOCALS", &tables.locals, &mut held.locals, &wanted.locals)?;
-        let namespaces = &mut held.namespaces;
-        add(
-            "NAMESPACES",
-            &tables.namespaces,
-            namespaces,
-            &wanted.namespaces,
-        )?;
-        add(
-            "CGROUPS",
-            &tables.cgroups,
-            &mut held.cgroups,
-            &wanted.cgroups,
-        )?;
-        remove(
-            "NAMESPACES",
-            &tables.namespaces,
-            namespaces,
-            &wanted.namespaces,
-        )?;
-        remove(
-            "CGROUPS",
-            &tables.cgroups,
-            &mut held.cgroups,
-            &wanted.cgroups,
-        )?;
-        remove("LOCALS", &tables.locals, &mut held.locals, &wanted.locals)?;
-        remove("KNOWN", &tables.known, &mut held.known, &wanted.known)?;
-        remove("RULES", &tables.rules, &mut held.rules, &wanted.rules)?;
-        remove("RANGES", &tables.ranges, &mut held.ranges, &wanted.ranges)
+        make_room(rules, &mut held.rules, &wanted.rules, is_exclusion)?;
+        make_room(ranges, &mut held.ranges, &wanted.ranges, is_exclusion)?;
+        make_room(known, &mut held.known, &wanted.known, any)?;
+        make_room(locals, &mut held.locals, &wanted.locals, any)?;
+        let in_namespaces = &mut held.namespaces;
+        make_room(namespaces, in_namespaces, &wanted.namespaces, any)?;
+        add(rules, &mut held.rules, &wanted.rules)?;
+        add(ranges, &mut held.ranges, &wanted.ranges)?;
+        add(known, &mut held.known, &wanted.known)?;
+        add(locals, &mut held.locals, &wanted.locals)?;
+        add(namespaces, in_namespaces, &wanted.namespaces)?;
+        add(cgroups, &mut held.cgroups, &wanted.cgroups)?;
+        remove(namespaces, in_namespaces, &wanted.namespaces)?;
+        remove(cgroups, &mut held.cgroups, &wanted.cgroups)?;
+        remove(locals, &mut held.locals, &wanted.locals)?;
+        remove(known, &mut held.known, &wanted.known)?;
+        remove(rules, &mut held.rules, &wanted.rules)?;
+        remove(ranges, &mut held.ranges, &wanted.ranges)
     }
 
     /// Removes the counters of connections of departed workloads, which makes room for others.
     pub fn forget_traffic(&self, keys: &[TrafficKey]) {
         for key in keys {
             // If it is not there, it is as it should be.
-            let _ = self.tables.traffic.remove(key);
+            let _ = self.tables.traffic.hash.remove(key);
         }
     }
 

@@ -17,6 +17,7 @@ use dataplane_common::{
 use plan::Captured;
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::differences::Named;
 use crate::{
     error::{Doing, Error},
     map::{Hash, Mapped, Plain},
@@ -28,14 +29,14 @@ use crate::{
 #[derive(Debug)]
 pub struct CaptureTables {
     pub(super) config: Mapped<CaptureConfig>,
-    pub(super) namespaces: Hash<u64, Enrolled>,
-    pub(super) cgroups: Hash<u64, Enrolled>,
-    pub(super) locals: Hash<Addr, Local>,
-    pub(super) rules: Hash<RuleKey, u32>,
-    pub(super) ranges: Hash<RangeKey, u32>,
-    pub(super) known: Hash<FrontendKey, u32>,
+    pub(super) namespaces: Named<u64, Enrolled>,
+    pub(super) cgroups: Named<u64, Enrolled>,
+    pub(super) locals: Named<Addr, Local>,
+    pub(super) rules: Named<RuleKey, u32>,
+    pub(super) ranges: Named<RangeKey, u32>,
+    pub(super) known: Named<FrontendKey, u32>,
     pub(super) listeners: OwnedFd,
-    pub(super) traffic: Hash<TrafficKey, Traffic>,
+    pub(super) traffic: Named<TrafficKey, Traffic>,
 }
 
 impl CaptureTables {
@@ -58,14 +59,14 @@ impl CaptureTables {
         Ok(Self {
             config: Mapped::map(open("CAPTURE")?.0, 1, writable)
                 .doing(|| "cannot map table CAPTURE".to_owned())?,
-            namespaces: hash(open("NAMESPACES")?),
-            cgroups: hash(open("CGROUPS")?),
-            locals: hash(open("LOCALS")?),
-            rules: hash(open("RULES")?),
-            ranges: hash(open("RANGES")?),
-            known: hash(open("KNOWN")?),
+            namespaces: named("NAMESPACES", open("NAMESPACES")?),
+            cgroups: named("CGROUPS", open("CGROUPS")?),
+            locals: named("LOCALS", open("LOCALS")?),
+            rules: named("RULES", open("RULES")?),
+            ranges: named("RANGES", open("RANGES")?),
+            known: named("KNOWN", open("KNOWN")?),
             listeners: open("LISTENERS")?.0,
-            traffic: hash(open("TRAFFIC")?),
+            traffic: named("TRAFFIC", open("TRAFFIC")?),
         })
     }
 
@@ -75,12 +76,12 @@ impl CaptureTables {
     /// If the kernel does not let it be read.
     pub fn contents(&self) -> Result<Captured, Error> {
         Ok(Captured {
-            namespaces: all("NAMESPACES", &self.namespaces)?,
-            cgroups: all("CGROUPS", &self.cgroups)?,
-            locals: all("LOCALS", &self.locals)?,
-            rules: all("RULES", &self.rules)?,
-            ranges: all("RANGES", &self.ranges)?,
-            known: all("KNOWN", &self.known)?,
+            namespaces: all(&self.namespaces)?,
+            cgroups: all(&self.cgroups)?,
+            locals: all(&self.locals)?,
+            rules: all(&self.rules)?,
+            ranges: all(&self.ranges)?,
+            known: all(&self.known)?,
         })
     }
 
@@ -89,7 +90,7 @@ impl CaptureTables {
     /// # Errors
     /// If the kernel does not let it be read.
     pub fn enrolled(&self, cookie: u64) -> Result<Option<Enrolled>, Error> {
-        let entry = self.namespaces.get(&cookie);
+        let entry = self.namespaces.hash.get(&cookie);
         entry.doing(|| "cannot read table NAMESPACES".to_owned())
     }
 
@@ -103,9 +104,8 @@ impl CaptureTables {
     /// # Errors
     /// If the kernel does not let it be read.
     pub fn traffic(&self) -> Result<Vec<(TrafficKey, Traffic)>, Error> {
-        self.traffic
-            .entries()
-            .doing(|| "cannot read table TRAFFIC".to_owned())
+        let entries = self.traffic.hash.entries();
+        entries.doing(|| "cannot read table TRAFFIC".to_owned())
     }
 
     /// Returns the keys under which a proxy listens: of a family, to a network namespace or from a workload that is
@@ -134,23 +134,25 @@ impl CaptureTables {
     }
 }
 
-fn hash<K: Plain, V: Plain>((fd, entries): (OwnedFd, u32)) -> Hash<K, V> {
-    Hash::from_fd(fd, entries)
+fn named<K: Plain, V: Plain>(name: &'static str, (fd, room): (OwnedFd, u32)) -> Named<K, V> {
+    let hash = Hash::from_fd(fd, room);
+    Named { name, hash }
 }
 
 /// Everything in a table, key by key: tries know no batches everywhere.
-fn all<K: Plain + Ord, V: Plain>(name: &str, table: &Hash<K, V>) -> Result<BTreeMap<K, V>, Error> {
+fn all<K: Plain + Ord, V: Plain>(table: &Named<K, V>) -> Result<BTreeMap<K, V>, Error> {
+    let Named { name, hash } = table;
     let doing = || format!("cannot read table {name}");
     let mut entries = BTreeMap::new();
     let mut before: Option<K> = None;
     let mut bytes = vec![0; size_of::<K>()];
     loop {
         let from = before.as_ref().map(IntoBytes::as_bytes);
-        let more = sys::map_next_key(table.fd().as_fd(), from, &mut bytes).doing(doing)?;
+        let more = sys::map_next_key(hash.fd().as_fd(), from, &mut bytes).doing(doing)?;
         let Some(key) = more.then(|| K::read_from_bytes(&bytes).ok()).flatten() else {
             return Ok(entries);
         };
-        if let Some(value) = table.get(&key).doing(doing)? {
+        if let Some(value) = hash.get(&key).doing(doing)? {
             entries.insert(key, value);
         }
         before = Some(key);

@@ -332,7 +332,7 @@ impl<'a> Entry<'a> {
         let code = i32::from_ne_bytes(*self.data.first_chunk()?);
         match usize::try_from(code) {
             // A rule without a target leads to the next.
-            Ok(to) if to == at + self.length => None,
+            Ok(to) if to == at + self.length => Some(Verdict::Count),
             Ok(to) => chain(to).map(Verdict::Jump),
             // Negative and less one: `NF_ACCEPT`, and `XT_RETURN`, which is `NF_REPEAT`.
             Err(_) => (![-2, -5].contains(&code)).then_some(Verdict::Refuse),

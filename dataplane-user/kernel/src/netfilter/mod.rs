@@ -1,7 +1,7 @@
 //! Other people's rules, as they are: nf_tables (`nft`, `iptables-nft`), the legacy tables of iptables, and the services of
 //! IPVS. Read only: no module of legacy tables is loaded and no table made for it.
 
-mod egress;
+mod interface_chains;
 mod legacy;
 mod nf_message;
 mod nf_tables;
@@ -9,7 +9,7 @@ mod nf_verdicts;
 
 use std::{fs, io};
 
-pub use self::egress::{EgressChain, egress_chains};
+pub use self::interface_chains::{InterfaceChain, interface_chains};
 use super::error::{Doing, Error};
 
 /// A chain of rules.
@@ -49,6 +49,8 @@ pub enum Verdict {
     /// Does something else with the packet: marks it, changes it, logs it, or keeps it from conntrack. Counters do not
     /// count: iptables gives each rule one.
     Act,
+    /// Only counts the packet: the rule has no other purpose.
+    Count,
     /// Jumps to another chain of the table.
     Jump(String),
 }

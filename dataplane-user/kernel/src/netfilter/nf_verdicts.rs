@@ -44,11 +44,17 @@ pub fn rule(message: &[u8]) -> Option<(String, Rule, Vec<String>)> {
     let chain = text(content(rest, NFTA_RULE_CHAIN)?);
     let expressions = content(rest, NFTA_RULE_EXPRESSIONS).unwrap_or_default();
     let (mut does, mut maps) = (Vec::new(), Vec::new());
+    let (mut counts, mut decides) = (false, false);
     for (_, expression) in attributes(expressions) {
         let name = content(expression, NFTA_EXPR_NAME).map(text);
         let data = content(expression, NFTA_EXPR_DATA).unwrap_or_default();
         does.extend(name.as_ref().and_then(|name| verdict(name, data)));
+        counts |= matches!(name.as_deref(), Some("counter" | "quota"));
+        decides |= name.as_deref() == Some("immediate");
         maps.extend(name.and_then(|name| map(&name, data)));
+    }
+    if counts && !decides && does.is_empty() && maps.is_empty() {
+        does.push(Verdict::Count);
     }
     Some((chain, Rule { does }, maps))
 }

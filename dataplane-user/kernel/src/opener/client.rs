@@ -31,7 +31,49 @@ static OPENER: OnceLock<Opener> = OnceLock::new();
 
 thread_local! {
     /// The network namespace in which this thread has the opener open sockets; none: the thread's own.
-    static HERE: RefCell<Option<OwnedFd>> = const { RefCell::new(None) };
+    static HERE: RefCell<Option<Here>> = const { RefCell::new(None) };
+}
+
+/// A network namespace that the opener can enter.
+#[derive(Debug)]
+struct Here {
+    namespace: OwnedFd,
+    opened: Opened,
+}
+
+/// Sockets of one kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sockets {
+    /// The address family.
+    pub domain: Domain,
+    /// The type.
+    pub kind: Type,
+    /// The protocol; none: the usual one.
+    pub protocol: Option<Protocol>,
+    /// How many, up to [`SOCKETS`].
+    pub count: usize,
+}
+
+impl Sockets {
+    fn request(self) -> Request {
+        Request::Sockets {
+            domain: self.domain.into(),
+            kind: self.kind.into(),
+            protocol: self.protocol.map_or(0, Into::into),
+            count: self.count.clamp(1, SOCKETS),
+        }
+    }
+}
+
+/// Sockets that the opener has opened in a network namespace, each with its kind, until [`socket`] takes them.
+#[derive(Debug, Default)]
+pub struct Opened(Vec<(Sockets, OwnedFd)>);
+
+impl Opened {
+    fn take(&mut self, one: Sockets) -> Option<OwnedFd> {
+        let at = self.0.iter().position(|(kind, _)| *kind == one)?;
+        Some(self.0.swap_remove(at).1)
+    }
 }
 
 /// The agent's end.
@@ -119,18 +161,32 @@ pub fn is_there() -> bool {
 
 /// Asks the opener; `None`: there is none.
 fn ask(request: Request, namespace: Option<BorrowedFd<'_>>) -> Option<io::Result<Vec<OwnedFd>>> {
-    let opener = OPENER.get()?;
-    let socket = opener.socket.lock().unwrap_or_else(PoisonError::into_inner);
-    let answer = wire::send(&*socket, request, namespace).and_then(|()| wire::answer(&*socket));
-    Some(answer.unwrap_or_else(|error| {
-        let text = format!("the agent's opener does not answer: {error}");
-        Err(io::Error::new(error.kind(), text))
-    }))
+    ask_all([(request, namespace)])?.pop()
 }
 
-/// Asks the opener for something in the namespace of [`within`]; `None`: this thread opens it itself.
+/// Asks the opener for several things; `None`: there is none. It answers the first request while the last is sent, so on a busy
+/// machine this waits for a processor as often as one request does.
+fn ask_all<'a>(
+    requests: impl IntoIterator<Item = (Request, Option<BorrowedFd<'a>>)>,
+) -> Option<Vec<io::Result<Vec<OwnedFd>>>> {
+    let opener = OPENER.get()?;
+    let socket = opener.socket.lock().unwrap_or_else(PoisonError::into_inner);
+    let requests = requests.into_iter();
+    let sent = requests.map(|(request, namespace)| wire::send(&*socket, request, namespace));
+    let sent: Vec<io::Result<()>> = sent.collect();
+    let answers = sent.into_iter().map(|sent| {
+        let answer = sent.and_then(|()| wire::answer(&*socket));
+        answer.unwrap_or_else(|error| {
+            let text = format!("the agent's opener does not answer: {error}");
+            Err(io::Error::new(error.kind(), text))
+        })
+    });
+    Some(answers.collect())
+}
+
+/// Asks the opener for something in the namespace of [`inside`]; `None`: this thread opens it itself.
 fn ask_here(request: Request) -> Option<io::Result<Vec<OwnedFd>>> {
-    HERE.with_borrow(|here| ask(request, Some(here.as_ref()?.as_fd())))
+    HERE.with_borrow(|here| ask(request, Some(here.as_ref()?.namespace.as_fd())))
 }
 
 fn one(answer: io::Result<Vec<OwnedFd>>) -> io::Result<OwnedFd> {
@@ -138,20 +194,63 @@ fn one(answer: io::Result<Vec<OwnedFd>>) -> io::Result<OwnedFd> {
     answer?.pop().ok_or_else(missing)
 }
 
-/// Runs `work` on this thread. Meanwhile the opener opens this thread's sockets in the namespace.
+/// Has the opener enter network namespaces, and open these sockets in each, for [`inside`]; `None`: there is no opener. Takes few
+/// namespaces at a time, because it sends all requests before it reads an answer.
 ///
 /// # Errors
-/// If the descriptor is not a network namespace, or the opener cannot enter it; otherwise the error of `work`.
-pub fn within<T>(namespace: BorrowedFd<'_>, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+/// For each namespace: if the descriptor is none, or the opener cannot enter it or cannot open the first of the sockets. The kernel's
+/// refusal of another socket is the error of [`socket`].
+pub fn enter(
+    namespaces: &[BorrowedFd<'_>],
+    sockets: &[Sockets],
+) -> Option<Vec<io::Result<Opened>>> {
+    let requests: Vec<Request> = match sockets {
+        [] => vec![Request::Enter],
+        _ => sockets.iter().map(|kind| kind.request()).collect(),
+    };
+    let of_one = |namespace| requests.iter().map(move |request| (*request, namespace));
+    let all = namespaces.iter().map(|namespace| Some(*namespace));
+    let mut answers = ask_all(all.flat_map(of_one))?.into_iter();
+    let entered = namespaces.iter().map(|_| {
+        // All of its answers are taken, also if the first is an error.
+        let its: Vec<_> = answers.by_ref().take(requests.len()).collect();
+        let mut opened = Opened::default();
+        for (at, answer) in its.into_iter().enumerate() {
+            let files = match answer {
+                Err(error) if at == 0 => return Err(error),
+                answer => answer.unwrap_or_default(),
+            };
+            if let Some(kind) = sockets.get(at) {
+                let one = Sockets { count: 1, ..*kind };
+                opened.0.extend(files.into_iter().map(|file| (one, file)));
+            }
+        }
+        Ok(opened)
+    });
+    Some(entered.collect())
+}
+
+/// Runs `work` on this thread. Meanwhile this thread's sockets are those that the opener has opened in the namespace, or opens there.
+///
+/// # Errors
+/// If there is no file left; otherwise the error of `work`.
+pub fn inside<T>(
+    namespace: BorrowedFd<'_>,
+    opened: Opened,
+    work: impl FnOnce() -> io::Result<T>,
+) -> io::Result<T> {
     /// Restores the earlier namespace, also after a panic.
-    struct Back(Option<OwnedFd>);
+    struct Back(Option<Here>);
     impl Drop for Back {
         fn drop(&mut self) {
             HERE.set(self.0.take());
         }
     }
-    ask(Request::Enter, Some(namespace)).transpose()?;
-    let _back = Back(HERE.replace(Some(namespace.try_clone_to_owned()?)));
+    let here = Here {
+        namespace: namespace.try_clone_to_owned()?,
+        opened,
+    };
+    let _back = Back(HERE.replace(Some(here)));
     work()
 }
 
@@ -160,13 +259,17 @@ pub fn within<T>(namespace: BorrowedFd<'_>, work: impl FnOnce() -> io::Result<T>
 /// # Errors
 /// If the kernel refuses.
 pub fn socket(domain: Domain, kind: Type, protocol: Option<Protocol>) -> io::Result<OwnedFd> {
-    let request = Request::Sockets {
-        domain: domain.into(),
-        kind: kind.into(),
-        protocol: protocol.map_or(0, Into::into),
+    let wanted = Sockets {
+        domain,
+        kind,
+        protocol,
         count: 1,
     };
-    match ask_here(request) {
+    let opened = HERE.with_borrow_mut(|here| here.as_mut()?.opened.take(wanted));
+    if let Some(opened) = opened {
+        return Ok(opened);
+    }
+    match ask_here(wanted.request()) {
         Some(answer) => one(answer),
         None => Ok(Socket::new(domain, kind, protocol)?.into()),
     }
@@ -179,14 +282,13 @@ pub fn tcp_sockets(
     v4: bool,
     count: usize,
 ) -> Option<io::Result<Vec<OwnedFd>>> {
-    let domain = if v4 { Domain::IPV4 } else { Domain::IPV6 };
-    let request = Request::Sockets {
-        domain: domain.into(),
-        kind: Type::STREAM.nonblocking().into(),
-        protocol: 0,
-        count: count.clamp(1, SOCKETS),
+    let sockets = Sockets {
+        domain: if v4 { Domain::IPV4 } else { Domain::IPV6 },
+        kind: Type::STREAM.nonblocking(),
+        protocol: None,
+        count,
     };
-    ask(request, Some(namespace))
+    ask(sockets.request(), Some(namespace))
 }
 
 /// Opens a table (`/proc/net`) of the network namespace that this thread is in.
@@ -205,7 +307,10 @@ pub fn table(table: Table) -> io::Result<File> {
 /// # Errors
 /// If the kernel refuses.
 pub fn this_namespace() -> io::Result<OwnedFd> {
-    let here = HERE.with_borrow(|here| here.as_ref().map(OwnedFd::try_clone).transpose())?;
+    let here = HERE.with_borrow(|here| {
+        let here = here.as_ref();
+        here.map(|here| here.namespace.try_clone()).transpose()
+    })?;
     match here {
         Some(here) => Ok(here),
         None => Ok(File::open("/proc/thread-self/ns/net")?.into()),

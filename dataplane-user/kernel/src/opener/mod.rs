@@ -6,7 +6,7 @@
 //! have a fixed size (`wire.rs`), and answers with descriptors.
 //!
 //! A socket belongs to the network namespace in which it was created. The agent does all its work in another namespace
-//! through sockets from there, and none of its threads is ever in that namespace. [`within`] sets the namespace in
+//! through sockets from there, and none of its threads is ever in that namespace. [`inside`] sets the namespace in
 //! which the calling thread opens sockets. In processes that have no opener, such as `dataplane status`, the thread
 //! enters the namespace.
 
@@ -16,8 +16,8 @@ mod wire;
 
 pub use self::{
     client::{
-        COMMAND, SOCKETS, is_there, map, mark_settings, mount, program, separate, socket, table,
-        tcp_sockets, this_namespace, watch, within,
+        COMMAND, Opened, SOCKETS, Sockets, enter, inside, is_there, map, mark_settings, mount,
+        program, separate, socket, table, tcp_sockets, this_namespace, watch,
     },
     serve::serve,
     wire::Table,

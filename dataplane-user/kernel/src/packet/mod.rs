@@ -218,8 +218,8 @@ impl PacketPath {
             ..config
         };
         let before = self.tables.config();
-        // Flows that began on the path through the stack stay on it, also after a restart of the agent.
-        let flags = config.flags | before.flags & PacketConfig::STACK_OUT;
+        // Flows stay on the path on which they began, also after a restart of the agent.
+        let flags = config.flags | before.flags & (PacketConfig::STACK_OUT | PacketConfig::BYPASS);
         let config = PacketConfig { flags, ..config };
         self.write(filter, config)?;
         if matches!(change, Change::Made) {

@@ -131,6 +131,11 @@ impl PacketTables {
         self.config().flags & PacketConfig::STACK_IN != 0
     }
 
+    /// Whether new flows that belong to no service bypass the stack.
+    pub fn is_bypassed(&self) -> bool {
+        self.config().flags & PacketConfig::BYPASS_NEW != 0
+    }
+
     pub(super) fn set_config(&self, config: PacketConfig) {
         let words: [u64; 12] = zerocopy::transmute!(config);
         for (index, now) in words.into_iter().enumerate() {

@@ -16,8 +16,8 @@ use dataplane_common::{
     cells::{Cell, Slots, cells_for},
     origins::COUNTERS,
     packet::{
-        FRAGMENTS, Fragment, FragmentKey, IFACES, Iface, NODE_ADDRS, PacketConfig, SOURCES,
-        SourceKey,
+        BYPASSES, Bypass, FRAGMENTS, FlowKey, Fragment, FragmentKey, IFACES, Iface, NODE_ADDRS,
+        PacketConfig, SOURCES, SourceKey,
     },
     tables::{
         BY_PACKETS, Config, FrontendKey, PEER_PORTS, Peer, PeerSets, SIBLINGS, SOCKET_ELEMENTS,
@@ -100,7 +100,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 42] = [
+pub const MAPS: [MapSpec; 43] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -182,7 +182,12 @@ pub const MAPS: [MapSpec; 42] = [
         shape: Mapped::<u64>::shape(false),
         max_entries: Some(1),
     },
-    // The least recently used entry makes room for a new one.
+    // In these two, the least recently used entry makes room for a new one.
+    MapSpec {
+        name: "BYPASS",
+        shape: Hash::<FlowKey, Bypass>::shape(BPF_MAP_TYPE_LRU_HASH),
+        max_entries: Some(BYPASSES),
+    },
     MapSpec {
         name: "FRAGMENTS",
         shape: Hash::<FragmentKey, Fragment>::shape(BPF_MAP_TYPE_LRU_HASH),
@@ -227,9 +232,10 @@ pub const MAPS: [MapSpec; 42] = [
 ];
 
 /// The maps that only the packet path needs and that take much memory. They exist only if the packet path does.
-pub const FLOW_MAPS: [&str; 6] = [
+pub const FLOW_MAPS: [&str; 7] = [
     "CONNTRACK",
     "ANSWERS",
+    "BYPASS",
     "FRAGMENTS",
     "SEQUENCES",
     "CAME_BY",

@@ -34,7 +34,7 @@ pub struct ImportArgs {
     file: Option<PathBuf>,
 
     /// Name of the node whose rules these are, for its own endpoints; as the agent has it [default: the host name]
-    #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true)]
+    #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     node_name: Option<String>,
 }
 

@@ -61,20 +61,13 @@ pub fn revert(
         );
         return Ok(Outcome::WouldGiveBack);
     }
-    let write = |state| {
-        Journal {
-            state,
-            ..journal.clone()
-        }
-        .write(directory)
-    };
     if !is_written {
-        write(State::Restoring)?;
+        journal.write(State::Restoring, directory)?;
         bring_back(place, &saved, tell).context(
             "some of the rules may be missing, and the dataplane serves; run this command again",
         )?;
     }
-    write(State::Restored)?;
+    journal.write(State::Restored, directory)?;
     match place.agent.get::<Report>("/status") {
         Err(client::Error::NotRunning { .. }) => {}
         Err(error @ client::Error::Denied { .. }) => return Err(error.into()),

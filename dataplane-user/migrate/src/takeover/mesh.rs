@@ -235,7 +235,7 @@ fn remove_or_restore(
     let removed = guarded(tell, |tell| {
         // From here on, the next command continues this take-over.
         journal
-            .write(&place.directory)
+            .write(State::Removing, &place.directory)
             .context("nothing was changed")?;
         let Err(why) = remove(place, saved, tell) else {
             return Ok(None);
@@ -251,11 +251,7 @@ fn remove_or_restore(
         Journal::remove(&place.directory)?;
         bail!("{why:#}; the rules are back as they were");
     }
-    let journal = Journal {
-        state: State::TakenOver,
-        ..journal.clone()
-    };
-    let written = journal.write(&place.directory);
+    let written = journal.write(State::TakenOver, &place.directory);
     written.context("the rules are gone, and the dataplane captures; run this command again")?;
     Ok(Outcome::TakenOver)
 }
@@ -359,11 +355,7 @@ pub fn revert(
             return Ok(Outcome::WouldGiveBack);
         }
         guarded(tell, |tell| {
-            let restoring = Journal {
-                state: State::Restoring,
-                ..journal.clone()
-            };
-            restoring.write(directory)?;
+            journal.write(State::Restoring, directory)?;
             come_back(place, &saved, tell)
         })
         .context(
@@ -373,11 +365,7 @@ pub fn revert(
     if dry_run {
         return Ok(Outcome::WouldGiveBack);
     }
-    let restored = Journal {
-        state: State::Restored,
-        ..journal
-    };
-    restored.write(directory)?;
+    journal.write(State::Restored, directory)?;
     if let Some(captured) = captured::enrolled(place)? {
         tell.step(
             "release",

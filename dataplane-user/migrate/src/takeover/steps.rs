@@ -88,7 +88,8 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
     if dry_run {
         return would_remove(place, tell);
     }
-    journal.write(directory).context("nothing was changed")?;
+    let written = journal.write(State::Removing, directory);
+    written.context("nothing was changed")?;
     remove_or_restore(place, &journal, &saved, &addresses, tell)
 }
 
@@ -217,11 +218,7 @@ fn remove_or_restore(
         );
         bail!("{why:#}; the rules are back as they were");
     }
-    let journal = Journal {
-        state: State::TakenOver,
-        ..journal.clone()
-    };
-    let written = journal.write(&place.directory);
+    let written = journal.write(State::TakenOver, &place.directory);
     written.context("the rules are gone, and the dataplane serves; run this command again")?;
     Ok(Outcome::TakenOver)
 }

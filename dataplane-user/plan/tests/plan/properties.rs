@@ -480,9 +480,9 @@ fn run_within(room: Room, steps: Vec<Step>) {
         for change in step.changes {
             apply(&mut snapshot, change);
         }
-        settle_within(room, &mut planner, &mut sim, &snapshot);
+        reconcile_within(room, &mut planner, &mut sim, &snapshot);
         let mut alone = (Planner::new().with_room(room), Sim::default());
-        settle_within(room, &mut alone.0, &mut alone.1, &snapshot);
+        reconcile_within(room, &mut alone.0, &mut alone.1, &snapshot);
         assert_eq!(planner.left_out(), alone.0.left_out());
         assert!(!alone.0.is_waiting(), "half of the tables is free");
         for (key, Expected { resolved, owner }) in oracle::expected(&snapshot) {
@@ -515,7 +515,7 @@ fn run_within(room: Room, steps: Vec<Step>) {
     }
 }
 
-pub fn settle_within(room: Room, planner: &mut Planner, sim: &mut Sim, snapshot: &Snapshot) {
+pub fn reconcile_within(room: Room, planner: &mut Planner, sim: &mut Sim, snapshot: &Snapshot) {
     for _ in 0..3 {
         let plan = planner.plan(snapshot);
         let demand = plan.demand;

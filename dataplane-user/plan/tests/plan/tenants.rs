@@ -34,7 +34,7 @@ use source::{
 
 use super::{
     oracle::{self, Claim},
-    properties::{Change, apply, change, ips, service, settle_within},
+    properties::{Change, apply, change, ips, reconcile_within, service},
     sim::{Resolved, Sim},
 };
 
@@ -503,7 +503,7 @@ impl Node {
             entries: taken.entries,
             ..self.said.clone()
         };
-        settle_within(ROOM, &mut self.planner, &mut self.sim, &self.snapshot);
+        reconcile_within(ROOM, &mut self.planner, &mut self.sim, &self.snapshot);
         if step.grace {
             self.sim.grace();
             self.planner.grace_passed();

@@ -13,7 +13,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread,
     time::Duration,
 };
 
@@ -23,13 +23,13 @@ use serde::Deserialize;
 use serde_json::json;
 use threads::{Deaths, may_panic};
 use tokio::{
-    runtime::Builder,
-    sync::{oneshot, watch},
+    sync::watch,
     time::{sleep, timeout},
 };
 use tracing::{debug, info, warn};
 
 use super::{Failure, Patience, Target, backoff::Backoff, call::Caller};
+use crate::task::Task;
 
 /// The annotation; its value is `enabled`.
 const REDIRECTION: &str = "ambient.istio.io/redirection";
@@ -81,8 +81,7 @@ impl State {
 pub struct Announcer {
     wanted: watch::Sender<Option<Wanted>>,
     state: Arc<State>,
-    stop: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<Option<()>>>,
+    _task: Task,
 }
 
 impl Announcer {
@@ -94,11 +93,6 @@ impl Announcer {
     pub fn start(target: Target, node: &str, deaths: &Deaths) -> io::Result<Self> {
         let (wanted, mut changes) = watch::channel(None);
         let state = Arc::<State>::default();
-        let (stop, stopped) = oneshot::channel();
-        let runtime = Builder::new_current_thread()
-            .enable_all()
-            .max_blocking_threads(2)
-            .build()?;
         let mut writer = Writer {
             caller: Caller::new(target, PATIENCE, ANSWER_MAX),
             node: node.to_owned(),
@@ -107,21 +101,13 @@ impl Announcer {
             last: None,
         };
         let shared = Arc::clone(&state);
-        let thread = threads::start(THREAD, Arc::clone(deaths), move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = writer.run(&mut changes, &shared) => {}
-                    _ = stopped => {}
-                }
-            });
-            // A pending DNS lookup does not delay the end.
-            runtime.shutdown_background();
+        let task = Task::start(THREAD, Arc::clone(deaths), async move || {
+            writer.run(&mut changes, &shared).await;
         })?;
         Ok(Self {
             wanted,
             state,
-            stop: Some(stop),
-            thread: Some(thread),
+            _task: task,
         })
     }
 
@@ -154,18 +140,6 @@ impl Announcer {
         }
         if left.is_zero() {
             warn!("not all annotations {REDIRECTION} of this agent were removed from Pods");
-        }
-    }
-}
-
-impl Drop for Announcer {
-    fn drop(&mut self) {
-        // The thread may have ended on its own, and then no receiver is left.
-        if let Some(stop) = self.stop.take() {
-            let _ = stop.send(());
-        }
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
         }
     }
 }

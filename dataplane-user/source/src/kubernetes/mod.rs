@@ -27,9 +27,7 @@ mod taint;
 mod token;
 
 use std::{
-    io,
     sync::{Arc, Mutex, PoisonError},
-    thread::JoinHandle,
     time::Duration,
 };
 
@@ -43,10 +41,9 @@ pub use health::{Health, KindHealth};
 use model::Node;
 pub use review::{Review, ReviewError, Reviewer};
 pub use taint::StartupTaint;
-use threads::{Deaths, may_panic};
+use threads::may_panic;
 use tokio::{
-    runtime::Builder,
-    sync::{mpsc, oneshot, watch},
+    sync::{mpsc, watch},
     task::{JoinSet, yield_now},
     time::{Instant, timeout_at},
 };
@@ -55,6 +52,7 @@ use tracing::info;
 use super::{
     Feed, Notice, OpenError, View, feed,
     ingest::{Perspective, Store},
+    task::Task,
 };
 pub use crate::ingest::{Kind, Scope, WantedKinds, WantedPolicies};
 
@@ -132,7 +130,7 @@ pub struct Api {
     latest: Arc<Latest>,
     server: String,
     health: Arc<Health>,
-    _reader: Reader,
+    _reader: Task,
 }
 
 impl Api {
@@ -151,15 +149,16 @@ impl Api {
         let server = settings.target.server_text();
         info!("reading {server}");
         let (latest, health) = (Arc::<Latest>::default(), Arc::<Health>::default());
-        let died = notify.clone();
-        let reader = Reader::start(
-            settings,
-            Arc::clone(node),
-            Arc::clone(&health),
-            Arc::clone(&latest),
-            move || notify(Notice::Changed),
-            &feed::deaths(THREAD, died),
-        )
+        let (views, kinds, node) = (Arc::clone(&latest), Arc::clone(&health), Arc::clone(node));
+        let connector = Arc::new(Connector::new(settings.target));
+        let (patience, wanted) = (settings.patience, settings.wanted);
+        let deaths = feed::deaths(THREAD, notify.clone());
+        let ended = Arc::clone(&deaths);
+        let reader = Task::start(THREAD, deaths, async move || {
+            let changed = move || notify(Notice::Changed);
+            let why = read(connector, patience, wanted, node, kinds, &views, changed).await;
+            ended(THREAD, why);
+        })
         .map_err(|error| OpenError::Thread {
             what: "the Kubernetes API",
             error,
@@ -186,66 +185,8 @@ impl Feed for Api {
     }
 }
 
-/// A thread that reads the API. It ends when this is dropped.
-#[derive(Debug)]
-struct Reader {
-    stop: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<Option<()>>>,
-}
-
-impl Reader {
-    /// Starts to read for this node. Calls `changed` when there is a new view in `latest` and the view before it was
-    /// taken. Calls `deaths` with the reason if reading ends, which is a bug in this program.
-    ///
-    /// # Errors
-    ///
-    /// If no thread can be started. It is not an error if the server is down: reading begins when it is up.
-    fn start(
-        settings: Settings,
-        node: Arc<Node>,
-        health: Arc<Health>,
-        latest: Arc<Latest>,
-        changed: impl Fn() + Send + 'static,
-        deaths: &Deaths,
-    ) -> io::Result<Self> {
-        let connector = Arc::new(Connector::new(settings.target));
-        let runtime = Builder::new_current_thread()
-            .enable_all()
-            .max_blocking_threads(2)
-            .build()?;
-        let (patience, wanted) = (settings.patience, settings.wanted);
-        let (stop, stopped) = oneshot::channel();
-        let ended = Arc::clone(deaths);
-        let thread = threads::start(THREAD, Arc::clone(deaths), move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    why = read(connector, patience, wanted, node, health, &latest, changed) => ended(THREAD, why),
-                    _ = stopped => {}
-                }
-            });
-            // A pending DNS lookup does not delay the end.
-            runtime.shutdown_background();
-        })?;
-        Ok(Self {
-            stop: Some(stop),
-            thread: Some(thread),
-        })
-    }
-}
-
-impl Drop for Reader {
-    fn drop(&mut self) {
-        // The thread may have ended on its own, and then no receiver is left.
-        if let Some(stop) = self.stop.take() {
-            let _ = stop.send(());
-        }
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
-/// Reads until a task dies, and returns the reason.
+/// Reads until a task dies, which is a bug in this program, and returns the reason. Calls `changed` when there is a new
+/// view in `latest` and the view before it was taken.
 async fn read(
     connector: Arc<Connector>,
     patience: Patience,

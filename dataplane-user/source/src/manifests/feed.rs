@@ -1,12 +1,19 @@
 //! Manifests as a feed.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use model::Node;
+use threads::may_panic;
 use tracing::{error, info};
 
 use super::{Health, Manifests, Watcher};
-use crate::{Feed, Notice, OpenError, View, watching::Watching};
+use crate::{Feed, Notice, OpenError, View, feed, task::Task};
 
 /// The name of the thread that watches.
 const THREAD: &str = "manifests";
@@ -19,8 +26,10 @@ pub struct Files {
     manifests: Manifests,
     /// The view from opening the files.
     first: Option<View>,
-    watching: Watching,
+    /// Whether files may have changed since they were read.
+    changed: Arc<AtomicBool>,
     health: Arc<Health>,
+    _watcher: Task,
 }
 
 impl Files {
@@ -36,8 +45,18 @@ impl Files {
     ) -> Result<Self, OpenError> {
         // Watches before the files are read, so that no change is missed in between.
         let mut watcher = Watcher::new(paths)?;
-        let watching = Watching::start(THREAD, notify, async move || watcher.changed().await);
-        let watching = watching.map_err(|error| OpenError::Thread {
+        let changed = Arc::<AtomicBool>::default();
+        let change = Arc::clone(&changed);
+        let deaths = feed::deaths(THREAD, notify.clone());
+        let task = Task::start(THREAD, deaths, async move || {
+            loop {
+                watcher.changed().await;
+                may_panic(THREAD);
+                change.store(true, Ordering::Release);
+                notify(Notice::Changed);
+            }
+        })
+        .map_err(|error| OpenError::Thread {
             what: "the manifests",
             error,
         })?;
@@ -57,8 +76,9 @@ impl Files {
         Ok(Self {
             manifests,
             first: Some(loaded.view),
-            watching,
+            changed,
             health: Arc::new(health),
+            _watcher: task,
         })
     }
 }
@@ -66,7 +86,7 @@ impl Files {
 impl Feed for Files {
     fn take(&mut self) -> Option<View> {
         let first = self.first.take();
-        if !self.watching.changed() {
+        if !self.changed.swap(false, Ordering::Acquire) {
             return first;
         }
         match self.manifests.read(&self.health.paths) {
@@ -90,7 +110,7 @@ impl Feed for Files {
     }
 
     fn refresh(&mut self) {
-        self.watching.refresh();
+        self.changed.store(true, Ordering::Release);
     }
 
     fn health(&self) -> crate::Health {

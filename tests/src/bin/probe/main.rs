@@ -10,6 +10,7 @@ mod feign;
 mod flows;
 mod hold;
 mod keep;
+mod links;
 mod load;
 mod marked;
 mod pods;

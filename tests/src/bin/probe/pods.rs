@@ -1,5 +1,5 @@
 //! Starts pods as a container runtime does: a network namespace, its link to the node, the CNI plug-in, and at once the
-//! pod's first connections. All is done in this process, except `ip` and the plug-in: so many pods start per second.
+//! pod's first connections. All is done in this process, except the plug-in: so many pods start per second.
 
 use std::{
     fs::{self, File},
@@ -15,14 +15,21 @@ use clap::Args;
 use dataplane_tests::report::StartReport;
 use nix::{
     mount::{MntFlags, MsFlags, mount, umount2},
+    net::if_::if_nametoindex,
     sched::{CloneFlags, setns, unshare},
 };
 use serde_json::json;
 
-use crate::client::{Target, name, ns, read_greeting};
+use crate::{
+    client::{Target, name, ns, read_greeting},
+    links::Links,
+};
 
 /// The network namespace of this thread.
 const OWN: &str = "/proc/thread-self/ns/net";
+
+/// The number of loopback in every network namespace.
+const LOOPBACK: u32 = 1;
 
 #[derive(Args)]
 pub struct Arguments {
@@ -43,6 +50,12 @@ pub struct Arguments {
     denied: SocketAddr,
 }
 
+/// The node's network namespace.
+struct Node {
+    netns: File,
+    links: Links,
+}
+
 struct Pod<'a> {
     name: &'a str,
     /// The name of its network namespace.
@@ -54,7 +67,10 @@ struct Pod<'a> {
 
 /// For each line `NAME NETNS ADDRESS UID` on stdin, starts a pod and reports on it; at the next line, ends it.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let node = File::open(OWN).context("open the node's network namespace")?;
+    let node = Node {
+        netns: File::open(OWN).context("open the node's network namespace")?,
+        links: Links::here()?,
+    };
     println!("ready");
     let mut lines = io::stdin().lines();
     while let Some(line) = lines.next().transpose()? {
@@ -73,7 +89,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let report = pod.start(&node).with_context(|| format!("start {line}"))?;
         println!("{}", serde_json::to_string(&report)?);
         lines.next().transpose()?;
-        pod.end().with_context(|| format!("end {line}"))?;
+        pod.end(&node).with_context(|| format!("end {line}"))?;
         println!();
     }
     Ok(())
@@ -84,39 +100,45 @@ impl Pod<'_> {
         Path::new("/run/netns").join(self.netns)
     }
 
-    fn start(&self, node: &File) -> Result<StartReport> {
+    fn start(&self, node: &Node) -> Result<StartReport> {
         const NO: Option<&str> = None;
 
-        let (link, address, gateway) = (self.name, self.address, self.of.gateway);
         let enter = |netns: &File| setns(netns, CloneFlags::CLONE_NEWNET);
         unshare(CloneFlags::CLONE_NEWNET).context("make a network namespace")?;
         File::create(self.file())?;
         mount(Some(OWN), &self.file(), NO, MsFlags::MS_BIND, NO).context("name it")?;
         let own = File::open(OWN)?;
-        enter(node)?;
-        ip(&format!(
-            "link add name {link} type veth peer name eth0 netns {netns}\n\
-             addr add {gateway}/32 dev {link}\n\
-             link set {link} up\n\
-             route add {address}/32 dev {link} src {gateway}\n",
-            netns = self.netns,
-        ))?;
+        enter(&node.netns)?;
+        self.link(&node.links, &own).context("link it")?;
         enter(&own)?;
-        ip(&format!(
-            "link set lo up\n\
-             addr add {address}/32 dev eth0\n\
-             link set eth0 up\n\
-             route add {gateway} dev eth0\n\
-             route add default via {gateway} src {address}\n"
-        ))?;
-        enter(node)?;
+        self.configure().context("configure it")?;
+        enter(&node.netns)?;
         let started = Instant::now();
         self.plugin("ADD")?;
         let add_ns = ns(started.elapsed());
         enter(&own)?;
         let report = self.connect(add_ns);
-        enter(node)?;
+        enter(&node.netns)?;
         Ok(report)
+    }
+
+    /// The node's side of the link.
+    fn link(&self, links: &Links, own: &File) -> Result<()> {
+        links.add_pair(self.name, "eth0", own)?;
+        let (index, gateway) = (if_nametoindex(self.name)?, self.of.gateway);
+        links.add_address(index, gateway)?;
+        Ok(links.add_route(index, self.address, Some(gateway))?)
+    }
+
+    /// The pod's side.
+    fn configure(&self) -> Result<()> {
+        let (links, gateway) = (Links::here()?, self.of.gateway);
+        links.set_up(LOOPBACK)?;
+        let index = if_nametoindex("eth0")?;
+        links.add_address(index, self.address)?;
+        links.set_up(index)?;
+        links.add_route(index, gateway, None)?;
+        Ok(links.add_default_route(gateway, self.address)?)
     }
 
     /// The first connections.
@@ -133,10 +155,10 @@ impl Pod<'_> {
         }
     }
 
-    fn end(&self) -> Result<()> {
+    fn end(&self, node: &Node) -> Result<()> {
         self.plugin("DEL")?;
         // As the plug-in before ours in the chain: the address is free for another pod.
-        ip(&format!("link del {}", self.name))?;
+        node.links.remove(if_nametoindex(self.name)?)?;
         umount2(&self.file(), MntFlags::MNT_DETACH).context("unmount the network namespace")?;
         Ok(fs::remove_file(self.file())?)
     }
@@ -168,11 +190,6 @@ impl Pod<'_> {
             .env("CNI_ARGS", args);
         feed(&mut plugin, &input.to_string()).context(command.to_owned())
     }
-}
-
-/// Runs `ip -batch` in this thread's network namespace. `ip -netns` would make a mount namespace each time.
-fn ip(script: &str) -> Result<()> {
-    feed(Command::new("ip").args(["-batch", "-"]), script).context(script.to_owned())
 }
 
 /// Runs a program, which must succeed, with this text as its stdin.

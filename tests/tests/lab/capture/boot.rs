@@ -1,11 +1,19 @@
-//! From the node's boot until the agent has taken over: `dataplane guard`. Nothing here needs a machine that boots: after a
-//! boot nothing is pinned, as when these scenarios begin.
+//! From the node's boot until the agent has taken over: `dataplane guard`. Nothing here needs a machine that boots: programs, pins,
+//! tables, namespaces and `/run` are in memory, so after a boot, also after a hard reset, nothing of them is there, as when these
+//! scenarios begin. Only files of a disk are left: the configuration, CNI's results, which name namespaces that are gone, and the
+//! agent's registrations if its directory is not in `/run`. In the VM guest these scenarios run on a machine that has just booted.
 
-use std::{fs, path::Path};
+use std::{
+    fs::{self, File},
+    io,
+    os::fd::AsFd as _,
+    path::Path,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{LAYOUT, Reason};
 use dataplane_tests::{Agent, Host, Lab, Process, emulated, report::LoadReport};
+use kernel::namespaces;
 use serde_json::{Value, json};
 
 use super::{World, many::number, mesh, pod};
@@ -42,6 +50,27 @@ fn object(name: &str, mode: &str, address: &str) -> Value {
     object["metadata"]["name"] = name.into();
     object["status"]["podIPs"] = json!([{ "ip": address }]);
     object
+}
+
+/// Leaves registrations of the CNI plug-in from before the boot, as on a disk: each pod has the network namespace of the next,
+/// because the kernel counts namespaces anew.
+fn register_before_the_boot(agent: &Agent, pods: &[&Host]) -> Result<()> {
+    let next = pods.iter().cycle().skip(1);
+    let registered = pods.iter().zip(next).map(|(pod, next)| {
+        let netns = File::open(Path::new("/run/netns").join(next.netns()))?;
+        let cookie = || kernel::netns_cookie().map_err(io::Error::other);
+        Ok(json!({
+            "key": { "container": pod.name(), "interface": "eth0" },
+            "namespace": "default",
+            "name": pod.name(),
+            "uid": null,
+            "cookie": namespaces::within(netns.as_fd(), cookie)?,
+            "addresses": next.addresses(),
+        }))
+    });
+    let registered: Vec<Value> = registered.collect::<Result<_>>()?;
+    let file = agent.socket().with_file_name("pods.json");
+    Ok(fs::write(file, json!(registered).to_string())?)
 }
 
 /// The order after a boot: the unit's command, then pods whose processes connect all the time, then the agent. No
@@ -81,6 +110,8 @@ fn pods_that_start_before_the_agent_connect_only_through_the_proxy() -> Result<(
         .manifests(&pods)
         .args(["--config".as_ref(), config.as_os_str()])
         .prepare()?;
+    let hosts: Vec<&Host> = (1..=count).map(|n| lab.pod(&name(n))).collect();
+    register_before_the_boot(&agent, &hosts)?;
 
     guard(&agent, &config)?.exits(0)?.says(&["is up"])?;
     guard(&agent, &config)?

@@ -41,6 +41,8 @@ const TO: &str = "10.96.0.10:80";
 const DENIED: &str = "192.0.2.1:443";
 /// How many pods may start at the same time, by their addresses.
 const MOST: usize = 32;
+/// How many pods start at the same time while agents come and go.
+const WORKERS: usize = 2;
 /// How many addresses the pods of one worker have in turn.
 const ADDRESSES: usize = 7;
 
@@ -52,6 +54,8 @@ struct Node {
     plugin: PathBuf,
     /// How many pods there were, so that none has the name or the UID of an earlier one.
     pods: AtomicUsize,
+    /// How many of them have ended.
+    ended: AtomicUsize,
     _directory: TempDir,
 }
 
@@ -88,6 +92,7 @@ fn site(mode: &str) -> Result<(Site, Node)> {
         socket: site.agent.socket(),
         plugin,
         pods: AtomicUsize::new(0),
+        ended: AtomicUsize::new(0),
         _directory: directory,
     };
     Ok((site, node))
@@ -137,6 +142,7 @@ impl Node {
         runtime.send_line("")?;
         runtime.wait_for_line()?;
         self.cluster.delete(Resource::Pods, "default", &name);
+        self.ended.fetch_add(1, Ordering::Relaxed);
         Ok(Duration::from_nanos(report.add_ns))
     }
 
@@ -222,61 +228,78 @@ fn many_pods_start_and_none_is_late() -> Result<()> {
     node.start_many(count - count.div_ceil(4))?;
     nothing_is_left(agent)?;
     all_counted(agent, Reason::Captured, count)?;
-    eventually(|| {
+    let is_flat = || {
         let late = held(agent)?;
         let is_flat = late.0 < early.0 + FLAT && late.1 <= early.1 + FEW;
         ensure!(is_flat, "KiB and files: {early:?}, then {late:?}");
         println!("KiB and files: {early:?} after a quarter of {count} pods, {late:?} after all");
         Ok(())
-    })
+    };
+    // On a busy machine, a pod's link may go before the proxy has ended the pod's connection. The proxy keeps that connection's files for
+    // 30 s, as long as this waits.
+    eventually(is_flat).or_else(|_| eventually(is_flat))
 }
 
 /// The agent ends and is started, is killed and is started, and is replaced by another agent. The kernel decides about these pods'
 /// connections, because without an agent's proxy, connections to a proxy are refused.
 fn starts_wait_while_the_agent_is_away() -> Result<()> {
-    const WORKERS: usize = 2;
     let (mut site, node) = site("kernel")?;
     let start = Instant::now();
     let (ends, agent, node) = (&AtomicBool::new(false), &mut site.agent, &node);
     let more = || !ends.load(Ordering::Relaxed);
-    let starts = thread::scope(|scope| -> Result<Vec<Starts>> {
+    let (restarted, starts) = thread::scope(|scope| {
         let workers: Vec<_> = (0..WORKERS)
             .map(|worker| scope.spawn(move || node.start_pods(worker, more)))
             .collect();
-        let restarted = restart(agent);
+        let restarted = restart(agent, node);
         ends.store(true, Ordering::Relaxed);
         let starts = workers
             .into_iter()
             .map(|worker| worker.join().ok().context("a thread panicked")?)
-            .collect();
-        restarted.and(starts)
-    })?;
+            .collect::<Result<Vec<Starts>>>();
+        (restarted, starts)
+    });
+    if let Err(error) = restarted {
+        // If a pod did not start, no other follows it.
+        let pods = starts
+            .err()
+            .map_or_else(String::new, |pod| format!("{pod:#}"));
+        return Err(error.context(format!("{pods}\n{}", site.agent.log())));
+    }
+    let starts = starts?;
     print(&starts, start.elapsed());
-    ensure!(
-        starts.iter().all(|of| of.count >= 4),
-        "a worker started too few pods"
-    );
     nothing_is_left(&site.agent)?;
     let pods = starts.iter().map(|of| of.count).sum();
     all_counted(&site.agent, Reason::Direct, pods)
 }
 
-/// Has the agent go and come back in three ways, with pauses in which pods start.
-fn restart(agent: &mut Agent) -> Result<()> {
-    let pause = || thread::sleep(Duration::from_millis(500));
-    pause();
+/// Has the agent go and come back in three ways. Pods start and end before and after each: a busy machine takes its time for
+/// these, so their number counts and no time.
+fn restart(agent: &mut Agent, node: &Node) -> Result<()> {
+    let away = || thread::sleep(Duration::from_millis(500));
+    let pods_start = || {
+        let ended = || node.ended.load(Ordering::Relaxed);
+        let before = ended();
+        // Each worker's first pod may have begun before.
+        eventually(|| {
+            let now = ended() - before;
+            ensure!(now >= 2 * WORKERS, "only {now} pods have started and ended");
+            Ok(())
+        })
+    };
+    pods_start()?;
     agent.stop()?;
-    pause();
+    away();
     agent.start()?;
-    pause();
+    pods_start()?;
     agent.kill();
-    pause();
+    away();
     agent.start()?;
-    pause();
+    pods_start()?;
     // Another pod's.
     agent.move_to_cgroup("agent-next")?;
     let before = agent.replace()?;
-    pause();
+    pods_start()?;
     before.wait().context("the agent that was replaced")?;
     Ok(())
 }

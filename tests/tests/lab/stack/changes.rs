@@ -67,7 +67,7 @@ fn services(lab: &Lab) -> Vec<Service> {
     ]
 }
 
-/// Addresses of all services, by node port from outside and by cluster IP from a virtual machine.
+/// Addresses of all services, by node port from outside and by cluster IP from a virtual machine; and pods themselves.
 fn ways(cluster: &Cluster) -> Result<Vec<(&str, SocketAddr)>> {
     let node = cluster.lab.node("node2");
     let mut ways = Vec::new();
@@ -82,6 +82,9 @@ fn ways(cluster: &Cluster) -> Result<Vec<(&str, SocketAddr)>> {
                 format!("[fd00:96::{number}]:80")
             };
             ways.push(("sleep", vip.parse()?));
+        }
+        for pod in ["near", "far"] {
+            ways.push(("sleep", (address(cluster.lab.pod(pod), v4), TCP).into()));
         }
     }
     Ok(ways)

@@ -14,8 +14,11 @@ use dataplane_tests::{Agent, Host, Lab};
 use serde_json::Value;
 
 pub use self::{
-    changes::SCENARIOS as CHANGES, firewalls::SCENARIOS as FIREWALLS, forged::SCENARIOS as FORGED,
-    policies::SCENARIOS as POLICIES, seen::SCENARIOS as SEEN,
+    changes::SCENARIOS as CHANGES,
+    firewalls::SCENARIOS as FIREWALLS,
+    forged::SCENARIOS as FORGED,
+    policies::SCENARIOS as POLICIES,
+    seen::{SCENARIOS as SEEN, Tracked, tracked},
 };
 use crate::{
     cluster::eventually,

@@ -58,13 +58,13 @@ fn watch(node: &Host, [client, endpoint]: [IpAddr; 2], others: &[IpAddr]) -> Res
 }
 
 /// A flow of the kernel's conntrack: the source and the destination of requests, then those of replies.
-struct Tracked {
-    line: String,
-    ends: Vec<IpAddr>,
+pub struct Tracked {
+    pub line: String,
+    pub ends: Vec<IpAddr>,
 }
 
 /// Returns all flows (`ct_seq_show` in `net/netfilter/nf_conntrack_standalone.c`).
-fn tracked(node: &Host) -> Result<Vec<Tracked>> {
+pub fn tracked(node: &Host) -> Result<Vec<Tracked>> {
     let text = on(node, |_| {
         fs::read_to_string("/proc/thread-self/net/nf_conntrack").context("/proc/net/nf_conntrack")
     })?;

@@ -60,7 +60,7 @@ impl Store {
             self.join(&name);
         }
         for (name, change) in self.take_pending(is_first) {
-            self.settle(&name, change);
+            self.apply(&name, change);
             let alone = self.slices.contains_key(&name) && !self.services.contains_key(&name);
             self.orphans.note(name, alone);
         }
@@ -182,7 +182,7 @@ impl Store {
         known.then(|| self.pods.namespace_names.clone())
     }
 
-    fn settle(&mut self, name: &ServiceName, change: Change) {
+    fn apply(&mut self, name: &ServiceName, change: Change) {
         let mut service = match change {
             Change::Put(service) => service,
             Change::Whole(service) => return self.serve(name, service),

@@ -1,7 +1,7 @@
-//! Chains of nf_tables on the way out of interfaces (family `netdev`, hook `egress`).
+//! Chains of nf_tables at interfaces (family `netdev`; hook `egress`, or `ingress`, also of the family `inet`).
 //!
-//! Packets that a TC program sends on bypass these chains, on any interface (`nf_skip_egress` in
-//! `__netif_receive_skb_core`, `net/core/dev.c`).
+//! Packets that a TC program sends on bypass these chains, on any interface (`sch_handle_ingress`, `nf_ingress` and
+//! `nf_skip_egress` in `__netif_receive_skb_core`, `net/core/dev.c`).
 
 use std::io;
 
@@ -17,6 +17,7 @@ use crate::{
 };
 
 const NETDEV: u8 = 5;
+const INET: u8 = 1;
 const NFTA_CHAIN_TABLE: u16 = 1;
 const NFTA_CHAIN_NAME: u16 = 3;
 const NFTA_CHAIN_HOOK: u16 = 4;
@@ -26,11 +27,12 @@ const NFTA_DEVICE_NAME: u16 = 1;
 /// Since Linux 6.17: the beginning of names.
 const NFTA_DEVICE_PREFIX: u16 = 2;
 
-/// A chain that packets pass which leave by some interfaces.
+/// A chain that packets pass which leave or arrive by some interfaces.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EgressChain {
+pub struct InterfaceChain {
     /// Its table and its name.
     name: String,
+    is_egress: bool,
     devices: Vec<Device>,
 }
 
@@ -40,10 +42,15 @@ enum Device {
     Prefix(String),
 }
 
-impl EgressChain {
+impl InterfaceChain {
     /// Its name, as a person would say it.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Whether it is on the way out.
+    pub const fn is_egress(&self) -> bool {
+        self.is_egress
     }
 
     /// Whether it is on no interface.
@@ -51,7 +58,7 @@ impl EgressChain {
         self.devices.is_empty()
     }
 
-    /// Whether packets pass it that leave by this interface.
+    /// Whether it is on this interface.
     pub fn is_on(&self, interface: &str) -> bool {
         self.devices.iter().any(|device| match device {
             Device::Name(name) => name == interface,
@@ -64,12 +71,15 @@ impl EgressChain {
 ///
 /// # Errors
 /// If the query to the kernel fails.
-pub fn egress_chains() -> Result<Vec<EgressChain>, Error> {
+pub fn interface_chains() -> Result<Vec<InterfaceChain>, Error> {
     let mut chains = Vec::new();
     let listed = Netlink::open(NETLINK_NETFILTER).and_then(|mut netlink| {
-        netlink.dump(GET_CHAIN, &[NETDEV, 0, 0, 0], |message| {
-            chains.extend(chain(message));
-        })
+        for family in [NETDEV, INET] {
+            netlink.dump(GET_CHAIN, &[family, 0, 0, 0], |message| {
+                chains.extend(chain(message));
+            })?;
+        }
+        Ok(())
     });
     match listed {
         // The chains changed during the dump: the next look sees the change.
@@ -81,11 +91,14 @@ pub fn egress_chains() -> Result<Vec<EgressChain>, Error> {
     }
 }
 
-fn chain(message: &[u8]) -> Option<EgressChain> {
+fn chain(message: &[u8]) -> Option<InterfaceChain> {
     let attributes_of_chain = message.get(HEADER..)?;
-    if hook(*message.first()?, attributes_of_chain)? != "egress" {
+    let family = *message.first()?;
+    let hook = hook(family, attributes_of_chain)?;
+    if !matches!(hook, "egress" | "ingress") {
         return None;
     }
+    let family = if family == INET { "inet" } else { "netdev" };
     let word = |kind| content(attributes_of_chain, kind).map(text);
     let (table, name) = (word(NFTA_CHAIN_TABLE)?, word(NFTA_CHAIN_NAME)?);
     let at = content(attributes_of_chain, NFTA_CHAIN_HOOK)?;
@@ -96,8 +109,9 @@ fn chain(message: &[u8]) -> Option<EgressChain> {
         _ => None,
     });
     let one = content(at, NFTA_HOOK_DEV).map(|name| Device::Name(text(name)));
-    Some(EgressChain {
-        name: format!("nft chain netdev {table} {name}"),
+    Some(InterfaceChain {
+        name: format!("nft chain {family} {table} {name}"),
+        is_egress: hook == "egress",
         devices: several.chain(one).collect(),
     })
 }
@@ -124,6 +138,7 @@ mod tests {
         assert!(!found.is_on("veth12") && !found.is_on("eth0"));
         let one = chain(&message(1, &string(3, "eth0"))).unwrap();
         assert!(one.is_on("eth0") && !one.is_on("eth1"));
-        assert_eq!(chain(&message(0, &names)), None, "at ingress");
+        let arrives = chain(&message(0, &names)).unwrap();
+        assert!(!arrives.is_egress() && arrives.is_on("veth1"));
     }
 }

@@ -1,0 +1,195 @@
+//! Flows that belong to no service bypass the node's stack, where nothing there must see them. The kernel's own conntrack judges
+//! which packets pass the stack.
+
+use std::{
+    net::{IpAddr, SocketAddr, UdpSocket},
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Result, ensure};
+use dataplane_tests::{Host, Lab};
+use nix::sys::socket::{setsockopt, sockopt};
+
+use crate::{
+    cluster::{Cluster, TCP, UDP, eventually, reaches},
+    features::on,
+    iptables::load,
+    sockets::address,
+    stack::{takes, tracked},
+};
+
+scenarios! {
+    Dataplane:
+    flows_between_pods_leave_no_trace_in_the_kernels_conntrack,
+    rules_of_nat_hold,
+    errors_come_from_the_stack,
+    rules_that_only_count_see_all_packets,
+    the_switch_is_off,
+}
+
+/// How many flows each way gets.
+const FLOWS: u64 = 40;
+/// How many of them may show the way: the stack sees one flow in 4 to 8 seconds.
+const SHOW: usize = 4;
+
+/// The rules of a network plug-in: they masquerade what leaves the cluster, and keep the kernel's conntrack on.
+const PLUGIN: &str = "table inet plugin { chain post { type nat hook postrouting priority srcnat; policy accept;\n\
+    ip saddr 10.244.0.0/16 ip daddr != 10.244.0.0/16 masquerade\n\
+    ip6 saddr fd00:10:244::/48 ip6 daddr != fd00:10:244::/48 masquerade\n}\n}";
+
+fn start(arguments: &[&str]) -> Result<Cluster> {
+    let lab = Cluster::lab()?;
+    load(lab.node("node2"), "nft -f -", PLUGIN)?;
+    let cluster = Cluster::start_in(lab, &["far", "near"], |_| Vec::new(), arguments)?;
+    takes(&cluster.agent, "fast")?;
+    Ok(cluster)
+}
+
+/// Begins flows of TCP and UDP to a pod. Every one has to be answered, and the pod has to see this client.
+fn flows(from: &Host, to: &Host, v4: bool, client: IpAddr) -> Result<()> {
+    let count = FLOWS.to_string();
+    for (how, port) in [("connect", TCP), ("udp", UDP)] {
+        let at = SocketAddr::new(address(to, v4), port).to_string();
+        let how = format!("{how} --count {count}");
+        let report = reaches(from, &at, &how, &[to.name()])?;
+        let sources = &report.endpoints[to.name()].sources;
+        ensure!(
+            sources.keys().eq([&client]),
+            "{} saw {sources:?} instead of {client}",
+            to.name()
+        );
+    }
+    Ok(())
+}
+
+/// How many flows between two hosts the kernel's conntrack of node2 has.
+fn known(lab: &Lab, ends: [IpAddr; 2]) -> Result<usize> {
+    let all = tracked(lab.node("node2"))?;
+    let both = |flow: &&crate::stack::Tracked| ends.iter().all(|end| flow.ends.contains(end));
+    Ok(all.iter().filter(both).count())
+}
+
+fn flows_between_pods_leave_no_trace_in_the_kernels_conntrack() -> Result<()> {
+    let cluster = start(&[])?;
+    let lab = &cluster.lab;
+    let ways = [("sleep", "near"), ("sleep", "far"), ("far", "near")];
+    for (from, to) in ways {
+        let (from, to) = (lab.pod(from), lab.pod(to));
+        for v4 in [true, false] {
+            let ends = [address(from, v4), address(to, v4)];
+            flows(from, to, v4, ends[0])?;
+            let known = known(lab, ends)?;
+            let from_outside = usize::from(from.name() == "far");
+            // Datagrams from outside pass the stack.
+            let most = 2 * SHOW + from_outside * usize::try_from(FLOWS)?;
+            ensure!(
+                (1..=most).contains(&known),
+                "of {} flows {ends:?} conntrack knows {known}, not 1 to {most}",
+                2 * FLOWS
+            );
+        }
+    }
+    Ok(())
+}
+
+fn rules_of_nat_hold() -> Result<()> {
+    let cluster = start(&[])?;
+    let lab = &cluster.lab;
+    let (sleep, near, far, node) = (
+        lab.pod("sleep"),
+        lab.pod("near"),
+        lab.pod("far"),
+        lab.node("node2"),
+    );
+    let ext = lab.external("ext");
+    let _server = crate::cluster::serve(ext)?;
+    // What leaves the cluster is masqueraded.
+    for v4 in [true, false] {
+        flows(sleep, ext, v4, address(node, v4))?;
+    }
+    // A rule that comes later, for what did not need it before.
+    flows(sleep, far, true, address(sleep, true))?;
+    flows(sleep, near, true, address(sleep, true))?;
+    let rule = format!(
+        "add rule inet plugin post ip saddr {} ip daddr {} meta l4proto {{ tcp, udp }} masquerade",
+        sleep.ipv4(),
+        far.ipv4()
+    );
+    load(node, "nft -f -", &rule)?;
+    thread::sleep(Duration::from_secs(9));
+    flows(sleep, far, true, address(node, true))?;
+    flows(sleep, near, true, address(sleep, true))
+}
+
+fn errors_come_from_the_stack() -> Result<()> {
+    let cluster = start(&[])?;
+    let lab = &cluster.lab;
+    let (sleep, near) = (lab.pod("sleep"), lab.pod("near"));
+    flows(sleep, near, true, address(sleep, true))?;
+    let to = SocketAddr::new(address(near, true), UDP);
+    let socket = on(sleep, |_| Ok(UdpSocket::bind((address(sleep, true), 0))?))?;
+    socket.connect(to)?;
+    socket.set_ttl(1)?;
+    setsockopt(&socket, sockopt::Ipv4RecvErr, &true)?;
+    socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+    eventually(|| {
+        // The error of the datagram before.
+        let sent = socket.send(b"x").and_then(|_| socket.recv(&mut [0; 100]));
+        let error = sent.err().and_then(|error| error.raw_os_error());
+        ensure!(
+            error == Some(nix::libc::EHOSTUNREACH),
+            "the error is {error:?}, not that the time to live is over"
+        );
+        Ok(())
+    })
+}
+
+fn rules_that_only_count_see_all_packets() -> Result<()> {
+    let cluster = start(&[])?;
+    let lab = &cluster.lab;
+    let (sleep, near, node) = (lab.pod("sleep"), lab.pod("near"), lab.node("node2"));
+    let ends = [address(sleep, true), address(near, true)];
+    let rules = format!(
+        "table inet accounts {{ chain forward {{ type filter hook forward priority filter; policy accept;\n\
+         ip saddr {} counter\n}}\n}}",
+        sleep.ipv4()
+    );
+    load(node, "nft -f -", &rules)?;
+    eventually(|| {
+        let status = cluster.status()?;
+        ensure!(
+            status["bypass"] == false && status["packet_path"] == "fast",
+            "{status:#}"
+        );
+        Ok(())
+    })?;
+    flows(sleep, near, true, ends[0])?;
+    let known = known(lab, ends)?;
+    ensure!(
+        known >= 2 * usize::try_from(FLOWS)?,
+        "conntrack knows {known} flows"
+    );
+    // A chain at an interface must see packets of services, too.
+    let rules = "add table netdev limits\nadd chain netdev limits arrives { type filter hook ingress device veth-sleep priority 0; }";
+    load(node, "nft -f -", rules)?;
+    takes(&cluster.agent, "stack")
+}
+
+fn the_switch_is_off() -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    let file = directory.path().join("config.yaml");
+    std::fs::write(&file, "packets: { bypass: false }\n")?;
+    let cluster = start(&["--config", &file.display().to_string()])?;
+    let lab = &cluster.lab;
+    let (sleep, near) = (lab.pod("sleep"), lab.pod("near"));
+    let ends = [address(sleep, true), address(near, true)];
+    flows(sleep, near, true, ends[0])?;
+    let known = known(lab, ends)?;
+    ensure!(
+        known == 2 * usize::try_from(FLOWS)?,
+        "conntrack knows {known} of {} flows",
+        2 * FLOWS
+    );
+    Ok(())
+}
