@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 use rcgen::{
-    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer,
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, DnType,
     ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams,
     SanType, SerialNumber,
 };
@@ -13,10 +13,10 @@ use crate::Roots;
 
 /// The time of all tests: 2026-01-01.
 pub fn now() -> SystemTime {
-    SystemTime::UNIX_EPOCH + Duration::from_secs(1_767_225_600)
+    SystemTime::UNIX_EPOCH + Duration::from_hours(490_896)
 }
 
-pub const HOUR: Duration = Duration::from_secs(3600);
+pub const HOUR: Duration = Duration::from_hours(1);
 
 /// An authority, valid from a day before now until a day after.
 pub struct Authority(pub CertifiedIssuer<'static, KeyPair>);
@@ -57,19 +57,31 @@ impl Leaf {
 impl Authority {
     /// An authority that signs itself. All have the same name, as roots of Istio have that were replaced.
     pub fn new() -> Self {
-        Self(CertifiedIssuer::self_signed(authority(), KeyPair::generate().unwrap()).unwrap())
+        Self::of(authority())
+    }
+
+    /// An authority with a name of its own.
+    pub fn named(name: &str) -> Self {
+        let mut params = authority();
+        params.distinguished_name.push(DnType::CommonName, name);
+        Self::of(params)
+    }
+
+    fn of(params: CertificateParams) -> Self {
+        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
     }
 
     pub fn expired() -> Self {
         let mut params = authority();
         params.not_after = (now() - HOUR).into();
-        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+        Self::of(params)
     }
 
     pub fn intermediate(&self) -> Self {
         let mut params = authority();
-        let name = rcgen::DnType::CommonName;
-        params.distinguished_name.push(name, "intermediate");
+        params
+            .distinguished_name
+            .push(DnType::CommonName, "intermediate");
         let key = KeyPair::generate().unwrap();
         Self(CertifiedIssuer::signed_by(params, key, &self.0).unwrap())
     }

@@ -4,20 +4,29 @@
 
 #![forbid(unsafe_code)]
 
+mod authority;
 mod credential;
 #[cfg(test)]
 mod fixture;
 mod peer;
 mod roots;
+mod source;
+mod store;
+mod trust;
 mod validity;
+mod watching;
 
 use std::{future::Future, sync::Arc};
 
+pub use authority::{Authority, AuthorityError};
 pub use credential::Credential;
 use model::Identity;
 pub use peer::{PeerError, RootsError, Verifier, expect, verify_peer};
 pub use roots::Roots;
+pub use source::{Issued, IstioCa, Source};
+pub use store::{Failed, Listed, Store};
 use tokio::sync::watch;
+pub use trust::TrustFiles;
 
 /// Why there is no certificate of an identity: what failed, where, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

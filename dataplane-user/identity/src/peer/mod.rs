@@ -15,7 +15,7 @@ use webpki::{
     UnknownStatusPolicy,
 };
 
-use crate::{Roots, validity::validity};
+use crate::{Roots, validity::Validity};
 
 /// Why a peer is refused. Each message names the peer, as far as its certificate says who it is.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -122,8 +122,7 @@ pub struct Verifier {
 #[derive(Debug)]
 struct Root {
     anchor: TrustAnchor<'static>,
-    not_before: SystemTime,
-    not_after: SystemTime,
+    validity: Validity,
 }
 
 impl Verifier {
@@ -180,18 +179,12 @@ impl Verifier {
         let (leaf, intermediates) = chain.split_first().ok_or(PeerError::NoCertificate)?;
         let leaf = EndEntityCert::try_from(leaf)
             .map_err(|error| PeerError::Unreadable(error.to_string().into()))?;
-        let uris: Vec<&str> = leaf.valid_uri_names().collect();
-        let [uri] = uris[..] else {
-            return Err(PeerError::NotOneUri(
-                uris.into_iter().map(str::to_owned).collect(),
-            ));
-        };
-        let peer: Identity = uri.parse()?;
+        let peer = claimed(&leaf)?;
         let roots = self.by_domain.get(peer.trust_domain());
         let Some(roots) = roots.filter(|roots| !roots.is_empty()) else {
             return Err(PeerError::UntrustedDomain { peer });
         };
-        let is_valid = |root: &&Root| (root.not_before..root.not_after).contains(&time);
+        let is_valid = |root: &&Root| root.validity.includes(time);
         let anchors: Vec<_> = roots
             .iter()
             .filter(is_valid)
@@ -271,13 +264,21 @@ impl Root {
     fn new(certificate: &CertificateDer<'_>) -> Result<Self, Box<str>> {
         let anchor =
             webpki::anchor_from_trusted_cert(certificate).map_err(|error| error.to_string())?;
-        let (not_before, not_after) = validity(certificate)?;
         Ok(Self {
             anchor: anchor.to_owned(),
-            not_before,
-            not_after,
+            validity: Validity::of(certificate)?,
         })
     }
+}
+
+/// Returns the identity that a certificate claims, which proves nothing.
+pub(crate) fn claimed(leaf: &EndEntityCert<'_>) -> Result<Identity, PeerError> {
+    let uris: Vec<&str> = leaf.valid_uri_names().collect();
+    let [uri] = uris[..] else {
+        let uris = uris.into_iter().map(str::to_owned).collect();
+        return Err(PeerError::NotOneUri(uris));
+    };
+    Ok(uri.parse()?)
 }
 
 /// Verifies the chain of a peer: [`Verifier::verify`], for callers that verify rarely.

@@ -1,0 +1,455 @@
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::PathBuf,
+    sync::atomic::{AtomicI64, Ordering},
+    time::Duration,
+};
+
+use rcgen::KeyPair;
+use tempfile::TempDir;
+use tokio::time::{Instant, advance, sleep, timeout};
+
+use super::*;
+use crate::{
+    Authority, IstioCa, PeerError,
+    fixture::{self, HOUR, Leaf, now},
+    verify_peer,
+};
+
+const WEB: &str = "spiffe://cluster.local/ns/shop/sa/web";
+const MINUTE: Duration = Duration::from_mins(1);
+
+fn web() -> Identity {
+    WEB.parse().unwrap()
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+fn start(source: Source, trust: TrustFiles, clock: Clock) -> Store {
+    let store = Store::with_clock(source, trust, provider(), clock);
+    store.want(&[web()].into());
+    store
+}
+
+/// A clock that goes with tokio's, and by which it can be set wrong.
+struct Jumping(Clock, Arc<AtomicI64>);
+
+impl Jumping {
+    fn new() -> Self {
+        let (started, jumped) = (Instant::now(), Arc::new(AtomicI64::new(0)));
+        let by = jumped.clone();
+        let clock = move || {
+            let seconds = by.load(Ordering::Relaxed);
+            let jump = Duration::from_secs(seconds.unsigned_abs());
+            let time = now() + started.elapsed();
+            if seconds < 0 {
+                time - jump
+            } else {
+                time + jump
+            }
+        };
+        Self(Arc::new(clock), jumped)
+    }
+
+    fn jump(&self, hours: i64) {
+        self.1.fetch_add(hours * 3600, Ordering::Relaxed);
+    }
+}
+
+/// An authority of our own, as a source whose certificates are valid for two hours.
+fn own() -> (TempDir, Source) {
+    let directory = TempDir::new().unwrap();
+    Authority::create(directory.path(), "cluster.local", now()).unwrap();
+    let source = Source::Authority {
+        directory: directory.path().to_owned(),
+        lifetime: 2 * HOUR,
+    };
+    (directory, source)
+}
+
+/// Lets time pass in steps, as it does.
+async fn pass(time: Duration) {
+    let end = Instant::now() + time;
+    while Instant::now() < end {
+        sleep(Duration::from_secs(5)).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_certificate_is_renewed_at_half_of_its_lifetime() {
+    let (_directory, source) = own();
+    let store = start(source, TrustFiles::default(), Jumping::new().0);
+    let first = store.credential(&web()).await.unwrap();
+    pass(50 * MINUTE).await;
+    let same = store.credential(&web()).await.unwrap();
+    assert_eq!(first.serial, same.serial);
+    pass(20 * MINUTE).await;
+    let second = store.credential(&web()).await.unwrap();
+    assert_ne!(first.serial, second.serial);
+    assert_eq!(*store.replaced().borrow(), 2);
+    let roots = store.roots().borrow().clone();
+    assert_eq!(roots.by_domain["cluster.local"].len(), 1);
+    let time = now() + 70 * MINUTE;
+    assert_eq!(verify_peer(&second.chain, time, &roots), Ok(web()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_source_that_is_away_ends_nothing_that_is_valid() {
+    let (directory, source) = own();
+    let store = start(source, TrustFiles::default(), Jumping::new().0);
+    let first = store.credential(&web()).await.unwrap();
+    let (there, away) = (
+        directory.path().join("ca.key"),
+        directory.path().join("away"),
+    );
+    fs::rename(&there, &away).unwrap();
+    pass(70 * MINUTE).await;
+    assert_eq!(store.credential(&web()).await.unwrap().serial, first.serial);
+    let listed = &store.list()[0];
+    assert_eq!(listed.serial.as_deref(), Some(&*first.serial));
+    assert!(!listed.overdue);
+    let failed = listed.failed.as_ref().unwrap();
+    assert!(failed.cause.contains("ca.key: No such file"), "{failed:?}");
+    assert!(failed.next > failed.at);
+    pass(15 * MINUTE).await;
+    assert!(store.list()[0].overdue, "a third of the lifetime is left");
+    store.credential(&web()).await.unwrap();
+    pass(40 * MINUTE).await;
+    let error = store.credential(&web()).await.unwrap_err().to_string();
+    for part in [WEB, "to 2026-01-01T02:00:00Z", "ca.key: No such file"] {
+        assert!(error.contains(part), "{error} without {part}");
+    }
+    fs::rename(&away, &there).unwrap();
+    pass(2 * MINUTE).await;
+    store.credential(&web()).await.unwrap();
+    assert_eq!(store.list()[0].failed, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_clock_that_jumps_is_noticed() {
+    let (_directory, source) = own();
+    let clock = Jumping::new();
+    let store = start(source, TrustFiles::default(), clock.0.clone());
+    let first = store.credential(&web()).await.unwrap();
+    // Past the end: nobody gets the old one.
+    clock.jump(5);
+    let second = store.credential(&web()).await.unwrap();
+    assert_ne!(first.serial, second.serial);
+    // Past half.
+    clock.jump(1);
+    pass(MINUTE).await;
+    clock.jump(1);
+    pass(MINUTE).await;
+    let third = store.credential(&web()).await.unwrap();
+    assert!(*store.replaced().borrow() >= 3 && third.serial != second.serial);
+    // Back, a day before the authority was made.
+    clock.jump(-30);
+    let error = store.credential(&web()).await.unwrap_err().to_string();
+    assert!(error.contains("valid"), "{error}");
+    // Right again.
+    clock.jump(30);
+    store.credential(&web()).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_nobody_wants_is_forgotten() {
+    let (_directory, source) = own();
+    let store = start(source, TrustFiles::default(), Jumping::new().0);
+    let weak = Arc::downgrade(&store.credential(&web()).await.unwrap());
+    store.want(&BTreeSet::new());
+    let error = store.credential(&web()).await.unwrap_err();
+    assert!(error.cause.contains("no workload"), "{error}");
+    assert!(store.list().is_empty());
+    assert!(store.roots().borrow().by_domain.is_empty());
+    pass(MINUTE).await;
+    assert!(weak.upgrade().is_none(), "the key is still in memory");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_source_that_does_not_answer_keeps_nobody_waiting() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (directory, _) = own();
+    let file = directory.path().join("ca.crt");
+    let source = Source::Istio(IstioCa {
+        address: listener.local_addr().unwrap().to_string(),
+        server_name: None,
+        roots: file.clone(),
+        token: {
+            let token = directory.path().join("token");
+            fs::write(&token, "secret").unwrap();
+            token
+        },
+        cluster: "Kubernetes".to_owned(),
+        lifetime: HOUR,
+    });
+    let store = start(source, TrustFiles::default(), Jumping::new().0);
+    let error = store.credential(&web()).await.unwrap_err();
+    assert!(error.cause.contains("no answer within 10s"), "{error}");
+    // Backed off: at most one request a minute, at least one in two.
+    let failed = |store: &Store| store.list()[0].failed.clone().unwrap();
+    let mut attempts = BTreeSet::new();
+    for _ in 0..20 * 12 {
+        advance(Duration::from_secs(5)).await;
+        sleep(Duration::from_millis(1)).await;
+        attempts.insert(failed(&store).at);
+    }
+    assert!((10..=50).contains(&attempts.len()), "{attempts:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn waiting_ends_when_nobody_wants_the_identity() {
+    let (_directory, source) = own();
+    let store = start(source, TrustFiles::default(), Jumping::new().0);
+    let identity = web();
+    let forget = async { store.want(&BTreeSet::new()) };
+    let (waits, ()) = tokio::join!(store.credential(&identity), forget);
+    assert!(waits.unwrap_err().cause.contains("no workload"));
+}
+
+/// A directory of files that another program keeps.
+struct Files {
+    directory: TempDir,
+    authority: fixture::Authority,
+}
+
+impl Files {
+    fn new() -> Self {
+        let files = Self {
+            directory: TempDir::new().unwrap(),
+            authority: fixture::Authority::new(),
+        };
+        fs::create_dir_all(files.path("shop/web")).unwrap();
+        files
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Writes the files of a certificate, but for those that are left out, and returns them.
+    fn write(&self, to: &str, leaf: &Leaf, names: &[&str]) {
+        let key = KeyPair::generate().unwrap();
+        let certificate = self.authority.sign(leaf, &key);
+        let certificate = pem::encode(&pem::Pem::new("CERTIFICATE", certificate.to_vec()));
+        for name in names {
+            let text = match *name {
+                "tls.crt" => certificate.clone(),
+                "tls.key" => key.serialize_pem(),
+                _ => self.authority.0.pem(),
+            };
+            fs::write(self.path(to).join(name), text).unwrap();
+        }
+    }
+
+    fn store(&self, trust: TrustFiles) -> Store {
+        let source = Source::Directory(self.directory.path().to_owned());
+        start(source, trust, Arc::new(now))
+    }
+}
+
+const ALL: [&str; 3] = ["tls.crt", "tls.key", "ca.crt"];
+
+/// Waits until something is so, for at most five seconds: polling alone would take ten.
+async fn until(mut is_so: impl AsyncFnMut() -> bool) {
+    timeout(Duration::from_secs(5), async {
+        while !is_so().await {
+            sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await
+    .expect("it does not become so within 5 s");
+}
+
+#[tokio::test]
+async fn files_are_taken_when_they_are_whole() {
+    let files = Files::new();
+    let store = files.store(TrustFiles::default());
+    let error = store.credential(&web()).await.unwrap_err();
+    assert!(
+        error.cause.contains("shop/web/tls.crt: No such file"),
+        "{error}"
+    );
+    files.write("shop/web", &Leaf::of(WEB), &ALL);
+    until(async || store.credential(&web()).await.is_ok()).await;
+    let first = store.credential(&web()).await.unwrap();
+    assert_eq!(*store.replaced().borrow(), 1);
+
+    // Another certificate, and not its key yet.
+    let other = Leaf {
+        serial: 8,
+        ..Leaf::of(WEB)
+    };
+    files.write("shop/web", &other, &["tls.crt"]);
+    until(async || store.list()[0].failed.is_some()).await;
+    let failed = store.list()[0].failed.clone().unwrap();
+    assert!(
+        failed.cause.contains("the key is not the certificate's"),
+        "{failed:?}"
+    );
+    assert_eq!(store.credential(&web()).await.unwrap().serial, first.serial);
+    // A file that was cut off.
+    fs::write(
+        files.path("shop/web/tls.crt"),
+        "-----BEGIN CERTIFICATE-----\nMII",
+    )
+    .unwrap();
+    until(async || store.list()[0].failed.as_ref() != Some(&failed)).await;
+    assert_eq!(store.credential(&web()).await.unwrap().serial, first.serial);
+
+    files.write("shop/web", &other, &ALL);
+    until(async || &*store.credential(&web()).await.unwrap().serial == "08").await;
+    assert_eq!(*store.replaced().borrow(), 2);
+    assert_eq!(store.list()[0].failed, None);
+}
+
+#[tokio::test]
+async fn a_mounted_secret_is_replaced_at_once() {
+    let files = Files::new();
+    for (version, serial) in [("..1", 1), ("..2", 2)] {
+        fs::create_dir(files.path("shop/web").join(version)).unwrap();
+        let leaf = Leaf {
+            serial,
+            ..Leaf::of(WEB)
+        };
+        files.write(&format!("shop/web/{version}"), &leaf, &ALL);
+    }
+    let link = files.path("shop/web/..data");
+    symlink("..1", &link).unwrap();
+    for name in ALL {
+        symlink(format!("..data/{name}"), files.path("shop/web").join(name)).unwrap();
+    }
+    let store = files.store(TrustFiles::default());
+    assert_eq!(&*store.credential(&web()).await.unwrap().serial, "01");
+    let new = files.path("shop/web/..new");
+    symlink("..2", &new).unwrap();
+    fs::rename(&new, &link).unwrap();
+    until(async || &*store.credential(&web()).await.unwrap().serial == "02").await;
+}
+
+#[tokio::test]
+async fn a_wrong_certificate_is_not_served() {
+    let leaf = || Leaf::of(WEB);
+    for (leaf, message) in [
+        (
+            Leaf {
+                to: now() - MINUTE,
+                ..leaf()
+            },
+            "source presented spiffe://cluster.local/ns/shop/sa/web: certificate expired at 2025-12-31T23:59:00Z",
+        ),
+        (
+            Leaf {
+                from: now() + MINUTE,
+                ..leaf()
+            },
+            "not valid before 2026-01-01T00:01:00Z",
+        ),
+        (
+            Leaf::of("spiffe://cluster.local/ns/shop/sa/db"),
+            "source presented spiffe://cluster.local/ns/shop/sa/db, expected spiffe://cluster.local/ns/shop/sa/web",
+        ),
+        (
+            Leaf::of("spiffe://elsewhere/ns/shop/sa/web"),
+            "source presented spiffe://elsewhere/ns/shop/sa/web, expected",
+        ),
+        (
+            Leaf {
+                uris: Vec::new(),
+                ..leaf()
+            },
+            "expected exactly one",
+        ),
+    ] {
+        let files = Files::new();
+        files.write("shop/web", &leaf, &ALL);
+        let store = files.store(TrustFiles::default());
+        let error = store.credential(&web()).await.unwrap_err().to_string();
+        assert!(error.contains(message), "{error} without {message}");
+    }
+    let files = Files::new();
+    files.write("shop/web", &leaf(), &ALL);
+    fs::write(
+        files.path("shop/web/ca.crt"),
+        fixture::Authority::new().0.pem(),
+    )
+    .unwrap();
+    let store = files.store(TrustFiles::default());
+    let error = store.credential(&web()).await.unwrap_err().to_string();
+    assert!(
+        error.contains("not signed by a root of trust domain"),
+        "{error}"
+    );
+    assert!(store.roots().borrow().by_domain["cluster.local"].is_empty());
+}
+
+#[tokio::test]
+async fn a_name_leads_nowhere_else() {
+    let files = Files::new();
+    let identity: Identity = "spiffe://cluster.local/ns/../sa/web".parse().unwrap();
+    let source = Source::Directory(files.path("shop"));
+    let store = Store::with_clock(source, TrustFiles::default(), provider(), Arc::new(now));
+    store.want(&[identity.clone()].into());
+    let error = store.credential(&identity).await.unwrap_err();
+    assert!(error.cause.contains("leading dot"), "{error}");
+}
+
+#[tokio::test]
+async fn revoked_certificates_and_roots_of_others_come_from_files() {
+    let files = Files::new();
+    files.write("shop/web", &Leaf::of(WEB), &ALL);
+    let trust = TempDir::new().unwrap();
+    let (list, theirs) = (trust.path().join("crl"), trust.path().join("theirs"));
+    let elsewhere = fixture::Authority::named("elsewhere");
+    fs::write(&theirs, elsewhere.0.pem()).unwrap();
+    let write_list = |serials: &[u64]| {
+        let list_of = files.authority.revoke(serials);
+        let text = pem::encode(&pem::Pem::new("X509 CRL", list_of.to_vec()));
+        fs::write(&list, text).unwrap();
+    };
+    fs::write(&list, "nothing").unwrap();
+    let store = files.store(TrustFiles {
+        roots: [("elsewhere".into(), vec![theirs])].into(),
+        revoked: vec![list.clone()],
+    });
+    let roots = store.roots();
+    store.credential(&web()).await.unwrap();
+    // What cannot be read is not empty: nobody is trusted.
+    until(async || store.problem().is_some()).await;
+    let problem = store.problem().unwrap();
+    assert!(
+        problem.contains("crl: no list of revoked") && problem.contains("no peer is trusted"),
+        "{problem}"
+    );
+    assert_eq!(**roots.borrow(), Roots::default());
+
+    write_list(&[1]);
+    until(async || store.problem().is_none()).await;
+    let peer = [files.authority.certify(&Leaf::of(WEB))];
+    let verify = |chain: &[CertificateDer<'_>]| verify_peer(chain, now(), &roots.borrow());
+    assert_eq!(verify(&peer), Ok(web()));
+    let other = "spiffe://elsewhere/ns/shop/sa/web";
+    assert_eq!(
+        verify(&[elsewhere.certify(&Leaf::of(other))]),
+        Ok(other.parse().unwrap())
+    );
+    write_list(&[7]);
+    let revoked = Err(PeerError::Revoked { peer: web() });
+    until(async || verify(&peer) == revoked).await;
+    // The list is damaged: what it said still counts.
+    fs::write(&list, "").unwrap();
+    until(async || store.problem().is_some()).await;
+    assert_eq!(verify(&peer), revoked);
+}
+
+#[tokio::test]
+async fn no_key_is_written_out() {
+    let files = Files::new();
+    files.write("shop/web", &Leaf::of(WEB), &ALL);
+    let store = files.store(TrustFiles::default());
+    let credential = store.credential(&web()).await.unwrap();
+    let said = format!("{credential:?} {:?}", store.list());
+    assert!(!said.contains("key"), "{said}");
+}

@@ -1,0 +1,58 @@
+//! Roots and lists of revoked certificates that an operator gives in files.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use crate::{
+    Roots, Verifier,
+    source::{certificates, revoked},
+};
+
+/// Files of roots, beside those that a source gives, and of revoked certificates.
+#[derive(Clone, Debug, Default)]
+pub struct TrustFiles {
+    /// PEM files of roots, by trust domain: of others, or of the own one.
+    pub roots: BTreeMap<Arc<str>, Vec<PathBuf>>,
+    /// PEM files of lists of revoked certificates (`X509 CRL`).
+    pub revoked: Vec<PathBuf>,
+}
+
+impl TrustFiles {
+    /// Reads all files. What cannot be read is an error, and not empty.
+    pub(crate) fn read(&self) -> Result<Roots, String> {
+        let check = |path: &Path, of_file: &Roots| match Verifier::new(of_file) {
+            Ok(_) => Ok(()),
+            Err(error) => Err(format!("{}: {error}", path.display())),
+        };
+        let mut read = Roots::default();
+        for (domain, files) in &self.roots {
+            let roots = read.by_domain.entry(domain.clone()).or_default();
+            for path in files {
+                let of_file = Roots {
+                    by_domain: [(domain.clone(), certificates(path)?)].into(),
+                    revoked: Vec::new(),
+                };
+                check(path, &of_file)?;
+                roots.extend(of_file.by_domain.into_values().flatten());
+            }
+        }
+        for path in &self.revoked {
+            let of_file = Roots {
+                by_domain: BTreeMap::new(),
+                revoked: revoked(path)?,
+            };
+            check(path, &of_file)?;
+            read.revoked.extend(of_file.revoked);
+        }
+        Ok(read)
+    }
+
+    /// The directories of the files.
+    pub(crate) fn directories(&self) -> impl Iterator<Item = &Path> {
+        let files = self.roots.values().flatten().chain(&self.revoked);
+        files.filter_map(|path| path.parent())
+    }
+}
