@@ -26,10 +26,17 @@ pub struct Watching {
 }
 
 impl Watching {
-    /// Watches directories, all that is below a directory if the mode says so. They need not exist yet.
+    /// Watches directories, all that is below a directory if the mode says so. They need not exist yet. What changes after this
+    /// function has returned is noticed.
     pub fn new(directories: Vec<(PathBuf, RecursiveMode)>) -> Self {
         let (sender, count) = watch::channel(0);
-        let task = tokio::spawn(watch(directories, sender));
+        let changed = Arc::new(Notify::new());
+        let mut watcher = Watcher {
+            directories,
+            notifier: notifier(changed.clone()),
+        };
+        watcher.watch();
+        let task = tokio::spawn(watcher.run(changed, sender));
         Self { count, task }
     }
 
@@ -45,22 +52,35 @@ impl Drop for Watching {
     }
 }
 
-async fn watch(directories: Vec<(PathBuf, RecursiveMode)>, count: watch::Sender<u64>) {
-    let changed = Arc::new(Notify::new());
-    let mut notifier = notifier(changed.clone());
-    let poll = if notifier.is_some() { POLL } else { POLL_ALONE };
-    loop {
-        // Again each time: a directory may be new, or another one of the same name.
-        for (directory, mode) in &directories {
-            if let Some(notifier) = &mut notifier {
-                // It does not exist yet.
-                _ = notifier.watch(directory, *mode);
+struct Watcher {
+    directories: Vec<(PathBuf, RecursiveMode)>,
+    notifier: Option<RecommendedWatcher>,
+}
+
+impl Watcher {
+    async fn run(mut self, changed: Arc<Notify>, count: watch::Sender<u64>) {
+        let poll = match self.notifier {
+            Some(_) => POLL,
+            None => POLL_ALONE,
+        };
+        loop {
+            if timeout(poll, changed.notified()).await.is_ok() {
+                sleep(QUIET).await;
             }
+            // Before the readers look, and each time: a directory may be new, or another one of the same name.
+            self.watch();
+            count.send_modify(|count| *count += 1);
         }
-        if timeout(poll, changed.notified()).await.is_ok() {
-            sleep(QUIET).await;
+    }
+
+    fn watch(&mut self) {
+        let Some(notifier) = &mut self.notifier else {
+            return;
+        };
+        for (directory, mode) in &self.directories {
+            // Fails if it does not exist yet.
+            _ = notifier.watch(directory, *mode);
         }
-        count.send_modify(|count| *count += 1);
     }
 }
 
