@@ -4,7 +4,6 @@
 
 #![forbid(unsafe_code)]
 
-mod authority;
 mod credential;
 #[cfg(test)]
 mod fixture;
@@ -18,12 +17,11 @@ mod watching;
 
 use std::{future::Future, sync::Arc};
 
-pub use authority::{Authority, AuthorityError};
 pub use credential::Credential;
 use model::Identity;
 pub use peer::{PeerError, RootsError, Verifier, expect, verify_peer};
 pub use roots::Roots;
-pub use source::{Issued, IstioCa, Source};
+pub use source::{Authority, AuthorityError, Issued, IstioCa, Source};
 pub use store::{Failed, Listed, Store};
 use tokio::sync::watch;
 pub use trust::TrustFiles;

@@ -4,11 +4,15 @@ use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
     sync::Arc,
+    time::SystemTime,
 };
+
+use x509_parser::{prelude::FromDer as _, revocation_list::CertificateRevocationList};
 
 use crate::{
     Roots, Verifier,
     source::{certificates, revoked},
+    validity::at,
 };
 
 /// Files of roots, beside those that a source gives, and of revoked certificates.
@@ -20,14 +24,22 @@ pub struct TrustFiles {
     pub revoked: Vec<PathBuf>,
 }
 
+/// What the files say.
+pub(crate) struct Trust {
+    pub roots: Roots,
+    /// When the next issue of a list is due, with the list's file.
+    pub next_updates: Vec<(PathBuf, SystemTime)>,
+}
+
 impl TrustFiles {
     /// Reads all files. What cannot be read is an error, and not empty.
-    pub(crate) fn read(&self) -> Result<Roots, String> {
+    pub(crate) fn read(&self) -> Result<Trust, String> {
         let check = |path: &Path, of_file: &Roots| match Verifier::new(of_file) {
             Ok(_) => Ok(()),
             Err(error) => Err(format!("{}: {error}", path.display())),
         };
         let mut read = Roots::default();
+        let mut next_updates = Vec::new();
         for (domain, files) in &self.roots {
             let roots = read.by_domain.entry(domain.clone()).or_default();
             for path in files {
@@ -45,9 +57,17 @@ impl TrustFiles {
                 revoked: revoked(path)?,
             };
             check(path, &of_file)?;
+            for list in &of_file.revoked {
+                let read = CertificateRevocationList::from_der(list).ok();
+                let next = read.and_then(|(_, list)| list.next_update());
+                next_updates.extend(next.map(|next| (path.clone(), at(next))));
+            }
             read.revoked.extend(of_file.revoked);
         }
-        Ok(read)
+        Ok(Trust {
+            roots: read,
+            next_updates,
+        })
     }
 
     /// The directories of the files.

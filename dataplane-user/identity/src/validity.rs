@@ -22,10 +22,6 @@ impl Validity {
     pub(crate) fn of(der: &CertificateDer<'_>) -> Result<Self, String> {
         let (_, certificate) = X509Certificate::from_der(der)
             .map_err(|error| format!("a certificate cannot be read: {error}"))?;
-        let at = |time: ASN1Time| {
-            let seconds = u64::try_from(time.timestamp()).unwrap_or(0);
-            UNIX_EPOCH + Duration::from_secs(seconds)
-        };
         let validity = certificate.validity();
         let mut serial = String::new();
         for byte in certificate.raw_serial() {
@@ -42,4 +38,10 @@ impl Validity {
     pub(crate) fn includes(&self, time: SystemTime) -> bool {
         (self.not_before..self.not_after).contains(&time)
     }
+}
+
+/// A time of X.509. What is before 1970 is 1970.
+pub(crate) fn at(time: ASN1Time) -> SystemTime {
+    let seconds = u64::try_from(time.timestamp()).unwrap_or(0);
+    UNIX_EPOCH + Duration::from_secs(seconds)
 }

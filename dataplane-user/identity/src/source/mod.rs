@@ -1,5 +1,6 @@
 //! Where certificates come from.
 
+mod authority;
 mod directory;
 mod grpc;
 mod issued;
@@ -12,6 +13,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+pub use authority::{Authority, AuthorityError};
 pub use issued::Issued;
 pub use istio::IstioCa;
 use model::Identity;
@@ -22,8 +24,6 @@ use rustls::{
     pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer},
 };
 use zeroize::Zeroizing;
-
-use crate::Authority;
 
 /// Where the certificates of this node's workloads come from.
 #[derive(Clone, Debug)]

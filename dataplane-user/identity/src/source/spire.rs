@@ -12,8 +12,8 @@ use x509_parser::{certificate::X509Certificate, prelude::FromDer as _};
 use zeroize::Zeroizing;
 
 use super::{
-    Issued,
     grpc::{self, Answer, CallError},
+    issued::Issued,
 };
 
 const CERTIFICATES: &str =
@@ -21,7 +21,11 @@ const CERTIFICATES: &str =
 const ROOTS: &str =
     "/spire.api.agent.delegatedidentity.v1.DelegatedIdentity/SubscribeToX509Bundles";
 /// Time in which SPIRE's agent says what it has: the first message may come before the certificate.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = if cfg!(test) {
+    Duration::from_millis(300)
+} else {
+    Duration::from_secs(5)
+};
 /// What an operator does about a refusal.
 const HINT: &str = "; the SPIRE agent must have this agent's SPIFFE ID in authorized_delegates, and an entry for it";
 
@@ -279,7 +283,7 @@ mod tests {
         Credential::verify(&web, issued, now(), &provider).unwrap();
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn a_missing_entry_is_said() {
         let directory = TempDir::new().unwrap();
         let socket = start(&directory, &["/ns/shop/sa/other"]);

@@ -16,12 +16,20 @@ use super::{Failure, Inner, State};
 use crate::{Credential, Source, peer::Shown};
 
 /// Maximum time of one attempt.
-pub(super) const TIMEOUT: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = if cfg!(test) {
+    Duration::from_millis(500)
+} else {
+    Duration::from_secs(10)
+};
 /// Wait after a first failure; it doubles with each.
 const BACKOFF: Duration = Duration::from_secs(1);
 const BACKOFF_MAX: Duration = Duration::from_mins(1);
 /// Interval of comparing the clock, which may have jumped.
-const CLOCK: Duration = Duration::from_secs(15);
+const CLOCK: Duration = if cfg!(test) {
+    Duration::from_millis(10)
+} else {
+    Duration::from_secs(15)
+};
 /// Minimum time between two certificates.
 const RENEW_MIN: Duration = Duration::from_secs(1);
 /// Part of the lifetime after which a certificate is renewed. All nodes that start together do not renew together.
@@ -55,11 +63,8 @@ impl Inner {
                         at: now,
                         next: now + backoff(failures),
                     };
-                    let (cause, next) = (&failed.cause, failed.next);
-                    tracing::warn!(
-                        "no certificate of {identity}: {cause}; next try {}",
-                        Shown(next)
-                    );
+                    report(&identity, &failed, state.borrow().failed.as_ref());
+                    let next = failed.next;
                     state.send_modify(|state| state.failed = Some(failed));
                     next
                 }
@@ -134,6 +139,16 @@ impl Inner {
     }
 }
 
+/// Logs a failure. One that repeats is no news: `dataplane certs` shows it.
+fn report(identity: &Identity, failed: &Failure, before: Option<&Failure>) {
+    let (cause, next) = (&failed.cause, Shown(failed.next));
+    if before.is_some_and(|before| before.cause == *cause) {
+        tracing::debug!("still no certificate of {identity}: {cause}; next try {next}");
+    } else {
+        tracing::warn!("no certificate of {identity}: {cause}; next try {next}");
+    }
+}
+
 /// How long after now a certificate is renewed. What is already past is no part of its lifetime.
 fn renewal(credential: &Credential, now: SystemTime) -> Duration {
     let left = credential.not_after.duration_since(now).unwrap_or_default();
@@ -143,4 +158,31 @@ fn renewal(credential: &Credential, now: SystemTime) -> Duration {
 fn backoff(failures: u32) -> Duration {
     let full = BACKOFF.saturating_mul(1 << (failures - 1).min(10));
     full.min(BACKOFF_MAX).mul_f64(rand::random_range(0.5..1.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn attempts_become_rarer_and_never_end() {
+        for (failures, longest) in [
+            (1, 1),
+            (2, 2),
+            (3, 4),
+            (6, 32),
+            (7, 60),
+            (8, 60),
+            (u32::MAX, 60),
+        ] {
+            let longest = Duration::from_secs(longest);
+            for _ in 0..100 {
+                let wait = backoff(failures);
+                assert!(
+                    (longest / 2..=longest).contains(&wait),
+                    "{failures}: {wait:?}"
+                );
+            }
+        }
+    }
 }

@@ -63,9 +63,20 @@ impl Store {
         listed.collect()
     }
 
-    /// Returns why the files of roots or revoked certificates cannot be read, and what that means.
-    pub fn problem(&self) -> Option<String> {
-        self.inner.kept().problem.as_deref().map(str::to_owned)
+    /// Returns what is wrong with the files of roots and revoked certificates, and what that means.
+    pub fn problems(&self) -> Vec<String> {
+        let now = (self.inner.clock)();
+        let kept = self.inner.kept();
+        let next_updates = kept.trust.iter().flat_map(|trust| &trust.next_updates);
+        let overdue = next_updates.filter(|(_, next)| *next < now).map(|(path, next)| {
+            format!(
+                "{}: a newer list of revoked certificates was due at {}: certificates revoked since then are accepted",
+                path.display(),
+                Shown(*next)
+            )
+        });
+        let unreadable = kept.problem.iter().map(ToString::to_string);
+        unreadable.chain(overdue).collect()
     }
 }
 

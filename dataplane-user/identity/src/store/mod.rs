@@ -21,7 +21,7 @@ use tokio::{
 };
 
 use crate::{
-    Credential, Identities, IdentityError, Roots, Source, TrustFiles, peer::Shown,
+    Credential, Identities, IdentityError, Roots, Source, TrustFiles, peer::Shown, trust::Trust,
     watching::Watching,
 };
 
@@ -61,7 +61,7 @@ struct Inner {
 struct Kept {
     slots: BTreeMap<Identity, Slot>,
     /// What the files of roots say; nothing until they could be read, and then nobody is trusted.
-    trust: Option<Roots>,
+    trust: Option<Trust>,
     /// Why the files cannot be read.
     problem: Option<Arc<str>>,
 }
@@ -227,9 +227,10 @@ impl Inner {
 
     /// Publishes the roots, if they have changed: those of the files, and those that came with certificates.
     fn publish(&self, kept: &Kept) {
-        let Some(mut roots) = kept.trust.clone() else {
+        let Some(trust) = &kept.trust else {
             return;
         };
+        let mut roots = trust.roots.clone();
         for (identity, slot) in &kept.slots {
             let domain = roots.by_domain.entry(identity.trust_domain().into());
             let of_domain = domain.or_default();
@@ -263,11 +264,11 @@ impl Inner {
         }
     }
 
-    fn took(&self, read: Result<Roots, String>) {
+    fn took(&self, read: Result<Trust, String>) {
         let mut kept = self.kept();
         match read {
-            Ok(roots) => {
-                kept.trust = Some(roots);
+            Ok(trust) => {
+                kept.trust = Some(trust);
                 kept.problem = None;
                 self.publish(&kept);
             }

@@ -14,9 +14,12 @@ use tokio_rustls::TlsConnector;
 use zeroize::Zeroizing;
 
 use super::{
-    Issued, blocking, certificates,
+    blocking,
     grpc::{self, Answer},
-    private, request,
+    issued::Issued,
+    private,
+    read::certificates,
+    request,
 };
 
 const METHOD: &str = "/istio.v1.auth.IstioCertificateService/CreateCertificate";

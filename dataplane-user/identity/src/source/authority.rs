@@ -19,10 +19,8 @@ use rustls::pki_types::CertificateDer;
 use webpki::EndEntityCert;
 use zeroize::Zeroizing;
 
-use crate::{
-    source::{Issued, certificates, private, request},
-    validity::Validity,
-};
+use super::{issued::Issued, private, read::certificates, request};
+use crate::validity::Validity;
 
 /// How long the root of a new authority is valid: ten years.
 const ROOT_LIFETIME: Duration = Duration::from_hours(10 * 365 * 24);
