@@ -15,10 +15,10 @@ use crate::{
     validity::at,
 };
 
-/// Files of roots, beside those that a source gives, and of revoked certificates.
+/// Files of roots and of revoked certificates.
 #[derive(Clone, Debug, Default)]
 pub struct TrustFiles {
-    /// PEM files of roots, by trust domain: of others, or of the own one.
+    /// PEM files of roots, by trust domain. They replace the roots that the source gives for that trust domain.
     pub roots: BTreeMap<Arc<str>, Vec<PathBuf>>,
     /// PEM files of lists of revoked certificates (`X509 CRL`).
     pub revoked: Vec<PathBuf>,

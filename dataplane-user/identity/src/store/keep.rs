@@ -97,7 +97,13 @@ impl Inner {
         credential: Credential,
         roots: Vec<CertificateDer<'static>>,
     ) {
+        // The roots first: whoever gets the certificate may meet a peer with one of the same root at once.
         let kept = self.kept();
+        state.send_if_modified(|state| {
+            state.roots = roots;
+            false
+        });
+        self.publish(&kept);
         let mut is_new = false;
         state.send_modify(|state| {
             state.failed = None;
@@ -110,10 +116,7 @@ impl Inner {
                 );
                 state.credential = Some(Arc::new(credential));
             }
-            state.roots = roots;
         });
-        // The roots first: a peer that gets the new certificate may come back with one of the same root.
-        self.publish(&kept);
         if is_new {
             self.replaced.send_modify(|count| *count += 1);
         }

@@ -225,15 +225,19 @@ impl Inner {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Publishes the roots, if they have changed: those of the files, and those that came with certificates.
+    /// Publishes the roots, if they have changed: those of the files, and for other trust domains those that came with
+    /// certificates.
     fn publish(&self, kept: &Kept) {
         let Some(trust) = &kept.trust else {
             return;
         };
         let mut roots = trust.roots.clone();
         for (identity, slot) in &kept.slots {
-            let domain = roots.by_domain.entry(identity.trust_domain().into());
-            let of_domain = domain.or_default();
+            let domain = identity.trust_domain();
+            if trust.roots.by_domain.contains_key(domain) {
+                continue;
+            }
+            let of_domain = roots.by_domain.entry(domain.into()).or_default();
             for root in &slot.state.borrow().roots {
                 if !of_domain.contains(root) {
                     of_domain.push(root.clone());

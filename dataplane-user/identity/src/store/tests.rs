@@ -432,6 +432,23 @@ async fn revoked_certificates_and_roots_of_others_come_from_files() {
 }
 
 #[tokio::test]
+async fn the_operators_roots_replace_those_of_the_source() {
+    let files = Files::new();
+    files.write("shop/web", &Leaf::of(WEB), &ALL);
+    let (directory, operators) = (TempDir::new().unwrap(), fixture::Authority::new());
+    let file = directory.path().join("roots");
+    fs::write(&file, operators.0.pem()).unwrap();
+    let store = files.store(TrustFiles {
+        roots: [("cluster.local".into(), vec![file])].into(),
+        revoked: Vec::new(),
+    });
+    store.credential(&web()).await.unwrap();
+    let roots = store.roots();
+    until(async || !roots.borrow().by_domain.is_empty()).await;
+    assert_eq!(roots.borrow().by_domain["cluster.local"], [operators.der()]);
+}
+
+#[tokio::test]
 async fn no_key_is_written_out() {
     let files = Files::new();
     files.write("shop/web", &Leaf::of(WEB), &ALL);
