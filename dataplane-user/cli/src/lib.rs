@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod ca;
 mod cleanup;
 mod cni;
 mod completions;
@@ -77,6 +78,7 @@ enum Command {
     KeepNat(keep_nat::KeepNatArgs),
     Cleanup(cleanup::CleanupArgs),
     Cni(cni::CniArgs),
+    Ca(ca::CaArgs),
     Completions(completions::CompletionsArgs),
     #[command(hide = true)]
     Opener(opener::OpenerArgs),
@@ -105,6 +107,7 @@ impl Cli {
             Command::KeepNat(args) => args.run(),
             Command::Cleanup(args) => args.run(),
             Command::Cni(args) => args.run(),
+            Command::Ca(args) => args.run(),
             Command::Completions(args) => args.run(),
             Command::Opener(args) => args.run(),
         }

@@ -97,7 +97,8 @@ impl Command {
             }
             Self::Doctor(args) => args.paths.fill_from(file),
             Self::Guard(args) => args.fill_from(file),
-            Self::Cni(_)
+            Self::Ca(_)
+            | Self::Cni(_)
             | Self::Config(_)
             | Self::KeepNat(_)
             | Self::Completions(_)

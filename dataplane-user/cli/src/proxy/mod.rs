@@ -166,7 +166,8 @@ struct ListenArgs {
     admin_socket: Option<PathBuf>,
 }
 
-fn duration(text: &str) -> Result<Duration, String> {
+/// Parses a duration with its unit.
+pub(super) fn duration(text: &str) -> Result<Duration, String> {
     let parsed: SignedDuration = text.parse().map_err(|_| {
         "not a duration; expected a number with its unit: 500ms, 5s, 2m, 1h".to_owned()
     })?;

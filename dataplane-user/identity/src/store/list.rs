@@ -1,0 +1,91 @@
+//! What `dataplane certs` shows.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Failure, State, Store};
+use crate::peer::Shown;
+
+/// A wanted identity and its certificate. Times are in UTC, as RFC 3339 writes them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Listed {
+    /// The identity.
+    pub identity: String,
+    /// The certificate's serial number, as hexadecimal digits. Missing if there is no certificate.
+    pub serial: Option<String>,
+    /// From when on it is valid.
+    pub from: Option<String>,
+    /// Until when it is valid.
+    pub to: Option<String>,
+    /// Whether less than a third of its lifetime is left, or none: it should have been renewed.
+    pub overdue: bool,
+    /// Where it comes from.
+    pub source: String,
+    /// The last attempt to get a certificate, if it failed.
+    pub failed: Option<Failed>,
+}
+
+/// A failed attempt to get a certificate.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failed {
+    /// What failed, and what to do.
+    pub cause: String,
+    /// When it failed.
+    pub at: String,
+    /// When the next attempt is.
+    pub next: String,
+}
+
+impl Store {
+    /// Lists the identities that are wanted, sorted, with their certificates.
+    pub fn list(&self) -> Vec<Listed> {
+        let now = (self.inner.clock)();
+        let kept = self.inner.kept();
+        let listed = kept.slots.iter().map(|(identity, slot)| {
+            let State {
+                credential, failed, ..
+            } = &*slot.state.borrow();
+            let credential = credential.as_deref();
+            let overdue = credential.is_none_or(|credential| {
+                let (from, to) = (credential.not_before, credential.not_after);
+                let lifetime = to.duration_since(from).unwrap_or_default();
+                !credential.is_valid(now) || now + lifetime / 3 > to
+            });
+            Listed {
+                identity: identity.to_string(),
+                serial: credential.map(|credential| credential.serial.to_string()),
+                from: credential.map(|credential| Shown(credential.not_before).to_string()),
+                to: credential.map(|credential| Shown(credential.not_after).to_string()),
+                overdue,
+                source: self.inner.source.name(),
+                failed: failed.as_ref().map(Failed::from),
+            }
+        });
+        listed.collect()
+    }
+
+    /// Returns what is wrong with the files of roots and revoked certificates, and what that means.
+    pub fn problems(&self) -> Vec<String> {
+        let now = (self.inner.clock)();
+        let kept = self.inner.kept();
+        let next_updates = kept.trust.iter().flat_map(|trust| &trust.next_updates);
+        let overdue = next_updates.filter(|(_, next)| *next < now).map(|(path, next)| {
+            format!(
+                "{}: a newer list of revoked certificates was due at {}: certificates revoked since then are accepted",
+                path.display(),
+                Shown(*next)
+            )
+        });
+        let unreadable = kept.problem.iter().map(ToString::to_string);
+        unreadable.chain(overdue).collect()
+    }
+}
+
+impl From<&Failure> for Failed {
+    fn from(failure: &Failure) -> Self {
+        Self {
+            cause: failure.cause.to_string(),
+            at: Shown(failure.at).to_string(),
+            next: Shown(failure.next).to_string(),
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! Keeps the certificates of this node's workloads: gets them, renews them, and serves them from memory.
+
+mod keep;
+mod list;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::SystemTime,
+};
+
+pub use list::{Failed, Listed};
+use model::Identity;
+use notify::RecursiveMode;
+use rustls::{crypto::CryptoProvider, pki_types::CertificateDer};
+use tokio::{
+    runtime::Handle,
+    sync::{Notify, Semaphore, watch},
+    task::JoinHandle,
+};
+
+use crate::{
+    Credential, Identities, IdentityError, Roots, Source, TrustFiles, peer::Shown, trust::Trust,
+    watching::Watching,
+};
+
+/// The number of requests that a source gets at the same time.
+const REQUESTS_MAX: usize = 8;
+
+type Clock = Arc<dyn Fn() -> SystemTime + Send + Sync>;
+
+/// Certificates of the identities that are wanted, and the roots that peers are verified against.
+///
+/// It keeps one key and one certificate for each identity, as long as the identity is [wanted](Self::want). It renews a
+/// certificate at half of its lifetime, and tries again ever more slowly if the source refuses. Until then the certificate
+/// that is there is served, as long as it is valid: after that, none is.
+pub struct Store {
+    inner: Arc<Inner>,
+    runtime: Handle,
+    /// Reads the files of roots and revoked certificates.
+    follower: JoinHandle<()>,
+    _watching: Watching,
+}
+
+struct Inner {
+    source: Source,
+    trust: TrustFiles,
+    provider: Arc<CryptoProvider>,
+    clock: Clock,
+    permits: Semaphore,
+    kept: Mutex<Kept>,
+    roots: watch::Sender<Arc<Roots>>,
+    /// The number of certificates that were replaced.
+    replaced: watch::Sender<u64>,
+    /// The number of times at which files may have changed.
+    files: watch::Receiver<u64>,
+}
+
+#[derive(Default)]
+struct Kept {
+    slots: BTreeMap<Identity, Slot>,
+    /// What the files of roots say; nothing until they could be read, and then nobody is trusted.
+    trust: Option<Trust>,
+    /// Why the files cannot be read.
+    problem: Option<Arc<str>>,
+}
+
+/// An identity that is wanted.
+struct Slot {
+    state: watch::Sender<State>,
+    /// Asks the task to look at once: the clock has jumped.
+    hurry: Arc<Notify>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+#[derive(Clone, Default)]
+struct State {
+    credential: Option<Arc<Credential>>,
+    /// The roots that came with it.
+    roots: Vec<CertificateDer<'static>>,
+    /// The last attempt, if it failed.
+    failed: Option<Failure>,
+}
+
+#[derive(Clone)]
+struct Failure {
+    cause: Arc<str>,
+    at: SystemTime,
+    next: SystemTime,
+}
+
+impl Store {
+    /// Starts to watch files. The store has no identities yet, and no roots until the files of roots have been read.
+    ///
+    /// # Panics
+    /// Outside of a runtime of tokio with timers.
+    pub fn start(source: Source, trust: TrustFiles, provider: Arc<CryptoProvider>) -> Self {
+        Self::with_clock(source, trust, provider, Arc::new(SystemTime::now))
+    }
+
+    fn with_clock(
+        source: Source,
+        trust: TrustFiles,
+        provider: Arc<CryptoProvider>,
+        clock: Clock,
+    ) -> Self {
+        let once = |path: &Path| (path.to_owned(), RecursiveMode::NonRecursive);
+        let mut directories: Vec<_> = trust.directories().map(once).collect();
+        if let Source::Directory(path) = &source {
+            directories.push((path.clone(), RecursiveMode::Recursive));
+        }
+        let watching = Watching::new(directories);
+        let inner = Arc::new(Inner {
+            source,
+            trust,
+            provider,
+            clock,
+            permits: Semaphore::new(REQUESTS_MAX),
+            kept: Mutex::default(),
+            roots: watch::Sender::default(),
+            replaced: watch::Sender::default(),
+            files: watching.count(),
+        });
+        Self {
+            follower: tokio::spawn(inner.clone().follow_trust()),
+            inner,
+            runtime: Handle::current(),
+            _watching: watching,
+        }
+    }
+
+    /// Says which identities have a workload on this node. The store gets certificates of those that are new, and forgets the
+    /// certificates and keys of all others.
+    pub fn want(&self, identities: &BTreeSet<Identity>) {
+        let mut kept = self.inner.kept();
+        kept.slots
+            .retain(|identity, _| identities.contains(identity));
+        for identity in identities {
+            if !kept.slots.contains_key(identity) {
+                let slot = self.slot(identity);
+                kept.slots.insert(identity.clone(), slot);
+            }
+        }
+        self.inner.publish(&kept);
+    }
+
+    fn slot(&self, identity: &Identity) -> Slot {
+        let (state, hurry) = (watch::Sender::default(), Arc::<Notify>::default());
+        let keep = self
+            .inner
+            .clone()
+            .keep(identity.clone(), state.clone(), hurry.clone());
+        let task = self.runtime.spawn(keep);
+        Slot { state, hurry, task }
+    }
+
+    /// Counts the certificates that were replaced; the receiver is notified of each.
+    pub fn replaced(&self) -> watch::Receiver<u64> {
+        self.inner.replaced.subscribe()
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        self.follower.abort();
+        self.inner.kept().slots.clear();
+    }
+}
+
+impl Identities for Store {
+    async fn credential(&self, identity: &Identity) -> Result<Arc<Credential>, IdentityError> {
+        let error = |cause: Arc<str>| IdentityError {
+            identity: identity.clone(),
+            cause,
+        };
+        let unwanted = || error("no workload of this node has the identity".into());
+        let (mut state, hurry) = {
+            let kept = self.inner.kept();
+            let slot = kept.slots.get(identity).ok_or_else(unwanted)?;
+            (slot.state.subscribe(), slot.hurry.clone())
+        };
+        loop {
+            {
+                let state = state.borrow_and_update();
+                let now = (self.inner.clock)();
+                match (&state.credential, &state.failed) {
+                    (Some(credential), _) if credential.is_valid(now) => {
+                        return Ok(credential.clone());
+                    }
+                    (Some(credential), Some(failed)) => {
+                        let (from, to) = (credential.not_before, credential.not_after);
+                        return Err(error(
+                            format!(
+                                "the certificate is valid from {} to {}, and there is no other: {}",
+                                Shown(from),
+                                Shown(to),
+                                failed.cause
+                            )
+                            .into(),
+                        ));
+                    }
+                    (None, Some(failed)) => return Err(error(failed.cause.clone())),
+                    (Some(_), None) => hurry.notify_one(),
+                    (None, None) => {}
+                }
+            }
+            state.changed().await.map_err(|_| unwanted())?;
+        }
+    }
+
+    fn roots(&self) -> watch::Receiver<Arc<Roots>> {
+        self.inner.roots.subscribe()
+    }
+}
+
+impl Inner {
+    fn kept(&self) -> MutexGuard<'_, Kept> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Publishes the roots, if they have changed: those of the files, and for other trust domains those that came with
+    /// certificates.
+    fn publish(&self, kept: &Kept) {
+        let Some(trust) = &kept.trust else {
+            return;
+        };
+        let mut roots = trust.roots.clone();
+        for (identity, slot) in &kept.slots {
+            let domain = identity.trust_domain();
+            if trust.roots.by_domain.contains_key(domain) {
+                continue;
+            }
+            let of_domain = roots.by_domain.entry(domain.into()).or_default();
+            for root in &slot.state.borrow().roots {
+                if !of_domain.contains(root) {
+                    of_domain.push(root.clone());
+                }
+            }
+        }
+        self.roots.send_if_modified(|published| {
+            let is_new = **published != roots;
+            if is_new {
+                *published = Arc::new(roots);
+            }
+            is_new
+        });
+    }
+
+    /// Reads the files of roots and revoked certificates, now and whenever they change. While they cannot be read, what they
+    /// said before still counts.
+    async fn follow_trust(self: Arc<Self>) {
+        let mut files = self.files.clone();
+        loop {
+            files.mark_unchanged();
+            let this = self.clone();
+            let read = tokio::task::spawn_blocking(move || this.trust.read()).await;
+            self.took(read.unwrap_or_else(|error| Err(error.to_string())));
+            if files.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn took(&self, read: Result<Trust, String>) {
+        let mut kept = self.kept();
+        match read {
+            Ok(trust) => {
+                kept.trust = Some(trust);
+                kept.problem = None;
+                self.publish(&kept);
+            }
+            Err(problem) => {
+                let effect = match kept.trust {
+                    Some(_) => "the roots and revoked certificates stay as they were",
+                    None => "no peer is trusted until it can be read",
+                };
+                let problem: Arc<str> = format!("{problem}: {effect}").into();
+                if kept.problem.as_ref() != Some(&problem) {
+                    tracing::error!("{problem}");
+                }
+                kept.problem = Some(problem);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
