@@ -5,12 +5,17 @@
 #![forbid(unsafe_code)]
 
 mod credential;
+#[cfg(test)]
+mod fixture;
+mod peer;
 mod roots;
+mod validity;
 
 use std::{future::Future, sync::Arc};
 
 pub use credential::Credential;
 use model::Identity;
+pub use peer::{PeerError, RootsError, Verifier, expect, verify_peer};
 pub use roots::Roots;
 use tokio::sync::watch;
 
