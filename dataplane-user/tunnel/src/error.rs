@@ -144,8 +144,10 @@ impl Error {
                 cause: PeerError::Revoked { .. },
                 ..
             } => "CERT_REVOKED",
-            Self::Peer { .. } | Self::Alert { .. } | Self::Tls { .. } => "TLS_FAILURE",
-            Self::Timeout {
+            Self::Peer { .. }
+            | Self::Alert { .. }
+            | Self::Tls { .. }
+            | Self::Timeout {
                 phase: Phase::Handshake,
                 ..
             } => "TLS_FAILURE",

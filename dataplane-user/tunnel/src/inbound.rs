@@ -304,7 +304,7 @@ async fn serve<I: Identities + 'static, A: Inbound>(
                 let _ = timeout(PAUSE, poll_fn(|cx| connection.poll_closed(cx))).await;
                 return Err(Error::Flood { to: client, what });
             }
-            order = orders.changed(), if !is_told => {
+            order = orders.changed() => {
                 if order.is_err() {
                     return Ok(());
                 }
@@ -372,19 +372,16 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
                 return;
             }
         };
-        let ended = match respond.send_response(answer(StatusCode::OK), false) {
-            Ok(send) => {
-                let held = Arc::clone(&self.served.core.held);
-                // For the peer, whose answer waits in the library.
-                drop(respond);
-                let stream = Stream::new(send, recv, held, self.lease);
-                stream.copy(accepted.socket, &accepted.flow).await
-            }
-            Err(_) => {
-                self.note_given_up();
-                socket::reset_on_close(&accepted.socket);
-                Ended::StreamReset
-            }
+        let sent = respond.send_response(answer(StatusCode::OK), false);
+        drop(respond);
+        let ended = if let Ok(send) = sent {
+            let held = Arc::clone(&self.served.core.held);
+            let stream = Stream::new(send, recv, held, self.lease);
+            stream.copy(accepted.socket, &accepted.flow).await
+        } else {
+            self.note_given_up();
+            socket::reset_on_close(&accepted.socket);
+            Ended::StreamReset
         };
         (accepted.done)(ended);
     }

@@ -5,12 +5,13 @@ use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
     pin::Pin,
     sync::Arc,
+    time::SystemTime,
 };
 
 use bytes::Bytes;
 use h2::client::{self, SendRequest};
 use http::{HeaderValue, Method, StatusCode, Uri, Version};
-use identity::Identities;
+use identity::{Identities, IdentityError};
 use relay::Direction;
 use rustls::pki_types::ServerName;
 use tokio::{
@@ -234,6 +235,12 @@ impl<I: Identities + 'static> Outbound<I> {
     ) -> Result<(Pooled, Connection, Entry), Error> {
         let to = key.to;
         let own = self.core.identities.credential(&key.source).await?;
+        if own.not_after <= SystemTime::now() {
+            return Err(Error::Identity(IdentityError {
+                identity: key.source.clone(),
+                cause: "it has expired, and its source has not renewed it".into(),
+            }));
+        }
         let verifier = self.core.trust.verifier().map_err(Error::Roots)?;
         report.send_replace(Progress::Waiting(Phase::Connecting));
         let socket = dial(to).await.map_err(|cause| Error::Connect {

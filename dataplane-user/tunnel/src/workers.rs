@@ -17,7 +17,7 @@ use tokio::{
 
 /// The threads. Dropping them ends what they do.
 pub struct Workers {
-    workers: Arc<[Worker]>,
+    all: Arc<[Worker]>,
     threads: Vec<JoinHandle<Option<()>>>,
     /// Dropped to stop the threads.
     stop: Option<watch::Sender<()>>,
@@ -87,7 +87,7 @@ impl Workers {
             )?);
         }
         Ok(Self {
-            workers: workers.into(),
+            all: workers.into(),
             threads,
             stop: Some(stop),
         })
@@ -95,7 +95,7 @@ impl Workers {
 
     /// The threads.
     pub fn all(&self) -> &Arc<[Worker]> {
-        &self.workers
+        &self.all
     }
 }
 
