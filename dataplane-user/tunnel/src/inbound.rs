@@ -1,0 +1,397 @@
+//! The side that accepts: serves the tunnels of peers, and leads their streams to applications.
+
+use std::{
+    future::poll_fn,
+    io,
+    net::{SocketAddr, TcpListener},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use bytes::Bytes;
+use h2::{
+    Reason, RecvStream,
+    server::{self, SendResponse},
+};
+use http::{HeaderMap, Method, Response, StatusCode, uri::Authority};
+use identity::Identities;
+use model::Identity;
+use relay::{Direction, socket};
+use tokio::{
+    net::TcpStream,
+    sync::{Semaphore, watch},
+    time::{Duration, MissedTickBehavior, interval, sleep, timeout},
+};
+use tokio_rustls::TlsAcceptor;
+
+use super::{
+    Core, FRAME, HEADERS, LARGE, SMALL_FRAMES, STREAMS, TUNNEL_WINDOW, WINDOW,
+    copy::{Ended, Flow, Stream},
+    error::{Error, Phase},
+    guard::{Bucket, Guard, Seen},
+    outbound::{other, tls_failed},
+    tls::{self, Check, H2},
+    tunnel::{Entry, Lease, Pulse},
+    workers::{Worker, least},
+};
+
+/// Streams that a peer may give up before they are answered, at once and in each second: each has cost a connection to
+/// the application (rapid reset).
+const GIVEN_UP: (u32, u32) = (1000, 200);
+/// How long accepting pauses if there are no resources.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A stream that a peer asks for.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Who the peer is.
+    pub peer: Identity,
+    /// The address that the tunnel comes from: the client's.
+    pub client: SocketAddr,
+    /// The address that the tunnel came to.
+    pub local: SocketAddr,
+    /// Where the stream leads.
+    pub authority: Authority,
+    /// `forwarded`, `baggage`, `traceparent` and others, as the peer sent them.
+    pub headers: HeaderMap,
+}
+
+impl Request {
+    /// Where the stream leads, if the authority is an address and a port.
+    pub fn destination(&self) -> Option<SocketAddr> {
+        self.authority.as_str().parse().ok()
+    }
+}
+
+/// Why a stream is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// The destination is not this workload, or the request is wrong: 400.
+    BadRequest,
+    /// A policy denies it: 401.
+    Denied,
+    /// The application does not accept the connection: 503.
+    Unavailable,
+}
+
+impl Refusal {
+    fn status(self) -> StatusCode {
+        match self {
+            Self::BadRequest => StatusCode::BAD_REQUEST,
+            Self::Denied => StatusCode::UNAUTHORIZED,
+            Self::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+}
+
+/// A connection that the application has accepted.
+pub struct Accepted {
+    /// The connection.
+    pub socket: TcpStream,
+    /// What it carries: first what the application has sent, then what it was sent.
+    pub flow: Arc<Flow>,
+    /// Called at its end.
+    pub done: Box<dyn FnOnce(Ended) + Send>,
+}
+
+/// Decides where the streams of peers go.
+pub trait Inbound: Send + Sync + 'static {
+    /// Connects to the application. The peer is answered only then. Dropped if the peer gives the stream up.
+    ///
+    /// # Errors
+    /// Why the peer is refused.
+    fn connect(&self, request: Request) -> impl Future<Output = Result<Accepted, Refusal>> + Send;
+
+    /// A tunnel could not be made, or was cut.
+    fn failed(&self, client: SocketAddr, error: &Error);
+}
+
+/// What all tunnels of a listening socket are told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    Serve,
+    Drain,
+}
+
+/// A listening socket that is served. Dropping it closes the socket and ends its tunnels.
+pub struct Listening {
+    order: watch::Sender<Order>,
+}
+
+impl Listening {
+    /// Closes the socket, tells the peers to begin no streams (GOAWAY), and waits until those that there are have ended. At
+    /// the deadline, they are reset.
+    pub async fn drain(self, deadline: Duration) {
+        self.order.send_replace(Order::Drain);
+        // Until each tunnel has dropped its end.
+        let _ = timeout(deadline, self.order.closed()).await;
+    }
+
+    /// Starts to drain, and returns at once.
+    pub fn begin_drain(&self) {
+        self.order.send_replace(Order::Drain);
+    }
+}
+
+/// What the tunnels of a listening socket share.
+struct Served<I, A> {
+    core: Arc<Core<I>>,
+    own: Identity,
+    inbound: Arc<A>,
+}
+
+pub(super) fn listen<I: Identities + 'static>(
+    core: &Arc<Core<I>>,
+    workers: &Arc<[Worker]>,
+    listener: TcpListener,
+    own: Identity,
+    inbound: Arc<impl Inbound>,
+) -> io::Result<Listening> {
+    socket::prepare(&listener)?;
+    let (order, orders) = watch::channel(Order::Serve);
+    let served = Arc::new(Served {
+        core: Arc::clone(core),
+        own,
+        inbound,
+    });
+    let all = Arc::clone(workers);
+    least(workers).spawn(async move {
+        // The thread's runtime must register it.
+        if let Ok(listener) = tokio::net::TcpListener::from_std(listener) {
+            accept(&served, &all, &listener, orders).await;
+        }
+    });
+    Ok(Listening { order })
+}
+
+async fn accept<I: Identities + 'static, A: Inbound>(
+    served: &Arc<Served<I, A>>,
+    workers: &Arc<[Worker]>,
+    listener: &tokio::net::TcpListener,
+    mut orders: watch::Receiver<Order>,
+) {
+    let places = Arc::new(Semaphore::new(served.core.settings.tunnels));
+    loop {
+        let accepted = async {
+            let place = Arc::clone(&places).acquire_owned().await;
+            (listener.accept().await, place)
+        };
+        let (accepted, place) = tokio::select! {
+            _ = orders.changed() => return,
+            accepted = accepted => accepted,
+        };
+        let Ok((socket, client)) = accepted.and_then(|(socket, client)| {
+            // Another thread's runtime may serve it.
+            Ok((socket.into_std()?, socket::plain(client)))
+        }) else {
+            sleep(PAUSE).await;
+            continue;
+        };
+        let (served, orders, worker) = (Arc::clone(served), orders.clone(), least(workers));
+        let spawner = worker.clone();
+        worker.spawn(async move {
+            let _place = place;
+            if let Err(error) = serve(&served, &spawner, socket, client, orders).await {
+                served.inbound.failed(client, &error);
+            }
+        });
+    }
+}
+
+type Tls = tokio_rustls::server::TlsStream<TcpStream>;
+type Connection = server::Connection<Guard<Tls>, Bytes>;
+
+async fn handshake<I: Identities + 'static, A: Inbound>(
+    served: &Served<I, A>,
+    socket: TcpStream,
+    client: SocketAddr,
+) -> Result<(Connection, Entry), Error> {
+    let core = &served.core;
+    let own = core.identities.credential(&served.own).await?;
+    let verifier = core.trust.verifier().map_err(Error::Roots)?;
+    let check = Check::new(verifier, None);
+    let failed = |cause: io::Error| tls_failed(client, &check, cause);
+    let config = tls::server(&own, Arc::clone(&check)).map_err(|error| failed(other(error)))?;
+    let stream = TlsAcceptor::from(config)
+        .accept(socket)
+        .await
+        .map_err(failed)?;
+    let Some(Ok(proof)) = check.result().cloned() else {
+        return Err(failed(io::Error::other(
+            "the peer presented no certificate",
+        )));
+    };
+    if stream.get_ref().1.alpn_protocol() != Some(H2) {
+        return Err(Error::NotH2 {
+            to: client,
+            cause: "it does not offer `h2` in TLS".into(),
+        });
+    }
+    let seen = Arc::new(Seen::default());
+    let stream = Guard::new(stream, true, Arc::clone(&seen));
+    let connection = server::Builder::new()
+        .initial_window_size(WINDOW)
+        .initial_connection_window_size(TUNNEL_WINDOW)
+        .max_frame_size(FRAME)
+        .max_header_list_size(HEADERS)
+        .max_send_buffer_size(LARGE)
+        .data_frame_budget(SMALL_FRAMES)
+        .max_concurrent_streams(STREAMS)
+        .handshake(stream)
+        .await
+        .map_err(|cause| super::outbound::broken(client, Arc::new(cause), &seen))?;
+    let own = served.own.clone();
+    let entry = core
+        .registry
+        .add(Direction::Inbound, own, proof, client, None, seen);
+    Ok((connection, entry))
+}
+
+/// Serves one tunnel until it ends.
+async fn serve<I: Identities + 'static, A: Inbound>(
+    served: &Arc<Served<I, A>>,
+    worker: &Worker,
+    socket: std::net::TcpStream,
+    client: SocketAddr,
+    mut orders: watch::Receiver<Order>,
+) -> Result<(), Error> {
+    let settings = &served.core.settings;
+    let broken = |cause| Error::Tls {
+        to: client,
+        cause: Arc::new(cause),
+    };
+    let socket = TcpStream::from_std(socket).map_err(broken)?;
+    let local = socket::plain(socket.local_addr().map_err(broken)?);
+    let handshake = timeout(settings.handshake, handshake(served, socket, client));
+    let (mut connection, entry) = tokio::select! {
+        made = handshake => made.map_err(|_| Error::Timeout {
+            to: client,
+            phase: Phase::Handshake,
+        })??,
+        // A peer that has no stream yet loses nothing.
+        _ = orders.changed() => return Ok(()),
+    };
+    let (tunnel, mut pulse) = (&entry.tunnel, Pulse::new(connection.ping_pong()));
+    let given_up = Arc::new(Mutex::new(Bucket::new(GIVEN_UP.0, GIVEN_UP.1)));
+    let mut tick = interval(settings.ping.min(settings.idle) / 2);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut is_told = false;
+    loop {
+        tokio::select! {
+            stream = connection.accept() => match stream {
+                Some(Ok((request, respond))) => {
+                    let asked = Asked {
+                        served: Arc::clone(served),
+                        lease: tunnel.lease(),
+                        given_up: Arc::clone(&given_up),
+                        client,
+                        local,
+                    };
+                    worker.spawn(asked.answer(request, respond));
+                }
+                Some(Err(cause)) if cause.is_io() && tunnel.seen.flood().is_none() && tunnel.seen.alert().is_none() => {
+                    // The peer has closed its socket: if a stream was open, it was reset.
+                    return Ok(());
+                }
+                Some(Err(cause)) => return Err(tunnel.broken(cause)),
+                None => return Ok(()),
+            },
+            () = tunnel.until_end() => {
+                let Some(what) = tunnel.seen.flood() else {
+                    return Ok(());
+                };
+                connection.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM);
+                // Sends it, if the socket takes it.
+                let _ = timeout(PAUSE, poll_fn(|cx| connection.poll_closed(cx))).await;
+                return Err(Error::Flood { to: client, what });
+            }
+            order = orders.changed() => {
+                if order.is_err() {
+                    return Ok(());
+                }
+                is_told = true;
+                connection.graceful_shutdown();
+            }
+            _ = tick.tick() => {
+                let (silent, idle) = pulse.tick(tunnel);
+                if silent >= settings.ping + settings.pong {
+                    return Err(Error::Silent { to: client });
+                }
+                // Twice: the side that connects is to end it.
+                if idle >= settings.idle * 2 && !is_told {
+                    is_told = true;
+                    connection.graceful_shutdown();
+                }
+            }
+        }
+    }
+}
+
+/// A stream that was asked for.
+struct Asked<I, A> {
+    served: Arc<Served<I, A>>,
+    lease: Lease,
+    given_up: Arc<Mutex<Bucket>>,
+    client: SocketAddr,
+    local: SocketAddr,
+}
+
+impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
+    async fn answer(self, request: http::Request<RecvStream>, mut respond: SendResponse<Bytes>) {
+        let (head, recv) = request.into_parts();
+        let answer = |status: StatusCode| {
+            let mut response = Response::new(());
+            *response.status_mut() = status;
+            response
+        };
+        let refuse = |respond: &mut SendResponse<Bytes>, refusal: Refusal| {
+            // Fails if the peer is gone.
+            let _ = respond.send_response(answer(refusal.status()), true);
+        };
+        let (Method::CONNECT, Some(authority)) = (head.method, head.uri.authority()) else {
+            refuse(&mut respond, Refusal::BadRequest);
+            return;
+        };
+        let connect = self.served.inbound.connect(Request {
+            peer: self.lease.0.proof.peer.clone(),
+            client: self.client,
+            local: self.local,
+            authority: authority.clone(),
+            headers: head.headers,
+        });
+        let connected = tokio::select! {
+            connected = connect => connected,
+            _ = poll_fn(|cx| respond.poll_reset(cx)) => {
+                self.note_given_up();
+                return;
+            }
+        };
+        let accepted = match connected {
+            Ok(accepted) => accepted,
+            Err(refusal) => {
+                refuse(&mut respond, refusal);
+                return;
+            }
+        };
+        let sent = respond.send_response(answer(StatusCode::OK), false);
+        drop(respond);
+        let ended = if let Ok(send) = sent {
+            let held = Arc::clone(&self.served.core.held);
+            let stream = Stream::new(send, recv, held, self.lease);
+            stream.copy(accepted.socket, &accepted.flow).await
+        } else {
+            self.note_given_up();
+            socket::reset_on_close(&accepted.socket);
+            Ended::StreamReset
+        };
+        (accepted.done)(ended);
+    }
+
+    /// Cuts the tunnel of a peer that gives up too many streams.
+    fn note_given_up(&self) {
+        let mut given_up = self.given_up.lock().unwrap_or_else(PoisonError::into_inner);
+        if !given_up.take() {
+            self.lease.0.seen.set_flood("RST_STREAM before the answer");
+            self.lease.0.end();
+        }
+    }
+}

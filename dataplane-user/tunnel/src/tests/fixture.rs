@@ -1,0 +1,391 @@
+//! An authority, workloads, and applications.
+
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, SystemTime},
+};
+
+use identity::{Credential, Identities, IdentityError, Roots};
+use model::Identity;
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer,
+    ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams,
+    SanType, SerialNumber,
+};
+use rustls::pki_types::PrivateKeyDer;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    sync::{mpsc, watch},
+};
+
+use crate::{
+    Accepted, Connect, Dial, Ended, Error, Flow, Inbound, Key, Listening, Refusal, Request,
+    Settings, Stream, Tunnels,
+};
+
+pub const HOUR: Duration = Duration::from_hours(1);
+
+pub fn identity(account: &str) -> Identity {
+    Identity::new("cluster.local", "shop", account).unwrap()
+}
+
+pub struct Authority(CertifiedIssuer<'static, KeyPair>);
+
+impl Authority {
+    pub fn new() -> Self {
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+
+    pub fn roots(&self, revoked: &[u64]) -> Roots {
+        let now = SystemTime::now();
+        let revoked = revoked.iter().map(|serial| RevokedCertParams {
+            serial_number: SerialNumber::from(*serial),
+            revocation_time: now.into(),
+            reason_code: None,
+            invalidity_date: None,
+        });
+        let list = CertificateRevocationListParams {
+            this_update: now.into(),
+            next_update: (now + HOUR).into(),
+            crl_number: SerialNumber::from(1),
+            issuing_distribution_point: None,
+            revoked_certs: revoked.collect(),
+            key_identifier_method: KeyIdMethod::Sha256,
+        };
+        Roots {
+            by_domain: [("cluster.local".into(), vec![self.0.der().clone()])].into(),
+            revoked: vec![list.signed_by(&self.0).unwrap().into()],
+        }
+    }
+
+    /// A certificate that ends so long from now.
+    pub fn certify(
+        &self,
+        of: &Identity,
+        serial: u64,
+        from: SystemTime,
+        to: SystemTime,
+    ) -> Credential {
+        use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.subject_alt_names = vec![SanType::URI(of.to_string().try_into().unwrap())];
+        params.extended_key_usages = vec![ServerAuth, ClientAuth];
+        params.serial_number = Some(SerialNumber::from(serial));
+        (params.not_before, params.not_after) = (from.into(), to.into());
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &self.0).unwrap();
+        let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+        Credential {
+            identity: of.clone(),
+            chain: vec![certificate.der().clone()],
+            key: rustls::crypto::ring::sign::any_supported_type(&key).unwrap(),
+            serial: serial.to_string().into(),
+            not_before: from,
+            not_after: to,
+        }
+    }
+}
+
+/// A source of certificates.
+pub struct Certificates {
+    pub authority: Authority,
+    pub credentials: Mutex<HashMap<Identity, Arc<Credential>>>,
+    pub roots: watch::Sender<Arc<Roots>>,
+}
+
+impl Certificates {
+    /// Certificates for client and server, with the serial numbers 1 and 2.
+    pub fn new() -> Arc<Self> {
+        Self::of(Authority::new())
+    }
+
+    pub fn of(authority: Authority) -> Arc<Self> {
+        let roots = watch::Sender::new(Arc::new(authority.roots(&[])));
+        let certificates = Self {
+            authority,
+            credentials: Mutex::default(),
+            roots,
+        };
+        certificates.renew("client", 1);
+        certificates.renew("server", 2);
+        Arc::new(certificates)
+    }
+
+    pub fn renew(&self, account: &str, serial: u64) {
+        let now = SystemTime::now();
+        self.set(account, serial, now - HOUR, now + HOUR);
+    }
+
+    pub fn set(&self, account: &str, serial: u64, from: SystemTime, to: SystemTime) {
+        let of = identity(account);
+        let credential = self.authority.certify(&of, serial, from, to);
+        let mut credentials = self.credentials.lock().unwrap();
+        credentials.insert(of, Arc::new(credential));
+    }
+
+    pub fn get(&self, account: &str) -> Arc<Credential> {
+        Arc::clone(&self.credentials.lock().unwrap()[&identity(account)])
+    }
+}
+
+impl Identities for Certificates {
+    async fn credential(&self, identity: &Identity) -> Result<Arc<Credential>, IdentityError> {
+        let found = self.credentials.lock().unwrap().get(identity).cloned();
+        found.ok_or_else(|| IdentityError {
+            identity: identity.clone(),
+            cause: "the test has none".into(),
+        })
+    }
+
+    fn roots(&self) -> watch::Receiver<Arc<Roots>> {
+        self.roots.subscribe()
+    }
+}
+
+/// A workload that accepts tunnels: leads them to whatever address they ask for on this machine.
+pub struct Server {
+    pub answer: Option<Refusal>,
+    /// Connections to applications that were begun.
+    pub begun: AtomicUsize,
+    /// Never connects.
+    pub hangs: bool,
+    pub requests: mpsc::UnboundedSender<Request>,
+    pub ended: mpsc::UnboundedSender<(Ended, [u64; 2])>,
+    pub failed: mpsc::UnboundedSender<Error>,
+}
+
+impl Inbound for Server {
+    async fn connect(&self, request: Request) -> Result<Accepted, Refusal> {
+        let destination = request.destination();
+        let _ = self.requests.send(request);
+        if let Some(refusal) = self.answer {
+            return Err(refusal);
+        }
+        let destination = destination.ok_or(Refusal::BadRequest)?;
+        if !destination.ip().is_loopback() {
+            return Err(Refusal::BadRequest);
+        }
+        self.begun.fetch_add(1, Ordering::Relaxed);
+        if self.hangs {
+            std::future::pending::<()>().await;
+        }
+        let socket = TcpStream::connect(destination).await;
+        let socket = socket.map_err(|_| Refusal::Unavailable)?;
+        let (flow, ended) = (Arc::new(Flow::default()), self.ended.clone());
+        let counted = Arc::clone(&flow);
+        Ok(Accepted {
+            socket,
+            flow,
+            done: Box::new(move |how| {
+                let _ = ended.send((how, counted.bytes()));
+            }),
+        })
+    }
+
+    fn failed(&self, _: SocketAddr, error: &Error) {
+        let _ = self.failed.send(error.clone());
+    }
+}
+
+/// Two sides that share a source of certificates.
+pub struct Mesh {
+    pub client: Arc<Tunnels<Certificates>>,
+    pub server: Tunnels<Certificates>,
+    pub certificates: Arc<Certificates>,
+    pub inbound: Arc<Server>,
+    pub listening: Option<Listening>,
+    pub at: SocketAddr,
+    pub requests: mpsc::UnboundedReceiver<Request>,
+    pub ended: mpsc::UnboundedReceiver<(Ended, [u64; 2])>,
+    pub failed: mpsc::UnboundedReceiver<Error>,
+}
+
+pub fn settings() -> Settings {
+    Settings {
+        threads: 1,
+        ..Settings::default()
+    }
+}
+
+pub fn mesh() -> Mesh {
+    mesh_of(settings(), |_| {})
+}
+
+pub fn mesh_of(settings: Settings, change: impl FnOnce(&mut Server)) -> Mesh {
+    mesh_with(settings, Certificates::new(), None, change)
+}
+
+/// `others`: the source of the server, if it has one of its own.
+pub fn mesh_with(
+    settings: Settings,
+    certificates: Arc<Certificates>,
+    others: Option<Arc<Certificates>>,
+    change: impl FnOnce(&mut Server),
+) -> Mesh {
+    let deaths = threads::none_dies();
+    let of_server = others.unwrap_or_else(|| Arc::clone(&certificates));
+    let client = Tunnels::start(settings.clone(), Arc::clone(&certificates), &deaths).unwrap();
+    let server = Tunnels::start(settings, of_server, &deaths).unwrap();
+    let (requests, received) = mpsc::unbounded_channel();
+    let (ended, ends) = mpsc::unbounded_channel();
+    let (failed, failures) = mpsc::unbounded_channel();
+    let mut inbound = Server {
+        answer: None,
+        begun: AtomicUsize::new(0),
+        hangs: false,
+        requests,
+        ended,
+        failed,
+    };
+    change(&mut inbound);
+    let inbound = Arc::new(inbound);
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = listener.local_addr().unwrap();
+    let listening = server.listen(
+        listener,
+        identity("server"),
+        Arc::clone(&inbound) as Arc<Server>,
+    );
+    Mesh {
+        client: Arc::new(client),
+        server,
+        certificates,
+        inbound,
+        listening: Some(listening.unwrap()),
+        at,
+        requests: received,
+        ended: ends,
+        failed: failures,
+    }
+}
+
+pub fn dial() -> Dial {
+    Arc::new(|to| Box::pin(TcpStream::connect(to)))
+}
+
+pub fn to(at: SocketAddr, application: SocketAddr) -> Connect {
+    Connect {
+        key: Key {
+            source: identity("client"),
+            expected: [identity("server")].into(),
+            from: at.ip(),
+            to: at,
+            workload: "uid".into(),
+        },
+        dial: dial(),
+        authority: application.to_string().parse().unwrap(),
+        client: Some("10.0.0.1:4000".parse().unwrap()),
+        baggage: Some("k8s.cluster.name=c".parse().unwrap()),
+        traceparent: None,
+    }
+}
+
+impl Mesh {
+    /// Makes a stream; it is held until the result is dropped.
+    pub async fn connect(&self, connect: Connect) -> Result<Stream, Error> {
+        let (report, made) = tokio::sync::oneshot::channel();
+        self.client.outbound(move |outbound| async move {
+            let _ = report.send(outbound.connect(&connect).await);
+        });
+        made.await.unwrap()
+    }
+
+    /// A client's connection to an application, through a tunnel. Also returns how it ends.
+    pub async fn open(
+        &self,
+        application: SocketAddr,
+    ) -> (TcpStream, mpsc::UnboundedReceiver<(Ended, [u64; 2])>) {
+        self.open_by(to(self.at, application)).await
+    }
+
+    pub async fn open_by(
+        &self,
+        connect: Connect,
+    ) -> (TcpStream, mpsc::UnboundedReceiver<(Ended, [u64; 2])>) {
+        let (client, captured) = pair().await;
+        let captured = captured.into_std().unwrap();
+        let (ended, ends) = mpsc::unbounded_channel();
+        self.client.outbound(move |outbound| async move {
+            let socket = TcpStream::from_std(captured).unwrap();
+            let stream = outbound.connect(&connect).await.unwrap();
+            let flow = Flow::default();
+            let how = stream.copy(socket, &flow).await;
+            let _ = ended.send((how, flow.bytes()));
+        });
+        (client, ends)
+    }
+}
+
+pub async fn pair() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let at = listener.local_addr().unwrap();
+    let (client, accepted) = tokio::join!(TcpStream::connect(at), listener.accept());
+    (client.unwrap(), accepted.unwrap().0)
+}
+
+/// An application that hands out its connections.
+pub async fn application() -> (SocketAddr, mpsc::UnboundedReceiver<TcpStream>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let at = listener.local_addr().unwrap();
+    let (accepted, connections) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        while let Ok((socket, _)) = listener.accept().await {
+            if accepted.send(socket).is_err() {
+                return;
+            }
+        }
+    });
+    (at, connections)
+}
+
+/// An application that sends back what it gets.
+pub async fn echo() -> SocketAddr {
+    let (at, mut connections) = application().await;
+    tokio::spawn(async move {
+        while let Some(mut socket) = connections.recv().await {
+            tokio::spawn(async move {
+                let (mut read, mut write) = socket.split();
+                let _ = tokio::io::copy(&mut read, &mut write).await;
+                let _ = write.shutdown().await;
+            });
+        }
+    });
+    at
+}
+
+pub async fn round_trip(socket: &mut TcpStream) {
+    let mut answer = [0; 4];
+    socket.write_all(b"ping").await.unwrap();
+    socket.read_exact(&mut answer).await.unwrap();
+    assert_eq!(&answer, b"ping");
+}
+
+/// Waits until it is so; fails after 10 s.
+pub async fn until(what: &str, is_so: impl Fn() -> bool) {
+    for _ in 0..1000 {
+        if is_so() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("not within 10 s: {what}");
+}
+
+/// Runs a test with a time limit.
+pub fn run(test: impl Future<Output = ()>) {
+    let runtime = tokio::runtime::Builder::new_current_thread();
+    let runtime = { runtime }.enable_all().build().unwrap();
+    runtime.block_on(async {
+        let limited = tokio::time::timeout(Duration::from_mins(1), test).await;
+        limited.expect("the test ends within a minute");
+    });
+}

@@ -1,0 +1,169 @@
+//! Peers that send more frames than they may.
+
+use std::sync::atomic::Ordering;
+
+use super::{fixture::*, raw::*};
+use crate::Error;
+
+const CALM: u32 = 11;
+
+async fn served_still(mesh: &Mesh) {
+    let echo = echo().await;
+    round_trip(&mut mesh.open(echo).await.0).await;
+}
+
+#[test]
+fn floods_of_frames_cut_the_tunnel() {
+    run(async {
+        let mut mesh = mesh();
+        let application = echo().await.to_string();
+        let opened = frame(1, 4, 1, &connect_headers(&application));
+        for (name, what, one) in [
+            ("ping", "PING", frame(6, 0, 0, &[0; 8])),
+            ("settings", "SETTINGS", frame(4, 0, 0, &[])),
+            (
+                "window update",
+                "WINDOW_UPDATE",
+                frame(8, 0, 0, &[0, 0, 0, 1]),
+            ),
+            ("priority", "PRIORITY", frame(2, 0, 3, &[0, 0, 0, 0, 9])),
+            ("unknown", "unknown", frame(99, 0, 0, &[1; 8])),
+        ] {
+            let frames = Frames::connect(&mesh).await;
+            let pieces =
+                std::iter::once(opened.clone()).chain((0..20_000).map(|_| one.repeat(100)));
+            let (sent, _) = frames.flood(pieces).await;
+            // Much is in the sockets' buffers.
+            assert!(
+                sent < 19_000,
+                "{name}: {sent} hundreds of frames were taken"
+            );
+            let error = mesh.failed.recv().await.unwrap();
+            assert!(
+                matches!(error, Error::Flood { .. }) && error.to_string().contains(what),
+                "{name}: {error}"
+            );
+        }
+        served_still(&mesh).await;
+    });
+}
+
+#[test]
+fn what_the_library_limits_cuts_the_tunnel() {
+    run(async {
+        let mut mesh = mesh();
+        let (application, mut accepted) = application().await;
+        let opened = frame(1, 4, 1, &connect_headers(&application.to_string()));
+        let held = tokio::spawn(async move { accepted.recv().await });
+        for (name, first, one) in [
+            ("empty DATA", opened.clone(), frame(0, 0, 1, &[])),
+            (
+                "CONTINUATION",
+                frame(1, 0, 1, &[]),
+                frame(9, 0, 1, &[0x40, 1, b'a', 1, b'b']),
+            ),
+            (
+                "more than the window",
+                opened,
+                frame(0, 0, 1, &[0; 16 << 10]),
+            ),
+        ] {
+            let frames = Frames::connect(&mesh).await;
+            let pieces = std::iter::once(first).chain((0..100_000).map(|_| one.clone()));
+            let (sent, code) = frames.flood(pieces).await;
+            assert!(sent < 10_000, "{name}: {sent} frames were taken");
+            // The receiver does not read: more than its window breaks the rules.
+            if name != "more than the window" {
+                assert_eq!(code, Some(CALM), "{name}");
+            }
+            let error = mesh.failed.recv().await.unwrap();
+            assert!(matches!(error, Error::Broken { .. }), "{name}: {error}");
+        }
+        drop(held);
+        served_still(&mesh).await;
+    });
+}
+
+#[test]
+fn streams_that_are_given_up_at_once_are_limited() {
+    run(async {
+        let mut mesh = mesh_of(settings(), |server| server.hangs = true);
+        let frames = Frames::connect(&mesh).await;
+        let headers = connect_headers("127.0.0.1:9");
+        let pieces = (0..50_000).map(|number| {
+            let stream = number * 2 + 1;
+            [
+                frame(1, 4, stream, &headers),
+                frame(3, 0, stream, &[0, 0, 0, 8]),
+            ]
+            .concat()
+        });
+        let (_, code) = frames.flood(pieces).await;
+        let error = mesh.failed.recv().await.unwrap();
+        let begun = mesh.inbound.begun.load(Ordering::Relaxed);
+        assert!(begun < 3000, "{begun} connections were begun: {error}");
+        assert!(
+            matches!(error, Error::Flood { .. } | Error::Broken { .. }),
+            "{error}"
+        );
+        assert_eq!(code, Some(CALM));
+    });
+}
+
+#[test]
+fn a_peer_has_a_limited_number_of_streams() {
+    run(async {
+        let mesh = mesh_of(settings(), |server| server.hangs = true);
+        let mut frames = Frames::connect(&mesh).await;
+        let headers = connect_headers("127.0.0.1:9");
+        let mut opened = Vec::new();
+        for number in 0..1000 {
+            opened.extend(frame(1, 4, number * 2 + 1, &headers));
+        }
+        tokio::io::AsyncWriteExt::write_all(&mut frames.stream, &opened)
+            .await
+            .unwrap();
+        until("some begin", || {
+            mesh.inbound.begun.load(Ordering::Relaxed) >= 256
+        })
+        .await;
+        tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+        assert_eq!(mesh.inbound.begun.load(Ordering::Relaxed), 256);
+    });
+}
+
+#[test]
+fn a_window_of_one_byte_costs_little() {
+    run(async {
+        let mut mesh = mesh();
+        let (application, mut accepted) = application().await;
+        let mut frames = Frames::connect(&mesh).await;
+        let settings = frame(4, 0, 0, &[0, 4, 0, 0, 0, 0]);
+        let opened = frame(1, 4, 1, &connect_headers(&application.to_string()));
+        for bytes in [settings, opened] {
+            tokio::io::AsyncWriteExt::write_all(&mut frames.stream, &bytes)
+                .await
+                .unwrap();
+        }
+        let server = accepted.recv().await.unwrap();
+        let writer = tokio::spawn(async move {
+            let mut server = server;
+            let _ = tokio::io::AsyncWriteExt::write_all(&mut server, &vec![0; 1 << 20]).await;
+        });
+        let one = frame(8, 0, 1, &[0, 0, 0, 1]);
+        let (sent, _) = frames.flood((0..100_000).map(|_| one.clone())).await;
+        assert!(sent < 60_000, "{sent}");
+        let error = mesh.failed.recv().await.unwrap();
+        assert!(
+            matches!(
+                error,
+                Error::Flood {
+                    what: "WINDOW_UPDATE",
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        writer.abort();
+    });
+}

@@ -1,0 +1,8 @@
+//! Tests over the loopback interface: both sides of this crate against each other, and each against a raw peer.
+
+mod faults;
+mod fixture;
+mod floods;
+mod pooling;
+mod raw;
+mod streams;

@@ -1,0 +1,319 @@
+//! How long tunnels live, and who shares them.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, SystemTime},
+};
+
+use tokio::{io::AsyncReadExt, net::TcpStream, time::sleep};
+
+use super::{fixture::*, raw::*};
+use crate::{Connect, Ended, Error, Settings};
+
+/// Counts the connections that are made.
+fn counted(mut connect: Connect) -> (Connect, Arc<AtomicUsize>) {
+    let count = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&count);
+    connect.dial = Arc::new(move |to| {
+        counter.fetch_add(1, Ordering::Relaxed);
+        Box::pin(TcpStream::connect(to))
+    });
+    (connect, count)
+}
+
+#[test]
+fn streams_share_tunnels_up_to_the_limit() {
+    run(async {
+        let settings = Settings {
+            streams: 3,
+            ..settings()
+        };
+        let mesh = mesh_of(settings, |_| {});
+        let (connect, dialled) = counted(to(mesh.at, echo().await));
+        // All at once: nobody dials in vain.
+        let streams = (0..7).map(|_| mesh.open_by(connect.clone()));
+        let mut clients = Vec::new();
+        for stream in streams {
+            clients.push(stream.await.0);
+        }
+        for client in &mut clients {
+            round_trip(client).await;
+        }
+        assert_eq!(dialled.load(Ordering::Relaxed), 3);
+        let mut streams: Vec<_> = mesh
+            .client
+            .tunnels()
+            .iter()
+            .map(|tunnel| tunnel.streams())
+            .collect();
+        streams.sort_unstable();
+        assert_eq!(streams, [1, 3, 3]);
+        // Places that are free again are used.
+        clients.truncate(2);
+        until("streams end", || {
+            mesh.client
+                .tunnels()
+                .iter()
+                .map(|tunnel| tunnel.streams())
+                .sum::<usize>()
+                == 2
+        })
+        .await;
+        for _ in 0..5 {
+            round_trip(&mut mesh.open_by(connect.clone()).await.0).await;
+        }
+        assert_eq!(dialled.load(Ordering::Relaxed), 3);
+    });
+}
+
+#[test]
+fn other_keys_have_other_tunnels() {
+    run(async {
+        let mesh = mesh();
+        let echo = echo().await;
+        mesh.certificates.renew("second", 3);
+        let first = to(mesh.at, echo);
+        let mut changes = vec![first.clone(); 5];
+        changes[1].key.source = identity("second");
+        changes[2].key.expected = [identity("second"), identity("server")].into();
+        changes[3].key.from = "127.0.0.9".parse().unwrap();
+        changes[4].key.workload = "another uid".into();
+        let mut clients = Vec::new();
+        for connect in changes {
+            let mut client = mesh.open_by(connect).await.0;
+            round_trip(&mut client).await;
+            clients.push(client);
+        }
+        assert_eq!(mesh.client.tunnels().len(), 5);
+        mesh.client.end_workload("another uid");
+        until("it ends", || mesh.client.tunnels().len() == 4).await;
+        assert!(clients.pop().unwrap().read(&mut [0]).await.is_err());
+        mesh.client.end_identity(&identity("second"));
+        until("it ends", || mesh.client.tunnels().len() == 3).await;
+        round_trip(&mut clients[0]).await;
+        mesh.client.end_identity(&identity("server"));
+        until("all end", || mesh.client.tunnels().is_empty()).await;
+    });
+}
+
+#[test]
+fn what_is_being_made_for_a_workload_that_ends_is_not_used() {
+    run(async {
+        let mesh = mesh();
+        let mut connect = to(mesh.at, echo().await);
+        connect.dial = Arc::new(|to| {
+            Box::pin(async move {
+                sleep(Duration::from_millis(200)).await;
+                TcpStream::connect(to).await
+            })
+        });
+        let asked = mesh.connect(connect);
+        let ended = async {
+            sleep(Duration::from_millis(100)).await;
+            mesh.client.end_workload("uid");
+        };
+        let (result, ()) = tokio::join!(asked, ended);
+        assert!(matches!(result, Err(Error::Ended { .. })));
+        assert!(mesh.client.tunnels().is_empty());
+    });
+}
+
+#[test]
+fn idle_tunnels_end() {
+    run(async {
+        let settings = Settings {
+            idle: Duration::from_millis(200),
+            ..settings()
+        };
+        let mut mesh = mesh_of(settings, |_| {});
+        let echo = echo().await;
+        let (mut client, _) = mesh.open(echo).await;
+        round_trip(&mut client).await;
+        sleep(Duration::from_millis(800)).await;
+        round_trip(&mut client).await;
+        assert_eq!(mesh.client.tunnels().len(), 1);
+        drop(client);
+        until("it ends on both sides", || {
+            mesh.client.tunnels().is_empty() && mesh.server.tunnels().is_empty()
+        })
+        .await;
+        assert!(mesh.failed.try_recv().is_err(), "that is no failure");
+        round_trip(&mut mesh.open(echo).await.0).await;
+    });
+}
+
+#[test]
+fn a_peer_that_drains_keeps_its_streams_and_gets_no_new_ones() {
+    run(async {
+        let mut mesh = mesh();
+        let echo = echo().await;
+        let (mut old, mut ends) = mesh.open(echo).await;
+        round_trip(&mut old).await;
+        let listening = mesh.listening.take().unwrap();
+        let drained = tokio::spawn(listening.drain(Duration::from_secs(20)));
+        // Its successor.
+        let mut again = None;
+        until("the socket is closed", || {
+            std::net::TcpListener::bind(mesh.at).is_ok()
+        })
+        .await;
+        let listener = std::net::TcpListener::bind(mesh.at).unwrap();
+        let inbound = Arc::clone(&mesh.inbound);
+        again.replace(
+            mesh.server
+                .listen(listener, identity("server"), inbound)
+                .unwrap(),
+        );
+        let (mut new, _) = mesh.open(echo).await;
+        round_trip(&mut new).await;
+        round_trip(&mut old).await;
+        assert_eq!(mesh.client.tunnels().len(), 2);
+        assert!(!drained.is_finished());
+        drop(old);
+        assert_eq!(ends.recv().await.unwrap().0, Ended::Closed);
+        drained.await.unwrap();
+        round_trip(&mut new).await;
+        until("the old one ends", || mesh.client.tunnels().len() == 1).await;
+    });
+}
+
+#[test]
+fn a_drain_ends_at_its_deadline() {
+    run(async {
+        let mut mesh = mesh();
+        let (mut client, _) = mesh.open(echo().await).await;
+        round_trip(&mut client).await;
+        let listening = mesh.listening.take().unwrap();
+        listening.drain(Duration::from_millis(200)).await;
+        assert!(client.read(&mut [0]).await.is_err());
+        until("it ends", || mesh.server.tunnels().is_empty()).await;
+    });
+}
+
+#[test]
+fn a_peer_that_restarts_gets_new_tunnels() {
+    run(async {
+        let mut mesh = mesh();
+        let echo = echo().await;
+        let (mut client, _) = mesh.open(echo).await;
+        round_trip(&mut client).await;
+        drop(mesh.listening.take());
+        assert!(client.read(&mut [0]).await.is_err());
+        let error = mesh.connect(to(mesh.at, echo)).await.unwrap_err();
+        assert!(matches!(error, Error::Connect { .. }), "{error}");
+        let listener = std::net::TcpListener::bind(mesh.at).unwrap();
+        let inbound = Arc::clone(&mesh.inbound);
+        let _again = mesh
+            .server
+            .listen(listener, identity("server"), inbound)
+            .unwrap();
+        round_trip(&mut mesh.open(echo).await.0).await;
+    });
+}
+
+#[test]
+fn streams_outlive_certificates_that_rotate() {
+    run(async {
+        let mesh = mesh();
+        let echo = echo().await;
+        let now = SystemTime::now();
+        // For another second.
+        mesh.certificates
+            .set("client", 1, now - HOUR, now + Duration::from_secs(2));
+        let (mut old, _) = mesh.open(echo).await;
+        round_trip(&mut old).await;
+        let first = mesh.client.tunnels()[0].clone();
+        mesh.certificates.renew("client", 11);
+        mesh.certificates.renew("server", 12);
+        round_trip(&mut mesh.open(echo).await.0).await;
+        assert_eq!(mesh.client.tunnels().len(), 1, "the tunnel is good still");
+        sleep(Duration::from_millis(2100)).await;
+        let (mut new, _) = mesh.open(echo).await;
+        round_trip(&mut new).await;
+        round_trip(&mut old).await;
+        let tunnels = mesh.client.tunnels();
+        assert_eq!(tunnels.len(), 2, "the old certificate has expired");
+        let second = tunnels
+            .iter()
+            .find(|tunnel| !Arc::ptr_eq(tunnel, &first))
+            .unwrap();
+        assert_ne!(
+            second.proof.chain, first.proof.chain,
+            "the server has a new one, too"
+        );
+        // The roots change, and nobody is revoked.
+        let roots = mesh.certificates.authority.roots(&[99]);
+        mesh.certificates.roots.send_replace(roots.into());
+        sleep(Duration::from_millis(200)).await;
+        round_trip(&mut new).await;
+        round_trip(&mut old).await;
+        // The server's old certificate is revoked: the old tunnel ends.
+        let roots = mesh.certificates.authority.roots(&[2]);
+        mesh.certificates.roots.send_replace(roots.into());
+        assert!(old.read(&mut [0]).await.is_err());
+        round_trip(&mut new).await;
+    });
+}
+
+#[test]
+fn a_peer_that_does_not_answer_ping_is_given_up() {
+    run(async {
+        let settings = Settings {
+            ping: Duration::from_millis(200),
+            pong: Duration::from_millis(300),
+            ..settings()
+        };
+        let mesh = mesh_of(settings, |_| {});
+        // Alive, and idle: PING keeps it.
+        let (mut alive, _) = mesh.open(echo().await).await;
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let at = listener.local_addr().unwrap();
+        let config = server_config(&mesh.certificates);
+        let dead = tokio::spawn(async move {
+            let stream = accept(listener.accept().await.unwrap().0, config).await;
+            let mut connection = h2::server::handshake(stream).await.unwrap();
+            let (_, mut respond) = connection.accept().await.unwrap().unwrap();
+            let stream = respond.send_response(http::Response::new(()), false);
+            // Sends the answer, and hangs.
+            let _ = tokio::time::timeout(Duration::from_millis(100), connection.accept()).await;
+            sleep(Duration::from_secs(30)).await;
+            drop((stream, connection));
+        });
+        let (mut client, _) = mesh.open_by(to(at, at)).await;
+        assert!(client.read(&mut [0]).await.is_err());
+        sleep(Duration::from_secs(1)).await;
+        round_trip(&mut alive).await;
+        dead.abort();
+    });
+}
+
+/// Bytes of memory that this process has.
+fn memory() -> usize {
+    let text = std::fs::read_to_string("/proc/self/statm").unwrap();
+    text.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+}
+
+#[test]
+fn idle_streams_hold_little() {
+    run(async {
+        let mesh = mesh();
+        let echo = echo().await;
+        let mut clients = Vec::new();
+        for _ in 0..100 {
+            clients.push(mesh.open(echo).await.0);
+        }
+        let before = memory();
+        for _ in 0..400 {
+            let mut client = mesh.open(echo).await.0;
+            round_trip(&mut client).await;
+            clients.push(client);
+        }
+        // Both sides, and the test's own.
+        let each = memory().saturating_sub(before) / 400;
+        println!("{each} bytes for an idle stream");
+        assert!(each < 64 << 10, "{each} bytes for an idle stream");
+    });
+}

@@ -1,0 +1,248 @@
+//! What streams carry: bytes, ends and resets.
+
+use std::time::{Duration, Instant};
+
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    time::timeout,
+};
+
+use super::fixture::*;
+use crate::{Ended, Settings};
+
+fn reset(socket: TcpStream) {
+    relay::socket::reset_on_close(&socket);
+    drop(socket);
+}
+
+async fn is_reset(socket: &mut TcpStream) {
+    let mut bytes = [0; 1 << 10];
+    loop {
+        match socket.read(&mut bytes).await {
+            Ok(0) => panic!("it was ended, not reset"),
+            Ok(_) => {}
+            Err(error) => {
+                assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+                return;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_round_trip_says_who_asks() {
+    run(async {
+        let mut mesh = mesh();
+        let application = echo().await;
+        let (mut client, mut ends) = mesh.open(application).await;
+        round_trip(&mut client).await;
+        let request = mesh.requests.recv().await.unwrap();
+        assert_eq!(request.peer, identity("client"));
+        assert_eq!(request.destination(), Some(application));
+        assert_eq!(request.local, mesh.at);
+        assert_eq!(request.headers["forwarded"], "for=\"10.0.0.1:4000\"");
+        assert_eq!(request.headers["baggage"], "k8s.cluster.name=c");
+        client.shutdown().await.unwrap();
+        assert_eq!(client.read(&mut [0]).await.unwrap(), 0);
+        assert_eq!(ends.recv().await, Some((Ended::Closed, [4, 4])));
+        assert_eq!(mesh.ended.recv().await, Some((Ended::Closed, [4, 4])));
+    });
+}
+
+#[test]
+fn bulk_arrives_unharmed_both_ways() {
+    run(async {
+        const SIZE: usize = 64 << 20;
+        let mesh = mesh();
+        let (client, mut ends) = mesh.open(echo().await).await;
+        let (mut read, mut write) = client.into_split();
+        let piece: Vec<u8> = (0..1 << 16)
+            .map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8)
+            .collect();
+        let sent = piece.clone();
+        let writer = tokio::spawn(async move {
+            for _ in 0..SIZE / sent.len() {
+                write.write_all(&sent).await.unwrap();
+            }
+            write.shutdown().await.unwrap();
+        });
+        let mut got = vec![0; piece.len()];
+        let began = Instant::now();
+        for _ in 0..SIZE / piece.len() {
+            read.read_exact(&mut got).await.unwrap();
+            assert!(got == piece);
+        }
+        let micros = usize::try_from(began.elapsed().as_micros()).unwrap();
+        println!("{} MB/s", SIZE / micros.max(1));
+        assert_eq!(read.read(&mut got).await.unwrap(), 0);
+        writer.await.unwrap();
+        let (how, bytes) = ends.recv().await.unwrap();
+        assert_eq!((how, bytes), (Ended::Closed, [SIZE as u64; 2]));
+    });
+}
+
+#[test]
+fn each_side_may_end_first_and_still_read() {
+    run(async {
+        let mut mesh = mesh();
+        let (at, mut accepted) = application().await;
+        for client_first in [true, false] {
+            let (client, mut ends) = mesh.open(at).await;
+            let server = accepted.recv().await.unwrap();
+            let (mut first, mut second) = if client_first {
+                (client, server)
+            } else {
+                (server, client)
+            };
+            let mut text = String::new();
+            first.write_all(b"last words").await.unwrap();
+            first.shutdown().await.unwrap();
+            second.read_to_string(&mut text).await.unwrap();
+            assert_eq!(text, "last words");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            assert!(ends.try_recv().is_err(), "one way is left");
+            second.write_all(b"and an answer").await.unwrap();
+            drop(second);
+            text.clear();
+            first.read_to_string(&mut text).await.unwrap();
+            assert_eq!(text, "and an answer");
+            assert_eq!(ends.recv().await.unwrap().0, Ended::Closed);
+            assert_eq!(mesh.ended.recv().await.unwrap().0, Ended::Closed);
+        }
+    });
+}
+
+#[test]
+fn a_reset_of_one_side_is_a_reset_of_the_other() {
+    run(async {
+        let mut mesh = mesh();
+        let (at, mut accepted) = application().await;
+        // Idle; after a FIN of the side that is reset; after a FIN of the one that resets; both.
+        for half_closed in [[false, false], [true, false], [false, true]] {
+            for client_first in [true, false] {
+                let (client, mut ends) = mesh.open(at).await;
+                let server = accepted.recv().await.unwrap();
+                let (mut first, mut second) = if client_first {
+                    (client, server)
+                } else {
+                    (server, client)
+                };
+                first.write_all(b"hello").await.unwrap();
+                second.read_exact(&mut [0; 5]).await.unwrap();
+                if half_closed[0] {
+                    first.shutdown().await.unwrap();
+                    assert_eq!(second.read(&mut [0]).await.unwrap(), 0);
+                }
+                if half_closed[1] {
+                    second.shutdown().await.unwrap();
+                    assert_eq!(first.read(&mut [0]).await.unwrap(), 0);
+                }
+                reset(first);
+                let how = ends.recv().await.unwrap().0;
+                let other = mesh.ended.recv().await.unwrap().0;
+                let expected = (Ended::SocketReset, Ended::StreamReset);
+                let got = if client_first {
+                    (how, other)
+                } else {
+                    (other, how)
+                };
+                assert_eq!(got, expected, "{half_closed:?} {client_first}");
+                if !half_closed[0] {
+                    is_reset(&mut second).await;
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_flow_can_be_ended() {
+    run(async {
+        let mut mesh = mesh();
+        let (at, mut accepted) = application().await;
+        let (mut client, mut ends) = mesh.open(at).await;
+        let mut server = accepted.recv().await.unwrap();
+        mesh.server.tunnels()[0].end();
+        is_reset(&mut client).await;
+        is_reset(&mut server).await;
+        assert_eq!(ends.recv().await.unwrap().0, Ended::StreamReset);
+        assert_eq!(mesh.ended.recv().await.unwrap().0, Ended::StreamReset);
+        until("no tunnel is left", || {
+            mesh.client.tunnels().is_empty() && mesh.server.tunnels().is_empty()
+        })
+        .await;
+    });
+}
+
+/// Fills a connection until neither side takes more.
+async fn stall(client: &TcpStream) -> usize {
+    let (bytes, mut filled) = (vec![7; 1 << 20], 0);
+    while timeout(Duration::from_millis(300), client.writable())
+        .await
+        .is_ok()
+    {
+        filled += client.try_write(&bytes).unwrap_or(0);
+    }
+    filled
+}
+
+#[test]
+fn stalled_readers_do_not_slow_other_streams() {
+    run(async {
+        let mesh = mesh();
+        let (at, mut accepted) = application().await;
+        let echo = echo().await;
+        let mut others = Vec::new();
+        for _ in 0..20 {
+            others.push(mesh.open(echo).await.0);
+        }
+        let mut stalled = Vec::new();
+        for _ in 0..12 {
+            let client = mesh.open(at).await.0;
+            let server = accepted.recv().await.unwrap();
+            let filled = stall(&client).await;
+            assert!(filled < 32 << 20, "{filled} bytes were taken");
+            stalled.push((client, server));
+        }
+        assert_eq!(mesh.client.tunnels().len(), 1, "all share a tunnel");
+        let began = Instant::now();
+        for client in &mut others {
+            for _ in 0..20 {
+                round_trip(client).await;
+            }
+        }
+        assert!(
+            began.elapsed() < Duration::from_secs(2),
+            "{:?}",
+            began.elapsed()
+        );
+        // Bulk, too.
+        let (mut read, mut write) = others.pop().unwrap().into_split();
+        let writer = tokio::spawn(async move { write.write_all(&vec![1; 16 << 20]).await });
+        read.read_exact(&mut vec![0; 16 << 20]).await.unwrap();
+        writer.await.unwrap().unwrap();
+    });
+}
+
+#[test]
+fn streams_that_hold_too_much_end() {
+    run(async {
+        let settings = Settings {
+            held: 4 << 20,
+            ..settings()
+        };
+        let mut mesh = mesh_of(settings, |_| {});
+        let (at, mut accepted) = application().await;
+        let mut stalled = Vec::new();
+        for _ in 0..6 {
+            let client = mesh.open(at).await.0;
+            stall(&client).await;
+            stalled.push((client, accepted.recv().await.unwrap()));
+        }
+        assert_eq!(mesh.ended.recv().await.unwrap().0, Ended::Stalled);
+        // Whoever is left is served when it reads.
+        let echo = echo().await;
+        round_trip(&mut mesh.open(echo).await.0).await;
+    });
+}

@@ -1,0 +1,293 @@
+//! TLS of tunnels: version 1.3, both sides with a certificate, no name of the server, no resumption.
+//!
+//! Configurations are made for each handshake, because they hold whom the peer must be, and who it was.
+
+use std::{
+    sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use identity::{Credential, PeerError, Roots, Verifier};
+use model::Identity;
+use rustls::{
+    CipherSuite, ClientConfig, DigitallySignedStruct, DistinguishedName, ServerConfig,
+    SignatureScheme,
+    client::{
+        ResolvesClientCert, Resumption,
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    },
+    crypto::{CryptoProvider, verify_tls13_signature},
+    pki_types::{CertificateDer, ServerName, UnixTime},
+    server::{
+        ClientHello, NoServerSessionStorage, ResolvesServerCert,
+        danger::{ClientCertVerified, ClientCertVerifier},
+    },
+    sign::CertifiedKey,
+    version::TLS13,
+};
+use tokio::sync::watch;
+
+/// The protocol that both sides must choose.
+pub const H2: &[u8] = b"h2";
+
+/// The cryptography of all tunnels: AES-GCM only, the cheaper one first, and each key exchange that the provider has. The
+/// one place that names the provider.
+static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
+    let mut provider = rustls::crypto::ring::default_provider();
+    let suites = [
+        CipherSuite::TLS13_AES_128_GCM_SHA256,
+        CipherSuite::TLS13_AES_256_GCM_SHA384,
+    ];
+    let all = std::mem::take(&mut provider.cipher_suites);
+    let find = |suite| all.iter().find(|known| known.suite() == suite).copied();
+    provider.cipher_suites = suites.into_iter().filter_map(find).collect();
+    Arc::new(provider)
+});
+
+/// The present roots, read once for each change.
+#[derive(Debug)]
+pub struct Trust {
+    roots: watch::Receiver<Arc<Roots>>,
+    read: Mutex<Option<(Arc<Roots>, Arc<Verifier>)>>,
+}
+
+impl Trust {
+    /// Follows these roots.
+    pub fn new(roots: watch::Receiver<Arc<Roots>>) -> Self {
+        Self {
+            roots,
+            read: Mutex::default(),
+        }
+    }
+
+    /// Returns the verifier by the present roots.
+    ///
+    /// # Errors
+    /// If the roots cannot be read: then nobody is trusted.
+    pub fn verifier(&self) -> Result<Arc<Verifier>, Box<str>> {
+        let roots = Arc::clone(&self.roots.borrow());
+        let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((of, verifier)) = &*read
+            && Arc::ptr_eq(of, &roots)
+        {
+            return Ok(Arc::clone(verifier));
+        }
+        let verifier = Verifier::new(&roots).map_err(|error| error.to_string())?;
+        let verifier = Arc::new(verifier);
+        *read = Some((roots, Arc::clone(&verifier)));
+        Ok(verifier)
+    }
+}
+
+/// What a handshake proved.
+#[derive(Clone, Debug)]
+pub struct Proof {
+    /// Who the peer is.
+    pub peer: Identity,
+    /// The peer's chain, to be verified again when the roots change.
+    pub chain: Arc<[CertificateDer<'static>]>,
+    /// The time of the handshake.
+    pub at: SystemTime,
+}
+
+/// Verifies the peer of one handshake, and keeps the result.
+#[derive(Debug)]
+pub struct Check {
+    verifier: Arc<Verifier>,
+    /// The identities that the peer may have; `None`: any of a trusted domain.
+    expected: Option<Arc<[Identity]>>,
+    result: OnceLock<Result<Proof, PeerError>>,
+}
+
+impl Check {
+    /// A check for one handshake. `expected`: the identities that the peer may have; `None`: any of a trusted domain.
+    pub fn new(verifier: Arc<Verifier>, expected: Option<Arc<[Identity]>>) -> Arc<Self> {
+        Arc::new(Self {
+            verifier,
+            expected,
+            result: OnceLock::new(),
+        })
+    }
+
+    /// The result; `None` before the peer has presented a certificate.
+    pub fn result(&self) -> Option<&Result<Proof, PeerError>> {
+        self.result.get()
+    }
+
+    fn verify(
+        &self,
+        leaf: &CertificateDer<'_>,
+        rest: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<(), rustls::Error> {
+        let chain = std::iter::once(leaf).chain(rest);
+        let chain: Arc<[_]> = chain.map(|one| one.clone().into_owned()).collect();
+        let at = UNIX_EPOCH + Duration::from_secs(now.as_secs());
+        let found = self.verifier.verify(&chain, at).and_then(|peer| {
+            let peer = match &self.expected {
+                Some(expected) => identity::expect(peer, expected)?,
+                None => peer,
+            };
+            Ok(Proof { peer, chain, at })
+        });
+        let result = found
+            .as_ref()
+            .map(drop)
+            .map_err(|error| error.clone().into());
+        // A handshake has one certificate of the peer.
+        let _ = self.result.set(found);
+        result
+    }
+}
+
+fn verify_signature(
+    message: &[u8],
+    certificate: &CertificateDer<'_>,
+    signature: &DigitallySignedStruct,
+) -> Result<HandshakeSignatureValid, rustls::Error> {
+    let algorithms = &PROVIDER.signature_verification_algorithms;
+    verify_tls13_signature(message, certificate, signature, algorithms)
+}
+
+fn schemes() -> Vec<SignatureScheme> {
+    PROVIDER
+        .signature_verification_algorithms
+        .supported_schemes()
+}
+
+/// TLS 1.2 is never negotiated.
+fn too_old() -> rustls::Error {
+    rustls::Error::General("TLS 1.2 is not spoken here".to_owned())
+}
+
+impl ServerCertVerifier for Check {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        self.verify(end_entity, intermediates, now)?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(too_old())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        schemes()
+    }
+}
+
+impl ClientCertVerifier for Check {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        self.verify(end_entity, intermediates, now)?;
+        Ok(ClientCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(too_old())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        schemes()
+    }
+}
+
+/// The one certificate of a side.
+#[derive(Debug)]
+struct Own(Arc<CertifiedKey>);
+
+impl Own {
+    fn new(credential: &Credential) -> Arc<Self> {
+        let (chain, key) = (credential.chain.clone(), Arc::clone(&credential.key));
+        Arc::new(Self(Arc::new(CertifiedKey::new(chain, key))))
+    }
+}
+
+impl ResolvesClientCert for Own {
+    fn resolve(&self, _: &[&[u8]], _: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
+        Some(Arc::clone(&self.0))
+    }
+
+    fn has_certs(&self) -> bool {
+        true
+    }
+}
+
+impl ResolvesServerCert for Own {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(Arc::clone(&self.0))
+    }
+}
+
+/// The configuration of the side that connects.
+///
+/// # Errors
+/// If the provider has no TLS 1.3.
+pub fn client(own: &Credential, check: Arc<Check>) -> Result<Arc<ClientConfig>, rustls::Error> {
+    let mut config = ClientConfig::builder_with_provider(Arc::clone(&PROVIDER))
+        .with_protocol_versions(&[&TLS13])?
+        .dangerous()
+        .with_custom_certificate_verifier(check)
+        .with_client_cert_resolver(Own::new(own));
+    config.alpn_protocols = vec![H2.to_vec()];
+    config.enable_sni = false;
+    config.resumption = Resumption::disabled();
+    Ok(Arc::new(config))
+}
+
+/// The configuration of the side that accepts.
+///
+/// # Errors
+/// If the provider has no TLS 1.3.
+pub fn server(own: &Credential, check: Arc<Check>) -> Result<Arc<ServerConfig>, rustls::Error> {
+    let mut config = ServerConfig::builder_with_provider(Arc::clone(&PROVIDER))
+        .with_protocol_versions(&[&TLS13])?
+        .with_client_cert_verifier(check)
+        .with_cert_resolver(Own::new(own));
+    config.alpn_protocols = vec![H2.to_vec()];
+    config.send_tls13_tickets = 0;
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    Ok(Arc::new(config))
+}

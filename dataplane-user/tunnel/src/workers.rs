@@ -1,0 +1,120 @@
+//! Threads, each with a runtime of its own: a tunnel and its streams stay on one thread.
+
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread::{self, JoinHandle},
+};
+
+use threads::Deaths;
+use tokio::{
+    runtime::{Builder, Handle},
+    sync::watch,
+};
+
+/// The threads. Dropping them ends what they do.
+pub struct Workers {
+    all: Arc<[Worker]>,
+    threads: Vec<JoinHandle<Option<()>>>,
+    /// Dropped to stop the threads.
+    stop: Option<watch::Sender<()>>,
+}
+
+/// A thread.
+#[derive(Clone)]
+pub struct Worker {
+    handle: Handle,
+    load: Arc<AtomicUsize>,
+    deaths: Deaths,
+    /// Its place.
+    pub number: usize,
+}
+
+/// A task of a thread.
+struct Task(Worker);
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.load.fetch_sub(1, Ordering::Relaxed);
+        if thread::panicking() {
+            let name = format!("tunnel-{}", self.0.number);
+            (self.0.deaths)(&name, "one of its tasks panicked".to_owned());
+        }
+    }
+}
+
+impl Worker {
+    /// Starts a task on this thread.
+    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.load.fetch_add(1, Ordering::Relaxed);
+        let guard = Task(self.clone());
+        self.handle.spawn(async move {
+            let _guard = guard;
+            task.await;
+        });
+    }
+}
+
+impl Workers {
+    /// Starts threads. A thread or task that panics reports to `deaths`.
+    ///
+    /// # Errors
+    /// If a thread or its runtime cannot be started.
+    pub fn start(count: usize, deaths: &Deaths) -> io::Result<Self> {
+        let (stop, stopped) = watch::channel(());
+        let (mut workers, mut threads) = (Vec::new(), Vec::new());
+        for number in 0..count {
+            let runtime = Builder::new_current_thread().enable_all().build()?;
+            workers.push(Worker {
+                handle: runtime.handle().clone(),
+                load: Arc::default(),
+                deaths: Arc::clone(deaths),
+                number,
+            });
+            let (name, mut stopped) = (format!("tunnel-{number}"), stopped.clone());
+            threads.push(threads::start(
+                name.clone(),
+                Arc::clone(deaths),
+                move || {
+                    runtime.block_on(async {
+                        threads::may_panic(&name);
+                        let _ = stopped.changed().await;
+                    });
+                },
+            )?);
+        }
+        Ok(Self {
+            all: workers.into(),
+            threads,
+            stop: Some(stop),
+        })
+    }
+
+    /// The threads.
+    pub fn all(&self) -> &Arc<[Worker]> {
+        &self.all
+    }
+}
+
+/// The thread with the fewest tasks.
+pub fn least(workers: &[Worker]) -> &Worker {
+    let load = |worker: &&Worker| worker.load.load(Ordering::Relaxed);
+    let least = workers.iter().min_by_key(load);
+    least.expect("there is at least one thread")
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.stop = None;
+        let own = thread::current().id();
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has reported it. A task may have the last reference.
+            if thread.thread().id() != own {
+                let _ = thread.join();
+            }
+        }
+    }
+}
