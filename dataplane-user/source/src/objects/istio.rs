@@ -1,6 +1,5 @@
-//! Istio's objects that limit connections: the label of a waypoint, AuthorizationPolicies and PeerAuthentications. Nothing
-//! on the node enforces them, so only their extent is read. A part that cannot be read limits everything that it may
-//! limit.
+//! Istio's objects that limit connections: the label of a waypoint, AuthorizationPolicies and PeerAuthentications. A part
+//! that cannot be read limits everything that it may limit.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,10 +7,13 @@ use std::{
 };
 
 use imbl::OrdMap;
-use model::{Effect, Gravity, IstioNamespace, IstioPolicy, Label, Problem, ServiceName};
+use model::{
+    Effect, Gravity, IstioNamespace, IstioPolicy, Label, Problem, ServiceName,
+    authorization::{Action, Authorization, PeerAuthentication},
+};
 
 use super::{
-    Findings, check_name, label,
+    Findings, authorization, check_name, label, object_name,
     wire::{self as api, IstioPolicySpec, PolicyMode, Readable},
 };
 
@@ -42,47 +44,60 @@ pub fn istio_policy(
     findings: &mut Findings,
 ) -> Option<IstioPolicy> {
     check_name(&object.metadata, findings);
-    let mut unread = |path: &str| {
-        findings.note(
-            path,
-            "cannot be read, so the agent treats the policy as one that limits all connections to the Pods that it may \
-             select",
-        );
+    let dry_run = object.metadata.annotations.get("istio.io/dry-run");
+    let dry_run =
+        dry_run.is_some_and(|is| ["1", "t", "T", "true", "True", "TRUE"].contains(&&**is));
+    let closed = || {
+        Effect::Authorization(Arc::new(Authorization {
+            dry_run,
+            ..Authorization::closed()
+        }))
     };
     let nothing = IstioPolicySpec::default();
     let spec = match read(object.spec.as_ref(), "spec") {
         Ok(spec) => spec.unwrap_or(&nothing),
         Err(path) => {
-            unread(path);
-            return Some(unreadable_policy());
+            unread(path, findings);
+            let effect = closed();
+            return Some(IstioPolicy {
+                selector: None,
+                effect,
+            });
         }
     };
     let effect = if kind == "AuthorizationPolicy" {
-        authorization(object, spec).unwrap_or_else(|path| {
-            unread(path);
-            Some(Effect::Deny)
+        authorization(object, spec, dry_run, findings).unwrap_or_else(|path| {
+            unread(path, findings);
+            Some(closed())
         })?
     } else {
         let (strict, ports) = modes(spec).unwrap_or_else(|path| {
-            unread(path);
+            unread(path, findings);
             (Some(true), BTreeMap::new())
         });
         let created = object.metadata.creation_timestamp.as_ref();
-        Effect::Plaintext {
+        Effect::Plaintext(Arc::new(PeerAuthentication {
             created: created.map(|time| time.0.as_second()),
             strict,
             ports,
-        }
+        }))
     };
-    let selector = selector(spec).map_err(&mut unread).ok();
+    let selector = selector(spec).map_err(|path| unread(path, findings)).ok();
     Some(IstioPolicy { selector, effect })
+}
+
+fn unread(path: &str, findings: &mut Findings) {
+    findings.note(
+        path,
+        "cannot be read, so the agent treats the policy as one that limits all connections to the Pods that it may select",
+    );
 }
 
 /// Returns a policy in place of one that cannot be read.
 pub fn unreadable_policy() -> IstioPolicy {
     IstioPolicy {
         selector: None,
-        effect: Effect::Deny,
+        effect: Effect::Authorization(Arc::new(Authorization::closed())),
     }
 }
 
@@ -103,31 +118,45 @@ fn read<'a, T>(
 fn authorization(
     object: &api::IstioPolicy,
     spec: &IstioPolicySpec,
+    dry_run: bool,
+    findings: &mut Findings,
 ) -> Result<Option<Effect>, &'static str> {
-    let dry_run = object.metadata.annotations.get("istio.io/dry-run");
-    let is_dry = dry_run.is_some_and(|is| ["1", "t", "T", "true", "True", "TRUE"].contains(&&**is));
     let targets = read(spec.target_refs.as_ref(), "spec.targetRefs")?;
     let target = read(spec.target_ref.as_ref(), "spec.targetRef")?;
     let rules = read(spec.rules.as_ref(), "spec.rules")?.map_or(&[][..], Vec::as_slice);
-    let action = read(spec.action.as_ref(), "spec.action")?.map_or("", String::as_str);
-    if is_dry || target.is_some() || targets.is_some_and(|targets| !targets.is_empty()) {
+    let word = read(spec.action.as_ref(), "spec.action")?.map_or("", String::as_str);
+    if target.is_some() || targets.is_some_and(|targets| !targets.is_empty()) {
         return Ok(None);
     }
-    match action {
-        // For Istio, a list without items is a list that is missing.
-        "" | "ALLOW" if (rules.iter()).any(|rule| rule.values().flatten().all(Vec::is_empty)) => {
-            Ok(Some(Effect::AllowAll))
+    let action = match word {
+        "" | "ALLOW" => Action::Allow,
+        "DENY" => Action::Deny,
+        "AUDIT" | "CUSTOM" => {
+            let text = format!("{word} is not evaluated on a node, as by Istio's ztunnel");
+            findings.note("spec.action", text);
+            let is_custom = word == "CUSTOM" && !rules.is_empty() && !dry_run;
+            return Ok(is_custom.then_some(Effect::Custom));
         }
-        "" | "ALLOW" => Ok(Some(Effect::Allow)),
-        "AUDIT" => Ok(None),
-        "DENY" | "CUSTOM" => Ok((!rules.is_empty()).then_some(Effect::Deny)),
-        _ => Err("spec.action"),
-    }
+        _ => return Err("spec.action"),
+    };
+    let namespace = object_name(&object.metadata);
+    let rules = authorization::rules(action, rules, namespace.namespace(), findings);
+    let is_any = action == Action::Allow || !rules.is_empty();
+    Ok(is_any.then(|| {
+        Effect::Authorization(Arc::new(Authorization {
+            action,
+            dry_run,
+            rules,
+        }))
+    }))
 }
 
 /// Returns whether a PeerAuthentication refuses plaintext, and whether it does at single ports.
 fn modes(spec: &IstioPolicySpec) -> Result<(Option<bool>, BTreeMap<u16, bool>), &'static str> {
     let strict = |of: &PolicyMode, path| {
+        if of.keys().any(|key| key != "mode") {
+            return Err(path);
+        }
         let mode = of.get("mode").and_then(Option::as_deref);
         match mode.unwrap_or_default() {
             "" | "UNSET" => Ok(None),
@@ -155,6 +184,11 @@ fn modes(spec: &IstioPolicySpec) -> Result<(Option<bool>, BTreeMap<u16, bool>), 
 fn selector(spec: &IstioPolicySpec) -> Result<Box<[Label]>, &'static str> {
     let path = "spec.selector";
     let selector = read(spec.selector.as_ref(), path)?;
+    // Istio has no other selectors, and no wildcards in this one.
+    let is_known = |key: &String| key == "matchLabels";
+    if selector.is_some_and(|selector| !selector.keys().all(is_known)) {
+        return Err(path);
+    }
     let labels = selector.and_then(|selector| selector.get("matchLabels")?.as_ref());
     let labels = labels.into_iter().flatten();
     let labels: Box<[Label]> = labels
@@ -164,7 +198,9 @@ fn selector(spec: &IstioPolicySpec) -> Result<Box<[Label]>, &'static str> {
         .iter()
         .map(|(key, value)| key.len() + value.len())
         .sum();
-    if labels.len() > PARTS_MAX || length > SELECTOR_MAX {
+    let is_wrong =
+        |(key, value): &Label| key.is_empty() || key.contains('*') || value.contains('*');
+    if labels.iter().any(is_wrong) || labels.len() > PARTS_MAX || length > SELECTOR_MAX {
         return Err(path);
     }
     Ok(labels)
@@ -290,12 +326,13 @@ mod tests {
             None => words.push("nothing".to_owned()),
             Some(IstioPolicy { selector, effect }) => {
                 match effect {
-                    Effect::Plaintext { strict, ports, .. } => {
-                        words.push(strict.map_or("unset", mode).to_owned());
-                        let ports = ports.iter();
+                    Effect::Plaintext(of) => {
+                        words.push(of.strict.map_or("unset", mode).to_owned());
+                        let ports = of.ports.iter();
                         words.extend(ports.map(|(port, is)| format!("{port}={}", mode(*is))));
                     }
-                    effect => words.push(format!("{effect:?}")),
+                    Effect::Authorization(of) => words.push(format!("{:?}", of.extent())),
+                    Effect::Custom => words.push("Custom".to_owned()),
                 }
                 words.push(selector.as_ref().map_or("{?}".to_owned(), |labels| {
                     let labels = labels.iter().map(|(key, value)| format!("{key}={value}"));
@@ -323,46 +360,50 @@ mod tests {
         check(
             kind,
             r#"
-            {} => Allow {}
-            null => Allow {}
-            {"rules": [{"from": [], "when": null}]} => AllowAll {}
-            {"rules": [{"from": [], "to": [{}]}]} => Allow {}
-            {"action": "ALLOW", "rules": []} => Allow {}
-            {"rules": [{"to": []}, {}]} => AllowAll {}
+            {} => AllowsSome {}
+            null => AllowsSome {}
+            {"rules": [{"from": [], "when": null}]} => AllowsAll {}
+            {"rules": [{"from": [], "to": [{"operation": {"ports": ["80"]}}]}]} => AllowsSome {}
+            {"action": "ALLOW", "rules": []} => AllowsSome {}
+            {"rules": [{"to": []}, {}]} => AllowsAll {}
             {"action": "DENY"} => nothing
             {"action": "DENY", "rules": []} => nothing
-            {"action": "DENY", "rules": [{}]} => Deny {}
-            {"action": "CUSTOM"} => nothing
-            {"action": "CUSTOM", "rules": [{"to": []}]} => Deny {}
-            {"action": "AUDIT", "rules": [{}]} => nothing
-            {"selector": {"matchLabels": {"b": "2", "a": "1"}}} => Allow {a=1,b=2}
-            {"selector": {}} => Allow {}
-            {"selector": {"matchLabels": null}} => Allow {}
+            {"action": "DENY", "rules": [{}]} => Denies {}
+            {"action": "CUSTOM"} => nothing spec.action
+            {"action": "CUSTOM", "rules": [{"to": []}]} => Custom {} spec.action
+            {"action": "AUDIT", "rules": [{}]} => nothing spec.action
+            {"selector": {"matchLabels": {"b": "2", "a": "1"}}} => AllowsSome {a=1,b=2}
+            {"selector": {}} => AllowsSome {}
+            {"selector": {"matchLabels": null}} => AllowsSome {}
             {"targetRefs": [{"kind": "Service"}]} => nothing
-            {"targetRefs": []} => Allow {}
-            {"targetRefs": null} => Allow {}
-            {"targetRefs": {}} => Deny {} spec.targetRefs
-            {"targetRefs": 5} => Deny {} spec.targetRefs
+            {"targetRefs": []} => AllowsSome {}
+            {"targetRefs": null} => AllowsSome {}
+            {"targetRefs": {}} => Denies {} spec.targetRefs
+            {"targetRefs": 5} => Denies {} spec.targetRefs
             {"targetRef": {}} => nothing
-            {"targetRef": null} => Allow {}
+            {"targetRef": null} => AllowsSome {}
             {"targetRef": {"kind": "Service", "name": null}} => nothing
-            {"targetRef": []} => Deny {} spec.targetRef
-            {"targetRef": 5} => Deny {} spec.targetRef
-            {"targetRef": "x"} => Deny {} spec.targetRef
-            {"later": [], "rules": [{}]} => AllowAll {}
-            "text" => Deny {?} spec
-            [] => Deny {?} spec
-            {"action": 5} => Deny {} spec.action
-            {"action": "LATER"} => Deny {} spec.action
-            {"rules": {}} => Deny {} spec.rules
-            {"rules": [null]} => Deny {} spec.rules
-            {"selector": 5} => Allow {?} spec.selector
-            {"selector": {"matchLabels": {"app": 5}}} => Allow {?} spec.selector"#,
+            {"targetRef": []} => Denies {} spec.targetRef
+            {"targetRef": 5} => Denies {} spec.targetRef
+            {"targetRef": "x"} => Denies {} spec.targetRef
+            {"later": [], "rules": [{}]} => AllowsAll {}
+            "text" => Denies {?} spec
+            [] => Denies {?} spec
+            {"action": 5} => Denies {} spec.action
+            {"action": "LATER"} => Denies {} spec.action
+            {"rules": {}} => Denies {} spec.rules
+            {"selector": 5} => AllowsSome {?} spec.selector
+            {"selector": {"matchLabels": {"app": 5}}} => AllowsSome {?} spec.selector
+            {"selector": {"matchLabels": {"app": "*"}}} => AllowsSome {?} spec.selector
+            {"selector": {"labels": {"app": "web"}}} => AllowsSome {?} spec.selector"#,
         );
-        for (annotation, wanted) in [("true", "nothing"), ("false", "Allow {}")] {
+        for (annotation, wanted) in [("true", "Nothing {}"), ("false", "AllowsSome {}")] {
             let annotations = json!({ "istio.io/dry-run": annotation });
             assert_eq!(told(kind, &annotations, &json!({})), wanted);
         }
+        let annotations = json!({ "istio.io/dry-run": "true" });
+        let found = told(kind, &annotations, &json!({ "rules": 5 }));
+        assert_eq!(found, "Nothing {} spec.rules");
     }
 
     #[test]
@@ -379,6 +420,7 @@ mod tests {
             {"mtls": {"mode": "LATER"}} => strict {} spec.mtls.mode
             {"mtls": {"mode": 1}} => strict {} spec.mtls
             {"mtls": 1} => strict {} spec.mtls
+            {"mtls": {"mod": "PERMISSIVE"}} => strict {} spec.mtls.mode
             {"portLevelMtls": 5} => strict {} spec.portLevelMtls
             {"portLevelMtls": {"x": {"mode": "DISABLE"}}} => strict {} spec.portLevelMtls
             {"mtls": {"mode": "STRICT"}, "selector": 5} => strict {?} spec.selector"#,
@@ -406,7 +448,7 @@ mod tests {
         let name = |n: usize| ServiceName::new("shop", &format!("p{n}"));
         let policy = || IstioPolicy {
             selector: Some(Box::default()),
-            effect: Effect::AllowAll,
+            effect: Effect::Custom,
         };
         for n in (0..=POLICIES_MAX).chain([5, POLICIES_MAX]) {
             objects.put("P", &name(n), Some(policy()));

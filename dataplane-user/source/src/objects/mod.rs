@@ -8,6 +8,7 @@
 //! others. Such services have names in DNS.
 
 mod address;
+mod authorization;
 mod by_label;
 mod entries;
 mod host_ports;
