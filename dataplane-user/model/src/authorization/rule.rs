@@ -66,6 +66,19 @@ impl Rule {
     pub fn needs_identity(&self) -> bool {
         self.0.iter().flatten().any(Match::needs_identity)
     }
+
+    /// Returns its size in memory, in bytes, without what the allocator adds.
+    pub fn bytes(&self) -> usize {
+        let words = |of: &Values<Word>| of.bytes(Word::len);
+        let account = |of: &Account| of.namespace.len() + of.name.len();
+        let matches = self.0.iter().flatten();
+        let matches = matches.map(|of| {
+            let addresses = of.sources.bytes(|_| 0) + of.destinations.bytes(|_| 0);
+            let texts = words(&of.namespaces) + words(&of.principals) + of.accounts.bytes(account);
+            size_of::<Match>() + addresses + texts + of.ports.bytes(|_| 0)
+        });
+        size_of::<Self>() + size_of_val(&*self.0) + matches.sum::<usize>()
+    }
 }
 
 /// Properties of a connection, all of which must fit. A match without properties fits no connection.
@@ -136,6 +149,11 @@ impl<T> Values<T> {
         self.any.is_empty() && self.none.is_empty()
     }
 
+    fn bytes(&self, text: impl Fn(&T) -> usize) -> usize {
+        let all = self.any.iter().chain(&self.none);
+        all.map(|of| size_of::<T>() + text(of)).sum()
+    }
+
     fn fit(&self, mut is: impl FnMut(&T) -> bool) -> bool {
         (self.any.is_empty() || self.any.iter().any(&mut is)) && !self.none.iter().any(is)
     }
@@ -161,6 +179,15 @@ impl Word {
             Self::Prefix(of) => text.starts_with(&**of),
             Self::Suffix(of) => text.ends_with(&**of),
             Self::Present => !text.is_empty(),
+        }
+    }
+}
+
+impl Word {
+    fn len(&self) -> usize {
+        match self {
+            Self::Exact(text) | Self::Prefix(text) | Self::Suffix(text) => text.len(),
+            Self::Present => 0,
         }
     }
 }
