@@ -1,10 +1,13 @@
 //! Istio's objects that limit connections: waypoints and policies. Nothing on the node enforces them.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
 use imbl::{OrdMap, ordmap::DiffItem};
 
-use super::{Service, ServiceName, ServiceType};
+use super::{
+    Service, ServiceName, ServiceType,
+    authorization::{Authorization, PeerAuthentication, Policies, PolicyName, Rank},
+};
 
 /// All objects of Istio that limit connections, and the operator's settings for them.
 #[derive(Clone, Debug, Default)]
@@ -34,7 +37,7 @@ pub struct IstioNamespace {
 /// A policy, as far as it concerns connections to Pods.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IstioPolicy {
-    /// The labels of the Pods that it selects, sorted; empty: all Pods. `None`: they cannot be read, so the policy limits
+    /// The labels of the Pods that it selects, sorted; empty: all Pods. `None`: they cannot be read, so the policy refuses
     /// all connections to all Pods.
     pub selector: Option<Box<[Label]>>,
     /// The effect.
@@ -47,21 +50,12 @@ pub type Label = (Box<str>, Box<str>);
 /// The effect of a policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// It allows all connections.
-    AllowAll,
-    /// It allows some connections: without a policy that allows the others, these are refused.
-    Allow,
-    /// It refuses some connections, or it cannot be read.
-    Deny,
+    /// It allows or refuses connections by rules.
+    Authorization(Arc<Authorization>),
+    /// It has rules for a program that Istio asks (CUSTOM).
+    Custom,
     /// It refuses plaintext, or permits it.
-    Plaintext {
-        /// The time of the policy's creation, in seconds since the epoch.
-        created: Option<i64>,
-        /// Whether plaintext is refused. `None`: less specific policies decide.
-        strict: Option<bool>,
-        /// The same for single ports.
-        ports: BTreeMap<u16, bool>,
-    },
+    Plaintext(Arc<PeerAuthentication>),
 }
 
 impl Istio {
@@ -69,6 +63,52 @@ impl Istio {
     pub fn refuses(&self, service: &Service) -> bool {
         let of = || self.namespaces.get(service.name.namespace());
         self.denies && of().is_some_and(|of| of.has_waypoint(service))
+    }
+
+    /// Returns the policies of a workload with these labels, which are sorted: those of its namespace and of the root
+    /// namespace that select it. A policy whose selector cannot be read refuses all connections. As for Istio, a
+    /// PeerAuthentication of the root namespace that has a selector has no effect.
+    pub fn policies_of(&self, namespace: &str, labels: &[Label]) -> Policies {
+        let mut found = Policies {
+            unread: self.unread,
+            ..Policies::default()
+        };
+        let root = Some(&*self.root).filter(|root| *root != namespace);
+        for name in [Some(namespace), root].into_iter().flatten() {
+            let Some((namespace, of)) = self.namespaces.get_key_value(name) else {
+                continue;
+            };
+            let is_root = *name == *self.root;
+            let policies = of.policies.iter();
+            for (object, policy) in policies.filter(|(_, of)| of.selects(labels)) {
+                let name = PolicyName {
+                    namespace: Arc::clone(namespace),
+                    object: Arc::clone(object),
+                };
+                let selector = policy.selector.as_deref();
+                match (selector, &policy.effect) {
+                    (None | Some([_, ..]), Effect::Plaintext(_)) if is_root => {}
+                    (Some(_), Effect::Authorization(of)) => {
+                        found.authorizations.push((name, Some(Arc::clone(of))));
+                    }
+                    (None, Effect::Authorization(of)) if of.dry_run => {}
+                    (None, _) => {
+                        let closed = Arc::new(Authorization::closed());
+                        found.authorizations.push((name, Some(closed)));
+                    }
+                    (Some(_), Effect::Custom) => found.custom.push(name),
+                    (Some(selector), Effect::Plaintext(of)) => {
+                        let rank = match selector {
+                            [_, ..] => Rank::Selector,
+                            [] if is_root => Rank::Root,
+                            [] => Rank::Namespace,
+                        };
+                        found.plaintext.add(rank, name, of);
+                    }
+                }
+            }
+        }
+        found
     }
 
     /// Returns the services for which [`Istio::refuses`] differs from a former state.

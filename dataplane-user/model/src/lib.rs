@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod allocated;
+pub mod authorization;
 mod cluster;
 mod endpoint_name;
 mod entry;

@@ -6,7 +6,10 @@ use std::{
     sync::Arc,
 };
 
-use model::{Effect, Istio, Place, Policy, RefusedInbound, Snapshot, Workload};
+use model::{
+    Istio, Place, Policy, RefusedInbound, Snapshot, Workload,
+    authorization::{Authorization, Extent, PolicyName},
+};
 
 use super::Member;
 
@@ -22,57 +25,20 @@ pub(super) fn is_carried(workload: &Workload, policy: &Policy, foreign: bool) ->
 
 /// The namespace of an object, and its kind and name.
 type Object = (Arc<str>, Arc<str>);
-/// A PeerAuthentication: its age, itself, and what it says of all ports and of single ones.
-type Oldest<'a> = (
-    (bool, Option<i64>),
-    Object,
-    Option<bool>,
-    &'a BTreeMap<u16, bool>,
-);
 
 /// Returns the policies that limit inbound connections of a workload, not all if they are many, and the connections.
 pub(super) fn limits(istio: &Istio, workload: &Workload) -> (Vec<Object>, RefusedInbound) {
-    let own = workload.name.namespace();
-    let root = Some(&*istio.root).filter(|root| *root != own);
+    let of = istio.policies_of(workload.name.namespace(), &workload.labels);
+    let object = |name: &PolicyName| (Arc::clone(&name.namespace), Arc::clone(&name.object));
     let (mut limiting, mut allowing, mut allows_all) = (Vec::new(), Vec::new(), false);
-    // The oldest PeerAuthentication of each rank: with a selector, of the namespace, of the root namespace.
-    let mut ranks: [Option<Oldest<'_>>; 3] = [const { None }; 3];
-    for name in [Some(own), root].into_iter().flatten() {
-        let Some((namespace, of)) = istio.namespaces.get_key_value(name) else {
-            continue;
-        };
-        let policies = of.policies.iter();
-        for (name, policy) in policies.filter(|(_, of)| of.selects(&workload.labels)) {
-            let object = || (Arc::clone(namespace), Arc::clone(name));
-            let is_root = **namespace == *istio.root;
-            let effect = match (policy.selector.as_deref(), &policy.effect) {
-                // As for Istio, a PeerAuthentication of the root namespace has no selector.
-                (None | Some([_, ..]), Effect::Plaintext { .. }) if is_root => continue,
-                (None, _) => &Effect::Deny,
-                (Some(_), effect) => effect,
-            };
-            match effect {
-                Effect::AllowAll => allows_all = true,
-                Effect::Allow if allowing.len() <= NAMED[0] => allowing.push(object()),
-                Effect::Deny if limiting.len() <= NAMED[0] => limiting.push(object()),
-                Effect::Allow | Effect::Deny => {}
-                Effect::Plaintext {
-                    created,
-                    strict,
-                    ports,
-                } => {
-                    let rank = match policy.selector.as_deref() {
-                        Some([]) => 1 + usize::from(is_root),
-                        _ => 0,
-                    };
-                    // Policies come in the order of their names, by which Istio chooses between equally old ones.
-                    let age = (created.is_none(), *created);
-                    let known = &mut ranks[rank];
-                    if known.as_ref().is_none_or(|(oldest, ..)| age < *oldest) {
-                        *known = Some((age, object(), *strict, ports));
-                    }
-                }
-            }
+    limiting.extend(of.custom.iter().take(NAMED[0] + 1).map(object));
+    for (name, of) in &of.authorizations {
+        let extent = (of.as_deref()).map_or(Extent::Denies, Authorization::extent);
+        match extent {
+            Extent::AllowsAll => allows_all = true,
+            Extent::AllowsSome if allowing.len() <= NAMED[0] => allowing.push(object(name)),
+            Extent::Denies if limiting.len() <= NAMED[0] => limiting.push(object(name)),
+            Extent::AllowsSome | Extent::Denies | Extent::Nothing => {}
         }
     }
     if !allows_all {
@@ -82,17 +48,15 @@ pub(super) fn limits(istio: &Istio, workload: &Workload) -> (Vec<Object>, Refuse
         others: !limiting.is_empty() || istio.denies && istio.unread,
         ports: BTreeMap::new(),
     };
-    if let Some((_, object, _, ports)) = &ranks[0] {
-        limiting.extend(ports.values().any(|is| *is).then(|| object.clone()));
+    if let Some((name, ports)) = of.plaintext.ports() {
+        limiting.extend(ports.values().any(|is| *is).then(|| object(name)));
         if !refused.others {
             refused.ports.clone_from(ports);
         }
     }
-    let mut strict = ranks.into_iter().flatten();
-    let strict = strict.find_map(|(_, object, strict, _)| Some((object, strict?)));
-    if let Some((object, true)) = strict {
+    if let Some(name) = of.plaintext.refused() {
         refused.others = true;
-        limiting.push(object);
+        limiting.push(object(name));
     }
     (limiting, refused)
 }
@@ -180,7 +144,8 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use model::{
-        CapturedBy, IstioNamespace, IstioPolicy, Label, Layers, Mode, Rules, WorkloadName,
+        CapturedBy, Effect, IstioNamespace, IstioPolicy, Label, Layers, Mode, Rules, WorkloadName,
+        authorization::{Action, PeerAuthentication, Rule},
     };
 
     use super::{
@@ -213,15 +178,24 @@ mod tests {
                 let (port, mode) = port.split_once('=').unwrap();
                 (port.parse().unwrap(), is_strict(mode).unwrap())
             };
+            let authorization = |action, rules| {
+                let (dry_run, rules) = (false, [rules].into());
+                Effect::Authorization(Arc::new(Authorization {
+                    action,
+                    dry_run,
+                    rules,
+                }))
+            };
             let effect = match words[2] {
-                "all" => Effect::AllowAll,
-                "allow" => Effect::Allow,
-                "deny" => Effect::Deny,
-                mode => Effect::Plaintext {
+                "all" => authorization(Action::Allow, Rule::default()),
+                "allow" => authorization(Action::Allow, Rule::never()),
+                "deny" => authorization(Action::Deny, Rule::default()),
+                "custom" => Effect::Custom,
+                mode => Effect::Plaintext(Arc::new(PeerAuthentication {
                     created: name.split_once('@').map(|(_, at)| at.parse().unwrap()),
                     strict: is_strict(mode),
                     ports: words[3..].iter().map(port).collect(),
-                },
+                })),
             };
             let selector = (words[1] != "?").then(|| labels(words[1]));
             let policy = IstioPolicy { selector, effect };
@@ -265,6 +239,7 @@ mod tests {
             shop/a * deny => * | a
             shop/a app=web deny => * | a
             shop/a app=web,b=2 deny => * | a
+            shop/a * custom => * | a
             shop/a app=db deny; shop/b app=web,x=1 deny; other/c * deny =>
             shop/a ? deny => * | a
             shop/a ? all => * | a

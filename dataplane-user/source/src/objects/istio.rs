@@ -1,24 +1,20 @@
-//! Istio's objects that limit connections: the label of a waypoint, AuthorizationPolicies and PeerAuthentications. Nothing
-//! on the node enforces them, so only their extent is read. A part that cannot be read limits everything that it may
-//! limit.
+//! Istio's objects that limit connections: the label of a waypoint, AuthorizationPolicies and PeerAuthentications. A part
+//! that cannot be read limits everything that it may limit.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
+use std::{collections::BTreeMap, sync::Arc};
+
+use model::{
+    Effect, IstioPolicy, Label,
+    authorization::{Action, Authorization, PeerAuthentication},
 };
 
-use imbl::OrdMap;
-use model::{Effect, Gravity, IstioNamespace, IstioPolicy, Label, Problem, ServiceName};
-
 use super::{
-    Findings, check_name, label,
+    Findings, authorization, check_name, label, object_name,
     wire::{self as api, IstioPolicySpec, PolicyMode, Readable},
 };
 
 /// A label of Services, ServiceEntries, Pods and Namespaces: the waypoint through which connections to them go.
 pub(super) const LABEL_WAYPOINT: &str = "istio.io/use-waypoint";
-/// Maximum number of policies of a namespace whose content is kept. Others count as policies that cannot be read.
-const POLICIES_MAX: usize = 1000;
 /// Maximum number of labels of a selector, and of ports of a policy.
 const PARTS_MAX: usize = 64;
 /// Maximum length of a selector, in bytes.
@@ -42,47 +38,60 @@ pub fn istio_policy(
     findings: &mut Findings,
 ) -> Option<IstioPolicy> {
     check_name(&object.metadata, findings);
-    let mut unread = |path: &str| {
-        findings.note(
-            path,
-            "cannot be read, so the agent treats the policy as one that limits all connections to the Pods that it may \
-             select",
-        );
+    let dry_run = object.metadata.annotations.get("istio.io/dry-run");
+    let dry_run =
+        dry_run.is_some_and(|is| ["1", "t", "T", "true", "True", "TRUE"].contains(&&**is));
+    let closed = || {
+        Effect::Authorization(Arc::new(Authorization {
+            dry_run,
+            ..Authorization::closed()
+        }))
     };
     let nothing = IstioPolicySpec::default();
     let spec = match read(object.spec.as_ref(), "spec") {
         Ok(spec) => spec.unwrap_or(&nothing),
         Err(path) => {
-            unread(path);
-            return Some(unreadable_policy());
+            unread(path, findings);
+            let effect = closed();
+            return Some(IstioPolicy {
+                selector: None,
+                effect,
+            });
         }
     };
     let effect = if kind == "AuthorizationPolicy" {
-        authorization(object, spec).unwrap_or_else(|path| {
-            unread(path);
-            Some(Effect::Deny)
+        authorization(object, spec, dry_run, findings).unwrap_or_else(|path| {
+            unread(path, findings);
+            Some(closed())
         })?
     } else {
         let (strict, ports) = modes(spec).unwrap_or_else(|path| {
-            unread(path);
+            unread(path, findings);
             (Some(true), BTreeMap::new())
         });
         let created = object.metadata.creation_timestamp.as_ref();
-        Effect::Plaintext {
+        Effect::Plaintext(Arc::new(PeerAuthentication {
             created: created.map(|time| time.0.as_second()),
             strict,
             ports,
-        }
+        }))
     };
-    let selector = selector(spec).map_err(&mut unread).ok();
+    let selector = selector(spec).map_err(|path| unread(path, findings)).ok();
     Some(IstioPolicy { selector, effect })
+}
+
+fn unread(path: &str, findings: &mut Findings) {
+    findings.note(
+        path,
+        "cannot be read, so the agent treats the policy as one that limits all connections to the Pods that it may select",
+    );
 }
 
 /// Returns a policy in place of one that cannot be read.
 pub fn unreadable_policy() -> IstioPolicy {
     IstioPolicy {
         selector: None,
-        effect: Effect::Deny,
+        effect: Effect::Authorization(Arc::new(Authorization::closed())),
     }
 }
 
@@ -103,31 +112,45 @@ fn read<'a, T>(
 fn authorization(
     object: &api::IstioPolicy,
     spec: &IstioPolicySpec,
+    dry_run: bool,
+    findings: &mut Findings,
 ) -> Result<Option<Effect>, &'static str> {
-    let dry_run = object.metadata.annotations.get("istio.io/dry-run");
-    let is_dry = dry_run.is_some_and(|is| ["1", "t", "T", "true", "True", "TRUE"].contains(&&**is));
     let targets = read(spec.target_refs.as_ref(), "spec.targetRefs")?;
     let target = read(spec.target_ref.as_ref(), "spec.targetRef")?;
     let rules = read(spec.rules.as_ref(), "spec.rules")?.map_or(&[][..], Vec::as_slice);
-    let action = read(spec.action.as_ref(), "spec.action")?.map_or("", String::as_str);
-    if is_dry || target.is_some() || targets.is_some_and(|targets| !targets.is_empty()) {
+    let word = read(spec.action.as_ref(), "spec.action")?.map_or("", String::as_str);
+    if target.is_some() || targets.is_some_and(|targets| !targets.is_empty()) {
         return Ok(None);
     }
-    match action {
-        // For Istio, a list without items is a list that is missing.
-        "" | "ALLOW" if (rules.iter()).any(|rule| rule.values().flatten().all(Vec::is_empty)) => {
-            Ok(Some(Effect::AllowAll))
+    let action = match word {
+        "" | "ALLOW" => Action::Allow,
+        "DENY" => Action::Deny,
+        "AUDIT" | "CUSTOM" => {
+            let text = format!("{word} is not evaluated on a node, as by Istio's ztunnel");
+            findings.note("spec.action", text);
+            let is_custom = word == "CUSTOM" && !rules.is_empty() && !dry_run;
+            return Ok(is_custom.then_some(Effect::Custom));
         }
-        "" | "ALLOW" => Ok(Some(Effect::Allow)),
-        "AUDIT" => Ok(None),
-        "DENY" | "CUSTOM" => Ok((!rules.is_empty()).then_some(Effect::Deny)),
-        _ => Err("spec.action"),
-    }
+        _ => return Err("spec.action"),
+    };
+    let namespace = object_name(&object.metadata);
+    let rules = authorization::rules(action, rules, namespace.namespace(), findings);
+    let is_any = action == Action::Allow || !rules.is_empty();
+    Ok(is_any.then(|| {
+        Effect::Authorization(Arc::new(Authorization {
+            action,
+            dry_run,
+            rules,
+        }))
+    }))
 }
 
 /// Returns whether a PeerAuthentication refuses plaintext, and whether it does at single ports.
 fn modes(spec: &IstioPolicySpec) -> Result<(Option<bool>, BTreeMap<u16, bool>), &'static str> {
     let strict = |of: &PolicyMode, path| {
+        if of.keys().any(|key| key != "mode") {
+            return Err(path);
+        }
         let mode = of.get("mode").and_then(Option::as_deref);
         match mode.unwrap_or_default() {
             "" | "UNSET" => Ok(None),
@@ -155,6 +178,11 @@ fn modes(spec: &IstioPolicySpec) -> Result<(Option<bool>, BTreeMap<u16, bool>), 
 fn selector(spec: &IstioPolicySpec) -> Result<Box<[Label]>, &'static str> {
     let path = "spec.selector";
     let selector = read(spec.selector.as_ref(), path)?;
+    // Istio has no other selectors, and no wildcards in this one.
+    let is_known = |key: &String| key == "matchLabels";
+    if selector.is_some_and(|selector| !selector.keys().all(is_known)) {
+        return Err(path);
+    }
     let labels = selector.and_then(|selector| selector.get("matchLabels")?.as_ref());
     let labels = labels.into_iter().flatten();
     let labels: Box<[Label]> = labels
@@ -164,110 +192,12 @@ fn selector(spec: &IstioPolicySpec) -> Result<Box<[Label]>, &'static str> {
         .iter()
         .map(|(key, value)| key.len() + value.len())
         .sum();
-    if labels.len() > PARTS_MAX || length > SELECTOR_MAX {
+    let is_wrong =
+        |(key, value): &Label| key.is_empty() || key.contains('*') || value.contains('*');
+    if labels.iter().any(is_wrong) || labels.len() > PARTS_MAX || length > SELECTOR_MAX {
         return Err(path);
     }
     Ok(labels)
-}
-
-/// The objects of all namespaces.
-#[derive(Debug)]
-pub struct IstioObjects {
-    /// Whether they are stored at all.
-    is_wanted: bool,
-    namespaces: OrdMap<Arc<str>, Arc<IstioNamespace>>,
-    /// The namespaces and keys of policies beyond [`POLICIES_MAX`], whose content is not kept.
-    beyond: BTreeSet<(Arc<str>, Arc<str>)>,
-}
-
-impl IstioObjects {
-    /// Returns a collection without objects. `is_wanted`: whether it stores any.
-    pub fn new(is_wanted: bool) -> Self {
-        Self {
-            is_wanted,
-            namespaces: OrdMap::new(),
-            beyond: BTreeSet::new(),
-        }
-    }
-
-    /// Returns all objects. Cheap.
-    pub fn namespaces(&self) -> OrdMap<Arc<str>, Arc<IstioNamespace>> {
-        self.namespaces.clone()
-    }
-
-    /// Returns a problem for each namespace with policies whose content is not kept.
-    pub fn problems(&self) -> impl Iterator<Item = Problem> {
-        let full: BTreeSet<&Arc<str>> = self.beyond.iter().map(|(of, _)| of).collect();
-        full.into_iter().map(|namespace| Problem {
-            gravity: Gravity::Warning,
-            place: format!("Namespace {namespace}"),
-            text: format!(
-                "has or had more than {POLICIES_MAX} of Istio's policies: the agent treats each further policy as one that \
-                 limits all connections to the Pods that it may select, until there is room and the policy changes, or the \
-                 agent restarts"
-            ),
-        })
-    }
-
-    /// Stores whether the labels of a Namespace name a waypoint.
-    pub fn label_namespace(&mut self, name: &str, waypoint: bool) {
-        self.change(name, |of| of.waypoint = waypoint);
-    }
-
-    /// Stores whether the labels name a waypoint: those of a Service or ServiceEntry. `None` removes it.
-    pub fn label(&mut self, kind: &str, name: &ServiceName, waypoint: Option<bool>) {
-        let key = format!("{kind} {}", name.name());
-        self.change(name.namespace(), |of| match waypoint {
-            Some(waypoint) => _ = of.labels.insert(key.into(), waypoint),
-            None => _ = of.labels.remove(&*key),
-        });
-    }
-
-    /// Stores a policy, or removes it. Returns whether anything has changed.
-    pub fn put(&mut self, kind: &str, name: &ServiceName, policy: Option<IstioPolicy>) -> bool {
-        let key: Arc<str> = format!("{kind} {}", name.name()).into();
-        let of = self.namespaces.get(name.namespace());
-        let is_known = of.is_some_and(|of| of.policies.contains_key(&key));
-        let others = of.map_or(0, |of| of.policies.len()) - usize::from(is_known);
-        let id: (Arc<str>, Arc<str>) = (name.namespace().into(), Arc::clone(&key));
-        let was_beyond = self.beyond.remove(&id);
-        let is_beyond = policy.is_some() && others >= POLICIES_MAX && (!is_known || was_beyond);
-        if is_beyond {
-            self.beyond.insert(id);
-        }
-        let has_changed = self.change(name.namespace(), |of| match policy {
-            None => _ = of.policies.remove(&key),
-            Some(policy) => {
-                let policy = if is_beyond {
-                    unreadable_policy()
-                } else {
-                    policy
-                };
-                of.policies.insert(key, Arc::new(policy));
-            }
-        });
-        has_changed || was_beyond != is_beyond
-    }
-
-    /// Returns whether anything has changed.
-    fn change(&mut self, namespace: &str, change: impl FnOnce(&mut IstioNamespace)) -> bool {
-        if !self.is_wanted {
-            return false;
-        }
-        let known = self.namespaces.get(namespace);
-        let before = known.map_or_else(Default::default, |known| (**known).clone());
-        let mut of = before.clone();
-        change(&mut of);
-        if of == before {
-            return false;
-        }
-        if of == IstioNamespace::default() {
-            self.namespaces.remove(namespace);
-        } else {
-            self.namespaces.insert(namespace.into(), Arc::new(of));
-        }
-        true
-    }
 }
 
 #[cfg(test)]
@@ -290,12 +220,13 @@ mod tests {
             None => words.push("nothing".to_owned()),
             Some(IstioPolicy { selector, effect }) => {
                 match effect {
-                    Effect::Plaintext { strict, ports, .. } => {
-                        words.push(strict.map_or("unset", mode).to_owned());
-                        let ports = ports.iter();
+                    Effect::Plaintext(of) => {
+                        words.push(of.strict.map_or("unset", mode).to_owned());
+                        let ports = of.ports.iter();
                         words.extend(ports.map(|(port, is)| format!("{port}={}", mode(*is))));
                     }
-                    effect => words.push(format!("{effect:?}")),
+                    Effect::Authorization(of) => words.push(format!("{:?}", of.extent())),
+                    Effect::Custom => words.push("Custom".to_owned()),
                 }
                 words.push(selector.as_ref().map_or("{?}".to_owned(), |labels| {
                     let labels = labels.iter().map(|(key, value)| format!("{key}={value}"));
@@ -323,46 +254,50 @@ mod tests {
         check(
             kind,
             r#"
-            {} => Allow {}
-            null => Allow {}
-            {"rules": [{"from": [], "when": null}]} => AllowAll {}
-            {"rules": [{"from": [], "to": [{}]}]} => Allow {}
-            {"action": "ALLOW", "rules": []} => Allow {}
-            {"rules": [{"to": []}, {}]} => AllowAll {}
+            {} => AllowsSome {}
+            null => AllowsSome {}
+            {"rules": [{"from": [], "when": null}]} => AllowsAll {}
+            {"rules": [{"from": [], "to": [{"operation": {"ports": ["80"]}}]}]} => AllowsSome {}
+            {"action": "ALLOW", "rules": []} => AllowsSome {}
+            {"rules": [{"to": []}, {}]} => AllowsAll {}
             {"action": "DENY"} => nothing
             {"action": "DENY", "rules": []} => nothing
-            {"action": "DENY", "rules": [{}]} => Deny {}
-            {"action": "CUSTOM"} => nothing
-            {"action": "CUSTOM", "rules": [{"to": []}]} => Deny {}
-            {"action": "AUDIT", "rules": [{}]} => nothing
-            {"selector": {"matchLabels": {"b": "2", "a": "1"}}} => Allow {a=1,b=2}
-            {"selector": {}} => Allow {}
-            {"selector": {"matchLabels": null}} => Allow {}
+            {"action": "DENY", "rules": [{}]} => Denies {}
+            {"action": "CUSTOM"} => nothing spec.action
+            {"action": "CUSTOM", "rules": [{"to": []}]} => Custom {} spec.action
+            {"action": "AUDIT", "rules": [{}]} => nothing spec.action
+            {"selector": {"matchLabels": {"b": "2", "a": "1"}}} => AllowsSome {a=1,b=2}
+            {"selector": {}} => AllowsSome {}
+            {"selector": {"matchLabels": null}} => AllowsSome {}
             {"targetRefs": [{"kind": "Service"}]} => nothing
-            {"targetRefs": []} => Allow {}
-            {"targetRefs": null} => Allow {}
-            {"targetRefs": {}} => Deny {} spec.targetRefs
-            {"targetRefs": 5} => Deny {} spec.targetRefs
+            {"targetRefs": []} => AllowsSome {}
+            {"targetRefs": null} => AllowsSome {}
+            {"targetRefs": {}} => Denies {} spec.targetRefs
+            {"targetRefs": 5} => Denies {} spec.targetRefs
             {"targetRef": {}} => nothing
-            {"targetRef": null} => Allow {}
+            {"targetRef": null} => AllowsSome {}
             {"targetRef": {"kind": "Service", "name": null}} => nothing
-            {"targetRef": []} => Deny {} spec.targetRef
-            {"targetRef": 5} => Deny {} spec.targetRef
-            {"targetRef": "x"} => Deny {} spec.targetRef
-            {"later": [], "rules": [{}]} => AllowAll {}
-            "text" => Deny {?} spec
-            [] => Deny {?} spec
-            {"action": 5} => Deny {} spec.action
-            {"action": "LATER"} => Deny {} spec.action
-            {"rules": {}} => Deny {} spec.rules
-            {"rules": [null]} => Deny {} spec.rules
-            {"selector": 5} => Allow {?} spec.selector
-            {"selector": {"matchLabels": {"app": 5}}} => Allow {?} spec.selector"#,
+            {"targetRef": []} => Denies {} spec.targetRef
+            {"targetRef": 5} => Denies {} spec.targetRef
+            {"targetRef": "x"} => Denies {} spec.targetRef
+            {"later": [], "rules": [{}]} => AllowsAll {}
+            "text" => Denies {?} spec
+            [] => Denies {?} spec
+            {"action": 5} => Denies {} spec.action
+            {"action": "LATER"} => Denies {} spec.action
+            {"rules": {}} => Denies {} spec.rules
+            {"selector": 5} => AllowsSome {?} spec.selector
+            {"selector": {"matchLabels": {"app": 5}}} => AllowsSome {?} spec.selector
+            {"selector": {"matchLabels": {"app": "*"}}} => AllowsSome {?} spec.selector
+            {"selector": {"labels": {"app": "web"}}} => AllowsSome {?} spec.selector"#,
         );
-        for (annotation, wanted) in [("true", "nothing"), ("false", "Allow {}")] {
+        for (annotation, wanted) in [("true", "Nothing {}"), ("false", "AllowsSome {}")] {
             let annotations = json!({ "istio.io/dry-run": annotation });
             assert_eq!(told(kind, &annotations, &json!({})), wanted);
         }
+        let annotations = json!({ "istio.io/dry-run": "true" });
+        let found = told(kind, &annotations, &json!({ "rules": 5 }));
+        assert_eq!(found, "Nothing {} spec.rules");
     }
 
     #[test]
@@ -379,6 +314,7 @@ mod tests {
             {"mtls": {"mode": "LATER"}} => strict {} spec.mtls.mode
             {"mtls": {"mode": 1}} => strict {} spec.mtls
             {"mtls": 1} => strict {} spec.mtls
+            {"mtls": {"mod": "PERMISSIVE"}} => strict {} spec.mtls.mode
             {"portLevelMtls": 5} => strict {} spec.portLevelMtls
             {"portLevelMtls": {"x": {"mode": "DISABLE"}}} => strict {} spec.portLevelMtls
             {"mtls": {"mode": "STRICT"}, "selector": 5} => strict {?} spec.selector"#,
@@ -402,29 +338,5 @@ mod tests {
             let found = told("AuthorizationPolicy", &json!({}), &spec);
             assert_eq!(!found.contains('?'), is_read, "{count} {length}");
         }
-        let mut objects = IstioObjects::new(true);
-        let name = |n: usize| ServiceName::new("shop", &format!("p{n}"));
-        let policy = || IstioPolicy {
-            selector: Some(Box::default()),
-            effect: Effect::AllowAll,
-        };
-        for n in (0..=POLICIES_MAX).chain([5, POLICIES_MAX]) {
-            objects.put("P", &name(n), Some(policy()));
-            let stored = &objects.namespaces()["shop"].policies[&*format!("P p{n}")];
-            assert_eq!(**stored == policy(), n < POLICIES_MAX, "{n}");
-        }
-        assert_eq!(objects.problems().count(), 1);
-        // With room again, the last one stays as it is until it is read again.
-        objects.put("P", &name(0), None);
-        assert_eq!(objects.problems().count(), 1);
-        assert!(objects.put("P", &name(POLICIES_MAX), Some(policy())));
-        assert_eq!(objects.problems().count(), 0);
-        objects.put("P", &name(0), Some(policy()));
-        assert_eq!(objects.problems().count(), 1);
-        for n in 0..=POLICIES_MAX {
-            objects.put("P", &name(n), None);
-        }
-        assert!(objects.namespaces().is_empty());
-        assert_eq!(objects.problems().count(), 0);
     }
 }

@@ -8,10 +8,12 @@
 //! others. Such services have names in DNS.
 
 mod address;
+mod authorization;
 mod by_label;
 mod entries;
 mod host_ports;
 mod istio;
+mod istio_objects;
 mod join;
 mod node;
 mod pod;
@@ -29,7 +31,8 @@ use std::collections::BTreeMap;
 
 pub use entries::Entries;
 pub use host_ports::{host_ports, is_of_host_ports};
-pub use istio::{IstioObjects, istio_policy, unreadable_policy};
+pub use istio::{istio_policy, unreadable_policy};
+pub use istio_objects::IstioObjects;
 pub use join::{Joins, Sources};
 use model::{NamedProtocol, ServiceName};
 pub use node::{NodeFacts, node};

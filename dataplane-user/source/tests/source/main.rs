@@ -5,6 +5,7 @@
     reason = "a table of cases, or the steps of one scenario in their order"
 )]
 
+mod authorization;
 mod bad_manifests;
 mod by_istio;
 mod by_locality;

@@ -111,7 +111,7 @@ pub struct IstioPolicySpec {
     pub target_ref: Option<Readable<PolicyTarget>>,
     pub target_refs: Option<Readable<Vec<IgnoredAny>>>,
     pub action: Option<Readable<String>>,
-    pub rules: Option<Readable<Vec<PolicyRule>>>,
+    pub rules: Option<Readable<Vec<serde_json::Value>>>,
     pub mtls: Option<Readable<PolicyMode>>,
     pub port_level_mtls: Option<Readable<BTreeMap<String, PolicyMode>>>,
     /// Makes a list unreadable: without such a field, serde also reads the fields from the items of a list.
@@ -124,9 +124,6 @@ pub type PolicySelector = BTreeMap<String, Option<BTreeMap<String, String>>>;
 
 /// Only whether there is a target matters.
 pub type PolicyTarget = BTreeMap<String, Option<IgnoredAny>>;
-
-/// `from`, `to` and `when`: only whether there are any matters.
-pub type PolicyRule = BTreeMap<String, Option<Vec<IgnoredAny>>>;
 
 /// `mode`.
 pub type PolicyMode = BTreeMap<String, Option<String>>;

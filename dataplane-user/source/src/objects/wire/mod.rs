@@ -17,9 +17,9 @@ pub use gateway::{
     ReferenceGrantTo, Route, RouteMatch, RouteRule, RouteSpec,
 };
 pub use istio::{
-    IstioPolicy, IstioPolicySpec, PolicyMode, PolicyRule, PolicySelector, PolicyTarget, Readable,
-    ServiceEntry, ServiceEntryAddress, ServiceEntryPort, ServiceEntrySpec, ServiceEntryStatus,
-    WorkloadEntry, WorkloadEntrySpec, WorkloadEntryStatus, WorkloadSelector,
+    IstioPolicy, IstioPolicySpec, PolicyMode, PolicySelector, PolicyTarget, Readable, ServiceEntry,
+    ServiceEntryAddress, ServiceEntryPort, ServiceEntrySpec, ServiceEntryStatus, WorkloadEntry,
+    WorkloadEntrySpec, WorkloadEntryStatus, WorkloadSelector,
 };
 
 use std::collections::BTreeMap;
