@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt, net::IpAddr, path::PathBuf, sync::Arc};
 
 use smallvec::SmallVec;
 
-use super::{Label, Layers, Policy, Protocol, Resolution, WorkloadName};
+use super::{Identity, Label, Layers, Policy, Protocol, Resolution, WorkloadName};
 
 /// Ports that a mesh's proxies have: no rule of a configuration can name them.
 pub const RESERVED: [u16; 12] = [
@@ -43,6 +43,10 @@ pub struct Workload {
     pub node: Arc<str>,
     /// The network whose addresses it has (label `topology.istio.io/network`); empty: the cluster's own.
     pub network: Arc<str>,
+    /// The service account whose identity it has; empty: it has no identity.
+    pub account: Arc<str>,
+    /// Whether it accepts HBONE connections.
+    pub speaks_hbone: bool,
     /// Its names in metrics and logs.
     pub telemetry: Telemetry,
     /// Its labels, sorted, by which policies select it; none on another node.
@@ -67,7 +71,9 @@ impl Workload {
             place,
             uid: None,
             node: Arc::clone(&nothing),
-            network: nothing,
+            network: Arc::clone(&nothing),
+            account: nothing,
+            speaks_hbone: false,
             telemetry: Telemetry::new(name.name(), None),
             labels: Box::default(),
             resolution: None,
@@ -76,6 +82,11 @@ impl Workload {
             capture: None,
             name,
         }
+    }
+
+    /// The identity that it has in a trust domain; `None` if it has no service account.
+    pub fn identity(&self, trust_domain: &str) -> Option<Identity> {
+        Identity::new(trust_domain, self.name.namespace(), &self.account).ok()
     }
 
     /// Has `share` put an equal text of its own in place of each text that many workloads have.
@@ -90,6 +101,7 @@ impl Workload {
         for text in [
             &mut self.node,
             &mut self.network,
+            &mut self.account,
             workload,
             canonical_service,
             canonical_revision,

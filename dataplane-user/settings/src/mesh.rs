@@ -8,11 +8,10 @@ use model::{
     CapturedBy, Egress, Mode, Reachable, Rules, VIRTUAL_INTERFACES, WithoutProxy, is_reserved,
     is_virtual_interface,
 };
-use relay::AccessLog;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{MeshProbes, Range, Timeout, is_default};
+use super::{MeshIdentity, MeshProbes, MeshProxy, Range, is_default};
 
 /// The workloads whose TCP connections go to a proxy, and their rules.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -24,6 +23,10 @@ pub struct Mesh {
     /// The kubelet's probes.
     #[serde(skip_serializing_if = "is_default")]
     pub probes: MeshProbes,
+    /// The certificates of workloads, by which connections between them are encrypted. Default: connections are not
+    /// encrypted.
+    #[serde(skip_serializing_if = "is_default")]
+    pub identity: Option<MeshIdentity>,
     /// Whether connections are refused in network namespaces that the agent does not know.
     /// Default: false.
     #[serde(skip_serializing_if = "is_default")]
@@ -65,54 +68,6 @@ pub struct Mesh {
     /// Workloads that are not pods, and rules for single pods besides their labels and annotations.
     #[serde(skip_serializing_if = "is_default")]
     pub workloads: Vec<MeshWorkload>,
-}
-
-/// The proxy to which captured connections go.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
-pub struct MeshProxy {
-    /// The proxy's port for outbound connections, at loopback in the workload's network namespace.
-    /// Default: 15001.
-    #[serde(skip_serializing_if = "is_default")]
-    #[schemars(range(min = 1))]
-    pub outbound: Option<u16>,
-    /// The proxy's port for inbound connections. Default: 15006.
-    #[serde(skip_serializing_if = "is_default")]
-    #[schemars(range(min = 1))]
-    pub inbound: Option<u16>,
-    /// The user of a proxy that is not the agent's, such as 1500 (Open Service Mesh) or 1337 (Istio).
-    /// Connections of this user are not captured. Default: the proxy is the agent's.
-    #[serde(skip_serializing_if = "is_default")]
-    pub uid: Option<u32>,
-    /// The mark (SO_MARK) of the sockets of the agent's proxy. Default: 15006.
-    #[serde(skip_serializing_if = "is_default")]
-    #[schemars(range(min = 1))]
-    pub mark: Option<u32>,
-    /// Whether the agent's proxy connects to the application from the client's address. The agent
-    /// makes a rule and a route for this in the workload's network namespace. Default: true.
-    #[serde(skip_serializing_if = "is_default")]
-    pub keep_source: Option<bool>,
-    /// Maximum number of connections that the agent's proxy relays at the same time; further
-    /// connections wait in the backlog. Default: as many as the limit of open files allows.
-    #[serde(skip_serializing_if = "is_default")]
-    #[schemars(range(min = 1))]
-    pub max_connections: Option<u32>,
-    /// The part of these connections that one workload may have. Default: by what is free. While
-    /// several workloads are there, a workload never has more than four times as many as are free.
-    #[serde(skip_serializing_if = "is_default")]
-    #[schemars(range(min = 1))]
-    pub max_connections_per_workload: Option<u32>,
-    /// Time without a byte after which the agent's proxy resets a connection, such as `2h`. Default: no limit.
-    #[serde(skip_serializing_if = "is_default")]
-    pub idle_timeout: Option<Timeout>,
-    /// How long the agent's proxy holds a connection of a workload with `egress: deny` whose destination the agent does not
-    /// know yet. Default: 5s.
-    #[serde(skip_serializing_if = "is_default")]
-    pub hold_timeout: Option<Timeout>,
-    /// Format of the access log of the agent's proxy, on standard output: one line for each connection,
-    /// at its end. Default: text.
-    #[serde(skip_serializing_if = "is_default")]
-    pub access_log: Option<AccessLog>,
 }
 
 /// The agent's treatment of connections that Istio's objects limit.
@@ -383,6 +338,14 @@ impl Mesh {
     pub fn faults(&self) -> Vec<(String, String)> {
         let mut faults = Vec::new();
         self.probes.faults(&mut faults);
+        if let Some(identity) = &self.identity {
+            identity.faults(&mut faults);
+            if self.proxy.uid.is_some() {
+                let text =
+                    "has no effect: mesh.proxy.uid names another proxy; remove one of the two keys";
+                faults.push(("mesh.identity".into(), text.into()));
+            }
+        }
         self.rules.faults("mesh.rules", &mut faults);
         self.enforced.faults("mesh.enforced", &mut faults);
         for (index, name) in self.exclude_namespaces.iter().flatten().enumerate() {

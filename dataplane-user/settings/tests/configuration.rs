@@ -133,6 +133,8 @@ fn every_key_is_documented() {
             // The example has keys that exclude these.
             assert!(
                 path.starts_with("source.kubernetes")
+                    || path.starts_with("mesh.identity.source.")
+                    || path == "mesh.proxy.uid"
                     || path == "packets.podCidrs"
                     || example.get(key).is_some(),
                 "tests/config/all.yaml lacks {path}"
@@ -145,6 +147,55 @@ fn every_key_is_documented() {
         }
     }
     assert!(keys > 20, "only {keys} keys");
+}
+
+#[test]
+fn a_mesh_with_identities_has_one_source_of_them() {
+    let source = "source: {directory: /certificates}";
+    for (identity, wanted) in [
+        (
+            "{}",
+            "mesh.identity: without a source; expected one of source.directory",
+        ),
+        ("{source: {}}", "mesh.identity: without a source"),
+        (
+            "{source: {directory: /a, ca: {directory: /b}}}",
+            "mesh.identity.source: both directory and ca; expected one of them",
+        ),
+        (
+            "{source: {directory: a}}",
+            "mesh.identity.source.directory: a is relative; expected an absolute path",
+        ),
+        (
+            "{source: {ca: {lifetime: 1h}}}",
+            "mesh.identity.source.ca.directory: empty; expected an absolute path",
+        ),
+        (
+            "{source: {istio: {address: istiod}}}",
+            "mesh.identity.source.istio.address: \"istiod\"; expected HOST:PORT",
+        ),
+        (
+            &format!("{{{source}, trustDomain: a/b}}"),
+            "mesh.identity.trustDomain: \"a/b\"; expected a trust domain",
+        ),
+        (
+            &format!("{{{source}, roots: [{{trustDomain: a}}]}}"),
+            "mesh.identity.roots[0]: without files",
+        ),
+        (
+            &format!("{{{source}, revoked: [a.pem]}}"),
+            "mesh.identity.revoked[0]: a.pem is relative",
+        ),
+    ] {
+        let said = parse(&format!("mesh: {{identity: {identity}}}\n")).unwrap_err();
+        assert!(said.starts_with("dataplane.yaml:1:"), "{said}");
+        assert!(said.contains(wanted), "{said}");
+    }
+    let said = parse(&format!(
+        "mesh: {{proxy: {{uid: 1500}}, identity: {{{source}}}}}\n"
+    ));
+    assert!(said.unwrap_err().contains("mesh.identity: has no effect"));
+    assert!(parse(&format!("mesh: {{identity: {{{source}}}}}\n")).is_ok());
 }
 
 fn notes(imported: &config::Imported) -> Vec<&str> {

@@ -29,10 +29,8 @@ use tokio::{
 use tracing::{debug, info, warn};
 
 use super::{Failure, Patience, Target, backoff::Backoff, call::Caller};
-use crate::task::Task;
+use crate::{objects::REDIRECTION, task::Task};
 
-/// The annotation; its value is `enabled`.
-const REDIRECTION: &str = "ambient.istio.io/redirection";
 /// The field manager of the annotation.
 const MANAGER: &str = "dataplane";
 /// The name of the thread that writes.

@@ -36,7 +36,7 @@ pub use istio_objects::IstioObjects;
 pub use join::{Joins, Sources};
 use model::{NamedProtocol, ServiceName};
 pub use node::{NodeFacts, node};
-pub use pod::{LABEL_MODE, NamespaceRules, SIDECAR, namespace, pod, pod_addresses};
+pub use pod::{LABEL_MODE, NamespaceRules, REDIRECTION, SIDECAR, namespace, pod, pod_addresses};
 pub use route::{grant, kind as route_kind, route};
 pub use selection::{ByIstio, Distribution, Selection, by_istio};
 pub use service::service;

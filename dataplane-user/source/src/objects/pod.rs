@@ -31,6 +31,9 @@ const LABEL_WORKLOAD: &str = "service.istio.io/workload-name";
 const LABEL_TUNNEL: &str = "networking.istio.io/tunnel";
 /// The port at which pods accept HBONE connections.
 const TUNNEL: u16 = 15008;
+/// Istio's annotation of pods whose connections are captured: `enabled` if HBONE connections to the pod are accepted on
+/// its node.
+pub const REDIRECTION: &str = "ambient.istio.io/redirection";
 /// An annotation of pods that contain a mesh's proxy, injected or configured.
 pub const SIDECAR: &str = "sidecar.istio.io/status";
 /// Prefix of this project's annotations.
@@ -111,6 +114,9 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
         uid: object.metadata.uid.as_deref().and_then(Uid::parse),
         node: spec.node_name.as_deref().unwrap_or_default().into(),
         network: label(labels, LABEL_NETWORK).unwrap_or_default().into(),
+        account: spec.account().into(),
+        speaks_hbone: tunnels
+            || label(&object.metadata.annotations, REDIRECTION) == Some("enabled"),
         telemetry: Telemetry::new(workload_name(&object.metadata), Some(labels)),
         labels: match place {
             Place::Elsewhere => Box::default(),

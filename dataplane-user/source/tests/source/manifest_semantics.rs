@@ -1,7 +1,7 @@
 //! The meaning of fields: Kubernetes' defaults, and kube-proxy's interpretation.
 
 use dataplane_source::manifests::{self, Errors, Loaded};
-use model::{Endpoint, Gravity, Node, Service, ServiceName, TrafficPolicy};
+use model::{Endpoint, Gravity, Node, Service, ServiceName, TrafficPolicy, WorkloadName};
 
 fn load(text: &str) -> Loaded {
     try_load(text).unwrap_or_else(|errors| panic!("{errors}\n{text}"))
@@ -363,4 +363,54 @@ fn a_slice_of_no_service_is_a_warning_and_one_without_the_label_is_nothing() {
     let loaded = load(&(own + &orphan));
     assert!(loaded.snapshot.services.is_empty());
     assert_eq!(loaded.snapshot.problems.len(), 2);
+}
+
+#[test]
+fn a_pod_has_the_identity_of_its_service_account_and_says_whether_it_speaks_hbone() {
+    for (metadata, spec, account, speaks_hbone) in [
+        ("", "{}", "default", false),
+        ("", "{serviceAccountName: ''}", "default", false),
+        ("", "{serviceAccountName: web}", "web", false),
+        (
+            "annotations: {ambient.istio.io/redirection: enabled}",
+            "{}",
+            "default",
+            true,
+        ),
+        (
+            "annotations: {ambient.istio.io/redirection: disabled}",
+            "{}",
+            "default",
+            false,
+        ),
+        (
+            "labels: {networking.istio.io/tunnel: http}",
+            "{}",
+            "default",
+            true,
+        ),
+        (
+            "labels: {networking.istio.io/tunnel: none}",
+            "{}",
+            "default",
+            false,
+        ),
+        (
+            "labels: {ambient.istio.io/redirection: enabled}",
+            "{}",
+            "default",
+            false,
+        ),
+    ] {
+        let loaded = load(&format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: web, namespace: shop, {metadata}}}\nspec: {spec}\n"
+        ));
+        let pod = &loaded.snapshot.workloads[&WorkloadName::new("shop", "web")];
+        let identity = pod.identity("cluster.local").unwrap().to_string();
+        assert_eq!(
+            identity,
+            format!("spiffe://cluster.local/ns/shop/sa/{account}")
+        );
+        assert_eq!(pod.speaks_hbone, speaks_hbone, "{metadata}");
+    }
 }

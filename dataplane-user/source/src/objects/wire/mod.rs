@@ -269,11 +269,24 @@ pub struct Pod {
 pub struct PodSpec {
     pub node_name: Option<String>,
     pub host_network: Option<bool>,
+    pub service_account_name: Option<String>,
     pub dns_policy: Option<String>,
     pub dns_config: Option<PodDnsConfig>,
     #[serde(deserialize_with = "or_default")]
     pub containers: Vec<Container>,
     pub init_containers: Option<Vec<Container>>,
+}
+
+impl PodSpec {
+    /// The service account; `default` if the Pod names none.
+    pub fn account(&self) -> &str {
+        let account = self.service_account_name.as_deref().unwrap_or_default();
+        if account.is_empty() {
+            "default"
+        } else {
+            account
+        }
+    }
 }
 
 #[derive(Debug, Default, Deserialize)]
