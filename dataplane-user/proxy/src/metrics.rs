@@ -9,7 +9,7 @@ use prometheus_client::{
     metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
     registry::Registry,
 };
-use relay::{Attached, encode_connections};
+use relay::{Attached, Denials, encode_connections};
 
 use super::shared::Shared;
 
@@ -92,6 +92,7 @@ pub(super) fn encode_proxy(shared: &Shared, encoder: &mut DescriptorEncoder<'_>)
             ConstCounter::new(count).encode(family.encode_family(&labels)?)?;
         }
     }
+    encode_denials(relay.index().1.denials(), encoder)?;
     let lost = relay.log.lost();
     let metric = encoder.encode_descriptor(
         "dataplane_proxy_access_log_lost",
@@ -100,4 +101,24 @@ pub(super) fn encode_proxy(shared: &Shared, encoder: &mut DescriptorEncoder<'_>)
         MetricType::Counter,
     )?;
     ConstCounter::new(lost).encode(metric)
+}
+
+/// Writes the connections that Istio's policies refused or ended.
+fn encode_denials(denials: &Denials, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let mut family = encoder.encode_descriptor(
+        "dataplane_policy_denied",
+        "Connections that a policy of Istio's refused or ended; with dry_run=true: would have refused",
+        None,
+        MetricType::Counter,
+    )?;
+    for (denial, count) in denials.totals() {
+        let dry_run = if denial.dry_run { "true" } else { "false" };
+        let labels = [
+            ("namespace", &*denial.namespace),
+            ("policy", &*denial.policy),
+            ("dry_run", dry_run),
+        ];
+        ConstCounter::new(count).encode(family.encode_family(&labels)?)?;
+    }
+    Ok(())
 }

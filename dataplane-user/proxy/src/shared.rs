@@ -165,13 +165,14 @@ impl Shared {
         &self.mailboxes[number].wake
     }
 
-    /// Routes new connections by this snapshot, and wakes the workers with connections that wait for one.
+    /// Routes new connections by this snapshot, and wakes the workers with connections that wait for one. If policies have
+    /// changed, wakes all, since connections may have to end.
     pub fn set_snapshot(&self, snapshot: Snapshot) {
-        self.relay.set_snapshot(snapshot);
+        let judged_anew = self.relay.set_snapshot(snapshot);
         // With the fence in `wake_if_newer`: this thread sees the connection, or the worker sees the snapshot.
         fence(Ordering::SeqCst);
         for (number, load) in self.loads.iter().enumerate() {
-            if load.waiting.load(Ordering::Relaxed) > 0 {
+            if judged_anew || load.waiting.load(Ordering::Relaxed) > 0 {
                 self.wake_up(number);
             }
         }

@@ -18,7 +18,11 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use threads::{Deaths, may_panic};
 
-use super::{direction::Direction, index::Target, outcome::Flag};
+use super::{
+    direction::Direction,
+    index::{Denied, Target},
+    outcome::Flag,
+};
 
 /// The maximum number of records that wait to be written. Further records are left out, because a log
 /// that cannot be written must not hold up connections.
@@ -65,6 +69,8 @@ pub struct Record {
     pub flag: Flag,
     /// The error of the last endpoint that did not take the connection.
     pub error: Option<io::Error>,
+    /// Why policies refused or ended the connection.
+    pub denied: Option<Box<Denied>>,
 }
 
 /// A line of the log, with its fields in the order in which they are written.
@@ -83,6 +89,9 @@ struct Line {
     bytes_sent: u64,
     duration_ms: f64,
     response_flags: &'static str,
+    /// The policy that refused the connection.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    policy: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
 }
@@ -91,6 +100,8 @@ impl Line {
     fn of(record: &Record) -> Self {
         // It fails only for years after 9999.
         let time = Timestamp::try_from(record.ended).unwrap_or_default();
+        let denied = record.denied.as_deref();
+        let error = record.error.as_ref().map(ToString::to_string);
         Self {
             time: format!("{time:.3}"),
             workload: record.workload.name.to_string(),
@@ -103,7 +114,8 @@ impl Line {
             bytes_sent: record.bytes[1],
             duration_ms: (record.duration.as_secs_f64() * 1e6).round() / 1e3,
             response_flags: record.flag.word(),
-            error: record.error.as_ref().map(ToString::to_string),
+            policy: denied.and_then(|of| of.policy.as_ref().map(ToString::to_string)),
+            error: error.or_else(|| denied.map(ToString::to_string)),
         }
     }
 
@@ -124,6 +136,9 @@ impl Line {
             " bytes_received={} bytes_sent={} duration_ms={} flags={}",
             self.bytes_received, self.bytes_sent, self.duration_ms, self.response_flags
         )?;
+        if let Some(policy) = &self.policy {
+            write!(out, " policy={policy:?}")?;
+        }
         if let Some(error) = &self.error {
             write!(out, " error={error:?}")?;
         }
@@ -255,6 +270,7 @@ mod tests {
                 duration: Duration::from_micros(1500),
                 flag: Flag::ConnectFailure,
                 error: Some(io::Error::other("no")),
+                denied: None,
             });
             log.close();
             writer.unwrap().join().unwrap();

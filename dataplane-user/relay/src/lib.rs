@@ -11,6 +11,7 @@
 mod access;
 mod attachment;
 mod counters;
+mod denials;
 mod direction;
 mod engine;
 mod index;
@@ -36,9 +37,10 @@ use std::{
 pub use access::{AccessLog, Log, Record};
 pub use attachment::{AttachError, Attached, Attachment, Listener, Namespace};
 pub use counters::{Counters, Totals};
+pub use denials::{Denial, Denials};
 pub use direction::Direction;
 pub use engine::Engine;
-pub use index::{Found, Index, Target};
+pub use index::{Denied, Found, Index, Target};
 pub use labels::{CountersKey, Labels, Party};
 pub use ledger::Ledger;
 use limits::Holders;
@@ -60,6 +62,8 @@ pub struct Relay {
     index: Mutex<Arc<Index>>,
     /// Counts the snapshots, so that an engine sees without a lock that there is no new one.
     version: AtomicU64,
+    /// Counts the changes of attached workloads' policies.
+    policies: AtomicU64,
     attachments: Mutex<Vec<Entry>>,
     next_id: AtomicU64,
     /// The totals of present and past attachments.
@@ -94,18 +98,37 @@ impl Relay {
             log: Arc::new(log),
             index: Mutex::default(),
             version: AtomicU64::new(0),
+            policies: AtomicU64::new(0),
             attachments: Mutex::default(),
             next_id: AtomicU64::new(0),
             ledger: Mutex::default(),
         }
     }
 
-    /// Routes new connections by this snapshot. Existing connections stay with their endpoints.
-    pub fn set_snapshot(&self, snapshot: Snapshot) {
+    /// Routes new connections by this snapshot. Existing connections stay with their endpoints; engines end those that
+    /// policies forbid. Returns whether the policies of an attached workload have changed.
+    pub fn set_snapshot(&self, snapshot: Snapshot) -> bool {
         self.prune(&snapshot);
         let mut current = self.lock_index();
-        *current = Arc::new(current.updated(snapshot));
+        let new = Arc::new(current.updated(snapshot));
+        let before = std::mem::replace(&mut *current, Arc::clone(&new));
         self.version.fetch_add(1, Ordering::Release);
+        drop(current);
+        // After the new version: an engine begins the connections of later attachments by the new index.
+        let entries = self.entries();
+        new.keep_policies(&entries.iter().map(|entry| entry.attached.id).collect());
+        let mut attached = entries.iter().filter(|entry| entry.is_in_use());
+        let has_changed = attached.any(|entry| new.judges_anew(&before, &entry.attached));
+        if has_changed {
+            self.policies.fetch_add(1, Ordering::Release);
+        }
+        has_changed
+    }
+
+    /// Counts the changes of attached workloads' policies. When an engine sees another number, it ends the connections
+    /// that [`Index::forbids`] by an index that it gets afterwards.
+    pub fn policies_version(&self) -> u64 {
+        self.policies.load(Ordering::Acquire)
     }
 
     /// The number of the current snapshot; 0: there is none yet.

@@ -11,8 +11,8 @@ pub enum Flag {
     NoEndpoint,
     /// The service has no such port.
     NoRoute,
-    /// Egress is denied, and the destination is not in the snapshot; or the client is not in
-    /// `loadBalancerSourceRanges`.
+    /// Egress is denied, and the destination is not in the snapshot; the client is not in `loadBalancerSourceRanges`; or
+    /// Istio's policies refuse the connection, or ended it.
     Denied,
     /// The client has its share of the workload's inbound connections.
     ClientsShare,

@@ -19,7 +19,7 @@ use super::{
     attachment::Attached,
     counters::Counters,
     direction::Direction,
-    index::{Index, Target},
+    index::{Denied, Index, Target},
     limits::Client,
     outcome::Flag,
     route::{self, Route},
@@ -114,6 +114,8 @@ pub struct Session {
     counted: [u64; 2],
     accepted: Instant,
     flag: Flag,
+    /// Why policies refuse it.
+    denied: Option<Box<Denied>>,
     /// Last, because a workload whose permits are all back has counted everything.
     permit: Permit,
 }
@@ -164,6 +166,7 @@ impl Session {
             counted: [0; 2],
             accepted: now,
             flag: Flag::Cut,
+            denied: None,
             permit,
         }
     }
@@ -183,12 +186,23 @@ impl Session {
         self.client
     }
 
-    /// Decides where the connection goes. If an outbound connection is refused because its destination is not known, an
-    /// engine may ask again with a later snapshot.
+    /// Decides where the connection goes. An inbound connection is plaintext here: its client has proven no identity. If a
+    /// connection is refused because its destination is not known, or because policies have not been read, an engine may
+    /// ask again with a later snapshot.
     ///
     /// # Errors
     /// Why the connection is refused.
     pub fn route(&mut self, index: &Index) -> Result<(), Refusal> {
+        // Before the client's share, which is taken once.
+        if let Err(denied) = self.authorize(index) {
+            let is_unknown = denied.is_unread;
+            self.denied = Some(Box::new(denied));
+            return Err(Refusal {
+                flag: Flag::Denied,
+                is_unknown,
+            });
+        }
+        self.denied = None;
         if !self.permit.admit(index, self.client) {
             return Err(Flag::ClientsShare.into());
         }
@@ -208,6 +222,29 @@ impl Session {
                 is_unknown: true,
             }),
         }
+    }
+
+    fn authorize(&self, index: &Index) -> Result<(), Denied> {
+        match self.direction {
+            Direction::Outbound => Ok(()),
+            Direction::Inbound => {
+                index.authorize(self.attached(), None, self.client, self.destination)
+            }
+        }
+    }
+
+    /// Returns why policies forbid an inbound connection that may have been accepted by other policies.
+    pub fn forbidden(&self, index: &Index) -> Option<Denied> {
+        let is_inbound = self.direction == Direction::Inbound;
+        let (attached, client) = (self.attached(), self.client);
+        is_inbound
+            .then(|| index.forbids(attached, None, client, self.destination))
+            .flatten()
+    }
+
+    /// Notes why policies end the connection, for the access log.
+    pub fn deny(&mut self, denied: Denied) {
+        self.denied = Some(Box::new(denied));
     }
 
     /// Chooses the endpoint to try next; `None` if no attempt is left.
@@ -323,6 +360,7 @@ impl Drop for Session {
                 duration: self.accepted.elapsed(),
                 flag: self.flag,
                 error,
+                denied: self.denied.take(),
             });
         }
     }

@@ -96,7 +96,7 @@ impl fmt::Display for PolicyName {
 }
 
 /// The policies of a workload.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
     /// Its AuthorizationPolicies. `None`: the workload has a policy of this name, which has not arrived. It refuses all
     /// connections.
@@ -144,10 +144,19 @@ impl Decision<'_> {
     }
 }
 
-impl Reason<'_> {
+impl<'a> Reason<'a> {
     /// Returns whether a connection is allowed for this reason.
     pub fn is_allowed(self) -> bool {
         matches!(self, Self::NoPolicy | Self::Allowed(..))
+    }
+
+    /// Returns the policy that decides, and the index of its rule. `None`: no single policy or rule decides.
+    pub fn by(self) -> (Option<&'a PolicyName>, Option<usize>) {
+        match self {
+            Self::Allowed(name, rule) | Self::Denied(name, rule) => (Some(name), Some(rule)),
+            Self::Plaintext(name) | Self::Missing(name) => (Some(name), None),
+            Self::NoPolicy | Self::NotAllowed | Self::Unread => (None, None),
+        }
     }
 }
 

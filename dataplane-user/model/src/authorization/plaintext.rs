@@ -27,7 +27,7 @@ pub enum Rank {
 }
 
 /// The PeerAuthentications of a workload: the oldest one of each rank.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plaintext([Option<(PolicyName, Arc<PeerAuthentication>)>; 3]);
 
 impl Plaintext {

@@ -8,6 +8,7 @@ mod accept;
 mod clock;
 mod dial;
 mod hold;
+mod policies;
 mod shed;
 mod token;
 
@@ -63,6 +64,8 @@ pub struct Worker {
     index: Arc<Index>,
     /// The number of the index's snapshot.
     version: u64,
+    /// The number of the policies by which all connections were accepted, or judged again.
+    policies: u64,
     buffers: Buffers,
     stock: Stock,
     next_upkeep: Instant,
@@ -109,6 +112,7 @@ impl Worker {
             held: Held::new(),
             index: Arc::default(),
             version: 0,
+            policies: 0,
             buffers: Buffers::new(shared.settings.max_held / shared.loads.len().max(1)),
             stock: Stock::default(),
             next_upkeep: clock.now,
@@ -135,9 +139,15 @@ impl Worker {
                     thread::sleep(PAUSE);
                 }
             }
+            // Before the index, which then has these policies.
+            let policies = self.shared.relay.policies_version();
             if self.shared.relay.version() != self.version {
                 (self.version, self.index) = self.shared.relay.index();
                 self.route_held();
+            }
+            if policies != self.policies {
+                self.policies = policies;
+                self.judge_again();
             }
             may_panic("relay");
             for event in &events {

@@ -1,7 +1,9 @@
 //! The index of a snapshot: it leads from a VIP and port to the endpoints to connect to.
 
+mod policies;
 mod target;
 
+pub use policies::Denied;
 pub use target::Target;
 
 use std::{
@@ -13,8 +15,11 @@ use imbl::ordmap::DiffItem;
 use model::{Protocol, Service, Snapshot, Workload};
 use smallvec::SmallVec;
 
-use self::target::{addresses, frontends};
-use super::limits::Client;
+use self::{
+    policies::Judged,
+    target::{addresses, frontends},
+};
+use super::{denials::Denials, limits::Client};
 
 /// A snapshot, arranged for looking up destinations. A new index costs as much as has changed: its
 /// maps share the rest with the index before.
@@ -34,6 +39,10 @@ pub struct Index {
     /// Workloads by their addresses, for metrics.
     workloads: imbl::HashMap<IpAddr, SmallVec<[Arc<Workload>; 1]>>,
     snapshot: Snapshot,
+    /// The policies of attached workloads, as far as connections have asked for them.
+    judged: Arc<Judged>,
+    /// The connections that policies have refused. All indices share it.
+    denials: Arc<Denials>,
 }
 
 /// A destination, as far as the snapshot knows it.
@@ -60,6 +69,8 @@ impl Index {
         } else {
             Self::default()
         };
+        index.judged = self.judged_by(&snapshot);
+        index.denials = Arc::clone(&self.denials);
         let before = std::mem::take(&mut index.snapshot.services);
         index.snapshot.node = Arc::clone(&snapshot.node);
         for change in before.diff(&snapshot.services) {
